@@ -78,7 +78,7 @@ def write_holes(at: Path, mesh: DeviceMesh, tensors: _Tensors) -> None:
         with (at / file.name).open("wb") as out:
             for piece in file.raw:
                 out.seek(piece.offset)
-                out.write(piece.data)
+                out.write(piece.made())
             out.truncate(file.num_bytes)
         for num_bytes in {extent.num_bytes for extent in file.extents} - digests.keys():
             digests[num_bytes] = _zeros_crc32(num_bytes)
@@ -163,11 +163,11 @@ def write_ranks(at: Path, mesh: DeviceMesh, tensors: _Tensors) -> None:
         for key, num_bytes in enumerate(sizes[1:], 2):
             plan.add_tensor(f"data/{key}", num_bytes)
         # Any digests, the same for all ranks: nothing looks at the holes.
-        between = plan.late(range(1, 1 + len(sizes)))
+        between = [*plan.late(range(1, 1 + len(sizes)))]
         with (at / f"model_world_size_{mesh.size}_rank_{rank}.pt").open("wb") as out:
             for piece in (*plan.pieces(), between[0], between[-1]):
                 out.seek(piece.offset)
-                out.write(piece.data)
+                out.write(piece.made())
 
 
 def _common_end(one: bytes, other: bytes) -> int:

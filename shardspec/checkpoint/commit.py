@@ -24,11 +24,11 @@ from shardspec.checkpoint.store import output_exists, path_errors, reason
 from shardspec.errors import CheckpointError
 
 DIRECTORY: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
-_NEW_FILE: Final = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-_DESCRIPTORS: Final = Path("/proc/self/fd")
+_INNER: Final = DIRECTORY | os.O_NOFOLLOW
+FILE: Final = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC
+NEW_FILE: Final = FILE | os.O_CREAT | os.O_EXCL
 _NO_REPLACE: Final = 1
 _EXCHANGE: Final = 2
-_LOCK_SUFFIX: Final = ".lock"
 _ATTEMPTS: Final = 10
 
 
@@ -43,30 +43,49 @@ class Destination(NamedTuple):
 
 
 @contextmanager
-def staged_output(destination: Destination, *, directory: bool, overwrite: bool) -> Iterator[Path]:
+def staged_output(
+    destination: Destination, *, directory: bool, overwrite: bool
+) -> Iterator[tuple[int, Path]]:
     """Make an empty file or directory to fill, which gets the final name at the end of the block.
+
+    Yields its descriptor and its name until then, which somebody else may give to something else.
 
     Of a directory that is replaced, files of the same names and those in `replaced` are removed;
     all others are kept, also those that appear meanwhile. If an exception is raised, what was made
     is removed: also a `CheckpointError` if another run is writing the output, or has replaced it.
     """
     path = destination.path
-    with _opened_parent(path) as parent:
+    with _opened_parent(path) as parent, _locked(parent, path) as (name, record):
         with path_errors(path, "written"):
-            stage = _Stage(parent, path, directory)
+            if directory:
+                os.mkdir(name, 0o700, dir_fd=parent)
+            fd = os.open(name, _INNER if directory else NEW_FILE, 0o600, dir_fd=parent)
         try:
-            yield _by_descriptor(stage.fd, path.with_name(stage.name))
+            yield fd, path.with_name(name)
             with path_errors(path, "written"):
-                stage.publish(overwrite, destination.replaced, destination.inode)
+                old = _stat_of(parent, path.name)
+                if destination.inode not in (None, 0 if old is None else old.st_ino):
+                    raise CheckpointError(
+                        f"{path}: another run has replaced it meanwhile; run again to replace that"
+                    )
+                if directory and overwrite and old is not None:
+                    _exchange(parent, name, path, fd, record, destination.replaced)
+                else:
+                    if directory:
+                        _give_modes(fd, None, None)
+                    else:
+                        _give_mode(fd, old)
+                    _rename(parent, name, path, fd, overwrite and not directory)
         finally:
-            stage.close()
+            _remove_same(parent, name, fd)
+            os.close(fd)
 
 
 @contextmanager
-def joined_output(staged: Path, path: Path) -> Iterator[Path]:
+def joined_output(place: Path, path: Path, *, directory: bool) -> Iterator[int]:
     """Open what another process of the same user has staged; `path` is its final name."""
     try:
-        fd = os.open(staged, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+        fd = os.open(place, _INNER if directory else FILE)
     except OSError as error:
         raise CheckpointError(
             f"{path}: what the first process has begun is not seen here ({reason(error)}); write "
@@ -74,15 +93,121 @@ def joined_output(staged: Path, path: Path) -> Iterator[Path]:
         ) from None
     try:
         if os.fstat(fd).st_uid != os.geteuid():
-            raise CheckpointError(f"{path}: {staged.name} beside it belongs to another user")
-        yield _by_descriptor(fd, staged)
+            raise CheckpointError(f"{path}: {place.name} beside it belongs to another user")
+        yield fd
     finally:
         os.close(fd)
 
 
-def real_path(place: Path) -> Path:
-    """Return the name under which something is staged, for other processes."""
-    return Path(os.readlink(place)) if place.parent == _DESCRIPTORS else place
+@contextmanager
+def _locked(parent: int, path: Path) -> Iterator[tuple[str, int]]:
+    """Lock an output by a file beside it; yield the name to stage it under, and the open lock.
+
+    What killed runs of this user have left is removed. Raises a `CheckpointError` if another run is
+    alive.
+    """
+    another_run = CheckpointError(
+        f"{path}: another run is writing it; wait for that one, or choose another name"
+    )
+    name = f".{path.name}.shardspec-{os.urandom(8).hex()}"
+    # One run at a time begins, as two could refuse each other. Whoever has locked the directory for
+    # longer does something else with it.
+    deadline = time.monotonic() + 1.0
+    while lock(parent) is False and time.monotonic() < deadline:
+        time.sleep(0.002)
+    with path_errors(path, "written"):
+        own = os.open(f"{name}.lock", NEW_FILE, 0o600, dir_fd=parent)
+    try:
+        locked = lock(own)
+        if locked is None:
+            warnings.warn(
+                f"{path}: this file system has no locks, so another run that writes the same "
+                "output is not noticed",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+        pattern = re.compile(re.escape(f".{path.name}.shardspec-") + r"[0-9a-f]{16}\.lock")
+        with path_errors(path, "written"):
+            for other in filter(pattern.fullmatch, os.listdir(parent)):
+                if other != f"{name}.lock" and _remove_remains(parent, other, path) is False:
+                    raise another_run
+        # Before it was locked, another run may have taken it for remains.
+        with path_errors(path, "written"):
+            if locked is False or not _is_same(parent, f"{name}.lock", own):
+                raise another_run
+        with suppress(OSError):
+            fcntl.flock(parent, fcntl.LOCK_UN)
+        yield name, own
+    finally:
+        _remove_same(parent, f"{name}.lock", own)
+        os.close(own)
+
+
+def _remove_remains(parent: int, locked_by: str, path: Path) -> bool | None:
+    """Remove what a killed run has left, known by its lock; return False if the run is alive."""
+    with suppress(FileNotFoundError):
+        at = os.stat(locked_by, dir_fd=parent, follow_symlinks=False)
+        if not stat.S_ISREG(at.st_mode) or at.st_uid != os.geteuid():
+            return None
+        with opened(locked_by, parent, FILE | os.O_NONBLOCK) as fd:
+            if not (locked := lock(fd)) or not _is_same(parent, locked_by, fd):
+                return locked
+            name = locked_by.removesuffix(".lock")
+            try:
+                _move_rest(parent, name, path, *json.loads(os.pread(fd, os.fstat(fd).st_size, 0)))
+            except ValueError:  # it had not begun to replace a directory
+                _remove(parent, name)
+            except OSError:  # what cannot be moved stays
+                pass
+            os.unlink(locked_by, dir_fd=parent)
+    return True
+
+
+def _exchange(
+    parent: int, name: str, path: Path, fd: int, record: int, replaced: Collection[str]
+) -> None:
+    """Give a staged directory the name of an older one, and keep the files of others."""
+    with opened(path.name, parent) as older:
+        known = [at for one in replaced if (at := _stat_of(older, one)) is not None]
+        _give_modes(fd, older, known[0] if len({at.st_mode for at in known}) == 1 else None)
+    # If this run is killed from here on, the next one moves the files of others.
+    rest = os.fstat(fd).st_ino, sorted(names_below(fd)), sorted(replaced)
+    os.pwrite(record, json.dumps(rest).encode(), 0)
+    os.fsync(record)
+    kept = name
+    if not renameat2(parent, name, path, _EXCHANGE):
+        # Between these two, neither has the name; both are complete on the disk.
+        kept = f"{name}-old"
+        os.rename(path.name, kept, src_dir_fd=parent, dst_dir_fd=parent)
+        os.rename(name, path.name, src_dir_fd=parent, dst_dir_fd=parent)
+    _check_named(parent, path, fd)
+    for attempt in range(_ATTEMPTS):
+        try:
+            _move_rest(parent, name, path, *rest)
+            return
+        except OSError as error:
+            # Somebody may put files there by its descriptor, or have them open (NFS).
+            if attempt == _ATTEMPTS - 1 and error.errno != errno.ENOTEMPTY:
+                raise CheckpointError(
+                    f"{path}: is written, but what else was in the old directory could not be "
+                    f"moved there ({error.filename or kept}: {reason(error)}); it is kept in "
+                    f"{path.with_name(kept)}"
+                ) from None
+
+
+def _move_rest(
+    parent: int, name: str, path: Path, inode: int, made: list[str], replaced: list[str]
+) -> None:
+    """Move the files of others to the directory that was published; remove the rest."""
+    for left in (name, f"{name}-old"):
+        with suppress(FileNotFoundError), opened(left, parent) as old:
+            if os.fstat(old).st_ino == inode:  # not published
+                shutil.rmtree(left, ignore_errors=True, dir_fd=parent)
+                continue
+            with opened(path.name, parent) as new:
+                if os.fstat(new).st_ino == inode:
+                    move_others(old, new, made, replaced)
+            os.rmdir(left, dir_fd=parent)
 
 
 def write_atomically(
@@ -101,7 +226,7 @@ def write_atomically(
     name = f".shardspec-{'' if mode_of is None else 'save-'}{os.urandom(8).hex()}.tmp"
     with _opened_parent(path) as parent:
         with path_errors(path, "written"):
-            fd = os.open(name, _NEW_FILE, 0o600, dir_fd=parent)
+            fd = os.open(name, NEW_FILE, 0o600, dir_fd=parent)
         try:
             more = f" ({num_bytes} bytes are needed); make room or write elsewhere"
             with path_errors(path, "written", more):
@@ -116,7 +241,7 @@ def write_atomically(
                 _rename(parent, name, path, fd, overwrite)
         finally:
             # By now the file has its name, or an error is on its way that says more.
-            _unlink_same(parent, name, fd)
+            _remove_same(parent, name, fd)
             os.close(fd)
 
 
@@ -130,148 +255,6 @@ def _opened_parent(path: Path) -> Iterator[int]:
         _sync(parent)
     finally:
         os.close(parent)
-
-
-class _Stage:
-    """A staged file, which is its own lock, or a staged directory, and a lock beside it."""
-
-    def __init__(self, parent: int, path: Path, directory: bool) -> None:
-        self._parent, self._path, self._directory = parent, path, directory
-        self._published = False
-        self._another_run = CheckpointError(
-            f"{path}: another run is writing it; wait for that one, or choose another name"
-        )
-        self.name = f".{path.name}.shardspec-{os.urandom(8).hex()}"
-        self._lock_name = self.name + (_LOCK_SUFFIX if directory else "")
-        # One run at a time begins, as two could refuse each other. Whoever has locked the directory
-        # for longer does something else with it.
-        deadline = time.monotonic() + 1.0
-        while lock(parent) is False and time.monotonic() < deadline:
-            time.sleep(0.002)
-        try:
-            self._lock = self.fd = os.open(self._lock_name, _NEW_FILE, 0o600, dir_fd=parent)
-            try:
-                self._begin()
-            except BaseException:
-                self.close()
-                raise
-        finally:
-            with suppress(OSError):
-                fcntl.flock(parent, fcntl.LOCK_UN)
-
-    def _begin(self) -> None:
-        locked = lock(self._lock)
-        if locked is None:
-            warnings.warn(
-                f"{self._path}: this file system has no locks, so another run that writes the "
-                "same output is not noticed",
-                RuntimeWarning,
-                stacklevel=2,
-            )
-        self._remove_remains()
-        # Before it was locked, another run may have taken it for remains.
-        if locked is False or not _is_same(self._parent, self._lock_name, self._lock):
-            raise self._another_run
-        if self._directory:
-            os.mkdir(self.name, 0o700, dir_fd=self._parent)
-            self.fd = os.open(self.name, DIRECTORY | os.O_NOFOLLOW, dir_fd=self._parent)
-
-    def _remove_remains(self) -> None:
-        """Remove what killed runs of this user have left; raise if another run is alive."""
-        pattern = re.compile(re.escape(f".{self._path.name}.shardspec-") + r"[0-9a-f]{16}(\.lock)?")
-        for name in os.listdir(self._parent):
-            match = pattern.fullmatch(name)
-            if match is None or name == self._lock_name:
-                continue
-            with suppress(FileNotFoundError):
-                at = os.stat(name, dir_fd=self._parent, follow_symlinks=False)
-                if not stat.S_ISREG(at.st_mode) or at.st_uid != os.geteuid():
-                    continue
-                flags = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-                with opened(name, self._parent, flags) as fd:
-                    locked = lock(fd)
-                    if locked is False:
-                        raise self._another_run
-                    if locked and _is_same(self._parent, name, fd):
-                        if match[1]:
-                            staged = name.removesuffix(_LOCK_SUFFIX)
-                            record = os.pread(fd, os.fstat(fd).st_size, 0)
-                            try:
-                                self._move_rest(staged, *json.loads(record))
-                            except ValueError:  # it had not begun to publish
-                                shutil.rmtree(staged, ignore_errors=True, dir_fd=self._parent)
-                            except OSError:  # what cannot be moved stays
-                                pass
-                        os.unlink(name, dir_fd=self._parent)
-
-    def _move_rest(
-        self, name: str, inode: int, made: Collection[str], replaced: Collection[str]
-    ) -> None:
-        """Move the files of others to the directory that was published; remove the rest."""
-        for left in (name, f"{name}-old"):
-            with suppress(FileNotFoundError), opened(left, self._parent) as old:
-                if os.fstat(old).st_ino == inode:  # not published
-                    shutil.rmtree(left, ignore_errors=True, dir_fd=self._parent)
-                    continue
-                with opened(self._path.name, self._parent) as new:
-                    if os.fstat(new).st_ino == inode:
-                        move_others(old, new, made, replaced)
-                os.rmdir(left, dir_fd=self._parent)
-
-    def publish(self, overwrite: bool, replaced: Collection[str], inode: int | None) -> None:
-        """Give the output its name."""
-        parent, name, final = self._parent, self.name, self._path.name
-        old = _stat_of(parent, final)
-        if inode is not None and inode != (0 if old is None else old.st_ino):
-            raise CheckpointError(
-                f"{self._path}: another run has replaced it meanwhile; run again to replace that"
-            )
-        if not self._directory or old is None or not overwrite:
-            if self._directory:
-                _give_modes(self.fd, None, None)
-            else:
-                _give_mode(self.fd, old)
-            _rename(parent, name, self._path, self.fd, overwrite and not self._directory)
-            self._published = True
-            return
-        with opened(final, parent) as older:
-            known = [at for one in replaced if (at := _stat_of(older, one)) is not None]
-            alike = known[0] if len({at.st_mode for at in known}) == 1 else None
-            _give_modes(self.fd, older, alike)
-        made = names_below(self.fd)
-        # If this run is killed from here on, the next one moves the files of others.
-        rest = os.fstat(self.fd).st_ino, sorted(made), sorted(replaced)
-        os.pwrite(self._lock, json.dumps(rest).encode(), 0)
-        os.fsync(self._lock)
-        kept = name
-        if not renameat2(parent, name, self._path, _EXCHANGE):
-            # Between these two, neither has the name; both are complete on the disk.
-            kept = f"{name}-old"
-            os.rename(final, kept, src_dir_fd=parent, dst_dir_fd=parent)
-            os.rename(name, final, src_dir_fd=parent, dst_dir_fd=parent)
-        self._published = True
-        _check_named(parent, self._path, self.fd)
-        for attempt in range(_ATTEMPTS):
-            try:
-                self._move_rest(name, *rest)
-                return
-            except OSError as error:
-                # Somebody may put files there by its descriptor, or have them open (NFS).
-                if attempt < _ATTEMPTS - 1 or error.errno == errno.ENOTEMPTY:
-                    continue
-                raise CheckpointError(
-                    f"{self._path}: is written, but what else was in the old directory could not "
-                    f"be moved there ({error.filename or kept}: {reason(error)}); it is kept in "
-                    f"{self._path.with_name(kept)}"
-                ) from None
-
-    def close(self) -> None:
-        """Remove what was not published, as far as the system allows it, and the lock."""
-        if self._directory and not self._published:
-            shutil.rmtree(self.name, ignore_errors=True, dir_fd=self._parent)
-        _unlink_same(self._parent, self._lock_name, self._lock)
-        for fd in {self.fd, self._lock}:
-            os.close(fd)
 
 
 def move_others(old: int, new: int, made: Collection[str], replaced: Collection[str]) -> None:
@@ -339,9 +322,7 @@ def renameat2(parent: int, name: str, path: Path, flag: int) -> bool:
 
 
 @contextmanager
-def opened(
-    name: Path | str, parent: int | None = None, flags: int = DIRECTORY | os.O_NOFOLLOW
-) -> Iterator[int]:
+def opened(name: Path | str, parent: int | None = None, flags: int = _INNER) -> Iterator[int]:
     """Open something, by default a directory, for the length of a block."""
     fd = os.open(name, flags, dir_fd=parent)
     try:
@@ -393,16 +374,20 @@ def _check_named(parent: int, path: Path, fd: int) -> None:
         )
 
 
-def _unlink_same(parent: int, name: str, fd: int) -> None:
+def _remove_same(parent: int, name: str, fd: int) -> None:
+    """Remove an open file or directory, unless it has another name by now."""
     with suppress(OSError):
         if _is_same(parent, name, fd):
+            _remove(parent, name)
+
+
+def _remove(parent: int, name: str) -> None:
+    """Remove a file or directory as far as the system allows it."""
+    try:
+        with suppress(FileNotFoundError):
             os.unlink(name, dir_fd=parent)
-
-
-def _by_descriptor(fd: int, otherwise: Path) -> Path:
-    """Return a path that leads to an open file or directory whatever becomes of its name."""
-    at = _DESCRIPTORS / str(fd)
-    return at if at.exists() else otherwise
+    except IsADirectoryError:
+        shutil.rmtree(name, ignore_errors=True, dir_fd=parent)
 
 
 def _stat_of(parent: int, name: str) -> os.stat_result | None:

@@ -99,7 +99,7 @@ def merge(
         new names. The patterns above then match the names that it gives. `WriteReport.left_out`
         lists the tensors that it does not use.
     threads
-        How many files are written at once.
+        How many threads copy: each a few tensors at a time, or to a store a file.
     metadata
         Copy the metadata of safetensors files into safetensors files.
     strict_cast

@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeVar
@@ -40,21 +40,18 @@ _POLL_S: Final = 0.02
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """One of the processes; `job` tells those of one torchrun from those of another."""
+    """One of the processes."""
 
     rank: int
     size: int
-    job: str = field(default="", compare=False, repr=False)
 
     @classmethod
     def of_environment(cls, environment: Mapping[str, str] = os.environ) -> "Member | None":
         """Return which of the processes of torchrun this is; None if it is the only one."""
-        names = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "MASTER_ADDR", "MASTER_PORT")
-        job = "/".join(environment.get(name, "") for name in names)
         rank, size = (environment.get(name, "") for name in ("RANK", "WORLD_SIZE"))
-        if names[0] not in environment or not (rank.isdecimal() and size.isdecimal()):
+        if "TORCHELASTIC_RUN_ID" not in environment or not (rank.isdecimal() and size.isdecimal()):
             return None
-        return cls(int(rank), int(size), f"{crc32(job.encode()):08x}") if int(size) > 1 else None
+        return cls(int(rank), int(size)) if int(size) > 1 else None
 
 
 class Workers:
@@ -140,8 +137,7 @@ class Workers:
             return
         self._ended.set()
         self._thread.join(TIMEOUT_S)
-        # The first one holds the store.
-        deadline = time.monotonic() + (_CLEANUP_S if self.member.rank else TIMEOUT_S)
+        deadline = time.monotonic() + _CLEANUP_S
         with suppress(ShardSpecError):
             keys = [f"heartbeat/{rank}" for rank in range(self.member.size)]
             self._set(keys[self.member.rank], "ended")
@@ -151,9 +147,10 @@ class Workers:
     def _send_heartbeats(self) -> None:
         # The main thread notices by itself if the store is gone.
         with suppress(ShardSpecError):
-            self._set(f"heartbeat/{self.member.rank}", str(time.time()))
-            while not self._ended.wait(_HEARTBEAT_S):
+            ended = False
+            while not ended:
                 self._set(f"heartbeat/{self.member.rank}", str(time.time()))
+                ended = self._ended.wait(_HEARTBEAT_S)
 
     def _wait(self, key: str) -> Any:  # noqa: ANN401  # what JSON gives
         while (value := self._get(key)) is None:
@@ -172,25 +169,21 @@ class Workers:
 
     def _call(self, act: Callable[[], T]) -> T:
         """Call the store in a thread: calls cannot be interrupted, and some have no timeout."""
-        # Importing it takes as long as copying 10 MiB.
-        from concurrent.futures import Future
-
-        answer: Future[T] = Future()
+        answer: list[T] = []
 
         def call() -> None:
-            try:
-                answer.set_result(act())
-            except RuntimeError as error:  # the class of torch's errors
-                answer.set_exception(error)
+            with suppress(RuntimeError):  # the class of torch's errors
+                answer.append(act())
 
-        threading.Thread(target=call, daemon=True).start()
-        try:
-            return answer.result(TIMEOUT_S)
-        except (RuntimeError, TimeoutError) as error:
+        thread = threading.Thread(target=call, daemon=True)
+        thread.start()
+        thread.join(TIMEOUT_S)
+        if not answer:
             raise CheckpointError(
                 "the processes have lost their connection: the one that holds the store has ended "
                 "or stopped"
-            ) from error
+            )
+        return answer[0]
 
 
 @contextmanager

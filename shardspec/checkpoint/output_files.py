@@ -1,4 +1,4 @@
-"""Files of an output, on a disk or in a store: made, filled with copies, and read again.
+"""Files of an output, on a disk or in a store: filled with copies, completed, and read again.
 
 A file on a disk is made with its size, and written at any position. One in a store is written from
 start to end; it appears when it is complete, and a file that it replaces stays until then.
@@ -7,37 +7,39 @@ start to end; it appears when it is complete, and a file that it replaces stays 
 import heapq
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
+from operator import itemgetter
 from pathlib import Path
 from typing import Final, NamedTuple, TypeAlias
 
 from isal.isal_zlib import crc32_combine
 
 from shardspec.checkpoint.commit import (
-    DIRECTORY,
+    FILE,
+    NEW_FILE,
     Destination,
     joined_output,
-    real_path,
+    opened,
     reserve,
     staged_output,
 )
-from shardspec.checkpoint.coordinate import Workers
 from shardspec.checkpoint.executor import Execution, Task
 from shardspec.checkpoint.read_boxes import BLOCK_BYTES, Buffers, crc32, crc_text
 from shardspec.checkpoint.source_files import KeptOpen, OpenFiles, SourceFile, read_fully
 from shardspec.checkpoint.store import RemotePath, path_errors, reason, upload
-from shardspec.checkpoint.targets import Extent, Put, RawBytes, Write
+from shardspec.checkpoint.targets import Extent, OutputFile, RawBytes, Write
 from shardspec.errors import CheckpointError
 
 Written: TypeAlias = list[tuple[str, int, int]]
 """Name, bytes and CRC-32 of files."""
 
 _MAX_OPEN: Final = 128
+_TEMPORARY_SUFFIX: Final = ".shardspec-tmp"
+"""How the names of files end that were not moved yet; a killed run leaves them."""
+_HEADER: Final = "a header"
 _WRITE_BYTES: Final = 128 << 10
 """Bytes written to a disk by one call, as `cat` does. Linux makes the pages of its cache no larger
 than that: small ones are more work, and large ones can be slow to get."""
-_TEMPORARY_SUFFIX: Final = ".shardspec-tmp"
-"""How the names of files end that were not moved yet; a killed run leaves them."""
 
 
 class _FilePart(NamedTuple):
@@ -49,22 +51,43 @@ class _FilePart(NamedTuple):
     name: str
 
 
-def _raw_part(raw: RawBytes) -> _FilePart:
-    return _FilePart(raw.offset, len(raw.data), crc32(raw.data), "a header")
+def _write_in_order(
+    file: OutputFile,
+    crcs: Sequence[int],
+    write: Callable[[int, bytes], object],
+    copy: Callable[[int], object],
+) -> Iterator[_FilePart]:
+    """Write a file but for its extents, which are to be copied by their index; yield its parts."""
+    pieces: Iterator[tuple[int, RawBytes | int]] = heapq.merge(
+        ((raw.offset, raw) for raw in file.raw),
+        ((extent.offset, number) for number, extent in enumerate(file.extents)),
+        ((raw.offset, raw) for raw in (file.trailer(crcs) if file.trailer else ())),
+        key=itemgetter(0),
+    )
+    for offset, piece in pieces:
+        if isinstance(piece, RawBytes):
+            data = piece.made()
+            write(offset, data)
+            yield _FilePart(offset, len(data), crc32(data), _HEADER)
+        else:
+            copy(piece)
+            extent = file.extents[piece]
+            yield _FilePart(offset, extent.num_bytes, crcs[piece], _name(extent))
 
 
-def _extent_part(extent: Extent, crc: int) -> _FilePart:
-    return _FilePart(extent.offset, extent.num_bytes, crc, f"tensor {extent.tensor.name!r}")
+def _name(extent: Extent) -> str:
+    return f"tensor {extent.tensor.name!r}"
 
 
-def _digest(parts: Iterable[_FilePart]) -> int:
-    """Return the CRC-32 of a file, given its parts in order, with zeros between them."""
+def _digest(parts: Iterable[_FilePart], check: list[_FilePart], *, extents: bool) -> int:
+    """Return the CRC-32 of a file, with zeros between its parts; list those to be read again."""
     value = at = 0
-    for offset, num_bytes, crc, _ in parts:
-        if offset > at:
-            value = crc32(bytes(offset - at), value)
-        value = int(crc32_combine(value, crc, num_bytes))
-        at = offset + num_bytes
+    for part in parts:
+        value = crc32(bytes(part.offset - at), value)
+        value = int(crc32_combine(value, part.crc32, part.num_bytes))
+        at = part.offset + part.num_bytes
+        if extents or part.name == _HEADER:
+            check.append(part)
     return value
 
 
@@ -76,9 +99,9 @@ def _check_again(
     for offset, num_bytes, crc, name in parts:
         value = 0
         for at in range(0, num_bytes, BLOCK_BYTES):
-            part = room[: min(BLOCK_BYTES, num_bytes - at)]
-            read_into(part, offset + at)
-            value = crc32(part, value)
+            block = room[: min(BLOCK_BYTES, num_bytes - at)]
+            read_into(block, offset + at)
+            value = crc32(block, value)
         if value != crc:
             raise _different(path, name, value, crc)
 
@@ -93,41 +116,23 @@ def _different(path: Path, name: str, found: int, expected: int) -> CheckpointEr
     )
 
 
-def _in_blocks(
-    fill: Callable[[Write], object], write_block: Callable[[memoryview, int], object]
-) -> tuple[int, int]:
-    """Write small pieces in blocks, given with their positions; return size and CRC-32."""
-    waiting = bytearray()
+def _write_list(name: str, fill: Callable[[Write], object], write: Write) -> _FilePart:
+    """Write a file that lists the others piece by piece."""
     num_bytes = crc = 0
 
-    def flush() -> None:
-        nonlocal waiting, num_bytes, crc
-        block, waiting = waiting, bytearray()
-        write_block(memoryview(block), num_bytes)
-        crc = crc32(block, crc)
-        num_bytes += len(block)
+    def append(piece: bytes) -> None:
+        nonlocal num_bytes, crc
+        write(piece)
+        num_bytes, crc = num_bytes + len(piece), crc32(piece, crc)
 
-    def write(piece: bytes) -> None:
-        waiting.extend(piece)
-        if len(waiting) >= BLOCK_BYTES:
-            flush()
-
-    fill(write)
-    flush()
-    return num_bytes, crc
-
-
-def _write_lists(job: Execution, put: Put) -> None:
-    """Write the files that list the others."""
-    if job.target.last is not None:
-        files = zip(job.target.files, job.crcs, strict=True)
-        job.target.last({file.name: crcs for file, crcs in files}, put)
+    fill(append)
+    return _FilePart(0, num_bytes, crc, name)
 
 
 class Staged(NamedTuple):
-    """A staged file, or a directory of files, on a disk."""
+    """A staged file, or a directory of files, opened."""
 
-    place: Path  # by its descriptor
+    fd: int
     path: Path  # its final name, for errors
     directory: bool
 
@@ -135,8 +140,7 @@ class Staged(NamedTuple):
         """Make a file of a size: a full disk is reported before anything is written."""
         more = f" ({num_bytes} bytes are needed); make room or write elsewhere"
         with path_errors(self.path, "written", more):
-            flags = os.O_CREAT | os.O_EXCL if self.directory else 0
-            fd = self._open(name, flags, make=True)
+            fd = self._open(name, NEW_FILE)
             try:
                 reserve(fd, num_bytes)
             finally:
@@ -145,41 +149,23 @@ class Staged(NamedTuple):
     def open(self, name: str) -> int:
         """Open a file that was made; return its descriptor."""
         with path_errors(self.path, "written"):
-            return self._open(name)
+            return self._open(name, FILE)
 
-    def _open(self, name: str, flags: int = 0, *, make: bool = False) -> int:
-        """Open a file by its relative name, following no links; `make` its directories."""
-        flags |= os.O_RDWR | os.O_CLOEXEC
+    def _open(self, name: str, flags: int) -> int:
+        """Open a file by its relative name, following no links; make those above a new one."""
         if not self.directory:
-            return os.open(self.place, flags)
+            return os.dup(self.fd)
         *above, last = name.split("/")
         if not {"", ".", ".."}.isdisjoint((*above, last)):
             raise CheckpointError(f"{name!r} does not name a file in a directory; choose another")
-        fd = os.open(self.place, DIRECTORY)
-        try:
+        with ExitStack() as held:
+            fd = self.fd
             for part in above:
-                if make:
+                if flags & os.O_CREAT:
                     with suppress(FileExistsError):
                         os.mkdir(part, 0o700, dir_fd=fd)
-                inner = os.open(part, DIRECTORY | os.O_NOFOLLOW, dir_fd=fd)
-                os.close(fd)
-                fd = inner
-            return os.open(last, flags | os.O_NOFOLLOW, 0o600, dir_fd=fd)
-        finally:
-            os.close(fd)
-
-    @contextmanager
-    def completing(self, name: str) -> Iterator[tuple[int, list[_FilePart]]]:
-        """Open a file; in the end flush it, and check the parts that were listed."""
-        fd = self.open(name)
-        parts: list[_FilePart] = []
-        try:
-            yield fd, parts
-            with path_errors(self.path, "written"):
-                os.fsync(fd)
-            _check_again(lambda room, at: _read_back(fd, room, at, self.path), parts, self.path)
-        finally:
-            os.close(fd)
+                fd = held.enter_context(opened(part, fd))
+            return os.open(last, flags, 0o600, dir_fd=fd)
 
 
 class DiskOutput:
@@ -197,56 +183,74 @@ class DiskOutput:
             return self._staged.open(job.target.files[number].name)
 
         with KeptOpen(opened, os.close, _MAX_OPEN) as outputs:
-            for tensor, copy in task.copies:
-                fd = outputs.get(copy.file)
-                for offset, data, crc in job.blocks(tensor, copy, files, buffers):
+            for file, number in task.extents:
+                fd = outputs.get(file)
+                for offset, data, crc in job.blocks(file, number, files, buffers):
                     found = write_all(fd, data, offset, path, scratch)
                     if job.reread and found != crc:
-                        extent = job.target.files[copy.file].extents[copy.extent]
-                        raise _different(path, _extent_part(extent, crc).name, found, crc)
+                        name = _name(job.target.files[file].extents[number])
+                        raise _different(path, name, found, crc)
+
+    @contextmanager
+    def _completing(self, name: str) -> Iterator[tuple[int, list[_FilePart]]]:
+        """Open a file; in the end flush it, and check the parts that were listed."""
+        path, check = self._staged.path, list[_FilePart]()
+        fd = self._staged.open(name)
+        try:
+            yield fd, check
+            with path_errors(path, "written"):
+                os.fsync(fd)
+            _check_again(lambda room, at: _read_back(fd, room, at, path), check, path)
+        finally:
+            os.close(fd)
 
     def finish(self) -> Written:
         """Complete the files, write those that list the others, and return all."""
         job, staged = self._job, self._staged
         written: Written = []
         for file, crcs in zip(job.target.files, job.crcs, strict=True):
-            with staged.completing(file.name) as (fd, parts):
-                trailer = () if file.trailer is None else file.trailer(crcs)
-                # There can be very many, which are made when they are asked for.
-                for raw in heapq.merge(file.raw, trailer):
-                    write_all(fd, memoryview(raw.data), raw.offset, staged.path)
-                    parts.append(_raw_part(raw))
-            digest = 0
-            if job.digested:
-                digest = _digest(heapq.merge(parts, map(_extent_part, file.extents, crcs)))
-            written.append((file.name, file.num_bytes, digest))
+            with self._completing(file.name) as (fd, check):
+
+                def write(at: int, data: bytes, fd: int = fd) -> None:
+                    write_all(fd, memoryview(data), at, staged.path)
+
+                parts = _write_in_order(file, crcs, write, lambda _: None)
+                digest = _digest(parts, check, extents=False)
+            written.append((file.name, file.num_bytes, digest if job.digested else 0))
             job.advance(file.other_bytes)
 
         def put(name: str, fill: Callable[[Write], object]) -> None:
             staged.create(name, 0)
-            with staged.completing(name) as (fd, parts):
-                size, crc = _in_blocks(fill, lambda data, at: write_all(fd, data, at, staged.path))
-                parts.append(_FilePart(0, size, crc, name))
-            written.append((name, size, crc))
+            with self._completing(name) as (fd, check), path_errors(staged.path, "written"):
+                with open(fd, "wb", BLOCK_BYTES, closefd=False) as file:
+                    part = _write_list(name, fill, file.write)
+                check.append(part)
+            written.append((name, part.num_bytes, part.crc32))
 
         job.source.check_unchanged()
-        _write_lists(job, put)
+        if job.target.last is not None:
+            job.target.last(_crcs_by_name(job), put)
         return written
 
 
+def _crcs_by_name(job: Execution) -> dict[str, Sequence[int]]:
+    return {file.name: crcs for file, crcs in zip(job.target.files, job.crcs, strict=True)}
+
+
 @contextmanager
-def on_disk(job: Execution, workers: Workers, destination: Destination) -> Iterator[DiskOutput]:
+def on_disk(job: Execution, destination: Destination) -> Iterator[DiskOutput]:
     """Begin an output on a disk: files are staged, and opened by the other processes."""
-    path, directory = destination.path, job.target.directory
+    path, directory, workers = destination.path, job.target.directory, job.workers
     if job.member.rank:
-        with joined_output(Path(workers.broadcast("place")), path) as place:
-            yield DiskOutput(job, Staged(place, path, directory))
+        with joined_output(Path(workers.broadcast("place")), path, directory=directory) as fd:
+            yield DiskOutput(job, Staged(fd, path, directory))
         return
-    with staged_output(destination, directory=directory, overwrite=job.options.overwrite) as place:
-        staged = Staged(place, path, directory)
+    overwrite = job.options.overwrite
+    with staged_output(destination, directory=directory, overwrite=overwrite) as (fd, place):
+        staged = Staged(fd, path, directory)
         for file in job.target.files:
             staged.create(file.name, file.num_bytes)
-        workers.broadcast("place", str(real_path(place)))
+        workers.broadcast("place", str(place))
         yield DiskOutput(job, staged)
 
 
@@ -294,15 +298,9 @@ class StoreOutput:
     """
 
     def __init__(
-        self,
-        job: Execution,
-        path: RemotePath,
-        token: str,
-        there: frozenset[str],
-        old: frozenset[str],
+        self, job: Execution, path: RemotePath, there: frozenset[str], old: frozenset[str]
     ) -> None:
-        self._job, self._path, self._token = job, path, token
-        self._there, self._old = there, old
+        self._job, self._path, self._there, self._old = job, path, there, old
         self._made: list[RemotePath] = []
         """What was uploaded so far; removed on failure."""
 
@@ -314,48 +312,40 @@ class StoreOutput:
         final = self._final(name)
         if not beside and name not in self._there:
             return final
-        return final.with_name(f".{final.name}.{self._token}{_TEMPORARY_SUFFIX}")
+        return final.with_name(f".{final.name}.{self._job.workers.token}{_TEMPORARY_SUFFIX}")
+
+    @contextmanager
+    def _uploading(
+        self, place: RemotePath, num_bytes: int
+    ) -> Iterator[tuple[Callable[[bytes | memoryview], None], list[_FilePart]]]:
+        """Upload a file, and check the parts that were listed."""
+        check: list[_FilePart] = []
+        with upload(place, num_bytes, overwrite=self._job.options.overwrite) as write:
+            yield write, check
+        self._made.append(place)
+        with SourceFile(place) as file:
+            _check_again(file.read_into, check, self._path)
 
     def copy(self, task: Task, files: OpenFiles, buffers: Buffers) -> None:
         """Do a task of this process."""
         job, file, crcs = self._job, self._job.target.files[task.file], self._job.crcs[task.file]
-        place, parts, at = self._place(file.name), list[_FilePart](), 0
-        raws = iter(file.raw)
-        raw = next(raws, None)
-        with upload(place, file.num_bytes, overwrite=job.options.overwrite) as write:
+        at = 0
+        with self._uploading(self._place(file.name), file.num_bytes) as (append, check):
 
-            def put(raw: RawBytes) -> None:
+            def write(offset: int, data: bytes | memoryview) -> None:
                 nonlocal at
-                write(bytes(raw.offset - at) + raw.data)
-                at = raw.offset + len(raw.data)
-                parts.append(_raw_part(raw))
+                append(bytes(offset - at))
+                append(data)
+                at = offset + len(data)
 
-            def put_before(offset: int) -> None:
-                nonlocal raw
-                while raw is not None and raw.offset < offset:
-                    put(raw)
-                    raw = next(raws, None)
+            def copy(number: int) -> None:
+                for offset, data, _ in job.blocks(task.file, number, files, buffers):
+                    write(offset, data)
 
-            for tensor, copy in task.copies:
-                put_before(copy.offset)
-                write(bytes(copy.offset - at))
-                for _, data, _ in job.blocks(tensor, copy, files, buffers):
-                    write(data)
-                at = copy.offset + copy.num_bytes
-                parts.append(_extent_part(file.extents[copy.extent], crcs[copy.extent]))
-                if file.trailer is not None:
-                    for late in file.trailer(crcs[: copy.extent + 1], copy.extent):
-                        put(late)
-            put_before(file.num_bytes)
+            digest = _digest(_write_in_order(file, crcs, write, copy), check, extents=job.reread)
             assert at == file.num_bytes, "parts are as long as planned"
-        self._made.append(place)
-        job.advance(file.other_bytes)
-        self._check(place, (part for part in parts if job.reread or part.name == "a header"))
-        job.findings.files[file.name] = _digest(parts) if job.digested else 0
-
-    def _check(self, place: RemotePath, parts: Iterable[_FilePart]) -> None:
-        with SourceFile(place) as file:
-            _check_again(file.read_into, parts, self._path)
+            job.advance(file.other_bytes)
+        job.file_crcs[file.name] = digest if job.digested else 0
 
     def finish(self) -> Written:
         """Complete the output, and move all files to where they belong.
@@ -363,23 +353,23 @@ class StoreOutput:
         What killed runs have left is removed too.
         """
         job = self._job
-        crcs = job.findings.files
-        written = [(file.name, file.num_bytes, crcs[file.name]) for file in job.target.files]
         names = [file.name for file in job.target.files]
+        written = [
+            (file.name, file.num_bytes, job.file_crcs[file.name]) for file in job.target.files
+        ]
         moved = [name for name in names if name in self._there]
         lists: list[str] = []
 
         def put(name: str, fill: Callable[[Write], object]) -> None:
-            place = self._place(name, beside=bool(moved))
-            with upload(place, 0, overwrite=job.options.overwrite) as write:
-                size, crc = _in_blocks(fill, lambda block, _: write(block))
-            self._made.append(place)
-            self._check(place, [_FilePart(0, size, crc, name)])
-            written.append((name, size, crc))
+            with self._uploading(self._place(name, beside=bool(moved)), 0) as (append, check):
+                part = _write_list(name, fill, append)
+                check.append(part)
+            written.append((name, part.num_bytes, part.crc32))
             lists.append(name)
 
         job.source.check_unchanged()
-        _write_lists(job, put)
+        if job.target.last is not None:
+            job.target.last(_crcs_by_name(job), put)
         new = {*names, *lists}
         left = {name for name in self._there if name.endswith(_TEMPORARY_SUFFIX)}
         old = self._old & self._there | left
@@ -407,9 +397,9 @@ class StoreOutput:
 
 
 @contextmanager
-def in_store(job: Execution, workers: Workers, destination: Destination) -> Iterator[StoreOutput]:
+def in_store(job: Execution, destination: Destination) -> Iterator[StoreOutput]:
     """Begin an output in a store; nothing of what was uploaded stays if the run fails."""
-    path = destination.path
+    path, workers = destination.path, job.workers
     assert isinstance(path, RemotePath), "others are on a disk"
     there: Sequence[str] = []
     if job.member.rank == 0 and job.options.overwrite:
@@ -419,7 +409,7 @@ def in_store(job: Execution, workers: Workers, destination: Destination) -> Iter
         elif path.is_file():
             there = [path.name]
     names = frozenset(workers.broadcast("there", there))
-    output = StoreOutput(job, path, workers.token, names, destination.replaced)
+    output = StoreOutput(job, path, names, destination.replaced)
     try:
         yield output
     except BaseException:

@@ -5,7 +5,7 @@ by the system (copy_file_range), and the bytes can be checked on the way. Memory
 the size of a tensor.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from itertools import product
 from math import prod
@@ -92,33 +92,19 @@ class Checks:
 
         Raises `CheckpointError` if they complete the box and its digest is another.
         """
-        length = memoryview(data).nbytes
+        digest, length = stored.digest, memoryview(data).nbytes
+        end = start + length
         with self._lock:
-            if self._spans(stored, start, start + length) is None:
+            if self._spans(stored, start, end) is None:
                 return None
-        value = crc32(data)
-        self.add_known(stored, start, length, value)
-        return value
-
-    def _spans(self, stored: StoredBox, start: int, end: int) -> _Spans | None:
-        """Return what was read of a box so far, unless some of these bytes were."""
-        assert stored.digest is not None, "only those with a digest are checked"
-        found = self._open.get((stored.path, stored.digest))
-        # Gaps between the rows of one box are read as the rows of another.
-        if found is None or any(at < end and start < to for at, (to, _) in found[1].items()):
-            return None
-        return found[1]
-
-    def add_known(self, stored: StoredBox, start: int, num_bytes: int, value: int) -> None:
-        """Take in bytes whose CRC-32 is `value`; otherwise like `add`."""
-        digest, end = stored.digest, start + num_bytes
+        found = value = crc32(data)
         with self._lock:
             spans = self._spans(stored, start, end)
             if spans is None or digest is None:
-                return
+                return found
             before = next((at for at, (to, _) in spans.items() if to == start), None)
             if before is not None:
-                start, value = before, int(crc32_combine(spans.pop(before)[1], value, num_bytes))
+                start, value = before, int(crc32_combine(spans.pop(before)[1], value, length))
             if end in spans:
                 at, (end, tail) = end, spans.pop(end)
                 value = int(crc32_combine(value, tail, end - at))
@@ -135,17 +121,16 @@ class Checks:
             elif len(spans) > _MAX_SPANS:
                 spans.clear()
                 self._late[stored.path, digest] = self._open.pop((stored.path, digest))
+        return found
 
-    def unchecked(self, boxes: Sequence[StoredBox]) -> Iterator[tuple[int, int, int, int]]:
-        """Yield what was read of boxes that are not checked yet, for `add_known` elsewhere.
-
-        That is the index of the box among `boxes`, position, bytes and CRC-32.
-        """
-        numbers = {id(stored): number for number, stored in enumerate(boxes)}
-        for (_, digest), (stored, spans) in (*self._open.items(), *self._late.items()):
-            # A box of which nothing was read has to be checked too.
-            for start, (end, value) in spans.items() or [(digest.start, (digest.start, 0))]:
-                yield numbers[id(stored)], start, end - start, value
+    def _spans(self, stored: StoredBox, start: int, end: int) -> _Spans | None:
+        """Return what was read of a box so far, unless some of these bytes were."""
+        assert stored.digest is not None, "only those with a digest are checked"
+        found = self._open.get((stored.path, stored.digest))
+        # Gaps between the rows of one box are read as the rows of another.
+        if found is None or any(at < end and start < to for at, (to, _) in found[1].items()):
+            return None
+        return found[1]
 
     def finish(self, files: OpenFiles) -> None:
         """Read the rest of the boxes that are not checked yet, and check them."""

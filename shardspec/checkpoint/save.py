@@ -211,7 +211,7 @@ def _pieces(
     file: OutputFile, rank: int, what: Described, crcs: dict[tuple[str, Box], int]
 ) -> Iterator[bytes | memoryview]:
     """Yield the bytes of a file, and note the CRC-32 of each of its boxes."""
-    yield from (raw.data for raw in file.raw)
+    yield from (raw.made() for raw in file.raw)
     for tensor, box, _ in file.extents:
         shard, crc = what.shards[tensor.name][rank], 0
         for piece in tensor_bytes(box_of_shard(shard, what.layouts[tensor.name], rank, box)):

@@ -1,20 +1,44 @@
 """What an output consists of, as plain values: files, and which boxes of which tensors they hold.
 
 A format says what goes where. How the bytes get there, are checked and committed is the same for
-all formats.
+all formats. Files beside the weights that tools need to load them go along.
 """
 
+import re
 from array import array
-from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache
-from typing import NamedTuple, Protocol, TypeAlias, overload
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import lru_cache, partial
+from pathlib import Path
+from typing import Final, NamedTuple, TypeAlias
 
 from shardspec.boxes import Box, box_shape, box_size
-from shardspec.checkpoint.catalog import replica_holders, whole_box
+from shardspec.checkpoint.catalog import Catalog, replica_holders, whole_box
+from shardspec.checkpoint.source_files import SourceFile
+from shardspec.checkpoint.store import file_inside
+from shardspec.checkpoint.strict_json import parse_json
+from shardspec.checkpoint.torch_files.zip_reader import read_torch_zip
 from shardspec.copies import whole_senders
 from shardspec.dtypes import item_bytes
+from shardspec.errors import CheckpointError
 from shardspec.layout.layout import Layout
 from shardspec.mesh import DeviceMesh
+
+_PIECE_BYTES: Final = 1 << 20
+_HUGGING_FACE: Final = re.compile(
+    r"(adapter_|generation_|tokenizer_|(video_|image_)?(pre)?processor_|quantize_|hf_quant_)?"
+    r"config\.json"
+    r"|(tokenizer|special_tokens_map|added_tokens|vocab|chat_template)\.json"
+    r"|vocab\.txt|merges\.txt|chat_template\.jinja|tokenizer\.tiktoken"
+    r"|(tokenizer|spiece|sentencepiece(\.bpe)?)\.model"
+    r"|(configuration|modeling|tokenization|processing)_\w{1,60}\.py"
+)
+"""Of `transformers` and PEFT."""
+_MEGATRON: Final = frozenset(("common.pt", "metadata.json"))
+"""Of Megatron-core; one of them alone is something else."""
+_LIGHTNING: Final = "meta.pt"
+_MOST_BYTES: Final = 2**28
+"""Of one file; tokenizers have some ten million."""
+_WITHOUT: Final = "--no-sidecars (sidecars=False)"
 
 
 class BoxEntry(NamedTuple):
@@ -78,41 +102,19 @@ class RawBytes(NamedTuple):
     """Bytes of a file that are no tensor's, such as a header."""
 
     offset: int
-    data: bytes
+    data: bytes | Callable[[], bytes]
+    """A function makes them when they are written."""
+
+    def made(self) -> bytes:
+        """Return the bytes."""
+        return self.data if isinstance(self.data, bytes) else self.data()
 
 
-class _MadeBytes(Sequence[RawBytes]):
-    def __init__(self, places: range, make: Callable[[int], RawBytes]) -> None:
-        self._places, self._make = places, make
+Trailer: TypeAlias = Callable[[Sequence[int]], Iterable[RawBytes]]
+"""Returns the bytes of a file that depend on the CRC-32 of its extents, in ascending order.
 
-    def __len__(self) -> int:
-        return len(self._places)
-
-    @overload
-    def __getitem__(self, index: int) -> RawBytes: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[RawBytes]: ...
-    def __getitem__(self, index: int | slice) -> RawBytes | Sequence[RawBytes]:
-        if isinstance(index, slice):
-            return _MadeBytes(self._places[index], self._make)
-        return self._make(self._places[index])
-
-
-def made_bytes(count: int, make: Callable[[int], RawBytes]) -> Sequence[RawBytes]:
-    """Return raw bytes that are made by index each time they are used."""
-    return _MadeBytes(range(count), make)
-
-
-class Trailer(Protocol):
-    """Makes the pieces of a file that depend on the CRC-32 of its extents."""
-
-    def __call__(self, crcs: Sequence[int], first: int = 0) -> Sequence[RawBytes]:
-        """Return what follows the extents from index `first` on, in ascending order.
-
-        Given the CRC-32 of the first extents only, it is what follows these: so a file can be
-        written from start to end.
-        """
-        ...
+It is given a list that is filled meanwhile: bytes behind an extent may be made, when they are due,
+of the CRC-32 of the extents before."""
 
 
 class OutputFile(NamedTuple):
@@ -128,6 +130,19 @@ class OutputFile(NamedTuple):
     def other_bytes(self) -> int:
         """Bytes that are no tensor's."""
         return self.num_bytes - sum(extent.num_bytes for extent in self.extents)
+
+
+def copied_file(path: Path, name: str) -> OutputFile:
+    """Return a file that holds what another one does; it is read when it is written."""
+    with SourceFile(path) as file:
+        size = file.num_bytes
+
+    def piece(start: int) -> bytes:
+        with SourceFile(path) as file:
+            return file.read(start, min(_PIECE_BYTES, size - start))
+
+    raw = [RawBytes(start, partial(piece, start)) for start in range(0, size, _PIECE_BYTES)]
+    return OutputFile(name, size, raw, ())
 
 
 Write: TypeAlias = Callable[[bytes], object]
@@ -151,6 +166,63 @@ class Target(NamedTuple):
     def num_bytes(self) -> int:
         """Bytes of the files with tensors."""
         return sum(file.num_bytes for file in self.files)
+
+
+def add_sidecars(source: Catalog, target: Target, format: str) -> Target:
+    """Return an output directory with the files that lie beside the weights of a checkpoint."""
+    directory = source.directory
+    if not target.directory or not directory.is_dir():
+        return target
+    # A store that has been opened has been listed.
+    there = frozenset(path.name for path in directory.iterdir())
+    wanted = set(filter(_HUGGING_FACE.fullmatch, there))
+    if format == "dcp":
+        _check_megatron(source, there)
+        wanted |= there & {_LIGHTNING, *(_MEGATRON if there >= _MEGATRON else ())}
+    taken = {file.name for file in target.files}
+    files = []
+    for name in sorted(wanted):
+        path = file_inside(directory, name, directory)
+        if not path.is_file():
+            continue
+        file = copied_file(path, name)
+        problem = ""
+        if name in taken:
+            problem = "lies beside the weights, but the output has a file of that name already"
+        elif file.num_bytes > _MOST_BYTES:
+            problem = f"has {file.num_bytes} bytes, more than the {_MOST_BYTES} of a sidecar"
+        if problem:
+            raise CheckpointError(f"{path}: {problem}; leave such files behind with {_WITHOUT}")
+        files.append(file)
+    source.beside = tuple(directory / file.name for file in files)
+    names = tuple(file.name for file in files)
+    return target._replace(files=(*target.files, *files), sidecars=names)
+
+
+def _check_megatron(source: Catalog, there: frozenset[str]) -> None:
+    """Check that Megatron-core can load what is written, if it has written what is read."""
+    directory = source.directory
+    said: object = None
+    if "metadata.json" in there:
+        path = file_inside(directory, "metadata.json", directory)
+        with SourceFile(path) as file:
+            data = file.read(0, min(file.num_bytes, _PIECE_BYTES))
+        # Other tools have files of this name too.
+        if source.objects or b'"sharded_backend"' in data:
+            said = parse_json(data, path, "description")
+    if said is None and not source.objects:
+        return
+    backend = said.get("sharded_backend") if isinstance(said, dict) else None
+    problem = f"metadata.json says sharded_backend {backend!r}, and not 'torch_dist'"
+    if missing := min(_MEGATRON - there, default=""):
+        problem = f"{missing} is missing"
+    if missing or backend != "torch_dist":
+        raise CheckpointError(
+            f"{directory}: {problem}, and Megatron-core would not load what is written; restore "
+            f"it, or write the tensors alone with {_WITHOUT}"
+        )
+    with SourceFile(file_inside(directory, "common.pt", directory)) as file:
+        read_torch_zip(file)
 
 
 def assign_boxes(

@@ -15,7 +15,7 @@ from isal.isal_zlib import crc32_combine
 from shardspec.checkpoint.catalog import Catalog, distinct
 from shardspec.checkpoint.commit import Destination, names_below, opened
 from shardspec.checkpoint.coordinate import Member, Workers, together
-from shardspec.checkpoint.executor import Execution, Findings, WriteOptions
+from shardspec.checkpoint.executor import Execution, WriteOptions
 from shardspec.checkpoint.formats.names import (
     BIN_INDEX,
     DEEPSPEED_MODEL,
@@ -31,10 +31,9 @@ from shardspec.checkpoint.formats.names import (
 from shardspec.checkpoint.open import as_catalog, open_checkpoint
 from shardspec.checkpoint.output_files import in_store, on_disk
 from shardspec.checkpoint.read_boxes import crc_text
-from shardspec.checkpoint.sidecars import add_sidecars
 from shardspec.checkpoint.source_files import OpenFiles
 from shardspec.checkpoint.store import RemotePath, output_exists, path_errors
-from shardspec.checkpoint.targets import OutputTensor, Target
+from shardspec.checkpoint.targets import OutputTensor, Target, add_sidecars
 from shardspec.checkpoint.tiling import check_replicas, check_tiling, memoize_by_boxes
 from shardspec.dtypes import item_bytes
 from shardspec.errors import CheckpointError, ShardSpecError
@@ -139,13 +138,9 @@ def write_checkpoint(
                 "into a store; write to a directory here, and copy that"
             )
         destination = Destination(output)
-        first, overwrite = workers.member.rank == 0, options.overwrite
-        if first:
-            path = _check_place(output, source, directory=target.directory, overwrite=overwrite)
-            destination = Destination(path)
+        if workers.member.rank == 0:
+            destination = _check_place(output, source, target, format, options.overwrite)
         read_files, read_bytes = _check_tensors(source, tensors, options.verify, workers.member)
-        if first and overwrite and target.directory:
-            destination = _check_replaced(destination.path, target, format)
         report = WriteReport(
             path=output,
             format=format,
@@ -176,18 +171,16 @@ def _write(
     workers: Workers,
 ) -> WriteReport:
     """Write all files; the first process completes the output."""
-    remote = isinstance(destination.path, RemotePath)
-    job = Execution(source, target, options, workers, whole_files=remote)
-    written = []
+    begin = in_store if isinstance(destination.path, RemotePath) else on_disk
+    job = Execution(source, target, options, workers, destination.path)
     # The other processes are told of an error before their files are removed.
-    begin = in_store if remote else on_disk
-    with begin(job, workers, destination) as output, workers.failing_together():
+    with begin(job, destination) as output, workers.failing_together():
         job.run(output.copy)
         if job.member.rank:
             source.check_unchanged()
-        every = workers.gather("findings", job.findings)
+        every = workers.gather("findings", job.findings())
         if job.member.rank == 0:
-            job.join([Findings(*found) for found in every])
+            job.join(every[1:])
             written = output.finish()
         else:
             # Only the first process knows whether all went well.
@@ -242,13 +235,16 @@ def _check_tensors(
     return len(paths), num_bytes
 
 
-def _check_place(output: Path, source: Catalog, *, directory: bool, overwrite: bool) -> Path:
-    """Return where to write, links resolved, if writing there does no harm.
+def _check_place(
+    output: Path, source: Catalog, target: Target, format: str, overwrite: bool
+) -> Destination:
+    """Return where to write, links resolved, and what is replaced, if that does no harm.
 
     No part of the `source` is overwritten, and what is there is a directory or a file like the
     output. Raises an `OutputExistsError` if it exists and `overwrite` is not set, a
     `CheckpointError` otherwise.
     """
+    directory = target.directory
     if "\0" in str(output):
         raise CheckpointError(f"{str(output)!r}: a file name cannot hold a NUL; choose another")
     here = not isinstance(output, RemotePath)
@@ -292,7 +288,7 @@ def _check_place(output: Path, source: Catalog, *, directory: bool, overwrite: b
         raise CheckpointError(
             f"{output}: its directory {path.parent} {problem}; make it first, or write elsewhere"
         )
-    return path
+    return _check_replaced(path, target, format) if overwrite and directory else Destination(path)
 
 
 def _real(path: Path) -> Path:

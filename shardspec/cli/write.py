@@ -1,5 +1,6 @@
 """The commands for whole models: `shardspec merge`, `reshard`, `check-map` and `plan-state`."""
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path, PurePath
@@ -26,12 +27,24 @@ _SHOWN: Final = 3
 """Names of what was left out."""
 
 
+def _usable_cores() -> int:
+    """Return this process's share of the cores that it may use, 4 at most."""
+    processes = os.environ.get("LOCAL_WORLD_SIZE", "")  # of torchrun
+    share = int(processes) if processes.isdecimal() else 1
+    return max(1, min(4, len(os.sched_getaffinity(0)) // max(1, share)))
+
+
 @dataclass(frozen=True, kw_only=True)
 class _HowToWrite:
     """Options of both commands, by the names that the library gives them."""
 
     dtype: str | None = option("DTYPE", "Cast floating point tensors to this dtype, as bf16.")
-    threads: int = option("N", "Write N files at once.", type=click.IntRange(1), default=1)
+    threads: int = option(
+        "N",
+        "Copy with N threads; by default one a usable core, 4 at most.",
+        type=click.IntRange(1),
+        default=_usable_cores(),
+    )
     strict_cast: bool = flag(
         "Refuse a cast that turns numbers into infinity, 0 or NaN; else they are counted."
     )
@@ -67,7 +80,7 @@ def _write(title: str, options: _Options, convert: Callable[..., WriteReport]) -
     quiet = options.quiet or (member is not None and member.rank > 0)
     with progress_bar(not (quiet or options.as_json), title) as progress:
         report = convert(
-            names=names,
+            names=names or None,
             progress=progress,
             member=member,
             **options.choice.arguments(),

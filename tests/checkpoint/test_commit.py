@@ -7,18 +7,25 @@ import signal
 import stat
 from contextlib import suppress
 from multiprocessing import get_context
+from pathlib import Path
 
 import pytest
 import torch
 
 from shardspec import DeviceMesh, merge, reshard, save_sharded
 from shardspec.checkpoint import commit
-from shardspec.checkpoint.commit import Destination, real_path, staged_output
+from shardspec.checkpoint.commit import Destination, staged_output
 from shardspec.checkpoint.output_files import Staged
 from shardspec.errors import CheckpointError, OutputExistsError
 
 
-def fill(place, directory, text):
+def by_descriptor(staged):
+    """What is staged, whatever becomes of its name."""
+    return Path(f"/proc/self/fd/{staged[0]}")
+
+
+def fill(staged, directory, text):
+    place = by_descriptor(staged)
     if directory:
         (place / "a").write_text(text)
     else:
@@ -41,7 +48,7 @@ def test_it_appears_when_done(tmp_path, directory):
     path = tmp_path / "out"
     with staged_output(Destination(path), directory=directory, overwrite=False) as place:
         fill(place, directory, "new")
-        (staged,) = {real_path(place).name} & set(os.listdir(tmp_path))
+        (staged,) = {place[1].name} & set(os.listdir(tmp_path))
         assert re.fullmatch(r"\.out\.shardspec-[0-9a-f]{16}", staged)
         at = (tmp_path / staged).stat()
         assert stat.S_IMODE(at.st_mode) == (0o700 if directory else 0o600)
@@ -78,7 +85,7 @@ def test_two_at_once(tmp_path, directory):
         fill(place, directory, "first")
         with pytest.raises(CheckpointError, match="out: another run is writing it; wait"):
             work(path, directory)
-        assert text_of(place, directory) == "first"
+        assert text_of(by_descriptor(place), directory) == "first"
     assert text_of(path, directory) == "first"
 
 
@@ -104,7 +111,7 @@ def test_after_a_run_that_was_killed(tmp_path, directory):
     assert not path.exists()
     assert [name for name in os.listdir(tmp_path) if name.startswith(".out.shardspec-")]
     with staged_output(Destination(path), directory=directory, overwrite=False) as place:
-        assert not directory or os.listdir(place) == []
+        assert not directory or os.listdir(place[0]) == []
         fill(place, directory, "whole")
     assert text_of(path, directory) == "whole"
     assert os.listdir(tmp_path) == ["out"]
@@ -224,16 +231,17 @@ def test_killed_when_it_has_its_name_it_loses_nothing_of_others(tmp_path, monkey
 def test_names_do_not_lead_out(tmp_path, name):
     with (
         pytest.raises(CheckpointError, match="does not name a file in a directory"),
-        staged_output(Destination(tmp_path / "out"), directory=True, overwrite=False) as place,
+        staged_output(Destination(tmp_path / "out"), directory=True, overwrite=False) as staged,
     ):
-        Staged(place, tmp_path / "out", directory=True).create(name, 1)
+        Staged(staged[0], tmp_path / "out", directory=True).create(name, 1)
     assert os.listdir(tmp_path) == []
 
 
 def test_no_link_is_followed_on_the_way_to_a_file(tmp_path):
     (tmp_path / "victim").mkdir()
-    with staged_output(Destination(tmp_path / "out"), directory=True, overwrite=False) as place:
-        staged = Staged(place, tmp_path / "out", directory=True)
+    with staged_output(Destination(tmp_path / "out"), directory=True, overwrite=False) as made:
+        place = by_descriptor(made)
+        staged = Staged(made[0], tmp_path / "out", directory=True)
         staged.create("a/b/c", 3)
         os.close(staged.open("a/b/c"))
         assert stat.S_IMODE((place / "a" / "b").stat().st_mode) == 0o700

@@ -1,9 +1,13 @@
 """Writing at a place in a file: all arrives, or an error says why not."""
 
 import os
+import threading
 
 import pytest
+import torch
 
+from shardspec import merge, save_sharded
+from shardspec.checkpoint import executor
 from shardspec.checkpoint.output_files import write_all
 from shardspec.errors import CheckpointError
 
@@ -48,3 +52,22 @@ def test_a_full_disk_is_heard_of(tmp_path):
         pytest.raises(CheckpointError, match="out: cannot be written: No space left on device"),
     ):
         write_all(full.fileno(), memoryview(MIB), 0, tmp_path / "out")
+
+
+def test_several_threads_write_one_file(tmp_path, monkeypatch):
+    save_sharded({name: torch.full((1 << 14,), ord(name)) for name in "abcd"}, tmp_path / "ckpt")
+    merge(tmp_path / "ckpt", tmp_path / "one", threads=1)
+    monkeypatch.setattr(executor, "_TASK_BYTES", 1)
+    pwrite, seen, both = os.pwrite, set(), threading.Barrier(2, timeout=30)
+
+    def write(fd, data, offset):
+        here = threading.current_thread()
+        if here is not threading.main_thread() and here not in seen:
+            seen.add(here)
+            both.wait()
+        return pwrite(fd, data, offset)
+
+    monkeypatch.setattr(os, "pwrite", write)
+    merge(tmp_path / "ckpt", tmp_path / "two", threads=2)
+    assert len(seen) == 2
+    assert (tmp_path / "two").read_bytes() == (tmp_path / "one").read_bytes()

@@ -3,7 +3,7 @@
 Source: torch/distributed/checkpoint/metadata.py, filesystem.py and default_planner.py.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache, partial
 from io import BytesIO
 from itertools import chain
@@ -90,21 +90,21 @@ def _archive(shape: tuple[int, ...], dtype: str) -> _Archive:
     plan = writer.ZipPlan()
     size = prod(shape) * item_bytes(dtype)
     writer.add_state(plan, writer.tensor_value(shape, dtype, "0"), [("0", size)])
-    return _Archive(plan, plan.pieces()[0].data, plan.num_bytes)
+    return _Archive(plan, plan.pieces()[0].made(), plan.num_bytes)
 
 
-def _trailer(
-    extents: Sequence[targets.Extent], crcs: Sequence[int], first: int = 0
-) -> Sequence[targets.RawBytes]:
-    """Return what follows tensors, made when it is written: a kilobyte for each."""
+def _trailer(extents: Sequence[targets.Extent], crcs: Sequence[int]) -> Iterator[targets.RawBytes]:
+    """Yield what follows tensors, made when it is written: a kilobyte for each."""
+    for number, extent in enumerate(extents):
+        yield targets.RawBytes(
+            extent.offset + extent.num_bytes, partial(_tail, extent, crcs, number)
+        )
 
-    def tail(number: int) -> targets.RawBytes:
-        extent = extents[first + number]
-        archive = _archive(box_shape(extent.box), extent.tensor.dtype)
-        (after,) = archive.plan.late([crcs[first + number]])
-        return targets.RawBytes(extent.offset - len(archive.head) + after.offset, after.data)
 
-    return targets.made_bytes(len(crcs) - first, tail)
+def _tail(extent: targets.Extent, crcs: Sequence[int], number: int) -> bytes:
+    archive = _archive(box_shape(extent.box), extent.tensor.dtype)
+    (after,) = archive.plan.late([crcs[number]])
+    return after.made()
 
 
 def _value_bytes(value: object) -> bytes:
@@ -112,7 +112,7 @@ def _value_bytes(value: object) -> bytes:
     if not isinstance(value, StoredObject):
         plan = writer.ZipPlan()
         writer.add_state(plan, value, [])
-        return b"".join(piece.data for piece in plan.pieces())
+        return b"".join(piece.made() for piece in plan.pieces())
     with SourceFile(value.path) as file:
         data = file.read(value.offset, value.num_bytes)
     try:

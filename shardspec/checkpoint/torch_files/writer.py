@@ -12,7 +12,8 @@ caffe2/serialize/inline_container.cc and third_party/miniz of torch.
 
 import pickle
 import struct
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from io import BytesIO
 from math import prod
 from typing import Final, NamedTuple
@@ -301,16 +302,16 @@ class ZipPlan:
         data = bytes(self._known[0])
         return [RawBytes(0, data if self._tensors else data + self._directory(()))]
 
-    def late(self, crcs: Sequence[int], first: int = 0) -> list[RawBytes]:
-        """Return what follows tensors, given the CRC-32 of each; as `Trailer` says."""
-        pieces = []
-        for number in range(first, len(crcs)):
-            record, end = self._tensors[number]
-            data = record.after(crcs[number]) + self._known[number + 1]
-            if number + 1 == len(self._tensors):
-                data += self._directory(crcs)
-            pieces.append(RawBytes(end, data))
-        return pieces
+    def late(self, crcs: Sequence[int]) -> Iterator[RawBytes]:
+        """Yield what follows tensors, given the CRC-32 of each; a `Trailer`."""
+
+        def after(number: int) -> bytes:
+            data = self._tensors[number][0].after(crcs[number]) + self._known[number + 1]
+            last = number + 1 == len(self._tensors)
+            return data + self._directory(crcs) if last else data
+
+        for number, (_, end) in enumerate(self._tensors):
+            yield RawBytes(end, partial(after, number))
 
     def _directory(self, crcs: Sequence[int]) -> bytes:
         """Return the end of the archive: in 64 bits, and what older readers look for."""

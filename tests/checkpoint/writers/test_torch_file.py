@@ -66,20 +66,23 @@ def test_what_depends_on_a_tensor_follows_it():
     files = dcp_target(mesh, tensors, cut, {"a": 1}).files
     for file in (*files, *torch_target("x", tensors, {}, {}).files):
         assert file.trailer is not None
+        one_by_one = []
         crcs = [number * 7919 for number in range(len(file.extents))]
-        parts = [(piece.offset, len(piece.data)) for piece in file.raw]
-        for number, extent in enumerate(file.extents):
+        parts = [(piece.offset, len(piece.made())) for piece in file.raw]
+        # Each is made before those of later tensors are known.
+        known: list[int] = []
+        for number, (extent, late) in enumerate(
+            zip(file.extents, file.trailer(known), strict=True)
+        ):
+            known.append(crcs[number])
+            assert late.offset >= extent.offset + extent.num_bytes
+            one_by_one.append((late.offset, late.made()))
             parts.append((extent.offset, extent.num_bytes))
-            late = file.trailer(crcs[: number + 1], number)
-            assert all(piece.offset >= extent.offset + extent.num_bytes for piece in late)
-            parts += [(piece.offset, len(piece.data)) for piece in late]
+            parts.append((late.offset, len(late.made())))
         parts.sort()
         assert [at for at, _ in parts] == [0, *(at + size for at, size in parts[:-1])]
         assert sum(parts[-1]) == file.num_bytes
-        one_by_one = [
-            p for number in range(len(crcs)) for p in file.trailer(crcs[: number + 1], number)
-        ]
-        assert one_by_one == list(file.trailer(crcs))
+        assert one_by_one == [(late.offset, late.made()) for late in file.trailer(crcs)]
 
 
 def test_tied_tensors_are_written_once(tmp_path):
@@ -119,7 +122,7 @@ def test_sizes_past_32_bits():
     tensors = [OutputTensor("a", "a", (5 << 30,), "uint8"), OutputTensor("b", "b", (3,), "float32")]
     (file,) = torch_target("x.pt", tensors, {}, {}).files
     assert file.trailer is not None
-    data = {piece.offset: piece.data for piece in (*file.raw, *file.trailer([1, 2]))}
+    data = {piece.offset: piece.made() for piece in (*file.raw, *file.trailer([1, 2]))}
     assert file.num_bytes > 5 << 30
     # The whole file is holes but for what is known; zipfile reads its directory from a sparse one.
     assert file.extents[1].offset > 5 << 30
@@ -136,7 +139,7 @@ def test_a_sparse_file_past_32_bits_is_read(tmp_path):
         out.truncate(file.num_bytes)
         for piece in (*file.raw, *file.trailer([0, 0, 0])):
             out.seek(piece.offset)
-            out.write(piece.data)
+            out.write(piece.made())
         out.seek(file.extents[1].offset)
         out.write(torch.tensor([1.0, 2.0, 3.0]).numpy().tobytes())
         out.seek(file.extents[2].offset)
