@@ -364,7 +364,7 @@ def shard_file(
     for name, entries in groupby(boxes, attrgetter("tensor")):
         held[name] = [entry.box for entry in entries]
         shape = targets.stored_shape(held[name])
-        slots.append(safetensors.TensorSlot(name, tensors[name].dtype, shape))
+        slots.append((name, tensors[name].dtype, shape))
     head, header = safetensors.encode_header(slots, shard_metadata(save, rank))
     for entry in header.entries:
         offset = entry.offset
