@@ -19,7 +19,7 @@ from benchmarks.checkpoint_shapes import Model, tensor_parallel_dim
 from shardspec import DeviceMesh, Layout
 from shardspec.boxes import Box, box_shape, box_size
 from shardspec.checkpoint.formats.native import sharded_target
-from shardspec.checkpoint.formats.safetensors import TensorSlot, encode_header
+from shardspec.checkpoint.formats.safetensors import encode_header
 from shardspec.checkpoint.read_boxes import crc32
 from shardspec.checkpoint.targets import OutputTensor, Write, assign_boxes
 from shardspec.checkpoint.torch_files.writer import ZipPlan
@@ -128,7 +128,7 @@ def write_dcp_hf(at: Path, mesh: DeviceMesh, tensors: _Tensors) -> None:
     """Write the files that torch's writer of Hugging Face's format would, of one merged file."""
     at.mkdir(parents=True)
     for rank, boxes in _stored(mesh, tensors).items():
-        slots = [TensorSlot(name, "bfloat16", box_shape(box)) for name, box in boxes]
+        slots = [(name, "bfloat16", box_shape(box)) for name, box in boxes]
         notes = {name: {"saved_offsets": [lo for lo, _ in box]} for name, box in boxes}
         note = {"DCP_VERSION": "1.0", "DCP_SHARDING_INFO": json.dumps(notes)}
         data, header = encode_header(slots, {"format": "pt", **note})

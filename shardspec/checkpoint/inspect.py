@@ -18,7 +18,6 @@ from shardspec.checkpoint.catalog import (
 from shardspec.checkpoint.open import as_catalog
 from shardspec.checkpoint.tiling import check_tiling, memoize_by_boxes
 from shardspec.dtypes import item_bytes
-from shardspec.errors import CheckpointError
 from shardspec.layout.layout import Layout
 from shardspec.mesh import DeviceMesh
 
@@ -40,8 +39,8 @@ def _holders(held: Iterable[tuple[Box, int]], num_ranks: int = 0) -> Holders:
     for box, rank in held:
         found.setdefault(box, {})[rank] = None
     cells = {box: tuple(ranks) for box, ranks in found.items()}
-    busy = {rank for ranks in cells.values() for rank in ranks}
-    uneven = len(set(map(box_shape, cells))) > 1 or 0 < len(busy) < num_ranks
+    busy = len({rank for ranks in cells.values() for rank in ranks})
+    uneven = len(set(map(box_shape, cells))) > 1 or 0 < busy < num_ranks
     return Holders(cells, any(len(ranks) > 1 for ranks in cells.values()), uneven)
 
 
@@ -93,20 +92,10 @@ class TensorSummary:
             return _holders_by(self.layout)
         return _holders((stored.box, stored.rank) for stored in self.outline.boxes)
 
-    def has(self, index: Sequence[int]) -> bool:
-        """Whether an index of the first dims is inside the shape."""
-        shape = self.outline.shape
-        return len(index) <= len(shape) and all(
-            0 <= at < size for at, size in zip(index, shape, strict=False)
-        )
-
     def holders_at(self, index: Sequence[int]) -> dict[Box, tuple[int, ...]]:
-        """Return the boxes with a part of an index of the first dims, and their ranks."""
-        if not self.has(index):
-            raise CheckpointError(
-                f"tensor {self.name!r}: index {list(index)} does not lie in the shape "
-                f"{list(self.outline.shape)}"
-            )
+        """Return the boxes with a part of an index of the first dims, and their ranks, if any."""
+        if len(index) > len(self.outline.shape):
+            return {}
         return {
             box: ranks
             for box, ranks in self.holders.cells.items()

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias, TypeVar
 
 from shardspec.boxes import Box
 from shardspec.checkpoint.catalog import box_text, replica_holders
-from shardspec.checkpoint.formats.safetensors import TensorSlot, encode_header
+from shardspec.checkpoint.formats.safetensors import encode_header
 from shardspec.checkpoint.read_boxes import crc32
 from shardspec.checkpoint.state_dict import FlatState, Leaf, flatten, leaves
 from shardspec.comm.communicator import Communicator
@@ -110,9 +110,9 @@ def describe(state_dict: Mapping[str, Any], communicator: Communicator) -> Descr
         for shard in shards[name].values():
             _check_plain(name, shard)
     # Names that no file can carry are refused here, even those of tensors that have no boxes.
-    slots = (TensorSlot(name, at.dtype, at.global_shape) for name, at in layouts.items())
+    slots = ((name, at.dtype, at.global_shape) for name, at in layouts.items())
     encode_header(slots, {})
-    encode_header((TensorSlot(name, "int8", ()) for name in flat.values), {})
+    encode_header(((name, "int8", ()) for name in flat.values), {})
     return Described(flat, shards, layouts)
 
 

@@ -1,7 +1,7 @@
 """Reading checkpoints byte by byte: against their digests, or tensor by tensor with another one."""
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from math import isfinite
 from pathlib import Path
@@ -48,14 +48,9 @@ class VerifyReport:
 
     def to_json(self) -> dict[str, object]:
         """Return the report as plain values."""
-        return {
-            "directory": str(self.directory),
-            "tensors": self.tensors,
-            "boxes": self.boxes,
-            "bytes": self.num_bytes,
-            "digested_bytes": self.digested_bytes,
-            "flaws": list(self.flaws),
-        }
+        found = {**asdict(self), "directory": str(self.directory), "bytes": self.num_bytes}
+        del found["num_bytes"]
+        return found
 
 
 def verify_checkpoint(
@@ -67,10 +62,9 @@ def verify_checkpoint(
     """
     source = as_catalog(directory)
     boxes = num_bytes = digested = done = 0
-    for tensor in map(source.tensor, source.names):
-        boxes += len(tensor.boxes)
-        num_bytes += sum(stored_bytes(tensor, box) for box in tensor.boxes)
-        digested += sum(stored_bytes(tensor, box) for box in tensor.boxes if box.digest is not None)
+    for outline in map(source.outline, source.names):
+        boxes += len(outline.boxes)
+        num_bytes += sum(stored_bytes(outline, box) for box in outline.boxes)
     flaws: list[str] = []
 
     def look(check: Callable[[], _T]) -> _T | None:
@@ -88,6 +82,8 @@ def verify_checkpoint(
             source.directory, (at for tensor in every_tensor for _, at in _stretches(tensor))
         )
         for tensor in map(source.tensor, source.names):
+            sizes = (stored_bytes(tensor, box) for box in tensor.boxes if box.digest is not None)
+            digested += sum(sizes)
             for stored, stretch in _stretches(tensor):
                 if stored.digest is None:
                     look(partial(_read, stretch, files))

@@ -115,12 +115,17 @@ def _json(summary: CheckpointSummary) -> Iterator[str]:
 def _say_holders(summary: CheckpointSummary, index: tuple[int, ...], as_json: bool) -> None:
     """Print who holds a part of the tensors."""
     # A pattern may take in biases beside matrices: those that have no such index do not count.
-    fitting = [tensor for tensor in summary.tensors if tensor.has(index)]
     found = [
         (tensor.name, box, ranks)
-        for tensor in fitting or summary.tensors[:1]
+        for tensor in summary.tensors
         for box, ranks in tensor.holders_at(index).items()
     ]
+    if summary.tensors and not found:
+        tensor = summary.tensors[0]
+        raise CheckpointError(
+            f"tensor {tensor.name!r}: index {list(index)} does not lie in the shape "
+            f"{list(tensor.outline.shape)}"
+        )
     if as_json:
         holders = [
             {"name": name, "box": [list(side) for side in box], "ranks": list(ranks)}

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardspec.checkpoint.formats.safetensors import TensorSlot, encode_header, read_header
+from shardspec.checkpoint.formats.safetensors import encode_header, read_header
 from shardspec.checkpoint.source_files import SourceFile
 from shardspec.errors import CheckpointError
 
@@ -134,9 +134,9 @@ def test_entries_without_bytes_may_stand_between_others(tmp_path):
     )
 )
 def test_written_headers_are_those_of_the_library_and_read_back(tmp_path_factory, tensors):
-    slots = [TensorSlot(name, dtype, tuple(shape)) for name, (dtype, shape) in tensors.items()]
+    slots = [(name, dtype, tuple(shape)) for name, (dtype, shape) in tensors.items()]
     head, header = encode_header(slots, {"format": "pt"})
-    arrays = {slot.name: np.zeros(slot.shape, slot.dtype) for slot in slots}
+    arrays = {name: np.zeros(shape, dtype) for name, dtype, shape in slots}
     assert head + bytes(header.file_bytes - len(head)) == safetensors.numpy.save(
         arrays, {"format": "pt"}
     )
@@ -147,13 +147,13 @@ def test_written_headers_are_those_of_the_library_and_read_back(tmp_path_factory
 
 def test_names_that_no_header_can_carry():
     with pytest.raises(CheckpointError, match="cannot be named '__metadata__': the safetensors"):
-        encode_header([TensorSlot("__metadata__", "int8", ())], {})
+        encode_header([("__metadata__", "int8", ())], {})
     with pytest.raises(CheckpointError, match="which UTF-8 cannot express; rename the tensor"):
-        encode_header([TensorSlot("\ud800", "int8", ())], {})
+        encode_header([("\ud800", "int8", ())], {})
 
 
 def test_a_header_past_the_limit_is_not_written():
-    slots = (TensorSlot(f"{n:0100000d}", "int8", ()) for n in range(1_000))
+    slots = ((f"{n:0100000d}", "int8", ()) for n in range(1_000))
     with pytest.raises(CheckpointError, match=r"1000 tensors need a header of 10.* bytes, past"):
         encode_header(slots, {})
 
@@ -168,14 +168,14 @@ def test_numbers_of_four_bits_are_counted_one_by_one_in_a_header_and_in_pairs_in
     path = tmp_path / "file"
     safetensors.torch.save_file(tensors, path)
     names = {name: str(tensor.dtype).removeprefix("torch.") for name, tensor in tensors.items()}
-    slots = [TensorSlot(name, names[name], tuple(at.shape)) for name, at in tensors.items()]
+    slots = [(name, names[name], tuple(at.shape)) for name, at in tensors.items()]
     head, header = encode_header(slots, {})
     assert path.read_bytes().startswith(head)
     assert b'"p":{"dtype":"F4","shape":[3,10],' in head
     assert read(path) == header
     assert [entry.shape for entry in header.entries] == [(2,), (3, 5), (3,)]
     with pytest.raises(CheckpointError, match=r"cannot express.*; give it the shape \[1\]"):
-        encode_header([TensorSlot("p", "float4_e2m1fn_x2", ())], {})
+        encode_header([("p", "float4_e2m1fn_x2", ())], {})
 
 
 def test_too_short_for_any_header(tmp_path):

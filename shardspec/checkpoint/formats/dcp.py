@@ -13,22 +13,25 @@ and resharding.py of megatron/core/dist_checkpointing.
 """
 
 import re
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, partial
 from itertools import pairwise
 from math import prod
+from operator import attrgetter
 from pathlib import Path
-from typing import Final, NamedTuple, TypeAlias, TypeGuard
+from typing import Final, TypeAlias, TypeGuard
 
 from shardspec.boxes import Box, box_shape, box_size, row_major_boxes
 from shardspec.checkpoint import catalog
-from shardspec.checkpoint.catalog import FileBox, Outline, StoredBox, StoredTensor, box_text
+from shardspec.checkpoint.catalog import FileBox, Outline, StoredBox, StoredObject, box_text
 from shardspec.checkpoint.formats import names
 from shardspec.checkpoint.formats.names import METADATA_NAME
 from shardspec.checkpoint.formats.torch_file import plain_value
 from shardspec.checkpoint.source_files import SourceFile, prefetch_depth, prefetch_map
 from shardspec.checkpoint.store import file_inside, path_exists
+from shardspec.checkpoint.strict_json import is_size
 from shardspec.checkpoint.torch_files import unpickler, values
 from shardspec.checkpoint.torch_files.dtensors import read_torch
 from shardspec.checkpoint.torch_files.unpickler import Global, Record, made_by, record_class
@@ -41,39 +44,19 @@ _MEGATRON_OBJECT: Final = re.compile(r"/shard_[0-9.]+_[0-9.]+\Z")
 """End of the names of Megatron-core's objects, such as ``/shard_0.1_4.2``."""
 _OF_OPTIMIZER: Final = re.compile(r"optimizer\.state\.(exp_avg|exp_avg_sq|param|fp32_param)\.")
 
-
-class _Place(NamedTuple):
-    """Where an entry is stored."""
-
-    file: str
-    offset: int
-    num_bytes: int
+_Places: TypeAlias = dict[tuple[str, tuple[int, ...] | None], StoredObject]
+"""Where entries are stored, by their names and, of a chunk, its offsets."""
 
 
-_Places: TypeAlias = dict[tuple[str, tuple[int, ...] | None], _Place]
-"""By the name of an entry and, of a chunk, its offsets."""
-
-
-class _Chunk(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class _Chunk(FileBox):
     """A box of a tensor, and the chunk that has it."""
 
-    box: Box
-    place: _Place
+    place: StoredObject
     stored: tuple[int, ...]
     """Shape of the chunk."""
     start: int = 0
     """Elements of the chunk before the box: a stretch of a flat tensor may be several boxes."""
-
-
-class _Entry(NamedTuple):
-    """A tensor as the metadata lists it."""
-
-    dtype: str
-    """As torch names it (``"torch.float32"``)."""
-    shape: tuple[int, ...]
-    chunks: tuple[_Chunk, ...]
-    repeated: bool
-    """Whether a chunk was listed twice, as older versions of torch list replicas."""
 
 
 class _DcpCatalog(catalog.Catalog):
@@ -82,91 +65,81 @@ class _DcpCatalog(catalog.Catalog):
     def __init__(
         self,
         directory: Path,
-        tensors: Mapping[str, _Entry],
-        others: Mapping[str, _Place],
-        files: Mapping[str, Path],
+        tensors: Mapping[str, Outline[_Chunk]],
+        others: Mapping[str, StoredObject],
+        files: Sequence[Path],
     ) -> None:
-        super().__init__(
-            names.DCP, directory, tensors, (directory / METADATA_NAME, *files.values())
-        )
-        self._entries, self._others, self._files = tensors, others, files
+        super().__init__(names.DCP, directory, tensors, (directory / METADATA_NAME, *files))
+        self._outlines, self._others = tensors, others
         # Megatron loads these by name; their content is copied as it is.
         self.objects = {
-            name: catalog.StoredObject(files[place.file], place.offset, place.num_bytes)
+            name: place
             for name, place in others.items()
             if _MEGATRON_OBJECT.search(name) and place.num_bytes <= _MOST_OBJECT_BYTES
-        }
-        self._ranks = {
-            name: int(match[1]) if (match := names.DCP_OF_A_RANK.fullmatch(name)) else at
-            for at, name in enumerate(files)
         }
         self._tensors = catalog.LazyTensorCache(self._look_up)
 
     @cached_property
     def extras(self) -> Mapping[str, object]:
         """Entries that are not tensors, read on first use."""
-        return {name: self._read_value(name, place) for name, place in self._others.items()}
+        return {name: _read_value(name, place) for name, place in self._others.items()}
 
-    def outline(self, name: str) -> Outline[FileBox]:
+    def outline(self, name: str) -> Outline[_Chunk]:
         """Return a tensor by the metadata alone."""
-        entry = self._entries[name]
-        boxes = tuple(
-            FileBox(chunk.box, (), self._ranks[chunk.place.file], self._files[chunk.place.file])
-            for chunk in entry.chunks
-        )
+        found = self._outlines[name]
         try:
-            return Outline(name, entry.shape, dtype_name(entry.dtype), None, (), boxes)
+            dtype_name(found.dtype)
         except DTypeError:
             raise CheckpointError(
-                f"{self.directory}: tensor {name!r} is of dtype {entry.dtype}, which is not "
+                f"{self.directory}: tensor {name!r} is of dtype {found.dtype}, which is not "
                 "supported; cast it before saving, or leave it out"
             ) from None
+        return found
 
-    def tensor(self, name: str) -> StoredTensor:
+    def tensor(self, name: str) -> catalog.StoredTensor:
         """Return a tensor; the headers of its chunks are read and checked against the metadata."""
         return self._tensors(name)
 
     def origin(self, name: str) -> Hashable:
         """Return where its chunks lie, by the metadata."""
-        chunks = self._entries[name].chunks
-        return frozenset((chunk.place.file, chunk.place.offset, chunk.box) for chunk in chunks)
+        boxes = self._outlines[name].boxes
+        return frozenset((chunk.path, chunk.place.offset, chunk.box) for chunk in boxes)
 
-    def _look_up(self, name: str) -> StoredTensor:
-        entry, outline = self._entries[name], self.outline(name)
-        read = partial(self._read_chunk, outline)
-        with prefetch_map(entry.chunks, read, prefetch_depth(self.directory)) as boxes:
-            return StoredTensor(name, outline.shape, outline.dtype, None, (), tuple(boxes))
+    def _look_up(self, name: str) -> catalog.StoredTensor:
+        outline = self.outline(name)
+        read = partial(_read_chunk, outline)
+        with prefetch_map(outline.boxes, read, prefetch_depth(self.directory)) as boxes:
+            return catalog.StoredTensor(name, outline.shape, outline.dtype, None, (), tuple(boxes))
 
-    def _read_chunk(self, outline: Outline[FileBox], chunk: _Chunk) -> StoredBox:
-        in_file, offset, num_bytes = chunk.place
-        path = self._files[in_file]
-        what = f"{path}: tensor {outline.name!r}, box {box_text(chunk.box)}"
-        with SourceFile(path) as file:
-            found = read_torch_zip(file, offset, num_bytes, what)
-            value = values.read_torch_pickle(found.pickle(file), what)
-            said, due = f"a {type(value).__name__}", f"{list(chunk.stored)} of {outline.dtype}"
-            if isinstance(value, values.TorchTensor):
-                said = f"{list(value.shape)} of {value.dtype}"
-            if not isinstance(value, values.TorchTensor) or said != due:
-                raise CheckpointError(
-                    f"{what}: is {said} there, but {METADATA_NAME} says {due}; the file is from "
-                    "another save, restore the right one"
-                )
-            place = values.tensor_place(value, file, found)
-        if place.strides is not None and chunk.stored != box_shape(chunk.box):
-            raise CheckpointError(f"{what}: a stretch of a flat tensor has strides; it is damaged")
-        at = place.offset + chunk.start * item_bytes(outline.dtype)
-        rank = self._ranks[in_file]
-        return StoredBox(chunk.box, (), rank, path, at, place.digest, place.strides)
 
-    def _read_value(self, name: str, place: _Place) -> object:
-        path = self._files[place.file]
-        with SourceFile(path) as file:
-            found = read_torch_zip(file, place.offset, place.num_bytes, f"{path}: entry {name!r}")
-            try:
-                return plain_value(read_torch(found, found.pickle(file)))
-            except unpickler.UnlistedNameError as error:
-                return catalog.OpaqueValue(f"an object that is not read: {error}")
+def _read_chunk(outline: Outline[_Chunk], chunk: _Chunk) -> StoredBox:
+    what = f"{chunk.path}: tensor {outline.name!r}, box {box_text(chunk.box)}"
+    with SourceFile(chunk.path) as file:
+        found = read_torch_zip(file, chunk.place.offset, chunk.place.num_bytes, what)
+        value = values.read_torch_pickle(found.pickle(file), what)
+        said, due = f"a {type(value).__name__}", f"{list(chunk.stored)} of {outline.dtype}"
+        if isinstance(value, values.TorchTensor):
+            said = f"{list(value.shape)} of {value.dtype}"
+        if not isinstance(value, values.TorchTensor) or said != due:
+            raise CheckpointError(
+                f"{what}: is {said} there, but {METADATA_NAME} says {due}; the file is from "
+                "another save, restore the right one"
+            )
+        place = values.tensor_place(value, file, found)
+    if place.strides is not None and chunk.stored != box_shape(chunk.box):
+        raise CheckpointError(f"{what}: a stretch of a flat tensor has strides; it is damaged")
+    at = place.offset + chunk.start * item_bytes(outline.dtype)
+    return StoredBox(chunk.box, (), chunk.rank, chunk.path, at, place.digest, place.strides)
+
+
+def _read_value(name: str, place: StoredObject) -> object:
+    path, offset, num_bytes = place
+    with SourceFile(path) as file:
+        found = read_torch_zip(file, offset, num_bytes, f"{path}: entry {name!r}")
+        try:
+            return plain_value(read_torch(found, found.pickle(file)))
+        except unpickler.UnlistedNameError as error:
+            return catalog.OpaqueValue(f"an object that is not read: {error}")
 
 
 def open_dcp(directory: Path) -> catalog.Catalog:
@@ -178,20 +151,30 @@ def open_dcp(directory: Path) -> catalog.Catalog:
             why = "each rank has one of its own; save with use_collectives=True"
         raise CheckpointError(f"{directory}: has no {METADATA_NAME}, {why}")
     entries, places, flat = _read_metadata(path)
-    tensors: dict[str, _Entry] = {}
-    others: dict[str, _Place] = {}
+    by_file: dict[Path, list[StoredObject]] = {}
+    for place in places.values():
+        by_file.setdefault(place.path, []).append(place)
+    files = sorted(by_file, key=attrgetter("name"))
+    ranks = {}
+    for number, file in enumerate(files):
+        match = names.DCP_OF_A_RANK.fullmatch(file.name)
+        ranks[file] = number if match is None else int(match[1])
+    tensors: dict[str, Outline[_Chunk]] = {}
+    others: dict[str, StoredObject] = {}
+    repeated = False
     for name, entry in entries.items():
         try:
             match entry:
                 case Record(name="TensorStorageMetadata") if _is_text(name):
-                    tensors[name] = _entry(name, entry, places, flat.get(name))
+                    tensors[name], twice = _outline(name, entry, places, ranks, flat.get(name))
+                    repeated |= twice
                 case Record(name="BytesStorageMetadata") if _is_text(name):
                     if (name, None) not in places:
                         raise ValueError("no file holds this entry")
                     others[name] = places[name, None]
                 case _:
                     raise ValueError("an entry needs a name and a kind")
-        except ValueError as error:
+        except (TypeError, ValueError) as error:
             raise CheckpointError(
                 f"{path}: {name!r:.200}: {error}; the metadata contradicts itself, save again"
             ) from None
@@ -204,18 +187,13 @@ def open_dcp(directory: Path) -> catalog.Catalog:
                 f"{list(model.shape)}, and nothing says how it was made flat (mcore_data); convert "
                 "it with Megatron's own tools to fully_reshardable"
             )
-    by_file: dict[str, list[_Place]] = {}
-    for place in places.values():
-        by_file.setdefault(place.file, []).append(place)
-    files = {name: file_inside(directory, name, path) for name in sorted(by_file)}
-    # Of replicas that older versions were told to keep, only one place is listed.
-    exact = not any(entry.repeated for entry in tensors.values())
-    for name, file in files.items():
-        _check_file(file, by_file[name], exact=exact)
+    for file in files:
+        # Of replicas that older versions were told to keep, only one place is listed.
+        _check_file(file, by_file[file], exact=not repeated)
     return _DcpCatalog(directory, tensors, others, files)
 
 
-def _check_file(path: Path, places: list[_Place], *, exact: bool) -> None:
+def _check_file(path: Path, places: list[StoredObject], *, exact: bool) -> None:
     if not path_exists(path):
         raise CheckpointError(
             f"{path}: is missing, but {METADATA_NAME} lists {len(places)} entries in it; restore "
@@ -270,16 +248,18 @@ def _member(*args: object) -> Record:
     )
 
 
+_sizes: Final = lru_cache(1 << 17)(values.sizes_of)
+"""Many tensors are sharded alike: equal tuples are checked once, and kept once."""
+
 _NAMES: Final[unpickler.Names] = {
     **values.TORCH_NAMES,
+    "torch.Size": made_by("torch.Size", _sizes),
     **{f"{home}.{kind}": record_class(kind) for home in _KINDS for kind in _KINDS[home].split()},
     "builtins.getattr": made_by("builtins.getattr", _member),
 }
 
 
-def _read_metadata(
-    path: Path,
-) -> tuple[dict[object, object], _Places, dict[object, object]]:
+def _read_metadata(path: Path) -> tuple[dict[object, object], _Places, dict[object, object]]:
     """Return the entries, where they are stored, and what Megatron-core says of flat tensors."""
     with SourceFile(path) as file:
         data = file.read(0, min(file.num_bytes, unpickler.MOST_PICKLE_BYTES + 1))
@@ -296,24 +276,26 @@ def _read_metadata(
 def _places(storage: dict[object, object], path: Path) -> _Places:
     """Return where each entry is stored."""
     places: _Places = {}
+    files: dict[str, Path] = {}
     for index, info in storage.items():
         try:
-            if not isinstance(index, Record) or not isinstance(info, Record):
-                raise ValueError
-            name, offset = index.get("fqn"), index.get("offset")
-            match info.get("relative_path"), info.get("offset"), info.get("length"):
-                case (str() as file, int() as start, int() as num_bytes) if _is_text(file):
-                    place = _Place(file, start, num_bytes)
+            match index, info:
+                case (
+                    Record(state={"fqn": str() as name}),
+                    Record(state={"relative_path": str() as file, "offset": start, "length": size}),
+                ) if is_size(start) and is_size(size) and (file in files or _is_text(file)):
+                    at = index.get("offset")
+                    offsets = None if at is None else _sizes(at)
                 case _:
                     raise ValueError
-            if not isinstance(name, str) or not all(0 <= at < 2**63 for at in place[1:]):
-                raise ValueError
-            places[name, None if offset is None else values.sizes_of(offset)] = place
-        except ValueError:
+        except (TypeError, ValueError):
             raise CheckpointError(
                 f"{path}: storage_data has an entry without a name, file, offset or length; it is "
                 "damaged"
             ) from None
+        if file not in files:
+            files[file] = file_inside(path.parent, file, path)
+        places[name, offsets] = StoredObject(files[file], start, size)
         if transforms := info.get("transform_descriptors"):
             raise CheckpointError(
                 f"{path}: entry {name!r} was transformed when it was written "
@@ -322,54 +304,60 @@ def _places(storage: dict[object, object], path: Path) -> _Places:
     return places
 
 
-def _entry(name: str, entry: Record, places: _Places, flat: object) -> _Entry:
-    """Return what the metadata says of a tensor; raises `ValueError` if it is contradictory."""
+def _outline(
+    name: str, entry: Record, places: _Places, ranks: Mapping[Path, int], flat: object
+) -> tuple[Outline[_Chunk], bool]:
+    """Return what the metadata says of a tensor, and whether it lists a chunk twice.
+
+    Raises `ValueError` if it is contradictory. Versions of torch list replicas twice.
+    """
     match entry.get("properties"), entry.get("chunks"):
-        case (Record(state=(Global() as dtype, *_)), list() as listed):
-            shape, size = values.sizes_of(entry.get("size")), 0
+        case (Record(state=(Global(name=dtype), *_)), list() as listed):
+            shape, item = values.sizes_of(entry.get("size")), 0
         case _:
             raise ValueError("it has no dtype or no chunks")
     # Other dtypes are refused when the tensor is asked for.
     with suppress(DTypeError):
-        size = item_bytes(dtype_name(dtype.name))
-    boxes: dict[Box, _Chunk] = {}
+        dtype = dtype_name(dtype)
+        item = item_bytes(dtype)
+    found: dict[Box, _Chunk] = {}
     repeated = False
     for chunk in listed:
         if not isinstance(chunk, Record):
             raise ValueError(f"a chunk is a {type(chunk).__name__}")
-        offsets, sizes = values.sizes_of(chunk.get("offsets")), values.sizes_of(chunk.get("sizes"))
+        offsets, sizes = _sizes(chunk.get("offsets")), _sizes(chunk.get("sizes"))
         if 0 in sizes:
             continue
         box = _box(offsets, sizes, shape)
         place = places.get((name, offsets))
         if place is None:
             raise ValueError(f"no file holds its chunk {box_text(box)}")
-        if prod(sizes) * size > place.num_bytes:
+        if prod(sizes) * item > place.num_bytes:
             raise ValueError(
                 f"its chunk {box_text(box)} is said to lie in {place.num_bytes} bytes, which do "
                 "not hold it"
             )
-        repeated |= box in boxes
-        boxes[box] = _Chunk(box, place, sizes)
-    chunks = tuple(boxes.values())
+        repeated |= box in found
+        found[box] = _Chunk(box, (), ranks[place.path], place.path, place, sizes)
+    chunks = tuple(found.values())
     match flat:
         case None | dict() if not flat:
-            return _Entry(dtype.name, shape, chunks, repeated)
+            return Outline(name, shape, dtype, None, (), chunks), repeated
         case {"nd_reformulated_orig_global_shape": original, **rest} if not rest:
             whole = values.sizes_of(original)
             chunks = tuple(
-                chunk._replace(box=part, start=start)
+                replace(chunk, box=part, start=start)
                 for chunk in chunks
                 for part, start in unflattened(shape, whole, chunk.box)
             )
-            return _Entry(dtype.name, whole, chunks, repeated)
+            return Outline(name, whole, dtype, None, (), chunks), repeated
     raise ValueError(
         f"mcore_data says {flat!r:.100} of it, as no version of Megatron-core up to 0.16 does; "
         "convert it with Megatron's own tools to fully_reshardable"
     )
 
 
-@lru_cache(1 << 17)  # many tensors are sharded alike
+@lru_cache(1 << 17)
 def _box(offsets: tuple[int, ...], sizes: tuple[int, ...], shape: tuple[int, ...]) -> Box:
     """Return the box of a chunk; raises `ValueError` if it is not inside the tensor."""
     box = tuple((at, at + size) for at, size in zip(offsets, sizes, strict=True))

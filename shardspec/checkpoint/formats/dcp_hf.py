@@ -142,14 +142,10 @@ def _header(path: Path) -> tuple[Header, Mapping[str, tuple[int, ...]]]:
 
 def _merged_above(directory: Path) -> Mapping[str, StoredTensor] | None:
     """Return the merged model that torch has written above the shards, if it has."""
-    above = directory.resolve().parent
-    beside = (
-        [path.name for path in above.iterdir()] if directory.resolve().name == "sharded" else []
-    )
-    if any(map(is_index, beside)):
-        return safetensors.open_index_directory(above).tensors
-    if any(map(is_data_file, beside)):
-        return safetensors.open_without_index(above).tensors
+    home = directory.resolve()
+    beside = [path.name for path in home.parent.iterdir()] if home.name == "sharded" else []
+    if any(is_index(name) or is_data_file(name) for name in beside):
+        return safetensors.open_directory(home.parent).tensors
     return None
 
 

@@ -120,8 +120,8 @@ FORMATS: Final = (
         _RANKS,
         in_parts=True,
     ),
-    Format(SAFETENSORS, "an index", _INDEX, "safetensors:open_index_directory"),
-    Format(SAFETENSORS, "*.safetensors", _DATA_FILE, "safetensors:open_without_index"),
+    Format(SAFETENSORS, "an index", _INDEX, "safetensors:open_directory"),
+    Format(SAFETENSORS, "*.safetensors", _DATA_FILE, "safetensors:open_directory"),
     Format(
         DEEPSPEED_UNIVERSAL,
         "zero beside mp_rank_00_model_states.pt",

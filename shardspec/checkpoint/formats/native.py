@@ -29,13 +29,13 @@ from shardspec.checkpoint.targets import BoxEntry, FileEntry, OutputFile, Output
 from shardspec.dtypes import from_safetensors, item_bytes, to_safetensors
 from shardspec.errors import CheckpointError, ShardSpecError, SpecSyntaxError
 from shardspec.layout.layout import Layout
+from shardspec.layout.picture import ids_text
 from shardspec.mesh import DeviceMesh
 from shardspec.text import shown
 
 VERSION: Final = 1
 """The version of the format that this code reads and writes."""
 _FORMAT: Final = "shardspec"
-_CHANGED: Final = "the file was changed, restore it"
 _CRC: Final = re.compile("[0-9a-f]{8}")
 _MOST_SPEC: Final = 4096
 _MOST_BYTES: Final = 2 << 30
@@ -81,14 +81,10 @@ def info_lines(info: ShardingInfo) -> Iterator[str]:
         text = _members(((name, _boxes_json(entries)) for name, entries in boxes), "    ")
         yield f'{"," if place else ""}\n  {head[:-1]}, "boxes": {text}}}'
     yield "\n]" if info.files else "]"
-    more: dict[str, Mapping[str, object]] = {
-        "values": {n: state_dict.encode_value(value, n) for n, value in info.values.items()},
-        "paths": {n: state_dict.encode_path(path) for n, path in info.paths.items()},
-        "file_metadata": info.file_metadata,
-    }
-    for key, encoded in more.items():
-        if encoded:
-            yield f',\n"{key}": {_members(encoded.items())}'
+    for key, (encode, _) in _NAMED.items():
+        if found := getattr(info, key):
+            encoded = ((name, encode(value, name)) for name, value in found.items())
+            yield f',\n"{key}": {_members(encoded)}'
     yield "\n}\n"
 
 
@@ -145,7 +141,7 @@ def read_info(directory: Path) -> ShardingInfo:
     if isinstance(values := stated.get("values"), BoxEntry):  # that are named as a box has them
         stated["values"] = json.loads(_dump(_boxes_json([values])))
     decoded: dict[str, dict[str, Any]] = {}
-    for key, decode in _DECODERS.items():
+    for key, (_, decode) in _NAMED.items():
         decoded[key] = {}
         for name, value in checked(stated.get(key, {}), dict, path, key).items():
             try:
@@ -237,11 +233,12 @@ def _text(value: object) -> str:
     raise ValueError(f"should be a string but is {shown(value)}")
 
 
-_DECODERS: Final[Mapping[str, Callable[[object], Any]]] = {
-    "values": state_dict.decode_value,
-    "paths": state_dict.decode_path,
-    "file_metadata": _text,
+_NAMED: Final[Mapping[str, tuple[Callable[[Any, str], object], Callable[[object], Any]]]] = {
+    "values": (state_dict.encode_value, state_dict.decode_value),
+    "paths": (lambda path, _: state_dict.encode_path(path), state_dict.decode_path),
+    "file_metadata": (lambda text, _: text, _text),
 }
+"""Members of the info, left out where they are empty: how their values are written and read."""
 
 
 class NativeCatalog(ListedCatalog):
@@ -258,13 +255,13 @@ def open_native(directory: Path) -> NativeCatalog:
     paths = [file_inside(directory, file.name, info_path) for file in info.files]
     _check_boxes(info, directory)
     boxes: dict[str, list[StoredBox]] = {name: [] for name in info.tensors}
-    looks = list(zip(paths, info.files, strict=True))
     with prefetch_map(
-        looks, lambda look: _read_header(*look, info.save), prefetch_depth(directory)
-    ) as headers:
-        for (path, file), header in zip(looks, headers, strict=True):
-            for name, box in _located(path, file, header, info.tensors):
-                boxes[name].append(box)
+        zip(paths, info.files, strict=True),
+        lambda look: _stored_boxes(*look, info),
+        prefetch_depth(directory),
+    ) as found_boxes:
+        for name, box in chain.from_iterable(found_boxes):
+            boxes[name].append(box)
     tensors = {}
     for name, at in info.tensors.items():
         pending, stored = catalog.stored_reductions(at), tuple(boxes.pop(name))
@@ -298,12 +295,9 @@ def _check_boxes(info: ShardingInfo, directory: Path) -> None:
                     "contradicts itself"
                 )
         for part in holders.keys() - {part for _, part in stored}:
-            ranks = holders[part]
-            some = ", ".join(map(str, ranks[:8])) + (", …" if len(ranks) > 8 else "")
-            who = f"rank {some}" if len(ranks) == 1 else f"ranks {some} all"
             raise CheckpointError(
-                f"{directory}: tensor {name!r}: no file holds its box {_part_text(part)}, which "
-                f"{who} held; restore that file or save again"
+                f"{directory}: tensor {name!r}: no file holds its box {_part_text(part)} (rank "
+                f"{ids_text(holders[part])}); restore that file or save again"
             )
 
 
@@ -312,8 +306,8 @@ def _part_text(part: ReplicaKey) -> str:
     return f"{catalog.box_text(box)} of addend {list(addend)}" if addend else catalog.box_text(box)
 
 
-def _read_header(path: Path, file: FileEntry, save: str) -> safetensors.Header:
-    """Return the header of a file that is the one of this save and rank."""
+def _stored_boxes(path: Path, file: FileEntry, info: ShardingInfo) -> list[tuple[str, StoredBox]]:
+    """Return the boxes of a file by tensor; its header is read, and agrees with the info."""
     if not path_exists(path):
         raise CheckpointError(
             f"{path}: the file of rank {file.rank} is missing; restore it or save again"
@@ -321,43 +315,35 @@ def _read_header(path: Path, file: FileEntry, save: str) -> safetensors.Header:
     with SourceFile(path) as opened:
         header = safetensors.read_header(opened)
     said = {"bytes": header.file_bytes, **header.metadata}
-    for key, due in {"bytes": file.num_bytes, **shard_metadata(save, file.rank)}.items():
+    for key, due in {"bytes": file.num_bytes, **shard_metadata(info.save, file.rank)}.items():
         if said.get(key) != due:
             raise CheckpointError(
                 f"{path}: {key} is {said.get(key)!r} but {INFO_NAME} says {due!r}; the file was "
                 "changed or belongs elsewhere, restore the right one"
             )
-    return header
-
-
-def _located(
-    path: Path, file: FileEntry, header: safetensors.Header, layouts: Mapping[str, Layout]
-) -> Iterator[tuple[str, StoredBox]]:
-    """Yield the boxes of a file by tensor, once its header agrees with the info."""
-    due = {name: list(group) for name, group in groupby(file.boxes, attrgetter("tensor"))}
-    for name, dtype, shape, offset, _ in header.entries:
-        held = due.pop(name, [])
-        own = None
-        if held:
-            own = layouts[name].dtype, targets.stored_shape([entry.box for entry in held])
-        if own != (dtype, shape):
-            said = "nothing of it"
-            if own is not None:
-                where = " and ".join(catalog.box_text(entry.box) for entry in held)
-                said = f"{own[0]} of shape {list(own[1])} for its box {where}"
-            raise CheckpointError(
-                f"{path}: holds tensor {shown(name, 200)} as {dtype} of shape {list(shape)}, but "
-                f"{INFO_NAME} says {said}; {_CHANGED}"
-            )
-        for _, box, addend, crc32 in held:
+    held = {name: list(group) for name, group in groupby(file.boxes, attrgetter("tensor"))}
+    listed = {
+        name: (info.tensors[name].dtype, targets.stored_shape([entry.box for entry in entries]))
+        for name, entries in held.items()
+    }
+    stored = {name: (dtype, shape) for name, dtype, shape, *_ in header.entries}
+    for name, _ in sorted(stored.items() ^ listed.items()):
+        has, due = (
+            f"{side[name][0]} of shape {list(side[name][1])}" if name in side else "nothing"
+            for side in (stored, listed)
+        )
+        raise CheckpointError(
+            f"{path}: holds tensor {shown(name, 200)} as {has}, but {INFO_NAME} says {due}; the "
+            "file was changed, restore it"
+        )
+    found = []
+    for name, dtype, _, offset, _ in header.entries:
+        for _, box, addend, crc32 in held[name]:
             num_bytes = box_size(box) * item_bytes(dtype)
             digest = None if crc32 is None else catalog.Digest(crc32, offset, num_bytes)
-            yield name, StoredBox(box, addend, file.rank, path, offset, digest)
+            found.append((name, StoredBox(box, addend, file.rank, path, offset, digest)))
             offset += num_bytes
-    for name in due:
-        raise CheckpointError(
-            f"{path}: lacks tensor {name!r}, which {INFO_NAME} lists for it; {_CHANGED}"
-        )
+    return found
 
 
 def shard_metadata(save: str, rank: int) -> dict[str, str]:
@@ -378,7 +364,7 @@ def shard_file(
     for name, entries in groupby(boxes, attrgetter("tensor")):
         held[name] = [entry.box for entry in entries]
         shape = targets.stored_shape(held[name])
-        slots.append(safetensors.TensorSlot(name, tensors[name].dtype, shape))
+        slots.append((name, tensors[name].dtype, shape))
     head, header = safetensors.encode_header(slots, shard_metadata(save, rank))
     for entry in header.entries:
         offset = entry.offset

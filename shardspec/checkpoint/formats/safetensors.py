@@ -18,7 +18,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 from functools import lru_cache
 from math import prod
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, TypeAlias
 
 from shardspec.checkpoint.catalog import (
     FileMetadata,
@@ -61,22 +61,18 @@ _OWN_KEYS: Final = frozenset(("format", _INFO, _VERSION))
 _NUMBERED: Final = re.compile(r"(.*)-(\d+)-of-(\d+)(\.[a-z]+)", re.DOTALL)
 
 
-class TensorSlot(NamedTuple):
-    """A tensor to be written: what the header says about it."""
+TensorSlot: TypeAlias = tuple[str, str, tuple[int, ...]]
+"""A tensor to be written: its name, dtype and shape, as in `HeaderEntry`."""
+
+
+class HeaderEntry(NamedTuple):
+    """One tensor of a file."""
 
     name: str
     dtype: str
     """torch's name of the element type."""
     shape: tuple[int, ...]
     """In elements as torch counts them; a header counts numbers, of which F4 has two in a byte."""
-
-
-class HeaderEntry(NamedTuple):
-    """One tensor of a file; the first three as in `TensorSlot`."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
     offset: int
     """Position of the first byte, from the start of the file."""
     num_bytes: int
@@ -162,26 +158,26 @@ def encode_header(slots: Iterable[TensorSlot], metadata: Mapping[str, str]) -> t
 
     The bytes are those that safetensors itself writes for the same tensors.
     """
-    ordered = sorted(slots, key=lambda slot: (_ORDER.index(to_safetensors(slot.dtype)), slot.name))
+    ordered = sorted(slots, key=lambda slot: (_ORDER.index(to_safetensors(slot[1])), slot[0]))
     described: dict[str, object] = {_METADATA: dict(metadata)} if metadata else {}
     placed, end = [], 0
-    for slot in ordered:
-        numbers = packed(slot.dtype)
-        if slot.name == _METADATA:
+    for name, dtype, shape in ordered:
+        numbers = packed(dtype)
+        if name == _METADATA:
             raise CheckpointError(
                 f"a tensor cannot be named {_METADATA!r}: the safetensors format keeps that name "
                 "for itself; rename the tensor"
             )
-        if numbers > 1 and not slot.shape:
+        if numbers > 1 and not shape:
             raise CheckpointError(
-                f"tensor {slot.name!r} is a scalar of {slot.dtype}, which the safetensors format "
+                f"tensor {name!r} is a scalar of {dtype}, which the safetensors format "
                 "cannot express: it counts the numbers along the last dim; give it the shape [1]"
             )
-        shape = [*slot.shape[:-1], slot.shape[-1] * numbers] if slot.shape else []
-        num_bytes = prod(slot.shape) * item_bytes(slot.dtype)
-        entry = to_safetensors(slot.dtype), shape, [end, end + num_bytes]
-        described[slot.name] = dict(zip(_FIELDS, entry, strict=True))
-        placed.append((slot, end, num_bytes))
+        counted = [*shape[:-1], shape[-1] * numbers] if shape else []
+        num_bytes = prod(shape) * item_bytes(dtype)
+        entry = to_safetensors(dtype), counted, [end, end + num_bytes]
+        described[name] = dict(zip(_FIELDS, entry, strict=True))
+        placed.append(HeaderEntry(name, dtype, shape, end, num_bytes))
         end += num_bytes
     try:
         text = json.dumps(described, ensure_ascii=False, separators=(",", ":")).encode()
@@ -197,31 +193,29 @@ def encode_header(slots: Iterable[TensorSlot], metadata: Mapping[str, str]) -> t
             f"safetensors format's limit of {_MAX_HEADER_BYTES}; write fewer tensors to a file"
         )
     start = 8 + len(text)
-    entries = [HeaderEntry(*slot, start + at, num_bytes) for slot, at, num_bytes in placed]
+    entries = [entry._replace(offset=start + entry.offset) for entry in placed]
     return len(text).to_bytes(8, "little") + text, Header(entries, dict(metadata), start + end)
 
 
-def open_index_directory(directory: Path) -> ListedCatalog:
-    """Read the one index of a directory."""
-    found = sorted(path.name for path in directory.iterdir() if is_index(path.name))
-    if len(found) != 1:
+def open_directory(directory: Path) -> ListedCatalog:
+    """Read the one index of a directory, or where it has none all its safetensors files."""
+    there = sorted(path.name for path in directory.iterdir())
+    indexes = list(filter(is_index, there))
+    if len(indexes) > 1:
         raise CheckpointError(
-            f"{directory}: has the indexes {', '.join(found)}; name the one to read instead of "
+            f"{directory}: has the indexes {', '.join(indexes)}; name the one to read instead of "
             "the directory"
         )
-    return open_index_file(file_inside(directory, found[0], directory))
+    if indexes:
+        return open_index_file(file_inside(directory, indexes[0], directory))
+    names = list(filter(is_data_file, there))
+    check_numbering(directory, names)
+    return _opened(directory, {file_inside(directory, name, directory): set() for name in names})
 
 
 def open_index_file(index: Path) -> ListedCatalog:
     """Read an index and the headers of its files, and check that they agree."""
     return _opened(index.parent, by_file(index), index)
-
-
-def open_without_index(directory: Path) -> ListedCatalog:
-    """Read the headers of all safetensors files of a directory that has no index."""
-    names = sorted(path.name for path in directory.iterdir() if is_data_file(path.name))
-    check_numbering(directory, names)
-    return _opened(directory, {file_inside(directory, name, directory): set() for name in names})
 
 
 def open_single_file(path: Path) -> ListedCatalog:
@@ -311,16 +305,15 @@ def check_numbering(directory: Path, names: Collection[str]) -> None:
         stem, number, count, suffix = match.groups()
         rows.setdefault((stem, count, suffix), {})[int(number)] = match[0]
     for (stem, count, suffix), found in rows.items():
-        last = int(count)
-        missing = next((number for number in range(1, last + 1) if number not in found), None)
-        if missing is not None:
+        due = range(1, int(count) + 1)
+        for missing in (number for number in due if number not in found):
             raise CheckpointError(
                 f"{directory}: {stem}-{missing:0{len(count)}d}-of-{count}{suffix} is missing, by "
                 "the numbers of the others; restore it"
             )
-        for number in found.keys() - set(range(1, last + 1)):
+        for other in (name for number, name in found.items() if number not in due):
             raise CheckpointError(
-                f"{directory}: {found[number]} has a number that is not from 1 to {last}; it "
+                f"{directory}: {other} has a number that is not from 1 to {int(count)}; it "
                 "belongs elsewhere, move it away"
             )
 
@@ -378,7 +371,7 @@ def output_file(
 ) -> OutputFile:
     """Return a file of global tensors."""
     by_name = {tensor.name: tensor for tensor in tensors}
-    slots = (TensorSlot(tensor.name, tensor.dtype, tensor.shape) for tensor in tensors)
+    slots = ((tensor.name, tensor.dtype, tensor.shape) for tensor in tensors)
     head, header = encode_header(slots, metadata)
     extents = tuple(
         Extent(by_name[entry.name], whole_box(entry.shape), entry.offset)
