@@ -16,7 +16,6 @@ from shardspec.checkpoint.catalog import Catalog, replica_holders, whole_box
 from shardspec.checkpoint.source_files import SourceFile
 from shardspec.checkpoint.store import file_inside
 from shardspec.checkpoint.strict_json import parse_json
-from shardspec.checkpoint.torch_files.zip_reader import read_torch_zip
 from shardspec.copies import whole_senders
 from shardspec.dtypes import item_bytes
 from shardspec.errors import CheckpointError
@@ -221,6 +220,9 @@ def _check_megatron(source: Catalog, there: frozenset[str]) -> None:
             f"{directory}: {problem}, and Megatron-core would not load what is written; restore "
             f"it, or write the tensors alone with {_WITHOUT}"
         )
+    # Formats import this module, and most need no zip files.
+    from shardspec.checkpoint.torch_files.zip_reader import read_torch_zip
+
     with SourceFile(file_inside(directory, "common.pt", directory)) as file:
         read_torch_zip(file)
 
