@@ -4,15 +4,16 @@ import os
 import re
 import stat
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import prod
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Final, TypeAlias
 
 from isal.isal_zlib import crc32_combine
 
-from shardspec.checkpoint.catalog import Catalog, distinct
+from shardspec.boxes import box_size
+from shardspec.checkpoint.catalog import Catalog, FileBox, Outline, distinct
 from shardspec.checkpoint.commit import Destination, names_below, opened
 from shardspec.checkpoint.coordinate import Member, Workers, together
 from shardspec.checkpoint.executor import Execution, WriteOptions
@@ -68,15 +69,11 @@ class WriteReport:
     """Its format, as `merge` and `reshard` name it."""
     read: str
     """What the source is."""
-    read_files: int
-    """How many files tensors are read from."""
-    read_bytes: int
-    """Bytes of all boxes that are read, each once."""
+    reads: Mapping[str, int]
+    """The files that tensors are read from, and the bytes of their boxes, each read once."""
     tensors: int
-    files: tuple[str, ...]
-    """Names of the files; that of the output itself if it is one."""
-    num_bytes: int
-    """Size of all files."""
+    writes: Mapping[str, int]
+    """The files of the output, or the output itself if it is one, and their sizes."""
     seconds: float
     crc32: int | None
     """CRC-32 of all files in their order; None if it was not computed."""
@@ -90,6 +87,26 @@ class WriteReport:
     written: bool
     """False after a dry run."""
 
+    @property
+    def read_files(self) -> int:
+        """How many files tensors are read from."""
+        return len(self.reads)
+
+    @property
+    def read_bytes(self) -> int:
+        """Bytes of all boxes that are read, each once."""
+        return sum(self.reads.values())
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        """Names of the files; that of the output itself if it is one."""
+        return tuple(self.writes)
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of all files."""
+        return sum(self.writes.values())
+
     def to_json(self) -> dict[str, object]:
         """Return the report as plain values."""
         return {
@@ -100,6 +117,8 @@ class WriteReport:
             "read": self.read,
             "read_files": self.read_files,
             "read_bytes": self.read_bytes,
+            "reads": dict(self.reads),
+            "writes": dict(self.writes),
             "tensors": self.tensors,
             "files": list(self.files),
             "bytes": self.num_bytes,
@@ -140,16 +159,17 @@ def write_checkpoint(
         destination = Destination(output)
         if workers.member.rank == 0:
             destination = _check_place(output, source, target, format, options.overwrite)
-        read_files, read_bytes = _check_tensors(source, tensors, options.verify, workers.member)
+        reads = _check_tensors(source, tensors, options.verify, workers.member)
         report = WriteReport(
             path=output,
             format=format,
             read=source.format,
-            read_files=read_files,
-            read_bytes=read_bytes,
+            reads={
+                str(path).removeprefix(f"{source.directory}{os.sep}"): num_bytes
+                for path, num_bytes in sorted(reads.items())
+            },
             tensors=len(tensors),
-            files=tuple(file.name for file in target.files),
-            num_bytes=target.num_bytes,
+            writes={file.name: file.num_bytes for file in target.files},
             seconds=0.0,
             crc32=None,
             cast_losses=None,
@@ -191,8 +211,7 @@ def _write(
         crc = int(crc32_combine(crc, value, num_bytes))
     return replace(
         report,
-        files=tuple(name for name, _, _ in written),
-        num_bytes=sum(num_bytes for _, num_bytes, _ in written),
+        writes={name: num_bytes for name, num_bytes, _ in written},
         crc32=crc if job.digested else None,
         cast_losses=job.losses,
         written=True,
@@ -210,15 +229,15 @@ def _left_out(source: Catalog, target: Target) -> tuple[str, ...]:
 
 def _check_tensors(
     source: Catalog, tensors: Sequence[OutputTensor], verify: bool, member: Member
-) -> tuple[int, int]:
+) -> Counter[Path]:
     """Check that the boxes of every tensor tile it, and that copies agree.
 
-    Returns how many files, and how many bytes of them, will be read.
+    Returns how many bytes of each file will be read.
     """
-    paths: set[Path] = set()
-    num_bytes = 0
     copies_of = memoize_by_boxes(check_tiling)
-    files_of = memoize_by_boxes(lambda outline: {held.path for held in distinct(outline)})
+    elements_of = memoize_by_boxes(_elements_by_file)
+    # Tensors that are sharded alike share one count.
+    widths: dict[int, tuple[Counter[Path], int]] = {}
     with OpenFiles() as files:
         for place, name in enumerate(sorted({tensor.source for tensor in tensors})):
             outline = source.outline(name)
@@ -228,11 +247,21 @@ def _check_tensors(
                 tensor = source.tensor(name)
                 for group in check_tiling(tensor):
                     check_replicas(tensor, group, files, trust_digests=verify)
-            paths |= files_of(outline)
-            # They tile it, for every addend once.
-            addends = prod(pending.addends for pending in outline.pending)
-            num_bytes += addends * prod(outline.shape) * item_bytes(outline.dtype)
-    return len(paths), num_bytes
+            elements = elements_of(outline)
+            _, width = widths.get(id(elements), (elements, 0))
+            widths[id(elements)] = elements, width + item_bytes(outline.dtype)
+    reads: Counter[Path] = Counter()
+    for elements, width in widths.values():
+        for path, count in elements.items():
+            reads[path] += count * width
+    return reads
+
+
+def _elements_by_file(outline: Outline[FileBox]) -> Counter[Path]:
+    found: Counter[Path] = Counter()
+    for stored in distinct(outline):
+        found[stored.path] += box_size(stored.box)
+    return found
 
 
 def _check_place(

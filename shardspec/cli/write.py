@@ -3,6 +3,7 @@
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Final
 
@@ -17,7 +18,7 @@ from shardspec.cli.options import argument, command, flag, option, unless
 from shardspec.cli.output import path_text, progress_bar, say, say_json
 from shardspec.errors import InputFileError
 from shardspec.mesh import DeviceMesh
-from shardspec.text import bytes_text, counted, rate_text, seconds_text, shown
+from shardspec.text import bytes_text, counted, rate_text, seconds_text, shown, table_text
 
 if TYPE_CHECKING:
     from shardspec.resharding.maps import MapReport
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
 _KNOWN_SUFFIXES: Final = ("", ".safetensors", ".pt", ".pth", ".bin")
 _SHOWN: Final = 3
 """Names of what was left out."""
+_MOST_ROWS: Final = 32
+"""Files in a table."""
 
 
 def _usable_cores() -> int:
@@ -106,6 +109,13 @@ def _report_text(report: WriteReport) -> str:
             f"{counted(report.read_files, 'file')} in the format of {report.read} would be read"
         )
     lines = [f"{path_text(report.path)}: {did}"]
+    if not report.written:
+        ends = (report.reads.items(), "read"), (report.writes.items(), "written")
+        for files, did in ends:
+            rows = [[path_text(name), bytes_text(size)] for name, size in islice(files, _MOST_ROWS)]
+            if len(files) > _MOST_ROWS:
+                rows.append([f"… and {len(files) - _MOST_ROWS} more", ""])
+            lines.append(table_text(["file", did], rows))
     if report.cast_losses:
         lines.append(f"numbers that the cast did not keep: {report.cast_losses}")
     if report.left_out:

@@ -54,6 +54,10 @@ def test_json(tmp_path):
     result = run(ckpt, "--output", out, "--json")
     report = json.loads(result.stdout)
     assert 0 < report.pop("seconds") < 60
+    reads = report.pop("reads")
+    assert len(reads) == 6
+    assert sum(reads.values()) == 252
+    assert all(0 < size < (ckpt / name).stat().st_size for name, size in reads.items())
     assert report == {
         "path": str(out),
         "format": "safetensors",
@@ -61,6 +65,7 @@ def test_json(tmp_path):
         "read": "shardspec",
         "read_files": 6,
         "read_bytes": 252,
+        "writes": {"out": out.stat().st_size},
         "tensors": 2,
         "files": ["out"],
         "bytes": out.stat().st_size,

@@ -1,6 +1,7 @@
 """The command `shardspec reshard`."""
 
 import json
+import re
 
 import numpy as np
 import safetensors.numpy
@@ -41,6 +42,13 @@ def test_a_dry_run(tmp_path):
     assert result.exit_code == 0
     assert "cut: would hold 2 tensors" in result.stdout
     assert "252 B of 6 files in the format of shardspec would be read" in result.stdout
+    read, written = re.findall(
+        r"^file +(?:read|written)\n─+\n((?:[^ ]+ +\d.*\n)+)", result.stdout, re.M
+    )
+    assert {line.split()[0] for line in read.splitlines()} == {
+        p.name for p in ckpt.glob("*.safetensors")
+    }
+    assert len(written.splitlines()) == 2  # a replicated tensor each, on two of the devices
     assert not (tmp_path / "cut").exists()
 
 
