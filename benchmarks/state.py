@@ -32,7 +32,6 @@ from benchmarks.execution import placements_of
 from benchmarks.state_models import ROWS, Row, deepseek, specs_of
 from shardspec import DeviceMesh, Layout, ProcessGroupCommunicator, ReshardPlan, plan_reshard
 from shardspec.boxes import Box, box_size, intersect, slices_within
-from shardspec.comm.process_group import current_job
 
 __all__ = ["main"]
 
@@ -161,11 +160,10 @@ def _run(plan: ReshardPlan, state: State, out: State) -> None:
 def _by_messages(plan: ReshardPlan, state: State, out: State) -> None:
     """Run a plan as it runs where no process may read another one's memory."""
     mesh = DeviceMesh(plan.devices, (len(plan.devices),))
-    known = current_job().communicators
-    usual = known[mesh]
-    known[mesh] = _without_reading(mesh)
+    usual = ProcessGroupCommunicator.of(mesh)
+    _without_reading(mesh).substitute()
     plan.run(state, out)
-    known[mesh] = usual
+    usual.substitute()
 
 
 @cache

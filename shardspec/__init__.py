@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from shardspec.comm.cost import CostModel as CostModel
     from shardspec.comm.curves import Link as Link
     from shardspec.comm.process_group import ProcessGroupCommunicator as ProcessGroupCommunicator
-    from shardspec.comm.torch_mesh import init_device_mesh as init_device_mesh
+    from shardspec.comm.process_group import init_device_mesh as init_device_mesh
     from shardspec.dtensor import DTensor as DTensor
     from shardspec.dtensor import distribute_tensor as distribute_tensor
     from shardspec.errors import ShardSpecError as ShardSpecError
@@ -52,9 +52,8 @@ _NAMES: Final = {
     "checkpoint.save": ("save_sharded",),
     "comm.cost": ("CostModel",),
     "comm.curves": ("Link",),
-    "comm.process_group": ("ProcessGroupCommunicator",),
+    "comm.process_group": ("ProcessGroupCommunicator", "init_device_mesh"),
     "comm.communicator": ("SimulatedCommunicator",),
-    "comm.torch_mesh": ("init_device_mesh",),
     "dtensor": ("DTensor", "distribute_tensor"),
     "errors": ("ShardSpecError",),
     "factories": ("arange", "empty", "full", "ones", "rand", "randn", "zeros"),

@@ -151,9 +151,9 @@ class DeviceMesh:
         for name, value in zip(self.__dataclass_fields__, values, strict=True):
             object.__setattr__(self, name, value)
         if init_process_group:
-            from shardspec.comm.process_group import ProcessGroupCommunicator
+            from shardspec.job import start
 
-            ProcessGroupCommunicator.create(self)
+            start(self)
 
     def __hash__(self) -> int:
         return self._hash
@@ -275,35 +275,53 @@ class DeviceMesh:
         shape = [self.shape[axis] for axis in axes]
         return DeviceMesh(self.group(physical_id, axes), shape, link_model=self.link_model, **kept)
 
-    # What needs a job is imported late from upper layers: the mesh stays a value.
-
     @classmethod
     def from_torch(cls, torch_mesh: "TorchMesh") -> "DeviceMesh":
-        """Return the mesh that torch's describes; see `shardspec.comm.torch_mesh.from_torch`."""
-        from shardspec.comm.torch_mesh import from_torch
+        """Return the mesh that torch's describes; of one that `to_torch` made, what it was made of.
 
-        return from_torch(torch_mesh)
+        The groups of torch's mesh are used from then on; so where it has all ranks of the job,
+        every rank calls this at the same point of the program. A mesh of another job is refused.
+        """
+        from shardspec.job import from_torch
+
+        mesh: DeviceMesh = from_torch(torch_mesh, cls)
+        return mesh
 
     def to_torch(self, device_type: str = "cpu") -> "TorchMesh":
-        """Return torch's mesh of this one; see `shardspec.comm.torch_mesh.to_torch`."""
-        from shardspec.comm.torch_mesh import to_torch
+        """Return torch's mesh of this one, the same each time; every rank of the job calls this.
+
+        A slice of a larger mesh is torch's slice of torch's mesh of that, so that modules may be
+        sharded over several slices. Axes without names are called ``axis_0``, ``axis_1`` and so on.
+        """
+        from shardspec.job import to_torch
 
         return to_torch(self, device_type)
 
     def __getitem__(self, axis_names: str | tuple[str, ...]) -> "DeviceMesh":
-        """Return the calling rank's part along some axes; see `shardspec.comm.torch_mesh.slice_of`.
+        """Return the part along named axes, in this order, that the calling rank is in.
 
         `submesh` needs no rank.
         """
-        from shardspec.comm.torch_mesh import slice_of
+        names = (axis_names,) if isinstance(axis_names, str) else axis_names
+        if not isinstance(names, tuple) or not all(isinstance(name, str) for name in names):
+            raise AxisError(f"mesh[{axis_names!r}]: slice a mesh by axis names, as in mesh['tp']")
+        axes = [self.axis(name) for name in names]
+        from shardspec.job import rank_in
 
-        return slice_of(self, axis_names)
+        what = f"mesh[{', '.join(map(repr, names))}] is the slice of the calling rank"
+        return self.slice_with(rank_in(self, what), axes)
 
     def get_group(self, axis: Axis | None = None) -> "dist.ProcessGroup":
-        """Return the calling rank's group of an axis; see `shardspec.comm.torch_mesh.group_of`."""
-        from shardspec.comm.torch_mesh import group_of
+        """Return the calling rank's group along an axis, which need not be named if alone."""
+        if axis is None and self.ndim > 1:
+            raise AxisError(
+                f"mesh {self} has {self.ndim} axes; name one, as in "
+                f"get_group({self.axis_label(0)!r})"
+            )
+        number = self.axis(0 if axis is None else axis)
+        from shardspec.job import group_along
 
-        return group_of(self, axis)
+        return group_along(self, number)
 
     def _distinct(self, axes: Iterable[Axis]) -> tuple[int, ...]:
         if not isinstance(axes, Iterable) or isinstance(axes, str):

@@ -7,7 +7,6 @@ from torch.distributed.device_mesh import DeviceMesh as TorchMesh
 from torch.distributed.tensor import DTensor as TorchDTensor
 from torch.distributed.tensor.placement_types import Placement
 
-from shardspec.comm.torch_mesh import from_torch
 from shardspec.dtensor import DTensor
 from shardspec.errors import LayoutError
 from shardspec.interop.notations import from_placements
@@ -60,9 +59,9 @@ def redistribute(
             f"redistribute takes a DTensor of torch, not a {type(tensor).__name__}; one of ours "
             "has a method of that name"
         )
-    source, on = from_torch(tensor.device_mesh), device_mesh or tensor.device_mesh
+    source, on = DeviceMesh.from_torch(tensor.device_mesh), device_mesh or tensor.device_mesh
     if isinstance(on, TorchMesh):
-        target, torch_mesh = from_torch(on), on
+        target, torch_mesh = DeviceMesh.from_torch(on), on
     elif (on.ids, on.shape) == (source.ids, source.shape):
         source, target, torch_mesh = on, on, tensor.device_mesh
     else:

@@ -21,6 +21,7 @@ LAYERS = [
     {"input_files"},
     {"boxes", "device_ids", "dtypes", "renamed"},
     {"copies"},
+    {"job"},
     {"mesh"},
     {"comm"},
     {"layout"},
@@ -38,21 +39,16 @@ LAYERS = [
     {"cli"},
     {"__main__"},
 ]
-# A mesh is a value; that it builds its communicator, or torch's mesh, is sugar.
-UPWARD_ON_PURPOSE = {
-    ("shardspec.mesh", "shardspec.comm.process_group"),
-    ("shardspec.mesh", "shardspec.comm.torch_mesh"),
-}
 WITH_TENSORS = {
     "shardspec.comm.messages",
     "shardspec.comm.peer_memory",
     "shardspec.comm.process_group",
     "shardspec.comm.results",
-    "shardspec.comm.torch_mesh",
     "shardspec.dtensor",
     "shardspec.execution",
     "shardspec.factories",
     "shardspec.interop.torch_dtensor",
+    "shardspec.job",
     "shardspec.operations.apply",
     "shardspec.operations.tensor",
     "shardspec.parallel.distribute",
@@ -117,7 +113,7 @@ def test_the_modules_are_found():
     assert {"shardspec.mesh", "shardspec.layout.converter", "shardspec.cli"} <= set(MODULES)
     assert set(MODULES) > WITH_TENSORS
     assert ("shardspec.layout.layout", "shardspec.mesh", True) in edges()
-    assert ("shardspec.mesh", "shardspec.comm.torch_mesh", False) in edges()
+    assert ("shardspec.mesh", "shardspec.job", False) in edges()
 
 
 @pytest.mark.parametrize("module", MODULES)
@@ -130,13 +126,12 @@ def test_imports_go_downwards(module):
         same_part = name.split(".")[1] == module.split(".")[1]
         if layer(name) > layer(module) or (layer(name) == layer(module) and not same_part):
             up.add((importer, name))
-    assert up == {edge for edge in UPWARD_ON_PURPOSE if edge[0] == module}
+    assert up == set()
 
 
 def test_no_circles():
-    """Late imports and those for types alone count too; what a mesh asks a job for is sugar."""
+    """Late imports and those for types alone count too."""
     graph = nx.DiGraph((importer, name) for importer, name, _ in edges())
-    graph.remove_edges_from(UPWARD_ON_PURPOSE)
     assert graph.number_of_edges() > 500
     assert list(nx.simple_cycles(graph)) == []
 

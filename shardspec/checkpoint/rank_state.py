@@ -80,7 +80,6 @@ def communicator_of_state(state_dict: Mapping[str, Any]) -> Communicator:
     from torch.distributed.tensor import DTensor as TorchDTensor
 
     from shardspec.comm.process_group import communicator_of
-    from shardspec.comm.torch_mesh import from_torch
     from shardspec.dtensor import DTensor
 
     found: dict[object, Communicator] = {}
@@ -88,7 +87,7 @@ def communicator_of_state(state_dict: Mapping[str, Any]) -> Communicator:
         if isinstance(value, DTensor):
             found[value.layout.mesh] = value.communicator
         elif isinstance(value, TorchDTensor) and value.device_mesh not in found:
-            found[value.device_mesh] = communicator_of(from_torch(value.device_mesh))
+            found[value.device_mesh] = communicator_of(DeviceMesh.from_torch(value.device_mesh))
     if found:
         return max(found.values(), key=lambda communicator: communicator.mesh.size)
     return communicator_of(world_mesh())

@@ -6,7 +6,7 @@ CUDA tensors in NCCL's collectives where these fit (`shardspec.comm.messages`). 
 uneven shards and any order of ids.
 """
 
-import atexit
+import operator
 import os
 import pickle
 import threading
@@ -14,13 +14,12 @@ import time
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
-from typing import Final, TypeVar
+from math import prod
+from typing import Final, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh as TorchMesh
 
 from shardspec.boxes import box_shape
 from shardspec.comm.agreement import (
@@ -37,75 +36,33 @@ from shardspec.comm.peer_memory import PeerMemory, readable
 from shardspec.comm.results import checked, empty_hugepages
 from shardspec.comm.routes import BoxOf, TransferSchedule, schedule_for
 from shardspec.comm.steps import AllReduce, ReduceScatter, Step
-from shardspec.errors import CommunicatorError
-from shardspec.mesh import DeviceMesh
+from shardspec.errors import CommunicatorError, MeshError
+from shardspec.job import Job, check_members, current_job, start
+from shardspec.mesh import DeviceMesh, LinkModel
 
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True)
-class Job:
-    """What belongs to a running job."""
+class _OfJob(NamedTuple):
+    """What the communicators of a job share."""
 
-    communicators: dict[DeviceMesh, Communicator] = field(default_factory=dict)
-    groups: dict[tuple[int, ...], dist.ProcessGroup | None] = field(default_factory=dict)
-    """Groups that every rank has made, by ascending ranks; None where this rank is outside."""
-    torch_meshes: dict[tuple[DeviceMesh, str], TorchMesh] = field(default_factory=dict)
-    """By mesh without links and device type."""
-    meshes: dict[TorchMesh, DeviceMesh] = field(default_factory=dict)
-    """The mesh that a torch mesh was made of."""
-    channel: Channel = field(default_factory=lambda: Channel(tag=2 * 0x5AD))
+    communicators: "dict[DeviceMesh, ProcessGroupCommunicator]"
+    channel: Channel
     """Of the main thread."""
-    making: threading.RLock = field(default_factory=threading.RLock)
-    """Held while a communicator is made."""
-    accelerator: threading.RLock = field(default_factory=threading.RLock)
-    """Held while a thread moves CUDA tensors: NCCL does not tell threads apart."""
-
-    def make_group(self, members: Sequence[int]) -> None:
-        """Make a group, unless it is there; every rank of the job does so, in the same order."""
-        ranks = tuple(sorted(members))
-        if len(ranks) < dist.get_world_size() and ranks not in self.groups:
-            group = dist.new_group(list(ranks))
-            self.groups[ranks] = group if dist.get_rank() in ranks else None
-
-    def group(self, members: Sequence[int]) -> dist.ProcessGroup | None:
-        """Return the group of some ranks, this one among them; None where there is none."""
-        if len(members) == dist.get_world_size():
-            return dist.group.WORLD
-        return self.groups.get(tuple(sorted(members)))
 
 
-_JOBS: Final[WeakKeyDictionary[dist.ProcessGroup, Job]] = WeakKeyDictionary()
-"""Like torch's own global state, but only as long as the default group lives."""
-_RELEASE_SECONDS: Final = 0.05
+_OF_JOB: Final[WeakKeyDictionary[Job, _OfJob]] = WeakKeyDictionary()
+_MAKING: Final = threading.RLock()
+"""Held while a communicator is made."""
+_ACCELERATOR: Final = threading.RLock()
+"""Held while a thread moves CUDA tensors: NCCL does not tell threads apart."""
 
 
-def current_job() -> Job:
-    """Return what belongs to the running job; `torch.distributed` is initialised."""
-    world = dist.group.WORLD
-    assert world is not None, "torch.distributed is initialised"
-    job = _JOBS.get(world)
-    if job is None:
-        job = _JOBS.setdefault(world, Job())
-        # A thread of gloo releases a tensor some time after its collective has ended, and needs the
-        # interpreter for it; once that is being finalised, torch aborts the process.
-        atexit.register(time.sleep, _RELEASE_SECONDS)
-    return job
-
-
-def check_members(mesh: DeviceMesh) -> None:
-    """Raise `CommunicatorError` unless there is a job and it has every device of the mesh."""
-    if not dist.is_initialized():
-        raise CommunicatorError(
-            "torch.distributed is not initialised; start the program with torchrun and make "
-            "the mesh with init_process_group=True"
-        )
-    world = dist.get_world_size()
-    if max(mesh.ids) >= world:
-        raise CommunicatorError(
-            f"device {next(id_ for id_ in mesh.ids if id_ >= world)} of mesh {mesh} is not a rank "
-            f"of this job, which has {world} ranks numbered from 0"
-        )
+def _of_job() -> _OfJob:
+    job = current_job()
+    if job not in _OF_JOB:
+        _OF_JOB.setdefault(job, _OfJob({}, Channel(tag=2 * 0x5AD)))
+    return _OF_JOB[job]
 
 
 class ProcessGroupCommunicator(Communicator):
@@ -147,6 +104,7 @@ class ProcessGroupCommunicator(Communicator):
         check_members(mesh)
         super().__init__(mesh)
         self._rank, self._job = dist.get_rank(), current_job()
+        self._job.join(mesh)
         self._peers = tuple(sorted(device for device in mesh.ids if device != self._rank))
         self._ids = zlib.crc32(repr(sorted(mesh.ids)).encode())
         self._note_device = "cpu" if "gloo" in dist.get_backend_config() else "cuda"
@@ -156,11 +114,6 @@ class ProcessGroupCommunicator(Communicator):
         self._memory: dict[Channel, PeerMemory | None] = {}
         name = f"{mesh.ids} {mesh.shape}".encode()
         self._own_channel = Channel(tag=1 << 30 | zlib.crc32(name) >> 3 << 1)
-        if mesh.size == dist.get_world_size():
-            for axis in range(mesh.ndim):
-                for members in mesh.groups([axis]):
-                    if len(members) > 1:
-                        self._job.make_group(members)
 
     @classmethod
     def create(cls, mesh: DeviceMesh, device_type: str | None = None) -> "ProcessGroupCommunicator":
@@ -168,30 +121,22 @@ class ProcessGroupCommunicator(Communicator):
 
         NCCL serves CUDA tensors where there is CUDA and `device_type` is not ``"cpu"``.
         """
-        if not dist.is_initialized():
-            if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
-                raise CommunicatorError(
-                    "init_process_group=True needs a job: start the program with "
-                    f"'torchrun --nproc_per_node {mesh.size} PROGRAM', or leave it out to hold "
-                    "the whole mesh in this process"
-                )
-            if device_type != "cpu" and torch.cuda.is_available():
-                torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-                dist.init_process_group("cpu:gloo,cuda:nccl")
-            else:
-                dist.init_process_group("gloo")
+        start(mesh, device_type)
         return cls.of(mesh)
 
     @classmethod
     def of(cls, mesh: DeviceMesh) -> "ProcessGroupCommunicator":
         """Return the communicator of a mesh in the running job, made on the first call."""
         check_members(mesh)
-        job = current_job()
-        with job.making:
-            found = job.communicators.get(mesh)
-            if not isinstance(found, ProcessGroupCommunicator):
-                job.communicators[mesh] = found = cls(mesh)
-        return found
+        known = _of_job().communicators
+        with _MAKING:
+            if mesh not in known:
+                known[mesh] = cls(mesh)
+        return known[mesh]
+
+    def substitute(self) -> None:
+        """Let this be the communicator that `of` returns for its mesh."""
+        _of_job().communicators[self._mesh] = self
 
     def __reduce__(self) -> tuple[object, ...]:
         return ProcessGroupCommunicator.of, (self._mesh,)
@@ -217,7 +162,7 @@ class ProcessGroupCommunicator(Communicator):
     @property
     def _channel(self) -> Channel:
         main = threading.current_thread() is threading.main_thread()
-        return self._job.channel if main else self._own_channel
+        return _of_job().channel if main else self._own_channel
 
     def run(
         self, step: Step, shards: Mapping[int, torch.Tensor], before: BoxOf, after: BoxOf
@@ -280,9 +225,10 @@ class ProcessGroupCommunicator(Communicator):
     @contextmanager
     def _locked(self, device: str) -> Iterator[Channel]:
         """Enter the channel of this thread, in which no other thread may be."""
+        self._job.check_process()
         channel = self._channel
         with ExitStack() as stack:
-            for lock in (channel.busy, *([self._job.accelerator] if device == "cuda" else [])):
+            for lock in (channel.busy, *([_ACCELERATOR] if device == "cuda" else [])):
                 if not lock.acquire(blocking=False):
                     raise CommunicatorError(
                         f"another thread is converting {device or 'cpu'} tensors on mesh "
@@ -348,6 +294,60 @@ class ProcessGroupCommunicator(Communicator):
             return None
         connections = {peer: channel.connections[peer] for peer in near}
         return PeerMemory(self._rank, connections, self._timeout_s)
+
+
+def init_device_mesh(
+    device_type: str,
+    mesh_shape: Sequence[int],
+    *,
+    axis_names: Sequence[str] | None = None,
+    mesh_alpha: Sequence[float] | None = None,
+    mesh_beta: Sequence[float] | None = None,
+    link_model: LinkModel = "ring",
+) -> DeviceMesh:
+    """Start the job where that is still to be done, and return a mesh of its ranks.
+
+    Every rank calls this. The groups of the mesh are made, and torch's mesh of it.
+
+    Parameters
+    ----------
+    device_type
+        Where tensors will be: ``"cpu"`` or ``"cuda"``.
+    mesh_shape
+        Devices along each axis; the ranks are numbered row by row, as torch does.
+    axis_names, mesh_alpha, mesh_beta, link_model
+        As for `DeviceMesh`.
+
+    Raises
+    ------
+    CommunicatorError
+        If the program was not started by torchrun and no process group exists, or the job has too
+        few ranks.
+    MeshError
+        If shape, names or links do not describe a mesh, or the device type does not exist.
+
+    Examples
+    --------
+    In a program of eight processes, started by torchrun::
+
+        mesh = init_device_mesh("cpu", (2, 4), axis_names=("dp", "tp"))
+        mesh["tp"].ids, mesh.get_group("tp")
+    """
+    try:
+        torch.device(device_type)
+        ids = range(prod(map(operator.index, mesh_shape)))
+    except (RuntimeError, TypeError) as error:
+        raise MeshError(
+            f"init_device_mesh({device_type!r}, {mesh_shape!r}): give a device type and whole "
+            f"numbers, as in init_device_mesh('cpu', (2, 4)): {str(error).splitlines()[0]}"
+        ) from None
+    names, model = axis_names, link_model
+    mesh = DeviceMesh(
+        ids, mesh_shape, None, mesh_alpha, mesh_beta, axis_names=names, link_model=model
+    )
+    start(mesh, device_type)
+    mesh.to_torch(device_type)
+    return mesh
 
 
 def communicator_of(mesh: DeviceMesh) -> Communicator:

@@ -16,10 +16,10 @@ from torch.distributed.tensor import DTensor as TorchDTensor
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from shardspec.comm.torch_mesh import device_type_of, from_torch, to_torch
 from shardspec.errors import LayoutError, LossyConversionError
 from shardspec.interop.notations import from_placements, to_placements
 from shardspec.layout.layout import Layout
+from shardspec.job import device_type_of
 from shardspec.mesh import DeviceMesh
 
 
@@ -27,9 +27,9 @@ def layout_of(tensor: TorchDTensor, mesh: DeviceMesh | None = None) -> Layout:
     """Return the layout of a torch DTensor, by default on the mesh that `from_torch` makes.
 
     Raises as `shardspec.interop.notations.from_placements` and
-    `shardspec.comm.torch_mesh.from_torch` do.
+    `DeviceMesh.from_torch` do.
     """
-    found = from_torch(tensor.device_mesh) if mesh is None else mesh
+    found = DeviceMesh.from_torch(tensor.device_mesh) if mesh is None else mesh
     if found.shape != tuple(tensor.device_mesh.shape):
         raise LayoutError(
             f"the tensor is on a torch mesh of shape {tuple(tensor.device_mesh.shape)}, but mesh "
@@ -76,12 +76,11 @@ def torch_dtensor(
 ) -> TorchDTensor:
     """Put this rank's shard into a torch DTensor: the same storage, and gradients flow back.
 
-    A rank outside the mesh gives an empty tensor. Raises as `shardspec.comm.torch_mesh.to_torch`
-    does, and `LossyConversionError` where torch has no such mixture of pending reductions.
+    A rank outside the mesh gives an empty tensor. Raises as `DeviceMesh.to_torch` does, and `LossyConversionError` where torch has no such mixture of pending reductions.
     """
     mesh = layout.mesh
     if torch_mesh is None:
-        torch_mesh = to_torch(mesh, device_type_of(mesh) if shard.is_meta else shard.device.type)
+        torch_mesh = mesh.to_torch(device_type_of(mesh) if shard.is_meta else shard.device.type)
     if len({partial.op for partial in layout.spec.partials}) > 1:
         raise LossyConversionError(
             f"torch has no tensor with several kinds of reductions pending, as {layout.spec} has; "

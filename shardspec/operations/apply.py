@@ -21,7 +21,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
-from shardspec.comm.torch_mesh import from_torch
 from shardspec.errors import LayoutError, ShardSpecError
 from shardspec.interop.torch_dtensor import in_our_words, is_strided, layout_of, torch_dtensor
 from shardspec.layout.layout import Layout
@@ -150,7 +149,7 @@ class ExplainedRefusals(TorchDispatchMode):  # type: ignore[no-untyped-call]
             # Where no spec expresses the layout, torch's own error has to do.
             with suppress(ShardSpecError):
                 if len(meshes) == 1:
-                    call = _Call(func, args, kwargs, from_torch(meshes.pop()))
+                    call = _Call(func, args, kwargs, DeviceMesh.from_torch(meshes.pop()))
                     name = str(func).removeprefix("aten.").split(".")[0]
                     found = _refusal(f"{name} on the way back", call, error)
             if found is None:

@@ -9,8 +9,8 @@ from torch.distributed.tensor import DTensor as TorchDTensor
 from torch.distributed.tensor import Shard
 
 from shardspec import DeviceMesh, ProcessGroupCommunicator, init_device_mesh
-from shardspec.comm.process_group import current_job
 from shardspec.errors import AxisError, CommunicatorError, ShardSpecError
+from shardspec.job import current_job
 from tests.dist.processes import run_ranks
 
 pytestmark = pytest.mark.dist

@@ -11,7 +11,6 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from shardspec import DeviceMesh, DTensor, ProcessGroupCommunicator
-from shardspec.comm.process_group import current_job
 from shardspec.errors import CommunicatorError
 from shardspec.resharding.execute import DeviceShards
 from shardspec.state_plans import plan_reshard
@@ -33,7 +32,7 @@ def _rank(rank: int, store: str, reads_peers: bool, told: Any) -> None:
         world_size=3,
         timeout=timedelta(seconds=20),
     )
-    current_job().communicators[MESH] = ProcessGroupCommunicator(MESH, reads_peers=reads_peers)
+    ProcessGroupCommunicator(MESH, reads_peers=reads_peers).substitute()
     state = {"w": DTensor(torch.arange(36.0).reshape(6, 6), MESH, "[S0,R]")}
     out = {"w": DTensor(torch.zeros(6, 6), MESH, "[R,S0]")}
     plan = plan_reshard(state, {"w": out["w"].layout})

@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh as TorchMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from shardspec import DeviceMesh, DTensor, Layout
-from shardspec.comm.process_group import ProcessGroupCommunicator, current_job
+from shardspec.comm.process_group import ProcessGroupCommunicator
 from shardspec.errors import ShardSpecError
 from shardspec.resharding.plan import reshard_state
 from shardspec.state_plans import plan_reshard
@@ -30,8 +30,7 @@ def _random_cases(rank: int, seeds: Sequence[int], world: int = WORLD) -> tuple[
         plan = plan_reshard(source, target, max_bytes=(None, 4096)[seed % 2])
         if seed % 3 == 0:  # by messages, also where memory of peers may be read
             devices = DeviceMesh(plan.devices, (len(plan.devices),))
-            known = current_job().communicators
-            known[devices] = ProcessGroupCommunicator(devices, reads_peers=False)
+            ProcessGroupCommunicator(devices, reads_peers=False).substitute()
         mesh = next(iter(source.values())).mesh
         inside = rank in mesh
         state = {n: shard_at(w, source[n], rank) for n, w in whole.items()} if inside else {}

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from shardspec import DeviceMesh, Layout, ProcessGroupCommunicator, plan_reshard
-from shardspec.comm.process_group import current_job
 from tests.dist.processes import run_ranks
 
 pytestmark = pytest.mark.dist
@@ -29,7 +28,7 @@ def _grown(rank: int, max_bytes: int) -> list[tuple[int, int, int]]:
     os.environ.pop("SHARDSPEC_CHECK", None)  # it takes memory of its own
     found = []
     for reads_peers in (False, True):
-        current_job().communicators[MESH] = ProcessGroupCommunicator(MESH, reads_peers=reads_peers)
+        ProcessGroupCommunicator(MESH, reads_peers=reads_peers).substitute()
         for rows in (32, 4096):  # what is loaded when first used is not counted
             names = [f"w{number}" for number in range(6)]
             before = {name: Layout(MESH, "[S0,R]", (rows, 3072), "float32") for name in names}

@@ -1,0 +1,285 @@
+"""What belongs to the running job: process groups, and torch's meshes over them.
+
+Groups are made once, whoever asks: torch's mesh is made over groups that are there already, and
+groups that torch has made serve the communicators.
+"""
+
+import atexit
+import os
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, Protocol, TypeAlias
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh as TorchMesh
+
+from shardspec.errors import CommunicatorError, MeshError
+
+_RELEASE_SECONDS: Final = 0.05
+
+
+class Mesh(Protocol):
+    """What a job asks of a mesh; see `shardspec.mesh.DeviceMesh`."""
+
+    @property
+    def ids(self) -> tuple[int, ...]: ...
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    @property
+    def axis_names(self) -> tuple[str, ...] | None: ...
+
+    def group(self, physical_id: int, axes: Iterable[int]) -> tuple[int, ...]: ...
+
+    def groups(self, axes: Iterable[int]) -> tuple[tuple[int, ...], ...]: ...
+
+    def slice_with(self, physical_id: int, axes: Sequence[int]) -> "Mesh": ...
+
+
+Grid: TypeAlias = tuple[tuple[int, ...], tuple[int, ...], tuple[str, ...] | None]
+"""What torch knows of a mesh: ids, shape and axis names."""
+
+
+@dataclass(eq=False)
+class Job:
+    """What belongs to a running job, in the process that has joined it."""
+
+    pid: int = field(default_factory=os.getpid)
+    groups: dict[tuple[int, ...], dist.ProcessGroup | None] = field(default_factory=dict)
+    """Groups that every rank has made, by ascending ranks; None where this rank is outside."""
+    joined: dict[Mesh, None] = field(default_factory=dict)
+    """Meshes whose groups have been made, in this order."""
+    torch_meshes: dict[tuple[Grid, str], TorchMesh] = field(default_factory=dict)
+    """By what torch knows of the mesh, and device type."""
+    meshes: dict[TorchMesh, Any] = field(default_factory=dict)
+    """The mesh that a torch mesh was made of."""
+
+    def check_process(self) -> None:
+        """Raise `CommunicatorError` in a forked child, whose messages nobody would answer."""
+        if os.getpid() != self.pid:
+            raise CommunicatorError(
+                f"this process is a forked child of rank {dist.get_rank()} and no rank of the job, "
+                "so no rank would answer it; convert in the rank itself"
+            )
+
+    def join(self, mesh: Mesh) -> None:
+        """Make the groups of every axis, if the mesh has all ranks of the job; each calls this."""
+        check_members(mesh)
+        if mesh not in self.joined:
+            if len(mesh.ids) == dist.get_world_size():
+                for members in _along_each_axis(mesh):
+                    if len(members) > 1:
+                        self.make_group(members)
+            self.joined[mesh] = None
+
+    def make_group(self, members: Sequence[int]) -> None:
+        """Make a group, unless it is there; every rank of the job does so, in the same order."""
+        ranks = tuple(sorted(members))
+        if len(ranks) < dist.get_world_size() and ranks not in self.groups:
+            group = dist.new_group(list(ranks))
+            self.groups[ranks] = group if dist.get_rank() in ranks else None
+
+    def group(self, members: Sequence[int]) -> dist.ProcessGroup | None:
+        """Return the group of some ranks, this one among them; None where there is none."""
+        if len(members) == dist.get_world_size():
+            return dist.group.WORLD
+        return self.groups.get(tuple(sorted(members)))
+
+
+_JOBS: Final[WeakKeyDictionary[dist.ProcessGroup, Job]] = WeakKeyDictionary()
+"""Like torch's own global state, but only as long as the default group lives."""
+
+
+def current_job() -> Job:
+    """Return what belongs to the running job; `torch.distributed` is initialised."""
+    world = dist.group.WORLD
+    assert world is not None, "torch.distributed is initialised"
+    job = _JOBS.get(world)
+    if job is None:
+        job = _JOBS.setdefault(world, Job())
+        # A thread of gloo releases a tensor some time after its collective has ended, and needs the
+        # interpreter for it; once that is being finalised, torch aborts the process.
+        atexit.register(time.sleep, _RELEASE_SECONDS)
+    return job
+
+
+def start(mesh: Mesh, device_type: str | None = None) -> None:
+    """Initialise `torch.distributed` under torchrun if need be, and join it with a mesh.
+
+    NCCL serves CUDA tensors where there is CUDA and `device_type` is not ``"cpu"``.
+    """
+    if not dist.is_initialized():
+        if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+            raise CommunicatorError(
+                "init_process_group=True needs a job: start the program with 'torchrun "
+                f"--nproc_per_node {len(mesh.ids)} PROGRAM', or leave it out to hold the whole "
+                "mesh in this process"
+            )
+        if device_type != "cpu" and torch.cuda.is_available():
+            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+            dist.init_process_group("cpu:gloo,cuda:nccl")
+        else:
+            dist.init_process_group("gloo")
+    check_members(mesh)
+    current_job().join(mesh)
+
+
+def check_members(mesh: Mesh) -> None:
+    """Raise `CommunicatorError` unless there is a job and it has every device of the mesh."""
+    if not dist.is_initialized():
+        raise CommunicatorError(
+            "torch.distributed is not initialised; start the program with torchrun and make "
+            "the mesh with init_process_group=True"
+        )
+    world = dist.get_world_size()
+    if max(mesh.ids) >= world:
+        raise CommunicatorError(
+            f"device {next(id_ for id_ in mesh.ids if id_ >= world)} of mesh {mesh} is not a rank "
+            f"of this job, which has {world} ranks numbered from 0"
+        )
+
+
+def rank_in(mesh: Mesh, what: str) -> int:
+    """Return the calling rank, which has to be in the mesh, and join the job with that."""
+    if not dist.is_initialized():
+        raise CommunicatorError(
+            f"{what}, but torch.distributed is not initialised; start the program with torchrun, "
+            "or name the indices, as in mesh.submesh({'dp': 0})"
+        )
+    check_members(mesh)
+    rank = dist.get_rank()
+    if rank not in mesh.ids:
+        raise CommunicatorError(f"{what}, but rank {rank} is not in mesh {mesh} of ids {mesh.ids}")
+    current_job().join(mesh)
+    return rank
+
+
+def group_along(mesh: Mesh, axis: int) -> dist.ProcessGroup:
+    """Return the calling rank's process group along an axis."""
+    rank, job = rank_in(mesh, "get_group is about the calling rank"), current_job()
+    for (known, _), torch_mesh in job.torch_meshes.items():
+        if known == _grid(mesh):
+            return torch_mesh.get_group(axis)
+    return job.group(mesh.group(rank, [axis])) or to_torch(mesh).get_group(axis)
+
+
+def device_type_of(mesh: Mesh) -> str:
+    """Return the device type that torch's mesh of this one has been made for, or ``"cpu"``."""
+    known = current_job().torch_meshes if dist.is_initialized() else {}
+    return next((device_type for made, device_type in known if made == _grid(mesh)), "cpu")
+
+
+def from_torch(torch_mesh: TorchMesh, make: Callable[..., Any]) -> Any:  # noqa: ANN401  # as made
+    """Return the mesh that torch's was made of, or else make one; its groups are used from then on.
+
+    So where it has all ranks of the job, every rank calls this at the same point of the program.
+    """
+    running = dist.is_initialized()
+    if running and torch_mesh in current_job().meshes:
+        return current_job().meshes[torch_mesh]
+    mesh = make(torch_mesh.mesh, axis_names=torch_mesh.mesh_dim_names)
+    if not running:
+        raise CommunicatorError(
+            f"torch.distributed is not initialised, so the job of torch mesh {mesh} has ended; "
+            "make a mesh in the running one"
+        )
+    job, world = current_job(), dist.get_world_size()
+    if max(mesh.ids) >= world:
+        raise MeshError(
+            f"torch mesh {mesh} has device {max(mesh.ids)}, but this job has {world} ranks "
+            "numbered from 0; it was made in another job"
+        )
+    _check_ascending(mesh)
+    _adopt_groups(job, torch_mesh, mesh)
+    job.torch_meshes.setdefault((_grid(mesh), torch_mesh.device_type), torch_mesh)
+    job.meshes[torch_mesh] = mesh
+    return mesh
+
+
+def to_torch(mesh: Mesh, device_type: str = "cpu") -> TorchMesh:
+    """Return torch's mesh of this one, the same object each time; every rank of the job calls this.
+
+    Groups that the job lacks are made.
+    """
+    check_members(mesh)
+    job, key = current_job(), (_grid(mesh), device_type)
+    if key not in job.torch_meshes:
+        _check_ascending(mesh)
+        made = _slice_in_torch(job, mesh, device_type)
+        job.torch_meshes[key] = made or _made_of_groups(job, mesh, device_type)
+        job.meshes.setdefault(job.torch_meshes[key], mesh)
+    return job.torch_meshes[key]
+
+
+def _grid(mesh: Mesh) -> Grid:
+    return mesh.ids, mesh.shape, mesh.axis_names
+
+
+def _along_each_axis(mesh: Mesh) -> list[tuple[int, ...]]:
+    return [members for axis in range(len(mesh.shape)) for members in mesh.groups([axis])]
+
+
+def _check_ascending(mesh: Mesh) -> None:
+    for members in _along_each_axis(mesh):
+        if list(members) != sorted(members):
+            raise MeshError(
+                f"mesh {mesh} has the ids {members} along an axis, but torch numbers the ranks of "
+                "a group upwards, and mixes up shards there; use a mesh of ascending ids, where "
+                "redistribute(spec, device_mesh=) takes a tensor"
+            )
+
+
+def _adopt_groups(job: Job, torch_mesh: TorchMesh, mesh: Mesh) -> None:
+    """Check that the groups are of the running job; keep those of a mesh of all ranks."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    for axis in range(len(mesh.shape)) if rank in mesh.ids else ():
+        members = list(mesh.group(rank, [axis]))
+        try:
+            group = torch_mesh.get_group(axis)
+            ranks = dist.get_process_group_ranks(group)
+        except (RuntimeError, KeyError, ValueError):
+            ranks = []
+        if ranks != members:
+            raise MeshError(
+                f"torch mesh {mesh} has no group of the ranks {members} in this job; it was made "
+                "in another job, or without groups"
+            )
+        same_backend = dist.get_backend_config(group) == dist.get_backend_config()
+        if same_backend and len(members) < world == len(mesh.ids):
+            for others in mesh.groups([axis]):
+                job.groups.setdefault(others, group if rank in others else None)
+
+
+def _slice_in_torch(job: Job, mesh: Mesh, device_type: str) -> TorchMesh | None:
+    """Return torch's slice of torch's mesh of a larger mesh that this one is a slice of."""
+    rank, own = dist.get_rank(), mesh.axis_names or ()
+    for root in list(job.joined):
+        names = root.axis_names or ()
+        axes = [names.index(name) for name in own if name in names]
+        larger = own and len(axes) == len(own) < len(names) and axes == sorted(axes)
+        if larger and rank in root.ids and _grid(mesh) == _grid(root.slice_with(rank, axes)):
+            return to_torch(root, device_type)[own]
+    return None
+
+
+def _made_of_groups(job: Job, mesh: Mesh, device_type: str) -> TorchMesh:
+    """Make torch's mesh over the job's groups; those that are missing are made by every rank."""
+    for members in _along_each_axis(mesh):
+        job.make_group(members)
+    rank, names, axes = dist.get_rank(), mesh.axis_names, range(len(mesh.shape))
+    if names is None and len(axes) > 1:  # torch asks for names where there are several axes
+        names = tuple(f"axis_{axis}" for axis in axes)
+    grid = torch.tensor(mesh.ids, dtype=torch.int).reshape(mesh.shape)
+    if rank not in mesh.ids:
+        # torch has no group to make it of here; it asks for none.
+        return TorchMesh(device_type, grid, mesh_dim_names=names, _init_backend=False)
+    found = (job.group(mesh.group(rank, [axis])) for axis in axes)
+    groups = [group for group in found if group is not None]
+    assert len(groups) == len(axes), "they have just been made"
+    if len(axes) == 1:
+        return TorchMesh.from_group(groups[0], device_type, mesh_dim_names=names)
+    return TorchMesh.from_group(groups, device_type, grid, mesh_dim_names=names)
