@@ -25,19 +25,25 @@ class Mesh(Protocol):
     """What a job asks of a mesh; see `shardspec.mesh.DeviceMesh`."""
 
     @property
-    def ids(self) -> tuple[int, ...]: ...
+    def ids(self) -> tuple[int, ...]:
+        """Ranks, row-major."""
 
     @property
-    def shape(self) -> tuple[int, ...]: ...
+    def shape(self) -> tuple[int, ...]:
+        """Devices along each axis."""
 
     @property
-    def axis_names(self) -> tuple[str, ...] | None: ...
+    def axis_names(self) -> tuple[str, ...] | None:
+        """Names of the axes."""
 
-    def group(self, physical_id: int, axes: Iterable[int]) -> tuple[int, ...]: ...
+    def group(self, physical_id: int, axes: Iterable[int]) -> tuple[int, ...]:
+        """Return the group of a device along some axes."""
 
-    def groups(self, axes: Iterable[int]) -> tuple[tuple[int, ...], ...]: ...
+    def groups(self, axes: Iterable[int]) -> tuple[tuple[int, ...], ...]:
+        """Return all groups along some axes."""
 
-    def slice_with(self, physical_id: int, axes: Sequence[int]) -> "Mesh": ...
+    def slice_with(self, physical_id: int, axes: Sequence[int]) -> "Mesh":
+        """Return the part along some axes that has a device."""
 
 
 Grid: TypeAlias = tuple[tuple[int, ...], tuple[int, ...], tuple[str, ...] | None]
@@ -51,6 +57,10 @@ class Job:
     pid: int = field(default_factory=os.getpid)
     groups: dict[tuple[int, ...], dist.ProcessGroup | None] = field(default_factory=dict)
     """Groups that every rank has made, by ascending ranks; None where this rank is outside."""
+    communicators: dict[Mesh, Any] = field(default_factory=dict)
+    """Those that move data; `shardspec.comm.process_group` makes them."""
+    channel: Any = None
+    """That of the main thread, made there too."""
     joined: dict[Mesh, None] = field(default_factory=dict)
     """Meshes whose groups have been made, in this order."""
     torch_meshes: dict[tuple[Grid, str], TorchMesh] = field(default_factory=dict)

@@ -15,8 +15,7 @@ import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from math import prod
-from typing import Final, NamedTuple, TypeVar
-from weakref import WeakKeyDictionary
+from typing import Final, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -37,32 +36,16 @@ from shardspec.comm.results import checked, empty_hugepages
 from shardspec.comm.routes import BoxOf, TransferSchedule, schedule_for
 from shardspec.comm.steps import AllReduce, ReduceScatter, Step
 from shardspec.errors import CommunicatorError, MeshError
-from shardspec.job import Job, check_members, current_job, start
+from shardspec.job import check_members, current_job, start
 from shardspec.mesh import DeviceMesh, LinkModel
 
 T = TypeVar("T")
 
 
-class _OfJob(NamedTuple):
-    """What the communicators of a job share."""
-
-    communicators: "dict[DeviceMesh, ProcessGroupCommunicator]"
-    channel: Channel
-    """Of the main thread."""
-
-
-_OF_JOB: Final[WeakKeyDictionary[Job, _OfJob]] = WeakKeyDictionary()
 _MAKING: Final = threading.RLock()
 """Held while a communicator is made."""
 _ACCELERATOR: Final = threading.RLock()
 """Held while a thread moves CUDA tensors: NCCL does not tell threads apart."""
-
-
-def _of_job() -> _OfJob:
-    job = current_job()
-    if job not in _OF_JOB:
-        _OF_JOB.setdefault(job, _OfJob({}, Channel(tag=2 * 0x5AD)))
-    return _OF_JOB[job]
 
 
 class ProcessGroupCommunicator(Communicator):
@@ -128,15 +111,16 @@ class ProcessGroupCommunicator(Communicator):
     def of(cls, mesh: DeviceMesh) -> "ProcessGroupCommunicator":
         """Return the communicator of a mesh in the running job, made on the first call."""
         check_members(mesh)
-        known = _of_job().communicators
+        known = current_job().communicators
         with _MAKING:
             if mesh not in known:
                 known[mesh] = cls(mesh)
-        return known[mesh]
+        found: ProcessGroupCommunicator = known[mesh]
+        return found
 
     def substitute(self) -> None:
         """Let this be the communicator that `of` returns for its mesh."""
-        _of_job().communicators[self._mesh] = self
+        current_job().communicators[self._mesh] = self
 
     def __reduce__(self) -> tuple[object, ...]:
         return ProcessGroupCommunicator.of, (self._mesh,)
@@ -161,8 +145,12 @@ class ProcessGroupCommunicator(Communicator):
 
     @property
     def _channel(self) -> Channel:
-        main = threading.current_thread() is threading.main_thread()
-        return _of_job().channel if main else self._own_channel
+        if threading.current_thread() is not threading.main_thread():
+            return self._own_channel
+        if self._job.channel is None:
+            self._job.channel = Channel(tag=2 * 0x5AD)
+        channel: Channel = self._job.channel
+        return channel
 
     def run(
         self, step: Step, shards: Mapping[int, torch.Tensor], before: BoxOf, after: BoxOf

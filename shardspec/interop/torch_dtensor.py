@@ -18,8 +18,8 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from shardspec.errors import LayoutError, LossyConversionError
 from shardspec.interop.notations import from_placements, to_placements
-from shardspec.layout.layout import Layout
 from shardspec.job import device_type_of
+from shardspec.layout.layout import Layout
 from shardspec.mesh import DeviceMesh
 
 
@@ -76,7 +76,8 @@ def torch_dtensor(
 ) -> TorchDTensor:
     """Put this rank's shard into a torch DTensor: the same storage, and gradients flow back.
 
-    A rank outside the mesh gives an empty tensor. Raises as `DeviceMesh.to_torch` does, and `LossyConversionError` where torch has no such mixture of pending reductions.
+    A rank outside the mesh gives an empty tensor. Raises as `DeviceMesh.to_torch` does, and
+    `LossyConversionError` where torch has no such mixture of pending reductions.
     """
     mesh = layout.mesh
     if torch_mesh is None:

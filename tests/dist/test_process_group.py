@@ -3,13 +3,15 @@
 Once with processes that read each other's memory, once with everything sent by messages.
 """
 
+import os
+import time
 from itertools import product
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from shardspec import DeviceMesh, ProcessGroupCommunicator
+from shardspec import DeviceMesh, DTensor, ProcessGroupCommunicator
 from shardspec.comm.steps import AllReduce, ReduceOp
 from shardspec.errors import CommunicatorError
 from shardspec.layout.layout import Layout
@@ -138,3 +140,30 @@ def test_without_a_job():
         ProcessGroupCommunicator.of(DeviceMesh([0], (1,)))
     with pytest.raises(CommunicatorError, match="torchrun --nproc_per_node 4"):
         DeviceMesh(range(4), (2, 2), init_process_group=True)
+
+
+def _convert_in_a_forked_child(_: int, reads_peers: bool) -> str:
+    mesh = DeviceMesh(range(2), (2,))
+    ProcessGroupCommunicator(mesh, reads_peers=reads_peers).substitute()
+    tensor = DTensor(torch.arange(4.0), mesh, "[S0]")
+    reader, writer = os.pipe()
+    child = os.fork()
+    if not child:
+        try:
+            tensor.redistribute("[R]")
+        except CommunicatorError as error:
+            os.write(writer, str(error).encode())
+        finally:
+            os._exit(0)
+    os.waitpid(child, 0)
+    assert tensor.redistribute("[R]").to_local().tolist() == [0, 1, 2, 3]
+    return os.read(reader, 1000).decode()
+
+
+@pytest.mark.parametrize("reads_peers", [True, False])
+def test_a_forked_child_is_told_at_once(tmp_path, reads_peers):
+    started = time.monotonic()
+    told = run_ranks(2, tmp_path, _convert_in_a_forked_child, reads_peers)
+    assert time.monotonic() - started < 60
+    for rank, text in enumerate(told):
+        assert text.startswith(f"this process is a forked child of rank {rank} and no rank of the")
