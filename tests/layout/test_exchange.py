@@ -150,8 +150,11 @@ def test_what_is_priced_is_what_travels(mesh, shape, links):
 @pytest.mark.parametrize(
     "mesh",
     [
-        *((4, 6), (2, 3, 2)),
-        *(pytest.param(mesh, marks=pytest.mark.exhaustive) for mesh in [(8, 8), (4, 16), (4, 4, 4)]),
+        (4, 6),
+        (2, 3, 2),
+        pytest.param((8, 8), marks=pytest.mark.exhaustive),
+        pytest.param((4, 16), marks=pytest.mark.exhaustive),
+        pytest.param((4, 4, 4), marks=pytest.mark.exhaustive),
     ],
     ids=str,
 )
