@@ -14,14 +14,7 @@ import torch
 from shardspec.comm.communicator import Communicator
 from shardspec.comm.process_group import communicator_of
 from shardspec.errors import CommunicatorError, LayoutError
-from shardspec.execution import (
-    agree_on,
-    check_differentiable,
-    convert,
-    first_of_copies,
-    run_plan,
-    with_gradient_reduced,
-)
+from shardspec.execution import convert, first_of_copies, with_gradient_reduced
 from shardspec.layout.converter import LayoutConverter
 from shardspec.layout.layout import Layout, SpecLike
 from shardspec.layout.plan import ConversionPlan
@@ -320,23 +313,7 @@ class DTensor(TensorLike):
             raise LayoutError(f"the plan starts from {plan.source}, but this is {self.layout}")
         there = self.communicator.on(plan.target.mesh)
         tracked = torch.is_grad_enabled() and self.requires_grad
-        if tracked:
-            check_differentiable(plan)
-        shards, meshes = self.shards, (self.device_mesh, plan.target.mesh)
-        if not plan.steps or (meshes[0] == meshes[1] and not shards):
-            pass
-        elif set(meshes[0].ids) == set(meshes[1].ids):
-            shards = convert(plan, self.communicator, shards)
-        elif tracked:
-            # Ranks of one mesh only know nothing of a gradient, so all ranks are told first.
-            said = "wanted, which does not pass to other devices"
-            agree_on(plan, self.communicator, shards, said)
-            raise LayoutError(
-                f"no gradient passes from mesh {self.device_mesh} to other devices; convert a "
-                "detached tensor, and bring its gradient back by another conversion"
-            )
-        else:
-            shards = run_plan(plan, self.communicator, shards)
+        shards = convert(plan, self.communicator, self.shards, tracked=tracked)
         return DTensor.from_shards(shards, plan.target, there)
 
     def to_global(self) -> torch.Tensor:
