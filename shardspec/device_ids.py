@@ -72,16 +72,6 @@ def by_number(what: str, given: object) -> dict[Any, Any]:
     return found
 
 
-def as_shape(mesh_shape: Sequence[int]) -> tuple[int, ...]:
-    """Return a mesh shape as plain numbers."""
-    shape = whole_numbers(mesh_shape)
-    if shape is None:
-        raise MeshError(
-            f"mesh_shape {shown(mesh_shape)}: give a sequence of whole numbers, as in (2, 4)"
-        )
-    return shape
-
-
 def flatten(ids: Ids) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return distinct ids in row-major order, and the shape they came in."""
     shape: list[int] = []

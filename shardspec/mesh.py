@@ -12,7 +12,7 @@ from functools import partial
 from itertools import product
 from typing import TYPE_CHECKING, Any, Final, Literal, NoReturn, get_args
 
-from shardspec.device_ids import Ids, as_shape, flatten, some, whole_number
+from shardspec.device_ids import Ids, flatten, some, whole_number, whole_numbers
 from shardspec.errors import AxisError, MeshError
 from shardspec.text import counted, shown
 
@@ -119,7 +119,12 @@ class DeviceMesh:
                     f"holds {some(sorted(physical))}; give the same ids in both"
                 )
         if mesh_shape is not None:
-            given = as_shape(mesh_shape)
+            given = whole_numbers(mesh_shape)
+            if given is None:
+                raise MeshError(
+                    f"mesh_shape {shown(mesh_shape)}: give a sequence of whole numbers, as in "
+                    "(2, 4)"
+                )
             if logical_mesh_id is not None and given != shape:
                 raise MeshError(
                     f"mesh_shape {given} differs from the shape {shape} of logical_mesh_id; give "

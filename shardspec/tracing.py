@@ -24,8 +24,6 @@ from shardspec.layout.layout import Layout
 from shardspec.layout.plan import step_bytes, step_seconds, step_text
 from shardspec.text import bytes_text, counted, seconds_text, table_text
 
-__all__ = ["StepRecord", "Trace", "log_from_environment", "observers", "trace"]
-
 LOGGER: Final = logging.getLogger("shardspec")
 _LEVELS: Final = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING}
 
