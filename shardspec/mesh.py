@@ -95,6 +95,7 @@ class DeviceMesh:
     mesh_beta: tuple[float, ...] | None
     link_model: LinkModel
     _coordinates: Mapping[int, tuple[int, ...]] = field(compare=False, repr=False)
+    _ids_at: Mapping[tuple[int, ...], int] = field(compare=False, repr=False)
     _hash: int = field(compare=False, repr=False)
 
     def __init__(
@@ -150,8 +151,9 @@ class DeviceMesh:
         if (alpha is None) != (beta is None):
             raise MeshError("give both mesh_alpha and mesh_beta, or neither")
         identity = (ids, shape, names, alpha, beta, link_model)
-        places = dict(zip(ids, product(*map(range, shape)), strict=True))
-        values = (*identity, places, hash(identity))
+        places = list(product(*map(range, shape)))
+        by_id, by_place = (dict(zip(*ends, strict=True)) for ends in ((ids, places), (places, ids)))
+        values = (*identity, by_id, by_place, hash(identity))
         for name, value in zip(self.__dataclass_fields__, values, strict=True):
             object.__setattr__(self, name, value)
         if init_process_group:
@@ -224,14 +226,9 @@ class DeviceMesh:
 
     def id_at(self, coordinates: Sequence[int]) -> int:
         """Return the device at the given coordinates."""
-        if len(coordinates) != self.ndim or not all(
-            0 <= c < n for c, n in zip(coordinates, self.shape, strict=True)
-        ):
+        if tuple(coordinates) not in self._ids_at:
             raise MeshError(f"coordinates {tuple(coordinates)} do not lie in mesh {self}")
-        position = 0
-        for index, size in zip(coordinates, self.shape, strict=True):
-            position = position * size + index
-        return self.ids[position]
+        return self._ids_at[tuple(coordinates)]
 
     def group(self, physical_id: int, axes: Iterable[Axis]) -> tuple[int, ...]:
         """Return the ids that differ from a device only along `axes`, itself included.
