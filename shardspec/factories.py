@@ -256,8 +256,7 @@ def box_of(
 ) -> Iterator[tuple[tuple[slice, ...], Numbers]]:
     """Yield the parts of a box of a tensor, each with its index in the box.
 
-    The tensor starts at number `start` of all. The seed is from 0 up to ``2**64``; `made_of` is
-    `normal`, or what `uniform` returns.
+    The tensor starts at number `start` of all; `made_of` is `normal`, or what `uniform` returns.
     """
     if not shape:
         yield (), _stretch(start, start + 1, seed, made_of).reshape(())

@@ -69,8 +69,7 @@ def torch_dtensor(
 ) -> TorchDTensor:
     """Put this rank's shard into a torch DTensor: the same storage, and gradients flow back.
 
-    A rank outside the mesh gives an empty tensor. Raises as `DeviceMesh.to_torch` does, and
-    `LossyConversionError` where torch has no such mixture of pending reductions.
+    A rank outside the mesh gives an empty tensor.
     """
     mesh = layout.mesh
     if torch_mesh is None:

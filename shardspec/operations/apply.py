@@ -236,11 +236,7 @@ _RANDOM: Final = re.compile(
 
 
 def apply(function: _Function, args: _Args, kwargs: _Kwargs) -> Any:  # noqa: ANN401
-    """Call a torch function with DTensors among its arguments, which may be nested.
-
-    Raises `LayoutError` if the tensors are on different meshes, one of them is a plain tensor with
-    dims, or torch has no rule for their layouts; `CommunicatorError` if there is no job.
-    """
+    """Call a torch function with DTensors among its arguments, which may be nested."""
     name = getattr(function, "__name__", str(function))
     shown = name.strip("_")
     leaves, structure = tree_flatten((tuple(args), dict(kwargs)))
