@@ -252,14 +252,15 @@ def apply(function: _Function, args: _Args, kwargs: _Kwargs) -> Any:  # noqa: AN
                 )
     for leaf in leaves:
         _check_leaf(shown, leaf, first)
-    known = {id(tensor): tensor.to_torch() for tensor in sharded}
-    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in known.values()):
+    owners = {id(tensor.to_torch()): tensor for tensor in reversed(sharded)}
+    leaves = [leaf.to_torch() if isinstance(leaf, TensorLike) else leaf for leaf in leaves]
+    call = _Call(function, leaves, structure, mesh)
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in call.tensors):
         _check_gradient(shown, args, kwargs)
-    call = _Call(function, [known.get(id(leaf), leaf) for leaf in leaves], structure, mesh)
     try:
         with ExitStack() as stack:
             stack.enter_context(implicit_replication())  # of plain tensors that torch makes
-            if known[id(first)].device_mesh.device_type == "cpu":
+            if first.to_torch().device_mesh.device_type == "cpu":
                 if name in _ATTENTION:
                     # The fused kernel for the CPU has no rule, but its matrix products have.
                     stack.enter_context(sdpa_kernel(SDPBackend.MATH))
@@ -268,7 +269,7 @@ def apply(function: _Function, args: _Args, kwargs: _Kwargs) -> Any:  # noqa: AN
             if function in _GOING_BACK:
                 # torch leaves the constructor untyped.
                 stack.enter_context(ExplainedRefusals())  # type: ignore[no-untyped-call]
-            if any(map(is_strided, known.values())):
+            if any(map(is_strided, call.tensors)):
                 stack.enter_context(_RefusedStridedViews(shown))
             result = call.result(call.tensors)
     except ShardSpecError:
@@ -287,11 +288,10 @@ def apply(function: _Function, args: _Args, kwargs: _Kwargs) -> Any:  # noqa: AN
     def ours(leaf: object) -> object:
         if not isinstance(leaf, TorchDTensor):
             return leaf
-        for tensor in sharded:
-            if known[id(tensor)] is leaf:
-                tensor.follow(leaf)
-                return tensor
-        return first._wrap(in_our_words(leaf))
+        if id(leaf) not in owners:
+            return first._wrap(in_our_words(leaf))
+        owners[id(leaf)].follow(leaf)
+        return owners[id(leaf)]
 
     return tree_map(ours, result)
 
