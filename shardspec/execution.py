@@ -251,8 +251,7 @@ def with_gradient_reduced(
 
 def first_of_copies(shards: Mapping[int, torch.Tensor]) -> torch.Tensor:
     """Return the first of equal shards; its gradient is that of every copy."""
-
-    def copies(first: Shards) -> Shards:
-        return _views(first * len(shards))
-
-    return _apply(lambda given: _views(given[:1]), copies, shards.values())[0]
+    count = len(shards)
+    return _apply(lambda all_: _views(all_[:1]), lambda one: _views(one * count), shards.values())[
+        0
+    ]
