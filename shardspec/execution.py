@@ -251,7 +251,5 @@ def with_gradient_reduced(
 
 def first_of_copies(shards: Mapping[int, torch.Tensor]) -> torch.Tensor:
     """Return the first of equal shards; its gradient is that of every copy."""
-    count = len(shards)
-    return _apply(lambda all_: _views(all_[:1]), lambda one: _views(one * count), shards.values())[
-        0
-    ]
+    count, given = len(shards), shards.values()
+    return _apply(lambda copies: _views(copies[:1]), lambda one: _views(one * count), given)[0]
