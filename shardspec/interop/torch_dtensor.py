@@ -25,7 +25,10 @@ from shardspec.mesh import DeviceMesh
 
 
 def layout_of(tensor: TorchDTensor, mesh: DeviceMesh | None = None) -> Layout:
-    """Return the layout of a torch DTensor, by default on the mesh that `from_torch` makes."""
+    """Return the layout of a torch DTensor, by default on the mesh that `from_torch` makes.
+
+    Raises as `shardspec.interop.notations.from_placements` and `DeviceMesh.from_torch` do.
+    """
     found = DeviceMesh.from_torch(tensor.device_mesh) if mesh is None else mesh
     if found.shape != tuple(tensor.device_mesh.shape):
         raise LayoutError(
@@ -69,7 +72,8 @@ def torch_dtensor(
 ) -> TorchDTensor:
     """Put this rank's shard into a torch DTensor: the same storage, and gradients flow back.
 
-    A rank outside the mesh gives an empty tensor.
+    A rank outside the mesh gives an empty tensor. Raises as `DeviceMesh.to_torch` does, and
+    `LossyConversionError` where torch has no such mixture of pending reductions.
     """
     mesh = layout.mesh
     if torch_mesh is None:
