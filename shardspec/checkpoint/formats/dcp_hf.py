@@ -25,8 +25,7 @@ from shardspec.boxes import Box, box_size
 from shardspec.checkpoint.catalog import ListedCatalog, StoredBox, StoredTensor, box_text
 from shardspec.checkpoint.formats import safetensors
 from shardspec.checkpoint.formats.names import DCP_HF, DCP_HF_SHARD, is_data_file, is_index
-from shardspec.checkpoint.formats.safetensors import Header, read_header
-from shardspec.checkpoint.source_files import SourceFile, prefetch_depth, prefetch_map
+from shardspec.checkpoint.source_files import prefetch_depth, prefetch_map
 from shardspec.checkpoint.store import file_inside
 from shardspec.checkpoint.tiling import check_tiling
 from shardspec.errors import CheckpointError
@@ -100,8 +99,13 @@ def _read(shards: _Shards) -> dict[str, StoredTensor]:
     boxes: dict[str, dict[Box, StoredBox]] = {}
     reach: dict[str, tuple[tuple[int, ...], str, Path]] = {}
     depth = prefetch_depth(next(iter(shards.values())))
-    with prefetch_map(shards.values(), _header, depth) as headers:
+    with prefetch_map(shards.values(), safetensors.read_offsets, depth) as headers:
         for ((number, _), path), (header, offsets) in zip(shards.items(), headers, strict=True):
+            if offsets is None:
+                raise CheckpointError(
+                    f"{path}: is named like a shard but does not say where its tensors belong (no "
+                    "DCP_SHARDING_INFO in its metadata); the file was changed, restore it"
+                )
             for name, own_dtype, sizes, offset, _ in header.entries:
                 ends = tuple(lo + size for lo, size in zip(offsets[name], sizes, strict=True))
                 before, dtype, other = reach.setdefault(name, (ends, own_dtype, path))
@@ -126,18 +130,6 @@ def _read(shards: _Shards) -> dict[str, StoredTensor]:
         )
         for name, (shape, dtype, _) in reach.items()
     }
-
-
-def _header(path: Path) -> tuple[Header, Mapping[str, tuple[int, ...]]]:
-    with SourceFile(path) as file:
-        header = read_header(file)
-    offsets = safetensors.saved_offsets(path, header)
-    if offsets is None:
-        raise CheckpointError(
-            f"{path}: is named like a shard but does not say where its tensors belong "
-            "(no DCP_SHARDING_INFO in its metadata); the file was changed, restore it"
-        )
-    return header, offsets
 
 
 def _merged_above(directory: Path) -> Mapping[str, StoredTensor] | None:
