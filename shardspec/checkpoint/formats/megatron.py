@@ -5,16 +5,11 @@ stands without YYY where there are no stages. Tensors are sharded by the rules s
 ``megatron_gpt``, or ``megatron_llama`` where the arguments say that feed-forward layers are gated
 (see `tensor_parallel`). Source: megatron/training/checkpointing.py.
 
-Each file counts its layers and experts from 0; here they follow on from those of the stages and
-expert parallel ranks before. With a virtual pipeline (``model0``, ``model1``) the first chunks of
-all stages come before the second ones. What several stages or expert parallel ranks hold under a
-name that is not a layer's or expert's is a copy, and is compared.
-
-The arguments say how many ranks and layers there are; without them the caller has to (``ranks``).
-They also hold the global rank, by which swapped and copied files are found. Without it copies are
-found by the digests of torch's zips; **that files of equal shapes were swapped cannot be told**.
-The optimizer has no names for its tensors: it is listed among the `extras`, as are arguments,
-random states and the ``_extra_state`` of Transformer Engine.
+With a virtual pipeline (``model0``, ``model1``) the first chunks of all stages come before the
+second ones. The arguments say how many ranks and layers there are; without them the caller has to
+(``ranks``). They also hold the global rank, by which swapped and copied files are found. Without it
+copies are found by the digests of torch's zips; **that files of equal shapes were swapped cannot be
+told**. The optimizer has no names for its tensors: it is listed among the `extras`.
 """
 
 import re
@@ -88,11 +83,7 @@ def _number(state: TorchState, name: str) -> int | None:
 def open_megatron(
     directory: Path, *, rules: tensor_parallel.CutRules = None, ranks: int | None = None
 ) -> ListedCatalog:
-    """Read what describes the models in the files of all ranks; not their data.
-
-    `directory` has the ``mp_rank_`` directories. `rules` come before the shipped ones. `ranks` are
-    tensor parallel ranks times stages; they are needed where the files have no arguments.
-    """
+    """Read what describes the models in the files of all ranks; not their data."""
     files = _read(directory)
     states = list(files.values())
     stages, experts, tensor_ranks = (1 + last for last in max(files))
@@ -109,7 +100,16 @@ def open_megatron(
     chunks = []
     for model, stage, expert in product(models, range(stages), range(experts)):
         first = (stage * experts + expert) * tensor_ranks
-        held = [_part(state, model) for state in states[first : first + tensor_ranks]]
+        held = [
+            state._replace(
+                tensors={
+                    name.removeprefix(f"{model}."): found
+                    for name, found in state.tensors.items()
+                    if name.startswith(f"{model}.") and not name.endswith(_EXTRA)
+                }
+            )
+            for state in states[first : first + tensor_ranks]
+        ]
         chunks.append(tensor_parallel.Chunk(held, first, expert, experts))
     tensors = tensor_parallel.merged_tensors(chunks, _rules(rules, states[0]))
     layers = {match.groups() for match in map(_DECODER.match, tensors) if match}
@@ -189,17 +189,6 @@ def _models(states: Sequence[TorchState]) -> list[str]:
             "or model0, model1 and so on, are due; the file was changed, restore it"
         )
     return ordered
-
-
-def _part(state: TorchState, model: str) -> TorchState:
-    """Return what a rank has of one of its models."""
-    start = f"{model}."
-    tensors = {
-        name.removeprefix(start): found
-        for name, found in state.tensors.items()
-        if name.startswith(start) and not name.endswith(_EXTRA)
-    }
-    return state._replace(tensors=tensors)
 
 
 def _check_one_save(

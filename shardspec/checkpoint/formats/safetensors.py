@@ -4,9 +4,8 @@ A file is 8 bytes with the length of the header (little endian), the header (JSO
 of the tensors; all that the specification asks of a header is checked. The index of several files,
 ``{"metadata": ..., "weight_map": {tensor name: file name}}``, is compared with their headers both
 ways, but for `total_size`: writers count tied tensors once or twice. Without an index all
-``*.safetensors`` of the directory make up the checkpoint. Then no tensor may be in two of them, and
-files numbered ``-00001-of-00003`` must all be there. That an unnumbered file is missing cannot be
-told.
+``*.safetensors`` of the directory make up the checkpoint, and files numbered ``-00001-of-00003``
+must all be there.
 
 Sources: https://github.com/huggingface/safetensors, section "Format"; ``save_pretrained`` of
 transformers; ``split_torch_state_dict_into_shards`` of huggingface_hub.

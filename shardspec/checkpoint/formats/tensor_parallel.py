@@ -10,7 +10,8 @@ sharded dim, each sharded by itself. In TOML::
 
 Those of the caller come before those shipped in ``rules/``. A tensor without a rule is refused:
 equal bytes on all ranks prove nothing. Every rank stores the tensors that are not sharded, and the
-copies are compared.
+copies are compared. Each file counts its layers and experts from 0; here they follow on from those
+of the stages and expert parallel ranks before.
 
 Meta's checkpoints are ``consolidated.NN.pth``, one a rank, and ``params.json``. The number of ranks
 follows from shapes: the norms have all of the model's width, and ``attention.wo`` of each rank its
@@ -23,12 +24,11 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
-from functools import lru_cache
 from importlib.resources import files
 from pathlib import Path
 from typing import Final, NamedTuple, TypeAlias
 
-from shardspec.checkpoint.catalog import ListedCatalog, ReplicaKey, StoredTensor, replica_keys
+from shardspec.checkpoint.catalog import ListedCatalog, StoredTensor, replica_keys
 from shardspec.checkpoint.formats import torch_file
 from shardspec.checkpoint.formats.names import META, META_FILE, META_PARAMS, PARTS
 from shardspec.checkpoint.formats.torch_file import TorchState, of_two_saves
@@ -251,23 +251,14 @@ def _tensor(name: str, local_name: str, chunk: Chunk, rules: Rules) -> StoredTen
         sizes = tuple(Part(unit * part) for part in parts if unit)
         spec = ShardingSpec(dims, {dim: DimSpec((0,), sizes if len(sizes) > 1 else ())})
     ranks = range(chunk.first_rank, chunk.first_rank + len(held))
-    layout, held_by = _parts(ranks, spec, tuple(shape), first.dtype)
+    layout = Layout(DeviceMesh(ranks), spec, shape, first.dtype)
     boxes = tuple(
         torch_file.part_of(layout, rank, part, path, place)
-        for rank, of_rank, (path, _, place) in zip(ranks, held_by, held, strict=True)
-        for part in of_rank
+        for rank, (path, _, place) in zip(ranks, held, strict=True)
+        for part in replica_keys(layout, rank)
     )
     told = spec if rule.is_plain else None
     return StoredTensor(name, layout.global_shape, first.dtype, told, (), boxes)
-
-
-@lru_cache(1024)
-def _parts(
-    ranks: range, spec: ShardingSpec, shape: tuple[int, ...], dtype: str
-) -> tuple[Layout, list[tuple[ReplicaKey, ...]]]:
-    """Return a layout, of which a model has few, and what each rank holds."""
-    layout = Layout(DeviceMesh(ranks), spec, shape, dtype)
-    return layout, [replica_keys(layout, rank) for rank in ranks]
 
 
 def _said(one: StoredTensor | TorchTensor) -> str:
@@ -283,11 +274,7 @@ _KEYS: Final = "layers.0.attention.wk.weight"
 
 
 def open_meta(directory: Path, *, rules: CutRules = None) -> ListedCatalog:
-    """Read what describes the tensors in the files of all ranks; not their data.
-
-    Refused are files that are missing, damaged, copies, or that contradict each other or
-    ``params.json``. `rules` come before the shipped ones.
-    """
+    """Read what describes the tensors in the files of all ranks; not their data."""
     names = sorted(path.name for path in directory.iterdir())
     found = {int(match[1]): name for name in names if (match := META_FILE.fullmatch(name))}
     paths = tuple(file_inside(directory, found[rank], directory) for rank in sorted(found))
