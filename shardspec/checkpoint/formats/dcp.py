@@ -220,14 +220,14 @@ def _check_file(path: Path, places: Sequence[StoredObject], *, exact: bool) -> N
 
 
 _HOME: Final = "torch.distributed.checkpoint"
-_OLD_HOME: Final = "torch.distributed._shard.sharded_tensor.metadata"
 _PATHS: Final = "PosixPath PurePosixPath WindowsPath PureWindowsPath"
 _KINDS: Final = {
     f"{_HOME}.metadata": (
         "Metadata StorageMeta TensorProperties TensorStorageMetadata BytesStorageMetadata "
         "ChunkStorageMetadata MetadataIndex _MEM_FORMAT_ENCODING"
     ),
-    _OLD_HOME: "TensorProperties MEM_FORMAT_ENCODING",  # of torch 2.2 and before
+    # Of torch 2.2 and before.
+    "torch.distributed._shard.sharded_tensor.metadata": "TensorProperties MEM_FORMAT_ENCODING",
     f"{_HOME}.filesystem": "_StorageInfo _StoragePrefix",
     # The plans by which ranks wrote, which Megatron-core 0.10 to 0.16 keeps; they are not needed.
     f"{_HOME}.planner": "SavePlan WriteItem WriteItemType TensorWriteData BytesIOWriteData",
@@ -306,10 +306,7 @@ def _places(storage: Mapping[Any, Any], path: Path) -> _Places:
 def _outline(
     name: str, entry: Record, places: _Places, ranks: Mapping[Path, int], flat: object
 ) -> tuple[Outline[_Chunk], bool]:
-    """Return what the metadata says of a tensor, and whether it lists a chunk twice.
-
-    Raises `ValueError` if it is contradictory. Versions of torch list replicas twice.
-    """
+    """Return what the metadata says of a tensor, and whether it lists a chunk twice, as torch may."""
     match entry.get("properties"), entry.get("chunks"):
         case (Record(state=(Global(name=dtype), *_)), list() as listed):
             shape, item = values.sizes_of(entry.get("size")), 0

@@ -379,8 +379,7 @@ def sharded_target(
 ) -> Target:
     """Return the output that is a checkpoint as the ranks of a mesh would save it.
 
-    Layouts by name in the output have no reductions pending. `save` names this save in all its
-    files, `file_metadata` is the metadata of the source's safetensors files.
+    Layouts by name in the output have no reductions pending; `save` names this save in its files.
     """
     token = save or os.urandom(8).hex()
     by_name = {tensor.name: tensor for tensor in tensors}

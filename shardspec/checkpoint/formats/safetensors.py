@@ -153,10 +153,7 @@ def _in_elements(code: str, shape: tuple[int, ...]) -> tuple[str, tuple[int, ...
 
 
 def encode_header(slots: Iterable[TensorSlot], metadata: Mapping[str, str]) -> tuple[bytes, Header]:
-    """Return the first bytes of a file, up to its data, and where each tensor belongs.
-
-    The bytes are those that safetensors itself writes for the same tensors.
-    """
+    """Return the bytes of a file before its data, as safetensors writes them, and what they say."""
     ordered = sorted(slots, key=lambda slot: (_ORDER.index(to_safetensors(slot[1])), slot[0]))
     described: dict[str, object] = {_METADATA: dict(metadata)} if metadata else {}
     placed, end = [], 0

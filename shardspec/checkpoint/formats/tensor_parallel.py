@@ -32,9 +32,8 @@ from shardspec.checkpoint.catalog import ListedCatalog, StoredTensor, replica_ke
 from shardspec.checkpoint.formats import torch_file
 from shardspec.checkpoint.formats.names import META, META_FILE, META_PARAMS, PARTS
 from shardspec.checkpoint.formats.torch_file import TorchState, of_two_saves
-from shardspec.checkpoint.source_files import SourceFile
 from shardspec.checkpoint.store import file_inside
-from shardspec.checkpoint.strict_json import checked, parse_json
+from shardspec.checkpoint.strict_json import read_json
 from shardspec.checkpoint.torch_files.values import TorchTensor
 from shardspec.errors import CheckpointError, InputFileError, ShardSpecError
 from shardspec.input_files import read_input_file
@@ -310,9 +309,7 @@ def open_meta(directory: Path, *, rules: CutRules = None) -> ListedCatalog:
 
 def _params(path: Path, tensors: Mapping[str, StoredTensor]) -> dict[str, object]:
     """Read what the model is said to be, and compare it with the tensors."""
-    with SourceFile(path) as file:
-        data = file.read(0, min(file.num_bytes, _MOST_BYTES))
-    params = checked(parse_json(data, path, META_PARAMS), dict, path, META_PARAMS)
+    params = read_json(path, META_PARAMS, _MOST_BYTES)
     rows = {name: tensor.shape[0] for name, tensor in tensors.items() if tensor.shape}
     heads, width = params.get("n_heads"), rows[_WIDTH]
     due: dict[str, int | None] = {
@@ -330,4 +327,4 @@ def _params(path: Path, tensors: Mapping[str, StoredTensor]) -> dict[str, object
                 f"{path}: says {key} {said}, but the tensors in the files make up {value}; a file "
                 "is missing or of another model, or ranks share heads, which is not read"
             )
-    return dict(params)
+    return params
