@@ -306,7 +306,7 @@ def _places(storage: Mapping[Any, Any], path: Path) -> _Places:
 def _outline(
     name: str, entry: Record, places: _Places, ranks: Mapping[Path, int], flat: object
 ) -> tuple[Outline[_Chunk], bool]:
-    """Return what the metadata says of a tensor, and whether it lists a chunk twice, as torch may."""
+    """Return what the metadata says of a tensor, and whether it lists a chunk twice."""
     match entry.get("properties"), entry.get("chunks"):
         case (Record(state=(Global(name=dtype), *_)), list() as listed):
             shape, item = values.sizes_of(entry.get("size")), 0
