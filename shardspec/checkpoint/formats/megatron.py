@@ -154,10 +154,10 @@ def _read(place: Path) -> _Files:
     (count,) = counts
     paths = {}
     # Up to the first that is missing: names may claim any number.
-    for key in product(*(range(1 + max(numbers)) for numbers in zip(*found, strict=True))):
-        stage, expert, rank = key
+    ranges = (range(1 + max(numbers)) for numbers in zip(*found, strict=True))
+    for stage, expert, rank in product(*ranges):
         name = "_".join((f"mp_rank_{rank:02d}", *(f"{n:03d}" for n in (stage, expert)[:count])))
-        folder = file_inside(place, found.get(key, name), place)
+        folder = file_inside(place, found.get((stage, expert, rank), name), place)
         path = file_inside(folder, MEGATRON_FILE, folder) if folder.exists() else folder
         if not path.exists():
             raise CheckpointError(f"{path}: is missing; restore it")
