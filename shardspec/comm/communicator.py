@@ -24,12 +24,8 @@ class Communicator(ABC):
     """
 
     def __init__(self, mesh: DeviceMesh) -> None:
-        self._mesh = mesh
-
-    @property
-    def mesh(self) -> DeviceMesh:
+        self.mesh = mesh
         """The devices among which data moves."""
-        return self._mesh
 
     @property
     @abstractmethod
@@ -81,7 +77,7 @@ class SimulatedCommunicator(Communicator):
     @property
     def addressable(self) -> tuple[int, ...]:
         """Every device of the mesh."""
-        return self._mesh.ids
+        return self.mesh.ids
 
     def run(
         self, step: Step, shards: Mapping[int, "torch.Tensor"], before: BoxOf, after: BoxOf
@@ -91,7 +87,7 @@ class SimulatedCommunicator(Communicator):
 
         results = {}
         for device in self.addressable:
-            schedule = schedule_for(step, self._mesh, device, before, after)
+            schedule = schedule_for(step, self.mesh, device, before, after)
             parts = [
                 (box, shards[peer][slices_within(box, schedule.held[peer])])
                 for peer, box in schedule.incoming
@@ -116,4 +112,4 @@ class SimulatedCommunicator(Communicator):
 
     def gather(self, values: Mapping[int, T]) -> dict[int, T]:
         """Return the values, which are all here already."""
-        return {device: values[device] for device in self._mesh.ids}
+        return {device: values[device] for device in self.mesh.ids}

@@ -9,7 +9,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from itertools import zip_longest
@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from shardspec.boxes import Box, box_shape, box_size, chunks, slices_within
-from shardspec.comm.agreement import NOTE_BYTES, Connection, Note, ranks_text
+from shardspec.comm.agreement import NOTE_BYTES, ORDER_RULE, Connection, Note, ranks_text
 from shardspec.comm.results import checked, combine_into, empty_hugepages
 from shardspec.comm.routes import Parts, TransferSchedule, all_reduce_schedules
 from shardspec.comm.steps import AllGather, AllReduce, ReduceOp, ReduceScatter
@@ -44,36 +44,28 @@ _MOVED: Final = frozenset({*_SUMMED, torch.bfloat16, torch.float16})
 
 Addressed: TypeAlias = list[tuple[int, torch.Tensor]]
 """Pairs of peer and tensor."""
-Exchange: TypeAlias = Callable[["Rounds", Parts, list[tuple[int, Box, torch.Tensor]]], None]
+Exchange: TypeAlias = Callable[[Parts, list[tuple[int, Box, torch.Tensor]]], None]
 """Sends boxes of the shard to peers, and fills tensors with boxes of theirs."""
 
 
-class Rounds:
-    """The chunks of a step, one of each box in a round, and buffers that all rounds share."""
+def _rounds(schedule: TransferSchedule, most: int) -> Iterator[tuple[Parts, Parts]]:
+    """Yield what is sent and received round by round: of each box a chunk of so many elements."""
+    sends, receives = (
+        zip_longest(*([(peer, part) for part in chunks(box, most)] for peer, box in side))
+        for side in (schedule.outgoing, schedule.incoming)
+    )
+    for sent, received in zip_longest(sends, receives, fillvalue=()):
+        yield [part for part in sent if part], [part for part in received if part]
 
-    def __init__(self, schedule: TransferSchedule, shard: torch.Tensor, round_bytes: int) -> None:
-        share = max(round_bytes // max(1, len(schedule.members) - 1), _LEAST_BYTES)
-        self._sides, self._most = (schedule.outgoing, schedule.incoming), share // shard.itemsize
-        boxes = [box for side in self._sides for _, box in side]
-        self._size, self._used = sum(min(self._most, box_size(box)) for box in boxes), 0
-        self._shard, self._memory = shard, shard.new_empty(0)
 
-    def __iter__(self) -> Iterator[tuple[Parts, Parts]]:
-        """Yield what is sent and received round by round."""
-        sends, receives = (
-            zip_longest(*([(peer, part) for part in chunks(box, self._most)] for peer, box in side))
-            for side in self._sides
-        )
-        for sent, received in zip_longest(sends, receives, fillvalue=()):
-            self._used = 0
-            yield [part for part in sent if part], [part for part in received if part]
+class Buffers(dict[object, torch.Tensor]):
+    """Contiguous memory by what it is for, which every round of a step uses again."""
 
-    def buffer(self, like: torch.Tensor) -> torch.Tensor:
-        """Return contiguous memory for a tensor, good for this round."""
-        if not self._memory.numel():
-            self._memory = self._shard.new_empty(self._size)
-        start, self._used = self._used, self._used + like.numel()
-        return self._memory[start : self._used].view(like.shape)
+    def like(self, key: object, tensor: torch.Tensor) -> torch.Tensor:
+        """Return memory for a tensor."""
+        if key not in self or self[key].numel() < tensor.numel():
+            self[key] = tensor.new_empty(tensor.numel())
+        return self[key][: tensor.numel()].view(tensor.shape)
 
 
 class Transport(ABC):
@@ -102,19 +94,20 @@ class Transport(ABC):
         """
         me = schedule.device
         shares = result.untyped_storage().data_ptr() == shard.untyped_storage().data_ptr()
-        rounds = Rounds(schedule, shard, self.round_bytes(shard, moves=op is None))
+        buffers = Buffers()
+        each = self.round_bytes(shard, moves=op is None) // max(1, len(schedule.members) - 1)
         with self.session(schedule, shard) as exchange:
-            for sends, parts in rounds:
+            for sends, parts in _rounds(schedule, max(each, _LEAST_BYTES) // shard.itemsize):
                 filled = []
                 for peer, box in parts:
                     place = result[slices_within(box, schedule.after)]
                     own = shard[slices_within(box, schedule.before)] if peer == me else place
                     if op is not None:  # the result may overwrite this device's own addend
-                        place = rounds.buffer(place) if peer != me or shares else own
+                        place = buffers.like(peer, place) if peer != me or shares else own
                     if peer == me and place.data_ptr() != own.data_ptr():
                         place.copy_(own)
                     filled.append((peer, box, place))
-                exchange(rounds, sends, [each for each in filled if each[0] != me])
+                exchange(sends, [part for part in filled if part[0] != me])
                 if op is not None and filled:
                     place = result[slices_within(parts[0][1], schedule.after)]
                     combine_into(place, [addend for *_, addend in filled], op)
@@ -157,17 +150,18 @@ class Messages(Transport):
     @contextmanager
     def session(self, schedule: TransferSchedule, shard: torch.Tensor) -> Iterator[Exchange]:
         """Enter a step, in which boxes are exchanged in rounds."""
+        buffers = Buffers()
 
-        def exchange(
-            rounds: Rounds, sends: Parts, arriving: list[tuple[int, Box, torch.Tensor]]
-        ) -> None:
+        def exchange(sends: Parts, arriving: list[tuple[int, Box, torch.Tensor]]) -> None:
             leaving, landing = [], []
-            for peer, box in sends:
+            for number, (peer, box) in enumerate(sends):
                 part = shard[slices_within(box, schedule.before)]
-                copied = part if part.is_contiguous() else rounds.buffer(part).copy_(part)
-                leaving.append((peer, copied))
-            for peer, _, place in arriving:
-                landing.append((peer, place if place.is_contiguous() else rounds.buffer(place)))
+                if not part.is_contiguous():
+                    part = buffers.like(("sent", number), part).copy_(part)
+                leaving.append((peer, part))
+            for number, (peer, _, place) in enumerate(arriving):
+                kept = place.is_contiguous()
+                landing.append((peer, place if kept else buffers.like(number, place)))
             with _errors_named(schedule):
                 for work in start_messages(leaving, landing, self._tag):
                     work.wait()
@@ -209,8 +203,26 @@ def _cause_of(error: RuntimeError) -> str:
     return re.sub(r"^\[\S+:\d+\] ", "", said).split(". This is typically")[0]
 
 
-class UnansweredError(Exception):
-    """Some ranks did not answer; the arguments are these ranks, and why."""
+def _unanswered(mine: Note, peers: Iterable[int], silent: Iterable[int], why: str) -> str:
+    """Say that some of the peers did not answer a note."""
+    if mine.kind == "conversion":
+        return (
+            f"{ranks_text(silent)} did not say what to convert: {why}; rank {dist.get_rank()} "
+            f"{mine}; {ORDER_RULE}"
+        )
+    return (
+        f"gathering a value of every rank with {ranks_text(peers)} failed: {why}; the job cannot "
+        "go on, see what these ranks say"
+    )
+
+
+def _timeout_s() -> float:
+    """Return the timeout of the job's group for tensors on the CPU; 0 where it takes none."""
+    world = dist.group.WORLD
+    if world is None or "gloo" not in dist.get_backend_config():
+        return 0.0
+    seconds: float = world._get_backend(torch.device("cpu")).options._timeout.total_seconds()
+    return seconds
 
 
 @dataclass(slots=True, eq=False)
@@ -223,6 +235,8 @@ class Channel:
 
     tag: int
     """Of notes, an even number; the next one is that of steps."""
+    timeout_s: float = field(default_factory=_timeout_s)
+    """How long connections wait; 0 where messages are tensors on the accelerator."""
     connections: dict[int, Connection] = field(default_factory=dict)
     """To processes of this host, by rank."""
     connected: set[int] = field(default_factory=set)
@@ -232,18 +246,13 @@ class Channel:
     busy: threading.RLock = field(default_factory=threading.RLock)
     """Held while a thread is in the channel."""
 
-    def exchange(
-        self, mine: Note, peers: Sequence[int], device: str, timeout_s: float
-    ) -> dict[int, Note]:
-        """Exchange notes with some ranks, all of which call this at once.
-
-        Messages have to be on `device`; connections wait for `timeout_s`.
-        """
+    def exchange(self, mine: Note, peers: Sequence[int]) -> dict[int, Note]:
+        """Exchange notes with some ranks, all of which call this at once."""
         self.numbers[mine.ids] += 1
-        packed, deadline = mine.pack(), time.monotonic() + timeout_s
+        packed, deadline = mine.pack(), time.monotonic() + self.timeout_s
         if mine.ids not in self.connected:
             lengths = dict.fromkeys(peers, NOTE_BYTES)
-            found = self.exchange_bytes(packed.ljust(NOTE_BYTES), lengths, device)
+            found = self.exchange_bytes(mine, packed.ljust(NOTE_BYTES), lengths)
             return {peer: Note.unpack(data) for peer, data in found.items()}
         notes: dict[int, Note] = {}
         silent: dict[int, str] = {}
@@ -258,22 +267,25 @@ class Channel:
                 silent[peer] = str(error)
         if silent:
             self.close()
-            raise UnansweredError(tuple(silent), next(iter(silent.values())))
+            why = next(iter(silent.values()))
+            raise CommunicatorError(_unanswered(mine, peers, silent, why))
         return notes
 
     def exchange_bytes(
-        self, content: bytes, lengths: Mapping[int, int], device: str
+        self, mine: Note, content: bytes, lengths: Mapping[int, int]
     ) -> dict[int, bytes]:
-        """Send bytes to some ranks, and return so many of each."""
-        mine = torch.frombuffer(bytearray(content or b" "), dtype=torch.uint8).to(device)
-        received = {peer: mine.new_zeros(length) for peer, length in lengths.items()}
-        sends = [(peer, mine[: len(content)]) for peer in lengths]
+        """Send bytes that belong to a note to some ranks, and return so many of each."""
+        sent = torch.frombuffer(bytearray(content or b" "), dtype=torch.uint8)
+        sent = sent.to("cpu" if self.timeout_s else "cuda")
+        received = {peer: sent.new_zeros(length) for peer, length in lengths.items()}
+        sends = [(peer, sent[: len(content)]) for peer in lengths]
         try:
             for work in start_messages(sends, [*received.items()], self.tag):
                 work.wait()
         except RuntimeError as error:
-            silent = [peer for peer, data in received.items() if not data.any()]
-            raise UnansweredError(silent or [*lengths], _cause_of(error)) from error
+            silent = [peer for peer, data in received.items() if not data.any()] or lengths
+            text = _unanswered(mine, lengths, silent, _cause_of(error))
+            raise CommunicatorError(text) from error
         return {peer: data.cpu().numpy().tobytes() for peer, data in received.items()}
 
     def close(self) -> None:
@@ -301,7 +313,8 @@ class Collectives:
     ) -> None:
         """Fill the result with boxes, or with the sum or mean of addends; see `Transport`."""
         function = _ALL_GATHER if op is None else _REDUCE_SCATTER
-        self._call(schedule, function, result.view(-1), shard.contiguous().view(-1))
+        with _errors_named(schedule):
+            function(result.view(-1), shard.contiguous().view(-1), group=self._group)
         if op == "avg":
             result /= len(schedule.members)
 
@@ -310,14 +323,9 @@ class Collectives:
     ) -> torch.Tensor:
         """Return the sum or mean of the addends."""
         result = shard.clone(memory_format=torch.contiguous_format)
-        self._call(schedule, dist.all_reduce, result)
-        return result.div_(len(schedule.members)) if op == "avg" else result
-
-    def _call(
-        self, schedule: TransferSchedule, function: Callable[..., object], *tensors: torch.Tensor
-    ) -> None:
         with _errors_named(schedule):
-            function(*tensors, group=self._group)
+            dist.all_reduce(result, group=self._group)
+        return result.div_(len(schedule.members)) if op == "avg" else result
 
 
 def has_collective(schedule: TransferSchedule, dtype: torch.dtype) -> bool:

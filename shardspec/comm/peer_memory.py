@@ -22,7 +22,7 @@ import torch
 
 from shardspec.boxes import Box, box_shape, slices_within
 from shardspec.comm.agreement import Address, Connection, ranks_text
-from shardspec.comm.messages import Exchange, Rounds, Transport
+from shardspec.comm.messages import Exchange, Transport
 from shardspec.comm.results import libc
 from shardspec.comm.routes import Parts, TransferSchedule
 from shardspec.errors import CommunicatorError
@@ -194,9 +194,7 @@ class PeerMemory(Transport):
         name, readers = str(schedule.step), {peer for peer, _ in schedule.outgoing}
         with self._serving(name, Region.of(shard), readers, schedule.peers) as region_of:
 
-            def exchange(
-                _: Rounds, __: Parts, arriving: list[tuple[int, Box, torch.Tensor]]
-            ) -> None:
+            def exchange(_: Parts, arriving: list[tuple[int, Box, torch.Tensor]]) -> None:
                 for peer, box, place in arriving:
                     held = schedule.held[peer]
                     there = region_of(peer, box_shape(held), shard.element_size())
