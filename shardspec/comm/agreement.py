@@ -207,7 +207,8 @@ class Listener:
         self, me: int, peers: Mapping[int, Address], deadline: float
     ) -> dict[int, Connection]:
         """Connect to some ranks of this host, all of which call this too."""
-        made = {peer: _call(peer, at) for peer, at in peers.items() if peer < me}
+        earlier = {peer: at for peer, at in peers.items() if peer < me}
+        made = {peer: _reached(peer, at.pid, calling=at.socket) for peer, at in earlier.items()}
         waiting = {at.pid: peer for peer, at in peers.items() if peer > me}
         while waiting:
             assert self._socket is not None, "without a socket there are no peers"
@@ -221,19 +222,23 @@ class Listener:
             pid, _, _ = struct.unpack("3i", credentials)
             if pid in waiting:
                 peer = waiting.pop(pid)
-                made[peer] = Connection(peer, pid, connected)
+                made[peer] = _reached(peer, pid, connected)
             else:
                 connected.close()
         return made
 
 
-def _call(peer: int, address: Address) -> Connection:
-    calling = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+def _reached(
+    peer: int, pid: int, connected: socket.socket | None = None, *, calling: str = ""
+) -> Connection:
+    """Return the connection to a process that has called, or that is called by its name."""
+    connected = connected or socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
-        calling.connect("\0" + address.socket)
-        return Connection(peer, address.pid, calling)
-    except OSError as error:
-        calling.close()
+        if calling:
+            connected.connect("\0" + calling)
+        return Connection(peer, pid, connected)
+    except OSError as error:  # it may have ended since
+        connected.close()
         raise CommunicatorError(
             f"rank {peer} cannot be reached on this host: {error.strerror}"
         ) from error

@@ -135,13 +135,9 @@ class Link:
 
     def as_dict(self) -> dict[str, object]:
         """Return the numbers ready for JSON, and on how many devices collectives were measured."""
-        return {
-            "latency_s": self.latency_s,
-            "seconds_per_byte": self.seconds_per_byte,
-            "name": self.name,
-            "start_s": self.start_s,
-            "measured_devices": self._measured_devices,
-        }
+        keys = ("latency_s", "seconds_per_byte", "name", "start_s")
+        values: dict[str, object] = {key: getattr(self, key) for key in keys}
+        return values | {"measured_devices": self._measured_devices}
 
     @property
     def _measured_devices(self) -> list[int]:

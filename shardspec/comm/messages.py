@@ -5,12 +5,12 @@ pass through buffers, of which a bounded number of bytes is in use at a time.
 """
 
 import re
+import sys
 import threading
 import time
-from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Final, TypeAlias
@@ -18,8 +18,9 @@ from typing import Final, TypeAlias
 import torch
 import torch.distributed as dist
 
-from shardspec.boxes import Box, box_shape, box_size, chunks, slices_within
+from shardspec.boxes import Box, box_shape, box_size, chunks, slices_within, split_interval
 from shardspec.comm.agreement import NOTE_BYTES, ORDER_RULE, Connection, Note, ranks_text
+from shardspec.comm.peer_memory import BUFFER_BYTES, PeerMemory
 from shardspec.comm.results import checked, combine_into, empty_hugepages
 from shardspec.comm.routes import Parts, TransferSchedule, all_reduce_schedules
 from shardspec.comm.steps import AllGather, AllReduce, ReduceOp, ReduceScatter
@@ -44,8 +45,6 @@ _MOVED: Final = frozenset({*_SUMMED, torch.bfloat16, torch.float16})
 
 Addressed: TypeAlias = list[tuple[int, torch.Tensor]]
 """Pairs of peer and tensor."""
-Exchange: TypeAlias = Callable[[Parts, list[tuple[int, Box, torch.Tensor]]], None]
-"""Sends boxes of the shard to peers, and fills tensors with boxes of theirs."""
 
 
 def _rounds(schedule: TransferSchedule, most: int) -> Iterator[tuple[Parts, Parts]]:
@@ -68,18 +67,15 @@ class Buffers(dict[object, torch.Tensor]):
         return self[key][: tensor.numel()].view(tensor.shape)
 
 
-class Transport(ABC):
-    """Moves the boxes of one step between processes; all transports give the same bits."""
+class Transport:
+    """Moves the boxes of steps between processes: out of the `memory` of peers, else by messages.
 
-    @abstractmethod
-    def session(
-        self, schedule: TransferSchedule, shard: torch.Tensor
-    ) -> AbstractContextManager[Exchange]:
-        """Enter a step, in which boxes are exchanged in rounds."""
+    The tag tells threads apart, except with NCCL, where one thread sends at a time. Both ways give
+    the same bits.
+    """
 
-    @abstractmethod
-    def round_bytes(self, shard: torch.Tensor, *, moves: bool) -> int:
-        """Return how much is sent to all peers together in one round."""
+    def __init__(self, tag: int, memory: PeerMemory | None = None) -> None:
+        self._tag, self._memory = tag, memory
 
     def move(
         self,
@@ -92,12 +88,15 @@ class Transport(ABC):
 
         The shard may be a part of the result, or the result of a reduction a part of the shard.
         """
-        me = schedule.device
+        me, memory, buffers = schedule.device, self._memory, Buffers()
         shares = result.untyped_storage().data_ptr() == shard.untyped_storage().data_ptr()
-        buffers = Buffers()
-        each = self.round_bytes(shard, moves=op is None) // max(1, len(schedule.members) - 1)
-        with self.session(schedule, shard) as exchange:
-            for sends, parts in _rounds(schedule, max(each, _LEAST_BYTES) // shard.itemsize):
+        if memory:  # what is only moved needs no buffers
+            most = 2 * BUFFER_BYTES if op else sys.maxsize
+        else:
+            most = STAGED_BYTES // 2 if shard.device.type == "cpu" else _ACCELERATOR_BYTES
+        each = max(most // max(1, len(schedule.members) - 1), _LEAST_BYTES)
+        with memory.session(schedule, shard) if memory else nullcontext() as fetch:
+            for sends, parts in _rounds(schedule, each // shard.itemsize):
                 filled = []
                 for peer, box in parts:
                     place = result[slices_within(box, schedule.after)]
@@ -106,11 +105,34 @@ class Transport(ABC):
                         place = buffers.like(peer, place) if peer != me or shares else own
                     if peer == me and place.data_ptr() != own.data_ptr():
                         place.copy_(own)
-                    filled.append((peer, box, place))
-                exchange(sends, [part for part in filled if part[0] != me])
+                    elif peer != me and fetch:
+                        fetch(peer, box, place)
+                    filled.append((peer, place))
+                if not fetch:
+                    leaving = [(p, shard[slices_within(b, schedule.before)]) for p, b in sends]
+                    self._exchange(schedule, leaving, [f for f in filled if f[0] != me], buffers)
                 if op is not None and filled:
                     place = result[slices_within(parts[0][1], schedule.after)]
-                    combine_into(place, [addend for *_, addend in filled], op)
+                    combine_into(place, [addend for _, addend in filled], op)
+
+    def _exchange(
+        self, schedule: TransferSchedule, sends: Addressed, receives: Addressed, buffers: "Buffers"
+    ) -> None:
+        """Send and receive tensors, those with gaps through buffers."""
+        leaving, landing = [], []
+        for number, (peer, part) in enumerate(sends):
+            packed = part.is_contiguous()
+            copy = part if packed else buffers.like(("sent", number), part).copy_(part)
+            leaving.append((peer, copy))
+        for number, (peer, place) in enumerate(receives):
+            packed = place.is_contiguous()
+            landing.append((peer, place if packed else buffers.like(("received", number), place)))
+        with _errors_named(schedule):
+            for work in start_messages(leaving, landing, self._tag):
+                work.wait()
+        for (_, place), (_, received) in zip(receives, landing, strict=True):
+            if place is not received:
+                place.copy_(received)
 
     def all_reduce(
         self, schedule: TransferSchedule, shard: torch.Tensor, op: ReduceOp
@@ -132,44 +154,6 @@ class Transport(ABC):
             self.move(reducing, flat, reduced, op)
             self.move(sharing, reduced, result)
         return result.view(shard.shape)
-
-
-class Messages(Transport):
-    """Moves boxes by `torch.distributed.isend` and `irecv`.
-
-    The tag tells threads apart, except with NCCL, where one thread sends at a time.
-    """
-
-    def __init__(self, tag: int) -> None:
-        self._tag = tag
-
-    def round_bytes(self, shard: torch.Tensor, *, moves: bool) -> int:  # noqa: ARG002
-        """Return how much is sent to all peers together in one round."""
-        return STAGED_BYTES // 2 if shard.device.type == "cpu" else _ACCELERATOR_BYTES
-
-    @contextmanager
-    def session(self, schedule: TransferSchedule, shard: torch.Tensor) -> Iterator[Exchange]:
-        """Enter a step, in which boxes are exchanged in rounds."""
-        buffers = Buffers()
-
-        def exchange(sends: Parts, arriving: list[tuple[int, Box, torch.Tensor]]) -> None:
-            leaving, landing = [], []
-            for number, (peer, box) in enumerate(sends):
-                part = shard[slices_within(box, schedule.before)]
-                if not part.is_contiguous():
-                    part = buffers.like(("sent", number), part).copy_(part)
-                leaving.append((peer, part))
-            for number, (peer, _, place) in enumerate(arriving):
-                kept = place.is_contiguous()
-                landing.append((peer, place if kept else buffers.like(number, place)))
-            with _errors_named(schedule):
-                for work in start_messages(leaving, landing, self._tag):
-                    work.wait()
-            for (*_, place), (_, received) in zip(arriving, landing, strict=True):
-                if place is not received:
-                    place.copy_(received)
-
-        yield exchange
 
 
 def start_messages(sends: Addressed, receives: Addressed, tag: int) -> list[dist.Work]:
@@ -345,12 +329,9 @@ def has_collective(schedule: TransferSchedule, dtype: torch.dtype) -> bool:
 
 def _are_in_order(schedule: TransferSchedule, parts: Mapping[int, Box], box: Box) -> bool:
     """Say whether the members' parts of a box lie one behind the other in memory, equally long."""
-    each, rest = divmod(box_size(box), len(schedule.members))
-    if rest or not each or len(parts) < len(schedule.members):
+    ranks, shape = sorted(schedule.members), box_shape(box)
+    dim = next((dim for dim, size in enumerate(shape) if size > 1), None)
+    if dim is None or not box_size(box) or shape[dim] % len(ranks):
         return False
-    memory = torch.empty(box_shape(box), dtype=torch.uint8, device="meta")
-    found = [memory[slices_within(parts[peer], box)] for peer in sorted(schedule.members)]
-    return all(
-        part.is_contiguous() and (part.numel(), part.storage_offset()) == (each, at * each)
-        for at, part in enumerate(found)
-    )
+    cuts = (split_interval(*box[dim], len(ranks), at) for at in range(len(ranks)))
+    return [parts.get(rank) for rank in ranks] == [(*box[:dim], c, *box[dim + 1 :]) for c in cuts]

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from shardspec.boxes import box_shape
 from shardspec.comm.agreement import NOTE_ROOM, Listener, Note, check_agreement
 from shardspec.comm.communicator import Communicator, SimulatedCommunicator
-from shardspec.comm.messages import Channel, Collectives, Messages, has_collective
+from shardspec.comm.messages import Channel, Collectives, Transport, has_collective
 from shardspec.comm.peer_memory import PeerMemory, readable
 from shardspec.comm.results import checked, empty_hugepages
 from shardspec.comm.routes import BoxOf, TransferSchedule, schedule_for
@@ -166,12 +166,12 @@ class ProcessGroupCommunicator(Communicator):
 
     def _transport(
         self, channel: Channel, schedule: TransferSchedule, shard: torch.Tensor
-    ) -> PeerMemory | Messages | Collectives:
-        messages = Messages(channel.tag + 1)
+    ) -> Transport | Collectives:
         if shard.device.type == "cpu":
-            return self._memory.get(channel) or messages
+            return Transport(channel.tag + 1, self._memory.get(channel))
         group = self._job.group(schedule.members)
-        return Collectives(group) if group and has_collective(schedule, shard.dtype) else messages
+        fits = group and has_collective(schedule, shard.dtype)
+        return Collectives(group) if fits else Transport(channel.tag + 1)
 
     def on(self, mesh: DeviceMesh) -> "ProcessGroupCommunicator":
         """Return the communicator of another mesh of this job; see `of`."""

@@ -3,6 +3,8 @@
 import ctypes
 import os
 import socket
+import subprocess
+import sys
 import threading
 import time
 
@@ -90,6 +92,17 @@ def test_nobody_else_can_take_the_place_of_a_rank():
         stranger.close()
     with pytest.raises(CommunicatorError, match="rank 0 cannot be reached on this host"):
         listener.connect(1, {0: listener.address}, soon())
+
+
+def test_a_caller_that_has_ended_before_it_is_answered():
+    call = "socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET).connect(chr(0) + sys.argv[1])"
+    with Listener() as listener:
+        command = [sys.executable, "-c", f"import socket, sys; {call}", listener.address.socket]
+        with subprocess.Popen(command) as caller:
+            assert caller.wait() == 0
+        other = listener.address._replace(pid=caller.pid)
+        with pytest.raises(CommunicatorError, match="rank 3 cannot be reached on this host: No su"):
+            listener.connect(1, {3: other}, soon())
 
 
 def test_who_can_be_read():
