@@ -30,7 +30,6 @@ NOTE_ROOM: Final = NOTE_BYTES - 512
 ORDER_RULE: Final = "every rank of the mesh must call the same conversions in the same order"
 _HALF: Final = 120
 """Of the characters of a long word that are shown."""
-_MESSAGE_BYTES: Final = 1 << 16
 _LATE: Final = "did not come in time (the timeout is that of the process group)"
 
 
@@ -58,18 +57,18 @@ class Address(NamedTuple):
 
 
 class Note(NamedTuple):
-    """What a rank tells all others of a mesh before it goes on."""
+    """What a rank tells all others of a mesh before it goes on, or a peer within a step."""
 
     kind: str
-    """"conversion", "value" for one that is gathered, "step" for a message of a step."""
+    """"conversion", "value" for one that is gathered; of a step, "readable" and "done"."""
     ids: int
-    """Checksum of the ranks that are told."""
-    number: int
+    """Checksum of the ranks that are told, or of the step."""
+    number: int = 0
     """How many notes these ranks have exchanged before."""
     device: str = ""
     """Device type of the rank's shards; empty where it holds none."""
     content: bytes = b""
-    """What `description` returns, or the first `NOTE_ROOM` bytes of a pickled value."""
+    """What `description` returns, or a pickled value, of which `NOTE_ROOM` bytes at most."""
     length: int = 0
     """Bytes of the whole value."""
     address: Address | None = None
@@ -81,8 +80,8 @@ class Note(NamedTuple):
 
     @classmethod
     def unpack(cls, data: bytes) -> "Note":
-        """Read a packed note; any other data is a message of a step."""
-        return cls(*pickle.loads(data)) if data[:1] == pickle.PROTO else cls("step", 0, 0)
+        """Read a packed note, which may be padded."""
+        return cls(*pickle.loads(data))
 
     def __str__(self) -> str:
         if self.kind != "conversion":
@@ -152,22 +151,22 @@ class Connection:
             poll.register(process, select.POLLIN)
         self.close = weakref.finalize(self, _close, connected, process, os.getpid())
 
-    def send(self, message: bytes) -> None:
-        """Hand over a message without waiting; a peer that has ended is noticed in `receive`."""
+    def send(self, note: Note) -> None:
+        """Hand over a note without waiting; a peer that has ended is noticed in `receive`."""
         with suppress(OSError):
-            self._socket.send(message)
+            self._socket.send(note.pack())
 
-    def receive(self, deadline: float) -> bytes:
-        """Return the next message of the peer, until a time on the clock `time.monotonic`."""
+    def receive(self, deadline: float) -> Note:
+        """Return the next note of the peer, until a time on the clock `time.monotonic`."""
         message = b""
         if self.close.alive:
             if not self._inbox.poll(max(0.0, deadline - time.monotonic()) * 1e3):
                 raise CommunicatorError(f"rank {self.peer} {_LATE}")
             with suppress(OSError):  # nothing is left to read, but the process has ended
-                message = self._socket.recv(_MESSAGE_BYTES, socket.MSG_DONTWAIT)
+                message = self._socket.recv(NOTE_BYTES, socket.MSG_DONTWAIT)
         if not message:
             raise CommunicatorError(f"rank {self.peer} has ended or given up an earlier step")
-        return message
+        return Note.unpack(message)
 
     def has_ended(self) -> bool:
         """Say whether the peer has ended or given up, even if messages of it are left."""

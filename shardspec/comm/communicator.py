@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from shardspec.boxes import box_shape, slices_within
 from shardspec.comm.routes import BoxOf, schedule_for
-from shardspec.comm.steps import AllReduce, ReduceScatter, Step
+from shardspec.comm.steps import Step
 from shardspec.mesh import DeviceMesh
 
 if TYPE_CHECKING:
@@ -94,8 +94,8 @@ class SimulatedCommunicator(Communicator):
             ]
             result = shards[device].new_empty(box_shape(schedule.after))
             with checked(step, result):
-                if parts and isinstance(step, ReduceScatter | AllReduce):
-                    combine_into(result, [part for _, part in parts], step.op)
+                if parts and schedule.op is not None:
+                    combine_into(result, [part for _, part in parts], schedule.op)
                 else:
                     for box, part in parts:
                         result[slices_within(box, schedule.after)] = part

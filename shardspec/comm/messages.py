@@ -67,6 +67,7 @@ class Buffers(dict[object, torch.Tensor]):
         return self[key][: tensor.numel()].view(tensor.shape)
 
 
+@dataclass(frozen=True, slots=True)
 class Transport:
     """Moves the boxes of steps between processes: out of the `memory` of peers, else by messages.
 
@@ -74,21 +75,30 @@ class Transport:
     the same bits.
     """
 
-    def __init__(self, tag: int, memory: PeerMemory | None = None) -> None:
-        self._tag, self._memory = tag, memory
+    tag: int
+    memory: PeerMemory | None
 
-    def move(
+    def run(self, schedule: TransferSchedule, shard: torch.Tensor) -> torch.Tensor:
+        """Carry out a step, of any dtype and operation; serve the others."""
+        if isinstance(schedule.step, AllReduce):
+            return self._all_reduce(schedule, shard)
+        result = empty_hugepages(shard, box_shape(schedule.after))
+        with checked(schedule.step, result):
+            self._move(schedule, shard, result, schedule.op)
+        return result
+
+    def _move(
         self,
         schedule: TransferSchedule,
         shard: torch.Tensor,
         result: torch.Tensor,
         op: ReduceOp | None = None,
     ) -> None:
-        """Fill the result with boxes of all members, or with their reduction; serve the others.
+        """Fill the result with boxes of all members, or with their reduction.
 
         The shard may be a part of the result, or the result of a reduction a part of the shard.
         """
-        me, memory, buffers = schedule.device, self._memory, Buffers()
+        me, memory, buffers = schedule.device, self.memory, Buffers()
         shares = result.untyped_storage().data_ptr() == shard.untyped_storage().data_ptr()
         if memory:  # what is only moved needs no buffers
             most = 2 * BUFFER_BYTES if op else sys.maxsize
@@ -128,31 +138,28 @@ class Transport:
             packed = place.is_contiguous()
             landing.append((peer, place if packed else buffers.like(("received", number), place)))
         with _errors_named(schedule):
-            for work in start_messages(leaving, landing, self._tag):
+            for work in start_messages(leaving, landing, self.tag):
                 work.wait()
         for (_, place), (_, received) in zip(receives, landing, strict=True):
             if place is not received:
                 place.copy_(received)
 
-    def all_reduce(
-        self, schedule: TransferSchedule, shard: torch.Tensor, op: ReduceOp
-    ) -> torch.Tensor:
-        """Return the reduction of all members' shards, of any dtype and operation.
-
-        Every member reduces a part, then all share the parts: as many bytes as on a ring.
-        """
-        step, size = schedule.step, shard.numel()
+    def _all_reduce(self, schedule: TransferSchedule, shard: torch.Tensor) -> torch.Tensor:
+        """Let every member reduce a part, then share the parts: as many bytes as on a ring."""
+        step = schedule.step
         if shard.is_contiguous():
             flat = shard.view(-1)
             result = empty_hugepages(flat, flat.shape)
         else:
             # The parts are reduced in place: only this rank reads the part that it reduces.
             result = flat = shard.clone(memory_format=torch.contiguous_format).view(-1)
-        reducing, sharing = all_reduce_schedules(step, schedule.device, schedule.members, size)
+        reducing, sharing = all_reduce_schedules(
+            step, schedule.device, schedule.members, shard.numel()
+        )
         reduced = result[slices_within(reducing.after, sharing.after)]
         with checked(step, result if result is not flat else result[:0]):
-            self.move(reducing, flat, reduced, op)
-            self.move(sharing, reduced, result)
+            self._move(reducing, flat, reduced, schedule.op)
+            self._move(sharing, reduced, result)
         return result.view(shard.shape)
 
 
@@ -233,20 +240,19 @@ class Channel:
     def exchange(self, mine: Note, peers: Sequence[int]) -> dict[int, Note]:
         """Exchange notes with some ranks, all of which call this at once."""
         self.numbers[mine.ids] += 1
-        packed, deadline = mine.pack(), time.monotonic() + self.timeout_s
         if mine.ids not in self.connected:
             lengths = dict.fromkeys(peers, NOTE_BYTES)
-            found = self.exchange_bytes(mine, packed.ljust(NOTE_BYTES), lengths)
+            found = self.exchange_bytes(mine, mine.pack().ljust(NOTE_BYTES), lengths)
             return {peer: Note.unpack(data) for peer, data in found.items()}
         notes: dict[int, Note] = {}
         silent: dict[int, str] = {}
+        deadline = time.monotonic() + self.timeout_s
         for peer in peers:
-            self.connections[peer].send(packed)
+            self.connections[peer].send(mine)
         for peer in peers:
             try:
                 # Once one is missing, the others are not waited for.
-                data = self.connections[peer].receive(0.0 if silent else deadline)
-                notes[peer] = mine if data == packed else Note.unpack(data)
+                notes[peer] = self.connections[peer].receive(0.0 if silent else deadline)
             except CommunicatorError as error:
                 silent[peer] = str(error)
         if silent:
@@ -278,38 +284,22 @@ class Channel:
             connection.close()
 
 
-class Collectives:
-    """Moves boxes of CUDA tensors by NCCL's collectives, in steps that have one.
+def run_collective(
+    schedule: TransferSchedule, shard: torch.Tensor, group: dist.ProcessGroup
+) -> torch.Tensor:
+    """Carry out a step that `has_collective` on CUDA tensors by NCCL's collective; see `Transport`.
 
-    They are faster than sends and receives, but need parts of equal length, one behind the other in
-    the order of the ranks. gloo's are not used: they carry no tag, so threads would be mixed up.
+    It is faster than sends and receives. gloo's are not used: they carry no tag, so threads would
+    be mixed up.
     """
-
-    def __init__(self, group: dist.ProcessGroup | None) -> None:
-        self._group = group
-
-    def move(
-        self,
-        schedule: TransferSchedule,
-        shard: torch.Tensor,
-        result: torch.Tensor,
-        op: ReduceOp | None = None,
-    ) -> None:
-        """Fill the result with boxes, or with the sum or mean of addends; see `Transport`."""
-        function = _ALL_GATHER if op is None else _REDUCE_SCATTER
-        with _errors_named(schedule):
-            function(result.view(-1), shard.contiguous().view(-1), group=self._group)
-        if op == "avg":
-            result /= len(schedule.members)
-
-    def all_reduce(
-        self, schedule: TransferSchedule, shard: torch.Tensor, op: ReduceOp
-    ) -> torch.Tensor:
-        """Return the sum or mean of the addends."""
-        result = shard.clone(memory_format=torch.contiguous_format)
-        with _errors_named(schedule):
-            dist.all_reduce(result, group=self._group)
-        return result.div_(len(schedule.members)) if op == "avg" else result
+    step, result = schedule.step, shard.new_empty(box_shape(schedule.after))
+    with checked(step, result), _errors_named(schedule):
+        if isinstance(step, AllReduce):
+            dist.all_reduce(result.copy_(shard), group=group)
+        else:
+            function = _ALL_GATHER if isinstance(step, AllGather) else _REDUCE_SCATTER
+            function(result.view(-1), shard.contiguous().view(-1), group=group)
+    return result.div_(len(schedule.members)) if schedule.op == "avg" else result
 
 
 def has_collective(schedule: TransferSchedule, dtype: torch.dtype) -> bool:

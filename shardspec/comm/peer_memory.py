@@ -21,7 +21,7 @@ import numpy.typing as npt
 import torch
 
 from shardspec.boxes import Box, box_shape, slices_within
-from shardspec.comm.agreement import Address, Connection, ranks_text
+from shardspec.comm.agreement import Address, Connection, Note, ranks_text
 from shardspec.comm.results import libc
 from shardspec.comm.routes import TransferSchedule
 from shardspec.errors import CommunicatorError
@@ -171,7 +171,7 @@ class Arrays(NamedTuple):
 class PeerMemory:
     """Moves boxes between processes that all can read each other, waiting for each `timeout_s`.
 
-    A process sends ``R`` and the region once it may be read, and gets ``D`` from each reader.
+    A process says where its array is once that is readable, and each reader when it is done.
     """
 
     def __init__(self, rank: int, connections: Mapping[int, Connection], timeout_s: float) -> None:
@@ -243,18 +243,18 @@ class PeerMemory:
 
         That waits until it may be read, and checks shape and bytes an item.
         """
-        deadline, mark = time.monotonic() + self._timeout_s, zlib.crc32(name.encode()).to_bytes(4)
+        deadline, step = time.monotonic() + self._timeout_s, zlib.crc32(name.encode())
         there: dict[int, Region] = {}
 
-        def expect(kind: bytes, peer: int) -> bytes:
-            message = self._connections[peer].receive(deadline)
-            if not message.startswith(kind + mark):
+        def expect(kind: str, peer: int) -> bytes:
+            note = self._connections[peer].receive(deadline)
+            if (note.kind, note.ids) != (kind, step):
                 raise CommunicatorError(f"rank {peer} carries out another step")
-            return message[len(kind + mark) :]
+            return note.content
 
         def region_of(peer: int, shape: tuple[int, ...], item_bytes: int) -> Region:
             if peer not in there:
-                found = there[peer] = Region(*pickle.loads(expect(b"R", peer)))
+                found = there[peer] = Region(*pickle.loads(expect("readable", peer)))
                 if (found.shape, found.item_bytes) != (shape, item_bytes):
                     raise CommunicatorError(
                         f"rank {peer} holds a shard of shape {found.shape} and {found.item_bytes} "
@@ -264,16 +264,16 @@ class PeerMemory:
 
         try:
             for peer in readers:
-                self._connections[peer].send(b"R" + mark + pickle.dumps(tuple(mine)))
+                self._connections[peer].send(Note("readable", step, content=pickle.dumps((*mine,))))
             yield region_of
             for peer in there:
                 # A peer that fails closes its connections before it lets go of its shard, so what
                 # was read from one that has not closed them is right.
                 if self._connections[peer].has_ended():
                     raise CommunicatorError(f"rank {peer} has ended or given up this step")
-                self._connections[peer].send(b"D" + mark)
+                self._connections[peer].send(Note("done", step))
             for peer in readers:
-                expect(b"D", peer)
+                expect("done", peer)
         except BaseException as error:
             ended = [peer for peer in peers if self._connections[peer].has_ended()]
             for connection in self._connections.values():

@@ -23,11 +23,10 @@ import torch.distributed as dist
 from shardspec.boxes import box_shape
 from shardspec.comm.agreement import NOTE_ROOM, Listener, Note, check_agreement
 from shardspec.comm.communicator import Communicator, SimulatedCommunicator
-from shardspec.comm.messages import Channel, Collectives, Transport, has_collective
+from shardspec.comm.messages import Channel, Transport, has_collective, run_collective
 from shardspec.comm.peer_memory import PeerMemory, readable
-from shardspec.comm.results import checked, empty_hugepages
-from shardspec.comm.routes import BoxOf, TransferSchedule, schedule_for
-from shardspec.comm.steps import AllReduce, ReduceScatter, Step
+from shardspec.comm.routes import BoxOf, schedule_for
+from shardspec.comm.steps import Step
 from shardspec.errors import CommunicatorError, MeshError
 from shardspec.job import current_job, join, start
 from shardspec.mesh import DeviceMesh, LinkModel
@@ -155,23 +154,13 @@ class ProcessGroupCommunicator(Communicator):
             if self._is_to_join(channel):
                 self.gather({self._rank: None})  # whatever the step: all ranks of the mesh are here
             schedule = schedule_for(step, self.mesh, self._rank, before, after)
-            transport = self._transport(channel, schedule, shard)
-            if isinstance(step, AllReduce):
-                return {self._rank: transport.all_reduce(schedule, shard, step.op).to(home)}
-            result = empty_hugepages(shard, box_shape(schedule.after))
-            with checked(step, result):
-                op = step.op if isinstance(step, ReduceScatter) else None
-                transport.move(schedule, shard, result, op)
+            on_cpu, group = shard.device.type == "cpu", self._job.group(schedule.members)
+            if not on_cpu and group and has_collective(schedule, shard.dtype):
+                result = run_collective(schedule, shard, group)
+            else:
+                memory = self._memory.get(channel) if on_cpu else None
+                result = Transport(channel.tag + 1, memory).run(schedule, shard)
         return {self._rank: result.to(home)}
-
-    def _transport(
-        self, channel: Channel, schedule: TransferSchedule, shard: torch.Tensor
-    ) -> Transport | Collectives:
-        if shard.device.type == "cpu":
-            return Transport(channel.tag + 1, self._memory.get(channel))
-        group = self._job.group(schedule.members)
-        fits = group and has_collective(schedule, shard.dtype)
-        return Collectives(group) if fits else Transport(channel.tag + 1)
 
     def on(self, mesh: DeviceMesh) -> "ProcessGroupCommunicator":
         """Return the communicator of another mesh of this job; see `of`."""

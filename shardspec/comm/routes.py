@@ -14,7 +14,7 @@ from operator import itemgetter, ne
 from typing import Final, NamedTuple, TypeAlias
 
 from shardspec.boxes import Box, box_size, intersect, split_interval
-from shardspec.comm.steps import Exchange, Permute, Slice, Step
+from shardspec.comm.steps import Exchange, Permute, ReduceOp, Slice, Step
 from shardspec.copies import Holders, Senders, find_copies, whole_senders
 from shardspec.mesh import DeviceMesh
 
@@ -140,6 +140,12 @@ class TransferSchedule:
     def before(self) -> Box:
         """What this device holds before the step."""
         return self.held[self.device]
+
+    @property
+    def op(self) -> ReduceOp | None:
+        """How what arrives is combined; None where it is disjoint."""
+        op: ReduceOp | None = getattr(self.step, "op", None)
+        return op
 
     @property
     def peers(self) -> set[int]:

@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from shardspec.comm.agreement import Connection, Listener
+from shardspec.comm.agreement import NOTE_ROOM, Connection, Listener, Note
 from shardspec.comm.peer_memory import readable
 from shardspec.errors import CommunicatorError
 
@@ -42,11 +42,12 @@ def test_notes_arrive_whole_and_in_order(linked):
     to_five, to_two = linked
     assert (to_five.peer, to_two.peer) == (5, 2)
     assert to_five.pid == to_two.pid == os.getpid()
-    for note in (b"a", b"bc" * 500, b"d"):
+    notes = [Note("done", 1), Note("value", 2, 3, content=b"x" * NOTE_ROOM), Note("done", 4)]
+    for note in notes:
         to_five.send(note)
-    to_two.send(b"back")
-    assert [to_two.receive(soon()) for _ in range(3)] == [b"a", b"bc" * 500, b"d"]
-    assert to_five.receive(soon()) == b"back"
+    to_two.send(Note("done", 5))
+    assert [to_two.receive(soon()) for _ in range(3)] == notes
+    assert to_five.receive(soon()) == Note("done", 5)
 
 
 def test_a_peer_that_does_not_come(linked):
@@ -62,12 +63,12 @@ def test_a_peer_that_does_not_come(linked):
 def test_a_peer_that_ends(linked):
     to_five, to_two = linked
     assert not to_five.has_ended()
-    to_two.send(b"last")
+    to_two.send(Note("done", 1))
     to_two.close()
     assert to_two.has_ended()
     assert to_five.has_ended()  # though there is still something to read
-    assert to_five.receive(soon()) == b"last"
-    to_five.send(b"late")
+    assert to_five.receive(soon()) == Note("done", 1)
+    to_five.send(Note("done", 2))
     with pytest.raises(CommunicatorError, match="rank 5 has ended or given up"):
         to_five.receive(soon())
 

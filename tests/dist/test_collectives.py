@@ -8,10 +8,8 @@ import torch
 import torch.distributed as dist
 
 from shardspec import DeviceMesh
-from shardspec.boxes import box_shape
-from shardspec.comm.messages import Collectives, has_collective
+from shardspec.comm.messages import has_collective, run_collective
 from shardspec.comm.routes import schedule_for
-from shardspec.comm.steps import AllReduce, ReduceScatter
 from shardspec.layout.layout import Layout
 from tests.conversions import (
     collectives,
@@ -61,15 +59,8 @@ def _run(rank: int) -> tuple[dict[tuple[bool, str], int], list[str]]:
                 continue
             done[mesh is ORDERED, type(step).__name__] += 1
             stack = stack_of(before)
-            result = torch.empty(box_shape(schedule.after))
-            backend = Collectives(groups[tuple(sorted(schedule.members))])
-            given = shard_of(before, stack, rank)
-            if isinstance(step, AllReduce):
-                result = backend.all_reduce(schedule, given, step.op)
-            elif isinstance(step, ReduceScatter):
-                backend.move(schedule, given, result, step.op)
-            else:
-                backend.move(schedule, given, result)
+            group = groups[tuple(sorted(schedule.members))]
+            result = run_collective(schedule, shard_of(before, stack, rank), group)
             wanted = shard_of(after, reduced(stack, before.spec, after.spec), rank)
             if not same_bits(result, wanted):
                 wrong.append(f"{shape} {before.spec} → {after.spec}")
