@@ -9,7 +9,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, Protocol, TypeAlias
+from typing import Any, Final, Protocol
 from weakref import WeakKeyDictionary
 
 import torch
@@ -35,10 +35,6 @@ class _Mesh(Protocol):
     def slice_with(self, physical_id: int, axes: Sequence[int]) -> "_Mesh": ...
 
 
-Grid: TypeAlias = tuple[tuple[int, ...], tuple[int, ...], tuple[str, ...] | None]
-"""What torch knows of a mesh: ids, shape and axis names."""
-
-
 @dataclass(eq=False)
 class Job:
     """What belongs to a running job, in the process that has joined it."""
@@ -52,10 +48,8 @@ class Job:
     """That of the main thread, made there too."""
     joined: dict[_Mesh, None] = field(default_factory=dict)
     """Meshes whose groups have been made, in this order."""
-    torch_meshes: dict[tuple[Grid, str], TorchMesh] = field(default_factory=dict)
-    """By what torch knows of the mesh, and device type."""
-    meshes: dict[TorchMesh, Any] = field(default_factory=dict)
-    """The mesh that a torch mesh was made of."""
+    torch_meshes: list[tuple[_Mesh, TorchMesh]] = field(default_factory=list)
+    """Torch's meshes, each with the one that it was made of or that was made of it."""
 
     def check_process(self) -> None:
         """Raise `CommunicatorError` in a forked child, whose messages nobody would answer."""
@@ -72,6 +66,13 @@ class Job:
             if least <= len(ranks) < dist.get_world_size() and ranks not in self.groups:
                 group = dist.new_group(list(ranks))
                 self.groups[ranks] = group if dist.get_rank() in ranks else None
+
+    def torch_mesh(self, mesh: _Mesh, device_type: str | None = None) -> TorchMesh | None:
+        """Return torch's mesh of one, for a device type or for any, if it has been made."""
+        for known, made in self.torch_meshes:
+            if _grid(known) == _grid(mesh) and device_type in (None, made.device_type):
+                return made
+        return None
 
     def group(self, members: Sequence[int]) -> dist.ProcessGroup | None:
         """Return the group of some ranks, this one among them; None where there is none."""
@@ -159,16 +160,16 @@ def rank_in(mesh: _Mesh, what: str) -> int:
 def group_along(mesh: _Mesh, axis: int) -> dist.ProcessGroup:
     """Return the calling rank's process group along an axis."""
     rank, job = rank_in(mesh, "get_group is about the calling rank"), current_job()
-    for (known, _), torch_mesh in job.torch_meshes.items():
-        if known == _grid(mesh):
-            return torch_mesh.get_group(axis)
+    made = job.torch_mesh(mesh)
+    if made is not None:
+        return made.get_group(axis)
     return job.group(mesh.group(rank, [axis])) or to_torch(mesh).get_group(axis)
 
 
 def device_type_of(mesh: _Mesh) -> str:
     """Return the device type that torch's mesh of this one has been made for, or ``"cpu"``."""
-    known = current_job().torch_meshes if dist.is_initialized() else {}
-    return next((device_type for made, device_type in known if made == _grid(mesh)), "cpu")
+    made = current_job().torch_mesh(mesh) if dist.is_initialized() else None
+    return "cpu" if made is None else made.device_type
 
 
 def from_torch(torch_mesh: TorchMesh, make: Callable[..., Any]) -> Any:  # noqa: ANN401  # as made
@@ -176,16 +177,17 @@ def from_torch(torch_mesh: TorchMesh, make: Callable[..., Any]) -> Any:  # noqa:
 
     So where it has all ranks of the job, every rank calls this at the same point of the program.
     """
-    running = dist.is_initialized()
-    if running and torch_mesh in current_job().meshes:
-        return current_job().meshes[torch_mesh]
+    job = current_job() if dist.is_initialized() else None
+    for known, made in job.torch_meshes if job else ():
+        if made == torch_mesh:
+            return known
     mesh = make(torch_mesh.mesh, axis_names=torch_mesh.mesh_dim_names)
-    if not running:
+    if job is None:
         raise CommunicatorError(
             f"torch.distributed is not initialised, so the job of torch mesh {mesh} has ended; "
             "make a mesh in the running one"
         )
-    job, world = current_job(), dist.get_world_size()
+    world = dist.get_world_size()
     if max(mesh.ids) >= world:
         raise MeshError(
             f"torch mesh {mesh} has device {max(mesh.ids)}, but this job has {world} ranks "
@@ -193,8 +195,7 @@ def from_torch(torch_mesh: TorchMesh, make: Callable[..., Any]) -> Any:  # noqa:
         )
     _check_ascending(mesh)
     _adopt_groups(job, torch_mesh, mesh)
-    job.torch_meshes.setdefault((_grid(mesh), torch_mesh.device_type), torch_mesh)
-    job.meshes[torch_mesh] = mesh
+    job.torch_meshes.append((mesh, torch_mesh))
     return mesh
 
 
@@ -203,16 +204,17 @@ def to_torch(mesh: _Mesh, device_type: str = "cpu") -> TorchMesh:
 
     Groups that the job lacks are made.
     """
-    job, key = job_of(mesh), (_grid(mesh), device_type)
-    if key not in job.torch_meshes:
+    job = job_of(mesh)
+    made = job.torch_mesh(mesh, device_type)
+    if made is None:
         _check_ascending(mesh)
-        made = _slice_in_torch(job, mesh, device_type)
-        job.torch_meshes[key] = made or _made_of_groups(job, mesh, device_type)
-        job.meshes.setdefault(job.torch_meshes[key], mesh)
-    return job.torch_meshes[key]
+        made = _slice_in_torch(job, mesh, device_type) or _made_of_groups(job, mesh, device_type)
+        job.torch_meshes.append((mesh, made))
+    return made
 
 
-def _grid(mesh: _Mesh) -> Grid:
+def _grid(mesh: _Mesh) -> object:
+    """Return what torch knows of a mesh."""
     return mesh.ids, mesh.shape, mesh.axis_names
 
 
@@ -274,8 +276,7 @@ def _made_of_groups(job: Job, mesh: _Mesh, device_type: str) -> TorchMesh:
         # torch has no group to make it of here; it asks for none.
         return TorchMesh(device_type, grid, mesh_dim_names=names, _init_backend=False)
     found = (job.group(mesh.group(rank, [axis])) for axis in axes)
-    groups = [group for group in found if group is not None]
-    assert len(groups) == len(axes), "they have just been made"
+    groups = [group for group in found if group is not None]  # all have just been made
     if len(axes) == 1:
         return TorchMesh.from_group(groups[0], device_type, mesh_dim_names=names)
     return TorchMesh.from_group(groups, device_type, grid, mesh_dim_names=names)

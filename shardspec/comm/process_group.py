@@ -154,8 +154,9 @@ class ProcessGroupCommunicator(Communicator):
             if self._is_to_join(channel):
                 self.gather({self._rank: None})  # whatever the step: all ranks of the mesh are here
             schedule = schedule_for(step, self.mesh, self._rank, before, after)
-            on_cpu, group = shard.device.type == "cpu", self._job.group(schedule.members)
-            if not on_cpu and group and has_collective(schedule, shard.dtype):
+            on_cpu = shard.device.type == "cpu"
+            group = None if on_cpu else self._job.group(schedule.members)
+            if group and has_collective(schedule, shard.dtype):
                 result = run_collective(schedule, shard, group)
             else:
                 memory = self._memory.get(channel) if on_cpu else None
