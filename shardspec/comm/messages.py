@@ -1,4 +1,4 @@
-"""Boxes and notes over `torch.distributed`: messages, or NCCL's collectives where they fit.
+"""Steps between processes, out of the memory of peers, by messages or by NCCL; and notes.
 
 Both ends of a message cut a box into the same chunks. Parts of a tensor that are not contiguous
 pass through buffers, of which a bounded number of bytes is in use at a time.
@@ -40,8 +40,6 @@ _ALL_GATHER: Final = dist.all_gather_single if _NEW_NAMES else dist.all_gather_i
 _REDUCE_SCATTER: Final = dist.reduce_scatter_single if _NEW_NAMES else dist.reduce_scatter_tensor
 _SUMMED: Final = frozenset({torch.float32, torch.float64, torch.int32, torch.int64})
 """Dtypes whose sum every backend has, with the rounding of the dtype itself."""
-_MOVED: Final = frozenset({*_SUMMED, torch.bfloat16, torch.float16})
-"""Dtypes that every backend's collectives carry."""
 
 Addressed: TypeAlias = list[tuple[int, torch.Tensor]]
 """Pairs of peer and tensor."""
@@ -296,9 +294,10 @@ def run_collective(
     with checked(step, result), _errors_named(schedule):
         if isinstance(step, AllReduce):
             dist.all_reduce(result.copy_(shard), group=group)
+        elif schedule.op is None:
+            _ALL_GATHER(_as_bytes(result), _as_bytes(shard.contiguous()), group=group)
         else:
-            function = _ALL_GATHER if isinstance(step, AllGather) else _REDUCE_SCATTER
-            function(result.view(-1), shard.contiguous().view(-1), group=group)
+            _REDUCE_SCATTER(result.view(-1), shard.contiguous().view(-1), group=group)
     return result.div_(len(schedule.members)) if schedule.op == "avg" else result
 
 
@@ -306,8 +305,7 @@ def has_collective(schedule: TransferSchedule, dtype: torch.dtype) -> bool:
     """Say whether a collective of the backend does a step; all members say the same."""
     match schedule.step:
         case AllGather():
-            coming = dict(schedule.incoming)
-            return dtype in _MOVED and _are_in_order(schedule, coming, schedule.after)
+            return _are_in_order(schedule, dict(schedule.incoming), schedule.after)
         case ReduceScatter(op="sum" | "avg"):
             going = {**dict(schedule.outgoing), schedule.device: schedule.after}
             return dtype in _SUMMED and _are_in_order(schedule, going, schedule.before)
