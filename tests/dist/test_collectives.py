@@ -50,14 +50,17 @@ def _run(rank: int) -> tuple[dict[tuple[bool, str], int], list[str]]:
     done: Counter[tuple[bool, str]] = Counter()
     wrong = []
     specs = [*plain_specs(2, 2), *partial_specs(2, 2, ("sum", "avg", "max"))]
-    for mesh, shape in product((ORDERED, SHUFFLED), SHAPES):
-        layouts = [Layout(mesh, spec, shape, "float32") for spec in specs]
+    # An all-gather carries bytes of any dtype.
+    plain = [(mesh, (12, 18), dtype) for mesh in (ORDERED, SHUFFLED) for dtype in ("bool", "bf16")]
+    for mesh, shape, dtype in [*product((ORDERED, SHUFFLED), SHAPES, ["float32"]), *plain]:
+        some = specs if dtype == "float32" else plain_specs(2, 2)
+        layouts = [Layout(mesh, spec, shape, dtype) for spec in some]
         for move in (move for layout in layouts for move in collectives(layout)):
             step, before, after = move.step, move.before, move.after
             schedule = schedule_for(step, mesh, rank, before.box, after.box)
-            if not has_collective(schedule, torch.float32):
+            if not has_collective(schedule, getattr(torch, before.dtype)):
                 continue
-            done[mesh is ORDERED, type(step).__name__] += 1
+            done[mesh is ORDERED, type(step).__name__] += dtype == "float32"
             stack = stack_of(before)
             group = groups[tuple(sorted(schedule.members))]
             result = run_collective(schedule, shard_of(before, stack, rank), group)
