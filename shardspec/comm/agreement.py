@@ -49,7 +49,7 @@ class Address(NamedTuple):
     """How other processes of the same host find a process."""
 
     host: str
-    """The kernel and its namespaces; empty where connections cannot be made."""
+    """The kernel and its namespaces."""
     pid: int
     socket: str
     probe: int
@@ -185,22 +185,19 @@ class Listener:
     """Where a process waits for others of its host to connect, and to try to read its memory."""
 
     def __init__(self, *, is_read: bool = True) -> None:
-        self._socket: socket.socket | None = None
-        host, name = _host(), f"shardspec-{os.getpid()}-{secrets.token_hex(8)}"
+        name = f"shardspec-{os.getpid()}-{secrets.token_hex(8)}"
         self._name = ctypes.create_string_buffer(name.encode())
-        if host:
-            self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            self._socket.bind("\0" + name)  # the zero: an abstract name, without a file
-            self._socket.listen(1024)
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._socket.bind("\0" + name)  # the zero: an abstract name, without a file
+        self._socket.listen(1024)
         probe = ctypes.addressof(self._name) if is_read else 0
-        self.address = Address(host, os.getpid(), name, probe)
+        self.address = Address(this_host(), os.getpid(), name, probe)
 
     def __enter__(self) -> "Listener":
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._socket is not None:
-            self._socket.close()
+        self._socket.close()
 
     def connect(
         self, me: int, peers: Mapping[int, Address], deadline: float
@@ -210,7 +207,6 @@ class Listener:
         made = {peer: _reached(peer, at.pid, calling=at.socket) for peer, at in earlier.items()}
         waiting = {at.pid: peer for peer, at in peers.items() if peer > me}
         while waiting:
-            assert self._socket is not None, "without a socket there are no peers"
             self._socket.settimeout(max(1e-6, deadline - time.monotonic()))
             try:
                 connected, _ = self._socket.accept()
@@ -243,8 +239,8 @@ def _reached(
         ) from error
 
 
-def _host() -> str:
-    """Name the kernel and the namespaces of process ids and sockets, where they can be used."""
+def this_host() -> str:
+    """Name the kernel and the namespaces of process ids and sockets; empty where none listens."""
     if sys.platform != "linux":
         return ""
     try:

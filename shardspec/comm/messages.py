@@ -179,10 +179,14 @@ def _errors_named(schedule: TransferSchedule) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:  # DistBackendError and the other errors of torch
-        raise CommunicatorError(
-            f"{schedule.step} with {ranks_text(schedule.peers)} failed: {_cause_of(error)}; the "
-            "job cannot go on, see what these ranks say"
-        ) from error
+        raise _failed(schedule.step, schedule.peers, _cause_of(error)) from error
+
+
+def _failed(what: object, peers: Iterable[int], why: str) -> CommunicatorError:
+    return CommunicatorError(
+        f"{what} with {ranks_text(peers)} failed: {why}; the job cannot go on, see what these "
+        "ranks say"
+    )
 
 
 def _cause_of(error: RuntimeError) -> str:
@@ -192,16 +196,15 @@ def _cause_of(error: RuntimeError) -> str:
     return re.sub(r"^\[\S+:\d+\] ", "", said).split(". This is typically")[0]
 
 
-def _unanswered(mine: Note, peers: Iterable[int], silent: Iterable[int], why: str) -> str:
-    """Say that some of the peers did not answer a note."""
-    if mine.kind == "conversion":
-        return (
-            f"{ranks_text(silent)} did not say what to convert: {why}; rank {dist.get_rank()} "
-            f"{mine}; {ORDER_RULE}"
-        )
-    return (
-        f"gathering a value of every rank with {ranks_text(peers)} failed: {why}; the job cannot "
-        "go on, see what these ranks say"
+def _unanswered(
+    mine: Note, peers: Iterable[int], silent: Iterable[int], why: str
+) -> CommunicatorError:
+    """Return the error that some of the peers did not answer a note."""
+    if mine.kind != "conversion":
+        return _failed("gathering a value of every rank", peers, why)
+    return CommunicatorError(
+        f"{ranks_text(silent)} did not say what to convert: {why}; rank {dist.get_rank()} {mine}; "
+        f"{ORDER_RULE}"
     )
 
 
@@ -255,8 +258,7 @@ class Channel:
                 silent[peer] = str(error)
         if silent:
             self.close()
-            why = next(iter(silent.values()))
-            raise CommunicatorError(_unanswered(mine, peers, silent, why))
+            raise _unanswered(mine, peers, silent, next(iter(silent.values())))
         return notes
 
     def exchange_bytes(
@@ -272,8 +274,7 @@ class Channel:
                 work.wait()
         except RuntimeError as error:
             silent = [peer for peer, data in received.items() if not data.any()] or lengths
-            text = _unanswered(mine, lengths, silent, _cause_of(error))
-            raise CommunicatorError(text) from error
+            raise _unanswered(mine, lengths, silent, _cause_of(error)) from error
         return {peer: data.cpu().numpy().tobytes() for peer, data in received.items()}
 
     def close(self) -> None:

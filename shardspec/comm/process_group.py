@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from shardspec.boxes import box_shape
-from shardspec.comm.agreement import NOTE_ROOM, Listener, Note, check_agreement
+from shardspec.comm.agreement import NOTE_ROOM, Listener, Note, check_agreement, this_host
 from shardspec.comm.communicator import Communicator, SimulatedCommunicator
 from shardspec.comm.messages import Channel, Transport, has_collective, run_collective
 from shardspec.comm.peer_memory import PeerMemory, readable
@@ -215,20 +215,18 @@ class ProcessGroupCommunicator(Communicator):
     ) -> tuple[str, dict[int, Note]]:
         """Tell all ranks of the mesh something; return where shards are, and what all say."""
         joining = self._is_to_join(channel)
-        with Listener(is_read=self._may_be_read) if joining else nullcontext() as listener:
+        listens = joining and this_host()
+        with Listener(is_read=self._may_be_read) if listens else nullcontext() as listener:
             address = listener.address if listener else None
-            number, (start, length) = (
-                channel.numbers[self._ids],
-                (content[:NOTE_ROOM], len(content)),
-            )
-            mine = Note(kind, self._ids, number, device, start, length, address)
+            number, length = channel.numbers[self._ids], len(content)
+            mine = Note(kind, self._ids, number, device, content[:NOTE_ROOM], length, address)
             told = channel.exchange(mine, self._peers)
             if any(note.ids != self._ids for note in told.values()):
                 channel.close()  # other ranks of the mesh would wait for these
             notes = {peer: told.get(peer, mine) for peer in self.mesh.ids}
             agreed = check_agreement(notes)
-            if listener:
-                self._memory[channel] = self._join(channel, listener, told)
+            if joining:
+                self._memory[channel] = self._join(channel, listener, told) if listener else None
         return agreed, notes
 
     def _join(
@@ -236,8 +234,7 @@ class ProcessGroupCommunicator(Communicator):
     ) -> PeerMemory | None:
         """Connect the ranks of the mesh if they share a host; return how they read each other."""
         near = {peer: note.address for peer, note in told.items() if note.address is not None}
-        host = listener.address.host
-        if not host or [at.host for at in near.values()] != [host] * len(self._peers):
+        if [at.host for at in near.values()] != [listener.address.host] * len(self._peers):
             return None
         new = {peer: at for peer, at in near.items() if peer not in channel.connections}
         deadline = time.monotonic() + channel.timeout_s

@@ -70,7 +70,9 @@ def exchange_routes(
     for copy in sorted(find_copies(have, want), key=lambda copy: order[copy.receiver]):
         holder = copy.receiver
         if holder not in copy.holders:
-            near = _nearest(copy.holders, copy.receiver, distance)
+            away = [distance(one, copy.receiver) for one in copy.holders]
+            least = min(away)
+            near = tuple(one for one, far in zip(copy.holders, away, strict=True) if far == least)
             cost = _MESSAGE + box_size(copy.box)
             (holder,) = whole_senders([(near, cost)], sent)
             received[copy.receiver] += cost
@@ -88,12 +90,6 @@ def exchange_routes(
                 parts = senders.split(near, moves[place].box, start, size)
                 divided[place] = [Transfer(one, moves[place].dst, box) for one, box in parts]
     return [part for place, move in enumerate(moves) for part in divided.get(place, (move,))]
-
-
-def _nearest(holders: Sequence[int], device: int, distance: Distance) -> Holders:
-    away = [distance(holder, device) for holder in holders]
-    least = min(away)
-    return tuple(holder for holder, far in zip(holders, away, strict=True) if far == least)
 
 
 def permute_routes(
