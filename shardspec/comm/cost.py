@@ -1,22 +1,8 @@
 """What a step costs: seconds of the collectives that were measured, else of rings.
 
-With ``b`` the bytes a device holds before the step, ``n`` the devices along the step's axes, alpha
-and beta the largest latency and cost a byte among those axes, the seconds on rings are:
-
-============== =====================================================================
-all-gather     (n-1) alpha + b (n-1) beta
-reduce-scatter (n-1) alpha + b (n-1)/n beta
-all-reduce     2 (n-1) alpha + 2 b (n-1)/n beta
-all-to-all     sum over the n-1 peers of (alpha_link + b/n beta_link)
-permute        max over devices of (alpha_link + b beta_link)
-exchange       max over devices of the larger of what it sends and what it receives, each
-               a sum over peers of (alpha_link + bytes beta_link)
-============== =====================================================================
-
-as in the nccl-tests manual (doc/PERFORMANCE.md) and in Thakur, Rabenseifner and Gropp,
-"Optimization of Collective Communication Operations in MPICH", 2005. A link between two devices has
-the largest alpha and beta among the axes on which they differ. The start of links and the copies
-that pack and unpack (`shardspec.comm.curves.copies`) are added.
+docs/plans.md has the formulas and where they come from. A link between two devices has the largest
+alpha and beta among the axes on which they differ. The start of links and the copies that pack and
+unpack (`shardspec.comm.curves.copies`) are added.
 """
 
 import warnings

@@ -157,8 +157,7 @@ def whole(kind: str, devices: int) -> int:
 def curve_between(curves: Sequence[Curve], kind: str, devices: int) -> Curve | None:
     """Return the curve of a collective on a number of devices; None below what was measured.
 
-    Between two numbers, seconds are interpolated linearly. Beyond the largest, latency grows as the
-    steps of a ring and the rest as the bytes that a device receives, and no error is known.
+    docs/plans.md has the rules. Beyond the largest number no error is known.
 
     >>> few = Curve("all-gather", 2, ((1e-5, 1e-12),), (512, 1 << 29))
     >>> many = Curve("all-gather", 8, ((4e-5, 4e-12),), (512, 1 << 29))

@@ -1,9 +1,8 @@
 """Steps over `torch.distributed`: gloo on CPU, NCCL where CUDA is, by the same code.
 
-How boxes travel is chosen here. Where all processes of a mesh run on one host they read each
-other's memory (`shardspec.comm.peer_memory`). Otherwise boxes are messages in bounded chunks, or
-CUDA tensors in NCCL's collectives where these fit (`shardspec.comm.messages`). All take any dtype,
-uneven shards and any order of ids.
+Where all processes of a mesh run on one host they read each other's memory. Otherwise boxes are
+messages in bounded chunks, or CUDA tensors in NCCL's collectives where these fit
+(`shardspec.comm.messages`).
 """
 
 import operator
