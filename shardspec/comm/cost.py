@@ -14,19 +14,8 @@ from operator import gt
 from pathlib import Path
 from typing import Final
 
-from shardspec.comm import presets
-from shardspec.comm.curves import (
-    Band,
-    Curve,
-    Line,
-    Link,
-    Measured,
-    copies,
-    curve_between,
-    kind_of,
-    share,
-    whole,
-)
+from shardspec.comm import curves, presets
+from shardspec.comm.curves import Band, Curve, Line, Link, Measured, share, whole
 from shardspec.comm.profile_file import read_profile
 from shardspec.comm.steps import Exchange, Permute, Step
 from shardspec.errors import MeshError
@@ -127,10 +116,10 @@ class CostModel:
     def lines(self, step: Step) -> tuple[Line, ...]:
         """Return lines over the bytes of the largest shard; the lowest is the step's price."""
         assert not isinstance(step, Permute | Exchange), "priced by the layouts on both sides"
-        kind, axes = kind_of(step), self._long(step.axes)
+        kind, axes = curves.kind_of(step), self._long(step.axes)
         if kind is None or not axes:
             return ((0.0, 0.0),)
-        copying = self.copy_s * copies(step, self._count(axes))
+        copying = self.copy_s * curves.copies(step, self._count(axes))
         return tuple((fixed, slope + copying) for fixed, slope in self._lines(kind, axes))
 
     def coefficients(self, step: Step) -> Line:
@@ -141,7 +130,7 @@ class CostModel:
 
     def error(self, step: Step, num_bytes: int) -> Band | None:
         """Return how far the price of a step is off, None where nothing like it was measured."""
-        kind = kind_of(step)
+        kind = curves.kind_of(step)
         curve = self._curve(kind, self._long(step.axes)) if kind else None
         return curve.error(num_bytes * whole(curve.kind, curve.devices)) if curve else None
 
@@ -240,11 +229,11 @@ class CostModel:
         """Return what was measured along axes, or along as many devices of the same links."""
         for along, some in self.measured:
             if along == tuple(axes):
-                return curve_between(some, kind, self._count(axes))
+                return curves.curve_between(some, kind, self._count(axes))
         of_links = {self.links[axis].curves for axis in axes}
         if len(of_links) != 1 or self.link_model == "shared-bus":
             return None
-        return curve_between(of_links.pop(), kind, self._count(axes))
+        return curves.curve_between(of_links.pop(), kind, self._count(axes))
 
     def _lines(self, kind: str, axes: Sequence[int]) -> tuple[Line, ...]:
         curve = self._curve(kind, axes)
