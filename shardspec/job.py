@@ -51,14 +51,6 @@ class Job:
     torch_meshes: list[tuple[_Mesh, TorchMesh]] = field(default_factory=list)
     """Torch's meshes, each with the one that it was made of or that was made of it."""
 
-    def check_process(self) -> None:
-        """Raise `CommunicatorError` in a forked child, whose messages nobody would answer."""
-        if os.getpid() != self.pid:
-            raise CommunicatorError(
-                f"this process is a forked child of rank {dist.get_rank()} and no rank of the job, "
-                "so no rank would answer it; convert in the rank itself"
-            )
-
     def make_groups(self, mesh: _Mesh, least: int = 1) -> None:
         """Make the missing groups of every axis, of so many at least; every rank does so."""
         for members in _along_each_axis(mesh):

@@ -191,7 +191,11 @@ class ProcessGroupCommunicator(Communicator):
     @contextmanager
     def _locked(self, device: str) -> Iterator[Channel]:
         """Enter the channel of this thread, in which no other thread may be."""
-        self._job.check_process()
+        if os.getpid() != self._job.pid:
+            raise CommunicatorError(
+                f"this process is a forked child of rank {self._rank} and no rank of the job, so "
+                "no rank would answer it; convert in the rank itself"
+            )
         channel = self._channel
         with ExitStack() as stack:
             for lock in (channel.busy, *([_ACCELERATOR] if device == "cuda" else [])):
