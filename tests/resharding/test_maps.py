@@ -291,6 +291,14 @@ def test_tracing_random_permutations_and_cuts():
             assert torch.equal(got[name], tensor.contiguous()), (seed, name)
 
 
+def test_a_tensor_without_elements_is_written():
+    map_ = NameMap.parse(
+        '[sizes]\ng = 2\n[[map]]\nsource = ["a", "(g d) c"]\ntarget = ["b", "c d g"]'
+    )
+    report = check_map(map_, {"a": (0, 3)}, {"b": (3, 0, 2)})
+    assert (report.problems, report.unused) == ((), ())
+
+
 @pytest.mark.parametrize(
     ("source", "target", "shapes", "says"),
     [
