@@ -96,9 +96,9 @@ def test_every_byte_and_every_element_is_sent_once():
             holders = tuple(sorted(random_.sample(range(5), random_.randrange(1, 5))))
             box = some_box(random_, (9, 4))
             demands.append((holders, box, box_size(box) * 2))
-        senders = Senders([[(holders, size) for holders, _, size in demands]])
+        senders = Senders([(holders, size) for holders, _, size in demands])
         sent = dict.fromkeys({holders for holders, *_ in demands}, 0)
-        for start, (holders, box, size) in zip(senders.starts[0], demands, strict=True):
+        for start, (holders, box, size) in zip(senders.starts, demands, strict=True):
             assert start == sent[holders]
             sent[holders] += size
             given = senders.stretches(holders, start, size)
@@ -110,7 +110,7 @@ def test_every_byte_and_every_element_is_sent_once():
 
 
 def test_a_box_of_few_rows_is_divided_along_a_longer_dim():
-    senders = Senders([[((0, 1, 2), 3 * 100)]])
+    senders = Senders([((0, 1, 2), 3 * 100)])
     assert senders.split((0, 1, 2), ((5, 7), (0, 150)), 0, 300) == [
         (0, ((5, 7), (0, 50))),
         (1, ((5, 7), (50, 100))),

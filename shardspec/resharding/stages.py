@@ -40,9 +40,9 @@ class StateCopy(NamedTuple):
     """Bytes of an element on its way."""
 
     @property
-    def tensor_bytes(self) -> int:
-        """Bytes of one of the tensors."""
-        return box_size(self.box) * self.item_bytes
+    def num_bytes(self) -> int:
+        """Bytes of the boxes of all the tensors."""
+        return box_size(self.box) * self.item_bytes * len(self.places)
 
 
 def copies_between(
@@ -77,8 +77,8 @@ def _divided(
     senders: Senders, copy: StateCopy, holders: Holders, start: int
 ) -> dict[tuple[int, Box], Sequence[int]]:
     """Return which of the holders gives which boxes, and of which tensors."""
-    size = copy.tensor_bytes
-    given = senders.stretches(holders, start, size * len(copy.places))
+    size = copy.num_bytes // len(copy.places)
+    given = senders.stretches(holders, start, copy.num_bytes)
     if len(given) == 1:
         return {(given[0][0], copy.box): copy.places}
     found: dict[tuple[int, Box], list[int]] = {}
@@ -91,10 +91,7 @@ def _divided(
 class Stage:
     """Copies that need nothing of each other; a stage starts when the one before has ended.
 
-    Parameters
-    ----------
-    groups
-        Of each group by itself the busiest sender sends as little as possible.
+    Of each group by itself the busiest sender sends as little as possible.
     """
 
     def __init__(self, *groups: Sequence[StateCopy]) -> None:
@@ -103,22 +100,19 @@ class Stage:
     @cached_property
     def senders(self) -> list[Senders]:
         """For each group which of the replicas sends what."""
-        sizes = ([(c.holders, c.tensor_bytes * len(c.places)) for c in g] for g in self.groups)
-        return [Senders([group]) for group in sizes]
+        return [Senders((copy.holders, copy.num_bytes) for copy in group) for group in self.groups]
 
     def _copies(self) -> Iterator[tuple[StateCopy, Senders, int]]:
         """Yield every copy, and where its bytes are in the sequence of its holders."""
         for copies, senders in zip(self.groups, self.senders, strict=True):
-            for copy, start in zip(copies, senders.starts[0], strict=True):
-                yield copy, senders, start
+            yield from ((c, senders, at) for c, at in zip(copies, senders.starts, strict=True))
 
     @cached_property
     def traffic(self) -> dict[tuple[int, int], int]:
         """Bytes by sender and receiver; of what replicas share up to a row of a tensor."""
         found: Counter[tuple[int, int]] = Counter()
         for copy, senders, start in self._copies():
-            num_bytes = copy.tensor_bytes * len(copy.places)
-            for sender, part in senders.stretches(copy.holders, start, num_bytes):
+            for sender, part in senders.stretches(copy.holders, start, copy.num_bytes):
                 found[sender, copy.receiver] += part
         return dict(sorted(found.items()))
 
@@ -219,10 +213,10 @@ def crossing_once(
         near += [copy._replace(holders=here) for copy in same if here]
         if not here:
             far.append((same[0], tuple(copy.receiver for copy in same)))
-    relays = Senders([[(ids, copy.tensor_bytes * len(copy.places)) for copy, ids in far]])
+    relays = Senders([(ids, copy.num_bytes) for copy, ids in far])
     across: list[StateCopy] = []
     inside: list[StateCopy] = []
-    for (copy, receivers), start in zip(far, relays.starts[0], strict=True):
+    for (copy, receivers), start in zip(far, relays.starts, strict=True):
         for (relay, box), places in _divided(relays, copy, receivers, start).items():
             across.append(copy._replace(places=places, box=box, receiver=relay))
             width = width_of(places[0])
