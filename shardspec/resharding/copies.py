@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
-from typing import Any, Final
+from typing import Final
 
 from shardspec.boxes import Box
 from shardspec.comm.cost import CostModel
@@ -177,31 +177,15 @@ class StateCopies:
         return min(once if once[1].traffic else once[:1], direct, key=self._seconds)
 
     @cached_property
-    def _known(self) -> dict[object, Any]:
-        """Cache of what single devices do."""
+    def _schedules(self) -> dict[int, Schedule]:
         return {}
 
     def schedule(self, device: int) -> Schedule:
         """Return the messages of a device."""
-        if device not in self._known:
-            self._known[device] = schedule_of(self.stages, self.devices, device, self.bucket_bytes)
-        found: Schedule = self._known[device]
-        return found
-
-    def reads(self, device: int, stage: int) -> tuple[set[int], dict[int, list[StateCopy]]]:
-        """Return who reads from a device in a stage, and what it reads, by holder.
-
-        What a device has already it reads from itself.
-        """
-        if (device, stage) not in self._known:
-            copies = list(self.stages[stage].copies_of(device))
-            wanted = {device: [] if stage else self.kept(device)}
-            for copy in copies:
-                if copy.receiver == device:
-                    wanted.setdefault(copy.holders[0], []).append(copy)
-            self._known[device, stage] = {copy.receiver for copy in copies} - {device}, wanted
-        found: tuple[set[int], dict[int, list[StateCopy]]] = self._known[device, stage]
-        return found
+        known = self._schedules
+        if device not in known:
+            known[device] = schedule_of(self.stages, self.devices, device, self.bucket_bytes)
+        return known[device]
 
     def kept(self, device: int) -> list[StateCopy]:
         """Return what a device has already."""

@@ -96,6 +96,7 @@ class Stage:
 
     def __init__(self, *groups: Sequence[StateCopy]) -> None:
         self.groups = groups
+        self._streams: dict[int, dict[tuple[int, int], list[StateCopy]]] = {}
 
     @cached_property
     def senders(self) -> list[Senders]:
@@ -134,16 +135,19 @@ class Stage:
                 seconds[one] += latency + per_byte * num_bytes
         return max((s for end in busy for one, s in end.items() if one not in files), default=0.0)
 
-    def copies_of(self, device: int) -> Iterator[StateCopy]:
-        """Yield what a device sends or receives, each copy with its sender alone.
-
-        What goes from one device to another comes in the same order on both.
-        """
-        for copy, senders, start in self._copies():
-            if copy.receiver == device or device in copy.holders:
+    def streams(self, device: int) -> dict[tuple[int, int], list[StateCopy]]:
+        """Return what a device sends or receives, by sender and receiver, in the order of both."""
+        if device not in self._streams:
+            found: dict[tuple[int, int], list[StateCopy]] = {}
+            for copy, senders, start in self._copies():
+                if copy.receiver != device and device not in copy.holders:
+                    continue
                 for (sender, box), places in _divided(senders, copy, copy.holders, start).items():
                     if device in (sender, copy.receiver):
-                        yield copy._replace(places=places, box=box, holders=(sender,))
+                        one = copy._replace(places=places, box=box, holders=(sender,))
+                        found.setdefault((sender, copy.receiver), []).append(one)
+            self._streams[device] = found
+        return self._streams[device]
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,10 +275,7 @@ def schedule_of(
     receives: dict[Wave, dict[int, Message]] = {}
     largest = 0
     for number, stage in enumerate(stages):
-        streams: dict[tuple[int, int], list[StateCopy]] = {}
-        for copy in stage.copies_of(device):
-            streams.setdefault((copy.holders[0], copy.receiver), []).append(copy)
-        for (sender, receiver), copies in streams.items():
+        for (sender, receiver), copies in stage.streams(device).items():
             turn = (at[receiver] - at[sender]) % len(at) // MAX_PEERS
             waves, peer = (sends, receiver) if sender == device else (receives, sender)
             for place, message in enumerate(_messages(copies, min(bucket_bytes, _MESSAGE_BYTES))):
