@@ -25,7 +25,7 @@ import operator
 import re
 import tomllib
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
@@ -262,8 +262,10 @@ def _sides(found: Mapping[str, object], key: str, end: str) -> tuple[Side, ...]:
     return tuple(sides)
 
 
-def _bindings(pattern: str, names: Iterable[str]) -> list[dict[str, int]]:
+def _bindings(pattern: str, names: Mapping[str, Shape]) -> list[dict[str, int]]:
     """Return, per name that a pattern matches, the numbers that its placeholders stand for."""
+    if "{" not in pattern:
+        return [{}] if pattern in names else []
     text, seen = "", set[str]()
     for number, part in enumerate(_PLACEHOLDER.split(pattern)):
         if number % 2 == 0:
