@@ -183,7 +183,8 @@ class DeviceShards:
         self.target = {place: after[name] for place, name in enumerate(names) if name in after}
         self.tied = [(t.first, after[t.target_name]) for t in ties if t.target_name in after]
         """Shards to be filled with what has come to a place in the plan."""
-        known = {one.source_name for one in (*moves, *ties)} | {name for name, _ in plan.values}
+        known = {m.source_name for m in moves} | {tie.source_name for tie in ties}
+        known |= {name for name, _ in plan.values}
         if alone and (unknown := sorted(state.keys() - known)):
             raise LayoutError(
                 f"the state dict has {shown(unknown[0])}, which the plan lacks; leave it out, or "
