@@ -236,10 +236,10 @@ class StateCopies:
     @property
     def peak_bytes(self) -> int:
         """The most bytes that a device holds at once: its source, its target and its buckets."""
-        ends = {(0, move.source_name, move.source) for move in self.moves}
-        ends |= {(1, move.target_name, move.target) for move in self.moves}
+        before = {move.source_name: move.source for move in self.moves}
+        after = {move.target_name: move.target for move in self.moves}
         held = dict.fromkeys(self.devices, 0)
-        for layout, count in Counter(layout for *_, layout in ends).items():
+        for layout, count in Counter([*before.values(), *after.values()]).items():
             if not isinstance(layout, StoredLayout):
                 width = item_bytes(layout.dtype) * count
                 for device in layout.mesh.ids:

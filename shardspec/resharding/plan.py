@@ -116,7 +116,21 @@ def plan_state(
         padded = {name for name, _ in names.padding(found)}
     elif isinstance(names, Mapping | None):
         renamed = _renamed(list(given), names or {})
-        moves = _renamed_moves(before, renamed, target, dtype)
+        due = {renamed[name]: (at.global_shape, at.dtype) for name, at in before.items()}
+        after = _targets(target, due, dtype)
+        for lacking, missing in (
+            ("target", sorted(due.keys() - after.keys())),
+            ("source", sorted(after.keys() - due.keys())),
+        ):
+            if missing:
+                rest = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+                raise LayoutError(
+                    f"the {lacking} lacks {shown(missing[0])}{rest}; names= maps names that differ"
+                )
+        moves = [
+            TensorMove(name, renamed[name], layout, after[renamed[name]])
+            for name, layout in before.items()
+        ]
     else:
         raise LayoutError(
             f"names= is a {type(names).__name__}; give one NameMap, as load_map makes, or a dict "
@@ -216,32 +230,14 @@ def _renamed(before: Sequence[str], names: Mapping[str, str]) -> dict[str, str]:
     """Return the new name of every tensor and value."""
     if unknown := sorted(set(names) - set(before)):
         raise LayoutError(f"names= maps {shown(unknown[0])}, which the source lacks")
-    renamed = {name: names.get(name, name) for name in before}
     first: dict[str, str] = {}
-    for name, new in renamed.items():
+    for name in before:
+        new = names.get(name, name)
         if (other := first.setdefault(new, name)) != name:
             raise LayoutError(
                 f"names= makes both {other!r} and {name!r} to {new!r}; give each its own name"
             )
-    return renamed
-
-
-def _renamed_moves(
-    before: Mapping[str, Layout], renamed: Mapping[str, str], target: Target, dtype: object
-) -> list[TensorMove]:
-    due = {renamed[name]: (at.global_shape, at.dtype) for name, at in before.items()}
-    after = _targets(target, due, dtype)
-    for kind, missing in (
-        ("the target lacks", sorted(due.keys() - after.keys())),
-        ("the source lacks", sorted(after.keys() - due.keys())),
-    ):
-        if missing:
-            rest = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-            raise LayoutError(f"{kind} {shown(missing[0])}{rest}; names= maps names that differ")
-    return [
-        TensorMove(name, renamed[name], layout, after[renamed[name]])
-        for name, layout in before.items()
-    ]
+    return {name: new for new, name in first.items()}
 
 
 def _targets(
