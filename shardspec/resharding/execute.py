@@ -76,21 +76,20 @@ def _run_in_job(
     if rank not in plan.devices:
         return {}
     communicator = ProcessGroupCommunicator.of(DeviceMesh(plan.devices, (len(plan.devices),)))
-    found: DeviceShards | LayoutError
+    one: DeviceShards | None = None
+    problem = "none"
     try:
-        found = DeviceShards(plan, rank, state, out, alone=True)
-        kinds = {shard.device.type for shard in found.source.values()}
+        one = DeviceShards(plan, rank, state, out, alone=True)
     except LayoutError as error:
-        found, kinds = error, set()
-    problem = str(found) if isinstance(found, LayoutError) else "none"
+        problem = str(error)
+    kinds = {shard.device.type for shard in one.source.values()} if one else set()
     # The number of stages follows from prices, which other processors might round otherwise.
     stages = str(len(plan.stages))
     words = {"reshard plan": plan.digest[:12], "stages": stages, "problem": problem}
     # Held by one thread at a time, and compared on all ranks before the first byte.
     with communicator.conversion(description(words), min(kinds, default="")) as home:
-        if isinstance(found, LayoutError):
-            raise found
-        one = found
+        if one is None:
+            raise LayoutError(problem)
         if plan.values:
             values = _agreed_values(plan, communicator.gather({rank: values}))
         one.allocate()
@@ -177,14 +176,14 @@ class DeviceShards:
             for name, layout in due.items()
             if out is not None and device in layout.mesh
         }
-        names = [move.source_name for move in moves]
-        self.source = {place: before[name] for place, name in enumerate(names) if name in before}
-        names = [move.target_name for move in moves]
-        self.target = {place: after[name] for place, name in enumerate(names) if name in after}
+        places = list(enumerate(moves))
+        self.source = {n: before[m.source_name] for n, m in places if m.source_name in before}
+        self.target = {n: after[m.target_name] for n, m in places if m.target_name in after}
         self.tied = [(t.first, after[t.target_name]) for t in ties if t.target_name in after]
         """Shards to be filled with what has come to a place in the plan."""
-        known = {m.source_name for m in moves} | {tie.source_name for tie in ties}
-        known |= {name for name, _ in plan.values}
+        known = (
+            {m.source_name for m in moves} | {t.source_name for t in ties} | {*dict(plan.values)}
+        )
         if alone and (unknown := sorted(state.keys() - known)):
             raise LayoutError(
                 f"the state dict has {shown(unknown[0])}, which the plan lacks; leave it out, or "
