@@ -260,14 +260,14 @@ def _mapped(
     before: Mapping[str, Layout], target: Target, names: NameMap, dtype: object
 ) -> list[TensorMove]:
     shapes = {name: layout.global_shape for name, layout in before.items()}
-    due = {}
     if isinstance(target, tuple):
-        implied = names.target_shapes(shapes)
-        for e in names.equations(shapes, implied):
-            due[e.target] = implied[e.target], before[e.source].dtype
-    after = _targets(target, due, dtype)
-    report = check_map(names, shapes, {name: one.global_shape for name, one in after.items()})
+        wanted = names.target_shapes(shapes)
+    else:
+        wanted = {name: layout.global_shape for name, layout in layouts_of(target).items()}
+    report = check_map(names, shapes, wanted)
     report.require_total()
+    due = {e.target: (wanted[e.target], before[e.source].dtype) for e in report.equations}
+    after = _targets(target, due, dtype)
     return [
         TensorMove(e.source, e.target, before[e.source], after[e.target], e.view)
         for e in report.equations

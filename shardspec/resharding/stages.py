@@ -120,20 +120,20 @@ class Stage:
     @property
     def most_peers(self) -> int:
         """To how many devices one sends at most, or from how many it receives."""
-        ends = (Counter(pair[end] for pair in self.traffic) for end in (0, 1))
-        return max((count for peers in ends for count in peers.values()), default=0)
+        peers = Counter(end for pair in self.traffic for end in enumerate(pair))
+        return max(peers.values(), default=0)
 
     def seconds(self, link: Callable[[int, int], tuple[float, float]], files: Set[int]) -> float:
         """Return modelled seconds: those of the device that sends or receives longest.
 
         `link` says what a message between two devices costs, and a byte of it; files are none.
         """
-        busy: list[defaultdict[int, float]] = [defaultdict(float), defaultdict(float)]
+        busy: defaultdict[tuple[int, int], float] = defaultdict(float)
         for pair, num_bytes in self.traffic.items():
             latency, per_byte = link(*pair)
-            for one, seconds in zip(pair, busy, strict=True):
-                seconds[one] += latency + per_byte * num_bytes
-        return max((s for end in busy for one, s in end.items() if one not in files), default=0.0)
+            for end in enumerate(pair):
+                busy[end] += latency + per_byte * num_bytes
+        return max((s for (_, one), s in busy.items() if one not in files), default=0.0)
 
     def streams(self, device: int) -> dict[tuple[int, int], list[StateCopy]]:
         """Return what a device sends or receives, by sender and receiver, in the order of both."""
@@ -293,15 +293,13 @@ def _messages(copies: Iterable[StateCopy], most_bytes: int) -> Iterator[Message]
             step = -(-box_size(box) * copy.item_bytes // _ALIGNMENT) * _ALIGNMENT
             left = copy.places
             while left:
-                fitting = (most_bytes - end) // step
-                if message and not fitting:
+                if message and end + step > most_bytes:
                     yield message
                     message, end = [], 0
-                    continue
-                fitting = max(1, fitting)  # alone in a message it may need a few bytes more
-                some, left = left[:fitting], left[fitting:]
-                message.append(Piece(some, box, end, step))
-                end += step * len(some)
+                # Alone in a message a box may need a few bytes more.
+                fitting = max(1, (most_bytes - end) // step)
+                message.append(Piece(left[:fitting], box, end, step))
+                end, left = message_bytes(message), left[fitting:]
     if message:
         yield message
 
