@@ -54,9 +54,6 @@ def overlaps(
 
     No box is empty. Wanted ones come in ascending order of their first rows, as blocks of one box
     do, unless those that are held form a grid, as the boxes of a layout do.
-
-    >>> list(overlaps([((0, 2),), ((2, 5),)], [((1, 4),), ((4, 6),)]))
-    [(((1, 4),), [(0, ((1, 2),)), (1, ((2, 4),))]), (((4, 6),), [(1, ((4, 5),))])]
     """
     numbers: dict[Box, list[int]] = {}
     for number, box in enumerate(have):
@@ -134,9 +131,6 @@ def balanced(totals: Mapping[Holders, int]) -> dict[Holders, list[float]]:
     That is coordinate descent on the sum of squares, whose minimum also has the least maximum; it
     overshoots, since chains of overlapping sets would take long otherwise, and ends within 0.2 %
     of a lower bound.
-
-    >>> balanced({(0,): 4, (0, 1): 6})
-    {(0,): [4.0], (0, 1): [1.0, 5.0]}
     """
     load = dict.fromkeys((one for holders in totals for one in holders), 0.0)
     order = sorted(totals, key=lambda holders: (len(holders), holders))
@@ -174,11 +168,7 @@ def _least_maximum(totals: Mapping[Holders, int], load: Mapping[int, float]) -> 
 
 
 def _filled(load: Sequence[float], total: float) -> list[float]:
-    """Return what each gets so that, with its load, all that get something are at one level.
-
-    >>> _filled([1.0, 5.0, 3.0], 4.0)
-    [3.0, 0.0, 1.0]
-    """
+    """Return what each gets so that, with its load, all that get something are at one level."""
     level = below = 0.0
     for count, one in enumerate(sorted(load), 1):
         if count > 1 and level < one:

@@ -37,6 +37,7 @@ def test_overlaps_of_grids_and_of_any_boxes():
 
 def test_no_division_among_holders_has_a_less_busy_one():
     """Of all ways to give whole bytes, for a few sets of holders."""
+    assert balanced({(0,): 4, (0, 1): 6}) == {(0,): [4.0], (0, 1): [1.0, 5.0]}
     cases: list[dict[Holders, int]] = [
         {(0,): 4, (0, 1): 6},
         {(0, 1): 4, (1, 2): 4, (2,): 1},
