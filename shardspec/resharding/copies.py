@@ -116,8 +116,7 @@ class StateCopies:
     def digest(self) -> str:
         """What is equal on ranks whose plans are; hexadecimal."""
         found = hashlib.sha256(repr((self.max_bytes, self.ties, self.values, self.padded)).encode())
-        layouts = {layout for key in self.kinds for layout in key[:2]}
-        texts = {layout: repr(_facts(layout)) for layout in layouts}
+        texts = {layout: repr(_facts(layout)) for layout in self._layouts}
         for move in self.moves:
             ends = texts[move.source], texts[move.target]
             found.update(repr((move.source_name, move.target_name, move.view, ends)).encode())
@@ -126,18 +125,12 @@ class StateCopies:
     @cached_property
     def devices(self) -> tuple[int, ...]:
         """Physical ids of all devices of all meshes, ascending."""
-        meshes = {layout.mesh for move in self.moves for layout in (move.source, move.target)}
-        return tuple(sorted({device for mesh in meshes for device in mesh.ids}))
-
-    @cached_property
-    def casts(self) -> bool:
-        """Whether any tensor changes its dtype."""
-        return any(move.source.dtype != move.target.dtype for move in self.moves)
+        return tuple(sorted(self.files.union(*(mesh.ids for mesh in self._meshes))))
 
     @cached_property
     def files(self) -> frozenset[int]:
         """Which of the devices stand for files of a checkpoint."""
-        stored = {m.source.mesh for m in self.moves if isinstance(m.source, StoredLayout)}
+        stored = {one.mesh for one in self._layouts if isinstance(one, StoredLayout)}
         return frozenset(number for mesh in stored for number in mesh.ids)
 
     @cached_property
@@ -147,6 +140,10 @@ class StateCopies:
         for place, move in enumerate(self.moves):
             found.setdefault((move.source, move.target, move.view), []).append(place)
         return found
+
+    @property
+    def _layouts(self) -> set[Layout]:
+        return {layout for key in self.kinds for layout in key[:2]}
 
     @cached_property
     def hosts(self) -> Hosts | None:
@@ -274,8 +271,7 @@ class StateCopies:
     @property
     def _meshes(self) -> set[DeviceMesh]:
         """The meshes of devices."""
-        layouts = (layout for source, target, _ in self.kinds for layout in (source, target))
-        return {layout.mesh for layout in layouts if not isinstance(layout, StoredLayout)}
+        return {one.mesh for one in self._layouts if not isinstance(one, StoredLayout)}
 
     def as_dict(self) -> dict[str, object]:
         """Return what the plan says as plain values, ready for JSON."""

@@ -95,7 +95,8 @@ def _run_in_job(
         one.allocate()
         memory = communicator.peer_memory
         try:
-            if memory is not None and home == "cpu" and not plan.casts:
+            casts = any(move.source.dtype != move.target.dtype for move in plan.moves)
+            if memory is not None and home == "cpu" and not casts:
                 one.read_peers(memory)
             else:
                 one.exchange_all()
