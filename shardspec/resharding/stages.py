@@ -320,5 +320,5 @@ def region_of(
     """
     view = view or identity_view(layout.global_shape)
     side = view.source if of_source else view.target
-    offset = side.offset(strides, layout.intervals(device), [lo for lo, _ in box])
-    return box_shape(box), side.strides(strides, len(box)), offset
+    corner = [lo for lo, _ in box]
+    return box_shape(box), *side.in_memory(strides, layout.intervals(device), corner)

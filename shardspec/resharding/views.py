@@ -62,33 +62,25 @@ class TensorView(NamedTuple):
             found.append(tuple(intervals.get(axis, (0, 1)) for axis in range(axes)))
         return found
 
-    def strides(self, strides: Sequence[int], axes: int) -> tuple[int, ...]:
-        """Return the steps in memory along the axes of the view, given those of the tensor."""
-        found = [0] * axes
-        for weight, factors in zip(strides, self.dims, strict=True):
-            for factor in reversed(factors):
-                found[factor.axis] = weight
-                weight *= factor.size
-        return tuple(found)
-
-    def offset(
+    def in_memory(
         self,
         strides: Sequence[int],
         intervals: Sequence[Sequence[tuple[int, int]]],
         corner: Sequence[int],
-    ) -> int:
-        """Return where in memory an element of the view lies, given its indices.
+    ) -> tuple[tuple[int, ...], int]:
+        """Return the steps along the axes of the view, and where its element at `corner` lies.
 
-        `strides` are steps in the memory of a shard, `intervals` the indices that it holds of each
-        dim.
+        `strides` are steps in the memory of a shard, `intervals` the indices it holds of each dim.
         """
-        at = 0
+        steps, at = [0] * len(corner), 0
         for stride, held, factors in zip(strides, intervals, self.dims, strict=True):
-            index = 0
-            for factor in factors:
-                index = index * factor.size + factor.start + corner[factor.axis]
+            index, width = 0, 1
+            for factor in reversed(factors):
+                steps[factor.axis] = stride * width
+                index += (factor.start + corner[factor.axis]) * width
+                width *= factor.size
             at += local_index(held, index) * stride
-        return at
+        return tuple(steps), at
 
     def covered(self) -> Cover:
         """Return which indices of the tensor the view has."""

@@ -282,7 +282,7 @@ def test_tracing_random_permutations_and_cuts():
             given = {"a": a, "b": b}[e.source]
             for at in np.ndindex(*e.view.shape):
                 places = [
-                    side.offset(t.stride(), [[(0, n)] for n in t.shape], at)
+                    side.in_memory(t.stride(), [[(0, n)] for n in t.shape], at)[1]
                     for side, t in ((e.view.source, given), (e.view.target, got[e.target]))
                 ]
                 value = given.as_strided((), (), places[0])
