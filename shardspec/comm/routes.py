@@ -85,8 +85,8 @@ def exchange_routes(
         if max(loads) >= max(most, sum(loads) // len(near)) + 2 * _MESSAGE:
             places.sort(key=lambda place: near.index(moves[place].src))
             sizes = [box_size(moves[place].box) for place in places]
-            senders = Senders([[(near, size) for size in sizes]])
-            for place, start, size in zip(places, senders.starts[0], sizes, strict=True):
+            senders = Senders([(near, size) for size in sizes])
+            for place, start, size in zip(places, senders.starts, sizes, strict=True):
                 parts = senders.split(near, moves[place].box, start, size)
                 divided[place] = [Transfer(one, moves[place].dst, box) for one, box in parts]
     return [part for place, move in enumerate(moves) for part in divided.get(place, (move,))]
