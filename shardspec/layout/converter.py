@@ -1,7 +1,7 @@
 """The cheapest chain of steps from one layout to another, and the next best ones."""
 
 from collections.abc import Iterator, Sequence
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 from itertools import islice, pairwise
 from math import inf
 from typing import Any, Final
@@ -341,7 +341,7 @@ def _moves_by_graph(source: Layout, target: Layout, model: CostModel) -> list[Mo
     whole = [dim for dim in range(len(goal[0])) if dim not in dims]
     whole.sort(key=lambda dim: -source.global_shape[dim])
     dims += whole[: max(0, _MAX_DIMS - len(dims))]
-    space = graph.TransitionGraph(source.mesh.ndim, tuple(sorted(axes)), tuple(sorted(dims)))
+    edges = partial(graph.successors, axes_to_use=sorted(axes), dims=sorted(dims))
 
     @cache
     def held(cuts: graph.Cuts) -> int:
@@ -360,7 +360,7 @@ def _moves_by_graph(source: Layout, target: Layout, model: CostModel) -> list[Mo
         )
 
     bound = sure.cost_seconds + graph.TIE_SECONDS * len(sure.steps)
-    found = graph.cheapest_path(space, start, goal, price, bound, _MAX_EDGES)
+    found = graph.cheapest_path(edges, start, goal, price, bound, _MAX_EDGES)
     if not found:
         return list(zip(sure.steps, sure.layouts[1:], strict=True))
     return [(step, source.with_spec(graph.spec_of(state))) for step, state in found]

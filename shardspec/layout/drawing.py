@@ -16,7 +16,7 @@ from xml.etree.ElementTree import Element
 
 from shardspec.comm.steps import Exchange, Permute, ReduceOp, Step
 from shardspec.errors import LayoutError
-from shardspec.layout.graph import MAX_STATES, State, TransitionGraph, count_states, spec_of
+from shardspec.layout.graph import MAX_STATES, State, count_states, explore, spec_of
 from shardspec.layout.layout import Layout, resolve_axes
 from shardspec.layout.picture import draw, svg_page
 from shardspec.layout.plan import ConversionPlan, step_text
@@ -119,7 +119,7 @@ def draw_transitions(mesh: DeviceMesh, dims: int, plan: ConversionPlan | None = 
             f"the limit is {MAX_STATES}; draw fewer mesh axes or dims"
         )
     whole = resolve_axes(ShardingSpec(dims, partial=pending), mesh)
-    graph = TransitionGraph(mesh.ndim).explore(whole)
+    graph = explore(mesh.ndim, whole)
     states = sorted(graph.nodes, key=_column_and_place)
     # A tensor of any size has these specs.
     tensor = Layout(mesh, ShardingSpec(dims), (1,) * dims, "float32")

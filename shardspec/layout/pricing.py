@@ -28,6 +28,7 @@ from shardspec.layout.graph import (
     Space,
     count_states,
     is_symmetric,
+    orbits,
     space_of,
     spec_of,
     state_of,
@@ -253,8 +254,8 @@ def _routed(
         return permute, exchange
     devices, count = prod(mesh_shape), len(space.states)
     even = is_symmetric(global_shape, mesh_shape)
-    orbits = space.orbits(alike_axes(mesh_shape, model)) if even else None
-    sources = count if orbits is None else len(np.unique(orbits[0]))
+    alike = orbits(space, alike_axes(mesh_shape, model)) if even else None
+    sources = count if alike is None else len(np.unique(alike[0]))
     if sources * count * devices > max_work or devices > MAX_EXACT_DEVICES:
         return None
     rows: Iterable[_Row] = _rows(space, model, global_shape)
@@ -265,8 +266,8 @@ def _routed(
     for some, *lines in rows:
         for each, prices in zip(lines, seconds, strict=True):
             prices[some] = value_at(each, size).reshape(-1, count)
-    if orbits is not None:
-        seconds = seconds.reshape(2, -1).take(orbits[0][:, None] * count + orbits[1], axis=1)
+    if alike is not None:
+        seconds = seconds.reshape(2, -1).take(alike[0][:, None] * count + alike[1], axis=1)
     seconds[1][seconds[1] == 0] = np.inf  # nothing moves: that is a slice, or no step at all
     return seconds[0], seconds[1]
 
@@ -302,7 +303,7 @@ def _rows(
     routing, count = Routing(model, sizes, space.lists), len(space.states)
     sources = np.arange(count)
     if even:
-        sources = np.unique(space.orbits(alike_axes(model.mesh_shape, model))[0])
+        sources = np.unique(orbits(space, alike_axes(model.mesh_shape, model))[0])
     at_once = max(1, _MAX_CELLS // (count * routing.differ.size))
     used = routing.axis_bits(space.list_index[sources])
     for bits in np.unique(used).tolist():

@@ -29,6 +29,7 @@ from shardspec.layout.graph import (
     count_states,
     distances,
     is_symmetric,
+    orbits,
     spec_of,
     state_of,
 )
@@ -217,7 +218,7 @@ def _along_paths(prices: Prices, whole: Layout, model: CostModel) -> tuple[Float
     sources = place
     if is_symmetric(whole.global_shape, whole.mesh.shape):
         alike = alike_axes(whole.mesh.shape, model)
-        stands_for, relabelled = space.orbits(alike, first=model.copy_s > 0)
+        stands_for, relabelled = orbits(space, alike, first=model.copy_s > 0)
         sources, place = np.unique(stands_for, return_inverse=True)
     received_in = _bytes_of_moves(joined, whole)
     local = prices.local_bytes.astype(np.int64)
