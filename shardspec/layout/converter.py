@@ -3,7 +3,6 @@
 from collections.abc import Iterator, Sequence
 from functools import cache, lru_cache, partial
 from itertools import islice, pairwise
-from math import inf
 from typing import Any, Final
 
 import numpy as np
@@ -275,30 +274,30 @@ def _cheapest_plan(
             raise _too_large(source, target, max_bytes, plan.peak_bytes)
         return plan
     if target_model is not None:
-
-        def on_mesh(start: Layout, end: Layout, model: CostModel = model) -> ConversionPlan:
-            if start == end:
-                return ConversionPlan((), (start,), model)
-            return _cheapest_plan(start, end, model, None, max_bytes)
-
         models = model, target_model
-        before, after = cheapest_crossing(
-            source, target, models, max_bytes, lambda a, b: on_mesh(a, b).peak_bytes
-        )
-        ends = on_mesh(source, before), on_mesh(after, target, target_model)
-        moves = [(step, layout) for step, _, layout in ends[0].moves]
+        before, after = cheapest_crossing(source, target, models, max_bytes)
+        moves = _moves_on_mesh(source, before, model, max_bytes)
         moves.append((exchange_to(before, after, *models), after))
-        moves += [(step, layout) for step, _, layout in ends[1].moves]
-    elif (states := _count_states(source)) <= graph.MAX_STATES:
-        moves = _moves_by_matrix(source, target, model, max_bytes)
-    elif max_bytes is not None:
-        raise LayoutError(
-            f"max_bytes is not searched for among {states} layouts (mesh {source.mesh}, "
-            f"{source.spec.dims} dims), only among up to {graph.MAX_STATES}; leave it out"
-        )
+        moves += _moves_on_mesh(after, target, target_model, max_bytes)
     else:
-        moves = _moves_by_graph(source, target, model)
+        moves = _moves_on_mesh(source, target, model, max_bytes)
     return ConversionPlan.of_moves(source, _with_slices_joined(moves), model, target_model)
+
+
+def _moves_on_mesh(
+    source: Layout, target: Layout, model: CostModel, max_bytes: int | None
+) -> list[Move]:
+    if source == target:
+        return []
+    states = _count_states(source)
+    if states <= graph.MAX_STATES:
+        return _moves_by_matrix(source, target, model, max_bytes)
+    if max_bytes is None:
+        return _moves_by_graph(source, target, model)
+    raise LayoutError(
+        f"max_bytes is not searched for among {states} layouts (mesh {source.mesh}, "
+        f"{source.spec.dims} dims), only among up to {graph.MAX_STATES}; leave it out"
+    )
 
 
 def _count_states(layout: Layout) -> int:
@@ -317,12 +316,11 @@ def _moves_by_matrix(
 ) -> list[Move]:
     """Search where the prices of all moves fit into a matrix."""
     prices, move = prices_to_search(source, model, max_bytes, target)
-    start, goal = (prices.space.index[graph.state_of(layout.spec)] for layout in (source, target))
+    start, goal = prices.state(source), prices.state(target)
     walk = graph.shortest_walk(move, start, goal)
     if walk is None:
         assert max_bytes is not None, "without a bound there is always a way"
-        live = np.where(np.isfinite(prices.seconds), prices.live_bytes, inf)
-        least = graph.distances(live, [start], np.maximum)[0, goal]
+        least = graph.distances(prices.live_bytes, [start], np.maximum)[0, goal]
         raise _too_large(source, target, max_bytes, least)
     return [(prices.step(*ends), prices.layout(source, ends[1])) for ends in pairwise(walk)]
 
@@ -412,7 +410,7 @@ def _cheapest_plans(
             f"{source.spec.dims} dims), only among up to {graph.MAX_STATES}; ask for the plan alone"
         )
     prices, move = prices_to_search(source, best.model, max_bytes, target)
-    start, goal = (prices.space.index[graph.state_of(layout.spec)] for layout in (source, target))
+    start, goal = prices.state(source), prices.state(target)
     plans = {_moved(best): best}
     slices = [ends for ends, step in prices.steps.items() if isinstance(step, Slice)]
     for path in islice(graph.cheapest_paths(prices.space, slices, move, start, goal, count), count):

@@ -224,7 +224,29 @@ class _Side:
     seconds: Floats
     """From the source to each spec, or from each spec to the target."""
     peak: Floats
-    """The bytes that the fullest device holds at least on the way; 0 where there is no bound."""
+    """The bytes that the fullest device holds at least on the way."""
+
+    @classmethod
+    def alone(cls, end: Layout) -> "_Side":
+        """Let the tensor leave or arrive as it is; what is pending is finished first."""
+        return cls(end, [state_of(end.spec)[0]], np.zeros(1), np.zeros(1))
+
+    @classmethod
+    def every(cls, end: Layout, model: CostModel, max_bytes: int | None, leaving: bool) -> "_Side":
+        """Search from the source to all specs of its mesh, or from all specs to the target."""
+        if count_states(end.mesh.ndim, end.spec.dims, len(end.spec.partials)) > MAX_STATES:
+            return cls.alone(end)
+        prices, move = prices_to_search(end, model, max_bytes)
+        finished = prices.space.num_finished
+        seconds, peak = (
+            distances(each if leaving else each.T, [prices.state(end)], join)[0, :finished]
+            for each, join in ((move, np.add), (prices.live_bytes, np.maximum))
+        )
+        return cls(end, [cuts for cuts, _ in prices.space.states[:finished]], seconds, peak)
+
+    @property
+    def num_intervals(self) -> int:
+        return len(self.cuts) * self.layout.mesh.size * self.layout.spec.dims
 
     def at(self, index: int) -> Layout:
         """Return the layout of one of the specs."""
@@ -232,63 +254,32 @@ class _Side:
 
 
 def cheapest_crossing(
-    source: Layout,
-    target: Layout,
-    models: tuple[CostModel, CostModel],
-    max_bytes: int | None,
-    peak_on_mesh: Callable[[Layout, Layout], int],
+    source: Layout, target: Layout, models: tuple[CostModel, CostModel], max_bytes: int | None
 ) -> tuple[Layout, Layout]:
     """Return the layouts between which a tensor goes over to another mesh.
 
-    `models` price on each mesh; no device may hold more than `max_bytes` during a step;
-    `peak_on_mesh` tells the peak of a plan on the source's mesh. The choice is the cheapest where
-    so few specs and devices are involved that all pairs are considered. On larger meshes the tensor
-    leaves and arrives as it is, or the best of the pairs looked at is taken.
+    `models` price on each mesh; no device may hold more than `max_bytes` during a step. The choice
+    is the cheapest where so few specs and devices are involved that all pairs are considered. On
+    larger meshes the tensor leaves and arrives as it is, or the best of the pairs looked at is
+    taken.
     """
-    devices = common_mesh(source.mesh, target.mesh).size
-    if devices > _MAX_DEVICES:
+    mesh, model = (
+        common_mesh(source.mesh, target.mesh),
+        common_model(source.mesh, target.mesh, *models),
+    )
+    if mesh.size > _MAX_DEVICES:
         raise LayoutError(
-            f"the two meshes have {devices:,} devices together; conversions between meshes are "
+            f"the two meshes have {mesh.size:,} devices together; conversions between meshes are "
             f"planned for up to {_MAX_DEVICES:,}"
         )
-
-    def alone(end: Layout) -> _Side:
-        """Let the tensor leave or arrive as it is; what is pending is finished first."""
-        plain = end.with_spec(end.spec.without_partial())
-        peak = peak_on_mesh(end, plain) if end != plain else 0
-        return _Side(end, [state_of(plain.spec)[0]], np.zeros(1), np.array([peak]))
-
-    def side(end: Layout, model: CostModel, *, leaving: bool) -> _Side:
-        """Search from the source to all specs of its mesh, or from all specs to the target."""
-        start = state_of(end.spec)
-        if count_states(end.mesh.ndim, end.spec.dims, len(start[1])) > MAX_STATES:
-            return alone(end)
-        prices, move = prices_to_search(end, model, max_bytes)
-        place, finished = prices.space.index[start], prices.space.num_finished
-        peak = np.zeros(finished)
-        if max_bytes is not None:
-            live = np.where(np.isfinite(prices.seconds), prices.live_bytes, inf)
-            peak = distances(live if leaving else live.T, [place], np.maximum)[0, :finished]
-        seconds = distances(move if leaving else move.T, [place])[0, :finished]
-        return _Side(end, [cuts for cuts, _ in prices.space.states[:finished]], seconds, peak)
-
-    here, there = side(source, models[0], leaving=True), side(target, models[1], leaving=False)
-    work = len(here.cuts) * len(there.cuts) * devices
-    if work > _MAX_WORK or len(here.cuts) * source.mesh.size * source.spec.dims > _MAX_INTERVALS:
-        here = alone(source)
-    if len(there.cuts) * target.mesh.size * source.spec.dims > _MAX_INTERVALS:
-        there = alone(target)
-    best = _cheapest_pair(here, there, models, max_bytes)
-    return here.at(best[0]), there.at(best[1])
-
-
-def _cheapest_pair(
-    here: _Side, there: _Side, models: tuple[CostModel, CostModel], max_bytes: int | None
-) -> tuple[int, int]:
-    """Return where to leave and where to arrive."""
-    meshes = here.layout.mesh, there.layout.mesh
-    mesh, model = common_mesh(*meshes), common_model(*meshes, *models)
-    item = item_bytes(here.layout.dtype)
+    here = _Side.every(source, models[0], max_bytes, leaving=True)
+    there = _Side.every(target, models[1], max_bytes, leaving=False)
+    work = len(here.cuts) * len(there.cuts) * mesh.size
+    if work > _MAX_WORK or here.num_intervals > _MAX_INTERVALS:
+        here = _Side.alone(source)
+    if there.num_intervals > _MAX_INTERVALS:
+        there = _Side.alone(target)
+    item = item_bytes(source.dtype)
     held, wanted = cache(lambda n: here.at(n).boxes()), cache(lambda n: there.at(n).boxes())
     # Axes of one device, and dims too short to be cut, make many specs the same boxes.
     seconds: dict[tuple[tuple[Box, ...], ...], float] = {}
@@ -313,7 +304,7 @@ def _cheapest_pair(
     least = here.seconds[:, None] + there.seconds + _least_exchange(here, there, model)
     _, found = _lowest(least, total, lambda: listed > _MAX_LISTED)
     if found is not None:
-        return found
+        return here.at(found[0]), there.at(found[1])
     if too_many:
         raise too_many[-1]
 
@@ -322,8 +313,8 @@ def _cheapest_pair(
 
     peaks = np.maximum(here.peak[:, None], there.peak)
     raise LayoutError(
-        f"no plan from {here.layout} to {there.layout} holds at most {max_bytes} bytes on every "
-        f"device; the least that one needs is {int(_lowest(peaks, peak)[0])}"
+        f"no plan from {source} to {target} holds at most {max_bytes} bytes on every device; the "
+        f"least that one needs is {int(_lowest(peaks, peak)[0])}"
     )
 
 

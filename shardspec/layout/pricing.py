@@ -74,12 +74,17 @@ class Prices:
 
     @cached_property
     def live_bytes(self) -> Floats:
-        """Bytes that the fullest device holds during the move between every two states."""
-        return self.local_bytes[:, None] + self.local_bytes
+        """Bytes that the fullest device holds during the move between every two states, or inf."""
+        held: Floats = self.local_bytes[:, None] + self.local_bytes
+        return np.where(np.isfinite(self.seconds), held, np.inf)
+
+    def state(self, layout: Layout) -> int:
+        """Return the state that a layout is in."""
+        return self.space.index[state_of(layout.spec)]
 
     def with_pair(self, source: Layout, target: Layout) -> "Prices":
         """Return the prices with permute and exchange between two specs added."""
-        ends = self.space.index[state_of(source.spec)], self.space.index[state_of(target.spec)]
+        ends = self.state(source), self.state(target)
         seconds, kind = self.seconds.copy(), self.kind.copy()
         each = (seconds[ends], *pair_prices(source, target, self.model))
         seconds[ends] = min(each)

@@ -45,7 +45,8 @@ def pruned(fixed: Floats, slope: Floats) -> Lines:
     The upper envelope of those that are kept is convex, so whether another line rises above it is
     seen where two of them cross.
     """
-    kept = [_argmax_by(fixed, slope), _argmax_by(slope, fixed)]
+    # Complex numbers are in the order of their real parts, equal ones in that of the imaginary.
+    kept = [(fixed + 1j * slope).argmax(axis=-1), (slope + 1j * fixed).argmax(axis=-1)]
     while True:
         index = np.stack(kept, axis=-1)
         f, s = (np.take_along_axis(each, index, axis=-1) for each in (fixed, slope))
@@ -60,13 +61,6 @@ def pruned(fixed: Floats, slope: Floats) -> Lines:
                 break
         else:
             return f, s
-
-
-def _argmax_by(major: Floats, minor: Floats) -> Ints:
-    """Return where `major` is largest; of equal ones where `minor` is."""
-    ties = major >= major.max(axis=-1, keepdims=True)
-    index: Ints = np.where(ties, minor, -np.inf).argmax(axis=-1)
-    return index
 
 
 @lru_cache(maxsize=8)
@@ -174,7 +168,7 @@ class Routing:
     ) -> None:
         self._model, self._mesh_shape = model, model.mesh_shape
         self._axes = range(len(model.mesh_shape))
-        self._rows, self.differ = _devices_in_pairs(model.mesh_shape)
+        self._rows, self.differ, *self._differences = _devices_in_pairs(model.mesh_shape)
         by_size = {size: _Dim(model.mesh_shape, self._rows, lists, size) for size in set(sizes)}
         self._dims = [by_size[size] for size in sizes]
         self._bits = np.array([sum(1 << axis for axis in axes) for axes in lists], np.int64)
@@ -272,7 +266,7 @@ class Routing:
 
     def _permute(self, sources: Ints, targets: Ints, used: int) -> Lines:
         """Price permutes to targets that hold the same boxes as often as the source."""
-        bits, places = _differences(self._mesh_shape)
+        bits, places = self._differences
         links = np.zeros((2, len(bits)))
         for axis in self._axes:
             crossed = (bits >> axis & 1)[None] * np.array(self._model.pair(axis))[:, None]
@@ -304,8 +298,11 @@ class Routing:
 
 
 @lru_cache(maxsize=8)
-def _devices_in_pairs(mesh_shape: tuple[int, ...]) -> tuple[Ints, Ints]:
-    """Return the devices that are priced, and (these, devices): bits of the axes that differ."""
+def _devices_in_pairs(mesh_shape: tuple[int, ...]) -> tuple[Ints, Ints, Ints, Ints]:
+    """Return the devices that are priced, and (these, devices): bits of the axes that differ.
+
+    Beside them all such bits that occur, and which of these each pair has.
+    """
     coordinates = device_coordinates(mesh_shape)
     rows = np.arange(len(coordinates))
     if len(rows) > MAX_EXACT_DEVICES:
@@ -317,11 +314,5 @@ def _devices_in_pairs(mesh_shape: tuple[int, ...]) -> tuple[Ints, Ints]:
     differ = np.zeros((len(rows), len(coordinates)), dtype=np.int64)
     for axis, at in enumerate(coordinates.T):
         differ |= (at[rows, None] != at).astype(np.int64) << axis
-    return rows, differ
-
-
-@lru_cache(maxsize=8)
-def _differences(mesh_shape: tuple[int, ...]) -> tuple[Ints, Ints]:
-    """Return on which axes some two devices differ, as bits, and which of these each pair has."""
-    bits, places = np.unique(_devices_in_pairs(mesh_shape)[1], return_inverse=True)
-    return bits, places.reshape(-1, prod(mesh_shape))
+    kinds, kind_of = np.unique(differ, return_inverse=True)
+    return rows, differ, kinds, kind_of.reshape(differ.shape)
