@@ -4,8 +4,6 @@ import os
 import zipfile
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from fractions import Fraction
-from functools import cache
 from math import prod
 from pathlib import Path
 from secrets import token_hex
@@ -15,8 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shardspec.comm.cost import CostModel
-from shardspec.comm.curves import kind_of, share
-from shardspec.comm.curves import whole as whole_of
+from shardspec.comm.curves import bytes_received
 from shardspec.comm.steps import ReduceOp
 from shardspec.dtypes import item_bytes
 from shardspec.errors import AxisError, LayoutError
@@ -214,8 +211,8 @@ def _along_paths(prices: Prices, whole: Layout, model: CostModel) -> tuple[Float
     """Search from one spec of each kind where dims divide evenly, else from every spec."""
     joined, space = prices.with_slices_joined(), prices.space
     move, count = joined.seconds + TIE_SECONDS, len(space.states)
-    place, relabelled = np.arange(count), np.broadcast_to(np.arange(count), (count, count))
-    sources = place
+    every = sources = place = np.arange(count)
+    relabelled = np.broadcast_to(every, (count, count))
     if is_symmetric(whole.global_shape, whole.mesh.shape):
         alike = alike_axes(whole.mesh.shape, model)
         stands_for, relabelled = orbits(space, alike, first=model.copy_s > 0)
@@ -223,24 +220,23 @@ def _along_paths(prices: Prices, whole: Layout, model: CostModel) -> tuple[Float
     received_in = _bytes_of_moves(joined, whole)
     local = prices.local_bytes.astype(np.int64)
     best = distances(move, sources)
-    seconds = np.full((len(sources), count), np.inf)
-    received, peak = np.full((2, len(sources), count), -1, dtype=np.int64)
+    seconds, received = np.zeros(best.shape), np.zeros(best.shape, dtype=np.int64)
+    peak = np.repeat(local[sources, None], count, axis=1)
     for row, source in enumerate(sources.tolist()):
-        reached = np.flatnonzero(np.isfinite(best[row]))
         last = _last_moves(move, best[row], source)
-        each = received_in(last, np.arange(count))
-        at = reached.copy()
-        seconds[row, reached], received[row, reached], peak[row, reached] = 0.0, 0, local[source]
+        of_move = move[last, every] - TIE_SECONDS, received_in(last), local[last] + local
+        at = np.where(np.isfinite(best[row]), every, source)
         for _ in range(count):
-            going = at != source
-            if not going.any():
+            goal = np.flatnonzero(at != source)
+            if not goal.size:
                 break
-            goal, here = reached[going], at[going]
-            seconds[row, goal] += move[last[here], here] - TIE_SECONDS
-            received[row, goal] += each[here]
-            live = local[last[here]] + local[here]
-            peak[row, goal] = np.maximum(peak[row, goal], live)
-            at[going] = last[here]
+            here = at[goal]
+            seconds[row, goal] += of_move[0][here]
+            received[row, goal] += of_move[1][here]
+            peak[row, goal] = np.maximum(peak[row, goal], of_move[2][here])
+            at[goal] = last[here]
+    nowhere = ~np.isfinite(best)
+    seconds[nowhere], received[nowhere], peak[nowhere] = np.inf, -1, -1
 
     def of_all(rows: npt.NDArray[Any]) -> npt.NDArray[Any]:
         return np.take_along_axis(rows[place], relabelled, axis=1)
@@ -258,38 +254,25 @@ def _last_moves(move: Floats, best: Floats, source: int) -> Ints:
     return last
 
 
-def _bytes_of_moves(prices: Prices, whole: Layout) -> Callable[[Ints, Ints], Ints]:
-    """Return what tells the bytes that the busiest device receives in moves between states."""
+def _bytes_of_moves(prices: Prices, whole: Layout) -> Callable[[Ints], Ints]:
+    """Return what tells the bytes the busiest device receives in moves from given states to all."""
     space, mesh_shape = prices.space, whole.mesh.shape
     local, lists = prices.local_bytes.astype(np.int64), space.list_index
+    every = np.arange(len(local))
     sides = [intervals(mesh_shape, space.lists, size) for size in whole.global_shape]
-    # Of a collective as a fraction of what is held before.
-    parts, wholes = np.zeros((2, *prices.seconds.shape), dtype=np.int64)
-
-    @cache
-    def fraction(kind: str | None, n: int) -> tuple[int, int]:
-        part = share(kind, n) * whole_of(kind, n) if kind else Fraction(0)
-        return part.as_integer_ratio()
-
+    of_steps = np.zeros(prices.seconds.shape, dtype=np.int64)
     for ends, step in prices.steps.items():
-        devices = prod(mesh_shape[axis] for axis in step.axes)
-        parts[ends], wholes[ends] = fraction(kind_of(step), devices)
-    wholes[prices.kind > 0] = 0
+        of_steps[ends] = bytes_received(step, mesh_shape, int(local[ends[0]]))
 
-    def lacking(source: Ints, target: Ints) -> Ints:
-        kept = wanted = np.ones((len(source), 1), dtype=np.int64)
+    def received(source: Ints) -> Ints:
+        found: Ints = of_steps[source, every]
+        routed = np.flatnonzero(prices.kind[source, every])
+        kept = wanted = np.ones((len(routed), 1), dtype=np.int64)
         for dim, (lo, hi) in enumerate(sides):
-            a, b = lists[source, dim], lists[target, dim]
+            a, b = lists[source[routed], dim], lists[routed, dim]
             kept = kept * shared((lo[a], hi[a]), (lo[b], hi[b]))
             wanted = wanted * (hi[b] - lo[b])
-        most = np.max(wanted - kept, axis=-1, initial=0)
-        return np.asarray(most * item_bytes(whole.dtype), dtype=np.int64)
-
-    def received(source: Ints, target: Ints) -> Ints:
-        held = local[source] * parts[source, target]
-        found: Ints = -(-held // np.maximum(wholes[source, target], 1))
-        routed = wholes[source, target] == 0
-        found[routed] = lacking(source[routed], target[routed])
+        found[routed] = np.max(wanted - kept, axis=-1, initial=0) * item_bytes(whole.dtype)
         return found
 
     return received
