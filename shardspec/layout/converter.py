@@ -9,11 +9,10 @@ import numpy as np
 import numpy.typing as npt
 
 from shardspec.comm.cost import CostModel
-from shardspec.comm.curves import Line, copies
 from shardspec.comm.steps import ReduceOp, Slice, Step
 from shardspec.errors import LayoutError
 from shardspec.layout import graph
-from shardspec.layout.cross import cheapest_crossing, exchange_to
+from shardspec.layout.cross import cheapest_crossing, exchange_to, too_large
 from shardspec.layout.layout import Layout, SpecLike
 from shardspec.layout.plan import ConversionPlan, Move, finishing_moves, naive_moves
 from shardspec.layout.pricing import (
@@ -22,6 +21,8 @@ from shardspec.layout.pricing import (
     pair_prices,
     permute_between,
     prices_to_search,
+    states_of,
+    step_lines,
 )
 from shardspec.layout.table import CostTable, cost_table, pair_costs
 from shardspec.mesh import DeviceMesh
@@ -271,14 +272,15 @@ def _cheapest_plan(
             moves.append((exchange_to(source, target, model, target_model), target))
         plan = ConversionPlan.of_moves(source, moves, model, target_model)
         if max_bytes is not None and plan.peak_bytes > max_bytes:
-            raise _too_large(source, target, max_bytes, plan.peak_bytes)
+            raise too_large(source.spec, target.spec, max_bytes, plan.peak_bytes)
         return plan
     if target_model is not None:
         models = model, target_model
         before, after = cheapest_crossing(source, target, models, max_bytes)
-        moves = _moves_on_mesh(source, before, model, max_bytes)
+        moves = [] if before == source else _moves_on_mesh(source, before, model, max_bytes)
         moves.append((exchange_to(before, after, *models), after))
-        moves += _moves_on_mesh(after, target, target_model, max_bytes)
+        if after != target:
+            moves += _moves_on_mesh(after, target, target_model, max_bytes)
     else:
         moves = _moves_on_mesh(source, target, model, max_bytes)
     return ConversionPlan.of_moves(source, _with_slices_joined(moves), model, target_model)
@@ -287,9 +289,7 @@ def _cheapest_plan(
 def _moves_on_mesh(
     source: Layout, target: Layout, model: CostModel, max_bytes: int | None
 ) -> list[Move]:
-    if source == target:
-        return []
-    states = _count_states(source)
+    states = states_of(source)
     if states <= graph.MAX_STATES:
         return _moves_by_matrix(source, target, model, max_bytes)
     if max_bytes is None:
@@ -297,17 +297,6 @@ def _moves_on_mesh(
     raise LayoutError(
         f"max_bytes is not searched for among {states} layouts (mesh {source.mesh}, "
         f"{source.spec.dims} dims), only among up to {graph.MAX_STATES}; leave it out"
-    )
-
-
-def _count_states(layout: Layout) -> int:
-    return graph.count_states(layout.mesh.ndim, layout.spec.dims, len(layout.spec.partials))
-
-
-def _too_large(source: Layout, target: Layout, max_bytes: int, least: float) -> LayoutError:
-    return LayoutError(
-        f"no plan from {source.spec} to {target.spec} holds at most {max_bytes} bytes on every "
-        f"device; the least that one needs is {int(least)}"
     )
 
 
@@ -321,8 +310,8 @@ def _moves_by_matrix(
     if walk is None:
         assert max_bytes is not None, "without a bound there is always a way"
         least = graph.distances(prices.live_bytes, [start], np.maximum)[0, goal]
-        raise _too_large(source, target, max_bytes, least)
-    return [(prices.step(*ends), prices.layout(source, ends[1])) for ends in pairwise(walk)]
+        raise too_large(source.spec, target.spec, max_bytes, least)
+    return [prices.move(source, *ends) for ends in pairwise(walk)]
 
 
 def _moves_by_graph(source: Layout, target: Layout, model: CostModel) -> list[Move]:
@@ -341,21 +330,15 @@ def _moves_by_graph(source: Layout, target: Layout, model: CostModel) -> list[Mo
     dims += whole[: max(0, _MAX_DIMS - len(dims))]
     edges = partial(graph.successors, axes_to_use=sorted(axes), dims=sorted(dims))
 
+    lines = step_lines(model)
+
     @cache
     def held(cuts: graph.Cuts) -> int:
         return source.with_spec(graph.spec_of((cuts, ()))).max_local_bytes
 
-    # Steps of one kind along the same axes cost the same, in whatever order these arrive.
-    known: dict[tuple[type[Step], frozenset[int], int], tuple[Line, ...]] = {}
-
     def price(step: Step, state: graph.State) -> float:
-        key = type(step), frozenset(step.axes), copies(step, 1)
-        if key not in known:
-            known[key] = model.lines(step)
         num_bytes = held(state[0])
-        return (
-            min(fixed + num_bytes * per_byte for fixed, per_byte in known[key]) + graph.TIE_SECONDS
-        )
+        return min(fixed + num_bytes * slope for fixed, slope in lines(step)) + graph.TIE_SECONDS
 
     bound = sure.cost_seconds + graph.TIE_SECONDS * len(sure.steps)
     found = graph.cheapest_path(edges, start, goal, price, bound, _MAX_EDGES)
@@ -404,7 +387,7 @@ def _cheapest_plans(
             f"alternatives are listed on one mesh only, and {target} is on another one than "
             f"{source}"
         )
-    if (states := _count_states(source)) > graph.MAX_STATES:
+    if (states := states_of(source)) > graph.MAX_STATES:
         raise LayoutError(
             f"alternatives are not searched for among {states} layouts (mesh {source.mesh}, "
             f"{source.spec.dims} dims), only among up to {graph.MAX_STATES}; ask for the plan alone"
@@ -429,8 +412,8 @@ def _moves_along(prices: Prices, path: Sequence[graph.Node], source: Layout) -> 
     layout = source
     for (a, _), (b, by_cut) in pairwise(path):
         if not by_cut:
-            layout = prices.layout(source, b)
-            yield prices.step(a, b), layout
+            step, layout = prices.move(source, a, b)
+            yield step, layout
             continue
         before, after = prices.space.states[a][0], prices.space.states[b][0]
         cut = {dim: axes for dim, axes in enumerate(after) if axes != before[dim]}

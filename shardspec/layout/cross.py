@@ -30,13 +30,12 @@ from shardspec.layout.graph import (
     TIE_SECONDS,
     Cuts,
     Floats,
-    count_states,
     distances,
     spec_of,
     state_of,
 )
 from shardspec.layout.layout import Layout, LayoutCell, cells_of
-from shardspec.layout.pricing import prices_to_search
+from shardspec.layout.pricing import prices_to_search, states_of
 from shardspec.layout.routed import MAX_EXACT_DEVICES, intervals, shared
 from shardspec.mesh import DeviceMesh, LinkModel
 
@@ -234,7 +233,7 @@ class _Side:
     @classmethod
     def every(cls, end: Layout, model: CostModel, max_bytes: int | None, leaving: bool) -> "_Side":
         """Search from the source to all specs of its mesh, or from all specs to the target."""
-        if count_states(end.mesh.ndim, end.spec.dims, len(end.spec.partials)) > MAX_STATES:
+        if states_of(end) > MAX_STATES:
             return cls.alone(end)
         prices, move = prices_to_search(end, model, max_bytes)
         finished = prices.space.num_finished
@@ -312,9 +311,15 @@ def cheapest_crossing(
         return max(float(peaks[a, b]), _most_held(held(a), wanted(b)) * item)
 
     peaks = np.maximum(here.peak[:, None], there.peak)
-    raise LayoutError(
+    assert max_bytes is not None, "without a bound there is always a way"
+    raise too_large(source, target, max_bytes, _lowest(peaks, peak)[0])
+
+
+def too_large(source: object, target: object, max_bytes: int, least: float) -> LayoutError:
+    """Return the error that every plan needs more bytes than are allowed, and how many."""
+    return LayoutError(
         f"no plan from {source} to {target} holds at most {max_bytes} bytes on every device; the "
-        f"least that one needs is {int(_lowest(peaks, peak)[0])}"
+        f"least that one needs is {int(least)}"
     )
 
 

@@ -6,7 +6,7 @@ specs that differ by a permutation of the dims, or of like axes, share them; els
 the one shape.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from math import prod
@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shardspec.comm.cost import CostModel
-from shardspec.comm.curves import copies
+from shardspec.comm.curves import Line, copies
 from shardspec.comm.steps import Exchange, Permute, Slice, Step
 from shardspec.dtypes import item_bytes
 from shardspec.layout.graph import (
@@ -107,20 +107,22 @@ class Prices:
                     seconds[ends] = kind[ends] = 0
         return replace(self, steps=steps, seconds=seconds, kind=kind)
 
-    def layout(self, tensor: Layout, state: int) -> Layout:
-        """Return the layout of a tensor in a state."""
-        return tensor.with_spec(spec_of(self.space.states[state]))
-
-    def step(self, source: int, target: int) -> Step:
-        """Return the cheapest single move between two states."""
+    def move(self, tensor: Layout, source: int, target: int) -> tuple[Step, Layout]:
+        """Return the cheapest single move of a tensor between two states, and where it leads."""
         ends = self.space.states[source][0], self.space.states[target][0]
         match self.kind[source, target]:
             case 0:
-                return self.steps[source, target]
+                step = self.steps[source, target]
             case 1:
-                return permute_between(*ends)
+                step = permute_between(*ends)
             case _:
-                return exchange_between(*ends, self.model)
+                step = exchange_between(*ends, self.model)
+        return step, tensor.with_spec(spec_of(self.space.states[target]))
+
+
+def states_of(tensor: Layout) -> int:
+    """Return how many specs a conversion of a tensor can pass through."""
+    return count_states(tensor.mesh.ndim, tensor.spec.dims, len(tensor.spec.partials))
 
 
 def permute_between(before: Cuts, after: Cuts) -> Permute:
@@ -155,8 +157,7 @@ def prices_of(tensor: Layout, model: CostModel, max_work: float = _MAX_WORK) -> 
     Permute and exchange are priced for up to `max_work` pairs of specs times devices.
     """
     mesh_shape, pending = tensor.mesh.shape, state_of(tensor.spec)[1]
-    few = count_states(len(mesh_shape), tensor.spec.dims, len(pending)) <= _FEW_STATES
-    prices = small_prices if few else large_prices
+    prices = small_prices if states_of(tensor) <= _FEW_STATES else large_prices
     item = item_bytes(tensor.dtype)
     return prices(mesh_shape, pending, tensor.global_shape, item, model, max_work)
 
@@ -213,17 +214,24 @@ small_prices = lru_cache(maxsize=64)(_prices)
 large_prices = lru_cache(maxsize=4)(_prices)
 
 
+def step_lines(model: CostModel) -> Callable[[Step], tuple[Line, ...]]:
+    """Return what tells a model's lines of a step, computed once for steps that cost the same."""
+    known: dict[object, tuple[Line, ...]] = {}
+
+    def lines(step: Step) -> tuple[Line, ...]:
+        # Along the same axes, in whatever order these arrive.
+        key = type(step), frozenset(step.axes), copies(step, 1)
+        if key not in known:
+            known[key] = model.lines(step)
+        return known[key]
+
+    return lines
+
+
 @lru_cache(maxsize=16)
 def _collective_lines(space: Space, model: CostModel) -> tuple[Sides, list[Lines]]:
     """Return both ends of every edge, and lines over the bytes held; the lowest is the price."""
-    # Steps of one kind along the same axes cost the same.
-    known: dict[object, tuple[tuple[float, float], ...]] = {}
-    of_edges = []
-    for step in space.steps.values():
-        key = type(step), tuple(sorted(step.axes)), copies(step, 1)
-        if key not in known:
-            known[key] = model.lines(step)
-        of_edges.append(known[key])
+    of_edges = list(map(step_lines(model), space.steps.values()))
     most = max(map(len, of_edges), default=1)
     lines = np.array([(*each, *each[:1] * (most - len(each))) for each in of_edges])
     fixed, slope = lines.reshape(-1, most, 2).transpose(2, 1, 0).copy()
@@ -244,7 +252,7 @@ def _routed(
 ) -> tuple[Floats, Floats] | None:
     """Return permute and exchange between all states with nothing pending, None for too many."""
     dims, space = len(global_shape), space_of(len(mesh_shape), len(global_shape), ())
-    axes = _long_axes(mesh_shape)
+    axes = [axis for axis, length in enumerate(mesh_shape) if length > 1]
     if len(axes) < len(mesh_shape):
         # Axes of one device make no difference, so states that differ only there are priced once.
         small = model.on(axes)
@@ -252,7 +260,11 @@ def _routed(
         if found is None:
             return None
         index = space_of(len(axes), dims, ()).index
-        same = np.array([index[_squeezed(cuts, axes), ()] for cuts, _ in space.states])
+        squeezed = (
+            tuple(tuple(axes.index(a) for a in cut if a in axes) for cut in cuts)
+            for cuts, _ in space.states
+        )
+        same = np.array([index[cuts, ()] for cuts in squeezed])
         permute, exchange = (seconds[np.ix_(same, same)] for seconds in found)
         permute[same[:, None] == same] = 0.0
         np.fill_diagonal(permute, np.inf)
@@ -275,15 +287,6 @@ def _routed(
         seconds = seconds.reshape(2, -1).take(alike[0][:, None] * count + alike[1], axis=1)
     seconds[1][seconds[1] == 0] = np.inf  # nothing moves: that is a slice, or no step at all
     return seconds[0], seconds[1]
-
-
-def _long_axes(mesh_shape: Sequence[int]) -> tuple[int, ...]:
-    return tuple(axis for axis, devices in enumerate(mesh_shape) if devices > 1)
-
-
-def _squeezed(cuts: Cuts, axes: Sequence[int]) -> Cuts:
-    """Return cuts on the mesh that has some of the axes alone."""
-    return tuple(tuple(axes.index(a) for a in cut if a in axes) for cut in cuts)
 
 
 @lru_cache(maxsize=8)

@@ -3,7 +3,8 @@
 import os
 import zipfile
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 from pathlib import Path
 from secrets import token_hex
@@ -23,7 +24,6 @@ from shardspec.layout.graph import (
     Floats,
     Ints,
     PartialState,
-    count_states,
     distances,
     is_symmetric,
     orbits,
@@ -31,7 +31,7 @@ from shardspec.layout.graph import (
     state_of,
 )
 from shardspec.layout.layout import Layout, SpecLike
-from shardspec.layout.pricing import Prices, alike_axes, prices_of
+from shardspec.layout.pricing import Prices, alike_axes, prices_of, states_of
 from shardspec.layout.routed import intervals, shared
 from shardspec.layout.spec import ShardingSpec
 from shardspec.mesh import DeviceMesh
@@ -81,11 +81,10 @@ class CostTable:
     """Per layout the bytes of the largest shard."""
     axis_names: tuple[str, ...] | None = None
     """Of the mesh; specs may be asked for by these."""
-    _places: dict[str, int] = field(init=False, repr=False)
 
-    def __post_init__(self) -> None:
-        places = {label: place for place, label in enumerate(self.labels)}
-        object.__setattr__(self, "_places", places)
+    @cached_property
+    def _places(self) -> dict[str, int]:
+        return {label: place for place, label in enumerate(self.labels)}
 
     def cost(self, source: SpecLike, target: SpecLike) -> float:
         """Return the seconds from one spec to another; `LayoutError` if one is not in the table."""
@@ -179,7 +178,7 @@ def cost_table(
     pending: PartialState = tuple((axis, op) for op in partial for axis in range(mesh.ndim))
     spec = ShardingSpec(len(global_shape), partial=dict(pending))
     whole = Layout(mesh, spec, global_shape, dtype)
-    count = count_states(mesh.ndim, len(global_shape), len(pending))
+    count = states_of(whole)
     if count > _MAX_LAYOUTS:
         raise LayoutError(
             f"a mesh of {mesh.ndim} axes and a tensor of {len(global_shape)} dims have {count:,} "
@@ -334,16 +333,13 @@ def _from_prices(
 ) -> Floats | None:
     """Return the seconds from all to all of one tensor; None where these are not in a matrix."""
     tensor = sources[0]
-    states = count_states(tensor.mesh.ndim, tensor.spec.dims, len(tensor.spec.partials))
-    if states > MAX_STATES or not all(x.spec.is_plain for x in (*sources, *targets)):
+    if states_of(tensor) > MAX_STATES or not all(x.spec.is_plain for x in (*sources, *targets)):
         return None
     prices = prices_of(tensor, model_of(tensor.mesh))
-    index = prices.space.index
-    goals = [index.get(state_of(target.spec), -1) for target in targets]
+    goals = [prices.space.index.get(state_of(target.spec), -1) for target in targets]
     if not prices.routed or min(goals) < 0:
         return None
-    starts = np.array([index[state_of(source.spec)] for source in sources])
-    best: Floats = distances(prices.seconds, starts)[:, goals]
+    best: Floats = distances(prices.seconds, [*map(prices.state, sources)])[:, goals]
     return best
 
 
