@@ -56,11 +56,9 @@ _MAX_LISTED: Final = 300_000
 
 @lru_cache(maxsize=64)
 def common_mesh(a: DeviceMesh, b: DeviceMesh) -> DeviceMesh:
-    """Return a mesh with the devices of both: the one that has them all, or a row of them.
-
-    Where both have all, the one with more axes says more about who is near whom.
-    """
+    """Return a mesh with the devices of both: the one that has them all, or a row of them."""
     ids_a, ids_b = set(a.ids), set(b.ids)
+    # Where both have all, the one with more axes says more about who is near whom.
     if ids_b <= ids_a and (ids_a != ids_b or a.ndim >= b.ndim):
         return a
     if ids_a <= ids_b:
@@ -100,10 +98,7 @@ def exchange_to(
 
 
 def exchange_seconds(before: Layout, after: Layout, model: CostModel) -> float:
-    """Return the modelled seconds of an exchange between two layouts, part by part.
-
-    Nothing is pending; the model is that of the `common_mesh` of both.
-    """
+    """Return the seconds of an exchange, part by part; the model is of the `common_mesh`."""
     mesh, item = _checked_mesh(before, after), item_bytes(before.dtype)
     ends = ((here.boxes(), there.boxes()) for here, there in _cells(before, after))
     return sum(_boxes_seconds(held, wanted, mesh, model, item) for held, wanted in ends)
@@ -326,10 +321,7 @@ def too_large(source: object, target: object, max_bytes: int, least: float) -> L
 def _lowest(
     bound: Floats, value: Callable[[int, int], float], enough: Callable[[], bool] = lambda: False
 ) -> tuple[float, tuple[int, int] | None]:
-    """Return the lowest value of a pair, none of which is below its bound, and the pair.
-
-    Once one is found and `enough` is true, the lowest so far is taken.
-    """
+    """Return the lowest value, none of which is below its bound, or that so far; and its pair."""
     best, found = inf, None
     for flat in np.argsort(bound, axis=None, kind="stable").tolist():
         pair = divmod(flat, bound.shape[1])
@@ -342,10 +334,7 @@ def _lowest(
 
 
 def _least_exchange(here: _Side, there: _Side, model: CostModel) -> Floats:
-    """Return per pair of specs what the exchange costs at least.
-
-    Some device receives all that it lacks over the fastest link; on a bus all devices do.
-    """
+    """Return the least that exchanges cost: on the fastest link some device gets what it lacks."""
     meshes = here.layout.mesh, there.layout.mesh
     known = {device: place for place, device in enumerate(meshes[0].ids)}
     both = [(known[device], place) for place, device in enumerate(meshes[1].ids) if device in known]

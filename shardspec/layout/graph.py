@@ -150,16 +150,13 @@ def _arrangements(axes: list[int]) -> Iterator[tuple[int, ...]]:
 
 
 def count_states(num_axes: int, dims: int, num_pending: int) -> int:
-    """Return how many specs are reachable; `LayoutError` for too many axes or dims.
-
-    ``p`` of the `num_pending` axes stay pending, and ``k`` of the others, in order, are dealt to
-    the dims.
-    """
+    """Return how many specs are reachable; `LayoutError` for too many axes or dims."""
     if num_axes > _MAX_AXES or dims > _MAX_DIMS:
         raise LayoutError(
             f"conversions are planned on up to {_MAX_AXES} mesh axes and for tensors of up to "
             f"{_MAX_DIMS} dims, but these are {num_axes} axes and {dims} dims"
         )
+    # p axes stay pending, and k of the others, in order, are dealt to the dims.
     return sum(
         comb(num_pending, p) * comb(num_axes - p, k) * factorial(k) * comb(max(k + dims - 1, 0), k)
         for p in range(num_pending + 1)
@@ -168,10 +165,9 @@ def count_states(num_axes: int, dims: int, num_pending: int) -> int:
 
 
 def is_symmetric(global_shape: tuple[int, ...], mesh_shape: tuple[int, ...]) -> bool:
-    """Return whether states that differ by the order of dims and of like axes share their prices.
+    """Return whether states that differ by the order of dims and of like axes share prices.
 
-    They do where every dim divides evenly whatever the cut. Of many axes and dims there are too
-    many orders to look at.
+    They do where every dim divides evenly; of many axes and dims there are too many orders.
     """
     orders = factorial(len(global_shape)) * factorial(len(mesh_shape))
     devices = prod(mesh_shape)
@@ -302,10 +298,8 @@ def cheapest_path(
 ) -> list[tuple[Step, State]] | None:
     """Return the cheapest steps from one state to another, each with the state it leads to.
 
-    None where no path of fewer seconds than `bound` is found among `max_edges` steps; `price` tells
-    the seconds of a step from a state. This is Dijkstra's search on a graph that is expanded on the
-    way; networkx needs all edges beforehand, which for six axes are millions. Ties go to the path
-    found first.
+    None where no path of fewer seconds than `bound` is found among `max_edges` steps. This is
+    Dijkstra's search; networkx needs all edges beforehand, which for six axes are millions.
     """
     best: dict[State, float] = {source: 0.0}
     came_from: dict[State, tuple[State, Step]] = {}
@@ -346,9 +340,8 @@ def cheapest_paths(
 ) -> Iterator[list[Node]]:
     """Yield the cheapest paths in order; slices in a row are one edge.
 
-    Paths from the source are extended in the order of their cost and of the distance that is left
-    at least. `networkx.shortest_simple_paths` would go on along the many paths that slice to a
-    layout they came from.
+    Paths are extended in the order of their cost and of what is left at least.
+    `networkx.shortest_simple_paths` would go on along those that slice to where they came from.
     """
     states, sliced = space.states, defaultdict[int, list[int]](list)
     # No path comes back to where it started, nor goes on from where it ends.

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from math import prod
-from typing import Final, TypeAlias
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -143,11 +143,12 @@ def _changed_axes(*both: Cuts) -> tuple[int, ...]:
     return tuple(sorted({axis for axis, _, _ in before ^ after}))
 
 
-def alike_axes(mesh_shape: tuple[int, ...], model: CostModel) -> tuple[int, ...]:
+def alike_axes(model: CostModel) -> tuple[int, ...]:
     """Return per mesh axis a number that is the same for axes equally long and fast."""
     if model.measured:  # curves of this mesh's own axes
-        return tuple(range(len(mesh_shape)))
-    kinds = [(n, replace(link, name="")) for n, link in zip(mesh_shape, model.links, strict=True)]
+        return tuple(range(len(model.links)))
+    each = zip(model.mesh_shape, model.links, strict=True)
+    kinds = [(n, replace(link, name="")) for n, link in each]
     return tuple(map(kinds.index, kinds))
 
 
@@ -156,10 +157,9 @@ def prices_of(tensor: Layout, model: CostModel, max_work: float = _MAX_WORK) -> 
 
     Permute and exchange are priced for up to `max_work` pairs of specs times devices.
     """
-    mesh_shape, pending = tensor.mesh.shape, state_of(tensor.spec)[1]
     prices = small_prices if states_of(tensor) <= _FEW_STATES else large_prices
-    item = item_bytes(tensor.dtype)
-    return prices(mesh_shape, pending, tensor.global_shape, item, model, max_work)
+    pending, item = state_of(tensor.spec)[1], item_bytes(tensor.dtype)
+    return prices(pending, tensor.global_shape, item, model, max_work)
 
 
 def prices_to_search(
@@ -182,7 +182,6 @@ def prices_to_search(
 
 
 def _prices(
-    mesh_shape: tuple[int, ...],
     pending: PartialState,
     global_shape: tuple[int, ...],
     item: int,
@@ -190,17 +189,17 @@ def _prices(
     max_work: float,
 ) -> Prices:
     """Return the prices of tensors of one shape; see `prices_of`."""
-    space = space_of(len(mesh_shape), len(global_shape), pending)
+    space = space_of(len(model.mesh_shape), len(global_shape), pending)
     local_bytes = np.full(len(space.states), float(item))
     for dim, size in enumerate(global_shape):
-        local_bytes *= longest(mesh_shape, space.lists, size)[space.list_index[:, dim]]
+        local_bytes *= longest(model.mesh_shape, space.lists, size)[space.list_index[:, dim]]
     seconds = np.full((len(space.states),) * 2, np.inf)
     kind = np.zeros(seconds.shape, np.int8)
     ends, lines = _collective_lines(space, model)
     held = local_bytes[ends[0]]
     seconds[ends] = np.min([fixed + slope * held for fixed, slope in lines], axis=0)
     known = space.num_finished
-    routed = _routed(mesh_shape, global_shape, item, model, max_work)
+    routed = _routed(global_shape, item, model, max_work)
     for number, price in enumerate(routed or (), 1):
         best = seconds[:known, :known]
         cheaper = price < best * (1 - _ROUNDING)
@@ -239,24 +238,16 @@ def _collective_lines(space: Space, model: CostModel) -> tuple[Sides, list[Lines
     return (ends[0], ends[1]), list(zip(fixed, slope, strict=True))
 
 
-_Row: TypeAlias = tuple[Ints, Lines, Lines]
-"""States, and permute and exchange from these to all states."""
-
-
 def _routed(
-    mesh_shape: tuple[int, ...],
-    global_shape: tuple[int, ...],
-    item: int,
-    model: CostModel,
-    max_work: float,
+    global_shape: tuple[int, ...], item: int, model: CostModel, max_work: float
 ) -> tuple[Floats, Floats] | None:
     """Return permute and exchange between all states with nothing pending, None for too many."""
+    mesh_shape = model.mesh_shape
     dims, space = len(global_shape), space_of(len(mesh_shape), len(global_shape), ())
     axes = [axis for axis, length in enumerate(mesh_shape) if length > 1]
     if len(axes) < len(mesh_shape):
         # Axes of one device make no difference, so states that differ only there are priced once.
-        small = model.on(axes)
-        found = _routed(small.mesh_shape, global_shape, item, small, max_work)
+        found = _routed(global_shape, item, model.on(axes), max_work)
         if found is None:
             return None
         index = space_of(len(axes), dims, ()).index
@@ -270,14 +261,16 @@ def _routed(
         np.fill_diagonal(permute, np.inf)
         return permute, exchange
     devices, count = prod(mesh_shape), len(space.states)
-    even = is_symmetric(global_shape, mesh_shape)
-    alike = orbits(space, alike_axes(mesh_shape, model)) if even else None
-    sources = count if alike is None else len(np.unique(alike[0]))
-    if sources * count * devices > max_work or devices > MAX_EXACT_DEVICES:
+    sources, alike = np.arange(count), None
+    if is_symmetric(global_shape, mesh_shape):
+        alike = orbits(space, alike_axes(model))
+        sources = np.unique(alike[0])
+    if len(sources) * count * devices > max_work or devices > MAX_EXACT_DEVICES:
         return None
-    rows: Iterable[_Row] = _rows(space, model, global_shape)
-    size = item
-    if even:
+    rows: Iterable[tuple[Ints, Lines, Lines]]
+    if alike is None:
+        rows, size = _rows(space, model, global_shape, sources), item
+    else:
         rows, size = _even_rows(space, model), prod(global_shape) * item
     seconds = np.empty((2, count, count))
     for some, *lines in rows:
@@ -290,11 +283,12 @@ def _routed(
 
 
 @lru_cache(maxsize=8)
-def _even_rows(space: Space, model: CostModel) -> list[_Row]:
+def _even_rows(space: Space, model: CostModel) -> list[tuple[Ints, Lines, Lines]]:
     """Return lines from one state of each kind to all, by the bytes of an evenly cut tensor."""
-    size = prod(model.mesh_shape)
-    scale, found = size**space.dims, []
-    for some, permute, exchange in _rows(space, model, (size,) * space.dims, even=True):
+    sizes = (prod(model.mesh_shape),) * space.dims
+    sources = np.unique(orbits(space, alike_axes(model))[0])
+    scale, found = prod(sizes), []
+    for some, permute, exchange in _rows(space, model, sizes, sources):
         # Lines along the slow axis in memory: their maximum is taken many times faster.
         permute, exchange = (
             (np.asfortranarray(fixed), np.asfortranarray(slope / scale))
@@ -305,13 +299,13 @@ def _even_rows(space: Space, model: CostModel) -> list[_Row]:
 
 
 def _rows(
-    space: Space, model: CostModel, sizes: Sequence[int], *, even: bool = False
-) -> Iterator[_Row]:
-    """Yield lines from some states to all; states sharded along the same axes come together."""
+    space: Space, model: CostModel, sizes: Sequence[int], sources: Ints
+) -> Iterator[tuple[Ints, Lines, Lines]]:
+    """Yield sources, and lines of permute and exchange from these to all states.
+
+    States sharded along the same axes come together.
+    """
     routing, count = Routing(model, sizes, space.lists), len(space.states)
-    sources = np.arange(count)
-    if even:
-        sources = np.unique(orbits(space, alike_axes(model.mesh_shape, model))[0])
     at_once = max(1, _MAX_CELLS // (count * routing.differ.size))
     used = routing.axis_bits(space.list_index[sources])
     for bits in np.unique(used).tolist():
@@ -323,10 +317,7 @@ def _rows(
 
 
 def pair_prices(source: Layout, target: Layout, model: CostModel) -> tuple[float, float]:
-    """Return the seconds of a permute and of an exchange to a spec on the same mesh, or inf.
-
-    Nothing is pending at the source.
-    """
+    """Return the seconds of a permute and of an exchange to a spec on the same mesh, or inf."""
     ends = state_of(source.spec)[0], state_of(target.spec)[0]
     lists = list(dict.fromkeys((*ends[0], *ends[1])))
     routing = Routing(model, source.global_shape, lists)

@@ -131,9 +131,9 @@ class _Dim:
     def _sums(self, varying: int) -> tuple[Floats, Floats]:
         """Return what a device shares with those that differ from it on these axes at most.
 
-        Given the bits of the axes. Both arrays are (lists, lists, rows): under the first list, the
-        lengths, summed over all parts that these axes make of it, that lie in the row device's own
-        part under the second list; and how many such parts are not empty.
+        Both arrays are (lists, lists, rows): the lengths of all parts that these axes make under
+        the first list, as far as they lie in the row device's own part under the second; and how
+        many such parts are not empty.
         """
         strides = [prod(self._mesh_shape[axis + 1 :]) for axis in range(len(self._mesh_shape))]
         lengths, parts = np.empty((2, len(self._lists), len(self._lists), len(self._rows)))
@@ -181,8 +181,7 @@ class Routing:
     def lines(self, sources: Ints, targets: Ints) -> tuple[Lines, Lines]:
         """Return what permute and exchange cost by the bytes of an element, per pair of specs.
 
-        The same axes shard all sources. A permute, which needs both ends to hold the same boxes as
-        often, else has a fixed part of inf.
+        The same axes shard all sources. Where ends hold other boxes, a permute costs inf.
         """
         used = int(self.axis_bits(sources[:1])[0])
         alike = (targets != sources).any(axis=-1)

@@ -213,8 +213,7 @@ def _along_paths(prices: Prices, whole: Layout, model: CostModel) -> tuple[Float
     every = sources = place = np.arange(count)
     relabelled = np.broadcast_to(every, (count, count))
     if is_symmetric(whole.global_shape, whole.mesh.shape):
-        alike = alike_axes(whole.mesh.shape, model)
-        stands_for, relabelled = orbits(space, alike, first=model.copy_s > 0)
+        stands_for, relabelled = orbits(space, alike_axes(model), first=model.copy_s > 0)
         sources, place = np.unique(stands_for, return_inverse=True)
     received_in = _bytes_of_moves(joined, whole)
     local = prices.local_bytes.astype(np.int64)
