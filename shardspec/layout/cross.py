@@ -321,7 +321,7 @@ def too_large(source: object, target: object, max_bytes: int, least: float) -> L
 def _lowest(
     bound: Floats, value: Callable[[int, int], float], enough: Callable[[], bool] = lambda: False
 ) -> tuple[float, tuple[int, int] | None]:
-    """Return the lowest value, none of which is below its bound, or that so far; and its pair."""
+    """Return the lowest value and its pair, or the lowest so far once that is `enough`."""
     best, found = inf, None
     for flat in np.argsort(bound, axis=None, kind="stable").tolist():
         pair = divmod(flat, bound.shape[1])

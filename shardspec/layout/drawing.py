@@ -158,7 +158,7 @@ def draw_transitions(mesh: DeviceMesh, dims: int, plan: ConversionPlan | None = 
     passed = dict.fromkeys(str(layout.labelled_spec) for layout in plan.layouts)
     if beside := tuple(label for label in passed if label not in labels.values()):
         columns.append(beside)
-    path = []
+    path: list[DrawnEdge] = []
     for (step, before, after), seconds in zip(plan.moves, plan.step_seconds, strict=True):
         text = f"{_text(step, mesh)}, {seconds_text(seconds)}"
         ends = str(before.labelled_spec), str(after.labelled_spec)

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from heapq import heappop, heappush
-from itertools import combinations, permutations
+from itertools import combinations, permutations, product
 from itertools import count as counter
 from math import comb, factorial, inf, prod
 from typing import TYPE_CHECKING, Final, TypeAlias
@@ -397,8 +397,8 @@ def cheapest_paths(
 
 def _between(before: State, after: State) -> frozenset[State]:
     """Return every state that slices from one to the other may come to, but the first."""
-    partial: list[Cuts] = [()]
-    for here, there in zip(before[0], after[0], strict=True):
-        parts = [there[:length] for length in range(len(here), len(there) + 1)]
-        partial = [(*cuts, part) for cuts in partial for part in parts]
-    return frozenset((cuts, before[1]) for cuts in partial) - {before}
+    parts = (
+        [there[:length] for length in range(len(here), len(there) + 1)]
+        for here, there in zip(before[0], after[0], strict=True)
+    )
+    return frozenset((cuts, before[1]) for cuts in product(*parts)) - {before}

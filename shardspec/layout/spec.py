@@ -183,12 +183,7 @@ class ShardingSpec:
     def __init__(
         self,
         dims: int,
-        dim_partition_dict: Mapping[int, CutLike]
-        | Mapping[str, CutLike]
-        | Mapping[int, Sequence[Axis]]
-        | Mapping[str, Sequence[Axis]]
-        | Mapping[int, DimSpec]
-        | None = None,
+        dim_partition_dict: Mapping[int, CutLike] | Mapping[str, CutLike] | None = None,
         *,
         partial: Mapping[Axis, ReduceOp] | None = None,
     ) -> None:
