@@ -137,7 +137,27 @@ class LayoutConverter:
         >>> [p.bytes_received for p in LayoutConverter().alternatives(source, "[R,S1]", 3)]
         [4096, 8192, 12288]
         """
-        return _cheapest_plans(self.plan(source, target, max_bytes=max_bytes), count, max_bytes)
+        best = self.plan(source, target, max_bytes=max_bytes)
+        if count < 1:
+            raise LayoutError(f"cannot list {count} plans; ask for at least 1")
+        goal = best.target
+        if count == 1 or source == goal or not (source.spec.is_plain and goal.spec.is_plain):
+            return (best,)
+        if goal.mesh != source.mesh:
+            raise LayoutError(
+                f"alternatives are listed on one mesh only, and {goal} is on another one than "
+                f"{source}"
+            )
+        if states_of(source) > graph.MAX_STATES:
+            raise _too_many("alternatives are", source, "ask for the plan alone")
+        prices, move = prices_to_search(source, best.model, max_bytes, goal)
+        ends = prices.state(source), prices.state(goal)
+        plans = {_moved(best): best}
+        slices = [edge for edge, step in prices.steps.items() if isinstance(step, Slice)]
+        for path in islice(graph.cheapest_paths(prices.space, slices, move, *ends, count), count):
+            plan = ConversionPlan.of_moves(source, _moves_along(prices, path, source), best.model)
+            plans.setdefault(_moved(plan), plan)
+        return tuple(plans.values())[:count]
 
     def cost(self, source: Layout, target: Layout | SpecLike) -> float:
         """Return the modelled seconds of the cheapest plan; raises as `plan` does.
@@ -289,14 +309,17 @@ def _cheapest_plan(
 def _moves_on_mesh(
     source: Layout, target: Layout, model: CostModel, max_bytes: int | None
 ) -> list[Move]:
-    states = states_of(source)
-    if states <= graph.MAX_STATES:
+    if states_of(source) <= graph.MAX_STATES:
         return _moves_by_matrix(source, target, model, max_bytes)
     if max_bytes is None:
         return _moves_by_graph(source, target, model)
-    raise LayoutError(
-        f"max_bytes is not searched for among {states} layouts (mesh {source.mesh}, "
-        f"{source.spec.dims} dims), only among up to {graph.MAX_STATES}; leave it out"
+    raise _too_many("max_bytes is", source, "leave it out")
+
+
+def _too_many(what_is: str, source: Layout, remedy: str) -> LayoutError:
+    return LayoutError(
+        f"{what_is} not searched for among {states_of(source)} layouts (mesh {source.mesh}, "
+        f"{source.spec.dims} dims), only among up to {graph.MAX_STATES}; {remedy}"
     )
 
 
@@ -371,35 +394,6 @@ def _with_slices_joined(moves: Sequence[Move]) -> list[Move]:
         else:
             joined.append((step, layout))
     return joined
-
-
-def _cheapest_plans(
-    best: ConversionPlan, count: int, max_bytes: int | None
-) -> tuple[ConversionPlan, ...]:
-    """Return the cheapest plans, the given one first; fewer if there are fewer."""
-    if count < 1:
-        raise LayoutError(f"cannot list {count} plans; ask for at least 1")
-    source, target = best.source, best.target
-    if count == 1 or source == target or not (source.spec.is_plain and target.spec.is_plain):
-        return (best,)
-    if target.mesh != source.mesh:
-        raise LayoutError(
-            f"alternatives are listed on one mesh only, and {target} is on another one than "
-            f"{source}"
-        )
-    if (states := states_of(source)) > graph.MAX_STATES:
-        raise LayoutError(
-            f"alternatives are not searched for among {states} layouts (mesh {source.mesh}, "
-            f"{source.spec.dims} dims), only among up to {graph.MAX_STATES}; ask for the plan alone"
-        )
-    prices, move = prices_to_search(source, best.model, max_bytes, target)
-    start, goal = prices.state(source), prices.state(target)
-    plans = {_moved(best): best}
-    slices = [ends for ends, step in prices.steps.items() if isinstance(step, Slice)]
-    for path in islice(graph.cheapest_paths(prices.space, slices, move, start, goal, count), count):
-        plan = ConversionPlan.of_moves(source, _moves_along(prices, path, source), best.model)
-        plans.setdefault(_moved(plan), plan)
-    return tuple(plans.values())[:count]
 
 
 def _moved(plan: ConversionPlan) -> tuple[tuple[Layout, Layout], ...]:
