@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shardspec.comm.cost import CostModel
-from shardspec.comm.steps import ReduceOp, Slice, Step
+from shardspec.comm.steps import Permute, ReduceOp, Slice, Step
 from shardspec.errors import LayoutError
 from shardspec.layout import graph
 from shardspec.layout.cross import cheapest_crossing, exchange_to, too_large
@@ -17,9 +17,9 @@ from shardspec.layout.layout import Layout, SpecLike
 from shardspec.layout.plan import ConversionPlan, Move, finishing_moves, naive_moves
 from shardspec.layout.pricing import (
     Prices,
+    changed_axes,
     exchange_between,
     pair_prices,
-    permute_between,
     prices_to_search,
     states_of,
     step_lines,
@@ -169,14 +169,12 @@ class LayoutConverter:
         >>> LayoutConverter().cost(source, "[S0]")
         0.0
         """
-        try:
-            return self._seconds[source, target]
-        except KeyError:
+        seconds = self._seconds.get((source, target))
+        if seconds is None:
             if len(self._seconds) >= _MAX_REMEMBERED:
                 self._seconds.clear()
-            seconds = self.plan(source, target).cost_seconds
-            self._seconds[source, target] = seconds
-            return seconds
+            seconds = self._seconds[source, target] = self.plan(source, target).cost_seconds
+        return seconds
 
     def costs(self, sources: Sequence[Layout], targets: Sequence[Layout]) -> npt.NDArray[Any]:
         """Return the modelled seconds from each source to the target beside it.
@@ -380,7 +378,7 @@ def _moves_without_search(source: Layout, target: Layout, model: CostModel) -> l
     ends = graph.state_of(here.spec)[0], graph.state_of(target.spec)[0]
     permute, exchange = pair_prices(here, target, model)
     if permute <= exchange:
-        return [*moves, (permute_between(*ends), target)]
+        return [*moves, (Permute(changed_axes(*ends)), target)]
     return [*moves, (exchange_between(*ends, model), target)]
 
 

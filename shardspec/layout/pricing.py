@@ -114,7 +114,7 @@ class Prices:
             case 0:
                 step = self.steps[source, target]
             case 1:
-                step = permute_between(*ends)
+                step = Permute(changed_axes(*ends))
             case _:
                 step = exchange_between(*ends, self.model)
         return step, tensor.with_spec(spec_of(self.space.states[target]))
@@ -125,17 +125,12 @@ def states_of(tensor: Layout) -> int:
     return count_states(tensor.mesh.ndim, tensor.spec.dims, len(tensor.spec.partials))
 
 
-def permute_between(before: Cuts, after: Cuts) -> Permute:
-    """Return the permute from one spec to another on the same mesh."""
-    return Permute(_changed_axes(before, after))
-
-
 def exchange_between(before: Cuts, after: Cuts, model: CostModel) -> Exchange:
     """Return the exchange from one spec to another on the same mesh."""
-    return Exchange(_changed_axes(before, after), model.apart([a for axes in before for a in axes]))
+    return Exchange(changed_axes(before, after), model.apart([a for axes in before for a in axes]))
 
 
-def _changed_axes(*both: Cuts) -> tuple[int, ...]:
+def changed_axes(*both: Cuts) -> tuple[int, ...]:
     """Return the axes whose place in the cuts differs, ascending."""
     before, after = (
         {(a, dim, i) for dim, axes in enumerate(cuts) for i, a in enumerate(axes)} for cuts in both
