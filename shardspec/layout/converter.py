@@ -342,14 +342,13 @@ def _moves_by_graph(source: Layout, target: Layout, model: CostModel) -> list[Mo
     ends only the longest are sharded. After `_MAX_EDGES` steps the best of what needs no search is
     taken: finish reductions, then one permute or exchange, or gather and slice.
     """
-    sure = ConversionPlan.of_moves(source, _moves_without_search(source, target, model), model)
+    sure = _moves_without_search(source, target, model)
     start, goal = graph.state_of(source.spec), graph.state_of(target.spec)
     axes = {int(axis) for axis in (*source.spec.axes, *target.spec.axes)}
-    dims = [dim for dim, cuts in enumerate(zip(start[0], goal[0], strict=True)) if any(cuts)]
-    whole = [dim for dim in range(len(goal[0])) if dim not in dims]
-    whole.sort(key=lambda dim: -source.global_shape[dim])
-    dims += whole[: max(0, _MAX_DIMS - len(dims))]
-    edges = partial(graph.successors, axes_to_use=sorted(axes), dims=sorted(dims))
+    cut = [any(cuts) for cuts in zip(start[0], goal[0], strict=True)]
+    dims = sorted(range(len(cut)), key=lambda dim: (not cut[dim], -source.global_shape[dim]))
+    dims = sorted(dims[: max(sum(cut), _MAX_DIMS)])
+    edges = partial(graph.successors, axes_to_use=sorted(axes), dims=dims)
 
     lines = step_lines(model)
 
@@ -361,10 +360,11 @@ def _moves_by_graph(source: Layout, target: Layout, model: CostModel) -> list[Mo
         num_bytes = held(state[0])
         return min(fixed + num_bytes * slope for fixed, slope in lines(step)) + graph.TIE_SECONDS
 
-    bound = sure.cost_seconds + graph.TIE_SECONDS * len(sure.steps)
+    seconds = ConversionPlan.of_moves(source, sure, model).cost_seconds
+    bound = seconds + graph.TIE_SECONDS * len(sure)
     found = graph.cheapest_path(edges, start, goal, price, bound, _MAX_EDGES)
     if not found:
-        return list(zip(sure.steps, sure.layouts[1:], strict=True))
+        return sure
     return [(step, source.with_spec(graph.spec_of(state))) for step, state in found]
 
 
