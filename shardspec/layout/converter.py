@@ -284,10 +284,7 @@ def _cheapest_plan(
     max_bytes: int | None,
 ) -> ConversionPlan:
     if not (source.spec.is_plain and target.spec.is_plain):
-        # Parts and blocks: finish reductions and exchange the rest.
-        moves = list(finishing_moves(source, target.spec))
-        if (moves[-1][1] if moves else source) != target:
-            moves.append((exchange_to(source, target, model, target_model), target))
+        moves = _moves_without_search(source, target, model, target_model)
         plan = ConversionPlan.of_moves(source, moves, model, target_model)
         if max_bytes is not None and plan.peak_bytes > max_bytes:
             raise too_large(source.spec, target.spec, max_bytes, plan.peak_bytes)
@@ -368,11 +365,16 @@ def _moves_by_graph(source: Layout, target: Layout, model: CostModel) -> list[Mo
     return [(step, source.with_spec(graph.spec_of(state))) for step, state in found]
 
 
-def _moves_without_search(source: Layout, target: Layout, model: CostModel) -> list[Move]:
+def _moves_without_search(
+    source: Layout, target: Layout, model: CostModel, target_model: CostModel | None = None
+) -> list[Move]:
+    """Finish reductions, then permute or exchange, as is done with parts and blocks."""
     moves = list(finishing_moves(source, target.spec))
     here = moves[-1][1] if moves else source
     if here == target:
         return moves
+    if not (here.spec.is_plain and target.spec.is_plain):
+        return [*moves, (exchange_to(here, target, model, target_model), target)]
     if here.spec.partials:
         return list(naive_moves(source, target.spec, model))
     ends = graph.state_of(here.spec)[0], graph.state_of(target.spec)[0]
