@@ -341,10 +341,7 @@ def _curves(edge: DrawnEdge, places: _Places) -> list[_Curve]:
 
 
 def _badge(edge: DrawnEdge, places: _Places) -> _Point:
-    """Return where the number of an edge stands: on its first curve, where no node is.
-
-    A little before the middle, where steps that cross each other are apart.
-    """
+    """Return where the number of an edge stands: on its first curve, before others cross it."""
     t = 0.5 if places.column[edge.before] == places.column[edge.after] else 0.36
     shares = ((1 - t) ** 3, 3 * t * (1 - t) ** 2, 3 * t**2 * (1 - t), t**3)
     points = _curves(edge, places)[0]

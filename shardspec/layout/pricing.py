@@ -92,11 +92,7 @@ class Prices:
         return replace(self, seconds=seconds, kind=kind)
 
     def with_slices_joined(self) -> "Prices":
-        """Return the prices with a slice along several axes of one dim as one move.
-
-        It costs as much as several slices, but no shard is held between them; so it is needed where
-        bytes are bounded.
-        """
+        """Return the prices with slices along several axes as one move: nothing is held between."""
         steps, seconds, kind = dict(self.steps), self.seconds.copy(), self.kind.copy()
         for target, (cuts, pending) in enumerate(self.space.states):
             for dim, axes in enumerate(cuts):
@@ -148,10 +144,7 @@ def alike_axes(model: CostModel) -> tuple[int, ...]:
 
 
 def prices_of(tensor: Layout, model: CostModel, max_work: float = _MAX_WORK) -> Prices:
-    """Price all single moves of a tensor on its mesh, with the reductions that are pending there.
-
-    Permute and exchange are priced for up to `max_work` pairs of specs times devices.
-    """
+    """Price all moves of a tensor; permute and exchange for `max_work` pairs times devices."""
     prices = small_prices if states_of(tensor) <= _FEW_STATES else large_prices
     pending, item = state_of(tensor.spec)[1], item_bytes(tensor.dtype)
     return prices(pending, tensor.global_shape, item, model, max_work)
@@ -296,10 +289,7 @@ def _even_rows(space: Space, model: CostModel) -> list[tuple[Ints, Lines, Lines]
 def _rows(
     space: Space, model: CostModel, sizes: Sequence[int], sources: Ints
 ) -> Iterator[tuple[Ints, Lines, Lines]]:
-    """Yield sources, and lines of permute and exchange from these to all states.
-
-    States sharded along the same axes come together.
-    """
+    """Yield sources that the same axes shard, and lines of permute and exchange to all states."""
     routing, count = Routing(model, sizes, space.lists), len(space.states)
     at_once = max(1, _MAX_CELLS // (count * routing.differ.size))
     used = routing.axis_bits(space.list_index[sources])

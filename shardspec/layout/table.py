@@ -282,10 +282,7 @@ def pair_costs(
     model_of: Callable[[DeviceMesh], CostModel],
     cost: Callable[[Layout, Layout], float],
 ) -> Floats:
-    """Return the seconds from each source to the target beside it; see `LayoutConverter.costs`.
-
-    `cost` prices one pair: those between two meshes, and of tensors with too many layouts.
-    """
+    """Return the seconds of pairs, by `cost` where no matrix has them; see `LayoutConverter`."""
     if len(sources) != len(targets):
         raise LayoutError(f"{len(sources)} sources for {len(targets)} targets; give pairs")
     if not len(sources):
@@ -349,11 +346,7 @@ def _ids(values: Iterable[object]) -> Ints:
 
 
 def _distinct(layouts: Sequence[Layout]) -> tuple[list[Layout], Ints]:
-    """Return the distinct layouts, and which of them each one is.
-
-    Millions of edges join a few objects, so these are told apart by identity before they are
-    compared.
-    """
+    """Return the distinct layouts, and which of them each one is; by identity first, for speed."""
     ids, at = _numbered(np.fromiter(map(id, layouts), np.int64, count=len(layouts)) >> 3)
     some = np.empty(len(ids), dtype=np.int64)
     some[at] = np.arange(len(at))
