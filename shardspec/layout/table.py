@@ -4,7 +4,7 @@ import os
 import zipfile
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from math import prod
 from pathlib import Path
 from secrets import token_hex
@@ -259,8 +259,9 @@ def _bytes_of_moves(prices: Prices, whole: Layout) -> Callable[[Ints], Ints]:
     every = np.arange(len(local))
     sides = [intervals(mesh_shape, space.lists, size) for size in whole.global_shape]
     of_steps = np.zeros(prices.seconds.shape, dtype=np.int64)
+    known = cache(bytes_received)  # many states have the same step and bytes
     for ends, step in prices.steps.items():
-        of_steps[ends] = bytes_received(step, mesh_shape, int(local[ends[0]]))
+        of_steps[ends] = known(step, mesh_shape, int(local[ends[0]]))
 
     def received(source: Ints) -> Ints:
         found: Ints = of_steps[source, every]
