@@ -16,7 +16,7 @@ import torch
 
 from shardspec.comm.communicator import Communicator
 from shardspec.comm.steps import Exchange, Permute, ReduceOp, Step
-from shardspec.layout.graph import TransitionGraph, spec_of, state_of
+from shardspec.layout.graph import spec_of, state_of, successors
 from shardspec.layout.layout import Layout
 from shardspec.layout.spec import ShardingSpec
 from shardspec.mesh import Axis
@@ -126,8 +126,7 @@ class Move:
 
 def collectives(source: Layout) -> Iterator[Move]:
     """Yield every step of the graph that starts from a layout."""
-    space = TransitionGraph(source.mesh.ndim)
-    for reached, step in space.expand(state_of(source.spec)).items():
+    for step, reached in successors(state_of(source.spec), range(source.mesh.ndim)):
         yield Move(step, source, source.with_spec(spec_of(reached)))
 
 

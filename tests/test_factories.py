@@ -23,13 +23,11 @@ from shardspec import (
 )
 from shardspec.errors import AxisError, DTypeError, LayoutError
 from shardspec.factories import BLOCK, box_of, normal, uniform
-from shardspec.layout.graph import TransitionGraph, spec_of
+from shardspec.layout.graph import explore, spec_of
 from tests.conversions import index_of
 
 MESH = DeviceMesh([3, 0, 5, 2, 1, 4], (2, 3))
-SPECS = sorted(
-    (spec_of(state) for state in TransitionGraph(2).explore(ShardingSpec(2)).nodes), key=str
-)
+SPECS = sorted((spec_of(state) for state in explore(2, ShardingSpec(2)).nodes), key=str)
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
 
 

@@ -8,12 +8,10 @@ import torch
 
 from shardspec import DeviceMesh, DTensor, ShardingSpec
 from shardspec.errors import LayoutError
-from shardspec.layout.graph import TransitionGraph, spec_of
+from shardspec.layout.graph import explore, spec_of
 
 MESH = DeviceMesh([3, 0, 5, 2, 1, 4], (2, 3))
-SPECS = sorted(
-    (spec_of(state) for state in TransitionGraph(2).explore(ShardingSpec(2)).nodes), key=str
-)
+SPECS = sorted((spec_of(state) for state in explore(2, ShardingSpec(2)).nodes), key=str)
 WHOLE = (torch.arange(35.0) * 0.37).sin().reshape(7, 5).double()
 
 
@@ -28,7 +26,7 @@ MESHES = [
 
 def pairs_on(mesh: DeviceMesh) -> list[tuple[ShardingSpec, ShardingSpec]]:
     """Return all pairs of specs on a mesh of two axes, and every 53rd or so on one of three."""
-    specs = [spec_of(state) for state in TransitionGraph(mesh.ndim).explore(ShardingSpec(2)).nodes]
+    specs = [spec_of(state) for state in explore(mesh.ndim, ShardingSpec(2)).nodes]
     specs.sort(key=str)
     pairs = list(product(specs, specs))
     return pairs if mesh.ndim < 3 else pairs[::53]
@@ -157,7 +155,7 @@ def test_a_loss_in_parts_by_grad_spec(source, target):
 @pytest.mark.parametrize("op", ["sum", "avg"])
 def test_axes_of_one(op, sizes):
     mesh = DeviceMesh(range(prod(sizes)), sizes)
-    specs = [spec_of(s) for s in TransitionGraph(mesh.ndim).explore(ShardingSpec(2)).nodes]
+    specs = [spec_of(s) for s in explore(mesh.ndim, ShardingSpec(2)).nodes]
     for source, target in list(product(specs, specs))[:: 1 if mesh.ndim == 2 else 17]:
         free = [axis for axis in range(mesh.ndim) if axis not in source.axes]
         spec = ShardingSpec(2, source.dim_partition_dict, partial=dict.fromkeys(free, op))

@@ -110,13 +110,13 @@ def _ours(placement: "Placement") -> own.Placement:
     # By exact class: those derived from Partial mean something else.
     kind = type(placement)
     if kind is Replicate:
-        return own.Whole()
+        return None
     if isinstance(placement, Shard) and kind is Shard:
         return own.Split(placement.dim)
     if isinstance(placement, _StridedShard):
         return own.Split(placement.dim, int(placement.split_factor))
     if isinstance(placement, Partial) and kind is Partial and placement.reduce_op in _OPS:
-        return own.PartialPlacement(_OPS[placement.reduce_op])
+        return _OPS[placement.reduce_op]
     raise LossyConversionError(
         f"placement {placement} has no counterpart in a spec; redistribute to Shard, Replicate or "
         "Partial of sum, avg, min, max or product first"
@@ -138,14 +138,14 @@ def _calls(
     """Yield the name of torch's class, and its arguments, for every mesh axis."""
     for placement in own.placements_of(resolve_axes(ShardingSpec.of(spec), mesh), mesh.shape):
         match placement:
-            case own.Whole():
+            case None:
                 yield "Replicate", (), {}
-            case own.PartialPlacement(op):
-                yield "Partial", ("product" if op == "prod" else op,), {}
             case own.Split(dim, 1):
                 yield "Shard", (dim,), {}
             case own.Split(dim, factor):
                 yield "_StridedShard", (dim,), {"split_factor": factor}
+            case op:
+                yield "Partial", ("product" if op == "prod" else op,), {}
 
 
 def to_partition_spec(
@@ -310,10 +310,10 @@ def sbp_text(spec: SpecLike, mesh: DeviceMesh) -> str:
                 f"left to right only, not over {axes}"
             )
 
-    def word(placement: object) -> str:
+    def word(placement: own.Placement) -> str:
         if isinstance(placement, own.Split):
             return f"S({placement.dim})"
-        return "P" if isinstance(placement, own.PartialPlacement) else "B"
+        return "P" if placement else "B"
 
     return f"({','.join(map(word, own.placements_of(resolved, mesh.shape)))})"
 

@@ -1,28 +1,28 @@
 """The cheapest chain of steps from one layout to another, and the next best ones."""
 
 from collections.abc import Iterator, Sequence
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 from itertools import islice, pairwise
-from math import inf
 from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
 from shardspec.comm.cost import CostModel
-from shardspec.comm.curves import Line, copies
-from shardspec.comm.steps import ReduceOp, Slice, Step
+from shardspec.comm.steps import Permute, ReduceOp, Slice, Step
 from shardspec.errors import LayoutError
 from shardspec.layout import graph
-from shardspec.layout.cross import cheapest_crossing, exchange_to
+from shardspec.layout.cross import cheapest_crossing, exchange_to, too_large
 from shardspec.layout.layout import Layout, SpecLike
 from shardspec.layout.plan import ConversionPlan, Move, finishing_moves, naive_moves
 from shardspec.layout.pricing import (
     Prices,
+    changed_axes,
     exchange_between,
     pair_prices,
-    permute_between,
     prices_to_search,
+    states_of,
+    step_lines,
 )
 from shardspec.layout.table import CostTable, cost_table, pair_costs
 from shardspec.mesh import DeviceMesh
@@ -137,7 +137,27 @@ class LayoutConverter:
         >>> [p.bytes_received for p in LayoutConverter().alternatives(source, "[R,S1]", 3)]
         [4096, 8192, 12288]
         """
-        return _cheapest_plans(self.plan(source, target, max_bytes=max_bytes), count, max_bytes)
+        best = self.plan(source, target, max_bytes=max_bytes)
+        if count < 1:
+            raise LayoutError(f"cannot list {count} plans; ask for at least 1")
+        goal = best.target
+        if count == 1 or source == goal or not (source.spec.is_plain and goal.spec.is_plain):
+            return (best,)
+        if goal.mesh != source.mesh:
+            raise LayoutError(
+                f"alternatives are listed on one mesh only, and {goal} is on another one than "
+                f"{source}"
+            )
+        if states_of(source) > graph.MAX_STATES:
+            raise _too_many("alternatives are", source, "ask for the plan alone")
+        prices, move = prices_to_search(source, best.model, max_bytes, goal)
+        ends = prices.state(source), prices.state(goal)
+        plans = {_moved(best): best}
+        slices = [edge for edge, step in prices.steps.items() if isinstance(step, Slice)]
+        for path in islice(graph.cheapest_paths(prices.space, slices, move, *ends, count), count):
+            plan = ConversionPlan.of_moves(source, _moves_along(prices, path, source), best.model)
+            plans.setdefault(_moved(plan), plan)
+        return tuple(plans.values())[:count]
 
     def cost(self, source: Layout, target: Layout | SpecLike) -> float:
         """Return the modelled seconds of the cheapest plan; raises as `plan` does.
@@ -149,14 +169,12 @@ class LayoutConverter:
         >>> LayoutConverter().cost(source, "[S0]")
         0.0
         """
-        try:
-            return self._seconds[source, target]
-        except KeyError:
+        seconds = self._seconds.get((source, target))
+        if seconds is None:
             if len(self._seconds) >= _MAX_REMEMBERED:
                 self._seconds.clear()
-            seconds = self.plan(source, target).cost_seconds
-            self._seconds[source, target] = seconds
-            return seconds
+            seconds = self._seconds[source, target] = self.plan(source, target).cost_seconds
+        return seconds
 
     def costs(self, sources: Sequence[Layout], targets: Sequence[Layout]) -> npt.NDArray[Any]:
         """Return the modelled seconds from each source to the target beside it.
@@ -266,49 +284,37 @@ def _cheapest_plan(
     max_bytes: int | None,
 ) -> ConversionPlan:
     if not (source.spec.is_plain and target.spec.is_plain):
-        # Parts and blocks: finish reductions and exchange the rest.
-        moves = list(finishing_moves(source, target.spec))
-        if (moves[-1][1] if moves else source) != target:
-            moves.append((exchange_to(source, target, model, target_model), target))
+        moves = _moves_without_search(source, target, model, target_model)
         plan = ConversionPlan.of_moves(source, moves, model, target_model)
         if max_bytes is not None and plan.peak_bytes > max_bytes:
-            raise _too_large(source, target, max_bytes, plan.peak_bytes)
+            raise too_large(source.spec, target.spec, max_bytes, plan.peak_bytes)
         return plan
     if target_model is not None:
-
-        def on_mesh(start: Layout, end: Layout, model: CostModel = model) -> ConversionPlan:
-            if start == end:
-                return ConversionPlan((), (start,), model)
-            return _cheapest_plan(start, end, model, None, max_bytes)
-
         models = model, target_model
-        before, after = cheapest_crossing(
-            source, target, models, max_bytes, lambda a, b: on_mesh(a, b).peak_bytes
-        )
-        ends = on_mesh(source, before), on_mesh(after, target, target_model)
-        moves = [(step, layout) for step, _, layout in ends[0].moves]
+        before, after = cheapest_crossing(source, target, models, max_bytes)
+        moves = [] if before == source else _moves_on_mesh(source, before, model, max_bytes)
         moves.append((exchange_to(before, after, *models), after))
-        moves += [(step, layout) for step, _, layout in ends[1].moves]
-    elif (states := _count_states(source)) <= graph.MAX_STATES:
-        moves = _moves_by_matrix(source, target, model, max_bytes)
-    elif max_bytes is not None:
-        raise LayoutError(
-            f"max_bytes is not searched for among {states} layouts (mesh {source.mesh}, "
-            f"{source.spec.dims} dims), only among up to {graph.MAX_STATES}; leave it out"
-        )
+        if after != target:
+            moves += _moves_on_mesh(after, target, target_model, max_bytes)
     else:
-        moves = _moves_by_graph(source, target, model)
+        moves = _moves_on_mesh(source, target, model, max_bytes)
     return ConversionPlan.of_moves(source, _with_slices_joined(moves), model, target_model)
 
 
-def _count_states(layout: Layout) -> int:
-    return graph.count_states(layout.mesh.ndim, layout.spec.dims, len(layout.spec.partials))
+def _moves_on_mesh(
+    source: Layout, target: Layout, model: CostModel, max_bytes: int | None
+) -> list[Move]:
+    if states_of(source) <= graph.MAX_STATES:
+        return _moves_by_matrix(source, target, model, max_bytes)
+    if max_bytes is None:
+        return _moves_by_graph(source, target, model)
+    raise _too_many("max_bytes is", source, "leave it out")
 
 
-def _too_large(source: Layout, target: Layout, max_bytes: int, least: float) -> LayoutError:
+def _too_many(what_is: str, source: Layout, remedy: str) -> LayoutError:
     return LayoutError(
-        f"no plan from {source.spec} to {target.spec} holds at most {max_bytes} bytes on every "
-        f"device; the least that one needs is {int(least)}"
+        f"{what_is} not searched for among {states_of(source)} layouts (mesh {source.mesh}, "
+        f"{source.spec.dims} dims), only among up to {graph.MAX_STATES}; {remedy}"
     )
 
 
@@ -317,14 +323,13 @@ def _moves_by_matrix(
 ) -> list[Move]:
     """Search where the prices of all moves fit into a matrix."""
     prices, move = prices_to_search(source, model, max_bytes, target)
-    start, goal = (prices.space.index[graph.state_of(layout.spec)] for layout in (source, target))
+    start, goal = prices.state(source), prices.state(target)
     walk = graph.shortest_walk(move, start, goal)
     if walk is None:
         assert max_bytes is not None, "without a bound there is always a way"
-        live = np.where(np.isfinite(prices.seconds), prices.live_bytes, inf)
-        least = graph.distances(live, [start], np.maximum)[0, goal]
-        raise _too_large(source, target, max_bytes, least)
-    return [(prices.step(*ends), prices.layout(source, ends[1])) for ends in pairwise(walk)]
+        least = graph.distances(prices.live_bytes, [start], np.maximum)[0, goal]
+        raise too_large(source.spec, target.spec, max_bytes, least)
+    return [prices.move(source, *ends) for ends in pairwise(walk)]
 
 
 def _moves_by_graph(source: Layout, target: Layout, model: CostModel) -> list[Move]:
@@ -334,49 +339,48 @@ def _moves_by_graph(source: Layout, target: Layout, model: CostModel) -> list[Mo
     ends only the longest are sharded. After `_MAX_EDGES` steps the best of what needs no search is
     taken: finish reductions, then one permute or exchange, or gather and slice.
     """
-    sure = ConversionPlan.of_moves(source, _moves_without_search(source, target, model), model)
+    sure = _moves_without_search(source, target, model)
     start, goal = graph.state_of(source.spec), graph.state_of(target.spec)
     axes = {int(axis) for axis in (*source.spec.axes, *target.spec.axes)}
-    dims = [dim for dim, cuts in enumerate(zip(start[0], goal[0], strict=True)) if any(cuts)]
-    whole = [dim for dim in range(len(goal[0])) if dim not in dims]
-    whole.sort(key=lambda dim: -source.global_shape[dim])
-    dims += whole[: max(0, _MAX_DIMS - len(dims))]
-    space = graph.TransitionGraph(source.mesh.ndim, tuple(sorted(axes)), tuple(sorted(dims)))
+    cut = [any(cuts) for cuts in zip(start[0], goal[0], strict=True)]
+    dims = sorted(range(len(cut)), key=lambda dim: (not cut[dim], -source.global_shape[dim]))
+    dims = sorted(dims[: max(sum(cut), _MAX_DIMS)])
+    edges = partial(graph.successors, axes_to_use=sorted(axes), dims=dims)
+
+    lines = step_lines(model)
 
     @cache
     def held(cuts: graph.Cuts) -> int:
         return source.with_spec(graph.spec_of((cuts, ()))).max_local_bytes
 
-    # Steps of one kind along the same axes cost the same, in whatever order these arrive.
-    known: dict[tuple[type[Step], frozenset[int], int], tuple[Line, ...]] = {}
-
     def price(step: Step, state: graph.State) -> float:
-        key = type(step), frozenset(step.axes), copies(step, 1)
-        if key not in known:
-            known[key] = model.lines(step)
         num_bytes = held(state[0])
-        return (
-            min(fixed + num_bytes * per_byte for fixed, per_byte in known[key]) + graph.TIE_SECONDS
-        )
+        return min(fixed + num_bytes * slope for fixed, slope in lines(step)) + graph.TIE_SECONDS
 
-    bound = sure.cost_seconds + graph.TIE_SECONDS * len(sure.steps)
-    found = graph.cheapest_path(space, start, goal, price, bound, _MAX_EDGES)
+    seconds = ConversionPlan.of_moves(source, sure, model).cost_seconds
+    bound = seconds + graph.TIE_SECONDS * len(sure)
+    found = graph.cheapest_path(edges, start, goal, price, bound, _MAX_EDGES)
     if not found:
-        return list(zip(sure.steps, sure.layouts[1:], strict=True))
+        return sure
     return [(step, source.with_spec(graph.spec_of(state))) for step, state in found]
 
 
-def _moves_without_search(source: Layout, target: Layout, model: CostModel) -> list[Move]:
+def _moves_without_search(
+    source: Layout, target: Layout, model: CostModel, target_model: CostModel | None = None
+) -> list[Move]:
+    """Finish reductions, then permute or exchange, as is done with parts and blocks."""
     moves = list(finishing_moves(source, target.spec))
     here = moves[-1][1] if moves else source
     if here == target:
         return moves
+    if not (here.spec.is_plain and target.spec.is_plain):
+        return [*moves, (exchange_to(here, target, model, target_model), target)]
     if here.spec.partials:
         return list(naive_moves(source, target.spec, model))
     ends = graph.state_of(here.spec)[0], graph.state_of(target.spec)[0]
     permute, exchange = pair_prices(here, target, model)
     if permute <= exchange:
-        return [*moves, (permute_between(*ends), target)]
+        return [*moves, (Permute(changed_axes(*ends)), target)]
     return [*moves, (exchange_between(*ends, model), target)]
 
 
@@ -392,35 +396,6 @@ def _with_slices_joined(moves: Sequence[Move]) -> list[Move]:
     return joined
 
 
-def _cheapest_plans(
-    best: ConversionPlan, count: int, max_bytes: int | None
-) -> tuple[ConversionPlan, ...]:
-    """Return the cheapest plans, the given one first; fewer if there are fewer."""
-    if count < 1:
-        raise LayoutError(f"cannot list {count} plans; ask for at least 1")
-    source, target = best.source, best.target
-    if count == 1 or source == target or not (source.spec.is_plain and target.spec.is_plain):
-        return (best,)
-    if target.mesh != source.mesh:
-        raise LayoutError(
-            f"alternatives are listed on one mesh only, and {target} is on another one than "
-            f"{source}"
-        )
-    if (states := _count_states(source)) > graph.MAX_STATES:
-        raise LayoutError(
-            f"alternatives are not searched for among {states} layouts (mesh {source.mesh}, "
-            f"{source.spec.dims} dims), only among up to {graph.MAX_STATES}; ask for the plan alone"
-        )
-    prices, move = prices_to_search(source, best.model, max_bytes, target)
-    start, goal = (prices.space.index[graph.state_of(layout.spec)] for layout in (source, target))
-    plans = {_moved(best): best}
-    slices = [ends for ends, step in prices.steps.items() if isinstance(step, Slice)]
-    for path in islice(graph.cheapest_paths(prices.space, slices, move, start, goal, count), count):
-        plan = ConversionPlan.of_moves(source, _moves_along(prices, path, source), best.model)
-        plans.setdefault(_moved(plan), plan)
-    return tuple(plans.values())[:count]
-
-
 def _moved(plan: ConversionPlan) -> tuple[tuple[Layout, Layout], ...]:
     """Return both ends of every move that communicates, which tell plans apart."""
     return tuple((before, after) for _, before, after in plan.communicating)
@@ -431,8 +406,8 @@ def _moves_along(prices: Prices, path: Sequence[graph.Node], source: Layout) -> 
     layout = source
     for (a, _), (b, by_cut) in pairwise(path):
         if not by_cut:
-            layout = prices.layout(source, b)
-            yield prices.step(a, b), layout
+            step, layout = prices.move(source, a, b)
+            yield step, layout
             continue
         before, after = prices.space.states[a][0], prices.space.states[b][0]
         cut = {dim: axes for dim, axes in enumerate(after) if axes != before[dim]}

@@ -30,13 +30,12 @@ from shardspec.layout.graph import (
     TIE_SECONDS,
     Cuts,
     Floats,
-    count_states,
     distances,
     spec_of,
     state_of,
 )
 from shardspec.layout.layout import Layout, LayoutCell, cells_of
-from shardspec.layout.pricing import prices_to_search
+from shardspec.layout.pricing import prices_to_search, states_of
 from shardspec.layout.routed import MAX_EXACT_DEVICES, intervals, shared
 from shardspec.mesh import DeviceMesh, LinkModel
 
@@ -57,11 +56,9 @@ _MAX_LISTED: Final = 300_000
 
 @lru_cache(maxsize=64)
 def common_mesh(a: DeviceMesh, b: DeviceMesh) -> DeviceMesh:
-    """Return a mesh with the devices of both: the one that has them all, or a row of them.
-
-    Where both have all, the one with more axes says more about who is near whom.
-    """
+    """Return a mesh with the devices of both: the one that has them all, or a row of them."""
     ids_a, ids_b = set(a.ids), set(b.ids)
+    # Where both have all, the one with more axes says more about who is near whom.
     if ids_b <= ids_a and (ids_a != ids_b or a.ndim >= b.ndim):
         return a
     if ids_a <= ids_b:
@@ -101,10 +98,7 @@ def exchange_to(
 
 
 def exchange_seconds(before: Layout, after: Layout, model: CostModel) -> float:
-    """Return the modelled seconds of an exchange between two layouts, part by part.
-
-    Nothing is pending; the model is that of the `common_mesh` of both.
-    """
+    """Return the seconds of an exchange, part by part; the model is of the `common_mesh`."""
     mesh, item = _checked_mesh(before, after), item_bytes(before.dtype)
     ends = ((here.boxes(), there.boxes()) for here, there in _cells(before, after))
     return sum(_boxes_seconds(held, wanted, mesh, model, item) for held, wanted in ends)
@@ -224,7 +218,29 @@ class _Side:
     seconds: Floats
     """From the source to each spec, or from each spec to the target."""
     peak: Floats
-    """The bytes that the fullest device holds at least on the way; 0 where there is no bound."""
+    """The bytes that the fullest device holds at least on the way."""
+
+    @classmethod
+    def alone(cls, end: Layout) -> "_Side":
+        """Let the tensor leave or arrive as it is; what is pending is finished first."""
+        return cls(end, [state_of(end.spec)[0]], np.zeros(1), np.zeros(1))
+
+    @classmethod
+    def every(cls, end: Layout, model: CostModel, max_bytes: int | None, leaving: bool) -> "_Side":
+        """Search from the source to all specs of its mesh, or from all specs to the target."""
+        if states_of(end) > MAX_STATES:
+            return cls.alone(end)
+        prices, move = prices_to_search(end, model, max_bytes)
+        finished = prices.space.num_finished
+        seconds, peak = (
+            distances(each if leaving else each.T, [prices.state(end)], join)[0, :finished]
+            for each, join in ((move, np.add), (prices.live_bytes, np.maximum))
+        )
+        return cls(end, [cuts for cuts, _ in prices.space.states[:finished]], seconds, peak)
+
+    @property
+    def num_intervals(self) -> int:
+        return len(self.cuts) * self.layout.mesh.size * self.layout.spec.dims
 
     def at(self, index: int) -> Layout:
         """Return the layout of one of the specs."""
@@ -232,63 +248,32 @@ class _Side:
 
 
 def cheapest_crossing(
-    source: Layout,
-    target: Layout,
-    models: tuple[CostModel, CostModel],
-    max_bytes: int | None,
-    peak_on_mesh: Callable[[Layout, Layout], int],
+    source: Layout, target: Layout, models: tuple[CostModel, CostModel], max_bytes: int | None
 ) -> tuple[Layout, Layout]:
     """Return the layouts between which a tensor goes over to another mesh.
 
-    `models` price on each mesh; no device may hold more than `max_bytes` during a step;
-    `peak_on_mesh` tells the peak of a plan on the source's mesh. The choice is the cheapest where
-    so few specs and devices are involved that all pairs are considered. On larger meshes the tensor
-    leaves and arrives as it is, or the best of the pairs looked at is taken.
+    `models` price on each mesh; no device may hold more than `max_bytes` during a step. The choice
+    is the cheapest where so few specs and devices are involved that all pairs are considered. On
+    larger meshes the tensor leaves and arrives as it is, or the best of the pairs looked at is
+    taken.
     """
-    devices = common_mesh(source.mesh, target.mesh).size
-    if devices > _MAX_DEVICES:
+    mesh, model = (
+        common_mesh(source.mesh, target.mesh),
+        common_model(source.mesh, target.mesh, *models),
+    )
+    if mesh.size > _MAX_DEVICES:
         raise LayoutError(
-            f"the two meshes have {devices:,} devices together; conversions between meshes are "
+            f"the two meshes have {mesh.size:,} devices together; conversions between meshes are "
             f"planned for up to {_MAX_DEVICES:,}"
         )
-
-    def alone(end: Layout) -> _Side:
-        """Let the tensor leave or arrive as it is; what is pending is finished first."""
-        plain = end.with_spec(end.spec.without_partial())
-        peak = peak_on_mesh(end, plain) if end != plain else 0
-        return _Side(end, [state_of(plain.spec)[0]], np.zeros(1), np.array([peak]))
-
-    def side(end: Layout, model: CostModel, *, leaving: bool) -> _Side:
-        """Search from the source to all specs of its mesh, or from all specs to the target."""
-        start = state_of(end.spec)
-        if count_states(end.mesh.ndim, end.spec.dims, len(start[1])) > MAX_STATES:
-            return alone(end)
-        prices, move = prices_to_search(end, model, max_bytes)
-        place, finished = prices.space.index[start], prices.space.num_finished
-        peak = np.zeros(finished)
-        if max_bytes is not None:
-            live = np.where(np.isfinite(prices.seconds), prices.live_bytes, inf)
-            peak = distances(live if leaving else live.T, [place], np.maximum)[0, :finished]
-        seconds = distances(move if leaving else move.T, [place])[0, :finished]
-        return _Side(end, [cuts for cuts, _ in prices.space.states[:finished]], seconds, peak)
-
-    here, there = side(source, models[0], leaving=True), side(target, models[1], leaving=False)
-    work = len(here.cuts) * len(there.cuts) * devices
-    if work > _MAX_WORK or len(here.cuts) * source.mesh.size * source.spec.dims > _MAX_INTERVALS:
-        here = alone(source)
-    if len(there.cuts) * target.mesh.size * source.spec.dims > _MAX_INTERVALS:
-        there = alone(target)
-    best = _cheapest_pair(here, there, models, max_bytes)
-    return here.at(best[0]), there.at(best[1])
-
-
-def _cheapest_pair(
-    here: _Side, there: _Side, models: tuple[CostModel, CostModel], max_bytes: int | None
-) -> tuple[int, int]:
-    """Return where to leave and where to arrive."""
-    meshes = here.layout.mesh, there.layout.mesh
-    mesh, model = common_mesh(*meshes), common_model(*meshes, *models)
-    item = item_bytes(here.layout.dtype)
+    here = _Side.every(source, models[0], max_bytes, leaving=True)
+    there = _Side.every(target, models[1], max_bytes, leaving=False)
+    work = len(here.cuts) * len(there.cuts) * mesh.size
+    if work > _MAX_WORK or here.num_intervals > _MAX_INTERVALS:
+        here = _Side.alone(source)
+    if there.num_intervals > _MAX_INTERVALS:
+        there = _Side.alone(target)
+    item = item_bytes(source.dtype)
     held, wanted = cache(lambda n: here.at(n).boxes()), cache(lambda n: there.at(n).boxes())
     # Axes of one device, and dims too short to be cut, make many specs the same boxes.
     seconds: dict[tuple[tuple[Box, ...], ...], float] = {}
@@ -313,7 +298,7 @@ def _cheapest_pair(
     least = here.seconds[:, None] + there.seconds + _least_exchange(here, there, model)
     _, found = _lowest(least, total, lambda: listed > _MAX_LISTED)
     if found is not None:
-        return found
+        return here.at(found[0]), there.at(found[1])
     if too_many:
         raise too_many[-1]
 
@@ -321,19 +306,22 @@ def _cheapest_pair(
         return max(float(peaks[a, b]), _most_held(held(a), wanted(b)) * item)
 
     peaks = np.maximum(here.peak[:, None], there.peak)
-    raise LayoutError(
-        f"no plan from {here.layout} to {there.layout} holds at most {max_bytes} bytes on every "
-        f"device; the least that one needs is {int(_lowest(peaks, peak)[0])}"
+    assert max_bytes is not None, "without a bound there is always a way"
+    raise too_large(source, target, max_bytes, _lowest(peaks, peak)[0])
+
+
+def too_large(source: object, target: object, max_bytes: int, least: float) -> LayoutError:
+    """Return the error that every plan needs more bytes than are allowed, and how many."""
+    return LayoutError(
+        f"no plan from {source} to {target} holds at most {max_bytes} bytes on every device; the "
+        f"least that one needs is {int(least)}"
     )
 
 
 def _lowest(
     bound: Floats, value: Callable[[int, int], float], enough: Callable[[], bool] = lambda: False
 ) -> tuple[float, tuple[int, int] | None]:
-    """Return the lowest value of a pair, none of which is below its bound, and the pair.
-
-    Once one is found and `enough` is true, the lowest so far is taken.
-    """
+    """Return the lowest value and its pair, or the lowest so far once that is `enough`."""
     best, found = inf, None
     for flat in np.argsort(bound, axis=None, kind="stable").tolist():
         pair = divmod(flat, bound.shape[1])
@@ -346,10 +334,7 @@ def _lowest(
 
 
 def _least_exchange(here: _Side, there: _Side, model: CostModel) -> Floats:
-    """Return per pair of specs what the exchange costs at least.
-
-    Some device receives all that it lacks over the fastest link; on a bus all devices do.
-    """
+    """Return the least that exchanges cost: on the fastest link some device gets what it lacks."""
     meshes = here.layout.mesh, there.layout.mesh
     known = {device: place for place, device in enumerate(meshes[0].ids)}
     both = [(known[device], place) for place, device in enumerate(meshes[1].ids) if device in known]

@@ -10,13 +10,21 @@ specs: so no label lies on another.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import groupby, pairwise
 from typing import Final, TypeAlias
 from xml.etree.ElementTree import Element
 
 from shardspec.comm.steps import Exchange, Permute, ReduceOp, Step
 from shardspec.errors import LayoutError
-from shardspec.layout.graph import MAX_STATES, State, TransitionGraph, count_states, spec_of
+from shardspec.layout.graph import (
+    MAX_STATES,
+    State,
+    count_states,
+    space_of,
+    spec_of,
+    state_of,
+    successors,
+)
 from shardspec.layout.layout import Layout, resolve_axes
 from shardspec.layout.picture import draw, svg_page
 from shardspec.layout.plan import ConversionPlan, step_text
@@ -49,9 +57,17 @@ class DrawnEdge:
     """Its place on the path, from 1; 0 where it is not on it."""
 
     @property
+    def kind(self) -> str:
+        """The kind of step, as `COLOURS` has it."""
+        return kind_of(self.step)
+
+    @property
     def routed(self) -> bool:
         """Whether it is a permute or an exchange, which the graph has no edges for."""
         return isinstance(self.step, Permute | Exchange)
+
+    def __str__(self) -> str:
+        return f"{self.before} → {self.after}: {self.text}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,8 +94,14 @@ class Drawing:
     @property
     def kinds(self) -> tuple[str, ...]:
         """The kinds of step that are drawn, in the order of `COLOURS`."""
-        drawn = {kind_of(edge.step) for edge in (*self.edges, *self.path)}
+        drawn = {edge.kind for edge in (*self.edges, *self.path)}
         return tuple(kind for kind in COLOURS if kind in drawn)
+
+    @property
+    def beside_path(self) -> list[DrawnEdge]:
+        """The edges that are not on the path."""
+        marked = {(edge.before, edge.after) for edge in self.path}
+        return [edge for edge in self.edges if (edge.before, edge.after) not in marked]
 
     def as_dict(self) -> dict[str, object]:
         """Return nodes, edges and path as plain lists and text, ready for JSON."""
@@ -118,50 +140,41 @@ def draw_transitions(mesh: DeviceMesh, dims: int, plan: ConversionPlan | None = 
             f"{count} specs (mesh {mesh}, {counted(dims, 'dim')}) are too many to draw, "
             f"the limit is {MAX_STATES}; draw fewer mesh axes or dims"
         )
-    whole = resolve_axes(ShardingSpec(dims, partial=pending), mesh)
-    graph = TransitionGraph(mesh.ndim).explore(whole)
-    states = sorted(graph.nodes, key=_column_and_place)
+    pairs = state_of(resolve_axes(ShardingSpec(dims, partial=pending), mesh))[1]
+    states = sorted(space_of(mesh.ndim, dims, pairs).states, key=lambda s: (_column(s), s))
     # A tensor of any size has these specs.
     tensor = Layout(mesh, ShardingSpec(dims), (1,) * dims, "float32")
     labels = {state: str(tensor.with_spec(spec_of(state)).labelled_spec) for state in states}
-    columns: dict[tuple[int, int], list[str]] = {}
-    for state in states:
-        columns.setdefault(_column_and_place(state)[:2], []).append(labels[state])
+    columns = [tuple(map(labels.__getitem__, some)) for _, some in groupby(states, _column)]
     edges = tuple(
-        DrawnEdge(labels[a], labels[b], step, _text(step, mesh))
-        for a in states
-        for b, step in ((b, graph.edges[a, b]["step"]) for b in graph.adj[a])
+        DrawnEdge(labels[state], labels[reached], step, _text(step, mesh))
+        for state in states
+        for step, reached in successors(state, range(mesh.ndim))
     )
     title = f"{counted(count, 'spec')} of {counted(dims, 'dim')} on mesh {mesh}"
-    in_columns = tuple(map(tuple, columns.values()))
     if plan is None:
-        return Drawing(title, in_columns, edges)
+        return Drawing(title, tuple(columns), edges)
     # Cuts by parts and blocks are not states of the graph.
-    known = set(labels.values())
-    others = (label for layout in plan.layouts if (label := str(layout.labelled_spec)) not in known)
-    if beside := tuple(dict.fromkeys(others)):
-        in_columns += (beside,)
+    passed = dict.fromkeys(str(layout.labelled_spec) for layout in plan.layouts)
+    if beside := tuple(label for label in passed if label not in labels.values()):
+        columns.append(beside)
+    path: list[DrawnEdge] = []
+    for (step, before, after), seconds in zip(plan.moves, plan.step_seconds, strict=True):
+        text = f"{_text(step, mesh)}, {seconds_text(seconds)}"
+        ends = str(before.labelled_spec), str(after.labelled_spec)
+        path.append(DrawnEdge(*ends, step, text, len(path) + 1))
     ends = str(plan.source.labelled_spec), str(plan.target.labelled_spec)
     title = f"{ends[0]} → {ends[1]}, {seconds_text(plan.cost_seconds)}; {title}"
-    return Drawing(title, in_columns, edges, _path(plan), ends, plan.known_error)
+    return Drawing(title, tuple(columns), edges, tuple(path), ends, plan.known_error)
 
 
-def _column_and_place(state: State) -> tuple[int, int, State]:
+def _column(state: State) -> tuple[int, int]:
     cuts, pending = state
-    return -len(pending), sum(map(len, cuts)), state
+    return -len(pending), sum(map(len, cuts))
 
 
 def _text(step: Step, mesh: DeviceMesh) -> str:
     return f"{step_text(step)} over {','.join(mesh.axis_labels(step.axes))}"
-
-
-def _path(plan: ConversionPlan) -> tuple[DrawnEdge, ...]:
-    found: list[DrawnEdge] = []
-    for (step, before, after), seconds in zip(plan.moves, plan.step_seconds, strict=True):
-        ends = str(before.labelled_spec), str(after.labelled_spec)
-        text = f"{_text(step, plan.source.mesh)}, {seconds_text(seconds)}"
-        found.append(DrawnEdge(*ends, step, text, len(found) + 1))
-    return tuple(found)
 
 
 _FADED: Final = "28"
@@ -180,15 +193,13 @@ def dot_text(drawing: Drawing) -> str:
     for label in sorted(drawing.on_path):
         width = 3 if label in (drawing.ends or ()) else 2
         lines.append(f'  {_quoted(label)} [fillcolor="#fff3bf", penwidth={width}];')
-    marked = {(edge.before, edge.after) for edge in drawing.path}
-    others = (edge for edge in drawing.edges if (edge.before, edge.after) not in marked)
-    lines += [_dot_edge(edge, faded=bool(drawing.path)) for edge in others]
+    lines += [_dot_edge(edge, faded=bool(drawing.path)) for edge in drawing.beside_path]
     lines += [_dot_edge(edge, faded=False) for edge in drawing.path]
     return "\n".join([*lines, "}", ""])
 
 
 def _dot_edge(edge: DrawnEdge, *, faded: bool) -> str:
-    colour = COLOURS[kind_of(edge.step)]
+    colour = COLOURS[edge.kind]
     if faded:
         style = [f'color="{colour}{_FADED}"']
     else:
@@ -229,22 +240,20 @@ class _Places:
     """Where the nodes are."""
 
     def __init__(self, columns: Sequence[Sequence[str]]) -> None:
-        labels = [label for column in columns for label in column]
         most = max(map(len, columns))
-        self.half = max(map(len, labels)) * _CHAR / 2 + 9
+        self.half = max(len(label) for column in columns for label in column) * _CHAR / 2 + 9
         """Half the width of a node."""
         self.x = [_LEFT + self.half + at * (2 * self.half + _GAP) for at in range(len(columns))]
         """The middle of each column."""
-        self.rows = [
-            [_HEAD + ((most - len(column)) / 2 + at) * _ROW for at in range(len(column))]
-            for column in columns
-        ]
+        self.rows: list[list[float]] = []
         """Of each column the heights of its nodes, from the top."""
-        self.column = {label: place for place, column in enumerate(columns) for label in column}
-        heights = [y for rows in self.rows for y in rows]
-        self.at = {
-            label: (self.x[self.column[label]], y) for label, y in zip(labels, heights, strict=True)
-        }
+        self.column: dict[str, int] = {}
+        self.at: dict[str, _Point] = {}
+        for place, column in enumerate(columns):
+            top = _HEAD + (most - len(column)) / 2 * _ROW
+            self.rows.append([top + at * _ROW for at in range(len(column))])
+            for label, y in zip(column, self.rows[-1], strict=True):
+                self.column[label], self.at[label] = place, (self.x[place], y)
 
 
 def svg_text(drawing: Drawing) -> str:
@@ -253,27 +262,21 @@ def svg_text(drawing: Drawing) -> str:
     root = Element(
         "svg", {"font-family": "DejaVu Sans Mono, Menlo, Consolas, monospace", "font-size": "12"}
     )
+    box = {"viewBox": "0 0 8 8", "refX": 7, "refY": 4, "orient": "auto"}
+    size = {"markerWidth": 8, "markerHeight": 8, "markerUnits": "userSpaceOnUse"}
     for kind in drawing.kinds:  # heads of arrows
-        size = {"markerWidth": 8, "markerHeight": 8, "markerUnits": "userSpaceOnUse"}
-        box = {"viewBox": "0 0 8 8", "refX": 7, "refY": 4, "orient": "auto"}
-        draw(
-            draw(root, "marker", id=kind, **box, **size),
-            "path",
-            d="M0,0.5 L8,4 L0,7.5 z",
-            fill=COLOURS[kind],
-        )
+        head = draw(root, "marker", id=kind, **box, **size)
+        draw(head, "path", d="M0,0.5 L8,4 L0,7.5 z", fill=COLOURS[kind])
     draw(root, "rect", width="100%", height="100%", fill="white")
     draw(root, "text", drawing.title, x=20, y=30, font_size=14, font_weight="bold")
     right = 20.0
     for kind in drawing.kinds:
-        routed = any(edge.routed and kind_of(edge.step) == kind for edge in drawing.path)
+        routed = any(edge.routed and edge.kind == kind for edge in drawing.path)
         _draw_line(root, f"M{right:.1f},52 h34", kind, 2.4, routed=routed)
         draw(root, "text", kind, x=right + 42, y=56)
         right += 66 + _CHAR * len(kind)
-    marked = {(edge.before, edge.after) for edge in drawing.path}
-    faint = [edge for edge in drawing.edges if (edge.before, edge.after) not in marked]
     for edges, width, opacity in (
-        (faint, 1.1, "0.13" if marked else "0.6"),
+        (drawing.beside_path, 1.1, "0.13" if drawing.path else "0.6"),
         (drawing.path, 2.8, None),
     ):
         group = draw(root, "g", fill="none", opacity=opacity)
@@ -282,8 +285,8 @@ def svg_text(drawing: Drawing) -> str:
             path = "M{:.1f},{:.1f}".format(*curves[0][0])
             for _, *points in curves:
                 path += " C" + " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
-            line = _draw_line(group, path, kind_of(edge.step), width, routed=edge.routed)
-            draw(line, "title", _listed(edge))
+            line = _draw_line(group, path, edge.kind, width, routed=edge.routed)
+            draw(line, "title", str(edge))
     for label, (x, y) in places.at.items():
         bright = label in ends or label in drawing.on_path
         ink = "#111" if bright or drawing.ends is None else "#888"
@@ -296,13 +299,13 @@ def svg_text(drawing: Drawing) -> str:
     y = max(y for _, y in places.at.values()) + _ROW + 8
     for edge in drawing.path:
         for x, at in (_badge(edge, places), (30.0, y)):
-            disc = {"fill": COLOURS[kind_of(edge.step)], "stroke": "white", "stroke_width": 2}
+            disc = {"fill": COLOURS[edge.kind], "stroke": "white", "stroke_width": 2}
             draw(root, "circle", cx=x, cy=at, r=10, **disc)
             style = {"text_anchor": "middle", "fill": "white", "font_weight": "bold"}
             draw(root, "text", str(edge.number), x=x, y=at + 4, **style)
-        draw(root, "text", _listed(edge), x=46, y=y + 4)
+        draw(root, "text", str(edge), x=46, y=y + 4)
         y += 22
-    listed = [60 + _CHAR * len(_listed(edge)) for edge in drawing.path]
+    listed = [60 + _CHAR * len(str(edge)) for edge in drawing.path]
     title = 40 + _CHAR * 1.2 * len(drawing.title)
     width = max(places.x[-1] + places.half + _BOW + 25, title, right, *listed)
     return svg_page(root, round(width), round(y + (10 if listed else -8)))
@@ -338,10 +341,7 @@ def _curves(edge: DrawnEdge, places: _Places) -> list[_Curve]:
 
 
 def _badge(edge: DrawnEdge, places: _Places) -> _Point:
-    """Return where the number of an edge stands: on its first curve, where no node is.
-
-    A little before the middle, where steps that cross each other are apart.
-    """
+    """Return where the number of an edge stands: on its first curve, before others cross it."""
     t = 0.5 if places.column[edge.before] == places.column[edge.after] else 0.36
     shares = ((1 - t) ** 3, 3 * t * (1 - t) ** 2, 3 * t**2 * (1 - t), t**3)
     points = _curves(edge, places)[0]
@@ -352,7 +352,3 @@ def _badge(edge: DrawnEdge, places: _Places) -> _Point:
 def _draw_line(parent: Element, path: str, kind: str, width: float, *, routed: bool) -> Element:
     style = {"stroke": COLOURS[kind], "stroke_width": width, "marker_end": f"url(#{kind})"}
     return draw(parent, "path", d=path, stroke_dasharray="8 5" if routed else None, **style)
-
-
-def _listed(edge: DrawnEdge) -> str:
-    return f"{edge.before} → {edge.after}: {edge.text}"

@@ -2,7 +2,7 @@
 
 Which steps lead where depends only on the number of mesh axes, the tensor rank and the pending
 reductions. Two axes and rank 2 give 11 nodes, four axes and rank 4 give 1,457, and six axes give
-very many. So there are two forms: `TransitionGraph` expands nodes on demand, and `Space` holds the
+very many. So there are two forms: `successors` expands a node on demand, and `Space` holds the
 whole graph as arrays, so that thousands of edges are priced at once.
 
 Slices are free, so the graph has only slices along one axis; a plan joins them again. At most
@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from heapq import heappop, heappush
-from itertools import combinations, permutations
+from itertools import combinations, permutations, product
 from itertools import count as counter
 from math import comb, factorial, inf, prod
 from typing import TYPE_CHECKING, Final, TypeAlias
@@ -49,9 +49,6 @@ PartialState: TypeAlias = tuple[tuple[int, ReduceOp], ...]
 """Axis and operation of each pending reduction, by ascending axis."""
 State: TypeAlias = tuple[Cuts, PartialState]
 """A spec in the form the search works on: quick to hash and to change."""
-Price: TypeAlias = Callable[[Step, State], float]
-"""Seconds of a step that starts from a state, the tie-breaker included; never negative."""
-
 Node: TypeAlias = tuple[int, bool]
 """The place of a state, and whether a cut led to it: after a cut comes no other."""
 
@@ -83,49 +80,35 @@ def spec_of(state: State) -> ShardingSpec:
     return ShardingSpec(len(cuts), dict(enumerate(cuts)), partial=dict(pending))
 
 
-@dataclass(frozen=True, slots=True)
-class TransitionGraph:
-    """All specs reachable by steps.
+def explore(num_axes: int, start: ShardingSpec) -> "nx.DiGraph":
+    """Return the graph of all states reachable from a spec; edges have the attribute `step`.
 
-    >>> graph = TransitionGraph(2).explore(ShardingSpec.parse("[R,R]"))
-    >>> graph.number_of_nodes()
+    >>> explore(2, ShardingSpec.parse("[R,R]")).number_of_nodes()
     11
     """
+    import networkx as nx  # takes an eighth of a second to import
 
-    num_axes: int
-    """Mesh axes."""
-    axes: tuple[int, ...] | None = None
-    """Axes that slices may use; by default all."""
-    dims: tuple[int, ...] | None = None
-    """Dims that axes may move to; by default all."""
-
-    def expand(self, state: State) -> dict[State, Step]:
-        """Return the states that one step leads to, in one fixed order, with the step."""
-        axes = range(self.num_axes) if self.axes is None else self.axes
-        dims = range(len(state[0])) if self.dims is None else self.dims
-        return {reached: step for step, reached in _successors(state, axes, dims)}
-
-    def explore(self, start: ShardingSpec) -> "nx.DiGraph":
-        """Return the graph of all states reachable from a spec; edges have the attribute `step`."""
-        import networkx as nx  # takes an eighth of a second to import
-
-        graph = nx.DiGraph()
-        todo = [state_of(start)]
-        graph.add_node(todo[0])
-        while todo:
-            state = todo.pop()
-            for reached, step in self.expand(state).items():
-                if reached not in graph:
-                    todo.append(reached)
-                graph.add_edge(state, reached, step=step)
-        return graph
+    todo = [state_of(start)]
+    graph = nx.DiGraph()
+    graph.add_node(todo[0])
+    while todo:
+        state = todo.pop()
+        for step, reached in successors(state, range(num_axes)):
+            if reached not in graph:
+                todo.append(reached)
+            graph.add_edge(state, reached, step=step)
+    return graph
 
 
-def _successors(
-    state: State, axes_to_use: Sequence[int], dims: Sequence[int]
+def successors(
+    state: State, axes_to_use: Sequence[int], dims: Sequence[int] | None = None
 ) -> Iterator[tuple[Step, State]]:
-    """Yield every step possible from a state, and where it leads."""
+    """Yield every step from a state and where it leads, in one fixed order; no two lead there.
+
+    Slices use some axes, and axes move to some dims, by default to all.
+    """
     cuts, pending = state
+    dims = range(len(cuts)) if dims is None else dims
     used = {axis for cut in cuts for axis in cut} | {axis for axis, _ in pending}
 
     def with_cut(dim: int, axes: tuple[int, ...], of: Cuts = cuts) -> Cuts:
@@ -167,16 +150,13 @@ def _arrangements(axes: list[int]) -> Iterator[tuple[int, ...]]:
 
 
 def count_states(num_axes: int, dims: int, num_pending: int) -> int:
-    """Return how many specs are reachable; `LayoutError` for too many axes or dims.
-
-    ``p`` of the `num_pending` axes stay pending, and ``k`` of the others, in order, are dealt to
-    the dims.
-    """
+    """Return how many specs are reachable; `LayoutError` for too many axes or dims."""
     if num_axes > _MAX_AXES or dims > _MAX_DIMS:
         raise LayoutError(
             f"conversions are planned on up to {_MAX_AXES} mesh axes and for tensors of up to "
             f"{_MAX_DIMS} dims, but these are {num_axes} axes and {dims} dims"
         )
+    # p axes stay pending, and k of the others, in order, are dealt to the dims.
     return sum(
         comb(num_pending, p) * comb(num_axes - p, k) * factorial(k) * comb(max(k + dims - 1, 0), k)
         for p in range(num_pending + 1)
@@ -185,10 +165,9 @@ def count_states(num_axes: int, dims: int, num_pending: int) -> int:
 
 
 def is_symmetric(global_shape: tuple[int, ...], mesh_shape: tuple[int, ...]) -> bool:
-    """Return whether states that differ by the order of dims and of like axes share their prices.
+    """Return whether states that differ by the order of dims and of like axes share prices.
 
-    They do where every dim divides evenly whatever the cut. Of many axes and dims there are too
-    many orders to look at.
+    They do where every dim divides evenly; of many axes and dims there are too many orders.
     """
     orders = factorial(len(global_shape)) * factorial(len(mesh_shape))
     devices = prod(mesh_shape)
@@ -213,19 +192,16 @@ class Space:
     steps: dict[tuple[int, int], Step]
     """By the places of both ends."""
 
-    def orbits(self, alike: Sequence[int], *, first: bool = False) -> tuple[Ints, Ints]:
-        """Return for each state the one that stands for it, and how to get there.
-
-        States cost the same that differ by a permutation of the tensor dims (but for the `first`,
-        if that is not like the others), or of mesh axes that have the same number in `alike`. Row
-        ``u`` of the second array (states, states) maps every state by the permutation that takes
-        ``u`` to the state that stands for it.
-        """
-        return _orbits(self, tuple(alike), first)
-
 
 @lru_cache(maxsize=4)
-def _orbits(space: Space, alike: tuple[int, ...], first: bool) -> tuple[Ints, Ints]:
+def orbits(space: Space, alike: tuple[int, ...], *, first: bool = False) -> tuple[Ints, Ints]:
+    """Return for each state the one that stands for it, and how to get there.
+
+    States cost the same that differ by a permutation of the tensor dims (but for the `first`, if
+    that is not like the others), or of mesh axes that have the same number in `alike`. Row ``u`` of
+    the second array (states, states) maps every state by the permutation that takes ``u`` to the
+    state that stands for it.
+    """
     by_dims = [
         [space.index[tuple(cuts[d] for d in order), left] for cuts, left in space.states]
         for order in permutations(range(space.dims))
@@ -249,7 +225,7 @@ def _orbits(space: Space, alike: tuple[int, ...], first: bool) -> tuple[Ints, In
 @lru_cache(maxsize=16)
 def space_of(num_axes: int, dims: int, pending: PartialState) -> Space:
     """Return the space of all specs that a conversion can pass through."""
-    graph = TransitionGraph(num_axes).explore(spec_of((((),) * dims, pending)))
+    graph = explore(num_axes, spec_of((((),) * dims, pending)))
     states: list[State] = sorted(
         graph.nodes, key=lambda s: (len(s[1]), s[1], sum(map(len, s[0])), s[0])
     )
@@ -313,18 +289,17 @@ def shortest_walk(move: Floats, source: int, target: int) -> list[int] | None:
 
 
 def cheapest_path(
-    graph: TransitionGraph,
+    edges: Callable[[State], Iterable[tuple[Step, State]]],
     source: State,
     target: State,
-    price: Price,
+    price: Callable[[Step, State], float],
     bound: float = inf,
     max_edges: float = inf,
 ) -> list[tuple[Step, State]] | None:
     """Return the cheapest steps from one state to another, each with the state it leads to.
 
     None where no path of fewer seconds than `bound` is found among `max_edges` steps. This is
-    Dijkstra's search on a graph that is expanded on the way; networkx needs all edges beforehand,
-    which for six axes are millions. Ties go to the path found first.
+    Dijkstra's search; networkx needs all edges beforehand, which for six axes are millions.
     """
     best: dict[State, float] = {source: 0.0}
     came_from: dict[State, tuple[State, Step]] = {}
@@ -343,16 +318,15 @@ def cheapest_path(
         if state in done:
             continue
         done.add(state)
-        steps = graph.expand(state)
-        max_edges -= len(steps)
-        if max_edges < 0:
-            return None
-        for reached, step in steps.items():
+        for step, reached in edges(state):
+            max_edges -= 1
             total = seconds + price(step, state)
             if total < best.get(reached, bound):
                 best[reached] = total
                 came_from[reached] = (state, step)
                 heappush(queue, (total, next(order), reached))
+        if max_edges < 0:
+            return None
     return None
 
 
@@ -366,9 +340,8 @@ def cheapest_paths(
 ) -> Iterator[list[Node]]:
     """Yield the cheapest paths in order; slices in a row are one edge.
 
-    Paths from the source are extended in the order of their cost and of the distance that is left
-    at least. `networkx.shortest_simple_paths` would go on along the many paths that slice to a
-    layout they came from.
+    Paths are extended in the order of their cost and of what is left at least.
+    `networkx.shortest_simple_paths` would go on along those that slice to where they came from.
     """
     states, sliced = space.states, defaultdict[int, list[int]](list)
     # No path comes back to where it started, nor goes on from where it ends.
@@ -424,8 +397,8 @@ def cheapest_paths(
 
 def _between(before: State, after: State) -> frozenset[State]:
     """Return every state that slices from one to the other may come to, but the first."""
-    partial: list[Cuts] = [()]
-    for here, there in zip(before[0], after[0], strict=True):
-        parts = [there[:length] for length in range(len(here), len(there) + 1)]
-        partial = [(*cuts, part) for cuts in partial for part in parts]
-    return frozenset((cuts, before[1]) for cuts in partial) - {before}
+    parts = (
+        [there[:length] for length in range(len(here), len(there) + 1)]
+        for here, there in zip(before[0], after[0], strict=True)
+    )
+    return frozenset((cuts, before[1]) for cuts in product(*parts)) - {before}

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from colorsys import hls_to_rgb
 from dataclasses import dataclass
 from html import escape
-from itertools import product
+from itertools import groupby, product
 from typing import Final, TypeAlias
 from xml.etree.ElementTree import Element, SubElement, tostring
 
@@ -202,12 +202,9 @@ def box_rgb(number: int) -> tuple[int, int, int]:
 
 def ids_text(ids: Sequence[int]) -> str:
     """List ids in ascending order, three or more in a row as the first and the last: '1-3,7'."""
-    runs: list[list[int]] = []
-    for id_ in sorted(ids):
-        if runs and id_ == runs[-1][-1] + 1:
-            runs[-1].append(id_)
-        else:
-            runs.append([id_])
+    # In a row ids grow as their places do.
+    by_run = groupby(enumerate(sorted(ids)), lambda place_and_id: place_and_id[1] - place_and_id[0])
+    runs = [[id_ for _, id_ in run] for _, run in by_run]
     return ",".join(
         f"{run[0]}-{run[-1]}" if len(run) > 2 else ",".join(map(str, run)) for run in runs
     )

@@ -9,9 +9,10 @@ factor of the only axis of a dim makes that many parts side by side, each sharde
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from itertools import accumulate
 from math import prod
-from typing import TypeAlias
+from operator import mul
+from typing import NamedTuple, TypeAlias
 
 from shardspec.boxes import split_interval
 from shardspec.comm.steps import ReduceOp
@@ -20,13 +21,7 @@ from shardspec.layout.spec import DimSpec, Part, ShardingSpec
 from shardspec.text import counted
 
 
-@dataclass(frozen=True, slots=True)
-class Whole:
-    """The axis splits nothing: torch's ``Replicate``."""
-
-
-@dataclass(frozen=True, slots=True)
-class Split:
+class Split(NamedTuple):
     """The axis splits a dim: torch's ``Shard``, or ``_StridedShard`` with a factor above 1."""
 
     dim: int
@@ -34,14 +29,8 @@ class Split:
     """Parts that axes further right have made of the dim before this one splits each of them."""
 
 
-@dataclass(frozen=True, slots=True)
-class PartialPlacement:
-    """A reduction over the axis is pending: torch's ``Partial``."""
-
-    op: ReduceOp
-
-
-Placement: TypeAlias = Whole | Split | PartialPlacement
+Placement: TypeAlias = Split | ReduceOp | None
+"""A split, the operation of a pending reduction (``Partial``), or nothing (``Replicate``)."""
 
 
 def placements_of(spec: ShardingSpec, mesh_shape: Sequence[int]) -> tuple[Placement, ...]:
@@ -49,27 +38,20 @@ def placements_of(spec: ShardingSpec, mesh_shape: Sequence[int]) -> tuple[Placem
 
     Raises `LossyConversionError` for blocks, and for parts that differ from those of torch's rule.
 
-    >>> placements_of(ShardingSpec.parse("[S10,R]"), (2, 3))
-    (Split(dim=0, split_factor=3), Split(dim=0, split_factor=1))
+    >>> placements_of(ShardingSpec.parse("[S10,R|P2]"), (2, 3, 2))
+    (Split(dim=0, split_factor=3), Split(dim=0, split_factor=1), 'sum')
     """
-    placements: list[Placement] = [Whole()] * len(mesh_shape)
+    placements: list[Placement] = [None] * len(mesh_shape)
     for dim, cut in enumerate(spec.dim_specs):
-        factors = {}
-        for place, axis in enumerate(cut.axes):
-            before = [int(other) for other in cut.axes[:place] if int(other) > int(axis)]
-            factors[int(axis)] = max(1, len(cut.parts)) * prod(mesh_shape[a] for a in before)
-        size = sum(part.size for part in cut.parts)
-        if not cut.is_plain and (
-            cut.block > 1
-            or any(part.shares for part in cut.parts)
-            or len(cut.axes) > 1
-            or _parts(size, len(cut.parts)) != tuple(part.size for part in cut.parts)
-        ):
+        parts = _parts(sum(part.size for part in cut.parts), len(cut.parts))
+        if not cut.is_plain and (cut.block > 1 or len(cut.axes) > 1 or parts != cut.parts):
             spec.check_plain("torch's placements")
-        for axis, factor in factors.items():
-            placements[axis] = Split(dim, factor)
+        axes = [int(axis) for axis in cut.axes]
+        for place, axis in enumerate(axes):
+            before = prod(mesh_shape[other] for other in axes[:place] if other > axis)
+            placements[axis] = Split(dim, max(1, len(cut.parts)) * before)
     for partial in spec.partials:
-        placements[int(partial.axis)] = PartialPlacement(partial.op)
+        placements[int(partial.axis)] = partial.op
     return tuple(placements)
 
 
@@ -101,24 +83,27 @@ def spec_of_placements(
     dims = dims if isinstance(dims, int) else len(dims)
     orders: dict[int, list[int | str]] = {}
     factors: dict[int, list[int]] = {}
-    partial: dict[int | str, ReduceOp] = {}
     # From the right: an axis goes in after as many parts as its factor says.
-    for axis in reversed(range(len(mesh_shape))):
-        match placements[axis]:
-            case Whole():
-                pass
-            case PartialPlacement(op):
-                partial[axis] = op
-            case Split(dim, factor):
-                if not -dims <= dim < dims:
-                    raise LayoutError(
-                        f"the placement of axis {axis} splits dim {dim}, but the tensor has "
-                        f"{counted(dims, 'dim')}"
-                    )
-                order = orders.setdefault(dim % dims, [])
-                found = factors.setdefault(dim % dims, [])
-                found.append(factor)
-                order.insert(_place(order, factor, found[0], mesh_shape, axis), axis)
+    for axis, placement in reversed(list(enumerate(placements))):
+        if not isinstance(placement, Split):
+            continue
+        if not -dims <= placement.dim < dims:
+            raise LayoutError(
+                f"the placement of axis {axis} splits dim {placement.dim}, but the tensor has "
+                f"{counted(dims, 'dim')}"
+            )
+        order = orders.setdefault(placement.dim % dims, [])
+        found = factors.setdefault(placement.dim % dims, [])
+        found.append(placement.split_factor)
+        right_of_it = [mesh_shape[int(other)] for other in order]
+        made = list(accumulate(right_of_it, mul, initial=found[0]))
+        if placement.split_factor not in made:
+            raise LayoutError(
+                f"axis {axis} has split factor {placement.split_factor}, but the axes to its right "
+                f"that split the same dim make {right_of_it or 'no'} parts; no order of the axes "
+                "has it"
+            )
+        order.insert(made.index(placement.split_factor), axis)
     parts = {dim: found for dim, found in factors.items() if found[0] > 1}
     if shard_order is not None and not parts:
         given: dict[int, list[int | str]] = {d: list(a) for d, a in shard_order.items() if a}
@@ -140,26 +125,14 @@ def spec_of_placements(
                 f"{found[::-1]}, which make parts; torch's own full_tensor() mixes such shards up. "
                 "Redistribute to Shard or Replicate over all of them but one first"
             )
-        cuts[dim] = DimSpec(cuts[dim].axes, tuple(map(Part, _parts(sizes[dim], found[0]))))
-    return ShardingSpec(dims, cuts, partial=partial)
+        cuts[dim] = DimSpec(cuts[dim].axes, _parts(sizes[dim], found[0]))
+    pending: dict[int | str, ReduceOp] = {
+        axis: given for axis, given in enumerate(placements) if isinstance(given, str)
+    }
+    return ShardingSpec(dims, cuts, partial=pending)
 
 
-def _parts(size: int, factor: int) -> tuple[int, ...]:
+def _parts(size: int, factor: int) -> tuple[Part, ...]:
     """Return the parts into which torch divides a dim before one axis shards each of them."""
     ends = (split_interval(0, size, factor, place) for place in range(factor))
-    return tuple(hi - lo for lo, hi in ends if lo < hi)
-
-
-def _place(
-    order: Sequence[int | str], factor: int, parts: int, mesh_shape: Sequence[int], axis: int
-) -> int:
-    made = parts
-    for place in range(len(order) + 1):
-        if made == factor:
-            return place
-        if place < len(order):
-            made *= mesh_shape[int(order[place])]
-    raise LayoutError(
-        f"axis {axis} has split factor {factor}, but the axes to its right that split the same dim "
-        f"make {[mesh_shape[int(a)] for a in order] or 'no'} parts; no order of the axes has it"
-    )
+    return tuple(Part(hi - lo) for lo, hi in ends if lo < hi)

@@ -16,7 +16,6 @@ from shardspec.comm.steps import (
     AllToAll,
     Exchange,
     Permute,
-    ReduceOp,
     ReduceScatter,
     Slice,
     Step,
@@ -364,13 +363,11 @@ def naive_moves(source: Layout, target: ShardingSpec, model: CostModel) -> Itera
 def finishing_moves(source: Layout, target: ShardingSpec) -> Iterator[Move]:
     """Yield the all-reduces of what is pending at the source and not at the target."""
     spec = source.spec
-    ending: dict[ReduceOp, list[int]] = {}
-    for partial in sorted(spec.partials, key=lambda partial: int(partial.axis)):
-        if partial not in target.partials:
-            ending.setdefault(partial.op, []).append(int(partial.axis))
-    for op, axes in sorted(ending.items()):
+    ending = [partial for partial in spec.partials if partial not in target.partials]
+    for op in sorted({partial.op for partial in ending}):
+        axes = tuple(int(partial.axis) for partial in ending if partial.op == op)
         spec = spec.without_partial(axes)
-        yield AllReduce(tuple(axes), op), source.with_spec(spec)
+        yield AllReduce(axes, op), source.with_spec(spec)
 
 
 def difference_text(plan: ConversionPlan, naive: ConversionPlan) -> str:

@@ -6,17 +6,17 @@ specs that differ by a permutation of the dims, or of like axes, share them; els
 the one shape.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from math import prod
-from typing import Final, TypeAlias
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
 from shardspec.comm.cost import CostModel
-from shardspec.comm.curves import copies
+from shardspec.comm.curves import Line, copies
 from shardspec.comm.steps import Exchange, Permute, Slice, Step
 from shardspec.dtypes import item_bytes
 from shardspec.layout.graph import (
@@ -28,6 +28,7 @@ from shardspec.layout.graph import (
     Space,
     count_states,
     is_symmetric,
+    orbits,
     space_of,
     spec_of,
     state_of,
@@ -73,12 +74,17 @@ class Prices:
 
     @cached_property
     def live_bytes(self) -> Floats:
-        """Bytes that the fullest device holds during the move between every two states."""
-        return self.local_bytes[:, None] + self.local_bytes
+        """Bytes that the fullest device holds during the move between every two states, or inf."""
+        held: Floats = self.local_bytes[:, None] + self.local_bytes
+        return np.where(np.isfinite(self.seconds), held, np.inf)
+
+    def state(self, layout: Layout) -> int:
+        """Return the state that a layout is in."""
+        return self.space.index[state_of(layout.spec)]
 
     def with_pair(self, source: Layout, target: Layout) -> "Prices":
         """Return the prices with permute and exchange between two specs added."""
-        ends = self.space.index[state_of(source.spec)], self.space.index[state_of(target.spec)]
+        ends = self.state(source), self.state(target)
         seconds, kind = self.seconds.copy(), self.kind.copy()
         each = (seconds[ends], *pair_prices(source, target, self.model))
         seconds[ends] = min(each)
@@ -86,11 +92,7 @@ class Prices:
         return replace(self, seconds=seconds, kind=kind)
 
     def with_slices_joined(self) -> "Prices":
-        """Return the prices with a slice along several axes of one dim as one move.
-
-        It costs as much as several slices, but no shard is held between them; so it is needed where
-        bytes are bounded.
-        """
+        """Return the prices with slices along several axes as one move: nothing is held between."""
         steps, seconds, kind = dict(self.steps), self.seconds.copy(), self.kind.copy()
         for target, (cuts, pending) in enumerate(self.space.states):
             for dim, axes in enumerate(cuts):
@@ -101,33 +103,30 @@ class Prices:
                     seconds[ends] = kind[ends] = 0
         return replace(self, steps=steps, seconds=seconds, kind=kind)
 
-    def layout(self, tensor: Layout, state: int) -> Layout:
-        """Return the layout of a tensor in a state."""
-        return tensor.with_spec(spec_of(self.space.states[state]))
-
-    def step(self, source: int, target: int) -> Step:
-        """Return the cheapest single move between two states."""
+    def move(self, tensor: Layout, source: int, target: int) -> tuple[Step, Layout]:
+        """Return the cheapest single move of a tensor between two states, and where it leads."""
         ends = self.space.states[source][0], self.space.states[target][0]
         match self.kind[source, target]:
             case 0:
-                return self.steps[source, target]
+                step = self.steps[source, target]
             case 1:
-                return permute_between(*ends)
+                step = Permute(changed_axes(*ends))
             case _:
-                return exchange_between(*ends, self.model)
+                step = exchange_between(*ends, self.model)
+        return step, tensor.with_spec(spec_of(self.space.states[target]))
 
 
-def permute_between(before: Cuts, after: Cuts) -> Permute:
-    """Return the permute from one spec to another on the same mesh."""
-    return Permute(_changed_axes(before, after))
+def states_of(tensor: Layout) -> int:
+    """Return how many specs a conversion of a tensor can pass through."""
+    return count_states(tensor.mesh.ndim, tensor.spec.dims, len(tensor.spec.partials))
 
 
 def exchange_between(before: Cuts, after: Cuts, model: CostModel) -> Exchange:
     """Return the exchange from one spec to another on the same mesh."""
-    return Exchange(_changed_axes(before, after), model.apart([a for axes in before for a in axes]))
+    return Exchange(changed_axes(before, after), model.apart([a for axes in before for a in axes]))
 
 
-def _changed_axes(*both: Cuts) -> tuple[int, ...]:
+def changed_axes(*both: Cuts) -> tuple[int, ...]:
     """Return the axes whose place in the cuts differs, ascending."""
     before, after = (
         {(a, dim, i) for dim, axes in enumerate(cuts) for i, a in enumerate(axes)} for cuts in both
@@ -135,24 +134,20 @@ def _changed_axes(*both: Cuts) -> tuple[int, ...]:
     return tuple(sorted({axis for axis, _, _ in before ^ after}))
 
 
-def alike_axes(mesh_shape: tuple[int, ...], model: CostModel) -> tuple[int, ...]:
+def alike_axes(model: CostModel) -> tuple[int, ...]:
     """Return per mesh axis a number that is the same for axes equally long and fast."""
     if model.measured:  # curves of this mesh's own axes
-        return tuple(range(len(mesh_shape)))
-    kinds = [(n, replace(link, name="")) for n, link in zip(mesh_shape, model.links, strict=True)]
+        return tuple(range(len(model.links)))
+    each = zip(model.mesh_shape, model.links, strict=True)
+    kinds = [(n, replace(link, name="")) for n, link in each]
     return tuple(map(kinds.index, kinds))
 
 
 def prices_of(tensor: Layout, model: CostModel, max_work: float = _MAX_WORK) -> Prices:
-    """Price all single moves of a tensor on its mesh, with the reductions that are pending there.
-
-    Permute and exchange are priced for up to `max_work` pairs of specs times devices.
-    """
-    mesh_shape, pending = tensor.mesh.shape, state_of(tensor.spec)[1]
-    few = count_states(len(mesh_shape), tensor.spec.dims, len(pending)) <= _FEW_STATES
-    prices = small_prices if few else large_prices
-    item = item_bytes(tensor.dtype)
-    return prices(mesh_shape, pending, tensor.global_shape, item, model, max_work)
+    """Price all moves of a tensor; permute and exchange for `max_work` pairs times devices."""
+    prices = small_prices if states_of(tensor) <= _FEW_STATES else large_prices
+    pending, item = state_of(tensor.spec)[1], item_bytes(tensor.dtype)
+    return prices(pending, tensor.global_shape, item, model, max_work)
 
 
 def prices_to_search(
@@ -175,7 +170,6 @@ def prices_to_search(
 
 
 def _prices(
-    mesh_shape: tuple[int, ...],
     pending: PartialState,
     global_shape: tuple[int, ...],
     item: int,
@@ -183,17 +177,17 @@ def _prices(
     max_work: float,
 ) -> Prices:
     """Return the prices of tensors of one shape; see `prices_of`."""
-    space = space_of(len(mesh_shape), len(global_shape), pending)
+    space = space_of(len(model.mesh_shape), len(global_shape), pending)
     local_bytes = np.full(len(space.states), float(item))
     for dim, size in enumerate(global_shape):
-        local_bytes *= longest(mesh_shape, space.lists, size)[space.list_index[:, dim]]
+        local_bytes *= longest(model.mesh_shape, space.lists, size)[space.list_index[:, dim]]
     seconds = np.full((len(space.states),) * 2, np.inf)
     kind = np.zeros(seconds.shape, np.int8)
     ends, lines = _collective_lines(space, model)
     held = local_bytes[ends[0]]
     seconds[ends] = np.min([fixed + slope * held for fixed, slope in lines], axis=0)
     known = space.num_finished
-    routed = _routed(mesh_shape, global_shape, item, model, max_work)
+    routed = _routed(global_shape, item, model, max_work)
     for number, price in enumerate(routed or (), 1):
         best = seconds[:known, :known]
         cheaper = price < best * (1 - _ROUNDING)
@@ -207,17 +201,24 @@ small_prices = lru_cache(maxsize=64)(_prices)
 large_prices = lru_cache(maxsize=4)(_prices)
 
 
+def step_lines(model: CostModel) -> Callable[[Step], tuple[Line, ...]]:
+    """Return what tells a model's lines of a step, computed once for steps that cost the same."""
+    known: dict[object, tuple[Line, ...]] = {}
+
+    def lines(step: Step) -> tuple[Line, ...]:
+        # Along the same axes, in whatever order these arrive.
+        key = type(step), frozenset(step.axes), copies(step, 1)
+        if key not in known:
+            known[key] = model.lines(step)
+        return known[key]
+
+    return lines
+
+
 @lru_cache(maxsize=16)
 def _collective_lines(space: Space, model: CostModel) -> tuple[Sides, list[Lines]]:
     """Return both ends of every edge, and lines over the bytes held; the lowest is the price."""
-    # Steps of one kind along the same axes cost the same.
-    known: dict[object, tuple[tuple[float, float], ...]] = {}
-    of_edges = []
-    for step in space.steps.values():
-        key = type(step), tuple(sorted(step.axes)), copies(step, 1)
-        if key not in known:
-            known[key] = model.lines(step)
-        of_edges.append(known[key])
+    of_edges = list(map(step_lines(model), space.steps.values()))
     most = max(map(len, of_edges), default=1)
     lines = np.array([(*each, *each[:1] * (most - len(each))) for each in of_edges])
     fixed, slope = lines.reshape(-1, most, 2).transpose(2, 1, 0).copy()
@@ -225,67 +226,57 @@ def _collective_lines(space: Space, model: CostModel) -> tuple[Sides, list[Lines
     return (ends[0], ends[1]), list(zip(fixed, slope, strict=True))
 
 
-_Row: TypeAlias = tuple[Ints, Lines, Lines]
-"""States, and permute and exchange from these to all states."""
-
-
 def _routed(
-    mesh_shape: tuple[int, ...],
-    global_shape: tuple[int, ...],
-    item: int,
-    model: CostModel,
-    max_work: float,
+    global_shape: tuple[int, ...], item: int, model: CostModel, max_work: float
 ) -> tuple[Floats, Floats] | None:
     """Return permute and exchange between all states with nothing pending, None for too many."""
+    mesh_shape = model.mesh_shape
     dims, space = len(global_shape), space_of(len(mesh_shape), len(global_shape), ())
-    axes = _long_axes(mesh_shape)
+    axes = [axis for axis, length in enumerate(mesh_shape) if length > 1]
     if len(axes) < len(mesh_shape):
         # Axes of one device make no difference, so states that differ only there are priced once.
-        small = model.on(axes)
-        found = _routed(small.mesh_shape, global_shape, item, small, max_work)
+        found = _routed(global_shape, item, model.on(axes), max_work)
         if found is None:
             return None
         index = space_of(len(axes), dims, ()).index
-        same = np.array([index[_squeezed(cuts, axes), ()] for cuts, _ in space.states])
+        squeezed = (
+            tuple(tuple(axes.index(a) for a in cut if a in axes) for cut in cuts)
+            for cuts, _ in space.states
+        )
+        same = np.array([index[cuts, ()] for cuts in squeezed])
         permute, exchange = (seconds[np.ix_(same, same)] for seconds in found)
         permute[same[:, None] == same] = 0.0
         np.fill_diagonal(permute, np.inf)
         return permute, exchange
     devices, count = prod(mesh_shape), len(space.states)
-    even = is_symmetric(global_shape, mesh_shape)
-    orbits = space.orbits(alike_axes(mesh_shape, model)) if even else None
-    sources = count if orbits is None else len(np.unique(orbits[0]))
-    if sources * count * devices > max_work or devices > MAX_EXACT_DEVICES:
+    sources, alike = np.arange(count), None
+    if is_symmetric(global_shape, mesh_shape):
+        alike = orbits(space, alike_axes(model))
+        sources = np.unique(alike[0])
+    if len(sources) * count * devices > max_work or devices > MAX_EXACT_DEVICES:
         return None
-    rows: Iterable[_Row] = _rows(space, model, global_shape)
-    size = item
-    if even:
+    rows: Iterable[tuple[Ints, Lines, Lines]]
+    if alike is None:
+        rows, size = _rows(space, model, global_shape, sources), item
+    else:
         rows, size = _even_rows(space, model), prod(global_shape) * item
     seconds = np.empty((2, count, count))
     for some, *lines in rows:
         for each, prices in zip(lines, seconds, strict=True):
             prices[some] = value_at(each, size).reshape(-1, count)
-    if orbits is not None:
-        seconds = seconds.reshape(2, -1).take(orbits[0][:, None] * count + orbits[1], axis=1)
+    if alike is not None:
+        seconds = seconds.reshape(2, -1).take(alike[0][:, None] * count + alike[1], axis=1)
     seconds[1][seconds[1] == 0] = np.inf  # nothing moves: that is a slice, or no step at all
     return seconds[0], seconds[1]
 
 
-def _long_axes(mesh_shape: Sequence[int]) -> tuple[int, ...]:
-    return tuple(axis for axis, devices in enumerate(mesh_shape) if devices > 1)
-
-
-def _squeezed(cuts: Cuts, axes: Sequence[int]) -> Cuts:
-    """Return cuts on the mesh that has some of the axes alone."""
-    return tuple(tuple(axes.index(a) for a in cut if a in axes) for cut in cuts)
-
-
 @lru_cache(maxsize=8)
-def _even_rows(space: Space, model: CostModel) -> list[_Row]:
+def _even_rows(space: Space, model: CostModel) -> list[tuple[Ints, Lines, Lines]]:
     """Return lines from one state of each kind to all, by the bytes of an evenly cut tensor."""
-    size = prod(model.mesh_shape)
-    scale, found = size**space.dims, []
-    for some, permute, exchange in _rows(space, model, (size,) * space.dims, even=True):
+    sizes = (prod(model.mesh_shape),) * space.dims
+    sources = np.unique(orbits(space, alike_axes(model))[0])
+    scale, found = prod(sizes), []
+    for some, permute, exchange in _rows(space, model, sizes, sources):
         # Lines along the slow axis in memory: their maximum is taken many times faster.
         permute, exchange = (
             (np.asfortranarray(fixed), np.asfortranarray(slope / scale))
@@ -296,13 +287,10 @@ def _even_rows(space: Space, model: CostModel) -> list[_Row]:
 
 
 def _rows(
-    space: Space, model: CostModel, sizes: Sequence[int], *, even: bool = False
-) -> Iterator[_Row]:
-    """Yield lines from some states to all; states sharded along the same axes come together."""
+    space: Space, model: CostModel, sizes: Sequence[int], sources: Ints
+) -> Iterator[tuple[Ints, Lines, Lines]]:
+    """Yield sources that the same axes shard, and lines of permute and exchange to all states."""
     routing, count = Routing(model, sizes, space.lists), len(space.states)
-    sources = np.arange(count)
-    if even:
-        sources = np.unique(space.orbits(alike_axes(model.mesh_shape, model))[0])
     at_once = max(1, _MAX_CELLS // (count * routing.differ.size))
     used = routing.axis_bits(space.list_index[sources])
     for bits in np.unique(used).tolist():
@@ -314,10 +302,7 @@ def _rows(
 
 
 def pair_prices(source: Layout, target: Layout, model: CostModel) -> tuple[float, float]:
-    """Return the seconds of a permute and of an exchange to a spec on the same mesh, or inf.
-
-    Nothing is pending at the source.
-    """
+    """Return the seconds of a permute and of an exchange to a spec on the same mesh, or inf."""
     ends = state_of(source.spec)[0], state_of(target.spec)[0]
     lists = list(dict.fromkeys((*ends[0], *ends[1])))
     routing = Routing(model, source.global_shape, lists)

@@ -45,7 +45,8 @@ def pruned(fixed: Floats, slope: Floats) -> Lines:
     The upper envelope of those that are kept is convex, so whether another line rises above it is
     seen where two of them cross.
     """
-    kept = [_argmax_by(fixed, slope), _argmax_by(slope, fixed)]
+    # Complex numbers are in the order of their real parts, equal ones in that of the imaginary.
+    kept = [(fixed + 1j * slope).argmax(axis=-1), (slope + 1j * fixed).argmax(axis=-1)]
     while True:
         index = np.stack(kept, axis=-1)
         f, s = (np.take_along_axis(each, index, axis=-1) for each in (fixed, slope))
@@ -60,13 +61,6 @@ def pruned(fixed: Floats, slope: Floats) -> Lines:
                 break
         else:
             return f, s
-
-
-def _argmax_by(major: Floats, minor: Floats) -> Ints:
-    """Return where `major` is largest; of equal ones where `minor` is."""
-    ties = major >= major.max(axis=-1, keepdims=True)
-    index: Ints = np.where(ties, minor, -np.inf).argmax(axis=-1)
-    return index
 
 
 @lru_cache(maxsize=8)
@@ -137,9 +131,9 @@ class _Dim:
     def _sums(self, varying: int) -> tuple[Floats, Floats]:
         """Return what a device shares with those that differ from it on these axes at most.
 
-        Given the bits of the axes. Both arrays are (lists, lists, rows): under the first list, the
-        lengths, summed over all parts that these axes make of it, that lie in the row device's own
-        part under the second list; and how many such parts are not empty.
+        Both arrays are (lists, lists, rows): the lengths of all parts that these axes make under
+        the first list, as far as they lie in the row device's own part under the second; and how
+        many such parts are not empty.
         """
         strides = [prod(self._mesh_shape[axis + 1 :]) for axis in range(len(self._mesh_shape))]
         lengths, parts = np.empty((2, len(self._lists), len(self._lists), len(self._rows)))
@@ -174,7 +168,7 @@ class Routing:
     ) -> None:
         self._model, self._mesh_shape = model, model.mesh_shape
         self._axes = range(len(model.mesh_shape))
-        self._rows, self.differ = _devices_in_pairs(model.mesh_shape)
+        self._rows, self.differ, *self._differences = _devices_in_pairs(model.mesh_shape)
         by_size = {size: _Dim(model.mesh_shape, self._rows, lists, size) for size in set(sizes)}
         self._dims = [by_size[size] for size in sizes]
         self._bits = np.array([sum(1 << axis for axis in axes) for axes in lists], np.int64)
@@ -187,8 +181,7 @@ class Routing:
     def lines(self, sources: Ints, targets: Ints) -> tuple[Lines, Lines]:
         """Return what permute and exchange cost by the bytes of an element, per pair of specs.
 
-        The same axes shard all sources. A permute, which needs both ends to hold the same boxes as
-        often, else has a fixed part of inf.
+        The same axes shard all sources. Where ends hold other boxes, a permute costs inf.
         """
         used = int(self.axis_bits(sources[:1])[0])
         alike = (targets != sources).any(axis=-1)
@@ -272,7 +265,7 @@ class Routing:
 
     def _permute(self, sources: Ints, targets: Ints, used: int) -> Lines:
         """Price permutes to targets that hold the same boxes as often as the source."""
-        bits, places = _differences(self._mesh_shape)
+        bits, places = self._differences
         links = np.zeros((2, len(bits)))
         for axis in self._axes:
             crossed = (bits >> axis & 1)[None] * np.array(self._model.pair(axis))[:, None]
@@ -304,8 +297,11 @@ class Routing:
 
 
 @lru_cache(maxsize=8)
-def _devices_in_pairs(mesh_shape: tuple[int, ...]) -> tuple[Ints, Ints]:
-    """Return the devices that are priced, and (these, devices): bits of the axes that differ."""
+def _devices_in_pairs(mesh_shape: tuple[int, ...]) -> tuple[Ints, Ints, Ints, Ints]:
+    """Return the devices that are priced, and (these, devices): bits of the axes that differ.
+
+    Beside them all such bits that occur, and which of these each pair has.
+    """
     coordinates = device_coordinates(mesh_shape)
     rows = np.arange(len(coordinates))
     if len(rows) > MAX_EXACT_DEVICES:
@@ -317,11 +313,5 @@ def _devices_in_pairs(mesh_shape: tuple[int, ...]) -> tuple[Ints, Ints]:
     differ = np.zeros((len(rows), len(coordinates)), dtype=np.int64)
     for axis, at in enumerate(coordinates.T):
         differ |= (at[rows, None] != at).astype(np.int64) << axis
-    return rows, differ
-
-
-@lru_cache(maxsize=8)
-def _differences(mesh_shape: tuple[int, ...]) -> tuple[Ints, Ints]:
-    """Return on which axes some two devices differ, as bits, and which of these each pair has."""
-    bits, places = np.unique(_devices_in_pairs(mesh_shape)[1], return_inverse=True)
-    return bits, places.reshape(-1, prod(mesh_shape))
+    kinds, kind_of = np.unique(differ, return_inverse=True)
+    return rows, differ, kinds, kind_of.reshape(differ.shape)

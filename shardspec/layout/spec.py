@@ -183,12 +183,7 @@ class ShardingSpec:
     def __init__(
         self,
         dims: int,
-        dim_partition_dict: Mapping[int, CutLike]
-        | Mapping[str, CutLike]
-        | Mapping[int, Sequence[Axis]]
-        | Mapping[str, Sequence[Axis]]
-        | Mapping[int, DimSpec]
-        | None = None,
+        dim_partition_dict: Mapping[int, CutLike] | Mapping[str, CutLike] | None = None,
         *,
         partial: Mapping[Axis, ReduceOp] | None = None,
     ) -> None:
@@ -344,22 +339,29 @@ def _check_used_once(dim_specs: Sequence[DimSpec], partials: Sequence[Partial]) 
         where[axis] = place
 
 
+@functools.cache
+def _after_blanks(pattern: str) -> re.Pattern[str]:
+    return re.compile(rf"\s*({pattern}|)")
+
+
 class _Parser:
     """A cursor over the text. Each method reads one rule of the grammar."""
 
     def __init__(self, text: str) -> None:
-        self._text, self._at = text, 0
+        self._text = text
+        self._start = self._end = 0
+        """Of the last word that was read, or of what is in its place."""
         self._pending: dict[Axis, ReduceOp] = {}
 
     def spec(self) -> ShardingSpec:
-        bracketed = self._take("[")
-        empty = bracketed and self._peek() in ("]", "|")
+        bracketed = self._take(r"\[")
+        empty = bracketed and self._text[self._end :].lstrip().startswith(("]", "|"))
         dims = [] if empty else self._listed(self._dim)
-        if self._take("|"):
+        if self._take(r"\|"):
             self._listed(self._partial)
         if bracketed and not self._take("]"):
             raise self._error("expected ',' or '|' or ']'")
-        if self._peek():
+        if self._take("."):
             end = "the end of the spec" if bracketed else "',' or '|'"
             raise self._error(f"expected {end}")
         return ShardingSpec(len(dims), dict(enumerate(dims)), partial=self._pending)
@@ -371,18 +373,17 @@ class _Parser:
             raise self._error("expected R or S and its axes")
         axes = tuple(axis for axis, _ in self._axes("S"))
         parts = self._listed(self._part, until="}") if self._take("{") else []
-        return DimSpec(axes, tuple(parts), self._size("the size of a block", "*", 1))
+        block = self._size("the size of a block") if self._take(r"\*") else 1
+        return DimSpec(axes, tuple(parts), block)
 
     def _part(self) -> Part:
-        return Part(self._size("the size of a part"), self._size("a number of shares", "/", 0))
+        size = self._size("the size of a part")
+        return Part(size, self._size("a number of shares") if self._take("/") else 0)
 
-    def _size(self, what: str, after: str = "", default: int = 0) -> int:
-        """Read a number, or what stands for it where `after` does not precede."""
-        if not self._take(after):
-            return default
-        word, start = self._match("[0-9]*")
+    def _size(self, what: str) -> int:
+        word = self._take("[0-9]+")
         if not word or len(word) > 18 or not int(word):  # no tensor has more elements
-            raise self._error(f"expected {what}: a whole number from 1", start)
+            raise self._error(f"expected {what}: a whole number from 1")
         return int(word)
 
     def _partial(self) -> None:
@@ -396,54 +397,40 @@ class _Parser:
 
     def _axes(self, after: str) -> list[tuple[Axis, int]]:
         """Read axes, each with its position in the text."""
+        if self._take(r"\("):
+            return self._listed(self._axis, until=r"\)")
         digits: list[tuple[Axis, int]] = []
-        if self._take("("):
-            return self._listed(self._axis, until=")")
-        while (char := self._peek()) and char in "0123456789":
-            digits.append((int(char), self._at))
-            self._at += 1
+        while digit := self._take("[0-9]"):
+            digits.append((int(digit), self._start))
         if not digits:
             raise self._error(f"expected axes after {after}: digits, or names in brackets")
         return digits
 
     def _axis(self) -> tuple[Axis, int]:
-        word, start = self._match(r"\w*")
+        word = self._take(r"\w+")
         if word.isdecimal() and word.isascii():
             if len(word) > 9:  # no mesh has more axes
-                raise self._error(
-                    f"an axis number has 9 digits at most, this has {len(word)}", start
-                )
-            return int(word), start
+                raise self._error(f"an axis number has 9 digits at most, this has {len(word)}")
+            return int(word), self._start
         if word.isidentifier():
-            return word, start
-        raise self._error("expected an axis number or name", start)
+            return word, self._start
+        raise self._error("expected an axis number or name")
 
     def _listed(self, item: Callable[[], _T], until: str = "") -> list[_T]:
         """Read items with commas between them, up to a closing bracket where there is one."""
         found = [item()]
         while self._take(","):
             found.append(item())
-        if not self._take(until):
-            raise self._error(f"expected ',' or '{until}'")
+        if until and not self._take(until):
+            raise self._error(f"expected ',' or '{until[-1]}'")
         return found
 
-    def _peek(self) -> str:
-        while self._text[self._at : self._at + 1].isspace():
-            self._at += 1
-        return self._text[self._at : self._at + 1]
-
-    def _take(self, word: str) -> bool:
-        self._peek()
-        found = self._text.startswith(word, self._at)
-        self._at += len(word) * found
-        return found
-
-    def _match(self, pattern: str) -> tuple[str, int]:
-        """Read what matches, after blanks; return it and where it starts."""
-        self._peek()
-        start = self._at
-        self._at += len(re.findall(f"^{pattern}", self._text[start:])[0])
-        return self._text[start : self._at], start
+    def _take(self, pattern: str) -> str:
+        """Read what matches after blanks; return it, empty where nothing does."""
+        found = _after_blanks(pattern).match(self._text, self._end)
+        assert found is not None, "nothing is a match too"
+        self._start, self._end = found.span(1)
+        return found[1]
 
     def _error(self, problem: str, at: int | None = None) -> SpecSyntaxError:
-        return SpecSyntaxError(problem, self._text, self._at if at is None else at)
+        return SpecSyntaxError(problem, self._text, self._start if at is None else at)

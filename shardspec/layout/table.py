@@ -3,9 +3,8 @@
 import os
 import zipfile
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
-from fractions import Fraction
-from functools import cache
+from dataclasses import dataclass
+from functools import cache, cached_property
 from math import prod
 from pathlib import Path
 from secrets import token_hex
@@ -15,8 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shardspec.comm.cost import CostModel
-from shardspec.comm.curves import kind_of, share
-from shardspec.comm.curves import whole as whole_of
+from shardspec.comm.curves import bytes_received
 from shardspec.comm.steps import ReduceOp
 from shardspec.dtypes import item_bytes
 from shardspec.errors import AxisError, LayoutError
@@ -26,14 +24,14 @@ from shardspec.layout.graph import (
     Floats,
     Ints,
     PartialState,
-    count_states,
     distances,
     is_symmetric,
+    orbits,
     spec_of,
     state_of,
 )
 from shardspec.layout.layout import Layout, SpecLike
-from shardspec.layout.pricing import Prices, alike_axes, prices_of
+from shardspec.layout.pricing import Prices, alike_axes, prices_of, states_of
 from shardspec.layout.routed import intervals, shared
 from shardspec.layout.spec import ShardingSpec
 from shardspec.mesh import DeviceMesh
@@ -83,11 +81,10 @@ class CostTable:
     """Per layout the bytes of the largest shard."""
     axis_names: tuple[str, ...] | None = None
     """Of the mesh; specs may be asked for by these."""
-    _places: dict[str, int] = field(init=False, repr=False)
 
-    def __post_init__(self) -> None:
-        places = {label: place for place, label in enumerate(self.labels)}
-        object.__setattr__(self, "_places", places)
+    @cached_property
+    def _places(self) -> dict[str, int]:
+        return {label: place for place, label in enumerate(self.labels)}
 
     def cost(self, source: SpecLike, target: SpecLike) -> float:
         """Return the seconds from one spec to another; `LayoutError` if one is not in the table."""
@@ -181,7 +178,7 @@ def cost_table(
     pending: PartialState = tuple((axis, op) for op in partial for axis in range(mesh.ndim))
     spec = ShardingSpec(len(global_shape), partial=dict(pending))
     whole = Layout(mesh, spec, global_shape, dtype)
-    count = count_states(mesh.ndim, len(global_shape), len(pending))
+    count = states_of(whole)
     if count > _MAX_LAYOUTS:
         raise LayoutError(
             f"a mesh of {mesh.ndim} axes and a tensor of {len(global_shape)} dims have {count:,} "
@@ -213,33 +210,31 @@ def _along_paths(prices: Prices, whole: Layout, model: CostModel) -> tuple[Float
     """Search from one spec of each kind where dims divide evenly, else from every spec."""
     joined, space = prices.with_slices_joined(), prices.space
     move, count = joined.seconds + TIE_SECONDS, len(space.states)
-    place, relabelled = np.arange(count), np.broadcast_to(np.arange(count), (count, count))
-    sources = place
+    every = sources = place = np.arange(count)
+    relabelled = np.broadcast_to(every, (count, count))
     if is_symmetric(whole.global_shape, whole.mesh.shape):
-        alike = alike_axes(whole.mesh.shape, model)
-        stands_for, relabelled = space.orbits(alike, first=model.copy_s > 0)
+        stands_for, relabelled = orbits(space, alike_axes(model), first=model.copy_s > 0)
         sources, place = np.unique(stands_for, return_inverse=True)
     received_in = _bytes_of_moves(joined, whole)
     local = prices.local_bytes.astype(np.int64)
     best = distances(move, sources)
-    seconds = np.full((len(sources), count), np.inf)
-    received, peak = np.full((2, len(sources), count), -1, dtype=np.int64)
+    seconds, received = np.zeros(best.shape), np.zeros(best.shape, dtype=np.int64)
+    peak = np.repeat(local[sources, None], count, axis=1)
     for row, source in enumerate(sources.tolist()):
-        reached = np.flatnonzero(np.isfinite(best[row]))
         last = _last_moves(move, best[row], source)
-        each = received_in(last, np.arange(count))
-        at = reached.copy()
-        seconds[row, reached], received[row, reached], peak[row, reached] = 0.0, 0, local[source]
+        of_move = move[last, every] - TIE_SECONDS, received_in(last), local[last] + local
+        at = np.where(np.isfinite(best[row]), every, source)
         for _ in range(count):
-            going = at != source
-            if not going.any():
+            goal = np.flatnonzero(at != source)
+            if not goal.size:
                 break
-            goal, here = reached[going], at[going]
-            seconds[row, goal] += move[last[here], here] - TIE_SECONDS
-            received[row, goal] += each[here]
-            live = local[last[here]] + local[here]
-            peak[row, goal] = np.maximum(peak[row, goal], live)
-            at[going] = last[here]
+            here = at[goal]
+            seconds[row, goal] += of_move[0][here]
+            received[row, goal] += of_move[1][here]
+            peak[row, goal] = np.maximum(peak[row, goal], of_move[2][here])
+            at[goal] = last[here]
+    nowhere = ~np.isfinite(best)
+    seconds[nowhere], received[nowhere], peak[nowhere] = np.inf, -1, -1
 
     def of_all(rows: npt.NDArray[Any]) -> npt.NDArray[Any]:
         return np.take_along_axis(rows[place], relabelled, axis=1)
@@ -257,38 +252,26 @@ def _last_moves(move: Floats, best: Floats, source: int) -> Ints:
     return last
 
 
-def _bytes_of_moves(prices: Prices, whole: Layout) -> Callable[[Ints, Ints], Ints]:
-    """Return what tells the bytes that the busiest device receives in moves between states."""
+def _bytes_of_moves(prices: Prices, whole: Layout) -> Callable[[Ints], Ints]:
+    """Return what tells the bytes the busiest device receives in moves from given states to all."""
     space, mesh_shape = prices.space, whole.mesh.shape
     local, lists = prices.local_bytes.astype(np.int64), space.list_index
+    every = np.arange(len(local))
     sides = [intervals(mesh_shape, space.lists, size) for size in whole.global_shape]
-    # Of a collective as a fraction of what is held before.
-    parts, wholes = np.zeros((2, *prices.seconds.shape), dtype=np.int64)
-
-    @cache
-    def fraction(kind: str | None, n: int) -> tuple[int, int]:
-        part = share(kind, n) * whole_of(kind, n) if kind else Fraction(0)
-        return part.as_integer_ratio()
-
+    of_steps = np.zeros(prices.seconds.shape, dtype=np.int64)
+    known = cache(bytes_received)  # many states have the same step and bytes
     for ends, step in prices.steps.items():
-        devices = prod(mesh_shape[axis] for axis in step.axes)
-        parts[ends], wholes[ends] = fraction(kind_of(step), devices)
-    wholes[prices.kind > 0] = 0
+        of_steps[ends] = known(step, mesh_shape, int(local[ends[0]]))
 
-    def lacking(source: Ints, target: Ints) -> Ints:
-        kept = wanted = np.ones((len(source), 1), dtype=np.int64)
+    def received(source: Ints) -> Ints:
+        found: Ints = of_steps[source, every]
+        routed = np.flatnonzero(prices.kind[source, every])
+        kept = wanted = np.ones((len(routed), 1), dtype=np.int64)
         for dim, (lo, hi) in enumerate(sides):
-            a, b = lists[source, dim], lists[target, dim]
+            a, b = lists[source[routed], dim], lists[routed, dim]
             kept = kept * shared((lo[a], hi[a]), (lo[b], hi[b]))
             wanted = wanted * (hi[b] - lo[b])
-        most = np.max(wanted - kept, axis=-1, initial=0)
-        return np.asarray(most * item_bytes(whole.dtype), dtype=np.int64)
-
-    def received(source: Ints, target: Ints) -> Ints:
-        held = local[source] * parts[source, target]
-        found: Ints = -(-held // np.maximum(wholes[source, target], 1))
-        routed = wholes[source, target] == 0
-        found[routed] = lacking(source[routed], target[routed])
+        found[routed] = np.max(wanted - kept, axis=-1, initial=0) * item_bytes(whole.dtype)
         return found
 
     return received
@@ -300,10 +283,7 @@ def pair_costs(
     model_of: Callable[[DeviceMesh], CostModel],
     cost: Callable[[Layout, Layout], float],
 ) -> Floats:
-    """Return the seconds from each source to the target beside it; see `LayoutConverter.costs`.
-
-    `cost` prices one pair: those between two meshes, and of tensors with too many layouts.
-    """
+    """Return the seconds of pairs, by `cost` where no matrix has them; see `LayoutConverter`."""
     if len(sources) != len(targets):
         raise LayoutError(f"{len(sources)} sources for {len(targets)} targets; give pairs")
     if not len(sources):
@@ -350,16 +330,13 @@ def _from_prices(
 ) -> Floats | None:
     """Return the seconds from all to all of one tensor; None where these are not in a matrix."""
     tensor = sources[0]
-    states = count_states(tensor.mesh.ndim, tensor.spec.dims, len(tensor.spec.partials))
-    if states > MAX_STATES or not all(x.spec.is_plain for x in (*sources, *targets)):
+    if states_of(tensor) > MAX_STATES or not all(x.spec.is_plain for x in (*sources, *targets)):
         return None
     prices = prices_of(tensor, model_of(tensor.mesh))
-    index = prices.space.index
-    goals = [index.get(state_of(target.spec), -1) for target in targets]
+    goals = [prices.space.index.get(state_of(target.spec), -1) for target in targets]
     if not prices.routed or min(goals) < 0:
         return None
-    starts = np.array([index[state_of(source.spec)] for source in sources])
-    best: Floats = distances(prices.seconds, starts)[:, goals]
+    best: Floats = distances(prices.seconds, [*map(prices.state, sources)])[:, goals]
     return best
 
 
@@ -370,11 +347,7 @@ def _ids(values: Iterable[object]) -> Ints:
 
 
 def _distinct(layouts: Sequence[Layout]) -> tuple[list[Layout], Ints]:
-    """Return the distinct layouts, and which of them each one is.
-
-    Millions of edges join a few objects, so these are told apart by identity before they are
-    compared.
-    """
+    """Return the distinct layouts, and which of them each one is; by identity first, for speed."""
     ids, at = _numbered(np.fromiter(map(id, layouts), np.int64, count=len(layouts)) >> 3)
     some = np.empty(len(ids), dtype=np.int64)
     some[at] = np.arange(len(at))

@@ -7,7 +7,7 @@ from shardspec.comm.curves import Link, bytes_received
 from shardspec.comm.presets import DEFAULT_LINK
 from shardspec.comm.steps import AllGather, AllReduce, AllToAll, ReduceScatter, Slice
 from shardspec.errors import MeshError
-from shardspec.layout.graph import TransitionGraph, spec_of
+from shardspec.layout.graph import explore, spec_of
 from shardspec.layout.layout import Layout
 from shardspec.layout.spec import ShardingSpec
 from shardspec.mesh import DeviceMesh
@@ -55,9 +55,7 @@ def test_every_collective_against_the_boxes(start, link_model):
     model = CostModel(mesh.shape, (SLOW, Link(7e-6, 1e-12), FAST), link_model)
     tensor = Layout(mesh, start, (240, 48), "int32")
     steps = 0
-    for before, after, step in (
-        TransitionGraph(3).explore(ShardingSpec.parse(start)).edges(data="step")
-    ):
+    for before, after, step in explore(3, ShardingSpec.parse(start)).edges(data="step"):
         here, there = (tensor.with_spec(spec_of(state)) for state in (before, after))
         wanted = formulas.seconds(step, here, there, model)
         held = here.max_local_bytes

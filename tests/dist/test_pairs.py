@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor as TorchDTensor
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from shardspec import DeviceMesh, DTensor, ShardingSpec
-from shardspec.layout.graph import TransitionGraph, spec_of
+from shardspec.layout.graph import explore, spec_of
 from tests.dist.processes import run_ranks
 
 pytestmark = pytest.mark.dist
@@ -20,7 +20,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex6
 
 
 def every_spec(num_axes: int, dims: int) -> list[ShardingSpec]:
-    graph = TransitionGraph(num_axes).explore(ShardingSpec(dims))
+    graph = explore(num_axes, ShardingSpec(dims))
     return sorted((spec_of(state) for state in graph.nodes), key=str)
 
 

@@ -21,7 +21,7 @@ from shardspec.errors import (
     ShardSpecError,
 )
 from shardspec.interop.notations import to_shard_order
-from shardspec.layout.graph import TransitionGraph, spec_of
+from shardspec.layout.graph import explore, spec_of
 from shardspec.layout.layout import Layout
 from shardspec.layout.spec import ShardingSpec
 from tests.conversions import index_of
@@ -30,9 +30,7 @@ from tests.dist.processes import run_ranks
 pytestmark = pytest.mark.dist
 
 WHOLE = (torch.arange(35.0) * 0.37).sin().reshape(7, 5).double()
-SPECS = sorted(
-    (spec_of(state) for state in TransitionGraph(2).explore(ShardingSpec(2)).nodes), key=str
-)
+SPECS = sorted((spec_of(state) for state in explore(2, ShardingSpec(2)).nodes), key=str)
 
 
 def told(call) -> str:

@@ -23,7 +23,7 @@ from shardspec.comm.steps import (
     Step,
 )
 from shardspec.dtypes import item_bytes
-from shardspec.layout.graph import TransitionGraph, spec_of
+from shardspec.layout.graph import explore, spec_of
 from shardspec.layout.layout import Layout
 from shardspec.layout.spec import ShardingSpec
 from shardspec.mesh import DeviceMesh
@@ -207,7 +207,7 @@ def priced_graph(tensor: Layout, model: CostModel) -> nx.DiGraph:
     """
     dims = tensor.spec.dims
     start = ShardingSpec(dims, partial=tensor.spec.partial)
-    space = TransitionGraph(tensor.mesh.ndim).explore(start)
+    space = explore(tensor.mesh.ndim, start)
     layouts = {state: tensor.with_spec(spec_of(state)) for state in space.nodes}
     graph = nx.DiGraph()
     graph.add_nodes_from(str(layout.spec) for layout in layouts.values())

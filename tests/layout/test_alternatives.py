@@ -11,7 +11,7 @@ import pytest
 from shardspec import CostModel, DeviceMesh, Layout, LayoutConverter, Link, ShardingSpec
 from shardspec.comm.steps import Slice
 from shardspec.errors import LayoutError
-from shardspec.layout.graph import TransitionGraph
+from shardspec.layout.graph import explore
 from tests.layout import formulas
 
 FAST, SLOW = Link(3.4e-6, 1 / 362e9), Link(1.4e-5, 1 / 48e9)
@@ -235,7 +235,7 @@ def test_between_meshes_there_is_one():
 def test_the_graph_of_record_has_every_step():
     """Steps of alternatives that are no permute or exchange are edges of the transition graph."""
     layout = Layout(DeviceMesh(range(6), (2, 3)), "[S0,R]", (60, 120), "f32")
-    graph = TransitionGraph(2).explore(layout.spec)
+    graph = explore(2, layout.spec)
     steps = {step for _, _, step in graph.edges(data="step")}
     plans = LayoutConverter(model_of((2, 3))).alternatives(layout, "[S1,S0]", 20)
     used = {step for plan in plans for step in plan.steps}

@@ -8,12 +8,12 @@ import torch
 
 from shardspec import DeviceMesh, DTensor, LayoutConverter, ShardingSpec, SimulatedCommunicator
 from shardspec.comm.steps import ReduceOp
-from shardspec.layout.graph import TransitionGraph, spec_of
+from shardspec.layout.graph import explore, spec_of
 from shardspec.layout.layout import Layout
 
 
 def every_spec(num_axes: int, dims: int) -> list[ShardingSpec]:
-    graph = TransitionGraph(num_axes).explore(ShardingSpec(dims))
+    graph = explore(num_axes, ShardingSpec(dims))
     return sorted((spec_of(state) for state in graph.nodes), key=str)
 
 
@@ -163,7 +163,7 @@ def test_every_edge_of_the_graph(mesh_shape, shape):
     """Each step alone does what its edge says."""
     mesh = DeviceMesh(range(prod(mesh_shape)), mesh_shape)
     communicator = SimulatedCommunicator(mesh)
-    graph = TransitionGraph(mesh.ndim).explore(ShardingSpec(len(shape)))
+    graph = explore(mesh.ndim, ShardingSpec(len(shape)))
     whole = torch.arange(prod(shape)).reshape(shape)
     edges = 0
     for before, after, step in graph.edges(data="step"):

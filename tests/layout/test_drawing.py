@@ -14,7 +14,7 @@ import pytest
 from shardspec import CostModel, DeviceMesh, Layout, LayoutConverter, Link
 from shardspec.errors import LayoutError
 from shardspec.layout.drawing import COLOURS, dot_text, draw_transitions, kind_of, svg_text
-from shardspec.layout.graph import TransitionGraph, count_states, spec_of
+from shardspec.layout.graph import count_states, explore, spec_of
 from shardspec.layout.spec import ShardingSpec
 
 FAST, SLOW = Link(3.4e-6, 1 / 362e9), Link(1.4e-5, 1 / 48e9)
@@ -34,7 +34,7 @@ def plan_of(mesh, source, target, sizes=(600, 1200)):
 def test_nodes_and_edges_are_those_of_the_graph(shape, dims):
     mesh = mesh_of(shape)
     drawing = draw_transitions(mesh, dims)
-    graph = TransitionGraph(mesh.ndim).explore(ShardingSpec(dims))
+    graph = explore(mesh.ndim, ShardingSpec(dims))
     assert {label for column in drawing.columns for label in column} == {
         str(spec_of(state)) for state in graph
     }

@@ -11,13 +11,7 @@ from torch.distributed.tensor.placement_types import Partial, Replicate, Shard, 
 
 from shardspec import DeviceMesh, DimSpec, Layout, ShardingSpec
 from shardspec.errors import LayoutError, LossyConversionError
-from shardspec.layout.placements import (
-    PartialPlacement,
-    Split,
-    Whole,
-    placements_of,
-    spec_of_placements,
-)
+from shardspec.layout.placements import Split, placements_of, spec_of_placements
 from shardspec.layout.spec import Part
 from tests.conversions import partial_specs, plain_specs
 
@@ -34,14 +28,14 @@ class Sizes:
 
 def in_torchs_words(placement):
     match placement:
-        case Whole():
+        case None:
             return Replicate()
-        case PartialPlacement(op):
-            return Partial(op)
         case Split(dim, 1):
             return Shard(dim)
         case Split(dim, factor):
             return _StridedShard(dim, split_factor=factor)
+        case op:
+            return Partial(op)
 
 
 @pytest.mark.parametrize("shape", [(2,), (2, 3), (3, 2), (2, 2, 3), (1, 2, 3), (2, 3, 2, 2)])
@@ -62,7 +56,7 @@ def test_every_spec_as_torch_writes_it_and_back(shape, dims):
         assert tuple(map(in_torchs_words, placements)) == expected, spec
         if 1 not in shape:
             assert spec_of_placements(placements, dims, shape) == spec
-        as_shards = [Whole() if p == Replicate() else Split(p.dim) for p in plain]
+        as_shards = [None if p == Replicate() else Split(p.dim) for p in plain]
         beside = {entry.tensor_dim: entry.mesh_dims for entry in order}
         assert spec_of_placements(as_shards, dims, shape, beside) == spec
 
@@ -72,7 +66,7 @@ def test_pending_reductions_there_and_back():
         assert spec_of_placements(placements_of(spec, (2, 3)), 2, (2, 3)) == spec
     assert placements_of(ShardingSpec.parse("[S0|Pmax1]"), (2, 3)) == (
         Split(0),
-        PartialPlacement("max"),
+        "max",
     )
 
 
@@ -83,10 +77,10 @@ def test_dims_may_count_from_the_end():
 @pytest.mark.parametrize(
     ("placements", "order", "message"),
     [
-        ([Whole()], None, "1 placements for a mesh of 2 axes (2x3)"),
-        ([Split(2), Whole()], None, "axis 0 splits dim 2, but the tensor has 2 dims"),
+        ([None], None, "1 placements for a mesh of 2 axes (2x3)"),
+        ([Split(2), None], None, "axis 0 splits dim 2, but the tensor has 2 dims"),
         ([Split(0, 2), Split(0)], None, "axis 0 has split factor 2, but .* make \\[3\\] parts"),
-        ([Split(0, 3), Whole()], None, "split factor 3 makes parts of dim 0, whose size is not"),
+        ([Split(0, 3), None], None, "split factor 3 makes parts of dim 0, whose size is not"),
         ([Split(0, 3), Split(0, 2)], None, "axis 0 has split factor 3, but .* make \\[3\\] parts"),
         ([Split(0), Split(0)], {0: [1]}, "shard order {0: [1]} names other dims or axes"),
     ],

@@ -25,7 +25,7 @@ from shardspec.checkpoint.torch_files.values import (
 )
 from shardspec.checkpoint.torch_files.zip_reader import TorchZip
 from shardspec.dtypes import item_bytes
-from shardspec.layout.placements import PartialPlacement, Placement, Split, Whole
+from shardspec.layout.placements import Placement, Split
 from shardspec.mesh import DeviceMesh
 
 _MOST_DEVICES: Final = 1 << 20
@@ -211,7 +211,6 @@ def _flat(value: object) -> tuple[int, ...]:
 
 
 # One object for all placements that are alike, which are then compared at once.
-_WHOLE: Final = Whole()
 _split: Final = lru_cache(_MOST_NESTED)(Split)
 
 
@@ -220,15 +219,15 @@ def _placement(value: object) -> Placement:
         case Record(name="Shard", state={"dim": int(dim)}):
             return _split(dim, 1)
         case Record(name="Replicate"):
-            return _WHOLE
+            return None
         case Record(name="_StridedShard", state={"dim": int(dim), "split_factor": int(factor)}):
             return _split(dim, factor)
         case Record(name="Partial" | "_Partial", state={"reduce_op": str(op)}):
             match op:
                 case "sum" | "avg" | "min" | "max":
-                    return PartialPlacement(op)
+                    return op
                 case "product" | "prod":
-                    return PartialPlacement("prod")
+                    return "prod"
     raise ValueError(
         f"placement {value!r:.60} is not known, or not with its members; redistribute to Shard, "
         "Replicate or Partial of a named operation before saving"
