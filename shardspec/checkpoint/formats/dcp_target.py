@@ -8,7 +8,7 @@ from functools import lru_cache, partial
 from io import BytesIO
 from itertools import chain
 from math import prod
-from typing import Final, NamedTuple, TypeAlias
+from typing import Final, TypeAlias
 from zipfile import BadZipFile, ZipFile
 from zlib import error as ZlibError
 
@@ -76,21 +76,11 @@ def dcp_target(
     return targets.Target(tuple(files), directory=True, last=last, digested=True)
 
 
-class _Archive(NamedTuple):
-    """What torch.save writes for a tensor; it depends on shape and dtype only."""
-
-    plan: writer.ZipPlan
-    head: bytes
-    """What comes before the bytes of the tensor."""
-    num_bytes: int
-
-
 @lru_cache(64)  # a model has few shapes
-def _archive(shape: tuple[int, ...], dtype: str) -> _Archive:
-    plan = writer.ZipPlan()
+def _archive(shape: tuple[int, ...], dtype: str) -> writer.Archive:
+    """Return what torch.save writes for a tensor; it depends on shape and dtype only."""
     size = prod(shape) * item_bytes(dtype)
-    writer.add_state(plan, writer.tensor_value(shape, dtype, "0"), [("0", size)])
-    return _Archive(plan, plan.pieces()[0].made(), plan.num_bytes)
+    return writer.Archive(writer.pickled(writer.tensor_value(shape, dtype, "0")), [("0", size)])
 
 
 def _trailer(extents: Sequence[targets.Extent], crcs: Sequence[int]) -> Iterator[targets.RawBytes]:
@@ -103,16 +93,14 @@ def _trailer(extents: Sequence[targets.Extent], crcs: Sequence[int]) -> Iterator
 
 def _tail(extent: targets.Extent, crcs: Sequence[int], number: int) -> bytes:
     archive = _archive(box_shape(extent.box), extent.tensor.dtype)
-    (after,) = archive.plan.late([crcs[number]])
+    (after,) = archive.late([crcs[number]])
     return after.made()
 
 
 def _value_bytes(value: object) -> bytes:
     """Return what is written for a value that is not a tensor."""
     if not isinstance(value, StoredObject):
-        plan = writer.ZipPlan()
-        writer.add_state(plan, value, [])
-        return b"".join(piece.made() for piece in plan.pieces())
+        return writer.Archive(writer.pickled(value), ()).head
     with SourceFile(value.path) as file:
         data = file.read(value.offset, value.num_bytes)
     try:

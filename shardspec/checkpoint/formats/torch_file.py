@@ -35,7 +35,7 @@ from shardspec.checkpoint.formats.names import (
 from shardspec.checkpoint.formats.safetensors import by_file, check_listed, check_numbering
 from shardspec.checkpoint.source_files import SourceFile, prefetch_depth, prefetch_map
 from shardspec.checkpoint.store import file_inside
-from shardspec.checkpoint.targets import Extent, OutputFile, OutputTensor, Target
+from shardspec.checkpoint.targets import Extent, OutputFile, OutputTensor, RawBytes, Target
 from shardspec.checkpoint.torch_files.dtensors import read_torch
 from shardspec.checkpoint.torch_files.unpickler import Global, Names, Record, record_class, screen
 from shardspec.checkpoint.torch_files.values import (
@@ -45,7 +45,7 @@ from shardspec.checkpoint.torch_files.values import (
     row_major,
     tensor_place,
 )
-from shardspec.checkpoint.torch_files.writer import ZipPlan, add_state, tensor_value
+from shardspec.checkpoint.torch_files.writer import Archive, pickled, tensor_value
 from shardspec.checkpoint.torch_files.zip_reader import TorchZip, read_torch_zip
 from shardspec.dtypes import item_bytes
 from shardspec.errors import CheckpointError
@@ -356,25 +356,16 @@ def _part_by_content(state: TorchState) -> str | None:
     return "Meta's model parallel" if few and "rope.freqs" in state.tensors else None
 
 
-def state_file(
-    name: str,
-    value: object,
-    tensors: Sequence[OutputTensor] = (),
-    storages: Sequence[tuple[str, bytes]] = (),
-) -> OutputFile:
-    """Return the file of a value; the storages that it names ``0``, ``1``, ... are tensors'.
-
-    Or they are those of `storages`, of known bytes.
-    """
-    plan = ZipPlan()
-    sizes = [(str(number), tensor.num_bytes) for number, tensor in enumerate(tensors)]
-    places = add_state(plan, value, [*sizes, *storages])
+def state_file(name: str, value: object, tensors: Sequence[OutputTensor] = ()) -> OutputFile:
+    """Return the file of a value; the storages that it names ``0``, ``1``, ... are tensors'."""
+    sizes = ((str(number), tensor.num_bytes) for number, tensor in enumerate(tensors))
+    archive = Archive(pickled(value), sizes)
     extents = tuple(
         Extent(tensor, whole_box(tensor.shape), place)
-        for tensor, place in zip(tensors, places, strict=True)
+        for tensor, place in zip(tensors, archive.places, strict=True)
     )
-    trailer = plan.late if tensors else None
-    return OutputFile(name, plan.num_bytes, tuple(plan.pieces()), extents, trailer)
+    raw, trailer = RawBytes(0, archive.head), archive.late if tensors else None
+    return OutputFile(name, archive.num_bytes, (raw,), extents, trailer)
 
 
 def torch_target(

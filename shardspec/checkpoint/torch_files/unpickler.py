@@ -173,11 +173,14 @@ class Global(type):
     """What a name in a pickle stands for: an inert class of ours."""
 
     name: str
+    path: str
+    """Module and name."""
 
     def __new__(  # noqa: D102  # described by its class
         cls, name: str, bases: tuple[type, ...], members: dict[str, object]
     ) -> "Global":
-        return super().__new__(cls, name, bases, {"__slots__": (), "name": name, **members})
+        members = {"__slots__": (), "name": name, "path": name, **members}
+        return super().__new__(cls, name, bases, members)
 
     def __setattr__(cls, key: str, value: object) -> None:
         raise RefusedError(f"changes {cls.name}; nothing of it was run")
@@ -230,9 +233,9 @@ class StateDict(dict[object, object]):
         pass
 
 
-def record_class(name: str) -> Global:
-    """Return a class of records."""
-    return Global(name, (Record,), {})
+def record_class(path: str, name: str = "") -> Global:
+    """Return a class of records, called by its path or by a shorter name."""
+    return Global(name or path, (Record,), {"path": path})
 
 
 def made_by(name: str, function: Callable[..., object]) -> Global:

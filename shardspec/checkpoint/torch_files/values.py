@@ -304,6 +304,6 @@ _RECORDS: Final = (
 TORCH_NAMES: Final[Names] = {
     **{name: mere_name(name) for name, _ in _MERE_NAMES},
     **{name: made_by(name, function) for name, function in _FUNCTIONS.items()},
-    **{name: record_class(kind) for name, kind in _RECORDS},
+    **{path: record_class(path, name) for path, name in _RECORDS},
 }
 """Every name that torch writes for tensors, DTensors and plain values."""

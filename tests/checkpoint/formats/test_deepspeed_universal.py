@@ -280,8 +280,8 @@ def named(new):
     [
         (optimizer(keep_buf), "keeps momentum_buffer of"),
         (optimizer(never_updated), "and DeepSpeed loads all or none"),
-        (optimizer(with_a_view), "keeps a tensor that is not contiguous besides"),
-        (optimizer(with_a_complex_number), "keeps a Complex besides"),
+        (optimizer(with_a_view), "besides the tensors of parameters, a tensor that is not"),
+        (optimizer(with_a_complex_number), "is a Complex, which cannot be carried along"),
         (model(with_rules), "use python -m deepspeed.checkpoint.ds_to_universal"),
         (model(of_experts), "use python -m deepspeed.checkpoint.ds_to_universal"),
         (model(named("a/b")), "the parameter 'a/b' would need a directory of that name"),
