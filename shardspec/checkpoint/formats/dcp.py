@@ -116,9 +116,9 @@ def _read_chunk(outline: Outline[_Chunk], chunk: _Chunk) -> StoredBox:
     what = f"{chunk.path}: tensor {outline.name!r}, box {box_text(chunk.box)}"
     with SourceFile(chunk.path) as file:
         found = read_torch_zip(file, chunk.place.offset, chunk.place.num_bytes, what)
-        value = values.read_torch_pickle(found.pickle(file), what)
+        value = read_torch(found, found.pickle(file))
         said, due = f"a {type(value).__name__}", f"{list(chunk.stored)} of {outline.dtype}"
-        if isinstance(value, values.TorchTensor):
+        if isinstance(value, values.TorchTensor) and value.placed is None:
             said = f"{list(value.shape)} of {value.dtype}"
         if not isinstance(value, values.TorchTensor) or said != due:
             raise CheckpointError(

@@ -37,9 +37,10 @@ from shardspec.checkpoint.formats.torch_file import (
 from shardspec.checkpoint.source_files import SourceFile, prefetch_depth, prefetch_map
 from shardspec.checkpoint.store import file_inside
 from shardspec.checkpoint.targets import OutputFile, OutputTensor, RawBytes, Target, copied_file
-from shardspec.checkpoint.torch_files.values import TorchTensor, read_torch_pickle, tensor_place
+from shardspec.checkpoint.torch_files.dtensors import read_torch
+from shardspec.checkpoint.torch_files.values import TorchTensor, tensor_place
 from shardspec.checkpoint.torch_files.writer import Archive, Call, pickled, tensor_value
-from shardspec.checkpoint.torch_files.zip_reader import read_torch_zip
+from shardspec.checkpoint.torch_files.zip_reader import TorchZip, read_torch_zip
 from shardspec.dtypes import item_bytes
 from shardspec.errors import CheckpointError
 
@@ -140,10 +141,10 @@ def _read(path: Path) -> StateTensor | None:
     """Return the tensor in a file; None where it has a plain number."""
     with SourceFile(path) as file:
         found = read_torch_zip(file)
-        value = read_torch_pickle(found.pickle(file), found.what, DEEPSPEED_NAMES)
+        value = read_torch(found, found.pickle(file), DEEPSPEED_NAMES)
         if isinstance(value, dict):
             value = value.get("param")
-        if isinstance(value, TorchTensor):
+        if isinstance(value, TorchTensor) and value.placed is None:
             return StateTensor(value, tensor_place(value, file, found))
     if isinstance(value, int | float):
         return None
@@ -237,7 +238,8 @@ def _optimizer_file(path: Path, stage3: bool) -> OutputFile:
     """Return the file of what a rank's optimizer keeps besides the tensors of parameters."""
     with SourceFile(path) as file:
         known = {**ARGUMENT_NAMES, **DEEPSPEED_NAMES}
-        value = read_torch_pickle(read_torch_zip(file).pickle(file), str(path), known)
+        found = read_torch_zip(file)
+        value = read_torch(found, found.pickle(file), known)
         inner = OPTIMIZER if stage3 else "base_optimizer_state"
         match value:
             case {"optimizer_state_dict": dict() as held}:
@@ -256,7 +258,7 @@ def _optimizer_file(path: Path, stage3: bool) -> OutputFile:
         if isinstance(paddings, list):
             kept["group_paddings"] = [0] * len(paddings)  # whole parameters have none
         kept["param_groups"] = base.get("param_groups")
-        return _rewritten(kept, file)
+        return _rewritten(kept, file, found)
 
 
 def _without_flat(state: object) -> object:
@@ -266,15 +268,15 @@ def _without_flat(state: object) -> object:
     return {k: v for k, v in state.items() if not isinstance(v, TorchTensor) or not v.shape}
 
 
-def _rewritten(value: object, file: SourceFile) -> OutputFile:
+def _rewritten(value: object, file: SourceFile, found: TorchZip) -> OutputFile:
     """Return the file of a value that was read from another one, with the tensors in it."""
-    found = read_torch_zip(file)
     storages: list[tuple[str, bytes]] = []
 
     def stored(tensor: TorchTensor) -> Call:
         at = tensor_place(tensor, file, found)
-        if at.strides is not None:
-            raise CheckpointError("a tensor that is not contiguous cannot be carried along")
+        if at.strides is not None or tensor.placed is not None:
+            kind = "DTensor" if tensor.placed else "tensor that is not contiguous"
+            raise CheckpointError(f"a {kind} cannot be carried along")
         key, size = str(len(storages)), prod(tensor.shape) * item_bytes(tensor.dtype)
         storages.append((key, file.read(at.offset, size)))
         return tensor_value(tensor.shape, tensor.dtype, key)

@@ -123,7 +123,12 @@ def read_contents(
     tensors: dict[str, TorchTensor] = {}
     others: dict[str, object] = {}
     seen: set[str] = set()
-    for name, part in _flat_state(value, found.path).items():
+    for name, part in _leaves("", value, 0, iter(range(_MOST_PARTS)), found.path):
+        if name in tensors or name in others:
+            raise CheckpointError(
+                f"{found.path}: two entries have the name {name!r} once their dicts are joined "
+                "with dots; rename one of them and save again"
+            )
         if not isinstance(part, TorchTensor):
             others[name] = part
             continue
@@ -135,23 +140,13 @@ def read_contents(
     return tensors, others
 
 
-def _flat_state(state: dict[object, object], path: Path) -> dict[str, object]:
-    """Return every part of nested dicts, and of lists that hold tensors, by its flat name."""
-    flat: dict[str, object] = {}
-    for name, value in _leaves("", state, 0, iter(range(_MOST_PARTS)), path):
-        if name in flat:
-            raise CheckpointError(
-                f"{path}: two entries have the name {name!r} once their dicts are joined with "
-                "dots; rename one of them and save again"
-            )
-        flat[name] = value
-    return flat
-
-
 def _leaves(
     name: str, value: object, depth: int, left: Iterator[int], path: Path
 ) -> Iterator[tuple[str, object]]:
-    """Yield the parts of a value with their names; `left` bounds how many are visited."""
+    """Yield the parts of nested dicts, and of lists that hold tensors, with their flat names.
+
+    `left` bounds how many are visited.
+    """
     _visit(depth, left, path)
     parts: Iterable[tuple[object, object]]
     if isinstance(value, dict) and (value or not depth):
@@ -172,11 +167,9 @@ def _leaves(
 
 def _holds_tensors(value: object, depth: int, left: Iterator[int], path: Path) -> bool:
     _visit(depth, left, path)
-    if isinstance(value, TorchTensor):
-        return True
-    parts: Iterable[object] = value if isinstance(value, list | tuple) else ()
-    if isinstance(value, dict):
-        parts = value.values()
+    if isinstance(value, TorchTensor) or not isinstance(value, dict | list | tuple):
+        return isinstance(value, TorchTensor)
+    parts = value.values() if isinstance(value, dict) else value
     return any(_holds_tensors(part, depth + 1, left, path) for part in parts)
 
 

@@ -14,14 +14,21 @@ from math import prod
 from typing import Final, get_args
 
 from shardspec.checkpoint.source_files import SourceFile
-from shardspec.checkpoint.torch_files.unpickler import Global, Names, Record, made_by, screen
+from shardspec.checkpoint.torch_files.unpickler import (
+    Global,
+    Names,
+    Record,
+    made_by,
+    screen,
+    unpickle,
+)
 from shardspec.checkpoint.torch_files.values import (
     TORCH_NAMES,
     Placed,
     TorchTensor,
     check_record,
-    read_torch_pickle,
     sizes_of,
+    storage_of,
 )
 from shardspec.checkpoint.torch_files.zip_reader import TorchZip
 from shardspec.comm.steps import ReduceOp
@@ -48,8 +55,9 @@ def read_torch(
     `data` is its pickle. `more` are names beyond `TORCH_NAMES` that may be in it. `rank` wrote it,
     if that is known: torch up to 2.10 needs it to tell which slice of a mesh a DTensor was on.
     """
-    names = {**(more or {}), _FROM_TYPE: made_by(_FROM_TYPE, _DTensors(found, rank).from_type)}
-    return read_torch_pickle(data, found.what, names, screened)
+    from_type = made_by(_FROM_TYPE, _DTensors(found, rank).from_type)
+    names = {**TORCH_NAMES, **(more or {}), _FROM_TYPE: from_type}
+    return unpickle(data, names, found.what, "pickle", storage_of, screened)
 
 
 class _DTensors:

@@ -18,8 +18,6 @@ from shardspec.checkpoint.torch_files.unpickler import (
     made_by,
     mere_name,
     record_class,
-    screen,
-    unpickle,
 )
 from shardspec.checkpoint.torch_files.zip_reader import TorchZip
 from shardspec.dtypes import dtype_name, item_bytes
@@ -143,16 +141,6 @@ def check_record(tensor: TorchTensor, found: TorchZip) -> None:
         )
 
 
-def read_torch_pickle(
-    data: bytes,
-    what: str,
-    more: Names | None = None,
-    screened: Callable[[bytes], None] = screen,
-) -> object:
-    """Read the pickle of what `torch.save` wrote; a `Record` stands where a DTensor was."""
-    return unpickle(data, {**TORCH_NAMES, **(more or {})}, what, "pickle", _storage, screened)
-
-
 # --- what the names on the list make; `made_by` says of which the arguments are wrong
 
 
@@ -167,7 +155,7 @@ def sizes_of(value: object = ()) -> tuple[int, ...]:
     raise ValueError("sizes are whole numbers from 0, at most 64 of them")
 
 
-def _storage(value: object) -> TorchStorage:
+def storage_of(value: object) -> TorchStorage:
     """Return the storage that a reference means."""
     match value:
         case ("storage", Global(name=name), str() as key, str(), int() as size) if size >= 0:
@@ -276,13 +264,12 @@ _DTENSOR_HOMES: Final = (
 """Every path at which a version of torch had parts of DTensors."""
 
 
-def _named(homes: Iterable[str], names: str, suffix: str = "") -> Iterable[tuple[str, str]]:
-    """Yield the full names, and the last parts of them."""
-    return ((f"{home}.{name}{suffix}", name) for home in homes for name in names.split())
+def _named(homes: Iterable[str], names: str, suffix: str = "") -> Iterable[str]:
+    return (f"{home}.{name}{suffix}" for home in homes for name in names.split())
 
 
 _MERE_NAMES: Final = (
-    *((name, name) for name in (*_STORAGE_DTYPES, "torch.strided", "torch.Tensor")),
+    *(*_STORAGE_DTYPES, "torch.strided", "torch.Tensor"),
     *_named(("torch",), "ComplexDouble QUInt8 QInt8 QInt32 QUInt4x2 QUInt2x4", "Storage"),
     *_named(("torch",), "float64 float32 float16 bfloat16 float8_e4m3fn float8_e5m2"),
     *_named(("torch",), "float8_e4m3fnuz float8_e5m2fnuz float8_e8m0fnu float4_e2m1fn_x2 bool"),
@@ -293,17 +280,14 @@ _MERE_NAMES: Final = (
 )
 _RECORDS: Final = (
     *_named(_BUILTINS, "set frozenset bytearray range xrange slice"),
-    *_named(_DTENSOR_HOMES, "DTensor DTensorSpec TensorMeta ShardOrderEntry DeviceMesh"),
+    *_named(_DTENSOR_HOMES, "DTensor DTensorSpec TensorMeta ShardOrderEntry DeviceMesh _Partial"),
     *_named(_DTENSOR_HOMES, "_MeshLayout _FlatLayout Shard _StridedShard Replicate Partial"),
-    *_named(_DTENSOR_HOMES, "_Partial"),
-    ("torch.device", "device"),
-    ("torch.serialization._get_layout", "_get_layout"),
-    ("torch._tensor._rebuild_from_type_v2", "_rebuild_from_type_v2"),
-    ("torch._utils._rebuild_wrapper_subclass", "_rebuild_wrapper_subclass"),
+    *("torch.device", "torch.serialization._get_layout"),
+    *("torch._tensor._rebuild_from_type_v2", "torch._utils._rebuild_wrapper_subclass"),
 )
 TORCH_NAMES: Final[Names] = {
-    **{name: mere_name(name) for name, _ in _MERE_NAMES},
-    **{name: made_by(name, function) for name, function in _FUNCTIONS.items()},
-    **{path: record_class(path, name) for path, name in _RECORDS},
+    **{path: mere_name(path) for path in _MERE_NAMES},
+    **{path: made_by(path, function) for path, function in _FUNCTIONS.items()},
+    **{path: record_class(path, path.rpartition(".")[2]) for path in _RECORDS},
 }
 """Every name that torch writes for tensors, DTensors and plain values."""
