@@ -46,9 +46,8 @@ def parse_mesh(text: str) -> MeshShape:
         pairs = [part.partition("=") for part in text.split(",")]
         names = tuple(name.strip() for name, _, _ in pairs)
         sizes = [size for _, _, size in pairs]
-    shape = _whole_numbers(
-        "mesh", "give sizes as in 2x4, or named axes as in dp=2,tp=4", text, sizes
-    )
+    remedy = "give sizes as in 2x4, or named axes as in dp=2,tp=4"
+    shape = _whole_numbers("mesh", remedy, text, sizes)
     if math.prod(shape) > MAX_DEVICES:
         raise ValueError(f"mesh {shown(text)} has more than {MAX_DEVICES:,} devices")
     return shape, names
@@ -168,10 +167,11 @@ def argument(kind: Kind | str, **more: Declared) -> Declared:
 
 def option(kind: click.ParamType[Any] | str, text: str, *names: str, **more: Declared) -> Declared:
     """Declare a field as an option, called as the field is unless names are given."""
+    typed = {"metavar": kind} if isinstance(kind, str) else {"type": kind}
+    prefix = more.pop("prefix", "--")
 
     def made(name: str) -> click.Parameter:
-        called = names or (f"--{name.replace('_', '-')}",)
-        typed = {"metavar": kind} if isinstance(kind, str) else {"type": kind}
+        called = names or (f"{prefix}{name.replace('_', '-')}",)
         return click.Option([name, *called], help=text, **typed, **more)
 
     default = more.get("default", () if more.get("multiple") else None)
@@ -185,11 +185,7 @@ def flag(text: str, *names: str) -> Declared:
 
 def unless(text: str) -> Declared:
     """Declare a field that is true unless there is the option of its name after ``--no-``."""
-
-    def made(name: str) -> click.Parameter:
-        return click.Option([name, f"--no-{name}"], help=text, flag_value=False, default=True)
-
-    return field(default=True, metadata={"click": made})
+    return option(click.BOOL, text, prefix="--no-", flag_value=False, default=True)
 
 
 def command(run: Callable[..., None]) -> click.Command:

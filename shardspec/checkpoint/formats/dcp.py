@@ -248,12 +248,25 @@ def _member(*args: object) -> Record:
     )
 
 
-_sizes: Final = lru_cache(1 << 17)(values.sizes_of)
-"""Many tensors are sharded alike: equal tuples are checked once, and kept once."""
+class _Size(tuple[int, ...]):
+    """What a call of torch.Size makes: checked numbers."""
+
+    __slots__ = ()
+
+
+@lru_cache(1 << 17)
+def _size(value: object = ()) -> _Size:
+    """Many tensors are sharded alike: equal arguments are checked once, and kept once."""
+    return _Size(values.sizes_of(value))
+
+
+def _sizes(value: object) -> tuple[int, ...]:
+    return value if type(value) is _Size else values.sizes_of(value)
+
 
 _NAMES: Final[unpickler.Names] = {
     **values.TORCH_NAMES,
-    "torch.Size": made_by("torch.Size", _sizes),
+    "torch.Size": made_by("torch.Size", _size),
     **{f"{home}.{kind}": record_class(kind) for home in _KINDS for kind in _KINDS[home].split()},
     "builtins.getattr": made_by("builtins.getattr", _member),
 }

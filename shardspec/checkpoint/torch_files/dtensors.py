@@ -112,6 +112,8 @@ class _DTensors:
     def _mesh(self, mesh: Record) -> DeviceMesh:
         names = mesh.get("_mesh_dim_names") or mesh.get("mesh_dim_names")
         axis_names = tuple(names) if isinstance(names, tuple | list) else None
+        if {*map(type, axis_names or ())} - {str, int}:
+            raise ValueError("the names of a mesh's axes are not texts")
         tensor = mesh.get("mesh")
         if isinstance(tensor, TorchTensor):
             return _make_mesh(self._ids(tensor), tensor.shape, axis_names)

@@ -103,6 +103,8 @@ def _follow(data: bytes, fixed: bytearray | None) -> None:
         elif code in b"R\x81":  # REDUCE, NEWOBJ: the result may be one of the arguments
             parts = stack.pop()
             stack[-1] = parts - 1 or 1
+            if parts == 255:
+                raise RefusedError("has large or nested tuples as arguments")
         elif code == 0x28:  # MARK
             marks.append(len(stack))
             if len(marks) > _MOST_MARKS:
