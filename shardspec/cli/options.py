@@ -330,24 +330,23 @@ class ClusterOptions:
 
         Options that contradict each other or leave something open are a `click.UsageError`.
         """
-        profile, links = self.profile, self.links
-        one = (self.alpha is None) != (self.beta is None)
-        refuse_if(one, "give both --alpha and --beta, or neither")
-        given = self.alpha is not None
+        profile, links, given = self.profile, self.links, self.alpha is not None
+        refuse_if(given != (self.beta is not None), "give both --alpha and --beta, or neither")
         refuse_if(given and links is not None, "give --links, or --alpha and --beta, not both")
         if profile is not None:
-            mesh, measured = self.mesh, (profile.mesh.shape, profile.mesh.axis_names)
+            measured = profile.mesh.shape, profile.mesh.axis_names
+            mesh = self.mesh or measured
             refuse_if(links is not None, "give --links or --profile, not both")
             text = "--profile has measured links; leave out --alpha, --beta and --link-model"
             refuse_if(given or self.link_model is not None, text)
             text = "--profile has timed steps with their copies; leave out --memory"
             refuse_if(self.memory is not None, text)
             refuse_if(
-                mesh is not None and mesh[0] != measured[0],
-                f"--mesh has the shape {_sizes(mesh or measured)}, but the profile was measured "
-                f"on {_sizes(measured)}; leave out --mesh, or measure again",
+                mesh[0] != measured[0],
+                f"--mesh has the shape {_sizes(mesh)}, but the profile was measured on "
+                f"{_sizes(measured)}; leave out --mesh, or measure again",
             )
-            return plain_mesh(mesh or measured, self.ids), CostModel(*profile.model)
+            return plain_mesh(mesh, self.ids), CostModel(*profile.model)
         if self.mesh is None:
             raise click.UsageError("give --mesh, or --profile with the profile of a mesh")
         known = links or (() if given else (DEFAULT_PRESET,))
@@ -363,10 +362,10 @@ class ClusterOptions:
         )
         names = _per_axis("--links", links, axes)
         model = CostModel.from_presets(devices, names) if names else CostModel.of_mesh(devices)
-        if self.memory is None:
-            return devices, model
-        copy_s = 2 / (self.memory * 1e9) if self.memory else preset_copy_s(known)
-        return devices, replace(model, copy_s=copy_s)
+        if self.memory is not None:
+            copy_s = 2 / (self.memory * 1e9) if self.memory else preset_copy_s(known)
+            model = replace(model, copy_s=copy_s)
+        return devices, model
 
 
 def _sizes(mesh: MeshShape) -> str:

@@ -11,6 +11,7 @@ the part is the whole, as on a mesh of one device.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from itertools import islice
 from math import prod
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -183,34 +184,31 @@ def _visit(depth: int, left: Iterator[int], path: Path) -> None:
 
 def plain_value(value: object) -> object:
     """Return a value of a pickle as None, numbers, texts, lists, tuples, dicts, `OpaqueValue`s."""
-    left = _MOST_PLAIN_PARTS
-
-    def plain(value: object, depth: int) -> object:
-        nonlocal left
-        match value:
-            case TorchTensor():
-                return OpaqueValue(f"tensor of shape {list(value.global_shape)}")
-            case bytes():
-                return OpaqueValue(f"{len(value)} bytes")
-            case Global() | Record() | Complex():
-                return OpaqueValue(str(value))
-            case None | bool() | int() | float() | str():
-                return value
-            case list() | tuple() | dict():
-                left -= len(value)
-                if left < 0 or depth > _MOST_PLAIN_DEPTH:
-                    raise OverflowError
-            case _:
-                return OpaqueValue(type(value).__name__)
-        if isinstance(value, dict):
-            return {plain(key, depth + 1): plain(at, depth + 1) for key, at in value.items()}
-        parts = [plain(item, depth + 1) for item in value]
-        return parts if isinstance(value, list) else tuple(parts)
-
     try:
-        return plain(value, 0)
+        return _plain(value, _MOST_PLAIN_DEPTH, iter(range(_MOST_PLAIN_PARTS)))
     except OverflowError:
         return OpaqueValue(f"a {type(value).__name__} of many or deeply nested parts")
+
+
+def _plain(value: object, depth: int, left: Iterator[int]) -> object:
+    match value:
+        case TorchTensor():
+            return OpaqueValue(f"tensor of shape {list(value.global_shape)}")
+        case bytes():
+            return OpaqueValue(f"{len(value)} bytes")
+        case Global() | Record() | Complex():
+            return OpaqueValue(str(value))
+        case None | bool() | int() | float() | str():
+            return value
+        case list() | tuple() | dict():
+            if depth < 0 or len(list(islice(left, len(value)))) < len(value):
+                raise OverflowError
+            parts = [_plain(part, depth - 1, left) for part in value]
+            if isinstance(value, dict):
+                held = (_plain(part, depth - 1, left) for part in value.values())
+                return dict(zip(parts, held, strict=True))
+            return parts if isinstance(value, list) else tuple(parts)
+    return OpaqueValue(type(value).__name__)
 
 
 def whole_tensor(name: str, path: Path, found: StateTensor) -> StoredTensor:

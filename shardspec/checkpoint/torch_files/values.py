@@ -114,12 +114,10 @@ def tensor_place(tensor: TorchTensor, file: SourceFile, found: TorchZip) -> Tens
     name = f"data/{tensor.storage.key}"
     start, record = found.start(file, name), found.record(name)
     size = item_bytes(tensor.dtype)
-    strides = None
-    if not row_major(tensor.shape, tensor.strides):
-        strides = tuple(step * size for step in tensor.strides)
-    digest = None
-    if record.crc32 is not None and tensor.digested:
-        digest = Digest(record.crc32, start, record.num_bytes)
+    in_order = row_major(tensor.shape, tensor.strides)
+    strides = None if in_order else tuple(step * size for step in tensor.strides)
+    crc = record.crc32 if tensor.digested else None
+    digest = None if crc is None else Digest(crc, start, record.num_bytes)
     return TensorPlace(start + tensor.start * size, digest, strides)
 
 

@@ -210,7 +210,6 @@ _FOLLOWED: Final = 1 << 3
 """Flag: size and CRC-32 of a record follow it."""
 _UTF8: Final = 1 << 11
 """Flag: of names."""
-_END_BYTES: Final = 56 + 20 + 22
 
 
 class _Record(NamedTuple):
@@ -292,7 +291,7 @@ class Archive:
     @cached_property
     def num_bytes(self) -> int:
         """Size of the archive."""
-        return self._end + sum(len(record.listed(0)) for record in self._records) + _END_BYTES
+        return self._end + len(self._directory([0] * len(self._tensors)))
 
     @cached_property
     def head(self) -> bytes:
