@@ -140,14 +140,12 @@ def _styled(text: str) -> str:
 
 
 _MOST_PAIRS: Final = 1_000_000
-_MOST_CHARACTERS: Final = 1 << 16
-"""In a line of the file."""
+_MOST_CHARACTERS: Final = 1 << 16  # in a line of the file
 
 _COLUMNS: Final = ("source", "target", "cost_seconds", "bytes_received", "peak_bytes")
 """Of CSV, and of a pair in JSON."""
 
-_Pair: TypeAlias = tuple[str, str, str]
-"""Two specs, and where they are from, for errors."""
+_Pair: TypeAlias = tuple[str, str, str]  # two specs, and where they are from, for errors
 _Cost: TypeAlias = tuple[dict[str, object], list[str], tuple[StepError, ...]]
 """The cost of a pair as numbers and as text, and the known errors."""
 

@@ -28,8 +28,7 @@ from shardspec.mesh import DeviceMesh
 from shardspec.text import bytes_text, counted, printable
 
 _MOST_DEVICES: Final = 4096
-_MOST_IN_SVG: Final = 200
-"""Specs that can be told apart on one page."""
+_MOST_IN_SVG: Final = 200  # specs that can be told apart on one page
 _DRAWINGS: Final = (".dot", ".gv", ".svg")
 _LINKS: Final = ("h100-nvswitch", "ib-ndr-per-gpu", "ib-ndr-per-gpu,h100-nvswitch")
 

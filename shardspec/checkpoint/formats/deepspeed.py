@@ -75,8 +75,7 @@ class _Run(NamedTuple):
 
     stage: int
     optimizers: Sequence[TorchState]
-    models: Sequence[TorchState]
-    """One for each rank with stage 3, else one."""
+    models: Sequence[TorchState]  # one for each rank with stage 3, else one
 
 
 class _Piece(NamedTuple):
@@ -98,8 +97,7 @@ class _Parameter(NamedTuple):
     name: str
     shape: tuple[int, ...]
     group: int
-    span: range
-    """Its place in its line, or with stage 3 in that of each rank."""
+    span: range  # its place in its line, or with stage 3 in that of each rank
 
 
 def open_deepspeed(directory: Path) -> ListedCatalog:

@@ -48,8 +48,7 @@ from shardspec.text import counted, shown
 
 _PREFERRED: Final = "model"
 _SHOWN: Final = 8
-_AHEAD: Final = 3
-"""Files of this machine that are read while one is parsed."""
+_AHEAD: Final = 3  # files of this machine that are read while one is parsed
 
 
 class _RankFile(NamedTuple):
@@ -134,12 +133,9 @@ class RankState(NamedTuple):
     """What the file of one rank holds."""
 
     path: Path
-    rank: int
-    """As the name of the file says."""
-    tensors: Mapping[str, TorchTensor]
-    """One object for all files that say the same of tensors."""
-    extras: Mapping[str, object]
-    """Everything else, as plain values."""
+    rank: int  # as the name of the file says
+    tensors: Mapping[str, TorchTensor]  # one object for all files that say the same of tensors
+    extras: Mapping[str, object]  # everything else, as plain values
     found: TorchZip
 
 

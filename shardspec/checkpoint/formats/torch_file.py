@@ -83,8 +83,7 @@ class TorchState(NamedTuple):
 
     path: Path
     tensors: Mapping[str, StateTensor]
-    extras: Mapping[str, object]
-    """Everything else, as the pickle has it."""
+    extras: Mapping[str, object]  # everything else, as the pickle has it
 
 
 def read_torch_states(paths: Sequence[Path], more: Names | None = None) -> list[TorchState]:

@@ -179,8 +179,7 @@ class Global(type):
     """What a name in a pickle stands for: an inert class of ours."""
 
     name: str
-    path: str
-    """Module and name."""
+    path: str  # module and name
 
     def __new__(  # noqa: D102  # described by its class
         cls, name: str, bases: tuple[type, ...], members: dict[str, object]

@@ -33,20 +33,16 @@ class TorchStorage(NamedTuple):
     """A storage: a record of bytes, ``data/<key>``, that tensors look into."""
 
     key: str
-    dtype: str
-    """Of its elements; ``"uint8"`` where it has none of its own."""
-    size: int
-    """Its elements."""
+    dtype: str  # of its elements; ``"uint8"`` where it has none of its own
+    size: int  # its elements
 
 
 class Placed(NamedTuple):
     """How a DTensor is sharded."""
 
-    shape: tuple[int, ...]
-    """Sizes of the global tensor."""
+    shape: tuple[int, ...]  # sizes of the global tensor
     mesh: DeviceMesh
-    placements: tuple[Placement, ...]
-    """One per mesh axis."""
+    placements: tuple[Placement, ...]  # one per mesh axis
     shard_order: tuple[tuple[int, tuple[int, ...]], ...] | None
     """Where torch says so: per dim the axes that split it, the major one first."""
     saver: int | None = None
@@ -57,15 +53,11 @@ class TorchTensor(NamedTuple):
     """A tensor: how it looks into a storage."""
 
     dtype: str
-    shape: tuple[int, ...]
-    """Of a DTensor, that of the local tensor."""
-    strides: tuple[int, ...]
-    """Elements from one to the next along each dim."""
-    start: int
-    """Elements of the storage before the first."""
+    shape: tuple[int, ...]  # of a DTensor, that of the local tensor
+    strides: tuple[int, ...]  # elements from one to the next along each dim
+    start: int  # elements of the storage before the first
     storage: TorchStorage
-    placed: Placed | None = None
-    """None if it is not a DTensor."""
+    placed: Placed | None = None  # None if it is not a DTensor
     digested: bool = True
     """Whether the digest of its storage is checked with it; of several views with one only."""
 
@@ -91,8 +83,7 @@ class TensorPlace(NamedTuple):
     """Where a tensor's bytes are in its file: what a `StoredBox` needs to know."""
 
     offset: int
-    digest: Digest | None
-    """Of the whole storage, where torch took it."""
+    digest: Digest | None  # of the whole storage, where torch took it
     strides: tuple[int, ...] | None
     """Bytes from one element to the next along each dim; None if row-major and contiguous."""
 

@@ -204,12 +204,9 @@ def tensor_value(shape: Sequence[int], dtype: str, key: str) -> Call:
 _ALIGNMENT: Final = 64
 _BIG: Final = 0xFFFFFFFF
 _MANY: Final = 0xFFFF
-_VERSION: Final = 45
-"""Of the standard: the first that has sizes of more than 32 bits."""
-_FOLLOWED: Final = 1 << 3
-"""Flag: size and CRC-32 of a record follow it."""
-_UTF8: Final = 1 << 11
-"""Flag: of names."""
+_VERSION: Final = 45  # of the standard: the first that has sizes of more than 32 bits
+_FOLLOWED: Final = 1 << 3  # flag: size and CRC-32 of a record follow it
+_UTF8: Final = 1 << 11  # flag: of names
 
 
 class _Record(NamedTuple):
