@@ -157,7 +157,7 @@ def write_ranks(at: Path, mesh: DeviceMesh, tensors: _Tensors) -> None:
         like, whole = pickles[shapes]
         alike = _common_end(start, like)
         data = start[: len(start) - alike] + whole[len(like) - alike :]
-        storages = enumerate((sizes[0], ids, *sizes[1:]))
+        storages = enumerate[int | bytes]((sizes[0], ids, *sizes[1:]))
         archive = Archive(data, ((str(key), held) for key, held in storages))
         # Any digests, the same for all ranks: nothing looks at the holes.
         between = [*archive.late(range(1, 1 + len(sizes)))]

@@ -165,6 +165,7 @@ def _rebuild(
     _requires_grad: object = None,
     _hooks: object = None,
     metadata: object = None,
+    *,
     dtype: str | None = None,
 ) -> TorchTensor:
     if not isinstance(storage, TorchStorage):
@@ -183,7 +184,8 @@ def _rebuild_v3(*args: object) -> TorchTensor:
     storage, start, shape, strides, *_, dtype, metadata = (*args, None)[:8]
     if not isinstance(dtype, Global) or not dtype.name.startswith("torch."):
         raise ValueError("a dtype is named as torch.…")
-    return _rebuild(storage, start, shape, strides, None, None, metadata, dtype_name(dtype.name))
+    known = dtype_name(dtype.name)
+    return _rebuild(storage, start, shape, strides, metadata=metadata, dtype=known)
 
 
 def _dict(*args: object) -> StateDict:
