@@ -260,11 +260,9 @@ class Archive:
 
     def __init__(self, data: bytes, storages: Iterable[tuple[str, int | bytes]]) -> None:
         self._records: list[_Record] = []
-        self._tensors: list[_Record] = []
-        self.places: list[int] = []
-        """Where in the file the bytes of each tensor go."""
-        self._known = [bytearray()]
-        """What comes before the first tensor, between it and the second, and so on."""
+        self._gaps: list[tuple[_Record, int, bytearray]] = []
+        """Of each tensor the record, where it starts, and what comes between it and the next."""
+        self._head = known = bytearray()
         self._end = 0
         for name, held in (
             *(("data.pkl", data), (".format_version", b"1"), (".storage_alignment", b"64")),
@@ -274,36 +272,40 @@ class Archive:
         ):
             size, value = (held, None) if isinstance(held, int) else (len(held), crc32(held))
             record = _Record(f"archive/{name}".encode(), size, self._end, value)
-            before = record.before()
             self._records.append(record)
-            self._known[-1] += before
-            self._end += len(before) + size + len(record.after(0))
+            known += record.before()
+            start = self._end + len(record.before())
+            self._end = start + size + len(record.after(0))
             if isinstance(held, int):
-                self._tensors.append(record)
-                self.places.append(record.header + len(before))
-                self._known.append(bytearray())
+                known = bytearray()
+                self._gaps.append((record, start, known))
             else:
-                self._known[-1] += held + record.after(crc32(held))
+                known += held + record.after(crc32(held))
+
+    @property
+    def places(self) -> list[int]:
+        """Where in the file the bytes of each tensor go."""
+        return [start for _, start, _ in self._gaps]
 
     @cached_property
     def num_bytes(self) -> int:
         """Size of the archive."""
-        return self._end + len(self._directory([0] * len(self._tensors)))
+        return self._end + len(self._directory([0] * len(self._gaps)))
 
     @cached_property
     def head(self) -> bytes:
         """The bytes up to the first tensor, or all if there is none."""
-        return bytes(self._known[0]) + (b"" if self._tensors else self._directory(()))
+        return bytes(self._head) + (b"" if self._gaps else self._directory(()))
 
     def late(self, crcs: Sequence[int]) -> Iterator[RawBytes]:
         """Yield what follows tensors, given the CRC-32 of each; a `Trailer`."""
 
         def after(number: int) -> bytes:
-            data = self._tensors[number].after(crcs[number]) + self._known[number + 1]
-            last = number + 1 == len(self._tensors)
-            return data + self._directory(crcs) if last else data
+            record, _, known = self._gaps[number]
+            last = number + 1 == len(self._gaps)
+            return record.after(crcs[number]) + known + (self._directory(crcs) if last else b"")
 
-        for number, (start, record) in enumerate(zip(self.places, self._tensors, strict=True)):
+        for number, (record, start, _) in enumerate(self._gaps):
             yield RawBytes(start + record.num_bytes, partial(after, number))
 
     def _directory(self, crcs: Sequence[int]) -> bytes:
