@@ -39,7 +39,7 @@ from shardspec.checkpoint.store import file_inside
 from shardspec.checkpoint.targets import OutputFile, OutputTensor, RawBytes, Target, copied_file
 from shardspec.checkpoint.torch_files.dtensors import read_torch
 from shardspec.checkpoint.torch_files.values import TorchTensor, tensor_place
-from shardspec.checkpoint.torch_files.writer import Archive, Call, pickled, tensor_value
+from shardspec.checkpoint.torch_files.writer import Archive, Call, pickle_into, tensor_value
 from shardspec.checkpoint.torch_files.zip_reader import TorchZip, read_torch_zip
 from shardspec.dtypes import item_bytes
 from shardspec.errors import CheckpointError
@@ -53,6 +53,7 @@ _CAST: Final = ("float32", "bfloat16", "float16")
 _FLAT: Final = ("fp32_flat_groups", "single_partition_of_fp32_groups", "param_slice_mappings")
 _PLAIN_NAME: Final = re.compile(r"(?!\.\.?\Z|optimizer_state\.pt\Z)[^/\\\0]+", re.DOTALL)
 _MOST_NAME_BYTES: Final = 255
+_MOST_PIECES: Final = 1_000_000  # of a pickle; records may hold the same part many times over
 
 
 def _full_name(kind: str, name: str) -> str:
@@ -281,11 +282,19 @@ def _rewritten(value: object, file: SourceFile, found: TorchZip) -> OutputFile:
         storages.append((key, file.read(at.offset, size)))
         return tensor_value(tensor.shape, tensor.dtype, key)
 
+    pieces: list[bytes] = []
+
+    def write(piece: bytes) -> None:
+        pieces.append(piece)
+        if len(pieces) > _MOST_PIECES:
+            raise CheckpointError("a value of so many parts cannot be carried along")
+
     try:
-        archive = Archive(pickled(value, stored), storages)
-    except CheckpointError as error:
+        pickle_into(value, write, stored)
+    except (CheckpointError, RecursionError) as error:
         raise CheckpointError(
             f"{file.path}: besides the tensors of parameters, {error}; use {TO_UNIVERSAL}"
         ) from None
+    archive = Archive(b"".join(pieces), storages)
     raw = (RawBytes(0, archive.head),)
     return OutputFile(names.UNIVERSAL_OPTIMIZER, archive.num_bytes, raw, ())

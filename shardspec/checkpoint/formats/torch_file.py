@@ -167,9 +167,11 @@ def _leaves(
 
 def _holds_tensors(value: object, depth: int, left: Iterator[int], path: Path) -> bool:
     _visit(depth, left, path)
-    if isinstance(value, TorchTensor) or not isinstance(value, dict | list | tuple):
-        return isinstance(value, TorchTensor)
-    parts = value.values() if isinstance(value, dict) else value
+    if isinstance(value, TorchTensor):
+        return True
+    parts = value if isinstance(value, (list, tuple)) else ()
+    if isinstance(value, dict):
+        parts = tuple(value.values())
     return any(_holds_tensors(part, depth + 1, left, path) for part in parts)
 
 

@@ -20,7 +20,7 @@ from typing import Final, NamedTuple
 
 from shardspec.checkpoint.read_boxes import crc32
 from shardspec.checkpoint.targets import RawBytes
-from shardspec.checkpoint.torch_files.unpickler import MOST_PICKLE_BYTES, Global, Record
+from shardspec.checkpoint.torch_files.unpickler import Global, Record
 from shardspec.checkpoint.torch_files.values import STORAGES, Complex, TorchTensor
 from shardspec.dtypes import item_bytes
 from shardspec.errors import CheckpointError
@@ -59,24 +59,14 @@ class Pairs(NamedTuple):
     items: Iterable[tuple[object, object]]
 
 
-def pickled(value: object, stored: Callable[[TorchTensor], object] | None = None) -> bytes:
+def pickled(value: object) -> bytes:
     """Return a value as a pickle of protocol 2, which torch's files have.
 
     It is None, a number, text, bytes, a tuple, list or dict of such, one of the values above, or
-    what was read of a name or object; `CheckpointError` if it is something else. `stored` returns
-    what is written for a tensor that was read.
+    what was read of a name or object; `CheckpointError` if it is something else.
     """
     out = BytesIO()
-
-    def write(piece: bytes) -> None:
-        out.write(piece)
-        if out.tell() > MOST_PICKLE_BYTES:
-            raise CheckpointError("a value of so many parts cannot be carried along")
-
-    try:
-        pickle_into(value, write, stored)
-    except RecursionError:
-        raise CheckpointError("a value of so deep parts cannot be carried along") from None
+    pickle_into(value, out.write)
     return out.getvalue()
 
 
@@ -88,7 +78,7 @@ def pickle_into(
     out: Callable[[bytes], object],
     stored: Callable[[TorchTensor], object] | None = None,
 ) -> None:
-    """Write a value piece by piece, as `pickled` does."""
+    """Write a value piece by piece, as `pickled` does; tensors that were read as `stored` says."""
     # Texts and names are written once and then referred to by their numbers.
     known: dict[object, int] = {}
 
