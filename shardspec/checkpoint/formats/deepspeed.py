@@ -157,9 +157,9 @@ def _read_run(place: Path) -> _Run:
     first = models[0]
     alike = [(one, key) for one in models for key in ("ds_version", "global_steps", "param_shapes")]
     for state, key in (*alike, *((one, "ds_version") for one in optimizers)):
-        said, due = state.extras.get(key), first.extras.get(key)
-        if said != due:
-            raise of_two_saves(state.path, key, said, first.path, due)
+        said, told = state.extras.get(key), first.extras.get(key)
+        if said != told:
+            raise of_two_saves(state.path, key, said, first.path, told)
     counts = [(one, "dp_world_size", one.extras.get("dp_world_size", ranks)) for one in models]
     for state in optimizers:
         if (said := _number(state, "zero_stage")) != stage:
