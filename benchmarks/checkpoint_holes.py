@@ -22,7 +22,7 @@ from shardspec.checkpoint.formats.native import sharded_target
 from shardspec.checkpoint.formats.safetensors import encode_header
 from shardspec.checkpoint.read_boxes import crc32
 from shardspec.checkpoint.targets import OutputTensor, Write, assign_boxes
-from shardspec.checkpoint.torch_files.writer import ZipPlan
+from shardspec.checkpoint.torch_files.writer import Archive
 from shardspec.interop.notations import to_placements
 
 __all__ = ["FORMATS", "main", "many_tensors", "of_model", "write_holes"]
@@ -156,16 +156,14 @@ def write_ranks(at: Path, mesh: DeviceMesh, tensors: _Tensors) -> None:
             pickles[shapes] = start, _pickled(mesh, layouts, rank)
         like, whole = pickles[shapes]
         alike = _common_end(start, like)
-        plan = ZipPlan()
-        plan.add("data.pkl", start[: len(start) - alike] + whole[len(like) - alike :])
-        plan.add_tensor("data/0", sizes[0])
-        plan.add("data/1", ids)
-        for key, num_bytes in enumerate(sizes[1:], 2):
-            plan.add_tensor(f"data/{key}", num_bytes)
+        data = start[: len(start) - alike] + whole[len(like) - alike :]
+        storages = enumerate[int | bytes]((sizes[0], ids, *sizes[1:]))
+        archive = Archive(data, ((str(key), held) for key, held in storages))
         # Any digests, the same for all ranks: nothing looks at the holes.
-        between = [*plan.late(range(1, 1 + len(sizes)))]
+        between = [*archive.late(range(1, 1 + len(sizes)))]
         with (at / f"model_world_size_{mesh.size}_rank_{rank}.pt").open("wb") as out:
-            for piece in (*plan.pieces(), between[0], between[-1]):
+            out.write(archive.head)
+            for piece in (between[0], between[-1]):
                 out.seek(piece.offset)
                 out.write(piece.made())
 

@@ -16,8 +16,7 @@ if TYPE_CHECKING:
     from shardspec.checkpoint.catalog import Catalog
     from shardspec.resharding.maps import NameMap
 
-_MOST_BYTES: Final = 64 << 20
-"""Of a file of shapes or sizes."""
+_MOST_BYTES: Final = 64 << 20  # of a file of shapes or sizes
 
 
 def _as_path(text: str) -> Path:
@@ -28,8 +27,7 @@ def _as_path(text: str) -> Path:
     return as_path(text)
 
 
-CHECKPOINT: Final = Kind("CKPT", _as_path)
-"""A path, or a URL such as ``s3://bucket/model``."""
+CHECKPOINT: Final = Kind("CKPT", _as_path)  # a path, or a URL such as ``s3://bucket/model``
 OTHER: Final = Kind("OTHER", _as_path)
 
 

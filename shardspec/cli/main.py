@@ -44,8 +44,7 @@ _COMMANDS: Final[Mapping[str, tuple[str, str]]] = {
 }
 """Name to the module with the command, and a line of help, so that help imports none of them."""
 
-_MOST_CHARACTERS: Final = 2000
-"""In an error, which may quote an argument."""
+_MOST_CHARACTERS: Final = 2000  # in an error, which may quote an argument
 _NO_OUTPUT: Final = 1
 _USAGE: Final = 2
 _BAD_INPUT: Final = 3

@@ -46,9 +46,8 @@ def parse_mesh(text: str) -> MeshShape:
         pairs = [part.partition("=") for part in text.split(",")]
         names = tuple(name.strip() for name, _, _ in pairs)
         sizes = [size for _, _, size in pairs]
-    shape = _whole_numbers(
-        "mesh", "give sizes as in 2x4, or named axes as in dp=2,tp=4", text, sizes
-    )
+    remedy = "give sizes as in 2x4, or named axes as in dp=2,tp=4"
+    shape = _whole_numbers("mesh", remedy, text, sizes)
     if math.prod(shape) > MAX_DEVICES:
         raise ValueError(f"mesh {shown(text)} has more than {MAX_DEVICES:,} devices")
     return shape, names
@@ -168,10 +167,11 @@ def argument(kind: Kind | str, **more: Declared) -> Declared:
 
 def option(kind: click.ParamType[Any] | str, text: str, *names: str, **more: Declared) -> Declared:
     """Declare a field as an option, called as the field is unless names are given."""
+    typed = {"metavar": kind} if isinstance(kind, str) else {"type": kind}
+    prefix = more.pop("prefix", "--")
 
     def made(name: str) -> click.Parameter:
-        called = names or (f"--{name.replace('_', '-')}",)
-        typed = {"metavar": kind} if isinstance(kind, str) else {"type": kind}
+        called = names or (f"{prefix}{name.replace('_', '-')}",)
         return click.Option([name, *called], help=text, **typed, **more)
 
     default = more.get("default", () if more.get("multiple") else None)
@@ -185,11 +185,7 @@ def flag(text: str, *names: str) -> Declared:
 
 def unless(text: str) -> Declared:
     """Declare a field that is true unless there is the option of its name after ``--no-``."""
-
-    def made(name: str) -> click.Parameter:
-        return click.Option([name, f"--no-{name}"], help=text, flag_value=False, default=True)
-
-    return field(default=True, metadata={"click": made})
+    return option(click.BOOL, text, prefix="--no-", flag_value=False, default=True)
 
 
 def command(run: Callable[..., None]) -> click.Command:
@@ -334,25 +330,24 @@ class ClusterOptions:
 
         Options that contradict each other or leave something open are a `click.UsageError`.
         """
-        profile, links = self.profile, self.links
-        one = (self.alpha is None) != (self.beta is None)
-        refuse_if(one, "give both --alpha and --beta, or neither")
-        given = self.alpha is not None
+        profile, links, given = self.profile, self.links, self.alpha is not None
+        refuse_if(given != (self.beta is not None), "give both --alpha and --beta, or neither")
         refuse_if(given and links is not None, "give --links, or --alpha and --beta, not both")
         if profile is not None:
             profiled, arguments = profile
-            mesh, measured = self.mesh, (profiled.shape, profiled.axis_names)
+            measured = profiled.shape, profiled.axis_names
+            mesh = self.mesh or measured
             refuse_if(links is not None, "give --links or --profile, not both")
             text = "--profile has measured links; leave out --alpha, --beta and --link-model"
             refuse_if(given or self.link_model is not None, text)
             text = "--profile has timed steps with their copies; leave out --memory"
             refuse_if(self.memory is not None, text)
             refuse_if(
-                mesh is not None and mesh[0] != measured[0],
-                f"--mesh has the shape {_sizes(mesh or measured)}, but the profile was measured "
-                f"on {_sizes(measured)}; leave out --mesh, or measure again",
+                mesh[0] != measured[0],
+                f"--mesh has the shape {_sizes(mesh)}, but the profile was measured on "
+                f"{_sizes(measured)}; leave out --mesh, or measure again",
             )
-            return plain_mesh(mesh or measured, self.ids), CostModel(*arguments)
+            return plain_mesh(mesh, self.ids), CostModel(*arguments)
         if self.mesh is None:
             raise click.UsageError("give --mesh, or --profile with the profile of a mesh")
         known = links or (() if given else (DEFAULT_PRESET,))
@@ -368,10 +363,10 @@ class ClusterOptions:
         )
         names = _per_axis("--links", links, axes)
         model = CostModel.from_presets(devices, names) if names else CostModel.of_mesh(devices)
-        if self.memory is None:
-            return devices, model
-        copy_s = 2 / (self.memory * 1e9) if self.memory else preset_copy_s(known)
-        return devices, replace(model, copy_s=copy_s)
+        if self.memory is not None:
+            copy_s = 2 / (self.memory * 1e9) if self.memory else preset_copy_s(known)
+            model = replace(model, copy_s=copy_s)
+        return devices, model
 
 
 def _sizes(mesh: MeshShape) -> str:

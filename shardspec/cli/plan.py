@@ -4,6 +4,7 @@ import csv
 import io
 import re
 from collections.abc import Iterable, Iterator, Sequence
+from functools import cache
 from itertools import chain
 from typing import Final, TypeAlias
 
@@ -139,14 +140,12 @@ def _styled(text: str) -> str:
 
 
 _MOST_PAIRS: Final = 1_000_000
-_MOST_CHARACTERS: Final = 1 << 16
-"""In a line of the file."""
+_MOST_CHARACTERS: Final = 1 << 16  # in a line of the file
 
 _COLUMNS: Final = ("source", "target", "cost_seconds", "bytes_received", "peak_bytes")
 """Of CSV, and of a pair in JSON."""
 
-_Pair: TypeAlias = tuple[str, str, str]
-"""Two specs, and where they are from, for errors."""
+_Pair: TypeAlias = tuple[str, str, str]  # two specs, and where they are from, for errors
 _Cost: TypeAlias = tuple[dict[str, object], list[str], tuple[StepError, ...]]
 """The cost of a pair as numbers and as text, and the known errors."""
 
@@ -183,9 +182,10 @@ def cost_command(
     nothing = not specs and pairs is None
     opts.refuse_if(nothing, "nothing to price; give specs in pairs FROM TO, or --pairs FILE")
     mesh, model = cluster.build()
-    costs, order = _price(LayoutConverter(model), _pairs(specs, pairs), mesh, tensor)
-    known_error = errors_text(chain.from_iterable(errors for _, _, errors in costs))
-    records = (costs[place][0] for place in order)
+    costs = _price(LayoutConverter(model), _pairs(specs, pairs), mesh, tensor)
+    distinct = {id(cost): cost for cost in costs}
+    known_error = errors_text(chain.from_iterable(errors for *_, errors in distinct.values()))
+    records = (record for record, *_ in costs)
     if as_csv:
         output = io.StringIO()
         written = csv.DictWriter(output, _COLUMNS, lineterminator="\n")
@@ -205,10 +205,11 @@ def cost_command(
         say_json(answer)
     else:
         titles = ["from", "to", "steps", "receives", "time", "peak"]
-        rows = [row for _, row, _ in costs]
+        rows = [row for _, row, _ in distinct.values()]
         header, rule, *lines = table_text(titles, rows, numbers_from=2).split("\n")
+        line_of = dict(zip(distinct, lines, strict=True))
         links = model.links_text([mesh.axis_label(axis) for axis in range(mesh.ndim)])
-        say("\n".join([header, rule, *(lines[place] for place in order)]))
+        say("\n".join([header, rule, *(line_of[id(cost)] for cost in costs)]))
         say(f"per device; {model.link_model} model; {links}\nknown error: {known_error}")
 
 
@@ -253,31 +254,21 @@ def _lines(file: str) -> Iterator[str]:
 
 def _price(
     converter: LayoutConverter, pairs: Iterable[_Pair], mesh: DeviceMesh, tensor: opts.TensorOptions
-) -> tuple[list[_Cost], list[int]]:
-    """Return what different pairs cost, and for each pair its place among these.
-
-    Each spec is read once and each pair planned once: many pairs are few different ones.
-    """
-    layouts: dict[str, Layout] = {}
-    places: dict[tuple[Layout, Layout], int] = {}
-    costs, order = list[_Cost](), list[int]()
+) -> list[_Cost]:
+    """Return what pairs cost; many are few different ones, each of which is planned once."""
+    layout = cache(lambda spec: Layout(mesh, spec, tensor.shape, tensor.dtype))
+    cost = cache(lambda source, target: _cost(converter.plan(source, target)))
+    costs = []
     for source, target, place in pairs:
         try:
-            for text in (source, target):
-                if text not in layouts:
-                    layouts[text] = Layout(mesh, text, tensor.shape, tensor.dtype)
-            ends = layouts[source], layouts[target]
-            if ends not in places:
-                places[ends] = len(places)
-                costs.append(_cost(converter.plan(*ends)))
+            costs.append(cost(layout(source), layout(target)))
         except SpecSyntaxError as error:
             problem = f"{place}: {error.problem}"
             raise SpecSyntaxError(problem, error.text, error.position) from None
         except ShardSpecError as error:
             # Of the same exit code, whichever error it is: wrong usage.
             raise LayoutError(f"{place}: {error}") from error
-        order.append(places[ends])
-    return costs, order
+    return costs
 
 
 def _cost(plan: ConversionPlan) -> _Cost:

@@ -28,8 +28,7 @@ from shardspec.mesh import DeviceMesh
 from shardspec.text import bytes_text, counted, printable
 
 _MOST_DEVICES: Final = 4096
-_MOST_IN_SVG: Final = 200
-"""Specs that can be told apart on one page."""
+_MOST_IN_SVG: Final = 200  # specs that can be told apart on one page
 _DRAWINGS: Final = (".dot", ".gv", ".svg")
 _LINKS: Final = ("h100-nvswitch", "ib-ndr-per-gpu", "ib-ndr-per-gpu,h100-nvswitch")
 
@@ -149,15 +148,14 @@ def convert_command(
         text = languages[to](spec, devices, shape)
         say(json.dumps({to: text}) if as_json else text)
         return
-    said: dict[str, str | None] = {}
-    refused = {}
+    said, refused = dict.fromkeys(languages, ""), {}
     for name, words in languages.items():
         try:
             said[name] = words(spec, devices, shape)
         except LossyConversionError as error:
-            said[name], refused[name] = None, str(error)
+            refused[name] = str(error)
     if as_json:
-        say_json({**said, "refused": refused})
+        say_json({**said, **dict.fromkeys(refused), "refused": refused})
         return
     for name, found in said.items():
         text = printable(found or f"– {refused[name]}")
@@ -214,21 +212,20 @@ def graph_command(
     from shardspec.layout.drawing import dot_text, draw_transitions, svg_text
 
     devices, model = cluster.build()
-    if not specs:
-        if dims is None:
-            raise click.UsageError("nothing to draw; give --dims, or FROM, TO and --shape")
-        text = "--shape is for the path; give FROM and TO too, or leave it out"
-        opts.refuse_if(shape is not None, text)
-        drawing = draw_transitions(devices, dims)
-    else:
+    plan = None
+    if specs:
         text = f"{counted(len(specs), 'spec')} where two are needed, FROM and TO"
         opts.refuse_if(len(specs) != 2, text)
         if shape is None:
             raise click.UsageError("a path from FROM to TO depends on the tensor; give its --shape")
         opts.refuse_if(dims is not None, "--dims follows from FROM and TO; leave it out")
-        source = Layout(devices, specs[0], shape, dtype)
+        source, dims = Layout(devices, specs[0], shape, dtype), len(shape)
         plan = LayoutConverter(model).plan(source, source.with_spec(specs[1]))
-        drawing = draw_transitions(devices, len(shape), plan)
+    elif dims is None:
+        raise click.UsageError("nothing to draw; give --dims, or FROM, TO and --shape")
+    elif shape is not None:
+        raise click.UsageError("--shape is for the path; give FROM and TO too, or leave it out")
+    drawing = draw_transitions(devices, dims, plan)
     as_svg = output is not None and output.suffix.lower() == ".svg"
     nodes = sum(map(len, drawing.columns))
     if as_svg and nodes > _MOST_IN_SVG:

@@ -74,6 +74,10 @@ BOMBS = {
     "small dicts": (b"(" + b"}K\1K\1s" * (1 << 20) + b"t", "makes larger objects than"),
     "a thousand laughs as a key": (b"}" + laughs(200) + b"K\1s", "large or nested tuples"),
     "a thousand laughs as a list": (laughs(200) + b"K\1a", "no attribute 'append'"),
+    "a thousand laughs as an argument": (
+        b"ca\nThing\n" + laughs(200) + b"\x85R",
+        "large or nested tuples as arguments",
+    ),
     "a thousand laughs called": (laughs(200) + b")R", "'tuple' object is not callable"),
     "a thousand laughs referred to": (laughs(200) + b"Q", "refers to a tuple, outside of itself"),
     "a thousand laughs as a name": (laughs(200) + b"h\0\x93", "STACK_GLOBAL requires str"),

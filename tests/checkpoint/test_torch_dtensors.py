@@ -236,6 +236,7 @@ def test_one_mesh_for_many(path):
         ),
         (dtensor(mesh_of_ids(names=("dp",)), CUT), "arguments that it does not take"),
         (dtensor(mesh_of_ids(names=(1, 2)), CUT), "axis name 1: use letters"),
+        (dtensor(mesh_of_ids(names=({}, {})), CUT), "names of a mesh's axes are not texts"),
         (dtensor(mesh_of_axes((((4,), (1,)), ((4,), (1,)))), CUT), "has 4 ids"),
         (dtensor(mesh_of_axes((((2,), (4,)), ((2,), (1,)))), CUT), "reaches past its 4 ids"),
         (dtensor(mesh_of_axes((((2,), (1,)), ((2,), (1,)))), CUT), "arguments that it does not"),

@@ -263,6 +263,10 @@ def test_storages_that_are_not_there(path, value):
         (tensor(storage(), 0, "11", (1,)), "sizes are whole numbers from 0"),
         (tensor(7, 0, (1,), (1,)), "a tensor needs a storage"),
         (Call(V2, (1, 2)), "with arguments that it does not take"),
+        (
+            Call(V2, (*tensor(storage(), 0, (), ()).args, {}, {})),
+            "with arguments that it does not take",
+        ),
         (Call(V3, (*tensor(storage(), 0, (), ()).args, 7)), "a dtype is named as torch."),
         (Call(V3, (*tensor(storage(), 0, (), ()).args, Name("torch", "strided"))), "unknown dtype"),
         (storage(kind=Name("torch", "float32")), "a storage of torch.float32 is of no dtype"),

@@ -116,9 +116,9 @@ def _read_chunk(outline: Outline[_Chunk], chunk: _Chunk) -> StoredBox:
     what = f"{chunk.path}: tensor {outline.name!r}, box {box_text(chunk.box)}"
     with SourceFile(chunk.path) as file:
         found = read_torch_zip(file, chunk.place.offset, chunk.place.num_bytes, what)
-        value = values.read_torch_pickle(found.pickle(file), what)
+        value = read_torch(found, found.pickle(file))
         said, due = f"a {type(value).__name__}", f"{list(chunk.stored)} of {outline.dtype}"
-        if isinstance(value, values.TorchTensor):
+        if isinstance(value, values.TorchTensor) and value.placed is None:
             said = f"{list(value.shape)} of {value.dtype}"
         if not isinstance(value, values.TorchTensor) or said != due:
             raise CheckpointError(
@@ -250,12 +250,25 @@ def _member(*args: object) -> Record:
     )
 
 
-_sizes: Final = lru_cache(1 << 17)(values.sizes_of)
-"""Many tensors are sharded alike: equal tuples are checked once, and kept once."""
+class _Size(tuple[int, ...]):
+    """What a call of torch.Size makes: checked numbers."""
+
+    __slots__ = ()
+
+
+@lru_cache(1 << 17)
+def _size(value: object = ()) -> _Size:
+    """Many tensors are sharded alike: equal arguments are checked once, and kept once."""
+    return _Size(values.sizes_of(value))
+
+
+def _sizes(value: object) -> tuple[int, ...]:
+    return value if type(value) is _Size else values.sizes_of(value)
+
 
 _NAMES: Final[unpickler.Names] = {
     **values.TORCH_NAMES,
-    "torch.Size": made_by("torch.Size", _sizes),
+    "torch.Size": made_by("torch.Size", _size),
     **{f"{home}.{kind}": record_class(kind) for home in _KINDS for kind in _KINDS[home].split()},
     "builtins.getattr": made_by("builtins.getattr", _member),
 }

@@ -75,8 +75,7 @@ class _Run(NamedTuple):
 
     stage: int
     optimizers: Sequence[TorchState]
-    models: Sequence[TorchState]
-    """One for each rank with stage 3, else one."""
+    models: Sequence[TorchState]  # one for each rank with stage 3, else one
 
 
 class _Piece(NamedTuple):
@@ -98,8 +97,7 @@ class _Parameter(NamedTuple):
     name: str
     shape: tuple[int, ...]
     group: int
-    span: range
-    """Its place in its line, or with stage 3 in that of each rank."""
+    span: range  # its place in its line, or with stage 3 in that of each rank
 
 
 def open_deepspeed(directory: Path) -> ListedCatalog:
@@ -157,27 +155,22 @@ def _read_run(place: Path) -> _Run:
     due = list(range(ranks)) if stage == 3 else [-1]
     models = read_torch_states(_files(place, there, names.DEEPSPEED_MODEL, due), DEEPSPEED_NAMES)
     first = models[0]
-
-    def require(state: TorchState, key: str, said: object, due: object, other: Path) -> None:
-        if said != due:
-            raise of_two_saves(state.path, key, said, other, due)
-
-    def require_count(state: TorchState, key: str, said: object) -> None:
+    alike = [(one, key) for one in models for key in ("ds_version", "global_steps", "param_shapes")]
+    for state, key in (*alike, *((one, "ds_version") for one in optimizers)):
+        said, told = state.extras.get(key), first.extras.get(key)
+        if said != told:
+            raise of_two_saves(state.path, key, said, first.path, told)
+    counts = [(one, "dp_world_size", one.extras.get("dp_world_size", ranks)) for one in models]
+    for state in optimizers:
+        if (said := _number(state, "zero_stage")) != stage:
+            raise of_two_saves(state.path, "zero_stage", said, optimizers[0].path, stage)
+        counts.append((state, "partition_count", _number(state, "partition_count") or ranks))
+    for state, key, said in counts:
         if said != ranks:
             raise CheckpointError(
                 f"{state.path}: {key} is {said!s:.60}, but {place} has files of {ranks} ranks; "
                 "restore what is missing, or move files of another save away"
             )
-
-    for state in models:
-        for key in ("ds_version", "global_steps", "param_shapes"):
-            require(state, key, state.extras.get(key), first.extras.get(key), first.path)
-        require_count(state, "dp_world_size", state.extras.get("dp_world_size", ranks))
-    for state in optimizers:
-        version = state.extras.get("ds_version")
-        require(state, "ds_version", version, first.extras.get("ds_version"), first.path)
-        require(state, "zero_stage", _number(state, "zero_stage"), stage, optimizers[0].path)
-        require_count(state, "partition_count", _number(state, "partition_count") or ranks)
     check_no_copies(optimizers)
     return _Run(stage, optimizers, models)
 

@@ -17,7 +17,7 @@ of deepspeed/runtime.
 
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from math import prod
 from pathlib import Path
 from typing import Final
@@ -37,10 +37,10 @@ from shardspec.checkpoint.formats.torch_file import (
 from shardspec.checkpoint.source_files import SourceFile, prefetch_depth, prefetch_map
 from shardspec.checkpoint.store import file_inside
 from shardspec.checkpoint.targets import OutputFile, OutputTensor, RawBytes, Target, copied_file
-from shardspec.checkpoint.torch_files.unpickler import Global, Record
-from shardspec.checkpoint.torch_files.values import TorchTensor, read_torch_pickle, tensor_place
-from shardspec.checkpoint.torch_files.writer import Call, Made, Name, tensor_value
-from shardspec.checkpoint.torch_files.zip_reader import read_torch_zip
+from shardspec.checkpoint.torch_files.dtensors import read_torch
+from shardspec.checkpoint.torch_files.values import TorchTensor, tensor_place
+from shardspec.checkpoint.torch_files.writer import Archive, Call, pickle_into, tensor_value
+from shardspec.checkpoint.torch_files.zip_reader import TorchZip, read_torch_zip
 from shardspec.dtypes import item_bytes
 from shardspec.errors import CheckpointError
 
@@ -51,11 +51,9 @@ _KEPT: Final = re.compile(r"optimizer\.(\w+)\.(.+)", re.DOTALL)
 _CAST: Final = ("float32", "bfloat16", "float16")
 """What is written as fp32 though it is not trained."""
 _FLAT: Final = ("fp32_flat_groups", "single_partition_of_fp32_groups", "param_slice_mappings")
-_BUILTINS: Final = ("set", "frozenset", "bytearray", "range", "slice")
 _PLAIN_NAME: Final = re.compile(r"(?!\.\.?\Z|optimizer_state\.pt\Z)[^/\\\0]+", re.DOTALL)
 _MOST_NAME_BYTES: Final = 255
-_MOST_PARTS: Final = 100_000
-_MOST_DEPTH: Final = 64
+_MOST_PIECES: Final = 1_000_000  # of a pickle; records may hold the same part many times over
 
 
 def _full_name(kind: str, name: str) -> str:
@@ -144,10 +142,10 @@ def _read(path: Path) -> StateTensor | None:
     """Return the tensor in a file; None where it has a plain number."""
     with SourceFile(path) as file:
         found = read_torch_zip(file)
-        value = read_torch_pickle(found.pickle(file), found.what, DEEPSPEED_NAMES)
+        value = read_torch(found, found.pickle(file), DEEPSPEED_NAMES)
         if isinstance(value, dict):
             value = value.get("param")
-        if isinstance(value, TorchTensor):
+        if isinstance(value, TorchTensor) and value.placed is None:
             return StateTensor(value, tensor_place(value, file, found))
     if isinstance(value, int | float):
         return None
@@ -241,7 +239,8 @@ def _optimizer_file(path: Path, stage3: bool) -> OutputFile:
     """Return the file of what a rank's optimizer keeps besides the tensors of parameters."""
     with SourceFile(path) as file:
         known = {**ARGUMENT_NAMES, **DEEPSPEED_NAMES}
-        value = read_torch_pickle(read_torch_zip(file).pickle(file), str(path), known)
+        found = read_torch_zip(file)
+        value = read_torch(found, found.pickle(file), known)
         inner = OPTIMIZER if stage3 else "base_optimizer_state"
         match value:
             case {"optimizer_state_dict": dict() as held}:
@@ -260,8 +259,7 @@ def _optimizer_file(path: Path, stage3: bool) -> OutputFile:
         if isinstance(paddings, list):
             kept["group_paddings"] = [0] * len(paddings)  # whole parameters have none
         kept["param_groups"] = base.get("param_groups")
-        written, storages = _rewritten(kept, file)
-    return state_file(names.UNIVERSAL_OPTIMIZER, written, storages=storages)
+        return _rewritten(kept, file, found)
 
 
 def _without_flat(state: object) -> object:
@@ -271,56 +269,32 @@ def _without_flat(state: object) -> object:
     return {k: v for k, v in state.items() if not isinstance(v, TorchTensor) or not v.shape}
 
 
-def _rewritten(value: object, file: SourceFile) -> tuple[object, list[tuple[str, bytes]]]:
-    """Return what was read from a file of `torch.save` as a value to be written, and storages."""
-    found = read_torch_zip(file)
+def _rewritten(value: object, file: SourceFile, found: TorchZip) -> OutputFile:
+    """Return the file of a value that was read from another one, with the tensors in it."""
     storages: list[tuple[str, bytes]] = []
-    left = _MOST_PARTS
 
-    def refused(what: str) -> CheckpointError:
-        return CheckpointError(
-            f"{file.path}: keeps {what} besides the tensors of parameters, which cannot be written "
-            f"again; use {TO_UNIVERSAL}"
-        )
+    def stored(tensor: TorchTensor) -> Call:
+        at = tensor_place(tensor, file, found)
+        if at.strides is not None or tensor.placed is not None:
+            kind = "DTensor" if tensor.placed else "tensor that is not contiguous"
+            raise CheckpointError(f"a {kind} cannot be carried along")
+        key, size = str(len(storages)), prod(tensor.shape) * item_bytes(tensor.dtype)
+        storages.append((key, file.read(at.offset, size)))
+        return tensor_value(tensor.shape, tensor.dtype, key)
 
-    def named(value: Record | Global) -> Name:
-        module, _, name = value.name.rpartition(".")
-        # Some records do not say their module.
-        module = module or ("builtins" if name in _BUILTINS else "torch" * (name == "device"))
-        if not module:
-            raise refused(f"a {name}")
-        return Name(module, name)
+    pieces: list[bytes] = []
 
-    def each(values: Iterable[object], depth: int) -> list[object]:
-        nonlocal left
-        parts = list(values)
-        left -= len(parts)
-        if left < 0 or depth > _MOST_DEPTH:
-            raise refused("a value of too many or too deeply nested parts")
-        return [made(part, depth + 1) for part in parts]
+    def write(piece: bytes) -> None:
+        pieces.append(piece)
+        if len(pieces) > _MOST_PIECES:
+            raise CheckpointError("a value of so many parts cannot be carried along")
 
-    def made(value: object, depth: int) -> object:
-        match value:
-            case TorchTensor(dtype, shape):
-                at = tensor_place(value, file, found)
-                if at.strides is not None:
-                    raise refused("a tensor that is not contiguous")
-                key = str(len(storages))
-                storages.append((key, file.read(at.offset, prod(shape) * item_bytes(dtype))))
-                return tensor_value(shape, dtype, key)
-            case Record(args=(), state=state):
-                return Made(named(value), *each([state], depth))
-            case Record(args=args, state=None):
-                return Call(named(value), tuple(each(args, depth)))
-            case Global():
-                return named(value)
-            case dict():
-                return dict(zip(value, each(value.values(), depth), strict=True))
-            case list() | tuple():
-                parts = each(value, depth)
-                return tuple(parts) if isinstance(value, tuple) else parts
-        if value is None or type(value) in (bool, int, float, bytes, str):
-            return value
-        raise refused(f"a {type(value).__name__}")
-
-    return made(value, 0), storages
+    try:
+        pickle_into(value, write, stored)
+    except (CheckpointError, RecursionError) as error:
+        raise CheckpointError(
+            f"{file.path}: besides the tensors of parameters, {error}; use {TO_UNIVERSAL}"
+        ) from None
+    archive = Archive(b"".join(pieces), storages)
+    raw = (RawBytes(0, archive.head),)
+    return OutputFile(names.UNIVERSAL_OPTIMIZER, archive.num_bytes, raw, ())

@@ -48,8 +48,7 @@ from shardspec.text import counted, shown
 
 _PREFERRED: Final = "model"
 _SHOWN: Final = 8
-_AHEAD: Final = 3
-"""Files of this machine that are read while one is parsed."""
+_AHEAD: Final = 3  # files of this machine that are read while one is parsed
 
 
 class _RankFile(NamedTuple):
@@ -60,17 +59,13 @@ class _RankFile(NamedTuple):
     rank: int
 
 
-def open_rank_files(directory: Path) -> "RankFilesCheckpoint":
-    """Read the files of all ranks of the model in a directory; not their data."""
-    return _open(directory, None)
-
-
 def open_family(path: Path) -> "RankFilesCheckpoint":
     """Read the files of all ranks of the family that one of them belongs to."""
-    return _open(path.parent, path.name)
+    return open_rank_files(path.parent, path.name)
 
 
-def _open(directory: Path, chosen: str | None) -> "RankFilesCheckpoint":
+def open_rank_files(directory: Path, chosen: str | None = None) -> "RankFilesCheckpoint":
+    """Read the files of all ranks of the model in a directory, or of a chosen one's family."""
     families: dict[str, list[_RankFile]] = {}
     family = None
     for name in sorted(path.name for path in directory.iterdir()):
@@ -87,31 +82,30 @@ def _open(directory: Path, chosen: str | None) -> "RankFilesCheckpoint":
             "to read instead of the directory"
         )
     family = next(iter(families)) if family is None else family
-    files = sorted(families[family], key=lambda file: file.rank)
-    worlds = {file.world for file in files}
-    if len(worlds) > 1:
-        sizes = sorted("an unknown number of" if world is None else str(world) for world in worlds)
+    files = sorted(families.pop(family), key=lambda file: file.rank)
+    world, *others = sorted({file.world for file in files}, key=str)
+    if others:
+        sizes = sorted("an unknown number of" if n is None else str(n) for n in (world, *others))
         raise CheckpointError(
             f"{directory}: {files[0].name} and others like it are of saves by "
             f"{' and '.join(sizes)} ranks; move all but one save away"
         )
-    (world,) = worlds
     if world is not None:
         _check_ranks(directory, files, world)
-    paths = [file_inside(directory, file.name, directory) for file in files]
-    states = read_states(zip(paths, (file.rank for file in files), strict=True))
+    states = read_states(
+        (file_inside(directory, file.name, directory), file.rank) for file in files
+    )
     held = {id(state.tensors): state.tensors for state in states}
-    placed = [tensor.placed for tensors in held.values() for tensor in tensors.values()]
+    placed = (tensor.placed for tensors in held.values() for tensor in tensors.values())
     meshes = {id(one.mesh): one.mesh for one in placed if one is not None}
     last = max(files[-1].rank, *(max(mesh.ids) for mesh in meshes.values()), 0)
     _check_ranks(directory, files, max(last + 1, world or 0))
-    others = _others(states)
-    for kind, beside in families.items():
-        if kind != family:
-            others[f"({beside[0].name})"] = catalog.OpaqueValue(
-                f"{counted(len(beside), 'file')} of another family; name one to read it"
-            )
-    return RankFilesCheckpoint(directory, states, others)
+    extras = _others(states)
+    for beside in families.values():
+        extras[f"({beside[0].name})"] = catalog.OpaqueValue(
+            f"{counted(len(beside), 'file')} of another family; name one to read it"
+        )
+    return RankFilesCheckpoint(directory, states, extras)
 
 
 def _check_ranks(directory: Path, files: list[_RankFile], world: int) -> None:
@@ -139,12 +133,9 @@ class RankState(NamedTuple):
     """What the file of one rank holds."""
 
     path: Path
-    rank: int
-    """As the name of the file says."""
-    tensors: Mapping[str, TorchTensor]
-    """One object for all files that say the same of tensors."""
-    extras: Mapping[str, object]
-    """Everything else, as plain values."""
+    rank: int  # as the name of the file says
+    tensors: Mapping[str, TorchTensor]  # one object for all files that say the same of tensors
+    extras: Mapping[str, object]  # everything else, as plain values
     found: TorchZip
 
 
@@ -295,14 +286,11 @@ class RankFilesCheckpoint(catalog.Catalog):
         }
         everywhere = DeviceMesh([state.rank for state in states], (len(states),))
         self._layouts = _layouts_of(groups, everywhere)
+        distinct = dict.fromkeys(self._layouts.values())
         # Plain tensors do not say what mesh there was.
-        meshes = (
-            layouts[0].mesh
-            for layouts in self._layouts.values()
-            if all(layout.mesh == layouts[0].mesh is not everywhere for layout in layouts)
-        )
-        mesh = next((mesh for mesh in meshes if mesh.size == len(states)), None)
-        distinct = set(self._layouts.values())
+        same = (layouts[0].mesh for layouts in distinct if len({at.mesh for at in layouts}) == 1)
+        whole = (one for one in same if one.size == len(states) and one is not everywhere)
+        mesh = next(whole, None)
         self._specs = {layouts: _spec_on(mesh, layouts, groups) for layouts in distinct}
         self._boxes: dict[tuple[Layout, ...], tuple[catalog.FileBox, ...]] = {}
         self._glances = HeaderFiles()
@@ -356,20 +344,19 @@ class RankFilesCheckpoint(catalog.Catalog):
 
     def copies_agree(self, name: str) -> bool:
         """Say whether all that hold the same part note the same CRC-32 for it."""
-        for group in self._groups:
-            tensor = group[0].tensors[name]
+        for tensor in (group[0].tensors[name] for group in self._groups):
             alone = row_major(tensor.shape, tensor.strides) and not tensor.is_part
             if not alone and 0 not in tensor.shape:
                 # The CRC-32 is of something else than the tensor.
                 return False
-        of_rank = {
+        crcs = {
             state.rank: state.found.record(f"data/{state.tensors[name].storage.key}").crc32
             for state in self._states
         }
-        noted: dict[catalog.ReplicaKey, list[int | None]] = {}
+        first: dict[catalog.ReplicaKey, int] = {}
         for part in self.outline(name).boxes:
-            noted.setdefault((part.box, part.addend), []).append(of_rank[part.rank])
-        return all(
-            len(values) == 1 or (None not in values and len({*values}) == 1)
-            for values in noted.values()
-        )
+            known = first.setdefault((part.box, part.addend), part.rank)
+            crc = crcs[part.rank]
+            if known != part.rank and (crc is None or crc != crcs[known]):
+                return False
+        return True

@@ -11,6 +11,7 @@ the part is the whole, as on a mesh of one device.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from itertools import islice
 from math import prod
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -35,7 +36,7 @@ from shardspec.checkpoint.formats.names import (
 from shardspec.checkpoint.formats.safetensors import by_file, check_listed, check_numbering
 from shardspec.checkpoint.source_files import SourceFile, prefetch_depth, prefetch_map
 from shardspec.checkpoint.store import file_inside
-from shardspec.checkpoint.targets import Extent, OutputFile, OutputTensor, Target
+from shardspec.checkpoint.targets import Extent, OutputFile, OutputTensor, RawBytes, Target
 from shardspec.checkpoint.torch_files.dtensors import read_torch
 from shardspec.checkpoint.torch_files.unpickler import Global, Names, Record, record_class, screen
 from shardspec.checkpoint.torch_files.values import (
@@ -45,7 +46,7 @@ from shardspec.checkpoint.torch_files.values import (
     row_major,
     tensor_place,
 )
-from shardspec.checkpoint.torch_files.writer import ZipPlan, add_state, tensor_value
+from shardspec.checkpoint.torch_files.writer import Archive, pickled, tensor_value
 from shardspec.checkpoint.torch_files.zip_reader import TorchZip, read_torch_zip
 from shardspec.dtypes import item_bytes
 from shardspec.errors import CheckpointError
@@ -82,8 +83,7 @@ class TorchState(NamedTuple):
 
     path: Path
     tensors: Mapping[str, StateTensor]
-    extras: Mapping[str, object]
-    """Everything else, as the pickle has it."""
+    extras: Mapping[str, object]  # everything else, as the pickle has it
 
 
 def read_torch_states(paths: Sequence[Path], more: Names | None = None) -> list[TorchState]:
@@ -123,7 +123,12 @@ def read_contents(
     tensors: dict[str, TorchTensor] = {}
     others: dict[str, object] = {}
     seen: set[str] = set()
-    for name, part in _flat_state(value, found.path).items():
+    for name, part in _leaves("", value, 0, iter(range(_MOST_PARTS)), found.path):
+        if name in tensors or name in others:
+            raise CheckpointError(
+                f"{found.path}: two entries have the name {name!r} once their dicts are joined "
+                "with dots; rename one of them and save again"
+            )
         if not isinstance(part, TorchTensor):
             others[name] = part
             continue
@@ -135,23 +140,13 @@ def read_contents(
     return tensors, others
 
 
-def _flat_state(state: dict[object, object], path: Path) -> dict[str, object]:
-    """Return every part of nested dicts, and of lists that hold tensors, by its flat name."""
-    flat: dict[str, object] = {}
-    for name, value in _leaves("", state, 0, iter(range(_MOST_PARTS)), path):
-        if name in flat:
-            raise CheckpointError(
-                f"{path}: two entries have the name {name!r} once their dicts are joined with "
-                "dots; rename one of them and save again"
-            )
-        flat[name] = value
-    return flat
-
-
 def _leaves(
     name: str, value: object, depth: int, left: Iterator[int], path: Path
 ) -> Iterator[tuple[str, object]]:
-    """Yield the parts of a value with their names; `left` bounds how many are visited."""
+    """Yield the parts of nested dicts, and of lists that hold tensors, with their flat names.
+
+    `left` bounds how many are visited.
+    """
     _visit(depth, left, path)
     parts: Iterable[tuple[object, object]]
     if isinstance(value, dict) and (value or not depth):
@@ -174,9 +169,9 @@ def _holds_tensors(value: object, depth: int, left: Iterator[int], path: Path) -
     _visit(depth, left, path)
     if isinstance(value, TorchTensor):
         return True
-    parts: Iterable[object] = value if isinstance(value, list | tuple) else ()
+    parts = value if isinstance(value, (list, tuple)) else ()
     if isinstance(value, dict):
-        parts = value.values()
+        parts = tuple(value.values())
     return any(_holds_tensors(part, depth + 1, left, path) for part in parts)
 
 
@@ -190,34 +185,31 @@ def _visit(depth: int, left: Iterator[int], path: Path) -> None:
 
 def plain_value(value: object) -> object:
     """Return a value of a pickle as None, numbers, texts, lists, tuples, dicts, `OpaqueValue`s."""
-    left = _MOST_PLAIN_PARTS
-
-    def plain(value: object, depth: int) -> object:
-        nonlocal left
-        match value:
-            case TorchTensor():
-                return OpaqueValue(f"tensor of shape {list(value.global_shape)}")
-            case bytes():
-                return OpaqueValue(f"{len(value)} bytes")
-            case Global() | Record() | Complex():
-                return OpaqueValue(str(value))
-            case None | bool() | int() | float() | str():
-                return value
-            case list() | tuple() | dict():
-                left -= len(value)
-                if left < 0 or depth > _MOST_PLAIN_DEPTH:
-                    raise OverflowError
-            case _:
-                return OpaqueValue(type(value).__name__)
-        if isinstance(value, dict):
-            return {plain(key, depth + 1): plain(at, depth + 1) for key, at in value.items()}
-        parts = [plain(item, depth + 1) for item in value]
-        return parts if isinstance(value, list) else tuple(parts)
-
     try:
-        return plain(value, 0)
+        return _plain(value, _MOST_PLAIN_DEPTH, iter(range(_MOST_PLAIN_PARTS)))
     except OverflowError:
         return OpaqueValue(f"a {type(value).__name__} of many or deeply nested parts")
+
+
+def _plain(value: object, depth: int, left: Iterator[int]) -> object:
+    match value:
+        case TorchTensor():
+            return OpaqueValue(f"tensor of shape {list(value.global_shape)}")
+        case bytes():
+            return OpaqueValue(f"{len(value)} bytes")
+        case Global() | Record() | Complex():
+            return OpaqueValue(str(value))
+        case None | bool() | int() | float() | str():
+            return value
+        case list() | tuple() | dict():
+            if depth < 0 or len(list(islice(left, len(value)))) < len(value):
+                raise OverflowError
+            parts = [_plain(part, depth - 1, left) for part in value]
+            if isinstance(value, dict):
+                held = (_plain(part, depth - 1, left) for part in value.values())
+                return dict(zip(parts, held, strict=True))
+            return parts if isinstance(value, list) else tuple(parts)
+    return OpaqueValue(type(value).__name__)
 
 
 def whole_tensor(name: str, path: Path, found: StateTensor) -> StoredTensor:
@@ -356,25 +348,16 @@ def _part_by_content(state: TorchState) -> str | None:
     return "Meta's model parallel" if few and "rope.freqs" in state.tensors else None
 
 
-def state_file(
-    name: str,
-    value: object,
-    tensors: Sequence[OutputTensor] = (),
-    storages: Sequence[tuple[str, bytes]] = (),
-) -> OutputFile:
-    """Return the file of a value; the storages that it names ``0``, ``1``, ... are tensors'.
-
-    Or they are those of `storages`, of known bytes.
-    """
-    plan = ZipPlan()
-    sizes = [(str(number), tensor.num_bytes) for number, tensor in enumerate(tensors)]
-    places = add_state(plan, value, [*sizes, *storages])
+def state_file(name: str, value: object, tensors: Sequence[OutputTensor] = ()) -> OutputFile:
+    """Return the file of a value; the storages that it names ``0``, ``1``, ... are tensors'."""
+    sizes = ((str(number), tensor.num_bytes) for number, tensor in enumerate(tensors))
+    archive = Archive(pickled(value), sizes)
     extents = tuple(
         Extent(tensor, whole_box(tensor.shape), place)
-        for tensor, place in zip(tensors, places, strict=True)
+        for tensor, place in zip(tensors, archive.places, strict=True)
     )
-    trailer = plan.late if tensors else None
-    return OutputFile(name, plan.num_bytes, tuple(plan.pieces()), extents, trailer)
+    raw, trailer = RawBytes(0, archive.head), archive.late if tensors else None
+    return OutputFile(name, archive.num_bytes, (raw,), extents, trailer)
 
 
 def torch_target(

@@ -11,19 +11,27 @@ from collections.abc import Callable
 from functools import lru_cache
 from itertools import chain, product
 from math import prod
-from typing import Final
+from typing import Final, get_args
 
 from shardspec.checkpoint.source_files import SourceFile
-from shardspec.checkpoint.torch_files.unpickler import Global, Names, Record, made_by, screen
+from shardspec.checkpoint.torch_files.unpickler import (
+    Global,
+    Names,
+    Record,
+    made_by,
+    screen,
+    unpickle,
+)
 from shardspec.checkpoint.torch_files.values import (
     TORCH_NAMES,
     Placed,
     TorchTensor,
     check_record,
-    read_torch_pickle,
     sizes_of,
+    storage_of,
 )
 from shardspec.checkpoint.torch_files.zip_reader import TorchZip
+from shardspec.comm.steps import ReduceOp
 from shardspec.dtypes import item_bytes
 from shardspec.layout.placements import Placement, Split
 from shardspec.mesh import DeviceMesh
@@ -47,8 +55,9 @@ def read_torch(
     `data` is its pickle. `more` are names beyond `TORCH_NAMES` that may be in it. `rank` wrote it,
     if that is known: torch up to 2.10 needs it to tell which slice of a mesh a DTensor was on.
     """
-    names = {**(more or {}), _FROM_TYPE: made_by(_FROM_TYPE, _DTensors(found, rank).from_type)}
-    return read_torch_pickle(data, found.what, names, screened)
+    from_type = made_by(_FROM_TYPE, _DTensors(found, rank).from_type)
+    names = {**TORCH_NAMES, **(more or {}), _FROM_TYPE: from_type}
+    return unpickle(data, names, found.what, "pickle", storage_of, screened)
 
 
 class _DTensors:
@@ -62,11 +71,10 @@ class _DTensors:
 
     def from_type(self, function: object, kind: object, inner: object, state: object) -> object:
         """Build what ``_rebuild_from_type_v2`` would: a DTensor, or a tensor with attributes."""
-        match function, kind, inner:
-            case Global(), Global(), tuple():
-                pass
-            case _:
-                raise ValueError("it takes two names, arguments and a state")
+        if not (
+            isinstance(function, Global) and isinstance(kind, Global) and isinstance(inner, tuple)
+        ):
+            raise ValueError("it takes two names, arguments and a state")
         if function is not _WRAPPER:
             if kind is not _PLAIN:
                 raise ValueError(f"{kind.name} is not a tensor")
@@ -75,18 +83,20 @@ class _DTensors:
         # Its dict, and its slots beside it where it has some.
         for part in state if isinstance(state, tuple) else (state,):
             if isinstance(part, dict):
-                members.update(part)
+                members |= part
             elif part is not None:
                 raise ValueError("the state of a tensor is not a dict")
         spec, local = members.get("_spec"), members.get("_local_tensor")
         if kind.name != "DTensor" or not isinstance(spec, Record):
             raise ValueError(f"a {kind.name} is not a DTensor with a spec")
         mesh, placements = spec.get("mesh"), spec.get("placements")
-        match local, mesh, placements:
-            case TorchTensor(), Record(name="DeviceMesh"), (tuple() | list()):
-                pass
-            case _:
-                raise ValueError("a DTensor lacks its local tensor, its mesh or its placements")
+        if (
+            not isinstance(local, TorchTensor)
+            or not isinstance(mesh, Record)
+            or mesh.name != "DeviceMesh"
+            or not isinstance(placements, (tuple, list))
+        ):
+            raise ValueError("a DTensor lacks its local tensor, its mesh or its placements")
         if mesh not in self._meshes:
             made = self._mesh(mesh)
             # The rank that saved it, or at least its place in the mesh, may be noted.
@@ -102,6 +112,8 @@ class _DTensors:
     def _mesh(self, mesh: Record) -> DeviceMesh:
         names = mesh.get("_mesh_dim_names") or mesh.get("mesh_dim_names")
         axis_names = tuple(names) if isinstance(names, tuple | list) else None
+        if {*map(type, axis_names or ())} - {str, int}:
+            raise ValueError("the names of a mesh's axes are not texts")
         tensor = mesh.get("mesh")
         if isinstance(tensor, TorchTensor):
             return _make_mesh(self._ids(tensor), tensor.shape, axis_names)
@@ -214,20 +226,21 @@ def _flat(value: object) -> tuple[int, ...]:
 _split: Final = lru_cache(_MOST_NESTED)(Split)
 
 
+_OPS: Final[dict[str, ReduceOp]] = {op: op for op in get_args(ReduceOp)} | {"product": "prod"}
+
+
 def _placement(value: object) -> Placement:
-    match value:
-        case Record(name="Shard", state={"dim": int(dim)}):
+    name, state = (value.name, value.state) if isinstance(value, Record) else ("", None)
+    if name == "Replicate":
+        return None
+    if isinstance(state, dict):
+        dim, factor, op = map(state.get, ("dim", "split_factor", "reduce_op"))
+        if name == "Shard" and isinstance(dim, int):
             return _split(dim, 1)
-        case Record(name="Replicate"):
-            return None
-        case Record(name="_StridedShard", state={"dim": int(dim), "split_factor": int(factor)}):
+        if name == "_StridedShard" and isinstance(dim, int) and isinstance(factor, int):
             return _split(dim, factor)
-        case Record(name="Partial" | "_Partial", state={"reduce_op": str(op)}):
-            match op:
-                case "sum" | "avg" | "min" | "max":
-                    return op
-                case "product" | "prod":
-                    return "prod"
+        if name in ("Partial", "_Partial") and isinstance(op, str) and op in _OPS:
+            return _OPS[op]
     raise ValueError(
         f"placement {value!r:.60} is not known, or not with its members; redistribute to Shard, "
         "Replicate or Partial of a named operation before saving"
@@ -238,7 +251,7 @@ def _shard_order(value: object) -> tuple[tuple[int, tuple[int, ...]], ...] | Non
     if value is None:
         return None
     order = []
-    for entry in value if isinstance(value, tuple | list) else (value,):
+    for entry in value if isinstance(value, (tuple, list)) else (value,):
         match entry.args if isinstance(entry, Record) else entry:
             case int() as dim, tuple() as axes:
                 order.append((dim, sizes_of(axes)))

@@ -33,14 +33,13 @@ _MOST_ALIKE: Final = 10_000
 """Tuples as keys, and numbers of more than 64 bits: they could all be given the same hash."""
 
 _STARTS: Final = (b"\x80\2", b"\x80\3", b"\x80\4", b"\x80\5")
-_PUSHES: Final = b"N\x88\x89)]}\x8fGKMJ"
+_PUSHES: Final = frozenset(b"N\x88\x89)]}\x8fGKMJ")
 """Instructions that push a constant, a number or an empty container."""
-_COUNTED: Final = b"X\x8c\x8dCB\x8a\x8b"
-"""Those of texts, bytes and long numbers: a count of bytes, and the bytes."""
-_ARGUMENT_BYTES: Final = bytearray(256)
-for _codes, _size in ((b"Kqh\x8cC\x8a", 1), (b"M", 2), (b"JrjXB\x8b", 4), (b"G\x8d\x95", 8)):
-    for _code in _codes:
-        _ARGUMENT_BYTES[_code] = _size
+_SIZES: Final = {b"Kqh\x8cC\x8a": 1, b"M": 2, b"JrjXB\x8b": 4, b"G\x8d\x95": 8}
+_ARGUMENT_BYTES: Final = [
+    sum(n for codes, n in _SIZES.items() if code in codes) for code in range(256)
+]
+"""Of a number behind an instruction, which may count the bytes behind it."""
 _MOST_KNOWN: Final = 8
 _MOST_KNOWN_BYTES: Final = 8 << 20
 
@@ -82,36 +81,34 @@ def _follow(data: bytes, fixed: bytearray | None) -> None:
     marks: list[int] = []
     sizes, number, push, number_it = _ARGUMENT_BYTES, int.from_bytes, stack.append, memo.append
     at, alike = 2, 0
+    # In the order of how often metadata has them.
     while True:
         code = data[at]
-        size = sizes[code]
-        at += 1 + size
+        at += 1
         if code == 0x94:  # MEMOIZE
             number_it(stack[-1])
+        elif code == 0x68:  # BINGET
+            push(memo[data[at]])
+            at += 1
         elif code in _PUSHES:
             push(1)
-            if size and fixed is not None:
-                fixed[at - size : at] = bytes(size)
-        elif code == 0x68:  # BINGET
-            push(memo[data[at - 1]])
-        elif code == 0x6A:  # LONG_BINGET
-            push(memo[number(data[at - 4 : at], "little")])
-        elif code in b"qr":  # BINPUT, LONG_BINPUT
-            place = number(data[at - size : at], "little")
-            if place > len(memo):
-                # Writers number from 0 without gaps; the unpickler makes room up to the number.
-                raise RefusedError(f"numbers an object {place} after {len(memo)} of them")
-            memo[place : place + 1] = (stack[-1],)
+            if fixed is not None:
+                fixed[at : at + sizes[code]] = bytes(sizes[code])
+            at += sizes[code]
         elif code in b"t\x85\x86\x87":  # TUPLE, TUPLE1 to TUPLE3
-            first = marks.pop() if code == 0x74 else len(stack) - (code - 0x84)
-            stack[first:] = (min(1 + sum(stack[first:]), 255),)
+            first = marks.pop() if code == 0x74 else 0x84 - code
+            parts = 1 + sum(stack[first:])
+            del stack[first:]
+            push(parts if parts < 255 else 255)
+        elif code in b"R\x81":  # REDUCE, NEWOBJ: the result may be one of the arguments
+            parts = stack.pop()
+            stack[-1] = parts - 1 or 1
+            if parts == 255:
+                raise RefusedError("has large or nested tuples as arguments")
         elif code == 0x28:  # MARK
             marks.append(len(stack))
             if len(marks) > _MOST_MARKS:
                 raise RefusedError(f"nests more than {_MOST_MARKS} deep")
-        elif code in b"R\x81":  # REDUCE, NEWOBJ: the result may be one of the arguments
-            parts = stack.pop()
-            stack[-1] = parts - 1 or 1
         elif code in b"su\x90\x91":  # SETITEM, SETITEMS, ADDITEMS, FROZENSET
             first = len(stack) - 2 if code == 0x73 else marks.pop()
             keys = stack[first :: 2 if code in b"su" else 1]
@@ -124,31 +121,40 @@ def _follow(data: bytes, fixed: bytearray | None) -> None:
             stack.pop()
         elif code == 0x65:  # APPENDS
             del stack[marks.pop() :]
-        elif code in _COUNTED:
-            count = number(data[at - size : at], "little")
-            at += count
-            if fixed is not None and code in b"X\x8c" and at < len(data):
-                fixed[at - count : at] = bytes(count)
-            if code in b"\x8a\x8b" and count > 8:
-                alike += 1
-                if count > _MOST_INT_BYTES or alike > _MOST_ALIKE:
-                    raise RefusedError(f"holds a whole number of {count} bytes; it is damaged")
-            push(1)
-        elif code == 0x63:  # GLOBAL: two lines
-            at = data.index(b"\n", data.index(b"\n", at) + 1) + 1
-            push(1)
         elif code == 0x93:  # STACK_GLOBAL
             stack[-2:] = b"\1"
         elif code == 0x51:  # BINPERSID
             stack[-1] = 1
+        elif code == 0x63:  # GLOBAL: two lines
+            at = data.index(b"\n", data.index(b"\n", at) + 1) + 1
+            push(1)
         elif code == 0x2E:  # STOP
             if len(stack) != 1 or marks:
                 raise RefusedError("does not end with one value; it is damaged")
             return
-        elif code != 0x95:  # FRAME
+        elif sizes[code]:
+            at += sizes[code]
+            count = number(data[at - sizes[code] : at], "little")
+            if code == 0x6A:  # LONG_BINGET
+                push(memo[count])
+            elif code in b"qr":  # BINPUT, LONG_BINPUT
+                if count > len(memo):
+                    # Writers number from 0 without gaps; the unpickler makes room up to the number.
+                    raise RefusedError(f"numbers an object {count} after {len(memo)} of them")
+                memo[count : count + 1] = (stack[-1],)
+            elif code != 0x95:  # not FRAME, but texts, bytes and long numbers
+                at += count
+                if fixed is not None and code in b"X\x8c" and at < len(data):
+                    fixed[at - count : at] = bytes(count)
+                if code in b"\x8a\x8b" and count > 8:
+                    alike += 1
+                    if count > _MOST_INT_BYTES or alike > _MOST_ALIKE:
+                        raise RefusedError(f"holds a whole number of {count} bytes; it is damaged")
+                push(1)
+        else:
             raise RefusedError(
-                f"uses instruction {bytes((code,))!r} at byte {at - 1 - size}, which no checkpoint "
-                "needs; nothing of it was run"
+                f"uses instruction {bytes((code,))!r} at byte {at - 1}, which no checkpoint needs; "
+                "nothing of it was run"
             )
 
 
@@ -173,11 +179,13 @@ class Global(type):
     """What a name in a pickle stands for: an inert class of ours."""
 
     name: str
+    path: str  # module and name
 
     def __new__(  # noqa: D102  # described by its class
         cls, name: str, bases: tuple[type, ...], members: dict[str, object]
     ) -> "Global":
-        return super().__new__(cls, name, bases, {"__slots__": (), "name": name, **members})
+        members = {"__slots__": (), "name": name, "path": name, **members}
+        return super().__new__(cls, name, bases, members)
 
     def __setattr__(cls, key: str, value: object) -> None:
         raise RefusedError(f"changes {cls.name}; nothing of it was run")
@@ -230,9 +238,9 @@ class StateDict(dict[object, object]):
         pass
 
 
-def record_class(name: str) -> Global:
-    """Return a class of records."""
-    return Global(name, (Record,), {})
+def record_class(path: str, name: str = "") -> Global:
+    """Return a class of records, called by its path or by a shorter name."""
+    return Global(name or path, (Record,), {"path": path})
 
 
 def made_by(name: str, function: Callable[..., object]) -> Global:

@@ -18,8 +18,6 @@ from shardspec.checkpoint.torch_files.unpickler import (
     made_by,
     mere_name,
     record_class,
-    screen,
-    unpickle,
 )
 from shardspec.checkpoint.torch_files.zip_reader import TorchZip
 from shardspec.dtypes import dtype_name, item_bytes
@@ -35,20 +33,16 @@ class TorchStorage(NamedTuple):
     """A storage: a record of bytes, ``data/<key>``, that tensors look into."""
 
     key: str
-    dtype: str
-    """Of its elements; ``"uint8"`` where it has none of its own."""
-    size: int
-    """Its elements."""
+    dtype: str  # of its elements; ``"uint8"`` where it has none of its own
+    size: int  # its elements
 
 
 class Placed(NamedTuple):
     """How a DTensor is sharded."""
 
-    shape: tuple[int, ...]
-    """Sizes of the global tensor."""
+    shape: tuple[int, ...]  # sizes of the global tensor
     mesh: DeviceMesh
-    placements: tuple[Placement, ...]
-    """One per mesh axis."""
+    placements: tuple[Placement, ...]  # one per mesh axis
     shard_order: tuple[tuple[int, tuple[int, ...]], ...] | None
     """Where torch says so: per dim the axes that split it, the major one first."""
     saver: int | None = None
@@ -59,15 +53,11 @@ class TorchTensor(NamedTuple):
     """A tensor: how it looks into a storage."""
 
     dtype: str
-    shape: tuple[int, ...]
-    """Of a DTensor, that of the local tensor."""
-    strides: tuple[int, ...]
-    """Elements from one to the next along each dim."""
-    start: int
-    """Elements of the storage before the first."""
+    shape: tuple[int, ...]  # of a DTensor, that of the local tensor
+    strides: tuple[int, ...]  # elements from one to the next along each dim
+    start: int  # elements of the storage before the first
     storage: TorchStorage
-    placed: Placed | None = None
-    """None if it is not a DTensor."""
+    placed: Placed | None = None  # None if it is not a DTensor
     digested: bool = True
     """Whether the digest of its storage is checked with it; of several views with one only."""
 
@@ -93,8 +83,7 @@ class TensorPlace(NamedTuple):
     """Where a tensor's bytes are in its file: what a `StoredBox` needs to know."""
 
     offset: int
-    digest: Digest | None
-    """Of the whole storage, where torch took it."""
+    digest: Digest | None  # of the whole storage, where torch took it
     strides: tuple[int, ...] | None
     """Bytes from one element to the next along each dim; None if row-major and contiguous."""
 
@@ -116,12 +105,10 @@ def tensor_place(tensor: TorchTensor, file: SourceFile, found: TorchZip) -> Tens
     name = f"data/{tensor.storage.key}"
     start, record = found.start(file, name), found.record(name)
     size = item_bytes(tensor.dtype)
-    strides = None
-    if not row_major(tensor.shape, tensor.strides):
-        strides = tuple(step * size for step in tensor.strides)
-    digest = None
-    if record.crc32 is not None and tensor.digested:
-        digest = Digest(record.crc32, start, record.num_bytes)
+    in_order = row_major(tensor.shape, tensor.strides)
+    strides = None if in_order else tuple(step * size for step in tensor.strides)
+    crc = record.crc32 if tensor.digested else None
+    digest = None if crc is None else Digest(crc, start, record.num_bytes)
     return TensorPlace(start + tensor.start * size, digest, strides)
 
 
@@ -143,16 +130,6 @@ def check_record(tensor: TorchTensor, found: TorchZip) -> None:
         )
 
 
-def read_torch_pickle(
-    data: bytes,
-    what: str,
-    more: Names | None = None,
-    screened: Callable[[bytes], None] = screen,
-) -> object:
-    """Read the pickle of what `torch.save` wrote; a `Record` stands where a DTensor was."""
-    return unpickle(data, {**TORCH_NAMES, **(more or {})}, what, "pickle", _storage, screened)
-
-
 # --- what the names on the list make; `made_by` says of which the arguments are wrong
 
 
@@ -167,7 +144,7 @@ def sizes_of(value: object = ()) -> tuple[int, ...]:
     raise ValueError("sizes are whole numbers from 0, at most 64 of them")
 
 
-def _storage(value: object) -> TorchStorage:
+def storage_of(value: object) -> TorchStorage:
     """Return the storage that a reference means."""
     match value:
         case ("storage", Global(name=name), str() as key, str(), int() as size) if size >= 0:
@@ -188,6 +165,7 @@ def _rebuild(
     _requires_grad: object = None,
     _hooks: object = None,
     metadata: object = None,
+    *,
     dtype: str | None = None,
 ) -> TorchTensor:
     if not isinstance(storage, TorchStorage):
@@ -206,7 +184,8 @@ def _rebuild_v3(*args: object) -> TorchTensor:
     storage, start, shape, strides, *_, dtype, metadata = (*args, None)[:8]
     if not isinstance(dtype, Global) or not dtype.name.startswith("torch."):
         raise ValueError("a dtype is named as torch.…")
-    return _rebuild(storage, start, shape, strides, None, None, metadata, dtype_name(dtype.name))
+    known = dtype_name(dtype.name)
+    return _rebuild(storage, start, shape, strides, metadata=metadata, dtype=known)
 
 
 def _dict(*args: object) -> StateDict:
@@ -276,13 +255,12 @@ _DTENSOR_HOMES: Final = (
 """Every path at which a version of torch had parts of DTensors."""
 
 
-def _named(homes: Iterable[str], names: str, suffix: str = "") -> Iterable[tuple[str, str]]:
-    """Yield the full names, and the last parts of them."""
-    return ((f"{home}.{name}{suffix}", name) for home in homes for name in names.split())
+def _named(homes: Iterable[str], names: str, suffix: str = "") -> Iterable[str]:
+    return (f"{home}.{name}{suffix}" for home in homes for name in names.split())
 
 
 _MERE_NAMES: Final = (
-    *((name, name) for name in (*_STORAGE_DTYPES, "torch.strided", "torch.Tensor")),
+    *(*_STORAGE_DTYPES, "torch.strided", "torch.Tensor"),
     *_named(("torch",), "ComplexDouble QUInt8 QInt8 QInt32 QUInt4x2 QUInt2x4", "Storage"),
     *_named(("torch",), "float64 float32 float16 bfloat16 float8_e4m3fn float8_e5m2"),
     *_named(("torch",), "float8_e4m3fnuz float8_e5m2fnuz float8_e8m0fnu float4_e2m1fn_x2 bool"),
@@ -293,17 +271,14 @@ _MERE_NAMES: Final = (
 )
 _RECORDS: Final = (
     *_named(_BUILTINS, "set frozenset bytearray range xrange slice"),
-    *_named(_DTENSOR_HOMES, "DTensor DTensorSpec TensorMeta ShardOrderEntry DeviceMesh"),
+    *_named(_DTENSOR_HOMES, "DTensor DTensorSpec TensorMeta ShardOrderEntry DeviceMesh _Partial"),
     *_named(_DTENSOR_HOMES, "_MeshLayout _FlatLayout Shard _StridedShard Replicate Partial"),
-    *_named(_DTENSOR_HOMES, "_Partial"),
-    ("torch.device", "device"),
-    ("torch.serialization._get_layout", "_get_layout"),
-    ("torch._tensor._rebuild_from_type_v2", "_rebuild_from_type_v2"),
-    ("torch._utils._rebuild_wrapper_subclass", "_rebuild_wrapper_subclass"),
+    *("torch.device", "torch.serialization._get_layout"),
+    *("torch._tensor._rebuild_from_type_v2", "torch._utils._rebuild_wrapper_subclass"),
 )
 TORCH_NAMES: Final[Names] = {
-    **{name: mere_name(name) for name, _ in _MERE_NAMES},
-    **{name: made_by(name, function) for name, function in _FUNCTIONS.items()},
-    **{name: record_class(kind) for name, kind in _RECORDS},
+    **{path: mere_name(path) for path in _MERE_NAMES},
+    **{path: made_by(path, function) for path, function in _FUNCTIONS.items()},
+    **{path: record_class(path, path.rpartition(".")[2]) for path in _RECORDS},
 }
 """Every name that torch writes for tensors, DTensors and plain values."""

@@ -13,14 +13,15 @@ caffe2/serialize/inline_container.cc and third_party/miniz of torch.
 import pickle
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
+from functools import cached_property, partial
 from io import BytesIO
 from math import prod
 from typing import Final, NamedTuple
 
 from shardspec.checkpoint.read_boxes import crc32
 from shardspec.checkpoint.targets import RawBytes
-from shardspec.checkpoint.torch_files.values import STORAGES
+from shardspec.checkpoint.torch_files.unpickler import Global, Record
+from shardspec.checkpoint.torch_files.values import STORAGES, Complex, TorchTensor
 from shardspec.dtypes import item_bytes
 from shardspec.errors import CheckpointError
 
@@ -35,14 +36,14 @@ class Name(NamedTuple):
 class Call(NamedTuple):
     """The result of a call."""
 
-    function: Name
+    function: object
     args: tuple[object, ...] = ()
 
 
 class Made(NamedTuple):
     """An object of a class, made without a call, and its state."""
 
-    kind: Name
+    kind: object
     state: object = None
 
 
@@ -61,8 +62,8 @@ class Pairs(NamedTuple):
 def pickled(value: object) -> bytes:
     """Return a value as a pickle of protocol 2, which torch's files have.
 
-    It is None, a number, text, bytes, a tuple, list or dict of such, or one of the values above;
-    `CheckpointError` if it is something else.
+    It is None, a number, text, bytes, a tuple, list or dict of such, one of the values above, or
+    what was read of a name or object; `CheckpointError` if it is something else.
     """
     out = BytesIO()
     pickle_into(value, out.write)
@@ -72,8 +73,12 @@ def pickled(value: object) -> bytes:
 _SHORT_TUPLES: Final = {0: (b")", b""), 1: (b"", b"\x85"), 2: (b"", b"\x86"), 3: (b"", b"\x87")}
 
 
-def pickle_into(value: object, out: Callable[[bytes], object]) -> None:
-    """Write a value piece by piece, as `pickled` does."""
+def pickle_into(
+    value: object,
+    out: Callable[[bytes], object],
+    stored: Callable[[TorchTensor], object] | None = None,
+) -> None:
+    """Write a value piece by piece, as `pickled` does; tensors that were read as `stored` says."""
     # Texts and names are written once and then referred to by their numbers.
     known: dict[object, int] = {}
 
@@ -89,7 +94,7 @@ def pickle_into(value: object, out: Callable[[bytes], object]) -> None:
                     )
                 # Without the protocol and the end.
                 out(pickle.dumps(value, 2)[2:-1])
-            case str() | Name():
+            case str() | Name() if not isinstance(value, Complex):
                 if value in known:
                     out(_numbered(b"h", b"j", known[value]))
                     return
@@ -119,6 +124,8 @@ def pickle_into(value: object, out: Callable[[bytes], object]) -> None:
             case Outside(key):
                 put(key)
                 out(b"Q")
+            case TorchTensor() if stored is not None:
+                put(stored(value))
             case bytes():
                 # As Python writes them: protocol 2 has no instruction for bytes.
                 put(Call(Name("_codecs", "encode"), (value.decode("latin-1"), "latin1")))
@@ -133,6 +140,12 @@ def pickle_into(value: object, out: Callable[[bytes], object]) -> None:
                 out(end)
             case Mapping():
                 put(Pairs(value.items()))
+            case Global():
+                put(Name(*value.path.rsplit(".", 1)))
+            case Record(args=(), state=state):
+                put(Made(type(value), state))
+            case Record(args=args, state=None):
+                put(Call(type(value), args))
             case _:
                 raise CheckpointError(
                     f"{value!r:.60} is a {type(value).__name__}, which cannot be carried along"
@@ -160,9 +173,6 @@ check_text: Final[Callable[[str], object]] = _utf8
 """Raises `CheckpointError` if a text cannot be written."""
 
 
-# --- tensors
-
-
 def tensor_value(shape: Sequence[int], dtype: str, key: str) -> Call:
     """Return a tensor as torch pickles it, its bytes in the record `data/<key>`."""
     sizes = tuple(shape)
@@ -179,40 +189,14 @@ def tensor_value(shape: Sequence[int], dtype: str, key: str) -> Call:
     return Call(Name("torch._utils", function), (storage, 0, sizes, strides, False, hooks, *more))
 
 
-def add_state(
-    plan: "ZipPlan", value: object, storages: Sequence[tuple[str, int | bytes]]
-) -> list[int]:
-    """Add to an empty archive what torch.save writes of a value.
-
-    `storages` are those that the value refers to: the key of each, and its bytes, or their number.
-    Returns where in the file the bytes of each go of which the number was given.
-    """
-    plan.add("data.pkl", pickled(value))
-    plan.add(".format_version", b"1")
-    plan.add(".storage_alignment", b"64")
-    plan.add("byteorder", b"little")
-    places = []
-    for key, stored in storages:
-        if isinstance(stored, bytes):
-            plan.add(f"data/{key}", stored)
-        else:
-            places.append(plan.add_tensor(f"data/{key}", stored))
-    plan.add("version", b"3\n")
-    return places
-
-
 # --- the zip
 
 _ALIGNMENT: Final = 64
 _BIG: Final = 0xFFFFFFFF
 _MANY: Final = 0xFFFF
-_VERSION: Final = 45
-"""Of the standard: the first that has sizes of more than 32 bits."""
-_FOLLOWED: Final = 1 << 3
-"""Flag: size and CRC-32 of a record follow it."""
-_UTF8: Final = 1 << 11
-"""Flag: of names."""
-_END_BYTES: Final = 56 + 20 + 22
+_VERSION: Final = 45  # of the standard: the first that has sizes of more than 32 bits
+_FOLLOWED: Final = 1 << 3  # flag: size and CRC-32 of a record follow it
+_UTF8: Final = 1 << 11  # flag: of names
 
 
 class _Record(NamedTuple):
@@ -257,61 +241,62 @@ class _Record(NamedTuple):
         return head + self.name + extra
 
 
-class ZipPlan:
-    """An archive in the making."""
+class Archive:
+    """What `torch.save` writes: a pickle and the storages that it refers to.
 
-    def __init__(self) -> None:
-        self._at = 0
+    Of each storage there are its key, and its bytes, or only their number: a tensor's, which come
+    later.
+    """
+
+    def __init__(self, data: bytes, storages: Iterable[tuple[str, int | bytes]]) -> None:
         self._records: list[_Record] = []
-        self._tensors: list[tuple[_Record, int]] = []
-        """Each with the position of its end."""
-        self._known = [bytearray()]
-        """What comes before the first tensor, between it and the second, and so on."""
-
-    def add(self, name: str, data: bytes) -> None:
-        """Add a record of known bytes."""
-        record = self._begin(name, len(data), crc32(data))
-        self._add_known(data + record.after(crc32(data)))
-
-    def add_tensor(self, name: str, num_bytes: int) -> int:
-        """Add a record to be filled later; return its position in the file."""
-        record = self._begin(name, num_bytes, None)
-        start = self._at
-        self._tensors.append((record, start + num_bytes))
-        self._known.append(bytearray())
-        self._at += num_bytes + len(record.after(0))
-        return start
-
-    def _begin(self, name: str, num_bytes: int, value: int | None) -> _Record:
-        record = _Record(f"archive/{name}".encode(), num_bytes, self._at, value)
-        self._records.append(record)
-        self._add_known(record.before())
-        return record
-
-    def _add_known(self, data: bytes) -> None:
-        self._known[-1] += data
-        self._at += len(data)
+        self._gaps: list[tuple[_Record, int, bytearray]] = []
+        """Of each tensor the record, where it starts, and what comes between it and the next."""
+        self._head = known = bytearray()
+        self._end = 0
+        for name, held in (
+            *(("data.pkl", data), (".format_version", b"1"), (".storage_alignment", b"64")),
+            ("byteorder", b"little"),
+            *((f"data/{key}", held) for key, held in storages),
+            ("version", b"3\n"),
+        ):
+            size, value = (held, None) if isinstance(held, int) else (len(held), crc32(held))
+            record = _Record(f"archive/{name}".encode(), size, self._end, value)
+            self._records.append(record)
+            known += record.before()
+            start = self._end + len(record.before())
+            self._end = start + size + len(record.after(0))
+            if isinstance(held, int):
+                known = bytearray()
+                self._gaps.append((record, start, known))
+            else:
+                known += held + record.after(crc32(held))
 
     @property
+    def places(self) -> list[int]:
+        """Where in the file the bytes of each tensor go."""
+        return [start for _, start, _ in self._gaps]
+
+    @cached_property
     def num_bytes(self) -> int:
         """Size of the archive."""
-        return self._at + sum(len(record.listed(0)) for record in self._records) + _END_BYTES
+        return self._end + len(self._directory([0] * len(self._gaps)))
 
-    def pieces(self) -> list[RawBytes]:
-        """Return the bytes that are known already: those up to the first tensor."""
-        data = bytes(self._known[0])
-        return [RawBytes(0, data if self._tensors else data + self._directory(()))]
+    @cached_property
+    def head(self) -> bytes:
+        """The bytes up to the first tensor, or all if there is none."""
+        return bytes(self._head) + (b"" if self._gaps else self._directory(()))
 
     def late(self, crcs: Sequence[int]) -> Iterator[RawBytes]:
         """Yield what follows tensors, given the CRC-32 of each; a `Trailer`."""
 
         def after(number: int) -> bytes:
-            data = self._tensors[number][0].after(crcs[number]) + self._known[number + 1]
-            last = number + 1 == len(self._tensors)
-            return data + self._directory(crcs) if last else data
+            record, _, known = self._gaps[number]
+            last = number + 1 == len(self._gaps)
+            return record.after(crcs[number]) + known + (self._directory(crcs) if last else b"")
 
-        for number, (_, end) in enumerate(self._tensors):
-            yield RawBytes(end, partial(after, number))
+        for number, (record, start, _) in enumerate(self._gaps):
+            yield RawBytes(start + record.num_bytes, partial(after, number))
 
     def _directory(self, crcs: Sequence[int]) -> bytes:
         """Return the end of the archive: in 64 bits, and what older readers look for."""
@@ -320,7 +305,7 @@ class ZipPlan:
             record.listed(next(left) if record.crc32 is None else record.crc32)
             for record in self._records
         )
-        count, size, start = len(self._records), len(joined), self._at
+        count, size, start = len(self._records), len(joined), self._end
         numbers = (44, _VERSION, _VERSION, 0, 0, count, count, size, start)
         big = struct.pack("<4sQ2H2I4Q", b"PK\x06\x06", *numbers)
         locator = struct.pack("<4sIQI", b"PK\x06\x07", 0, start + size, 1)

@@ -22,8 +22,7 @@ from shardspec.errors import CheckpointError
 _LOCAL: Final = struct.Struct("<4s2x2H16x2H")
 _END_BYTES: Final = 22
 _LOCATOR_BYTES: Final = 20
-_ENDS_BYTES: Final = 56 + _LOCATOR_BYTES + _END_BYTES
-"""What follows the directory, at most."""
+_ENDS_BYTES: Final = 56 + _LOCATOR_BYTES + _END_BYTES  # what follows the directory, at most
 _UTF8_FLAG: Final = 1 << 11
 _ENCRYPTED: Final = 1 | 1 << 6 | 1 << 13
 _TAIL_BYTES: Final = 2048
@@ -39,11 +38,9 @@ class TorchRecord(NamedTuple):
 
     full_name: bytes
     header: int
-    limit: int
-    """Where the next record starts."""
+    limit: int  # where the next record starts
     num_bytes: int
-    crc32: int | None
-    """None where torch was told not to take it."""
+    crc32: int | None  # None where torch was told not to take it
 
 
 Directory: TypeAlias = dict[str, tuple[int, int, int, int]]
@@ -55,13 +52,10 @@ class TorchZip:
     """What a stretch of a file holds that `torch.save` wrote; made by `read_torch_zip`."""
 
     path: Path
-    what: str
-    """What it is, for errors."""
+    what: str  # what it is, for errors
     archive: bytes
-    directory: Directory
-    """May be one object for files with an equal one."""
-    crcs: "array[int]"
-    """Of every record by its number."""
+    directory: Directory  # may be one object for files with an equal one
+    crcs: "array[int]"  # of every record by its number
 
     def record(self, name: str) -> TorchRecord:
         """Return what is known of a record, such as ``data/0``, without reading anything."""

@@ -324,6 +324,16 @@ def test_lies_of_the_metadata(small, change):
     assert due in refused(small.path)
 
 
+def test_offsets_that_hold_themselves_many_times_over(small):
+    metadata = small.metadata()
+    laughs: tuple[object, ...] = ()
+    for _ in range(200):
+        laughs = (laughs, laughs)
+    object.__setattr__(next(iter(metadata.storage_data)), "offset", laughs)
+    small.write(metadata)
+    assert "an entry without a name, file, offset or length" in refused(small.path)
+
+
 @pytest.mark.parametrize("sizes", [(10**6,), (2**40, 2**40), (2**62,) * 60])
 def test_plans_do_not_believe_in_sizes(small, tmp_path, sizes):
     """They look into no chunk; but a chunk is no larger than the bytes that are listed for it."""

@@ -1,5 +1,6 @@
 """Universal Checkpoints written of ZeRO runs: every file as torch loads it, and read back."""
 
+import argparse
 import os
 import shutil
 import stat
@@ -263,6 +264,13 @@ def with_a_complex_number(inner):
     inner["odd"] = 1j
 
 
+def with_an_endless_value(inner):
+    value: list[object] = []
+    for _ in range(60):
+        value = [value, value]
+    inner["odd"] = argparse.Namespace(value=value)
+
+
 def named(new):
     def change(state):
         (shapes, *_) = state["param_shapes"]
@@ -280,8 +288,9 @@ def named(new):
     [
         (optimizer(keep_buf), "keeps momentum_buffer of"),
         (optimizer(never_updated), "and DeepSpeed loads all or none"),
-        (optimizer(with_a_view), "keeps a tensor that is not contiguous besides"),
-        (optimizer(with_a_complex_number), "keeps a Complex besides"),
+        (optimizer(with_a_view), "besides the tensors of parameters, a tensor that is not"),
+        (optimizer(with_an_endless_value), "a value of so many parts cannot be carried along"),
+        (optimizer(with_a_complex_number), "is a Complex, which cannot be carried along"),
         (model(with_rules), "use python -m deepspeed.checkpoint.ds_to_universal"),
         (model(of_experts), "use python -m deepspeed.checkpoint.ds_to_universal"),
         (model(named("a/b")), "the parameter 'a/b' would need a directory of that name"),
