@@ -86,6 +86,10 @@ class Outline(Generic[_Box_co]):
         """Bytes of the global tensor."""
         return prod(self.shape) * item_bytes(self.dtype)
 
+    def bytes_of(self, stored: FileBox) -> int:
+        """Return the bytes of one of its boxes."""
+        return box_size(stored.box) * item_bytes(self.dtype)
+
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor(Outline[StoredBox]):

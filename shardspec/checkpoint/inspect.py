@@ -1,25 +1,17 @@
 """What is in a checkpoint, without its data."""
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from shardspec.boxes import Box, box_shape, box_size
-from shardspec.checkpoint.catalog import (
-    Catalog,
-    FileBox,
-    OpaqueValue,
-    Outline,
-    StoredTensor,
-    replica_keys,
-)
+from shardspec.checkpoint.catalog import Catalog, FileBox, OpaqueValue, Outline, replica_keys
 from shardspec.checkpoint.open import as_catalog
 from shardspec.checkpoint.tiling import check_tiling, memoize_by_boxes
 from shardspec.dtypes import item_bytes
 from shardspec.layout.layout import Layout
-from shardspec.mesh import DeviceMesh
 
 
 class Holders(NamedTuple):
@@ -50,69 +42,107 @@ def _holders_by(layout: Layout) -> Holders:
     return _holders(((box, i) for i in ids for box, _ in replica_keys(layout, i)), len(ids))
 
 
+_layout_of = lru_cache(maxsize=1024)(Layout)  # many tensors are sharded alike
+
+
 @dataclass(frozen=True, slots=True)
-class TensorSummary:
-    """One tensor of a checkpoint, which is asked each time for what describes it."""
+class CheckpointSummary:
+    """A checkpoint, or some of its tensors; it is asked each time for what describes these."""
 
-    name: str
-    layout: Layout | None
-    """How it is sharded over the mesh that wrote it, where the format says both."""
     source: Catalog
-    """The checkpoint."""
+    names: tuple[str, ...]
+    """The tensors that count, sorted."""
+    extras: Mapping[str, object]
+    """Entries that are not tensors."""
 
     @property
-    def outline(self) -> Outline[FileBox]:
-        """Shape, dtype and boxes."""
-        return self.source.outline(self.name)
-
-    @property
-    def stored(self) -> StoredTensor:
-        """The tensor with the places of its boxes; may read headers."""
-        return self.source.tensor(self.name)
-
-    def file(self, box: FileBox) -> str:
-        """Return the path of the file of one of its boxes, relative to the checkpoint."""
-        return _file(box.path, self.source.directory)
+    def outlines(self) -> Iterator[Outline[FileBox]]:
+        """Shape, dtype and boxes of every tensor."""
+        return map(self.source.outline, self.names)
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the global tensor."""
-        return self.outline.num_bytes
+        """Bytes of all whole tensors: about the size of the merged file."""
+        return sum(tensor.num_bytes for tensor in self.outlines)
 
-    @property
-    def stored_bytes(self) -> int:
-        """Bytes of all its boxes on disk; more than `num_bytes` if reductions are pending."""
-        outline = self.outline
-        return sum(box_size(box.box) for box in outline.boxes) * item_bytes(outline.dtype)
+    def layout(self, tensor: Outline[FileBox]) -> Layout | None:
+        """Return how a tensor is sharded over the mesh that wrote it, if the format says both."""
+        if self.source.mesh is None or tensor.spec is None:
+            return None
+        return _layout_of(self.source.mesh, tensor.spec, tensor.shape, tensor.dtype)
 
-    @property
-    def holders(self) -> Holders:
-        """Every box and the ranks that hold it."""
-        if self.layout is not None:
-            return _holders_by(self.layout)
-        return _holders((stored.box, stored.rank) for stored in self.outline.boxes)
+    def holders(self, tensor: Outline[FileBox]) -> Holders:
+        """Return every box and the ranks that hold it."""
+        layout = self.layout(tensor)
+        if layout is not None:
+            return _holders_by(layout)
+        return _holders((stored.box, stored.rank) for stored in tensor.boxes)
 
-    def holders_at(self, index: Sequence[int]) -> dict[Box, tuple[int, ...]]:
+    def holders_at(
+        self, tensor: Outline[FileBox], index: Sequence[int]
+    ) -> dict[Box, tuple[int, ...]]:
         """Return the boxes with a part of an index of the first dims, and their ranks, if any."""
-        if len(index) > len(self.outline.shape):
+        if len(index) > len(tensor.shape):
             return {}
         return {
             box: ranks
-            for box, ranks in self.holders.cells.items()
+            for box, ranks in self.holders(tensor).cells.items()
             if all(lo <= at < hi for at, (lo, hi) in zip(index, box, strict=False))
         }
 
-    def to_json(self) -> dict[str, object]:
-        """Return the summary as plain values."""
-        stored, holders = self.stored, self.holders
-        size = item_bytes(stored.dtype)
+    @property
+    def ranks(self) -> dict[int, tuple[int, str | None]]:
+        """Bytes that each device of the mesh, or each that stored any, stored; and its file."""
+        # Many tensors share one tuple of boxes.
+        alike: dict[int, tuple[Sequence[FileBox], int]] = {}
+        for tensor in self.outlines:
+            _, width = alike.get(id(tensor.boxes), ((), 0))
+            alike[id(tensor.boxes)] = tensor.boxes, width + item_bytes(tensor.dtype)
+        mesh = self.source.mesh
+        stored: dict[int, int] = {} if mesh is None else dict.fromkeys(mesh.ids, 0)
+        paths: dict[int, Path] = {}
+        for boxes, width in alike.values():
+            for box in boxes:
+                stored[box.rank] = stored.get(box.rank, 0) + width * box_size(box.box)
+                paths[box.rank] = box.path
+        order = sorted(stored) if mesh is None else stored
+        return {n: (stored[n], self._file(paths[n]) if n in paths else None) for n in order}
+
+    @property
+    def bytes_by_rank(self) -> dict[int, int]:
+        """Bytes of the boxes that each device of the mesh stored."""
+        return {rank: num_bytes for rank, (num_bytes, _) in self.ranks.items()}
+
+    def _file(self, path: Path) -> str:
+        """Return the path of a file of the checkpoint, relative to it."""
+        return _relative(path, self.source.directory)
+
+    def facts(self) -> dict[str, object]:
+        """Return all but the tensors as plain values."""
+        source, mesh = self.source, self.source.mesh
         return {
-            "name": self.name,
-            "shape": list(stored.shape),
-            "dtype": stored.dtype,
-            "spec": None if stored.spec is None else str(stored.spec),
+            "directory": str(source.directory),
+            "format": source.format,
+            "mesh": mesh and {"ids": mesh.ids, "shape": mesh.shape, "axis_names": mesh.axis_names},
             "bytes": self.num_bytes,
-            "stored_bytes": self.stored_bytes,
+            "ranks": [
+                {"rank": rank, "bytes": num_bytes, "file": file}
+                for rank, (num_bytes, file) in self.ranks.items()
+            ],
+            "others": {name: other_text(value) for name, value in self.extras.items()},
+        }
+
+    def tensor_facts(self, name: str) -> dict[str, Any]:
+        """Return a tensor and all its boxes as plain values; may read headers."""
+        tensor = self.source.tensor(name)
+        holders = self.holders(tensor)
+        return {
+            "name": name,
+            "shape": list(tensor.shape),
+            "dtype": tensor.dtype,
+            "spec": None if tensor.spec is None else str(tensor.spec),
+            "bytes": tensor.num_bytes,
+            "stored_bytes": sum(map(tensor.bytes_of, tensor.boxes)),
             "replicated": holders.replicated,
             "uneven": holders.uneven,
             "boxes": [
@@ -120,74 +150,17 @@ class TensorSummary:
                     "box": [list(side) for side in box.box],
                     "addend": list(box.addend),
                     "rank": box.rank,
-                    "file": self.file(box),
+                    "file": self._file(box.path),
                     "offset": box.offset,
-                    "bytes": box_size(box.box) * size,
+                    "bytes": tensor.bytes_of(box),
                 }
-                for box in stored.boxes
+                for box in tensor.boxes
             ],
         }
 
 
-@dataclass(frozen=True, slots=True)
-class CheckpointSummary:
-    """A checkpoint: its format, mesh and tensors, and how much each rank stored."""
-
-    directory: Path
-    format: str
-    """What wrote it."""
-    mesh: DeviceMesh | None
-    """The devices that wrote it, where the format says so."""
-    tensors: tuple[TensorSummary, ...]
-    """Sorted by name."""
-    extras: Mapping[str, object]
-    """Entries that are not tensors."""
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of all whole tensors: about the size of the merged file."""
-        return sum(tensor.num_bytes for tensor in self.tensors)
-
-    def _boxes(self) -> Iterable[tuple[Sequence[FileBox], int]]:
-        """Return all tuples of boxes, each once, and the bytes of one element of their tensors."""
-        found: dict[int, tuple[Sequence[FileBox], int]] = {}
-        for tensor in self.tensors:
-            outline = tensor.outline
-            _, size = found.get(id(outline.boxes), ((), 0))
-            found[id(outline.boxes)] = outline.boxes, size + item_bytes(outline.dtype)
-        return found.values()
-
-    @property
-    def bytes_by_rank(self) -> dict[int, int]:
-        """Bytes of the boxes that each device of the mesh stored."""
-        stored: dict[int, int] = {} if self.mesh is None else dict.fromkeys(self.mesh.ids, 0)
-        for boxes, size in self._boxes():
-            for box in boxes:
-                stored[box.rank] = stored.get(box.rank, 0) + size * box_size(box.box)
-        return stored if self.mesh is not None else dict(sorted(stored.items()))
-
-    @property
-    def files_by_rank(self) -> dict[int, str]:
-        """Name of the file of each device that stored any box."""
-        paths = {box.rank: box.path for boxes, _ in self._boxes() for box in boxes}
-        return {rank: _file(path, self.directory) for rank, path in paths.items()}
-
-    def facts(self) -> dict[str, object]:
-        """Return all but the tensors as plain values."""
-        files, mesh = self.files_by_rank, self.mesh
-        by_rank = self.bytes_by_rank.items()
-        return {
-            "directory": str(self.directory),
-            "format": self.format,
-            "mesh": mesh and {"ids": mesh.ids, "shape": mesh.shape, "axis_names": mesh.axis_names},
-            "bytes": self.num_bytes,
-            "ranks": [{"rank": n, "bytes": size, "file": files.get(n)} for n, size in by_rank],
-            "others": {name: other_text(value) for name, value in self.extras.items()},
-        }
-
-
 @lru_cache(maxsize=1024)
-def _file(path: Path, directory: Path) -> str:
+def _relative(path: Path, directory: Path) -> str:
     return str(path.relative_to(directory)) if directory in path.parents else path.name
 
 
@@ -200,16 +173,9 @@ def other_text(value: object, most: int = 200) -> str:
 def inspect_checkpoint(directory: Path | str | Catalog) -> CheckpointSummary:
     """Return what a checkpoint holds; its metadata is checked, its data is not read."""
     source = as_catalog(directory)
-    # Many tensors are sharded alike.
-    check = memoize_by_boxes(check_tiling)
-    layout_of = lru_cache(None)(Layout)
-    tensors = []
-    for name in source.names:
-        outline = source.outline(name)
-        layout = None
-        if source.mesh is not None and outline.spec is not None:
-            layout = layout_of(source.mesh, outline.spec, outline.shape, outline.dtype)
-        tensors.append(TensorSummary(name, layout, source))
-        check(outline)
-    extras = dict(source.extras)
-    return CheckpointSummary(source.directory, source.format, source.mesh, tuple(tensors), extras)
+    summary = CheckpointSummary(source, source.names, {})
+    check = memoize_by_boxes(check_tiling)  # many tensors are sharded alike
+    for tensor in summary.outlines:
+        summary.layout(tensor)
+        check(tensor)
+    return replace(summary, extras=source.extras)

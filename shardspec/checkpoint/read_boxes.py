@@ -19,8 +19,6 @@ from isal.isal_zlib import crc32_combine
 from shardspec.boxes import Box, box_shape, box_size, chunks, intersect, slices_within
 from shardspec.checkpoint.catalog import (
     Digest,
-    FileBox,
-    Outline,
     StoredBox,
     StoredTensor,
     box_text,
@@ -59,11 +57,6 @@ def crc32(data: Buffer, value: int = 0) -> int:
 def crc_text(value: int) -> str:
     """Write a CRC-32 as the eight digits under which it is stored and shown."""
     return f"{value:08x}"
-
-
-def stored_bytes(tensor: Outline[FileBox], stored: FileBox) -> int:
-    """Return the bytes of a stored box."""
-    return box_size(stored.box) * item_bytes(tensor.dtype)
 
 
 class Checks:

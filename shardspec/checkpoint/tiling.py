@@ -13,7 +13,7 @@ from dataclasses import replace
 from functools import lru_cache
 from itertools import pairwise, product
 from math import prod
-from typing import Final, NamedTuple, TypeAlias, TypeVar
+from typing import Final, TypeAlias, TypeVar
 
 from shardspec.boxes import Box, box_size, chunks, contains
 from shardspec.checkpoint import catalog
@@ -33,34 +33,24 @@ _MOST_KNOWN: Final = 64
 _MOST_CONFIG_BYTES: Final = 2**20
 
 
-class Hole(NamedTuple):
-    """A part of the tensor that no box covers."""
-
-    box: Box
-
-
-class Overlap(NamedTuple):
-    """Two boxes, by their places in the sequence, that share some element."""
-
-    first: int
-    second: int
+Flaw: TypeAlias = tuple[Box, tuple[int, ...]]
+"""A part of a tensor, and the boxes that have it, by their places: none of them, or several."""
 
 
 @lru_cache(_MOST_KNOWN)
-def find_flaw(shape: tuple[int, ...], boxes: tuple[Box, ...]) -> Hole | Overlap | None:
+def find_flaw(shape: tuple[int, ...], boxes: tuple[Box, ...]) -> Flaw | None:
     """Return the first reason why boxes, none of them empty, do not tile a tensor, if any.
 
     A sweep along the first dim; between two cuts the same boxes are met all the way, and there
     the remaining dims are swept in turn. A grid of n boxes takes O(n log n) a dim.
     """
 
-    def sweep(met: Sequence[int], prefix: Box) -> Hole | Overlap | None:
+    def sweep(met: Sequence[int], prefix: Box) -> Flaw | None:
         """Check the part of the tensor that lies in `prefix`, where all boxes of `met` reach."""
         dim = len(prefix)
-        if not met:
-            return Hole((*prefix, *((0, size) for size in shape[dim:])))
-        if dim == len(shape):
-            return Overlap(met[0], met[1]) if len(met) > 1 else None
+        if not met or dim == len(shape):
+            rest = ((0, size) for size in shape[dim:])
+            return None if len(met) == 1 else ((*prefix, *rest), tuple(met))
         starts: dict[int, list[int]] = {}
         cuts = {0, shape[dim]}
         for place in met:
@@ -91,6 +81,10 @@ def check_tiling(tensor: catalog.Outline[_Box]) -> tuple[tuple[_Box, ...], ...]:
     by_addend: dict[tuple[int, ...], list[_Box]] = {
         addend: [] for addend in product(*map(range, addends))
     }
+
+    def text(stored: _Box) -> str:
+        return f"rank {stored.rank}'s box {catalog.box_text(stored.box)} in {stored.path}"
+
     for (box, addend), (first, *_) in same.items():
         problem = ""
         if len(box) != len(whole) or not contains(whole, box) or any(lo >= hi for lo, hi in box):
@@ -98,28 +92,22 @@ def check_tiling(tensor: catalog.Outline[_Box]) -> tuple[tuple[_Box, ...], ...]:
         elif addend not in by_addend:
             problem = f"is addend {list(addend)} of a pending reduction of {addends} addends"
         if problem:
-            raise CheckpointError(
-                f"tensor {tensor.name!r}: rank {first.rank}'s box {catalog.box_text(box)} in "
-                f"{first.path} {problem}"
-            )
+            raise CheckpointError(f"tensor {tensor.name!r}: {text(first)} {problem}")
         by_addend[addend].append(first)
     for addend, group in by_addend.items():
-        match find_flaw(tensor.shape, tuple(stored.box for stored in group)):
-            case Hole(box):
-                of = f" of addend {list(addend)}" if addend else ""
-                raise CheckpointError(
-                    f"tensor {tensor.name!r} of shape {list(tensor.shape)}: no file holds its "
-                    f"part {catalog.box_text(box)}{of}; restore the missing file or save again"
-                )
-            case Overlap(i, j):
-                one, other = (
-                    f"rank {at.rank}'s box {catalog.box_text(at.box)} in {at.path}"
-                    for at in (group[i], group[j])
-                )
-                raise CheckpointError(
-                    f"tensor {tensor.name!r}: {one} and {other} overlap in part, which no layout "
-                    "gives; the checkpoint contradicts itself"
-                )
+        part, places = find_flaw(tensor.shape, tuple(one.box for one in group)) or ((), (0,))
+        if not places:
+            of = f" of addend {list(addend)}" if addend else ""
+            raise CheckpointError(
+                f"tensor {tensor.name!r} of shape {list(tensor.shape)}: no file holds its "
+                f"part {catalog.box_text(part)}{of}; restore the missing file or save again"
+            )
+        if len(places) > 1:
+            one, other = (text(group[place]) for place in places[:2])
+            raise CheckpointError(
+                f"tensor {tensor.name!r}: {one} and {other} overlap in part, which no layout "
+                "gives; the checkpoint contradicts itself"
+            )
     return tuple(tuple(group) for group in same.values() if len(group) > 1)
 
 
@@ -148,6 +136,20 @@ def element_index(box: Box, element: int) -> tuple[int, ...]:
     return tuple(index)
 
 
+def read_both(
+    a: catalog.StoredTensor, b: catalog.StoredTensor, box: Box, files: OpenFiles
+) -> Iterator[tuple[Box, memoryview, memoryview]]:
+    """Yield the blocks of a box that both tensors have, and their bytes, valid until the next."""
+    buffers, most = Buffers(), max(item_bytes(a.dtype), item_bytes(b.dtype))
+    rooms = [memoryview(bytearray(BLOCK_BYTES)) for _ in range(2)]
+    for block in chunks(box, BLOCK_BYTES // most):
+        found = []
+        for tensor, room in zip((a, b), rooms, strict=True):
+            found.append(room[: box_size(block) * item_bytes(tensor.dtype)])
+            read_box_into(tensor, block, found[-1], files, buffers)
+        yield block, found[0], found[1]
+
+
 def check_replicas(
     tensor: catalog.StoredTensor,
     group: Sequence[catalog.StoredBox],
@@ -159,22 +161,17 @@ def check_replicas(
 
     With `trust_digests`, those whose digests are equal are equal, without being read.
     """
-    size = item_bytes(tensor.dtype)
-    buffers = Buffers()
-    rooms = memoryview(bytearray(BLOCK_BYTES)), memoryview(bytearray(BLOCK_BYTES))
     # Each by itself, wherever its elements lie in its file.
     alone = [replace(tensor, pending=(), boxes=(replace(box, addend=()),)) for box in group]
     first = group[0]
     for other, of_other in zip(group[1:], alone[1:], strict=True):
-        if trust_digests and _same_digest(first, other, box_size(first.box) * size):
+        if trust_digests and _same_digest(first, other, tensor.bytes_of(first)):
             continue
-        for block in chunks(first.box, BLOCK_BYTES // size):
-            a, b = (room[: box_size(block) * size] for room in rooms)
-            read_box_into(alone[0], block, a, files, buffers)
-            read_box_into(of_other, block, b, files, buffers)
+        for block, a, b in read_both(alone[0], of_other, first.box, files):
             if a.tobytes() == b.tobytes():
                 continue
             at = next(at for at, (x, y) in enumerate(zip(a, b, strict=True)) if x != y)
+            index = element_index(block, at // item_bytes(tensor.dtype))
             remedy = "keep the right one of the two"
             if len(tensor.shape) == 1 and first.path.suffix == ".distcp":
                 remedy += (
@@ -184,9 +181,8 @@ def check_replicas(
                 )
             raise CheckpointError(
                 f"tensor {tensor.name!r}: ranks {first.rank} and {other.rank} claim different data "
-                f"for box {catalog.box_text(first.box)}, first at index "
-                f"{list(element_index(block, at // size))}, in {first.path} and {other.path}; "
-                f"{remedy}"
+                f"for box {catalog.box_text(first.box)}, first at index {list(index)}, in "
+                f"{first.path} and {other.path}; {remedy}"
             )
 
 
