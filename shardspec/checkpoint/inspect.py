@@ -7,9 +7,16 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from shardspec.boxes import Box, box_shape, box_size
-from shardspec.checkpoint.catalog import Catalog, FileBox, OpaqueValue, Outline, replica_keys
+from shardspec.checkpoint.catalog import (
+    AnyOutline,
+    Catalog,
+    FileBox,
+    OpaqueValue,
+    check_tiling,
+    memoize_by_boxes,
+    replica_keys,
+)
 from shardspec.checkpoint.open import as_catalog
-from shardspec.checkpoint.tiling import check_tiling, memoize_by_boxes
 from shardspec.dtypes import item_bytes
 from shardspec.layout.layout import Layout
 
@@ -56,7 +63,7 @@ class CheckpointSummary:
     """Entries that are not tensors."""
 
     @property
-    def outlines(self) -> Iterator[Outline[FileBox]]:
+    def outlines(self) -> Iterator[AnyOutline]:
         """Shape, dtype and boxes of every tensor."""
         return map(self.source.outline, self.names)
 
@@ -65,22 +72,20 @@ class CheckpointSummary:
         """Bytes of all whole tensors: about the size of the merged file."""
         return sum(tensor.num_bytes for tensor in self.outlines)
 
-    def layout(self, tensor: Outline[FileBox]) -> Layout | None:
+    def layout(self, tensor: AnyOutline) -> Layout | None:
         """Return how a tensor is sharded over the mesh that wrote it, if the format says both."""
         if self.source.mesh is None or tensor.spec is None:
             return None
         return _layout_of(self.source.mesh, tensor.spec, tensor.shape, tensor.dtype)
 
-    def holders(self, tensor: Outline[FileBox]) -> Holders:
+    def holders(self, tensor: AnyOutline) -> Holders:
         """Return every box and the ranks that hold it."""
         layout = self.layout(tensor)
         if layout is not None:
             return _holders_by(layout)
         return _holders((stored.box, stored.rank) for stored in tensor.boxes)
 
-    def holders_at(
-        self, tensor: Outline[FileBox], index: Sequence[int]
-    ) -> dict[Box, tuple[int, ...]]:
+    def holders_at(self, tensor: AnyOutline, index: Sequence[int]) -> dict[Box, tuple[int, ...]]:
         """Return the boxes with a part of an index of the first dims, and their ranks, if any."""
         if len(index) > len(tensor.shape):
             return {}

@@ -5,7 +5,8 @@ by the system (copy_file_range), and the bytes can be checked on the way. Memory
 the size of a tensor.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import product
 from math import prod
@@ -372,3 +373,73 @@ def _copy(source: "Bytes", out: "Bytes") -> None:
     width = out.shape[-1]
     row = np.dtype(f"u{width}" if width in (1, 2, 4, 8) else f"V{width}")
     np.copyto(out.view(row), source.view(row))
+
+
+# --- the same box of two tensors
+
+
+def element_index(box: Box, element: int) -> tuple[int, ...]:
+    """Return where in the global tensor an element of a box lies."""
+    index: list[int] = []
+    for lo, hi in reversed(box):
+        element, at = divmod(element, hi - lo)
+        index.insert(0, lo + at)
+    return tuple(index)
+
+
+def read_both(
+    a: StoredTensor, b: StoredTensor, box: Box, files: OpenFiles
+) -> Iterator[tuple[Box, memoryview, memoryview]]:
+    """Yield the blocks of a box that both tensors have, and their bytes, valid until the next."""
+    buffers, most = Buffers(), max(item_bytes(a.dtype), item_bytes(b.dtype))
+    rooms = [memoryview(bytearray(BLOCK_BYTES)) for _ in range(2)]
+    for block in chunks(box, BLOCK_BYTES // most):
+        found = []
+        for tensor, room in zip((a, b), rooms, strict=True):
+            found.append(room[: box_size(block) * item_bytes(tensor.dtype)])
+            read_box_into(tensor, block, found[-1], files, buffers)
+        yield block, found[0], found[1]
+
+
+def check_replicas(
+    tensor: StoredTensor,
+    group: Sequence[StoredBox],
+    files: OpenFiles,
+    *,
+    trust_digests: bool = False,
+) -> None:
+    """Compare the elements of boxes that claim the same part of a tensor, bit by bit.
+
+    With `trust_digests`, those whose digests are equal are equal, without being read.
+    """
+    # Each by itself, wherever its elements lie in its file.
+    alone = [replace(tensor, pending=(), boxes=(replace(box, addend=()),)) for box in group]
+    first = group[0]
+    for other, of_other in zip(group[1:], alone[1:], strict=True):
+        if trust_digests and _same_digest(first, other, tensor.bytes_of(first)):
+            continue
+        for block, a, b in read_both(alone[0], of_other, first.box, files):
+            if a.tobytes() == b.tobytes():
+                continue
+            at = next(at for at, (x, y) in enumerate(zip(a, b, strict=True)) if x != y)
+            index = element_index(block, at // item_bytes(tensor.dtype))
+            remedy = "keep the right one of the two"
+            if len(tensor.shape) == 1 and first.path.suffix == ".distcp":
+                remedy += (
+                    "; but if ranks have saved flat parts of their own under one name, as FSDP1's "
+                    "local optimizer states are, keep all, and save them in a run of as many ranks "
+                    "with FSDP.optim_state_dict"
+                )
+            raise CheckpointError(
+                f"tensor {tensor.name!r}: ranks {first.rank} and {other.rank} claim different data "
+                f"for box {box_text(first.box)}, first at index {list(index)}, in "
+                f"{first.path} and {other.path}; {remedy}"
+            )
+
+
+def _same_digest(a: StoredBox, b: StoredBox, num_bytes: int) -> bool:
+    """Return whether both have a digest of just their bytes, in the same order, and it is equal."""
+    if a.digest is None or b.digest is None or a.strides != b.strides:
+        return False
+    whole = a.digest.num_bytes == b.digest.num_bytes == num_bytes
+    return whole and a.digest.crc32 == b.digest.crc32

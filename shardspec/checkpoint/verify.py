@@ -11,14 +11,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardspec.boxes import box_shape, box_size
-from shardspec.checkpoint.catalog import Catalog, StoredBox, StoredTensor, whole_box
+from shardspec.checkpoint.catalog import (
+    Catalog,
+    StoredBox,
+    StoredTensor,
+    check_tiling,
+    whole_box,
+)
 from shardspec.checkpoint.coordinate import Progress
 from shardspec.checkpoint.numeric import numbers
 from shardspec.checkpoint.open import as_catalog
-from shardspec.checkpoint.read_boxes import Checks
+from shardspec.checkpoint.read_boxes import Checks, check_replicas, element_index, read_both
 from shardspec.checkpoint.select import Choice, Patterns, Renames, select
 from shardspec.checkpoint.source_files import FileStretch, OpenFiles
-from shardspec.checkpoint.tiling import check_replicas, check_tiling, element_index, read_both
 from shardspec.dtypes import is_floating, item_bytes, packed
 from shardspec.errors import CheckpointError
 from shardspec.layout.picture import ids_text

@@ -6,11 +6,11 @@ from dataclasses import asdict, replace
 from fnmatch import fnmatchcase
 from math import prod
 from pathlib import Path
-from typing import Final, TypeAlias
+from typing import Final
 
 import click
 
-from shardspec.checkpoint.catalog import FileBox, Outline, box_text
+from shardspec.checkpoint.catalog import AnyOutline, box_text
 from shardspec.checkpoint.inspect import CheckpointSummary, inspect_checkpoint, other_text
 from shardspec.cli import options as opts
 from shardspec.cli.checkpoint_options import CHECKPOINT, OTHER, ChoiceOptions, SourceOptions
@@ -28,7 +28,6 @@ _MOST_CELLS: Final = 1024
 _MOST_VALUE: Final = 60
 """Characters that are shown of a value that is not a tensor."""
 _TOLERANCE: Final = opts.Kind("NUMBER", opts.parse_number)
-_Outline: TypeAlias = Outline[FileBox]
 _INDEX: Final = opts.numbers_kind(
     "I,J,…", "index", "give one position for each of the first dims, as in 17 or 3,0"
 )
@@ -204,7 +203,7 @@ def _tensors(summary: CheckpointSummary) -> Iterator[str]:
     yield from table_lines(header, rows, numbers=(3, 4), empty_columns=False)
 
 
-def _cells(summary: CheckpointSummary, tensor: _Outline, layout: Layout | None) -> list[str]:
+def _cells(summary: CheckpointSummary, tensor: AnyOutline, layout: Layout | None) -> list[str]:
     """Return the row of a tensor without its name."""
     holders = summary.holders(tensor)
     remarks = [word for word in ("replicated", "uneven") if getattr(holders, word)]
@@ -220,11 +219,11 @@ def _cells(summary: CheckpointSummary, tensor: _Outline, layout: Layout | None) 
     ]
 
 
-def _spec(tensor: _Outline, layout: Layout | None) -> str:
+def _spec(tensor: AnyOutline, layout: Layout | None) -> str:
     return str((tensor.spec if layout is None else layout.labelled_spec) or "")
 
 
-def _title(tensor: _Outline, layout: Layout | None) -> str:
+def _title(tensor: AnyOutline, layout: Layout | None) -> str:
     return " ".join(filter(None, [_name(tensor.name), _spec(tensor, layout), tensor.dtype]))
 
 

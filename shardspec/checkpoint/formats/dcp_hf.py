@@ -22,13 +22,18 @@ from pathlib import Path
 from typing import TypeAlias
 
 from shardspec.boxes import Box, box_size
-from shardspec.checkpoint.catalog import ListedCatalog, StoredBox, StoredTensor, box_text
+from shardspec.checkpoint.catalog import (
+    ListedCatalog,
+    StoredBox,
+    StoredTensor,
+    box_text,
+    check_tiling,
+)
 from shardspec.checkpoint.formats import safetensors
 from shardspec.checkpoint.formats.names import DCP_HF, DCP_HF_SHARD, is_data_file, is_index
 from shardspec.checkpoint.formats.safetensors import Header, read_header
 from shardspec.checkpoint.source_files import SourceFile, prefetch_depth, prefetch_map
 from shardspec.checkpoint.store import file_inside
-from shardspec.checkpoint.tiling import check_tiling
 from shardspec.errors import CheckpointError
 
 _Shards: TypeAlias = dict[tuple[int, int], Path]
