@@ -7,15 +7,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from shardspec.boxes import Box, box_shape, box_size
-from shardspec.checkpoint.catalog import (
-    AnyOutline,
-    Catalog,
-    FileBox,
-    OpaqueValue,
-    check_tiling,
-    memoize_by_boxes,
-    replica_keys,
-)
+from shardspec.checkpoint import catalog
+from shardspec.checkpoint.catalog import AnyOutline, Catalog
 from shardspec.checkpoint.open import as_catalog
 from shardspec.dtypes import item_bytes
 from shardspec.layout.layout import Layout
@@ -46,7 +39,7 @@ def _holders(held: Iterable[tuple[Box, int]], num_ranks: int = 0) -> Holders:
 @lru_cache(maxsize=64)
 def _holders_by(layout: Layout) -> Holders:
     ids = layout.mesh.ids
-    return _holders(((box, i) for i in ids for box, _ in replica_keys(layout, i)), len(ids))
+    return _holders(((box, i) for i in ids for box, _ in catalog.replica_keys(layout, i)), len(ids))
 
 
 _layout_of = lru_cache(maxsize=1024)(Layout)  # many tensors are sharded alike
@@ -99,7 +92,7 @@ class CheckpointSummary:
     def ranks(self) -> dict[int, tuple[int, str | None]]:
         """Bytes that each device of the mesh, or each that stored any, stored; and its file."""
         # Many tensors share one tuple of boxes.
-        alike: dict[int, tuple[Sequence[FileBox], int]] = {}
+        alike: dict[int, tuple[Sequence[catalog.FileBox], int]] = {}
         for tensor in self.outlines:
             _, width = alike.get(id(tensor.boxes), ((), 0))
             alike[id(tensor.boxes)] = tensor.boxes, width + item_bytes(tensor.dtype)
@@ -171,7 +164,7 @@ def _relative(path: Path, directory: Path) -> str:
 
 def other_text(value: object, most: int = 200) -> str:
     """Return a value that is not a tensor as text of at most `most` characters."""
-    text = value.text if isinstance(value, OpaqueValue) else repr(value)
+    text = value.text if isinstance(value, catalog.OpaqueValue) else repr(value)
     return text if len(text) <= most else f"{text[: most - 1]}…"
 
 
@@ -179,7 +172,7 @@ def inspect_checkpoint(directory: Path | str | Catalog) -> CheckpointSummary:
     """Return what a checkpoint holds; its metadata is checked, its data is not read."""
     source = as_catalog(directory)
     summary = CheckpointSummary(source, source.names, {})
-    check = memoize_by_boxes(check_tiling)  # many tensors are sharded alike
+    check = catalog.memoize_by_boxes(catalog.check_tiling)  # many tensors are sharded alike
     for tensor in summary.outlines:
         summary.layout(tensor)
         check(tensor)

@@ -12,21 +12,14 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shardspec.boxes import Box, box_size
-from shardspec.checkpoint import rank_state
+from shardspec.checkpoint import rank_state, select
 from shardspec.checkpoint.catalog import Catalog, StoredTensor, check_tiling, distinct
 from shardspec.checkpoint.formats.native import NativeCatalog
 from shardspec.checkpoint.mapped import Names, mapped, require_finished
 from shardspec.checkpoint.open import as_catalog, open_checkpoint
 from shardspec.checkpoint.rank_state import agree
 from shardspec.checkpoint.read_boxes import Buffers, Checks, read_box_into, stretches
-from shardspec.checkpoint.select import (
-    Choice,
-    Patterns,
-    Renames,
-    layouts_by_rules,
-    plain,
-    select,
-)
+from shardspec.checkpoint.select import Choice, Patterns, Renames
 from shardspec.checkpoint.source_files import OpenFiles
 from shardspec.checkpoint.state_dict import LEFT_OUT, KeyPath, unflatten
 from shardspec.checkpoint.targets import OutputTensor
@@ -164,12 +157,12 @@ class _Reading(NamedTuple):
 def _plan_by_rules(
     source: Catalog, choice: Choice, mesh: DeviceMesh, rules: Mapping[str, SpecLike]
 ) -> _Reading:
-    wanted = select(source, choice) if source.names else []
+    wanted = select.select(source, choice) if source.names else []
     old = {tensor.name: tensor.source for tensor in wanted}
     as_saved = partial(_spec_as_saved, source, mesh, bool(rules))
     renamed, values, kept = dict(old), {}, {}
     if isinstance(source, NativeCatalog):
-        for name, new in plain(source.extras, choice).items():
+        for name, new in select.plain(source.extras, choice).items():
             if new in old:
                 raise CheckpointError(
                     f"tensor {old[new]!r} and value {name!r} would both be named {new!r}; rename "
@@ -181,7 +174,7 @@ def _plan_by_rules(
     paths |= kept
     # Names that contradict each other are refused before anything is read.
     unflatten(paths, lambda _: None)
-    layouts = layouts_by_rules(mesh, rules, wanted, as_saved)
+    layouts = select.layouts_by_rules(mesh, rules, wanted, as_saved)
     return _Reading(source, old, layouts, paths=paths, found=values)
 
 
@@ -213,9 +206,9 @@ def _plan_into(
     source: Catalog, choice: Choice, into: Mapping[str, Any], communicator: Communicator
 ) -> _Reading:
     state = rank_state.describe(into, communicator)
-    wanted = select(source, choice) if source.names else []
+    wanted = select.select(source, choice) if source.names else []
     names = {tensor.name: tensor.source for tensor in wanted}
-    values = {new: source.extras[name] for name, new in plain(source.extras, choice).items()}
+    values = {new: source.extras[name] for name, new in select.plain(source.extras, choice).items()}
     flat = state.flat
     for kind, due, known in (("tensor", state.layouts, names), ("value", flat.values, values)):
         for name in due:

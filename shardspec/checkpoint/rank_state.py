@@ -74,6 +74,17 @@ class Described:
     shards: Mapping[str, Mapping[int, "torch.Tensor"]]
     layouts: Mapping[str, Layout]
 
+    def bytes_of(self, name: str, rank: int, box: Box) -> Iterator[memoryview]:
+        """Yield the bytes of one of a rank's boxes, row-major; copied only where they lie apart."""
+        import torch
+
+        part = box_of_shard(self.shards[name][rank], self.layouts[name], rank, box).detach()
+        plain = part.resolve_conj().resolve_neg().cpu().contiguous()
+        # Strides are set, not kept: a single element counts as contiguous whatever its stride.
+        data = plain.as_strided((plain.numel(),), (1,)).view(torch.uint8).numpy().data
+        for at in range(0, len(data), _PIECE_BYTES):
+            yield data[at : at + _PIECE_BYTES]
+
 
 def communicator_of_state(state_dict: Mapping[str, Any]) -> Communicator:
     """Return who holds a state dict: by the largest mesh, of which the others are slices."""
@@ -241,7 +252,7 @@ def check_replicas_of_ranks(what: Described, communicator: Communicator) -> None
     def crc(rank: int, name: str, box: Box) -> int:
         tensor = what.shards[name][rank]
         if (id(tensor), box) not in known:
-            pieces = tensor_bytes(box_of_shard(tensor, what.layouts[name], rank, box))
+            pieces = what.bytes_of(name, rank, box)
             known[id(tensor), box] = reduce(lambda crc, piece: crc32(piece, crc), pieces, 0)
         return known[id(tensor), box]
 
@@ -276,14 +287,3 @@ def box_of_shard(shard: "torch.Tensor", layout: Layout, rank: int, box: Box) -> 
     if layout.spec.is_plain:
         return shard
     return shard[LayoutCell(layout, box).index(rank)]
-
-
-def tensor_bytes(tensor: "torch.Tensor") -> Iterator[memoryview]:
-    """Yield the bytes of a tensor, row-major; copied only where memory has them otherwise."""
-    import torch
-
-    plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
-    # Strides are set, not kept: a single element counts as contiguous whatever its stride.
-    data = plain.as_strided((plain.numel(),), (1,)).view(torch.uint8).numpy().data
-    for at in range(0, len(data), _PIECE_BYTES):
-        yield data[at : at + _PIECE_BYTES]

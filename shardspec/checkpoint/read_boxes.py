@@ -18,13 +18,7 @@ from isal.isal_zlib import crc32 as _crc32
 from isal.isal_zlib import crc32_combine
 
 from shardspec.boxes import Box, box_shape, box_size, chunks, intersect, slices_within
-from shardspec.checkpoint.catalog import (
-    Digest,
-    StoredBox,
-    StoredTensor,
-    box_text,
-    distinct,
-)
+from shardspec.checkpoint.catalog import Digest, StoredBox, StoredTensor, box_text, distinct
 from shardspec.checkpoint.source_files import FileStretch, OpenFiles, SourceFile
 from shardspec.copies import overlaps
 from shardspec.dtypes import item_bytes

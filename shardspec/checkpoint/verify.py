@@ -11,13 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardspec.boxes import box_shape, box_size
-from shardspec.checkpoint.catalog import (
-    Catalog,
-    StoredBox,
-    StoredTensor,
-    check_tiling,
-    whole_box,
-)
+from shardspec.checkpoint.catalog import Catalog, StoredBox, StoredTensor, check_tiling, whole_box
 from shardspec.checkpoint.coordinate import Progress
 from shardspec.checkpoint.numeric import numbers
 from shardspec.checkpoint.open import as_catalog
