@@ -78,16 +78,6 @@ class CheckpointSummary:
             return _holders_by(layout)
         return _holders((stored.box, stored.rank) for stored in tensor.boxes)
 
-    def holders_at(self, tensor: AnyOutline, index: Sequence[int]) -> dict[Box, tuple[int, ...]]:
-        """Return the boxes with a part of an index of the first dims, and their ranks, if any."""
-        if len(index) > len(tensor.shape):
-            return {}
-        return {
-            box: ranks
-            for box, ranks in self.holders(tensor).cells.items()
-            if all(lo <= at < hi for at, (lo, hi) in zip(index, box, strict=False))
-        }
-
     @property
     def ranks(self) -> dict[int, tuple[int, str | None]]:
         """Bytes that each device of the mesh, or each that stored any, stored; and its file."""
@@ -96,7 +86,7 @@ class CheckpointSummary:
         for tensor in self.outlines:
             _, width = alike.get(id(tensor.boxes), ((), 0))
             alike[id(tensor.boxes)] = tensor.boxes, width + item_bytes(tensor.dtype)
-        mesh = self.source.mesh
+        mesh, directory = self.source.mesh, self.source.directory
         stored: dict[int, int] = {} if mesh is None else dict.fromkeys(mesh.ids, 0)
         paths: dict[int, Path] = {}
         for boxes, width in alike.values():
@@ -104,16 +94,12 @@ class CheckpointSummary:
                 stored[box.rank] = stored.get(box.rank, 0) + width * box_size(box.box)
                 paths[box.rank] = box.path
         order = sorted(stored) if mesh is None else stored
-        return {n: (stored[n], self._file(paths[n]) if n in paths else None) for n in order}
+        return {n: (stored[n], _file(paths[n], directory) if n in paths else None) for n in order}
 
     @property
     def bytes_by_rank(self) -> dict[int, int]:
         """Bytes of the boxes that each device of the mesh stored."""
         return {rank: num_bytes for rank, (num_bytes, _) in self.ranks.items()}
-
-    def _file(self, path: Path) -> str:
-        """Return the path of a file of the checkpoint, relative to it."""
-        return _relative(path, self.source.directory)
 
     def facts(self) -> dict[str, object]:
         """Return all but the tensors as plain values."""
@@ -148,7 +134,7 @@ class CheckpointSummary:
                     "box": [list(side) for side in box.box],
                     "addend": list(box.addend),
                     "rank": box.rank,
-                    "file": self._file(box.path),
+                    "file": _file(box.path, self.source.directory),
                     "offset": box.offset,
                     "bytes": tensor.bytes_of(box),
                 }
@@ -158,7 +144,7 @@ class CheckpointSummary:
 
 
 @lru_cache(maxsize=1024)
-def _relative(path: Path, directory: Path) -> str:
+def _file(path: Path, directory: Path) -> str:
     return str(path.relative_to(directory)) if directory in path.parents else path.name
 
 

@@ -246,22 +246,20 @@ def check_replicas_of_ranks(what: Described, communicator: Communicator) -> None
         for (box, _), ranks in holders(layout).items()
         if len(ranks) > 1
     ]
-    # A plain tensor is one object for all devices of this process.
-    known: dict[tuple[int, Box], int] = {}
-
-    def crc(rank: int, name: str, box: Box) -> int:
-        tensor = what.shards[name][rank]
-        if (id(tensor), box) not in known:
-            pieces = what.bytes_of(name, rank, box)
-            known[id(tensor), box] = reduce(lambda crc, piece: crc32(piece, crc), pieces, 0)
-        return known[id(tensor), box]
 
     def crcs() -> dict[int, list[int]]:
         """Return by rank the CRC-32 of each of its shared boxes, in the order of `shared`."""
-        return {
-            rank: [crc(rank, name, box) for name, box, ranks in shared if rank in ranks]
-            for rank in communicator.addressable
-        }
+        found: dict[int, list[int]] = {rank: [] for rank in communicator.addressable}
+        # A plain tensor is one object for all devices of this process.
+        known: dict[tuple[int, Box], int] = {}
+        for name, box, ranks in shared:
+            for rank in found.keys() & ranks:
+                key = id(what.shards[name][rank]), box
+                if key not in known:
+                    pieces = what.bytes_of(name, rank, box)
+                    known[key] = reduce(lambda crc, piece: crc32(piece, crc), pieces, 0)
+                found[rank].append(known[key])
+        return found
 
     gathered = communicator.gather(agree(communicator, crcs))
     left = {rank: iter(found) for rank, found in gathered.items()}

@@ -11,7 +11,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardspec.boxes import box_shape, box_size
-from shardspec.checkpoint.catalog import Catalog, StoredBox, StoredTensor, check_tiling, whole_box
+from shardspec.checkpoint.catalog import (
+    Catalog,
+    StoredBox,
+    StoredTensor,
+    check_tiling,
+    row_major,
+    whole_box,
+)
 from shardspec.checkpoint.coordinate import Progress
 from shardspec.checkpoint.numeric import numbers
 from shardspec.checkpoint.open import as_catalog
@@ -106,11 +113,9 @@ def _stretches(tensor: StoredTensor) -> Iterator[tuple[StoredBox, FileStretch]]:
         if digest is not None:
             stretch = FileStretch(stored.path, digest.start, digest.num_bytes)
         else:
-            num_bytes = tensor.bytes_of(stored)
-            if stored.strides is not None:
-                steps = zip(box_shape(stored.box), stored.strides, strict=True)
-                num_bytes = sum((size - 1) * step for size, step in steps)
-                num_bytes += item_bytes(tensor.dtype)
+            width, shape = item_bytes(tensor.dtype), box_shape(stored.box)
+            steps = zip(shape, stored.strides or row_major(shape, width), strict=True)
+            num_bytes = width + sum((size - 1) * step for size, step in steps)
             stretch = FileStretch(stored.path, stored.offset, num_bytes)
         if (stretch, digest) not in seen:
             seen.add((stretch, digest))

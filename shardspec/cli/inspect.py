@@ -116,7 +116,9 @@ def _say_holders(summary: CheckpointSummary, index: tuple[int, ...], as_json: bo
     found = [
         (tensor.name, box, ranks)
         for tensor in summary.outlines
-        for box, ranks in summary.holders_at(tensor, index).items()
+        if len(index) <= len(tensor.shape)
+        for box, ranks in summary.holders(tensor).cells.items()
+        if all(lo <= at < hi for at, (lo, hi) in zip(index, box, strict=False))
     ]
     if summary.names and not found:
         tensor = next(summary.outlines)
