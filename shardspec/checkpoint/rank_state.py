@@ -117,8 +117,6 @@ def describe(state_dict: Mapping[str, Any], communicator: Communicator) -> Descr
     shards, layouts = {}, {}
     for name, value in sorted(flat.tensors.items(), key=itemgetter(0)):
         shards[name], layouts[name] = _shards_of(name, value, communicator)
-        for shard in shards[name].values():
-            _check_plain(name, shard)
     # Names that no file can carry are refused here, even those of tensors that have no boxes.
     slots = ((name, at.dtype, at.global_shape) for name, at in layouts.items())
     encode_header(slots, {})
@@ -136,8 +134,9 @@ def _shards_of(
     mesh = communicator.mesh
     if isinstance(value, TorchDTensor):
         value = DTensor.from_torch(value)
+    for shard in value.shards.values() if isinstance(value, DTensor) else (value,):
+        _check_plain(name, shard)
     if not isinstance(value, DTensor):
-        _check_plain(name, value)
         try:
             layout = Layout(mesh, ShardingSpec(value.dim()), value.shape, value.dtype)
         except DTypeError as error:

@@ -3,9 +3,11 @@
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from fnmatch import fnmatchcase
-from functools import lru_cache, partial
+from functools import lru_cache, partial, reduce
 from math import prod
+from operator import getitem
 from typing import Final, NamedTuple, TypeAlias
 
 from shardspec.checkpoint.catalog import Catalog
@@ -217,8 +219,8 @@ def layouts_like(
             "mesh and specs; give --mesh and --rules"
         )
     known = frozenset(other.names)
-    layouts = {}
-    for tensor in wanted:
+
+    def spec_of(tensor: OutputTensor) -> ShardingSpec:
         if tensor.name not in known:
             raise CheckpointError(
                 f"{other.directory}: has no tensor {tensor.name!r} that says how to shard it; "
@@ -231,10 +233,9 @@ def layouts_like(
                 f"{other.directory}: {said}, but tensor {tensor.name!r} has {len(tensor.shape)} "
                 "dims; give --mesh and --rules"
             )
-        layouts[tensor.name] = Layout(
-            other.mesh, spec.without_partial(), tensor.shape, tensor.dtype
-        )
-    return other.mesh, layouts
+        return spec.without_partial()
+
+    return other.mesh, layouts_by_rules(other.mesh, {}, wanted, spec_of)
 
 
 # --- blocks of quantised tensors, each with a scale
@@ -294,13 +295,10 @@ def _blocks(source: Catalog) -> Iterator[tuple[str, tuple[int, ...]]]:
 
 def _member(text: str | bytes, *keys: str) -> object:
     """Return a member of an object in JSON; None where there is none."""
-    try:
-        said = json.loads(text)
-    except (ValueError, RecursionError):
-        return None
-    for key in keys:
-        said = said.get(key) if isinstance(said, dict) else None
-    return said
+    with suppress(ValueError, RecursionError, LookupError, TypeError):
+        found: object = reduce(getitem, keys, json.loads(text))
+        return found
+    return None
 
 
 def _sizes(text: str | bytes, *keys: str) -> tuple[int, ...]:

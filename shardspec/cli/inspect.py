@@ -76,10 +76,9 @@ def inspect_command(
         _say_holders(summary, index, as_json)
     elif as_json:
         say_parts(_json(summary), "")
-    elif picture:
-        say_parts((_picture(summary, name) for name in summary.names), "\n\n")
-    elif tensor is not None:
-        say_parts((_boxes(summary, name) for name in summary.names), "\n\n")
+    elif picture or tensor is not None:
+        draw = _picture if picture else _boxes
+        say_parts((draw(summary, name) for name in summary.names), "\n\n")
     else:
         say_parts(_overview(summary))
 
