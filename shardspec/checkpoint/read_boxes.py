@@ -44,7 +44,7 @@ _MAX_SPANS: Final = 64
 """Spans of a box kept apart; there are more where columns are read of which not all are wanted."""
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
-_Seen: TypeAlias = Callable[[int, memoryview], int | None]
+_Seen: TypeAlias = Callable[[int, memoryview], int]
 """Called with what was read: its position in the file, and its bytes."""
 _Key: TypeAlias = tuple[Path, Digest]
 _Spans: TypeAlias = dict[int, tuple[int, int]]
@@ -59,6 +59,16 @@ def crc32(data: Buffer, value: int = 0) -> int:
 def crc_text(value: int) -> str:
     """Write a CRC-32 as the eight digits under which it is stored and shown."""
     return f"{value:08x}"
+
+
+def pieces(files: OpenFiles, stretch: FileStretch) -> Iterator[tuple[int, memoryview]]:
+    """Yield bytes of a file piece by piece, each valid until the next, and where it lies."""
+    room = memoryview(bytearray(min(BLOCK_BYTES, stretch.num_bytes)))
+    end = stretch.start + stretch.num_bytes
+    for at in range(stretch.start, end, BLOCK_BYTES):
+        data = room[: end - at]
+        files.file(stretch.path).read_into(data, at)
+        yield at, data
 
 
 class Checks:
@@ -82,20 +92,19 @@ class Checks:
     def __contains__(self, stored: StoredBox) -> bool:
         return (stored.path, stored.digest) in self._open
 
-    def add(self, stored: StoredBox, start: int, data: Buffer) -> int | None:
-        """Take in bytes from a position in the file of a box; return their CRC-32 if computed.
+    def add(self, stored: StoredBox, start: int, data: Buffer) -> int:
+        """Take in bytes from a position in the file of a box; return their CRC-32.
 
         Raises `CheckpointError` if they complete the box and its digest is another.
         """
         digest, length = stored.digest, memoryview(data).nbytes
-        end = start + length
-        with self._lock:
-            if self._spans(stored, start, end) is None:
-                return None
+        assert digest is not None, "only those with a digest are checked"
+        key, end = (stored.path, digest), start + length
         found = value = crc32(data)
         with self._lock:
-            spans = self._spans(stored, start, end)
-            if spans is None or digest is None:
+            spans = self._open[key][1] if key in self._open else None
+            # Gaps between the rows of one box are read as the rows of another.
+            if spans is None or any(at < end and start < to for at, (to, _) in spans.items()):
                 return found
             before = next((at for at, (to, _) in spans.items() if to == start), None)
             if before is not None:
@@ -105,7 +114,7 @@ class Checks:
                 value = int(crc32_combine(value, tail, end - at))
             spans[start] = end, value
             if (start, end) == (digest.start, digest.start + digest.num_bytes):
-                del self._open[stored.path, digest]
+                del self._open[key]
                 if value != digest.crc32:
                     raise CheckpointError(
                         f"tensor {self._tensor.name!r}: rank {stored.rank}'s box "
@@ -115,17 +124,8 @@ class Checks:
                     )
             elif len(spans) > _MAX_SPANS:
                 spans.clear()
-                self._late[stored.path, digest] = self._open.pop((stored.path, digest))
+                self._late[key] = self._open.pop(key)
         return found
-
-    def _spans(self, stored: StoredBox, start: int, end: int) -> _Spans | None:
-        """Return what was read of a box so far, unless some of these bytes were."""
-        assert stored.digest is not None, "only those with a digest are checked"
-        found = self._open.get((stored.path, stored.digest))
-        # Gaps between the rows of one box are read as the rows of another.
-        if found is None or any(at < end and start < to for at, (to, _) in found[1].items()):
-            return None
-        return found[1]
 
     def finish(self, files: OpenFiles) -> None:
         """Read the rest of the boxes that are not checked yet, and check them."""
@@ -133,9 +133,8 @@ class Checks:
         for (path, digest), (stored, spans) in list(self._open.items()):
             at, last = digest.start, digest.start + digest.num_bytes
             for start, end in (*sorted((a, b) for a, (b, _) in spans.items()), (last, last)):
-                for piece in range(at, start, BLOCK_BYTES):
-                    num_bytes = min(BLOCK_BYTES, start - piece)
-                    self.add(stored, piece, files.file(path).read(piece, num_bytes))
+                for place, data in pieces(files, FileStretch(path, at, start - at)):
+                    self.add(stored, place, data)
                 at = end
             if not digest.num_bytes:
                 self.add(stored, at, b"")
