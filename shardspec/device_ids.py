@@ -72,18 +72,8 @@ def by_number(what: str, given: object) -> dict[Any, Any]:
     return found
 
 
-def as_shape(mesh_shape: Sequence[int]) -> tuple[int, ...]:
-    """Return a mesh shape as plain numbers."""
-    shape = whole_numbers(mesh_shape)
-    if shape is None:
-        raise MeshError(
-            f"mesh_shape {shown(mesh_shape)}: give a sequence of whole numbers, as in (2, 4)"
-        )
-    return shape
-
-
 def flatten(ids: Ids) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return ids in row-major order, and the shape they came in."""
+    """Return distinct ids in row-major order, and the shape they came in."""
     shape: list[int] = []
     level = [_plain(ids)]
     while level and all(isinstance(item, Iterable) and not isinstance(item, str) for item in level):
@@ -94,25 +84,18 @@ def flatten(ids: Ids) -> tuple[tuple[int, ...], tuple[int, ...]]:
         if len(shape) > _MOST_AXES:
             raise MeshError(f"the device ids are nested more than {_MOST_AXES} deep")
         level = [_plain(item) for row in rows for item in row]
-    return tuple(_as_id(item) for item in level), tuple(shape)
+    found = whole_numbers(level)
+    if found is None:
+        wrong = next(item for item in level if whole_number(item) is None)
+        raise MeshError(f"device id {shown(wrong)} is not a whole number")
+    if found and min(found) < 0:
+        raise MeshError(f"device id {min(found)} is negative; ids are global rank numbers from 0")
+    if len(set(found)) != len(found):
+        ((repeated, _),) = Counter(found).most_common(1)
+        raise MeshError(f"device id {repeated} appears more than once; every id must be distinct")
+    return found, tuple(shape)
 
 
 def _plain(ids: object) -> object:
     """Turn a tensor or array, also one with a single number, into plain lists and numbers."""
     return cast(_HasToList, ids).tolist() if callable(getattr(ids, "tolist", None)) else ids
-
-
-def _as_id(item: object) -> int:
-    number = whole_number(item)
-    if number is None:
-        raise MeshError(f"device id {shown(item)} is not a whole number")
-    return number
-
-
-def check_ids(ids: Sequence[int]) -> None:
-    """Raise `MeshError` if an id is negative or repeats."""
-    if ids and min(ids) < 0:
-        raise MeshError(f"device id {min(ids)} is negative; ids are global rank numbers from 0")
-    if len(set(ids)) != len(ids):
-        ((repeated, _),) = Counter(ids).most_common(1)
-        raise MeshError(f"device id {repeated} appears more than once; every id must be distinct")

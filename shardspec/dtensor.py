@@ -14,14 +14,7 @@ import torch
 from shardspec.comm.communicator import Communicator
 from shardspec.comm.process_group import communicator_of
 from shardspec.errors import CommunicatorError, LayoutError
-from shardspec.execution import (
-    agree_on,
-    check_differentiable,
-    convert,
-    first_of_copies,
-    run_plan,
-    with_gradient_reduced,
-)
+from shardspec.execution import convert, first_of_copies, with_gradient_reduced
 from shardspec.layout.converter import LayoutConverter
 from shardspec.layout.layout import Layout, SpecLike
 from shardspec.layout.plan import ConversionPlan
@@ -87,14 +80,13 @@ class DTensor(TensorLike):
         communicator: Communicator | None = None,
     ) -> None:
         check_dense(tensor)
-        self.layout = new_layout(device_mesh, sharding_spec, tensor.shape, tensor.dtype)
-        self.communicator = _checked(communicator, device_mesh)
-        self._torch = self._history = None
+        layout = new_layout(device_mesh, sharding_spec, tensor.shape, tensor.dtype)
+        chosen = _checked(communicator, device_mesh)
         with torch.no_grad():
-            shards = shards_of(tensor, self.layout, self.communicator, src_rank)
-        self._shards = {
-            d: shard.requires_grad_(tensor.requires_grad) for d, shard in shards.items()
-        }
+            shards = shards_of(tensor, layout, chosen, src_rank)
+        for shard in shards.values():
+            shard.requires_grad_(tensor.requires_grad)
+        super().__init__(layout, chosen, shards)
 
     @classmethod
     def from_shards(
@@ -122,8 +114,7 @@ class DTensor(TensorLike):
         tensor: "TorchDTensor | None" = None,
     ) -> "DTensor":
         result = cls.__new__(cls)
-        result.layout, result.communicator = layout, communicator
-        result._shards, result._torch, result._history = shards, tensor, None
+        TensorLike.__init__(result, layout, communicator, shards, tensor)
         return result
 
     @classmethod
@@ -216,9 +207,6 @@ class DTensor(TensorLike):
 
         return apply(function, args, kwargs or {})
 
-    def _call(self, function: Callable[..., Any], *args: object, **kwargs: object) -> Any:  # noqa: ANN401
-        return self.__torch_function__(function, (type(self),), (self, *args), kwargs)
-
     @property
     def grad(self) -> "DTensor | None":
         """Gradients of the shards, with nothing pending; None if absent.
@@ -228,9 +216,8 @@ class DTensor(TensorLike):
         own = self._own()
         if own is None:
             theirs = _grad_of(self.to_torch())
-            if theirs is None:
-                return None
-            return DTensor.from_torch(theirs, device_mesh=self.device_mesh)
+            mesh = self.device_mesh
+            return None if theirs is None else DTensor.from_torch(theirs, device_mesh=mesh)
         grads = {d: grad for d, shard in own.items() if (grad := _grad_of(shard)) is not None}
         if len(grads) < len(own) or not grads:
             return None
@@ -320,23 +307,7 @@ class DTensor(TensorLike):
             raise LayoutError(f"the plan starts from {plan.source}, but this is {self.layout}")
         there = self.communicator.on(plan.target.mesh)
         tracked = torch.is_grad_enabled() and self.requires_grad
-        if tracked:
-            check_differentiable(plan)
-        shards, meshes = self.shards, (self.device_mesh, plan.target.mesh)
-        if not plan.steps or (meshes[0] == meshes[1] and not shards):
-            pass
-        elif set(meshes[0].ids) == set(meshes[1].ids):
-            shards = convert(plan, self.communicator, shards)
-        elif tracked:
-            # Ranks of one mesh only know nothing of a gradient, so all ranks are told first.
-            said = "wanted, which does not pass to other devices"
-            agree_on(plan, self.communicator, shards, said)
-            raise LayoutError(
-                f"no gradient passes from mesh {self.device_mesh} to other devices; convert a "
-                "detached tensor, and bring its gradient back by another conversion"
-            )
-        else:
-            shards = run_plan(plan, self.communicator, shards)
+        shards = convert(plan, self.communicator, self.shards, tracked=tracked)
         return DTensor.from_shards(shards, plan.target, there)
 
     def to_global(self) -> torch.Tensor:

@@ -8,21 +8,6 @@ from typing import Final
 
 from shardspec.text import printable
 
-__all__ = [
-    "AxisError",
-    "CheckpointError",
-    "CommunicatorError",
-    "DTypeError",
-    "InputFileError",
-    "LayoutError",
-    "LossyConversionError",
-    "MeshError",
-    "OutputExistsError",
-    "ProfileError",
-    "ShardSpecError",
-    "SpecSyntaxError",
-]
-
 _SHOWN: Final = 160
 """Characters of a spec that an error shows."""
 

@@ -4,9 +4,9 @@ Gradients follow the convention of `torch.distributed.tensor`; see `shardspec.dt
 """
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache, partial
 from math import prod
 from typing import Any, TypeAlias
@@ -21,7 +21,7 @@ from shardspec.errors import LayoutError
 from shardspec.layout.cross import common_mesh, exchange_to
 from shardspec.layout.layout import Layout, LayoutCell, cells_of
 from shardspec.layout.plan import ConversionPlan
-from shardspec.tracing import StepRecord, log_from_environment, observers, report
+from shardspec.tracing import StepRecord, log_from_environment, observers
 
 log_from_environment()
 
@@ -35,11 +35,10 @@ def run_plan(
 ) -> dict[int, torch.Tensor]:
     """Carry out the steps of a plan on the shards of this process; return those of the target.
 
-    The communicator is of the source's mesh. Or carry gradients of the target `back` to the source:
-    the steps undone in reverse, where what finishes a reduction does so by sum or avg. It is a
-    `CommunicatorError` on every rank if they are about to do different things, or one fails.
+    The communicator is of the source's mesh. Gradients of the target go `back` to the source: the
+    steps are undone in reverse, where reductions are sums or means.
     """
-    shards, traces, numbers = dict(shards), observers(), range(len(plan.steps))
+    shards, numbers, observing = dict(shards), range(len(plan.steps)), observers()
     with _conversion(plan, communicator, shards, "backward" if back else "forward") as device:
         for number in reversed(numbers) if back else numbers:
             planned, (before, after) = plan.steps[number], plan.layouts[number : number + 2]
@@ -56,7 +55,7 @@ def run_plan(
             if back and isinstance(planned, ReduceScatter | AllReduce) and planned.op == "avg":
                 addends = prod(before.mesh.shape[axis] for axis in planned.axes)
                 shards = {device_id: grad / addends for device_id, grad in shards.items()}
-            if step is not None and traces is not None:
+            if step is not None and observing:
                 for shard in shards.values():
                     if shard.is_cuda:
                         torch.cuda.synchronize(shard.device)
@@ -64,16 +63,9 @@ def run_plan(
                 here = communicator.on(common_mesh(before.mesh, after.mesh)).addressable
                 model = plan.model_between(before, after)
                 record = StepRecord(step, before, after, here, started, passed, model, back)
-                report(record, traces)
+                for observe in observing:
+                    observe(record)
     return shards
-
-
-def agree_on(
-    plan: ConversionPlan, communicator: Communicator, shards: Mapping[int, torch.Tensor], note: str
-) -> None:
-    """Let all ranks of both meshes compare what they are about to do with a plan."""
-    with _conversion(plan, communicator, shards, note):
-        pass
 
 
 def _conversion(
@@ -130,9 +122,8 @@ def run_step(
     dtype, cells = getattr(torch, before.dtype), cells_of(before, after)
     empty = partial(torch.empty, dtype=dtype, device=device or None)
     nothing = empty([0] * (len(before.global_shape) or 1))
-    results = {}
-    if len(cells) > 1:
-        results = {rank: empty(after.local_shape(rank)) for rank in here.addressable}
+    shapes = {rank: after.local_shape(rank) for rank in here.addressable}
+    results = {rank: empty(shape) for rank, shape in shapes.items()} if len(cells) > 1 else {}
     for cell in cells:
         held, wanted = on_both(before, cell), on_both(after, cell)
         given = {
@@ -141,7 +132,7 @@ def run_step(
         }
         moved = across.run(step, given, held.box, wanted.box)
         if len(cells) == 1:
-            return {rank: moved[rank].view(after.local_shape(rank)) for rank in here.addressable}
+            return {rank: moved[rank].view(shape) for rank, shape in shapes.items()}
         for rank, result in results.items():
             wanted.part_of(result, rank).copy_(moved[rank])
     return results
@@ -153,31 +144,29 @@ def _same_boxes(before: Layout, after: Layout) -> bool:
     return before.boxes() == after.boxes()
 
 
-@dataclass(frozen=True, slots=True)
-class _OnBoth:
-    """A cell of a layout seen from the devices of two meshes: those outside its own hold nothing.
+class _OnBoth(LayoutCell):
+    """A cell seen from the devices of two meshes: those outside the layout's own hold nothing.
 
     A scalar has no dim along which to hold nothing, so it is seen as a vector of one element.
     """
 
-    seen: LayoutCell
+    __slots__ = ()
 
     def box(self, device: int) -> Box:
-        """Return the box that a device holds, empty outside the layout's mesh."""
-        if device not in self.seen.layout.mesh:
-            return tuple((hi, hi) for _, hi in self.seen.cell or ((0, 1),))
-        return self.seen.box(device) or ((0, 1),)
+        if device not in self.layout.mesh:
+            return tuple((hi, hi) for _, hi in self.cell or ((0, 1),))
+        return super().box(device) or ((0, 1),)
 
     def part_of(self, shard: torch.Tensor, device: int) -> torch.Tensor:
         """Return the part of a device's shard that lies in the cell."""
-        return shard[self.seen.index(device)] if self.seen.cell else shard.view(1)
+        return shard[self.index(device)] if self.cell else shard.view(1)
 
 
 @lru_cache(maxsize=4096)
 def on_both(layout: Layout, cell: Box | None = None) -> _OnBoth:
     """Return one object per layout and cell, by default all, so that it can be found again."""
     whole = tuple((0, size) for size in layout.global_shape)
-    return _OnBoth(LayoutCell(layout, whole if cell is None else cell))
+    return _OnBoth(layout, whole if cell is None else cell)
 
 
 Shards: TypeAlias = tuple[torch.Tensor, ...]
@@ -200,7 +189,7 @@ class Linear(torch.autograd.Function):
         return (None, None, *_apply(ctx.gradient, ctx.function, grads))
 
 
-def _apply(function: Map, gradient: Map, shards: Shards) -> Shards:
+def _apply(function: Map, gradient: Map, shards: Iterable[torch.Tensor]) -> Shards:
     # torch leaves Function.apply untyped.
     results: Shards = Linear.apply(function, gradient, *shards)  # type: ignore[no-untyped-call]
     return results
@@ -217,12 +206,36 @@ def _run(plan: ConversionPlan, communicator: Communicator, back: bool, shards: S
 
 
 def convert(
-    plan: ConversionPlan, communicator: Communicator, shards: Mapping[int, torch.Tensor]
-) -> dict[int, torch.Tensor]:
-    """Carry out a plan between meshes of the same devices; its gradient is converted back."""
-    run, undo = (partial(_run, plan, communicator, back) for back in (False, True))
-    there = communicator.on(plan.target.mesh).addressable
-    return dict(zip(there, _apply(run, undo, tuple(shards.values())), strict=True))
+    plan: ConversionPlan,
+    communicator: Communicator,
+    shards: Mapping[int, torch.Tensor],
+    *,
+    tracked: bool,
+) -> Mapping[int, torch.Tensor]:
+    """Carry out a plan; a gradient that is tracked is converted back, among the same devices."""
+    source, target = plan.source.mesh, plan.target.mesh
+    for step in plan.steps if tracked else ():
+        if isinstance(step, ReduceScatter | AllReduce) and step.op not in ("sum", "avg"):
+            raise LayoutError(
+                f"no gradient is defined for the pending {step.op} of {plan.source.spec}; detach "
+                "the shards first"
+            )
+    if not plan.steps or (source == target and not shards):
+        return shards
+    if set(source.ids) == set(target.ids):
+        run, undo = (partial(_run, plan, communicator, back) for back in (False, True))
+        there = communicator.on(target).addressable
+        return dict(zip(there, _apply(run, undo, shards.values()), strict=True))
+    if tracked:
+        # Ranks of one mesh only know nothing of a gradient, so all ranks are told first.
+        note = "wanted, which does not pass to other devices"
+        with _conversion(plan, communicator, shards, note):
+            pass
+        raise LayoutError(
+            f"no gradient passes from mesh {source} to other devices; convert a detached tensor, "
+            "and bring its gradient back by another conversion"
+        )
+    return run_plan(plan, communicator, shards)
 
 
 def with_gradient_reduced(
@@ -233,23 +246,10 @@ def with_gradient_reduced(
     The gradient of a mean is not divided: what comes back from the devices is a mean again.
     """
     run = partial(_run, plan, communicator, False)
-    return dict(zip(shards, _apply(_views, run, tuple(shards.values())), strict=True))
+    return dict(zip(shards, _apply(_views, run, shards.values()), strict=True))
 
 
 def first_of_copies(shards: Mapping[int, torch.Tensor]) -> torch.Tensor:
     """Return the first of equal shards; its gradient is that of every copy."""
-
-    def copies(first: Shards) -> Shards:
-        return _views(first * len(shards))
-
-    return _apply(lambda given: _views(given[:1]), copies, tuple(shards.values()))[0]
-
-
-def check_differentiable(plan: ConversionPlan) -> None:
-    """Raise `LayoutError` if a plan finishes a reduction that has no gradient here."""
-    for step in plan.steps:
-        if isinstance(step, ReduceScatter | AllReduce) and step.op not in ("sum", "avg"):
-            raise LayoutError(
-                f"no gradient is defined for the pending {step.op} of {plan.source.spec}; detach "
-                "the shards first"
-            )
+    count, given = len(shards), shards.values()
+    return _apply(lambda copies: _views(copies[:1]), lambda one: _views(one * count), given)[0]

@@ -10,7 +10,7 @@ and Muller (1958).
 
 from collections.abc import Callable, Iterator, Sequence
 from math import ceil, prod, tau
-from typing import Final, Required, TypeAlias, TypedDict, Unpack
+from typing import Any, Final, Required, TypeAlias, TypedDict, Unpack
 
 import numpy as np
 import numpy.typing as npt
@@ -67,10 +67,8 @@ def _made(
     communicator: Communicator | None = None,
 ) -> DTensor:
     """Return a tensor, each shard filled by its box; `given` has to be the same on all ranks."""
-    sizes = size[0] if len(size) == 1 and isinstance(size[0], Sequence) else size
-    shape = [number for number in sizes if isinstance(number, int)]
-    if len(shape) != len(sizes):
-        raise LayoutError(f"size {size}: give whole numbers, or one sequence of them")
+    # The layout checks what the sizes are.
+    shape: Any = size[0] if len(size) == 1 and isinstance(size[0], Sequence) else size
     spec = ShardingSpec(len(shape)) if sharding_spec is None else sharding_spec
     dtype = dtype or default or torch.get_default_dtype()
     layout = new_layout(device_mesh, spec, shape, dtype)
@@ -231,10 +229,11 @@ def _random(
     # Ranks may have drawn from generators in other states.
     seeds = tensor.communicator.gather(dict.fromkeys(here, drawn))
     seed = seeds.get(tensor.device_mesh.ids[0], drawn)
+    shape = tuple(tensor.shape) or (1,)  # a scalar is a vector of one number
     for rank, shard in tensor.shards.items():
-        box = tensor.layout.box(rank)
-        for index, part in box_of(tuple(tensor.shape), box, seed, numbers_of(_BITS[dtype])):
-            shard.detach()[index].copy_(torch.from_numpy(part))
+        box, out = tensor.layout.box(rank) or ((0, 1),), shard.detach().view(shard.shape or (1,))
+        for index, part in box_of(shape, box, seed, numbers_of(_BITS[dtype])):
+            out[index].copy_(torch.from_numpy(part))
     return tensor
 
 
@@ -254,14 +253,11 @@ def normal(words: Words) -> Numbers:
 def box_of(
     shape: tuple[int, ...], box: Box, seed: int, made_of: Callable[[Words], Numbers], start: int = 0
 ) -> Iterator[tuple[tuple[slice, ...], Numbers]]:
-    """Yield the parts of a box of a tensor, each with its index in the box.
+    """Yield the parts of a box of a tensor that has dims, each with its index in the box.
 
-    The tensor starts at number `start` of all. The seed is from 0 up to ``2**64``; `made_of` is
-    `normal`, or what `uniform` returns.
+    The tensor starts at number `start` of all; `made_of` is `normal`, or what `uniform` returns.
     """
-    if not shape:
-        yield (), _stretch(start, start + 1, seed, made_of).reshape(())
-    if not shape or not prod(box_shape(box)):
+    if not prod(box_shape(box)):
         return
     (lo, hi), inner = box[0], prod(shape[1:])
     rows = max(1, _AT_ONCE // inner)

@@ -8,12 +8,9 @@ from shardspec.errors import InputFileError, ShardSpecError
 
 
 def open_regular(path: Path, error: type[ShardSpecError]) -> int:
-    """Open a regular file for reading and return its descriptor; raise `error` if it is none.
-
-    A pipe would make the reader wait, and a device might never end.
-    """
+    """Open a regular file for reading and return its descriptor; raise `error` if it is none."""
     try:
-        # Without O_NONBLOCK, opening a pipe would wait for a writer.
+        # Without O_NONBLOCK, opening a pipe would wait for a writer. A device might never end.
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except (OSError, ValueError) as refused:
         why = refused.strerror if isinstance(refused, OSError) else str(refused)

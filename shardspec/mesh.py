@@ -12,7 +12,7 @@ from functools import partial
 from itertools import product
 from typing import TYPE_CHECKING, Any, Final, Literal, NoReturn, get_args
 
-from shardspec.device_ids import Ids, as_shape, check_ids, flatten, some, whole_number
+from shardspec.device_ids import Ids, flatten, some, whole_number, whole_numbers
 from shardspec.errors import AxisError, MeshError
 from shardspec.text import counted, shown
 
@@ -94,7 +94,8 @@ class DeviceMesh:
     mesh_alpha: tuple[float, ...] | None
     mesh_beta: tuple[float, ...] | None
     link_model: LinkModel
-    _position: Mapping[int, int] = field(compare=False, repr=False)
+    _coordinates: Mapping[int, tuple[int, ...]] = field(compare=False, repr=False)
+    _ids_at: Mapping[tuple[int, ...], int] = field(compare=False, repr=False)
     _hash: int = field(compare=False, repr=False)
 
     def __init__(
@@ -110,24 +111,27 @@ class DeviceMesh:
         link_model: LinkModel = "ring",
         init_process_group: bool = False,
     ) -> None:
-        ids, own_shape = flatten(physical_mesh_id)
-        check_ids(ids)
+        ids, shape = physical, _ = flatten(physical_mesh_id)
         if logical_mesh_id is not None:
-            logical, logical_shape = flatten(logical_mesh_id)
-            check_ids(logical)
-            if set(logical) != set(ids):
+            ids, shape = flatten(logical_mesh_id)
+            if set(ids) != set(physical):
                 raise MeshError(
-                    f"logical_mesh_id holds the ids {some(sorted(logical))} but physical_mesh_id "
-                    f"holds {some(sorted(ids))}; give the same ids in both"
+                    f"logical_mesh_id holds the ids {some(sorted(ids))} but physical_mesh_id "
+                    f"holds {some(sorted(physical))}; give the same ids in both"
                 )
-            if mesh_shape is not None and as_shape(mesh_shape) != logical_shape:
+        if mesh_shape is not None:
+            given = whole_numbers(mesh_shape)
+            if given is None:
                 raise MeshError(
-                    f"mesh_shape {as_shape(mesh_shape)} differs from the shape {logical_shape} of "
-                    "logical_mesh_id; give one of the two"
+                    f"mesh_shape {shown(mesh_shape)}: give a sequence of whole numbers, as in "
+                    "(2, 4)"
                 )
-            ids, shape = logical, logical_shape
-        else:
-            shape = own_shape if mesh_shape is None else as_shape(mesh_shape)
+            if logical_mesh_id is not None and given != shape:
+                raise MeshError(
+                    f"mesh_shape {given} differs from the shape {shape} of logical_mesh_id; give "
+                    "one of the two"
+                )
+            shape = given
         if not shape or min(shape) < 1:
             raise MeshError(
                 f"mesh shape {shown(shape)}: need at least one axis, each of at least 1 device"
@@ -147,7 +151,9 @@ class DeviceMesh:
         if (alpha is None) != (beta is None):
             raise MeshError("give both mesh_alpha and mesh_beta, or neither")
         identity = (ids, shape, names, alpha, beta, link_model)
-        values = (*identity, {id_: place for place, id_ in enumerate(ids)}, hash(identity))
+        places = list(product(*map(range, shape)))
+        by_id, by_place = (dict(zip(*ends, strict=True)) for ends in ((ids, places), (places, ids)))
+        values = (*identity, by_id, by_place, hash(identity))
         for name, value in zip(self.__dataclass_fields__, values, strict=True):
             object.__setattr__(self, name, value)
         if init_process_group:
@@ -210,29 +216,19 @@ class DeviceMesh:
         return [self.axis_label(axis) for axis in (range(self.ndim) if axes is None else axes)]
 
     def __contains__(self, physical_id: object) -> bool:
-        return physical_id in self._position
+        return physical_id in self._coordinates
 
     def coordinates(self, physical_id: int) -> tuple[int, ...]:
         """Return where a device sits: one index per axis."""
         if physical_id not in self:
             raise MeshError(f"device {physical_id} is not in the mesh of ids {some(self.ids)}")
-        position = self._position[physical_id]
-        coordinates = []
-        for size in reversed(self.shape):
-            position, index = divmod(position, size)
-            coordinates.append(index)
-        return tuple(reversed(coordinates))
+        return self._coordinates[physical_id]
 
     def id_at(self, coordinates: Sequence[int]) -> int:
         """Return the device at the given coordinates."""
-        if len(coordinates) != self.ndim or not all(
-            0 <= c < n for c, n in zip(coordinates, self.shape, strict=True)
-        ):
+        if tuple(coordinates) not in self._ids_at:
             raise MeshError(f"coordinates {tuple(coordinates)} do not lie in mesh {self}")
-        position = 0
-        for index, size in zip(coordinates, self.shape, strict=True):
-            position = position * size + index
-        return self.ids[position]
+        return self._ids_at[tuple(coordinates)]
 
     def group(self, physical_id: int, axes: Iterable[Axis]) -> tuple[int, ...]:
         """Return the ids that differ from a device only along `axes`, itself included.
@@ -332,8 +328,12 @@ class DeviceMesh:
         return numbers
 
 
-def _per_axis(what: str, given: object, shape: tuple[int, ...], example: str) -> tuple[Any, ...]:
-    """Return values given for every axis of a mesh."""
+def _per_axis(
+    what: str, given: object, shape: tuple[int, ...], example: str
+) -> tuple[Any, ...] | None:
+    """Return values given for every axis of a mesh, or None."""
+    if given is None:
+        return None
     if not isinstance(given, Iterable):
         raise MeshError(f"{what} {shown(given)}: give {example}")
     found = tuple(given)
@@ -343,13 +343,11 @@ def _per_axis(what: str, given: object, shape: tuple[int, ...], example: str) ->
 
 
 def _check_names(names: Sequence[str] | None, shape: tuple[int, ...]) -> tuple[str, ...] | None:
-    if names is None:
-        return None
     found = _per_axis("axis names", names, shape, "a sequence, as in ('dp', 'tp')")
-    for name in found:
+    for name in found or ():
         if not (isinstance(name, str) and name.isidentifier()):
             raise MeshError(f"axis name {shown(name)}: use letters, digits and '_', no digit first")
-    if len(set(found)) != len(found):
+    if found and len(set(found)) != len(found):
         raise MeshError(f"axis names {found} repeat; every name must be distinct")
     return found
 
@@ -357,9 +355,9 @@ def _check_names(names: Sequence[str] | None, shape: tuple[int, ...]) -> tuple[s
 def _check_links(
     what: str, values: Sequence[float] | None, shape: tuple[int, ...]
 ) -> tuple[float, ...] | None:
-    if values is None:
-        return None
     found = _per_axis(what, values, shape, "one number per axis, as in (1e-5, 3e-6)")
+    if found is None:
+        return None
     with suppress(TypeError, ValueError, OverflowError):
         seconds = tuple(map(float, found))
         if all(math.isfinite(value) and value >= 0 for value in seconds):

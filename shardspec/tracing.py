@@ -9,7 +9,7 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -23,8 +23,6 @@ from shardspec.layout.cross import common_mesh
 from shardspec.layout.layout import Layout
 from shardspec.layout.plan import step_bytes, step_seconds, step_text
 from shardspec.text import bytes_text, counted, seconds_text, table_text
-
-__all__ = ["StepRecord", "Trace", "log_from_environment", "observers", "report", "trace"]
 
 LOGGER: Final = logging.getLogger("shardspec")
 _LEVELS: Final = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING}
@@ -115,11 +113,12 @@ class Trace:
         One process per rank, or per simulated mesh; times in microseconds of the host's clock, so
         that the files of several ranks line up.
         """
-        names: dict[int, object] = {}
-        steps: list[dict[str, object]] = []
+        ranks, steps = {}, []
         for record in self.records:
             layout, pid = record.before, next(iter(record.devices), -1)
-            names[pid] = {"name": f"rank {_devices_text(record.devices)}"}
+            place = {"pid": pid, "tid": 0}
+            rank = {"name": f"rank {_devices_text(record.devices)}"}
+            ranks[pid] = {"name": "process_name", "ph": "M", **place, "args": rank}
             facts = {
                 "from": str(layout.labelled_spec),
                 "to": str(record.after.labelled_spec),
@@ -131,13 +130,9 @@ class Trace:
             }
             start = (record.started_s - self.opened + self._clock) * 1e6
             kind = "gradient" if record.backward else "conversion"
-            event = {"name": step_text(record.step), "cat": kind, "ph": "X", "pid": pid, "tid": 0}
-            steps.append(event | {"ts": start, "dur": record.seconds * 1e6, "args": facts})
-        named: list[dict[str, object]] = [
-            {"name": "process_name", "ph": "M", "pid": pid, "tid": 0, "args": name}
-            for pid, name in names.items()
-        ]
-        return {"displayTimeUnit": "ms", "traceEvents": named + steps}
+            event = {"name": step_text(record.step), "cat": kind, "ph": "X", **place}
+            steps.append({**event, "ts": start, "dur": record.seconds * 1e6, "args": facts})
+        return {"displayTimeUnit": "ms", "traceEvents": [*ranks.values(), *steps]}
 
     def save(self, path: Path | str) -> None:
         """Write `as_chrome` as JSON; in a job, each rank names a file of its own."""
@@ -174,18 +169,14 @@ def trace() -> Iterator[Trace]:
         _OPEN.reset(token)
 
 
-def observers() -> tuple[Trace, ...] | None:
-    """Return the open traces, or None where nothing is traced or logged."""
-    opened = _OPEN.get()
-    return opened if opened or LOGGER.isEnabledFor(logging.DEBUG) else None
+def observers() -> list[Callable[[StepRecord], object]]:
+    """Return what takes the record of each step: open traces, and the log."""
+    taking: list[Callable[[StepRecord], object]] = [each.records.append for each in _OPEN.get()]
+    return [*taking, _log] if LOGGER.isEnabledFor(logging.DEBUG) else taking
 
 
-def report(record: StepRecord, traces: Sequence[Trace]) -> None:
-    """Hand a record to open traces and the log."""
-    for opened in traces:
-        opened.records.append(record)
-    if LOGGER.isEnabledFor(logging.DEBUG):
-        LOGGER.debug("rank %s: %s", _devices_text(record.devices), record)
+def _log(record: StepRecord) -> None:
+    LOGGER.debug("rank %s: %s", _devices_text(record.devices), record)
 
 
 def _numbers(records: Sequence[StepRecord]) -> list[str]:

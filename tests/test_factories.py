@@ -176,7 +176,7 @@ def test_what_does_not_fit():
         ones(2, device_mesh=MESH, sharding_spec="[S2]")
     with pytest.raises(LayoutError, match="one addend per device"):
         zeros(2, device_mesh=MESH, sharding_spec="[R|P0]")
-    with pytest.raises(LayoutError, match="give whole numbers"):
+    with pytest.raises(LayoutError, match="give a sequence of whole numbers"):
         empty(2.5, 3, device_mesh=MESH)  # type: ignore[arg-type]  # the test
     with pytest.raises(LayoutError, match="give a sequence of whole numbers from 0"):
         empty(-2, device_mesh=MESH)

@@ -28,7 +28,7 @@ from shardspec.errors import AxisError, CheckpointError, LayoutError
 from shardspec.layout.layout import Layout, SpecLike, resolve_axes
 from shardspec.layout.spec import ShardingSpec
 from shardspec.mesh import DeviceMesh
-from shardspec.renamed import renamed_argument
+from shardspec.renamed import renamed
 from shardspec.resharding.copies import StoredLayout, flat_state
 from shardspec.resharding.maps import NameMap
 from shardspec.resharding.plan import ReshardPlan, Target, layouts_of, plan_state
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     import torch
 
 
+@renamed(mesh="device_mesh", specs="rules")
 def load_sharded(
     directory: Path | str | Catalog,
     device_mesh: DeviceMesh | None = None,
@@ -49,8 +50,6 @@ def load_sharded(
     rename: Renames = (),
     names: Names | None = None,
     communicator: Communicator | None = None,
-    mesh: DeviceMesh | None = None,
-    specs: Mapping[str, SpecLike] | None = None,
 ) -> dict[str, Any]:
     """Read a checkpoint into this or another mesh and other specs; every rank calls it.
 
@@ -78,8 +77,6 @@ def load_sharded(
         the checkpoint was sharded says nothing of these tensors: give rules.
     communicator
         Who moves shards; as for `DTensor`.
-    mesh, specs
-        Former names of `device_mesh` and `rules`.
 
     Returns
     -------
@@ -113,28 +110,26 @@ def load_sharded(
     """
     from shardspec.comm.process_group import communicator_of
 
-    onto = renamed_argument("load_sharded", "device_mesh", device_mesh, "mesh", mesh)
-    by_rules = renamed_argument("load_sharded", "rules", rules, "specs", specs) or {}
     choice = Choice(include, exclude, rename)
     if into is not None:
-        if onto is not None or by_rules:
+        if device_mesh is not None or rules:
             raise LayoutError("give either a state dict to load into, or a mesh and rules")
         chosen = communicator or rank_state.communicator_of_state(into)
     else:
-        chosen = communicator or communicator_of(onto or rank_state.world_mesh())
+        chosen = communicator or communicator_of(device_mesh or rank_state.world_mesh())
     # In a job all ranks find out together whether each of them can open the checkpoint.
     source = agree(chosen, lambda: mapped(as_catalog(directory), names))
     if into is not None:
         plan = agree(chosen, lambda: _plan_into(source, choice, into, chosen))
     else:
-        target = onto or (communicator.mesh if communicator else source.mesh)
+        target = device_mesh or (communicator.mesh if communicator else source.mesh)
         if target is None:
             raise LayoutError(
                 f"{directory}: the checkpoint does not say which mesh wrote it; give the mesh to "
                 "load into (device_mesh=)"
             )
         chosen = communicator or communicator_of(target)
-        plan = agree(chosen, lambda: _plan_by_rules(source, choice, target, by_rules))
+        plan = agree(chosen, lambda: _plan_by_rules(source, choice, target, rules or {}))
     found = {**agree(chosen, lambda: _read(plan, chosen)), **plan.found}
     return unflatten(plan.paths, lambda name: found.get(name, LEFT_OUT))
 

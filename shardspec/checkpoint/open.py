@@ -23,7 +23,7 @@ _DEPTH: Final = 2
 _MOST_DIRECTORIES: Final = 256
 """Directories that are searched: a wrong path may be that of a whole disk."""
 _SHOWN: Final = 3
-_FILE: Final = Format("a single file", "", re.compile("(?!)"), "")
+_FILE: Final = Format("a single file", "", "")
 """What is a checkpoint by itself; its content says which format it is."""
 
 

@@ -6,6 +6,7 @@ pending mean gets an n-th here, where torch hands on the gradient of the mean.
 """
 
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import lru_cache
 from math import prod
 
@@ -26,8 +27,7 @@ from shardspec.mesh import DeviceMesh
 def layout_of(tensor: TorchDTensor, mesh: DeviceMesh | None = None) -> Layout:
     """Return the layout of a torch DTensor, by default on the mesh that `from_torch` makes.
 
-    Raises as `shardspec.interop.notations.from_placements` and
-    `DeviceMesh.from_torch` do.
+    Raises as `shardspec.interop.notations.from_placements` and `DeviceMesh.from_torch` do.
     """
     found = DeviceMesh.from_torch(tensor.device_mesh) if mesh is None else mesh
     if found.shape != tuple(tensor.device_mesh.shape):
@@ -35,8 +35,9 @@ def layout_of(tensor: TorchDTensor, mesh: DeviceMesh | None = None) -> Layout:
             f"the tensor is on a torch mesh of shape {tuple(tensor.device_mesh.shape)}, but mesh "
             f"{found} has shape {found.shape}"
         )
-    # Only torch's spec has the order, from version 2.10 on.
-    order = getattr(tensor._spec, "shard_order", None)
+    # Only torch's spec has the order, from version 2.10 on; that of strided shards is in their
+    # split factors.
+    order = None if is_strided(tensor) else getattr(tensor._spec, "shard_order", None)
     return _layout(found, tensor.placements, order, tensor.shape, tensor.dtype)
 
 
@@ -48,18 +49,13 @@ def _layout(
     shape: torch.Size,
     dtype: torch.dtype,
 ) -> Layout:
-    # The order of strided shards is in their split factors.
-    kept = None if order is None or _any_strided(placements) else dict(order)
+    kept = None if order is None else dict(order)
     return Layout(mesh, from_placements(placements, shape, mesh, shard_order=kept), shape, dtype)
 
 
 def is_strided(tensor: TorchDTensor) -> bool:
     """Whether torch has strided shards, as for S10."""
-    return _any_strided(tensor.placements)
-
-
-def _any_strided(placements: tuple[Placement, ...]) -> bool:
-    return any(isinstance(placement, _StridedShard) for placement in placements)
+    return any(isinstance(placement, _StridedShard) for placement in tensor.placements)
 
 
 def local_of(tensor: TorchDTensor) -> torch.Tensor:
@@ -88,13 +84,23 @@ def torch_dtensor(
             "finish one of them first"
         )
     means = [mesh.shape[int(p.axis)] for p in layout.spec.partials if p.op == "avg"]
-    return TorchDTensor.from_local(
+    shape, order = layout.global_shape, list(range(len(layout.global_shape)))
+    if shard.dim() == len(shape):  # dims lie in memory as in the shard
+        order.sort(key=shard.stride().__getitem__, reverse=True)
+    return _from_shard(
         _with_gradient_times(shard, 1 / prod(means)),
         torch_mesh,
         to_placements(layout.spec, mesh),
-        run_check=False,
-        shape=torch.Size(layout.global_shape),
-        stride=_global_stride(shard, layout.global_shape),
+        torch.empty_permuted(shape, order, device="meta"),
+    )
+
+
+def _from_shard(
+    shard: torch.Tensor, mesh: TorchMesh, placements: Sequence[Placement], like: torch.Tensor
+) -> TorchDTensor:
+    shape, stride = like.shape, like.stride()
+    return TorchDTensor.from_local(
+        shard, mesh, placements, run_check=False, shape=shape, stride=stride
     )
 
 
@@ -105,16 +111,19 @@ def in_our_words(tensor: TorchDTensor) -> TorchDTensor:
     over a sharded dim, are gathered. A pending min, max or prod is finished where its gradient is
     tracked, which torch has and a conversion here has not.
     """
-    kept = _kept_of(tensor.placements, tensor.requires_grad)
+    # Whether a spec has each placement, and a gradient passes it where it has to.
+    kept = [
+        not tensor.requires_grad or p.reduce_op in ("sum", "avg")
+        if type(p) is Partial
+        else type(p) in (Replicate, Shard)
+        for p in tensor.placements
+    ]
     if all(kept):
         return tensor
     if not any(p.is_partial() for p in tensor.placements):
         grid = DeviceMesh(range(tensor.device_mesh.size()), tensor.device_mesh.shape)
-        try:
+        with suppress(LayoutError):
             from_placements(tensor.placements, tensor.dim(), grid)
-        except LayoutError:
-            pass
-        else:
             return tensor
     placements = [
         p if keep else Replicate() for p, keep in zip(tensor.placements, kept, strict=True)
@@ -124,25 +133,8 @@ def in_our_words(tensor: TorchDTensor) -> TorchDTensor:
         return finished
     # torch cannot pass a gradient with a pending sum back to a masked sum; by way of the shard it
     # arrives finished.
-    return TorchDTensor.from_local(
-        finished.to_local(grad_placements=_of_gradient(placements)),
-        tensor.device_mesh,
-        placements,
-        run_check=False,
-        shape=finished.shape,
-        stride=finished.stride(),
-    )
-
-
-@lru_cache(maxsize=4096)
-def _kept_of(placements: tuple[Placement, ...], gradient: bool) -> tuple[bool, ...]:
-    """Whether a spec has each placement, and a gradient passes it where it has to."""
-    return tuple(
-        not gradient or p.reduce_op in ("sum", "avg")
-        if type(p) is Partial
-        else type(p) in (Replicate, Shard)
-        for p in placements
-    )
+    shard = finished.to_local(grad_placements=_of_gradient(placements))
+    return _from_shard(shard, tensor.device_mesh, placements, finished)
 
 
 def _with_gradient_times(tensor: torch.Tensor, factor: float) -> torch.Tensor:
@@ -157,16 +149,3 @@ def _with_gradient_times(tensor: torch.Tensor, factor: float) -> torch.Tensor:
 def _of_gradient(placements: Sequence[Placement]) -> tuple[Placement, ...]:
     """Return the placements of a gradient: nothing is pending."""
     return tuple(Replicate() if p.is_partial() else p for p in placements)
-
-
-def _global_stride(shard: torch.Tensor, global_shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the strides of the global tensor, its dims in the shard's order in memory."""
-    if shard.dim() != len(global_shape):
-        return torch.empty(global_shape, device="meta").stride()
-    own = shard.stride()
-    order = sorted(range(shard.dim()), key=lambda dim: (-own[dim], dim))
-    strides, step = [0] * len(global_shape), 1
-    for dim in reversed(order):
-        strides[dim] = step
-        step *= max(global_shape[dim], 1)
-    return tuple(strides)

@@ -7,7 +7,7 @@ layouts of a mesh of two axes.
 
 import re
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from itertools import chain, combinations, islice, product
 from math import inf
@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor as TorchDTensor
 from torch.distributed.tensor.experimental import implicit_replication
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from shardspec.errors import LayoutError, ShardSpecError
 from shardspec.interop.torch_dtensor import in_our_words, is_strided, layout_of, torch_dtensor
@@ -41,52 +41,61 @@ _Kwargs: TypeAlias = Mapping[str, object]
 
 
 class _Call:
-    """A function and its arguments, DTensors of torch on one mesh, to be tried without data."""
+    """A function of torch and the leaves of its arguments, some of them DTensors on one mesh."""
 
-    def __init__(self, function: _Function, args: _Args, kwargs: _Kwargs, mesh: DeviceMesh) -> None:
-        self._function = function
-        self._leaves, self._structure = tree_flatten((tuple(args), dict(kwargs)))
-        self._places = [i for i, leaf in enumerate(self._leaves) if isinstance(leaf, TorchDTensor)]
-        self.layouts = [layout_of(self._leaves[place], mesh) for place in self._places]
+    def __init__(
+        self, function: _Function, leaves: list[Any], structure: TreeSpec, mesh: DeviceMesh
+    ) -> None:
+        self._function, self._leaves, self._structure = function, leaves, structure
+        self._mesh = mesh
+        self.tensors = [leaf for leaf in leaves if isinstance(leaf, TorchDTensor)]
+
+    def result(self, tensors: Iterable[torch.Tensor]) -> Any:  # noqa: ANN401
+        """Call the function with other tensors in place of the DTensors."""
+        given = iter(tensors)
+        leaves = [next(given) if isinstance(leaf, TorchDTensor) else leaf for leaf in self._leaves]
+        args, kwargs = tree_unflatten(leaves, self._structure)
+        return self._function(*args, **kwargs)
+
+    def layouts(self) -> list[Layout]:
+        """Return the layout of every DTensor."""
+        return [layout_of(tensor, self._mesh) for tensor in self.tensors]
 
     def is_possible(self, layouts: Sequence[Layout]) -> bool:
         """Try it on meta tensors of these layouts; it fails too if it reads values."""
         # With the shapes of this rank: views of shards may be of other shapes on other ranks.
-        rank, tried = dist.get_rank(), list(self._leaves)
-        for place, layout in zip(self._places, layouts, strict=True):
-            given = self._leaves[place]
+        rank, tried = dist.get_rank(), []
+        for given, layout in zip(self.tensors, layouts, strict=True):
             shape = layout.local_shape(rank if rank in layout.mesh else layout.mesh.ids[0])
             empty = torch.empty(shape, dtype=given.dtype, device="meta")
-            tried[place] = torch_dtensor(empty, layout, given.device_mesh)
-        args, kwargs = tree_unflatten(tried, self._structure)
+            tried.append(torch_dtensor(empty, layout, given.device_mesh))
         try:
             with torch.no_grad():
-                self._function(*args, **kwargs)
+                self.result(tried)
         except (*_REFUSALS, IndexError, KeyError):
             return False
         return True
 
-
-def _refusal(name: str, call: _Call, error: Exception) -> LayoutError | None:
-    """Return the error for a call that torch has refused; None where layouts are not the reason."""
-    given = call.layouts
-    replicated = [layout.with_spec(ShardingSpec(layout.spec.dims)) for layout in given]
-    reason = str(error).strip().partition("\n")[0].rstrip(".") + "."
-    if not call.is_possible(replicated):
-        if isinstance(error, NotImplementedError):
+    def refusal(self, name: str, error: Exception) -> LayoutError | None:
+        """Return the error for what torch has refused; None where layouts are not the reason."""
+        given = self.layouts()
+        replicated = [layout.with_spec(ShardingSpec(layout.spec.dims)) for layout in given]
+        reason = str(error).strip().partition("\n")[0].rstrip(".") + "."
+        if not self.is_possible(replicated):
+            if not isinstance(error, NotImplementedError):
+                return None
             return LayoutError(
                 f"{name}: torch {torch.__version__} has no rule for it on DTensors, on any "
                 f"layout ({reason}); do it on to_global()"
             )
-        return None
-    if call.is_possible(given):
-        return None
-    accepted = filter(call.is_possible, islice(_nearest(given), _MOST_TRIALS))
-    found: list[Sequence[Layout]] = [*islice(accepted, _SHOWN)] or [replicated]
-    return LayoutError(
-        f"{name} is not possible on {_text(given)}: {reason} It is on "
-        f"{', '.join(map(_text, found))}; redistribute first"
-    )
+        if self.is_possible(given):
+            return None
+        accepted = filter(self.is_possible, islice(_nearest(given), _MOST_TRIALS))
+        found: list[Sequence[Layout]] = [*islice(accepted, _SHOWN)] or [replicated]
+        return LayoutError(
+            f"{name} is not possible on {_text(given)}: {reason} It is on "
+            f"{', '.join(map(_text, found))}; redistribute first"
+        )
 
 
 def _nearest(given: Sequence[Layout]) -> Iterator[tuple[Layout, ...]]:
@@ -105,12 +114,10 @@ def _nearest(given: Sequence[Layout]) -> Iterator[tuple[Layout, ...]]:
 
 def _moved(layout: Layout, axis: int, dim: int | None) -> Layout:
     """Return the layout where an axis shards another dim or none; the axes of each dim ascend."""
-    held = layout.spec.dim_partition_dict.items()
-    by_dim = {d: sorted({*axes} - {axis}, key=int) for d, axes in held}
-    if dim is not None:
-        by_dim[dim] = sorted([*by_dim.get(dim, []), axis], key=int)
-    partial = {a: op for a, op in layout.spec.partial.items() if a != axis}
-    return layout.with_spec(ShardingSpec(layout.spec.dims, by_dim, partial=partial))
+    spec, by_dim = layout.spec.without_partial([axis]), {}
+    for d, cut in enumerate(spec.dim_specs):
+        by_dim[d] = sorted({*cut.axes, axis} if d == dim else {*cut.axes} - {axis}, key=int)
+    return layout.with_spec(ShardingSpec(spec.dims, by_dim, partial=spec.partial))
 
 
 def _text(layouts: Sequence[Layout]) -> str:
@@ -136,22 +143,21 @@ class ExplainedRefusals(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: _Function, _types: object, args: _Args = (), kwargs: _Kwargs | None = None
     ) -> object:
         """Call the operation; explain the error if it is refused."""
-        kwargs = kwargs or {}
+        kwargs, found = kwargs or {}, None
         try:
             with implicit_replication():
                 return func(*args, **kwargs)
         except ShardSpecError:
             raise
         except _REFUSALS as error:
-            leaves = tree_leaves((tuple(args), dict(kwargs)))
+            leaves, structure = tree_flatten((args, kwargs))
             meshes = {leaf.device_mesh for leaf in leaves if isinstance(leaf, TorchDTensor)}
-            found = None
             # Where no spec expresses the layout, torch's own error has to do.
             with suppress(ShardSpecError):
                 if len(meshes) == 1:
-                    call = _Call(func, args, kwargs, DeviceMesh.from_torch(meshes.pop()))
+                    call = _Call(func, leaves, structure, DeviceMesh.from_torch(meshes.pop()))
                     name = str(func).removeprefix("aten.").split(".")[0]
-                    found = _refusal(f"{name} on the way back", call, error)
+                    found = call.refusal(f"{name} on the way back", error)
             if found is None:
                 raise
             raise found from None
@@ -230,11 +236,7 @@ _RANDOM: Final = re.compile(
 
 
 def apply(function: _Function, args: _Args, kwargs: _Kwargs) -> Any:  # noqa: ANN401
-    """Call a torch function with DTensors among its arguments, which may be nested.
-
-    Raises `LayoutError` if the tensors are on different meshes, one of them is a plain tensor with
-    dims, or torch has no rule for their layouts; `CommunicatorError` if there is no job.
-    """
+    """Call a torch function with DTensors among its arguments, which may be nested."""
     name = getattr(function, "__name__", str(function))
     shown = name.strip("_")
     leaves, structure = tree_flatten((tuple(args), dict(kwargs)))
@@ -249,77 +251,70 @@ def apply(function: _Function, args: _Args, kwargs: _Kwargs) -> Any:  # noqa: AN
                     "torch.no_grad(), or without writing in place"
                 )
     for leaf in leaves:
-        _check_mesh(shown, leaf, first)
-    for tensor in sharded:
-        # torch would take them as strided shards, for which most of its rules fail.
-        tensor.layout.spec.check_plain("torch's operators")
-    known = {id(tensor): tensor.to_torch() for tensor in sharded}
-    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in known.values()):
+        _check_leaf(shown, leaf, first)
+    owners = {id(tensor.to_torch()): tensor for tensor in reversed(sharded)}
+    leaves = [leaf.to_torch() if isinstance(leaf, TensorLike) else leaf for leaf in leaves]
+    call = _Call(function, leaves, structure, mesh)
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in call.tensors):
         _check_gradient(shown, args, kwargs)
-    for leaf in leaves:
-        if isinstance(leaf, torch.Tensor) and not isinstance(leaf, TorchDTensor):
-            copies = dict.fromkeys(first.communicator.addressable, leaf)
-            check_copies(first.communicator, copies, f"{shown}: a plain tensor without dims")
-
-    torch_leaves = [known.get(id(leaf), leaf) for leaf in leaves]
-    torch_args, torch_kwargs = tree_unflatten(torch_leaves, structure)
     try:
         with ExitStack() as stack:
             stack.enter_context(implicit_replication())  # of plain tensors that torch makes
-            if known[id(first)].device_mesh.device_type == "cpu":
+            if first.to_torch().device_mesh.device_type == "cpu":
                 if name in _ATTENTION:
                     # The fused kernel for the CPU has no rule, but its matrix products have.
                     stack.enter_context(sdpa_kernel(SDPBackend.MATH))
-                if _draws(name, torch_args, torch_kwargs):
+                if _draws(name, args, kwargs):
                     stack.enter_context(_same_numbers(first, kwargs.get("generator")))
             if function in _GOING_BACK:
                 # torch leaves the constructor untyped.
                 stack.enter_context(ExplainedRefusals())  # type: ignore[no-untyped-call]
-            if any(map(is_strided, known.values())):
+            if any(map(is_strided, call.tensors)):
                 stack.enter_context(_RefusedStridedViews(shown))
-            result = function(*torch_args, **torch_kwargs)
+            result = call.result(call.tensors)
     except ShardSpecError:
         raise
     except _REFUSALS as error:
-        found = _refusal(shown, _Call(function, torch_args, torch_kwargs, mesh), error)
+        found = call.refusal(shown, error)
         if found is None:
             raise
         raise found from None
 
+    numbers = any(isinstance(leaf, int | float | complex) for leaf in tree_leaves(result))
+    if numbers and not call.is_possible(call.layouts()):
+        # It reads values. torch would read this rank's shard, or its addend.
+        return call.result(tensor.full_tensor().detach() for tensor in call.tensors)
+
     def ours(leaf: object) -> object:
         if not isinstance(leaf, TorchDTensor):
             return leaf
-        for tensor in sharded:
-            if known[id(tensor)] is leaf:
-                tensor.follow(leaf)
-                return tensor
-        return first._wrap(in_our_words(leaf))
+        if id(leaf) not in owners:
+            return first._wrap(in_our_words(leaf))
+        owners[id(leaf)].follow(leaf)
+        return owners[id(leaf)]
 
-    if any(isinstance(leaf, int | float | complex) for leaf in tree_leaves(result)):
-        call = _Call(function, torch_args, torch_kwargs, mesh)
-        if not call.is_possible(call.layouts):
-            # It reads values. torch would read this rank's shard, or its addend.
-            global_args, global_kwargs = tree_map(_gathered, (torch_args, torch_kwargs))
-            return function(*global_args, **global_kwargs)
     return tree_map(ours, result)
 
 
-def _gathered(leaf: object) -> object:
-    return leaf.full_tensor().detach() if isinstance(leaf, TorchDTensor) else leaf
-
-
-def _check_mesh(name: str, leaf: object, first: TensorLike) -> None:
+def _check_leaf(name: str, leaf: object, first: TensorLike) -> None:
     """Refuse tensors on other meshes, and plain ones with dims, which may differ by rank."""
     mesh, other = first.layout.mesh, ""
-    if isinstance(leaf, TensorLike) and leaf.layout.mesh != mesh:
-        other = f"on mesh {leaf.layout.mesh} of ids {leaf.layout.mesh.ids}"
-    elif isinstance(leaf, TorchDTensor) and leaf.device_mesh != first.to_torch().device_mesh:
-        other = f"is a torch DTensor on {leaf.device_mesh}"
-    elif isinstance(leaf, torch.Tensor) and not isinstance(leaf, TorchDTensor) and leaf.dim() > 0:
-        raise LayoutError(
-            f"{name}: a plain tensor of shape {tuple(leaf.shape)} is mixed with a DTensor; shard "
-            "or replicate it first, by distribute_tensor"
-        )
+    if isinstance(leaf, TensorLike):
+        if leaf.layout.mesh != mesh:
+            other = f"on mesh {leaf.layout.mesh} of ids {leaf.layout.mesh.ids}"
+        # torch would take others as strided shards, for which most of its rules fail.
+        leaf.layout.spec.check_plain("torch's operators")
+    elif isinstance(leaf, TorchDTensor):
+        if leaf.device_mesh != first.to_torch().device_mesh:
+            other = f"is a torch DTensor on {leaf.device_mesh}"
+    elif isinstance(leaf, torch.Tensor):
+        if leaf.dim() > 0:
+            raise LayoutError(
+                f"{name}: a plain tensor of shape {tuple(leaf.shape)} is mixed with a DTensor; "
+                "shard or replicate it first, by distribute_tensor"
+            )
+        copies = dict.fromkeys(first.communicator.addressable, leaf)
+        check_copies(first.communicator, copies, f"{name}: a plain tensor without dims")
     if other:
         raise LayoutError(
             f"{name}: one tensor is on mesh {mesh} of ids {mesh.ids}, another {other}; bring them "
@@ -340,8 +335,7 @@ def _same_numbers(tensor: TensorLike, generator: object) -> Iterator[None]:
 
     torch's DTensor does so on CUDA only. The seed is drawn on the first device of the mesh, from
     `generator` or torch's own for the CPU, which are afterwards where one number more leaves them,
-    on every rank. The numbers depend on mesh and spec, unlike those of `shardspec.rand`. Every rank
-    of the mesh takes part.
+    on every rank. The numbers depend on mesh and spec, unlike those of `shardspec.rand`.
     """
     source = generator if isinstance(generator, torch.Generator) else torch.default_generator
     own = int(torch.randint(2**48, (), generator=source))

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import torch
 import torch.distributed as dist
+from torch.overrides import handle_torch_function
 
 from shardspec.comm.communicator import Communicator
 from shardspec.errors import CommunicatorError, LayoutError
@@ -65,13 +66,23 @@ class TensorLike:
     _is_param = _SetByModules()
     persistent = _SetByModules()
 
+    def __init__(
+        self,
+        layout: Layout,
+        communicator: Communicator,
+        shards: dict[int, torch.Tensor] | None,
+        tensor: "TorchDTensor | None" = None,
+    ) -> None:
+        self.layout, self.communicator = layout, communicator
+        self._shards, self._torch, self._history = shards, tensor, None
+
     def _wrap(self, tensor: "TorchDTensor") -> "TensorLike":
         """Return torch's DTensor as one of the subclass, on the mesh of this one."""
         raise NotImplementedError
 
     def _call(self, function: Callable[..., Any], *args: object, **kwargs: object) -> Any:  # noqa: ANN401
         """Call a function of torch on this and more arguments."""
-        raise NotImplementedError
+        return handle_torch_function(function, (self,), self, *args, **kwargs)
 
     @property
     def shape(self) -> torch.Size:

@@ -96,12 +96,11 @@ def distribute_module(
         Layout(device_mesh, spec, tensor.shape, tensor.dtype)
     watched = _matched_modules(module, outputs or {}, device_mesh)
     made: dict[int, torch.Tensor] = {}
-    for name, owner, own_name, tensor in tensors:
+    for name, owned, own_name, tensor in tensors:
         if id(tensor) not in made:
             made[id(tensor)] = _sharded(tensor, device_mesh, specs.get(name), src_rank)
         # As torch's own distribute_module does: a parameter of another class cannot be assigned.
-        place = owner._parameters if own_name in owner._parameters else owner._buffers
-        place[own_name] = made[id(tensor)]  # type: ignore[assignment]  # both are dicts of tensors
+        owned[own_name] = made[id(tensor)]
     for submodule in module.modules():
         if isinstance(submodule, _DropoutNd):
             dropout = _DropoutHooks()
@@ -203,12 +202,13 @@ def _for_dims(spec: ShardingSpec, dims: int) -> ShardingSpec:
     return ShardingSpec(dims, dict(enumerate(spec.dim_specs)), partial=spec.partial)
 
 
-def _tensors(module: nn.Module) -> Iterator[tuple[str, nn.Module, str, torch.Tensor]]:
-    """Yield parameters and buffers: full name, owner, name there, tensor; shared ones twice."""
-    for prefix, owner in module.named_modules(remove_duplicate=True):
-        for own_name, tensor in (*owner._parameters.items(), *owner._buffers.items()):
-            if tensor is not None:
-                yield f"{prefix}.{own_name}" if prefix else own_name, owner, own_name, tensor
+def _tensors(module: nn.Module) -> Iterator[tuple[str, dict[str, Any], str, torch.Tensor]]:
+    """Yield parameters and buffers: name, their dict, name there, tensor; shared ones twice."""
+    for prefix, owner in module.named_modules():
+        for owned in (owner._parameters, owner._buffers):
+            for own_name, tensor in owned.items():
+                if tensor is not None:
+                    yield f"{prefix}.{own_name}" if prefix else own_name, owned, own_name, tensor
 
 
 def _matched_modules(

@@ -273,17 +273,18 @@ def pending():
 
 def test_former_names_of_arguments_are_taken_with_a_warning(tmp_path):
     mesh = DeviceMesh(range(2), (2,))
+    former: Any = load_sharded
     save_sharded({"w": torch.arange(4)}, tmp_path)
     with pytest.warns(
         DeprecationWarning, match="load_sharded takes device_mesh= in place of mesh="
     ):
-        loaded = load_sharded(tmp_path, mesh=mesh)
+        loaded = former(tmp_path, mesh=mesh)
     assert loaded["w"].layout.mesh == mesh
     with pytest.warns(DeprecationWarning, match="takes rules= in place of specs="):
-        loaded = load_sharded(tmp_path, mesh, specs={"w": "[S0]"})
+        loaded = former(tmp_path, mesh, specs={"w": "[S0]"})
     assert str(loaded["w"].layout.spec) == "[S0]"
     with (
         pytest.warns(DeprecationWarning, match="specs="),
         pytest.raises(ShardSpecError, match="given both rules= and specs=; leave out specs="),
     ):
-        load_sharded(tmp_path, mesh, {"w": "[R]"}, specs={"w": "[S0]"})
+        former(tmp_path, mesh, {"w": "[R]"}, specs={"w": "[S0]"})

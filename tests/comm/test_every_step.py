@@ -39,7 +39,14 @@ def shuffled(mesh_shape):
     return DeviceMesh(ids + 3, mesh_shape)
 
 
-@pytest.mark.parametrize(("mesh_shape", "shape"), PLAIN, ids=str)
+@pytest.mark.parametrize(
+    ("mesh_shape", "shape"),
+    [
+        pytest.param(*case, marks=[pytest.mark.exhaustive] if case == ((2, 2, 2), (11, 5)) else [])
+        for case in PLAIN
+    ],
+    ids=str,
+)
 def test_moves(mesh_shape, shape):
     mesh = shuffled(mesh_shape)
     layouts = [Layout(mesh, s, shape, "int32") for s in plain_specs(len(shape), mesh.ndim)]

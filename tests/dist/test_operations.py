@@ -231,6 +231,7 @@ def refused(mesh):
         *on_the_way_back(mesh),
         told(lambda: F.mse_loss(leaf, t)),
         told(lambda: F.huber_loss(t, leaf)),
+        told(lambda: F.mse_loss(t, leaf.to_torch())),
         told(lambda: leaf.amax()),
         told(lambda: leaf.norm(float("inf"))),
         told(lambda: torch.linalg.vector_norm(leaf, -float("inf"))),
@@ -333,6 +334,7 @@ REFUSALS = [
         for name, remedy in [
             ("mse_loss", "take .mean() of its result with reduction='none', or detach its"),
             ("huber_loss", "take .mean()"),
+            ("mse_loss", "take .mean()"),
             ("amax", "name the dims, as in amax((0, 1))"),
             ("norm", "use .abs().amax() or .abs().amin() with the dims named"),
             ("linalg_vector_norm", "use .abs().amax()"),

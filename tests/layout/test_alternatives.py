@@ -129,7 +129,14 @@ def test_every_pair_of_two_axes(link_model, shape, pending):
     assert pairs == {"": 110, "|P1": 39, "|P01": 17}[pending]
 
 
-@pytest.mark.parametrize(("shape", "pending"), [((64, 128), ""), ((7, 5), ""), ((64, 64), "|P2")])
+@pytest.mark.parametrize(
+    ("shape", "pending"),
+    [
+        pytest.param((64, 128), "", marks=pytest.mark.exhaustive),
+        ((7, 5), ""),
+        pytest.param((64, 64), "|P2", marks=pytest.mark.exhaustive),
+    ],
+)
 def test_pairs_of_three_axes(shape, pending):
     mesh = DeviceMesh(range(8), (2, 2, 2))
     tensor = Layout(mesh, f"[R,R{pending}]", shape, "float32")

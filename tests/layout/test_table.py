@@ -21,7 +21,7 @@ FAST, SLOW = Link(3.4e-6, 1 / 362e9), Link(1.4e-5, 1 / 48e9)
     [
         ((2, 3), (600, 36)),
         ((2, 3), (7, 5)),
-        ((2, 2, 2), (64, 4096)),
+        pytest.param((2, 2, 2), (64, 4096), marks=pytest.mark.exhaustive),
         ((2, 4), (8, 16, 24)),
         ((1, 2), (600, 36)),
         ((2, 1), (7, 5)),
@@ -276,7 +276,11 @@ def test_orbits_are_permutations_of_alike_axes_too():
 
 
 @pytest.mark.parametrize(
-    ("mesh_shape", "shape"), [((2, 4, 2, 4), (64, 128, 192, 64)), ((8, 8, 8), (513, 4096, 100))]
+    ("mesh_shape", "shape"),
+    [
+        ((2, 4, 2, 4), (64, 128, 192, 64)),
+        pytest.param((8, 8, 8), (513, 4096, 100), marks=pytest.mark.exhaustive),
+    ],
 )
 def test_large_meshes_have_tables(mesh_shape, shape):
     """Dims that divide evenly, and dims that do not; what a plan says is in the table."""

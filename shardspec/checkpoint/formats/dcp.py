@@ -21,7 +21,7 @@ from itertools import pairwise
 from math import prod
 from operator import attrgetter
 from pathlib import Path
-from typing import Final, TypeAlias, TypeGuard
+from typing import Any, Final, TypeAlias, TypeGuard
 
 from shardspec.boxes import Box, box_shape, box_size, row_major_boxes
 from shardspec.checkpoint import catalog
@@ -142,6 +142,7 @@ def _read_value(name: str, place: StoredObject) -> object:
             return catalog.OpaqueValue(f"an object that is not read: {error}")
 
 
+@unpickler.no_collection()
 def open_dcp(directory: Path) -> catalog.Catalog:
     """Read the metadata, and check that its files exist and have the right length."""
     path = file_inside(directory, METADATA_NAME, directory)
@@ -155,10 +156,11 @@ def open_dcp(directory: Path) -> catalog.Catalog:
     for place in places.values():
         by_file.setdefault(place.path, []).append(place)
     files = sorted(by_file, key=attrgetter("name"))
-    ranks = {}
-    for number, file in enumerate(files):
-        match = names.DCP_OF_A_RANK.fullmatch(file.name)
-        ranks[file] = number if match is None else int(match[1])
+    said = map(names.DCP_OF_A_RANK.fullmatch, (file.name for file in files))
+    ranks = {
+        file: int(match[1]) if match else number
+        for number, (file, match) in enumerate(zip(files, said, strict=True))
+    }
     tensors: dict[str, Outline[_Chunk]] = {}
     others: dict[str, StoredObject] = {}
     repeated = False
@@ -193,7 +195,7 @@ def open_dcp(directory: Path) -> catalog.Catalog:
     return _DcpCatalog(directory, tensors, others, files)
 
 
-def _check_file(path: Path, places: list[StoredObject], *, exact: bool) -> None:
+def _check_file(path: Path, places: Sequence[StoredObject], *, exact: bool) -> None:
     if not path_exists(path):
         raise CheckpointError(
             f"{path}: is missing, but {METADATA_NAME} lists {len(places)} entries in it; restore "
@@ -218,14 +220,14 @@ def _check_file(path: Path, places: list[StoredObject], *, exact: bool) -> None:
 
 
 _HOME: Final = "torch.distributed.checkpoint"
-_OLD_HOME: Final = "torch.distributed._shard.sharded_tensor.metadata"
 _PATHS: Final = "PosixPath PurePosixPath WindowsPath PureWindowsPath"
 _KINDS: Final = {
     f"{_HOME}.metadata": (
         "Metadata StorageMeta TensorProperties TensorStorageMetadata BytesStorageMetadata "
         "ChunkStorageMetadata MetadataIndex _MEM_FORMAT_ENCODING"
     ),
-    _OLD_HOME: "TensorProperties MEM_FORMAT_ENCODING",  # of torch 2.2 and before
+    # Of torch 2.2 and before.
+    "torch.distributed._shard.sharded_tensor.metadata": "TensorProperties MEM_FORMAT_ENCODING",
     f"{_HOME}.filesystem": "_StorageInfo _StoragePrefix",
     # The plans by which ranks wrote, which Megatron-core 0.10 to 0.16 keeps; they are not needed.
     f"{_HOME}.planner": "SavePlan WriteItem WriteItemType TensorWriteData BytesIOWriteData",
@@ -266,29 +268,26 @@ def _read_metadata(path: Path) -> tuple[dict[object, object], _Places, dict[obje
     root = unpickler.unpickle(data, _NAMES, path, "metadata")
     if not isinstance(root, Record) or root.name not in ("Metadata", "MCoreMetadata"):
         raise CheckpointError(f"{path}: is not metadata of a torch distributed checkpoint")
-    flat = root.get("mcore_data") or {}
-    match root.get("state_dict_metadata"), root.get("storage_data"), flat:
-        case (dict() as entries, dict() as storage, dict()):
+    match root.get("state_dict_metadata"), root.get("storage_data"), root.get("mcore_data") or {}:
+        case (dict() as entries, dict() as storage, dict() as flat):
             return entries, _places(storage, path), flat
     raise CheckpointError(f"{path}: lacks its list of entries or of files; it is damaged")
 
 
-def _places(storage: dict[object, object], path: Path) -> _Places:
+def _places(storage: Mapping[Any, Any], path: Path) -> _Places:
     """Return where each entry is stored."""
     places: _Places = {}
     files: dict[str, Path] = {}
     for index, info in storage.items():
         try:
-            match index, info:
-                case (
-                    Record(state={"fqn": str() as name}),
-                    Record(state={"relative_path": str() as file, "offset": start, "length": size}),
-                ) if is_size(start) and is_size(size) and (file in files or _is_text(file)):
-                    at = index.get("offset")
-                    offsets = None if at is None else _sizes(at)
-                case _:
-                    raise ValueError
-        except (TypeError, ValueError):
+            key, place = index.state, info.state
+            name, at, file = key["fqn"], key.get("offset"), place["relative_path"]
+            start, size = place["offset"], place["length"]
+            offsets = None if at is None else _sizes(at)
+            known = file in files or _is_text(file)
+            if not (known and isinstance(name, str) and is_size(start) and is_size(size)):
+                raise ValueError
+        except (AttributeError, KeyError, TypeError, ValueError):
             raise CheckpointError(
                 f"{path}: storage_data has an entry without a name, file, offset or length; it is "
                 "damaged"
@@ -296,7 +295,7 @@ def _places(storage: dict[object, object], path: Path) -> _Places:
         if file not in files:
             files[file] = file_inside(path.parent, file, path)
         places[name, offsets] = StoredObject(files[file], start, size)
-        if transforms := info.get("transform_descriptors"):
+        if transforms := place.get("transform_descriptors"):
             raise CheckpointError(
                 f"{path}: entry {name!r} was transformed when it was written "
                 f"({transforms!r:.100}); load it with torch and save it again without _extensions"
@@ -307,10 +306,7 @@ def _places(storage: dict[object, object], path: Path) -> _Places:
 def _outline(
     name: str, entry: Record, places: _Places, ranks: Mapping[Path, int], flat: object
 ) -> tuple[Outline[_Chunk], bool]:
-    """Return what the metadata says of a tensor, and whether it lists a chunk twice.
-
-    Raises `ValueError` if it is contradictory. Versions of torch list replicas twice.
-    """
+    """Return what the metadata says of a tensor, and whether it lists a chunk twice."""
     match entry.get("properties"), entry.get("chunks"):
         case (Record(state=(Global(name=dtype), *_)), list() as listed):
             shape, item = values.sizes_of(entry.get("size")), 0
@@ -340,9 +336,9 @@ def _outline(
         repeated |= box in found
         found[box] = _Chunk(box, (), ranks[place.path], place.path, place, sizes)
     chunks = tuple(found.values())
+    if flat in (None, {}):
+        return Outline(name, shape, dtype, None, (), chunks), repeated
     match flat:
-        case None | dict() if not flat:
-            return Outline(name, shape, dtype, None, (), chunks), repeated
         case {"nd_reformulated_orig_global_shape": original, **rest} if not rest:
             whole = values.sizes_of(original)
             chunks = tuple(

@@ -2,9 +2,8 @@
 
 With ``HuggingFaceStorageWriter(save_distributed=True)``, rank r writes
 ``shard-{r+1:05}-model-{i:05}-of-{n:05}.safetensors`` for every i of the n files of the merged model
-for which it has something; every box once, with its offsets in the global tensor. **Nothing says
-how large that is, nor how many ranks there were**: without the last shards everything looks like a
-smaller model. So the extent of the boxes counts as the shape only if one of these confirms it:
+for which it has something. **Nothing says how large the tensors are, nor how many ranks there
+were.** So the extent of the boxes counts as the shape only if one of these confirms it:
 
 - the caller says how many ranks have written files (`ranks`), and as many are there;
 - the shards of several ranks, whose numbers and boxes leave no gap and whose sizes are those of
@@ -12,11 +11,9 @@ smaller model. So the extent of the boxes counts as the shape only if one of the
 - merged tensors of the same names, shapes and dtypes above the shards, whose folder is called
   ``sharded``: torch writes them with ``enable_consolidation=True``.
 
-Not detected: a wrong `ranks`; files of another save with the same names and boxes; changed bytes.
 Source: hf_storage.py and _hf_utils.py of torch/distributed/checkpoint, torch 2.8 to 2.13.
 """
 
-from collections.abc import Mapping
 from itertools import product
 from pathlib import Path
 from typing import TypeAlias
@@ -31,8 +28,7 @@ from shardspec.checkpoint.catalog import (
 )
 from shardspec.checkpoint.formats import safetensors
 from shardspec.checkpoint.formats.names import DCP_HF, DCP_HF_SHARD, is_data_file, is_index
-from shardspec.checkpoint.formats.safetensors import Header, read_header
-from shardspec.checkpoint.source_files import SourceFile, prefetch_depth, prefetch_map
+from shardspec.checkpoint.source_files import prefetch_depth, prefetch_map
 from shardspec.checkpoint.store import file_inside
 from shardspec.errors import CheckpointError
 
@@ -63,9 +59,15 @@ def open_dcp_hf(directory: Path, *, ranks: int | None = None) -> ListedCatalog:
             "move the shards into a folder of their own, called 'sharded' if the others are the "
             "same model merged"
         )
-    merged = _merged_above(directory)
-    if merged is not None:
-        said, due = map(_described, (tensors, merged))
+    home, merged = directory.resolve(), None
+    beside = [path.name for path in home.parent.iterdir()] if home.name == "sharded" else []
+    if any(is_index(name) or is_data_file(name) for name in beside):
+        # The merged model that torch has written above the shards.
+        merged = safetensors.open_directory(home.parent).tensors
+        said, due = (
+            {name: f"{found.dtype} of shape {list(found.shape)}" for name, found in held.items()}
+            for held in (tensors, merged)
+        )
         for name in sorted(said.keys() | due.keys()):
             if said.get(name) != due.get(name):
                 raise CheckpointError(
@@ -96,17 +98,18 @@ def open_dcp_hf(directory: Path, *, ranks: int | None = None) -> ListedCatalog:
     return found
 
 
-def _described(tensors: Mapping[str, StoredTensor]) -> dict[str, str]:
-    return {name: f"{found.dtype} of shape {list(found.shape)}" for name, found in tensors.items()}
-
-
 def _read(shards: _Shards) -> dict[str, StoredTensor]:
     """Return the tensors, as large as their boxes reach."""
     boxes: dict[str, dict[Box, StoredBox]] = {}
     reach: dict[str, tuple[tuple[int, ...], str, Path]] = {}
     depth = prefetch_depth(next(iter(shards.values())))
-    with prefetch_map(shards.values(), _header, depth) as headers:
+    with prefetch_map(shards.values(), safetensors.read_offsets, depth) as headers:
         for ((number, _), path), (header, offsets) in zip(shards.items(), headers, strict=True):
+            if offsets is None:
+                raise CheckpointError(
+                    f"{path}: is named like a shard but does not say where its tensors belong (no "
+                    "DCP_SHARDING_INFO in its metadata); the file was changed, restore it"
+                )
             for name, own_dtype, sizes, offset, _ in header.entries:
                 ends = tuple(lo + size for lo, size in zip(offsets[name], sizes, strict=True))
                 before, dtype, other = reach.setdefault(name, (ends, own_dtype, path))
@@ -131,27 +134,6 @@ def _read(shards: _Shards) -> dict[str, StoredTensor]:
         )
         for name, (shape, dtype, _) in reach.items()
     }
-
-
-def _header(path: Path) -> tuple[Header, Mapping[str, tuple[int, ...]]]:
-    with SourceFile(path) as file:
-        header = read_header(file)
-    offsets = safetensors.saved_offsets(path, header)
-    if offsets is None:
-        raise CheckpointError(
-            f"{path}: is named like a shard but does not say where its tensors belong "
-            "(no DCP_SHARDING_INFO in its metadata); the file was changed, restore it"
-        )
-    return header, offsets
-
-
-def _merged_above(directory: Path) -> Mapping[str, StoredTensor] | None:
-    """Return the merged model that torch has written above the shards, if it has."""
-    home = directory.resolve()
-    beside = [path.name for path in home.parent.iterdir()] if home.name == "sharded" else []
-    if any(is_index(name) or is_data_file(name) for name in beside):
-        return safetensors.open_directory(home.parent).tensors
-    return None
 
 
 def _check_ranks(directory: Path, known: set[int], ranks: int | None) -> None:

@@ -3,12 +3,11 @@
 Source: torch/distributed/checkpoint/metadata.py, filesystem.py and default_planner.py.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache, partial
 from io import BytesIO
 from itertools import chain
-from math import prod
-from typing import Final, NamedTuple, TypeAlias
+from typing import Final, TypeAlias
 from zipfile import BadZipFile, ZipFile
 from zlib import error as ZlibError
 
@@ -16,10 +15,10 @@ from shardspec.boxes import Box, box_shape
 from shardspec.checkpoint import targets
 from shardspec.checkpoint.catalog import StoredObject
 from shardspec.checkpoint.formats.names import METADATA_NAME
+from shardspec.checkpoint.formats.torch_file import state_file
 from shardspec.checkpoint.source_files import SourceFile
 from shardspec.checkpoint.torch_files import writer
 from shardspec.checkpoint.torch_files.writer import Call, Made, Name, Pairs
-from shardspec.dtypes import item_bytes
 from shardspec.errors import CheckpointError
 from shardspec.layout.layout import Layout
 from shardspec.mesh import DeviceMesh
@@ -57,8 +56,8 @@ def dcp_target(
         for entry in assigned.pop(rank):
             tensor = by_name[entry.tensor]
             archive = _archive(box_shape(entry.box), tensor.dtype)
-            extents.append(targets.Extent(tensor, entry.box, end + len(archive.head)))
-            raw.append(targets.RawBytes(end, archive.head))
+            extents.append(targets.Extent(tensor, entry.box, end + archive.extents[0].offset))
+            raw.append(targets.RawBytes(end, archive.raw[0].data))
             chunks[tensor.name].append((entry.box, (file, end, archive.num_bytes)))
             end += archive.num_bytes
         for name, value in others.items() if rank == mesh.ids[0] else ():
@@ -76,43 +75,31 @@ def dcp_target(
     return targets.Target(tuple(files), directory=True, last=last, digested=True)
 
 
-class _Archive(NamedTuple):
-    """What torch.save writes for a tensor; it depends on shape and dtype only."""
-
-    plan: writer.ZipPlan
-    head: bytes
-    """What comes before the bytes of the tensor."""
-    num_bytes: int
-
-
 @lru_cache(64)  # a model has few shapes
-def _archive(shape: tuple[int, ...], dtype: str) -> _Archive:
-    plan = writer.ZipPlan()
-    size = prod(shape) * item_bytes(dtype)
-    writer.add_state(plan, writer.tensor_value(shape, dtype, "0"), [("0", size)])
-    return _Archive(plan, plan.pieces()[0].made(), plan.num_bytes)
+def _archive(shape: tuple[int, ...], dtype: str) -> targets.OutputFile:
+    """Return what torch.save writes for a tensor; it depends on shape and dtype only."""
+    tensor = targets.OutputTensor("", "", shape, dtype)
+    return state_file("", writer.tensor_value(shape, dtype, "0"), [tensor])
 
 
 def _trailer(extents: Sequence[targets.Extent], crcs: Sequence[int]) -> Iterator[targets.RawBytes]:
     """Yield what follows tensors, made when it is written: a kilobyte for each."""
+
+    def after(number: int, extent: targets.Extent) -> bytes:
+        archive = _archive(box_shape(extent.box), extent.tensor.dtype)
+        assert archive.trailer is not None, "it has a tensor"
+        (late,) = archive.trailer([crcs[number]])
+        return late.made()
+
     for number, extent in enumerate(extents):
-        yield targets.RawBytes(
-            extent.offset + extent.num_bytes, partial(_tail, extent, crcs, number)
-        )
-
-
-def _tail(extent: targets.Extent, crcs: Sequence[int], number: int) -> bytes:
-    archive = _archive(box_shape(extent.box), extent.tensor.dtype)
-    (after,) = archive.plan.late([crcs[number]])
-    return after.made()
+        end = extent.offset + extent.num_bytes
+        yield targets.RawBytes(end, partial(after, number, extent))
 
 
 def _value_bytes(value: object) -> bytes:
     """Return what is written for a value that is not a tensor."""
     if not isinstance(value, StoredObject):
-        plan = writer.ZipPlan()
-        writer.add_state(plan, value, [])
-        return b"".join(piece.made() for piece in plan.pieces())
+        return b"".join(piece.made() for piece in state_file("", value).raw)
     with SourceFile(value.path) as file:
         data = file.read(value.offset, value.num_bytes)
     try:
@@ -135,47 +122,47 @@ def _metadata(
 ) -> Made:
     """Return the content of `.metadata`; its items are made as they are written."""
 
-    def made(kind: str, state: object = None) -> Made:
-        return Made(Name(_MODULE, kind), state)
+    def made(kind: str, **state: object) -> Made:
+        return Made(Name(_MODULE, kind), state or None)
 
-    def size(sizes: Sequence[int]) -> Call:
+    def size(sizes: Iterable[int]) -> Call:
         return Call(Name("torch", "Size"), (tuple(sizes),))
-
-    def stored(
-        name: str, place: _Place, box: Box | None = None, number: int | None = None
-    ) -> tuple[Made, Made]:
-        index: dict[str, object] = {"fqn": name, "index": number}
-        if box is not None:
-            index["offset"] = size([lo for lo, _ in box])
-        info = dict(zip(("relative_path", "offset", "length"), place, strict=True))
-        return made("MetadataIndex", index), Made(_INFO, info)
 
     def described(tensor: targets.OutputTensor) -> Made:
         encoding = Call(Name(_MODULE, "_MEM_FORMAT_ENCODING"), (0,))
         layout = Call(Name("torch.serialization", "_get_layout"), ("torch.strided",))
         how = (Name("torch", tensor.dtype), layout, False, encoding, False)
-        listed = []
-        for box, _ in chunks[tensor.name]:
-            at = {"offsets": size([lo for lo, _ in box]), "sizes": size(box_shape(box))}
-            listed.append(made("ChunkStorageMetadata", at))
-        state = {"properties": made("TensorProperties", how), "size": size(tensor.shape)}
-        return made("TensorStorageMetadata", state | {"chunks": listed})
+        listed = [
+            made(
+                "ChunkStorageMetadata",
+                offsets=size(lo for lo, _ in box),
+                sizes=size(box_shape(box)),
+            )
+            for box, _ in chunks[tensor.name]
+        ]
+        properties = Made(Name(_MODULE, "TensorProperties"), how)
+        return made(
+            "TensorStorageMetadata", properties=properties, size=size(tensor.shape), chunks=listed
+        )
+
+    def stored(place: _Place, **index: object) -> tuple[Made, Made]:
+        info = dict(zip(("relative_path", "offset", "length"), place, strict=True))
+        return made("MetadataIndex", **index), Made(_INFO, info)
+
+    def places() -> Iterator[tuple[Made, Made]]:
+        for name, found in chunks.items():
+            for number, (box, place) in enumerate(found):
+                yield stored(place, fqn=name, index=number, offset=size(lo for lo, _ in box))
+        for name, place in values.items():
+            yield stored(place, fqn=name, index=None)
 
     kind = made("BytesStorageMetadata")
     entries = chain(((t.name, described(t)) for t in tensors), ((name, kind) for name in values))
-    places = chain(
-        (
-            stored(name, place, box, number)
-            for name, found in chunks.items()
-            for number, (box, place) in enumerate(found)
-        ),
-        (stored(name, place) for name, place in values.items()),
+    return made(
+        "Metadata",
+        state_dict_metadata=Pairs(entries),
+        planner_data=Pairs((name, (name,)) for name in chain(chunks, values)),
+        storage_data=Pairs(places()),
+        storage_meta=None,
+        version="1.0.0",
     )
-    state = {
-        "state_dict_metadata": Pairs(entries),
-        "planner_data": Pairs((name, (name,)) for name in chain(chunks, values)),
-        "storage_data": Pairs(places),
-        "storage_meta": None,
-        "version": "1.0.0",
-    }
-    return made("Metadata", state)

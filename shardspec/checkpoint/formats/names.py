@@ -47,22 +47,24 @@ META_PARAMS: Final = "params.json"
 
 RANK_FILES: Final = "torch files per rank"
 RANK_FILE: Final = re.compile(
-    r"(|.*?[_.-])(?:world_size_(\d{1,9})_)?rank[_-]?(\d{1,9})\.(?:pt|pth|bin)", re.DOTALL
+    r"(?!\.)(|.*?[_.-])(?:world_size_(\d{1,9})_)?rank[_-]?(\d{1,9})\.(?:pt|pth|bin)", re.DOTALL
 )
+is_rank_file: Final = RANK_FILE.fullmatch
+"""Says whether a file name is that of one rank, such as ``model_world_size_2_rank_0.pt``."""
 
 SAFETENSORS: Final = "safetensors"
 INDEX_SUFFIX: Final = ".safetensors.index.json"
+_INDEX: Final = re.compile(rf".*{re.escape(INDEX_SUFFIX)}", re.DOTALL)
+is_index: Final = _INDEX.fullmatch
+"""Says whether a file name is that of an index of safetensors files."""
+_DATA_FILE: Final = re.compile(r"(?!\.).*\.safetensors", re.DOTALL)
+is_data_file: Final = _DATA_FILE.fullmatch
+"""Says whether a file name is that of a finished safetensors file."""
 
 TORCH_FILE: Final = "torch file"
 BIN_NAME: Final = "pytorch_model.bin"
 BIN_NUMBERED: Final = re.compile(r".+-\d{5}-of-\d{5}\.bin", re.DOTALL)
 BIN_INDEX: Final = "pytorch_model.bin.index.json"
-
-
-def _any_of(*patterns: str | re.Pattern[str]) -> re.Pattern[str]:
-    """Return a pattern of several names or patterns."""
-    texts = (re.escape(one) if isinstance(one, str) else one.pattern for one in patterns)
-    return re.compile("|".join(f"(?:{text})" for text in texts), re.DOTALL)
 
 
 class Format(NamedTuple):
@@ -71,11 +73,11 @@ class Format(NamedTuple):
     name: str
     known_by: str
     """Example of a file in its directories, for errors."""
-    pattern: re.Pattern[str]
-    """Of names that only directories of this format have."""
     reader: str
     """Module of `shardspec.checkpoint.formats` and its function that opens a directory."""
-    takes: frozenset[str] = frozenset()
+    files: tuple[str | re.Pattern[str], ...] = ()
+    """Names that only directories of this format have."""
+    takes: tuple[str, ...] = ()
     """Options of `open_checkpoint` that the reader takes."""
     in_parts: bool = False
     """Whether a file of such a name stands for its directory."""
@@ -86,67 +88,55 @@ class Format(NamedTuple):
 
     def finds(self, names: Iterable[str]) -> bool:
         """Return whether a directory with these names is of this format."""
-        there = list(names)
-        return any(map(self.pattern.fullmatch, there)) and self.beside in (*there, "")
+        there = {*names, ""}
+        return self.beside in there and any(
+            file in there if isinstance(file, str) else any(map(file.fullmatch, there))
+            for file in self.files
+        )
 
 
-_DATA_FILE: Final = re.compile(r"(?!\.).*\.safetensors", re.DOTALL)
-_UNHIDDEN_RANK_FILE: Final = re.compile(rf"(?!\.){RANK_FILE.pattern}", re.DOTALL)
-_INDEX: Final = re.compile(rf".*{re.escape(INDEX_SUFFIX)}", re.DOTALL)
-_DCP: Final = _any_of(METADATA_NAME, DCP_OF_A_RANK, DCP_OWN_METADATA)
-_MEGATRON: Final = _any_of(MEGATRON_TRACKER, MEGATRON_RANK, re.compile(r"iter_\d{7,12}"))
-# A single file of model states of all ranks may be of a run without ZeRO.
-_DEEPSPEED: Final = _any_of(
+_OF_DCP: Final = (METADATA_NAME, DCP_OF_A_RANK, DCP_OWN_METADATA)
+_OF_MEGATRON: Final = (MEGATRON_TRACKER, MEGATRON_RANK, re.compile(r"iter_\d{7,12}"))
+_OF_DEEPSPEED: Final = (
     *(DEEPSPEED_SCRIPT, re.compile(r"global_step\d+"), DEEPSPEED_OPTIMIZER),
+    # A single file of model states of all ranks may be of a run without ZeRO.
     re.compile(rf"(?!mp_){DEEPSPEED_MODEL.pattern}"),
 )
-_BIN: Final = _any_of(BIN_INDEX, BIN_NAME, BIN_NUMBERED)
-_RANKS: Final = frozenset(("ranks",))
-_RULES: Final = frozenset(("rules",))
+_UNIVERSAL: Final = "zero beside mp_rank_00_model_states.pt"
 
 FORMATS: Final = (
-    Format(NATIVE, INFO_NAME, _any_of(INFO_NAME), "native:open_native", in_parts=True),
-    Format(DCP, METADATA_NAME, _DCP, "dcp:open_dcp", in_parts=True),
+    Format(NATIVE, INFO_NAME, "native:open_native", (INFO_NAME,), in_parts=True),
+    Format(DCP, METADATA_NAME, "dcp:open_dcp", _OF_DCP, in_parts=True),
     Format(
-        *(MEGATRON, "mp_rank_00", _MEGATRON, "megatron:open_megatron", _RANKS | _RULES),
+        *(MEGATRON, "mp_rank_00", "megatron:open_megatron", _OF_MEGATRON, ("ranks", "rules")),
         in_parts=True,
         nested=True,
     ),
     Format(
-        DCP_HF,
-        "shard-00001-model-….safetensors",
-        DCP_HF_SHARD,
-        "dcp_hf:open_dcp_hf",
-        _RANKS,
+        *(DCP_HF, "shard-00001-model-….safetensors", "dcp_hf:open_dcp_hf"),
+        *((DCP_HF_SHARD,), ("ranks",)),
         in_parts=True,
     ),
-    Format(SAFETENSORS, "an index", _INDEX, "safetensors:open_directory"),
-    Format(SAFETENSORS, "*.safetensors", _DATA_FILE, "safetensors:open_directory"),
+    Format(SAFETENSORS, "an index", "safetensors:open_directory", (_INDEX,)),
+    Format(SAFETENSORS, "*.safetensors", "safetensors:open_directory", (_DATA_FILE,)),
     Format(
-        DEEPSPEED_UNIVERSAL,
-        "zero beside mp_rank_00_model_states.pt",
-        DEEPSPEED_MODEL,
-        "deepspeed_universal:open_universal",
+        *(DEEPSPEED_UNIVERSAL, _UNIVERSAL, "deepspeed_universal:open_universal"),
+        (DEEPSPEED_MODEL,),
         nested=True,
         beside="zero",
     ),
     Format(
-        DEEPSPEED,
-        "zero_pp_rank_0_…_states.pt",
-        _DEEPSPEED,
-        "deepspeed:open_deepspeed",
+        *(DEEPSPEED, "zero_pp_rank_0_…_states.pt", "deepspeed:open_deepspeed", _OF_DEEPSPEED),
         in_parts=True,
     ),
     Format(
-        META,
-        "consolidated.00.pth",
-        META_FILE,
-        "tensor_parallel:open_meta",
-        _RULES,
+        *(META, "consolidated.00.pth", "tensor_parallel:open_meta", (META_FILE,), ("rules",)),
         in_parts=True,
     ),
-    Format(RANK_FILES, "…_rank_0.pt", _UNHIDDEN_RANK_FILE, "rank_files:open_rank_files"),
-    Format(TORCH_FILE, BIN_NAME, _BIN, "torch_file:open_bin_directory"),
+    Format(RANK_FILES, "…_rank_0.pt", "rank_files:open_rank_files", (RANK_FILE,)),
+    Format(
+        TORCH_FILE, BIN_NAME, "torch_file:open_bin_directory", (BIN_INDEX, BIN_NAME, BIN_NUMBERED)
+    ),
 )
 """In the order in which they are tried."""
 
@@ -155,21 +145,6 @@ def format_of_names(names: Iterable[str]) -> Format | None:
     """Return the format of a directory with these names."""
     there = list(names)
     return next((one for one in FORMATS if one.finds(there)), None)
-
-
-def is_index(name: str) -> bool:
-    """Return whether a file name is that of an index of safetensors files."""
-    return _INDEX.fullmatch(name) is not None
-
-
-def is_rank_file(name: str) -> bool:
-    """Return whether a file name is that of one rank, such as ``model_world_size_2_rank_0.pt``."""
-    return _UNHIDDEN_RANK_FILE.fullmatch(name) is not None
-
-
-def is_data_file(name: str) -> bool:
-    """Return whether a file name is that of a finished safetensors file."""
-    return _DATA_FILE.fullmatch(name) is not None
 
 
 PARTS: Final = {

@@ -128,8 +128,14 @@ def read_info(directory: Path) -> ShardingInfo:
             f"{_FORMAT!r} version {VERSION}; upgrade shardspec, or restore a damaged file"
         )
     kinds = {"save": str, "mesh": dict, "tensors": dict, "files": list}
-    save, mesh, tensors, files = fields(stated, kinds, path, "")
-    mesh = _parse_mesh(mesh, path)
+    save, said, tensors, files = fields(stated, kinds, path, "")
+    ids, shape, axes = fields(said, _MESH, path, "mesh")
+    for axis in () if axes is None else checked(axes, list, path, "mesh.axis_names"):
+        checked(axis, str, path, "mesh.axis_names")
+    try:
+        mesh = DeviceMesh(ids, shape, axis_names=axes)
+    except ShardSpecError as error:
+        raise CheckpointError(f"{path}: mesh: {error}") from None
     layouts = _parse_tensors(tensors, mesh, path)
     entries = tuple(
         _parse_file(file, f"files[{place}]", mesh, layouts, path)
@@ -153,17 +159,6 @@ def read_info(directory: Path) -> ShardingInfo:
     for name in decoded["paths"].keys() - layouts.keys() - decoded["values"].keys():
         raise CheckpointError(f"{path}: paths[{name!r}] is of nothing that the info lists")
     return ShardingInfo(save, mesh, layouts, entries, **decoded)
-
-
-def _parse_mesh(value: object, path: Path) -> DeviceMesh:
-    ids, shape, names = fields(value, _MESH, path, "mesh")
-    key = "mesh.axis_names"
-    if names is not None:
-        names = [checked(name, str, path, key) for name in checked(names, list, path, key)]
-    try:
-        return DeviceMesh(ids, shape, axis_names=names)
-    except ShardSpecError as error:
-        raise CheckpointError(f"{path}: mesh: {error}") from None
 
 
 def _parse_tensors(
@@ -384,8 +379,7 @@ def sharded_target(
 ) -> Target:
     """Return the output that is a checkpoint as the ranks of a mesh would save it.
 
-    Layouts by name in the output have no reductions pending. `save` names this save in all its
-    files, `file_metadata` is the metadata of the source's safetensors files.
+    Layouts by name in the output have no reductions pending; `save` names this save in its files.
     """
     token = save or os.urandom(8).hex()
     by_name = {tensor.name: tensor for tensor in tensors}
@@ -397,9 +391,16 @@ def sharded_target(
     }
 
     def last(crcs: Mapping[str, Sequence[int]], put: targets.Put) -> None:
-        entries = tuple(_entry(rank, file, crcs[file.name]) for rank, file in files.items())
+        entries = []
+        for rank, file in files.items():
+            boxes = [
+                BoxEntry(extent.tensor.name, extent.box, (), crc)
+                for extent, crc in zip(file.extents, crcs[file.name], strict=True)
+            ]
+            boxes.sort(key=attrgetter("tensor"))
+            entries.append(FileEntry(file.name, rank, file.num_bytes, boxes))
         by_names = dict(sorted(layouts.items()))
-        info = ShardingInfo(token, mesh, by_names, entries, file_metadata=file_metadata)
+        info = ShardingInfo(token, mesh, by_names, tuple(entries), file_metadata=file_metadata)
 
         def fill(write: targets.Write) -> None:
             for line in info_lines(info):
@@ -409,12 +410,3 @@ def sharded_target(
 
     carried = frozenset(file_metadata)
     return Target(tuple(files.values()), directory=True, last=last, digested=True, carried=carried)
-
-
-def _entry(rank: int, file: OutputFile, crcs: Sequence[int]) -> FileEntry:
-    """Return what the info says of a file; it lists boxes in the order of their names."""
-    boxes = [
-        BoxEntry(extent.tensor.name, extent.box, (), crc)
-        for extent, crc in zip(file.extents, crcs, strict=True)
-    ]
-    return FileEntry(file.name, rank, file.num_bytes, sorted(boxes, key=attrgetter("tensor")))

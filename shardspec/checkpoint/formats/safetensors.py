@@ -4,9 +4,8 @@ A file is 8 bytes with the length of the header (little endian), the header (JSO
 of the tensors; all that the specification asks of a header is checked. The index of several files,
 ``{"metadata": ..., "weight_map": {tensor name: file name}}``, is compared with their headers both
 ways, but for `total_size`: writers count tied tensors once or twice. Without an index all
-``*.safetensors`` of the directory make up the checkpoint. Then no tensor may be in two of them, and
-files numbered ``-00001-of-00003`` must all be there. That an unnumbered file is missing cannot be
-told.
+``*.safetensors`` of the directory make up the checkpoint, and files numbered ``-00001-of-00003``
+must all be there.
 
 Sources: https://github.com/huggingface/safetensors, section "Format"; ``save_pretrained`` of
 transformers; ``split_torch_state_dict_into_shards`` of huggingface_hub.
@@ -154,10 +153,7 @@ def _in_elements(code: str, shape: tuple[int, ...]) -> tuple[str, tuple[int, ...
 
 
 def encode_header(slots: Iterable[TensorSlot], metadata: Mapping[str, str]) -> tuple[bytes, Header]:
-    """Return the first bytes of a file, up to its data, and where each tensor belongs.
-
-    The bytes are those that safetensors itself writes for the same tensors.
-    """
+    """Return the bytes of a file before its data, as safetensors writes them, and what they say."""
     ordered = sorted(slots, key=lambda slot: (_ORDER.index(to_safetensors(slot[1])), slot[0]))
     described: dict[str, object] = {_METADATA: dict(metadata)} if metadata else {}
     placed, end = [], 0
@@ -320,27 +316,28 @@ def check_numbering(directory: Path, names: Collection[str]) -> None:
 
 def _whole_header(path: Path) -> Header:
     """Return the header of a file that should hold whole tensors."""
-    with SourceFile(path) as file:
-        header = read_header(file)
-    for name, offsets in (saved_offsets(path, header) or {}).items():
-        if any(offsets):
+    header, offsets = read_offsets(path)
+    for name, first in (offsets or {}).items():
+        if any(first):
             raise CheckpointError(
-                f"{path}: says that it holds a shard of tensor {name!r} from index {list(offsets)} "
+                f"{path}: says that it holds a shard of tensor {name!r} from index {list(first)} "
                 "on, but its name is not that of a shard; give it its name back, such as "
                 "shard-00001-model-00001-of-00001.safetensors"
             )
     return header
 
 
-def saved_offsets(path: Path, header: Header) -> Mapping[str, tuple[int, ...]] | None:
-    """Return per tensor of a file its first index in the global tensor; None if there is no note.
+def read_offsets(path: Path) -> tuple[Header, dict[str, tuple[int, ...]] | None]:
+    """Read a header, and per tensor its first index in the global one; None if no note says it.
 
     The note is JSON in the metadata, ``{tensor name: {"saved_offsets": [index per dim]}}``.
     Source: torch/distributed/checkpoint/filesystem.py, torch 2.8 to 2.13.
     """
+    with SourceFile(path) as file:
+        header = read_header(file)
     text, version = header.metadata.get(_INFO), header.metadata.get(_VERSION)
     if text is None:
-        return None
+        return header, None
     if version != "1.0":
         raise CheckpointError(
             f"{path}: its metadata says {_VERSION} {version!r}, but '1.0' is the one that can be "
@@ -363,7 +360,7 @@ def saved_offsets(path: Path, header: Header) -> Mapping[str, tuple[int, ...]] |
                 f"{list(entry.shape)}; the file was changed, restore it"
             )
         offsets[entry.name] = found
-    return offsets
+    return header, offsets
 
 
 def output_file(

@@ -10,7 +10,8 @@ sharded dim, each sharded by itself. In TOML::
 
 Those of the caller come before those shipped in ``rules/``. A tensor without a rule is refused:
 equal bytes on all ranks prove nothing. Every rank stores the tensors that are not sharded, and the
-copies are compared.
+copies are compared. Each file counts its layers and experts from 0; here they follow on from those
+of the stages and expert parallel ranks before.
 
 Meta's checkpoints are ``consolidated.NN.pth``, one a rank, and ``params.json``. The number of ranks
 follows from shapes: the norms have all of the model's width, and ``attention.wo`` of each rank its
@@ -19,27 +20,29 @@ share of the columns. **That two files were swapped cannot be told.**
 
 import re
 import tomllib
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from fnmatch import fnmatchcase
-from functools import lru_cache
 from importlib.resources import files
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple, TypeAlias
 
-from shardspec.checkpoint.catalog import ListedCatalog, ReplicaKey, StoredTensor, replica_keys
+from shardspec.checkpoint.catalog import ListedCatalog, StoredTensor, replica_keys
 from shardspec.checkpoint.formats import torch_file
 from shardspec.checkpoint.formats.names import META, META_FILE, META_PARAMS, PARTS
-from shardspec.checkpoint.formats.torch_file import of_two_saves
-from shardspec.checkpoint.source_files import SourceFile
+from shardspec.checkpoint.formats.torch_file import TorchState, of_two_saves
 from shardspec.checkpoint.store import file_inside
-from shardspec.checkpoint.strict_json import checked, parse_json
+from shardspec.checkpoint.strict_json import read_json
 from shardspec.checkpoint.torch_files.values import TorchTensor
 from shardspec.errors import CheckpointError, InputFileError, ShardSpecError
 from shardspec.input_files import read_input_file
 from shardspec.layout.layout import Layout
 from shardspec.layout.spec import DimSpec, Part, ShardingSpec
 from shardspec.mesh import DeviceMesh
+
+CutRules: TypeAlias = Mapping[str, object] | Path | str | None
+"""Rules of a caller: none, a pattern to a spec or table, or a TOML file of these."""
 
 _AXIS: Final = "tp"
 _MOST_BYTES: Final = 1 << 20
@@ -66,27 +69,20 @@ def read_toml(path: Path) -> dict[str, object]:
         ) from None
 
 
-def cut_rules(rules: Mapping[str, object] | Path | str | None) -> dict[str, ShardingSpec]:
-    """Return the rules of a caller: none, a pattern to a spec or table, or a TOML file of these.
-
-    The parts in the specs are proportions.
-    """
-    if rules is None or isinstance(rules, Mapping):
-        return _parsed(rules or {}, "rules")
-    return _parsed(read_toml(Path(rules)), str(rules))
+def cut_rules(rules: CutRules, stated_by: str = "rules") -> dict[str, ShardingSpec]:
+    """Return rules as specs, in which the parts are proportions."""
+    if isinstance(rules, Path | str):
+        rules, stated_by = read_toml(Path(rules)), str(rules)
+    return {
+        pattern: _rule(value, f"{stated_by}: the rule of {pattern!r}")
+        for pattern, value in (rules or {}).items()
+    }
 
 
 def shipped_rules(name: str) -> dict[str, ShardingSpec]:
     """Return rules that come with the library, such as ``megatron_gpt``."""
     text = files("shardspec.checkpoint").joinpath("rules", f"{name}.toml").read_text("utf-8")
-    return _parsed(tomllib.loads(text), name)
-
-
-def _parsed(rules: Mapping[str, object], stated_by: str) -> dict[str, ShardingSpec]:
-    return {
-        pattern: _rule(value, f"{stated_by}: the rule of {pattern!r}")
-        for pattern, value in rules.items()
-    }
+    return cut_rules(tomllib.loads(text), name)
 
 
 def _rule(value: object, what: str) -> ShardingSpec:
@@ -117,8 +113,7 @@ def _rule(value: object, what: str) -> ShardingSpec:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class Rules:
+class Rules(NamedTuple):
     """What says how tensors are sharded: rules of the caller, and then those that are shipped."""
 
     own: Mapping[str, ShardingSpec]
@@ -150,13 +145,10 @@ class Rules:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class Chunk:
+class Chunk(NamedTuple):
     """Layers that follow each other in one stage: what each tensor parallel rank holds of them."""
 
-    paths: tuple[Path, ...]
-    """The file of each rank."""
-    tensors: tuple[Mapping[str, torch_file.StateTensor], ...]
+    states: Sequence[TorchState]
     first_rank: int = 0
     """The number of the first of them among all ranks."""
     expert_rank: int = 0
@@ -167,14 +159,14 @@ class Chunk:
 def merged_tensors(chunks: Sequence[Chunk], rules: Rules) -> dict[str, StoredTensor]:
     """Return the tensors of the whole model; layers and experts of later chunks count on."""
     tensors: dict[str, StoredTensor] = {}
-    layers_before: dict[str, int] = {}
+    layers_before: Counter[str] = Counter()
     for chunk in chunks:
-        torch_file.check_same_names(zip(chunk.paths, chunk.tensors, strict=True))
+        torch_file.check_same_names((state.path, state.tensors) for state in chunk.states)
         layers, experts = _count(chunk, _LAYER, "layer"), _count_experts(chunk)
-        for local_name in sorted(chunk.tensors[0]):
+        for local_name in sorted(chunk.states[0].tensors):
             name = local_name
             if match := _LAYER.match(name):
-                number = int(match[2]) + layers_before.get(match[1], 0)
+                number = int(match[2]) + layers_before[match[1]]
                 name = f"{match[1]}{number}{name[match.end() :]}"
             if match := _EXPERT.match(name):
                 number = int(match[2]) + chunk.expert_rank * experts
@@ -184,24 +176,24 @@ def merged_tensors(chunks: Sequence[Chunk], rules: Rules) -> dict[str, StoredTen
             if known is not found:
                 if _said(known) != _said(found):
                     what, before = f"tensor {name!r}", "an earlier stage"
-                    raise of_two_saves(chunk.paths[0], what, _said(found), before, _said(known))
+                    path = chunk.states[0].path
+                    raise of_two_saves(path, what, _said(found), before, _said(known))
                 tensors[name] = replace(known, boxes=known.boxes + found.boxes)
         if chunk.expert_rank + 1 == chunk.expert_ranks:
-            for (before, _), count in layers.items():
-                layers_before[before] = layers_before.get(before, 0) + count
+            layers_before.update({before: count for (before, _), count in layers.items()})
     return tensors
 
 
 def _count(chunk: Chunk, pattern: re.Pattern[str], what: str) -> dict[tuple[str, str], int]:
     """Return how many layers or experts a chunk has of each list; all count from 0."""
     numbers: dict[tuple[str, str], set[int]] = {}
-    for match in filter(None, map(pattern.match, chunk.tensors[0])):
+    for match in filter(None, map(pattern.match, chunk.states[0].tensors)):
         numbers.setdefault((match[1], match[3]), set()).add(int(match[2]))
     for (before, after), found in numbers.items():
         missing = min(set(range(len(found))) - found, default=None)
         if missing is not None:
             raise CheckpointError(
-                f"{chunk.paths[0]}: has no {what} {before}{missing}{after}, but "
+                f"{chunk.states[0].path}: has no {what} {before}{missing}{after}, but "
                 f"{before}{max(found)}{after}; each file counts its {what}s from 0, so that this "
                 "one was changed, restore it"
             )
@@ -210,70 +202,62 @@ def _count(chunk: Chunk, pattern: re.Pattern[str], what: str) -> dict[tuple[str,
 
 def _count_experts(chunk: Chunk) -> int:
     """Return how many experts each layer of a chunk has; 0 if they are not to be numbered anew."""
+    path, tensors = chunk.states[0].path, chunk.states[0].tensors
     if chunk.expert_ranks == 1:
         return 0
-    for name in chunk.tensors[0]:
+    for name in tensors:
         if ".experts." in name and not _EXPERT.match(name):
             raise CheckpointError(
-                f"{chunk.paths[0]}: tensor {name!r} is of several experts at once, as the old "
-                "grouped kernels keep them, which is not read of expert parallel runs; save with "
+                f"{path}: tensor {name!r} is of several experts at once, as the old grouped "
+                "kernels keep them, which is not read of expert parallel runs; save with "
                 "--ckpt-format torch_dist (megatron.core.dist_checkpointing)"
             )
     counts = set(_count(chunk, _EXPERT, "expert").values())
     if len(counts) > 1:
         raise CheckpointError(
-            f"{chunk.paths[0]}: has layers with {min(counts)} and with {max(counts)} experts, but "
-            "all have as many; restore the file"
+            f"{path}: has layers with {min(counts)} and with {max(counts)} experts, but all have "
+            "as many; restore the file"
         )
     return max(counts, default=0)
 
 
 def _tensor(name: str, local_name: str, chunk: Chunk, rules: Rules) -> StoredTensor:
     """Return a tensor of one chunk, by its global name, with what every rank holds."""
-    held = [tensors[local_name] for tensors in chunk.tensors]
-    first = held[0].local
-    for path, other in zip(chunk.paths, held, strict=True):
-        if (other.local.dtype, other.local.shape) != (first.dtype, first.shape):
+    held = [(state.path, *state.tensors[local_name]) for state in chunk.states]
+    first_path, first, _ = held[0]
+    for path, local, _ in held:
+        if _said(local) != _said(first):
             what = f"tensor {local_name!r}"
-            raise of_two_saves(path, what, _said(other.local), chunk.paths[0], _said(first))
-    dims = len(first.shape)
-    rule = ShardingSpec(dims) if len(held) == 1 else rules.find(name, chunk.paths[0])
+            raise of_two_saves(path, what, _said(local), first_path, _said(first))
+    dims, shape = len(first.shape), list(first.shape)
+    rule = spec = ShardingSpec(dims)
+    if len(held) > 1:
+        rule = rules.find(name, first_path)
     if rule.dims != dims:
         raise CheckpointError(
             f"tensor {name!r}: its rule {rule} has {rule.dims} dims, but it has {dims}; give it a "
             "rule of its own"
         )
-    shape, cuts = list(first.shape), dict[int, DimSpec]()
     for dim in rule.dim_partition_dict:
         parts = [part.size for part in rule.dim_specs[dim].parts] or [1]
         if shape[dim] % sum(parts):
             raise CheckpointError(
-                f"tensor {name!r}: dim {dim} has {shape[dim]} elements in {chunk.paths[0]}, which "
+                f"tensor {name!r}: dim {dim} has {shape[dim]} elements in {first_path}, which "
                 f"cannot be made of parts {parts}; correct its rule"
             )
         shape[dim] *= len(held)
         unit = shape[dim] // sum(parts)
         sizes = tuple(Part(unit * part) for part in parts if unit)
-        cuts[dim] = DimSpec((0,), sizes if len(sizes) > 1 else ())
-    spec = ShardingSpec(dims, cuts)
+        spec = ShardingSpec(dims, {dim: DimSpec((0,), sizes if len(sizes) > 1 else ())})
     ranks = range(chunk.first_rank, chunk.first_rank + len(held))
-    layout, held_by = _parts(ranks, spec, tuple(shape), first.dtype)
-    boxes = [
-        torch_file.part_of(layout, rank, part, path, one.place)
-        for rank, of_rank, path, one in zip(ranks, held_by, chunk.paths, held, strict=True)
-        for part in of_rank
-    ]
+    layout = Layout(DeviceMesh(ranks), spec, shape, first.dtype)
+    boxes = tuple(
+        torch_file.part_of(layout, rank, part, path, place)
+        for rank, (path, _, place) in zip(ranks, held, strict=True)
+        for part in replica_keys(layout, rank)
+    )
     told = spec if rule.is_plain else None
-    return StoredTensor(name, tuple(shape), first.dtype, told, (), tuple(boxes))
-
-
-@lru_cache(1024)
-def _parts(
-    ranks: range, spec: ShardingSpec, shape: tuple[int, ...], dtype: str
-) -> tuple[Layout, list[tuple[ReplicaKey, ...]]]:
-    """Return a layout, of which a model has few, and what each rank holds."""
-    layout = Layout(DeviceMesh(ranks), spec, shape, dtype)
-    return layout, [replica_keys(layout, rank) for rank in ranks]
+    return StoredTensor(name, layout.global_shape, first.dtype, told, (), boxes)
 
 
 def _said(one: StoredTensor | TorchTensor) -> str:
@@ -288,14 +272,8 @@ _TOKENS: Final = "tok_embeddings.weight"
 _KEYS: Final = "layers.0.attention.wk.weight"
 
 
-def open_meta(
-    directory: Path, *, rules: Mapping[str, object] | Path | str | None = None
-) -> ListedCatalog:
-    """Read what describes the tensors in the files of all ranks; not their data.
-
-    Refused are files that are missing, damaged, copies, or that contradict each other or
-    ``params.json``. `rules` come before the shipped ones.
-    """
+def open_meta(directory: Path, *, rules: CutRules = None) -> ListedCatalog:
+    """Read what describes the tensors in the files of all ranks; not their data."""
     names = sorted(path.name for path in directory.iterdir())
     found = {int(match[1]): name for name in names if (match := META_FILE.fullmatch(name))}
     paths = tuple(file_inside(directory, found[rank], directory) for rank in sorted(found))
@@ -319,8 +297,7 @@ def open_meta(
     torch_file.check_no_copies(states)
     embedding = "[S(tp),R]" if shapes.get(_TOKENS, ())[1:] == width else "[R,S(tp)]"
     shipped = shipped_rules("meta_llama") | {_TOKENS: ShardingSpec.parse(embedding)}
-    chunk = Chunk(paths, tuple(state.tensors for state in states))
-    tensors = merged_tensors([chunk], Rules(cut_rules(rules), shipped))
+    tensors = merged_tensors([Chunk(states)], Rules(cut_rules(rules), shipped))
     extras: dict[str, object] = {}
     if META_PARAMS in names:
         extras = _params(file_inside(directory, META_PARAMS, directory), tensors)
@@ -332,9 +309,7 @@ def open_meta(
 
 def _params(path: Path, tensors: Mapping[str, StoredTensor]) -> dict[str, object]:
     """Read what the model is said to be, and compare it with the tensors."""
-    with SourceFile(path) as file:
-        data = file.read(0, min(file.num_bytes, _MOST_BYTES))
-    params = checked(parse_json(data, path, META_PARAMS), dict, path, META_PARAMS)
+    params = read_json(path, META_PARAMS, _MOST_BYTES)
     rows = {name: tensor.shape[0] for name, tensor in tensors.items() if tensor.shape}
     heads, width = params.get("n_heads"), rows[_WIDTH]
     due: dict[str, int | None] = {
@@ -352,4 +327,4 @@ def _params(path: Path, tensors: Mapping[str, StoredTensor]) -> dict[str, object
                 f"{path}: says {key} {said}, but the tensors in the files make up {value}; a file "
                 "is missing or of another model, or ranks share heads, which is not read"
             )
-    return dict(params)
+    return params
