@@ -339,19 +339,21 @@ def check_tiling(tensor: Outline[_Box]) -> tuple[tuple[_Box, ...], ...]:
             raise CheckpointError(f"tensor {tensor.name!r}: {text(first)} {problem}")
         by_addend[addend].append(first)
     for addend, group in by_addend.items():
-        part, places = find_flaw(tensor.shape, tuple(one.box for one in group)) or ((), (0,))
+        flaw = find_flaw(tensor.shape, tuple(one.box for one in group))
+        if flaw is None:
+            continue
+        part, places = flaw
         if not places:
             of = f" of addend {list(addend)}" if addend else ""
             raise CheckpointError(
                 f"tensor {tensor.name!r} of shape {list(tensor.shape)}: no file holds its "
                 f"part {box_text(part)}{of}; restore the missing file or save again"
             )
-        if len(places) > 1:
-            one, other = (text(group[place]) for place in places[:2])
-            raise CheckpointError(
-                f"tensor {tensor.name!r}: {one} and {other} overlap in part, which no layout "
-                "gives; the checkpoint contradicts itself"
-            )
+        one, other = (text(group[place]) for place in places[:2])
+        raise CheckpointError(
+            f"tensor {tensor.name!r}: {one} and {other} overlap in part, which no layout "
+            "gives; the checkpoint contradicts itself"
+        )
     return tuple(tuple(group) for group in same.values() if len(group) > 1)
 
 
