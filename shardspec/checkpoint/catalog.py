@@ -1,6 +1,5 @@
 """What a checkpoint holds, whatever its format: tensors, and where the bytes of their boxes are."""
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -141,8 +140,11 @@ class FileMetadata(NamedTuple):
     """Keys for which two files have different values, and these files."""
 
 
-class Catalog(ABC):
-    """A checkpoint that is open for reading."""
+class Catalog:
+    """A checkpoint that is open for reading.
+
+    Most formats list all tensors when it is opened; for others a subclass looks each up.
+    """
 
     snapshot: Snapshot | None = None
     """State of its files before they were opened; `open_checkpoint` takes it."""
@@ -158,13 +160,14 @@ class Catalog(ABC):
         self,
         format: str,  # as it is called
         directory: Path,
-        names: Iterable[str],
+        tensors: Mapping[str, StoredTensor] | Iterable[str],  # or their names, if looked up
         files: Iterable[Path],
         mesh: DeviceMesh | None = None,
         extras: Mapping[str, object] | None = None,
     ) -> None:
         self.format, self.directory, self.mesh = format, directory, mesh
-        self.names = tuple(sorted(names))
+        self.names = tuple(sorted(tensors))
+        self._listed = tensors if isinstance(tensors, Mapping) else {}
         self.files = tuple(files)
         self._extras = extras or {}
 
@@ -173,9 +176,9 @@ class Catalog(ABC):
         """Entries that are not tensors, by name: plain values, or `OpaqueValue` ones."""
         return self._extras
 
-    @abstractmethod
     def tensor(self, name: str) -> StoredTensor:
         """Return one of the tensors that `names` lists."""
+        return self._listed[name]
 
     def outline(self, name: str) -> AnyOutline:
         """Return what is known of a tensor without reading the files of its boxes."""
@@ -193,26 +196,6 @@ class Catalog(ABC):
         """Check that the files are still those that were opened; to be called after all reads."""
         if self.snapshot is not None:
             self.snapshot.check_unchanged((*self.files, *self.beside))
-
-
-class ListedCatalog(Catalog):
-    """A checkpoint whose tensors were all listed when it was opened, as in most formats."""
-
-    def __init__(
-        self,
-        format: str,  # as it is called
-        directory: Path,
-        tensors: Mapping[str, StoredTensor],
-        files: Iterable[Path],
-        mesh: DeviceMesh | None = None,
-        extras: Mapping[str, object] | None = None,
-    ) -> None:
-        super().__init__(format, directory, tensors, files, mesh, extras)
-        self.tensors = tensors
-
-    def tensor(self, name: str) -> StoredTensor:
-        """Return a tensor and its boxes."""
-        return self.tensors[name]
 
 
 def box_text(box: Box) -> str:
