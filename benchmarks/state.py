@@ -324,9 +324,8 @@ def _others(plan: ReshardPlan) -> tuple[Counter[int], Counter[int]]:
     turns: Counter[int] = Counter()
     (stage,) = plan.stages
     for number, copy in enumerate(stage.groups[0]):
-        num_bytes = copy.tensor_bytes * len(copy.places)
-        first[copy.holders[0]] += num_bytes
-        turns[copy.holders[number % len(copy.holders)]] += num_bytes
+        first[copy.holders[0]] += copy.num_bytes
+        turns[copy.holders[number % len(copy.holders)]] += copy.num_bytes
     return first, turns
 
 

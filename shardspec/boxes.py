@@ -93,16 +93,17 @@ def row_major_boxes(shape: Sequence[int], lo: int, hi: int) -> list[Box]:
         return [()]
     row = prod(shape[1:])
     (first, start), (last, rest) = divmod(lo, row), divmod(hi, row)
+
+    def within(index: int, lo: int, hi: int) -> list[Box]:
+        return [((index, index + 1), *box) for box in row_major_boxes(shape[1:], lo, hi)]
+
     if first == last:
-        return [((first, first + 1), *box) for box in row_major_boxes(shape[1:], start, rest)]
-    found: list[Box] = []
-    if start:
-        found += [((first, first + 1), *box) for box in row_major_boxes(shape[1:], start, row)]
-        first += 1
+        return within(first, start, rest)
+    found = within(first, start, row) if start else []
+    first += start > 0
     if first < last:
         found.append(((first, last), *((0, size) for size in shape[1:])))
-    found += [((last, last + 1), *box) for box in row_major_boxes(shape[1:], 0, rest)]
-    return found
+    return found + within(last, 0, rest)
 
 
 def slices_within(inner: Box, outer: Box) -> tuple[slice, ...]:

@@ -10,10 +10,10 @@ Every plan that moves data is made of such copies. Holders and receivers are dev
 - ``merge`` and ``reshard`` copy from files to files (`shardspec.checkpoint.executor`);
 - ``save_sharded`` copies from devices to files (`shardspec.checkpoint.targets`).
 
-All of them ask two questions here. Who has what is wanted? `overlaps` answers that for one wanted
-box after the other, so that a plan of a large checkpoint need not be in memory; `find_copies` lists
-all. Which of several holders gives it? `Senders` may cut boxes, so that the busiest holder gives as
-little as possible; `whole_senders` keeps each box whole, as files and messages do.
+All ask two questions. Who has what is wanted? `overlaps` answers that for one wanted box after the
+other, so that a plan of a large checkpoint need not be in memory. Which of several holders gives
+it? `Senders` may cut boxes, so that the busiest holder gives as little as possible; `whole_senders`
+keeps each box whole, as files and messages do.
 """
 
 from bisect import bisect_left, bisect_right
@@ -54,11 +54,6 @@ def overlaps(
 
     No box is empty. Wanted ones come in ascending order of their first rows, as blocks of one box
     do, unless those that are held form a grid, as the boxes of a layout do.
-
-    Examples
-    --------
-    >>> list(overlaps([((0, 2),), ((2, 5),)], [((1, 4),), ((4, 6),)]))
-    [(((1, 4),), [(0, ((1, 2),)), (1, ((2, 4),))]), (((4, 6),), [(1, ((4, 5),))])]
     """
     numbers: dict[Box, list[int]] = {}
     for number, box in enumerate(have):
@@ -85,8 +80,7 @@ def overlaps(
 
 def _swept(have: Sequence[Box], want: Iterable[Box]) -> Iterator[tuple[Box, list[tuple[int, Box]]]]:
     """Find what boxes share going down the first dim."""
-    waiting = sorted(range(len(have)), key=lambda number: have[number][0][0])
-    waiting.reverse()  # the next one to be met is the last
+    waiting = sorted(range(len(have)), key=lambda number: have[number][0][0], reverse=True)
     near: list[int] = []
     for box in want:
         while waiting and have[waiting[-1]][0][0] < box[0][1]:
@@ -101,8 +95,6 @@ def find_copies(have: Mapping[Box, Holders], want: Mapping[Box, Sequence[int]]) 
 
     What a receiver holds already it copies from itself.
 
-    Examples
-    --------
     >>> list(find_copies({((0, 2),): (0, 1), ((2, 4),): (2,)}, {((1, 3),): [1]}))
     [Copy(box=((1, 2),), holders=(1,), receiver=1), Copy(box=((2, 3),), holders=(2,), receiver=1)]
     """
@@ -123,8 +115,6 @@ def whole_senders(
     of those that hold the same boxes gives at most 4/3 of what is possible (Graham, "Bounds on
     multiprocessing timing anomalies", 1969).
 
-    Examples
-    --------
     >>> list(whole_senders([((0, 1), 5), ((0, 1), 3), ((0, 2), 4)], {0: 4, 1: 0, 2: 0}))
     [1, 0, 2]
     """
@@ -141,15 +131,10 @@ def balanced(totals: Mapping[Holders, int]) -> dict[Holders, list[float]]:
     That is coordinate descent on the sum of squares, whose minimum also has the least maximum; it
     overshoots, since chains of overlapping sets would take long otherwise, and ends within 0.2 %
     of a lower bound.
-
-    Examples
-    --------
-    >>> balanced({(0,): 4, (0, 1): 6})
-    {(0,): [4.0], (0, 1): [1.0, 5.0]}
     """
     load = dict.fromkeys((one for holders in totals for one in holders), 0.0)
     order = sorted(totals, key=lambda holders: (len(holders), holders))
-    shares = {holders: _filled([load[one] for one in holders], 0.0) for holders in totals}
+    shares = {holders: [0.0] * len(holders) for holders in totals}
     for turn in range(_MOST_ROUNDS):
         for holders in order:
             if turn and len(holders) == 1:
@@ -183,13 +168,7 @@ def _least_maximum(totals: Mapping[Holders, int], load: Mapping[int, float]) -> 
 
 
 def _filled(load: Sequence[float], total: float) -> list[float]:
-    """Return what each gets so that, with its load, all that get something are at one level.
-
-    Examples
-    --------
-    >>> _filled([1.0, 5.0, 3.0], 4.0)
-    [3.0, 0.0, 1.0]
-    """
+    """Return what each gets so that, with its load, all that get something are at one level."""
     level = below = 0.0
     for count, one in enumerate(sorted(load), 1):
         if count > 1 and level < one:
@@ -202,37 +181,28 @@ def _filled(load: Sequence[float], total: float) -> list[float]:
 class Senders:
     """Who gives which bytes, where a box may be cut.
 
-    All that is wanted of boxes with the same holders is one sequence of bytes, in the order of
-    demands, and each of the holders gives one stretch of it.
+    All that is wanted of boxes with the same holders, as `demands` say in bytes, is one sequence,
+    in their order, and each of the holders gives one stretch of it.
 
-    Parameters
-    ----------
-    demands
-        In groups, the holders of what is wanted, and how many bytes.
-
-    Examples
-    --------
-    >>> senders = Senders([[((0,), 4), ((0, 1), 3), ((0, 1), 3)]])
+    >>> senders = Senders([((0,), 4), ((0, 1), 3), ((0, 1), 3)])
     >>> senders.stretches((0, 1), 0, 3)
     [(0, 1), (1, 2)]
     >>> senders.split((0, 1), ((0, 3), (5, 6)), 0, 3)
     [(0, ((0, 1), (5, 6))), (1, ((1, 3), (5, 6)))]
     """
 
-    def __init__(self, demands: Iterable[Iterable[tuple[Holders, int]]]) -> None:
+    def __init__(self, demands: Iterable[tuple[Holders, int]]) -> None:
         totals: Counter[Holders] = Counter()
-        self.starts: list[list[int]] = []
-        """Per group and demand where its bytes lie in the sequence of its holders."""
-        for group in demands:
-            self.starts.append([])
-            for holders, num_bytes in group:
-                self.starts[-1].append(totals[holders])
-                totals[holders] += num_bytes
-        self.ends: dict[Holders, list[int]] = {}
+        self.starts: list[int] = []
+        """Per demand where its bytes lie in the sequence of its holders."""
+        for holders, num_bytes in demands:
+            self.starts.append(totals[holders])
+            totals[holders] += num_bytes
+        self.ends = {
+            holders: [*map(round, accumulate(shares[:-1])), totals[holders]]
+            for holders, shares in balanced(totals).items()
+        }
         """Per set of holders the byte behind the stretch of each."""
-        for holders, shares in balanced(totals).items():
-            ends = [round(end) for end in accumulate(shares)]
-            self.ends[holders] = [*ends[:-1], totals[holders]]
 
     def stretches(self, holders: Holders, start: int, num_bytes: int) -> list[tuple[int, int]]:
         """Return who gives some bytes of the sequence of holders, in order, and how many each."""

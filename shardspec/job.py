@@ -9,7 +9,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, Protocol, TypeAlias
+from typing import Any, Final, Protocol
 from weakref import WeakKeyDictionary
 
 import torch
@@ -21,33 +21,18 @@ from shardspec.errors import CommunicatorError, MeshError
 _RELEASE_SECONDS: Final = 0.05
 
 
-class Mesh(Protocol):
-    """What a job asks of a mesh; see `shardspec.mesh.DeviceMesh`."""
+class _Mesh(Protocol):
+    """What a job asks of a mesh; `shardspec.mesh.DeviceMesh`, which uses this module, has it."""
 
     @property
-    def ids(self) -> tuple[int, ...]:
-        """Ranks, row-major."""
-
+    def ids(self) -> tuple[int, ...]: ...
     @property
-    def shape(self) -> tuple[int, ...]:
-        """Devices along each axis."""
-
+    def shape(self) -> tuple[int, ...]: ...
     @property
-    def axis_names(self) -> tuple[str, ...] | None:
-        """Names of the axes."""
-
-    def group(self, physical_id: int, axes: Iterable[int]) -> tuple[int, ...]:
-        """Return the group of a device along some axes."""
-
-    def groups(self, axes: Iterable[int]) -> tuple[tuple[int, ...], ...]:
-        """Return all groups along some axes."""
-
-    def slice_with(self, physical_id: int, axes: Sequence[int]) -> "Mesh":
-        """Return the part along some axes that has a device."""
-
-
-Grid: TypeAlias = tuple[tuple[int, ...], tuple[int, ...], tuple[str, ...] | None]
-"""What torch knows of a mesh: ids, shape and axis names."""
+    def axis_names(self) -> tuple[str, ...] | None: ...
+    def group(self, physical_id: int, axes: Iterable[int]) -> tuple[int, ...]: ...
+    def groups(self, axes: Iterable[int]) -> tuple[tuple[int, ...], ...]: ...
+    def slice_with(self, physical_id: int, axes: Sequence[int]) -> "_Mesh": ...
 
 
 @dataclass(eq=False)
@@ -57,41 +42,29 @@ class Job:
     pid: int = field(default_factory=os.getpid)
     groups: dict[tuple[int, ...], dist.ProcessGroup | None] = field(default_factory=dict)
     """Groups that every rank has made, by ascending ranks; None where this rank is outside."""
-    communicators: dict[Mesh, Any] = field(default_factory=dict)
+    communicators: dict[_Mesh, Any] = field(default_factory=dict)
     """Those that move data; `shardspec.comm.process_group` makes them."""
     channel: Any = None
     """That of the main thread, made there too."""
-    joined: dict[Mesh, None] = field(default_factory=dict)
+    joined: dict[_Mesh, None] = field(default_factory=dict)
     """Meshes whose groups have been made, in this order."""
-    torch_meshes: dict[tuple[Grid, str], TorchMesh] = field(default_factory=dict)
-    """By what torch knows of the mesh, and device type."""
-    meshes: dict[TorchMesh, Any] = field(default_factory=dict)
-    """The mesh that a torch mesh was made of."""
+    torch_meshes: list[tuple[_Mesh, TorchMesh]] = field(default_factory=list)
+    """Torch's meshes, each with the one that it was made of or that was made of it."""
 
-    def check_process(self) -> None:
-        """Raise `CommunicatorError` in a forked child, whose messages nobody would answer."""
-        if os.getpid() != self.pid:
-            raise CommunicatorError(
-                f"this process is a forked child of rank {dist.get_rank()} and no rank of the job, "
-                "so no rank would answer it; convert in the rank itself"
-            )
+    def make_groups(self, mesh: _Mesh, least: int = 1) -> None:
+        """Make the missing groups of every axis, of so many at least; every rank does so."""
+        for members in _along_each_axis(mesh):
+            ranks = tuple(sorted(members))
+            if least <= len(ranks) < dist.get_world_size() and ranks not in self.groups:
+                group = dist.new_group(list(ranks))
+                self.groups[ranks] = group if dist.get_rank() in ranks else None
 
-    def join(self, mesh: Mesh) -> None:
-        """Make the groups of every axis, if the mesh has all ranks of the job; each calls this."""
-        check_members(mesh)
-        if mesh not in self.joined:
-            if len(mesh.ids) == dist.get_world_size():
-                for members in _along_each_axis(mesh):
-                    if len(members) > 1:
-                        self.make_group(members)
-            self.joined[mesh] = None
-
-    def make_group(self, members: Sequence[int]) -> None:
-        """Make a group, unless it is there; every rank of the job does so, in the same order."""
-        ranks = tuple(sorted(members))
-        if len(ranks) < dist.get_world_size() and ranks not in self.groups:
-            group = dist.new_group(list(ranks))
-            self.groups[ranks] = group if dist.get_rank() in ranks else None
+    def torch_mesh(self, mesh: _Mesh, device_type: str | None = None) -> TorchMesh | None:
+        """Return torch's mesh of one, for a device type or for any, if it has been made."""
+        for known, made in self.torch_meshes:
+            if _grid(known) == _grid(mesh) and device_type in (None, made.device_type):
+                return made
+        return None
 
     def group(self, members: Sequence[int]) -> dist.ProcessGroup | None:
         """Return the group of some ranks, this one among them; None where there is none."""
@@ -105,9 +78,13 @@ _JOBS: Final[WeakKeyDictionary[dist.ProcessGroup, Job]] = WeakKeyDictionary()
 
 
 def current_job() -> Job:
-    """Return what belongs to the running job; `torch.distributed` is initialised."""
+    """Return what belongs to the running job; `CommunicatorError` if there is none."""
     world = dist.group.WORLD
-    assert world is not None, "torch.distributed is initialised"
+    if world is None:
+        raise CommunicatorError(
+            "torch.distributed is not initialised; start the program with torchrun and make "
+            "the mesh with init_process_group=True"
+        )
     job = _JOBS.get(world)
     if job is None:
         job = _JOBS.setdefault(world, Job())
@@ -117,7 +94,28 @@ def current_job() -> Job:
     return job
 
 
-def start(mesh: Mesh, device_type: str | None = None) -> None:
+def job_of(mesh: _Mesh) -> Job:
+    """Return the running job; `CommunicatorError` unless it has every device of the mesh."""
+    job, world = current_job(), dist.get_world_size()
+    if max(mesh.ids) >= world:
+        raise CommunicatorError(
+            f"device {next(id_ for id_ in mesh.ids if id_ >= world)} of mesh {mesh} is not a rank "
+            f"of this job, which has {world} ranks numbered from 0"
+        )
+    return job
+
+
+def join(mesh: _Mesh) -> Job:
+    """Return the job of a mesh; where that has all ranks, each joins, to make the axes' groups."""
+    job = job_of(mesh)
+    if mesh not in job.joined:
+        if len(mesh.ids) == dist.get_world_size():
+            job.make_groups(mesh, least=2)
+        job.joined[mesh] = None
+    return job
+
+
+def start(mesh: _Mesh, device_type: str | None = None) -> None:
     """Initialise `torch.distributed` under torchrun if need be, and join it with a mesh.
 
     NCCL serves CUDA tensors where there is CUDA and `device_type` is not ``"cpu"``.
@@ -134,53 +132,36 @@ def start(mesh: Mesh, device_type: str | None = None) -> None:
             dist.init_process_group("cpu:gloo,cuda:nccl")
         else:
             dist.init_process_group("gloo")
-    check_members(mesh)
-    current_job().join(mesh)
+    join(mesh)
 
 
-def check_members(mesh: Mesh) -> None:
-    """Raise `CommunicatorError` unless there is a job and it has every device of the mesh."""
-    if not dist.is_initialized():
-        raise CommunicatorError(
-            "torch.distributed is not initialised; start the program with torchrun and make "
-            "the mesh with init_process_group=True"
-        )
-    world = dist.get_world_size()
-    if max(mesh.ids) >= world:
-        raise CommunicatorError(
-            f"device {next(id_ for id_ in mesh.ids if id_ >= world)} of mesh {mesh} is not a rank "
-            f"of this job, which has {world} ranks numbered from 0"
-        )
-
-
-def rank_in(mesh: Mesh, what: str) -> int:
+def rank_in(mesh: _Mesh, what: str) -> int:
     """Return the calling rank, which has to be in the mesh, and join the job with that."""
     if not dist.is_initialized():
         raise CommunicatorError(
             f"{what}, but torch.distributed is not initialised; start the program with torchrun, "
             "or name the indices, as in mesh.submesh({'dp': 0})"
         )
-    check_members(mesh)
+    join(mesh)
     rank = dist.get_rank()
     if rank not in mesh.ids:
         raise CommunicatorError(f"{what}, but rank {rank} is not in mesh {mesh} of ids {mesh.ids}")
-    current_job().join(mesh)
     return rank
 
 
-def group_along(mesh: Mesh, axis: int) -> dist.ProcessGroup:
+def group_along(mesh: _Mesh, axis: int) -> dist.ProcessGroup:
     """Return the calling rank's process group along an axis."""
     rank, job = rank_in(mesh, "get_group is about the calling rank"), current_job()
-    for (known, _), torch_mesh in job.torch_meshes.items():
-        if known == _grid(mesh):
-            return torch_mesh.get_group(axis)
+    made = job.torch_mesh(mesh)
+    if made is not None:
+        return made.get_group(axis)
     return job.group(mesh.group(rank, [axis])) or to_torch(mesh).get_group(axis)
 
 
-def device_type_of(mesh: Mesh) -> str:
+def device_type_of(mesh: _Mesh) -> str:
     """Return the device type that torch's mesh of this one has been made for, or ``"cpu"``."""
-    known = current_job().torch_meshes if dist.is_initialized() else {}
-    return next((device_type for made, device_type in known if made == _grid(mesh)), "cpu")
+    made = current_job().torch_mesh(mesh) if dist.is_initialized() else None
+    return "cpu" if made is None else made.device_type
 
 
 def from_torch(torch_mesh: TorchMesh, make: Callable[..., Any]) -> Any:  # noqa: ANN401  # as made
@@ -188,16 +169,17 @@ def from_torch(torch_mesh: TorchMesh, make: Callable[..., Any]) -> Any:  # noqa:
 
     So where it has all ranks of the job, every rank calls this at the same point of the program.
     """
-    running = dist.is_initialized()
-    if running and torch_mesh in current_job().meshes:
-        return current_job().meshes[torch_mesh]
+    job = current_job() if dist.is_initialized() else None
+    for known, made in job.torch_meshes if job else ():
+        if made == torch_mesh:
+            return known
     mesh = make(torch_mesh.mesh, axis_names=torch_mesh.mesh_dim_names)
-    if not running:
+    if job is None:
         raise CommunicatorError(
             f"torch.distributed is not initialised, so the job of torch mesh {mesh} has ended; "
             "make a mesh in the running one"
         )
-    job, world = current_job(), dist.get_world_size()
+    world = dist.get_world_size()
     if max(mesh.ids) >= world:
         raise MeshError(
             f"torch mesh {mesh} has device {max(mesh.ids)}, but this job has {world} ranks "
@@ -205,35 +187,34 @@ def from_torch(torch_mesh: TorchMesh, make: Callable[..., Any]) -> Any:  # noqa:
         )
     _check_ascending(mesh)
     _adopt_groups(job, torch_mesh, mesh)
-    job.torch_meshes.setdefault((_grid(mesh), torch_mesh.device_type), torch_mesh)
-    job.meshes[torch_mesh] = mesh
+    job.torch_meshes.append((mesh, torch_mesh))
     return mesh
 
 
-def to_torch(mesh: Mesh, device_type: str = "cpu") -> TorchMesh:
+def to_torch(mesh: _Mesh, device_type: str = "cpu") -> TorchMesh:
     """Return torch's mesh of this one, the same object each time; every rank of the job calls this.
 
     Groups that the job lacks are made.
     """
-    check_members(mesh)
-    job, key = current_job(), (_grid(mesh), device_type)
-    if key not in job.torch_meshes:
+    job = job_of(mesh)
+    made = job.torch_mesh(mesh, device_type)
+    if made is None:
         _check_ascending(mesh)
-        made = _slice_in_torch(job, mesh, device_type)
-        job.torch_meshes[key] = made or _made_of_groups(job, mesh, device_type)
-        job.meshes.setdefault(job.torch_meshes[key], mesh)
-    return job.torch_meshes[key]
+        made = _slice_in_torch(job, mesh, device_type) or _made_of_groups(job, mesh, device_type)
+        job.torch_meshes.append((mesh, made))
+    return made
 
 
-def _grid(mesh: Mesh) -> Grid:
+def _grid(mesh: _Mesh) -> object:
+    """Return what torch knows of a mesh."""
     return mesh.ids, mesh.shape, mesh.axis_names
 
 
-def _along_each_axis(mesh: Mesh) -> list[tuple[int, ...]]:
+def _along_each_axis(mesh: _Mesh) -> list[tuple[int, ...]]:
     return [members for axis in range(len(mesh.shape)) for members in mesh.groups([axis])]
 
 
-def _check_ascending(mesh: Mesh) -> None:
+def _check_ascending(mesh: _Mesh) -> None:
     for members in _along_each_axis(mesh):
         if list(members) != sorted(members):
             raise MeshError(
@@ -243,7 +224,7 @@ def _check_ascending(mesh: Mesh) -> None:
             )
 
 
-def _adopt_groups(job: Job, torch_mesh: TorchMesh, mesh: Mesh) -> None:
+def _adopt_groups(job: Job, torch_mesh: TorchMesh, mesh: _Mesh) -> None:
     """Check that the groups are of the running job; keep those of a mesh of all ranks."""
     rank, world = dist.get_rank(), dist.get_world_size()
     for axis in range(len(mesh.shape)) if rank in mesh.ids else ():
@@ -264,7 +245,7 @@ def _adopt_groups(job: Job, torch_mesh: TorchMesh, mesh: Mesh) -> None:
                 job.groups.setdefault(others, group if rank in others else None)
 
 
-def _slice_in_torch(job: Job, mesh: Mesh, device_type: str) -> TorchMesh | None:
+def _slice_in_torch(job: Job, mesh: _Mesh, device_type: str) -> TorchMesh | None:
     """Return torch's slice of torch's mesh of a larger mesh that this one is a slice of."""
     rank, own = dist.get_rank(), mesh.axis_names or ()
     for root in list(job.joined):
@@ -276,10 +257,9 @@ def _slice_in_torch(job: Job, mesh: Mesh, device_type: str) -> TorchMesh | None:
     return None
 
 
-def _made_of_groups(job: Job, mesh: Mesh, device_type: str) -> TorchMesh:
+def _made_of_groups(job: Job, mesh: _Mesh, device_type: str) -> TorchMesh:
     """Make torch's mesh over the job's groups; those that are missing are made by every rank."""
-    for members in _along_each_axis(mesh):
-        job.make_group(members)
+    job.make_groups(mesh)
     rank, names, axes = dist.get_rank(), mesh.axis_names, range(len(mesh.shape))
     if names is None and len(axes) > 1:  # torch asks for names where there are several axes
         names = tuple(f"axis_{axis}" for axis in axes)
@@ -288,8 +268,7 @@ def _made_of_groups(job: Job, mesh: Mesh, device_type: str) -> TorchMesh:
         # torch has no group to make it of here; it asks for none.
         return TorchMesh(device_type, grid, mesh_dim_names=names, _init_backend=False)
     found = (job.group(mesh.group(rank, [axis])) for axis in axes)
-    groups = [group for group in found if group is not None]
-    assert len(groups) == len(axes), "they have just been made"
+    groups = [group for group in found if group is not None]  # all have just been made
     if len(axes) == 1:
         return TorchMesh.from_group(groups[0], device_type, mesh_dim_names=names)
     return TorchMesh.from_group(groups, device_type, grid, mesh_dim_names=names)

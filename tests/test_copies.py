@@ -37,6 +37,7 @@ def test_overlaps_of_grids_and_of_any_boxes():
 
 def test_no_division_among_holders_has_a_less_busy_one():
     """Of all ways to give whole bytes, for a few sets of holders."""
+    assert balanced({(0,): 4, (0, 1): 6}) == {(0,): [4.0], (0, 1): [1.0, 5.0]}
     cases: list[dict[Holders, int]] = [
         {(0,): 4, (0, 1): 6},
         {(0, 1): 4, (1, 2): 4, (2,): 1},
@@ -96,9 +97,9 @@ def test_every_byte_and_every_element_is_sent_once():
             holders = tuple(sorted(random_.sample(range(5), random_.randrange(1, 5))))
             box = some_box(random_, (9, 4))
             demands.append((holders, box, box_size(box) * 2))
-        senders = Senders([[(holders, size) for holders, _, size in demands]])
+        senders = Senders([(holders, size) for holders, _, size in demands])
         sent = dict.fromkeys({holders for holders, *_ in demands}, 0)
-        for start, (holders, box, size) in zip(senders.starts[0], demands, strict=True):
+        for start, (holders, box, size) in zip(senders.starts, demands, strict=True):
             assert start == sent[holders]
             sent[holders] += size
             given = senders.stretches(holders, start, size)
@@ -110,7 +111,7 @@ def test_every_byte_and_every_element_is_sent_once():
 
 
 def test_a_box_of_few_rows_is_divided_along_a_longer_dim():
-    senders = Senders([[((0, 1, 2), 3 * 100)]])
+    senders = Senders([((0, 1, 2), 3 * 100)])
     assert senders.split((0, 1, 2), ((5, 7), (0, 150)), 0, 300) == [
         (0, ((5, 7), (0, 50))),
         (1, ((5, 7), (50, 100))),

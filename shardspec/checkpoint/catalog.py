@@ -241,7 +241,7 @@ def whole_box(shape: tuple[int, ...]) -> Box:
     return tuple((0, size) for size in shape)
 
 
-def row_major(shape: Sequence[int], width: int) -> tuple[int, ...]:
+def row_major_strides(shape: Sequence[int], width: int) -> tuple[int, ...]:
     """Return the bytes from one element of a row-major box to the next along each dim."""
     return tuple(width * prod(shape[dim + 1 :]) for dim in range(len(shape)))
 

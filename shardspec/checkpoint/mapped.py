@@ -8,7 +8,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import reduce
 from itertools import product
-from math import prod
 from pathlib import Path
 from typing import Final, TypeAlias
 
@@ -124,10 +123,10 @@ class _MappedCatalog(catalog.Catalog):
         for side in self._padding.get(name, ()):
             factors = sorted(factor for dim in side.dims for factor in dim)
             whole = tuple((0, factor.length) for factor in factors)
+            parts = _parts(side, whole, [0] * len(whole)) if box_size(whole) else ()
             boxes += [
                 catalog.StoredBox(part, (), 0, _ZEROS, 0, None, (0,) * len(part))
-                for part, _, _ in _parts(side, whole, [0] * len(whole))
-                if box_size(part)
+                for part, _, _ in parts
             ]
         return catalog.StoredTensor(
             name, self._shapes[name], self._dtypes[name], None, (), tuple(boxes)
@@ -136,15 +135,16 @@ class _MappedCatalog(catalog.Catalog):
 
 def _boxes(view: View, stored: catalog.StoredBox, width: int) -> Iterator[catalog.StoredBox]:
     """Yield the boxes of the target that a stored box of the source is."""
-    strides = stored.strides or catalog.row_major(box_shape(stored.box), width)
-    steps = view.source.strides(strides, len(view.shape))
+    strides = stored.strides or catalog.row_major_strides(box_shape(stored.box), width)
     held = [[side] for side in stored.box]
     for box in view.source.boxes(stored.box, len(view.shape)):
-        first = stored.offset + view.source.offset(strides, held, [lo for lo, _ in box])
+        steps, at = view.source.in_memory(strides, held, [lo for lo, _ in box])
         for part, by, before in _parts(view.target, box, steps):
-            plain = catalog.row_major(box_shape(part), width)
+            plain = catalog.row_major_strides(box_shape(part), width)
             flat = all(n == 1 or a == b for n, a, b in zip(box_shape(part), by, plain, strict=True))
-            yield replace(stored, box=part, offset=first + before, strides=None if flat else by)
+            yield replace(
+                stored, box=part, offset=stored.offset + at + before, strides=None if flat else by
+            )
 
 
 def _parts(
@@ -155,32 +155,28 @@ def _parts(
     With each come the steps along its dims, and how many bytes its first element lies behind that
     of the box of the view.
     """
-    for sides in product(*(list(_intervals(factors, box, steps)) for factors in side.dims)):
-        part = tuple((lo, lo + length) for lo, length, _, _ in sides)
-        yield part, tuple(step for _, _, step, _ in sides), sum(before for *_, before in sides)
+    for runs in product(*(_runs(factors, box, steps) for factors in side.dims)):
+        part = tuple((lo, lo + length) for lo, length, _, _ in runs)
+        yield part, tuple(step for _, _, step, _ in runs), sum(before for *_, before in runs)
 
 
-def _intervals(
+def _runs(
     factors: Sequence[Factor], box: Box, steps: Sequence[int]
-) -> Iterator[tuple[int, int, int, int]]:
-    """Yield the intervals of one dim: first index, length, step, and bytes before the first."""
-    outer = list(factors)
-    start, length, step, weight = 0, 1, 0, 1
-    # The minor factors are one interval as long as all of each is there, at even steps.
-    while outer:
-        factor = outer[-1]
-        lo, hi = box[factor.axis]
-        if length != weight or (hi - lo > 1 < length and steps[factor.axis] != step * length):
-            break
-        if hi - lo > 1 and length == 1:
-            step = steps[factor.axis]
-        start += (factor.start + lo) * weight
-        length *= hi - lo
+) -> list[tuple[int, int, int, int]]:
+    """Return the intervals of one dim: first index, length, step, and bytes before the first."""
+    runs, weight = [(0, 1, 0, 0)], 1
+    for factor in reversed(factors):
+        (lo, hi), step = box[factor.axis], steps[factor.axis]
+        start, length, by, _ = runs[0]
+        # Minor factors are one interval as long as all of each is there, at even steps.
+        if length == weight and (length == 1 or hi - lo == 1 or step == by * length):
+            by = step if length == 1 < hi - lo else by
+            runs = [(start + (factor.start + lo) * weight, length * (hi - lo), by, 0)]
+        else:
+            runs = [
+                (start + (factor.start + index) * weight, length, by, before + (index - lo) * step)
+                for index in range(lo, hi)
+                for start, length, by, before in runs
+            ]
         weight *= factor.size
-        outer.pop()
-    weights = [weight * prod(f.size for f in outer[at + 1 :]) for at in range(len(outer))]
-    for places in product(*(range(*box[factor.axis]) for factor in outer)):
-        found = list(zip(places, outer, weights, strict=True))
-        index = sum((factor.start + place) * by for place, factor, by in found)
-        before = sum((place - box[f.axis][0]) * steps[f.axis] for place, f, _ in found)
-        yield start + index, length, step, before
+    return runs

@@ -24,7 +24,7 @@ from shardspec.checkpoint.catalog import (
     StoredTensor,
     box_text,
     distinct,
-    row_major,
+    row_major_strides,
 )
 from shardspec.checkpoint.source_files import FileStretch, OpenFiles, SourceFile
 from shardspec.copies import overlaps
@@ -169,8 +169,8 @@ class Part(NamedTuple):
 
 def part_of(stored: StoredBox, shared: Box, block: Box, width: int) -> Part:
     """Return where a box that a stored one and a block share lies; an element takes `width`."""
-    inside = row_major(box_shape(block), width)
-    lies = stored.strides or row_major(box_shape(stored.box), width)
+    inside = row_major_strides(box_shape(block), width)
+    lies = stored.strides or row_major_strides(box_shape(stored.box), width)
     start, at = stored.offset, 0
     dims = []
     for (lo, hi), (first, _), (outer, _), step, step_in in zip(

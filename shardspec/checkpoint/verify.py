@@ -16,7 +16,7 @@ from shardspec.checkpoint.catalog import (
     StoredBox,
     StoredTensor,
     check_tiling,
-    row_major,
+    row_major_strides,
     whole_box,
 )
 from shardspec.checkpoint.coordinate import Progress
@@ -113,7 +113,7 @@ def _stretches(tensor: StoredTensor) -> Iterator[tuple[StoredBox, FileStretch]]:
             stretch = FileStretch(stored.path, digest.start, digest.num_bytes)
         else:
             width, shape = item_bytes(tensor.dtype), box_shape(stored.box)
-            steps = zip(shape, stored.strides or row_major(shape, width), strict=True)
+            steps = zip(shape, stored.strides or row_major_strides(shape, width), strict=True)
             num_bytes = width + sum((size - 1) * step for size, step in steps)
             stretch = FileStretch(stored.path, stored.offset, num_bytes)
         if (stretch, digest) not in seen:

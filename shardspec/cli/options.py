@@ -17,7 +17,7 @@ import click
 
 from shardspec.comm.cost import CostModel
 from shardspec.comm.presets import DEFAULT_PRESET, link_preset, preset_copy_s
-from shardspec.comm.profile_file import ProfileFile, read_profile
+from shardspec.comm.profile_file import Profiled, read_profile
 from shardspec.dtypes import dtype_name
 from shardspec.errors import CheckpointError, DTypeError, ProfileError
 from shardspec.mesh import DeviceMesh, LinkModel
@@ -323,7 +323,7 @@ class ClusterOptions:
         "The rate of a device's memory in 10^9 bytes a second, by which local copies are "
         "priced: 'preset', that of --links (the default where it is known), or 'none'.",
     )
-    profile: ProfileFile | None = option(
+    profile: Profiled | None = option(
         Kind("FILE", read_profile),
         "Links as 'shardspec profile' measured them, in place of --alpha, --beta, --links "
         "and --link-model.",
@@ -340,7 +340,8 @@ class ClusterOptions:
         given = self.alpha is not None
         refuse_if(given and links is not None, "give --links, or --alpha and --beta, not both")
         if profile is not None:
-            mesh, measured = self.mesh, (profile.mesh.shape, profile.mesh.axis_names)
+            profiled, arguments = profile
+            mesh, measured = self.mesh, (profiled.shape, profiled.axis_names)
             refuse_if(links is not None, "give --links or --profile, not both")
             text = "--profile has measured links; leave out --alpha, --beta and --link-model"
             refuse_if(given or self.link_model is not None, text)
@@ -351,7 +352,7 @@ class ClusterOptions:
                 f"--mesh has the shape {_sizes(mesh or measured)}, but the profile was measured "
                 f"on {_sizes(measured)}; leave out --mesh, or measure again",
             )
-            return plain_mesh(mesh or measured, self.ids), CostModel(*profile.model)
+            return plain_mesh(mesh or measured, self.ids), CostModel(*arguments)
         if self.mesh is None:
             raise click.UsageError("give --mesh, or --profile with the profile of a mesh")
         known = links or (() if given else (DEFAULT_PRESET,))

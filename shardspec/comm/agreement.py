@@ -30,7 +30,6 @@ NOTE_ROOM: Final = NOTE_BYTES - 512
 ORDER_RULE: Final = "every rank of the mesh must call the same conversions in the same order"
 _HALF: Final = 120
 """Of the characters of a long word that are shown."""
-_MESSAGE_BYTES: Final = 1 << 16
 _LATE: Final = "did not come in time (the timeout is that of the process group)"
 
 
@@ -50,7 +49,7 @@ class Address(NamedTuple):
     """How other processes of the same host find a process."""
 
     host: str
-    """The kernel and its namespaces; empty where connections cannot be made."""
+    """The kernel and its namespaces."""
     pid: int
     socket: str
     probe: int
@@ -58,18 +57,18 @@ class Address(NamedTuple):
 
 
 class Note(NamedTuple):
-    """What a rank tells all others of a mesh before it goes on."""
+    """What a rank tells all others of a mesh before it goes on, or a peer within a step."""
 
     kind: str
-    """"conversion", "value" for one that is gathered, "step" for a message of a step."""
+    """"conversion", "value" for one that is gathered; of a step, "readable" and "done"."""
     ids: int
-    """Checksum of the ranks that are told."""
-    number: int
+    """Checksum of the ranks that are told, or of the step."""
+    number: int = 0
     """How many notes these ranks have exchanged before."""
     device: str = ""
     """Device type of the rank's shards; empty where it holds none."""
     content: bytes = b""
-    """What `description` returns, or the first `NOTE_ROOM` bytes of a pickled value."""
+    """What `description` returns, or a pickled value, of which `NOTE_ROOM` bytes at most."""
     length: int = 0
     """Bytes of the whole value."""
     address: Address | None = None
@@ -81,8 +80,8 @@ class Note(NamedTuple):
 
     @classmethod
     def unpack(cls, data: bytes) -> "Note":
-        """Read a packed note; any other data is a message of a step."""
-        return cls(*pickle.loads(data)) if data[:1] == pickle.PROTO else cls("step", 0, 0)
+        """Read a packed note, which may be padded."""
+        return cls(*pickle.loads(data))
 
     def __str__(self) -> str:
         if self.kind != "conversion":
@@ -152,22 +151,22 @@ class Connection:
             poll.register(process, select.POLLIN)
         self.close = weakref.finalize(self, _close, connected, process, os.getpid())
 
-    def send(self, message: bytes) -> None:
-        """Hand over a message without waiting; a peer that has ended is noticed in `receive`."""
+    def send(self, note: Note) -> None:
+        """Hand over a note without waiting; a peer that has ended is noticed in `receive`."""
         with suppress(OSError):
-            self._socket.send(message)
+            self._socket.send(note.pack())
 
-    def receive(self, deadline: float) -> bytes:
-        """Return the next message of the peer, until a time on the clock `time.monotonic`."""
+    def receive(self, deadline: float) -> Note:
+        """Return the next note of the peer, until a time on the clock `time.monotonic`."""
         message = b""
         if self.close.alive:
             if not self._inbox.poll(max(0.0, deadline - time.monotonic()) * 1e3):
                 raise CommunicatorError(f"rank {self.peer} {_LATE}")
             with suppress(OSError):  # nothing is left to read, but the process has ended
-                message = self._socket.recv(_MESSAGE_BYTES, socket.MSG_DONTWAIT)
+                message = self._socket.recv(NOTE_BYTES, socket.MSG_DONTWAIT)
         if not message:
             raise CommunicatorError(f"rank {self.peer} has ended or given up an earlier step")
-        return message
+        return Note.unpack(message)
 
     def has_ended(self) -> bool:
         """Say whether the peer has ended or given up, even if messages of it are left."""
@@ -186,31 +185,28 @@ class Listener:
     """Where a process waits for others of its host to connect, and to try to read its memory."""
 
     def __init__(self, *, is_read: bool = True) -> None:
-        self._socket: socket.socket | None = None
-        host, name = _host(), f"shardspec-{os.getpid()}-{secrets.token_hex(8)}"
+        name = f"shardspec-{os.getpid()}-{secrets.token_hex(8)}"
         self._name = ctypes.create_string_buffer(name.encode())
-        if host:
-            self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            self._socket.bind("\0" + name)  # the zero: an abstract name, without a file
-            self._socket.listen(1024)
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._socket.bind("\0" + name)  # the zero: an abstract name, without a file
+        self._socket.listen(1024)
         probe = ctypes.addressof(self._name) if is_read else 0
-        self.address = Address(host, os.getpid(), name, probe)
+        self.address = Address(this_host(), os.getpid(), name, probe)
 
     def __enter__(self) -> "Listener":
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._socket is not None:
-            self._socket.close()
+        self._socket.close()
 
     def connect(
         self, me: int, peers: Mapping[int, Address], deadline: float
     ) -> dict[int, Connection]:
         """Connect to some ranks of this host, all of which call this too."""
-        made = {peer: _call(peer, at) for peer, at in peers.items() if peer < me}
+        earlier = {peer: at for peer, at in peers.items() if peer < me}
+        made = {peer: _reached(peer, at.pid, calling=at.socket) for peer, at in earlier.items()}
         waiting = {at.pid: peer for peer, at in peers.items() if peer > me}
         while waiting:
-            assert self._socket is not None, "without a socket there are no peers"
             self._socket.settimeout(max(1e-6, deadline - time.monotonic()))
             try:
                 connected, _ = self._socket.accept()
@@ -221,26 +217,30 @@ class Listener:
             pid, _, _ = struct.unpack("3i", credentials)
             if pid in waiting:
                 peer = waiting.pop(pid)
-                made[peer] = Connection(peer, pid, connected)
+                made[peer] = _reached(peer, pid, connected)
             else:
                 connected.close()
         return made
 
 
-def _call(peer: int, address: Address) -> Connection:
-    calling = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+def _reached(
+    peer: int, pid: int, connected: socket.socket | None = None, *, calling: str = ""
+) -> Connection:
+    """Return the connection to a process that has called, or that is called by its name."""
+    connected = connected or socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
-        calling.connect("\0" + address.socket)
-        return Connection(peer, address.pid, calling)
-    except OSError as error:
-        calling.close()
+        if calling:
+            connected.connect("\0" + calling)
+        return Connection(peer, pid, connected)
+    except OSError as error:  # it may have ended since
+        connected.close()
         raise CommunicatorError(
             f"rank {peer} cannot be reached on this host: {error.strerror}"
         ) from error
 
 
-def _host() -> str:
-    """Name the kernel and the namespaces of process ids and sockets, where they can be used."""
+def this_host() -> str:
+    """Name the kernel and the namespaces of process ids and sockets; empty where none listens."""
     if sys.platform != "linux":
         return ""
     try:

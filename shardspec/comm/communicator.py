@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from shardspec.boxes import box_shape, slices_within
 from shardspec.comm.routes import BoxOf, schedule_for
-from shardspec.comm.steps import AllReduce, ReduceScatter, Step
+from shardspec.comm.steps import Step
 from shardspec.mesh import DeviceMesh
 
 if TYPE_CHECKING:
@@ -24,12 +24,8 @@ class Communicator(ABC):
     """
 
     def __init__(self, mesh: DeviceMesh) -> None:
-        self._mesh = mesh
-
-    @property
-    def mesh(self) -> DeviceMesh:
+        self.mesh = mesh
         """The devices among which data moves."""
-        return self._mesh
 
     @property
     @abstractmethod
@@ -81,7 +77,7 @@ class SimulatedCommunicator(Communicator):
     @property
     def addressable(self) -> tuple[int, ...]:
         """Every device of the mesh."""
-        return self._mesh.ids
+        return self.mesh.ids
 
     def run(
         self, step: Step, shards: Mapping[int, "torch.Tensor"], before: BoxOf, after: BoxOf
@@ -91,15 +87,15 @@ class SimulatedCommunicator(Communicator):
 
         results = {}
         for device in self.addressable:
-            schedule = schedule_for(step, self._mesh, device, before, after)
+            schedule = schedule_for(step, self.mesh, device, before, after)
             parts = [
                 (box, shards[peer][slices_within(box, schedule.held[peer])])
                 for peer, box in schedule.incoming
             ]
             result = shards[device].new_empty(box_shape(schedule.after))
             with checked(step, result):
-                if parts and isinstance(step, ReduceScatter | AllReduce):
-                    combine_into(result, [part for _, part in parts], step.op)
+                if parts and schedule.op is not None:
+                    combine_into(result, [part for _, part in parts], schedule.op)
                 else:
                     for box, part in parts:
                         result[slices_within(box, schedule.after)] = part
@@ -116,4 +112,4 @@ class SimulatedCommunicator(Communicator):
 
     def gather(self, values: Mapping[int, T]) -> dict[int, T]:
         """Return the values, which are all here already."""
-        return {device: values[device] for device in self._mesh.ids}
+        return {device: values[device] for device in self.mesh.ids}

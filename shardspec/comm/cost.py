@@ -1,35 +1,21 @@
 """What a step costs: seconds of the collectives that were measured, else of rings.
 
-With ``b`` the bytes a device holds before the step, ``n`` the devices along the step's axes, alpha
-and beta the largest latency and cost a byte among those axes, the seconds on rings are:
-
-============== =====================================================================
-all-gather     (n-1) alpha + b (n-1) beta
-reduce-scatter (n-1) alpha + b (n-1)/n beta
-all-reduce     2 (n-1) alpha + 2 b (n-1)/n beta
-all-to-all     sum over the n-1 peers of (alpha_link + b/n beta_link)
-permute        max over devices of (alpha_link + b beta_link)
-exchange       max over devices of the larger of what it sends and what it receives, each
-               a sum over peers of (alpha_link + bytes beta_link)
-============== =====================================================================
-
-as in the nccl-tests manual (doc/PERFORMANCE.md) and in Thakur, Rabenseifner and Gropp,
-"Optimization of Collective Communication Operations in MPICH", 2005. A link between two devices has
-the largest alpha and beta among the axes on which they differ. The start of links and the copies
-that pack and unpack (`shardspec.comm.curves.copies`) are added.
+docs/plans.md has the formulas and where they come from. A link between two devices has the largest
+alpha and beta among the axes on which they differ. The start of links and the copies that pack and
+unpack (`shardspec.comm.curves.copies`) are added.
 """
 
 import warnings
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
-from itertools import combinations
+from dataclasses import dataclass, field, replace
+from itertools import chain, combinations
 from math import isfinite, prod
 from operator import gt
 from pathlib import Path
 from typing import Final
 
 from shardspec.comm import curves, presets
-from shardspec.comm.curves import Band, Curve, Line, Link, share, whole
+from shardspec.comm.curves import Band, Curve, Line, Link, Measured, share, whole
 from shardspec.comm.profile_file import read_profile
 from shardspec.comm.steps import Exchange, Permute, Step
 from shardspec.errors import MeshError
@@ -70,7 +56,7 @@ class CostModel:
     mesh_shape: tuple[int, ...]
     links: tuple[Link, ...]
     link_model: LinkModel = "ring"
-    measured: tuple[tuple[tuple[int, ...], tuple[Curve, ...]], ...] = ()
+    measured: Measured = field(default=(), hash=False)
     copy_s: float = 0.0
 
     def __post_init__(self) -> None:
@@ -81,9 +67,6 @@ class CostModel:
             )
         if not (isfinite(self.copy_s) and self.copy_s >= 0):
             raise MeshError(f"copy_s is {self.copy_s} s a byte; give a finite number from 0 on")
-
-    def __hash__(self) -> int:
-        return hash((self.mesh_shape, self.links, self.link_model, len(self.measured)))
 
     @classmethod
     def of_mesh(cls, mesh: DeviceMesh) -> "CostModel":
@@ -110,23 +93,21 @@ class CostModel:
         >>> [link.name for link in model.links]
         ['ib-ndr-per-gpu', 'h100-nvswitch']
         """
-        if isinstance(names, str):
-            names = [names]
+        names = (names,) if isinstance(names, str) else tuple(names)
         if len(names) not in (1, mesh.ndim):
             raise MeshError(
                 f"{len(names)} presets for the {mesh.ndim} axes of mesh {mesh}; give one per axis, "
                 "or one for all"
             )
-        each = tuple(names) * (mesh.ndim if len(names) == 1 else 1)
-        links = tuple(map(presets.link_preset, each, mesh.shape))
-        no_copies = copies is False
-        copy_s = 0.0 if no_copies else presets.preset_copy_s(each, required=copies or False)
+        names *= mesh.ndim // len(names)
+        links = tuple(map(presets.link_preset, names, mesh.shape))
+        copy_s = 0.0 if copies is False else presets.preset_copy_s(names, required=bool(copies))
         return cls(mesh.shape, links, mesh.link_model, copy_s=copy_s)
 
     @classmethod
     def from_profile(cls, path: str | Path) -> "CostModel":
         """Return the model of links that ``shardspec profile`` has measured."""
-        return cls(*read_profile(path).model)
+        return cls(*read_profile(path)[1])
 
     def step_seconds(self, step: Step, num_bytes: int) -> float:
         """Return the seconds of a collective, given the bytes of the largest shard before it."""
@@ -143,24 +124,21 @@ class CostModel:
 
     def coefficients(self, step: Step) -> Line:
         """Return the line for large sizes; deprecated, `lines` returns all."""
-        warnings.warn(
-            "CostModel.coefficients goes with the next release; use lines",
-            DeprecationWarning,
-            stacklevel=2,
-        )
+        text = "CostModel.coefficients goes with the next release; use lines"
+        warnings.warn(text, DeprecationWarning, stacklevel=2)
         return self.lines(step)[-1]
 
     def error(self, step: Step, num_bytes: int) -> Band | None:
         """Return how far the price of a step is off, None where nothing like it was measured."""
         kind = curves.kind_of(step)
-        curve = None if kind is None else self._curve(kind, self._long(step.axes))
-        return None if curve is None else curve.error(num_bytes * whole(curve.kind, curve.devices))
+        curve = self._curve(kind, self._long(step.axes)) if kind else None
+        return curve.error(num_bytes * whole(curve.kind, curve.devices)) if curve else None
 
     @property
     def known_error(self) -> str:
         """How far prices are off, over all that was measured."""
-        measured = {curve for link in self.links for curve in link.curves}
-        measured |= {curve for _, some in self.measured for curve in some}
+        groups = [*(link.curves for link in self.links), *(some for _, some in self.measured)]
+        measured = {curve for some in groups for curve in some}
         medians = [band.median for curve in measured for band in curve.errors if band is not None]
         if not medians:
             return f"{NO_MEASUREMENT} of these links; 'shardspec profile' makes one"
@@ -189,9 +167,8 @@ class CostModel:
 
     def slowest(self, axes: Iterable[int]) -> tuple[float, float]:
         """Return the largest latency and the largest cost a byte among some axes."""
-        axes = list(axes)
-        latency = max(self.links[axis].latency_s for axis in axes)
-        return latency, max(self._per_byte(axis) for axis in axes)
+        each = [(self.links[axis].latency_s, self._per_byte(axis)) for axis in axes]
+        return max(alpha for alpha, _ in each), max(beta for _, beta in each)
 
     def pair(self, axis: int) -> Line:
         """Return what sending to one device while receiving from another takes, along an axis.
@@ -227,16 +204,12 @@ class CostModel:
 
     def on(self, axes: Sequence[int]) -> "CostModel":
         """Return the model of the mesh that has some of the axes; all others have one device."""
-        place = {axis: number for number, axis in enumerate(axes)}
+        kept = [(along, some) for along, some in self.measured if set(along) <= set(axes)]
         return replace(
             self,
             mesh_shape=tuple(self.mesh_shape[axis] for axis in axes),
             links=tuple(self.links[axis] for axis in axes),
-            measured=tuple(
-                (tuple(place[axis] for axis in along), some)
-                for along, some in self.measured
-                if place.keys() >= set(along)
-            ),
+            measured=tuple((tuple(map(axes.index, along)), some) for along, some in kept),
         )
 
     def _long(self, axes: Iterable[int]) -> tuple[int, ...]:
@@ -267,8 +240,8 @@ class CostModel:
         if curve is not None:
             held = whole(kind, curve.devices)
             return tuple((fixed, slope * held) for fixed, slope in curve.lines)
-        across = [axis for axis in axes if self.links[axis].port is not None]
-        within = [axis for axis in axes if self.links[axis].port is None]
+        across = [axis for axis in axes if self.links[axis].port]
+        within = [axis for axis in axes if not self.links[axis].port]
         if not (across and within) or self.link_model == "shared-bus":
             return (self._ring(kind, axes),)
         inside, n = self._count(within), self._count(axes)
@@ -291,12 +264,11 @@ class CostModel:
         if kind == "all-to-all" and self.link_model == "ring":
             # Peers that differ on the same axes cost the same.
             fixed = per_byte = 0.0
-            for count in range(1, len(axes) + 1):
-                for differing in combinations(axes, count):
-                    alpha, beta = self.slowest(differing)
-                    peers = prod(self.mesh_shape[axis] - 1 for axis in differing)
-                    fixed += peers * alpha
-                    per_byte += peers / n * beta
+            for differing in chain(*(combinations(axes, k + 1) for k in range(len(axes)))):
+                alpha, beta = self.slowest(differing)
+                peers = prod(self.mesh_shape[axis] - 1 for axis in differing)
+                fixed += peers * alpha
+                per_byte += peers / n * beta
             return start + fixed, per_byte
         alpha, beta = self.slowest(axes)
         messages = (2 if kind == "all-reduce" else 1) * (n - 1)

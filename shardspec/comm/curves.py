@@ -6,19 +6,19 @@ nccl-tests counts them: what is gathered or reduced, or what one rank of an all-
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fractions import Fraction
+from itertools import product
 from math import ceil, isfinite, prod
 from typing import Final, Literal, TypeAlias
 
 from shardspec.comm import steps
-from shardspec.comm.steps import Step
+from shardspec.comm.steps import AllGather, AllReduce, AllToAll, ReduceScatter, Step
 from shardspec.errors import MeshError
 
 KINDS: Final = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all")
 """The collectives that have curves."""
-_COLLECTIVES: Final = (steps.AllGather, steps.ReduceScatter, steps.AllReduce, steps.AllToAll)
-_KIND_OF: Final = dict(zip(_COLLECTIVES, KINDS, strict=True))
+_KIND_OF: Final = dict(zip((AllGather, ReduceScatter, AllReduce, AllToAll), KINDS, strict=True))
 
 LARGE: Final = 1 << 20
 """Bytes from which on errors are listed apart from those of smaller buffers."""
@@ -36,10 +36,8 @@ class Band:
     """The 90th percentile."""
 
     def __str__(self) -> str:
-        return (
-            f"{self.median * 100:.0f} % off at the median, {self.most * 100:.0f} % at the 90th "
-            "percentile"
-        )
+        median, most = self.median * 100, self.most * 100
+        return f"{median:.0f} % off at the median, {most:.0f} % at the 90th percentile"
 
 
 Errors: TypeAlias = tuple[Band | None, Band | None]
@@ -80,6 +78,10 @@ class Curve:
         return self.errors[num_bytes >= LARGE] if least <= num_bytes <= most else None
 
 
+Measured: TypeAlias = tuple[tuple[tuple[int, ...], tuple[Curve, ...]], ...]
+"""Curves of the collectives along some axes of a mesh."""
+
+
 @dataclass(frozen=True, slots=True)
 class Link:
     """How fast data travels along one mesh axis.
@@ -112,7 +114,7 @@ class Link:
     seconds_per_byte: float
     name: str = "given"
     start_s: float = 0.0
-    curves: tuple[Curve, ...] = ()
+    curves: tuple[Curve, ...] = field(default=(), hash=False)  # dozens; models are looked up often
     port: Literal["device", "node"] | None = None
 
     def __post_init__(self) -> None:
@@ -133,21 +135,13 @@ class Link:
 
     def as_dict(self) -> dict[str, object]:
         """Return the numbers ready for JSON, and on how many devices collectives were measured."""
-        return {
-            "latency_s": self.latency_s,
-            "seconds_per_byte": self.seconds_per_byte,
-            "name": self.name,
-            "start_s": self.start_s,
-            "measured_devices": self._measured_devices,
-        }
+        keys = ("latency_s", "seconds_per_byte", "name", "start_s")
+        values: dict[str, object] = {key: getattr(self, key) for key in keys}
+        return values | {"measured_devices": self._measured_devices}
 
     @property
     def _measured_devices(self) -> list[int]:
         return sorted({curve.devices for curve in self.curves})
-
-    def __hash__(self) -> int:
-        # Without the dozens of curves: models are looked up often.
-        return hash((self.latency_s, self.seconds_per_byte, self.name, self.start_s))
 
 
 def share(kind: str, devices: int) -> Fraction:
@@ -163,8 +157,7 @@ def whole(kind: str, devices: int) -> int:
 def curve_between(curves: Sequence[Curve], kind: str, devices: int) -> Curve | None:
     """Return the curve of a collective on a number of devices; None below what was measured.
 
-    Between two numbers, seconds are interpolated linearly. Beyond the largest, latency grows as the
-    steps of a ring and the rest as the bytes that a device receives, and no error is known.
+    docs/plans.md has the rules. Beyond the largest number no error is known.
 
     >>> few = Curve("all-gather", 2, ((1e-5, 1e-12),), (512, 1 << 29))
     >>> many = Curve("all-gather", 8, ((4e-5, 4e-12),), (512, 1 << 29))
@@ -185,24 +178,23 @@ def curve_between(curves: Sequence[Curve], kind: str, devices: int) -> Curve | N
     far, part = own[above], (devices - below) / (above - below)
     lines = tuple(
         ((1 - part) * a[0] + part * b[0], (1 - part) * a[1] + part * b[1])
-        for a in near.lines
-        for b in far.lines
+        for a, b in product(near.lines, far.lines)
     )
     sizes = max(near.sizes[0], far.sizes[0]), min(near.sizes[1], far.sizes[1])
     # Errors are those of the nearest number that was left out once.
     tried = [curve for curve in own.values() if curve.left_out != _UNKNOWN]
-    closest = min(tried, key=lambda curve: abs(curve.devices - devices), default=None)
-    return Curve(kind, devices, lines, sizes, closest.left_out if closest else _UNKNOWN)
+    closest = min(tried, key=lambda curve: abs(curve.devices - devices), default=near)
+    return Curve(kind, devices, lines, sizes, closest.left_out)
 
 
 def copies(step: Step, devices: int) -> int:
     """Return how often a device copies what it holds, to pack and unpack, in a collective."""
     match step:
-        case steps.AllGather(dim):
+        case AllGather(dim):
             return devices if dim else 0
-        case steps.ReduceScatter(dim):
+        case ReduceScatter(dim):
             return int(dim > 0)
-        case steps.AllToAll(src_dim, dst_dim):
+        case AllToAll(src_dim, dst_dim):
             return (src_dim > 0) + (dst_dim > 0)
         case _:
             return 0
@@ -216,7 +208,7 @@ def kind_of(step: Step) -> str | None:
 def bytes_received(step: Step, mesh_shape: Sequence[int], num_bytes: int) -> int:
     """Return the bytes that a device receives in a step, by a bandwidth-optimal algorithm.
 
-    >>> bytes_received(steps.AllReduce((1,), "sum"), (2, 4), 100)
+    >>> bytes_received(AllReduce((1,), "sum"), (2, 4), 100)
     150
     """
     assert not isinstance(step, steps.Permute | steps.Exchange), "counted from both layouts"

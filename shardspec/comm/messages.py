@@ -1,16 +1,16 @@
-"""Boxes and notes over `torch.distributed`: messages, or NCCL's collectives where they fit.
+"""Steps between processes, out of the memory of peers, by messages or by NCCL; and notes.
 
 Both ends of a message cut a box into the same chunks. Parts of a tensor that are not contiguous
 pass through buffers, of which a bounded number of bytes is in use at a time.
 """
 
 import re
+import sys
 import threading
 import time
-from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Final, TypeAlias
@@ -18,8 +18,9 @@ from typing import Final, TypeAlias
 import torch
 import torch.distributed as dist
 
-from shardspec.boxes import Box, box_shape, box_size, chunks, slices_within
-from shardspec.comm.agreement import NOTE_BYTES, Connection, Note, ranks_text
+from shardspec.boxes import Box, box_shape, box_size, chunks, slices_within, split_interval
+from shardspec.comm.agreement import NOTE_BYTES, ORDER_RULE, Connection, Note, ranks_text
+from shardspec.comm.peer_memory import BUFFER_BYTES, PeerMemory
 from shardspec.comm.results import checked, combine_into, empty_hugepages
 from shardspec.comm.routes import Parts, TransferSchedule, all_reduce_schedules
 from shardspec.comm.steps import AllGather, AllReduce, ReduceOp, ReduceScatter
@@ -39,143 +40,125 @@ _ALL_GATHER: Final = dist.all_gather_single if _NEW_NAMES else dist.all_gather_i
 _REDUCE_SCATTER: Final = dist.reduce_scatter_single if _NEW_NAMES else dist.reduce_scatter_tensor
 _SUMMED: Final = frozenset({torch.float32, torch.float64, torch.int32, torch.int64})
 """Dtypes whose sum every backend has, with the rounding of the dtype itself."""
-_MOVED: Final = frozenset({*_SUMMED, torch.bfloat16, torch.float16})
-"""Dtypes that every backend's collectives carry."""
 
 Addressed: TypeAlias = list[tuple[int, torch.Tensor]]
 """Pairs of peer and tensor."""
-Exchange: TypeAlias = Callable[["Rounds", Parts, list[tuple[int, Box, torch.Tensor]]], None]
-"""Sends boxes of the shard to peers, and fills tensors with boxes of theirs."""
 
 
-class Rounds:
-    """The chunks of a step, one of each box in a round, and buffers that all rounds share."""
-
-    def __init__(self, schedule: TransferSchedule, shard: torch.Tensor, round_bytes: int) -> None:
-        share = max(round_bytes // max(1, len(schedule.members) - 1), _LEAST_BYTES)
-        self._sides, self._most = (schedule.outgoing, schedule.incoming), share // shard.itemsize
-        boxes = [box for side in self._sides for _, box in side]
-        self._size, self._used = sum(min(self._most, box_size(box)) for box in boxes), 0
-        self._shard, self._memory = shard, shard.new_empty(0)
-
-    def __iter__(self) -> Iterator[tuple[Parts, Parts]]:
-        """Yield what is sent and received round by round."""
-        sends, receives = (
-            zip_longest(*([(peer, part) for part in chunks(box, self._most)] for peer, box in side))
-            for side in self._sides
-        )
-        for sent, received in zip_longest(sends, receives, fillvalue=()):
-            self._used = 0
-            yield [part for part in sent if part], [part for part in received if part]
-
-    def buffer(self, like: torch.Tensor) -> torch.Tensor:
-        """Return contiguous memory for a tensor, good for this round."""
-        if not self._memory.numel():
-            self._memory = self._shard.new_empty(self._size)
-        start, self._used = self._used, self._used + like.numel()
-        return self._memory[start : self._used].view(like.shape)
+def _rounds(schedule: TransferSchedule, most: int) -> Iterator[tuple[Parts, Parts]]:
+    """Yield what is sent and received round by round: of each box a chunk of so many elements."""
+    sends, receives = (
+        zip_longest(*([(peer, part) for part in chunks(box, most)] for peer, box in side))
+        for side in (schedule.outgoing, schedule.incoming)
+    )
+    for sent, received in zip_longest(sends, receives, fillvalue=()):
+        yield [part for part in sent if part], [part for part in received if part]
 
 
-class Transport(ABC):
-    """Moves the boxes of one step between processes; all transports give the same bits."""
+class Buffers(dict[object, torch.Tensor]):
+    """Contiguous memory by what it is for, which every round of a step uses again."""
 
-    @abstractmethod
-    def session(
-        self, schedule: TransferSchedule, shard: torch.Tensor
-    ) -> AbstractContextManager[Exchange]:
-        """Enter a step, in which boxes are exchanged in rounds."""
+    def like(self, key: object, tensor: torch.Tensor) -> torch.Tensor:
+        """Return memory for a tensor."""
+        if key not in self or self[key].numel() < tensor.numel():
+            self[key] = tensor.new_empty(tensor.numel())
+        return self[key][: tensor.numel()].view(tensor.shape)
 
-    @abstractmethod
-    def round_bytes(self, shard: torch.Tensor, *, moves: bool) -> int:
-        """Return how much is sent to all peers together in one round."""
 
-    def move(
+@dataclass(frozen=True, slots=True)
+class Transport:
+    """Moves the boxes of steps between processes: out of the `memory` of peers, else by messages.
+
+    The tag tells threads apart, except with NCCL, where one thread sends at a time. Both ways give
+    the same bits.
+    """
+
+    tag: int
+    memory: PeerMemory | None
+
+    def run(self, schedule: TransferSchedule, shard: torch.Tensor) -> torch.Tensor:
+        """Carry out a step, of any dtype and operation; serve the others."""
+        if isinstance(schedule.step, AllReduce):
+            return self._all_reduce(schedule, shard)
+        result = empty_hugepages(shard, box_shape(schedule.after))
+        with checked(schedule.step, result):
+            self._move(schedule, shard, result, schedule.op)
+        return result
+
+    def _move(
         self,
         schedule: TransferSchedule,
         shard: torch.Tensor,
         result: torch.Tensor,
         op: ReduceOp | None = None,
     ) -> None:
-        """Fill the result with boxes of all members, or with their reduction; serve the others.
+        """Fill the result with boxes of all members, or with their reduction.
 
         The shard may be a part of the result, or the result of a reduction a part of the shard.
         """
-        me = schedule.device
+        me, memory, buffers = schedule.device, self.memory, Buffers()
         shares = result.untyped_storage().data_ptr() == shard.untyped_storage().data_ptr()
-        rounds = Rounds(schedule, shard, self.round_bytes(shard, moves=op is None))
-        with self.session(schedule, shard) as exchange:
-            for sends, parts in rounds:
+        if memory:  # what is only moved needs no buffers
+            most = 2 * BUFFER_BYTES if op else sys.maxsize
+        else:
+            most = STAGED_BYTES // 2 if shard.device.type == "cpu" else _ACCELERATOR_BYTES
+        each = max(most // max(1, len(schedule.members) - 1), _LEAST_BYTES)
+        with memory.session(schedule, shard) if memory else nullcontext() as fetch:
+            for sends, parts in _rounds(schedule, each // shard.itemsize):
                 filled = []
                 for peer, box in parts:
                     place = result[slices_within(box, schedule.after)]
                     own = shard[slices_within(box, schedule.before)] if peer == me else place
                     if op is not None:  # the result may overwrite this device's own addend
-                        place = rounds.buffer(place) if peer != me or shares else own
+                        place = buffers.like(peer, place) if peer != me or shares else own
                     if peer == me and place.data_ptr() != own.data_ptr():
                         place.copy_(own)
-                    filled.append((peer, box, place))
-                exchange(rounds, sends, [each for each in filled if each[0] != me])
+                    elif peer != me and fetch:
+                        fetch(peer, box, place)
+                    filled.append((peer, place))
+                if not fetch:
+                    leaving = [(p, shard[slices_within(b, schedule.before)]) for p, b in sends]
+                    self._exchange(schedule, leaving, [f for f in filled if f[0] != me], buffers)
                 if op is not None and filled:
                     place = result[slices_within(parts[0][1], schedule.after)]
-                    combine_into(place, [addend for *_, addend in filled], op)
+                    combine_into(place, [addend for _, addend in filled], op)
 
-    def all_reduce(
-        self, schedule: TransferSchedule, shard: torch.Tensor, op: ReduceOp
-    ) -> torch.Tensor:
-        """Return the reduction of all members' shards, of any dtype and operation.
+    def _exchange(
+        self, schedule: TransferSchedule, sends: Addressed, receives: Addressed, buffers: "Buffers"
+    ) -> None:
+        """Send and receive tensors, those with gaps through buffers."""
+        leaving, landing = [], []
+        for number, (peer, part) in enumerate(sends):
+            packed = part.is_contiguous()
+            copy = part if packed else buffers.like(("sent", number), part).copy_(part)
+            leaving.append((peer, copy))
+        for number, (peer, place) in enumerate(receives):
+            packed = place.is_contiguous()
+            landing.append((peer, place if packed else buffers.like(("received", number), place)))
+        with _errors_named(schedule):
+            for work in start_messages(leaving, landing, self.tag):
+                work.wait()
+        for (_, place), (_, received) in zip(receives, landing, strict=True):
+            if place is not received:
+                place.copy_(received)
 
-        Every member reduces a part, then all share the parts: as many bytes as on a ring.
-        """
-        step, size = schedule.step, shard.numel()
+    def _all_reduce(self, schedule: TransferSchedule, shard: torch.Tensor) -> torch.Tensor:
+        """Let every member reduce a part, then share the parts: as many bytes as on a ring."""
+        step = schedule.step
         if shard.is_contiguous():
             flat = shard.view(-1)
             result = empty_hugepages(flat, flat.shape)
         else:
             # The parts are reduced in place: only this rank reads the part that it reduces.
             result = flat = shard.clone(memory_format=torch.contiguous_format).view(-1)
-        reducing, sharing = all_reduce_schedules(step, schedule.device, schedule.members, size)
+        reducing, sharing = all_reduce_schedules(
+            step, schedule.device, schedule.members, shard.numel()
+        )
         reduced = result[slices_within(reducing.after, sharing.after)]
         with checked(step, result if result is not flat else result[:0]):
-            self.move(reducing, flat, reduced, op)
-            self.move(sharing, reduced, result)
+            self._move(reducing, flat, reduced, schedule.op)
+            self._move(sharing, reduced, result)
         return result.view(shard.shape)
-
-
-class Messages(Transport):
-    """Moves boxes by `torch.distributed.isend` and `irecv`.
-
-    The tag tells threads apart, except with NCCL, where one thread sends at a time.
-    """
-
-    def __init__(self, tag: int) -> None:
-        self._tag = tag
-
-    def round_bytes(self, shard: torch.Tensor, *, moves: bool) -> int:  # noqa: ARG002
-        """Return how much is sent to all peers together in one round."""
-        return STAGED_BYTES // 2 if shard.device.type == "cpu" else _ACCELERATOR_BYTES
-
-    @contextmanager
-    def session(self, schedule: TransferSchedule, shard: torch.Tensor) -> Iterator[Exchange]:
-        """Enter a step, in which boxes are exchanged in rounds."""
-
-        def exchange(
-            rounds: Rounds, sends: Parts, arriving: list[tuple[int, Box, torch.Tensor]]
-        ) -> None:
-            leaving, landing = [], []
-            for peer, box in sends:
-                part = shard[slices_within(box, schedule.before)]
-                copied = part if part.is_contiguous() else rounds.buffer(part).copy_(part)
-                leaving.append((peer, copied))
-            for peer, _, place in arriving:
-                landing.append((peer, place if place.is_contiguous() else rounds.buffer(place)))
-            with _errors_named(schedule):
-                for work in start_messages(leaving, landing, self._tag):
-                    work.wait()
-            for (*_, place), (_, received) in zip(arriving, landing, strict=True):
-                if place is not received:
-                    place.copy_(received)
-
-        yield exchange
 
 
 def start_messages(sends: Addressed, receives: Addressed, tag: int) -> list[dist.Work]:
@@ -196,10 +179,14 @@ def _errors_named(schedule: TransferSchedule) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:  # DistBackendError and the other errors of torch
-        raise CommunicatorError(
-            f"{schedule.step} with {ranks_text(schedule.peers)} failed: {_cause_of(error)}; the "
-            "job cannot go on, see what these ranks say"
-        ) from error
+        raise _failed(schedule.step, schedule.peers, _cause_of(error)) from error
+
+
+def _failed(what: object, peers: Iterable[int], why: str) -> CommunicatorError:
+    return CommunicatorError(
+        f"{what} with {ranks_text(peers)} failed: {why}; the job cannot go on, see what these "
+        "ranks say"
+    )
 
 
 def _cause_of(error: RuntimeError) -> str:
@@ -209,8 +196,25 @@ def _cause_of(error: RuntimeError) -> str:
     return re.sub(r"^\[\S+:\d+\] ", "", said).split(". This is typically")[0]
 
 
-class UnansweredError(Exception):
-    """Some ranks did not answer; the arguments are these ranks, and why."""
+def _unanswered(
+    mine: Note, peers: Iterable[int], silent: Iterable[int], why: str
+) -> CommunicatorError:
+    """Return the error that some of the peers did not answer a note."""
+    if mine.kind != "conversion":
+        return _failed("gathering a value of every rank", peers, why)
+    return CommunicatorError(
+        f"{ranks_text(silent)} did not say what to convert: {why}; rank {dist.get_rank()} {mine}; "
+        f"{ORDER_RULE}"
+    )
+
+
+def _timeout_s() -> float:
+    """Return the timeout of the job's group for tensors on the CPU; 0 where it takes none."""
+    world = dist.group.WORLD
+    if world is None or "gloo" not in dist.get_backend_config():
+        return 0.0
+    seconds: float = world._get_backend(torch.device("cpu")).options._timeout.total_seconds()
+    return seconds
 
 
 @dataclass(slots=True, eq=False)
@@ -223,6 +227,8 @@ class Channel:
 
     tag: int
     """Of notes, an even number; the next one is that of steps."""
+    timeout_s: float = field(default_factory=_timeout_s)
+    """How long connections wait; 0 where messages are tensors on the accelerator."""
     connections: dict[int, Connection] = field(default_factory=dict)
     """To processes of this host, by rank."""
     connected: set[int] = field(default_factory=set)
@@ -232,48 +238,43 @@ class Channel:
     busy: threading.RLock = field(default_factory=threading.RLock)
     """Held while a thread is in the channel."""
 
-    def exchange(
-        self, mine: Note, peers: Sequence[int], device: str, timeout_s: float
-    ) -> dict[int, Note]:
-        """Exchange notes with some ranks, all of which call this at once.
-
-        Messages have to be on `device`; connections wait for `timeout_s`.
-        """
+    def exchange(self, mine: Note, peers: Sequence[int]) -> dict[int, Note]:
+        """Exchange notes with some ranks, all of which call this at once."""
         self.numbers[mine.ids] += 1
-        packed, deadline = mine.pack(), time.monotonic() + timeout_s
         if mine.ids not in self.connected:
             lengths = dict.fromkeys(peers, NOTE_BYTES)
-            found = self.exchange_bytes(packed.ljust(NOTE_BYTES), lengths, device)
+            found = self.exchange_bytes(mine, mine.pack().ljust(NOTE_BYTES), lengths)
             return {peer: Note.unpack(data) for peer, data in found.items()}
         notes: dict[int, Note] = {}
         silent: dict[int, str] = {}
+        deadline = time.monotonic() + self.timeout_s
         for peer in peers:
-            self.connections[peer].send(packed)
+            self.connections[peer].send(mine)
         for peer in peers:
             try:
                 # Once one is missing, the others are not waited for.
-                data = self.connections[peer].receive(0.0 if silent else deadline)
-                notes[peer] = mine if data == packed else Note.unpack(data)
+                notes[peer] = self.connections[peer].receive(0.0 if silent else deadline)
             except CommunicatorError as error:
                 silent[peer] = str(error)
         if silent:
             self.close()
-            raise UnansweredError(tuple(silent), next(iter(silent.values())))
+            raise _unanswered(mine, peers, silent, next(iter(silent.values())))
         return notes
 
     def exchange_bytes(
-        self, content: bytes, lengths: Mapping[int, int], device: str
+        self, mine: Note, content: bytes, lengths: Mapping[int, int]
     ) -> dict[int, bytes]:
-        """Send bytes to some ranks, and return so many of each."""
-        mine = torch.frombuffer(bytearray(content or b" "), dtype=torch.uint8).to(device)
-        received = {peer: mine.new_zeros(length) for peer, length in lengths.items()}
-        sends = [(peer, mine[: len(content)]) for peer in lengths]
+        """Send bytes that belong to a note to some ranks, and return so many of each."""
+        sent = torch.frombuffer(bytearray(content or b" "), dtype=torch.uint8)
+        sent = sent.to("cpu" if self.timeout_s else "cuda")
+        received = {peer: sent.new_zeros(length) for peer, length in lengths.items()}
+        sends = [(peer, sent[: len(content)]) for peer in lengths]
         try:
             for work in start_messages(sends, [*received.items()], self.tag):
                 work.wait()
         except RuntimeError as error:
-            silent = [peer for peer, data in received.items() if not data.any()]
-            raise UnansweredError(silent or [*lengths], _cause_of(error)) from error
+            silent = [peer for peer, data in received.items() if not data.any()] or lengths
+            raise _unanswered(mine, lengths, silent, _cause_of(error)) from error
         return {peer: data.cpu().numpy().tobytes() for peer, data in received.items()}
 
     def close(self) -> None:
@@ -282,50 +283,30 @@ class Channel:
             connection.close()
 
 
-class Collectives:
-    """Moves boxes of CUDA tensors by NCCL's collectives, in steps that have one.
+def run_collective(
+    schedule: TransferSchedule, shard: torch.Tensor, group: dist.ProcessGroup
+) -> torch.Tensor:
+    """Carry out a step that `has_collective` on CUDA tensors by NCCL's collective; see `Transport`.
 
-    They are faster than sends and receives, but need parts of equal length, one behind the other in
-    the order of the ranks. gloo's are not used: they carry no tag, so threads would be mixed up.
+    It is faster than sends and receives. gloo's are not used: they carry no tag, so threads would
+    be mixed up.
     """
-
-    def __init__(self, group: dist.ProcessGroup | None) -> None:
-        self._group = group
-
-    def move(
-        self,
-        schedule: TransferSchedule,
-        shard: torch.Tensor,
-        result: torch.Tensor,
-        op: ReduceOp | None = None,
-    ) -> None:
-        """Fill the result with boxes, or with the sum or mean of addends; see `Transport`."""
-        function = _ALL_GATHER if op is None else _REDUCE_SCATTER
-        self._call(schedule, function, result.view(-1), shard.contiguous().view(-1))
-        if op == "avg":
-            result /= len(schedule.members)
-
-    def all_reduce(
-        self, schedule: TransferSchedule, shard: torch.Tensor, op: ReduceOp
-    ) -> torch.Tensor:
-        """Return the sum or mean of the addends."""
-        result = shard.clone(memory_format=torch.contiguous_format)
-        self._call(schedule, dist.all_reduce, result)
-        return result.div_(len(schedule.members)) if op == "avg" else result
-
-    def _call(
-        self, schedule: TransferSchedule, function: Callable[..., object], *tensors: torch.Tensor
-    ) -> None:
-        with _errors_named(schedule):
-            function(*tensors, group=self._group)
+    step, result = schedule.step, shard.new_empty(box_shape(schedule.after))
+    with checked(step, result), _errors_named(schedule):
+        if isinstance(step, AllReduce):
+            dist.all_reduce(result.copy_(shard), group=group)
+        elif schedule.op is None:
+            _ALL_GATHER(_as_bytes(result), _as_bytes(shard.contiguous()), group=group)
+        else:
+            _REDUCE_SCATTER(result.view(-1), shard.contiguous().view(-1), group=group)
+    return result.div_(len(schedule.members)) if schedule.op == "avg" else result
 
 
 def has_collective(schedule: TransferSchedule, dtype: torch.dtype) -> bool:
     """Say whether a collective of the backend does a step; all members say the same."""
     match schedule.step:
         case AllGather():
-            coming = dict(schedule.incoming)
-            return dtype in _MOVED and _are_in_order(schedule, coming, schedule.after)
+            return _are_in_order(schedule, dict(schedule.incoming), schedule.after)
         case ReduceScatter(op="sum" | "avg"):
             going = {**dict(schedule.outgoing), schedule.device: schedule.after}
             return dtype in _SUMMED and _are_in_order(schedule, going, schedule.before)
@@ -337,12 +318,9 @@ def has_collective(schedule: TransferSchedule, dtype: torch.dtype) -> bool:
 
 def _are_in_order(schedule: TransferSchedule, parts: Mapping[int, Box], box: Box) -> bool:
     """Say whether the members' parts of a box lie one behind the other in memory, equally long."""
-    each, rest = divmod(box_size(box), len(schedule.members))
-    if rest or not each or len(parts) < len(schedule.members):
+    ranks, shape = sorted(schedule.members), box_shape(box)
+    dim = next((dim for dim, size in enumerate(shape) if size > 1), None)
+    if dim is None or not box_size(box) or shape[dim] % len(ranks):
         return False
-    memory = torch.empty(box_shape(box), dtype=torch.uint8, device="meta")
-    found = [memory[slices_within(parts[peer], box)] for peer in sorted(schedule.members)]
-    return all(
-        part.is_contiguous() and (part.numel(), part.storage_offset()) == (each, at * each)
-        for at, part in enumerate(found)
-    )
+    cuts = (split_interval(*box[dim], len(ranks), at) for at in range(len(ranks)))
+    return [parts.get(rank) for rank in ranks] == [(*box[:dim], c, *box[dim + 1 :]) for c in cuts]

@@ -21,10 +21,9 @@ import numpy.typing as npt
 import torch
 
 from shardspec.boxes import Box, box_shape, slices_within
-from shardspec.comm.agreement import Address, Connection, ranks_text
-from shardspec.comm.messages import Exchange, Rounds, Transport
+from shardspec.comm.agreement import Address, Connection, Note, ranks_text
 from shardspec.comm.results import libc
-from shardspec.comm.routes import Parts, TransferSchedule
+from shardspec.comm.routes import TransferSchedule
 from shardspec.errors import CommunicatorError
 
 BUFFER_BYTES: Final = 1 << 20
@@ -116,14 +115,10 @@ class Region(NamedTuple):
 
 
 def read(pid: int, source: Region, target: Region) -> None:
-    """Copy an array of another process to one here, of the same shape and element size.
+    """Copy an array of another process, of 2 GiB at most, to one here of the same shape.
 
     `OSError` says that the process has gone, may not be read, or has no such memory.
     """
-    if source.num_bytes > MOST_BYTES:
-        for half in source.halves():
-            read(pid, source.part(half), target.part(half))
-        return
     run = min(source.run_bytes, target.run_bytes)
     ours, theirs = (_rows(region.runs(run), run) for region in (target, source))
     _read_rows(pid, ours, theirs)
@@ -173,10 +168,10 @@ class Arrays(NamedTuple):
     target_bases: Ints
 
 
-class PeerMemory(Transport):
+class PeerMemory:
     """Moves boxes between processes that all can read each other, waiting for each `timeout_s`.
 
-    A process sends ``R`` and the region once it may be read, and gets ``D`` from each reader.
+    A process says where its array is once that is readable, and each reader when it is done.
     """
 
     def __init__(self, rank: int, connections: Mapping[int, Connection], timeout_s: float) -> None:
@@ -184,25 +179,20 @@ class PeerMemory(Transport):
         self._pids = {rank: os.getpid(), **{peer: at.pid for peer, at in connections.items()}}
         self._buffer = torch.empty(BUFFER_BYTES, dtype=torch.uint8)
 
-    def round_bytes(self, shard: torch.Tensor, *, moves: bool) -> int:
-        """Return no bound for what moves, which needs no buffers, and a small one for addends."""
-        return shard.element_size() << 48 if moves else 2 * BUFFER_BYTES
-
     @contextmanager
-    def session(self, schedule: TransferSchedule, shard: torch.Tensor) -> Iterator[Exchange]:
-        """Enter a step: let others read the shard until they are done."""
+    def session(
+        self, schedule: TransferSchedule, shard: torch.Tensor
+    ) -> Iterator[Callable[[int, Box, torch.Tensor], None]]:
+        """Let others read the shard in a step; yields what fills a tensor with a peer's box."""
         name, readers = str(schedule.step), {peer for peer, _ in schedule.outgoing}
         with self._serving(name, Region.of(shard), readers, schedule.peers) as region_of:
 
-            def exchange(
-                _: Rounds, __: Parts, arriving: list[tuple[int, Box, torch.Tensor]]
-            ) -> None:
-                for peer, box, place in arriving:
-                    held = schedule.held[peer]
-                    there = region_of(peer, box_shape(held), shard.element_size())
-                    self._fetch(peer, there.part(slices_within(box, held)), Region.of(place))
+            def fetch(peer: int, box: Box, place: torch.Tensor) -> None:
+                held = schedule.held[peer]
+                there = region_of(peer, box_shape(held), shard.element_size())
+                self._fetch(peer, there.part(slices_within(box, held)), Region.of(place))
 
-            yield exchange
+            yield fetch
 
     def fill(
         self,
@@ -253,18 +243,18 @@ class PeerMemory(Transport):
 
         That waits until it may be read, and checks shape and bytes an item.
         """
-        deadline, mark = time.monotonic() + self._timeout_s, zlib.crc32(name.encode()).to_bytes(4)
+        deadline, step = time.monotonic() + self._timeout_s, zlib.crc32(name.encode())
         there: dict[int, Region] = {}
 
-        def expect(kind: bytes, peer: int) -> bytes:
-            message = self._connections[peer].receive(deadline)
-            if not message.startswith(kind + mark):
+        def expect(kind: str, peer: int) -> bytes:
+            note = self._connections[peer].receive(deadline)
+            if (note.kind, note.ids) != (kind, step):
                 raise CommunicatorError(f"rank {peer} carries out another step")
-            return message[len(kind + mark) :]
+            return note.content
 
         def region_of(peer: int, shape: tuple[int, ...], item_bytes: int) -> Region:
             if peer not in there:
-                found = there[peer] = Region(*pickle.loads(expect(b"R", peer)))
+                found = there[peer] = Region(*pickle.loads(expect("readable", peer)))
                 if (found.shape, found.item_bytes) != (shape, item_bytes):
                     raise CommunicatorError(
                         f"rank {peer} holds a shard of shape {found.shape} and {found.item_bytes} "
@@ -274,16 +264,16 @@ class PeerMemory(Transport):
 
         try:
             for peer in readers:
-                self._connections[peer].send(b"R" + mark + pickle.dumps(tuple(mine)))
+                self._connections[peer].send(Note("readable", step, content=pickle.dumps((*mine,))))
             yield region_of
             for peer in there:
                 # A peer that fails closes its connections before it lets go of its shard, so what
                 # was read from one that has not closed them is right.
                 if self._connections[peer].has_ended():
                     raise CommunicatorError(f"rank {peer} has ended or given up this step")
-                self._connections[peer].send(b"D" + mark)
+                self._connections[peer].send(Note("done", step))
             for peer in readers:
-                expect(b"D", peer)
+                expect("done", peer)
         except BaseException as error:
             ended = [peer for peer in peers if self._connections[peer].has_ended()]
             for connection in self._connections.values():
@@ -298,12 +288,15 @@ class PeerMemory(Transport):
     def _fetch(self, peer: int, source: Region, target: Region) -> None:
         """Read runs of bytes one by one, or, where they are short, whole stretches with gaps."""
         pid, runs = self._pids[peer], source.num_bytes // min(source.run_bytes, target.run_bytes)
+        far_apart = runs == 1 or source.span >= runs * _RUN_BYTES
+        most = MOST_BYTES if far_apart else BUFFER_BYTES
+        if (source.num_bytes if far_apart else source.span) > most:
+            for half in source.halves():
+                self._fetch(peer, source.part(half), target.part(half))
+            return
         with _naming(peer):
-            if runs == 1 or source.span >= runs * _RUN_BYTES:
+            if far_apart:
                 read(pid, source, target)
-            elif source.span > BUFFER_BYTES and source.num_bytes > source.item_bytes:
-                for half in source.halves():
-                    self._fetch(peer, source.part(half), target.part(half))
             else:
                 staged = self._buffer[: source.span]
                 read(pid, Region(source.address, (source.span,), (1,), 1), Region.of(staged))

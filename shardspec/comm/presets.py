@@ -83,8 +83,8 @@ def preset_copy_s(names: Sequence[str], *, required: bool = True) -> float:
 def _curve(row: Sequence[str], sizes: tuple[int, int]) -> Curve:
     """Read a row of the curves in ``presets.json``, which says what its columns are."""
     _, kind, devices, *numbers = row
-    values = list(map(float, numbers[:4]))
-    lines = tuple((values[at] / 1e6, values[at + 1] / 1e12) for at in (0, 2))
+    pairs = numbers[:2], numbers[2:4]
+    lines = tuple((float(fixed) / 1e6, float(slope) / 1e12) for fixed, slope in pairs)
     bands = [
         None if text == "-" else Band(*(float(part) / 100 for part in text.split(",")))
         for text in numbers[4:]

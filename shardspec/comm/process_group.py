@@ -1,9 +1,8 @@
 """Steps over `torch.distributed`: gloo on CPU, NCCL where CUDA is, by the same code.
 
-How boxes travel is chosen here. Where all processes of a mesh run on one host they read each
-other's memory (`shardspec.comm.peer_memory`). Otherwise boxes are messages in bounded chunks, or
-CUDA tensors in NCCL's collectives where these fit (`shardspec.comm.messages`). All take any dtype,
-uneven shards and any order of ids.
+Where all processes of a mesh run on one host they read each other's memory. Otherwise boxes are
+messages in bounded chunks, or CUDA tensors in NCCL's collectives where these fit
+(`shardspec.comm.messages`).
 """
 
 import operator
@@ -13,7 +12,7 @@ import threading
 import time
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from math import prod
 from typing import Final, TypeVar
 
@@ -21,26 +20,17 @@ import torch
 import torch.distributed as dist
 
 from shardspec.boxes import box_shape
-from shardspec.comm.agreement import (
-    NOTE_ROOM,
-    ORDER_RULE,
-    Listener,
-    Note,
-    check_agreement,
-    ranks_text,
-)
+from shardspec.comm.agreement import NOTE_ROOM, Listener, Note, check_agreement, this_host
 from shardspec.comm.communicator import Communicator, SimulatedCommunicator
-from shardspec.comm.messages import Channel, Collectives, Messages, UnansweredError, has_collective
+from shardspec.comm.messages import Channel, Transport, has_collective, run_collective
 from shardspec.comm.peer_memory import PeerMemory, readable
-from shardspec.comm.results import checked, empty_hugepages
-from shardspec.comm.routes import BoxOf, TransferSchedule, schedule_for
-from shardspec.comm.steps import AllReduce, ReduceScatter, Step
+from shardspec.comm.routes import BoxOf, schedule_for
+from shardspec.comm.steps import Step
 from shardspec.errors import CommunicatorError, MeshError
-from shardspec.job import check_members, current_job, start
+from shardspec.job import current_job, join, start
 from shardspec.mesh import DeviceMesh, LinkModel
 
 T = TypeVar("T")
-
 
 _MAKING: Final = threading.RLock()
 """Held while a communicator is made."""
@@ -84,15 +74,10 @@ class ProcessGroupCommunicator(Communicator):
     """
 
     def __init__(self, mesh: DeviceMesh, *, reads_peers: bool = True) -> None:
-        check_members(mesh)
         super().__init__(mesh)
-        self._rank, self._job = dist.get_rank(), current_job()
-        self._job.join(mesh)
+        self._job, self._rank = join(mesh), dist.get_rank()
         self._peers = tuple(sorted(device for device in mesh.ids if device != self._rank))
         self._ids = zlib.crc32(repr(sorted(mesh.ids)).encode())
-        self._note_device = "cpu" if "gloo" in dist.get_backend_config() else "cuda"
-        self._timeout_s = _timeout_s() if self._note_device == "cpu" else 0.0
-        self._joins = self._note_device == "cpu" and bool(self._peers)
         self._may_be_read = reads_peers
         self._memory: dict[Channel, PeerMemory | None] = {}
         name = f"{mesh.ids} {mesh.shape}".encode()
@@ -110,7 +95,6 @@ class ProcessGroupCommunicator(Communicator):
     @classmethod
     def of(cls, mesh: DeviceMesh) -> "ProcessGroupCommunicator":
         """Return the communicator of a mesh in the running job, made on the first call."""
-        check_members(mesh)
         known = current_job().communicators
         with _MAKING:
             if mesh not in known:
@@ -120,10 +104,10 @@ class ProcessGroupCommunicator(Communicator):
 
     def substitute(self) -> None:
         """Let this be the communicator that `of` returns for its mesh."""
-        current_job().communicators[self._mesh] = self
+        current_job().communicators[self.mesh] = self
 
     def __reduce__(self) -> tuple[object, ...]:
-        return ProcessGroupCommunicator.of, (self._mesh,)
+        return ProcessGroupCommunicator.of, (self.mesh,)
 
     def __deepcopy__(self, _: object) -> "ProcessGroupCommunicator":
         return self
@@ -131,7 +115,7 @@ class ProcessGroupCommunicator(Communicator):
     @property
     def addressable(self) -> tuple[int, ...]:
         """The rank of this process, or nothing where it is not part of the mesh."""
-        return (self._rank,) if self._rank in self._mesh else ()
+        return (self._rank,) if self._rank in self.mesh else ()
 
     @property
     def reads_peers(self) -> bool:
@@ -166,30 +150,21 @@ class ProcessGroupCommunicator(Communicator):
         with self._locked(home.type) as channel:
             if f"{home.type}:gloo" in dist.get_backend_config():
                 shard = shard.cpu()  # gloo sends memory of the host alone
-            if self._joins and channel not in self._memory:
+            if self._is_to_join(channel):
                 self.gather({self._rank: None})  # whatever the step: all ranks of the mesh are here
-            schedule = schedule_for(step, self._mesh, self._rank, before, after)
-            transport = self._transport(channel, schedule, shard)
-            if isinstance(step, AllReduce):
-                return {self._rank: transport.all_reduce(schedule, shard, step.op).to(home)}
-            result = empty_hugepages(shard, box_shape(schedule.after))
-            with checked(step, result):
-                op = step.op if isinstance(step, ReduceScatter) else None
-                transport.move(schedule, shard, result, op)
+            schedule = schedule_for(step, self.mesh, self._rank, before, after)
+            on_cpu = shard.device.type == "cpu"
+            group = None if on_cpu else self._job.group(schedule.members)
+            if group and has_collective(schedule, shard.dtype):
+                result = run_collective(schedule, shard, group)
+            else:
+                memory = self._memory.get(channel) if on_cpu else None
+                result = Transport(channel.tag + 1, memory).run(schedule, shard)
         return {self._rank: result.to(home)}
-
-    def _transport(
-        self, channel: Channel, schedule: TransferSchedule, shard: torch.Tensor
-    ) -> PeerMemory | Messages | Collectives:
-        messages = Messages(channel.tag + 1)
-        if shard.device.type == "cpu":
-            return self._memory.get(channel) or messages
-        group = self._job.group(schedule.members)
-        return Collectives(group) if group and has_collective(schedule, shard.dtype) else messages
 
     def on(self, mesh: DeviceMesh) -> "ProcessGroupCommunicator":
         """Return the communicator of another mesh of this job; see `of`."""
-        return self if mesh == self._mesh else ProcessGroupCommunicator.of(mesh)
+        return self if mesh == self.mesh else ProcessGroupCommunicator.of(mesh)
 
     @contextmanager
     def conversion(self, content: bytes, device: str) -> Iterator[str]:
@@ -206,82 +181,76 @@ class ProcessGroupCommunicator(Communicator):
         if not self.addressable:
             return {}
         with self._locked("") as channel:
-            _, told = self._tell(channel, "value", pickle.dumps(values[self._rank]), "")
-        found = {peer: pickle.loads(content) for peer, content in told.items()} | dict(values)
-        return {peer: found[peer] for peer in self._mesh.ids}
+            content = pickle.dumps(values[self._rank])
+            _, notes = self._tell(channel, "value", content, "")
+            lengths = {peer: max(0, notes[peer].length - NOTE_ROOM) for peer in self._peers}
+            rest = channel.exchange_bytes(notes[self._rank], content[NOTE_ROOM:], lengths)
+        found = {peer: pickle.loads(notes[peer].content + rest[peer]) for peer in self._peers}
+        return {peer: values[peer] if peer in values else found[peer] for peer in self.mesh.ids}
 
     @contextmanager
     def _locked(self, device: str) -> Iterator[Channel]:
         """Enter the channel of this thread, in which no other thread may be."""
-        self._job.check_process()
+        if os.getpid() != self._job.pid:
+            raise CommunicatorError(
+                f"this process is a forked child of rank {self._rank} and no rank of the job, so "
+                "no rank would answer it; convert in the rank itself"
+            )
         channel = self._channel
         with ExitStack() as stack:
             for lock in (channel.busy, *([_ACCELERATOR] if device == "cuda" else [])):
                 if not lock.acquire(blocking=False):
                     raise CommunicatorError(
                         f"another thread is converting {device or 'cpu'} tensors on mesh "
-                        f"{self._mesh}; on a mesh one thread besides the main one may convert at a "
+                        f"{self.mesh}; on a mesh one thread besides the main one may convert at a "
                         "time, and of CUDA tensors one at all: give each thread a mesh of its own, "
                         "or let one wait"
                     )
                 stack.callback(lock.release)
             yield channel
 
+    def _is_to_join(self, channel: Channel) -> bool:
+        """Whether the first note in a channel is still to come, by which ranks are connected."""
+        return channel not in self._memory and channel.timeout_s > 0 and bool(self._peers)
+
     def _tell(
         self, channel: Channel, kind: str, content: bytes, device: str
-    ) -> tuple[str, dict[int, bytes]]:
-        """Tell all ranks of the mesh something; return where shards are, and what the peers say."""
-        with ExitStack() as stack:
-            listener, address = None, None
-            if self._joins and channel not in self._memory:
-                listener = stack.enter_context(Listener(is_read=self._may_be_read))
-                address = listener.address
-            number = channel.numbers[self._ids]
-            start, length = content[:NOTE_ROOM], len(content)
-            mine = Note(kind, self._ids, number, device, start, length, address)
-            try:
-                told = channel.exchange(mine, self._peers, self._note_device, self._timeout_s)
-                if any(note.ids != self._ids for note in told.values()):
-                    channel.close()  # other ranks of the mesh would wait for these
-                agreed = check_agreement({peer: told.get(peer, mine) for peer in self._mesh.ids})
-                if listener is not None:
-                    self._memory[channel] = self._join(channel, listener, told)
-                contents = {peer: note.content for peer, note in told.items()}
-                if kind == "value":
-                    lengths = {p: max(0, note.length - NOTE_ROOM) for p, note in told.items()}
-                    rest = channel.exchange_bytes(content[NOTE_ROOM:], lengths, self._note_device)
-                    contents = {peer: contents[peer] + rest[peer] for peer in contents}
-            except UnansweredError as error:
-                silent, why = error.args
-                raise CommunicatorError(
-                    f"{ranks_text(silent)} did not say what to convert: {why}; rank {self._rank} "
-                    f"{mine}; {ORDER_RULE}"
-                    if kind == "conversion"
-                    else f"gathering a value of every rank with {ranks_text(self._peers)} failed: "
-                    f"{why}; the job cannot go on, see what these ranks say"
-                ) from error.__cause__
-        return agreed, contents
+    ) -> tuple[str, dict[int, Note]]:
+        """Tell all ranks of the mesh something; return where shards are, and what all say."""
+        joining = self._is_to_join(channel)
+        listens = joining and this_host()
+        with Listener(is_read=self._may_be_read) if listens else nullcontext() as listener:
+            address = listener.address if listener else None
+            number, length = channel.numbers[self._ids], len(content)
+            mine = Note(kind, self._ids, number, device, content[:NOTE_ROOM], length, address)
+            told = channel.exchange(mine, self._peers)
+            if any(note.ids != self._ids for note in told.values()):
+                channel.close()  # other ranks of the mesh would wait for these
+            notes = {peer: told.get(peer, mine) for peer in self.mesh.ids}
+            agreed = check_agreement(notes)
+            if joining:
+                self._memory[channel] = self._join(channel, listener, told) if listener else None
+        return agreed, notes
 
     def _join(
         self, channel: Channel, listener: Listener, told: Mapping[int, Note]
     ) -> PeerMemory | None:
         """Connect the ranks of the mesh if they share a host; return how they read each other."""
         near = {peer: note.address for peer, note in told.items() if note.address is not None}
-        host = listener.address.host
-        if not host or [at.host for at in near.values()] != [host] * len(self._peers):
+        if [at.host for at in near.values()] != [listener.address.host] * len(self._peers):
             return None
         new = {peer: at for peer, at in near.items() if peer not in channel.connections}
-        deadline = time.monotonic() + self._timeout_s
+        deadline = time.monotonic() + channel.timeout_s
         channel.connections |= listener.connect(self._rank, new, deadline)
         channel.connected.add(self._ids)
         reads_all = b"yes" if len(readable(near)) == len(near) else b"no"
         mine = Note("value", self._ids, channel.numbers[self._ids], content=reads_all)
         # The listener closes only after this, when all ranks have tried to read each other.
-        answers = channel.exchange(mine, self._peers, self._note_device, self._timeout_s)
+        answers = channel.exchange(mine, self._peers)
         if any(note.content != b"yes" for note in [mine, *answers.values()]):
             return None
         connections = {peer: channel.connections[peer] for peer in near}
-        return PeerMemory(self._rank, connections, self._timeout_s)
+        return PeerMemory(self._rank, connections, channel.timeout_s)
 
 
 def init_device_mesh(
@@ -349,11 +318,3 @@ def communicator_of(mesh: DeviceMesh) -> Communicator:
             "make the mesh with init_process_group=True"
         )
     return SimulatedCommunicator(mesh)
-
-
-def _timeout_s() -> float:
-    """Return the timeout of the job's group for tensors on the CPU."""
-    world = dist.group.WORLD
-    assert world is not None, "torch.distributed is initialised"
-    seconds: float = world._get_backend(torch.device("cpu")).options._timeout.total_seconds()
-    return seconds

@@ -4,9 +4,9 @@ import json
 from collections.abc import Iterable
 from math import prod
 from pathlib import Path
-from typing import Any, Final, NamedTuple, TypeAlias, get_args
+from typing import Any, Final, TypeAlias, get_args
 
-from shardspec.comm.curves import KINDS, Band, Curve, Link
+from shardspec.comm.curves import KINDS, Band, Curve, Link, Measured
 from shardspec.errors import ProfileError, ShardSpecError
 from shardspec.input_files import read_input_file
 from shardspec.mesh import DeviceMesh, LinkModel
@@ -16,24 +16,13 @@ FORMAT: Final = "shardspec profile"
 VERSION: Final = 1
 _MOST_BYTES: Final = 64 << 20
 _MOST_DEVICES: Final = 2**20
-_Curves: TypeAlias = tuple[tuple[tuple[int, ...], tuple[Curve, ...]], ...]
+Profiled: TypeAlias = tuple[
+    DeviceMesh, tuple[tuple[int, ...], tuple[Link, ...], LinkModel, Measured]
+]
+"""The mesh, and the arguments of a `CostModel`; a file of shardspec 0.1 has no curves."""
 
 
-class ProfileFile(NamedTuple):
-    """What a profile says of a mesh, by which steps on it are priced."""
-
-    mesh: DeviceMesh
-    links: tuple[Link, ...]
-    curves: _Curves
-    """Of the collectives along some axes; none in a file of shardspec 0.1."""
-
-    @property
-    def model(self) -> tuple[tuple[int, ...], tuple[Link, ...], LinkModel, _Curves]:
-        """The arguments of a `CostModel`."""
-        return self.mesh.shape, self.links, self.mesh.link_model, self.curves
-
-
-def read_profile(path: Path | str) -> ProfileFile:
+def read_profile(path: Path | str) -> Profiled:
     """Read the file of a profile; `ProfileError` if it is none, or damaged."""
     path = Path(path)
     if not path.is_file():
@@ -49,7 +38,7 @@ def read_profile(path: Path | str) -> ProfileFile:
     raise ProfileError(f"{path}: is not a profile: {why}; 'shardspec profile' makes one")
 
 
-def _parse(root: Any) -> ProfileFile:  # noqa: ANN401  # parsed JSON
+def _parse(root: Any) -> Profiled:  # noqa: ANN401  # parsed JSON
     _check("format", root["format"], [FORMAT])
     _check("version", root["version"], [VERSION])
     shape, names = tuple(_numbers("mesh_shape", root["mesh_shape"], int)), root["axis_names"]
@@ -76,7 +65,7 @@ def _parse(root: Any) -> ProfileFile:  # noqa: ANN401  # parsed JSON
             _pair(band and Band(*_numbers("errors", band)) for band in record["errors"]),
         )
         curves[axes] = (*curves.get(axes, ()), curve)
-    return ProfileFile(mesh, links, tuple(curves.items()))
+    return mesh, (shape, links, mesh.link_model, tuple(curves.items()))
 
 
 def _check(key: str, value: Any, known: Iterable[Any]) -> Any:  # noqa: ANN401  # parsed JSON

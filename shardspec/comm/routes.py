@@ -14,7 +14,7 @@ from operator import itemgetter, ne
 from typing import Final, NamedTuple, TypeAlias
 
 from shardspec.boxes import Box, box_size, intersect, split_interval
-from shardspec.comm.steps import Exchange, Permute, Slice, Step
+from shardspec.comm.steps import Exchange, Permute, ReduceOp, Slice, Step
 from shardspec.copies import Holders, Senders, find_copies, whole_senders
 from shardspec.mesh import DeviceMesh
 
@@ -70,7 +70,9 @@ def exchange_routes(
     for copy in sorted(find_copies(have, want), key=lambda copy: order[copy.receiver]):
         holder = copy.receiver
         if holder not in copy.holders:
-            near = _nearest(copy.holders, copy.receiver, distance)
+            away = [distance(one, copy.receiver) for one in copy.holders]
+            least = min(away)
+            near = tuple(one for one, far in zip(copy.holders, away, strict=True) if far == least)
             cost = _MESSAGE + box_size(copy.box)
             (holder,) = whole_senders([(near, cost)], sent)
             received[copy.receiver] += cost
@@ -83,17 +85,11 @@ def exchange_routes(
         if max(loads) >= max(most, sum(loads) // len(near)) + 2 * _MESSAGE:
             places.sort(key=lambda place: near.index(moves[place].src))
             sizes = [box_size(moves[place].box) for place in places]
-            senders = Senders([[(near, size) for size in sizes]])
-            for place, start, size in zip(places, senders.starts[0], sizes, strict=True):
+            senders = Senders([(near, size) for size in sizes])
+            for place, start, size in zip(places, senders.starts, sizes, strict=True):
                 parts = senders.split(near, moves[place].box, start, size)
                 divided[place] = [Transfer(one, moves[place].dst, box) for one, box in parts]
     return [part for place, move in enumerate(moves) for part in divided.get(place, (move,))]
-
-
-def _nearest(holders: Sequence[int], device: int, distance: Distance) -> Holders:
-    away = [distance(holder, device) for holder in holders]
-    least = min(away)
-    return tuple(holder for holder, far in zip(holders, away, strict=True) if far == least)
 
 
 def permute_routes(
@@ -142,6 +138,12 @@ class TransferSchedule:
         return self.held[self.device]
 
     @property
+    def op(self) -> ReduceOp | None:
+        """How what arrives is combined; None where it is disjoint."""
+        op: ReduceOp | None = getattr(self.step, "op", None)
+        return op
+
+    @property
     def peers(self) -> set[int]:
         """The other devices that it sends to or gets something from."""
         return {peer for peer, _ in [*self.incoming, *self.outgoing]} - {self.device}
@@ -151,24 +153,36 @@ class TransferSchedule:
 def schedule_for(
     step: Step, mesh: DeviceMesh, device: int, before: BoxOf, after: BoxOf
 ) -> TransferSchedule:
-    """Return what a device does in a step.
+    """Return what a device does in a step; `before` and `after` are methods of the same layouts.
 
-    Methods are the same key only if their layouts are the same object, so a miss costs no
-    comparison. Members are sorted by axes, not as a spec has them, so that the order of addends,
-    and with it the rounding of sums, is the same everywhere.
+    Members are sorted by axes, not as a spec has them, so that the order of addends, and with it
+    the rounding of sums, is the same everywhere.
     """
     held, wanted = _boxes(mesh, before), _boxes(mesh, after)
-    if isinstance(step, Permute | Exchange):
-        members = mesh.ids
-        incoming, outgoing = (side.get(device, []) for side in _routes(step, mesh, before, after))
-    else:
+    if not isinstance(step, Permute | Exchange):
         members = (device,) if isinstance(step, Slice) else mesh.group(device, sorted(step.axes))
-        incoming, outgoing = (
-            [(p, box) for p in members if (box := intersect(mine[device], theirs[p])) is not None]
-            for mine, theirs in ((wanted, held), (held, wanted))
-        )
+        return _among(step, device, members, held, wanted)
+    incoming, outgoing = (side.get(device, []) for side in _routes(step, mesh, before, after))
     going = [(peer, box) for peer, box in outgoing if peer != device]
-    return TransferSchedule(step, device, members, held, wanted[device], going, incoming)
+    return TransferSchedule(step, device, mesh.ids, held, wanted[device], going, incoming)
+
+
+def _among(
+    step: Step,
+    device: int,
+    members: tuple[int, ...],
+    held: Mapping[int, Box],
+    wanted: Mapping[int, Box],
+) -> TransferSchedule:
+    """Return what a device does where each member gets from all others what both boxes share."""
+    incoming, outgoing = (
+        [(p, box) for p in peers if (box := intersect(mine[device], theirs[p])) is not None]
+        for peers, mine, theirs in (
+            (members, wanted, held),
+            ([peer for peer in members if peer != device], held, wanted),
+        )
+    )
+    return TransferSchedule(step, device, members, held, wanted[device], outgoing, incoming)
 
 
 @lru_cache(maxsize=256)
@@ -199,16 +213,10 @@ def all_reduce_schedules(
     step: Step, device: int, members: tuple[int, ...], size: int
 ) -> tuple[TransferSchedule, TransferSchedule]:
     """Divide an all-reduce of a vector: each member reduces a part, then all share the parts."""
-    whole: Box = ((0, size),)
+    wholes: dict[int, Box] = dict.fromkeys(members, ((0, size),))
     parts: dict[int, Box] = {
         peer: (split_interval(0, size, len(members), at),) for at, peer in enumerate(members)
     }
-    mine, filled = parts[device], [(peer, box) for peer, box in parts.items() if box_size(box)]
-    addends = [(peer, mine) for peer in members if box_size(mine)]
-    sent = [(peer, box) for peer, box in filled if peer != device]
-    readers = [(peer, box) for peer, box in addends if peer != device]
-    wholes = dict.fromkeys(members, whole)
-    return (
-        TransferSchedule(step, device, members, wholes, mine, sent, addends),
-        TransferSchedule(step, device, members, parts, whole, readers, filled),
-    )
+    ways = (wholes, parts), (parts, wholes)
+    reduce, share = (_among(step, device, members, *ends) for ends in ways)
+    return reduce, share

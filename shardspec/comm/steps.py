@@ -8,19 +8,6 @@ tensor, so devices that hold the same box receive the same gradient.
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-__all__ = [
-    "AllGather",
-    "AllReduce",
-    "AllToAll",
-    "Exchange",
-    "Permute",
-    "ReduceOp",
-    "ReduceScatter",
-    "Slice",
-    "Step",
-    "backward",
-]
-
 ReduceOp: TypeAlias = Literal["sum", "avg", "min", "max", "prod"]
 """How addends of a tensor are combined."""
 

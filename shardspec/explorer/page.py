@@ -10,7 +10,6 @@ import json
 from collections.abc import Mapping, Sequence
 from html import escape
 from importlib.resources import files
-from itertools import product
 from math import comb
 from typing import Final, TypeAlias
 
@@ -90,9 +89,10 @@ def _check(meshes: Sequence[DeviceMesh], shapes: Sequence[tuple[int, ...]], link
     for names in links:
         text = f"links {','.join(names)} fit no mesh: give one preset for all axes, or one per axis"
         _refuse_if(all(len(names) not in (1, mesh.ndim) for mesh in meshes), text)
-    models = {mesh: len(models_of(mesh, links)) for mesh in meshes}
-    pairs = product(meshes, shapes)
-    count = sum(count_conversions(mesh.ndim, len(shape)) * models[mesh] for mesh, shape in pairs)
+    count = sum(
+        len(models_of(mesh, links)) * sum(count_conversions(mesh.ndim, len(s)) for s in shapes)
+        for mesh in meshes
+    )
     _refuse_if(
         count > MAX_CONVERSIONS,
         f"the page would hold {count:,} conversions, the limit is {MAX_CONVERSIONS:,}; give "
@@ -148,7 +148,7 @@ def _mesh_tables(
     mesh: DeviceMesh, shapes: Sequence[tuple[int, ...]], models: Mapping[str, CostModel], dtype: str
 ) -> dict[str, object]:
     """Return everything about one mesh, ready for JSON; plans for each of `models`."""
-    labels = [mesh.axis_label(axis) for axis in range(mesh.ndim)]
+    labels = mesh.axis_labels()
     return {
         "name": str(mesh),
         "shape": list(mesh.shape),
@@ -194,14 +194,12 @@ def _facts(step: Step, before: Layout, after: Layout) -> tuple[object, ...]:
     """Return kind, text, bytes received, bytes live, and per device a bit for each sender."""
     mesh = before.mesh
     plan = ConversionPlan((step,), (before, after), CostModel.of_mesh(mesh))
-    axes = ",".join(mesh.axis_label(axis) for axis in step.axes)
     schedules = (schedule_for(step, mesh, id_, before.box, after.box) for id_ in mesh.ids)
-    senders = [
-        {mesh.ids.index(peer) for peer, box in schedule.incoming if box_size(box)}
+    bits = [
+        sum({1 << mesh.ids.index(peer) for peer, box in schedule.incoming if box_size(box)})
         for schedule in schedules
     ]
-    bits = [sum(1 << peer for peer in peers) for peers in senders]
-    text = f"{step_text(step)} over {axes}"
+    text = f"{step_text(step)} over {','.join(mesh.axis_labels(step.axes))}"
     return kind_of(step), text, plan.bytes_received, plan.peak_bytes, bits
 
 

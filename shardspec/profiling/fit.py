@@ -1,10 +1,9 @@
 """From measured times of steps to curves of collectives, and links of mesh axes.
 
-A curve is the lower of two lines, for a protocol of low latency and one of high bandwidth. For each
-size at which one may give way to the other, both lines are fitted and each measurement goes to the
-line that is lower there, a few times over; the best fit is kept. Relative errors are minimised,
-with Huber's weights for outliers (iteratively reweighted least squares). Cross-validation says how
-far prices are off: each size is left out once and priced by the fit of the others.
+A curve is the lower of two lines, for a protocol of low latency and one of high bandwidth: of all
+sizes at which one may give way to the other, the one with the best fit. Relative errors are
+minimised, with Huber's weights for outliers (iteratively reweighted least squares). Each size is
+left out once and priced by the fit of the others, which says how far prices are off.
 
 Links price steps that were not measured. They are fitted to the lines of `shardspec.comm.cost`
 itself, so that a fit and a price cannot disagree.
@@ -20,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shardspec.comm.cost import CostModel
-from shardspec.comm.curves import LARGE, Band, Curve, Errors, Line, Link, whole
+from shardspec.comm.curves import LARGE, Band, Curve, Errors, Line, Link, Measured, whole
 from shardspec.comm.steps import AllGather, AllReduce, AllToAll, ReduceScatter, Step
 from shardspec.errors import ProfileError
 from shardspec.mesh import LinkModel
@@ -60,28 +59,19 @@ def _nonnegative(x: Floats, y: Floats, right: Floats) -> Line:
 def _fit_lines(times: Times) -> tuple[Line, ...]:
     """Return the lines of which the lowest is nearest to measured times."""
     size, seconds = np.array(times, dtype=np.float64).T
-    ones = np.ones(len(size))
-    best: tuple[Line, ...] = (_line_of(ones, size, seconds),)
-    least = _distance(best, size, seconds)
-    for first in range(2, len(size) - 1) if len(size) >= _FEWEST else ():
-        low = np.arange(len(size)) < first
-        for _ in range(4):
-            if not 2 <= low.sum() <= len(size) - 2:
-                break
-            lines = tuple(_line_of(ones[p], size[p], seconds[p]) for p in (low, ~low))
-            distance = _distance(lines, size, seconds)
-            if distance < least:
-                best, least = lines, distance
-            (a, b), (c, d) = lines
-            low, before = a + b * size <= c + d * size, low
-            if (low == before).all():
-                break
-    return tuple(sorted(best))
 
+    def fit(*parts: slice) -> tuple[Line, ...]:
+        return tuple(_line_of(np.ones(len(size[p])), size[p], seconds[p]) for p in parts)
 
-def _distance(lines: Sequence[Line], size: Floats, seconds: Floats) -> float:
-    predicted = np.min([fixed + slope * size for fixed, slope in lines], axis=0)
-    return float(np.minimum(np.abs(np.log(np.maximum(predicted, 1e-12) / seconds)), 1.0).mean())
+    def distance(lines: Iterable[Line]) -> float:
+        predicted = np.min([fixed + slope * size for fixed, slope in lines], axis=0)
+        off = np.abs(np.log(np.maximum(predicted, 1e-12) / seconds))
+        return float(np.minimum(off, 1.0).mean())
+
+    found = [fit(slice(None))]
+    if len(size) >= _FEWEST:
+        found += [fit(slice(at), slice(at, None)) for at in range(2, len(size) - 1)]
+    return tuple(sorted(min(found, key=distance)))
 
 
 def bands(pairs: Iterable[tuple[float, float]]) -> Errors:
@@ -98,8 +88,7 @@ def fit_curve(kind: str, devices: int, times: Times, other: Times = ()) -> Curve
     curve = Curve(kind, devices, _fit_lines(times), (int(times[0][0]), int(times[-1][0])))
     errors = [(size, abs(curve.seconds(size) / seconds - 1)) for size, seconds in other]
     for place, (size, seconds) in enumerate(times) if len(times) > 2 else ():
-        rest = [*times[:place], *times[place + 1 :]]
-        left = replace(curve, lines=_fit_lines(rest))
+        left = replace(curve, lines=_fit_lines([*times[:place], *times[place + 1 :]]))
         errors.append((size, abs(left.seconds(size) / seconds - 1)))
     return replace(curve, errors=bands(errors))
 
@@ -173,13 +162,10 @@ def fit_links(
         links.append(Link(*_line_of(messages, shares, seconds), "measured"))
     model = CostModel(mesh_shape, tuple(links), link_model)
     errors = [abs(fitted(model, m) / m.seconds - 1) for m in measurements]
-    mean = fmean(min(error, 1.0) for error in errors)
-    return Fit(model, median(errors), max(errors), mean)
+    return Fit(model, median(errors), max(errors), fmean(min(error, 1.0) for error in errors))
 
 
-def curves_of_groups(
-    mesh_shape: tuple[int, ...], measurements: Sequence[Measurement]
-) -> tuple[tuple[tuple[int, ...], tuple[Curve, ...]], ...]:
+def curves_of_groups(mesh_shape: tuple[int, ...], measurements: Sequence[Measurement]) -> Measured:
     """Return the curves of every collective along every group of axes, measured at two sizes."""
     times: dict[tuple[int, ...], dict[str, list[tuple[float, float]]]] = {}
     for m in measurements:

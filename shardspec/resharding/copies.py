@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
-from typing import Any, Final
+from typing import Final
 
 from shardspec.boxes import Box
 from shardspec.comm.cost import CostModel
@@ -116,8 +116,7 @@ class StateCopies:
     def digest(self) -> str:
         """What is equal on ranks whose plans are; hexadecimal."""
         found = hashlib.sha256(repr((self.max_bytes, self.ties, self.values, self.padded)).encode())
-        layouts = {layout for key in self.kinds for layout in key[:2]}
-        texts = {layout: repr(_facts(layout)) for layout in layouts}
+        texts = {layout: repr(_facts(layout)) for layout in self._layouts}
         for move in self.moves:
             ends = texts[move.source], texts[move.target]
             found.update(repr((move.source_name, move.target_name, move.view, ends)).encode())
@@ -126,18 +125,12 @@ class StateCopies:
     @cached_property
     def devices(self) -> tuple[int, ...]:
         """Physical ids of all devices of all meshes, ascending."""
-        meshes = {layout.mesh for move in self.moves for layout in (move.source, move.target)}
-        return tuple(sorted({device for mesh in meshes for device in mesh.ids}))
-
-    @cached_property
-    def casts(self) -> bool:
-        """Whether any tensor changes its dtype."""
-        return any(move.source.dtype != move.target.dtype for move in self.moves)
+        return tuple(sorted(self.files.union(*(mesh.ids for mesh in self._meshes))))
 
     @cached_property
     def files(self) -> frozenset[int]:
         """Which of the devices stand for files of a checkpoint."""
-        stored = {m.source.mesh for m in self.moves if isinstance(m.source, StoredLayout)}
+        stored = {one.mesh for one in self._layouts if isinstance(one, StoredLayout)}
         return frozenset(number for mesh in stored for number in mesh.ids)
 
     @cached_property
@@ -147,6 +140,10 @@ class StateCopies:
         for place, move in enumerate(self.moves):
             found.setdefault((move.source, move.target, move.view), []).append(place)
         return found
+
+    @property
+    def _layouts(self) -> set[Layout]:
+        return {layout for key in self.kinds for layout in key[:2]}
 
     @cached_property
     def hosts(self) -> Hosts | None:
@@ -177,31 +174,15 @@ class StateCopies:
         return min(once if once[1].traffic else once[:1], direct, key=self._seconds)
 
     @cached_property
-    def _known(self) -> dict[object, Any]:
-        """Cache of what single devices do."""
+    def _schedules(self) -> dict[int, Schedule]:
         return {}
 
     def schedule(self, device: int) -> Schedule:
         """Return the messages of a device."""
-        if device not in self._known:
-            self._known[device] = schedule_of(self.stages, self.devices, device, self.bucket_bytes)
-        found: Schedule = self._known[device]
-        return found
-
-    def reads(self, device: int, stage: int) -> tuple[set[int], dict[int, list[StateCopy]]]:
-        """Return who reads from a device in a stage, and what it reads, by holder.
-
-        What a device has already it reads from itself.
-        """
-        if (device, stage) not in self._known:
-            copies = list(self.stages[stage].copies_of(device))
-            wanted = {device: [] if stage else self.kept(device)}
-            for copy in copies:
-                if copy.receiver == device:
-                    wanted.setdefault(copy.holders[0], []).append(copy)
-            self._known[device, stage] = {copy.receiver for copy in copies} - {device}, wanted
-        found: tuple[set[int], dict[int, list[StateCopy]]] = self._known[device, stage]
-        return found
+        known = self._schedules
+        if device not in known:
+            known[device] = schedule_of(self.stages, self.devices, device, self.bucket_bytes)
+        return known[device]
 
     def kept(self, device: int) -> list[StateCopy]:
         """Return what a device has already."""
@@ -252,10 +233,10 @@ class StateCopies:
     @property
     def peak_bytes(self) -> int:
         """The most bytes that a device holds at once: its source, its target and its buckets."""
-        ends = {(0, move.source_name, move.source) for move in self.moves}
-        ends |= {(1, move.target_name, move.target) for move in self.moves}
+        before = {move.source_name: move.source for move in self.moves}
+        after = {move.target_name: move.target for move in self.moves}
         held = dict.fromkeys(self.devices, 0)
-        for layout, count in Counter(layout for *_, layout in ends).items():
+        for layout, count in Counter([*before.values(), *after.values()]).items():
             if not isinstance(layout, StoredLayout):
                 width = item_bytes(layout.dtype) * count
                 for device in layout.mesh.ids:
@@ -290,8 +271,7 @@ class StateCopies:
     @property
     def _meshes(self) -> set[DeviceMesh]:
         """The meshes of devices."""
-        layouts = (layout for source, target, _ in self.kinds for layout in (source, target))
-        return {layout.mesh for layout in layouts if not isinstance(layout, StoredLayout)}
+        return {one.mesh for one in self._layouts if not isinstance(one, StoredLayout)}
 
     def as_dict(self) -> dict[str, object]:
         """Return what the plan says as plain values, ready for JSON."""

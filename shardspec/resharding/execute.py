@@ -7,8 +7,8 @@ one is packed. Where ranks may read each other's memory, each reads what it want
 
 import pickle
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cache, cached_property, lru_cache
+from collections.abc import Callable, Iterator, Mapping
+from functools import cache, lru_cache, partial
 from itertools import pairwise
 from typing import Any, Final, TypeAlias
 
@@ -33,7 +33,6 @@ from shardspec.resharding.copies import StateCopies, flat_state
 from shardspec.resharding.stages import (
     Message,
     Piece,
-    Schedule,
     StateCopy,
     Wave,
     message_bytes,
@@ -60,15 +59,13 @@ def run_plan(plan: StateCopies, state: State, out: State | None = None) -> dict[
         return _run_in_job(plan, state, out, values)
     held = {device: DeviceShards(plan, device, state, out, alone=False) for device in plan.devices}
     for one in held.values():
-        one.require_as_planned()
-    for one in held.values():
         one.allocate()
         one.keep()
-    for wave in sorted({wave for one in held.values() for wave in one.schedule.sends}):
+    for wave in sorted({wave for device in held for wave in plan.schedule(device).sends}):
         for device, one in held.items():
-            for peer, message in one.schedule.sends.get(wave, {}).items():
+            for peer, message in plan.schedule(device).sends.get(wave, {}).items():
                 bucket = one.pack(wave, message)
-                held[peer].unpack(wave, held[peer].schedule.receives[wave][device], bucket)
+                held[peer].unpack(wave, plan.schedule(peer).receives[wave][device], bucket)
     return _results(plan, held, out) | values
 
 
@@ -79,21 +76,27 @@ def _run_in_job(
     if rank not in plan.devices:
         return {}
     communicator = ProcessGroupCommunicator.of(DeviceMesh(plan.devices, (len(plan.devices),)))
-    one = DeviceShards(plan, rank, state, out, alone=True)
+    one: DeviceShards | None = None
+    problem = "none"
+    try:
+        one = DeviceShards(plan, rank, state, out, alone=True)
+    except LayoutError as error:
+        problem = str(error)
+    kinds = {shard.device.type for shard in one.source.values()} if one else set()
     # The number of stages follows from prices, which other processors might round otherwise.
     stages = str(len(plan.stages))
-    problem = one.problem or "none"
     words = {"reshard plan": plan.digest[:12], "stages": stages, "problem": problem}
-    kinds = {shard.device.type for shard in one.source.values()}
     # Held by one thread at a time, and compared on all ranks before the first byte.
     with communicator.conversion(description(words), min(kinds, default="")) as home:
-        one.require_as_planned()
+        if one is None:
+            raise LayoutError(problem)
         if plan.values:
             values = _agreed_values(plan, communicator.gather({rank: values}))
         one.allocate()
         memory = communicator.peer_memory
         try:
-            if memory is not None and home == "cpu" and not plan.casts:
+            casts = any(move.source.dtype != move.target.dtype for move in plan.moves)
+            if memory is not None and home == "cpu" and not casts:
                 one.read_peers(memory)
             else:
                 one.exchange_all()
@@ -152,58 +155,37 @@ def _results(
 class DeviceShards:
     """The shards of one device, and what it does with them.
 
-    `problem` says how they are not as the plan says. Where the device is `alone` in its process,
-    plain tensors are taken for its shards.
+    Where the device is `alone` in its process, plain tensors are taken for its shards. Raises
+    LayoutError if these are not as the plan says.
     """
 
     def __init__(
         self, plan: StateCopies, device: int, state: State, out: State | None, *, alone: bool
     ) -> None:
         self.plan, self.device, self._alone = plan, device, alone
-        self.source: Shards = {}
-        self.target: Shards = {}
-        self.tied: list[tuple[int, torch.Tensor]] = []
-        """Shards to be filled with what has come to a place in the plan."""
         self._free: list[torch.Tensor] = []
         """Buckets that hold no message."""
         # Of threads that reshard at once, each has other meshes.
         self._tag = _TAG + zlib.crc32(repr(plan.devices).encode()) % 0xFFFF
-        self.problem: str | None = None
-        try:
-            self._find_shards(state, out)
-        except LayoutError as error:
-            self.problem = str(error)
-
-    @cached_property
-    def schedule(self) -> Schedule:
-        """The messages of the device."""
-        return self.plan.schedule(self.device)
-
-    def require_as_planned(self) -> None:
-        """Raise LayoutError unless the shards are as the plan says."""
-        if self.problem is not None:
-            raise LayoutError(self.problem)
-
-    def _find_shards(self, state: State, out: State | None) -> None:
-        taken: dict[tuple[bool, str], torch.Tensor] = {}
-
-        def take(name: str, layout: Layout, values: State, *, filled: bool) -> torch.Tensor:
-            if (filled, name) not in taken:
-                taken[filled, name] = self._shard(name, layout, values, filled=filled)
-            return taken[filled, name]
-
-        for place, move in enumerate(self.plan.moves):
-            if self.device in move.source.mesh:
-                self.source[place] = take(move.source_name, move.source, state, filled=False)
-            if out is not None and self.device in move.target.mesh:
-                self.target[place] = take(move.target_name, move.target, out, filled=True)
-        for tie in self.plan.ties:
-            layout = self.plan.moves[tie.first].target
-            if out is not None and self.device in layout.mesh:
-                self.tied.append((tie.first, take(tie.target_name, layout, out, filled=True)))
-        names = {move.source_name for move in self.plan.moves}
-        names |= {tie.source_name for tie in self.plan.ties} | {n for n, _ in self.plan.values}
-        if self._alone and (unknown := sorted(state.keys() - names)):
+        moves, ties = plan.moves, plan.ties
+        due = {move.source_name: move.source for move in moves if device in move.source.mesh}
+        before = {name: self._shard(name, at, state, filled=False) for name, at in due.items()}
+        due = {move.target_name: move.target for move in moves}
+        due |= {tie.target_name: moves[tie.first].target for tie in ties}
+        after = {
+            name: self._shard(name, layout, out, filled=True)
+            for name, layout in due.items()
+            if out is not None and device in layout.mesh
+        }
+        places = list(enumerate(moves))
+        self.source = {n: before[m.source_name] for n, m in places if m.source_name in before}
+        self.target = {n: after[m.target_name] for n, m in places if m.target_name in after}
+        self.tied = [(t.first, after[t.target_name]) for t in ties if t.target_name in after]
+        """Shards to be filled with what has come to a place in the plan."""
+        known = (
+            {m.source_name for m in moves} | {t.source_name for t in ties} | {*dict(plan.values)}
+        )
+        if alone and (unknown := sorted(state.keys() - known)):
             raise LayoutError(
                 f"the state dict has {shown(unknown[0])}, which the plan lacks; leave it out, or "
                 "make the plan with it"
@@ -303,28 +285,30 @@ class DeviceShards:
 
     def exchange_all(self) -> None:
         """Carry the plan out by messages."""
+        schedule = self.plan.schedule(self.device)
         stage = 0
-        finish: Finish = lambda: None  # noqa: E731
-        for wave in sorted({*self.schedule.sends, *self.schedule.receives}):
+        before: Finish = self.keep
+        for wave in sorted({*schedule.sends, *schedule.receives}):
             if wave[0] > stage:
-                finish()
-                stage, finish = wave[0], lambda: None
+                before()
+                stage, before = wave[0], lambda: None
             # What is received in the wave before is unpacked while this one travels.
-            finish, before = self._start(wave), finish
+            finish = self._start(wave)
             before()
-        self.keep()
-        finish()
+            before = finish
+        before()
 
     def _start(self, wave: Wave) -> Finish:
         """Start the messages of a wave; return what ends it."""
-        receives = self.schedule.receives.get(wave, {})
+        schedule = self.plan.schedule(self.device)
+        receives = schedule.receives.get(wave, {})
         buckets: list[torch.Tensor] = []
         coming: Addressed = []
         going: Addressed = []
         for peer, message in receives.items():
             buckets.append(self._bucket(self.target[message[0].places[0]]))
             coming.append((peer, buckets[-1][: message_bytes(message)]))
-        for peer, message in self.schedule.sends.get(wave, {}).items():
+        for peer, message in schedule.sends.get(wave, {}).items():
             buckets.append(self.pack(wave, message))
             going.append((peer, buckets[-1][: message_bytes(message)]))
         works = start_messages(going, coming, self._tag)
@@ -345,7 +329,8 @@ class DeviceShards:
         where = like.device
         if dist.is_initialized() and f"{where.type}:gloo" in dist.get_backend_config():
             where = torch.device("cpu")  # gloo sends and reads memory of the host alone
-        return torch.empty(self.schedule.largest_message, dtype=torch.uint8, device=where)
+        largest = self.plan.schedule(self.device).largest_message
+        return torch.empty(largest, dtype=torch.uint8, device=where)
 
     def _seen(
         self, wave: Wave, bucket: torch.Tensor, message: Message, shards: Shards
@@ -379,16 +364,15 @@ class DeviceShards:
     def read_peers(self, memory: PeerMemory) -> None:
         """Carry the plan out by reading what is wanted where it lies in the memory of holders."""
         source, target = (self._table(shards) for shards in (self.source, self.target))
-        for stage in range(len(self.plan.stages)):
-            name = f"reshard plan {self.plan.digest[:12]}" + (f" stage {stage}" if stage else "")
-            readers, wanted = self.plan.reads(self.device, stage)
-
-            def arrays(
-                peer: int, table: Ints, stage: int = stage, wanted: Mapping[int, Any] = wanted
-            ) -> Iterator[Arrays]:
-                return self._arrays(stage, wanted[peer], table, target)
-
-            memory.fill(name, target if stage else source, readers, set(wanted), arrays)
+        for number, stage in enumerate(self.plan.stages):
+            name = f"reshard plan {self.plan.digest[:12]}" + (f" stage {number}" if number else "")
+            streams = stage.streams(self.device)
+            readers = {receiver for _, receiver in streams} - {self.device}
+            # What the device has already it reads from itself.
+            wanted = {self.device: [] if number else self.plan.kept(self.device)}
+            wanted |= {one: copies for (one, to), copies in streams.items() if to == self.device}
+            arrays = partial(self._arrays, number, wanted, target)
+            memory.fill(name, target if number else source, readers, set(wanted), arrays)
 
     def _table(self, shards: Shards) -> Ints:
         """Return, by the place in the plan, where shards lie: address, and strides in bytes."""
@@ -403,10 +387,10 @@ class DeviceShards:
         return np.array(rows, dtype=np.int64).reshape(len(moves), len(nothing))
 
     def _arrays(
-        self, stage: int, copies: Sequence[StateCopy], theirs: Ints, ours: Ints
+        self, stage: int, wanted: Mapping[int, list[StateCopy]], ours: Ints, peer: int, theirs: Ints
     ) -> Iterator[Arrays]:
-        """Yield where boxes lie at their sender, and where they belong here, by both's tables."""
-        for copy in copies:
+        """Yield where boxes lie at a peer, and where they belong here, by both's tables."""
+        for copy in wanted[peer]:
             move = self.plan.moves[copy.places[0]]
             layouts = (move.target if stage else move.source), move.target
             tables = [table[np.asarray(copy.places)] for table in (theirs, ours)]

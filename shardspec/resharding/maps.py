@@ -21,11 +21,12 @@ A map is read from TOML. Names may have placeholders for numbers, views are thos
     target = ["output.weight", "v c", "v[vocab_size:]"]
 """
 
+import operator
 import re
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import combinations
 from math import prod
 from pathlib import Path
 from typing import Final, NamedTuple, TypeAlias
@@ -37,10 +38,10 @@ from shardspec.resharding.views import (
     TensorView,
     View,
     evaluate,
-    first_hole,
+    factors_of,
+    first_index,
     identity_view,
     parse_view,
-    side_lengths,
     views_of,
 )
 from shardspec.text import shown
@@ -174,11 +175,15 @@ class NameMap:
         known = self.known_sizes()
         found = []
         for left, right in self.rules:
-            for bound in _bindings(left[0], right[0], source, target):
-                one, other = _filled(left, bound), _filled(right, bound)
-                if one[0] in source and other[0] in target:
-                    view = _view(one, other, source, target, known)
-                    found.append(Equation(one[0], other[0], view))
+            shared = sorted(_placeholders(left[0]) & _placeholders(right[0]))
+            others = defaultdict(list)
+            for bound in _bindings(right[0], target):
+                others[tuple(bound[key] for key in shared)].append(bound)
+            for bound in _bindings(left[0], source):
+                for other in others[tuple(bound[key] for key in shared)]:
+                    ends = _filled(left, bound | other), _filled(right, bound | other)
+                    view = _view(*ends, source, target, known)
+                    found.append(Equation(ends[0][0], ends[1][0], view))
         return found
 
     def target_shapes(self, source: Mapping[str, Shape]) -> dict[str, Shape]:
@@ -198,23 +203,23 @@ class NameMap:
         known = self.known_sizes()
         found: dict[str, Shape] = {}
         for left, right in self.rules:
-            bindings = _bindings(left[0], left[0], source, source)
-            for bound in (
-                b for one in bindings for b in _stacked(left, right[0], one, source, known)
-            ):
-                one, other = _filled(left, bound), _filled(right, bound)
-                try:
-                    shape = _implied(one, other, source[one[0]], known)
-                except SpecSyntaxError as error:
-                    problem = str(error).splitlines()[0]  # without its picture
-                    raise LayoutError(
-                        f"the shape of {other[0]!r} by {' and '.join(map(repr, other[1:]))}: "
-                        f"{problem}, as --sizes config.json does (with_sizes)"
-                    ) from None
-                if found.setdefault(other[0], shape) != shape:
-                    raise LayoutError(
-                        f"{other[0]!r} is {found[other[0]]} by one equation and {shape} by another"
-                    )
+            for bound in _bindings(left[0], source):
+                shape = source[_filled(left[:1], bound)[0]]
+                for every in _stacked(left, right[0], bound, shape, known):
+                    one, other = _filled(left, every), _filled(right, every)
+                    try:
+                        implied = _implied(one, other, shape, known)
+                    except SpecSyntaxError as error:
+                        problem = str(error).splitlines()[0]  # without its picture
+                        raise LayoutError(
+                            f"the shape of {other[0]!r} by {' and '.join(map(repr, other[1:]))}: "
+                            f"{problem}, as --sizes config.json does (with_sizes)"
+                        ) from None
+                    if found.setdefault(other[0], implied) != implied:
+                        raise LayoutError(
+                            f"{other[0]!r} is {found[other[0]]} by one equation and {implied} by "
+                            "another"
+                        )
         return found
 
     def padding(self, target: Mapping[str, Shape]) -> list[tuple[str, TensorView]]:
@@ -229,15 +234,15 @@ class NameMap:
         self, rules: Sequence[Side], shapes: Mapping[str, Shape]
     ) -> list[tuple[str, TensorView]]:
         known = self.known_sizes()
-        found = []
-        for rule in rules:
-            for bound in _bindings(rule[0], rule[0], shapes, shapes):
-                side = _filled(rule, bound)
-                found.append((side[0], _view(side, side, shapes, shapes, known).source))
-        return found
+        sides = (_filled(rule, bound) for rule in rules for bound in _bindings(rule[0], shapes))
+        return [(one[0], _view(one, one, shapes, shapes, known).source) for one in sides]
 
 
 _PLACEHOLDER: Final = re.compile(r"\{([A-Za-z_]\w*)\}")
+
+
+def _placeholders(name: str) -> set[str]:
+    return set(_PLACEHOLDER.findall(name))
 
 
 def _sides(found: Mapping[str, object], key: str, end: str) -> tuple[Side, ...]:
@@ -257,59 +262,37 @@ def _sides(found: Mapping[str, object], key: str, end: str) -> tuple[Side, ...]:
     return tuple(sides)
 
 
-def _pattern(name: str) -> re.Pattern[str]:
+def _bindings(pattern: str, names: Mapping[str, Shape]) -> list[dict[str, int]]:
+    """Return, per name that a pattern matches, the numbers that its placeholders stand for."""
+    if "{" not in pattern:
+        return [{}] if pattern in names else []
     text, seen = "", set[str]()
-    for number, part in enumerate(_PLACEHOLDER.split(name)):
+    for number, part in enumerate(_PLACEHOLDER.split(pattern)):
         if number % 2 == 0:
             text += re.escape(part)
         else:
             text += f"(?P={part})" if part in seen else f"(?P<{part}>0|[1-9][0-9]{{0,8}})"
             seen.add(part)
-    return re.compile(text)
-
-
-def _bindings(
-    left: str, right: str, source: Mapping[str, Shape], target: Mapping[str, Shape]
-) -> list[dict[str, int]]:
-    """Return the numbers that placeholders stand for: those for which both names exist."""
-    sides = []
-    for pattern, names in ((_pattern(left), source), (_pattern(right), target)):
-        matches = (pattern.fullmatch(name) for name in names)
-        sides.append([{k: int(v) for k, v in m.groupdict().items()} for m in matches if m])
-    if not (sides[0] and sides[1]):
-        return []
-    shared = sorted(set(sides[0][0]) & set(sides[1][0]))
-    others: dict[tuple[int, ...], list[dict[str, int]]] = {}
-    for bound in sides[1]:
-        others.setdefault(tuple(bound[key] for key in shared), []).append(bound)
-    return [
-        {**one, **other}
-        for one in sides[0]
-        for other in others.get(tuple(one[key] for key in shared), [])
-    ]
+    matches = map(re.compile(text).fullmatch, names)
+    return [{key: int(n) for key, n in found.groupdict().items()} for found in matches if found]
 
 
 def _stacked(
-    left: Sequence[str],
-    right: str,
-    bound: Mapping[str, int],
-    source: Mapping[str, Shape],
-    sizes: Mapping[str, int],
+    left: Side, right: str, bound: dict[str, int], source: Shape, sizes: Mapping[str, int]
 ) -> list[dict[str, int]]:
     """Return the numbers of the targets that are stacked in one source, such as experts.
 
     A placeholder of the target's name that the source's lacks, but a slice of its view has as in
     ``e[{e}]``, stands for each index of that factor.
     """
-    name = _PLACEHOLDER.sub(lambda found: str(bound.get(found[1], found[0])), left[0])
-    found = [dict(bound)]
-    for missing in sorted(set(_PLACEHOLDER.findall(right)) - set(bound)):
-        for text in left[2:]:
-            factor, _, index = text.replace(" ", "").partition("[")
-            if index == f"{{{missing}}}]":
-                size = side_lengths(left[1:2], source[name], sizes).get(factor, 0)
-                found = [{**one, missing: n} for one in found for n in range(size)]
-                break
+    found = [bound]
+    for missing in sorted(_placeholders(right) - bound.keys()):
+        slices = (text.replace(" ", "").partition("[") for text in left[2:])
+        stack = next((factor for factor, _, index in slices if index == f"{{{missing}}}]"), None)
+        if stack is not None:
+            lengths = factors_of(left[1:2], source, sizes)[1]
+            size = lengths[stack].size if stack in lengths else 0
+            found = [{**one, missing: n} for one in found for n in range(size)]
     return found
 
 
@@ -338,12 +321,11 @@ def _view(
         if left[1:] or right[1:]:
             views = _view_or_plain(left, source), _view_or_plain(right, target)
             return views_of(*views, source, target, sizes)
-    except SpecSyntaxError as error:
-        problem = str(error)
-    else:
         if source == target:
             return identity_view(source)
         problem = f"shapes differ, {source} and {target}, and no view says how"
+    except SpecSyntaxError as error:
+        problem = str(error)
     both = "" if left == right else f" to {right[0]!r} {target}"
     raise LayoutError(f"{left[0]!r} {source}{both}: {problem}")
 
@@ -352,26 +334,23 @@ def _implied(left: Side, right: Side, source: Shape, sizes: Mapping[str, int]) -
     """Return the shape of a target whose view names factors of the source or known sizes."""
     if not left[1:] and not right[1:]:
         return source
-    lengths = side_lengths(_view_or_plain(left, source), source, sizes)
+    factors = factors_of(_view_or_plain(left, source), source, sizes)[1]
+    lengths = {name: factor.length for name, factor in factors.items()}
     if not right[1:]:
         return tuple(lengths.values())
     dims = parse_view(right[1])
     names = [name for factors in dims for name in factors]
     cut = {text.split("[")[0].strip() for text in right[2:]}
-    free = iter([n for name, n in lengths.items() if name not in names])
-    found: dict[str, int] = {}
+    # Factors without a partner of the same name are equated in order.
+    free = iter([length for name, length in lengths.items() if name not in names])
     for name in names:
         if name in cut and name not in sizes:
-            raise SpecSyntaxError(
-                f"the size {name!r} is not known; give it in the sizes",
-                right[1],
-                right[1].index(name),
-            )
-        length = lengths.get(name, 0)
+            problem = f"the size {name!r} is not known; give it in the sizes"
+            raise SpecSyntaxError(problem, right[1], right[1].index(name))
         if name not in lengths and name not in cut:
-            length = next(free, 0)
-        found[name] = sizes.get(name, length)
-    return tuple(prod(found[name] for name in factors) for factors in dims)
+            lengths[name] = next(free, 0)
+    whole = {**lengths, **sizes}
+    return tuple(prod(whole[name] for name in factors) for factors in dims)
 
 
 @dataclass(frozen=True, slots=True)
@@ -428,18 +407,23 @@ def check_map(map_: NameMap, source: Mapping[str, Shape], target: Mapping[str, S
         written[name].append(("padding", side.covered()))
     for name, side in map_.dropped(source):
         read[name].append(side.covered())
-    problems = [p for name in target for p in _not_once(name, target[name], written[name])]
-    unused = (name for name in source if first_hole(source[name], read[name]) is not None)
-    return MapReport(tuple(equations), tuple(problems), tuple(unused))
+    problems = (_problem(name, target[name], written[name]) for name in target)
+    unused = (
+        name for name in source if first_index(source[name], read[name], operator.not_) is not None
+    )
+    return MapReport(tuple(equations), tuple(filter(None, problems)), tuple(unused))
 
 
-def _not_once(name: str, shape: Shape, covers: Sequence[tuple[str, Cover]]) -> Iterator[str]:
-    for (one, a), (other, b) in combinations(covers, 2):
-        both = [x & y for x, y in zip(a, b, strict=True)]
-        if all(both) and 0 not in shape:
-            index = tuple((bits & -bits).bit_length() - 1 for bits in both)
-            yield f"{name!r}: both {one!r} and {other!r} are written at index {index}"
-            return
-    hole = first_hole(shape, [cover for _, cover in covers])
-    if hole is not None:
-        yield f"{name!r}: nothing is written at index {hole}"
+def _problem(name: str, shape: Shape, covers: Sequence[tuple[str, Cover]]) -> str | None:
+    """Return where a tensor is written twice, else where it is not."""
+    sets = [cover for _, cover in covers]
+    twice = first_index(shape, sets, lambda number: number > 1)
+    if twice is not None:
+        one, other, *_ = (
+            writer
+            for writer, cover in covers
+            if all(bits >> at & 1 for bits, at in zip(cover, twice, strict=True))
+        )
+        return f"{name!r}: both {one!r} and {other!r} are written at index {twice}"
+    hole = first_index(shape, sets, operator.not_)
+    return None if hole is None else f"{name!r}: nothing is written at index {hole}"

@@ -2,7 +2,6 @@
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any, TypeAlias
 
 from shardspec.dtypes import dtype_name, is_cast, is_floating
@@ -109,39 +108,49 @@ def plan_state(
     given = flat_state(source)
     described = {name: _described(name, v) for name, v in given.items() if not is_plain(v)}
     before = {name: layout for name, (layout, _) in described.items()}
-    values = [name for name in given if name not in before]
+    renamed: dict[str, str] = {}
+    padded: set[str] = set()
+    if isinstance(names, NameMap):
+        moves = _mapped(before, target, names, dtype)
+        found = {move.target_name: move.target.global_shape for move in moves}
+        padded = {name for name, _ in names.padding(found)}
+    elif isinstance(names, Mapping | None):
+        renamed = _renamed(list(given), names or {})
+        due = {renamed[name]: (at.global_shape, at.dtype) for name, at in before.items()}
+        after = _targets(target, due, dtype)
+        for lacking, missing in (
+            ("target", sorted(due.keys() - after.keys())),
+            ("source", sorted(after.keys() - due.keys())),
+        ):
+            if missing:
+                rest = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+                raise LayoutError(
+                    f"the {lacking} lacks {shown(missing[0])}{rest}; names= maps names that differ"
+                )
+        moves = [
+            TensorMove(name, renamed[name], layout, after[renamed[name]])
+            for name, layout in before.items()
+        ]
+    else:
+        raise LayoutError(
+            f"names= is a {type(names).__name__}; give one NameMap, as load_map makes, or a dict "
+            "of new names"
+        )
+    for move in moves:
+        _check(move)
     first: dict[tuple[Layout, int], str] = {}
     tied = {
         name: first.setdefault((layout, memory), name)
         for name, (layout, memory) in described.items()
         if memory is not None
     }
-    if isinstance(names, NameMap):
-        moves = _mapped(before, target, names, dtype)
-        found = {move.target_name: move.target.global_shape for move in moves}
-        padded = {name for name, _ in names.padding(found)}
-        plan = _plan(moves, max_bytes, tied, [(name, name) for name in values])
-        return replace(plan, padded=tuple(sorted(padded)))
-    if not isinstance(names, Mapping | None):
-        raise LayoutError(
-            f"names= is a {type(names).__name__}; give one NameMap, as load_map makes, or a dict "
-            "of new names"
-        )
-    renamed = _renamed(list(given), names or {})
-    due = {renamed[name]: (at.global_shape, at.dtype) for name, at in before.items()}
-    after = _targets(target, due, dtype)
-    for kind, missing in (
-        ("the target lacks", sorted(due.keys() - after.keys())),
-        ("the source lacks", sorted(after.keys() - due.keys())),
-    ):
-        if missing:
-            rest = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-            raise LayoutError(f"{kind} {shown(missing[0])}{rest}; names= maps names that differ")
-    moves = [
-        TensorMove(name, renamed[name], layout, after[renamed[name]])
-        for name, layout in before.items()
-    ]
-    return _plan(moves, max_bytes, tied, [(name, renamed[name]) for name in values])
+    kept, ties = _traveling_once(moves, tied)
+    values = tuple((name, renamed.get(name, name)) for name in given if name not in before)
+    bound = MAX_BYTES if max_bytes is None else max_bytes
+    plan = ReshardPlan(kept, bound, ties, values, tuple(sorted(padded)))
+    if max_bytes is not None:
+        _ = plan.bucket_bytes  # raises where it is too small
+    return plan
 
 
 def reshard_state(
@@ -221,14 +230,14 @@ def _renamed(before: Sequence[str], names: Mapping[str, str]) -> dict[str, str]:
     """Return the new name of every tensor and value."""
     if unknown := sorted(set(names) - set(before)):
         raise LayoutError(f"names= maps {shown(unknown[0])}, which the source lacks")
-    renamed = {name: names.get(name, name) for name in before}
     first: dict[str, str] = {}
-    for name, new in renamed.items():
+    for name in before:
+        new = names.get(name, name)
         if (other := first.setdefault(new, name)) != name:
             raise LayoutError(
                 f"names= makes both {other!r} and {name!r} to {new!r}; give each its own name"
             )
-    return renamed
+    return {name: new for new, name in first.items()}
 
 
 def _targets(
@@ -251,48 +260,37 @@ def _mapped(
     before: Mapping[str, Layout], target: Target, names: NameMap, dtype: object
 ) -> list[TensorMove]:
     shapes = {name: layout.global_shape for name, layout in before.items()}
-    due = {}
     if isinstance(target, tuple):
-        implied = names.target_shapes(shapes)
-        for e in names.equations(shapes, implied):
-            due[e.target] = implied[e.target], before[e.source].dtype
-    after = _targets(target, due, dtype)
-    report = check_map(names, shapes, {name: one.global_shape for name, one in after.items()})
+        wanted = names.target_shapes(shapes)
+    else:
+        wanted = {name: layout.global_shape for name, layout in layouts_of(target).items()}
+    report = check_map(names, shapes, wanted)
     report.require_total()
+    due = {e.target: (wanted[e.target], before[e.source].dtype) for e in report.equations}
+    after = _targets(target, due, dtype)
     return [
         TensorMove(e.source, e.target, before[e.source], after[e.target], e.view)
         for e in report.equations
     ]
 
 
-def _plan(
-    moves: Sequence[TensorMove],
-    max_bytes: int | None,
-    tied: Mapping[str, str],
-    values: Sequence[tuple[str, str]],
-) -> ReshardPlan:
-    """Return the plan in which a tensor that goes to the same place twice travels once."""
+def _traveling_once(
+    moves: Sequence[TensorMove], tied: Mapping[str, str]
+) -> tuple[tuple[TensorMove, ...], tuple[Tie, ...]]:
+    """Divide moves into those of tensors that travel, and ties to the same move of the same one."""
     kept: list[TensorMove] = []
     ties: list[Tie] = []
     targets = Counter(move.target_name for move in moves)
     first: dict[tuple[str, Layout, Layout, View | None], int] = {}
     for move in moves:
-        _check(move)
         source = tied.get(move.source_name, move.source_name)
-        # Of a target that several sources fill, each fills a part.
-        alone = targets[move.target_name] == 1
         key = source, move.source, move.target, move.view
-        if alone and key in first:
+        # Of a target that several sources fill, each fills a part.
+        if targets[move.target_name] == 1 and first.setdefault(key, len(kept)) != len(kept):
             ties.append(Tie(move.source_name, move.target_name, first[key]))
-            continue
-        if alone:
-            first[key] = len(kept)
-        kept.append(move)
-    bound = MAX_BYTES if max_bytes is None else max_bytes
-    plan = ReshardPlan(tuple(kept), bound, tuple(ties), tuple(values))
-    if max_bytes is not None:
-        _ = plan.bucket_bytes  # raises where it is too small
-    return plan
+        else:
+            kept.append(move)
+    return tuple(kept), tuple(ties)
 
 
 def _check(move: TensorMove) -> None:

@@ -1,9 +1,11 @@
 """Name maps that come with shardspec, for models that many people train and serve."""
 
 import re
+from collections.abc import Iterator
 from dataclasses import replace
 from importlib.resources import files
-from typing import Final, TypeAlias
+from itertools import chain
+from typing import Final
 
 from shardspec.errors import LayoutError
 from shardspec.resharding.maps import NameMap, Side
@@ -111,7 +113,8 @@ def map_chain(
         rules = (*kept.items(), *_IN_MEMORY[model])
         maps.append(NameMap(rules, {"two": 2}, unused=on_disk.unused))
     if source in _MEGATRON:
-        maps.append(_numbered_layers(experts=_has_experts(model)))
+        rules = tuple((place, one) for one, places in _tensors(model) for place in (one, *places))
+        maps.append(NameMap(rules))
     if not (source in _MEGATRON and target in _MEGATRON):
         if source != "hf":
             back = load_map(f"{model}-hf-to-{layered.get(source, source)}", sizes).reversed()
@@ -123,81 +126,43 @@ def map_chain(
     if target == "torch_dist":
         # GPT-2's config has a word of its own for the number of layers.
         layers = {"num_hidden_layers": sizes["n_layer"]} if "n_layer" in sizes else {}
-        maps.append(_stacked_layers(experts=_has_experts(model)).with_sizes({**sizes, **layers}))
+        rules = tuple((one, places[0] if places else one) for one, places in _tensors(model))
+        names = {"l": "num_hidden_layers", "e": "num_local_experts"}
+        maps.append(NameMap(rules, {**names, **sizes, **layers}))
     return tuple(maps)
 
 
-def _has_experts(model: str) -> bool:
-    return any(".experts." in name for (name, *_), _ in load_map(f"{model}-hf-to-megatron").rules)
-
-
-_Rule: TypeAlias = tuple[Side, Side]
-
-# Megatron-core's layers are numbered, with the names of Transformer Engine, or stacked as
-# `torch_dist` saves them: one row a layer, and for experts one row an expert besides. Layers built
-# without Transformer Engine have other names for their norms.
-_WHOLE: Final = (
-    "embedding.word_embeddings.weight",
-    "embedding.position_embeddings.weight",
-    "decoder.final_layernorm.weight",
-    "decoder.final_layernorm.bias",
-    "output_layer.weight",
-)
-_MATRICES: Final = (
-    "self_attention.linear_qkv",
-    "self_attention.linear_proj",
-    "mlp.linear_fc1",
-    "mlp.linear_fc2",
-)
-_NORMS: Final = ("self_attention.linear_qkv.layer_norm_", "input_layernorm.")
+_ATTENTION_NORMS: Final = ("self_attention.linear_qkv.layer_norm_", "input_layernorm.")
 _MLP_NORMS: Final = ("mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm.")
+"""Names of Transformer Engine, and of layers that are built without it."""
 
 
-def _numbered_layers(*, experts: bool) -> NameMap:
-    """Return the map to numbered layers from what Megatron-core saves, numbered or stacked.
+def _tensors(model: str) -> Iterator[tuple[Side, list[Side]]]:
+    """Yield the tensors of Megatron-core, numbered by layer, and where else each may be saved.
 
+    First as `torch_dist` stacks it: one row a layer, and for experts one row an expert besides.
     With experts, the norm before them is not that of a matrix.
     """
-    rules: list[_Rule] = [((name,), (name,)) for name in _WHOLE]
-    for names, dims in _layer(experts=experts):
-        for name in names:
-            numbered, stacked = _places(names[0], name, dims)
-            rules += [((f"decoder.layers.{{i}}.{name}",), numbered[:1]), (stacked, numbered)]
-    for numbered, stacked, of_layer in _experts():
-        rules += [(numbered[:1], numbered[:1]), (stacked, numbered), (of_layer, numbered)]
-    return NameMap(tuple(rules))
+    known = [name for name in shipped_maps() if name.endswith("-hf-to-megatron")]
+    names = {name: [target[0] for _, target in load_map(name).rules] for name in known}
+    experts = any(".experts." in name for name in names[f"{model}-hf-to-megatron"])
+    norms = dict([_ATTENTION_NORMS, _MLP_NORMS[::-1] if experts else _MLP_NORMS])
+    others = {other: norm for norm, other in norms.items()}
+    for name in dict.fromkeys(_replaced(name, others) for name in chain(*names.values())):
+        dims = "a" if "norm" in name or name.endswith("bias") else "a b"
+        if "{e}" in name:
+            stack = name.replace("local_experts.{e}", "experts")
+            every = (stack.replace(".{i}", ""), f"l e {dims}", "l[{i}]", "e[{e}]")
+            yield (name, dims), [every, (stack, f"e {dims}", "e[{e}]")]
+        elif "{i}" in name:
+            numbered = dict.fromkeys((name, _replaced(name, norms)))
+            stacks = [(one.replace(".{i}", ""), f"l {dims}", "l[{i}]") for one in numbered]
+            yield (name, dims), [*stacks, *((one, dims) for one in numbered if one != name)]
+        else:
+            yield (name,), []
 
 
-def _stacked_layers(*, experts: bool) -> NameMap:
-    """Return the map from numbered layers to those of ``torch_dist``."""
-    rules: list[_Rule] = [((name,), (name,)) for name in _WHOLE]
-    rules += [_places(names[0], names[0], dims) for names, dims in _layer(experts=experts)]
-    rules += [(numbered, stacked) for numbered, stacked, _ in _experts()]
-    return NameMap(tuple(rules), {"l": "num_hidden_layers", "e": "num_local_experts"})
-
-
-def _places(name: str, saved: str, dims: str) -> _Rule:
-    """Return a tensor of a layer, and where it lies in the stack of a name."""
-    stacked = (f"decoder.layers.{saved}", f"l {dims}", "l[{i}]")
-    return (f"decoder.layers.{{i}}.{name}", dims), stacked
-
-
-def _layer(*, experts: bool) -> list[tuple[Side, str]]:
-    """Return the names of each tensor of a layer, the one that maps use first, and its dims."""
-    found = [((f"{name}.weight",), "a b") for name in (*_MATRICES, "mlp.router")]
-    found += [((f"{name}.bias",), "a") for name in _MATRICES]
-    norms = (_NORMS, _MLP_NORMS[::-1] if experts else _MLP_NORMS)
-    kinds = ("weight", "bias")
-    return found + [(tuple(f"{name}{k}" for name in names), "a") for names in norms for k in kinds]
-
-
-def _experts() -> list[tuple[Side, Side, Side]]:
-    """Return the matrices of an expert, and where they lie in stacks of all, or of a layer's."""
-    return [
-        (
-            (f"decoder.layers.{{i}}.mlp.experts.local_experts.{{e}}.{name}.weight", "a b"),
-            (f"decoder.layers.mlp.experts.experts.{name}.weight", "l e a b", "l[{i}]", "e[{e}]"),
-            (f"decoder.layers.{{i}}.mlp.experts.experts.{name}.weight", "e a b", "e[{e}]"),
-        )
-        for name in ("linear_fc1", "linear_fc2")
-    ]
+def _replaced(name: str, words: dict[str, str]) -> str:
+    for old, new in words.items():
+        name = name.replace(old, new)
+    return name

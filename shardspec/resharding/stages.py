@@ -40,9 +40,9 @@ class StateCopy(NamedTuple):
     """Bytes of an element on its way."""
 
     @property
-    def tensor_bytes(self) -> int:
-        """Bytes of one of the tensors."""
-        return box_size(self.box) * self.item_bytes
+    def num_bytes(self) -> int:
+        """Bytes of the boxes of all the tensors."""
+        return box_size(self.box) * self.item_bytes * len(self.places)
 
 
 def copies_between(
@@ -77,8 +77,8 @@ def _divided(
     senders: Senders, copy: StateCopy, holders: Holders, start: int
 ) -> dict[tuple[int, Box], Sequence[int]]:
     """Return which of the holders gives which boxes, and of which tensors."""
-    size = copy.tensor_bytes
-    given = senders.stretches(holders, start, size * len(copy.places))
+    size = copy.num_bytes // len(copy.places)
+    given = senders.stretches(holders, start, copy.num_bytes)
     if len(given) == 1:
         return {(given[0][0], copy.box): copy.places}
     found: dict[tuple[int, Box], list[int]] = {}
@@ -91,65 +91,63 @@ def _divided(
 class Stage:
     """Copies that need nothing of each other; a stage starts when the one before has ended.
 
-    Parameters
-    ----------
-    groups
-        Of each group by itself the busiest sender sends as little as possible.
+    Of each group by itself the busiest sender sends as little as possible.
     """
 
     def __init__(self, *groups: Sequence[StateCopy]) -> None:
         self.groups = groups
+        self._streams: dict[int, dict[tuple[int, int], list[StateCopy]]] = {}
 
     @cached_property
     def senders(self) -> list[Senders]:
         """For each group which of the replicas sends what."""
-        sizes = ([(c.holders, c.tensor_bytes * len(c.places)) for c in g] for g in self.groups)
-        return [Senders([group]) for group in sizes]
+        return [Senders((copy.holders, copy.num_bytes) for copy in group) for group in self.groups]
 
     def _copies(self) -> Iterator[tuple[StateCopy, Senders, int]]:
         """Yield every copy, and where its bytes are in the sequence of its holders."""
         for copies, senders in zip(self.groups, self.senders, strict=True):
-            for copy, start in zip(copies, senders.starts[0], strict=True):
-                yield copy, senders, start
+            yield from ((c, senders, at) for c, at in zip(copies, senders.starts, strict=True))
 
     @cached_property
     def traffic(self) -> dict[tuple[int, int], int]:
         """Bytes by sender and receiver; of what replicas share up to a row of a tensor."""
         found: Counter[tuple[int, int]] = Counter()
         for copy, senders, start in self._copies():
-            num_bytes = copy.tensor_bytes * len(copy.places)
-            for sender, part in senders.stretches(copy.holders, start, num_bytes):
+            for sender, part in senders.stretches(copy.holders, start, copy.num_bytes):
                 found[sender, copy.receiver] += part
         return dict(sorted(found.items()))
 
     @property
     def most_peers(self) -> int:
         """To how many devices one sends at most, or from how many it receives."""
-        ends = (Counter(pair[end] for pair in self.traffic) for end in (0, 1))
-        return max((count for peers in ends for count in peers.values()), default=0)
+        peers = Counter(end for pair in self.traffic for end in enumerate(pair))
+        return max(peers.values(), default=0)
 
     def seconds(self, link: Callable[[int, int], tuple[float, float]], files: Set[int]) -> float:
         """Return modelled seconds: those of the device that sends or receives longest.
 
         `link` says what a message between two devices costs, and a byte of it; files are none.
         """
-        busy: list[defaultdict[int, float]] = [defaultdict(float), defaultdict(float)]
+        busy: defaultdict[tuple[int, int], float] = defaultdict(float)
         for pair, num_bytes in self.traffic.items():
             latency, per_byte = link(*pair)
-            for one, seconds in zip(pair, busy, strict=True):
-                seconds[one] += latency + per_byte * num_bytes
-        return max((s for end in busy for one, s in end.items() if one not in files), default=0.0)
+            for end in enumerate(pair):
+                busy[end] += latency + per_byte * num_bytes
+        return max((s for (_, one), s in busy.items() if one not in files), default=0.0)
 
-    def copies_of(self, device: int) -> Iterator[StateCopy]:
-        """Yield what a device sends or receives, each copy with its sender alone.
-
-        What goes from one device to another comes in the same order on both.
-        """
-        for copy, senders, start in self._copies():
-            if copy.receiver == device or device in copy.holders:
+    def streams(self, device: int) -> dict[tuple[int, int], list[StateCopy]]:
+        """Return what a device sends or receives, by sender and receiver, in the order of both."""
+        if device not in self._streams:
+            found: dict[tuple[int, int], list[StateCopy]] = {}
+            for copy, senders, start in self._copies():
+                if copy.receiver != device and device not in copy.holders:
+                    continue
                 for (sender, box), places in _divided(senders, copy, copy.holders, start).items():
                     if device in (sender, copy.receiver):
-                        yield copy._replace(places=places, box=box, holders=(sender,))
+                        one = copy._replace(places=places, box=box, holders=(sender,))
+                        found.setdefault((sender, copy.receiver), []).append(one)
+            self._streams[device] = found
+        return self._streams[device]
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,10 +217,10 @@ def crossing_once(
         near += [copy._replace(holders=here) for copy in same if here]
         if not here:
             far.append((same[0], tuple(copy.receiver for copy in same)))
-    relays = Senders([[(ids, copy.tensor_bytes * len(copy.places)) for copy, ids in far]])
+    relays = Senders([(ids, copy.num_bytes) for copy, ids in far])
     across: list[StateCopy] = []
     inside: list[StateCopy] = []
-    for (copy, receivers), start in zip(far, relays.starts[0], strict=True):
+    for (copy, receivers), start in zip(far, relays.starts, strict=True):
         for (relay, box), places in _divided(relays, copy, receivers, start).items():
             across.append(copy._replace(places=places, box=box, receiver=relay))
             width = width_of(places[0])
@@ -277,10 +275,7 @@ def schedule_of(
     receives: dict[Wave, dict[int, Message]] = {}
     largest = 0
     for number, stage in enumerate(stages):
-        streams: dict[tuple[int, int], list[StateCopy]] = {}
-        for copy in stage.copies_of(device):
-            streams.setdefault((copy.holders[0], copy.receiver), []).append(copy)
-        for (sender, receiver), copies in streams.items():
+        for (sender, receiver), copies in stage.streams(device).items():
             turn = (at[receiver] - at[sender]) % len(at) // MAX_PEERS
             waves, peer = (sends, receiver) if sender == device else (receives, sender)
             for place, message in enumerate(_messages(copies, min(bucket_bytes, _MESSAGE_BYTES))):
@@ -298,15 +293,13 @@ def _messages(copies: Iterable[StateCopy], most_bytes: int) -> Iterator[Message]
             step = -(-box_size(box) * copy.item_bytes // _ALIGNMENT) * _ALIGNMENT
             left = copy.places
             while left:
-                fitting = (most_bytes - end) // step
-                if message and not fitting:
+                if message and end + step > most_bytes:
                     yield message
                     message, end = [], 0
-                    continue
-                fitting = max(1, fitting)  # alone in a message it may need a few bytes more
-                some, left = left[:fitting], left[fitting:]
-                message.append(Piece(some, box, end, step))
-                end += step * len(some)
+                # Alone in a message a box may need a few bytes more.
+                fitting = max(1, (most_bytes - end) // step)
+                message.append(Piece(left[:fitting], box, end, step))
+                end, left = message_bytes(message), left[fitting:]
     if message:
         yield message
 
@@ -327,5 +320,5 @@ def region_of(
     """
     view = view or identity_view(layout.global_shape)
     side = view.source if of_source else view.target
-    offset = side.offset(strides, layout.intervals(device), [lo for lo, _ in box])
-    return box_shape(box), side.strides(strides, len(box)), offset
+    corner = [lo for lo, _ in box]
+    return box_shape(box), *side.in_memory(strides, layout.intervals(device), corner)

@@ -5,15 +5,16 @@ every place of its results the number of the element that belongs there. What co
 compressed into equations between views.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from math import prod
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from shardspec.boxes import Box, box_shape
 from shardspec.errors import LayoutError
 from shardspec.resharding.maps import Equation, Shape
 from shardspec.resharding.views import Factor, TensorView, View
@@ -49,7 +50,7 @@ def trace_map(loader: Loader, source_shapes: Mapping[str, Shape]) -> tuple[Equat
     k [((0, 2), (0, 2))]
     """
     names = list(source_shapes)
-    sizes = [prod(source_shapes[name]) for name in names]
+    sizes = [prod(shape) for shape in source_shapes.values()]
     bounds = np.cumsum([1, *sizes])  # zero stands for padding
     places: Ints = np.arange(int(bounds[-1]))
     result = _run(loader, source_shapes, bounds, places)
@@ -57,6 +58,13 @@ def trace_map(loader: Loader, source_shapes: Mapping[str, Shape]) -> tuple[Equat
     shuffled = places.copy()
     np.random.default_rng(0).shuffle(shuffled[1:])
     again = _run(loader, source_shapes, bounds, shuffled)
+    # Per place which source it is in, and its indices there.
+    dims = max(map(len, source_shapes.values()), default=0)
+    elements: Ints = np.zeros((len(places), 1 + dims), np.int64)
+    elements[:, 0] = np.searchsorted(bounds, places, side="right") - 1
+    for shape, (lo, hi) in zip(source_shapes.values(), pairwise(bounds.tolist()), strict=True):
+        for dim, index in enumerate(np.indices(shape), 1):
+            elements[lo:hi, dim] = index.ravel()
     found = []
     for target, values in result.items():
         known = values.size == 0 or (values.min() >= 0 and values.max() < len(places))
@@ -65,13 +73,8 @@ def trace_map(loader: Loader, source_shapes: Mapping[str, Shape]) -> tuple[Equat
                 f"{target!r} is computed, not moved; trace the part of the function that only "
                 "moves elements"
             )
-        for box in _affine_boxes(values, bounds):
-            if box.first == 0:
-                continue  # padding
-            at = int(np.searchsorted(bounds, box.first, side="right")) - 1
-            name, inside = names[at], box._replace(first=box.first - int(bounds[at]))
-            views = _views(source_shapes[name], values.shape, inside)
-            found += [Equation(name, target, view) for view in views]
+        for source, view in _views(elements[values], list(source_shapes.values())):
+            found.append(Equation(names[source], target, view))
     return tuple(found)
 
 
@@ -96,100 +99,73 @@ def _run(
     return result
 
 
-class _Box(NamedTuple):
-    """A part of a target whose places in the sources grow by one step along every dim."""
-
-    corner: Shape
-    lengths: Shape
-    first: int
-    """The place of its first element."""
-    steps: Shape
-
-
-def _affine_boxes(values: Ints, bounds: Ints) -> list[_Box]:
-    """Cut an array of places into such boxes, each of one source."""
-    if values.size == 0:
-        return []
-    todo = [((0,) * values.ndim, values.shape)]
+def _views(elements: Ints, sources: Sequence[Shape]) -> list[tuple[int, View]]:
+    """Cut a target into views, each with the number of its source; padding, -1, has none."""
+    *target, _ = elements.shape
+    todo: list[Box] = [tuple((0, size) for size in target)] if elements.size else []
     found = []
-    owner = np.searchsorted(bounds, values, side="right")
     while todo:
-        corner, shape = todo.pop()
-        part = tuple(slice(c, c + n) for c, n in zip(corner, shape, strict=True))
-        block, owners = values[part], owner[part]
-        for dim, size in enumerate(shape):
-            edges = [*_breaks(block, owners, dim), size]
-            if len(edges) > 2:
-                for a, b in pairwise(edges):
-                    at = (*corner[:dim], corner[dim] + a, *corner[dim + 1 :])
-                    todo.append((at, (*shape[:dim], b - a, *shape[dim + 1 :])))
-                break
-        else:
-            first = int(block.flat[0])
-            next_ = [np.take(block, 1, d).flat[0] if n > 1 else first for d, n in enumerate(shape)]
-            found.append(_Box(corner, shape, first, tuple(int(n) - first for n in next_)))
-    return sorted(found)
+        box = todo.pop()
+        block = elements[tuple(slice(lo, hi) for lo, hi in box)]
+        number = int(block.flat[0])
+        every = ((dim, _edges(block, dim)) for dim in range(len(box)))
+        cut = next(((dim, edges) for dim, edges in every if len(edges) > 2), None)
+        if cut is None and number >= 0:
+            view = _view(block, box, sources[number], target)
+            if isinstance(view, View):
+                found.append((box, number, view))
+            else:
+                cut = view, list(range(block.shape[view] + 1))
+        if cut is not None:
+            dim, edges = cut
+            lo = box[dim][0]
+            todo += [(*box[:dim], (lo + a, lo + b), *box[dim + 1 :]) for a, b in pairwise(edges)]
+    return [(number, view) for _, number, view in sorted(found)]
 
 
-def _breaks(block: Ints, owners: Ints, dim: int) -> list[int]:
-    """Return where along a dim a new stretch of equal steps begins; 0 is the first."""
-    size = block.shape[dim]
-    if size < 2:
-        return [0]
-    steps, same = (
-        np.moveaxis(np.diff(array, axis=dim), dim, 0).reshape(size - 1, -1)
-        for array in (block, owners)
-    )
-    uniform = (steps == steps[:, :1]).all(axis=1) & (same == 0).all(axis=1)
-    starts: list[int] = [0]
-    of_stretch: int | None = None
-    for at, (even, step) in enumerate(zip(uniform.tolist(), steps[:, 0].tolist(), strict=True)):
-        if even and of_stretch in (None, step):
+def _edges(block: Ints, dim: int) -> list[int]:
+    """Return where along a dim stretches of equal steps in one source begin, and where it ends."""
+    if block.shape[dim] == 1:
+        return [0, 1]
+    steps = np.moveaxis(np.diff(block, axis=dim), dim, 0)
+    steps = steps.reshape(len(steps), -1, block.shape[-1])
+    even = (steps == steps[:, :1]).all(axis=(1, 2)) & (steps[:, 0, 0] == 0)
+    edges = [0]
+    of_stretch: list[int] | None = None
+    for at, (same, step) in enumerate(zip(even.tolist(), steps[:, 0].tolist(), strict=True), 1):
+        if same and of_stretch in (None, step):
             of_stretch = step
         else:
-            starts.append(at + 1)
+            edges.append(at)
             of_stretch = None
-    return starts
+    return [*edges, len(steps) + 1]
 
 
-def _views(source: Shape, target: Shape, box: _Box) -> Iterator[View]:
-    """Yield the views of a box: one, or several where its places leap within the source."""
-    found = _view_or_leap(source, target, box)
-    if isinstance(found, View):
-        yield found
-        return
-    lengths = (*box.lengths[:found], 1, *box.lengths[found + 1 :])
-    for index in range(box.lengths[found]):
-        corner = list(box.corner)
-        corner[found] += index
-        first = box.first + index * box.steps[found]
-        yield from _views(source, target, _Box(tuple(corner), lengths, first, box.steps))
-
-
-def _view_or_leap(source: Shape, target: Shape, box: _Box) -> View | int:
-    """Return the view of a box, or a dim of it along which places leave one factor of a dim."""
-    widths = [prod(source[dim + 1 :]) for dim in range(len(source))]
+def _view(block: Ints, box: Box, source: Shape, target: Sequence[int]) -> View | int:
+    """Return the view of a box with even steps, or a dim along which it is no factor of one."""
+    shape = list(box_shape(box))
+    first, *_ = block.reshape(-1, block.shape[-1])
     moving: list[list[tuple[int, int]]] = [[] for _ in source]
-    for axis, (step, length) in enumerate(zip(box.steps, box.lengths, strict=True)):
+    for axis, length in enumerate(shape):
         if length > 1:
-            if step <= 0:
+            step = block[tuple(int(dim == axis) for dim in range(len(box)))] - first
+            moves = [(dim, by) for dim, by in enumerate(step[1:].tolist()) if by]
+            if len(moves) != 1 or moves[0][1] < 0:
                 return axis
-            dim = next(dim for dim, width in enumerate(widths) if step % width == 0)
-            moving[dim].append((step // widths[dim], axis))
-    shape = list(box.lengths)
+            moving[moves[0][0]].append((moves[0][1], axis))
     here = []
-    for width, size, steps in zip(widths, source, moving, strict=True):
-        start, left, factors = box.first // width % size, size, []
-        for step, axis in sorted(steps, reverse=True):
-            factor = Factor(axis, left // step, start % left // step, box.lengths[axis])
-            if left % step or factor.start + factor.length > factor.size:
+    for left, start, steps in zip(source, first[1:].tolist(), moving, strict=False):
+        factors = []
+        for by, axis in sorted(steps, reverse=True):
+            factor = Factor(axis, left // by, start % left // by, shape[axis])
+            if left % by or factor.start + factor.length > factor.size:
                 return axis
             factors.append(factor)
-            left = step
+            left = by
         if left > 1 or not factors:  # what stands still
+            factors.append(Factor(len(shape), left, start % left, 1))
             shape.append(1)
-            factors.append(Factor(len(shape) - 1, left, start % left, 1))
         here.append(tuple(factors))
-    sides = enumerate(zip(target, box.corner, box.lengths, strict=True))
-    there = tuple((Factor(dim, size, at, length),) for dim, (size, at, length) in sides)
+    sides = enumerate(zip(target, box, strict=True))
+    there = tuple((Factor(dim, size, lo, hi - lo),) for dim, (size, (lo, hi)) in sides)
     return View(tuple(shape), TensorView(tuple(here)), TensorView(there))

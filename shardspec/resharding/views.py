@@ -12,12 +12,13 @@ few boxes of the view, and a box of the view is a strided part of a tensor.
 import ast
 import operator
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from itertools import product
+from itertools import chain, product
 from math import prod
 from typing import Final, NamedTuple, TypeAlias
 
-from shardspec.boxes import Box, local_index, row_major_boxes
+from shardspec.boxes import Box, intersect, local_index, row_major_boxes
 from shardspec.errors import SpecSyntaxError
 
 Cover: TypeAlias = tuple[int, ...]
@@ -51,48 +52,35 @@ class TensorView(NamedTuple):
         """
         choices = []
         for (lo, hi), factors in zip(box, self.dims, strict=True):
-            kept = []
-            for part in row_major_boxes([factor.size for factor in factors], lo, hi):
-                clipped = [
-                    (max(0, a - f.start), min(f.length, b - f.start))
-                    for (a, b), f in zip(part, factors, strict=True)
-                ]
-                if all(a < b for a, b in clipped):
-                    kept.append({f.axis: i for f, i in zip(factors, clipped, strict=True)})
-            choices.append(kept)
+            reach = tuple((f.start, f.start + f.length) for f in factors)
+            parts = row_major_boxes([f.size for f in factors], lo, hi)
+            choices.append([both for part in parts if (both := intersect(part, reach)) is not None])
         found = []
         for chosen in product(*choices):
-            intervals = {axis: i for part in chosen for axis, i in part.items()}
+            sides = zip(chain(*self.dims), chain(*chosen), strict=True)
+            intervals = {f.axis: (lo - f.start, hi - f.start) for f, (lo, hi) in sides}
             found.append(tuple(intervals.get(axis, (0, 1)) for axis in range(axes)))
         return found
 
-    def strides(self, strides: Sequence[int], axes: int) -> tuple[int, ...]:
-        """Return the steps in memory along the axes of the view, given those of the tensor."""
-        found = [0] * axes
-        for weight, factors in zip(strides, self.dims, strict=True):
-            for factor in reversed(factors):
-                found[factor.axis] = weight
-                weight *= factor.size
-        return tuple(found)
-
-    def offset(
+    def in_memory(
         self,
         strides: Sequence[int],
         intervals: Sequence[Sequence[tuple[int, int]]],
         corner: Sequence[int],
-    ) -> int:
-        """Return where in memory an element of the view lies, given its indices.
+    ) -> tuple[tuple[int, ...], int]:
+        """Return the steps along the axes of the view, and where its element at `corner` lies.
 
-        `strides` are steps in the memory of a shard, `intervals` the indices that it holds of each
-        dim.
+        `strides` are steps in the memory of a shard, `intervals` the indices it holds of each dim.
         """
-        at = 0
+        steps, at = [0] * len(corner), 0
         for stride, held, factors in zip(strides, intervals, self.dims, strict=True):
-            index = 0
-            for factor in factors:
-                index = index * factor.size + factor.start + corner[factor.axis]
+            index, width = 0, 1
+            for factor in reversed(factors):
+                steps[factor.axis] = stride * width
+                index += (factor.start + corner[factor.axis]) * width
+                width *= factor.size
             at += local_index(held, index) * stride
-        return at
+        return tuple(steps), at
 
     def covered(self) -> Cover:
         """Return which indices of the tensor the view has."""
@@ -100,8 +88,10 @@ class TensorView(NamedTuple):
         for factors in self.dims:
             bits, width = 1, 1
             for factor in reversed(factors):
-                some = range(factor.start, factor.start + factor.length)
-                bits, width = sum(bits << (index * width) for index in some), width * factor.size
+                # One bit every `width`, `length` times.
+                places = ((1 << width * factor.length) - 1) // ((1 << width) - 1 or 1)
+                bits = bits * places << width * factor.start
+                width *= factor.size
             found.append(bits)
         return tuple(found)
 
@@ -115,20 +105,22 @@ class View(NamedTuple):
     target: TensorView
 
 
-def first_hole(shape: tuple[int, ...], covers: Sequence[Cover]) -> tuple[int, ...] | None:
-    """Return the first index, in row-major order, that no product of index sets has."""
+def first_index(
+    shape: tuple[int, ...], covers: Sequence[Cover], wanted: Callable[[int], bool]
+) -> tuple[int, ...] | None:
+    """Return the first index, in row-major order, that a wanted number of products has."""
     if not shape:
-        return None if covers else ()
+        return () if wanted(len(covers)) else None
     # Indices that are in the same sets are looked at together.
     alike = [(1 << shape[0]) - 1] if shape[0] else []
     for bits in {cover[0] for cover in covers}:
         alike = [part for some in alike for part in (some & bits, some & ~bits) if part]
-    holes = []
+    found = []
     for some in alike:
-        rest = first_hole(shape[1:], [cover[1:] for cover in covers if cover[0] & some])
+        rest = first_index(shape[1:], [cover[1:] for cover in covers if cover[0] & some], wanted)
         if rest is not None:
-            holes.append(((some & -some).bit_length() - 1, *rest))
-    return min(holes, default=None)
+            found.append(((some & -some).bit_length() - 1, *rest))
+    return min(found, default=None)
 
 
 def identity_view(shape: Sequence[int]) -> View:
@@ -137,9 +129,9 @@ def identity_view(shape: Sequence[int]) -> View:
     return View(tuple(shape), side, side)
 
 
-_Dims: TypeAlias = tuple[tuple[str, ...], ...]
+Dims: TypeAlias = tuple[tuple[str, ...], ...]
 """Per dim the names of its factors."""
-_DIM: Final = re.compile(r"\s*(?:([A-Za-z_]\w*)|\(([\w\s]*)\))\s*")
+_DIM: Final = re.compile(r"\s*(?:([A-Za-z_]\w*)|\(([\w\s]*)\)|(.+))\s*", re.DOTALL)
 _SLICE: Final = re.compile(r"\s*([A-Za-z_]\w*)\s*\[([^\]:]*)(?:(:)([^\]:]*))?\]\s*")
 _OPERATORS: Final[dict[type[ast.operator], Callable[[int, int], int]]] = {
     ast.Add: operator.add,
@@ -149,26 +141,21 @@ _OPERATORS: Final[dict[type[ast.operator], Callable[[int, int], int]]] = {
 }
 
 
-def parse_view(text: str) -> _Dims:
+def parse_view(text: str) -> Dims:
     """Return the names of the factors per dim; SpecSyntaxError shows where the text is wrong."""
-    dims: list[tuple[str, ...]] = []
-    at, end = 0, len(text.rstrip())
-    while at < end:
-        match = _DIM.match(text, at)
-        names = (match[1] or match[2]).split() if match else []
-        if match is None or any(name[0].isdecimal() for name in names):
-            left = text[at:].lstrip()
+    dims = []
+    for match in _DIM.finditer(text.rstrip()):
+        dims.append(tuple((match[1] or match[2] or "").split()))
+        if match[3] or any(name[0].isdecimal() for name in dims[-1]):
+            left = text[match.start() :].lstrip()
             problem = "names of factors and pairs of parentheses are expected"
             if left[0] == ")":
                 problem = "this parenthesis has no partner"
             elif left[0] == "(" and ")" not in left:
                 problem = "a parenthesis is not closed"
             raise SpecSyntaxError(problem, text, len(text) - len(left))
-        dims.append(tuple(names))
-        at = match.end()
-    names = [name for factors in dims for name in factors]
-    for name in names:
-        if names.count(name) > 1:
+    for name, count in Counter(name for factors in dims for name in factors).items():
+        if count > 1:
             raise SpecSyntaxError(f"the factor {name!r} is named twice", text, text.rindex(name))
     return tuple(dims)
 
@@ -202,9 +189,9 @@ def evaluate(text: str, sizes: Mapping[str, int]) -> int:
     return value(tree.body)
 
 
-def _parsed(
+def factors_of(
     texts: Sequence[str], shape: Sequence[int], sizes: Mapping[str, int]
-) -> tuple[_Dims, dict[str, Factor]]:
+) -> tuple[Dims, dict[str, Factor]]:
     """Read a view and slices of its factors: per dim the size of one factor may be unknown.
 
     Factors have no axes yet.
@@ -215,27 +202,24 @@ def _parsed(
         raise SpecSyntaxError(
             f"the view has {len(dims)} dims, the tensor {tuple(shape)} has {len(shape)}", text, 0
         )
-    own: dict[str, int] = {}
+    found: dict[str, Factor] = {}
     for factors, size in zip(dims, shape, strict=True):
         unknown = [name for name in factors if name not in sizes]
         known = prod(sizes[name] for name in factors if name in sizes)
         if len(unknown) > 1:
-            raise SpecSyntaxError(
-                f"the sizes of {' and '.join(map(repr, unknown))} are not known; give all but one",
-                text,
-                text.index(unknown[1]),
-            )
+            names = " and ".join(map(repr, unknown))
+            problem = f"the sizes of {names} are not known; give all but one"
+            raise SpecSyntaxError(problem, text, text.index(unknown[1]))
         rest = size // known if unknown and known else 1
         if known * rest != size:
-            raise SpecSyntaxError(
-                f"the factors {' '.join(factors)} come to a multiple of {known}, but the dim is "
-                f"{size} long",
-                text,
-                0,
+            names = " ".join(factors)
+            problem = (
+                f"the factors {names} come to a multiple of {known}, but the dim is {size} long"
             )
-        own.update((name, sizes.get(name, rest)) for name in factors)
-    found = {name: Factor(-1, size, 0, size) for name, size in own.items()}
-    every = {**sizes, **own}
+            raise SpecSyntaxError(problem, text, 0)
+        whole = {name: sizes.get(name, rest) for name in factors}
+        found |= {name: Factor(-1, length, 0, length) for name, length in whole.items()}
+    every = {**sizes, **{name: factor.size for name, factor in found.items()}}
     for one in slices:
         match = _SLICE.fullmatch(one)
         if match is None:
@@ -243,24 +227,16 @@ def _parsed(
         name, first, colon, last = match.groups()
         if name not in every:
             raise SpecSyntaxError(f"the view has no factor {name!r}", one, 0)
+        size = every[name]
         start = evaluate(first, every) if first.strip() else 0
         end = start + 1
         if colon:
-            end = evaluate(last, every) if last.strip() else every[name]
-        if not 0 <= start <= end <= every[name]:
-            raise SpecSyntaxError(
-                f"{start}:{end} is not within the {every[name]} of {name!r}", one, 0
-            )
-        if name in own:
-            found[name] = Factor(-1, own[name], start, end - start)
+            end = evaluate(last, every) if last.strip() else size
+        if not 0 <= start <= end <= size:
+            raise SpecSyntaxError(f"{start}:{end} is not within the {size} of {name!r}", one, 0)
+        if name in found:
+            found[name] = Factor(-1, size, start, end - start)
     return dims, found
-
-
-def side_lengths(
-    texts: Sequence[str], shape: Sequence[int], sizes: Mapping[str, int]
-) -> dict[str, int]:
-    """Return how far a view reaches in each of its factors."""
-    return {name: factor.length for name, factor in _parsed(texts, shape, sizes)[1].items()}
 
 
 def views_of(
@@ -276,35 +252,33 @@ def views_of(
     A factor that is one long needs no partner. Raises SpecSyntaxError if a view does not fit its
     tensor, or the two do not fit each other.
     """
-    here, one = _parsed(source, source_shape, sizes)
-    there, other = _parsed(target, target_shape, sizes)
+    here, one = factors_of(source, source_shape, sizes)
+    there, other = factors_of(target, target_shape, sizes)
     shared = [name for name in one if name in other]
     left = [name for name in one if name not in other and one[name].length != 1]
     right = [name for name in other if name not in one and other[name].length != 1]
     if len(left) != len(right):
-        raise SpecSyntaxError(
+        problem = (
             f"the source has {left or 'nothing'} that the target {target[0]!r} lacks, which has "
-            f"{right or 'nothing'} that the source lacks",
-            source[0],
-            0,
+            f"{right or 'nothing'} that the source lacks"
         )
-    shape: list[int] = []
-    for a, b in zip(shared + left, shared + right, strict=True):
+        raise SpecSyntaxError(problem, source[0], 0)
+    ends = shared + left, shared + right
+    for a, b in zip(*ends, strict=True):
         if one[a].length != other[b].length:
-            raise SpecSyntaxError(
+            problem = (
                 f"{a!r} is {one[a].length} long in the source, {b!r} {other[b].length} in the "
-                "target",
-                source[0],
-                0,
+                "target"
             )
-        shape.append(one[a].length)
+            raise SpecSyntaxError(problem, source[0], 0)
+    shape = [one[name].length for name in ends[0]]
     sides = []
-    for dims, factors, paired in ((here, one, shared + left), (there, other, shared + right)):
-        # A factor without a partner has an axis of its own.
+    for dims, factors, paired in zip((here, there), (one, other), ends, strict=True):
         axes = {name: axis for axis, name in enumerate(paired)}
-        for name in (name for name in factors if name not in paired):
-            axes[name] = len(shape)
-            shape.append(1)
+        for name in factors:
+            if name not in axes:  # one long: it has an axis of its own
+                axes[name] = len(shape)
+                shape.append(1)
         placed = (tuple(factors[n]._replace(axis=axes[n]) for n in names) for names in dims)
         sides.append(TensorView(tuple(placed)))
     return View(tuple(shape), *sides)

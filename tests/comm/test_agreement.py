@@ -57,8 +57,8 @@ def test_where_shards_are():
             "conversion 3 (source",
         ),
         (note(kind="value"), "rank 5 gathers value 3, but rank 2 asks for conversion 3 (source"),
-        (Note.unpack(b"R" + bytes(40)), "rank 5 carries out a step, but rank 2 asks for conv"),
-        (Note.unpack(b"D" + bytes(4)), "rank 5 carries out a step, but rank 2 asks for conv"),
+        (Note("readable", 9), "rank 5 carries out a step, but rank 2 asks for conv"),
+        (Note("done", 9), "rank 5 carries out a step, but rank 2 asks for conv"),
     ],
 )
 def test_what_differs_is_named(other, said):

@@ -3,12 +3,14 @@
 import ctypes
 import os
 import socket
+import subprocess
+import sys
 import threading
 import time
 
 import pytest
 
-from shardspec.comm.agreement import Connection, Listener
+from shardspec.comm.agreement import NOTE_ROOM, Connection, Listener, Note
 from shardspec.comm.peer_memory import readable
 from shardspec.errors import CommunicatorError
 
@@ -40,11 +42,12 @@ def test_notes_arrive_whole_and_in_order(linked):
     to_five, to_two = linked
     assert (to_five.peer, to_two.peer) == (5, 2)
     assert to_five.pid == to_two.pid == os.getpid()
-    for note in (b"a", b"bc" * 500, b"d"):
+    notes = [Note("done", 1), Note("value", 2, 3, content=b"x" * NOTE_ROOM), Note("done", 4)]
+    for note in notes:
         to_five.send(note)
-    to_two.send(b"back")
-    assert [to_two.receive(soon()) for _ in range(3)] == [b"a", b"bc" * 500, b"d"]
-    assert to_five.receive(soon()) == b"back"
+    to_two.send(Note("done", 5))
+    assert [to_two.receive(soon()) for _ in range(3)] == notes
+    assert to_five.receive(soon()) == Note("done", 5)
 
 
 def test_a_peer_that_does_not_come(linked):
@@ -60,12 +63,12 @@ def test_a_peer_that_does_not_come(linked):
 def test_a_peer_that_ends(linked):
     to_five, to_two = linked
     assert not to_five.has_ended()
-    to_two.send(b"last")
+    to_two.send(Note("done", 1))
     to_two.close()
     assert to_two.has_ended()
     assert to_five.has_ended()  # though there is still something to read
-    assert to_five.receive(soon()) == b"last"
-    to_five.send(b"late")
+    assert to_five.receive(soon()) == Note("done", 1)
+    to_five.send(Note("done", 2))
     with pytest.raises(CommunicatorError, match="rank 5 has ended or given up"):
         to_five.receive(soon())
 
@@ -90,6 +93,17 @@ def test_nobody_else_can_take_the_place_of_a_rank():
         stranger.close()
     with pytest.raises(CommunicatorError, match="rank 0 cannot be reached on this host"):
         listener.connect(1, {0: listener.address}, soon())
+
+
+def test_a_caller_that_has_ended_before_it_is_answered():
+    call = "socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET).connect(chr(0) + sys.argv[1])"
+    with Listener() as listener:
+        command = [sys.executable, "-c", f"import socket, sys; {call}", listener.address.socket]
+        with subprocess.Popen(command) as caller:
+            assert caller.wait() == 0
+        other = listener.address._replace(pid=caller.pid)
+        with pytest.raises(CommunicatorError, match="rank 3 cannot be reached on this host: No su"):
+            listener.connect(1, {3: other}, soon())
 
 
 def test_who_can_be_read():

@@ -8,10 +8,8 @@ import torch
 import torch.distributed as dist
 
 from shardspec import DeviceMesh
-from shardspec.boxes import box_shape
-from shardspec.comm.messages import Collectives, has_collective
+from shardspec.comm.messages import has_collective, run_collective
 from shardspec.comm.routes import schedule_for
-from shardspec.comm.steps import AllReduce, ReduceScatter
 from shardspec.layout.layout import Layout
 from tests.conversions import (
     collectives,
@@ -52,24 +50,20 @@ def _run(rank: int) -> tuple[dict[tuple[bool, str], int], list[str]]:
     done: Counter[tuple[bool, str]] = Counter()
     wrong = []
     specs = [*plain_specs(2, 2), *partial_specs(2, 2, ("sum", "avg", "max"))]
-    for mesh, shape in product((ORDERED, SHUFFLED), SHAPES):
-        layouts = [Layout(mesh, spec, shape, "float32") for spec in specs]
+    # An all-gather carries bytes of any dtype.
+    plain = [(mesh, (12, 18), dtype) for mesh in (ORDERED, SHUFFLED) for dtype in ("bool", "bf16")]
+    for mesh, shape, dtype in [*product((ORDERED, SHUFFLED), SHAPES, ["float32"]), *plain]:
+        some = specs if dtype == "float32" else plain_specs(2, 2)
+        layouts = [Layout(mesh, spec, shape, dtype) for spec in some]
         for move in (move for layout in layouts for move in collectives(layout)):
             step, before, after = move.step, move.before, move.after
             schedule = schedule_for(step, mesh, rank, before.box, after.box)
-            if not has_collective(schedule, torch.float32):
+            if not has_collective(schedule, getattr(torch, before.dtype)):
                 continue
-            done[mesh is ORDERED, type(step).__name__] += 1
+            done[mesh is ORDERED, type(step).__name__] += dtype == "float32"
             stack = stack_of(before)
-            result = torch.empty(box_shape(schedule.after))
-            backend = Collectives(groups[tuple(sorted(schedule.members))])
-            given = shard_of(before, stack, rank)
-            if isinstance(step, AllReduce):
-                result = backend.all_reduce(schedule, given, step.op)
-            elif isinstance(step, ReduceScatter):
-                backend.move(schedule, given, result, step.op)
-            else:
-                backend.move(schedule, given, result)
+            group = groups[tuple(sorted(schedule.members))]
+            result = run_collective(schedule, shard_of(before, stack, rank), group)
             wanted = shard_of(after, reduced(stack, before.spec, after.spec), rank)
             if not same_bits(result, wanted):
                 wrong.append(f"{shape} {before.spec} → {after.spec}")

@@ -282,13 +282,21 @@ def test_tracing_random_permutations_and_cuts():
             given = {"a": a, "b": b}[e.source]
             for at in np.ndindex(*e.view.shape):
                 places = [
-                    side.offset(t.stride(), [[(0, n)] for n in t.shape], at)
+                    side.in_memory(t.stride(), [[(0, n)] for n in t.shape], at)[1]
                     for side, t in ((e.view.source, given), (e.view.target, got[e.target]))
                 ]
                 value = given.as_strided((), (), places[0])
                 got[e.target].as_strided((), (), places[1]).copy_(value)
         for name, tensor in wanted.items():
             assert torch.equal(got[name], tensor.contiguous()), (seed, name)
+
+
+def test_a_tensor_without_elements_is_written():
+    map_ = NameMap.parse(
+        '[sizes]\ng = 2\n[[map]]\nsource = ["a", "(g d) c"]\ntarget = ["b", "c d g"]'
+    )
+    report = check_map(map_, {"a": (0, 3)}, {"b": (3, 0, 2)})
+    assert (report.problems, report.unused) == ((), ())
 
 
 @pytest.mark.parametrize(
