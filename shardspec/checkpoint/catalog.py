@@ -1,21 +1,25 @@
 """What a checkpoint holds, whatever its format: tensors, and where the bytes of their boxes are."""
 
-from abc import ABC, abstractmethod
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import pairwise, product
 from math import prod
 from pathlib import Path
 from types import MappingProxyType
 from typing import Final, Generic, NamedTuple, TypeAlias, TypeVar
 
-from shardspec.boxes import Box, box_size
+from shardspec.boxes import Box, box_size, contains
 from shardspec.checkpoint.store import Snapshot
 from shardspec.comm.steps import ReduceOp
 from shardspec.dtypes import item_bytes
+from shardspec.errors import CheckpointError
 from shardspec.layout.layout import Layout, LayoutCell, cells_of
 from shardspec.layout.spec import ShardingSpec
 from shardspec.mesh import DeviceMesh
+
+_MOST_KNOWN: Final = 64
+"""Kinds of tensors of which results are kept: a model has few."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +67,7 @@ class StoredReduction:
 
 _Box_co = TypeVar("_Box_co", bound=FileBox, covariant=True)
 _Box = TypeVar("_Box", bound=FileBox)
+_Found = TypeVar("_Found")
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,10 +91,18 @@ class Outline(Generic[_Box_co]):
         """Bytes of the global tensor."""
         return prod(self.shape) * item_bytes(self.dtype)
 
+    def bytes_of(self, stored: FileBox) -> int:
+        """Return the bytes of one of its boxes."""
+        return box_size(stored.box) * item_bytes(self.dtype)
+
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor(Outline[StoredBox]):
     """A tensor of a checkpoint and the places of all its boxes."""
+
+
+AnyOutline: TypeAlias = Outline[FileBox]
+"""Of a tensor whose boxes need not have places."""
 
 
 class StoredObject(NamedTuple):
@@ -127,8 +140,11 @@ class FileMetadata(NamedTuple):
     """Keys for which two files have different values, and these files."""
 
 
-class Catalog(ABC):
-    """A checkpoint that is open for reading."""
+class Catalog:
+    """A checkpoint that is open for reading.
+
+    Most formats list all tensors when it is opened; for others a subclass looks each up.
+    """
 
     snapshot: Snapshot | None = None
     """State of its files before they were opened; `open_checkpoint` takes it."""
@@ -144,13 +160,14 @@ class Catalog(ABC):
         self,
         format: str,  # as it is called
         directory: Path,
-        names: Iterable[str],
+        tensors: Mapping[str, StoredTensor] | Iterable[str],  # or their names, if looked up
         files: Iterable[Path],
         mesh: DeviceMesh | None = None,
         extras: Mapping[str, object] | None = None,
     ) -> None:
         self.format, self.directory, self.mesh = format, directory, mesh
-        self.names = tuple(sorted(names))
+        self.names = tuple(sorted(tensors))
+        self._listed = tensors if isinstance(tensors, Mapping) else {}
         self.files = tuple(files)
         self._extras = extras or {}
 
@@ -159,11 +176,11 @@ class Catalog(ABC):
         """Entries that are not tensors, by name: plain values, or `OpaqueValue` ones."""
         return self._extras
 
-    @abstractmethod
     def tensor(self, name: str) -> StoredTensor:
         """Return one of the tensors that `names` lists."""
+        return self._listed[name]
 
-    def outline(self, name: str) -> Outline[FileBox]:
+    def outline(self, name: str) -> AnyOutline:
         """Return what is known of a tensor without reading the files of its boxes."""
         return self.tensor(name)
 
@@ -179,26 +196,6 @@ class Catalog(ABC):
         """Check that the files are still those that were opened; to be called after all reads."""
         if self.snapshot is not None:
             self.snapshot.check_unchanged((*self.files, *self.beside))
-
-
-class ListedCatalog(Catalog):
-    """A checkpoint whose tensors were all listed when it was opened, as in most formats."""
-
-    def __init__(
-        self,
-        format: str,  # as it is called
-        directory: Path,
-        tensors: Mapping[str, StoredTensor],
-        files: Iterable[Path],
-        mesh: DeviceMesh | None = None,
-        extras: Mapping[str, object] | None = None,
-    ) -> None:
-        super().__init__(format, directory, tensors, files, mesh, extras)
-        self.tensors = tensors
-
-    def tensor(self, name: str) -> StoredTensor:
-        """Return a tensor and its boxes."""
-        return self.tensors[name]
 
 
 def box_text(box: Box) -> str:
@@ -244,6 +241,11 @@ def whole_box(shape: tuple[int, ...]) -> Box:
     return tuple((0, size) for size in shape)
 
 
+def row_major_strides(shape: Sequence[int], width: int) -> tuple[int, ...]:
+    """Return the bytes from one element of a row-major box to the next along each dim."""
+    return tuple(width * prod(shape[dim + 1 :]) for dim in range(len(shape)))
+
+
 def unsharded_tensor(
     name: str, shape: tuple[int, ...], dtype: str, path: Path, offset: int
 ) -> StoredTensor:
@@ -254,3 +256,103 @@ def unsharded_tensor(
 
 LazyTensorCache: Final = lru_cache(128)
 """Decorates what looks tensors up: the last ones are kept, for all threads."""
+
+
+# --- whether boxes tile a tensor
+
+Flaw: TypeAlias = tuple[Box, tuple[int, ...]]
+"""A part of a tensor, and the boxes that have it, by their places: none of them, or several."""
+
+
+@lru_cache(_MOST_KNOWN)
+def find_flaw(shape: tuple[int, ...], boxes: tuple[Box, ...]) -> Flaw | None:
+    """Return the first reason why boxes, none of them empty, do not tile a tensor, if any.
+
+    A sweep along the first dim; between two cuts the same boxes are met all the way, and there
+    the remaining dims are swept in turn. A grid of n boxes takes O(n log n) a dim.
+    """
+
+    def sweep(met: Sequence[int], prefix: Box) -> Flaw | None:
+        """Check the part of the tensor that lies in `prefix`, where all boxes of `met` reach."""
+        dim = len(prefix)
+        if not met or dim == len(shape):
+            rest = ((0, size) for size in shape[dim:])
+            return None if len(met) == 1 else ((*prefix, *rest), tuple(met))
+        starts: dict[int, list[int]] = {}
+        cuts = {0, shape[dim]}
+        for place in met:
+            lo, hi = boxes[place][dim]
+            starts.setdefault(lo, []).append(place)
+            cuts.update((lo, hi))
+        active: list[int] = []
+        for lo, hi in pairwise(sorted(cuts)):
+            active = [place for place in active if boxes[place][dim][1] > lo] + starts.get(lo, [])
+            flaw = sweep(active, (*prefix, (lo, hi)))
+            if flaw is not None:
+                return flaw
+        return None
+
+    return None if 0 in shape else sweep(range(len(boxes)), ())
+
+
+def check_tiling(tensor: Outline[_Box]) -> tuple[tuple[_Box, ...], ...]:
+    """Check that the boxes of a tensor tile it, once for every addend that is pending.
+
+    Returns groups of two or more boxes that claim the same part: their bytes must agree.
+    """
+    same: dict[ReplicaKey, list[_Box]] = {}
+    for stored in tensor.boxes:
+        same.setdefault((stored.box, stored.addend), []).append(stored)
+    whole = whole_box(tensor.shape)
+    addends = [pending.addends for pending in tensor.pending]
+    by_addend: dict[tuple[int, ...], list[_Box]] = {
+        addend: [] for addend in product(*map(range, addends))
+    }
+
+    def text(stored: _Box) -> str:
+        return f"rank {stored.rank}'s box {box_text(stored.box)} in {stored.path}"
+
+    for (box, addend), (first, *_) in same.items():
+        problem = ""
+        if len(box) != len(whole) or not contains(whole, box) or any(lo >= hi for lo, hi in box):
+            problem = f"is empty or lies outside the tensor of shape {list(tensor.shape)}"
+        elif addend not in by_addend:
+            problem = f"is addend {list(addend)} of a pending reduction of {addends} addends"
+        if problem:
+            raise CheckpointError(f"tensor {tensor.name!r}: {text(first)} {problem}")
+        by_addend[addend].append(first)
+    for addend, group in by_addend.items():
+        flaw = find_flaw(tensor.shape, tuple(one.box for one in group))
+        if flaw is None:
+            continue
+        part, places = flaw
+        if not places:
+            of = f" of addend {list(addend)}" if addend else ""
+            raise CheckpointError(
+                f"tensor {tensor.name!r} of shape {list(tensor.shape)}: no file holds its "
+                f"part {box_text(part)}{of}; restore the missing file or save again"
+            )
+        one, other = (text(group[place]) for place in places[:2])
+        raise CheckpointError(
+            f"tensor {tensor.name!r}: {one} and {other} overlap in part, which no layout "
+            "gives; the checkpoint contradicts itself"
+        )
+    return tuple(tuple(group) for group in same.values() if len(group) > 1)
+
+
+def memoize_by_boxes(
+    find: Callable[[AnyOutline], _Found],
+) -> Callable[[AnyOutline], _Found]:
+    """Return a function that is called once for outlines that share the same tuple of boxes."""
+    # Keys have the ids of boxes, which the outlines keep alive.
+    known: dict[tuple[object, ...], tuple[AnyOutline, _Found]] = {}
+
+    def found(outline: AnyOutline) -> _Found:
+        key = id(outline.boxes), outline.shape, outline.pending
+        if key not in known:
+            known[key] = outline, find(outline)
+            if len(known) > _MOST_KNOWN:
+                del known[next(iter(known))]
+        return known[key][1]
+
+    return found

@@ -18,6 +18,7 @@ from shardspec.checkpoint.select import (
     Patterns,
     Renames,
     carried_values,
+    check_blocks,
     layouts_by_rules,
     layouts_like,
     select,
@@ -375,8 +376,6 @@ def _resharded(
     save: str | None,
 ) -> _LaidOut:
     """Lay out the files that ranks would have written: with `save` in our own format, else DCP."""
-    from shardspec.checkpoint.tiling import check_blocks
-
     check_blocks(source, {tensor.source: layouts[tensor.name] for tensor in wanted})
     if save is None:
         from shardspec.checkpoint.formats.dcp_target import dcp_target

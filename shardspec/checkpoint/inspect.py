@@ -1,25 +1,17 @@
 """What is in a checkpoint, without its data."""
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from shardspec.boxes import Box, box_shape, box_size
-from shardspec.checkpoint.catalog import (
-    Catalog,
-    FileBox,
-    OpaqueValue,
-    Outline,
-    StoredTensor,
-    replica_keys,
-)
+from shardspec.checkpoint import catalog
+from shardspec.checkpoint.catalog import AnyOutline, Catalog
 from shardspec.checkpoint.open import as_catalog
-from shardspec.checkpoint.tiling import check_tiling, memoize_by_boxes
 from shardspec.dtypes import item_bytes
 from shardspec.layout.layout import Layout
-from shardspec.mesh import DeviceMesh
 
 
 class Holders(NamedTuple):
@@ -47,72 +39,94 @@ def _holders(held: Iterable[tuple[Box, int]], num_ranks: int = 0) -> Holders:
 @lru_cache(maxsize=64)
 def _holders_by(layout: Layout) -> Holders:
     ids = layout.mesh.ids
-    return _holders(((box, i) for i in ids for box, _ in replica_keys(layout, i)), len(ids))
+    return _holders(((box, i) for i in ids for box, _ in catalog.replica_keys(layout, i)), len(ids))
+
+
+_layout_of = lru_cache(maxsize=1024)(Layout)  # many tensors are sharded alike
 
 
 @dataclass(frozen=True, slots=True)
-class TensorSummary:
-    """One tensor of a checkpoint, which is asked each time for what describes it."""
+class CheckpointSummary:
+    """A checkpoint, or some of its tensors; it is asked each time for what describes these."""
 
-    name: str
-    layout: Layout | None
-    """How it is sharded over the mesh that wrote it, where the format says both."""
     source: Catalog
-    """The checkpoint."""
+    names: tuple[str, ...]
+    """The tensors that count, sorted."""
+    extras: Mapping[str, object]
+    """Entries that are not tensors."""
 
     @property
-    def outline(self) -> Outline[FileBox]:
-        """Shape, dtype and boxes."""
-        return self.source.outline(self.name)
-
-    @property
-    def stored(self) -> StoredTensor:
-        """The tensor with the places of its boxes; may read headers."""
-        return self.source.tensor(self.name)
-
-    def file(self, box: FileBox) -> str:
-        """Return the path of the file of one of its boxes, relative to the checkpoint."""
-        return _file(box.path, self.source.directory)
+    def outlines(self) -> Iterator[AnyOutline]:
+        """Shape, dtype and boxes of every tensor."""
+        return map(self.source.outline, self.names)
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the global tensor."""
-        return self.outline.num_bytes
+        """Bytes of all whole tensors: about the size of the merged file."""
+        return sum(tensor.num_bytes for tensor in self.outlines)
+
+    def layout(self, tensor: AnyOutline) -> Layout | None:
+        """Return how a tensor is sharded over the mesh that wrote it, if the format says both."""
+        if self.source.mesh is None or tensor.spec is None:
+            return None
+        return _layout_of(self.source.mesh, tensor.spec, tensor.shape, tensor.dtype)
+
+    def holders(self, tensor: AnyOutline) -> Holders:
+        """Return every box and the ranks that hold it."""
+        layout = self.layout(tensor)
+        if layout is not None:
+            return _holders_by(layout)
+        return _holders((stored.box, stored.rank) for stored in tensor.boxes)
 
     @property
-    def stored_bytes(self) -> int:
-        """Bytes of all its boxes on disk; more than `num_bytes` if reductions are pending."""
-        outline = self.outline
-        return sum(box_size(box.box) for box in outline.boxes) * item_bytes(outline.dtype)
+    def ranks(self) -> dict[int, tuple[int, str | None]]:
+        """Bytes that each device of the mesh, or each that stored any, stored; and its file."""
+        # Many tensors share one tuple of boxes.
+        alike: dict[int, tuple[Sequence[catalog.FileBox], int]] = {}
+        for tensor in self.outlines:
+            _, width = alike.get(id(tensor.boxes), ((), 0))
+            alike[id(tensor.boxes)] = tensor.boxes, width + item_bytes(tensor.dtype)
+        mesh, directory = self.source.mesh, self.source.directory
+        stored: dict[int, int] = {} if mesh is None else dict.fromkeys(mesh.ids, 0)
+        paths: dict[int, Path] = {}
+        for boxes, width in alike.values():
+            for box in boxes:
+                stored[box.rank] = stored.get(box.rank, 0) + width * box_size(box.box)
+                paths[box.rank] = box.path
+        order = sorted(stored) if mesh is None else stored
+        return {n: (stored[n], _file(paths[n], directory) if n in paths else None) for n in order}
 
     @property
-    def holders(self) -> Holders:
-        """Every box and the ranks that hold it."""
-        if self.layout is not None:
-            return _holders_by(self.layout)
-        return _holders((stored.box, stored.rank) for stored in self.outline.boxes)
+    def bytes_by_rank(self) -> dict[int, int]:
+        """Bytes of the boxes that each device of the mesh stored."""
+        return {rank: num_bytes for rank, (num_bytes, _) in self.ranks.items()}
 
-    def holders_at(self, index: Sequence[int]) -> dict[Box, tuple[int, ...]]:
-        """Return the boxes with a part of an index of the first dims, and their ranks, if any."""
-        if len(index) > len(self.outline.shape):
-            return {}
+    def facts(self) -> dict[str, object]:
+        """Return all but the tensors as plain values."""
+        source, mesh = self.source, self.source.mesh
         return {
-            box: ranks
-            for box, ranks in self.holders.cells.items()
-            if all(lo <= at < hi for at, (lo, hi) in zip(index, box, strict=False))
+            "directory": str(source.directory),
+            "format": source.format,
+            "mesh": mesh and {"ids": mesh.ids, "shape": mesh.shape, "axis_names": mesh.axis_names},
+            "bytes": self.num_bytes,
+            "ranks": [
+                {"rank": rank, "bytes": num_bytes, "file": file}
+                for rank, (num_bytes, file) in self.ranks.items()
+            ],
+            "others": {name: other_text(value) for name, value in self.extras.items()},
         }
 
-    def to_json(self) -> dict[str, object]:
-        """Return the summary as plain values."""
-        stored, holders = self.stored, self.holders
-        size = item_bytes(stored.dtype)
+    def tensor_facts(self, name: str) -> dict[str, Any]:
+        """Return a tensor and all its boxes as plain values; may read headers."""
+        tensor = self.source.tensor(name)
+        holders = self.holders(tensor)
         return {
-            "name": self.name,
-            "shape": list(stored.shape),
-            "dtype": stored.dtype,
-            "spec": None if stored.spec is None else str(stored.spec),
-            "bytes": self.num_bytes,
-            "stored_bytes": self.stored_bytes,
+            "name": name,
+            "shape": list(tensor.shape),
+            "dtype": tensor.dtype,
+            "spec": None if tensor.spec is None else str(tensor.spec),
+            "bytes": tensor.num_bytes,
+            "stored_bytes": sum(map(tensor.bytes_of, tensor.boxes)),
             "replicated": holders.replicated,
             "uneven": holders.uneven,
             "boxes": [
@@ -120,69 +134,12 @@ class TensorSummary:
                     "box": [list(side) for side in box.box],
                     "addend": list(box.addend),
                     "rank": box.rank,
-                    "file": self.file(box),
+                    "file": _file(box.path, self.source.directory),
                     "offset": box.offset,
-                    "bytes": box_size(box.box) * size,
+                    "bytes": tensor.bytes_of(box),
                 }
-                for box in stored.boxes
+                for box in tensor.boxes
             ],
-        }
-
-
-@dataclass(frozen=True, slots=True)
-class CheckpointSummary:
-    """A checkpoint: its format, mesh and tensors, and how much each rank stored."""
-
-    directory: Path
-    format: str
-    """What wrote it."""
-    mesh: DeviceMesh | None
-    """The devices that wrote it, where the format says so."""
-    tensors: tuple[TensorSummary, ...]
-    """Sorted by name."""
-    extras: Mapping[str, object]
-    """Entries that are not tensors."""
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of all whole tensors: about the size of the merged file."""
-        return sum(tensor.num_bytes for tensor in self.tensors)
-
-    def _boxes(self) -> Iterable[tuple[Sequence[FileBox], int]]:
-        """Return all tuples of boxes, each once, and the bytes of one element of their tensors."""
-        found: dict[int, tuple[Sequence[FileBox], int]] = {}
-        for tensor in self.tensors:
-            outline = tensor.outline
-            _, size = found.get(id(outline.boxes), ((), 0))
-            found[id(outline.boxes)] = outline.boxes, size + item_bytes(outline.dtype)
-        return found.values()
-
-    @property
-    def bytes_by_rank(self) -> dict[int, int]:
-        """Bytes of the boxes that each device of the mesh stored."""
-        stored: dict[int, int] = {} if self.mesh is None else dict.fromkeys(self.mesh.ids, 0)
-        for boxes, size in self._boxes():
-            for box in boxes:
-                stored[box.rank] = stored.get(box.rank, 0) + size * box_size(box.box)
-        return stored if self.mesh is not None else dict(sorted(stored.items()))
-
-    @property
-    def files_by_rank(self) -> dict[int, str]:
-        """Name of the file of each device that stored any box."""
-        paths = {box.rank: box.path for boxes, _ in self._boxes() for box in boxes}
-        return {rank: _file(path, self.directory) for rank, path in paths.items()}
-
-    def facts(self) -> dict[str, object]:
-        """Return all but the tensors as plain values."""
-        files, mesh = self.files_by_rank, self.mesh
-        by_rank = self.bytes_by_rank.items()
-        return {
-            "directory": str(self.directory),
-            "format": self.format,
-            "mesh": mesh and {"ids": mesh.ids, "shape": mesh.shape, "axis_names": mesh.axis_names},
-            "bytes": self.num_bytes,
-            "ranks": [{"rank": n, "bytes": size, "file": files.get(n)} for n, size in by_rank],
-            "others": {name: other_text(value) for name, value in self.extras.items()},
         }
 
 
@@ -193,23 +150,16 @@ def _file(path: Path, directory: Path) -> str:
 
 def other_text(value: object, most: int = 200) -> str:
     """Return a value that is not a tensor as text of at most `most` characters."""
-    text = value.text if isinstance(value, OpaqueValue) else repr(value)
+    text = value.text if isinstance(value, catalog.OpaqueValue) else repr(value)
     return text if len(text) <= most else f"{text[: most - 1]}…"
 
 
 def inspect_checkpoint(directory: Path | str | Catalog) -> CheckpointSummary:
     """Return what a checkpoint holds; its metadata is checked, its data is not read."""
     source = as_catalog(directory)
-    # Many tensors are sharded alike.
-    check = memoize_by_boxes(check_tiling)
-    layout_of = lru_cache(None)(Layout)
-    tensors = []
-    for name in source.names:
-        outline = source.outline(name)
-        layout = None
-        if source.mesh is not None and outline.spec is not None:
-            layout = layout_of(source.mesh, outline.spec, outline.shape, outline.dtype)
-        tensors.append(TensorSummary(name, layout, source))
-        check(outline)
-    extras = dict(source.extras)
-    return CheckpointSummary(source.directory, source.format, source.mesh, tuple(tensors), extras)
+    summary = CheckpointSummary(source, source.names, {})
+    check = catalog.memoize_by_boxes(catalog.check_tiling)  # many tensors are sharded alike
+    for tensor in summary.outlines:
+        summary.layout(tensor)
+        check(tensor)
+    return replace(summary, extras=source.extras)

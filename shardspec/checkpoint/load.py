@@ -12,25 +12,17 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shardspec.boxes import Box, box_size
-from shardspec.checkpoint import rank_state
-from shardspec.checkpoint.catalog import Catalog, StoredTensor, distinct
+from shardspec.checkpoint import rank_state, select
+from shardspec.checkpoint.catalog import Catalog, StoredTensor, check_tiling, distinct
 from shardspec.checkpoint.formats.native import NativeCatalog
 from shardspec.checkpoint.mapped import Names, mapped, require_finished
 from shardspec.checkpoint.open import as_catalog, open_checkpoint
 from shardspec.checkpoint.rank_state import agree
 from shardspec.checkpoint.read_boxes import Buffers, Checks, read_box_into, stretches
-from shardspec.checkpoint.select import (
-    Choice,
-    Patterns,
-    Renames,
-    layouts_by_rules,
-    plain,
-    select,
-)
+from shardspec.checkpoint.select import Choice, Patterns, Renames
 from shardspec.checkpoint.source_files import OpenFiles
 from shardspec.checkpoint.state_dict import LEFT_OUT, KeyPath, unflatten
 from shardspec.checkpoint.targets import OutputTensor
-from shardspec.checkpoint.tiling import check_tiling
 from shardspec.comm.communicator import Communicator
 from shardspec.errors import AxisError, CheckpointError, LayoutError
 from shardspec.layout.layout import Layout, SpecLike, resolve_axes
@@ -142,7 +134,7 @@ def load_sharded(
     return unflatten(plan.paths, lambda name: found.get(name, LEFT_OUT))
 
 
-class _Plan(NamedTuple):
+class _Reading(NamedTuple):
     """What is read, and where it goes."""
 
     source: Catalog
@@ -159,13 +151,13 @@ class _Plan(NamedTuple):
 
 def _plan_by_rules(
     source: Catalog, choice: Choice, mesh: DeviceMesh, rules: Mapping[str, SpecLike]
-) -> _Plan:
-    wanted = select(source, choice) if source.names else []
+) -> _Reading:
+    wanted = select.select(source, choice) if source.names else []
     old = {tensor.name: tensor.source for tensor in wanted}
     as_saved = partial(_spec_as_saved, source, mesh, bool(rules))
     renamed, values, kept = dict(old), {}, {}
     if isinstance(source, NativeCatalog):
-        for name, new in plain(source.extras, choice).items():
+        for name, new in select.plain(source.extras, choice).items():
             if new in old:
                 raise CheckpointError(
                     f"tensor {old[new]!r} and value {name!r} would both be named {new!r}; rename "
@@ -177,8 +169,8 @@ def _plan_by_rules(
     paths |= kept
     # Names that contradict each other are refused before anything is read.
     unflatten(paths, lambda _: None)
-    layouts = layouts_by_rules(mesh, rules, wanted, as_saved)
-    return _Plan(source, old, layouts, paths=paths, found=values)
+    layouts = select.layouts_by_rules(mesh, rules, wanted, as_saved)
+    return _Reading(source, old, layouts, paths=paths, found=values)
 
 
 def _spec_as_saved(
@@ -207,11 +199,11 @@ def _spec_as_saved(
 
 def _plan_into(
     source: Catalog, choice: Choice, into: Mapping[str, Any], communicator: Communicator
-) -> _Plan:
+) -> _Reading:
     state = rank_state.describe(into, communicator)
-    wanted = select(source, choice) if source.names else []
+    wanted = select.select(source, choice) if source.names else []
     names = {tensor.name: tensor.source for tensor in wanted}
-    values = {new: source.extras[name] for name, new in plain(source.extras, choice).items()}
+    values = {new: source.extras[name] for name, new in select.plain(source.extras, choice).items()}
     flat = state.flat
     for kind, due, known in (("tensor", state.layouts, names), ("value", flat.values, values)):
         for name in due:
@@ -235,7 +227,7 @@ def _plan_into(
             )
     found = {**flat.tensors, **{name: values.get(name, old) for name, old in flat.values.items()}}
     paths = {name: flat.paths.get(name, (name,)) for name in found}
-    return _Plan(source, names, layouts, state.shards, paths, found)
+    return _Reading(source, names, layouts, state.shards, paths, found)
 
 
 def stored_layouts(
@@ -273,12 +265,63 @@ class LoadPlan(ReshardPlan):
         self, state: Mapping[str, object], out: Mapping[str, object] | None = None
     ) -> dict[str, Any]:
         """Read what the plan says; see `ReshardPlan.run`."""
+        from shardspec.comm.process_group import communicator_of
+
         if state:
             raise LayoutError(
                 f"the source of this plan is the checkpoint {self.checkpoint}; pass an empty state "
                 "dict, as in plan.run({})"
             )
-        return _load_by_plan(self, out)
+        layouts = {move.target_name: move.target for move in self.moves}
+        layouts |= {tie.target_name: self.moves[tie.first].target for tie in self.ties}
+        given = None if out is None else flat_state(out)
+        found: dict[str, Any] = {}
+        for mesh in dict.fromkeys(layout.mesh for layout in layouts.values()):
+            chosen = communicator_of(mesh)
+            if not chosen.addressable:
+                continue
+            here = {name: layout for name, layout in layouts.items() if layout.mesh == mesh}
+            digests = chosen.gather(dict.fromkeys(chosen.addressable, self.digest[:12]))
+            first = min(digests)
+            for rank, digest in digests.items():
+                if digest != digests[first]:
+                    raise LayoutError(
+                        f"rank {rank} has reshard plan {digest} where rank {first} has "
+                        f"{digests[first]}; make the same plan on every rank"
+                    )
+            reading = agree(chosen, partial(self._reading, given, here, chosen))
+            found |= agree(chosen, partial(_read, reading, chosen))
+        return {name: (given or found)[name] for name in layouts if name in found}
+
+    def _reading(
+        self,
+        out: Mapping[str, object] | None,
+        layouts: Mapping[str, Layout],
+        communicator: Communicator,
+    ) -> _Reading:
+        """Open the checkpoint; it, and what is filled, are as the plan says."""
+        source = open_checkpoint(self.checkpoint)
+        now, _ = stored_layouts(source, min(self.files, default=0))
+        for move in self.moves:
+            if now.get(move.source_name) != move.source:
+                raise CheckpointError(
+                    f"{self.checkpoint}: tensor {move.source_name!r} is not as it was when the "
+                    "plan was made; make the plan again"
+                )
+        names = {name: name for name in layouts}
+        reading = _Reading(mapped(source, self.names), names, layouts)
+        if out is None:
+            return reading
+        if missing := [name for name in layouts if name not in out]:
+            raise LayoutError(f"tensor {shown(missing[0])} is missing from the state dict")
+        given = rank_state.describe({name: out[name] for name in layouts}, communicator)
+        for name, layout in layouts.items():
+            if given.layouts[name] != layout:
+                raise LayoutError(
+                    f"out[{name!r}] is laid out as {given.layouts[name]}, in the plan as {layout}; "
+                    "give it as the plan says"
+                )
+        return reading._replace(shards=given.shards)
 
 
 def plan_load(
@@ -303,62 +346,7 @@ def plan_load(
     return LoadPlan(*known, checkpoint, names)
 
 
-def _load_by_plan(plan: LoadPlan, out: Mapping[str, object] | None) -> dict[str, Any]:
-    from shardspec.comm.process_group import communicator_of
-
-    layouts = {move.target_name: move.target for move in plan.moves}
-    layouts |= {tie.target_name: plan.moves[tie.first].target for tie in plan.ties}
-    given = None if out is None else flat_state(out)
-    found: dict[str, Any] = {}
-    for mesh in dict.fromkeys(layout.mesh for layout in layouts.values()):
-        chosen = communicator_of(mesh)
-        if not chosen.addressable:
-            continue
-        here = {name: layout for name, layout in layouts.items() if layout.mesh == mesh}
-        digests = chosen.gather(dict.fromkeys(chosen.addressable, plan.digest[:12]))
-        first = min(digests)
-        for rank, digest in digests.items():
-            if digest != digests[first]:
-                raise LayoutError(
-                    f"rank {rank} has reshard plan {digest} where rank {first} has "
-                    f"{digests[first]}; make the same plan on every rank"
-                )
-        reading = agree(chosen, partial(_plan_as_made, plan, given, here, chosen))
-        found |= agree(chosen, partial(_read, reading, chosen))
-    return {name: (given or found)[name] for name in layouts if name in found}
-
-
-def _plan_as_made(
-    plan: LoadPlan,
-    out: Mapping[str, object] | None,
-    layouts: Mapping[str, Layout],
-    communicator: Communicator,
-) -> _Plan:
-    """Open the checkpoint of a reshard plan; it, and what is filled, are as the plan says."""
-    source = open_checkpoint(plan.checkpoint)
-    now, _ = stored_layouts(source, min(plan.files, default=0))
-    for move in plan.moves:
-        if now.get(move.source_name) != move.source:
-            raise CheckpointError(
-                f"{plan.checkpoint}: tensor {move.source_name!r} is not as it was when the plan "
-                "was made; make the plan again"
-            )
-    reading = _Plan(mapped(source, plan.names), dict(zip(layouts, layouts, strict=True)), layouts)
-    if out is None:
-        return reading
-    if missing := [name for name in layouts if name not in out]:
-        raise LayoutError(f"tensor {shown(missing[0])} is missing from the state dict")
-    given = rank_state.describe({name: out[name] for name in layouts}, communicator)
-    for name, layout in layouts.items():
-        if given.layouts[name] != layout:
-            raise LayoutError(
-                f"out[{name!r}] is laid out as {given.layouts[name]}, in the plan as {layout}; "
-                "give it as the plan says"
-            )
-    return reading._replace(shards=given.shards)
-
-
-def _read(plan: _Plan, communicator: Communicator) -> dict[str, Any]:
+def _read(plan: _Reading, communicator: Communicator) -> dict[str, Any]:
     """Read the shards of this process, into those that are there or into new DTensors."""
     import torch
 
@@ -379,23 +367,21 @@ def _read(plan: _Plan, communicator: Communicator) -> dict[str, Any]:
         for name, layout in plan.layouts.items():
             tensor = plan.source.tensor(plan.names[name])
             check_tiling(tensor)
+            dtype = getattr(torch, layout.dtype)
+            shards: Mapping[int, torch.Tensor] = (
+                {device: torch.empty(layout.local_shape(device), dtype=dtype) for device in devices}
+                if plan.shards is None
+                else plan.shards[name]
+            )
             read: dict[tuple[Box, ...], torch.Tensor] = {}
-            shards: dict[int, torch.Tensor] = {}
             for device in devices:
-                boxes = tuple(layout.local_boxes(device))
-                if plan.shards is None:
-                    dtype = getattr(torch, layout.dtype)
-                    shard = torch.empty(layout.local_shape(device), dtype=dtype)
-                else:
-                    shard = plan.shards[name][device].detach()
-                if boxes not in read:
-                    for box in boxes:
-                        part = rank_state.box_of_shard(shard, layout, device, box)
-                        _fill(part, tensor, box, files, buffers)
-                    read[boxes] = shard
-                elif shard is not read[boxes]:
-                    shard.copy_(read[boxes])
-                shards[device] = shard
+                boxes, shard = tuple(layout.local_boxes(device)), shards[device].detach()
+                if (same := read.setdefault(boxes, shard)) is not shard:
+                    shard.copy_(same)
+                    continue
+                for box in boxes:
+                    part = rank_state.box_of_shard(shard, layout, device, box)
+                    _fill(part, tensor, box, files, buffers)
             loaded[name] = (
                 DTensor.from_shards(shards, layout, communicator) if plan.shards is None else shards
             )

@@ -8,7 +8,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import reduce
 from itertools import product
-from math import prod
 from pathlib import Path
 from typing import Final, TypeAlias
 
@@ -136,20 +135,16 @@ class _MappedCatalog(catalog.Catalog):
 
 def _boxes(view: View, stored: catalog.StoredBox, width: int) -> Iterator[catalog.StoredBox]:
     """Yield the boxes of the target that a stored box of the source is."""
-    strides = stored.strides or _row_major(box_shape(stored.box), width)
+    strides = stored.strides or catalog.row_major_strides(box_shape(stored.box), width)
     held = [[side] for side in stored.box]
     for box in view.source.boxes(stored.box, len(view.shape)):
         steps, at = view.source.in_memory(strides, held, [lo for lo, _ in box])
         for part, by, before in _parts(view.target, box, steps):
-            plain = _row_major(box_shape(part), width)
+            plain = catalog.row_major_strides(box_shape(part), width)
             flat = all(n == 1 or a == b for n, a, b in zip(box_shape(part), by, plain, strict=True))
             yield replace(
                 stored, box=part, offset=stored.offset + at + before, strides=None if flat else by
             )
-
-
-def _row_major(shape: Sequence[int], width: int) -> tuple[int, ...]:
-    return tuple(width * prod(shape[dim + 1 :]) for dim in range(len(shape)))
 
 
 def _parts(

@@ -61,21 +61,19 @@ def _eight_bit_table(dtype: str) -> NDArray[np.float32]:
         table[255] = np.nan
         return table.astype(np.float32)
     fraction_bits, bias, fnuz = _EIGHT_BITS[dtype]
-    fraction = code & ((1 << fraction_bits) - 1)
-    exponent = (code & 0x7F) >> fraction_bits
-    implied = np.where(exponent > 0, 1 << fraction_bits, 0)
-    power = np.maximum(exponent, 1) - bias - fraction_bits
-    table = np.ldexp((fraction + implied).astype(np.float64), power)
+    # Without its sign it is a float32 with another bias.
+    unsigned = code & 0x7F
+    size = (unsigned << (23 - fraction_bits)).astype(np.uint32).view(np.float32)
+    size = np.ldexp(size, 127 - bias)
     if dtype == "float8_e5m2":
-        table[exponent == 31] = np.nan
-        table[0x7C] = table[0xFC] = np.inf
+        size[unsigned == 0x7C] = np.inf
+        size[unsigned > 0x7C] = np.nan
     elif not fnuz:
-        table[(code & 0x7F) == 0x7F] = np.nan
-    table = np.where(code >= 128, -table, table)
+        size[unsigned == 0x7F] = np.nan
+    table = np.where(code < 128, size, -size)
     if fnuz:
         table[0x80] = np.nan
-    result: NDArray[np.float32] = table.astype(np.float32)
-    return result
+    return table
 
 
 @cache

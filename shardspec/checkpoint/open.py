@@ -121,9 +121,8 @@ def _find(place: Path, run: Format | None = None) -> _Found:
         raise CheckpointError(f"{place}: is empty, there is no checkpoint in it; check the path")
     known = format_of_names(there)
     if run is None:
-        newest, note = _newest(place, there, known)
-        if newest is not None:
-            return _find(newest, known or _FILE)._replace(note=note)
+        if newest := _newest(place, there, known):
+            return _find(newest[0], known or _FILE)._replace(note=newest[1])
     elif run.name == names.DEEPSPEED:
         known = known or run  # the files of model states alone may be of other tools
     if known is not None:
@@ -142,32 +141,22 @@ def _find(place: Path, run: Format | None = None) -> _Found:
     raise CheckpointError(f"{place}: {problem}")
 
 
-def _newest(place: Path, there: Sequence[str], known: Format | None) -> tuple[Path | None, str]:
+def _newest(place: Path, there: Sequence[str], known: Format | None) -> tuple[Path, str] | None:
     """Return the checkpoint that counts if a directory is that of a run, and a note of it."""
-    tracker = MEGATRON_TRACKER
-    found = [name for name in there if names.MEGATRON_ITERATION.fullmatch(name)]
-    of_ranks = any(map(names.MEGATRON_RANK.fullmatch, there))
-    if known is not None and known.name == names.DEEPSPEED:
-        tracker = names.DEEPSPEED_LATEST
-        patterns = (names.DEEPSPEED_OPTIMIZER, names.DEEPSPEED_MODEL)
-        of_ranks = any(pattern.fullmatch(name) for pattern in patterns for name in there)
-        found = []
-        if not of_ranks and tracker not in there:
-            folders = (name for name in there if (place / name).is_dir())
-            found = [name for name in folders if known.finds(_names(place / name))]
-    elif tracker not in there and found == ["release"]:
-        found = []
-    if of_ranks or (tracker not in there and not found and tracker == MEGATRON_TRACKER):
-        return None, ""
+    deepspeed = known is not None and known.name == names.DEEPSPEED
+    tracker = names.DEEPSPEED_LATEST if deepspeed else MEGATRON_TRACKER
+    of_ranks = (
+        (names.DEEPSPEED_OPTIMIZER, names.DEEPSPEED_MODEL) if deepspeed else (names.MEGATRON_RANK,)
+    )
+    if any(pattern.fullmatch(name) for pattern in of_ranks for name in there):
+        return None
     if tracker in there:
         path = file_inside(place, tracker, place)
         with SourceFile(path) as file:
             said = file.read(0, min(file.num_bytes, _MOST_TRACKER_BYTES)).strip().decode("latin1")
-        due = [said]
-        if tracker == MEGATRON_TRACKER:
-            due = [said] if said in found else []
-            if said.isdecimal() and said.isascii():
-                due = [f"iter_{int(said):07d}", f"{names.VERL_STEP}{int(said)}"]
+        due = [said] if deepspeed or names.MEGATRON_ITERATION.fullmatch(said) else []
+        if said.isdecimal() and said.isascii() and not deepspeed:
+            due = [f"iter_{int(said):07d}", f"{names.VERL_STEP}{int(said)}"]
         name = next((name for name in due if name in there), "")
         if not name or not file_inside(place, name, path).is_dir():
             raise CheckpointError(
@@ -175,6 +164,13 @@ def _newest(place: Path, there: Sequence[str], known: Format | None) -> tuple[Pa
                 "directory of the checkpoint itself"
             )
         return place / name, f"reading {name}, which {tracker} names"
+    if deepspeed:
+        folders = (name for name in there if (place / name).is_dir())
+        found = [name for name in folders if known and known.finds(_names(place / name))]
+    else:
+        found = [name for name in there if names.MEGATRON_ITERATION.fullmatch(name)]
+        if found in ([], ["release"]):
+            return None
     if len(found) != 1:
         raise CheckpointError(
             f"{place}: has the checkpoints {', '.join(found) or '(none)'} and no {tracker} that "

@@ -74,6 +74,17 @@ class Described:
     shards: Mapping[str, Mapping[int, "torch.Tensor"]]
     layouts: Mapping[str, Layout]
 
+    def bytes_of(self, name: str, rank: int, box: Box) -> Iterator[memoryview]:
+        """Yield the bytes of one of a rank's boxes, row-major; copied only where they lie apart."""
+        import torch
+
+        part = box_of_shard(self.shards[name][rank], self.layouts[name], rank, box).detach()
+        plain = part.resolve_conj().resolve_neg().cpu().contiguous()
+        # Strides are set, not kept: a single element counts as contiguous whatever its stride.
+        data = plain.as_strided((plain.numel(),), (1,)).view(torch.uint8).numpy().data
+        for at in range(0, len(data), _PIECE_BYTES):
+            yield data[at : at + _PIECE_BYTES]
+
 
 def communicator_of_state(state_dict: Mapping[str, Any]) -> Communicator:
     """Return who holds a state dict: by the largest mesh, of which the others are slices."""
@@ -106,8 +117,6 @@ def describe(state_dict: Mapping[str, Any], communicator: Communicator) -> Descr
     shards, layouts = {}, {}
     for name, value in sorted(flat.tensors.items(), key=itemgetter(0)):
         shards[name], layouts[name] = _shards_of(name, value, communicator)
-        for shard in shards[name].values():
-            _check_plain(name, shard)
     # Names that no file can carry are refused here, even those of tensors that have no boxes.
     slots = ((name, at.dtype, at.global_shape) for name, at in layouts.items())
     encode_header(slots, {})
@@ -125,8 +134,9 @@ def _shards_of(
     mesh = communicator.mesh
     if isinstance(value, TorchDTensor):
         value = DTensor.from_torch(value)
+    for shard in value.shards.values() if isinstance(value, DTensor) else (value,):
+        _check_plain(name, shard)
     if not isinstance(value, DTensor):
-        _check_plain(name, value)
         try:
             layout = Layout(mesh, ShardingSpec(value.dim()), value.shape, value.dtype)
         except DTypeError as error:
@@ -235,22 +245,20 @@ def check_replicas_of_ranks(what: Described, communicator: Communicator) -> None
         for (box, _), ranks in holders(layout).items()
         if len(ranks) > 1
     ]
-    # A plain tensor is one object for all devices of this process.
-    known: dict[tuple[int, Box], int] = {}
-
-    def crc(rank: int, name: str, box: Box) -> int:
-        tensor = what.shards[name][rank]
-        if (id(tensor), box) not in known:
-            pieces = tensor_bytes(box_of_shard(tensor, what.layouts[name], rank, box))
-            known[id(tensor), box] = reduce(lambda crc, piece: crc32(piece, crc), pieces, 0)
-        return known[id(tensor), box]
 
     def crcs() -> dict[int, list[int]]:
         """Return by rank the CRC-32 of each of its shared boxes, in the order of `shared`."""
-        return {
-            rank: [crc(rank, name, box) for name, box, ranks in shared if rank in ranks]
-            for rank in communicator.addressable
-        }
+        found: dict[int, list[int]] = {rank: [] for rank in communicator.addressable}
+        # A plain tensor is one object for all devices of this process.
+        known: dict[tuple[int, Box], int] = {}
+        for name, box, ranks in shared:
+            for rank in found.keys() & ranks:
+                key = id(what.shards[name][rank]), box
+                if key not in known:
+                    pieces = what.bytes_of(name, rank, box)
+                    known[key] = reduce(lambda crc, piece: crc32(piece, crc), pieces, 0)
+                found[rank].append(known[key])
+        return found
 
     gathered = communicator.gather(agree(communicator, crcs))
     left = {rank: iter(found) for rank, found in gathered.items()}
@@ -276,14 +284,3 @@ def box_of_shard(shard: "torch.Tensor", layout: Layout, rank: int, box: Box) -> 
     if layout.spec.is_plain:
         return shard
     return shard[LayoutCell(layout, box).index(rank)]
-
-
-def tensor_bytes(tensor: "torch.Tensor") -> Iterator[memoryview]:
-    """Yield the bytes of a tensor, row-major; copied only where memory has them otherwise."""
-    import torch
-
-    plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
-    # Strides are set, not kept: a single element counts as contiguous whatever its stride.
-    data = plain.as_strided((plain.numel(),), (1,)).view(torch.uint8).numpy().data
-    for at in range(0, len(data), _PIECE_BYTES):
-        yield data[at : at + _PIECE_BYTES]

@@ -5,7 +5,8 @@ by the system (copy_file_range), and the bytes can be checked on the way. Memory
 the size of a tensor.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import product
 from math import prod
@@ -16,15 +17,14 @@ from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias
 from isal.isal_zlib import crc32 as _crc32
 from isal.isal_zlib import crc32_combine
 
-from shardspec.boxes import Box, box_shape, box_size, chunks, intersect, slices_within
+from shardspec.boxes import Box, box_shape, box_size, chunks, intersect
 from shardspec.checkpoint.catalog import (
     Digest,
-    FileBox,
-    Outline,
     StoredBox,
     StoredTensor,
     box_text,
     distinct,
+    row_major_strides,
 )
 from shardspec.checkpoint.source_files import FileStretch, OpenFiles, SourceFile
 from shardspec.copies import overlaps
@@ -44,7 +44,7 @@ _MAX_SPANS: Final = 64
 """Spans of a box kept apart; there are more where columns are read of which not all are wanted."""
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
-_Seen: TypeAlias = Callable[[int, memoryview], int | None]
+_Seen: TypeAlias = Callable[[int, memoryview], int]
 """Called with what was read: its position in the file, and its bytes."""
 _Key: TypeAlias = tuple[Path, Digest]
 _Spans: TypeAlias = dict[int, tuple[int, int]]
@@ -61,9 +61,14 @@ def crc_text(value: int) -> str:
     return f"{value:08x}"
 
 
-def stored_bytes(tensor: Outline[FileBox], stored: FileBox) -> int:
-    """Return the bytes of a stored box."""
-    return box_size(stored.box) * item_bytes(tensor.dtype)
+def pieces(files: OpenFiles, stretch: FileStretch) -> Iterator[tuple[int, memoryview]]:
+    """Yield bytes of a file piece by piece, each valid until the next, and where it lies."""
+    room = memoryview(bytearray(min(BLOCK_BYTES, stretch.num_bytes)))
+    end = stretch.start + stretch.num_bytes
+    for at in range(stretch.start, end, BLOCK_BYTES):
+        data = room[: end - at]
+        files.file(stretch.path).read_into(data, at)
+        yield at, data
 
 
 class Checks:
@@ -87,20 +92,19 @@ class Checks:
     def __contains__(self, stored: StoredBox) -> bool:
         return (stored.path, stored.digest) in self._open
 
-    def add(self, stored: StoredBox, start: int, data: Buffer) -> int | None:
-        """Take in bytes from a position in the file of a box; return their CRC-32 if computed.
+    def add(self, stored: StoredBox, start: int, data: Buffer) -> int:
+        """Take in bytes from a position in the file of a box; return their CRC-32.
 
         Raises `CheckpointError` if they complete the box and its digest is another.
         """
         digest, length = stored.digest, memoryview(data).nbytes
-        end = start + length
-        with self._lock:
-            if self._spans(stored, start, end) is None:
-                return None
+        assert digest is not None, "only those with a digest are checked"
+        key, end = (stored.path, digest), start + length
         found = value = crc32(data)
         with self._lock:
-            spans = self._spans(stored, start, end)
-            if spans is None or digest is None:
+            spans = self._open[key][1] if key in self._open else None
+            # Gaps between the rows of one box are read as the rows of another.
+            if spans is None or any(at < end and start < to for at, (to, _) in spans.items()):
                 return found
             before = next((at for at, (to, _) in spans.items() if to == start), None)
             if before is not None:
@@ -110,7 +114,7 @@ class Checks:
                 value = int(crc32_combine(value, tail, end - at))
             spans[start] = end, value
             if (start, end) == (digest.start, digest.start + digest.num_bytes):
-                del self._open[stored.path, digest]
+                del self._open[key]
                 if value != digest.crc32:
                     raise CheckpointError(
                         f"tensor {self._tensor.name!r}: rank {stored.rank}'s box "
@@ -120,17 +124,8 @@ class Checks:
                     )
             elif len(spans) > _MAX_SPANS:
                 spans.clear()
-                self._late[stored.path, digest] = self._open.pop((stored.path, digest))
+                self._late[key] = self._open.pop(key)
         return found
-
-    def _spans(self, stored: StoredBox, start: int, end: int) -> _Spans | None:
-        """Return what was read of a box so far, unless some of these bytes were."""
-        assert stored.digest is not None, "only those with a digest are checked"
-        found = self._open.get((stored.path, stored.digest))
-        # Gaps between the rows of one box are read as the rows of another.
-        if found is None or any(at < end and start < to for at, (to, _) in found[1].items()):
-            return None
-        return found[1]
 
     def finish(self, files: OpenFiles) -> None:
         """Read the rest of the boxes that are not checked yet, and check them."""
@@ -138,71 +133,75 @@ class Checks:
         for (path, digest), (stored, spans) in list(self._open.items()):
             at, last = digest.start, digest.start + digest.num_bytes
             for start, end in (*sorted((a, b) for a, (b, _) in spans.items()), (last, last)):
-                for piece in range(at, start, BLOCK_BYTES):
-                    num_bytes = min(BLOCK_BYTES, start - piece)
-                    self.add(stored, piece, files.file(path).read(piece, num_bytes))
+                for place, data in pieces(files, FileStretch(path, at, start - at)):
+                    self.add(stored, place, data)
                 at = end
             if not digest.num_bytes:
                 self.add(stored, at, b"")
 
 
 class Part(NamedTuple):
-    """What a stored box holds of a block."""
+    """What a stored box holds of a block: bytes that lie in its file and in the block by steps."""
 
     stored: StoredBox
-    box: Box  # the stored box in bytes
-    shared: Box  # what is in both, in bytes
+    start: int  # position of its first byte in the file
+    at: int  # the same in the block
+    steps: tuple[tuple[int, int, int], ...]
+    """How many along a dim, and the bytes from one to the next in the file and in the block; the
+    longest way in the file first, a row of bytes last."""
 
     @property
-    def start(self) -> int:
-        """Position in the file of its first byte, in a row-major box."""
-        return self.stored.offset + offset_in(self.box, self.shared)
+    def span(self) -> int:
+        """Bytes from the first to the last one in the file."""
+        return 1 + sum((count - 1) * step for count, step, _ in self.steps)
 
     @property
     def contiguous(self) -> bool:
         """Whether it is one stretch of its file."""
-        return not self.stored.strides and _contiguous(self.shared, self.box)
+        return self.span == prod(count for count, _, _ in self.steps)
+
+    def rows(self, lo: int, hi: int) -> "Part":
+        """Return some of the first dim; of one row that dim is left out."""
+        (_, step, step_in), *inner = self.steps
+        first = [(hi - lo, step, step_in)] if hi - lo > 1 else []
+        return Part(self.stored, self.start + lo * step, self.at + lo * step_in, (*first, *inner))
 
 
-def byte_box(box: Box, item_bytes: int) -> Box:
-    """Return a box with its last dim in bytes; that of a scalar gets the one dim."""
-    if not box:
-        return ((0, item_bytes),)
-    *outer, (lo, hi) = box
-    return (*outer, (lo * item_bytes, hi * item_bytes))
-
-
-def offset_in(outer: Box, inner: Box) -> int:
-    """Return how many elements of a row-major box precede the first one of another in it."""
-    offset = 0
-    for (lo, hi), (at, _) in zip(outer, inner, strict=True):
-        offset = offset * (hi - lo) + at - lo
-    return offset
-
-
-def _contiguous(part: Box, outer: Box) -> bool:
-    """Return whether a part of a row-major box is one stretch of it."""
-    whole = True
-    for side, outer_side in zip(reversed(part), reversed(outer), strict=True):
-        if not whole and side[1] - side[0] > 1:
-            return False
-        whole = whole and side == outer_side
-    return True
+def part_of(stored: StoredBox, shared: Box, block: Box, width: int) -> Part:
+    """Return where a box that a stored one and a block share lies; an element takes `width`."""
+    inside = row_major_strides(box_shape(block), width)
+    lies = stored.strides or row_major_strides(box_shape(stored.box), width)
+    start, at = stored.offset, 0
+    dims = []
+    for (lo, hi), (first, _), (outer, _), step, step_in in zip(
+        shared, stored.box, block, lies, inside, strict=True
+    ):
+        start += (lo - first) * step
+        at += (lo - outer) * step_in
+        dims.append((hi - lo, step, step_in))
+    steps = [(width, 1, 1)]
+    for count, step, step_in in sorted(dims, key=lambda dim: dim[1]):
+        inner, by, by_in = steps[-1]
+        if (step, step_in) == (inner * by, inner * by_in):
+            steps[-1] = (count * inner, by, by_in)
+        elif count > 1:
+            steps.append((count, step, step_in))
+    return Part(stored, start, at, tuple(reversed(steps)))
 
 
 def cut(
     tensor: StoredTensor, target: Box, most: int = BLOCK_BYTES
-) -> Iterator[tuple[Box, list[Part]]]:
+) -> Iterator[tuple[int, list[Part]]]:
     """Cut a box of a tensor into blocks of at most so many bytes, a multiple of every item size.
 
-    Yields each block in bytes, and its parts in stored boxes: of all addends that are pending.
+    Yields the bytes of each block, and its parts in stored boxes: of all addends that are pending.
     """
-    size = item_bytes(tensor.dtype)
-    wanted = byte_box(target, size)
-    stored = [(one, byte_box(one.box, size)) for one in distinct(tensor)]
-    stored = [one for one in stored if intersect(one[1], wanted) is not None]
-    for block, met in overlaps([box for _, box in stored], chunks(wanted, most)):
-        yield block, [Part(*stored[number], shared) for number, shared in met]
+    width = item_bytes(tensor.dtype)
+    stored = [one for one in distinct(tensor) if intersect(one.box, target) is not None]
+    blocks = chunks(target, most // width)
+    for block, met in overlaps([one.box for one in stored], blocks):
+        parts = [part_of(stored[number], shared, block, width) for number, shared in met]
+        yield box_size(block) * width, parts
 
 
 def stretches(tensor: StoredTensor, target: Box) -> Iterator[FileStretch]:
@@ -210,12 +209,10 @@ def stretches(tensor: StoredTensor, target: Box) -> Iterator[FileStretch]:
 
     Addends of a pending reduction are left out.
     """
-    if tensor.pending:
-        return
-    for _, parts in cut(tensor, target):
+    for _, parts in () if tensor.pending else cut(tensor, target):
         for part in parts:
             if part.contiguous:
-                yield FileStretch(part.stored.path, part.start, box_size(part.shared))
+                yield FileStretch(part.stored.path, part.start, part.span)
 
 
 class Buffers:
@@ -240,10 +237,15 @@ def read_box(
     valid until the next one is read, or a part of `out`, which is flat and as long as the box.
     """
     at = 0
-    for block, parts in cut(tensor, target, len(buffers.block)):
-        num_bytes = box_size(block)
+    for num_bytes, parts in cut(tensor, target, len(buffers.block)):
         room = buffers.block[:num_bytes] if out is None else out[at : at + num_bytes]
-        read = partial(_read_part, tensor, block, room, files, buffers, checks)
+
+        def read(part: Part, room: memoryview = room) -> int | None:
+            """Return the CRC-32 of a part that was read in one go, if it was taken."""
+            stored = part.stored
+            seen = None if checks is None or stored not in checks else partial(checks.add, stored)
+            return _read(files.file(stored.path), part, room, buffers.scratch, seen)
+
         crc = None
         if tensor.pending:
             _reduce(tensor, parts, room, read)
@@ -287,95 +289,114 @@ def _reduce(
     reduce(tensor.dtype, tensor.pending, addends(), numbers)
 
 
-def _read_part(
-    tensor: StoredTensor,
-    block: Box,
-    room: memoryview,
-    files: OpenFiles,
-    buffers: Buffers,
-    checks: Checks | None,
-    part: Part,
+def _read(
+    file: SourceFile, part: Part, room: memoryview, scratch: memoryview, seen: _Seen | None
 ) -> int | None:
-    """Read what a stored box holds of a block; return the CRC-32 of these bytes if it was taken."""
-    stored, box, shared = part
-    file = files.file(stored.path)
-    seen = None if checks is None or stored not in checks else partial(checks.add, stored)
-    at, width = offset_in(block, shared), shared[-1][1] - shared[-1][0]
-    direct = _contiguous(shared, block)
-    # Importing numpy takes as long as copying 200 MiB, and long rows need none.
-    by_rows = shared[1:-1] == block[1:-1] and width >= _LONG_ROW
-    if part.contiguous and (direct or by_rows):
-        num_bytes = box_size(shared)
-        data = room[at : at + num_bytes] if direct else buffers.scratch[:num_bytes]
+    """Read a part into its block; return the CRC-32 of a single row if it was taken."""
+    (count, step, _), *inner = part.steps
+    if not inner:
+        data = room[part.at : part.at + count]
         file.read_into(data, part.start)
-        crc = None if seen is None else seen(part.start, data)
-        if direct:
-            return crc
-        for start in range(0, num_bytes, width):
-            room[at : at + width] = data[start : start + width]
-            at += block[-1][1] - block[-1][0]
+        return None if seen is None else seen(part.start, data)
+    span, gap = 1, 0
+    for length, by, _ in reversed(part.steps):
+        gap = max(gap, by - span)
+        span += (length - 1) * by
+    if span <= len(scratch) and gap < _PAGE:
+        file.read_into(scratch[:span], part.start)
+        if seen is not None:
+            seen(part.start, scratch[:span])
+        _spread(part, scratch, room)
         return None
-    import numpy as np
-
-    width = item_bytes(tensor.dtype)
-    rows = box_shape(box)[1:]
-    gaps = stored.strides or (*(prod(rows[dim:]) for dim in range(len(rows))), width)
-    lows = [lo - first for (first, _), (lo, _) in zip(box, shared, strict=True)]
-    lows[-1] //= width
-    start = stored.offset + sum(n * step for n, step in zip(lows, gaps, strict=True))
-    out = np.frombuffer(room, np.uint8).reshape(box_shape(block))[slices_within(shared, block)]
-    if gaps[-1] == width:
-        gaps = gaps[:-1]
-    else:  # the last dim is taken apart into elements and their bytes
-        out = out.reshape(*out.shape[:-1], -1, width)
-    # The longest stride goes first.
-    order = sorted(range(len(gaps)), key=lambda dim: -gaps[dim])
-    steps = (*(gaps[dim] for dim in order), 1)
-    _read(file, start, steps, out.transpose(*order, len(gaps)), buffers.scratch, seen)
+    rows = max(1, min(len(scratch) // step, count - 1)) if gap < _PAGE else 1
+    for lo in range(0, count, rows):
+        _read(file, part.rows(lo, min(lo + rows, count)), room, scratch, seen)
     return None
 
 
-def _read(
-    file: SourceFile,
-    start: int,
-    strides: tuple[int, ...],
-    out: "Bytes",
-    scratch: memoryview,
-    seen: _Seen | None,
-) -> None:
-    """Read bytes that lie in a file by some strides."""
-    import numpy as np
-
-    span, gap = 1, 0
-    for size, stride in zip(reversed(out.shape), reversed(strides), strict=True):
-        if size > 1:
-            gap = max(gap, stride - span)
-            span += (size - 1) * stride
-    as_stored = out.flags.c_contiguous and all(
-        size == 1 or stride == own
-        for size, stride, own in zip(out.shape, strides, out.strides, strict=True)
-    )
-    if as_stored or (span <= len(scratch) and gap < _PAGE):
-        data = out.reshape(-1).data if as_stored else scratch[:span]
-        file.read_into(data, start)
-        if seen is not None:
-            seen(start, data)
-        if not as_stored:
-            _copy(np.ndarray(out.shape, np.uint8, scratch, strides=strides), out)
+def _spread(part: Part, data: memoryview, room: memoryview) -> None:
+    """Copy the bytes of a file from the first of a part on to their places in its block."""
+    *outer, (width, _, _) = part.steps
+    # Importing numpy takes as long as copying 200 MiB, and long rows need none.
+    if len(outer) == 1 and width >= _LONG_ROW:
+        ((count, step, step_in),) = outer
+        for row in range(count):
+            at, start = part.at + row * step_in, row * step
+            room[at : at + width] = data[start : start + width]
         return
-    # A single row is contiguous on both sides, so there is a dim left to go along.
-    step = 1
-    if gap < _PAGE:
-        step = max(1, min(len(scratch) // strides[0], out.shape[0] - 1))
-    for at in range(0, out.shape[0], step):
-        some = (out[at], strides[1:]) if step == 1 else (out[at : at + step], strides)
-        _read(file, start + at * strides[0], some[1], some[0], scratch, seen)
-
-
-def _copy(source: "Bytes", out: "Bytes") -> None:
-    """Copy between arrays of bytes whose last dims are contiguous, a row of these at a time."""
     import numpy as np
 
-    width = out.shape[-1]
-    row = np.dtype(f"u{width}" if width in (1, 2, 4, 8) else f"V{width}")
-    np.copyto(out.view(row), source.view(row))
+    item = np.dtype(f"u{width}" if width in (1, 2, 4, 8) else f"V{width}")
+    counts, steps, steps_in = zip(*outer, strict=True)
+    source = np.ndarray(counts, item, data, 0, steps)
+    np.copyto(np.ndarray(counts, item, room, part.at, steps_in), source)
+
+
+# --- the same box of two tensors
+
+
+def element_index(box: Box, element: int) -> tuple[int, ...]:
+    """Return where in the global tensor an element of a box lies."""
+    index: list[int] = []
+    for lo, hi in reversed(box):
+        element, at = divmod(element, hi - lo)
+        index.insert(0, lo + at)
+    return tuple(index)
+
+
+def read_both(
+    a: StoredTensor, b: StoredTensor, box: Box, files: OpenFiles
+) -> Iterator[tuple[Box, memoryview, memoryview]]:
+    """Yield the blocks of a box that both tensors have, and their bytes, valid until the next."""
+    buffers, most = Buffers(), max(item_bytes(a.dtype), item_bytes(b.dtype))
+    rooms = [memoryview(bytearray(BLOCK_BYTES)) for _ in range(2)]
+    for block in chunks(box, BLOCK_BYTES // most):
+        found = []
+        for tensor, room in zip((a, b), rooms, strict=True):
+            found.append(room[: box_size(block) * item_bytes(tensor.dtype)])
+            read_box_into(tensor, block, found[-1], files, buffers)
+        yield block, found[0], found[1]
+
+
+def check_replicas(
+    tensor: StoredTensor,
+    group: Sequence[StoredBox],
+    files: OpenFiles,
+    *,
+    trust_digests: bool = False,
+) -> None:
+    """Compare the elements of boxes that claim the same part of a tensor, bit by bit.
+
+    With `trust_digests`, those whose digests are equal are equal, without being read.
+    """
+    # Each by itself, wherever its elements lie in its file.
+    alone = [replace(tensor, pending=(), boxes=(replace(box, addend=()),)) for box in group]
+    first = group[0]
+    for other, of_other in zip(group[1:], alone[1:], strict=True):
+        if trust_digests and _same_digest(first, other, tensor.bytes_of(first)):
+            continue
+        for block, a, b in read_both(alone[0], of_other, first.box, files):
+            if a.tobytes() == b.tobytes():
+                continue
+            at = next(at for at, (x, y) in enumerate(zip(a, b, strict=True)) if x != y)
+            index = element_index(block, at // item_bytes(tensor.dtype))
+            remedy = "keep the right one of the two"
+            if len(tensor.shape) == 1 and first.path.suffix == ".distcp":
+                remedy += (
+                    "; but if ranks have saved flat parts of their own under one name, as FSDP1's "
+                    "local optimizer states are, keep all, and save them in a run of as many ranks "
+                    "with FSDP.optim_state_dict"
+                )
+            raise CheckpointError(
+                f"tensor {tensor.name!r}: ranks {first.rank} and {other.rank} claim different data "
+                f"for box {box_text(first.box)}, first at index {list(index)}, in "
+                f"{first.path} and {other.path}; {remedy}"
+            )
+
+
+def _same_digest(a: StoredBox, b: StoredBox, num_bytes: int) -> bool:
+    """Return whether both have a digest of just their bytes, in the same order, and it is equal."""
+    if a.digest is None or b.digest is None or a.strides != b.strides:
+        return False
+    whole = a.digest.num_bytes == b.digest.num_bytes == num_bytes
+    return whole and a.digest.crc32 == b.digest.crc32

@@ -13,29 +13,13 @@ from pathlib import Path
 from typing import Any, Final
 
 from shardspec.boxes import Box
+from shardspec.checkpoint import rank_state
 from shardspec.checkpoint.commit import DIRECTORY, lock, opened, write_atomically
+from shardspec.checkpoint.formats import native
 from shardspec.checkpoint.formats.names import INFO_NAME
-from shardspec.checkpoint.formats.native import (
-    ShardingInfo,
-    info_lines,
-    read_info,
-    shard_file,
-    shard_metadata,
-    shard_name,
-)
 from shardspec.checkpoint.formats.safetensors import read_header
 from shardspec.checkpoint.output_files import write_all
-from shardspec.checkpoint.rank_state import (
-    Described,
-    Replicas,
-    agree,
-    box_of_shard,
-    check_replicas_of_ranks,
-    check_same,
-    communicator_of_state,
-    describe,
-    tensor_bytes,
-)
+from shardspec.checkpoint.rank_state import Described, Replicas, agree
 from shardspec.checkpoint.read_boxes import crc32
 from shardspec.checkpoint.source_files import SourceFile
 from shardspec.checkpoint.store import RemotePath, as_path, path_errors, reason, upload
@@ -109,7 +93,7 @@ def save_sharded(
     """
     if replicas not in ("equal", "first"):
         raise CheckpointError(f"replicas is {replicas!r}; choose 'equal' or 'first'")
-    chosen = communicator or communicator_of_state(state_dict)
+    chosen = communicator or rank_state.communicator_of_state(state_dict)
     if not chosen.addressable:
         return
     path = as_path(directory)
@@ -117,7 +101,7 @@ def save_sharded(
     leader = mesh.ids[0] in chosen.addressable
 
     def described() -> Described:
-        found = describe(state_dict, chosen)
+        found = rank_state.describe(state_dict, chosen)
         if leader and not overwrite:
             _check_free(path)
         return found
@@ -125,9 +109,9 @@ def save_sharded(
     what = agree(chosen, described)
     tokens = chosen.gather(dict.fromkeys(chosen.addressable, os.urandom(8).hex()))
     save = tokens[mesh.ids[0]]
-    check_same(what, chosen, replicas)
+    rank_state.check_same(what, chosen, replicas)
     if replicas == "equal":
-        check_replicas_of_ranks(what, chosen)
+        rank_state.check_replicas_of_ranks(what, chosen)
     # The system unlocks the directory when a process is killed.
     with ExitStack() as held:
         locked = agree(chosen, lambda: leader and _claim(path, overwrite, held))
@@ -141,10 +125,10 @@ def save_sharded(
             gathered = chosen.gather({rank: written.get(rank) for rank in chosen.addressable})
             files = tuple(file for rank in mesh.ids if (file := gathered[rank]) is not None)
             flat = what.flat
-            info = ShardingInfo(save, mesh, what.layouts, files, flat.values, flat.paths)
+            info = native.ShardingInfo(save, mesh, what.layouts, files, flat.values, flat.paths)
             older = agree(chosen, lambda: _publish(path, info) if leader else [])
         except CheckpointError:
-            _remove(path, [shard_name(rank, save) for rank in mine])
+            _remove(path, [native.shard_name(rank, save) for rank in mine])
             raise
         if leader:
             # Without a lock only what the older info names is known to be of no other save.
@@ -200,7 +184,7 @@ def _write_shards(
     }
     written = {}
     for rank, entries in boxes.items():
-        file, crcs = shard_file(tensors, entries, rank, save), dict[tuple[str, Box], int]()
+        file, crcs = native.shard_file(tensors, entries, rank, save), dict[tuple[str, Box], int]()
         _write_file(path / file.name, file.num_bytes, _pieces(file, rank, what, crcs))
         stored = [entry._replace(crc32=crcs[entry.tensor, entry.box]) for entry in entries]
         written[rank] = FileEntry(file.name, rank, file.num_bytes, stored)
@@ -213,8 +197,8 @@ def _pieces(
     """Yield the bytes of a file, and note the CRC-32 of each of its boxes."""
     yield from (raw.made() for raw in file.raw)
     for tensor, box, _ in file.extents:
-        shard, crc = what.shards[tensor.name][rank], 0
-        for piece in tensor_bytes(box_of_shard(shard, what.layouts[tensor.name], rank, box)):
+        crc = 0
+        for piece in what.bytes_of(tensor.name, rank, box):
             crc = crc32(piece, crc)
             yield piece
         crcs[tensor.name, box] = crc
@@ -240,7 +224,7 @@ def _write_file(path: Path, num_bytes: int, pieces: Iterable[bytes | memoryview]
     write_atomically(path, num_bytes, fill, overwrite=True, mode_of=INFO_NAME)
 
 
-def _publish(path: Path, info: ShardingInfo) -> list[str]:
+def _publish(path: Path, info: native.ShardingInfo) -> list[str]:
     """Write the sharding info, which makes the save count; return the files of the older one."""
     for file in info.files:
         place = path / file.name
@@ -258,8 +242,8 @@ def _publish(path: Path, info: ShardingInfo) -> list[str]:
             )
     older: list[str] = []
     with suppress(CheckpointError):  # one that cannot be read names nothing that could be removed
-        older = [file.name for file in read_info(path).files]
-    text = "".join(info_lines(info)).encode()
+        older = [file.name for file in native.read_info(path).files]
+    text = "".join(native.info_lines(info)).encode()
     _write_file(path / INFO_NAME, len(text), [text])
     return older
 
@@ -278,7 +262,7 @@ def _superseded(path: Path, names: Iterable[str], keep: Collection[str]) -> Iter
                 with SourceFile(place) as file:
                     said = read_header(file).metadata
                 rank, save = shard.groups()
-                if said.items() >= shard_metadata(save, int(rank)).items():
+                if said.items() >= native.shard_metadata(save, int(rank)).items():
                     yield name
 
 

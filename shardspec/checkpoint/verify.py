@@ -1,36 +1,33 @@
 """Reading checkpoints byte by byte: against their digests, or tensor by tensor with another one."""
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from functools import partial
 from math import isfinite
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from shardspec.boxes import box_shape, box_size, chunks
-from shardspec.checkpoint.catalog import Catalog, StoredBox, StoredTensor, whole_box
+from shardspec.boxes import box_shape, box_size
+from shardspec.checkpoint.catalog import (
+    Catalog,
+    StoredBox,
+    StoredTensor,
+    check_tiling,
+    row_major_strides,
+    whole_box,
+)
 from shardspec.checkpoint.coordinate import Progress
 from shardspec.checkpoint.numeric import numbers
 from shardspec.checkpoint.open import as_catalog
-from shardspec.checkpoint.read_boxes import (
-    BLOCK_BYTES,
-    Buffers,
-    Checks,
-    read_box_into,
-    stored_bytes,
-)
+from shardspec.checkpoint.read_boxes import Checks, check_replicas, element_index, pieces, read_both
 from shardspec.checkpoint.select import Choice, Patterns, Renames, select
 from shardspec.checkpoint.source_files import FileStretch, OpenFiles
-from shardspec.checkpoint.tiling import check_replicas, check_tiling, element_index
 from shardspec.dtypes import is_floating, item_bytes, packed
 from shardspec.errors import CheckpointError
 from shardspec.layout.picture import ids_text
-
-_PIECE_BYTES: Final = 1 << 20
-_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,17 +61,17 @@ def verify_checkpoint(
     boxes = num_bytes = digested = done = 0
     for outline in map(source.outline, source.names):
         boxes += len(outline.boxes)
-        num_bytes += sum(stored_bytes(outline, box) for box in outline.boxes)
+        num_bytes += sum(outline.bytes_of(box) for box in outline.boxes)
     flaws: list[str] = []
 
-    def look(check: Callable[[], _T]) -> _T | None:
+    @contextmanager
+    def listing() -> Iterator[None]:
         try:
-            return check()
+            yield
         except CheckpointError as error:
             if not every:
                 raise
             flaws.append(str(error))
-            return None
 
     with OpenFiles() as files:
         every_tensor = map(source.tensor, source.names)
@@ -82,21 +79,27 @@ def verify_checkpoint(
             source.directory, (at for tensor in every_tensor for _, at in _stretches(tensor))
         )
         for tensor in map(source.tensor, source.names):
-            sizes = (stored_bytes(tensor, box) for box in tensor.boxes if box.digest is not None)
-            digested += sum(sizes)
+            digested += sum(tensor.bytes_of(box) for box in tensor.boxes if box.digest is not None)
             for stored, stretch in _stretches(tensor):
-                if stored.digest is None:
-                    look(partial(_read, stretch, files))
-                else:
-                    look(partial(Checks(tensor, [stored]).finish, files))
-                done += stored_bytes(tensor, stored)
+                with listing():
+                    if stored.digest is None:
+                        for _ in pieces(files, stretch):
+                            pass  # it can be read, which is all that can be said
+                    else:
+                        Checks(tensor, [stored]).finish(files)
+                done += tensor.bytes_of(stored)
                 if progress is not None:
                     progress(done, num_bytes)
-            for group in look(partial(check_tiling, tensor)) or ():
-                look(partial(check_replicas, tensor, group, files))
+            copies: Sequence[Sequence[StoredBox]] = ()
+            with listing():
+                copies = check_tiling(tensor)
+            for group in copies:
+                with listing():
+                    check_replicas(tensor, group, files)
         if progress is not None:
             progress(num_bytes, num_bytes)
-        look(source.check_unchanged)
+        with listing():
+            source.check_unchanged()
     tensors = len(source.names)
     return VerifyReport(source.directory, tensors, boxes, num_bytes, digested, tuple(flaws))
 
@@ -109,23 +112,13 @@ def _stretches(tensor: StoredTensor) -> Iterator[tuple[StoredBox, FileStretch]]:
         if digest is not None:
             stretch = FileStretch(stored.path, digest.start, digest.num_bytes)
         else:
-            num_bytes = stored_bytes(tensor, stored)
-            if stored.strides is not None:
-                steps = zip(box_shape(stored.box), stored.strides, strict=True)
-                num_bytes = sum((size - 1) * step for size, step in steps)
-                num_bytes += item_bytes(tensor.dtype)
+            width, shape = item_bytes(tensor.dtype), box_shape(stored.box)
+            steps = zip(shape, stored.strides or row_major_strides(shape, width), strict=True)
+            num_bytes = width + sum((size - 1) * step for size, step in steps)
             stretch = FileStretch(stored.path, stored.offset, num_bytes)
         if (stretch, digest) not in seen:
             seen.add((stretch, digest))
             yield stored, stretch
-
-
-def _read(stretch: FileStretch, files: OpenFiles) -> None:
-    """Read bytes that have no digest, which shows that they can be read."""
-    room = memoryview(bytearray(min(_PIECE_BYTES, stretch.num_bytes)))
-    end = stretch.start + stretch.num_bytes
-    for at in range(stretch.start, end, _PIECE_BYTES):
-        files.file(stretch.path).read_into(room[: end - at], at)
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,34 +204,32 @@ def _difference(
         return Difference(name, f"is {x.dtype} in the first, {y.dtype} in the second")
     check_tiling(x)
     check_tiling(y)
-    done, buffers = 0, Buffers()
-    sizes = item_bytes(x.dtype), item_bytes(y.dtype)
-    for box in chunks(whole_box(x.shape), BLOCK_BYTES // max(sizes)):
-        a, b = (np.empty((box_size(box), size), np.uint8) for size in sizes)
-        read_box_into(x, box, a.reshape(-1).data, files, buffers)
-        read_box_into(y, box, b.reshape(-1).data, files, buffers)
-        done += a.size
+    done = 0
+    for box, *both in read_both(x, y, whole_box(x.shape), files):
+        done += len(both[0])
         compared(done)
-        if x.dtype == y.dtype and np.array_equal(a, b):
+        if x.dtype == y.dtype and both[0].tobytes() == both[1].tobytes():
             continue
+        raw = a, b = [np.frombuffer(of, np.uint8).reshape(box_size(box), -1) for of in both]
         differs = (a != b).any(1) if x.dtype == y.dtype else np.ones(len(a), np.bool_)
         if atol or rtol:
             numbers_of = numbers(a.reshape(-1), x.dtype), numbers(b.reshape(-1), y.dtype)
             differs &= ~_close(*numbers_of, atol, rtol)
-        if differs.any():
-            place = int(differs.argmax())
-            index = element_index(box, place)
-            values = [
-                repr(numbers(raw[place], tensor.dtype)[0].item())
-                for raw, tensor in ((a, x), (b, y))
-            ]
-            if values[0] == values[1]:
-                bits = (raw[place][::-1].tobytes().hex() for raw in (a, b))
-                values = [f"{value} of bits 0x{of}" for value, of in zip(values, bits, strict=True)]
-            ranks = _holders(x, index), _holders(y, index)
-            who = [f"(rank{'s' * (len(on) > 1)} {ids_text(on)})" for on in ranks]
-            text = f"{values[0]} in the first {who[0]}, {values[1]} in the second {who[1]}"
-            return Difference(name, f"differs first at index {list(index)}: {text}", index, ranks)
+        if not differs.any():
+            continue
+        place = int(differs.argmax())
+        index = element_index(box, place)
+        values = [
+            repr(numbers(of[place], tensor.dtype)[0].item())
+            for of, tensor in zip(raw, (x, y), strict=True)
+        ]
+        if values[0] == values[1]:
+            bits = (of[place][::-1].tobytes().hex() for of in raw)
+            values = [f"{value} of bits 0x{of}" for value, of in zip(values, bits, strict=True)]
+        ranks = _holders(x, index), _holders(y, index)
+        who = [f"(rank{'s' * (len(on) > 1)} {ids_text(on)})" for on in ranks]
+        text = f"{values[0]} in the first {who[0]}, {values[1]} in the second {who[1]}"
+        return Difference(name, f"differs first at index {list(index)}: {text}", index, ranks)
     return None
 
 

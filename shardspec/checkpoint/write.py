@@ -13,7 +13,13 @@ from typing import TYPE_CHECKING, Final, TypeAlias
 from isal.isal_zlib import crc32_combine
 
 from shardspec.boxes import box_size
-from shardspec.checkpoint.catalog import Catalog, FileBox, Outline, distinct
+from shardspec.checkpoint.catalog import (
+    AnyOutline,
+    Catalog,
+    check_tiling,
+    distinct,
+    memoize_by_boxes,
+)
 from shardspec.checkpoint.commit import Destination, names_below, opened
 from shardspec.checkpoint.coordinate import Member, Workers, together
 from shardspec.checkpoint.executor import Execution, WriteOptions
@@ -31,11 +37,10 @@ from shardspec.checkpoint.formats.names import (
 )
 from shardspec.checkpoint.open import as_catalog, open_checkpoint
 from shardspec.checkpoint.output_files import in_store, on_disk
-from shardspec.checkpoint.read_boxes import crc_text
+from shardspec.checkpoint.read_boxes import check_replicas, crc_text
 from shardspec.checkpoint.source_files import OpenFiles
 from shardspec.checkpoint.store import RemotePath, output_exists, path_errors
 from shardspec.checkpoint.targets import OutputTensor, Target, add_sidecars
-from shardspec.checkpoint.tiling import check_replicas, check_tiling, memoize_by_boxes
 from shardspec.dtypes import item_bytes
 from shardspec.errors import CheckpointError, ShardSpecError
 
@@ -257,7 +262,7 @@ def _check_tensors(
     return reads
 
 
-def _elements_by_file(outline: Outline[FileBox]) -> Counter[Path]:
+def _elements_by_file(outline: AnyOutline) -> Counter[Path]:
     found: Counter[Path] = Counter()
     for stored in distinct(outline):
         found[stored.path] += box_size(stored.box)

@@ -10,15 +10,12 @@ from typing import Final
 
 import click
 
-from shardspec.boxes import box_size
-from shardspec.checkpoint import inspect
-from shardspec.checkpoint.catalog import box_text
-from shardspec.checkpoint.inspect import CheckpointSummary, TensorSummary
+from shardspec.checkpoint.catalog import AnyOutline, box_text
+from shardspec.checkpoint.inspect import CheckpointSummary, inspect_checkpoint, other_text
 from shardspec.cli import options as opts
 from shardspec.cli.checkpoint_options import CHECKPOINT, OTHER, ChoiceOptions, SourceOptions
 from shardspec.cli.options import argument, command, flag, option
 from shardspec.cli.output import path_text, progress_bar, say, say_json, say_parts
-from shardspec.dtypes import item_bytes
 from shardspec.errors import CheckpointError
 from shardspec.layout.layout import Layout
 from shardspec.layout.picture import Picture, ids_text
@@ -72,43 +69,43 @@ def inspect_command(
     unnamed = (index is not None or picture) and tensor is None and only is None
     opts.refuse_if(unnamed, "--index and --picture are about some tensors; name them: --tensor")
     (catalog,) = source.open(checkpoint)
-    whole = inspect.inspect_checkpoint(catalog)
-    summary = _chosen(whole, tensor, only)
-    if only is not None and not as_json and not (summary.tensors and (index or picture or tensor)):
-        say_parts(_overview(summary, only, len(whole.tensors)))
+    summary = _chosen(inspect_checkpoint(catalog), tensor, only)
+    if only is not None and not as_json and not (summary.names and (index or picture or tensor)):
+        say_parts(_overview(summary, only, len(catalog.names)))
     elif index is not None:
         _say_holders(summary, index, as_json)
     elif as_json:
         say_parts(_json(summary), "")
-    elif picture:
-        say_parts(map(_picture, summary.tensors), "\n\n")
-    elif tensor is not None:
-        say_parts(map(_boxes, summary.tensors), "\n\n")
+    elif picture or tensor is not None:
+        draw = _picture if picture else _boxes
+        say_parts((draw(summary, name) for name in summary.names), "\n\n")
     else:
         say_parts(_overview(summary))
 
 
 def _chosen(summary: CheckpointSummary, pattern: str | None, only: str | None) -> CheckpointSummary:
-    """Return a summary with the tensors that match both."""
-    found = summary.tensors
+    """Return a summary of the tensors that match both."""
+    names = summary.names
     if pattern is not None:
-        found = tuple(t for t in found if fnmatchcase(t.name, pattern))
-        if not found:
-            names = ", ".join(shown(t.name) for t in summary.tensors[:3])
+        names = tuple(name for name in names if fnmatchcase(name, pattern))
+        if not names:
+            first = ", ".join(map(shown, summary.names[:3]))
             raise CheckpointError(
-                f"{summary.directory}: no tensor matches {shown(pattern)}; the names start with "
-                f"{names or '(there are none)'}"
+                f"{summary.source.directory}: no tensor matches {shown(pattern)}; the names start "
+                f"with {first or '(there are none)'}"
             )
-    if only is not None:
-        found = tuple(t for t in found if getattr(t.holders, only))
-    return replace(summary, tensors=found)
+    summary = replace(summary, names=names)
+    if only is None:
+        return summary
+    alike = (one.name for one in summary.outlines if getattr(summary.holders(one), only))
+    return replace(summary, names=tuple(alike))
 
 
 def _json(summary: CheckpointSummary) -> Iterator[str]:
     """Yield the JSON text of a summary in pieces: of 100,000 tensors, all of it takes 200 MiB."""
     yield f'{json.dumps(summary.facts())[:-1]}, "tensors": ['
-    for at, tensor in enumerate(summary.tensors):
-        yield f"{', ' if at else ''}{json.dumps(tensor.to_json())}"
+    for at, name in enumerate(summary.names):
+        yield f"{', ' if at else ''}{json.dumps(summary.tensor_facts(name))}"
     yield "]}"
 
 
@@ -117,14 +114,16 @@ def _say_holders(summary: CheckpointSummary, index: tuple[int, ...], as_json: bo
     # A pattern may take in biases beside matrices: those that have no such index do not count.
     found = [
         (tensor.name, box, ranks)
-        for tensor in summary.tensors
-        for box, ranks in tensor.holders_at(index).items()
+        for tensor in summary.outlines
+        if len(index) <= len(tensor.shape)
+        for box, ranks in summary.holders(tensor).cells.items()
+        if all(lo <= at < hi for at, (lo, hi) in zip(index, box, strict=False))
     ]
-    if summary.tensors and not found:
-        tensor = summary.tensors[0]
+    if summary.names and not found:
+        tensor = next(summary.outlines)
         raise CheckpointError(
             f"tensor {tensor.name!r}: index {list(index)} does not lie in the shape "
-            f"{list(tensor.outline.shape)}"
+            f"{list(tensor.shape)}"
         )
     if as_json:
         holders = [
@@ -138,53 +137,53 @@ def _say_holders(summary: CheckpointSummary, index: tuple[int, ...], as_json: bo
         say(f"{_name(name)}[{', '.join(map(str, index))}]: {who}, in {box_text(box)}")
 
 
-def _picture(tensor: TensorSummary) -> str:
+def _picture(summary: CheckpointSummary, name: str) -> str:
     """Draw who holds what; a table of boxes where they make up no grid."""
-    if tensor.layout is not None:
-        return f"{_name(tensor.name)}\n{tensor.layout.picture()}"
-    shape, cells = tensor.outline.shape, tensor.holders.cells
-    sides = [{box[dim] for box in cells} for dim in range(len(shape))]
+    tensor = summary.source.outline(name)
+    layout = summary.layout(tensor)
+    if layout is not None:
+        return f"{_name(name)}\n{layout.picture()}"
+    cells = summary.holders(tensor).cells
+    sides = [{box[dim] for box in cells} for dim in range(len(tensor.shape))]
     if prod(map(len, sides)) != len(cells) or len(cells) > _MOST_CELLS:
-        return _boxes(tensor)
-    return Picture(f"{_title(tensor)} {list(shape)}", cells).text()
+        return _boxes(summary, name)
+    return Picture(f"{_title(tensor, layout)} {list(tensor.shape)}", cells).text()
 
 
 def _overview(summary: CheckpointSummary, only: str | None = None, of: int = 0) -> Iterator[str]:
     """Yield the lines about a checkpoint; those about its tensors if `only` some of them count."""
-    tensors, mesh = summary.tensors, summary.mesh
+    count, mesh, format = len(summary.names), summary.source.mesh, summary.source.format
     if only is None:
-        facts = f"{counted(len(tensors), 'tensor')}, {bytes_text(summary.num_bytes)}"
-        facts += f", in the format of {summary.format}"
+        facts = f"{counted(count, 'tensor')}, {bytes_text(summary.num_bytes)}"
+        facts += f", in the format of {format}"
         if mesh is not None:
             facts += f", saved on mesh {mesh} ({counted(mesh.size, 'device')})"
     else:
-        verb = "are" if len(tensors) > 1 else "is"
-        facts = f"{len(tensors) or 'none'} of {counted(of, 'tensor')} {verb} {only}"
+        facts = (
+            f"{count or 'none'} of {counted(of, 'tensor')} {'are' if count > 1 else 'is'} {only}"
+        )
         if only == "replicated" and mesh is None:
-            facts += f", as far as {summary.format} says: what ranks hold alike may be stored once"
-    yield f"{path_text(summary.directory)}: {facts}"
-    if tensors:
+            facts += f", as far as {format} says: what ranks hold alike may be stored once"
+    yield f"{path_text(summary.source.directory)}: {facts}"
+    if count:
         yield from _tensors(summary)
-    if tensors and only is None:
+    if count and only is None:
         yield ""
-        files = summary.files_by_rank
         rows = [
             [
                 str(rank),
                 "" if mesh is None else str(mesh.coordinates(rank)),
                 bytes_text(num_bytes),
-                files.get(rank, "none"),
+                file or "none",
             ]
-            for rank, num_bytes in summary.bytes_by_rank.items()
+            for rank, (num_bytes, file) in summary.ranks.items()
         ]
         header = ["rank", "coordinates", "stored", "file"]
         yield from table_lines(header, lambda: rows, numbers=(2,), empty_columns=False)
     if summary.extras and only is None:
         yield ""
         values = sorted(summary.extras.items())
-        rows = [
-            [_name(name), _name(inspect.other_text(value, _MOST_VALUE))] for name, value in values
-        ]
+        rows = [[_name(name), _name(other_text(value, _MOST_VALUE))] for name, value in values]
         yield from table_lines(["no tensor", "value"], lambda: rows)
 
 
@@ -194,34 +193,39 @@ def _tensors(summary: CheckpointSummary) -> Iterator[str]:
     known: dict[Layout | None, list[str]] = {}  # most of 100,000 tensors share a layout
 
     def rows() -> Iterator[list[str]]:
-        for tensor in summary.tensors:
-            cells = known.get(tensor.layout) or _cells(tensor)
-            if tensor.layout is not None:
-                known[tensor.layout] = cells
+        for tensor in summary.outlines:
+            layout = summary.layout(tensor)
+            cells = known.get(layout) or _cells(summary, tensor, layout)
+            if layout is not None:
+                known[layout] = cells
             yield [_name(tensor.name), *cells]
 
     yield ""
     yield from table_lines(header, rows, numbers=(3, 4), empty_columns=False)
 
 
-def _cells(tensor: TensorSummary) -> list[str]:
+def _cells(summary: CheckpointSummary, tensor: AnyOutline, layout: Layout | None) -> list[str]:
     """Return the row of a tensor without its name."""
-    holders = tensor.holders
+    holders = summary.holders(tensor)
     remarks = [word for word in ("replicated", "uneven") if getattr(holders, word)]
-    if tensor.layout is None and len(holders.cells) > 1:
+    if layout is None and len(holders.cells) > 1:
         remarks.insert(0, f"{len(holders.cells)} boxes")
-    shape = "×".join(map(str, tensor.outline.shape)) or "scalar"
-    return [*_spec(tensor), shape, bytes_text(tensor.num_bytes), ", ".join(remarks)]
+    shape = "×".join(map(str, tensor.shape)) or "scalar"
+    return [
+        _spec(tensor, layout),
+        tensor.dtype,
+        shape,
+        bytes_text(tensor.num_bytes),
+        ", ".join(remarks),
+    ]
 
 
-def _spec(tensor: TensorSummary) -> list[str]:
-    outline = tensor.outline
-    spec = outline.spec if tensor.layout is None else tensor.layout.labelled_spec
-    return ["" if spec is None else str(spec), outline.dtype]
+def _spec(tensor: AnyOutline, layout: Layout | None) -> str:
+    return str((tensor.spec if layout is None else layout.labelled_spec) or "")
 
 
-def _title(tensor: TensorSummary) -> str:
-    return " ".join(filter(None, [_name(tensor.name), *_spec(tensor)]))
+def _title(tensor: AnyOutline, layout: Layout | None) -> str:
+    return " ".join(filter(None, [_name(tensor.name), _spec(tensor, layout), tensor.dtype]))
 
 
 def _name(name: str) -> str:
@@ -229,21 +233,22 @@ def _name(name: str) -> str:
     return printable(name) or "''"
 
 
-def _boxes(tensor: TensorSummary) -> str:
-    stored = tensor.stored
+def _boxes(summary: CheckpointSummary, name: str) -> str:
+    tensor = summary.source.tensor(name)
+    facts = summary.tensor_facts(name)
     title = (
-        f"{_title(tensor)} {list(stored.shape)}: {bytes_text(tensor.num_bytes)}, "
-        f"{bytes_text(tensor.stored_bytes)} stored"
+        f"{_title(tensor, summary.layout(tensor))} {facts['shape']}: "
+        f"{bytes_text(facts['bytes'])}, {bytes_text(facts['stored_bytes'])} stored"
     )
     rows = [
         [
-            box_text(box.box) + (f" addend {list(box.addend)}" if box.addend else ""),
-            str(box.rank),
-            bytes_text(box_size(box.box) * item_bytes(stored.dtype)),
-            str(box.offset),
-            tensor.file(box),
+            box_text(box["box"]) + (f" addend {box['addend']}" if box["addend"] else ""),
+            str(box["rank"]),
+            bytes_text(box["bytes"]),
+            str(box["offset"]),
+            box["file"],
         ]
-        for box in stored.boxes
+        for box in facts["boxes"]
     ]
     table = table_text(["box", "rank", "size", "offset", "file"], rows, text_from=4)
     return f"{title}\n{table}" if rows else title
@@ -350,8 +355,7 @@ def diff_command(
             say(f"tensor {shown(difference.name)} {difference.problem}")
         say(f"{len(found)} of {counted(count, 'tensor')} differ{'s' if len(found) == 1 else ''}")
     else:
-        tensors = [one.outline(name) for name in chosen.values()]
-        num_bytes = sum(prod(tensor.shape) * item_bytes(tensor.dtype) for tensor in tensors)
-        say(f"no difference: {counted(len(tensors), 'tensor')}, {bytes_text(num_bytes)}")
+        num_bytes = sum(one.outline(name).num_bytes for name in chosen.values())
+        say(f"no difference: {counted(len(chosen), 'tensor')}, {bytes_text(num_bytes)}")
     if found:
         click.get_current_context().exit(_NOT_THE_SAME)

@@ -11,7 +11,7 @@ import torch
 
 import shardspec.checkpoint.open as opening
 from shardspec import DeviceMesh, load_sharded, merge
-from shardspec.checkpoint.catalog import ListedCatalog
+from shardspec.checkpoint.catalog import Catalog
 from shardspec.checkpoint.convert import reshard
 from shardspec.checkpoint.open import open_checkpoint
 from shardspec.checkpoint.verify import diff_checkpoints, verify_checkpoint
@@ -113,7 +113,7 @@ def test_every_command_is_told(saved, command, tmp_path, monkeypatch):
     out.mkdir()
     files = sorted(first.glob("*.safetensors"))
     saves = [1]
-    tensor = ListedCatalog.tensor
+    tensor = Catalog.tensor
 
     def save_again():
         for file in files:
@@ -127,7 +127,7 @@ def test_every_command_is_told(saved, command, tmp_path, monkeypatch):
             save_again()
         return tensor(self, name)
 
-    monkeypatch.setattr(ListedCatalog, "tensor", opened_then_saved)
+    monkeypatch.setattr(Catalog, "tensor", opened_then_saved)
     with pytest.raises(CheckpointError, match=CHANGED):
         COMMANDS[command](first, out)
     assert not saves

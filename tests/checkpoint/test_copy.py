@@ -17,9 +17,8 @@ from shardspec.checkpoint.catalog import Digest, StoredBox, StoredTensor
 from shardspec.checkpoint.read_boxes import (
     Buffers,
     Checks,
-    byte_box,
     cut,
-    offset_in,
+    part_of,
     read_box,
     read_box_into,
 )
@@ -103,38 +102,45 @@ def test_any_box_out_of_any_grid(tmp_path_factory, drawn):
 
 
 def blocks_of(shape, boxes, target, most):
-    """Return the blocks of a target, and where what holds them starts in its file."""
+    """Return the bytes of the blocks of a target, and where what holds them starts in its file."""
     stored = tuple(StoredBox(box, (), 0, Path("x"), offset) for box, offset in boxes)
     tensor = StoredTensor("w", shape, "uint8", None, (), stored)
     return [
-        (block, [(part.start, part.contiguous) for part in parts])
-        for block, parts in cut(tensor, target, most)
+        (num_bytes, [(part.start, part.contiguous) for part in parts])
+        for num_bytes, parts in cut(tensor, target, most)
     ]
 
 
 def test_blocks_and_what_holds_them():
     rows = [(((0, 3), (0, 8)), 100), (((3, 5), (0, 8)), 200)]
     assert blocks_of((5, 8), rows, ((0, 5), (0, 8)), 16) == [
-        (((0, 2), (0, 8)), [(100, True)]),
-        (((2, 4), (0, 8)), [(116, True), (200, True)]),
-        (((4, 5), (0, 8)), [(208, True)]),
+        (16, [(100, True)]),
+        (16, [(116, True), (200, True)]),
+        (8, [(208, True)]),
     ]
     # Of a part of the rows, and of their columns.
     whole = [(((0, 6), (0, 8)), 100)]
-    assert blocks_of((6, 8), whole, ((2, 5), (0, 8)), 64) == [(((2, 5), (0, 8)), [(116, True)])]
-    assert blocks_of((6, 8), whole, ((2, 5), (0, 4)), 64) == [(((2, 5), (0, 4)), [(116, False)])]
+    assert blocks_of((6, 8), whole, ((2, 5), (0, 8)), 64) == [(24, [(116, True)])]
+    assert blocks_of((6, 8), whole, ((2, 5), (0, 4)), 64) == [(12, [(116, False)])]
     # Rows longer than a block are copied part by part.
     columns = [(((0, 2), (0, 3)), 0), (((0, 2), (3, 8)), 50)]
     assert blocks_of((2, 8), columns, ((0, 2), (0, 8)), 4)[:2] == [
-        (((0, 1), (0, 4)), [(0, True), (50, True)]),
-        (((0, 1), (4, 8)), [(51, True)]),
+        (4, [(0, True), (50, True)]),
+        (4, [(51, True)]),
     ]
 
 
-def test_offsets():
-    assert byte_box(((1, 2), (3, 5)), 4) == ((1, 2), (12, 20))
-    assert byte_box((), 2) == ((0, 2),)
-    assert offset_in(((10, 20), (0, 8)), ((12, 13), (3, 4))) == 19
+def test_where_a_part_lies():
+    box = StoredBox(((10, 20), (0, 8)), (), 0, Path("x"), 5)
+    part = part_of(box, ((12, 14), (3, 4)), ((12, 15), (2, 6)), 4)
+    assert (part.start, part.at) == (5 + 4 * 19, 4)
+    assert part.steps == ((2, 4 * 8, 4 * 4), (4, 1, 1))
+    scalar = StoredBox((), (), 0, Path("x"), 5)
+    assert part_of(scalar, (), (), 2) == (scalar, 5, 0, ((2, 1, 1),))
+    # By its strides in the file the second dim is the outer one, and all of it lies together.
+    turned = StoredBox(((0, 2), (0, 3)), (), 0, Path("x"), 0, None, (1, 2))
+    part = part_of(turned, ((0, 2), (0, 3)), ((0, 2), (0, 3)), 1)
+    assert (part.steps, part.contiguous) == (((3, 2, 1), (2, 1, 3), (1, 1, 1)), True)
 
 
 def test_reading_skips_gaps_of_a_page_and_reads_shorter_ones_along(tmp_path, monkeypatch):

@@ -2,8 +2,7 @@
 
 from pathlib import Path
 
-from shardspec.checkpoint.catalog import FileBox, Outline, StoredReduction
-from shardspec.checkpoint.tiling import memoize_by_boxes
+from shardspec.checkpoint.catalog import FileBox, Outline, StoredReduction, memoize_by_boxes
 
 
 def test_what_follows_from_boxes_in_common():

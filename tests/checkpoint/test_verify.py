@@ -12,12 +12,12 @@ import torch
 from click.testing import CliRunner
 
 from shardspec import DeviceMesh, DTensor, save_sharded
-from shardspec.checkpoint.catalog import ListedCatalog, StoredBox, StoredTensor
+from shardspec.checkpoint.catalog import Catalog, StoredBox, StoredTensor
 from shardspec.checkpoint.convert import merge
 from shardspec.checkpoint.numeric import numbers
 from shardspec.checkpoint.open import open_checkpoint
+from shardspec.checkpoint.read_boxes import check_replicas
 from shardspec.checkpoint.source_files import OpenFiles
-from shardspec.checkpoint.tiling import check_replicas
 from shardspec.checkpoint.verify import Difference, diff_checkpoints, verify_checkpoint
 from shardspec.cli.main import cli
 from shardspec.errors import CheckpointError
@@ -328,7 +328,7 @@ def test_flat_parts_under_one_name_are_not_to_be_thrown_away(tmp_path, suffix, k
         path.write_bytes(bytes((rank,)) * 8)
     boxes = tuple(StoredBox(((0, 2),), (), rank, path, 0) for rank, path in enumerate(paths))
     tensor = StoredTensor("exp_avg", (2,), "float32", None, (), boxes)
-    source = ListedCatalog("example", tmp_path, {"exp_avg": tensor}, paths)
+    source = Catalog("example", tmp_path, {"exp_avg": tensor}, paths)
     (flaw,) = verify_checkpoint(source, every=True).flaws
     assert "claim different data for box [0:2]" in flaw
     assert ("FSDP1's local optimizer states are, keep all" in flaw) == kept

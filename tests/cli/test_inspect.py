@@ -178,8 +178,9 @@ def test_json_says_everything(ckpt):
 
 def test_the_library_side(ckpt):
     summary = inspect_checkpoint(ckpt)
-    assert [tensor.outline.name for tensor in summary.tensors][1:] == ["b", "p", "step", "w"]
-    assert summary.mesh is not None
-    assert summary.mesh.axis_names == ("dp", "tp")
+    assert summary.names[1:] == ("b", "p", "step", "w")
+    assert summary.source.mesh is not None
+    assert summary.source.mesh.axis_names == ("dp", "tp")
     assert summary.bytes_by_rank[2] == 24
-    assert summary.tensors[2].stored_bytes == 3 * summary.tensors[2].num_bytes == 48
+    pending = summary.tensor_facts(summary.names[2])
+    assert pending["stored_bytes"] == 3 * pending["bytes"] == 48

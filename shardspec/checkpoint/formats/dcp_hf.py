@@ -19,19 +19,24 @@ from pathlib import Path
 from typing import TypeAlias
 
 from shardspec.boxes import Box, box_size
-from shardspec.checkpoint.catalog import ListedCatalog, StoredBox, StoredTensor, box_text
+from shardspec.checkpoint.catalog import (
+    Catalog,
+    StoredBox,
+    StoredTensor,
+    box_text,
+    check_tiling,
+)
 from shardspec.checkpoint.formats import safetensors
 from shardspec.checkpoint.formats.names import DCP_HF, DCP_HF_SHARD, is_data_file, is_index
 from shardspec.checkpoint.source_files import prefetch_depth, prefetch_map
 from shardspec.checkpoint.store import file_inside
-from shardspec.checkpoint.tiling import check_tiling
 from shardspec.errors import CheckpointError
 
 _Shards: TypeAlias = dict[tuple[int, int], Path]
 """Files by the number of the rank, from 1, and that of the merged file."""
 
 
-def open_dcp_hf(directory: Path, *, ranks: int | None = None) -> ListedCatalog:
+def open_dcp_hf(directory: Path, *, ranks: int | None = None) -> Catalog:
     """Read the header and the offsets of every shard, and check what the shapes rest on."""
     names = sorted(path.name for path in directory.iterdir() if is_data_file(path.name))
     shards: _Shards = {}
@@ -58,7 +63,8 @@ def open_dcp_hf(directory: Path, *, ranks: int | None = None) -> ListedCatalog:
     beside = [path.name for path in home.parent.iterdir()] if home.name == "sharded" else []
     if any(is_index(name) or is_data_file(name) for name in beside):
         # The merged model that torch has written above the shards.
-        merged = safetensors.open_directory(home.parent).tensors
+        whole = safetensors.open_directory(home.parent)
+        merged = dict(zip(whole.names, map(whole.tensor, whole.names), strict=True))
         said, due = (
             {name: f"{found.dtype} of shape {list(found.shape)}" for name, found in held.items()}
             for held in (tensors, merged)
@@ -70,7 +76,7 @@ def open_dcp_hf(directory: Path, *, ranks: int | None = None) -> ListedCatalog:
                     f"{due.get(name, 'absent')} in the merged files above them; a shard is "
                     "missing, or the two are not of one save"
                 )
-    found = ListedCatalog(DCP_HF, directory, tensors, tuple(shards.values()))
+    found = Catalog(DCP_HF, directory, tensors, tuple(shards.values()))
     numbers = {number for number, _ in shards}
     if merged is None or ranks is not None:
         _check_ranks(directory, numbers, ranks)

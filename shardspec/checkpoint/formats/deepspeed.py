@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Final, NamedTuple, TypeAlias
 
 from shardspec.boxes import box_size, row_major_boxes
-from shardspec.checkpoint.catalog import ListedCatalog, StoredBox, StoredTensor
+from shardspec.checkpoint.catalog import Catalog, StoredBox, StoredTensor
 from shardspec.checkpoint.formats import names
 from shardspec.checkpoint.formats.torch_file import (
     StateTensor,
@@ -100,7 +100,7 @@ class _Parameter(NamedTuple):
     span: range  # its place in its line, or with stage 3 in that of each rank
 
 
-def open_deepspeed(directory: Path) -> ListedCatalog:
+def open_deepspeed(directory: Path) -> Catalog:
     """Read what describes the files of all ranks; not their data."""
     run = _read_run(directory)
     parameters, needed = _parameters(run)
@@ -132,7 +132,7 @@ def open_deepspeed(directory: Path) -> ListedCatalog:
             )
     paths = [state.path for state in (*run.optimizers, *run.models)]
     extras = extras_of(run.optimizers[0], model)
-    return ListedCatalog(names.DEEPSPEED, directory, tensors, paths, None, extras)
+    return Catalog(names.DEEPSPEED, directory, tensors, paths, None, extras)
 
 
 def _read_run(place: Path) -> _Run:

@@ -22,7 +22,7 @@ from math import prod
 from pathlib import Path
 from typing import Final
 
-from shardspec.checkpoint.catalog import Catalog, ListedCatalog, StoredTensor
+from shardspec.checkpoint.catalog import Catalog, StoredTensor
 from shardspec.checkpoint.formats import deepspeed, names
 from shardspec.checkpoint.formats.deepspeed import DEEPSPEED_NAMES, OPTIMIZER, TO_UNIVERSAL
 from shardspec.checkpoint.formats.names import DEEPSPEED_MODEL
@@ -60,7 +60,7 @@ def _full_name(kind: str, name: str) -> str:
     return name if kind == _WEIGHT else f"optimizer.{kind}.{name}"
 
 
-def open_universal(directory: Path) -> ListedCatalog:
+def open_universal(directory: Path) -> Catalog:
     """Read what describes the tensors of all files; not their data."""
     matches = sorted(
         filter(None, (DEEPSPEED_MODEL.fullmatch(path.name) for path in directory.iterdir())),
@@ -111,7 +111,7 @@ def open_universal(directory: Path) -> ListedCatalog:
     deepspeed.add_tied(first, tensors)
     extras = deepspeed.extras_of(first)
     paths += files.values()
-    return ListedCatalog(names.DEEPSPEED_UNIVERSAL, directory, tensors, paths, None, extras)
+    return Catalog(names.DEEPSPEED_UNIVERSAL, directory, tensors, paths, None, extras)
 
 
 def _tensors(

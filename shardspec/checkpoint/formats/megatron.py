@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Final, TypeAlias
 
 from shardspec.boxes import box_shape
-from shardspec.checkpoint.catalog import ListedCatalog, OpaqueValue
+from shardspec.checkpoint.catalog import Catalog, OpaqueValue
 from shardspec.checkpoint.formats import tensor_parallel
 from shardspec.checkpoint.formats.names import MEGATRON, MEGATRON_FILE, MEGATRON_RANK
 from shardspec.checkpoint.formats.torch_file import (
@@ -82,7 +82,7 @@ def _number(state: TorchState, name: str) -> int | None:
 
 def open_megatron(
     directory: Path, *, rules: tensor_parallel.CutRules = None, ranks: int | None = None
-) -> ListedCatalog:
+) -> Catalog:
     """Read what describes the models in the files of all ranks; not their data."""
     files = _read(directory)
     states = list(files.values())
@@ -133,7 +133,7 @@ def open_megatron(
         # A spec counts the axes of a mesh on which all ranks hold something of a tensor.
         tensors = {name: replace(tensor, spec=None) for name, tensor in tensors.items()}
     paths = [state.path for state in states]
-    return ListedCatalog(MEGATRON, directory, tensors, paths, mesh, _others(states))
+    return Catalog(MEGATRON, directory, tensors, paths, mesh, _others(states))
 
 
 def _read(place: Path) -> _Files:

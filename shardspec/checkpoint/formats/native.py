@@ -18,7 +18,7 @@ from typing import Any, Final, NamedTuple
 
 from shardspec.boxes import box_size
 from shardspec.checkpoint import catalog, state_dict, targets
-from shardspec.checkpoint.catalog import ListedCatalog, ReplicaKey, StoredBox, StoredTensor
+from shardspec.checkpoint.catalog import Catalog, ReplicaKey, StoredBox, StoredTensor
 from shardspec.checkpoint.formats import safetensors
 from shardspec.checkpoint.formats.names import INFO_NAME, NATIVE
 from shardspec.checkpoint.source_files import SourceFile, prefetch_depth, prefetch_map
@@ -236,7 +236,7 @@ _NAMED: Final[Mapping[str, tuple[Callable[[Any, str], object], Callable[[object]
 """Members of the info, left out where they are empty: how their values are written and read."""
 
 
-class NativeCatalog(ListedCatalog):
+class NativeCatalog(Catalog):
     """A checkpoint that `save_sharded` wrote."""
 
     paths: Mapping[str, KeyPath]

@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Final, NamedTuple, TypeAlias
 
 from shardspec.checkpoint.catalog import (
+    Catalog,
     FileMetadata,
-    ListedCatalog,
     StoredTensor,
     unsharded_tensor,
     whole_box,
@@ -193,7 +193,7 @@ def encode_header(slots: Iterable[TensorSlot], metadata: Mapping[str, str]) -> t
     return len(text).to_bytes(8, "little") + text, Header(entries, dict(metadata), start + end)
 
 
-def open_directory(directory: Path) -> ListedCatalog:
+def open_directory(directory: Path) -> Catalog:
     """Read the one index of a directory, or where it has none all its safetensors files."""
     there = sorted(path.name for path in directory.iterdir())
     indexes = list(filter(is_index, there))
@@ -209,19 +209,17 @@ def open_directory(directory: Path) -> ListedCatalog:
     return _opened(directory, {file_inside(directory, name, directory): set() for name in names})
 
 
-def open_index_file(index: Path) -> ListedCatalog:
+def open_index_file(index: Path) -> Catalog:
     """Read an index and the headers of its files, and check that they agree."""
     return _opened(index.parent, by_file(index), index)
 
 
-def open_single_file(path: Path) -> ListedCatalog:
+def open_single_file(path: Path) -> Catalog:
     """Read the header of one safetensors file."""
     return _opened(path, {path: set()})
 
 
-def _opened(
-    place: Path, files: Mapping[Path, Set[str]], index: Path | None = None
-) -> ListedCatalog:
+def _opened(place: Path, files: Mapping[Path, Set[str]], index: Path | None = None) -> Catalog:
     """Return the catalog of files that hold whole tensors: those that an index lists, or all."""
     tensors: dict[str, StoredTensor] = {}
     home: dict[str, Path] = {}
@@ -252,7 +250,7 @@ def _opened(
                 known, other = said.setdefault(key, (text, path))
                 if known != text and key not in _OWN_KEYS:
                     contradictions.setdefault(key, (other, path))
-    found = ListedCatalog(SAFETENSORS, place, tensors, (index, *files) if index else tuple(files))
+    found = Catalog(SAFETENSORS, place, tensors, (index, *files) if index else tuple(files))
     left_out = contradictions.keys() | _OWN_KEYS
     agreed = {key: text for key, (text, _) in said.items() if key not in left_out}
     found.file_metadata = FileMetadata(agreed, contradictions)

@@ -28,7 +28,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Final, NamedTuple, TypeAlias
 
-from shardspec.checkpoint.catalog import ListedCatalog, StoredTensor, replica_keys
+from shardspec.checkpoint.catalog import Catalog, StoredTensor, replica_keys
 from shardspec.checkpoint.formats import torch_file
 from shardspec.checkpoint.formats.names import META, META_FILE, META_PARAMS, PARTS
 from shardspec.checkpoint.formats.torch_file import TorchState, of_two_saves
@@ -272,7 +272,7 @@ _TOKENS: Final = "tok_embeddings.weight"
 _KEYS: Final = "layers.0.attention.wk.weight"
 
 
-def open_meta(directory: Path, *, rules: CutRules = None) -> ListedCatalog:
+def open_meta(directory: Path, *, rules: CutRules = None) -> Catalog:
     """Read what describes the tensors in the files of all ranks; not their data."""
     names = sorted(path.name for path in directory.iterdir())
     found = {int(match[1]): name for name in names if (match := META_FILE.fullmatch(name))}
@@ -304,7 +304,7 @@ def open_meta(directory: Path, *, rules: CutRules = None) -> ListedCatalog:
         paths = (*paths, directory / META_PARAMS)
     extras |= {key: torch_file.plain_value(value) for key, value in states[0].extras.items()}
     mesh = DeviceMesh(range(ranks), (ranks,), axis_names=("tp",))
-    return ListedCatalog(META, directory, tensors, paths, mesh, extras)
+    return Catalog(META, directory, tensors, paths, mesh, extras)
 
 
 def _params(path: Path, tensors: Mapping[str, StoredTensor]) -> dict[str, object]:

@@ -18,7 +18,7 @@ from typing import Final, NamedTuple
 
 from shardspec.boxes import box_shape
 from shardspec.checkpoint.catalog import (
-    ListedCatalog,
+    Catalog,
     OpaqueValue,
     ReplicaKey,
     StoredBox,
@@ -274,7 +274,7 @@ def check_no_copies(states: Iterable[TorchState]) -> None:
 # --- whole models
 
 
-def open_torch_file(path: Path) -> ListedCatalog:
+def open_torch_file(path: Path) -> Catalog:
     """Read what describes the state in one file; not its data. Parts of tensors are refused."""
     kind = part_of_several(path.name, lambda: [at.name for at in path.parent.iterdir()])
     if kind is not None:
@@ -282,7 +282,7 @@ def open_torch_file(path: Path) -> ListedCatalog:
     return _opened(path, {path: set()})
 
 
-def open_bin_directory(directory: Path) -> ListedCatalog:
+def open_bin_directory(directory: Path) -> Catalog:
     """Read the index of a directory, or its one ``pytorch_model.bin``, or all numbered files."""
     names = sorted(path.name for path in directory.iterdir())
     if BIN_INDEX in names:
@@ -294,14 +294,12 @@ def open_bin_directory(directory: Path) -> ListedCatalog:
     return _opened(directory, {file_inside(directory, name, directory): set() for name in numbered})
 
 
-def open_bin_index(index: Path) -> ListedCatalog:
+def open_bin_index(index: Path) -> Catalog:
     """Read an index and what describes its files, and check that they agree."""
     return _opened(index.parent, by_file(index), index)
 
 
-def _opened(
-    place: Path, files: Mapping[Path, Set[str]], index: Path | None = None
-) -> ListedCatalog:
+def _opened(place: Path, files: Mapping[Path, Set[str]], index: Path | None = None) -> Catalog:
     """Return the catalog of files that hold whole tensors: those that an index lists, or all."""
     tensors: dict[str, StoredTensor] = {}
     others: dict[str, object] = {}
@@ -327,7 +325,7 @@ def _opened(
             tensors[name] = whole_tensor(name, path, found)
         others.update((name, plain_value(value)) for name, value in state.extras.items())
     paths = tuple(files) if index is None else (index, *files)
-    return ListedCatalog(TORCH_FILE, place, tensors, paths, None, others)
+    return Catalog(TORCH_FILE, place, tensors, paths, None, others)
 
 
 def _part_by_content(state: TorchState) -> str | None:
