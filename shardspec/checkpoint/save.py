@@ -24,7 +24,6 @@ from shardspec.checkpoint.formats.native import (
     shard_name,
 )
 from shardspec.checkpoint.formats.safetensors import read_header
-from shardspec.checkpoint.output_files import write_all
 from shardspec.checkpoint.rank_state import (
     Described,
     Replicas,
@@ -231,13 +230,7 @@ def _write_file(path: Path, num_bytes: int, pieces: Iterable[bytes | memoryview]
                 write(piece)
         return
 
-    def fill(fd: int) -> None:
-        done = 0
-        for piece in pieces:
-            write_all(fd, memoryview(piece), done, path)
-            done += len(piece)
-
-    write_atomically(path, num_bytes, fill, overwrite=True, mode_of=INFO_NAME)
+    write_atomically(path, num_bytes, pieces, overwrite=True, mode_of=INFO_NAME)
 
 
 def _publish(path: Path, info: ShardingInfo) -> list[str]:

@@ -20,9 +20,9 @@ from shardspec import DeviceMesh, DTensor, merge, reshard, save_sharded
 from shardspec.checkpoint import coordinate
 from shardspec.checkpoint.commit import Destination, staged_output
 from shardspec.checkpoint.coordinate import Member
-from shardspec.checkpoint.executor import plan_tasks
 from shardspec.checkpoint.formats.safetensors import huggingface_target
 from shardspec.checkpoint.open import open_checkpoint
+from shardspec.checkpoint.output import plan_tasks
 from shardspec.checkpoint.targets import OutputTensor
 from shardspec.errors import CheckpointError, OutputExistsError, ShardSpecError
 from tests.checkpoint.writers.states import save, state

@@ -69,11 +69,11 @@ def dcp_target(
         if end:
             files.append(targets.OutputFile(file, end, raw, extents, partial(_trailer, extents)))
 
-    def last(_: Mapping[str, Sequence[int]], put: targets.Put) -> None:
-        metadata = _metadata(tensors, chunks, values)
-        put(METADATA_NAME, lambda write: writer.pickle_into(metadata, write))
+    def fill(_: Mapping[str, Sequence[int]], write: targets.Write) -> None:
+        writer.pickle_into(_metadata(tensors, chunks, values), write)
 
-    return targets.Target(tuple(files), directory=True, last=last, digested=True)
+    listing = targets.Listing(METADATA_NAME, fill)
+    return targets.Target(tuple(files), directory=True, listing=listing, digested=True)
 
 
 class _Archive(NamedTuple):

@@ -396,19 +396,20 @@ def sharded_target(
         if assigned[rank]
     }
 
-    def last(crcs: Mapping[str, Sequence[int]], put: targets.Put) -> None:
+    def fill(crcs: Mapping[str, Sequence[int]], write: targets.Write) -> None:
         entries = tuple(_entry(rank, file, crcs[file.name]) for rank, file in files.items())
         by_names = dict(sorted(layouts.items()))
         info = ShardingInfo(token, mesh, by_names, entries, file_metadata=file_metadata)
+        for line in info_lines(info):
+            write(line.encode())
 
-        def fill(write: targets.Write) -> None:
-            for line in info_lines(info):
-                write(line.encode())
-
-        put(INFO_NAME, fill)
-
-    carried = frozenset(file_metadata)
-    return Target(tuple(files.values()), directory=True, last=last, digested=True, carried=carried)
+    return Target(
+        tuple(files.values()),
+        directory=True,
+        listing=targets.Listing(INFO_NAME, fill),
+        digested=True,
+        carried=frozenset(file_metadata),
+    )
 
 
 def _entry(rank: int, file: OutputFile, crcs: Sequence[int]) -> FileEntry:
