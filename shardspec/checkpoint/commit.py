@@ -22,8 +22,7 @@ from typing import Final, NamedTuple
 
 from isal.isal_zlib import crc32
 
-from shardspec.checkpoint.source_files import read_fully
-from shardspec.checkpoint.store import output_exists, path_errors, reason
+from shardspec.checkpoint.store import output_exists, path_errors, read_fully, reason
 from shardspec.errors import CheckpointError
 
 DIRECTORY: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
@@ -86,19 +85,17 @@ def staged_output(
 @contextmanager
 def joined_output(place: Path, path: Path, *, directory: bool) -> Iterator[int]:
     """Open what another process of the same user has staged; `path` is its final name."""
-    try:
-        fd = os.open(place, _INNER if directory else FILE)
-    except OSError as error:
-        raise CheckpointError(
-            f"{path}: what the first process has begun is not seen here ({reason(error)}); write "
-            "to a directory that all processes share"
-        ) from None
-    try:
+    with ExitStack() as held:
+        try:
+            fd = held.enter_context(opened(place, flags=_INNER if directory else FILE))
+        except OSError as error:
+            raise CheckpointError(
+                f"{path}: what the first process has begun is not seen here ({reason(error)}); "
+                "write to a directory that all processes share"
+            ) from None
         if os.fstat(fd).st_uid != os.geteuid():
             raise CheckpointError(f"{path}: {place.name} beside it belongs to another user")
         yield fd
-    finally:
-        os.close(fd)
 
 
 @contextmanager

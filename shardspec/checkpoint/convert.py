@@ -35,8 +35,7 @@ from shardspec.checkpoint.select import (
     select,
     tied,
 )
-from shardspec.checkpoint.source_files import OpenFiles
-from shardspec.checkpoint.store import RemotePath, as_path, output_exists, path_errors
+from shardspec.checkpoint.store import OpenFiles, RemotePath, as_path, output_exists, path_errors
 from shardspec.checkpoint.targets import OutputTensor, Target, add_sidecars
 from shardspec.checkpoint.tiling import check_blocks, check_replicas, check_tiling, memoize_by_boxes
 from shardspec.dtypes import item_bytes

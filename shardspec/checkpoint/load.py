@@ -27,8 +27,8 @@ from shardspec.checkpoint.select import (
     plain,
     select,
 )
-from shardspec.checkpoint.source_files import OpenFiles
 from shardspec.checkpoint.state_dict import LEFT_OUT, KeyPath, unflatten
+from shardspec.checkpoint.store import OpenFiles
 from shardspec.checkpoint.targets import OutputTensor
 from shardspec.checkpoint.tiling import check_tiling
 from shardspec.comm.communicator import Communicator

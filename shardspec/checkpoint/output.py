@@ -43,14 +43,15 @@ from shardspec.checkpoint.read_boxes import (
     read_box,
     stretches,
 )
-from shardspec.checkpoint.source_files import (
+from shardspec.checkpoint.store import (
     AHEAD_BYTES,
-    KeptOpen,
     OpenFiles,
+    RemotePath,
     SourceFile,
+    path_errors,
     prefetch_map,
+    upload,
 )
-from shardspec.checkpoint.store import RemotePath, path_errors, upload
 from shardspec.checkpoint.targets import Extent, RawBytes, Target
 from shardspec.dtypes import is_cast
 from shardspec.errors import CheckpointError
@@ -62,7 +63,6 @@ _TASK_BYTES: Final = 32 << 20
 """Least bytes of the tensors that a thread takes at once."""
 _TASKS_AHEAD: Final = 2
 """Per thread."""
-_MAX_OPEN: Final = 128
 _TEMPORARY_SUFFIX: Final = ".shardspec-tmp"
 """How the names of files in a store end that were not moved yet; a killed run leaves them."""
 _HEADER: Final = "a header"
@@ -85,53 +85,38 @@ class WriteOptions(NamedTuple):
     member: Member | None
 
 
-class Task(NamedTuple):
-    """What one thread copies, one after the other."""
-
-    file: int  # index of the file that is written whole; -1 if none is
-    extents: list[tuple[int, int]]
-    """Index of the file in the target, and of the extent in the file."""
+Extents: TypeAlias = list[tuple[int, int]]
+"""What a thread copies in turn: for each the number of a file, and of an extent in it."""
 
 
 def plan_tasks(
     target: Target, rank: int = 0, size: int = 1, *, whole_files: bool = False
-) -> Iterator[Task]:
-    """Yield the tasks of one of several processes: files, or tensors with all their extents.
+) -> Iterator[Extents]:
+    """Yield the tasks of one of several processes: all extents of a few tensors, or of one file.
 
-    Each process gets an equal share of all bytes, as nearly as they allow it.
+    Each process gets an equal share of all bytes, as nearly as tensors or files allow it.
     """
-    total = target.num_bytes
-    before = 0
-
-    def is_mine(num_bytes: int) -> bool:
-        """Whether the middle of these bytes is in the share of this process."""
-        nonlocal before
-        owner = min(size - 1, (2 * before + num_bytes) * size // (2 * max(1, total)))
-        before += num_bytes
-        return owner == rank
-
-    if whole_files:
-        for number, file in enumerate(target.files):
-            if is_mine(file.num_bytes):
-                yield Task(number, [(number, extent) for extent in range(len(file.extents))])
-        return
-    # Extents by tensor, as single numbers: there may be ten million.
-    by_tensor: dict[str, array[int]] = {}
+    # Extents as single numbers: there may be ten million.
+    groups: dict[object, array[int]] = {}
     for number, file in enumerate(target.files):
         for place, extent in enumerate(file.extents):
-            by_tensor.setdefault(extent.tensor.source, array("q")).append(number << 32 | place)
+            key = number if whole_files else extent.tensor.source
+            groups.setdefault(key, array("q")).append(number << 32 | place)
     total = sum(extent.num_bytes for file in target.files for extent in file.extents)
-    task, task_bytes = Task(-1, []), 0
-    for codes in by_tensor.values():
+    before = task_bytes = 0
+    task: Extents = []
+    for codes in groups.values():
         extents = [divmod(code, 1 << 32) for code in codes]
         num_bytes = sum(target.files[file].extents[place].num_bytes for file, place in extents)
-        if is_mine(num_bytes):
-            task.extents.extend(extents)
+        # A group goes to the process in whose share its middle is.
+        if min(size - 1, (2 * before + num_bytes) * size // (2 * max(1, total))) == rank:
+            task += extents
             task_bytes += num_bytes
-        if task_bytes >= _TASK_BYTES:
+        before += num_bytes
+        if task and (whole_files or task_bytes >= _TASK_BYTES):
             yield task
-            task, task_bytes = Task(-1, []), 0
-    if task.extents:
+            task, task_bytes = [], 0
+    if task:
         yield task
 
 
@@ -182,13 +167,14 @@ class Output(ABC):
         self._done = self._total = tasks = 0
         for task in self._tasks():
             tasks += 1
-            for extent in map(self._extent, task.extents):
+            for extent in map(self._extent, task):
                 self._left[extent.tensor.source] += 1
                 self._total += extent.num_bytes
             if self.whole_files:
-                self._total += target.files[task.file].other_bytes
-        if not (self.whole_files or rank):
-            self._total += sum(file.other_bytes for file in target.files)
+                self._total += target.files[task[0][0]].other_bytes
+        if not rank:
+            whole = (file for file in target.files if not (self.whole_files and file.extents))
+            self._total += sum(file.other_bytes for file in whole)
         self._threads = max(1, min(options.threads, tasks))
         self._failed, self._lock = Event(), Lock()
 
@@ -197,7 +183,7 @@ class Output(ABC):
         """Begin the output; it appears at the end of the block, or nothing of it does."""
 
     @abstractmethod
-    def _copy(self, task: Task, files: OpenFiles, buffers: Buffers) -> None:
+    def _copy(self, task: Extents, files: OpenFiles, buffers: Buffers) -> None:
         """Do a task of this process."""
 
     @abstractmethod
@@ -216,11 +202,11 @@ class Output(ABC):
         threads = self._threads
         spare = [Buffers() for _ in range(threads)]
 
-        def work(task: Task) -> None:
+        def work(task: Extents) -> None:
             buffers = spare.pop()
             wanted = (
                 stretch
-                for extent in map(self._extent, task.extents)
+                for extent in map(self._extent, task)
                 for stretch in stretches(self.source.tensor(extent.tensor.source), extent.box)
             )
             try:
@@ -334,8 +320,9 @@ class Output(ABC):
 
     def finish(self) -> Written:
         """Complete the output, the file that lists the others last, and return all files."""
-        for number in () if self.whole_files else range(len(self.target.files)):
-            self._complete(number)
+        for number, file in enumerate(self.target.files):
+            if file.name not in self._file_crcs:
+                self._complete(number, new=self.whole_files)
         written = [
             (file.name, file.num_bytes, self._file_crcs[file.name]) for file in self.target.files
         ]
@@ -372,7 +359,7 @@ class Output(ABC):
         crcs = [
             (file, number, self._crcs[file][number])
             for task in (self._tasks() if self.workers.member.size > 1 else ())
-            for file, number in task.extents
+            for file, number in task
         ]
         return crcs, self._file_crcs, None if self.losses is None else self.losses.to_json()
 
@@ -458,19 +445,18 @@ class DiskOutput(Output):
         with path_errors(self.path, "written"):
             return open_below(self._fd, name, flags) if self.target.directory else os.dup(self._fd)
 
-    def _copy(self, task: Task, files: OpenFiles, buffers: Buffers) -> None:
+    def _copy(self, task: Extents, files: OpenFiles, buffers: Buffers) -> None:
         scratch = buffers.scratch if self.reread else None
 
-        def opened(number: int) -> int:
-            return self._open(self.target.files[number].name)
-
-        with KeptOpen(opened, os.close, _MAX_OPEN) as outputs:
-            for file, number in task.extents:
-                fd = outputs.get(file)
+        for file, number in task:
+            fd = self._open(self.target.files[file].name)
+            try:
                 for offset, data, crc in self._blocks(file, number, files, buffers):
                     found = write_all(fd, data, offset, self.path, scratch)
                     if self.reread and found != crc:
                         raise _different(self.path, _name(self._extent((file, number))), found, crc)
+            finally:
+                os.close(fd)
 
     @contextmanager
     def _completed(self, name: str, num_bytes: int, *, new: bool) -> Iterator[_File]:
@@ -544,12 +530,14 @@ class StoreOutput(Output):
             return final
         return final.with_name(f".{final.name}.{self.workers.token}{_TEMPORARY_SUFFIX}")
 
-    def _copy(self, task: Task, files: OpenFiles, buffers: Buffers) -> None:
+    def _copy(self, task: Extents, files: OpenFiles, buffers: Buffers) -> None:
+        ((file, _), *_) = task
+
         def copy(number: int, out: _File) -> None:
-            for offset, data, _ in self._blocks(task.file, number, files, buffers):
+            for offset, data, _ in self._blocks(file, number, files, buffers):
                 out.write(offset, data)
 
-        self._complete(task.file, copy, new=True)
+        self._complete(file, copy, new=True)
 
     @contextmanager
     def _completed(self, name: str, num_bytes: int, *, new: bool) -> Iterator[_File]:

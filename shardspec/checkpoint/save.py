@@ -36,8 +36,7 @@ from shardspec.checkpoint.rank_state import (
     tensor_bytes,
 )
 from shardspec.checkpoint.read_boxes import crc32
-from shardspec.checkpoint.source_files import SourceFile
-from shardspec.checkpoint.store import RemotePath, as_path, path_errors, reason, upload
+from shardspec.checkpoint.store import RemotePath, SourceFile, as_path, path_errors, reason, upload
 from shardspec.checkpoint.targets import BoxEntry, FileEntry, OutputFile, OutputTensor, assign_boxes
 from shardspec.comm.communicator import Communicator
 from shardspec.errors import CheckpointError, OutputExistsError

@@ -13,8 +13,7 @@ from typing import Final, NamedTuple, TypeAlias
 
 from shardspec.boxes import Box, box_shape, box_size
 from shardspec.checkpoint.catalog import Catalog, replica_holders, whole_box
-from shardspec.checkpoint.source_files import SourceFile
-from shardspec.checkpoint.store import file_inside
+from shardspec.checkpoint.store import SourceFile, file_inside
 from shardspec.checkpoint.strict_json import parse_json
 from shardspec.copies import whole_senders
 from shardspec.dtypes import item_bytes

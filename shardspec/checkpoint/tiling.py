@@ -18,8 +18,7 @@ from typing import Final, NamedTuple, TypeAlias, TypeVar
 from shardspec.boxes import Box, box_size, chunks, contains
 from shardspec.checkpoint import catalog
 from shardspec.checkpoint.read_boxes import BLOCK_BYTES, Buffers, read_box_into
-from shardspec.checkpoint.source_files import OpenFiles, SourceFile
-from shardspec.checkpoint.store import file_inside
+from shardspec.checkpoint.store import OpenFiles, SourceFile, file_inside
 from shardspec.dtypes import item_bytes
 from shardspec.errors import CheckpointError, LayoutError
 from shardspec.layout.layout import Layout

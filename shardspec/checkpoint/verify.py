@@ -23,7 +23,7 @@ from shardspec.checkpoint.read_boxes import (
     stored_bytes,
 )
 from shardspec.checkpoint.select import Choice, Patterns, Renames, select
-from shardspec.checkpoint.source_files import FileStretch, OpenFiles
+from shardspec.checkpoint.store import FileStretch, OpenFiles
 from shardspec.checkpoint.tiling import check_replicas, check_tiling, element_index
 from shardspec.dtypes import is_floating, item_bytes, packed
 from shardspec.errors import CheckpointError

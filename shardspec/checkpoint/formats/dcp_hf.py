@@ -26,8 +26,7 @@ from shardspec.checkpoint.catalog import ListedCatalog, StoredBox, StoredTensor,
 from shardspec.checkpoint.formats import safetensors
 from shardspec.checkpoint.formats.names import DCP_HF, DCP_HF_SHARD, is_data_file, is_index
 from shardspec.checkpoint.formats.safetensors import Header, read_header
-from shardspec.checkpoint.source_files import SourceFile, prefetch_depth, prefetch_map
-from shardspec.checkpoint.store import file_inside
+from shardspec.checkpoint.store import SourceFile, file_inside, prefetch_depth, prefetch_map
 from shardspec.checkpoint.tiling import check_tiling
 from shardspec.errors import CheckpointError
 

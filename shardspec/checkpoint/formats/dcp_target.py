@@ -16,7 +16,7 @@ from shardspec.boxes import Box, box_shape
 from shardspec.checkpoint import targets
 from shardspec.checkpoint.catalog import StoredObject
 from shardspec.checkpoint.formats.names import METADATA_NAME
-from shardspec.checkpoint.source_files import SourceFile
+from shardspec.checkpoint.store import SourceFile
 from shardspec.checkpoint.torch_files import writer
 from shardspec.checkpoint.torch_files.writer import Call, Made, Name, Pairs
 from shardspec.dtypes import item_bytes

@@ -21,9 +21,14 @@ from shardspec.checkpoint import catalog, state_dict, targets
 from shardspec.checkpoint.catalog import ListedCatalog, ReplicaKey, StoredBox, StoredTensor
 from shardspec.checkpoint.formats import safetensors
 from shardspec.checkpoint.formats.names import INFO_NAME, NATIVE
-from shardspec.checkpoint.source_files import SourceFile, prefetch_depth, prefetch_map
 from shardspec.checkpoint.state_dict import KeyPath
-from shardspec.checkpoint.store import file_inside, path_exists
+from shardspec.checkpoint.store import (
+    SourceFile,
+    file_inside,
+    path_exists,
+    prefetch_depth,
+    prefetch_map,
+)
 from shardspec.checkpoint.strict_json import checked, fields, is_size, read_json
 from shardspec.checkpoint.targets import BoxEntry, FileEntry, OutputFile, OutputTensor, Target
 from shardspec.dtypes import from_safetensors, item_bytes, to_safetensors

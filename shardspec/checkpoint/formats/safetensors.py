@@ -28,8 +28,13 @@ from shardspec.checkpoint.catalog import (
     whole_box,
 )
 from shardspec.checkpoint.formats.names import INFO_NAME, SAFETENSORS, is_data_file, is_index
-from shardspec.checkpoint.source_files import SourceFile, prefetch_depth, prefetch_map
-from shardspec.checkpoint.store import file_inside, path_exists
+from shardspec.checkpoint.store import (
+    SourceFile,
+    file_inside,
+    path_exists,
+    prefetch_depth,
+    prefetch_map,
+)
 from shardspec.checkpoint.strict_json import checked, field, fields, parse_json, read_json
 from shardspec.checkpoint.targets import (
     Extent,

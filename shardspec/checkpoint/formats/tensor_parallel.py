@@ -31,8 +31,7 @@ from shardspec.checkpoint.catalog import ListedCatalog, ReplicaKey, StoredTensor
 from shardspec.checkpoint.formats import torch_file
 from shardspec.checkpoint.formats.names import META, META_FILE, META_PARAMS, PARTS
 from shardspec.checkpoint.formats.torch_file import of_two_saves
-from shardspec.checkpoint.source_files import SourceFile
-from shardspec.checkpoint.store import file_inside
+from shardspec.checkpoint.store import SourceFile, file_inside
 from shardspec.checkpoint.strict_json import checked, parse_json
 from shardspec.checkpoint.torch_files.values import TorchTensor
 from shardspec.errors import CheckpointError, InputFileError, ShardSpecError

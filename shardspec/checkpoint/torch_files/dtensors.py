@@ -13,7 +13,7 @@ from itertools import chain, product
 from math import prod
 from typing import Final
 
-from shardspec.checkpoint.source_files import SourceFile
+from shardspec.checkpoint.store import SourceFile
 from shardspec.checkpoint.torch_files.unpickler import Global, Names, Record, made_by, screen
 from shardspec.checkpoint.torch_files.values import (
     TORCH_NAMES,

@@ -10,7 +10,7 @@ import torch
 
 from shardspec.checkpoint.open import open_checkpoint
 from shardspec.checkpoint.read_boxes import Buffers, Checks, read_box_into
-from shardspec.checkpoint.source_files import OpenFiles
+from shardspec.checkpoint.store import OpenFiles
 from shardspec.checkpoint.tiling import check_replicas, check_tiling
 from shardspec.dtypes import item_bytes
 from shardspec.errors import CheckpointError
