@@ -19,7 +19,7 @@ from isal.isal_zlib import crc32_combine
 from shardspec.boxes import box_size
 from shardspec.checkpoint.catalog import Catalog, FileBox, Outline, distinct
 from shardspec.checkpoint.commit import Destination, names_below, opened
-from shardspec.checkpoint.coordinate import Member, Progress, Workers, together
+from shardspec.checkpoint.coordinate import Member, Progress, together
 from shardspec.checkpoint.formats import names as known
 from shardspec.checkpoint.mapped import Names, mapped
 from shardspec.checkpoint.open import as_catalog, open_checkpoint
@@ -90,17 +90,17 @@ class WriteReport:
     tensors: int
     writes: Mapping[str, int]
     """The files of the output, or the output itself if it is one, and their sizes."""
-    seconds: float
-    crc32: int | None
-    """CRC-32 of all files in their order; None if it was not computed."""
-    cast_losses: "CastLosses | None"
-    """What a cast to another dtype did not keep; None if nothing was cast."""
     left_out: tuple[str, ...]
     """Entries of the source that are not tensors and that the output lacks; the metadata of
     safetensors files is ``"__metadata__"``."""
     sidecars: tuple[str, ...]
     """Names of the files beside the weights of the source that were copied along."""
-    written: bool
+    seconds: float = 0.0
+    crc32: int | None = None
+    """CRC-32 of all files in their order; None if it was not computed."""
+    cast_losses: "CastLosses | None" = None
+    """What a cast to another dtype did not keep; None if nothing was cast."""
+    written: bool = False
     """False after a dry run."""
 
     @property
@@ -511,52 +511,24 @@ def _converted(
             },
             tensors=len(tensors),
             writes={file.name: file.num_bytes for file in target.files},
-            seconds=0.0,
-            crc32=None,
-            cast_losses=None,
             left_out=_left_out(source, target),
             sidecars=target.sidecars,
-            written=False,
         )
         if not options.dry_run:
-            report = _write(report, source, target, destination, options, workers)
+            kind = StoreOutput if isinstance(output, RemotePath) else DiskOutput
+            begun = kind(source, target, destination.path, options, workers)
+            written = begun.write(destination)
+            crc = 0
+            for _, num_bytes, value in written:
+                crc = int(crc32_combine(crc, value, num_bytes))
+            report = replace(
+                report,
+                writes={name: num_bytes for name, num_bytes, _ in written},
+                crc32=crc if begun.digested else None,
+                cast_losses=begun.losses,
+                written=True,
+            )
     return replace(report, seconds=time.monotonic() - started)
-
-
-def _write(
-    report: WriteReport,
-    source: Catalog,
-    target: Target,
-    destination: Destination,
-    options: WriteOptions,
-    workers: Workers,
-) -> WriteReport:
-    """Write all files; the first process completes the output."""
-    kind = StoreOutput if isinstance(destination.path, RemotePath) else DiskOutput
-    output = kind(source, target, destination.path, options, workers)
-    # The other processes are told of an error before their files are removed.
-    with output.opened(destination), workers.failing_together():
-        output.run()
-        if workers.member.rank:
-            source.check_unchanged()
-        every = workers.gather("findings", output.findings())
-        if workers.member.rank == 0:
-            output.join(every[1:])
-            written = output.finish()
-        else:
-            # Only the first process knows whether all went well.
-            written = workers.broadcast("written")
-    workers.broadcast("written", written)
-    crc = 0
-    for _, num_bytes, value in written:
-        crc = int(crc32_combine(crc, value, num_bytes))
-    return replace(
-        report,
-        writes={name: num_bytes for name, num_bytes, _ in written},
-        crc32=crc if output.digested else None,
-        cast_losses=output.losses,
-        written=True,
-    )
 
 
 def _left_out(source: Catalog, target: Target) -> tuple[str, ...]:
@@ -578,7 +550,8 @@ def _check_tensors(
     copies_of = memoize_by_boxes(check_tiling)
     elements_of = memoize_by_boxes(_elements_by_file)
     # Tensors that are sharded alike share one count.
-    widths: dict[int, tuple[Counter[Path], int]] = {}
+    counts: dict[int, Counter[Path]] = {}
+    widths: Counter[int] = Counter()
     with OpenFiles() as files:
         for place, name in enumerate(sorted({tensor.source for tensor in tensors})):
             outline = source.outline(name)
@@ -589,12 +562,12 @@ def _check_tensors(
                 for group in check_tiling(tensor):
                     check_replicas(tensor, group, files, trust_digests=verify)
             elements = elements_of(outline)
-            _, width = widths.get(id(elements), (elements, 0))
-            widths[id(elements)] = elements, width + item_bytes(outline.dtype)
+            counts[id(elements)] = elements
+            widths[id(elements)] += item_bytes(outline.dtype)
     reads: Counter[Path] = Counter()
-    for elements, width in widths.values():
+    for key, elements in counts.items():
         for path, count in elements.items():
-            reads[path] += count * width
+            reads[path] += count * widths[key]
     return reads
 
 

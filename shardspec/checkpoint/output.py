@@ -197,7 +197,51 @@ class Output(ABC):
     def _extent(self, at: tuple[int, int]) -> Extent:
         return self.target.files[at[0]].extents[at[1]]
 
-    def run(self) -> None:
+    def write(self, destination: Destination) -> Written:
+        """Write all files; the first of several processes completes the output."""
+        workers = self.workers
+        # The other processes are told of an error before their files are removed.
+        with self.opened(destination), workers.failing_together():
+            self._run()
+            if workers.member.rank:
+                self.source.check_unchanged()
+            crcs = [
+                (file, number, self._crcs[file][number])
+                for task in (self._tasks() if workers.member.size > 1 else ())
+                for file, number in task
+            ]
+            losses = None if self.losses is None else self.losses.to_json()
+            found = workers.gather("findings", (crcs, self._file_crcs, losses))
+            # Only the first process knows whether all went well.
+            written = workers.broadcast("written") if workers.member.rank else self._finish(found)
+        workers.broadcast("written", written)
+        return written
+
+    def _finish(self, found: Sequence[Any]) -> Written:
+        """Complete the output, the file that lists the others last, and return all files.
+
+        `found` is what the processes have found, this one first.
+        """
+        for crcs, files, losses in found[1:]:
+            for file, number, crc in crcs:
+                self._crcs[file][number] = crc
+            self._file_crcs.update(files)
+            if losses is not None:
+                from shardspec.checkpoint.numeric import CastLosses
+
+                self.losses = (self.losses or CastLosses()) + CastLosses(**losses)
+        written = []
+        for number, (name, num_bytes, *_) in enumerate(self.target.files):
+            if name not in self._file_crcs:
+                self._complete(number, new=self.whole_files)
+            written.append((name, num_bytes, self._file_crcs[name]))
+        self.source.check_unchanged()
+        if self.target.listing is not None:
+            written.append(self._write_listing(*self.target.listing))
+        self._publish()
+        return written
+
+    def _run(self) -> None:
         """Do all tasks of this process, in threads; the first that fails stops the others."""
         threads = self._threads
         spare = [Buffers() for _ in range(threads)]
@@ -318,20 +362,6 @@ class Output(ABC):
         self._file_crcs[file.name] = value if self.digested else 0
         self._advance(file.other_bytes)
 
-    def finish(self) -> Written:
-        """Complete the output, the file that lists the others last, and return all files."""
-        for number, file in enumerate(self.target.files):
-            if file.name not in self._file_crcs:
-                self._complete(number, new=self.whole_files)
-        written = [
-            (file.name, file.num_bytes, self._file_crcs[file.name]) for file in self.target.files
-        ]
-        self.source.check_unchanged()
-        if self.target.listing is not None:
-            written.append(self._write_listing(*self.target.listing))
-        self._publish()
-        return written
-
     def _write_listing(self, name: str, fill: Callable[..., object]) -> tuple[str, int, int]:
         files = (file.name for file in self.target.files)
         num_bytes = crc = 0
@@ -353,26 +383,6 @@ class Output(ABC):
             flush()
             opened.check.append(_FilePart(0, num_bytes, crc, name))
         return name, num_bytes, crc
-
-    def findings(self) -> tuple[list[tuple[int, int, int]], dict[str, int], dict[str, int] | None]:
-        """Return what this process has found: CRC-32 of extents and of files, and losses."""
-        crcs = [
-            (file, number, self._crcs[file][number])
-            for task in (self._tasks() if self.workers.member.size > 1 else ())
-            for file, number in task
-        ]
-        return crcs, self._file_crcs, None if self.losses is None else self.losses.to_json()
-
-    def join(self, others: Iterable[Sequence[Any]]) -> None:
-        """Take in what the other processes have found, sent as JSON."""
-        for crcs, files, losses in others:
-            for file, number, crc in crcs:
-                self._crcs[file][number] = crc
-            self._file_crcs.update(files)
-            if losses is not None:
-                from shardspec.checkpoint.numeric import CastLosses
-
-                self.losses = (self.losses or CastLosses()) + CastLosses(**losses)
 
 
 class _Cancelled(Exception):
