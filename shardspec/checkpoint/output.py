@@ -129,13 +129,10 @@ class _FilePart(NamedTuple):
     name: str
 
 
-class _File(NamedTuple):
-    """A file that is being completed."""
-
-    write: Callable[[int, Buffer], object]
-    """Writes bytes at a position."""
-    check: list[_FilePart]
-    """Parts to be read again once it is complete."""
+_WriteAt: TypeAlias = Callable[[int, Buffer], object]
+"""Writes bytes at a position in a file."""
+_Opened: TypeAlias = tuple[_WriteAt, list[_FilePart]]
+"""A file that is being completed, and which parts are to be read again then."""
 
 
 class Output(ABC):
@@ -187,8 +184,8 @@ class Output(ABC):
         """Do a task of this process."""
 
     @abstractmethod
-    def _completed(self, name: str, num_bytes: int, *, new: bool) -> AbstractContextManager[_File]:
-        """Make a new file or open one to be completed; in the end it is flushed and checked."""
+    def _completed(self, name: str, num_bytes: int) -> AbstractContextManager[_Opened]:
+        """Open a file to be completed; in the end it is flushed and checked."""
 
     @abstractmethod
     def _publish(self) -> None:
@@ -233,7 +230,7 @@ class Output(ABC):
         written = []
         for number, (name, num_bytes, *_) in enumerate(self.target.files):
             if name not in self._file_crcs:
-                self._complete(number, new=self.whole_files)
+                self._complete(number)
             written.append((name, num_bytes, self._file_crcs[name]))
         self.source.check_unchanged()
         if self.target.listing is not None:
@@ -331,9 +328,7 @@ class Output(ABC):
             if self.options.progress is not None:
                 self.options.progress(self._done, self._total)
 
-    def _complete(
-        self, number: int, copy: Callable[[int, _File], None] | None = None, *, new: bool = False
-    ) -> None:
+    def _complete(self, number: int, copy: Callable[[int, _WriteAt], None] | None = None) -> None:
         """Write a file from start to end; without `copy`, which copies an extent, all but these."""
         file, crcs = self.target.files[number], self._crcs[number]
         pieces: Iterator[tuple[int, RawBytes | int]] = heapq.merge(
@@ -343,19 +338,19 @@ class Output(ABC):
             key=itemgetter(0),
         )
         value = end = 0
-        with self._completed(file.name, file.num_bytes, new=new) as opened:
+        with self._completed(file.name, file.num_bytes) as (write, check):
             for offset, piece in pieces:
                 if isinstance(piece, RawBytes):
                     data = piece.made()
-                    opened.write(offset, data)
+                    write(offset, data)
                     part = _FilePart(offset, len(data), crc32(data), _HEADER)
                 else:
                     if copy is not None:
-                        copy(piece, opened)
+                        copy(piece, write)
                     extent = file.extents[piece]
                     part = _FilePart(offset, extent.num_bytes, crcs[piece], _name(extent))
                 if part.name == _HEADER or (self.reread and copy is not None):
-                    opened.check.append(part)
+                    check.append(part)
                 value = crc32(bytes(offset - end), value)
                 value = int(crc32_combine(value, part.crc32, part.num_bytes))
                 end = offset + part.num_bytes
@@ -366,11 +361,11 @@ class Output(ABC):
         files = (file.name for file in self.target.files)
         num_bytes = crc = 0
         room = bytearray()
-        with self._completed(name, 0, new=True) as opened:
+        with self._completed(name, 0) as (write, check):
 
             def flush() -> None:
                 nonlocal num_bytes, crc
-                opened.write(num_bytes, bytes(room))
+                write(num_bytes, bytes(room))
                 num_bytes, crc = num_bytes + len(room), crc32(room, crc)
                 room.clear()
 
@@ -381,7 +376,7 @@ class Output(ABC):
 
             fill(dict(zip(files, self._crcs, strict=True)), append)
             flush()
-            opened.check.append(_FilePart(0, num_bytes, crc, name))
+            check.append(_FilePart(0, num_bytes, crc, name))
         return name, num_bytes, crc
 
 
@@ -438,6 +433,8 @@ class DiskOutput(Output):
             self._fd, place = staged
             for file in self.target.files:
                 self._create(file.name, file.num_bytes)
+            if self.target.listing is not None:
+                self._create(self.target.listing.name, 0)
             workers.broadcast("place", str(place))
             yield
 
@@ -469,12 +466,10 @@ class DiskOutput(Output):
                 os.close(fd)
 
     @contextmanager
-    def _completed(self, name: str, num_bytes: int, *, new: bool) -> Iterator[_File]:
-        if new:
-            self._create(name, num_bytes)
+    def _completed(self, name: str, num_bytes: int) -> Iterator[_Opened]:  # noqa: ARG002
         fd, check = self._open(name), list[_FilePart]()
         try:
-            yield _File(lambda at, data: write_all(fd, memoryview(data), at, self.path), check)
+            yield lambda at, data: write_all(fd, memoryview(data), at, self.path), check
             with path_errors(self.path, "written"):
                 os.fsync(fd)
             _check_again(lambda room, at: read_back(fd, room, at, self.path), check, self.path)
@@ -543,15 +538,14 @@ class StoreOutput(Output):
     def _copy(self, task: Extents, files: OpenFiles, buffers: Buffers) -> None:
         ((file, _), *_) = task
 
-        def copy(number: int, out: _File) -> None:
+        def copy(number: int, write: _WriteAt) -> None:
             for offset, data, _ in self._blocks(file, number, files, buffers):
-                out.write(offset, data)
+                write(offset, data)
 
-        self._complete(file, copy, new=True)
+        self._complete(file, copy)
 
     @contextmanager
-    def _completed(self, name: str, num_bytes: int, *, new: bool) -> Iterator[_File]:
-        assert new, "files in stores are written whole"
+    def _completed(self, name: str, num_bytes: int) -> Iterator[_Opened]:
         place, check, end = self._place(name), list[_FilePart](), 0
         with upload(place, num_bytes, overwrite=self.options.overwrite) as append:
 
@@ -561,7 +555,7 @@ class StoreOutput(Output):
                 append(data)
                 end = offset + len(data)
 
-            yield _File(write, check)
+            yield write, check
         self._made.append(place)
         with SourceFile(place) as file:
             _check_again(file.read_into, check, self.path)
