@@ -63,6 +63,8 @@ _TASK_BYTES: Final = 32 << 20
 """Least bytes of the tensors that a thread takes at once."""
 _TASKS_AHEAD: Final = 2
 """Per thread."""
+_MAX_OPEN: Final = 128
+"""Files that a thread has open to be written."""
 _TEMPORARY_SUFFIX: Final = ".shardspec-tmp"
 """How the names of files in a store end that were not moved yet; a killed run leaves them."""
 _HEADER: Final = "a header"
@@ -455,14 +457,19 @@ class DiskOutput(Output):
     def _copy(self, task: Extents, files: OpenFiles, buffers: Buffers) -> None:
         scratch = buffers.scratch if self.reread else None
 
-        for file, number in task:
-            fd = self._open(self.target.files[file].name)
-            try:
+        fds: dict[int, int] = {}
+        try:
+            for file, number in task:
+                while file not in fds and len(fds) >= _MAX_OPEN:
+                    os.close(fds.popitem()[1])
+                if file not in fds:
+                    fds[file] = self._open(self.target.files[file].name)
                 for offset, data, crc in self._blocks(file, number, files, buffers):
-                    found = write_all(fd, data, offset, self.path, scratch)
+                    found = write_all(fds[file], data, offset, self.path, scratch)
                     if self.reread and found != crc:
                         raise _different(self.path, _name(self._extent((file, number))), found, crc)
-            finally:
+        finally:
+            for fd in fds.values():
                 os.close(fd)
 
     @contextmanager
