@@ -22,7 +22,14 @@ from typing import Final, NamedTuple
 
 from isal.isal_zlib import crc32
 
-from shardspec.checkpoint.store import output_exists, path_errors, read_fully, reason
+from shardspec.checkpoint.store import (
+    RemotePath,
+    output_exists,
+    path_errors,
+    read_fully,
+    reason,
+    upload,
+)
 from shardspec.errors import CheckpointError
 
 DIRECTORY: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
@@ -212,11 +219,16 @@ def write_atomically(
     overwrite: bool,
     mode_of: str | None = None,
 ) -> None:
-    """Create a file of some pieces under another name, flush it, then rename it.
+    """Write a file of some pieces, which appears when it is complete and on the disk.
 
     It gets mode and owner of the file that it replaces, or of the one beside it that `mode_of`
     names. If an exception is raised, such as an `OutputExistsError`, the file is removed.
     """
+    if isinstance(path, RemotePath):
+        with upload(path, num_bytes, overwrite=overwrite) as append:
+            for piece in pieces:
+                append(piece)
+        return
     name = f".shardspec-{'' if mode_of is None else 'save-'}{os.urandom(8).hex()}.tmp"
     more = f" ({num_bytes} bytes are needed); make room or write elsewhere"
     with (
@@ -373,10 +385,7 @@ def opened(name: Path | str, parent: int | None = None, flags: int = _INNER) -> 
 
 
 def open_below(fd: int, name: str, flags: int) -> int:
-    """Open a file in a directory by its relative name, following no links.
-
-    Directories above a new one are made.
-    """
+    """Open a file below a directory, following no links; directories above a new one are made."""
     *above, last = name.split("/")
     if not {"", ".", ".."}.isdisjoint((*above, last)):
         raise CheckpointError(f"{name!r} does not name a file in a directory; choose another")

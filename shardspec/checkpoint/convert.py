@@ -543,10 +543,7 @@ def _left_out(source: Catalog, target: Target) -> tuple[str, ...]:
 def _check_tensors(
     source: Catalog, tensors: Sequence[OutputTensor], verify: bool, member: Member
 ) -> Counter[Path]:
-    """Check that the boxes of every tensor tile it, and that copies agree.
-
-    Returns how many bytes of each file will be read.
-    """
+    """Check that boxes tile every tensor, and copies agree; return the bytes to read by file."""
     copies_of = memoize_by_boxes(check_tiling)
     elements_of = memoize_by_boxes(_elements_by_file)
     # Tensors that are sharded alike share one count.

@@ -35,7 +35,6 @@ from shardspec.checkpoint.commit import (
 from shardspec.checkpoint.coordinate import Member, Progress, Workers
 from shardspec.checkpoint.read_boxes import (
     BLOCK_BYTES,
-    Buffer,
     Buffers,
     Checks,
     crc32,
@@ -96,7 +95,7 @@ def plan_tasks(
 ) -> Iterator[Extents]:
     """Yield the tasks of one of several processes: all extents of a few tensors, or of one file.
 
-    Each process gets an equal share of all bytes, as nearly as tensors or files allow it.
+    Processes have about equal shares of all bytes.
     """
     # Extents as single numbers: there may be ten million.
     groups: dict[object, array[int]] = {}
@@ -131,7 +130,7 @@ class _FilePart(NamedTuple):
     name: str
 
 
-_WriteAt: TypeAlias = Callable[[int, Buffer], object]
+_WriteAt: TypeAlias = Callable[[int, bytes | memoryview], object]
 """Writes bytes at a position in a file."""
 _Opened: TypeAlias = tuple[_WriteAt, list[_FilePart]]
 """A file that is being completed, and which parts are to be read again then."""
@@ -531,13 +530,13 @@ class StoreOutput(Output):
                             file.unlink(missing_ok=True)
             raise
 
-    def _final(self, name: str) -> Path:
+    def _final(self, name: str) -> RemotePath:
+        assert isinstance(self.path, RemotePath), "others are on a disk"
         return self.path / name if self.target.directory else self.path
 
     def _place(self, name: str) -> RemotePath:
         """Return the name to upload a file under."""
         final = self._final(name)
-        assert isinstance(final, RemotePath), "others are on a disk"
         if name not in self._moved:
             return final
         return final.with_name(f".{final.name}.{self.workers.token}{_TEMPORARY_SUFFIX}")
@@ -556,7 +555,7 @@ class StoreOutput(Output):
         place, check, end = self._place(name), list[_FilePart](), 0
         with upload(place, num_bytes, overwrite=self.options.overwrite) as append:
 
-            def write(offset: int, data: Buffer) -> None:
+            def write(offset: int, data: bytes | memoryview) -> None:
                 nonlocal end
                 append(bytes(offset - end))
                 append(data)

@@ -13,7 +13,7 @@ import stat
 from collections import OrderedDict, deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path, PosixPath
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self, TypeAlias, TypeVar
 
@@ -456,23 +456,19 @@ def prefetch_map(
     from concurrent.futures import ThreadPoolExecutor
 
     pool = ThreadPoolExecutor(workers or ahead, "shardspec-prefetch")
-    pending: deque[tuple[_Item, Future[_Found] | None]] = deque()
-
-    def result() -> _Found:
-        item, future = pending.popleft()
-        return look(item) if future is None else future.result()
+    pending: deque[Callable[[], _Found]] = deque()
 
     def results() -> Iterator[_Found]:
         for item in items:
-            future = None
+            due: Callable[[], _Found] = partial(look, item)
             # Where the system allows no more threads, the caller's thread makes the call.
             with suppress(RuntimeError):
-                future = pool.submit(look, item)
-            pending.append((item, future))
+                due = pool.submit(look, item).result
+            pending.append(due)
             if len(pending) > ahead:
-                yield result()
+                yield pending.popleft()()
         while pending:
-            yield result()
+            yield pending.popleft()()
 
     try:
         yield results()
@@ -674,10 +670,7 @@ class SourceFile:
 
 
 class OpenFiles:
-    """Source files that one thread reads, opened on first use.
-
-    If there are many, the one that was least recently used is closed.
-    """
+    """Source files that one thread reads; of many, the one used least recently is closed."""
 
     def __init__(self) -> None:
         self._held: OrderedDict[Path, SourceFile] = OrderedDict()
