@@ -287,7 +287,12 @@ def _made(parent: int, name: str, path: Path, *, directory: bool = False) -> Ite
     with path_errors(path, "written"):
         if directory:
             os.mkdir(name, 0o700, dir_fd=parent)
-        fd = os.open(name, _INNER if directory else NEW_FILE, 0o600, dir_fd=parent)
+        try:
+            fd = os.open(name, _INNER if directory else NEW_FILE, 0o600, dir_fd=parent)
+        except OSError:
+            with suppress(OSError):
+                os.rmdir(name, dir_fd=parent)
+            raise
     try:
         yield fd
     finally:

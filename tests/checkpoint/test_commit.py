@@ -226,6 +226,20 @@ def test_killed_when_it_has_its_name_it_loses_nothing_of_others(tmp_path, monkey
     assert (tmp_path / kept / "newer.md").read_text() == "older"
 
 
+def test_a_directory_that_cannot_be_opened_does_not_stay(tmp_path, monkeypatch):
+    opened = os.open
+
+    def refused(name, flags, *args, **options):
+        if str(name).startswith(".out") and flags & os.O_DIRECTORY:
+            raise OSError(5, "Input/output error")
+        return opened(name, flags, *args, **options)
+
+    monkeypatch.setattr(os, "open", refused)
+    with pytest.raises(CheckpointError, match="out: cannot be written: Input/output error"):
+        work(tmp_path / "out", True)
+    assert os.listdir(tmp_path) == []
+
+
 @pytest.mark.parametrize("name", ["../x", "a/../x", "/x", "a//x", "a/", "a/./x"])
 def test_names_do_not_lead_out(tmp_path, name):
     with (
