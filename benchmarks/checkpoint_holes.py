@@ -21,7 +21,7 @@ from shardspec.boxes import Box, box_shape, box_size
 from shardspec.checkpoint.formats.native import sharded_target
 from shardspec.checkpoint.formats.safetensors import encode_header
 from shardspec.checkpoint.read_boxes import crc32
-from shardspec.checkpoint.targets import OutputTensor, Write, assign_boxes
+from shardspec.checkpoint.targets import OutputTensor, assign_boxes
 from shardspec.checkpoint.torch_files.writer import Archive
 from shardspec.interop.notations import to_placements
 
@@ -82,16 +82,13 @@ def write_holes(at: Path, mesh: DeviceMesh, tensors: _Tensors) -> None:
             out.truncate(file.num_bytes)
         for num_bytes in {extent.num_bytes for extent in file.extents} - digests.keys():
             digests[num_bytes] = _zeros_crc32(num_bytes)
-    assert target.last is not None, "the form has an info"
+    assert target.listing is not None, "the form has an info"
     crcs = {
         file.name: [digests[extent.num_bytes] for extent in file.extents] for file in target.files
     }
 
-    def put(name: str, fill: Callable[[Write], object]) -> None:
-        with (at / name).open("wb") as out:
-            fill(out.write)
-
-    target.last(crcs, put)
+    with (at / target.listing.name).open("wb") as out:
+        target.listing.fill(crcs, out.write)
 
 
 def write_dcp(at: Path, mesh: DeviceMesh, tensors: _Tensors) -> None:

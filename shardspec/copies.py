@@ -7,7 +7,7 @@ Every plan that moves data is made of such copies. Holders and receivers are dev
 - ``plan_reshard`` does so for a whole state dict (`shardspec.resharding.stages`);
 - ``load_sharded``, and a plan whose source is a checkpoint, copy from files to devices
   (`shardspec.checkpoint.load`);
-- ``merge`` and ``reshard`` copy from files to files (`shardspec.checkpoint.executor`);
+- ``merge`` and ``reshard`` copy from files to files (`shardspec.checkpoint.output`);
 - ``save_sharded`` copies from devices to files (`shardspec.checkpoint.targets`).
 
 All ask two questions. Who has what is wanted? `overlaps` answers that for one wanted box after the

@@ -15,12 +15,21 @@ import shutil
 import stat
 import time
 import warnings
-from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path, PurePosixPath
 from typing import Final, NamedTuple
 
-from shardspec.checkpoint.store import output_exists, path_errors, reason
+from isal.isal_zlib import crc32
+
+from shardspec.checkpoint.store import (
+    RemotePath,
+    output_exists,
+    path_errors,
+    read_fully,
+    reason,
+    upload,
+)
 from shardspec.errors import CheckpointError
 
 DIRECTORY: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
@@ -30,6 +39,9 @@ NEW_FILE: Final = FILE | os.O_CREAT | os.O_EXCL
 _NO_REPLACE: Final = 1
 _EXCHANGE: Final = 2
 _ATTEMPTS: Final = 10
+_WRITE_BYTES: Final = 128 << 10
+"""Bytes written to a disk by one call, as `cat` does. Linux makes the pages of its cache no larger
+than that: small ones are more work, and large ones can be slow to get."""
 
 
 class Destination(NamedTuple):
@@ -55,48 +67,42 @@ def staged_output(
     is removed: also a `CheckpointError` if another run is writing the output, or has replaced it.
     """
     path = destination.path
-    with _opened_parent(path) as parent, _locked(parent, path) as (name, record):
+    with (
+        _opened_parent(path) as parent,
+        _locked(parent, path) as (name, record),
+        _made(parent, name, path, directory=directory) as fd,
+    ):
+        yield fd, path.with_name(name)
         with path_errors(path, "written"):
-            if directory:
-                os.mkdir(name, 0o700, dir_fd=parent)
-            fd = os.open(name, _INNER if directory else NEW_FILE, 0o600, dir_fd=parent)
-        try:
-            yield fd, path.with_name(name)
-            with path_errors(path, "written"):
-                old = _stat_of(parent, path.name)
-                if destination.inode not in (None, 0 if old is None else old.st_ino):
-                    raise CheckpointError(
-                        f"{path}: another run has replaced it meanwhile; run again to replace that"
-                    )
-                if directory and overwrite and old is not None:
-                    _exchange(parent, name, path, fd, record, destination.replaced)
+            old = _stat_of(parent, path.name)
+            if destination.inode not in (None, 0 if old is None else old.st_ino):
+                raise CheckpointError(
+                    f"{path}: another run has replaced it meanwhile; run again to replace that"
+                )
+            if directory and overwrite and old is not None:
+                _exchange(parent, name, path, fd, record, destination.replaced)
+            else:
+                if directory:
+                    _give_modes(fd, None, None)
                 else:
-                    if directory:
-                        _give_modes(fd, None, None)
-                    else:
-                        _give_mode(fd, old)
-                    _rename(parent, name, path, fd, overwrite and not directory)
-        finally:
-            _remove_same(parent, name, fd)
-            os.close(fd)
+                    _give_mode(fd, old)
+                _rename(parent, name, path, fd, overwrite and not directory)
 
 
 @contextmanager
 def joined_output(place: Path, path: Path, *, directory: bool) -> Iterator[int]:
     """Open what another process of the same user has staged; `path` is its final name."""
-    try:
-        fd = os.open(place, _INNER if directory else FILE)
-    except OSError as error:
-        raise CheckpointError(
-            f"{path}: what the first process has begun is not seen here ({reason(error)}); write "
-            "to a directory that all processes share"
-        ) from None
-    try:
+    with ExitStack() as held:
+        try:
+            fd = held.enter_context(opened(place, flags=_INNER if directory else FILE))
+        except OSError as error:
+            raise CheckpointError(
+                f"{path}: what the first process has begun is not seen here ({reason(error)}); "
+                "write to a directory that all processes share"
+            ) from None
         if os.fstat(fd).st_uid != os.geteuid():
             raise CheckpointError(f"{path}: {place.name} beside it belongs to another user")
         yield fd
-    finally:
-        os.close(fd)
 
 
 @contextmanager
@@ -115,9 +121,7 @@ def _locked(parent: int, path: Path) -> Iterator[tuple[str, int]]:
     deadline = time.monotonic() + 1.0
     while lock(parent) is False and time.monotonic() < deadline:
         time.sleep(0.002)
-    with path_errors(path, "written"):
-        own = os.open(f"{name}.lock", NEW_FILE, 0o600, dir_fd=parent)
-    try:
+    with _made(parent, f"{name}.lock", path) as own:
         locked = lock(own)
         if locked is None:
             warnings.warn(
@@ -138,9 +142,6 @@ def _locked(parent: int, path: Path) -> Iterator[tuple[str, int]]:
         with suppress(OSError):
             fcntl.flock(parent, fcntl.LOCK_UN)
         yield name, own
-    finally:
-        _remove_same(parent, f"{name}.lock", own)
-        os.close(own)
 
 
 def _remove_remains(parent: int, locked_by: str, path: Path) -> bool | None:
@@ -213,36 +214,93 @@ def _move_rest(
 def write_atomically(
     path: Path,
     num_bytes: int,
-    fill: Callable[[int], None],
+    pieces: Iterable[bytes | memoryview],
     *,
     overwrite: bool,
     mode_of: str | None = None,
 ) -> None:
-    """Create a file under another name, fill it by its descriptor, flush it, then rename it.
+    """Write a file of some pieces, which appears when it is complete and on the disk.
 
     It gets mode and owner of the file that it replaces, or of the one beside it that `mode_of`
     names. If an exception is raised, such as an `OutputExistsError`, the file is removed.
     """
+    if isinstance(path, RemotePath):
+        with upload(path, num_bytes, overwrite=overwrite) as append:
+            for piece in pieces:
+                append(piece)
+        return
     name = f".shardspec-{'' if mode_of is None else 'save-'}{os.urandom(8).hex()}.tmp"
-    with _opened_parent(path) as parent:
-        with path_errors(path, "written"):
-            fd = os.open(name, NEW_FILE, 0o600, dir_fd=parent)
+    more = f" ({num_bytes} bytes are needed); make room or write elsewhere"
+    with (
+        _opened_parent(path) as parent,
+        _made(parent, name, path) as fd,
+        path_errors(path, "written", more),
+    ):
+        reserve(fd, num_bytes)
+        done = 0
+        for piece in pieces:
+            write_all(fd, memoryview(piece), done, path)
+            done += len(piece)
+        older = _stat_of(parent, mode_of or path.name)
+        owners = os.geteuid(), os.fstat(parent).st_uid
+        if mode_of and older and older.st_uid not in owners:
+            older = None  # another user may have put it there
+        _give_mode(fd, older)
+        os.fsync(fd)
+        _rename(parent, name, path, fd, overwrite)
+
+
+def write_all(
+    fd: int, data: memoryview, offset: int, path: Path, scratch: memoryview | None = None
+) -> int:
+    """Write bytes at a position in a file; raise if the disk is full.
+
+    With `scratch`, memory as long as they are, each part is read again while it is in the CPU's
+    cache. Returns the CRC-32 of what was read.
+    """
+    done = found = 0
+    with path_errors(path, "written"):
+        while done < len(data):
+            count = os.pwrite(fd, data[done : done + _WRITE_BYTES], offset + done)
+            if scratch is not None:
+                back = scratch[:count]
+                read_back(fd, back, offset + done, path)
+                found = int(crc32(back, found))
+            done += count
+    return found
+
+
+def read_back(fd: int, room: memoryview, offset: int, path: Path) -> None:
+    """Fill memory from a position in a file that was written."""
+    # Called so often that a context manager would cost time.
+    try:
+        missing = read_fully(fd, room, offset)
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read again: {reason(error)}") from None
+    if missing:
+        raise CheckpointError(f"{path}: was cut short while it was written; nothing was kept")
+
+
+@contextmanager
+def _made(parent: int, name: str, path: Path, *, directory: bool = False) -> Iterator[int]:
+    """Make an empty file or directory, which is removed unless it has another name in the end."""
+    with path_errors(path, "written"):
+        if directory:
+            os.mkdir(name, 0o700, dir_fd=parent)
         try:
-            more = f" ({num_bytes} bytes are needed); make room or write elsewhere"
-            with path_errors(path, "written", more):
-                reserve(fd, num_bytes)
-                fill(fd)
-                older = _stat_of(parent, mode_of or path.name)
-                owners = os.geteuid(), os.fstat(parent).st_uid
-                if mode_of and older and older.st_uid not in owners:
-                    older = None  # another user may have put it there
-                _give_mode(fd, older)
-                os.fsync(fd)
-                _rename(parent, name, path, fd, overwrite)
-        finally:
-            # By now the file has its name, or an error is on its way that says more.
-            _remove_same(parent, name, fd)
-            os.close(fd)
+            fd = os.open(name, _INNER if directory else NEW_FILE, 0o600, dir_fd=parent)
+        except OSError:
+            with suppress(OSError):
+                os.rmdir(name, dir_fd=parent)
+            raise
+    try:
+        yield fd
+    finally:
+        # By now it has its name, or an error is on its way that says more.
+        with suppress(OSError):
+            if _is_same(parent, name, fd):
+                _remove(parent, name)
+        os.close(fd)
 
 
 @contextmanager
@@ -331,6 +389,20 @@ def opened(name: Path | str, parent: int | None = None, flags: int = _INNER) -> 
         os.close(fd)
 
 
+def open_below(fd: int, name: str, flags: int) -> int:
+    """Open a file below a directory, following no links; directories above a new one are made."""
+    *above, last = name.split("/")
+    if not {"", ".", ".."}.isdisjoint((*above, last)):
+        raise CheckpointError(f"{name!r} does not name a file in a directory; choose another")
+    with ExitStack() as held:
+        for part in above:
+            if flags & os.O_CREAT:
+                with suppress(FileExistsError):
+                    os.mkdir(part, 0o700, dir_fd=fd)
+            fd = held.enter_context(opened(part, fd))
+        return os.open(last, flags, 0o600, dir_fd=fd)
+
+
 def names_below(fd: int) -> set[str]:
     """Return the relative names of all files in a directory and below it."""
     walked = os.fwalk(".", onerror=_refuse, dir_fd=fd)
@@ -372,13 +444,6 @@ def _check_named(parent: int, path: Path, fd: int) -> None:
             f"{path}: somebody else has put something else under this name; write to a directory "
             "that only you can change"
         )
-
-
-def _remove_same(parent: int, name: str, fd: int) -> None:
-    """Remove an open file or directory, unless it has another name by now."""
-    with suppress(OSError):
-        if _is_same(parent, name, fd):
-            _remove(parent, name)
 
 
 def _remove(parent: int, name: str) -> None:

@@ -1,18 +1,36 @@
 """Converting checkpoints: merged into global tensors, or resharded for the ranks of a mesh.
 
-Both choose tensors and lay out the files for them; `write_checkpoint` does the rest.
+Both choose tensors and lay out the files for them. The rest is the same for all formats: check that
+the output can be made and may be written, plan the copies, execute them, commit.
 """
 
 import os
-from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Final, Literal, TypeAlias, get_args
+import re
+import stat
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING, Final, Literal, TypeAlias, get_args
 
-from shardspec.checkpoint.catalog import Catalog
-from shardspec.checkpoint.coordinate import Member, Progress
-from shardspec.checkpoint.executor import WriteOptions
+from isal.isal_zlib import crc32_combine
+
+from shardspec.boxes import box_size
+from shardspec.checkpoint.catalog import (
+    AnyOutline,
+    Catalog,
+    check_tiling,
+    distinct,
+    memoize_by_boxes,
+)
+from shardspec.checkpoint.commit import Destination, names_below, opened
+from shardspec.checkpoint.coordinate import Member, Progress, together
+from shardspec.checkpoint.formats import names as known
 from shardspec.checkpoint.mapped import Names, mapped
-from shardspec.checkpoint.open import as_catalog
+from shardspec.checkpoint.open import as_catalog, open_checkpoint
+from shardspec.checkpoint.output import DiskOutput, StoreOutput, WriteOptions
+from shardspec.checkpoint.read_boxes import check_replicas, crc_text
 from shardspec.checkpoint.select import (
     Choice,
     Patterns,
@@ -24,14 +42,17 @@ from shardspec.checkpoint.select import (
     select,
     tied,
 )
-from shardspec.checkpoint.store import as_path
-from shardspec.checkpoint.targets import OutputTensor, Target
-from shardspec.checkpoint.write import WriteReport, write_checkpoint
-from shardspec.errors import CheckpointError
-from shardspec.layout.layout import Layout, SpecLike
+from shardspec.checkpoint.store import OpenFiles, RemotePath, as_path, output_exists, path_errors
+from shardspec.checkpoint.targets import OutputTensor, Target, add_sidecars
+from shardspec.dtypes import item_bytes
+from shardspec.errors import CheckpointError, ShardSpecError
+from shardspec.layout.layout import SpecLike
 from shardspec.mesh import DeviceMesh
 from shardspec.renamed import renamed
 from shardspec.text import shown
+
+if TYPE_CHECKING:
+    from shardspec.checkpoint.numeric import CastLosses
 
 MergedFormat: TypeAlias = Literal["safetensors", "huggingface", "torch", "dcp"]
 MERGED_FORMATS: Final[tuple[MergedFormat, ...]] = get_args(MergedFormat)
@@ -42,7 +63,94 @@ _SHARD_BYTES: Final = 5 * 10**9
 """Most bytes of tensors in a file, as transformers has it."""
 _ADAPTER: Final = "adapter_model.safetensors"
 
+_LISTING_FILES: Final = (
+    known.INFO_NAME,
+    known.METADATA_NAME,
+    known.BIN_INDEX,
+    known.INDEX_SUFFIX,
+)
+_DATA: Final = (".safetensors", ".distcp", ".bin")
+_OWN_NAMES: Final = re.compile(
+    r"(model(-\d{5}-of-\d{5})?|shard-\d+-model-\d+-of-\d+|shard-\d{5,}-[0-9a-f]{16})\.safetensors"
+    r"|pytorch_model(-\d{5}-of-\d{5})?\.bin"
+)
+"""Files that are parts of a checkpoint by their names, also where nothing lists them."""
+
 _LaidOut: TypeAlias = tuple[Sequence[OutputTensor], Target]
+_LayOut: TypeAlias = Callable[[Catalog, str], _LaidOut]
+"""Selects tensors of a catalog and lays out the files for them, given a text to name them by."""
+
+
+@dataclass(frozen=True, slots=True)
+class WriteReport:
+    """What was written, or what would be."""
+
+    path: Path
+    """The output, as the user named it."""
+    format: str
+    """Its format, as `merge` and `reshard` name it."""
+    read: str
+    """What the source is."""
+    reads: Mapping[str, int]
+    """The files that tensors are read from, and the bytes of their boxes, each read once."""
+    tensors: int
+    writes: Mapping[str, int]
+    """The files of the output, or the output itself if it is one, and their sizes."""
+    left_out: tuple[str, ...]
+    """Entries of the source that are not tensors and that the output lacks; the metadata of
+    safetensors files is ``"__metadata__"``."""
+    sidecars: tuple[str, ...]
+    """Names of the files beside the weights of the source that were copied along."""
+    seconds: float = 0.0
+    crc32: int | None = None
+    """CRC-32 of all files in their order; None if it was not computed."""
+    cast_losses: "CastLosses | None" = None
+    """What a cast to another dtype did not keep; None if nothing was cast."""
+    written: bool = False
+    """False after a dry run."""
+
+    @property
+    def read_files(self) -> int:
+        """How many files tensors are read from."""
+        return len(self.reads)
+
+    @property
+    def read_bytes(self) -> int:
+        """Bytes of all boxes that are read, each once."""
+        return sum(self.reads.values())
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        """Names of the files; that of the output itself if it is one."""
+        return tuple(self.writes)
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of all files."""
+        return sum(self.writes.values())
+
+    def to_json(self) -> dict[str, object]:
+        """Return the report as plain values."""
+        return {
+            "path": str(self.path),
+            "format": self.format,
+            # Its former name.
+            "form": self.format,
+            "read": self.read,
+            "read_files": self.read_files,
+            "read_bytes": self.read_bytes,
+            "reads": dict(self.reads),
+            "writes": dict(self.writes),
+            "tensors": self.tensors,
+            "files": list(self.files),
+            "bytes": self.num_bytes,
+            "seconds": self.seconds,
+            "crc32": None if self.crc32 is None else crc_text(self.crc32),
+            "cast": None if self.cast_losses is None else self.cast_losses.to_json(),
+            "left_out": list(self.left_out),
+            "sidecars": list(self.sidecars),
+            "written": self.written,
+        }
 
 
 @renamed(form="format", force="overwrite")
@@ -159,8 +267,7 @@ def merge(
     options = WriteOptions(
         threads, strict_cast, overwrite, verify, reread, dry_run, sidecars, progress, member
     )
-    source = directory if names is None else mapped(as_catalog(directory), names)
-    return write_checkpoint(source, place, chosen, lay_out, options)
+    return _converted(directory, names, place, chosen, lay_out, options)
 
 
 @renamed(mesh="device_mesh", form="format", force="overwrite")
@@ -275,15 +382,20 @@ def reshard(
             mesh, layouts = layouts_like(as_catalog(like), wanted)
         else:
             mesh, layouts = onto, layouts_by_rules(onto, rules or {}, wanted)
-        return _resharded(
-            source, choice, wanted, mesh, layouts, save if chosen == "shardspec" else None
-        )
+        check_blocks(source, {tensor.source: layouts[tensor.name] for tensor in wanted})
+        if chosen == "dcp":
+            from shardspec.checkpoint.formats.dcp_target import dcp_target
+
+            carried, values = carried_values(source, choice, objects=True)
+            return wanted, dcp_target(mesh, wanted, layouts, values)._replace(carried=carried)
+        from shardspec.checkpoint.formats.native import sharded_target
+
+        return wanted, sharded_target(mesh, wanted, layouts, save, source.file_metadata.values)
 
     options = WriteOptions(
         threads, strict_cast, overwrite, verify, reread, dry_run, sidecars, progress, member
     )
-    source = directory if names is None else mapped(as_catalog(directory), names)
-    return write_checkpoint(source, as_path(output), chosen, lay_out, options)
+    return _converted(directory, names, as_path(output), chosen, lay_out, options)
 
 
 def _merged_format(
@@ -367,21 +479,269 @@ def _merged(
     return wanted, target._replace(carried=carried)
 
 
-def _resharded(
-    source: Catalog,
-    choice: Choice,
-    wanted: Sequence[OutputTensor],
-    mesh: DeviceMesh,
-    layouts: Mapping[str, Layout],
-    save: str | None,
-) -> _LaidOut:
-    """Lay out the files that ranks would have written: with `save` in our own format, else DCP."""
-    check_blocks(source, {tensor.source: layouts[tensor.name] for tensor in wanted})
-    if save is None:
-        from shardspec.checkpoint.formats.dcp_target import dcp_target
+def _converted(
+    checkpoint: Path | str | Catalog,
+    names: Names | None,
+    output: Path,
+    format: str,  # as the report names it
+    lay_out: _LayOut,
+    options: WriteOptions,
+) -> WriteReport:
+    """Check that an output can be made of a checkpoint and may be written, and write it."""
+    source = checkpoint if names is None else mapped(as_catalog(checkpoint), names)
+    started = time.monotonic()
+    if options.threads < 1:
+        raise CheckpointError(f"{options.threads} threads write nothing; give at least 1")
+    member = None if options.dry_run else options.member
+    with together(member, output.absolute()) as workers:
+        source = as_catalog(source)
+        tensors, target = lay_out(source, workers.token)
+        if options.sidecars:
+            target = add_sidecars(source, target, format)
+        if isinstance(output, RemotePath) and any("/" in file.name for file in target.files):
+            raise CheckpointError(
+                f"{output}: the format {format!r} has files in directories, which are not written "
+                "into a store; write to a directory here, and copy that"
+            )
+        destination = Destination(output)
+        if workers.member.rank == 0:
+            destination = _check_place(output, source, target, format, options.overwrite)
+        reads = _check_tensors(source, tensors, options.verify, workers.member)
+        report = WriteReport(
+            path=output,
+            format=format,
+            read=source.format,
+            reads={
+                str(path).removeprefix(f"{source.directory}{os.sep}"): num_bytes
+                for path, num_bytes in sorted(reads.items())
+            },
+            tensors=len(tensors),
+            writes={file.name: file.num_bytes for file in target.files},
+            left_out=_left_out(source, target),
+            sidecars=target.sidecars,
+        )
+        if not options.dry_run:
+            kind = StoreOutput if isinstance(output, RemotePath) else DiskOutput
+            begun = kind(source, target, destination.path, options, workers)
+            written = begun.write(destination)
+            crc = 0
+            for _, num_bytes, value in written:
+                crc = int(crc32_combine(crc, value, num_bytes))
+            report = replace(
+                report,
+                writes={name: num_bytes for name, num_bytes, _ in written},
+                crc32=crc if begun.digested else None,
+                cast_losses=begun.losses,
+                written=True,
+            )
+    return replace(report, seconds=time.monotonic() - started)
 
-        carried, values = carried_values(source, choice, objects=True)
-        return wanted, dcp_target(mesh, wanted, layouts, values)._replace(carried=carried)
-    from shardspec.checkpoint.formats.native import sharded_target
 
-    return wanted, sharded_target(mesh, wanted, layouts, save, source.file_metadata.values)
+def _left_out(source: Catalog, target: Target) -> tuple[str, ...]:
+    """Return the names of what is not carried along."""
+    left = sorted(source.extras.keys() - target.carried)
+    metadata = source.file_metadata
+    if (metadata.values.keys() | metadata.contradictions.keys()) - target.carried:
+        left.append("__metadata__")
+    return tuple(left)
+
+
+def _check_tensors(
+    source: Catalog, tensors: Sequence[OutputTensor], verify: bool, member: Member
+) -> Counter[Path]:
+    """Check that boxes tile every tensor, and copies agree; return the bytes to read by file."""
+    copies_of = memoize_by_boxes(check_tiling)
+    elements_of = memoize_by_boxes(_elements_by_file)
+    # Tensors that are sharded alike share one count.
+    counts: dict[int, Counter[Path]] = {}
+    widths: Counter[int] = Counter()
+    with OpenFiles() as files:
+        for place, name in enumerate(sorted({tensor.source for tensor in tensors})):
+            outline = source.outline(name)
+            unsure = copies_of(outline) and not (verify and source.copies_agree(name))
+            # Each of several processes compares its share.
+            if unsure and place % member.size == member.rank:
+                tensor = source.tensor(name)
+                for group in check_tiling(tensor):
+                    check_replicas(tensor, group, files, trust_digests=verify)
+            elements = elements_of(outline)
+            counts[id(elements)] = elements
+            widths[id(elements)] += item_bytes(outline.dtype)
+    reads: Counter[Path] = Counter()
+    for key, elements in counts.items():
+        for path, count in elements.items():
+            reads[path] += count * widths[key]
+    return reads
+
+
+def _elements_by_file(outline: AnyOutline) -> Counter[Path]:
+    found: Counter[Path] = Counter()
+    for stored in distinct(outline):
+        found[stored.path] += box_size(stored.box)
+    return found
+
+
+def _check_place(
+    output: Path, source: Catalog, target: Target, format: str, overwrite: bool
+) -> Destination:
+    """Return where to write, links resolved, and what is replaced, if that does no harm.
+
+    No part of the `source` is overwritten, and what is there is a directory or a file like the
+    output. Raises an `OutputExistsError` if it exists and `overwrite` is not set, a
+    `CheckpointError` otherwise.
+    """
+    directory = target.directory
+    if "\0" in str(output):
+        raise CheckpointError(f"{str(output)!r}: a file name cannot hold a NUL; choose another")
+    here = not isinstance(output, RemotePath)
+    # Somebody else's link may lead to any file of this user. Path.is_symlink raises where a name is
+    # too long.
+    if here and os.path.islink(output):
+        owner = os.lstat(output).st_uid
+        if owner not in (os.geteuid(), 0):
+            raise CheckpointError(
+                f"{output}: is a link that another user has made (user id {owner}); remove it, or "
+                "choose another name"
+            )
+    path = _real(output)
+    kind = _kind(output, path)
+    # Without an index, every file of the directory counts.
+    listed = any(file.name.endswith((".json", ".metadata")) for file in source.files)
+    all_count = kind is None and not listed and source.directory.is_dir()
+    problem = ""
+    for file in source.files:
+        same = path == _real(file)
+        if not same and here and kind == "a file":
+            same = not isinstance(file, RemotePath) and path.samefile(file)
+        if directory and (same or path in _real(file).parents):
+            problem = "holds the checkpoint itself; choose another name"
+        elif same:
+            problem = f"is {file.name} of the checkpoint itself; choose another name"
+        elif all_count and file.suffix == path.suffix and _real(file.parent) == path.parent:
+            problem = (
+                "would be among the files of the checkpoint, which no index lists, and count as "
+                "one of them; choose another directory"
+            )
+        if problem:
+            break
+    due = "a directory" if directory else "a file"
+    if problem:
+        pass
+    elif kind not in (None, due):
+        problem = f"is {kind}; name {due} to write"
+    # A directory in a store may be an empty mark.
+    elif kind and not overwrite and (here or not path.is_dir() or any(path.iterdir())):
+        raise output_exists(output)
+    elif here and not os.access(path.parent, os.W_OK | os.X_OK, effective_ids=True):
+        state = "is not writable" if path.parent.is_dir() else "does not exist"
+        problem = f"its directory {path.parent} {state}; make it first, or write elsewhere"
+    if problem:
+        raise CheckpointError(f"{output}: {problem}")
+    if not (overwrite and directory):
+        return Destination(path)
+    inode = None if not here else path.stat().st_ino if kind else 0
+    return Destination(path, _replaced(path, target, format), inode)
+
+
+def _real(path: Path) -> Path:
+    """Return a path with links resolved."""
+    return path if isinstance(path, RemotePath) else Path(os.path.realpath(path))
+
+
+def _kind(output: Path, path: Path) -> str | None:
+    """Return what is there, in words; None if there is nothing."""
+    if isinstance(path, RemotePath):
+        info = path.info()
+        return None if info is None else f"a {info['type']}"
+    with path_errors(output, "written"):
+        try:
+            mode = path.stat().st_mode
+        except FileNotFoundError:
+            return None
+    if stat.S_ISDIR(mode):
+        return "a directory"
+    return "a file" if stat.S_ISREG(mode) else "not a regular file"
+
+
+def _replaced(path: Path, target: Target, format: str) -> frozenset[str]:
+    """Return which files of a directory an output replaces.
+
+    Refuse it where others are of another kind, would count as parts of what is new, or be read
+    instead: a kept index, for example.
+    """
+    replaced = _files_of_checkpoint(path)
+    new = {file.name for file in target.files}
+    if target.listing is not None:
+        new.add(target.listing.name)
+    above = {str(at) for name in new for at in PurePosixPath(name).parents} - {"."}
+    inner = {name for name in above if "/" not in name}
+    for name in () if isinstance(path, RemotePath) else (*new, *above):
+        place, due = path / name, "directory" if name in above else "file"
+        is_directory = os.path.isdir(place) and not os.path.islink(place)
+        if os.path.lexists(place) and is_directory != (name in above):
+            raise CheckpointError(
+                f"{path}: holds {name!r}, where a {due} is to be written; move it, or choose "
+                "another directory"
+            )
+    heads = {name for name in new if "/" not in name}
+    kept = _names_in(path, inner) - replaced - new
+    counted: list[str] = []
+    if format not in ("shardspec", "dcp"):  # these list their files
+        counted = sorted(
+            name
+            for name in kept
+            if known.is_data_file(name)
+            or name.endswith(known.INDEX_SUFFIX)
+            # Of a Universal Checkpoint.
+            or (inner and known.DEEPSPEED_MODEL.fullmatch(name))
+            or ("/" in name and name.endswith(".pt"))
+        )
+    read: list[str] = []
+    found = known.format_of_names(heads)
+    if known.format_of_names(heads | kept) is not found:
+        read = sorted(name for name in kept if known.format_of_names(heads | {name}) is not found)
+        read = read or sorted(kept)
+    for names, do in ((counted, "count as parts of"), (read, "be read instead of")):
+        if names:
+            raise CheckpointError(
+                f"{path}: holds {', '.join(map(repr, names[:3]))}, which would {do} what is "
+                "written there; move them, or choose another directory"
+            )
+    return replaced
+
+
+def _files_of_checkpoint(directory: Path) -> frozenset[str]:
+    """Return the names of the files that make up the checkpoint in a directory.
+
+    Only what can be opened counts, and in it only what an index or a sharding info lists, or what
+    has a name that only parts of checkpoints have. All other files are somebody else's.
+    """
+    suffixes: tuple[str, ...] = ()
+    try:
+        source = open_checkpoint(directory)
+        for name in source.names:
+            source.tensor(name)
+    except ShardSpecError:
+        inside = _names_in(directory)
+    else:
+        if source.format == known.DEEPSPEED_UNIVERSAL:
+            below = (file.relative_to(source.directory).as_posix() for file in source.files)
+            return frozenset((*below, known.UNIVERSAL_OPTIMIZER, known.UNIVERSAL_LATEST))
+        inside = {file.name for file in source.files if file.parent == source.directory}
+        if any(name.endswith(_LISTING_FILES) for name in inside):
+            suffixes = (*_LISTING_FILES, *_DATA)
+    return frozenset(n for n in inside if n.endswith(suffixes) or _OWN_NAMES.fullmatch(n))
+
+
+def _names_in(directory: Path, inner: Collection[str] = ()) -> set[str]:
+    """Return the names in a directory, and instead of `inner` directories what is below them."""
+    try:
+        if isinstance(directory, RemotePath):
+            return set(directory.listing())
+        found = set(os.listdir(directory))
+        for name in found & set(inner):
+            with opened(directory / name) as fd:
+                found = found - {name} | {f"{name}/{below}" for below in names_below(fd)}
+    except OSError:
+        return set()
+    return found

@@ -11,10 +11,9 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias, TypeVar
 from zlib import crc32
 
 from shardspec.checkpoint.store import RemotePath
@@ -38,8 +37,7 @@ _CHECK_S: Final = 0.5
 _POLL_S: Final = 0.02
 
 
-@dataclass(frozen=True, slots=True)
-class Member:
+class Member(NamedTuple):
     """One of the processes."""
 
     rank: int
@@ -55,14 +53,14 @@ class Member:
 
 
 class Workers:
-    """The processes of a run; without a store there is one."""
+    """The processes of a run; without a store there is one. What they exchange is sent as JSON."""
 
     def __init__(self, member: Member, token: str, store: "Store | None" = None) -> None:
         self.member = member
         self.token = token
         """A random text that all processes of this run have, and no other run."""
         self._store = store
-        self._heartbeats: dict[int, tuple[bytes | None, float]] = {}
+        self._heartbeats: dict[int, tuple[object, float]] = {}
         """Per rank the last heartbeat, and when it was first seen."""
         self._checked = time.monotonic()
         self._ended = threading.Event()
@@ -74,14 +72,14 @@ class Workers:
         """Return the value of the first process, once it is there."""
         if self.member.rank:
             return self._wait(key)
-        self._set(key, json.dumps(value))
+        self._set(key, value)
         return value
 
     def gather(self, key: str, value: object) -> list[Any]:
         """Return the values of all processes by rank; to the first process only."""
         if self._store is None:
             return [value]
-        self._set(f"{key}/{self.member.rank}", json.dumps(value))
+        self._set(f"{key}/{self.member.rank}", value)
         ranks = range(0 if self.member.rank else self.member.size)
         return [self._wait(f"{key}/{rank}") for rank in ranks]
 
@@ -94,13 +92,13 @@ class Workers:
         if self._store is None or now < self._checked + _CHECK_S:
             return
         if (failed := self._get("failed")) is not None:
-            raise CheckpointError(str(json.loads(failed)))
+            raise CheckpointError(failed)
         for rank in range(self.member.size):
             beat = self._get(f"heartbeat/{rank}")
             last, since = self._heartbeats.setdefault(rank, (beat, now))
             if beat != last:
                 self._heartbeats[rank] = beat, now
-            elif beat != b"ended" and now - since > TIMEOUT_S:
+            elif beat != "ended" and now - since > TIMEOUT_S:
                 raise CheckpointError(
                     f"rank {rank} has sent no heartbeat for {TIMEOUT_S:.0f} s; it was killed, "
                     "or its machine has stopped"
@@ -117,16 +115,16 @@ class Workers:
         try:
             yield
         except BaseException as error:
-            store = self._store
-            if store is None:
+            if self._store is None:
                 raise
             text = str(error) if isinstance(error, ShardSpecError) else "was interrupted"
             if not text.startswith("rank "):
                 text = f"rank {self.member.rank}: {text}"
+            said = json.dumps(text)
             # If the store is gone, nobody is waiting for it.
             with suppress(ShardSpecError):
-                said = json.dumps(text)
-                text = json.loads(self._call(lambda: store.compare_set("failed", "", said)))
+                first = self._call(lambda store: store.compare_set("failed", "", said))
+                text = json.loads(first or said)
             if not isinstance(error, ShardSpecError) or text == str(error):
                 raise
             raise type(error)(text) from None
@@ -141,7 +139,7 @@ class Workers:
         with suppress(ShardSpecError):
             keys = [f"heartbeat/{rank}" for rank in range(self.member.size)]
             self._set(keys[self.member.rank], "ended")
-            while any(self._get(k) != b"ended" for k in keys) and time.monotonic() < deadline:
+            while any(self._get(k) != "ended" for k in keys) and time.monotonic() < deadline:
                 time.sleep(_POLL_S)
 
     def _send_heartbeats(self) -> None:
@@ -149,31 +147,32 @@ class Workers:
         with suppress(ShardSpecError):
             ended = False
             while not ended:
-                self._set(f"heartbeat/{self.member.rank}", str(time.time()))
+                self._set(f"heartbeat/{self.member.rank}", time.time())
                 ended = self._ended.wait(_HEARTBEAT_S)
 
     def _wait(self, key: str) -> Any:  # noqa: ANN401  # what JSON gives
         while (value := self._get(key)) is None:
             self.check()
             time.sleep(_POLL_S)
-        return json.loads(value)
+        return value
 
-    def _set(self, key: str, value: str) -> None:
-        if (store := self._store) is not None:
-            self._call(lambda: store.set(key, value))
+    def _set(self, key: str, value: object) -> None:
+        self._call(lambda store: store.set(key, json.dumps(value)))
 
-    def _get(self, key: str) -> bytes | None:
+    def _get(self, key: str) -> Any:  # noqa: ANN401  # what JSON gives
+        """Return a value; None as long as there is none."""
+        found = self._call(lambda store: bytes(store.get(key)) if store.check([key]) else b"null")
+        return None if found is None else json.loads(found)
+
+    def _call(self, act: "Callable[[Store], T]") -> T | None:
+        """Call the store in a thread: calls cannot be interrupted, and some have no timeout."""
         if (store := self._store) is None:
             return None
-        return self._call(lambda: bytes(store.get(key)) if store.check([key]) else None)
-
-    def _call(self, act: Callable[[], T]) -> T:
-        """Call the store in a thread: calls cannot be interrupted, and some have no timeout."""
         answer: list[T] = []
 
         def call() -> None:
             with suppress(RuntimeError):  # the class of torch's errors
-                answer.append(act())
+                answer.append(act(store))
 
         thread = threading.Thread(target=call, daemon=True)
         thread.start()

@@ -11,8 +11,14 @@ from typing import Final, NamedTuple
 from shardspec.checkpoint.catalog import Catalog
 from shardspec.checkpoint.formats import names
 from shardspec.checkpoint.formats.names import FORMATS, MEGATRON_TRACKER, Format, format_of_names
-from shardspec.checkpoint.source_files import SourceFile
-from shardspec.checkpoint.store import RemotePath, Snapshot, as_path, file_inside, reason
+from shardspec.checkpoint.store import (
+    RemotePath,
+    Snapshot,
+    SourceFile,
+    as_path,
+    file_inside,
+    reason,
+)
 from shardspec.errors import CheckpointError
 
 _ZIP: Final = b"PK"

@@ -26,7 +26,7 @@ from shardspec.checkpoint.catalog import (
     distinct,
     row_major_strides,
 )
-from shardspec.checkpoint.source_files import FileStretch, OpenFiles, SourceFile
+from shardspec.checkpoint.store import FileStretch, OpenFiles, SourceFile
 from shardspec.copies import overlaps
 from shardspec.dtypes import item_bytes
 from shardspec.errors import CheckpointError

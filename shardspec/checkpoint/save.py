@@ -18,11 +18,9 @@ from shardspec.checkpoint.commit import DIRECTORY, lock, opened, write_atomicall
 from shardspec.checkpoint.formats import native
 from shardspec.checkpoint.formats.names import INFO_NAME
 from shardspec.checkpoint.formats.safetensors import read_header
-from shardspec.checkpoint.output_files import write_all
 from shardspec.checkpoint.rank_state import Described, Replicas, agree
 from shardspec.checkpoint.read_boxes import crc32
-from shardspec.checkpoint.source_files import SourceFile
-from shardspec.checkpoint.store import RemotePath, as_path, path_errors, reason, upload
+from shardspec.checkpoint.store import RemotePath, SourceFile, as_path, path_errors, reason
 from shardspec.checkpoint.targets import BoxEntry, FileEntry, OutputFile, OutputTensor, assign_boxes
 from shardspec.comm.communicator import Communicator
 from shardspec.errors import CheckpointError, OutputExistsError
@@ -185,7 +183,9 @@ def _write_shards(
     written = {}
     for rank, entries in boxes.items():
         file, crcs = native.shard_file(tensors, entries, rank, save), dict[tuple[str, Box], int]()
-        _write_file(path / file.name, file.num_bytes, _pieces(file, rank, what, crcs))
+        pieces = _pieces(file, rank, what, crcs)
+        place = path / file.name
+        write_atomically(place, file.num_bytes, pieces, overwrite=False, mode_of=INFO_NAME)
         stored = [entry._replace(crc32=crcs[entry.tensor, entry.box]) for entry in entries]
         written[rank] = FileEntry(file.name, rank, file.num_bytes, stored)
     return written
@@ -202,26 +202,6 @@ def _pieces(
             crc = crc32(piece, crc)
             yield piece
         crcs[tensor.name, box] = crc
-
-
-def _write_file(path: Path, num_bytes: int, pieces: Iterable[bytes | memoryview]) -> None:
-    """Write a file that appears, or replaces another, when it is complete and on the disk.
-
-    It has the mode of the info that is there, if one is, and its owner where the system allows it.
-    """
-    if isinstance(path, RemotePath):
-        with upload(path, num_bytes, overwrite=path.name == INFO_NAME) as write:
-            for piece in pieces:
-                write(piece)
-        return
-
-    def fill(fd: int) -> None:
-        done = 0
-        for piece in pieces:
-            write_all(fd, memoryview(piece), done, path)
-            done += len(piece)
-
-    write_atomically(path, num_bytes, fill, overwrite=True, mode_of=INFO_NAME)
 
 
 def _publish(path: Path, info: native.ShardingInfo) -> list[str]:
@@ -244,7 +224,7 @@ def _publish(path: Path, info: native.ShardingInfo) -> list[str]:
     with suppress(CheckpointError):  # one that cannot be read names nothing that could be removed
         older = [file.name for file in native.read_info(path).files]
     text = "".join(native.info_lines(info)).encode()
-    _write_file(path / INFO_NAME, len(text), [text])
+    write_atomically(path / INFO_NAME, len(text), [text], overwrite=True, mode_of=INFO_NAME)
     return older
 
 

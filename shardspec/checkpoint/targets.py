@@ -13,8 +13,7 @@ from typing import Final, NamedTuple, TypeAlias
 
 from shardspec.boxes import Box, box_shape, box_size
 from shardspec.checkpoint.catalog import Catalog, replica_holders, whole_box
-from shardspec.checkpoint.source_files import SourceFile
-from shardspec.checkpoint.store import file_inside
+from shardspec.checkpoint.store import SourceFile, file_inside
 from shardspec.checkpoint.strict_json import parse_json
 from shardspec.copies import whole_senders
 from shardspec.dtypes import item_bytes
@@ -146,8 +145,14 @@ def copied_file(path: Path, name: str) -> OutputFile:
 
 Write: TypeAlias = Callable[[bytes], object]
 """Appends to a file."""
-Put: TypeAlias = Callable[[str, Callable[[Write], object]], None]
-"""Makes a file of a name, and has it written piece by piece."""
+
+
+class Listing(NamedTuple):
+    """The file that lists the others of an output; written last."""
+
+    name: str
+    fill: Callable[[Mapping[str, Sequence[int]], Write], object]
+    """Writes it piece by piece, given the CRC-32 of every extent by file."""
 
 
 class Target(NamedTuple):
@@ -155,8 +160,7 @@ class Target(NamedTuple):
 
     files: tuple[OutputFile, ...]
     directory: bool
-    last: Callable[[Mapping[str, Sequence[int]], Put], None] | None = None
-    """Writes the files that list the others, given the CRC-32 of every extent by file."""
+    listing: Listing | None = None
     digested: bool = False  # whether the format needs the CRC-32 of every extent
     carried: frozenset[str] = frozenset()  # names of the source's plain values that go along
     sidecars: tuple[str, ...] = ()  # names of the files beside the weights that go along

@@ -24,7 +24,7 @@ from shardspec.checkpoint.numeric import numbers
 from shardspec.checkpoint.open import as_catalog
 from shardspec.checkpoint.read_boxes import Checks, check_replicas, element_index, pieces, read_both
 from shardspec.checkpoint.select import Choice, Patterns, Renames, select
-from shardspec.checkpoint.source_files import FileStretch, OpenFiles
+from shardspec.checkpoint.store import FileStretch, OpenFiles
 from shardspec.dtypes import is_floating, item_bytes, packed
 from shardspec.errors import CheckpointError
 from shardspec.layout.picture import ids_text

@@ -44,14 +44,9 @@ def path_text(path: Path | str) -> str:
 def write_file(path: Path, text: str, *, overwrite: bool) -> None:
     """Write a file that appears when it is complete; `CheckpointError` if that cannot be."""
     from shardspec.checkpoint.commit import write_atomically
-    from shardspec.checkpoint.output_files import write_all
 
-    content = memoryview(text.encode())
-
-    def fill(fd: int) -> None:
-        write_all(fd, content, 0, path)
-
-    write_atomically(path, len(content), fill, overwrite=overwrite)
+    content = text.encode()
+    write_atomically(path, len(content), [content], overwrite=overwrite)
 
 
 @contextmanager

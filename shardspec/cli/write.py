@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Final
 import click
 
 from shardspec.checkpoint import convert as conversion
+from shardspec.checkpoint.convert import WriteReport
 from shardspec.checkpoint.coordinate import Member
-from shardspec.checkpoint.write import WriteReport
 from shardspec.cli import checkpoint_options as ckpt
 from shardspec.cli import options as opts
 from shardspec.cli.options import argument, command, flag, option, unless

@@ -14,8 +14,7 @@ import torch
 
 from shardspec import DeviceMesh, merge, reshard, save_sharded
 from shardspec.checkpoint import commit
-from shardspec.checkpoint.commit import Destination, staged_output
-from shardspec.checkpoint.output_files import Staged
+from shardspec.checkpoint.commit import FILE, NEW_FILE, Destination, open_below, staged_output
 from shardspec.errors import CheckpointError, OutputExistsError
 
 
@@ -227,13 +226,27 @@ def test_killed_when_it_has_its_name_it_loses_nothing_of_others(tmp_path, monkey
     assert (tmp_path / kept / "newer.md").read_text() == "older"
 
 
+def test_a_directory_that_cannot_be_opened_does_not_stay(tmp_path, monkeypatch):
+    opened = os.open
+
+    def refused(name, flags, *args, **options):
+        if str(name).startswith(".out") and flags & os.O_DIRECTORY:
+            raise OSError(5, "Input/output error")
+        return opened(name, flags, *args, **options)
+
+    monkeypatch.setattr(os, "open", refused)
+    with pytest.raises(CheckpointError, match="out: cannot be written: Input/output error"):
+        work(tmp_path / "out", True)
+    assert os.listdir(tmp_path) == []
+
+
 @pytest.mark.parametrize("name", ["../x", "a/../x", "/x", "a//x", "a/", "a/./x"])
 def test_names_do_not_lead_out(tmp_path, name):
     with (
         pytest.raises(CheckpointError, match="does not name a file in a directory"),
         staged_output(Destination(tmp_path / "out"), directory=True, overwrite=False) as staged,
     ):
-        Staged(staged[0], tmp_path / "out", directory=True).create(name, 1)
+        open_below(staged[0], name, NEW_FILE)
     assert os.listdir(tmp_path) == []
 
 
@@ -241,17 +254,18 @@ def test_no_link_is_followed_on_the_way_to_a_file(tmp_path):
     (tmp_path / "victim").mkdir()
     with staged_output(Destination(tmp_path / "out"), directory=True, overwrite=False) as made:
         place = by_descriptor(made)
-        staged = Staged(made[0], tmp_path / "out", directory=True)
-        staged.create("a/b/c", 3)
-        os.close(staged.open("a/b/c"))
+        fd = open_below(made[0], "a/b/c", NEW_FILE)
+        os.write(fd, b"abc")
+        os.close(fd)
+        os.close(open_below(made[0], "a/b/c", FILE))
         assert stat.S_IMODE((place / "a" / "b").stat().st_mode) == 0o700
         (place / "z").symlink_to(tmp_path / "victim")
-        for act in (staged.open, lambda name: staged.create(name, 1)):
-            with pytest.raises(CheckpointError, match="cannot be written: Not a directory"):
-                act("z/c")
+        for flags in (FILE, NEW_FILE):
+            with pytest.raises(NotADirectoryError):
+                open_below(made[0], "z/c", flags)
         (place / "z").unlink()
     assert os.listdir(tmp_path / "victim") == []
-    assert (tmp_path / "out" / "a" / "b" / "c").read_bytes() == bytes(3)
+    assert (tmp_path / "out" / "a" / "b" / "c").read_bytes() == b"abc"
 
 
 def test_without_exchanging_names(tmp_path, monkeypatch):

@@ -22,7 +22,7 @@ from shardspec.checkpoint.read_boxes import (
     read_box,
     read_box_into,
 )
-from shardspec.checkpoint.source_files import OpenFiles
+from shardspec.checkpoint.store import OpenFiles
 from shardspec.errors import CheckpointError
 
 DTYPES = {"uint8": 1, "int16": 2, "float32": 4, "complex64": 8}

@@ -14,7 +14,7 @@ from shardspec.checkpoint.catalog import Digest, StoredBox, StoredTensor
 from shardspec.checkpoint.convert import merge
 from shardspec.checkpoint.open import open_checkpoint
 from shardspec.checkpoint.read_boxes import Checks
-from shardspec.checkpoint.source_files import OpenFiles
+from shardspec.checkpoint.store import OpenFiles
 from shardspec.checkpoint.verify import diff_checkpoints
 from shardspec.errors import CheckpointError
 from tests.checkpoint.handmade import handmade, sample

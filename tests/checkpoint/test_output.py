@@ -23,18 +23,21 @@ def fail(error):
     return act
 
 
-def filler(data):
-    return lambda fd: os.pwrite(fd, data, 0)
+def failing(error):
+    """Pieces of a file that cannot be made."""
+    return map(fail(error), [0])
 
 
 def test_the_file_appears_when_it_is_full(tmp_path):
     seen = []
 
-    def fill(fd):
-        seen.append((names_in(tmp_path), os.fstat(fd).st_size))
-        os.pwrite(fd, b"12345", 0)
+    def pieces():
+        names = names_in(tmp_path)
+        seen.append((names, (tmp_path / names[0]).stat().st_size))
+        yield b"12"
+        yield memoryview(b"345")
 
-    write_atomically(tmp_path / "out", 5, fill, overwrite=False)
+    write_atomically(tmp_path / "out", 5, pieces(), overwrite=False)
     ((names, size),) = seen
     assert "out" not in names
     assert len(names) == 1
@@ -46,9 +49,9 @@ def test_the_file_appears_when_it_is_full(tmp_path):
 def test_an_existing_file_is_replaced_only_when_asked(tmp_path):
     (tmp_path / "out").write_bytes(b"old")
     with pytest.raises(OutputExistsError):
-        write_atomically(tmp_path / "out", 3, filler(b"new"), overwrite=False)
+        write_atomically(tmp_path / "out", 3, [b"new"], overwrite=False)
     assert (tmp_path / "out").read_bytes() == b"old"
-    write_atomically(tmp_path / "out", 3, filler(b"new"), overwrite=True)
+    write_atomically(tmp_path / "out", 3, [b"new"], overwrite=True)
     assert (tmp_path / "out").read_bytes() == b"new"
     assert names_in(tmp_path) == ["out"]
 
@@ -56,20 +59,20 @@ def test_an_existing_file_is_replaced_only_when_asked(tmp_path):
 @pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError, CheckpointError])
 def test_whatever_goes_wrong_no_temporary_file_stays(tmp_path, error):
     with pytest.raises(error):
-        write_atomically(tmp_path / "out", 10, fail(error), overwrite=True)
+        write_atomically(tmp_path / "out", 10, failing(error), overwrite=True)
     assert names_in(tmp_path) == []
 
 
 def test_errors_of_the_system_become_one_line(tmp_path):
-    fill = fail(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     with pytest.raises(CheckpointError) as caught:
-        write_atomically(tmp_path / "out", 10, fill, overwrite=True)
+        write_atomically(tmp_path / "out", 10, failing(full), overwrite=True)
     assert str(caught.value) == (
         f"{tmp_path}/out: cannot be written: No space left on device (10 bytes are needed); make "
         "room or write elsewhere"
     )
     with pytest.raises(CheckpointError, match="no/out: cannot be written: No such file"):
-        write_atomically(tmp_path / "no" / "out", 10, fill, overwrite=True)
+        write_atomically(tmp_path / "no" / "out", 10, failing(full), overwrite=True)
 
 
 def refuse(code):
@@ -82,15 +85,15 @@ def refuse(code):
 def test_file_systems_without_hard_links_or_that_count_no_room(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "link", refuse(errno.EPERM))
     monkeypatch.setattr(os, "fstatvfs", lambda _: os.statvfs_result([0] * 11))
-    write_atomically(tmp_path / "out", 5, filler(b"12345"), overwrite=False)
+    write_atomically(tmp_path / "out", 5, [b"12345"], overwrite=False)
     assert (tmp_path / "out").read_bytes() == b"12345"
     assert names_in(tmp_path) == ["out"]
     # Pages of 4 KiB, of which one is free.
     monkeypatch.setattr(os, "fstatvfs", lambda _: os.statvfs_result([4096, 4096, 9, 1, *[0] * 7]))
-    write_atomically(tmp_path / "fits", 4096, filler(b"12345"), overwrite=False)
+    write_atomically(tmp_path / "fits", 4096, [b"12345"], overwrite=False)
     (tmp_path / "fits").unlink()
     with pytest.raises(CheckpointError, match="No space left on device"):
-        write_atomically(tmp_path / "full", 4097, filler(b"12345"), overwrite=False)
+        write_atomically(tmp_path / "full", 4097, [b"12345"], overwrite=False)
     assert names_in(tmp_path) == ["out"]
 
 

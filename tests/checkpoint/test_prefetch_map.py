@@ -7,8 +7,7 @@ from threading import enumerate as enumerate_threads
 
 import pytest
 
-from shardspec.checkpoint.source_files import prefetch_depth, prefetch_map
-from shardspec.checkpoint.store import RemotePath
+from shardspec.checkpoint.store import RemotePath, prefetch_depth, prefetch_map
 from shardspec.errors import CheckpointError
 
 WAIT_S = 60

@@ -14,8 +14,7 @@ from safetensors.torch import load_file
 from shardspec import DeviceMesh, DTensor, load_sharded, merge, save_sharded
 from shardspec.checkpoint.convert import reshard
 from shardspec.checkpoint.open import open_checkpoint
-from shardspec.checkpoint.source_files import FileStretch, OpenFiles, RangePrefetcher
-from shardspec.checkpoint.store import as_path
+from shardspec.checkpoint.store import FileStretch, OpenFiles, RangePrefetcher, as_path
 from shardspec.checkpoint.verify import diff_checkpoints, verify_checkpoint
 from shardspec.errors import CheckpointError
 from tests.checkpoint.formats.reading import assert_same, read_whole

@@ -16,7 +16,7 @@ from shardspec.checkpoint.convert import merge
 from shardspec.checkpoint.formats.rank_files import read_states
 from shardspec.checkpoint.open import open_checkpoint
 from shardspec.checkpoint.read_boxes import crc32
-from shardspec.checkpoint.source_files import SourceFile
+from shardspec.checkpoint.store import SourceFile
 from shardspec.checkpoint.torch_files.values import tensor_place
 from shardspec.checkpoint.verify import verify_checkpoint
 from shardspec.errors import CheckpointError

@@ -14,8 +14,14 @@ import torch
 from shardspec.checkpoint.catalog import StoredBox, StoredTensor
 from shardspec.checkpoint.open import open_checkpoint
 from shardspec.checkpoint.read_boxes import Buffers, read_box_into
-from shardspec.checkpoint.source_files import MAX_REQUEST_BYTES, OpenFiles, SourceFile
-from shardspec.checkpoint.store import RemotePath, as_path, path_errors
+from shardspec.checkpoint.store import (
+    MAX_REQUEST_BYTES,
+    OpenFiles,
+    RemotePath,
+    SourceFile,
+    as_path,
+    path_errors,
+)
 from shardspec.checkpoint.verify import diff_checkpoints, verify_checkpoint
 from shardspec.errors import CheckpointError
 from tests.checkpoint.formats.reading import assert_same, read_whole

@@ -228,9 +228,5 @@ def test_a_file_written_at_once_keeps_its_mode(tmp_path):
     path = tmp_path / "x"
     path.write_text("old")
     path.chmod(0o640)
-
-    def fill(fd: int) -> None:
-        os.write(fd, b"new")
-
-    write_atomically(path, 3, fill, overwrite=True)
+    write_atomically(path, 3, [b"new"], overwrite=True)
     assert (path.read_text(), stat.S_IMODE(path.stat().st_mode)) == ("new", 0o640)

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardspec.checkpoint.formats.safetensors import encode_header, read_header
-from shardspec.checkpoint.source_files import SourceFile
+from shardspec.checkpoint.store import SourceFile
 from shardspec.errors import CheckpointError
 
 GOOD = {

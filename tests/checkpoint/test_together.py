@@ -20,9 +20,9 @@ from shardspec import DeviceMesh, DTensor, merge, reshard, save_sharded
 from shardspec.checkpoint import coordinate
 from shardspec.checkpoint.commit import Destination, staged_output
 from shardspec.checkpoint.coordinate import Member
-from shardspec.checkpoint.executor import plan_tasks
 from shardspec.checkpoint.formats.safetensors import huggingface_target
 from shardspec.checkpoint.open import open_checkpoint
+from shardspec.checkpoint.output import plan_tasks
 from shardspec.checkpoint.targets import OutputTensor
 from shardspec.errors import CheckpointError, OutputExistsError, ShardSpecError
 from tests.checkpoint.writers.states import save, state
@@ -184,7 +184,7 @@ def test_shares_fill_every_slot_once(shapes, size, limit, whole_files):
     filled: Counter[tuple[int, int]] = Counter()
     for rank in range(size):
         for task in plan_tasks(target, rank, size, whole_files=whole_files):
-            for file, number in task.extents:
+            for file, number in task:
                 extent = target.files[file].extents[number]
                 for at in range(extent.offset, extent.offset + extent.num_bytes):
                     filled[file, at] += 1
@@ -201,7 +201,7 @@ def test_processes_share_the_tensors_by_bytes():
     target = huggingface_target(tensors, 1 << 40)
     shares = []
     for rank in range(4):
-        extents = [at for task in plan_tasks(target, rank, 4) for at in task.extents]
+        extents = [at for task in plan_tasks(target, rank, 4) for at in task]
         shares.append(sum(target.files[file].extents[n].num_bytes for file, n in extents))
     due = sum(tensor.num_bytes for tensor in tensors)
     assert sum(shares) == due

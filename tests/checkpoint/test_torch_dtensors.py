@@ -5,7 +5,7 @@ from math import prod
 
 import pytest
 
-from shardspec.checkpoint.source_files import SourceFile
+from shardspec.checkpoint.store import SourceFile
 from shardspec.checkpoint.torch_files.dtensors import read_torch
 from shardspec.checkpoint.torch_files.values import TorchTensor
 from shardspec.checkpoint.torch_files.writer import Call, Made, Name, Outside, pickled

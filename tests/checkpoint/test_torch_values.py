@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from shardspec.checkpoint.read_boxes import crc32
-from shardspec.checkpoint.source_files import SourceFile
+from shardspec.checkpoint.store import SourceFile
 from shardspec.checkpoint.torch_files.dtensors import read_torch
 from shardspec.checkpoint.torch_files.unpickler import Record
 from shardspec.checkpoint.torch_files.values import (

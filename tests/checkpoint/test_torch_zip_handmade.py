@@ -4,7 +4,7 @@ import struct
 
 import pytest
 
-from shardspec.checkpoint.source_files import SourceFile
+from shardspec.checkpoint.store import SourceFile
 from shardspec.checkpoint.torch_files.zip_reader import read_torch_zip
 from shardspec.errors import CheckpointError
 from tests.checkpoint.zips import Counted, handmade, read, record, refused

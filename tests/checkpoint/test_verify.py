@@ -17,7 +17,7 @@ from shardspec.checkpoint.convert import merge
 from shardspec.checkpoint.numeric import numbers
 from shardspec.checkpoint.open import open_checkpoint
 from shardspec.checkpoint.read_boxes import check_replicas
-from shardspec.checkpoint.source_files import OpenFiles
+from shardspec.checkpoint.store import OpenFiles
 from shardspec.checkpoint.verify import Difference, diff_checkpoints, verify_checkpoint
 from shardspec.cli.main import cli
 from shardspec.errors import CheckpointError

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import pytest
 
 from shardspec.checkpoint.read_boxes import crc32
-from shardspec.checkpoint.source_files import SourceFile
+from shardspec.checkpoint.store import SourceFile
 from shardspec.checkpoint.torch_files.dtensors import read_torch
 from shardspec.checkpoint.torch_files.values import tensor_place
 from shardspec.checkpoint.torch_files.zip_reader import read_torch_zip

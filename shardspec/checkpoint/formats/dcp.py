@@ -29,8 +29,13 @@ from shardspec.checkpoint.catalog import FileBox, Outline, StoredBox, StoredObje
 from shardspec.checkpoint.formats import names
 from shardspec.checkpoint.formats.names import METADATA_NAME
 from shardspec.checkpoint.formats.torch_file import plain_value
-from shardspec.checkpoint.source_files import SourceFile, prefetch_depth, prefetch_map
-from shardspec.checkpoint.store import file_inside, path_exists
+from shardspec.checkpoint.store import (
+    SourceFile,
+    file_inside,
+    path_exists,
+    prefetch_depth,
+    prefetch_map,
+)
 from shardspec.checkpoint.strict_json import is_size
 from shardspec.checkpoint.torch_files import unpickler, values
 from shardspec.checkpoint.torch_files.dtensors import read_torch

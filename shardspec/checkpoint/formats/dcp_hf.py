@@ -28,8 +28,7 @@ from shardspec.checkpoint.catalog import (
 )
 from shardspec.checkpoint.formats import safetensors
 from shardspec.checkpoint.formats.names import DCP_HF, DCP_HF_SHARD, is_data_file, is_index
-from shardspec.checkpoint.source_files import prefetch_depth, prefetch_map
-from shardspec.checkpoint.store import file_inside
+from shardspec.checkpoint.store import file_inside, prefetch_depth, prefetch_map
 from shardspec.errors import CheckpointError
 
 _Shards: TypeAlias = dict[tuple[int, int], Path]

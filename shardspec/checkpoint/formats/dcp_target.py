@@ -16,7 +16,7 @@ from shardspec.checkpoint import targets
 from shardspec.checkpoint.catalog import StoredObject
 from shardspec.checkpoint.formats.names import METADATA_NAME
 from shardspec.checkpoint.formats.torch_file import state_file
-from shardspec.checkpoint.source_files import SourceFile
+from shardspec.checkpoint.store import SourceFile
 from shardspec.checkpoint.torch_files import writer
 from shardspec.checkpoint.torch_files.writer import Call, Made, Name, Pairs
 from shardspec.errors import CheckpointError
@@ -68,11 +68,11 @@ def dcp_target(
         if end:
             files.append(targets.OutputFile(file, end, raw, extents, partial(_trailer, extents)))
 
-    def last(_: Mapping[str, Sequence[int]], put: targets.Put) -> None:
-        metadata = _metadata(tensors, chunks, values)
-        put(METADATA_NAME, lambda write: writer.pickle_into(metadata, write))
+    def fill(_: Mapping[str, Sequence[int]], write: targets.Write) -> None:
+        writer.pickle_into(_metadata(tensors, chunks, values), write)
 
-    return targets.Target(tuple(files), directory=True, last=last, digested=True)
+    listing = targets.Listing(METADATA_NAME, fill)
+    return targets.Target(tuple(files), directory=True, listing=listing, digested=True)
 
 
 @lru_cache(64)  # a model has few shapes

@@ -38,8 +38,7 @@ from shardspec.checkpoint.formats.torch_file import (
     read_torch_states,
     whole_tensor,
 )
-from shardspec.checkpoint.source_files import SourceFile
-from shardspec.checkpoint.store import file_inside
+from shardspec.checkpoint.store import SourceFile, file_inside
 from shardspec.checkpoint.torch_files.unpickler import Names, Record, record_class
 from shardspec.checkpoint.torch_files.values import sizes_of
 from shardspec.dtypes import item_bytes

@@ -21,9 +21,14 @@ from shardspec.checkpoint import catalog, state_dict, targets
 from shardspec.checkpoint.catalog import Catalog, ReplicaKey, StoredBox, StoredTensor
 from shardspec.checkpoint.formats import safetensors
 from shardspec.checkpoint.formats.names import INFO_NAME, NATIVE
-from shardspec.checkpoint.source_files import SourceFile, prefetch_depth, prefetch_map
 from shardspec.checkpoint.state_dict import KeyPath
-from shardspec.checkpoint.store import file_inside, path_exists
+from shardspec.checkpoint.store import (
+    SourceFile,
+    file_inside,
+    path_exists,
+    prefetch_depth,
+    prefetch_map,
+)
 from shardspec.checkpoint.strict_json import checked, fields, is_size, read_json
 from shardspec.checkpoint.targets import BoxEntry, FileEntry, OutputFile, OutputTensor, Target
 from shardspec.dtypes import from_safetensors, item_bytes, to_safetensors
@@ -390,23 +395,26 @@ def sharded_target(
         if assigned[rank]
     }
 
-    def last(crcs: Mapping[str, Sequence[int]], put: targets.Put) -> None:
-        entries = []
-        for rank, file in files.items():
-            boxes = [
-                BoxEntry(extent.tensor.name, extent.box, (), crc)
-                for extent, crc in zip(file.extents, crcs[file.name], strict=True)
-            ]
-            boxes.sort(key=attrgetter("tensor"))
-            entries.append(FileEntry(file.name, rank, file.num_bytes, boxes))
+    def fill(crcs: Mapping[str, Sequence[int]], write: targets.Write) -> None:
+        entries = tuple(_entry(rank, file, crcs[file.name]) for rank, file in files.items())
         by_names = dict(sorted(layouts.items()))
-        info = ShardingInfo(token, mesh, by_names, tuple(entries), file_metadata=file_metadata)
+        info = ShardingInfo(token, mesh, by_names, entries, file_metadata=file_metadata)
+        for line in info_lines(info):
+            write(line.encode())
 
-        def fill(write: targets.Write) -> None:
-            for line in info_lines(info):
-                write(line.encode())
+    return Target(
+        tuple(files.values()),
+        directory=True,
+        listing=targets.Listing(INFO_NAME, fill),
+        digested=True,
+        carried=frozenset(file_metadata),
+    )
 
-        put(INFO_NAME, fill)
 
-    carried = frozenset(file_metadata)
-    return Target(tuple(files.values()), directory=True, last=last, digested=True, carried=carried)
+def _entry(rank: int, file: OutputFile, crcs: Sequence[int]) -> FileEntry:
+    """Return what the info says of a file; it lists boxes in the order of their names."""
+    boxes = [
+        BoxEntry(extent.tensor.name, extent.box, (), crc)
+        for extent, crc in zip(file.extents, crcs, strict=True)
+    ]
+    return FileEntry(file.name, rank, file.num_bytes, sorted(boxes, key=attrgetter("tensor")))

@@ -28,8 +28,13 @@ from shardspec.checkpoint.catalog import replica_keys
 from shardspec.checkpoint.formats import torch_file
 from shardspec.checkpoint.formats.names import RANK_FILE, RANK_FILES, is_rank_file
 from shardspec.checkpoint.rank_state import on_larger_mesh
-from shardspec.checkpoint.source_files import HeaderFiles, SourceFile, prefetch_depth, prefetch_map
-from shardspec.checkpoint.store import file_inside
+from shardspec.checkpoint.store import (
+    HeaderFiles,
+    SourceFile,
+    file_inside,
+    prefetch_depth,
+    prefetch_map,
+)
 from shardspec.checkpoint.torch_files.unpickler import alike_screen, no_collection
 from shardspec.checkpoint.torch_files.values import (
     TensorPlace,

@@ -27,10 +27,22 @@ from shardspec.checkpoint.catalog import (
     whole_box,
 )
 from shardspec.checkpoint.formats.names import INFO_NAME, SAFETENSORS, is_data_file, is_index
-from shardspec.checkpoint.source_files import SourceFile, prefetch_depth, prefetch_map
-from shardspec.checkpoint.store import file_inside, path_exists
+from shardspec.checkpoint.store import (
+    SourceFile,
+    file_inside,
+    path_exists,
+    prefetch_depth,
+    prefetch_map,
+)
 from shardspec.checkpoint.strict_json import checked, field, fields, parse_json, read_json
-from shardspec.checkpoint.targets import Extent, OutputFile, OutputTensor, Put, RawBytes, Target
+from shardspec.checkpoint.targets import (
+    Extent,
+    Listing,
+    OutputFile,
+    OutputTensor,
+    RawBytes,
+    Target,
+)
 from shardspec.dtypes import from_safetensors, item_bytes, packed, to_safetensors
 from shardspec.errors import CheckpointError, DTypeError
 from shardspec.text import shown
@@ -400,13 +412,11 @@ def huggingface_target(
         for place, shard in enumerate(shards, 1)
     }
 
-    def last(_: Mapping[str, Sequence[int]], put: Put) -> None:
-        index = {
-            "metadata": {"total_size": sum(tensor.num_bytes for tensor in tensors)},
-            "weight_map": {tensor.name: name for name, shard in files.items() for tensor in shard},
-        }
-        text = json.dumps(index, indent=2, sort_keys=True) + "\n"
-        put(INDEX_NAME, lambda write: write(text.encode()))
-
+    index = {
+        "metadata": {"total_size": sum(tensor.num_bytes for tensor in tensors)},
+        "weight_map": {tensor.name: name for name, shard in files.items() for tensor in shard},
+    }
+    text = json.dumps(index, indent=2, sort_keys=True) + "\n"
+    listing = Listing(INDEX_NAME, lambda _, write: write(text.encode()))
     written = tuple(output_file(name, shard, metadata) for name, shard in files.items())
-    return Target(written, directory=True, last=last)
+    return Target(written, directory=True, listing=listing)

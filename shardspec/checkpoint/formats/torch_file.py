@@ -34,8 +34,7 @@ from shardspec.checkpoint.formats.names import (
     part_text,
 )
 from shardspec.checkpoint.formats.safetensors import by_file, check_listed, check_numbering
-from shardspec.checkpoint.source_files import SourceFile, prefetch_depth, prefetch_map
-from shardspec.checkpoint.store import file_inside
+from shardspec.checkpoint.store import SourceFile, file_inside, prefetch_depth, prefetch_map
 from shardspec.checkpoint.targets import Extent, OutputFile, OutputTensor, RawBytes, Target
 from shardspec.checkpoint.torch_files.dtensors import read_torch
 from shardspec.checkpoint.torch_files.unpickler import Global, Names, Record, record_class, screen

@@ -13,7 +13,7 @@ from itertools import chain, product
 from math import prod
 from typing import Final, get_args
 
-from shardspec.checkpoint.source_files import SourceFile
+from shardspec.checkpoint.store import SourceFile
 from shardspec.checkpoint.torch_files.unpickler import (
     Global,
     Names,

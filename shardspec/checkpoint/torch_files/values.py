@@ -10,7 +10,7 @@ from math import prod
 from typing import Final, NamedTuple, Never
 
 from shardspec.checkpoint.catalog import Digest
-from shardspec.checkpoint.source_files import SourceFile
+from shardspec.checkpoint.store import SourceFile
 from shardspec.checkpoint.torch_files.unpickler import (
     Global,
     Names,

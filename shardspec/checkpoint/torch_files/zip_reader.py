@@ -15,7 +15,7 @@ from typing import Final, NamedTuple, TypeAlias
 from zipfile import ZIP_STORED, BadZipFile, ZipFile, ZipInfo
 
 from shardspec.checkpoint.read_boxes import crc32
-from shardspec.checkpoint.source_files import SourceFile
+from shardspec.checkpoint.store import SourceFile
 from shardspec.checkpoint.torch_files.unpickler import MOST_PICKLE_BYTES
 from shardspec.errors import CheckpointError
 

@@ -1,0 +1,590 @@
+"""Executing a copy plan: threads read boxes, check and cast them, and write them where they belong.
+
+To a disk a thread writes all extents of a tensor, so that a stored box is read and checked once
+whatever files it goes to. To a store it writes a whole file, from start to end; it appears when it
+is complete, and a file that it replaces stays until then.
+"""
+
+import heapq
+import os
+from abc import ABC, abstractmethod
+from array import array
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
+from functools import partial
+from operator import itemgetter
+from pathlib import Path
+from threading import Event, Lock
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
+
+from isal.isal_zlib import crc32_combine
+
+from shardspec.checkpoint.catalog import Catalog, distinct
+from shardspec.checkpoint.commit import (
+    FILE,
+    NEW_FILE,
+    Destination,
+    joined_output,
+    open_below,
+    read_back,
+    reserve,
+    staged_output,
+    write_all,
+)
+from shardspec.checkpoint.coordinate import Member, Progress, Workers
+from shardspec.checkpoint.read_boxes import (
+    BLOCK_BYTES,
+    Buffers,
+    Checks,
+    crc32,
+    crc_text,
+    read_box,
+    stretches,
+)
+from shardspec.checkpoint.store import (
+    AHEAD_BYTES,
+    OpenFiles,
+    RemotePath,
+    SourceFile,
+    path_errors,
+    prefetch_map,
+    upload,
+)
+from shardspec.checkpoint.targets import Extent, RawBytes, Target
+from shardspec.dtypes import is_cast
+from shardspec.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from shardspec.checkpoint.numeric import CastLosses
+
+_TASK_BYTES: Final = 32 << 20
+"""Least bytes of the tensors that a thread takes at once."""
+_TASKS_AHEAD: Final = 2
+"""Per thread."""
+_MAX_OPEN: Final = 128
+"""Files that a thread has open to be written."""
+_TEMPORARY_SUFFIX: Final = ".shardspec-tmp"
+"""How the names of files in a store end that were not moved yet; a killed run leaves them."""
+_HEADER: Final = "a header"
+
+Written: TypeAlias = list[tuple[str, int, int]]
+"""Name, bytes and CRC-32 of files."""
+
+
+class WriteOptions(NamedTuple):
+    """How an output is written; see `merge`."""
+
+    threads: int
+    strict_cast: bool
+    overwrite: bool
+    verify: bool
+    reread: bool
+    dry_run: bool
+    sidecars: bool
+    progress: Progress | None
+    member: Member | None
+
+
+Extents: TypeAlias = list[tuple[int, int]]
+"""What a thread copies in turn: for each the number of a file, and of an extent in it."""
+
+
+def plan_tasks(
+    target: Target, rank: int = 0, size: int = 1, *, whole_files: bool = False
+) -> Iterator[Extents]:
+    """Yield the tasks of one of several processes: all extents of a few tensors, or of one file.
+
+    Processes have about equal shares of all bytes.
+    """
+    # Extents as single numbers: there may be ten million.
+    groups: dict[object, array[int]] = {}
+    for number, file in enumerate(target.files):
+        for place, extent in enumerate(file.extents):
+            key = number if whole_files else extent.tensor.source
+            groups.setdefault(key, array("q")).append(number << 32 | place)
+    total = sum(extent.num_bytes for file in target.files for extent in file.extents)
+    before = task_bytes = 0
+    task: Extents = []
+    for codes in groups.values():
+        extents = [divmod(code, 1 << 32) for code in codes]
+        num_bytes = sum(target.files[file].extents[place].num_bytes for file, place in extents)
+        # A group goes to the process in whose share its middle is.
+        if min(size - 1, (2 * before + num_bytes) * size // (2 * max(1, total))) == rank:
+            task += extents
+            task_bytes += num_bytes
+        before += num_bytes
+        if task and (whole_files or task_bytes >= _TASK_BYTES):
+            yield task
+            task, task_bytes = [], 0
+    if task:
+        yield task
+
+
+class _FilePart(NamedTuple):
+    """A part of a file, and what errors call it."""
+
+    offset: int
+    num_bytes: int
+    crc32: int
+    name: str
+
+
+_WriteAt: TypeAlias = Callable[[int, bytes | memoryview], object]
+"""Writes bytes at a position in a file."""
+_Opened: TypeAlias = tuple[_WriteAt, list[_FilePart]]
+"""A file that is being completed, and which parts are to be read again then."""
+
+
+class Output(ABC):
+    """An output that is being written; all threads of this process share it."""
+
+    whole_files = False
+    """Whether files are written from start to end, each by one thread."""
+
+    def __init__(
+        self, source: Catalog, target: Target, path: Path, options: WriteOptions, workers: Workers
+    ) -> None:
+        self.source, self.target, self.path = source, target, path
+        self.options, self.workers = options, workers
+        self.digested = options.verify or target.digested
+        """Whether the CRC-32 of what is written is computed."""
+        self.reread = options.verify and options.reread
+        """Whether what was written is read again and compared."""
+        self.losses: CastLosses | None = None
+        self._crcs = [array("I", bytes(4 * len(file.extents))) for file in target.files]
+        """CRC-32 of every extent of every file, if they are computed."""
+        self._file_crcs: dict[str, int] = {}
+        """Those of the files that are complete."""
+        rank, size = workers.member.rank, workers.member.size
+        self._tasks = partial(plan_tasks, target, rank, size, whole_files=self.whole_files)
+        self._left: Counter[str] = Counter()
+        """How many extents of each tensor are still to be copied."""
+        self._checks: dict[str, Checks] = {}
+        """Of the tensors of which some extents are copied."""
+        self._done = self._total = tasks = 0
+        for task in self._tasks():
+            tasks += 1
+            for extent in map(self._extent, task):
+                self._left[extent.tensor.source] += 1
+                self._total += extent.num_bytes
+            if self.whole_files:
+                self._total += target.files[task[0][0]].other_bytes
+        if not rank:
+            whole = (file for file in target.files if not (self.whole_files and file.extents))
+            self._total += sum(file.other_bytes for file in whole)
+        self._threads = max(1, min(options.threads, tasks))
+        self._failed, self._lock = Event(), Lock()
+
+    @abstractmethod
+    def opened(self, destination: Destination) -> AbstractContextManager[None]:
+        """Begin the output; it appears at the end of the block, or nothing of it does."""
+
+    @abstractmethod
+    def _copy(self, task: Extents, files: OpenFiles, buffers: Buffers) -> None:
+        """Do a task of this process."""
+
+    @abstractmethod
+    def _completed(self, name: str, num_bytes: int) -> AbstractContextManager[_Opened]:
+        """Open a file to be completed; in the end it is flushed and checked."""
+
+    @abstractmethod
+    def _publish(self) -> None:
+        """Do what is left to do once all files are complete."""
+
+    def _extent(self, at: tuple[int, int]) -> Extent:
+        return self.target.files[at[0]].extents[at[1]]
+
+    def write(self, destination: Destination) -> Written:
+        """Write all files; the first of several processes completes the output."""
+        workers = self.workers
+        # The other processes are told of an error before their files are removed.
+        with self.opened(destination), workers.failing_together():
+            self._run()
+            if workers.member.rank:
+                self.source.check_unchanged()
+            crcs = [
+                (file, number, self._crcs[file][number])
+                for task in (self._tasks() if workers.member.size > 1 else ())
+                for file, number in task
+            ]
+            losses = None if self.losses is None else self.losses.to_json()
+            found = workers.gather("findings", (crcs, self._file_crcs, losses))
+            # Only the first process knows whether all went well.
+            written = workers.broadcast("written") if workers.member.rank else self._finish(found)
+        workers.broadcast("written", written)
+        return written
+
+    def _finish(self, found: Sequence[Any]) -> Written:
+        """Complete the output, the file that lists the others last, and return all files.
+
+        `found` is what the processes have found, this one first.
+        """
+        for crcs, files, losses in found[1:]:
+            for file, number, crc in crcs:
+                self._crcs[file][number] = crc
+            self._file_crcs.update(files)
+            if losses is not None:
+                from shardspec.checkpoint.numeric import CastLosses
+
+                self.losses = (self.losses or CastLosses()) + CastLosses(**losses)
+        written = []
+        for number, (name, num_bytes, *_) in enumerate(self.target.files):
+            if name not in self._file_crcs:
+                self._complete(number)
+            written.append((name, num_bytes, self._file_crcs[name]))
+        self.source.check_unchanged()
+        if self.target.listing is not None:
+            written.append(self._write_listing(*self.target.listing))
+        self._publish()
+        return written
+
+    def _run(self) -> None:
+        """Do all tasks of this process, in threads; the first that fails stops the others."""
+        threads = self._threads
+        spare = [Buffers() for _ in range(threads)]
+
+        def work(task: Extents) -> None:
+            buffers = spare.pop()
+            wanted = (
+                stretch
+                for extent in map(self._extent, task)
+                for stretch in stretches(self.source.tensor(extent.tensor.source), extent.box)
+            )
+            try:
+                with OpenFiles() as files:
+                    files.will_read(self.source.directory, wanted, AHEAD_BYTES // threads)
+                    self._copy(task, files, buffers)
+            except _Cancelled:
+                pass
+            except BaseException:
+                self._failed.set()
+                raise
+            finally:
+                spare.append(buffers)
+
+        ahead = _TASKS_AHEAD * threads if threads > 1 else 0
+        with prefetch_map(self._tasks(), work, ahead, threads) as done:
+            try:
+                for _ in done:
+                    pass
+            except BaseException:
+                self._failed.set()
+                raise
+
+    def _blocks(
+        self, file: int, number: int, files: OpenFiles, buffers: Buffers
+    ) -> Iterator[tuple[int, memoryview, int]]:
+        """Yield what goes into a file: position, bytes, and their CRC-32 (0 if not computed).
+
+        Each counts as written once the next one is asked for.
+        """
+        tensor, box, at = self._extent((file, number))
+        stored, checks = self.source.tensor(tensor.source), None
+        if self.options.verify and (checks := self._checks.get(tensor.source)) is None:
+            new = Checks(stored, distinct(stored))
+            checks = self._checks.setdefault(tensor.source, new)
+        casts = is_cast(stored.dtype, tensor.dtype)
+        crc = 0
+        for block, known in read_box(stored, box, files, buffers, checks):
+            data = self._cast(block, stored.dtype, tensor.dtype, tensor.name) if casts else block
+            # After a cast, a block may be longer.
+            for part in (data[n : n + BLOCK_BYTES] for n in range(0, len(data), BLOCK_BYTES)):
+                of_part = 0
+                if self.digested:
+                    of_part = crc32(part) if known is None or casts else known
+                yield at, part, of_part
+                crc = int(crc32_combine(crc, of_part, len(part)))
+                at += len(part)
+                self._advance(len(part))
+        self._crcs[file][number] = crc
+        with self._lock:
+            self._left[tensor.source] -= 1
+            done = not self._left[tensor.source]
+        if done and checks is not None:
+            del self._checks[tensor.source]
+            checks.finish(files)
+
+    def _cast(self, block: memoryview, dtype: str, new: str, name: str) -> memoryview:
+        """Cast a block; count what it lost, or raise if that is not allowed."""
+        from shardspec.checkpoint.numeric import cast
+
+        data, losses = cast(block, dtype, new)
+        if self.options.strict_cast and losses:
+            raise CheckpointError(
+                f"tensor {name!r}: the cast would not keep its numbers: {losses}; choose another "
+                "dtype, or allow for it without --strict-cast (strict_cast=False)"
+            )
+        with self._lock:
+            self.losses = losses if self.losses is None else self.losses + losses
+        return data
+
+    def _advance(self, num_bytes: int) -> None:
+        """Count bytes as written; stop if another thread has failed."""
+        if self._failed.is_set():
+            raise _Cancelled
+        with self._lock:
+            self._done += num_bytes
+            self.workers.check()
+            if self.options.progress is not None:
+                self.options.progress(self._done, self._total)
+
+    def _complete(self, number: int, copy: Callable[[int, _WriteAt], None] | None = None) -> None:
+        """Write a file from start to end; without `copy`, which copies an extent, all but these."""
+        file, crcs = self.target.files[number], self._crcs[number]
+        pieces: Iterator[tuple[int, RawBytes | int]] = heapq.merge(
+            ((raw.offset, raw) for raw in file.raw),
+            ((extent.offset, place) for place, extent in enumerate(file.extents)),
+            ((raw.offset, raw) for raw in (file.trailer(crcs) if file.trailer else ())),
+            key=itemgetter(0),
+        )
+        value = end = 0
+        with self._completed(file.name, file.num_bytes) as (write, check):
+            for offset, piece in pieces:
+                if isinstance(piece, RawBytes):
+                    data = piece.made()
+                    write(offset, data)
+                    part = _FilePart(offset, len(data), crc32(data), _HEADER)
+                else:
+                    if copy is not None:
+                        copy(piece, write)
+                    extent = file.extents[piece]
+                    part = _FilePart(offset, extent.num_bytes, crcs[piece], _name(extent))
+                if part.name == _HEADER or (self.reread and copy is not None):
+                    check.append(part)
+                value = crc32(bytes(offset - end), value)
+                value = int(crc32_combine(value, part.crc32, part.num_bytes))
+                end = offset + part.num_bytes
+        self._file_crcs[file.name] = value if self.digested else 0
+        self._advance(file.other_bytes)
+
+    def _write_listing(self, name: str, fill: Callable[..., object]) -> tuple[str, int, int]:
+        files = (file.name for file in self.target.files)
+        num_bytes = crc = 0
+        room = bytearray()
+        with self._completed(name, 0) as (write, check):
+
+            def flush() -> None:
+                nonlocal num_bytes, crc
+                write(num_bytes, bytes(room))
+                num_bytes, crc = num_bytes + len(room), crc32(room, crc)
+                room.clear()
+
+            def append(piece: bytes) -> None:
+                room.extend(piece)
+                if len(room) >= BLOCK_BYTES:
+                    flush()
+
+            fill(dict(zip(files, self._crcs, strict=True)), append)
+            flush()
+            check.append(_FilePart(0, num_bytes, crc, name))
+        return name, num_bytes, crc
+
+
+class _Cancelled(Exception):
+    """Another thread has failed, so this one stops."""
+
+
+def _name(extent: Extent) -> str:
+    return f"tensor {extent.tensor.name!r}"
+
+
+def _check_again(
+    read_into: Callable[[memoryview, int], None], parts: Iterable[_FilePart], path: Path
+) -> None:
+    """Read parts of a file again and compare them."""
+    room = memoryview(bytearray(BLOCK_BYTES))
+    for offset, num_bytes, crc, name in parts:
+        value = 0
+        for at in range(0, num_bytes, BLOCK_BYTES):
+            block = room[: min(BLOCK_BYTES, num_bytes - at)]
+            read_into(block, offset + at)
+            value = crc32(block, value)
+        if value != crc:
+            raise _different(path, name, value, crc)
+
+
+def _different(path: Path, name: str, found: int, expected: int) -> CheckpointError:
+    why = "the memory of this machine, or what it is stored on, is at fault"
+    if isinstance(path, RemotePath):
+        why = "the store gives back something else than was sent, or another run has written there"
+    return CheckpointError(
+        f"{path}: {name} was read back differently: its CRC-32 is {crc_text(found)} instead of "
+        f"{crc_text(expected)}; {why}; nothing was kept"
+    )
+
+
+class DiskOutput(Output):
+    """An output on a disk: files are made with their sizes, and written at any position."""
+
+    _fd = -1
+    """What is staged: a file, or a directory of files."""
+
+    @contextmanager
+    def opened(self, destination: Destination) -> Iterator[None]:
+        """Stage all files, or open what the first process has staged."""
+        directory, workers = self.target.directory, self.workers
+        if workers.member.rank:
+            place = Path(workers.broadcast("place"))
+            with joined_output(place, self.path, directory=directory) as self._fd:
+                yield
+            return
+        overwrite = self.options.overwrite
+        with staged_output(destination, directory=directory, overwrite=overwrite) as staged:
+            self._fd, place = staged
+            for file in self.target.files:
+                self._create(file.name, file.num_bytes)
+            if self.target.listing is not None:
+                self._create(self.target.listing.name, 0)
+            workers.broadcast("place", str(place))
+            yield
+
+    def _create(self, name: str, num_bytes: int) -> None:
+        """Make a file of a size: a full disk is reported before anything is written."""
+        more = f" ({num_bytes} bytes are needed); make room or write elsewhere"
+        with path_errors(self.path, "written", more):
+            fd = self._open(name, NEW_FILE)
+            try:
+                reserve(fd, num_bytes)
+            finally:
+                os.close(fd)
+
+    def _open(self, name: str, flags: int = FILE) -> int:
+        with path_errors(self.path, "written"):
+            return open_below(self._fd, name, flags) if self.target.directory else os.dup(self._fd)
+
+    def _copy(self, task: Extents, files: OpenFiles, buffers: Buffers) -> None:
+        scratch = buffers.scratch if self.reread else None
+
+        fds: dict[int, int] = {}
+        try:
+            for file, number in task:
+                while file not in fds and len(fds) >= _MAX_OPEN:
+                    os.close(fds.popitem()[1])
+                if file not in fds:
+                    fds[file] = self._open(self.target.files[file].name)
+                for offset, data, crc in self._blocks(file, number, files, buffers):
+                    found = write_all(fds[file], data, offset, self.path, scratch)
+                    if self.reread and found != crc:
+                        raise _different(self.path, _name(self._extent((file, number))), found, crc)
+        finally:
+            for fd in fds.values():
+                os.close(fd)
+
+    @contextmanager
+    def _completed(self, name: str, num_bytes: int) -> Iterator[_Opened]:  # noqa: ARG002
+        fd, check = self._open(name), list[_FilePart]()
+        try:
+            yield lambda at, data: write_all(fd, memoryview(data), at, self.path), check
+            with path_errors(self.path, "written"):
+                os.fsync(fd)
+            _check_again(lambda room, at: read_back(fd, room, at, self.path), check, self.path)
+        finally:
+            os.close(fd)
+
+    def _publish(self) -> None:
+        """Do nothing: what is staged gets its name at the end of the block."""
+
+
+class StoreOutput(Output):
+    """An output in a store, all of which has been read again before it counts.
+
+    A file of a new name is uploaded under it. One whose name is taken is uploaded beside the old
+    one, and in the end the store copies it over that in one step.
+    """
+
+    whole_files = True
+
+    @contextmanager
+    def opened(self, destination: Destination) -> Iterator[None]:
+        """List what is there; nothing of what was uploaded stays if the run fails."""
+        path, workers, target = self.path, self.workers, self.target
+        assert isinstance(path, RemotePath), "others are on a disk"
+        listed: Sequence[str] = []
+        if workers.member.rank == 0 and self.options.overwrite:
+            if target.directory:
+                with suppress(FileNotFoundError):
+                    listed = sorted(path.listing())
+            elif path.is_file():
+                listed = [path.name]
+        there = self._there = frozenset(workers.broadcast("there", listed))
+        left = {name for name in there if name.endswith(_TEMPORARY_SUFFIX)}
+        self._old = destination.replaced & there | left
+        """What goes, beside files of the same names: also what killed runs have left."""
+        self._moved = [file.name for file in target.files if file.name in there]
+        """What is uploaded beside an older file of its name."""
+        # Old and new ones side by side could be taken for one checkpoint.
+        self._mixed = target.directory and bool(self._moved)
+        if target.listing is not None and (self._moved or target.listing.name in there):
+            self._moved.append(target.listing.name)
+        self._made: list[Path] = []
+        """What was uploaded so far; removed on failure."""
+        try:
+            yield
+        except BaseException:
+            # Unless a process says that it has failed, the first one may have ended well.
+            with suppress(CheckpointError):
+                if workers.member.rank == 0 or workers.has_failed():
+                    for file in self._made:
+                        with suppress(CheckpointError):
+                            file.unlink(missing_ok=True)
+            raise
+
+    def _final(self, name: str) -> RemotePath:
+        assert isinstance(self.path, RemotePath), "others are on a disk"
+        return self.path / name if self.target.directory else self.path
+
+    def _place(self, name: str) -> RemotePath:
+        """Return the name to upload a file under."""
+        final = self._final(name)
+        if name not in self._moved:
+            return final
+        return final.with_name(f".{final.name}.{self.workers.token}{_TEMPORARY_SUFFIX}")
+
+    def _copy(self, task: Extents, files: OpenFiles, buffers: Buffers) -> None:
+        ((file, _), *_) = task
+
+        def copy(number: int, write: _WriteAt) -> None:
+            for offset, data, _ in self._blocks(file, number, files, buffers):
+                write(offset, data)
+
+        self._complete(file, copy)
+
+    @contextmanager
+    def _completed(self, name: str, num_bytes: int) -> Iterator[_Opened]:
+        place, check, end = self._place(name), list[_FilePart](), 0
+        with upload(place, num_bytes, overwrite=self.options.overwrite) as append:
+
+            def write(offset: int, data: bytes | memoryview) -> None:
+                nonlocal end
+                append(bytes(offset - end))
+                append(data)
+                end = offset + len(data)
+
+            yield write, check
+        self._made.append(place)
+        with SourceFile(place) as file:
+            _check_again(file.read_into, check, self.path)
+
+    def _publish(self) -> None:
+        """Move all files to where they belong, and remove what they replace."""
+        new = {file.name for file in self.target.files}
+        if self.target.listing is not None:
+            new.add(self.target.listing.name)
+        if self._mixed:
+            self._remove(n for n in self._there if n in new or (n in self._old and _is_list(n)))
+            self._made.extend(map(self._final, self._moved))
+        for name in self._moved:
+            self._place(name).replace(self._final(name))
+        if self.target.directory:
+            self._remove(self._old - new)
+
+    def _remove(self, names: Iterable[str]) -> None:
+        """Remove files, first those that say what the others are."""
+        for name in sorted(names, key=lambda name: (not _is_list(name), name)):
+            self._final(name).unlink(missing_ok=True)
+
+
+def _is_list(name: str) -> bool:
+    """Return whether a file says what the others are: without it, none counts."""
+    return name.endswith((".json", ".metadata"))
