@@ -94,8 +94,7 @@ class DeviceMesh:
     mesh_alpha: tuple[float, ...] | None
     mesh_beta: tuple[float, ...] | None
     link_model: LinkModel
-    _coordinates: Mapping[int, tuple[int, ...]] = field(compare=False, repr=False)
-    _ids_at: Mapping[tuple[int, ...], int] = field(compare=False, repr=False)
+    _position: Mapping[int, int] = field(compare=False, repr=False)
     _hash: int = field(compare=False, repr=False)
 
     def __init__(
@@ -151,9 +150,7 @@ class DeviceMesh:
         if (alpha is None) != (beta is None):
             raise MeshError("give both mesh_alpha and mesh_beta, or neither")
         identity = (ids, shape, names, alpha, beta, link_model)
-        places = list(product(*map(range, shape)))
-        by_id, by_place = (dict(zip(*ends, strict=True)) for ends in ((ids, places), (places, ids)))
-        values = (*identity, by_id, by_place, hash(identity))
+        values = (*identity, {id_: place for place, id_ in enumerate(ids)}, hash(identity))
         for name, value in zip(self.__dataclass_fields__, values, strict=True):
             object.__setattr__(self, name, value)
         if init_process_group:
@@ -216,19 +213,30 @@ class DeviceMesh:
         return [self.axis_label(axis) for axis in (range(self.ndim) if axes is None else axes)]
 
     def __contains__(self, physical_id: object) -> bool:
-        return physical_id in self._coordinates
+        return physical_id in self._position
 
     def coordinates(self, physical_id: int) -> tuple[int, ...]:
         """Return where a device sits: one index per axis."""
         if physical_id not in self:
             raise MeshError(f"device {physical_id} is not in the mesh of ids {some(self.ids)}")
-        return self._coordinates[physical_id]
+        # Computed: a table of coordinates takes 100 MiB for a million devices.
+        position = self._position[physical_id]
+        coordinates = []
+        for size in reversed(self.shape):
+            position, index = divmod(position, size)
+            coordinates.append(index)
+        return tuple(reversed(coordinates))
 
     def id_at(self, coordinates: Sequence[int]) -> int:
         """Return the device at the given coordinates."""
-        if tuple(coordinates) not in self._ids_at:
+        if len(coordinates) != self.ndim or not all(
+            0 <= c < n for c, n in zip(coordinates, self.shape, strict=True)
+        ):
             raise MeshError(f"coordinates {tuple(coordinates)} do not lie in mesh {self}")
-        return self._ids_at[tuple(coordinates)]
+        position = 0
+        for index, size in zip(coordinates, self.shape, strict=True):
+            position = position * size + index
+        return self.ids[position]
 
     def group(self, physical_id: int, axes: Iterable[Axis]) -> tuple[int, ...]:
         """Return the ids that differ from a device only along `axes`, itself included.
