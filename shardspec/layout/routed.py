@@ -126,15 +126,18 @@ class _Dim:
                 for axes, lo, hi in zip(lists, self.lo, self.hi, strict=True)
             ]
         )
-        self.sums = cache(self._sums)
+        self._sums: dict[int, tuple[Floats, Floats]] = {}
 
-    def _sums(self, varying: int) -> tuple[Floats, Floats]:
+    def sums(self, varying: int) -> tuple[Floats, Floats]:
         """Return what a device shares with those that differ from it on these axes at most.
 
         Both arrays are (lists, lists, rows): the lengths of all parts that these axes make under
         the first list, as far as they lie in the row device's own part under the second; and how
         many such parts are not empty.
         """
+        # In a dict: a cache of a bound method would keep these arrays until the next collection.
+        if varying in self._sums:
+            return self._sums[varying]
         strides = [prod(self._mesh_shape[axis + 1 :]) for axis in range(len(self._mesh_shape))]
         lengths, parts = np.empty((2, len(self._lists), len(self._lists), len(self._rows)))
         own = self.lo[:, self._rows, None], self.hi[:, self._rows, None]
@@ -149,7 +152,8 @@ class _Dim:
                     )
             found = shared(own, (self.lo[place][peers], self.hi[place][peers]))
             lengths[place], parts[place] = found.sum(axis=-1), (found > 0).sum(axis=-1)
-        return lengths, parts
+        self._sums[varying] = lengths, parts
+        return self._sums[varying]
 
     def same(self, a: Ints, b: Ints) -> npt.NDArray[np.bool_]:
         """Return (pairs, rows, devices): where two parts are the same interval, and not empty."""
