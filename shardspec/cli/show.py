@@ -21,15 +21,13 @@ from shardspec.cli.options import (
     option,
 )
 from shardspec.cli.output import path_text, say, say_json, write_file
-from shardspec.errors import LayoutError, LossyConversionError
+from shardspec.errors import LossyConversionError
 from shardspec.layout.layout import Layout
 from shardspec.layout.picture import Paint, box_rgb
 from shardspec.mesh import DeviceMesh
 from shardspec.text import bytes_text, counted, printable
 
 _MOST_DEVICES: Final = 4096
-_MOST_IN_SVG: Final = 200  # specs that can be told apart on one page
-_DRAWINGS: Final = (".dot", ".gv", ".svg")
 _LINKS: Final = ("h100-nvswitch", "ib-ndr-per-gpu", "ib-ndr-per-gpu,h100-nvswitch")
 
 
@@ -164,15 +162,12 @@ def convert_command(
 
 def _parse_output(text: str) -> Path:
     path = Path(text)
-    kind = path.suffix.lower()
-    if kind == ".png":
-        dot = path.with_suffix(".dot")
+    if path.suffix.lower() not in (".dot", ".gv"):
+        dot = path.with_suffix(".dot").name
         raise ValueError(
-            f"{text}: .png needs Graphviz; write {dot.name}, then 'dot -Tpng {dot.name} -o "
-            f"{path.name}'"
+            f"{text}: give a name that ends in .dot or .gv; Graphviz makes pictures of it: "
+            f"'dot -Tsvg {dot} -o {path.stem}.svg'"
         )
-    if kind not in _DRAWINGS:
-        raise ValueError(f"{text}: give a name that ends in {', '.join(_DRAWINGS)}")
     return path
 
 
@@ -189,7 +184,7 @@ def graph_command(
     ),
     dtype: str = opts.dtype_option(),
     output: Path | None = opts.output_option(
-        "Write FILE.dot, for Graphviz, or FILE.svg; without it DOT is printed.",
+        "Write FILE.dot, for Graphviz; without it DOT is printed.",
         opts.Kind("FILE", _parse_output),
     ),
     overwrite: bool = opts.overwrite_flag(),
@@ -202,14 +197,16 @@ def graph_command(
 
     Examples:
       shardspec graph --mesh 2x2 --dims 2
-      shardspec graph --mesh dp=2,tp=4 --dims 2 -o graph.svg
-      shardspec graph "[S10,R]" "[R,S1]" --mesh 2x4 --shape 4096x4096 --dtype bf16 -o path.svg
-      shardspec graph "[R|P0]" "[S0]" --mesh 2 --shape 64 --links unit -o path.dot --force --json
+      shardspec graph --mesh dp=2,tp=4 --dims 2 -o graph.dot
+      shardspec graph "[S10,R]" "[R,S1]" --mesh 2x4 --shape 4096x4096 --dtype bf16 -o path.dot
+      shardspec graph "[R|P0]" "[S0]" --mesh 2 --shape 64 --links unit --json
 
-    With Graphviz, 'dot -Tpng path.dot -o path.png' makes a PNG.
+    With Graphviz, 'dot -Tsvg path.dot -o path.svg' makes a picture. In Python,
+    LayoutConverter().graph(layout) returns the graph with the price of every step.
     """
     from shardspec.layout.converter import LayoutConverter
-    from shardspec.layout.drawing import dot_text, draw_transitions, svg_text
+    from shardspec.layout.dot import dot_text, draw_graph
+    from shardspec.layout.transitions import transitions
 
     devices, model = cluster.build()
     plan = None
@@ -225,15 +222,9 @@ def graph_command(
         raise click.UsageError("nothing to draw; give --dims, or FROM, TO and --shape")
     elif shape is not None:
         raise click.UsageError("--shape is for the path; give FROM and TO too, or leave it out")
-    drawing = draw_transitions(devices, dims, plan)
-    as_svg = output is not None and output.suffix.lower() == ".svg"
-    nodes = sum(map(len, drawing.columns))
-    if as_svg and nodes > _MOST_IN_SVG:
-        raise LayoutError(
-            f"{nodes} specs are too many for one picture, the limit is {_MOST_IN_SVG}; write a "
-            ".dot file, or draw fewer mesh axes or dims"
-        )
-    text = svg_text(drawing) if as_svg else dot_text(drawing)
+    pending = plan.source.spec.partial if plan is not None else {}
+    drawing = draw_graph(transitions(devices, dims, pending), devices, dims, plan)
+    text = dot_text(drawing)
     if output is not None:
         write_file(output, text, overwrite=overwrite)
     if as_json:

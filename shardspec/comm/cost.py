@@ -5,7 +5,6 @@ alpha and beta among the axes on which they differ. The start of links and the c
 unpack (`shardspec.comm.curves.copies`) are added.
 """
 
-import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, combinations
@@ -121,12 +120,6 @@ class CostModel:
             return ((0.0, 0.0),)
         copying = self.copy_s * curves.copies(step, self._count(axes))
         return tuple((fixed, slope + copying) for fixed, slope in self._lines(kind, axes))
-
-    def coefficients(self, step: Step) -> Line:
-        """Return the line for large sizes; deprecated, `lines` returns all."""
-        text = "CostModel.coefficients goes with the next release; use lines"
-        warnings.warn(text, DeprecationWarning, stacklevel=2)
-        return self.lines(step)[-1]
 
     def error(self, step: Step, num_bytes: int) -> Band | None:
         """Return how far the price of a step is off, None where nothing like it was measured."""

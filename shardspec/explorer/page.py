@@ -20,7 +20,7 @@ from shardspec.comm.steps import Step
 from shardspec.dtypes import dtype_name
 from shardspec.errors import DTypeError, LayoutError
 from shardspec.layout.converter import LayoutConverter
-from shardspec.layout.drawing import COLOURS, kind_of
+from shardspec.layout.dot import COLOURS, kind_of
 from shardspec.layout.graph import count_states, space_of, spec_of
 from shardspec.layout.layout import Layout
 from shardspec.layout.plan import ConversionPlan, naive_plan, step_text

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from functools import cache, lru_cache, partial
 from itertools import islice, pairwise
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -12,7 +12,7 @@ from shardspec.comm.cost import CostModel
 from shardspec.comm.steps import Permute, ReduceOp, Slice, Step
 from shardspec.errors import LayoutError
 from shardspec.layout import graph
-from shardspec.layout.cross import cheapest_crossing, exchange_to, too_large
+from shardspec.layout.cross import cheapest_crossing, exchange_to
 from shardspec.layout.layout import Layout, SpecLike
 from shardspec.layout.plan import ConversionPlan, Move, finishing_moves, naive_moves
 from shardspec.layout.pricing import (
@@ -25,7 +25,11 @@ from shardspec.layout.pricing import (
     step_lines,
 )
 from shardspec.layout.table import CostTable, cost_table, pair_costs
+from shardspec.layout.transitions import priced_graph
 from shardspec.mesh import DeviceMesh
+
+if TYPE_CHECKING:
+    import networkx as nx
 
 _MAX_EDGES: Final = 100_000
 """Steps that one search through a large graph looks at, in about a second."""
@@ -74,14 +78,14 @@ class LayoutConverter:
             Where it is to be: a spec on the same mesh, or a layout on this mesh or another.
         max_bytes
             The most bytes a device may hold at once during a step, its shards before and after the
-            step together. By default any number.
+            step together. By default any number. On one mesh only.
 
         Raises
         ------
         LayoutError
             If the target is another tensor, or wants a reduction pending that is not pending at
-            the source, or any on another mesh; or if every plan needs more than `max_bytes`, with
-            the least that one needs.
+            the source, or any on another mesh; if every plan needs more than `max_bytes`, with
+            the least that one needs; or if `max_bytes` is given and the target is on another mesh.
         AxisError
             If the mesh lacks an axis of the target spec.
 
@@ -158,6 +162,42 @@ class LayoutConverter:
             plan = ConversionPlan.of_moves(source, _moves_along(prices, path, source), best.model)
             plans.setdefault(_moved(plan), plan)
         return tuple(plans.values())[:count]
+
+    def graph(self, layout: Layout) -> "nx.DiGraph":
+        """Return the transition graph of a tensor, priced: what single steps lead where.
+
+        Parameters
+        ----------
+        layout
+            The tensor on its mesh. Its spec says only which reductions may be pending.
+
+        Returns
+        -------
+        networkx.DiGraph
+            Nodes are `ShardingSpec`; an edge has the attributes `step`, `seconds` and `bytes`, what
+            the busiest device receives. An edge is the cheapest single step between its ends: a
+            slice, gather, all-to-all or reduction, or between any two specs with nothing pending
+            a `Permute` or `Exchange`. So a shortest path by `seconds` takes as long as the plan.
+
+        Raises
+        ------
+        LayoutError
+            If there are more than 1,500 specs, or more than 512 devices, between which exchanges
+            are not priced for all of them; or if the spec has parts or blocks.
+
+        Examples
+        --------
+        >>> import networkx
+        >>> from shardspec import DeviceMesh
+        >>> layout = Layout(DeviceMesh(range(4), (2, 2)), "[R,R]", (64, 64), "f32")
+        >>> graph = LayoutConverter().graph(layout)
+        >>> ends = layout.with_spec("[S0,R]").spec, layout.with_spec("[R,S0]").spec
+        >>> [str(spec) for spec in networkx.shortest_path(graph, *ends, weight="seconds")]
+        ['[S0,R]', '[R,S0]']
+        >>> graph.edges[ends]["step"], graph.edges[ends]["bytes"]
+        (AllToAll(src_dim=0, dst_dim=1, axes=(0,), dst_axes=(0,)), 4096)
+        """
+        return priced_graph(layout, self._model_of(layout.mesh))
 
     def cost(self, source: Layout, target: Layout | SpecLike) -> float:
         """Return the modelled seconds of the cheapest plan; raises as `plan` does.
@@ -283,19 +323,24 @@ def _cheapest_plan(
     target_model: CostModel | None,
     max_bytes: int | None,
 ) -> ConversionPlan:
+    if max_bytes is not None and target_model is not None:
+        raise LayoutError(
+            f"max_bytes bounds conversions on one mesh, and {target} is on another mesh than "
+            f"{source}; leave it out, or bound the buckets of plan_reshard(max_bytes=)"
+        )
     if not (source.spec.is_plain and target.spec.is_plain):
         moves = _moves_without_search(source, target, model, target_model)
         plan = ConversionPlan.of_moves(source, moves, model, target_model)
         if max_bytes is not None and plan.peak_bytes > max_bytes:
-            raise too_large(source.spec, target.spec, max_bytes, plan.peak_bytes)
+            raise _too_large(source, target, max_bytes, plan.peak_bytes)
         return plan
     if target_model is not None:
         models = model, target_model
-        before, after = cheapest_crossing(source, target, models, max_bytes)
-        moves = [] if before == source else _moves_on_mesh(source, before, model, max_bytes)
+        before, after = cheapest_crossing(source, target, models)
+        moves = [] if before == source else _moves_on_mesh(source, before, model, None)
         moves.append((exchange_to(before, after, *models), after))
         if after != target:
-            moves += _moves_on_mesh(after, target, target_model, max_bytes)
+            moves += _moves_on_mesh(after, target, target_model, None)
     else:
         moves = _moves_on_mesh(source, target, model, max_bytes)
     return ConversionPlan.of_moves(source, _with_slices_joined(moves), model, target_model)
@@ -309,6 +354,13 @@ def _moves_on_mesh(
     if max_bytes is None:
         return _moves_by_graph(source, target, model)
     raise _too_many("max_bytes is", source, "leave it out")
+
+
+def _too_large(source: Layout, target: Layout, max_bytes: int, least: float) -> LayoutError:
+    return LayoutError(
+        f"no plan from {source.spec} to {target.spec} holds at most {max_bytes} bytes on every "
+        f"device; the least that one needs is {int(least)}"
+    )
 
 
 def _too_many(what_is: str, source: Layout, remedy: str) -> LayoutError:
@@ -328,7 +380,7 @@ def _moves_by_matrix(
     if walk is None:
         assert max_bytes is not None, "without a bound there is always a way"
         least = graph.distances(prices.live_bytes, [start], np.maximum)[0, goal]
-        raise too_large(source.spec, target.spec, max_bytes, least)
+        raise _too_large(source, target, max_bytes, least)
     return [prices.move(source, *ends) for ends in pairwise(walk)]
 
 

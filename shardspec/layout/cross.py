@@ -217,26 +217,21 @@ class _Side:
     cuts: list[Cuts]
     seconds: Floats
     """From the source to each spec, or from each spec to the target."""
-    peak: Floats
-    """The bytes that the fullest device holds at least on the way."""
 
     @classmethod
     def alone(cls, end: Layout) -> "_Side":
         """Let the tensor leave or arrive as it is; what is pending is finished first."""
-        return cls(end, [state_of(end.spec)[0]], np.zeros(1), np.zeros(1))
+        return cls(end, [state_of(end.spec)[0]], np.zeros(1))
 
     @classmethod
-    def every(cls, end: Layout, model: CostModel, max_bytes: int | None, leaving: bool) -> "_Side":
+    def every(cls, end: Layout, model: CostModel, leaving: bool) -> "_Side":
         """Search from the source to all specs of its mesh, or from all specs to the target."""
         if states_of(end) > MAX_STATES:
             return cls.alone(end)
-        prices, move = prices_to_search(end, model, max_bytes)
+        prices, move = prices_to_search(end, model, None)
         finished = prices.space.num_finished
-        seconds, peak = (
-            distances(each if leaving else each.T, [prices.state(end)], join)[0, :finished]
-            for each, join in ((move, np.add), (prices.live_bytes, np.maximum))
-        )
-        return cls(end, [cuts for cuts, _ in prices.space.states[:finished]], seconds, peak)
+        seconds = distances(move if leaving else move.T, [prices.state(end)])[0, :finished]
+        return cls(end, [cuts for cuts, _ in prices.space.states[:finished]], seconds)
 
     @property
     def num_intervals(self) -> int:
@@ -248,14 +243,13 @@ class _Side:
 
 
 def cheapest_crossing(
-    source: Layout, target: Layout, models: tuple[CostModel, CostModel], max_bytes: int | None
+    source: Layout, target: Layout, models: tuple[CostModel, CostModel]
 ) -> tuple[Layout, Layout]:
     """Return the layouts between which a tensor goes over to another mesh.
 
-    `models` price on each mesh; no device may hold more than `max_bytes` during a step. The choice
-    is the cheapest where so few specs and devices are involved that all pairs are considered. On
-    larger meshes the tensor leaves and arrives as it is, or the best of the pairs looked at is
-    taken.
+    `models` price on each mesh. The choice is the cheapest where so few specs and devices are
+    involved that all pairs are considered. On larger meshes the tensor leaves and arrives as it
+    is, or the best of the pairs looked at is taken.
     """
     mesh, model = (
         common_mesh(source.mesh, target.mesh),
@@ -266,8 +260,8 @@ def cheapest_crossing(
             f"the two meshes have {mesh.size:,} devices together; conversions between meshes are "
             f"planned for up to {_MAX_DEVICES:,}"
         )
-    here = _Side.every(source, models[0], max_bytes, leaving=True)
-    there = _Side.every(target, models[1], max_bytes, leaving=False)
+    here = _Side.every(source, models[0], leaving=True)
+    there = _Side.every(target, models[1], leaving=False)
     work = len(here.cuts) * len(there.cuts) * mesh.size
     if work > _MAX_WORK or here.num_intervals > _MAX_INTERVALS:
         here = _Side.alone(source)
@@ -283,8 +277,6 @@ def cheapest_crossing(
     def total(a: int, b: int) -> float:
         nonlocal listed
         before, after = held(a), wanted(b)
-        if max_bytes is not None and _most_held(before, after) * item > max_bytes:
-            return inf
         key = tuple(before.values()), tuple(after.values())
         if key not in seconds:
             listed += mesh.size + _count_pieces(before, after)
@@ -296,41 +288,25 @@ def cheapest_crossing(
         return float(here.seconds[a] + there.seconds[b]) + seconds[key]
 
     least = here.seconds[:, None] + there.seconds + _least_exchange(here, there, model)
-    _, found = _lowest(least, total, lambda: listed > _MAX_LISTED)
-    if found is not None:
-        return here.at(found[0]), there.at(found[1])
-    if too_many:
+    found = _lowest(least, total, lambda: listed > _MAX_LISTED)
+    if found is None:
         raise too_many[-1]
-
-    def peak(a: int, b: int) -> float:
-        return max(float(peaks[a, b]), _most_held(held(a), wanted(b)) * item)
-
-    peaks = np.maximum(here.peak[:, None], there.peak)
-    assert max_bytes is not None, "without a bound there is always a way"
-    raise too_large(source, target, max_bytes, _lowest(peaks, peak)[0])
-
-
-def too_large(source: object, target: object, max_bytes: int, least: float) -> LayoutError:
-    """Return the error that every plan needs more bytes than are allowed, and how many."""
-    return LayoutError(
-        f"no plan from {source} to {target} holds at most {max_bytes} bytes on every device; the "
-        f"least that one needs is {int(least)}"
-    )
+    return here.at(found[0]), there.at(found[1])
 
 
 def _lowest(
-    bound: Floats, value: Callable[[int, int], float], enough: Callable[[], bool] = lambda: False
-) -> tuple[float, tuple[int, int] | None]:
-    """Return the lowest value and its pair, or the lowest so far once that is `enough`."""
-    best, found = inf, None
+    bound: Floats, value: Callable[[int, int], float], enough: Callable[[], bool]
+) -> tuple[int, int] | None:
+    """Return the pair with the lowest value, or with the lowest so far once that is `enough`."""
+    lowest, best_pair = inf, None
     for flat in np.argsort(bound, axis=None, kind="stable").tolist():
         pair = divmod(flat, bound.shape[1])
-        if not bound[pair] < best or (found is not None and enough()):
+        if not bound[pair] < lowest or (best_pair is not None and enough()):
             break
-        here = value(*pair)
-        if here < best:
-            best, found = here, pair
-    return best, found
+        seconds = value(*pair)
+        if seconds < lowest:
+            lowest, best_pair = seconds, pair
+    return best_pair
 
 
 def _least_exchange(here: _Side, there: _Side, model: CostModel) -> Floats:

@@ -103,17 +103,21 @@ class Prices:
                     seconds[ends] = kind[ends] = 0
         return replace(self, steps=steps, seconds=seconds, kind=kind)
 
-    def move(self, tensor: Layout, source: int, target: int) -> tuple[Step, Layout]:
-        """Return the cheapest single move of a tensor between two states, and where it leads."""
+    def step(self, source: int, target: int) -> Step:
+        """Return the cheapest single step between two states."""
         ends = self.space.states[source][0], self.space.states[target][0]
         match self.kind[source, target]:
             case 0:
-                step = self.steps[source, target]
+                return self.steps[source, target]
             case 1:
-                step = Permute(changed_axes(*ends))
+                return Permute(changed_axes(*ends))
             case _:
-                step = exchange_between(*ends, self.model)
-        return step, tensor.with_spec(spec_of(self.space.states[target]))
+                return exchange_between(*ends, self.model)
+
+    def move(self, tensor: Layout, source: int, target: int) -> tuple[Step, Layout]:
+        """Return the cheapest single move of a tensor between two states, and where it leads."""
+        target_spec = spec_of(self.space.states[target])
+        return self.step(source, target), tensor.with_spec(target_spec)
 
 
 def states_of(tensor: Layout) -> int:

@@ -1,13 +1,9 @@
 """Costs of many conversions at once, as arrays: of all layouts of a tensor, and of given pairs."""
 
-import os
-import zipfile
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from math import prod
-from pathlib import Path
-from secrets import token_hex
 from typing import Any, Final
 
 import numpy as np
@@ -44,19 +40,6 @@ _BYTES_EACH: Final = 200
 """That a pair of layouts takes while a table is made."""
 _MAX_SPREAD: Final = 1 << 26
 """Numbers that are told apart by a table of all between the smallest and the largest."""
-
-_ARRAYS: Final[dict[str, tuple[type[np.generic], int, bool]]] = {
-    "labels": (np.str_, 1, True),
-    "seconds": (np.float64, 2, True),
-    "mesh_shape": (np.int64, 1, False),
-    "global_shape": (np.int64, 1, False),
-    "dtype": (np.str_, 0, False),
-    "bytes_received": (np.int64, 2, True),
-    "peak_bytes": (np.int64, 2, True),
-    "local_bytes": (np.int64, 1, True),
-    "axis_names": (np.str_, 1, False),
-}
-"""What is saved: type, number of dims, and whether each of these is as long as there are labels."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -107,61 +90,6 @@ class CostTable:
             f"shape {self.mesh_shape}: {why}"
         )
 
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the table as a compressed numpy archive; the name should end in ``.npz``.
-
-        It appears under its name when it is complete, and replaces what was there.
-        """
-        arrays: dict[str, Any] = {}
-        for name, (dtype, _, _) in _ARRAYS.items():
-            value = getattr(self, name)
-            arrays[name] = np.array(() if value is None else value, dtype)
-        goal = Path(path)
-        unfinished = goal.with_name(f".{goal.name}.{token_hex(4)}.tmp")
-        try:
-            with open(unfinished, "xb") as file:
-                np.savez_compressed(file, **arrays)
-            unfinished.replace(goal)
-        finally:
-            unfinished.unlink(missing_ok=True)
-
-    @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> "CostTable":
-        """Read a table that `save` wrote; `LayoutError` if the file is not such a table."""
-        try:
-            return cls(**_contents(path))
-        except Exception as error:  # numpy and zipfile raise a dozen kinds, each for a damage
-            raise LayoutError(
-                f"{os.fspath(path)} is not a saved cost table: {' '.join(str(error).split())}; "
-                "make it again with LayoutConverter.cost_table and save"
-            ) from None
-
-
-def _contents(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Return the fields of a saved table, each checked; raises whatever tells that one is wrong."""
-    # numpy leaves a damaged file open that it opened itself.
-    with open(path, "rb") as raw:
-        # A file that is no archive would be taken for a pickle or a single array.
-        if not zipfile.is_zipfile(raw):
-            raise ValueError("it is not a zip archive")
-        raw.seek(0)
-        with np.load(raw, allow_pickle=False) as file:
-            found: dict[str, Any] = {name: file[name] for name in _ARRAYS}
-    labels = found["labels"].ravel().tolist()
-    for name, (dtype, ndim, by_layout) in _ARRAYS.items():
-        array = found[name]
-        if array.dtype.kind != np.dtype(dtype).kind or array.ndim != ndim:
-            raise ValueError(f"its {name} are not what a table has")
-        if by_layout and array.shape != (len(set(labels)),) * ndim:
-            raise ValueError(f"{len(labels)} labels do not fit an array of shape {array.shape}")
-        if ndim < 2 and name != "local_bytes":
-            found[name] = tuple(array.tolist()) if ndim else str(array)
-        elif dtype is not np.str_:
-            found[name] = array.astype(dtype)
-    if not (found["seconds"] >= 0).all():
-        raise ValueError("some of its seconds are negative or no numbers")
-    return {**found, "axis_names": found["axis_names"] or None}
-
 
 def cost_table(
     mesh: DeviceMesh,
@@ -185,12 +113,7 @@ def cost_table(
             f"layouts, more than the {_MAX_LAYOUTS:,} that a table holds: it would take "
             f"{bytes_text(_BYTES_EACH * count * count)}; ask for single costs"
         )
-    prices = prices_of(whole, model, _MAX_WORK)
-    if not prices.routed:
-        raise LayoutError(
-            f"a table for the {mesh.size} devices of mesh {mesh} and {count:,} layouts would take "
-            f"{bytes_text(_BYTES_EACH * count * count)} and many minutes; ask for single costs"
-        )
+    prices = table_prices(whole, model)
     labels = tuple(str(spec_of(state)) for state in prices.space.states)
     seconds, received, peak = _along_paths(prices, whole, model)
     return CostTable(
@@ -206,6 +129,18 @@ def cost_table(
     )
 
 
+def table_prices(whole: Layout, model: CostModel) -> Prices:
+    """Price all moves of a tensor, permute and exchange too; `LayoutError` if too many."""
+    prices, count = prices_of(whole, model, _MAX_WORK), states_of(whole)
+    if not prices.routed:
+        raise LayoutError(
+            f"prices between {count:,} layouts on the {whole.mesh.size} devices of mesh "
+            f"{whole.mesh} would take {bytes_text(_BYTES_EACH * count * count)} and many minutes; "
+            "ask for single costs"
+        )
+    return prices
+
+
 def _along_paths(prices: Prices, whole: Layout, model: CostModel) -> tuple[Floats, Ints, Ints]:
     """Search from one spec of each kind where dims divide evenly, else from every spec."""
     joined, space = prices.with_slices_joined(), prices.space
@@ -215,7 +150,7 @@ def _along_paths(prices: Prices, whole: Layout, model: CostModel) -> tuple[Float
     if is_symmetric(whole.global_shape, whole.mesh.shape):
         stands_for, relabelled = orbits(space, alike_axes(model), first=model.copy_s > 0)
         sources, place = np.unique(stands_for, return_inverse=True)
-    received_in = _bytes_of_moves(joined, whole)
+    received_in = bytes_of_moves(joined, whole)
     local = prices.local_bytes.astype(np.int64)
     best = distances(move, sources)
     seconds, received = np.zeros(best.shape), np.zeros(best.shape, dtype=np.int64)
@@ -252,7 +187,7 @@ def _last_moves(move: Floats, best: Floats, source: int) -> Ints:
     return last
 
 
-def _bytes_of_moves(prices: Prices, whole: Layout) -> Callable[[Ints], Ints]:
+def bytes_of_moves(prices: Prices, whole: Layout) -> Callable[[Ints], Ints]:
     """Return what tells the bytes the busiest device receives in moves from given states to all."""
     space, mesh_shape = prices.space, whole.mesh.shape
     local, lists = prices.local_bytes.astype(np.int64), space.list_index

@@ -69,9 +69,9 @@ def test_such_a_number_in_a_rule_or_a_checkpoint(tmp_path):
         (["cost", "--pairs", RAW, "--mesh", "2", "--shape", "4"], 3),
         (["cost", "[R]", RAW, "--mesh", "2", "--shape", "4"], 2),
         (["convert", "[R]", "--mesh", "2", "--to", RAW], 2),
-        (["show", "[R]", "--mesh", "2", "--shape", "4", "-o", f"/no/{RAW}.svg"], 3),
+        (["show", "[R]", "--mesh", "2", "--shape", "4", "-o", f"/no/{RAW}.dot"], 3),
         (["show", "[R]", "--mesh", "2", "--shape", "4", "-o", RAW], 2),
-        (["graph", "--mesh", "2", "--dims", "1", "-o", f"/no/{RAW}.svg"], 3),
+        (["graph", "--mesh", "2", "--dims", "1", "-o", f"/no/{RAW}.dot"], 3),
         (["explore", "--mesh", "2", "--shape", "4", "-o", f"/no/{RAW}"], 3),
         (["inspect", RAW], 3),
         (["verify", f"{RAW}\nError: all is well"], 3),
@@ -107,7 +107,7 @@ def test_names_in_what_is_printed_are_escaped(tmp_path):
         (["diff", ckpt, other], 3),
         (["verify", ckpt, "--against", other, "--all"], 3),
         (["show", "[R]", "--mesh", "2", "--shape", "4", "-o", tmp_path / f"{RAW}.svg"], 0),
-        (["graph", "--mesh", "2", "--dims", "1", "-o", tmp_path / f"{RAW}2.svg"], 0),
+        (["graph", "--mesh", "2", "--dims", "1", "-o", tmp_path / f"{RAW}2.dot"], 0),
         (["explore", "--mesh", "2", "--shape", "4", "-o", tmp_path / f"{RAW}.html"], 0),
     ]:
         result = run(*args)

@@ -68,11 +68,6 @@ def test_every_collective_against_the_boxes(start, link_model):
     assert steps == {"[R,R]": 390, "[R,R|P012]": 787}[start]
 
 
-def test_coefficients_have_a_new_name():
-    with pytest.warns(DeprecationWarning, match="use lines"):
-        assert RINGS.coefficients(AllGather(0, (1,))) == RINGS.lines(AllGather(0, (1,)))[0]
-
-
 def test_the_order_of_axes_does_not_matter_to_the_price():
     model = CostModel((2, 3, 4), (SLOW, FAST, SLOW))
     for count in (1, 2, 3):

@@ -1,0 +1,92 @@
+"""The transition graph as a value of networkx, priced for one tensor or without prices."""
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from shardspec.comm.cost import CostModel
+from shardspec.comm.steps import ReduceOp, Step
+from shardspec.errors import LayoutError
+from shardspec.layout.graph import MAX_STATES, Cuts, count_states, explore, spec_of, state_of
+from shardspec.layout.layout import Layout, resolve_axes
+from shardspec.layout.pricing import states_of
+from shardspec.layout.spec import ShardingSpec
+from shardspec.layout.table import bytes_of_moves, table_prices
+from shardspec.mesh import Axis, DeviceMesh
+from shardspec.text import counted
+
+if TYPE_CHECKING:
+    import networkx as nx
+
+
+def transitions(
+    mesh: DeviceMesh, dims: int, pending: dict[Axis, ReduceOp] | None = None
+) -> "nx.DiGraph":
+    """Return the graph of all specs of a tensor of `dims` dims, with a `step` on each edge.
+
+    Nodes are `ShardingSpec` with numbered axes. Raises `LayoutError` for more than 1,500 of them.
+
+    >>> graph = transitions(DeviceMesh(range(6), (2, 3)), 2)
+    >>> graph.number_of_nodes(), graph.number_of_edges()
+    (11, 48)
+    """
+    import networkx as nx
+
+    spec = resolve_axes(ShardingSpec(dims, partial=pending or {}), mesh)
+    _check_size(count_states(mesh.ndim, dims, len(spec.partials)), mesh, dims)
+    return nx.relabel_nodes(explore(mesh.ndim, spec), spec_of)
+
+
+def priced_graph(tensor: Layout, model: CostModel) -> "nx.DiGraph":
+    """Return the graph of all specs of a tensor, priced; see `LayoutConverter.graph`."""
+    import networkx as nx
+
+    start = state_of(tensor.spec)  # refuses parts and blocks
+    _check_size(states_of(tensor), tensor.mesh, tensor.spec.dims)
+    whole = tensor.with_spec(spec_of((((),) * tensor.spec.dims, start[1])))
+    prices = table_prices(whole, model)
+    received, specs = bytes_of_moves(prices, whole), [spec_of(s) for s in prices.space.states]
+    places = [_places(cuts, tensor.mesh.ndim) for cuts, _ in prices.space.states]
+    changes = np.array(places, dtype=np.int64).reshape(len(specs), tensor.mesh.ndim)
+    bits = 1 << np.arange(tensor.mesh.ndim)
+    routed_steps: dict[tuple[int, ...], Step] = {}  # a few, on millions of edges
+    graph = nx.DiGraph()
+    graph.add_nodes_from(specs)
+    for source, (cuts, _) in enumerate(prices.space.states):
+        targets = np.flatnonzero(np.isfinite(prices.seconds[source]))
+        seconds, kinds = prices.seconds[source, targets], prices.kind[source, targets]
+        num_bytes = received(np.full(len(specs), source))[targets]
+        changed = (changes[targets] != changes[source]) @ bits
+        sharded = sum(1 << axis for axes in cuts for axis in axes)
+        rows = zip(
+            *(x.tolist() for x in (targets, seconds, num_bytes, kinds, changed)), strict=True
+        )
+        for target, edge_seconds, edge_bytes, kind, axes_changed in rows:
+            if kind == 0:
+                step = prices.steps[source, target]
+            else:
+                key = kind, axes_changed, sharded
+                if key not in routed_steps:
+                    routed_steps[key] = prices.step(source, target)
+                step = routed_steps[key]
+            graph.add_edge(
+                specs[source], specs[target], step=step, seconds=edge_seconds, bytes=edge_bytes
+            )
+    return graph
+
+
+def _places(cuts: Cuts, num_axes: int) -> list[int]:
+    """Return for each axis a number for the dim it shards and its place there; 0 for none."""
+    places = [0] * num_axes
+    for dim, axes in enumerate(cuts):
+        for index, axis in enumerate(axes):
+            places[axis] = 1 + dim * num_axes + index
+    return places
+
+
+def _check_size(count: int, mesh: DeviceMesh, dims: int) -> None:
+    if count > MAX_STATES:
+        raise LayoutError(
+            f"the graph of mesh {mesh} and {counted(dims, 'dim')} has {count:,} specs; graphs of "
+            f"up to {MAX_STATES:,} are laid out whole: take fewer mesh axes or dims"
+        )
