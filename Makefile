@@ -121,6 +121,7 @@ compat: .venv-compat/.ready .venv-tools/.ready
 
 # All pages anew (-E): those that did not change have the others in their navigation.
 docs: .venv-docs/.ready
+	.venv-docs/bin/python -m benchmarks.links benchmarks/nccl-single-node.csv --plot docs/links.svg >/dev/null
 	.venv-docs/bin/python -m sphinx -q -W --keep-going -E -b html -d build/doctrees docs build/docs
 	.venv-docs/bin/python -m shardspec explore --force -o build/docs/page.html
 

@@ -1,10 +1,11 @@
 """Curves of collectives fitted to published times: the numbers of the presets, table and plot.
 
-    python -m benchmarks.links TIMES.csv --plot docs/links.svg > fitted.txt
+    python -m benchmarks.links benchmarks/nccl-single-node.csv --plot docs/links.svg > fitted.txt
 
-The file has the columns machine, nccl, collective, devices, buffer_bytes and microseconds, as the
-nccl-tests tables of aiconfigurator (github.com/ai-dynamo/aiconfigurator, Apache-2.0). Printed are
-the rows of shardspec/comm/presets.json, and the table of errors of docs/plans.md.
+The file has the columns machine, nccl, collective, devices, buffer_bytes and microseconds: medians
+of the nccl-tests tables of aiconfigurator (github.com/ai-dynamo/aiconfigurator, Apache-2.0, commit
+095f58a). Printed are the rows of shardspec/comm/presets.json, and the table of errors of
+docs/plans.md. `make docs` draws the plot.
 """
 
 import argparse
