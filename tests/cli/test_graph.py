@@ -71,7 +71,7 @@ def test_a_directory_that_is_not_there(tmp_path):
     result = run(*PLAIN, "-o", tmp_path / "no" / "a.dot")
     assert (result.exit_code, result.stdout) == (3, "")
     assert result.stderr == (
-        f"Error: {tmp_path / 'no' / 'a.svg'}: cannot be written: No such file or directory\n"
+        f"Error: {tmp_path / 'no' / 'a.dot'}: cannot be written: No such file or directory\n"
     )
 
 
