@@ -186,15 +186,21 @@ def reshard_state(
     >>> reshard_state({"w": w}, {}, device_mesh=DeviceMesh([3], (1,)))["w"].to_local()
     tensor([0., 1., 2., 3., 4., 5.])
     """
-    if device_mesh is None:
+    from shardspec.comm.process_group import telling_job
+
+    with telling_job():
         meshes = {layout.mesh for layout in layouts_of(state).values()}
-        if len(meshes) != 1:
-            raise LayoutError(
-                f"the tensors lie on {counted(len(meshes), 'mesh', 'meshes')}; name one, as in "
-                "device_mesh=mesh"
-            )
-        (device_mesh,) = meshes
-    return plan_state(state, (device_mesh, rules), None, None, max_bytes).run(state)
+        if device_mesh is not None:
+            meshes.add(device_mesh)
+    with telling_job(device for mesh in meshes for device in mesh.ids):
+        if device_mesh is None:
+            if len(meshes) != 1:
+                raise LayoutError(
+                    f"the tensors lie on {counted(len(meshes), 'mesh', 'meshes')}; name one, as "
+                    "in device_mesh=mesh"
+                )
+            (device_mesh,) = meshes
+        return plan_state(state, (device_mesh, rules), None, None, max_bytes).run(state)
 
 
 def _described(name: str, value: object) -> tuple[Layout, int | None]:
