@@ -405,6 +405,7 @@ def _fill(
     in_place = flat and not (shard.is_conj() or shard.is_neg())
     room = shard if in_place else torch.empty(shard.shape, dtype=stored)
     out = room.view(-1).view(torch.uint8).numpy().data
+    torch.autograd.graph.increment_version(shard)  # torch does not see what is read into it
     read_box_into(tensor, box, out, files, buffers, checks=Checks(tensor))
     if not in_place:
         shard.copy_(room)

@@ -19,6 +19,7 @@ from typing import Final, NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch.autograd.graph import increment_version
 
 from shardspec.boxes import Box, box_shape, slices_within
 from shardspec.comm.agreement import Address, Connection, Note, failed, ranks_text
@@ -190,6 +191,7 @@ class PeerMemory:
             def fetch(peer: int, box: Box, place: torch.Tensor) -> None:
                 held = schedule.held[peer]
                 there = region_of(peer, box_shape(held), shard.element_size())
+                increment_version(place)  # torch does not see the writing
                 self._fetch(peer, there.part(slices_within(box, held)), Region.of(place))
 
             yield fetch

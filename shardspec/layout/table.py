@@ -37,6 +37,8 @@ from shardspec.layout.spec import ShardingSpec
 from shardspec.mesh import DeviceMesh
 from shardspec.text import bytes_text
 
+_MAX_BYTES: Final = 1 << 58
+"""Of a tensor, so that the sums of a few steps fit in 64 bits."""
 _MAX_WORK: Final = 3e8
 """As `shardspec.layout.pricing` counts it: about a minute."""
 _MAX_LAYOUTS: Final = 3000
@@ -184,6 +186,11 @@ def cost_table(
             f"a mesh of {mesh.ndim} axes and a tensor of {len(global_shape)} dims have {count:,} "
             f"layouts, more than the {_MAX_LAYOUTS:,} that a table holds: it would take "
             f"{bytes_text(_BYTES_EACH * count * count)}; ask for single costs"
+        )
+    if prod(whole.global_shape) * item_bytes(whole.dtype) > _MAX_BYTES:
+        raise LayoutError(
+            f"a table counts bytes in 64 bits, so it is for tensors of up to 2^58 bytes, not for "
+            f"{list(whole.global_shape)} {whole.dtype}; ask for single costs"
         )
     prices = prices_of(whole, model, _MAX_WORK)
     if not prices.routed:

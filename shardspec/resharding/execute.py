@@ -14,6 +14,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor as TorchDTensor
 
 from shardspec.boxes import box_shape
@@ -389,6 +390,8 @@ class DeviceShards:
 
     def read_peers(self, memory: PeerMemory) -> None:
         """Carry the plan out by reading what is wanted where it lies in the memory of holders."""
+        # What autograd has kept of them is no longer there; torch does not see the writing.
+        increment_version(list(self.target.values()))
         source, target = (self._table(shards) for shards in (self.source, self.target))
         for number, stage in enumerate(self.plan.stages):
             name = f"reshard plan {self.plan.digest[:12]}" + (f" stage {number}" if number else "")

@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
+from shardspec.device_ids import bound_of_bytes
 from shardspec.dtypes import dtype_name, is_cast, is_floating
 from shardspec.errors import LayoutError
 from shardspec.layout.layout import Layout, SpecLike, match_rules
@@ -146,9 +147,11 @@ def plan_state(
     }
     kept, ties = _traveling_once(moves, tied)
     values = tuple((name, renamed.get(name, name)) for name in given if name not in before)
-    bound = MAX_BYTES if max_bytes is None else max_bytes
-    plan = ReshardPlan(kept, bound, ties, values, tuple(sorted(padded)))
-    if max_bytes is not None:
+    bound = bound_of_bytes(max_bytes)
+    plan = ReshardPlan(
+        kept, MAX_BYTES if bound is None else bound, ties, values, tuple(sorted(padded))
+    )
+    if bound is not None:
         _ = plan.bucket_bytes  # raises where it is too small
     return plan
 
