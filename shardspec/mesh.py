@@ -376,6 +376,7 @@ def _check_links(
     numbers = [number for value in found if (number := seconds(value)) is not None]
     if len(numbers) == len(found):
         return tuple(numbers)
-    raise MeshError(
-        f"{what} {shown(found)}: each value must be a finite number, not negative: {SECONDS_RULE} s"
-    )
+    rule = "a finite number, not negative"
+    if all(isinstance(value, int | float) and 0 <= value < math.inf for value in found):
+        rule = f"{SECONDS_RULE} s"
+    raise MeshError(f"{what} {shown(found)}: each value must be {rule}")
