@@ -239,7 +239,7 @@ class ProcessGroupCommunicator(Communicator):
             yield
         except BaseException as error:
             if not is_on_all_ranks(error):
-                with suppress(CommunicatorError, RuntimeError):  # the first error counts
+                with suppress(CommunicatorError):  # the first error counts
                     channel = self._channel_of([*meshes] or [self.mesh])
                     channel.refused.append((self._failure(error), self._peers))
                     _tell_of_refused(channel)
@@ -331,7 +331,9 @@ def _tell_of_refused(channel: Channel) -> None:
     """Tell other ranks of threads that were refused, once no thread is in the channel."""
     while channel.refused and not channel.depth and channel.busy.acquire(blocking=False):
         try:
-            channel.fail(*channel.refused.popleft())
+            note, peers = channel.refused.popleft()
+            with suppress(RuntimeError):  # of torch: those that are gone need not be told
+                channel.fail(note, peers)
         finally:
             channel.busy.release()
 

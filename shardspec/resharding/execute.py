@@ -74,7 +74,7 @@ def run_plan(plan: StateCopies, state: State, out: State | None = None) -> dict[
 def _flat(
     plan: StateCopies, state: State, out: State | None
 ) -> tuple[State, State | None, dict[str, object]]:
-    """Return both without their nesting, and the plain values by the names of the target."""
+    """Return both flat, and the plain values by the names of the target."""
     state, out = flat_state(state), None if out is None else flat_state(out)
     return state, out, {there: state[here] for here, there in plan.values if here in state}
 
@@ -93,11 +93,10 @@ def _run_in_job(
         problem = str(error)
     kinds = {shard.device.type for shard in one.source.values()} if one else set()
     # The number of stages follows from prices, which other processors might round otherwise.
-    stages = str(len(plan.stages))
-    words = {"reshard plan": plan.digest[:12], "stages": stages, "problem": problem}
+    digest, stages, kind = plan.digest[:12], str(len(plan.stages)), min(kinds, default="")
+    words = description({"reshard plan": digest, "stages": stages, "problem": problem})
     # Held by one thread at a time, and compared on all ranks before the first byte.
-    kind = min(kinds, default="")
-    with communicator.conversion(description(words), kind, plan.meshes) as home:
+    with communicator.conversion(words, kind, plan.meshes) as home:
         if one is None:
             raise LayoutError(problem)
         if plan.values:
@@ -115,7 +114,7 @@ def _run_in_job(
             else:
                 one.exchange_all(communicator.message_tag)
         except (CommunicatorError, RuntimeError) as error:
-            why = f"reshard plan {plan.digest[:12]} failed on the way, so `out` is half written"
+            why = f"reshard plan {digest} failed on the way, so `out` is half written"
             for value in (out or {}).values():
                 if isinstance(value, DTensor):
                     value.mark_unusable(f"{why}: {error}")
@@ -301,14 +300,10 @@ class DeviceShards:
 
     def reserve(self) -> None:
         """Make the buckets of the first wave."""
-        schedule, shards = (
-            self.plan.schedule(self.device),
-            [*self.source.values(), *self.target.values()],
-        )
-        first = min({*schedule.sends, *schedule.receives}, default=None)
-        if first is not None:
-            sides = schedule.sends.get(first, {}), schedule.receives.get(first, {})
-            self._free = [self._bucket(shards[0]) for side in sides for _ in side]
+        (sends, receives, _), shards = self.plan.schedule(self.device), (self.source or self.target)
+        if waves := {*sends, *receives}:
+            peers = [*sends.get(min(waves), ()), *receives.get(min(waves), ())]
+            self._free = [self._bucket(next(iter(shards.values()))) for _ in peers]
 
     def exchange_all(self, tag: int) -> None:
         """Carry the plan out by messages with a tag."""

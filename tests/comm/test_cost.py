@@ -165,7 +165,7 @@ def test_bounds_that_are_no_number_of_bytes(bound):
         lambda: LayoutConverter().alternatives(layout, "[R]", 2, max_bytes=bound),
         lambda: plan_reshard({"w": layout}, {"w": layout}, max_bytes=bound),
     ):
-        with pytest.raises(LayoutError, match="^max_bytes is .*; give a whole number of bytes"):
+        with pytest.raises(LayoutError, match=r"^max_bytes is .*; give a whole number of bytes"):
             act()
     for enough in (48, 48.0, np.int64(48), 2**2000):
         assert LayoutConverter().plan(layout, "[R]", max_bytes=enough).peak_bytes == 40
