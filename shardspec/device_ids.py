@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final, Protocol, TypeAlias, cast
 
-from shardspec.errors import AxisError, MeshError
+from shardspec.errors import AxisError, LayoutError, MeshError
 from shardspec.text import shown
 
 
@@ -17,6 +17,9 @@ class _HasToList(Protocol):
 
 Ids: TypeAlias = _HasToList | Iterable[object]
 
+SECONDS: Final = (1e-100, 1e9)
+"""The least and the most that a message or a byte can be said to take."""
+SECONDS_RULE: Final = "0, or from 1e-100 to 1e9"
 _SHOWN: Final = 8
 _MOST_AXES: Final = 64
 """A list that holds itself has no end."""
@@ -30,6 +33,33 @@ def whole_number(value: Any) -> int | None:  # noqa: ANN401  # whatever a caller
         return operator.index(value)
     except TypeError:
         return None
+
+
+def seconds(value: Any) -> float | None:  # noqa: ANN401
+    """Return seconds a message or a byte as a float; None for what is none.
+
+    They are 0 or within `SECONDS`, so that no sum or quotient of prices overflows.
+    """
+    if isinstance(value, bool | str | bytes):
+        return None
+    try:
+        number = float(value)
+    except (TypeError, ValueError, OverflowError):
+        return None
+    least, most = SECONDS
+    return (number or 0.0) if number == 0 or least <= number <= most else None
+
+
+def bound_of_bytes(value: Any) -> int | None:  # noqa: ANN401
+    """Return a bound of bytes, None where there is none; `LayoutError` if it is no whole number."""
+    number = whole_number(value)
+    if isinstance(value, float) and value.is_integer():
+        number = int(value)
+    if value is not None and (number is None or number < 0):
+        raise LayoutError(
+            f"max_bytes is {shown(value)}; give a whole number of bytes, or leave it out"
+        )
+    return None if number is None else min(number, 2**63 - 1)
 
 
 def some(ids: Sequence[int]) -> str:

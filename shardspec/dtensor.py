@@ -14,7 +14,7 @@ import torch
 from shardspec.comm.communicator import Communicator
 from shardspec.comm.process_group import communicator_of
 from shardspec.errors import CommunicatorError, LayoutError
-from shardspec.execution import convert, first_of_copies, with_gradient_reduced
+from shardspec.execution import convert, first_of_copies, telling, with_gradient_reduced
 from shardspec.layout.converter import LayoutConverter
 from shardspec.layout.layout import Layout, SpecLike
 from shardspec.layout.plan import ConversionPlan
@@ -79,10 +79,10 @@ class DTensor(TensorLike):
         src_rank: int | None = 0,
         communicator: Communicator | None = None,
     ) -> None:
-        check_dense(tensor)
-        layout = new_layout(device_mesh, sharding_spec, tensor.shape, tensor.dtype)
         chosen = _checked(communicator, device_mesh)
-        with torch.no_grad():
+        with torch.no_grad(), chosen.telling():
+            check_dense(tensor)
+            layout = new_layout(device_mesh, sharding_spec, tensor.shape, tensor.dtype)
             shards = shards_of(tensor, layout, chosen, src_rank)
         for shard in shards.values():
             shard.requires_grad_(tensor.requires_grad)
@@ -169,14 +169,15 @@ class DTensor(TensorLike):
         """
         chosen = _checked(communicator, device_mesh, "hold shards")
         here = chosen.addressable
-        shards = dict(local) if isinstance(local, Mapping) else {here[0]: local}
-        if set(shards) != set(here):
-            raise LayoutError(
-                f"shards given for the devices {sorted(shards)}, but this process holds the "
-                f"devices {sorted(here)}; give a dict with one shard for each"
-            )
-        # Every rank sees every rank's facts, so all of them raise the same error or none does.
-        facts = chosen.gather({device: facts_of(shard) for device, shard in shards.items()})
+        with chosen.telling():
+            shards = dict(local) if isinstance(local, Mapping) else {here[0]: local}
+            if set(shards) != set(here):
+                raise LayoutError(
+                    f"shards given for the devices {sorted(shards)}, but this process holds the "
+                    f"devices {sorted(here)}; give a dict with one shard for each"
+                )
+            # Every rank sees every rank's facts, so all raise the same error or none does.
+            facts = chosen.gather({device: facts_of(shard) for device, shard in shards.items()})
         _, dtype = facts[device_mesh.ids[0]]
         spec = ShardingSpec.of(sharding_spec)
         shape = added_up(device_mesh, spec, facts) if global_shape is None else global_shape
@@ -298,17 +299,19 @@ class DTensor(TensorLike):
         {1: tensor([0, 1]), 2: tensor([2, 3])}
         """
         mesh = self.device_mesh if device_mesh is None else device_mesh
-        target = Layout(mesh, sharding_spec, self.shape, self.layout.dtype)
-        return self.convert(LayoutConverter().plan(self.layout, target))
+        with telling(self.communicator, self.device_mesh, mesh):
+            target = Layout(mesh, sharding_spec, self.shape, self.layout.dtype)
+            return self.convert(LayoutConverter().plan(self.layout, target))
 
     def convert(self, plan: ConversionPlan) -> "DTensor":
         """Carry out a plan from this tensor's layout; called, and raises, as `redistribute`."""
         if plan.source != self.layout:
             raise LayoutError(f"the plan starts from {plan.source}, but this is {self.layout}")
-        there = self.communicator.on(plan.target.mesh)
-        tracked = torch.is_grad_enabled() and self.requires_grad
-        shards = convert(plan, self.communicator, self.shards, tracked=tracked)
-        return DTensor.from_shards(shards, plan.target, there)
+        with telling(self.communicator, plan.source.mesh, plan.target.mesh):
+            there = self.communicator.on(plan.target.mesh)
+            tracked = torch.is_grad_enabled() and self.requires_grad
+            shards = convert(plan, self.communicator, self.shards, tracked=tracked)
+            return DTensor.from_shards(shards, plan.target, there)
 
     def to_global(self) -> torch.Tensor:
         """Return the global tensor, on every rank; pending reductions are finished.

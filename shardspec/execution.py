@@ -21,6 +21,7 @@ from shardspec.errors import LayoutError
 from shardspec.layout.cross import common_mesh, exchange_to
 from shardspec.layout.layout import Layout, LayoutCell, cells_of
 from shardspec.layout.plan import ConversionPlan
+from shardspec.mesh import DeviceMesh
 from shardspec.tracing import StepRecord, log_from_environment, observers
 
 log_from_environment()
@@ -39,7 +40,11 @@ def run_plan(
     steps are undone in reverse, where reductions are sums or means.
     """
     shards, numbers, observing = dict(shards), range(len(plan.steps)), observers()
-    with _conversion(plan, communicator, shards, "backward" if back else "forward") as device:
+    note = "backward" if back else "forward"
+    with (
+        telling(communicator, plan.source.mesh, plan.target.mesh),
+        _conversion(plan, communicator, shards, note) as device,
+    ):
         for number in reversed(numbers) if back else numbers:
             planned, (before, after) = plan.steps[number], plan.layouts[number : number + 2]
             step = backward(planned) if back else planned
@@ -74,7 +79,17 @@ def _conversion(
     mesh = common_mesh(plan.source.mesh, plan.target.mesh)
     device = next((shard.device.type for shard in shards.values()), "")
     content = _described(plan.source, plan.target, plan.steps, note)
-    return communicator.on(mesh).conversion(content, device)
+    meshes = plan.source.mesh, plan.target.mesh
+    return communicator.on(mesh).conversion(content, device, meshes)
+
+
+def telling(
+    communicator: Communicator, source: DeviceMesh, target: DeviceMesh
+) -> AbstractContextManager[None]:
+    """Let all ranks of both meshes know of an error; see `Communicator.telling`."""
+    if not isinstance(target, DeviceMesh):  # an error, of which the source's ranks are told
+        target = source
+    return communicator.on(common_mesh(source, target)).telling((source, target))
 
 
 @lru_cache(maxsize=4096)

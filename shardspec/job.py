@@ -6,6 +6,7 @@ groups that torch has made serve the communicators.
 
 import atexit
 import os
+import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -44,8 +45,10 @@ class Job:
     """Groups that every rank has made, by ascending ranks; None where this rank is outside."""
     communicators: dict[_Mesh, Any] = field(default_factory=dict)
     """Those that move data; `shardspec.comm.process_group` makes them."""
-    channel: Any = None
-    """That of the main thread, made there too."""
+    channels: dict[frozenset[_Mesh], Any] = field(default_factory=dict)
+    """Those of threads, by their meshes, of which the main thread's has none; made there too."""
+    thread: threading.local = field(default_factory=threading.local)
+    """What a thread is in: the `channel` of its conversion, and whether it is `telling`."""
     joined: dict[_Mesh, None] = field(default_factory=dict)
     """Meshes whose groups have been made, in this order."""
     torch_meshes: list[tuple[_Mesh, TorchMesh]] = field(default_factory=list)

@@ -6,13 +6,20 @@ owns no process group, so that planning needs no job, no GPU and no rank.
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import product
 from typing import TYPE_CHECKING, Any, Final, Literal, NoReturn, get_args
 
-from shardspec.device_ids import Ids, flatten, some, whole_number, whole_numbers
+from shardspec.device_ids import (
+    SECONDS_RULE,
+    Ids,
+    flatten,
+    seconds,
+    some,
+    whole_number,
+    whole_numbers,
+)
 from shardspec.errors import AxisError, MeshError
 from shardspec.text import counted, shown
 
@@ -366,8 +373,10 @@ def _check_links(
     found = _per_axis(what, values, shape, "one number per axis, as in (1e-5, 3e-6)")
     if found is None:
         return None
-    with suppress(TypeError, ValueError, OverflowError):
-        seconds = tuple(map(float, found))
-        if all(math.isfinite(value) and value >= 0 for value in seconds):
-            return seconds
-    raise MeshError(f"{what} {shown(found)}: each value must be a finite number, not negative")
+    numbers = [number for value in found if (number := seconds(value)) is not None]
+    if len(numbers) == len(found):
+        return tuple(numbers)
+    rule = "a finite number, not negative"
+    if all(isinstance(value, int | float) and 0 <= value < math.inf for value in found):
+        rule = f"{SECONDS_RULE} s"
+    raise MeshError(f"{what} {shown(found)}: each value must be {rule}")

@@ -7,8 +7,10 @@ from torch.distributed.device_mesh import DeviceMesh as TorchMesh
 from torch.distributed.tensor import DTensor as TorchDTensor
 from torch.distributed.tensor.placement_types import Placement
 
+from shardspec.comm.process_group import communicator_of
 from shardspec.dtensor import DTensor
 from shardspec.errors import LayoutError
+from shardspec.execution import telling
 from shardspec.interop.notations import from_placements
 from shardspec.interop.torch_dtensor import in_our_words, torch_dtensor
 from shardspec.layout.layout import SpecLike
@@ -66,11 +68,12 @@ def redistribute(
         source, target, torch_mesh = on, on, tensor.device_mesh
     else:
         target, torch_mesh = on, on.to_torch(tensor.device_mesh.device_type)
-    spec = placements_or_spec
-    if isinstance(spec, Sequence) and not isinstance(spec, str):
-        spec = from_placements(spec, tensor.shape, target)
-    ours = DTensor.from_torch(in_our_words(tensor), device_mesh=source)
-    result = ours.redistribute(spec, device_mesh=target)
+    with telling(communicator_of(source), source, target):
+        spec = placements_or_spec
+        if isinstance(spec, Sequence) and not isinstance(spec, str):
+            spec = from_placements(spec, tensor.shape, target)
+        ours = DTensor.from_torch(in_our_words(tensor), device_mesh=source)
+        result = ours.redistribute(spec, device_mesh=target)
     outside = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
     shard = next(iter(result.shards.values()), outside)
     return torch_dtensor(shard, result.layout, torch_mesh)

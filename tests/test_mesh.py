@@ -284,6 +284,11 @@ def test_links_that_do_not_fit():
         assert mesh_error(range(4), mesh_alpha=(1e-5,), mesh_beta=(value,)) == (
             f"mesh_beta ({value},): each value must be a finite number, not negative"
         )
+    for value in (1.7e308, 1.1e9, 5e-324, 10**400, True):
+        assert mesh_error(range(4), mesh_alpha=(value,), mesh_beta=(1e-9,)).endswith(
+            "each value must be 0, or from 1e-100 to 1e9 s"
+        )
+    assert mesh_error(range(4), mesh_alpha=("1",), mesh_beta=(1e-9,)).endswith("not negative")
     assert mesh_error(range(4), mesh_alpha=(1e-5,)) == (
         "give both mesh_alpha and mesh_beta, or neither"
     )

@@ -110,28 +110,29 @@ def load_sharded(
     """
     from shardspec.comm.process_group import communicator_of
 
-    choice = Choice(include, exclude, rename)
     if into is not None:
-        if device_mesh is not None or rules:
-            raise LayoutError("give either a state dict to load into, or a mesh and rules")
         chosen = communicator or rank_state.communicator_of_state(into)
     else:
         chosen = communicator or communicator_of(device_mesh or rank_state.world_mesh())
-    # In a job all ranks find out together whether each of them can open the checkpoint.
-    source = agree(chosen, lambda: mapped(as_catalog(directory), names))
-    if into is not None:
-        plan = agree(chosen, lambda: _plan_into(source, choice, into, chosen))
-    else:
-        target = device_mesh or (communicator.mesh if communicator else source.mesh)
-        if target is None:
-            raise LayoutError(
-                f"{directory}: the checkpoint does not say which mesh wrote it; give the mesh to "
-                "load into (device_mesh=)"
-            )
-        chosen = communicator or communicator_of(target)
-        plan = agree(chosen, lambda: _plan_by_rules(source, choice, target, rules or {}))
-    found = {**agree(chosen, lambda: _read(plan, chosen)), **plan.found}
-    return unflatten(plan.paths, lambda name: found.get(name, LEFT_OUT))
+    with chosen.telling():
+        choice = Choice(include, exclude, rename)
+        if into is not None and (device_mesh is not None or rules):
+            raise LayoutError("give either a state dict to load into, or a mesh and rules")
+        # In a job all ranks find out together whether each of them can open the checkpoint.
+        source = agree(chosen, lambda: mapped(as_catalog(directory), names))
+        if into is not None:
+            plan = agree(chosen, lambda: _plan_into(source, choice, into, chosen))
+        else:
+            target = device_mesh or (communicator.mesh if communicator else source.mesh)
+            if target is None:
+                raise LayoutError(
+                    f"{directory}: the checkpoint does not say which mesh wrote it; give the mesh "
+                    "to load into (device_mesh=)"
+                )
+            chosen = communicator or communicator_of(target)
+            plan = agree(chosen, lambda: _plan_by_rules(source, choice, target, rules or {}))
+        found = {**agree(chosen, lambda: _read(plan, chosen)), **plan.found}
+        return unflatten(plan.paths, lambda name: found.get(name, LEFT_OUT))
 
 
 class _Reading(NamedTuple):
@@ -267,30 +268,32 @@ class LoadPlan(ReshardPlan):
         """Read what the plan says; see `ReshardPlan.run`."""
         from shardspec.comm.process_group import communicator_of
 
-        if state:
-            raise LayoutError(
-                f"the source of this plan is the checkpoint {self.checkpoint}; pass an empty state "
-                "dict, as in plan.run({})"
-            )
         layouts = {move.target_name: move.target for move in self.moves}
         layouts |= {tie.target_name: self.moves[tie.first].target for tie in self.ties}
-        given = None if out is None else flat_state(out)
+        given: Mapping[str, object] | None = None
         found: dict[str, Any] = {}
         for mesh in dict.fromkeys(layout.mesh for layout in layouts.values()):
             chosen = communicator_of(mesh)
             if not chosen.addressable:
                 continue
-            here = {name: layout for name, layout in layouts.items() if layout.mesh == mesh}
-            digests = chosen.gather(dict.fromkeys(chosen.addressable, self.digest[:12]))
-            first = min(digests)
-            for rank, digest in digests.items():
-                if digest != digests[first]:
+            with chosen.telling():
+                if state:
                     raise LayoutError(
-                        f"rank {rank} has reshard plan {digest} where rank {first} has "
-                        f"{digests[first]}; make the same plan on every rank"
+                        f"the source of this plan is the checkpoint {self.checkpoint}; pass an "
+                        "empty state dict, as in plan.run({})"
                     )
-            reading = agree(chosen, partial(self._reading, given, here, chosen))
-            found |= agree(chosen, partial(_read, reading, chosen))
+                given = None if out is None else flat_state(out)
+                here = {name: layout for name, layout in layouts.items() if layout.mesh == mesh}
+                digests = chosen.gather(dict.fromkeys(chosen.addressable, self.digest[:12]))
+                first = min(digests)
+                for rank, digest in digests.items():
+                    if digest != digests[first]:
+                        raise LayoutError(
+                            f"rank {rank} has reshard plan {digest} where rank {first} has "
+                            f"{digests[first]}; make the same plan on every rank"
+                        )
+                reading = agree(chosen, partial(self._reading, given, here, chosen))
+                found |= agree(chosen, partial(_read, reading, chosen))
         return {name: (given or found)[name] for name in layouts if name in found}
 
     def _reading(
@@ -402,6 +405,7 @@ def _fill(
     in_place = flat and not (shard.is_conj() or shard.is_neg())
     room = shard if in_place else torch.empty(shard.shape, dtype=stored)
     out = room.view(-1).view(torch.uint8).numpy().data
+    torch.autograd.graph.increment_version(shard)  # torch does not see what is read into it
     read_box_into(tensor, box, out, files, buffers, checks=Checks(tensor))
     if not in_place:
         shard.copy_(room)

@@ -13,6 +13,7 @@ from shardspec.checkpoint.catalog import box_text, replica_holders
 from shardspec.checkpoint.formats.safetensors import encode_header
 from shardspec.checkpoint.read_boxes import crc32
 from shardspec.checkpoint.state_dict import FlatState, Leaf, flatten, leaves
+from shardspec.comm.agreement import failure_text, on_all_ranks
 from shardspec.comm.communicator import Communicator
 from shardspec.comm.steps import ReduceOp
 from shardspec.errors import CheckpointError, DTypeError, OutputExistsError, ShardSpecError
@@ -52,17 +53,17 @@ def agree(communicator: Communicator, act: Callable[[], T]) -> T:
         done.append(act())
     except Exception as error:  # or the other ranks would wait for this one
         cause = error
-        kind = "" if isinstance(error, ShardSpecError) else f"{type(error).__name__}: "
-        failure = isinstance(error, OutputExistsError), f"{kind}{error}"
+        failure = isinstance(error, OutputExistsError), failure_text(error)
     failures = communicator.gather(dict.fromkeys(communicator.addressable, failure))
     failed = {rank: found for rank, found in failures.items() if found is not None}
     if cause is not None and not isinstance(cause, _FAILURES):
-        raise cause
+        raise on_all_ranks(cause)
     if failed:
         rank, (exists, text) = next(iter(failed.items()))
         everywhere = len(failed) == len(failures) and len(set(failed.values())) == 1
         message = text if everywhere else f"rank {rank}: {text}"
-        raise (OutputExistsError if exists else CheckpointError)(message) from cause
+        kind = OutputExistsError if exists else CheckpointError
+        raise on_all_ranks(kind(message)) from cause
     return done[0]
 
 
@@ -87,18 +88,22 @@ class Described:
 
 
 def communicator_of_state(state_dict: Mapping[str, Any]) -> Communicator:
-    """Return who holds a state dict: by the largest mesh, of which the others are slices."""
+    """Return who holds a state dict: by the largest mesh, of which the others are slices.
+
+    All ranks of the job are told of an error.
+    """
     from torch.distributed.tensor import DTensor as TorchDTensor
 
-    from shardspec.comm.process_group import communicator_of
+    from shardspec.comm.process_group import communicator_of, telling_job
     from shardspec.dtensor import DTensor
 
     found: dict[object, Communicator] = {}
-    for _, value in leaves(state_dict):
-        if isinstance(value, DTensor):
-            found[value.layout.mesh] = value.communicator
-        elif isinstance(value, TorchDTensor) and value.device_mesh not in found:
-            found[value.device_mesh] = communicator_of(DeviceMesh.from_torch(value.device_mesh))
+    with telling_job():
+        for _, value in leaves(state_dict):
+            if isinstance(value, DTensor):
+                found[value.layout.mesh] = value.communicator
+            elif isinstance(value, TorchDTensor) and value.device_mesh not in found:
+                found[value.device_mesh] = communicator_of(DeviceMesh.from_torch(value.device_mesh))
     if found:
         return max(found.values(), key=lambda communicator: communicator.mesh.size)
     return communicator_of(world_mesh())
@@ -233,7 +238,8 @@ def check_same(what: Described, communicator: Communicator, replicas: Replicas) 
     for rank in (first, other):
         text = every[rank].get(key, f"no such {key.split()[0]}")
         has.append(f"rank {rank} has {text[:_LONG]}{'…' if len(text) > _LONG else ''}")
-    raise CheckpointError(f"{key}: {' but '.join(has)}; save the same on every rank")
+    problem = f"{key}: {' but '.join(has)}; save the same on every rank"
+    raise on_all_ranks(CheckpointError(problem))
 
 
 def check_replicas_of_ranks(what: Described, communicator: Communicator) -> None:
@@ -273,9 +279,11 @@ def check_replicas_of_ranks(what: Described, communicator: Communicator) -> None
             differ[name] = f"its copies of box {box_text(box)} differ: one is on {whose}"
     for name, problem in differ.items():
         more = f" ({counted(len(differ) - 1, 'other tensor')} too)" if len(differ) > 1 else ""
-        raise CheckpointError(
-            f"tensor {name!r}: {problem}{more}; make them equal, or shard the tensor by what "
-            'differs, or save that of the first rank with replicas="first"'
+        raise on_all_ranks(
+            CheckpointError(
+                f"tensor {name!r}: {problem}{more}; make them equal, or shard the tensor by what "
+                'differs, or save that of the first rank with replicas="first"'
+            )
         )
 
 

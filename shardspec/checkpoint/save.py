@@ -89,11 +89,21 @@ def save_sharded(
     >>> state["step"]
     7
     """
+    chosen = communicator or rank_state.communicator_of_state(state_dict)
+    if chosen.addressable:
+        with chosen.telling():
+            _save(state_dict, directory, overwrite, replicas, chosen)
+
+
+def _save(
+    state_dict: Mapping[str, Any],
+    directory: Path | str,
+    overwrite: bool,
+    replicas: Replicas,
+    chosen: Communicator,
+) -> None:
     if replicas not in ("equal", "first"):
         raise CheckpointError(f"replicas is {replicas!r}; choose 'equal' or 'first'")
-    chosen = communicator or rank_state.communicator_of_state(state_dict)
-    if not chosen.addressable:
-        return
     path = as_path(directory)
     mesh = chosen.mesh
     leader = mesh.ids[0] in chosen.addressable
@@ -116,6 +126,7 @@ def save_sharded(
         boxes = assign_boxes(mesh, what.layouts, spread=replicas == "equal")
         # A device without boxes writes no file.
         mine = [rank for rank in chosen.addressable if boxes[rank]]
+        names = [native.shard_name(rank, save) for rank in mine]
         try:
             written = agree(
                 chosen, lambda: _write_shards(path, {r: boxes[r] for r in mine}, what, save)
@@ -124,9 +135,13 @@ def save_sharded(
             files = tuple(file for rank in mesh.ids if (file := gathered[rank]) is not None)
             flat = what.flat
             info = native.ShardingInfo(save, mesh, what.layouts, files, flat.values, flat.paths)
+        except BaseException:
+            _remove(path, names)
+            raise
+        try:
             older = agree(chosen, lambda: _publish(path, info) if leader else [])
-        except CheckpointError:
-            _remove(path, [native.shard_name(rank, save) for rank in mine])
+        except CheckpointError:  # other errors may come when it is published
+            _remove(path, names)
             raise
         if leader:
             # Without a lock only what the older info names is known to be of no other save.

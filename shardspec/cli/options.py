@@ -18,6 +18,7 @@ import click
 from shardspec.comm.cost import CostModel
 from shardspec.comm.presets import DEFAULT_PRESET, link_preset, preset_copy_s
 from shardspec.comm.profile_file import Profiled, read_profile
+from shardspec.device_ids import SECONDS_RULE, seconds
 from shardspec.dtypes import dtype_name
 from shardspec.errors import CheckpointError, DTypeError, ProfileError
 from shardspec.mesh import DeviceMesh, LinkModel
@@ -78,7 +79,10 @@ def parse_number(text: str, remedy: str = "give one as in 1e-5") -> float:
 def parse_numbers(text: str) -> tuple[float, ...]:
     """Read finite numbers from 0, separated by commas."""
     remedy = "give them as in 1e-5,3e-6"
-    return tuple(parse_number(part.strip(), remedy) for part in text.split(","))
+    numbers = tuple(parse_number(part.strip(), remedy) for part in text.split(","))
+    if None in map(seconds, numbers):
+        raise ValueError(f"{shown(text)}: give seconds that are {SECONDS_RULE}")
+    return numbers
 
 
 def parse_links(text: str) -> tuple[str, ...]:
@@ -106,7 +110,7 @@ def _memory_rate(text: str) -> float:
     rate = 0.0
     with suppress(ValueError):
         rate = parse_number(text)
-    if not rate:
+    if not rate or seconds(2 / (rate * 1e9)) is None:
         raise ValueError(f"{shown(text)}: give a rate above 0 in GB/s, 'preset' or 'none'")
     return rate
 

@@ -20,9 +20,11 @@ import weakref
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, TypeVar
 
-from shardspec.errors import CommunicatorError
+from shardspec.errors import CommunicatorError, ShardSpecError
+
+E = TypeVar("E", bound=BaseException)
 
 NOTE_BYTES: Final = 4096
 NOTE_ROOM: Final = NOTE_BYTES - 512
@@ -30,6 +32,7 @@ NOTE_ROOM: Final = NOTE_BYTES - 512
 ORDER_RULE: Final = "every rank of the mesh must call the same conversions in the same order"
 _HALF: Final = 120
 """Of the characters of a long word that are shown."""
+_ON_ALL_RANKS: Final = "_shardspec_on_all_ranks"
 _LATE: Final = "did not come in time (the timeout is that of the process group)"
 
 
@@ -60,7 +63,7 @@ class Note(NamedTuple):
     """What a rank tells all others of a mesh before it goes on, or a peer within a step."""
 
     kind: str
-    """"conversion", "value" for one that is gathered; of a step, "readable" and "done"."""
+    """"conversion", "value" for one that is gathered, "failed"; of a step "readable", "done"."""
     ids: int
     """Checksum of the ranks that are told, or of the step."""
     number: int = 0
@@ -68,7 +71,7 @@ class Note(NamedTuple):
     device: str = ""
     """Device type of the rank's shards; empty where it holds none."""
     content: bytes = b""
-    """What `description` returns, or a pickled value, of which `NOTE_ROOM` bytes at most."""
+    """What `description` returns, a pickled value, or an error; `NOTE_ROOM` bytes at most."""
     length: int = 0
     """Bytes of the whole value."""
     address: Address | None = None
@@ -82,6 +85,11 @@ class Note(NamedTuple):
     def unpack(cls, data: bytes) -> "Note":
         """Read a packed note, which may be padded."""
         return cls(*pickle.loads(data))
+
+    @property
+    def failure(self) -> str:
+        """What the rank has to say if it has failed."""
+        return self.content.decode(errors="replace") if self.kind == "failed" else ""
 
     def __str__(self) -> str:
         if self.kind != "conversion":
@@ -103,23 +111,57 @@ def description(words: Mapping[str, str]) -> bytes:
     return text.encode()
 
 
+def failure_text(error: BaseException) -> str:
+    """Return what other ranks are told of an error: ours by its text, others by their type too."""
+    kind = "" if isinstance(error, ShardSpecError) else type(error).__name__
+    try:
+        return ": ".join(filter(None, [kind, str(error)]))
+    except Exception:  # one of the user's that cannot be made a text
+        return kind
+
+
+def on_all_ranks(error: E) -> E:
+    """Mark an error that all ranks of the mesh raise, or have been told of; return it."""
+    vars(error)[_ON_ALL_RANKS] = True
+    return error
+
+
+def is_on_all_ranks(error: BaseException) -> bool:
+    """Say whether the other ranks know of an error, so that none of them waits."""
+    return _ON_ALL_RANKS in vars(error)
+
+
 def check_agreement(notes: Mapping[int, Note]) -> str:
     """Return the device type of the shards if all ranks of a mesh are about to do the same.
 
-    The error otherwise names a rank, both conversions and the first difference.
+    The error otherwise names a rank, both conversions and the first difference; or the rank that
+    has failed, and its error.
     """
     first, mine = next(iter(notes.items()))
     for peer, note in notes.items():
+        if note.failure:
+            raise on_all_ranks(failed(peer, note))
+    for peer, note in notes.items():
         same = note.content == mine.content or mine.kind == "value"  # values may differ
         if not same or note[:3] != mine[:3]:
-            raise CommunicatorError(f"{_difference(first, mine, peer, note)}; {ORDER_RULE}")
+            said = _difference(first, mine, peer, note)
+            raise on_all_ranks(CommunicatorError(f"{said}; {ORDER_RULE}"))
     holders = {note.device: rank for rank, note in notes.items() if note.device}
     if len(holders) > 1:
         said = ", ".join(f"rank {rank} on {device}" for device, rank in holders.items())
-        raise CommunicatorError(
-            f"shards are on different kinds of devices: {said}; move them to one kind first"
+        raise on_all_ranks(
+            CommunicatorError(
+                f"shards are on different kinds of devices: {said}; move them to one kind first"
+            )
         )
     return next(iter(holders), "")
+
+
+def failed(rank: int, note: Note) -> CommunicatorError:
+    """Return the error on the other ranks where one has failed."""
+    return CommunicatorError(
+        f"rank {rank} has failed, so the call ends on all ranks of the mesh: {note.failure}"
+    )
 
 
 def _difference(first: int, mine: Note, other: int, note: Note) -> str:
@@ -167,6 +209,15 @@ class Connection:
         if not message:
             raise CommunicatorError(f"rank {self.peer} has ended or given up an earlier step")
         return Note.unpack(message)
+
+    def last_words(self) -> str:
+        """Return why the peer has failed, if it has said so and has not been heard yet."""
+        with suppress(CommunicatorError):
+            while True:
+                note = self.receive(0.0)
+                if note.failure:
+                    return str(failed(self.peer, note))
+        return ""
 
     def has_ended(self) -> bool:
         """Say whether the peer has ended or given up, even if messages of it are left."""

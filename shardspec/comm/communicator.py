@@ -1,7 +1,7 @@
 """What carries out the steps of conversions, and one process that does so for all devices."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, TypeVar
 
@@ -43,13 +43,24 @@ class Communicator(ABC):
         """Return the communicator of the same kind for another mesh."""
 
     @abstractmethod
-    def conversion(self, content: bytes, device: str) -> AbstractContextManager[str]:
+    def conversion(
+        self, content: bytes, device: str, meshes: Iterable[DeviceMesh] = ()
+    ) -> AbstractContextManager[str]:
         """Enter a conversion, in which steps are run; yields the device type of all shards.
 
         `content` is its `shardspec.comm.agreement.description`, `device` the type of this process's
-        shards, empty where it holds none. It is an error on every process if one says something
-        else or does not come, or if another thread is in a conversion on this mesh.
+        shards, empty where it holds none. Threads are told apart by the `meshes` that it is
+        between, by default this one. It is an error on every process if one says something else or
+        does not come, or if another thread is in a conversion between these meshes.
         """
+
+    def telling(self, meshes: Iterable[DeviceMesh] = ()) -> AbstractContextManager[None]:  # noqa: ARG002
+        """Let the other processes know of any error in what every process does now.
+
+        They raise a CommunicatorError that names this one where they would have waited for it. Of
+        such blocks inside each other the outermost counts.
+        """
+        return nullcontext()
 
     @abstractmethod
     def gather(self, values: Mapping[int, T]) -> dict[int, T]:
@@ -106,7 +117,12 @@ class SimulatedCommunicator(Communicator):
         """Return the communicator that holds every device of another mesh."""
         return SimulatedCommunicator(mesh)
 
-    def conversion(self, content: bytes, device: str) -> AbstractContextManager[str]:  # noqa: ARG002
+    def conversion(
+        self,
+        content: bytes,  # noqa: ARG002
+        device: str,
+        meshes: Iterable[DeviceMesh] = (),  # noqa: ARG002
+    ) -> AbstractContextManager[str]:
         """Return the device: one process always agrees with itself."""
         return nullcontext(device)
 

@@ -8,7 +8,7 @@ unpack (`shardspec.comm.curves.copies`) are added.
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, combinations
-from math import isfinite, prod
+from math import prod
 from operator import gt
 from pathlib import Path
 from typing import Final
@@ -17,8 +17,10 @@ from shardspec.comm import curves, presets
 from shardspec.comm.curves import Band, Curve, Line, Link, Measured, share, whole
 from shardspec.comm.profile_file import read_profile
 from shardspec.comm.steps import Exchange, Permute, Step
+from shardspec.device_ids import SECONDS_RULE, seconds, whole_numbers
 from shardspec.errors import MeshError
 from shardspec.mesh import DeviceMesh, LinkModel
+from shardspec.text import shown
 
 NO_MEASUREMENT: Final = "no measurement"
 
@@ -42,7 +44,7 @@ class CostModel:
     Raises
     ------
     MeshError
-        If there is not one link per axis, or `copy_s` is negative or not finite.
+        If there is not one link per axis, or a number is out of range.
 
     Examples
     --------
@@ -59,13 +61,24 @@ class CostModel:
     copy_s: float = 0.0
 
     def __post_init__(self) -> None:
+        shape = whole_numbers(self.mesh_shape)
+        if not shape or min(shape) < 1:
+            raise MeshError(
+                f"mesh_shape {shown(self.mesh_shape)}: give whole numbers from 1 on, as in (2, 4)"
+            )
+        object.__setattr__(self, "mesh_shape", shape)
         if len(self.links) != len(self.mesh_shape):
             raise MeshError(
                 f"{len(self.links)} links for the {len(self.mesh_shape)} axes of a mesh of shape "
                 f"{self.mesh_shape}; give one per axis"
             )
-        if not (isfinite(self.copy_s) and self.copy_s >= 0):
-            raise MeshError(f"copy_s is {self.copy_s} s a byte; give a finite number from 0 on")
+        copy_s = seconds(self.copy_s)
+        if copy_s is None:
+            raise MeshError(
+                f"copy_s is {shown(self.copy_s)} s a byte; give a finite number from 0 on "
+                f"({SECONDS_RULE})"
+            )
+        object.__setattr__(self, "copy_s", copy_s)
 
     @classmethod
     def of_mesh(cls, mesh: DeviceMesh) -> "CostModel":

@@ -9,12 +9,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from itertools import product
-from math import ceil, isfinite, prod
+from math import ceil, prod
 from typing import Final, Literal, TypeAlias
 
 from shardspec.comm import steps
 from shardspec.comm.steps import AllGather, AllReduce, AllToAll, ReduceScatter, Step
+from shardspec.device_ids import SECONDS_RULE, seconds
 from shardspec.errors import MeshError
+from shardspec.text import shown
 
 KINDS: Final = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all")
 """The collectives that have curves."""
@@ -102,7 +104,7 @@ class Link:
     Raises
     ------
     MeshError
-        If a number is negative or not finite.
+        If a number is negative, not finite, or neither 0 nor from 1e-100 to 1e9.
 
     Examples
     --------
@@ -118,12 +120,15 @@ class Link:
     port: Literal["device", "node"] | None = None
 
     def __post_init__(self) -> None:
-        numbers = self.latency_s, self.seconds_per_byte, self.start_s
-        if not all(isfinite(number) and number >= 0 for number in numbers):
-            raise MeshError(
-                f"link {self.name!r} has latency {self.latency_s} s, {self.seconds_per_byte} s a "
-                f"byte and start {self.start_s} s; give finite numbers, none negative"
-            )
+        for key in ("latency_s", "seconds_per_byte", "start_s"):
+            number = seconds(getattr(self, key))
+            if number is None:
+                raise MeshError(
+                    f"link {shown(self.name)} has latency {shown(self.latency_s)} s, "
+                    f"{shown(self.seconds_per_byte)} s a byte and start {shown(self.start_s)} s; "
+                    f"give finite numbers ({SECONDS_RULE}), none negative"
+                )
+            object.__setattr__(self, key, number)
 
     def __str__(self) -> str:
         rate = f"{1e-9 / self.seconds_per_byte:.4g} GB/s" if self.seconds_per_byte else "free"

@@ -8,7 +8,7 @@ import re
 import sys
 import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -222,7 +222,8 @@ class Channel:
     """What the conversions of one thread go through, apart from those of other threads.
 
     The main threads of all ranks have one channel for all meshes, so that ranks which use two
-    meshes in different orders are noticed. Any other thread has the channel of its mesh.
+    meshes in different orders are noticed. Any other thread has the channel of its meshes. All
+    that is sent in a conversion goes through its channel.
     """
 
     tag: int
@@ -237,6 +238,14 @@ class Channel:
     """How many notes have been exchanged, by the checksum of the ranks."""
     busy: threading.RLock = field(default_factory=threading.RLock)
     """Held while a thread is in the channel."""
+    depth: int = 0
+    """How often that thread has entered it."""
+    refused: deque[tuple[Note, Sequence[int]]] = field(default_factory=deque)
+    """What others still have to be told of threads that came meanwhile."""
+    passed_over: Counter[tuple[int, bool]] = field(default_factory=Counter)
+    """Notes that will come from a peer, by a connection or not, for calls that failed here."""
+    leaving: list[tuple[torch.Tensor, list[dist.Work]]] = field(default_factory=list)
+    """Notes on their way that nobody waits for."""
 
     def exchange(self, mine: Note, peers: Sequence[int]) -> dict[int, Note]:
         """Exchange notes with some ranks, all of which call this at once."""
@@ -252,10 +261,15 @@ class Channel:
             self.connections[peer].send(mine)
         for peer in peers:
             try:
-                # Once one is missing, the others are not waited for.
-                notes[peer] = self.connections[peer].receive(0.0 if silent else deadline)
+                for _ in range(1 + self.passed_over.pop((peer, True), 0)):
+                    # Once one is missing, the others are not waited for.
+                    note = self.connections[peer].receive(0.0 if silent else deadline)
+                notes[peer] = note
             except CommunicatorError as error:
                 silent[peer] = str(error)
+            except BaseException:
+                self.close()
+                raise
         if silent:
             self.close()
             raise _unanswered(mine, peers, silent, next(iter(silent.values())))
@@ -265,17 +279,40 @@ class Channel:
         self, mine: Note, content: bytes, lengths: Mapping[int, int]
     ) -> dict[int, bytes]:
         """Send bytes that belong to a note to some ranks, and return so many of each."""
-        sent = torch.frombuffer(bytearray(content or b" "), dtype=torch.uint8)
-        sent = sent.to("cpu" if self.timeout_s else "cuda")
+        sent = self._tensor(content)
+        over = [
+            (peer, sent.new_empty(NOTE_BYTES))
+            for peer in lengths
+            for _ in range(self.passed_over.pop((peer, False), 0))
+        ]
         received = {peer: sent.new_zeros(length) for peer, length in lengths.items()}
         sends = [(peer, sent[: len(content)]) for peer in lengths]
         try:
-            for work in start_messages(sends, [*received.items()], self.tag):
+            for work in start_messages(sends, [*over, *received.items()], self.tag):
                 work.wait()
         except RuntimeError as error:
             silent = [peer for peer, data in received.items() if not data.any()] or lengths
             raise _unanswered(mine, lengths, silent, _cause_of(error)) from error
         return {peer: data.cpu().numpy().tobytes() for peer, data in received.items()}
+
+    def fail(self, mine: Note, peers: Sequence[int]) -> None:
+        """Tell some ranks that this one has failed where they say what they do; wait for none."""
+        if not self.timeout_s:  # NCCL sends and receives together
+            self.exchange(mine, peers)
+            return
+        self.numbers[mine.ids] += 1
+        by_connection = mine.ids in self.connected
+        self.passed_over.update((peer, by_connection) for peer in peers)
+        if by_connection:
+            for peer in peers:
+                self.connections[peer].send(mine)
+            return
+        sent = self._tensor(mine.pack().ljust(NOTE_BYTES))
+        self.leaving.append((sent, start_messages([(p, sent) for p in peers], [], self.tag)))
+
+    def _tensor(self, content: bytes) -> torch.Tensor:
+        sent = torch.frombuffer(bytearray(content or b" "), dtype=torch.uint8)
+        return sent.to("cpu" if self.timeout_s else "cuda")
 
     def close(self) -> None:
         """Close all connections, so that no rank waits for this one."""

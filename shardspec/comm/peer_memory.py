@@ -19,9 +19,10 @@ from typing import Final, NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch.autograd.graph import increment_version
 
 from shardspec.boxes import Box, box_shape, slices_within
-from shardspec.comm.agreement import Address, Connection, Note, ranks_text
+from shardspec.comm.agreement import Address, Connection, Note, failed, ranks_text
 from shardspec.comm.results import libc
 from shardspec.comm.routes import TransferSchedule
 from shardspec.errors import CommunicatorError
@@ -190,6 +191,7 @@ class PeerMemory:
             def fetch(peer: int, box: Box, place: torch.Tensor) -> None:
                 held = schedule.held[peer]
                 there = region_of(peer, box_shape(held), shard.element_size())
+                increment_version(place)  # torch does not see the writing
                 self._fetch(peer, there.part(slices_within(box, held)), Region.of(place))
 
             yield fetch
@@ -248,6 +250,8 @@ class PeerMemory:
 
         def expect(kind: str, peer: int) -> bytes:
             note = self._connections[peer].receive(deadline)
+            if note.failure:
+                raise failed(peer, note)
             if (note.kind, note.ids) != (kind, step):
                 raise CommunicatorError(f"rank {peer} carries out another step")
             return note.content
@@ -276,13 +280,16 @@ class PeerMemory:
                 expect("done", peer)
         except BaseException as error:
             ended = [peer for peer in peers if self._connections[peer].has_ended()]
+            said = [at.last_words() for at in map(self._connections.__getitem__, peers)]
             for connection in self._connections.values():
                 connection.close()
             if not isinstance(error, CommunicatorError):
                 raise
             gone = f"; {ranks_text(ended)} have ended or given up" if len(ended) > 1 else ""
+            # Another rank may have given up this step because of one that has failed.
+            why = next(filter(None, said), f"{error}{gone}")
             raise CommunicatorError(
-                f"{name} with {ranks_text(peers)} failed: {error}{gone}"
+                f"{name} with {ranks_text(peers)} failed: {why}"
             ) from error.__cause__
 
     def _fetch(self, peer: int, source: Region, target: Region) -> None:

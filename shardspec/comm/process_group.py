@@ -11,8 +11,8 @@ import pickle
 import threading
 import time
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from math import prod
 from typing import Final, TypeVar
 
@@ -20,7 +20,15 @@ import torch
 import torch.distributed as dist
 
 from shardspec.boxes import box_shape
-from shardspec.comm.agreement import NOTE_ROOM, Listener, Note, check_agreement, this_host
+from shardspec.comm.agreement import (
+    NOTE_ROOM,
+    Listener,
+    Note,
+    check_agreement,
+    failure_text,
+    is_on_all_ranks,
+    this_host,
+)
 from shardspec.comm.communicator import Communicator, SimulatedCommunicator
 from shardspec.comm.messages import Channel, Transport, has_collective, run_collective
 from shardspec.comm.peer_memory import PeerMemory, readable
@@ -32,6 +40,8 @@ from shardspec.mesh import DeviceMesh, LinkModel
 
 T = TypeVar("T")
 
+_MAIN_TAG: Final = 2 * 0x5AD
+"""Of the main thread's channel."""
 _MAKING: Final = threading.RLock()
 """Held while a communicator is made."""
 _ACCELERATOR: Final = threading.RLock()
@@ -80,8 +90,6 @@ class ProcessGroupCommunicator(Communicator):
         self._ids = zlib.crc32(repr(sorted(mesh.ids)).encode())
         self._may_be_read = reads_peers
         self._memory: dict[Channel, PeerMemory | None] = {}
-        name = f"{mesh.ids} {mesh.shape}".encode()
-        self._own_channel = Channel(tag=1 << 30 | zlib.crc32(name) >> 3 << 1)
 
     @classmethod
     def create(cls, mesh: DeviceMesh, device_type: str | None = None) -> "ProcessGroupCommunicator":
@@ -128,13 +136,37 @@ class ProcessGroupCommunicator(Communicator):
         return self._memory.get(self._channel)
 
     @property
+    def message_tag(self) -> int:
+        """Tag of the messages in a `conversion` of this thread."""
+        return self._channel.tag + 1
+
+    @property
     def _channel(self) -> Channel:
-        if threading.current_thread() is not threading.main_thread():
-            return self._own_channel
-        if self._job.channel is None:
-            self._job.channel = Channel(tag=2 * 0x5AD)
-        channel: Channel = self._job.channel
-        return channel
+        return self._channel_of([self.mesh])
+
+    def _channel_of(self, meshes: Iterable[DeviceMesh]) -> Channel:
+        """Return the channel that the thread is in, or else its channel for some meshes."""
+        found: Channel | None = getattr(self._job.thread, "channel", None)
+        if found is None:
+            main = threading.current_thread() is threading.main_thread()
+            key = frozenset[DeviceMesh]() if main else frozenset(meshes)
+            found = self._job.channels.get(key) or self._new_channel(key)
+        return found
+
+    def _new_channel(self, meshes: frozenset[DeviceMesh]) -> Channel:
+        """Return the channel of some meshes, whose tag all ranks find alike."""
+        name = " ".join(sorted(map(repr, meshes))).encode()
+        tag = 1 << 30 | zlib.crc32(name) >> 3 << 1 if meshes else _MAIN_TAG
+        with _MAKING:
+            channels = self._job.channels
+            for others, channel in channels.items():
+                if channel.tag == tag and others != meshes:
+                    raise CommunicatorError(
+                        f"messages on mesh {self.mesh} would be taken for those of another thread, "
+                        f"on mesh {next(iter(others))}; give an axis another name"
+                    )
+            found: Channel = channels.setdefault(meshes, Channel(tag))
+        return found
 
     def run(
         self, step: Step, shards: Mapping[int, torch.Tensor], before: BoxOf, after: BoxOf
@@ -167,37 +199,69 @@ class ProcessGroupCommunicator(Communicator):
         return self if mesh == self.mesh else ProcessGroupCommunicator.of(mesh)
 
     @contextmanager
-    def conversion(self, content: bytes, device: str) -> Iterator[str]:
+    def conversion(
+        self, content: bytes, device: str, meshes: Iterable[DeviceMesh] = ()
+    ) -> Iterator[str]:
         """Compare with the other ranks what is to be done; see `Communicator.conversion`."""
         if not self.addressable:
             yield device
             return
-        with self._locked(device) as channel:
-            agreed, _ = self._tell(channel, "conversion", content, device)
-            yield agreed
+        with self._locked(device, meshes) as channel:
+            thread = self._job.thread
+            before, thread.channel = getattr(thread, "channel", None), channel
+            try:
+                yield self._tell(channel, "conversion", content, device)[0]
+            finally:
+                thread.channel = before
 
     def gather(self, values: Mapping[int, T]) -> dict[int, T]:
         """Collect one value per device; see `Communicator.gather`."""
         if not self.addressable:
             return {}
-        with self._locked("") as channel:
+        with self.telling():
             content = pickle.dumps(values[self._rank])
-            _, notes = self._tell(channel, "value", content, "")
-            lengths = {peer: max(0, notes[peer].length - NOTE_ROOM) for peer in self._peers}
-            rest = channel.exchange_bytes(notes[self._rank], content[NOTE_ROOM:], lengths)
-        found = {peer: pickle.loads(notes[peer].content + rest[peer]) for peer in self._peers}
+            with self._locked("") as channel:
+                _, notes = self._tell(channel, "value", content, "")
+                lengths = {peer: max(0, notes[peer].length - NOTE_ROOM) for peer in self._peers}
+                rest = channel.exchange_bytes(notes[self._rank], content[NOTE_ROOM:], lengths)
+            found = {peer: pickle.loads(notes[peer].content + rest[peer]) for peer in self._peers}
         return {peer: values[peer] if peer in values else found[peer] for peer in self.mesh.ids}
 
     @contextmanager
-    def _locked(self, device: str) -> Iterator[Channel]:
+    def telling(self, meshes: Iterable[DeviceMesh] = ()) -> Iterator[None]:
+        """Let the other ranks know of an error; see `Communicator.telling`."""
+        thread, forked = self._job.thread, os.getpid() != self._job.pid
+        if forked or not self.addressable or getattr(thread, "telling", False):
+            yield
+            return
+        thread.telling = True
+        try:
+            yield
+        except BaseException as error:
+            if not is_on_all_ranks(error):
+                with suppress(CommunicatorError):  # the first error counts
+                    channel = self._channel_of([*meshes] or [self.mesh])
+                    channel.refused.append((self._failure(error), self._peers))
+                    _tell_of_refused(channel)
+            raise
+        finally:
+            thread.telling = False
+
+    def _failure(self, error: BaseException) -> Note:
+        content = failure_text(error).encode(errors="replace")[:NOTE_ROOM]
+        return Note("failed", self._ids, content=content, length=len(content))
+
+    @contextmanager
+    def _locked(self, device: str, meshes: Iterable[DeviceMesh] = ()) -> Iterator[Channel]:
         """Enter the channel of this thread, in which no other thread may be."""
         if os.getpid() != self._job.pid:
             raise CommunicatorError(
                 f"this process is a forked child of rank {self._rank} and no rank of the job, so "
                 "no rank would answer it; convert in the rank itself"
             )
-        channel = self._channel
+        channel = self._channel_of([*meshes] or [self.mesh])
         with ExitStack() as stack:
+            stack.callback(_tell_of_refused, channel)  # when the locks are released
             for lock in (channel.busy, *([_ACCELERATOR] if device == "cuda" else [])):
                 if not lock.acquire(blocking=False):
                     raise CommunicatorError(
@@ -207,7 +271,17 @@ class ProcessGroupCommunicator(Communicator):
                         "or let one wait"
                     )
                 stack.callback(lock.release)
-            yield channel
+            channel.depth += 1
+            try:
+                yield channel
+            finally:
+                channel.depth -= 1
+            if not channel.depth and channel.refused:
+                # Ranks may have met another thread of each other here.
+                raise CommunicatorError(
+                    f"another thread has come to convert on mesh {self.mesh} meanwhile, so results "
+                    "may be of the other one; give each thread a mesh of its own"
+                )
 
     def _is_to_join(self, channel: Channel) -> bool:
         """Whether the first note in a channel is still to come, by which ranks are connected."""
@@ -224,7 +298,7 @@ class ProcessGroupCommunicator(Communicator):
             number, length = channel.numbers[self._ids], len(content)
             mine = Note(kind, self._ids, number, device, content[:NOTE_ROOM], length, address)
             told = channel.exchange(mine, self._peers)
-            if any(note.ids != self._ids for note in told.values()):
+            if any(note.ids != self._ids and not note.failure for note in told.values()):
                 channel.close()  # other ranks of the mesh would wait for these
             notes = {peer: told.get(peer, mine) for peer in self.mesh.ids}
             agreed = check_agreement(notes)
@@ -251,6 +325,17 @@ class ProcessGroupCommunicator(Communicator):
             return None
         connections = {peer: channel.connections[peer] for peer in near}
         return PeerMemory(self._rank, connections, channel.timeout_s)
+
+
+def _tell_of_refused(channel: Channel) -> None:
+    """Tell other ranks of threads that were refused, once no thread is in the channel."""
+    while channel.refused and not channel.depth and channel.busy.acquire(blocking=False):
+        try:
+            note, peers = channel.refused.popleft()
+            with suppress(RuntimeError):  # of torch: those that are gone need not be told
+                channel.fail(note, peers)
+        finally:
+            channel.busy.release()
 
 
 def init_device_mesh(
@@ -305,6 +390,17 @@ def init_device_mesh(
     start(mesh, device_type)
     mesh.to_torch(device_type)
     return mesh
+
+
+def telling_job(devices: Iterable[int] = ()) -> AbstractContextManager[None]:
+    """Let ranks of the running job, by default all, know of an error; see `Communicator.telling`.
+
+    Without a job there is nobody to tell.
+    """
+    if not dist.is_initialized():
+        return nullcontext()
+    ids = sorted(set(devices)) or range(dist.get_world_size())
+    return ProcessGroupCommunicator.of(DeviceMesh(ids)).telling()
 
 
 def communicator_of(mesh: DeviceMesh) -> Communicator:

@@ -6,7 +6,8 @@ from math import prod
 from pathlib import Path
 from typing import Any, Final, TypeAlias, get_args
 
-from shardspec.comm.curves import KINDS, Band, Curve, Link, Measured
+from shardspec.comm.curves import KINDS, Band, Curve, Line, Link, Measured
+from shardspec.device_ids import SECONDS_RULE, seconds
 from shardspec.errors import ProfileError, ShardSpecError
 from shardspec.input_files import read_input_file
 from shardspec.mesh import DeviceMesh, LinkModel
@@ -56,7 +57,7 @@ def _parse(root: Any) -> Profiled:  # noqa: ANN401  # parsed JSON
     for record in root.get("curves", []):
         axes = tuple(_numbers("axes", record["axes"], int))
         devices = prod(mesh.shape[_check("axis", axis, range(mesh.ndim))] for axis in axes)
-        lines = tuple(_pair(_numbers("lines", line)) for line in record["lines"])
+        lines = tuple(_line(_numbers("lines", line)) for line in record["lines"])
         curve = Curve(
             _check("collective", record["collective"], KINDS),
             _check("devices", record["devices"], [devices]),
@@ -83,6 +84,13 @@ def _numbers(key: str, values: Any, kind: type = float) -> list[Any]:  # noqa: A
     ):
         raise ProfileError(f"{key} is {shown(values, 24)}, but should be numbers from 0")
     return values
+
+
+def _line(values: list[Any]) -> Line:
+    fixed, slope = map(seconds, values)
+    if fixed is None or slope is None:
+        raise ProfileError(f"lines has {shown(values, 24)}, but should be {SECONDS_RULE} s")
+    return fixed, slope
 
 
 def _pair(values: Iterable[Any]) -> tuple[Any, Any]:

@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from shardspec.comm.cost import CostModel
 from shardspec.comm.steps import Permute, ReduceOp, Slice, Step
+from shardspec.device_ids import bound_of_bytes
 from shardspec.errors import LayoutError
 from shardspec.layout import graph
 from shardspec.layout.cross import cheapest_crossing, exchange_to
@@ -114,7 +115,7 @@ class LayoutConverter:
         _check_same_tensor(source, goal)
         model = self._model_of(source.mesh)
         other = None if goal.mesh == source.mesh else _fitting(self.target_model, goal.mesh)
-        return _cheapest_plan(source, goal, model, other, max_bytes)
+        return _cheapest_plan(source, goal, model, other, bound_of_bytes(max_bytes))
 
     def alternatives(
         self,
@@ -141,6 +142,7 @@ class LayoutConverter:
         >>> [p.bytes_received for p in LayoutConverter().alternatives(source, "[R,S1]", 3)]
         [4096, 8192, 12288]
         """
+        max_bytes = bound_of_bytes(max_bytes)
         best = self.plan(source, target, max_bytes=max_bytes)
         if count < 1:
             raise LayoutError(f"cannot list {count} plans; ask for at least 1")

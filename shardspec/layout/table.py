@@ -33,6 +33,8 @@ from shardspec.layout.spec import ShardingSpec
 from shardspec.mesh import DeviceMesh
 from shardspec.text import bytes_text
 
+_MAX_BYTES: Final = 1 << 58
+"""Of a tensor, so that the sums of a few steps fit in 64 bits."""
 _MAX_WORK: Final = 3e8
 """As `shardspec.layout.pricing` counts it: about a minute."""
 _MAX_LAYOUTS: Final = 3000
@@ -131,6 +133,11 @@ def cost_table(
 
 def table_prices(whole: Layout, model: CostModel) -> Prices:
     """Price all moves of a tensor, permute and exchange too; `LayoutError` if too many."""
+    if prod(whole.global_shape) * item_bytes(whole.dtype) > _MAX_BYTES:
+        raise LayoutError(
+            f"prices of all conversions count bytes in 64 bits, so they are for tensors of up to "
+            f"2^58 bytes, not for {list(whole.global_shape)} {whole.dtype}; ask for single costs"
+        )
     prices, count = prices_of(whole, model, _MAX_WORK), states_of(whole)
     if not prices.routed:
         raise LayoutError(

@@ -125,7 +125,7 @@ class StateCopies:
     @cached_property
     def devices(self) -> tuple[int, ...]:
         """Physical ids of all devices of all meshes, ascending."""
-        return tuple(sorted(self.files.union(*(mesh.ids for mesh in self._meshes))))
+        return tuple(sorted(self.files.union(*(mesh.ids for mesh in self.meshes))))
 
     @cached_property
     def files(self) -> frozenset[int]:
@@ -148,7 +148,7 @@ class StateCopies:
     @cached_property
     def hosts(self) -> Hosts | None:
         """Which devices share a host, where the links of the meshes tell them apart."""
-        return None if self.files else hosts_of(self._meshes)
+        return None if self.files else hosts_of(self.meshes)
 
     @cached_property
     def _copies(self) -> tuple[list[StateCopy], list[StateCopy]]:
@@ -257,7 +257,7 @@ class StateCopies:
         return self._seconds(self.stages)
 
     def _seconds(self, stages: Sequence[Stage]) -> float:
-        models = set(map(CostModel.of_mesh, self._meshes))
+        models = set(map(CostModel.of_mesh, self.meshes))
         stages = [stage for stage in stages if stage.traffic]
         if not models or not stages:
             return 0.0
@@ -269,7 +269,7 @@ class StateCopies:
         return sum(start + stage.seconds(link, self.files) for stage in stages)
 
     @property
-    def _meshes(self) -> set[DeviceMesh]:
+    def meshes(self) -> set[DeviceMesh]:
         """The meshes of devices."""
         return {one.mesh for one in self._layouts if not isinstance(one, StoredLayout)}
 

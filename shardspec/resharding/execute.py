@@ -6,15 +6,15 @@ one is packed. Where ranks may read each other's memory, each reads what it want
 """
 
 import pickle
-import zlib
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache, lru_cache, partial
 from itertools import pairwise
-from typing import Any, Final, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor as TorchDTensor
 
 from shardspec.boxes import box_shape
@@ -40,9 +40,6 @@ from shardspec.resharding.stages import (
 )
 from shardspec.text import shown
 
-_TAG: Final = 0x5EED0000
-"""Tag of the messages, so that those of single conversions are not taken for them."""
-
 State: TypeAlias = Mapping[str, object]
 Shards: TypeAlias = dict[int, torch.Tensor]
 """Shards of one device by the tensor's place in the plan."""
@@ -53,13 +50,18 @@ Finish: TypeAlias = Callable[[], None]
 @torch.no_grad()
 def run_plan(plan: StateCopies, state: State, out: State | None = None) -> dict[str, Any]:
     """Convert a state dict; see `shardspec.resharding.plan.ReshardPlan.run`."""
-    state, out = flat_state(state), None if out is None else flat_state(out)
-    values = {there: state[here] for here, there in plan.values if here in state}
     if dist.is_available() and dist.is_initialized():
-        return _run_in_job(plan, state, out, values)
+        if dist.get_rank() not in plan.devices:
+            return {}
+        mesh = DeviceMesh(plan.devices, (len(plan.devices),))
+        communicator = ProcessGroupCommunicator.of(mesh)
+        with communicator.telling(plan.meshes):
+            return _run_in_job(plan, state, out, communicator)
+    state, out, values = _flat(plan, state, out)
     held = {device: DeviceShards(plan, device, state, out, alone=False) for device in plan.devices}
     for one in held.values():
         one.allocate()
+        one.clear()
         one.keep()
     for wave in sorted({wave for device in held for wave in plan.schedule(device).sends}):
         for device, one in held.items():
@@ -69,39 +71,50 @@ def run_plan(plan: StateCopies, state: State, out: State | None = None) -> dict[
     return _results(plan, held, out) | values
 
 
+def _flat(
+    plan: StateCopies, state: State, out: State | None
+) -> tuple[State, State | None, dict[str, object]]:
+    """Return both flat, and the plain values by the names of the target."""
+    state, out = flat_state(state), None if out is None else flat_state(out)
+    return state, out, {there: state[here] for here, there in plan.values if here in state}
+
+
 def _run_in_job(
-    plan: StateCopies, state: State, out: State | None, values: dict[str, object]
+    plan: StateCopies, state: State, out: State | None, communicator: ProcessGroupCommunicator
 ) -> dict[str, Any]:
     rank = dist.get_rank()
-    if rank not in plan.devices:
-        return {}
-    communicator = ProcessGroupCommunicator.of(DeviceMesh(plan.devices, (len(plan.devices),)))
     one: DeviceShards | None = None
     problem = "none"
     try:
+        state, out, values = _flat(plan, state, out)
         one = DeviceShards(plan, rank, state, out, alone=True)
+        one.allocate()
     except LayoutError as error:
         problem = str(error)
     kinds = {shard.device.type for shard in one.source.values()} if one else set()
     # The number of stages follows from prices, which other processors might round otherwise.
-    stages = str(len(plan.stages))
-    words = {"reshard plan": plan.digest[:12], "stages": stages, "problem": problem}
+    digest, stages, kind = plan.digest[:12], str(len(plan.stages)), min(kinds, default="")
+    words = description({"reshard plan": digest, "stages": stages, "problem": problem})
     # Held by one thread at a time, and compared on all ranks before the first byte.
-    with communicator.conversion(description(words), min(kinds, default="")) as home:
+    with communicator.conversion(words, kind, plan.meshes) as home:
         if one is None:
             raise LayoutError(problem)
         if plan.values:
             values = _agreed_values(plan, communicator.gather({rank: values}))
-        one.allocate()
-        memory = communicator.peer_memory
+        casts = any(move.source.dtype != move.target.dtype for move in plan.moves)
+        memory = communicator.peer_memory if home == "cpu" and not casts else None
+        if memory is None:
+            one.reserve()
+        if plan.values or memory is None:
+            communicator.gather({rank: None})  # what may have failed until here, others hear of
+        one.clear()
         try:
-            casts = any(move.source.dtype != move.target.dtype for move in plan.moves)
-            if memory is not None and home == "cpu" and not casts:
+            if memory is not None:
                 one.read_peers(memory)
             else:
-                one.exchange_all()
+                one.exchange_all(communicator.message_tag)
         except (CommunicatorError, RuntimeError) as error:
-            why = f"reshard plan {plan.digest[:12]} failed on the way, so `out` is half written"
+            why = f"reshard plan {digest} failed on the way, so `out` is half written"
             for value in (out or {}).values():
                 if isinstance(value, DTensor):
                     value.mark_unusable(f"{why}: {error}")
@@ -165,8 +178,6 @@ class DeviceShards:
         self.plan, self.device, self._alone = plan, device, alone
         self._free: list[torch.Tensor] = []
         """Buckets that hold no message."""
-        # Of threads that reshard at once, each has other meshes.
-        self._tag = _TAG + zlib.crc32(repr(plan.devices).encode()) % 0xFFFF
         moves, ties = plan.moves, plan.ties
         due = {move.source_name: move.source for move in moves if device in move.source.mesh}
         before = {name: self._shard(name, at, state, filled=False) for name, at in due.items()}
@@ -180,6 +191,7 @@ class DeviceShards:
         places = list(enumerate(moves))
         self.source = {n: before[m.source_name] for n, m in places if m.source_name in before}
         self.target = {n: after[m.target_name] for n, m in places if m.target_name in after}
+        self._given = tuple(self.target)
         self.tied = [(t.first, after[t.target_name]) for t in ties if t.target_name in after]
         """Shards to be filled with what has come to a place in the plan."""
         known = (
@@ -248,20 +260,23 @@ class DeviceShards:
                 )
 
     def allocate(self) -> None:
-        """Make the results that were not given, and clear those that have padding."""
+        """Make the results that were not given."""
         where = next(iter(self.source.values())).device if self.source else _default_device()
         made: dict[str, torch.Tensor] = {}
         for place, move in enumerate(self.plan.moves):
             name = move.target_name
-            if place in self.target:
-                if name in self.plan.padded:
-                    self.target[place].zero_()
-            elif self.device in move.target.mesh:
+            if place not in self.target and self.device in move.target.mesh:
                 if name not in made:
                     shape, dtype = _shape_and_dtype(move.target, self.device)
                     # Zeros: what no tensor of the source fills is padding.
                     made[name] = torch.zeros(shape, dtype=dtype, device=where)
                 self.target[place] = made[name]
+
+    def clear(self) -> None:
+        """Write zeros to the results that were given and have padding."""
+        for place in self._given:
+            if self.plan.moves[place].target_name in self.plan.padded:
+                self.target[place].zero_()
 
     def keep(self) -> None:
         """Copy what the device has already."""
@@ -283,8 +298,15 @@ class DeviceShards:
         for seen, part in self._seen(wave, bucket, message, self.target):
             part.copy_(seen)
 
-    def exchange_all(self) -> None:
-        """Carry the plan out by messages."""
+    def reserve(self) -> None:
+        """Make the buckets of the first wave."""
+        (sends, receives, _), shards = self.plan.schedule(self.device), (self.source or self.target)
+        if waves := {*sends, *receives}:
+            peers = [*sends.get(min(waves), ()), *receives.get(min(waves), ())]
+            self._free = [self._bucket(next(iter(shards.values()))) for _ in peers]
+
+    def exchange_all(self, tag: int) -> None:
+        """Carry the plan out by messages with a tag."""
         schedule = self.plan.schedule(self.device)
         stage = 0
         before: Finish = self.keep
@@ -293,12 +315,12 @@ class DeviceShards:
                 before()
                 stage, before = wave[0], lambda: None
             # What is received in the wave before is unpacked while this one travels.
-            finish = self._start(wave)
+            finish = self._start(wave, tag)
             before()
             before = finish
         before()
 
-    def _start(self, wave: Wave) -> Finish:
+    def _start(self, wave: Wave, tag: int) -> Finish:
         """Start the messages of a wave; return what ends it."""
         schedule = self.plan.schedule(self.device)
         receives = schedule.receives.get(wave, {})
@@ -311,7 +333,7 @@ class DeviceShards:
         for peer, message in schedule.sends.get(wave, {}).items():
             buckets.append(self.pack(wave, message))
             going.append((peer, buckets[-1][: message_bytes(message)]))
-        works = start_messages(going, coming, self._tag)
+        works = start_messages(going, coming, tag)
 
         def finish() -> None:
             for work in works:
@@ -363,6 +385,8 @@ class DeviceShards:
 
     def read_peers(self, memory: PeerMemory) -> None:
         """Carry the plan out by reading what is wanted where it lies in the memory of holders."""
+        # What autograd has kept of them is no longer there; torch does not see the writing.
+        increment_version(list(self.target.values()))
         source, target = (self._table(shards) for shards in (self.source, self.target))
         for number, stage in enumerate(self.plan.stages):
             name = f"reshard plan {self.plan.digest[:12]}" + (f" stage {number}" if number else "")

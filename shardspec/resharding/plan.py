@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
+from shardspec.device_ids import bound_of_bytes
 from shardspec.dtypes import dtype_name, is_cast, is_floating
 from shardspec.errors import LayoutError
 from shardspec.layout.layout import Layout, SpecLike, match_rules
@@ -146,9 +147,11 @@ def plan_state(
     }
     kept, ties = _traveling_once(moves, tied)
     values = tuple((name, renamed.get(name, name)) for name in given if name not in before)
-    bound = MAX_BYTES if max_bytes is None else max_bytes
-    plan = ReshardPlan(kept, bound, ties, values, tuple(sorted(padded)))
-    if max_bytes is not None:
+    bound = bound_of_bytes(max_bytes)
+    plan = ReshardPlan(
+        kept, MAX_BYTES if bound is None else bound, ties, values, tuple(sorted(padded))
+    )
+    if bound is not None:
         _ = plan.bucket_bytes  # raises where it is too small
     return plan
 
@@ -186,15 +189,21 @@ def reshard_state(
     >>> reshard_state({"w": w}, {}, device_mesh=DeviceMesh([3], (1,)))["w"].to_local()
     tensor([0., 1., 2., 3., 4., 5.])
     """
-    if device_mesh is None:
+    from shardspec.comm.process_group import telling_job
+
+    with telling_job():
         meshes = {layout.mesh for layout in layouts_of(state).values()}
-        if len(meshes) != 1:
-            raise LayoutError(
-                f"the tensors lie on {counted(len(meshes), 'mesh', 'meshes')}; name one, as in "
-                "device_mesh=mesh"
-            )
-        (device_mesh,) = meshes
-    return plan_state(state, (device_mesh, rules), None, None, max_bytes).run(state)
+        if device_mesh is not None:
+            meshes.add(device_mesh)
+    with telling_job(device for mesh in meshes for device in mesh.ids):
+        if device_mesh is None:
+            if len(meshes) != 1:
+                raise LayoutError(
+                    f"the tensors lie on {counted(len(meshes), 'mesh', 'meshes')}; name one, as "
+                    "in device_mesh=mesh"
+                )
+            (device_mesh,) = meshes
+        return plan_state(state, (device_mesh, rules), None, None, max_bytes).run(state)
 
 
 def _described(name: str, value: object) -> tuple[Layout, int | None]:

@@ -105,6 +105,8 @@ def test_parse_numbers():
         ("-1", "'-1' must be finite and not negative"),
         ("1,inf", "'inf' must be finite and not negative"),
         ("nan", "'nan' must be finite and not negative"),
+        ("1,1.7e308", "'1,1.7e308': give seconds that are 0, or from 1e-100 to 1e9"),
+        ("5e-324", "'5e-324': give seconds that are 0, or from 1e-100 to 1e9"),
     ],
 )
 def test_no_numbers(text, message):

@@ -1,16 +1,19 @@
 from itertools import combinations, permutations
 
+import numpy as np
 import pytest
 
 from shardspec.comm.cost import CostModel
 from shardspec.comm.curves import Link, bytes_received
 from shardspec.comm.presets import DEFAULT_LINK
 from shardspec.comm.steps import AllGather, AllReduce, AllToAll, ReduceScatter, Slice
-from shardspec.errors import MeshError
+from shardspec.errors import LayoutError, MeshError
+from shardspec.layout.converter import LayoutConverter
 from shardspec.layout.graph import explore, spec_of
 from shardspec.layout.layout import Layout
 from shardspec.layout.spec import ShardingSpec
 from shardspec.mesh import DeviceMesh
+from shardspec.state_plans import plan_reshard
 from tests.layout import formulas
 
 SLOW, FAST = Link(1e-5, 2e-11, "slow"), Link(2e-6, 3e-12, "fast")
@@ -114,7 +117,10 @@ def test_links_in_words():
     )
 
 
-@pytest.mark.parametrize("number", [float("nan"), float("inf"), -1e-9])
+@pytest.mark.parametrize(
+    "number",
+    [float("nan"), float("inf"), -1e-9, 1.7e308, 1.1e9, 5e-324, True, "1e-5", 10**400, None, [1]],
+)
 def test_links_that_are_none(number):
     for numbers in ((number, 0.0), (0.0, number)):
         with pytest.raises(MeshError, match=r"^link 'given' has latency .* none negative$"):
@@ -128,3 +134,33 @@ def test_links_that_are_none(number):
             MeshError, match=r"^\d links for the 2 axes of a mesh of shape \(2, 2\)"
         ):
             CostModel((2, 2), links)
+
+
+@pytest.mark.parametrize("link_model", ["ring", "shared-bus"])
+@pytest.mark.parametrize("number", [0, 1e-100, np.float32(1e-9), 1e9])
+def test_the_dearest_links_still_price_the_largest_tensors(number, link_model):
+    mesh, links = DeviceMesh(range(8), (2, 4)), (Link(number, number, "x", number),) * 2
+    model = CostModel((2, 4), links, link_model, copy_s=number)
+    assert {type(value) for value in (links[0].latency_s, model.copy_s)} == {float}
+    largest = Layout(mesh, "[S0,R]", (2**40, 2**23 - 1), "int8")
+    converter = LayoutConverter(model)
+    for target in ("[R,S0]", "[R,R]", "[S10,R]"):
+        assert converter.plan(largest, target).cost_seconds < 1e50
+    table = converter.cost_table(mesh, (2**40, 2**18), "int8", partial=("sum",))
+    assert (table.bytes_received >= -1).all()
+    with pytest.raises(LayoutError, match="counts bytes in 64 bits, so it is for tensors of up to"):
+        converter.cost_table(mesh, (2**40, 2**19), "int8")
+
+
+@pytest.mark.parametrize("bound", [float("nan"), float("inf"), -1, True, "5", 0.5, [1]])
+def test_bounds_that_are_no_number_of_bytes(bound):
+    layout = Layout(DeviceMesh(range(4)), "[S0]", (8,), "float32")
+    for act in (
+        lambda: LayoutConverter().plan(layout, "[R]", max_bytes=bound),
+        lambda: LayoutConverter().alternatives(layout, "[R]", 2, max_bytes=bound),
+        lambda: plan_reshard({"w": layout}, {"w": layout}, max_bytes=bound),
+    ):
+        with pytest.raises(LayoutError, match=r"^max_bytes is .*; give a whole number of bytes"):
+            act()
+    for enough in (48, 48.0, np.int64(48), 2**2000):
+        assert LayoutConverter().plan(layout, "[R]", max_bytes=enough).peak_bytes == 40

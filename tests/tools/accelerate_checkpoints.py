@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
-from tests.tools.commands import Measured, measured, shardspec
+from tests.tools.commands import Measured, leave, measured, shardspec
 from tests.tools.language_models import CONFIGS, TOKENS, answers, loaded, model_of
 from tests.tools.table import Row, write_rows
 
@@ -76,7 +76,7 @@ def job(place: Path, what: str) -> None:
 def run_job(place: Path, what: str) -> None:
     """Run the job on two ranks."""
     call = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
-    call += ["--master-port", "29757", "-m", "tests.tools.accelerate_checkpoints"]
+    call += ["--standalone", "-m", "tests.tools.accelerate_checkpoints"]
     call += ["job", str(place), what]
     subprocess.run(call, env={**os.environ, "OMP_NUM_THREADS": "1"}, timeout=600, check=True)
 
@@ -143,5 +143,6 @@ def main(place: Path, rows_file: str) -> None:
 if __name__ == "__main__":
     if sys.argv[1] == "job":
         job(Path(sys.argv[2]), sys.argv[3])
+        leave()
     else:
         main(Path(sys.argv[1]), sys.argv[2])

@@ -1,13 +1,14 @@
 """The command shardspec, run as users run it; times and memory."""
 
+import os
 import resource
 import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
-__all__ = ["Measured", "measured", "shardspec"]
+__all__ = ["Measured", "leave", "measured", "shardspec"]
 
 
 class Measured(NamedTuple):
@@ -35,6 +36,21 @@ def measured(command: list[str]) -> Measured:
     *lines, last = done.stdout.splitlines()
     seconds, peak = last.split()
     return Measured("\n".join(lines), float(seconds), int(peak))
+
+
+def leave() -> NoReturn:
+    """End a process of a job: first its groups, when all are there, then itself.
+
+    The interpreter is not finalised. A thread of gloo may still have a tensor to release, also
+    after the groups have ended, and the process is aborted if it comes when Python is gone.
+    """
+    import torch.distributed as dist
+
+    dist.barrier()
+    dist.destroy_process_group()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 
 
 def _run(command: list[str]) -> int:

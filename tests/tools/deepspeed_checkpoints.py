@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from tests.tools.commands import shardspec
+from tests.tools.commands import leave, shardspec
 from tests.tools.table import Row, write_rows
 
 RUNS = [
@@ -76,8 +76,7 @@ def job(place: Path, *, resumed: bool) -> None:
             engine = engine_of(stage, kind, seed=1)
             train(engine, kind, range(2))
             engine.save_checkpoint(str(place / f"zero{stage}-{kind}"))
-    torch.distributed.barrier()
-    torch.distributed.destroy_process_group()
+    leave()
 
 
 def engine_of(stage: int, kind: str, seed: int, *, universal: bool = False) -> Any:
@@ -133,7 +132,7 @@ def environment() -> dict[str, str]:
 def run_job(what: str, ranks: int, place: Path) -> None:
     """Run the job on some ranks."""
     call = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
-    call += ["--master-port", "29763", "-m", "tests.tools.deepspeed_checkpoints", what, str(place)]
+    call += ["--standalone", "-m", "tests.tools.deepspeed_checkpoints", what, str(place)]
     subprocess.run(call, env=environment(), timeout=400, check=True)
 
 

@@ -91,11 +91,11 @@ def pairs(place: Path) -> tuple[list[Load], list[bool]]:
 
 def main(place: Path, rows_file: str) -> None:
     runs = DENSE + EXPERTS + IN_BUCKETS + LEGACY
-    spawn(save, (runs, place, 29_751), nprocs=WORLD)
+    spawn(save, (runs, place, place / "saving"), nprocs=WORLD)
     for run in runs:
         read_back(run, place)
     loads, kinds = pairs(place)
-    spawn(compare, (loads, kinds, 29_753), nprocs=WORLD)
+    spawn(compare, (loads, kinds, place / "loading"), nprocs=WORLD)
     tool = ("Megatron-core", version("megatron-core"))
     read = ("yes", "yes, by the tensors of each rank")
     written = "`reshard --to dcp`"

@@ -6,7 +6,6 @@ Transformer Engine, and with what asks for CUDA answered otherwise.
 
 import contextlib
 import json
-import os
 import shutil
 import sys
 import warnings
@@ -28,7 +27,7 @@ from safetensors.torch import load_file
 from torch.multiprocessing.spawn import spawn
 from torch.nn.functional import gelu, silu
 
-from tests.tools.commands import shardspec
+from tests.tools.commands import leave, shardspec
 from tests.tools.language_models import CONFIGS, TOKENS, answers, loaded, model_of
 from tests.tools.table import Row, write_rows
 
@@ -37,10 +36,9 @@ _PADDED = 128
 _MODELS = "`--map (llama, qwen2, mistral, gpt2, gpt-neox, mixtral)"
 
 
-def on_a_cpu(rank: int, world: int, port: int) -> None:
+def on_a_cpu(rank: int, world: int, store: Path) -> None:
     """Start a world of tensor parallel ranks, and answer what asks for CUDA in passing."""
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    dist.init_process_group("gloo", rank=rank, world_size=world)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
     parallel_state.initialize_model_parallel(world, 1)
     for name, answer in (("current_device", "cpu"), ("synchronize", None)):
         setattr(torch.cuda, name, partial(_said, answer))
@@ -193,7 +191,7 @@ def from_megatron(model_type: str, saved: Path, place: Path, wanted: torch.Tenso
 def save_from_two(rank: int, labels: list[str], place: Path) -> None:
     """Save models that two tensor parallel ranks hold."""
     warnings.simplefilter("ignore")
-    on_a_cpu(rank, 2, 29_735)
+    on_a_cpu(rank, 2, place / "store")
     for number, label in enumerate(labels):
         model = gpt(CONFIGS[label], seed=number)
         torch.manual_seed(100 + rank)
@@ -203,7 +201,7 @@ def save_from_two(rank: int, labels: list[str], place: Path) -> None:
                 if getattr(parameter, "tensor_model_parallel", False):
                     parameter.add_(torch.randn(parameter.shape) * 0.1)
         dist_checkpointing.save(model.sharded_state_dict(), str(place / label))
-    dist.destroy_process_group()
+    leave()
 
 
 def from_two_ranks(place: Path) -> None:
@@ -225,7 +223,7 @@ def from_two_ranks(place: Path) -> None:
 
 def main(place: Path, rows_file: str) -> None:
     transformers.utils.logging.disable_progress_bar()
-    on_a_cpu(0, 1, 29_733)
+    on_a_cpu(0, 1, place / "store-of-one")
     for label, config in CONFIGS.items():
         model_type, here = label.split(",")[0], place / label.replace(", ", "-").replace(" ", "-")
         if model_type == "gpt-neox":
@@ -263,3 +261,4 @@ def main(place: Path, rows_file: str) -> None:
 
 if __name__ == "__main__":
     main(Path(sys.argv[1]), sys.argv[2])
+    leave()

@@ -3,6 +3,7 @@
 import os
 import warnings
 from functools import partial, partialmethod
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,13 +16,12 @@ WORLD = 4
 """Processes."""
 
 
-def start(rank: int, port: int) -> None:
+def start(rank: int, store: Path) -> None:
     """Join the world, and answer what asks for CUDA in passing."""
     warnings.simplefilter("ignore")
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(WORLD), "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", rank=rank, world_size=WORLD)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=WORLD)
     for name, answer in (("current_device", "cpu"), ("synchronize", None), ("is_available", False)):
         setattr(torch.cuda, name, partial(_said, answer))
     setattr(torch.Tensor, "cuda", _same)  # noqa: B010 (its type is another one)

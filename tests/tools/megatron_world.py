@@ -18,6 +18,7 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.transformer import TransformerConfig
 from torch.nn.functional import silu
 
+from tests.tools.commands import leave
 from tests.tools.megatron_on_a_cpu import WORLD, start
 
 LAYERS = 4
@@ -175,9 +176,9 @@ def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
     return one.dtype == other.dtype and one.shape == other.shape and torch.equal(*parts)
 
 
-def save(rank: int, runs: list[Run], place: Path, port: int) -> None:
+def save(rank: int, runs: list[Run], place: Path, store: Path) -> None:
     """Save each run's checkpoint, and beside it what this rank holds."""
-    start(rank, port)
+    start(rank, store)
     for number, run in enumerate(runs):
         begin(run)
         model, optimizer = build(run, run.ep > 1, seed=number + 1)
@@ -193,7 +194,7 @@ def save(rank: int, runs: list[Run], place: Path, port: int) -> None:
             common = {"iteration": ITERATION, "checkpoint_version": 3.0, "args": {"tp": run.tp}}
             dist_checkpointing.save({**state, **common}, str(place / run.name))
         dist.barrier()
-    dist.destroy_process_group()
+    leave()
 
 
 def save_legacy(model: GPTModel, run: Run, rank: int, place: Path) -> None:
@@ -257,9 +258,9 @@ def resumed(directory: Path, run: Run, experts: bool, seed: int) -> dict[str, to
     return found
 
 
-def compare(rank: int, loads: list[Load], experts: list[bool], port: int) -> None:
+def compare(rank: int, loads: list[Load], experts: list[bool], store: Path) -> None:
     """Load two checkpoints of each pair, and go on from each: all tensors are equal."""
-    start(rank, port)
+    start(rank, store)
     seeds = count(1000)
     for (one, other, run), with_experts in zip(loads, experts, strict=True):
         begin(run)
@@ -269,4 +270,4 @@ def compare(rank: int, loads: list[Load], experts: list[bool], port: int) -> Non
         assert len(wanted) > 10
         for name, tensor in wanted.items():
             assert same_bits(tensor, found[name]), (str(other), run, name)
-    dist.destroy_process_group()
+    leave()

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
 
-from tests.tools.commands import shardspec
+from tests.tools.commands import leave, shardspec
 from tests.tools.language_models import CONFIGS, answers, loaded, model_of
 from tests.tools.table import Row, write_rows
 
@@ -44,7 +44,6 @@ def job(folder: Path, place: Path) -> None:
             save(state, checkpoint_id=place / "dcp")
     else:
         save(state, checkpoint_id=place / "dcp")
-    dist.destroy_process_group()
 
 
 def merged(source: Path, place: Path, whole: dict[str, torch.Tensor], folder: Path) -> None:
@@ -66,7 +65,7 @@ def main(place: Path, rows_file: str) -> None:
         model_of(CONFIGS[label]).save_pretrained(folder, max_shard_size="60KB")
         (here / "ranks").mkdir()
         call = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
-        call += ["--master-port", "29759", "-m", "tests.tools.transformers_tp_checkpoints"]
+        call += ["--standalone", "-m", "tests.tools.transformers_tp_checkpoints"]
         call += ["job", str(folder), str(here)]
         subprocess.run(call, env={**os.environ, "OMP_NUM_THREADS": "1"}, timeout=300, check=True)
         whole = torch.load(here / "whole.pt")
@@ -86,5 +85,6 @@ def main(place: Path, rows_file: str) -> None:
 if __name__ == "__main__":
     if sys.argv[1] == "job":
         job(Path(sys.argv[2]), Path(sys.argv[3]))
+        leave()
     else:
         main(Path(sys.argv[1]), sys.argv[2])
