@@ -29,9 +29,10 @@ from shardspec.layout.layout import Layout, SpecLike, resolve_axes
 from shardspec.layout.spec import ShardingSpec
 from shardspec.mesh import DeviceMesh
 from shardspec.renamed import renamed
-from shardspec.resharding.copies import StoredLayout, flat_state
+from shardspec.resharding.copies import StoredLayout
 from shardspec.resharding.maps import NameMap
 from shardspec.resharding.plan import ReshardPlan, Target, layouts_of, plan_state
+from shardspec.resharding.state import flat_state
 from shardspec.text import shown
 
 if TYPE_CHECKING:
@@ -273,7 +274,6 @@ class LoadPlan(ReshardPlan):
                 "dict, as in plan.run({})"
             )
         layouts = {move.target_name: move.target for move in self.moves}
-        layouts |= {tie.target_name: self.moves[tie.first].target for tie in self.ties}
         given = None if out is None else flat_state(out)
         found: dict[str, Any] = {}
         for mesh in dict.fromkeys(layout.mesh for layout in layouts.values()):
@@ -342,7 +342,7 @@ def plan_load(
     plan = plan_state(stored, target, names, dtype, max_bytes)
     if isinstance(names, Mapping):
         names = NameMap(tuple(((old,), (names.get(old, old),)) for old in stored))
-    known = (plan.moves, plan.max_bytes, plan.ties, plan.values, plan.padded)
+    known = (plan.moves, plan.max_bytes, plan.values, plan.padded, plan.unused)
     return LoadPlan(*known, checkpoint, names)
 
 
