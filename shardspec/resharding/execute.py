@@ -161,7 +161,7 @@ def _compare_stages(counts: Mapping[int, int]) -> None:
 def _results(
     plan: StateCopies, ties: Groups, held: Mapping[int, "DeviceShards"], given: Given
 ) -> dict[str, Any]:
-    """Return by name what was filled, of `plan`, whose first tensors of `ties` have been moved."""
+    """Return what was filled, in the order of the state dict; of `ties` the first was moved."""
     filled: dict[str, Any] = {}
     communicators: dict[DeviceMesh, Communicator] = {}
     moved = next(iter(held.values())).plan.moves
@@ -178,12 +178,14 @@ def _results(
         name, *names = (plan.moves[place].target_name for place in (first, *others))
         for other in names if name in filled else ():
             filled[other] = filled[name] if given.out is None else given.out[other]
-            for one in given.devices.values():
-                shards = [one.out[n] for n in (other, name) if n in one.out]
+            for device in given.devices.values():
+                both = [device.out[n] for n in (other, name) if n in device.out]
                 # They are the same memory, or apart.
-                if shards and shards[0].data_ptr() != shards[1].data_ptr():
-                    shards[0].copy_(shards[1])
-    return filled
+                if both and both[0].data_ptr() != both[1].data_ptr():
+                    both[0].copy_(both[1])
+    places = {name: place for place, name in enumerate(given.names)}
+    order = {m.target_name: places.get(m.source_name, len(places)) for m in plan.moves}
+    return dict(sorted(filled.items(), key=lambda item: order[item[0]]))
 
 
 class DeviceShards:

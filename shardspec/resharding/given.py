@@ -7,7 +7,6 @@ others since, of another layout or dtype, tied or apart, elsewhere in memory, or
 import pickle
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache, lru_cache
-from math import prod
 from types import MappingProxyType
 from typing import NamedTuple, TypeAlias
 
@@ -54,6 +53,8 @@ class Given(NamedTuple):
     """What one process has of a state dict that is as the plan says."""
 
     devices: Mapping[int, DeviceGiven]
+    names: Sequence[str]
+    """Those of the state dict, in its order."""
     out: dict[str, object] | None
     """What is filled, without nesting."""
     told: Told
@@ -105,7 +106,7 @@ def given_to(
         device: DeviceGiven({n: s.resolve_conj().resolve_neg() for n, s in shards.items()}, out)
         for (device, shards), out in zip(read.items(), filled.values(), strict=True)
     }
-    return Given(given, flat_out, Told("", pickle.dumps(kept), tied, shared))
+    return Given(given, list(state), flat_out, Told("", pickle.dumps(kept), tied, shared))
 
 
 def _check_names(where: str, values: State, planned: Iterable[str]) -> None:
@@ -282,10 +283,10 @@ def agreed_ties(plan: StateCopies, told: Iterable[Told]) -> Groups:
     ties: list[tuple[int, ...]] = []
     for places in plan.alike:
         layout = plan.moves[places[0]].source
-        groups = [places] if prod(layout.global_shape) else []
+        groups = [] if 0 in layout.global_shape else [places]
         for device in layout.mesh.ids:
             shape, _ = shape_and_dtype(layout, device)
-            if groups and prod(shape):
+            if groups and 0 not in shape:
                 groups = [part for group in groups for part in _parted(group, labels[device])]
         ties += groups
     group_of = {place: group for group in ties for place in group}
