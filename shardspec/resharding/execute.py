@@ -84,12 +84,13 @@ def _run_in_job(plan: StateCopies, state: State, out: State | None) -> dict[str,
         return {}
     communicator = ProcessGroupCommunicator.of(DeviceMesh(plan.devices, (len(plan.devices),)))
     given: Given | None = None
-    told, cause, device_type = Told(), None, ""
+    cause: Exception | None = None
+    device_type = ""
     try:
         given = given_to(plan, state, out, (rank,), alone=True)
         told, device_type = given.told, _device_type(given.devices[rank])
     except Exception as error:  # whatever it is, the other ranks would wait for this one
-        cause, told = error, Told(_problem(error))
+        cause, told = error, Told(_problem(error), b"", {}, ())
     # Held by one thread at a time, and compared on all ranks before the first byte.
     words = description({"reshard plan": plan.digest[:12]})
     with communicator.conversion(words, device_type) as home:

@@ -7,7 +7,6 @@ others since, of another layout or dtype, tied or apart, elsewhere in memory, or
 import pickle
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache, lru_cache
-from types import MappingProxyType
 from typing import NamedTuple, TypeAlias
 
 import torch
@@ -39,13 +38,13 @@ class DeviceGiven(NamedTuple):
 class Told(NamedTuple):
     """What a process tells the others of a state dict before anything moves."""
 
-    problem: str = ""
-    """What is not as the plan says."""
-    values: bytes = b""
+    problem: str
+    """What is not as the plan says; then all else is empty."""
+    values: bytes
     """Plain values by the names of the target, pickled."""
-    tied: Mapping[int, Groups] = MappingProxyType({})
+    tied: Mapping[int, Groups]
     """By device, places whose shards of the source are the same memory."""
-    shared: Groups = ()
+    shared: Groups
     """Places whose shards to be filled are the same memory."""
 
 
