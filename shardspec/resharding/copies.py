@@ -102,13 +102,13 @@ class StateCopies:
     """Plain values that go along: the name in the source, and in the target."""
     padded: tuple[str, ...] = ()
     """Tensors of the target that are zero where no tensor of the source fills them."""
-    unused: tuple[str, ...] = ()
-    """Tensors of the source that fill nothing."""
+    dropped: tuple[str, ...] = ()
+    """Tensors of the source that are left behind."""
 
     @cached_property
     def digest(self) -> str:
         """What is equal on ranks whose plans are; hexadecimal."""
-        names = self.values, self.padded, self.unused
+        names = self.values, self.padded, self.dropped
         found = hashlib.sha256(repr((self.max_bytes, *names)).encode())
         texts = {layout: repr(_facts(layout)) for layout in self._layouts}
         for move in self.moves:

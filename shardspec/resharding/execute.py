@@ -68,6 +68,7 @@ def run_plan(plan: StateCopies, state: State, out: State | None = None) -> dict[
     # Devices may share what is filled.
     for one in held.values():
         one.allocate()
+        one.clear()
     for one in held.values():
         one.keep()
     for wave in sorted({wave for device in held for wave in moving.schedule(device).sends}):
@@ -104,6 +105,7 @@ def _run_in_job(plan: StateCopies, state: State, out: State | None) -> dict[str,
             _compare_stages(communicator.gather({rank: len(moving.stages)}))
         one = DeviceShards(moving, rank, given.devices[rank])
         one.allocate()
+        one.clear()
         memory = communicator.peer_memory
         try:
             casts = any(move.source.dtype != move.target.dtype for move in plan.moves)
@@ -202,22 +204,26 @@ class DeviceShards:
         before, after = given.source, given.out
         self.source = {n: before[m.source_name] for n, m in places if m.source_name in before}
         self.target = {n: after[m.target_name] for n, m in places if m.target_name in after}
+        self._given = tuple(self.target)
 
     def allocate(self) -> None:
-        """Make the results that were not given, and clear those that have padding."""
+        """Make the results that were not given."""
         where = next(iter(self.source.values())).device if self.source else _default_device()
         made: dict[str, torch.Tensor] = {}
         for place, move in enumerate(self.plan.moves):
             name = move.target_name
-            if place in self.target:
-                if name in self.plan.padded:
-                    self.target[place].zero_()
-            elif self.device in move.target.mesh:
+            if place not in self.target and self.device in move.target.mesh:
                 if name not in made:
                     shape, dtype = shape_and_dtype(move.target, self.device)
                     # Zeros: what no tensor of the source fills is padding.
                     made[name] = torch.zeros(shape, dtype=dtype, device=where)
                 self.target[place] = made[name]
+
+    def clear(self) -> None:
+        """Write zeros to the results that were given and have padding."""
+        for place in self._given:
+            if self.plan.moves[place].target_name in self.plan.padded:
+                self.target[place].zero_()
 
     def keep(self) -> None:
         """Copy what the device has already."""

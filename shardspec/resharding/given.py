@@ -71,7 +71,7 @@ def given_to(
     sources = {move.source_name: move.source for move in plan.moves}
     targets = {move.target_name: move.target for move in plan.moves}
     values = dict(plan.values)
-    _check_names("the state dict", state, {*sources, *values, *plan.unused})
+    _check_names("the state dict", state, {*sources, *values, *plan.dropped})
     _check_layouts("", state, sources)
     for name in values.keys() & state.keys():
         if not is_plain(state[name]):
@@ -81,8 +81,9 @@ def given_to(
             )
     flat_out = None if out is None else flat_state(out)
     if flat_out is not None:
-        tensors = {name: value for name, value in flat_out.items() if not is_plain(value)}
-        _check_names("out", tensors, targets.keys())
+        # Plain values of it stay as they are.
+        plain = [n for n in flat_out.keys() - targets.keys() if is_plain(flat_out[n])]
+        _check_names("out", flat_out, {*targets, *plain})
         _check_layouts("out", flat_out, targets)
     read: dict[int, dict[str, torch.Tensor]] = {}
     filled: dict[int, dict[str, torch.Tensor]] = {}
@@ -121,8 +122,9 @@ def _check_layouts(where: str, values: State, planned: Mapping[str, Layout]) -> 
     """Compare the layouts that DTensors state with those of the plan."""
     for name, layout in planned.items():
         if name in values:
-            stated = stated_layout(name, values[name])
-            if stated is not None and not same_shards(stated, layout):
+            value = values[name]
+            stated = value.layout if isinstance(value, DTensor) else stated_layout(name, value)
+            if stated not in (None, layout) and not same_shards(stated, layout):
                 label = f"{where}[{name!r}]" if where else repr(name)
                 raise LayoutError(
                     f"{label} is laid out as {_layout_text(stated)}, in the plan as "

@@ -132,9 +132,9 @@ def plan_state(
     # Whatever order the names have here: all ranks are to have the same plan.
     moves.sort(key=lambda move: (move.target_name, move.source_name))
     values = sorted((name, renamed.get(name, name)) for name in given if name not in before)
-    unused = sorted(before.keys() - {move.source_name for move in moves})
+    dropped = sorted(before.keys() - {move.source_name for move in moves})
     bound = MAX_BYTES if max_bytes is None else max_bytes
-    plan = ReshardPlan(tuple(moves), bound, tuple(values), tuple(sorted(padded)), tuple(unused))
+    plan = ReshardPlan(tuple(moves), bound, tuple(values), tuple(sorted(padded)), tuple(dropped))
     if max_bytes is not None:
         _ = plan.bucket_bytes  # raises where it is too small
     return plan
