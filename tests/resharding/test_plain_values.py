@@ -4,6 +4,7 @@ import pickle
 from collections import OrderedDict
 from enum import Enum, Flag, IntEnum
 from itertools import product
+from typing import Any
 
 import numpy as np
 import pytest
@@ -27,7 +28,7 @@ class Kinds(Flag):
 
 
 NAN = float("nan")
-DIFFERENT = [
+DIFFERENT: list[object] = [
     None,
     *(0, 1, False, True, 0.0, -0.0, 1.0, NAN, float("inf"), "1", b"1", 1j, complex(-0.0, 1)),
     *(np.float32(1), np.float64(1), np.int64(1), np.float32(NAN), np.bool_(True)),
@@ -61,4 +62,5 @@ def test_a_list_that_holds_itself_is_not_plain():
 
 
 def test_keys_of_every_kind_become_names():
-    assert flat_state({0: 1, "a": {1: {"b": 2}}}) == {"0": 1, "a.1.b": 2}
+    state: dict[Any, object] = {0: 1, "a": {1: {"b": 2}}}
+    assert flat_state(state) == {"0": 1, "a.1.b": 2}
