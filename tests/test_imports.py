@@ -55,6 +55,8 @@ WITH_TENSORS = {
     "shardspec.parallel.rules",
     "shardspec.profiling.measure",
     "shardspec.resharding.execute",
+    "shardspec.resharding.given",
+    "shardspec.resharding.memory",
     "shardspec.resharding.trace",
     "shardspec.shards",
     "shardspec.torch_dtensors",

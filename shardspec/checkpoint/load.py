@@ -29,9 +29,10 @@ from shardspec.layout.layout import Layout, SpecLike, resolve_axes
 from shardspec.layout.spec import ShardingSpec
 from shardspec.mesh import DeviceMesh
 from shardspec.renamed import renamed
-from shardspec.resharding.copies import StoredLayout, flat_state
+from shardspec.resharding.copies import StoredLayout
 from shardspec.resharding.maps import NameMap
 from shardspec.resharding.plan import ReshardPlan, Target, layouts_of, plan_state
+from shardspec.resharding.state import flat_state
 from shardspec.text import shown
 
 if TYPE_CHECKING:
@@ -269,7 +270,6 @@ class LoadPlan(ReshardPlan):
         from shardspec.comm.process_group import communicator_of
 
         layouts = {move.target_name: move.target for move in self.moves}
-        layouts |= {tie.target_name: self.moves[tie.first].target for tie in self.ties}
         given: Mapping[str, object] | None = None
         found: dict[str, Any] = {}
         for mesh in dict.fromkeys(layout.mesh for layout in layouts.values()):
@@ -324,7 +324,28 @@ class LoadPlan(ReshardPlan):
                     f"out[{name!r}] is laid out as {given.layouts[name]}, in the plan as {layout}; "
                     "give it as the plan says"
                 )
+        _check_apart(given.shards)
         return reading._replace(shards=given.shards)
+
+
+def _check_apart(shards: "Mapping[str, Mapping[int, torch.Tensor]]") -> None:
+    """Refuse tensors to be filled that overlap in part; tied ones are the same memory."""
+    from shardspec.resharding.memory import overlaps, overlaps_itself
+
+    filled = {(name, device): shard for name, of in shards.items() for device, shard in of.items()}
+    for (name, _), shard in filled.items():
+        if overlaps_itself(shard):
+            raise LayoutError(
+                f"elements of out[{name!r}] share memory, as those of an expanded tensor do; give "
+                "a clone"
+            )
+    for overlap in overlaps({}, filled):
+        if not overlap.same:
+            names = sorted((overlap.written[0], overlap.other[0]))
+            raise LayoutError(
+                f"out[{names[0]!r}] and out[{names[1]!r}] share memory; give each a tensor of its "
+                "own"
+            )
 
 
 def plan_load(
@@ -345,7 +366,7 @@ def plan_load(
     plan = plan_state(stored, target, names, dtype, max_bytes)
     if isinstance(names, Mapping):
         names = NameMap(tuple(((old,), (names.get(old, old),)) for old in stored))
-    known = (plan.moves, plan.max_bytes, plan.ties, plan.values, plan.padded)
+    known = (plan.moves, plan.max_bytes, plan.values, plan.padded, plan.dropped)
     return LoadPlan(*known, checkpoint, names)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
-from typing import Final
+from typing import Final, TypeAlias
 
 from shardspec.boxes import Box
 from shardspec.comm.cost import CostModel
@@ -28,12 +28,15 @@ from shardspec.resharding.stages import (
     schedule_of,
 )
 from shardspec.resharding.views import View
-from shardspec.text import bytes_text, counted, seconds_text, shown, table_text
+from shardspec.text import bytes_text, counted, seconds_text, table_text
 
 MAX_BYTES: Final = 256 << 20
 """What buckets of a device hold by default: so much for sending and so much for receiving."""
 _MOST_ROWS: Final = 32
 """Devices in a table."""
+
+Groups: TypeAlias = tuple[tuple[int, ...], ...]
+"""Places in a plan's moves, two or more in each group."""
 
 
 @dataclass(frozen=True, slots=True, init=False)
@@ -84,16 +87,6 @@ class TensorMove:
         return min(both, key=item_bytes)
 
 
-@dataclass(frozen=True, slots=True)
-class Tie:
-    """A tensor that is another one under a second name: it does not travel again."""
-
-    source_name: str
-    target_name: str
-    first: int
-    """The place of the other one in the plan's moves."""
-
-
 @dataclass(frozen=True)
 class StateCopies:
     """What every device sends and receives to convert a state dict.
@@ -102,20 +95,21 @@ class StateCopies:
     """
 
     moves: tuple[TensorMove, ...]
-    """The tensors; those of one pair of layouts travel together."""
+    """The tensors, by name; those of one pair of layouts travel together."""
     max_bytes: int = MAX_BYTES
     """Bound of the bytes in buckets for sending, and for receiving, on each device."""
-    ties: tuple[Tie, ...] = ()
-    """Tensors that are others of `moves` under a second name."""
     values: tuple[tuple[str, str], ...] = ()
     """Plain values that go along: the name in the source, and in the target."""
     padded: tuple[str, ...] = ()
     """Tensors of the target that are zero where no tensor of the source fills them."""
+    dropped: tuple[str, ...] = ()
+    """Tensors of the source that are left behind."""
 
     @cached_property
     def digest(self) -> str:
         """What is equal on ranks whose plans are; hexadecimal."""
-        found = hashlib.sha256(repr((self.max_bytes, self.ties, self.values, self.padded)).encode())
+        names = self.values, self.padded, self.dropped
+        found = hashlib.sha256(repr((self.max_bytes, *names)).encode())
         texts = {layout: repr(_facts(layout)) for layout in self._layouts}
         for move in self.moves:
             ends = texts[move.source], texts[move.target]
@@ -140,6 +134,33 @@ class StateCopies:
         for place, move in enumerate(self.moves):
             found.setdefault((move.source, move.target, move.view), []).append(place)
         return found
+
+    @cached_property
+    def alike(self) -> tuple[tuple[int, ...], ...]:
+        """Places in `moves` of tensors that go the same way, two at least, and fill targets alone.
+
+        If tensors of these are one in the source, it travels once.
+        """
+        fills = Counter(move.target_name for move in self.moves)
+        alone = (
+            tuple(place for place in places if fills[self.moves[place].target_name] == 1)
+            for places in self.kinds.values()
+        )
+        return tuple(places for places in alone if len(places) > 1)
+
+    def without_ties(self, ties: Groups) -> "StateCopies":
+        """Return the plan in which the first of each group of places stands for all of it."""
+        if not ties:
+            return self
+        if ties not in self._tied:
+            others = {place for group in ties for place in group[1:]}
+            moves = tuple(move for place, move in enumerate(self.moves) if place not in others)
+            self._tied[ties] = StateCopies(moves, self.max_bytes, padded=self.padded)
+        return self._tied[ties]
+
+    @cached_property
+    def _tied(self) -> dict[Groups, "StateCopies"]:
+        return {}
 
     @property
     def _layouts(self) -> set[Layout]:
@@ -334,33 +355,3 @@ def _facts(layout: Layout) -> tuple[object, ...]:
     mesh = layout.mesh
     links = mesh.mesh_alpha, mesh.mesh_beta, mesh.link_model
     return mesh.ids, mesh.shape, links, str(layout.spec), stored, layout.global_shape, layout.dtype
-
-
-def flat_state(state: Mapping[str, object]) -> dict[str, object]:
-    """Return a state dict without its nesting, the keys of inner ones behind those of outer ones.
-
-    Raises LayoutError if two values get one name.
-
-    >>> flat_state({"step": 3, "state": {"w": {"lr": 0.1}}})
-    {'step': 3, 'state.w.lr': 0.1}
-    """
-    if not any(isinstance(value, Mapping) for value in state.values()):
-        return dict(state)
-    found: dict[str, object] = {}
-    for key, value in state.items():
-        inner = flat_state(value) if isinstance(value, Mapping) else {"": value}
-        for name, leaf in inner.items():
-            dotted = f"{key}.{name}" if name else str(key)
-            if dotted in found:
-                raise LayoutError(
-                    f"two values of the state dict would both be {shown(dotted)}; rename a key"
-                )
-            found[dotted] = leaf
-    return found
-
-
-def is_plain(value: object) -> bool:
-    """Whether a value is a number, a text, or a list or tuple of such."""
-    if isinstance(value, list | tuple):
-        return all(map(is_plain, value))
-    return isinstance(value, bool | int | float | complex | str | bytes | None)

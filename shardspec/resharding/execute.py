@@ -5,31 +5,37 @@ bucket, and unpacked from it into the memory of the results. While one wave is o
 one is packed. Where ranks may read each other's memory, each reads what it wants instead.
 """
 
-import pickle
 from collections.abc import Callable, Iterator, Mapping
-from functools import cache, lru_cache, partial
-from itertools import pairwise
+from functools import partial
 from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch.autograd.graph import increment_version
-from torch.distributed.tensor import DTensor as TorchDTensor
 
 from shardspec.boxes import box_shape
-from shardspec.comm.agreement import description
+from shardspec.comm.agreement import description, on_all_ranks
 from shardspec.comm.communicator import Communicator
 from shardspec.comm.messages import Addressed, start_messages
 from shardspec.comm.peer_memory import Arrays, Ints, PeerMemory, Region
 from shardspec.comm.process_group import ProcessGroupCommunicator
 from shardspec.dtensor import DTensor
 from shardspec.dtypes import item_bytes
-from shardspec.errors import CommunicatorError, LayoutError
-from shardspec.interop.torch_dtensor import local_of
-from shardspec.layout.layout import Layout
+from shardspec.errors import CommunicatorError, LayoutError, ShardSpecError
 from shardspec.mesh import DeviceMesh
-from shardspec.resharding.copies import StateCopies, flat_state
+from shardspec.resharding.copies import Groups, StateCopies
+from shardspec.resharding.given import (
+    DeviceGiven,
+    Given,
+    State,
+    Told,
+    agreed_ties,
+    agreed_values,
+    given_to,
+    shape_and_dtype,
+    torch_dtype,
+)
 from shardspec.resharding.stages import (
     Message,
     Piece,
@@ -38,9 +44,8 @@ from shardspec.resharding.stages import (
     message_bytes,
     region_of,
 )
-from shardspec.text import shown
+from shardspec.text import counted
 
-State: TypeAlias = Mapping[str, object]
 Shards: TypeAlias = dict[int, torch.Tensor]
 """Shards of one device by the tensor's place in the plan."""
 Finish: TypeAlias = Callable[[], None]
@@ -57,56 +62,55 @@ def run_plan(plan: StateCopies, state: State, out: State | None = None) -> dict[
         communicator = ProcessGroupCommunicator.of(mesh)
         with communicator.telling(plan.meshes):
             return _run_in_job(plan, state, out, communicator)
-    state, out, values = _flat(plan, state, out)
-    held = {device: DeviceShards(plan, device, state, out, alone=False) for device in plan.devices}
+    given = given_to(plan, state, out, plan.devices, alone=False)
+    ties = agreed_ties(plan, [given.told])
+    values = agreed_values(plan, {0: given.told.values})
+    moving = plan.without_ties(ties)
+    held = {device: DeviceShards(moving, device, one) for device, one in given.devices.items()}
+    # Devices may share what is filled.
     for one in held.values():
         one.allocate()
         one.clear()
+    for one in held.values():
         one.keep()
-    for wave in sorted({wave for device in held for wave in plan.schedule(device).sends}):
+    for wave in sorted({wave for device in held for wave in moving.schedule(device).sends}):
         for device, one in held.items():
-            for peer, message in plan.schedule(device).sends.get(wave, {}).items():
+            for peer, message in moving.schedule(device).sends.get(wave, {}).items():
                 bucket = one.pack(wave, message)
-                held[peer].unpack(wave, plan.schedule(peer).receives[wave][device], bucket)
-    return _results(plan, held, out) | values
-
-
-def _flat(
-    plan: StateCopies, state: State, out: State | None
-) -> tuple[State, State | None, dict[str, object]]:
-    """Return both flat, and the plain values by the names of the target."""
-    state, out = flat_state(state), None if out is None else flat_state(out)
-    return state, out, {there: state[here] for here, there in plan.values if here in state}
+                held[peer].unpack(wave, moving.schedule(peer).receives[wave][device], bucket)
+    return _results(plan, ties, held, given) | values
 
 
 def _run_in_job(
     plan: StateCopies, state: State, out: State | None, communicator: ProcessGroupCommunicator
 ) -> dict[str, Any]:
     rank = dist.get_rank()
-    one: DeviceShards | None = None
-    problem = "none"
+    given: Given | None = None
+    cause: Exception | None = None
+    device_type = ""
     try:
-        state, out, values = _flat(plan, state, out)
-        one = DeviceShards(plan, rank, state, out, alone=True)
-        one.allocate()
-    except LayoutError as error:
-        problem = str(error)
-    kinds = {shard.device.type for shard in one.source.values()} if one else set()
-    # The number of stages follows from prices, which other processors might round otherwise.
-    digest, stages, kind = plan.digest[:12], str(len(plan.stages)), min(kinds, default="")
-    words = description({"reshard plan": digest, "stages": stages, "problem": problem})
+        given = given_to(plan, state, out, (rank,), alone=True)
+        told, device_type = given.told, _device_type(given.devices[rank])
+    except Exception as error:  # whatever it is, the other ranks would wait for this one
+        cause, told = error, Told(_problem(error), b"", {}, ())
     # Held by one thread at a time, and compared on all ranks before the first byte.
-    with communicator.conversion(words, kind, plan.meshes) as home:
-        if one is None:
-            raise LayoutError(problem)
-        if plan.values:
-            values = _agreed_values(plan, communicator.gather({rank: values}))
+    words = description({"reshard plan": plan.digest[:12]})
+    with communicator.conversion(words, device_type, plan.meshes) as home:
+        every = communicator.gather({rank: told})
+        _require_no_problem({peer: one.problem for peer, one in every.items()}, cause)
+        assert given is not None, "this rank has no problem either"
+        values = agreed_values(plan, {peer: one.values for peer, one in every.items()})
+        ties = agreed_ties(plan, every.values())
+        moving = plan.without_ties(ties)
+        if moving.hosts is not None:
+            _compare_stages(communicator.gather({rank: len(moving.stages)}))
+        one = DeviceShards(moving, rank, given.devices[rank])
+        one.allocate()
         casts = any(move.source.dtype != move.target.dtype for move in plan.moves)
         memory = communicator.peer_memory if home == "cpu" and not casts else None
         if memory is None:
             one.reserve()
-        if plan.values or memory is None:
-            communicator.gather({rank: None})  # what may have failed until here, others hear of
+            communicator.gather({rank: None})  # if a rank had no memory for it, all hear of it
         one.clear()
         try:
             if memory is not None:
@@ -114,150 +118,96 @@ def _run_in_job(
             else:
                 one.exchange_all(communicator.message_tag)
         except (CommunicatorError, RuntimeError) as error:
-            why = f"reshard plan {digest} failed on the way, so `out` is half written"
-            for value in (out or {}).values():
+            why = f"reshard plan {plan.digest[:12]} failed on the way, so `out` is half written"
+            for value in (given.out or {}).values():
                 if isinstance(value, DTensor):
                     value.mark_unusable(f"{why}: {error}")
             raise CommunicatorError(f"{why}; the job cannot go on: {error}") from error
-    return _results(plan, {rank: one}, out) | values
+    return _results(plan, ties, {rank: one}, given) | values
 
 
-def _agreed_values(plan: StateCopies, told: Mapping[int, dict[str, object]]) -> dict[str, object]:
-    """Return the plain values, which are the same on all ranks that have any."""
-    found: dict[str, object] = {}
-    for _, name in plan.values:
-        having = {peer: values[name] for peer, values in told.items() if name in values}
-        if not having:
-            raise LayoutError(f"no rank has the value {name!r}, which the plan carries")
-        first = min(having)
-        for peer, value in having.items():
-            if pickle.dumps(value) != pickle.dumps(having[first]):
-                raise LayoutError(
-                    f"{name!r} is {shown(having[first])} on rank {first} and {shown(value)} on "
-                    f"rank {peer}; make them equal, or leave it out"
-                )
-        found[name] = having[first]
-    return found
+def _device_type(given: DeviceGiven) -> str:
+    """Return the kind of device that all shards of this rank are on; empty if it has none."""
+    names: dict[str, str] = {}
+    for shards, label in ((given.source, "{!r}"), (given.out, "out[{!r}]")):
+        for name, shard in shards.items():
+            names.setdefault(shard.device.type, label.format(name))
+    if len(names) > 1:
+        (one, first), (other, second) = list(names.items())[:2]
+        raise LayoutError(f"{first} is on {one} and {second} on {other}; move them to one kind")
+    return next(iter(names), "")
+
+
+def _problem(error: Exception) -> str:
+    kind = "" if isinstance(error, LayoutError) else f"{type(error).__name__}: "
+    return f"{kind}{error}"
+
+
+def _require_no_problem(problems: Mapping[int, str], cause: Exception | None) -> None:
+    """Raise the same on every rank if one has a problem; an error not of ours where it was."""
+    failed = {peer: problem for peer, problem in problems.items() if problem}
+    if cause is not None and not isinstance(cause, ShardSpecError):
+        raise cause
+    if failed:
+        peer, problem = next(iter(failed.items()))
+        everywhere = len(set(problems.values())) == 1
+        text = problem if everywhere else f"rank {peer}: {problem}"
+        raise on_all_ranks(LayoutError(text)) from cause
+
+
+def _compare_stages(counts: Mapping[int, int]) -> None:
+    """Raise on every rank if plans differ: prices may round otherwise on another processor."""
+    first = min(counts)
+    for peer, count in counts.items():
+        if count != counts[first]:
+            raise CommunicatorError(
+                f"rank {peer} has a plan of {counted(count, 'stage')} where rank {first} has "
+                f"{counts[first]}; plan on processors of one kind, or without links"
+            )
 
 
 def _results(
-    plan: StateCopies, held: Mapping[int, "DeviceShards"], out: State | None
+    plan: StateCopies, ties: Groups, held: Mapping[int, "DeviceShards"], given: Given
 ) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    """Return what was filled, in the order of the state dict; of `ties` the first was moved."""
+    filled: dict[str, Any] = {}
     communicators: dict[DeviceMesh, Communicator] = {}
-    for place, move in enumerate(plan.moves):
+    moved = next(iter(held.values())).plan.moves
+    for place, move in enumerate(moved):
         shards = {d: one.target[place] for d, one in held.items() if place in one.target}
-        if shards and out is not None:
-            found[move.target_name] = out[move.target_name]
+        if shards and given.out is not None:
+            filled[move.target_name] = given.out[move.target_name]
         elif shards:
             mesh = move.target.mesh
             made = DTensor.from_shards(shards, move.target, communicators.get(mesh))
             communicators[mesh] = made.communicator
-            found[move.target_name] = made
-    for one in held.values():
-        for place, shard in one.tied:
-            if shard.data_ptr() != one.target[place].data_ptr():
-                shard.copy_(one.target[place])
-    for tie in plan.ties:
-        first = plan.moves[tie.first].target_name
-        if first in found:
-            found[tie.target_name] = found[first] if out is None else out[tie.target_name]
-    return found
+            filled[move.target_name] = made
+    for first, *others in ties:
+        name, *names = (plan.moves[place].target_name for place in (first, *others))
+        for other in names if name in filled else ():
+            filled[other] = filled[name] if given.out is None else given.out[other]
+            for device in given.devices.values():
+                both = [device.out[n] for n in (other, name) if n in device.out]
+                # They are the same memory, or apart.
+                if both and both[0].data_ptr() != both[1].data_ptr():
+                    both[0].copy_(both[1])
+    places = {name: place for place, name in enumerate(given.names)}
+    order = {m.target_name: places.get(m.source_name, len(places)) for m in plan.moves}
+    return dict(sorted(filled.items(), key=lambda item: order[item[0]]))
 
 
 class DeviceShards:
-    """The shards of one device, and what it does with them.
+    """The shards of one device, and what it does with them."""
 
-    Where the device is `alone` in its process, plain tensors are taken for its shards. Raises
-    LayoutError if these are not as the plan says.
-    """
-
-    def __init__(
-        self, plan: StateCopies, device: int, state: State, out: State | None, *, alone: bool
-    ) -> None:
-        self.plan, self.device, self._alone = plan, device, alone
+    def __init__(self, plan: StateCopies, device: int, given: DeviceGiven) -> None:
+        self.plan, self.device = plan, device
         self._free: list[torch.Tensor] = []
         """Buckets that hold no message."""
-        moves, ties = plan.moves, plan.ties
-        due = {move.source_name: move.source for move in moves if device in move.source.mesh}
-        before = {name: self._shard(name, at, state, filled=False) for name, at in due.items()}
-        due = {move.target_name: move.target for move in moves}
-        due |= {tie.target_name: moves[tie.first].target for tie in ties}
-        after = {
-            name: self._shard(name, layout, out, filled=True)
-            for name, layout in due.items()
-            if out is not None and device in layout.mesh
-        }
-        places = list(enumerate(moves))
+        places = list(enumerate(plan.moves))
+        before, after = given.source, given.out
         self.source = {n: before[m.source_name] for n, m in places if m.source_name in before}
         self.target = {n: after[m.target_name] for n, m in places if m.target_name in after}
         self._given = tuple(self.target)
-        self.tied = [(t.first, after[t.target_name]) for t in ties if t.target_name in after]
-        """Shards to be filled with what has come to a place in the plan."""
-        known = (
-            {m.source_name for m in moves} | {t.source_name for t in ties} | {*dict(plan.values)}
-        )
-        if alone and (unknown := sorted(state.keys() - known)):
-            raise LayoutError(
-                f"the state dict has {shown(unknown[0])}, which the plan lacks; leave it out, or "
-                "make the plan with it"
-            )
-        self._check_memory()
-
-    def _shard(self, name: str, layout: Layout, values: State, *, filled: bool) -> torch.Tensor:
-        """Return the shard of a tensor, if it is as the plan says."""
-        if name not in values:
-            raise LayoutError(f"tensor {name!r} is missing from the state dict")
-        shard: object = values[name]
-        if isinstance(shard, DTensor):
-            shard = shard.shards.get(self.device)
-        elif isinstance(shard, TorchDTensor):
-            shard = local_of(shard)
-        elif not self._alone:
-            shard = None
-        if not isinstance(shard, torch.Tensor):
-            raise LayoutError(
-                f"{name!r} is a {type(values[name]).__name__}; give a DTensor of shardspec or of "
-                "torch, or the shard of this rank as a tensor"
-            )
-        shape, dtype = _shape_and_dtype(layout, self.device)
-        if shard.shape != shape or shard.dtype != dtype:
-            raise LayoutError(
-                f"the shard of {name!r} on device {self.device} is {tuple(shard.shape)} of "
-                f"{str(shard.dtype).removeprefix('torch.')}; under {layout} it is {shape} of "
-                f"{layout.dtype}"
-            )
-        if not (shard.is_conj() or shard.is_neg()):
-            return shard
-        # The values themselves are to lie in memory.
-        if filled:
-            raise LayoutError(
-                f"out[{name!r}] is a view that conjugates or negates; give tensors of its own"
-            )
-        return shard.resolve_conj().resolve_neg()
-
-    def _check_memory(self) -> None:
-        """Refuse results that share memory with the source or with each other."""
-        memory = {
-            shard.untyped_storage().data_ptr() for shard in self.source.values() if shard.numel()
-        }
-        spans: dict[str, tuple[int, int]] = {}
-        for place, shard in self.target.items():
-            if not shard.numel():
-                continue
-            name = self.plan.moves[place].target_name
-            if shard.untyped_storage().data_ptr() in memory:
-                raise LayoutError(
-                    f"out[{name!r}] shares memory with the source; give tensors of its own"
-                )
-            if shard.is_contiguous():
-                spans[name] = shard.data_ptr(), shard.data_ptr() + shard.nbytes
-        ordered = sorted((*span, name) for name, span in spans.items())
-        for (_, end, name), (start, _, other) in pairwise(ordered):
-            if start < end:
-                raise LayoutError(
-                    f"out[{name!r}] and out[{other!r}] share memory; give each a tensor of its own"
-                )
 
     def allocate(self) -> None:
         """Make the results that were not given."""
@@ -267,7 +217,7 @@ class DeviceShards:
             name = move.target_name
             if place not in self.target and self.device in move.target.mesh:
                 if name not in made:
-                    shape, dtype = _shape_and_dtype(move.target, self.device)
+                    shape, dtype = shape_and_dtype(move.target, self.device)
                     # Zeros: what no tensor of the source fills is padding.
                     made[name] = torch.zeros(shape, dtype=dtype, device=where)
                 self.target[place] = made[name]
@@ -361,7 +311,7 @@ class DeviceShards:
         for piece in message:
             move = self.plan.moves[piece.places[0]]
             # What crosses in the first stage may be cast there; then it is as in the result.
-            dtype = _torch_dtype(move.target.dtype if wave[0] else move.wire_dtype)
+            dtype = torch_dtype(move.target.dtype if wave[0] else move.wire_dtype)
             typed = bucket.view(dtype)
             shape, width = box_shape(piece.box), dtype.itemsize
             strides = torch.empty(shape, device="meta").stride()
@@ -431,19 +381,6 @@ class DeviceShards:
                     )
                     regions.append(Region(at, shape, steps, item_bytes(layout.dtype)))
                 yield Arrays(regions[0], regions[1], tables[0][alike, 0], tables[1][alike, 0])
-
-
-@cache
-def _torch_dtype(name: str) -> torch.dtype:
-    dtype = getattr(torch, name)
-    assert isinstance(dtype, torch.dtype), name
-    return dtype
-
-
-@lru_cache(maxsize=4096)
-def _shape_and_dtype(layout: Layout, device: int) -> tuple[tuple[int, ...], torch.dtype]:
-    """Return what the shard of a device is like."""
-    return layout.local_shape(device), _torch_dtype(layout.dtype)
 
 
 def _default_device() -> torch.device:

@@ -1,6 +1,5 @@
 """Reshard plans of state dicts in memory: from layouts, tensors, or rules on a mesh."""
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -10,16 +9,9 @@ from shardspec.errors import LayoutError
 from shardspec.layout.layout import Layout, SpecLike, match_rules
 from shardspec.layout.spec import ShardingSpec
 from shardspec.mesh import DeviceMesh
-from shardspec.resharding.copies import (
-    MAX_BYTES,
-    StateCopies,
-    TensorMove,
-    Tie,
-    flat_state,
-    is_plain,
-)
+from shardspec.resharding.copies import MAX_BYTES, StateCopies, TensorMove
 from shardspec.resharding.maps import NameMap, check_map
-from shardspec.resharding.views import View
+from shardspec.resharding.state import flat_state, is_plain, stated_layout
 from shardspec.text import counted, shown
 
 Rules: TypeAlias = Mapping[str, SpecLike]
@@ -107,8 +99,7 @@ def plan_state(
 ) -> ReshardPlan:
     """Plan how a state dict, or layouts by name, become others; see `plan_reshard`."""
     given = flat_state(source)
-    described = {name: _described(name, v) for name, v in given.items() if not is_plain(v)}
-    before = {name: layout for name, (layout, _) in described.items()}
+    before = layouts_of(given)
     renamed: dict[str, str] = {}
     padded: set[str] = set()
     if isinstance(names, NameMap):
@@ -139,18 +130,13 @@ def plan_state(
         )
     for move in moves:
         _check(move)
-    first: dict[tuple[Layout, int], str] = {}
-    tied = {
-        name: first.setdefault((layout, memory), name)
-        for name, (layout, memory) in described.items()
-        if memory is not None
-    }
-    kept, ties = _traveling_once(moves, tied)
-    values = tuple((name, renamed.get(name, name)) for name in given if name not in before)
+    # Whatever order the names have here: all ranks are to have the same plan.
+    moves.sort(key=lambda move: (move.target_name, move.source_name))
+    values = sorted((name, renamed.get(name, name)) for name in given if name not in before)
+    dropped = sorted(before.keys() - {move.source_name for move in moves})
     bound = bound_of_bytes(max_bytes)
-    plan = ReshardPlan(
-        kept, MAX_BYTES if bound is None else bound, ties, values, tuple(sorted(padded))
-    )
+    limit = MAX_BYTES if bound is None else bound
+    plan = ReshardPlan(tuple(moves), limit, tuple(values), tuple(sorted(padded)), tuple(dropped))
     if bound is not None:
         _ = plan.bucket_bytes  # raises where it is too small
     return plan
@@ -206,33 +192,20 @@ def reshard_state(
         return plan_state(state, (device_mesh, rules), None, None, max_bytes).run(state)
 
 
-def _described(name: str, value: object) -> tuple[Layout, int | None]:
-    """Return the layout of a tensor, and where its first element here lies, if it has any here."""
-    if isinstance(value, Layout):
-        return value, None
-    # Plans on paper need no torch.
-    import torch.distributed.tensor as torch_tensor
-
-    from shardspec.dtensor import DTensor
-    from shardspec.interop.torch_dtensor import layout_of, local_of
-
-    match value:
-        case DTensor():
-            layout, local = value.layout, next(iter(value.shards.values()), None)
-        case torch_tensor.DTensor():
-            layout, local = layout_of(value), local_of(value)
-        case _:
+def layouts_of(state: Mapping[str, object]) -> dict[str, Layout]:
+    """Return the layouts of the tensors of a state dict, by name."""
+    layouts: dict[str, Layout] = {}
+    for name, value in flat_state(state).items():
+        if is_plain(value):
+            continue
+        layout = stated_layout(name, value)
+        if layout is None:
             raise LayoutError(
                 f"{name!r} is a {type(value).__name__}; give a Layout, or a DTensor of shardspec "
                 "or of torch"
             )
-    return layout, local.data_ptr() if local is not None and local.numel() else None
-
-
-def layouts_of(state: Mapping[str, object]) -> dict[str, Layout]:
-    """Return the layouts of the tensors of a state dict, by name."""
-    tensors = {name: value for name, value in flat_state(state).items() if not is_plain(value)}
-    return {name: _described(name, value)[0] for name, value in tensors.items()}
+        layouts[name] = layout
+    return layouts
 
 
 def _renamed(before: Sequence[str], names: Mapping[str, str]) -> dict[str, str]:
@@ -281,25 +254,6 @@ def _mapped(
         TensorMove(e.source, e.target, before[e.source], after[e.target], e.view)
         for e in report.equations
     ]
-
-
-def _traveling_once(
-    moves: Sequence[TensorMove], tied: Mapping[str, str]
-) -> tuple[tuple[TensorMove, ...], tuple[Tie, ...]]:
-    """Divide moves into those of tensors that travel, and ties to the same move of the same one."""
-    kept: list[TensorMove] = []
-    ties: list[Tie] = []
-    targets = Counter(move.target_name for move in moves)
-    first: dict[tuple[str, Layout, Layout, View | None], int] = {}
-    for move in moves:
-        source = tied.get(move.source_name, move.source_name)
-        key = source, move.source, move.target, move.view
-        # Of a target that several sources fill, each fills a part.
-        if targets[move.target_name] == 1 and first.setdefault(key, len(kept)) != len(kept):
-            ties.append(Tie(move.source_name, move.target_name, first[key]))
-        else:
-            kept.append(move)
-    return tuple(kept), tuple(ties)
 
 
 def _check(move: TensorMove) -> None:

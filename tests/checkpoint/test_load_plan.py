@@ -86,6 +86,18 @@ def test_what_is_refused(checkpoint, whole):
         plan.run({}, out)
     with pytest.raises(CheckpointError, match="'v' is missing"):
         plan.run({}, {"q": DTensor(torch.zeros(8, 6), THREE, "[R,R]")})
+    rows = {device: torch.zeros(12, 6) for device in THREE.ids}
+    for cut in ((slice(0, 8), slice(4, 12)), (slice(4, 12), slice(0, 8))):
+        halves = [{device: of[at] for device, of in rows.items()} for at in cut]
+        overlapping = {
+            n: DTensor.from_local(h, THREE, "[R,R]") for n, h in zip("qv", halves, strict=True)
+        }
+        with pytest.raises(CheckpointError, match=r"out\['q'\] and out\['v'\] share memory"):
+            plan.run({}, overlapping)
+    expanded = {device: torch.zeros(6).expand(8, 6) for device in THREE.ids}
+    with pytest.raises(CheckpointError, match=r"elements of out\['q'\] share memory"):
+        plan.run({}, dict.fromkeys("qv", DTensor.from_local(expanded, THREE, "[R,R]")))
+    assert not any(bool(of.any()) for of in rows.values())
     assert all(bool((tensor.to_global() == 0).all()) for tensor in out.values())
     save_sharded(
         {n: DTensor(w, FOUR, "[R,S0]") for n, w in whole.items()}, checkpoint, overwrite=True

@@ -14,6 +14,7 @@ from tests.faults import (
     pickled,
     rank_forms,
     ranks,
+    states,
     tools,
     truncated,
     writers,
@@ -125,6 +126,13 @@ ROWS: Final = (
         prepare="torch_files",
     ),
     Row("bombs", "zip and pickle bombs", pickled.bombs, prepare="torch_files"),
+    Row(
+        "states",
+        "state dicts that change between planning and running",
+        states.changed,
+        ends="refused by name or right",
+        torch=True,
+    ),
     Row(
         "calls",
         "random calls of all commands",

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -14,6 +15,7 @@ from shardspec.errors import ShardSpecError
 from shardspec.resharding.plan import reshard_state
 from shardspec.state_plans import plan_reshard
 from tests.dist.processes import run_ranks
+from tests.resharding.changed_states import changed_case, outcome
 from tests.resharding.states import random_case, shard_at, wrong_shards
 
 pytestmark = pytest.mark.dist
@@ -102,13 +104,60 @@ def _disagreements(rank: int) -> list[str]:
             plan.run(state, out)
             said.append("done")
         except ShardSpecError as error:
-            said.append(str(error))
+            said.append(f"{type(error).__name__}: {error}")
     said.append(str(bool((out["w"].to_local() == 7).all())))
     return said
 
 
+def _changed(rank: int, seeds: Sequence[int]) -> dict[int, tuple[str, list[str], bool]]:
+    """State dicts that are others than planned: what was refused, what is wrong, and a reason."""
+    ends = {}
+    for seed in seeds:
+        case = changed_case(seed, ids=4)
+        if rank in case.devices:
+            said, problems = outcome(case, [rank], in_job=True)
+            ends[seed] = said, problems, bool(case.wrong_names) or case.conflicts([rank])
+    return ends
+
+
+def _tied(rank: int) -> list[object]:
+    """Tied tensors of which two ranks hold nothing, one of these with layouts alone."""
+    mesh, whole = DeviceMesh(range(3)), torch.arange(4.0)
+    layout = Layout(mesh, "[S0]", (4,), "float32")
+    state: dict[str, object] = {"embed": layout, "head": layout}
+    if rank in mesh:
+        w = DTensor(whole, mesh, "[S0]")
+        state = {"embed": w, "head": w} if rank else {"head": w, "embed": w}
+    plan = plan_reshard(state, (DeviceMesh([4, 3, 0]), {"*": "[R]"}))
+    got = plan.run(state)
+    values = [got[name].shards[rank].tolist() for name in sorted(got)]
+    if rank == 1:  # holds elements, which are copies there
+        state["head"] = DTensor.from_shards({rank: whole[2:].clone()}, layout)
+    again = plan.run(state)
+    return [values, *(found["head"] is found["embed"] for found in (got, again) if found)]
+
+
+def _equal_values(rank: int) -> tuple[list[object], list[str]]:
+    """Values that are equal and pickle otherwise on each rank; then some that differ."""
+    mesh = DeviceMesh(range(WORLD))
+    text = "".join(["de", "cay"])
+    nested: dict[str, object] = {"b": [text, text], "a": float("nan"), "c": {text, "x"}}
+    if rank % 2:
+        nested = {"c": {"x", "decay"}, "a": float("nan"), "b": [text, "".join(text)]}
+    state = {"w": DTensor(torch.arange(6.0), mesh, "[S0]"), "values": [nested, np.float32(0.5)]}
+    plan = plan_reshard(state, (mesh, {}))
+    got, said = plan.run(state)["values"], []
+    for other in (1 if rank else True, 0.0 if rank else -0.0, torch.zeros(1) if rank else 1):
+        try:
+            plan.run(state | {"values": other})
+        except ShardSpecError as error:
+            said.append(f"{type(error).__name__}: {error}")
+    return [got[0]["b"], sorted(got[0]["c"]), got[1]], said
+
+
 def _all(rank: int):
     found = _random_cases(rank, SEEDS), _torch_state(rank), _disagreements(rank)
+    changed = _changed(rank, range(60)), _tied(rank), _equal_values(rank)
     values, said = _values(rank)
     assert values[:2] == [7, [0.5, ("adam", None)]]
     assert values[2:] == (
@@ -120,20 +169,48 @@ def _all(rank: int):
     got = reshard_state({"w": DTensor(whole, mesh, "[S0,S1]")}, {"w": "[S1,R]"})
     assert torch.equal(got["w"].to_global(), whole)
     dist.barrier()
-    return found
+    return *found, changed
 
 
 def test_in_a_job(tmp_path):
     results = run_ranks(WORLD, tmp_path, _all)
-    assert sum(compared for (compared, _), _, _ in results) > 500
-    for (_, wrong), from_torch, said in results:
+    assert sum(compared for (compared, _), _, _, _ in results) > 500
+    for (_, wrong), from_torch, said, _ in results:
         assert wrong == []
         assert from_torch == []
         plans, missing, other_shape, untouched = said
         assert "rank 2 asks for another conversion than rank 0: reshard plan" in plans
-        assert "rank 2 asks for another conversion than rank 0: problem tensor 'w' is" in missing
-        assert "problem the shard of 'w' on device 2 is (3,)" in other_shape
+        assert missing == "LayoutError: rank 2: tensor 'w' is missing from the state dict"
+        assert "LayoutError: rank 2: the shard of 'w' on device 2 is (3,)" in other_shape
         assert untouched == "True"
+    _check_changed([changed for _, _, _, (changed, _, _) in results])
+    tied, values = ([found[at] for _, _, _, found in results] for at in (1, 2))
+    whole = [0.0, 1.0, 2.0, 3.0]
+    assert tied == [[[whole, whole], True, False] if r in (0, 3, 4) else [[]] for r in range(WORLD)]
+    for found, said in values:
+        assert found == [["decay", "decay"], ["decay", "x"], 0.5]
+        assert said == [
+            "LayoutError: 'values' is True on rank 0 and 1 on rank 1; make them equal, or leave it "
+            "out",
+            "LayoutError: 'values' is -0.0 on rank 0 and 0.0 on rank 1; make them equal, or leave "
+            "it out",
+            "LayoutError: rank 1: 'values' is a Tensor, but was a plain value when the plan was "
+            "made; make the plan with it",
+        ]
+
+
+def _check_changed(found: Sequence[dict[int, tuple[str, list[str], bool]]]) -> None:
+    """What is refused is refused on all ranks alike, and for a reason; all else is right."""
+    refused = 0
+    for seed in set().union(*found):
+        ends = [ranks[seed] for ranks in found if seed in ranks]
+        assert [problem for _, problems, _ in ends for problem in problems] == [], seed
+        texts = {said for said, _, _ in ends}
+        assert len(texts) == 1, (seed, texts)
+        if texts != {""}:
+            assert any(reason for _, _, reason in ends), (seed, texts)
+            refused += 1
+    assert refused > 10
 
 
 @pytest.mark.exhaustive

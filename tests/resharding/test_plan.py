@@ -129,9 +129,11 @@ def test_tied_tensors_travel_once():
     state = {"words": w, "head": w, "other": DTensor(torch.zeros(4, 6), FOUR, "[S0,S1]")}
     there = DeviceMesh([7, 3], (2,))
     plan = plan_reshard(state, (there, {"*": "[S0,R]"}))
-    assert [move.source_name for move in plan.moves] == ["words", "other"]
     # Device 3 has the left half of the rows that it gets.
-    assert plan.received == {0: 0, 1: 0, 2: 0, 3: 2 * 24, 7: 2 * 48}
+    assert plan.received == {0: 0, 1: 0, 2: 0, 3: 3 * 24, 7: 3 * 48}
+    (tie,) = plan.alike
+    assert [plan.moves[place].target_name for place in tie] == ["head", "other", "words"]
+    assert plan.without_ties(((0, 2),)).received == {0: 0, 1: 0, 2: 0, 3: 2 * 24, 7: 2 * 48}
     got = plan.run(state)
     assert got["head"] is got["words"]
     assert torch.equal(got["head"].to_global(), w.to_global())
@@ -141,8 +143,44 @@ def test_tied_tensors_travel_once():
     assert out["head"].shards[7].data_ptr() != out["words"].shards[7].data_ptr()
     # To other layouts each travels.
     apart = plan_reshard(state, (there, {"words": "[S0,R]", "head": "[R,S0]"}))
-    assert [move.target_name for move in apart.moves] == ["words", "head", "other"]
+    assert apart.alike == ()
     assert torch.equal(apart.run(state)["head"].to_global(), w.to_global())
+
+
+def test_what_is_tied_is_a_fact_of_the_state_dict_that_runs():
+    w = DTensor(torch.arange(24.0).reshape(4, 6), FOUR, "[S0,S1]")
+    other = DTensor(-w.to_global(), FOUR, "[S0,S1]")
+    plans = [plan_reshard({"a": w, "b": b}, (FOUR, {})) for b in (w, other)]
+    assert plans[0] == plans[1]
+    out = DTensor(torch.ones(4, 6), FOUR, "[R,R]")
+    for plan in plans:
+        got = plan.run({"a": w, "b": other})
+        assert torch.equal(got["b"].to_global(), other.to_global())
+        assert plan.run({"b": w, "a": w}, {"a": out, "b": out}) == {"a": out, "b": out}
+        assert torch.equal(out.to_global(), w.to_global())
+        with pytest.raises(LayoutError, match=r"out\['a'\] and out\['b'\] share memory, but"):
+            plan.run({"a": w, "b": other}, {"a": out, "b": out})
+
+
+def test_the_order_of_names_does_not_count():
+    w = Layout(FOUR, "[S0,S1]", (4, 6), "float32")
+    source = {"b": w, "a": w, "step": 1, "epoch": 2}
+    plans = [
+        plan_reshard(dict(order), (FOUR, {}))
+        for order in (source.items(), reversed(source.items()))
+    ]
+    assert plans[0] == plans[1]
+    assert plans[0].digest == plans[1].digest
+
+
+def test_layouts_that_give_each_device_the_same_are_the_same():
+    whole = torch.arange(8.0)
+    flat, grid = DeviceMesh(range(4)), DeviceMesh(range(4), (2, 2), axis_names=("a", "b"))
+    plan = plan_reshard({"w": Layout(flat, "[S0]", (8,), "float32")}, (DeviceMesh([9]), {}))
+    got = plan.run({"w": DTensor(whole, grid, "[S(a,b)]")})
+    assert torch.equal(got["w"].to_global(), whole)
+    with pytest.raises(LayoutError, match=r"'w' is laid out as \[S10\].*in the plan as \[S0\]"):
+        plan.run({"w": DTensor(whole, grid, "[S(b,a)]")})
 
 
 def test_a_plan_is_a_value():
@@ -190,6 +228,22 @@ def test_what_is_refused(says, source, target, options):
     assert says in str(error.value)
 
 
+def _each(tensor: DTensor, made) -> DTensor:
+    """Return a tensor of the same layout with other shards."""
+    return DTensor.from_shards({d: made(s) for d, s in tensor.shards.items()}, tensor.layout)
+
+
+def _freed(shard: torch.Tensor) -> torch.Tensor:
+    copy = shard.clone()
+    copy.untyped_storage().resize_(0)
+    return copy
+
+
+@torch.inference_mode()
+def _of_inference(shard: torch.Tensor) -> torch.Tensor:
+    return torch.zeros(shard.shape)
+
+
 def test_a_state_that_is_not_as_planned_is_refused_before_out_is_touched():
     plan = plan_reshard({"w": Layout(FOUR, "[S0,S1]", (4, 6), "float32")}, (FOUR, {"w": "[R,R]"}))
     out = {"w": DTensor(torch.full((4, 6), 7.0), FOUR, "[R,R]")}
@@ -197,14 +251,26 @@ def test_a_state_that_is_not_as_planned_is_refused_before_out_is_touched():
     for state, says in (
         ({}, "'w' is missing"),
         ({"w": torch.zeros(4, 6)}, "is a Tensor"),
-        ({"w": DTensor(torch.zeros(4, 6).double(), FOUR, "[S0,S1]")}, "of float64"),
-        ({"w": DTensor(torch.zeros(6, 4), FOUR, "[S0,S1]")}, "is (3, 2)"),
+        ({"w": DTensor(torch.zeros(4, 6).double(), FOUR, "[S0,S1]")}, "[4, 6] float64"),
+        ({"w": DTensor(torch.zeros(6, 4), FOUR, "[S0,S1]")}, "of [6, 4]"),
+        ({"w": good, "x": 1}, "the state dict has 'x', which the plan lacks"),
+        ({"w": 3}, "'w' is a int"),
+        ({"w": _each(good, lambda shard: shard.to("meta"))}, "has no memory"),
+        ({"w": _each(good, _freed)}, "has no memory"),
     ):
         with pytest.raises(LayoutError, match="w") as error:
             plan.run(state, out)
         assert says in str(error.value)
-    with pytest.raises(LayoutError, match="missing"):
-        plan.run({"w": good}, {})
+    for given, says in (
+        ({}, "'w' is missing from out"),
+        ({"w": good}, r"out['w'] is laid out as [S0,S1]"),
+        ({**out, "x": good}, "out has 'x', which the plan lacks"),
+        ({"w": _each(out["w"], lambda _: torch.zeros(6).expand(4, 6))}, "share memory, as those"),
+        ({"w": _each(out["w"], _of_inference)}, "was made in inference mode"),
+    ):
+        with pytest.raises(LayoutError) as error:
+            plan.run({"w": good}, given)
+        assert says in str(error.value)
     same = plan_reshard({"w": good.layout}, {"w": good.layout})
     with pytest.raises(LayoutError, match="shares memory"):
         same.run({"w": good}, {"w": good})
@@ -213,7 +279,7 @@ def test_a_state_that_is_not_as_planned_is_refused_before_out_is_touched():
     other = DTensor(torch.ones(4, 6), FOUR, "[S0,S1]")
     given = {"a": good, "b": other}
     once = DTensor(torch.full((4, 6), 7.0), FOUR, "[S0,S1]")
-    with pytest.raises(LayoutError, match=r"out\['a'\] and out\['b'\] share memory; give each"):
+    with pytest.raises(LayoutError, match=r"out\['a'\] and out\['b'\] share memory, but the state"):
         two.run(given, {"a": once, "b": once})
     assert torch.equal(once.to_global(), torch.full((4, 6), 7.0))
     flat = {rank: torch.zeros(12) for rank in range(4)}

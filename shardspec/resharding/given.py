@@ -1,0 +1,324 @@
+"""What a state dict gives to a plan that runs, compared with what it was planned with.
+
+Nothing of the state dict that a plan was made with is taken for granted: tensors may have become
+others since, of another layout or dtype, tied or apart, elsewhere in memory, or none.
+"""
+
+import pickle
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cache, lru_cache
+from typing import NamedTuple, TypeAlias
+
+import torch
+from torch.distributed.tensor import DTensor as TorchDTensor
+
+from shardspec.device_ids import some
+from shardspec.dtensor import DTensor
+from shardspec.errors import LayoutError
+from shardspec.interop.torch_dtensor import local_of
+from shardspec.layout.layout import Layout
+from shardspec.resharding.copies import Groups, StateCopies
+from shardspec.resharding.memory import has_memory, overlaps, overlaps_itself, same_memory
+from shardspec.resharding.state import flat_state, is_plain, plain_key, same_shards, stated_layout
+from shardspec.shards import check_dense
+from shardspec.text import shown
+
+State: TypeAlias = Mapping[str, object]
+
+
+class DeviceGiven(NamedTuple):
+    """What one device has of a state dict that is as the plan says."""
+
+    source: Mapping[str, torch.Tensor]
+    """Shards by the names of the source."""
+    out: Mapping[str, torch.Tensor]
+    """Shards to be filled, by the names of the target."""
+
+
+class Told(NamedTuple):
+    """What a process tells the others of a state dict before anything moves."""
+
+    problem: str
+    """What is not as the plan says; then all else is empty."""
+    values: bytes
+    """Plain values by the names of the target, pickled."""
+    tied: Mapping[int, Groups]
+    """By device, places whose shards of the source are the same memory."""
+    shared: Groups
+    """Places whose shards to be filled are the same memory."""
+
+
+class Given(NamedTuple):
+    """What one process has of a state dict that is as the plan says."""
+
+    devices: Mapping[int, DeviceGiven]
+    names: Sequence[str]
+    """Those of the state dict, in its order."""
+    out: dict[str, object] | None
+    """What is filled, without nesting."""
+    told: Told
+
+
+def given_to(
+    plan: StateCopies, state: State, out: State | None, devices: Sequence[int], *, alone: bool
+) -> Given:
+    """Return what this process gives to a plan for some devices.
+
+    Where its device is `alone` in its process, plain tensors are taken for shards. Raises
+    LayoutError if anything is not as the plan says.
+    """
+    state = flat_state(state)
+    sources = {move.source_name: move.source for move in plan.moves}
+    targets = {move.target_name: move.target for move in plan.moves}
+    values = dict(plan.values)
+    _check_names("the state dict", state, {*sources, *values, *plan.dropped})
+    _check_layouts("", state, sources)
+    for name in values.keys() & state.keys():
+        if not is_plain(state[name]):
+            raise LayoutError(
+                f"{name!r} is a {type(state[name]).__name__}, but was a plain value when the plan "
+                "was made; make the plan with it"
+            )
+    flat_out = None if out is None else flat_state(out)
+    if flat_out is not None:
+        # Plain values of it stay as they are.
+        plain = [n for n in flat_out.keys() - targets.keys() if is_plain(flat_out[n])]
+        _check_names("out", flat_out, {*targets, *plain})
+        _check_layouts("out", flat_out, targets)
+    read: dict[int, dict[str, torch.Tensor]] = {}
+    filled: dict[int, dict[str, torch.Tensor]] = {}
+    for device in devices:
+        read[device] = {
+            name: _shard(name, repr(name), layout, device, state, alone=alone)
+            for name, layout in sources.items()
+            if device in layout.mesh
+        }
+        filled[device] = {
+            name: _writable(name, layout, device, flat_out, alone=alone)
+            for name, layout in targets.items()
+            if flat_out is not None and device in layout.mesh
+        }
+    shared = _shared(plan, read, filled) if flat_out is not None else ()
+    tied = {device: _tied(plan, shards) for device, shards in read.items()}
+    kept = {new: state[name] for name, new in plan.values if name in state}
+    given = {
+        # The values themselves are to lie in memory.
+        device: DeviceGiven({n: s.resolve_conj().resolve_neg() for n, s in shards.items()}, out)
+        for (device, shards), out in zip(read.items(), filled.values(), strict=True)
+    }
+    return Given(given, list(state), flat_out, Told("", pickle.dumps(kept), tied, shared))
+
+
+def _check_names(where: str, values: State, planned: Iterable[str]) -> None:
+    if unknown := sorted(values.keys() - set(planned)):
+        more = f" and {len(unknown) - 1} more" if len(unknown) > 1 else ""
+        raise LayoutError(
+            f"{where} has {shown(unknown[0])}{more}, which the plan lacks; leave it out, or make "
+            "the plan with it"
+        )
+
+
+def _check_layouts(where: str, values: State, planned: Mapping[str, Layout]) -> None:
+    """Compare the layouts that DTensors state with those of the plan."""
+    for name, layout in planned.items():
+        if name in values:
+            value = values[name]
+            stated = value.layout if isinstance(value, DTensor) else stated_layout(name, value)
+            if stated not in (None, layout) and not same_shards(stated, layout):
+                label = f"{where}[{name!r}]" if where else repr(name)
+                raise LayoutError(
+                    f"{label} is laid out as {_layout_text(stated)}, in the plan as "
+                    f"{_layout_text(layout)}; redistribute it, or make the plan with it"
+                )
+
+
+def _layout_text(layout: Layout) -> str:
+    return f"{layout} with ids {some(layout.mesh.ids)}"
+
+
+def _shard(
+    name: str, label: str, layout: Layout, device: int, values: State, *, alone: bool
+) -> torch.Tensor:
+    """Return the shard of a tensor, if it is as the plan says."""
+    if name not in values:
+        where = "the state dict" if label == repr(name) else "out"
+        raise LayoutError(f"tensor {name!r} is missing from {where}")
+    shard: object = values[name]
+    if isinstance(shard, DTensor):
+        shard = shard.shards.get(device)
+    elif isinstance(shard, TorchDTensor):
+        shard = local_of(shard)
+    elif not alone:
+        shard = None
+    if not isinstance(shard, torch.Tensor):
+        raise LayoutError(
+            f"{label} is a {type(values[name]).__name__}; give a DTensor of shardspec or of "
+            "torch, or the shard of this rank as a tensor"
+        )
+    shape, dtype = shape_and_dtype(layout, device)
+    if shard.shape != shape or shard.dtype != dtype:
+        raise LayoutError(
+            f"the shard of {label} on device {device} is {tuple(shard.shape)} of "
+            f"{str(shard.dtype).removeprefix('torch.')}; under {layout} it is {shape} of "
+            f"{layout.dtype}"
+        )
+    try:
+        check_dense(shard)
+    except LayoutError as error:
+        raise LayoutError(f"{label}: {error}") from None
+    if type(shard).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+        raise LayoutError(
+            f"{label} is a {type(shard).__name__}, which is made of other tensors; give these"
+        )
+    if not has_memory(shard):
+        raise LayoutError(
+            f"the shard of {label} on device {device} has no memory: it is on the meta device, or "
+            "its storage was freed; give it values first"
+        )
+    return shard
+
+
+def _writable(name: str, layout: Layout, device: int, out: State, *, alone: bool) -> torch.Tensor:
+    label = f"out[{name!r}]"
+    shard = _shard(name, label, layout, device, out, alone=alone)
+    if shard.is_conj() or shard.is_neg():
+        raise LayoutError(f"{label} is a view that conjugates or negates; give a clone")
+    if shard.is_inference() and not torch.is_inference_mode_enabled():
+        raise LayoutError(f"{label} was made in inference mode; run in it, or give a clone")
+    if overlaps_itself(shard):
+        raise LayoutError(
+            f"elements of {label} share memory, as those of an expanded tensor do; give a clone"
+        )
+    return shard
+
+
+def _tied(plan: StateCopies, shards: Mapping[str, torch.Tensor]) -> Groups:
+    """Return places that go the same way, and whose shards are the same memory."""
+    groups: list[tuple[int, ...]] = []
+    for places in plan.alike:
+        having = {place: shards.get(plan.moves[place].source_name) for place in places}
+        groups += same_memory({n: s for n, s in having.items() if s is not None and s.numel()})
+    return tuple(groups)
+
+
+def _shared(
+    plan: StateCopies,
+    read: Mapping[int, Mapping[str, torch.Tensor]],
+    filled: Mapping[int, Mapping[str, torch.Tensor]],
+) -> Groups:
+    """Return pairs of places whose results are the same memory; refuse all other overlaps.
+
+    They are right if what is written there is the same: copies of one tensor, or tied tensors.
+    """
+    alike = {plan.moves[place].target_name: at for at in plan.alike for place in at}
+    layouts = {move.target_name: move.target for move in plan.moves}
+    shared: set[tuple[int, ...]] = set()
+    flat_read, flat_filled = (
+        {(device, name): shard for device, shards in of.items() for name, shard in shards.items()}
+        for of in (read, filled)
+    )
+    for overlap in overlaps(flat_read, flat_filled):
+        (device, name), (other_device, other) = overlap.written, overlap.other
+        if not overlap.both_written:
+            raise LayoutError(
+                f"out[{name!r}] shares memory with the source, {other!r}; give tensors of its own"
+            )
+        boxes = (layouts[n].intervals(d) for d, n in (overlap.written, overlap.other))
+        tied = name == other or (name in alike and alike[name] == alike.get(other))
+        if not (overlap.same and tied and next(boxes) == next(boxes)):
+            first, second = sorted((name, other))
+            where = "" if name != other else f" of devices {other_device} and {device}"
+            raise LayoutError(
+                f"out[{first!r}] and out[{second!r}] share memory{where}; give each a tensor of "
+                "its own"
+            )
+        if name != other:
+            pair = [n for n in alike[name] if plan.moves[n].target_name in (name, other)]
+            shared.add(tuple(pair))
+    return tuple(sorted(shared))
+
+
+def agreed_values(plan: StateCopies, told: Mapping[int, bytes]) -> dict[str, object]:
+    """Return the plain values, which are the same on all devices that have any.
+
+    `told` holds the values of each device, pickled. Raises LayoutError if some differ, or none is
+    there.
+    """
+    # Equal bytes are equal values, and few differ.
+    dicts: dict[bytes, dict[str, object]] = {}
+    for data in told.values():
+        if data not in dicts:
+            dicts[data] = pickle.loads(data)
+    values: dict[str, object] = {}
+    for name, new in plan.values:
+        having = {peer: dicts[data] for peer, data in told.items() if new in dicts[data]}
+        if not having:
+            raise LayoutError(
+                f"the value {name!r}, which the plan carries, is missing from the state dict"
+            )
+        first = min(having)
+        values[new] = having[first][new]
+        keys: dict[int, object] = {}
+        for peer, found in having.items():
+            if id(found) not in keys:
+                keys[id(found)] = plain_key(found[new])
+            if keys[id(found)] != keys[id(having[first])]:
+                raise LayoutError(
+                    f"{name!r} is {shown(values[new])} on rank {first} and {shown(found[new])} on "
+                    f"rank {peer}; make them equal, or leave it out"
+                )
+    return values
+
+
+def agreed_ties(plan: StateCopies, told: Iterable[Told]) -> Groups:
+    """Return places of tensors that are one in the source: on every device with elements of them.
+
+    Raises LayoutError if tensors of `out` are the same memory somewhere and these are not.
+    """
+    told = list(told)
+    labels = {
+        device: {place: number for number, group in enumerate(groups) for place in group}
+        for one in told
+        for device, groups in one.tied.items()
+    }
+    ties: list[tuple[int, ...]] = []
+    for places in plan.alike:
+        layout = plan.moves[places[0]].source
+        groups = [] if 0 in layout.global_shape else [places]
+        for device in layout.mesh.ids:
+            shape, _ = shape_and_dtype(layout, device)
+            if groups and 0 not in shape:
+                groups = [part for group in groups for part in _parted(group, labels[device])]
+        ties += groups
+    group_of = {place: group for group in ties for place in group}
+    for first, second in sorted({pair for one in told for pair in one.shared}):
+        if second not in group_of.get(first, ()):
+            names = [plan.moves[place].target_name for place in (first, second)]
+            raise LayoutError(
+                f"out[{names[0]!r}] and out[{names[1]!r}] share memory, but the state dict has two "
+                "tensors for them; give each a tensor of its own"
+            )
+    return tuple(ties)
+
+
+def _parted(group: tuple[int, ...], labels: Mapping[int, int]) -> list[tuple[int, ...]]:
+    """Return the parts of a group, two places or more each, that a device sees as one tensor."""
+    parts: dict[int, list[int]] = {}
+    for place in group:
+        if place in labels:
+            parts.setdefault(labels[place], []).append(place)
+    return [tuple(part) for part in parts.values() if len(part) > 1]
+
+
+@cache
+def torch_dtype(name: str) -> torch.dtype:
+    """Return torch's dtype of a name."""
+    dtype = getattr(torch, name)
+    assert isinstance(dtype, torch.dtype), name
+    return dtype
+
+
+@lru_cache(maxsize=4096)
+def shape_and_dtype(layout: Layout, device: int) -> tuple[tuple[int, ...], torch.dtype]:
+    """Return what the shard of a device is like."""
+    return layout.local_shape(device), torch_dtype(layout.dtype)

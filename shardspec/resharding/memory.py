@@ -1,0 +1,150 @@
+"""Which tensors are the same memory, and which overlap, by whatever way they came to it.
+
+Storages do not tell: arrays of numpy, buffers and shared memory make several of one memory. What
+tells is where each element lies.
+"""
+
+from collections.abc import Hashable, Iterator, Mapping
+from operator import itemgetter
+from typing import Final, Generic, NamedTuple, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from shardspec.comm.peer_memory import Region
+
+K = TypeVar("K")
+
+_MAX_WORK: Final = 100_000
+"""Steps of the search for a byte that two strided arrays share; a longer search counts as found."""
+
+
+def memory_of(tensor: torch.Tensor) -> Hashable:
+    """Return a key that tensors share exactly if they are the same elements of the same memory."""
+    return (
+        tensor.device,
+        tensor.data_ptr(),
+        tensor.dtype,
+        tensor.shape,
+        tensor.stride(),
+        tensor.is_conj(),
+        tensor.is_neg(),
+    )
+
+
+def has_memory(tensor: torch.Tensor) -> bool:
+    """Whether all elements lie in memory: not those of the meta device or of a freed storage."""
+    if not tensor.numel():
+        return True
+    if tensor.is_meta:
+        return False
+    size = tensor.nbytes if tensor.is_contiguous() else Region.of(tensor).span
+    start = tensor.storage_offset() * tensor.element_size()
+    return start + size <= tensor.untyped_storage().nbytes()
+
+
+def overlaps_itself(tensor: torch.Tensor) -> bool:
+    """Whether elements of a tensor share memory, as those of an expanded one do.
+
+    Strides of another kind than slices, steps and permutations make count as overlapping.
+    """
+    if not tensor.numel() or tensor.is_contiguous():
+        return False
+    reach = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1:
+            if stride < reach:
+                return True
+            reach += stride * (size - 1)
+    return False
+
+
+class Overlap(NamedTuple, Generic[K]):
+    """Two arrays that have a byte in common, at least one of which is written."""
+
+    written: K
+    other: K
+    both_written: bool
+    same: bool
+    """Whether they are the same elements of the same memory."""
+
+
+class _Span(NamedTuple, Generic[K]):
+    start: int
+    end: int
+    key: K
+    tensor: torch.Tensor
+    written: bool
+
+
+def _spans(tensors: Mapping[K, torch.Tensor], *, written: bool) -> Iterator[_Span[K]]:
+    for key, tensor in tensors.items():
+        if tensor.numel():
+            start = tensor.data_ptr()
+            size = tensor.nbytes if tensor.is_contiguous() else Region.of(tensor).span
+            yield _Span(start, start + size, key, tensor, written)
+
+
+def overlaps(
+    read: Mapping[K, torch.Tensor], written: Mapping[K, torch.Tensor]
+) -> Iterator[Overlap[K]]:
+    """Yield the pairs of tensors that overlap, except those that are both only read."""
+    reached, open_spans = 0, list[_Span[K]]()
+    spans = [*_spans(read, written=False), *_spans(written, written=True)]
+    for span in sorted(spans, key=itemgetter(0)):
+        if span.start >= reached:
+            open_spans = []
+        for earlier in open_spans:
+            if earlier.end <= span.start or not (span.written or earlier.written):
+                continue
+            if _share(earlier.tensor, span.tensor):
+                first, second = (span, earlier) if span.written else (earlier, span)
+                same = memory_of(span.tensor) == memory_of(earlier.tensor)
+                yield Overlap(first.key, second.key, second.written, same)
+        open_spans.append(span)
+        reached = max(reached, span.end)
+
+
+def _share(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two arrays whose spans overlap have a byte in common."""
+    if one.device != other.device:
+        return False
+    if one.is_contiguous() and other.is_contiguous():
+        return True
+    try:
+        # numpy's types allow but two of the numbers that it takes.
+        return np.shares_memory(_array(one), _array(other), max_work=_MAX_WORK)  # type: ignore[arg-type]
+    except np.exceptions.TooHardError:
+        return True
+
+
+class _Interface:
+    """An array at an address, as numpy takes it."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        region = Region.of(tensor)
+        self.__array_interface__ = {
+            "version": 3,
+            "data": (region.address, True),
+            "typestr": f"|V{region.item_bytes}",
+            "shape": region.shape,
+            "strides": region.strides,
+        }
+
+
+def _array(tensor: torch.Tensor) -> npt.NDArray[np.void]:
+    """Return an array over the memory of a tensor, which is only compared, never read."""
+    return np.asarray(_Interface(tensor))
+
+
+def same_memory(tensors: Mapping[K, torch.Tensor]) -> list[tuple[K, ...]]:
+    """Return groups of keys, two or more each, whose tensors are the same memory."""
+    by_address: dict[int, list[K]] = {}
+    for key, tensor in tensors.items():
+        by_address.setdefault(tensor.data_ptr(), []).append(key)
+    groups: dict[Hashable, list[K]] = {}
+    for keys in by_address.values():
+        for key in keys if len(keys) > 1 else ():
+            groups.setdefault(memory_of(tensors[key]), []).append(key)
+    return [tuple(group) for group in groups.values() if len(group) > 1]

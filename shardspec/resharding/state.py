@@ -1,0 +1,126 @@
+"""State dicts in memory: without their nesting, the plain values in them, and stated layouts."""
+
+from collections.abc import Hashable, Mapping
+from enum import Enum, Flag
+from functools import lru_cache
+
+import numpy as np
+
+from shardspec.errors import LayoutError, ShardSpecError
+from shardspec.layout.layout import Layout
+from shardspec.text import shown
+
+
+def flat_state(state: Mapping[str, object]) -> dict[str, object]:
+    """Return a state dict without its nesting, the keys of inner ones behind those of outer ones.
+
+    Raises LayoutError if two values get one name.
+
+    >>> flat_state({"step": 3, "state": {"w": {"lr": 0.1}}})
+    {'step': 3, 'state.w.lr': 0.1}
+    """
+    flat: dict[str, object] = {}
+    for key, value in state.items():
+        inner = flat_state(value) if isinstance(value, Mapping) else {"": value}
+        for name, leaf in inner.items():
+            dotted = f"{key}.{name}" if name else str(key)
+            if dotted in flat:
+                raise LayoutError(
+                    f"two values of the state dict would both be {shown(dotted)}; rename a key"
+                )
+            flat[dotted] = leaf
+    return flat
+
+
+def plain_key(value: object) -> Hashable:
+    """Return a key that two plain values share exactly if they are equal.
+
+    Equal values have one type; NaN equals NaN, and -0.0 differs from 0.0. The order of keys and of
+    sets does not count. Raises TypeError for anything but numbers, texts, bytes, None, members of
+    enumerations, scalars of numpy, and lists, tuples, sets and dicts of these.
+
+    >>> plain_key([0.0, float("nan")]) == plain_key([0.0, float("nan")])
+    True
+    >>> plain_key((1, {"a": 0.0})) == plain_key((1, {"a": -0.0}))
+    False
+    """
+    content: Hashable
+    match value:
+        case Flag():
+            content = value.value
+        case Enum():
+            content = value.name
+        case np.generic():
+            content = repr(value)
+        case float():
+            content = float.__repr__(value)
+        case complex():
+            content = complex.__repr__(value)
+        case None | int() | str() | bytes():
+            content = value
+        case list() | tuple():
+            content = tuple(map(plain_key, value))
+        case set() | frozenset():
+            content = frozenset(map(plain_key, value))
+        case Mapping():
+            content = frozenset((plain_key(key), plain_key(item)) for key, item in value.items())
+        case _:
+            raise TypeError(f"a {type(value).__name__} is not a plain value")
+    return type(value), content
+
+
+def is_plain(value: object) -> bool:
+    """Whether a value is a plain one, of which `plain_key` makes a key.
+
+    >>> is_plain([{"lr": 0.1, "betas": (0.9, 0.99)}]), is_plain([object()])
+    (True, False)
+    """
+    try:
+        plain_key(value)
+    except (TypeError, RecursionError):  # a list that holds itself has no end
+        return False
+    return True
+
+
+def stated_layout(name: str, value: object) -> Layout | None:
+    """Return the layout that a value states: a Layout, or a DTensor of shardspec or of torch.
+
+    Raises LayoutError where torch's has no counterpart among specs.
+    """
+    if isinstance(value, Layout):
+        return value
+    # Plans on paper need no torch.
+    import torch.distributed.tensor as torch_tensor
+
+    from shardspec.dtensor import DTensor
+    from shardspec.interop.torch_dtensor import layout_of
+
+    if isinstance(value, DTensor):
+        return value.layout
+    if not isinstance(value, torch_tensor.DTensor):
+        return None
+    try:
+        return layout_of(value)
+    except ShardSpecError as error:
+        raise LayoutError(f"{name!r}: {error}") from None
+
+
+@lru_cache(maxsize=4096)
+def same_shards(one: Layout, other: Layout) -> bool:
+    """Whether every device holds the same part of the same tensor under both, nothing pending.
+
+    >>> from shardspec import DeviceMesh
+    >>> flat = Layout(DeviceMesh(range(4)), "[S0]", (8,), "f32")
+    >>> grid = DeviceMesh(range(4), (2, 2))
+    >>> [same_shards(flat, Layout(grid, spec, (8,), "f32")) for spec in ("[S01]", "[S10]")]
+    [True, False]
+    """
+    if one == other:
+        return True
+    alike = (one.global_shape, one.dtype) == (other.global_shape, other.dtype)
+    if not alike or one.spec.partials or other.spec.partials:
+        return False
+    ids = set(one.mesh.ids)
+    return ids == set(other.mesh.ids) and all(
+        one.intervals(device) == other.intervals(device) for device in ids
+    )
