@@ -195,6 +195,12 @@ def _apply(function: Map, gradient: Map, shards: Iterable[torch.Tensor]) -> Shar
     return results
 
 
+def alias_of(shard: torch.Tensor) -> torch.Tensor:
+    """Return another tensor of the same storage, which autograd knows as a view."""
+    alias: torch.Tensor = torch.ops.aten.alias.default(shard)
+    return alias
+
+
 def _views(shards: Shards) -> Shards:
     return tuple(shard.view_as(shard) for shard in shards)
 
@@ -212,7 +218,11 @@ def convert(
     *,
     tracked: bool,
 ) -> Mapping[int, torch.Tensor]:
-    """Carry out a plan; a gradient that is tracked is converted back, among the same devices."""
+    """Carry out a plan; a gradient that is tracked is converted back, among the same devices.
+
+    Where nothing moves these are the shards; with a gradient they are views, as a conversion has
+    a gradient of its own, and without grad mode none.
+    """
     source, target = plan.source.mesh, plan.target.mesh
     for step in plan.steps if tracked else ():
         if isinstance(step, ReduceScatter | AllReduce) and step.op not in ("sum", "avg"):
@@ -221,7 +231,7 @@ def convert(
                 "the shards first"
             )
     if not plan.steps or (source == target and not shards):
-        return shards
+        return {d: alias_of(s) if s.requires_grad else s for d, s in shards.items()}
     if set(source.ids) == set(target.ids):
         run, undo = (partial(_run, plan, communicator, back) for back in (False, True))
         there = communicator.on(target).addressable

@@ -71,6 +71,8 @@ def redistribute(
         spec = from_placements(spec, tensor.shape, target)
     ours = DTensor.from_torch(in_our_words(tensor), device_mesh=source)
     result = ours.redistribute(spec, device_mesh=target)
+    if result.layout == ours.layout and torch_mesh == tensor.device_mesh:
+        return result.to_torch()
     outside = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
     shard = next(iter(result.shards.values()), outside)
     return torch_dtensor(shard, result.layout, torch_mesh)

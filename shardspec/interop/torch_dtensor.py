@@ -5,10 +5,11 @@ that hold it, and each addend of a pending sum gets the gradient of the sum. Eac
 pending mean gets an n-th here, where torch hands on the gradient of the mean.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import lru_cache
 from math import prod
+from typing import Any
 
 import torch
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
@@ -16,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh as TorchMesh
 from torch.distributed.tensor import DTensor as TorchDTensor
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardspec.errors import LayoutError, LossyConversionError
 from shardspec.interop.notations import from_placements, to_placements
@@ -88,20 +90,85 @@ def torch_dtensor(
     if shard.dim() == len(shape):  # dims lie in memory as in the shard
         order.sort(key=shard.stride().__getitem__, reverse=True)
     return _from_shard(
-        _with_gradient_times(shard, 1 / prod(means)),
+        shard,
         torch_mesh,
         to_placements(layout.spec, mesh),
         torch.empty_permuted(shape, order, device="meta"),
+        1 / prod(means),
     )
 
 
 def _from_shard(
-    shard: torch.Tensor, mesh: TorchMesh, placements: Sequence[Placement], like: torch.Tensor
+    shard: torch.Tensor,
+    mesh: TorchMesh,
+    placements: Sequence[Placement],
+    like: torch.Tensor,
+    gradient_factor: float = 1,
 ) -> TorchDTensor:
-    shape, stride = like.shape, like.stride()
-    return TorchDTensor.from_local(
-        shard, mesh, placements, run_check=False, shape=shape, stride=stride
+    # torch leaves Function.apply untyped.
+    made: TorchDTensor = _OfShard.apply(  # type: ignore[no-untyped-call]
+        shard, mesh, tuple(placements), like, gradient_factor
     )
+    return made
+
+
+class _OfShard(torch.autograd.Function):
+    """A torch DTensor of a shard; unlike torch's `from_local` it is the shard, not a look-alike.
+
+    The two share a version counter, so that a write to one of them is refused by a backward that
+    needs the other's old values, and the gradient has a gradient, whatever its layout.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,  # noqa: ANN401
+        shard: torch.Tensor,
+        mesh: TorchMesh,
+        placements: tuple[Placement, ...],
+        like: torch.Tensor,
+        factor: float,
+    ) -> torch.Tensor:
+        ctx.placements, ctx.factor = _of_gradient(placements), factor
+        ctx.is_of_leaf = shard.is_leaf and shard.requires_grad
+        ctx.set_materialize_grads(False)
+        made = TorchDTensor.from_local(
+            shard, mesh, placements, run_check=False, shape=like.shape, stride=like.stride()
+        )
+        with _Detaching(made):
+            return shard.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: TorchDTensor | None) -> tuple[torch.Tensor | None, ...]:  # noqa: ANN401
+        if gradient is None:
+            return None, None, None, None, None
+        if gradient.placements != ctx.placements:
+            gradient = gradient.redistribute(placements=ctx.placements)
+        local = local_of(gradient)
+        return local if ctx.factor == 1 else local * ctx.factor, None, None, None, None
+
+
+class _Detaching(TorchDispatchMode):  # type: ignore[no-untyped-call]  # untyped in torch
+    """Let what is detached be another tensor, to which torch then gives the version counter."""
+
+    def __init__(self, stand_in: torch.Tensor) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # untyped in torch
+        self._stand_in = stand_in
+
+    def __torch_dispatch__(
+        self,
+        _func: Callable[..., object],
+        _types: object,
+        _args: Sequence[object] = (),
+        _kwargs: object = None,
+    ) -> torch.Tensor:
+        """Return the other tensor, whatever is called."""
+        return self._stand_in
+
+
+def is_of_leaf(tensor: TorchDTensor) -> bool:
+    """Whether this is, or is a view of, what `torch_dtensor` made of a leaf with a gradient."""
+    node = (tensor if tensor._base is None else tensor._base).grad_fn
+    return getattr(node, "is_of_leaf", False)
 
 
 def in_our_words(tensor: TorchDTensor) -> TorchDTensor:

@@ -125,10 +125,6 @@ def _text(layouts: Sequence[Layout]) -> str:
     return specs[0] if len(specs) == 1 else f"({', '.join(specs)})"
 
 
-_GOING_BACK: Final = (torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad)
-"""These compute gradients, by operations that `shardspec.operations.apply` does not see."""
-
-
 # torch leaves the methods of TorchDispatchMode untyped.
 class ExplainedRefusals(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Where torch refuses an operation on DTensors, say which layouts it would take.
@@ -266,9 +262,6 @@ def apply(function: _Function, args: _Args, kwargs: _Kwargs) -> Any:  # noqa: AN
                     stack.enter_context(sdpa_kernel(SDPBackend.MATH))
                 if _draws(name, args, kwargs):
                     stack.enter_context(_same_numbers(first, kwargs.get("generator")))
-            if function in _GOING_BACK:
-                # torch leaves the constructor untyped.
-                stack.enter_context(ExplainedRefusals())  # type: ignore[no-untyped-call]
             if any(map(is_strided, call.tensors)):
                 stack.enter_context(_RefusedStridedViews(shown))
             result = call.result(call.tensors)
