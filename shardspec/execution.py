@@ -196,7 +196,9 @@ def _apply(function: Map, gradient: Map, shards: Iterable[torch.Tensor]) -> Shar
 
 
 def alias_of(shard: torch.Tensor) -> torch.Tensor:
-    """Return another tensor of the same storage, which autograd knows as a view."""
+    """Return another tensor of the same storage, of which autograd knows as far as it is on."""
+    if not torch.is_grad_enabled():
+        return shard.detach()
     alias: torch.Tensor = torch.ops.aten.alias.default(shard)
     return alias
 
@@ -257,6 +259,14 @@ def with_gradient_reduced(
     """
     run = partial(_run, plan, communicator, False)
     return dict(zip(shards, _apply(_views, run, shards.values()), strict=True))
+
+
+def with_gradient_shared(tensor: torch.Tensor, count: int) -> torch.Tensor:
+    """Return the tensor, or where gradients pass it a view that gets so many times less of them."""
+    if count == 1 or not (tensor.requires_grad and torch.is_grad_enabled()):
+        return tensor
+    share = partial(torch.mul, other=1 / count)
+    return _apply(_views, lambda grads: tuple(map(share, grads)), [tensor])[0]
 
 
 def first_of_copies(shards: Mapping[int, torch.Tensor]) -> torch.Tensor:

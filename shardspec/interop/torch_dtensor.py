@@ -62,11 +62,7 @@ def is_strided(tensor: TorchDTensor) -> bool:
 
 def local_of(tensor: TorchDTensor) -> torch.Tensor:
     """Return this rank's shard: the same storage, and gradients flow back to the DTensor."""
-    local = tensor.to_local(grad_placements=_of_gradient(tensor.placements))
-    if isinstance(local, AsyncCollectiveTensor):
-        local = local.wait()
-    sizes = zip(tensor.device_mesh.shape, tensor.placements, strict=True)
-    return _with_gradient_times(local, prod(size for size, p in sizes if p == Partial("avg")))
+    return _shard_of(tensor, _of_gradient(tensor.placements))
 
 
 def torch_dtensor(
@@ -86,15 +82,8 @@ def torch_dtensor(
             "finish one of them first"
         )
     means = [mesh.shape[int(p.axis)] for p in layout.spec.partials if p.op == "avg"]
-    shape, order = layout.global_shape, list(range(len(layout.global_shape)))
-    if shard.dim() == len(shape):  # dims lie in memory as in the shard
-        order.sort(key=shard.stride().__getitem__, reverse=True)
     return _from_shard(
-        shard,
-        torch_mesh,
-        to_placements(layout.spec, mesh),
-        torch.empty_permuted(shape, order, device="meta"),
-        1 / prod(means),
+        shard, torch_mesh, to_placements(layout.spec, mesh), layout.global_shape, 1 / prod(means)
     )
 
 
@@ -102,22 +91,29 @@ def _from_shard(
     shard: torch.Tensor,
     mesh: TorchMesh,
     placements: Sequence[Placement],
-    like: torch.Tensor,
+    shape: Sequence[int],
     gradient_factor: float = 1,
 ) -> TorchDTensor:
     # torch leaves Function.apply untyped.
     made: TorchDTensor = _OfShard.apply(  # type: ignore[no-untyped-call]
-        shard, mesh, tuple(placements), like, gradient_factor
+        shard, mesh, tuple(placements), torch.Size(shape), gradient_factor
     )
     return made
 
 
-class _OfShard(torch.autograd.Function):
-    """A torch DTensor of a shard; unlike torch's `from_local` it is the shard, not a look-alike.
+def _shard_of(tensor: TorchDTensor, of_gradient: tuple[Placement, ...]) -> torch.Tensor:
+    shard: torch.Tensor = _ToShard.apply(tensor, of_gradient)  # type: ignore[no-untyped-call]
+    return shard
 
-    The two share a version counter, so that a write to one of them is refused by a backward that
-    needs the other's old values, and the gradient has a gradient, whatever its layout.
-    """
+
+# torch's own functions of this kind make tensors with version counters of their own, so that a
+# backward would not see that what it needs was written to, and lose the gradient of a gradient that
+# is in another layout. Shards are independent here, and what is replicated is one tensor there: the
+# gradient of a gradient of addends is a sum over them here, and complete on every device there.
+
+
+class _OfShard(torch.autograd.Function):
+    """A torch DTensor of a shard."""
 
     @staticmethod
     def forward(
@@ -125,26 +121,68 @@ class _OfShard(torch.autograd.Function):
         shard: torch.Tensor,
         mesh: TorchMesh,
         placements: tuple[Placement, ...],
-        like: torch.Tensor,
+        shape: torch.Size,
         factor: float,
     ) -> torch.Tensor:
-        ctx.placements, ctx.factor = _of_gradient(placements), factor
-        ctx.is_of_leaf = shard.is_leaf and shard.requires_grad
+        ctx.placements, ctx.factor, ctx.is_of_leaf = placements, factor, is_of_leaf(shard)
         ctx.set_materialize_grads(False)
-        made = TorchDTensor.from_local(
-            shard, mesh, placements, run_check=False, shape=like.shape, stride=like.stride()
+        order = list(range(len(shape)))
+        if shard.dim() == len(shape):  # dims lie in memory as in the shard
+            order.sort(key=shard.stride().__getitem__, reverse=True)
+        stride = torch.empty_permuted(shape, order, device="meta").stride()
+        return _counted_with(
+            shard,
+            TorchDTensor.from_local(
+                shard, mesh, placements, run_check=False, shape=shape, stride=stride
+            ),
         )
-        with _Detaching(made):
-            return shard.detach()
 
     @staticmethod
     def backward(ctx: Any, gradient: TorchDTensor | None) -> tuple[torch.Tensor | None, ...]:  # noqa: ANN401
         if gradient is None:
             return None, None, None, None, None
-        if gradient.placements != ctx.placements:
-            gradient = gradient.redistribute(placements=ctx.placements)
-        local = local_of(gradient)
-        return local if ctx.factor == 1 else local * ctx.factor, None, None, None, None
+        complete = _of_gradient(ctx.placements)
+        if gradient.placements != complete:
+            gradient = gradient.redistribute(placements=complete)
+        added_up = tuple(Partial() if p.is_partial() else p for p in ctx.placements)
+        shard = _shard_of(gradient, added_up)
+        return shard if ctx.factor == 1 else shard * ctx.factor, None, None, None, None
+
+
+class _ToShard(torch.autograd.Function):
+    """The shard of a torch DTensor, and the placements of its gradient."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,  # noqa: ANN401
+        tensor: TorchDTensor,
+        of_gradient: tuple[Placement, ...],
+    ) -> torch.Tensor:
+        ctx.mesh, ctx.placements, ctx.shape = tensor.device_mesh, of_gradient, tensor.shape
+        sizes = list(zip(tensor.device_mesh.shape, tensor.placements, strict=True))
+        ctx.addends = prod(size for size, p in sizes if p.is_partial())
+        ctx.factor = prod(size for size, p in sizes if p == Partial("avg"))
+        ctx.set_materialize_grads(False)
+        local = tensor.to_local()
+        if isinstance(local, AsyncCollectiveTensor):
+            local = local.wait()
+        return _counted_with(tensor, local.view_as(local))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor | None) -> tuple[torch.Tensor | None, None]:  # noqa: ANN401
+        if gradient is None:
+            return None, None
+        if ctx.factor != 1:
+            gradient = gradient * ctx.factor
+        return _from_shard(gradient, ctx.mesh, ctx.placements, ctx.shape, 1 / ctx.addends), None
+
+
+def _counted_with(tensor: torch.Tensor, alias: torch.Tensor) -> torch.Tensor:
+    """Return another tensor of the same storage, with the version counter of the first."""
+    if alias.is_inference():  # these have none
+        return alias
+    with _Detaching(alias):
+        return tensor.detach()
 
 
 class _Detaching(TorchDispatchMode):  # type: ignore[no-untyped-call]  # untyped in torch
@@ -165,10 +203,11 @@ class _Detaching(TorchDispatchMode):  # type: ignore[no-untyped-call]  # untyped
         return self._stand_in
 
 
-def is_of_leaf(tensor: TorchDTensor) -> bool:
-    """Whether this is, or is a view of, what `torch_dtensor` made of a leaf with a gradient."""
-    node = (tensor if tensor._base is None else tensor._base).grad_fn
-    return getattr(node, "is_of_leaf", False)
+def is_of_leaf(tensor: torch.Tensor) -> bool:
+    """Whether gradients are collected at this, at what it is a view of, or at that one's shard."""
+    base = tensor if tensor._base is None else tensor._base
+    is_leaf = base.requires_grad and base.is_leaf
+    return is_leaf or getattr(base.grad_fn, "is_of_leaf", False)
 
 
 def in_our_words(tensor: TorchDTensor) -> TorchDTensor:
@@ -200,17 +239,7 @@ def in_our_words(tensor: TorchDTensor) -> TorchDTensor:
         return finished
     # torch cannot pass a gradient with a pending sum back to a masked sum; by way of the shard it
     # arrives finished.
-    shard = finished.to_local(grad_placements=_of_gradient(placements))
-    return _from_shard(shard, tensor.device_mesh, placements, finished)
-
-
-def _with_gradient_times(tensor: torch.Tensor, factor: float) -> torch.Tensor:
-    if factor == 1 or not (tensor.requires_grad and torch.is_grad_enabled()):
-        return tensor
-    alias = tensor.view_as(tensor)
-    # torch leaves register_hook untyped.
-    alias.register_hook(lambda gradient: gradient * factor)  # type: ignore[no-untyped-call]
-    return alias
+    return _from_shard(local_of(finished), tensor.device_mesh, placements, finished.shape)
 
 
 def _of_gradient(placements: Sequence[Placement]) -> tuple[Placement, ...]:

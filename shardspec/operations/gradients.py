@@ -6,6 +6,7 @@ Whatever hands a DTensor to autograd hands on its `TensorLike.nodes`, of which t
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from math import prod
 from typing import Any, Final, Self
 
 import torch
@@ -14,6 +15,7 @@ from torch.autograd.graph import register_multi_grad_hook
 from torch.utils.hooks import RemovableHandle
 
 from shardspec.errors import LayoutError
+from shardspec.execution import with_gradient_shared
 from shardspec.operations.tensor import TensorLike
 
 
@@ -25,7 +27,8 @@ class Differentiable(TensorLike):
     def of_gradients(self, gradients: Sequence[torch.Tensor | None]) -> Self | None:
         """Return the gradients of `nodes` as one tensor with nothing pending; None if all are.
 
-        Where some are missing, as of devices whose shards were not used, they are zero.
+        Where some are missing, as of devices whose shards were not used, they are zero. Each
+        addend of a pending reduction has the gradient of all, whose gradient they share.
         """
         own, present = self._own(), [each for each in gradients if each is not None]
         if not present:
@@ -34,9 +37,10 @@ class Differentiable(TensorLike):
             from shardspec.interop.torch_dtensor import in_our_words
 
             return self._wrap(in_our_words(present[0]))
+        addends = prod(self.layout.mesh.shape[int(p.axis)] for p in self.layout.spec.partials)
         shards = {
-            device: torch.zeros_like(shard) if gradient is None else gradient
-            for (device, shard), gradient in zip(own.items(), gradients, strict=True)
+            device: torch.zeros_like(shard) if each is None else with_gradient_shared(each, addends)
+            for (device, shard), each in zip(own.items(), gradients, strict=True)
         }
         layout = self.layout.with_spec(self.layout.spec.without_partial())
         return self._made(layout, self.communicator, shards)
@@ -133,8 +137,11 @@ class Differentiable(TensorLike):
 
     def view_as(self, other: "torch.Tensor | TensorLike") -> Self:
         """Return a view of the shape of another tensor."""
-        if other.shape == self.shape:
-            return self._view(lambda tensor: tensor.view_as(tensor))
+        own = self._own()
+        if own is not None and other.shape == self.shape and self.requires_grad:
+            # By this torch finds out where gradients arrive.
+            views = {device: shard.view_as(shard) for device, shard in own.items()}
+            return self._made(self.layout, self.communicator, views)
         result: Self = self._call(torch.Tensor.view, *other.shape)
         return result
 

@@ -184,13 +184,9 @@ class TensorLike:
 
     def is_leaf_with_gradient(self) -> bool:
         """Whether gradients are collected at the shards that this is, or is a view of."""
-        if any(node.requires_grad and node.is_leaf for node in self.nodes()):
-            return True
-        if self._torch is None:
-            return False
         from shardspec.interop.torch_dtensor import is_of_leaf
 
-        return is_of_leaf(self._torch)
+        return any(map(is_of_leaf, self.nodes()))
 
     def mark_unusable(self, why: str) -> None:
         """Drop shards that were half written when a rank failed; their use raises from now on."""
