@@ -13,6 +13,7 @@ import torch
 
 from shardspec.comm.communicator import Communicator
 from shardspec.comm.process_group import communicator_of
+from shardspec.compiling import outside_graphs
 from shardspec.errors import CommunicatorError, LayoutError
 from shardspec.execution import alias_of, convert, first_of_copies, with_gradient_reduced
 from shardspec.layout.converter import LayoutConverter
@@ -71,6 +72,7 @@ class DTensor(Differentiable):
 
     __slots__ = ()
 
+    @outside_graphs
     def __init__(
         self,
         tensor: torch.Tensor,
@@ -90,6 +92,7 @@ class DTensor(Differentiable):
         super().__init__(layout, chosen, shards)
 
     @classmethod
+    @outside_graphs
     def from_shards(
         cls,
         shards: Mapping[int, torch.Tensor],
@@ -107,6 +110,7 @@ class DTensor(Differentiable):
         return cls._made(layout, chosen, {device: shards[device] for device in here})
 
     @classmethod
+    @outside_graphs
     def from_torch(cls, tensor: torch.Tensor, *, device_mesh: DeviceMesh | None = None) -> Self:
         """Make a DTensor of torch's: the same storage, and gradients flow back.
 
@@ -129,6 +133,7 @@ class DTensor(Differentiable):
         return result
 
     @classmethod
+    @outside_graphs
     def from_local(
         cls,
         local: torch.Tensor | Mapping[int, torch.Tensor],
@@ -180,6 +185,7 @@ class DTensor(Differentiable):
         return self._made(layout_of(tensor, self.device_mesh), self.communicator, None, tensor)
 
     @classmethod
+    @outside_graphs
     def __torch_function__(
         cls,
         function: Callable[..., Any],
@@ -209,6 +215,7 @@ class DTensor(Differentiable):
         devices = ", ".join(map(str, self.communicator.addressable)) or "none"
         return f"DTensor({self.layout}; holds the shards of devices {devices})"
 
+    @outside_graphs
     def to_local(
         self, physical_id: int | None = None, *, grad_spec: SpecLike | None = None
     ) -> torch.Tensor:
@@ -240,6 +247,7 @@ class DTensor(Differentiable):
         plan = LayoutConverter().plan(arriving, arriving.spec.without_partial())
         return with_gradient_reduced(plan, self.communicator, shards)[device]
 
+    @outside_graphs
     def redistribute(
         self, sharding_spec: SpecLike, *, device_mesh: DeviceMesh | None = None
     ) -> "DTensor":
@@ -273,6 +281,7 @@ class DTensor(Differentiable):
         target = Layout(mesh, sharding_spec, self.shape, self.layout.dtype)
         return self.convert(LayoutConverter().plan(self.layout, target))
 
+    @outside_graphs
     def convert(self, plan: ConversionPlan) -> "DTensor":
         """Carry out a plan from this tensor's layout; called, and raises, as `redistribute`."""
         if plan.source != self.layout:
@@ -284,6 +293,7 @@ class DTensor(Differentiable):
         shards = convert(plan, self.communicator, self.shards, tracked=tracked)
         return DTensor.from_shards(shards, plan.target, there)
 
+    @outside_graphs
     def to_global(self) -> torch.Tensor:
         """Return the global tensor, on every rank; pending reductions are finished.
 

@@ -7,6 +7,7 @@ from torch.distributed.device_mesh import DeviceMesh as TorchMesh
 from torch.distributed.tensor import DTensor as TorchDTensor
 from torch.distributed.tensor.placement_types import Placement
 
+from shardspec.compiling import outside_graphs
 from shardspec.dtensor import DTensor
 from shardspec.errors import LayoutError
 from shardspec.interop.notations import from_placements
@@ -15,6 +16,7 @@ from shardspec.layout.layout import SpecLike
 from shardspec.mesh import DeviceMesh
 
 
+@outside_graphs
 def redistribute(
     tensor: torch.Tensor,
     placements_or_spec: Sequence[Placement] | SpecLike,

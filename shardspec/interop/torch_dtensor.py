@@ -206,7 +206,7 @@ class _Detaching(TorchDispatchMode):  # type: ignore[no-untyped-call]  # untyped
 def is_of_leaf(tensor: torch.Tensor) -> bool:
     """Whether gradients are collected at this, at what it is a view of, or at that one's shard."""
     base = tensor if tensor._base is None else tensor._base
-    is_leaf = base.requires_grad and base.is_leaf
+    is_leaf = any(each.requires_grad and each.is_leaf for each in (tensor, base))
     return is_leaf or getattr(base.grad_fn, "is_of_leaf", False)
 
 

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch.autograd.graph import register_multi_grad_hook
 from torch.utils.hooks import RemovableHandle
 
+from shardspec.compiling import outside_graphs
 from shardspec.errors import LayoutError
 from shardspec.execution import with_gradient_shared
 from shardspec.operations.tensor import TensorLike
@@ -24,6 +25,7 @@ class Differentiable(TensorLike):
 
     __slots__ = ()
 
+    @outside_graphs
     def of_gradients(self, gradients: Sequence[torch.Tensor | None]) -> Self | None:
         """Return the gradients of `nodes` as one tensor with nothing pending; None if all are.
 
@@ -135,6 +137,7 @@ class Differentiable(TensorLike):
             node.detach_()
         return self
 
+    @outside_graphs
     def view_as(self, other: "torch.Tensor | TensorLike") -> Self:
         """Return a view of the shape of another tensor."""
         own = self._own()
@@ -145,6 +148,7 @@ class Differentiable(TensorLike):
         result: Self = self._call(torch.Tensor.view, *other.shape)
         return result
 
+    @outside_graphs
     def _view(self, view: Callable[[torch.Tensor], torch.Tensor]) -> Self:
         """Return a view of all elements: of torch's DTensor if there is one, which then knows."""
         if self._torch is not None:

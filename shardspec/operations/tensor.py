@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch.overrides import handle_torch_function
 
 from shardspec.comm.communicator import Communicator
+from shardspec.compiling import outside_graphs
 from shardspec.errors import CommunicatorError, LayoutError
 from shardspec.layout.layout import Layout
 from shardspec.layout.spec import ShardingSpec
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 def _operator(name: str) -> Callable[..., Any]:
     method = getattr(torch.Tensor, name)
 
+    @outside_graphs
     def call(self: "TensorLike", *args: object) -> Any:  # noqa: ANN401
         return self._call(method, *args)
 
@@ -96,6 +98,7 @@ class TensorLike:
         TensorLike.__init__(result, layout, communicator, shards, tensor)
         return result
 
+    @outside_graphs
     def _call(self, function: Callable[..., Any], *args: object, **kwargs: object) -> Any:  # noqa: ANN401
         """Call a function of torch on this and more arguments."""
         return handle_torch_function(function, (self,), self, *args, **kwargs)
@@ -147,6 +150,7 @@ class TensorLike:
     def __iter__(self) -> Iterator[Any]:
         return iter(self._call(torch.Tensor.unbind, 0))
 
+    @outside_graphs
     def nodes(self) -> tuple[torch.Tensor, ...]:
         """Return the tensors that autograd knows this one by; see the class."""
         own = self._own()
@@ -193,6 +197,7 @@ class TensorLike:
         self._torch, self._shards = None, why
 
     @property
+    @outside_graphs
     def shards(self) -> dict[int, torch.Tensor]:
         """The shard of every device that this process holds, by physical id."""
         own = self._own()
@@ -202,6 +207,7 @@ class TensorLike:
 
         return {device: local_of(self.to_torch()) for device in self.communicator.addressable}
 
+    @outside_graphs
     def to_torch(self) -> "TorchDTensor":
         """Return the tensor as torch's: the same storage, and gradients flow back.
 
