@@ -87,8 +87,11 @@ class DTensor(Differentiable):
         chosen = _checked(communicator, device_mesh)
         with torch.no_grad():
             shards = shards_of(tensor, layout, chosen, src_rank)
-        for shard in shards.values():
-            shard.requires_grad_(tensor.requires_grad)
+        # None is a view, of which autograd would know another base.
+        shards = {
+            device: shard.detach().requires_grad_(tensor.requires_grad)
+            for device, shard in shards.items()
+        }
         super().__init__(layout, chosen, shards)
 
     @classmethod
