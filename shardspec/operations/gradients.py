@@ -38,7 +38,8 @@ class Differentiable(TensorLike):
         if own is None:
             from shardspec.interop.torch_dtensor import in_our_words
 
-            return self._wrap(in_our_words(present[0]))
+            theirs: Any = present[0]
+            return self._wrap(in_our_words(theirs))
         addends = prod(self.layout.mesh.shape[int(p.axis)] for p in self.layout.spec.partials)
         shards = {
             device: torch.zeros_like(shard) if each is None else with_gradient_shared(each, addends)
@@ -81,7 +82,7 @@ class Differentiable(TensorLike):
     def retain_grad(self) -> None:
         """Keep the gradient, also where this is not a leaf."""
         for node in self.nodes():
-            node.retain_grad()  # type: ignore[no-untyped-call]  # untyped in torch
+            node.retain_grad()
 
     def register_hook(self, hook: Callable[[Self], Self | None]) -> RemovableHandle:
         """Call a function with each gradient of the tensor; return what takes it away again.
@@ -106,7 +107,11 @@ class Differentiable(TensorLike):
             return nodes[0].register_hook(  # type: ignore[no-untyped-call,no-any-return]
                 lambda gradient: arrived([gradient])
             )
-        return register_multi_grad_hook(nodes, arrived)
+
+        def all_arrived(gradients: Sequence[torch.Tensor | None]) -> None:
+            arrived(gradients)
+
+        return register_multi_grad_hook(nodes, all_arrived)
 
     def register_post_accumulate_grad_hook(self, hook: Callable[[Self], object]) -> RemovableHandle:
         """Call a function with this tensor, a leaf, whenever a gradient was added to `grad`.
@@ -228,7 +233,7 @@ def _listed(value: Any) -> list[Any]:  # noqa: ANN401
 
 def _started(end: Any, start: Any) -> list[tuple[Any, Any]]:  # noqa: ANN401
     """Return what of torch is differentiated, each with the gradient that it starts from."""
-    if isinstance(start, torch.Tensor) and start.dim() and isinstance(end, TensorLike):
+    if isinstance(start, torch.Tensor) and start.dim() and isinstance(end, Differentiable):
         from torch.distributed.tensor import DTensor as TorchDTensor
 
         if not isinstance(start, TorchDTensor):
@@ -236,7 +241,7 @@ def _started(end: Any, start: Any) -> list[tuple[Any, Any]]:  # noqa: ANN401
                 f"backward: a plain tensor of shape {tuple(start.shape)} is the gradient of a "
                 "DTensor; shard or replicate it first, by distribute_tensor"
             )
-        start = type(end).from_torch(start)
+        start = end._wrap(start)
     if not isinstance(end, Differentiable):
         return [(end, start.to_torch() if isinstance(start, TensorLike) else start)]
     if isinstance(start, TensorLike) and start.shape != end.shape:
