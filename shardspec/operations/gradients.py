@@ -6,12 +6,12 @@ Whatever hands a DTensor to autograd hands on its `TensorLike.nodes`, of which t
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from math import prod
 from typing import Any, Final, Self
 
 import torch
 import torch.distributed as dist
-from torch.autograd.graph import register_multi_grad_hook
 from torch.utils.hooks import RemovableHandle
 
 from shardspec.compiling import outside_graphs
@@ -88,12 +88,19 @@ class Differentiable(TensorLike):
         """Call a function with each gradient of the tensor; return what takes it away again.
 
         What the function returns, unless None, is used as the gradient instead. That is a
-        `LayoutError` where this process holds several shards, whose gradients come one by one.
+        `LayoutError` where this process holds several shards, whose gradients come one by one: it
+        is called when all of them have.
         """
         nodes = self.nodes()
+        gradients: dict[int, torch.Tensor] = {}
 
-        def arrived(gradients: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
-            whole = self.of_gradients(gradients)
+        def arrived(number: int, gradient: torch.Tensor) -> torch.Tensor | None:
+            if number in gradients:  # of a backward that did not reach all shards
+                gradients.clear()
+            gradients[number] = gradient
+            if len(gradients) < len(nodes):
+                return None
+            whole = self.of_gradients([gradients.pop(each) for each in range(len(nodes))])
             other = None if whole is None else hook(whole)
             if other is not None and len(nodes) > 1:
                 raise LayoutError(
@@ -102,16 +109,10 @@ class Differentiable(TensorLike):
                 )
             return None if other is None else self.as_gradients(other)[0]
 
-        if len(nodes) == 1:
-            # torch leaves register_hook untyped.
-            return nodes[0].register_hook(  # type: ignore[no-untyped-call,no-any-return]
-                lambda gradient: arrived([gradient])
-            )
-
-        def all_arrived(gradients: Sequence[torch.Tensor | None]) -> None:
-            arrived(gradients)
-
-        return register_multi_grad_hook(nodes, all_arrived)
+        # torch leaves register_hook untyped.
+        return _Handles(
+            [node.register_hook(partial(arrived, number)) for number, node in enumerate(nodes)]  # type: ignore[no-untyped-call]
+        )
 
     def register_post_accumulate_grad_hook(self, hook: Callable[[Self], object]) -> RemovableHandle:
         """Call a function with this tensor, a leaf, whenever a gradient was added to `grad`.

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from shardspec import DeviceMesh, DTensor, ones, redistribute
 from shardspec.errors import LayoutError
 
+AUTOGRAD: Any = torch.autograd  # whose functions are typed for torch's tensors alone
 WHOLE = (torch.arange(15.0) * 0.37).sin().reshape(5, 3).double()
 SPECS = ("[S0,R]", "[R,S1]", "[S1,S0]", "[R,R]")
 CHANGED = "modified by an inplace operation"
@@ -30,10 +31,11 @@ def one_node(_, mesh):
         seen: list[torch.Tensor] = []
         loss = (leaf * leaf).sum() + leaf.redistribute("[R,R]").square().sum()
         loss = loss + leaf.to_global().square().sum()  # a plain number
-        (found,) = torch.autograd.grad(loss, leaf, retain_graph=True)
+        (found,) = AUTOGRAD.grad(loss, leaf, retain_graph=True)
         torch.testing.assert_close(found.to_global(), 6 * WHOLE)
-        leaf.register_hook(lambda gradient, seen=seen: seen.append(gradient.to_global()))
-        done = leaf.register_post_accumulate_grad_hook(
+        hooked: Any = leaf
+        hooked.register_hook(lambda gradient, seen=seen: seen.append(gradient.to_global()))
+        done = hooked.register_post_accumulate_grad_hook(
             lambda tensor, seen=seen: seen.append(tensor.grad.to_global())
         )
         loss.backward(inputs=[leaf], retain_graph=True)
@@ -45,19 +47,19 @@ def one_node(_, mesh):
         torch.testing.assert_close(leaf.grad.to_global(), 9 * WHOLE)
     # Where torch's code waits for gradients of several tensors.
     both, seen = [leaf_on(mesh), leaf_on(mesh, "[R,S0]")], []
-    waiting = torch.autograd.graph.register_multi_grad_hook(both, seen.extend)
-    sum(each.redistribute("[R,R]").to_global().sum() for each in both).backward()
+    waiting = AUTOGRAD.graph.register_multi_grad_hook(both, seen.extend)
+    torch.stack([each.redistribute("[R,R]").to_global().sum() for each in both]).sum().backward()
     assert len(seen) == 2
     waiting.remove()
-    edge = torch.autograd.graph.get_gradient_edge(both[0])
+    edge = AUTOGRAD.graph.get_gradient_edge(both[0])
     loss = both[0].to_global().sum() + (both[0] * 2).sum().to_global()
-    (gradient,) = torch.autograd.grad(loss, edge)
+    (gradient,) = AUTOGRAD.grad(loss, edge)
     assert (gradient == 3).all()
     # Tensors on two meshes.
     line = leaf_on(DeviceMesh(range(4), (4,)))
     other = leaf_on(mesh)
     loss = (line * line).sum().to_global() + (other * other * 2).sum().to_global()
-    for found, times in zip(torch.autograd.grad(loss, [line, other]), (2, 4), strict=True):
+    for found, times in zip(AUTOGRAD.grad(loss, [line, other]), (2, 4), strict=True):
         torch.testing.assert_close(found.to_global(), times * WHOLE)
     # A number of one process gets one as its gradient.
     factor = torch.tensor(3.0, dtype=torch.float64, requires_grad=True)
@@ -92,7 +94,7 @@ def toggles_and_leaves(_, mesh):
     moved = leaf_on(mesh).redistribute("[R,S1]")
     assert (moved + 0).requires_grad
     moved.to_local().mul_(3)
-    (found,) = torch.autograd.grad((moved.detach() * moved).sum(), moved)
+    (found,) = AUTOGRAD.grad((moved.detach() * moved).sum(), moved)
     torch.testing.assert_close(found.to_global(), 3 * WHOLE)
     moved.detach_()
     assert [moved.is_leaf, moved.requires_grad, (moved * 2).requires_grad] == [True, False, False]
@@ -127,23 +129,23 @@ def second_derivatives(_, mesh):
     for spec in SPECS:
         leaf, part = leaf_on(mesh, spec), DTensor(WHOLE, mesh, "[S0,R]")
         whole = leaf.redistribute("[R,R]")
-        (first,) = torch.autograd.grad((whole**3 * part).sum(), leaf, create_graph=True)
+        (first,) = AUTOGRAD.grad((whole**3 * part).sum(), leaf, create_graph=True)
         torch.testing.assert_close(first.to_global(), 3 * WHOLE**3)
-        (second,) = torch.autograd.grad((first * first).sum(), leaf)
+        (second,) = AUTOGRAD.grad((first * first).sum(), leaf)
         torch.testing.assert_close(second.to_global(), 36 * WHOLE**5)
         total = (leaf * leaf).sum()  # pending
         loss = (total * total).to_global() + total.to_global() ** 2
-        (first,) = torch.autograd.grad(loss, leaf, create_graph=True)
+        (first,) = AUTOGRAD.grad(loss, leaf, create_graph=True)
         torch.testing.assert_close(first.to_global(), 8 * square * WHOLE)
-        (second,) = torch.autograd.grad(first.to_global().square().sum(), leaf)
+        (second,) = AUTOGRAD.grad(first.to_global().square().sum(), leaf)
         torch.testing.assert_close(second.to_global(), 384 * square**2 * WHOLE)
     leaf = leaf_on(mesh)
 
-    def again(tensor: DTensor) -> torch.Tensor:
+    def again(tensor: DTensor) -> Any:
         return (tensor.redistribute("[R,S0]").exp() * tensor).sum().to_global()
 
-    loss: Any = checkpoint(again, leaf, use_reentrant=False)
-    loss.backward()
+    checked: Any = checkpoint(again, leaf, use_reentrant=False)
+    checked.backward()
     assert leaf.grad is not None
     torch.testing.assert_close(leaf.grad.to_global(), (WHOLE + 1) * WHOLE.exp())
 
@@ -196,7 +198,7 @@ def gradients(loss: Any, tensors: list[Any]) -> list[Any] | None:
     if not loss.requires_grad:
         return [None] * len(tensors)
     try:
-        return [*torch.autograd.grad(loss, tensors, allow_unused=True, create_graph=True)]
+        return [*AUTOGRAD.grad(loss, tensors, allow_unused=True, create_graph=True)]
     except RuntimeError as error:
         if CHANGED not in str(error):
             raise
@@ -262,15 +264,15 @@ STEPS: list[Callable[[random.Random, Pair, Pair], Pair | None]] = [
 def compiled(_, mesh):
     """The compiler leaves conversions and operators alone, or refuses them, on all ranks alike."""
 
-    def converted(tensor: DTensor) -> DTensor:
+    def converted(tensor: DTensor) -> Any:
         return (tensor.redistribute("[R,S1]") * 2 + torch.exp(tensor * 0)) - 1
 
-    def made(tensor: DTensor) -> torch.Tensor:
+    def made(tensor: DTensor) -> Any:
         one = ones(5, 3, device_mesh=mesh, sharding_spec="[S1,R]", dtype=torch.float64)
         again = DTensor.from_local(tensor.to_local(), mesh, "[S0,R]", global_shape=(5, 3))
         return (again.to_global() * 2) * one.to_global()
 
-    def theirs(tensor: DTensor) -> torch.Tensor:
+    def theirs(tensor: DTensor) -> Any:
         return redistribute(tensor.to_torch(), [Replicate(), Replicate()]).to_local() * 2
 
     for function in (converted, made, theirs):
