@@ -7,19 +7,27 @@ same box must receive the same gradient. They do where every rank computes the s
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
 from shardspec.comm.communicator import Communicator
 from shardspec.comm.process_group import communicator_of
+from shardspec.compiling import outside_graphs
 from shardspec.errors import CommunicatorError, LayoutError
-from shardspec.execution import convert, first_of_copies, telling, with_gradient_reduced
+from shardspec.execution import (
+    alias_of,
+    convert,
+    first_of_copies,
+    telling,
+    with_gradient_reduced,
+)
 from shardspec.layout.converter import LayoutConverter
 from shardspec.layout.layout import Layout, SpecLike
 from shardspec.layout.plan import ConversionPlan
 from shardspec.layout.spec import ShardingSpec
 from shardspec.mesh import DeviceMesh
+from shardspec.operations.gradients import GOING_BACK, Differentiable, go_back
 from shardspec.operations.tensor import TensorLike
 from shardspec.shards import added_up, check_dense, check_shards, facts_of, new_layout, shards_of
 
@@ -27,7 +35,7 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor as TorchDTensor
 
 
-class DTensor(TensorLike):
+class DTensor(Differentiable):
     """A tensor that is sharded over a mesh.
 
     In a job, torch's functions, methods and operators work on it, forward and backward: it becomes
@@ -70,6 +78,7 @@ class DTensor(TensorLike):
 
     __slots__ = ()
 
+    @outside_graphs
     def __init__(
         self,
         tensor: torch.Tensor,
@@ -84,17 +93,21 @@ class DTensor(TensorLike):
             check_dense(tensor)
             layout = new_layout(device_mesh, sharding_spec, tensor.shape, tensor.dtype)
             shards = shards_of(tensor, layout, chosen, src_rank)
-        for shard in shards.values():
-            shard.requires_grad_(tensor.requires_grad)
+        # None is a view, of which autograd would know another base.
+        shards = {
+            device: shard.detach().requires_grad_(tensor.requires_grad)
+            for device, shard in shards.items()
+        }
         super().__init__(layout, chosen, shards)
 
     @classmethod
+    @outside_graphs
     def from_shards(
         cls,
         shards: Mapping[int, torch.Tensor],
         layout: Layout,
         communicator: Communicator | None = None,
-    ) -> "DTensor":
+    ) -> Self:
         """Put the shards of this process, by physical id, under a layout, without a copy.
 
         Other ranks are not asked. A `LayoutError` says that a shard is missing, or that its shape
@@ -106,21 +119,8 @@ class DTensor(TensorLike):
         return cls._made(layout, chosen, {device: shards[device] for device in here})
 
     @classmethod
-    def _made(
-        cls,
-        layout: Layout,
-        communicator: Communicator,
-        shards: dict[int, torch.Tensor] | None,
-        tensor: "TorchDTensor | None" = None,
-    ) -> "DTensor":
-        result = cls.__new__(cls)
-        TensorLike.__init__(result, layout, communicator, shards, tensor)
-        return result
-
-    @classmethod
-    def from_torch(
-        cls, tensor: torch.Tensor, *, device_mesh: DeviceMesh | None = None
-    ) -> "DTensor":
+    @outside_graphs
+    def from_torch(cls, tensor: torch.Tensor, *, device_mesh: DeviceMesh | None = None) -> Self:
         """Make a DTensor of torch's: the same storage, and gradients flow back.
 
         A rank outside the mesh gets a tensor without shards. `device_mesh` is its mesh with links
@@ -142,6 +142,7 @@ class DTensor(TensorLike):
         return result
 
     @classmethod
+    @outside_graphs
     def from_local(
         cls,
         local: torch.Tensor | Mapping[int, torch.Tensor],
@@ -185,15 +186,16 @@ class DTensor(TensorLike):
         check_shards(layout, facts)
         return cls._made(layout, chosen, {device: shards[device] for device in here})
 
-    def _wrap(self, tensor: "TorchDTensor") -> "DTensor":
+    def _wrap(self, tensor: "TorchDTensor") -> Self:
         from shardspec.interop.torch_dtensor import is_strided, layout_of
 
         if is_strided(tensor):
             # torch splits strided shards by a rule of its own where they are uneven.
-            return DTensor.from_torch(tensor, device_mesh=self.device_mesh)
+            return self.from_torch(tensor, device_mesh=self.device_mesh)
         return self._made(layout_of(tensor, self.device_mesh), self.communicator, None, tensor)
 
     @classmethod
+    @outside_graphs
     def __torch_function__(
         cls,
         function: Callable[..., Any],
@@ -204,30 +206,15 @@ class DTensor(TensorLike):
         """Carry out a torch function that has a DTensor among its arguments."""
         if not all(issubclass(kind, TensorLike | torch.Tensor) for kind in types):
             return NotImplemented
+        if function in GOING_BACK:
+            return go_back(function, args, kwargs or {})
         from shardspec.operations.apply import apply
 
         return apply(function, args, kwargs or {})
 
-    @property
-    def grad(self) -> "DTensor | None":
-        """Gradients of the shards, with nothing pending; None if absent.
-
-        Where the tensor was made of torch's, its gradient in torch's layout.
-        """
-        own = self._own()
-        if own is None:
-            theirs = _grad_of(self.to_torch())
-            mesh = self.device_mesh
-            return None if theirs is None else DTensor.from_torch(theirs, device_mesh=mesh)
-        grads = {d: grad for d, shard in own.items() if (grad := _grad_of(shard)) is not None}
-        if len(grads) < len(own) or not grads:
-            return None
-        layout = self.layout.with_spec(self.layout.spec.without_partial())
-        return DTensor.from_shards(grads, layout, self.communicator)
-
     def __reduce__(self) -> tuple[object, ...]:
         # Only leaves can be copied.
-        leaf = self._own() is None and self._torch is not None and self._torch.is_leaf
+        leaf = self._own() is None and self.is_leaf
         shards = {
             device: shard.detach().requires_grad_(shard.requires_grad) if leaf else shard
             for device, shard in self.shards.items()
@@ -238,6 +225,7 @@ class DTensor(TensorLike):
         devices = ", ".join(map(str, self.communicator.addressable)) or "none"
         return f"DTensor({self.layout}; holds the shards of devices {devices})"
 
+    @outside_graphs
     def to_local(
         self, physical_id: int | None = None, *, grad_spec: SpecLike | None = None
     ) -> torch.Tensor:
@@ -269,6 +257,7 @@ class DTensor(TensorLike):
         plan = LayoutConverter().plan(arriving, arriving.spec.without_partial())
         return with_gradient_reduced(plan, self.communicator, shards)[device]
 
+    @outside_graphs
     def redistribute(
         self, sharding_spec: SpecLike, *, device_mesh: DeviceMesh | None = None
     ) -> "DTensor":
@@ -303,16 +292,20 @@ class DTensor(TensorLike):
             target = Layout(mesh, sharding_spec, self.shape, self.layout.dtype)
             return self.convert(LayoutConverter().plan(self.layout, target))
 
+    @outside_graphs
     def convert(self, plan: ConversionPlan) -> "DTensor":
         """Carry out a plan from this tensor's layout; called, and raises, as `redistribute`."""
         if plan.source != self.layout:
             raise LayoutError(f"the plan starts from {plan.source}, but this is {self.layout}")
         with telling(self.communicator, plan.source.mesh, plan.target.mesh):
+            if plan.source == plan.target and self._torch is not None:
+                return self._view(alias_of)
             there = self.communicator.on(plan.target.mesh)
             tracked = torch.is_grad_enabled() and self.requires_grad
             shards = convert(plan, self.communicator, self.shards, tracked=tracked)
             return DTensor.from_shards(shards, plan.target, there)
 
+    @outside_graphs
     def to_global(self) -> torch.Tensor:
         """Return the global tensor, on every rank; pending reductions are finished.
 
@@ -339,11 +332,6 @@ def distribute_tensor(
     DTensor([S0] of [5] float32 on 2; holds the shards of devices 0, 1)
     """
     return DTensor(tensor, device_mesh, sharding_spec, src_rank=src_rank, communicator=communicator)
-
-
-def _grad_of(tensor: torch.Tensor) -> torch.Tensor | None:
-    # torch warns where the gradient of another tensor is asked for.
-    return tensor.grad if tensor.is_leaf or tensor.retains_grad else None
 
 
 def _checked(

@@ -210,6 +210,14 @@ def _apply(function: Map, gradient: Map, shards: Iterable[torch.Tensor]) -> Shar
     return results
 
 
+def alias_of(shard: torch.Tensor) -> torch.Tensor:
+    """Return another tensor of the same storage, of which autograd knows as far as it is on."""
+    if not torch.is_grad_enabled():
+        return shard.detach()
+    alias: torch.Tensor = torch.ops.aten.alias.default(shard)
+    return alias
+
+
 def _views(shards: Shards) -> Shards:
     return tuple(shard.view_as(shard) for shard in shards)
 
@@ -227,7 +235,11 @@ def convert(
     *,
     tracked: bool,
 ) -> Mapping[int, torch.Tensor]:
-    """Carry out a plan; a gradient that is tracked is converted back, among the same devices."""
+    """Carry out a plan; a gradient that is tracked is converted back, among the same devices.
+
+    Where nothing moves these are the shards; with a gradient they are views, as a conversion has
+    a gradient of its own, and without grad mode none.
+    """
     source, target = plan.source.mesh, plan.target.mesh
     for step in plan.steps if tracked else ():
         if isinstance(step, ReduceScatter | AllReduce) and step.op not in ("sum", "avg"):
@@ -236,7 +248,7 @@ def convert(
                 "the shards first"
             )
     if not plan.steps or (source == target and not shards):
-        return shards
+        return {d: alias_of(s) if s.requires_grad else s for d, s in shards.items()}
     if set(source.ids) == set(target.ids):
         run, undo = (partial(_run, plan, communicator, back) for back in (False, True))
         there = communicator.on(target).addressable
@@ -262,6 +274,14 @@ def with_gradient_reduced(
     """
     run = partial(_run, plan, communicator, False)
     return dict(zip(shards, _apply(_views, run, shards.values()), strict=True))
+
+
+def with_gradient_shared(tensor: torch.Tensor, count: int) -> torch.Tensor:
+    """Return the tensor, or where gradients pass it a view that gets so many times less of them."""
+    if count == 1 or not (tensor.requires_grad and torch.is_grad_enabled()):
+        return tensor
+    share = partial(torch.mul, other=1 / count)
+    return _apply(_views, lambda grads: tuple(map(share, grads)), [tensor])[0]
 
 
 def first_of_copies(shards: Mapping[int, torch.Tensor]) -> torch.Tensor:

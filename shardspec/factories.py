@@ -19,6 +19,7 @@ import torch
 from shardspec.boxes import Box, box_shape
 from shardspec.comm.communicator import Communicator
 from shardspec.comm.process_group import communicator_of
+from shardspec.compiling import outside_graphs
 from shardspec.dtensor import DTensor
 from shardspec.dtypes import dtype_name
 from shardspec.errors import DTypeError, LayoutError
@@ -53,6 +54,7 @@ class Options(TypedDict, total=False):
     communicator: Communicator | None
 
 
+@outside_graphs
 def _made(
     size: Sequence[_Size],
     fill: Callable[[Box, torch.Tensor], object],
@@ -209,6 +211,7 @@ def randn(
     return _random(size, lambda _: normal, generator, options)
 
 
+@outside_graphs
 def _random(
     size: Sequence[_Size],
     numbers_of: Callable[[int], Callable[[Words], Numbers]],

@@ -8,6 +8,7 @@ from torch.distributed.tensor import DTensor as TorchDTensor
 from torch.distributed.tensor.placement_types import Placement
 
 from shardspec.comm.process_group import communicator_of
+from shardspec.compiling import outside_graphs
 from shardspec.dtensor import DTensor
 from shardspec.errors import LayoutError
 from shardspec.execution import telling
@@ -17,6 +18,7 @@ from shardspec.layout.layout import SpecLike
 from shardspec.mesh import DeviceMesh
 
 
+@outside_graphs
 def redistribute(
     tensor: torch.Tensor,
     placements_or_spec: Sequence[Placement] | SpecLike,
@@ -74,6 +76,8 @@ def redistribute(
             spec = from_placements(spec, tensor.shape, target)
         ours = DTensor.from_torch(in_our_words(tensor), device_mesh=source)
         result = ours.redistribute(spec, device_mesh=target)
+    if result.layout == ours.layout and torch_mesh == tensor.device_mesh:
+        return result.to_torch()
     outside = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
     shard = next(iter(result.shards.values()), outside)
     return torch_dtensor(shard, result.layout, torch_mesh)

@@ -2,6 +2,7 @@
 
 from itertools import product
 from math import prod
+from typing import Any
 
 import pytest
 import torch
@@ -30,6 +31,9 @@ def pairs_on(mesh: DeviceMesh) -> list[tuple[ShardingSpec, ShardingSpec]]:
     specs.sort(key=str)
     pairs = list(product(specs, specs))
     return pairs if mesh.ndim < 3 else pairs[::53]
+
+
+AUTOGRAD: Any = torch.autograd  # whose functions are typed for torch's tensors alone
 
 
 def loss_of(whole: torch.Tensor) -> torch.Tensor:
@@ -224,3 +228,97 @@ def test_a_gradient_may_arrive_as_a_mean():
     wanted = DTensor(expected_gradient(), MESH, "[S0,R]")
     for device in MESH.ids:
         torch.testing.assert_close(grad.shards[device], wanted.shards[device])
+
+
+def test_a_tensor_is_what_its_gradient_is_asked_for_and_hooked_at():
+    """On a simulated mesh, where several shards make up one tensor."""
+    leaf = DTensor(WHOLE.clone().requires_grad_(), MESH, "[S0,S1]")
+    middle = leaf.redistribute("[R,S0]")
+    middle.retain_grad()
+    seen: list[tuple[str, DTensor]] = []
+    leaf.register_hook(lambda gradient: seen.append(("leaf", gradient)))
+    middle.register_hook(lambda gradient: seen.append(("middle", gradient)))
+    done = leaf.register_post_accumulate_grad_hook(lambda tensor: seen.append(("done", tensor)))
+    loss = leaf.to_global().square().sum() + middle.to_global().square().sum()
+    for found, times in zip(
+        AUTOGRAD.grad(loss, [leaf, middle], retain_graph=True), (4, 2), strict=True
+    ):
+        torch.testing.assert_close(found.to_global(), times * WHOLE)
+    assert [name for name, _ in seen] == ["middle", "leaf"]
+    loss.backward(inputs=[leaf], retain_graph=True)
+    done.remove()
+    loss.backward()
+    assert [name for name, _ in seen[2:]] == ["middle", "leaf", "done", "middle", "leaf"]
+    assert seen[4][1] is leaf
+    for name, gradient in seen[:2] + seen[5:]:
+        torch.testing.assert_close(gradient.to_global(), {"middle": 2, "leaf": 4}[name] * WHOLE)
+    assert leaf.grad is not None
+    assert middle.grad is not None
+    torch.testing.assert_close(leaf.grad.to_global(), 8 * WHOLE)
+    torch.testing.assert_close(middle.grad.to_global(), 6 * WHOLE)  # torch keeps a sum
+    leaf.grad = None
+    assert leaf.grad is None
+    assert [leaf.is_leaf, middle.is_leaf, middle.retains_grad] == [True, False, True]
+    assert not middle.detach().requires_grad
+    assert middle.requires_grad
+    leaf.register_hook(lambda gradient: gradient)
+    with pytest.raises(LayoutError, match=r"a hook cannot replace .* 6 shards"):
+        leaf.to_global().sum().backward()
+
+
+def test_what_was_not_used_has_no_gradient_or_zeros():
+    used, unused = (DTensor(WHOLE.clone().requires_grad_(), MESH, "[S0,R]") for _ in range(2))
+    loss = (used.to_global() ** 2).sum()
+    both = [used, unused]
+    with pytest.raises(RuntimeError, match="not have been used"):
+        AUTOGRAD.grad(loss, both, retain_graph=True)
+    (first, nothing) = AUTOGRAD.grad(loss, both, allow_unused=True, retain_graph=True)
+    assert nothing is None
+    torch.testing.assert_close(first.to_global(), 2 * WHOLE)
+    (_, zeros) = AUTOGRAD.grad(loss, both, materialize_grads=True)
+    assert not zeros.to_global().any()
+    # Devices whose shards were not used have zeros where others have a gradient.
+    used.to_local(3).sum().backward()
+    assert used.grad is not None
+    assert used.grad.to_global().sum(1).tolist() == [5, 5, 5, 5, 0, 0, 0]
+
+
+def test_a_gradient_starts_from_a_tensor_of_another_layout():
+    leaf = DTensor(WHOLE.clone().requires_grad_(), MESH, "[S0,R]")
+    moved = leaf.redistribute("[R,S01]")
+    start = DTensor(2 * WHOLE, MESH, "[S1,R]")
+    moved.backward(start, retain_graph=True)
+    AUTOGRAD.backward([moved], [start])
+    assert leaf.grad is not None
+    torch.testing.assert_close(leaf.grad.to_global(), 4 * WHOLE)
+    with pytest.raises(RuntimeError, match="only for scalar outputs"):
+        leaf.redistribute("[R,S0]").backward()
+    with pytest.raises(LayoutError, match=r"plain tensor of shape \(7, 5\)"):
+        leaf.redistribute("[R,S0]").backward(WHOLE)
+
+
+@pytest.mark.parametrize("target", ["[S0,R]", "[R,S0]"])
+def test_a_conversion_is_a_step_of_its_own_whether_or_not_anything_moves(target):
+    leaf = DTensor(WHOLE.clone().requires_grad_(), MESH, "[S0,R]")
+    moved = leaf.redistribute(target)
+    loss = leaf.to_global().sum() + (3 * moved.to_global()).sum()
+    of_leaf, of_moved = AUTOGRAD.grad(loss, [leaf, moved])
+    assert (of_leaf.to_global() == 4).all()
+    assert (of_moved.to_global() == 3).all()
+    with torch.no_grad():
+        assert not leaf.redistribute(target).requires_grad
+
+
+@pytest.mark.parametrize("op", ["sum", "avg"])
+def test_the_gradient_of_a_gradient_of_addends(op):
+    """The gradient is one tensor, of which every addend's is a copy: (t²)² over the whole t."""
+    addends = {d: (WHOLE * (i + 1)).requires_grad_() for i, d in enumerate(MESH.ids)}
+    tensor = DTensor.from_local(addends, MESH, f"[R,R|P{op}01]")
+    share = 1 / 6 if op == "avg" else 1
+    total = 21 * share * WHOLE
+    square = total.square().sum()
+    loss = tensor.to_global().square().sum() ** 2
+    (first,) = AUTOGRAD.grad(loss, tensor, create_graph=True)
+    torch.testing.assert_close(first.to_global(), share * 4 * square * total)
+    (second,) = AUTOGRAD.grad(first.to_global().square().sum(), tensor)
+    torch.testing.assert_close(second.to_global(), share**3 * 96 * square**2 * total)

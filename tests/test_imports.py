@@ -18,7 +18,7 @@ ROOT = Path(shardspec.__file__).parent
 LAYERS = [
     {"text"},
     {"errors"},
-    {"input_files"},
+    {"compiling", "input_files"},
     {"boxes", "device_ids", "dtypes", "renamed"},
     {"copies"},
     {"job"},
@@ -50,6 +50,7 @@ WITH_TENSORS = {
     "shardspec.interop.torch_dtensor",
     "shardspec.job",
     "shardspec.operations.apply",
+    "shardspec.operations.gradients",
     "shardspec.operations.tensor",
     "shardspec.parallel.distribute",
     "shardspec.parallel.rules",

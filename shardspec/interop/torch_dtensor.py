@@ -5,10 +5,11 @@ that hold it, and each addend of a pending sum gets the gradient of the sum. Eac
 pending mean gets an n-th here, where torch hands on the gradient of the mean.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import lru_cache
 from math import prod
+from typing import Any
 
 import torch
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
@@ -16,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh as TorchMesh
 from torch.distributed.tensor import DTensor as TorchDTensor
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardspec.errors import LayoutError, LossyConversionError
 from shardspec.interop.notations import from_placements, to_placements
@@ -60,11 +62,7 @@ def is_strided(tensor: TorchDTensor) -> bool:
 
 def local_of(tensor: TorchDTensor) -> torch.Tensor:
     """Return this rank's shard: the same storage, and gradients flow back to the DTensor."""
-    local = tensor.to_local(grad_placements=_of_gradient(tensor.placements))
-    if isinstance(local, AsyncCollectiveTensor):
-        local = local.wait()
-    sizes = zip(tensor.device_mesh.shape, tensor.placements, strict=True)
-    return _with_gradient_times(local, prod(size for size, p in sizes if p == Partial("avg")))
+    return _shard_of(tensor, _of_gradient(tensor.placements))
 
 
 def torch_dtensor(
@@ -84,24 +82,132 @@ def torch_dtensor(
             "finish one of them first"
         )
     means = [mesh.shape[int(p.axis)] for p in layout.spec.partials if p.op == "avg"]
-    shape, order = layout.global_shape, list(range(len(layout.global_shape)))
-    if shard.dim() == len(shape):  # dims lie in memory as in the shard
-        order.sort(key=shard.stride().__getitem__, reverse=True)
     return _from_shard(
-        _with_gradient_times(shard, 1 / prod(means)),
-        torch_mesh,
-        to_placements(layout.spec, mesh),
-        torch.empty_permuted(shape, order, device="meta"),
+        shard, torch_mesh, to_placements(layout.spec, mesh), layout.global_shape, 1 / prod(means)
     )
 
 
 def _from_shard(
-    shard: torch.Tensor, mesh: TorchMesh, placements: Sequence[Placement], like: torch.Tensor
+    shard: torch.Tensor,
+    mesh: TorchMesh,
+    placements: Sequence[Placement],
+    shape: Sequence[int],
+    gradient_factor: float = 1,
 ) -> TorchDTensor:
-    shape, stride = like.shape, like.stride()
-    return TorchDTensor.from_local(
-        shard, mesh, placements, run_check=False, shape=shape, stride=stride
+    # torch leaves Function.apply untyped.
+    made: TorchDTensor = _OfShard.apply(  # type: ignore[no-untyped-call]
+        shard, mesh, tuple(placements), torch.Size(shape), gradient_factor
     )
+    return made
+
+
+def _shard_of(tensor: TorchDTensor, of_gradient: tuple[Placement, ...]) -> torch.Tensor:
+    shard: torch.Tensor = _ToShard.apply(tensor, of_gradient)  # type: ignore[no-untyped-call]
+    return shard
+
+
+# torch's own functions of this kind make tensors with version counters of their own, so that a
+# backward would not see that what it needs was written to, and lose the gradient of a gradient that
+# is in another layout. Shards are independent here, and what is replicated is one tensor there: the
+# gradient of a gradient of addends is a sum over them here, and complete on every device there.
+
+
+class _OfShard(torch.autograd.Function):
+    """A torch DTensor of a shard."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,  # noqa: ANN401
+        shard: torch.Tensor,
+        mesh: TorchMesh,
+        placements: tuple[Placement, ...],
+        shape: torch.Size,
+        factor: float,
+    ) -> torch.Tensor:
+        ctx.placements, ctx.factor, ctx.is_of_leaf = placements, factor, is_of_leaf(shard)
+        ctx.set_materialize_grads(False)
+        order = list(range(len(shape)))
+        if shard.dim() == len(shape):  # dims lie in memory as in the shard
+            order.sort(key=shard.stride().__getitem__, reverse=True)
+        stride = torch.empty_permuted(shape, order, device="meta").stride()
+        return _counted_with(
+            shard,
+            TorchDTensor.from_local(
+                shard, mesh, placements, run_check=False, shape=shape, stride=stride
+            ),
+        )
+
+    @staticmethod
+    def backward(ctx: Any, gradient: TorchDTensor | None) -> tuple[torch.Tensor | None, ...]:  # noqa: ANN401
+        if gradient is None:
+            return None, None, None, None, None
+        complete = _of_gradient(ctx.placements)
+        if gradient.placements != complete:
+            gradient = gradient.redistribute(placements=complete)
+        added_up = tuple(Partial() if p.is_partial() else p for p in ctx.placements)
+        shard = _shard_of(gradient, added_up)
+        return shard if ctx.factor == 1 else shard * ctx.factor, None, None, None, None
+
+
+class _ToShard(torch.autograd.Function):
+    """The shard of a torch DTensor, and the placements of its gradient."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,  # noqa: ANN401
+        tensor: TorchDTensor,
+        of_gradient: tuple[Placement, ...],
+    ) -> torch.Tensor:
+        ctx.mesh, ctx.placements, ctx.shape = tensor.device_mesh, of_gradient, tensor.shape
+        sizes = list(zip(tensor.device_mesh.shape, tensor.placements, strict=True))
+        ctx.addends = prod(size for size, p in sizes if p.is_partial())
+        ctx.factor = prod(size for size, p in sizes if p == Partial("avg"))
+        ctx.set_materialize_grads(False)
+        local = tensor.to_local()
+        if isinstance(local, AsyncCollectiveTensor):
+            local = local.wait()
+        return _counted_with(tensor, local.view_as(local))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor | None) -> tuple[torch.Tensor | None, None]:  # noqa: ANN401
+        if gradient is None:
+            return None, None
+        if ctx.factor != 1:
+            gradient = gradient * ctx.factor
+        return _from_shard(gradient, ctx.mesh, ctx.placements, ctx.shape, 1 / ctx.addends), None
+
+
+def _counted_with(tensor: torch.Tensor, alias: torch.Tensor) -> torch.Tensor:
+    """Return another tensor of the same storage, with the version counter of the first."""
+    if alias.is_inference():  # these have none
+        return alias
+    with _Detaching(alias):
+        return tensor.detach()
+
+
+class _Detaching(TorchDispatchMode):  # type: ignore[no-untyped-call]  # untyped in torch
+    """Let what is detached be another tensor, to which torch then gives the version counter."""
+
+    def __init__(self, stand_in: torch.Tensor) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # untyped in torch
+        self._stand_in = stand_in
+
+    def __torch_dispatch__(
+        self,
+        _func: Callable[..., object],
+        _types: object,
+        _args: Sequence[object] = (),
+        _kwargs: object = None,
+    ) -> torch.Tensor:
+        """Return the other tensor, whatever is called."""
+        return self._stand_in
+
+
+def is_of_leaf(tensor: torch.Tensor) -> bool:
+    """Whether gradients are collected at this, at what it is a view of, or at that one's shard."""
+    base = tensor if tensor._base is None else tensor._base
+    is_leaf = any(each.requires_grad and each.is_leaf for each in (tensor, base))
+    return is_leaf or getattr(base.grad_fn, "is_of_leaf", False)
 
 
 def in_our_words(tensor: TorchDTensor) -> TorchDTensor:
@@ -133,17 +239,7 @@ def in_our_words(tensor: TorchDTensor) -> TorchDTensor:
         return finished
     # torch cannot pass a gradient with a pending sum back to a masked sum; by way of the shard it
     # arrives finished.
-    shard = finished.to_local(grad_placements=_of_gradient(placements))
-    return _from_shard(shard, tensor.device_mesh, placements, finished)
-
-
-def _with_gradient_times(tensor: torch.Tensor, factor: float) -> torch.Tensor:
-    if factor == 1 or not (tensor.requires_grad and torch.is_grad_enabled()):
-        return tensor
-    alias = tensor.view_as(tensor)
-    # torch leaves register_hook untyped.
-    alias.register_hook(lambda gradient: gradient * factor)  # type: ignore[no-untyped-call]
-    return alias
+    return _from_shard(local_of(finished), tensor.device_mesh, placements, finished.shape)
 
 
 def _of_gradient(placements: Sequence[Placement]) -> tuple[Placement, ...]:

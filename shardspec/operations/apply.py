@@ -125,10 +125,6 @@ def _text(layouts: Sequence[Layout]) -> str:
     return specs[0] if len(specs) == 1 else f"({', '.join(specs)})"
 
 
-_GOING_BACK: Final = (torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad)
-"""These compute gradients, by operations that `shardspec.operations.apply` does not see."""
-
-
 # torch leaves the methods of TorchDispatchMode untyped.
 class ExplainedRefusals(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Where torch refuses an operation on DTensors, say which layouts it would take.
@@ -253,7 +249,7 @@ def apply(function: _Function, args: _Args, kwargs: _Kwargs) -> Any:  # noqa: AN
     for leaf in leaves:
         _check_leaf(shown, leaf, first)
     owners = {id(tensor.to_torch()): tensor for tensor in reversed(sharded)}
-    leaves = [leaf.to_torch() if isinstance(leaf, TensorLike) else leaf for leaf in leaves]
+    leaves = [_in_torch(leaf, first) for leaf in leaves]
     call = _Call(function, leaves, structure, mesh)
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in call.tensors):
         _check_gradient(shown, args, kwargs)
@@ -266,9 +262,6 @@ def apply(function: _Function, args: _Args, kwargs: _Kwargs) -> Any:  # noqa: AN
                     stack.enter_context(sdpa_kernel(SDPBackend.MATH))
                 if _draws(name, args, kwargs):
                     stack.enter_context(_same_numbers(first, kwargs.get("generator")))
-            if function in _GOING_BACK:
-                # torch leaves the constructor untyped.
-                stack.enter_context(ExplainedRefusals())  # type: ignore[no-untyped-call]
             if any(map(is_strided, call.tensors)):
                 stack.enter_context(_RefusedStridedViews(shown))
             result = call.result(call.tensors)
@@ -294,6 +287,19 @@ def apply(function: _Function, args: _Args, kwargs: _Kwargs) -> Any:  # noqa: AN
         return owners[id(leaf)]
 
     return tree_map(ours, result)
+
+
+def _in_torch(leaf: Any, first: TensorLike) -> Any:  # noqa: ANN401
+    """Return an argument as torch's DTensor where it is one of ours or has a gradient."""
+    if isinstance(leaf, TensorLike):
+        return leaf.to_torch()
+    if isinstance(leaf, TorchDTensor) or not isinstance(leaf, torch.Tensor):
+        return leaf
+    if not (leaf.requires_grad and torch.is_grad_enabled()):
+        return leaf
+    # A plain tensor without dims: torch would hand it a DTensor as its gradient.
+    layout = Layout(first.layout.mesh, ShardingSpec(0), (), leaf.dtype)
+    return torch_dtensor(leaf, layout, first.to_torch().device_mesh)
 
 
 def _check_leaf(name: str, leaf: object, first: TensorLike) -> None:

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch.overrides import handle_torch_function
 
 from shardspec.comm.communicator import Communicator
+from shardspec.compiling import outside_graphs
 from shardspec.errors import CommunicatorError, LayoutError
 from shardspec.layout.layout import Layout
 from shardspec.layout.spec import ShardingSpec
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 def _operator(name: str) -> Callable[..., Any]:
     method = getattr(torch.Tensor, name)
 
+    @outside_graphs
     def call(self: "TensorLike", *args: object) -> Any:  # noqa: ANN401
         return self._call(method, *args)
 
@@ -46,12 +48,13 @@ class _SetByModules:
 class TensorLike:
     """Shards with the functions, methods and operators of torch, by `shardspec.operations.apply`.
 
-    A method that is not defined is looked up in `torch.Tensor`. Shards become torch's DTensor at
-    the first operation, and stay so: autograd then knows views of it and writes to it on both
-    sides. Once the DTensor has another history than the shards, the shards are taken from it.
+    A method that is not defined is looked up in `torch.Tensor`. Autograd knows the tensor by the
+    shards it was made of, and torch's DTensor, which operators need, comes from them; where it was
+    made of torch's DTensor, or that has been written to and has a history since, by that, and
+    shards come from it. `nodes` returns what it is: whatever asks for gradients asks there.
     """
 
-    __slots__ = ("_history", "_shards", "_torch", "communicator", "layout")
+    __slots__ = ("_history", "_made_of", "_shards", "_torch", "communicator", "layout")
 
     layout: Layout
     """Which box every device holds."""
@@ -63,6 +66,8 @@ class TensorLike:
     """The same storage as torch's DTensor, once it was needed."""
     _history: object
     """The ``grad_fn`` of torch's DTensor when it was made of the shards."""
+    _made_of: object
+    """What autograd knew of the shards then."""
     _is_param = _SetByModules()
     persistent = _SetByModules()
 
@@ -74,12 +79,26 @@ class TensorLike:
         tensor: "TorchDTensor | None" = None,
     ) -> None:
         self.layout, self.communicator = layout, communicator
-        self._shards, self._torch, self._history = shards, tensor, None
+        self._shards, self._torch = shards, tensor
+        self._history = self._made_of = None
 
-    def _wrap(self, tensor: "TorchDTensor") -> "TensorLike":
+    def _wrap(self, tensor: "TorchDTensor") -> Self:
         """Return torch's DTensor as one of the subclass, on the mesh of this one."""
         raise NotImplementedError
 
+    @classmethod
+    def _made(
+        cls,
+        layout: Layout,
+        communicator: Communicator,
+        shards: dict[int, torch.Tensor] | None,
+        tensor: "TorchDTensor | None" = None,
+    ) -> Self:
+        result = cls.__new__(cls)
+        TensorLike.__init__(result, layout, communicator, shards, tensor)
+        return result
+
+    @outside_graphs
     def _call(self, function: Callable[..., Any], *args: object, **kwargs: object) -> Any:  # noqa: ANN401
         """Call a function of torch on this and more arguments."""
         return handle_torch_function(function, (self,), self, *args, **kwargs)
@@ -131,34 +150,54 @@ class TensorLike:
     def __iter__(self) -> Iterator[Any]:
         return iter(self._call(torch.Tensor.unbind, 0))
 
+    @outside_graphs
+    def nodes(self) -> tuple[torch.Tensor, ...]:
+        """Return the tensors that autograd knows this one by; see the class."""
+        own = self._own()
+        return (self.to_torch(),) if own is None else tuple(own.values())
+
     @property
     def requires_grad(self) -> bool:
         """Whether gradients are tracked for the shards."""
-        own = self._own()
-        if own is None:
-            return self._torch is not None and self._torch.requires_grad
-        return any(shard.requires_grad for shard in own.values())
+        return any(node.requires_grad for node in self.nodes())
+
+    @requires_grad.setter
+    def requires_grad(self, value: bool) -> None:
+        self.requires_grad_(value)
 
     def requires_grad_(self, requires_grad: bool = True) -> Self:
         """Track gradients from here on, or no longer; return the tensor itself."""
-        own = self._own()
-        if own is None:
-            self.to_torch().requires_grad_(requires_grad)
-        else:
-            self._torch = None
-            for shard in own.values():
-                shard.requires_grad_(requires_grad)
+        for node in self.nodes():
+            node.requires_grad_(requires_grad)
         return self
 
+    @property
+    def is_leaf(self) -> bool:
+        """Whether gradients are collected here, or none are tracked."""
+        return all(node.is_leaf for node in self.nodes())
+
+    @property
+    def grad_fn(self) -> object:
+        """What the tensor was computed by, as torch's autograd has it; None at a leaf."""
+        return next((node.grad_fn for node in self.nodes()), None)
+
+    @property
+    def output_nr(self) -> int:
+        """Which result of ``grad_fn`` this is."""
+        return next((node.output_nr for node in self.nodes()), 0)
+
     def is_leaf_with_gradient(self) -> bool:
-        """Whether gradients are collected at the shards that this was made of."""
-        return any(s.requires_grad and s.is_leaf for s in (self._own() or {}).values())
+        """Whether gradients are collected at the shards that this is, or is a view of."""
+        from shardspec.interop.torch_dtensor import is_of_leaf
+
+        return any(map(is_of_leaf, self.nodes()))
 
     def mark_unusable(self, why: str) -> None:
         """Drop shards that were half written when a rank failed; their use raises from now on."""
         self._torch, self._shards = None, why
 
     @property
+    @outside_graphs
     def shards(self) -> dict[int, torch.Tensor]:
         """The shard of every device that this process holds, by physical id."""
         own = self._own()
@@ -168,6 +207,7 @@ class TensorLike:
 
         return {device: local_of(self.to_torch()) for device in self.communicator.addressable}
 
+    @outside_graphs
     def to_torch(self) -> "TorchDTensor":
         """Return the tensor as torch's: the same storage, and gradients flow back.
 
@@ -177,7 +217,12 @@ class TensorLike:
         """
         own = self._own()
         tracked = torch.is_grad_enabled() and any(s.requires_grad for s in (own or {}).values())
-        if self._torch is None or (tracked and not self._torch.requires_grad):
+        seen: list[object] = [torch.is_inference_mode_enabled()]
+        seen += [(shard.requires_grad, shard.grad_fn) for shard in (own or {}).values()]
+        if self._torch is None or (
+            own is not None
+            and (self._made_of != seen or (tracked and not self._torch.requires_grad))
+        ):
             assert own is not None, "it has shards, a DTensor of torch, or both"
             if not dist.is_initialized() or set(own) - {dist.get_rank()}:
                 raise CommunicatorError(
@@ -189,7 +234,7 @@ class TensorLike:
 
             outside = torch.empty(0, dtype=self.dtype)
             self._torch = torch_dtensor(next(iter(own.values()), outside), self.layout)
-            self._history = self._torch.grad_fn
+            self._history, self._made_of = self._torch.grad_fn, seen
         return self._torch
 
     def follow(self, tensor: "TorchDTensor") -> None:
@@ -207,7 +252,9 @@ class TensorLike:
         """Return the shards it was made of, unless torch's tensor has had another history since."""
         if isinstance(self._shards, str):
             raise CommunicatorError(self._shards)
-        if self._torch is not None and self._torch.grad_fn is not self._history:
+        if self._shards and self._torch is not None and self._torch.grad_fn is not self._history:
+            if any(shard.retains_grad for shard in self._shards.values()):
+                self._torch.retain_grad()
             self._shards = None
         return self._shards
 

@@ -25,6 +25,7 @@ from shardspec.layout.graph import explore, spec_of
 from shardspec.layout.layout import Layout
 from shardspec.layout.spec import ShardingSpec
 from tests.conversions import index_of
+from tests.dist.autograd_scenes import SCENES
 from tests.dist.processes import run_ranks
 
 pytestmark = pytest.mark.dist
@@ -246,6 +247,7 @@ def play(rank):
         gradients_pass_both_ways,
         torch_code_gets_our_plans,
         parts_are_strided_shards,
+        *SCENES,
     ):
         scene(rank, mesh)
         dist.barrier()

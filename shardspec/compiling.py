@@ -1,0 +1,39 @@
+"""What `torch.compile` leaves alone: conversions and operators run between the graphs it makes."""
+
+import sys
+from collections.abc import Callable
+from functools import wraps
+from typing import Final, ParamSpec, TypeVar
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+_REASON: Final = (
+    "shardspec moves shards between devices outside of graphs; compile with fullgraph=False, or "
+    "only the functions that work on to_local()"
+)
+
+
+def outside_graphs(function: Callable[P, T]) -> Callable[P, T]:
+    """Let `torch.compile` break its graph at a function, and refuse it under ``fullgraph=True``.
+
+    It could trace a part of one, and by what a rank happens to have done before, another part on
+    another rank.
+    """
+    disabled: list[Callable[P, T]] = []
+
+    @wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        if "torch._dynamo" not in sys.modules:  # its import takes a second
+            return function(*args, **kwargs)
+        if not disabled:
+            import torch
+
+            # torch leaves this untyped.
+            made = torch.compiler.disable(function, reason=_REASON)  # type: ignore[no-untyped-call]
+            disabled.append(made)
+        return disabled[0](*args, **kwargs)
+
+    # torch.compiler.disable marks functions so, but imports the compiler.
+    vars(call).update(_torchdynamo_disable=True, _torchdynamo_disable_msg=_REASON)
+    return call

@@ -1,0 +1,270 @@
+"""Gradients of DTensors: asked for, kept, hooked, and computed by `torch.autograd`.
+
+Whatever hands a DTensor to autograd hands on its `TensorLike.nodes`, of which there is one set.
+"""
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from math import prod
+from typing import Any, Final, Self
+
+import torch
+import torch.distributed as dist
+from torch.utils.hooks import RemovableHandle
+
+from shardspec.compiling import outside_graphs
+from shardspec.errors import LayoutError
+from shardspec.execution import with_gradient_shared
+from shardspec.operations.tensor import TensorLike
+
+
+class Differentiable(TensorLike):
+    """Adds what torch's tensors know of their gradients."""
+
+    __slots__ = ()
+
+    @outside_graphs
+    def of_gradients(self, gradients: Sequence[torch.Tensor | None]) -> Self | None:
+        """Return the gradients of `nodes` as one tensor with nothing pending; None if all are.
+
+        Where some are missing, as of devices whose shards were not used, they are zero. Each
+        addend of a pending reduction has the gradient of all, whose gradient they share.
+        """
+        own, present = self._own(), [each for each in gradients if each is not None]
+        if not present:
+            return None
+        if own is None:
+            from shardspec.interop.torch_dtensor import in_our_words
+
+            theirs: Any = present[0]
+            return self._wrap(in_our_words(theirs))
+        addends = prod(self.layout.mesh.shape[int(p.axis)] for p in self.layout.spec.partials)
+        shards = {
+            device: torch.zeros_like(shard) if each is None else with_gradient_shared(each, addends)
+            for (device, shard), each in zip(own.items(), gradients, strict=True)
+        }
+        layout = self.layout.with_spec(self.layout.spec.without_partial())
+        return self._made(layout, self.communicator, shards)
+
+    def as_gradients(self, gradient: Self) -> tuple[torch.Tensor, ...]:
+        """Return a gradient of this tensor as those of its `nodes`; every rank calls this."""
+        if self._own() is None:
+            return (gradient.to_torch(),)
+        complete = gradient.redistribute(self.layout.spec.without_partial())
+        return tuple(complete.shards.values())
+
+    @property
+    def grad(self) -> Self | None:
+        """The gradient, with nothing pending; None if absent.
+
+        Where the tensor was made of torch's, its gradient in torch's layout. It is summed up until
+        it is set to None.
+        """
+        # torch warns where the gradient of another tensor is asked for.
+        return self.of_gradients(
+            [node.grad if node.is_leaf or node.retains_grad else None for node in self.nodes()]
+        )
+
+    @grad.setter
+    def grad(self, gradient: Self | None) -> None:
+        nodes = self.nodes()
+        given = [None] * len(nodes) if gradient is None else self.as_gradients(gradient)
+        for node, of_node in zip(nodes, given, strict=True):
+            node.grad = of_node
+
+    @property
+    def retains_grad(self) -> bool:
+        """Whether the gradient is kept though this is not a leaf."""
+        return any(node.retains_grad for node in self.nodes())
+
+    def retain_grad(self) -> None:
+        """Keep the gradient, also where this is not a leaf."""
+        for node in self.nodes():
+            node.retain_grad()
+
+    def register_hook(self, hook: Callable[[Self], Self | None]) -> RemovableHandle:
+        """Call a function with each gradient of the tensor; return what takes it away again.
+
+        What the function returns, unless None, is used as the gradient instead. That is a
+        `LayoutError` where this process holds several shards, whose gradients come one by one: it
+        is called when all of them have.
+        """
+        nodes = self.nodes()
+        gradients: dict[int, torch.Tensor] = {}
+
+        def arrived(number: int, gradient: torch.Tensor) -> torch.Tensor | None:
+            if number in gradients:  # of a backward that did not reach all shards
+                gradients.clear()
+            gradients[number] = gradient
+            if len(gradients) < len(nodes):
+                return None
+            whole = self.of_gradients([gradients.pop(each) for each in range(len(nodes))])
+            other = None if whole is None else hook(whole)
+            if other is not None and len(nodes) > 1:
+                raise LayoutError(
+                    "a hook cannot replace the gradient of a tensor where one process holds "
+                    f"{len(nodes)} shards of it; return None, or hook the shards themselves"
+                )
+            return None if other is None else self.as_gradients(other)[0]
+
+        # torch leaves register_hook untyped.
+        return _Handles(
+            [node.register_hook(partial(arrived, number)) for number, node in enumerate(nodes)]  # type: ignore[no-untyped-call]
+        )
+
+    def register_post_accumulate_grad_hook(self, hook: Callable[[Self], object]) -> RemovableHandle:
+        """Call a function with this tensor, a leaf, whenever a gradient was added to `grad`.
+
+        Where this process holds several shards, that is when each has got its own.
+        """
+        nodes = self.nodes()
+        missing = len(nodes)
+
+        def arrived(_: torch.Tensor) -> None:
+            nonlocal missing
+            missing = (missing or len(nodes)) - 1
+            if not missing:
+                hook(self)
+
+        # torch leaves this untyped too.
+        return _Handles(
+            [node.register_post_accumulate_grad_hook(arrived) for node in nodes]  # type: ignore[no-untyped-call]
+        )
+
+    def detach(self) -> Self:
+        """Return a tensor of the same shards for which no gradients are tracked."""
+        return self._view(torch.Tensor.detach)
+
+    def detach_(self) -> Self:
+        """Forget how the tensor was computed; return the tensor itself."""
+        for node in self.nodes():
+            node.detach_()
+        return self
+
+    @outside_graphs
+    def view_as(self, other: "torch.Tensor | TensorLike") -> Self:
+        """Return a view of the shape of another tensor."""
+        own = self._own()
+        if own is not None and other.shape == self.shape and self.requires_grad:
+            # By this torch finds out where gradients arrive.
+            views = {device: shard.view_as(shard) for device, shard in own.items()}
+            return self._made(self.layout, self.communicator, views)
+        result: Self = self._call(torch.Tensor.view, *other.shape)
+        return result
+
+    @outside_graphs
+    def _view(self, view: Callable[[torch.Tensor], torch.Tensor]) -> Self:
+        """Return a view of all elements: of torch's DTensor if there is one, which then knows."""
+        if self._torch is not None:
+            viewed: Any = view(self.to_torch())
+            return self._made(self.layout, self.communicator, None, viewed)
+        shards = {device: view(shard) for device, shard in self.shards.items()}
+        return self._made(self.layout, self.communicator, shards)
+
+
+class _Handles(RemovableHandle):
+    """Takes several hooks away."""
+
+    def __init__(self, handles: Iterable[RemovableHandle]) -> None:
+        self._handles = tuple(handles)
+
+    def remove(self) -> None:
+        """Take the hooks away."""
+        for handle in self._handles:
+            handle.remove()
+
+
+GOING_BACK: Final = (torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad)
+"""What computes gradients. DTensors may be among what is differentiated and what for."""
+
+
+def go_back(
+    function: Callable[..., Any], args: Sequence[object], kwargs: Mapping[str, object]
+) -> Any:  # noqa: ANN401
+    """Compute gradients by one of `GOING_BACK`, at the `nodes` of DTensors."""
+    given = inspect.signature(function).bind(*args, **kwargs).arguments
+    ends, sources = _listed(given.pop(next(iter(given)))), _listed(given.pop("inputs", None))
+    names = ("gradient", "grad_tensors", "grad_outputs")
+    starts = _listed(next((given.pop(name) for name in names if name in given), None))
+    if given.pop("is_grads_batched", False):
+        raise LayoutError(
+            "torch.autograd.grad of a DTensor takes one gradient at a time: call it for each "
+            "instead of is_grads_batched"
+        )
+    pairs = zip(ends, starts or [None] * len(ends), strict=True)
+    started = [node for end, start in pairs for node in _started(end, start)]
+    outputs, gradients = [node for node, _ in started], [gradient for _, gradient in started]
+    nodes = [s.nodes() if isinstance(s, TensorLike) else (s,) for s in sources]
+    inputs = [node for of_source in nodes for node in of_source]
+    if function is not torch.autograd.grad:
+        with _explained():
+            return torch.autograd.backward(
+                outputs, gradients, **given, inputs=inputs if sources else None
+            )
+    zeros, unused = given.pop("materialize_grads", False), given.pop("allow_unused", None)
+    with _explained():
+        found = iter(torch.autograd.grad(outputs, inputs, gradients, **given, allow_unused=True))
+    results = []
+    for source, of_source in zip(sources, nodes, strict=True):
+        of_nodes = [next(found) for _ in of_source]
+        if all(gradient is None for gradient in of_nodes):
+            if zeros:
+                tracked = bool(given.get("create_graph"))
+                of_nodes = [torch.zeros_like(node, requires_grad=tracked) for node in of_source]
+            elif not unused:
+                raise RuntimeError(
+                    "One of the differentiated Tensors appears to not have been used in the "
+                    "graph. Set allow_unused=True if this is the desired behavior."
+                )
+        ours = isinstance(source, Differentiable)
+        results.append(source.of_gradients(of_nodes) if ours else of_nodes[0])
+    return tuple(results)
+
+
+def _listed(value: Any) -> list[Any]:  # noqa: ANN401
+    if value is None:
+        return []
+    if isinstance(value, Mapping):
+        return list(value.values())
+    is_tensor = isinstance(value, torch.Tensor | TensorLike | torch.autograd.graph.GradientEdge)
+    return [value] if is_tensor else list(value)
+
+
+def _started(end: Any, start: Any) -> list[tuple[Any, Any]]:  # noqa: ANN401
+    """Return what of torch is differentiated, each with the gradient that it starts from."""
+    if isinstance(start, torch.Tensor) and start.dim() and isinstance(end, Differentiable):
+        from torch.distributed.tensor import DTensor as TorchDTensor
+
+        if not isinstance(start, TorchDTensor):
+            raise LayoutError(
+                f"backward: a plain tensor of shape {tuple(start.shape)} is the gradient of a "
+                "DTensor; shard or replicate it first, by distribute_tensor"
+            )
+        start = end._wrap(start)
+    if not isinstance(end, Differentiable):
+        return [(end, start.to_torch() if isinstance(start, TensorLike) else start)]
+    if isinstance(start, TensorLike) and start.shape != end.shape:
+        raise LayoutError(
+            f"backward: a gradient of shape {tuple(start.shape)} is given for a tensor of shape "
+            f"{tuple(end.shape)}"
+        )
+    if start is None and end.numel() != 1:
+        raise RuntimeError("grad can be implicitly created only for scalar outputs")
+    if end._own() is None:
+        return [(end.to_torch(), start.to_torch() if isinstance(start, TensorLike) else start)]
+    complete = end.redistribute(end.layout.spec.without_partial())
+    if isinstance(start, TensorLike):
+        return list(zip(complete.nodes(), complete.as_gradients(start), strict=True))
+    return [(node, torch.ones_like(node) if start is None else start) for node in complete.nodes()]
+
+
+def _explained() -> AbstractContextManager[object]:
+    """Return a context in which torch's refusals on DTensors are explained."""
+    if not dist.is_initialized():
+        return nullcontext()
+    from shardspec.operations.apply import ExplainedRefusals
+
+    # torch leaves the constructor untyped.
+    return ExplainedRefusals()  # type: ignore[no-untyped-call]
