@@ -53,18 +53,27 @@ is_rank_file: Final = RANK_FILE.fullmatch
 """Says whether a file name is that of one rank, such as ``model_world_size_2_rank_0.pt``."""
 
 SAFETENSORS: Final = "safetensors"
-INDEX_SUFFIX: Final = ".safetensors.index.json"
-_INDEX: Final = re.compile(rf".*{re.escape(INDEX_SUFFIX)}", re.DOTALL)
+_INDEX: Final = re.compile(r".*\.safetensors\.index(?:\.[^.]+)?\.json", re.DOTALL)
 is_index: Final = _INDEX.fullmatch
-"""Says whether a file name is that of an index of safetensors files."""
-_DATA_FILE: Final = re.compile(r"(?!\.).*\.safetensors", re.DOTALL)
+"""Says whether a file name is that of an index of safetensors files, perhaps of a variant."""
+_NUMBER: Final = r"\d+[-_]of[-_]\d+"
+_DATA_FILE: Final = re.compile(rf"(?!\.).*\.safetensors(?:[-_.]{_NUMBER})?", re.DOTALL)
 is_data_file: Final = _DATA_FILE.fullmatch
 """Says whether a file name is that of a finished safetensors file."""
 
 TORCH_FILE: Final = "torch file"
 BIN_NAME: Final = "pytorch_model.bin"
-BIN_NUMBERED: Final = re.compile(r".+-\d{5}-of-\d{5}\.bin", re.DOTALL)
-BIN_INDEX: Final = "pytorch_model.bin.index.json"
+_BIN_NUMBERED: Final = re.compile(
+    rf"(?!\.)(?:.*[-_.])?{_NUMBER}(?:[-_.].*)?\.bin|(?!\.).*\.bin[-_.]{_NUMBER}", re.DOTALL
+)
+_BIN_FILE: Final = re.compile(
+    rf"(?:(?:diffusion_)?pytorch|adapter)_model(?:\..*)?\.bin|{_BIN_NUMBERED.pattern}", re.DOTALL
+)
+is_bin_file: Final = _BIN_FILE.fullmatch
+"""Says whether a file name is that of a whole model, or of a numbered part of one."""
+_BIN_INDEX: Final = re.compile(r".*\.bin\.index(?:\.[^.]+)?\.json", re.DOTALL)
+is_bin_index: Final = _BIN_INDEX.fullmatch
+"""Says whether a file name is that of an index of ``.bin`` files, perhaps of a variant."""
 
 
 class Format(NamedTuple):
@@ -135,7 +144,7 @@ FORMATS: Final = (
     ),
     Format(RANK_FILES, "…_rank_0.pt", "rank_files:open_rank_files", (RANK_FILE,)),
     Format(
-        TORCH_FILE, BIN_NAME, "torch_file:open_bin_directory", (BIN_INDEX, BIN_NAME, BIN_NUMBERED)
+        TORCH_FILE, BIN_NAME, "torch_file:open_bin_directory", (_BIN_INDEX, BIN_NAME, _BIN_NUMBERED)
     ),
 )
 """In the order in which they are tried."""
