@@ -97,10 +97,10 @@ class ModelFiles(NamedTuple):
 def _place(name: str) -> _Place:
     """Return what the name of a data file, or of an index, says."""
     match = _NUMBERED.fullmatch(name)
-    stem, number, count, rest = match.groups() if match else (name, None, "0", "")
+    groups = match.groups() if match else (name.removesuffix(".json"), None, "0", "")
+    stem, number, count, rest = groups
     bare = (_SUFFIX.sub("", text, count=1).strip("-_.") for text in (stem, rest))
-    model = ".".join(filter(None, bare)).removesuffix(".json")
-    return _Place(model, None if number is None else int(number), int(count))
+    return _Place(".".join(filter(None, bare)), None if number is None else int(number), int(count))
 
 
 def find_safetensors(directory: Path) -> ModelFiles:
