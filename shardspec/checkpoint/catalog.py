@@ -200,7 +200,8 @@ class Catalog:
             below = {snapshot.place: snapshot for snapshot in self.below}
             by_snapshot: dict[Path | None, list[Path]] = {}
             for path in (*self.files, *self.beside):
-                by_snapshot.setdefault(path.parent if path.parent in below else None, []).append(path)
+                place = path.parent if path.parent in below else None
+                by_snapshot.setdefault(place, []).append(path)
             for place, paths in by_snapshot.items():
                 (self.snapshot if place is None else below[place]).check_unchanged(paths)
 

@@ -209,6 +209,8 @@ def _reader_of_file(place: Path) -> str:
         return "torch_file:open_bin_index"
     with SourceFile(place) as file:
         head = file.read(0, min(file.num_bytes, 16))
+    if not head:
+        raise CheckpointError(f"{place}: is empty; restore it")
     if head.startswith(_ZIP):
         family = names.is_rank_file(place.name)
         return "rank_files:open_family" if family else "torch_file:open_torch_file"

@@ -11,8 +11,8 @@ Both safetensors and ``.bin`` files are found by these rules:
 - A folder is one model. Where files or indexes of several lie in it (``model`` beside
   ``consolidated`` or ``adapter_model``, or variants of a model) the one to read has to be named.
 
-`from_pretrained` of transformers reads ``model.safetensors``, else ``model.safetensors.index.json``,
-else the same of ``pytorch_model.bin``; where several of them are there, other tools read others.
+`from_pretrained` of transformers reads ``model.safetensors``, else its index, else the same of
+``pytorch_model.bin``; where several of them are there, other tools read others.
 
 Sources: ``_get_resolved_checkpoint_files`` of transformers/modeling_utils.py and
 ``get_checkpoint_shard_files`` of transformers/utils/hub.py; ``split_torch_state_dict_into_shards``
@@ -216,10 +216,10 @@ def _check_no_bin_model(directory: Path, there: Iterable[str], models: Set[str])
     transformers looks for no other safetensors than ``model`` before it reads ``pytorch_model``.
     """
     for name in there if _MODEL not in models else ():
-        if is_bin_index(name) or is_bin_file(name):
-            if _place(name).model.removeprefix(_BIN_PREFIX) not in models:
-                others = (f"{model}.safetensors" for model in sorted(models))
-                raise _several_models(directory, [name, *others])
+        is_of_model = is_bin_index(name) or is_bin_file(name)
+        if is_of_model and _place(name).model.removeprefix(_BIN_PREFIX) not in models:
+            others = (f"{model}.safetensors" for model in sorted(models))
+            raise _several_models(directory, [name, *others])
 
 
 # --- with an index
@@ -308,7 +308,7 @@ def check_alone(path: Path) -> None:
     there = sorted(other.name for other in path.parent.iterdir())
     indexes = (name for name in there if is_listing(name) and _place(name).model == model)
     index = next(indexes, None)
+    place = f"directory, {path.parent}" if index is None else f"index, {path.parent / index}"
     raise CheckpointError(
-        f"{path}: is file {number} of {count} of a model, by its name; name "
-        + (f"its directory, {path.parent}" if index is None else f"its index, {path.parent / index}")
+        f"{path}: is file {number} of {count} of a model, by its name; name its {place}"
     )

@@ -96,6 +96,8 @@ class Header(NamedTuple):
 def read_header(file: SourceFile) -> Header:
     """Read and check the header of an open file."""
     path, file_bytes = file.path, file.num_bytes
+    if not file_bytes:
+        raise CheckpointError(f"{path}: is empty; restore it")
     length = int.from_bytes(file.read(0, min(8, file_bytes)), "little")
     most = min(_MAX_HEADER_BYTES, file_bytes - 8)
     if length > most:

@@ -31,7 +31,15 @@ from shardspec.checkpoint.formats.model_files import (
     files_of_index,
     find_bins,
 )
-from shardspec.checkpoint.formats.names import TORCH_FILE, part_of_several, part_text
+from shardspec.checkpoint.formats.names import (
+    DEEPSPEED,
+    EXPERTS,
+    META,
+    TENSOR_PARALLEL,
+    TORCH_FILE,
+    part_of_several,
+    part_text,
+)
 from shardspec.checkpoint.store import SourceFile, prefetch_depth, prefetch_map
 from shardspec.checkpoint.targets import Extent, OutputFile, OutputTensor, RawBytes, Target
 from shardspec.checkpoint.torch_files.dtensors import read_torch
@@ -328,15 +336,17 @@ def _part_by_content(state: TorchState) -> str | None:
         for name, shape in group.items() if isinstance(group, dict) else ():
             found = state.tensors.get(f"module.{name}")
             if found is not None and found.local.shape != shape:
-                return "DeepSpeed ZeRO"
+                return DEEPSPEED
     ranks = state.extras.get("mp_world_size")
     if "ds_version" in state.extras and isinstance(ranks, int) and ranks > 1:
-        return "DeepSpeed's tensor parallel"
+        return TENSOR_PARALLEL
+    if "ds_version" in state.extras and state.extras.get("num_experts"):
+        return EXPERTS  # they are in files of their own
     # Meta shards this square matrix along its second dim.
     square = state.tensors.get("layers.0.attention.wo.weight")
     shape = (0, 0) if square is None else square.local.shape
     few = len(shape) == 2 and 0 < shape[1] < shape[0] and shape[0] % shape[1] == 0
-    return "Meta's model parallel" if few and "rope.freqs" in state.tensors else None
+    return META if few and "rope.freqs" in state.tensors else None
 
 
 def state_file(name: str, value: object, tensors: Sequence[OutputTensor] = ()) -> OutputFile:

@@ -150,9 +150,7 @@ def test_an_index_of_a_part_of_the_numbers_leaves_a_note(tmp_path):
     first, second = halves(tmp_path, "model-0000N-of-00002.SUFFIX", "safetensors")
     second.unlink()
     overlay = save(tmp_path / "overlay.safetensors", B)
-    write_index(
-        tmp_path / "model.safetensors.index.json", {"a": first.name, "b": overlay.name}
-    )
+    write_index(tmp_path / "model.safetensors.index.json", {"a": first.name, "b": overlay.name})
     assert_same(read_whole(tmp_path), A | B)
     assert open_checkpoint(tmp_path).notes == (
         f"model.safetensors.index.json names files of 2, but not {second.name}, which is not there "
