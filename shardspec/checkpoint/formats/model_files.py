@@ -54,8 +54,8 @@ class _Place(NamedTuple):
     model: str
     """What it is a part of: its name without the number and the suffix."""
     number: int | None
-    """Its number, of as many as `count`; None if it has none."""
-    count: int
+    """Its number, of as many as `total`; None if it has none."""
+    total: int
 
 
 class ModelFiles(NamedTuple):
@@ -63,7 +63,7 @@ class ModelFiles(NamedTuple):
 
     files: Mapping[Path, Set[str]]
     """Per file the names that the index sends to it; empty sets without an index."""
-    index: Path | None = None
+    index_path: Path | None = None
     names: Set[str] = frozenset()
     """All names in the index."""
     below: tuple[Snapshot, ...] = ()
@@ -74,7 +74,7 @@ class ModelFiles(NamedTuple):
     @property
     def paths(self) -> tuple[Path, ...]:
         """The index, if there is one, and the files."""
-        return (*self.files,) if self.index is None else (self.index, *self.files)
+        return (*self.files,) if self.index_path is None else (self.index_path, *self.files)
 
     def wanted(self, path: Path, held: Collection[str]) -> Collection[str]:
         """Return which of the tensors that a file holds are read from it.
@@ -82,13 +82,13 @@ class ModelFiles(NamedTuple):
         Raises `CheckpointError` if it lacks one that the index sends to it, or holds one that the
         index does not know.
         """
-        if self.index is None:
+        if self.index_path is None:
             return held
         listed = self.files[path]
-        for name in sorted(listed.difference(held)) or sorted(set(held) - self.names):
+        for name in sorted(listed - set(held)) or sorted(set(held) - self.names):
             verb, lists = ("lacks", "lists") if name in listed else ("holds", "does not list")
             raise CheckpointError(
-                f"{path}: {verb} tensor {name!r}, which {self.index.name} {lists} for it; index "
+                f"{path}: {verb} tensor {name!r}, which {self.index_path.name} {lists} for it; index "
                 "and files are not of one save, restore them"
             )
         return listed
@@ -205,7 +205,7 @@ def _several_models(directory: Path, names: Sequence[str]) -> CheckpointError:
     """Return the error for a folder with several models, by a file of each."""
     some = f"{', '.join(names[:-1])} and {names[-1]}"
     remedy = "name the one to read instead of the directory"
-    if any(_place(name).count > 1 for name in names):
+    if any(_place(name).total > 1 for name in names):
         remedy += ", or move numbered files that have no index into a folder of their own"
     return CheckpointError(f"{directory}: holds several models, {some}; {remedy}")
 
@@ -284,7 +284,7 @@ def _check_siblings(index: Path, files: Mapping[Path, Set[str]]) -> tuple[str, .
             numbered = is_part(other) and place.number is not None
             if numbered and other not in named and place.model in models:
                 raise CheckpointError(
-                    f"{index}: does not name {folder / other}, which is one of {place.count} files "
+                    f"{index}: does not name {folder / other}, which is one of {place.total} files "
                     "by its number; restore the index of all, or move the file away"
                 )
         for (name, count), *more in _models(named).values():

@@ -227,7 +227,7 @@ def _opened(place: Path, model: ModelFiles) -> Catalog:
     contradictions: dict[str, tuple[Path, Path]] = {}
     with prefetch_map(model.files, _whole_header, prefetch_depth(place)) as headers:
         for path, header in zip(model.files, headers, strict=True):
-            if model.index is None and SAVE_KEY in header.metadata:
+            if model.index_path is None and SAVE_KEY in header.metadata:
                 raise CheckpointError(
                     f"{path}: holds what one rank has saved, which may be parts of tensors; name "
                     f"its directory, {path.parent}"

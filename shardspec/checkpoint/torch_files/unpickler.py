@@ -255,14 +255,13 @@ def made_by(name: str, function: Callable[..., object]) -> Global:
             return function(*args)
         except UnsupportedError as error:
             raise RefusedError(f"holds what is not read: {error}") from None
+        except (TypeError, UnicodeError):  # in Python's own words
+            problem = ""
         except ValueError as error:
-            raise RefusedError(
-                f"calls {name} with arguments that it does not take: {error}; it is damaged"
-            ) from None
-        except TypeError:  # in Python's own words
-            raise RefusedError(
-                f"calls {name} with arguments that it does not take; it is damaged"
-            ) from None
+            problem = f": {error}"
+        raise RefusedError(
+            f"calls {name} with arguments that it does not take{problem}; it is damaged"
+        )
 
     return Global(name, (), {"__new__": make})
 

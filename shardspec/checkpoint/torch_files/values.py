@@ -182,6 +182,8 @@ def _rebuild(
 
 
 def _rebuild_v3(*args: object) -> TorchTensor:
+    if len(args) < 7:
+        raise TypeError
     storage, start, shape, strides, *_, dtype, metadata = (*args, None)[:8]
     if not isinstance(dtype, Global) or not dtype.name.startswith("torch."):
         raise ValueError("a dtype is named as torch.…")
