@@ -34,6 +34,7 @@ def mixture() -> torch.nn.Module:
 def job(place: Path) -> None:
     """Save a mixture of experts, and a model with tensor parallel ranks after a step."""
     import deepspeed
+    from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer as split
 
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed(dist_backend="gloo")
@@ -45,7 +46,7 @@ def job(place: Path) -> None:
     }
     torch.manual_seed(1)
     model = mixture()
-    adam = torch.optim.AdamW(model["layer"].parameters(), lr=1e-2)
+    adam = torch.optim.AdamW(split({"params": list(model.parameters()), "name": "all"}), lr=1e-2)
     engine, *_ = deepspeed.initialize(model=model, optimizer=adam, config=config)
     engine.save_checkpoint(str(place / "experts"))
     torch.save(engine.module.state_dict(), place / f"expert-of-{rank}.pt")
