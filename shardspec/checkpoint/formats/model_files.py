@@ -88,8 +88,8 @@ class ModelFiles(NamedTuple):
         for name in sorted(listed - set(held)) or sorted(set(held) - self.names):
             verb, lists = ("lacks", "lists") if name in listed else ("holds", "does not list")
             raise CheckpointError(
-                f"{path}: {verb} tensor {name!r}, which {self.index_path.name} {lists} for it; index "
-                "and files are not of one save, restore them"
+                f"{path}: {verb} tensor {name!r}, which {self.index_path.name} {lists} for it; "
+                "index and files are not of one save, restore them"
             )
         return listed
 
