@@ -266,7 +266,7 @@ def test_instructions_that_no_checkpoint_needs(case):
     assert "which no checkpoint needs; nothing of it was run" in message or OUTSIDE in message
 
 
-NOT_WRITTEN = "the pickle is not as pickle writes it; it is damaged, restore it"
+NOT_WRITTEN = "is not as pickle writes it; it is damaged, restore it"
 MISUSED = {
     "a call of a value": (b"K\1)R", NOT_WRITTEN),
     "a call of text": (text("os.system") + b")R", NOT_WRITTEN),
