@@ -41,7 +41,7 @@ class Folder(NamedTuple):
 
     model: str
     spelling: str
-    count: int
+    files: int
     listed: str
     beside: str
     below: str
@@ -49,7 +49,7 @@ class Folder(NamedTuple):
 
     def name(self, number: int, more: int = 0) -> str:
         """Return the name of a file, relative to the folder."""
-        return self.below + self.spelling.format(number, self.count + more)
+        return self.below + self.spelling.format(number, self.files + more)
 
 
 def written(folder: Folder, place: Path) -> _Arrays | None:
@@ -62,11 +62,11 @@ def written(folder: Folder, place: Path) -> _Arrays | None:
         folder.name(number): {
             f"{part}{number}": np.arange(number, number + 3, dtype=np.int32) for part in "ab"
         }
-        for number in range(1, folder.count + 1)
+        for number in range(1, folder.files + 1)
     }
     due = {name: array for held in files.values() for name, array in held.items()}
     where = {name: home for home, held in files.items() for name in held}
-    first, last = folder.name(1), folder.name(folder.count)
+    first, last = folder.name(1), folder.name(folder.files)
     right = folder.listed in ("no index", "all", "a tensor that two files hold", "an overlay")
     match folder.listed:
         case "all but one file":
@@ -121,14 +121,15 @@ def _act(folder: Folder, place: Path) -> None:
         code, _, error = command(["merge", source, "-o", place / "out"])
         assert code == 0, error
         same(place / "out", due)
-    path = source / folder.name(folder.count)
-    refused(["merge", path, "-o", place / "one"], place, f"is file {folder.count} of")
+    path = source / folder.name(folder.files)
+    refused(["merge", path, "-o", place / "one"], place, f"is file {folder.files} of")
 
 
 def every_folder() -> Iterator[Folder]:
     """Yield every combination."""
-    for spelling, *rest in product(_SPELLINGS, (2, 3), _LISTED, _BESIDE, _BELOW, _LINKS):
-        yield Folder(*spelling, *rest)
+    kinds = product(_SPELLINGS, (2, 3), _LISTED, _BESIDE, _BELOW, _LINKS)
+    for (model, spelling), files, listed, beside, below, links in kinds:
+        yield Folder(model, spelling, files, listed, beside, below, links)
 
 
 def folders(place: Path, whole: bool) -> Iterator[Case]:
