@@ -148,6 +148,8 @@ class Catalog:
 
     snapshot: Snapshot | None = None
     """State of its files before they were opened; `open_checkpoint` takes it."""
+    below: tuple[Snapshot, ...] = ()
+    """The same of folders below in which some of the files lie, where an index names them."""
     file_metadata = FileMetadata()
     beside: tuple[Path, ...] = ()
     """Files beside the weights that are copied with them; `sidecars` finds them."""
@@ -195,7 +197,13 @@ class Catalog:
     def check_unchanged(self) -> None:
         """Check that the files are still those that were opened; to be called after all reads."""
         if self.snapshot is not None:
-            self.snapshot.check_unchanged((*self.files, *self.beside))
+            below = {snapshot.place: snapshot for snapshot in self.below}
+            by_snapshot: dict[Path | None, list[Path]] = {}
+            for path in (*self.files, *self.beside):
+                place = path.parent if path.parent in below else None
+                by_snapshot.setdefault(place, []).append(path)
+            for place, paths in by_snapshot.items():
+                (self.snapshot if place is None else below[place]).check_unchanged(paths)
 
 
 def box_text(box: Box) -> str:

@@ -66,8 +66,8 @@ _ADAPTER: Final = "adapter_model.safetensors"
 _LISTING_FILES: Final = (
     known.INFO_NAME,
     known.METADATA_NAME,
-    known.BIN_INDEX,
-    known.INDEX_SUFFIX,
+    ".bin.index.json",
+    ".safetensors.index.json",
 )
 _DATA: Final = (".safetensors", ".distcp", ".bin")
 _OWN_NAMES: Final = re.compile(
@@ -691,7 +691,7 @@ def _replaced(path: Path, target: Target, format: str) -> frozenset[str]:
             name
             for name in kept
             if known.is_data_file(name)
-            or name.endswith(known.INDEX_SUFFIX)
+            or known.is_index(name)
             # Of a Universal Checkpoint.
             or (inner and known.DEEPSPEED_MODEL.fullmatch(name))
             or ("/" in name and name.endswith(".pt"))

@@ -196,7 +196,7 @@ def _find_file(place: Path) -> _Found:
     for one in FORMATS:
         if one.in_parts and one.finds((part.name,)):
             return _Found(part.parent, part.parent, one)
-    listing = names.is_index(place.name) or place.name == names.BIN_INDEX
+    listing = names.is_index(place.name) or names.is_bin_index(place.name)
     alone = not (listing or names.is_rank_file(place.name))
     return _Found(place, place if alone else place.parent, _FILE)
 
@@ -205,10 +205,12 @@ def _reader_of_file(place: Path) -> str:
     """Return who reads what is a checkpoint by itself."""
     if names.is_index(place.name):
         return "safetensors:open_index_file"
-    if place.name == names.BIN_INDEX:
+    if names.is_bin_index(place.name):
         return "torch_file:open_bin_index"
     with SourceFile(place) as file:
         head = file.read(0, min(file.num_bytes, 16))
+    if not head:
+        raise CheckpointError(f"{place}: is empty; restore it")
     if head.startswith(_ZIP):
         family = names.is_rank_file(place.name)
         return "rank_files:open_family" if family else "torch_file:open_torch_file"

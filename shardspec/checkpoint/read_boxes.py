@@ -25,6 +25,7 @@ from shardspec.checkpoint.catalog import (
     box_text,
     distinct,
     row_major_strides,
+    whole_box,
 )
 from shardspec.checkpoint.store import FileStretch, OpenFiles, SourceFile
 from shardspec.copies import overlaps
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
 
 BLOCK_BYTES: Final = 1 << 20
 """Most bytes that are copied at once: they fit the L2 cache of common CPUs."""
+_TORCH_SUFFIXES: Final = (".pt", ".pth", ".bin")
 _LONG_ROW: Final = 2048
 """Bytes from which rows are copied one by one, and not by numpy."""
 _PAGE: Final = 4096
@@ -381,7 +383,12 @@ def check_replicas(
             at = next(at for at, (x, y) in enumerate(zip(a, b, strict=True)) if x != y)
             index = element_index(block, at // item_bytes(tensor.dtype))
             remedy = "keep the right one of the two"
-            if len(tensor.shape) == 1 and first.path.suffix == ".distcp":
+            if first.path.suffix in _TORCH_SUFFIXES and first.box == whole_box(tensor.shape):
+                remedy += (
+                    " if they should be equal, as plain tensors are on all ranks; if each rank has "
+                    "a part, save it as a DTensor, and what is its own under a name for each rank"
+                )
+            elif len(tensor.shape) == 1 and first.path.suffix == ".distcp":
                 remedy += (
                     "; but if ranks have saved flat parts of their own under one name, as FSDP1's "
                     "local optimizer states are, keep all, and save them in a run of as many ranks "

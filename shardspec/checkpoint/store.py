@@ -280,24 +280,26 @@ def path_exists(path: Path) -> bool:
     return path.exists() if isinstance(path, RemotePath) else os.path.exists(path)
 
 
-def file_inside(directory: Path, name: str, stated_by: Path) -> Path:
+def file_inside(directory: Path, name: str, stated_by: Path, *, weights: bool = False) -> Path:
     """Return the path of a file that a checkpoint names, which must be in its directory.
 
-    It may be a link inside the directory, or from the ``snapshots`` of a hub cache to its
-    ``blobs``.
+    It may be a link: to a file inside the directory or to one of the same name, or from a folder of
+    links to the ``blobs`` of a hub cache. Files of `weights`, which are opened only as such, may
+    also be in directories below, and links to any file.
     """
-    if name in ("", ".", "..") or any(c in name for c in "/\\\0"):
+    parts = name.split("/") if weights else [name]
+    if any(part in ("", ".", "..") or any(c in part for c in "/\\\0") for part in parts):
         raise CheckpointError(
             f"{stated_by}: file name {name!r} is not a plain name; files of a checkpoint are in "
             "its own directory"
         )
     path = directory / name
-    if isinstance(path, RemotePath) or not os.path.islink(path):
+    if weights or isinstance(path, RemotePath) or not os.path.islink(path):
         return path
     # Not Path.resolve, which raises where links lead in a circle.
     real, home = Path(os.path.realpath(path)), Path(os.path.realpath(directory))
-    cached = home.parent.name == "snapshots" and real.parent == home.parent.parent / "blobs"
-    if real.parent != home and not cached:
+    cached = real.parent.name == "blobs" and (real.parent.parent / "snapshots").is_dir()
+    if real.parent != home and real.name != name and not cached:
         raise CheckpointError(
             f"{stated_by}: file {name!r} is a link to {real}, outside the checkpoint; "
             "put the file itself into the directory"

@@ -78,7 +78,7 @@ def parse_json(
     except UnicodeEncodeError:
         fail("holds text with lone surrogates")
     except json.JSONDecodeError as error:
-        fail(f"is not JSON: {error.msg} at character {error.pos}")
+        fail(f"is not JSON: {error.msg.removesuffix(' at')} at character {error.pos}")
     except RecursionError:
         fail("nests too deep")
     except ValueError:  # Python's limit on the digits of a number

@@ -184,7 +184,7 @@ def _overview(summary: CheckpointSummary, only: str | None = None, of: int = 0) 
         yield ""
         values = sorted(summary.extras.items())
         rows = [[_name(name), _name(other_text(value, _MOST_VALUE))] for name, value in values]
-        yield from table_lines(["no tensor", "value"], lambda: rows)
+        yield from table_lines(["other entry", "value"], lambda: rows)
 
 
 def _tensors(summary: CheckpointSummary) -> Iterator[str]:
@@ -298,18 +298,20 @@ def verify_command(
     else:
         for flaw in flaws:
             say(printable(flaw))
-        if report.digested_bytes == report.num_bytes:
+        if not report.num_bytes:
+            digests = "no data to check"
+        elif report.digested_bytes == report.num_bytes:
             digests = "all with digests"
         elif report.digested_bytes:
             digests = f"{bytes_text(report.digested_bytes)} of them with digests"
         else:
-            digests = "none with digests, so that changed bytes cannot be told"
+            digests = "no digests stored, so altered bytes cannot be detected"
         part = "what was chosen is " if choice.include or choice.exclude else ""
         same = "" if against is None or flaws else f", and {part}the same as {path_text(against)}"
         say(
             f"{path_text(checkpoint)}: {counted(report.tensors, 'tensor')} in "
             f"{counted(report.boxes, 'box', 'boxes')}, {bytes_text(report.num_bytes)}, "
-            f"{digests}; {counted(len(flaws), 'flaw') if flaws else 'no flaws'}{same}"
+            f"{digests}; {counted(len(flaws), 'problem') if flaws else 'no problems found'}{same}"
         )
     if flaws:
         click.get_current_context().exit(_NOT_THE_SAME)

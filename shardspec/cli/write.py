@@ -18,7 +18,15 @@ from shardspec.cli.options import argument, command, flag, option, unless
 from shardspec.cli.output import path_text, progress_bar, say, say_json
 from shardspec.errors import InputFileError
 from shardspec.mesh import DeviceMesh
-from shardspec.text import bytes_text, counted, rate_text, seconds_text, shown, table_text
+from shardspec.text import (
+    bytes_text,
+    counted,
+    printable,
+    rate_text,
+    seconds_text,
+    shown,
+    table_text,
+)
 
 if TYPE_CHECKING:
     from shardspec.resharding.maps import MapReport
@@ -124,7 +132,7 @@ def _report_text(report: WriteReport) -> str:
         more = f" and {rest} more" if rest > 0 else ""
         lines.append(f"left out: {some}{more}; 'shardspec inspect' says what they are")
     if report.sidecars:
-        lines.append(f"along with it: {', '.join(map(shown, report.sidecars))}")
+        lines.append(f"also copied: {', '.join(map(printable, report.sidecars))}")
     return "\n".join(lines)
 
 

@@ -157,17 +157,20 @@ def test_of_several_each_is_told_what_it_lacks(ckpt, tmp_path):
         open_checkpoints((ckpt, ckpt), ranks=1)
 
 
+WHOLE = "load it with the tool that wrote it, and save whole tensors as safetensors"
+
+
 @pytest.mark.parametrize(
     ("names", "kind", "remedy"),
     [
-        (("_CHECKPOINT_METADATA", "_METADATA", "manifest.ocdbt"), "orbax (OCDBT)", "orbax"),
-        (("manifest.ocdbt", "d"), "orbax (OCDBT)", "save_file"),
-        (("flax_model.msgpack", "config.json"), "Flax", "from_flax=True"),
-        (("tf_model.h5", "config.json"), "TensorFlow", "from_tf=True"),
-        (("llama-q4.gguf",), "llama.cpp (GGUF)", "gguf_file="),
+        (("_CHECKPOINT_METADATA", "_METADATA", "manifest.ocdbt"), "orbax (OCDBT)", WHOLE),
+        (("manifest.ocdbt", "d"), "orbax (OCDBT)", WHOLE),
+        (("flax_model.msgpack", "config.json"), "Flax", WHOLE),
+        (("tf_model.h5", "config.json"), "TensorFlow", WHOLE),
+        (("llama-q4.gguf",), "llama.cpp (GGUF)", "name the checkpoint that it was made of"),
         (("model.nemo",), "NeMo", "tar -xf"),
         (("distrib_optim.pt",), "the optimizer of data parallel ranks", "torch_dist"),
-        ((".zgroup", "w"), "zarr", "--ckpt-convert-format torch_dist"),
+        ((".zgroup", "w"), "zarr", "save it as torch_dist"),
     ],
 )
 def test_what_is_known_and_not_read_is_named_with_what_helps(tmp_path, names, kind, remedy):
@@ -179,5 +182,5 @@ def test_what_is_known_and_not_read_is_named_with_what_helps(tmp_path, names, ki
         message = str(caught.value)
         assert len(message.splitlines()) == 1
         assert message.startswith(f"{place}: is of {kind}")
-        assert "which is not read; use " in message
+        assert "which is not read; " in message
         assert remedy in message

@@ -266,40 +266,41 @@ def test_instructions_that_no_checkpoint_needs(case):
     assert "which no checkpoint needs; nothing of it was run" in message or OUTSIDE in message
 
 
+NOT_WRITTEN = "is not as pickle writes it; it is damaged, restore it"
 MISUSED = {
-    "a call of a value": (b"K\1)R", "'int' object is not callable); it is damaged"),
-    "a call of text": (text("os.system") + b")R", "'str' object is not callable"),
-    "a call of a record": (b"ca\nThing\n)\x81)R", "'Thing' object is not callable"),
+    "a call of a value": (b"K\1)R", NOT_WRITTEN),
+    "a call of text": (text("os.system") + b")R", NOT_WRITTEN),
+    "a call of a record": (b"ca\nThing\n)\x81)R", NOT_WRITTEN),
     "a call of a mere name": (b"ca\nnamed\n)R", "calls a.named, which is not a function"),
-    "a call with no tuple": (b"ca\nThing\n]R", "argument list must be a tuple"),
-    "arguments that do not fit": (b"ca\nnumber\n" + text("x") + b"\x85R", "calls a.number with"),
+    "a call with no tuple": (b"ca\nThing\n]R", NOT_WRITTEN),
+    "arguments that do not fit": (b"ca\nnumber\n" + text("x") + b"\x85R", "calls a.number"),
     "too few arguments": (b"ca\nfirst\n)R", "calls a.first with arguments that it does not take"),
     "a state for a name": (b"ca\nnamed\n}b", "gives a state to a.named"),
-    "a state for a list": (b"]}b", "'list' object has no attribute"),
+    "a state for a list": (b"]}b", NOT_WRITTEN),
     "a state twice": (b"ca\nThing\n)\x81K\1bK\2b", "gives a state to <Thing>: it has a state"),
-    "a name of numbers": (b"K\1K\2\x93", "STACK_GLOBAL requires str"),
-    "an item for a tuple": (b")K\1a", "'tuple' object has no attribute 'append'"),
-    "items for a dict": (b"}(K\1e", "'dict' object has no attribute"),
-    "a pair for a tuple": (b")K\1K\2s", "does not support item assignment"),
-    "half a pair": (b"}(K\1u", "odd number of items for SETITEMS"),
-    "a list as a key": (b"}]K\1s", "unhashable type: 'list'"),
-    "a dict as a key": (b"}}K\1s", "unhashable type: 'dict'"),
+    "a name of numbers": (b"K\1K\2\x93", NOT_WRITTEN),
+    "an item for a tuple": (b")K\1a", NOT_WRITTEN),
+    "items for a dict": (b"}(K\1e", NOT_WRITTEN),
+    "a pair for a tuple": (b")K\1K\2s", NOT_WRITTEN),
+    "half a pair": (b"}(K\1u", NOT_WRITTEN),
+    "a list as a key": (b"}]K\1s", NOT_WRITTEN),
+    "a dict as a key": (b"}}K\1s", NOT_WRITTEN),
     "a nested tuple as a key": (b"})" + b"\x85" * 70 + b"K\1s", "large or nested tuples"),
-    "a list in a key": (b"}]\x85K\1s", "unhashable type: 'list'"),
+    "a list in a key": (b"}]\x85K\1s", NOT_WRITTEN),
     "a wide tuple as a key": (b"}(" + b"K\1" * 70 + b"tK\1s", "large or nested tuples"),
     "a huge number": (b"\x8b" + struct.pack("<I", 1000) + b"\1" * 1000, "number of 1000 bytes"),
     "text that is not UTF-8": (b"X\1\0\0\0\xff", "holds text that is not UTF-8"),
     "text past the end": (b"X\xff\xff\xff\xff", "ends too early"),
     "text of 2**64 bytes": (b"\x8d" + b"\xff" * 8, "ends too early"),
     "bytes past the end": (b"B\xff\xff\xff\xff", "ends too early"),
-    "a frame past the end": (b"N\x95" + b"\xff" * 8, "FRAME length exceeds"),
-    "a frame that is cut": (b"N\x95" + b"\xff" + bytes(7), "pickle data was truncated"),
+    "a frame past the end": (b"N\x95" + b"\xff" * 8, NOT_WRITTEN),
+    "a frame that is cut": (b"N\x95" + b"\xff" + bytes(7), NOT_WRITTEN),
     "a memo far ahead": (b"Nr\xff\xff\xff\xff", "numbers an object 4294967295 after 0 of them"),
     "an unknown memo": (b"h\7", "ends too early, or takes away what is not there"),
     "memo of nothing": (b"\x94", "ends too early, or takes away what is not there"),
     "nothing to take": (b"a", "ends too early, or takes away what is not there"),
     "no mark": (b"Nt", "ends too early, or takes away what is not there"),
-    "a tuple of too much": (b"N\x86", "stack underflow"),
+    "a tuple of too much": (b"N\x86", NOT_WRITTEN),
     "below a mark": (b"N(\x85t", "does not end with one value"),
     "a mark left": (b"N(N", "does not end with one value"),
     "two values": (b"NN", "does not end with one value"),
@@ -313,7 +314,10 @@ MISUSED = {
 @pytest.mark.parametrize("case", MISUSED)
 def test_instructions_that_make_no_sense(case):
     body, message = MISUSED[case]
-    assert message in refused(raw(body))
+    found = refused(raw(body))
+    assert message in found
+    # What Python says of its own objects.
+    assert not any(word in found for word in ("' object", "argument list", "unhashable"))
 
 
 @pytest.mark.parametrize("data", [b"", b"\x80", b"x", b"PK\3\4", b"(dp0\n.", b"\x80\x02", b"N."])

@@ -164,7 +164,10 @@ def test_the_commands(tmp_path):
     merge(ckpt, tmp_path / "m")
     done = shardspec("verify", ckpt, "--against", tmp_path / "m")
     assert (done.returncode, done.stderr) == (0, "")
-    assert "1 tensor in 3 boxes, 28 B, all with digests; no flaws, and the same as" in done.stdout
+    assert (
+        "1 tensor in 3 boxes, 28 B, all with digests; no problems found, and the same as"
+        in done.stdout
+    )
     assert shardspec("diff", ckpt, tmp_path / "m").stdout == "no difference: 1 tensor, 28 B\n"
     flip(open_checkpoint(ckpt).tensor("w").boxes[1], 0)
     bad = shardspec("verify", ckpt)
@@ -199,8 +202,8 @@ def test_a_merge_of_some_tensors_is_compared_with_what_it_was_made_of(tmp_path):
     verified = shardspec("verify", ckpt, "--against", out, *chosen)
     assert (verified.returncode, verified.stderr) == (0, "")
     assert verified.stdout == (
-        f"{ckpt}: 3 tensors in 9 boxes, 84 B, all with digests; no flaws, and what was chosen is "
-        f"the same as {out}\n"
+        f"{ckpt}: 3 tensors in 9 boxes, 84 B, all with digests; no problems found, and what was "
+        f"chosen is the same as {out}\n"
     )
     assert shardspec("verify", ckpt, "--against", out, "--include", "m.*").returncode == 3
     alone = shardspec("verify", ckpt, *chosen)
@@ -234,7 +237,7 @@ def test_what_forms_do_not_say_is_said_of_either(tmp_path):
         done = shardspec("diff", first, second, "--ranks", "1")
         assert (done.returncode, done.stdout) == (0, "no difference: 1 tensor, 28 B\n")
         assert shardspec("verify", first, "--against", second, "--ranks", "1").returncode == 0
-    assert "none with digests, so that changed bytes cannot be told; no flaws" in (
+    assert "no digests stored, so altered bytes cannot be detected; no problems found" in (
         shardspec("verify", path, "--ranks", "1").stdout
     )
     assert "needs none" in shardspec("diff", ckpt, ckpt, "--ranks", "1").stderr

@@ -182,8 +182,10 @@ def open_dcp(directory: Path) -> catalog.Catalog:
                 case _:
                     raise ValueError("an entry needs a name and a kind")
         except (TypeError, ValueError) as error:
+            # Those of Python itself say nothing of the file.
+            problem = "it is not as torch writes it" if isinstance(error, TypeError) else error
             raise CheckpointError(
-                f"{path}: {name!r:.200}: {error}; the metadata contradicts itself, save again"
+                f"{path}: {name!r:.200}: {problem}; the metadata contradicts itself, save again"
             ) from None
     for name, tensor in tensors.items():
         match = _OF_OPTIMIZER.match(name)
@@ -374,8 +376,13 @@ def _outline(
 @lru_cache(1 << 17)
 def _box(offsets: tuple[int, ...], sizes: tuple[int, ...], shape: tuple[int, ...]) -> Box:
     """Return the box of a chunk; raises `ValueError` if it is not inside the tensor."""
+    if not len(offsets) == len(sizes) == len(shape):
+        raise ValueError(
+            f"a chunk from {list(offsets)} of sizes {list(sizes)} is not one of a tensor with "
+            f"{len(shape)} dims"
+        )
     box = tuple((at, at + size) for at, size in zip(offsets, sizes, strict=True))
-    if len(box) != len(shape) or any(hi > n for (_, hi), n in zip(box, shape, strict=True)):
+    if any(hi > n for (_, hi), n in zip(box, shape, strict=True)):
         raise ValueError(f"its chunk {box_text(box)} lies outside of shape {list(shape)}")
     return box
 

@@ -53,7 +53,10 @@ DEEPSPEED_NAMES: Final[Names] = {
 }
 """What DeepSpeed's files name besides tensors."""
 OPTIMIZER: Final = "optimizer_state_dict"
-TO_UNIVERSAL: Final = names.PARTS["DeepSpeed's tensor parallel"][1]
+TO_UNIVERSAL: Final = (
+    "python -m deepspeed.checkpoint.ds_to_universal --inject_missing_state --input_folder RUN "
+    "--output_folder OUTPUT"
+)
 
 _GROUP: Final = re.compile(
     rf"{OPTIMIZER}\.(?:single_partition_of_fp32_groups|fp32_flat_groups)\.(\d{{1,9}})"
@@ -137,11 +140,15 @@ def open_deepspeed(directory: Path) -> Catalog:
 def _read_run(place: Path) -> _Run:
     """Return what all ranks saved, in their order, if all is there and of one save."""
     there = sorted(path.name for path in place.iterdir())
+    for kind in (names.EXPERTS, names.PIPELINE):
+        part = next(filter(names.PARTS[kind][0].fullmatch, there), None)
+        if part is not None:
+            raise CheckpointError(f"{place}: {part} is {names.part_text(kind)}")
     parallel = next(filter(_PARALLEL.fullmatch, there), None)
     if parallel is not None:
         raise CheckpointError(
-            f"{place}: {parallel} is of a run with tensor parallel ranks, experts or pipeline "
-            f"stages, which are not read; make a Universal Checkpoint of it: {TO_UNIVERSAL}"
+            f"{place}: {parallel} is of a run with tensor parallel ranks, which is not read; make "
+            f"a Universal Checkpoint of it: {TO_UNIVERSAL}"
         )
     paths = _files(place, there, names.DEEPSPEED_OPTIMIZER, None)
     optimizers = read_torch_states(paths, DEEPSPEED_NAMES)
@@ -184,6 +191,12 @@ def _files(
         if found.setdefault(-1 if match[1] is None else int(match[1]), match[0]) != match[0]:
             odd = match[0]
     due = list(range(1 + max(found, default=0))) if due is None else due
+    models = list(filter(names.DEEPSPEED_MODEL.fullmatch, there))
+    if not found and pattern is names.DEEPSPEED_OPTIMIZER and models:
+        raise CheckpointError(
+            f"{place}: has no optimizer states of ZeRO (…_optim_states.pt); restore them, or if "
+            f"the run was without ZeRO, name {place / models[0]}"
+        )
     for rank in due:
         if rank not in found:
             kind = "optim" if pattern is names.DEEPSPEED_OPTIMIZER else "model"

@@ -53,18 +53,27 @@ is_rank_file: Final = RANK_FILE.fullmatch
 """Says whether a file name is that of one rank, such as ``model_world_size_2_rank_0.pt``."""
 
 SAFETENSORS: Final = "safetensors"
-INDEX_SUFFIX: Final = ".safetensors.index.json"
-_INDEX: Final = re.compile(rf".*{re.escape(INDEX_SUFFIX)}", re.DOTALL)
+_INDEX: Final = re.compile(r".*\.safetensors\.index(?:\.[^.]+)?\.json", re.DOTALL)
 is_index: Final = _INDEX.fullmatch
-"""Says whether a file name is that of an index of safetensors files."""
-_DATA_FILE: Final = re.compile(r"(?!\.).*\.safetensors", re.DOTALL)
+"""Says whether a file name is that of an index of safetensors files, perhaps of a variant."""
+_NUMBER: Final = r"\d+[-_]of[-_]\d+"
+_DATA_FILE: Final = re.compile(rf"(?!\.).*\.safetensors(?:[-_.]{_NUMBER})?", re.DOTALL)
 is_data_file: Final = _DATA_FILE.fullmatch
 """Says whether a file name is that of a finished safetensors file."""
 
 TORCH_FILE: Final = "torch file"
 BIN_NAME: Final = "pytorch_model.bin"
-BIN_NUMBERED: Final = re.compile(r".+-\d{5}-of-\d{5}\.bin", re.DOTALL)
-BIN_INDEX: Final = "pytorch_model.bin.index.json"
+_BIN_NUMBERED: Final = re.compile(
+    rf"(?!\.)(?:.*[-_.])?{_NUMBER}(?:[-_.].*)?\.bin|(?!\.).*\.bin[-_.]{_NUMBER}", re.DOTALL
+)
+_BIN_FILE: Final = re.compile(
+    rf"(?:(?:diffusion_)?pytorch|adapter)_model(?:\..*)?\.bin|{_BIN_NUMBERED.pattern}", re.DOTALL
+)
+is_bin_file: Final = _BIN_FILE.fullmatch
+"""Says whether a file name is that of a whole model, or of a numbered part of one."""
+_BIN_INDEX: Final = re.compile(r".*\.bin\.index(?:\.[^.]+)?\.json", re.DOTALL)
+is_bin_index: Final = _BIN_INDEX.fullmatch
+"""Says whether a file name is that of an index of ``.bin`` files, perhaps of a variant."""
 
 
 class Format(NamedTuple):
@@ -135,7 +144,7 @@ FORMATS: Final = (
     ),
     Format(RANK_FILES, "…_rank_0.pt", "rank_files:open_rank_files", (RANK_FILE,)),
     Format(
-        TORCH_FILE, BIN_NAME, "torch_file:open_bin_directory", (BIN_INDEX, BIN_NAME, BIN_NUMBERED)
+        TORCH_FILE, BIN_NAME, "torch_file:open_bin_directory", (_BIN_INDEX, BIN_NAME, _BIN_NUMBERED)
     ),
 )
 """In the order in which they are tried."""
@@ -147,64 +156,65 @@ def format_of_names(names: Iterable[str]) -> Format | None:
     return next((one for one in FORMATS if one.finds(there)), None)
 
 
+_ALL_OF_THEM: Final = "name the directory with the files of all of them"
+EXPERTS: Final = "DeepSpeed's mixture of experts"
+PIPELINE: Final = "DeepSpeed's pipeline"
+TENSOR_PARALLEL: Final = "DeepSpeed's tensor parallel"
 PARTS: Final = {
-    "DeepSpeed ZeRO": (
+    DEEPSPEED: (
+        re.compile(r"(?:(?:bf16|fp16)_)?zero_pp_rank_\d+_mp_rank_\d+_(?:model|optim)_states\.pt"),
+        _ALL_OF_THEM,
+    ),
+    EXPERTS: (
         re.compile(
-            r"(?:(?:bf16|fp16)_)?(?:zero_pp_rank_\d+|(?:layer_\d+_)?expert_\d+)"
-            r"_mp_rank_\d+_(?:model|optim)_states\.pt"
+            r"(?:layer_\d+_)?expert_\d+_mp_rank_\d+_model_states\.pt"
+            r"|expp_rank_\d+_mp_rank_\d+_optim_states\.pt"
         ),
-        "the script that it leaves beside the checkpoint: python zero_to_fp32.py RUN OUTPUT",
+        'put the weights together with python -c "import glob, torch; '
+        "s = torch.load('RUN/mp_rank_00_model_states.pt', weights_only=False)['module']; "
+        "[s.update(torch.load(f)) for f in glob.glob('RUN/*expert_*_model_states.pt')]; "
+        "torch.save(s, 'OUT.pt')\"",
     ),
-    "DeepSpeed's tensor parallel": (
+    PIPELINE: (
+        re.compile(r"layer_\d+-model_(?:\d+-model_)?states\.pt"),
+        "load it in a run of as many stages, and save the whole state dict",
+    ),
+    TENSOR_PARALLEL: (
         re.compile(r"mp_rank_(\d+)_model_states\.pt"),
-        "python -m deepspeed.checkpoint.ds_to_universal --input_folder RUN --output_folder OUTPUT",
+        "load it in a run of as many ranks, and save the whole state dict",
     ),
-    META: (
-        META_FILE,
-        "python -m transformers.models.llama.convert_llama_weights_to_hf --input_dir FOLDER "
-        "--output_dir OUTPUT",
-    ),
+    META: (META_FILE, _ALL_OF_THEM),
 }
-"""Formats with a file for each rank: pattern of the files, and the tool that joins them. A file
-whose number is 0 may be the only one."""
+"""Formats with a file for each rank: pattern of the files, and what helps. A file whose number is 0
+may be the only one."""
 
-_FROM_TRANSFORMERS: Final = (
-    'python -c "from transformers import AutoModel as m; '
-    "m.from_pretrained('IN', {}).save_pretrained('OUT')\""
-)
+_WHOLE_TENSORS: Final = "load it with the tool that wrote it, and save whole tensors as safetensors"
 _NOT_READ: Final = (
     (
         "orbax (OCDBT)",
         r"_CHECKPOINT_METADATA|manifest\.ocdbt|ocdbt\.process_\d+|_sharding",
-        'python -c "import orbax.checkpoint as o, numpy as n; from flax.traverse_util import '
-        "flatten_dict as f; from safetensors.numpy import save_file as s; s({k: n.asarray(v) for "
-        "k, v in f(o.PyTreeCheckpointer().restore('IN'), sep='.').items()}, 'OUT.safetensors')\"",
+        _WHOLE_TENSORS,
     ),
     (
         "zarr, as Megatron-core had it before torch_dist",
         r"\.zarray|\.zgroup",
-        "a run of Megatron with --load IN --save OUT --ckpt-convert-format torch_dist",
+        "load it with Megatron, and save it as torch_dist",
     ),
-    ("Flax", r"flax_model.*\.msgpack", _FROM_TRANSFORMERS.format("from_flax=True")),
+    ("Flax", r"flax_model.*\.msgpack", _WHOLE_TENSORS),
     (
         "TensorFlow",
         r"tf_model.*\.h5|model\.ckpt.*\.(index|meta)|saved_model\.pb",
-        _FROM_TRANSFORMERS.format("from_tf=True"),
+        _WHOLE_TENSORS,
     ),
-    (
-        "llama.cpp (GGUF)",
-        r".*\.gguf",
-        "the checkpoint that it was made of, or " + _FROM_TRANSFORMERS.format("gguf_file='FILE'"),
-    ),
-    ("NeMo", r".*\.nemo", "tar -xf FILE, and then the directory in it"),
+    ("llama.cpp (GGUF)", r".*\.gguf", "name the checkpoint that it was made of"),
+    ("NeMo", r".*\.nemo", "unpack it with tar -xf FILE, and name the directory in it"),
     (
         "the optimizer of data parallel ranks, in buckets (Megatron's distrib_optim.pt)",
         r"distrib_optim\.pt",
-        "the model beside it, or a save with --ckpt-format torch_dist "
-        "--dist-ckpt-optim-fully-reshardable",
+        "name the model beside it, or save optimizers as torch_dist",
     ),
 )
-"""What is known and not read: its name, its files, and what helps."""
+"""What is recognised and not read: its name, its files, and what helps."""
 
 
 def not_read(names: Iterable[str]) -> str | None:
@@ -212,7 +222,7 @@ def not_read(names: Iterable[str]) -> str | None:
     there = tuple(names)
     for kind, pattern, remedy in _NOT_READ:
         if any(re.fullmatch(pattern, name) for name in there):
-            return f"is of {kind}, which is not read; use {remedy}"
+            return f"is of {kind}, which is not read; {remedy}"
     return None
 
 
@@ -220,13 +230,21 @@ def part_of_several(name: str, beside: Callable[[], Iterable[str]]) -> str | Non
     """Return which of `PARTS` a file is one of, by its name and those beside it."""
     for kind, (pattern, _) in PARTS.items():
         match = pattern.fullmatch(name)
-        if match is not None:
-            alone = match.groups() and not int(match[1])
-            if not alone or sum(pattern.fullmatch(other) is not None for other in beside()) > 1:
-                return kind
+        if match is None:
+            continue
+        if not match.groups():
+            return kind
+        others = list(beside())
+        if kind == TENSOR_PARALLEL:
+            # The parts that are the same on all ranks, beside those that are not.
+            for other in (EXPERTS, PIPELINE):
+                if any(map(PARTS[other][0].fullmatch, others)):
+                    return other
+        if int(match[1]) or sum(pattern.fullmatch(other) is not None for other in others) > 1:
+            return kind
     return None
 
 
 def part_text(kind: str) -> str:
     """Return what a file of one of `PARTS` is, for errors."""
-    return f"what one of several {kind} ranks has saved; put them together with {PARTS[kind][1]}"
+    return f"one of several files of {kind}, which are not read one by one; {PARTS[kind][1]}"

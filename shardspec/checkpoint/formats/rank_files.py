@@ -118,17 +118,24 @@ def _check_ranks(directory: Path, files: list[_RankFile], world: int) -> None:
     count = Counter(file.rank for file in files)
     missing = list(islice((rank for rank in range(world) if rank not in count), _SHOWN + 1))
     odd = [file.name for file in files if file.rank >= world or count[file.rank] > 1]
-    if missing or odd:
-        raise CheckpointError(
-            f"{directory}: {world} ranks saved one file each, but {len(files)} are there; missing: "
-            f"{_some('rank', missing)}; wrong or doubled: {_some('file', odd)}; restore the "
-            "missing ones and move the others away"
+    problems = []
+    if missing:
+        are, them = ("s", "them") if len(missing) > 1 else ("", "it")
+        problems.append(
+            f"the file{are} of rank{are} {_some(missing)} of {world} {'are' if are else 'is'} "
+            f"missing; restore {them}"
         )
+    if odd:
+        problems.append(
+            f"{_some(odd)}: not of a rank from 0 to {world - 1}, or of one that has two files; "
+            "move away what is of another save"
+        )
+    if problems:
+        raise CheckpointError(f"{directory}: {'; '.join(problems)}")
 
 
-def _some(kind: str, values: Sequence[object]) -> str:
-    more = ", …" if len(values) > _SHOWN else ""
-    return f"{kind} {', '.join(map(str, values[:_SHOWN]))}{more}" if values else "none"
+def _some(values: Sequence[object]) -> str:
+    return ", ".join(map(str, values[:_SHOWN])) + ", …" * (len(values) > _SHOWN)
 
 
 # --- what the files hold

@@ -2,18 +2,15 @@
 
 A file is 8 bytes with the length of the header (little endian), the header (JSON), and the bytes
 of the tensors; all that the specification asks of a header is checked. The index of several files,
-``{"metadata": ..., "weight_map": {tensor name: file name}}``, is compared with their headers both
-ways, but for `total_size`: writers count tied tensors once or twice. Without an index all
-``*.safetensors`` of the directory make up the checkpoint, and files numbered ``-00001-of-00003``
-must all be there.
+``{"metadata": ..., "weight_map": {tensor name: file name}}``, is compared with their headers, but
+for `total_size`: writers count tied tensors once or twice. `model_files` says which files are read.
 
 Sources: https://github.com/huggingface/safetensors, section "Format"; ``save_pretrained`` of
 transformers; ``split_torch_state_dict_into_shards`` of huggingface_hub.
 """
 
 import json
-import re
-from collections.abc import Collection, Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from math import prod
 from pathlib import Path
@@ -26,15 +23,15 @@ from shardspec.checkpoint.catalog import (
     unsharded_tensor,
     whole_box,
 )
-from shardspec.checkpoint.formats.names import INFO_NAME, SAFETENSORS, is_data_file, is_index
-from shardspec.checkpoint.store import (
-    SourceFile,
-    file_inside,
-    path_exists,
-    prefetch_depth,
-    prefetch_map,
+from shardspec.checkpoint.formats.model_files import (
+    ModelFiles,
+    check_alone,
+    files_of_index,
+    find_safetensors,
 )
-from shardspec.checkpoint.strict_json import checked, field, fields, parse_json, read_json
+from shardspec.checkpoint.formats.names import INFO_NAME, SAFETENSORS
+from shardspec.checkpoint.store import SourceFile, prefetch_depth, prefetch_map
+from shardspec.checkpoint.strict_json import checked, fields, parse_json
 from shardspec.checkpoint.targets import (
     Extent,
     Listing,
@@ -56,7 +53,6 @@ MAX_DIMS: Final = 64
 """Most dims of a tensor, as in numpy and torch."""
 _MAX_HEADER_BYTES: Final = 100_000_000
 """The limit of the format."""
-_MOST_INDEX_BYTES: Final = 256 << 20
 _METADATA: Final = "__metadata__"
 _FIELDS: Final = {"dtype": str, "shape": tuple, "data_offsets": tuple}
 _ORDER: Final = (
@@ -69,7 +65,6 @@ _INFO: Final = "DCP_SHARDING_INFO"
 _VERSION: Final = "DCP_VERSION"
 _OWN_KEYS: Final = frozenset(("format", _INFO, _VERSION))
 """Metadata of one file, which other files with the same tensors need not share."""
-_NUMBERED: Final = re.compile(r"(.*)-(\d+)-of-(\d+)(\.[a-z]+)", re.DOTALL)
 
 
 TensorSlot: TypeAlias = tuple[str, str, tuple[int, ...]]
@@ -101,6 +96,8 @@ class Header(NamedTuple):
 def read_header(file: SourceFile) -> Header:
     """Read and check the header of an open file."""
     path, file_bytes = file.path, file.num_bytes
+    if not file_bytes:
+        raise CheckpointError(f"{path}: is empty; restore it")
     length = int.from_bytes(file.read(0, min(8, file_bytes)), "little")
     most = min(_MAX_HEADER_BYTES, file_bytes - 8)
     if length > most:
@@ -111,7 +108,8 @@ def read_header(file: SourceFile) -> Header:
     if file.read(8, min(length, 1)) != b"{":
         raise CheckpointError(f"{path}: the header does not start with '{{'; it is damaged")
     stated = checked(parse_json(file.read(8, length), path, "header"), dict, path, "the header")
-    metadata = checked(stated.pop(_METADATA, {}), dict, path, _METADATA)
+    metadata = stated.pop(_METADATA, None)
+    metadata = {} if metadata is None else checked(metadata, dict, path, _METADATA)
     for key, text in metadata.items():
         checked(text, str, path, f"{_METADATA}[{shown(key)}]")
     entries = []
@@ -207,41 +205,29 @@ def encode_header(slots: Iterable[TensorSlot], metadata: Mapping[str, str]) -> t
 
 def open_directory(directory: Path) -> Catalog:
     """Read the one index of a directory, or where it has none all its safetensors files."""
-    there = sorted(path.name for path in directory.iterdir())
-    indexes = list(filter(is_index, there))
-    if len(indexes) > 1:
-        raise CheckpointError(
-            f"{directory}: has the indexes {', '.join(indexes)}; name the one to read instead of "
-            "the directory"
-        )
-    if indexes:
-        return open_index_file(file_inside(directory, indexes[0], directory))
-    names = list(filter(is_data_file, there))
-    check_numbering(directory, names)
-    return _opened(directory, {file_inside(directory, name, directory): set() for name in names})
+    return _opened(directory, find_safetensors(directory))
 
 
 def open_index_file(index: Path) -> Catalog:
     """Read an index and the headers of its files, and check that they agree."""
-    return _opened(index.parent, by_file(index), index)
+    return _opened(index.parent, files_of_index(index))
 
 
 def open_single_file(path: Path) -> Catalog:
     """Read the header of one safetensors file."""
-    return _opened(path, {path: set()})
+    check_alone(path)
+    return _opened(path, ModelFiles({path: frozenset()}))
 
 
-def _opened(place: Path, files: Mapping[Path, Set[str]], index: Path | None = None) -> Catalog:
-    """Return the catalog of files that hold whole tensors: those that an index lists, or all."""
+def _opened(place: Path, model: ModelFiles) -> Catalog:
+    """Return the catalog of files that hold whole tensors."""
     tensors: dict[str, StoredTensor] = {}
     home: dict[str, Path] = {}
-    said: dict[str, tuple[str, Path]] = {}
+    stated: dict[str, tuple[str, Path]] = {}
     contradictions: dict[str, tuple[Path, Path]] = {}
-    with prefetch_map(files, _whole_header, prefetch_depth(place)) as headers:
-        for (path, listed), header in zip(files.items(), headers, strict=True):
-            if index is not None:
-                check_listed(path, [entry.name for entry in header.entries], listed, index)
-            elif SAVE_KEY in header.metadata:
+    with prefetch_map(model.files, _whole_header, prefetch_depth(place)) as headers:
+        for path, header in zip(model.files, headers, strict=True):
+            if model.index_path is None and SAVE_KEY in header.metadata:
                 raise CheckpointError(
                     f"{path}: holds what one rank has saved, which may be parts of tensors; name "
                     f"its directory, {path.parent}"
@@ -249,7 +235,10 @@ def _opened(place: Path, files: Mapping[Path, Set[str]], index: Path | None = No
                     else f"{place}: has no {INFO_NAME}, which is written last; the save did not "
                     "finish, or that file was lost; save again"
                 )
+            wanted = model.wanted(path, {entry.name for entry in header.entries})
             for name, dtype, shape, offset, _ in header.entries:
+                if name not in wanted:
+                    continue  # the index sends it to another file
                 if name in home:
                     raise CheckpointError(
                         f"{place}: {home[name].name} and {path.name} both hold tensor {name!r}, "
@@ -259,69 +248,15 @@ def _opened(place: Path, files: Mapping[Path, Set[str]], index: Path | None = No
                 home[name] = path
                 tensors[name] = unsharded_tensor(name, shape, dtype, path, offset)
             for key, text in header.metadata.items():
-                known, other = said.setdefault(key, (text, path))
-                if known != text and key not in _OWN_KEYS:
+                first, other = stated.setdefault(key, (text, path))
+                if first != text and key not in _OWN_KEYS:
                     contradictions.setdefault(key, (other, path))
-    found = Catalog(SAFETENSORS, place, tensors, (index, *files) if index else tuple(files))
+    catalog = Catalog(SAFETENSORS, place, tensors, model.paths)
+    catalog.notes, catalog.below = model.notes, model.below
     left_out = contradictions.keys() | _OWN_KEYS
-    agreed = {key: text for key, (text, _) in said.items() if key not in left_out}
-    found.file_metadata = FileMetadata(agreed, contradictions)
-    return found
-
-
-def by_file(index: Path) -> dict[Path, set[str]]:
-    """Read an index and return the names of the tensors in each file; all files are there."""
-    names: dict[str, set[str]] = {}
-    stated = read_json(index, "index", _MOST_INDEX_BYTES)
-    for name, home in field(stated, "weight_map", dict, index, "").items():
-        home = checked(home, str, index, f"weight_map[{name!r}]")
-        names.setdefault(home, set()).add(name)
-    found = {}
-    for home, listed in sorted(names.items()):
-        path = file_inside(index.parent, home, index)
-        if not path_exists(path):
-            raise CheckpointError(
-                f"{path}: is missing, but {index.name} puts {len(listed)} tensors into it, "
-                f"{min(listed)!r} first; restore it"
-            )
-        found[path] = listed
-    return found
-
-
-def check_listed(path: Path, held: Iterable[str], listed: Set[str], index: Path) -> None:
-    """Check that a file holds what its index says."""
-    for name in sorted(listed ^ set(held), key=lambda name: (name in listed, name)):
-        verb, lists = ("lacks", "lists") if name in listed else ("holds", "does not list")
-        raise CheckpointError(
-            f"{path}: {verb} tensor {name!r}, which {index.name} {lists} for it; index and files "
-            "are not of one save, restore them"
-        )
-
-
-def check_numbering(directory: Path, names: Collection[str]) -> None:
-    """Check that of files named ``x-00001-of-00003.safetensors`` all are there, and some at all."""
-    if not names:
-        # There were some when the format was found.
-        raise CheckpointError(
-            f"{directory}: its files were removed while it was opened; run again when nobody "
-            "writes it"
-        )
-    rows: dict[tuple[str, str, str], dict[int, str]] = {}
-    for match in filter(None, map(_NUMBERED.fullmatch, names)):
-        stem, number, count, suffix = match.groups()
-        rows.setdefault((stem, count, suffix), {})[int(number)] = match[0]
-    for (stem, count, suffix), found in rows.items():
-        due = range(1, int(count) + 1)
-        for missing in (number for number in due if number not in found):
-            raise CheckpointError(
-                f"{directory}: {stem}-{missing:0{len(count)}d}-of-{count}{suffix} is missing, by "
-                "the numbers of the others; restore it"
-            )
-        for other in (name for number, name in found.items() if number not in due):
-            raise CheckpointError(
-                f"{directory}: {other} has a number that is not from 1 to {int(count)}; it "
-                "belongs elsewhere, move it away"
-            )
+    agreed = {key: text for key, (text, _) in stated.items() if key not in left_out}
+    catalog.file_metadata = FileMetadata(agreed, contradictions)
+    return catalog
 
 
 def _whole_header(path: Path) -> Header:

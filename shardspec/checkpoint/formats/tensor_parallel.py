@@ -30,7 +30,7 @@ from typing import Final, NamedTuple, TypeAlias
 
 from shardspec.checkpoint.catalog import Catalog, StoredTensor, replica_keys
 from shardspec.checkpoint.formats import torch_file
-from shardspec.checkpoint.formats.names import META, META_FILE, META_PARAMS, PARTS
+from shardspec.checkpoint.formats.names import META, META_FILE, META_PARAMS
 from shardspec.checkpoint.formats.torch_file import TorchState, of_two_saves
 from shardspec.checkpoint.store import file_inside
 from shardspec.checkpoint.strict_json import read_json
@@ -210,7 +210,7 @@ def _count_experts(chunk: Chunk) -> int:
             raise CheckpointError(
                 f"{path}: tensor {name!r} is of several experts at once, as the old grouped "
                 "kernels keep them, which is not read of expert parallel runs; save with "
-                "--ckpt-format torch_dist (megatron.core.dist_checkpointing)"
+                "megatron.core.dist_checkpointing (torch_dist)"
             )
     counts = set(_count(chunk, _EXPERT, "expert").values())
     if len(counts) > 1:
@@ -285,7 +285,8 @@ def open_meta(directory: Path, *, rules: CutRules = None) -> Catalog:
     if len(width) != 1 or len(share) != 2 or not share[1] or width[0] % share[1]:
         raise CheckpointError(
             f"{paths[0]}: its {_WIDTH} and {_SHARE} are not those of LLaMA ({list(width)} and "
-            f"{list(share)}), by whose rules it would be read; convert it with {PARTS[META][1]}"
+            f"{list(share)}), by whose rules it would be read; load it with the code of its "
+            "model, and save a whole state dict"
         )
     ranks = width[0] // share[1]
     if sorted(found) != list(range(ranks)):

@@ -10,7 +10,7 @@ files are compared both ways. A file with DTensors is one rank's part. It is rea
 the part is the whole, as on a mesh of one device.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from math import prod
 from pathlib import Path
@@ -25,16 +25,22 @@ from shardspec.checkpoint.catalog import (
     StoredTensor,
     whole_box,
 )
+from shardspec.checkpoint.formats.model_files import (
+    ModelFiles,
+    check_alone,
+    files_of_index,
+    find_bins,
+)
 from shardspec.checkpoint.formats.names import (
-    BIN_INDEX,
-    BIN_NAME,
-    BIN_NUMBERED,
+    DEEPSPEED,
+    EXPERTS,
+    META,
+    TENSOR_PARALLEL,
     TORCH_FILE,
     part_of_several,
     part_text,
 )
-from shardspec.checkpoint.formats.safetensors import by_file, check_listed, check_numbering
-from shardspec.checkpoint.store import SourceFile, file_inside, prefetch_depth, prefetch_map
+from shardspec.checkpoint.store import SourceFile, prefetch_depth, prefetch_map
 from shardspec.checkpoint.targets import Extent, OutputFile, OutputTensor, RawBytes, Target
 from shardspec.checkpoint.torch_files.dtensors import read_torch
 from shardspec.checkpoint.torch_files.unpickler import Global, Names, Record, record_class, screen
@@ -275,40 +281,35 @@ def check_no_copies(states: Iterable[TorchState]) -> None:
 
 def open_torch_file(path: Path) -> Catalog:
     """Read what describes the state in one file; not its data. Parts of tensors are refused."""
+    check_alone(path)
     kind = part_of_several(path.name, lambda: [at.name for at in path.parent.iterdir()])
     if kind is not None:
         raise CheckpointError(f"{path}: is {part_text(kind)}")
-    return _opened(path, {path: set()})
+    return _opened(path, ModelFiles({path: frozenset()}))
 
 
 def open_bin_directory(directory: Path) -> Catalog:
     """Read the index of a directory, or its one ``pytorch_model.bin``, or all numbered files."""
-    names = sorted(path.name for path in directory.iterdir())
-    if BIN_INDEX in names:
-        return open_bin_index(directory / BIN_INDEX)
-    if BIN_NAME in names:
-        return open_torch_file(directory / BIN_NAME)
-    numbered = [name for name in names if BIN_NUMBERED.fullmatch(name)]
-    check_numbering(directory, numbered)
-    return _opened(directory, {file_inside(directory, name, directory): set() for name in numbered})
+    return _opened(directory, find_bins(directory))
 
 
 def open_bin_index(index: Path) -> Catalog:
     """Read an index and what describes its files, and check that they agree."""
-    return _opened(index.parent, by_file(index), index)
+    return _opened(index.parent, files_of_index(index))
 
 
-def _opened(place: Path, files: Mapping[Path, Set[str]], index: Path | None = None) -> Catalog:
-    """Return the catalog of files that hold whole tensors: those that an index lists, or all."""
+def _opened(place: Path, model: ModelFiles) -> Catalog:
+    """Return the catalog of files that hold whole tensors."""
     tensors: dict[str, StoredTensor] = {}
     others: dict[str, object] = {}
-    for (path, listed), state in zip(files.items(), read_torch_states([*files]), strict=True):
-        if index is not None:
-            check_listed(path, state.tensors, listed, index)
+    for path, state in zip(model.files, read_torch_states([*model.files]), strict=True):
+        wanted = model.wanted(path, state.tensors.keys())
         kind = _part_by_content(state)
         if kind is not None:
             raise CheckpointError(f"{path}: is {part_text(kind)}")
         for name, found in state.tensors.items():
+            if name not in wanted:
+                continue  # the index sends it to another file
             shape, whole = found.local.shape, found.local.global_shape
             if shape != whole:
                 raise CheckpointError(
@@ -323,8 +324,9 @@ def _opened(place: Path, files: Mapping[Path, Set[str]], index: Path | None = No
                 )
             tensors[name] = whole_tensor(name, path, found)
         others.update((name, plain_value(value)) for name, value in state.extras.items())
-    paths = tuple(files) if index is None else (index, *files)
-    return Catalog(TORCH_FILE, place, tensors, paths, None, others)
+    catalog = Catalog(TORCH_FILE, place, tensors, model.paths, None, others)
+    catalog.notes, catalog.below = model.notes, model.below
+    return catalog
 
 
 def _part_by_content(state: TorchState) -> str | None:
@@ -334,15 +336,17 @@ def _part_by_content(state: TorchState) -> str | None:
         for name, shape in group.items() if isinstance(group, dict) else ():
             found = state.tensors.get(f"module.{name}")
             if found is not None and found.local.shape != shape:
-                return "DeepSpeed ZeRO"
+                return DEEPSPEED
     ranks = state.extras.get("mp_world_size")
     if "ds_version" in state.extras and isinstance(ranks, int) and ranks > 1:
-        return "DeepSpeed's tensor parallel"
+        return TENSOR_PARALLEL
+    if "ds_version" in state.extras and state.extras.get("num_experts"):
+        return EXPERTS  # they are in files of their own
     # Meta shards this square matrix along its second dim.
     square = state.tensors.get("layers.0.attention.wo.weight")
     shape = (0, 0) if square is None else square.local.shape
     few = len(shape) == 2 and 0 < shape[1] < shape[0] and shape[0] % shape[1] == 0
-    return "Meta's model parallel" if few and "rope.freqs" in state.tensors else None
+    return META if few and "rope.freqs" in state.tensors else None
 
 
 def state_file(name: str, value: object, tensors: Sequence[OutputTensor] = ()) -> OutputFile:

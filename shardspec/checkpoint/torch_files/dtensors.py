@@ -18,6 +18,7 @@ from shardspec.checkpoint.torch_files.unpickler import (
     Global,
     Names,
     Record,
+    UnsupportedError,
     made_by,
     screen,
     unpickle,
@@ -241,7 +242,7 @@ def _placement(value: object) -> Placement:
             return _split(dim, factor)
         if name in ("Partial", "_Partial") and isinstance(op, str) and op in _OPS:
             return _OPS[op]
-    raise ValueError(
+    raise UnsupportedError(
         f"placement {value!r:.60} is not known, or not with its members; redistribute to Shard, "
         "Replicate or Partial of a named operation before saving"
     )

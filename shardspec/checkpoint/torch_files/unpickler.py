@@ -229,6 +229,10 @@ class Record(metaclass=Global):
         return self.state.get(key) if isinstance(self.state, dict) else None
 
 
+class UnsupportedError(ValueError):
+    """What a pickle describes is whole, but not read; the text says what to do."""
+
+
 class StateDict(dict[object, object]):
     """A dict that drops its attributes, such as the versions of a module's state dict."""
 
@@ -249,10 +253,15 @@ def made_by(name: str, function: Callable[..., object]) -> Global:
     def make(_: type, *args: object) -> object:
         try:
             return function(*args)
-        except (TypeError, ValueError) as error:
-            raise RefusedError(
-                f"calls {name} with arguments that it does not take: {error}; restore the file"
-            ) from None
+        except UnsupportedError as error:
+            raise RefusedError(f"holds what is not read: {error}") from None
+        except (TypeError, UnicodeError):  # in Python's own words
+            problem = ""
+        except ValueError as error:
+            problem = f": {error}"
+        raise RefusedError(
+            f"calls {name} with arguments that it does not take{problem}; it is damaged"
+        )
 
     return Global(name, (), {"__new__": make})
 
@@ -292,6 +301,8 @@ class _Unpickler(pickle.Unpickler):
     def persistent_load(self, pid: object) -> object:
         try:
             return self._persistent(pid)
+        except UnsupportedError as error:
+            raise RefusedError(f"holds what is not read: {error}") from None
         except ValueError as error:
             raise RefusedError(f"refers to something outside of itself: {error}") from None
 
@@ -337,7 +348,6 @@ def unpickle(
         problem = str(error)
     except UnicodeDecodeError:
         problem = "holds text that is not UTF-8; it is damaged"
-    except _DAMAGED as error:
-        told = printable(str(error) or type(error).__name__)
-        problem = f"cannot be read ({told:.200}); it is damaged"
+    except _DAMAGED:  # in Python's own words
+        problem = "is not as pickle writes it; it is damaged, restore it"
     raise CheckpointError(f"{path}: the {what} {problem}")

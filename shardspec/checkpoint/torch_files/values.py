@@ -15,6 +15,7 @@ from shardspec.checkpoint.torch_files.unpickler import (
     Global,
     Names,
     StateDict,
+    UnsupportedError,
     made_by,
     mere_name,
     record_class,
@@ -150,8 +151,8 @@ def storage_of(value: object) -> TorchStorage:
         case ("storage", Global(name=name), str() as key, str(), int() as size) if size >= 0:
             dtype = _STORAGE_DTYPES.get(name)
             if dtype is None:
-                raise ValueError(
-                    f"a storage of {name} is of no dtype that is known here; cast it and save again"
+                raise UnsupportedError(
+                    f"a storage of {name} is of no dtype that is supported; cast it and save again"
                 )
             return TorchStorage(key, dtype, size)
     raise ValueError("it refers to something that is not a storage")
@@ -174,13 +175,15 @@ def _rebuild(
     if len(sizes) != len(steps) or type(start) is not int or not 0 <= start <= _MOST_SIZE:
         raise ValueError("a tensor needs a stride for every dim and a place in its storage")
     if metadata and (not isinstance(metadata, dict) or any(metadata.values())):
-        raise ValueError(
-            "it is a view that conjugates or negates; save tensor.resolve_conj().resolve_neg()"
+        raise UnsupportedError(
+            "a view that conjugates or negates; save tensor.resolve_conj().resolve_neg() instead"
         )
     return TorchTensor(dtype or storage.dtype, sizes, steps, start, storage)
 
 
 def _rebuild_v3(*args: object) -> TorchTensor:
+    if len(args) < 7:
+        raise TypeError
     storage, start, shape, strides, *_, dtype, metadata = (*args, None)[:8]
     if not isinstance(dtype, Global) or not dtype.name.startswith("torch."):
         raise ValueError("a dtype is named as torch.…")
@@ -212,7 +215,7 @@ def _complex(real: object, imag: object) -> Complex:
 
 
 def _sharded(*_: object) -> Never:
-    raise ValueError(
+    raise UnsupportedError(
         "a ShardedTensor, which FSDP1 makes without a device mesh, is read from torch DCP only; "
         "files of LOCAL_STATE_DICT do not say the shapes of parameters; load it with FSDP in a run "
         "of as many ranks and save with torch.distributed.checkpoint (SHARDED_STATE_DICT), or give "

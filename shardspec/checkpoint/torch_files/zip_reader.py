@@ -180,8 +180,9 @@ def _no_zip(head: bytes) -> str:
         return f"is in the format that torch wrote before version 1.6; {again}"
     if head[257:262] == b"ustar":
         return f"is in the tar format that torch wrote before version 0.2; {again}"
-    starts = repr(head[:4]) if head else "nothing: it is empty"
-    return f"is nothing that torch.save writes (it starts with {starts}); check the file"
+    if not head:
+        return "is empty; restore it"
+    return f"is nothing that torch.save writes (it starts with {head[:4]!r}); check the file"
 
 
 def _checked(

@@ -100,8 +100,10 @@ def test_swapped_files_are_found(tmp_path):
     first.rename(ckpt / "x")
     second.rename(first)
     (ckpt / "x").rename(second)
-    message = refused(ckpt)
-    assert "which model.safetensors.index.json does not list for it" in message
+    assert refused(ckpt) == (
+        f"{first}: lacks tensor 'embed.weight', which model.safetensors.index.json lists for it; "
+        "index and files are not of one save, restore them"
+    )
 
 
 @pytest.mark.parametrize(
@@ -175,7 +177,7 @@ def test_a_number_past_the_last(tmp_path, number):
     )
 
 
-def test_links_lead_into_a_hub_cache_and_nowhere_else(tmp_path):
+def test_links_lead_into_a_hub_cache_or_to_weights_anywhere(tmp_path):
     real = write(tmp_path / "real")
     snapshot = tmp_path / "hub" / "snapshots" / "0a1b"
     snapshot.mkdir(parents=True)
@@ -184,15 +186,19 @@ def test_links_lead_into_a_hub_cache_and_nowhere_else(tmp_path):
         path.rename(tmp_path / "hub" / "blobs" / path.name)
         (snapshot / path.name).symlink_to(f"../../blobs/{path.name}")
     assert_same(read_whole(snapshot), MODEL)
-    (snapshot / "model.safetensors.index.json").unlink()
-    assert_same(read_whole(snapshot), MODEL)
     link = snapshot / "model-00001-of-00003.safetensors"
     (tmp_path / "hub" / "blobs" / link.name).rename(tmp_path / "elsewhere")
     link.unlink()
     link.symlink_to("../../../elsewhere")
+    assert_same(read_whole(snapshot), MODEL)
+    index = snapshot / "model.safetensors.index.json"
+    index.resolve().rename(tmp_path / "other")
+    index.unlink()
+    assert_same(read_whole(snapshot), MODEL)
+    index.symlink_to("../../../other")
     assert refused(snapshot) == (
-        f"{snapshot}: file {link.name!r} is a link to {tmp_path}/elsewhere, outside the "
-        "checkpoint; put the file itself into the directory"
+        f"{snapshot}: file {index.name!r} is a link to {tmp_path}/other, outside the checkpoint; "
+        "put the file itself into the directory"
     )
 
 

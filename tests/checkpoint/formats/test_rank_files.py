@@ -207,11 +207,11 @@ def test_every_set_of_missing_ranks_is_named(ckpt, lost, said):
         elif not said:
             path.rename(ckpt / f"rank_{rank}.pt")
     missing = [rank for rank in range(4) if lost >> rank & 1]
-    assert refused(ckpt) == (
-        f"{ckpt}: 4 ranks saved one file each, but {4 - len(missing)} are there; missing: rank "
-        f"{', '.join(map(str, missing))}; wrong or doubled: none; restore the missing ones and "
-        "move the others away"
-    )
+    ranks = ", ".join(map(str, missing))
+    due = f"the files of ranks {ranks} of 4 are missing; restore them"
+    if len(missing) == 1:
+        due = f"the file of rank {ranks} of 4 is missing; restore it"
+    assert refused(ckpt) == f"{ckpt}: {due}"
 
 
 def test_swapped_files(ckpt):
@@ -264,17 +264,16 @@ def test_a_rank_that_contradicts_the_others(ckpt, stray, problem):
 def test_one_file_too_many(ckpt):
     shutil.copy(ckpt / NAME.format(0), ckpt / NAME.format(4))
     assert refused(ckpt) == (
-        f"{ckpt}: 4 ranks saved one file each, but 5 are there; missing: none; wrong or doubled: "
-        f"file {NAME.format(4)}; restore the missing ones and move the others away"
+        f"{ckpt}: {NAME.format(4)}: not of a rank from 0 to 3, or of one that has two files; move "
+        "away what is of another save"
     )
 
 
 def test_two_files_of_one_rank(ckpt):
     shutil.copy(ckpt / NAME.format(0), ckpt / NAME.format("00"))
     assert refused(ckpt) == (
-        f"{ckpt}: 4 ranks saved one file each, but 5 are there; missing: none; wrong or doubled: "
-        f"file {NAME.format(0)}, {NAME.format('00')}; restore the missing ones and move the others "
-        "away"
+        f"{ckpt}: {NAME.format(0)}, {NAME.format('00')}: not of a rank from 0 to 3, or of one that "
+        "has two files; move away what is of another save"
     )
 
 

@@ -133,15 +133,21 @@ def test_numbered_files_are_one_model(tmp_path, index):
         assert "which another file of the same model does too" in refused(tmp_path)
 
 
-ZERO = "several DeepSpeed ZeRO ranks has saved; put them together with the script that it leaves "
-TENSOR_PARALLEL = "several DeepSpeed's tensor parallel ranks has saved; put them together with "
-META = "several Meta's model parallel ranks has saved; put them together with python "
+ZERO = "DeepSpeed ZeRO, which are not read one by one; name the directory with the files of all"
+EXPERTS = "DeepSpeed's mixture of experts, which are not read one by one; put the weights together"
+PIPELINE = "DeepSpeed's pipeline, which are not read one by one; load it in a run of as many stages"
+TENSOR_PARALLEL = "DeepSpeed's tensor parallel, which are not read one by one; load it in a run of"
+META = "Meta's model parallel, which are not read one by one; name the directory with the files"
 
 
 @pytest.mark.parametrize(
     ("names", "told"),
     [
-        (("layer_3_expert_0_mp_rank_00_model_states.pt",), ZERO),
+        (("layer_3_expert_0_mp_rank_00_model_states.pt",), EXPERTS),
+        (("expert_0_mp_rank_00_model_states.pt", "mp_rank_00_model_states.pt"), EXPERTS),
+        (("expp_rank_0_mp_rank_00_optim_states.pt", "mp_rank_00_model_states.pt"), EXPERTS),
+        (("layer_00-model_states.pt", "mp_rank_00_model_states.pt"), PIPELINE),
+        (("layer_00-model_01-model_states.pt",), PIPELINE),
         (("mp_rank_00_model_states.pt", "mp_rank_01_model_states.pt"), TENSOR_PARALLEL),
         (("mp_rank_01_model_states.pt",), TENSOR_PARALLEL),
     ],
@@ -150,8 +156,8 @@ def test_one_file_of_several_is_told_by_its_name_and_those_beside_it(tmp_path, n
     for name in names:
         torch.save(MODEL, tmp_path / name)
     for name in names:
-        assert f"{tmp_path / name}: is what one of {told}" in refused(tmp_path / name)
-    assert f"{tmp_path}: {names[0]} is what one of {told}" in refused(tmp_path)
+        assert f"{tmp_path / name}: is one of several files of {told}" in refused(tmp_path / name)
+    assert f"{tmp_path}: {names[0]} is one of several files of {told}" in refused(tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(names)
 
 
@@ -166,10 +172,11 @@ def of_meta(ranks):
     return {"layers.0.attention.wo.weight": weight, "rope.freqs": torch.zeros(2)}
 
 
-def of_deepspeed(size, ranks=1):
+def of_deepspeed(size, ranks=1, **more):
     shapes = [{"w": torch.Size((3, 2))}, {"v": torch.Size(())}]
     module = {"w": torch.zeros(size), "v": torch.zeros(())}
-    return {"module": module, "param_shapes": shapes, "ds_version": "0.19", "mp_world_size": ranks}
+    said = {"param_shapes": shapes, "ds_version": "0.19", "mp_world_size": ranks}
+    return {"module": module, **said, **more}
 
 
 @pytest.mark.parametrize(
@@ -178,6 +185,8 @@ def of_deepspeed(size, ranks=1):
         (of_deepspeed((0,)), ZERO),
         (of_deepspeed((3, 2)), None),
         (of_deepspeed((3, 2), 2), TENSOR_PARALLEL),
+        (of_deepspeed((3, 2), num_experts=[2]), EXPERTS),
+        (of_deepspeed((3, 2), num_experts=[]), None),
         (of_meta(1), None),
         (of_meta(2), META),
     ],
@@ -189,7 +198,7 @@ def test_one_file_of_several_is_told_by_what_it_holds(tmp_path, state, told):
     if told is None:
         assert open_checkpoint(path).names
     else:
-        assert f"{path}: is what one of {told}" in refused(path)
+        assert f"{path}: is one of several files of {told}" in refused(path)
 
 
 def test_a_file_cut_short(tmp_path):

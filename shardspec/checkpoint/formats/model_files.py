@@ -1,0 +1,314 @@
+"""Which files of a folder make up one model: those that its index names, or all numbers, or one.
+
+Both safetensors and ``.bin`` files are found by these rules:
+
+- An index, ``{"weight_map": {tensor name: file name}}``, says where each tensor is read, also where
+  another file holds one of the name. Its files may lie in folders below. A numbered file of the
+  same name that it does not list is an error, as is a file that lacks what it should hold.
+- Without one, files numbered ``-00001-of-00003`` must all be there. ``model-1-of-3``,
+  ``model.fp16-00001-of-00003``, ``model-00001-of-00003.fp16`` and
+  ``model.safetensors-00001-of-00003`` are numbers as well; some tools count from 0.
+- A folder is one model. Where files or indexes of several lie in it (``model`` beside
+  ``consolidated`` or ``adapter_model``, or variants of a model) the one to read has to be named.
+
+`from_pretrained` of transformers reads ``model.safetensors``, else its index, else the same of
+``pytorch_model.bin``; where several of them are there, other tools read others.
+
+Sources: ``_get_resolved_checkpoint_files`` of transformers/modeling_utils.py and
+``get_checkpoint_shard_files`` of transformers/utils/hub.py; ``split_torch_state_dict_into_shards``
+of huggingface_hub; ``variant_compatible_siblings`` of diffusers.
+"""
+
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence, Set
+from pathlib import Path
+from typing import Final, NamedTuple
+
+from shardspec.checkpoint.formats.names import (
+    BIN_NAME,
+    is_bin_file,
+    is_bin_index,
+    is_data_file,
+    is_index,
+)
+from shardspec.checkpoint.store import Snapshot, file_inside, path_exists
+from shardspec.checkpoint.strict_json import checked, field, read_json
+from shardspec.errors import CheckpointError
+from shardspec.text import shown
+
+_MAX_INDEX_BYTES: Final = 256 << 20
+_NUMBERED: Final = re.compile(r"(.*?)(?:^|[-_.]+)(\d+)[-_]of[-_](\d+)((?:[-_.].*)?)", re.DOTALL)
+_SUFFIX: Final = re.compile(r"\.(?:safetensors|bin)(?=[-_.]|\Z)(?:\.index)?")
+_WHOLE: Final = re.compile(
+    r"(?:(?:pytorch_|diffusion_pytorch_|adapter_)?model|consolidated|optimizer)(?:\..*)?", re.DOTALL
+)
+"""Files that are a model, or an optimizer, by themselves, and their variants."""
+_MODEL: Final = "model"
+_BIN_PREFIX: Final = "pytorch_"
+_MAX_SHOWN: Final = 3
+
+
+class _Place(NamedTuple):
+    """What the name of a file says."""
+
+    model: str
+    """What it is a part of: its name without the number and the suffix."""
+    number: int | None
+    """Its number, of as many as `total`; None if it has none."""
+    total: int
+
+
+class ModelFiles(NamedTuple):
+    """The files of one model."""
+
+    files: Mapping[Path, Set[str]]
+    """Per file the names that the index sends to it; empty sets without an index."""
+    index_path: Path | None = None
+    names: Set[str] = frozenset()
+    """All names in the index."""
+    below: tuple[Snapshot, ...] = ()
+    """The folders below in which some of the files lie."""
+    notes: tuple[str, ...] = ()
+    """For the user: what seems to be odd."""
+
+    @property
+    def paths(self) -> tuple[Path, ...]:
+        """The index, if there is one, and the files."""
+        return (*self.files,) if self.index_path is None else (self.index_path, *self.files)
+
+    def wanted(self, path: Path, held: Collection[str]) -> Collection[str]:
+        """Return which of the tensors that a file holds are read from it.
+
+        Raises `CheckpointError` if it lacks one that the index sends to it, or holds one that the
+        index does not know.
+        """
+        if self.index_path is None:
+            return held
+        listed = self.files[path]
+        for name in sorted(listed - set(held)) or sorted(set(held) - self.names):
+            verb, lists = ("lacks", "lists") if name in listed else ("holds", "does not list")
+            raise CheckpointError(
+                f"{path}: {verb} tensor {name!r}, which {self.index_path.name} {lists} for it; "
+                "index and files are not of one save, restore them"
+            )
+        return listed
+
+
+def _place(name: str) -> _Place:
+    """Return what the name of a data file, or of an index, says."""
+    match = _NUMBERED.fullmatch(name)
+    groups = match.groups() if match else (name.removesuffix(".json"), None, "0", "")
+    stem, number, count, rest = groups
+    bare = (_SUFFIX.sub("", text, count=1).strip("-_.") for text in (stem, rest))
+    return _Place(".".join(filter(None, bare)), None if number is None else int(number), int(count))
+
+
+def find_safetensors(directory: Path) -> ModelFiles:
+    """Return the files of the model in a folder with safetensors files."""
+    there = sorted(path.name for path in directory.iterdir())
+    indexes, names = list(filter(is_index, there)), list(filter(is_data_file, there))
+    _check_no_bin_model(directory, there, {_place(name).model for name in (indexes or names)})
+    if indexes:
+        return _by_only_index(directory, indexes, names)
+    models = _models(names)
+    whole = [model for model, files in models.items() if _WHOLE.fullmatch(model) or files[0][1]]
+    if len(models) > 1 and whole:
+        raise _several_models(directory, [files[0][0] for files in models.values()])
+    notes: tuple[str, ...] = ()
+    if len(models) > 1:
+        some = ", ".join(names[:_MAX_SHOWN]) + ", …" * (len(names) > _MAX_SHOWN)
+        notes = (f"took all {len(names)} files for one model, as no index says more: {some}",)
+    return _without_index(directory, names)._replace(notes=notes)
+
+
+def find_bins(directory: Path) -> ModelFiles:
+    """Return the files of the model in a folder with ``.bin`` files."""
+    there = sorted(path.name for path in directory.iterdir())
+    indexes, names = list(filter(is_bin_index, there)), list(filter(is_bin_file, there))
+    if indexes:
+        return _by_only_index(directory, indexes, names)
+    if BIN_NAME in names:
+        # Whatever else is there: trainers leave others beside it, and transformers reads this one.
+        return _without_index(directory, [BIN_NAME])
+    models = _models(names)
+    if len(models) > 1:
+        raise _several_models(directory, [files[0][0] for files in models.values()])
+    return _without_index(directory, names)
+
+
+def _without_index(directory: Path, names: Sequence[str]) -> ModelFiles:
+    """Return all these files, if no number is missing."""
+    if not names:
+        # There were some when the format was found.
+        raise CheckpointError(
+            f"{directory}: its files were removed while it was opened; run again when nobody "
+            "writes it"
+        )
+    for files in _models(names).values():
+        _check_numbers(directory, files)
+    paths = (file_inside(directory, name, directory, weights=True) for name in names)
+    return ModelFiles(dict.fromkeys(paths, frozenset()))
+
+
+def _models(names: Iterable[str]) -> dict[str, list[tuple[str, int]]]:
+    """Return the files of each model by their names, each with how many there should be.
+
+    Numbers of two counts, or of some files only, are of two models.
+    """
+    found: dict[tuple[str, int], list[tuple[str, int]]] = {}
+    for name in names:
+        model, _, count = _place(name)
+        found.setdefault((model, count), []).append((name, count))
+    several = {model for model, _ in found if sum(key[0] == model for key in found) > 1}
+    return {
+        f"{model} of {count}" if model in several and count else model: files
+        for (model, count), files in found.items()
+    }
+
+
+def _check_numbers(directory: Path, files: Sequence[tuple[str, int]]) -> None:
+    """Check that of the numbered files of one model all are there, once."""
+    count = files[0][1]
+    if not count:
+        return
+    by_number: dict[int, str] = {}
+    for name, _ in files:
+        other = by_number.setdefault(_place(name).number or 0, name)
+        if other != name:
+            raise CheckpointError(
+                f"{directory}: {other} and {name} have the same number; move the one that is of "
+                "another save away"
+            )
+    first = 0 if 0 in by_number and count not in by_number else 1
+    due = range(first, first + count)
+    for missing in (number for number in due if number not in by_number):
+        raise CheckpointError(
+            f"{directory}: {_sibling(files[0][0], missing)} is missing, by the numbers of the "
+            "others; restore it"
+        )
+    for odd in (name for number, name in by_number.items() if number not in due):
+        raise CheckpointError(
+            f"{directory}: {odd} has a number that is not from 1 to {count}; it belongs elsewhere, "
+            "move it away"
+        )
+
+
+def _sibling(name: str, number: int) -> str:
+    """Return the name of a file with another number."""
+    match = _NUMBERED.fullmatch(name)
+    assert match is not None, name
+    start, end = match.span(2)
+    return f"{name[:start]}{number:0{end - start}d}{name[end:]}"
+
+
+def _several_models(directory: Path, names: Sequence[str]) -> CheckpointError:
+    """Return the error for a folder with several models, by a file of each."""
+    some = f"{', '.join(names[:-1])} and {names[-1]}"
+    remedy = "name the one to read instead of the directory"
+    if any(_place(name).total > 1 for name in names):
+        remedy += ", or move numbered files that have no index into a folder of their own"
+    return CheckpointError(f"{directory}: holds several models, {some}; {remedy}")
+
+
+def _check_no_bin_model(directory: Path, there: Iterable[str], models: Set[str]) -> None:
+    """Refuse a folder whose ``.bin`` files are another model than its safetensors files.
+
+    transformers looks for no other safetensors than ``model`` before it reads ``pytorch_model``.
+    """
+    for name in there if _MODEL not in models else ():
+        is_of_model = is_bin_index(name) or is_bin_file(name)
+        if is_of_model and _place(name).model.removeprefix(_BIN_PREFIX) not in models:
+            others = (f"{model}.safetensors" for model in sorted(models))
+            raise _several_models(directory, [name, *others])
+
+
+# --- with an index
+
+
+def _by_only_index(directory: Path, indexes: Sequence[str], names: Sequence[str]) -> ModelFiles:
+    """Return what the one index of a folder names, if nothing beside it would be read instead."""
+    if len(indexes) > 1:
+        raise CheckpointError(
+            f"{directory}: has the indexes {', '.join(indexes)}; name the one to read instead of "
+            "the directory"
+        )
+    found = files_of_index(file_inside(directory, indexes[0], directory))
+    named = {path.name for path in found.files if path.parent == directory}
+    model = _place(indexes[0]).model
+    for name in names:
+        if name not in named and _place(name)[:2] in ((model, None), (_MODEL, None)):
+            raise _several_models(directory, [name, indexes[0]])
+    return found
+
+
+def files_of_index(index: Path) -> ModelFiles:
+    """Read an index and return the files that it names, which are all there.
+
+    Raises `CheckpointError` if it names none, or leaves out a numbered file that lies beside them.
+    """
+    names: dict[str, set[str]] = {}
+    stated = read_json(index, "index", _MAX_INDEX_BYTES)
+    for name, home in field(stated, "weight_map", dict, index, "").items():
+        home = checked(home, str, index, f"weight_map[{shown(name)}]")
+        names.setdefault(home, set()).add(name)
+    if not names:
+        raise CheckpointError(
+            f"{index}: its weight_map is empty, so that it names no file; restore the index, or "
+            "remove it to have all files read"
+        )
+    files: dict[Path, set[str]] = {}
+    for home, listed in sorted(names.items()):
+        path = file_inside(index.parent, home, index, weights=True)
+        if not path_exists(path):
+            raise CheckpointError(
+                f"{path}: is missing, but {index.name} puts {len(listed)} tensors into it, "
+                f"{min(listed)!r} first; restore it"
+            )
+        files.setdefault(path, set()).update(listed)
+    folders = sorted({path.parent for path in files} - {index.parent})
+    below = tuple(map(Snapshot.of, folders))
+    notes = _check_siblings(index, files)
+    return ModelFiles(files, index, frozenset().union(*files.values()), below, notes)
+
+
+def _check_siblings(index: Path, files: Mapping[Path, Set[str]]) -> tuple[str, ...]:
+    """Refuse an index that leaves out a numbered file; return notes of files that are not there."""
+    listing_bins = is_bin_index(index.name) is not None
+    is_part = is_bin_file if listing_bins else is_data_file
+    notes = []
+    for folder in sorted({path.parent for path in files} | {index.parent}):
+        named = {path.name for path in files if path.parent == folder}
+        models = {_place(name).model for name in named} | {_place(index.name).model}
+        for other in sorted(path.name for path in folder.iterdir()):
+            place = _place(other)
+            numbered = is_part(other) and place.number is not None
+            if numbered and other not in named and place.model in models:
+                raise CheckpointError(
+                    f"{index}: does not name {folder / other}, which is one of {place.total} files "
+                    "by its number; restore the index of all, or move the file away"
+                )
+        for (name, count), *more in _models(named).values():
+            numbers = {_place(at).number or 0 for at, _ in ((name, count), *more)}
+            # A name may claim any count.
+            if len(numbers) < count:
+                after = {1, *(number + 1 for number in numbers)} - numbers
+                notes.append(
+                    f"{index.name} names files of {count}, but not {_sibling(name, min(after))}, "
+                    "which is not there either"
+                )
+    return tuple(notes)
+
+
+def check_alone(path: Path) -> None:
+    """Refuse a file that is one of several by its number, and say what to name."""
+    model, number, count = _place(path.name)
+    is_listing = is_bin_index if is_bin_file(path.name) else is_index
+    if number is None or count < 2 or not (is_bin_file(path.name) or is_data_file(path.name)):
+        return
+    there = sorted(other.name for other in path.parent.iterdir())
+    indexes = (name for name in there if is_listing(name) and _place(name).model == model)
+    index = next(indexes, None)
+    place = f"directory, {path.parent}" if index is None else f"index, {path.parent / index}"
+    raise CheckpointError(
+        f"{path}: is file {number} of {count} of a model, by its name; name its {place}"
+    )
