@@ -17,6 +17,9 @@ DCP_OF_A_RANK: Final = re.compile(r"__(\d{1,9})_\d+\.distcp")
 DCP_OWN_METADATA: Final = re.compile(r"__\d+\.metadata")
 """What each rank writes with use_collectives=False."""
 
+MEGATRON_OBJECT: Final = re.compile(r"/shard_[0-9.]+_[0-9.]+\Z")
+"""End of the names of Megatron-core's objects in DCP, such as ``/shard_0.1_4.2``."""
+
 DCP_HF: Final = "torch DCP, Hugging Face format"
 DCP_HF_SHARD: Final = re.compile(r"shard-(\d+)-model-(\d+)-of-(\d+)\.safetensors")
 
@@ -65,6 +68,10 @@ TORCH_FILE: Final = "torch file"
 BIN_NAME: Final = "pytorch_model.bin"
 BIN_NUMBERED: Final = re.compile(r".+-\d{5}-of-\d{5}\.bin", re.DOTALL)
 BIN_INDEX: Final = "pytorch_model.bin.index.json"
+
+
+WITHOUT_VALUES: Final = frozenset((SAFETENSORS, DCP_HF))
+"""Formats that hold nothing but tensors."""
 
 
 class Format(NamedTuple):

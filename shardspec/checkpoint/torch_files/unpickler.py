@@ -3,6 +3,7 @@
 Python's own unpickler reads them. It looks every name up in a list that the format gives. There a
 name stands for an inert class of ours, which keeps its arguments or makes a plain value of them. No
 instruction can change these classes, or what was made of checked arguments: they refuse a state.
+Other names are refused, or stand for `Foreign` objects, which keep what they are given.
 
 The unpickler trusts sizes and lengths, and hashes keys of any depth. So `screen` follows the
 instructions first, without building anything. Lib/pickletools.py of CPython describes them.
@@ -11,7 +12,7 @@ instructions first, without building anything. Lib/pickletools.py of CPython des
 import gc
 import io
 import pickle
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar, Final, Never, Self, TypeAlias
@@ -48,7 +49,11 @@ class RefusedError(Exception):
     """What is wrong with a pickle; `unpickle` says where."""
 
 
-class UnlistedNameError(CheckpointError):
+class PickleError(CheckpointError):
+    """A pickle is not read: it is damaged, too large, or has what no checkpoint needs."""
+
+
+class UnlistedNameError(PickleError):
     """A pickle is intact, as far as it was read, but has a name that is not on the list."""
 
 
@@ -229,6 +234,40 @@ class Record(metaclass=Global):
         return self.state.get(key) if isinstance(self.state, dict) else None
 
 
+class Foreign(Record):
+    """Stands for an object of a class that is not on the list, and for what is made of it."""
+
+    __slots__ = ("parts",)
+
+    parts: list[object]
+    """All that it was given."""
+
+    def __new__(cls, *args: object) -> Self:  # noqa: D102  # described by its class
+        made = super().__new__(cls, *args)
+        made.parts = list(args)
+        return made
+
+    def __setstate__(self, state: object) -> None:
+        self.parts.append(state)
+
+    def __call__(self, *args: object) -> Self:
+        """Stand for the result of a call."""
+        return type(self)(self, *args)
+
+    def __setitem__(self, key: object, value: object) -> None:
+        self.parts.append((key, value))
+
+    def append(self, item: object) -> None:
+        """Keep an item, as of a list."""
+        self.parts.append(item)
+
+    def extend(self, items: Iterable[object]) -> None:
+        """Keep items, as of a list."""
+        self.parts.extend(items)
+
+    add = append
+
+
 class StateDict(dict[object, object]):
     """A dict that drops its attributes, such as the versions of a module's state dict."""
 
@@ -241,6 +280,11 @@ class StateDict(dict[object, object]):
 def record_class(path: str, name: str = "") -> Global:
     """Return a class of records, called by its path or by a shorter name."""
     return Global(name or path, (Record,), {"path": path})
+
+
+def foreign_class(path: str) -> Global:
+    """Return what a name that is not on the list stands for."""
+    return Global(path, (Foreign,), {})
 
 
 def made_by(name: str, function: Callable[..., object]) -> Global:
@@ -274,13 +318,23 @@ def _no_storage(value: object) -> Never:
 
 class _Unpickler(pickle.Unpickler):
     def __init__(
-        self, data: bytes, names: Names, persistent: Callable[[object], object], what: str
+        self,
+        data: bytes,
+        names: Names,
+        persistent: Callable[[object], object],
+        what: str,
+        *,
+        foreign: bool,
     ) -> None:
         super().__init__(io.BytesIO(data))
         self._names, self._persistent, self._what = names, persistent, what
+        self._foreign: dict[str, Global] | None = {} if foreign else None
 
     def find_class(self, module: str, name: str) -> Any:  # noqa: ANN401  # as its parent
-        found = self._names.get(f"{module}.{name}")
+        path = f"{module}.{name}"
+        found = self._names.get(path)
+        if found is None and self._foreign is not None:
+            found = self._foreign.get(path) or self._foreign.setdefault(path, foreign_class(path))
         if found is None:
             raise UnlistedNameError(
                 f"{self._what} names {printable(f'{module}.{name:.200}'):.200}, which does not "
@@ -321,16 +375,20 @@ def unpickle(
     what: str,
     persistent: Callable[[object], object] = _no_storage,
     screened: Callable[[bytes], None] = screen,
+    *,
+    foreign: bool = False,
 ) -> object:
     """Return the value that a pickle describes, made of what `names` has for its names.
 
     Errors say that `what` (``"metadata"``) in `path` is damaged. `persistent` is asked for what the
-    pickle refers to outside of itself. Raises `UnlistedNameError` for a name that is not listed.
+    pickle refers to outside of itself. A name that is not listed stands for `Foreign` objects with
+    `foreign`, and raises `UnlistedNameError` without.
     """
     try:
         screened(data)
         with no_collection():
-            return _Unpickler(data, names, persistent, f"{path}: the {what}").load()
+            where = f"{path}: the {what}"
+            return _Unpickler(data, names, persistent, where, foreign=foreign).load()
     except UnlistedNameError:
         raise
     except RefusedError as error:
@@ -340,4 +398,4 @@ def unpickle(
     except _DAMAGED as error:
         told = printable(str(error) or type(error).__name__)
         problem = f"cannot be read ({told:.200}); it is damaged"
-    raise CheckpointError(f"{path}: the {what} {problem}")
+    raise PickleError(f"{path}: the {what} {problem}")
