@@ -4,7 +4,7 @@ import pytest
 
 from shardspec.checkpoint.catalog import OpaqueValue
 from shardspec.checkpoint.formats.torch_file import plain_value
-from shardspec.checkpoint.torch_files.unpickler import mere_name, record_class
+from shardspec.checkpoint.torch_files.unpickler import foreign_class, mere_name, record_class
 from shardspec.checkpoint.torch_files.values import Complex, TorchStorage, TorchTensor
 
 TENSOR = TorchTensor("float32", (2, 3), (3, 1), 0, TorchStorage("0", "float32", 6))
@@ -19,6 +19,7 @@ TENSOR = TorchTensor("float32", (2, 3), (3, 1), 0, TorchStorage("0", "float32", 
         -(2**70),
         1.5,
         "text",
+        b"abc",
         [],
         (),
         {},
@@ -34,7 +35,7 @@ def test_plain_values_stay(value):
 @pytest.mark.parametrize(
     ("value", "text"),
     [
-        (b"abc", "3 bytes"),
+        (foreign_class("os.system")("ls"), "<os.system>, not read and not run"),
         (Complex("(1+2j)"), "(1+2j)"),
         (mere_name("torch.float32"), "torch.float32"),
         (record_class("device")("cuda"), "<device>"),
