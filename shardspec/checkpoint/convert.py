@@ -448,13 +448,9 @@ def _merged(
 ) -> _LaidOut:
     """Choose tensors, and lay out the files for all of each; formats are imported when needed."""
     wanted = select(source, choice)
-    kept, carried = (
-        carried_values(source, choice, wanted, objects=chosen == "dcp"),
-        frozenset[str](),
-    )
+    kept = carried_values(source, choice, wanted, objects=chosen == "dcp")
     # The other formats have no room for entries that are not tensors.
-    if chosen in ("torch", "dcp"):
-        carried = kept.names
+    carried = kept.names if chosen in ("torch", "dcp") else frozenset[str]()
     check_dropped(source, choice, carried, None)
     if source.extras and not (wanted or carried):
         raise CheckpointError(

@@ -36,6 +36,7 @@ def test_plain_values_stay(value):
     ("value", "text"),
     [
         (foreign_class("os.system")("ls"), "<os.system>, not read and not run"),
+        (bytes(2**20 + 1), "1048577 bytes"),
         (Complex("(1+2j)"), "(1+2j)"),
         (mere_name("torch.float32"), "torch.float32"),
         (record_class("device")("cuda"), "<device>"),

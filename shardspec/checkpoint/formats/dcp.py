@@ -178,6 +178,7 @@ def _look_inside(
     others: dict[str, object] = {}
     paths: dict[str, KeyPath] = {}
     of: dict[str, list[catalog.StoredTensor]] = {}
+    known = taken, tensors, others
     for name, place in entries.items():
         at = keys.get(name, (name,))
         with SourceFile(place.path) as file:
@@ -192,6 +193,11 @@ def _look_inside(
                     others[name] = plain
                     continue
                 held = flat_contents(value, at, place.path)
+                for inner in (*held.tensors, *held.others):
+                    if any(inner in held_names for held_names in known) or (
+                        inner != name and inner in entries
+                    ):
+                        raise unpickler.PickleError(f"{inner!r} is another entry, or in one")
             except unpickler.PickleError as error:
                 # It can be copied, but who knows what is in it.
                 text = f"a pickle that is not read: {error}"
@@ -211,12 +217,6 @@ def _look_inside(
                     plain = replace(plain, digest=_digest(file, place))
                 others[inner] = plain
             paths |= held.paths
-            for inner in (*held.tensors, *held.others):
-                if inner in taken or (inner != name and inner in entries):
-                    raise CheckpointError(
-                        f"{place.path}: {inner!r} is an entry, and a part of entry {name!r}; "
-                        "rename one of them and save again"
-                    )
     return _Inside(tensors, others, paths, of)
 
 

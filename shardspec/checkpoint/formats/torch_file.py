@@ -66,6 +66,8 @@ _MOST_PARTS: Final = 4 << 20
 _MOST_DEPTH: Final = 64
 _MOST_PLAIN_PARTS: Final = 100_000
 _MOST_PLAIN_DEPTH: Final = 100
+_MOST_PLAIN_BYTES: Final = 1 << 20
+"""Larger ones, as of data loaders, would fill the memory; DCP's are copied as they are stored."""
 _MOST_OPAQUE_PARTS: Final = 1 << 17
 
 ARGUMENT_NAMES: Final[Names] = {
@@ -239,6 +241,8 @@ def _plain(
             text = f"{value}, not read and not run"
         case Global() | Record() | Complex():
             text = str(value)
+        case bytes() if len(value) > _MOST_PLAIN_BYTES:
+            text = f"{len(value)} bytes"
         case None | bool() | int() | float() | str() | bytes():
             return value
         case list() | tuple() | dict():

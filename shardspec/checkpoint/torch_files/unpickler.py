@@ -33,6 +33,9 @@ _MOST_KEY_PARTS: Final = 66
 _MOST_ALIKE: Final = 10_000
 """Tuples as keys, and numbers of more than 64 bits: they could all be given the same hash."""
 
+_MOST_FOREIGN: Final = 1000
+"""Names of one pickle that are not on the list: each takes a kilobyte."""
+
 _STARTS: Final = (b"\x80\2", b"\x80\3", b"\x80\4", b"\x80\5")
 _PUSHES: Final = frozenset(b"N\x88\x89)]}\x8fGKMJ")
 """Instructions that push a constant, a number or an empty container."""
@@ -237,33 +240,39 @@ class Record(metaclass=Global):
 class Foreign(Record):
     """Stands for an object of a class that is not on the list, and for what is made of it."""
 
-    __slots__ = ("parts",)
+    __slots__ = ("more",)
 
-    parts: list[object]
-    """All that it was given."""
+    more: list[object] | None
+    """What it was given after it was made."""
 
     def __new__(cls, *args: object) -> Self:  # noqa: D102  # described by its class
         made = super().__new__(cls, *args)
-        made.parts = list(args)
+        made.more = None
         return made
 
+    @property
+    def parts(self) -> tuple[object, ...]:
+        """All that it was given."""
+        return (*self.args, *(self.more or ()))
+
     def __setstate__(self, state: object) -> None:
-        self.parts.append(state)
+        self.append(state)
 
     def __call__(self, *args: object) -> Self:
         """Stand for the result of a call."""
         return type(self)(self, *args)
 
     def __setitem__(self, key: object, value: object) -> None:
-        self.parts.append((key, value))
+        self.append((key, value))
 
     def append(self, item: object) -> None:
         """Keep an item, as of a list."""
-        self.parts.append(item)
+        self.extend((item,))
 
     def extend(self, items: Iterable[object]) -> None:
         """Keep items, as of a list."""
-        self.parts.extend(items)
+        self.more = [] if self.more is None else self.more
+        self.more.extend(items)
 
     add = append
 
@@ -334,7 +343,9 @@ class _Unpickler(pickle.Unpickler):
         path = f"{module}.{name}"
         found = self._names.get(path)
         if found is None and self._foreign is not None:
-            found = self._foreign.get(path) or self._foreign.setdefault(path, foreign_class(path))
+            found = self._foreign.get(path)
+            if found is None and len(self._foreign) < _MOST_FOREIGN:
+                found = self._foreign[path] = foreign_class(path)
         if found is None:
             raise UnlistedNameError(
                 f"{self._what} names {printable(f'{module}.{name:.200}'):.200}, which does not "
