@@ -1,6 +1,6 @@
 """Reading checkpoints byte by byte: against their digests, or tensor by tensor with another one."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from math import isfinite
@@ -208,12 +208,16 @@ def values_to_compare(
     names = renamed_names([name for name in a.extras if choice.wants(name)], choice.rename)
     first = {new: a.extras[name] for name, new in names.items()}
     second = {n: value for n, value in b.extras.items() if n in first or choice.wants(n)}
-    both = (first, second)
-    return tuple({n: x for n, x in of.items() if not _is_mention(x)} for of in both)
+    return _entries(first), _entries(second)
 
 
-def _is_mention(value: object) -> bool:
-    return isinstance(value, OpaqueValue) and not value.inside
+def _entries(values: Mapping[str, object]) -> dict[str, object]:
+    """Leave out mentions of what lies beside a checkpoint."""
+    return {
+        name: value
+        for name, value in values.items()
+        if not (isinstance(value, OpaqueValue) and not value.inside)
+    }
 
 
 def _different_values(
@@ -250,7 +254,7 @@ def _alike(x: object, y: object, atol: float, rtol: float) -> bool:
             return repr(x) == repr(y)
         case dict(), dict():
             return x.keys() == y.keys() and all(_alike(x[k], y[k], atol, rtol) for k in x)
-        case (list(), list()) | (tuple(), tuple()):
+        case list() | tuple(), list() | tuple():
             pairs = zip(x, y, strict=False)
             return len(x) == len(y) and all(_alike(a, b, atol, rtol) for a, b in pairs)
     return x == y

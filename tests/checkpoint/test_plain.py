@@ -45,8 +45,19 @@ def test_plain_values_stay(value):
     ],
 )
 def test_other_ones_are_described_where_they_stand(value, text):
-    assert plain_value(value) == OpaqueValue(text)
-    assert plain_value({"a": [value, 1]}) == {"a": [OpaqueValue(text), 1]}
+    opaque = plain_value(value)
+    assert isinstance(opaque, OpaqueValue)
+    assert opaque.text == text
+    assert plain_value({"a": [value, 1]}) == {"a": [opaque, 1]}
+
+
+def test_dicts_with_objects_as_keys_are_objects():
+    kind = foreign_class("m.Colour")
+    red, blue = (plain_value({kind(n): 1}) for n in (1, 2))
+    for found in (red, blue):
+        assert isinstance(found, OpaqueValue)
+        assert found.text == "a dict with keys such as <m.Colour>, not read and not run"
+    assert red.digest != blue.digest
 
 
 def test_values_without_an_end():

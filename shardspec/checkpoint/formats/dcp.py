@@ -84,18 +84,14 @@ class _DcpCatalog(catalog.Catalog):
         files: Sequence[Path],
         inside: "_Inside",
         objects: Mapping[str, StoredObject],
+        as_stored: "_DcpCatalog | None" = None,
     ) -> None:
         held = tensors.keys() | inside.tensors.keys()
         listed = (directory / METADATA_NAME, *files)
         super().__init__(names.DCP, directory, held, listed, None, inside.values)
         self._outlines, self._inside, self.objects = tensors, inside, objects
         self._tensors = catalog.LazyTensorCache(self._look_up)
-        self._as_stored: catalog.Catalog = self
-
-    def with_entries(self, whole: "_DcpCatalog") -> "_DcpCatalog":
-        """Return it with the same checkpoint as it is stored."""
-        self._as_stored = whole
-        return self
+        self._as_stored = as_stored or self
 
     def as_stored(self) -> catalog.Catalog:
         """Return the checkpoint with its entries whole."""
@@ -281,11 +277,9 @@ def open_dcp(directory: Path) -> catalog.Catalog:
     whole = _DcpCatalog(directory, tensors, files, _Inside({}, others, {}, {}), others)
     whole.paths = {name: keys[name] for name in (*tensors, *others) if name in keys}
     inside = _look_inside(others, keys, tensors, ranks)
-    # What is one value can be copied under its name.
-    single = {name: place for name, place in others.items() if name in inside.values}
     whole.pickled = inside.of
-    found = _DcpCatalog(directory, tensors, files, inside, single).with_entries(whole)
-    found.paths = {name: keys[name] for name in tensors if name in keys} | inside.paths
+    found = _DcpCatalog(directory, tensors, files, inside, {}, whole)
+    found.paths = {**{name: keys[name] for name in tensors if name in keys}, **inside.paths}
     return found
 
 

@@ -6,6 +6,7 @@ Source: torch/distributed/checkpoint/metadata.py, filesystem.py and default_plan
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache, partial
 from itertools import chain
+from types import MappingProxyType
 from typing import Final, TypeAlias
 
 from shardspec.boxes import Box, box_shape
@@ -36,7 +37,7 @@ def dcp_target(
     tensors: Sequence[targets.OutputTensor],
     layouts: Mapping[str, Layout],
     others: Mapping[str, object],
-    paths: Mapping[str, KeyPath],
+    paths: Mapping[str, KeyPath] = MappingProxyType({}),
 ) -> targets.Target:
     """Return the output that is a directory which `torch.distributed.checkpoint.load` reads.
 

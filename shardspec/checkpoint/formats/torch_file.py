@@ -24,6 +24,7 @@ from shardspec.checkpoint.catalog import (
     ReplicaKey,
     StoredBox,
     StoredTensor,
+    is_plain,
     whole_box,
 )
 from shardspec.checkpoint.formats.names import (
@@ -252,9 +253,12 @@ def _plain(
             def each(parts: Iterable[object]) -> list[object]:
                 return [_plain(part, depth - 1, left, of_opaque, found) for part in parts]
 
-            if isinstance(value, dict):
-                return dict(zip(each(value), each(value.values()), strict=True))
-            return each(value) if isinstance(value, list) else tuple(each(value))
+            if not isinstance(value, dict):
+                return each(value) if isinstance(value, list) else tuple(each(value))
+            keys = each(value)
+            if all(map(is_plain, keys)):
+                return dict(zip(keys, each(value.values()), strict=True))
+            text = f"a dict with keys such as {keys[0]}"
         case _:
             text = type(value).__name__
     return _opaque(text, value, of_opaque, found)
@@ -276,8 +280,8 @@ def _opaque(text: str, value: object, left: Iterator[int], found: TorchZip | Non
                 storage = part if isinstance(part, TorchStorage) else part.storage
                 crc = found and found.record(f"data/{storage.key}").crc32
                 exact &= crc is not None
-                own = (part.dtype, part.size) if part is storage else (*part[:4], part[5])
-                shown = *own, crc
+                looks = (*part[:4], part.placed) if isinstance(part, TorchTensor) else ()
+                shown = storage.dtype, storage.size, looks, crc
             case Global():
                 shown = part.path
             case Foreign():

@@ -77,7 +77,7 @@ class _DTensors:
             isinstance(function, Global) and isinstance(kind, Global) and isinstance(inner, tuple)
         ):
             raise ValueError("it takes two names, arguments and a state")
-        if issubclass(kind, Foreign):
+        if Foreign in kind.__mro__:
             return kind(inner, state)
         if function is not _WRAPPER:
             if kind is not _PLAIN:

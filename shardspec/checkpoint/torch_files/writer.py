@@ -140,7 +140,7 @@ def pickle_into(
                 out(end)
             case Mapping():
                 put(Pairs(value.items()))
-            case Global() if not issubclass(value, Foreign):
+            case Global() if Foreign not in value.__mro__:
                 put(Name(*value.path.rsplit(".", 1)))
             case Record(args=(), state=state) if not isinstance(value, Foreign):
                 put(Made(type(value), state))
