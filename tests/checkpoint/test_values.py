@@ -141,11 +141,10 @@ def saved(tmp_path_factory):
     }
 
 
-def loaded(path: Path, format: str) -> dict[str, Any]:
+def loaded(path: Path, format: str) -> Any:
     """Return what the owner of a format reads, nested as it says."""
     if format == "torch":
-        found: dict[str, Any] = torch.load(path, weights_only=True)
-        return found
+        return torch.load(path, weights_only=True)
     if format == "dcp":
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -304,7 +303,7 @@ def test_tolerances_are_for_numbers_beside_tensors_too(tmp_path):
 def test_training_resumes_after_resharding(tmp_path, kind):
     torch.manual_seed(0)
     model = torch.nn.Linear(4, 3)
-    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=0.25, betas=(0.5, 0.75))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.25, betas=(0.5, 0.75))
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 0.5**epoch)
     for _ in range(2):
         model(torch.ones(2, 4)).sum().backward()
@@ -324,7 +323,7 @@ def test_training_resumes_after_resharding(tmp_path, kind):
     assert nested["schedule"] == before["schedule"]
     assert whole(nested["model"]["weight"]).equal(before["model"]["weight"])
     # Into another model, of other numbers.
-    kept = {
+    kept: dict[str, Any] = {
         "model": {name: value.clone() for name, value in before["model"].items()},
         "groups": str(before["optim"]["param_groups"]),
     }
