@@ -1,15 +1,16 @@
 """What a checkpoint holds, whatever its format: tensors, and where the bytes of their boxes are."""
 
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import lru_cache
-from itertools import pairwise, product
+from itertools import chain, pairwise, product
 from math import prod
 from pathlib import Path
 from types import MappingProxyType
 from typing import Final, Generic, NamedTuple, TypeAlias, TypeVar
 
 from shardspec.boxes import Box, box_size, contains
+from shardspec.checkpoint.state_dict import KeyPath
 from shardspec.checkpoint.store import Snapshot
 from shardspec.comm.steps import ReduceOp
 from shardspec.dtypes import item_bytes
@@ -106,7 +107,7 @@ AnyOutline: TypeAlias = Outline[FileBox]
 
 
 class StoredObject(NamedTuple):
-    """A pickled object that is copied as it is."""
+    """What torch's DCP stores of an entry that is not a tensor: a pickle, copied as it is."""
 
     path: Path
     offset: int
@@ -118,9 +119,34 @@ class OpaqueValue:
     """Stands for a value that was not read, because reading it could run code."""
 
     text: str
+    digest: str | None = field(default=None, compare=False)
+    """Of all that it is made of; None if it cannot be compared."""
+    tensors: bool = field(default=False, compare=False)
+    """Whether there are tensors in it, or may be."""
+    inside: bool = field(default=True, compare=False)
+    """False of a mention of what lies beside the checkpoint."""
 
     def __repr__(self) -> str:
         return self.text if self.text.startswith("<") else f"<{self.text}>"
+
+
+def is_plain(value: object) -> bool:
+    """Return whether a value of `extras` is plain: numbers, texts, bytes, lists and dicts of such.
+
+    >>> is_plain({"betas": (0.9, 0.999)}), is_plain([OpaqueValue("a generator")])
+    (True, False)
+    """
+    return next(opaque_parts(value), None) is None
+
+
+def opaque_parts(value: object) -> Iterator[OpaqueValue]:
+    """Yield what a value of `extras` has that is not plain."""
+    if isinstance(value, OpaqueValue):
+        yield value
+    elif isinstance(value, dict):
+        yield from chain.from_iterable(map(opaque_parts, (*value.keys(), *value.values())))
+    elif isinstance(value, list | tuple):
+        yield from chain.from_iterable(map(opaque_parts, value))
 
 
 def distinct(tensor: Outline[_Box]) -> tuple[_Box, ...]:
@@ -157,6 +183,10 @@ class Catalog:
     """What was assumed when it was opened, for the user, a line each."""
     objects: Mapping[str, StoredObject] = MappingProxyType({})
     """Those of `extras` that can be copied into torch's DCP unread."""
+    pickled: "Mapping[str, Sequence[StoredTensor]]" = MappingProxyType({})
+    """Tensors within `objects` that are copied whole, and are not among its tensors."""
+    paths: Mapping[str, KeyPath] = MappingProxyType({})
+    """The keys of tensors and values in a nested state dict, where their names are not the keys."""
 
     def __init__(
         self,
@@ -189,6 +219,10 @@ class Catalog:
     def origin(self, name: str) -> Hashable:
         """Return a key that is equal for tensors at the same places; reads what `outline` does."""
         return frozenset((box.path, box.offset, box.box) for box in self.tensor(name).boxes)
+
+    def as_stored(self) -> "Catalog":
+        """Return the checkpoint with its `objects` whole, though tensors be in them."""
+        return self
 
     def copies_agree(self, name: str) -> bool:  # noqa: ARG002  # others know
         """Say whether digests show that all replicas are equal; reads no more than `outline`."""

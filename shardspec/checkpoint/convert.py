@@ -37,6 +37,7 @@ from shardspec.checkpoint.select import (
     Renames,
     carried_values,
     check_blocks,
+    check_dropped,
     layouts_by_rules,
     layouts_like,
     select,
@@ -241,8 +242,9 @@ def merge(
     OutputExistsError
         If the output exists and `overwrite` is not set; it is kept.
     CheckpointError
-        If the checkpoint is missing, unfinished, damaged or contradicts itself, if the output
-        would overwrite a part of it, or if the disk is full. Nothing appears under the name of the
+        If the checkpoint is missing, unfinished, damaged or contradicts itself, if an object in it
+        has tensors that would be lost, if the output would overwrite a part of it, or if the disk
+        is full. Nothing appears under the name of the
         output, and no temporary file is left.
 
     Examples
@@ -286,6 +288,7 @@ def reshard(
     names: Names | None = None,
     threads: int = 1,
     strict_cast: bool = False,
+    drop_values: bool = False,
     overwrite: bool = False,
     verify: bool = True,
     reread: bool = True,
@@ -315,6 +318,10 @@ def reshard(
         of DeepSpeed's ZeRO, without mesh and rules.
     dtype, include, exclude, rename, names, threads, strict_cast
         As for `merge`.
+    drop_values
+        Leave out the entries that the format has no place for, which is an error otherwise. Both
+        formats of shards keep plain values (None, numbers, texts, bytes, lists and dicts of them);
+        between checkpoints of torch everything is copied as it is stored.
     overwrite, verify, reread, dry_run, sidecars, progress, member
         As for `merge`.
 
@@ -375,7 +382,9 @@ def reshard(
         if universal:
             from shardspec.checkpoint.formats.deepspeed_universal import universal_target
 
-            return universal_target(source)
+            found = universal_target(source)
+            check_dropped(source, choice, found[1].carried, drop_values)
+            return found
         wanted = select(source, choice)
         if onto is None:
             assert like is not None, "checked before"
@@ -383,14 +392,18 @@ def reshard(
         else:
             mesh, layouts = onto, layouts_by_rules(onto, rules or {}, wanted)
         check_blocks(source, {tensor.source: layouts[tensor.name] for tensor in wanted})
+        kept = carried_values(source, choice, wanted, objects=chosen == "dcp")
+        check_dropped(source, choice, kept.names, drop_values)
         if chosen == "dcp":
             from shardspec.checkpoint.formats.dcp_target import dcp_target
 
-            carried, values = carried_values(source, choice, objects=True)
-            return wanted, dcp_target(mesh, wanted, layouts, values)._replace(carried=carried)
-        from shardspec.checkpoint.formats.native import sharded_target
+            target = dcp_target(mesh, wanted, layouts, kept.values, kept.paths)
+        else:
+            from shardspec.checkpoint.formats.native import sharded_target
 
-        return wanted, sharded_target(mesh, wanted, layouts, save, source.file_metadata.values)
+            metadata = source.file_metadata.values
+            target = sharded_target(mesh, wanted, layouts, save, metadata, kept.values, kept.paths)
+        return wanted, target._replace(carried=target.carried | kept.names)
 
     options = WriteOptions(
         threads, strict_cast, overwrite, verify, reread, dry_run, sidecars, progress, member
@@ -435,10 +448,10 @@ def _merged(
 ) -> _LaidOut:
     """Choose tensors, and lay out the files for all of each; formats are imported when needed."""
     wanted = select(source, choice)
+    kept = carried_values(source, choice, wanted, objects=chosen == "dcp")
     # The other formats have no room for entries that are not tensors.
-    carried, values = frozenset[str](), dict[str, object]()
-    if chosen in ("torch", "dcp"):
-        carried, values = carried_values(source, choice, objects=chosen == "dcp")
+    carried = kept.names if chosen in ("torch", "dcp") else frozenset[str]()
+    check_dropped(source, choice, carried, None)
     if source.extras and not (wanted or carried):
         raise CheckpointError(
             f"{source.directory}: holds no tensor that could be written, but "
@@ -447,12 +460,13 @@ def _merged(
     if chosen == "torch":
         from shardspec.checkpoint.formats.torch_file import torch_target
 
-        target = torch_target(name, wanted, values, tied(source, wanted))
+        target = torch_target(name, wanted, kept.values, tied(source, wanted))
     elif chosen == "dcp":
         from shardspec.checkpoint.formats.dcp_target import dcp_target
 
         alone = DeviceMesh((0,), (1,))
-        target = dcp_target(alone, wanted, layouts_by_rules(alone, {}, wanted), values)
+        layouts = layouts_by_rules(alone, {}, wanted)
+        target = dcp_target(alone, wanted, layouts, kept.values, kept.paths)
     else:
         from shardspec.checkpoint.formats import safetensors
 
@@ -495,6 +509,8 @@ def _converted(
     member = None if options.dry_run else options.member
     with together(member, output.absolute()) as workers:
         source = as_catalog(source)
+        if format == "dcp":
+            source = source.as_stored()
         tensors, target = lay_out(source, workers.token)
         if options.sidecars:
             target = add_sidecars(source, target, format)
@@ -515,7 +531,7 @@ def _converted(
                 str(path).removeprefix(f"{source.directory}{os.sep}"): num_bytes
                 for path, num_bytes in sorted(reads.items())
             },
-            tensors=len(tensors),
+            tensors=len(tensors) + sum(len(source.pickled.get(n, ())) for n in target.carried),
             writes={file.name: file.num_bytes for file in target.files},
             left_out=_left_out(source, target),
             sidecars=target.sidecars,

@@ -20,7 +20,7 @@ from shardspec.checkpoint.open import as_catalog, open_checkpoint
 from shardspec.checkpoint.rank_state import agree
 from shardspec.checkpoint.read_boxes import Buffers, Checks, read_box_into, stretches
 from shardspec.checkpoint.select import Choice, Patterns, Renames
-from shardspec.checkpoint.state_dict import LEFT_OUT, KeyPath, unflatten
+from shardspec.checkpoint.state_dict import LEFT_OUT, KeyPath, spread, unflatten
 from shardspec.checkpoint.store import OpenFiles
 from shardspec.checkpoint.targets import OutputTensor
 from shardspec.comm.communicator import Communicator
@@ -206,6 +206,8 @@ def _plan_into(
     wanted = select.select(source, choice) if source.names else []
     names = {tensor.name: tensor.source for tensor in wanted}
     values = {new: source.extras[name] for name, new in select.plain(source.extras, choice).items()}
+    # Other formats keep lists of dicts whole.
+    values |= spread(values, {})[0]
     flat = state.flat
     for kind, due, known in (("tensor", state.layouts, names), ("value", flat.values, values)):
         for name in due:

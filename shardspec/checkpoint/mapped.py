@@ -98,7 +98,7 @@ class _MappedCatalog(catalog.Catalog):
                 raise LayoutError(f"the map fills {target!r} with zeros alone; leave it out")
             self._padding.setdefault(target, []).append(side)
         left = {
-            name: catalog.OpaqueValue("a tensor that the map does not use")
+            name: catalog.OpaqueValue("a tensor that the map does not use", inside=False)
             for name in report.unused
         }
         extras = {**source.extras, **left}

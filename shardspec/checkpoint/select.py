@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from fnmatch import fnmatchcase
 from functools import lru_cache, partial, reduce
@@ -10,7 +10,8 @@ from math import prod
 from operator import getitem
 from typing import Final, NamedTuple, TypeAlias
 
-from shardspec.checkpoint.catalog import Catalog
+from shardspec.checkpoint.catalog import Catalog, OpaqueValue, is_plain, opaque_parts
+from shardspec.checkpoint.state_dict import KeyPath, unflatten
 from shardspec.checkpoint.store import SourceFile, file_inside
 from shardspec.checkpoint.targets import OutputTensor
 from shardspec.dtypes import dtype_name, is_cast, is_floating, packed
@@ -18,6 +19,7 @@ from shardspec.errors import CheckpointError, DTypeError, LayoutError, ShardSpec
 from shardspec.layout.layout import Layout, SpecLike, match_rules
 from shardspec.layout.spec import ShardingSpec
 from shardspec.mesh import DeviceMesh
+from shardspec.text import counted, shown
 
 _MOST_CONFIG_BYTES: Final = 2**20
 
@@ -131,31 +133,104 @@ def _renamed(names: Sequence[str], renames: Renames) -> tuple[dict[str, str], li
     return renamed, [pattern for pattern, _ in pairs if names and pattern not in matched]
 
 
-def carried_values(
-    source: Catalog, choice: Choice, *, objects: bool
-) -> tuple[frozenset[str], dict[str, object]]:
-    """Return the entries for formats of torch that are not tensors: old names, and new to value.
+class Carried(NamedTuple):
+    """Entries that are not tensors and go along into an output."""
 
-    With `objects`, those that only torch could unpickle are copied as they are stored.
+    names: frozenset[str]
+    """In the checkpoint."""
+    values: Mapping[str, object]
+    """By their names in the output: plain ones, and those that are copied as they are stored."""
+    paths: Mapping[str, KeyPath]
+    """The keys of tensors and values in a nested state dict, by those names of the output."""
+
+
+def renamed_names(names: Sequence[str], renames: Renames) -> dict[str, str]:
+    """Return the new name of each."""
+    return _renamed(names, renames)[0]
+
+
+def carried_values(
+    source: Catalog, choice: Choice, wanted: Sequence[OutputTensor], *, objects: bool
+) -> Carried:
+    """Return what an output with `wanted` tensors takes along of the other entries.
+
+    With `objects`, those that only torch could unpickle are copied as they are stored. Raises
+    CheckpointError if two entries would have one name.
     """
     known = source.objects if objects else {}
     names = plain({**source.extras, **dict.fromkeys(known)}, choice)
     values = {new: known.get(name, source.extras[name]) for name, new in names.items()}
-    return frozenset(names), values
+    target = None if choice.dtype is None else _float_dtype(choice.dtype)
+    for name in names if target else ():
+        for tensor in source.pickled.get(name, ()):
+            if target and is_cast(tensor.dtype, target):
+                raise CheckpointError(
+                    f"{source.directory}: entry {name!r} is copied as it is stored, and tensor "
+                    f"{tensor.name!r} in its pickle is not cast; --exclude the entry, or choose "
+                    "another format"
+                )
+    old = {tensor.name: tensor.source for tensor in wanted}
+    for name, new in names.items():
+        if new in old:
+            raise CheckpointError(
+                f"tensor {old[new]!r} and value {name!r} would both be named {new!r}; rename them "
+                "apart"
+            )
+    old |= {new: name for name, new in names.items()}
+    paths = {n: path for n, path in source.paths.items() if old.get(n) == n}
+    try:
+        unflatten({name: paths.get(name, (name,)) for name in old}, lambda _: None)
+    except CheckpointError:  # a list lacks items that were left out
+        paths = {}
+    return Carried(frozenset(names), values, paths)
+
+
+def check_dropped(
+    source: Catalog, choice: Choice, carried: Collection[str], drop: bool | None
+) -> None:
+    """Refuse to lose entries that are not tensors, if they are wanted and not `carried`.
+
+    With `drop` they may be lost, and some are; None allows to lose those without tensors in them.
+    """
+    lost = {
+        name: parts
+        for name, value in source.extras.items()
+        if name not in carried and choice.wants(name)
+        for parts in [list(opaque_parts(value))]
+        if all(part.inside for part in parts)
+        and (drop is not None or any(part.tensors for part in parts))
+    }
+    if drop and not lost:
+        raise CheckpointError(
+            f"{source.directory}: no entry is lost that drop_values (--drop-values) could allow; "
+            "leave it out"
+        )
+    if not lost or drop:
+        return
+    name = min(lost)
+    rest = counted(len(lost) - 1, "other entry", "other entries")
+    more = f" (and {rest})" if len(lost) > 1 else ""
+    if drop is None:
+        raise CheckpointError(
+            f"{source.directory}: {name!r}{more} may have tensors in it that cannot be written: "
+            f"{_text_of(lost[name])}; leave it out with --exclude (exclude=), or save its tensors "
+            "in dicts"
+        )
+    raise CheckpointError(
+        f"{source.directory}: {name!r}{more} would be lost, since the output has no place for it: "
+        f"{_text_of(lost[name])}; leave out what is lost with --drop-values (drop_values=True), or "
+        "name it in --exclude"
+    )
+
+
+def _text_of(parts: Sequence[OpaqueValue]) -> str:
+    return shown(parts[0].text, 200) if parts else "a plain value"
 
 
 def plain(others: Mapping[str, object], choice: Choice) -> dict[str, str]:
     """Return name to new name of the wanted values that are plain: numbers, text, lists of such."""
-    wanted = [name for name, value in others.items() if _is_plain(value) and choice.wants(name)]
-    return _renamed(wanted, choice.rename)[0]
-
-
-def _is_plain(value: object) -> bool:
-    if isinstance(value, dict):
-        return all(map(_is_plain, (*value.keys(), *value.values())))
-    if isinstance(value, list | tuple):
-        return all(map(_is_plain, value))
-    return value is None or type(value) in (bool, int, float, str)
+    wanted = [name for name, value in others.items() if is_plain(value) and choice.wants(name)]
+    return renamed_names(wanted, choice.rename)
 
 
 def tied(source: Catalog, wanted: Sequence[OutputTensor]) -> dict[str, str]:

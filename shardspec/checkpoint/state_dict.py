@@ -4,10 +4,13 @@ A name is the keys on the way to a value, joined by dots. Mappings are always de
 and tuples where they hold tensors or mappings; other plain values stay whole.
 """
 
+import sys
+from base64 import b64decode, b64encode
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from math import isfinite
-from typing import TYPE_CHECKING, Any, Final, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeGuard
 
 from shardspec.errors import CheckpointError
 
@@ -25,7 +28,7 @@ LEFT_OUT: Final = object()
 """Stands for a value that `unflatten` leaves out."""
 
 
-class _Place(tuple[int]):
+class Place(tuple[int]):
     """A position in a list, which is told from a tuple that is a key."""
 
     __slots__ = ()
@@ -53,7 +56,7 @@ def leaves(state: object, path: KeyPath = ()) -> Iterator[tuple[KeyPath, object]
             yield from leaves(value, (*path, key))
     elif isinstance(state, list | tuple) and _holds_more(state) and len(path) < _MAX_DEPTH:
         for place, value in enumerate(state):
-            yield from leaves(value, (*path, _Place((place,))))
+            yield from leaves(value, (*path, Place((place,))))
     else:
         yield path, state
 
@@ -69,6 +72,8 @@ def _holds_more(items: Iterable[object], depth: int = 0) -> bool:
 
 
 def _is_tensor(value: object) -> bool:
+    if "torch" not in sys.modules:  # then nobody has made one
+        return False
     import torch
 
     from shardspec.dtensor import DTensor
@@ -105,7 +110,7 @@ def flatten(state: Mapping[str, object]) -> FlatState:
 
 def _name(path: KeyPath) -> str:
     for depth, key in enumerate(path):
-        kinds = str | int | _Place if depth else str
+        kinds = str | int | Place if depth else str
         if not isinstance(key, kinds) or isinstance(key, bool):
             raise CheckpointError(
                 f"the key {key!r} at {_shown(path)} is a {type(key).__name__}; name tensors by "
@@ -115,7 +120,37 @@ def _name(path: KeyPath) -> str:
 
 
 def _shown(path: KeyPath) -> str:
-    return "".join(f"[{key[0] if isinstance(key, _Place) else key!r}]" for key in path)
+    return "".join(f"[{key[0] if isinstance(key, Place) else key!r}]" for key in path)
+
+
+def spread(
+    values: Mapping[str, object], paths: Mapping[str, KeyPath]
+) -> tuple[dict[str, object], dict[str, KeyPath]]:
+    """Return values under the names that `flatten` would give them, and the keys of all names.
+
+    Other formats keep lists of dicts whole. Raises CheckpointError if two values get one name.
+
+    >>> spread({"groups": [{"lr": 1}]}, {})
+    ({'groups.0.lr': 1}, {'groups.0.lr': ('groups', (0,), 'lr')})
+    """
+    found: dict[str, object] = {}
+    keys = dict(paths)
+    for name, value in values.items():
+        at = paths.get(name, (name,))
+        parts = list(leaves(value, at))
+        if not all(is_path(path) for path, _ in parts):
+            parts = [(at, value)]  # keys of other kinds: `flatten` takes none
+        for path, part in parts:
+            inner = name if path == at else _name(path)
+            if inner in found:
+                raise CheckpointError(
+                    f"two values would both be named {inner!r}, that at {_shown(path)} and "
+                    "another; --exclude one"
+                )
+            found[inner] = part
+            if path != (inner,):
+                keys[inner] = path
+    return found, {name: path for name, path in keys.items() if name in found or name not in values}
 
 
 def encode_value(value: object, name: str = "", depth: int = 0) -> object:
@@ -139,6 +174,8 @@ def encode_value(value: object, name: str = "", depth: int = 0) -> object:
             return int(value)
         case float():
             return float(value) if isfinite(value) else {"float": repr(float(value))}
+        case bytes():
+            return {"bytes": b64encode(value).decode()}
         case str():
             try:
                 value.encode()
@@ -155,7 +192,8 @@ def encode_value(value: object, name: str = "", depth: int = 0) -> object:
             return {"dict": [encoded(item) for item in value.items()]}
     raise CheckpointError(
         f"tensor {name!r} is a {type(value).__name__}; a checkpoint holds tensors and plain values "
-        "(numbers, text, lists and dicts of them), so leave it out or make it one with torch.tensor"
+        "(numbers, text, bytes, lists and dicts of them), so leave it out or make it one with "
+        "torch.tensor"
     )
 
 
@@ -166,16 +204,27 @@ def decode_value(value: object) -> object:
             return [decode_value(item) for item in value]
         case {"float": str(text), **rest} if not rest:
             return float(text)
+        case {"bytes": str(text), **rest} if not rest:
+            return b64decode(text, validate=True)
         case {"tuple": list(items), **rest} if not rest:
             return tuple(map(decode_value, items))
         case {"dict": list(items), **rest} if not rest:
             if all(isinstance(item, list) and len(item) == 2 for item in items):
-                pairs = [(decode_value(key), decode_value(inner)) for key, inner in items]
-                if all(key is None or isinstance(key, str | int | float) for key, _ in pairs):
-                    return dict(pairs)
+                with suppress(TypeError):  # of a key that cannot be one
+                    return {decode_value(key): decode_value(inner) for key, inner in items}
         case None | bool() | int() | float() | str():
             return value
     raise ValueError("is not an encoded value")
+
+
+def is_path(keys: tuple[object, ...]) -> TypeGuard[KeyPath]:
+    """Return whether keys, as `leaves` yields them, are such as `save_sharded` takes."""
+    kinds = (str | int | Place if depth else str for depth in range(len(keys)))
+    right = all(
+        isinstance(key, kind) and not isinstance(key, bool)
+        for key, kind in zip(keys, kinds, strict=True)
+    )
+    return right and 0 < len(keys) <= _MAX_DEPTH
 
 
 def encode_path(path: KeyPath) -> list[object]:
@@ -193,7 +242,7 @@ def decode_path(path: object) -> KeyPath:
             case str() | int() if not isinstance(key, bool) and (found or isinstance(key, str)):
                 found.append(key)
             case [int(place)] if not isinstance(place, bool) and place >= 0 and found:
-                found.append((place,))
+                found.append(Place((place,)))
             case _:
                 raise ValueError(f"has the key {key!r:.60}, but texts and whole numbers are due")
     return tuple(found)

@@ -13,6 +13,7 @@ from typing import Final, NamedTuple, TypeAlias
 
 from shardspec.boxes import Box, box_shape, box_size
 from shardspec.checkpoint.catalog import Catalog, replica_holders, whole_box
+from shardspec.checkpoint.formats.names import MEGATRON_OBJECT
 from shardspec.checkpoint.store import SourceFile, file_inside
 from shardspec.checkpoint.strict_json import parse_json
 from shardspec.copies import whole_senders
@@ -204,16 +205,16 @@ def add_sidecars(source: Catalog, target: Target, format: str) -> Target:
 
 def _check_megatron(source: Catalog, there: frozenset[str]) -> None:
     """Check that Megatron-core can load what is written, if it has written what is read."""
-    directory = source.directory
+    directory, megatron = source.directory, any(map(MEGATRON_OBJECT.search, source.objects))
     said: object = None
     if "metadata.json" in there:
         path = file_inside(directory, "metadata.json", directory)
         with SourceFile(path) as file:
             data = file.read(0, min(file.num_bytes, _PIECE_BYTES))
         # Other tools have files of this name too.
-        if source.objects or b'"sharded_backend"' in data:
+        if megatron or b'"sharded_backend"' in data:
             said = parse_json(data, path, "description")
-    if said is None and not source.objects:
+    if said is None and not megatron:
         return
     backend = said.get("sharded_backend") if isinstance(said, dict) else None
     problem = f"metadata.json says sharded_backend {backend!r}, and not 'torch_dist'"

@@ -1,11 +1,11 @@
 """Reading checkpoints byte by byte: against their digests, or tensor by tensor with another one."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from math import isfinite
 from pathlib import Path
-from typing import Any
+from typing import Any, Final, Literal, TypeGuard
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,21 +13,28 @@ from numpy.typing import NDArray
 from shardspec.boxes import box_shape, box_size
 from shardspec.checkpoint.catalog import (
     Catalog,
+    OpaqueValue,
     StoredBox,
     StoredTensor,
     check_tiling,
+    opaque_parts,
     row_major_strides,
     whole_box,
 )
 from shardspec.checkpoint.coordinate import Progress
+from shardspec.checkpoint.formats.names import WITHOUT_VALUES
+from shardspec.checkpoint.inspect import other_text
 from shardspec.checkpoint.numeric import numbers
 from shardspec.checkpoint.open import as_catalog
 from shardspec.checkpoint.read_boxes import Checks, check_replicas, element_index, pieces, read_both
-from shardspec.checkpoint.select import Choice, Patterns, Renames, select
+from shardspec.checkpoint.select import Choice, Patterns, Renames, renamed_names, select
 from shardspec.checkpoint.store import FileStretch, OpenFiles
 from shardspec.dtypes import is_floating, item_bytes, packed
 from shardspec.errors import CheckpointError
 from shardspec.layout.picture import ids_text
+
+_MOST_TEXT: Final = 60
+"""Characters that are shown of a value that is not a tensor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +130,7 @@ def _stretches(tensor: StoredTensor) -> Iterator[tuple[StoredBox, FileStretch]]:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """One tensor that is not the same in both."""
+    """One tensor or value that is not the same in both."""
 
     name: str
     problem: str
@@ -132,6 +139,7 @@ class Difference:
     """The first element that differs, in row-major order; None if shapes, dtypes or names do."""
     ranks: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
     """The ranks whose boxes hold that element, on each side."""
+    kind: Literal["tensor", "value"] = "tensor"
 
 
 def names_to_compare(a: Catalog, b: Catalog, choice: Choice) -> tuple[dict[str, str], set[str]]:
@@ -152,6 +160,9 @@ def diff_checkpoints(
     progress: Progress | None = None,
 ) -> Iterator[Difference]:
     """Yield every tensor that differs, by name; tensors of the first are chosen as by `merge`.
+
+    Then every other entry that does, where both formats have places for such: plain values, and
+    pickled objects, whose parts are compared without running anything.
 
     Without tolerances bits are compared: equal NaNs are the same, 0 and -0 are not. With any,
     numbers are: ``|x - y| <= atol + rtol * |y|`` in float64, where ``x - y`` is exact for integers;
@@ -183,8 +194,74 @@ def diff_checkpoints(
             # A tensor that differs is left at its first difference.
             done += sizes.get(name, 0)
             compared(0)
+    yield from _different_values(left, right, Choice(include, exclude, rename), atol, rtol)
     left.check_unchanged()
     right.check_unchanged()
+
+
+def values_to_compare(
+    a: Catalog, b: Catalog, choice: Choice
+) -> tuple[dict[str, object], dict[str, object]]:
+    """Return the entries that are compared and are not tensors, by the names in the second."""
+    if {a.format, b.format} & WITHOUT_VALUES:
+        return {}, {}
+    names = renamed_names([name for name in a.extras if choice.wants(name)], choice.rename)
+    first = {new: a.extras[name] for name, new in names.items()}
+    second = {n: value for n, value in b.extras.items() if n in first or choice.wants(n)}
+    return _entries(first), _entries(second)
+
+
+def _entries(values: Mapping[str, object]) -> dict[str, object]:
+    """Leave out mentions of what lies beside a checkpoint."""
+    return {
+        name: value
+        for name, value in values.items()
+        if not (isinstance(value, OpaqueValue) and not value.inside)
+    }
+
+
+def _different_values(
+    a: Catalog, b: Catalog, choice: Choice, atol: float, rtol: float
+) -> Iterator[Difference]:
+    first, second = values_to_compare(a, b, choice)
+    for name in sorted(first.keys() | second.keys()):
+        problem = ""
+        if name not in first or name not in second:
+            problem = f"is only in {(a if name in first else b).directory}"
+        elif not _alike(first[name], second[name], atol, rtol):
+            texts = [other_text(of[name], _MOST_TEXT) for of in (first, second)]
+            problem = f"is {texts[0]} in the first, {texts[1]} in the second"
+            parts = (*opaque_parts(first[name]), *opaque_parts(second[name]))
+            if texts[0] == texts[1]:
+                problem = f"is {texts[0]} in both, but of other bytes"
+            if any(part.digest is None for part in parts):
+                problem += ", which cannot be compared; --exclude it"
+        if problem:
+            yield Difference(name, problem, kind="value")
+
+
+def _alike(x: object, y: object, atol: float, rtol: float) -> bool:
+    """Return whether two values are the same; without tolerances, equal bits."""
+    if (atol or rtol) and _is_number(x) and _is_number(y):
+        near = _close(np.array([float(x)]), np.array([float(y)]), atol, rtol)
+        return x == y or bool(near.all())
+    if type(x) is not type(y):
+        return False
+    match x, y:
+        case OpaqueValue(), OpaqueValue():
+            return x.digest == y.digest is not None
+        case float(), float():
+            return repr(x) == repr(y)
+        case dict(), dict():
+            return x.keys() == y.keys() and all(_alike(x[k], y[k], atol, rtol) for k in x)
+        case list() | tuple(), list() | tuple():
+            pairs = zip(x, y, strict=False)
+            return len(x) == len(y) and all(_alike(a, b, atol, rtol) for a, b in pairs)
+    return x == y
+
+
+def _is_number(value: object) -> TypeGuard[int | float]:
+    return type(value) in (int, float)
 
 
 def _difference(

@@ -290,7 +290,7 @@ def verify_command(
         with progress_bar(not as_json, "compare") as progress:
             found = diff_checkpoints(catalog, other, **choice.arguments(), progress=progress)
             for difference in found:
-                flaws.append(f"tensor {shown(difference.name)} {difference.problem}")
+                flaws.append(f"{difference.kind} {shown(difference.name)} {difference.problem}")
                 if not every:
                     raise CheckpointError(f"{checkpoint} and {against}: {flaws[-1]}")
     if as_json:
@@ -330,6 +330,8 @@ def diff_command(
 ) -> None:
     """Compare two checkpoints of any formats tensor by tensor; exits with 3 if they differ.
 
+    Values beside the tensors are compared too, where both formats have places for such.
+
     Without tolerances bits are compared: equal NaNs are the same, 0 and -0 are not. With any, NaN
     is the same as any NaN, and floating point numbers of two dtypes are compared too. Tensors of A
     are chosen and renamed as by merge; what the patterns leave out is not looked for in B.
@@ -341,23 +343,28 @@ def diff_command(
       shardspec diff ckpt model.safetensors --include 'model.*' --rename '^model[.]' ''
     """
     from shardspec.checkpoint.select import Choice
-    from shardspec.checkpoint.verify import diff_checkpoints, names_to_compare
+    from shardspec.checkpoint.verify import diff_checkpoints, names_to_compare, values_to_compare
 
     one, other = source.open(a, b)
     chosen, others = names_to_compare(one, other, Choice(**choice.arguments()))
+    values, other_values = values_to_compare(one, other, Choice(**choice.arguments()))
     with progress_bar(not as_json, "diff") as progress:
         options = {**choice.arguments(), "atol": atol, "rtol": rtol}
         found = list(diff_checkpoints(one, other, **options, progress=progress))
-    count = len(chosen.keys() | others)
+    count, value_count = len(chosen.keys() | others), len(values.keys() | other_values.keys())
+    beside = counted(value_count, "value")
     if as_json:
         differences = list(map(asdict, found))
-        say_json({"a": str(a), "b": str(b), "tensors": count, "differences": differences})
+        counts = {"tensors": count, "values": value_count}
+        say_json({"a": str(a), "b": str(b), **counts, "differences": differences})
     elif found:
         for difference in found:
-            say(f"tensor {shown(difference.name)} {difference.problem}")
-        say(f"{len(found)} of {counted(count, 'tensor')} differ{'s' if len(found) == 1 else ''}")
+            say(f"{difference.kind} {shown(difference.name)} {difference.problem}")
+        what = counted(count, "tensor") + (f" and {beside}" if value_count else "")
+        say(f"{len(found)} of {what} differ{'s' if len(found) == 1 else ''}")
     else:
         num_bytes = sum(one.outline(name).num_bytes for name in chosen.values())
-        say(f"no difference: {counted(len(chosen), 'tensor')}, {bytes_text(num_bytes)}")
+        end = f", and {beside}" if value_count else ""
+        say(f"no difference: {counted(len(chosen), 'tensor')}, {bytes_text(num_bytes)}{end}")
     if found:
         click.get_current_context().exit(_NOT_THE_SAME)

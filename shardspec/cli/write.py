@@ -210,6 +210,9 @@ def reshard_command(
         default="shardspec",
         show_default=True,
     ),
+    drop_values: bool = flag(
+        "Leave out entries that OUT has no place for, such as pickled objects; else an error."
+    ),
     options: _Options,
 ) -> None:
     """Write the checkpoint CKPT as the ranks of another mesh would have saved it.
@@ -252,6 +255,7 @@ def reshard_command(
             rules=None if mesh is None else specs,
             like=others[0] if others else None,
             format=to,
+            drop_values=drop_values,
             **more,
         )
 

@@ -4,7 +4,7 @@ import pytest
 
 from shardspec.checkpoint.catalog import OpaqueValue
 from shardspec.checkpoint.formats.torch_file import plain_value
-from shardspec.checkpoint.torch_files.unpickler import mere_name, record_class
+from shardspec.checkpoint.torch_files.unpickler import foreign_class, mere_name, record_class
 from shardspec.checkpoint.torch_files.values import Complex, TorchStorage, TorchTensor
 
 TENSOR = TorchTensor("float32", (2, 3), (3, 1), 0, TorchStorage("0", "float32", 6))
@@ -19,6 +19,7 @@ TENSOR = TorchTensor("float32", (2, 3), (3, 1), 0, TorchStorage("0", "float32", 
         -(2**70),
         1.5,
         "text",
+        b"abc",
         [],
         (),
         {},
@@ -34,7 +35,8 @@ def test_plain_values_stay(value):
 @pytest.mark.parametrize(
     ("value", "text"),
     [
-        (b"abc", "3 bytes"),
+        (foreign_class("os.system")("ls"), "<os.system>, not read and not run"),
+        (bytes(2**20 + 1), "1048577 bytes"),
         (Complex("(1+2j)"), "(1+2j)"),
         (mere_name("torch.float32"), "torch.float32"),
         (record_class("device")("cuda"), "<device>"),
@@ -43,8 +45,21 @@ def test_plain_values_stay(value):
     ],
 )
 def test_other_ones_are_described_where_they_stand(value, text):
-    assert plain_value(value) == OpaqueValue(text)
-    assert plain_value({"a": [value, 1]}) == {"a": [OpaqueValue(text), 1]}
+    opaque = plain_value(value)
+    assert isinstance(opaque, OpaqueValue)
+    assert opaque.text == text
+    assert plain_value({"a": [value, 1]}) == {"a": [opaque, 1]}
+
+
+def test_dicts_with_objects_as_keys_are_objects():
+    kind = foreign_class("m.Colour")
+    digests = set()
+    for number in (1, 2):
+        found = plain_value({kind(number): 1})
+        assert isinstance(found, OpaqueValue)
+        assert found.text == "a dict with keys such as <m.Colour>, not read and not run"
+        digests.add(found.digest)
+    assert len(digests) == 2
 
 
 def test_values_without_an_end():

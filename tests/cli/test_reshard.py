@@ -82,3 +82,27 @@ def test_nothing_is_cut_without_rules_and_that_is_said(tmp_path):
     assert (quiet.exit_code, quiet.stdout, quiet.stderr) == (0, "", "")
     cut = run("reshard", ckpt, "-o", tmp_path / "c", "--mesh", "3", "--rule", "w", "[S0,R]")
     assert (cut.exit_code, cut.stderr) == (0, "")
+
+
+def test_values_that_would_be_lost_are_named_and_dropped_if_asked(tmp_path):
+    import torch
+
+    ckpt = tmp_path / "a.pt"
+    torch.save({"w": torch.ones(2), "epoch": 3, "seen": {1, 2}}, ckpt)
+    to = ("-o", tmp_path / "out", "--mesh", "2", "--rule", "w", "[S0]")
+    lost = run("reshard", ckpt, *to)
+    assert lost.exit_code == 3
+    assert re.fullmatch(r"Error: .*'seen' would be lost.*--drop-values.*--exclude\n", lost.stderr)
+    kept = run("reshard", ckpt, *to, "--drop-values", "--json")
+    assert json.loads(kept.stdout)["left_out"] == ["seen"]
+    assert "epoch       3" in run("inspect", tmp_path / "out").stdout
+    difference = run("diff", ckpt, tmp_path / "out")
+    assert difference.exit_code == 3
+    assert difference.stdout.startswith("value 'seen' is only in ")
+    assert difference.stdout.endswith("\n1 of 1 tensor and 2 values differs\n")
+    same = run("diff", ckpt, tmp_path / "out", "--exclude", "seen")
+    assert (same.exit_code, same.stdout) == (0, "no difference: 1 tensor, 8 B, and 1 value\n")
+    verified = run("verify", ckpt, "--against", tmp_path / "out")
+    assert (verified.exit_code, "value 'seen' is only in" in verified.stderr) == (3, True)
+    idle = run("reshard", ckpt, *to, "--force", "--drop-values", "--exclude", "seen")
+    assert (idle.exit_code, "no entry is lost" in idle.stderr) == (3, True)

@@ -13,22 +13,30 @@ and resharding.py of megatron/core/dist_checkpointing.
 """
 
 import re
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache, partial
+from functools import lru_cache, partial
 from itertools import pairwise
 from math import prod
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, Final, TypeAlias, TypeGuard
+from typing import Any, Final, NamedTuple, TypeAlias, TypeGuard
 
 from shardspec.boxes import Box, box_shape, box_size, row_major_boxes
 from shardspec.checkpoint import catalog
 from shardspec.checkpoint.catalog import FileBox, Outline, StoredBox, StoredObject, box_text
 from shardspec.checkpoint.formats import names
 from shardspec.checkpoint.formats.names import METADATA_NAME
-from shardspec.checkpoint.formats.torch_file import plain_value
+from shardspec.checkpoint.formats.torch_file import (
+    ARGUMENT_NAMES,
+    StateTensor,
+    flat_contents,
+    plain_value,
+    whole_tensor,
+)
+from shardspec.checkpoint.read_boxes import crc32
+from shardspec.checkpoint.state_dict import KeyPath, Place, is_path
 from shardspec.checkpoint.store import (
     SourceFile,
     file_inside,
@@ -40,13 +48,12 @@ from shardspec.checkpoint.strict_json import is_size
 from shardspec.checkpoint.torch_files import unpickler, values
 from shardspec.checkpoint.torch_files.dtensors import read_torch
 from shardspec.checkpoint.torch_files.unpickler import Global, Record, made_by, record_class
+from shardspec.checkpoint.torch_files.values import tensor_place
 from shardspec.checkpoint.torch_files.zip_reader import read_torch_zip
 from shardspec.dtypes import dtype_name, item_bytes
 from shardspec.errors import CheckpointError, DTypeError
 
-_MOST_OBJECT_BYTES: Final = 2**26
-_MEGATRON_OBJECT: Final = re.compile(r"/shard_[0-9.]+_[0-9.]+\Z")
-"""End of the names of Megatron-core's objects, such as ``/shard_0.1_4.2``."""
+_PIECE_BYTES: Final = 1 << 20
 _OF_OPTIMIZER: Final = re.compile(r"optimizer\.state\.(exp_avg|exp_avg_sq|param|fp32_param)\.")
 
 _Places: TypeAlias = dict[tuple[str, tuple[int, ...] | None], StoredObject]
@@ -65,32 +72,39 @@ class _Chunk(FileBox):
 
 
 class _DcpCatalog(catalog.Catalog):
-    """A directory of torch's; nested names are joined by dots, as torch does."""
+    """A directory of torch's; nested names are joined by dots, as torch does.
+
+    Tensors that are pickled within entries are among its tensors; `as_stored` has these entries.
+    """
 
     def __init__(
         self,
         directory: Path,
         tensors: Mapping[str, Outline[_Chunk]],
-        others: Mapping[str, StoredObject],
         files: Sequence[Path],
+        inside: "_Inside",
+        objects: Mapping[str, StoredObject],
+        as_stored: "_DcpCatalog | None" = None,
     ) -> None:
-        super().__init__(names.DCP, directory, tensors, (directory / METADATA_NAME, *files))
-        self._outlines, self._others = tensors, others
-        # Megatron loads these by name; their content is copied as it is.
-        self.objects = {
-            name: place
-            for name, place in others.items()
-            if _MEGATRON_OBJECT.search(name) and place.num_bytes <= _MOST_OBJECT_BYTES
-        }
+        held = tensors.keys() | inside.tensors.keys()
+        listed = (directory / METADATA_NAME, *files)
+        super().__init__(names.DCP, directory, held, listed, None, inside.values)
+        self._outlines, self._inside, self.objects = tensors, inside, objects
         self._tensors = catalog.LazyTensorCache(self._look_up)
+        self._as_stored = as_stored or self
 
-    @cached_property
-    def extras(self) -> Mapping[str, object]:
-        """Entries that are not tensors, read on first use."""
-        return {name: _read_value(name, place) for name, place in self._others.items()}
+    def as_stored(self) -> catalog.Catalog:
+        """Return the checkpoint with its entries whole."""
+        self._as_stored.snapshot = self.snapshot
+        return self._as_stored
 
-    def outline(self, name: str) -> Outline[_Chunk]:
+    def outline(self, name: str) -> Outline[FileBox]:
         """Return a tensor by the metadata alone."""
+        if (pickled := self._inside.tensors.get(name)) is not None:
+            return pickled
+        return self._by_metadata(name)
+
+    def _by_metadata(self, name: str) -> Outline[_Chunk]:
         found = self._outlines[name]
         try:
             dtype_name(found.dtype)
@@ -103,15 +117,17 @@ class _DcpCatalog(catalog.Catalog):
 
     def tensor(self, name: str) -> catalog.StoredTensor:
         """Return a tensor; the headers of its chunks are read and checked against the metadata."""
-        return self._tensors(name)
+        return self._inside.tensors.get(name) or self._tensors(name)
 
     def origin(self, name: str) -> Hashable:
         """Return where its chunks lie, by the metadata."""
+        if name in self._inside.tensors:
+            return super().origin(name)
         boxes = self._outlines[name].boxes
         return frozenset((chunk.path, chunk.place.offset, chunk.box) for chunk in boxes)
 
     def _look_up(self, name: str) -> catalog.StoredTensor:
-        outline = self.outline(name)
+        outline = self._by_metadata(name)
         read = partial(_read_chunk, outline)
         with prefetch_map(outline.boxes, read, prefetch_depth(self.directory)) as boxes:
             return catalog.StoredTensor(name, outline.shape, outline.dtype, None, (), tuple(boxes))
@@ -130,21 +146,82 @@ def _read_chunk(outline: Outline[_Chunk], chunk: _Chunk) -> StoredBox:
                 f"{what}: is {said} there, but {METADATA_NAME} says {due}; the file is from "
                 "another save, restore the right one"
             )
-        place = values.tensor_place(value, file, found)
+        place = tensor_place(value, file, found)
     if place.strides is not None and chunk.stored != box_shape(chunk.box):
         raise CheckpointError(f"{what}: a stretch of a flat tensor has strides; it is damaged")
     at = place.offset + chunk.start * item_bytes(outline.dtype)
     return StoredBox(chunk.box, (), chunk.rank, chunk.path, at, place.digest, place.strides)
 
 
-def _read_value(name: str, place: StoredObject) -> object:
-    path, offset, num_bytes = place
-    with SourceFile(path) as file:
-        found = read_torch_zip(file, offset, num_bytes, f"{path}: entry {name!r}")
-        try:
-            return plain_value(read_torch(found, found.pickle(file)))
-        except unpickler.UnlistedNameError as error:
-            return catalog.OpaqueValue(f"an object that is not read: {error}")
+class _Inside(NamedTuple):
+    """What the pickles of entries hold, by names joined with dots."""
+
+    tensors: Mapping[str, catalog.StoredTensor]
+    values: Mapping[str, object]
+    paths: Mapping[str, KeyPath]
+    of: Mapping[str, Sequence[catalog.StoredTensor]]
+    """The tensors by entries."""
+
+
+def _look_inside(
+    entries: Mapping[str, StoredObject],
+    keys: Mapping[str, KeyPath],
+    taken: Collection[str],
+    ranks: Mapping[Path, int],
+) -> _Inside:
+    """Read the pickles of entries; `taken` are the names of tensors beside them."""
+    tensors: dict[str, catalog.StoredTensor] = {}
+    others: dict[str, object] = {}
+    paths: dict[str, KeyPath] = {}
+    of: dict[str, list[catalog.StoredTensor]] = {}
+    known = taken, tensors, others
+    for name, place in entries.items():
+        at = keys.get(name, (name,))
+        with SourceFile(place.path) as file:
+            found = read_torch_zip(file, *place[1:], f"{place.path}: entry {name!r}")
+            try:
+                value = read_torch(found, found.pickle(file), ARGUMENT_NAMES)
+                if names.MEGATRON_OBJECT.search(name):
+                    # Megatron loads these by name; they are of no use to others.
+                    plain = plain_value(value, found)
+                    if not catalog.is_plain(plain):
+                        plain = catalog.OpaqueValue("an object of Megatron", _digest(file, place))
+                    others[name] = plain
+                    continue
+                held = flat_contents(value, at, place.path)
+                for inner in (*held.tensors, *held.others):
+                    if any(inner in held_names for held_names in known) or (
+                        inner != name and inner in entries
+                    ):
+                        raise unpickler.PickleError(f"{inner!r} is another entry, or in one")
+            except unpickler.PickleError as error:
+                # It can be copied, but who knows what is in it.
+                text = f"a pickle that is not read: {error}"
+                others[name] = catalog.OpaqueValue(text, _digest(file, place), tensors=True)
+                continue
+            for inner, tensor in held.tensors.items():
+                if tensor.shape == tensor.global_shape:
+                    whole = StateTensor(tensor, tensor_place(tensor, file, found))
+                    tensors[inner] = whole_tensor(inner, place.path, whole, ranks[place.path])
+                    of.setdefault(name, []).append(tensors[inner])
+                else:
+                    text = f"a part of a tensor of shape {list(tensor.global_shape)}"
+                    others[inner] = catalog.OpaqueValue(text, _digest(file, place), tensors=True)
+            for inner, part in held.others.items():
+                plain = plain_value(part, found)
+                if isinstance(plain, catalog.OpaqueValue) and plain.digest is None:
+                    plain = replace(plain, digest=_digest(file, place))
+                others[inner] = plain
+            paths |= held.paths
+    return _Inside(tensors, others, paths, of)
+
+
+def _digest(file: SourceFile, place: StoredObject) -> str:
+    """Return a digest of all bytes of an entry."""
+    crc, end = 0, place.offset + place.num_bytes
+    for start in range(place.offset, end, _PIECE_BYTES):
+        crc = crc32(file.read(start, min(_PIECE_BYTES, end - start)), crc)
+    return f"{place.num_bytes} bytes of CRC-32 {crc:08x}"
 
 
 @unpickler.no_collection()
@@ -156,7 +233,7 @@ def open_dcp(directory: Path) -> catalog.Catalog:
         if any(names.DCP_OWN_METADATA.fullmatch(other.name) for other in directory.iterdir()):
             why = "each rank has one of its own; save with use_collectives=True"
         raise CheckpointError(f"{directory}: has no {METADATA_NAME}, {why}")
-    entries, places, flat = _read_metadata(path)
+    entries, places, flat, keys = _read_metadata(path)
     by_file: dict[Path, list[StoredObject]] = {}
     for place in places.values():
         by_file.setdefault(place.path, []).append(place)
@@ -199,7 +276,13 @@ def open_dcp(directory: Path) -> catalog.Catalog:
     for file in files:
         # Of replicas that older versions were told to keep, only one place is listed.
         _check_file(file, by_file[file], exact=not repeated)
-    return _DcpCatalog(directory, tensors, others, files)
+    whole = _DcpCatalog(directory, tensors, files, _Inside({}, others, {}, {}), others)
+    whole.paths = {name: keys[name] for name in (*tensors, *others) if name in keys}
+    inside = _look_inside(others, keys, tensors, ranks)
+    whole.pickled = inside.of
+    found = _DcpCatalog(directory, tensors, files, inside, {}, whole)
+    found.paths = {**{name: keys[name] for name in tensors if name in keys}, **inside.paths}
+    return found
 
 
 def _check_file(path: Path, places: Sequence[StoredObject], *, exact: bool) -> None:
@@ -281,8 +364,13 @@ _NAMES: Final[unpickler.Names] = {
 }
 
 
-def _read_metadata(path: Path) -> tuple[dict[object, object], _Places, dict[object, object]]:
-    """Return the entries, where they are stored, and what Megatron-core says of flat tensors."""
+def _read_metadata(
+    path: Path,
+) -> tuple[dict[object, object], _Places, dict[object, object], dict[str, KeyPath]]:
+    """Return the entries, where they are stored, and what Megatron-core says of flat tensors.
+
+    The last are the keys of entries in the nested state dict that was saved.
+    """
     with SourceFile(path) as file:
         data = file.read(0, min(file.num_bytes, unpickler.MOST_PICKLE_BYTES + 1))
     root = unpickler.unpickle(data, _NAMES, path, "metadata")
@@ -290,8 +378,18 @@ def _read_metadata(path: Path) -> tuple[dict[object, object], _Places, dict[obje
         raise CheckpointError(f"{path}: is not metadata of a torch distributed checkpoint")
     match root.get("state_dict_metadata"), root.get("storage_data"), root.get("mcore_data") or {}:
         case (dict() as entries, dict() as storage, dict() as flat):
-            return entries, _places(storage, path), flat
+            return entries, _places(storage, path), flat, dict(_keys(root.get("planner_data")))
     raise CheckpointError(f"{path}: lacks its list of entries or of files; it is damaged")
+
+
+def _keys(planned: object) -> Iterator[tuple[str, KeyPath]]:
+    """Yield the names of entries that are not keys themselves, and the keys that torch notes."""
+    for name, keys in planned.items() if isinstance(planned, dict) else ():
+        # To torch, a number is a position in a list.
+        if _is_text(name) and isinstance(keys, tuple) and keys != (name,):
+            path = tuple(Place((key,)) if type(key) is int else key for key in keys)
+            if is_path(path) and ".".join(map(str, keys)) == name:
+                yield name, path
 
 
 def _places(storage: Mapping[Any, Any], path: Path) -> _Places:

@@ -5,24 +5,26 @@ Source: torch/distributed/checkpoint/metadata.py, filesystem.py and default_plan
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache, partial
-from io import BytesIO
 from itertools import chain
+from types import MappingProxyType
 from typing import Final, TypeAlias
-from zipfile import BadZipFile, ZipFile
-from zlib import error as ZlibError
 
 from shardspec.boxes import Box, box_shape
 from shardspec.checkpoint import targets
 from shardspec.checkpoint.catalog import StoredObject
 from shardspec.checkpoint.formats.names import METADATA_NAME
 from shardspec.checkpoint.formats.torch_file import state_file
+from shardspec.checkpoint.read_boxes import crc32
+from shardspec.checkpoint.state_dict import KeyPath
 from shardspec.checkpoint.store import SourceFile
 from shardspec.checkpoint.torch_files import writer
 from shardspec.checkpoint.torch_files.writer import Call, Made, Name, Pairs
+from shardspec.checkpoint.torch_files.zip_reader import read_torch_zip
 from shardspec.errors import CheckpointError
 from shardspec.layout.layout import Layout
 from shardspec.mesh import DeviceMesh
 
+_PIECE_BYTES: Final = 1 << 20
 _MODULE: Final = "torch.distributed.checkpoint.metadata"
 _INFO: Final = Name("torch.distributed.checkpoint.filesystem", "_StorageInfo")
 
@@ -35,11 +37,12 @@ def dcp_target(
     tensors: Sequence[targets.OutputTensor],
     layouts: Mapping[str, Layout],
     others: Mapping[str, object],
+    paths: Mapping[str, KeyPath] = MappingProxyType({}),
 ) -> targets.Target:
     """Return the output that is a directory which `torch.distributed.checkpoint.load` reads.
 
     `layouts`, by name in the output, have no pending reductions. `others` are not tensors; they are
-    stored in the file of the first device.
+    stored in the file of the first device. `paths` are the keys of both in a nested state dict.
     """
     by_name = {tensor.name: tensor for tensor in tensors}
     for name in chain(by_name, others):
@@ -61,15 +64,18 @@ def dcp_target(
             chunks[tensor.name].append((entry.box, (file, end, archive.num_bytes)))
             end += archive.num_bytes
         for name, value in others.items() if rank == mesh.ids[0] else ():
-            data = _value_bytes(value)
-            raw.append(targets.RawBytes(end, data))
-            values[name] = (file, end, len(data))
-            end += len(data)
+            start = end
+            raw.extend(_raw_value(value, start))
+            if isinstance(value, StoredObject):
+                end += value.num_bytes
+            else:
+                end = raw[-1].offset + len(raw[-1].made())
+            values[name] = (file, start, end - start)
         if end:
             files.append(targets.OutputFile(file, end, raw, extents, partial(_trailer, extents)))
 
     def fill(_: Mapping[str, Sequence[int]], write: targets.Write) -> None:
-        writer.pickle_into(_metadata(tensors, chunks, values), write)
+        writer.pickle_into(_metadata(tensors, chunks, values, paths), write)
 
     listing = targets.Listing(METADATA_NAME, fill)
     return targets.Target(tuple(files), directory=True, listing=listing, digested=True)
@@ -96,29 +102,43 @@ def _trailer(extents: Sequence[targets.Extent], crcs: Sequence[int]) -> Iterator
         yield targets.RawBytes(end, partial(after, number, extent))
 
 
-def _value_bytes(value: object) -> bytes:
-    """Return what is written for a value that is not a tensor."""
+def _raw_value(value: object, start: int) -> Iterator[targets.RawBytes]:
+    """Yield what is written, from a byte on, for a value that is not a tensor."""
     if not isinstance(value, StoredObject):
-        return b"".join(piece.made() for piece in state_file("", value).raw)
-    with SourceFile(value.path) as file:
-        data = file.read(value.offset, value.num_bytes)
-    try:
-        with ZipFile(BytesIO(data)) as archive:
-            damage = archive.testzip()
-    # The third is raised for an unknown compression.
-    except (BadZipFile, EOFError, NotImplementedError, ZlibError) as error:
-        damage = str(error)
-    if damage is not None:
-        raise CheckpointError(
-            f"{value.path}: the object at byte {value.offset} is damaged ({damage}); restore it"
-        )
-    return data
+        for raw in state_file("", value).raw:
+            yield raw._replace(offset=start + raw.offset)
+        return
+    path, offset, num_bytes = value
+
+    def piece(at: int) -> bytes:
+        with SourceFile(path) as file:
+            if not at:
+                _check_records(file, value)
+            return file.read(offset + at, min(_PIECE_BYTES, num_bytes - at))
+
+    for at in range(0, num_bytes, _PIECE_BYTES):
+        yield targets.RawBytes(start + at, partial(piece, at))
+
+
+def _check_records(file: SourceFile, value: StoredObject) -> None:
+    """Compare the bytes of an object with its CRC-32."""
+    found = read_torch_zip(file, value.offset, value.num_bytes)
+    for name in found.directory:
+        record, start = found.record(name), found.start(file, name)
+        crc, end = 0, start + record.num_bytes
+        for at in range(start, end, _PIECE_BYTES):
+            crc = crc32(file.read(at, min(_PIECE_BYTES, end - at)), crc)
+        if record.crc32 not in (None, crc):
+            raise CheckpointError(
+                f"{value.path}: the object at byte {value.offset} is damaged (CRC-32); restore it"
+            )
 
 
 def _metadata(
     tensors: Sequence[targets.OutputTensor],
     chunks: Mapping[str, Sequence[tuple[Box, _Place]]],
     values: Mapping[str, _Place],
+    paths: Mapping[str, KeyPath],
 ) -> Made:
     """Return the content of `.metadata`; its items are made as they are written."""
 
@@ -149,6 +169,11 @@ def _metadata(
         info = dict(zip(("relative_path", "offset", "length"), place, strict=True))
         return made("MetadataIndex", **index), Made(_INFO, info)
 
+    def keys(name: str) -> tuple[str | int, ...]:
+        """Return the keys of an entry as torch has them: whole numbers are places in lists."""
+        path = paths.get(name, (name,))
+        return tuple(key[0] if isinstance(key, tuple) else str(key) for key in path)
+
     def places() -> Iterator[tuple[Made, Made]]:
         for name, found in chunks.items():
             for number, (box, place) in enumerate(found):
@@ -161,7 +186,7 @@ def _metadata(
     return made(
         "Metadata",
         state_dict_metadata=Pairs(entries),
-        planner_data=Pairs((name, (name,)) for name in chain(chunks, values)),
+        planner_data=Pairs((name, keys(name)) for name in chain(chunks, values)),
         storage_data=Pairs(places()),
         storage_meta=None,
         version="1.0.0",

@@ -435,7 +435,7 @@ def extras_of(*states: TorchState) -> dict[str, object]:
     """Return entries that are not tensors and do not describe the layout of any."""
     left = ("param_shapes", "frozen_param_", "shared_params", "buffer_names", "param_slice_")
     return {
-        name: plain_value(value)
+        name: plain_value(value, state.archive)
         for state in states
         for name, value in state.extras.items()
         if not name.removeprefix(f"{OPTIMIZER}.").startswith(left)

@@ -263,5 +263,7 @@ def _others(states: Sequence[TorchState]) -> dict[str, object]:
         others[key] = OpaqueValue(said)
         if key in states[0].extras:
             value = states[0].extras[key]
-            others[key] = plain_value(value.state if isinstance(value, Record) else value)
+            if isinstance(value, Record) and isinstance(value.state, dict):  # arguments
+                value = value.state
+            others[key] = plain_value(value, states[0].archive)
     return others

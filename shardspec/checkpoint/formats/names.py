@@ -17,6 +17,9 @@ DCP_OF_A_RANK: Final = re.compile(r"__(\d{1,9})_\d+\.distcp")
 DCP_OWN_METADATA: Final = re.compile(r"__\d+\.metadata")
 """What each rank writes with use_collectives=False."""
 
+MEGATRON_OBJECT: Final = re.compile(r"/shard_[0-9.]+_[0-9.]+\Z")
+"""End of the names of Megatron-core's objects in DCP, such as ``/shard_0.1_4.2``."""
+
 DCP_HF: Final = "torch DCP, Hugging Face format"
 DCP_HF_SHARD: Final = re.compile(r"shard-(\d+)-model-(\d+)-of-(\d+)\.safetensors")
 
@@ -74,6 +77,10 @@ is_bin_file: Final = _BIN_FILE.fullmatch
 _BIN_INDEX: Final = re.compile(r".*\.bin\.index(?:\.[^.]+)?\.json", re.DOTALL)
 is_bin_index: Final = _BIN_INDEX.fullmatch
 """Says whether a file name is that of an index of ``.bin`` files, perhaps of a variant."""
+
+
+WITHOUT_VALUES: Final = frozenset((SAFETENSORS, DCP_HF))
+"""Formats that hold nothing but tensors."""
 
 
 class Format(NamedTuple):

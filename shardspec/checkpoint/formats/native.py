@@ -244,9 +244,6 @@ _NAMED: Final[Mapping[str, tuple[Callable[[Any, str], object], Callable[[object]
 class NativeCatalog(Catalog):
     """A checkpoint that `save_sharded` wrote."""
 
-    paths: Mapping[str, KeyPath]
-    """The keys of tensors and values in a nested state dict, where their names are not the keys."""
-
 
 def open_native(directory: Path) -> NativeCatalog:
     """Read the sharding info and the header of every file, and check that they agree."""
@@ -381,11 +378,21 @@ def sharded_target(
     layouts: Mapping[str, Layout],
     save: str | None = None,
     file_metadata: Mapping[str, str] = MappingProxyType({}),
+    values: Mapping[str, object] = MappingProxyType({}),
+    paths: Mapping[str, KeyPath] = MappingProxyType({}),
 ) -> Target:
     """Return the output that is a checkpoint as the ranks of a mesh would save it.
 
     Layouts by name in the output have no reductions pending; `save` names this save in its files.
+    `values` are plain, and `paths` the keys of tensors and values.
     """
+    values, paths = state_dict.spread(values, paths)
+    for name, value in values.items():
+        state_dict.encode_value(value, name)
+        if name in layouts:
+            raise CheckpointError(
+                f"a tensor and a part of a value would both be named {name!r}; --exclude one"
+            )
     token = save or os.urandom(8).hex()
     by_name = {tensor.name: tensor for tensor in tensors}
     assigned = targets.assign_boxes(mesh, layouts)
@@ -398,7 +405,7 @@ def sharded_target(
     def fill(crcs: Mapping[str, Sequence[int]], write: targets.Write) -> None:
         entries = tuple(_entry(rank, file, crcs[file.name]) for rank, file in files.items())
         by_names = dict(sorted(layouts.items()))
-        info = ShardingInfo(token, mesh, by_names, entries, file_metadata=file_metadata)
+        info = ShardingInfo(token, mesh, by_names, entries, values, paths, file_metadata)
         for line in info_lines(info):
             write(line.encode())
 

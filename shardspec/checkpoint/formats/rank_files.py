@@ -28,6 +28,7 @@ from shardspec.checkpoint.catalog import replica_keys
 from shardspec.checkpoint.formats import torch_file
 from shardspec.checkpoint.formats.names import RANK_FILE, RANK_FILES, is_rank_file
 from shardspec.checkpoint.rank_state import on_larger_mesh
+from shardspec.checkpoint.state_dict import KeyPath
 from shardspec.checkpoint.store import (
     HeaderFiles,
     SourceFile,
@@ -108,7 +109,7 @@ def open_rank_files(directory: Path, chosen: str | None = None) -> "RankFilesChe
     extras = _others(states)
     for beside in families.values():
         extras[f"({beside[0].name})"] = catalog.OpaqueValue(
-            f"{counted(len(beside), 'file')} of another family; name one to read it"
+            f"{counted(len(beside), 'file')} of another family; name one to read it", inside=False
         )
     return RankFilesCheckpoint(directory, states, extras)
 
@@ -148,6 +149,7 @@ class RankState(NamedTuple):
     rank: int  # as the name of the file says
     tensors: Mapping[str, TorchTensor]  # one object for all files that say the same of tensors
     extras: Mapping[str, object]  # everything else, as plain values
+    paths: Mapping[str, KeyPath]  # the keys of those names that are not keys themselves
     found: TorchZip
 
 
@@ -160,7 +162,8 @@ def read_states(files: Iterable[tuple[Path, int]]) -> list[RankState]:
     states: list[RankState] = []
     with no_collection(), prefetch_map([path for path, _ in files], _look, ahead) as looks:
         for (path, rank), (found, data) in zip(files, looks, strict=True):
-            tensors, extras = torch_file.read_contents(found, data, None, rank, screened)
+            held = torch_file.read_contents(found, data, None, rank, screened)
+            tensors = held.tensors
             contents = tensors, found.directory
             known = next((other for other in distinct if other == contents), None)
             if known is None:
@@ -168,8 +171,8 @@ def read_states(files: Iterable[tuple[Path, int]]) -> list[RankState]:
                     check_record(tensor, found)
                 distinct.append(known := contents)
             found.directory = known[1]
-            plain = {name: torch_file.plain_value(one) for name, one in extras.items()}
-            states.append(RankState(path, rank, known[0], plain, found))
+            plain = {name: torch_file.plain_value(x, found) for name, x in held.others.items()}
+            states.append(RankState(path, rank, known[0], plain, held.paths, found))
     return states
 
 
@@ -310,6 +313,7 @@ class RankFilesCheckpoint(catalog.Catalog):
         # Names inside nested dicts and lists are joined by dots.
         paths = (state.path for state in states)
         super().__init__(RANK_FILES, directory, self._layouts, paths, mesh, others)
+        self.paths = states[0].paths
 
     def outline(self, name: str) -> catalog.Outline[catalog.FileBox]:
         """Return a tensor by what the pickles say."""

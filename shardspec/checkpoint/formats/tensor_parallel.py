@@ -303,7 +303,10 @@ def open_meta(directory: Path, *, rules: CutRules = None) -> Catalog:
     if META_PARAMS in names:
         extras = _params(file_inside(directory, META_PARAMS, directory), tensors)
         paths = (*paths, directory / META_PARAMS)
-    extras |= {key: torch_file.plain_value(value) for key, value in states[0].extras.items()}
+    extras |= {
+        key: torch_file.plain_value(value, states[0].archive)
+        for key, value in states[0].extras.items()
+    }
     mesh = DeviceMesh(range(ranks), (ranks,), axis_names=("tp",))
     return Catalog(META, directory, tensors, paths, mesh, extras)
 

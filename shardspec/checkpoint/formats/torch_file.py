@@ -10,11 +10,12 @@ files are compared both ways. A file with DTensors is one rank's part. It is rea
 the part is the whole, as on a mesh of one device.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from hashlib import sha256
 from itertools import islice
 from math import prod
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from shardspec.boxes import box_shape
 from shardspec.checkpoint.catalog import (
@@ -23,6 +24,7 @@ from shardspec.checkpoint.catalog import (
     ReplicaKey,
     StoredBox,
     StoredTensor,
+    is_plain,
     whole_box,
 )
 from shardspec.checkpoint.formats.model_files import (
@@ -40,13 +42,23 @@ from shardspec.checkpoint.formats.names import (
     part_of_several,
     part_text,
 )
+from shardspec.checkpoint.state_dict import KeyPath, Place, is_path
 from shardspec.checkpoint.store import SourceFile, prefetch_depth, prefetch_map
 from shardspec.checkpoint.targets import Extent, OutputFile, OutputTensor, RawBytes, Target
 from shardspec.checkpoint.torch_files.dtensors import read_torch
-from shardspec.checkpoint.torch_files.unpickler import Global, Names, Record, record_class, screen
+from shardspec.checkpoint.torch_files.unpickler import (
+    Foreign,
+    Global,
+    Names,
+    PickleError,
+    Record,
+    record_class,
+    screen,
+)
 from shardspec.checkpoint.torch_files.values import (
     Complex,
     TensorPlace,
+    TorchStorage,
     TorchTensor,
     row_major,
     tensor_place,
@@ -61,6 +73,9 @@ _MOST_PARTS: Final = 4 << 20
 _MOST_DEPTH: Final = 64
 _MOST_PLAIN_PARTS: Final = 100_000
 _MOST_PLAIN_DEPTH: Final = 100
+_MOST_PLAIN_BYTES: Final = 1 << 20
+"""Larger ones, as of data loaders, would fill the memory; DCP's are copied as they are stored."""
+_MOST_OPAQUE_PARTS: Final = 1 << 17
 
 ARGUMENT_NAMES: Final[Names] = {
     name: record_class(name)
@@ -89,6 +104,17 @@ class TorchState(NamedTuple):
     path: Path
     tensors: Mapping[str, StateTensor]
     extras: Mapping[str, object]  # everything else, as the pickle has it
+    paths: Mapping[str, KeyPath]  # the keys of those names that are not keys themselves
+    archive: TorchZip
+
+
+class Contents(NamedTuple):
+    """What a pickle describes, by flat names."""
+
+    tensors: dict[str, TorchTensor]
+    others: dict[str, object]
+    paths: dict[str, KeyPath]
+    """The keys of those names that are not keys themselves."""
 
 
 def read_torch_states(paths: Sequence[Path], more: Names | None = None) -> list[TorchState]:
@@ -100,12 +126,12 @@ def read_torch_states(paths: Sequence[Path], more: Names | None = None) -> list[
     def look(path: Path) -> TorchState:
         with SourceFile(path) as file:
             found = read_torch_zip(file)
-            held, extras = read_contents(found, found.pickle(file), more)
+            held = read_contents(found, found.pickle(file), more)
             tensors = {
                 name: StateTensor(tensor, tensor_place(tensor, file, found))
-                for name, tensor in held.items()
+                for name, tensor in held.tensors.items()
             }
-        return TorchState(path, tensors, extras)
+        return TorchState(path, tensors, held.others, held.paths, found)
 
     with prefetch_map(paths, look, prefetch_depth(paths[0])) as states:
         return list(states)
@@ -117,7 +143,7 @@ def read_contents(
     more: Names | None = None,
     rank: int | None = None,
     screened: Callable[[bytes], None] = screen,
-) -> tuple[dict[str, TorchTensor], dict[str, object]]:
+) -> Contents:
     """Return the tensors that a pickle describes, and other entries, by flat names."""
     value = read_torch(found, data, {**ARGUMENT_NAMES, **(more or {})}, rank, screened)
     if not isinstance(value, dict):
@@ -125,15 +151,23 @@ def read_contents(
             f"{found.path}: holds a {type(value).__name__}, not a dict of tensors; save a state "
             "dict"
         )
-    tensors: dict[str, TorchTensor] = {}
-    others: dict[str, object] = {}
+    return flat_contents(value, (), found.path)
+
+
+def flat_contents(value: object, at: KeyPath, path: Path) -> Contents:
+    """Return the tensors and other entries of a value that is found by the keys `at`."""
+    contents = Contents({}, {}, {})
+    tensors, others, paths = contents
     seen: set[str] = set()
-    for name, part in _leaves("", value, 0, iter(range(_MOST_PARTS)), found.path):
+    for keys, part in _leaves(at, value, len(at), iter(range(_MOST_PARTS)), path):
+        name = ".".join(str(key[0]) if isinstance(key, Place) else str(key) for key in keys)
         if name in tensors or name in others:
-            raise CheckpointError(
-                f"{found.path}: two entries have the name {name!r} once their dicts are joined "
+            raise PickleError(
+                f"{path}: two entries have the name {name!r} once their dicts are joined "
                 "with dots; rename one of them and save again"
             )
+        if keys != (name,) and is_path(keys):
+            paths[name] = keys
         if not isinstance(part, TorchTensor):
             others[name] = part
             continue
@@ -142,13 +176,13 @@ def read_contents(
                 part = part._replace(digested=False)
             seen.add(part.storage.key)
         tensors[name] = part
-    return tensors, others
+    return contents
 
 
 def _leaves(
-    name: str, value: object, depth: int, left: Iterator[int], path: Path
-) -> Iterator[tuple[str, object]]:
-    """Yield the parts of nested dicts, and of lists that hold tensors, with their flat names.
+    at: tuple[Any, ...], value: object, depth: int, left: Iterator[int], path: Path
+) -> Iterator[tuple[tuple[Any, ...], object]]:
+    """Yield the parts of nested dicts, and of lists that hold tensors, with their keys.
 
     `left` bounds how many are visited.
     """
@@ -157,17 +191,16 @@ def _leaves(
     if isinstance(value, dict) and (value or not depth):
         parts = value.items()
     elif isinstance(value, list | tuple) and _holds_tensors(value, depth, left, path):
-        parts = enumerate(value)
+        parts = ((Place((place,)), part) for place, part in enumerate(value))
     else:
-        yield name, value
+        yield at, value
         return
     for key, part in parts:
-        inner = f"{name}.{key}" if depth else str(key)
         if isinstance(part, TorchTensor):
             _visit(depth + 1, left, path)
-            yield inner, part
+            yield (*at, key), part
         else:
-            yield from _leaves(inner, part, depth + 1, left, path)
+            yield from _leaves((*at, key), part, depth + 1, left, path)
 
 
 def _holds_tensors(value: object, depth: int, left: Iterator[int], path: Path) -> bool:
@@ -182,45 +215,105 @@ def _holds_tensors(value: object, depth: int, left: Iterator[int], path: Path) -
 
 def _visit(depth: int, left: Iterator[int], path: Path) -> None:
     if depth > _MOST_DEPTH or next(left, None) is None:
-        raise CheckpointError(
+        raise PickleError(
             f"{path}: its dicts nest more than {_MOST_DEPTH} deep or repeat themselves without "
             "end; save a plain state dict"
         )
 
 
-def plain_value(value: object) -> object:
-    """Return a value of a pickle as None, numbers, texts, lists, tuples, dicts, `OpaqueValue`s."""
+def plain_value(value: object, found: TorchZip | None = None) -> object:
+    """Return a value as None, numbers, texts, bytes, lists, tuples, dicts, and `OpaqueValue`s.
+
+    `found` is the zip whose pickle it was read of; by that, tensors in objects are compared.
+    """
+    parts = iter(range(_MOST_OPAQUE_PARTS))
     try:
-        return _plain(value, _MOST_PLAIN_DEPTH, iter(range(_MOST_PLAIN_PARTS)))
+        return _plain(value, _MOST_PLAIN_DEPTH, iter(range(_MOST_PLAIN_PARTS)), parts, found)
     except OverflowError:
-        return OpaqueValue(f"a {type(value).__name__} of many or deeply nested parts")
+        text = f"a {type(value).__name__} of many or deeply nested parts"
+        return _opaque(text, value, iter(range(_MOST_OPAQUE_PARTS)), found)
 
 
-def _plain(value: object, depth: int, left: Iterator[int]) -> object:
+def _plain(
+    value: object,
+    depth: int,
+    left: Iterator[int],
+    of_opaque: Iterator[int],
+    found: TorchZip | None,
+) -> object:
     match value:
         case TorchTensor():
-            return OpaqueValue(f"tensor of shape {list(value.global_shape)}")
-        case bytes():
-            return OpaqueValue(f"{len(value)} bytes")
+            text = f"tensor of shape {list(value.global_shape)}"
+        case Foreign():
+            text = f"{value}, not read and not run"
         case Global() | Record() | Complex():
-            return OpaqueValue(str(value))
-        case None | bool() | int() | float() | str():
+            text = str(value)
+        case bytes() if len(value) > _MOST_PLAIN_BYTES:
+            text = f"{len(value)} bytes"
+        case None | bool() | int() | float() | str() | bytes():
             return value
         case list() | tuple() | dict():
             if depth < 0 or len(list(islice(left, len(value)))) < len(value):
                 raise OverflowError
-            parts = [_plain(part, depth - 1, left) for part in value]
-            if isinstance(value, dict):
-                held = (_plain(part, depth - 1, left) for part in value.values())
-                return dict(zip(parts, held, strict=True))
-            return parts if isinstance(value, list) else tuple(parts)
-    return OpaqueValue(type(value).__name__)
+
+            def each(parts: Iterable[object]) -> list[object]:
+                return [_plain(part, depth - 1, left, of_opaque, found) for part in parts]
+
+            if not isinstance(value, dict):
+                return each(value) if isinstance(value, list) else tuple(each(value))
+            keys = each(value)
+            if all(map(is_plain, keys)):
+                return dict(zip(keys, each(value.values()), strict=True))
+            text = f"a dict with keys such as {keys[0]}"
+        case _:
+            text = type(value).__name__
+    return _opaque(text, value, of_opaque, found)
 
 
-def whole_tensor(name: str, path: Path, found: StateTensor) -> StoredTensor:
-    """Return a tensor that is whole in one file."""
+def _opaque(text: str, value: object, left: Iterator[int], found: TorchZip | None) -> OpaqueValue:
+    """Return what stands for a value, with a digest of all its parts in a fixed order.
+
+    `left` bounds how many are visited: a value may have itself as a part.
+    """
+    digest, tensors, exact, todo = sha256(), False, True, [value]
+    while todo:
+        part = todo.pop()
+        inner: Collection[object] = ()
+        shown: object = ""
+        match part:
+            case TorchTensor() | TorchStorage():
+                tensors = True
+                storage = part if isinstance(part, TorchStorage) else part.storage
+                crc = found and found.record(f"data/{storage.key}").crc32
+                exact &= crc is not None
+                looks = (*part[:4], part.placed) if isinstance(part, TorchTensor) else ()
+                shown = storage.dtype, storage.size, looks, crc
+            case Global():
+                shown = part.path
+            case Foreign():
+                shown, inner = type(part).path, part.parts
+            case Record():
+                shown, inner = type(part).path, (part.args, part.state)
+            case dict():
+                inner = [*part, *part.values()]
+            case list() | tuple():
+                inner = part
+            case None | bool() | int() | float() | str() | bytes():
+                shown = part
+            case _:
+                exact = False
+        line = f"{type(part).__name__} {len(inner)} {shown!r}\n"
+        digest.update(line.encode("utf-8", "surrogatepass"))
+        if len(list(islice(left, len(inner)))) < len(inner):
+            return OpaqueValue(text, None, tensors=True)
+        todo.extend(inner)
+    return OpaqueValue(text, digest.hexdigest() if exact else None, tensors)
+
+
+def whole_tensor(name: str, path: Path, found: StateTensor, rank: int = 0) -> StoredTensor:
+    """Return a tensor that is whole in one file, that of a rank."""
     shape = found.local.shape
-    boxes = () if 0 in shape else (StoredBox(whole_box(shape), (), 0, path, *found.place),)
+    boxes = () if 0 in shape else (StoredBox(whole_box(shape), (), rank, path, *found.place),)
     return StoredTensor(name, shape, found.local.dtype, None, (), boxes)
 
 
@@ -302,6 +395,7 @@ def _opened(place: Path, model: ModelFiles) -> Catalog:
     """Return the catalog of files that hold whole tensors."""
     tensors: dict[str, StoredTensor] = {}
     others: dict[str, object] = {}
+    keys: dict[str, KeyPath] = {}
     for path, state in zip(model.files, read_torch_states([*model.files]), strict=True):
         wanted = model.wanted(path, state.tensors.keys())
         kind = _part_by_content(state)
@@ -323,9 +417,12 @@ def _opened(place: Path, model: ModelFiles) -> Catalog:
                     "too; move the one that is of another save away"
                 )
             tensors[name] = whole_tensor(name, path, found)
-        others.update((name, plain_value(value)) for name, value in state.extras.items())
+        others.update(
+            (name, plain_value(value, state.archive)) for name, value in state.extras.items()
+        )
+        keys.update(state.paths)
     catalog = Catalog(TORCH_FILE, place, tensors, model.paths, None, others)
-    catalog.notes, catalog.below = model.notes, model.below
+    catalog.notes, catalog.below, catalog.paths = model.notes, model.below, keys
     return catalog
 
 

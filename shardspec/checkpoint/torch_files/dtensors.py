@@ -15,6 +15,7 @@ from typing import Final, get_args
 
 from shardspec.checkpoint.store import SourceFile
 from shardspec.checkpoint.torch_files.unpickler import (
+    Foreign,
     Global,
     Names,
     Record,
@@ -53,12 +54,13 @@ def read_torch(
 ) -> object:
     """Read what `torch.save` wrote, with a `TorchTensor` where each tensor or DTensor was.
 
-    `data` is its pickle. `more` are names beyond `TORCH_NAMES` that may be in it. `rank` wrote it,
-    if that is known: torch up to 2.10 needs it to tell which slice of a mesh a DTensor was on.
+    `data` is its pickle. `more` are names beyond `TORCH_NAMES` that are records; objects of others
+    are `Foreign`. `rank` wrote it, if that is known: torch up to 2.10 needs it to tell which slice
+    of a mesh a DTensor was on.
     """
     from_type = made_by(_FROM_TYPE, _DTensors(found, rank).from_type)
     names = {**TORCH_NAMES, **(more or {}), _FROM_TYPE: from_type}
-    return unpickle(data, names, found.what, "pickle", storage_of, screened)
+    return unpickle(data, names, found.what, "pickle", storage_of, screened, foreign=True)
 
 
 class _DTensors:
@@ -76,6 +78,8 @@ class _DTensors:
             isinstance(function, Global) and isinstance(kind, Global) and isinstance(inner, tuple)
         ):
             raise ValueError("it takes two names, arguments and a state")
+        if Foreign in kind.__mro__:
+            return kind(inner, state)
         if function is not _WRAPPER:
             if kind is not _PLAIN:
                 raise ValueError(f"{kind.name} is not a tensor")

@@ -3,6 +3,7 @@
 Python's own unpickler reads them. It looks every name up in a list that the format gives. There a
 name stands for an inert class of ours, which keeps its arguments or makes a plain value of them. No
 instruction can change these classes, or what was made of checked arguments: they refuse a state.
+Other names are refused, or stand for `Foreign` objects, which keep what they are given.
 
 The unpickler trusts sizes and lengths, and hashes keys of any depth. So `screen` follows the
 instructions first, without building anything. Lib/pickletools.py of CPython describes them.
@@ -11,7 +12,7 @@ instructions first, without building anything. Lib/pickletools.py of CPython des
 import gc
 import io
 import pickle
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar, Final, Never, Self, TypeAlias
@@ -32,6 +33,9 @@ _MOST_KEY_PARTS: Final = 66
 _MOST_ALIKE: Final = 10_000
 """Tuples as keys, and numbers of more than 64 bits: they could all be given the same hash."""
 
+_MOST_FOREIGN: Final = 1000
+"""Names of one pickle that are not on the list: each takes a kilobyte."""
+
 _STARTS: Final = (b"\x80\2", b"\x80\3", b"\x80\4", b"\x80\5")
 _PUSHES: Final = frozenset(b"N\x88\x89)]}\x8fGKMJ")
 """Instructions that push a constant, a number or an empty container."""
@@ -48,7 +52,11 @@ class RefusedError(Exception):
     """What is wrong with a pickle; `unpickle` says where."""
 
 
-class UnlistedNameError(CheckpointError):
+class PickleError(CheckpointError):
+    """A pickle is not read: it is damaged, too large, or has what no checkpoint needs."""
+
+
+class UnlistedNameError(PickleError):
     """A pickle is intact, as far as it was read, but has a name that is not on the list."""
 
 
@@ -233,6 +241,46 @@ class UnsupportedError(ValueError):
     """What a pickle describes is whole, but not read; the text says what to do."""
 
 
+class Foreign(Record):
+    """Stands for an object of a class that is not on the list, and for what is made of it."""
+
+    __slots__ = ("more",)
+
+    more: list[object] | None
+    """What it was given after it was made."""
+
+    def __new__(cls, *args: object) -> Self:  # noqa: D102  # described by its class
+        made = super().__new__(cls, *args)
+        made.more = None
+        return made
+
+    @property
+    def parts(self) -> tuple[object, ...]:
+        """All that it was given."""
+        return (*self.args, *(self.more or ()))
+
+    def __setstate__(self, state: object) -> None:
+        self.append(state)
+
+    def __call__(self, *args: object) -> Self:
+        """Stand for the result of a call."""
+        return type(self)(self, *args)
+
+    def __setitem__(self, key: object, value: object) -> None:
+        self.append((key, value))
+
+    def append(self, item: object) -> None:
+        """Keep an item, as of a list."""
+        self.extend((item,))
+
+    def extend(self, items: Iterable[object]) -> None:
+        """Keep items, as of a list."""
+        self.more = [] if self.more is None else self.more
+        self.more.extend(items)
+
+    add = append
+
+
 class StateDict(dict[object, object]):
     """A dict that drops its attributes, such as the versions of a module's state dict."""
 
@@ -245,6 +293,11 @@ class StateDict(dict[object, object]):
 def record_class(path: str, name: str = "") -> Global:
     """Return a class of records, called by its path or by a shorter name."""
     return Global(name or path, (Record,), {"path": path})
+
+
+def foreign_class(path: str) -> Global:
+    """Return what a name that is not on the list stands for."""
+    return Global(path, (Foreign,), {})
 
 
 def made_by(name: str, function: Callable[..., object]) -> Global:
@@ -283,13 +336,25 @@ def _no_storage(value: object) -> Never:
 
 class _Unpickler(pickle.Unpickler):
     def __init__(
-        self, data: bytes, names: Names, persistent: Callable[[object], object], what: str
+        self,
+        data: bytes,
+        names: Names,
+        persistent: Callable[[object], object],
+        what: str,
+        *,
+        foreign: bool,
     ) -> None:
         super().__init__(io.BytesIO(data))
         self._names, self._persistent, self._what = names, persistent, what
+        self._foreign: dict[str, Global] | None = {} if foreign else None
 
     def find_class(self, module: str, name: str) -> Any:  # noqa: ANN401  # as its parent
-        found = self._names.get(f"{module}.{name}")
+        path = f"{module}.{name}"
+        found = self._names.get(path)
+        if found is None and self._foreign is not None:
+            found = self._foreign.get(path)
+            if found is None and len(self._foreign) < _MOST_FOREIGN:
+                found = self._foreign[path] = foreign_class(path)
         if found is None:
             raise UnlistedNameError(
                 f"{self._what} names {printable(f'{module}.{name:.200}'):.200}, which does not "
@@ -332,16 +397,20 @@ def unpickle(
     what: str,
     persistent: Callable[[object], object] = _no_storage,
     screened: Callable[[bytes], None] = screen,
+    *,
+    foreign: bool = False,
 ) -> object:
     """Return the value that a pickle describes, made of what `names` has for its names.
 
     Errors say that `what` (``"metadata"``) in `path` is damaged. `persistent` is asked for what the
-    pickle refers to outside of itself. Raises `UnlistedNameError` for a name that is not listed.
+    pickle refers to outside of itself. A name that is not listed stands for `Foreign` objects with
+    `foreign`, and raises `UnlistedNameError` without.
     """
     try:
         screened(data)
         with no_collection():
-            return _Unpickler(data, names, persistent, f"{path}: the {what}").load()
+            where = f"{path}: the {what}"
+            return _Unpickler(data, names, persistent, where, foreign=foreign).load()
     except UnlistedNameError:
         raise
     except RefusedError as error:
@@ -350,4 +419,4 @@ def unpickle(
         problem = "holds text that is not UTF-8; it is damaged"
     except _DAMAGED:  # in Python's own words
         problem = "is not as pickle writes it; it is damaged, restore it"
-    raise CheckpointError(f"{path}: the {what} {problem}")
+    raise PickleError(f"{path}: the {what} {problem}")

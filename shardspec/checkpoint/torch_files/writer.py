@@ -20,7 +20,7 @@ from typing import Final, NamedTuple
 
 from shardspec.checkpoint.read_boxes import crc32
 from shardspec.checkpoint.targets import RawBytes
-from shardspec.checkpoint.torch_files.unpickler import Global, Record
+from shardspec.checkpoint.torch_files.unpickler import Foreign, Global, Record
 from shardspec.checkpoint.torch_files.values import STORAGES, Complex, TorchTensor
 from shardspec.dtypes import item_bytes
 from shardspec.errors import CheckpointError
@@ -140,11 +140,11 @@ def pickle_into(
                 out(end)
             case Mapping():
                 put(Pairs(value.items()))
-            case Global():
+            case Global() if Foreign not in value.__mro__:
                 put(Name(*value.path.rsplit(".", 1)))
-            case Record(args=(), state=state):
+            case Record(args=(), state=state) if not isinstance(value, Foreign):
                 put(Made(type(value), state))
-            case Record(args=args, state=None):
+            case Record(args=args, state=None) if not isinstance(value, Foreign):
                 put(Call(type(value), args))
             case _:
                 raise CheckpointError(

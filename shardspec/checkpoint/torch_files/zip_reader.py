@@ -16,7 +16,7 @@ from zipfile import ZIP_STORED, BadZipFile, ZipFile, ZipInfo
 
 from shardspec.checkpoint.read_boxes import crc32
 from shardspec.checkpoint.store import SourceFile
-from shardspec.checkpoint.torch_files.unpickler import MOST_PICKLE_BYTES
+from shardspec.checkpoint.torch_files.unpickler import MOST_PICKLE_BYTES, PickleError
 from shardspec.errors import CheckpointError
 
 _LOCAL: Final = struct.Struct("<4s2x2H16x2H")
@@ -100,7 +100,7 @@ class TorchZip:
         """Return the bytes of its pickle."""
         size = self.record("data.pkl").num_bytes
         if size > MOST_PICKLE_BYTES:
-            raise CheckpointError(
+            raise PickleError(
                 f"{self.what}: its pickle has {size} bytes, past the limit of {MOST_PICKLE_BYTES}; "
                 "save tensors as tensors, not as lists"
             )

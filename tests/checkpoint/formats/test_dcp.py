@@ -141,7 +141,7 @@ def test_what_is_no_tensor_is_carried_along(saved, way):
         "trainer.step": 2,
         "trainer.name": "ünï",
         "trainer.losses": [1.5, None, True],
-        "trainer.rng": [OpaqueValue("2 bytes"), OpaqueValue("<set>")],
+        "trainer.rng": [b"\1\2", OpaqueValue("<set>")],
     }
     assert source.extras["optim.param_groups.0.betas"] == (0.9, 0.999)
 
@@ -327,8 +327,7 @@ def test_parameters_and_objects(tmp_path):
     assert source.extras["fraction.1"] == OpaqueValue("torch.float32")
     unread = source.extras["argparse"]
     assert isinstance(unread, OpaqueValue)
-    assert unread.text.startswith("an object that is not read: ")
-    assert "names argparse.Namespace, which does not belong" in unread.text
+    assert unread.text == "<argparse.Namespace>"
 
 
 class MembersByName(pickle._Pickler):  # the one in C cannot be told how to save a member
