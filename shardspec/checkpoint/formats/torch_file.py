@@ -287,7 +287,7 @@ def open_bin_directory(directory: Path) -> Catalog:
     if BIN_INDEX in names:
         return open_bin_index(directory / BIN_INDEX)
     if BIN_NAME in names:
-        return open_torch_file(directory / BIN_NAME)
+        return _opened(directory, {file_inside(directory, BIN_NAME, directory): set()})
     numbered = [name for name in names if BIN_NUMBERED.fullmatch(name)]
     check_numbering(directory, numbered)
     return _opened(directory, {file_inside(directory, name, directory): set() for name in numbered})
