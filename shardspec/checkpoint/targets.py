@@ -208,7 +208,8 @@ def add_sidecars(source: Catalog, target: Target, format: str) -> Target:
         if problem:
             raise CheckpointError(f"{path}: {problem}; leave such files behind with {_WITHOUT}")
         files.append(file)
-    source.beside = tuple(directory / file.name for file in files)
+    # The state of one file was taken without what lies beside it.
+    source.beside = () if alone else tuple(directory / file.name for file in files)
     names = tuple(file.name for file in files)
     others = [] if alone else sorted(beside.difference(names))
     left = tuple(f"{name}/" if (directory / name).is_dir() else name for name in others)
