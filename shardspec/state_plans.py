@@ -54,4 +54,10 @@ def plan_reshard(
         from shardspec.checkpoint.load import plan_load
 
         return plan_load(Path(source), target, names, dtype, max_bytes)
-    return plan_state(source, target, names, dtype, max_bytes)
+    plan = plan_state(source, target, names, dtype, max_bytes)
+    dtypes = {layout.dtype for move in plan.moves for layout in (move.source, move.target)}
+    if len(dtypes) > 1 or not dtypes <= {"float32", "bfloat16", "float16", "float64"}:
+        from shardspec.checkpoint.check_quantized import check_plan
+
+        check_plan(plan, dtype)
+    return plan

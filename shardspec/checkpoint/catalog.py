@@ -204,6 +204,11 @@ class Catalog:
         self._extras = extras or {}
 
     @property
+    def home(self) -> Path:
+        """The directory in which its files are."""
+        return self.directory if self.directory.is_dir() else self.directory.parent
+
+    @property
     def extras(self) -> Mapping[str, object]:
         """Entries that are not tensors, by name: plain values, or `OpaqueValue` ones."""
         return self._extras

@@ -24,6 +24,7 @@ from shardspec.checkpoint.catalog import (
     distinct,
     memoize_by_boxes,
 )
+from shardspec.checkpoint.check_quantized import check_blocks
 from shardspec.checkpoint.commit import Destination, names_below, opened
 from shardspec.checkpoint.coordinate import Member, Progress, together
 from shardspec.checkpoint.formats import names as known
@@ -36,7 +37,6 @@ from shardspec.checkpoint.select import (
     Patterns,
     Renames,
     carried_values,
-    check_blocks,
     check_dropped,
     layouts_by_rules,
     layouts_like,
@@ -102,6 +102,8 @@ class WriteReport:
     safetensors files is ``"__metadata__"``."""
     sidecars: tuple[str, ...]
     """Names of the files beside the weights of the source that were copied along."""
+    not_copied: tuple[str, ...] = ()
+    """Names of what lies there too and was not copied; a directory ends in a slash."""
     seconds: float = 0.0
     crc32: int | None = None
     """CRC-32 of all files in their order; None if it was not computed."""
@@ -150,6 +152,7 @@ class WriteReport:
             "cast": None if self.cast_losses is None else self.cast_losses.to_json(),
             "left_out": list(self.left_out),
             "sidecars": list(self.sidecars),
+            "not_copied": list(self.not_copied),
             "written": self.written,
         }
 
@@ -484,8 +487,8 @@ def _merged(
         else:
             # PEFT expects its own name, also where the adapter was resharded in between.
             adapter = {file.name for file in source.files} == {_ADAPTER} or (
-                (source.directory / "adapter_config.json").is_file()
-                and not (source.directory / "config.json").is_file()
+                (source.home / "adapter_config.json").is_file()
+                and not (source.home / "config.json").is_file()
             )
             alone_name = _ADAPTER if adapter else "model.safetensors"
             limit = max_shard_bytes or _SHARD_BYTES
@@ -535,6 +538,7 @@ def _converted(
             writes={file.name: file.num_bytes for file in target.files},
             left_out=_left_out(source, target),
             sidecars=target.sidecars,
+            not_copied=target.not_copied,
         )
         if not options.dry_run:
             kind = StoreOutput if isinstance(output, RemotePath) else DiskOutput

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from shardspec.boxes import Box, box_size
 from shardspec.checkpoint import rank_state, select
 from shardspec.checkpoint.catalog import Catalog, StoredTensor, check_tiling, distinct
+from shardspec.checkpoint.check_quantized import check_blocks, check_stored_plan
 from shardspec.checkpoint.formats.native import NativeCatalog
 from shardspec.checkpoint.mapped import Names, mapped, require_finished
 from shardspec.checkpoint.open import as_catalog, open_checkpoint
@@ -172,6 +173,7 @@ def _plan_by_rules(
     # Names that contradict each other are refused before anything is read.
     unflatten(paths, lambda _: None)
     layouts = select.layouts_by_rules(mesh, rules, wanted, as_saved)
+    check_blocks(source, {old[name]: layout for name, layout in layouts.items()})
     return _Reading(source, old, layouts, paths=paths, found=values)
 
 
@@ -229,6 +231,7 @@ def _plan_into(
                 f"tensor {name!r}: spec {layout.spec} has pending reductions, but a loaded tensor "
                 "has none; redistribute it first"
             )
+    check_blocks(source, {names[name]: layout for name, layout in layouts.items()})
     found = {**flat.tensors, **{name: values.get(name, old) for name, old in flat.values.items()}}
     paths = {name: flat.paths.get(name, (name,)) for name in found}
     return _Reading(source, names, layouts, state.shards, paths, found)
@@ -364,8 +367,10 @@ def plan_load(
         meshes = [layout.mesh for layout in layouts_of(target).values()]
     # Files are numbered behind the ids of all devices.
     behind = max((device for mesh in meshes for device in mesh.ids), default=-1) + 1
-    stored, _ = stored_layouts(checkpoint, behind)
+    source = open_checkpoint(checkpoint)
+    stored, _ = stored_layouts(source, behind)
     plan = plan_state(stored, target, names, dtype, max_bytes)
+    check_stored_plan(source, plan, names, dtype)
     if isinstance(names, Mapping):
         names = NameMap(tuple(((old,), (names.get(old, old),)) for old in stored))
     known = (plan.moves, plan.max_bytes, plan.values, plan.padded, plan.dropped)

@@ -39,14 +39,14 @@ def mapped(source: catalog.Catalog, names: Names | None) -> catalog.Catalog:
         case None:
             return source
         case NameMap():
-            return _MappedCatalog(source, names)
+            return MappedCatalog(source, names)
         case Mapping():
             if unknown := [name for name in names if name not in source.names]:
                 raise LayoutError(
                     f"names= maps {shown(unknown[0])}, which {source.directory} lacks"
                 )
             rules = (((name,), (names.get(name, name),)) for name in source.names)
-            return _MappedCatalog(source, NameMap(tuple(rules)))
+            return MappedCatalog(source, NameMap(tuple(rules)))
     return reduce(mapped, names, source)
 
 
@@ -59,7 +59,14 @@ def require_finished(tensor: catalog.Outline[catalog.FileBox]) -> None:
         )
 
 
-class _MappedCatalog(catalog.Catalog):
+def boxes_in_source(view: View, box: Box) -> Iterator[Box]:
+    """Yield the boxes of the source that a box of the target is made of."""
+    for inner in view.target.boxes(box, len(view.shape)):
+        for part, *_ in _parts(view.source, inner, [0] * len(view.shape)):
+            yield part
+
+
+class MappedCatalog(catalog.Catalog):
     """A checkpoint as a map makes it; boxes are made on demand."""
 
     def __init__(self, source: catalog.Catalog, names: NameMap) -> None:
@@ -107,6 +114,15 @@ class _MappedCatalog(catalog.Catalog):
         self.snapshot = source.snapshot
         self._source, self._shapes = source, found
         self._tensors = catalog.LazyTensorCache(self._look_up)
+
+    @property
+    def base(self) -> catalog.Catalog:
+        """The checkpoint that is mapped."""
+        return self._source
+
+    def equations(self, name: str) -> Sequence[Equation]:
+        """Return what a tensor of the target is made of."""
+        return self._equations[name]
 
     def tensor(self, name: str) -> catalog.StoredTensor:
         """Return a tensor of the target, whose boxes are parts of stored ones."""

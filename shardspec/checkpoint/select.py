@@ -1,18 +1,14 @@
 """Which tensors of a checkpoint are written: their names, dtypes and layouts."""
 
-import json
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Collection, Mapping, Sequence
 from fnmatch import fnmatchcase
-from functools import lru_cache, partial, reduce
-from math import prod
-from operator import getitem
-from typing import Final, NamedTuple, TypeAlias
+from functools import lru_cache, partial
+from typing import NamedTuple, TypeAlias
 
 from shardspec.checkpoint.catalog import Catalog, OpaqueValue, is_plain, opaque_parts
+from shardspec.checkpoint.check_quantized import refuse_casts
 from shardspec.checkpoint.state_dict import KeyPath, unflatten
-from shardspec.checkpoint.store import SourceFile, file_inside
 from shardspec.checkpoint.targets import OutputTensor
 from shardspec.dtypes import dtype_name, is_cast, is_floating, packed
 from shardspec.errors import CheckpointError, DTypeError, LayoutError, ShardSpecError
@@ -20,8 +16,6 @@ from shardspec.layout.layout import Layout, SpecLike, match_rules
 from shardspec.layout.spec import ShardingSpec
 from shardspec.mesh import DeviceMesh
 from shardspec.text import counted, shown
-
-_MOST_CONFIG_BYTES: Final = 2**20
 
 Patterns: TypeAlias = str | Sequence[str]
 """One pattern of names, or several."""
@@ -73,6 +67,8 @@ def select(source: Catalog, choice: Choice) -> list[OutputTensor]:
             f"no tensor of {source.directory} is left of {len(source.names)}; include more, or "
             "exclude less"
         )
+    if target is not None:
+        refuse_casts(source, names, target)
     renamed, idle = _renamed(names, choice.rename)
     for pattern in idle:
         if not any(re.search(pattern, name) for name in source.extras):
@@ -310,73 +306,3 @@ def layouts_like(
         return spec.without_partial()
 
     return other.mesh, layouts_by_rules(other.mesh, {}, wanted, spec_of)
-
-
-# --- blocks of quantised tensors, each with a scale
-#
-# torchao says in the metadata of its safetensors files where blocks lie (block_size). For fp8
-# weights config.json says it (quantization_config.weight_block_size): each such weight W has a
-# W_scale_inv. GPTQ and AWQ have a row of W.scales for so many rows of W.qweight; bitsandbytes has a
-# number of W.absmax for so many bytes of a 4-bit W, a power of two.
-
-
-def check_blocks(source: Catalog, layouts: Mapping[str, Layout]) -> None:
-    """Refuse layouts, by name in a checkpoint, that cut a tensor inside a block."""
-    blocks = dict(_blocks(source))
-    for name in sorted(blocks.keys() & layouts.keys()):
-        layout = layouts[name]
-        if len(blocks[name]) != len(layout.global_shape):
-            continue
-        for device in layout.mesh.ids:
-            sides = zip(layout.box(device), blocks[name], layout.global_shape, strict=True)
-            for dim, ((lo, hi), block, size) in enumerate(sides):
-                if lo < hi and (lo % block or (hi % block and hi != size)):
-                    raise LayoutError(
-                        f"tensor {name!r}: spec {layout.spec} cuts dim {dim} at {lo}:{hi}, inside "
-                        f"a block of {block} elements that share a scale; cut another dim, or over "
-                        "fewer devices"
-                    )
-
-
-def _blocks(source: Catalog) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Yield the tensors that are quantised in blocks, and the shape of these."""
-    for key, text in source.file_metadata.values.items():
-        block = _sizes(text, "_data", "block_size")
-        if block and _member(text, "_tensor_data_names"):
-            home, _, weight = key.rpartition(".")
-            yield f"{home}._{weight}_qdata".lstrip("."), block
-    known = set(source.names)
-    config = source.directory / "config.json"
-    scaled = [name for name in source.names if f"{name}_scale_inv" in known]
-    if scaled and config.is_file():
-        with SourceFile(file_inside(source.directory, config.name, source.directory)) as file:
-            said = file.read(0, min(file.num_bytes, _MOST_CONFIG_BYTES))
-        if block := _sizes(said, "quantization_config", "weight_block_size"):
-            yield from ((name, block) for name in scaled)
-    for name in source.names:
-        home, _, last = name.rpartition(".")
-        if last == "qweight" and f"{home}.scales" in known:
-            rows, groups = (source.outline(f"{home}.{of}").shape[0] for of in (last, "scales"))
-            if groups and rows % groups == 0:
-                yield name, (rows // groups, 1)
-        elif f"{name}.absmax" in known:
-            num_bytes, count = (prod(source.outline(of).shape) for of in (name, f"{name}.absmax"))
-            powers = (1 << power for power in range(num_bytes.bit_length() + 1))
-            size = next((size for size in powers if -(-num_bytes // size) == count), None)
-            if size is not None:
-                yield name, (size, 1)
-
-
-def _member(text: str | bytes, *keys: str) -> object:
-    """Return a member of an object in JSON; None where there is none."""
-    with suppress(ValueError, RecursionError, LookupError, TypeError):
-        found: object = reduce(getitem, keys, json.loads(text))
-        return found
-    return None
-
-
-def _sizes(text: str | bytes, *keys: str) -> tuple[int, ...]:
-    said = _member(text, *keys)
-    if not isinstance(said, list) or not all(type(size) is int and size > 0 for size in said):
-        return ()
-    return tuple(said)

@@ -24,14 +24,17 @@ from shardspec.mesh import DeviceMesh
 
 _PIECE_BYTES: Final = 1 << 20
 _HUGGING_FACE: Final = re.compile(
-    r"(adapter_|generation_|tokenizer_|(video_|image_)?(pre)?processor_|quantize_|hf_quant_)?"
-    r"config\.json"
-    r"|(tokenizer|special_tokens_map|added_tokens|vocab|chat_template)\.json"
-    r"|vocab\.txt|merges\.txt|chat_template\.jinja|tokenizer\.tiktoken"
-    r"|(tokenizer|spiece|sentencepiece(\.bpe)?)\.model"
-    r"|(configuration|modeling|tokenization|processing)_\w{1,60}\.py"
+    r"(\w{1,60}_)?config\.json|params\.json|chat_template\.\w{1,10}"
+    r"|(tokenizer|tekken|special_tokens_map|added_tokens|normalizer|emoji|encoder)\.json"
+    r"|((entity|target)_)?vocab(-src|-tgt)?\.(json|txt|bpe)|(word_\w{1,20}|byte_maps)\.json"
+    r"|merges\.txt|dict\.txt|bpe\.codes|prophetnet\.tokenizer|[\w.-]{1,60}\.(tiktoken|spm)"
+    r"|(tokenizer|spiece|sentencepiece(\.bpe)?|spm(_char)?|tiktoken)\.model(\.v\w{1,10})?"
+    r"|(configuration|modeling|tokenization|(image_|video_)?processing|feature_extraction)_\w{1,60}"
+    r"\.py"
 )
-"""Of `transformers` and PEFT."""
+"""Of `transformers` and PEFT: configs, the files of every tokenizer, and code."""
+_OWN_CODE: Final = b'"auto_map"'
+"""Says in a config that a model brings code, which may import what lies beside it."""
 _MEGATRON: Final = frozenset(("common.pt", "metadata.json"))
 """Of Megatron-core; one of them alone is something else."""
 _LIGHTNING: Final = "meta.pt"
@@ -165,6 +168,7 @@ class Target(NamedTuple):
     digested: bool = False  # whether the format needs the CRC-32 of every extent
     carried: frozenset[str] = frozenset()  # names of the source's plain values that go along
     sidecars: tuple[str, ...] = ()  # names of the files beside the weights that go along
+    not_copied: tuple[str, ...] = ()  # and of what stays behind
 
     @property
     def num_bytes(self) -> int:
@@ -173,14 +177,21 @@ class Target(NamedTuple):
 
 
 def add_sidecars(source: Catalog, target: Target, format: str) -> Target:
-    """Return an output directory with the files that lie beside the weights of a checkpoint."""
-    directory = source.directory
-    if not target.directory or not directory.is_dir():
-        return target
-    # A store that has been opened has been listed.
+    """Return an output directory with the files that lie beside the weights of a checkpoint.
+
+    Those of one file that is named itself are what lies beside it, if that is a model.
+    """
+    directory = source.home
     there = frozenset(path.name for path in directory.iterdir())
-    wanted = set(filter(_HUGGING_FACE.fullmatch, there))
-    if format == "dcp":
+    alone = directory != source.directory
+    if alone and not there & {"config.json", "adapter_config.json"}:
+        return target
+    own = {file.relative_to(directory).parts[0] for file in source.files}
+    beside = there - own
+    wanted = set(filter(_HUGGING_FACE.fullmatch, beside)) if target.directory else set()
+    if any(_has_code(directory, name) for name in wanted if name.endswith("config.json")):
+        wanted |= {name for name in beside if name.endswith(".py")}
+    if format == "dcp" and not alone:
         _check_megatron(source, there)
         wanted |= there & {_LIGHTNING, *(_MEGATRON if there >= _MEGATRON else ())}
     taken = {file.name for file in target.files}
@@ -198,9 +209,20 @@ def add_sidecars(source: Catalog, target: Target, format: str) -> Target:
         if problem:
             raise CheckpointError(f"{path}: {problem}; leave such files behind with {_WITHOUT}")
         files.append(file)
-    source.beside = tuple(directory / file.name for file in files)
+    # The state of one file was taken without what lies beside it.
+    source.beside = () if alone else tuple(directory / file.name for file in files)
     names = tuple(file.name for file in files)
-    return target._replace(files=(*target.files, *files), sidecars=names)
+    others = [] if alone else sorted(beside.difference(names))
+    left = tuple(f"{name}/" if (directory / name).is_dir() else name for name in others)
+    return target._replace(files=(*target.files, *files), sidecars=names, not_copied=left)
+
+
+def _has_code(directory: Path, name: str) -> bool:
+    path = file_inside(directory, name, directory)
+    if not path.is_file():
+        return False
+    with SourceFile(path) as file:
+        return _OWN_CODE in file.read(0, min(file.num_bytes, _MOST_BYTES))
 
 
 def _check_megatron(source: Catalog, there: frozenset[str]) -> None:

@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 _KNOWN_SUFFIXES: Final = ("", ".safetensors", ".pt", ".pth", ".bin")
 _SHOWN: Final = 3
 """Names of what was left out."""
+_SHOWN_BESIDE: Final = 10
+"""Names of what was not copied."""
 _MOST_ROWS: Final = 32
 """Files in a table."""
 
@@ -131,6 +133,11 @@ def _report_text(report: WriteReport) -> str:
         rest = len(report.left_out) - _SHOWN
         more = f" and {rest} more" if rest > 0 else ""
         lines.append(f"left out: {some}{more}; 'shardspec inspect' says what they are")
+    if report.not_copied:
+        some = ", ".join(map(shown, report.not_copied[:_SHOWN_BESIDE]))
+        rest = len(report.not_copied) - _SHOWN_BESIDE
+        more = f" and {rest} more" if rest > 0 else ""
+        lines.append(f"not copied, though it lies beside the weights: {some}{more}")
     if report.sidecars:
         lines.append(f"also copied: {', '.join(map(printable, report.sidecars))}")
     return "\n".join(lines)
@@ -358,9 +365,10 @@ def plan_state_command(
       shardspec plan-state ckpt --mesh dp=2,tp=4 --rule '*.weight' '[S(tp),R]' --json
       shardspec plan-state ckpt --mesh 8 --map llama-hf-to-fused --sizes config.json
     """
+    from shardspec.checkpoint.check_quantized import check_stored_plan
     from shardspec.checkpoint.load import stored_layouts
     from shardspec.checkpoint.mapped import mapped
-    from shardspec.state_plans import plan_reshard
+    from shardspec.resharding.plan import plan_state
 
     mesh, model = cluster.build()
     if cluster.links is not None or cluster.profile is not None:
@@ -373,14 +381,10 @@ def plan_state_command(
         )
     (catalog,) = source.open(checkpoint)
     chain = maps.read()
-    stored, files = stored_layouts(mapped(catalog, chain[:-1]), max(mesh.ids) + 1)
-    plan = plan_reshard(
-        stored,
-        (mesh, rules.read()),
-        names=chain[-1] if chain else None,
-        dtype=dtype,
-        max_bytes=max_bytes,
-    )
+    catalog, names = mapped(catalog, chain[:-1]), chain[-1] if chain else None
+    stored, files = stored_layouts(catalog, max(mesh.ids) + 1)
+    plan = plan_state(stored, (mesh, rules.read()), names, dtype, max_bytes)
+    check_stored_plan(catalog, plan, names, dtype)
     if as_json:
         named = {str(number): name for number, name in files.items()}
         say_json({**plan.as_dict(), "files": named})

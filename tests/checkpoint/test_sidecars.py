@@ -9,6 +9,7 @@ from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 
 from shardspec.checkpoint.convert import merge, reshard
+from shardspec.checkpoint.save import save_sharded
 from shardspec.cli.main import cli
 from shardspec.errors import CheckpointError, OutputExistsError
 from shardspec.mesh import DeviceMesh
@@ -83,6 +84,100 @@ def test_the_last_line_says_what_went_along(ckpt, tmp_path):
     assert len(run("merge", ckpt, "-o", f"{tmp_path}/o/", "--no-sidecars").stdout.splitlines()) == 1
     report = json.loads(run("merge", ckpt, "-o", f"{tmp_path}/p/", "--json").stdout)
     assert report["sidecars"] == sorted(BESIDE)
+
+
+def bin_folder(place):
+    torch.save(WEIGHTS, place / "pytorch_model.bin")
+
+
+def numbered_bin_folder(place):
+    torch.save(WEIGHTS, place / "pytorch_model-00001-of-00001.bin")
+
+
+def indexed_folder(place):
+    save_file(WEIGHTS, place / "model-00001-of-00001.safetensors")
+    index = {"metadata": {}, "weight_map": {"w": "model-00001-of-00001.safetensors"}}
+    (place / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def own_folder(place):
+    save_sharded(WEIGHTS, place)
+
+
+def dcp_folder(place):
+    save_file(WEIGHTS, place / "weights.safetensors")
+    merge(place / "weights.safetensors", place / "dcp", format="dcp")
+    for file in (place / "dcp").iterdir():
+        file.rename(place / file.name)
+    (place / "dcp").rmdir()
+    (place / "weights.safetensors").unlink()
+
+
+FOLDERS = (bin_folder, numbered_bin_folder, indexed_folder, own_folder, dcp_folder)
+
+
+@pytest.mark.parametrize("write", FOLDERS)
+def test_a_folder_of_any_format_keeps_what_lies_beside_and_names_the_rest(tmp_path, write):
+    place = tmp_path / "ckpt"
+    place.mkdir()
+    write(place)
+    assert merge(place, tmp_path / "alone", format="huggingface").not_copied == ()
+    for name, data in BESIDE.items():
+        (place / name).write_bytes(data)
+    (place / "README.md").write_bytes(b"read me")
+    (place / "runs").mkdir()
+    report = merge(place, tmp_path / "out", format="huggingface")
+    assert beside(tmp_path / "out") == BESIDE
+    assert report.sidecars == tuple(sorted(BESIDE))
+    assert report.not_copied == ("README.md", "runs/")
+    # One file has no room for any of it.
+    report = merge(place, tmp_path / "out.safetensors")
+    assert report.not_copied == tuple(sorted((*BESIDE, "README.md", "runs/")))
+    said = run("merge", place, "-o", tmp_path / "other.safetensors").stdout.splitlines()
+    assert said[-1].startswith("not copied, though it lies beside the weights: 'README.md', 'conf")
+    (place / "README.md").unlink()
+    (place / "runs").rmdir()
+    assert merge(place, tmp_path / "rest", format="huggingface").not_copied == ()
+
+
+def test_a_file_that_is_named_itself_has_the_config_beside_it(tmp_path):
+    place = tmp_path / "ckpt"
+    place.mkdir()
+    bin_folder(place)
+    (place / "vocab.txt").write_bytes(b"a")
+    (place / "other.md").write_bytes(b"b")
+    report = merge(place / "pytorch_model.bin", tmp_path / "plain", format="huggingface")
+    assert (report.sidecars, report.not_copied) == ((), ())
+    (place / "config.json").write_bytes(b"{}")
+    report = merge(place / "pytorch_model.bin", tmp_path / "model", format="huggingface")
+    assert (report.sidecars, report.not_copied) == (("config.json", "vocab.txt"), ())
+
+
+def test_the_files_of_every_tokenizer_and_the_code_of_a_model_go_along(tmp_path):
+    place = tmp_path / "ckpt"
+    place.mkdir()
+    save_file(WEIGHTS, place / "model.safetensors")
+    known = {
+        *("config.json", "generation_config.json", "preprocessor_config.json", "params.json"),
+        *("processor_config.json", "video_preprocessor_config.json", "hf_quant_config.json"),
+        *("tokenizer.json", "tokenizer.model", "tokenizer.model.v3", "tekken.json", "vocab.bpe"),
+        *("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json"),
+        *("vocab.txt", "merges.txt", "bpe.codes", "dict.txt", "spiece.model", "spm.model"),
+        *("sentencepiece.bpe.model", "source.spm", "target.spm", "qwen.tiktoken", "emoji.json"),
+        *("tiktoken.model", "chat_template.jinja", "chat_template.json", "vocab-src.json"),
+        *("normalizer.json", "entity_vocab.json", "prophetnet.tokenizer", "spm_char.model"),
+        *("configuration_own.py", "modeling_own.py", "tokenization_own.py"),
+    }
+    others = {"training_args.bin", "optimizer.pt", "trainer_state.json", "LICENSE", "helpers.py"}
+    for name in known | others:
+        (place / name).write_bytes(b"{}")
+    report = merge(place, tmp_path / "out", format="huggingface")
+    assert set(report.sidecars) == known
+    assert set(report.not_copied) == others
+    # Code that a config names may import any other.
+    (place / "config.json").write_text('{"auto_map": {"AutoModel": "modeling_own.Own"}}')
+    report = merge(place, tmp_path / "code", format="huggingface")
+    assert set(report.sidecars) == known | {"helpers.py"}
 
 
 def test_existing_files_are_replaced_when_asked_only(ckpt, tmp_path):

@@ -73,6 +73,7 @@ def test_json(tmp_path):
         "cast": None,
         "left_out": [],
         "sidecars": [],
+        "not_copied": [],
         "written": True,
     }
 

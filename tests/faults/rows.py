@@ -4,6 +4,7 @@ from typing import Final
 
 from tests.faults import (
     bits,
+    blocks,
     calls,
     flips,
     full,
@@ -125,6 +126,12 @@ ROWS: Final = (
         bits.bits,
         ends="bit-identical",
         prepare="every_dtype",
+    ),
+    Row(
+        "blocks",
+        "cuts through the blocks of quantised tensors",
+        blocks.blocks,
+        ends="refused if it parts a block",
     ),
     Row(
         "code",

@@ -34,13 +34,36 @@ def test_torchao_is_kept_to_the_bit_with_its_metadata(real, tmp_path):
             assert len(one.metadata()) > 1
 
 
-def test_blocks_of_torchao_are_not_cut(real, tmp_path):
+def test_rows_of_torchao_that_have_one_scale_are_cut_anywhere(real, tmp_path):
     source = real("torchao-int8") / "torchao-int8.safetensors"
+    reshard(source, tmp_path / "cut", device_mesh=TWO, rules={"lm_head*_qdata": "[R,S0]"})
+    merge(tmp_path / "cut", tmp_path / "back.safetensors")
+    held, found = load_file(source), load_file(tmp_path / "back.safetensors")
+    assert all(torch.equal(found[name], tensor) for name, tensor in held.items())
+
+
+def test_groups_of_torchao_are_not_cut(real, tmp_path):
+    held = load_file(real("torchao-int8") / "torchao-int8.safetensors")
+    name = "lm_head._weight_qdata"
+    with safetensors.safe_open(real("torchao-int8") / "torchao-int8.safetensors", "pt") as file:
+        metadata = file.metadata()
+    described = json.loads(metadata["lm_head.weight"])
+    assert described["_data"]["block_size"] == [1, 64]
+    described["_data"]["block_size"] = [1, 16]
+    source = tmp_path / "groups.safetensors"
+    scales = torch.ones(held[name].shape[0], 4)
+    save_file(
+        {name: held[name], "lm_head._weight_scale": scales},
+        source,
+        {**metadata, "lm_head.weight": json.dumps(described)},
+    )
+    reshard(source, tmp_path / "two", device_mesh=TWO, rules={name: "[R,S0]"})
+    three = DeviceMesh(range(3), (3,))
     with pytest.raises(LayoutError) as caught:
-        reshard(source, tmp_path / "cut", device_mesh=TWO, rules={"lm_head*_qdata": "[R,S0]"})
+        reshard(source, tmp_path / "cut", device_mesh=three, rules={name: "[R,S0]"})
     assert str(caught.value) == (
-        "tensor 'lm_head._weight_qdata': spec [R,S0] cuts dim 1 at 0:32, inside a block of 64 "
-        "elements that share a scale; cut another dim, or over fewer devices"
+        f"tensor {name!r}: spec [R,S0] cuts dim 1 at 0:22, inside a block of 16 elements that "
+        "share a scale; cut another dim, or over fewer devices"
     )
     assert not (tmp_path / "cut").exists()
 

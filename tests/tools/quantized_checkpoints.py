@@ -5,7 +5,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 import torch
-from torchao.quantization import Int8WeightOnlyConfig
+from torchao.quantization import Int8WeightOnlyConfig, PerGroup
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, TorchAoConfig
 
 from tests.tools.commands import shardspec
@@ -14,6 +14,7 @@ from tests.tools.table import Row, write_rows
 
 KINDS = {
     "torchao int8": TorchAoConfig(Int8WeightOnlyConfig()),
+    "torchao int8 in groups": TorchAoConfig(Int8WeightOnlyConfig(granularity=PerGroup(32))),
     "bitsandbytes nf4": BitsAndBytesConfig(
         load_in_4bit=True,
         bnb_4bit_quant_type="nf4",
@@ -23,10 +24,10 @@ KINDS = {
     "bitsandbytes int8": BitsAndBytesConfig(load_in_8bit=True),
 }
 CUT = {
-    "torchao int8": ("*.k_proj._weight_qdata", "[R,S0]"),
+    "torchao int8 in groups": ("*.k_proj._weight_qdata", "[R,S0]"),
     "bitsandbytes nf4": ("*.k_proj.weight", "[S0,R]"),
 }
-"""Cuts through blocks over three ranks: torchao's are rows, those of bitsandbytes 32 bytes."""
+"""Cuts through blocks over three ranks: of 32 columns, and of 32 bytes."""
 
 
 # The kernels of bitsandbytes for CPUs take multiples of 32.
@@ -65,6 +66,8 @@ def main(place: Path, rows_file: str) -> None:
             said = shardspec("reshard", here / "saved", "-o", here / "cut", *cut, code=2)
             assert "share a scale" in said, said
             assert not (here / "cut").exists()
+        said = shardspec("merge", here / "saved", "-o", here / "cast", "--dtype", "bf16", code=2)
+        assert "is quantised" in said, said
         tool, _, how = kind.partition(" ")
         rows.append(
             Row(
