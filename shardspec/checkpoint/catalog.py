@@ -155,6 +155,8 @@ class Catalog:
     """What was assumed when it was opened, for the user, a line each."""
     objects: Mapping[str, StoredObject] = MappingProxyType({})
     """Those of `extras` that can be copied into torch's DCP unread."""
+    dropped: Mapping[str, tuple[int, ...]] = MappingProxyType({})
+    """Shapes of tensors that it would have, had what they are made of not been left behind."""
 
     def __init__(
         self,

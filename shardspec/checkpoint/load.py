@@ -15,7 +15,7 @@ from shardspec.boxes import Box, box_size
 from shardspec.checkpoint import rank_state, select
 from shardspec.checkpoint.catalog import Catalog, StoredTensor, check_tiling, distinct
 from shardspec.checkpoint.formats.native import NativeCatalog
-from shardspec.checkpoint.mapped import Names, mapped, require_finished
+from shardspec.checkpoint.mapped import Names, check_drop, configured, mapped, require_finished
 from shardspec.checkpoint.open import as_catalog, open_checkpoint
 from shardspec.checkpoint.rank_state import agree
 from shardspec.checkpoint.read_boxes import Buffers, Checks, read_box_into, stretches
@@ -30,7 +30,7 @@ from shardspec.layout.spec import ShardingSpec
 from shardspec.mesh import DeviceMesh
 from shardspec.renamed import renamed
 from shardspec.resharding.copies import StoredLayout, flat_state
-from shardspec.resharding.maps import NameMap
+from shardspec.resharding.name_map import NameMap
 from shardspec.resharding.plan import ReshardPlan, Target, layouts_of, plan_state
 from shardspec.text import shown
 
@@ -49,6 +49,7 @@ def load_sharded(
     exclude: Patterns = (),
     rename: Renames = (),
     names: Names | None = None,
+    drop: Patterns = (),
     communicator: Communicator | None = None,
 ) -> dict[str, Any]:
     """Read a checkpoint into this or another mesh and other specs; every rank calls it.
@@ -73,8 +74,11 @@ def load_sharded(
         have the new names. What these patterns leave out stays as it is in `into`.
     names
         Makes the tensors of another model of those that were saved: a `NameMap`, a list of maps to
-        be applied in order, or new names. All of the above then have the names that it gives. How
-        the checkpoint was sharded says nothing of these tensors: give rules.
+        be applied in order, or new names. It has to have a use for every tensor; `rename`, rules
+        and `into` have the names that it gives. How the checkpoint was sharded says nothing of
+        these tensors: give rules.
+    drop
+        Shell patterns of names in the checkpoint whose tensors `names` need not use.
     communicator
         Who moves shards; as for `DTensor`.
 
@@ -110,7 +114,9 @@ def load_sharded(
     """
     from shardspec.comm.process_group import communicator_of
 
-    choice = Choice(include, exclude, rename)
+    choice = Choice(include, exclude, rename, None, drop)
+    if names is None:
+        check_drop(choice)
     if into is not None:
         if device_mesh is not None or rules:
             raise LayoutError("give either a state dict to load into, or a mesh and rules")
@@ -118,7 +124,8 @@ def load_sharded(
     else:
         chosen = communicator or communicator_of(device_mesh or rank_state.world_mesh())
     # In a job all ranks find out together whether each of them can open the checkpoint.
-    source = agree(chosen, lambda: mapped(as_catalog(directory), names))
+    source = agree(chosen, lambda: mapped(as_catalog(directory), names, choice))
+    choice = choice if names is None else choice.after_map()
     if into is not None:
         plan = agree(chosen, lambda: _plan_into(source, choice, into, chosen))
     else:
@@ -207,7 +214,7 @@ def _plan_into(
     flat = state.flat
     for kind, due, known in (("tensor", state.layouts, names), ("value", flat.values, values)):
         for name in due:
-            if choice.wants(name) and name not in known:
+            if choice.wants(name) and name not in known and name not in source.dropped:
                 raise CheckpointError(
                     f"{source.directory}: has no {kind} {name!r}; leave it out of what is loaded "
                     "into, exclude it, or rename one"
@@ -309,7 +316,7 @@ class LoadPlan(ReshardPlan):
                     "plan was made; make the plan again"
                 )
         names = {name: name for name in layouts}
-        reading = _Reading(mapped(source, self.names), names, layouts)
+        reading = _Reading(mapped(source, self.names, dropped=self.dropped), names, layouts)
         if out is None:
             return reading
         if missing := [name for name in layouts if name not in out]:
@@ -330,6 +337,7 @@ def plan_load(
     names: Mapping[str, str] | NameMap | None,
     dtype: object,
     max_bytes: int | None,
+    drop: Patterns = (),
 ) -> LoadPlan:
     """Plan how devices read a checkpoint; see `plan_reshard`."""
     if isinstance(target, tuple):
@@ -338,11 +346,14 @@ def plan_load(
         meshes = [layout.mesh for layout in layouts_of(target).values()]
     # Files are numbered behind the ids of all devices.
     behind = max((device for mesh in meshes for device in mesh.ids), default=-1) + 1
-    stored, _ = stored_layouts(checkpoint, behind)
-    plan = plan_state(stored, target, names, dtype, max_bytes)
+    source = as_catalog(checkpoint)
+    stored, _ = stored_layouts(source, behind)
+    if isinstance(names, NameMap):
+        names = configured(source, names)
+    plan = plan_state(stored, target, names, dtype, max_bytes, drop)
     if isinstance(names, Mapping):
         names = NameMap(tuple(((old,), (names.get(old, old),)) for old in stored))
-    known = (plan.moves, plan.max_bytes, plan.ties, plan.values, plan.padded)
+    known = (plan.moves, plan.max_bytes, plan.ties, plan.values, plan.padded, plan.dropped)
     return LoadPlan(*known, checkpoint, names)
 
 

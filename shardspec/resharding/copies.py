@@ -111,6 +111,8 @@ class StateCopies:
     """Plain values that go along: the name in the source, and in the target."""
     padded: tuple[str, ...] = ()
     """Tensors of the target that are zero where no tensor of the source fills them."""
+    dropped: tuple[str, ...] = ()
+    """Tensors of the source that are left behind."""
 
     @cached_property
     def digest(self) -> str:

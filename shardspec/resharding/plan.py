@@ -17,7 +17,8 @@ from shardspec.resharding.copies import (
     flat_state,
     is_plain,
 )
-from shardspec.resharding.maps import NameMap, check_map
+from shardspec.resharding.maps import apply_map, dropped_by, report_of
+from shardspec.resharding.name_map import NameMap, Shape
 from shardspec.resharding.views import View
 from shardspec.text import counted, shown
 
@@ -103,15 +104,24 @@ def plan_state(
     names: Mapping[str, str] | NameMap | None,
     dtype: object,
     max_bytes: int | None,
+    drop: str | Sequence[str] = (),
+    dropped: Mapping[str, Shape] | None = None,
 ) -> ReshardPlan:
-    """Plan how a state dict, or layouts by name, become others; see `plan_reshard`."""
+    """Plan how a state dict, or layouts by name, become others; see `plan_reshard`.
+
+    `dropped` are tensors that a map before this one has left behind.
+    """
     given = flat_state(source)
     described = {name: _described(name, v) for name, v in given.items() if not is_plain(v)}
+    shapes = {name: layout.global_shape for name, (layout, _) in described.items()}
+    behind = {**dropped_by(drop, shapes), **(dropped or {})}
+    described = {name: both for name, both in described.items() if name not in behind}
+    given = {name: value for name, value in given.items() if name not in behind}
     before = {name: layout for name, (layout, _) in described.items()}
     renamed: dict[str, str] = {}
     padded: set[str] = set()
     if isinstance(names, NameMap):
-        moves = _mapped(before, target, names, dtype)
+        moves = _mapped(before, target, names, dtype, behind)
         found = {move.target_name: move.target.global_shape for move in moves}
         padded = {name for name, _ in names.padding(found)}
     elif isinstance(names, Mapping | None):
@@ -147,7 +157,9 @@ def plan_state(
     kept, ties = _traveling_once(moves, tied)
     values = tuple((name, renamed.get(name, name)) for name in given if name not in before)
     bound = MAX_BYTES if max_bytes is None else max_bytes
-    plan = ReshardPlan(kept, bound, ties, values, tuple(sorted(padded)))
+    moved = {move.source_name for move in (*kept, *ties)}
+    left = tuple(sorted(shapes.keys() - moved))
+    plan = ReshardPlan(kept, bound, ties, values, tuple(sorted(padded)), left)
     if max_bytes is not None:
         _ = plan.bucket_bytes  # raises where it is too small
     return plan
@@ -257,14 +269,18 @@ def _targets(
 
 
 def _mapped(
-    before: Mapping[str, Layout], target: Target, names: NameMap, dtype: object
+    before: Mapping[str, Layout],
+    target: Target,
+    names: NameMap,
+    dtype: object,
+    dropped: Mapping[str, Shape],
 ) -> list[TensorMove]:
-    shapes = {name: layout.global_shape for name, layout in before.items()}
+    shapes = {**dropped, **{name: layout.global_shape for name, layout in before.items()}}
     if isinstance(target, tuple):
-        wanted = names.target_shapes(shapes)
+        wanted, _, report = apply_map(names, shapes, dropped)
     else:
         wanted = {name: layout.global_shape for name, layout in layouts_of(target).items()}
-    report = check_map(names, shapes, wanted)
+        report = report_of(names, shapes, wanted, dropped)
     report.require_total()
     due = {e.target: (wanted[e.target], before[e.source].dtype) for e in report.equations}
     after = _targets(target, due, dtype)
