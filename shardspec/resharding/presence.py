@@ -47,7 +47,7 @@ def missing(
             for name in given.keys() & binding.keys():
                 if binding[name] >= given[name]:
                     yield (
-                        f"{_named(rule.side, binding)} is there, but {{{name}}} ends at "
+                        f"the source has {_named(rule.side, binding)}, but {{{name}}} ends at "
                         f"{given[name] - 1}, as {_origin(name, sizes)} is {given[name]}"
                     )
                     return
