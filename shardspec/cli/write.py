@@ -379,7 +379,8 @@ def plan_state_command(
             mesh_beta=[link.seconds_per_byte for link in model.links],
         )
     (catalog,) = source.open(checkpoint)
-    *firsts, last = _configured(catalog, maps.read()) or [None]
+    chain = _configured(catalog, maps.read())
+    firsts, last = chain[:-1], chain[-1] if chain else None
     if firsts:
         # What is dropped has the names of the checkpoint, and the last map those in between.
         catalog = mapped(catalog, firsts, Choice(drop=maps.drop))

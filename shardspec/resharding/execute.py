@@ -182,7 +182,8 @@ class DeviceShards:
         self.target = {n: after[m.target_name] for n, m in places if m.target_name in after}
         self.tied = [(t.first, after[t.target_name]) for t in ties if t.target_name in after]
         """Shards to be filled with what has come to a place in the plan."""
-        known = {m.source_name for m in (*moves, *ties)} | {*dict(plan.values), *plan.dropped}
+        known = {m.source_name for m in moves} | {t.source_name for t in ties}
+        known |= {*dict(plan.values), *plan.dropped}
         if alone and (unknown := sorted(state.keys() - known)):
             raise LayoutError(
                 f"the state dict has {shown(unknown[0])}, which the plan lacks; leave it out, or "

@@ -157,8 +157,7 @@ def plan_state(
     kept, ties = _traveling_once(moves, tied)
     values = tuple((name, renamed.get(name, name)) for name in given if name not in before)
     bound = MAX_BYTES if max_bytes is None else max_bytes
-    moved = {move.source_name for move in (*kept, *ties)}
-    left = tuple(sorted(shapes.keys() - moved))
+    left = tuple(sorted(shapes.keys() - {move.source_name for move in moves}))
     plan = ReshardPlan(kept, bound, ties, values, tuple(sorted(padded)), left)
     if max_bytes is not None:
         _ = plan.bucket_bytes  # raises where it is too small

@@ -1,4 +1,4 @@
-"""Models that lack a tensor, a layer or an expert, or have a foreign one, under the shipped maps."""
+"""Models with a tensor, a layer or an expert missing, or one too much, under the shipped maps."""
 
 import json
 import re
