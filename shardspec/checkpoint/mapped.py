@@ -8,7 +8,7 @@ import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from itertools import product
+from itertools import islice, product
 from pathlib import Path
 from typing import Final, TypeAlias
 
@@ -27,6 +27,8 @@ _ZEROS: Final = Path(__file__).with_name("zeros.bin")
 """Zeros, as many bytes as the widest element has: padding is read from it."""
 
 _MOST_CONFIG_BYTES: Final = 2**24
+_MOST_PIECES: Final = 2**20
+"""Of a tensor, each an interval of a file at even steps."""
 
 Names: TypeAlias = NameMap | Mapping[str, str] | Sequence[NameMap]
 """A map, several to be applied in order, or new names; other names are kept."""
@@ -56,7 +58,7 @@ def mapped(
     if choice is not None:
         dropped = {*dropped, *source.names} - {*wanted_names(source, choice)}
         extras = {name: value for name, value in extras.items() if choice.wants(name)}
-    shapes = {name: source.outline(name).shape for name in dropped}
+    shapes = {name: source.outline(name).shape for name in sorted(dropped)}
     if isinstance(names, Mapping):
         if unknown := [name for name in names if name not in source.names]:
             raise LayoutError(f"names= maps {shown(unknown[0])}, which {source.directory} lacks")
@@ -150,12 +152,14 @@ class _MappedCatalog(catalog.Catalog):
 
     def _look_up(self, name: str) -> catalog.StoredTensor:
         width = item_bytes(self._dtypes[name])
-        boxes = [
+        parts_of_files = (
             box
             for equation in self._equations[name]
             for stored in self._source.tensor(equation.source).boxes
             for box in _boxes(equation.view, stored, width)
-        ]
+        )
+        boxes = list(islice(parts_of_files, _MOST_PIECES + 1))
+        _bounded(len(boxes))
         for side in self._padding.get(name, ()):
             factors = sorted(factor for dim in side.dims for factor in dim)
             whole = tuple((0, factor.length) for factor in factors)
@@ -209,6 +213,7 @@ def _runs(
             by = step if length == 1 < hi - lo else by
             runs = [(start + (factor.start + lo) * weight, length * (hi - lo), by, 0)]
         else:
+            _bounded(len(runs) * (hi - lo))
             runs = [
                 (start + (factor.start + index) * weight, length, by, before + (index - lo) * step)
                 for index in range(lo, hi)
@@ -216,3 +221,11 @@ def _runs(
             ]
         weight *= factor.size
     return runs
+
+
+def _bounded(count: int) -> None:
+    if count > _MOST_PIECES:
+        raise LayoutError(
+            f"the map cuts a tensor into more than {_MOST_PIECES:,} pieces; turn fewer factors "
+            "around in one step"
+        )

@@ -249,3 +249,15 @@ def test_on_the_command_line(tmp_path):
         assert np.array_equal(tensor.numpy(), state[name])
     result = CliRunner().invoke(cli, ["merge", "x", "-o", "y.pt", "--sizes", str(config)])
     assert result.exit_code == 2
+
+
+def test_a_map_that_cuts_a_tensor_into_millions_of_pieces_is_refused(tmp_path):
+    size = 1 << 21
+    save_file({"a": torch.zeros(4 * size, dtype=torch.uint8)}, tmp_path / "a.safetensors")
+    text = (
+        '[[map]]\nsource = ["a", "(x y z)"]\ntarget = ["b", "(y x z)"]\n'
+        f"[sizes]\nx = 2\nz = 2\ny = {size}\n"
+    )
+    with pytest.raises(LayoutError, match="more than 1,048,576 pieces"):
+        merge(tmp_path / "a.safetensors", tmp_path / "b.safetensors", names=NameMap.parse(text))
+    assert not (tmp_path / "b.safetensors").exists()
