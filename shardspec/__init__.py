@@ -34,8 +34,8 @@ if TYPE_CHECKING:
     from shardspec.layout.spec import ShardingSpec as ShardingSpec
     from shardspec.mesh import DeviceMesh as DeviceMesh
     from shardspec.parallel.distribute import distribute_module as distribute_module
-    from shardspec.resharding.maps import NameMap as NameMap
     from shardspec.resharding.maps import check_map as check_map
+    from shardspec.resharding.name_map import NameMap as NameMap
     from shardspec.resharding.plan import ReshardPlan as ReshardPlan
     from shardspec.resharding.plan import reshard_state as reshard_state
     from shardspec.resharding.shipped import load_map as load_map
@@ -63,7 +63,8 @@ _NAMES: Final = {
     "layout.spec": ("DimSpec", "ShardingSpec"),
     "mesh": ("DeviceMesh",),
     "parallel.distribute": ("distribute_module",),
-    "resharding.maps": ("NameMap", "check_map"),
+    "resharding.maps": ("check_map",),
+    "resharding.name_map": ("NameMap",),
     "resharding.plan": ("ReshardPlan", "reshard_state"),
     "resharding.shipped": ("load_map", "map_chain", "shipped_maps"),
     "resharding.trace": ("trace_map",),

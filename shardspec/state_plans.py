@@ -1,9 +1,9 @@
 """Plans of whole state dicts, whether they lie in memory or in a checkpoint."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from shardspec.resharding.maps import NameMap
+from shardspec.resharding.name_map import NameMap
 from shardspec.resharding.plan import ReshardPlan, Target, plan_state
 
 
@@ -14,6 +14,7 @@ def plan_reshard(
     names: Mapping[str, str] | NameMap | None = None,
     dtype: object = None,
     max_bytes: int | None = None,
+    drop: str | Sequence[str] = (),
 ) -> ReshardPlan:
     """Plan how a state dict gets from its layouts to others; needs no job.
 
@@ -33,12 +34,16 @@ def plan_reshard(
     max_bytes
         Bytes in buckets for sending, and as many for receiving, on each device; 256 MiB by
         default.
+    drop
+        Shell patterns of names of the source whose tensors are left behind. A map has to have a use
+        for all others.
 
     Raises
     ------
     LayoutError
         If names are missing on either side, shapes differ, a reduction is pending, or `max_bytes`
-        is too small.
+        is too small; if a map has no use for a tensor, names one that the source lacks, or is for
+        models of another type than the checkpoint's ``config.json`` says.
 
     Examples
     --------
@@ -53,8 +58,8 @@ def plan_reshard(
         # State dicts in memory need nothing of it.
         from shardspec.checkpoint.load import plan_load
 
-        return plan_load(Path(source), target, names, dtype, max_bytes)
-    plan = plan_state(source, target, names, dtype, max_bytes)
+        return plan_load(Path(source), target, names, dtype, max_bytes, drop)
+    plan = plan_state(source, target, names, dtype, max_bytes, drop)
     dtypes = {layout.dtype for move in plan.moves for layout in (move.source, move.target)}
     if len(dtypes) > 1 or not dtypes <= {"float32", "bfloat16", "float16", "float64"}:
         from shardspec.checkpoint.check_quantized import check_plan

@@ -187,6 +187,8 @@ class Catalog:
     """Tensors within `objects` that are copied whole, and are not among its tensors."""
     paths: Mapping[str, KeyPath] = MappingProxyType({})
     """The keys of tensors and values in a nested state dict, where their names are not the keys."""
+    dropped: Mapping[str, tuple[int, ...]] = MappingProxyType({})
+    """Shapes of tensors that it would have, had what they are made of not been left behind."""
 
     def __init__(
         self,

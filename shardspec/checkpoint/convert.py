@@ -28,7 +28,7 @@ from shardspec.checkpoint.check_quantized import check_blocks
 from shardspec.checkpoint.commit import Destination, names_below, opened
 from shardspec.checkpoint.coordinate import Member, Progress, together
 from shardspec.checkpoint.formats import names as known
-from shardspec.checkpoint.mapped import Names, mapped
+from shardspec.checkpoint.mapped import Names, check_drop, mapped
 from shardspec.checkpoint.open import as_catalog, open_checkpoint
 from shardspec.checkpoint.output import DiskOutput, StoreOutput, WriteOptions
 from shardspec.checkpoint.read_boxes import check_replicas, crc_text
@@ -169,6 +169,7 @@ def merge(
     exclude: Patterns = (),
     rename: Renames = (),
     names: Names | None = None,
+    drop: Patterns = (),
     threads: int = 1,
     metadata: bool = True,
     strict_cast: bool = False,
@@ -209,8 +210,10 @@ def merge(
         in turn to its first match in every name.
     names
         A map to the tensors of another model: a `NameMap`, a list of them to be applied in turn, or
-        new names. The patterns above then match the names that it gives. `WriteReport.left_out`
-        lists the tensors that it does not use.
+        new names. It has to have a use for every tensor that is to be written. `include` and
+        `exclude` match names before it, `rename` those that it gives.
+    drop
+        Shell patterns of names whose tensors the map need not use.
     threads
         How many threads copy: each a few tensors at a time, or to a store a file.
     metadata
@@ -264,7 +267,8 @@ def merge(
     place = as_path(output)
     in_directory = isinstance(output, str) and output.endswith(("/", os.sep))
     chosen = _merged_format(place, format, max_shard_bytes, in_directory)
-    choice = Choice(include, exclude, rename, dtype)
+    given = Choice(include, exclude, rename, dtype, drop)
+    source, choice = _mapped(directory, names, given)
 
     def lay_out(source: Catalog, _: str) -> _LaidOut:
         return _merged(source, choice, place.name, chosen, max_shard_bytes, metadata)
@@ -272,7 +276,7 @@ def merge(
     options = WriteOptions(
         threads, strict_cast, overwrite, verify, reread, dry_run, sidecars, progress, member
     )
-    return _converted(directory, names, place, chosen, lay_out, options)
+    return _converted(source, place, chosen, lay_out, options)
 
 
 @renamed(mesh="device_mesh", form="format", force="overwrite")
@@ -289,6 +293,7 @@ def reshard(
     exclude: Patterns = (),
     rename: Renames = (),
     names: Names | None = None,
+    drop: Patterns = (),
     threads: int = 1,
     strict_cast: bool = False,
     drop_values: bool = False,
@@ -319,7 +324,7 @@ def reshard(
         shardspec's own, which is the default, that of `torch.distributed.checkpoint`, or
         ``"deepspeed-universal"``, which any number of ranks loads. That one is made of a whole run
         of DeepSpeed's ZeRO, without mesh and rules.
-    dtype, include, exclude, rename, names, threads, strict_cast
+    dtype, include, exclude, rename, names, drop, threads, strict_cast
         As for `merge`.
     drop_values
         Leave out the entries that the format has no place for, which is an error otherwise. Both
@@ -350,7 +355,7 @@ def reshard(
     5
     """
     chosen = format or "shardspec"
-    choice = Choice(include, exclude, rename, dtype)
+    given = Choice(include, exclude, rename, dtype, drop)
     universal, onto = chosen == "deepspeed-universal", device_mesh
     for wrong, problem in (
         (
@@ -368,7 +373,7 @@ def reshard(
             "DeviceMesh(range(8), (2, 4))",
         ),
         (
-            universal and (onto is not None or like is not None or rules or any(choice) or names),
+            universal and (onto is not None or like is not None or rules or any(given) or names),
             "a Universal Checkpoint has all tensors of a run as DeepSpeed saved them, for any "
             "number of ranks; leave out the mesh, the rules, the checkpoint to shard like, and "
             "--dtype, --include, --exclude, --rename and --map",
@@ -380,6 +385,7 @@ def reshard(
     ):
         if wrong:
             raise CheckpointError(problem)
+    source, choice = _mapped(directory, names, given)
 
     def lay_out(source: Catalog, save: str) -> _LaidOut:
         if universal:
@@ -411,7 +417,7 @@ def reshard(
     options = WriteOptions(
         threads, strict_cast, overwrite, verify, reread, dry_run, sidecars, progress, member
     )
-    return _converted(directory, names, as_path(output), chosen, lay_out, options)
+    return _converted(source, as_path(output), chosen, lay_out, options)
 
 
 def _merged_format(
@@ -496,22 +502,30 @@ def _merged(
     return wanted, target._replace(carried=carried)
 
 
+def _mapped(
+    checkpoint: Path | str | Catalog, names: Names | None, choice: Choice
+) -> tuple[Path | str | Catalog, Choice]:
+    """Return a checkpoint as what a map makes of what is chosen, and what is left to be chosen."""
+    if names is None:
+        check_drop(choice)
+        return checkpoint, choice
+    return mapped(as_catalog(checkpoint), names, choice), choice.after_map()
+
+
 def _converted(
     checkpoint: Path | str | Catalog,
-    names: Names | None,
     output: Path,
     format: str,  # as the report names it
     lay_out: _LayOut,
     options: WriteOptions,
 ) -> WriteReport:
     """Check that an output can be made of a checkpoint and may be written, and write it."""
-    source = checkpoint if names is None else mapped(as_catalog(checkpoint), names)
     started = time.monotonic()
     if options.threads < 1:
         raise CheckpointError(f"{options.threads} threads write nothing; give at least 1")
     member = None if options.dry_run else options.member
     with together(member, output.absolute()) as workers:
-        source = as_catalog(source)
+        source = as_catalog(checkpoint)
         if format == "dcp":
             source = source.as_stored()
         tensors, target = lay_out(source, workers.token)

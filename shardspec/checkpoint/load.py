@@ -16,7 +16,7 @@ from shardspec.checkpoint import rank_state, select
 from shardspec.checkpoint.catalog import Catalog, StoredTensor, check_tiling, distinct
 from shardspec.checkpoint.check_quantized import check_blocks, check_stored_plan
 from shardspec.checkpoint.formats.native import NativeCatalog
-from shardspec.checkpoint.mapped import Names, mapped, require_finished
+from shardspec.checkpoint.mapped import Names, check_drop, configured, mapped, require_finished
 from shardspec.checkpoint.open import as_catalog, open_checkpoint
 from shardspec.checkpoint.rank_state import agree
 from shardspec.checkpoint.read_boxes import Buffers, Checks, read_box_into, stretches
@@ -31,7 +31,7 @@ from shardspec.layout.spec import ShardingSpec
 from shardspec.mesh import DeviceMesh
 from shardspec.renamed import renamed
 from shardspec.resharding.copies import StoredLayout
-from shardspec.resharding.maps import NameMap
+from shardspec.resharding.name_map import NameMap
 from shardspec.resharding.plan import ReshardPlan, Target, layouts_of, plan_state
 from shardspec.resharding.state import flat_state
 from shardspec.text import shown
@@ -51,6 +51,7 @@ def load_sharded(
     exclude: Patterns = (),
     rename: Renames = (),
     names: Names | None = None,
+    drop: Patterns = (),
     communicator: Communicator | None = None,
 ) -> dict[str, Any]:
     """Read a checkpoint into this or another mesh and other specs; every rank calls it.
@@ -75,8 +76,11 @@ def load_sharded(
         have the new names. What these patterns leave out stays as it is in `into`.
     names
         Makes the tensors of another model of those that were saved: a `NameMap`, a list of maps to
-        be applied in order, or new names. All of the above then have the names that it gives. How
-        the checkpoint was sharded says nothing of these tensors: give rules.
+        be applied in order, or new names. It has to have a use for every tensor; `rename`, rules
+        and `into` have the names that it gives. How the checkpoint was sharded says nothing of
+        these tensors: give rules.
+    drop
+        Shell patterns of names in the checkpoint whose tensors `names` need not use.
     communicator
         Who moves shards; as for `DTensor`.
 
@@ -112,16 +116,19 @@ def load_sharded(
     """
     from shardspec.comm.process_group import communicator_of
 
+    choice = Choice(include, exclude, rename, None, drop)
     if into is not None:
         chosen = communicator or rank_state.communicator_of_state(into)
     else:
         chosen = communicator or communicator_of(device_mesh or rank_state.world_mesh())
     with chosen.telling():
-        choice = Choice(include, exclude, rename)
+        if names is None:
+            check_drop(choice)
         if into is not None and (device_mesh is not None or rules):
             raise LayoutError("give either a state dict to load into, or a mesh and rules")
         # In a job all ranks find out together whether each of them can open the checkpoint.
-        source = agree(chosen, lambda: mapped(as_catalog(directory), names))
+        source = agree(chosen, lambda: mapped(as_catalog(directory), names, choice))
+        choice = choice if names is None else choice.after_map()
         if into is not None:
             plan = agree(chosen, lambda: _plan_into(source, choice, into, chosen))
         else:
@@ -213,7 +220,7 @@ def _plan_into(
     flat = state.flat
     for kind, due, known in (("tensor", state.layouts, names), ("value", flat.values, values)):
         for name in due:
-            if choice.wants(name) and name not in known:
+            if choice.wants(name) and name not in known and name not in source.dropped:
                 raise CheckpointError(
                     f"{source.directory}: has no {kind} {name!r}; leave it out of what is loaded "
                     "into, exclude it, or rename one"
@@ -317,7 +324,7 @@ class LoadPlan(ReshardPlan):
                     "plan was made; make the plan again"
                 )
         names = {name: name for name in layouts}
-        reading = _Reading(mapped(source, self.names), names, layouts)
+        reading = _Reading(mapped(source, self.names, dropped=self.dropped), names, layouts)
         if out is None:
             return reading
         if missing := [name for name in layouts if name not in out]:
@@ -359,6 +366,7 @@ def plan_load(
     names: Mapping[str, str] | NameMap | None,
     dtype: object,
     max_bytes: int | None,
+    drop: Patterns = (),
 ) -> LoadPlan:
     """Plan how devices read a checkpoint; see `plan_reshard`."""
     if isinstance(target, tuple):
@@ -367,9 +375,11 @@ def plan_load(
         meshes = [layout.mesh for layout in layouts_of(target).values()]
     # Files are numbered behind the ids of all devices.
     behind = max((device for mesh in meshes for device in mesh.ids), default=-1) + 1
-    source = open_checkpoint(checkpoint)
+    source = as_catalog(checkpoint)
     stored, _ = stored_layouts(source, behind)
-    plan = plan_state(stored, target, names, dtype, max_bytes)
+    if isinstance(names, NameMap):
+        names = configured(source, names)
+    plan = plan_state(stored, target, names, dtype, max_bytes, drop)
     check_stored_plan(source, plan, names, dtype)
     if isinstance(names, Mapping):
         names = NameMap(tuple(((old,), (names.get(old, old),)) for old in stored))

@@ -4,50 +4,95 @@ An equation between views says where in a source tensor the elements of a target
 box of the source is a few boxes of the target, each with strides of its own in the same file.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+import json
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
-from functools import reduce
-from itertools import product
+from itertools import islice, product
 from pathlib import Path
 from typing import Final, TypeAlias
 
 from shardspec.boxes import Box, box_shape, box_size
 from shardspec.checkpoint import catalog
+from shardspec.checkpoint.select import Choice, wanted_names
+from shardspec.checkpoint.store import SourceFile, file_inside
 from shardspec.dtypes import item_bytes
 from shardspec.errors import LayoutError
-from shardspec.resharding.maps import Equation, NameMap, check_map
+from shardspec.resharding.maps import apply_map
+from shardspec.resharding.name_map import Equation, NameMap, Shape
 from shardspec.resharding.views import Factor, TensorView, View
 from shardspec.text import shown
 
 _ZEROS: Final = Path(__file__).with_name("zeros.bin")
 """Zeros, as many bytes as the widest element has: padding is read from it."""
 
+_MOST_CONFIG_BYTES: Final = 2**24
+_MOST_PIECES: Final = 2**20
+"""Of a tensor, each an interval of a file at even steps."""
+
 Names: TypeAlias = NameMap | Mapping[str, str] | Sequence[NameMap]
 """A map, several to be applied in order, or new names; other names are kept."""
 
 
-def mapped(source: catalog.Catalog, names: Names | None) -> catalog.Catalog:
+def mapped(
+    source: catalog.Catalog,
+    names: Names | None,
+    choice: Choice | None = None,
+    *,
+    dropped: Collection[str] = (),
+) -> catalog.Catalog:
     """Return a checkpoint as what a map makes of it; as it is without one.
 
-    Raises LayoutError if the map is not total for these tensors, mixes dtypes, or names none of
-    them, or a tensor is stored with a reduction pending.
+    What `choice` does not want, and what is `dropped`, the map need not use. Raises LayoutError if
+    the map is not total for these tensors, has no use for some, is for models of another type, or
+    mixes dtypes, or a tensor is stored with a reduction pending.
     """
     given: object = names
     if isinstance(given, str):
         raise LayoutError(f"names={shown(given)} is text; give a map, as load_map makes")
-    match names:
-        case None:
-            return source
-        case NameMap():
-            return MappedCatalog(source, names)
-        case Mapping():
-            if unknown := [name for name in names if name not in source.names]:
-                raise LayoutError(
-                    f"names= maps {shown(unknown[0])}, which {source.directory} lacks"
-                )
-            rules = (((name,), (names.get(name, name),)) for name in source.names)
-            return MappedCatalog(source, NameMap(tuple(rules)))
-    return reduce(mapped, names, source)
+    if not names and names is not None:
+        names = {}
+    if names is None:
+        return source
+    extras = source.extras
+    if choice is not None:
+        dropped = {*dropped, *source.names} - {*wanted_names(source, choice)}
+        extras = {name: value for name, value in extras.items() if choice.wants(name)}
+    shapes = {name: source.outline(name).shape for name in sorted(dropped)}
+    if isinstance(names, Mapping):
+        if unknown := [name for name in names if name not in source.names]:
+            raise LayoutError(f"names= maps {shown(unknown[0])}, which {source.directory} lacks")
+        rules = (((name,), (names.get(name, name),)) for name in source.names)
+        return MappedCatalog(source, NameMap(tuple(rules)), shapes, extras)
+    for name_map in [names] if isinstance(names, NameMap) else names:
+        source = MappedCatalog(source, configured(source, name_map), shapes, extras)
+        shapes = dict(source.dropped)
+    return source
+
+
+def check_drop(choice: Choice) -> None:
+    """Raise LayoutError if tensors are dropped where there is no map."""
+    if choice.drop:
+        raise LayoutError(
+            f"{shown(choice.drop)} is to be dropped (--drop, drop=), which is for maps; exclude it"
+        )
+
+
+def configured(source: catalog.Catalog, names: NameMap) -> NameMap:
+    """Return a map with what the config.json beside a checkpoint says.
+
+    Raises LayoutError if that is of a model that the map is not for.
+    """
+    home = source.directory if source.directory.is_dir() else source.directory.parent
+    path = home / "config.json"
+    if not path.is_file():
+        return names
+    with SourceFile(file_inside(home, path.name, home)) as file:
+        text = file.read(0, min(file.num_bytes, _MOST_CONFIG_BYTES))
+    config: object = None
+    with suppress(ValueError, RecursionError):
+        config = json.loads(text)
+    return names.with_defaults(config) if isinstance(config, dict) else names
 
 
 def require_finished(tensor: catalog.Outline[catalog.FileBox]) -> None:
@@ -69,24 +114,22 @@ def boxes_in_source(view: View, box: Box) -> Iterator[Box]:
 class MappedCatalog(catalog.Catalog):
     """A checkpoint as a map makes it; boxes are made on demand."""
 
-    def __init__(self, source: catalog.Catalog, names: NameMap) -> None:
-        outlines = {name: source.outline(name) for name in source.names}
+    def __init__(
+        self,
+        source: catalog.Catalog,
+        names: NameMap,
+        dropped: Mapping[str, Shape],
+        extras: Mapping[str, object],
+    ) -> None:
+        outlines = {name: source.outline(name) for name in source.names if name not in dropped}
         shapes = {name: outline.shape for name, outline in outlines.items()}
-        found = names.target_shapes(shapes)
-        report = check_map(names, shapes, found)
-        report.require_total()
+        found, behind, report = apply_map(names, {**shapes, **dropped}, dropped)
         if not report.equations:
             first = ", ".join(map(shown, source.names[:3]))
             raise LayoutError(
                 f"the map names no tensor of {source.directory}, whose names start with {first}"
             )
-        numbered = [one[0] for one, other in names.rules if "{" in f"{one[0]} {other[0]}"]
-        plain = {one[0] for one, _ in names.rules} - set(numbered)
-        if numbered and report.unused and {e.source for e in report.equations} <= plain:
-            raise LayoutError(
-                f"the map names {shown(numbered[0])} and others with numbers, of which "
-                f"{source.directory} has none; it has {shown(report.unused[0])}"
-            )
+        report.require_total()
         self._equations: dict[str, list[Equation]] = {}
         self._dtypes: dict[str, str] = {}
         for equation in report.equations:
@@ -104,14 +147,9 @@ class MappedCatalog(catalog.Catalog):
             if target not in self._equations:
                 raise LayoutError(f"the map fills {target!r} with zeros alone; leave it out")
             self._padding.setdefault(target, []).append(side)
-        left = {
-            name: catalog.OpaqueValue("a tensor that the map does not use", inside=False)
-            for name in report.unused
-        }
-        extras = {**source.extras, **left}
         home = source.directory
         super().__init__(source.format, home, self._equations, source.files, source.mesh, extras)
-        self.snapshot = source.snapshot
+        self.snapshot, self.dropped = source.snapshot, behind
         self._source, self._shapes = source, found
         self._tensors = catalog.LazyTensorCache(self._look_up)
 
@@ -130,12 +168,14 @@ class MappedCatalog(catalog.Catalog):
 
     def _look_up(self, name: str) -> catalog.StoredTensor:
         width = item_bytes(self._dtypes[name])
-        boxes = [
+        parts_of_files = (
             box
             for equation in self._equations[name]
             for stored in self._source.tensor(equation.source).boxes
             for box in _boxes(equation.view, stored, width)
-        ]
+        )
+        boxes = list(islice(parts_of_files, _MOST_PIECES + 1))
+        _bounded(len(boxes))
         for side in self._padding.get(name, ()):
             factors = sorted(factor for dim in side.dims for factor in dim)
             whole = tuple((0, factor.length) for factor in factors)
@@ -189,6 +229,7 @@ def _runs(
             by = step if length == 1 < hi - lo else by
             runs = [(start + (factor.start + lo) * weight, length * (hi - lo), by, 0)]
         else:
+            _bounded(len(runs) * (hi - lo))
             runs = [
                 (start + (factor.start + index) * weight, length, by, before + (index - lo) * step)
                 for index in range(lo, hi)
@@ -196,3 +237,11 @@ def _runs(
             ]
         weight *= factor.size
     return runs
+
+
+def _bounded(count: int) -> None:
+    if count > _MOST_PIECES:
+        raise LayoutError(
+            f"the map cuts a tensor into more than {_MOST_PIECES:,} pieces; turn fewer factors "
+            "around in one step"
+        )

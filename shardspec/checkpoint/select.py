@@ -4,6 +4,7 @@ import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import lru_cache, partial
+from itertools import chain
 from typing import NamedTuple, TypeAlias
 
 from shardspec.checkpoint.catalog import Catalog, OpaqueValue, is_plain, opaque_parts
@@ -30,11 +31,16 @@ class Choice(NamedTuple):
     exclude: Patterns = ()
     rename: Renames = ()
     dtype: str | None = None
+    drop: Patterns = ()
 
     def wants(self, name: str) -> bool:
         """Return whether something of a name is wanted."""
         included = self.include is None or _matches(name, self.include)
-        return included and not _matches(name, self.exclude)
+        return included and not (_matches(name, self.exclude) or _matches(name, self.drop))
+
+    def after_map(self) -> "Choice":
+        """Return what is left to be done where a map has been taken of what is wanted."""
+        return Choice(None, (), self.rename, self.dtype)
 
 
 def _patterns(patterns: Patterns) -> Sequence[str]:
@@ -52,21 +58,7 @@ def select(source: Catalog, choice: Choice) -> list[OutputTensor]:
     one name and a choice of none.
     """
     target = None if choice.dtype is None else _float_dtype(choice.dtype)
-    if choice.include is not None and not choice.include:
-        raise CheckpointError("include has no pattern; leave it out where all is wanted")
-    known = (*source.names, *source.extras)
-    for pattern in (*_patterns(choice.include or ()), *_patterns(choice.exclude)):
-        if not any(fnmatchcase(name, pattern) for name in known):
-            raise CheckpointError(
-                f"pattern {pattern!r} matches nothing of {source.directory}; the names start "
-                f"with {_first(source.names)}"
-            )
-    names = [name for name in source.names if choice.wants(name)]
-    if not names and source.names:
-        raise CheckpointError(
-            f"no tensor of {source.directory} is left of {len(source.names)}; include more, or "
-            "exclude less"
-        )
+    names = wanted_names(source, choice)
     if target is not None:
         refuse_casts(source, names, target)
     renamed, idle = _renamed(names, choice.rename)
@@ -82,6 +74,27 @@ def select(source: Catalog, choice: Choice) -> list[OutputTensor]:
         dtype = target if target and is_cast(tensor.dtype, target) else tensor.dtype
         wanted.append(OutputTensor(renamed[name], name, tensor.shape, dtype))
     return sorted(wanted, key=lambda tensor: tensor.name)
+
+
+def wanted_names(source: Catalog, choice: Choice) -> list[str]:
+    """Return the names of the tensors that patterns choose; see `select`."""
+    if choice.include is not None and not choice.include:
+        raise CheckpointError("include has no pattern; leave it out where all is wanted")
+    known = (*source.names, *source.extras)
+    patterns = (choice.include or (), choice.exclude, choice.drop)
+    for pattern in chain.from_iterable(map(_patterns, patterns)):
+        if not any(fnmatchcase(name, pattern) for name in known):
+            raise CheckpointError(
+                f"pattern {pattern!r} matches nothing of {source.directory}; the names start "
+                f"with {_first(source.names)}"
+            )
+    names = [name for name in source.names if choice.wants(name)]
+    if not names and source.names:
+        raise CheckpointError(
+            f"no tensor of {source.directory} is left of {len(source.names)}; include more, or "
+            "exclude less"
+        )
+    return names
 
 
 def _first(names: Sequence[str]) -> str:

@@ -14,7 +14,7 @@ from shardspec.input_files import read_input_file
 
 if TYPE_CHECKING:
     from shardspec.checkpoint.catalog import Catalog
-    from shardspec.resharding.maps import NameMap
+    from shardspec.resharding.name_map import NameMap
 
 _MOST_BYTES: Final = 64 << 20  # of a file of shapes or sizes
 
@@ -122,8 +122,19 @@ def read_rules(path: Path) -> dict[str, str]:
 def sizes_option() -> Declared:
     """Declare the option for the sizes that a map may name."""
     path = click.Path(path_type=Path, exists=True, dir_okay=False)
-    text = "A model's config.json: its whole numbers are sizes that the map may name."
+    text = (
+        "The model's config.json, whose numbers the map may name; the one beside CKPT counts too."
+    )
     return option("JSON", text, type=path)
+
+
+def drop_option() -> Declared:
+    """Declare the option for tensors that a map need not use."""
+    text = (
+        "Leave tensors of CKPT behind whose name matches, although the map has no use for them; "
+        "may be given several times."
+    )
+    return option("PATTERN", text, multiple=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,28 +144,30 @@ class MapOptions:
     map: str | None = option("MAP", "A name map: a TOML file, or one that comes along.")
     sizes: Path | None = sizes_option()
     reverse_map: bool = flag("Take the map the other way round.")
+    drop: tuple[str, ...] = drop_option()
 
     def read(self) -> "tuple[NameMap, ...]":
         """Return the maps to be taken one after the other."""
         if self.map is not None:
             return read_maps(self.map, self.sizes, reverse=self.reverse_map)
-        if self.sizes is not None or self.reverse_map:
-            raise click.UsageError("--sizes and --reverse-map are of a map; give it by --map")
+        if self.sizes is not None or self.reverse_map or self.drop:
+            raise click.UsageError(
+                "--sizes, --reverse-map and --drop are of a map; give it by --map"
+            )
         return ()
 
 
 def read_maps(name: str, sizes: Path | None, *, reverse: bool) -> "tuple[NameMap, ...]":
     """Return maps given by name or file, with the sizes of a model's config."""
     from shardspec.checkpoint.store import path_exists
-    from shardspec.resharding.maps import NameMap
+    from shardspec.resharding.name_map import NameMap
     from shardspec.resharding.shipped import map_chain
 
     config = {} if sizes is None else read_json(sizes)
-    known = {key: value for key, value in config.items() if type(value) is int}
     if Path(name).suffix or path_exists(Path(name)):
-        found = NameMap.load(name).with_sizes(known)
+        found = NameMap.load(name).with_sizes(config)
         return (found.reversed() if reverse else found,)
-    return map_chain(name, known, reverse=reverse)
+    return map_chain(name, config, reverse=reverse)
 
 
 def read_json(path: Path) -> dict[str, object]:

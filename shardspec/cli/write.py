@@ -1,7 +1,7 @@
 """The commands for whole models: `shardspec merge`, `reshard`, `check-map` and `plan-state`."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path, PurePath
@@ -16,7 +16,7 @@ from shardspec.cli import checkpoint_options as ckpt
 from shardspec.cli import options as opts
 from shardspec.cli.options import argument, command, flag, option, unless
 from shardspec.cli.output import path_text, progress_bar, say, say_json
-from shardspec.errors import InputFileError
+from shardspec.errors import InputFileError, LayoutError
 from shardspec.mesh import DeviceMesh
 from shardspec.text import (
     bytes_text,
@@ -29,7 +29,9 @@ from shardspec.text import (
 )
 
 if TYPE_CHECKING:
+    from shardspec.checkpoint.catalog import Catalog
     from shardspec.resharding.maps import MapReport
+    from shardspec.resharding.name_map import NameMap
 
 _KNOWN_SUFFIXES: Final = ("", ".safetensors", ".pt", ".pth", ".bin")
 _SHOWN: Final = 3
@@ -94,6 +96,7 @@ def _write(title: str, options: _Options, convert: Callable[..., WriteReport]) -
     with progress_bar(not (quiet or options.as_json), title) as progress:
         report = convert(
             names=names or None,
+            drop=options.map.drop,
             progress=progress,
             member=member,
             **options.choice.arguments(),
@@ -279,11 +282,13 @@ def check_map_command(
     target: str | None = option("CKPT", "The same, of what is to be written."),
     sizes: Path | None = ckpt.sizes_option(),
     reverse: bool = flag("Check the map the other way round."),
+    drop: tuple[str, ...] = ckpt.drop_option(),
     as_json: bool = opts.json_flag(),
 ) -> None:
-    """Prove that a map writes every element of a target exactly once.
+    """Prove that a map writes every element of a target exactly once, and uses all of the source.
 
-    Exit code 3 says that it does not; the first holes and overlaps are printed.
+    Exit code 3 says that it does not, or that the source lacks what the map names; the first holes
+    and overlaps, and what has no use, are printed.
 
     Examples:
       shardspec check-map map.toml --source ckpt --target shapes.json
@@ -294,20 +299,24 @@ def check_map_command(
     {"embed.weight": [32000, 4096]}. Without --target, the names and shapes that the map implies are
     checked, and printed with --json.
     """
-    from shardspec.resharding.maps import check_map
+    from shardspec.resharding.maps import apply_map, dropped_by, report_of
 
-    *firsts, last = ckpt.read_maps(map, sizes, reverse=reverse)
-    before = _shapes(source)
+    before, catalog = _shapes(source)
+    dropped = dropped_by(drop, before)
+    *firsts, last = _configured(catalog, ckpt.read_maps(map, sizes, reverse=reverse))
     for one in firsts:
-        between = one.target_shapes(before)
-        _refuse_holes(check_map(one, before, between))
-        before = between
-    after = last.target_shapes(before) if target is None else _shapes(target)
-    report = check_map(last, before, after)
+        between, dropped, report = apply_map(one, before, dropped)
+        _refuse_losses(report)
+        before = {**between, **dropped}
+    if target is None:
+        after, _, report = apply_map(last, before, dropped)
+    else:
+        after, _ = _shapes(target)
+        report = report_of(last, before, after, dropped)
     if as_json:
         say_json(
             {
-                "total": not report.problems,
+                "total": bool(report),
                 "equations": len(report.equations),
                 "problems": list(report.problems),
                 "unused": list(report.unused),
@@ -318,30 +327,39 @@ def check_map_command(
         say(f"{counted(len(report.equations), 'equation')} to {counted(len(after), 'tensor')}")
         for name in report.unused:
             say(f"not used, at least in part: {shown(name)}")
-    _refuse_holes(report)
+    _refuse_losses(report)
     if not as_json:
-        say("every element of the target is written exactly once")
+        say("every element of the target is written exactly once, and the source is used up")
 
 
-def _refuse_holes(report: "MapReport") -> None:
-    if report.problems:
-        rest = f" (and {len(report.problems) - 1} more)" if len(report.problems) > 1 else ""
-        raise InputFileError(f"the map is not total: {report.problems[0]}{rest}")
+def _refuse_losses(report: "MapReport") -> None:
+    try:
+        report.require_total()
+    except LayoutError as error:
+        raise InputFileError(str(error)) from None
 
 
-def _shapes(place: str) -> dict[str, tuple[int, ...]]:
+def _configured(catalog: "Catalog | None", maps: "Sequence[NameMap]") -> "list[NameMap]":
+    """Return maps with what the config.json beside a checkpoint says."""
+    from shardspec.checkpoint.mapped import configured
+
+    return list(maps) if catalog is None else [configured(catalog, one) for one in maps]
+
+
+def _shapes(place: str) -> "tuple[dict[str, tuple[int, ...]], Catalog | None]":
+    """Return shapes by name, of a checkpoint or of a file of shapes; and the checkpoint."""
     from shardspec.checkpoint.open import open_checkpoint
     from shardspec.checkpoint.store import path_exists
 
     if not (place.endswith(".json") and path_exists(Path(place))):
         catalog = open_checkpoint(Path(place))
-        return {name: catalog.outline(name).shape for name in catalog.names}
+        return {name: catalog.outline(name).shape for name in catalog.names}, catalog
     found = {}
     for name, sizes in ckpt.read_json(Path(place)).items():
         if not isinstance(sizes, list) or not all(type(n) is int and n >= 0 for n in sizes):
             raise InputFileError(f"{place}: {shown(name)} has {shown(sizes)}, no list of sizes")
         found[name] = tuple(sizes)
-    return found
+    return found, None
 
 
 @command
@@ -368,6 +386,7 @@ def plan_state_command(
     from shardspec.checkpoint.check_quantized import check_stored_plan
     from shardspec.checkpoint.load import stored_layouts
     from shardspec.checkpoint.mapped import mapped
+    from shardspec.checkpoint.select import Choice
     from shardspec.resharding.plan import plan_state
 
     mesh, model = cluster.build()
@@ -380,11 +399,22 @@ def plan_state_command(
             mesh_beta=[link.seconds_per_byte for link in model.links],
         )
     (catalog,) = source.open(checkpoint)
-    chain = maps.read()
-    catalog, names = mapped(catalog, chain[:-1]), chain[-1] if chain else None
+    chain = _configured(catalog, maps.read())
+    firsts, last = chain[:-1], chain[-1] if chain else None
+    if firsts:
+        # What is dropped has the names of the checkpoint, and the last map those in between.
+        catalog = mapped(catalog, firsts, Choice(drop=maps.drop))
     stored, files = stored_layouts(catalog, max(mesh.ids) + 1)
-    plan = plan_state(stored, (mesh, rules.read()), names, dtype, max_bytes)
-    check_stored_plan(catalog, plan, names, dtype)
+    plan = plan_state(
+        stored,
+        (mesh, rules.read()),
+        last,
+        dtype,
+        max_bytes,
+        drop=() if firsts else maps.drop,
+        dropped=catalog.dropped,
+    )
+    check_stored_plan(catalog, plan, last, dtype)
     if as_json:
         named = {str(number): name for number, name in files.items()}
         say_json({**plan.as_dict(), "files": named})

@@ -10,7 +10,8 @@ from shardspec.layout.layout import Layout, SpecLike, match_rules
 from shardspec.layout.spec import ShardingSpec
 from shardspec.mesh import DeviceMesh
 from shardspec.resharding.copies import MAX_BYTES, StateCopies, TensorMove
-from shardspec.resharding.maps import NameMap, check_map
+from shardspec.resharding.maps import apply_map, dropped_by, report_of
+from shardspec.resharding.name_map import NameMap, Shape
 from shardspec.resharding.state import flat_state, is_plain, stated_layout
 from shardspec.text import counted, shown
 
@@ -96,14 +97,23 @@ def plan_state(
     names: Mapping[str, str] | NameMap | None,
     dtype: object,
     max_bytes: int | None,
+    drop: str | Sequence[str] = (),
+    dropped: Mapping[str, Shape] | None = None,
 ) -> ReshardPlan:
-    """Plan how a state dict, or layouts by name, become others; see `plan_reshard`."""
+    """Plan how a state dict, or layouts by name, become others; see `plan_reshard`.
+
+    `dropped` are tensors that a map before this one has left behind.
+    """
     given = flat_state(source)
     before = layouts_of(given)
+    shapes = {name: layout.global_shape for name, layout in before.items()}
+    behind = {**dropped_by(drop, shapes), **(dropped or {})}
+    given = {name: value for name, value in given.items() if name not in behind}
+    before = {name: layout for name, layout in before.items() if name not in behind}
     renamed: dict[str, str] = {}
     padded: set[str] = set()
     if isinstance(names, NameMap):
-        moves = _mapped(before, target, names, dtype)
+        moves = _mapped(before, target, names, dtype, behind)
         found = {move.target_name: move.target.global_shape for move in moves}
         padded = {name for name, _ in names.padding(found)}
     elif isinstance(names, Mapping | None):
@@ -133,10 +143,10 @@ def plan_state(
     # Whatever order the names have here: all ranks are to have the same plan.
     moves.sort(key=lambda move: (move.target_name, move.source_name))
     values = sorted((name, renamed.get(name, name)) for name in given if name not in before)
-    dropped = sorted(before.keys() - {move.source_name for move in moves})
+    left = sorted(shapes.keys() - {move.source_name for move in moves})
     bound = bound_of_bytes(max_bytes)
     limit = MAX_BYTES if bound is None else bound
-    plan = ReshardPlan(tuple(moves), limit, tuple(values), tuple(sorted(padded)), tuple(dropped))
+    plan = ReshardPlan(tuple(moves), limit, tuple(values), tuple(sorted(padded)), tuple(left))
     if bound is not None:
         _ = plan.bucket_bytes  # raises where it is too small
     return plan
@@ -239,14 +249,18 @@ def _targets(
 
 
 def _mapped(
-    before: Mapping[str, Layout], target: Target, names: NameMap, dtype: object
+    before: Mapping[str, Layout],
+    target: Target,
+    names: NameMap,
+    dtype: object,
+    dropped: Mapping[str, Shape],
 ) -> list[TensorMove]:
-    shapes = {name: layout.global_shape for name, layout in before.items()}
+    shapes = {**dropped, **{name: layout.global_shape for name, layout in before.items()}}
     if isinstance(target, tuple):
-        wanted = names.target_shapes(shapes)
+        wanted, _, report = apply_map(names, shapes, dropped)
     else:
         wanted = {name: layout.global_shape for name, layout in layouts_of(target).items()}
-    report = check_map(names, shapes, wanted)
+        report = report_of(names, shapes, wanted, dropped)
     report.require_total()
     due = {e.target: (wanted[e.target], before[e.source].dtype) for e in report.equations}
     after = _targets(target, due, dtype)

@@ -1,16 +1,18 @@
 """Name maps that come with shardspec, for models that many people train and serve."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from importlib.resources import files
 from itertools import chain
 from typing import Final
 
 from shardspec.errors import LayoutError
-from shardspec.resharding.maps import NameMap, Side
+from shardspec.resharding.name_map import NameMap
+from shardspec.resharding.patterns import Side
 
-_LIKE_LLAMA: Final = ("mistral", "qwen2")
+_LIKE_LLAMA: Final[dict[str, dict[str, int]]] = {"mistral": {}, "qwen2": {"qkv_bias": 1}}
+"""Models with LLaMA's tensors, and what of them their configs do not say."""
 
 
 def shipped_maps() -> tuple[str, ...]:
@@ -27,7 +29,7 @@ def shipped_maps() -> tuple[str, ...]:
     return tuple(sorted({*names, *alike}))
 
 
-def load_map(name: str, sizes: dict[str, int] | None = None) -> NameMap:
+def load_map(name: str, sizes: Mapping[str, object] | None = None) -> NameMap:
     """Return a map that comes with shardspec.
 
     Parameters
@@ -35,12 +37,12 @@ def load_map(name: str, sizes: dict[str, int] | None = None) -> NameMap:
     name
         One of `shipped_maps`.
     sizes
-        Whole numbers of the model's config, such as ``num_attention_heads``.
+        The model's config, or numbers of it such as ``num_attention_heads``.
 
     Raises
     ------
     LayoutError
-        If there is no such map.
+        If there is no such map, or the config is of a model of another type.
 
     Examples
     --------
@@ -53,7 +55,10 @@ def load_map(name: str, sizes: dict[str, int] | None = None) -> NameMap:
     model, way = name.split("-", 1)
     file = f"llama-{way}.toml" if model in _LIKE_LLAMA else f"{name}.toml"
     text = (files("shardspec.resharding") / "models" / file).read_text(encoding="utf-8")
-    return NameMap.parse(text).with_sizes(sizes or {})
+    map_ = NameMap.parse(text)
+    if model in _LIKE_LLAMA:
+        map_ = replace(map_, model_types=(model,)).with_sizes(_LIKE_LLAMA[model])
+    return map_.with_sizes(sizes or {})
 
 
 _LAYER: Final = "model.layers.{i}."
@@ -80,7 +85,7 @@ _MEGATRON: Final = ("megatron", "torch_dist")
 
 
 def map_chain(
-    name: str, sizes: dict[str, int] | None = None, *, reverse: bool = False
+    name: str, sizes: Mapping[str, object] | None = None, *, reverse: bool = False
 ) -> tuple[NameMap, ...]:
     """Return the maps that lead from one format of a model to another, one after the other.
 
@@ -92,7 +97,7 @@ def map_chain(
     Raises
     ------
     LayoutError
-        If there is no such map.
+        If there is no such map, or the config is of a model of another type.
 
     Examples
     --------
@@ -105,31 +110,50 @@ def map_chain(
     model, *ends = found.groups()
     source, target = reversed(ends) if reverse else ends
     layered = dict.fromkeys(_MEGATRON, "megatron")
-    sizes = sizes or {}
+    to_megatron = load_map(f"{model}-hf-to-megatron", sizes)
     maps = []
     if source == "hf" and model in _IN_MEMORY:
-        on_disk = load_map(f"{model}-hf-to-megatron")
-        kept = {side[:1]: side[:1] for side, _ in on_disk.rules}
-        rules = (*kept.items(), *_IN_MEMORY[model])
-        maps.append(NameMap(rules, {"two": 2}, unused=on_disk.unused))
+        kept = {side[:1]: side[:1] for side, _ in to_megatron.rules}
+        maps.append(_as_named(to_megatron, (*kept.items(), *_IN_MEMORY[model])))
     if source in _MEGATRON:
         rules = tuple((place, one) for one, places in _tensors(model) for place in (one, *places))
-        maps.append(NameMap(rules))
+        maps.append(replace(_as_named(to_megatron, rules), unused=()))
     if not (source in _MEGATRON and target in _MEGATRON):
         if source != "hf":
             back = load_map(f"{model}-hf-to-{layered.get(source, source)}", sizes).reversed()
             # How far a vocabulary was padded, its tensor says.
-            own = {k: v for k, v in back.sizes.items() if k != "padded_vocab" or k in sizes}
-            maps.append(replace(back, sizes=own))
+            padded = {"padded_vocab": "vocab_size"}.items()
+            maps.append(replace(back, sizes=dict(back.sizes.items() - padded)))
         if target != "hf":
             maps.append(load_map(f"{model}-hf-to-{layered.get(target, target)}", sizes))
-    if target == "torch_dist":
-        # GPT-2's config has a word of its own for the number of layers.
-        layers = {"num_hidden_layers": sizes["n_layer"]} if "n_layer" in sizes else {}
-        rules = tuple((one, places[0] if places else one) for one, places in _tensors(model))
-        names = {"l": "num_hidden_layers", "e": "num_local_experts"}
-        maps.append(NameMap(rules, {**names, **sizes, **layers}))
+    if target in _MEGATRON and (target == "torch_dist" or source in _MEGATRON):
+        maps.append(_placed(to_megatron, _tensors(model), stacked=target == "torch_dist"))
     return tuple(maps)
+
+
+def _as_named(model: NameMap, rules: tuple[tuple[Side, Side], ...]) -> NameMap:
+    """Return a map from whatever names there are to those of a model; the next map misses some."""
+    by_itself = {place: side[0] for place, (side, _) in enumerate(rules)}
+    return replace(
+        model, rules=rules, sizes={**model.sizes, "two": 2}, zeros=(), optional=by_itself
+    )
+
+
+def _placed(
+    model: NameMap, tensors: Iterable[tuple[Side, list[Side]]], *, stacked: bool
+) -> NameMap:
+    """Return the map from numbered tensors of a model of Megatron-core to where they are saved."""
+    groups = {right[0]: model.optional.get(at) for at, (_, right) in enumerate(model.rules)}
+    rules = tuple(
+        (one, places[0]) if stacked and places else (one, one)
+        for one, places in tensors
+        if one[0] in groups
+    )
+    optional = {at: group for at, (one, _) in enumerate(rules) if (group := groups[one[0]])}
+    stacks = {"l": model.sizes["{i}"], "e": model.sizes.get("{e}", 1)}
+    return NameMap(
+        rules, {**model.sizes, **stacks}, optional=optional, model_types=model.model_types
+    )
 
 
 _ATTENTION_NORMS: Final = ("self_attention.linear_qkv.layer_norm_", "input_layernorm.")

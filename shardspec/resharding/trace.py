@@ -16,7 +16,7 @@ import torch
 
 from shardspec.boxes import Box, box_shape
 from shardspec.errors import LayoutError
-from shardspec.resharding.maps import Equation, Shape
+from shardspec.resharding.name_map import Equation, Shape
 from shardspec.resharding.views import Factor, TensorView, View
 
 Ints: TypeAlias = npt.NDArray[np.int64]

@@ -20,9 +20,10 @@ from typing import Final, NamedTuple, TypeAlias
 
 from shardspec.boxes import Box, intersect, local_index, row_major_boxes
 from shardspec.errors import SpecSyntaxError
+from shardspec.text import shown
 
-Cover: TypeAlias = tuple[int, ...]
-"""Per dim the indices that something covers, as bits; it covers the product of these."""
+MAX_SIZE: Final = 2**63 - 1
+"""Elements of a tensor, and so the largest size."""
 
 
 class Factor(NamedTuple):
@@ -82,19 +83,6 @@ class TensorView(NamedTuple):
             at += local_index(held, index) * stride
         return tuple(steps), at
 
-    def covered(self) -> Cover:
-        """Return which indices of the tensor the view has."""
-        found = []
-        for factors in self.dims:
-            bits, width = 1, 1
-            for factor in reversed(factors):
-                # One bit every `width`, `length` times.
-                places = ((1 << width * factor.length) - 1) // ((1 << width) - 1 or 1)
-                bits = bits * places << width * factor.start
-                width *= factor.size
-            found.append(bits)
-        return tuple(found)
-
 
 class View(NamedTuple):
     """An equation: the elements of a source that are those of a target."""
@@ -103,24 +91,6 @@ class View(NamedTuple):
     """Sizes of the axes of the view."""
     source: TensorView
     target: TensorView
-
-
-def first_index(
-    shape: tuple[int, ...], covers: Sequence[Cover], wanted: Callable[[int], bool]
-) -> tuple[int, ...] | None:
-    """Return the first index, in row-major order, that a wanted number of products has."""
-    if not shape:
-        return () if wanted(len(covers)) else None
-    # Indices that are in the same sets are looked at together.
-    alike = [(1 << shape[0]) - 1] if shape[0] else []
-    for bits in {cover[0] for cover in covers}:
-        alike = [part for some in alike for part in (some & bits, some & ~bits) if part]
-    found = []
-    for some in alike:
-        rest = first_index(shape[1:], [cover[1:] for cover in covers if cover[0] & some], wanted)
-        if rest is not None:
-            found.append(((some & -some).bit_length() - 1, *rest))
-    return min(found, default=None)
 
 
 def identity_view(shape: Sequence[int]) -> View:
@@ -165,8 +135,10 @@ def evaluate(text: str, sizes: Mapping[str, int]) -> int:
 
     def value(node: ast.expr) -> int:
         match node:
-            case ast.Constant(value=int(number)):
+            case ast.Constant(value=int(number)) if number <= MAX_SIZE:
                 return number
+            case ast.Constant(value=int()):
+                raise SpecSyntaxError("a number above 2^63 - 1", text, node.col_offset)
             case ast.Name(id=name) if name in sizes:
                 return sizes[name]
             case ast.Name(id=name):
@@ -176,7 +148,10 @@ def evaluate(text: str, sizes: Mapping[str, int]) -> int:
             case ast.BinOp(left=left, op=op, right=right) if type(op) in _OPERATORS:
                 a, b = value(left), value(right)
                 if b or not isinstance(op, ast.FloorDiv):
-                    return _OPERATORS[type(op)](a, b)
+                    result = _OPERATORS[type(op)](a, b)
+                    if abs(result) > MAX_SIZE:
+                        raise SpecSyntaxError("a size above 2^63 - 1", text, 0)
+                    return result
         raise SpecSyntaxError("only names, numbers, +, -, * and // are allowed", text, 0)
 
     stripped = text.strip()
@@ -184,7 +159,7 @@ def evaluate(text: str, sizes: Mapping[str, int]) -> int:
         raise SpecSyntaxError("an index of at most 200 characters is expected", stripped[:40], 0)
     try:
         tree = ast.parse(stripped, mode="eval")
-    except (SyntaxError, ValueError):
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
         raise SpecSyntaxError("a whole number or a named size is expected", stripped, 0) from None
     return value(tree.body)
 
@@ -206,6 +181,9 @@ def factors_of(
     for factors, size in zip(dims, shape, strict=True):
         unknown = [name for name in factors if name not in sizes]
         known = prod(sizes[name] for name in factors if name in sizes)
+        if wrong := [name for name in factors if not 0 <= sizes.get(name, 0) <= MAX_SIZE]:
+            problem = f"{wrong[0]!r} is {shown(sizes[wrong[0]])}, which is no size of a dim"
+            raise SpecSyntaxError(problem, text, text.index(wrong[0]))
         if len(unknown) > 1:
             names = " and ".join(map(repr, unknown))
             problem = f"the sizes of {names} are not known; give all but one"

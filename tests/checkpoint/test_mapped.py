@@ -177,7 +177,10 @@ def test_what_a_map_cannot_make_is_refused_before_anything_is_written(tmp_path):
     cases = {
         hole: r"the map is not total: 'y': nothing is written at index \(6,\)",
         '[[map]]\nsource = "q"\ntarget = "y"\n': "names no tensor of .* start with 'a', 'b', 'c'",
-        hole + '[[map]]\nsource = ["b", "k"]\ntarget = ["y", "n", "n[6:]"]\n': "of int64 and of",
+        '[[unused]]\nsource = "c"\n'
+        + hole.replace(
+            "[sizes]", '[[map]]\nsource = ["b", "k"]\ntarget = ["y", "n", "n[6:]"]\n[sizes]'
+        ): "of int64 and of",
     }
     for text, message in cases.items():
         with pytest.raises(LayoutError, match=message):
@@ -189,12 +192,13 @@ def test_what_a_map_cannot_make_is_refused_before_anything_is_written(tmp_path):
     save_sharded({"p": pending}, tmp_path / "p")
     with pytest.raises(LayoutError, match="'p' is stored with a reduction pending"):
         merge(tmp_path / "p", tmp_path / "out.safetensors", names={"p": "q"})
-    # What the map does not use is said to be left out; damage of what it uses is found.
+    # What the map does not use has to be named; damage of what it uses is found.
     map_ = NameMap.parse(
         '[[map]]\nsource = ["a", "(x y)"]\ntarget = ["y", "y x"]\n[sizes]\nx = 2\n'
     )
-    report = merge(tmp_path / "in.safetensors", tmp_path / "y.safetensors", names=map_)
-    assert report.left_out == ("b", "c")
+    with pytest.raises(LayoutError, match="no use for 'b', 'c'"):
+        merge(tmp_path / "in.safetensors", tmp_path / "y.safetensors", names=map_)
+    merge(tmp_path / "in.safetensors", tmp_path / "y.safetensors", names=map_, drop=["b", "[cd]"])
     assert load_file(tmp_path / "y.safetensors")["y"].tolist() == [[0, 3], [1, 4], [2, 5]]
     save_sharded({"a": torch.arange(6)}, tmp_path / "ckpt")
     (shard,) = (tmp_path / "ckpt").glob("shard-*")
@@ -245,3 +249,15 @@ def test_on_the_command_line(tmp_path):
         assert np.array_equal(tensor.numpy(), state[name])
     result = CliRunner().invoke(cli, ["merge", "x", "-o", "y.pt", "--sizes", str(config)])
     assert result.exit_code == 2
+
+
+def test_a_map_that_cuts_a_tensor_into_millions_of_pieces_is_refused(tmp_path):
+    size = 1 << 21
+    save_file({"a": torch.zeros(4 * size, dtype=torch.uint8)}, tmp_path / "a.safetensors")
+    text = (
+        '[[map]]\nsource = ["a", "(x y z)"]\ntarget = ["b", "(y x z)"]\n'
+        f"[sizes]\nx = 2\nz = 2\ny = {size}\n"
+    )
+    with pytest.raises(LayoutError, match="more than 1,048,576 pieces"):
+        merge(tmp_path / "a.safetensors", tmp_path / "b.safetensors", names=NameMap.parse(text))
+    assert not (tmp_path / "b.safetensors").exists()

@@ -12,6 +12,7 @@ from tests.faults import (
     injected,
     kills,
     lies,
+    maps,
     paths,
     pickled,
     rank_forms,
@@ -78,6 +79,11 @@ ROWS: Final = (
         ends="refused or right",
     ),
     Row("meshes", "wrong mesh in the info", ranks.meshes),
+    Row(
+        "maps",
+        "models with a tensor, layer or expert missing or too much, under the shipped maps",
+        maps.losses,
+    ),
     Row(
         "paths",
         "paths that lead elsewhere or nowhere",

@@ -11,7 +11,8 @@ import torch
 
 from shardspec import DeviceMesh, DTensor, Layout
 from shardspec.errors import LayoutError, SpecSyntaxError
-from shardspec.resharding.maps import Equation, NameMap, check_map
+from shardspec.resharding.maps import check_map
+from shardspec.resharding.name_map import Equation, NameMap
 from shardspec.resharding.trace import trace_map
 from shardspec.resharding.views import views_of
 from shardspec.state_plans import plan_reshard

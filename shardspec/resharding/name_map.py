@@ -1,0 +1,419 @@
+"""Name maps: which tensors of one model are which of another, as equations between views.
+
+A map is read from TOML. Names may have placeholders for numbers, views are those of
+`shardspec.resharding.views`::
+
+    model_types = ["llama"]     # of the configs that the map is for; without it, of all
+
+    [sizes]                     # numbers, or sums and products of sizes and of a model's config
+    "{i}" = "num_hidden_layers" # how many numbers a placeholder stands for, from 0 on
+    g = "num_key_value_heads"
+    q = "num_attention_heads // num_key_value_heads"
+    d = "hidden_size // num_attention_heads"
+    r = "q + 2"
+
+    [[map]]
+    source = "model.norm.weight"
+    target = "decoder.final_layernorm.weight"
+
+    [[map]]
+    source = ["model.layers.{i}.self_attn.q_proj.weight", "(g q d) c"]
+    target = ["decoder.layers.{i}.self_attention.linear_qkv.weight", "(g r d) c", "r[:q]"]
+
+    [[map]]
+    source = "model.layers.{i}.self_attn.o_proj.bias"
+    target = "decoder.layers.{i}.self_attention.linear_proj.bias"
+    optional = "attention_bias" # a model may lack all tensors of this group
+
+    [[zeros]]                   # what of a target no source fills: padding
+    target = ["output.weight", "v c", "v[vocab_size:]"]
+
+    [[unused]]                  # what of a source goes nowhere; but not if `untied` is not 0
+    source = "lm_head.weight"
+    unless = "untied"
+
+What a map names must be in the source. Tensors with the same ``optional`` are all there or none of
+them is; where that is the name of a size other than 0, they are there. Placeholders in it make a
+group of each number, as ``"moe {i}"`` for layers that may lack experts.
+"""
+
+import re
+from collections import defaultdict
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from math import prod
+from pathlib import Path
+from typing import Final, NamedTuple, TypeAlias
+
+from shardspec.errors import InputFileError, LayoutError, SpecSyntaxError
+from shardspec.input_files import read_input_file
+from shardspec.resharding.map_text import read_map
+from shardspec.resharding.patterns import (
+    Binding,
+    NamesByForm,
+    Side,
+    bindings,
+    check_pattern,
+    filled,
+    names_by_form,
+    placeholders,
+)
+from shardspec.resharding.sizes import (
+    check_model_type,
+    config_sizes,
+    in_words_of_config,
+    known_sizes,
+    unknown_root,
+)
+from shardspec.resharding.views import (
+    MAX_SIZE,
+    TensorView,
+    View,
+    factors_of,
+    identity_view,
+    parse_view,
+    views_of,
+)
+from shardspec.text import shown
+
+_MOST_BYTES: Final = 4 << 20
+"""Of a file of a map."""
+_MOST_EQUATIONS: Final = 1 << 20
+_WORD: Final = re.compile(r"[A-Za-z_]\w*")
+
+Shape: TypeAlias = tuple[int, ...]
+
+
+class Equation(NamedTuple):
+    """Elements of a source tensor that are those of a target tensor."""
+
+    source: str
+    """Name in the source."""
+    target: str
+    """Name in the target."""
+    view: View
+    """Which elements."""
+
+
+@dataclass(frozen=True, slots=True)
+class NameMap:
+    r"""Equations between views of tensors whose names match patterns.
+
+    Examples
+    --------
+    >>> text = '[[map]]\nsource = "a.{i}.w"\ntarget = ["b.w", "l x", "l[{i}]"]'
+    >>> map_ = NameMap.parse(text)
+    >>> found = map_.equations({"a.0.w": (3,), "a.1.w": (3,)}, {"b.w": (2, 3)})
+    >>> [(e.source, e.target, e.view.shape) for e in found]
+    [('a.0.w', 'b.w', (3, 1)), ('a.1.w', 'b.w', (3, 1))]
+    """
+
+    rules: tuple[tuple[Side, Side], ...]
+    """Per equation both sides."""
+    sizes: Mapping[str, int | str] = field(default_factory=dict)
+    """Named sizes: numbers, or expressions in other sizes; ``{i}`` is how far numbers run."""
+    zeros: tuple[Side, ...] = ()
+    """Sides of the target that are padding."""
+    unused: tuple[Side, ...] = ()
+    """Sides of the source that go nowhere, on purpose."""
+    optional: Mapping[int, str] = field(default_factory=dict)
+    """Of which group a rule is that a source may lack, by the rule's place."""
+    unless: Mapping[int, str] = field(default_factory=dict)
+    """By which size an entry of `unused` does not count, by its place."""
+    model_types: tuple[str, ...] = ()
+    """Of the configs that the map is for; if there are none, it is for all."""
+
+    @classmethod
+    def load(cls, path: Path | str) -> "NameMap":
+        """Read a map from a TOML file.
+
+        Raises
+        ------
+        LayoutError
+            If the file cannot be read, or is not a map.
+        """
+        try:
+            return cls.parse(read_input_file(Path(path), _MOST_BYTES).decode())
+        except InputFileError as error:
+            raise LayoutError(str(error)) from None
+        except (UnicodeDecodeError, LayoutError) as error:
+            raise LayoutError(f"{path}: {error}") from None
+
+    @classmethod
+    def parse(cls, text: str) -> "NameMap":
+        """Read a map from TOML.
+
+        Raises
+        ------
+        LayoutError
+            If the text is not a map.
+        """
+        return cls(**read_map(text))
+
+    def reversed(self) -> "NameMap":
+        """Return the map from target to source; padding is what then goes nowhere."""
+        rules = tuple((target, source) for source, target in self.rules)
+        return replace(self, rules=rules, zeros=(), unused=self.zeros, unless={})
+
+    def with_sizes(self, sizes: Mapping[str, object]) -> "NameMap":
+        """Return the map with more sizes known: numbers by name, or a model's whole config.
+
+        Raises
+        ------
+        LayoutError
+            If the config is of a model that the map is not for.
+        """
+        check_model_type(sizes, self.model_types)
+        return replace(self, sizes={**self.sizes, **config_sizes(sizes)})
+
+    def with_defaults(self, config: Mapping[str, object]) -> "NameMap":
+        """Return the map with what a model's config says and no number was given for.
+
+        Raises
+        ------
+        LayoutError
+            If the config is of a model that the map is not for.
+        """
+        numbers = {name: size for name, size in self.sizes.items() if isinstance(size, int)}
+        return replace(
+            self.with_sizes(config), sizes={**self.sizes, **config_sizes(config), **numbers}
+        )
+
+    def known_sizes(self) -> dict[str, int]:
+        """Return all sizes that can be worked out.
+
+        Examples
+        --------
+        >>> NameMap((), {"r": "q + 2", "q": 4, "x": "y"}).known_sizes()
+        {'q': 4, 'r': 6}
+        """
+        return known_sizes(self.sizes)
+
+    def equations(self, source: Mapping[str, Shape], target: Mapping[str, Shape]) -> list[Equation]:
+        """Return the equations between the tensors that there are.
+
+        Parameters
+        ----------
+        source, target
+            Name to global shape.
+
+        Raises
+        ------
+        LayoutError
+            If a view does not fit a tensor.
+        """
+        known = self.known_sizes()
+        here, there = names_by_form(source), names_by_form(target)
+        found: list[Equation] = []
+        views: dict[object, View] = {}
+        """Layers are alike."""
+        for left, right in self.rules:
+            shared = sorted(placeholders(left[0]) & placeholders(right[0]))
+            others = defaultdict(list)
+            for bound in _bindings(right[0], target, there):
+                others[tuple(bound[key] for key in shared)].append(bound)
+            for bound in _bindings(left[0], source, here):
+                for other in others[tuple(bound[key] for key in shared)]:
+                    one, two = filled(left, bound | other), filled(right, bound | other)
+                    key = one[1:], two[1:], source[one[0]], target[two[0]]
+                    if key not in views:
+                        views[key] = self._view(one, two, source, target, known)
+                    found.append(Equation(one[0], two[0], views[key]))
+                    _bounded(len(found))
+        return found
+
+    def bindings(self, source: Mapping[str, Shape]) -> list[list[Binding]]:
+        """Return, per rule, which numbers the tensors of a source and their rows have.
+
+        Raises
+        ------
+        LayoutError
+            If a view does not fit a tensor.
+        """
+        known, here = self.known_sizes(), names_by_form(source)
+        found, count = [], 0
+        for left, right in self.rules:
+            bound: list[Binding] = []
+            for binding in _bindings(left[0], source, here):
+                shape = source[filled(left[:1], binding)[0]]
+                try:
+                    rows = _stacked(left, right[0], shape, known)
+                except SpecSyntaxError as error:
+                    raise LayoutError(
+                        f"{left[0]!r} {shape}: {self._problem(error, left)}"
+                    ) from None
+                _bounded(count + prod(map(len, rows.values())))
+                every = [binding]
+                for name, numbers in rows.items():
+                    every = [{**one, name: number} for one in every for number in numbers]
+                bound += every
+                count += len(every)
+            found.append(bound)
+        return found
+
+    def target_shapes(
+        self, source: Mapping[str, Shape], *, without: Collection[str] = ()
+    ) -> dict[str, Shape]:
+        """Return the names and shapes of the target that the views and sizes imply.
+
+        Parameters
+        ----------
+        source
+            Name to global shape.
+        without
+            Names of the source that count for nothing.
+
+        Raises
+        ------
+        LayoutError
+            If sizes are not known, or equations of one tensor imply several shapes.
+
+        Examples
+        --------
+        >>> map_ = NameMap((((("a"), "x y"), ("b", "y (x z)")),), {"z": 1})
+        >>> map_.target_shapes({"a": (2, 3)})
+        {'b': (3, 2)}
+        """
+        known = self.known_sizes()
+        found: dict[str, Shape] = {}
+        for (left, right), bound in zip(self.rules, self.bindings(source), strict=True):
+            shapes: dict[object, Shape] = {}
+            for binding in bound:
+                one, other = filled(left, binding), filled(right, binding)
+                if one[0] in without:
+                    continue
+                shape = source[one[0]]
+                key = one[1:], other[1:], shape
+                try:
+                    if key not in shapes:
+                        shapes[key] = _implied(one, other, shape, known)
+                except SpecSyntaxError as error:
+                    raise LayoutError(
+                        f"the shape of {other[0]!r}, made of {one[0]!r} {shape}: "
+                        f"{self._problem(error, one, other)}"
+                    ) from None
+                if found.setdefault(other[0], shapes[key]) != shapes[key]:
+                    raise LayoutError(
+                        f"{other[0]!r} is {found[other[0]]} by one equation and {shapes[key]} by "
+                        "another"
+                    )
+        return found
+
+    def padding(self, target: Mapping[str, Shape]) -> list[tuple[str, TensorView]]:
+        """Return which parts of the target are zero."""
+        return self._sides(self.zeros, target)
+
+    def dropped(self, source: Mapping[str, Shape]) -> list[tuple[str, TensorView]]:
+        """Return which parts of the source go nowhere, on purpose."""
+        known = self.known_sizes()
+        rules = [
+            side
+            for place, side in enumerate(self.unused)
+            if not known.get(self.unless.get(place, ""), 0)
+        ]
+        return self._sides(rules, source)
+
+    def _sides(
+        self, rules: Sequence[Side], shapes: Mapping[str, Shape]
+    ) -> list[tuple[str, TensorView]]:
+        known, names = self.known_sizes(), names_by_form(shapes)
+        sides = (
+            filled(rule, bound) for rule in rules for bound in _bindings(rule[0], shapes, names)
+        )
+        return [(one[0], self._view(one, one, shapes, shapes, known).source) for one in sides]
+
+    def _view(
+        self,
+        left: Side,
+        right: Side,
+        sources: Mapping[str, Shape],
+        targets: Mapping[str, Shape],
+        known: Mapping[str, int],
+    ) -> View:
+        source, target = sources[left[0]], targets[right[0]]
+        try:
+            if left[1:] or right[1:]:
+                views = _view_or_plain(left, source), _view_or_plain(right, target)
+                return views_of(*views, source, target, known)
+            if source == target:
+                return identity_view(source)
+            problem = f"shapes differ, {source} and {target}, and no view says how"
+        except SpecSyntaxError as error:
+            problem = self._problem(error, left, right)
+        both = "" if left == right else f" to {right[0]!r} {target}"
+        raise LayoutError(f"{left[0]!r} {source}{both}: {problem}")
+
+    def _problem(self, error: SpecSyntaxError, *sides: Side) -> str:
+        """Say what is wrong with views in the words of a config, and what it does not say."""
+        known = self.known_sizes()
+        words = {word for side in sides for text in side[1:] for word in _WORD.findall(text)}
+        unknown = sorted(word for word in words & self.sizes.keys() if word not in known)
+        if unknown:
+            root = unknown_root(unknown[0], self.sizes)
+            return (
+                f"the size {root!r} is not known; give the model's config.json, as --sizes does "
+                "(with_sizes)"
+            )
+        return in_words_of_config(error.problem, self.sizes)
+
+
+def _bounded(count: int) -> None:
+    if count > _MOST_EQUATIONS:
+        raise LayoutError(
+            f"the map comes to more than {_MOST_EQUATIONS:,} equations; views of whole stacks take "
+            "fewer than one a row"
+        )
+
+
+def _bindings(pattern: str, names: Mapping[str, Shape], by_form: NamesByForm) -> list[Binding]:
+    """Return, per name that a pattern matches, the numbers that its placeholders stand for."""
+    if "{" not in pattern:
+        return [{}] if pattern in names else []
+    check_pattern(pattern)
+    return bindings(pattern, by_form)
+
+
+def _stacked(left: Side, right: str, source: Shape, sizes: Mapping[str, int]) -> dict[str, range]:
+    """Return the numbers of the targets that are stacked in one source, such as experts.
+
+    A placeholder of the target's name that the source's lacks, but a slice of its view has as in
+    ``e[{e}]``, stands for each index of that factor.
+    """
+    rows = {}
+    for missing in sorted(placeholders(right) - placeholders(left[0])):
+        slices = (text.replace(" ", "").partition("[") for text in left[2:])
+        stack = next((factor for factor, _, index in slices if index == f"{{{missing}}}]"), None)
+        if stack is not None:
+            lengths = factors_of(left[1:2], source, sizes)[1]
+            rows[missing] = range(lengths[stack].size if stack in lengths else 0)
+    return rows
+
+
+def _view_or_plain(side: Side, shape: Shape) -> Sequence[str]:
+    return side[1:] or [" ".join(f"dim{dim}" for dim in range(len(shape)))]
+
+
+def _implied(left: Side, right: Side, source: Shape, sizes: Mapping[str, int]) -> Shape:
+    """Return the shape of a target whose view names factors of the source or known sizes."""
+    if not left[1:] and not right[1:]:
+        return source
+    factors = factors_of(_view_or_plain(left, source), source, sizes)[1]
+    lengths = {name: factor.length for name, factor in factors.items()}
+    if not right[1:]:
+        return tuple(lengths.values())
+    dims = parse_view(right[1])
+    names = [name for factors in dims for name in factors]
+    cut = {text.split("[")[0].strip() for text in right[2:]}
+    # Factors without a partner of the same name are equated in order.
+    free = iter([length for name, length in lengths.items() if name not in names])
+    for name in names:
+        if name in cut and name not in sizes:
+            problem = f"the size {name!r} is not known; give it in the sizes"
+            raise SpecSyntaxError(problem, right[1], right[1].index(name))
+        if name not in lengths and name not in cut:
+            lengths[name] = next(free, 0)
+    whole = {**lengths, **sizes}
+    shape = tuple(prod(whole[name] for name in factors) for factors in dims)
+    if min(shape, default=0) < 0 or prod(size for size in shape if size) > MAX_SIZE:
+        raise SpecSyntaxError(f"no tensor is {shown(shape)}", right[1], 0)
+    return shape

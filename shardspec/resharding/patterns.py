@@ -1,0 +1,74 @@
+"""Names with placeholders for numbers, such as ``layers.{i}.weight``."""
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Final, TypeAlias
+
+from shardspec.errors import LayoutError
+from shardspec.text import shown
+
+Side: TypeAlias = tuple[str, ...]
+"""A name, then perhaps a view, then perhaps slices of it."""
+Binding: TypeAlias = dict[str, int]
+"""Placeholder to the number that it stands for."""
+NamesByForm: TypeAlias = Mapping[str, Sequence[str]]
+"""Names by what they are without their numbers, so that a pattern looks at few of them."""
+
+_PLACEHOLDER: Final = re.compile(r"\{([A-Za-z_]\w*)\}", re.ASCII)
+_DIGITS: Final = re.compile("[0-9]+")
+
+
+def placeholders(text: str) -> set[str]:
+    """Return the placeholders of a name.
+
+    >>> sorted(placeholders("layers.{i}.experts.{e}.weight"))
+    ['e', 'i']
+    """
+    return set(_PLACEHOLDER.findall(text))
+
+
+def check_pattern(name: str) -> None:
+    """Raise LayoutError unless digits of a name tell which placeholder they belong to."""
+    _, *between, _ = _PLACEHOLDER.split(name) if "{" in name else ("", "")
+    if any(not _DIGITS.sub("", text) for text in between[1::2]):
+        raise LayoutError(
+            f"{shown(name)} has placeholders side by side; put text other than digits between them"
+        )
+
+
+def names_by_form(names: Iterable[str]) -> NamesByForm:
+    """Sort names by what they are without their numbers."""
+    found = defaultdict(list)
+    for name in names:
+        found[_DIGITS.sub("0", name)].append(name)
+    return found
+
+
+def bindings(pattern: str, names: NamesByForm) -> list[Binding]:
+    """Return, per name that a pattern matches, the numbers that its placeholders stand for.
+
+    >>> bindings("a.{i}.b.{e}", names_by_form(["a.3.b.12", "a.03.b.1", "a.1.c.1"]))
+    [{'i': 3, 'e': 12}]
+    """
+    candidates = names.get(_DIGITS.sub("0", _PLACEHOLDER.sub("0", pattern)), ())
+    text, seen = "", set[str]()
+    for number, part in enumerate(_PLACEHOLDER.split(pattern)):
+        if number % 2 == 0:
+            text += re.escape(part)
+        else:
+            text += f"(?P={part})" if part in seen else f"(?P<{part}>0|[1-9][0-9]{{0,8}})"
+            seen.add(part)
+    matches = map(re.compile(text).fullmatch, candidates)
+    return [{key: int(n) for key, n in match.groupdict().items()} for match in matches if match]
+
+
+def filled(side: Side, binding: Mapping[str, int]) -> Side:
+    """Return a side with numbers for placeholders; LayoutError if one has no number."""
+
+    def number(match: re.Match[str]) -> str:
+        if match[1] not in binding:
+            raise LayoutError(f"{shown(side[0])}: neither name has the placeholder {match[0]}")
+        return str(binding[match[1]])
+
+    return tuple(_PLACEHOLDER.sub(number, text) for text in side)

@@ -1,0 +1,93 @@
+"""Sizes that a map names: numbers, expressions in other sizes, and what a model's config says."""
+
+import re
+from collections.abc import Mapping
+from graphlib import CycleError, TopologicalSorter
+from typing import Final
+
+from shardspec.errors import LayoutError, SpecSyntaxError
+from shardspec.resharding.views import evaluate
+from shardspec.text import shown
+
+_WORD: Final = re.compile(r"[A-Za-z_]\w*")
+
+
+def known_sizes(sizes: Mapping[str, int | str]) -> dict[str, int]:
+    """Return the sizes that can be worked out.
+
+    Raises LayoutError if an expression is none, too large, or needs itself.
+    """
+    known = {name: size for name, size in sizes.items() if isinstance(size, int)}
+    needed = {name: _WORD.findall(size) for name, size in sizes.items() if isinstance(size, str)}
+    try:
+        order = list(TopologicalSorter(needed).static_order())
+    except CycleError as error:
+        raise LayoutError(
+            f"the size {error.args[1][0]!r} is made of itself; give it as a number"
+        ) from None
+    for name in order:
+        text = sizes.get(name)
+        if isinstance(text, str) and all(word in known for word in needed[name]):
+            try:
+                known[name] = evaluate(text, known)
+            except SpecSyntaxError as error:
+                raise LayoutError(f"the size {name!r}: {error.problem}: {shown(text)}") from None
+    return known
+
+
+def unknown_root(name: str, sizes: Mapping[str, int | str]) -> str:
+    """Return the size that has to be given for another to be known.
+
+    >>> unknown_root("r", {"r": "q + 2", "q": "heads // groups", "heads": 8})
+    'groups'
+    """
+    known = known_sizes(sizes)
+    while isinstance(text := sizes.get(name), str):
+        missing = [word for word in _WORD.findall(text) if word not in known]
+        if not missing:
+            break
+        name = missing[0]
+    return name
+
+
+def in_words_of_config(text: str, sizes: Mapping[str, int | str]) -> str:
+    """Replace sizes that are short for others, such as those of a model's config.
+
+    >>> in_words_of_config("'g' is 4 long", {"g": "num_key_value_heads"})
+    "'num_key_value_heads' is 4 long"
+    """
+
+    def longer(match: re.Match[str]) -> str:
+        name = match[0]
+        for _ in range(len(sizes)):
+            value = sizes.get(name)
+            if not isinstance(value, str) or not value.isidentifier():
+                break
+            name = value
+        return name
+
+    return _WORD.sub(longer, text)
+
+
+def config_sizes(config: Mapping[str, object]) -> dict[str, int]:
+    """Return the whole numbers of a model's config, of its ``text_config`` first; yes is 1.
+
+    >>> config_sizes({"model_type": "x", "text_config": {"hidden_size": 8}, "tie": False})
+    {'tie': 0, 'hidden_size': 8}
+    """
+    text = config.get("text_config")
+    every = {**config, **(text if isinstance(text, Mapping) else {})}
+    return {str(name): int(size) for name, size in every.items() if isinstance(size, int)}
+
+
+def check_model_type(config: Mapping[str, object], model_types: tuple[str, ...]) -> None:
+    """Raise LayoutError if a config is of a model that a map is not for."""
+    text = config.get("text_config")
+    parts = (config, text if isinstance(text, Mapping) else {})
+    given = [part["model_type"] for part in parts if isinstance(part.get("model_type"), str)]
+    if model_types and given and not set(given) & set(model_types):
+        raise LayoutError(
+            f"the config is of a model of type {shown(given[0])}, the map is for "
+            f"{', '.join(map(repr, model_types))}; take a map for {shown(given[0])}, as its "
+            "tensors are others"
+        )

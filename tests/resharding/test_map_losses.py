@@ -1,0 +1,316 @@
+"""Maps lose nothing: what they have no use for, what they name and is missing, other models."""
+
+import json
+import time
+
+import pytest
+import torch
+from click.testing import CliRunner
+from safetensors.torch import load_file, save_file
+
+from shardspec import (
+    DeviceMesh,
+    Layout,
+    NameMap,
+    check_map,
+    load_map,
+    load_sharded,
+    map_chain,
+    merge,
+    plan_reshard,
+    reshard,
+)
+from shardspec.cli.main import cli
+from shardspec.errors import CheckpointError, LayoutError
+
+MESH = DeviceMesh(range(2), (2,))
+SIZES = {"hidden_size": 8, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 6}
+LAYER = {
+    "input_layernorm.weight": (8,),
+    "post_attention_layernorm.weight": (8,),
+    "self_attn.q_proj.weight": (8, 8),
+    "self_attn.k_proj.weight": (4, 8),
+    "self_attn.v_proj.weight": (4, 8),
+    "self_attn.o_proj.weight": (8, 8),
+    "mlp.gate_proj.weight": (10, 8),
+    "mlp.up_proj.weight": (10, 8),
+    "mlp.down_proj.weight": (8, 10),
+}
+SHAPES = {
+    "model.embed_tokens.weight": (6, 8),
+    "model.norm.weight": (8,),
+    "lm_head.weight": (6, 8),
+    **{f"model.layers.{i}.{name}": shape for i in range(2) for name, shape in LAYER.items()},
+}
+Q_NORM = "model.layers.1.self_attn.q_norm.weight"
+TWO = NameMap.parse(
+    """
+    [sizes]
+    "{i}" = "layers"
+    [[map]]
+    source = "a.{i}.w"
+    target = ["w", "l x", "l[{i}]"]
+    [[map]]
+    source = "a.{i}.b"
+    target = "b.{i}"
+    optional = "biased"
+    [[map]]
+    source = "a.{i}.{e}.x"
+    target = ["x.{i}", "e x", "e[{e}]"]
+    optional = "experts {i}"
+    [[map]]
+    source = "a.{i}.router"
+    target = "router.{i}"
+    optional = "experts {i}"
+    [[unused]]
+    source = "head"
+    unless = "untied"
+    """
+)
+WHOLE = {
+    **{f"a.{i}.w": (3,) for i in range(3)},
+    **{f"a.{i}.b": (2,) for i in range(3)},
+    **{f"a.{i}.{e}.x": (4,) for i in (0, 2) for e in range(2)},
+    **{f"a.{i}.router": (2,) for i in (0, 2)},
+    "head": (1,),
+}
+
+
+def problems(map_: NameMap, source: dict[str, tuple[int, ...]]) -> str:
+    map_ = map_.with_sizes({"l": 3, "e": 2})
+    report = check_map(map_, source, map_.target_shapes(source))
+    assert bool(report) == (not report.problems and not report.unused)
+    return "; ".join((*report.problems, *report.unused))
+
+
+def test_groups_are_there_together_or_not_at_all():
+    assert problems(TWO, WHOLE) == ""
+    unbiased = {name: shape for name, shape in WHOLE.items() if ".b" not in name}
+    assert problems(TWO, unbiased) == ""
+    assert "lacks 'a.0.b', which" in problems(TWO.with_sizes({"biased": 1}), unbiased)
+    assert problems(TWO.with_sizes({"biased": 0}), WHOLE) == ""
+    dense = {name: shape for name, shape in WHOLE.items() if not name.startswith("a.2.1.")}
+    assert "lacks 'a.2.1.x', but has others" in problems(TWO, dense)
+    for name in ("a.1.b", "a.0.router", "a.2.0.x"):
+        lacking = {n: shape for n, shape in WHOLE.items() if n != name}
+        assert f"lacks {name!r}, but has others" in problems(TWO, lacking), name
+    for name in ("a.0.w", "a.1.w"):
+        lacking = {n: shape for n, shape in WHOLE.items() if n != name}
+        assert f"lacks {name!r}, which the map names" in problems(TWO, lacking), name
+
+
+def test_numbers_run_as_far_as_a_size_says():
+    assert problems(TWO.with_sizes({"layers": 3}), WHOLE) == ""
+    assert "lacks 'a.3.w', which" in problems(TWO.with_sizes({"layers": 4}), WHOLE)
+    said = problems(TWO.with_sizes({"layers": 2}), WHOLE)
+    assert "has 'a.2.w', but {i} ends at 1, as layers is 2" in said
+    assert "lacks 'a.0.w'" in problems(TWO, {"head": (1,)})
+
+
+def test_what_is_unused_on_purpose_depends_on_a_size():
+    assert problems(TWO.with_sizes({"untied": 0}), WHOLE) == ""
+    assert problems(TWO.with_sizes({"untied": 1}), WHOLE) == "head"
+
+
+@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("way", ["megatron", "fused", "torch_dist"])
+def test_no_tensor_of_a_model_may_lack(name, way):
+    config = {**SIZES, "num_hidden_layers": 2, "tie_word_embeddings": False}
+    lacking = {n: shape for n, shape in SHAPES.items() if n != name}
+    source = {n: Layout(MESH, f"[{','.join('R' * len(s))}]", s, "int8") for n, s in lacking.items()}
+    first, *_ = map_chain(f"llama-hf-to-{way}", config)
+    with pytest.raises(LayoutError, match=f"the source lacks '{name}'"):
+        plan_reshard(source, (MESH, {}), names=first)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    place = tmp_path / "hf"
+    place.mkdir()
+    torch.manual_seed(0)
+    state = {name: torch.randn(shape) for name, shape in {**SHAPES, Q_NORM: (2,)}.items()}
+    save_file(state, place / "model.safetensors")
+    return place
+
+
+def test_wherever_a_map_is_taken_what_it_has_no_use_for_is_refused_or_dropped(folder, tmp_path):
+    names, says = load_map("llama-hf-to-fused", SIZES), f"no use for '{Q_NORM}'.*--drop PATTERN"
+    layouts = {
+        n: Layout(MESH, f"[{','.join('R' * len(s))}]", s, "float32")
+        for n, s in {**SHAPES, Q_NORM: (2,)}.items()
+    }
+    out = tmp_path / "out.safetensors"
+    rules = {"*qkv*": "[S0{8,4,4},R]"}
+    calls = [
+        lambda **more: merge(folder, out, names=names, **more),
+        lambda **more: reshard(
+            folder, tmp_path / "cut", device_mesh=MESH, rules=rules, names=names, **more
+        ),
+        lambda **more: load_sharded(folder, MESH, rules, names=names, **more),
+        lambda **more: plan_reshard(folder, (MESH, rules), names=names, **more).run({}),
+        lambda **more: plan_reshard(layouts, (MESH, rules), names=names, **more),
+    ]
+    for call in calls:
+        with pytest.raises((LayoutError, CheckpointError), match=says):
+            call()
+        with pytest.raises((LayoutError, CheckpointError), match="k_norm"):
+            call(drop=["*.q_norm.*", "*.k_norm.*"])
+        call(drop="*.q_norm.*")
+    assert Q_NORM not in load_file(out)
+    assert len(load_file(out)) == len(SHAPES) - 2 * 3
+    with pytest.raises((LayoutError, CheckpointError), match="which is for maps; exclude it"):
+        merge(folder, tmp_path / "other", drop="*.q_norm.*")
+
+
+def test_on_the_command_line(folder, tmp_path):
+    (tmp_path / "sizes.json").write_text(json.dumps(SIZES))
+    by = ["--map", "llama-hf-to-megatron", "--sizes", str(tmp_path / "sizes.json")]
+    out = tmp_path / "out.safetensors"
+
+    def run(*arguments: object) -> tuple[int, str]:
+        result = CliRunner().invoke(cli, [str(argument) for argument in arguments])
+        return result.exit_code, result.output
+
+    for call in (
+        ["merge", folder, "-o", out, "--quiet", *by],
+        ["plan-state", folder, "--mesh", 2, *by],
+        ["check-map", by[1], "--source", folder, *by[2:]],
+    ):
+        code, said = run(*call)
+        assert (code in (2, 3), f"no use for '{Q_NORM}'" in said) == (True, True), said
+        assert "Traceback" not in said
+        assert run(*call, "--drop", "*.nothing")[0] in (2, 3)
+        code, said = run(*call, "--drop", "*q_norm*")
+        assert code == 0, said
+    assert run("merge", folder, "-o", tmp_path / "x", "--drop", "*")[0] == 2
+    # Patterns are of the names before the map, new names of those after it.
+    more = ["--exclude", "*q_norm*", "--exclude", "lm_head*", "--rename", "^decoder", "model"]
+    assert run("merge", folder, "-o", tmp_path / "y.safetensors", *by, *more)[0] == 0
+    written = load_file(tmp_path / "y.safetensors")
+    assert "output_layer.weight" not in written
+    assert "model.final_layernorm.weight" in written
+    some = ["--include", "model.layers.1.*", "--exclude", "*q_norm*"]
+    assert run("merge", folder, "-o", tmp_path / "z.safetensors", *by, *some)[0] == 0
+    names = set(load_file(tmp_path / "z.safetensors"))
+    assert {name.split(".")[2] for name in names} == {"1"}
+    code, said = run("merge", folder, "-o", tmp_path / "q", *by, "--exclude", "*q_*")
+    assert (code in (2, 3), "nothing is written at index" in said) == (True, True)
+
+
+def test_what_is_dropped_stays_dropped_along_a_chain(folder, tmp_path):
+    to_megatron, out = tmp_path / "megatron.safetensors", tmp_path / "out.safetensors"
+    merge(folder, to_megatron, names=map_chain("llama-hf-to-megatron", SIZES), drop=Q_NORM)
+    chain = map_chain("llama-megatron-to-fused", SIZES)
+    merge(to_megatron, out, names=chain, drop="output_layer.weight")
+    assert "lm_head.weight" not in load_file(out)
+    merge(to_megatron, tmp_path / "x.safetensors", names=chain, drop="*.0.mlp.linear_fc1.weight")
+    left = load_file(out).keys() | {"lm_head.weight"}
+    left -= load_file(tmp_path / "x.safetensors").keys()
+    assert left == {"model.layers.0.mlp.gate_up_proj.weight"}
+    into = {"lm_head.weight": torch.zeros(6, 8), "model.norm.weight": torch.zeros(8)}
+    load_sharded(to_megatron, into=into, names=chain, drop="output_layer.weight")
+    assert not into["lm_head.weight"].any()
+    assert torch.equal(into["model.norm.weight"], load_file(out)["model.norm.weight"])
+
+
+def test_a_config_beside_the_weights_says_type_and_counts(folder, tmp_path):
+    def merged(config: dict[str, object]) -> None:
+        (folder / "config.json").write_text(json.dumps(config))
+        names = map_chain("llama-hf-to-megatron")
+        merge(folder, tmp_path / "o", names=names, drop=Q_NORM, overwrite=True)
+
+    config = {**SIZES, "model_type": "llama", "num_hidden_layers": 2}
+    merged(config)
+    merged({"model_type": "llava", "text_config": config})
+    merged({key: value for key, value in config.items() if key != "model_type"})
+    for other, says in (
+        ({**config, "model_type": "gemma2"}, "of type 'gemma2', the map is for 'llama'"),
+        ({**config, "num_hidden_layers": 3}, "the source lacks 'model.layers.2."),
+        ({**config, "num_hidden_layers": 1}, "has 'model.layers.1.*num_hidden_layers is 1"),
+        ({**config, "attention_bias": True}, r"lacks 'model.layers.0.self_attn.q_proj.bias'"),
+    ):
+        with pytest.raises(LayoutError, match=says):
+            merged(other)
+        (folder / "config.json").unlink()
+        with pytest.raises(LayoutError, match=says):
+            merge(folder, tmp_path / "x", names=map_chain("llama-hf-to-fused", other), drop=Q_NORM)
+    untyped = NameMap.parse('[[map]]\nsource = "a"\ntarget = "b"')
+    assert untyped.with_sizes({"model_type": "anything", "n": 1}).known_sizes() == {"n": 1}
+
+
+def test_sizes_in_the_words_of_a_config():
+    """One without grouped heads, one that keeps sizes in text_config, and one that lacks them."""
+    plain = {"hidden_size": 8, "num_attention_heads": 4, "num_key_value_heads": None}
+    for config in (plain, {"hidden_size": 3, "text_config": plain}):
+        known = load_map("llama-hf-to-megatron", config).known_sizes()
+        assert (known["g"], known["q"], known["d"]) == (4, 1, 2)
+    for lacking in ("vocab_size", "num_attention_heads"):
+        some = {key: size for key, size in SIZES.items() if key != lacking}
+        with pytest.raises(LayoutError, match=f"the size '{lacking}' is not known"):
+            load_map("llama-hf-to-megatron", some).target_shapes(SHAPES)
+    with pytest.raises(LayoutError) as error:
+        load_map("llama-hf-to-megatron", {**SIZES, "num_key_value_heads": 4}).target_shapes(SHAPES)
+    assert "the factors num_key_value_heads head_dim come to" in str(error.value)
+
+
+def bounded() -> dict[str, str]:
+    squares = "".join(f's{i} = "s{i - 1}*s{i - 1}"\n' for i in range(1, 40))
+    names = "".join(f"{{{c}}}" for c in "abcdefgh")
+    row = '[[map]]\nsource = ["w", "e c", "e[{e}]"]\ntarget = ["v.{e}", "c"]\n'
+    one = '[[map]]\nsource = "w"\ntarget = "v"\n'
+    return {
+        "a size above": f"[sizes]\ns0 = 9\n{squares}{one}",
+        "is made of itself": f'[sizes]\na = "b"\nb = "a"\n{one}',
+        "side by side": f'{one}[[unused]]\nsource = "{names}x"\n',
+        "more than 1,048,576 equations": row,
+        "no tensor is": '[sizes]\nn = 9223372036854775807\n[[map]]\nsource = ["w", "a b"]\n'
+        'target = ["v", "(a n) b", "n[0]"]\n',
+        "is no size of a dim": '[sizes]\nn = -4\n[[map]]\nsource = ["w", "(n a) b"]\n'
+        'target = ["v", "(a n) b"]\n',
+        "characters at most": f'[[map]]\nsource = ["w", "{"a " * 600}"]\ntarget = "v"\n',
+        "more than 10,000 tables": one * 10_001,
+        "more than 10,000 entries": "[sizes]\n" + "".join(f"k{i} = 1\n" for i in range(10_001)),
+        "has optional, source, target, not 'opt'": f'{one}opt = "x"\n',
+        "model_types is a list": f'model_types = "llama"\n{one}',
+        "optional is a name": f"{one}optional = true\n",
+    }
+
+
+@pytest.mark.parametrize("says", bounded())
+def test_every_number_of_a_map_has_a_bound(says):
+    started = time.process_time()
+    shapes = {"w": (10**9, 1)}
+
+    def checked() -> None:
+        map_ = NameMap.parse(bounded()[says])
+        check_map(map_, shapes, map_.target_shapes(shapes))
+
+    with pytest.raises(LayoutError, match=says):
+        checked()
+    assert time.process_time() - started < 5
+
+
+def test_large_honest_maps_are_quick():
+    started = time.process_time()
+    chain = "".join(f'k{i} = "k{i + 1}"\n' for i in range(4000))
+    assert NameMap.parse(f"[sizes]\n{chain}k4000 = 7\n").known_sizes()["k0"] == 7
+    turned = (
+        '[sizes]\na = 10\nc = 100\n[[map]]\nsource = ["w", "(a b c)"]\ntarget = ["v", "(c b a)"]'
+    )
+    assert check_map(NameMap.parse(turned), {"w": (10**8,)}, {"v": (10**8,)})
+    odd = '[[map]]\nsource = ["w", "(x two)", "two[0]"]\ntarget = ["a", "x"]\n'
+    odd += '[[map]]\nsource = ["w", "(x two)", "two[1]"]\ntarget = ["b", "x"]\n[sizes]\ntwo = 2\n'
+    shapes = {"w": (10**7,)}
+    map_ = NameMap.parse(odd)
+    assert check_map(map_, shapes, map_.target_shapes(shapes))
+    # 60 layers of 256 experts.
+    experts = {f"l.{i}.e.{e}.w": (4, 2) for i in range(60) for e in range(256)}
+    stack = NameMap.parse(
+        '[sizes]\ne = 256\n[[map]]\nsource = ["l.{i}.e.{e}.w", "a b"]\n'
+        'target = ["l.{i}.w", "e a b", "e[{e}]"]'
+    )
+    made = stack.target_shapes(experts)
+    assert made == {f"l.{i}.w": (256, 4, 2) for i in range(60)}
+    assert check_map(stack, experts, made)
+    assert check_map(stack.reversed(), made, experts)
+    assert time.process_time() - started < 10
