@@ -83,6 +83,10 @@ WITHOUT_VALUES: Final = frozenset((SAFETENSORS, DCP_HF))
 """Formats that hold nothing but tensors."""
 
 
+WITH_OBJECTS: Final = frozenset((NATIVE, DCP, TORCH_FILE, RANK_FILES))
+"""Formats of one state dict; what runs of Megatron or DeepSpeed note of themselves is theirs."""
+
+
 class Format(NamedTuple):
     """A way to write checkpoints that can be read."""
 
