@@ -87,9 +87,9 @@ def telling(
     communicator: Communicator, source: DeviceMesh, target: DeviceMesh
 ) -> AbstractContextManager[None]:
     """Let all ranks of both meshes know of an error; see `Communicator.telling`."""
-    if not isinstance(target, DeviceMesh):  # an error, of which the source's ranks are told
-        target = source
-    return communicator.on(common_mesh(source, target)).telling((source, target))
+    # What is no mesh is an error, of which the source's ranks are told.
+    other = target if isinstance(target, DeviceMesh) else source
+    return communicator.on(common_mesh(source, other)).telling((source, other))
 
 
 @lru_cache(maxsize=4096)

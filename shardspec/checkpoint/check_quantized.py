@@ -224,8 +224,7 @@ def check_stored_plan(
         return
     _check_casts(plan, known.why, dtype, source)
     layouts = {move.target_name: move.target for move in plan.moves}
-    layouts |= {tie.target_name: plan.moves[tie.first].target for tie in plan.ties}
-    check_blocks(mapped(source, names), layouts, known)
+    check_blocks(mapped(source, names, dropped=plan.dropped), layouts, known)
 
 
 def check_plan(plan: ReshardPlan, dtype: object) -> None:
