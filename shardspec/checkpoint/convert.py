@@ -25,6 +25,7 @@ from shardspec.checkpoint.catalog import (
     memoize_by_boxes,
 )
 from shardspec.checkpoint.check_quantized import check_blocks
+from shardspec.checkpoint.choice import Choice, Patterns, Renames
 from shardspec.checkpoint.commit import Destination, names_below, opened
 from shardspec.checkpoint.coordinate import Member, Progress, together
 from shardspec.checkpoint.formats import names as known
@@ -33,9 +34,6 @@ from shardspec.checkpoint.open import as_catalog, open_checkpoint
 from shardspec.checkpoint.output import DiskOutput, StoreOutput, WriteOptions
 from shardspec.checkpoint.read_boxes import check_replicas, crc_text
 from shardspec.checkpoint.select import (
-    Choice,
-    Patterns,
-    Renames,
     carried_values,
     check_dropped,
     layouts_by_rules,

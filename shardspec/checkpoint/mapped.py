@@ -14,7 +14,7 @@ from typing import Final, TypeAlias
 
 from shardspec.boxes import Box, box_shape, box_size
 from shardspec.checkpoint import catalog
-from shardspec.checkpoint.select import Choice, wanted_names
+from shardspec.checkpoint.choice import Choice, wanted_names
 from shardspec.checkpoint.store import SourceFile, file_inside
 from shardspec.dtypes import item_bytes
 from shardspec.errors import LayoutError

@@ -2,13 +2,12 @@
 
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
-from fnmatch import fnmatchcase
 from functools import lru_cache, partial
-from itertools import chain
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 from shardspec.checkpoint.catalog import Catalog, OpaqueValue, is_plain, opaque_parts
 from shardspec.checkpoint.check_quantized import refuse_casts
+from shardspec.checkpoint.choice import Choice, Renames, first_names, wanted_names
 from shardspec.checkpoint.state_dict import KeyPath, unflatten
 from shardspec.checkpoint.targets import OutputTensor
 from shardspec.dtypes import dtype_name, is_cast, is_floating, packed
@@ -17,38 +16,6 @@ from shardspec.layout.layout import Layout, SpecLike, match_rules
 from shardspec.layout.spec import ShardingSpec
 from shardspec.mesh import DeviceMesh
 from shardspec.text import counted, shown
-
-Patterns: TypeAlias = str | Sequence[str]
-"""One pattern of names, or several."""
-Renames: TypeAlias = Mapping[str, str] | Sequence[tuple[str, str]]
-"""Regular expressions, each with what its first match in a name is replaced with."""
-
-
-class Choice(NamedTuple):
-    """Which tensors are wanted of a checkpoint, and how; see `merge`."""
-
-    include: Patterns | None = None
-    exclude: Patterns = ()
-    rename: Renames = ()
-    dtype: str | None = None
-    drop: Patterns = ()
-
-    def wants(self, name: str) -> bool:
-        """Return whether something of a name is wanted."""
-        included = self.include is None or _matches(name, self.include)
-        return included and not (_matches(name, self.exclude) or _matches(name, self.drop))
-
-    def after_map(self) -> "Choice":
-        """Return what is left to be done where a map has been taken of what is wanted."""
-        return Choice(None, (), self.rename, self.dtype)
-
-
-def _patterns(patterns: Patterns) -> Sequence[str]:
-    return (patterns,) if isinstance(patterns, str) else patterns
-
-
-def _matches(name: str, patterns: Patterns) -> bool:
-    return any(fnmatchcase(name, pattern) for pattern in _patterns(patterns))
 
 
 def select(source: Catalog, choice: Choice) -> list[OutputTensor]:
@@ -66,7 +33,7 @@ def select(source: Catalog, choice: Choice) -> list[OutputTensor]:
         if not any(re.search(pattern, name) for name in source.extras):
             raise CheckpointError(
                 f"the expression {pattern!r} matches no name that is to be renamed in "
-                f"{source.directory}; the names start with {_first(names)}"
+                f"{source.directory}; the names start with {first_names(names)}"
             )
     wanted = []
     for name in names:
@@ -74,31 +41,6 @@ def select(source: Catalog, choice: Choice) -> list[OutputTensor]:
         dtype = target if target and is_cast(tensor.dtype, target) else tensor.dtype
         wanted.append(OutputTensor(renamed[name], name, tensor.shape, dtype))
     return sorted(wanted, key=lambda tensor: tensor.name)
-
-
-def wanted_names(source: Catalog, choice: Choice) -> list[str]:
-    """Return the names of the tensors that patterns choose; see `select`."""
-    if choice.include is not None and not choice.include:
-        raise CheckpointError("include has no pattern; leave it out where all is wanted")
-    known = (*source.names, *source.extras)
-    patterns = (choice.include or (), choice.exclude, choice.drop)
-    for pattern in chain.from_iterable(map(_patterns, patterns)):
-        if not any(fnmatchcase(name, pattern) for name in known):
-            raise CheckpointError(
-                f"pattern {pattern!r} matches nothing of {source.directory}; the names start "
-                f"with {_first(source.names)}"
-            )
-    names = [name for name in source.names if choice.wants(name)]
-    if not names and source.names:
-        raise CheckpointError(
-            f"no tensor of {source.directory} is left of {len(source.names)}; include more, or "
-            "exclude less"
-        )
-    return names
-
-
-def _first(names: Sequence[str]) -> str:
-    return ", ".join(map(repr, names[:3])) or "(there are none)"
 
 
 def _float_dtype(dtype: str) -> str:

@@ -342,7 +342,7 @@ def diff_command(
       shardspec diff ckpt model-bf16.safetensors --rtol 1e-2
       shardspec diff ckpt model.safetensors --include 'model.*' --rename '^model[.]' ''
     """
-    from shardspec.checkpoint.select import Choice
+    from shardspec.checkpoint.choice import Choice
     from shardspec.checkpoint.verify import diff_checkpoints, names_to_compare, values_to_compare
 
     one, other = source.open(a, b)

@@ -384,9 +384,9 @@ def plan_state_command(
       shardspec plan-state ckpt --mesh 8 --map llama-hf-to-fused --sizes config.json
     """
     from shardspec.checkpoint.check_quantized import check_stored_plan
+    from shardspec.checkpoint.choice import Choice
     from shardspec.checkpoint.load import stored_layouts
     from shardspec.checkpoint.mapped import mapped
-    from shardspec.checkpoint.select import Choice
     from shardspec.resharding.plan import plan_state
 
     mesh, model = cluster.build()
