@@ -127,8 +127,11 @@ def on_all_ranks(error: E) -> E:
 
 
 def is_on_all_ranks(error: BaseException) -> bool:
-    """Say whether the other ranks know of an error, so that none of them waits."""
-    return _ON_ALL_RANKS in vars(error)
+    """Say whether the other ranks know of an error, so that none of them waits.
+
+    That is forgotten then: the same object may be raised once more, by something else.
+    """
+    return bool(vars(error).pop(_ON_ALL_RANKS, False))
 
 
 def check_agreement(notes: Mapping[int, Note]) -> str:

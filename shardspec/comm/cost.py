@@ -62,7 +62,7 @@ class CostModel:
 
     def __post_init__(self) -> None:
         shape = whole_numbers(self.mesh_shape)
-        if not shape or min(shape) < 1:
+        if shape is None or min(shape, default=1) < 1:
             raise MeshError(
                 f"mesh_shape {shown(self.mesh_shape)}: give whole numbers from 1 on, as in (2, 4)"
             )

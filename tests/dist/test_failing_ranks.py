@@ -97,6 +97,7 @@ def _cases(rank: int, place: Path) -> Iterator[tuple[str, str, Callable[[], obje
         with mock.patch.object(where, name, _raises(error)):
             return act()
 
+    # The same objects are raised again and again.
     mine, stop, room = KeyError("mine"), KeyboardInterrupt(), MemoryError("no room")
     yield "run", "KeyError: 'mine'", lambda: plan.run(failing(mine))
     yield "run, interrupted", "KeyboardInterrupt", lambda: plan.run(failing(stop))

@@ -1,6 +1,7 @@
 """Reshard plans between real processes, over gloo."""
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -9,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh as TorchMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from shardspec import DeviceMesh, DTensor, Layout
+from shardspec import DeviceMesh, DTensor, Layout, load_sharded, save_sharded
 from shardspec.comm.process_group import ProcessGroupCommunicator
 from shardspec.errors import ShardSpecError
 from shardspec.resharding.plan import reshard_state
@@ -155,7 +156,34 @@ def _equal_values(rank: int) -> tuple[list[object], list[str]]:
     return [got[0]["b"], sorted(got[0]["c"]), got[1]], said
 
 
-def _all(rank: int):
+def _old_values(place: Path) -> list[str]:
+    """Backward through what `out` held before, whichever way it is overwritten."""
+    mesh = DeviceMesh(range(WORLD), (WORLD,))
+    state = {"w": DTensor(torch.arange(12.0), mesh, "[S0]")}
+    save_sharded(state, place)
+    said = []
+    for way in ("reading", "messages", "files", "into"):
+        ways = ProcessGroupCommunicator(mesh, reads_peers=way == "reading")
+        ways.substitute()
+        held = torch.ones(12)
+        out = {"w": DTensor.from_local(held, mesh, "[R]")}
+        given = torch.ones(12, requires_grad=True)
+        loss = (given * held).sum()
+        if way == "into":
+            load_sharded(place, into=out)
+        elif way == "files":
+            plan_reshard(place, {"w": out["w"].layout}).run({}, out)
+        else:
+            plan_reshard(state, {"w": out["w"].layout}).run(state, out)
+        assert held.tolist() == list(range(12))
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+        said.append(way)
+    return said
+
+
+def _all(rank: int, place: Path):
+    assert len(_old_values(place)) == 4
     found = _random_cases(rank, SEEDS), _torch_state(rank), _disagreements(rank)
     changed = _changed(rank, range(60)), _tied(rank), _equal_values(rank)
     values, said = _values(rank)
@@ -173,7 +201,7 @@ def _all(rank: int):
 
 
 def test_in_a_job(tmp_path):
-    results = run_ranks(WORLD, tmp_path, _all)
+    results = run_ranks(WORLD, tmp_path, _all, tmp_path / "saved")
     assert sum(compared for (compared, _), _, _, _ in results) > 500
     for (_, wrong), from_torch, said, _ in results:
         assert wrong == []
