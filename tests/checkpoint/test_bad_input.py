@@ -418,7 +418,7 @@ def test_headers_cut_at_every_byte(tmp_path):
     data = path.read_bytes()
     for length in range(len(data)):
         path.write_bytes(data[:length])
-        with pytest.raises(CheckpointError, match="truncated"):
+        with pytest.raises(CheckpointError, match="truncated" if length else "is empty"):
             merge(ckpt, tmp_path / "out")
     path.write_bytes(data)
     merge(ckpt, tmp_path / "out")
