@@ -313,7 +313,7 @@ def made_by(name: str, function: Callable[..., object]) -> Global:
         except ValueError as error:
             problem = f": {error}"
         raise RefusedError(
-            f"calls {name} with arguments that it does not take{problem}; it is damaged"
+            f"calls {name} with arguments that it does not take{problem}; it is damaged, restore it"
         )
 
     return Global(name, (), {"__new__": make})
