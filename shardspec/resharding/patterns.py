@@ -30,8 +30,8 @@ def placeholders(text: str) -> set[str]:
 
 def check_pattern(name: str) -> None:
     """Raise LayoutError unless digits of a name tell which placeholder they belong to."""
-    _, *between, _ = _PLACEHOLDER.split(name) if "{" in name else ("", "")
-    if any(not _DIGITS.sub("", text) for text in between[1::2]):
+    between = _PLACEHOLDER.split(name)[2:-1:2]
+    if any(not _DIGITS.sub("", text) for text in between):
         raise LayoutError(
             f"{shown(name)} has placeholders side by side; put text other than digits between them"
         )

@@ -18,7 +18,7 @@ __all__ = ["losses"]
 _Shapes = dict[str, tuple[int, ...]]
 _LAYERS, _EXPERTS, _V, _H, _F = 3, 3, 10, 16, 12
 _WAYS: Final = ("megatron", "torch_dist", "fused")
-_COMMON: Final = {
+_COMMON: Final[dict[str, object]] = {
     "hidden_size": _H,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,

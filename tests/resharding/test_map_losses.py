@@ -2,6 +2,7 @@
 
 import json
 import time
+from collections.abc import Mapping
 
 import pytest
 import torch
@@ -76,7 +77,7 @@ WHOLE = {
 }
 
 
-def problems(map_: NameMap, source: dict[str, tuple[int, ...]]) -> str:
+def problems(map_: NameMap, source: Mapping[str, tuple[int, ...]]) -> str:
     map_ = map_.with_sizes({"l": 3, "e": 2})
     report = check_map(map_, source, map_.target_shapes(source))
     assert bool(report) == (not report.problems and not report.unused)
