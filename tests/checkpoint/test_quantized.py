@@ -1,7 +1,7 @@
 """Quantised tensors are kept as they are: not cast, and not cut inside what shares a scale."""
 
 import json
-import re
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from shardspec import DeviceMesh, DTensor, Layout, load_sharded, merge, plan_reshard, reshard
 from shardspec.cli.main import cli
 from shardspec.errors import DTypeError, LayoutError, ShardSpecError
-from shardspec.resharding.maps import NameMap
+from shardspec.resharding.name_map import NameMap
 
 TWO = DeviceMesh(range(2), (2,))
 FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
@@ -34,8 +34,8 @@ def run(*args):
     return CliRunner().invoke(cli, list(map(str, args)), catch_exceptions=False)
 
 
-NORM = {"norm.weight": ("float32", 8)}
-SCHEMES = {
+NORM: dict[str, tuple[Any, ...]] = {"norm.weight": ("float32", 8)}
+SCHEMES: dict[str, dict[str, tuple[Any, ...]]] = {
     "FP8 blocks": {"a.weight": ("float8_e4m3fn", 8, 8), "a.weight_scale_inv": ("float32", 1, 1)},
     "FP8 of experts": {
         "mlp.experts.down_proj": ("float8_e4m3fn", 2, 8, 8),
@@ -202,7 +202,8 @@ def test_plans_between_layouts_in_memory():
             "norm": Layout(mesh, "[R]", (4,), "float32"),
         }
 
-    for target in ((TWO, {}), (DeviceMesh(range(4), (4,)), {})):
+    targets: list[tuple[DeviceMesh, dict[str, str]]] = [(TWO, {}), (DeviceMesh(range(4), (4,)), {})]
+    for target in targets:
         with pytest.raises(DTypeError, match="is quantised"):
             plan_reshard(state("[R,R]"), target, dtype="bf16")
     for dtypes in (("bfloat16", "float32"), ("float8_e4m3fn", "bfloat16")):
@@ -261,7 +262,7 @@ def test_all_ways_to_cut_look_at_blocks_and_name_a_spec_that_works(tmp_path):
     assert "cuts dim 0 at 0:96, inside a block of 128 elements" in said
     source, mesh = fp8_model(tmp_path / "more", rows=1000), DeviceMesh(range(4), (4,))
     (said,) = every_way(source, mesh, {"a.weight": "[S0,R]"}, tmp_path)
-    better = re.fullmatch(r".*; cut at multiples of 128, as (\S+)", said)[1]
+    better = said.rpartition("; cut at multiples of 128, as ")[2]
     assert better == "[S0*128,R]"
     assert every_way(source, mesh, {"a.weight": better}, tmp_path) == {""}
 

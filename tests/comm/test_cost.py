@@ -1,4 +1,5 @@
 from itertools import combinations, permutations
+from typing import Any
 
 import numpy as np
 import pytest
@@ -164,5 +165,6 @@ def test_bounds_that_are_no_number_of_bytes(bound):
     ):
         with pytest.raises(LayoutError, match=r"^max_bytes is .*; give a whole number of bytes"):
             act()
-    for enough in (48, 48.0, np.int64(48), 2**2000):
+    numbers: tuple[Any, ...] = (48, 48.0, np.int64(48), 2**2000)
+    for enough in numbers:
         assert LayoutConverter().plan(layout, "[R]", max_bytes=enough).peak_bytes == 40

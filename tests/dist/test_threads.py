@@ -21,8 +21,9 @@ pytestmark = pytest.mark.dist
 TIMES = 15
 NAMED = [DeviceMesh(range(2), axis_names=(name,)) for name in ("a", "b", "c")]
 LINKED = [
-    DeviceMesh(range(2), mesh_alpha=[alpha], mesh_beta=[beta], link_model=model)
-    for alpha, beta, model in ((0, 1, "ring"), (0, 2, "ring"), (0, 2, "shared-bus"))
+    DeviceMesh(range(2), mesh_alpha=[0], mesh_beta=[1]),
+    DeviceMesh(range(2), mesh_alpha=[0], mesh_beta=[2]),
+    DeviceMesh(range(2), mesh_alpha=[0], mesh_beta=[2], link_model="shared-bus"),
 ]
 Work = Callable[[], None]
 
