@@ -1,0 +1,188 @@
+"""What torch's DTensor does inside a function, watched: writes that would be lost, and the like.
+
+All of it is decided from layouts, so that every rank refuses alike.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Final
+
+import torch
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.tensor import DTensor as TorchDTensor
+from torch.distributed.tensor import Partial, Replicate
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from shardspec.errors import LayoutError
+from shardspec.interop.torch_dtensor import is_strided, layout_of
+
+_aten: Final = torch.ops.aten
+_VIEWS: Final = (_aten.view.default, _aten._unsafe_view.default, _aten.reshape.default)
+_FILLS: Final = (_aten.fill_.Scalar, _aten.fill_.Tensor)
+_SUMS: Final = (_aten.add.Tensor, _aten.sub.Tensor, _aten.add_.Tensor, _aten.sub_.Tensor)
+_SUM: Final = Partial("sum")
+_FILLED_ALIKE: Final = (Partial("avg"), Partial("max"), Partial("min"))
+"""Reductions whose result is what every addend is."""
+
+
+def is_copy_of(view: TorchDTensor, base: TorchDTensor) -> bool:
+    """Whether torch calls a tensor a view of another, but has moved its shards to other memory."""
+    return torch._C._is_alias_of(view, base) and not torch._C._is_alias_of(
+        _memory(view), _memory(base)
+    )
+
+
+def _memory(tensor: TorchDTensor) -> torch.Tensor:
+    local = tensor._local_tensor
+    return local.elem if isinstance(local, AsyncCollectiveTensor) else local
+
+
+@dataclass(slots=True)
+class Earlier:
+    """Whether a function was right on layouts without help, so that it need not be watched."""
+
+    found: bool = False
+
+
+@lru_cache(maxsize=4096, typed=True)
+def was_right(*_call: object) -> Earlier:
+    """Return what was found out about such a call, to be changed where more is."""
+    return Earlier()
+
+
+# torch leaves the methods of TorchDispatchMode untyped.
+class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Watch the operations of a function; refuse or mend what torch gets wrong without a word.
+
+    - A view of a tensor that torch has as strided shards, as of S10, is refused: torch flattens it
+      in another order than the tensor's, inside matrix products too.
+    - A write to a view whose shards torch has moved to other memory is refused: the tensor itself
+      would not change.
+    - A pending sum is filled on one device, and the addends of the others become zero.
+    - A tensor without dims is added to a pending sum as another one. Torch does so too, but then
+      takes Python's numbers for such tensors: it remembers both as one.
+
+    Parameters
+    ----------
+    name
+        The function.
+    copies
+        Arguments that are such views already.
+    back
+        Whether gradients are computed: then an operation that torch refuses is named with the
+        specs of its arguments.
+    """
+
+    def __init__(self, name: str, copies: Iterable[TorchDTensor], *, back: bool) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # untyped in torch
+        self._name, self._copies, self._back = name, list(copies), back
+        self.mended = False
+        """Whether the function is right only while it is watched."""
+        self.lost = False
+        """Whether a write was refused because the tensor itself would not change."""
+
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., object],
+        _types: object,
+        args: Sequence[object] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
+        """Call the operation unless its result would be wrong."""
+        kwargs = kwargs or {}
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, TorchDTensor)]
+        first = args[0] if args else None
+        if func in _VIEWS and isinstance(first, TorchDTensor) and is_strided(first):
+            raise LayoutError(
+                f"{self._name}: it takes a view of a tensor of shape {tuple(first.shape)} whose "
+                "axes split a dim in descending order, as S10 does, and torch mixes up its parts; "
+                "redistribute to ascending order first, as to S01"
+            )
+        if isinstance(func, torch._ops.OpOverload) and func._schema.is_mutable:
+            self._check_writes(func, args, kwargs)
+        if func in _FILLS and isinstance(first, TorchDTensor):
+            self._check_filled(first)
+            if not _is_first(first):
+                func, args = _aten.zero_.default, (first,)
+        elif func in _SUMS:
+            args = self._addends(args)
+        try:
+            result = func(*args, **kwargs)
+        except RuntimeError as error:
+            reason, _, rest = str(error).strip().partition("\n")
+            if not self._back or "Sharding propagation failed" not in rest:
+                raise
+            name = str(func).removeprefix("aten.").partition(".")[0]
+            specs = specs_text(str(layout_of(t).labelled_spec) for t in tensors)
+            raise LayoutError(
+                f"{name} on the way back is not possible on {specs}: {reason.rstrip('.')}; "
+                "redistribute first"
+            ) from None
+        self._copies += [
+            leaf
+            for leaf in tree_leaves(result)
+            if isinstance(leaf, TorchDTensor)
+            and any(is_copy_of(leaf, t) or self._is_copy(t) for t in tensors)
+            and any(torch._C._is_alias_of(leaf, t) for t in tensors)
+        ]
+        return result
+
+    def _is_copy(self, tensor: object) -> bool:
+        return any(tensor is copy for copy in self._copies)
+
+    def _check_writes(
+        self, func: torch._ops.OpOverload, args: Sequence[object], kwargs: Mapping[str, object]
+    ) -> None:
+        for place, argument in enumerate(func._schema.arguments):
+            given = args[place] if place < len(args) else kwargs.get(argument.name)
+            written = argument.alias_info is not None and argument.alias_info.is_write
+            if written and any(map(self._is_copy, tree_leaves(given))):
+                self.lost = True
+                raise LayoutError(
+                    f"{self._name}: it writes to a part of a tensor that torch has gathered into a "
+                    "copy, so that the tensor itself would not change; redistribute first, so that "
+                    "the dims that are indexed are not sharded, or clone() the part"
+                )
+
+    def _check_filled(self, tensor: TorchDTensor) -> None:
+        for placement in tensor.placements:
+            if placement == _SUM:
+                self.mended = True
+            elif placement.is_partial() and placement not in _FILLED_ALIKE:
+                raise LayoutError(
+                    f"{self._name}: torch {torch.__version__} fills every addend of the pending "
+                    f"reduction of {layout_of(tensor).labelled_spec}; redistribute first"
+                )
+
+    def _addends(self, args: Sequence[object]) -> Sequence[object]:
+        """Return two summands; if one is a pending sum and the other has no dims, both pending."""
+        sums = [t for t in args[:2] if isinstance(t, TorchDTensor) and _SUM in t.placements]
+        if len(sums) != 1:
+            return args
+        (pending,) = sums
+        other = args[0] if pending is args[1] else args[1]
+        if not isinstance(other, torch.Tensor) or other.dim() > 0:
+            return args
+        if isinstance(other, TorchDTensor):
+            if any(placement.is_partial() for placement in other.placements):
+                return args
+            other = other._local_tensor
+        self.mended = True
+        addend = other if _is_first(pending) else torch.zeros_like(other)
+        placements = [p if p.is_partial() else Replicate() for p in pending.placements]
+        both = TorchDTensor.from_local(addend, pending.device_mesh, placements, run_check=False)
+        return *((t if t is pending else both) for t in args[:2]), *args[2:]
+
+
+def _is_first(tensor: TorchDTensor) -> bool:
+    """Whether this device is the first of those whose addends of a pending sum are added up."""
+    places = tensor.device_mesh.get_coordinate() or (0,) * tensor.device_mesh.ndim
+    return all(at == 0 for p, at in zip(tensor.placements, places, strict=True) if p == _SUM)
+
+
+def specs_text(specs: Iterable[str]) -> str:
+    """Return the specs of one tensor or several as text."""
+    texts = list(specs)
+    return texts[0] if len(texts) == 1 else f"({', '.join(texts)})"
