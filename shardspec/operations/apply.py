@@ -99,18 +99,13 @@ _GOING_BACK: Final = (torch.Tensor.backward, torch.autograd.backward, torch.auto
 _NORMS: Final = ("linalg_vector_norm", "norm")
 
 
-def _order(args: _Args, kwargs: _Kwargs) -> object:
-    """Return the order of a norm."""
-    return kwargs.get("p", kwargs.get("ord", args[1] if len(args) > 1 else None))
-
-
 def _check_gradient(name: str, args: _Args, kwargs: _Kwargs) -> None:
     """Raise `LayoutError` if the gradient of this call on DTensors would be wrong.
 
     That of a largest element is distributed shard by shard; where several axes split one dim, ranks
     may wait for each other.
     """
-    order = _order(args, kwargs)
+    order = kwargs.get("p", kwargs.get("ord", args[1] if len(args) > 1 else None))
     if name in ("amax", "amin") and len(args) < 2 and not kwargs.get("dim"):
         remedy = f"name the dims, as in {name}((0, 1))"
     elif name in _NORMS and isinstance(order, float) and abs(order) == inf:
@@ -171,7 +166,7 @@ def apply(function: _Function, args: _Args, kwargs: _Kwargs) -> Any:  # noqa: AN
         for leaf in tree_leaves((args[:1] if _WRITES.fullmatch(name) else (), out))
         if isinstance(leaf, TensorLike)
     ]
-    tensors = arguments_for(shown, leaves, call.layouts(), _order(args, kwargs), written)
+    tensors = arguments_for(shown, leaves, call.layouts(), written)
     tracked = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in call.tensors)
     if tracked:
         _check_gradient(shown, args, kwargs)
@@ -191,6 +186,8 @@ def apply(function: _Function, args: _Args, kwargs: _Kwargs) -> Any:  # noqa: AN
                 stack.enter_context(watch)
             result = call.result(tensors)
         earlier.found = not watch.mended
+        if tracked and written:
+            _keep_layout_of_gradient(written)
     except ShardSpecError:
         if not watch.lost or copies or function is not torch.Tensor.__setitem__:
             raise
@@ -212,6 +209,7 @@ def apply(function: _Function, args: _Args, kwargs: _Kwargs) -> Any:  # noqa: AN
             return leaf
         if id(leaf) in owners:
             owners[id(leaf)].follow(leaf)
+            _check_shard(shown, owners[id(leaf)])
             return owners[id(leaf)]
         wrapped = first._wrap(in_our_words(leaf))
         _check_shard(shown, wrapped)
@@ -238,7 +236,20 @@ def _set_in_whole(call: _Call) -> None:
     whole = tensor.redistribute(placements=[Replicate()] * tensor.device_mesh.ndim)
     with implicit_replication():
         call.result([whole, *others])
+        _keep_layout_of_gradient([whole])
         tensor.copy_(whole)
+
+
+def _keep_layout_of_gradient(written: Sequence[TorchDTensor]) -> None:
+    """Let the gradient of what was written to in part arrive in its layout.
+
+    Autograd takes the part from it by the same views, which do not share the shards of any layout.
+    """
+    for tensor in written:
+        base = tensor if tensor._base is None else tensor._base
+        if type(base.grad_fn).__name__ == "CopySlices":
+            to = [Replicate() if p.is_partial() else p for p in base.placements]
+            base.register_hook(lambda gradient, to=to: gradient.redistribute(placements=to))
 
 
 def _check_shard(name: str, result: TensorLike) -> None:

@@ -1,9 +1,9 @@
-"""Where torch's DTensor is right only with other arguments: told by layouts, on every rank alike."""
+"""Where torch's DTensor is right only with other arguments, by layouts, on every rank alike."""
 
 import re
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from math import inf, prod
+from math import prod
 from typing import Final, NamedTuple
 
 import torch
@@ -68,8 +68,6 @@ def is_mean(name: str, kwargs: Mapping[str, object]) -> bool:
     return kwargs.get("reduction") == "mean" and not legacy and name not in _WEIGHTED
 
 
-_EXTREMA: Final = ("max", "min", "amax", "amin", "aminmax", "argmax", "argmin")
-_NORMS: Final = ("linalg_vector_norm", "vector_norm", "norm")
 _LINEAR: Final = re.compile("[ir]?(add|sub|mul|truediv)|subtract|multiply|div|divide|true_divide")
 """Names of functions that take a pending sum and return one, without or with a tensor."""
 _NUMBERS: Final = (torch.int64, torch.float64, torch.complex128, torch.bool)
@@ -77,43 +75,30 @@ _NUMBERS: Final = (torch.int64, torch.float64, torch.complex128, torch.bool)
 
 
 def arguments_for(
-    name: str,
-    leaves: Sequence[object],
-    layouts: Sequence[Layout],
-    order: object,
-    written: Sequence[object],
+    name: str, leaves: Sequence[object], layouts: Sequence[Layout], written: Sequence[object]
 ) -> list[TorchDTensor]:
-    """Return the DTensors among the leaves of arguments, such that torch is right with them.
+    """Return the DTensors among the leaves of a function's arguments, such that torch is right.
 
-    An empty shard has no largest element, so a tensor that has some is gathered. Torch remembers
-    what it found out about an operation on layouts, and there takes tensors without dims for
-    Python's numbers, so a sum that is pending beside such a tensor is finished.
-
-    Parameters
-    ----------
-    name, leaves, layouts
-        The function, the leaves of its arguments, and the layouts of the DTensors among them.
-    order
-        That of a norm.
-    written
-        The arguments that are written to.
+    Torch remembers what it found out about an operation on layouts, and there takes tensors without
+    dims for Python's numbers. So what is pending beside such a tensor is finished, unless the
+    function is linear, or writes to it. So is what `addcdiv` takes: on the way back torch fills a
+    pending sum with a number.
     """
     tensors = [leaf for leaf in leaves if isinstance(leaf, TorchDTensor)]
     facts = [facts_of(layout) for layout in layouts]
-    largest = name in _EXTREMA or (name in _NORMS and order in (inf, -inf, "inf", "-inf"))
-    like_numbers = any(each.is_pending for each in facts) and not _LINEAR.fullmatch(name)
-    if like_numbers:
-        apart = {id(t) for t, each in zip(tensors, facts, strict=True) if not each.is_whole}
-        like_numbers = any(
-            isinstance(leaf, torch.Tensor)
-            and leaf.dim() == 0
-            and leaf.dtype in _NUMBERS
-            and id(leaf) not in apart
-            for leaf in leaves
-        )
+    if not any(each.is_pending for each in facts) or _LINEAR.fullmatch(name):
+        return tensors
+    apart = {id(tensor) for tensor, each in zip(tensors, facts, strict=True) if not each.is_whole}
+    if name != "addcdiv" and not any(
+        isinstance(leaf, torch.Tensor)
+        and leaf.dim() == 0
+        and leaf.dtype in _NUMBERS
+        and id(leaf) not in apart
+        for leaf in leaves
+    ):
+        return tensors
     for place, (tensor, each) in enumerate(zip(tensors, facts, strict=True)):
-        if (largest and each.has_empty_shards) or (like_numbers and each.is_pending):
-            if not any(tensor is other for other in written):
-                whole = [Replicate()] * tensor.device_mesh.ndim
-                tensors[place] = tensor.redistribute(placements=whole)
+        if each.is_pending and not any(tensor is other for other in written):
+            whole = [Replicate()] * tensor.device_mesh.ndim
+            tensors[place] = tensor.redistribute(placements=whole)
     return tensors

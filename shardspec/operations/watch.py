@@ -6,22 +6,33 @@ All of it is decided from layouts, so that every rank refuses alike.
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from math import inf
 from typing import Final
 
 import torch
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor as TorchDTensor
-from torch.distributed.tensor import Partial, Replicate
+from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from shardspec.errors import LayoutError
 from shardspec.interop.torch_dtensor import is_strided, layout_of
+from shardspec.operations.conditions import facts_of
 
 _aten: Final = torch.ops.aten
 _VIEWS: Final = (_aten.view.default, _aten._unsafe_view.default, _aten.reshape.default)
 _FILLS: Final = (_aten.fill_.Scalar, _aten.fill_.Tensor)
 _SUMS: Final = (_aten.add.Tensor, _aten.sub.Tensor, _aten.add_.Tensor, _aten.sub_.Tensor)
+_EXTREMA: Final = (
+    *(_aten.max, _aten.min, _aten.amax, _aten.amin),
+    *(_aten.aminmax, _aten.argmax, _aten.argmin),
+)
+_TRANSPOSED: Final = 6
+"""Where it is among the arguments of a convolution."""
+_NORMS: Final = {_aten.linalg_vector_norm: 1, _aten.norm: 1, _aten.dist: 2}
+"""Norms, and where the order is among their arguments."""
 _SUM: Final = Partial("sum")
 _FILLED_ALIKE: Final = (Partial("avg"), Partial("max"), Partial("min"))
 """Reductions whose result is what every addend is."""
@@ -61,6 +72,9 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     - A write to a view whose shards torch has moved to other memory is refused: the tensor itself
       would not change.
     - A pending sum is filled on one device, and the addends of the others become zero.
+    - An empty shard has no largest element, so a tensor that has some is gathered.
+    - A convolution is refused unless only the batch is sharded; torch has rules for some others,
+      but takes each shard for the whole, and the sizes of a transposed one are wrong.
     - A tensor without dims is added to a pending sum as another one. Torch does so too, but then
       takes Python's numbers for such tensors: it remembers both as one.
 
@@ -100,12 +114,19 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 "axes split a dim in descending order, as S10 does, and torch mixes up its parts; "
                 "redistribute to ascending order first, as to S01"
             )
+        spec = None
         if isinstance(func, torch._ops.OpOverload) and func._schema.is_mutable:
             self._check_writes(func, args, kwargs)
+            spec = first._spec if isinstance(first, TorchDTensor) else None
         if func in _FILLS and isinstance(first, TorchDTensor):
             self._check_filled(first)
             if not _is_first(first):
                 func, args = _aten.zero_.default, (first,)
+        elif _fails_on_empty(func, args) and any(map(_has_empty_shards, tensors)):
+            self.mended = True
+            args = tuple(_gathered(arg) if isinstance(arg, TorchDTensor) else arg for arg in args)
+        elif func is _aten.convolution.default:
+            self._check_convolution(args)
         elif func in _SUMS:
             args = self._addends(args)
         try:
@@ -120,6 +141,8 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 f"{name} on the way back is not possible on {specs}: {reason.rstrip('.')}; "
                 "redistribute first"
             ) from None
+        if isinstance(first, TorchDTensor) and spec is not None:
+            self._check_still_pending(first, spec)
         self._copies += [
             leaf
             for leaf in tree_leaves(result)
@@ -145,6 +168,41 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     "copy, so that the tensor itself would not change; redistribute first, so that "
                     "the dims that are indexed are not sharded, or clone() the part"
                 )
+
+    def _check_still_pending(self, tensor: TorchDTensor, before: DTensorSpec) -> None:
+        """Refuse a write after which torch takes an addend for the whole."""
+        if tensor.placements != before.placements and any(
+            p.is_partial() for p in before.placements
+        ):
+            tensor._spec = before
+            raise LayoutError(
+                f"{self._name}: torch {torch.__version__} cannot write to a tensor of layout "
+                f"{layout_of(tensor).labelled_spec}, whose reduction is pending; redistribute first"
+            )
+
+    def _check_convolution(self, args: Sequence[object]) -> None:
+        given, weight, bias = args[:3]
+        right = not args[_TRANSPOSED]
+        for tensor in (given, weight, bias):
+            if isinstance(tensor, TorchDTensor):
+                batch = (Shard(0),) if tensor is given else ()
+                right &= all(p in (Replicate(), *batch) for p in tensor.placements)
+                right &= not _has_empty_shards(tensor)
+        if not right:
+            texts = (
+                str(layout_of(t).labelled_spec) for t in args[:3] if isinstance(t, TorchDTensor)
+            )
+            raise LayoutError(
+                f"{self._name}: torch {torch.__version__} computes "
+                f"{'a transposed' if args[_TRANSPOSED] else 'a'} convolution wrongly on "
+                f"{specs_text(texts)}; "
+                + (
+                    "do it on to_global()"
+                    if args[_TRANSPOSED]
+                    else "redistribute first, so that weight and bias are whole on every device, "
+                    "and only the batch is sharded, with some of it on each"
+                )
+            )
 
     def _check_filled(self, tensor: TorchDTensor) -> None:
         for placement in tensor.placements:
@@ -174,6 +232,23 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         placements = [p if p.is_partial() else Replicate() for p in pending.placements]
         both = TorchDTensor.from_local(addend, pending.device_mesh, placements, run_check=False)
         return *((t if t is pending else both) for t in args[:2]), *args[2:]
+
+
+def _fails_on_empty(func: Callable[..., object], args: Sequence[object]) -> bool:
+    """Whether a reduction has no value for an empty shard."""
+    kind = getattr(func, "overloadpacket", None)
+    if kind in _NORMS:
+        order = args[_NORMS[kind]] if len(args) > _NORMS[kind] else 2
+        return isinstance(order, int | float) and (order < 0 or order == inf)
+    return kind in _EXTREMA
+
+
+def _has_empty_shards(tensor: TorchDTensor) -> bool:
+    return facts_of(layout_of(tensor)).has_empty_shards
+
+
+def _gathered(tensor: TorchDTensor) -> TorchDTensor:
+    return tensor.redistribute(placements=[Replicate()] * tensor.device_mesh.ndim)
 
 
 def _is_first(tensor: TorchDTensor) -> bool:
