@@ -211,10 +211,21 @@ def apply(function: _Function, args: _Args, kwargs: _Kwargs) -> Any:  # noqa: AN
             owners[id(leaf)].follow(leaf)
             _check_shard(shown, owners[id(leaf)])
             return owners[id(leaf)]
-        wrapped = first._wrap(in_our_words(leaf))
+        try:
+            spoken = in_our_words(leaf)
+            wrapped = first._wrap(spoken)
+        except (RuntimeError, IndexError) as error:
+            specs = specs_text(str(layout.labelled_spec) for layout in call.layouts())
+            raise LayoutError(
+                f"{shown}: torch {torch.__version__} cannot finish the sum that it leaves pending "
+                f"on {specs} ({error}); redistribute first"
+            ) from None
         _check_shard(shown, wrapped)
-        wrapped.is_copied_part = any(is_copy_of(leaf, tensor) for tensor in call.tensors) or any(
-            torch._C._is_alias_of(leaf, copy) for copy in copies
+        wrapped.is_copied_part = (
+            watch.is_copy(leaf)
+            or any(is_copy_of(leaf, tensor) for tensor in call.tensors)
+            or any(torch._C._is_alias_of(leaf, copy) for copy in copies)
+            or (spoken is not leaf and any(torch._C._is_alias_of(leaf, t) for t in call.tensors))
         )
         return wrapped
 

@@ -142,17 +142,29 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 "redistribute first"
             ) from None
         if isinstance(first, TorchDTensor) and spec is not None:
-            self._check_still_pending(first, spec)
-        self._copies += [
-            leaf
-            for leaf in tree_leaves(result)
-            if isinstance(leaf, TorchDTensor)
-            and any(is_copy_of(leaf, t) or self._is_copy(t) for t in tensors)
-            and any(torch._C._is_alias_of(leaf, t) for t in tensors)
-        ]
+            self._check_kept(first, spec)
+        self._note_copies(func, tensors, result)
         return result
 
-    def _is_copy(self, tensor: object) -> bool:
+    def _note_copies(
+        self, func: Callable[..., object], tensors: Sequence[TorchDTensor], result: object
+    ) -> None:
+        views = [leaf for leaf in tree_leaves(result) if isinstance(leaf, TorchDTensor)]
+        for view in views:
+            if any(torch._C._is_alias_of(view, t) and self.is_copy(t) for t in tensors) or any(
+                is_copy_of(view, t) for t in tensors
+            ):
+                self._copies.append(view)
+        # Of several views torch does not say of what they are.
+        if isinstance(result, list | tuple) and isinstance(func, torch._ops.OpOverload):
+            base = _memory(tensors[0]) if tensors and func._schema._is_view_op() else None
+            for view in views:
+                if base is not None and not torch._C._is_alias_of(_memory(view), base):
+                    self._copies.append(view)
+                    self.mended = True
+
+    def is_copy(self, tensor: object) -> bool:
+        """Whether a tensor is a view whose shards torch has moved."""
         return any(tensor is copy for copy in self._copies)
 
     def _check_writes(
@@ -161,7 +173,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for place, argument in enumerate(func._schema.arguments):
             given = args[place] if place < len(args) else kwargs.get(argument.name)
             written = argument.alias_info is not None and argument.alias_info.is_write
-            if written and any(map(self._is_copy, tree_leaves(given))):
+            if written and any(map(self.is_copy, tree_leaves(given))):
                 self.lost = True
                 raise LayoutError(
                     f"{self._name}: it writes to a part of a tensor that torch has gathered into a "
@@ -169,15 +181,14 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     "the dims that are indexed are not sharded, or clone() the part"
                 )
 
-    def _check_still_pending(self, tensor: TorchDTensor, before: DTensorSpec) -> None:
-        """Refuse a write after which torch takes an addend for the whole."""
-        if tensor.placements != before.placements and any(
-            p.is_partial() for p in before.placements
-        ):
+    def _check_kept(self, tensor: TorchDTensor, before: DTensorSpec) -> None:
+        """Refuse a write after which torch takes a shard, or an addend, for something else."""
+        pairs = zip(tensor.placements, before.placements, strict=True)
+        if any(type(p) is not type(q) for p, q in pairs):
             tensor._spec = before
             raise LayoutError(
                 f"{self._name}: torch {torch.__version__} cannot write to a tensor of layout "
-                f"{layout_of(tensor).labelled_spec}, whose reduction is pending; redistribute first"
+                f"{layout_of(tensor).labelled_spec} here; redistribute first"
             )
 
     def _check_convolution(self, args: Sequence[object]) -> None:

@@ -103,6 +103,10 @@ def writes_to_parts(mesh: DeviceMesh) -> list[str]:
                     write(take(ours))
                     write(take(whole))
                     same(ours, whole)
+    ours, whole = ones("[R,S0]")
+    refused(ours.flatten().mul_, 3)
+    refused(ours.index_add_, 1, Cut(torch.tensor([0, 1]), mesh, "[R]"), ours[:, :2])
+    same(ours, whole)
     # A copy is nobody's part.
     ours, whole = ones("[S0,R]")
     same(ours[:2].clone().zero_(), whole[:2] * 0)
