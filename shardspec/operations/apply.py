@@ -9,6 +9,7 @@ import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from math import inf
 from typing import Any, Final, TypeAlias
 
@@ -27,7 +28,7 @@ from shardspec.layout.spec import ShardingSpec
 from shardspec.mesh import DeviceMesh
 from shardspec.operations.conditions import arguments_for, facts_of, is_mean, never_merge_gathers
 from shardspec.operations.tensor import TensorLike
-from shardspec.operations.watch import Watch, is_copy_of, specs_text, was_right
+from shardspec.operations.watch import Watch, is_alias, is_copy_of, specs_text, was_right
 from shardspec.shards import check_copies
 
 _REFUSALS: Final = (RuntimeError, ValueError, AssertionError, TypeError)
@@ -224,8 +225,8 @@ def apply(function: _Function, args: _Args, kwargs: _Kwargs) -> Any:  # noqa: AN
         wrapped.is_copied_part = (
             watch.is_copy(leaf)
             or any(is_copy_of(leaf, tensor) for tensor in call.tensors)
-            or any(torch._C._is_alias_of(leaf, copy) for copy in copies)
-            or (spoken is not leaf and any(torch._C._is_alias_of(leaf, t) for t in call.tensors))
+            or any(is_alias(leaf, copy) for copy in copies)
+            or (spoken is not leaf and any(is_alias(leaf, t) for t in call.tensors))
         )
         return wrapped
 
@@ -258,9 +259,11 @@ def _keep_layout_of_gradient(written: Sequence[TorchDTensor]) -> None:
     """
     for tensor in written:
         base = tensor if tensor._base is None else tensor._base
+        assert isinstance(base, TorchDTensor)
         if type(base.grad_fn).__name__ == "CopySlices":
             to = [Replicate() if p.is_partial() else p for p in base.placements]
-            base.register_hook(lambda gradient, to=to: gradient.redistribute(placements=to))
+            # torch leaves register_hook untyped.
+            base.register_hook(partial(TorchDTensor.redistribute, placements=to))  # type: ignore[no-untyped-call]
 
 
 def _check_shard(name: str, result: TensorLike) -> None:

@@ -40,9 +40,13 @@ _FILLED_ALIKE: Final = (Partial("avg"), Partial("max"), Partial("min"))
 
 def is_copy_of(view: TorchDTensor, base: TorchDTensor) -> bool:
     """Whether torch calls a tensor a view of another, but has moved its shards to other memory."""
-    return torch._C._is_alias_of(view, base) and not torch._C._is_alias_of(
-        _memory(view), _memory(base)
-    )
+    return is_alias(view, base) and not is_alias(_memory(view), _memory(base))
+
+
+def is_alias(view: torch.Tensor, base: torch.Tensor) -> bool:
+    """Whether torch takes two tensors for the same memory."""
+    # torch's stubs lack it.
+    return bool(torch._C._is_alias_of(view, base))  # type: ignore[attr-defined]
 
 
 def _memory(tensor: TorchDTensor) -> torch.Tensor:
@@ -151,7 +155,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> None:
         views = [leaf for leaf in tree_leaves(result) if isinstance(leaf, TorchDTensor)]
         for view in views:
-            if any(torch._C._is_alias_of(view, t) and self.is_copy(t) for t in tensors) or any(
+            if any(is_alias(view, t) and self.is_copy(t) for t in tensors) or any(
                 is_copy_of(view, t) for t in tensors
             ):
                 self._copies.append(view)
@@ -159,7 +163,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if isinstance(result, list | tuple) and isinstance(func, torch._ops.OpOverload):
             base = _memory(tensors[0]) if tensors and func._schema._is_view_op() else None
             for view in views:
-                if base is not None and not torch._C._is_alias_of(_memory(view), base):
+                if base is not None and not is_alias(_memory(view), base):
                     self._copies.append(view)
                     self.mended = True
 
