@@ -140,9 +140,7 @@ def beside_pending_sums(rank: int, mesh: DeviceMesh) -> None:
     number = iter(range(2, 60))
     kinds: list[Any] = [
         lambda n: n,
-        lambda n: float(n),
         lambda n: torch.tensor(n),
-        lambda n: torch.tensor(float(n)).double(),
         lambda n: Cut(torch.tensor(n), mesh, "[]"),
     ]
     calls: list[Any] = [
