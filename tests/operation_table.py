@@ -116,8 +116,9 @@ NORMALISATIONS = [
     ),
     _of("normalize", lambda a: F.normalize(a, dim=1), EVEN, refused=True),
     _of("cross_entropy", lambda a, i: F.cross_entropy(a, i), (8, 5), (8,), integers=(1,)),
-    # F.mse_loss is refused: its gradient torch 2.13 gets wrong wherever it is cut.
     _of("mean square", lambda a, b: ((a - b) ** 2).mean(), EVEN, EVEN),
+    _of("mse_loss", F.mse_loss, ODD, ODD),
+    _of("smooth_l1_loss", lambda a, b: F.smooth_l1_loss(a, b, beta=0.5), ODD, ODD),
 ]
 LOOK_UPS = [
     _of("embedding", F.embedding, (4, 3), (5, 6), integers=(0,), refused=True),

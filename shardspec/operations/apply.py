@@ -1,24 +1,24 @@
 """Torch operations on DTensors, done by torch's own DTensor; errors with a remedy where it fails.
 
-Where torch refuses layouts, others are tried on meta tensors, which only propagates shapes and
-layouts. What torch computes wrongly was found by comparing torch 2.13 with one process, over
-layouts of a mesh of two axes.
+What torch computes wrongly was found by comparing torch 2.13 with one process, over the samples of
+its own tests. It is given other arguments, watched, or refused; what decides is layouts, so that
+all ranks do alike.
 """
 
 import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
-from itertools import chain, combinations, islice, product
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from math import inf
 from typing import Any, Final, TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor as TorchDTensor
+from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.experimental import implicit_replication
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from shardspec.errors import LayoutError, ShardSpecError
@@ -26,14 +26,13 @@ from shardspec.interop.torch_dtensor import in_our_words, is_strided, layout_of,
 from shardspec.layout.layout import Layout
 from shardspec.layout.spec import ShardingSpec
 from shardspec.mesh import DeviceMesh
+from shardspec.operations.conditions import arguments_for, facts_of, is_mean, never_merge_gathers
 from shardspec.operations.tensor import TensorLike
+from shardspec.operations.watch import Watch, is_alias, is_copy_of, specs_text, was_right
 from shardspec.shards import check_copies
 
 _REFUSALS: Final = (RuntimeError, ValueError, AssertionError, TypeError)
 """What torch raises where it cannot propagate a layout."""
-
-_MOST_TRIALS: Final = 400
-_SHOWN: Final = 4
 
 _Function: TypeAlias = Callable[..., Any]
 _Args: TypeAlias = Sequence[object]
@@ -46,7 +45,7 @@ class _Call:
     def __init__(
         self, function: _Function, leaves: list[Any], structure: TreeSpec, mesh: DeviceMesh
     ) -> None:
-        self._function, self._leaves, self._structure = function, leaves, structure
+        self.function, self._leaves, self._structure = function, leaves, structure
         self._mesh = mesh
         self.tensors = [leaf for leaf in leaves if isinstance(leaf, TorchDTensor)]
 
@@ -55,7 +54,7 @@ class _Call:
         given = iter(tensors)
         leaves = [next(given) if isinstance(leaf, TorchDTensor) else leaf for leaf in self._leaves]
         args, kwargs = tree_unflatten(leaves, self._structure)
-        return self._function(*args, **kwargs)
+        return self.function(*args, **kwargs)
 
     def layouts(self) -> list[Layout]:
         """Return the layout of every DTensor."""
@@ -80,7 +79,7 @@ class _Call:
         """Return the error for what torch has refused; None where layouts are not the reason."""
         given = self.layouts()
         replicated = [layout.with_spec(ShardingSpec(layout.spec.dims)) for layout in given]
-        reason = str(error).strip().partition("\n")[0].rstrip(".") + "."
+        reason = str(error).strip().partition("\n")[0].rstrip(".")
         if not self.is_possible(replicated):
             if not isinstance(error, NotImplementedError):
                 return None
@@ -90,121 +89,21 @@ class _Call:
             )
         if self.is_possible(given):
             return None
-        accepted = filter(self.is_possible, islice(_nearest(given), _MOST_TRIALS))
-        found: list[Sequence[Layout]] = [*islice(accepted, _SHOWN)] or [replicated]
-        return LayoutError(
-            f"{name} is not possible on {_text(given)}: {reason} It is on "
-            f"{', '.join(map(_text, found))}; redistribute first"
-        )
+        specs = specs_text(str(layout.labelled_spec) for layout in given)
+        return LayoutError(f"{name} is not possible on {specs}: {reason}; redistribute first")
 
 
-def _nearest(given: Sequence[Layout]) -> Iterator[tuple[Layout, ...]]:
-    """Yield combinations of layouts, those that change the fewest axes first."""
-    axes = [(place, axis) for place, one in enumerate(given) for axis in range(one.mesh.ndim)]
-    seen = {tuple(given)}
-    for changed in chain.from_iterable(combinations(axes, n + 1) for n in range(len(axes))):
-        for dims in product(*((None, *range(given[place].spec.dims)) for place, _ in changed)):
-            layouts = list(given)
-            for (place, axis), dim in zip(changed, dims, strict=True):
-                layouts[place] = _moved(layouts[place], axis, dim)
-            if tuple(layouts) not in seen:
-                seen.add(tuple(layouts))
-                yield tuple(layouts)
-
-
-def _moved(layout: Layout, axis: int, dim: int | None) -> Layout:
-    """Return the layout where an axis shards another dim or none; the axes of each dim ascend."""
-    spec, by_dim = layout.spec.without_partial([axis]), {}
-    for d, cut in enumerate(spec.dim_specs):
-        by_dim[d] = sorted({*cut.axes, axis} if d == dim else {*cut.axes} - {axis}, key=int)
-    return layout.with_spec(ShardingSpec(spec.dims, by_dim, partial=spec.partial))
-
-
-def _text(layouts: Sequence[Layout]) -> str:
-    specs = [str(layout.labelled_spec) for layout in layouts]
-    return specs[0] if len(specs) == 1 else f"({', '.join(specs)})"
-
-
-# torch leaves the methods of TorchDispatchMode untyped.
-class ExplainedRefusals(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Where torch refuses an operation on DTensors, say which layouts it would take.
-
-    ``backward()`` of a `DTensor` does so by itself. Where the loss is a plain tensor, made by
-    `DTensor.to_local` or `DTensor.to_global`, call it in this context, as in ``with
-    ExplainedRefusals(): loss.to_global().backward()``. Plain tensors that torch makes on the way
-    are taken to be replicated. A LayoutError replaces torch's error if other layouts are possible.
-    """
-
-    def __torch_dispatch__(
-        self, func: _Function, _types: object, args: _Args = (), kwargs: _Kwargs | None = None
-    ) -> object:
-        """Call the operation; explain the error if it is refused."""
-        kwargs, found = kwargs or {}, None
-        try:
-            with implicit_replication():
-                return func(*args, **kwargs)
-        except ShardSpecError:
-            raise
-        except _REFUSALS as error:
-            leaves, structure = tree_flatten((args, kwargs))
-            meshes = {leaf.device_mesh for leaf in leaves if isinstance(leaf, TorchDTensor)}
-            # Where no spec expresses the layout, torch's own error has to do.
-            with suppress(ShardSpecError):
-                if len(meshes) == 1:
-                    call = _Call(func, leaves, structure, DeviceMesh.from_torch(meshes.pop()))
-                    name = str(func).removeprefix("aten.").split(".")[0]
-                    found = call.refusal(f"{name} on the way back", error)
-            if found is None:
-                raise
-            raise found from None
-
-
-_VIEWS: Final = (
-    torch.ops.aten.view.default,
-    torch.ops.aten._unsafe_view.default,
-    torch.ops.aten.reshape.default,
-)
-
-
-class _RefusedStridedViews(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Refuse views of tensors that torch has as strided shards, as of S10, in a named function.
-
-    Where a dim after the first is sharded in descending order of axes, torch flattens it in another
-    order than the tensor's, inside matrix products too. Sizes do not matter here, so that all ranks
-    refuse alike.
-    """
-
-    def __init__(self, name: str) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # untyped in torch
-        self._name = name
-
-    def __torch_dispatch__(
-        self, func: _Function, _types: object, args: _Args = (), kwargs: _Kwargs | None = None
-    ) -> object:
-        """Call the operation unless it is such a view."""
-        if func in _VIEWS and isinstance(args[0], TorchDTensor) and is_strided(args[0]):
-            raise LayoutError(
-                f"{self._name}: it takes a view of a tensor of shape {tuple(args[0].shape)} whose "
-                "axes split a dim in descending order, as S10 does, and torch mixes up its parts; "
-                "redistribute to ascending order first, as to S01"
-            )
-        return func(*args, **(kwargs or {}))
-
-
-_MEANS: Final = ("binary_cross_entropy", "huber_loss", "mse_loss", "smooth_l1_loss")
 _NORMS: Final = ("linalg_vector_norm", "norm")
 
 
 def _check_gradient(name: str, args: _Args, kwargs: _Kwargs) -> None:
     """Raise `LayoutError` if the gradient of this call on DTensors would be wrong.
 
-    The gradient of a mean loss is divided by the size of the shard. That of a largest element is
-    distributed shard by shard; where several axes split one dim, ranks may wait for each other.
+    That of a largest element is distributed shard by shard; where several axes split one dim, ranks
+    may wait for each other.
     """
     order = kwargs.get("p", kwargs.get("ord", args[1] if len(args) > 1 else None))
-    if name in _MEANS and kwargs.get("reduction", "mean") == "mean":
-        remedy = "take .mean() of its result with reduction='none'"
-    elif name in ("amax", "amin") and len(args) < 2 and not kwargs.get("dim"):
+    if name in ("amax", "amin") and len(args) < 2 and not kwargs.get("dim"):
         remedy = f"name the dims, as in {name}((0, 1))"
     elif name in _NORMS and isinstance(order, float) and abs(order) == inf:
         remedy = "use .abs().amax() or .abs().amin() with the dims named"
@@ -239,6 +138,8 @@ def apply(function: _Function, args: _Args, kwargs: _Kwargs) -> Any:  # noqa: AN
     sharded = [leaf for leaf in leaves if isinstance(leaf, TensorLike)]
     first, mesh = sharded[0], sharded[0].layout.mesh
     out = kwargs.get("out")
+    if out is not None:
+        _check_out(shown, sharded, out)
     if torch.is_grad_enabled() and (_WRITES.fullmatch(name) or out is not None):
         for leaf in tree_leaves((args[:1], out)):
             if isinstance(leaf, TensorLike) and leaf.is_leaf_with_gradient():
@@ -248,11 +149,27 @@ def apply(function: _Function, args: _Args, kwargs: _Kwargs) -> Any:  # noqa: AN
                 )
     for leaf in leaves:
         _check_leaf(shown, leaf, first)
+    facts = [facts_of(tensor.layout) for tensor in sharded]
+    if is_mean(shown, kwargs) and any(each.is_sharded for each in facts):
+        return apply(function, args, {**kwargs, "reduction": "none"}).mean()
     owners = {id(tensor.to_torch()): tensor for tensor in reversed(sharded)}
+    copies = [tensor.to_torch() for tensor in sharded if tensor.is_copied_part]
+    if any(each.is_uneven_over_axes for each in facts):
+        never_merge_gathers(first.to_torch().device_mesh)
     leaves = [_in_torch(leaf, first) for leaf in leaves]
     call = _Call(function, leaves, structure, mesh)
-    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in call.tensors):
+    written = [
+        leaf.to_torch()
+        for leaf in tree_leaves((args[:1] if _WRITES.fullmatch(name) else (), out))
+        if isinstance(leaf, TensorLike)
+    ]
+    tensors = arguments_for(shown, leaves, call.layouts(), written)
+    tracked = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in call.tensors)
+    if tracked:
         _check_gradient(shown, args, kwargs)
+    strided = any(map(is_strided, call.tensors))
+    earlier = was_right(function, tracked, *kwargs, *map(_key, leaves), *call.layouts())
+    watch = Watch(shown, copies)
     try:
         with ExitStack() as stack:
             stack.enter_context(implicit_replication())  # of plain tensors that torch makes
@@ -262,11 +179,17 @@ def apply(function: _Function, args: _Args, kwargs: _Kwargs) -> Any:  # noqa: AN
                     stack.enter_context(sdpa_kernel(SDPBackend.MATH))
                 if _draws(name, args, kwargs):
                     stack.enter_context(_same_numbers(first, kwargs.get("generator")))
-            if any(map(is_strided, call.tensors)):
-                stack.enter_context(_RefusedStridedViews(shown))
-            result = call.result(call.tensors)
+            if strided or copies or not earlier.found:
+                stack.enter_context(watch)
+            result = call.result(tensors)
+        earlier.found = not watch.mended
+        if tracked and written:
+            _keep_layout_of_gradient(written)
     except ShardSpecError:
-        raise
+        if not watch.lost or copies or function is not torch.Tensor.__setitem__:
+            raise
+        _set_in_whole(call)
+        return None
     except _REFUSALS as error:
         found = call.refusal(shown, error)
         if found is None:
@@ -281,10 +204,27 @@ def apply(function: _Function, args: _Args, kwargs: _Kwargs) -> Any:  # noqa: AN
     def ours(leaf: object) -> object:
         if not isinstance(leaf, TorchDTensor):
             return leaf
-        if id(leaf) not in owners:
-            return first._wrap(in_our_words(leaf))
-        owners[id(leaf)].follow(leaf)
-        return owners[id(leaf)]
+        if id(leaf) in owners:
+            owners[id(leaf)].follow(leaf)
+            _check_shard(shown, owners[id(leaf)])
+            return owners[id(leaf)]
+        try:
+            spoken = in_our_words(leaf)
+            wrapped = first._wrap(spoken)
+        except (RuntimeError, IndexError) as error:
+            specs = specs_text(str(layout.labelled_spec) for layout in call.layouts())
+            raise LayoutError(
+                f"{shown}: torch {torch.__version__} cannot finish the sum that it leaves pending "
+                f"on {specs} ({error}); redistribute first"
+            ) from None
+        _check_shard(shown, wrapped)
+        wrapped.is_copied_part = (
+            watch.is_copy(leaf)
+            or any(is_copy_of(leaf, tensor) for tensor in call.tensors)
+            or any(is_alias(leaf, copy) for copy in copies)
+            or (spoken is not leaf and any(is_alias(leaf, t) for t in call.tensors))
+        )
+        return wrapped
 
     return tree_map(ours, result)
 
@@ -300,6 +240,61 @@ def _in_torch(leaf: Any, first: TensorLike) -> Any:  # noqa: ANN401
     # A plain tensor without dims: torch would hand it a DTensor as its gradient.
     layout = Layout(first.layout.mesh, ShardingSpec(0), (), leaf.dtype)
     return torch_dtensor(leaf, layout, first.to_torch().device_mesh)
+
+
+def _key(leaf: object) -> object:
+    """Return what of an argument decides which operations a function does, besides layouts."""
+    if isinstance(leaf, slice):
+        return leaf.start, leaf.stop, leaf.step
+    if isinstance(leaf, torch.Tensor):
+        return leaf.dtype
+    return type(leaf) if isinstance(leaf, float | complex) or leaf.__hash__ is None else leaf
+
+
+def _set_in_whole(call: _Call) -> None:
+    """Set a part of a tensor whose shards the part does not share: in the whole, then in all."""
+    tensor, *others = call.tensors
+    whole = tensor.redistribute(placements=[Replicate()] * tensor.device_mesh.ndim)
+    with implicit_replication():
+        call.result([whole, *others])
+        _keep_layout_of_gradient([whole])
+        tensor.copy_(whole)
+
+
+def _keep_layout_of_gradient(written: Sequence[TorchDTensor]) -> None:
+    """Let the gradient of what was written to in part arrive in its layout.
+
+    Autograd takes the part from it by the same views, which do not share the shards of any layout.
+    """
+    for tensor in written:
+        base = tensor if tensor._base is None else tensor._base
+        assert isinstance(base, TorchDTensor)
+        if type(base.grad_fn).__name__ == "CopySlices":
+            to = [Replicate() if p.is_partial() else p for p in base.placements]
+            # torch leaves register_hook untyped.
+            base.register_hook(partial(TorchDTensor.redistribute, placements=to))  # type: ignore[no-untyped-call]
+
+
+def _check_shard(name: str, result: TensorLike) -> None:
+    """Refuse a result whose shard on this rank is not of the shape that its layout says."""
+    for device in result.communicator.addressable:
+        shape = tuple(result.to_torch()._local_tensor.shape)
+        if shape != result.layout.local_shape(device):
+            raise LayoutError(
+                f"{name}: torch {torch.__version__} made a shard of shape {shape} on rank {device} "
+                f"of a tensor of layout {result.layout}; redistribute first, or do it on "
+                "to_global()"
+            )
+
+
+def _check_out(name: str, sharded: Sequence[TensorLike], out: object) -> None:
+    """Refuse to write to shards what has no DTensor among its arguments, as `torch.eye`."""
+    into = [leaf for leaf in tree_leaves(out) if isinstance(leaf, TensorLike)]
+    if len(into) == len(sharded) and any(not facts_of(t.layout).is_whole for t in into):
+        raise LayoutError(
+            f"{name}: torch makes each shard of out= as if it were the whole tensor of layout "
+            f"{into[0].layout}; make a plain tensor, and shard it by distribute_tensor"
+        )
 
 
 def _check_leaf(name: str, leaf: object, first: TensorLike) -> None:

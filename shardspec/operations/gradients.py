@@ -4,8 +4,8 @@ Whatever hands a DTensor to autograd hands on its `TensorLike.nodes`, of which t
 """
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from math import prod
 from typing import Any, Final, Self
@@ -159,7 +159,9 @@ class Differentiable(TensorLike):
         """Return a view of all elements: of torch's DTensor if there is one, which then knows."""
         if self._torch is not None:
             viewed: Any = view(self.to_torch())
-            return self._made(self.layout, self.communicator, None, viewed)
+            made = self._made(self.layout, self.communicator, None, viewed)
+            made.is_copied_part = self.is_copied_part
+            return made
         shards = {device: view(shard) for device, shard in self.shards.items()}
         return self._made(self.layout, self.communicator, shards)
 
@@ -199,12 +201,12 @@ def go_back(
     nodes = [s.nodes() if isinstance(s, TensorLike) else (s,) for s in sources]
     inputs = [node for of_source in nodes for node in of_source]
     if function is not torch.autograd.grad:
-        with _explained():
+        with _watched(function.__name__):
             return torch.autograd.backward(
                 outputs, gradients, **given, inputs=inputs if sources else None
             )
     zeros, unused = given.pop("materialize_grads", False), given.pop("allow_unused", None)
-    with _explained():
+    with _watched(function.__name__):
         found = iter(torch.autograd.grad(outputs, inputs, gradients, **given, allow_unused=True))
     results = []
     for source, of_source in zip(sources, nodes, strict=True):
@@ -260,11 +262,15 @@ def _started(end: Any, start: Any) -> list[tuple[Any, Any]]:  # noqa: ANN401
     return [(node, torch.ones_like(node) if start is None else start) for node in complete.nodes()]
 
 
-def _explained() -> AbstractContextManager[object]:
-    """Return a context in which torch's refusals on DTensors are explained."""
+@contextmanager
+def _watched(name: str) -> Iterator[None]:
+    """Refuse or mend what torch gets wrong on the way back, and say what it refuses."""
     if not dist.is_initialized():
-        return nullcontext()
-    from shardspec.operations.apply import ExplainedRefusals
+        yield
+        return
+    from torch.distributed.tensor.experimental import implicit_replication
 
-    # torch leaves the constructor untyped.
-    return ExplainedRefusals()  # type: ignore[no-untyped-call]
+    from shardspec.operations.watch import Watch
+
+    with implicit_replication(), Watch(name, (), back=True):
+        yield

@@ -54,12 +54,22 @@ class TensorLike:
     shards come from it. `nodes` returns what it is: whatever asks for gradients asks there.
     """
 
-    __slots__ = ("_history", "_made_of", "_shards", "_torch", "communicator", "layout")
+    __slots__ = (
+        "_history",
+        "_made_of",
+        "_shards",
+        "_torch",
+        "communicator",
+        "is_copied_part",
+        "layout",
+    )
 
     layout: Layout
     """Which box every device holds."""
     communicator: Communicator
     """Moves shards between devices."""
+    is_copied_part: bool
+    """Whether it is a view whose shards torch has moved, so that the base has no part in writes."""
     _shards: dict[int, torch.Tensor] | str | None
     """The shards it was made of; None if made of torch's DTensor; text says why none are usable."""
     _torch: "TorchDTensor | None"
@@ -78,7 +88,7 @@ class TensorLike:
         shards: dict[int, torch.Tensor] | None,
         tensor: "TorchDTensor | None" = None,
     ) -> None:
-        self.layout, self.communicator = layout, communicator
+        self.layout, self.communicator, self.is_copied_part = layout, communicator, False
         self._shards, self._torch = shards, tensor
         self._history = self._made_of = None
 

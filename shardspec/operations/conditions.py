@@ -1,0 +1,104 @@
+"""Where torch's DTensor is right only with other arguments, by layouts, on every rank alike."""
+
+import re
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from math import prod
+from typing import Final, NamedTuple
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh as TorchMesh
+from torch.distributed.tensor import DTensor as TorchDTensor
+from torch.distributed.tensor import Replicate, _redistribute
+
+from shardspec.layout.layout import Layout
+
+
+class Facts(NamedTuple):
+    """What of a layout torch's operators get wrong."""
+
+    is_sharded: bool
+    is_pending: bool
+    has_empty_shards: bool
+    """Of a tensor that is not empty."""
+    is_uneven_over_axes: bool
+    """Whether several axes split a dim together into shards of different sizes."""
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether every device has the tensor."""
+        return not self.is_sharded and not self.is_pending
+
+
+@lru_cache(maxsize=4096)
+def facts_of(layout: Layout) -> Facts:
+    """Return what of a layout torch's operators get wrong."""
+    spec, sizes = layout.spec, layout.global_shape
+    # The device at the last coordinate of every axis has the least.
+    least = layout.local_shape(layout.mesh.ids[-1])
+    return Facts(
+        bool(spec.axes),
+        bool(spec.partials),
+        any(here == 0 < size for here, size in zip(least, sizes, strict=True)),
+        any(
+            len(cut.axes) > 1 and size % prod(layout.mesh.shape[int(axis)] for axis in cut.axes)
+            for size, cut in zip(sizes, spec.dim_specs, strict=True)
+        ),
+    )
+
+
+def never_merge_gathers(mesh: TorchMesh) -> None:
+    """Switch off, in this process, that torch gathers over several axes of a mesh at once.
+
+    Where a program has flattened axes of the mesh, torch takes uneven shards for those of the
+    flattened axis, which are of other sizes. Gradients are computed in torch's own time, so this
+    stays.
+    """
+    if mesh._get_root_mesh()._flatten_mapping:
+        _redistribute._DISABLE_REDISTRIBUTE_TRANSFORM_OPTIMIZATION = True
+
+
+_WEIGHTED: Final = ("cross_entropy", "nll_loss", "ctc_loss")
+"""Losses whose mean is not that of their elements."""
+
+
+def is_mean(name: str, kwargs: Mapping[str, object]) -> bool:
+    """Whether a function returns the mean of a loss, which torch takes shard by shard."""
+    legacy = kwargs.get("size_average") is not None or kwargs.get("reduce") is not None
+    return kwargs.get("reduction") == "mean" and not legacy and name not in _WEIGHTED
+
+
+_LINEAR: Final = re.compile("[ir]?(add|sub|mul|truediv)|subtract|multiply|div|divide|true_divide")
+"""Names of functions that take a pending sum and return one, without or with a tensor."""
+_NUMBERS: Final = (torch.int64, torch.float64, torch.complex128, torch.bool)
+"""What torch makes of Python's numbers."""
+
+
+def arguments_for(
+    name: str, leaves: Sequence[object], layouts: Sequence[Layout], written: Sequence[object]
+) -> list[TorchDTensor]:
+    """Return the DTensors among the leaves of a function's arguments, such that torch is right.
+
+    Torch remembers what it found out about an operation on layouts, and there takes tensors without
+    dims for Python's numbers. So what is pending beside such a tensor is finished, unless the
+    function is linear, or writes to it. So is what `addcdiv` takes: on the way back torch fills a
+    pending sum with a number.
+    """
+    tensors = [leaf for leaf in leaves if isinstance(leaf, TorchDTensor)]
+    facts = [facts_of(layout) for layout in layouts]
+    if not any(each.is_pending for each in facts) or _LINEAR.fullmatch(name):
+        return tensors
+    apart = {id(tensor) for tensor, each in zip(tensors, facts, strict=True) if not each.is_whole}
+    if name != "addcdiv" and not any(
+        isinstance(leaf, torch.Tensor)
+        and leaf.dim() == 0
+        and leaf.dtype in _NUMBERS
+        and id(leaf) not in apart
+        for leaf in leaves
+    ):
+        return tensors
+    for place, (tensor, each) in enumerate(zip(tensors, facts, strict=True)):
+        if each.is_pending and not any(tensor is other for other in written):
+            whole = [Replicate()] * tensor.device_mesh.ndim
+            tensors[place] = tensor.redistribute(placements=whole)
+    return tensors

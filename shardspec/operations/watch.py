@@ -1,0 +1,278 @@
+"""What torch's DTensor does inside a function, watched: writes that would be lost, and the like.
+
+All of it is decided from layouts, so that every rank refuses alike.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from math import inf
+from typing import Final
+
+import torch
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.tensor import DTensor as TorchDTensor
+from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from shardspec.errors import LayoutError
+from shardspec.interop.torch_dtensor import is_strided, layout_of
+from shardspec.operations.conditions import facts_of
+
+_aten: Final = torch.ops.aten
+_VIEWS: Final = (_aten.view.default, _aten._unsafe_view.default, _aten.reshape.default)
+_FILLS: Final = (_aten.fill_.Scalar, _aten.fill_.Tensor)
+_SUMS: Final = (_aten.add.Tensor, _aten.sub.Tensor, _aten.add_.Tensor, _aten.sub_.Tensor)
+_EXTREMA: Final = (
+    *(_aten.max, _aten.min, _aten.amax, _aten.amin),
+    *(_aten.aminmax, _aten.argmax, _aten.argmin),
+)
+_TRANSPOSED: Final = 6
+"""Where it is among the arguments of a convolution."""
+_NORMS: Final = {_aten.linalg_vector_norm: 1, _aten.norm: 1, _aten.dist: 2}
+"""Norms, and where the order is among their arguments."""
+_SUM: Final = Partial("sum")
+_FILLED_ALIKE: Final = (Partial("avg"), Partial("max"), Partial("min"))
+"""Reductions whose result is what every addend is."""
+
+
+def is_copy_of(view: TorchDTensor, base: TorchDTensor) -> bool:
+    """Whether torch calls a tensor a view of another, but has moved its shards to other memory."""
+    return is_alias(view, base) and not is_alias(_memory(view), _memory(base))
+
+
+def is_alias(view: torch.Tensor, base: torch.Tensor) -> bool:
+    """Whether torch takes two tensors for the same memory."""
+    # torch's stubs lack it.
+    return bool(torch._C._is_alias_of(view, base))  # type: ignore[attr-defined]
+
+
+def _memory(tensor: TorchDTensor) -> torch.Tensor:
+    local = tensor._local_tensor
+    return local.elem if isinstance(local, AsyncCollectiveTensor) else local
+
+
+@dataclass(slots=True)
+class Earlier:
+    """Whether a function was right on layouts without help, so that it need not be watched."""
+
+    found: bool = False
+
+
+@lru_cache(maxsize=4096, typed=True)
+def was_right(*_call: object) -> Earlier:
+    """Return what was found out about such a call, to be changed where more is."""
+    return Earlier()
+
+
+# torch leaves the methods of TorchDispatchMode untyped.
+class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Watch the operations of a function; refuse or mend what torch gets wrong without a word.
+
+    - A view of a tensor that torch has as strided shards, as of S10, is refused: torch flattens it
+      in another order than the tensor's, inside matrix products too.
+    - A write to a view whose shards torch has moved to other memory is refused: the tensor itself
+      would not change.
+    - A pending sum is filled on one device, and the addends of the others become zero.
+    - An empty shard has no largest element, so a tensor that has some is gathered.
+    - A convolution is refused unless only the batch is sharded; torch has rules for some others,
+      but takes each shard for the whole, and the sizes of a transposed one are wrong.
+    - A tensor without dims is added to a pending sum as another one. Torch does so too, but then
+      takes Python's numbers for such tensors: it remembers both as one.
+
+    Parameters
+    ----------
+    name
+        The function.
+    copies
+        Arguments that are such views already.
+    back
+        Whether gradients are computed: then an operation that torch refuses is named with the
+        specs of its arguments.
+    """
+
+    def __init__(self, name: str, copies: Iterable[TorchDTensor], *, back: bool = False) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # untyped in torch
+        self._name, self._copies, self._back = name, list(copies), back
+        self.mended = False
+        """Whether the function is right only while it is watched."""
+        self.lost = False
+        """Whether a write was refused because the tensor itself would not change."""
+
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., object],
+        _types: object,
+        args: Sequence[object] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
+        """Call the operation unless its result would be wrong."""
+        kwargs = kwargs or {}
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, TorchDTensor)]
+        first = args[0] if args else None
+        if func in _VIEWS and isinstance(first, TorchDTensor) and is_strided(first):
+            raise LayoutError(
+                f"{self._name}: it takes a view of a tensor of shape {tuple(first.shape)} whose "
+                "axes split a dim in descending order, as S10 does, and torch mixes up its parts; "
+                "redistribute to ascending order first, as to S01"
+            )
+        spec = None
+        if isinstance(func, torch._ops.OpOverload) and func._schema.is_mutable:
+            self._check_writes(func, args, kwargs)
+            spec = first._spec if isinstance(first, TorchDTensor) else None
+        if func in _FILLS and isinstance(first, TorchDTensor):
+            self._check_filled(first)
+            if not _is_first(first):
+                func, args = _aten.zero_.default, (first,)
+        elif _fails_on_empty(func, args) and any(map(_has_empty_shards, tensors)):
+            self.mended = True
+            args = tuple(_gathered(arg) if isinstance(arg, TorchDTensor) else arg for arg in args)
+        elif func is _aten.convolution.default:
+            self._check_convolution(args)
+        elif func in _SUMS:
+            args = self._addends(args)
+        try:
+            result = func(*args, **kwargs)
+        except RuntimeError as error:
+            reason, _, rest = str(error).strip().partition("\n")
+            if not self._back or "Sharding propagation failed" not in rest:
+                raise
+            name = str(func).removeprefix("aten.").partition(".")[0]
+            specs = specs_text(str(layout_of(t).labelled_spec) for t in tensors)
+            raise LayoutError(
+                f"{name} on the way back is not possible on {specs}: {reason.rstrip('.')}; "
+                "redistribute first"
+            ) from None
+        if isinstance(first, TorchDTensor) and spec is not None:
+            self._check_kept(first, spec)
+        self._note_copies(func, tensors, result)
+        return result
+
+    def _note_copies(
+        self, func: Callable[..., object], tensors: Sequence[TorchDTensor], result: object
+    ) -> None:
+        views = [leaf for leaf in tree_leaves(result) if isinstance(leaf, TorchDTensor)]
+        for view in views:
+            if any(is_alias(view, t) and self.is_copy(t) for t in tensors) or any(
+                is_copy_of(view, t) for t in tensors
+            ):
+                self._copies.append(view)
+        # Of several views torch does not say of what they are.
+        if isinstance(result, list | tuple) and isinstance(func, torch._ops.OpOverload):
+            base = _memory(tensors[0]) if tensors and func._schema._is_view_op() else None
+            for view in views:
+                if base is not None and not is_alias(_memory(view), base):
+                    self._copies.append(view)
+                    self.mended = True
+
+    def is_copy(self, tensor: object) -> bool:
+        """Whether a tensor is a view whose shards torch has moved."""
+        return any(tensor is copy for copy in self._copies)
+
+    def _check_writes(
+        self, func: torch._ops.OpOverload, args: Sequence[object], kwargs: Mapping[str, object]
+    ) -> None:
+        for place, argument in enumerate(func._schema.arguments):
+            given = args[place] if place < len(args) else kwargs.get(argument.name)
+            written = argument.alias_info is not None and argument.alias_info.is_write
+            if written and any(map(self.is_copy, tree_leaves(given))):
+                self.lost = True
+                raise LayoutError(
+                    f"{self._name}: it writes to a part of a tensor that torch has gathered into a "
+                    "copy, so that the tensor itself would not change; redistribute first, so that "
+                    "the dims that are indexed are not sharded, or clone() the part"
+                )
+
+    def _check_kept(self, tensor: TorchDTensor, before: DTensorSpec) -> None:
+        """Refuse a write after which torch takes a shard, or an addend, for something else."""
+        pairs = zip(tensor.placements, before.placements, strict=True)
+        if any(type(p) is not type(q) for p, q in pairs):
+            tensor._spec = before
+            raise LayoutError(
+                f"{self._name}: torch {torch.__version__} cannot write to a tensor of layout "
+                f"{layout_of(tensor).labelled_spec} here; redistribute first"
+            )
+
+    def _check_convolution(self, args: Sequence[object]) -> None:
+        given, weight, bias = args[:3]
+        right = not args[_TRANSPOSED]
+        for tensor in (given, weight, bias):
+            if isinstance(tensor, TorchDTensor):
+                batch = (Shard(0),) if tensor is given else ()
+                right &= all(p in (Replicate(), *batch) for p in tensor.placements)
+                right &= not _has_empty_shards(tensor)
+        if not right:
+            texts = (
+                str(layout_of(t).labelled_spec) for t in args[:3] if isinstance(t, TorchDTensor)
+            )
+            raise LayoutError(
+                f"{self._name}: torch {torch.__version__} computes "
+                f"{'a transposed' if args[_TRANSPOSED] else 'a'} convolution wrongly on "
+                f"{specs_text(texts)}; "
+                + (
+                    "do it on to_global()"
+                    if args[_TRANSPOSED]
+                    else "redistribute first, so that weight and bias are whole on every device, "
+                    "and only the batch is sharded, with some of it on each"
+                )
+            )
+
+    def _check_filled(self, tensor: TorchDTensor) -> None:
+        for placement in tensor.placements:
+            if placement == _SUM:
+                self.mended = True
+            elif placement.is_partial() and placement not in _FILLED_ALIKE:
+                raise LayoutError(
+                    f"{self._name}: torch {torch.__version__} fills every addend of the pending "
+                    f"reduction of {layout_of(tensor).labelled_spec}; redistribute first"
+                )
+
+    def _addends(self, args: Sequence[object]) -> Sequence[object]:
+        """Return two summands; if one is a pending sum and the other has no dims, both pending."""
+        sums = [t for t in args[:2] if isinstance(t, TorchDTensor) and _SUM in t.placements]
+        if len(sums) != 1:
+            return args
+        (pending,) = sums
+        other = args[0] if pending is args[1] else args[1]
+        if not isinstance(other, torch.Tensor) or other.dim() > 0:
+            return args
+        if isinstance(other, TorchDTensor):
+            if any(placement.is_partial() for placement in other.placements):
+                return args
+            other = other._local_tensor
+        self.mended = True
+        addend = other if _is_first(pending) else torch.zeros_like(other)
+        placements = [p if p.is_partial() else Replicate() for p in pending.placements]
+        both = TorchDTensor.from_local(addend, pending.device_mesh, placements, run_check=False)
+        return *((t if t is pending else both) for t in args[:2]), *args[2:]
+
+
+def _fails_on_empty(func: Callable[..., object], args: Sequence[object]) -> bool:
+    """Whether a reduction has no value for an empty shard."""
+    kind = getattr(func, "overloadpacket", None)
+    if kind in _NORMS:
+        order = args[_NORMS[kind]] if len(args) > _NORMS[kind] else 2
+        return isinstance(order, int | float) and (order < 0 or order == inf)
+    return kind in _EXTREMA
+
+
+def _has_empty_shards(tensor: TorchDTensor) -> bool:
+    return facts_of(layout_of(tensor)).has_empty_shards
+
+
+def _gathered(tensor: TorchDTensor) -> TorchDTensor:
+    return tensor.redistribute(placements=[Replicate()] * tensor.device_mesh.ndim)
+
+
+def _is_first(tensor: TorchDTensor) -> bool:
+    """Whether this device is the first of those whose addends of a pending sum are added up."""
+    places = tensor.device_mesh.get_coordinate() or (0,) * tensor.device_mesh.ndim
+    return all(at == 0 for p, at in zip(tensor.placements, places, strict=True) if p == _SUM)
+
+
+def specs_text(specs: Iterable[str]) -> str:
+    """Return the specs of one tensor or several as text."""
+    texts = list(specs)
+    return texts[0] if len(texts) == 1 else f"({', '.join(texts)})"

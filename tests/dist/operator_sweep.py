@@ -1,0 +1,476 @@
+"""Every operator of torch's OpInfo samples on sharded tensors, beside the same in one process.
+
+``python -m tests.dist.operator_sweep [--devices N] [--share K] [NAME …]`` prints the table: what is
+wrong, by operator and condition. A case is one sample under one scheme of layouts, and has up to
+five variants: its value, its gradient, in place, ``out=``, and a write through the view it returns.
+"""
+
+import argparse
+import contextlib
+import copy
+import io
+import multiprocessing as mp
+import multiprocessing.connection
+import os
+import tempfile
+import time
+import warnings
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from functools import partial
+from itertools import chain, groupby, islice
+from typing import Any, Final
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.testing._internal.common_methods_invocations import op_db
+from torch.testing._internal.opinfo.core import BinaryUfuncInfo, UnaryUfuncInfo
+from torch.utils._pytree import tree_leaves, tree_map
+
+from shardspec import DeviceMesh, DTensor
+from shardspec.errors import ShardSpecError
+from tests.conversions import index_of
+
+__all__ = ["SCHEMES", "Finding", "cases", "sweep", "table"]
+
+MOST_ELEMENTS: Final = 64
+SILENT: Final = ("WRONG", "WAITS", "RANKS DIFFER")
+"""Outcomes that nobody wants."""
+SCHEMES: Final = ("first dim", "last dim", "first tensor", "pending", "all pending")
+"""Which tensors are sharded, on which dim; or have an addend on each device."""
+UNCOMPARABLE: Final = (
+    *("bernoulli", "cauchy", "dropout", "empty", "exponential", "geometric", "multinomial"),
+    *("normal", "poisson", "rand", "uniform", "rrelu", "lowrank", "fractional_max_pool", "eig"),
+    *("dot_product_attention", "multi_head_attention", "qr", "svd", "lobpcg", "sparse", "lu"),
+    *("jiterator", "resize", "ormqr", "householder", "ldl"),
+)
+"""Parts of names of operators whose result is random, not defined, or not the only right one."""
+# The stubs of torch take nothing but its own tensors.
+zeros_like: Any = torch.zeros_like
+_MOST_SAMPLES: Final = 24
+_NO_RULE: Final = "has no rule for it on DTensors, on any layout"
+_WAIT_S: Final = 60.0
+
+
+@dataclass(frozen=True)
+class Case:
+    """One sample of one operator under one scheme."""
+
+    op: int
+    sample: int
+    scheme: str
+    condition: str
+
+    @property
+    def name(self) -> str:
+        info = op_db[self.op]
+        return info.name + (f".{info.variant_test_name}" if info.variant_test_name else "")
+
+
+@dataclass
+class Finding:
+    """What became of the cases of an operator under a condition."""
+
+    outcomes: Counter[str] = field(default_factory=Counter)
+    examples: dict[str, str] = field(default_factory=dict)
+
+
+def _dtype_of(info: Any) -> torch.dtype | None:
+    return next((d for d in (torch.float64, torch.int64) if d in info.dtypes), None)
+
+
+def _tensors(sample: Any) -> list[torch.Tensor]:
+    leaves = tree_leaves((sample.input, sample.args, sample.kwargs))
+    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+
+
+def _samples(op: int) -> list[Any]:
+    info = op_db[op]
+    dtype = _dtype_of(info)
+    if dtype is None or any(part in info.name for part in UNCOMPARABLE):
+        return []
+    torch.manual_seed(op)
+    found: list[Any] = []
+    try:
+        for sample in islice(info.sample_inputs("cpu", dtype, requires_grad=False), _MOST_SAMPLES):
+            tensors = _tensors(sample)
+            if tensors and all(
+                t.numel() <= MOST_ELEMENTS and t.layout == torch.strided for t in tensors
+            ):
+                found.append(sample)
+    except Exception:  # a sample that cannot be made is none
+        return found
+    return found
+
+
+def _spec(tensor: torch.Tensor, place: int, scheme: str) -> str:
+    dims = ["R"] * tensor.dim()
+    pending = ""
+    if scheme == "pending" or scheme == "all pending":
+        if (place == 0 or scheme == "all pending") and tensor.is_floating_point():
+            pending = "|P0"
+    elif dims and (place == 0 or scheme != "first tensor"):
+        dims[-1 if scheme == "last dim" else 0] = "S0"
+    return f"[{','.join(dims)}{pending}]"
+
+
+def _condition(tensors: Sequence[torch.Tensor], scheme: str, devices: int) -> str | None:
+    specs = [_spec(tensor, place, scheme) for place, tensor in enumerate(tensors)]
+    if "pending" in scheme:
+        return scheme if any("P" in spec for spec in specs) else None
+    sizes = [
+        tensor.shape[spec[1:-1].split(",").index("S0")]
+        for tensor, spec in zip(tensors, specs, strict=True)
+        if "S0" in spec
+    ]
+    if not sizes:
+        return None
+    if any(-(-size // devices) * (devices - 1) >= size for size in sizes):
+        return "empty"
+    return "uneven" if any(size % devices for size in sizes) else "even"
+
+
+def cases(devices: int, most: int, names: Sequence[str] = ()) -> Iterator[Case]:
+    """Yield the cases, so many of an operator, scheme and condition at most."""
+    # What is computed element by element is much alike, and comes last.
+    alike = (UnaryUfuncInfo, BinaryUfuncInfo)
+    for op in sorted(range(len(op_db)), key=lambda place: isinstance(op_db[place], alike)):
+        info = op_db[op]
+        if names and info.name not in names:
+            continue
+        counts: Counter[tuple[str, str]] = Counter()
+        for number, sample in enumerate(_samples(op)):
+            for scheme in SCHEMES:
+                condition = _condition(_tensors(sample), scheme, devices)
+                if condition is None or counts[scheme, condition] >= most:
+                    continue
+                if scheme == "all pending" and len(_tensors(sample)) == 1:
+                    continue
+                counts[scheme, condition] += 1
+                yield Case(op, number, scheme, condition)
+
+
+def _variants(
+    info: Any, sample: Any, make: Callable[[torch.Tensor, int], Any]
+) -> Iterator[tuple[str, Callable[[], Any]]]:
+    """Yield the variants of a case: calls that return tensors. `make` makes a tensor of a leaf."""
+
+    def made(gradient: bool = False) -> Any:
+        place = iter(range(100))
+
+        def leaf(x: Any) -> Any:
+            if not isinstance(x, torch.Tensor):
+                return copy.copy(x)
+            x = x.detach().clone()
+            if gradient and x.is_floating_point():
+                x.requires_grad_()
+            return make(x, next(place))
+
+        return tree_map(leaf, (sample.input, tuple(sample.args), dict(sample.kwargs)))
+
+    def value() -> Any:
+        given, args, kwargs = made()
+        return info.op(given, *args, **kwargs)
+
+    yield "value", value
+
+    def gradient() -> Any:
+        given, args, kwargs = made(gradient=True)
+        result = info.op(given, *args, **kwargs)
+        losses = []
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, torch.Tensor | DTensor) and leaf.requires_grad:
+                whole = leaf.to_global() if isinstance(leaf, DTensor) else leaf
+                if whole.is_floating_point():
+                    weights = torch.arange(1, whole.numel() + 1, dtype=torch.float64).cos()
+                    losses.append((whole * weights.reshape(whole.shape)).sum())
+        torch.stack(losses).sum().backward()
+        leaves = [x for x in tree_leaves((given, args, kwargs)) if hasattr(x, "requires_grad")]
+        return [x.grad if x.grad is not None else None for x in leaves if x.requires_grad]
+
+    if info.supports_autograd:
+        yield "gradient", gradient
+    if info.inplace_variant is not None:
+
+        def in_place() -> Any:
+            given, args, kwargs = made()
+            name = getattr(info.inplace_variant, "__name__", "")
+            method = getattr(given, name) if hasattr(torch.Tensor, name) else None
+            call = method or partial(info.inplace_variant, given)
+            result = call(*args, **kwargs)
+            return [given, result]
+
+        yield "in place", in_place
+    if info.supports_out:
+
+        def out() -> Any:
+            given, args, kwargs = made()
+            results = info.op(given, *args, **kwargs)
+            into = tree_map(
+                lambda x: zeros_like(x) if isinstance(x, torch.Tensor | DTensor) else x,
+                results,
+            )
+            returned = info.op(given, *args, **kwargs, out=into)
+            return [into, returned]
+
+        yield "out=", out
+
+    def through_view() -> Any:
+        given, args, kwargs = made()
+        base = given[0] if isinstance(given, list | tuple) else given
+        result = info.op(given, *args, **kwargs)
+        results = [x for x in tree_leaves(result) if isinstance(x, torch.Tensor | DTensor)]
+        results[0].mul_(3)
+        return [base, results[0]]
+
+    yield "through view", through_view
+
+
+def _whole(sample: Any) -> dict[str, Any]:
+    """Do a case in one process; variants that are not possible there are left out."""
+    found: dict[str, Any] = {}
+    info, case = sample
+    for name, call in _variants(info, case, lambda tensor, _: tensor):
+        try:
+            result = call()
+        except Exception:
+            if name == "value":
+                return {}
+            continue
+        if name == "through view":
+            base, part = result
+            if not (torch.is_tensor(base) and part._is_view() and part._base is base):
+                continue
+        found[name] = tree_leaves(result)
+    return found
+
+
+def _packed(leaf: Any, rank: int) -> Any:
+    if isinstance(leaf, DTensor):
+        layout, local = leaf.layout, leaf.to_local().detach()
+        ops = {partial.op for partial in layout.spec.partials}
+        box = [(s.start, s.stop) for s in index_of(layout, rank)]
+        array = local.resolve_conj().resolve_neg().contiguous().numpy()
+        return ("ours", layout.global_shape, box, sorted(ops), str(layout.spec), array)
+    if isinstance(leaf, torch.Tensor):
+        return ("plain", leaf.detach().resolve_conj().resolve_neg().contiguous().numpy())
+    return ("value", leaf)
+
+
+def _rank(rank: int, devices: int, rendezvous: str, pipe: Any) -> None:
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{rendezvous}",
+        rank=rank,
+        world_size=devices,
+        timeout=timedelta(seconds=4 * _WAIT_S),
+    )
+    mesh = DeviceMesh(range(devices), (devices,))
+    cached: tuple[int, list[Any]] = (-1, [])
+    while True:
+        task = pipe.recv()
+        if task is None:
+            os._exit(0)
+        case, variant = task
+        if cached[0] != case.op:
+            cached = (case.op, _samples(case.op))
+
+        def make(tensor: torch.Tensor, place: int, scheme: str = case.scheme) -> Any:
+            spec = _spec(tensor, place, scheme)
+            if "P" not in spec:
+                return DTensor(tensor, mesh, spec)
+            # Addends that differ, of which none is zero.
+            share = (1 + 2 * rank) / devices**2
+            addend = (tensor.detach() * share).requires_grad_(tensor.requires_grad)
+            return DTensor.from_local(addend, mesh, spec, global_shape=tensor.shape)
+
+        calls = dict(_variants(op_db[case.op], cached[1][case.sample], make))
+        try:
+            answer = [_packed(leaf, rank) for leaf in tree_leaves(calls[variant]())]
+            pipe.send(("done", answer))
+        except ShardSpecError as error:
+            pipe.send(("refused", str(error)[:300]))
+        except Exception as error:
+            pipe.send(("torch's error", f"{type(error).__name__}: {error}"[:300]))
+
+
+class _Job:
+    """So many ranks, which do cases in step."""
+
+    def __init__(self, devices: int) -> None:
+        self.folder = tempfile.TemporaryDirectory()
+        context = mp.get_context("fork")
+        self.pipes, self.processes = [], []
+        for rank in range(devices):
+            ours, theirs = context.Pipe()
+            process = context.Process(
+                target=_rank, args=(rank, devices, f"{self.folder.name}/r", theirs), daemon=True
+            )
+            process.start()
+            self.pipes.append(ours)
+            self.processes.append(process)
+
+    def ask(self, case: Case, variant: str) -> list[tuple[str, Any]] | None:
+        """Return every rank's answer; None if a rank waits for another for ever, or has died."""
+        for pipe in self.pipes:
+            pipe.send((case, variant))
+        answers: list[Any] = [None] * len(self.pipes)
+        end = time.monotonic() + _WAIT_S
+        while None in answers:
+            waiting = [p for p, a in zip(self.pipes, answers, strict=True) if a is None]
+            ready = mp.connection.wait(waiting, max(0.0, end - time.monotonic()))
+            if not ready:
+                return None
+            for place, pipe in enumerate(self.pipes):
+                try:
+                    if pipe in ready:
+                        answers[place] = pipe.recv()
+                except EOFError:
+                    return None
+        return answers
+
+    def end(self) -> None:
+        for process in self.processes:
+            process.kill()
+            process.join()
+        self.folder.cleanup()
+
+
+_REDUCE: Final[dict[str, Any]] = {
+    "sum": np.sum,
+    "avg": np.mean,
+    "min": np.min,
+    "max": np.max,
+    "prod": np.prod,
+}
+
+
+def _differs(wanted: Any, packed: list[Any]) -> str:
+    """Say how what the ranks hold differs from one process's result; empty where it does not."""
+    kind = packed[0][0]
+    if wanted is None or not isinstance(wanted, torch.Tensor):
+        if kind == "ours" and wanted is None:
+            return "a gradient for none" if any(np.any(p[-1]) for p in packed) else ""
+        got = [p[1].item() if kind == "plain" and p[1].size == 1 else p[-1] for p in packed]
+        return "" if all(_same(np.asarray(wanted), np.asarray(g)) for g in got) else f"{got}"
+    whole = wanted.detach().resolve_conj().resolve_neg().contiguous().numpy()
+    if kind == "value":
+        return "" if packed[0][1] is None and not whole.any() else f"{packed[0][1]} for a tensor"
+    if kind == "plain":
+        return "" if all(_same(whole, p[1]) for p in packed) else "plain value"
+    _, shape, _, ops, spec, _ = packed[0]
+    if tuple(shape) != whole.shape:
+        return f"shape {shape} for {whole.shape}"
+    if packed[0][-1].dtype != whole.dtype:
+        return f"dtype {packed[0][-1].dtype} for {whole.dtype}"
+    for rank, (_, _, box, _, _, local) in enumerate(packed):
+        if local.shape != tuple(hi - lo for lo, hi in box):
+            return f"rank {rank} has {local.shape} under {spec} of {shape}"
+    if ops:
+        found = _REDUCE[ops[0]](np.stack([p[-1] for p in packed]), 0)
+        return "" if _same(whole, found.astype(whole.dtype)) else f"value {spec}"
+    for _, _, box, _, _, local in packed:
+        if not _same(whole[tuple(slice(lo, hi) for lo, hi in box)], local):
+            return f"value {spec}"
+    return ""
+
+
+def _same(a: Any, b: Any) -> bool:
+    try:
+        return a.shape == b.shape and np.allclose(a, b, rtol=1e-6, atol=1e-8, equal_nan=True)
+    except TypeError:
+        return bool(np.all(a == b))
+
+
+def _outcome(wanted: list[Any], answers: list[tuple[str, Any]] | None) -> tuple[str, str]:
+    if answers is None:
+        return "WAITS", "a rank waits for another, or died"
+    kinds = {kind for kind, _ in answers}
+    if len(kinds) > 1:
+        return "RANKS DIFFER", "; ".join(f"{k}: {str(v)[:120]}" for k, v in answers)
+    if kinds != {"done"}:
+        texts = {text for _, text in answers}
+        return kinds.pop(), sorted(texts)[0]
+    if len({len(leaves) for _, leaves in answers} | {len(wanted)}) > 1:
+        return "WRONG", "another number of results"
+    for place, whole in enumerate(wanted):
+        why = _differs(whole, [leaves[place] for _, leaves in answers])
+        if why:
+            return "WRONG", f"result {place}: {why}"
+    return "right", ""
+
+
+def sweep(
+    devices: int, chosen: Iterable[Case], report: Callable[[str], object] = print
+) -> dict[tuple[str, str, str], Finding]:
+    """Run cases; return what became of them by operator, variant and condition."""
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    found: dict[tuple[str, str, str], Finding] = defaultdict(Finding)
+    job = _Job(devices)
+    try:
+        for op, of_op in groupby(chosen, lambda case: case.op):
+            samples, tried = _samples(op), 0
+            for case in of_op:
+                for variant, wanted in _whole((op_db[op], samples[case.sample])).items():
+                    answers = job.ask(case, variant)
+                    if answers is None:
+                        job.end()
+                        job = _Job(devices)
+                    what, example = _outcome(wanted, answers)
+                    finding = found[case.name, variant, case.condition]
+                    finding.outcomes[what] += 1
+                    finding.examples.setdefault(what, f"{case.scheme} #{case.sample}: {example}")
+                    tried += 1
+                    if what in SILENT:
+                        report(
+                            f"{what} | {case.name} | {variant} | {case.condition} | "
+                            f"{case.scheme} #{case.sample} | {example}"
+                        )
+                if tried and all(
+                    set(f.outcomes) == {"refused"} and _NO_RULE in f.examples["refused"]
+                    for (name, _, _), f in found.items()
+                    if name == case.name
+                ):
+                    break
+    finally:
+        job.end()
+    return found
+
+
+def table(found: dict[tuple[str, str, str], Finding]) -> str:
+    """Return the findings as lines: operator, variant, condition, counts."""
+    lines = []
+    for (name, variant, condition), finding in sorted(found.items()):
+        counts = ", ".join(f"{what} {count}" for what, count in sorted(finding.outcomes.items()))
+        lines.append(f"{name} | {variant} | {condition} | {counts}")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("names", nargs="*")
+    parser.add_argument("--devices", type=int, default=2)
+    parser.add_argument("--most", type=int, default=2)
+    parser.add_argument("--share", type=str, default="0/1")
+    options = parser.parse_args()
+    part, parts = map(int, options.share.split("/"))
+    with contextlib.redirect_stderr(io.StringIO()):
+        chosen = (
+            case
+            for case in cases(options.devices, options.most, options.names)
+            if case.op % parts == part
+        )
+    found = sweep(options.devices, chosen, lambda line: print(line, flush=True))
+    print(table(found))
+    print(Counter(chain.from_iterable(f.outcomes.elements() for f in found.values())))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,217 @@
+"""What torch's DTensor gets wrong without a word, done right or refused, as a rank does it."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from shardspec import DeviceMesh, DTensor
+from shardspec.errors import LayoutError
+
+__all__ = ["silent"]
+
+# The stubs of torch take nothing but its own tensors.
+Cut: Any = DTensor
+LINE = (torch.arange(5.0) * 0.7).cos().double()
+TABLE = torch.arange(1.0, 16.0).reshape(5, 3).double()
+
+
+def same(result: Any, whole: Any) -> None:
+    for ours, theirs in zip(tree_leaves(result), tree_leaves(whole), strict=True):
+        torch.testing.assert_close(ours.to_global(), theirs)
+
+
+def pending(whole: torch.Tensor, rank: int, mesh: DeviceMesh) -> Any:
+    """Return a sum pending over the first axis, whose addends differ."""
+    addend = whole * (0.75 if mesh.coordinates(rank)[0] else 0.25)
+    spec = f"[{','.join('R' * whole.dim())}|P0]"
+    return DTensor.from_local(addend, mesh, spec, global_shape=whole.shape)
+
+
+def means(mesh: DeviceMesh) -> None:
+    """A mean is that of all elements, however many are on a device; so is its gradient."""
+    signs = torch.tensor([1.0, -1, 1, -1, 1]).double()
+    losses: list[Any] = [
+        lambda a: F.l1_loss(a, 2 * a.detach()),
+        lambda a: F.huber_loss(a, a.detach() * 3, delta=0.5),
+        lambda a: F.binary_cross_entropy_with_logits(a, a.detach().sigmoid()),
+        lambda a: F.binary_cross_entropy(a.sigmoid(), a.detach().sigmoid()),
+        lambda a: F.poisson_nll_loss(a, a.detach().abs()),
+        lambda a: F.kl_div(a, a.detach().abs(), reduction="mean"),
+        nn.SmoothL1Loss(),
+        nn.SoftMarginLoss(),
+    ]
+    for place, loss in enumerate(losses):
+        for spec in ("[S0]", "[S1]", "[S01]"):
+            ours, whole = Cut(LINE.clone().requires_grad_(), mesh, spec), LINE.clone()
+            whole.requires_grad_()
+            more = (Cut(signs, mesh, spec), signs) if place > 5 else ()
+            result, wanted = loss(ours, *more[:1]), loss(whole, *more[1:])
+            same(result, wanted)
+            result.backward()
+            wanted.backward()
+            same(ours.grad, whole.grad)
+
+
+def writes_to_parts(mesh: DeviceMesh) -> list[str]:
+    """What is set in a tensor is in it; other writes to gathered parts are refused."""
+    refusals = []
+
+    def refused(call: Any, *args: Any) -> None:
+        with pytest.raises(LayoutError) as caught:
+            call(*args)
+        refusals.append(str(caught.value))
+
+    def ones(spec: str) -> tuple[Any, torch.Tensor]:
+        return Cut(torch.ones(5, 3), mesh, spec), torch.ones(5, 3)
+
+    for spec in ("[S0,R]", "[R,S0]", "[S01,R]", "[S0,S1]", "[S10,R]", "[R,R]"):
+        for part in ((0, 1), slice(1, 4), (slice(None), -1), (slice(0, 5, 2), slice(1, None))):
+            ours, whole = ones(spec)
+            place = ours.to_local().data_ptr()
+            for _ in range(2):  # what was once found out is remembered
+                ours[part] = 9.0 if part == (0, 1) else ours[part] * 2
+                whole[part] = 9.0 if part == (0, 1) else whole[part] * 2
+                same(ours, whole)
+            assert ours.to_local().data_ptr() == place
+    takes: list[Any] = [
+        lambda t: t[:2],
+        lambda t: t[0],
+        lambda t: t.narrow(0, 1, 2),
+        lambda t: t.split(2)[1],
+        lambda t: t[1:][1:].view(-1),
+    ]
+    writes: list[Any] = [
+        lambda t: t.mul_(5),
+        lambda t: t.zero_(),
+        nn.init.zeros_,
+        lambda t: F.relu(t, inplace=True),
+        lambda t: torch.add(t.clone(), 1, out=t),
+    ]
+    for take in takes:
+        for write in writes:
+            ours, whole = ones("[S0,R]")
+            refused(lambda: write(take(ours)))  # noqa: B023
+            same(ours, whole)
+        for write in writes:
+            for spec in ("[R,S0]", "[R,R]"):
+                ours, whole = ones(spec)
+                if take is not takes[-1] or spec == "[R,R]":
+                    write(take(ours))
+                    write(take(whole))
+                    same(ours, whole)
+    ours, whole = ones("[R,S0]")
+    refused(ours.flatten().mul_, 3)
+    refused(ours.index_add_, 1, Cut(torch.tensor([0, 1]), mesh, "[R]"), ours[:, :2])
+    same(ours, whole)
+    # A copy is nobody's part.
+    ours, whole = ones("[S0,R]")
+    same(ours[:2].clone().zero_(), whole[:2] * 0)
+    for spec in ("[S0,R]", "[R,S1]"):
+        refused(nn.init.eye_, ones(spec)[0])
+    same(nn.init.eye_(ones("[R,R]")[0]), nn.init.eye_(ones("[R,R]")[1]))
+    return refusals
+
+
+def gradients_of_writes(mesh: DeviceMesh) -> None:
+    """Gradients go through what was set, though they arrive in another layout."""
+    for spec in ("[S0,R]", "[R,S1]", "[R,R]"):
+        grads = []
+        for made in (lambda t: t.clone().requires_grad_(), lambda t: t):
+            base, part = made(TABLE), made(TABLE[:2])
+            if made(TABLE) is TABLE:
+                base = Cut(TABLE.clone().requires_grad_(), mesh, spec)
+                part = Cut(TABLE[:2].clone().requires_grad_(), mesh, "[R,R]")
+            changed = base * 1
+            changed[1:3] = part * 3
+            factor = Cut(TABLE, mesh, "[S0,R]") if isinstance(base, DTensor) else TABLE
+            loss = (changed * changed * factor).sum()
+            loss = loss.to_global() if isinstance(base, DTensor) else loss
+            loss.backward()
+            grads.append([base.grad, part.grad])
+        same(grads[1], grads[0])
+
+
+def beside_pending_sums(rank: int, mesh: DeviceMesh) -> None:
+    """Numbers and tensors without dims are added once, in whichever order they come."""
+    number = iter(range(2, 60))
+    kinds: list[Any] = [
+        lambda n: n,
+        lambda n: torch.tensor(n),
+        lambda n: Cut(torch.tensor(n), mesh, "[]"),
+    ]
+    calls: list[Any] = [
+        lambda t, n: t + n,
+        lambda t, n: n - t,
+        lambda t, n: torch.sub(t, n, alpha=2),
+        lambda t, n: t * n + n,
+        lambda t, n: (t + 0).remainder(n),
+    ]
+    for call in calls:
+        for first in kinds:
+            for second in kinds:
+                whole = torch.arange(float(next(number, 7) + 1)).double()
+                for kind in (first, second):
+                    n = kind(3)
+                    plain = n.to_global() if isinstance(n, DTensor) else n
+                    same(call(pending(whole, rank, mesh), n), call(whole, plain))
+    total = pending(LINE, rank, mesh)
+    total += torch.tensor(10)
+    same(total, LINE + 10)
+    same(total + 10, LINE + 20)
+    same(pending(LINE, rank, mesh).fill_(3.0), torch.full((5,), 3.0).double())
+    same(pending(LINE, rank, mesh).fill_(4.0), torch.full((5,), 4.0).double())
+    eye, target = torch.eye(2), torch.tensor([1.0, -1.0])
+    given = [Cut(eye, mesh, "[R,S0]"), Cut(eye, mesh, "[R,S0]"), Cut(target, mesh, "[R]")]
+    cosine: Any = F.cosine_embedding_loss
+    same(cosine(*given), cosine(eye, eye, target))
+
+
+def extrema_of_few(mesh: DeviceMesh) -> None:
+    """An extremum is that of what there is, where a device has nothing."""
+    calls: list[Any] = [
+        lambda t: t.max(),
+        lambda t: t.min(),
+        lambda t: t.amax(0),
+        lambda t: torch.amin(t, (0,)),
+        lambda t: t.aminmax(),
+        lambda t: t.argmax(),
+        lambda t: t.argmin(0),
+        lambda t: t.max(0),
+        lambda t: t.norm(float("inf")),
+        lambda t: torch.linalg.norm(t, float("-inf")),
+        lambda t: torch.linalg.vector_norm(t, -2),
+    ]
+    for length in (1, 3, 5):
+        for call in calls:
+            for _ in range(2):
+                same(call(Cut(LINE[:length], mesh, "[S0]")), call(LINE[:length]))
+
+
+def on_flattened_axes(mesh: DeviceMesh) -> None:
+    """Uneven shards over two axes are gathered as they lie, forwards and on the way back."""
+    mesh.to_torch()["dp", "tp"]._flatten("both")
+    t = Cut(TABLE.clone().requires_grad_(), mesh, "[S01,R]")
+    whole = TABLE.clone().requires_grad_()
+    same(t @ t.T, whole @ whole.T)
+    same(t.softmax(0), whole.softmax(0))
+    same(t[4], whole[4])
+    (t.cumsum(0) * t.softmax(0)).to_global().sum().backward()
+    (whole.cumsum(0) * whole.softmax(0)).sum().backward()
+    same(t.grad, whole.grad)
+
+
+def silent(rank: int, mesh: DeviceMesh) -> list[str]:
+    """Assert all of it on a mesh of 2x2; return the refusals."""
+    line = DeviceMesh(range(4), (4,))
+    means(mesh)
+    refusals = writes_to_parts(mesh)
+    gradients_of_writes(mesh)
+    beside_pending_sums(rank, mesh)
+    extrema_of_few(line)
+    extrema_of_few(mesh)
+    on_flattened_axes(mesh)
+    return refusals

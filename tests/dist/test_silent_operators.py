@@ -1,0 +1,22 @@
+"""What torch's DTensor gets wrong without a word is right or refused, in a job of four."""
+
+import pytest
+import torch
+
+from shardspec import init_device_mesh
+from tests.dist.processes import run_ranks
+from tests.dist.silent_runs import silent
+
+pytestmark = pytest.mark.dist
+
+
+def play(rank):
+    torch.set_num_threads(1)
+    return silent(rank, init_device_mesh("cpu", (2, 2), axis_names=("dp", "tp")))
+
+
+def test_it_is_right_or_refused_alike_on_every_rank(tmp_path):
+    refusals, *others = run_ranks(4, tmp_path, play)
+    assert len(refusals) > 20
+    assert all(more == refusals for more in others)
+    assert all("redistribute first" in text or "distribute_tensor" in text for text in refusals)
