@@ -50,6 +50,8 @@ WITH_TENSORS = {
     "shardspec.interop.torch_dtensor",
     "shardspec.job",
     "shardspec.operations.apply",
+    "shardspec.operations.conditions",
+    "shardspec.operations.watch",
     "shardspec.operations.tensor",
     "shardspec.parallel.distribute",
     "shardspec.parallel.rules",
