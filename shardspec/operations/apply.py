@@ -9,7 +9,7 @@ import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import partial
+from functools import lru_cache, partial
 from math import inf
 from typing import Any, Final, TypeAlias
 
@@ -167,12 +167,13 @@ def apply(function: _Function, args: _Args, kwargs: _Kwargs) -> Any:  # noqa: AN
         for leaf in tree_leaves((args[:1] if _WRITES.fullmatch(name) else (), out))
         if isinstance(leaf, TensorLike)
     ]
-    tensors = arguments_for(shown, leaves, call.layouts(), written)
+    layouts = call.layouts()
+    tensors = arguments_for(shown, leaves, layouts, written)
     tracked = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in call.tensors)
     if tracked:
         _check_gradient(shown, args, kwargs)
     strided = any(map(is_strided, call.tensors))
-    earlier = was_right(function, tracked, *kwargs, *map(_key, leaves), *call.layouts())
+    earlier = was_right(function, tracked, *kwargs, *map(_key, leaves), *layouts)
     watch = Watch(shown, copies, back=function in _GOING_BACK)
     try:
         with ExitStack() as stack:
@@ -266,11 +267,16 @@ def _keep_layout_of_gradient(written: Sequence[TorchDTensor]) -> None:
             base.register_hook(partial(TorchDTensor.redistribute, placements=to))  # type: ignore[no-untyped-call]
 
 
+@lru_cache(maxsize=4096)
+def _local_shape(layout: Layout, device: int) -> tuple[int, ...]:
+    return layout.local_shape(device)
+
+
 def _check_shard(name: str, result: TensorLike) -> None:
     """Refuse a result whose shard on this rank is not of the shape that its layout says."""
     for device in result.communicator.addressable:
         shape = tuple(result.to_torch()._local_tensor.shape)
-        if shape != result.layout.local_shape(device):
+        if shape != _local_shape(result.layout, device):
             raise LayoutError(
                 f"{name}: torch {torch.__version__} made a shard of shape {shape} on rank {device} "
                 f"of a tensor of layout {result.layout}; redistribute first, or do it on "
