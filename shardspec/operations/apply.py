@@ -9,7 +9,7 @@ import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import partial
+from functools import lru_cache, partial
 from math import inf
 from typing import Any, Final, TypeAlias
 
@@ -163,13 +163,14 @@ def apply(function: _Function, args: _Args, kwargs: _Kwargs) -> Any:  # noqa: AN
         for leaf in tree_leaves((args[:1] if _WRITES.fullmatch(name) else (), out))
         if isinstance(leaf, TensorLike)
     ]
-    tensors = arguments_for(shown, leaves, call.layouts(), written)
+    layouts = call.layouts()
+    tensors = arguments_for(shown, leaves, layouts, written)
     tracked = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in call.tensors)
     if tracked:
         _check_gradient(shown, args, kwargs)
     strided = any(map(is_strided, call.tensors))
-    earlier = was_right(function, tracked, *kwargs, *map(_key, leaves), *call.layouts())
-    watch = Watch(shown, copies)
+    earlier = was_right(function, tracked, *kwargs, *map(_key, leaves), *layouts)
+    watch = Watch(shown, copies) if strided or copies or not earlier.found else None
     try:
         with ExitStack() as stack:
             stack.enter_context(implicit_replication())  # of plain tensors that torch makes
@@ -179,14 +180,15 @@ def apply(function: _Function, args: _Args, kwargs: _Kwargs) -> Any:  # noqa: AN
                     stack.enter_context(sdpa_kernel(SDPBackend.MATH))
                 if _draws(name, args, kwargs):
                     stack.enter_context(_same_numbers(first, kwargs.get("generator")))
-            if strided or copies or not earlier.found:
+            if watch is not None:
                 stack.enter_context(watch)
             result = call.result(tensors)
-        earlier.found = not watch.mended
+        earlier.found = watch is None or not watch.mended
         if tracked and written:
             _keep_layout_of_gradient(written)
     except ShardSpecError:
-        if not watch.lost or copies or function is not torch.Tensor.__setitem__:
+        lost = watch is not None and watch.lost
+        if not lost or copies or function is not torch.Tensor.__setitem__:
             raise
         _set_in_whole(call)
         return None
@@ -219,7 +221,7 @@ def apply(function: _Function, args: _Args, kwargs: _Kwargs) -> Any:  # noqa: AN
             ) from None
         _check_shard(shown, wrapped)
         wrapped.is_copied_part = (
-            watch.is_copy(leaf)
+            (watch is not None and watch.is_copy(leaf))
             or any(is_copy_of(leaf, tensor) for tensor in call.tensors)
             or any(is_alias(leaf, copy) for copy in copies)
             or (spoken is not leaf and any(is_alias(leaf, t) for t in call.tensors))
@@ -275,11 +277,16 @@ def _keep_layout_of_gradient(written: Sequence[TorchDTensor]) -> None:
             base.register_hook(partial(TorchDTensor.redistribute, placements=to))  # type: ignore[no-untyped-call]
 
 
+@lru_cache(maxsize=4096)
+def _local_shape(layout: Layout, device: int) -> tuple[int, ...]:
+    return layout.local_shape(device)
+
+
 def _check_shard(name: str, result: TensorLike) -> None:
     """Refuse a result whose shard on this rank is not of the shape that its layout says."""
     for device in result.communicator.addressable:
         shape = tuple(result.to_torch()._local_tensor.shape)
-        if shape != result.layout.local_shape(device):
+        if shape != _local_shape(result.layout, device):
             raise LayoutError(
                 f"{name}: torch {torch.__version__} made a shard of shape {shape} on rank {device} "
                 f"of a tensor of layout {result.layout}; redistribute first, or do it on "
