@@ -220,7 +220,7 @@ def test_one_mesh_for_many(path):
         (dtensor(mesh_of_ids(), (partial("premul_sum"), REPLICATE)), "placement <Partial> is not"),
         (
             dtensor(mesh_of_ids(), (Made(Name(KINDS, "_MaskPartial"), {}),)),
-            f"names {KINDS}._MaskPartial, which does not belong",
+            "_MaskPartial> is not known",
         ),
         (dtensor(mesh_of_ids(), 7), "its mesh or its placements"),
         (dtensor(None, CUT), "its mesh or its placements"),

@@ -128,6 +128,7 @@ def test_resharded_it_has_the_same_tensors(real, tmp_path, name):
         tmp_path / "out",
         device_mesh=mesh,
         rules=rules,
+        drop_values=name.startswith("zero"),  # the loss scaler and the like are objects
     )
     assert_same(read_whole(tmp_path / "out"), read_whole(real("deepspeed") / name))
 

@@ -292,6 +292,8 @@ def _opaque(text: str, value: object, left: Iterator[int], found: TorchZip | Non
                 shown = part.path
             case Foreign():
                 shown, inner = type(part).path, part.parts
+                # Tensors of kinds that are not read, also where they have no storage.
+                tensors |= type(part).path.startswith("torch._utils._rebuild_")
             case Record():
                 shown, inner = type(part).path, (part.args, part.state)
             case dict():

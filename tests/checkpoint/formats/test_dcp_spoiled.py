@@ -143,7 +143,7 @@ def chunk_outside(metadata):
 
 def chunk_of_other_dims(metadata):
     of(metadata, "m.a").size = torch.Size((6,))
-    return ".metadata: 'm.a': its chunk [0:2, 0:3] lies outside of shape [6]; the"
+    return ".metadata: 'm.a': a chunk from [0, 0] of sizes [2, 3] is not one of a tensor with 1"
 
 
 def hole(metadata):

@@ -160,7 +160,9 @@ FC2 = "decoder.layers.0.mlp.linear_fc2.weight"
         (
             lambda m: m.update({NORM: m[NORM] * 2}),
             "tensor 'decoder.layers.3.pre_mlp_layernorm.weight': ranks 3 and 4 claim different "
-            "data for box [0:6], first at index [0], in {0} and {1}; keep the right one of the two",
+            "data for box [0:6], first at index [0], in {0} and {1}; keep the right one "
+            "of the two if they should be equal, as plain tensors are on all ranks; if each rank "
+            "has a part, save it as a DTensor, and what is its own under a name for each rank",
         ),
         (
             lambda m: m.update({FC2: m[FC2].float()}),

@@ -332,7 +332,9 @@ def test_plain_tensors_are_whole_and_alike_on_all_ranks(tmp_path):
         (
             {"w": torch.tensor([1.0, 2.0])},
             "tensor 'w': ranks 0 and 1 claim different data for box [0:2], first at index [1], in "
-            "{0} and {1}; keep the right one of the two",
+            "{0} and {1}; keep the right one "
+            "of the two if they should be equal, as plain tensors are on all ranks; if each rank "
+            "has a part, save it as a DTensor, and what is its own under a name for each rank",
         ),
         ({}, "{1}: lacks tensor 'w', which {0} holds; the files are not of one save"),
         (
