@@ -276,7 +276,7 @@ def test_storages_that_are_not_there(path, value):
         (Call(V3, (*tensor(storage(), 0, (), ()).args, 7)), "a dtype is named as torch."),
         (
             Call(V3, (*tensor(storage(), 0, (), ()).args, Name("torch", "strided"))),
-            "arguments that it does not",
+            "that it does not",
         ),
         (storage(kind=Name("torch", "float32")), "a storage of torch.float32 is of no dtype"),
         (storage(key=7), "it refers to something that is not a storage"),
