@@ -21,10 +21,11 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from shardspec import DeviceMesh, load_sharded, merge, reshard, save_sharded
+from shardspec import DeviceMesh, load_sharded, merge, plan_reshard, reshard, save_sharded
 from shardspec.checkpoint.open import open_checkpoint
 from shardspec.checkpoint.verify import diff_checkpoints, verify_checkpoint
 from shardspec.errors import CheckpointError
+from tests.faults.checks import command
 
 
 class Colour(enum.Enum):
@@ -395,8 +396,18 @@ def test_tensors_that_are_not_read_do_not_keep_others_from_it(tmp_path, make, te
         merge(path, out)
     assert "restore" not in str(caught.value)
     assert not out.exists()
+    rules = {"*": "[R]"}
+    for lost in (
+        lambda: load_sharded(path, MESH, rules),
+        lambda: plan_reshard(path, (MESH, rules)),
+    ):
+        with pytest.raises(CheckpointError, match=f"'more.*{text}"):
+            lost()
     assert merge(path, out, include="w").tensors == 1
     assert load_file(out)["w"].equal(torch.ones(2))
+    assert list(load_sharded(path, MESH, rules, exclude="more*")) == ["w"]
+    code, _, said = command(["plan-state", path, "--mesh", "2"])
+    assert (code, text.split(",")[0] in said) == (3, True), said
     assert not list(diff_checkpoints(path, path))
     assert verify_checkpoint(path).tensors == 1
 

@@ -234,6 +234,12 @@ def _encoded(text: object, encoding: object = "latin1") -> bytes:
     return text.encode("latin1")
 
 
+def _no_bytes(*args: object) -> bytes:
+    if args:
+        raise ValueError("bytes are made of a text")
+    return b""
+
+
 def _complex(real: object, imag: object) -> Complex:
     if not isinstance(real, float) or not isinstance(imag, float):
         raise ValueError("a complex number is made of two numbers")
@@ -275,6 +281,8 @@ _FUNCTIONS: Final[Mapping[str, Callable[..., object]]] = {
     "torch.distributed._shard.sharded_tensor.api.ShardedTensor": _sharded,
     "torch.distributed._shard.sharded_tensor.shard.Shard": _sharded,
     **{f"{home}.complex": _complex for home in _BUILTINS},
+    # Protocol 2 has empty ones only so.
+    **{f"{home}.bytes": _no_bytes for home in _BUILTINS},
 }
 _DTENSOR_HOMES: Final = (
     *("torch.distributed.device_mesh", "torch.distributed._mesh_layout"),
