@@ -51,6 +51,7 @@ PLAIN: Final[dict[str, Any]] = {
     "none": None,
     "bool": True,
     "bytes": b"\x80\x00state",
+    "no bytes": b"",
     "list": [1, [2.5, None]],
     "tuple": (0.9, (0.999,)),
     "empty": {},
