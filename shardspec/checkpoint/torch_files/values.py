@@ -185,12 +185,15 @@ def _rebuild(
     sizes, steps = sizes_of(shape), sizes_of(strides)
     if len(sizes) != len(steps) or type(start) is not int or not 0 <= start <= _MOST_SIZE:
         raise ValueError("a tensor needs a stride for every dim and a place in its storage")
-    if metadata and not isinstance(metadata, dict):
-        raise ValueError("what is said of a view is a dict")
-    looks = (sizes, steps, start, *sorted(map(str, (metadata or {}).items())))
+    lazily: tuple[str, ...] = ()
+    if isinstance(metadata, dict):
+        lazily = tuple(str(key)[:20] for key, holds in metadata.items() if holds)
+    elif metadata:
+        raise ValueError("what is said of a view is whether it conjugates or negates")
+    looks = (sizes, steps, start, lazily)
     if isinstance(storage, UnreadTensor):
         return replace(storage, looks=(*storage.looks, *looks))
-    if metadata and any(metadata.values()):
+    if lazily:
         why = "a view that conjugates or negates; save tensor.resolve_conj().resolve_neg()"
         return UnreadTensor(why, looks, (storage.key, storage.dtype))
     return TorchTensor(dtype or storage.dtype, sizes, steps, start, storage)
