@@ -72,7 +72,8 @@ def run_command(line, directory):
         env={**os.environ, "PATH": path},
     )
     notes = done.stderr.splitlines(keepends=True)
-    assert (done.returncode, [said for said in notes if not said.startswith("note: ")]) == (0, [])
+    others = [said for said in notes if not said.startswith("note: ")]
+    assert (done.returncode, others) == (0, []), (line, others)
     return f"{line}\n{''.join(notes)}{done.stdout}"
 
 

@@ -127,7 +127,7 @@ def load_sharded(
         if into is not None and (device_mesh is not None or rules):
             raise LayoutError("give either a state dict to load into, or a mesh and rules")
         # In a job all ranks find out together whether each of them can open the checkpoint.
-        source = agree(chosen, lambda: mapped(as_catalog(directory), names, choice))
+        source = agree(chosen, lambda: _opened(directory, names, choice, all_of_it=into is None))
         choice = choice if names is None else choice.after_map()
         if into is not None:
             plan = agree(chosen, lambda: _plan_into(source, choice, into, chosen))
@@ -142,6 +142,15 @@ def load_sharded(
             plan = agree(chosen, lambda: _plan_by_rules(source, choice, target, rules or {}))
         found = {**agree(chosen, lambda: _read(plan, chosen)), **plan.found}
         return unflatten(plan.paths, lambda name: found.get(name, LEFT_OUT))
+
+
+def _opened(
+    directory: Path | str | Catalog, names: Names | None, choice: Choice, *, all_of_it: bool
+) -> Catalog:
+    catalog = as_catalog(directory)
+    if all_of_it:
+        select.check_dropped(catalog, choice, (), None)
+    return mapped(catalog, names, choice)
 
 
 class _Reading(NamedTuple):
@@ -376,6 +385,8 @@ def plan_load(
     # Files are numbered behind the ids of all devices.
     behind = max((device for mesh in meshes for device in mesh.ids), default=-1) + 1
     source = as_catalog(checkpoint)
+    if isinstance(target, tuple):
+        select.check_dropped(source, Choice(drop=drop), (), None)
     stored, _ = stored_layouts(source, behind)
     if isinstance(names, NameMap):
         names = configured(source, names)

@@ -163,9 +163,8 @@ def check_dropped(
     more = f" (and {rest})" if len(lost) > 1 else ""
     if drop is None:
         raise CheckpointError(
-            f"{source.directory}: {name!r}{more} may have tensors in it that cannot be written: "
-            f"{_text_of(lost[name])}; leave it out with --exclude (exclude=), or save its tensors "
-            "in dicts"
+            f"{source.directory}: {name!r}{more} may be, or have in it, tensors that cannot be "
+            f"written: {_text_of(lost[name])}; leave it out with --exclude (exclude=)"
         )
     raise CheckpointError(
         f"{source.directory}: {name!r}{more} would be lost, since the output has no place for it: "

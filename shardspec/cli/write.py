@@ -387,6 +387,7 @@ def plan_state_command(
     from shardspec.checkpoint.choice import Choice
     from shardspec.checkpoint.load import stored_layouts
     from shardspec.checkpoint.mapped import mapped
+    from shardspec.checkpoint.select import check_dropped
     from shardspec.resharding.plan import plan_state
 
     mesh, model = cluster.build()
@@ -399,6 +400,7 @@ def plan_state_command(
             mesh_beta=[link.seconds_per_byte for link in model.links],
         )
     (catalog,) = source.open(checkpoint)
+    check_dropped(catalog, Choice(drop=maps.drop), (), None)
     chain = _configured(catalog, maps.read())
     firsts, last = chain[:-1], chain[-1] if chain else None
     if firsts:

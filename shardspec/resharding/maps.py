@@ -40,7 +40,7 @@ class MapReport:
             names = ", ".join(map(shown, self.unused[:_SHOWN]))
             rest = f" and {len(self.unused) - _SHOWN} more" if len(self.unused) > _SHOWN else ""
             faults.append(
-                f"the map has no use for {names}{rest}, or for some elements; take a map that has, "
+                f"the map has no use for {names}{rest}, in whole or in part; take a map that has, "
                 "or leave tensors behind by name with --drop PATTERN (drop=)"
             )
         if faults:

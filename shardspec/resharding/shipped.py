@@ -108,6 +108,8 @@ def map_chain(
     if found is None or found[2] == found[3]:
         return (load_map(name, sizes),)
     model, *ends = found.groups()
+    if f"{model}-hf-to-megatron" not in shipped_maps():
+        raise LayoutError(f"there is no map {name!r}; choose among {', '.join(shipped_maps())}")
     source, target = reversed(ends) if reverse else ends
     layered = dict.fromkeys(_MEGATRON, "megatron")
     to_megatron = load_map(f"{model}-hf-to-megatron", sizes)

@@ -88,6 +88,6 @@ def check_model_type(config: Mapping[str, object], model_types: tuple[str, ...])
     if model_types and given and not set(given) & set(model_types):
         raise LayoutError(
             f"the config is of a model of type {shown(given[0])}, the map is for "
-            f"{', '.join(map(repr, model_types))}; take a map for {shown(given[0])}, as its "
-            "tensors are others"
+            f"{', '.join(map(repr, model_types))}; take a map for {shown(given[0])}, whose "
+            "tensors differ"
         )

@@ -147,11 +147,14 @@ def evaluate(text: str, sizes: Mapping[str, int]) -> int:
                 )
             case ast.BinOp(left=left, op=op, right=right) if type(op) in _OPERATORS:
                 a, b = value(left), value(right)
-                if b or not isinstance(op, ast.FloorDiv):
-                    result = _OPERATORS[type(op)](a, b)
-                    if abs(result) > MAX_SIZE:
-                        raise SpecSyntaxError("a size above 2^63 - 1", text, 0)
-                    return result
+                if not b and isinstance(op, ast.FloorDiv):
+                    raise SpecSyntaxError(
+                        f"{ast.unparse(right)} is 0, by which nothing is divided", text, 0
+                    )
+                result = _OPERATORS[type(op)](a, b)
+                if abs(result) > MAX_SIZE:
+                    raise SpecSyntaxError("a size above 2^63 - 1", text, 0)
+                return result
         raise SpecSyntaxError("only names, numbers, +, -, * and // are allowed", text, 0)
 
     stripped = text.strip()

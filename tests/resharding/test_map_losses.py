@@ -252,6 +252,8 @@ def test_sizes_in_the_words_of_a_config():
     with pytest.raises(LayoutError) as error:
         load_map("llama-hf-to-megatron", {**SIZES, "num_key_value_heads": 4}).target_shapes(SHAPES)
     assert "the factors num_key_value_heads head_dim come to" in str(error.value)
+    with pytest.raises(LayoutError, match="num_key_value_heads is 0, by which nothing is divided"):
+        load_map("llama-hf-to-megatron", {**SIZES, "num_key_value_heads": 0}).known_sizes()
 
 
 def bounded() -> dict[str, str]:

@@ -13,7 +13,7 @@ from shardspec import DeviceMesh, DTensor, Layout
 from shardspec.cli.main import cli
 from shardspec.errors import LayoutError
 from shardspec.resharding.maps import check_map
-from shardspec.resharding.shipped import load_map, shipped_maps
+from shardspec.resharding.shipped import load_map, map_chain, shipped_maps
 from shardspec.state_plans import plan_reshard
 
 Array = npt.NDArray[np.float32]
@@ -306,6 +306,9 @@ def test_against_numpy_both_ways(name, vocab):
 def test_an_unknown_map_is_refused():
     with pytest.raises(LayoutError, match="choose among gpt-neox-hf-to-fused"):
         load_map("llama")
+    for name in ("gemma-hf-to-fused", "gemma-megatron-to-torch_dist"):
+        with pytest.raises(LayoutError, match=f"there is no map '{name}'; choose among"):
+            map_chain(name)
 
 
 def test_check_map_on_the_command_line(tmp_path):

@@ -102,18 +102,7 @@ class _DcpCatalog(catalog.Catalog):
         """Return a tensor by the metadata alone."""
         if (pickled := self._inside.tensors.get(name)) is not None:
             return pickled
-        return self._by_metadata(name)
-
-    def _by_metadata(self, name: str) -> Outline[_Chunk]:
-        found = self._outlines[name]
-        try:
-            dtype_name(found.dtype)
-        except DTypeError:
-            raise CheckpointError(
-                f"{self.directory}: tensor {name!r} is of dtype {found.dtype}, which is not "
-                "supported; cast it before saving, or leave it out"
-            ) from None
-        return found
+        return self._outlines[name]
 
     def tensor(self, name: str) -> catalog.StoredTensor:
         """Return a tensor; the headers of its chunks are read and checked against the metadata."""
@@ -127,7 +116,7 @@ class _DcpCatalog(catalog.Catalog):
         return frozenset((chunk.path, chunk.place.offset, chunk.box) for chunk in boxes)
 
     def _look_up(self, name: str) -> catalog.StoredTensor:
-        outline = self._by_metadata(name)
+        outline = self._outlines[name]
         read = partial(_read_chunk, outline)
         with prefetch_map(outline.boxes, read, prefetch_depth(self.directory)) as boxes:
             return catalog.StoredTensor(name, outline.shape, outline.dtype, None, (), tuple(boxes))
@@ -276,13 +265,37 @@ def open_dcp(directory: Path) -> catalog.Catalog:
     for file in files:
         # Of replicas that older versions were told to keep, only one place is listed.
         _check_file(file, by_file[file], exact=not repeated)
-    whole = _DcpCatalog(directory, tensors, files, _Inside({}, others, {}, {}), others)
+    unread = {name: _unread(found) for name, found in tensors.items() if not _is_read(found)}
+    tensors = {name: found for name, found in tensors.items() if name not in unread}
+    whole = _DcpCatalog(
+        directory, tensors, files, _Inside({}, {**others, **unread}, {}, {}), others
+    )
     whole.paths = {name: keys[name] for name in (*tensors, *others) if name in keys}
-    inside = _look_inside(others, keys, tensors, ranks)
+    inside = _look_inside(others, keys, {*tensors, *unread}, ranks)
+    inside = inside._replace(values={**inside.values, **unread})
     whole.pickled = inside.of
     found = _DcpCatalog(directory, tensors, files, inside, {}, whole)
     found.paths = {**{name: keys[name] for name in tensors if name in keys}, **inside.paths}
     return found
+
+
+def _is_read(outline: Outline[_Chunk]) -> bool:
+    try:
+        dtype_name(outline.dtype)
+    except DTypeError:
+        return False
+    return True
+
+
+def _unread(outline: Outline[_Chunk]) -> catalog.OpaqueValue:
+    """Return what stands for a tensor of a dtype that is not supported."""
+    chunks = sorted((chunk.place for chunk in outline.boxes), key=attrgetter("path", "offset"))
+    digests = [str(outline.shape)]
+    for place in chunks:
+        with SourceFile(place.path) as file:
+            digests.append(_digest(file, place))
+    text = f"a tensor of {outline.dtype}, which is not supported; cast it before saving"
+    return catalog.OpaqueValue(text, ", ".join(digests), tensors=True)
 
 
 def _check_file(path: Path, places: Sequence[StoredObject], *, exact: bool) -> None:

@@ -60,6 +60,7 @@ from shardspec.checkpoint.torch_files.values import (
     TensorPlace,
     TorchStorage,
     TorchTensor,
+    UnreadTensor,
     row_major,
     tensor_place,
 )
@@ -148,10 +149,16 @@ def read_contents(
     value = read_torch(found, data, {**ARGUMENT_NAMES, **(more or {})}, rank, screened)
     if not isinstance(value, dict):
         raise CheckpointError(
-            f"{found.path}: holds a {type(value).__name__}, not a dict of tensors; save a state "
-            "dict"
+            f"{found.path}: holds {_kind_of(value)}, not a dict of tensors; save a state dict"
         )
     return flat_contents(value, (), found.path)
+
+
+def _kind_of(value: object) -> str:
+    if isinstance(value, TorchTensor | UnreadTensor):
+        return "a tensor"
+    name = type(value).__name__
+    return f"an {name}" if name[0] in "aeiou" else f"a {name}"
 
 
 def flat_contents(value: object, at: KeyPath, path: Path) -> Contents:
@@ -205,7 +212,7 @@ def _leaves(
 
 def _holds_tensors(value: object, depth: int, left: Iterator[int], path: Path) -> bool:
     _visit(depth, left, path)
-    if isinstance(value, TorchTensor):
+    if isinstance(value, TorchTensor | UnreadTensor):
         return True
     parts = value if isinstance(value, (list, tuple)) else ()
     if isinstance(value, dict):
@@ -244,6 +251,8 @@ def _plain(
     match value:
         case TorchTensor():
             text = f"tensor of shape {list(value.global_shape)}"
+        case UnreadTensor():
+            text = value.why
         case Foreign():
             text = f"{value}, not read and not run"
         case Global() | Record() | Complex():
@@ -288,12 +297,15 @@ def _opaque(text: str, value: object, left: Iterator[int], found: TorchZip | Non
                 exact &= crc is not None
                 looks = (*part[:4], part.placed) if isinstance(part, TorchTensor) else ()
                 shown = storage.dtype, storage.size, looks, crc
+            case UnreadTensor():
+                tensors = True
+                where = part.storage and found and found.record(f"data/{part.storage[0]}").crc32
+                exact &= part.storage is None or where is not None
+                shown = part.storage and part.storage[1], part.looks, where
             case Global():
                 shown = part.path
             case Foreign():
                 shown, inner = type(part).path, part.parts
-                # Tensors of kinds that are not read, also where they have no storage.
-                tensors |= type(part).path.startswith("torch._utils._rebuild_")
             case Record():
                 shown, inner = type(part).path, (part.args, part.state)
             case dict():

@@ -28,6 +28,7 @@ from shardspec.checkpoint.torch_files.values import (
     TORCH_NAMES,
     Placed,
     TorchTensor,
+    UnreadTensor,
     check_record,
     sizes_of,
     storage_of,
@@ -94,6 +95,8 @@ class _DTensors:
         spec, local = members.get("_spec"), members.get("_local_tensor")
         if kind.name != "DTensor" or not isinstance(spec, Record):
             raise ValueError(f"a {kind.name} is not a DTensor with a spec")
+        if isinstance(local, UnreadTensor):
+            return local
         mesh, placements = spec.get("mesh"), spec.get("placements")
         if (
             not isinstance(local, TorchTensor)

@@ -6,6 +6,7 @@ nothing is imported or called. Source: ``torch/_utils.py`` (``_rebuild_*``), ``t
 """
 
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Final, NamedTuple, Never
 
@@ -22,7 +23,7 @@ from shardspec.checkpoint.torch_files.unpickler import (
 )
 from shardspec.checkpoint.torch_files.zip_reader import TorchZip
 from shardspec.dtypes import dtype_name, item_bytes
-from shardspec.errors import CheckpointError
+from shardspec.errors import CheckpointError, DTypeError
 from shardspec.layout.placements import Placement
 from shardspec.mesh import DeviceMesh
 
@@ -72,6 +73,17 @@ class TorchTensor(NamedTuple):
         """Whether its storage has more bytes than it."""
         size, dtype = self.storage.size, self.storage.dtype
         return prod(self.shape) * item_bytes(self.dtype) < size * item_bytes(dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class UnreadTensor:
+    """A tensor, or a storage, that is not read; other entries of its file are."""
+
+    why: str
+    looks: tuple[object, ...] = ()
+    """What else the pickle says of it."""
+    storage: tuple[str, str] | None = None
+    """The key of its storage, and of what kind this is."""
 
 
 class Complex(str):
@@ -145,15 +157,14 @@ def sizes_of(value: object = ()) -> tuple[int, ...]:
     raise ValueError("sizes are whole numbers from 0, at most 64 of them")
 
 
-def storage_of(value: object) -> TorchStorage:
+def storage_of(value: object) -> TorchStorage | UnreadTensor:
     """Return the storage that a reference means."""
     match value:
         case ("storage", Global(name=name), str() as key, str(), int() as size) if size >= 0:
             dtype = _STORAGE_DTYPES.get(name)
             if dtype is None:
-                raise UnsupportedError(
-                    f"a storage of {name} is of no dtype that is supported; cast it and save again"
-                )
+                why = f"a tensor in a {name}, whose dtype is not supported; cast it"
+                return UnreadTensor(why, (size,), (key, name))
             return TorchStorage(key, dtype, size)
     raise ValueError("it refers to something that is not a storage")
 
@@ -168,27 +179,45 @@ def _rebuild(
     metadata: object = None,
     *,
     dtype: str | None = None,
-) -> TorchTensor:
-    if not isinstance(storage, TorchStorage):
+) -> TorchTensor | UnreadTensor:
+    if not isinstance(storage, TorchStorage | UnreadTensor):
         raise ValueError("a tensor needs a storage")
     sizes, steps = sizes_of(shape), sizes_of(strides)
     if len(sizes) != len(steps) or type(start) is not int or not 0 <= start <= _MOST_SIZE:
         raise ValueError("a tensor needs a stride for every dim and a place in its storage")
-    if metadata and (not isinstance(metadata, dict) or any(metadata.values())):
-        raise UnsupportedError(
-            "a view that conjugates or negates; save tensor.resolve_conj().resolve_neg() instead"
-        )
+    lazily: tuple[str, ...] = ()
+    if isinstance(metadata, dict):
+        lazily = tuple(str(key)[:20] for key, holds in metadata.items() if holds)
+    elif metadata:
+        raise ValueError("what is said of a view is whether it conjugates or negates")
+    looks = (sizes, steps, start, lazily)
+    if isinstance(storage, UnreadTensor):
+        return replace(storage, looks=(*storage.looks, *looks))
+    if lazily:
+        why = "a view that conjugates or negates; save tensor.resolve_conj().resolve_neg()"
+        return UnreadTensor(why, looks, (storage.key, storage.dtype))
     return TorchTensor(dtype or storage.dtype, sizes, steps, start, storage)
 
 
-def _rebuild_v3(*args: object) -> TorchTensor:
+def _rebuild_v3(*args: object) -> TorchTensor | UnreadTensor:
     if len(args) < 7:
         raise TypeError
     storage, start, shape, strides, *_, dtype, metadata = (*args, None)[:8]
     if not isinstance(dtype, Global) or not dtype.name.startswith("torch."):
         raise ValueError("a dtype is named as torch.…")
-    known = dtype_name(dtype.name)
+    try:
+        known = dtype_name(dtype.name)
+    except DTypeError:
+        if isinstance(storage, TorchStorage):
+            why = f"a tensor of {dtype.name}, which is not supported; cast it"
+            storage = UnreadTensor(why, (storage.size,), (storage.key, dtype.name))
+        known = None
     return _rebuild(storage, start, shape, strides, metadata=metadata, dtype=known)
+
+
+def _on_meta(_: object, shape: object, strides: object, *__: object) -> UnreadTensor:
+    looks = (sizes_of(shape), sizes_of(strides))
+    return UnreadTensor("a tensor on the meta device, which has no data; load the weights", looks)
 
 
 def _dict(*args: object) -> StateDict:
@@ -206,6 +235,12 @@ def _encoded(text: object, encoding: object = "latin1") -> bytes:
     if not isinstance(text, str) or encoding != "latin1":
         raise ValueError("bytes are written as text in latin1")
     return text.encode("latin1")
+
+
+def _no_bytes(*args: object) -> bytes:
+    if args:
+        raise ValueError("bytes are made of a text")
+    return b""
 
 
 def _complex(real: object, imag: object) -> Complex:
@@ -237,6 +272,7 @@ _FUNCTIONS: Final[Mapping[str, Callable[..., object]]] = {
     "torch._utils._rebuild_tensor": _rebuild,
     "torch._utils._rebuild_tensor_v2": _rebuild,
     "torch._utils._rebuild_tensor_v3": _rebuild_v3,
+    "torch._utils._rebuild_meta_tensor_no_storage": _on_meta,
     # A parameter is its tensor.
     "torch._utils._rebuild_parameter": lambda tensor, *_: tensor,
     "torch._utils._rebuild_parameter_with_state": lambda tensor, *_: tensor,
@@ -248,6 +284,8 @@ _FUNCTIONS: Final[Mapping[str, Callable[..., object]]] = {
     "torch.distributed._shard.sharded_tensor.api.ShardedTensor": _sharded,
     "torch.distributed._shard.sharded_tensor.shard.Shard": _sharded,
     **{f"{home}.complex": _complex for home in _BUILTINS},
+    # Protocol 2 has empty ones only so.
+    **{f"{home}.bytes": _no_bytes for home in _BUILTINS},
 }
 _DTENSOR_HOMES: Final = (
     *("torch.distributed.device_mesh", "torch.distributed._mesh_layout"),
