@@ -130,11 +130,17 @@ def start(mesh: _Mesh, device_type: str | None = None) -> None:
                 f"--nproc_per_node {len(mesh.ids)} PROGRAM', or leave it out to hold the whole "
                 "mesh in this process"
             )
+        backend = "gloo"
         if device_type != "cpu" and torch.cuda.is_available():
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-            dist.init_process_group("cpu:gloo,cuda:nccl")
-        else:
-            dist.init_process_group("gloo")
+            backend = "cpu:gloo,cuda:nccl"
+        try:
+            dist.init_process_group(backend)
+        except (RuntimeError, ValueError, OSError) as error:  # of torch
+            raise CommunicatorError(
+                f"the processes of the job did not meet: {str(error).splitlines()[0]}; start all "
+                "of them by torchrun"
+            ) from error
     join(mesh)
 
 

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 
 from shardspec import DeviceMesh, DTensor, NameMap, load_sharded, merge, save_sharded
+from shardspec.checkpoint.agree import agree
 from shardspec.checkpoint.formats.native import read_info
-from shardspec.checkpoint.rank_state import agree
 from shardspec.comm.process_group import communicator_of as of
 from shardspec.errors import CheckpointError, OutputExistsError
 from shardspec.layout.layout import Layout
