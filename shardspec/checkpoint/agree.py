@@ -50,7 +50,8 @@ def agree(communicator: Communicator, act: Callable[[], T]) -> T:
 def check_same(communicator: Communicator, facts: Mapping[str, str], remedy: str) -> None:
     """Raise on every rank if not all of them have the same facts.
 
-    Facts are by what they are about; the first word says the kind, as in ``"tensor 'w'"``.
+    Facts are by what they are about, whose first word is a kind, as in ``"tensor 'w'"``. The first
+    that differs is named.
     """
     digest = sha256(repr(sorted(facts.items())).encode("utf-8", "surrogatepass")).hexdigest()
     ranks = communicator.addressable
@@ -60,7 +61,8 @@ def check_same(communicator: Communicator, facts: Mapping[str, str], remedy: str
     # The long lists are only sent now.
     every = communicator.gather(dict.fromkeys(ranks, facts))
     first, other = next((i, j) for i in every for j in every if every[i] != every[j])
-    key = min(every[first].items() ^ every[other].items())[0]
+    differ = dict(every[first].items() ^ every[other].items())
+    key = next(name for name in {**every[first], **every[other]} if name in differ)
     has = []
     for rank in (first, other):
         text = every[rank].get(key, f"no such {key.split()[0]}")

@@ -599,7 +599,9 @@ def _facts(
         layout = sha256()
         for tensor, box, offset in file.extents:
             layout.update(repr((tensor, box, offset)).encode("utf-8", "surrogatepass"))
-        facts[f"file {file.name!r}"] = f"{file.num_bytes} bytes, {layout.hexdigest()[:16]}"
+        facts[f"file {file.name!r}"] = (
+            f"{file.num_bytes} bytes with layout {layout.hexdigest()[:8]}"
+        )
     return facts
 
 

@@ -7,6 +7,7 @@ is complete, and a file that it replaces stays until then.
 
 import heapq
 import os
+import time
 from abc import ABC, abstractmethod
 from array import array
 from collections import Counter
@@ -443,7 +444,7 @@ class DiskOutput(Output):
         directory, processes = self.target.directory, self.processes
         with ExitStack() as stack:
 
-            def stage() -> Path:
+            def stage() -> tuple[Path, int]:
                 overwrite = self.options.overwrite
                 staged = staged_output(destination, directory=directory, overwrite=overwrite)
                 self._fd, place = stack.enter_context(staged)
@@ -451,16 +452,33 @@ class DiskOutput(Output):
                     self._create(file.name, file.num_bytes)
                 if self.target.listing is not None:
                     self._create(self.target.listing.name, 0)
-                return place
+                stamp = int.from_bytes(os.urandom(4)) >> 1
+                if processes.size > 1:
+                    self._set_time(stamp)
+                return place, stamp
 
             def join() -> None:
                 joined = joined_output(place, self.path, directory=directory)
                 self._fd = stack.enter_context(joined)
+                # A killed run may have left one of the same name on a disk of this machine.
+                if int(os.fstat(self._fd).st_mtime) != stamp:
+                    raise CheckpointError(
+                        f"{self.path}: what the first process has begun is not seen here, but "
+                        "another file of its name; write to a directory that all processes share"
+                    )
 
             first = processes.rank == 0
-            (place, *_) = processes.gather(processes.agree(lambda: stage() if first else Path()))
+            mine = processes.agree(lambda: stage() if first else (Path(), 0))
+            place, stamp = processes.gather(mine)[0]
             processes.agree(lambda: None if first else join())
+            if first and processes.size > 1:
+                self._set_time(int(time.time()))
             yield
+
+    def _set_time(self, seconds: int) -> None:
+        """Set when what is staged was changed."""
+        with path_errors(self.path, "written"):
+            os.utime(self._fd, (seconds, seconds))
 
     def _create(self, name: str, num_bytes: int) -> None:
         """Make a file of a size: a full disk is reported before anything is written."""

@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardspec import DeviceMesh, DTensor, SimulatedCommunicator, merge, reshard, save_sharded
+from shardspec.checkpoint import output
 from shardspec.checkpoint.commit import Destination, joined_output, staged_output
 from shardspec.checkpoint.formats.safetensors import huggingface_target
 from shardspec.checkpoint.open import open_checkpoint
@@ -161,8 +162,7 @@ def test_what_only_one_process_finds_out_ends_all(ckpt, tmp_path):
             partial(merge, ckpt, out, format=name) for name in ("torch", "safetensors", "torch")
         ],
         "file 'out': rank 0 has ": [
-            partial(merge, ckpt, out, rename=rename)
-            for rename in ({}, {"big": "cut", "cut": "big"}, {})
+            partial(merge, ckpt, out, rename=rename) for rename in ({}, {"^big$": "bog"}, {})
         ],
     }
     before = sorted(os.listdir(tmp_path))
@@ -186,11 +186,41 @@ def test_beside_another_run(ckpt, tmp_path):
     assert (tmp_path / "out").read_text() == "of the other"
 
 
-def test_a_directory_that_processes_do_not_share_is_noticed(tmp_path):
-    """The first process has staged something in a directory of the same name elsewhere."""
-    staged = joined_output(tmp_path / ".out.staged", tmp_path / "out", directory=False)
-    with pytest.raises(CheckpointError, match="write to a directory that all processes share"):
-        staged.__enter__()
+def elsewhere(directory, name, act, **more):
+    """Do it where the first process's directory is another one: of a machine of its own."""
+
+    def joined(place, path, *, directory):
+        return joined_output(
+            disk / place.name if name is None else disk / name, path, directory=directory
+        )
+
+    disk, output.joined_output = directory, joined
+    try:
+        return act(**more)
+    finally:
+        output.joined_output = joined_output
+
+
+def test_a_directory_that_processes_do_not_share_is_noticed(ckpt, tmp_path):
+    """Also if a killed run has left there what has the same name."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    (disk / "file").write_bytes(b"of a killed run")
+    (disk / "directory").mkdir()
+    acts = []
+    for name, more in (
+        (None, {}),
+        ("file", {}),
+        ("directory", {"max_shard_bytes": 300_000}),
+    ):
+        act = partial(merge, ckpt, tmp_path / "out", **more)
+        acts.append([act, act, partial(elsewhere, disk, name, act)])
+    before = sorted(os.listdir(tmp_path))
+    for answers in in_processes(tmp_path, *acts):
+        assert {kind for kind, *_ in answers} == {"CheckpointError"}
+        assert answers[0][1].startswith("rank 2: ")
+        assert answers[0][1].endswith("write to a directory that all processes share")
+    assert sorted(os.listdir(tmp_path)) == before
 
 
 @settings(max_examples=200, deadline=None)
