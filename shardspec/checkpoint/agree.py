@@ -120,14 +120,15 @@ class Processes:
 
     @contextmanager
     def failing_together(self) -> Iterator[None]:
-        """Let the others know of an error; return when all have done what they do in the block."""
+        """Let the others know of an error; raise it when all have left the block."""
         if self.communicator is None or self.size == 1:
             yield
             return
         try:
             with self.communicator.telling():
                 yield
-        finally:
+        except BaseException:
             # Once a process ends with an error, torchrun ends those that still remove files.
             with suppress(CommunicatorError):
                 self.gather(None)
+            raise

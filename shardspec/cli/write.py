@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Final
 import click
 
 from shardspec.checkpoint import convert as conversion
+from shardspec.checkpoint.agree import Processes
 from shardspec.checkpoint.convert import WriteReport
 from shardspec.cli import checkpoint_options as ckpt
 from shardspec.cli import options as opts
@@ -101,11 +102,13 @@ def _processes() -> "Iterator[Communicator | None]":
 
     from shardspec.comm.process_group import ProcessGroupCommunicator
 
+    starts = not dist.is_initialized()
     communicator = ProcessGroupCommunicator.create(DeviceMesh(range(int(size))), "cpu")
     try:
         yield communicator
     finally:
-        dist.destroy_process_group()
+        if starts:
+            dist.destroy_process_group()
 
 
 def _write(
@@ -116,7 +119,7 @@ def _write(
 ) -> None:
     """Have what is opened written, with a bar while that takes time, and say what was written."""
     with _processes() as communicator:
-        with nullcontext() if communicator is None else communicator.telling():
+        with Processes(communicator).failing_together():
             names, sources = options.map.read(), opened()
         # Of several processes the first one says it.
         quiet = options.quiet or (communicator is not None and 0 not in communicator.addressable)

@@ -277,7 +277,7 @@ def test_ranks_of_another_launcher_work_alone(ckpt, tmp_path, monkeypatch):
 def torchrun(tmp_path, *args):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=3"]
     return subprocess.run(
-        [*command, "-m", "shardspec", *map(str, args)],
+        [*command, *map(str, args)],
         cwd=tmp_path,
         capture_output=True,
         text=True,
@@ -288,18 +288,35 @@ def torchrun(tmp_path, *args):
 @pytest.mark.dist
 def test_under_torchrun(ckpt, tmp_path):
     merge(ckpt, tmp_path / "alone")
-    done = torchrun(tmp_path, "merge", ckpt, "-o", "out")
+    done = torchrun(tmp_path, "-m", "shardspec", "merge", ckpt, "-o", "out")
     assert done.returncode == 0, done.stderr
     # One of them speaks for all.
     assert done.stdout.startswith("out: 24 tensors, ")
     assert done.stdout.count("\n") == 1
     assert contents(tmp_path / "out") == contents(tmp_path / "alone")
-    done = torchrun(tmp_path, "merge", ckpt, "-o", "out")
+
+
+@pytest.mark.dist
+def test_under_torchrun_where_one_process_does_not_see_the_checkpoint(ckpt, tmp_path):
+    for rank in range(3):
+        (tmp_path / f"disk-{rank}").mkdir()
+        if rank != 1:
+            (tmp_path / f"disk-{rank}" / "ckpt").symlink_to(ckpt)
+    script = tmp_path / "on_own_disk.py"
+    script.write_text(
+        "import os\n"
+        "from shardspec.cli.main import cli\n"
+        "os.chdir(f'disk-{os.environ[\"RANK\"]}')\n"
+        "cli(prog_name='shardspec')\n"
+    )
+    before = sorted(os.listdir(tmp_path))
+    done = torchrun(tmp_path, script, "merge", "ckpt", "-o", tmp_path / "out")
     assert done.returncode == 1
-    assert "rank 0: out: exists" in done.stderr
+    assert "Error: ckpt: there is no such checkpoint; check the path\n" in done.stderr
+    # Each of them ends by itself.
     for word in ("SIGABRT", "terminate called", "shardspec/checkpoint"):
         assert word not in done.stderr
-    assert sorted(os.listdir(tmp_path)) == ["alone", "out"]
+    assert sorted(os.listdir(tmp_path)) == before
 
 
 @pytest.mark.parametrize("victim", [0, 2])
