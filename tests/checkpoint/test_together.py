@@ -10,10 +10,12 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.multiprocessing as mp
 from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.testing._internal.distributed.fake_pg import _create_fake_pg
 
 from shardspec import DeviceMesh, DTensor, SimulatedCommunicator, merge, reshard, save_sharded
 from shardspec.checkpoint import output
@@ -28,13 +30,16 @@ from tests.checkpoint.merging_ranks import answer_in_job, end_self, write_all
 from tests.checkpoint.writers.states import save, state
 from tests.dist.processes import run_ranks
 
+# It carries nothing: a process that has imported this may have it as its default group.
+dist.Backend.register_backend("silent", _create_fake_pg, extended_api=True, devices=["cpu", "cuda"])
 
-def in_processes(tmp_path, *acts, size=3):
+
+def in_processes(tmp_path, *acts, size=3, work=write_all, backend="gloo"):
     """Carry out acts in several processes at once; return for each what the ranks answer."""
     meet = tmp_path / os.urandom(4).hex()
     meet.mkdir()
     try:
-        answers = run_ranks(size, meet, write_all, acts, {})
+        answers = run_ranks(size, meet, work, acts, {}, backend=backend)
     finally:
         (meet / "rendezvous").unlink(missing_ok=True)
         meet.rmdir()
@@ -76,6 +81,25 @@ def test_the_same_bytes_as_alone(ckpt, tmp_path, size):
         assert list(answer) == [[None, report.crc32, list(report.files)]] * size
         assert contents(out / name) == contents(alone / name)
     assert sorted(os.listdir(out)) == sorted(os.listdir(alone))
+
+
+def over_nccl(rank, acts, environment):
+    """Let the default group stand for one of NCCL, which needs a GPU for every rank."""
+    config = dist.get_backend_config
+    dist.get_backend_config = lambda group=None: "cuda:nccl" if group is None else config(group)
+    return write_all(rank, acts, environment)
+
+
+def test_in_a_job_of_nccl_alone(ckpt, tmp_path):
+    """What the processes tell each other goes through a group of gloo."""
+    fine = partial(merge, ckpt, tmp_path / "out")
+    torn = [partial(merge, at, tmp_path / "torn") for at in (ckpt, tmp_path / "none")]
+    every = in_processes(tmp_path, fine, torn, size=2, work=over_nccl, backend="silent")
+    assert [kind for kind, *_ in every[0]] == [None, None]
+    merge(ckpt, tmp_path / "alone")
+    assert contents(tmp_path / "out") == contents(tmp_path / "alone")
+    for _, text, _ in every[1]:
+        assert text == f"rank 1: {tmp_path}/none: there is no such checkpoint; check the path"
 
 
 def test_resharding(ckpt, tmp_path):
