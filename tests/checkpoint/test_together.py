@@ -202,6 +202,34 @@ def test_what_only_one_process_finds_out_ends_all(ckpt, tmp_path):
     assert sorted(os.listdir(tmp_path)) == before
 
 
+def interrupt(_done, _total):
+    raise KeyboardInterrupt
+
+
+def interrupted(act, **more):
+    """Do it where this process is interrupted as soon as it has copied something."""
+    try:
+        return act(progress=interrupt, **more)
+    except KeyboardInterrupt:
+        raise CheckpointError("interrupted") from None
+
+
+def test_an_interrupt_of_one_process_ends_all_and_they_can_go_on(ckpt, tmp_path):
+    out = tmp_path / "out"
+    acts = []
+    for rank in (0, 2):
+        act = partial(merge, ckpt, out)
+        acts.append([partial(interrupted, act) if r == rank else act for r in range(3)])
+    *failed, fine = in_processes(tmp_path, *acts, partial(merge, ckpt, out))
+    for rank, answers in zip((0, 2), failed, strict=True):
+        assert answers[rank][1] == "interrupted"
+        for text in {text for r, (_, text, _) in enumerate(answers) if r != rank}:
+            assert text.startswith(f"rank {rank} has failed, so the call ends on all ranks")
+            assert text.endswith(": KeyboardInterrupt")
+    assert [kind for kind, *_ in fine] == [None] * 3
+    assert os.listdir(tmp_path) == ["out"]
+
+
 def test_beside_another_run(ckpt, tmp_path):
     with staged_output(Destination(tmp_path / "out"), directory=False, overwrite=True) as place:
         os.write(place[0], b"of the other")
