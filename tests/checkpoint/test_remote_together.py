@@ -79,7 +79,7 @@ def test_a_changed_byte_fails_all_and_nothing_stays(tmp_path):
         data = bytearray(stored.path.read_bytes())
         data[stored.offset + 5] ^= 1
         stored.path.write_bytes(data)
-        more = {"max_shard_bytes": 300_000, "overwrite": True}
+        more: dict[str, Any] = {"max_shard_bytes": 300_000, "overwrite": True}
         acts += [partial(merge, tmp_path / name, at, **more) for at in (out, f"{out}-new")]
     save_sharded(tensors, tmp_path / "own")
     merge(tmp_path / "own", out, format="dcp")

@@ -7,6 +7,8 @@ import sys
 from collections import Counter
 from functools import partial
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -59,7 +61,7 @@ def ckpt(tmp_path_factory):
     return save(tmp_path_factory.mktemp("together") / "ckpt", {**state(), **big})
 
 
-OUTPUTS = [
+OUTPUTS: list[tuple[str, dict[str, Any]]] = [
     ("a.safetensors", {}),
     ("b.safetensors", {"verify": False}),
     ("out.pt", {}),
@@ -238,19 +240,14 @@ def test_beside_another_run(ckpt, tmp_path):
     assert (tmp_path / "out").read_text() == "of the other"
 
 
-def elsewhere(directory, name, act, **more):
-    """Do it where the first process's directory is another one: of a machine of its own."""
+def elsewhere(left, act, **more):
+    """Do it on a machine with a disk of its own, where a killed run may have left something."""
 
-    def joined(place, path, *, directory):
-        return joined_output(
-            disk / place.name if name is None else disk / name, path, directory=directory
-        )
+    def joined(_, path, *, directory):
+        return joined_output(left, path, directory=directory)
 
-    disk, output.joined_output = directory, joined
-    try:
+    with patch.object(output, "joined_output", joined):
         return act(**more)
-    finally:
-        output.joined_output = joined_output
 
 
 def test_a_directory_that_processes_do_not_share_is_noticed(ckpt, tmp_path):
@@ -259,14 +256,12 @@ def test_a_directory_that_processes_do_not_share_is_noticed(ckpt, tmp_path):
     disk.mkdir()
     (disk / "file").write_bytes(b"of a killed run")
     (disk / "directory").mkdir()
-    acts = []
-    for name, more in (
-        (None, {}),
-        ("file", {}),
-        ("directory", {"max_shard_bytes": 300_000}),
-    ):
-        act = partial(merge, ckpt, tmp_path / "out", **more)
-        acts.append([act, act, partial(elsewhere, disk, name, act)])
+    file = partial(merge, ckpt, tmp_path / "out")
+    files = partial(file, max_shard_bytes=300_000)
+    acts = [
+        [act, act, partial(elsewhere, disk / left, act)]
+        for left, act in (("nothing", file), ("file", file), ("directory", files))
+    ]
     before = sorted(os.listdir(tmp_path))
     for answers in in_processes(tmp_path, *acts):
         assert {kind for kind, *_ in answers} == {"CheckpointError"}
