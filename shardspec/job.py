@@ -43,6 +43,8 @@ class Job:
     pid: int = field(default_factory=os.getpid)
     groups: dict[tuple[int, ...], dist.ProcessGroup | None] = field(default_factory=dict)
     """Groups that every rank has made, by ascending ranks; None where this rank is outside."""
+    gloo: dist.ProcessGroup | None = None
+    """Carries what ranks tell each other where the default group is of NCCL alone."""
     communicators: dict[_Mesh, Any] = field(default_factory=dict)
     """Those that move data; `shardspec.comm.process_group` makes them."""
     channels: dict[frozenset[_Mesh], Any] = field(default_factory=dict)
@@ -62,6 +64,12 @@ class Job:
                 group = dist.new_group(list(ranks))
                 self.groups[ranks] = group if dist.get_rank() in ranks else None
 
+    def make_gloo(self) -> None:
+        """Make the group of gloo if the default group is of NCCL alone; every rank does so."""
+        if not self.gloo and dist.get_world_size() > 1 and _is_nccl_alone():
+            self.gloo = dist.new_group(backend="gloo")
+            self.channels.clear()  # whatever they have sent went through the default group
+
     def torch_mesh(self, mesh: _Mesh, device_type: str | None = None) -> TorchMesh | None:
         """Return torch's mesh of one, for a device type or for any, if it has been made."""
         for known, made in self.torch_meshes:
@@ -78,6 +86,11 @@ class Job:
 
 _JOBS: Final[WeakKeyDictionary[dist.ProcessGroup, Job]] = WeakKeyDictionary()
 """Like torch's own global state, but only as long as the default group lives."""
+
+
+def _is_nccl_alone() -> bool:
+    """Say whether the default group carries tensors on accelerators only."""
+    return {part.split(":")[-1] for part in dist.get_backend_config().split(",")} == {"nccl"}
 
 
 def current_job() -> Job:
@@ -113,6 +126,7 @@ def join(mesh: _Mesh) -> Job:
     job = job_of(mesh)
     if mesh not in job.joined:
         if len(mesh.ids) == dist.get_world_size():
+            job.make_gloo()
             job.make_groups(mesh, least=2)
         job.joined[mesh] = None
     return job
@@ -130,11 +144,17 @@ def start(mesh: _Mesh, device_type: str | None = None) -> None:
                 f"--nproc_per_node {len(mesh.ids)} PROGRAM', or leave it out to hold the whole "
                 "mesh in this process"
             )
+        backend = "gloo"
         if device_type != "cpu" and torch.cuda.is_available():
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-            dist.init_process_group("cpu:gloo,cuda:nccl")
-        else:
-            dist.init_process_group("gloo")
+            backend = "cpu:gloo,cuda:nccl"
+        try:
+            dist.init_process_group(backend)
+        except (RuntimeError, ValueError, OSError) as error:  # of torch
+            raise CommunicatorError(
+                f"the processes of the job did not meet: {str(error).splitlines()[0]}; start all "
+                "of them by torchrun"
+            ) from error
     join(mesh)
 
 

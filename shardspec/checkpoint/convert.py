@@ -11,12 +11,15 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from hashlib import sha256
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Final, Literal, TypeAlias, get_args
 
 from isal.isal_zlib import crc32_combine
 
 from shardspec.boxes import box_size
+from shardspec.checkpoint.agree import Processes
 from shardspec.checkpoint.catalog import (
     AnyOutline,
     Catalog,
@@ -27,12 +30,11 @@ from shardspec.checkpoint.catalog import (
 from shardspec.checkpoint.check_quantized import check_blocks
 from shardspec.checkpoint.choice import Choice, Patterns, Renames
 from shardspec.checkpoint.commit import Destination, names_below, opened
-from shardspec.checkpoint.coordinate import Member, Progress, together
 from shardspec.checkpoint.formats import names as known
 from shardspec.checkpoint.mapped import Names, check_drop, mapped
 from shardspec.checkpoint.open import as_catalog, open_checkpoint
 from shardspec.checkpoint.output import DiskOutput, StoreOutput, WriteOptions
-from shardspec.checkpoint.read_boxes import check_replicas, crc_text
+from shardspec.checkpoint.read_boxes import Progress, check_replicas, crc_text
 from shardspec.checkpoint.select import (
     carried_values,
     check_dropped,
@@ -43,6 +45,7 @@ from shardspec.checkpoint.select import (
 )
 from shardspec.checkpoint.store import OpenFiles, RemotePath, as_path, output_exists, path_errors
 from shardspec.checkpoint.targets import OutputTensor, Target, add_sidecars
+from shardspec.comm.communicator import Communicator
 from shardspec.dtypes import item_bytes
 from shardspec.errors import CheckpointError, ShardSpecError
 from shardspec.layout.layout import SpecLike
@@ -78,6 +81,7 @@ _OWN_NAMES: Final = re.compile(
 _LaidOut: TypeAlias = tuple[Sequence[OutputTensor], Target]
 _LayOut: TypeAlias = Callable[[Catalog, str], _LaidOut]
 """Selects tensors of a catalog and lays out the files for them, given a text to name them by."""
+_Prepared: TypeAlias = "tuple[Catalog, Target, Destination, WriteReport]"
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,7 +181,7 @@ def merge(
     dry_run: bool = False,
     sidecars: bool = True,
     progress: Progress | None = None,
-    member: Member | None = None,
+    communicator: Communicator | None = None,
 ) -> WriteReport:
     """Write the global tensors of a checkpoint into one file, or into files of a limited size.
 
@@ -235,9 +239,9 @@ def merge(
         and Lightning's ``meta.pt``.
     progress
         Called with the bytes written so far and in all.
-    member
-        Which of several processes this is. They share the work and a file system, call this with
-        the same arguments, and need no process group.
+    communicator
+        Whose processes share the work, as `ProcessGroupCommunicator.of(mesh)`; by default this one
+        does it alone. All of them call this with the same arguments, on one file system or store.
 
     The former names `form` and `force` of `format` and `overwrite` still work, with a warning.
 
@@ -266,15 +270,15 @@ def merge(
     in_directory = isinstance(output, str) and output.endswith(("/", os.sep))
     chosen = _merged_format(place, format, max_shard_bytes, in_directory)
     given = Choice(include, exclude, rename, dtype, drop)
-    source, choice = _mapped(directory, names, given)
+    choice = given if names is None else given.after_map()
 
     def lay_out(source: Catalog, _: str) -> _LaidOut:
         return _merged(source, choice, place.name, chosen, max_shard_bytes, metadata)
 
     options = WriteOptions(
-        threads, strict_cast, overwrite, verify, reread, dry_run, sidecars, progress, member
+        threads, strict_cast, overwrite, verify, reread, dry_run, sidecars, progress, communicator
     )
-    return _converted(source, place, chosen, lay_out, options)
+    return _converted(partial(_mapped, directory, names, given), place, chosen, lay_out, options)
 
 
 @renamed(mesh="device_mesh", form="format", force="overwrite")
@@ -301,7 +305,7 @@ def reshard(
     dry_run: bool = False,
     sidecars: bool = True,
     progress: Progress | None = None,
-    member: Member | None = None,
+    communicator: Communicator | None = None,
 ) -> WriteReport:
     """Write a checkpoint of any format as the ranks of a mesh would have saved it.
 
@@ -328,7 +332,7 @@ def reshard(
         Leave out the entries that the format has no place for, which is an error otherwise. Both
         formats of shards keep plain values (None, numbers, texts, bytes, lists and dicts of them);
         between checkpoints of torch everything is copied as it is stored.
-    overwrite, verify, reread, dry_run, sidecars, progress, member
+    overwrite, verify, reread, dry_run, sidecars, progress, communicator
         As for `merge`.
 
     The former names `mesh`, `form` and `force` of `device_mesh`, `format` and `overwrite` still
@@ -383,7 +387,7 @@ def reshard(
     ):
         if wrong:
             raise CheckpointError(problem)
-    source, choice = _mapped(directory, names, given)
+    choice = given if names is None else given.after_map()
 
     def lay_out(source: Catalog, save: str) -> _LaidOut:
         if universal:
@@ -413,9 +417,10 @@ def reshard(
         return wanted, target._replace(carried=target.carried | kept.names)
 
     options = WriteOptions(
-        threads, strict_cast, overwrite, verify, reread, dry_run, sidecars, progress, member
+        threads, strict_cast, overwrite, verify, reread, dry_run, sidecars, progress, communicator
     )
-    return _converted(source, as_path(output), chosen, lay_out, options)
+    opening = partial(_mapped, directory, names, given)
+    return _converted(opening, as_path(output), chosen, lay_out, options)
 
 
 def _merged_format(
@@ -500,18 +505,16 @@ def _merged(
     return wanted, target._replace(carried=carried)
 
 
-def _mapped(
-    checkpoint: Path | str | Catalog, names: Names | None, choice: Choice
-) -> tuple[Path | str | Catalog, Choice]:
-    """Return a checkpoint as what a map makes of what is chosen, and what is left to be chosen."""
+def _mapped(checkpoint: Path | str | Catalog, names: Names | None, choice: Choice) -> Catalog:
+    """Return a checkpoint as what a map makes of what is chosen."""
     if names is None:
         check_drop(choice)
-        return checkpoint, choice
-    return mapped(as_catalog(checkpoint), names, choice), choice.after_map()
+        return as_catalog(checkpoint)
+    return mapped(as_catalog(checkpoint), names, choice)
 
 
 def _converted(
-    checkpoint: Path | str | Catalog,
+    opening: Callable[[], Catalog],
     output: Path,
     format: str,  # as the report names it
     lay_out: _LayOut,
@@ -519,14 +522,20 @@ def _converted(
 ) -> WriteReport:
     """Check that an output can be made of a checkpoint and may be written, and write it."""
     started = time.monotonic()
-    if options.threads < 1:
-        raise CheckpointError(f"{options.threads} threads write nothing; give at least 1")
-    member = None if options.dry_run else options.member
-    with together(member, output.absolute()) as workers:
-        source = as_catalog(checkpoint)
+    processes = Processes(None if options.dry_run else options.communicator)
+
+    def prepared(save: str) -> _Prepared:
+        if options.threads < 1:
+            raise CheckpointError(f"{options.threads} threads write nothing; give at least 1")
+        if isinstance(output, RemotePath) and output.parts[0] == "memory:" and processes.size > 1:
+            raise CheckpointError(
+                f"{output}: memory:// is the memory of one process, and others do not see it; "
+                "start one process"
+            )
+        source = opening()
         if format == "dcp":
             source = source.as_stored()
-        tensors, target = lay_out(source, workers.token)
+        tensors, target = lay_out(source, save)
         if options.sidecars:
             target = add_sidecars(source, target, format)
         if isinstance(output, RemotePath) and any("/" in file.name for file in target.files):
@@ -535,9 +544,9 @@ def _converted(
                 "into a store; write to a directory here, and copy that"
             )
         destination = Destination(output)
-        if workers.member.rank == 0:
+        if processes.rank == 0:
             destination = _check_place(output, source, target, format, options.overwrite)
-        reads = _check_tensors(source, tensors, options.verify, workers.member)
+        reads = _check_tensors(source, tensors, options.verify, processes)
         report = WriteReport(
             path=output,
             format=format,
@@ -552,9 +561,15 @@ def _converted(
             sidecars=target.sidecars,
             not_copied=target.not_copied,
         )
+        return source, target, destination, report
+
+    with processes.failing_together():
+        save = processes.gather(os.urandom(8).hex())[0]
+        source, target, destination, report = processes.agree(lambda: prepared(save))
         if not options.dry_run:
+            processes.check_same(lambda: _facts(source, target, report, options))
             kind = StoreOutput if isinstance(output, RemotePath) else DiskOutput
-            begun = kind(source, target, destination.path, options, workers)
+            begun = kind(source, target, destination.path, options, processes)
             written = begun.write(destination)
             crc = 0
             for _, num_bytes, value in written:
@@ -569,6 +584,27 @@ def _converted(
     return replace(report, seconds=time.monotonic() - started)
 
 
+def _facts(
+    source: Catalog, target: Target, report: WriteReport, options: WriteOptions
+) -> dict[str, str]:
+    """Return what several processes that write one output have to agree on."""
+    facts = {
+        "output": str(report.path.absolute()),
+        "checkpoint": str(source.directory.absolute()),
+        "format": report.format,
+    }
+    for option in ("strict_cast", "overwrite", "verify", "reread"):
+        facts[f"option {option}"] = str(getattr(options, option))
+    for file in target.files:
+        layout = sha256()
+        for tensor, box, offset in file.extents:
+            layout.update(repr((tensor, box, offset)).encode("utf-8", "surrogatepass"))
+        facts[f"file {file.name!r}"] = (
+            f"{file.num_bytes} bytes with layout {layout.hexdigest()[:8]}"
+        )
+    return facts
+
+
 def _left_out(source: Catalog, target: Target) -> tuple[str, ...]:
     """Return the names of what is not carried along."""
     left = sorted(source.extras.keys() - target.carried)
@@ -579,7 +615,7 @@ def _left_out(source: Catalog, target: Target) -> tuple[str, ...]:
 
 
 def _check_tensors(
-    source: Catalog, tensors: Sequence[OutputTensor], verify: bool, member: Member
+    source: Catalog, tensors: Sequence[OutputTensor], verify: bool, processes: Processes
 ) -> Counter[Path]:
     """Check that boxes tile every tensor, and copies agree; return the bytes to read by file."""
     copies_of = memoize_by_boxes(check_tiling)
@@ -592,7 +628,7 @@ def _check_tensors(
             outline = source.outline(name)
             unsure = copies_of(outline) and not (verify and source.copies_agree(name))
             # Each of several processes compares its share.
-            if unsure and place % member.size == member.rank:
+            if unsure and place % processes.size == processes.rank:
                 tensor = source.tensor(name)
                 for group in check_tiling(tensor):
                     check_replicas(tensor, group, files, trust_digests=verify)

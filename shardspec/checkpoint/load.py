@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shardspec.boxes import Box, box_size
 from shardspec.checkpoint import rank_state, select
+from shardspec.checkpoint.agree import agree
 from shardspec.checkpoint.catalog import Catalog, StoredTensor, check_tiling, distinct
 from shardspec.checkpoint.check_quantized import check_blocks, check_stored_plan
 from shardspec.checkpoint.choice import Choice, Patterns, Renames
 from shardspec.checkpoint.formats.native import NativeCatalog
 from shardspec.checkpoint.mapped import Names, check_drop, configured, mapped, require_finished
 from shardspec.checkpoint.open import as_catalog, open_checkpoint
-from shardspec.checkpoint.rank_state import agree
 from shardspec.checkpoint.read_boxes import Buffers, Checks, read_box_into, stretches
 from shardspec.checkpoint.state_dict import LEFT_OUT, KeyPath, spread, unflatten
 from shardspec.checkpoint.store import OpenFiles

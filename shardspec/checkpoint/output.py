@@ -7,19 +7,22 @@ is complete, and a file that it replaces stays until then.
 
 import heapq
 import os
+import time
 from abc import ABC, abstractmethod
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from functools import partial
+from itertools import islice
 from operator import itemgetter
 from pathlib import Path
 from threading import Event, Lock
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias
 
 from isal.isal_zlib import crc32_combine
 
+from shardspec.checkpoint.agree import Processes
 from shardspec.checkpoint.catalog import Catalog, distinct
 from shardspec.checkpoint.commit import (
     FILE,
@@ -32,11 +35,11 @@ from shardspec.checkpoint.commit import (
     staged_output,
     write_all,
 )
-from shardspec.checkpoint.coordinate import Member, Progress, Workers
 from shardspec.checkpoint.read_boxes import (
     BLOCK_BYTES,
     Buffers,
     Checks,
+    Progress,
     crc32,
     crc_text,
     read_box,
@@ -52,6 +55,7 @@ from shardspec.checkpoint.store import (
     upload,
 )
 from shardspec.checkpoint.targets import Extent, RawBytes, Target
+from shardspec.comm.communicator import Communicator
 from shardspec.dtypes import is_cast
 from shardspec.errors import CheckpointError
 
@@ -62,6 +66,8 @@ _TASK_BYTES: Final = 32 << 20
 """Least bytes of the tensors that a thread takes at once."""
 _TASKS_AHEAD: Final = 2
 """Per thread."""
+_ROUND_BYTES: Final = 4 << 30
+"""About so much does each of several processes copy before it hears how the others fare."""
 _MAX_OPEN: Final = 128
 """Files that a thread has open to be written."""
 _TEMPORARY_SUFFIX: Final = ".shardspec-tmp"
@@ -70,6 +76,9 @@ _HEADER: Final = "a header"
 
 Written: TypeAlias = list[tuple[str, int, int]]
 """Name, bytes and CRC-32 of files."""
+_Copied: TypeAlias = tuple[list[tuple[int, int, int]], dict[str, int], "CastLosses | None"]
+"""What a process has copied: file, number and CRC-32 of extents; the CRC-32 of the files that are
+complete; what casts lost."""
 
 
 class WriteOptions(NamedTuple):
@@ -83,7 +92,7 @@ class WriteOptions(NamedTuple):
     dry_run: bool
     sidecars: bool
     progress: Progress | None
-    member: Member | None
+    communicator: Communicator | None
 
 
 Extents: TypeAlias = list[tuple[int, int]]
@@ -143,10 +152,15 @@ class Output(ABC):
     """Whether files are written from start to end, each by one thread."""
 
     def __init__(
-        self, source: Catalog, target: Target, path: Path, options: WriteOptions, workers: Workers
+        self,
+        source: Catalog,
+        target: Target,
+        path: Path,
+        options: WriteOptions,
+        processes: Processes,
     ) -> None:
         self.source, self.target, self.path = source, target, path
-        self.options, self.workers = options, workers
+        self.options, self.processes = options, processes
         self.digested = options.verify or target.digested
         """Whether the CRC-32 of what is written is computed."""
         self.reread = options.verify and options.reread
@@ -156,7 +170,7 @@ class Output(ABC):
         """CRC-32 of every extent of every file, if they are computed."""
         self._file_crcs: dict[str, int] = {}
         """Those of the files that are complete."""
-        rank, size = workers.member.rank, workers.member.size
+        rank, size = processes.rank, processes.size
         self._tasks = partial(plan_tasks, target, rank, size, whole_files=self.whole_files)
         self._left: Counter[str] = Counter()
         """How many extents of each tensor are still to be copied."""
@@ -173,8 +187,12 @@ class Output(ABC):
         if not rank:
             whole = (file for file in target.files if not (self.whole_files and file.extents))
             self._total += sum(file.other_bytes for file in whole)
+        self._rounds = 1 + sum(file.num_bytes for file in target.files) // (size * _ROUND_BYTES)
+        self._tasks_per_round = -(-tasks // self._rounds)
         self._threads = max(1, min(options.threads, tasks))
         self._failed, self._lock = Event(), Lock()
+        self._last = False
+        """Whether the first process may be publishing the output."""
 
     @abstractmethod
     def opened(self, destination: Destination) -> AbstractContextManager[None]:
@@ -188,46 +206,38 @@ class Output(ABC):
     def _completed(self, name: str, num_bytes: int) -> AbstractContextManager[_Opened]:
         """Open a file to be completed; in the end it is flushed and checked."""
 
-    @abstractmethod
-    def _publish(self) -> None:
-        """Do what is left to do once all files are complete."""
-
     def _extent(self, at: tuple[int, int]) -> Extent:
         return self.target.files[at[0]].extents[at[1]]
 
     def write(self, destination: Destination) -> Written:
         """Write all files; the first of several processes completes the output."""
-        workers = self.workers
-        # The other processes are told of an error before their files are removed.
-        with self.opened(destination), workers.failing_together():
+        processes, first = self.processes, self.processes.rank == 0
+        with ExitStack() as stack:
+            stack.enter_context(self.opened(destination))
             self._run()
-            if workers.member.rank:
-                self.source.check_unchanged()
             crcs = [
                 (file, number, self._crcs[file][number])
-                for task in (self._tasks() if workers.member.size > 1 else ())
+                for task in (self._tasks() if processes.size > 1 else ())
                 for file, number in task
             ]
-            losses = None if self.losses is None else self.losses.to_json()
-            found = workers.gather("findings", (crcs, self._file_crcs, losses))
-            # Only the first process knows whether all went well.
-            written = workers.broadcast("written") if workers.member.rank else self._finish(found)
-        workers.broadcast("written", written)
-        return written
+            copied = processes.gather((crcs, self._file_crcs, self.losses))
+            self._last = True
+            written = processes.agree(lambda: self._finish(copied) if first else [])
+            # Here the output appears under its name.
+            processes.agree(lambda: stack.close() if first else None)
+        return processes.gather(written)[0]
 
-    def _finish(self, found: Sequence[Any]) -> Written:
-        """Complete the output, the file that lists the others last, and return all files.
+    def _finish(self, copied: Sequence[_Copied]) -> Written:
+        """Complete the files, that which lists the others last, and return all of them.
 
-        `found` is what the processes have found, this one first.
+        `copied` is what each of the processes has copied, this one first.
         """
-        for crcs, files, losses in found[1:]:
+        for crcs, files, losses in copied[1:]:
             for file, number, crc in crcs:
                 self._crcs[file][number] = crc
             self._file_crcs.update(files)
             if losses is not None:
-                from shardspec.checkpoint.numeric import CastLosses
-
-                self.losses = (self.losses or CastLosses()) + CastLosses(**losses)
+                self.losses = losses if self.losses is None else self.losses + losses
         written = []
         for number, (name, num_bytes, *_) in enumerate(self.target.files):
             if name not in self._file_crcs:
@@ -236,11 +246,13 @@ class Output(ABC):
         self.source.check_unchanged()
         if self.target.listing is not None:
             written.append(self._write_listing(*self.target.listing))
-        self._publish()
         return written
 
     def _run(self) -> None:
-        """Do all tasks of this process, in threads; the first that fails stops the others."""
+        """Do all tasks of this process, in threads; the first that fails stops the others.
+
+        Where another process fails, this one stops at the end of a round.
+        """
         threads = self._threads
         spare = [Buffers() for _ in range(threads)]
 
@@ -266,11 +278,18 @@ class Output(ABC):
         ahead = _TASKS_AHEAD * threads if threads > 1 else 0
         with prefetch_map(self._tasks(), work, ahead, threads) as done:
             try:
-                for _ in done:
-                    pass
+                for _ in range(self._rounds):
+                    self.processes.agree(lambda: self._finish_tasks(done))
+                if self.processes.size > 1:
+                    self.processes.agree(self.source.check_unchanged)
             except BaseException:
                 self._failed.set()
                 raise
+
+    def _finish_tasks(self, done: Iterator[None]) -> None:
+        """Wait for the tasks of a round."""
+        for _ in islice(done, self._tasks_per_round):
+            pass
 
     def _blocks(
         self, file: int, number: int, files: OpenFiles, buffers: Buffers
@@ -325,7 +344,6 @@ class Output(ABC):
             raise _Cancelled
         with self._lock:
             self._done += num_bytes
-            self.workers.check()
             if self.options.progress is not None:
                 self.options.progress(self._done, self._total)
 
@@ -423,21 +441,44 @@ class DiskOutput(Output):
     @contextmanager
     def opened(self, destination: Destination) -> Iterator[None]:
         """Stage all files, or open what the first process has staged."""
-        directory, workers = self.target.directory, self.workers
-        if workers.member.rank:
-            place = Path(workers.broadcast("place"))
-            with joined_output(place, self.path, directory=directory) as self._fd:
-                yield
-            return
-        overwrite = self.options.overwrite
-        with staged_output(destination, directory=directory, overwrite=overwrite) as staged:
-            self._fd, place = staged
-            for file in self.target.files:
-                self._create(file.name, file.num_bytes)
-            if self.target.listing is not None:
-                self._create(self.target.listing.name, 0)
-            workers.broadcast("place", str(place))
+        directory, processes = self.target.directory, self.processes
+        with ExitStack() as stack:
+
+            def stage() -> tuple[Path, int]:
+                overwrite = self.options.overwrite
+                staged = staged_output(destination, directory=directory, overwrite=overwrite)
+                self._fd, place = stack.enter_context(staged)
+                for file in self.target.files:
+                    self._create(file.name, file.num_bytes)
+                if self.target.listing is not None:
+                    self._create(self.target.listing.name, 0)
+                stamp = int.from_bytes(os.urandom(4)) >> 1
+                if processes.size > 1:
+                    self._set_time(stamp)
+                return place, stamp
+
+            def join() -> None:
+                joined = joined_output(place, self.path, directory=directory)
+                self._fd = stack.enter_context(joined)
+                # A killed run may have left one of the same name on a disk of this machine.
+                if int(os.fstat(self._fd).st_mtime) != stamp:
+                    raise CheckpointError(
+                        f"{self.path}: what the first process has begun is not seen here, but "
+                        "another file of its name; write to a directory that all processes share"
+                    )
+
+            first = processes.rank == 0
+            mine = processes.agree(lambda: stage() if first else (Path(), 0))
+            place, stamp = processes.gather(mine)[0]
+            processes.agree(lambda: None if first else join())
+            if first and processes.size > 1:
+                self._set_time(int(time.time()))
             yield
+
+    def _set_time(self, seconds: int) -> None:
+        """Set when what is staged was changed."""
+        with path_errors(self.path, "written"):
+            os.utime(self._fd, (seconds, seconds))
 
     def _create(self, name: str, num_bytes: int) -> None:
         """Make a file of a size: a full disk is reported before anything is written."""
@@ -482,9 +523,6 @@ class DiskOutput(Output):
         finally:
             os.close(fd)
 
-    def _publish(self) -> None:
-        """Do nothing: what is staged gets its name at the end of the block."""
-
 
 class StoreOutput(Output):
     """An output in a store, all of which has been read again before it counts.
@@ -498,16 +536,22 @@ class StoreOutput(Output):
     @contextmanager
     def opened(self, destination: Destination) -> Iterator[None]:
         """List what is there; nothing of what was uploaded stays if the run fails."""
-        path, workers, target = self.path, self.workers, self.target
+        path, processes, target = self.path, self.processes, self.target
         assert isinstance(path, RemotePath), "others are on a disk"
-        listed: Sequence[str] = []
-        if workers.member.rank == 0 and self.options.overwrite:
-            if target.directory:
-                with suppress(FileNotFoundError):
-                    listed = sorted(path.listing())
-            elif path.is_file():
-                listed = [path.name]
-        there = self._there = frozenset(workers.broadcast("there", listed))
+
+        def listed() -> list[str]:
+            if processes.rank or not self.options.overwrite:
+                return []
+            if not target.directory:
+                return [path.name] * path.is_file()
+            try:
+                return list(path.listing())
+            except FileNotFoundError:
+                return []
+
+        mine = processes.agree(listed), os.urandom(8).hex()
+        names, self._token = processes.gather(mine)[0]
+        there = self._there = frozenset(names)
         left = {name for name in there if name.endswith(_TEMPORARY_SUFFIX)}
         self._old = destination.replaced & there | left
         """What goes, beside files of the same names: also what killed runs have left."""
@@ -521,13 +565,14 @@ class StoreOutput(Output):
         """What was uploaded so far; removed on failure."""
         try:
             yield
-        except BaseException:
-            # Unless a process says that it has failed, the first one may have ended well.
-            with suppress(CheckpointError):
-                if workers.member.rank == 0 or workers.has_failed():
-                    for file in self._made:
-                        with suppress(CheckpointError):
-                            file.unlink(missing_ok=True)
+            if processes.rank == 0:
+                self._publish()
+        except BaseException as error:
+            # In the end the first process may have published, unless all say that one has failed.
+            if not (self._last and processes.rank) or isinstance(error, CheckpointError):
+                for file in self._made:
+                    with suppress(CheckpointError):
+                        file.unlink(missing_ok=True)
             raise
 
     def _final(self, name: str) -> RemotePath:
@@ -539,7 +584,7 @@ class StoreOutput(Output):
         final = self._final(name)
         if name not in self._moved:
             return final
-        return final.with_name(f".{final.name}.{self.workers.token}{_TEMPORARY_SUFFIX}")
+        return final.with_name(f".{final.name}.{self._token}{_TEMPORARY_SUFFIX}")
 
     def _copy(self, task: Extents, files: OpenFiles, buffers: Buffers) -> None:
         ((file, _), *_) = task

@@ -1,22 +1,22 @@
 """What each rank holds of a state dict, and that all ranks agree on it before anything is done."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache, reduce
-from hashlib import sha256
 from itertools import permutations
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 
 from shardspec.boxes import Box
+from shardspec.checkpoint.agree import agree, check_same
 from shardspec.checkpoint.catalog import box_text, replica_holders
 from shardspec.checkpoint.formats.safetensors import encode_header
 from shardspec.checkpoint.read_boxes import crc32
 from shardspec.checkpoint.state_dict import FlatState, Leaf, flatten, leaves
-from shardspec.comm.agreement import failure_text, on_all_ranks
+from shardspec.comm.agreement import on_all_ranks
 from shardspec.comm.communicator import Communicator
 from shardspec.comm.steps import ReduceOp
-from shardspec.errors import CheckpointError, DTypeError, OutputExistsError, ShardSpecError
+from shardspec.errors import CheckpointError, DTypeError
 from shardspec.layout.layout import Layout, LayoutCell
 from shardspec.layout.picture import ids_text
 from shardspec.layout.spec import DimSpec, ShardingSpec
@@ -28,43 +28,8 @@ if TYPE_CHECKING:
 
 Replicas: TypeAlias = Literal["equal", "first"]
 """What copies of a box on several ranks have to be, or which of them is saved."""
-_LONG: Final = 200
 _PIECE_BYTES: Final = 1 << 20
 """Digested and written at once, while it is in the CPU's cache."""
-
-T = TypeVar("T")
-
-_FAILURES: Final = (ShardSpecError, OSError, RuntimeError, ValueError, TypeError, MemoryError)
-"""What reading, writing and torch raise. Other errors are raised unchanged where they happened, and
-fail the other ranks too."""
-
-
-def agree(communicator: Communicator, act: Callable[[], T]) -> T:
-    """Do something in every process of the mesh, and go on only if it worked in all of them.
-
-    `act` must not communicate. If it fails anywhere, every rank raises CheckpointError, which names
-    the first such rank, or OutputExistsError if that was one. A process outside acts for itself.
-    """
-    if not communicator.addressable:
-        return act()
-    done: list[T] = []
-    failure = cause = None
-    try:
-        done.append(act())
-    except Exception as error:  # or the other ranks would wait for this one
-        cause = error
-        failure = isinstance(error, OutputExistsError), failure_text(error)
-    failures = communicator.gather(dict.fromkeys(communicator.addressable, failure))
-    failed = {rank: found for rank, found in failures.items() if found is not None}
-    if cause is not None and not isinstance(cause, _FAILURES):
-        raise on_all_ranks(cause)
-    if failed:
-        rank, (exists, text) = next(iter(failed.items()))
-        everywhere = len(failed) == len(failures) and len(set(failed.values())) == 1
-        message = text if everywhere else f"rank {rank}: {text}"
-        kind = OutputExistsError if exists else CheckpointError
-        raise on_all_ranks(kind(message)) from cause
-    return done[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,24 +187,10 @@ def _facts(what: Described, mesh: DeviceMesh, replicas: Replicas) -> dict[str, s
     return {**mesh_and_replicas, **tensors, **values}
 
 
-def check_same(what: Described, communicator: Communicator, replicas: Replicas) -> None:
+def check_same_state(what: Described, communicator: Communicator, replicas: Replicas) -> None:
     """Raise on every rank if not all of them have the same tensors and values."""
     facts = _facts(what, communicator.mesh, replicas)
-    digest = sha256(repr(sorted(facts.items())).encode("utf-8", "surrogatepass")).hexdigest()
-    ranks = communicator.addressable
-    digests = communicator.gather(dict.fromkeys(ranks, digest))
-    if len(set(digests.values())) == 1:
-        return
-    # The long lists are only sent now.
-    every = communicator.gather(dict.fromkeys(ranks, facts))
-    first, other = next((i, j) for i in every for j in every if every[i] != every[j])
-    key = min(every[first].items() ^ every[other].items())[0]
-    has = []
-    for rank in (first, other):
-        text = every[rank].get(key, f"no such {key.split()[0]}")
-        has.append(f"rank {rank} has {text[:_LONG]}{'…' if len(text) > _LONG else ''}")
-    problem = f"{key}: {' but '.join(has)}; save the same on every rank"
-    raise on_all_ranks(CheckpointError(problem))
+    check_same(communicator, facts, "save the same on every rank")
 
 
 def check_replicas_of_ranks(what: Described, communicator: Communicator) -> None:

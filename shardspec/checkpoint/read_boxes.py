@@ -46,6 +46,8 @@ _MAX_SPANS: Final = 64
 """Spans of a box kept apart; there are more where columns are read of which not all are wanted."""
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
+Progress: TypeAlias = Callable[[int, int], None]
+"""Called with the bytes that are done so far and the bytes to do in all."""
 _Seen: TypeAlias = Callable[[int, memoryview], int]
 """Called with what was read: its position in the file, and its bytes."""
 _Key: TypeAlias = tuple[Path, Digest]

@@ -14,11 +14,12 @@ from typing import Any, Final
 
 from shardspec.boxes import Box
 from shardspec.checkpoint import rank_state
+from shardspec.checkpoint.agree import agree
 from shardspec.checkpoint.commit import DIRECTORY, lock, opened, write_atomically
 from shardspec.checkpoint.formats import native
 from shardspec.checkpoint.formats.names import INFO_NAME
 from shardspec.checkpoint.formats.safetensors import read_header
-from shardspec.checkpoint.rank_state import Described, Replicas, agree
+from shardspec.checkpoint.rank_state import Described, Replicas
 from shardspec.checkpoint.read_boxes import crc32
 from shardspec.checkpoint.store import RemotePath, SourceFile, as_path, path_errors, reason
 from shardspec.checkpoint.targets import BoxEntry, FileEntry, OutputFile, OutputTensor, assign_boxes
@@ -117,7 +118,7 @@ def _save(
     what = agree(chosen, described)
     tokens = chosen.gather(dict.fromkeys(chosen.addressable, os.urandom(8).hex()))
     save = tokens[mesh.ids[0]]
-    rank_state.check_same(what, chosen, replicas)
+    rank_state.check_same_state(what, chosen, replicas)
     if replicas == "equal":
         rank_state.check_replicas_of_ranks(what, chosen)
     # The system unlocks the directory when a process is killed.

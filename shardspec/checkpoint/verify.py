@@ -23,12 +23,18 @@ from shardspec.checkpoint.catalog import (
     whole_box,
 )
 from shardspec.checkpoint.choice import Choice, Patterns, Renames
-from shardspec.checkpoint.coordinate import Progress
 from shardspec.checkpoint.formats.names import WITH_OBJECTS, WITHOUT_VALUES
 from shardspec.checkpoint.inspect import other_text
 from shardspec.checkpoint.numeric import numbers
 from shardspec.checkpoint.open import as_catalog
-from shardspec.checkpoint.read_boxes import Checks, check_replicas, element_index, pieces, read_both
+from shardspec.checkpoint.read_boxes import (
+    Checks,
+    Progress,
+    check_replicas,
+    element_index,
+    pieces,
+    read_both,
+)
 from shardspec.checkpoint.select import renamed_names, select
 from shardspec.checkpoint.store import FileStretch, OpenFiles
 from shardspec.dtypes import is_floating, item_bytes, packed

@@ -1,8 +1,10 @@
 """The commands for whole models: `shardspec merge`, `reshard`, `check-map` and `plan-state`."""
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Final
@@ -10,8 +12,8 @@ from typing import TYPE_CHECKING, Final
 import click
 
 from shardspec.checkpoint import convert as conversion
+from shardspec.checkpoint.agree import Processes
 from shardspec.checkpoint.convert import WriteReport
-from shardspec.checkpoint.coordinate import Member
 from shardspec.cli import checkpoint_options as ckpt
 from shardspec.cli import options as opts
 from shardspec.cli.options import argument, command, flag, option, unless
@@ -30,6 +32,7 @@ from shardspec.text import (
 
 if TYPE_CHECKING:
     from shardspec.checkpoint.catalog import Catalog
+    from shardspec.comm.communicator import Communicator
     from shardspec.resharding.maps import MapReport
     from shardspec.resharding.name_map import NameMap
 
@@ -88,20 +91,48 @@ class _Options:
     quiet: bool = flag("Print nothing but errors.")
 
 
-def _write(title: str, options: _Options, convert: Callable[..., WriteReport]) -> None:
-    """Have a checkpoint written, with a bar while that takes time, and say what was written."""
-    names, member = options.map.read(), Member.of_environment()
-    # Of several processes the first one says it.
-    quiet = options.quiet or (member is not None and member.rank > 0)
-    with progress_bar(not (quiet or options.as_json), title) as progress:
-        report = convert(
-            names=names or None,
-            drop=options.map.drop,
-            progress=progress,
-            member=member,
-            **options.choice.arguments(),
-            **vars(options.how),
-        )
+@contextmanager
+def _processes() -> "Iterator[Communicator | None]":
+    """Meet the other processes that torchrun has started; None if there are none."""
+    size = os.environ.get("WORLD_SIZE", "")
+    if "TORCHELASTIC_RUN_ID" not in os.environ or not size.isdecimal() or int(size) < 2:
+        yield None
+        return
+    import torch.distributed as dist
+
+    from shardspec.comm.process_group import ProcessGroupCommunicator
+
+    starts = not dist.is_initialized()
+    communicator = ProcessGroupCommunicator.create(DeviceMesh(range(int(size))), "cpu")
+    try:
+        yield communicator
+    finally:
+        if starts:
+            dist.destroy_process_group()
+
+
+def _write(
+    title: str,
+    options: _Options,
+    opened: "Callable[[], Sequence[Catalog]]",
+    convert: Callable[..., WriteReport],
+) -> None:
+    """Have what is opened written, with a bar while that takes time, and say what was written."""
+    with _processes() as communicator:
+        with Processes(communicator).failing_together():
+            names, sources = options.map.read(), opened()
+        # Of several processes the first one says it.
+        quiet = options.quiet or (communicator is not None and 0 not in communicator.addressable)
+        with progress_bar(not (quiet or options.as_json), title) as progress:
+            report = convert(
+                *sources,
+                names=names or None,
+                drop=options.map.drop,
+                progress=progress,
+                communicator=communicator,
+                **options.choice.arguments(),
+                **vars(options.how),
+            )
     if options.as_json and not quiet:
         say_json(report.to_json())
     elif not quiet:
@@ -194,13 +225,13 @@ def merge_command(
         f"({', '.join(conversion.MERGED_FORMATS)}), or a name that ends in .safetensors or .pt",
     )
 
-    def convert(**more: opts.Declared) -> WriteReport:
-        (source,) = options.source.open(checkpoint, quiet=options.quiet)
+    def convert(source: "Catalog", **more: opts.Declared) -> WriteReport:
         return conversion.merge(
             source, output, format=to, max_shard_bytes=limit, metadata=metadata, **more
         )
 
-    _write("merge", options, convert)
+    opened = partial(options.source.open, checkpoint, quiet=options.quiet)
+    _write("merge", options, opened, convert)
 
 
 @command
@@ -256,8 +287,7 @@ def reshard_command(
     )
     specs = rules.read()
 
-    def convert(**more: opts.Declared) -> WriteReport:
-        source, *others = options.source.open(checkpoint, like, quiet=options.quiet)
+    def convert(source: "Catalog", *others: "Catalog", **more: opts.Declared) -> WriteReport:
         return conversion.reshard(
             source,
             output,
@@ -269,7 +299,8 @@ def reshard_command(
             **more,
         )
 
-    _write("reshard", options, convert)
+    opened = partial(options.source.open, checkpoint, like, quiet=options.quiet)
+    _write("reshard", options, opened, convert)
     if mesh is not None and not specs and not options.quiet:
         say("note: no rules were given, so every tensor is replicated on every device", err=True)
 

@@ -25,6 +25,7 @@ from shardspec.comm.results import checked, combine_into, empty_hugepages
 from shardspec.comm.routes import Parts, TransferSchedule, all_reduce_schedules
 from shardspec.comm.steps import AllGather, AllReduce, ReduceOp, ReduceScatter
 from shardspec.errors import CommunicatorError
+from shardspec.job import current_job
 
 STAGED_BYTES: Final = 16 << 20
 """The most that lies in buffers on the CPU, half of it sent and half received; with more than 32
@@ -161,10 +162,16 @@ class Transport:
         return result.view(shard.shape)
 
 
-def start_messages(sends: Addressed, receives: Addressed, tag: int) -> list[dist.Work]:
+def start_messages(
+    sends: Addressed, receives: Addressed, tag: int, group: dist.ProcessGroup | None = None
+) -> list[dist.Work]:
     """Post contiguous tensors as bytes, so that every dtype travels; empty ones do not."""
-    ops = [dist.P2POp(dist.irecv, _as_bytes(t), peer, tag=tag) for peer, t in receives if t.numel()]
-    ops += [dist.P2POp(dist.isend, _as_bytes(t), peer, tag=tag) for peer, t in sends if t.numel()]
+    ops = [
+        dist.P2POp(act, _as_bytes(tensor), peer, group, tag)
+        for act, addressed in ((dist.irecv, receives), (dist.isend, sends))
+        for peer, tensor in addressed
+        if tensor.numel()
+    ]
     return dist.batch_isend_irecv(ops) if ops else []
 
 
@@ -209,11 +216,11 @@ def _unanswered(
 
 
 def _timeout_s() -> float:
-    """Return the timeout of the job's group for tensors on the CPU; 0 where it takes none."""
-    world = dist.group.WORLD
-    if world is None or "gloo" not in dist.get_backend_config():
+    """Return the timeout of the job's group for tensors on the CPU; 0 where there is none."""
+    group = current_job().gloo or dist.group.WORLD
+    if group is None or "gloo" not in dist.get_backend_config(group):
         return 0.0
-    seconds: float = world._get_backend(torch.device("cpu")).options._timeout.total_seconds()
+    seconds: float = group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
     return seconds
 
 
@@ -228,6 +235,8 @@ class Channel:
 
     tag: int
     """Of notes, an even number; the next one is that of steps."""
+    group: dist.ProcessGroup | None = field(default_factory=lambda: current_job().gloo)
+    """Carries notes; None is the default group."""
     timeout_s: float = field(default_factory=_timeout_s)
     """How long connections wait; 0 where messages are tensors on the accelerator."""
     connections: dict[int, Connection] = field(default_factory=dict)
@@ -288,7 +297,7 @@ class Channel:
         received = {peer: sent.new_zeros(length) for peer, length in lengths.items()}
         sends = [(peer, sent[: len(content)]) for peer in lengths]
         try:
-            for work in start_messages(sends, [*over, *received.items()], self.tag):
+            for work in start_messages(sends, [*over, *received.items()], self.tag, self.group):
                 work.wait()
         except RuntimeError as error:
             silent = [peer for peer, data in received.items() if not data.any()] or lengths
@@ -308,7 +317,9 @@ class Channel:
                 self.connections[peer].send(mine)
             return
         sent = self._tensor(mine.pack().ljust(NOTE_BYTES))
-        self.leaving.append((sent, start_messages([(p, sent) for p in peers], [], self.tag)))
+        self.leaving.append(
+            (sent, start_messages([(p, sent) for p in peers], [], self.tag, self.group))
+        )
 
     def _tensor(self, content: bytes) -> torch.Tensor:
         sent = torch.frombuffer(bytearray(content or b" "), dtype=torch.uint8)

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from shardspec import DeviceMesh, SimulatedCommunicator
+from shardspec.checkpoint.agree import agree
 from shardspec.checkpoint.commit import write_atomically
-from shardspec.checkpoint.rank_state import agree
 from shardspec.errors import CheckpointError, OutputExistsError
 
 

@@ -1,0 +1,134 @@
+"""Several processes that do one thing: all of them go on, or all raise the same error."""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from hashlib import sha256
+from typing import Final, TypeVar
+
+from shardspec.comm.agreement import failure_text, on_all_ranks
+from shardspec.comm.communicator import Communicator
+from shardspec.errors import CheckpointError, CommunicatorError, OutputExistsError, ShardSpecError
+
+T = TypeVar("T")
+
+_LONG: Final = 200
+"""Characters of a value that an error shows."""
+_FAILURES: Final = (ShardSpecError, OSError, RuntimeError, ValueError, TypeError, MemoryError)
+"""What reading, writing and torch raise. Other errors are raised unchanged where they happened, and
+fail the other ranks too."""
+
+
+def agree(communicator: Communicator, act: Callable[[], T]) -> T:
+    """Do something in every process of the mesh, and go on only if it worked in all of them.
+
+    `act` must not communicate. If it fails anywhere, every rank raises CheckpointError, which names
+    the first such rank, or OutputExistsError if that was one. A process outside acts for itself.
+    """
+    if not communicator.addressable:
+        return act()
+    done: list[T] = []
+    failure = cause = None
+    try:
+        done.append(act())
+    except Exception as error:  # or the other ranks would wait for this one
+        cause = error
+        failure = isinstance(error, OutputExistsError), failure_text(error)
+    failures = communicator.gather(dict.fromkeys(communicator.addressable, failure))
+    failed = {rank: found for rank, found in failures.items() if found is not None}
+    if cause is not None and not isinstance(cause, _FAILURES):
+        raise on_all_ranks(cause)
+    if failed:
+        rank, (exists, text) = next(iter(failed.items()))
+        everywhere = len(failed) == len(failures) and len(set(failed.values())) == 1
+        message = text if everywhere else f"rank {rank}: {text}"
+        kind = OutputExistsError if exists else CheckpointError
+        raise on_all_ranks(kind(message)) from cause
+    return done[0]
+
+
+def check_same(communicator: Communicator, facts: Mapping[str, str], remedy: str) -> None:
+    """Raise on every rank if not all of them have the same facts.
+
+    Facts are by what they are about, whose first word is a kind, as in ``"tensor 'w'"``. The first
+    that differs is named.
+    """
+    digest = sha256(repr(sorted(facts.items())).encode("utf-8", "surrogatepass")).hexdigest()
+    ranks = communicator.addressable
+    digests = communicator.gather(dict.fromkeys(ranks, digest))
+    if len(set(digests.values())) == 1:
+        return
+    # The long lists are only sent now.
+    every = communicator.gather(dict.fromkeys(ranks, facts))
+    first, other = next((i, j) for i in every for j in every if every[i] != every[j])
+    differ = dict(every[first].items() ^ every[other].items())
+    key = next(name for name in {**every[first], **every[other]} if name in differ)
+    has = []
+    for rank in (first, other):
+        text = every[rank].get(key, f"no such {key.split()[0]}")
+        has.append(f"rank {rank} has {text[:_LONG]}{'…' if len(text) > _LONG else ''}")
+    raise on_all_ranks(CheckpointError(f"{key}: {' but '.join(has)}; {remedy}"))
+
+
+@dataclass(frozen=True, slots=True)
+class Processes:
+    """The processes that write one output: those of a communicator, or this one alone.
+
+    Raises a `CommunicatorError` if this process is not one of them.
+    """
+
+    communicator: Communicator | None = None
+
+    def __post_init__(self) -> None:
+        if self.communicator is not None and not self.communicator.addressable:
+            mesh = self.communicator.mesh
+            raise CommunicatorError(
+                f"this process is not in mesh {mesh} of ids {mesh.ids}, whose processes share the "
+                "work; call this in those alone"
+            )
+
+    @property
+    def rank(self) -> int:
+        """The place of this process among them."""
+        at = self.communicator
+        return 0 if at is None else at.mesh.ids.index(at.addressable[0])
+
+    @property
+    def size(self) -> int:
+        """How many there are."""
+        at = self.communicator
+        return 1 if at is None else at.mesh.size // len(at.addressable)
+
+    def agree(self, act: Callable[[], T]) -> T:
+        """Do something in every process; see `agree`. A single one raises its error unchanged."""
+        if self.communicator is None or self.size == 1:
+            return act()
+        return agree(self.communicator, act)
+
+    def gather(self, value: T) -> list[T]:
+        """Return the values of all processes in their order."""
+        if self.communicator is None or self.size == 1:
+            return [value]
+        ranks = self.communicator.addressable
+        return list(self.communicator.gather(dict.fromkeys(ranks, value)).values())
+
+    def check_same(self, facts: Callable[[], Mapping[str, str]]) -> None:
+        """Raise in every process if they have been called with different arguments."""
+        if self.communicator is not None and self.size > 1:
+            every = "call it with the same arguments in every process"
+            check_same(self.communicator, self.agree(facts), every)
+
+    @contextmanager
+    def failing_together(self) -> Iterator[None]:
+        """Let the others know of an error; raise it when all have left the block."""
+        if self.communicator is None or self.size == 1:
+            yield
+            return
+        try:
+            with self.communicator.telling():
+                yield
+        except BaseException:
+            # Once a process ends with an error, torchrun ends those that still remove files.
+            with suppress(CommunicatorError):
+                self.gather(None)
+            raise
