@@ -29,28 +29,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from shardspec.checkpoint.local import (
-    DIRECTORY,
-    EXCHANGE,
-    FILE,
-    INNER,
-    NEW_FILE,
-    NO_REPLACE,
-    common_mode,
-    give_mode,
-    give_modes,
-    is_same,
-    lock,
-    mode_at,
-    names_below,
-    opened,
-    remove,
-    renameat2,
-    reserve,
-    stat_of,
-    sync,
-    write_all,
-)
+from shardspec.checkpoint import local
 from shardspec.checkpoint.store import RemotePath, output_exists, path_errors, reason, upload
 from shardspec.errors import CheckpointError
 from shardspec.text import shown
@@ -88,13 +67,13 @@ def staged_output(
             yield fd, path.with_name(staging)
             with path_errors(path, "written"):
                 _check_same(parent, destination)
-                if directory and overwrite and stat_of(parent, path.name) is not None:
+                if directory and overwrite and local.stat_of(parent, path.name) is not None:
                     _exchange(parent, staging, older, destination, fd)
                 else:
                     if directory:
-                        give_modes(fd, None, None)
+                        local.give_modes(fd, None, None)
                     else:
-                        give_mode(fd, mode_at(parent, path.name, fd))
+                        local.give_mode(fd, local.mode_at(parent, path.name, fd))
                     _rename(parent, staging, path, fd, overwrite and not directory)
 
 
@@ -103,7 +82,9 @@ def joined_output(place: Path, path: Path, *, directory: bool) -> Iterator[int]:
     """Open what another process of the same user has staged; `path` is its final name."""
     with ExitStack() as held:
         try:
-            fd = held.enter_context(opened(place, flags=INNER if directory else FILE))
+            fd = held.enter_context(
+                local.opened(place, flags=local.INNER if directory else local.FILE)
+            )
         except OSError as error:
             raise CheckpointError(
                 f"{path}: what the first process has begun is not seen here ({reason(error)}); "
@@ -125,15 +106,15 @@ def _locked(parent: int, path: Path) -> Iterator[str]:
     for _ in range(_ATTEMPTS):
         _check_own(parent, name, path)
         with path_errors(path, "written"):
-            fd = os.open(name, FILE | os.O_CREAT | os.O_NONBLOCK, 0o600, dir_fd=parent)
+            fd = os.open(name, local.FILE | os.O_CREAT | os.O_NONBLOCK, 0o600, dir_fd=parent)
         try:
-            locked = lock(fd)
+            locked = local.lock(fd)
             if locked is False:
                 raise CheckpointError(
                     f"{path}: another run is writing it; wait for that one, or choose another name"
                 )
             # The run that had it before may have removed it since it was opened.
-            if not is_same(parent, name, fd):
+            if not local.is_same(parent, name, fd):
                 continue
             if locked is None:
                 warnings.warn(
@@ -147,7 +128,7 @@ def _locked(parent: int, path: Path) -> Iterator[str]:
                 yield stem
             finally:
                 with suppress(OSError):
-                    if is_same(parent, name, fd):
+                    if local.is_same(parent, name, fd):
                         os.unlink(name, dir_fd=parent)
             return
         finally:
@@ -177,7 +158,7 @@ def _recover(parent: int, path: Path, staging: str, older: str) -> None:
         os.rename(older, path.name, src_dir_fd=parent, dst_dir_fd=parent)
     for left in (staging, older):
         if _check_own(parent, left, path):
-            remove(parent, left)
+            local.remove(parent, left)
             if _check_own(parent, left, path):
                 raise CheckpointError(
                     f"{path}: {left} beside it is of a run that was killed, and cannot be removed "
@@ -187,7 +168,7 @@ def _recover(parent: int, path: Path, staging: str, older: str) -> None:
 
 def _check_same(parent: int, destination: Destination) -> None:
     """Check that the directory to replace is still the one that was looked at."""
-    old = stat_of(parent, destination.path.name)
+    old = local.stat_of(parent, destination.path.name)
     if destination.inode not in (None, 0 if old is None else old.st_ino):
         raise CheckpointError(
             f"{destination.path}: another run has replaced it meanwhile; run again to replace that"
@@ -197,16 +178,18 @@ def _check_same(parent: int, destination: Destination) -> None:
 def _exchange(parent: int, staging: str, older: str, destination: Destination, fd: int) -> None:
     """Give a staged directory the name of an older one, which is removed."""
     path, replaced, left = destination.path, destination.replaced, staging
-    with opened(path.name, parent) as old:
-        if lock(old) is False:
+    with local.opened(path.name, parent) as old:
+        if local.lock(old) is False:
             raise CheckpointError(f"{path}: another run is saving there; wait for that one")
-        if late := sorted(islice((name for name in names_below(old) if name not in replaced), 3)):
+        if late := sorted(
+            islice((name for name in local.names_below(old) if name not in replaced), 3)
+        ):
             raise CheckpointError(
                 f"{path}: {', '.join(map(shown, late))} was put there meanwhile and would be lost; "
                 "move that, and run again"
             )
-        give_modes(fd, old, common_mode(old, replaced))
-        if not renameat2(parent, staging, path, EXCHANGE):
+        local.give_modes(fd, old, local.common_mode(old, replaced))
+        if not local.renameat2(parent, staging, path, local.EXCHANGE):
             # Between these two, neither has the name; both are complete on the disk.
             left = older
             os.rename(path.name, older, src_dir_fd=parent, dst_dir_fd=parent)
@@ -218,8 +201,8 @@ def _exchange(parent: int, staging: str, older: str, destination: Destination, f
         _check_named(parent, path, fd)
         # What cannot be removed takes room and does no harm.
         with suppress(OSError):
-            if is_same(parent, left, old):
-                remove(parent, left)
+            if local.is_same(parent, left, old):
+                local.remove(parent, left)
 
 
 def write_atomically(
@@ -247,15 +230,15 @@ def write_atomically(
         _made(parent, name, path) as fd,
         path_errors(path, "written", more),
     ):
-        reserve(fd, num_bytes)
+        local.reserve(fd, num_bytes)
         done = 0
         for piece in pieces:
-            write_all(fd, memoryview(piece), done, path)
+            local.write_all(fd, memoryview(piece), done, path)
             done += len(piece)
-        older = mode_at(parent, mode_of or path.name, fd)
+        older = local.mode_at(parent, mode_of or path.name, fd)
         if mode_of and older and older[0] not in (os.geteuid(), os.fstat(parent).st_uid):
             older = None  # another user may have put it there
-        give_mode(fd, older)
+        local.give_mode(fd, older)
         os.fsync(fd)
         _rename(parent, name, path, fd, overwrite)
 
@@ -267,7 +250,7 @@ def _made(parent: int, name: str, path: Path, *, directory: bool = False) -> Ite
         if directory:
             os.mkdir(name, 0o700, dir_fd=parent)
         try:
-            fd = os.open(name, INNER if directory else NEW_FILE, 0o600, dir_fd=parent)
+            fd = os.open(name, local.INNER if directory else local.NEW_FILE, 0o600, dir_fd=parent)
         except OSError:
             with suppress(OSError):
                 os.rmdir(name, dir_fd=parent)
@@ -277,8 +260,8 @@ def _made(parent: int, name: str, path: Path, *, directory: bool = False) -> Ite
     finally:
         # By now it has its name, or an error is on its way that says more.
         with suppress(OSError):
-            if is_same(parent, name, fd):
-                remove(parent, name)
+            if local.is_same(parent, name, fd):
+                local.remove(parent, name)
         os.close(fd)
 
 
@@ -286,7 +269,7 @@ def _made(parent: int, name: str, path: Path, *, directory: bool = False) -> Ite
 def _opened_parent(path: Path) -> Iterator[int]:
     """Open the directory of an output."""
     with path_errors(path, "written"):
-        parent = os.open(path.parent, DIRECTORY)
+        parent = os.open(path.parent, local.DIRECTORY)
     try:
         yield parent
     finally:
@@ -297,7 +280,7 @@ def _rename(parent: int, name: str, path: Path, fd: int, overwrite: bool) -> Non
     """Give a file or directory its final name."""
     if overwrite:
         os.rename(name, path.name, src_dir_fd=parent, dst_dir_fd=parent)
-    elif not renameat2(parent, name, path, NO_REPLACE):
+    elif not local.renameat2(parent, name, path, local.NO_REPLACE):
         try:
             # Unlike a rename, this fails where the name was taken meanwhile.
             os.link(name, path.name, src_dir_fd=parent, dst_dir_fd=parent)
@@ -311,8 +294,8 @@ def _rename(parent: int, name: str, path: Path, fd: int, overwrite: bool) -> Non
 
 def _check_named(parent: int, path: Path, fd: int) -> None:
     """Flush the directory of what was renamed; check that it has its name."""
-    sync(parent)
-    if not is_same(parent, path.name, fd):
+    local.sync(parent)
+    if not local.is_same(parent, path.name, fd):
         raise CheckpointError(
             f"{path}: somebody else has put something else under this name; write to a directory "
             "that only you can change"

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from shardspec import DeviceMesh, merge, reshard, save_sharded
-from shardspec.checkpoint import commit
+from shardspec.checkpoint import local
 from shardspec.checkpoint.commit import Destination, staged_output
 from shardspec.checkpoint.local import FILE, NEW_FILE, lock, open_below, opened
 from shardspec.errors import CheckpointError, OutputExistsError
@@ -261,9 +261,9 @@ def test_killed_while_names_change_the_old_or_the_new_one_is_there_in_the_end(
 
     with monkeypatch.context() as patched:
         patched.setattr(os, "rename", dying(os.rename))
-        exchange = commit.renameat2 if exchanges else lambda *_: False
-        patched.setattr(commit, "renameat2", dying(exchange))
-        patched.setattr(commit, "remove", dying(commit.remove))
+        exchange = local.renameat2 if exchanges else lambda *_: False
+        patched.setattr(local, "renameat2", dying(exchange))
+        patched.setattr(local, "remove", dying(local.remove))
         process = get_context("fork").Process(target=work, args=(path, True))
         process.start()
         process.join()
@@ -320,7 +320,7 @@ def test_no_link_is_followed_on_the_way_to_a_file(tmp_path):
 
 
 def test_without_exchanging_names(tmp_path, monkeypatch):
-    monkeypatch.setattr(commit, "renameat2", lambda *_: False)
+    monkeypatch.setattr(local, "renameat2", lambda *_: False)
     for directory in (False, True):
         here = tmp_path / f"more-{directory}"
         here.mkdir()
