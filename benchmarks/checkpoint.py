@@ -141,9 +141,8 @@ def measure_form(bench: _Bench, form: str, cut: str, *, ours: bool, peers: bool)
         commands["merge --no-verify"] = bench.merge(source, "--no-verify")
         two = ("--threads", 2, "--max-shard-size", limit)
         commands["merge, 2 threads, 4 files"] = bench.merge(source, *two)
-        commands["the same, --no-reread"] = bench.merge(source, *two, "--no-reread")
         commands["the same, --no-verify"] = bench.merge(source, *two, "--no-verify")
-        aims = dict(zip(commands, (1.3, 1.2, 0.8, 0.8, 0.8), strict=True))
+        aims = dict(zip(commands, (1.3, 1.2, 0.8, 0.8), strict=True))
         files, out = data_files(source), bench.at / "out"
         cats, loops = YARDSTICKS
         commands[cats] = cats_command(files, out)

@@ -19,6 +19,8 @@ from shardspec.layout.layout import Layout, LayoutCell, cells_of
 from shardspec.layout.spec import ShardingSpec
 from shardspec.mesh import DeviceMesh
 
+ZEROS: Final = Path("/dev/zero")
+"""Where boxes are that no file has: they are zeros. It is not opened."""
 _MOST_KNOWN: Final = 64
 """Kinds of tensors of which results are kept: a model has few."""
 

@@ -5,15 +5,13 @@ the output can be made and may be written, plan the copies, execute them, commit
 """
 
 import os
-import re
-import stat
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from hashlib import sha256
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import TYPE_CHECKING, Final, Literal, TypeAlias, get_args
 
 from isal.isal_zlib import crc32_combine
@@ -21,6 +19,7 @@ from isal.isal_zlib import crc32_combine
 from shardspec.boxes import box_size
 from shardspec.checkpoint.agree import Processes
 from shardspec.checkpoint.catalog import (
+    ZEROS,
     AnyOutline,
     Catalog,
     check_tiling,
@@ -29,10 +28,10 @@ from shardspec.checkpoint.catalog import (
 )
 from shardspec.checkpoint.check_quantized import check_blocks
 from shardspec.checkpoint.choice import Choice, Patterns, Renames
-from shardspec.checkpoint.commit import Destination, names_below, opened
-from shardspec.checkpoint.formats import names as known
+from shardspec.checkpoint.commit import Destination
+from shardspec.checkpoint.destination import check_destination
 from shardspec.checkpoint.mapped import Names, check_drop, mapped
-from shardspec.checkpoint.open import as_catalog, open_checkpoint
+from shardspec.checkpoint.open import as_catalog
 from shardspec.checkpoint.output import DiskOutput, StoreOutput, WriteOptions
 from shardspec.checkpoint.read_boxes import Progress, check_replicas, crc_text
 from shardspec.checkpoint.select import (
@@ -43,11 +42,11 @@ from shardspec.checkpoint.select import (
     select,
     tied,
 )
-from shardspec.checkpoint.store import OpenFiles, RemotePath, as_path, output_exists, path_errors
+from shardspec.checkpoint.store import OpenFiles, RemotePath, as_path
 from shardspec.checkpoint.targets import OutputTensor, Target, add_sidecars
 from shardspec.comm.communicator import Communicator
 from shardspec.dtypes import item_bytes
-from shardspec.errors import CheckpointError, ShardSpecError
+from shardspec.errors import CheckpointError
 from shardspec.layout.layout import SpecLike
 from shardspec.mesh import DeviceMesh
 from shardspec.renamed import renamed
@@ -64,19 +63,6 @@ _TORCH_SUFFIXES: Final = (".pt", ".pth", ".bin")
 _SHARD_BYTES: Final = 5 * 10**9
 """Most bytes of tensors in a file, as transformers has it."""
 _ADAPTER: Final = "adapter_model.safetensors"
-
-_LISTING_FILES: Final = (
-    known.INFO_NAME,
-    known.METADATA_NAME,
-    ".bin.index.json",
-    ".safetensors.index.json",
-)
-_DATA: Final = (".safetensors", ".distcp", ".bin")
-_OWN_NAMES: Final = re.compile(
-    r"(model(-\d{5}-of-\d{5})?|shard-\d+-model-\d+-of-\d+|shard-\d{5,}-[0-9a-f]{16})\.safetensors"
-    r"|pytorch_model(-\d{5}-of-\d{5})?\.bin"
-)
-"""Files that are parts of a checkpoint by their names, also where nothing lists them."""
 
 _LaidOut: TypeAlias = tuple[Sequence[OutputTensor], Target]
 _LayOut: TypeAlias = Callable[[Catalog, str], _LaidOut]
@@ -177,7 +163,6 @@ def merge(
     strict_cast: bool = False,
     overwrite: bool = False,
     verify: bool = True,
-    reread: bool = True,
     dry_run: bool = False,
     sidecars: bool = True,
     progress: Progress | None = None,
@@ -187,7 +172,7 @@ def merge(
 
     Headers, tiling and replicas are checked before the first byte is written (but the headers that
     torch's DCP puts before chunks). Pending reductions are finished. The output appears under its
-    name once it is complete, flushed to the disk, and read again. Needs neither torch nor a process
+    name once it is complete and flushed to the disk. Needs neither torch nor a process
     group; memory does not grow with the sizes of the tensors.
 
     Parameters
@@ -224,13 +209,10 @@ def merge(
         Refuse a cast that does not keep a number: one that overflows, becomes 0, or becomes NaN.
         Otherwise the report counts them.
     overwrite
-        Replace the output if it exists.
+        Replace the checkpoint that is there: its own files, and those beside the weights that
+        belong to it. A directory with any other file is refused.
     verify
-        Compare all bytes that are read with the digests of the checkpoint, if it has any, and all
-        bytes that were written with what was meant.
-    reread
-        Read the output again, the slowest part of `verify`. Without it, faults of memory or disk
-        while writing go unnoticed.
+        Compare all bytes that are read with the digests of the checkpoint, if it has any.
     dry_run
         Do all checks that come before writing, and write nothing.
     sidecars
@@ -276,7 +258,7 @@ def merge(
         return _merged(source, choice, place.name, chosen, max_shard_bytes, metadata)
 
     options = WriteOptions(
-        threads, strict_cast, overwrite, verify, reread, dry_run, sidecars, progress, communicator
+        threads, strict_cast, overwrite, verify, dry_run, sidecars, progress, communicator
     )
     return _converted(partial(_mapped, directory, names, given), place, chosen, lay_out, options)
 
@@ -301,7 +283,6 @@ def reshard(
     drop_values: bool = False,
     overwrite: bool = False,
     verify: bool = True,
-    reread: bool = True,
     dry_run: bool = False,
     sidecars: bool = True,
     progress: Progress | None = None,
@@ -332,7 +313,7 @@ def reshard(
         Leave out the entries that the format has no place for, which is an error otherwise. Both
         formats of shards keep plain values (None, numbers, texts, bytes, lists and dicts of them);
         between checkpoints of torch everything is copied as it is stored.
-    overwrite, verify, reread, dry_run, sidecars, progress, communicator
+    overwrite, verify, dry_run, sidecars, progress, communicator
         As for `merge`.
 
     The former names `mesh`, `form` and `force` of `device_mesh`, `format` and `overwrite` still
@@ -417,7 +398,7 @@ def reshard(
         return wanted, target._replace(carried=target.carried | kept.names)
 
     options = WriteOptions(
-        threads, strict_cast, overwrite, verify, reread, dry_run, sidecars, progress, communicator
+        threads, strict_cast, overwrite, verify, dry_run, sidecars, progress, communicator
     )
     opening = partial(_mapped, directory, names, given)
     return _converted(opening, as_path(output), chosen, lay_out, options)
@@ -545,7 +526,7 @@ def _converted(
             )
         destination = Destination(output)
         if processes.rank == 0:
-            destination = _check_place(output, source, target, format, options.overwrite)
+            destination = check_destination(output, source, target, options.overwrite)
         reads = _check_tensors(source, tensors, options.verify, processes)
         report = WriteReport(
             path=output,
@@ -593,7 +574,7 @@ def _facts(
         "checkpoint": str(source.directory.absolute()),
         "format": report.format,
     }
-    for option in ("strict_cast", "overwrite", "verify", "reread"):
+    for option in ("strict_cast", "overwrite", "verify"):
         facts[f"option {option}"] = str(getattr(options, option))
     for file in target.files:
         layout = sha256()
@@ -645,171 +626,6 @@ def _check_tensors(
 def _elements_by_file(outline: AnyOutline) -> Counter[Path]:
     found: Counter[Path] = Counter()
     for stored in distinct(outline):
-        found[stored.path] += box_size(stored.box)
-    return found
-
-
-def _check_place(
-    output: Path, source: Catalog, target: Target, format: str, overwrite: bool
-) -> Destination:
-    """Return where to write, links resolved, and what is replaced, if that does no harm.
-
-    No part of the `source` is overwritten, and what is there is a directory or a file like the
-    output. Raises an `OutputExistsError` if it exists and `overwrite` is not set, a
-    `CheckpointError` otherwise.
-    """
-    directory = target.directory
-    if "\0" in str(output):
-        raise CheckpointError(f"{str(output)!r}: a file name cannot hold a NUL; choose another")
-    here = not isinstance(output, RemotePath)
-    # Somebody else's link may lead to any file of this user. Path.is_symlink raises where a name is
-    # too long.
-    if here and os.path.islink(output):
-        owner = os.lstat(output).st_uid
-        if owner not in (os.geteuid(), 0):
-            raise CheckpointError(
-                f"{output}: is a link that another user has made (user id {owner}); remove it, or "
-                "choose another name"
-            )
-    path = _real(output)
-    kind = _kind(output, path)
-    # Without an index, every file of the directory counts.
-    listed = any(file.name.endswith((".json", ".metadata")) for file in source.files)
-    all_count = kind is None and not listed and source.directory.is_dir()
-    problem = ""
-    for file in source.files:
-        same = path == _real(file)
-        if not same and here and kind == "a file":
-            same = not isinstance(file, RemotePath) and path.samefile(file)
-        if directory and (same or path in _real(file).parents):
-            problem = "holds the checkpoint itself; choose another name"
-        elif same:
-            problem = f"is {file.name} of the checkpoint itself; choose another name"
-        elif all_count and file.suffix == path.suffix and _real(file.parent) == path.parent:
-            problem = (
-                "would be among the files of the checkpoint, which no index lists, and count as "
-                "one of them; choose another directory"
-            )
-        if problem:
-            break
-    due = "a directory" if directory else "a file"
-    if problem:
-        pass
-    elif kind not in (None, due):
-        problem = f"is {kind}; name {due} to write"
-    # A directory in a store may be an empty mark.
-    elif kind and not overwrite and (here or not path.is_dir() or any(path.iterdir())):
-        raise output_exists(output)
-    elif here and not os.access(path.parent, os.W_OK | os.X_OK, effective_ids=True):
-        state = "is not writable" if path.parent.is_dir() else "does not exist"
-        problem = f"its directory {path.parent} {state}; make it first, or write elsewhere"
-    if problem:
-        raise CheckpointError(f"{output}: {problem}")
-    if not (overwrite and directory):
-        return Destination(path)
-    inode = None if not here else path.stat().st_ino if kind else 0
-    return Destination(path, _replaced(path, target, format), inode)
-
-
-def _real(path: Path) -> Path:
-    """Return a path with links resolved."""
-    return path if isinstance(path, RemotePath) else Path(os.path.realpath(path))
-
-
-def _kind(output: Path, path: Path) -> str | None:
-    """Return what is there, in words; None if there is nothing."""
-    if isinstance(path, RemotePath):
-        info = path.info()
-        return None if info is None else f"a {info['type']}"
-    with path_errors(output, "written"):
-        try:
-            mode = path.stat().st_mode
-        except FileNotFoundError:
-            return None
-    if stat.S_ISDIR(mode):
-        return "a directory"
-    return "a file" if stat.S_ISREG(mode) else "not a regular file"
-
-
-def _replaced(path: Path, target: Target, format: str) -> frozenset[str]:
-    """Return which files of a directory an output replaces.
-
-    Refuse it where others are of another kind, would count as parts of what is new, or be read
-    instead: a kept index, for example.
-    """
-    replaced = _files_of_checkpoint(path)
-    new = {file.name for file in target.files}
-    if target.listing is not None:
-        new.add(target.listing.name)
-    above = {str(at) for name in new for at in PurePosixPath(name).parents} - {"."}
-    inner = {name for name in above if "/" not in name}
-    for name in () if isinstance(path, RemotePath) else (*new, *above):
-        place, due = path / name, "directory" if name in above else "file"
-        is_directory = os.path.isdir(place) and not os.path.islink(place)
-        if os.path.lexists(place) and is_directory != (name in above):
-            raise CheckpointError(
-                f"{path}: holds {name!r}, where a {due} is to be written; move it, or choose "
-                "another directory"
-            )
-    heads = {name for name in new if "/" not in name}
-    kept = _names_in(path, inner) - replaced - new
-    counted: list[str] = []
-    if format not in ("shardspec", "dcp"):  # these list their files
-        counted = sorted(
-            name
-            for name in kept
-            if known.is_data_file(name)
-            or known.is_index(name)
-            # Of a Universal Checkpoint.
-            or (inner and known.DEEPSPEED_MODEL.fullmatch(name))
-            or ("/" in name and name.endswith(".pt"))
-        )
-    read: list[str] = []
-    found = known.format_of_names(heads)
-    if known.format_of_names(heads | kept) is not found:
-        read = sorted(name for name in kept if known.format_of_names(heads | {name}) is not found)
-        read = read or sorted(kept)
-    for names, do in ((counted, "count as parts of"), (read, "be read instead of")):
-        if names:
-            raise CheckpointError(
-                f"{path}: holds {', '.join(map(repr, names[:3]))}, which would {do} what is "
-                "written there; move them, or choose another directory"
-            )
-    return replaced
-
-
-def _files_of_checkpoint(directory: Path) -> frozenset[str]:
-    """Return the names of the files that make up the checkpoint in a directory.
-
-    Only what can be opened counts, and in it only what an index or a sharding info lists, or what
-    has a name that only parts of checkpoints have. All other files are somebody else's.
-    """
-    suffixes: tuple[str, ...] = ()
-    try:
-        source = open_checkpoint(directory)
-        for name in source.names:
-            source.tensor(name)
-    except ShardSpecError:
-        inside = _names_in(directory)
-    else:
-        if source.format == known.DEEPSPEED_UNIVERSAL:
-            below = (file.relative_to(source.directory).as_posix() for file in source.files)
-            return frozenset((*below, known.UNIVERSAL_OPTIMIZER, known.UNIVERSAL_LATEST))
-        inside = {file.name for file in source.files if file.parent == source.directory}
-        if any(name.endswith(_LISTING_FILES) for name in inside):
-            suffixes = (*_LISTING_FILES, *_DATA)
-    return frozenset(n for n in inside if n.endswith(suffixes) or _OWN_NAMES.fullmatch(n))
-
-
-def _names_in(directory: Path, inner: Collection[str] = ()) -> set[str]:
-    """Return the names in a directory, and instead of `inner` directories what is below them."""
-    try:
-        if isinstance(directory, RemotePath):
-            return set(directory.listing())
-        found = set(os.listdir(directory))
-        for name in found & set(inner):
-            with opened(directory / name) as fd:
-                found = found - {name} | {f"{name}/{below}" for below in names_below(fd)}
-    except OSError:
-        return set()
+        if stored.path != ZEROS:
+            found[stored.path] += box_size(stored.box)
     return found

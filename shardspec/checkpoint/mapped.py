@@ -9,7 +9,6 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from itertools import islice, product
-from pathlib import Path
 from typing import Final, TypeAlias
 
 from shardspec.boxes import Box, box_shape, box_size
@@ -22,9 +21,6 @@ from shardspec.resharding.maps import apply_map
 from shardspec.resharding.name_map import Equation, NameMap, Shape
 from shardspec.resharding.views import Factor, TensorView, View
 from shardspec.text import shown
-
-_ZEROS: Final = Path(__file__).with_name("zeros.bin")
-"""Zeros, as many bytes as the widest element has: padding is read from it."""
 
 _MOST_CONFIG_BYTES: Final = 2**24
 _MOST_PIECES: Final = 2**20
@@ -180,10 +176,7 @@ class MappedCatalog(catalog.Catalog):
             factors = sorted(factor for dim in side.dims for factor in dim)
             whole = tuple((0, factor.length) for factor in factors)
             parts = _parts(side, whole, [0] * len(whole)) if box_size(whole) else ()
-            boxes += [
-                catalog.StoredBox(part, (), 0, _ZEROS, 0, None, (0,) * len(part))
-                for part, _, _ in parts
-            ]
+            boxes += [catalog.StoredBox(part, (), 0, catalog.ZEROS, 0) for part, _, _ in parts]
         return catalog.StoredTensor(
             name, self._shapes[name], self._dtypes[name], None, (), tuple(boxes)
         )

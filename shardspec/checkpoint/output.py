@@ -24,24 +24,14 @@ from isal.isal_zlib import crc32_combine
 
 from shardspec.checkpoint.agree import Processes
 from shardspec.checkpoint.catalog import Catalog, distinct
-from shardspec.checkpoint.commit import (
-    FILE,
-    NEW_FILE,
-    Destination,
-    joined_output,
-    open_below,
-    read_back,
-    reserve,
-    staged_output,
-    write_all,
-)
+from shardspec.checkpoint.commit import Destination, joined_output, staged_output
+from shardspec.checkpoint.local import FILE, NEW_FILE, open_below, reserve, write_all
 from shardspec.checkpoint.read_boxes import (
     BLOCK_BYTES,
     Buffers,
     Checks,
     Progress,
     crc32,
-    crc_text,
     read_box,
     stretches,
 )
@@ -49,7 +39,7 @@ from shardspec.checkpoint.store import (
     AHEAD_BYTES,
     OpenFiles,
     RemotePath,
-    SourceFile,
+    is_temporary,
     path_errors,
     prefetch_map,
     upload,
@@ -72,7 +62,6 @@ _MAX_OPEN: Final = 128
 """Files that a thread has open to be written."""
 _TEMPORARY_SUFFIX: Final = ".shardspec-tmp"
 """How the names of files in a store end that were not moved yet; a killed run leaves them."""
-_HEADER: Final = "a header"
 
 Written: TypeAlias = list[tuple[str, int, int]]
 """Name, bytes and CRC-32 of files."""
@@ -88,7 +77,6 @@ class WriteOptions(NamedTuple):
     strict_cast: bool
     overwrite: bool
     verify: bool
-    reread: bool
     dry_run: bool
     sidecars: bool
     progress: Progress | None
@@ -130,19 +118,8 @@ def plan_tasks(
         yield task
 
 
-class _FilePart(NamedTuple):
-    """A part of a file, and what errors call it."""
-
-    offset: int
-    num_bytes: int
-    crc32: int
-    name: str
-
-
 _WriteAt: TypeAlias = Callable[[int, bytes | memoryview], object]
 """Writes bytes at a position in a file."""
-_Opened: TypeAlias = tuple[_WriteAt, list[_FilePart]]
-"""A file that is being completed, and which parts are to be read again then."""
 
 
 class Output(ABC):
@@ -163,8 +140,6 @@ class Output(ABC):
         self.options, self.processes = options, processes
         self.digested = options.verify or target.digested
         """Whether the CRC-32 of what is written is computed."""
-        self.reread = options.verify and options.reread
-        """Whether what was written is read again and compared."""
         self.losses: CastLosses | None = None
         self._crcs = [array("I", bytes(4 * len(file.extents))) for file in target.files]
         """CRC-32 of every extent of every file, if they are computed."""
@@ -203,8 +178,8 @@ class Output(ABC):
         """Do a task of this process."""
 
     @abstractmethod
-    def _completed(self, name: str, num_bytes: int) -> AbstractContextManager[_Opened]:
-        """Open a file to be completed; in the end it is flushed and checked."""
+    def _completed(self, name: str, num_bytes: int) -> AbstractContextManager[_WriteAt]:
+        """Open a file to be completed; in the end it is flushed."""
 
     def _extent(self, at: tuple[int, int]) -> Extent:
         return self.target.files[at[0]].extents[at[1]]
@@ -293,8 +268,8 @@ class Output(ABC):
 
     def _blocks(
         self, file: int, number: int, files: OpenFiles, buffers: Buffers
-    ) -> Iterator[tuple[int, memoryview, int]]:
-        """Yield what goes into a file: position, bytes, and their CRC-32 (0 if not computed).
+    ) -> Iterator[tuple[int, memoryview]]:
+        """Yield what goes into a file, and where; note the CRC-32 of all if it is computed.
 
         Each counts as written once the next one is asked for.
         """
@@ -312,7 +287,7 @@ class Output(ABC):
                 of_part = 0
                 if self.digested:
                     of_part = crc32(part) if known is None or casts else known
-                yield at, part, of_part
+                yield at, part
                 crc = int(crc32_combine(crc, of_part, len(part)))
                 at += len(part)
                 self._advance(len(part))
@@ -357,22 +332,19 @@ class Output(ABC):
             key=itemgetter(0),
         )
         value = end = 0
-        with self._completed(file.name, file.num_bytes) as (write, check):
+        with self._completed(file.name, file.num_bytes) as write:
             for offset, piece in pieces:
                 if isinstance(piece, RawBytes):
                     data = piece.made()
                     write(offset, data)
-                    part = _FilePart(offset, len(data), crc32(data), _HEADER)
+                    num_bytes, crc = len(data), crc32(data)
                 else:
                     if copy is not None:
                         copy(piece, write)
-                    extent = file.extents[piece]
-                    part = _FilePart(offset, extent.num_bytes, crcs[piece], _name(extent))
-                if part.name == _HEADER or (self.reread and copy is not None):
-                    check.append(part)
+                    num_bytes, crc = file.extents[piece].num_bytes, crcs[piece]
                 value = crc32(bytes(offset - end), value)
-                value = int(crc32_combine(value, part.crc32, part.num_bytes))
-                end = offset + part.num_bytes
+                value = int(crc32_combine(value, crc, num_bytes))
+                end = offset + num_bytes
         self._file_crcs[file.name] = value if self.digested else 0
         self._advance(file.other_bytes)
 
@@ -380,7 +352,7 @@ class Output(ABC):
         files = (file.name for file in self.target.files)
         num_bytes = crc = 0
         room = bytearray()
-        with self._completed(name, 0) as (write, check):
+        with self._completed(name, 0) as write:
 
             def flush() -> None:
                 nonlocal num_bytes, crc
@@ -395,41 +367,11 @@ class Output(ABC):
 
             fill(dict(zip(files, self._crcs, strict=True)), append)
             flush()
-            check.append(_FilePart(0, num_bytes, crc, name))
         return name, num_bytes, crc
 
 
 class _Cancelled(Exception):
     """Another thread has failed, so this one stops."""
-
-
-def _name(extent: Extent) -> str:
-    return f"tensor {extent.tensor.name!r}"
-
-
-def _check_again(
-    read_into: Callable[[memoryview, int], None], parts: Iterable[_FilePart], path: Path
-) -> None:
-    """Read parts of a file again and compare them."""
-    room = memoryview(bytearray(BLOCK_BYTES))
-    for offset, num_bytes, crc, name in parts:
-        value = 0
-        for at in range(0, num_bytes, BLOCK_BYTES):
-            block = room[: min(BLOCK_BYTES, num_bytes - at)]
-            read_into(block, offset + at)
-            value = crc32(block, value)
-        if value != crc:
-            raise _different(path, name, value, crc)
-
-
-def _different(path: Path, name: str, found: int, expected: int) -> CheckpointError:
-    why = "the memory of this machine, or what it is stored on, is at fault"
-    if isinstance(path, RemotePath):
-        why = "the store gives back something else than was sent, or another run has written there"
-    return CheckpointError(
-        f"{path}: {name} was read back differently: its CRC-32 is {crc_text(found)} instead of "
-        f"{crc_text(expected)}; {why}; nothing was kept"
-    )
 
 
 class DiskOutput(Output):
@@ -495,8 +437,6 @@ class DiskOutput(Output):
             return open_below(self._fd, name, flags) if self.target.directory else os.dup(self._fd)
 
     def _copy(self, task: Extents, files: OpenFiles, buffers: Buffers) -> None:
-        scratch = buffers.scratch if self.reread else None
-
         fds: dict[int, int] = {}
         try:
             for file, number in task:
@@ -504,28 +444,25 @@ class DiskOutput(Output):
                     os.close(fds.popitem()[1])
                 if file not in fds:
                     fds[file] = self._open(self.target.files[file].name)
-                for offset, data, crc in self._blocks(file, number, files, buffers):
-                    found = write_all(fds[file], data, offset, self.path, scratch)
-                    if self.reread and found != crc:
-                        raise _different(self.path, _name(self._extent((file, number))), found, crc)
+                for offset, data in self._blocks(file, number, files, buffers):
+                    write_all(fds[file], data, offset, self.path)
         finally:
             for fd in fds.values():
                 os.close(fd)
 
     @contextmanager
-    def _completed(self, name: str, num_bytes: int) -> Iterator[_Opened]:  # noqa: ARG002
-        fd, check = self._open(name), list[_FilePart]()
+    def _completed(self, name: str, num_bytes: int) -> Iterator[_WriteAt]:  # noqa: ARG002
+        fd = self._open(name)
         try:
-            yield lambda at, data: write_all(fd, memoryview(data), at, self.path), check
+            yield lambda at, data: write_all(fd, memoryview(data), at, self.path)
             with path_errors(self.path, "written"):
                 os.fsync(fd)
-            _check_again(lambda room, at: read_back(fd, room, at, self.path), check, self.path)
         finally:
             os.close(fd)
 
 
 class StoreOutput(Output):
-    """An output in a store, all of which has been read again before it counts.
+    """An output in a store, all of which has arrived there before it counts.
 
     A file of a new name is uploaded under it. One whose name is taken is uploaded beside the old
     one, and in the end the store copies it over that in one step.
@@ -552,8 +489,7 @@ class StoreOutput(Output):
         mine = processes.agree(listed), os.urandom(8).hex()
         names, self._token = processes.gather(mine)[0]
         there = self._there = frozenset(names)
-        left = {name for name in there if name.endswith(_TEMPORARY_SUFFIX)}
-        self._old = destination.replaced & there | left
+        self._old = destination.replaced & there | set(filter(is_temporary, there))
         """What goes, beside files of the same names: also what killed runs have left."""
         self._moved = [file.name for file in target.files if file.name in there]
         """What is uploaded beside an older file of its name."""
@@ -590,14 +526,14 @@ class StoreOutput(Output):
         ((file, _), *_) = task
 
         def copy(number: int, write: _WriteAt) -> None:
-            for offset, data, _ in self._blocks(file, number, files, buffers):
+            for offset, data in self._blocks(file, number, files, buffers):
                 write(offset, data)
 
         self._complete(file, copy)
 
     @contextmanager
-    def _completed(self, name: str, num_bytes: int) -> Iterator[_Opened]:
-        place, check, end = self._place(name), list[_FilePart](), 0
+    def _completed(self, name: str, num_bytes: int) -> Iterator[_WriteAt]:
+        place, end = self._place(name), 0
         with upload(place, num_bytes, overwrite=self.options.overwrite) as append:
 
             def write(offset: int, data: bytes | memoryview) -> None:
@@ -606,10 +542,13 @@ class StoreOutput(Output):
                 append(data)
                 end = offset + len(data)
 
-            yield write, check
+            yield write
         self._made.append(place)
-        with SourceFile(place) as file:
-            _check_again(file.read_into, check, self.path)
+        if (num_bytes := place.num_bytes()) != end:
+            raise CheckpointError(
+                f"{place}: has {num_bytes} bytes in the store, but {end} were sent; another run "
+                "has written there, or the store has lost some; write again"
+            )
 
     def _publish(self) -> None:
         """Move all files to where they belong, and remove what they replace."""

@@ -19,6 +19,7 @@ from isal.isal_zlib import crc32_combine
 
 from shardspec.boxes import Box, box_shape, box_size, chunks, intersect
 from shardspec.checkpoint.catalog import (
+    ZEROS,
     Digest,
     StoredBox,
     StoredTensor,
@@ -27,7 +28,7 @@ from shardspec.checkpoint.catalog import (
     row_major_strides,
     whole_box,
 )
-from shardspec.checkpoint.store import FileStretch, OpenFiles, SourceFile
+from shardspec.checkpoint.store import FileStretch, OpenFiles
 from shardspec.copies import overlaps
 from shardspec.dtypes import item_bytes
 from shardspec.errors import CheckpointError
@@ -215,7 +216,7 @@ def stretches(tensor: StoredTensor, target: Box) -> Iterator[FileStretch]:
     """
     for _, parts in () if tensor.pending else cut(tensor, target):
         for part in parts:
-            if part.contiguous:
+            if part.contiguous and part.stored.path != ZEROS:
                 yield FileStretch(part.stored.path, part.start, part.span)
 
 
@@ -248,7 +249,8 @@ def read_box(
             """Return the CRC-32 of a part that was read in one go, if it was taken."""
             stored = part.stored
             seen = None if checks is None or stored not in checks else partial(checks.add, stored)
-            return _read(files.file(stored.path), part, room, buffers.scratch, seen)
+            read_into = _zeros if stored.path == ZEROS else files.file(stored.path).read_into
+            return _read(read_into, part, room, buffers.scratch, seen)
 
         crc = None
         if tensor.pending:
@@ -293,28 +295,36 @@ def _reduce(
     reduce(tensor.dtype, tensor.pending, addends(), numbers)
 
 
+def _zeros(buffer: memoryview, offset: int) -> None:  # noqa: ARG001  # as that of a file
+    buffer[:] = bytes(len(buffer))
+
+
 def _read(
-    file: SourceFile, part: Part, room: memoryview, scratch: memoryview, seen: _Seen | None
+    read_into: Callable[[memoryview, int], None],
+    part: Part,
+    room: memoryview,
+    scratch: memoryview,
+    seen: _Seen | None,
 ) -> int | None:
     """Read a part into its block; return the CRC-32 of a single row if it was taken."""
     (count, step, _), *inner = part.steps
     if not inner:
         data = room[part.at : part.at + count]
-        file.read_into(data, part.start)
+        read_into(data, part.start)
         return None if seen is None else seen(part.start, data)
     span, gap = 1, 0
     for length, by, _ in reversed(part.steps):
         gap = max(gap, by - span)
         span += (length - 1) * by
     if span <= len(scratch) and gap < _PAGE:
-        file.read_into(scratch[:span], part.start)
+        read_into(scratch[:span], part.start)
         if seen is not None:
             seen(part.start, scratch[:span])
         _spread(part, scratch, room)
         return None
     rows = max(1, min(len(scratch) // step, count - 1)) if gap < _PAGE else 1
     for lo in range(0, count, rows):
-        _read(file, part.rows(lo, min(lo + rows, count)), room, scratch, seen)
+        _read(read_into, part.rows(lo, min(lo + rows, count)), room, scratch, seen)
     return None
 
 

@@ -15,10 +15,11 @@ from typing import Any, Final
 from shardspec.boxes import Box
 from shardspec.checkpoint import rank_state
 from shardspec.checkpoint.agree import agree
-from shardspec.checkpoint.commit import DIRECTORY, lock, opened, write_atomically
+from shardspec.checkpoint.commit import write_atomically
 from shardspec.checkpoint.formats import native
-from shardspec.checkpoint.formats.names import INFO_NAME
+from shardspec.checkpoint.formats.names import INFO_NAME, NATIVE_SHARD
 from shardspec.checkpoint.formats.safetensors import read_header
+from shardspec.checkpoint.local import DIRECTORY, lock, opened
 from shardspec.checkpoint.rank_state import Described, Replicas
 from shardspec.checkpoint.read_boxes import crc32
 from shardspec.checkpoint.store import RemotePath, SourceFile, as_path, path_errors, reason
@@ -26,7 +27,6 @@ from shardspec.checkpoint.targets import BoxEntry, FileEntry, OutputFile, Output
 from shardspec.comm.communicator import Communicator
 from shardspec.errors import CheckpointError, OutputExistsError
 
-_SHARD_NAME: Final = re.compile(r"shard-(\d{5,})-([0-9a-f]{16})\.safetensors")
 _TEMPORARY: Final = re.compile(r"\.shardspec-save-[0-9a-f]{16}\.tmp")
 
 
@@ -249,7 +249,7 @@ def _superseded(path: Path, names: Iterable[str], keep: Collection[str]) -> Iter
     for name in names:
         if _TEMPORARY.fullmatch(name):
             yield name
-        shard = _SHARD_NAME.fullmatch(name)
+        shard = NATIVE_SHARD.fullmatch(name)
         if shard is None or name in keep:
             continue
         with suppress(CheckpointError, OSError):

@@ -29,6 +29,7 @@ _Item = TypeVar("_Item")
 _Found = TypeVar("_Found")
 
 _SCHEME: Final = re.compile(r"[a-z][a-z0-9+.-]*")
+_TEMPORARY: Final = re.compile(r"\.shardspec-save-[0-9a-f]{16}\.tmp|\..*\.shardspec-tmp", re.DOTALL)
 _MAX_ERROR_CHARS: Final = 300
 _PART_BYTES: Final = 8 << 20
 _MAX_PARTS: Final = 9_000
@@ -230,6 +231,11 @@ def kept_store(root: str, pid: int) -> "AbstractFileSystem | None":  # noqa: ARG
 
     store = url_to_fs(root)[0]
     return store if store.async_impl else None
+
+
+def is_temporary(name: str) -> bool:
+    """Return whether a file has a name that only runs that were killed leave."""
+    return _TEMPORARY.fullmatch(name) is not None
 
 
 def output_exists(path: Path) -> OutputExistsError:

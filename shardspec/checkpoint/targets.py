@@ -6,7 +6,7 @@ all formats. Files beside the weights that tools need to load them go along.
 
 import re
 from array import array
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Final, NamedTuple, TypeAlias
@@ -186,14 +186,12 @@ def add_sidecars(source: Catalog, target: Target, format: str) -> Target:
     alone = directory != source.directory
     if alone and not there & {"config.json", "adapter_config.json"}:
         return target
-    own = {file.relative_to(directory).parts[0] for file in source.files}
-    beside = there - own
-    wanted = set(filter(_HUGGING_FACE.fullmatch, beside)) if target.directory else set()
-    if any(_has_code(directory, name) for name in wanted if name.endswith("config.json")):
-        wanted |= {name for name in beside if name.endswith(".py")}
+    beside = there - {file.relative_to(directory).parts[0] for file in source.files}
+    wanted = sidecar_names(directory, beside) if target.directory else set()
     if format == "dcp" and not alone:
         _check_megatron(source, there)
-        wanted |= there & {_LIGHTNING, *(_MEGATRON if there >= _MEGATRON else ())}
+    else:
+        wanted -= {_LIGHTNING, *_MEGATRON}
     taken = {file.name for file in target.files}
     files = []
     for name in sorted(wanted):
@@ -215,6 +213,15 @@ def add_sidecars(source: Catalog, target: Target, format: str) -> Target:
     others = [] if alone else sorted(beside.difference(names))
     left = tuple(f"{name}/" if (directory / name).is_dir() else name for name in others)
     return target._replace(files=(*target.files, *files), sidecars=names, not_copied=left)
+
+
+def sidecar_names(directory: Path, names: Collection[str]) -> set[str]:
+    """Return which files of a directory belong to the checkpoint in it, beside the weights."""
+    sidecars = {name for name in names if _HUGGING_FACE.fullmatch(name)}
+    if any(_has_code(directory, name) for name in sidecars if name.endswith("config.json")):
+        sidecars |= {name for name in names if name.endswith(".py")}
+    run = {_LIGHTNING, *(_MEGATRON if set(names) >= _MEGATRON else ())}
+    return sidecars | run.intersection(names)
 
 
 def _has_code(directory: Path, name: str) -> bool:

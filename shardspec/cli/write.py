@@ -67,12 +67,7 @@ class _HowToWrite:
         "Refuse a cast that turns numbers into infinity, 0 or NaN; else they are counted."
     )
     overwrite: bool = opts.overwrite_flag()
-    verify: bool = unless(
-        "Do not compare bytes with the digests that were saved, nor read OUT again."
-    )
-    reread: bool = unless(
-        "Compare bytes with the digests that were saved, but do not read OUT again."
-    )
+    verify: bool = unless("Do not compare bytes with the digests that were saved.")
     dry_run: bool = flag("Check the headers of CKPT, say what would be done, and stop.")
     sidecars: bool = unless(
         "Do not copy the files next to the weights, such as config.json and a tokenizer."
@@ -207,7 +202,7 @@ def merge_command(
 
     CKPT may be of any format that can be read. Checks first that headers agree with files, that
     the boxes of every tensor tile it and that replicas agree; finishes pending reductions. OUT
-    appears when it is complete and was read again.
+    appears when it is complete.
 
     Examples:
       shardspec merge ckpt -o model.safetensors
@@ -259,7 +254,7 @@ def reshard_command(
     """Write the checkpoint CKPT as the ranks of another mesh would have saved it.
 
     CKPT may be of any format that can be read; pending reductions are finished. OUT appears when it
-    is complete and was read again.
+    is complete.
 
     Examples:
       shardspec reshard ckpt -o sharded --mesh 4x2 --rules rules.toml

@@ -39,7 +39,6 @@ def test_a_small_run_has_a_line_for_every_command(tmp_path):
         "merge",
         "merge --no-verify",
         "merge, 2 threads, 4 files",
-        "the same, --no-reread",
         "the same, --no-verify",
         "two cats at once",
         "two bare loops, checked",

@@ -26,7 +26,7 @@ def counted(tmp_path):
     CountingStore.requests.clear()
     yield f"counted://{tmp_path.name}"
     CountingStore.store.clear()
-    CountingStore.spoil.clear()
+    CountingStore.lose.clear()
     CountingStore.copies[:] = [True]
 
 
@@ -36,7 +36,7 @@ def shared(tmp_path):
     SharedStore.requests.clear()
     yield f"together://{tmp_path.name}"
     SharedStore.store.clear()
-    SharedStore.spoil.clear()
+    SharedStore.lose.clear()
     SharedStore.meeting.clear()
 
 

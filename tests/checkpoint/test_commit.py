@@ -2,7 +2,6 @@
 
 import fcntl
 import os
-import re
 import signal
 import stat
 from contextlib import suppress
@@ -13,8 +12,9 @@ import pytest
 import torch
 
 from shardspec import DeviceMesh, merge, reshard, save_sharded
-from shardspec.checkpoint import commit
-from shardspec.checkpoint.commit import FILE, NEW_FILE, Destination, open_below, staged_output
+from shardspec.checkpoint import local
+from shardspec.checkpoint.commit import Destination, staged_output
+from shardspec.checkpoint.local import FILE, NEW_FILE, lock, open_below, opened
 from shardspec.errors import CheckpointError, OutputExistsError
 
 
@@ -35,8 +35,12 @@ def text_of(path, directory):
     return (path / "a" if directory else path).read_text()
 
 
+A = frozenset("a")
+"""All that a directory may hold that is replaced."""
+
+
 def work(path, directory, *, overwrite=True, interrupted=False):
-    with staged_output(Destination(path), directory=directory, overwrite=overwrite) as place:
+    with staged_output(Destination(path, A), directory=directory, overwrite=overwrite) as place:
         fill(place, directory, "newer")
         if interrupted:
             raise KeyboardInterrupt
@@ -47,9 +51,9 @@ def test_it_appears_when_done(tmp_path, directory):
     path = tmp_path / "out"
     with staged_output(Destination(path), directory=directory, overwrite=False) as place:
         fill(place, directory, "new")
-        (staged,) = {place[1].name} & set(os.listdir(tmp_path))
-        assert re.fullmatch(r"\.out\.shardspec-[0-9a-f]{16}", staged)
-        at = (tmp_path / staged).stat()
+        assert set(os.listdir(tmp_path)) == {".out.shardspec-lock", ".out.shardspec-staging"}
+        assert place[1] == tmp_path / ".out.shardspec-staging"
+        at = place[1].stat()
         assert stat.S_IMODE(at.st_mode) == (0o700 if directory else 0o600)
         assert not path.exists()
     assert text_of(path, directory) == "new"
@@ -60,7 +64,7 @@ def test_it_appears_when_done(tmp_path, directory):
 def test_replacing(tmp_path, directory):
     path = tmp_path / "out"
     for text in ("old", "new"):
-        with staged_output(Destination(path), directory=directory, overwrite=True) as place:
+        with staged_output(Destination(path, A), directory=directory, overwrite=True) as place:
             fill(place, directory, text)
     assert text_of(path, directory) == "new"
     with pytest.raises(OutputExistsError, match="out: exists"):
@@ -121,22 +125,56 @@ def test_no_such_directory(tmp_path):
         work(tmp_path / "none" / "out", directory=False)
 
 
-def test_what_is_none_of_ours_is_left_alone(tmp_path):
-    """Names like those of a killed run, of other kinds: nothing is followed or removed."""
-    path = tmp_path / "out"
-    (tmp_path / "victim").write_text("precious")
-    (tmp_path / f".out.shardspec-{'0' * 16}").symlink_to(tmp_path / "victim")
-    (tmp_path / f".out.shardspec-{'1' * 16}").mkdir()
-    (tmp_path / f".out.shardspec-{'2' * 16}.lock").mkdir()
+@pytest.mark.parametrize("directory", [False, True])
+@pytest.mark.parametrize("name", ["lock", "staging", "old"])
+@pytest.mark.parametrize("kind", ["link", "link to nothing", "pipe", "of another user"])
+def test_what_somebody_else_has_put_in_the_way_is_neither_followed_nor_removed(
+    tmp_path, directory, name, kind
+):
+    victim = tmp_path / "victim"
+    victim.write_text("precious")
+    place = tmp_path / f".out.shardspec-{name}"
+    if kind == "pipe":
+        os.mkfifo(place)
+    elif kind != "of another user":
+        place.symlink_to(victim if kind == "link" else tmp_path / "nothing")
+    elif os.geteuid() == 0:
+        place.write_text("mine")
+        os.chown(place, 4321, 4321)
+    before = {name: os.lstat(tmp_path / name) for name in os.listdir(tmp_path)}
+    if len(before) == 2:
+        with pytest.raises(CheckpointError, match=rf"out: \.out\.shardspec-{name} beside it .*;"):
+            work(tmp_path / "out", directory)
+    assert {name: os.lstat(tmp_path / name).st_ino for name in os.listdir(tmp_path)} == {
+        name: at.st_ino for name, at in before.items()
+    }
+    assert victim.read_text() == "precious"
+
+
+def test_names_that_are_only_alike_are_left_alone(tmp_path):
     (tmp_path / ".out.shardspec-mine").write_text("kept")
-    before = set(os.listdir(tmp_path))
-    for directory in (False, True):
-        with staged_output(Destination(path), directory=directory, overwrite=False) as place:
-            fill(place, directory, "new")
-        path.unlink() if not directory else os.unlink(path / "a")
-    path.rmdir()
-    assert set(os.listdir(tmp_path)) == before
-    assert (tmp_path / "victim").read_text() == "precious"
+    (tmp_path / ".other.shardspec-staging").mkdir()
+    work(tmp_path / "out", directory=True)
+    assert sorted(os.listdir(tmp_path)) == [
+        ".other.shardspec-staging",
+        ".out.shardspec-mine",
+        "out",
+    ]
+
+
+@pytest.mark.parametrize("left", [False, True])
+@pytest.mark.parametrize("directory", [False, True])
+def test_what_was_staged_as_a_file_does_not_hinder_a_directory(tmp_path, directory, left):
+    staged = tmp_path / ".out.shardspec-staging"
+    if left:
+        (staged / "deep" / "er").mkdir(parents=True)
+        (staged / "deep" / "x").write_text("left")
+    else:
+        staged.write_text("left")
+    (tmp_path / ".out.shardspec-lock").write_text("")
+    work(tmp_path / "out", directory)
+    assert os.listdir(tmp_path) == ["out"]
+    assert text_of(tmp_path / "out", directory) == "newer"
 
 
 @pytest.mark.parametrize("directory", [False, True])
@@ -155,9 +193,7 @@ def test_modes_are_kept(tmp_path, directory):
         private = [path, path / "a"] if directory else [path]
         for file in private:
             file.chmod(0o750 if file.is_dir() else 0o600)
-        with staged_output(
-            Destination(path, frozenset("a")), directory=directory, overwrite=True
-        ) as place:
+        with staged_output(Destination(path, A), directory=directory, overwrite=True) as place:
             fill(place, directory, "new")
         assert [stat.S_IMODE(file.stat().st_mode) for file in private] == (
             [0o750, 0o600] if directory else [0o600]
@@ -166,64 +202,79 @@ def test_modes_are_kept(tmp_path, directory):
         os.umask(umask)
 
 
-def test_only_what_is_replaced_goes_from_a_directory(tmp_path):
+@pytest.mark.parametrize("late", ["late.txt", "a/late.txt", "empty/", "link"])
+def test_a_file_that_is_put_there_meanwhile_is_not_lost(tmp_path, late):
     path = tmp_path / "out"
     path.mkdir()
-    (path / "a").write_text("same name")
     (path / "old").write_text("of the old checkpoint")
-    (path / "config.json").write_text("kept")
-    (path / "notes").mkdir()
-    (path / "notes" / "one").write_text("kept")
-    with staged_output(
-        Destination(path, frozenset({"a", "old"})), directory=True, overwrite=True
-    ) as place:
-        fill(place, True, "new")
-        (path / "late.txt").write_text("put there meanwhile")
-    assert sorted(os.listdir(path)) == ["a", "config.json", "late.txt", "notes"]
-    assert text_of(path, True) == "new"
-    assert (path / "notes" / "one").read_text() == "kept"
+
+    def replace():
+        with staged_output(
+            Destination(path, frozenset({"old"})), directory=True, overwrite=True
+        ) as place:
+            fill(place, True, "new")
+            put = path / late
+            if late.endswith("/"):
+                put.mkdir()
+            elif late == "link":
+                put.symlink_to(tmp_path)
+            else:
+                put.parent.mkdir(exist_ok=True)
+                put.write_text("mine")
+
+    with pytest.raises(CheckpointError, match=f"out: '{late}' was put there meanwhile"):
+        replace()
+    assert (path / "old").read_text() == "of the old checkpoint"
+    assert os.path.lexists(path / late)
     assert os.listdir(tmp_path) == ["out"]
 
 
-def test_a_directory_in_the_way_of_a_file_is_kept(tmp_path):
-    """One that appears when it is too late to write another name."""
+def test_a_directory_in_which_a_run_saves_is_not_replaced(tmp_path):
     path = tmp_path / "out"
-    path.mkdir()
-
-    def replace():
-        with staged_output(Destination(path), directory=True, overwrite=True) as place:
-            fill(place, True, "new")
-            (path / "a").mkdir()
-            (path / "a" / "precious").write_text("kept")
-
-    with pytest.raises(CheckpointError, match=r"is written, but what else was .* it is kept in "):
-        replace()
-    assert text_of(path, True) == "new"
-    (kept,) = set(os.listdir(tmp_path)) - {"out"}
-    assert (tmp_path / kept / "a" / "precious").read_text() == "kept"
+    work(path, True)
+    with opened(path) as other:
+        assert lock(other)
+        with pytest.raises(CheckpointError, match="out: another run is saving there"):
+            work(path, True)
+    assert os.listdir(path) == ["a"]
+    work(path, True)
 
 
-def test_killed_when_it_has_its_name_it_loses_nothing_of_others(tmp_path, monkeypatch):
+@pytest.mark.parametrize("exchanges", [False, True])
+@pytest.mark.parametrize("calls", range(4))
+def test_killed_while_names_change_the_old_or_the_new_one_is_there_in_the_end(
+    tmp_path, monkeypatch, exchanges, calls
+):
     path = tmp_path / "out"
-    path.mkdir()
-    (path / "notes.md").write_text("mine")
-    (path / "newer.md").write_text("older")
+    with staged_output(Destination(path), directory=True, overwrite=False) as place:
+        fill(place, True, "old")
+    left = [calls]
+
+    def dying(call):
+        def act(*args, **kwargs):
+            if not left[0]:
+                os._exit(9)
+            left[0] -= 1
+            return call(*args, **kwargs)
+
+        return act
+
     with monkeypatch.context() as patched:
-        patched.setattr(commit, "move_others", lambda *_: os._exit(9))
+        patched.setattr(os, "rename", dying(os.rename))
+        exchange = local.renameat2 if exchanges else lambda *_: False
+        patched.setattr(local, "renameat2", dying(exchange))
+        patched.setattr(local, "remove", dying(local.remove))
         process = get_context("fork").Process(target=work, args=(path, True))
         process.start()
         process.join()
-    assert process.exitcode == 9
-    assert os.listdir(path) == ["a"]
-    (path / "newer.md").write_text("newer")
+    assert process.exitcode == (9 if calls < (2 if exchanges else 4) else 0)
+    if exchanges:
+        assert path.exists()
     with pytest.raises(KeyboardInterrupt):
         work(path, True, interrupted=True)
-    assert (path / "notes.md").read_text() == "mine"
-    # One that has been written anew is kept beside the old one, which is not lost.
-    assert (path / "newer.md").read_text() == "newer"
-    (kept,) = set(os.listdir(tmp_path)) - {"out"}
-    assert os.listdir(tmp_path / kept) == ["newer.md"]
-    assert (tmp_path / kept / "newer.md").read_text() == "older"
+    published = calls >= (1 if exchanges else 3)
+    assert text_of(path, True) == ("newer" if published else "old")
+    assert os.listdir(tmp_path) == ["out"]
 
 
 def test_a_directory_that_cannot_be_opened_does_not_stay(tmp_path, monkeypatch):
@@ -269,8 +320,7 @@ def test_no_link_is_followed_on_the_way_to_a_file(tmp_path):
 
 
 def test_without_exchanging_names(tmp_path, monkeypatch):
-    monkeypatch.setattr(commit, "renameat2", lambda *_: False)
-    test_only_what_is_replaced_goes_from_a_directory(tmp_path)
+    monkeypatch.setattr(local, "renameat2", lambda *_: False)
     for directory in (False, True):
         here = tmp_path / f"more-{directory}"
         here.mkdir()
@@ -288,7 +338,7 @@ def test_two_at_once_without_locks(tmp_path, monkeypatch, directory):
     path = tmp_path / "out"
 
     def both():
-        with staged_output(Destination(path), directory=directory, overwrite=True) as place:
+        with staged_output(Destination(path, A), directory=directory, overwrite=True) as place:
             fill(place, directory, "half")
             work(path, directory)
             assert text_of(path, directory) == "newer"

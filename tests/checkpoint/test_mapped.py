@@ -2,6 +2,7 @@
 
 import json
 from itertools import pairwise, permutations, product
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -152,7 +153,13 @@ def test_padding_of_every_width_is_zero(tmp_path, dtype):
         "[sizes]\nn = 2\nm = 6\ny = 4\n"
     )
     save_file({"a": whole}, tmp_path / "a.safetensors")
-    merge(tmp_path / "a.safetensors", tmp_path / "b.safetensors", names=NameMap.parse(text))
+    report = merge(
+        tmp_path / "a.safetensors", tmp_path / "b.safetensors", names=NameMap.parse(text)
+    )
+    # No file has the padding.
+    assert {Path(name).name: size for name, size in report.reads.items()} == {
+        "a.safetensors": whole.nbytes
+    }
     wanted = torch.zeros(8, 6, dtype=dtype)
     wanted[1::2, 1:4] = whole.T
     assert torch.equal(load_file(tmp_path / "b.safetensors")["b"], wanted)

@@ -2,7 +2,6 @@
 
 import json
 import os
-import signal
 import stat
 import subprocess
 import sys
@@ -42,66 +41,128 @@ def ckpt(tmp_path_factory):
     return save(tmp_path_factory.mktemp("commit") / "ckpt", STATE)
 
 
-@pytest.mark.parametrize("name", ["hub", "one", "dcp", "cut"])
-def test_only_files_of_the_old_checkpoint_are_replaced(ckpt, tmp_path, name):
-    """Every other one is kept; those too that are put there while a merge runs."""
+DIRECTORIES = ["hub", "one", "dcp", "cut"]
+
+
+def content(directory):
+    """Every file below a directory, by its relative name."""
+    files = (path for path in directory.rglob("*") if not path.is_dir())
+    return {str(path.relative_to(directory)): path.read_bytes() for path in files}
+
+
+def refused(ckpt, out, name, problem, **options):
+    """Check that nothing is replaced, and that the error says why."""
+    before = content(out)
+    for dry_run in (True, False):
+        with pytest.raises(CheckpointError, match=problem):
+            write(ckpt, out, name, overwrite=True, dry_run=dry_run, **options)
+    assert content(out) == before
+    assert not [name for name in os.listdir(out.parent) if "shardspec-" in name]
+
+
+@pytest.mark.parametrize("old", DIRECTORIES)
+def test_a_checkpoint_of_any_format_is_replaced_by_any_other(ckpt, tmp_path, old):
+    """With what lies beside the weights: that belongs to it, whoever wrote it."""
     out = tmp_path / "out"
-    for old in ("hub", "one", "dcp", "cut"):
+    for name in DIRECTORIES:
         write(ckpt, out, old)
-        strangers = {"config.json": "{}", "credentials.json": "key", "notes.md": "mine"}
-        for stranger, text in strangers.items():
-            (out / stranger).write_text(text)
-        (out / "data").mkdir()
-        (out / "data" / "x.csv").write_text("1")
-        late: list[int] = []
-
-        def put(_done, _total, late=late, out=out):
-            if not late:
-                late.append((out / "late.txt").write_text("late"))
-
-        write(ckpt, out, name, overwrite=True, progress=put)
+        for beside in ("config.json", "generation_config.json", "tokenizer.json", "merges.txt"):
+            (out / beside).write_text("{}")
+        write(ckpt, out, name, overwrite=True)
         write(ckpt, tmp_path / "fresh", name)
-        ours = {path.name for path in out.iterdir()} - {*strangers, "data", "late.txt"}
-        assert len(ours) == len(list((tmp_path / "fresh").iterdir()))
-        assert {n: (out / n).read_text() for n in strangers} == strangers
-        assert (out / "late.txt").read_text() == "late"
-        assert (out / "data" / "x.csv").read_text() == "1"
+        assert len(os.listdir(out)) == len(os.listdir(tmp_path / "fresh"))
         assert_same(read_whole(out), STATE)
         subprocess.run(["rm", "-r", out, tmp_path / "fresh"], check=True)
 
 
-@pytest.mark.parametrize("dry_run", [False, True])
-@pytest.mark.parametrize(
-    ("stranger", "problem"),
-    [
-        ("other.safetensors.index.json", "would count as parts of"),
-        ("x.safetensors", "would count as parts of"),
-        (".metadata", "would be read instead of"),
-        ("sharding_info.json", "would be read instead of"),
-    ],
-)
-def test_what_would_count_instead_is_refused(ckpt, tmp_path, stranger, problem, dry_run):
+STRANGERS = {
+    "notes.md": "mine",
+    "README.md": "# Model card",
+    ".gitattributes": "*.safetensors lfs",
+    "training_args.bin": "",
+    "optimizer.pt": "",
+    "credentials.json": "key",
+    "helpers.py": "",
+    "other.safetensors.index.json": "{}",
+    "latest": "global_step5",
+    "zero_to_fp32.py": "",
+    "data/x.csv": "1",
+}
+
+
+@pytest.mark.parametrize("old", DIRECTORIES)
+def test_a_file_that_no_checkpoint_owns_is_named_and_nothing_is_replaced(ckpt, tmp_path, old):
+    out = tmp_path / "out"
+    write(ckpt, out, old)
+    for stranger, text in STRANGERS.items():
+        place = out / stranger
+        place.parent.mkdir(exist_ok=True)
+        place.write_text(text)
+        refused(ckpt, out, "one", f"holds '{stranger}', which no checkpoint there owns")
+        place.unlink()
+    (out / "data").rmdir()
+    (out / "more").symlink_to(tmp_path)
+    refused(ckpt, out, "one", "holds 'more', which")
+    (out / "more").unlink()
+    (out / "empty").mkdir()
+    refused(ckpt, out, "one", "holds 'empty/', which")
+    (out / "empty").rmdir()
+    write(ckpt, out, "one", overwrite=True)
+    assert_same(read_whole(out), STATE)
+
+
+def test_where_there_is_no_checkpoint_only_what_is_written_anew_is_replaced(ckpt, tmp_path):
     out = tmp_path / "out"
     out.mkdir()
-    (out / stranger).write_bytes(b"{}")
-    with pytest.raises(CheckpointError, match=f"holds '{stranger}', which {problem} what is"):
-        merge(ckpt, out, format="huggingface", overwrite=True, dry_run=dry_run)
-    assert os.listdir(out) == [stranger]
+    (out / "config.json").write_text("{}")
+    refused(ckpt, out, "one", "holds 'config.json', which no checkpoint there owns")
+    (out / "config.json").rename(out / "model.safetensors")
+    write(ckpt, out, "one", overwrite=True)
+    assert_same(read_whole(out), STATE)
+    # Two together are named, and more than three in part.
+    for name in "edcba":
+        (out / name).write_text("")
+    refused(ckpt, out, "one", "holds 'a', 'b', 'c' and more, which")
 
 
-def test_a_second_checkpoint_in_the_directory_is_not_read_instead(ckpt, tmp_path):
-    """Of two in one directory one counts and is replaced; then the other would count."""
+@pytest.mark.parametrize(
+    ("names", "name"),
+    [
+        ((".metadata", "__0_0.distcp"), "one"),
+        (("__3_0.distcp",), "cut"),
+        (("sharding_info.json", f"shard-00000-{'0' * 16}.safetensors"), "dcp"),
+        ((f"shard-00000-{'0' * 16}.safetensors", f".shardspec-save-{'0' * 16}.tmp"), "hub"),
+        (("model.safetensors.index.json", "model-00001-of-00002.safetensors"), "cut"),
+        (("pytorch_model-00001-of-00002.bin",), "one"),
+    ],
+)
+def test_what_is_left_of_a_damaged_checkpoint_is_replaced(ckpt, tmp_path, names, name):
+    """No reader lists its files, but their names are those of parts."""
+    out = tmp_path / "out"
+    out.mkdir()
+    for left in names:
+        (out / left).write_bytes(b"{}")
+    (out / "notes.md").write_text("mine")
+    refused(ckpt, out, name, "holds 'notes.md', which")
+    (out / "notes.md").unlink()
+    write(ckpt, out, name, overwrite=True)
+    assert_same(read_whole(out), STATE)
+
+
+def test_weights_that_an_index_does_not_list_are_not_lost(ckpt, tmp_path):
+    out = tmp_path / "out"
+    write(ckpt, out, "hub")
+    merge(ckpt, out / "adapter_model.safetensors", include="w")
+    refused(ckpt, out, "cut", "holds 'adapter_model.safetensors', which")
+
+
+def test_a_second_checkpoint_in_the_directory_is_not_lost(ckpt, tmp_path):
     out = tmp_path / "out"
     write(ckpt, out, "dcp")
-    write(ckpt, tmp_path / "cut", "cut")
-    for file in (tmp_path / "cut").iterdir():
+    write(ckpt, tmp_path / "hub", "hub")
+    for file in (tmp_path / "hub").iterdir():
         file.rename(out / file.name)
-    before = sorted(os.listdir(out))
-    with pytest.raises(CheckpointError, match=r"would be read instead of what is written there"):
-        write(ckpt, out, "one", overwrite=True)
-    assert sorted(os.listdir(out)) == before
-    write(ckpt, out, "cut", overwrite=True)
-    assert_same(read_whole(out), STATE)
+    refused(ckpt, out, "cut", "holds 'model-00001-of-0000")
 
 
 def test_what_a_list_of_files_names_is_not_removed_for_that(ckpt, tmp_path):
@@ -111,9 +172,35 @@ def test_what_a_list_of_files_names_is_not_removed_for_that(ckpt, tmp_path):
     (out / "train.log").write_text("mine")
     index["weight_map"]["z"] = "train.log"
     (out / "model.safetensors.index.json").write_text(json.dumps(index))
-    write(ckpt, out, "cut", overwrite=True)
-    assert (out / "train.log").read_text() == "mine"
-    assert_same(read_whole(out), STATE)
+    refused(ckpt, out, "cut", "holds 'train.log', which")
+
+
+def test_a_file_that_appears_while_a_merge_runs_is_not_lost(ckpt, tmp_path):
+    out = tmp_path / "out"
+    write(ckpt, out, "one")
+    with pytest.raises(CheckpointError, match=r"'late.txt' was put there meanwhile"):
+        write(
+            ckpt,
+            out,
+            "cut",
+            overwrite=True,
+            progress=lambda *_: (out / "late.txt").write_text("late"),
+        )
+    assert sorted(os.listdir(out)) == ["late.txt", "model.safetensors"]
+    assert os.listdir(tmp_path) == ["out"]
+
+
+def test_the_checkpoint_of_a_run_is_replaced_and_the_run_is_not(ckpt, tmp_path):
+    """Megatron-core's files beside DCP belong to it; those of the trainer around it do not."""
+    out = tmp_path / "out"
+    write(ckpt, out, "dcp")
+    (out / "common.pt").write_bytes(b"")
+    (out / "metadata.json").write_text("{}")
+    (out / "latest_checkpointed_iteration.txt").write_text("5")
+    refused(ckpt, out, "one", "holds 'latest_checkpointed_iteration.txt', which")
+    (out / "latest_checkpointed_iteration.txt").unlink()
+    write(ckpt, out, "one", overwrite=True)
+    assert os.listdir(out) == ["model.safetensors"]
 
 
 @pytest.mark.parametrize("name", [*OUTPUTS, "cut"])
@@ -204,9 +291,6 @@ def test_a_link_that_another_user_plants_is_not_followed(ckpt, tmp_path, name):
 def test_what_a_killed_run_left_is_cleared(ckpt, tmp_path):
     out = tmp_path / "out"
     merge(ckpt, out, max_shard_bytes=100)
-
-    def die(*_):
-        os.kill(os.getpid(), signal.SIGKILL)
 
     child = os.fork()
     if not child:

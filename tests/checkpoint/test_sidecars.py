@@ -187,8 +187,16 @@ def test_existing_files_are_replaced_when_asked_only(ckpt, tmp_path):
     with pytest.raises(OutputExistsError):
         merge(ckpt, out, format="huggingface")
     assert beside(out) == {"config.json": b"mine"}
-    (out / "other.md").write_bytes(b"mine")
     merge(ckpt, out, format="huggingface", overwrite=True)
+    assert beside(out) == BESIDE
+    # What an earlier run carried along belongs to the checkpoint that is replaced.
+    for sidecars in (False, True):
+        merge(ckpt, out, format="dcp", overwrite=True)
+        merge(ckpt, out, format="huggingface", overwrite=True, sidecars=sidecars)
+        assert beside(out) == (BESIDE if sidecars else {})
+    (out / "other.md").write_bytes(b"mine")
+    with pytest.raises(CheckpointError, match=r"holds 'other\.md', which no checkpoint there owns"):
+        merge(ckpt, out, format="huggingface", overwrite=True)
     assert beside(out) == BESIDE | {"other.md": b"mine"}
 
 

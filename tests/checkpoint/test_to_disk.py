@@ -8,7 +8,7 @@ import torch
 
 from shardspec import merge, save_sharded
 from shardspec.checkpoint import output
-from shardspec.checkpoint.commit import write_all
+from shardspec.checkpoint.local import write_all
 from shardspec.errors import CheckpointError
 
 MIB = bytes(range(256)) * 4096

@@ -175,7 +175,6 @@ _WRITE: Final[_Values] = {
     "--overwrite": None,
     "--force": None,
     "--no-verify": None,
-    "--no-reread": None,
     "--dry-run": None,
     "--quiet": None,
 }

@@ -96,10 +96,6 @@ def _merge(source: Path, out: Path, force: bool) -> object:
     return merge(source, out, format="safetensors", overwrite=force)
 
 
-def _unread(source: Path, out: Path, force: bool) -> object:
-    return merge(source, out, format="safetensors", overwrite=force, reread=False)
-
-
 def _unverified(source: Path, out: Path, force: bool) -> object:
     return merge(source, out, format="safetensors", overwrite=force, verify=False)
 
@@ -144,7 +140,6 @@ def warm(place: Path) -> None:
 
 ALL: Final = (
     Operation("merge", _merge),
-    Operation("merge --no-reread", _unread),
     Operation("merge --no-verify", _unverified),
     Operation("merge --max-shard-size", _huggingface),
     Operation("merge --to dcp", _dcp),

@@ -55,6 +55,8 @@ RANK_FILE: Final = re.compile(
 is_rank_file: Final = RANK_FILE.fullmatch
 """Says whether a file name is that of one rank, such as ``model_world_size_2_rank_0.pt``."""
 
+NATIVE_SHARD: Final = re.compile(r"shard-(\d{5,})-([0-9a-f]{16})\.safetensors")
+
 SAFETENSORS: Final = "safetensors"
 _INDEX: Final = re.compile(r".*\.safetensors\.index(?:\.[^.]+)?\.json", re.DOTALL)
 is_index: Final = _INDEX.fullmatch
@@ -105,6 +107,8 @@ class Format(NamedTuple):
     """Whether its files lie in directories below."""
     beside: str = ""
     """What has to lie beside it too."""
+    owns: str = ""
+    """Pattern of the relative names of its files that nothing which can be read need list."""
 
     def finds(self, names: Iterable[str]) -> bool:
         """Return whether a directory with these names is of this format."""
@@ -123,10 +127,17 @@ _OF_DEEPSPEED: Final = (
     re.compile(rf"(?!mp_){DEEPSPEED_MODEL.pattern}"),
 )
 _UNIVERSAL: Final = "zero beside mp_rank_00_model_states.pt"
+_OWN_SAFETENSORS: Final = r"model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json"
+_OWN_DCP: Final = "|".join(("\\" + METADATA_NAME, DCP_OF_A_RANK.pattern, DCP_OWN_METADATA.pattern))
+_OWN_UNIVERSAL: Final = (
+    rf"zero/optimizer_state\.pt|zero/[^/]+/(fp32|exp_avg|exp_avg_sq|step)\.pt|{UNIVERSAL_LATEST}"
+    r"|mp_rank_\d{2,6}_model_states\.pt"
+)
+_OWN_BIN: Final = r"pytorch_model(-\d{5}-of-\d{5})?\.bin|pytorch_model\.bin\.index\.json"
 
 FORMATS: Final = (
-    Format(NATIVE, INFO_NAME, "native:open_native", (INFO_NAME,), in_parts=True),
-    Format(DCP, METADATA_NAME, "dcp:open_dcp", _OF_DCP, in_parts=True),
+    Format(NATIVE, INFO_NAME, "native:open_native", (INFO_NAME,), in_parts=True, owns=INFO_NAME),
+    Format(DCP, METADATA_NAME, "dcp:open_dcp", _OF_DCP, in_parts=True, owns=_OWN_DCP),
     Format(
         *(MEGATRON, "mp_rank_00", "megatron:open_megatron", _OF_MEGATRON, ("ranks", "rules")),
         in_parts=True,
@@ -136,14 +147,18 @@ FORMATS: Final = (
         *(DCP_HF, "shard-00001-model-….safetensors", "dcp_hf:open_dcp_hf"),
         *((DCP_HF_SHARD,), ("ranks",)),
         in_parts=True,
+        owns=DCP_HF_SHARD.pattern,
     ),
-    Format(SAFETENSORS, "an index", "safetensors:open_directory", (_INDEX,)),
-    Format(SAFETENSORS, "*.safetensors", "safetensors:open_directory", (_DATA_FILE,)),
+    *(
+        Format(SAFETENSORS, known_by, "safetensors:open_directory", (file,), owns=_OWN_SAFETENSORS)
+        for known_by, file in (("an index", _INDEX), ("*.safetensors", _DATA_FILE))
+    ),
     Format(
         *(DEEPSPEED_UNIVERSAL, _UNIVERSAL, "deepspeed_universal:open_universal"),
         (DEEPSPEED_MODEL,),
         nested=True,
         beside="zero",
+        owns=_OWN_UNIVERSAL,
     ),
     Format(
         *(DEEPSPEED, "zero_pp_rank_0_…_states.pt", "deepspeed:open_deepspeed", _OF_DEEPSPEED),
@@ -155,7 +170,9 @@ FORMATS: Final = (
     ),
     Format(RANK_FILES, "…_rank_0.pt", "rank_files:open_rank_files", (RANK_FILE,)),
     Format(
-        TORCH_FILE, BIN_NAME, "torch_file:open_bin_directory", (_BIN_INDEX, BIN_NAME, _BIN_NUMBERED)
+        *(TORCH_FILE, BIN_NAME, "torch_file:open_bin_directory"),
+        (_BIN_INDEX, BIN_NAME, _BIN_NUMBERED),
+        owns=_OWN_BIN,
     ),
 )
 """In the order in which they are tried."""
