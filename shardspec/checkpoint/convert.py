@@ -47,7 +47,6 @@ from shardspec.dtypes import item_bytes
 from shardspec.errors import CheckpointError, ShardSpecError
 from shardspec.layout.layout import SpecLike
 from shardspec.mesh import DeviceMesh
-from shardspec.renamed import renamed
 from shardspec.text import shown
 
 if TYPE_CHECKING:
@@ -135,8 +134,6 @@ class WriteReport:
         return {
             "path": str(self.path),
             "format": self.format,
-            # Its former name.
-            "form": self.format,
             "read": self.read,
             "read_files": self.read_files,
             "read_bytes": self.read_bytes,
@@ -155,7 +152,6 @@ class WriteReport:
         }
 
 
-@renamed(form="format", force="overwrite")
 def merge(
     directory: Path | str | Catalog,
     output: Path | str,
@@ -239,8 +235,6 @@ def merge(
         Which of several processes this is. They share the work and a file system, call this with
         the same arguments, and need no process group.
 
-    The former names `form` and `force` of `format` and `overwrite` still work, with a warning.
-
     Raises
     ------
     OutputExistsError
@@ -277,7 +271,6 @@ def merge(
     return _converted(source, place, chosen, lay_out, options)
 
 
-@renamed(mesh="device_mesh", form="format", force="overwrite")
 def reshard(
     directory: Path | str | Catalog,
     output: Path | str,
@@ -330,9 +323,6 @@ def reshard(
         between checkpoints of torch everything is copied as it is stored.
     overwrite, verify, reread, dry_run, sidecars, progress, member
         As for `merge`.
-
-    The former names `mesh`, `form` and `force` of `device_mesh`, `format` and `overwrite` still
-    work, with a warning.
 
     Raises
     ------

@@ -235,7 +235,7 @@ def kept_store(root: str, pid: int) -> "AbstractFileSystem | None":  # noqa: ARG
 def output_exists(path: Path) -> OutputExistsError:
     """Return the error for an output that exists already."""
     return OutputExistsError(
-        f"{path}: exists; choose another name, or overwrite it with --force (overwrite=True)"
+        f"{path}: exists; choose another name, or overwrite it with --overwrite (overwrite=True)"
     )
 
 

@@ -250,7 +250,7 @@ def json_flag(text: str = "Print JSON.") -> Declared:
 
 def overwrite_flag() -> Declared:
     """Declare the option to replace an output."""
-    return flag("Replace the output if it exists.", "--overwrite", "--force")
+    return flag("Replace the output if it exists.", "--overwrite")
 
 
 def output_option(text: str, kind: Kind | str = FILE, **more: Declared) -> Declared:

@@ -183,7 +183,7 @@ def merge_command(
       shardspec merge ckpt -o model.safetensors --dtype bf16 --exclude 'optim.*'
       shardspec merge ckpt -o model --max-shard-size 5GB --threads 2
       shardspec merge ckpt -o model.pt
-      shardspec merge ckpt -o model.safetensors --force --json
+      shardspec merge ckpt -o model.safetensors --overwrite --json
       torchrun --nproc_per_node 4 -m shardspec merge ckpt -o model.safetensors
     """
     limit = max_shard_size

@@ -84,7 +84,7 @@ def test_a_changed_byte_fails_all_and_nothing_stays(tmp_path):
         data = bytearray(stored.path.read_bytes())
         data[stored.offset + 5] ^= 1
         stored.path.write_bytes(data)
-        options = {"max_shard_bytes": 300_000, "force": True}
+        options = {"max_shard_bytes": 300_000, "overwrite": True}
         answers = in_processes(tmp_path, tmp_path / "own", out, **options)
         assert {answer[0] for answer in answers} == {"CheckpointError"}
         assert len({answer[1] for answer in answers}) == 1
