@@ -21,7 +21,7 @@ from shardspec.errors import LayoutError
 from shardspec.resharding.maps import apply_map
 from shardspec.resharding.name_map import Equation, NameMap, Shape
 from shardspec.resharding.views import Factor, TensorView, View
-from shardspec.text import shown
+from shardspec.text import Argument, shown
 
 _ZEROS: Final = Path(__file__).with_name("zeros.bin")
 """Zeros, as many bytes as the widest element has: padding is read from it."""
@@ -74,7 +74,9 @@ def check_drop(choice: Choice) -> None:
     """Raise LayoutError if tensors are dropped where there is no map."""
     if choice.drop:
         raise LayoutError(
-            f"{shown(choice.drop)} is to be dropped (--drop, drop=), which is for maps; exclude it"
+            f"{shown(choice.drop)} is to be dropped (",
+            Argument("drop"),
+            "), which is for maps; exclude it",
         )
 
 

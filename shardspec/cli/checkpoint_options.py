@@ -51,7 +51,7 @@ class SourceOptions:
         from shardspec.checkpoint.open import open_checkpoints
 
         named = [path for path in paths if path is not None]
-        found = open_checkpoints(named, ranks=self.ranks, rules=self.source_rules)
+        found = open_checkpoints(named, ranks=self.ranks, source_rules=self.source_rules)
         for catalog in () if quiet else found:
             for note in catalog.notes:
                 click.echo(f"note: {catalog.directory}: {note}", err=True)

@@ -6,7 +6,6 @@ file of arguments or an output that cannot be used, 130 interrupted, 143 told to
 
 import gc
 import io
-import re
 import signal
 import sys
 from collections.abc import Mapping, Sequence
@@ -23,7 +22,7 @@ from shardspec.errors import (
     ShardSpecError,
     SpecSyntaxError,
 )
-from shardspec.text import printable
+from shardspec.text import Part, printable
 
 _COMMANDS: Final[Mapping[str, tuple[str, str]]] = {
     "check-map": ("write", "Prove that a map between two models is total."),
@@ -44,6 +43,12 @@ _COMMANDS: Final[Mapping[str, tuple[str, str]]] = {
 }
 """Name to the module with the command, and a line of help, so that help imports none of them."""
 
+_OPTIONS: Final[Mapping[str, str]] = {
+    "device_mesh": "--mesh",
+    "max_shard_bytes": "--max-shard-size",
+    "names": "--map",
+}
+"""Arguments of the library whose options have other names."""
 _MOST_CHARACTERS: Final = 2000  # in an error, which may quote an argument
 _NO_OUTPUT: Final = 1
 _USAGE: Final = 2
@@ -103,18 +108,26 @@ class _LazyGroup(click.Group):
             bad_input = isinstance(error, CheckpointError | InputFileError | ProfileError)
             # The last of several lines points at a character of a spec.
             lines = "\n" if isinstance(error, SpecSyntaxError) else ""
-            code = _fail(str(error), _BAD_INPUT if bad_input else _USAGE, keep=lines)
+            text = "".join(map(option_text, error.parts))
+            code = _fail(text, _BAD_INPUT if bad_input else _USAGE, keep=lines)
         except OSError as error:
             # Errors of files have been caught where these are used; what is left is printing.
             code = _fail(f"cannot print what is to be said: {error.strerror}", _NO_OUTPUT)
         sys.exit(code or 0)
 
 
+def option_text(part: Part) -> str:
+    """Return a part of a message, an argument as the option for it."""
+    if isinstance(part, str):
+        return part
+    option = part.name.replace("_", "-")
+    option = _OPTIONS.get(part.name, f"--no-{option}" if part.value is False else f"--{option}")
+    return option if isinstance(part.value, bool | None) else f"{option} {part.value}"
+
+
 def _fail(message: str, code: int, keep: str = "") -> int:
-    """Print an error in one line, with escapes for the terminal and arguments as options."""
-    as_options = re.sub(r" ?\((\w+)=True\)", "", message)
-    as_options = re.sub(r"\b(overwrite|force)=True\b", "--overwrite", as_options)
-    text = printable(as_options, keep)
+    """Print an error in one line, with escapes for the terminal."""
+    text = printable(message, keep)
     if len(text) > _MOST_CHARACTERS:
         text = f"{text[: _MOST_CHARACTERS // 2]} … {text[-_MOST_CHARACTERS // 2 :]}"
     click.echo(f"Error: {text}", err=True)

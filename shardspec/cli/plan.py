@@ -82,6 +82,10 @@ def plan_command(
     devices, model = cluster.build()
     here = Layout(devices, source, tensor.shape, tensor.dtype)
     opts.refuse_if(not target_mesh and target_ids is not None, "--target-ids needs --target-mesh")
+    opts.refuse_if(
+        target_mesh is not None and max_bytes is not None,
+        "--max-bytes bounds conversions on one mesh; leave it out, or --target-mesh",
+    )
     target_model = None
     if target_mesh is not None:
         devices = opts.plain_mesh(target_mesh, target_ids)

@@ -336,7 +336,7 @@ def _refuse_losses(report: "MapReport") -> None:
     try:
         report.require_total()
     except LayoutError as error:
-        raise InputFileError(str(error)) from None
+        raise InputFileError(*error.parts) from None
 
 
 def _configured(catalog: "Catalog | None", maps: "Sequence[NameMap]") -> "list[NameMap]":

@@ -203,7 +203,7 @@ def test_links_out_of_the_folder_and_large_files_are_refused(ckpt, tmp_path):
     merge(ckpt, tmp_path / "out", format="huggingface")
     assert (tmp_path / "out" / "vocab.json").read_bytes() == BESIDE["config.json"]
     os.truncate(ckpt / "tokenizer.json", 2**28 + 1)
-    with pytest.raises(CheckpointError, match="--no-sidecars"):
+    with pytest.raises(CheckpointError, match="with sidecars=False"):
         merge(ckpt, tmp_path / "more", format="huggingface")
     assert not (tmp_path / "more").exists()
 

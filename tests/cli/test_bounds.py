@@ -69,7 +69,7 @@ def test_such_a_number_in_a_rule_or_a_checkpoint(tmp_path):
         (["cost", "--pairs", RAW, "--mesh", "2", "--shape", "4"], 3),
         (["cost", "[R]", RAW, "--mesh", "2", "--shape", "4"], 2),
         (["convert", "[R]", "--mesh", "2", "--to", RAW], 2),
-        (["show", "[R]", "--mesh", "2", "--shape", "4", "-o", f"/no/{RAW}.dot"], 3),
+        (["show", "[R]", "--mesh", "2", "--shape", "4", "-o", f"/no/{RAW}.svg"], 3),
         (["show", "[R]", "--mesh", "2", "--shape", "4", "-o", RAW], 2),
         (["graph", "--mesh", "2", "--dims", "1", "-o", f"/no/{RAW}.dot"], 3),
         (["explore", "--mesh", "2", "--shape", "4", "-o", f"/no/{RAW}"], 3),

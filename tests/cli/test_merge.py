@@ -145,7 +145,7 @@ def test_a_name_that_ends_in_a_slash_is_a_directory(tmp_path):
         refused = run(ckpt, "-o", tmp_path / name, "--max-shard-size", "1KB")
         assert refused.exit_code == 3
         assert (
-            f"{name}: a limit of 1000 bytes a file (max_shard_bytes) is not for" in refused.stderr
+            f"{name}: a limit of 1000 bytes a file (--max-shard-size) is not for" in refused.stderr
         )
     assert sorted(path.name for path in tmp_path.iterdir()) == ["ckpt", "out"]
     options = ("--to", "huggingface", "--max-shard-size", "1KB")

@@ -95,7 +95,7 @@ def test_values_that_would_be_lost_are_named_and_dropped_if_asked(tmp_path):
     assert re.fullmatch(r"Error: .*'seen' would be lost.*--drop-values.*--exclude\n", lost.stderr)
     kept = run("reshard", ckpt, *to, "--drop-values", "--json")
     assert json.loads(kept.stdout)["left_out"] == ["seen"]
-    assert "epoch       3" in run("inspect", tmp_path / "out").stdout
+    assert "epoch         3" in run("inspect", tmp_path / "out").stdout
     difference = run("diff", ckpt, tmp_path / "out")
     assert difference.exit_code == 3
     assert difference.stdout.startswith("value 'seen' is only in ")
