@@ -10,6 +10,7 @@ import signal
 import sys
 from collections.abc import Mapping, Sequence
 from importlib import import_module
+from itertools import groupby
 from types import FrameType
 from typing import Any, Final, Never
 
@@ -25,21 +26,21 @@ from shardspec.errors import (
 from shardspec.text import Part, printable
 
 _COMMANDS: Final[Mapping[str, tuple[str, str]]] = {
-    "check-map": ("write", "Prove that a map between two models is total."),
-    "convert": ("show", "Write a spec in the notation of torch, JAX and others."),
-    "cost": ("plan", "Price conversions between many pairs of specs."),
-    "diff": ("inspect", "Compare two checkpoints tensor by tensor."),
-    "explore": ("show", "Write a page in which to watch conversions."),
-    "graph": ("show", "Draw the specs and the steps among them, and a plan's path."),
-    "inspect": ("inspect", "Show mesh, tensors, specs and sizes of a checkpoint."),
-    "merge": ("write", "Write the global tensors of a checkpoint into files."),
     "plan": ("plan", "Plan the cheapest conversion between two specs, on paper."),
-    "plan-state": ("write", "Plan how a mesh gets a model from a checkpoint."),
-    "profile": ("links", "Measure the links of a cluster, under torchrun."),
+    "cost": ("plan", "Price conversions between many pairs of specs."),
     "show": ("show", "Show which devices hold which part of a tensor."),
-    "presets": ("links", "Show the links that --links knows, with their sources."),
-    "reshard": ("write", "Write a checkpoint as another mesh would have saved it."),
+    "convert": ("show", "Write a spec in the notation of torch, JAX and others."),
+    "graph": ("show", "Draw the specs and the steps among them, and a plan's path."),
+    "explore": ("show", "Write a page in which to watch conversions."),
+    "inspect": ("inspect", "Show mesh, tensors, specs and sizes of a checkpoint."),
     "verify": ("inspect", "Check that a checkpoint is complete and as it was saved."),
+    "diff": ("inspect", "Compare two checkpoints tensor by tensor."),
+    "merge": ("write", "Write the global tensors of a checkpoint into files."),
+    "reshard": ("write", "Write a checkpoint as another mesh would have saved it."),
+    "check-map": ("maps", "Check that a name map writes every target element exactly once."),
+    "plan-state": ("maps", "Plan how a mesh gets a model from a checkpoint."),
+    "presets": ("links", "Show the links that --links knows, with their sources."),
+    "profile": ("links", "Measure the links of a cluster, under torchrun."),
 }
 """Name to the module with the command, and a line of help, so that help imports none of them."""
 
@@ -72,8 +73,12 @@ class _LazyGroup(click.Group):
         return command
 
     def format_commands(self, _ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """List the commands by task: those of one module stand together."""
+        width = max(map(len, _COMMANDS))
         with formatter.section("Commands"):
-            formatter.write_dl([(name, text) for name, (_, text) in _COMMANDS.items()])
+            for _, group in groupby(_COMMANDS.items(), key=lambda command: command[1][0]):
+                formatter.write_dl([(name.ljust(width), text) for name, (_, text) in group])
+                formatter.write_paragraph()
 
     def invoke(self, ctx: click.Context) -> object:
         """Run a command; an interrupt is an error that is reported like others."""

@@ -71,10 +71,10 @@ def library():
 
 def options():
     """Return the names of the options of all commands."""
-    commands = (cli.get_command(click.Context(cli), name) for name in COMMANDS)
+    commands = [cli.get_command(click.Context(cli), name) for name in COMMANDS]
     return {
         name
-        for command in commands
+        for command in filter(None, commands)
         for parameter in command.params
         if isinstance(parameter, click.Option)
         for name in parameter.opts

@@ -199,7 +199,7 @@ def test_what_is_left_out_is_named(tmp_path):
     torch.save(state, tmp_path / "in.pt")
     lines = run(tmp_path / "in.pt", "-o", tmp_path / "out").stdout.splitlines()
     assert lines[1:] == [
-        "left out: 'n0', 'n1', 'n2' and 2 more; 'shardspec inspect' says what they are"
+        "not written (not tensors): 'n0', 'n1', 'n2' and 2 more; see 'shardspec inspect'"
     ]
     lines = run(tmp_path / "in.pt", "-o", tmp_path / "out.pt", "--include", "w").stdout
     assert lines.startswith(f"{tmp_path}/out.pt: 1 tensor, ")
