@@ -81,6 +81,7 @@ def test_one_file_has_no_room_and_they_can_be_left(ckpt, tmp_path):
 def test_the_last_line_says_what_went_along(ckpt, tmp_path):
     said = run("merge", ckpt, "-o", f"{tmp_path}/out/").stdout.splitlines()
     assert said[-1] == f"also copied: {', '.join(sorted(BESIDE))}"
+    assert " files" not in said[0]  # there is one file of weights
     assert len(run("merge", ckpt, "-o", f"{tmp_path}/o/", "--no-sidecars").stdout.splitlines()) == 1
     report = json.loads(run("merge", ckpt, "-o", f"{tmp_path}/p/", "--json").stdout)
     assert report["sidecars"] == sorted(BESIDE)

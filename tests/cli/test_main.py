@@ -61,6 +61,18 @@ def test_the_help_of_each_command_agrees_with_its_line_in_the_list_and_has_examp
         assert f"shardspec {command} " in result.stdout.partition("Examples:")[2]
 
 
+def test_help_lists_commands_by_task():
+    groups = run("-h").stdout.partition("Commands:\n")[2].split("\n\n")
+    assert [re.findall(r"^  ([\w-]+)", group, re.MULTILINE) for group in groups][:6] == [
+        ["plan", "cost"],
+        ["show", "convert", "graph", "explore"],
+        ["inspect", "verify", "diff"],
+        ["merge", "reshard"],
+        ["check-map", "plan-state"],
+        ["presets", "profile"],
+    ]
+
+
 def library():
     """Yield the path and the syntax tree of every module but those of the command line."""
     root = Path(shardspec.__file__).parent
