@@ -123,7 +123,7 @@ compat: .venv-compat/.ready .venv-tools/.ready
 docs: .venv-docs/.ready
 	.venv-docs/bin/python -m benchmarks.links benchmarks/nccl-single-node.csv --plot docs/links.svg >/dev/null
 	.venv-docs/bin/python -m sphinx -q -W --keep-going -E -b html -d build/doctrees docs build/docs
-	.venv-docs/bin/python -m shardspec explore --force -o build/docs/page.html
+	.venv-docs/bin/python -m shardspec explore --overwrite -o build/docs/page.html
 
 # `make setup` pins torch's CPU build, so these run where torch has CUDA.
 CUDA_PYTHON ?= python3

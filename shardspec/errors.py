@@ -6,7 +6,7 @@ would expect, so ``except ValueError`` keeps working. Messages name the values a
 
 from typing import Final
 
-from shardspec.text import printable
+from shardspec.text import Part, printable
 
 _SHOWN: Final = 160
 """Characters of a spec that an error shows."""
@@ -14,6 +14,11 @@ _SHOWN: Final = 160
 
 class ShardSpecError(Exception):
     """Root of every error that shardspec raises on purpose.
+
+    Attributes
+    ----------
+    parts
+        The message in parts: its text, and the arguments that it names.
 
     Examples
     --------
@@ -24,6 +29,10 @@ class ShardSpecError(Exception):
     ...     print(type(error).__name__, isinstance(error, ValueError))
     AxisError True
     """
+
+    def __init__(self, *parts: Part) -> None:
+        super().__init__("".join(map(str, parts)))
+        self.parts = parts
 
 
 class SpecSyntaxError(ShardSpecError, ValueError):

@@ -1,6 +1,8 @@
 """Sizes, times and tables as text, and text that is safe to print."""
 
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
 
 
 def bytes_text(num_bytes: float) -> str:
@@ -121,3 +123,21 @@ def _width(cell: str) -> int:
     from rich.cells import cell_len
 
     return cell_len(printable(cell))
+
+
+@dataclass(frozen=True, slots=True)
+class Argument:
+    """An argument of a public function, as a part of a message: ``exclude=``, ``ranks=4``.
+
+    The command line prints the option of it instead.
+    """
+
+    name: str
+    value: object = None
+
+    def __str__(self) -> str:
+        return f"{self.name}={'' if self.value is None else self.value}"
+
+
+Part: TypeAlias = str | Argument
+"""A part of the message of an error."""

@@ -8,6 +8,7 @@ import torch
 
 import shardspec
 from shardspec import DeviceMesh, DTensor, Layout, LayoutConverter, errors
+from shardspec.text import Argument
 
 BUILT_IN = {
     "AxisError": ValueError,
@@ -36,6 +37,15 @@ def test_one_root_and_the_built_in_that_a_reader_expects(name, built_in):
     assert issubclass(error, errors.ShardSpecError)
     assert issubclass(error, built_in)
     assert error.__doc__
+
+
+@pytest.mark.parametrize("name", sorted(BUILT_IN.keys() - {"SpecSyntaxError"}))
+def test_a_message_names_arguments_as_python_has_them(name):
+    parts = ("x: give ", Argument("ranks", 1), ", ", Argument("exclude"), " or ", "nothing")
+    error = getattr(errors, name)(*parts)
+    for same in (error, copy.copy(error), pickle.loads(pickle.dumps(error))):
+        assert str(same) == "x: give ranks=1, exclude= or nothing"
+        assert same.parts == parts
 
 
 def test_a_syntax_error_shows_text_and_caret():

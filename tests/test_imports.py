@@ -19,7 +19,7 @@ LAYERS = [
     {"text"},
     {"errors"},
     {"compiling", "input_files"},
-    {"boxes", "device_ids", "dtypes", "renamed"},
+    {"boxes", "device_ids", "dtypes"},
     {"copies"},
     {"job"},
     {"mesh"},

@@ -14,6 +14,7 @@ from shardspec.errors import DTypeError, LayoutError
 from shardspec.layout.layout import Layout
 from shardspec.layout.spec import DimSpec, ShardingSpec
 from shardspec.resharding.plan import ReshardPlan
+from shardspec.text import Argument
 
 
 def quantised_in(source: Catalog) -> Quantised:
@@ -33,7 +34,7 @@ def refuse_casts(source: Catalog, names: Iterable[str], dtype: str) -> None:
     """
     why = quantised_in(source).why
     for name in names if why else ():
-        _refuse_cast(source, name, why, dtype, "--exclude (exclude=) these tensors")
+        _refuse_cast(source, name, why, dtype, "exclude these tensors")
 
 
 def _refuse_cast(
@@ -44,8 +45,9 @@ def _refuse_cast(
         if origin in why:
             raise DTypeError(
                 f"cannot cast to {dtype}: tensor {origin!r} is quantised ({why[origin]}), and "
-                "codes and scales mean something only as they are; leave out --dtype (dtype=), "
-                f"{remedy}, or dequantise first with the tool that wrote them"
+                "codes and scales mean something only as they are; leave out ",
+                Argument("dtype"),
+                f", {remedy}, or dequantise first with the tool that wrote them",
             )
 
 

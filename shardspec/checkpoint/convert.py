@@ -49,8 +49,7 @@ from shardspec.dtypes import item_bytes
 from shardspec.errors import CheckpointError
 from shardspec.layout.layout import SpecLike
 from shardspec.mesh import DeviceMesh
-from shardspec.renamed import renamed
-from shardspec.text import shown
+from shardspec.text import Argument, Part, shown
 
 if TYPE_CHECKING:
     from shardspec.checkpoint.numeric import CastLosses
@@ -63,6 +62,12 @@ _TORCH_SUFFIXES: Final = (".pt", ".pth", ".bin")
 _SHARD_BYTES: Final = 5 * 10**9
 """Most bytes of tensors in a file, as transformers has it."""
 _ADAPTER: Final = "adapter_model.safetensors"
+
+_CHOICE: Final[tuple[Part, ...]] = (
+    *(Argument("dtype"), ", ", Argument("include"), ", ", Argument("exclude"), ", "),
+    *(Argument("rename"), " and ", Argument("names")),
+)
+"""The arguments that choose tensors and name them, for a message."""
 
 _LaidOut: TypeAlias = tuple[Sequence[OutputTensor], Target]
 _LayOut: TypeAlias = Callable[[Catalog, str], _LaidOut]
@@ -125,8 +130,6 @@ class WriteReport:
         return {
             "path": str(self.path),
             "format": self.format,
-            # Its former name.
-            "form": self.format,
             "read": self.read,
             "read_files": self.read_files,
             "read_bytes": self.read_bytes,
@@ -145,7 +148,6 @@ class WriteReport:
         }
 
 
-@renamed(form="format", force="overwrite")
 def merge(
     directory: Path | str | Catalog,
     output: Path | str,
@@ -225,8 +227,6 @@ def merge(
         Whose processes share the work, as `ProcessGroupCommunicator.of(mesh)`; by default this one
         does it alone. All of them call this with the same arguments, on one file system or store.
 
-    The former names `form` and `force` of `format` and `overwrite` still work, with a warning.
-
     Raises
     ------
     OutputExistsError
@@ -263,7 +263,6 @@ def merge(
     return _converted(partial(_mapped, directory, names, given), place, chosen, lay_out, options)
 
 
-@renamed(mesh="device_mesh", form="format", force="overwrite")
 def reshard(
     directory: Path | str | Catalog,
     output: Path | str,
@@ -316,9 +315,6 @@ def reshard(
     overwrite, verify, dry_run, sidecars, progress, communicator
         As for `merge`.
 
-    The former names `mesh`, `form` and `force` of `device_mesh`, `format` and `overwrite` still
-    work, with a warning.
-
     Raises
     ------
     LayoutError, AxisError
@@ -340,34 +336,42 @@ def reshard(
     chosen = format or "shardspec"
     given = Choice(include, exclude, rename, dtype, drop)
     universal, onto = chosen == "deepspeed-universal", device_mesh
-    for wrong, problem in (
+    checks: tuple[tuple[object, tuple[Part, ...]], ...] = (
         (
             chosen not in RESHARDED_FORMATS,
-            f"there is no format {chosen!r} for shards; choose one of "
-            f"{', '.join(RESHARDED_FORMATS)}",
+            (f"there is no format {chosen!r}; choose one of {', '.join(RESHARDED_FORMATS)}",),
         ),
         (
             like is not None and (onto is not None or rules is not None),
-            "give either a checkpoint to shard like, or a mesh and rules",
+            ("give either a checkpoint to shard like, or a mesh and rules",),
         ),
         (
             not isinstance(onto, DeviceMesh | None),
-            f"a {type(onto).__name__} is not a mesh to shard for; give a DeviceMesh, as of "
-            "DeviceMesh(range(8), (2, 4))",
+            (
+                f"a {type(onto).__name__} is not a mesh to shard for; give a DeviceMesh, as of "
+                "DeviceMesh(range(8), (2, 4))",
+            ),
         ),
         (
             universal and (onto is not None or like is not None or rules or any(given) or names),
-            "a Universal Checkpoint has all tensors of a run as DeepSpeed saved them, for any "
-            "number of ranks; leave out the mesh, the rules, the checkpoint to shard like, and "
-            "--dtype, --include, --exclude, --rename and --map",
+            (
+                "a Universal Checkpoint has all tensors of a run as DeepSpeed saved them, for any "
+                "number of ranks; leave out the mesh, the rules, the checkpoint to shard like, ",
+                *_CHOICE,
+            ),
         ),
         (
             not universal and onto is None and like is None,
-            "give the mesh to shard for (--mesh), or a checkpoint to shard like",
+            (
+                "give the mesh to shard for, ",
+                Argument("device_mesh"),
+                ", or a checkpoint to shard like",
+            ),
         ),
-    ):
+    )
+    for wrong, problem in checks:
         if wrong:
-            raise CheckpointError(problem)
+            raise CheckpointError(*problem)
     choice = given if names is None else given.after_map()
 
     def lay_out(source: Catalog, save: str) -> _LaidOut:
@@ -419,9 +423,10 @@ def _merged_format(
         )
     if max_shard_bytes is not None and (max_shard_bytes < 1 or chosen != "huggingface"):
         raise CheckpointError(
-            f"{output}: a limit of {max_shard_bytes} bytes a file (max_shard_bytes) is not for the "
-            f"format {chosen!r}, or below 1; leave it out, or choose the format 'huggingface' and "
-            "name a directory"
+            f"{output}: a limit of {max_shard_bytes} bytes a file (",
+            Argument("max_shard_bytes"),
+            f") is not for the format {chosen!r}, or below 1; leave it out, or choose the format "
+            "'huggingface' and name a directory",
         )
     if in_directory and chosen in ("safetensors", "torch"):
         raise CheckpointError(
@@ -468,7 +473,8 @@ def _merged(
             raise CheckpointError(
                 f"{source.directory}: {first.name} and {other.name} have different metadata under "
                 f"{shown(key, 100)}, and one output cannot have both; leave all such metadata out "
-                "with --no-metadata (metadata=False)"
+                "with ",
+                Argument("metadata", value=False),
             )
         said = found.values if metadata else {}
         carried, said = frozenset(said), {**safetensors.METADATA, **said}

@@ -29,7 +29,6 @@ from shardspec.errors import AxisError, CheckpointError, LayoutError
 from shardspec.layout.layout import Layout, SpecLike, resolve_axes
 from shardspec.layout.spec import ShardingSpec
 from shardspec.mesh import DeviceMesh
-from shardspec.renamed import renamed
 from shardspec.resharding.copies import StoredLayout
 from shardspec.resharding.name_map import NameMap
 from shardspec.resharding.plan import ReshardPlan, Target, layouts_of, plan_state
@@ -40,7 +39,6 @@ if TYPE_CHECKING:
     import torch
 
 
-@renamed(mesh="device_mesh", specs="rules")
 def load_sharded(
     directory: Path | str | Catalog,
     device_mesh: DeviceMesh | None = None,

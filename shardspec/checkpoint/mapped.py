@@ -20,7 +20,7 @@ from shardspec.errors import LayoutError
 from shardspec.resharding.maps import apply_map
 from shardspec.resharding.name_map import Equation, NameMap, Shape
 from shardspec.resharding.views import Factor, TensorView, View
-from shardspec.text import shown
+from shardspec.text import Argument, shown
 
 _MOST_CONFIG_BYTES: Final = 2**24
 _MOST_PIECES: Final = 2**20
@@ -70,7 +70,9 @@ def check_drop(choice: Choice) -> None:
     """Raise LayoutError if tensors are dropped where there is no map."""
     if choice.drop:
         raise LayoutError(
-            f"{shown(choice.drop)} is to be dropped (--drop, drop=), which is for maps; exclude it"
+            f"{shown(choice.drop)} is to be dropped (",
+            Argument("drop"),
+            "), which is for maps; exclude it",
         )
 
 

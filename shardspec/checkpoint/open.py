@@ -20,6 +20,7 @@ from shardspec.checkpoint.store import (
     reason,
 )
 from shardspec.errors import CheckpointError
+from shardspec.text import Argument
 
 _ZIP: Final = b"PK"
 _OLD_TORCH: Final = bytes.fromhex("80028a0a6cfc9c46f9206aa850192e")
@@ -48,28 +49,28 @@ def open_checkpoint(
     path: Path | str,
     *,
     ranks: int | None = None,
-    rules: Mapping[str, object] | Path | str | None = None,
+    source_rules: Mapping[str, object] | Path | str | None = None,
 ) -> Catalog:
     """Open a checkpoint; what describes it is read and checked, its data is not.
 
     `path` is a directory in any of the formats that are read, a file of one rank of those, one
     safetensors file, one file of `torch.save`, or the index of several; here, or in a store by its
     URL. For formats that do not say it themselves, `ranks` is how many ranks have written files,
-    and `rules` how they have sharded tensors: pattern of names to spec, or the path of a TOML file
-    (`shardspec.checkpoint.formats.tensor_parallel`). Raises `CheckpointError` if it is missing,
-    holds no finished save, contradicts itself, or says itself what the caller has added.
+    and `source_rules` how they have sharded tensors: pattern of names to spec, or the path of a
+    TOML file (`shardspec.checkpoint.formats.tensor_parallel`). Raises `CheckpointError` if it is
+    missing, holds no finished save, contradicts itself, or says itself what the caller has added.
     """
-    return open_checkpoints((path,), ranks=ranks, rules=rules)[0]
+    return open_checkpoints((path,), ranks=ranks, source_rules=source_rules)[0]
 
 
 def open_checkpoints(
     paths: Sequence[Path | str],
     *,
     ranks: int | None = None,
-    rules: Mapping[str, object] | Path | str | None = None,
+    source_rules: Mapping[str, object] | Path | str | None = None,
 ) -> list[Catalog]:
     """Open several checkpoints; each gets the options that its format takes."""
-    options = (("ranks", ranks), ("rules", rules))
+    options = (("ranks", ranks), ("source_rules", source_rules))
     added = {name: value for name, value in options if value is not None}
     found = []
     for path in map(as_path, paths):
@@ -78,8 +79,10 @@ def open_checkpoints(
     for name in sorted(added):
         if not any(name in one.format.takes for one in found):
             raise CheckpointError(
-                f"{found[0].place}: {name} was given, but a checkpoint of this format "
-                f"({found[0].format.name}) needs none: it says so itself; leave {name} out"
+                f"{found[0].place}: ",
+                Argument(name),
+                f" was given, but a checkpoint of this format ({found[0].format.name}) needs none: "
+                "it says so itself; leave it out",
             )
     return [_open(one, {n: added[n] for n in added.keys() & one.format.takes}) for one in found]
 

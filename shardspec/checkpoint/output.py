@@ -48,6 +48,7 @@ from shardspec.checkpoint.targets import Extent, RawBytes, Target
 from shardspec.comm.communicator import Communicator
 from shardspec.dtypes import is_cast
 from shardspec.errors import CheckpointError
+from shardspec.text import Argument
 
 if TYPE_CHECKING:
     from shardspec.checkpoint.numeric import CastLosses
@@ -307,7 +308,8 @@ class Output(ABC):
         if self.options.strict_cast and losses:
             raise CheckpointError(
                 f"tensor {name!r}: the cast would not keep its numbers: {losses}; choose another "
-                "dtype, or allow for it without --strict-cast (strict_cast=False)"
+                "dtype, or leave out ",
+                Argument("strict_cast", value=True),
             )
         with self._lock:
             self.losses = losses if self.losses is None else self.losses + losses

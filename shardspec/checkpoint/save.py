@@ -26,6 +26,7 @@ from shardspec.checkpoint.store import RemotePath, SourceFile, as_path, path_err
 from shardspec.checkpoint.targets import BoxEntry, FileEntry, OutputFile, OutputTensor, assign_boxes
 from shardspec.comm.communicator import Communicator
 from shardspec.errors import CheckpointError, OutputExistsError
+from shardspec.text import Argument
 
 _TEMPORARY: Final = re.compile(r"\.shardspec-save-[0-9a-f]{16}\.tmp")
 
@@ -156,8 +157,8 @@ def _check_free(path: Path) -> None:
     place = path / INFO_NAME
     if place.exists() if isinstance(place, RemotePath) else os.path.lexists(place):
         raise OutputExistsError(
-            f"{path}: holds a finished save; choose another directory, or replace it with "
-            "overwrite=True"
+            f"{path}: holds a finished save; choose another directory, or replace it with ",
+            Argument("overwrite", value=True),
         )
 
 

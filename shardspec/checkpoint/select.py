@@ -3,7 +3,7 @@
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import lru_cache, partial
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from shardspec.checkpoint.catalog import Catalog, OpaqueValue, is_plain, opaque_parts
 from shardspec.checkpoint.check_quantized import refuse_casts
@@ -15,7 +15,7 @@ from shardspec.errors import CheckpointError, DTypeError, LayoutError, ShardSpec
 from shardspec.layout.layout import Layout, SpecLike, match_rules
 from shardspec.layout.spec import ShardingSpec
 from shardspec.mesh import DeviceMesh
-from shardspec.text import counted, shown
+from shardspec.text import Argument, counted, shown
 
 
 def select(source: Catalog, choice: Choice) -> list[OutputTensor]:
@@ -117,7 +117,7 @@ def carried_values(
             if target and is_cast(tensor.dtype, target):
                 raise CheckpointError(
                     f"{source.directory}: entry {name!r} is copied as it is stored, and tensor "
-                    f"{tensor.name!r} in its pickle is not cast; --exclude the entry, or choose "
+                    f"{tensor.name!r} in its pickle is not cast; exclude the entry, or choose "
                     "another format"
                 )
     old = {tensor.name: tensor.source for tensor in wanted}
@@ -153,8 +153,9 @@ def check_dropped(
     }
     if drop and not lost:
         raise CheckpointError(
-            f"{source.directory}: no entry is lost that drop_values (--drop-values) could allow; "
-            "leave it out"
+            f"{source.directory}: no entry is lost that ",
+            Argument("drop_values", value=True),
+            " could allow; leave it out",
         )
     if not lost or drop:
         return
@@ -164,12 +165,15 @@ def check_dropped(
     if drop is None:
         raise CheckpointError(
             f"{source.directory}: {name!r}{more} may be, or have in it, tensors that cannot be "
-            f"written: {_text_of(lost[name])}; leave it out with --exclude (exclude=)"
+            f"written: {_text_of(lost[name])}; leave it out with ",
+            Argument("exclude"),
         )
     raise CheckpointError(
         f"{source.directory}: {name!r}{more} would be lost, since the output has no place for it: "
-        f"{_text_of(lost[name])}; leave out what is lost with --drop-values (drop_values=True), or "
-        "name it in --exclude"
+        f"{_text_of(lost[name])}; leave out what is lost with ",
+        Argument("drop_values", value=True),
+        ", or name it in ",
+        Argument("exclude"),
     )
 
 
@@ -233,6 +237,9 @@ def layouts_by_rules(
     return layouts
 
 
+_MESH_AND_RULES: Final = (Argument("device_mesh"), " and ", Argument("rules"))
+
+
 def layouts_like(
     other: Catalog, wanted: Sequence[OutputTensor]
 ) -> tuple[DeviceMesh, dict[str, Layout]]:
@@ -240,7 +247,8 @@ def layouts_like(
     if other.mesh is None:
         raise CheckpointError(
             f"{other.directory}: a checkpoint in the format of {other.format} does not say its "
-            "mesh and specs; give --mesh and --rules"
+            "mesh and specs; give ",
+            *_MESH_AND_RULES,
         )
     known = frozenset(other.names)
 
@@ -248,14 +256,16 @@ def layouts_like(
         if tensor.name not in known:
             raise CheckpointError(
                 f"{other.directory}: has no tensor {tensor.name!r} that says how to shard it; "
-                "--rename it, --exclude it, or give --mesh and --rules"
+                "rename it, exclude it, or give ",
+                *_MESH_AND_RULES,
             )
         spec = other.outline(tensor.name).spec
         if spec is None or spec.dims != len(tensor.shape):
             said = "does not say how it is sharded" if spec is None else f"shards it by {spec}"
             raise CheckpointError(
                 f"{other.directory}: {said}, but tensor {tensor.name!r} has {len(tensor.shape)} "
-                "dims; give --mesh and --rules"
+                "dims; give ",
+                *_MESH_AND_RULES,
             )
         return spec.without_partial()
 

@@ -145,7 +145,7 @@ def spread(
             if inner in found:
                 raise CheckpointError(
                     f"two values would both be named {inner!r}, that at {_shown(path)} and "
-                    "another; --exclude one"
+                    "another; exclude one"
                 )
             found[inner] = part
             if path != (inner,):

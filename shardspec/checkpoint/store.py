@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self, TypeAlias, TypeV
 
 from shardspec.errors import CheckpointError, OutputExistsError, ShardSpecError
 from shardspec.input_files import open_regular
+from shardspec.text import Argument
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
@@ -241,7 +242,8 @@ def is_temporary(name: str) -> bool:
 def output_exists(path: Path) -> OutputExistsError:
     """Return the error for an output that exists already."""
     return OutputExistsError(
-        f"{path}: exists; choose another name, or overwrite it with --force (overwrite=True)"
+        f"{path}: exists; choose another name, or overwrite it with ",
+        Argument("overwrite", value=True),
     )
 
 

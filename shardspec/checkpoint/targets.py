@@ -21,6 +21,7 @@ from shardspec.dtypes import item_bytes
 from shardspec.errors import CheckpointError
 from shardspec.layout.layout import Layout
 from shardspec.mesh import DeviceMesh
+from shardspec.text import Argument
 
 _PIECE_BYTES: Final = 1 << 20
 _HUGGING_FACE: Final = re.compile(
@@ -40,7 +41,7 @@ _MEGATRON: Final = frozenset(("common.pt", "metadata.json"))
 _LIGHTNING: Final = "meta.pt"
 _MOST_BYTES: Final = 2**28
 """Of one file; tokenizers have some ten million."""
-_WITHOUT: Final = "--no-sidecars (sidecars=False)"
+_WITHOUT: Final = Argument("sidecars", value=False)
 
 
 class BoxEntry(NamedTuple):
@@ -205,7 +206,7 @@ def add_sidecars(source: Catalog, target: Target, format: str) -> Target:
         elif file.num_bytes > _MOST_BYTES:
             problem = f"has {file.num_bytes} bytes, more than the {_MOST_BYTES} of a sidecar"
         if problem:
-            raise CheckpointError(f"{path}: {problem}; leave such files behind with {_WITHOUT}")
+            raise CheckpointError(f"{path}: {problem}; leave such files behind with ", _WITHOUT)
         files.append(file)
     # The state of one file was taken without what lies beside it.
     source.beside = () if alone else tuple(directory / file.name for file in files)
@@ -252,7 +253,8 @@ def _check_megatron(source: Catalog, there: frozenset[str]) -> None:
     if missing or backend != "torch_dist":
         raise CheckpointError(
             f"{directory}: {problem}, and Megatron-core would not load what is written; restore "
-            f"it, or write the tensors alone with {_WITHOUT}"
+            "it, or write the tensors alone with ",
+            _WITHOUT,
         )
     # Formats import this module, and most need no zip files.
     from shardspec.checkpoint.torch_files.zip_reader import read_torch_zip

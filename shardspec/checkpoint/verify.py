@@ -246,7 +246,7 @@ def _different_values(
             if texts[0] == texts[1]:
                 problem = f"is {texts[0]} in both, but of other bytes"
             if any(part.digest is None for part in parts):
-                problem += ", which cannot be compared; --exclude it"
+                problem += ", which cannot be compared; exclude it"
         if problem:
             yield Difference(name, problem, kind="value")
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 
-from shardspec.cli.options import FILE, Declared, Kind, flag, option
+from shardspec.cli.options import FILE, Kind, grouped
 from shardspec.errors import CheckpointError, InputFileError
 from shardspec.input_files import read_input_file
 
@@ -31,31 +31,41 @@ CHECKPOINT: Final = Kind("CKPT", _as_path)  # a path, or a URL such as ``s3://bu
 OTHER: Final = Kind("OTHER", _as_path)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class SourceOptions:
     """What a user says about a checkpoint whose format does not say it."""
 
-    ranks: int | None = option(
-        "N",
-        "How many ranks wrote the checkpoint, for formats that do not say it.",
-        type=click.IntRange(1),
-    )
-    source_rules: Path | None = option(
-        FILE,
-        "TOML file that says how the ranks shard tensors, for formats that do not say it and names "
-        "that the library does not know.",
-    )
+    ranks: int | None
+    source_rules: Path | None
 
     def open(self, *paths: Path | None, quiet: bool = False) -> "list[Catalog]":
         """Open checkpoints; what is remarkable about them goes to stderr."""
         from shardspec.checkpoint.open import open_checkpoints
 
         named = [path for path in paths if path is not None]
-        found = open_checkpoints(named, ranks=self.ranks, rules=self.source_rules)
+        found = open_checkpoints(named, ranks=self.ranks, source_rules=self.source_rules)
         for catalog in () if quiet else found:
             for note in catalog.notes:
                 click.echo(f"note: {catalog.directory}: {note}", err=True)
         return found
+
+
+source_options: Final = grouped(
+    "source",
+    SourceOptions,
+    click.option(
+        "--ranks",
+        metavar="N",
+        type=click.IntRange(1),
+        help="How many ranks wrote the checkpoint, for formats that do not say it.",
+    ),
+    click.option(
+        "--source-rules",
+        type=FILE,
+        help="TOML file that says how the ranks shard tensors, for formats that do not say it and "
+        "names that the library does not know.",
+    ),
+)
 
 
 def _expression(text: str) -> str:
@@ -66,42 +76,57 @@ def _expression(text: str) -> str:
     return text
 
 
-@dataclass(frozen=True, kw_only=True)
-class ChoiceOptions:
-    """Which tensors are meant, and what they are called."""
+def _choice(
+    include: tuple[str, ...], exclude: tuple[str, ...], rename: tuple[tuple[str, str], ...]
+) -> dict[str, Any]:
+    """Return which tensors are meant, and what they are called, as arguments of `merge`."""
+    return {"include": include or None, "exclude": exclude, "rename": rename}
 
-    include: tuple[str, ...] = option(
-        "PATTERN",
-        "Only tensors whose name matches (as in a shell); may be given several times.",
+
+choice_options: Final = grouped(
+    "choice",
+    _choice,
+    click.option(
+        "--include",
+        metavar="PATTERN",
         multiple=True,
-    )
-    exclude: tuple[str, ...] = option(
-        "PATTERN", "No tensors whose name matches; may be given several times.", multiple=True
-    )
-    rename: tuple[tuple[str, str], ...] = option(
-        "REGEX NEW",
-        "Replace the first match of REGEX in every name by NEW; may be given several times.",
+        help="Only tensors whose name matches (as in a shell); may be given several times.",
+    ),
+    click.option(
+        "--exclude",
+        metavar="PATTERN",
+        multiple=True,
+        help="No tensors whose name matches; may be given several times.",
+    ),
+    click.option(
+        "--rename",
+        metavar="REGEX NEW",
         multiple=True,
         type=(Kind("REGEX", _expression), str),
-    )
-
-    def arguments(self) -> dict[str, Any]:
-        """Return them as `merge` takes them."""
-        return {**vars(self), "include": self.include or None}
+        help="Replace the first match of REGEX in every name by NEW; may be given several times.",
+    ),
+)
 
 
-@dataclass(frozen=True, kw_only=True)
-class RuleOptions:
-    """How to shard tensors."""
+def _rules(rules: Path | None, rule: tuple[tuple[str, str], ...]) -> dict[str, str] | None:
+    """Return pattern to spec; None if no rules were given."""
+    if rules is None:
+        return dict(rule) or None
+    return {**read_rules(rules), **dict(rule)}
 
-    rules: Path | None = option(FILE, "TOML file with name patterns and specs.")
-    rule: tuple[tuple[str, str], ...] = option(
-        "PATTERN SPEC", "One more rule; may be given several times.", multiple=True, nargs=2
-    )
 
-    def read(self) -> dict[str, str]:
-        """Return pattern to spec."""
-        return {**({} if self.rules is None else read_rules(self.rules)), **dict(self.rule)}
+rule_options: Final = grouped(
+    "rules",
+    _rules,
+    click.option("--rules", type=FILE, help="TOML file with name patterns and specs."),
+    click.option(
+        "--rule",
+        metavar="PATTERN SPEC",
+        multiple=True,
+        nargs=2,
+        help="One more rule; may be given several times.",
+    ),
+)
 
 
 def read_rules(path: Path) -> dict[str, str]:
@@ -119,32 +144,14 @@ def read_rules(path: Path) -> dict[str, str]:
     return rules
 
 
-def sizes_option() -> Declared:
-    """Declare the option for the sizes that a map may name."""
-    path = click.Path(path_type=Path, exists=True, dir_okay=False)
-    text = (
-        "The model's config.json, whose numbers the map may name; the one beside CKPT counts too."
-    )
-    return option("JSON", text, type=path)
-
-
-def drop_option() -> Declared:
-    """Declare the option for tensors that a map need not use."""
-    text = (
-        "Leave tensors of CKPT behind whose name matches, although the map has no use for them; "
-        "may be given several times."
-    )
-    return option("PATTERN", text, multiple=True)
-
-
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class MapOptions:
     """The map that a checkpoint's tensors go through."""
 
-    map: str | None = option("MAP", "A name map: a TOML file, or one that comes along.")
-    sizes: Path | None = sizes_option()
-    reverse_map: bool = flag("Take the map the other way round.")
-    drop: tuple[str, ...] = drop_option()
+    map: str | None
+    sizes: Path | None
+    reverse_map: bool
+    drop: tuple[str, ...]
 
     def read(self) -> "tuple[NameMap, ...]":
         """Return the maps to be taken one after the other."""
@@ -155,6 +162,31 @@ class MapOptions:
                 "--sizes, --reverse-map and --drop are of a map; give it by --map"
             )
         return ()
+
+
+sizes_option: Final = click.option(
+    "--sizes",
+    metavar="JSON",
+    type=click.Path(path_type=Path, exists=True, dir_okay=False),
+    help="The model's config.json, whose numbers the map may name; the one beside CKPT counts too.",
+)
+drop_option: Final = click.option(
+    "--drop",
+    metavar="PATTERN",
+    multiple=True,
+    help="Leave tensors of CKPT behind whose name matches, although the map has no use for them; "
+    "may be given several times.",
+)
+map_options: Final = grouped(
+    "maps",
+    MapOptions,
+    click.option(
+        "--map", metavar="MAP", help="A name map: a TOML file or the name of a built-in one."
+    ),
+    sizes_option,
+    click.option("--reverse-map", is_flag=True, help="Take the map the other way round."),
+    drop_option,
+)
 
 
 def read_maps(name: str, sizes: Path | None, *, reverse: bool) -> "tuple[NameMap, ...]":

@@ -6,15 +6,20 @@ from dataclasses import asdict, replace
 from fnmatch import fnmatchcase
 from math import prod
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import click
 
 from shardspec.checkpoint.catalog import AnyOutline, box_text
 from shardspec.checkpoint.inspect import CheckpointSummary, inspect_checkpoint, other_text
 from shardspec.cli import options as opts
-from shardspec.cli.checkpoint_options import CHECKPOINT, OTHER, ChoiceOptions, SourceOptions
-from shardspec.cli.options import argument, command, flag, option
+from shardspec.cli.checkpoint_options import (
+    CHECKPOINT,
+    OTHER,
+    SourceOptions,
+    choice_options,
+    source_options,
+)
 from shardspec.cli.output import path_text, progress_bar, say, say_json, say_parts
 from shardspec.errors import CheckpointError
 from shardspec.layout.layout import Layout
@@ -33,24 +38,34 @@ _INDEX: Final = opts.numbers_kind(
 )
 
 
-@command
+@click.command(cls=opts.Command)
+@click.argument("checkpoint", type=CHECKPOINT, metavar="CKPT")
+@click.option(
+    "--tensor",
+    metavar="PATTERN",
+    help="Only tensors whose name matches (*, ? and [abc] as in a shell), with all their boxes.",
+)
+@click.option(
+    "--index",
+    type=_INDEX,
+    help="Say which ranks hold this element, row or block of the tensors that match.",
+)
+@click.option("--picture", is_flag=True, help="Draw how the tensors that match are sharded.")
+@click.option(
+    "--only",
+    type=click.Choice(("replicated", "uneven")),
+    help="Only tensors of which several ranks hold the same, or whose boxes differ in shape.",
+)
+@source_options
+@opts.json_option("Print everything as JSON.")
 def inspect_command(
-    *,
-    checkpoint: Path = argument(CHECKPOINT),
-    tensor: str | None = option(
-        "PATTERN",
-        "Only tensors whose name matches (*, ? and [abc] as in a shell), with all their boxes.",
-    ),
-    index: tuple[int, ...] | None = option(
-        _INDEX, "Say which ranks hold this element, row or block of the tensors that match."
-    ),
-    picture: bool = flag("Draw how the tensors that match are sharded."),
-    only: str | None = option(
-        click.Choice(("replicated", "uneven")),
-        "Only tensors of which several ranks hold the same, or whose boxes differ in shape.",
-    ),
+    checkpoint: Path,
+    tensor: str | None,
+    index: tuple[int, ...] | None,
+    picture: bool,
+    only: str | None,
     source: SourceOptions,
-    as_json: bool = opts.json_flag("Print everything as JSON."),
+    as_json: bool,
 ) -> None:
     """Show mesh, tensors, specs and sizes of the checkpoint CKPT, and what each rank stored.
 
@@ -90,9 +105,9 @@ def _chosen(summary: CheckpointSummary, pattern: str | None, only: str | None) -
         names = tuple(name for name in names if fnmatchcase(name, pattern))
         if not names:
             first = ", ".join(map(shown, summary.names[:3]))
+            there = f"the names start with {first}" if first else "it has no tensors"
             raise CheckpointError(
-                f"{summary.source.directory}: no tensor matches {shown(pattern)}; the names start "
-                f"with {first or '(there are none)'}"
+                f"{summary.source.directory}: no tensor matches {shown(pattern)}; {there}"
             )
     summary = replace(summary, names=names)
     if only is None:
@@ -254,17 +269,24 @@ def _boxes(summary: CheckpointSummary, name: str) -> str:
     return f"{title}\n{table}" if rows else title
 
 
-@command
+@click.command(cls=opts.Command)
+@click.argument("checkpoint", type=CHECKPOINT, metavar="CKPT")
+@click.option(
+    "--against",
+    type=OTHER,
+    help="Compare the bits of every tensor with this checkpoint or safetensors file too.",
+)
+@click.option("--all", "every", is_flag=True, help="List all flaws, not only the first.")
+@choice_options
+@source_options
+@opts.json_option("Print what was found as JSON, all flaws.")
 def verify_command(
-    *,
-    checkpoint: Path = argument(CHECKPOINT),
-    against: Path | None = option(
-        OTHER, "Compare the bits of every tensor with this checkpoint or safetensors file too."
-    ),
-    every: bool = flag("List all flaws, not only the first.", "--all"),
-    choice: ChoiceOptions,
+    checkpoint: Path,
+    against: Path | None,
+    every: bool,
+    choice: dict[str, Any],
     source: SourceOptions,
-    as_json: bool = opts.json_flag("Print what was found as JSON, all flaws."),
+    as_json: bool,
 ) -> None:
     """Check that every byte of CKPT is there and, where digests were saved, as it was saved.
 
@@ -279,7 +301,7 @@ def verify_command(
     """
     from shardspec.checkpoint.verify import diff_checkpoints, verify_checkpoint
 
-    chosen = against is None and any(vars(choice).values())
+    chosen = against is None and any(choice.values())
     opts.refuse_if(chosen, "patterns choose what is compared; give --against too")
     every |= as_json
     catalog, *others = source.open(checkpoint, against)
@@ -288,7 +310,7 @@ def verify_command(
     flaws = list(report.flaws)
     for other in others:
         with progress_bar(not as_json, "compare") as progress:
-            found = diff_checkpoints(catalog, other, **choice.arguments(), progress=progress)
+            found = diff_checkpoints(catalog, other, **choice, progress=progress)
             for difference in found:
                 flaws.append(f"{difference.kind} {shown(difference.name)} {difference.problem}")
                 if not every:
@@ -306,7 +328,7 @@ def verify_command(
             digests = f"{bytes_text(report.digested_bytes)} of them with digests"
         else:
             digests = "no digests stored, so altered bytes cannot be detected"
-        part = "what was chosen is " if choice.include or choice.exclude else ""
+        part = "what was chosen is " if choice["include"] or choice["exclude"] else ""
         same = "" if against is None or flaws else f", and {part}the same as {path_text(against)}"
         say(
             f"{path_text(checkpoint)}: {counted(report.tensors, 'tensor')} in "
@@ -317,16 +339,24 @@ def verify_command(
         click.get_current_context().exit(_NOT_THE_SAME)
 
 
-@command
+@click.command(cls=opts.Command)
+@click.argument("a", type=CHECKPOINT, metavar="A")
+@click.argument("b", type=CHECKPOINT, metavar="B")
+@click.option(
+    "--atol", type=_TOLERANCE, default="0", help="Ignore absolute differences up to NUMBER."
+)
+@click.option("--rtol", type=_TOLERANCE, default="0", help="Ignore differences up to NUMBER × |B|.")
+@choice_options
+@source_options
+@opts.json_option("Print what was found as JSON.")
 def diff_command(
-    *,
-    a: Path = argument("A", type=CHECKPOINT),
-    b: Path = argument("B", type=CHECKPOINT),
-    atol: float = option(_TOLERANCE, "Largest absolute difference that is none.", default="0"),
-    rtol: float = option(_TOLERANCE, "Largest one relative to B.", default="0"),
-    choice: ChoiceOptions,
+    a: Path,
+    b: Path,
+    atol: float,
+    rtol: float,
+    choice: dict[str, Any],
     source: SourceOptions,
-    as_json: bool = opts.json_flag("Print what was found as JSON."),
+    as_json: bool,
 ) -> None:
     """Compare two checkpoints of any formats tensor by tensor; exits with 3 if they differ.
 
@@ -346,10 +376,10 @@ def diff_command(
     from shardspec.checkpoint.verify import diff_checkpoints, names_to_compare, values_to_compare
 
     one, other = source.open(a, b)
-    chosen, others = names_to_compare(one, other, Choice(**choice.arguments()))
-    values, other_values = values_to_compare(one, other, Choice(**choice.arguments()))
+    chosen, others = names_to_compare(one, other, Choice(**choice))
+    values, other_values = values_to_compare(one, other, Choice(**choice))
     with progress_bar(not as_json, "diff") as progress:
-        options = {**choice.arguments(), "atol": atol, "rtol": rtol}
+        options = {**choice, "atol": atol, "rtol": rtol}
         found = list(diff_checkpoints(one, other, **options, progress=progress))
     count, value_count = len(chosen.keys() | others), len(values.keys() | other_values.keys())
     beside = counted(value_count, "value")

@@ -12,7 +12,7 @@ import click
 
 from shardspec.checkpoint.store import output_exists
 from shardspec.cli import options as opts
-from shardspec.cli.options import BYTES, FILE, MeshShape, command, option
+from shardspec.cli.options import BYTES, FILE, MeshShape
 from shardspec.cli.output import path_text, say, say_json, write_file
 from shardspec.comm.presets import PRESETS, LinkPreset
 from shardspec.errors import ProfileError
@@ -23,8 +23,9 @@ if TYPE_CHECKING:
     from shardspec.profiling.profile import Profile
 
 
-@command
-def presets_command(*, as_json: bool = opts.json_flag("Print everything as JSON.")) -> None:
+@click.command(cls=opts.Command)
+@opts.json_option("Print everything as JSON.")
+def presets_command(as_json: bool) -> None:
     """Show the links that --links knows, where their numbers come from and what they hold for.
 
     Rates are in 10^9 bytes a second, in one direction, per device.
@@ -72,16 +73,28 @@ def _sizes(preset: LinkPreset) -> str:
     return f"; published at {least}" if least == most else f"; published at {least} to {most}"
 
 
-@command
+@click.command(cls=opts.Command)
+@opts.mesh_option(required=True)
+@opts.output_option("Where to write the profile.", required=True)
+@click.option("--plot", type=FILE, help="Draw it as SVG too.")
+@click.option("--min-bytes", type=BYTES, default="4KiB", show_default=True)
+@click.option("--max-bytes", type=BYTES, default="16MiB", show_default=True)
+@click.option(
+    "--repeats",
+    type=click.IntRange(1, 10_000),
+    default=5,
+    show_default=True,
+    help="Minimum repetitions per measurement.",
+)
+@opts.overwrite_option
 def profile_command(
-    *,
-    mesh: MeshShape = opts.mesh_option(required=True),
-    output: Path = opts.output_option("Where to write the profile.", required=True),
-    plot: Path | None = option(FILE, "Draw it as SVG too."),
-    min_bytes: int = option(BYTES, "", default="4KiB", show_default=True),
-    max_bytes: int = option(BYTES, "", default="16MiB", show_default=True),
-    repeats: int = option(click.IntRange(1, 10_000), "At the least.", default=5, show_default=True),
-    overwrite: bool = opts.overwrite_flag(),
+    mesh: MeshShape,
+    output: Path,
+    plot: Path | None,
+    min_bytes: int,
+    max_bytes: int,
+    repeats: int,
+    overwrite: bool,
 ) -> None:
     """Measure the links of a cluster: how long steps take on the processes of this job.
 

@@ -6,11 +6,11 @@ file of arguments or an output that cannot be used, 130 interrupted, 143 told to
 
 import gc
 import io
-import re
 import signal
 import sys
 from collections.abc import Mapping, Sequence
 from importlib import import_module
+from itertools import groupby
 from types import FrameType
 from typing import Any, Final, Never
 
@@ -23,27 +23,33 @@ from shardspec.errors import (
     ShardSpecError,
     SpecSyntaxError,
 )
-from shardspec.text import printable
+from shardspec.text import Part, printable
 
 _COMMANDS: Final[Mapping[str, tuple[str, str]]] = {
-    "check-map": ("write", "Prove that a map between two models is total."),
-    "convert": ("show", "Write a spec in the notation of torch, JAX and others."),
-    "cost": ("plan", "Price conversions between many pairs of specs."),
-    "diff": ("inspect", "Compare two checkpoints tensor by tensor."),
-    "explore": ("show", "Write a page in which to watch conversions."),
-    "graph": ("show", "Draw the specs and the steps among them, and a plan's path."),
-    "inspect": ("inspect", "Show mesh, tensors, specs and sizes of a checkpoint."),
-    "merge": ("write", "Write the global tensors of a checkpoint into files."),
     "plan": ("plan", "Plan the cheapest conversion between two specs, on paper."),
-    "plan-state": ("write", "Plan how a mesh gets a model from a checkpoint."),
-    "profile": ("links", "Measure the links of a cluster, under torchrun."),
+    "cost": ("plan", "Price conversions between many pairs of specs."),
     "show": ("show", "Show which devices hold which part of a tensor."),
-    "presets": ("links", "Show the links that --links knows, with their sources."),
-    "reshard": ("write", "Write a checkpoint as another mesh would have saved it."),
+    "convert": ("show", "Write a spec in the notation of torch, JAX and others."),
+    "graph": ("show", "Draw the specs and the steps among them, and a plan's path."),
+    "explore": ("show", "Write a page in which to watch conversions."),
+    "inspect": ("inspect", "Show mesh, tensors, specs and sizes of a checkpoint."),
     "verify": ("inspect", "Check that a checkpoint is complete and as it was saved."),
+    "diff": ("inspect", "Compare two checkpoints tensor by tensor."),
+    "merge": ("write", "Write the global tensors of a checkpoint into files."),
+    "reshard": ("write", "Write a checkpoint as another mesh would have saved it."),
+    "check-map": ("maps", "Check that a name map writes every target element exactly once."),
+    "plan-state": ("maps", "Plan how a mesh gets a model from a checkpoint."),
+    "presets": ("links", "Show the links that --links knows, with their sources."),
+    "profile": ("links", "Measure the links of a cluster, under torchrun."),
 }
 """Name to the module with the command, and a line of help, so that help imports none of them."""
 
+_OPTIONS: Final[Mapping[str, str]] = {
+    "device_mesh": "--mesh",
+    "max_shard_bytes": "--max-shard-size",
+    "names": "--map",
+}
+"""Arguments of the library whose options have other names."""
 _MOST_CHARACTERS: Final = 2000  # in an error, which may quote an argument
 _NO_OUTPUT: Final = 1
 _USAGE: Final = 2
@@ -67,8 +73,12 @@ class _LazyGroup(click.Group):
         return command
 
     def format_commands(self, _ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """List the commands by task: those of one module stand together."""
+        width = max(map(len, _COMMANDS))
         with formatter.section("Commands"):
-            formatter.write_dl([(name, text) for name, (_, text) in _COMMANDS.items()])
+            for _, group in groupby(_COMMANDS.items(), key=lambda command: command[1][0]):
+                formatter.write_dl([(name.ljust(width), text) for name, (_, text) in group])
+                formatter.write_paragraph()
 
     def invoke(self, ctx: click.Context) -> object:
         """Run a command; an interrupt is an error that is reported like others."""
@@ -103,18 +113,26 @@ class _LazyGroup(click.Group):
             bad_input = isinstance(error, CheckpointError | InputFileError | ProfileError)
             # The last of several lines points at a character of a spec.
             lines = "\n" if isinstance(error, SpecSyntaxError) else ""
-            code = _fail(str(error), _BAD_INPUT if bad_input else _USAGE, keep=lines)
+            text = "".join(map(option_text, error.parts))
+            code = _fail(text, _BAD_INPUT if bad_input else _USAGE, keep=lines)
         except OSError as error:
             # Errors of files have been caught where these are used; what is left is printing.
             code = _fail(f"cannot print what is to be said: {error.strerror}", _NO_OUTPUT)
         sys.exit(code or 0)
 
 
+def option_text(part: Part) -> str:
+    """Return a part of a message, an argument as the option for it."""
+    if isinstance(part, str):
+        return part
+    option = part.name.replace("_", "-")
+    option = _OPTIONS.get(part.name, f"--no-{option}" if part.value is False else f"--{option}")
+    return option if isinstance(part.value, bool | None) else f"{option} {part.value}"
+
+
 def _fail(message: str, code: int, keep: str = "") -> int:
-    """Print an error in one line, with escapes for the terminal and arguments as options."""
-    as_options = re.sub(r" ?\((\w+)=True\)", "", message)
-    as_options = re.sub(r"\b(overwrite|force)=True\b", "--overwrite", as_options)
-    text = printable(as_options, keep)
+    """Print an error in one line, with escapes for the terminal."""
+    text = printable(message, keep)
     if len(text) > _MOST_CHARACTERS:
         text = f"{text[: _MOST_CHARACTERS // 2]} … {text[-_MOST_CHARACTERS // 2 :]}"
     click.echo(f"Error: {text}", err=True)

@@ -1,15 +1,12 @@
-"""Arguments and options of commands: read from text, and declared as defaults of parameters.
-
-A parameter without a default is a dataclass of options that several commands share, declared as
-defaults of its fields.
-"""
+"""Arguments and options that several commands have: what reads their texts, and decorators."""
 
 import inspect
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import Field, dataclass, field, fields, replace
+from dataclasses import dataclass, replace
+from functools import reduce, wraps
 from pathlib import Path
 from typing import Any, Final, TypeAlias, TypeVar, get_args
 
@@ -27,8 +24,9 @@ from shardspec.text import shown
 T = TypeVar("T")
 MeshShape: TypeAlias = tuple[tuple[int, ...], tuple[str, ...] | None]
 """Devices along each axis, and the names of the axes where they have any."""
-Declared: TypeAlias = Any
-"""The default of a field that declares an option, whatever the field's type."""
+Run: TypeAlias = Callable[..., None]
+"""What a command does, given its arguments and options by name."""
+Decorator: TypeAlias = Callable[[Run], Run]
 
 MAX_DEVICES: Final = 2**20
 """A larger mesh is taken for a typing error; its ids alone would fill the memory."""
@@ -163,75 +161,37 @@ PRESETS: Final = Kind("PRESETS", parse_links)
 SHAPE: Final = Kind("SIZES", parse_shape)
 
 
-def argument(kind: Kind | str, **more: Declared) -> Declared:
-    """Declare a field as an argument; text is any text, by its name in the help."""
-    typed = {"metavar": kind} if isinstance(kind, str) else {"type": kind, "metavar": kind.name}
-    return field(metadata={"click": lambda name: click.Argument([name], **typed, **more)})
+class Command(click.Command):
+    """A command whose docstring may end in examples, which stand below the options in its help."""
+
+    def __init__(self, name: str | None, *, help: str, **more: Any) -> None:  # noqa: ANN401
+        text, _, examples = inspect.cleandoc(help).partition("\n\nExamples:\n")
+        paragraphs = f"Examples:\n{examples}".split("\n\n")
+        epilog = "\n\n".join(f"\b\n{paragraph}" for paragraph in paragraphs)
+        super().__init__(name, help=text, epilog=epilog, **more)
 
 
-def option(kind: click.ParamType[Any] | str, text: str, *names: str, **more: Declared) -> Declared:
-    """Declare a field as an option, called as the field is unless names are given."""
-    typed = {"metavar": kind} if isinstance(kind, str) else {"type": kind}
-    prefix = more.pop("prefix", "--")
+def grouped(name: str, made_of: Callable[..., object], *options: Decorator) -> Decorator:
+    """Return a decorator that adds options, which a command takes as one argument.
 
-    def made(name: str) -> click.Parameter:
-        called = names or (f"{prefix}{name.replace('_', '-')}",)
-        return click.Option([name, *called], help=text, **typed, **more)
-
-    default = more.get("default", () if more.get("multiple") else None)
-    return field(default=default, metadata={"click": made})
-
-
-def flag(text: str, *names: str) -> Declared:
-    """Declare a field as an option without a value, which makes it true."""
-    return option(click.BOOL, text, *names, is_flag=True, default=False)
-
-
-def unless(text: str) -> Declared:
-    """Declare a field that is true unless there is the option of its name after ``--no-``."""
-    return option(click.BOOL, text, prefix="--no-", flag_value=False, default=True)
-
-
-def command(run: Callable[..., None]) -> click.Command:
-    """Make a command of a function ``name_command``, whose parameters are declared as above.
-
-    What its docstring says from "Examples:" on is printed below the options in the help.
+    `made_of` makes the argument of their values; its parameters are called as the options are.
     """
-    text, _, examples = (inspect.getdoc(run) or "").partition("\n\nExamples:\n")
-    paragraphs = f"Examples:\n{examples}".split("\n\n")
-    parameters = inspect.signature(run).parameters.values()
-    declared = {p.name: p.annotation if p.default is p.empty else p.default for p in parameters}
-    return click.Command(
-        run.__name__.removesuffix("_command").replace("_", "-"),
-        params=list(_parameters(declared)),
-        callback=lambda **given: run(**_filled(declared, given)),
-        help=text,
-        epilog="\n\n".join(f"\b\n{paragraph}" for paragraph in paragraphs),
-    )
+    parameters = inspect.signature(made_of).parameters
+
+    def decorate(run: Run) -> Run:
+        @wraps(run)
+        def call(**given: Any) -> None:  # noqa: ANN401
+            values = {parameter: given.pop(parameter) for parameter in parameters}
+            run(**given, **{name: made_of(**values)})
+
+        return stacked(*options)(call)
+
+    return decorate
 
 
-_Declarations: TypeAlias = Mapping[str, Declared]
-"""Name to a declared field, or to a dataclass of more of them."""
-
-
-def _parameters(declared: _Declarations) -> Iterator[click.Parameter]:
-    for name, one in declared.items():
-        if isinstance(one, Field):
-            yield one.metadata["click"](name)
-        else:
-            yield from _parameters(_members(one))
-
-
-def _members(kind: type[Any]) -> _Declarations:
-    return {one.name: one if "click" in one.metadata else one.type for one in fields(kind)}
-
-
-def _filled(declared: _Declarations, given: Mapping[str, object]) -> dict[str, object]:
-    """Return the values from click, those of a dataclass as one value."""
-    return {
-        name: given[name] if isinstance(one, Field) else one(**_filled(_members(one), given))
-        for name, one in declared.items()
-    }
+def stacked(*options: Decorator) -> Decorator:
+    """Return one decorator that adds options in this order."""
+    return lambda run: reduce(lambda decorated, option: option(decorated), reversed(options), run)
 
 
 def refuse_if(wrong: bool, text: str) -> None:
@@ -243,50 +203,46 @@ def refuse_if(wrong: bool, text: str) -> None:
 # Options that several commands have
 
 
-def json_flag(text: str = "Print JSON.") -> Declared:
-    """Declare the option to print JSON."""
-    return flag(text, "--json")
+def json_option(help: str = "Print JSON.") -> Decorator:
+    """Return the option to print JSON."""
+    return click.option("--json", "as_json", is_flag=True, help=help)
 
 
-def overwrite_flag() -> Declared:
-    """Declare the option to replace an output."""
-    return flag("Replace the output if it exists.", "--overwrite", "--force")
+def output_option(help: str, **more: Any) -> Decorator:  # noqa: ANN401
+    """Return the option that names the output."""
+    return click.option("-o", "--output", help=help, **{"type": FILE, **more})
 
 
-def output_option(text: str, kind: Kind | str = FILE, **more: Declared) -> Declared:
-    """Declare the option that names the output."""
-    return option(kind, text, "-o", "--output", **more)
+def mesh_option(more: str = "", *, required: bool = False) -> Decorator:
+    """Return the option for the mesh that a command is about."""
+    text = f"Devices along each axis, outermost first: 2x4, or with names dp=2,tp=4{more}."
+    return click.option("--mesh", type=MESH, required=required, help=text)
 
 
-def mesh_option(more: str = "", **required: bool) -> Declared:
-    """Declare the option for the mesh that a command is about."""
-    text = "Devices along each axis, outermost first: 2x4, or with names dp=2,tp=4"
-    return option(MESH, f"{text}{more}.", **required)
+def dtype_option(default: str = "float32") -> Decorator:
+    """Return the option for an element type."""
+    kind, text = Kind("NAME", dtype_name), "Element type: bf16, float32, int8, …"
+    return click.option("--dtype", type=kind, default=default, show_default=True, help=text)
 
 
-def ids_option() -> Declared:
-    """Declare the option for the ids of a mesh."""
-    return option(IDS, "Physical ids in row-major order, 3,1,0,2; counted from 0 if left out.")
-
-
-def dtype_option(default: str = "float32") -> Declared:
-    """Declare the option for an element type."""
-    kind = Kind("NAME", dtype_name)
-    return option(kind, "Element type: bf16, float32, int8, …", default=default, show_default=True)
-
-
-@dataclass(frozen=True, kw_only=True)
-class TensorOptions:
-    """Shape and dtype of a tensor."""
-
-    shape: tuple[int, ...] = option(
-        SHAPE, 'Sizes of the global tensor: 4096x4096; "" for a scalar.', required=True
-    )
-    dtype: str = dtype_option()
+ids_option: Final = click.option(
+    "--ids", type=IDS, help="Physical ids in row-major order, 3,1,0,2; counted from 0 if left out."
+)
+overwrite_option: Final = click.option(
+    "--overwrite", is_flag=True, help="Replace the output if it exists."
+)
+shape_option: Final = click.option(
+    "--shape",
+    type=SHAPE,
+    required=True,
+    help='Sizes of the global tensor: 4096x4096; "" for a scalar.',
+)
 
 
 def plain_mesh(
-    mesh: MeshShape, ids: tuple[int, ...] | None = None, **links: Declared
+    mesh: MeshShape,
+    ids: tuple[int, ...] | None = None,
+    **links: Any,  # noqa: ANN401
 ) -> DeviceMesh:
     """Return a mesh, without links unless they are given; ids are counted from 0 by default."""
     shape, names = mesh
@@ -294,40 +250,18 @@ def plain_mesh(
     return DeviceMesh(numbers, shape, axis_names=names, **links)
 
 
-_SECONDS: Final = Kind("SECONDS", parse_numbers)
-
-
 @dataclass(frozen=True, kw_only=True)
 class ClusterOptions:
     """A mesh, and its links."""
 
-    mesh: MeshShape | None = mesh_option("; that of the profile if left out")
-    ids: tuple[int, ...] | None = ids_option()
-    alpha: tuple[float, ...] | None = option(
-        _SECONDS, "Start-up latency of a message, per axis (1e-5,3e-6) or one for all."
-    )
-    beta: tuple[float, ...] | None = option(
-        _SECONDS, "Transfer time of a byte, per axis or one for all; 4e-11 is 25 GB/s."
-    )
-    links: tuple[str, ...] | None = option(
-        PRESETS,
-        "Known links in place of --alpha and --beta, per axis or one for all: "
-        "ib-ndr-per-gpu,h100-nvswitch. 'shardspec presets' lists them.",
-    )
-    link_model: LinkModel | None = option(
-        click.Choice(get_args(LinkModel)),
-        "Each group has links of its own (ring, the default), or all devices share one bus.",
-    )
-    memory: float | None = option(
-        Kind("RATE", _memory_rate),
-        "The rate of a device's memory in 10^9 bytes a second, by which local copies are "
-        "priced: 'preset', that of --links (the default where it is known), or 'none'.",
-    )
-    profile: Profiled | None = option(
-        Kind("FILE", read_profile),
-        "Links as 'shardspec profile' measured them, in place of --alpha, --beta, --links "
-        "and --link-model.",
-    )
+    mesh: MeshShape | None = None
+    ids: tuple[int, ...] | None = None
+    alpha: tuple[float, ...] | None = None
+    beta: tuple[float, ...] | None = None
+    links: tuple[str, ...] | None = None
+    link_model: LinkModel | None = None
+    memory: float | None = None
+    profile: Profiled | None = None
 
     def build(self) -> tuple[DeviceMesh, CostModel]:
         """Return the mesh, and the cost model of its links.
@@ -371,6 +305,47 @@ class ClusterOptions:
             copy_s = 2 / (self.memory * 1e9) if self.memory else preset_copy_s(known)
             model = replace(model, copy_s=copy_s)
         return devices, model
+
+
+cluster_options: Final = grouped(
+    "cluster",
+    ClusterOptions,
+    mesh_option("; that of the profile if left out"),
+    ids_option,
+    click.option(
+        "--alpha",
+        type=Kind("SECONDS", parse_numbers),
+        help="Start-up latency of a message, per axis (1e-5,3e-6) or one for all.",
+    ),
+    click.option(
+        "--beta",
+        type=Kind("SECONDS", parse_numbers),
+        help="Transfer time of a byte, per axis or one for all; 4e-11 is 25 GB/s.",
+    ),
+    click.option(
+        "--links",
+        type=PRESETS,
+        help="Known links in place of --alpha and --beta, per axis or one for all: "
+        "ib-ndr-per-gpu,h100-nvswitch. 'shardspec presets' lists them.",
+    ),
+    click.option(
+        "--link-model",
+        type=click.Choice(get_args(LinkModel)),
+        help="Each group has links of its own (ring, the default), or all devices share one bus.",
+    ),
+    click.option(
+        "--memory",
+        type=Kind("RATE", _memory_rate),
+        help="The rate of a device's memory in 10^9 bytes a second, by which local copies are "
+        "priced: 'preset', that of --links (the default where it is known), or 'none'.",
+    ),
+    click.option(
+        "--profile",
+        type=Kind("FILE", read_profile),
+        help="Links as 'shardspec profile' measured them, in place of --alpha, --beta, --links "
+        "and --link-model.",
+    ),
+)
 
 
 def _sizes(mesh: MeshShape) -> str:

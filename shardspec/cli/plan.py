@@ -11,7 +11,6 @@ from typing import Final, TypeAlias
 import click
 
 from shardspec.cli import options as opts
-from shardspec.cli.options import argument, command, flag, option
 from shardspec.cli.output import path_text, say, say_json
 from shardspec.comm.cost import CostModel
 from shardspec.comm.curves import Link
@@ -32,34 +31,52 @@ from shardspec.text import bytes_text, counted, printable, seconds_text, shown, 
 _MOST_ALTERNATIVES: Final = 100
 
 
-@command
+@click.command(cls=opts.Command)
+@click.argument("source", metavar="FROM")
+@click.argument("target", metavar="TO")
+@opts.cluster_options
+@opts.shape_option
+@opts.dtype_option()
+@click.option(
+    "--target-mesh",
+    type=opts.MESH,
+    help="Another mesh for TO; its links are those of --mesh where both have as many axes, else "
+    "the slowest of them.",
+)
+@click.option(
+    "--target-ids",
+    type=opts.IDS,
+    help="Physical ids of the target mesh; counted from 0 if left out.",
+)
+@click.option(
+    "--max-bytes",
+    type=opts.BYTES,
+    help="Only plans in which no device holds more than SIZE: 64MiB, 1.5GB, or a number of bytes.",
+)
+@click.option(
+    "--alternatives",
+    metavar="COUNT",
+    type=click.IntRange(1, _MOST_ALTERNATIVES),
+    help="Show so many of the next best plans too.",
+)
+@click.option(
+    "--explain",
+    is_flag=True,
+    help="Show what the plan avoids: finishing reductions, gathering everything, then slicing.",
+)
+@opts.json_option("Print the plan as JSON.")
 def plan_command(
-    *,
-    source: str = argument("FROM"),
-    target: str = argument("TO"),
+    source: str,
+    target: str,
     cluster: opts.ClusterOptions,
-    tensor: opts.TensorOptions,
-    target_mesh: opts.MeshShape | None = option(
-        opts.MESH,
-        "Another mesh for TO; its links are those of --mesh where both have as many axes, else the "
-        "slowest of them.",
-    ),
-    target_ids: tuple[int, ...] | None = option(
-        opts.IDS, "Physical ids of the target mesh; counted from 0 if left out."
-    ),
-    max_bytes: int | None = option(
-        opts.BYTES,
-        "The cheapest plan whose devices never hold more: 64MiB, 1.5GB, or a number of bytes.",
-    ),
-    alternatives: int | None = option(
-        "COUNT",
-        "Show so many of the next best plans too.",
-        type=click.IntRange(1, _MOST_ALTERNATIVES),
-    ),
-    explain: bool = flag(
-        "Show what the plan avoids: finishing reductions, gathering everything, then slicing."
-    ),
-    as_json: bool = opts.json_flag("Print the plan as JSON."),
+    shape: tuple[int, ...],
+    dtype: str,
+    target_mesh: opts.MeshShape | None,
+    target_ids: tuple[int, ...] | None,
+    max_bytes: int | None,
+    alternatives: int | None,
+    explain: bool,
+    as_json: bool,
 ) -> None:
     """Plan the cheapest conversion of a tensor from the spec FROM to the spec TO.
 
@@ -80,13 +97,17 @@ def plan_command(
     the mesh, S01 over axis 0 and inside each block over axis 1. |P0 is a pending sum over axis 0.
     """
     devices, model = cluster.build()
-    here = Layout(devices, source, tensor.shape, tensor.dtype)
+    here = Layout(devices, source, shape, dtype)
     opts.refuse_if(not target_mesh and target_ids is not None, "--target-ids needs --target-mesh")
+    opts.refuse_if(
+        target_mesh is not None and max_bytes is not None,
+        "--max-bytes bounds conversions on one mesh; leave it out, or --target-mesh",
+    )
     target_model = None
     if target_mesh is not None:
         devices = opts.plain_mesh(target_mesh, target_ids)
         target_model = _model_of_target(devices, model)
-    there = Layout(devices, target, tensor.shape, tensor.dtype)
+    there = Layout(devices, target, shape, dtype)
     converter = LayoutConverter(model, target_model=target_model)
     count = 1 + (alternatives or 0)
     plans = converter.alternatives(here, there, count, max_bytes=max_bytes)
@@ -150,19 +171,27 @@ _Cost: TypeAlias = tuple[dict[str, object], list[str], tuple[StepError, ...]]
 """The cost of a pair as numbers and as text, and the known errors."""
 
 
-@command
+@click.command(cls=opts.Command)
+@click.argument("specs", metavar="[FROM TO]...", nargs=-1)
+@click.option(
+    "--pairs",
+    metavar="FILE",
+    type=click.Path(allow_dash=True),
+    help="Pairs from a file, one per line, after those of the arguments; '-' for standard input.",
+)
+@opts.cluster_options
+@opts.shape_option
+@opts.dtype_option()
+@click.option("--csv", "as_csv", is_flag=True, help="Print CSV: seconds and bytes.")
+@opts.json_option()
 def cost_command(
-    *,
-    specs: tuple[str, ...] = argument("[FROM TO]...", nargs=-1),
-    pairs: str | None = option(
-        "FILE",
-        "Pairs from a file, one per line, after those of the arguments; '-' for standard input.",
-        type=click.Path(allow_dash=True),
-    ),
+    specs: tuple[str, ...],
+    pairs: str | None,
     cluster: opts.ClusterOptions,
-    tensor: opts.TensorOptions,
-    as_csv: bool = flag("Print CSV: seconds and bytes.", "--csv"),
-    as_json: bool = opts.json_flag(),
+    shape: tuple[int, ...],
+    dtype: str,
+    as_csv: bool,
+    as_json: bool,
 ) -> None:
     """Say what the cheapest plan costs from each spec FROM to the spec TO after it.
 
@@ -178,11 +207,11 @@ def cost_command(
     """
     opts.refuse_if(as_csv and as_json, "give --csv or --json, not both")
     if len(specs) % 2:
-        raise click.UsageError(f"{shown(specs[-1])} has no partner; give specs in pairs FROM TO")
+        raise click.UsageError(f"specs come in pairs FROM TO; {shown(specs[-1])} has no TO")
     nothing = not specs and pairs is None
     opts.refuse_if(nothing, "nothing to price; give specs in pairs FROM TO, or --pairs FILE")
     mesh, model = cluster.build()
-    costs = _price(LayoutConverter(model), _pairs(specs, pairs), mesh, tensor)
+    costs = _price(LayoutConverter(model), _pairs(specs, pairs), mesh, shape, dtype)
     distinct = {id(cost): cost for cost in costs}
     known_error = errors_text(chain.from_iterable(errors for *_, errors in distinct.values()))
     records = (record for record, *_ in costs)
@@ -195,8 +224,8 @@ def cost_command(
     elif as_json:
         answer = {
             "mesh": list(mesh.shape),
-            "shape": list(tensor.shape),
-            "dtype": tensor.dtype,
+            "shape": list(shape),
+            "dtype": dtype,
             "link_model": model.link_model,
             "links": [link.as_dict() for link in model.links],
             "known_error": known_error,
@@ -253,10 +282,14 @@ def _lines(file: str) -> Iterator[str]:
 
 
 def _price(
-    converter: LayoutConverter, pairs: Iterable[_Pair], mesh: DeviceMesh, tensor: opts.TensorOptions
+    converter: LayoutConverter,
+    pairs: Iterable[_Pair],
+    mesh: DeviceMesh,
+    shape: tuple[int, ...],
+    dtype: str,
 ) -> list[_Cost]:
     """Return what pairs cost; many are few different ones, each of which is planned once."""
-    layout = cache(lambda spec: Layout(mesh, spec, tensor.shape, tensor.dtype))
+    layout = cache(lambda spec: Layout(mesh, spec, shape, dtype))
     cost = cache(lambda source, target: _cost(converter.plan(source, target)))
     costs = []
     for source, target, place in pairs:

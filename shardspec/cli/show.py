@@ -12,14 +12,7 @@ from typing import Final, TypeAlias
 import click
 
 from shardspec.cli import options as opts
-from shardspec.cli.options import (
-    ClusterOptions,
-    MeshShape,
-    TensorOptions,
-    argument,
-    command,
-    option,
-)
+from shardspec.cli.options import MeshShape
 from shardspec.cli.output import path_text, say, say_json, write_file
 from shardspec.errors import LossyConversionError
 from shardspec.layout.layout import Layout
@@ -31,17 +24,22 @@ _MOST_DEVICES: Final = 4096
 _LINKS: Final = ("h100-nvswitch", "ib-ndr-per-gpu", "ib-ndr-per-gpu,h100-nvswitch")
 
 
-@command
+@click.command(cls=opts.Command)
+@click.argument("spec", metavar="SPEC")
+@opts.mesh_option(required=True)
+@opts.ids_option
+@opts.shape_option
+@opts.dtype_option()
+@opts.output_option("Write a picture instead: FILE ends in .svg or .html.")
+@opts.overwrite_option
 def show_command(
-    *,
-    spec: str = argument("SPEC"),
-    mesh: MeshShape = opts.mesh_option(required=True),
-    ids: tuple[int, ...] | None = opts.ids_option(),
-    tensor: TensorOptions,
-    output: Path | None = opts.output_option(
-        "Write a picture instead: FILE ends in .svg or .html."
-    ),
-    overwrite: bool = opts.overwrite_flag(),
+    spec: str,
+    mesh: MeshShape,
+    ids: tuple[int, ...] | None,
+    shape: tuple[int, ...],
+    dtype: str,
+    output: Path | None,
+    overwrite: bool,
 ) -> None:
     """Show which devices hold which part of a tensor that is sharded as SPEC.
 
@@ -53,7 +51,7 @@ def show_command(
       shardspec show "[S0,S1,S2]" --mesh 2x2x2 --shape 4x4x5 -o layout.html
     """
     _check_devices(mesh, _MOST_DEVICES)
-    layout = Layout(opts.plain_mesh(mesh, ids), spec, tensor.shape, tensor.dtype)
+    layout = Layout(opts.plain_mesh(mesh, ids), spec, shape, dtype)
     if output is None:
         click.echo(layout.drawing().text(_paint()))
         wide = max(map(len, layout.picture().splitlines()))
@@ -116,19 +114,22 @@ def _languages() -> dict[str, _Words]:
     }
 
 
-@command
+@click.command(cls=opts.Command)
+@click.argument("spec", metavar="SPEC")
+@opts.mesh_option(required=True)
+@click.option(
+    "--to",
+    type=click.Choice(["torch", "jax", "shardy", "oneflow", "colossal"]),
+    help="The library; all of them if left out.",
+)
+@click.option(
+    "--shape",
+    type=opts.SHAPE,
+    help="Sizes of the tensor, 4096x4096, to check that JAX can shard them so.",
+)
+@opts.json_option()
 def convert_command(
-    *,
-    spec: str = argument("SPEC"),
-    mesh: MeshShape = opts.mesh_option(required=True),
-    to: str | None = option(
-        click.Choice(["torch", "jax", "shardy", "oneflow", "colossal"]),
-        "The library; all of them if left out.",
-    ),
-    shape: tuple[int, ...] | None = option(
-        opts.SHAPE, "Sizes of the tensor, 4096x4096, to check that JAX can shard them so."
-    ),
-    as_json: bool = opts.json_flag(),
+    spec: str, mesh: MeshShape, to: str | None, shape: tuple[int, ...] | None, as_json: bool
 ) -> None:
     """Write the spec SPEC in the notation of other libraries.
 
@@ -171,24 +172,36 @@ def _parse_output(text: str) -> Path:
     return path
 
 
-@command
+@click.command(cls=opts.Command)
+@click.argument("specs", metavar="[FROM TO]", nargs=-1)
+@opts.cluster_options
+@click.option(
+    "--dims",
+    metavar="COUNT",
+    type=click.IntRange(0),
+    help="Dims of the tensor, where no FROM and TO are given.",
+)
+@click.option(
+    "--shape",
+    type=opts.SHAPE,
+    help='Sizes of the global tensor, for the path: 4096x4096; "" for a scalar.',
+)
+@opts.dtype_option()
+@opts.output_option(
+    "Write FILE.dot, for Graphviz; without it DOT is printed.",
+    type=opts.Kind("FILE", _parse_output),
+)
+@opts.overwrite_option
+@opts.json_option("Print nodes, edges and path as JSON.")
 def graph_command(
-    *,
-    specs: tuple[str, ...] = argument("[FROM TO]", nargs=-1),
-    cluster: ClusterOptions,
-    dims: int | None = option(
-        "COUNT", "Dims of the tensor, where no FROM and TO are given.", type=click.IntRange(0)
-    ),
-    shape: tuple[int, ...] | None = option(
-        opts.SHAPE, 'Sizes of the global tensor, for the path: 4096x4096; "" for a scalar.'
-    ),
-    dtype: str = opts.dtype_option(),
-    output: Path | None = opts.output_option(
-        "Write FILE.dot, for Graphviz; without it DOT is printed.",
-        opts.Kind("FILE", _parse_output),
-    ),
-    overwrite: bool = opts.overwrite_flag(),
-    as_json: bool = opts.json_flag("Print nodes, edges and path as JSON."),
+    specs: tuple[str, ...],
+    cluster: opts.ClusterOptions,
+    dims: int | None,
+    shape: tuple[int, ...] | None,
+    dtype: str,
+    output: Path | None,
+    overwrite: bool,
+    as_json: bool,
 ) -> None:
     """Draw which step leads from which spec to which, with the plan from FROM to TO marked.
 
@@ -237,32 +250,40 @@ def graph_command(
             say(f"known error: {drawing.known_error}")
 
 
-@command
+@click.command(cls=opts.Command)
+@click.option(
+    "--mesh",
+    type=opts.MESH,
+    multiple=True,
+    default=("4", "2x2", "2x4"),
+    show_default=True,
+    help="A mesh to pick, 2x4 or dp=2,tp=4; may be given several times.",
+)
+@click.option(
+    "--shape",
+    type=opts.SHAPE,
+    multiple=True,
+    default=("4096x4096", "64x64", "6x7"),
+    show_default=True,
+    help="A tensor to pick, of 1 to 3 dims; may be given several times.",
+)
+@click.option(
+    "--links",
+    type=opts.PRESETS,
+    multiple=True,
+    help="Links to pick, one preset for all axes or one per axis; may be given several times. "
+    f"'shardspec presets' lists them.  [default: {', then '.join(_LINKS)}]",
+)
+@opts.dtype_option("bfloat16")
+@opts.output_option("Write the page here.", required=True)
+@opts.overwrite_option
 def explore_command(
-    *,
-    mesh: tuple[MeshShape, ...] = option(
-        opts.MESH,
-        "A mesh to pick, 2x4 or dp=2,tp=4; may be given several times.",
-        multiple=True,
-        default=("4", "2x2", "2x4"),
-        show_default=True,
-    ),
-    shape: tuple[tuple[int, ...], ...] = option(
-        opts.SHAPE,
-        "A tensor to pick, of 1 to 3 dims; may be given several times.",
-        multiple=True,
-        default=("4096x4096", "64x64", "6x7"),
-        show_default=True,
-    ),
-    links: tuple[tuple[str, ...], ...] = option(
-        opts.PRESETS,
-        "Links to pick, one preset for all axes or one per axis; may be given several times. "
-        f"'shardspec presets' lists them.  [default: {', then '.join(_LINKS)}]",
-        multiple=True,
-    ),
-    dtype: str = opts.dtype_option("bfloat16"),
-    output: Path = opts.output_option("Write the page here.", required=True),
-    overwrite: bool = opts.overwrite_flag(),
+    mesh: tuple[MeshShape, ...],
+    shape: tuple[tuple[int, ...], ...],
+    links: tuple[tuple[str, ...], ...],
+    dtype: str,
+    output: Path,
+    overwrite: bool,
 ) -> None:
     """Write one page in which to pick conversions and to watch their plans step by step.
 

@@ -11,7 +11,7 @@ from shardspec.resharding.covers import covers, first_hole, first_overlap
 from shardspec.resharding.name_map import Equation, NameMap, Shape
 from shardspec.resharding.presence import Sought, missing
 from shardspec.resharding.views import TensorView
-from shardspec.text import shown
+from shardspec.text import Argument, shown
 
 _SHOWN: Final = 3
 
@@ -41,10 +41,10 @@ class MapReport:
             rest = f" and {len(self.unused) - _SHOWN} more" if len(self.unused) > _SHOWN else ""
             faults.append(
                 f"the map has no use for {names}{rest}, in whole or in part; take a map that has, "
-                "or leave tensors behind by name with --drop PATTERN (drop=)"
+                "or leave tensors behind by name with "
             )
         if faults:
-            raise LayoutError("; ".join(faults))
+            raise LayoutError("; ".join(faults), *[Argument("drop")] * bool(self.unused))
 
 
 def check_map(

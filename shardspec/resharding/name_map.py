@@ -351,8 +351,8 @@ class NameMap:
         if unknown:
             root = unknown_root(unknown[0], self.sizes)
             return (
-                f"the size {root!r} is not known; give the model's config.json, as --sizes does "
-                "(with_sizes)"
+                f"the size {root!r} is not known; give the model's sizes, as its config.json has "
+                "them"
             )
         return in_words_of_config(error.problem, self.sizes)
 

@@ -205,7 +205,7 @@ FORMS: dict[str, dict[str, Any]] = {
     "ranks/model_world_size_2_rank_1.pt": {},
     "bin": {},
     "sharded": {"ranks": 1},
-    "megatron": {"ranks": 2, "rules": {"w": "[R]"}},
+    "megatron": {"ranks": 2, "source_rules": {"w": "[R]"}},
 }
 """Folder or file name to what has to be said to open it."""
 

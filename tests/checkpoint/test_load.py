@@ -21,7 +21,7 @@ from shardspec import (
 from shardspec.checkpoint.open import open_checkpoint
 from shardspec.checkpoint.read_boxes import Buffers, read_box_into
 from shardspec.checkpoint.store import OpenFiles
-from shardspec.errors import CheckpointError, LayoutError, ShardSpecError
+from shardspec.errors import CheckpointError, LayoutError
 from tests.checkpoint.handmade import all_specs, handmade, sample
 
 
@@ -269,22 +269,3 @@ def test_loading_into_tensors_that_are_there(tmp_path):
 
 def pending():
     return Layout(DeviceMesh(range(2), (2,)), "[R|P0]", (7,), "float32")
-
-
-def test_former_names_of_arguments_are_taken_with_a_warning(tmp_path):
-    mesh = DeviceMesh(range(2), (2,))
-    former: Any = load_sharded
-    save_sharded({"w": torch.arange(4)}, tmp_path)
-    with pytest.warns(
-        DeprecationWarning, match="load_sharded takes device_mesh= in place of mesh="
-    ):
-        loaded = former(tmp_path, mesh=mesh)
-    assert loaded["w"].layout.mesh == mesh
-    with pytest.warns(DeprecationWarning, match="takes rules= in place of specs="):
-        loaded = former(tmp_path, mesh, specs={"w": "[S0]"})
-    assert str(loaded["w"].layout.spec) == "[S0]"
-    with (
-        pytest.warns(DeprecationWarning, match="specs="),
-        pytest.raises(ShardSpecError, match="given both rules= and specs=; leave out specs="),
-    ):
-        former(tmp_path, mesh, {"w": "[R]"}, specs={"w": "[S0]"})

@@ -178,11 +178,11 @@ def test_an_interrupt_leaves_the_old_output_and_no_other_file(tmp_path):
     assert names_in(tmp_path) == ["ckpt", "out"]
 
 
-def test_an_existing_output_is_kept_unless_forced(tmp_path):
+def test_an_existing_output_is_kept_unless_it_is_to_be_overwritten(tmp_path):
     ckpt = handmade(sample()).write(tmp_path / "ckpt")
     out = tmp_path / "out"
     out.write_text("precious")
-    with pytest.raises(OutputExistsError, match=r"out: exists; .*--force"):
+    with pytest.raises(OutputExistsError, match=r"out: exists; .*with overwrite=True"):
         merge(ckpt, out)
     assert out.read_text() == "precious"
     merge(ckpt, out, overwrite=True)
@@ -401,7 +401,7 @@ def test_files_that_contradict_each_other(tmp_path):
     with pytest.raises(
         CheckpointError,
         match=r"model-00001-of-00003.safetensors and model-00003-of-00003.safetensors have "
-        r"different metadata under 'kind'.*--no-metadata \(metadata=False\)",
+        r"different metadata under 'kind'.*with metadata=False",
     ):
         merge(source, tmp_path / "out.safetensors")
     assert not (tmp_path / "out.safetensors").exists()

@@ -204,7 +204,7 @@ def test_outputs_that_cannot_be(forms, counted):
     CountingStore.copies[:] = [False]
     merge(own, f"{counted}/x")
     before = fsspec.filesystem("counted").cat_file(f"{counted}/x")
-    line = failed("merge", own, "-o", f"{counted}/x", "--dtype", "bf16", "--force")
+    line = failed("merge", own, "-o", f"{counted}/x", "--dtype", "bf16", "--overwrite")
     assert "x: cannot be replaced: this store copies nothing" in line
     assert names(counted) == ["x"]
     assert fsspec.filesystem("counted").cat_file(f"{counted}/x") == before

@@ -1,10 +1,8 @@
 """Any mesh to any other, on disk."""
 
 import json
-import warnings
 from itertools import product
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -14,7 +12,7 @@ from shardspec import DeviceMesh, DTensor, Layout, load_sharded, merge, reshard,
 from shardspec.checkpoint.formats.tensor_parallel import cut_rules
 from shardspec.checkpoint.verify import verify_checkpoint
 from shardspec.cli.checkpoint_options import read_rules
-from shardspec.errors import CheckpointError, LayoutError, OutputExistsError, ShardSpecError
+from shardspec.errors import CheckpointError, LayoutError, OutputExistsError
 from tests.checkpoint.handmade import all_specs
 from tests.checkpoint.writers.states import check_same, save, state
 
@@ -80,7 +78,7 @@ def test_like_another_checkpoint(tmp_path):
     wanted = json.loads((like / "sharding_info.json").read_text())
     assert info["mesh"] == wanted["mesh"]
     assert info["tensors"] == wanted["tensors"]
-    with pytest.raises(CheckpointError, match="does not say its mesh and specs; give --mesh"):
+    with pytest.raises(CheckpointError, match="does not say its mesh and specs; give device_mesh="):
         reshard(like, tmp_path / "out2", like=tmp_path / "model.safetensors")
     with pytest.raises(CheckpointError, match=r"has no tensor 'x\.a' that says how to shard it"):
         reshard(like, tmp_path / "out2", like=like, rename=[("^", "x.")])
@@ -150,32 +148,6 @@ def test_an_output_that_exists(tmp_path):
         with pytest.raises(CheckpointError, match="holds the checkpoint itself"):
             reshard(ckpt, bad, device_mesh=mesh, overwrite=True)
     assert load_sharded(ckpt)["w"].to_global().tolist() == [1] * 4
-
-
-def test_former_names_of_arguments_are_taken_with_a_warning(tmp_path):
-    mesh = DeviceMesh(range(2), (2,))
-    former_merge: Any = merge
-    former_reshard: Any = reshard
-    save_sharded({"w": torch.arange(4)}, tmp_path / "ckpt")
-    with warnings.catch_warnings(record=True) as warned:
-        warnings.simplefilter("always")
-        former_reshard(tmp_path / "ckpt", tmp_path / "dcp", mesh=mesh, form="dcp", force=False)
-        former_merge(tmp_path / "dcp", tmp_path / "out", form="torch", force=True)
-        former_merge(tmp_path / "dcp", tmp_path / "out", force=True)
-    words = [str(warning.message).split(",")[0] for warning in warned]
-    assert words == [
-        "reshard takes device_mesh= in place of mesh=",
-        "reshard takes format= in place of form=",
-        "reshard takes overwrite= in place of force=",
-        "merge takes format= in place of form=",
-        *["merge takes overwrite= in place of force="] * 2,
-    ]
-    assert {warning.filename for warning in warned} == {__file__}
-    with (
-        pytest.warns(DeprecationWarning, match="takes overwrite="),
-        pytest.raises(ShardSpecError, match="given both overwrite= and force=; leave out force="),
-    ):
-        former_merge(tmp_path / "dcp", tmp_path / "out", overwrite=True, force=True)
 
 
 @pytest.mark.parametrize(

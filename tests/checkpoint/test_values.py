@@ -220,11 +220,13 @@ def test_resharding_keeps_or_refuses(saved, tmp_path, source, target):
     lost = set(FOREIGN)
     if source == "own" or (target == "dcp" and source.startswith("dcp")):
         lost = set()
-        with pytest.raises(CheckpointError, match=r"no entry is lost .*--drop-values"):
+        with pytest.raises(CheckpointError, match=r"no entry is lost .*drop_values=True"):
             reshard(saved[source], out, format=target, drop_values=True, **options)
     else:
         for name in sorted(FOREIGN)[:1]:
-            with pytest.raises(CheckpointError, match=f"'{name}' .*would be lost.*--drop-values"):
+            with pytest.raises(
+                CheckpointError, match=f"'{name}' .*would be lost.*drop_values=True"
+            ):
                 reshard(saved[source], out, format=target, **options)
         assert not out.exists()
     report = reshard(saved[source], out, format=target, drop_values=bool(lost), **options)

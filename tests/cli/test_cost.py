@@ -179,7 +179,7 @@ def test_bytes_that_are_no_text_are_an_error_of_their_line(tmp_path):
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["[R,R]"], "'[R,R]' has no partner; give specs in pairs FROM TO; see 'shardspec cost -h'"),
+        (["[R,R]"], "specs come in pairs FROM TO; '[R,R]' has no TO; see 'shardspec cost -h'"),
         (
             [],
             "nothing to price; give specs in pairs FROM TO, or --pairs FILE; "

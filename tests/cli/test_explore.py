@@ -130,5 +130,5 @@ def test_existing_file_is_kept(tmp_path):
     path.write_text("mine")
     done = run(*SMALL, "-o", str(path))
     assert (done.exit_code, path.read_text()) == (3, "mine")
-    assert run(*SMALL, "-o", str(path), "--force").exit_code == 0
+    assert run(*SMALL, "-o", str(path), "--overwrite").exit_code == 0
     assert path.read_text("utf-8").startswith("<!DOCTYPE html>")

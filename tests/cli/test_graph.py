@@ -60,10 +60,10 @@ def test_a_file_is_replaced_only_on_demand(tmp_path):
     result = run(*PLAIN, "-o", path)
     assert (result.exit_code, result.stdout) == (3, "")
     assert result.stderr == (
-        f"Error: {path}: exists; choose another name, or overwrite it with --force\n"
+        f"Error: {path}: exists; choose another name, or overwrite it with --overwrite\n"
     )
     assert path.read_text() == "mine"
-    assert run(*PLAIN, "-o", path, "--force").exit_code == 0
+    assert run(*PLAIN, "-o", path, "--overwrite").exit_code == 0
     assert path.read_text().startswith("digraph ")
 
 

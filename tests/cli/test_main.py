@@ -1,5 +1,6 @@
 """The command line as a whole: help, versions, exit codes, and what it does not import."""
 
+import ast
 import gc
 import re
 import subprocess
@@ -7,11 +8,13 @@ import sys
 from importlib.metadata import version
 from pathlib import Path
 
+import click
 import pytest
 from click.testing import CliRunner
 
 import shardspec.cli
-from shardspec.cli.main import cli
+from shardspec.cli.main import cli, option_text
+from shardspec.text import Argument
 from tests.checkpoint.handmade import handmade, sample
 
 # Whatever a module beside these calls a command.
@@ -56,6 +59,63 @@ def test_the_help_of_each_command_agrees_with_its_line_in_the_list_and_has_examp
         assert (result.exit_code, result.stderr) == (0, "")
         assert f"Usage: shardspec {command} " in result.stdout
         assert f"shardspec {command} " in result.stdout.partition("Examples:")[2]
+
+
+def test_help_lists_commands_by_task():
+    groups = run("-h").stdout.partition("Commands:\n")[2].split("\n\n")
+    assert [re.findall(r"^  ([\w-]+)", group, re.MULTILINE) for group in groups][:6] == [
+        ["plan", "cost"],
+        ["show", "convert", "graph", "explore"],
+        ["inspect", "verify", "diff"],
+        ["merge", "reshard"],
+        ["check-map", "plan-state"],
+        ["presets", "profile"],
+    ]
+
+
+def library():
+    """Yield the path and the syntax tree of every module but those of the command line."""
+    root = Path(shardspec.__file__).parent
+    for path in root.rglob("*.py"):
+        if root / "cli" not in path.parents:
+            yield path, ast.parse(path.read_text("utf-8"))
+
+
+def options():
+    """Return the names of the options of all commands."""
+    commands = [cli.get_command(click.Context(cli), name) for name in COMMANDS]
+    return {
+        name
+        for command in filter(None, commands)
+        for parameter in command.params
+        if isinstance(parameter, click.Option)
+        for name in parameter.opts
+        if name.startswith("--")
+    }
+
+
+def test_an_argument_that_a_message_names_is_an_option_at_the_command_line():
+    named = {
+        ast.unparse(call)
+        for _, tree in library()
+        for call in ast.walk(tree)
+        if isinstance(call, ast.Call) and ast.unparse(call.func) == "Argument"
+    }
+    assert len(named) > 10
+    for text in named:
+        argument = eval(text, {"Argument": Argument, "name": "ranks", "count": 3, "states": "abc"})
+        assert option_text(argument).split()[0] in options(), text
+    assert option_text(Argument("ranks", 1)) == "--ranks 1"
+    assert option_text(Argument("overwrite", value=True)) == "--overwrite"
+    assert option_text(Argument("sidecars", value=False)) == "--no-sidecars"
+
+
+def test_the_library_does_not_speak_of_options():
+    ours = re.compile("|".join(rf"(?<!\w){option}\b(?!-)" for option in options()))
+    for path, tree in library():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                assert not ours.search(node.value), f"{path}:{node.lineno}: {node.value}"
 
 
 def test_no_command_shows_the_help():
@@ -151,7 +211,8 @@ def test_python_m_shardspec_is_the_same_command():
 LIGHT = """
 import sys
 import shardspec.cli
-from shardspec.cli.main import cli
+from shardspec.cli.main import cli, option_text
+from shardspec.text import Argument
 try:
     cli(sys.argv[1:])
 except SystemExit as end:

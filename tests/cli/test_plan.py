@@ -258,6 +258,11 @@ def test_no_sizes(text):
     ("args", "message"),
     [
         (
+            "[S0] [R] --mesh 2 --target-mesh 4 --shape 4 --max-bytes 1KB",
+            "--max-bytes bounds conversions on one mesh; leave it out, or --target-mesh; "
+            "see 'shardspec plan -h'",
+        ),
+        (
             "[S0] [R] --mesh 2 --shape 4 --alternatives 0",
             "Invalid value for '--alternatives': 0 is not in the range 1<=x<=100; "
             "see 'shardspec plan -h'",

@@ -25,7 +25,7 @@ def test_to_another_mesh_and_back(tmp_path):
     )  # fmt: skip
     assert (result.exit_code, result.stderr) == (0, "")
     report = json.loads(result.stdout)
-    assert (report["form"], report["tensors"], len(report["files"])) == ("shardspec", 2, 6)
+    assert (report["format"], report["tensors"], len(report["files"])) == ("shardspec", 2, 6)
     shown = run("inspect", tmp_path / "cut").stdout
     assert "saved on mesh dp=2,tp=4 (8 devices)" in shown
     assert "[S(tp),R]" in shown
@@ -95,7 +95,7 @@ def test_values_that_would_be_lost_are_named_and_dropped_if_asked(tmp_path):
     assert re.fullmatch(r"Error: .*'seen' would be lost.*--drop-values.*--exclude\n", lost.stderr)
     kept = run("reshard", ckpt, *to, "--drop-values", "--json")
     assert json.loads(kept.stdout)["left_out"] == ["seen"]
-    assert "epoch       3" in run("inspect", tmp_path / "out").stdout
+    assert "epoch         3" in run("inspect", tmp_path / "out").stdout
     difference = run("diff", ckpt, tmp_path / "out")
     assert difference.exit_code == 3
     assert difference.stdout.startswith("value 'seen' is only in ")
@@ -104,5 +104,5 @@ def test_values_that_would_be_lost_are_named_and_dropped_if_asked(tmp_path):
     assert (same.exit_code, same.stdout) == (0, "no difference: 1 tensor, 8 B, and 1 value\n")
     verified = run("verify", ckpt, "--against", tmp_path / "out")
     assert (verified.exit_code, "value 'seen' is only in" in verified.stderr) == (3, True)
-    idle = run("reshard", ckpt, *to, "--force", "--drop-values", "--exclude", "seen")
+    idle = run("reshard", ckpt, *to, "--overwrite", "--drop-values", "--exclude", "seen")
     assert (idle.exit_code, "no entry is lost" in idle.stderr) == (3, True)

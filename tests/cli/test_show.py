@@ -155,5 +155,5 @@ def test_existing_file_is_kept(tmp_path):
     path.write_text("mine")
     done = run(*ROWS, "-o", str(path))
     assert (done.exit_code, path.read_text()) == (3, "mine")
-    assert run(*ROWS, "-o", str(path), "--force").exit_code == 0
+    assert run(*ROWS, "-o", str(path), "--overwrite").exit_code == 0
     assert path.read_text().startswith("<svg ")

@@ -173,7 +173,6 @@ _WRITE: Final[_Values] = {
     "--dtype": _DTYPE,
     "--threads": _any_of("1", "2", "0"),
     "--overwrite": None,
-    "--force": None,
     "--no-verify": None,
     "--dry-run": None,
     "--quiet": None,
@@ -217,7 +216,7 @@ _COMMANDS: Final[dict[str, tuple[list[Callable[[_Random], str]], _Values, _Value
     "graph": (
         [],
         {"--mesh": _axes},
-        {**_CLUSTER, **_TENSOR, "--dims": _small, "-o": _OUT, "--force": None, "--json": None},
+        {**_CLUSTER, **_TENSOR, "--dims": _small, "-o": _OUT, "--overwrite": None, "--json": None},
     ),
     "explore": ([], {"--mesh": _size, "--shape": _size, "-o": _OUT}, {"--links": _LINKS}),
     "presets": ([], {}, {"--json": None}),

@@ -39,12 +39,17 @@ def _limit(num_bytes: int) -> None:
 
 
 def _small(
-    operation: Operation, stage: Stage, num_bytes: int, force: bool, counted: bool, mounted: bool
+    operation: Operation,
+    stage: Stage,
+    num_bytes: int,
+    overwrite: bool,
+    counted: bool,
+    mounted: bool,
 ) -> None:
     stage.clear()
     if mounted:
         assert _mount(stage.folder, ("-o", f"remount,size={2 * _SIZES * _PAGE}"))
-    if force:
+    if overwrite:
         operation.act(stage.inputs[0], stage.out, False)
     used = sum(path.stat().st_blocks * 512 for path in stage.folder.rglob("*") if path.is_file())
     if mounted:
@@ -55,7 +60,7 @@ def _small(
             vars(os)["fstatvfs"] = _counts_nothing
         if not mounted:
             _limit(num_bytes)
-        operation.act(stage.inputs[1], stage.out, force)
+        operation.act(stage.inputs[1], stage.out, overwrite)
 
     end = Fork(act).end()
     version = stage.version(operation)
@@ -65,8 +70,8 @@ def _small(
     else:
         message = one_line(end)
         assert "No space left" in message or "File too large" in message, message
-        assert version == (0 if force else None)
-        if force:
+        assert version == (0 if overwrite else None)
+        if overwrite:
             stage.clean()
         else:
             assert stage.names() in ([], ["out"] if operation.in_place else []), stage.names()
@@ -78,15 +83,16 @@ def _each(operations: Sequence[Operation], place: Path, every: int) -> Iterator[
     try:
         turn = 0
         for operation in operations:
-            for force in (False, True):
+            for overwrite in (False, True):
                 for pages in range(1, _SIZES + 1):
                     for counted in (True, False):
                         turn += 1
                         if turn % every:
                             continue
-                        label = f"{operation.name}{' --force' if force else ''} on {pages} pages"
+                        option = " --overwrite" if overwrite else ""
+                        label = f"{operation.name}{option} on {pages} pages"
                         size = pages * _PAGE
-                        act = partial(_small, operation, stage, size, force, counted, mounted)
+                        act = partial(_small, operation, stage, size, overwrite, counted, mounted)
                         yield Case(label if mounted else f"{label}, by a limit", act)
     finally:
         if mounted:

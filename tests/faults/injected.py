@@ -98,7 +98,9 @@ class _Wrapped:
         return call(*args, **kwargs)
 
 
-def _counted(operation: Operation, stage: Stage, names: Sequence[str], force: bool) -> list[str]:
+def _counted(
+    operation: Operation, stage: Stage, names: Sequence[str], overwrite: bool
+) -> list[str]:
     """Return the names of all calls, in order."""
     met: list[str] = []
 
@@ -110,35 +112,35 @@ def _counted(operation: Operation, stage: Stage, names: Sequence[str], force: bo
 
     def act() -> None:
         _Wrapped(1, note, names, on=True).install()
-        operation.act(stage.inputs[1], stage.out, force)
+        operation.act(stage.inputs[1], stage.out, overwrite)
         (stage.folder.parent / "calls").write_text(" ".join(met))
 
     assert Fork(act).end() == DONE
     return (stage.folder.parent / "calls").read_text().split()
 
 
-def _set(operation: Operation, stage: Stage, force: bool) -> None:
+def _set(operation: Operation, stage: Stage, overwrite: bool) -> None:
     """Start anew: with an older output if it is to be replaced."""
     stage.clear()
-    if force:
+    if overwrite:
         operation.act(stage.inputs[0], stage.out, False)
 
 
 def _faulty(
     operation: Operation,
     stage: Stage,
-    force: bool,
+    overwrite: bool,
     wrapped: _Wrapped,
     hit: str,
     ends: Sequence[str],
 ) -> None:
     """Run with a fault; check the end, what is there then, and that the next run is well."""
-    _set(operation, stage, force)
-    old = 0 if force else None
+    _set(operation, stage, overwrite)
+    old = 0 if overwrite else None
 
     def act() -> None:
         wrapped.install()
-        operation.act(stage.inputs[1], stage.out, force)
+        operation.act(stage.inputs[1], stage.out, overwrite)
 
     end = Fork(act).end()
     if end not in (DONE, KILLED):
@@ -172,9 +174,9 @@ def _each(
     stage = Stage(place)
     turn = 0
     for operation in operations:
-        for force in (False, True):
-            _set(operation, stage, force)
-            calls = _counted(operation, stage, names, force)
+        for overwrite in (False, True):
+            _set(operation, stage, overwrite)
+            calls = _counted(operation, stage, names, overwrite)
             assert len(calls) > 5, calls
             for label, happens, to, on, ends in faults:
                 for number, name in enumerate(calls, 1):
@@ -186,10 +188,10 @@ def _each(
                         # Counted among those that fail from here on.
                         number = sum(other in to for other in calls[:number])
                         wrapped = _Wrapped(number, happens, to, on=True)
-                    what = f"{operation.name}{' --force' if force else ''}"
+                    what = f"{operation.name}{' --overwrite' if overwrite else ''}"
                     yield Case(
                         f"{what}: {label} {name}, call {number} of {len(calls)}",
-                        partial(_faulty, operation, stage, force, wrapped, name, ends),
+                        partial(_faulty, operation, stage, overwrite, wrapped, name, ends),
                     )
 
 

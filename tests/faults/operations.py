@@ -92,28 +92,28 @@ class Stage:
                 assert listed, f"{path.name} is left"
 
 
-def _merge(source: Path, out: Path, force: bool) -> object:
-    return merge(source, out, format="safetensors", overwrite=force)
+def _merge(source: Path, out: Path, overwrite: bool) -> object:
+    return merge(source, out, format="safetensors", overwrite=overwrite)
 
 
-def _unverified(source: Path, out: Path, force: bool) -> object:
-    return merge(source, out, format="safetensors", overwrite=force, verify=False)
+def _unverified(source: Path, out: Path, overwrite: bool) -> object:
+    return merge(source, out, format="safetensors", overwrite=overwrite, verify=False)
 
 
-def _huggingface(source: Path, out: Path, force: bool) -> object:
-    return merge(source, out, max_shard_bytes=150, overwrite=force)
+def _huggingface(source: Path, out: Path, overwrite: bool) -> object:
+    return merge(source, out, max_shard_bytes=150, overwrite=overwrite)
 
 
-def _dcp(source: Path, out: Path, force: bool) -> object:
-    return merge(source, out, format="dcp", overwrite=force)
+def _dcp(source: Path, out: Path, overwrite: bool) -> object:
+    return merge(source, out, format="dcp", overwrite=overwrite)
 
 
-def _torch(source: Path, out: Path, force: bool) -> object:
-    return merge(source, out, format="torch", overwrite=force)
+def _torch(source: Path, out: Path, overwrite: bool) -> object:
+    return merge(source, out, format="torch", overwrite=overwrite)
 
 
-def _reshard(source: Path, out: Path, force: bool) -> object:
-    return reshard(source, out, device_mesh=_MESH, rules=SPECS, overwrite=force)
+def _reshard(source: Path, out: Path, overwrite: bool) -> object:
+    return reshard(source, out, device_mesh=_MESH, rules=SPECS, overwrite=overwrite)
 
 
 def _loaded(source: Path) -> "dict[str, DTensor]":
@@ -122,10 +122,10 @@ def _loaded(source: Path) -> "dict[str, DTensor]":
     return load_sharded(source, _MESH, SPECS)
 
 
-def _save(source: Path, out: Path, force: bool) -> None:
+def _save(source: Path, out: Path, overwrite: bool) -> None:
     from shardspec.checkpoint.save import save_sharded
 
-    save_sharded(_loaded(source), out, overwrite=force)
+    save_sharded(_loaded(source), out, overwrite=overwrite)
 
 
 def warm(place: Path) -> None:

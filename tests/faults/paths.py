@@ -209,23 +209,23 @@ def _outputs(fresh: Callable[[], Path]) -> Iterator[Case]:
         ("by a linked folder", lambda f: _linked(f.parent, f.parent.parent / "link") / f.name),
     )
     for label, disguise in disguises:
-        for force in (["--force"], []):
+        for overwrite in (["--overwrite"], []):
             folder = fresh()
             (folder / "in" / "x").mkdir(parents=True)
             file = plain(folder / "in" / "single.safetensors")
-            args = ["merge", file, "-o", disguise(file), *force]
-            yield Case(f"output = input, {label} {force}", partial(_output, folder, args))
+            args = ["merge", file, "-o", disguise(file), *overwrite]
+            yield Case(f"output = input, {label} {overwrite}", partial(_output, folder, args))
         folder = fresh()
         file = own(folder / "own") / _RANK
         (folder / "own" / "x").mkdir()
-        args = ["merge", file.parent, "-o", disguise(file), "--force"]
+        args = ["merge", file.parent, "-o", disguise(file), "--overwrite"]
         yield Case(f"output = file of a rank, {label}", partial(_output, folder, args))
     for name in (_INFO, ".", "", "..", "/"):
         folder = fresh()
         source = own(folder / "own")
-        args = ["merge", source, "-o", source / name, "--force"]
+        args = ["merge", source, "-o", source / name, "--overwrite"]
         yield Case(f"output = input / {name!r}", partial(_output, folder, args))
-        args = ["reshard", source, "-o", source / name, "--mesh", "2", "--force"]
+        args = ["reshard", source, "-o", source / name, "--mesh", "2", "--overwrite"]
         yield Case(f"resharded output = input / {name!r}", partial(_output, folder, args))
     for name in ("no/out", "file/out", "x" * 300, "loop", "loop/out", "dir", "fifo", "sock"):
         for what in (["merge"], ["reshard", "--mesh", "2"], ["merge", "--max-shard-size", "1MB"]):
@@ -238,7 +238,7 @@ def _outputs(fresh: Callable[[], Path]) -> Iterator[Case]:
             os.mkfifo(folder / "fifo")
             (folder / "sock").write_text("x")
             _socket(folder / "sock")
-            args = [what[0], source, "-o", folder / name, *what[1:], "--force"]
+            args = [what[0], source, "-o", folder / name, *what[1:], "--overwrite"]
             yield Case(f"{what}: output {name[:9]!r}", partial(_output, folder, args))
     for where in ("input", "output", "both"):
         for act in (merge, reshard):
@@ -249,7 +249,7 @@ def _outputs(fresh: Callable[[], Path]) -> Iterator[Case]:
             yield Case(f"{act.__name__}: NUL in {where}", partial(_nul, act, source, out))
     for device in ("/dev/null", "/dev/full", "/proc/out", "/proc/self/mem", "/sys/out"):
         folder = fresh()
-        args = ["merge", plain(folder / "single.safetensors"), "-o", device, "--force"]
+        args = ["merge", plain(folder / "single.safetensors"), "-o", device, "--overwrite"]
         yield Case(f"output {device}", partial(_output, folder, args))
     for like in ("no", "file", "fifo", "dir"):
         for option in ("--rules", "--like"):

@@ -18,7 +18,7 @@ _MOST: Final = 8
 _TOLD: Final = ("another run is", "another run has", "exists;", "holds a finished save;")
 
 
-def _race(operation: Operation, stage: Stage, count: int, force: bool, old: bool) -> None:
+def _race(operation: Operation, stage: Stage, count: int, overwrite: bool, old: bool) -> None:
     stage.clear()
     if old:
         operation.act(stage.inputs[-1], stage.out, False)
@@ -28,7 +28,7 @@ def _race(operation: Operation, stage: Stage, count: int, force: bool, old: bool
         os.close(go)
         # Ends when the last one that could write has closed it.
         os.read(wait, 1)
-        operation.act(stage.inputs[number], stage.out, force)
+        operation.act(stage.inputs[number], stage.out, overwrite)
 
     forks = [Fork(partial(act, number)) for number in range(count)]
     os.close(wait)
@@ -38,12 +38,12 @@ def _race(operation: Operation, stage: Stage, count: int, force: bool, old: bool
     for end in ends:
         if end != DONE:
             assert any(text in one_line(end) for text in _TOLD), end
-    if old and not force:
+    if old and not overwrite:
         assert winners == []
         assert stage.version(operation) == len(stage.inputs) - 1
     else:
         assert winners
-        assert force or len(winners) == 1, winners
+        assert overwrite or len(winners) == 1, winners
         assert stage.version(operation) in winners
     stage.clean()
 
@@ -54,13 +54,14 @@ def _rounds(operations: Sequence[Operation], rounds: int, place: Path) -> Iterat
     for number in range(rounds):
         operation = operations[number % len(operations)]
         count = 2 + number % (_MOST - 1)
-        force, old = rng.choice(
+        overwrite, old = rng.choice(
             ((False, False), (False, False), (True, False), (True, True), (False, True))
         )
         label = (
-            f"{count} x {operation.name}{' --force' if force else ''}{', one there' if old else ''}"
+            f"{count} x {operation.name}{' --overwrite' if overwrite else ''}"
+            f"{', one there' if old else ''}"
         )
-        yield Case(label, partial(_race, operation, stage, count, force, old))
+        yield Case(label, partial(_race, operation, stage, count, overwrite, old))
 
 
 def writers(place: Path, whole: bool) -> Iterator[Case]:

@@ -135,7 +135,7 @@ def folder(tmp_path):
 
 
 def test_wherever_a_map_is_taken_what_it_has_no_use_for_is_refused_or_dropped(folder, tmp_path):
-    names, says = load_map("llama-hf-to-fused", SIZES), f"no use for '{Q_NORM}'.*--drop PATTERN"
+    names, says = load_map("llama-hf-to-fused", SIZES), f"no use for '{Q_NORM}'.*by name with drop="
     layouts = {
         n: Layout(MESH, f"[{','.join('R' * len(s))}]", s, "float32")
         for n, s in {**SHAPES, Q_NORM: (2,)}.items()

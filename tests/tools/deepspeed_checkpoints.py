@@ -267,7 +267,7 @@ def resumed_equally(run: Path) -> None:
         assert plain(one) == plain(other), name
     merged = []
     for at in (run, ours):
-        shardspec("merge", at, "-o", f"{ours}.safetensors", "--force")
+        shardspec("merge", at, "-o", f"{ours}.safetensors", "--overwrite")
         merged.append(load_file(f"{ours}.safetensors"))
     before, after = merged
     assert all(before[f"optimizer.step.{name}"] == 2 for name in TRAINED)

@@ -30,6 +30,7 @@ from shardspec.checkpoint.formats import safetensors
 from shardspec.checkpoint.formats.names import DCP_HF, DCP_HF_SHARD, is_data_file, is_index
 from shardspec.checkpoint.store import file_inside, prefetch_depth, prefetch_map
 from shardspec.errors import CheckpointError
+from shardspec.text import Argument
 
 _Shards: TypeAlias = dict[tuple[int, int], Path]
 """Files by the number of the rank, from 1, and that of the merged file."""
@@ -93,7 +94,7 @@ def open_dcp_hf(directory: Path, *, ranks: int | None = None) -> Catalog:
             _check_chunks(directory, tensor, count)
         found.notes = (
             f"took it that {count} ranks have written it: their shards leave no gap, but no file "
-            f"says that there was no later one; --ranks {count} checks the number",
+            "says that there was no later one; give the number of ranks to have it checked",
         )
     return found
 
@@ -148,8 +149,8 @@ def _check_ranks(directory: Path, known: set[int], ranks: int | None) -> None:
         lacks = "" if missing is None else f"; shard {missing} is not there"
         raise CheckpointError(
             f"{directory}: holds shards of {count} rank{'s' * (count > 1)}, but {due}{lacks}; "
-            "restore what is missing, or say how many ranks had something to write: --ranks "
-            f"{count} (ranks={count})"
+            "restore what is missing, or say how many ranks had something to write: ",
+            Argument("ranks", count),
         )
 
 
@@ -168,6 +169,6 @@ def _check_chunks(directory: Path, tensor: StoredTensor, ranks: int) -> None:
         raise CheckpointError(
             f"{directory}: tensor {tensor.name!r} is cut into {len(lengths) + 1} parts along dim "
             f"{dim}, of {length} to {last} elements, as torch does not cut {size} for {ranks} "
-            "ranks, so that a shard may be missing; restore it, or say how many have written: "
-            "--ranks N (ranks=N)"
+            "ranks, so that a shard may be missing; restore it, or say how many have written: ",
+            Argument("ranks"),
         )

@@ -35,6 +35,7 @@ from shardspec.checkpoint.store import file_inside
 from shardspec.checkpoint.torch_files.unpickler import Names, Record, record_class
 from shardspec.errors import CheckpointError
 from shardspec.mesh import DeviceMesh
+from shardspec.text import Argument
 
 _RANKS: Final = "tensor_model_parallel_size"
 _STAGES: Final = "pipeline_model_parallel_size"
@@ -81,7 +82,7 @@ def _number(state: TorchState, name: str) -> int | None:
 
 
 def open_megatron(
-    directory: Path, *, rules: tensor_parallel.CutRules = None, ranks: int | None = None
+    directory: Path, *, source_rules: tensor_parallel.CutRules = None, ranks: int | None = None
 ) -> Catalog:
     """Read what describes the models in the files of all ranks; not their data."""
     files = _read(directory)
@@ -111,7 +112,7 @@ def open_megatron(
             for state in states[first : first + tensor_ranks]
         ]
         chunks.append(tensor_parallel.Chunk(held, first, expert, experts))
-    tensors = tensor_parallel.merged_tensors(chunks, _rules(rules, states[0]))
+    tensors = tensor_parallel.merged_tensors(chunks, _rules(source_rules, states[0]))
     layers = {match.groups() for match in map(_DECODER.match, tensors) if match}
     said = _number(states[0], "num_layers")
     if said not in (None, len(layers)) and len({stack for stack, _ in layers}) == 1:
@@ -215,8 +216,8 @@ def _check_one_save(
     if ranks is None and None in (_number(first, _RANKS), _number(first, _STAGES)):
         raise CheckpointError(
             f"{first.path}: does not say how many ranks there were (it has no args), so that "
-            "later ones may be missing without a trace; if there were none, say so: --ranks "
-            f"{len(states)} (ranks={len(states)})"
+            "later ones may be missing without a trace; if there were none, say so: ",
+            Argument("ranks", len(states)),
         )
 
 

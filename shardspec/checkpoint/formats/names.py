@@ -139,7 +139,13 @@ FORMATS: Final = (
     Format(NATIVE, INFO_NAME, "native:open_native", (INFO_NAME,), in_parts=True, owns=INFO_NAME),
     Format(DCP, METADATA_NAME, "dcp:open_dcp", _OF_DCP, in_parts=True, owns=_OWN_DCP),
     Format(
-        *(MEGATRON, "mp_rank_00", "megatron:open_megatron", _OF_MEGATRON, ("ranks", "rules")),
+        *(
+            MEGATRON,
+            "mp_rank_00",
+            "megatron:open_megatron",
+            _OF_MEGATRON,
+            ("ranks", "source_rules"),
+        ),
         in_parts=True,
         nested=True,
     ),
@@ -165,7 +171,13 @@ FORMATS: Final = (
         in_parts=True,
     ),
     Format(
-        *(META, "consolidated.00.pth", "tensor_parallel:open_meta", (META_FILE,), ("rules",)),
+        *(
+            META,
+            "consolidated.00.pth",
+            "tensor_parallel:open_meta",
+            (META_FILE,),
+            ("source_rules",),
+        ),
         in_parts=True,
     ),
     Format(RANK_FILES, "…_rank_0.pt", "rank_files:open_rank_files", (RANK_FILE,)),

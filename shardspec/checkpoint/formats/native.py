@@ -391,7 +391,7 @@ def sharded_target(
         state_dict.encode_value(value, name)
         if name in layouts:
             raise CheckpointError(
-                f"a tensor and a part of a value would both be named {name!r}; --exclude one"
+                f"a tensor and a part of a value would both be named {name!r}; exclude one"
             )
     token = save or os.urandom(8).hex()
     by_name = {tensor.name: tensor for tensor in tensors}

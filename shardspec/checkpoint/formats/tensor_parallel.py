@@ -40,6 +40,7 @@ from shardspec.input_files import read_input_file
 from shardspec.layout.layout import Layout
 from shardspec.layout.spec import DimSpec, Part, ShardingSpec
 from shardspec.mesh import DeviceMesh
+from shardspec.text import Argument
 
 CutRules: TypeAlias = Mapping[str, object] | Path | str | None
 """Rules of a caller: none, a pattern to a spec or table, or a TOML file of these."""
@@ -140,8 +141,8 @@ class Rules(NamedTuple):
                 )
         raise CheckpointError(
             f"{path}: no rule says how tensor {name!r} is cut over tensor parallel ranks; give "
-            f'one, such as "{name}" = "[S(tp),R]", or "[R,R]" if all hold the same '
-            "(--source-rules FILE, rules=)"
+            f'one, such as "{name}" = "[S(tp),R]", or "[R,R]" if all hold the same, in ',
+            Argument("source_rules"),
         )
 
 
@@ -272,7 +273,7 @@ _TOKENS: Final = "tok_embeddings.weight"
 _KEYS: Final = "layers.0.attention.wk.weight"
 
 
-def open_meta(directory: Path, *, rules: CutRules = None) -> Catalog:
+def open_meta(directory: Path, *, source_rules: CutRules = None) -> Catalog:
     """Read what describes the tensors in the files of all ranks; not their data."""
     names = sorted(path.name for path in directory.iterdir())
     found = {int(match[1]): name for name in names if (match := META_FILE.fullmatch(name))}
@@ -298,7 +299,7 @@ def open_meta(directory: Path, *, rules: CutRules = None) -> Catalog:
     torch_file.check_no_copies(states)
     embedding = "[S(tp),R]" if shapes.get(_TOKENS, ())[1:] == width else "[R,S(tp)]"
     shipped = shipped_rules("meta_llama") | {_TOKENS: ShardingSpec.parse(embedding)}
-    tensors = merged_tensors([Chunk(states)], Rules(cut_rules(rules), shipped))
+    tensors = merged_tensors([Chunk(states)], Rules(cut_rules(source_rules), shipped))
     extras: dict[str, object] = {}
     if META_PARAMS in names:
         extras = _params(file_inside(directory, META_PARAMS, directory), tensors)

@@ -221,6 +221,6 @@ def test_a_shard_under_a_plain_name(tmp_path):
 def test_what_is_added_needlessly_is_refused(tmp_path):
     ckpt = write(tmp_path / "ckpt")
     assert refused(ckpt, ranks=2) == (
-        f"{ckpt}: ranks was given, but a checkpoint of this format (safetensors) needs none: it "
-        "says so itself; leave ranks out"
+        f"{ckpt}: ranks= was given, but a checkpoint of this format (safetensors) needs none: it "
+        "says so itself; leave it out"
     )

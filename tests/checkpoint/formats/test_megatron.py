@@ -116,7 +116,7 @@ def test_rules_of_the_caller(tmp_path):
         path.parent.mkdir(parents=True)
         torch.save({"model": model, "args": Namespace(swiglu=True)}, path)
     ckpt = tmp_path / "ckpt"
-    assert_same(read_whole(ckpt, rules=rules, ranks=2), whole)
+    assert_same(read_whole(ckpt, source_rules=rules, ranks=2), whole)
     lines = [
         '"*.fused.*" = { spec = "[S(tp),R]", parts = [4, 1, 1] }',
         '"*.wide.*" = { spec = "[R,S(tp)]", parts = [1, 3, 2] }',
@@ -124,27 +124,29 @@ def test_rules_of_the_caller(tmp_path):
     ]
     (tmp_path / "rules.toml").write_text("\n".join(lines))
     assert cut_rules(tmp_path / "rules.toml") == cut_rules(rules)
-    assert_same(read_whole(ckpt, rules=tmp_path / "rules.toml", ranks=2), whole)
-    assert refused(ckpt, ranks=2, rules={**rules, "b.*": "[S(dp)]"}) == (
+    assert_same(read_whole(ckpt, source_rules=tmp_path / "rules.toml", ranks=2), whole)
+    assert refused(ckpt, ranks=2, source_rules={**rules, "b.*": "[S(dp)]"}) == (
         "rules: the rule of 'b.*' is '[S(dp)]'; give a spec in quotes, over the axis tp alone and "
         "with nothing pending, or a table of spec and parts: the number of parts of the sharded "
         "dim, or a list of their proportions. A pattern with dots or stars has to be in quotes too"
     )
-    assert refused(ckpt, ranks=2, rules={**rules, "b.*": "[R,R]"}) == (
+    assert refused(ckpt, ranks=2, source_rules={**rules, "b.*": "[R,R]"}) == (
         "tensor 'b.weight': its rule [R,R] has 2 dims, but it has 1; give it a rule of its own"
     )
-    assert refused(ckpt, ranks=2, rules={**rules, "b.*": {"spec": "[S(tp)]", "parts": 3}}) == (
+    assert refused(
+        ckpt, ranks=2, source_rules={**rules, "b.*": {"spec": "[S(tp)]", "parts": 3}}
+    ) == (
         f"tensor 'b.weight': dim 0 has 4 elements in {ckpt}/mp_rank_00/model_optim_rng.pt, which "
         "cannot be made of parts [1, 1, 1]; correct its rule"
     )
-    assert refused(ckpt, ranks=2, rules={**rules, "*.weight": "[S(tp)]"}).startswith(
+    assert refused(ckpt, ranks=2, source_rules={**rules, "*.weight": "[S(tp)]"}).startswith(
         "tensor 'a.fused.weight' is matched by the rules ['*.fused.*', '*.weight']; narrow"
     )
     del rules["b.*"]
-    assert refused(ckpt, ranks=2, rules=rules) == (
+    assert refused(ckpt, ranks=2, source_rules=rules) == (
         f"{ckpt}/mp_rank_00/model_optim_rng.pt: no rule says how tensor 'b.weight' is cut over "
         'tensor parallel ranks; give one, such as "b.weight" = "[S(tp),R]", or "[R,R]" if '
-        "all hold the same (--source-rules FILE, rules=)"
+        "all hold the same, in source_rules="
     )
 
 
@@ -200,4 +202,4 @@ def test_the_oldest_order_of_heads_wants_a_rule(tmp_path):
         "*.query_key_value.weight": {"spec": "[S(tp),R]", "parts": 3},
         "*.query_key_value.bias": {"spec": "[S(tp)]", "parts": 3},
     }
-    assert_same(read_whole(ckpt, rules=rules), model)
+    assert_same(read_whole(ckpt, source_rules=rules), model)

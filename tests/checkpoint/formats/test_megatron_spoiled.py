@@ -46,7 +46,7 @@ def test_files_without_arguments_want_to_be_counted(saved):
     assert refused(ckpt) == (
         f"{ckpt}/mp_rank_00_000/model_optim_rng.pt: does not say how many ranks there were (it has "
         "no args), so that later ones may be missing without a trace; if there were none, say so: "
-        "--ranks 6 (ranks=6)"
+        "ranks=6"
     )
     assert refused(ckpt, ranks=8) == (
         f"{ckpt}: holds the files of 6 ranks, but 8 are said to have written some; restore what is "
@@ -60,7 +60,7 @@ def test_files_without_arguments_want_to_be_counted(saved):
         "*.linear_fc1.weight": {"spec": "[S(tp),R]", "parts": 2},
         "*.linear_fc1.bias": {"spec": "[S(tp)]", "parts": 2},
     }
-    assert_same(read_whole(ckpt, ranks=6, rules=rules), MODEL)
+    assert_same(read_whole(ckpt, ranks=6, source_rules=rules), MODEL)
 
 
 @pytest.mark.parametrize(("a", "b"), [("00_000", "01_000"), ("01_000", "01_001")])
@@ -84,7 +84,7 @@ UNSAID = [
 ]
 OPTIONS = {
     "ranks": 6,
-    "rules": {
+    "source_rules": {
         "*.linear_fc1.weight": {"spec": "[S(tp),R]", "parts": 2},
         "*.linear_fc1.bias": {"spec": "[S(tp)]", "parts": 2},
     },
@@ -146,7 +146,7 @@ def test_ranks_that_are_alike_are_no_copies(tmp_path):
         path = tmp_path / "ckpt" / f"mp_rank_{rank:02d}" / "model_optim_rng.pt"
         path.parent.mkdir(parents=True)
         torch.save({"model": {"norm": torch.arange(3.0)}}, path)
-    found = read_whole(tmp_path / "ckpt", ranks=2, rules={"norm": "[R]"})
+    found = read_whole(tmp_path / "ckpt", ranks=2, source_rules={"norm": "[R]"})
     assert_same(found, {"norm": torch.arange(3.0)})
 
 

@@ -72,10 +72,10 @@ def test_rules_of_the_caller_come_first(tmp_path):
     whole = {**model(), "layers.0.extra.weight": torch.arange(8.0)}
     place = write(tmp_path / "llama", whole, 2)
     assert "no rule says how tensor 'layers.0.extra.weight'" in refused(place)
-    assert_same(read_whole(place, rules={"*.extra.weight": "[R]"}), whole)
+    assert_same(read_whole(place, source_rules={"*.extra.weight": "[R]"}), whole)
     rules = tmp_path / "rules.toml"
     rules.write_text('"*.extra.weight" = "[R]"\n')
-    assert_same(read_whole(place, rules=rules), whole)
+    assert_same(read_whole(place, source_rules=rules), whole)
 
 
 def other_norm(place):

@@ -1,0 +1,182 @@
+"""The commands about models on paper: `shardspec check-map` and `shardspec plan-state`."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from shardspec.cli import checkpoint_options as ckpt
+from shardspec.cli import options as opts
+from shardspec.cli.output import say, say_json
+from shardspec.errors import InputFileError, LayoutError
+from shardspec.mesh import DeviceMesh
+from shardspec.text import counted, shown
+
+if TYPE_CHECKING:
+    from shardspec.checkpoint.catalog import Catalog
+    from shardspec.resharding.maps import MapReport
+    from shardspec.resharding.name_map import NameMap
+
+
+@click.command(cls=opts.Command)
+@click.argument("map", metavar="MAP")
+@click.option("--source", metavar="CKPT", required=True, help="A checkpoint, or a file of shapes.")
+@click.option("--target", metavar="CKPT", help="The same, of what is to be written.")
+@ckpt.sizes_option
+@click.option("--reverse", is_flag=True, help="Check the map the other way round.")
+@ckpt.drop_option
+@opts.json_option()
+def check_map_command(
+    map: str,
+    source: str,
+    target: str | None,
+    sizes: Path | None,
+    reverse: bool,
+    drop: tuple[str, ...],
+    as_json: bool,
+) -> None:
+    """Check that a name map writes every target element exactly once, and uses all of the source.
+
+    Exit code 3 says that it does not, or that the source lacks what the map names; the first holes
+    and overlaps, and what has no use, are printed.
+
+    Examples:
+      shardspec check-map map.toml --source ckpt --target shapes.json
+      shardspec check-map llama-hf-to-megatron --sizes config.json --source ckpt
+
+    MAP is a TOML file, or the name of a map that comes with shardspec, as llama-hf-to-megatron or,
+    by way of hf, llama-megatron-to-fused. A file of shapes has names and lists of sizes:
+    {"embed.weight": [32000, 4096]}. Without --target, the names and shapes that the map implies are
+    checked, and printed with --json.
+    """
+    from shardspec.resharding.maps import apply_map, dropped_by, report_of
+
+    before, catalog = _shapes(source)
+    dropped = dropped_by(drop, before)
+    *firsts, last = _configured(catalog, ckpt.read_maps(map, sizes, reverse=reverse))
+    for one in firsts:
+        between, dropped, report = apply_map(one, before, dropped)
+        _refuse_losses(report)
+        before = {**between, **dropped}
+    if target is None:
+        after, _, report = apply_map(last, before, dropped)
+    else:
+        after, _ = _shapes(target)
+        report = report_of(last, before, after, dropped)
+    if as_json:
+        say_json(
+            {
+                "total": bool(report),
+                "equations": len(report.equations),
+                "problems": list(report.problems),
+                "unused": list(report.unused),
+                "target": {name: list(shape) for name, shape in after.items()},
+            }
+        )
+    else:
+        say(f"{counted(len(report.equations), 'equation')} to {counted(len(after), 'tensor')}")
+        for name in report.unused:
+            say(f"not used, at least in part: {shown(name)}")
+    _refuse_losses(report)
+    if not as_json:
+        say("every element of the target is written exactly once, and the source is used up")
+
+
+def _refuse_losses(report: "MapReport") -> None:
+    try:
+        report.require_total()
+    except LayoutError as error:
+        raise InputFileError(*error.parts) from None
+
+
+def _configured(catalog: "Catalog | None", maps: "Sequence[NameMap]") -> "list[NameMap]":
+    """Return maps with what the config.json beside a checkpoint says."""
+    from shardspec.checkpoint.mapped import configured
+
+    return list(maps) if catalog is None else [configured(catalog, one) for one in maps]
+
+
+def _shapes(place: str) -> "tuple[dict[str, tuple[int, ...]], Catalog | None]":
+    """Return shapes by name, of a checkpoint or of a file of shapes; and the checkpoint."""
+    from shardspec.checkpoint.open import open_checkpoint
+    from shardspec.checkpoint.store import path_exists
+
+    if not (place.endswith(".json") and path_exists(Path(place))):
+        catalog = open_checkpoint(Path(place))
+        return {name: catalog.outline(name).shape for name in catalog.names}, catalog
+    found = {}
+    for name, sizes in ckpt.read_json(Path(place)).items():
+        if not isinstance(sizes, list) or not all(type(n) is int and n >= 0 for n in sizes):
+            raise InputFileError(f"{place}: {shown(name)} has {shown(sizes)}, no list of sizes")
+        found[name] = tuple(sizes)
+    return found, None
+
+
+@click.command(cls=opts.Command)
+@click.argument("checkpoint", type=ckpt.CHECKPOINT, metavar="CKPT")
+@opts.cluster_options
+@ckpt.rule_options
+@ckpt.map_options
+@click.option("--dtype", metavar="NAME", help="What floating-point tensors become.")
+@click.option("--max-bytes", type=opts.BYTES, help="Bytes in buckets of each device.")
+@ckpt.source_options
+@opts.json_option("Print the plan as JSON.")
+def plan_state_command(
+    checkpoint: Path,
+    cluster: opts.ClusterOptions,
+    rules: dict[str, str] | None,
+    maps: ckpt.MapOptions,
+    dtype: str | None,
+    max_bytes: int | None,
+    source: ckpt.SourceOptions,
+    as_json: bool,
+) -> None:
+    """Plan on paper how the devices of a mesh get a model from the checkpoint CKPT.
+
+    Says which device reads how much from which files. No tensor is read.
+
+    Examples:
+      shardspec plan-state ckpt --mesh 8 --rules rules.toml
+      shardspec plan-state ckpt --mesh dp=2,tp=4 --rule '*.weight' '[S(tp),R]' --json
+      shardspec plan-state ckpt --mesh 8 --map llama-hf-to-fused --sizes config.json
+    """
+    from shardspec.checkpoint.check_quantized import check_stored_plan
+    from shardspec.checkpoint.choice import Choice
+    from shardspec.checkpoint.load import stored_layouts
+    from shardspec.checkpoint.mapped import mapped
+    from shardspec.checkpoint.select import check_dropped
+    from shardspec.resharding.plan import plan_state
+
+    mesh, model = cluster.build()
+    if cluster.links is not None or cluster.profile is not None:
+        mesh = DeviceMesh(
+            mesh.ids,
+            mesh.shape,
+            axis_names=mesh.axis_names,
+            mesh_alpha=[link.latency_s + link.start_s for link in model.links],
+            mesh_beta=[link.seconds_per_byte for link in model.links],
+        )
+    (catalog,) = source.open(checkpoint)
+    check_dropped(catalog, Choice(drop=maps.drop), (), None)
+    chain = _configured(catalog, maps.read())
+    firsts, last = chain[:-1], chain[-1] if chain else None
+    if firsts:
+        # What is dropped has the names of the checkpoint, and the last map those in between.
+        catalog = mapped(catalog, firsts, Choice(drop=maps.drop))
+    stored, files = stored_layouts(catalog, max(mesh.ids) + 1)
+    plan = plan_state(
+        stored,
+        (mesh, rules or {}),
+        last,
+        dtype,
+        max_bytes,
+        drop=() if firsts else maps.drop,
+        dropped=catalog.dropped,
+    )
+    check_stored_plan(catalog, plan, last, dtype)
+    if as_json:
+        named = {str(number): name for number, name in files.items()}
+        say_json({**plan.as_dict(), "files": named})
+    else:
+        say(plan.text(files))
