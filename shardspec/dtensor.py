@@ -16,7 +16,6 @@ from shardspec.comm.process_group import communicator_of
 from shardspec.compiling import outside_graphs
 from shardspec.errors import CommunicatorError, LayoutError
 from shardspec.execution import (
-    alias_of,
     convert,
     first_of_copies,
     telling,
@@ -299,7 +298,9 @@ class DTensor(Differentiable):
             raise LayoutError(f"the plan starts from {plan.source}, but this is {self.layout}")
         with telling(self.communicator, plan.source.mesh, plan.target.mesh):
             if plan.source == plan.target and self._torch is not None:
-                return self._view(alias_of)
+                from shardspec.interop.torch_dtensor import alias_in_layout
+
+                return self._view(alias_in_layout)
             there = self.communicator.on(plan.target.mesh)
             tracked = torch.is_grad_enabled() and self.requires_grad
             shards = convert(plan, self.communicator, self.shards, tracked=tracked)

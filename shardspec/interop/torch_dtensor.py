@@ -7,7 +7,7 @@ pending mean gets an n-th here, where torch hands on the gradient of the mean.
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from functools import lru_cache
+from functools import lru_cache, partial
 from math import prod
 from typing import Any
 
@@ -240,6 +240,20 @@ def in_our_words(tensor: TorchDTensor) -> TorchDTensor:
     # torch cannot pass a gradient with a pending sum back to a masked sum; by way of the shard it
     # arrives finished.
     return _from_shard(local_of(finished), tensor.device_mesh, placements, finished.shape)
+
+
+def alias_in_layout(tensor: torch.Tensor) -> torch.Tensor:
+    """Return another tensor of the same storage, whose gradient arrives complete in its layout."""
+    assert isinstance(tensor, TorchDTensor)
+    if not torch.is_grad_enabled():
+        return tensor.detach()
+    alias: torch.Tensor = torch.ops.aten.alias.default(tensor)
+    if alias.requires_grad:
+        # torch leaves register_hook untyped.
+        alias.register_hook(  # type: ignore[no-untyped-call]
+            partial(TorchDTensor.redistribute, placements=_of_gradient(tensor.placements))
+        )
+    return alias
 
 
 def _of_gradient(placements: Sequence[Placement]) -> tuple[Placement, ...]:

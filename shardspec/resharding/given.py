@@ -72,7 +72,7 @@ def given_to(
     targets = {move.target_name: move.target for move in plan.moves}
     values = dict(plan.values)
     _check_names("the state dict", state, {*sources, *values, *plan.dropped})
-    _check_layouts("", state, sources)
+    _check_layouts("", state, sources, devices)
     for name in values.keys() & state.keys():
         if not is_plain(state[name]):
             raise LayoutError(
@@ -84,7 +84,7 @@ def given_to(
         # Plain values of it stay as they are.
         plain = [n for n in flat_out.keys() - targets.keys() if is_plain(flat_out[n])]
         _check_names("out", flat_out, {*targets, *plain})
-        _check_layouts("out", flat_out, targets)
+        _check_layouts("out", flat_out, targets, devices)
     read: dict[int, dict[str, torch.Tensor]] = {}
     filled: dict[int, dict[str, torch.Tensor]] = {}
     for device in devices:
@@ -118,10 +118,13 @@ def _check_names(where: str, values: State, planned: Iterable[str]) -> None:
         )
 
 
-def _check_layouts(where: str, values: State, planned: Mapping[str, Layout]) -> None:
-    """Compare the layouts that DTensors state with those of the plan."""
+def _check_layouts(
+    where: str, values: State, planned: Mapping[str, Layout], devices: Sequence[int]
+) -> None:
+    """Compare the layouts that DTensors state with those of the plan, where they are used."""
     for name, layout in planned.items():
-        if name in values:
+        # What others have, as a second replica of a model on a mesh of its own, is not read.
+        if name in values and any(device in layout.mesh for device in devices):
             value = values[name]
             stated = value.layout if isinstance(value, DTensor) else stated_layout(name, value)
             if stated not in (None, layout) and not same_shards(stated, layout):
