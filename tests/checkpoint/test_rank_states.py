@@ -133,8 +133,9 @@ def test_every_byte_of_a_pickle(saved, tmp_path, change):
         found, shared = outcome(path, (first, 0))
         assert found == due, at - start
         alike += shared
-    # Names of process groups, and what only torch reads of a mesh, make no difference.
-    assert 0 < alike < size // 5
+    # Names of process groups, what only torch reads of a mesh, and names of classes of objects that
+    # are left out make no difference.
+    assert 0 < alike < size // 3
 
 
 @pytest.mark.parametrize("change", [1, 0x80])

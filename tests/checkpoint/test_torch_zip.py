@@ -211,6 +211,10 @@ def test_what_torch_wrote_long_ago(path):
     assert refused(path, bytes(tar)).startswith("is in the tar format that torch wrote before")
 
 
-@pytest.mark.parametrize("data", [b"", b"x", b"PK", b"\x93NUMPY" * 50, b"\0" * 5000])
+def test_an_empty_file(path):
+    assert refused(path, b"") == "is empty; restore it"
+
+
+@pytest.mark.parametrize("data", [b"x", b"PK", b"\x93NUMPY" * 50, b"\0" * 5000])
 def test_what_torch_never_wrote(path, data):
     assert refused(path, data).startswith("is nothing that torch.save writes (it starts with ")
