@@ -76,8 +76,8 @@ def test_several_processes_write_the_same_files(tmp_path, stage):
     run = tmp_path / "run"
     write(run, 3, stage, 0)
     universal(run, tmp_path / "alone")
-    found = in_processes(partial(universal, run, tmp_path / "out"))
-    assert [answer[1] for answer in found] == [None] * 3
+    (answers,) = in_processes(tmp_path, partial(universal, run, tmp_path / "out"))
+    assert [problem for problem, *_ in answers] == [None] * 3
     names = files_in(tmp_path / "alone")
     assert files_in(tmp_path / "out") == names
     for name in names:
