@@ -220,12 +220,24 @@ def values_to_compare(
 
 
 def _entries(values: Mapping[str, object]) -> dict[str, object]:
-    """Leave out mentions of what lies beside a checkpoint."""
+    """Return entries without nesting, which formats keep otherwise; no mentions of other files."""
     return {
-        name: value
-        for name, value in values.items()
+        name: leaf
+        for key, value in values.items()
         if not (isinstance(value, OpaqueValue) and not value.inside)
+        for name, leaf in _leaves(key, value)
     }
+
+
+def _leaves(name: str, value: object) -> Iterator[tuple[str, object]]:
+    if isinstance(value, dict) and value and all(isinstance(key, str) for key in value):
+        for key, inner in value.items():
+            yield from _leaves(f"{name}.{key}", inner)
+    elif isinstance(value, list) and any(isinstance(inner, dict) for inner in value):
+        for place, inner in enumerate(value):
+            yield from _leaves(f"{name}.{place}", inner)
+    else:
+        yield name, value
 
 
 def _different_values(

@@ -194,10 +194,11 @@ class LayoutConverter:
         >>> layout = Layout(DeviceMesh(range(4), (2, 2)), "[R,R]", (64, 64), "f32")
         >>> graph = LayoutConverter().graph(layout)
         >>> ends = layout.with_spec("[S0,R]").spec, layout.with_spec("[R,S0]").spec
-        >>> [str(spec) for spec in networkx.shortest_path(graph, *ends, weight="seconds")]
-        ['[S0,R]', '[R,S0]']
-        >>> graph.edges[ends]["step"], graph.edges[ends]["bytes"]
-        (AllToAll(src_dim=0, dst_dim=1, axes=(0,), dst_axes=(0,)), 4096)
+        >>> path = networkx.shortest_path(graph, *ends, weight="seconds")
+        >>> [str(spec) for spec in path]
+        ['[S0,R]', '[R,R]', '[R,S0]']
+        >>> graph.edges[path[0], path[1]]["step"], graph.edges[path[0], path[1]]["bytes"]
+        (AllGather(dim=0, axes=(0,)), 8192)
         """
         return priced_graph(layout, self._model_of(layout.mesh))
 

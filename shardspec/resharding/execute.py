@@ -110,7 +110,7 @@ def _run_in_job(
         memory = communicator.peer_memory if home == "cpu" and not casts else None
         if memory is None:
             one.reserve()
-            communicator.gather({rank: None})  # if a rank had no memory for it, all hear of it
+        communicator.gather({rank: None})  # if a rank had no memory for it, all hear of it
         one.clear()
         try:
             if memory is not None:
@@ -147,7 +147,7 @@ def _require_no_problem(problems: Mapping[int, str], cause: Exception | None) ->
     """Raise the same on every rank if one has a problem; an error not of ours where it was."""
     failed = {peer: problem for peer, problem in problems.items() if problem}
     if cause is not None and not isinstance(cause, ShardSpecError):
-        raise cause
+        raise on_all_ranks(cause)  # they have heard of it
     if failed:
         peer, problem = next(iter(failed.items()))
         everywhere = len(set(problems.values())) == 1

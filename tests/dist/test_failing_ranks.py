@@ -8,7 +8,6 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor import distribute_tensor as distributed_by_torch
 
@@ -57,19 +56,6 @@ class _NotSent:
         raise KeyError("not to be sent")
 
 
-class _NotReceived:
-    """A value that one rank cannot make again."""
-
-    def __reduce__(self) -> tuple[Callable[[], Any], tuple[()]]:
-        return _made, ()
-
-
-def _made() -> Any:
-    if dist.get_rank() == BAD:
-        raise KeyError("not to be received")
-    return _NotReceived()
-
-
 def _raises(error: BaseException) -> Callable[..., NoReturn]:
     def act(*_: object, **__: object) -> NoReturn:
         raise error
@@ -103,10 +89,7 @@ def _cases(rank: int, place: Path) -> Iterator[tuple[str, str, Callable[[], obje
     yield "run, interrupted", "KeyboardInterrupt", lambda: plan.run(failing(stop))
     yield "run, results", "no room", lambda: patched(torch, "zeros", lambda: plan.run(state), room)
     sent = {**state, "step": _NotSent() if bad else (1, 2)}
-    yield "run, values", "not to be sent", lambda: plan.run(sent)
-    if not bad:  # what it sends itself it does not receive
-        sent = {**state, "step": _NotReceived()}
-    yield "run, received", "not to be ", lambda: plan.run(sent)
+    yield "run, values", "was a plain value when", lambda: plan.run(sent)
     yield "reshard_state", "'mine'", lambda: reshard_state(failing(mine), rules)
     wrong = _Failing(rules, TypeError("a rule")) if bad else rules
     yield "reshard_state, rules", "TypeError: a rule", lambda: reshard_state(state, wrong)
