@@ -233,9 +233,6 @@ def _leaves(name: str, value: object) -> Iterator[tuple[str, object]]:
     if isinstance(value, dict) and value and all(isinstance(key, str) for key in value):
         for key, inner in value.items():
             yield from _leaves(f"{name}.{key}", inner)
-    elif isinstance(value, list) and any(isinstance(inner, dict) for inner in value):
-        for place, inner in enumerate(value):
-            yield from _leaves(f"{name}.{place}", inner)
     else:
         yield name, value
 
