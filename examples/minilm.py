@@ -185,7 +185,7 @@ def save_in_processes(
     from torch.multiprocessing.spawn import ProcessException, start_processes
 
     # One process imports torch, and the eight are forks of it.
-    multiprocessing.set_forkserver_preload(["torch.distributed", "shardspec.dtensor"])
+    multiprocessing.set_forkserver_preload(["torch.distributed", "shardspec.tensor.dtensor"])
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="shardspec-meet-") as meeting:
         arguments = (mesh, str(Path(meeting) / "store"), original, dict(specs), checkpoint)

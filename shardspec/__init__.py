@@ -10,29 +10,21 @@ if TYPE_CHECKING:
     from shardspec.checkpoint.convert import merge as merge
     from shardspec.checkpoint.convert import reshard as reshard
     from shardspec.checkpoint.load import load_sharded as load_sharded
+    from shardspec.checkpoint.plan import plan_reshard as plan_reshard
     from shardspec.checkpoint.save import save_sharded as save_sharded
     from shardspec.comm.communicator import SimulatedCommunicator as SimulatedCommunicator
     from shardspec.comm.cost import CostModel as CostModel
     from shardspec.comm.curves import Link as Link
     from shardspec.comm.process_group import ProcessGroupCommunicator as ProcessGroupCommunicator
     from shardspec.comm.process_group import init_device_mesh as init_device_mesh
-    from shardspec.dtensor import DTensor as DTensor
-    from shardspec.dtensor import distribute_tensor as distribute_tensor
     from shardspec.errors import ShardSpecError as ShardSpecError
-    from shardspec.factories import arange as arange
-    from shardspec.factories import empty as empty
-    from shardspec.factories import full as full
-    from shardspec.factories import ones as ones
-    from shardspec.factories import rand as rand
-    from shardspec.factories import randn as randn
-    from shardspec.factories import zeros as zeros
     from shardspec.layout.converter import LayoutConverter as LayoutConverter
     from shardspec.layout.layout import Layout as Layout
     from shardspec.layout.layout import match_rules as match_rules
     from shardspec.layout.plan import ConversionPlan as ConversionPlan
     from shardspec.layout.spec import DimSpec as DimSpec
     from shardspec.layout.spec import ShardingSpec as ShardingSpec
-    from shardspec.mesh import DeviceMesh as DeviceMesh
+    from shardspec.mesh.device_mesh import DeviceMesh as DeviceMesh
     from shardspec.parallel.distribute import distribute_module as distribute_module
     from shardspec.resharding.maps import check_map as check_map
     from shardspec.resharding.name_map import NameMap as NameMap
@@ -42,37 +34,46 @@ if TYPE_CHECKING:
     from shardspec.resharding.shipped import map_chain as map_chain
     from shardspec.resharding.shipped import shipped_maps as shipped_maps
     from shardspec.resharding.trace import trace_map as trace_map
-    from shardspec.state_plans import plan_reshard as plan_reshard
-    from shardspec.torch_dtensors import redistribute as redistribute
+    from shardspec.tensor.dtensor import DTensor as DTensor
+    from shardspec.tensor.dtensor import distribute_tensor as distribute_tensor
+    from shardspec.tensor.factories import arange as arange
+    from shardspec.tensor.factories import empty as empty
+    from shardspec.tensor.factories import full as full
+    from shardspec.tensor.factories import ones as ones
+    from shardspec.tensor.factories import rand as rand
+    from shardspec.tensor.factories import randn as randn
+    from shardspec.tensor.factories import zeros as zeros
+    from shardspec.tensor.redistribute import redistribute as redistribute
     from shardspec.tracing import trace as trace
 
 _NAMES: Final = {
     "checkpoint.convert": ("merge", "reshard"),
     "checkpoint.load": ("load_sharded",),
+    "checkpoint.plan": ("plan_reshard",),
     "checkpoint.save": ("save_sharded",),
+    "comm.communicator": ("SimulatedCommunicator",),
     "comm.cost": ("CostModel",),
     "comm.curves": ("Link",),
     "comm.process_group": ("ProcessGroupCommunicator", "init_device_mesh"),
-    "comm.communicator": ("SimulatedCommunicator",),
-    "dtensor": ("DTensor", "distribute_tensor"),
     "errors": ("ShardSpecError",),
-    "factories": ("arange", "empty", "full", "ones", "rand", "randn", "zeros"),
     "layout.converter": ("LayoutConverter",),
     "layout.layout": ("Layout", "match_rules"),
     "layout.plan": ("ConversionPlan",),
     "layout.spec": ("DimSpec", "ShardingSpec"),
-    "mesh": ("DeviceMesh",),
+    "mesh.device_mesh": ("DeviceMesh",),
     "parallel.distribute": ("distribute_module",),
     "resharding.maps": ("check_map",),
     "resharding.name_map": ("NameMap",),
     "resharding.plan": ("ReshardPlan", "reshard_state"),
     "resharding.shipped": ("load_map", "map_chain", "shipped_maps"),
     "resharding.trace": ("trace_map",),
-    "state_plans": ("plan_reshard",),
-    "torch_dtensors": ("redistribute",),
+    "tensor.dtensor": ("DTensor", "distribute_tensor"),
+    "tensor.factories": ("arange", "empty", "full", "ones", "rand", "randn", "zeros"),
+    "tensor.redistribute": ("redistribute",),
     "tracing": ("trace",),
 }
 """By the module that they come from."""
+
 _HOME: Final = {name: f"shardspec.{home}" for home, names in _NAMES.items() for name in names}
 
 __all__ = sorted(_HOME)

@@ -19,7 +19,7 @@ from shardspec.comm.steps import Exchange, Permute, ReduceOp, Step
 from shardspec.layout.graph import spec_of, state_of, successors
 from shardspec.layout.layout import Layout
 from shardspec.layout.spec import ShardingSpec
-from shardspec.mesh import Axis
+from shardspec.mesh.device_mesh import Axis
 
 OPS: Final[tuple[ReduceOp, ...]] = ("sum", "avg", "min", "max", "prod")
 

@@ -7,7 +7,7 @@ from itertools import pairwise, product
 import pytest
 
 from shardspec.boxes import box_size, intersect
-from shardspec.copies import Holders, Senders, balanced, overlaps
+from shardspec.comm.senders import Holders, Senders, balanced, overlaps
 from tests.resharding.states import least_busiest
 
 

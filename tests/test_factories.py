@@ -22,8 +22,8 @@ from shardspec import (
     zeros,
 )
 from shardspec.errors import AxisError, DTypeError, LayoutError
-from shardspec.factories import BLOCK, box_of, normal, uniform
 from shardspec.layout.graph import explore, spec_of
+from shardspec.tensor.factories import BLOCK, box_of, normal, uniform
 from tests.conversions import index_of
 
 MESH = DeviceMesh([3, 0, 5, 2, 1, 4], (2, 3))

@@ -18,23 +18,16 @@ ROOT = Path(shardspec.__file__).parent
 LAYERS = [
     {"text"},
     {"errors"},
-    {"compiling", "input_files"},
-    {"boxes", "device_ids", "dtypes"},
-    {"copies"},
-    {"job"},
+    {"input_files"},
+    {"boxes", "dtypes"},
     {"mesh"},
     {"comm"},
     {"layout"},
     {"interop", "tracing"},
-    {"execution"},
-    {"shards"},
-    {"operations"},
-    {"dtensor"},
-    {"factories", "torch_dtensors"},
+    {"tensor"},
     {"parallel"},
     {"resharding"},
     {"checkpoint"},
-    {"state_plans"},
     {"explorer", "profiling"},
     {"cli"},
     {"__main__"},
@@ -44,16 +37,16 @@ WITH_TENSORS = {
     "shardspec.comm.peer_memory",
     "shardspec.comm.process_group",
     "shardspec.comm.results",
-    "shardspec.dtensor",
-    "shardspec.execution",
-    "shardspec.factories",
+    "shardspec.tensor.dtensor",
+    "shardspec.tensor.run",
+    "shardspec.tensor.factories",
     "shardspec.interop.torch_dtensor",
-    "shardspec.job",
-    "shardspec.operations.apply",
-    "shardspec.operations.conditions",
-    "shardspec.operations.gradients",
-    "shardspec.operations.tensor",
-    "shardspec.operations.watch",
+    "shardspec.mesh.job",
+    "shardspec.tensor.operators.apply",
+    "shardspec.tensor.operators.conditions",
+    "shardspec.tensor.operators.gradients",
+    "shardspec.tensor.operators.tensor",
+    "shardspec.tensor.operators.watch",
     "shardspec.parallel.distribute",
     "shardspec.parallel.rules",
     "shardspec.profiling.measure",
@@ -61,8 +54,8 @@ WITH_TENSORS = {
     "shardspec.resharding.given",
     "shardspec.resharding.memory",
     "shardspec.resharding.trace",
-    "shardspec.shards",
-    "shardspec.torch_dtensors",
+    "shardspec.tensor.shards",
+    "shardspec.tensor.redistribute",
 }
 MODULES = sorted(module.name for module in pkgutil.walk_packages([str(ROOT)], prefix="shardspec."))
 
@@ -115,10 +108,10 @@ def layer(module):
 
 
 def test_the_modules_are_found():
-    assert {"shardspec.mesh", "shardspec.layout.converter", "shardspec.cli"} <= set(MODULES)
+    assert {"shardspec.layout.converter", "shardspec.cli", "shardspec.mesh.job"} <= set(MODULES)
     assert set(MODULES) > WITH_TENSORS
-    assert ("shardspec.layout.layout", "shardspec.mesh", True) in edges()
-    assert ("shardspec.mesh", "shardspec.job", False) in edges()
+    assert ("shardspec.layout.layout", "shardspec.mesh.device_mesh", True) in edges()
+    assert ("shardspec.mesh.device_mesh", "shardspec.mesh.job", False) in edges()
 
 
 @pytest.mark.parametrize("module", MODULES)

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from shardspec.errors import AxisError, MeshError
-from shardspec.mesh import DeviceMesh
+from shardspec.mesh.device_mesh import DeviceMesh
 
 SHAPES = [(5,), (2, 3), (3, 1, 2), (2, 2, 3), (2, 1, 3, 2), (2, 3, 1, 2, 2), (2, 1, 2, 3, 1, 2)]
 
@@ -158,7 +158,7 @@ def test_copies_are_equal_and_whole(again):
 
 def test_a_mesh_from_another_process_is_found_in_a_dict():
     script = (
-        "import pickle, sys; from shardspec.mesh import DeviceMesh;"
+        "import pickle, sys; from shardspec.mesh.device_mesh import DeviceMesh;"
         "sys.stdout.buffer.write(pickle.dumps(DeviceMesh(range(4), (2, 2), axis_names='ab')))"
     )
     for seed in "12":

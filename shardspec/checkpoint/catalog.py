@@ -17,7 +17,7 @@ from shardspec.dtypes import item_bytes
 from shardspec.errors import CheckpointError
 from shardspec.layout.layout import Layout, LayoutCell, cells_of
 from shardspec.layout.spec import ShardingSpec
-from shardspec.mesh import DeviceMesh
+from shardspec.mesh.device_mesh import DeviceMesh
 
 ZEROS: Final = Path("/dev/zero")
 """Where boxes are that no file has: they are zeros. It is not opened."""

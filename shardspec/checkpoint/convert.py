@@ -48,7 +48,7 @@ from shardspec.comm.communicator import Communicator
 from shardspec.dtypes import item_bytes
 from shardspec.errors import CheckpointError
 from shardspec.layout.layout import SpecLike
-from shardspec.mesh import DeviceMesh
+from shardspec.mesh.device_mesh import DeviceMesh
 from shardspec.text import Argument, Part, shown
 
 if TYPE_CHECKING:

@@ -28,7 +28,7 @@ from shardspec.comm.communicator import Communicator
 from shardspec.errors import AxisError, CheckpointError, LayoutError
 from shardspec.layout.layout import Layout, SpecLike, resolve_axes
 from shardspec.layout.spec import ShardingSpec
-from shardspec.mesh import DeviceMesh
+from shardspec.mesh.device_mesh import DeviceMesh
 from shardspec.resharding.copies import StoredLayout
 from shardspec.resharding.name_map import NameMap
 from shardspec.resharding.plan import ReshardPlan, Target, layouts_of, plan_state
@@ -400,7 +400,7 @@ def _read(plan: _Reading, communicator: Communicator) -> dict[str, Any]:
     """Read the shards of this process, into those that are there or into new DTensors."""
     import torch
 
-    from shardspec.dtensor import DTensor
+    from shardspec.tensor.dtensor import DTensor
 
     loaded: dict[str, Any] = {}
     buffers, devices = Buffers(), communicator.addressable

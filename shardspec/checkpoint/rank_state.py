@@ -20,7 +20,7 @@ from shardspec.errors import CheckpointError, DTypeError
 from shardspec.layout.layout import Layout, LayoutCell
 from shardspec.layout.picture import ids_text
 from shardspec.layout.spec import DimSpec, ShardingSpec
-from shardspec.mesh import Axis, DeviceMesh
+from shardspec.mesh.device_mesh import Axis, DeviceMesh
 from shardspec.text import counted
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ def communicator_of_state(state_dict: Mapping[str, Any]) -> Communicator:
     from torch.distributed.tensor import DTensor as TorchDTensor
 
     from shardspec.comm.process_group import communicator_of, telling_job
-    from shardspec.dtensor import DTensor
+    from shardspec.tensor.dtensor import DTensor
 
     found: dict[object, Communicator] = {}
     with telling_job():
@@ -99,7 +99,7 @@ def _shards_of(
 ) -> tuple[Mapping[int, "torch.Tensor"], Layout]:
     from torch.distributed.tensor import DTensor as TorchDTensor
 
-    from shardspec.dtensor import DTensor
+    from shardspec.tensor.dtensor import DTensor
 
     mesh = communicator.mesh
     if isinstance(value, TorchDTensor):

@@ -29,7 +29,7 @@ from shardspec.checkpoint.catalog import (
     whole_box,
 )
 from shardspec.checkpoint.store import FileStretch, OpenFiles
-from shardspec.copies import overlaps
+from shardspec.comm.senders import overlaps
 from shardspec.dtypes import item_bytes
 from shardspec.errors import CheckpointError
 

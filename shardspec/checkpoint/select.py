@@ -14,7 +14,7 @@ from shardspec.dtypes import dtype_name, is_cast, is_floating, packed
 from shardspec.errors import CheckpointError, DTypeError, LayoutError, ShardSpecError
 from shardspec.layout.layout import Layout, SpecLike, match_rules
 from shardspec.layout.spec import ShardingSpec
-from shardspec.mesh import DeviceMesh
+from shardspec.mesh.device_mesh import DeviceMesh
 from shardspec.text import Argument, counted, shown
 
 

@@ -17,7 +17,7 @@ from shardspec.errors import CheckpointError
 if TYPE_CHECKING:
     import torch
 
-    from shardspec.dtensor import DTensor
+    from shardspec.tensor.dtensor import DTensor
 
 KeyPath: TypeAlias = tuple[str | int | tuple[int], ...]
 """Keys from the outermost mapping inwards; a position in a list is a tuple of one."""
@@ -76,7 +76,7 @@ def _is_tensor(value: object) -> bool:
         return False
     import torch
 
-    from shardspec.dtensor import DTensor
+    from shardspec.tensor.dtensor import DTensor
 
     return isinstance(value, torch.Tensor | DTensor)
 

@@ -16,11 +16,11 @@ from shardspec.checkpoint.catalog import Catalog, replica_holders, whole_box
 from shardspec.checkpoint.formats.names import MEGATRON_OBJECT
 from shardspec.checkpoint.store import SourceFile, file_inside
 from shardspec.checkpoint.strict_json import parse_json
-from shardspec.copies import whole_senders
+from shardspec.comm.senders import whole_senders
 from shardspec.dtypes import item_bytes
 from shardspec.errors import CheckpointError
 from shardspec.layout.layout import Layout
-from shardspec.mesh import DeviceMesh
+from shardspec.mesh.device_mesh import DeviceMesh
 from shardspec.text import Argument
 
 _PIECE_BYTES: Final = 1 << 20

@@ -16,7 +16,7 @@ from shardspec.cli.options import BYTES, FILE, MeshShape
 from shardspec.cli.output import path_text, say, say_json, write_file
 from shardspec.comm.presets import PRESETS, LinkPreset
 from shardspec.errors import ProfileError
-from shardspec.mesh import DeviceMesh
+from shardspec.mesh.device_mesh import DeviceMesh
 from shardspec.text import bytes_text, shown, table_text
 
 if TYPE_CHECKING:

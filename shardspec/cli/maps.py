@@ -10,7 +10,7 @@ from shardspec.cli import checkpoint_options as ckpt
 from shardspec.cli import options as opts
 from shardspec.cli.output import say, say_json
 from shardspec.errors import InputFileError, LayoutError
-from shardspec.mesh import DeviceMesh
+from shardspec.mesh.device_mesh import DeviceMesh
 from shardspec.text import counted, shown
 
 if TYPE_CHECKING:

@@ -15,10 +15,10 @@ import click
 from shardspec.comm.cost import CostModel
 from shardspec.comm.presets import DEFAULT_PRESET, link_preset, preset_copy_s
 from shardspec.comm.profile_file import Profiled, read_profile
-from shardspec.device_ids import SECONDS_RULE, seconds
 from shardspec.dtypes import dtype_name
 from shardspec.errors import CheckpointError, DTypeError, ProfileError
-from shardspec.mesh import DeviceMesh, LinkModel
+from shardspec.mesh.device_ids import SECONDS_RULE, seconds
+from shardspec.mesh.device_mesh import DeviceMesh, LinkModel
 from shardspec.text import shown
 
 T = TypeVar("T")

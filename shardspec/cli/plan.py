@@ -25,7 +25,7 @@ from shardspec.layout.plan import (
     naive_plan,
     plans_table,
 )
-from shardspec.mesh import DeviceMesh
+from shardspec.mesh.device_mesh import DeviceMesh
 from shardspec.text import bytes_text, counted, printable, seconds_text, shown, table_text
 
 _MOST_ALTERNATIVES: Final = 100

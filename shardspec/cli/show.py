@@ -17,7 +17,7 @@ from shardspec.cli.output import path_text, say, say_json, write_file
 from shardspec.errors import LossyConversionError
 from shardspec.layout.layout import Layout
 from shardspec.layout.picture import Paint, box_rgb
-from shardspec.mesh import DeviceMesh
+from shardspec.mesh.device_mesh import DeviceMesh
 from shardspec.text import bytes_text, counted, printable
 
 _MOST_DEVICES: Final = 4096

@@ -16,7 +16,7 @@ from shardspec.checkpoint.convert import WriteReport
 from shardspec.cli import checkpoint_options as ckpt
 from shardspec.cli import options as opts
 from shardspec.cli.output import path_text, progress_bar, say, say_json
-from shardspec.mesh import DeviceMesh
+from shardspec.mesh.device_mesh import DeviceMesh
 from shardspec.text import (
     bytes_text,
     counted,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, TypeVar
 from shardspec.boxes import box_shape, slices_within
 from shardspec.comm.routes import BoxOf, schedule_for
 from shardspec.comm.steps import Step
-from shardspec.mesh import DeviceMesh
+from shardspec.mesh.device_mesh import DeviceMesh
 
 if TYPE_CHECKING:
     import torch

@@ -17,9 +17,9 @@ from shardspec.comm import curves, presets
 from shardspec.comm.curves import Band, Curve, Line, Link, Measured, share, whole
 from shardspec.comm.profile_file import read_profile
 from shardspec.comm.steps import Exchange, Permute, Step
-from shardspec.device_ids import SECONDS_RULE, seconds, whole_numbers
 from shardspec.errors import MeshError
-from shardspec.mesh import DeviceMesh, LinkModel
+from shardspec.mesh.device_ids import SECONDS_RULE, seconds, whole_numbers
+from shardspec.mesh.device_mesh import DeviceMesh, LinkModel
 from shardspec.text import shown
 
 NO_MEASUREMENT: Final = "no measurement"

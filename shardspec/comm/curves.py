@@ -14,8 +14,8 @@ from typing import Final, Literal, TypeAlias
 
 from shardspec.comm import steps
 from shardspec.comm.steps import AllGather, AllReduce, AllToAll, ReduceScatter, Step
-from shardspec.device_ids import SECONDS_RULE, seconds
 from shardspec.errors import MeshError
+from shardspec.mesh.device_ids import SECONDS_RULE, seconds
 from shardspec.text import shown
 
 KINDS: Final = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all")

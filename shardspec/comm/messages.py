@@ -25,7 +25,7 @@ from shardspec.comm.results import checked, combine_into, empty_hugepages
 from shardspec.comm.routes import Parts, TransferSchedule, all_reduce_schedules
 from shardspec.comm.steps import AllGather, AllReduce, ReduceOp, ReduceScatter
 from shardspec.errors import CommunicatorError
-from shardspec.job import current_job
+from shardspec.mesh.job import current_job
 
 STAGED_BYTES: Final = 16 << 20
 """The most that lies in buffers on the CPU, half of it sent and half received; with more than 32

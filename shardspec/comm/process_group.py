@@ -35,8 +35,8 @@ from shardspec.comm.peer_memory import PeerMemory, readable
 from shardspec.comm.routes import BoxOf, schedule_for
 from shardspec.comm.steps import Step
 from shardspec.errors import CommunicatorError, MeshError
-from shardspec.job import current_job, join, start
-from shardspec.mesh import DeviceMesh, LinkModel
+from shardspec.mesh.device_mesh import DeviceMesh, LinkModel
+from shardspec.mesh.job import current_job, join, start
 
 T = TypeVar("T")
 

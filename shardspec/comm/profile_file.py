@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any, Final, TypeAlias, get_args
 
 from shardspec.comm.curves import KINDS, Band, Curve, Line, Link, Measured
-from shardspec.device_ids import SECONDS_RULE, seconds
 from shardspec.errors import ProfileError, ShardSpecError
 from shardspec.input_files import read_input_file
-from shardspec.mesh import DeviceMesh, LinkModel
+from shardspec.mesh.device_ids import SECONDS_RULE, seconds
+from shardspec.mesh.device_mesh import DeviceMesh, LinkModel
 from shardspec.text import shown
 
 FORMAT: Final = "shardspec profile"

@@ -14,9 +14,9 @@ from operator import itemgetter, ne
 from typing import Final, NamedTuple, TypeAlias
 
 from shardspec.boxes import Box, box_size, intersect, split_interval
+from shardspec.comm.senders import Holders, Senders, find_copies, whole_senders
 from shardspec.comm.steps import Exchange, Permute, ReduceOp, Slice, Step
-from shardspec.copies import Holders, Senders, find_copies, whole_senders
-from shardspec.mesh import DeviceMesh
+from shardspec.mesh.device_mesh import DeviceMesh
 
 BoxOf: TypeAlias = Callable[[int], Box]
 """Physical id to the box that the device holds, as ``layout.box``."""

@@ -24,7 +24,7 @@ from shardspec.layout.dot import COLOURS, kind_of
 from shardspec.layout.graph import count_states, space_of, spec_of
 from shardspec.layout.layout import Layout
 from shardspec.layout.plan import ConversionPlan, naive_plan, step_text
-from shardspec.mesh import DeviceMesh
+from shardspec.mesh.device_mesh import DeviceMesh
 
 MAX_DEVICES: Final = 32
 """Devices of the largest mesh whose boxes can be told apart."""

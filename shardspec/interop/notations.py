@@ -19,7 +19,7 @@ from shardspec.layout import placements as own
 from shardspec.layout.graph import count_states, space_of, spec_of
 from shardspec.layout.layout import Layout, SpecLike, resolve_axes
 from shardspec.layout.spec import ShardingSpec
-from shardspec.mesh import Axis, DeviceMesh
+from shardspec.mesh.device_mesh import Axis, DeviceMesh
 
 if TYPE_CHECKING:
     from torch.distributed.tensor.placement_types import Placement

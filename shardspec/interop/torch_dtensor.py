@@ -21,9 +21,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardspec.errors import LayoutError, LossyConversionError
 from shardspec.interop.notations import from_placements, to_placements
-from shardspec.job import device_type_of
 from shardspec.layout.layout import Layout
-from shardspec.mesh import DeviceMesh
+from shardspec.mesh.device_mesh import DeviceMesh
+from shardspec.mesh.job import device_type_of
 
 
 def layout_of(tensor: TorchDTensor, mesh: DeviceMesh | None = None) -> Layout:

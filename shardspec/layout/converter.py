@@ -10,7 +10,6 @@ import numpy.typing as npt
 
 from shardspec.comm.cost import CostModel
 from shardspec.comm.steps import Permute, ReduceOp, Slice, Step
-from shardspec.device_ids import bound_of_bytes
 from shardspec.errors import LayoutError
 from shardspec.layout import graph
 from shardspec.layout.cross import cheapest_crossing, exchange_to
@@ -27,7 +26,8 @@ from shardspec.layout.pricing import (
 )
 from shardspec.layout.table import CostTable, cost_table, pair_costs
 from shardspec.layout.transitions import priced_graph
-from shardspec.mesh import DeviceMesh
+from shardspec.mesh.device_ids import bound_of_bytes
+from shardspec.mesh.device_mesh import DeviceMesh
 
 if TYPE_CHECKING:
     import networkx as nx

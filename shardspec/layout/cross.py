@@ -37,7 +37,7 @@ from shardspec.layout.graph import (
 from shardspec.layout.layout import Layout, LayoutCell, cells_of
 from shardspec.layout.pricing import prices_to_search, states_of
 from shardspec.layout.routed import MAX_EXACT_DEVICES, intervals, shared
-from shardspec.mesh import DeviceMesh, LinkModel
+from shardspec.mesh.device_mesh import DeviceMesh, LinkModel
 
 Boxes: TypeAlias = Mapping[int, Box]
 """Device to the box that it holds."""

@@ -16,7 +16,7 @@ from shardspec.layout.graph import State, state_of
 from shardspec.layout.layout import Layout
 from shardspec.layout.plan import ConversionPlan, step_text
 from shardspec.layout.spec import ShardingSpec
-from shardspec.mesh import DeviceMesh
+from shardspec.mesh.device_mesh import DeviceMesh
 from shardspec.text import counted, seconds_text
 
 if TYPE_CHECKING:

@@ -8,12 +8,12 @@ from math import prod
 from typing import Final, TypeAlias
 
 from shardspec.boxes import Box, box_size, split_interval
-from shardspec.device_ids import whole_numbers
 from shardspec.dtypes import dtype_name, is_floating, item_bytes
 from shardspec.errors import AxisError, DTypeError, LayoutError, SpecSyntaxError
 from shardspec.layout.picture import MAX_CELLS, Picture, ids_text
 from shardspec.layout.spec import DimSpec, Part, ShardingSpec
-from shardspec.mesh import DeviceMesh
+from shardspec.mesh.device_ids import whole_numbers
+from shardspec.mesh.device_mesh import DeviceMesh
 from shardspec.text import counted, shown
 
 SpecLike: TypeAlias = ShardingSpec | str

@@ -20,9 +20,9 @@ from dataclasses import dataclass, field
 from typing import Any, Final, TypeAlias, TypeVar, get_args
 
 from shardspec.comm.steps import ReduceOp
-from shardspec.device_ids import by_number, checked_axis, whole_number
 from shardspec.errors import AxisError, LossyConversionError, SpecSyntaxError
-from shardspec.mesh import Axis
+from shardspec.mesh.device_ids import by_number, checked_axis, whole_number
+from shardspec.mesh.device_mesh import Axis
 from shardspec.text import counted, shown
 
 _T = TypeVar("_T")

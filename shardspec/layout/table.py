@@ -30,7 +30,7 @@ from shardspec.layout.layout import Layout, SpecLike
 from shardspec.layout.pricing import Prices, alike_axes, prices_of, states_of
 from shardspec.layout.routed import intervals, shared
 from shardspec.layout.spec import ShardingSpec
-from shardspec.mesh import DeviceMesh
+from shardspec.mesh.device_mesh import DeviceMesh
 from shardspec.text import bytes_text
 
 _MAX_BYTES: Final = 1 << 58

@@ -12,7 +12,7 @@ from shardspec.layout.layout import Layout, resolve_axes
 from shardspec.layout.pricing import states_of
 from shardspec.layout.spec import ShardingSpec
 from shardspec.layout.table import bytes_of_moves, table_prices
-from shardspec.mesh import Axis, DeviceMesh
+from shardspec.mesh.device_mesh import Axis, DeviceMesh
 from shardspec.text import counted
 
 if TYPE_CHECKING:

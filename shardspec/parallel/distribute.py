@@ -9,13 +9,13 @@ from torch import nn
 from torch.distributed.tensor import DTensor as TorchDTensor
 from torch.nn.modules.dropout import _DropoutNd
 
-from shardspec.dtensor import DTensor
 from shardspec.errors import LayoutError
 from shardspec.interop.torch_dtensor import in_our_words
 from shardspec.layout.layout import Layout, SpecLike, match_rules, resolve_axes
 from shardspec.layout.spec import ShardingSpec
-from shardspec.mesh import DeviceMesh
-from shardspec.torch_dtensors import redistribute
+from shardspec.mesh.device_mesh import DeviceMesh
+from shardspec.tensor.dtensor import DTensor
+from shardspec.tensor.redistribute import redistribute
 
 InputFn: TypeAlias = Callable[[nn.Module, Any, DeviceMesh], Any]
 """Takes module, positional inputs and mesh, and returns other inputs, or None."""
@@ -138,7 +138,7 @@ def inputs_as(spec: SpecLike) -> InputFn:
 def outputs_as(spec: SpecLike) -> OutputFn:
     """Return an `output_fn` that redistributes tensors to this spec and returns each rank's shard.
 
-    The gradient that arrives at a shard is that of its box; see `shardspec.dtensor`.
+    The gradient that arrives at a shard is that of its box; see `shardspec.tensor.dtensor`.
     """
     target = ShardingSpec.of(spec)
 

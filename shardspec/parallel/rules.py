@@ -13,7 +13,7 @@ from torch import nn
 
 from shardspec.layout.layout import SpecLike, match_rules
 from shardspec.layout.spec import ShardingSpec
-from shardspec.mesh import Axis
+from shardspec.mesh.device_mesh import Axis
 
 Rules: TypeAlias = dict[str, ShardingSpec]
 

@@ -22,7 +22,7 @@ from shardspec.comm.cost import CostModel
 from shardspec.comm.curves import LARGE, Band, Curve, Errors, Line, Link, Measured, whole
 from shardspec.comm.steps import AllGather, AllReduce, AllToAll, ReduceScatter, Step
 from shardspec.errors import ProfileError
-from shardspec.mesh import LinkModel
+from shardspec.mesh.device_mesh import LinkModel
 
 Floats: TypeAlias = npt.NDArray[np.float64]
 Times: TypeAlias = Sequence[tuple[float, float]]

@@ -14,7 +14,7 @@ from shardspec.comm.curves import KINDS
 from shardspec.comm.steps import AllReduce
 from shardspec.layout.layout import Layout
 from shardspec.layout.spec import ShardingSpec
-from shardspec.mesh import DeviceMesh
+from shardspec.mesh.device_mesh import DeviceMesh
 from shardspec.profiling.fit import Measurement, step_of
 
 _WARM_UPS: Final = 2

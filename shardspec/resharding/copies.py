@@ -15,7 +15,7 @@ from shardspec.dtypes import item_bytes
 from shardspec.errors import LayoutError
 from shardspec.layout.layout import Layout
 from shardspec.layout.spec import ShardingSpec
-from shardspec.mesh import DeviceMesh
+from shardspec.mesh.device_mesh import DeviceMesh
 from shardspec.resharding.stages import (
     MAX_PEERS,
     Hosts,

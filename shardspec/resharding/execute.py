@@ -20,10 +20,9 @@ from shardspec.comm.communicator import Communicator
 from shardspec.comm.messages import Addressed, start_messages
 from shardspec.comm.peer_memory import Arrays, Ints, PeerMemory, Region
 from shardspec.comm.process_group import ProcessGroupCommunicator
-from shardspec.dtensor import DTensor
 from shardspec.dtypes import item_bytes
 from shardspec.errors import CommunicatorError, LayoutError, ShardSpecError
-from shardspec.mesh import DeviceMesh
+from shardspec.mesh.device_mesh import DeviceMesh
 from shardspec.resharding.copies import Groups, StateCopies
 from shardspec.resharding.given import (
     DeviceGiven,
@@ -44,6 +43,7 @@ from shardspec.resharding.stages import (
     message_bytes,
     region_of,
 )
+from shardspec.tensor.dtensor import DTensor
 from shardspec.text import counted
 
 Shards: TypeAlias = dict[int, torch.Tensor]

@@ -12,15 +12,15 @@ from typing import NamedTuple, TypeAlias
 import torch
 from torch.distributed.tensor import DTensor as TorchDTensor
 
-from shardspec.device_ids import some
-from shardspec.dtensor import DTensor
 from shardspec.errors import LayoutError
 from shardspec.interop.torch_dtensor import local_of
 from shardspec.layout.layout import Layout
+from shardspec.mesh.device_ids import some
 from shardspec.resharding.copies import Groups, StateCopies
 from shardspec.resharding.memory import has_memory, overlaps, overlaps_itself, same_memory
 from shardspec.resharding.state import flat_state, is_plain, plain_key, same_shards, stated_layout
-from shardspec.shards import check_dense
+from shardspec.tensor.dtensor import DTensor
+from shardspec.tensor.shards import check_dense
 from shardspec.text import shown
 
 State: TypeAlias = Mapping[str, object]

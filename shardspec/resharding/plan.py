@@ -3,12 +3,12 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
-from shardspec.device_ids import bound_of_bytes
 from shardspec.dtypes import dtype_name, is_cast, is_floating
 from shardspec.errors import LayoutError
 from shardspec.layout.layout import Layout, SpecLike, match_rules
 from shardspec.layout.spec import ShardingSpec
-from shardspec.mesh import DeviceMesh
+from shardspec.mesh.device_ids import bound_of_bytes
+from shardspec.mesh.device_mesh import DeviceMesh
 from shardspec.resharding.copies import MAX_BYTES, StateCopies, TensorMove
 from shardspec.resharding.maps import apply_map, dropped_by, report_of
 from shardspec.resharding.name_map import NameMap, Shape

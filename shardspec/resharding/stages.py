@@ -13,9 +13,9 @@ from functools import cached_property, lru_cache
 from typing import Final, NamedTuple, TypeAlias
 
 from shardspec.boxes import Box, box_shape, box_size, chunks
-from shardspec.copies import Holders, Senders, find_copies
+from shardspec.comm.senders import Holders, Senders, find_copies
 from shardspec.layout.layout import Layout, LayoutCell, cells_of
-from shardspec.mesh import DeviceMesh
+from shardspec.mesh.device_mesh import DeviceMesh
 from shardspec.resharding.views import TensorView, View, identity_view
 
 MAX_PEERS: Final = 32

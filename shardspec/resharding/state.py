@@ -92,8 +92,8 @@ def stated_layout(name: str, value: object) -> Layout | None:
     # Plans on paper need no torch.
     import torch.distributed.tensor as torch_tensor
 
-    from shardspec.dtensor import DTensor
     from shardspec.interop.torch_dtensor import layout_of
+    from shardspec.tensor.dtensor import DTensor
 
     if isinstance(value, DTensor):
         return value.layout

@@ -11,7 +11,7 @@ from shardspec.checkpoint.convert import merge, reshard
 from shardspec.checkpoint.formats.names import FORMATS
 from shardspec.checkpoint.open import open_checkpoint, open_checkpoints
 from shardspec.errors import CheckpointError
-from shardspec.mesh import DeviceMesh
+from shardspec.mesh.device_mesh import DeviceMesh
 from tests.checkpoint.handmade import handmade
 
 TENSORS = {"w": ("[S0,R]", np.arange(35, dtype=np.float32).reshape(7, 5))}

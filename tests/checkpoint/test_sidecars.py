@@ -12,7 +12,7 @@ from shardspec.checkpoint.convert import merge, reshard
 from shardspec.checkpoint.save import save_sharded
 from shardspec.cli.main import cli
 from shardspec.errors import CheckpointError, OutputExistsError
-from shardspec.mesh import DeviceMesh
+from shardspec.mesh.device_mesh import DeviceMesh
 
 WEIGHTS = {"w": torch.arange(12.0).view(4, 3)}
 BESIDE = {

@@ -13,7 +13,7 @@ from shardspec.cli.options import (
     parse_shape,
 )
 from shardspec.errors import MeshError
-from shardspec.mesh import DeviceMesh
+from shardspec.mesh.device_mesh import DeviceMesh
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from shardspec.explorer.page import (
     explorer_page,
     layouts_of,
 )
-from shardspec.mesh import DeviceMesh
+from shardspec.mesh.device_mesh import DeviceMesh
 
 SMALL = ("--mesh", "2", "--shape", "4x4", "--links", "unit")
 

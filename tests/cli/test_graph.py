@@ -13,7 +13,7 @@ from shardspec.layout.converter import LayoutConverter
 from shardspec.layout.dot import dot_text, draw_graph
 from shardspec.layout.layout import Layout
 from shardspec.layout.transitions import transitions
-from shardspec.mesh import DeviceMesh
+from shardspec.mesh.device_mesh import DeviceMesh
 
 PATH = [
     *("[S(tp,dp),R]", "[R,S(tp)]", "--mesh", "dp=2,tp=4", "--shape", "4096x4096"),

@@ -14,7 +14,7 @@ from shardspec.comm.presets import PRESETS
 from shardspec.layout.converter import LayoutConverter
 from shardspec.layout.layout import Layout
 from shardspec.layout.plan import difference_text, naive_plan
-from shardspec.mesh import DeviceMesh
+from shardspec.mesh.device_mesh import DeviceMesh
 
 README_EXAMPLE = ["[S0,R]", "[R,S01]", "--mesh", "2x4", "--shape", "4096x4096", "--dtype", "bf16"]
 

@@ -4,6 +4,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from shardspec.checkpoint.plan import plan_reshard
 from shardspec.comm.cost import CostModel
 from shardspec.comm.curves import Link, bytes_received
 from shardspec.comm.presets import DEFAULT_LINK
@@ -13,8 +14,7 @@ from shardspec.layout.converter import LayoutConverter
 from shardspec.layout.graph import explore, spec_of
 from shardspec.layout.layout import Layout
 from shardspec.layout.spec import ShardingSpec
-from shardspec.mesh import DeviceMesh
-from shardspec.state_plans import plan_reshard
+from shardspec.mesh.device_mesh import DeviceMesh
 from tests.layout import formulas
 
 SLOW, FAST = Link(1e-5, 2e-11, "slow"), Link(2e-6, 3e-12, "fast")

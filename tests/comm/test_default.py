@@ -4,9 +4,9 @@ import torch.distributed as dist
 
 from shardspec.comm.communicator import SimulatedCommunicator
 from shardspec.comm.process_group import ProcessGroupCommunicator, communicator_of
-from shardspec.dtensor import DTensor
 from shardspec.errors import CommunicatorError
-from shardspec.mesh import DeviceMesh
+from shardspec.mesh.device_mesh import DeviceMesh
+from shardspec.tensor.dtensor import DTensor
 
 MESH = DeviceMesh(range(4), (2, 2))
 

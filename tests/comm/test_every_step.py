@@ -8,7 +8,7 @@ import torch
 from shardspec.comm.communicator import SimulatedCommunicator
 from shardspec.comm.steps import Permute
 from shardspec.layout.layout import Layout
-from shardspec.mesh import DeviceMesh
+from shardspec.mesh.device_mesh import DeviceMesh
 from tests.conversions import (
     collectives,
     partial_specs,

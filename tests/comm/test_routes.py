@@ -12,7 +12,7 @@ from shardspec.comm.curves import Link
 from shardspec.comm.routes import distance_on, exchange_routes, permute_routes, schedule_for
 from shardspec.comm.steps import AllGather, AllReduce, Exchange, Permute, Slice
 from shardspec.layout.layout import Layout
-from shardspec.mesh import DeviceMesh
+from shardspec.mesh.device_mesh import DeviceMesh
 from tests.conversions import plain_specs
 from tests.layout import formulas
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from shardspec import DeviceMesh, DTensor, Layout
-from shardspec.state_plans import plan_reshard
+from shardspec.checkpoint.plan import plan_reshard
 from tests.conversions import (
     partial_specs,
     plain_specs,

@@ -52,7 +52,7 @@ def run_ranks(
     # DTensors imports torch._dynamo, which takes longest of all.
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(
-        ["torch.distributed.tensor", "torch._dynamo", "shardspec.dtensor", "pytest"]
+        ["torch.distributed.tensor", "torch._dynamo", "shardspec.tensor.dtensor", "pytest"]
     )
     out = context.Queue()
     rendezvous = str(tmp_path / "rendezvous")

@@ -127,7 +127,7 @@ def seen_by_the_others(
 ) -> tuple[list[Any], Any]:
     """Run three ranks, of which one fails, and return what the others saw and when it failed."""
     context = mp.get_context("forkserver")
-    context.set_forkserver_preload(["torch.distributed.tensor", "shardspec.dtensor"])
+    context.set_forkserver_preload(["torch.distributed.tensor", "shardspec.tensor.dtensor"])
     out = context.SimpleQueue()
     args = (str(tmp_path / "store"), work, move, reads_peers, timeout_s, out)
     ranks = [context.Process(target=_rank, args=(rank, *args)) for rank in range(3)]

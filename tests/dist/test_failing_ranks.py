@@ -21,10 +21,10 @@ from shardspec import (
     save_sharded,
 )
 from shardspec.checkpoint import load, save
+from shardspec.checkpoint.plan import plan_reshard
 from shardspec.comm import messages
 from shardspec.layout.converter import LayoutConverter
 from shardspec.resharding.plan import reshard_state
-from shardspec.state_plans import plan_reshard
 from tests.dist.processes import run_ranks
 
 pytestmark = pytest.mark.dist

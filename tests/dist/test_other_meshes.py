@@ -12,7 +12,7 @@ from shardspec import DeviceMesh, DTensor, Layout, ProcessGroupCommunicator
 from shardspec.comm.routes import exchange_routes
 from shardspec.comm.steps import Exchange
 from shardspec.errors import CommunicatorError, LayoutError, ShardSpecError
-from shardspec.execution import run_step
+from shardspec.tensor.run import run_step
 from tests.conversions import plain_specs, reduced, same_bits, shard_of, stack_of
 from tests.dist.processes import run_ranks
 

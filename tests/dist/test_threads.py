@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 
 from shardspec import DeviceMesh, DTensor, ProcessGroupCommunicator, load_sharded, save_sharded
+from shardspec.checkpoint.plan import plan_reshard
 from shardspec.comm.process_group import communicator_of
 from shardspec.errors import CommunicatorError
 from shardspec.layout.layout import Layout
-from shardspec.state_plans import plan_reshard
 from tests.dist.processes import run_ranks
 
 pytestmark = pytest.mark.dist

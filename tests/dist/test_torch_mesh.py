@@ -10,7 +10,7 @@ from torch.distributed.tensor import Shard
 
 from shardspec import DeviceMesh, ProcessGroupCommunicator, init_device_mesh
 from shardspec.errors import AxisError, CommunicatorError, ShardSpecError
-from shardspec.job import current_job
+from shardspec.mesh.job import current_job
 from tests.dist.processes import run_ranks
 
 pytestmark = pytest.mark.dist

@@ -10,7 +10,7 @@ import numpy as np
 from shardspec.checkpoint.convert import merge, reshard
 from shardspec.checkpoint.formats.safetensors import read_header
 from shardspec.checkpoint.store import SourceFile
-from shardspec.mesh import DeviceMesh
+from shardspec.mesh.device_mesh import DeviceMesh
 from tests.faults.harness import Case
 
 __all__ = ["CUTS", "DTYPES", "bits"]

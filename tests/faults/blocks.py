@@ -18,8 +18,8 @@ from typing import Final
 import numpy as np
 
 from shardspec.checkpoint.convert import reshard
-from shardspec.mesh import DeviceMesh
-from shardspec.state_plans import plan_reshard
+from shardspec.checkpoint.plan import plan_reshard
+from shardspec.mesh.device_mesh import DeviceMesh
 from tests.faults.checks import raised
 from tests.faults.harness import Case
 

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Final
 
 from shardspec.checkpoint.convert import merge, reshard
 from shardspec.checkpoint.verify import diff_checkpoints, verify_checkpoint
-from shardspec.mesh import DeviceMesh
+from shardspec.mesh.device_mesh import DeviceMesh
 from tests.faults.checks import raised
 from tests.faults.samples import SPECS, plain
 
 if TYPE_CHECKING:
-    from shardspec.dtensor import DTensor
+    from shardspec.tensor.dtensor import DTensor
 
 __all__ = ["ALL", "SAVE", "Operation", "Stage", "warm"]
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from shardspec.checkpoint.convert import merge, reshard
-from shardspec.mesh import DeviceMesh
+from shardspec.mesh.device_mesh import DeviceMesh
 from tests.faults.checks import command, one_line, raised, refused, same, tree
 from tests.faults.harness import Case
 from tests.faults.samples import arrays, index, made, own, plain, split

@@ -7,7 +7,7 @@ import numpy as np
 import safetensors.numpy
 
 from shardspec.checkpoint.convert import reshard
-from shardspec.mesh import DeviceMesh
+from shardspec.mesh.device_mesh import DeviceMesh
 from tests.checkpoint.handmade import handmade
 
 __all__ = ["arrays", "cut", "index", "own", "plain", "split"]

@@ -26,7 +26,7 @@ from shardspec.dtypes import item_bytes
 from shardspec.layout.graph import explore, spec_of
 from shardspec.layout.layout import Layout
 from shardspec.layout.spec import ShardingSpec
-from shardspec.mesh import DeviceMesh
+from shardspec.mesh.device_mesh import DeviceMesh
 
 
 def link(mesh: DeviceMesh, model: CostModel, a: int, b: int) -> tuple[float, float]:

@@ -20,7 +20,7 @@ from shardspec.errors import AxisError, LayoutError
 from shardspec.layout.converter import LayoutConverter
 from shardspec.layout.layout import Layout
 from shardspec.layout.spec import ShardingSpec
-from shardspec.mesh import DeviceMesh
+from shardspec.mesh.device_mesh import DeviceMesh
 from tests.conversions import plain_specs, targets_of
 from tests.layout import formulas
 

@@ -16,11 +16,11 @@ from shardspec import CostModel, DeviceMesh, Layout, Link, SimulatedCommunicator
 from shardspec.boxes import Box, box_size, intersect
 from shardspec.comm.routes import schedule_for
 from shardspec.comm.steps import Exchange
-from shardspec.execution import run_plan
 from shardspec.layout.cross import common_mesh, exchange_seconds
 from shardspec.layout.graph import state_of
 from shardspec.layout.plan import ConversionPlan, step_seconds
 from shardspec.layout.pricing import exchange_between
+from shardspec.tensor.run import run_plan
 from tests.conversions import plain_specs
 from tests.layout import formulas
 

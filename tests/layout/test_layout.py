@@ -13,7 +13,7 @@ from shardspec.boxes import Box, box_shape, box_size, intersect
 from shardspec.errors import AxisError, DTypeError, LayoutError, MeshError
 from shardspec.layout.layout import Layout, resolve_axes
 from shardspec.layout.spec import ShardingSpec
-from shardspec.mesh import DeviceMesh
+from shardspec.mesh.device_mesh import DeviceMesh
 
 MESHES = [
     DeviceMesh([3, 0, 9, 4], (4,)),

@@ -5,9 +5,9 @@ from itertools import product
 import pytest
 
 from shardspec.comm.communicator import SimulatedCommunicator
-from shardspec.dtensor import DTensor
 from shardspec.layout.layout import Layout
-from shardspec.mesh import DeviceMesh
+from shardspec.mesh.device_mesh import DeviceMesh
+from shardspec.tensor.dtensor import DTensor
 from tests.conversions import plain_specs, same_bits, shard_of, stack_of, strided
 
 MESHES = [

@@ -12,9 +12,9 @@ from math import prod
 import pytest
 
 from shardspec.comm.communicator import SimulatedCommunicator
-from shardspec.dtensor import DTensor
 from shardspec.layout.layout import Layout
-from shardspec.mesh import DeviceMesh
+from shardspec.mesh.device_mesh import DeviceMesh
+from shardspec.tensor.dtensor import DTensor
 from tests.conversions import (
     OPS,
     partial_specs,

@@ -7,7 +7,7 @@ import pytest
 from shardspec.boxes import box_size
 from shardspec.layout.layout import Layout
 from shardspec.layout.picture import ids_text
-from shardspec.mesh import DeviceMesh
+from shardspec.mesh.device_mesh import DeviceMesh
 
 
 def drawn(spec, shape, mesh=None):

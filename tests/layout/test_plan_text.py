@@ -16,7 +16,7 @@ from shardspec.comm.steps import (
 from shardspec.layout.converter import LayoutConverter
 from shardspec.layout.layout import Layout
 from shardspec.layout.plan import plans_table, route_text, step_text
-from shardspec.mesh import DeviceMesh
+from shardspec.mesh.device_mesh import DeviceMesh
 from tests.conversions import plain_specs, targets_of
 
 MODEL = CostModel((2, 4), (Link(1e-5, 1 / 50e9, "slow"), Link(3e-6, 1 / 400e9, "fast")))

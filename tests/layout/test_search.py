@@ -27,7 +27,7 @@ from shardspec.layout.graph import (
 )
 from shardspec.layout.layout import Layout
 from shardspec.layout.spec import ShardingSpec
-from shardspec.mesh import DeviceMesh
+from shardspec.mesh.device_mesh import DeviceMesh
 from tests.layout import formulas
 
 SLOW, FAST = Link(1e-5, 1 / 45e9), Link(3e-6, 1 / 362e9)

@@ -30,7 +30,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from shardspec.boxes import box_shape
 from shardspec.layout.layout import Layout
 from shardspec.layout.spec import ShardingSpec
-from shardspec.mesh import DeviceMesh
+from shardspec.mesh.device_mesh import DeviceMesh
 from tests.layout.test_layout import SHAPES, all_specs
 
 MESH_SHAPES = [

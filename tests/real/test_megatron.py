@@ -17,7 +17,7 @@ from shardspec.checkpoint.convert import merge, reshard
 from shardspec.checkpoint.open import open_checkpoint
 from shardspec.cli.main import cli
 from shardspec.errors import CheckpointError
-from shardspec.mesh import DeviceMesh
+from shardspec.mesh.device_mesh import DeviceMesh
 from tests.checkpoint.formats.reading import read_whole
 
 STACKED = {

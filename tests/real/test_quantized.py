@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from shardspec.checkpoint.convert import merge, reshard
 from shardspec.errors import LayoutError
-from shardspec.mesh import DeviceMesh
+from shardspec.mesh.device_mesh import DeviceMesh
 
 TWO = DeviceMesh(range(2), (2,))
 

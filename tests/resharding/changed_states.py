@@ -15,9 +15,9 @@ import numpy as np
 import torch
 
 from shardspec import DeviceMesh, DTensor, Layout, ShardingSpec, SimulatedCommunicator
+from shardspec.checkpoint.plan import plan_reshard
 from shardspec.comm.process_group import communicator_of
 from shardspec.errors import LayoutError, ShardSpecError
-from shardspec.state_plans import plan_reshard
 from tests.resharding.states import random_mesh, random_spec, shard_at, wrong_shards
 
 Shards = dict[int, Any]

@@ -11,9 +11,9 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from shardspec import DeviceMesh, DTensor, ProcessGroupCommunicator
+from shardspec.checkpoint.plan import plan_reshard
 from shardspec.errors import CommunicatorError
 from shardspec.resharding.execute import DeviceShards
-from shardspec.state_plans import plan_reshard
 
 pytestmark = pytest.mark.dist
 
@@ -60,7 +60,7 @@ def _rank(rank: int, store: str, reads_peers: bool, told: Any) -> None:
 @pytest.mark.parametrize("reads_peers", [True, False])
 def test_out_is_unusable(tmp_path, reads_peers):
     context = mp.get_context("forkserver")
-    context.set_forkserver_preload(["torch.distributed.tensor", "shardspec.dtensor"])
+    context.set_forkserver_preload(["torch.distributed.tensor", "shardspec.tensor.dtensor"])
     told = context.Queue()
     args = (str(tmp_path / "store"), reads_peers, told)
     ranks = [context.Process(target=_rank, args=(rank, *args)) for rank in range(3)]

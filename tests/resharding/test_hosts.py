@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from shardspec import DeviceMesh, DTensor, Layout
+from shardspec.checkpoint.plan import plan_reshard
 from shardspec.resharding.stages import hosts_of
-from shardspec.state_plans import plan_reshard
 from tests.resharding.states import random_case, shard_at, wrong_shards
 
 NETWORK, NVLINK = (1e-5, 2e-11), (1e-6, 2e-12)

@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from shardspec import DeviceMesh, DTensor, Layout
+from shardspec.checkpoint.plan import plan_reshard
 from shardspec.errors import LayoutError, SpecSyntaxError
 from shardspec.resharding.maps import check_map
 from shardspec.resharding.name_map import Equation, NameMap
 from shardspec.resharding.trace import trace_map
 from shardspec.resharding.views import views_of
-from shardspec.state_plans import plan_reshard
 from tests.resharding.states import random_mesh, random_spec, wrong_shards
 
 TEXT = """

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from shardspec import DeviceMesh, DTensor, Layout
+from shardspec.checkpoint.plan import plan_reshard
 from shardspec.errors import LayoutError
 from shardspec.resharding.plan import reshard_state
-from shardspec.state_plans import plan_reshard
 from tests.resharding.states import random_case, wrong_shards
 
 FOUR = DeviceMesh([2, 0, 3, 1], (2, 2))

@@ -10,11 +10,11 @@ import torch
 from click.testing import CliRunner
 
 from shardspec import DeviceMesh, DTensor, Layout
+from shardspec.checkpoint.plan import plan_reshard
 from shardspec.cli.main import cli
 from shardspec.errors import LayoutError
 from shardspec.resharding.maps import check_map
 from shardspec.resharding.shipped import load_map, map_chain, shipped_maps
-from shardspec.state_plans import plan_reshard
 
 Array = npt.NDArray[np.float32]
 State = dict[str, Array]

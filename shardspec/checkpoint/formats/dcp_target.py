@@ -22,7 +22,7 @@ from shardspec.checkpoint.torch_files.writer import Call, Made, Name, Pairs
 from shardspec.checkpoint.torch_files.zip_reader import read_torch_zip
 from shardspec.errors import CheckpointError
 from shardspec.layout.layout import Layout
-from shardspec.mesh import DeviceMesh
+from shardspec.mesh.device_mesh import DeviceMesh
 
 _PIECE_BYTES: Final = 1 << 20
 _MODULE: Final = "torch.distributed.checkpoint.metadata"

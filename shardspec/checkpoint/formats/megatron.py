@@ -34,7 +34,7 @@ from shardspec.checkpoint.formats.torch_file import (
 from shardspec.checkpoint.store import file_inside
 from shardspec.checkpoint.torch_files.unpickler import Names, Record, record_class
 from shardspec.errors import CheckpointError
-from shardspec.mesh import DeviceMesh
+from shardspec.mesh.device_mesh import DeviceMesh
 from shardspec.text import Argument
 
 _RANKS: Final = "tensor_model_parallel_size"

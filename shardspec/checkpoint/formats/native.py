@@ -35,7 +35,7 @@ from shardspec.dtypes import from_safetensors, item_bytes, to_safetensors
 from shardspec.errors import CheckpointError, ShardSpecError, SpecSyntaxError
 from shardspec.layout.layout import Layout
 from shardspec.layout.picture import ids_text
-from shardspec.mesh import DeviceMesh
+from shardspec.mesh.device_mesh import DeviceMesh
 from shardspec.text import shown
 
 VERSION: Final = 1

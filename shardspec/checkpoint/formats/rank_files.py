@@ -49,7 +49,7 @@ from shardspec.errors import CheckpointError, ShardSpecError
 from shardspec.layout.layout import Layout
 from shardspec.layout.placements import spec_of_placements
 from shardspec.layout.spec import ShardingSpec
-from shardspec.mesh import DeviceMesh
+from shardspec.mesh.device_mesh import DeviceMesh
 from shardspec.text import counted, shown
 
 _PREFERRED: Final = "model"

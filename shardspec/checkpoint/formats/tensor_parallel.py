@@ -39,7 +39,7 @@ from shardspec.errors import CheckpointError, InputFileError, ShardSpecError
 from shardspec.input_files import read_input_file
 from shardspec.layout.layout import Layout
 from shardspec.layout.spec import DimSpec, Part, ShardingSpec
-from shardspec.mesh import DeviceMesh
+from shardspec.mesh.device_mesh import DeviceMesh
 from shardspec.text import Argument
 
 CutRules: TypeAlias = Mapping[str, object] | Path | str | None

@@ -37,7 +37,7 @@ from shardspec.checkpoint.torch_files.zip_reader import TorchZip
 from shardspec.comm.steps import ReduceOp
 from shardspec.dtypes import item_bytes
 from shardspec.layout.placements import Placement, Split
-from shardspec.mesh import DeviceMesh
+from shardspec.mesh.device_mesh import DeviceMesh
 
 _MOST_DEVICES: Final = 1 << 20
 _MOST_NESTED: Final = 256

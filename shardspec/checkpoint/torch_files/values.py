@@ -25,7 +25,7 @@ from shardspec.checkpoint.torch_files.zip_reader import TorchZip
 from shardspec.dtypes import dtype_name, item_bytes
 from shardspec.errors import CheckpointError, DTypeError
 from shardspec.layout.placements import Placement
-from shardspec.mesh import DeviceMesh
+from shardspec.mesh.device_mesh import DeviceMesh
 
 _MOST_DIMS: Final = 64
 _MOST_SIZE: Final = 2**63 - 1

@@ -23,7 +23,7 @@ _RELEASE_SECONDS: Final = 0.05
 
 
 class _Mesh(Protocol):
-    """What a job asks of a mesh; `shardspec.mesh.DeviceMesh`, which uses this module, has it."""
+    """What a job asks of a mesh, as `DeviceMesh` has it, which uses this module."""
 
     @property
     def ids(self) -> tuple[int, ...]: ...

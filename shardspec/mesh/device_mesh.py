@@ -11,7 +11,8 @@ from functools import partial
 from itertools import product
 from typing import TYPE_CHECKING, Any, Final, Literal, NoReturn, get_args
 
-from shardspec.device_ids import (
+from shardspec.errors import AxisError, MeshError
+from shardspec.mesh.device_ids import (
     SECONDS_RULE,
     Ids,
     flatten,
@@ -20,7 +21,6 @@ from shardspec.device_ids import (
     whole_number,
     whole_numbers,
 )
-from shardspec.errors import AxisError, MeshError
 from shardspec.text import counted, shown
 
 if TYPE_CHECKING:
@@ -161,7 +161,7 @@ class DeviceMesh:
         for name, value in zip(self.__dataclass_fields__, values, strict=True):
             object.__setattr__(self, name, value)
         if init_process_group:
-            from shardspec.job import start
+            from shardspec.mesh.job import start
 
             start(self)
 
@@ -293,7 +293,7 @@ class DeviceMesh:
         The groups of torch's mesh are used from then on; so where it has all ranks of the job,
         every rank calls this at the same point of the program. A mesh of another job is refused.
         """
-        from shardspec.job import from_torch
+        from shardspec.mesh.job import from_torch
 
         mesh: DeviceMesh = from_torch(torch_mesh, cls)
         return mesh
@@ -304,7 +304,7 @@ class DeviceMesh:
         A slice of a larger mesh is torch's slice of torch's mesh of that, so that modules may be
         sharded over several slices. Axes without names are called ``axis_0``, ``axis_1`` and so on.
         """
-        from shardspec.job import to_torch
+        from shardspec.mesh.job import to_torch
 
         return to_torch(self, device_type)
 
@@ -317,7 +317,7 @@ class DeviceMesh:
         if not isinstance(names, tuple) or not all(isinstance(name, str) for name in names):
             raise AxisError(f"mesh[{axis_names!r}]: slice a mesh by axis names, as in mesh['tp']")
         axes = [self.axis(name) for name in names]
-        from shardspec.job import rank_in
+        from shardspec.mesh.job import rank_in
 
         what = f"mesh[{', '.join(map(repr, names))}] is the slice of the calling rank"
         return self.slice_with(rank_in(self, what), axes)
@@ -330,7 +330,7 @@ class DeviceMesh:
                 f"get_group({self.axis_label(0)!r})"
             )
         number = self.axis(0 if axis is None else axis)
-        from shardspec.job import group_along
+        from shardspec.mesh.job import group_along
 
         return group_along(self, number)
 

@@ -12,11 +12,11 @@ from shardspec.comm.communicator import Communicator
 from shardspec.comm.steps import Exchange
 from shardspec.dtypes import dtype_name
 from shardspec.errors import LayoutError
-from shardspec.execution import mesh_text, on_both, run_plan
 from shardspec.layout.converter import LayoutConverter
 from shardspec.layout.layout import Layout, SpecLike
 from shardspec.layout.spec import ShardingSpec
-from shardspec.mesh import DeviceMesh
+from shardspec.mesh.device_mesh import DeviceMesh
+from shardspec.tensor.run import mesh_text, on_both, run_plan
 
 Facts: TypeAlias = tuple[tuple[int, ...], str]
 """Shape and dtype of a shard."""

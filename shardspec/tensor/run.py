@@ -1,6 +1,6 @@
 """Plans carried out: every step by the communicator of the mesh it happens on, and its gradient.
 
-Gradients follow the convention of `torch.distributed.tensor`; see `shardspec.dtensor`.
+Gradients follow the convention of `torch.distributed.tensor`; see `shardspec.tensor.dtensor`.
 """
 
 import time
@@ -21,7 +21,7 @@ from shardspec.errors import LayoutError
 from shardspec.layout.cross import common_mesh, exchange_to
 from shardspec.layout.layout import Layout, LayoutCell, cells_of
 from shardspec.layout.plan import ConversionPlan
-from shardspec.mesh import DeviceMesh
+from shardspec.mesh.device_mesh import DeviceMesh
 from shardspec.tracing import StepRecord, log_from_environment, observers
 
 log_from_environment()

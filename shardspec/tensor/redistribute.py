@@ -8,14 +8,14 @@ from torch.distributed.tensor import DTensor as TorchDTensor
 from torch.distributed.tensor.placement_types import Placement
 
 from shardspec.comm.process_group import communicator_of
-from shardspec.compiling import outside_graphs
-from shardspec.dtensor import DTensor
 from shardspec.errors import LayoutError
-from shardspec.execution import telling
 from shardspec.interop.notations import from_placements
 from shardspec.interop.torch_dtensor import in_our_words, torch_dtensor
 from shardspec.layout.layout import SpecLike
-from shardspec.mesh import DeviceMesh
+from shardspec.mesh.device_mesh import DeviceMesh
+from shardspec.tensor.compiling import outside_graphs
+from shardspec.tensor.dtensor import DTensor
+from shardspec.tensor.run import telling
 
 
 @outside_graphs

@@ -9,11 +9,11 @@ import torch.distributed as dist
 from torch.overrides import handle_torch_function
 
 from shardspec.comm.communicator import Communicator
-from shardspec.compiling import outside_graphs
 from shardspec.errors import CommunicatorError, LayoutError
 from shardspec.layout.layout import Layout
 from shardspec.layout.spec import ShardingSpec
-from shardspec.mesh import DeviceMesh
+from shardspec.mesh.device_mesh import DeviceMesh
+from shardspec.tensor.compiling import outside_graphs
 
 # Importing torch's DTensor takes as long as the rest of torch, so it is imported when needed.
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ class _SetByModules:
 
 
 class TensorLike:
-    """Shards with the functions, methods and operators of torch, by `shardspec.operations.apply`.
+    """Shards with torch's functions, methods and operators, by `tensor.operators.apply`.
 
     A method that is not defined is looked up in `torch.Tensor`. Autograd knows the tensor by the
     shards it was made of, and torch's DTensor, which operators need, comes from them; where it was

@@ -14,10 +14,10 @@ import torch
 import torch.distributed as dist
 from torch.utils.hooks import RemovableHandle
 
-from shardspec.compiling import outside_graphs
 from shardspec.errors import LayoutError
-from shardspec.execution import with_gradient_shared
-from shardspec.operations.tensor import TensorLike
+from shardspec.tensor.compiling import outside_graphs
+from shardspec.tensor.operators.tensor import TensorLike
+from shardspec.tensor.run import with_gradient_shared
 
 
 class Differentiable(TensorLike):
@@ -270,7 +270,7 @@ def _watched(name: str) -> Iterator[None]:
         return
     from torch.distributed.tensor.experimental import implicit_replication
 
-    from shardspec.operations.watch import Watch
+    from shardspec.tensor.operators.watch import Watch
 
     with implicit_replication(), Watch(name, (), back=True):
         yield

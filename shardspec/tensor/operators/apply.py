@@ -25,11 +25,16 @@ from shardspec.errors import LayoutError, ShardSpecError
 from shardspec.interop.torch_dtensor import in_our_words, is_strided, layout_of, torch_dtensor
 from shardspec.layout.layout import Layout
 from shardspec.layout.spec import ShardingSpec
-from shardspec.mesh import DeviceMesh
-from shardspec.operations.conditions import arguments_for, facts_of, is_mean, never_merge_gathers
-from shardspec.operations.tensor import TensorLike
-from shardspec.operations.watch import Watch, is_alias, is_copy_of, specs_text, was_right
-from shardspec.shards import check_copies
+from shardspec.mesh.device_mesh import DeviceMesh
+from shardspec.tensor.operators.conditions import (
+    arguments_for,
+    facts_of,
+    is_mean,
+    never_merge_gathers,
+)
+from shardspec.tensor.operators.tensor import TensorLike
+from shardspec.tensor.operators.watch import Watch, is_alias, is_copy_of, specs_text, was_right
+from shardspec.tensor.shards import check_copies
 
 _REFUSALS: Final = (RuntimeError, ValueError, AssertionError, TypeError)
 """What torch raises where it cannot propagate a layout."""

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from shardspec.errors import LayoutError
 from shardspec.interop.torch_dtensor import is_strided, layout_of
-from shardspec.operations.conditions import facts_of
+from shardspec.tensor.operators.conditions import facts_of
 
 _aten: Final = torch.ops.aten
 _VIEWS: Final = (_aten.view.default, _aten._unsafe_view.default, _aten.reshape.default)

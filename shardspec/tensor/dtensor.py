@@ -13,22 +13,29 @@ import torch
 
 from shardspec.comm.communicator import Communicator
 from shardspec.comm.process_group import communicator_of
-from shardspec.compiling import outside_graphs
 from shardspec.errors import CommunicatorError, LayoutError
-from shardspec.execution import (
+from shardspec.layout.converter import LayoutConverter
+from shardspec.layout.layout import Layout, SpecLike
+from shardspec.layout.plan import ConversionPlan
+from shardspec.layout.spec import ShardingSpec
+from shardspec.mesh.device_mesh import DeviceMesh
+from shardspec.tensor.compiling import outside_graphs
+from shardspec.tensor.operators.gradients import GOING_BACK, Differentiable, go_back
+from shardspec.tensor.operators.tensor import TensorLike
+from shardspec.tensor.run import (
     convert,
     first_of_copies,
     telling,
     with_gradient_reduced,
 )
-from shardspec.layout.converter import LayoutConverter
-from shardspec.layout.layout import Layout, SpecLike
-from shardspec.layout.plan import ConversionPlan
-from shardspec.layout.spec import ShardingSpec
-from shardspec.mesh import DeviceMesh
-from shardspec.operations.gradients import GOING_BACK, Differentiable, go_back
-from shardspec.operations.tensor import TensorLike
-from shardspec.shards import added_up, check_dense, check_shards, facts_of, new_layout, shards_of
+from shardspec.tensor.shards import (
+    added_up,
+    check_dense,
+    check_shards,
+    facts_of,
+    new_layout,
+    shards_of,
+)
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor as TorchDTensor
@@ -207,7 +214,7 @@ class DTensor(Differentiable):
             return NotImplemented
         if function in GOING_BACK:
             return go_back(function, args, kwargs or {})
-        from shardspec.operations.apply import apply
+        from shardspec.tensor.operators.apply import apply
 
         return apply(function, args, kwargs or {})
 

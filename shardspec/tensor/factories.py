@@ -19,14 +19,14 @@ import torch
 from shardspec.boxes import Box, box_shape
 from shardspec.comm.communicator import Communicator
 from shardspec.comm.process_group import communicator_of
-from shardspec.compiling import outside_graphs
-from shardspec.dtensor import DTensor
 from shardspec.dtypes import dtype_name
 from shardspec.errors import DTypeError, LayoutError
 from shardspec.layout.layout import SpecLike
 from shardspec.layout.spec import ShardingSpec
-from shardspec.mesh import DeviceMesh
-from shardspec.shards import check_copies, new_layout
+from shardspec.mesh.device_mesh import DeviceMesh
+from shardspec.tensor.compiling import outside_graphs
+from shardspec.tensor.dtensor import DTensor
+from shardspec.tensor.shards import check_copies, new_layout
 
 _BITS: Final = {"float64": 53, "float32": 24, "float16": 11, "bfloat16": 8}
 """Bits of a uniform random number: the precision of the dtype, so that none is rounded up to 1."""
@@ -180,7 +180,7 @@ def rand(
     """Return uniform random numbers from 0 up to but not including 1; every rank calls it.
 
     They are one global tensor, whatever the mesh and the spec: a number depends on the seed, on its
-    place and on the dtype, as `shardspec.factories` describes.
+    place and on the dtype, as `shardspec.tensor.factories` describes.
 
     The first rank of the mesh draws the seed from `generator`, on the CPU, or from torch's own. A
     dtype that is not a real floating one of at least 16 bits is a `DTypeError`; see also `empty`.

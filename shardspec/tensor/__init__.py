@@ -1,0 +1,1 @@
+"""`DTensor`, torch's operators on it, and what runs a plan on its shards."""
