@@ -86,7 +86,8 @@ def _part_of_source(
     all_count = entry is None and not listed and source.directory.is_dir()
     for file in source.files:
         same = path == file.resolved()
-        if not same and entry is not None and entry.kind == "file":
+        # Links to one file have several names; objects have one, and each look costs a request.
+        if not same and entry is not None and entry.kind == "file" and not file.requests:
             read = file.look()
             same = read is not None and read.identity == entry.identity
         if directory and (same or path in file.resolved().parents):

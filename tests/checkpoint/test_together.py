@@ -77,6 +77,9 @@ def test_the_same_bytes_as_alone(ckpt, tmp_path, size):
     out, alone = tmp_path / "out", tmp_path / "alone"
     out.mkdir()
     alone.mkdir()
+    # Where a name is a link, all of them write to where it leads.
+    (tmp_path / "behind").mkdir()
+    (out / OUTPUTS[0][0]).symlink_to(tmp_path / "behind" / "real")
     acts = [partial(merge, ckpt, out / name, **options) for name, options in OUTPUTS]
     answers = in_processes(tmp_path, *acts, size=size)
     for (name, options), answer in zip(OUTPUTS, answers, strict=True):
@@ -246,7 +249,7 @@ def elsewhere(left, act, **more):
     """Do it on a machine with a disk of its own, where a killed run may have left something."""
 
     def join(_, output, token):
-        return joined_output(LocalPath(left), output, (left.name, token[1]))
+        return joined_output(LocalPath(left), output, (LocalPath(left), token[1]))
 
     with patch.object(LocalPath, "join", join):
         return act(**more)
