@@ -5,7 +5,8 @@ from typing import Any, TypeAlias
 
 from shardspec.dtypes import dtype_name, is_cast, is_floating
 from shardspec.errors import LayoutError
-from shardspec.layout.layout import Layout, SpecLike, match_rules
+from shardspec.layout.layout import Layout
+from shardspec.layout.rules import Rules, match_rules
 from shardspec.layout.spec import ShardingSpec
 from shardspec.mesh.device_ids import bound_of_bytes
 from shardspec.mesh.device_mesh import DeviceMesh
@@ -15,8 +16,6 @@ from shardspec.resharding.name_map import NameMap, Shape
 from shardspec.resharding.state import flat_state, is_plain, stated_layout
 from shardspec.text import counted, shown
 
-Rules: TypeAlias = Mapping[str, SpecLike]
-"""Name pattern to spec; a tensor that no pattern matches is replicated."""
 Target: TypeAlias = Mapping[str, object] | tuple[DeviceMesh, Rules]
 """Layouts by name, or DTensors; or a mesh and rules."""
 
