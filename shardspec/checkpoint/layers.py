@@ -97,7 +97,7 @@ def groups_of(names: Iterable[str]) -> dict[str, list[str]]:
     less of that where there would be too many groups.
 
     >>> {group: len(of) for group, of in groups_of(["a.h.0.w", "a.h.1.w", "a.emb.w", "b"]).items()}
-    {'a.h': 2, 'a.emb': 1, 'b': 1}
+    {'a.emb': 1, 'a.h': 2, 'b': 1}
     """
     starts = {name: _NUMBER.split(name)[0] for name in natural_order(names)}
     paths = {

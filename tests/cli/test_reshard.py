@@ -110,7 +110,7 @@ def test_values_that_would_be_lost_are_named_and_dropped_if_asked(tmp_path):
 
 def model(tmp_path):
     """A model whose norms have one dim, as a safetensors file."""
-    shapes = {f"layers.{i}.up.weight": (4, 6) for i in range(12)}
+    shapes: dict[str, tuple[int, ...]] = {f"layers.{i}.up.weight": (4, 6) for i in range(12)}
     shapes |= {f"layers.{i}.norm.weight": (4,) for i in range(12)} | {"embed": (8, 4), "scale": ()}
     path = tmp_path / "model.safetensors"
     safetensors.numpy.save_file({n: np.ones(s, np.float32) for n, s in shapes.items()}, path)
