@@ -12,7 +12,8 @@ from shardspec.checkpoint.state_dict import KeyPath, unflatten
 from shardspec.checkpoint.targets import OutputTensor
 from shardspec.dtypes import dtype_name, is_cast, is_floating, packed
 from shardspec.errors import CheckpointError, DTypeError, LayoutError, ShardSpecError
-from shardspec.layout.layout import Layout, SpecLike, match_rules
+from shardspec.layout.layout import Layout, SpecLike
+from shardspec.layout.rules import match_rules
 from shardspec.layout.spec import ShardingSpec
 from shardspec.mesh.device_mesh import DeviceMesh
 from shardspec.text import Argument, counted, shown
