@@ -27,6 +27,7 @@ LAYERS = [
     {"tensor"},
     {"parallel"},
     {"resharding"},
+    {"families"},
     {"checkpoint"},
     {"explorer", "profiling"},
     {"cli"},

@@ -206,8 +206,8 @@ map_options: Final = grouped(
 def read_maps(name: str, sizes: Path | None, *, reverse: bool) -> "tuple[NameMap, ...]":
     """Return maps given by name or file, with the sizes of a model's config."""
     from shardspec.checkpoint.store import path_exists
+    from shardspec.families.maps import map_chain
     from shardspec.resharding.name_map import NameMap
-    from shardspec.resharding.shipped import map_chain
 
     config = {} if sizes is None else read_json(sizes)
     if Path(name).suffix or path_exists(Path(name)):
