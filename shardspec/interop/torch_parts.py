@@ -14,7 +14,8 @@ from torch.distributed.tensor import DTensor as TorchDTensor
 
 def joined(shards: Sequence[torch.Tensor], *, tracked: bool = False) -> torch.Tensor:
     """Return one tensor with the shards of all ranks, from rank 0 on, as a leaf of autograd."""
-    return LocalTensor({rank: shard.detach() for rank, shard in enumerate(shards)}, tracked)
+    parts = {rank: shard.detach() for rank, shard in enumerate(shards)}
+    return LocalTensor(parts, tracked)  # type: ignore[no-untyped-call]  # untyped in torch
 
 
 def parts_of(tensor: torch.Tensor) -> list[torch.Tensor]:
