@@ -9,6 +9,7 @@ sends what to whom; it is made once and run after every step.
 
 import logging
 import time
+from typing import Any
 
 import torch
 import torch.distributed as dist
