@@ -21,6 +21,7 @@ RUN = (
     "tutorial",
     "notation",
     "plans",
+    "transfers",
     "cost-queries",
     "jobs",
     "models",
