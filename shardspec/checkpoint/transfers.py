@@ -77,13 +77,10 @@ def write_transfers(
     for device in devices:
         if device != devices[0]:
             rows = transfer_rows(plan, device, "both", files=files)
-        content = io.BytesIO()
-        np.savez_compressed(
-            content,
-            rows=rows,
-            digest=np.frombuffer(plan.digest.encode(), np.uint8),
-            **_shards(plan, device),
-        )
+        content, digest = io.BytesIO(), np.frombuffer(plan.digest.encode(), np.uint8)
+        arrays = {"rows": rows, "digest": digest, **_shards(plan, device)}
+        # numpy types its own option among the names of arrays.
+        np.savez_compressed(content, **arrays)  # type: ignore[arg-type]
         _write(directory / f"device-{device}.npz", content.getvalue())
     index = {
         "format": FORMAT,

@@ -11,6 +11,7 @@ import torch
 from shardspec import DeviceMesh, DTensor, Layout, load_map, load_sharded, save_sharded
 from shardspec.checkpoint.plan import plan_reshard
 from shardspec.errors import LayoutError
+from shardspec.resharding.transfers import Declared
 from tests.resharding.states import random_case
 
 DOC = Path(__file__).parents[2] / "docs" / "transfers.md"
@@ -137,7 +138,7 @@ def test_declared_strides_are_where_bytes_go(player):
     plan = plan_reshard(source, (DeviceMesh([7, 8]), {"w": "[R,S0]"}))
     columns = {d: np.asfortranarray(whole[2 * d : 2 * d + 2].numpy()) for d in range(2)}
     wide = {7: np.zeros((4, 3), "f4"), 8: np.zeros((4, 16), "f4")}
-    strides = {"source": {"w": (4, 8)}, "target": {"w": {7: (12, 4), 8: (64, 4)}}}
+    strides: Declared = {"source": {"w": (4, 8)}, "target": {"w": {7: (12, 4), 8: (64, 4)}}}
     for device, out in wide.items():
         rows = plan.transfers(device, strides=strides)
         player["play"](
