@@ -9,6 +9,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 import click
+import numpy as np
 import pytest
 from click.testing import CliRunner
 
