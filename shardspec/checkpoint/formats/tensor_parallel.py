@@ -289,10 +289,11 @@ def open_meta(directory: StoragePath, *, source_rules: CutRules = None) -> Catal
         )
     ranks = width[0] // share[1]
     if sorted(found) != list(range(ranks)):
-        lacks = next((f"consolidated.{n:02d}.pth" for n in range(ranks) if n not in found), "none")
+        missing = [f"consolidated.{n:02d}.pth" for n in range(ranks) if n not in found]
+        remedy = f"restore {missing[0]}" if missing else f"move those from {ranks} on away"
         raise CheckpointError(
             f"{directory}: has {len(found)} files consolidated.NN.pth, but by the shapes in them "
-            f"{ranks} ranks wrote one ({lacks} is missing); restore them, or move others away"
+            f"{ranks} ranks wrote one each; {remedy}"
         )
     torch_file.check_no_copies(states)
     embedding = "[S(tp),R]" if shapes.get(_TOKENS, ())[1:] == width else "[R,S(tp)]"
