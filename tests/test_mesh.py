@@ -199,7 +199,7 @@ def test_repr_makes_the_mesh_again_and_is_short_for_large_ones():
         DeviceMesh(range(6), (2, 3), axis_names=("dp", "tp")),
         DeviceMesh([5, 4], (1, 2), None, (1e-5, 0), (1e-9, 2e-9), link_model="shared-bus"),
     ]
-    assert [eval(repr(mesh)) for mesh in meshes] == meshes  # noqa: S307
+    assert [eval(repr(mesh)) for mesh in meshes] == meshes
     assert repr(meshes[0]) == "DeviceMesh((3, 1), (2,))"
     assert repr(DeviceMesh(range(65_536), (256, 256))) == "DeviceMesh(range(65536), (256, 256))"
     assert repr(DeviceMesh(range(100, 0, -1))) == (

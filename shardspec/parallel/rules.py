@@ -90,13 +90,13 @@ def gpt2_rules(axis: Axis = "tp") -> Rules:
     }
 
 
-def only_matching(rules: Mapping[str, SpecLike], module: nn.Module) -> Rules:
+def only_matching(rules: Mapping[str, SpecLike], module: nn.Module) -> dict[str, SpecLike]:
     """Return the rules that match a tensor of the module; elsewhere the others are an error."""
     names = list(module.state_dict())
     return {
-        pattern: ShardingSpec.of(spec)
+        pattern: spec
         for pattern, spec in rules.items()
-        if any(fnmatchcase(name, pattern) for name in names)
+        if any(fnmatchcase(n, pattern) for n in names)
     }
 
 
