@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from shardspec.errors import ShardSpecError as ShardSpecError
     from shardspec.layout.converter import LayoutConverter as LayoutConverter
     from shardspec.layout.layout import Layout as Layout
-    from shardspec.layout.layout import match_rules as match_rules
     from shardspec.layout.plan import ConversionPlan as ConversionPlan
+    from shardspec.layout.rules import match_rules as match_rules
     from shardspec.layout.spec import DimSpec as DimSpec
     from shardspec.layout.spec import ShardingSpec as ShardingSpec
     from shardspec.mesh.device_mesh import DeviceMesh as DeviceMesh
@@ -57,8 +57,9 @@ _NAMES: Final = {
     "comm.process_group": ("ProcessGroupCommunicator", "init_device_mesh"),
     "errors": ("ShardSpecError",),
     "layout.converter": ("LayoutConverter",),
-    "layout.layout": ("Layout", "match_rules"),
+    "layout.layout": ("Layout",),
     "layout.plan": ("ConversionPlan",),
+    "layout.rules": ("match_rules",),
     "layout.spec": ("DimSpec", "ShardingSpec"),
     "mesh.device_mesh": ("DeviceMesh",),
     "parallel.distribute": ("distribute_module",),

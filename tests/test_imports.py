@@ -51,6 +51,7 @@ WITH_TENSORS = {
     "shardspec.parallel.rules",
     "shardspec.profiling.measure",
     "shardspec.resharding.execute",
+    "shardspec.resharding.gathered",
     "shardspec.resharding.given",
     "shardspec.resharding.memory",
     "shardspec.resharding.trace",

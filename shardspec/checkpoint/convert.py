@@ -8,7 +8,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
@@ -47,7 +47,7 @@ from shardspec.checkpoint.targets import OutputTensor, Target, add_sidecars
 from shardspec.comm.communicator import Communicator
 from shardspec.dtypes import item_bytes
 from shardspec.errors import CheckpointError
-from shardspec.layout.layout import SpecLike
+from shardspec.layout.rules import Rules, winning_patterns
 from shardspec.mesh.device_mesh import DeviceMesh
 from shardspec.text import Argument, Part, shown
 
@@ -104,6 +104,9 @@ class WriteReport:
     """What a cast to another dtype did not keep; None if nothing was cast."""
     written: bool = False
     """False after a dry run."""
+    sharding: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    """After a dry run of `reshard`: tensor to the rule for it, empty where no rule matches, and its
+    spec."""
 
     @property
     def read_files(self) -> int:
@@ -145,6 +148,10 @@ class WriteReport:
             "sidecars": list(self.sidecars),
             "not_copied": list(self.not_copied),
             "written": self.written,
+            "sharding": {
+                name: {"rule": rule or None, "spec": spec}
+                for name, (rule, spec) in self.sharding.items()
+            },
         }
 
 
@@ -268,7 +275,7 @@ def reshard(
     output: Path | str,
     *,
     device_mesh: DeviceMesh | None = None,
-    rules: Mapping[str, SpecLike] | None = None,
+    rules: Rules | None = None,
     like: Path | str | Catalog | None = None,
     format: ReshardedFormat | None = None,
     dtype: str | None = None,
@@ -298,8 +305,8 @@ def reshard(
     device_mesh
         The devices to shard for.
     rules
-        Name pattern to spec, matched against the new names as by `match_rules`. A tensor that no
-        rule matches is replicated.
+        Name pattern to spec, matched against the new names as by `match_rules`: the last rule that
+        matches a tensor counts. One that no rule matches is replicated.
     like
         A checkpoint to take mesh and specs from, by name, in place of the two above.
     format
@@ -399,7 +406,12 @@ def reshard(
 
             metadata = source.file_metadata.values
             target = sharded_target(mesh, wanted, layouts, save, metadata, kept.values, kept.paths)
-        return wanted, target._replace(carried=target.carried | kept.names)
+        winners = winning_patterns(list(rules or {}), layouts)
+        sharding = {
+            name: (winners.get(name, ""), str(layout.labelled_spec))
+            for name, layout in layouts.items()
+        }
+        return wanted, target._replace(carried=target.carried | kept.names, sharding=sharding)
 
     options = WriteOptions(
         threads, strict_cast, overwrite, verify, dry_run, sidecars, progress, communicator
@@ -547,6 +559,7 @@ def _converted(
             left_out=_left_out(source, target),
             sidecars=target.sidecars,
             not_copied=target.not_copied,
+            sharding=target.sharding if options.dry_run else {},
         )
         return source, target, destination, report
 

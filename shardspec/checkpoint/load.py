@@ -68,7 +68,8 @@ def load_sharded(
     into
         A state dict, as `save_sharded` takes it, whose tensors are filled in place, instead of a
         mesh and rules: DTensors, also torch's, get their shards. Each has the shape and dtype that
-        was saved. Other tensors of the checkpoint are not read.
+        was saved. Other tensors of the checkpoint are not read. A rank that holds nothing gives
+        ``{}``, or does not call this.
     include, exclude, rename
         Which tensors and values are loaded, and under which names, as for `merge`; rules and `into`
         have the new names. What these patterns leave out stays as it is in `into`.
@@ -115,6 +116,8 @@ def load_sharded(
     from shardspec.comm.process_group import communicator_of
 
     choice = Choice(include, exclude, rename, None, drop)
+    if into is not None and not into and device_mesh is None and not rules:
+        return {}  # whose ranks read, a rank that holds nothing does not know
     if into is not None:
         chosen = communicator or rank_state.communicator_of_state(into)
     else:

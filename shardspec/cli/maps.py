@@ -138,7 +138,7 @@ def plan_state_command(
 
     Examples:
       shardspec plan-state ckpt --mesh 8 --rules rules.toml
-      shardspec plan-state ckpt --mesh dp=2,tp=4 --rule '*.weight' '[S(tp),R]' --json
+      shardspec plan-state ckpt --mesh dp=2,tp=4 --rule '*.weight' '[S(tp),...]' --json
       shardspec plan-state ckpt --mesh 8 --map llama-hf-to-fused --sizes config.json
     """
     from shardspec.checkpoint.check_quantized import check_stored_plan

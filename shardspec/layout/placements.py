@@ -50,12 +50,13 @@ def is_placements(given: object) -> bool:
     return isinstance(given, Sequence) and not isinstance(given, str)
 
 
-def own_placements(given: Sequence[object]) -> tuple[Placement, ...]:
-    """Return torch's placements in the words of this module.
+def own_placements(given: object) -> tuple[Placement, ...]:
+    """Return torch's placements, of which `is_placements` is true, in the words of this module.
 
     Raises `LayoutError` for what is not a placement of torch, and `LossyConversionError` for a
     masked or scaled partial.
     """
+    assert isinstance(given, Sequence)
     types = sys.modules.get(_MODULE)
     return tuple(_own(types, placement) for placement in given)
 

@@ -14,8 +14,9 @@ from torch.nn.modules.dropout import _DropoutNd
 from shardspec.comm.process_group import communicator_of
 from shardspec.errors import LayoutError
 from shardspec.interop.torch_dtensor import in_our_words
-from shardspec.layout.layout import Layout, SpecLike, is_own_spec, match_rules, resolve_axes
+from shardspec.layout.layout import Layout, SpecLike, is_own_spec, resolve_axes
 from shardspec.layout.placements import check_count, own_placements
+from shardspec.layout.rules import match_rules, winning_patterns
 from shardspec.layout.spec import ShardingSpec
 from shardspec.mesh.device_mesh import DeviceMesh
 from shardspec.tensor.dtensor import DTensor, for_modules
@@ -75,9 +76,9 @@ def distribute_module(
     Raises
     ------
     LayoutError
-        If a rule matches nothing, two rules match one tensor, a spec is for another number of dims
-        or has a reduction pending, one tensor under two names gets two specs, or `partition_fn`
-        distributes nothing.
+        If a rule matches nothing, or only what later rules match, a spec is for another number of
+        dims or has a reduction pending, one tensor under two names gets two specs, or
+        `partition_fn` distributes nothing.
     SpecSyntaxError, AxisError
         If a spec is malformed, the mesh lacks an axis of it, or its reductions do not commute.
     CommunicatorError, MeshError
@@ -99,7 +100,8 @@ def distribute_module(
     if partition_fn is not None:
         _partition(module, device_mesh, partition_fn)
     tensors = list(_tensors(module))
-    matched = match_rules(rules or {}, {name: tensor.dim() for name, _, _, tensor in tensors})
+    shapes = {name: tuple(tensor.shape) for name, _, _, tensor in tensors}
+    matched = match_rules(rules or {}, shapes, device_mesh)
     specs = {name: resolve_axes(spec, device_mesh) for name, spec in matched.items()}
     shared: dict[int, tuple[str, ShardingSpec]] = {}
     for name, _, _, tensor in tensors:
@@ -293,19 +295,11 @@ def _tensors(module: nn.Module) -> Iterator[tuple[str, dict[str, Any], str, torc
 def _matched_modules(
     module: nn.Module, outputs: Mapping[str, SpecLike], mesh: DeviceMesh
 ) -> list[tuple[nn.Module, SpecLike]]:
-    """Return the submodules that patterns match; each pattern and each module once."""
+    """Return the submodules that patterns match; the last pattern that matches one counts."""
     modules = {name: submodule for name, submodule in module.named_modules() if name}
-    found: dict[str, SpecLike] = {}
-    for pattern, given in outputs.items():
-        spec = _checked(given, mesh)
-        for name in match_rules({pattern: ShardingSpec(0)}, dict.fromkeys(modules, 0)):
-            if name in found:
-                raise LayoutError(
-                    f"the output of module {name!r} is matched by two rules, as {found[name]} and "
-                    f"as {spec}; narrow the patterns so that one is left"
-                )
-            found[name] = spec
-    return [(modules[name], spec) for name, spec in found.items()]
+    specs = {pattern: _checked(given, mesh) for pattern, given in outputs.items()}
+    winners = winning_patterns(list(specs), modules, "module")
+    return [(modules[name], specs[pattern]) for name, pattern in winners.items()]
 
 
 def _sharded(

@@ -63,7 +63,7 @@ def _hybrid_sharding(mesh: Any) -> None:
 
     batch = torch.arange(12.0).reshape(2, 6) / 10
     expected = net()(batch)
-    model = fully_shard(net(), mesh=mesh.to_torch())
+    model: Any = fully_shard(net(), mesh=mesh.to_torch())
     torch.testing.assert_close(model(batch), expected)
     hybrid = FSDP(
         net(), device_mesh=mesh.to_torch(), sharding_strategy=ShardingStrategy.HYBRID_SHARD

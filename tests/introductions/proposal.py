@@ -72,7 +72,7 @@ def _modules(mesh: DeviceMesh) -> None:
 
         module._apply(to_rows)
 
-    def shard_first(name: str, module: nn.Module, mesh: DeviceMesh) -> None:
+    def shard_first(name: str, module: Any, mesh: DeviceMesh) -> None:
         if name == "fc1":
             weight: Any = distribute_tensor(module.weight, mesh, [Shard(0)])
             module.register_parameter("weight", nn.Parameter(weight))
@@ -86,15 +86,14 @@ def _modules(mesh: DeviceMesh) -> None:
     batch = torch.arange(16.0).reshape(2, 8) / 10
     expected = Network()(batch)
     for partition_fn, second in ((shard_all, Shard(0)), (shard_first, Replicate())):
-        module = distribute_module(
+        module: Any = distribute_module(
             Network(),
             mesh,
             partition_fn=partition_fn,
             input_fn=replicate_input,
             output_fn=gather_output,
         )
-        first: Any = module.fc1.weight
-        last: Any = module.fc2.weight
+        first, last = module.fc1.weight, module.fc2.weight
         assert (first.placements, last.placements) == ((Shard(0),), (second,))
         torch.testing.assert_close(module(batch), expected)
         module(batch).sum().backward()
