@@ -26,6 +26,9 @@ RUN = (
     "models",
     "explore",
     "comparison",
+    "from-torch",
+    "from-jax",
+    "from-colossal-alpa",
 )
 
 
