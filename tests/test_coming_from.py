@@ -80,3 +80,16 @@ def test_rows_of_alpas_specs():
     for left, right in table:
         dims = re.findall(r"R|S\d+", left)
         assert str(ShardingSpec.parse(",".join(dims))) == right
+
+
+@pytest.mark.parametrize(
+    ("name", "heading", "kinds"),
+    [
+        ("from-jax", "in JAX", ["DeviceMesh", "Layout", "dict", "DTensor", "DTensor", "Tensor"]),
+        ("from-colossal-alpa", "in Alpa", ["DeviceMesh", "float", "CostTable", "ConversionPlan"]),
+    ],
+)
+def test_what_a_row_says_to_write_runs(name, heading, kinds):
+    text = page(name)
+    cells = [row[-1] for row in rows(text, heading) if "(" in row[-1] and row[-1][0] != "["]
+    assert [type(eval(cell, names_of(text))).__name__ for cell in cells] == kinds

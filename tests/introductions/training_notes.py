@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -15,6 +16,7 @@ from torch.distributed.tensor.parallel import (
 from torch.nn.parallel import DistributedDataParallel
 
 from shardspec import distribute_module, init_device_mesh, merge, save_sharded
+from shardspec.parallel.distribute import inputs_as, outputs_as
 
 
 class Network(nn.Module):
@@ -53,7 +55,7 @@ def run(rank: int, place: Path) -> None:
 
     rules = {"up.weight": "[S(tp),R]", "up.bias": "[S(tp)]", "down.weight": "[R,S(tp)]"}
     sharded = distribute_module(
-        Network(), mesh, rules, output_fn=lambda _, output, __: output.full_tensor()
+        Network(), mesh, rules, inputs_as([Replicate()] * 2), outputs_as([Replicate()] * 2)
     )
     assert abs(_train(sharded) - loss) < 1e-5
     save_sharded(sharded.state_dict(), place / "network")
