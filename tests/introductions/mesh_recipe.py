@@ -65,10 +65,14 @@ def _hybrid_sharding(mesh: Any) -> None:
     expected = net()(batch)
     model: Any = fully_shard(net(), mesh=mesh.to_torch())
     torch.testing.assert_close(model(batch), expected)
-    hybrid = FSDP(
-        net(), device_mesh=mesh.to_torch(), sharding_strategy=ShardingStrategy.HYBRID_SHARD
-    )
-    torch.testing.assert_close(hybrid(batch), expected)
+    if torch.cuda.is_available():  # the older FSDP takes no model on the CPU
+        cuda = init_device_mesh("cuda", mesh.shape, mesh_dim_names=mesh.mesh_dim_names)
+        hybrid = FSDP(
+            net().cuda(),
+            device_mesh=cuda.to_torch(),
+            sharding_strategy=ShardingStrategy.HYBRID_SHARD,
+        )
+        torch.testing.assert_close(hybrid(batch.cuda()).cpu(), expected)
     with pytest.raises(MeshError) as caught:
         fully_shard(net(), mesh=mesh)
     assert str(caught.value) == "this is a shardspec mesh; pass mesh.to_torch() to torch functions"
