@@ -30,6 +30,9 @@ RUN = (
     "models",
     "explore",
     "comparison",
+    "from-torch",
+    "from-jax",
+    "from-colossal-alpa",
 )
 
 

@@ -309,7 +309,7 @@ def _targets(
     if not isinstance(target, tuple):
         return layouts_of(target)
     mesh, rules = target
-    specs = match_rules(rules, {name: len(shape) for name, (shape, _) in due.items()})
+    specs = match_rules(rules, {name: shape for name, (shape, _) in due.items()}, mesh)
     wanted = None if dtype is None else dtype_name(dtype)
     found = {}
     for name, (shape, own) in due.items():
