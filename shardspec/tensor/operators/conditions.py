@@ -33,15 +33,17 @@ class Facts(NamedTuple):
 @lru_cache(maxsize=4096)
 def facts_of(layout: Layout) -> Facts:
     """Return what of a layout torch's operators get wrong."""
-    spec, sizes = layout.spec, layout.global_shape
-    # The device at the last coordinate of every axis has the least.
-    least = layout.local_shape(layout.mesh.ids[-1])
+    spec, sizes, mesh = layout.spec, layout.global_shape, layout.mesh
     return Facts(
         bool(spec.axes),
         bool(spec.partials),
-        any(here == 0 < size for here, size in zip(least, sizes, strict=True)),
         any(
-            len(cut.axes) > 1 and size % prod(layout.mesh.shape[int(axis)] for axis in cut.axes)
+            size > 0 and any(layout.local_shape(device)[dim] == 0 for device in devices)
+            for dim, size in enumerate(sizes)
+            for devices in [mesh.group(mesh.ids[0], spec.dim_specs[dim].axes)]
+        ),
+        any(
+            len(cut.axes) > 1 and size % prod(mesh.shape[int(axis)] for axis in cut.axes)
             for size, cut in zip(sizes, spec.dim_specs, strict=True)
         ),
     )
