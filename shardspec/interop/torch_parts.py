@@ -14,7 +14,9 @@ from torch.distributed.tensor import DTensor as TorchDTensor
 
 def joined(shards: Sequence[torch.Tensor], *, tracked: bool = False) -> torch.Tensor:
     """Return one tensor with the shards of all ranks, from rank 0 on, as a leaf of autograd."""
-    return LocalTensor({rank: shard.detach() for rank, shard in enumerate(shards)}, tracked)
+    local = {rank: shard.detach() for rank, shard in enumerate(shards)}
+    made: torch.Tensor = LocalTensor(local, tracked)  # type: ignore[no-untyped-call]  # untyped in torch
+    return made
 
 
 def parts_of(tensor: torch.Tensor) -> list[torch.Tensor]:

@@ -495,12 +495,9 @@ def table(found: dict[tuple[str, str, str], Finding]) -> str:
         for what, count in finding.outcomes.items():
             counts[name]["wrong" if what in SILENT else what] += count
     columns = ("right", *REFUSED, "wrong")
-    rows = [("operator", "calls", *columns)]
-    for name in sorted(counts):
-        of_one = counts[name]
-        rows.append((name, str(of_one.total()), *(str(of_one[what]) for what in columns)))
-    total = sum(counts.values(), Counter[str]())
-    rows.append(("in all", str(total.total()), *(str(total[what]) for what in columns)))
+    rows = [["operator", "calls", *columns]]
+    for name, of_one in [*sorted(counts.items()), ("in all", sum(counts.values(), Counter[str]()))]:
+        rows.append([name, str(of_one.total()), *(str(of_one[what]) for what in columns)])
     return "\n".join(" | ".join(row) for row in rows)
 
 
