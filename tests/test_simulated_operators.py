@@ -1,7 +1,6 @@
 """torch's operators where one process holds the shards of all devices, beside whole tensors."""
 
 import threading
-from itertools import product
 from typing import Any
 
 import pytest
@@ -9,9 +8,11 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from shardspec import DeviceMesh, DTensor, Layout
+from shardspec import DeviceMesh, DTensor
 from shardspec.errors import LayoutError, MeshError, ShardSpecError
 from tests.conversions import index_of
+from tests.simulated_tensors import all_specs, check
+from tests.simulated_tensors import cut as cut_as_it_is
 
 # The stubs of torch take nothing but its own tensors.
 Cut: Any = DTensor
@@ -41,58 +42,13 @@ REFUSED = {"flatten": 12, "view": 1, "matmul": 1, "linear": 1}
 """Operations that torch refuses on some layouts."""
 
 
-def all_specs(dims: int) -> list[str]:
-    """Every way to shard by two axes, each in each order, and to leave sums pending."""
-    specs = []
-    for first, second in product(("R", "P", *range(dims)), repeat=2):
-        parts = ["R"] * dims
-        for axis, place in enumerate((first, second)):
-            if isinstance(place, int):
-                parts[place] = f"{parts[place].replace('R', 'S')}{axis}"
-        pending = ",".join(f"P{axis}" for axis, p in enumerate((first, second)) if p == "P")
-        specs.append(f"[{','.join(parts)}{'|' + pending if pending else ''}]")
-        if first == second and isinstance(first, int):
-            specs.append(specs[-1].replace("S01", "S10"))
-    return specs
-
-
 def cut(whole: torch.Tensor, mesh: DeviceMesh, spec: str) -> Any:
-    """Cut a tensor that wants a gradient; addends of what is pending differ."""
-    layout = Layout(mesh, spec, whole.shape, whole.dtype)
-    pending = [int(p.axis) for p in layout.spec.partials]
-    addends = torch.tensor([mesh.shape[axis] for axis in pending]).prod().item()
-    shards = {}
-    for device in mesh.ids:
-        at = 0
-        for axis in pending:
-            at = at * mesh.shape[axis] + mesh.coordinates(device)[axis]
-        share = 2 * (at + 1) / (addends * (addends + 1)) if pending else 1
-        shards[device] = (whole[index_of(layout, device)] * share).detach().requires_grad_()
-    return DTensor.from_local(shards, mesh, spec, global_shape=whole.shape)
+    """Cut a tensor that wants a gradient."""
+    return cut_as_it_is(whole.clone().requires_grad_(), mesh, spec)
 
 
-def check(function: Any, mesh: DeviceMesh, spec: str) -> str:
-    """Compare value and gradient with those of the whole; return why it was refused, or nothing."""
-    ours, whole = cut(WHOLE, mesh, spec), WHOLE.clone().requires_grad_()
-    wanted = function(whole)
-    weights = torch.arange(wanted.numel()).reshape(wanted.shape).double().cos()
-    try:
-        result = function(ours)
-        assert isinstance(result, DTensor)
-        assert result.shape == wanted.shape
-        assert {d: tuple(s.shape) for d, s in result.shards.items()} == {
-            device: result.layout.local_shape(device) for device in mesh.ids
-        }
-        torch.testing.assert_close(result.to_global(), wanted)
-        (result.to_global() * weights).sum().backward()
-    except LayoutError as error:
-        return str(error)
-    (wanted * weights).sum().backward()
-    assert whole.grad is not None
-    assert ours.grad.sharding_spec == ours.sharding_spec.without_partial()
-    for device, shard in ours.grad.shards.items():
-        torch.testing.assert_close(shard, whole.grad[index_of(ours.grad.layout, device)])
-    return ""
+def tried(name: str, mesh: DeviceMesh, spec: str) -> str:
+    return check(FUNCTIONS[name], [WHOLE.clone().requires_grad_()], mesh, [spec])
 
 
 @pytest.mark.parametrize("shape", MESHES)
@@ -101,7 +57,7 @@ def check(function: Any, mesh: DeviceMesh, spec: str) -> str:
 def test_every_spec_gives_what_one_process_gives(name, shape):
     specs = all_specs(2)
     assert len(specs) == len(set(specs)) == 18
-    refusals = [check(FUNCTIONS[name], MESHES[shape], spec) for spec in specs]
+    refusals = [tried(name, MESHES[shape], spec) for spec in specs]
     assert all("redistribute" in why and "\n" not in why for why in refusals if why)
     assert len([why for why in refusals if why]) <= REFUSED.get(name, 0), refusals
 
@@ -110,7 +66,7 @@ def test_every_spec_gives_what_one_process_gives(name, shape):
 def test_operators_give_what_one_process_gives(name):
     """The specs that differ most; the others are exhausted elsewhere."""
     for spec in ("[S0,S1]", "[S01,R]", "[R,S1|P0]"):
-        why = check(FUNCTIONS[name], MESHES[2, 3], spec)
+        why = tried(name, MESHES[2, 3], spec)
         assert not why or (name == "flatten" and "redistribute" in why), (spec, why)
 
 
