@@ -30,7 +30,7 @@ from shardspec.tensor.operators.conditions import arguments_for
 from shardspec.tensor.operators.tensor import TensorLike
 from shardspec.tensor.operators.watch import Watch, is_alias, is_copy_of, specs_text, was_right
 
-_REFUSALS: Final = (RuntimeError, ValueError, AssertionError, TypeError)
+_REFUSALS: Final = (RuntimeError, ValueError, AssertionError, TypeError, IndexError)
 """What torch raises where it cannot propagate a layout."""
 _WRITES: Final = re.compile(
     "__setitem__|__i(add|sub|mul|truediv|floordiv|mod|pow|and|or|xor)__|.*[^_]_"
@@ -143,7 +143,7 @@ class _InTorch:
         try:
             with torch.no_grad():
                 self.result(tried)
-        except (*_REFUSALS, IndexError, KeyError):
+        except (*_REFUSALS, KeyError):
             return False
         return True
 
@@ -185,6 +185,7 @@ def carry_out(
     tracked: bool,
     frozen: bool = False,
     drawing: Drawing | None = None,
+    trial: Callable[[], object] | None = None,
 ) -> Any:  # noqa: ANN401
     """Call the function; return what it does, with a `Result` for each DTensor.
 
@@ -200,6 +201,8 @@ def carry_out(
         Whether nothing may be written to.
     drawing
         Lets the devices draw random numbers, where it draws some.
+    trial
+        Tries a new call with the shapes of all ranks, and raises where it fails on any.
     """
     here = _InTorch(call, tensors)
     copies = [tensors[id(tensor)] for tensor in call.tensors if tensor.is_copied_part]
@@ -212,6 +215,9 @@ def carry_out(
     replaced = [new for new, tensor in zip(given, here.tensors, strict=True) if new is not tensor]
     strided = any(map(is_strided, here.tensors))
     earlier = was_right(call.function, tracked, *call.kwargs, *map(_key, here.leaves), *layouts)
+    if trial is not None and not earlier.is_tried:
+        trial()
+        earlier.is_tried = True
     watch = None
     if strided or copies or frozen or not earlier.found:
         watch = Watch(call.shown, [*copies, *replaced], frozen=here.tensors if frozen else ())

@@ -51,9 +51,12 @@ def is_alias(view: torch.Tensor, base: torch.Tensor) -> bool:
 
 @dataclass(slots=True)
 class Earlier:
-    """Whether a function was right on layouts without help, so that it need not be watched."""
+    """What was found out about a function on layouts."""
 
     found: bool = False
+    """Whether it was right without help, so that it need not be watched."""
+    is_tried: bool = False
+    """Whether it was tried with the shapes of all ranks."""
 
 
 @lru_cache(maxsize=4096, typed=True)
