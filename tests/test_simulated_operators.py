@@ -139,6 +139,16 @@ def test_replicas_draw_the_same_numbers():
     assert torch.equal(tensor.grad.to_global() != 0, dropped.to_global() != 0)
 
 
+def test_extrema_where_any_device_has_nothing():
+    for length in range(1, 8):
+        whole = WHOLE[:length]
+        for mesh in (MESHES[2, 3], DeviceMesh(range(6), (3, 2))):
+            for spec in ("[S01,R]", "[S10,R]", "[S0,S1]"):
+                tensor = Cut(whole, mesh, spec)
+                assert tensor.amax(0).to_global().tolist() == whole.amax(0).tolist()
+                assert tensor.argmin(0).to_global().tolist() == whole.argmin(0).tolist()
+
+
 def test_what_is_refused_in_a_job_is_refused():
     mesh = MESHES[2, 2]
     tensor = cut(WHOLE, mesh, "[S0,R]")
