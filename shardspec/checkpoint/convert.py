@@ -8,7 +8,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from hashlib import sha256
 from pathlib import PurePath
@@ -48,7 +48,7 @@ from shardspec.checkpoint.targets import OutputTensor, Target, add_sidecars
 from shardspec.comm.communicator import Communicator
 from shardspec.dtypes import item_bytes
 from shardspec.errors import CheckpointError
-from shardspec.layout.layout import SpecLike
+from shardspec.layout.rules import Rules, winning_patterns
 from shardspec.mesh.device_mesh import DeviceMesh
 from shardspec.text import Argument, Part, shown
 
@@ -96,6 +96,8 @@ class WriteReport:
     safetensors files is ``"__metadata__"``."""
     sidecars: tuple[str, ...]
     """Names of the files beside the weights of the source that were copied along."""
+    weight_files: int
+    """How many files of the output hold tensors: without an index and what was copied along."""
     not_copied: tuple[str, ...] = ()
     """Names of what lies there too and was not copied; a directory ends in a slash."""
     seconds: float = 0.0
@@ -105,6 +107,9 @@ class WriteReport:
     """What a cast to another dtype did not keep; None if nothing was cast."""
     written: bool = False
     """False after a dry run."""
+    sharding: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    """After a dry run of `reshard`: tensor to the rule for it, empty where no rule matches, and its
+    spec."""
 
     @property
     def read_files(self) -> int:
@@ -138,6 +143,7 @@ class WriteReport:
             "writes": dict(self.writes),
             "tensors": self.tensors,
             "files": list(self.files),
+            "weight_files": self.weight_files,
             "bytes": self.num_bytes,
             "seconds": self.seconds,
             "crc32": None if self.crc32 is None else crc_text(self.crc32),
@@ -146,6 +152,10 @@ class WriteReport:
             "sidecars": list(self.sidecars),
             "not_copied": list(self.not_copied),
             "written": self.written,
+            "sharding": {
+                name: {"rule": rule or None, "spec": spec}
+                for name, (rule, spec) in self.sharding.items()
+            },
         }
 
 
@@ -270,7 +280,7 @@ def reshard(
     output: PurePath | str,
     *,
     device_mesh: DeviceMesh | None = None,
-    rules: Mapping[str, SpecLike] | None = None,
+    rules: Rules | None = None,
     like: PurePath | str | Catalog | None = None,
     format: ReshardedFormat | None = None,
     dtype: str | None = None,
@@ -300,8 +310,8 @@ def reshard(
     device_mesh
         The devices to shard for.
     rules
-        Name pattern to spec, matched against the new names as by `match_rules`. A tensor that no
-        rule matches is replicated.
+        Name pattern to spec, matched against the new names as by `match_rules`: the last rule that
+        matches a tensor counts. One that no rule matches is replicated.
     like
         A checkpoint to take mesh and specs from, by name, in place of the two above.
     format
@@ -402,7 +412,12 @@ def reshard(
 
             metadata = source.file_metadata.values
             target = sharded_target(mesh, wanted, layouts, save, metadata, kept.values, kept.paths)
-        return wanted, target._replace(carried=target.carried | kept.names)
+        winners = winning_patterns(list(rules or {}), layouts)
+        sharding = {
+            name: (winners.get(name, ""), str(layout.labelled_spec))
+            for name, layout in layouts.items()
+        }
+        return wanted, target._replace(carried=target.carried | kept.names, sharding=sharding)
 
     options = WriteOptions(
         threads, strict_cast, overwrite, verify, dry_run, sidecars, progress, communicator
@@ -552,7 +567,9 @@ def _converted(
             writes={file.name: file.num_bytes for file in target.files},
             left_out=_left_out(source, target),
             sidecars=target.sidecars,
+            weight_files=len(target.files) - len(target.sidecars),
             not_copied=target.not_copied,
+            sharding=target.sharding if options.dry_run else {},
         )
         return source, target, destination, report
 
