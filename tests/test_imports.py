@@ -40,6 +40,7 @@ WITH_TENSORS = {
     "shardspec.tensor.dtensor",
     "shardspec.tensor.run",
     "shardspec.tensor.factories",
+    "shardspec.tensor.for_modules",
     "shardspec.interop.torch_dtensor",
     "shardspec.mesh.job",
     "shardspec.tensor.operators.apply",
