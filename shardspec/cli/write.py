@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from itertools import islice
-from pathlib import Path, PurePath
+from pathlib import PurePath
 from typing import TYPE_CHECKING, Any, Final
 
 import click
@@ -92,7 +92,6 @@ _write_options: Final = opts.stacked(
         "Do not copy the files next to the weights, such as config.json and a tokenizer.",
     ),
     opts.json_option("Print what was written as JSON."),
-    click.option("--quiet", is_flag=True, help="Print nothing but errors."),
 )
 """What `merge` and `reshard` have in common, but for the target."""
 
@@ -119,12 +118,11 @@ def _processes() -> "Iterator[Communicator | None]":
 
 def _write(
     convert: Callable[..., WriteReport],
-    *places: Path | None,
+    *places: PurePath | None,
     maps: ckpt.MapOptions,
     source: ckpt.SourceOptions,
     choice: dict[str, Any],
     as_json: bool,
-    quiet: bool,
     **how: Any,  # noqa: ANN401  # as `merge` and `reshard` take it
 ) -> None:
     """Have a checkpoint written, with a bar while that takes time, and say what was written.
@@ -134,9 +132,9 @@ def _write(
     title = click.get_current_context().info_name or ""
     with _processes() as communicator:
         with Processes(communicator).failing_together():
-            names, sources = maps.read(), source.open(*places, quiet=quiet)
+            names, sources = maps.read(), source.open(*places)
         # Of several processes the first one says it.
-        silent = quiet or (communicator is not None and 0 not in communicator.addressable)
+        silent = communicator is not None and 0 not in communicator.addressable
         with progress_bar(not (silent or as_json), title) as progress:
             report = convert(
                 *sources,
@@ -155,9 +153,8 @@ def _write(
 
 def _report_text(report: WriteReport) -> str:
     what = f"{counted(report.tensors, 'tensor')}, {bytes_text(report.num_bytes)}"
-    count = len(report.files) - len(report.sidecars)
-    if count > 1:
-        what += f" in {count} files"
+    if len(report.files) > 1:
+        what += f" in {counted(report.weight_files, 'file')} of weights"
     if report.written:
         rate = rate_text(report.num_bytes / max(report.seconds, 1e-9))
         digest = "" if report.crc32 is None else f", CRC-32 {report.crc32:08x}"
@@ -211,7 +208,7 @@ def _sharding_text(sharding: Mapping[str, tuple[str, str]]) -> str:
 @click.argument("checkpoint", type=ckpt.CHECKPOINT, metavar="CKPT")
 @opts.output_option(
     "The file to write; a directory for the formats huggingface and dcp.",
-    type=str,
+    type=opts.PLACE,
     metavar="OUT",
     required=True,
 )
@@ -230,7 +227,7 @@ def _sharding_text(sharding: Mapping[str, tuple[str, str]]) -> str:
 @_unless("metadata", "Leave out what safetensors files say in their metadata.")
 @_write_options
 def merge_command(
-    checkpoint: Path,
+    checkpoint: PurePath,
     output: str,
     to: conversion.MergedFormat | None,
     max_shard_size: int | None,
@@ -267,7 +264,7 @@ def merge_command(
 
 @click.command(cls=opts.Command)
 @click.argument("checkpoint", type=ckpt.CHECKPOINT, metavar="CKPT")
-@opts.output_option("The directory to write.", type=str, metavar="OUT", required=True)
+@opts.output_option("The directory to write.", type=opts.PLACE, metavar="OUT", required=True)
 @click.option(
     "--mesh",
     type=opts.MESH,
@@ -292,11 +289,11 @@ def merge_command(
 )
 @_write_options
 def reshard_command(
-    checkpoint: Path,
+    checkpoint: PurePath,
     output: str,
     mesh: opts.MeshShape | None,
     rules: dict[str, str] | None,
-    like: Path | None,
+    like: PurePath | None,
     to: conversion.ReshardedFormat,
     drop_values: bool,
     **options: Any,  # noqa: ANN401  # those of `_write`
@@ -344,5 +341,5 @@ def reshard_command(
         )
 
     _write(convert, checkpoint, like, **options)
-    if mesh is not None and not rules and not options["quiet"]:
+    if mesh is not None and not rules:
         say("note: no rules were given, so every tensor is replicated on every device", err=True)

@@ -232,10 +232,16 @@ def from_torch(torch_mesh: TorchMesh, make: Callable[..., Any]) -> Any:  # noqa:
             f"torch mesh {mesh} has device {max(mesh.ids)}, but this job has {world} ranks "
             "numbered from 0; it was made in another job"
         )
-    _check_ascending(mesh)
+    check_ascending(mesh)
     _adopt_groups(job, torch_mesh, mesh)
     job.torch_meshes.append((mesh, torch_mesh))
     return mesh
+
+
+def stand_for(mesh: _Mesh, torch_mesh: TorchMesh) -> None:
+    """Let `from_torch` return a mesh for one of torch's, in a job that is only simulated."""
+    assert dist.group.WORLD is not None
+    _JOBS.setdefault(dist.group.WORLD, Job()).torch_meshes.append((mesh, torch_mesh))
 
 
 def to_torch(mesh: _Mesh, device_type: str | None = None) -> TorchMesh:
@@ -246,7 +252,7 @@ def to_torch(mesh: _Mesh, device_type: str | None = None) -> TorchMesh:
     job, device_type = job_of(mesh), device_type or device_type_of(mesh)
     made = job.torch_mesh(mesh, device_type)
     if made is None:
-        _check_ascending(mesh)
+        check_ascending(mesh)
         made = _slice_in_torch(job, mesh, device_type) or _made_of_groups(job, mesh, device_type)
         job.torch_meshes.append((mesh, made))
     return made
@@ -261,7 +267,8 @@ def _along_each_axis(mesh: _Mesh) -> list[tuple[int, ...]]:
     return [members for axis in range(len(mesh.shape)) for members in mesh.groups([axis])]
 
 
-def _check_ascending(mesh: _Mesh) -> None:
+def check_ascending(mesh: _Mesh) -> None:
+    """Raise `MeshError` if the ids along an axis do not ascend, as torch takes them to."""
     for members in _along_each_axis(mesh):
         if list(members) != sorted(members):
             raise MeshError(

@@ -284,8 +284,8 @@ REFUSALS = [
     "LayoutError: from_torch takes a DTensor of torch, not a Tensor; use from_local for a shard",
     "MeshError: torch mesh 2x4 has device 7, but this job has 4 ranks",
     "LayoutError: the tensor is on a torch mesh of shape (2, 2), but mesh 4 has shape (4,)",
-    "CommunicatorError: this process simulates mesh dp=2,tp=2, but torch's DTensor, and so any "
-    "operation, needs one process per device; start the program with torchrun, or work on",
+    "CommunicatorError: this process simulates mesh dp=2,tp=2, but torch's DTensor needs one "
+    "process per device; start the program with torchrun, or hand on to_global()",
     "LossyConversionError: torch has no tensor with several kinds of reductions pending, as "
     "[R,R|P0,Pavg1] has",
     "LayoutError: axis 0 has split factor 1",
