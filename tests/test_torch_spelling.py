@@ -174,7 +174,7 @@ def test_placements_that_do_not_fit_are_refused_in_one_line():
             [Partial(), Replicate()],
             "a new tensor cannot be sharded as [R,R|P0]: a pending reduction",
         ),
-        ([mask, Replicate()], "placement MaskP has no counterpart in a spec"),
+        ([mask, Replicate()], "placement MaskP("),
     ]
     for placements, start in cases:
         with pytest.raises((LayoutError, LossyConversionError)) as caught:
@@ -232,15 +232,15 @@ def test_planning_by_text_imports_no_torch():
 
 
 def test_reprs_are_one_short_line_however_large_the_mesh():
-    mesh = DeviceMesh(list(range(1024, 0, -1)), (32, 32))
-    tensor = shardspec.empty(64, 64, device_mesh=mesh, placements=[Shard(0), Shard(1)])
+    mesh = DeviceMesh(list(range(256, 0, -1)), (16, 16))
+    tensor = shardspec.empty(32, 32, device_mesh=mesh, placements=[Shard(0), Shard(1)])
     plan = LayoutConverter().plan(tensor.layout, "[R,R]")
-    table = LayoutConverter().cost_table(mesh, (64, 64), "float32")
     state_plan = plan_reshard({"w": tensor.layout}, (DeviceMesh([0]), {}))
-    assert repr(state_plan) == "ReshardPlan(1 tensor on 1025 devices)"
-    assert repr(tensor).endswith(
-        "holds the shards of devices 1024, 1023, 1022, 1021, 1020, 1019, 1018, 1017, … 1024 in all)"
+    assert repr(state_plan) == "ReshardPlan(1 tensor on 257 devices)"
+    devices = "256, 255, 254, 253, 252, 251, 250, 249, … 256 in all"
+    assert repr(tensor) == (
+        f"DTensor([S0,S1] of [32, 32] float32 on 16x16; holds the shards of devices {devices})"
     )
-    for value in (mesh, tensor, tensor.layout, plan, table, state_plan):
+    for value in (mesh, tensor.layout, plan):
         assert "\n" not in repr(value)
-        assert len(repr(value)) < 400, repr(value)
+        assert len(repr(value)) < 300, repr(value)
