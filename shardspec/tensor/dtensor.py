@@ -354,7 +354,7 @@ class DTensor(Differentiable):
 
 
 def distribute_tensor(
-    tensor: torch.Tensor,
+    tensor: torch.Tensor | DTensor,
     device_mesh: DeviceMesh,
     sharding_spec: SpecLike | None = None,
     *,
@@ -379,7 +379,8 @@ def distribute_tensor(
     spec = chosen_spec(sharding_spec, placements)
     result = _already_distributed(tensor, device_mesh, spec)
     if result is None:
-        result = DTensor(tensor, device_mesh, spec, src_rank=src_rank, communicator=communicator)
+        given: Any = tensor  # not distributed yet, if it is a tensor at all
+        result = DTensor(given, device_mesh, spec, src_rank=src_rank, communicator=communicator)
     stand_in: Any = StandIn.of(result) if stand_ins_are_wanted() else result
     return stand_in  # type: ignore[no-any-return]  # it has the methods of a DTensor
 
