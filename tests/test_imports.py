@@ -41,6 +41,7 @@ WITH_TENSORS = {
     "shardspec.tensor.dtensor",
     "shardspec.tensor.run",
     "shardspec.tensor.factories",
+    "shardspec.tensor.for_modules",
     "shardspec.interop.torch_dtensor",
     "shardspec.interop.torch_parts",
     "shardspec.mesh.job",
