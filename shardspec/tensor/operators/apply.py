@@ -31,14 +31,12 @@ from shardspec.tensor.operators.simulated import (
     simulating,
 )
 from shardspec.tensor.operators.tensor import TensorLike
-from shardspec.tensor.operators.watch import is_alias
+from shardspec.tensor.operators.watch import is_alias, specs_text
 from shardspec.tensor.run import copies_of
 from shardspec.tensor.shards import check_copies
 
 _DECISIVE: Final = (int, float, torch.dtype, type(None))
 """Arguments that decide, with layouts, on the layout of a result; of floats only the type does."""
-_UNKNOWN: Final = (RuntimeError, TypeError, AssertionError, ValueError, IndexError, KeyError)
-"""What torch raises where tensors have no data, and where arguments are wrong on any layout."""
 _MOST_TRIED: Final = 64
 """Devices of a mesh on which calls on uneven shards are tried with the shapes of all."""
 _DROPOUT_PLACE: Final = 4
@@ -185,8 +183,8 @@ def _try_everywhere(call: Call, tensors: Mapping[int, TorchDTensor], *, tracked:
             carry_out(call, without_data, tracked=tracked)
         except ShardSpecError:
             raise
-        except _UNKNOWN:
-            pass
+        except Exception:  # whatever torch raises where there is no data, or arguments are wrong
+            return
 
 
 def _in_simulation(call: Call) -> Any:  # noqa: ANN401
@@ -216,7 +214,16 @@ def _in_simulation(call: Call) -> Any:  # noqa: ANN401
             id(tensor): torch_dtensor(local, tensor.layout, torch_mesh)
             for tensor, local in zip(tensors, locals_, strict=True)
         }
-        results[:] = [carry_out(inner, given, tracked=tracked, frozen=tracked, drawing=drawing)]
+        try:
+            found = carry_out(inner, given, tracked=tracked, frozen=tracked, drawing=drawing)
+        except AssertionError as error:
+            specs = specs_text(str(tensor.layout.labelled_spec) for tensor in tensors)
+            raise LayoutError(
+                f"{call.shown}: torch {torch.__version__} cannot simulate it on {specs} "
+                f"({str(error) or 'ranks differ'}); redistribute first, or start the program with "
+                "torchrun"
+            ) from None
+        results[:] = [found]
         return [local_of(each.tensor) for each in tree_leaves(results) if _is_new(each)]
 
     if tracked:
