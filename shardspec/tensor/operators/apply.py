@@ -21,7 +21,14 @@ from shardspec.interop.torch_dtensor import layout_of, local_of, torch_dtensor
 from shardspec.interop.torch_parts import joined, memory_of, parts_of
 from shardspec.layout.layout import Layout
 from shardspec.layout.spec import ShardingSpec
-from shardspec.tensor.operators.call import Call, Drawing, Function, Result, carry_out
+from shardspec.tensor.operators.call import (
+    Call,
+    Drawing,
+    Function,
+    Result,
+    carry_out,
+    is_limit_of_simulation,
+)
 from shardspec.tensor.operators.conditions import facts_of, is_mean, never_merge_gathers
 from shardspec.tensor.operators.simulated import (
     Locals,
@@ -217,10 +224,12 @@ def _in_simulation(call: Call) -> Any:  # noqa: ANN401
         try:
             found = carry_out(inner, given, tracked=tracked, frozen=tracked, drawing=drawing)
         except AssertionError as error:
+            if not is_limit_of_simulation(error):
+                raise
             specs = specs_text(str(tensor.layout.labelled_spec) for tensor in tensors)
             raise LayoutError(
-                f"{call.shown}: torch {torch.__version__} cannot simulate it on {specs} "
-                f"({str(error) or 'ranks differ'}); redistribute first, or start the program with "
+                f"{call.shown}: torch {torch.__version__} cannot simulate it on {specs}, "
+                "where ranks go different ways; redistribute first, or start the program with "
                 "torchrun"
             ) from None
         results[:] = [found]

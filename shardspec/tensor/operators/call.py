@@ -245,7 +245,7 @@ def carry_out(
         _set_in_whole(here)
         return None
     except _REFUSALS as error:
-        if _is_limit_of_simulation(error):
+        if is_limit_of_simulation(error):
             raise
         found = here.refusal(error)
         if found is not None:
@@ -292,7 +292,7 @@ def carry_out(
     return tree_map(described, result)
 
 
-def _is_limit_of_simulation(error: Exception) -> bool:
+def is_limit_of_simulation(error: Exception) -> bool:
     """Whether ranks would go different ways, which torch asserts that simulated ones do not."""
     return isinstance(error, AssertionError) and not any(isinstance(a, str) for a in error.args)
 
