@@ -290,7 +290,7 @@ REFUSALS = [
     "[R,R|P0,Pavg1] has",
     "LayoutError: axis 0 has split factor 1",
     "LossyConversionError: placement _NormP(2)",
-    "LayoutError: 1 placements for a mesh of 2 axes (2x2); give one per axis",
+    "LayoutError: 1 placement for a mesh of 2 axes (2x2); give one per axis",
     "LayoutError: ",
     "LayoutError: the placement of axis 0 splits dim 2, but the tensor has 2 dims",
     "LayoutError: spec [S0] is for 1 dim, but the tensor of shape (7, 5) has 2 dims",
