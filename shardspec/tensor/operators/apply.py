@@ -21,7 +21,14 @@ from shardspec.interop.torch_dtensor import layout_of, local_of, torch_dtensor
 from shardspec.interop.torch_parts import joined, memory_of, parts_of
 from shardspec.layout.layout import Layout
 from shardspec.layout.spec import ShardingSpec
-from shardspec.tensor.operators.call import Call, Drawing, Function, Result, carry_out
+from shardspec.tensor.operators.call import (
+    Call,
+    Drawing,
+    Function,
+    Result,
+    carry_out,
+    is_limit_of_simulation,
+)
 from shardspec.tensor.operators.conditions import facts_of, is_mean, never_merge_gathers
 from shardspec.tensor.operators.simulated import (
     Locals,
@@ -31,14 +38,12 @@ from shardspec.tensor.operators.simulated import (
     simulating,
 )
 from shardspec.tensor.operators.tensor import TensorLike
-from shardspec.tensor.operators.watch import is_alias
+from shardspec.tensor.operators.watch import is_alias, specs_text
 from shardspec.tensor.run import copies_of
 from shardspec.tensor.shards import check_copies
 
 _DECISIVE: Final = (int, float, torch.dtype, type(None))
 """Arguments that decide, with layouts, on the layout of a result; of floats only the type does."""
-_UNKNOWN: Final = (RuntimeError, TypeError, AssertionError, ValueError, IndexError, KeyError)
-"""What torch raises where tensors have no data, and where arguments are wrong on any layout."""
 _MOST_TRIED: Final = 64
 """Devices of a mesh on which calls on uneven shards are tried with the shapes of all."""
 _DROPOUT_PLACE: Final = 4
@@ -185,8 +190,8 @@ def _try_everywhere(call: Call, tensors: Mapping[int, TorchDTensor], *, tracked:
             carry_out(call, without_data, tracked=tracked)
         except ShardSpecError:
             raise
-        except _UNKNOWN:
-            pass
+        except Exception:  # whatever torch raises where there is no data, or arguments are wrong
+            return
 
 
 def _in_simulation(call: Call) -> Any:  # noqa: ANN401
@@ -216,7 +221,18 @@ def _in_simulation(call: Call) -> Any:  # noqa: ANN401
             id(tensor): torch_dtensor(local, tensor.layout, torch_mesh)
             for tensor, local in zip(tensors, locals_, strict=True)
         }
-        results[:] = [carry_out(inner, given, tracked=tracked, frozen=tracked, drawing=drawing)]
+        try:
+            found = carry_out(inner, given, tracked=tracked, frozen=tracked, drawing=drawing)
+        except AssertionError as error:
+            if not is_limit_of_simulation(error):
+                raise
+            specs = specs_text(str(tensor.layout.labelled_spec) for tensor in tensors)
+            raise LayoutError(
+                f"{call.shown}: torch {torch.__version__} cannot simulate it on {specs}, "
+                "where ranks go different ways; redistribute first, or start the program with "
+                "torchrun"
+            ) from None
+        results[:] = [found]
         return [local_of(each.tensor) for each in tree_leaves(results) if _is_new(each)]
 
     if tracked:
