@@ -133,10 +133,10 @@ def prefix_change(names: Collection[str], others: Collection[str]) -> tuple[str,
             ending.setdefault(end, other)
     known = set(others)
     for name in natural_order(names)[:_TRIED_NAMES]:
-        end = next((end for end in _ends(name) if end in ending), None)
-        if end is None:
+        shared = next((end for end in _ends(name) if end in ending), None)
+        if shared is None:
             continue
-        old, new = name.removesuffix(end), ending[end].removesuffix(end)
+        old, new = name.removesuffix(shared), ending[shared].removesuffix(shared)
         renamed = {new + each.removeprefix(old) for each in names if each.startswith(old)}
         if len(renamed & known) == min(len(names), len(others)):
             return old, new

@@ -14,7 +14,7 @@ def expanded(title):
     if not rest:
         return [title]
     inside, after = rest[0].split("}", 1)
-    numbers = []
+    numbers: list[int] = []
     for part in inside.split(","):
         first, _, last = part.partition("..")
         numbers += range(int(first), int(last or first) + 1)
