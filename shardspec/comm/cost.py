@@ -11,7 +11,6 @@ from itertools import chain, combinations
 from math import prod
 from operator import gt
 from pathlib import Path
-from typing import Final
 
 from shardspec.comm import curves, presets
 from shardspec.comm.curves import Band, Curve, Line, Link, Measured, share, whole
@@ -21,7 +20,6 @@ from shardspec.errors import MeshError
 from shardspec.mesh.device_ids import SECONDS_RULE, seconds, whole_numbers
 from shardspec.mesh.device_mesh import DeviceMesh, LinkModel
 from shardspec.text import shown
-
 
 
 @dataclass(frozen=True, slots=True)
