@@ -9,6 +9,7 @@ sends what to whom; it is made once and run after every step.
 
 import logging
 import time
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -200,7 +201,7 @@ serving = DeviceMesh([4, 5], (2,), axis_names=("tp",))
 
 model = trainer(torch_mesh) if training else None
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2) if model is not None else None
-state = dict(model.state_dict()) if model is not None else {}
+state: dict[str, Any] = dict(model.state_dict()) if model is not None else {}
 plan = plan_reshard(state, (serving, GENERATOR_SPECS), names=NameMap.parse(FUSED))
 layouts = {move.source_name: move.source for move in plan.moves}
 if rank == 0:

@@ -24,11 +24,15 @@ RUN = (
     "tutorial",
     "notation",
     "plans",
+    "transfers",
     "cost-queries",
     "jobs",
     "models",
     "explore",
     "comparison",
+    "from-torch",
+    "from-jax",
+    "from-colossal-alpa",
 )
 
 

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from itertools import islice
-from pathlib import Path, PurePath
+from pathlib import PurePath
 from typing import TYPE_CHECKING, Any, Final
 
 import click
@@ -118,7 +118,7 @@ def _processes() -> "Iterator[Communicator | None]":
 
 def _write(
     convert: Callable[..., WriteReport],
-    *places: Path | None,
+    *places: PurePath | None,
     maps: ckpt.MapOptions,
     source: ckpt.SourceOptions,
     choice: dict[str, Any],
@@ -227,7 +227,7 @@ def _sharding_text(sharding: Mapping[str, tuple[str, str]]) -> str:
 @_unless("metadata", "Leave out what safetensors files say in their metadata.")
 @_write_options
 def merge_command(
-    checkpoint: Path,
+    checkpoint: PurePath,
     output: str,
     to: conversion.MergedFormat | None,
     max_shard_size: int | None,
@@ -289,11 +289,11 @@ def merge_command(
 )
 @_write_options
 def reshard_command(
-    checkpoint: Path,
+    checkpoint: PurePath,
     output: str,
     mesh: opts.MeshShape | None,
     rules: dict[str, str] | None,
-    like: Path | None,
+    like: PurePath | None,
     to: conversion.ReshardedFormat,
     drop_values: bool,
     **options: Any,  # noqa: ANN401  # those of `_write`

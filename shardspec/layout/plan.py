@@ -194,6 +194,11 @@ class ConversionPlan:
         """Return the plan as JSON text."""
         return json.dumps(self.as_dict(), indent=indent)
 
+    def __repr__(self) -> str:
+        steps = ", ".join(map(repr, self.steps)) or "nothing to do"
+        target = self.target.title if self.target.mesh != self.source.mesh else self.target.spec
+        return f"ConversionPlan({self.source} → {target}: {steps})"
+
     def __str__(self) -> str:
         source, target = self.source, self.target
         meshes = f"on mesh {source.mesh}"

@@ -314,6 +314,10 @@ class StateCopies:
         """Return `as_dict` as JSON."""
         return json.dumps(self.as_dict())
 
+    def __repr__(self) -> str:
+        tensors, devices = (len(self.moves), "tensor"), (len(self.devices), "device")
+        return f"{type(self).__name__}({counted(*tensors)} on {counted(*devices)})"
+
     def __str__(self) -> str:
         return self.text({})
 

@@ -16,6 +16,7 @@ from shardspec.resharding.copies import MAX_BYTES, StateCopies, TensorMove
 from shardspec.resharding.maps import apply_map, dropped_by, report_of
 from shardspec.resharding.name_map import NameMap, Shape
 from shardspec.resharding.state import flat_state, is_plain, required_layout
+from shardspec.resharding.transfers import Declared, End, Rows, transfer_rows
 from shardspec.text import counted, shown
 
 Target: TypeAlias = Mapping[str, object] | tuple[DeviceMesh, Rules]
@@ -102,6 +103,49 @@ class ReshardPlan(StateCopies):
                 "the source of this plan lies in files; give plan_reshard the checkpoint's path"
             )
         return run_plan(self, state, out)
+
+    def transfers(
+        self, device: int, end: End = "receiver", *, strides: Declared | None = None
+    ) -> Rows:
+        """Return what a device receives or sends, as rows of strided copies.
+
+        For those who move bytes with a library of their own. What the fields mean, and a player,
+        stand in the `page on transfers <transfers.md>`_. Rows are valid for plans of one `digest`.
+
+        Parameters
+        ----------
+        device
+            Physical id; of a plan from a checkpoint also the number of a file.
+        end
+            What the device is to receive, to send, or all of it. What it has already, and copies
+            from itself, is among each of them.
+        strides
+            How shards lie in memory where they are not row-major without gaps: under ``"source"``
+            and ``"target"``, by the name of the tensor there, bytes from one element to the next
+            per dim; or these by device.
+
+        Returns
+        -------
+        numpy.ndarray
+            A structured array of the fields ``stage, tensor, sender, receiver, source_offset,
+            target_offset, run_bytes, count, source_step, target_step``.
+
+        Raises
+        ------
+        LayoutError
+            If the device is not in the plan, a tensor is cast on the way, or strides are missing
+            for a device, or let elements overlap.
+
+        Examples
+        --------
+        >>> mesh = DeviceMesh(range(2), (2,))
+        >>> source = {"w": Layout(mesh, "[S0,R]", (4, 6), "float32")}
+        >>> from shardspec import plan_reshard
+        >>> rows = plan_reshard(source, (DeviceMesh([7, 8], (2,)), {"w": "[R,S0]"})).transfers(8)
+        >>> rows[["sender", "source_offset", "target_offset", "run_bytes", "count"]].tolist()
+        [(0, 12, 0, 12, 2), (1, 12, 24, 12, 2)]
+        """
+        return transfer_rows(self, device, end, strides=strides)
 
 
 def plan_state(
@@ -265,7 +309,7 @@ def _targets(
     if not isinstance(target, tuple):
         return layouts_of(target)
     mesh, rules = target
-    specs = match_rules(rules, {name: len(shape) for name, (shape, _) in due.items()})
+    specs = match_rules(rules, {name: shape for name, (shape, _) in due.items()}, mesh)
     wanted = None if dtype is None else dtype_name(dtype)
     found = {}
     for name, (shape, own) in due.items():

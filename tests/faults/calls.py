@@ -11,6 +11,7 @@ from typing import Final
 from click.testing import CliRunner
 
 from shardspec.cli.main import cli
+from tests.faults.forks import DONE, Fork
 from tests.faults.harness import Case
 from tests.faults.samples import plain
 
@@ -290,7 +291,15 @@ def calls(place: Path, whole: bool) -> Iterator[Case]:
     for number in range(_ALL if whole else _SOME):
         random.begin()
         args = _arguments(random, place)
-        yield Case(f"call {number}: {' '.join(args)[:400]!r}", partial(_call, args, place))
+        yield Case(
+            f"call {number}: {' '.join(args)[:400]!r}", partial(_in_its_own_process, args, place)
+        )
+
+
+def _in_its_own_process(args: list[str], place: Path) -> None:
+    """Call a command as a shell does, so that nothing of other calls is in memory."""
+    story = Fork(partial(_call, args, place)).end()
+    assert story == DONE, story
 
 
 def _call(args: list[str], place: Path) -> None:

@@ -24,14 +24,14 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from importlib.resources import files
-from pathlib import Path
+from pathlib import PurePath
 from typing import Final, NamedTuple, TypeAlias
 
 from shardspec.checkpoint.catalog import Catalog, StoredTensor, replica_keys
 from shardspec.checkpoint.formats import torch_file
 from shardspec.checkpoint.formats.names import META, META_FILE, META_PARAMS
 from shardspec.checkpoint.formats.torch_file import TorchState, of_two_saves
-from shardspec.checkpoint.store import file_inside
+from shardspec.checkpoint.storage.path import StoragePath, file_inside
 from shardspec.checkpoint.strict_json import read_json
 from shardspec.checkpoint.torch_files.values import TorchTensor
 from shardspec.errors import CheckpointError, InputFileError, LayoutError, ShardSpecError
@@ -42,7 +42,7 @@ from shardspec.layout.spec import DimSpec, Part, ShardingSpec
 from shardspec.mesh.device_mesh import DeviceMesh
 from shardspec.text import Argument
 
-CutRules: TypeAlias = Mapping[str, object] | Path | str | None
+CutRules: TypeAlias = Mapping[str, object] | PurePath | str | None
 """Rules of a caller: none, a pattern to a spec or table, or a TOML file of these."""
 
 _AXIS: Final = "tp"
@@ -57,7 +57,7 @@ _EXPERT: Final = re.compile(
 _FUSED_QKV: Final = re.compile(r".*query_key_value\.(weight|bias)", re.DOTALL)
 
 
-def read_toml(path: Path) -> dict[str, object]:
+def read_toml(path: PurePath) -> dict[str, object]:
     """Read a small TOML file of rules; raises `CheckpointError` where it is none."""
     try:
         return tomllib.loads(read_input_file(path, _MOST_BYTES).decode("utf-8-sig"))
@@ -72,8 +72,8 @@ def read_toml(path: Path) -> dict[str, object]:
 
 def cut_rules(rules: CutRules, stated_by: str = "rules") -> dict[str, RuleSpec]:
     """Return rules as specs, in which the parts are proportions."""
-    if isinstance(rules, Path | str):
-        rules, stated_by = read_toml(Path(rules)), str(rules)
+    if isinstance(rules, PurePath | str):
+        rules, stated_by = read_toml(PurePath(rules)), str(rules)
     return {
         pattern: _rule(value, f"{stated_by}: the rule of {pattern!r}")
         for pattern, value in (rules or {}).items()
@@ -123,7 +123,7 @@ class Rules(NamedTuple):
     old_qkv: bool = False
     """Whether the files are so old that query_key_value is not sorted by heads."""
 
-    def find(self, name: str, dims: int, path: Path) -> ShardingSpec:
+    def find(self, name: str, dims: int, path: StoragePath) -> ShardingSpec:
         """Return how a tensor was sharded; `path` is for errors."""
         for rules in (self.own, self.shipped):
             pattern = last_match(rules, name)
@@ -271,9 +271,9 @@ _TOKENS: Final = "tok_embeddings.weight"
 _KEYS: Final = "layers.0.attention.wk.weight"
 
 
-def open_meta(directory: Path, *, source_rules: CutRules = None) -> Catalog:
+def open_meta(directory: StoragePath, *, source_rules: CutRules = None) -> Catalog:
     """Read what describes the tensors in the files of all ranks; not their data."""
-    names = sorted(path.name for path in directory.iterdir())
+    names = directory.names()
     found = {int(match[1]): name for name in names if (match := META_FILE.fullmatch(name))}
     paths = tuple(file_inside(directory, found[rank], directory) for rank in sorted(found))
     states = torch_file.read_torch_states(paths)
@@ -311,7 +311,7 @@ def open_meta(directory: Path, *, source_rules: CutRules = None) -> Catalog:
     return Catalog(META, directory, tensors, paths, mesh, extras)
 
 
-def _params(path: Path, tensors: Mapping[str, StoredTensor]) -> dict[str, object]:
+def _params(path: StoragePath, tensors: Mapping[str, StoredTensor]) -> dict[str, object]:
     """Read what the model is said to be, and compare it with the tensors."""
     params = read_json(path, META_PARAMS, _MOST_BYTES)
     rows = {name: tensor.shape[0] for name, tensor in tensors.items() if tensor.shape}
