@@ -52,6 +52,20 @@ def printed(tmp_path_factory):
     return lambda name, world: outputs(world)[name]
 
 
+def shown_in_docs(section):
+    """Return the lines of output that a section of the page on examples shows."""
+    text = (EXAMPLES.parent / "docs" / "examples.md").read_text("utf-8")
+    part = text.partition(f"## {section}\n")[2].partition("\n## ")[0]
+    (block,) = re.findall(r"^```\n(.*?)^```$", part, re.MULTILINE | re.DOTALL)
+    return block.splitlines()
+
+
+def test_the_page_on_examples_names_all_of_them():
+    text = (EXAMPLES.parent / "docs" / "examples.md").read_text("utf-8")
+    named = set(re.findall(r"^\| `(\w+\.py)`", text, re.MULTILINE))
+    assert named == {path.name for path in EXAMPLES.glob("*.py")}
+
+
 def run(*args, cwd, code=0, both=False):
     """Run a Python program, all warnings as errors, and return what it printed."""
     # As on a plain terminal: not part of a job, and not wider than usual.
@@ -244,6 +258,8 @@ def test_under_torchrun(printed, tmp_path):
 @pytest.mark.parametrize("world", [2, 4, 8])
 def test_dtensor_tour(printed, world):
     output = printed("dtensor_tour.py", world)
+    if world == 4:
+        assert set(shown_in_docs("The tour")) <= set(output.splitlines())
     assert "False" not in output
     assert output.count(": True") == 8
     lines = output.splitlines()
@@ -339,6 +355,9 @@ def test_elastic_resume(tmp_path):
         program = (EXAMPLES / "elastic_resume.py", tmp_path, first)
         (output,) = run_examples(world, tmp_path / str(world), [program])
         assert json.loads(output) == expected[first : first + example["STEPS"]]
+    shown = shown_in_docs("Another number of ranks")[0]
+    losses = [float(word) for word in re.findall(r"\d\.\d+", shown)]
+    assert losses == pytest.approx(expected[: example["STEPS"]], rel=1e-4)
 
 
 @pytest.mark.exhaustive

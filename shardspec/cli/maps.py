@@ -162,6 +162,7 @@ def plan_state_command(
     from shardspec.checkpoint.mapped import mapped
     from shardspec.checkpoint.select import check_dropped
     from shardspec.checkpoint.transfers import file_regions, write_transfers
+    from shardspec.resharding.picture import plan_html
     from shardspec.resharding.plan import plan_state
 
     mesh, model = cluster.build()
@@ -191,12 +192,12 @@ def plan_state_command(
         dropped=catalog.dropped,
     )
     check_stored_plan(catalog, plan, last, dtype)
+    # Drawn before anything is written: a plan may be too large for it.
+    page = "" if html is None else plan_html(plan, files)
     if transfers is not None:
         write_transfers(plan, transfers, file_regions(catalog, max(mesh.ids) + 1), files)
     if html is not None:
-        from shardspec.resharding.picture import plan_html
-
-        write_file(html, plan_html(plan, files), overwrite=overwrite)
+        write_file(html, page, overwrite=overwrite)
     if as_json:
         named = {str(number): name for number, name in files.items()}
         say_json({**plan.as_dict(), "files": named})
