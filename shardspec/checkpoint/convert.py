@@ -7,12 +7,11 @@ the output can be made and may be written, plan the copies, execute them, commit
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from hashlib import sha256
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, Literal, TypeAlias, get_args
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from isal.isal_zlib import crc32_combine
 
@@ -30,6 +29,8 @@ from shardspec.checkpoint.check_quantized import check_blocks
 from shardspec.checkpoint.choice import Choice, Patterns, Renames
 from shardspec.checkpoint.commit import Destination
 from shardspec.checkpoint.destination import check_destination
+from shardspec.checkpoint.format import Format, Wanted, Way
+from shardspec.checkpoint.formats.registry import default_format, written_format
 from shardspec.checkpoint.mapped import Names, check_drop, mapped
 from shardspec.checkpoint.open import as_catalog
 from shardspec.checkpoint.output import DiskOutput, StoreOutput, WriteOptions
@@ -40,39 +41,26 @@ from shardspec.checkpoint.select import (
     layouts_by_rules,
     layouts_like,
     select,
-    tied,
 )
+from shardspec.checkpoint.sidecars import add_sidecars
 from shardspec.checkpoint.store import OpenFiles, RemotePath, as_path
-from shardspec.checkpoint.targets import OutputTensor, Target, add_sidecars
+from shardspec.checkpoint.targets import Carried, OutputTensor, Target
 from shardspec.comm.communicator import Communicator
 from shardspec.dtypes import item_bytes
 from shardspec.errors import CheckpointError
-from shardspec.layout.layout import SpecLike
+from shardspec.layout.layout import Layout, SpecLike
 from shardspec.mesh.device_mesh import DeviceMesh
-from shardspec.text import Argument, Part, shown
+from shardspec.text import Argument, Part
 
 if TYPE_CHECKING:
     from shardspec.checkpoint.numeric import CastLosses
-
-MergedFormat: TypeAlias = Literal["safetensors", "huggingface", "torch", "dcp"]
-MERGED_FORMATS: Final[tuple[MergedFormat, ...]] = get_args(MergedFormat)
-ReshardedFormat: TypeAlias = Literal["shardspec", "dcp", "deepspeed-universal"]
-RESHARDED_FORMATS: Final[tuple[ReshardedFormat, ...]] = get_args(ReshardedFormat)
-_TORCH_SUFFIXES: Final = (".pt", ".pth", ".bin")
-_SHARD_BYTES: Final = 5 * 10**9
-"""Most bytes of tensors in a file, as transformers has it."""
-_ADAPTER: Final = "adapter_model.safetensors"
 
 _CHOICE: Final[tuple[Part, ...]] = (
     *(Argument("dtype"), ", ", Argument("include"), ", ", Argument("exclude"), ", "),
     *(Argument("rename"), " and ", Argument("names")),
 )
 """The arguments that choose tensors and name them, for a message."""
-
-_LaidOut: TypeAlias = tuple[Sequence[OutputTensor], Target]
-_LayOut: TypeAlias = Callable[[Catalog, str], _LaidOut]
-"""Selects tensors of a catalog and lays out the files for them, given a text to name them by."""
-_Prepared: TypeAlias = "tuple[Catalog, Target, Destination, WriteReport]"
+_ALONE: Final = DeviceMesh((0,), (1,))
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +140,7 @@ def merge(
     directory: Path | str | Catalog,
     output: Path | str,
     *,
-    format: MergedFormat | None = None,
+    format: str | None = None,
     max_shard_bytes: int | None = None,
     dtype: str | None = None,
     include: Patterns | None = None,
@@ -251,16 +239,18 @@ def merge(
     place = as_path(output)
     in_directory = isinstance(output, str) and output.endswith(("/", os.sep))
     chosen = _merged_format(place, format, max_shard_bytes, in_directory)
-    given = Choice(include, exclude, rename, dtype, drop)
-    choice = given if names is None else given.after_map()
-
-    def lay_out(source: Catalog, _: str) -> _LaidOut:
-        return _merged(source, choice, place.name, chosen, max_shard_bytes, metadata)
-
+    asked = _Asked(
+        chosen,
+        "merged",
+        Choice(include, exclude, rename, dtype, drop),
+        names,
+        metadata=metadata,
+        max_shard_bytes=max_shard_bytes,
+    )
     options = WriteOptions(
         threads, strict_cast, overwrite, verify, dry_run, sidecars, progress, communicator
     )
-    return _converted(partial(_mapped, directory, names, given), place, chosen, lay_out, options)
+    return _converted(directory, place, asked, options)
 
 
 def reshard(
@@ -270,7 +260,7 @@ def reshard(
     device_mesh: DeviceMesh | None = None,
     rules: Mapping[str, SpecLike] | None = None,
     like: Path | str | Catalog | None = None,
-    format: ReshardedFormat | None = None,
+    format: str | None = None,
     dtype: str | None = None,
     include: Patterns | None = None,
     exclude: Patterns = (),
@@ -333,16 +323,39 @@ def reshard(
     >>> len(report.files)
     5
     """
-    chosen = format or "shardspec"
-    given = Choice(include, exclude, rename, dtype, drop)
-    universal, onto = chosen == "deepspeed-universal", device_mesh
+    chosen = written_format(format, "sharded") if format else default_format("sharded")
+    choice = Choice(include, exclude, rename, dtype, drop)
+    asked = _Asked(chosen, "sharded", choice, names, device_mesh, rules, like, drop_values)
+    _check_sharding(asked)
+    options = WriteOptions(
+        threads, strict_cast, overwrite, verify, dry_run, sidecars, progress, communicator
+    )
+    return _converted(directory, as_path(output), asked, options)
+
+
+class _Asked(NamedTuple):
+    """What a caller wants of an output, beside how it is written."""
+
+    format: Format
+    way: Way
+    choice: Choice
+    names: Names | None
+    mesh: DeviceMesh | None = None
+    rules: Mapping[str, SpecLike] | None = None
+    like: Path | str | Catalog | None = None
+    drop_values: bool | None = None
+    """Whether entries may be lost; None allows to lose those without tensors."""
+    metadata: bool = True
+    max_shard_bytes: int | None = None
+
+
+def _check_sharding(asked: _Asked) -> None:
+    """Check that a mesh, or a checkpoint to shard like, is given where the format needs one."""
+    whole, onto = asked.format.whole_run, asked.mesh
+    sharding = onto is not None or asked.like is not None or asked.rules
     checks: tuple[tuple[object, tuple[Part, ...]], ...] = (
         (
-            chosen not in RESHARDED_FORMATS,
-            (f"there is no format {chosen!r}; choose one of {', '.join(RESHARDED_FORMATS)}",),
-        ),
-        (
-            like is not None and (onto is not None or rules is not None),
+            asked.like is not None and (onto is not None or asked.rules is not None),
             ("give either a checkpoint to shard like, or a mesh and rules",),
         ),
         (
@@ -353,15 +366,15 @@ def reshard(
             ),
         ),
         (
-            universal and (onto is not None or like is not None or rules or any(given) or names),
+            whole and (sharding or any(asked.choice) or asked.names),
             (
-                "a Universal Checkpoint has all tensors of a run as DeepSpeed saved them, for any "
-                "number of ranks; leave out the mesh, the rules, the checkpoint to shard like, ",
+                f"{whole} has all tensors of a run as they were saved, for any number of ranks; "
+                "leave out the mesh, the rules, the checkpoint to shard like, ",
                 *_CHOICE,
             ),
         ),
         (
-            not universal and onto is None and like is None,
+            not whole and onto is None and asked.like is None,
             (
                 "give the mesh to shard for, ",
                 Argument("device_mesh"),
@@ -372,146 +385,95 @@ def reshard(
     for wrong, problem in checks:
         if wrong:
             raise CheckpointError(*problem)
-    choice = given if names is None else given.after_map()
-
-    def lay_out(source: Catalog, save: str) -> _LaidOut:
-        if universal:
-            from shardspec.checkpoint.formats.deepspeed_universal import universal_target
-
-            found = universal_target(source)
-            check_dropped(source, choice, found[1].carried, drop_values)
-            return found
-        wanted = select(source, choice)
-        if onto is None:
-            assert like is not None, "checked before"
-            mesh, layouts = layouts_like(as_catalog(like), wanted)
-        else:
-            mesh, layouts = onto, layouts_by_rules(onto, rules or {}, wanted)
-        check_blocks(source, {tensor.source: layouts[tensor.name] for tensor in wanted})
-        kept = carried_values(source, choice, wanted, objects=chosen == "dcp")
-        check_dropped(source, choice, kept.names, drop_values)
-        if chosen == "dcp":
-            from shardspec.checkpoint.formats.dcp_target import dcp_target
-
-            target = dcp_target(mesh, wanted, layouts, kept.values, kept.paths)
-        else:
-            from shardspec.checkpoint.formats.native import sharded_target
-
-            metadata = source.file_metadata.values
-            target = sharded_target(mesh, wanted, layouts, save, metadata, kept.values, kept.paths)
-        return wanted, target._replace(carried=target.carried | kept.names)
-
-    options = WriteOptions(
-        threads, strict_cast, overwrite, verify, dry_run, sidecars, progress, communicator
-    )
-    opening = partial(_mapped, directory, names, given)
-    return _converted(opening, as_path(output), chosen, lay_out, options)
 
 
 def _merged_format(
-    output: Path, format: MergedFormat | None, max_shard_bytes: int | None, in_directory: bool
-) -> MergedFormat:
+    output: Path, name: str | None, max_shard_bytes: int | None, in_directory: bool
+) -> Format:
     """Return the format of an output; `in_directory` says whether it is named as a directory."""
-    chosen = format
-    if chosen is None:
-        one_file = output.suffix in (".safetensors", *_TORCH_SUFFIXES) or max_shard_bytes is None
-        chosen = "torch" if output.suffix in _TORCH_SUFFIXES else "safetensors"
-        chosen = chosen if one_file and not in_directory else "huggingface"
-    if chosen not in MERGED_FORMATS:
-        raise CheckpointError(
-            f"there is no format {chosen!r}; choose one of {', '.join(MERGED_FORMATS)}"
-        )
-    if max_shard_bytes is not None and (max_shard_bytes < 1 or chosen != "huggingface"):
+    if name is None:
+        by_default = default_format("merged", output.suffix, directory=in_directory)
+        limited = max_shard_bytes is not None and output.suffix not in by_default.extensions
+        chosen = default_format("merged", directory=True) if limited else by_default
+    else:
+        chosen = written_format(name, "merged")
+    if max_shard_bytes is not None and (max_shard_bytes < 1 or not chosen.limits_files):
+        other = default_format("merged", directory=True).name
         raise CheckpointError(
             f"{output}: a limit of {max_shard_bytes} bytes a file (",
             Argument("max_shard_bytes"),
-            f") is not for the format {chosen!r}, or below 1; leave it out, or choose the format "
-            "'huggingface' and name a directory",
+            f") is not for the format {chosen.name!r}, or below 1; leave it out, or choose the "
+            f"format {other!r} and name a directory",
         )
-    if in_directory and chosen in ("safetensors", "torch"):
+    if in_directory and chosen.one_file:
         raise CheckpointError(
-            f"{output}/: is named as a directory, but the format {chosen!r} is one file; leave out "
-            "the slash, or choose another format"
+            f"{output}/: is named as a directory, but the format {chosen.name!r} is one file; "
+            "leave out the slash, or choose another format"
         )
     return chosen
 
 
-def _merged(
-    source: Catalog,
-    choice: Choice,
-    name: str,
-    chosen: MergedFormat,
-    max_shard_bytes: int | None,
-    metadata: bool,
-) -> _LaidOut:
-    """Choose tensors, and lay out the files for all of each; formats are imported when needed."""
-    wanted = select(source, choice)
-    kept = carried_values(source, choice, wanted, objects=chosen == "dcp")
-    # The other formats have no room for entries that are not tensors.
-    carried = kept.names if chosen in ("torch", "dcp") else frozenset[str]()
-    check_dropped(source, choice, carried, None)
-    if source.extras and not (wanted or carried):
+def _sharded(
+    source: Catalog, asked: _Asked, tensors: Sequence[OutputTensor]
+) -> tuple[DeviceMesh, Mapping[str, Layout]]:
+    """Return the mesh of an output and the layouts of its tensors, if its format has shards."""
+    if asked.format.whole_run or "sharded" not in asked.format.writes:
+        return _ALONE, {}
+    if asked.like is not None:
+        mesh, layouts = layouts_like(as_catalog(asked.like), tensors)
+    else:
+        mesh = asked.mesh or _ALONE
+        layouts = layouts_by_rules(mesh, asked.rules or {}, tensors)
+    if asked.way == "sharded":
+        check_blocks(source, {tensor.source: layouts[tensor.name] for tensor in tensors})
+    return mesh, layouts
+
+
+def _laid_out(source: Catalog, output: Path, asked: _Asked, save: str, sidecars: bool) -> Target:
+    """Choose tensors and other entries, and have the format lay out the files for them."""
+    format = asked.format
+    choice = asked.choice if asked.names is None else asked.choice.after_map()
+    tensors = select(source, choice)
+    mesh, layouts = _sharded(source, asked, tensors)
+    if format.whole_run:
+        carried = Carried(frozenset(source.extras), {}, {})
+    else:
+        carried = carried_values(source, choice, tensors, objects=format.keeps == "objects")
+    if format.keeps == "tensors":
+        carried = Carried(frozenset(), {}, {})
+    check_dropped(source, choice, carried.names, asked.drop_values)
+    if asked.way == "merged" and source.extras and not (tensors or carried.names):
         raise CheckpointError(
             f"{source.directory}: holds no tensor that could be written, but "
             f"{min(source.extras)!r} and the like; name the checkpoint of the model"
         )
-    if chosen == "torch":
-        from shardspec.checkpoint.formats.torch_file import torch_target
-
-        target = torch_target(name, wanted, kept.values, tied(source, wanted))
-    elif chosen == "dcp":
-        from shardspec.checkpoint.formats.dcp_target import dcp_target
-
-        alone = DeviceMesh((0,), (1,))
-        layouts = layouts_by_rules(alone, {}, wanted)
-        target = dcp_target(alone, wanted, layouts, kept.values, kept.paths)
-    else:
-        from shardspec.checkpoint.formats import safetensors
-
-        found = source.file_metadata
-        for key, (first, other) in found.contradictions.items() if metadata else ():
-            raise CheckpointError(
-                f"{source.directory}: {first.name} and {other.name} have different metadata under "
-                f"{shown(key, 100)}, and one output cannot have both; leave all such metadata out "
-                "with ",
-                Argument("metadata", value=False),
-            )
-        said = found.values if metadata else {}
-        carried, said = frozenset(said), {**safetensors.METADATA, **said}
-        if chosen == "safetensors":
-            target = Target((safetensors.output_file(name, wanted, said),), directory=False)
-        else:
-            # PEFT expects its own name, also where the adapter was resharded in between.
-            adapter = {file.name for file in source.files} == {_ADAPTER} or (
-                (source.home / "adapter_config.json").is_file()
-                and not (source.home / "config.json").is_file()
-            )
-            alone_name = _ADAPTER if adapter else "model.safetensors"
-            limit = max_shard_bytes or _SHARD_BYTES
-            target = safetensors.huggingface_target(wanted, limit, said, alone_name)
-    return wanted, target._replace(carried=carried)
+    assert format.lay_out is not None, "it is written"
+    target = format.lay_out(
+        source,
+        Wanted(
+            *(output.name, asked.way, tensors, carried, mesh, layouts, save),
+            *(asked.metadata, sidecars, asked.max_shard_bytes),
+        ),
+    )
+    return target._replace(carried=target.carried | carried.names)
 
 
-def _mapped(checkpoint: Path | str | Catalog, names: Names | None, choice: Choice) -> Catalog:
+def _opened(checkpoint: Path | str | Catalog, asked: _Asked) -> Catalog:
     """Return a checkpoint as what a map makes of what is chosen."""
-    if names is None:
-        check_drop(choice)
-        return as_catalog(checkpoint)
-    return mapped(as_catalog(checkpoint), names, choice)
+    if asked.names is None:
+        check_drop(asked.choice)
+    source = mapped(as_catalog(checkpoint), asked.names, asked.choice)
+    return source.as_stored() if asked.format.keeps == "objects" else source
 
 
 def _converted(
-    opening: Callable[[], Catalog],
-    output: Path,
-    format: str,  # as the report names it
-    lay_out: _LayOut,
-    options: WriteOptions,
+    checkpoint: Path | str | Catalog, output: Path, asked: _Asked, options: WriteOptions
 ) -> WriteReport:
     """Check that an output can be made of a checkpoint and may be written, and write it."""
     started = time.monotonic()
     processes = Processes(None if options.dry_run else options.communicator)
 
-    def prepared(save: str) -> _Prepared:
+    def prepared(save: str) -> tuple[Catalog, Target, Destination, WriteReport]:
         if options.threads < 1:
             raise CheckpointError(f"{options.threads} threads write nothing; give at least 1")
         if isinstance(output, RemotePath) and output.parts[0] == "memory:" and processes.size > 1:
@@ -519,30 +481,29 @@ def _converted(
                 f"{output}: memory:// is the memory of one process, and others do not see it; "
                 "start one process"
             )
-        source = opening()
-        if format == "dcp":
-            source = source.as_stored()
-        tensors, target = lay_out(source, save)
+        source = _opened(checkpoint, asked)
+        target = _laid_out(source, output, asked, save, options.sidecars)
         if options.sidecars:
-            target = add_sidecars(source, target, format)
+            target = add_sidecars(source, target, asked.format.sidecars)
         if isinstance(output, RemotePath) and any("/" in file.name for file in target.files):
             raise CheckpointError(
-                f"{output}: the format {format!r} has files in directories, which are not written "
-                "into a store; write to a directory here, and copy that"
+                f"{output}: the format {asked.format.name!r} has files in directories, which are "
+                "not written into a store; write to a directory here, and copy that"
             )
         destination = Destination(output)
         if processes.rank == 0:
             destination = check_destination(output, source, target, options.overwrite)
-        reads = _check_tensors(source, tensors, options.verify, processes)
+        reads = _check_tensors(source, target.tensors, options.verify, processes)
         report = WriteReport(
             path=output,
-            format=format,
+            format=asked.format.name,
             read=source.format,
             reads={
                 str(path).removeprefix(f"{source.directory}{os.sep}"): num_bytes
                 for path, num_bytes in sorted(reads.items())
             },
-            tensors=len(tensors) + sum(len(source.pickled.get(n, ())) for n in target.carried),
+            tensors=len(target.tensors)
+            + sum(len(source.pickled.get(n, ())) for n in target.carried),
             writes={file.name: file.num_bytes for file in target.files},
             left_out=_left_out(source, target),
             sidecars=target.sidecars,

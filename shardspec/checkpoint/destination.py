@@ -5,7 +5,6 @@ files, and those beside the weights that belong to it. A directory with any othe
 """
 
 import os
-import re
 import stat
 from collections.abc import Collection, Iterable, Iterator
 from itertools import islice
@@ -14,11 +13,11 @@ from typing import Final
 
 from shardspec.checkpoint.catalog import Catalog
 from shardspec.checkpoint.commit import Destination
-from shardspec.checkpoint.formats.names import NATIVE_SHARD, format_of_names
+from shardspec.checkpoint.formats.registry import default_format, format_of, formats
 from shardspec.checkpoint.local import names_below, opened
 from shardspec.checkpoint.open import open_checkpoint
 from shardspec.checkpoint.store import RemotePath, is_temporary, output_exists, path_errors
-from shardspec.checkpoint.targets import Target, sidecar_names
+from shardspec.checkpoint.targets import Target
 from shardspec.errors import CheckpointError, ShardSpecError
 from shardspec.text import shown
 
@@ -137,12 +136,13 @@ def _owned(path: Path) -> Iterable[str]:
     """Return the relative names of what belongs to the checkpoint in a directory."""
     top = sorted(at.name for at in path.iterdir())
     # Of runs that were killed while they saved or replaced something.
-    owned = {name for name in top if NATIVE_SHARD.fullmatch(name) or is_temporary(name)}
-    if (format := format_of_names(top)) is None:
+    shards = default_format("sharded")
+    owned = {name for name in top if shards.owns(name) or is_temporary(name)}
+    if (format := format_of(top)) is None:
         return owned
-    for name in _names_in(path) if format.owns else ():
-        if re.fullmatch(format.owns, name):
-            owned.add(name)
+    owned.update(filter(format.owns, _names_in(path)))
+    for other in formats():
+        owned |= other.sidecars(path, top)
     try:
         source = open_checkpoint(path)
         for name in source.names:
@@ -152,7 +152,7 @@ def _owned(path: Path) -> Iterable[str]:
     else:
         files = (file for file in source.files if path in file.parents)
         owned.update("/".join(file.parts[len(path.parts) :]) for file in files)
-    return owned | sidecar_names(path, top)
+    return owned
 
 
 def _names_in(path: Path) -> Iterator[str]:

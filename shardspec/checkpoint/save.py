@@ -17,7 +17,7 @@ from shardspec.checkpoint import rank_state
 from shardspec.checkpoint.agree import agree
 from shardspec.checkpoint.commit import write_atomically
 from shardspec.checkpoint.formats import native
-from shardspec.checkpoint.formats.names import INFO_NAME, NATIVE_SHARD
+from shardspec.checkpoint.formats.native import INFO_NAME, is_shard
 from shardspec.checkpoint.formats.safetensors import read_header
 from shardspec.checkpoint.local import DIRECTORY, lock, opened
 from shardspec.checkpoint.rank_state import Described, Replicas
@@ -250,7 +250,7 @@ def _superseded(path: Path, names: Iterable[str], keep: Collection[str]) -> Iter
     for name in names:
         if _TEMPORARY.fullmatch(name):
             yield name
-        shard = NATIVE_SHARD.fullmatch(name)
+        shard = is_shard(name)
         if shard is None or name in keep:
             continue
         with suppress(CheckpointError, OSError):

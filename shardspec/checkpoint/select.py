@@ -3,13 +3,13 @@
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import lru_cache, partial
-from typing import Final, NamedTuple
+from typing import Final
 
 from shardspec.checkpoint.catalog import Catalog, OpaqueValue, is_plain, opaque_parts
 from shardspec.checkpoint.check_quantized import refuse_casts
 from shardspec.checkpoint.choice import Choice, Renames, first_names, wanted_names
-from shardspec.checkpoint.state_dict import KeyPath, unflatten
-from shardspec.checkpoint.targets import OutputTensor
+from shardspec.checkpoint.state_dict import unflatten
+from shardspec.checkpoint.targets import Carried, OutputTensor
 from shardspec.dtypes import dtype_name, is_cast, is_floating, packed
 from shardspec.errors import CheckpointError, DTypeError, LayoutError, ShardSpecError
 from shardspec.layout.layout import Layout, SpecLike, match_rules
@@ -82,17 +82,6 @@ def _renamed(names: Sequence[str], renames: Renames) -> tuple[dict[str, str], li
         if name and not new:
             raise CheckpointError(f"tensor {name!r} would have no name left; rename it otherwise")
     return renamed, [pattern for pattern, _ in pairs if names and pattern not in matched]
-
-
-class Carried(NamedTuple):
-    """Entries that are not tensors and go along into an output."""
-
-    names: frozenset[str]
-    """In the checkpoint."""
-    values: Mapping[str, object]
-    """By their names in the output: plain ones, and those that are copied as they are stored."""
-    paths: Mapping[str, KeyPath]
-    """The keys of tensors and values in a nested state dict, by those names of the output."""
 
 
 def renamed_names(names: Sequence[str], renames: Renames) -> dict[str, str]:
@@ -185,30 +174,6 @@ def plain(others: Mapping[str, object], choice: Choice) -> dict[str, str]:
     """Return name to new name of the wanted values that are plain: numbers, text, lists of such."""
     wanted = [name for name, value in others.items() if is_plain(value) and choice.wants(name)]
     return renamed_names(wanted, choice.rename)
-
-
-def tied(source: Catalog, wanted: Sequence[OutputTensor]) -> dict[str, str]:
-    """Return the tensors that share storage: name to the first name of the same bytes.
-
-    Tensors that lie elsewhere in the files do not count, whatever their values.
-    """
-    by_place: dict[object, list[OutputTensor]] = {}
-    for tensor in wanted:
-        outline = source.outline(tensor.source)
-        if outline.boxes:
-            key = outline.shape, outline.dtype, tensor.dtype, source.origin(tensor.source)
-            by_place.setdefault(key, []).append(tensor)
-    same = {}
-    for alike in by_place.values():
-        first: dict[object, str] = {}
-        # Tensors that start at one place may have other strides.
-        for tensor in alike if len(alike) > 1 else ():
-            boxes = source.tensor(tensor.source).boxes
-            places = frozenset((box.path, box.offset, box.box, box.strides) for box in boxes)
-            name = first.setdefault(places, tensor.name)
-            if name != tensor.name:
-                same[tensor.name] = name
-    return same
 
 
 def layouts_by_rules(

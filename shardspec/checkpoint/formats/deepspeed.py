@@ -19,7 +19,7 @@ stage 3 cannot be detected**; those of stages 1 and 2 say where they belong
 
 import re
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from itertools import product
 from math import prod
@@ -28,8 +28,11 @@ from typing import Final, NamedTuple, TypeAlias
 
 from shardspec.boxes import box_size, row_major_boxes
 from shardspec.checkpoint.catalog import Catalog, StoredBox, StoredTensor
-from shardspec.checkpoint.formats import names
-from shardspec.checkpoint.formats.torch_file import (
+from shardspec.checkpoint.format import Format, OpenOptions
+from shardspec.checkpoint.parts import DEEPSPEED, EXPERTS, PARTS, PIPELINE, part_text
+from shardspec.checkpoint.runs import Newest, named_by, only_one
+from shardspec.checkpoint.store import SourceFile, file_inside
+from shardspec.checkpoint.torch_files.states import (
     StateTensor,
     TorchState,
     check_no_copies,
@@ -38,7 +41,6 @@ from shardspec.checkpoint.formats.torch_file import (
     read_torch_states,
     whole_tensor,
 )
-from shardspec.checkpoint.store import SourceFile, file_inside
 from shardspec.checkpoint.torch_files.unpickler import Names, Record, record_class
 from shardspec.checkpoint.torch_files.values import sizes_of
 from shardspec.dtypes import item_bytes
@@ -52,6 +54,15 @@ DEEPSPEED_NAMES: Final[Names] = {
     )
 }
 """What DeepSpeed's files name besides tensors."""
+OPTIMIZER_FILE: Final = re.compile(
+    r"(?:bf16_|fp16_)?zero_pp_rank_(\d{1,6})_mp_rank_(\d{2,6})_optim_states\.pt"
+)
+MODEL_FILE: Final = re.compile(r"(?:zero_pp_rank_(\d{1,6})_)?mp_rank_(\d{2,6})_model_states\.pt")
+_OF_RANK: Final = re.compile(rf"(?!mp_){MODEL_FILE.pattern}")
+"""A single file of model states of all ranks may be of a run without ZeRO."""
+_STEP: Final = re.compile(r"global_step\d+")
+_SCRIPT: Final = "zero_to_fp32.py"
+_TRACKER: Final = "latest"
 OPTIMIZER: Final = "optimizer_state_dict"
 TO_UNIVERSAL: Final = (
     "python -m deepspeed.checkpoint.ds_to_universal --inject_missing_state --input_folder RUN "
@@ -102,7 +113,7 @@ class _Parameter(NamedTuple):
     span: range  # its place in its line, or with stage 3 in that of each rank
 
 
-def open_deepspeed(directory: Path) -> Catalog:
+def _open(directory: Path, _: OpenOptions) -> Catalog:
     """Read what describes the files of all ranks; not their data."""
     run = _read_run(directory)
     parameters, needed = _parameters(run)
@@ -134,23 +145,23 @@ def open_deepspeed(directory: Path) -> Catalog:
             )
     paths = [state.path for state in (*run.optimizers, *run.models)]
     extras = extras_of(run.optimizers[0], model)
-    return Catalog(names.DEEPSPEED, directory, tensors, paths, None, extras)
+    return Catalog(FORMAT.called, directory, tensors, paths, None, extras)
 
 
 def _read_run(place: Path) -> _Run:
     """Return what all ranks saved, in their order, if all is there and of one save."""
     there = sorted(path.name for path in place.iterdir())
-    for kind in (names.EXPERTS, names.PIPELINE):
-        part = next(filter(names.PARTS[kind][0].fullmatch, there), None)
+    for kind in (EXPERTS, PIPELINE):
+        part = next(filter(PARTS[kind][0].fullmatch, there), None)
         if part is not None:
-            raise CheckpointError(f"{place}: {part} is {names.part_text(kind)}")
+            raise CheckpointError(f"{place}: {part} is {part_text(kind)}")
     parallel = next(filter(_PARALLEL.fullmatch, there), None)
     if parallel is not None:
         raise CheckpointError(
             f"{place}: {parallel} is of a run with tensor parallel ranks, which is not read; make "
             f"a Universal Checkpoint of it: {TO_UNIVERSAL}"
         )
-    paths = _files(place, there, names.DEEPSPEED_OPTIMIZER, None)
+    paths = _files(place, there, OPTIMIZER_FILE, None)
     optimizers = read_torch_states(paths, DEEPSPEED_NAMES)
     stage, ranks = _number(optimizers[0], "zero_stage"), len(optimizers)
     if stage not in (1, 2, 3):
@@ -159,7 +170,7 @@ def _read_run(place: Path) -> _Run:
             "DeepSpeed 0.8 or later"
         )
     due = list(range(ranks)) if stage == 3 else [-1]
-    models = read_torch_states(_files(place, there, names.DEEPSPEED_MODEL, due), DEEPSPEED_NAMES)
+    models = read_torch_states(_files(place, there, MODEL_FILE, due), DEEPSPEED_NAMES)
     first = models[0]
     alike = [(one, key) for one in models for key in ("ds_version", "global_steps", "param_shapes")]
     for state, key in (*alike, *((one, "ds_version") for one in optimizers)):
@@ -191,15 +202,15 @@ def _files(
         if found.setdefault(-1 if match[1] is None else int(match[1]), match[0]) != match[0]:
             odd = match[0]
     due = list(range(1 + max(found, default=0))) if due is None else due
-    models = list(filter(names.DEEPSPEED_MODEL.fullmatch, there))
-    if not found and pattern is names.DEEPSPEED_OPTIMIZER and models:
+    models = list(filter(MODEL_FILE.fullmatch, there))
+    if not found and pattern is OPTIMIZER_FILE and models:
         raise CheckpointError(
             f"{place}: has no optimizer states of ZeRO (…_optim_states.pt); restore them, or if "
             f"the run was without ZeRO, name {place / models[0]}"
         )
     for rank in due:
         if rank not in found:
-            kind = "optim" if pattern is names.DEEPSPEED_OPTIMIZER else "model"
+            kind = "optim" if pattern is OPTIMIZER_FILE else "model"
             start = f"zero_pp_rank_{rank}_" if rank >= 0 else ""
             raise CheckpointError(
                 f"{place}: {start}mp_rank_00_{kind}_states.pt is missing; restore it"
@@ -440,3 +451,32 @@ def extras_of(*states: TorchState) -> dict[str, object]:
         for name, value in state.extras.items()
         if not name.removeprefix(f"{OPTIMIZER}.").startswith(left)
     }
+
+
+def _recognises(names: Collection[str]) -> bool:
+    patterns = (_STEP, OPTIMIZER_FILE, _OF_RANK)
+    return _SCRIPT in names or any(one.fullmatch(name) for one in patterns for name in names)
+
+
+def _newest(place: Path, there: Sequence[str]) -> Newest | None:
+    """Return the checkpoint that `latest` names in a run, or the only one."""
+    if any(OPTIMIZER_FILE.fullmatch(name) or MODEL_FILE.fullmatch(name) for name in there):
+        return None
+    if _TRACKER in there:
+        # The files of model states alone may be of other tools.
+        return named_by(place / _TRACKER, there, lambda text: [text])._replace(of_run=True)
+    folders = (place / name for name in there if (place / name).is_dir())
+    saves = [at.name for at in folders if _recognises([path.name for path in at.iterdir()])]
+    return only_one(place, saves, _TRACKER)._replace(of_run=True)
+
+
+FORMAT: Final = Format(
+    name="deepspeed",
+    title=DEEPSPEED,
+    recognises=_recognises,
+    open=_open,
+    instead="'deepspeed-universal' writes it for any number of ranks, by reshard",
+    keeps="notes",
+    newest=_newest,
+    known_by="zero_pp_rank_0_…_states.pt",
+)
