@@ -80,7 +80,7 @@ def squeezed(text):
 def test_all_examples_are_tried_here():
     tried = Path(__file__).read_text("utf-8")
     names = [path.name for path in sorted(EXAMPLES.glob("*.py"))]
-    assert len(names) == 13
+    assert len(names) == 14
     for name in names:
         assert f'EXAMPLES / "{name}"' in tried, name
 

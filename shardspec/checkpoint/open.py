@@ -9,7 +9,7 @@ from typing import Final, NamedTuple
 
 from shardspec.checkpoint.catalog import Catalog
 from shardspec.checkpoint.format import FileStart, Format, OpenOptions
-from shardspec.checkpoint.formats.registry import format_of, formats
+from shardspec.checkpoint.formats.registry import built_in, format_of, formats, installed
 from shardspec.checkpoint.parts import not_read, part_of_several, part_text
 from shardspec.checkpoint.runs import Newest
 from shardspec.checkpoint.store import RemotePath, Snapshot, SourceFile, as_path, reason
@@ -143,27 +143,34 @@ def _find_file(place: Path) -> _Place:
     """Find out what a file is, or is a part of."""
     if problem := not_read((place.name,)):
         raise CheckpointError(f"{place}: {problem}")
-    for format in formats():
-        directory = format.directory_of(place)
-        if directory is not None:
-            there = sorted(path.name for path in directory.iterdir())
-            return _find_in(directory, there, format)
     with SourceFile(place) as file:
         start = FileStart(
             place.name, file.read(0, min(file.num_bytes, _HEAD_BYTES)), file.num_bytes
         )
     if not start.head:
         raise CheckpointError(f"{place}: is empty; restore it")
-    # The end of the name says more than what a file begins with: many formats use zips.
-    asked = sorted(formats(), key=lambda format: not place.name.endswith(format.extensions))
-    for format in asked:
+    for asked in built_in, installed:
+        for format in asked():
+            directory = format.directory_of(place)
+            if directory is not None:
+                there = sorted(path.name for path in directory.iterdir())
+                return _find_in(directory, there, format)
+        for format in asked():
+            # The name says more than how a file begins: many formats use zips.
+            if place.name.endswith(format.extensions) and format.reads_file(start):
+                return _alone(place, format)
+    for format in formats():
         if format.reads_file(start):
-            home = place.parent if format.names_others(place.name) else place
-            return _Place(place, home, format)
+            return _alone(place, format)
     raise CheckpointError(
         f"{place}: is neither a safetensors file nor one of torch.save; name one of these, or "
         "the directory of a checkpoint"
     )
+
+
+def _alone(place: Path, format: Format) -> _Place:
+    """Return what is at a file, which may name others beside it."""
+    return _Place(place, place.parent if format.names_others(place.name) else place, format)
 
 
 def _nearby(place: Path, there: Sequence[str]) -> str:

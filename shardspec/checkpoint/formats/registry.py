@@ -42,8 +42,13 @@ def _module(name: str) -> Format:
 
 def formats() -> Iterator[Format]:
     """Yield all formats, in the order in which they are asked."""
-    yield from map(_module, MODULES)
+    yield from built_in()
     yield from installed()
+
+
+def built_in() -> Iterator[Format]:
+    """Yield the formats that come along."""
+    yield from map(_module, MODULES)
 
 
 @cache
@@ -52,7 +57,7 @@ def installed() -> tuple[Format, ...]:
 
     Raises `CheckpointError` if one cannot be loaded, or has a name or extension that is taken.
     """
-    taken = {known for own in map(_module, MODULES) for known in _names(own)}
+    taken = {known for own in built_in() for known in _names(own)}
     found = []
     for point in sorted(entry_points(group=GROUP), key=lambda point: (point.name, point.value)):
         format = _loaded(point)
