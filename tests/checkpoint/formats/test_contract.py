@@ -70,6 +70,7 @@ def sources(tmp_path_factory):
     save(at / "every", whole)
     save(at / "numpy", of_numpy)
     run = test_deepspeed.write(at / "run", 2, 2, 1)
+    run["cold"] = run["cold"].float()  # written so for tools of DeepSpeed
     places = {"every": whole, "numpy": of_numpy, "run": run}
     return {name: (at / name, due) for name, due in places.items()}
 
@@ -119,11 +120,10 @@ def test_what_is_written_is_read(sources, tmp_path, name, way):
         merge(sources[kind(name, way)][0], tmp_path / "b.safetensors")
         same = [(tmp_path / f"{one}.safetensors").read_bytes() for one in "ab"]
         assert same[0] == same[1]
-    names = {"include": ["one", "step"]} if not form.whole_run else {"include": "p0"}
-    loaded = load_sharded(out, DeviceMesh(range(1)), {"one": "[R,R]"}, **names)
-    assert_same(
-        {key: value.to_local(0) for key, value in loaded.items()}, {k: due[k] for k in loaded}
-    )
+    names = ["cold"] if form.whole_run else ["one", "step"]
+    loaded = load_sharded(out, DeviceMesh(range(1)), {names[0]: "[R,R]"}, include=names)
+    whole = {key: tensor.to_local(0) for key, tensor in loaded.items()}
+    assert_same(whole, {key: due[key] for key in whole})
 
 
 @each_written
@@ -156,7 +156,8 @@ def refuse_spoiled(place, files, **options):
             file.write_bytes(data[:size])
             assert refused(place, **options)
         file.unlink()
-        assert refused(place, **options)
+        if file.name != "params.json":  # the model's description, which need not be there
+            assert refused(place, **options)
         file.write_bytes(data)
 
 
@@ -182,9 +183,7 @@ def test_what_a_format_cannot_have_is_refused_before_anything_is_written(tmp_pat
         ):
             reshard(tmp_path / "in.pt", tmp_path / "out", format=name)
     elif way == "sharded":
-        with pytest.raises(
-            CheckpointError, match=r"give the mesh to shard for, device_mesh=\.\.\., or"
-        ):
+        with pytest.raises(CheckpointError, match="give the mesh to shard for, device_mesh="):
             reshard(tmp_path / "in.pt", tmp_path / "out", format=name)
     else:
         with pytest.raises(CheckpointError, match=r"pattern 'x' matches nothing of .*in\.pt"):
