@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 import shardspec
-from tests.test_readme import BLOCK, ROOT, rewritten, steady
+from tests.page_blocks import BLOCK, rewritten, steady
+from tests.test_readme import ROOT
 
 DOCS = ROOT / "docs"
 # Pages whose blocks run one after another; docs/checkpoints.md is run with the README.

@@ -37,7 +37,8 @@ def mesh(grid):
 def test_coordinates_and_ids_are_those_of_the_array(mesh, grid):
     assert mesh.shape == grid.shape
     assert mesh.ndim == grid.ndim
-    assert mesh.size == grid.size
+    assert mesh.size() == grid.size
+    assert [mesh.size(axis) for axis in range(mesh.ndim)] == list(grid.shape)
     assert mesh.ids == tuple(grid.ravel().tolist())
     for where, physical_id in np.ndenumerate(grid):
         assert mesh.coordinates(int(physical_id)) == where

@@ -172,7 +172,7 @@ def _overview(summary: CheckpointSummary, only: str | None = None, of: int = 0) 
         facts = f"{counted(count, 'tensor')}, {bytes_text(summary.num_bytes)}"
         facts += f", in the format of {format}"
         if mesh is not None:
-            facts += f", saved on mesh {mesh} ({counted(mesh.size, 'device')})"
+            facts += f", saved on mesh {mesh} ({counted(mesh.size(), 'device')})"
     else:
         facts = (
             f"{count or 'none'} of {counted(of, 'tensor')} {'are' if count > 1 else 'is'} {only}"

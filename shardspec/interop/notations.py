@@ -243,7 +243,7 @@ def to_jax_mesh(mesh: DeviceMesh, devices: Iterable[Any]) -> tuple[NDArray[Any],
             f"device {missing[0]} of mesh {mesh} is none of JAX's devices {sorted(by_id)}; use "
             "their ids in the mesh"
         )
-    grid = np.empty(mesh.size, dtype=object)
+    grid = np.empty(mesh.size(), dtype=object)
     grid[:] = [by_id[id_] for id_ in mesh.ids]
     return grid.reshape(mesh.shape), _jax_names(mesh)
 
@@ -291,7 +291,7 @@ def shardy_mesh_text(mesh: DeviceMesh) -> str:
     """Return the mesh that `shardy_text` refers to."""
     sizes = zip(_shardy_names(mesh), mesh.shape, strict=True)
     axes = ", ".join(f'"{name}"={size}' for name, size in sizes)
-    in_order = mesh.ids == tuple(range(mesh.size))
+    in_order = mesh.ids == tuple(range(mesh.size()))
     ids = "" if in_order else f", device_ids=[{', '.join(map(str, mesh.ids))}]"
     return f"sdy.mesh @mesh = <[{axes}]{ids}>"
 

@@ -238,7 +238,7 @@ class Layout:
 
     def _repr_html_(self) -> str:
         """Draw the layout where notebooks show it."""
-        return self.drawing().svg() if self.mesh.size <= MAX_CELLS else f"<code>{self}</code>"
+        return self.drawing().svg() if self.mesh.size() <= MAX_CELLS else f"<code>{self}</code>"
 
 
 def _check_parts(spec: SpecLike, dim: int, cut: DimSpec, size: int, devices: int) -> None:

@@ -141,7 +141,7 @@ def table_prices(whole: Layout, model: CostModel) -> Prices:
     prices, count = prices_of(whole, model, _MAX_WORK), states_of(whole)
     if not prices.routed:
         raise LayoutError(
-            f"prices between {count:,} layouts on the {whole.mesh.size} devices of mesh "
+            f"prices between {count:,} layouts on the {whole.mesh.size()} devices of mesh "
             f"{whole.mesh} would take {bytes_text(_BYTES_EACH * count * count)} and many minutes; "
             "ask for single costs"
         )

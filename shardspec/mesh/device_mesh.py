@@ -30,22 +30,11 @@ if TYPE_CHECKING:
 Axis = int | str
 LinkModel = Literal["ring", "shared-bus"]
 
-_HAND_ON: Final = (
-    "this is a mesh of shardspec where torch takes its own, as fully_shard and parallelize_module "
-    "do; hand on mesh.to_torch()"
-)
-_ONLY_TORCH_HAS: Final = frozenset({"device_type", "mesh_dim_names", "get_coordinate"})
+_PASS_TORCHS: Final = "this is a shardspec mesh; pass mesh.to_torch() to torch functions"
 
 
 class _NotTorchMesh(MeshError, AttributeError):
-    """An attribute of torch's meshes was asked for."""
-
-
-class _Size(int):
-    """A number; torch's meshes have a method of that name, so a call is an error that says so."""
-
-    def __call__(self, *_: object) -> NoReturn:
-        raise MeshError(_HAND_ON)
+    """An attribute of torch's meshes was requested."""
 
 
 @dataclass(frozen=True, slots=True, init=False)
@@ -184,16 +173,21 @@ class DeviceMesh:
         """Number of axes."""
         return len(self.shape)
 
-    @property
-    def size(self) -> int:
-        """Number of devices."""
-        return _Size(len(self.ids))
+    def size(self, mesh_dim: Axis | None = None) -> int:
+        """Return the number of devices, of the mesh or along an axis.
+
+        >>> mesh = DeviceMesh(range(8), (2, 4), axis_names=("dp", "tp"))
+        >>> mesh.size(), mesh.size(0), mesh.size("tp")
+        (8, 2, 4)
+        """
+        return len(self.ids) if mesh_dim is None else self.shape[self.axis(mesh_dim)]
 
     if not TYPE_CHECKING:  # a type checker would take every name for an attribute
 
         def __getattr__(self, name: str) -> NoReturn:
-            if name in _ONLY_TORCH_HAS:
-                raise _NotTorchMesh(_HAND_ON)
+            # torch's functions ask a mesh for this, or for attributes that only they know of.
+            if name == "device_type" or (name[0] == "_" and name[:2] != "__"):
+                raise _NotTorchMesh(_PASS_TORCHS)
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def axis(self, axis: Axis) -> int:

@@ -50,7 +50,7 @@ def outcome(act):
 
 def on_every_rank(mesh, act):
     """Run on each rank, and return what all of them got."""
-    found: list[str | None] = [None] * mesh.size
+    found: list[str | None] = [None] * mesh.size()
     dist.all_gather_object(found, outcome(act))
     return found
 

@@ -305,7 +305,7 @@ class RankFilesCheckpoint(catalog.Catalog):
         distinct = dict.fromkeys(self._layouts.values())
         # Plain tensors do not say what mesh there was.
         same = (layouts[0].mesh for layouts in distinct if len({at.mesh for at in layouts}) == 1)
-        whole = (one for one in same if one.size == len(states) and one is not everywhere)
+        whole = (one for one in same if one.size() == len(states) and one is not everywhere)
         mesh = next(whole, None)
         self._specs = {layouts: _spec_on(mesh, layouts, groups) for layouts in distinct}
         self._boxes: dict[tuple[Layout, ...], tuple[catalog.FileBox, ...]] = {}
