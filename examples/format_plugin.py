@@ -128,7 +128,7 @@ def lay_out(_: Catalog, wanted: Wanted) -> Target:
         return Target((npz_file(wanted.name, {}, whole),), False, wanted.tensors, digested=True)
     mesh, files = wanted.mesh, []
     tensors = {n: [at.global_shape, at.dtype, str(at.spec)] for n, at in wanted.layouts.items()}
-    info = {"ranks": mesh.size, "mesh": mesh.shape, "tensors": tensors}
+    info = {"ranks": mesh.size(), "mesh": mesh.shape, "tensors": tensors}
     for rank, entries in enumerate(assign_boxes(mesh, wanted.layouts).values()):
         held = [(f"{at}.{e.tensor}", by_name[e.tensor], e.box) for at, e in enumerate(entries)]
         boxes = {name: (tensor.name, box) for name, tensor, box in held}

@@ -125,6 +125,21 @@ def test_save_and_merge(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_format_plugin(tmp_path):
+    output = squeezed(run(EXAMPLES / "format_plugin.py", cwd=tmp_path))
+    assert output.startswith(
+        "sharded: rank-00000.npz rank-00001.npz rank-00002.npz rank-00003.npz\n"
+        "equal: True\n"
+        "loaded: w as [S0,S1], (3, 2) on device 3\n"
+        "cut: 3 tensors, 176 B, in the format of npz, saved on mesh 2x2 (4 devices)\n"
+    )
+    assert "\n0 (0, 0) 36 B rank-00000.npz\n" in output
+    assert output.endswith(
+        "\ncut: 3 tensors in 6 boxes, 176 B, all with digests; no problems found\n"
+    )
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.dist
 def test_real_processes(printed):
     assert printed("real_processes.py", 4) == (
