@@ -1,6 +1,7 @@
 """What every format keeps to: those that come along, and the example's of another package."""
 
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -175,11 +176,9 @@ def test_what_a_format_cannot_have_is_refused_before_anything_is_written(tmp_pat
     torch.save({"w": torch.ones(2), "step": 7}, tmp_path / "in.pt")
     if name == "npz":
         torch.save({"w": torch.ones(2, dtype=torch.bfloat16)}, tmp_path / "in.pt")
+        act = merge if way == "merged" else partial(reshard, device_mesh=MESH)
         with pytest.raises(CheckpointError, match="NumPy has no bfloat16, of 'w'; cast it"):
-            if way == "merged":
-                merge(tmp_path / "in.pt", tmp_path / "out", format=name)
-            else:
-                reshard(tmp_path / "in.pt", tmp_path / "out", format=name, device_mesh=MESH)
+            act(tmp_path / "in.pt", tmp_path / "out", format=name)
     elif written_format(name, way).whole_run:
         with pytest.raises(
             CheckpointError, match="is in the format of torch file, but a Universal"
