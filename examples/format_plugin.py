@@ -33,6 +33,7 @@ from shardspec import DeviceMesh, ShardingSpec, load_sharded, merge, reshard
 from shardspec.boxes import Box, box_shape
 from shardspec.checkpoint.catalog import Catalog, Digest, StoredBox, StoredTensor, whole_box
 from shardspec.checkpoint.format import Format, OpenOptions, Wanted
+from shardspec.checkpoint.storage.path import StoragePath
 from shardspec.checkpoint.targets import (
     Extent,
     OutputFile,
@@ -54,10 +55,10 @@ is_of_rank = re.compile(r"rank-\d{5}\.npz").fullmatch
 # --- reading: where the bytes of every array lie
 
 
-def open_npz(place: Path, _: OpenOptions) -> Catalog:
+def open_npz(place: StoragePath, _: OpenOptions) -> Catalog:
     """Return what one file holds, or the files of all ranks in a directory."""
     whole = not place.is_dir()
-    names = [] if whole else sorted(filter(is_of_rank, (path.name for path in place.iterdir())))
+    names = [] if whole else list(filter(is_of_rank, place.names()))
     paths = [place] if whole else [place / name for name in names]
     boxes: dict[str, list[StoredBox]] = {}
     known: dict[str, Any] = {"tensors": {}}
@@ -86,7 +87,7 @@ def open_npz(place: Path, _: OpenOptions) -> Catalog:
     return Catalog(FORMAT.called, place, tensors, paths, mesh)
 
 
-def read_file(path: Path) -> tuple[dict[str, Any], dict[str, tuple[Any, ...]]]:
+def read_file(path: StoragePath) -> tuple[dict[str, Any], dict[str, tuple[Any, ...]]]:
     """Return the info of a file, and per array shape, dtype, offset, digest and strides."""
     info, arrays = {}, {}
     try:
@@ -149,7 +150,8 @@ def npz_file(
         local = struct.pack("<4s5H3I2H", b"PK\3\4", *VERSION, 0, 0, 0, len(file_name), 0)
         raw.append(RawBytes(end, local + file_name + head))
         data = end + len(local) + len(file_name) + len(head)
-        extents += [Extent(*part, data)] if part else []
+        if part is not None:
+            extents.append(Extent(part[0], part[1], data))
         num_bytes = len(head) + (extents[-1].num_bytes if part else 0)
         members.append((file_name, head, num_bytes, end))
         end = data - len(head) + num_bytes + 16
@@ -218,7 +220,7 @@ def main() -> None:
         )
         sys.path.insert(0, directory)
         rng = np.random.default_rng(0)
-        model = {"w": rng.random((6, 5), np.float32), "b": rng.random(6), "step": np.array(7)}
+        model: dict[str, Any] = {"w": rng.random((6, 5), np.float32), "b": rng.random(6), "step": np.array(7)}
         np.savez(at / "model.npz", **model)
 
         mesh = DeviceMesh(range(4), (2, 2))

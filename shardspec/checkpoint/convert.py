@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from hashlib import sha256
-from pathlib import Path
+from pathlib import PurePath
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from isal.isal_zlib import crc32_combine
@@ -27,13 +27,12 @@ from shardspec.checkpoint.catalog import (
 )
 from shardspec.checkpoint.check_quantized import check_blocks
 from shardspec.checkpoint.choice import Choice, Patterns, Renames
-from shardspec.checkpoint.commit import Destination
-from shardspec.checkpoint.destination import check_destination
+from shardspec.checkpoint.destination import Destination, check_destination
 from shardspec.checkpoint.format import Format, Wanted, Way
 from shardspec.checkpoint.formats.registry import default_format, written_format
 from shardspec.checkpoint.mapped import Names, check_drop, mapped
 from shardspec.checkpoint.open import as_catalog
-from shardspec.checkpoint.output import DiskOutput, StoreOutput, WriteOptions
+from shardspec.checkpoint.output import Output, WriteOptions
 from shardspec.checkpoint.read_boxes import Progress, check_replicas, crc_text
 from shardspec.checkpoint.select import (
     carried_values,
@@ -43,7 +42,9 @@ from shardspec.checkpoint.select import (
     select,
 )
 from shardspec.checkpoint.sidecars import add_sidecars
-from shardspec.checkpoint.store import OpenFiles, RemotePath, as_path
+from shardspec.checkpoint.storage.from_text import storage_path
+from shardspec.checkpoint.storage.path import StoragePath
+from shardspec.checkpoint.storage.reading import OpenFiles
 from shardspec.checkpoint.targets import Carried, OutputTensor, Target
 from shardspec.comm.communicator import Communicator
 from shardspec.dtypes import item_bytes
@@ -67,7 +68,7 @@ _ALONE: Final = DeviceMesh((0,), (1,))
 class WriteReport:
     """What was written, or what would be."""
 
-    path: Path
+    path: PurePath
     """The output, as the user named it."""
     format: str
     """Its format, as `merge` and `reshard` name it."""
@@ -137,8 +138,8 @@ class WriteReport:
 
 
 def merge(
-    directory: Path | str | Catalog,
-    output: Path | str,
+    directory: PurePath | str | Catalog,
+    output: PurePath | str,
     *,
     format: str | None = None,
     max_shard_bytes: int | None = None,
@@ -228,6 +229,7 @@ def merge(
     Examples
     --------
     >>> import tempfile, torch
+    >>> from pathlib import Path
     >>> from shardspec import DTensor, DeviceMesh, save_sharded
     >>> directory = Path(tempfile.mkdtemp())
     >>> w = DTensor(torch.arange(12.0).view(4, 3), DeviceMesh(range(4), (2, 2)), "[S01,R]")
@@ -236,7 +238,7 @@ def merge(
     >>> report.tensors, report.num_bytes
     (1, 144)
     """
-    place = as_path(output)
+    place = storage_path(output)
     in_directory = isinstance(output, str) and output.endswith(("/", os.sep))
     chosen = _merged_format(place, format, max_shard_bytes, in_directory)
     asked = _Asked(
@@ -254,12 +256,12 @@ def merge(
 
 
 def reshard(
-    directory: Path | str | Catalog,
-    output: Path | str,
+    directory: PurePath | str | Catalog,
+    output: PurePath | str,
     *,
     device_mesh: DeviceMesh | None = None,
     rules: Mapping[str, SpecLike] | None = None,
-    like: Path | str | Catalog | None = None,
+    like: PurePath | str | Catalog | None = None,
     format: str | None = None,
     dtype: str | None = None,
     include: Patterns | None = None,
@@ -315,6 +317,7 @@ def reshard(
     Examples
     --------
     >>> import tempfile, torch
+    >>> from pathlib import Path
     >>> from shardspec import save_sharded
     >>> place = Path(tempfile.mkdtemp())
     >>> save_sharded({"w": torch.arange(12.0).view(4, 3)}, place / "whole")
@@ -330,7 +333,7 @@ def reshard(
     options = WriteOptions(
         threads, strict_cast, overwrite, verify, dry_run, sidecars, progress, communicator
     )
-    return _converted(directory, as_path(output), asked, options)
+    return _converted(directory, storage_path(output), asked, options)
 
 
 class _Asked(NamedTuple):
@@ -342,7 +345,7 @@ class _Asked(NamedTuple):
     names: Names | None
     mesh: DeviceMesh | None = None
     rules: Mapping[str, SpecLike] | None = None
-    like: Path | str | Catalog | None = None
+    like: PurePath | str | Catalog | None = None
     drop_values: bool | None = None
     """Whether entries may be lost; None allows to lose those without tensors."""
     metadata: bool = True
@@ -388,7 +391,7 @@ def _check_sharding(asked: _Asked) -> None:
 
 
 def _merged_format(
-    output: Path, name: str | None, max_shard_bytes: int | None, in_directory: bool
+    output: StoragePath, name: str | None, max_shard_bytes: int | None, in_directory: bool
 ) -> Format:
     """Return the format of an output; `in_directory` says whether it is named as a directory."""
     if name is None:
@@ -429,7 +432,9 @@ def _sharded(
     return mesh, layouts
 
 
-def _laid_out(source: Catalog, output: Path, asked: _Asked, save: str, sidecars: bool) -> Target:
+def _laid_out(
+    source: Catalog, output: StoragePath, asked: _Asked, save: str, sidecars: bool
+) -> Target:
     """Choose tensors and other entries, and have the format lay out the files for them."""
     format = asked.format
     choice = asked.choice if asked.names is None else asked.choice.after_map()
@@ -458,7 +463,7 @@ def _laid_out(source: Catalog, output: Path, asked: _Asked, save: str, sidecars:
     return target._replace(carried=target.carried | carried.names)
 
 
-def _opened(checkpoint: Path | str | Catalog, asked: _Asked) -> Catalog:
+def _opened(checkpoint: PurePath | str | Catalog, asked: _Asked) -> Catalog:
     """Return a checkpoint as what a map makes of what is chosen."""
     if asked.names is None:
         check_drop(asked.choice)
@@ -467,7 +472,7 @@ def _opened(checkpoint: Path | str | Catalog, asked: _Asked) -> Catalog:
 
 
 def _converted(
-    checkpoint: Path | str | Catalog, output: Path, asked: _Asked, options: WriteOptions
+    checkpoint: PurePath | str | Catalog, output: StoragePath, asked: _Asked, options: WriteOptions
 ) -> WriteReport:
     """Check that an output can be made of a checkpoint and may be written, and write it."""
     started = time.monotonic()
@@ -476,7 +481,7 @@ def _converted(
     def prepared(save: str) -> tuple[Catalog, Target, Destination, WriteReport]:
         if options.threads < 1:
             raise CheckpointError(f"{options.threads} threads write nothing; give at least 1")
-        if isinstance(output, RemotePath) and output.parts[0] == "memory:" and processes.size > 1:
+        if not output.shared and processes.size > 1:
             raise CheckpointError(
                 f"{output}: memory:// is the memory of one process, and others do not see it; "
                 "start one process"
@@ -485,7 +490,7 @@ def _converted(
         target = _laid_out(source, output, asked, save, options.sidecars)
         if options.sidecars:
             target = add_sidecars(source, target, asked.format.sidecars)
-        if isinstance(output, RemotePath) and any("/" in file.name for file in target.files):
+        if not output.nests and any("/" in file.name for file in target.files):
             raise CheckpointError(
                 f"{output}: the format {asked.format.name!r} has files in directories, which are "
                 "not written into a store; write to a directory here, and copy that"
@@ -495,7 +500,7 @@ def _converted(
             destination = check_destination(output, source, target, options.overwrite)
         reads = _check_tensors(source, target.tensors, options.verify, processes)
         report = WriteReport(
-            path=output,
+            path=output.public(),
             format=asked.format.name,
             read=source.format,
             reads={
@@ -516,8 +521,7 @@ def _converted(
         source, target, destination, report = processes.agree(lambda: prepared(save))
         if not options.dry_run:
             processes.check_same(lambda: _facts(source, target, report, options))
-            kind = StoreOutput if isinstance(output, RemotePath) else DiskOutput
-            begun = kind(source, target, destination.path, options, processes)
+            begun = Output(source, target, destination.path, options, processes)
             written = begun.write(destination)
             crc = 0
             for _, num_bytes, value in written:
@@ -537,7 +541,7 @@ def _facts(
 ) -> dict[str, str]:
     """Return what several processes that write one output have to agree on."""
     facts = {
-        "output": str(report.path.absolute()),
+        "output": str(storage_path(report.path).absolute()),
         "checkpoint": str(source.directory.absolute()),
         "format": report.format,
     }
@@ -564,12 +568,12 @@ def _left_out(source: Catalog, target: Target) -> tuple[str, ...]:
 
 def _check_tensors(
     source: Catalog, tensors: Sequence[OutputTensor], verify: bool, processes: Processes
-) -> Counter[Path]:
+) -> Counter[StoragePath]:
     """Check that boxes tile every tensor, and copies agree; return the bytes to read by file."""
     copies_of = memoize_by_boxes(check_tiling)
     elements_of = memoize_by_boxes(_elements_by_file)
     # Tensors that are sharded alike share one count.
-    counts: dict[int, Counter[Path]] = {}
+    counts: dict[int, Counter[StoragePath]] = {}
     widths: Counter[int] = Counter()
     with OpenFiles() as files:
         for place, name in enumerate(sorted({tensor.source for tensor in tensors})):
@@ -583,15 +587,15 @@ def _check_tensors(
             elements = elements_of(outline)
             counts[id(elements)] = elements
             widths[id(elements)] += item_bytes(outline.dtype)
-    reads: Counter[Path] = Counter()
+    reads: Counter[StoragePath] = Counter()
     for key, elements in counts.items():
         for path, count in elements.items():
             reads[path] += count * widths[key]
     return reads
 
 
-def _elements_by_file(outline: AnyOutline) -> Counter[Path]:
-    found: Counter[Path] = Counter()
+def _elements_by_file(outline: AnyOutline) -> Counter[StoragePath]:
+    found: Counter[StoragePath] = Counter()
     for stored in distinct(outline):
         if stored.path != ZEROS:
             found[stored.path] += box_size(stored.box)

@@ -21,10 +21,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from importlib.resources import files
-from pathlib import Path
+from pathlib import PurePath
 from typing import Final, NamedTuple, TypeAlias
 
 from shardspec.checkpoint.catalog import StoredTensor, replica_keys
+from shardspec.checkpoint.storage.path import StoragePath
 from shardspec.checkpoint.torch_files import states
 from shardspec.checkpoint.torch_files.states import TorchState, of_two_saves
 from shardspec.checkpoint.torch_files.values import TorchTensor
@@ -35,7 +36,7 @@ from shardspec.layout.spec import DimSpec, Part, ShardingSpec
 from shardspec.mesh.device_mesh import DeviceMesh
 from shardspec.text import Argument
 
-CutRules: TypeAlias = Mapping[str, object] | Path | str | None
+CutRules: TypeAlias = Mapping[str, object] | PurePath | str | None
 """Rules of a caller: none, a pattern to a spec or table, or a TOML file of these."""
 
 _AXIS: Final = "tp"
@@ -50,7 +51,7 @@ _EXPERT: Final = re.compile(
 _FUSED_QKV: Final = re.compile(r".*query_key_value\.(weight|bias)", re.DOTALL)
 
 
-def read_toml(path: Path) -> dict[str, object]:
+def read_toml(path: PurePath) -> dict[str, object]:
     """Read a small TOML file of rules; raises `CheckpointError` where it is none."""
     try:
         return tomllib.loads(read_input_file(path, _MOST_BYTES).decode("utf-8-sig"))
@@ -65,8 +66,8 @@ def read_toml(path: Path) -> dict[str, object]:
 
 def cut_rules(rules: CutRules, stated_by: str = "rules") -> dict[str, ShardingSpec]:
     """Return rules as specs, in which the parts are proportions."""
-    if isinstance(rules, Path | str):
-        rules, stated_by = read_toml(Path(rules)), str(rules)
+    if isinstance(rules, PurePath | str):
+        rules, stated_by = read_toml(PurePath(rules)), str(rules)
     return {
         pattern: _rule(value, f"{stated_by}: the rule of {pattern!r}")
         for pattern, value in (rules or {}).items()
@@ -115,7 +116,7 @@ class Rules(NamedTuple):
     old_qkv: bool = False
     """Whether the files are so old that query_key_value is not sorted by heads."""
 
-    def find(self, name: str, path: Path) -> ShardingSpec:
+    def find(self, name: str, path: StoragePath) -> ShardingSpec:
         """Return the rule of a tensor; `path` is for errors."""
         for rules in (self.own, self.shipped):
             matching = [pattern for pattern in rules if fnmatchcase(name, pattern)]

@@ -5,12 +5,13 @@
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import PurePath
 from typing import Final, Literal, NamedTuple, TypeAlias
 
 from shardspec.checkpoint.catalog import Catalog
 from shardspec.checkpoint.runs import Newest
 from shardspec.checkpoint.sidecars import model_sidecars
+from shardspec.checkpoint.storage.path import StoragePath
 from shardspec.checkpoint.targets import Carried, OutputTensor, Target
 from shardspec.layout.layout import Layout
 from shardspec.mesh.device_mesh import DeviceMesh
@@ -24,7 +25,7 @@ class OpenOptions(NamedTuple):
 
     ranks: int | None = None
     """How many ranks have written it."""
-    source_rules: Mapping[str, object] | Path | str | None = None
+    source_rules: Mapping[str, object] | PurePath | str | None = None
     """How they have sharded tensors: pattern of names to spec, or a TOML file of such."""
 
 
@@ -91,7 +92,7 @@ class Format:
     """As `merge(format=)` and ``--to`` name it."""
     recognises: Callable[[Collection[str]], bool]
     """Returns whether a directory with these names is of this format."""
-    open: Callable[[Path, OpenOptions], Catalog]
+    open: Callable[[StoragePath, OpenOptions], Catalog]
     """Reads what describes a checkpoint at a directory or file, and not its data."""
     lay_out: Callable[[Catalog, Wanted], Target] | None = None
     """Returns the files of an output, and which boxes they hold; None if it is only read."""
@@ -105,7 +106,7 @@ class Format:
     owns: Callable[[str], bool] = never
     """Returns whether a relative name in a directory of this format is of a file of its own, beside
     those that its catalog lists: such files are replaced when the checkpoint is."""
-    sidecars: Callable[[Path, Collection[str]], set[str]] = model_sidecars
+    sidecars: Callable[[StoragePath, Collection[str]], set[str]] = model_sidecars
     """Returns which files of a directory belong to the checkpoint in it beside the weights, given
     their names; they are copied into outputs that are directories."""
     keeps: Literal["tensors", "notes", "values", "objects"] = "values"
@@ -122,10 +123,10 @@ class Format:
     """Returns whether a file is a checkpoint by itself, or names the others of one."""
     names_others: Callable[[str], bool] = never
     """Returns whether the other files of a checkpoint lie beside a file of this name."""
-    part_of: Callable[[Path], Path | None] | None = None
+    part_of: Callable[[StoragePath], StoragePath | None] | None = None
     """Returns the directory of the checkpoint that a file is a part of. By default that is the
     directory of any file whose name is recognised, if `reads_file` is not given."""
-    newest: Callable[[Path, Sequence[str]], Newest | None] | None = None
+    newest: Callable[[StoragePath, Sequence[str]], Newest | None] | None = None
     """Returns the checkpoint that counts in a directory with these names, if it is of a run."""
     nested: bool = False
     """Whether files lie in directories below."""
@@ -144,7 +145,7 @@ class Format:
         """Whether whole tensors are written into one file."""
         return bool(self.extensions)
 
-    def directory_of(self, path: Path) -> Path | None:
+    def directory_of(self, path: StoragePath) -> StoragePath | None:
         """Return the directory that a file stands for; None if it stands for itself."""
         if self.part_of is not None:
             return self.part_of(path)

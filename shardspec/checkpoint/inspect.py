@@ -3,13 +3,14 @@
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from pathlib import Path
+from pathlib import PurePath
 from typing import Any, NamedTuple
 
 from shardspec.boxes import Box, box_shape, box_size
 from shardspec.checkpoint import catalog
 from shardspec.checkpoint.catalog import AnyOutline, Catalog
 from shardspec.checkpoint.open import as_catalog
+from shardspec.checkpoint.storage.path import StoragePath
 from shardspec.dtypes import item_bytes
 from shardspec.layout.layout import Layout
 
@@ -88,7 +89,7 @@ class CheckpointSummary:
             alike[id(tensor.boxes)] = tensor.boxes, width + item_bytes(tensor.dtype)
         mesh, directory = self.source.mesh, self.source.directory
         stored: dict[int, int] = {} if mesh is None else dict.fromkeys(mesh.ids, 0)
-        paths: dict[int, Path] = {}
+        paths: dict[int, StoragePath] = {}
         for boxes, width in alike.values():
             for box in boxes:
                 stored[box.rank] = stored.get(box.rank, 0) + width * box_size(box.box)
@@ -144,7 +145,7 @@ class CheckpointSummary:
 
 
 @lru_cache(maxsize=1024)
-def _file(path: Path, directory: Path) -> str:
+def _file(path: StoragePath, directory: StoragePath) -> str:
     return str(path.relative_to(directory)) if directory in path.parents else path.name
 
 
@@ -154,7 +155,7 @@ def other_text(value: object, most: int = 200) -> str:
     return text if len(text) <= most else f"{text[: most - 1]}…"
 
 
-def inspect_checkpoint(directory: Path | str | Catalog) -> CheckpointSummary:
+def inspect_checkpoint(directory: PurePath | str | Catalog) -> CheckpointSummary:
     """Return what a checkpoint holds; its metadata is checked, its data is not read."""
     source = as_catalog(directory)
     summary = CheckpointSummary(source, source.names, {})

@@ -7,7 +7,7 @@ several files the first is read: if they differed, a model would otherwise be mi
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
+from pathlib import PurePath
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -21,7 +21,8 @@ from shardspec.checkpoint.mapped import Names, check_drop, configured, mapped, r
 from shardspec.checkpoint.open import as_catalog, open_checkpoint
 from shardspec.checkpoint.read_boxes import Buffers, Checks, read_box_into, stretches
 from shardspec.checkpoint.state_dict import LEFT_OUT, KeyPath, spread, unflatten
-from shardspec.checkpoint.store import OpenFiles
+from shardspec.checkpoint.storage.path import StoragePath
+from shardspec.checkpoint.storage.reading import OpenFiles
 from shardspec.checkpoint.targets import OutputTensor
 from shardspec.comm.communicator import Communicator
 from shardspec.errors import AxisError, CheckpointError, LayoutError
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
 
 
 def load_sharded(
-    directory: Path | str | Catalog,
+    directory: PurePath | str | Catalog,
     device_mesh: DeviceMesh | None = None,
     rules: Mapping[str, SpecLike] | None = None,
     *,
@@ -142,7 +143,7 @@ def load_sharded(
 
 
 def _opened(
-    directory: Path | str | Catalog, names: Names | None, choice: Choice, *, all_of_it: bool
+    directory: PurePath | str | Catalog, names: Names | None, choice: Choice, *, all_of_it: bool
 ) -> Catalog:
     catalog = as_catalog(directory)
     if all_of_it:
@@ -251,7 +252,7 @@ def _plan_into(
 
 
 def stored_layouts(
-    place: Catalog | Path, first: int
+    place: Catalog | StoragePath, first: int
 ) -> tuple[dict[str, StoredLayout], dict[int, str]]:
     """Return where a checkpoint has its tensors, and the names of its files by number.
 
@@ -277,7 +278,7 @@ def stored_layouts(
 class LoadPlan(ReshardPlan):
     """A reshard plan whose source is a checkpoint: devices read what they are to hold."""
 
-    checkpoint: Path = Path()
+    checkpoint: PurePath = PurePath()  # noqa: RUF009  # a frozen value
     names: NameMap | None = field(default=None, compare=False)
     """By which map, if by one."""
 
@@ -367,7 +368,7 @@ def _check_apart(shards: "Mapping[str, Mapping[int, torch.Tensor]]") -> None:
 
 
 def plan_load(
-    checkpoint: Path,
+    checkpoint: StoragePath,
     target: Target,
     names: Mapping[str, str] | NameMap | None,
     dtype: object,

@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import islice
-from pathlib import Path
+from pathlib import PurePath
 from typing import Final, NamedTuple
 
 from shardspec.checkpoint.catalog import Catalog
@@ -12,7 +12,9 @@ from shardspec.checkpoint.format import FileStart, Format, OpenOptions
 from shardspec.checkpoint.formats.registry import built_in, format_of, formats, installed
 from shardspec.checkpoint.parts import not_read, part_of_several, part_text
 from shardspec.checkpoint.runs import Newest
-from shardspec.checkpoint.store import RemotePath, Snapshot, SourceFile, as_path, reason
+from shardspec.checkpoint.storage.from_text import storage_path
+from shardspec.checkpoint.storage.path import StoragePath, reason
+from shardspec.checkpoint.storage.snapshot import Snapshot
 from shardspec.errors import CheckpointError
 from shardspec.text import Argument
 
@@ -26,8 +28,8 @@ _SHOWN: Final = 3
 class _Place(NamedTuple):
     """A checkpoint that is not open yet."""
 
-    place: Path
-    home: Path
+    place: StoragePath
+    home: StoragePath
     """Where all its files lie."""
     format: Format
     note: str = ""
@@ -35,10 +37,10 @@ class _Place(NamedTuple):
 
 
 def open_checkpoint(
-    path: Path | str,
+    path: PurePath | str,
     *,
     ranks: int | None = None,
-    source_rules: Mapping[str, object] | Path | str | None = None,
+    source_rules: Mapping[str, object] | PurePath | str | None = None,
 ) -> Catalog:
     """Open a checkpoint; what describes it is read and checked, its data is not.
 
@@ -46,22 +48,22 @@ def open_checkpoint(
     safetensors file, one file of `torch.save`, or the index of several; here, or in a store by its
     URL. For formats that do not say it themselves, `ranks` is how many ranks have written files,
     and `source_rules` how they have sharded tensors: pattern of names to spec, or the path of a
-    TOML file (`shardspec.checkpoint.formats.tensor_parallel`). Raises `CheckpointError` if it is
+    TOML file (`shardspec.checkpoint.cut_rules`). Raises `CheckpointError` if it is
     missing, holds no finished save, contradicts itself, or says itself what the caller has added.
     """
     return open_checkpoints((path,), ranks=ranks, source_rules=source_rules)[0]
 
 
 def open_checkpoints(
-    paths: Sequence[Path | str],
+    paths: Sequence[PurePath | str],
     *,
     ranks: int | None = None,
-    source_rules: Mapping[str, object] | Path | str | None = None,
+    source_rules: Mapping[str, object] | PurePath | str | None = None,
 ) -> list[Catalog]:
     """Open several checkpoints; each gets the options that its format takes."""
     options = OpenOptions(ranks, source_rules)
     places = []
-    for path in map(as_path, paths):
+    for path in map(storage_path, paths):
         with _reported(path):
             places.append(_find(path))
     for name, value in sorted(options._asdict().items()):
@@ -75,9 +77,9 @@ def open_checkpoints(
     return [_open(at, options) for at in places]
 
 
-def as_catalog(checkpoint: Path | str | Catalog) -> Catalog:
+def as_catalog(checkpoint: PurePath | str | Catalog) -> Catalog:
     """Return a checkpoint that may be open already."""
-    return open_checkpoint(checkpoint) if isinstance(checkpoint, Path | str) else checkpoint
+    return open_checkpoint(checkpoint) if isinstance(checkpoint, PurePath | str) else checkpoint
 
 
 def _open(at: _Place, options: OpenOptions) -> Catalog:
@@ -91,7 +93,7 @@ def _open(at: _Place, options: OpenOptions) -> Catalog:
 
 
 @contextmanager
-def _reported(place: Path) -> Iterator[None]:
+def _reported(place: StoragePath) -> Iterator[None]:
     """Turn errors of the system into a CheckpointError."""
     try:
         yield
@@ -100,12 +102,12 @@ def _reported(place: Path) -> Iterator[None]:
         raise CheckpointError(f"{where}: cannot be read: {reason(error)}") from None
 
 
-def _find(place: Path, named: Newest | None = None, run: Format | None = None) -> _Place:
+def _find(place: StoragePath, named: Newest | None = None, run: Format | None = None) -> _Place:
     """Find out what a path is, perhaps the checkpoint that counts in a `run`."""
     if "\0" in str(place):
         raise CheckpointError(f"{str(place)!r}: a path cannot hold a NUL; check it")
     try:
-        there = sorted(path.name for path in place.iterdir())
+        there = place.names()
     except NotADirectoryError:
         return _find_file(place)
     except FileNotFoundError:
@@ -131,7 +133,7 @@ def _find(place: Path, named: Newest | None = None, run: Format | None = None) -
     raise CheckpointError(f"{place}: {problem}")
 
 
-def _find_in(place: Path, there: Sequence[str], format: Format) -> _Place:
+def _find_in(place: StoragePath, there: Sequence[str], format: Format) -> _Place:
     """Return the checkpoint in a directory of a format, which may be that of a run."""
     newest = None if format.newest is None else format.newest(place, there)
     if newest is None:
@@ -139,11 +141,11 @@ def _find_in(place: Path, there: Sequence[str], format: Format) -> _Place:
     return _find(newest.place, newest, format)
 
 
-def _find_file(place: Path) -> _Place:
+def _find_file(place: StoragePath) -> _Place:
     """Find out what a file is, or is a part of."""
     if problem := not_read((place.name,)):
         raise CheckpointError(f"{place}: {problem}")
-    with SourceFile(place) as file:
+    with place.open() as file:
         start = FileStart(
             place.name, file.read(0, min(file.num_bytes, _HEAD_BYTES)), file.num_bytes
         )
@@ -153,7 +155,7 @@ def _find_file(place: Path) -> _Place:
         for format in asked():
             directory = format.directory_of(place)
             if directory is not None:
-                there = sorted(path.name for path in directory.iterdir())
+                there = directory.names()
                 return _find_in(directory, there, format)
         for format in asked():
             # The name says more than how a file begins: many formats use zips.
@@ -168,17 +170,17 @@ def _find_file(place: Path) -> _Place:
     )
 
 
-def _alone(place: Path, format: Format) -> _Place:
+def _alone(place: StoragePath, format: Format) -> _Place:
     """Return what is at a file, which may name others beside it."""
     return _Place(place, place.parent if format.names_others(place.name) else place, format)
 
 
-def _nearby(place: Path, there: Sequence[str]) -> str:
+def _nearby(place: StoragePath, there: Sequence[str]) -> str:
     """Return which checkpoints lie in a directory that is none, or which files could be ones."""
     start = "is not a checkpoint itself, but there"
     level = [place]
     # In a store every look would be a request.
-    for _ in range(0 if isinstance(place, RemotePath) else _DEPTH):
+    for _ in range(0 if place.requests else _DEPTH):
         below = (at / name for at in level for name in _names(at) if not name.startswith("."))
         level = list(islice((path for path in below if path.is_dir()), _MOST_DIRECTORIES))
         known = [(path, at.called) for path in level if (at := format_of(_names(path)))]
@@ -197,11 +199,11 @@ def _some(found: Sequence[str]) -> str:
     return f"{', '.join(found[:_SHOWN])}{more}; name one of them"
 
 
-def _names(directory: Path) -> list[str]:
+def _names(directory: StoragePath) -> list[str]:
     """Return the names in a directory; step-9 comes before step-10."""
     try:
         return sorted(
-            (path.name for path in directory.iterdir()),
+            directory.names(),
             key=lambda name: re.sub(r"[0-9]{1,18}", lambda number: number[0].zfill(18), name),
         )
     except OSError:

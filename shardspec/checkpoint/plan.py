@@ -1,14 +1,15 @@
 """Plans of whole state dicts, whether they lie in memory or in a checkpoint."""
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
+from pathlib import PurePath
 
+from shardspec.checkpoint.storage.from_text import storage_path
 from shardspec.resharding.name_map import NameMap
 from shardspec.resharding.plan import ReshardPlan, Target, plan_state
 
 
 def plan_reshard(
-    source: Mapping[str, object] | Path | str,
+    source: Mapping[str, object] | PurePath | str,
     target: Target,
     *,
     names: Mapping[str, str] | NameMap | None = None,
@@ -54,11 +55,11 @@ def plan_reshard(
     >>> dict(plan.sent), dict(plan.received)
     ({0: 24, 1: 24, 2: 48, 3: 48, 5: 0}, {0: 0, 1: 48, 2: 0, 3: 0, 5: 96})
     """
-    if isinstance(source, str | Path):
+    if isinstance(source, str | PurePath):
         # State dicts in memory need nothing of it.
         from shardspec.checkpoint.load import plan_load
 
-        return plan_load(Path(source), target, names, dtype, max_bytes, drop)
+        return plan_load(storage_path(source), target, names, dtype, max_bytes, drop)
     plan = plan_state(source, target, names, dtype, max_bytes, drop)
     dtypes = {layout.dtype for move in plan.moves for layout in (move.source, move.target)}
     if len(dtypes) > 1 or not dtypes <= {"float32", "bfloat16", "float16", "float64"}:

@@ -1,10 +1,9 @@
 """Directories of runs, which hold several checkpoints: the one that counts."""
 
 from collections.abc import Callable, Collection, Sequence
-from pathlib import Path
 from typing import Final, NamedTuple
 
-from shardspec.checkpoint.store import SourceFile, file_inside
+from shardspec.checkpoint.storage.path import StoragePath, file_inside
 from shardspec.errors import CheckpointError
 
 _MOST_TRACKER_BYTES: Final = 4096
@@ -13,7 +12,7 @@ _MOST_TRACKER_BYTES: Final = 4096
 class Newest(NamedTuple):
     """The checkpoint that counts in the directory of a run."""
 
-    place: Path
+    place: StoragePath
     note: str
     """For the user: how it was found."""
     of_run: bool = False
@@ -21,7 +20,7 @@ class Newest(NamedTuple):
 
 
 def named_by(
-    tracker: Path, there: Collection[str], folders_of: Callable[[str], Sequence[str]]
+    tracker: StoragePath, there: Collection[str], folders_of: Callable[[str], Sequence[str]]
 ) -> Newest:
     """Return the checkpoint that a file of a run names.
 
@@ -30,7 +29,7 @@ def named_by(
     """
     run = tracker.parent
     path = file_inside(run, tracker.name, run)
-    with SourceFile(path) as file:
+    with path.open() as file:
         text = file.read(0, min(file.num_bytes, _MOST_TRACKER_BYTES)).strip().decode("latin1")
     name = next((name for name in folders_of(text) if name in there), "")
     if not name or not file_inside(run, name, path).is_dir():
@@ -41,7 +40,7 @@ def named_by(
     return Newest(run / name, f"reading {name}, which {tracker.name} names")
 
 
-def only_one(run: Path, checkpoints: Sequence[str], tracker: str) -> Newest:
+def only_one(run: StoragePath, checkpoints: Sequence[str], tracker: str) -> Newest:
     """Return the one checkpoint in a run without a `tracker`; raises CheckpointError if several."""
     if len(checkpoints) != 1:
         raise CheckpointError(

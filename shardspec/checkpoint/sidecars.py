@@ -2,11 +2,10 @@
 
 import re
 from collections.abc import Callable, Collection
-from pathlib import Path
 from typing import Final
 
 from shardspec.checkpoint.catalog import Catalog
-from shardspec.checkpoint.store import SourceFile, file_inside
+from shardspec.checkpoint.storage.path import StoragePath, file_inside
 from shardspec.checkpoint.targets import Target, copied_file
 from shardspec.errors import CheckpointError
 from shardspec.text import Argument
@@ -29,7 +28,7 @@ WITHOUT_SIDECARS: Final = Argument("sidecars", value=False)
 
 
 def add_sidecars(
-    source: Catalog, target: Target, sidecars: Callable[[Path, Collection[str]], set[str]]
+    source: Catalog, target: Target, sidecars: Callable[[StoragePath, Collection[str]], set[str]]
 ) -> Target:
     """Return an output with the files that lie beside the weights of a checkpoint.
 
@@ -37,7 +36,7 @@ def add_sidecars(
     itself, those of the model, if it is one.
     """
     directory = source.home
-    there = frozenset(path.name for path in directory.iterdir())
+    there = frozenset(directory.names())
     alone = directory != source.directory
     if alone and not there & {"config.json", "adapter_config.json"}:
         return target
@@ -69,7 +68,7 @@ def add_sidecars(
     return target._replace(files=(*target.files, *files), sidecars=names, not_copied=left)
 
 
-def model_sidecars(directory: Path, names: Collection[str]) -> set[str]:
+def model_sidecars(directory: StoragePath, names: Collection[str]) -> set[str]:
     """Return which of the files in a directory are of a model of Hugging Face's."""
     sidecars = {name for name in names if _HUGGING_FACE.fullmatch(name)}
     if any(_has_code(directory, name) for name in sidecars if name.endswith("config.json")):
@@ -77,9 +76,9 @@ def model_sidecars(directory: Path, names: Collection[str]) -> set[str]:
     return sidecars
 
 
-def _has_code(directory: Path, name: str) -> bool:
+def _has_code(directory: StoragePath, name: str) -> bool:
     path = file_inside(directory, name, directory)
     if not path.is_file():
         return False
-    with SourceFile(path) as file:
+    with path.open() as file:
         return _OWN_CODE in file.read(0, min(file.num_bytes, _MOST_BYTES))

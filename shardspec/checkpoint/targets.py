@@ -7,13 +7,12 @@ all formats.
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache, partial
-from pathlib import Path
 from typing import Final, NamedTuple, TypeAlias
 
 from shardspec.boxes import Box, box_shape, box_size
 from shardspec.checkpoint.catalog import replica_holders, whole_box
 from shardspec.checkpoint.state_dict import KeyPath
-from shardspec.checkpoint.store import SourceFile
+from shardspec.checkpoint.storage.path import StoragePath
 from shardspec.comm.senders import whole_senders
 from shardspec.dtypes import item_bytes
 from shardspec.layout.layout import Layout
@@ -113,13 +112,13 @@ class OutputFile(NamedTuple):
         return self.num_bytes - sum(extent.num_bytes for extent in self.extents)
 
 
-def copied_file(path: Path, name: str) -> OutputFile:
+def copied_file(path: StoragePath, name: str) -> OutputFile:
     """Return a file that holds what another one does; it is read when it is written."""
-    with SourceFile(path) as file:
+    with path.open() as file:
         size = file.num_bytes
 
     def piece(start: int) -> bytes:
-        with SourceFile(path) as file:
+        with path.open() as file:
             return file.read(start, min(_PIECE_BYTES, size - start))
 
     raw = [RawBytes(start, partial(piece, start)) for start in range(0, size, _PIECE_BYTES)]

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from math import isfinite
-from pathlib import Path
+from pathlib import PurePath
 from typing import Any, Final, Literal, TypeGuard
 
 import numpy as np
@@ -36,7 +36,8 @@ from shardspec.checkpoint.read_boxes import (
     read_both,
 )
 from shardspec.checkpoint.select import renamed_names, select
-from shardspec.checkpoint.store import FileStretch, OpenFiles
+from shardspec.checkpoint.storage.path import FileStretch
+from shardspec.checkpoint.storage.reading import OpenFiles
 from shardspec.dtypes import is_floating, item_bytes, packed
 from shardspec.errors import CheckpointError
 from shardspec.layout.picture import ids_text
@@ -49,7 +50,7 @@ _MOST_TEXT: Final = 60
 class VerifyReport:
     """What was read, and what is wrong."""
 
-    directory: Path
+    directory: PurePath
     tensors: int
     boxes: int
     num_bytes: int
@@ -66,7 +67,7 @@ class VerifyReport:
 
 
 def verify_checkpoint(
-    directory: Path | str | Catalog, *, every: bool = False, progress: Progress | None = None
+    directory: PurePath | str | Catalog, *, every: bool = False, progress: Progress | None = None
 ) -> VerifyReport:
     """Read every byte: check that boxes tile every tensor, replicas agree, and digests are right.
 
@@ -116,7 +117,9 @@ def verify_checkpoint(
         with listing():
             source.check_unchanged()
     tensors = len(source.names)
-    return VerifyReport(source.directory, tensors, boxes, num_bytes, digested, tuple(flaws))
+    return VerifyReport(
+        source.directory.public(), tensors, boxes, num_bytes, digested, tuple(flaws)
+    )
 
 
 def _stretches(tensor: StoredTensor) -> Iterator[tuple[StoredBox, FileStretch]]:
@@ -157,8 +160,8 @@ def names_to_compare(a: Catalog, b: Catalog, choice: Choice) -> tuple[dict[str, 
 
 
 def diff_checkpoints(
-    a: Path | str | Catalog,
-    b: Path | str | Catalog,
+    a: PurePath | str | Catalog,
+    b: PurePath | str | Catalog,
     *,
     include: Patterns | None = None,
     exclude: Patterns = (),

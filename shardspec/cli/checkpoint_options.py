@@ -1,9 +1,10 @@
 """Options of the commands that read checkpoints."""
 
 import json
+import os
 import re
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any, Final
 
 import click
@@ -19,12 +20,12 @@ if TYPE_CHECKING:
 _MOST_BYTES: Final = 64 << 20  # of a file of shapes or sizes
 
 
-def _as_path(text: str) -> Path:
-    from shardspec.checkpoint.store import as_path
+def _as_path(text: str) -> PurePath:
+    from shardspec.checkpoint.storage.from_text import storage_path
 
     if not text:
         raise ValueError("an empty text is not a path; '.' is the working directory")
-    return as_path(text)
+    return storage_path(text)
 
 
 CHECKPOINT: Final = Kind("CKPT", _as_path)  # a path, or a URL such as ``s3://bucket/model``
@@ -38,7 +39,7 @@ class SourceOptions:
     ranks: int | None
     source_rules: Path | None
 
-    def open(self, *paths: Path | None, quiet: bool = False) -> "list[Catalog]":
+    def open(self, *paths: PurePath | None, quiet: bool = False) -> "list[Catalog]":
         """Open checkpoints; what is remarkable about them goes to stderr."""
         from shardspec.checkpoint.open import open_checkpoints
 
@@ -191,12 +192,11 @@ map_options: Final = grouped(
 
 def read_maps(name: str, sizes: Path | None, *, reverse: bool) -> "tuple[NameMap, ...]":
     """Return maps given by name or file, with the sizes of a model's config."""
-    from shardspec.checkpoint.store import path_exists
     from shardspec.resharding.name_map import NameMap
     from shardspec.resharding.shipped import map_chain
 
     config = {} if sizes is None else read_json(sizes)
-    if Path(name).suffix or path_exists(Path(name)):
+    if Path(name).suffix or os.path.exists(name):
         found = NameMap.load(name).with_sizes(config)
         return (found.reversed() if reverse else found,)
     return map_chain(name, config, reverse=reverse)

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, replace
 from fnmatch import fnmatchcase
 from math import prod
-from pathlib import Path
+from pathlib import PurePath
 from typing import Any, Final
 
 import click
@@ -59,7 +59,7 @@ _INDEX: Final = opts.numbers_kind(
 @source_options
 @opts.json_option("Print everything as JSON.")
 def inspect_command(
-    checkpoint: Path,
+    checkpoint: PurePath,
     tensor: str | None,
     index: tuple[int, ...] | None,
     picture: bool,
@@ -281,8 +281,8 @@ def _boxes(summary: CheckpointSummary, name: str) -> str:
 @source_options
 @opts.json_option("Print what was found as JSON, all flaws.")
 def verify_command(
-    checkpoint: Path,
-    against: Path | None,
+    checkpoint: PurePath,
+    against: PurePath | None,
     every: bool,
     choice: dict[str, Any],
     source: SourceOptions,
@@ -350,8 +350,8 @@ def verify_command(
 @source_options
 @opts.json_option("Print what was found as JSON.")
 def diff_command(
-    a: Path,
-    b: Path,
+    a: PurePath,
+    b: PurePath,
     atol: float,
     rtol: float,
     choice: dict[str, Any],

@@ -1,7 +1,8 @@
 """The commands about models on paper: `shardspec check-map` and `shardspec plan-state`."""
 
+import os
 from collections.abc import Sequence
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import TYPE_CHECKING
 
 import click
@@ -100,10 +101,9 @@ def _configured(catalog: "Catalog | None", maps: "Sequence[NameMap]") -> "list[N
 def _shapes(place: str) -> "tuple[dict[str, tuple[int, ...]], Catalog | None]":
     """Return shapes by name, of a checkpoint or of a file of shapes; and the checkpoint."""
     from shardspec.checkpoint.open import open_checkpoint
-    from shardspec.checkpoint.store import path_exists
 
-    if not (place.endswith(".json") and path_exists(Path(place))):
-        catalog = open_checkpoint(Path(place))
+    if not (place.endswith(".json") and os.path.exists(place)):
+        catalog = open_checkpoint(place)
         return {name: catalog.outline(name).shape for name in catalog.names}, catalog
     found = {}
     for name, sizes in ckpt.read_json(Path(place)).items():
@@ -123,7 +123,7 @@ def _shapes(place: str) -> "tuple[dict[str, tuple[int, ...]], Catalog | None]":
 @ckpt.source_options
 @opts.json_option("Print the plan as JSON.")
 def plan_state_command(
-    checkpoint: Path,
+    checkpoint: PurePath,
     cluster: opts.ClusterOptions,
     rules: dict[str, str] | None,
     maps: ckpt.MapOptions,

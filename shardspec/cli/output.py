@@ -5,7 +5,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from itertools import islice
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import TypeAlias
 
 import click
@@ -36,17 +36,17 @@ def say_parts(parts: Iterable[str], between: str = "\n") -> None:
     click.echo()
 
 
-def path_text(path: Path | str) -> str:
+def path_text(path: PurePath | str) -> str:
     """Return a path for a line: its name may hold anything."""
     return printable(str(path))
 
 
 def write_file(path: Path, text: str, *, overwrite: bool) -> None:
     """Write a file that appears when it is complete; `CheckpointError` if that cannot be."""
-    from shardspec.checkpoint.commit import write_atomically
+    from shardspec.checkpoint.storage.from_text import storage_path
 
     content = text.encode()
-    write_atomically(path, len(content), [content], overwrite=overwrite)
+    storage_path(path).write(len(content), [content], overwrite=overwrite)
 
 
 @contextmanager

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from itertools import islice
-from pathlib import Path, PurePath
+from pathlib import PurePath
 from typing import TYPE_CHECKING, Any, Final
 
 import click
@@ -148,7 +148,7 @@ def _processes() -> "Iterator[Communicator | None]":
 
 def _write(
     convert: Callable[..., WriteReport],
-    *places: Path | None,
+    *places: PurePath | None,
     maps: ckpt.MapOptions,
     source: ckpt.SourceOptions,
     choice: dict[str, Any],
@@ -244,7 +244,7 @@ def _report_text(report: WriteReport) -> str:
 @_unless("metadata", "Leave out what safetensors files say in their metadata.")
 @_write_options
 def merge_command(
-    checkpoint: Path,
+    checkpoint: PurePath,
     output: str,
     to: str | None,
     max_shard_size: int | None,
@@ -306,11 +306,11 @@ def merge_command(
 )
 @_write_options
 def reshard_command(
-    checkpoint: Path,
+    checkpoint: PurePath,
     output: str,
     mesh: opts.MeshShape | None,
     rules: dict[str, str] | None,
-    like: Path | None,
+    like: PurePath | None,
     to: str,
     drop_values: bool,
     **options: Any,  # noqa: ANN401  # those of `_write`

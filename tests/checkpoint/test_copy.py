@@ -5,7 +5,6 @@ import zlib
 from dataclasses import replace
 from itertools import pairwise, product
 from math import prod
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -22,7 +21,8 @@ from shardspec.checkpoint.read_boxes import (
     read_box,
     read_box_into,
 )
-from shardspec.checkpoint.store import OpenFiles
+from shardspec.checkpoint.storage.local import LocalPath
+from shardspec.checkpoint.storage.reading import OpenFiles
 from shardspec.errors import CheckpointError
 
 DTYPES = {"uint8": 1, "int16": 2, "float32": 4, "complex64": 8}
@@ -103,7 +103,7 @@ def test_any_box_out_of_any_grid(tmp_path_factory, drawn):
 
 def blocks_of(shape, boxes, target, most):
     """Return the bytes of the blocks of a target, and where what holds them starts in its file."""
-    stored = tuple(StoredBox(box, (), 0, Path("x"), offset) for box, offset in boxes)
+    stored = tuple(StoredBox(box, (), 0, LocalPath("x"), offset) for box, offset in boxes)
     tensor = StoredTensor("w", shape, "uint8", None, (), stored)
     return [
         (num_bytes, [(part.start, part.contiguous) for part in parts])
@@ -131,14 +131,14 @@ def test_blocks_and_what_holds_them():
 
 
 def test_where_a_part_lies():
-    box = StoredBox(((10, 20), (0, 8)), (), 0, Path("x"), 5)
+    box = StoredBox(((10, 20), (0, 8)), (), 0, LocalPath("x"), 5)
     part = part_of(box, ((12, 14), (3, 4)), ((12, 15), (2, 6)), 4)
     assert (part.start, part.at) == (5 + 4 * 19, 4)
     assert part.steps == ((2, 4 * 8, 4 * 4), (4, 1, 1))
-    scalar = StoredBox((), (), 0, Path("x"), 5)
+    scalar = StoredBox((), (), 0, LocalPath("x"), 5)
     assert part_of(scalar, (), (), 2) == (scalar, 5, 0, ((2, 1, 1),))
     # By its strides in the file the second dim is the outer one, and all of it lies together.
-    turned = StoredBox(((0, 2), (0, 3)), (), 0, Path("x"), 0, None, (1, 2))
+    turned = StoredBox(((0, 2), (0, 3)), (), 0, LocalPath("x"), 0, None, (1, 2))
     part = part_of(turned, ((0, 2), (0, 3)), ((0, 2), (0, 3)), 1)
     assert (part.steps, part.contiguous) == (((3, 2, 1), (2, 1, 3), (1, 1, 1)), True)
 

@@ -4,6 +4,7 @@ import json
 import os
 import zlib
 from itertools import permutations
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from shardspec.checkpoint.catalog import Digest, StoredBox, StoredTensor
 from shardspec.checkpoint.convert import merge, reshard
 from shardspec.checkpoint.open import open_checkpoint
 from shardspec.checkpoint.read_boxes import Checks
-from shardspec.checkpoint.store import OpenFiles
+from shardspec.checkpoint.storage.reading import OpenFiles
 from shardspec.checkpoint.verify import verify_checkpoint
 from shardspec.errors import CheckpointError
 from tests.checkpoint.handmade import handmade, sample
@@ -36,17 +37,17 @@ def test_every_box_has_the_digest_of_its_bytes(tmp_path):
         tensor = source.tensor(name)
         for stored in tensor.boxes:
             size = 4 * int(np.prod([hi - lo for lo, hi in stored.box]))
-            data = stored.path.read_bytes()[stored.offset : stored.offset + size]
+            data = Path(stored.path).read_bytes()[stored.offset : stored.offset + size]
             assert stored.digest == Digest(zlib.crc32(data), stored.offset, len(data))
             seen += 1
     assert seen == 2 + 3 + 6 + 6 + 6 + 1
 
 
 def flip(stored, at=0):
-    data = bytearray(stored.path.read_bytes())
+    data = bytearray(Path(stored.path).read_bytes())
     data[stored.offset + at] ^= 1
-    stored.path.write_bytes(data)
-    return lambda: stored.path.write_bytes(unflipped(data, stored.offset + at))
+    Path(stored.path).write_bytes(data)
+    return lambda: Path(stored.path).write_bytes(unflipped(data, stored.offset + at))
 
 
 def unflipped(data, at):

@@ -4,6 +4,7 @@ import os
 import shutil
 import struct
 from math import prod
+from pathlib import Path
 from threading import enumerate as enumerate_threads
 
 import pytest
@@ -16,7 +17,7 @@ from shardspec.checkpoint.convert import merge
 from shardspec.checkpoint.formats.rank_files import read_states
 from shardspec.checkpoint.open import open_checkpoint
 from shardspec.checkpoint.read_boxes import crc32
-from shardspec.checkpoint.store import SourceFile
+from shardspec.checkpoint.storage.from_text import storage_path
 from shardspec.checkpoint.torch_files.values import tensor_place
 from shardspec.checkpoint.verify import verify_checkpoint
 from shardspec.errors import CheckpointError
@@ -70,7 +71,7 @@ def paths_of(directory):
 
 def told(state):
     """Return what a file says."""
-    with SourceFile(state.path) as file:
+    with storage_path(state.path).open() as file:
         tensors = {
             name: (tensor, tensor_place(tensor, file, state.found))
             for name, tensor in state.tensors.items()
@@ -184,22 +185,22 @@ def noted_at(box, data):
 
 def spoil(box):
     """Change the first element of a box, and what is noted of it."""
-    data = bytearray(box.path.read_bytes())
+    data = bytearray(Path(box.path).read_bytes())
     noted, digest = noted_at(box, data)
     data[box.offset] ^= 1
     value = crc32(data[digest.start : digest.start + digest.num_bytes])
     struct.pack_into("<L", data, noted, value)
-    box.path.write_bytes(data)
+    Path(box.path).write_bytes(data)
 
 
 def test_without_digests_copies_are_not_known_to_agree(saved, tmp_path):
     ckpt = shutil.copytree(saved / "alike", tmp_path / "ckpt")
     boxes = open_checkpoint(ckpt).tensor("model.b").boxes
     for box in boxes:
-        data = bytearray(box.path.read_bytes())
+        data = bytearray(Path(box.path).read_bytes())
         noted, _ = noted_at(box, data)
         struct.pack_into("<L", data, noted, 0)
-        box.path.write_bytes(data)
+        Path(box.path).write_bytes(data)
     source = open_checkpoint(ckpt)
     assert [box.digest for box in source.tensor("model.b").boxes] == [None] * WORLD
     assert not source.copies_agree("model.b")
@@ -210,9 +211,9 @@ def test_without_digests_copies_are_not_known_to_agree(saved, tmp_path):
 
 def flip(box):
     """Change the first element of a box."""
-    data = bytearray(box.path.read_bytes())
+    data = bytearray(Path(box.path).read_bytes())
     data[box.offset] ^= 1
-    box.path.write_bytes(data)
+    Path(box.path).write_bytes(data)
 
 
 def refused(ckpt, tmp_path, **options):
@@ -285,7 +286,7 @@ def test_what_torch_puts_around_a_tensor_is_looked_at_when_it_is_read(saved, tmp
     assert not merge(ckpt, out, dry_run=True).written
     with pytest.raises(CheckpointError, match=r"the header of record b'rank-3/data/2' at byte"):
         merge(ckpt, out)
-    assert sorted(at.name for at in tmp_path.iterdir()) == ["ckpt"]
+    assert tmp_path.names() == ["ckpt"]
 
 
 def test_swapped_files_that_are_alike(saved, tmp_path):

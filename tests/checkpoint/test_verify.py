@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from itertools import product
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,7 +18,7 @@ from shardspec.checkpoint.convert import merge
 from shardspec.checkpoint.numeric import numbers
 from shardspec.checkpoint.open import open_checkpoint
 from shardspec.checkpoint.read_boxes import check_replicas
-from shardspec.checkpoint.store import OpenFiles
+from shardspec.checkpoint.storage.reading import OpenFiles
 from shardspec.checkpoint.verify import Difference, diff_checkpoints, verify_checkpoint
 from shardspec.cli.main import cli
 from shardspec.errors import CheckpointError
@@ -32,9 +33,9 @@ def save(directory, **tensors):
 
 
 def flip(stored, at):
-    data = bytearray(stored.path.read_bytes())
+    data = bytearray(Path(stored.path).read_bytes())
     data[stored.offset + at] ^= 1
-    stored.path.write_bytes(data)
+    Path(stored.path).write_bytes(data)
 
 
 def test_every_flip_is_found_and_all_are_listed(tmp_path):

@@ -19,7 +19,6 @@ from functools import partial
 from itertools import pairwise
 from math import prod
 from operator import attrgetter
-from pathlib import Path
 from typing import Final, NamedTuple
 
 from shardspec.boxes import box_shape
@@ -29,13 +28,8 @@ from shardspec.checkpoint.format import Format, OpenOptions, Wanted
 from shardspec.checkpoint.read_boxes import crc32
 from shardspec.checkpoint.sidecars import WITHOUT_SIDECARS, model_sidecars
 from shardspec.checkpoint.state_dict import KeyPath
-from shardspec.checkpoint.store import (
-    SourceFile,
-    file_inside,
-    path_exists,
-    prefetch_depth,
-    prefetch_map,
-)
+from shardspec.checkpoint.storage.path import SourceFile, StoragePath, file_inside
+from shardspec.checkpoint.storage.reading import prefetch_map
 from shardspec.checkpoint.strict_json import parse_json
 from shardspec.checkpoint.targets import Target
 from shardspec.checkpoint.torch_files import unpickler, values
@@ -81,9 +75,9 @@ class _DcpCatalog(catalog.Catalog):
 
     def __init__(
         self,
-        directory: Path,
+        directory: StoragePath,
         tensors: Mapping[str, Outline[Chunk]],
-        files: Sequence[Path],
+        files: Sequence[StoragePath],
         inside: "_Inside",
         objects: Mapping[str, StoredObject],
         as_stored: "_DcpCatalog | None" = None,
@@ -120,13 +114,13 @@ class _DcpCatalog(catalog.Catalog):
     def _look_up(self, name: str) -> catalog.StoredTensor:
         outline = self._outlines[name]
         read = partial(_read_chunk, outline)
-        with prefetch_map(outline.boxes, read, prefetch_depth(self.directory)) as boxes:
+        with prefetch_map(outline.boxes, read, self.directory.files_ahead()) as boxes:
             return catalog.StoredTensor(name, outline.shape, outline.dtype, None, (), tuple(boxes))
 
 
 def _read_chunk(outline: Outline[Chunk], chunk: Chunk) -> StoredBox:
     what = f"{chunk.path}: tensor {outline.name!r}, box {box_text(chunk.box)}"
-    with SourceFile(chunk.path) as file:
+    with chunk.path.open() as file:
         found = read_torch_zip(file, chunk.place.offset, chunk.place.num_bytes, what)
         value = read_torch(found, found.pickle(file))
         said, due = f"a {type(value).__name__}", f"{list(chunk.stored)} of {outline.dtype}"
@@ -158,7 +152,7 @@ def _look_inside(
     entries: Mapping[str, StoredObject],
     keys: Mapping[str, KeyPath],
     taken: Collection[str],
-    ranks: Mapping[Path, int],
+    ranks: Mapping[StoragePath, int],
 ) -> _Inside:
     """Read the pickles of entries; `taken` are the names of tensors beside them."""
     tensors: dict[str, catalog.StoredTensor] = {}
@@ -168,7 +162,7 @@ def _look_inside(
     known = taken, tensors, others
     for name, place in entries.items():
         at = keys.get(name, (name,))
-        with SourceFile(place.path) as file:
+        with place.path.open() as file:
             found = read_torch_zip(file, *place[1:], f"{place.path}: entry {name!r}")
             try:
                 value = read_torch(found, found.pickle(file), ARGUMENT_NAMES)
@@ -216,16 +210,16 @@ def _digest(file: SourceFile, place: StoredObject) -> str:
 
 
 @unpickler.no_collection()
-def _open(directory: Path, _: OpenOptions) -> catalog.Catalog:
+def _open(directory: StoragePath, _: OpenOptions) -> catalog.Catalog:
     """Read the metadata, and check that its files exist and have the right length."""
     path = file_inside(directory, METADATA_NAME, directory)
-    if not path_exists(path):
+    if not path.exists():
         why = "which is written last; the save did not finish"
-        if any(_OWN_METADATA.fullmatch(other.name) for other in directory.iterdir()):
+        if any(map(_OWN_METADATA.fullmatch, directory.names())):
             why = "each rank has one of its own; save with use_collectives=True"
         raise CheckpointError(f"{directory}: has no {METADATA_NAME}, {why}")
     entries, places, flat, keys = read_metadata(path)
-    by_file: dict[Path, list[StoredObject]] = {}
+    by_file: dict[StoragePath, list[StoredObject]] = {}
     for place in places.values():
         by_file.setdefault(place.path, []).append(place)
     files = sorted(by_file, key=attrgetter("name"))
@@ -294,19 +288,19 @@ def _unread(outline: Outline[Chunk]) -> catalog.OpaqueValue:
     chunks = sorted((chunk.place for chunk in outline.boxes), key=attrgetter("path", "offset"))
     digests = [str(outline.shape)]
     for place in chunks:
-        with SourceFile(place.path) as file:
+        with place.path.open() as file:
             digests.append(_digest(file, place))
     text = f"a tensor of {outline.dtype}, which is not supported; cast it before saving"
     return catalog.OpaqueValue(text, ", ".join(digests), tensors=True)
 
 
-def _check_file(path: Path, places: Sequence[StoredObject], *, exact: bool) -> None:
-    if not path_exists(path):
+def _check_file(path: StoragePath, places: Sequence[StoredObject], *, exact: bool) -> None:
+    if not path.exists():
         raise CheckpointError(
             f"{path}: is missing, but {METADATA_NAME} lists {len(places)} entries in it; restore "
             "it or save again"
         )
-    with SourceFile(path) as file:
+    with path.open() as file:
         num_bytes = file.num_bytes
     ranges = sorted((place.offset, place.offset + place.num_bytes) for place in places)
     for (_, end), (start, _) in pairwise(ranges):
@@ -333,7 +327,7 @@ def _owns(name: str) -> bool:
     return _recognises((name,))
 
 
-def _sidecars(directory: Path, names: Collection[str]) -> set[str]:
+def _sidecars(directory: StoragePath, names: Collection[str]) -> set[str]:
     """Return the files of a model, and those that Megatron-core and Lightning write beside it."""
     run = {_LIGHTNING, *(_MEGATRON if set(names) >= _MEGATRON else ())}
     return model_sidecars(directory, names) | run.intersection(names)
@@ -341,7 +335,7 @@ def _sidecars(directory: Path, names: Collection[str]) -> set[str]:
 
 def _lay_out(source: catalog.Catalog, wanted: Wanted) -> Target:
     if wanted.sidecars and source.home == source.directory:
-        _check_megatron(source, frozenset(path.name for path in source.directory.iterdir()))
+        _check_megatron(source, frozenset(source.directory.names()))
     kept = wanted.carried
     return dcp_target(wanted.mesh, wanted.tensors, wanted.layouts, kept.values, kept.paths)
 
@@ -352,7 +346,7 @@ def _check_megatron(source: catalog.Catalog, there: frozenset[str]) -> None:
     said: object = None
     if "metadata.json" in there:
         path = file_inside(directory, "metadata.json", directory)
-        with SourceFile(path) as file:
+        with path.open() as file:
             data = file.read(0, min(file.num_bytes, _PIECE_BYTES))
         # Other tools have files of this name too.
         if megatron or b'"sharded_backend"' in data:
@@ -369,7 +363,7 @@ def _check_megatron(source: catalog.Catalog, there: frozenset[str]) -> None:
             "it, or write the tensors alone with ",
             WITHOUT_SIDECARS,
         )
-    with SourceFile(file_inside(directory, "common.pt", directory)) as file:
+    with file_inside(directory, "common.pt", directory).open() as file:
         read_torch_zip(file)
 
 

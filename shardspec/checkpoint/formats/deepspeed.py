@@ -23,7 +23,6 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 from itertools import product
 from math import prod
-from pathlib import Path
 from typing import Final, NamedTuple, TypeAlias
 
 from shardspec.boxes import box_size, row_major_boxes
@@ -31,7 +30,7 @@ from shardspec.checkpoint.catalog import Catalog, StoredBox, StoredTensor
 from shardspec.checkpoint.format import Format, OpenOptions
 from shardspec.checkpoint.parts import DEEPSPEED, EXPERTS, PARTS, PIPELINE, part_text
 from shardspec.checkpoint.runs import Newest, named_by, only_one
-from shardspec.checkpoint.store import SourceFile, file_inside
+from shardspec.checkpoint.storage.path import StoragePath, file_inside
 from shardspec.checkpoint.torch_files.states import (
     StateTensor,
     TorchState,
@@ -95,7 +94,7 @@ class _Piece(NamedTuple):
     """A flat tensor of one rank, and its place in the line of those that it is joined with."""
 
     rank: int
-    path: Path
+    path: StoragePath
     tensor: StateTensor
     span: range
 
@@ -113,7 +112,7 @@ class _Parameter(NamedTuple):
     span: range  # its place in its line, or with stage 3 in that of each rank
 
 
-def _open(directory: Path, _: OpenOptions) -> Catalog:
+def _open(directory: StoragePath, _: OpenOptions) -> Catalog:
     """Read what describes the files of all ranks; not their data."""
     run = _read_run(directory)
     parameters, needed = _parameters(run)
@@ -148,9 +147,9 @@ def _open(directory: Path, _: OpenOptions) -> Catalog:
     return Catalog(FORMAT.called, directory, tensors, paths, None, extras)
 
 
-def _read_run(place: Path) -> _Run:
+def _read_run(place: StoragePath) -> _Run:
     """Return what all ranks saved, in their order, if all is there and of one save."""
-    there = sorted(path.name for path in place.iterdir())
+    there = place.names()
     for kind in (EXPERTS, PIPELINE):
         part = next(filter(PARTS[kind][0].fullmatch, there), None)
         if part is not None:
@@ -193,8 +192,8 @@ def _read_run(place: Path) -> _Run:
 
 
 def _files(
-    place: Path, there: Sequence[str], pattern: re.Pattern[str], due: list[int] | None
-) -> list[Path]:
+    place: StoragePath, there: Sequence[str], pattern: re.Pattern[str], due: list[int] | None
+) -> list[StoragePath]:
     """Return the files of a kind by rank, -1 for a file of all; by default all that are there."""
     found: dict[int, str] = {}
     odd = None
@@ -366,7 +365,7 @@ def _scalars(run: _Run, scalars: _ByRank) -> dict[int, dict[str, StoredTensor]]:
             if part := parts.get(rank):
                 offset = part.place.offset
                 boxes.append(StoredBox((), (), rank, path, offset, part.place.digest))
-                with SourceFile(path) as file:
+                with path.open() as file:
                     data = file.read(offset, item_bytes(part.local.dtype))
                 value = f"{part.local.dtype} {data.hex()}"
             values.append(value)
@@ -458,7 +457,7 @@ def _recognises(names: Collection[str]) -> bool:
     return _SCRIPT in names or any(one.fullmatch(name) for one in patterns for name in names)
 
 
-def _newest(place: Path, there: Sequence[str]) -> Newest | None:
+def _newest(place: StoragePath, there: Sequence[str]) -> Newest | None:
     """Return the checkpoint that `latest` names in a run, or the only one."""
     if any(OPTIMIZER_FILE.fullmatch(name) or MODEL_FILE.fullmatch(name) for name in there):
         return None
@@ -466,7 +465,7 @@ def _newest(place: Path, there: Sequence[str]) -> Newest | None:
         # The files of model states alone may be of other tools.
         return named_by(place / _TRACKER, there, lambda text: [text])._replace(of_run=True)
     folders = (place / name for name in there if (place / name).is_dir())
-    saves = [at.name for at in folders if _recognises([path.name for path in at.iterdir()])]
+    saves = [at.name for at in folders if _recognises(at.names())]
     return only_one(place, saves, _TRACKER)._replace(of_run=True)
 
 

@@ -19,7 +19,6 @@ import os
 import re
 from collections.abc import Collection, Mapping
 from math import prod
-from pathlib import Path
 from typing import Final
 
 from shardspec.checkpoint.catalog import Catalog, StoredTensor
@@ -32,7 +31,8 @@ from shardspec.checkpoint.formats.deepspeed import (
     OPTIMIZER_FILE,
     TO_UNIVERSAL,
 )
-from shardspec.checkpoint.store import SourceFile, file_inside, prefetch_depth, prefetch_map
+from shardspec.checkpoint.storage.path import SourceFile, StoragePath, file_inside
+from shardspec.checkpoint.storage.reading import prefetch_map
 from shardspec.checkpoint.targets import OutputFile, OutputTensor, RawBytes, Target, copied_file
 from shardspec.checkpoint.torch_files.dtensors import read_torch
 from shardspec.checkpoint.torch_files.states import (
@@ -71,10 +71,10 @@ def _full_name(kind: str, name: str) -> str:
     return name if kind == _WEIGHT else f"optimizer.{kind}.{name}"
 
 
-def _open(directory: Path, _: OpenOptions) -> Catalog:
+def _open(directory: StoragePath, _: OpenOptions) -> Catalog:
     """Read what describes the tensors of all files; not their data."""
     matches = sorted(
-        filter(None, (MODEL_FILE.fullmatch(path.name) for path in directory.iterdir())),
+        filter(None, map(MODEL_FILE.fullmatch, directory.names())),
         key=lambda match: (int(match[2]), int(match[1] or 0)),
     )
     paths = [file_inside(directory, match[0], directory) for match in matches]
@@ -126,18 +126,18 @@ def _open(directory: Path, _: OpenOptions) -> Catalog:
 
 
 def _tensors(
-    zero: Path, flat: Mapping[str, tuple[int, ...]]
-) -> tuple[dict[tuple[str, str], Path], dict[str, StoredTensor]]:
+    zero: StoragePath, flat: Mapping[str, tuple[int, ...]]
+) -> tuple[dict[tuple[str, str], StoragePath], dict[str, StoredTensor]]:
     """Return the files by parameter and kind, and their tensors; those of `flat` take its shape."""
     files = {
-        (folder.name, path.stem): file_inside(folder, path.name, folder)
-        for folder in sorted(zero.iterdir())
+        (folder.name, name.removesuffix(".pt")): file_inside(folder, name, folder)
+        for folder in map(zero.joinpath, zero.names())
         if folder.is_dir()
-        for path in sorted(folder.iterdir())
-        if path.suffix == ".pt"
+        for name in folder.names()
+        if name.endswith(".pt")
     }
     tensors = {}
-    with prefetch_map(files.values(), _read, prefetch_depth(zero)) as found:
+    with prefetch_map(files.values(), _read, zero.files_ahead()) as found:
         for ((name, kind), path), held in zip(files.items(), found, strict=True):
             if held is not None:
                 local, place = held
@@ -149,9 +149,9 @@ def _tensors(
     return files, tensors
 
 
-def _read(path: Path) -> StateTensor | None:
+def _read(path: StoragePath) -> StateTensor | None:
     """Return the tensor in a file; None where it has a plain number."""
-    with SourceFile(path) as file:
+    with path.open() as file:
         found = read_torch_zip(file)
         value = read_torch(found, found.pickle(file), DEEPSPEED_NAMES)
         if isinstance(value, dict):
@@ -245,9 +245,9 @@ def _file_name(source: Catalog, owner: str, kind: str) -> str:
     return f"zero/{owner}/{kind}.pt"
 
 
-def _optimizer_file(path: Path, stage3: bool) -> OutputFile:
+def _optimizer_file(path: StoragePath, stage3: bool) -> OutputFile:
     """Return the file of what a rank's optimizer keeps besides the tensors of parameters."""
-    with SourceFile(path) as file:
+    with path.open() as file:
         known = {**ARGUMENT_NAMES, **DEEPSPEED_NAMES}
         found = read_torch_zip(file)
         value = read_torch(found, found.pickle(file), known)

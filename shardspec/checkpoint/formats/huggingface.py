@@ -11,7 +11,6 @@ huggingface_hub.
 import json
 import re
 from collections.abc import Collection, Mapping, Sequence
-from pathlib import Path
 from typing import Final
 
 from shardspec.checkpoint.catalog import Catalog
@@ -24,6 +23,7 @@ from shardspec.checkpoint.model_files import (
     is_data_file,
     is_index,
 )
+from shardspec.checkpoint.storage.path import StoragePath
 from shardspec.checkpoint.targets import Listing, OutputTensor, Target
 
 INDEX_NAME: Final = "model.safetensors.index.json"
@@ -37,7 +37,7 @@ def _recognises(names: Collection[str]) -> bool:
     return any(is_index(name) or is_data_file(name) for name in names)
 
 
-def open_model(place: Path, _: OpenOptions = DEFAULT) -> Catalog:
+def open_model(place: StoragePath, _: OpenOptions = DEFAULT) -> Catalog:
     """Read an index, or the one of a directory, or where it has none all its safetensors files."""
     if is_index(place.name) and not place.is_dir():
         return safetensors.open_files(place.parent, files_of_index(place))

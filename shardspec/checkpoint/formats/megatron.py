@@ -17,7 +17,6 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise, product
-from pathlib import Path
 from typing import Final, TypeAlias
 
 from shardspec.boxes import box_shape
@@ -25,7 +24,7 @@ from shardspec.checkpoint import cut_rules
 from shardspec.checkpoint.catalog import Catalog, OpaqueValue
 from shardspec.checkpoint.format import Format, OpenOptions
 from shardspec.checkpoint.runs import Newest, named_by, only_one
-from shardspec.checkpoint.store import file_inside
+from shardspec.checkpoint.storage.path import StoragePath, file_inside
 from shardspec.checkpoint.torch_files.states import (
     TorchState,
     check_no_copies,
@@ -89,7 +88,7 @@ def _number(state: TorchState, name: str) -> int | None:
     return value if type(value) is int else None
 
 
-def _open(directory: Path, options: OpenOptions) -> Catalog:
+def _open(directory: StoragePath, options: OpenOptions) -> Catalog:
     """Read what describes the models in the files of all ranks; not their data."""
     files = _read(directory)
     states = list(files.values())
@@ -143,11 +142,11 @@ def _open(directory: Path, options: OpenOptions) -> Catalog:
     return Catalog(FORMAT.called, directory, tensors, paths, mesh, _others(states))
 
 
-def _read(place: Path) -> _Files:
+def _read(place: StoragePath) -> _Files:
     """Return what all ranks saved."""
     found: dict[tuple[int, int, int], str] = {}
     counts = set()
-    for name in sorted(path.name for path in place.iterdir()):
+    for name in place.names():
         if match := _RANK.fullmatch(name):
             rank, *more = (int(number) for number in match.groups() if number is not None)
             stage, expert, *_ = *more, 0, 0
@@ -199,7 +198,7 @@ def _models(states: Sequence[TorchState]) -> list[str]:
 
 
 def _check_one_save(
-    place: Path, states: Sequence[TorchState], due: Mapping[str, int], ranks: int | None
+    place: StoragePath, states: Sequence[TorchState], due: Mapping[str, int], ranks: int | None
 ) -> None:
     """Check that all files of a save are there, by its arguments or by what the caller says."""
     if ranks not in (None, len(states)):
@@ -281,13 +280,13 @@ def _recognises(names: Collection[str]) -> bool:
     return of_rank or _TRACKER in names
 
 
-def _part_of(path: Path) -> Path | None:
+def _part_of(path: StoragePath) -> StoragePath | None:
     if path.name == _FILE and _RANK.fullmatch(path.parent.name):
         return path.parent.parent
     return path.parent if _recognises((path.name,)) else None
 
 
-def _newest(place: Path, there: Sequence[str]) -> Newest | None:
+def _newest(place: StoragePath, there: Sequence[str]) -> Newest | None:
     """Return the checkpoint that the tracker of a run names, or the only one."""
     if any(map(_RANK.fullmatch, there)):
         return None

@@ -6,7 +6,6 @@ told.**
 """
 
 from collections.abc import Collection, Mapping
-from pathlib import Path
 from typing import Final
 
 from shardspec.checkpoint.catalog import Catalog, StoredTensor
@@ -14,7 +13,7 @@ from shardspec.checkpoint.cut_rules import Chunk, Rules, cut_rules, merged_tenso
 from shardspec.checkpoint.format import Format, OpenOptions
 from shardspec.checkpoint.formats.torch_file import open_torch_file
 from shardspec.checkpoint.parts import META, META_FILE
-from shardspec.checkpoint.store import file_inside
+from shardspec.checkpoint.storage.path import StoragePath, file_inside
 from shardspec.checkpoint.strict_json import read_json
 from shardspec.checkpoint.torch_files.states import check_no_copies, plain_value, read_torch_states
 from shardspec.errors import CheckpointError
@@ -29,9 +28,9 @@ _TOKENS: Final = "tok_embeddings.weight"
 _KEYS: Final = "layers.0.attention.wk.weight"
 
 
-def _open(directory: Path, options: OpenOptions) -> Catalog:
+def _open(directory: StoragePath, options: OpenOptions) -> Catalog:
     """Read what describes the tensors in the files of all ranks; not their data."""
-    names = sorted(path.name for path in directory.iterdir())
+    names = directory.names()
     found = {int(match[1]): name for name in names if (match := META_FILE.fullmatch(name))}
     paths = tuple(file_inside(directory, found[rank], directory) for rank in sorted(found))
     states = read_torch_states(paths)
@@ -67,7 +66,7 @@ def _open(directory: Path, options: OpenOptions) -> Catalog:
     return Catalog(FORMAT.called, directory, tensors, paths, mesh, extras)
 
 
-def _params(path: Path, tensors: Mapping[str, StoredTensor]) -> dict[str, object]:
+def _params(path: StoragePath, tensors: Mapping[str, StoredTensor]) -> dict[str, object]:
     """Read what the model is said to be, and compare it with the tensors."""
     params = read_json(path, _PARAMS, _MOST_BYTES)
     rows = {name: tensor.shape[0] for name, tensor in tensors.items() if tensor.shape}

@@ -10,7 +10,6 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from math import prod
-from pathlib import Path
 from typing import Final, NamedTuple, TypeAlias
 
 from shardspec.checkpoint.catalog import (
@@ -22,7 +21,8 @@ from shardspec.checkpoint.catalog import (
 )
 from shardspec.checkpoint.format import FileStart, Format, OpenOptions, Wanted, never
 from shardspec.checkpoint.model_files import ModelFiles, check_alone, is_data_file
-from shardspec.checkpoint.store import SourceFile, prefetch_depth, prefetch_map
+from shardspec.checkpoint.storage.path import SourceFile, StoragePath
+from shardspec.checkpoint.storage.reading import prefetch_map
 from shardspec.checkpoint.strict_json import checked, fields, parse_json
 from shardspec.checkpoint.targets import (
     Extent,
@@ -193,13 +193,13 @@ def encode_header(slots: Iterable[TensorSlot], metadata: Mapping[str, str]) -> t
     return len(text).to_bytes(8, "little") + text, Header(entries, dict(metadata), start + end)
 
 
-def open_files(place: Path, model: ModelFiles) -> Catalog:
+def open_files(place: StoragePath, model: ModelFiles) -> Catalog:
     """Return the catalog of files that hold whole tensors."""
     tensors: dict[str, StoredTensor] = {}
-    home: dict[str, Path] = {}
-    stated: dict[str, tuple[str, Path]] = {}
-    contradictions: dict[str, tuple[Path, Path]] = {}
-    with prefetch_map(model.files, _whole_header, prefetch_depth(place)) as headers:
+    home: dict[str, StoragePath] = {}
+    stated: dict[str, tuple[str, StoragePath]] = {}
+    contradictions: dict[str, tuple[StoragePath, StoragePath]] = {}
+    with prefetch_map(model.files, _whole_header, place.files_ahead()) as headers:
         for path, header in zip(model.files, headers, strict=True):
             if model.index_path is None and SAVE_KEY in header.metadata:
                 raise CheckpointError(
@@ -233,7 +233,7 @@ def open_files(place: Path, model: ModelFiles) -> Catalog:
     return catalog
 
 
-def _whole_header(path: Path) -> Header:
+def _whole_header(path: StoragePath) -> Header:
     """Return the header of a file that should hold whole tensors."""
     header, offsets = read_offsets(path)
     for name, first in (offsets or {}).items():
@@ -246,13 +246,13 @@ def _whole_header(path: Path) -> Header:
     return header
 
 
-def read_offsets(path: Path) -> tuple[Header, dict[str, tuple[int, ...]] | None]:
+def read_offsets(path: StoragePath) -> tuple[Header, dict[str, tuple[int, ...]] | None]:
     """Read a header, and per tensor its first index in the global one; None if no note says it.
 
     The note is JSON in the metadata, ``{tensor name: {"saved_offsets": [index per dim]}}``.
     Source: torch/distributed/checkpoint/filesystem.py, torch 2.8 to 2.13.
     """
-    with SourceFile(path) as file:
+    with path.open() as file:
         header = read_header(file)
     text, version = header.metadata.get(_INFO), header.metadata.get(_VERSION)
     if text is None:
@@ -310,7 +310,7 @@ def agreed_metadata(source: Catalog, wanted: Wanted) -> dict[str, str]:
     return dict(source.file_metadata.values)
 
 
-def _open(path: Path, _: OpenOptions) -> Catalog:
+def _open(path: StoragePath, _: OpenOptions) -> Catalog:
     """Read the header of one safetensors file."""
     check_alone(path)
     return open_files(path, ModelFiles({path: frozenset()}))

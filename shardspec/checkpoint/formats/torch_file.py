@@ -7,7 +7,6 @@ the part is the whole, as on a mesh of one device.
 
 import re
 from collections.abc import Collection, Mapping, Sequence
-from pathlib import Path
 from typing import Final
 
 from shardspec.checkpoint.catalog import Catalog, StoredTensor
@@ -30,7 +29,7 @@ from shardspec.checkpoint.parts import (
     part_text,
 )
 from shardspec.checkpoint.state_dict import KeyPath
-from shardspec.checkpoint.store import SourceFile
+from shardspec.checkpoint.storage.path import StoragePath
 from shardspec.checkpoint.targets import OutputTensor, Target
 from shardspec.checkpoint.torch_files.states import (
     TorchState,
@@ -55,22 +54,22 @@ def _reads_file(start: FileStart) -> bool:
     return is_bin_index(start.name) is not None or start.is_zip or start.head.startswith(_OLD)
 
 
-def open_torch_file(path: Path) -> Catalog:
+def open_torch_file(path: StoragePath) -> Catalog:
     """Read what describes the state in one file; not its data. Parts of tensors are refused."""
     check_alone(path)
-    kind = part_of_several(path.name, lambda: [at.name for at in path.parent.iterdir()])
+    kind = part_of_several(path.name, lambda: path.parent.names())
     if kind is not None:
         raise CheckpointError(f"{path}: is {part_text(kind)}")
     return _opened(path, ModelFiles({path: frozenset()}))
 
 
-def _open(place: Path, _: OpenOptions) -> Catalog:
+def _open(place: StoragePath, _: OpenOptions) -> Catalog:
     """Read a file, or an index, or of a directory the index, the one file or all numbered ones."""
     if place.is_dir():
         return _opened(place, find_bins(place))
     if is_bin_index(place.name):
         return _opened(place.parent, files_of_index(place))
-    with SourceFile(place) as file:
+    with place.open() as file:
         if file.read(0, min(file.num_bytes, len(_OLD))) == _OLD:
             raise CheckpointError(
                 f"{place}: is in the format that torch.save had before torch 1.6, which cannot be "
@@ -79,7 +78,7 @@ def _open(place: Path, _: OpenOptions) -> Catalog:
     return open_torch_file(place)
 
 
-def _opened(place: Path, model: ModelFiles) -> Catalog:
+def _opened(place: StoragePath, model: ModelFiles) -> Catalog:
     """Return the catalog of files that hold whole tensors."""
     tensors: dict[str, StoredTensor] = {}
     others: dict[str, object] = {}

@@ -9,13 +9,12 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
-from pathlib import Path
 from typing import Any, Final, TypeAlias, TypeGuard
 
 from shardspec.boxes import Box, box_size, row_major_boxes
 from shardspec.checkpoint.catalog import FileBox, Outline, StoredObject, box_text
 from shardspec.checkpoint.state_dict import KeyPath, Place, is_path
-from shardspec.checkpoint.store import SourceFile, file_inside
+from shardspec.checkpoint.storage.path import StoragePath, file_inside
 from shardspec.checkpoint.strict_json import is_size
 from shardspec.checkpoint.torch_files import unpickler, values
 from shardspec.checkpoint.torch_files.unpickler import Global, Record, made_by, record_class
@@ -94,13 +93,13 @@ _NAMES: Final[unpickler.Names] = {
 
 
 def read_metadata(
-    path: Path,
+    path: StoragePath,
 ) -> tuple[dict[object, object], Places, dict[object, object], dict[str, KeyPath]]:
     """Return the entries, where they are stored, and what Megatron-core says of flat tensors.
 
     The last are the keys of entries in the nested state dict that was saved.
     """
-    with SourceFile(path) as file:
+    with path.open() as file:
         data = file.read(0, min(file.num_bytes, unpickler.MOST_PICKLE_BYTES + 1))
     root = unpickler.unpickle(data, _NAMES, path, "metadata")
     if not isinstance(root, Record) or root.name not in ("Metadata", "MCoreMetadata"):
@@ -121,10 +120,10 @@ def _keys(planned: object) -> Iterator[tuple[str, KeyPath]]:
                 yield name, path
 
 
-def _places(storage: Mapping[Any, Any], path: Path) -> Places:
+def _places(storage: Mapping[Any, Any], path: StoragePath) -> Places:
     """Return where each entry is stored."""
     places: Places = {}
-    files: dict[str, Path] = {}
+    files: dict[str, StoragePath] = {}
     for index, info in storage.items():
         try:
             key, place = index.state, info.state
@@ -151,7 +150,7 @@ def _places(storage: Mapping[Any, Any], path: Path) -> Places:
 
 
 def outline_of(
-    name: str, entry: Record, places: Places, ranks: Mapping[Path, int], flat: object
+    name: str, entry: Record, places: Places, ranks: Mapping[StoragePath, int], flat: object
 ) -> tuple[Outline[Chunk], bool]:
     """Return what the metadata says of a tensor, and whether it lists a chunk twice."""
     match entry.get("properties"), entry.get("chunks"):

@@ -10,7 +10,6 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from hashlib import sha256
 from itertools import islice
 from math import prod
-from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from shardspec.boxes import box_shape
@@ -23,7 +22,8 @@ from shardspec.checkpoint.catalog import (
     whole_box,
 )
 from shardspec.checkpoint.state_dict import KeyPath, Place, is_path
-from shardspec.checkpoint.store import SourceFile, prefetch_depth, prefetch_map
+from shardspec.checkpoint.storage.path import StoragePath
+from shardspec.checkpoint.storage.reading import prefetch_map
 from shardspec.checkpoint.targets import Extent, OutputFile, OutputTensor, RawBytes
 from shardspec.checkpoint.torch_files.dtensors import read_torch
 from shardspec.checkpoint.torch_files.unpickler import (
@@ -82,7 +82,7 @@ class StateTensor(NamedTuple):
 class TorchState(NamedTuple):
     """What one file holds."""
 
-    path: Path
+    path: StoragePath
     tensors: Mapping[str, StateTensor]
     extras: Mapping[str, object]  # everything else, as the pickle has it
     paths: Mapping[str, KeyPath]  # the keys of those names that are not keys themselves
@@ -98,14 +98,14 @@ class Contents(NamedTuple):
     """The keys of those names that are not keys themselves."""
 
 
-def read_torch_states(paths: Sequence[Path], more: Names | None = None) -> list[TorchState]:
+def read_torch_states(paths: Sequence[StoragePath], more: Names | None = None) -> list[TorchState]:
     """Read what describes the states in files of `torch.save`; not their data.
 
     `more` are names that may be in them beyond those of tensors and `ARGUMENT_NAMES`.
     """
 
-    def look(path: Path) -> TorchState:
-        with SourceFile(path) as file:
+    def look(path: StoragePath) -> TorchState:
+        with path.open() as file:
             found = read_torch_zip(file)
             held = read_contents(found, found.pickle(file), more)
             tensors = {
@@ -114,7 +114,7 @@ def read_torch_states(paths: Sequence[Path], more: Names | None = None) -> list[
             }
         return TorchState(path, tensors, held.others, held.paths, found)
 
-    with prefetch_map(paths, look, prefetch_depth(paths[0])) as states:
+    with prefetch_map(paths, look, paths[0].files_ahead()) as states:
         return list(states)
 
 
@@ -141,7 +141,7 @@ def _kind_of(value: object) -> str:
     return f"an {name}" if name[0] in "aeiou" else f"a {name}"
 
 
-def flat_contents(value: object, at: KeyPath, path: Path) -> Contents:
+def flat_contents(value: object, at: KeyPath, path: StoragePath) -> Contents:
     """Return the tensors and other entries of a value that is found by the keys `at`."""
     contents = Contents({}, {}, {})
     tensors, others, paths = contents
@@ -167,7 +167,7 @@ def flat_contents(value: object, at: KeyPath, path: Path) -> Contents:
 
 
 def _leaves(
-    at: tuple[Any, ...], value: object, depth: int, left: Iterator[int], path: Path
+    at: tuple[Any, ...], value: object, depth: int, left: Iterator[int], path: StoragePath
 ) -> Iterator[tuple[tuple[Any, ...], object]]:
     """Yield the parts of nested dicts, and of lists that hold tensors, with their keys.
 
@@ -190,7 +190,7 @@ def _leaves(
             yield from _leaves((*at, key), part, depth + 1, left, path)
 
 
-def _holds_tensors(value: object, depth: int, left: Iterator[int], path: Path) -> bool:
+def _holds_tensors(value: object, depth: int, left: Iterator[int], path: StoragePath) -> bool:
     _visit(depth, left, path)
     if isinstance(value, TorchTensor | UnreadTensor):
         return True
@@ -200,7 +200,7 @@ def _holds_tensors(value: object, depth: int, left: Iterator[int], path: Path) -
     return any(_holds_tensors(part, depth + 1, left, path) for part in parts)
 
 
-def _visit(depth: int, left: Iterator[int], path: Path) -> None:
+def _visit(depth: int, left: Iterator[int], path: StoragePath) -> None:
     if depth > _MOST_DEPTH or next(left, None) is None:
         raise PickleError(
             f"{path}: its dicts nest more than {_MOST_DEPTH} deep or repeat themselves without "
@@ -304,7 +304,7 @@ def _opaque(text: str, value: object, left: Iterator[int], found: TorchZip | Non
     return OpaqueValue(text, digest.hexdigest() if exact else None, tensors)
 
 
-def whole_tensor(name: str, path: Path, found: StateTensor, rank: int = 0) -> StoredTensor:
+def whole_tensor(name: str, path: StoragePath, found: StateTensor, rank: int = 0) -> StoredTensor:
     """Return a tensor that is whole in one file, that of a rank."""
     shape = found.local.shape
     boxes = () if 0 in shape else (StoredBox(whole_box(shape), (), rank, path, *found.place),)
@@ -312,7 +312,7 @@ def whole_tensor(name: str, path: Path, found: StateTensor, rank: int = 0) -> St
 
 
 def part_of(
-    layout: Layout, rank: int, part: ReplicaKey, path: Path, local: TensorPlace
+    layout: Layout, rank: int, part: ReplicaKey, path: StoragePath, local: TensorPlace
 ) -> StoredBox:
     """Return one of the boxes of a rank, whose shard is at `local`."""
     box, addend = part
@@ -328,7 +328,7 @@ def part_of(
 
 
 def of_two_saves(
-    path: Path, what: str, said: object, other: Path | str, due: object
+    path: StoragePath, what: str, said: object, other: StoragePath | str, due: object
 ) -> CheckpointError:
     """Return the error that one file says something else than another, or than others together."""
     return CheckpointError(
@@ -337,7 +337,7 @@ def of_two_saves(
     )
 
 
-def check_same_names(held: Iterable[tuple[Path, Mapping[str, object]]]) -> None:
+def check_same_names(held: Iterable[tuple[StoragePath, Mapping[str, object]]]) -> None:
     """Check that the files of all ranks hold tensors of the same names."""
     (first_path, first), *others = held
     for path, tensors in others:
@@ -351,7 +351,7 @@ def check_same_names(held: Iterable[tuple[Path, Mapping[str, object]]]) -> None:
 
 def check_no_copies(states: Iterable[TorchState]) -> None:
     """Refuse a rank's file that is that of another, by the digests of torch's zips."""
-    seen: dict[frozenset[tuple[str, int]], Path] = {}
+    seen: dict[frozenset[tuple[str, int]], StoragePath] = {}
     for state in states:
         digests = [(name, found.place.digest) for name, found in state.tensors.items()]
         key = frozenset((name, digest.crc32) for name, digest in digests if digest is not None)
