@@ -5,6 +5,7 @@ import zlib
 from dataclasses import replace
 from itertools import pairwise, product
 from math import prod
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -64,7 +65,7 @@ def store_boxes(path, array, sides):
         for box in sides:
             data = np.ascontiguousarray(array[slices_within(box, whole)]).tobytes()
             digest = Digest(zlib.crc32(data), offset, len(data))
-            boxes.append(StoredBox(box, (), 0, path, offset, digest))
+            boxes.append(StoredBox(box, (), 0, LocalPath(path), offset, digest))
             offset += file.write(data)
     return tuple(boxes)
 
@@ -159,7 +160,7 @@ def test_reading_skips_gaps_of_a_page_and_reads_shorter_ones_along(tmp_path, mon
     out = bytearray(4 * 16)
     for columns in (8192, 512):
         whole = ((0, 64), (0, columns))
-        box = StoredBox(whole, (), 0, path, 0)
+        box = StoredBox(whole, (), 0, LocalPath(path), 0)
         tensor = StoredTensor("w", (64, columns), "uint8", None, (), (box,))
         reads.clear()
         with OpenFiles() as files:
@@ -234,7 +235,7 @@ def test_a_flipped_bit_in_columns(tmp_path):
     tensor, read = read_wide(tmp_path / "data", array)
     for stored in tensor.boxes:
         for at in (0, 123_456, stored.digest.num_bytes - 1):
-            with stored.path.open("r+b", buffering=0) as file:
+            with Path(stored.path).open("r+b", buffering=0) as file:
                 os.pwrite(file.fileno(), b"\x04", stored.offset + at)
                 with pytest.raises(CheckpointError, match=r"tensor 'w': rank 0's box .* CRC-32"):
                     read()
@@ -262,7 +263,7 @@ def strided(path, base, view):
     """Return a box of a view of an array that lies whole in a file."""
     start = view.__array_interface__["data"][0] - base.__array_interface__["data"][0]
     box = tuple((0, size) for size in view.shape)
-    return StoredBox(box, (), 0, path, start, strides=view.strides)
+    return StoredBox(box, (), 0, LocalPath(path), start, strides=view.strides)
 
 
 @pytest.mark.parametrize("dtype", ["uint8", "int16", "int64"])

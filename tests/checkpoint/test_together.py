@@ -142,7 +142,7 @@ def test_a_changed_byte_fails_all_and_they_can_go_on(tmp_path):
         spoiled = tmp_path / f"spoiled-{len(acts)}"
         save_sharded(sound, spoiled)
         stored = open_checkpoint(spoiled).tensor(name).boxes[-1]
-        flip(stored.path, stored.offset + at, 4)
+        flip(Path(stored.path), stored.offset + at, 4)
         acts.append(partial(merge, spoiled, tmp_path / "out"))
         changed.append(f"tensor {name!r}: rank ")
     before = set(os.listdir(tmp_path))

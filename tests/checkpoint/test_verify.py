@@ -18,6 +18,7 @@ from shardspec.checkpoint.convert import merge
 from shardspec.checkpoint.numeric import numbers
 from shardspec.checkpoint.open import open_checkpoint
 from shardspec.checkpoint.read_boxes import check_replicas
+from shardspec.checkpoint.storage.local import LocalPath
 from shardspec.checkpoint.storage.reading import OpenFiles
 from shardspec.checkpoint.verify import Difference, diff_checkpoints, verify_checkpoint
 from shardspec.cli.main import cli
@@ -316,7 +317,9 @@ def test_copies_are_compared_element_by_element_however_they_lie(tmp_path):
     boxes = {}
     for rank, (name, (data, strides)) in enumerate(stored.items()):
         (tmp_path / name).write_bytes(data.tobytes())
-        boxes[name] = StoredBox(((0, 2), (0, 3)), (), rank, tmp_path / name, 0, None, strides)
+        boxes[name] = StoredBox(
+            ((0, 2), (0, 3)), (), rank, LocalPath(tmp_path / name), 0, None, strides
+        )
     tensor = StoredTensor("w", (2, 3), "int32", None, (), tuple(boxes.values()))
     with OpenFiles() as files:
         check_replicas(tensor, [boxes["rows"], boxes["columns"], boxes["gaps"]], files)
@@ -327,12 +330,13 @@ def test_copies_are_compared_element_by_element_however_they_lie(tmp_path):
 @pytest.mark.parametrize(("suffix", "kept"), [(".distcp", True), (".pt", False)])
 def test_flat_parts_under_one_name_are_not_to_be_thrown_away(tmp_path, suffix, kept):
     """FSDP1's local optimizer states: what differs need not be wrong."""
-    paths = [tmp_path / f"__{rank}_0{suffix}" for rank in range(2)]
+    place = LocalPath(tmp_path)
+    paths = [place / f"__{rank}_0{suffix}" for rank in range(2)]
     for rank, path in enumerate(paths):
-        path.write_bytes(bytes((rank,)) * 8)
+        Path(path).write_bytes(bytes((rank,)) * 8)
     boxes = tuple(StoredBox(((0, 2),), (), rank, path, 0) for rank, path in enumerate(paths))
     tensor = StoredTensor("exp_avg", (2,), "float32", None, (), boxes)
-    source = Catalog("example", tmp_path, {"exp_avg": tensor}, paths)
+    source = Catalog("example", place, {"exp_avg": tensor}, paths)
     (flaw,) = verify_checkpoint(source, every=True).flaws
     assert "claim different data for box [0:2]" in flaw
     assert ("FSDP1's local optimizer states are, keep all" in flaw) == kept
