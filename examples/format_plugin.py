@@ -220,7 +220,11 @@ def main() -> None:
         )
         sys.path.insert(0, directory)
         rng = np.random.default_rng(0)
-        model: dict[str, Any] = {"w": rng.random((6, 5), np.float32), "b": rng.random(6), "step": np.array(7)}
+        model: dict[str, Any] = {
+            "w": rng.random((6, 5), np.float32),
+            "b": rng.random(6),
+            "step": np.array(7),
+        }
         np.savez(at / "model.npz", **model)
 
         mesh = DeviceMesh(range(4), (2, 2))

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from hashlib import sha256
 from pathlib import PurePath
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING
 
 from isal.isal_zlib import crc32_combine
 
@@ -25,43 +25,25 @@ from shardspec.checkpoint.catalog import (
     distinct,
     memoize_by_boxes,
 )
-from shardspec.checkpoint.check_quantized import check_blocks
 from shardspec.checkpoint.choice import Choice, Patterns, Renames
 from shardspec.checkpoint.destination import Destination, check_destination
-from shardspec.checkpoint.format import Format, Wanted, Way
-from shardspec.checkpoint.formats.registry import default_format, written_format
-from shardspec.checkpoint.mapped import Names, check_drop, mapped
-from shardspec.checkpoint.open import as_catalog
+from shardspec.checkpoint.formats.registry import default_format, merged_format, written_format
+from shardspec.checkpoint.mapped import Names
 from shardspec.checkpoint.output import Output, WriteOptions
 from shardspec.checkpoint.read_boxes import Progress, check_replicas, crc_text
-from shardspec.checkpoint.select import (
-    carried_values,
-    check_dropped,
-    layouts_by_rules,
-    layouts_like,
-    select,
-)
-from shardspec.checkpoint.sidecars import add_sidecars
+from shardspec.checkpoint.select import Asked, check_sharding, laid_out, opened
 from shardspec.checkpoint.storage.from_text import storage_path
 from shardspec.checkpoint.storage.path import StoragePath
 from shardspec.checkpoint.storage.reading import OpenFiles
-from shardspec.checkpoint.targets import Carried, OutputTensor, Target
+from shardspec.checkpoint.targets import OutputTensor, Target
 from shardspec.comm.communicator import Communicator
 from shardspec.dtypes import item_bytes
 from shardspec.errors import CheckpointError
-from shardspec.layout.layout import Layout, SpecLike
+from shardspec.layout.layout import SpecLike
 from shardspec.mesh.device_mesh import DeviceMesh
-from shardspec.text import Argument, Part
 
 if TYPE_CHECKING:
     from shardspec.checkpoint.numeric import CastLosses
-
-_CHOICE: Final[tuple[Part, ...]] = (
-    *(Argument("dtype"), ", ", Argument("include"), ", ", Argument("exclude"), ", "),
-    *(Argument("rename"), " and ", Argument("names")),
-)
-"""The arguments that choose tensors and name them, for a message."""
-_ALONE: Final = DeviceMesh((0,), (1,))
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,8 +222,8 @@ def merge(
     """
     place = storage_path(output)
     in_directory = isinstance(output, str) and output.endswith(("/", os.sep))
-    chosen = _merged_format(place, format, max_shard_bytes, in_directory)
-    asked = _Asked(
+    chosen = merged_format(place, format, max_shard_bytes, in_directory)
+    asked = Asked(
         chosen,
         "merged",
         Choice(include, exclude, rename, dtype, drop),
@@ -328,151 +310,16 @@ def reshard(
     """
     chosen = written_format(format, "sharded") if format else default_format("sharded")
     choice = Choice(include, exclude, rename, dtype, drop)
-    asked = _Asked(chosen, "sharded", choice, names, device_mesh, rules, like, drop_values)
-    _check_sharding(asked)
+    asked = Asked(chosen, "sharded", choice, names, device_mesh, rules, like, drop_values)
+    check_sharding(asked)
     options = WriteOptions(
         threads, strict_cast, overwrite, verify, dry_run, sidecars, progress, communicator
     )
     return _converted(directory, storage_path(output), asked, options)
 
 
-class _Asked(NamedTuple):
-    """What a caller wants of an output, beside how it is written."""
-
-    format: Format
-    way: Way
-    choice: Choice
-    names: Names | None
-    mesh: DeviceMesh | None = None
-    rules: Mapping[str, SpecLike] | None = None
-    like: PurePath | str | Catalog | None = None
-    drop_values: bool | None = None
-    """Whether entries may be lost; None allows to lose those without tensors."""
-    metadata: bool = True
-    max_shard_bytes: int | None = None
-
-
-def _check_sharding(asked: _Asked) -> None:
-    """Check that a mesh, or a checkpoint to shard like, is given where the format needs one."""
-    whole, onto = asked.format.whole_run, asked.mesh
-    sharding = onto is not None or asked.like is not None or asked.rules
-    checks: tuple[tuple[object, tuple[Part, ...]], ...] = (
-        (
-            asked.like is not None and (onto is not None or asked.rules is not None),
-            ("give either a checkpoint to shard like, or a mesh and rules",),
-        ),
-        (
-            not isinstance(onto, DeviceMesh | None),
-            (
-                f"a {type(onto).__name__} is not a mesh to shard for; give a DeviceMesh, as of "
-                "DeviceMesh(range(8), (2, 4))",
-            ),
-        ),
-        (
-            whole and (sharding or any(asked.choice) or asked.names),
-            (
-                f"{whole} has all tensors of a run as they were saved, for any number of ranks; "
-                "leave out the mesh, the rules, the checkpoint to shard like, ",
-                *_CHOICE,
-            ),
-        ),
-        (
-            not whole and onto is None and asked.like is None,
-            (
-                "give the mesh to shard for, ",
-                Argument("device_mesh"),
-                ", or a checkpoint to shard like",
-            ),
-        ),
-    )
-    for wrong, problem in checks:
-        if wrong:
-            raise CheckpointError(*problem)
-
-
-def _merged_format(
-    output: StoragePath, name: str | None, max_shard_bytes: int | None, in_directory: bool
-) -> Format:
-    """Return the format of an output; `in_directory` says whether it is named as a directory."""
-    if name is None:
-        by_default = default_format("merged", output.suffix, directory=in_directory)
-        limited = max_shard_bytes is not None and output.suffix not in by_default.extensions
-        chosen = default_format("merged", directory=True) if limited else by_default
-    else:
-        chosen = written_format(name, "merged")
-    if max_shard_bytes is not None and (max_shard_bytes < 1 or not chosen.limits_files):
-        other = default_format("merged", directory=True).name
-        raise CheckpointError(
-            f"{output}: a limit of {max_shard_bytes} bytes a file (",
-            Argument("max_shard_bytes"),
-            f") is not for the format {chosen.name!r}, or below 1; leave it out, or choose the "
-            f"format {other!r} and name a directory",
-        )
-    if in_directory and chosen.one_file:
-        raise CheckpointError(
-            f"{output}/: is named as a directory, but the format {chosen.name!r} is one file; "
-            "leave out the slash, or choose another format"
-        )
-    return chosen
-
-
-def _sharded(
-    source: Catalog, asked: _Asked, tensors: Sequence[OutputTensor]
-) -> tuple[DeviceMesh, Mapping[str, Layout]]:
-    """Return the mesh of an output and the layouts of its tensors, if its format has shards."""
-    if asked.format.whole_run or "sharded" not in asked.format.writes:
-        return _ALONE, {}
-    if asked.like is not None:
-        mesh, layouts = layouts_like(as_catalog(asked.like), tensors)
-    else:
-        mesh = asked.mesh or _ALONE
-        layouts = layouts_by_rules(mesh, asked.rules or {}, tensors)
-    if asked.way == "sharded":
-        check_blocks(source, {tensor.source: layouts[tensor.name] for tensor in tensors})
-    return mesh, layouts
-
-
-def _laid_out(
-    source: Catalog, output: StoragePath, asked: _Asked, save: str, sidecars: bool
-) -> Target:
-    """Choose tensors and other entries, and have the format lay out the files for them."""
-    format = asked.format
-    choice = asked.choice if asked.names is None else asked.choice.after_map()
-    tensors = select(source, choice)
-    mesh, layouts = _sharded(source, asked, tensors)
-    if format.whole_run:
-        carried = Carried(frozenset(source.extras), {}, {})
-    else:
-        carried = carried_values(source, choice, tensors, objects=format.keeps == "objects")
-    if format.keeps == "tensors":
-        carried = Carried(frozenset(), {}, {})
-    check_dropped(source, choice, carried.names, asked.drop_values)
-    if asked.way == "merged" and source.extras and not (tensors or carried.names):
-        raise CheckpointError(
-            f"{source.directory}: holds no tensor that could be written, but "
-            f"{min(source.extras)!r} and the like; name the checkpoint of the model"
-        )
-    assert format.lay_out is not None, "it is written"
-    target = format.lay_out(
-        source,
-        Wanted(
-            *(output.name, asked.way, tensors, carried, mesh, layouts, save),
-            *(asked.metadata, sidecars, asked.max_shard_bytes),
-        ),
-    )
-    return target._replace(carried=target.carried | carried.names)
-
-
-def _opened(checkpoint: PurePath | str | Catalog, asked: _Asked) -> Catalog:
-    """Return a checkpoint as what a map makes of what is chosen."""
-    if asked.names is None:
-        check_drop(asked.choice)
-    source = mapped(as_catalog(checkpoint), asked.names, asked.choice)
-    return source.as_stored() if asked.format.keeps == "objects" else source
-
-
 def _converted(
-    checkpoint: PurePath | str | Catalog, output: StoragePath, asked: _Asked, options: WriteOptions
+    checkpoint: PurePath | str | Catalog, output: StoragePath, asked: Asked, options: WriteOptions
 ) -> WriteReport:
     """Check that an output can be made of a checkpoint and may be written, and write it."""
     started = time.monotonic()
@@ -486,10 +333,8 @@ def _converted(
                 f"{output}: memory:// is the memory of one process, and others do not see it; "
                 "start one process"
             )
-        source = _opened(checkpoint, asked)
-        target = _laid_out(source, output, asked, save, options.sidecars)
-        if options.sidecars:
-            target = add_sidecars(source, target, asked.format.sidecars)
+        source = opened(checkpoint, asked)
+        target = laid_out(source, output.name, asked, save, sidecars=options.sidecars)
         if not output.nests and any("/" in file.name for file in target.files):
             raise CheckpointError(
                 f"{output}: the format {asked.format.name!r} has files in directories, which are "

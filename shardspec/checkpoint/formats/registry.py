@@ -12,7 +12,9 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import Final
 
 from shardspec.checkpoint.format import Format, Way
+from shardspec.checkpoint.storage.path import StoragePath
 from shardspec.errors import CheckpointError
+from shardspec.text import Argument
 
 GROUP: Final = "shardspec.formats"
 MODULES: Final = (
@@ -137,3 +139,29 @@ def default_format(way: Way, suffix: str = "", *, directory: bool = False) -> Fo
         if suffix.lower() in format.extensions and way in format.writes:
             return format
     return _module(DEFAULTS["directory" if directory else "file"])
+
+
+def merged_format(
+    output: StoragePath, name: str | None, max_shard_bytes: int | None, in_directory: bool
+) -> Format:
+    """Return the format of an output; `in_directory` says whether it is named as a directory."""
+    if name is None:
+        by_default = default_format("merged", output.suffix, directory=in_directory)
+        limited = max_shard_bytes is not None and output.suffix not in by_default.extensions
+        chosen = default_format("merged", directory=True) if limited else by_default
+    else:
+        chosen = written_format(name, "merged")
+    if max_shard_bytes is not None and (max_shard_bytes < 1 or not chosen.limits_files):
+        other = default_format("merged", directory=True).name
+        raise CheckpointError(
+            f"{output}: a limit of {max_shard_bytes} bytes a file (",
+            Argument("max_shard_bytes"),
+            f") is not for the format {chosen.name!r}, or below 1; leave it out, or choose the "
+            f"format {other!r} and name a directory",
+        )
+    if in_directory and chosen.one_file:
+        raise CheckpointError(
+            f"{output}/: is named as a directory, but the format {chosen.name!r} is one file; "
+            "leave out the slash, or choose another format"
+        )
+    return chosen
