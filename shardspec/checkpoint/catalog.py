@@ -10,7 +10,7 @@ from typing import Final, Generic, NamedTuple, TypeAlias, TypeVar
 
 from shardspec.boxes import Box, box_size, contains
 from shardspec.checkpoint.state_dict import KeyPath
-from shardspec.checkpoint.storage.local import LocalPath
+from shardspec.checkpoint.storage.from_text import storage_path
 from shardspec.checkpoint.storage.path import StoragePath
 from shardspec.checkpoint.storage.snapshot import Snapshot
 from shardspec.comm.steps import ReduceOp
@@ -20,7 +20,7 @@ from shardspec.layout.layout import Layout, LayoutCell, cells_of
 from shardspec.layout.spec import ShardingSpec
 from shardspec.mesh.device_mesh import DeviceMesh
 
-ZEROS: Final = LocalPath("/dev/zero")
+ZEROS: Final = storage_path("/dev/zero")
 """Where boxes are that no file has: they are zeros. It is not opened."""
 _MOST_KNOWN: Final = 64
 """Kinds of tensors of which results are kept: a model has few."""
