@@ -24,13 +24,7 @@ from typing import Final
 from shardspec.checkpoint.catalog import Catalog, StoredTensor
 from shardspec.checkpoint.format import Format, OpenOptions, Wanted
 from shardspec.checkpoint.formats import deepspeed
-from shardspec.checkpoint.formats.deepspeed import (
-    DEEPSPEED_NAMES,
-    MODEL_FILE,
-    OPTIMIZER,
-    OPTIMIZER_FILE,
-    TO_UNIVERSAL,
-)
+from shardspec.checkpoint.formats.deepspeed import MODEL_FILE, OPTIMIZER_FILE
 from shardspec.checkpoint.storage.path import SourceFile, StoragePath, file_inside
 from shardspec.checkpoint.storage.reading import prefetch_map
 from shardspec.checkpoint.targets import OutputFile, OutputTensor, RawBytes, Target, copied_file
@@ -45,6 +39,15 @@ from shardspec.checkpoint.torch_files.states import (
 )
 from shardspec.checkpoint.torch_files.values import TorchTensor, tensor_place
 from shardspec.checkpoint.torch_files.writer import Archive, Call, pickle_into, tensor_value
+from shardspec.checkpoint.torch_files.zero import (
+    DEEPSPEED_NAMES,
+    OPTIMIZER,
+    TO_UNIVERSAL,
+    add_tied,
+    extras_of,
+    shapes_of,
+    untrained,
+)
 from shardspec.checkpoint.torch_files.zip_reader import TorchZip, read_torch_zip
 from shardspec.dtypes import item_bytes
 from shardspec.errors import CheckpointError
@@ -94,7 +97,7 @@ def _open(directory: StoragePath, _: OpenOptions) -> Catalog:
     for model in models:
         groups = model.extras.get("param_shapes")
         for group in groups if isinstance(groups, list) else ():
-            due.update(deepspeed.shapes_of(model, group))
+            due.update(shapes_of(model, group))
     zero = file_inside(directory, "zero", directory)
     files, tensors = _tensors(zero, due if stage3 else {})
     kinds = sorted({kind for name, kind in files if name in due} | {_WEIGHT})
@@ -111,7 +114,7 @@ def _open(directory: StoragePath, _: OpenOptions) -> Catalog:
             if stored.shape != like:
                 said = f"its shape by {kind}.pt"
                 raise of_two_saves(zero / name, said, stored.shape, first.path.name, like)
-    others = deepspeed.untrained(models if stage3 else models[:1], 3 if stage3 else 2)
+    others = untrained(models if stage3 else models[:1], 3 if stage3 else 2)
     lacking = min(others.keys() - tensors.keys(), default=None)
     if not whole and lacking is not None:
         raise CheckpointError(
@@ -119,8 +122,8 @@ def _open(directory: StoragePath, _: OpenOptions) -> Catalog:
             "again with a later DeepSpeed"
         )
     tensors = others | tensors
-    deepspeed.add_tied(first, tensors)
-    extras = deepspeed.extras_of(first)
+    add_tied(first, tensors)
+    extras = extras_of(first)
     paths += files.values()
     return Catalog(FORMAT.called, directory, tensors, paths, None, extras)
 

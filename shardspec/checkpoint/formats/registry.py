@@ -146,8 +146,9 @@ def merged_format(
 ) -> Format:
     """Return the format of an output; `in_directory` says whether it is named as a directory."""
     if name is None:
-        by_default = default_format("merged", output.suffix, directory=in_directory)
-        limited = max_shard_bytes is not None and output.suffix not in by_default.extensions
+        suffix = output.suffix.lower()
+        by_default = default_format("merged", suffix, directory=in_directory)
+        limited = max_shard_bytes is not None and suffix not in by_default.extensions
         chosen = default_format("merged", directory=True) if limited else by_default
     else:
         chosen = written_format(name, "merged")
