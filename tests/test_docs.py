@@ -22,6 +22,7 @@ RUN = (
     "tutorial",
     "notation",
     "plans",
+    "transfers",
     "cost-queries",
     "jobs",
     "models",

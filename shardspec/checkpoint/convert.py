@@ -8,7 +8,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from pathlib import PurePath
 from typing import TYPE_CHECKING
@@ -39,7 +39,7 @@ from shardspec.checkpoint.targets import OutputTensor, Target
 from shardspec.comm.communicator import Communicator
 from shardspec.dtypes import item_bytes
 from shardspec.errors import CheckpointError
-from shardspec.layout.layout import SpecLike
+from shardspec.layout.rules import Rules
 from shardspec.mesh.device_mesh import DeviceMesh
 
 if TYPE_CHECKING:
@@ -75,6 +75,9 @@ class WriteReport:
     """What a cast to another dtype did not keep; None if nothing was cast."""
     written: bool = False
     """False after a dry run."""
+    sharding: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    """After a dry run of `reshard`: tensor to the rule for it, empty where no rule matches, and its
+    spec."""
 
     @property
     def read_files(self) -> int:
@@ -116,6 +119,10 @@ class WriteReport:
             "sidecars": list(self.sidecars),
             "not_copied": list(self.not_copied),
             "written": self.written,
+            "sharding": {
+                name: {"rule": rule or None, "spec": spec}
+                for name, (rule, spec) in self.sharding.items()
+            },
         }
 
 
@@ -223,14 +230,8 @@ def merge(
     place = storage_path(output)
     in_directory = isinstance(output, str) and output.endswith(("/", os.sep))
     chosen = merged_format(place, format, max_shard_bytes, in_directory)
-    asked = Asked(
-        chosen,
-        "merged",
-        Choice(include, exclude, rename, dtype, drop),
-        names,
-        metadata=metadata,
-        max_shard_bytes=max_shard_bytes,
-    )
+    choice = Choice(include, exclude, rename, dtype, drop)
+    asked = Asked(chosen, "merged", choice, names, metadata=metadata, limit=max_shard_bytes)
     options = WriteOptions(
         threads, strict_cast, overwrite, verify, dry_run, sidecars, progress, communicator
     )
@@ -242,7 +243,7 @@ def reshard(
     output: PurePath | str,
     *,
     device_mesh: DeviceMesh | None = None,
-    rules: Mapping[str, SpecLike] | None = None,
+    rules: Rules | None = None,
     like: PurePath | str | Catalog | None = None,
     format: str | None = None,
     dtype: str | None = None,
@@ -272,8 +273,8 @@ def reshard(
     device_mesh
         The devices to shard for.
     rules
-        Name pattern to spec, matched against the new names as by `match_rules`. A tensor that no
-        rule matches is replicated.
+        Name pattern to spec, matched against the new names as by `match_rules`: the last rule that
+        matches a tensor counts. One that no rule matches is replicated.
     like
         A checkpoint to take mesh and specs from, by name, in place of the two above.
     format
@@ -358,6 +359,7 @@ def _converted(
             left_out=_left_out(source, target),
             sidecars=target.sidecars,
             not_copied=target.not_copied,
+            sharding=target.sharding if options.dry_run else {},
         )
         return source, target, destination, report
 

@@ -19,7 +19,6 @@ import tomllib
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from fnmatch import fnmatchcase
 from importlib.resources import files
 from pathlib import PurePath
 from typing import Final, NamedTuple, TypeAlias
@@ -29,9 +28,10 @@ from shardspec.checkpoint.storage.path import StoragePath
 from shardspec.checkpoint.torch_files import states
 from shardspec.checkpoint.torch_files.states import TorchState, of_two_saves
 from shardspec.checkpoint.torch_files.values import TorchTensor
-from shardspec.errors import CheckpointError, InputFileError, ShardSpecError
+from shardspec.errors import CheckpointError, InputFileError, LayoutError, ShardSpecError
 from shardspec.input_files import read_input_file
 from shardspec.layout.layout import Layout
+from shardspec.layout.rules import RuleSpec, last_match, misfit_text, winning_patterns
 from shardspec.layout.spec import DimSpec, Part, ShardingSpec
 from shardspec.mesh.device_mesh import DeviceMesh
 from shardspec.text import Argument
@@ -64,7 +64,7 @@ def read_toml(path: PurePath) -> dict[str, object]:
         ) from None
 
 
-def cut_rules(rules: CutRules, stated_by: str = "rules") -> dict[str, ShardingSpec]:
+def cut_rules(rules: CutRules, stated_by: str = "rules") -> dict[str, RuleSpec]:
     """Return rules as specs, in which the parts are proportions."""
     if isinstance(rules, PurePath | str):
         rules, stated_by = read_toml(PurePath(rules)), str(rules)
@@ -74,13 +74,13 @@ def cut_rules(rules: CutRules, stated_by: str = "rules") -> dict[str, ShardingSp
     }
 
 
-def shipped_rules(name: str) -> dict[str, ShardingSpec]:
+def shipped_rules(name: str) -> dict[str, RuleSpec]:
     """Return rules that come with the library, such as ``megatron_gpt``."""
     text = files("shardspec.checkpoint").joinpath("rules", f"{name}.toml").read_text("utf-8")
     return cut_rules(tomllib.loads(text), name)
 
 
-def _rule(value: object, what: str) -> ShardingSpec:
+def _rule(value: object, what: str) -> RuleSpec:
     table = value if isinstance(value, Mapping) else {"spec": value}
     spec, parts = table.get("spec"), table.get("parts", 1)
     if type(parts) is int and parts <= _MOST_PARTS:
@@ -93,14 +93,15 @@ def _rule(value: object, what: str) -> ShardingSpec:
         and all(type(part) is int and part > 0 for part in parts)
     ):
         try:
-            found = ShardingSpec.of(spec)
+            rule = RuleSpec.of(spec)
         except ShardSpecError as error:
-            # A picture of the place follows the first line.
-            raise CheckpointError(f"{what}: {str(error).splitlines()[0]}") from None
+            raise CheckpointError(f"{what}: {error}") from None
+        found = rule.spec
         cut = DimSpec((_AXIS,), tuple(map(Part, parts)) if len(parts) > 1 else ())
         known = found.is_plain and not found.partials and {*found.axes} <= {_AXIS}
         if known and (found.axes or cut.is_plain):
-            return ShardingSpec(found.dims, dict.fromkeys(found.dim_partition_dict, cut))
+            cuts = dict.fromkeys(found.dim_partition_dict, cut)
+            return replace(rule, spec=ShardingSpec(found.dims, cuts))
     raise CheckpointError(
         f"{what} is {value!r:.80}; give a spec in quotes, over the axis {_AXIS} alone and with "
         "nothing pending, or a table of spec and parts: the number of parts of the sharded dim, or "
@@ -111,22 +112,20 @@ def _rule(value: object, what: str) -> ShardingSpec:
 class Rules(NamedTuple):
     """What says how tensors are sharded: rules of the caller, and then those that are shipped."""
 
-    own: Mapping[str, ShardingSpec]
-    shipped: Mapping[str, ShardingSpec]
+    own: Mapping[str, RuleSpec]
+    shipped: Mapping[str, RuleSpec]
     old_qkv: bool = False
     """Whether the files are so old that query_key_value is not sorted by heads."""
 
-    def find(self, name: str, path: StoragePath) -> ShardingSpec:
-        """Return the rule of a tensor; `path` is for errors."""
+    def find(self, name: str, dims: int, path: StoragePath) -> ShardingSpec:
+        """Return how a tensor was sharded; `path` is for errors."""
         for rules in (self.own, self.shipped):
-            matching = [pattern for pattern in rules if fnmatchcase(name, pattern)]
-            if len({rules[pattern] for pattern in matching}) > 1:
-                raise CheckpointError(
-                    f"tensor {name!r} is matched by the rules {matching}; narrow the patterns so "
-                    "that one is left"
-                )
-            if matching:
-                return rules[matching[0]]
+            pattern = last_match(rules, name)
+            if pattern is not None:
+                spec = rules[pattern].for_dims(dims)
+                if spec is None:
+                    raise CheckpointError(misfit_text(pattern, rules[pattern], name, dims))
+                return spec
             if self.old_qkv and _FUSED_QKV.fullmatch(name):
                 raise CheckpointError(
                     f"{path}: tensor {name!r} is of checkpoint version 0, where ranks hold all of "
@@ -176,6 +175,10 @@ def merged_tensors(chunks: Sequence[Chunk], rules: Rules) -> dict[str, StoredTen
                 tensors[name] = replace(known, boxes=known.boxes + found.boxes)
         if chunk.expert_rank + 1 == chunk.expert_ranks:
             layers_before.update({before: count for (before, _), count in layers.items()})
+    try:
+        winning_patterns(list(rules.own), tensors)
+    except LayoutError as error:
+        raise CheckpointError(Argument("source_rules"), f" {error}") from None
     return tensors
 
 
@@ -227,12 +230,7 @@ def _tensor(name: str, local_name: str, chunk: Chunk, rules: Rules) -> StoredTen
     dims, shape = len(first.shape), list(first.shape)
     rule = spec = ShardingSpec(dims)
     if len(held) > 1:
-        rule = rules.find(name, first_path)
-    if rule.dims != dims:
-        raise CheckpointError(
-            f"tensor {name!r}: its rule {rule} has {rule.dims} dims, but it has {dims}; give it a "
-            "rule of its own"
-        )
+        rule = rules.find(name, dims, first_path)
     for dim in rule.dim_partition_dict:
         parts = [part.size for part in rule.dim_specs[dim].parts] or [1]
         if shape[dim] % sum(parts):

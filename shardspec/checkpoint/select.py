@@ -20,7 +20,8 @@ from shardspec.checkpoint.state_dict import unflatten
 from shardspec.checkpoint.targets import Carried, OutputTensor, Target
 from shardspec.dtypes import dtype_name, is_cast, is_floating, packed
 from shardspec.errors import CheckpointError, DTypeError, LayoutError, ShardSpecError
-from shardspec.layout.layout import Layout, SpecLike, match_rules
+from shardspec.layout.layout import Layout, SpecLike
+from shardspec.layout.rules import Rules, match_rules, winning_patterns
 from shardspec.layout.spec import ShardingSpec
 from shardspec.mesh.device_mesh import DeviceMesh
 from shardspec.text import Argument, Part, counted, shown
@@ -263,12 +264,13 @@ class Asked(NamedTuple):
     choice: Choice
     names: Names | None
     mesh: DeviceMesh | None = None
-    rules: Mapping[str, SpecLike] | None = None
+    rules: Rules | None = None
     like: PurePath | str | Catalog | None = None
     drop_values: bool | None = None
     """Whether entries may be lost; None allows to lose those without tensors."""
     metadata: bool = True
-    max_shard_bytes: int | None = None
+    limit: int | None = None
+    """Most bytes of tensors in a file."""
 
 
 def check_sharding(asked: Asked) -> None:
@@ -343,10 +345,14 @@ def laid_out(source: Catalog, name: str, asked: Asked, save: str, *, sidecars: b
         source,
         Wanted(
             *(name, asked.way, tensors, carried, mesh, layouts, save),
-            *(asked.metadata, sidecars, asked.max_shard_bytes),
+            *(asked.metadata, sidecars, asked.limit),
         ),
     )
     target = target._replace(carried=target.carried | carried.names)
+    if asked.way == "sharded":
+        winners = winning_patterns(list(asked.rules or {}), layouts)
+        said = {n: (winners.get(n, ""), str(at.labelled_spec)) for n, at in layouts.items()}
+        target = target._replace(sharding=said)
     return add_sidecars(source, target, format.sidecars) if sidecars else target
 
 

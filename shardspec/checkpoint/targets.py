@@ -7,6 +7,7 @@ all formats.
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache, partial
+from types import MappingProxyType
 from typing import Final, NamedTuple, TypeAlias
 
 from shardspec.boxes import Box, box_shape, box_size
@@ -160,6 +161,8 @@ class Target(NamedTuple):
     carried: frozenset[str] = frozenset()  # names of the source's plain values that go along
     sidecars: tuple[str, ...] = ()  # names of the files beside the weights that go along
     not_copied: tuple[str, ...] = ()  # and of what stays behind
+    sharding: Mapping[str, tuple[str, str]] = MappingProxyType({})
+    """Tensor to the rule for it, empty where none matches, and its spec; if it is for a mesh."""
 
     @property
     def num_bytes(self) -> int:

@@ -3,15 +3,17 @@
 import json
 import os
 import re
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any, Final
 
 import click
 
-from shardspec.cli.options import FILE, Kind, grouped
+from shardspec.cli.options import FILE, Kind, grouped, refuse_if
 from shardspec.errors import CheckpointError, InputFileError
 from shardspec.input_files import read_input_file
+from shardspec.text import shown
 
 if TYPE_CHECKING:
     from shardspec.checkpoint.catalog import Catalog
@@ -109,23 +111,35 @@ choice_options: Final = grouped(
 )
 
 
-def _rules(rules: Path | None, rule: tuple[tuple[str, str], ...]) -> dict[str, str] | None:
-    """Return pattern to spec; None if no rules were given."""
-    if rules is None:
-        return dict(rule) or None
-    return {**read_rules(rules), **dict(rule)}
+def _rules(rules: tuple[Path, ...], rule: tuple[tuple[str, str], ...]) -> dict[str, str] | None:
+    """Return pattern to spec, in the order in which they count; None if no rules were given."""
+    if len(rules) > 1:
+        raise click.UsageError(
+            "--rules is given twice; put the rules in one file, or add some by --rule"
+        )
+    pairs = [pair for path in rules for pair in read_rules(path).items()] + list(rule)
+    for pattern, count in Counter(pattern for pattern, _ in pairs).items():
+        refuse_if(
+            count > 1,
+            f"the pattern {shown(pattern)} has {count} rules, of which one counts; "
+            "leave the others out",
+        )
+    return dict(pairs) or None
 
 
 rule_options: Final = grouped(
     "rules",
     _rules,
-    click.option("--rules", type=FILE, help="TOML file with name patterns and specs."),
+    click.option(
+        "--rules", type=FILE, multiple=True, help="TOML file with name patterns and specs."
+    ),
     click.option(
         "--rule",
         metavar="PATTERN SPEC",
         multiple=True,
         nargs=2,
-        help="One more rule; may be given several times.",
+        help="One more rule, after those of the file; may be given several times. The last rule "
+        "that matches a tensor counts.",
     ),
 )
 
@@ -192,8 +206,8 @@ map_options: Final = grouped(
 
 def read_maps(name: str, sizes: Path | None, *, reverse: bool) -> "tuple[NameMap, ...]":
     """Return maps given by name or file, with the sizes of a model's config."""
+    from shardspec.families.maps import map_chain
     from shardspec.resharding.name_map import NameMap
-    from shardspec.resharding.shipped import map_chain
 
     config = {} if sizes is None else read_json(sizes)
     if Path(name).suffix or os.path.exists(name):

@@ -12,6 +12,7 @@ import click
 
 from shardspec.checkpoint.catalog import AnyOutline, box_text
 from shardspec.checkpoint.inspect import CheckpointSummary, inspect_checkpoint, other_text
+from shardspec.checkpoint.layers import repeated_layers
 from shardspec.cli import options as opts
 from shardspec.cli.checkpoint_options import (
     CHECKPOINT,
@@ -56,6 +57,7 @@ _INDEX: Final = opts.numbers_kind(
     type=click.Choice(("replicated", "uneven")),
     help="Only tensors of which several ranks hold the same, or whose boxes differ in shape.",
 )
+@click.option("--full", is_flag=True, help="A row for every tensor, also where layers are alike.")
 @source_options
 @opts.json_option("Print everything as JSON.")
 def inspect_command(
@@ -64,17 +66,20 @@ def inspect_command(
     index: tuple[int, ...] | None,
     picture: bool,
     only: str | None,
+    full: bool,
     source: SourceOptions,
     as_json: bool,
 ) -> None:
     """Show mesh, tensors, specs and sizes of the checkpoint CKPT, and what each rank stored.
 
     Reads what describes the checkpoint, the header of every file where that does, and checks that
-    all of it agrees; no data. Of several ranks that hold the same, some formats store what one
+    all of it agrees; no data. Tensors of layers that are alike share a row, as
+    layers.{0..31}.up.weight. Of several ranks that hold the same, some formats store what one
     holds, and show that one.
 
     Examples:
       shardspec inspect ckpt
+      shardspec inspect ckpt --full                              a row for every tensor
       shardspec inspect ckpt --tensor 'layers.0.*'               with the box and file of every rank
       shardspec inspect ckpt --tensor embed.weight --index 17    which rank holds row 17
       shardspec inspect ckpt --tensor embed.weight --picture     who holds what
@@ -86,7 +91,7 @@ def inspect_command(
     (catalog,) = source.open(checkpoint)
     summary = _chosen(inspect_checkpoint(catalog), tensor, only)
     if only is not None and not as_json and not (summary.names and (index or picture or tensor)):
-        say_parts(_overview(summary, only, len(catalog.names)))
+        say_parts(_overview(summary, full, only, len(catalog.names)))
     elif index is not None:
         _say_holders(summary, index, as_json)
     elif as_json:
@@ -95,7 +100,7 @@ def inspect_command(
         draw = _picture if picture else _boxes
         say_parts((draw(summary, name) for name in summary.names), "\n\n")
     else:
-        say_parts(_overview(summary))
+        say_parts(_overview(summary, full))
 
 
 def _chosen(summary: CheckpointSummary, pattern: str | None, only: str | None) -> CheckpointSummary:
@@ -165,11 +170,16 @@ def _picture(summary: CheckpointSummary, name: str) -> str:
     return Picture(f"{_title(tensor, layout)} {list(tensor.shape)}", cells).text()
 
 
-def _overview(summary: CheckpointSummary, only: str | None = None, of: int = 0) -> Iterator[str]:
+def _overview(
+    summary: CheckpointSummary, full: bool, only: str | None = None, of: int = 0
+) -> Iterator[str]:
     """Yield the lines about a checkpoint; those about its tensors if `only` some of them count."""
     count, mesh, format = len(summary.names), summary.source.mesh, summary.source.format
+    groups = summary.groups()
     if only is None:
-        facts = f"{counted(count, 'tensor')}, {bytes_text(summary.num_bytes)}"
+        parameters = sum(group.parameters for group in groups.values())
+        facts = f"{counted(count, 'tensor')}, {_parameters(parameters)}"
+        facts += f", {bytes_text(summary.num_bytes)}"
         facts += f", in the format of {format}"
         if mesh is not None:
             facts += f", saved on mesh {mesh} ({counted(mesh.size(), 'device')})"
@@ -180,8 +190,19 @@ def _overview(summary: CheckpointSummary, only: str | None = None, of: int = 0) 
         if only == "replicated" and mesh is None:
             facts += f", as far as {format} says: what ranks hold alike may be stored once"
     yield f"{path_text(summary.source.directory)}: {facts}"
+    rows = _rows(summary, full)
     if count:
-        yield from _tensors(summary)
+        each = "size each" if any(row[1] for row in rows) else "size"
+        header = ["tensor", "count", "spec", "dtype", "shape", each, "remarks"]
+        yield ""
+        yield from table_lines(header, lambda: rows, numbers=(1, 4, 5), empty_columns=False)
+    if 1 < len(groups) < len(rows):
+        yield ""
+        lines = [
+            [_name(name), str(group.tensors), f"{group.parameters:,}", bytes_text(group.num_bytes)]
+            for name, group in groups.items()
+        ]
+        yield table_text(["group", "tensors", "parameters", "size"], lines)
     if count and only is None:
         yield ""
         rows = [
@@ -202,37 +223,44 @@ def _overview(summary: CheckpointSummary, only: str | None = None, of: int = 0) 
         yield from table_lines(["other entry", "value"], lambda: rows)
 
 
-def _tensors(summary: CheckpointSummary) -> Iterator[str]:
-    """Yield an empty line, and a table of the tensors."""
-    header = ["tensor", "spec", "dtype", "shape", "size", "remarks"]
-    known: dict[Layout | None, list[str]] = {}  # most of 100,000 tensors share a layout
-
-    def rows() -> Iterator[list[str]]:
-        for tensor in summary.outlines:
-            layout = summary.layout(tensor)
-            cells = known.get(layout) or _cells(summary, tensor, layout)
-            if layout is not None:
-                known[layout] = cells
-            yield [_name(tensor.name), *cells]
-
-    yield ""
-    yield from table_lines(header, rows, numbers=(3, 4), empty_columns=False)
+def _parameters(number: int) -> str:
+    return f"{number:,} parameter{'' if number == 1 else 's'}"
 
 
-def _cells(summary: CheckpointSummary, tensor: AnyOutline, layout: Layout | None) -> list[str]:
+def _rows(summary: CheckpointSummary, full: bool) -> list[list[str]]:
+    """Return the rows of a table of tensors: one for every tensor, or for layers that are alike."""
+    known: dict[Layout | None, tuple[str, ...]] = {}  # most of 100,000 tensors share a layout
+    cells: dict[str, tuple[str, ...]] = {}
+    for tensor in summary.outlines:
+        layout = summary.layout(tensor)
+        row = known.get(layout) or _cells(summary, tensor, layout)
+        if layout is not None:
+            known[layout] = row
+        cells[tensor.name] = row
+    if full:
+        return [[_name(name), "", *row] for name, row in cells.items()]
+    return [
+        [_name(title), str(len(names)) if len(names) > 1 else "", *cells[names[0]]]
+        for title, names in repeated_layers(cells)
+    ]
+
+
+def _cells(
+    summary: CheckpointSummary, tensor: AnyOutline, layout: Layout | None
+) -> tuple[str, ...]:
     """Return the row of a tensor without its name."""
     holders = summary.holders(tensor)
     remarks = [word for word in ("replicated", "uneven") if getattr(holders, word)]
     if layout is None and len(holders.cells) > 1:
         remarks.insert(0, f"{len(holders.cells)} boxes")
     shape = "×".join(map(str, tensor.shape)) or "scalar"
-    return [
+    return (
         _spec(tensor, layout),
         tensor.dtype,
         shape,
         bytes_text(tensor.num_bytes),
         ", ".join(remarks),
-    ]
+    )
 
 
 def _spec(tensor: AnyOutline, layout: Layout | None) -> str:

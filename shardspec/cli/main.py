@@ -21,7 +21,6 @@ from shardspec.errors import (
     InputFileError,
     ProfileError,
     ShardSpecError,
-    SpecSyntaxError,
 )
 from shardspec.text import Part, printable
 
@@ -111,10 +110,8 @@ class _LazyGroup(click.Group):
             code = _fail("interrupted", _BY_SIGNAL + signal.SIGINT)
         except ShardSpecError as error:
             bad_input = isinstance(error, CheckpointError | InputFileError | ProfileError)
-            # The last of several lines points at a character of a spec.
-            lines = "\n" if isinstance(error, SpecSyntaxError) else ""
             text = "".join(map(option_text, error.parts))
-            code = _fail(text, _BAD_INPUT if bad_input else _USAGE, keep=lines)
+            code = _fail(text, _BAD_INPUT if bad_input else _USAGE)
         except OSError as error:
             # Errors of files have been caught where these are used; what is left is printing.
             code = _fail(f"cannot print what is to be said: {error.strerror}", _NO_OUTPUT)
@@ -130,9 +127,9 @@ def option_text(part: Part) -> str:
     return option if isinstance(part.value, bool | None) else f"{option} {part.value}"
 
 
-def _fail(message: str, code: int, keep: str = "") -> int:
+def _fail(message: str, code: int) -> int:
     """Print an error in one line, with escapes for the terminal."""
-    text = printable(message, keep)
+    text = printable(message)
     if len(text) > _MOST_CHARACTERS:
         text = f"{text[: _MOST_CHARACTERS // 2]} … {text[-_MOST_CHARACTERS // 2 :]}"
     click.echo(f"Error: {text}", err=True)

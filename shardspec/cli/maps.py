@@ -120,6 +120,12 @@ def _shapes(place: str) -> "tuple[dict[str, tuple[int, ...]], Catalog | None]":
 @ckpt.map_options
 @click.option("--dtype", metavar="NAME", help="What floating-point tensors become.")
 @click.option("--max-bytes", type=opts.BYTES, help="Bytes in buckets of each device.")
+@click.option(
+    "--transfers",
+    type=click.Path(path_type=Path),
+    metavar="DIR",
+    help="Write there which bytes each device reads from where.",
+)
 @ckpt.source_options
 @opts.json_option("Print the plan as JSON.")
 def plan_state_command(
@@ -129,6 +135,7 @@ def plan_state_command(
     maps: ckpt.MapOptions,
     dtype: str | None,
     max_bytes: int | None,
+    transfers: Path | None,
     source: ckpt.SourceOptions,
     as_json: bool,
 ) -> None:
@@ -138,14 +145,16 @@ def plan_state_command(
 
     Examples:
       shardspec plan-state ckpt --mesh 8 --rules rules.toml
-      shardspec plan-state ckpt --mesh dp=2,tp=4 --rule '*.weight' '[S(tp),R]' --json
+      shardspec plan-state ckpt --mesh dp=2,tp=4 --rule '*.weight' '[S(tp),...]' --json
       shardspec plan-state ckpt --mesh 8 --map llama-hf-to-fused --sizes config.json
+      shardspec plan-state ckpt --mesh 8 --rules rules.toml --transfers rows/
     """
     from shardspec.checkpoint.check_quantized import check_stored_plan
     from shardspec.checkpoint.choice import Choice
     from shardspec.checkpoint.load import stored_layouts
     from shardspec.checkpoint.mapped import mapped
     from shardspec.checkpoint.select import check_dropped
+    from shardspec.checkpoint.transfers import file_regions, write_transfers
     from shardspec.resharding.plan import plan_state
 
     mesh, model = cluster.build()
@@ -175,6 +184,8 @@ def plan_state_command(
         dropped=catalog.dropped,
     )
     check_stored_plan(catalog, plan, last, dtype)
+    if transfers is not None:
+        write_transfers(plan, transfers, file_regions(catalog, max(mesh.ids) + 1), files)
     if as_json:
         named = {str(number): name for number, name in files.items()}
         say_json({**plan.as_dict(), "files": named})

@@ -1,7 +1,7 @@
 """The commands that write checkpoints: `shardspec merge` and `shardspec reshard`."""
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from itertools import islice
@@ -20,6 +20,7 @@ from shardspec.checkpoint.formats.registry import (
     written_format,
     written_names,
 )
+from shardspec.checkpoint.layers import repeated_layers
 from shardspec.cli import checkpoint_options as ckpt
 from shardspec.cli import options as opts
 from shardspec.cli.output import path_text, progress_bar, say, say_json
@@ -204,6 +205,8 @@ def _report_text(report: WriteReport) -> str:
             if len(files) > _MOST_ROWS:
                 rows.append([f"… and {len(files) - _MOST_ROWS} more", ""])
             lines.append(table_text(["file", did], rows))
+        if report.sharding:
+            lines.append(_sharding_text(report.sharding))
     if report.cast_losses:
         lines.append(f"numbers that the cast did not keep: {report.cast_losses}")
     if report.left_out:
@@ -219,6 +222,19 @@ def _report_text(report: WriteReport) -> str:
     if report.sidecars:
         lines.append(f"also copied: {', '.join(map(printable, report.sidecars))}")
     return "\n".join(lines)
+
+
+def _sharding_text(sharding: Mapping[str, tuple[str, str]]) -> str:
+    """Return a table of how tensors would be sharded, and by which rules; layers in one row."""
+    rows = []
+    for title, names in repeated_layers(sharding):
+        rule, spec = sharding[names[0]]
+        rows.append([title, rule or "none, so replicated", spec])
+    by_rules = any(rule for rule, _ in sharding.values())
+    header = ["tensor", "rule", "spec"]
+    if not by_rules:  # no rules were given: as in another checkpoint, or all are replicated
+        header, rows = header[::2], [row[::2] for row in rows]
+    return table_text(header, rows, text_from=0)
 
 
 @click.command(cls=opts.Command)
@@ -322,15 +338,15 @@ def reshard_command(
 
     Examples:
       shardspec reshard ckpt -o sharded --mesh 4x2 --rules rules.toml
-      shardspec reshard model.safetensors -o sharded --mesh dp=2,tp=4 --rule '*.weight' '[S(tp),R]'
+      shardspec reshard model.safetensors -o sharded --mesh tp=4 --rule '*.weight' '[S(tp),...]'
       shardspec reshard ckpt -o sharded --like other_ckpt
       shardspec reshard ckpt -o out --mesh 2 --rules r.toml --map llama-hf-to-fused --sizes c.json
       shardspec reshard zero_run -o universal --to deepspeed-universal
 
-    A file of rules has a line for each pattern of names:
-      "*.up.weight" = "[S1,R]"
-      "*.down.weight" = "[R,S1]"
-    What no rule matches is replicated on every device.
+    A file of rules has a line for each pattern of names; the last one that matches counts:
+      "*" = "[S0,...]"             the first dim of every tensor, however many it has
+      "*.down.weight" = "[R,S0]"
+    What no rule matches is replicated on every device. --dry-run shows what each tensor gets.
     """
     whole_run = written_format(to, "sharded").whole_run
     opts.refuse_if(

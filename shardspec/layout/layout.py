@@ -1,15 +1,14 @@
 """A layout: mesh, spec, global shape and dtype, and from them the box of every device."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
 from itertools import accumulate, pairwise, product
 from math import prod
 from typing import Final, TypeAlias
 
 from shardspec.boxes import Box, box_size, split_interval
 from shardspec.dtypes import dtype_name, is_floating, item_bytes
-from shardspec.errors import AxisError, DTypeError, LayoutError, SpecSyntaxError
+from shardspec.errors import AxisError, DTypeError, LayoutError
 from shardspec.layout.picture import MAX_CELLS, Picture, ids_text
 from shardspec.layout.spec import DimSpec, Part, ShardingSpec
 from shardspec.mesh.device_ids import whole_numbers
@@ -327,74 +326,3 @@ def _check_reducible(op: str, dtype: str) -> None:
         raise DTypeError(f"{op} is not defined for {dtype}: complex numbers have no order")
     if dtype.startswith(("float8", "float4", "uint16", "uint32", "uint64")):
         raise DTypeError(f"no reduction is defined for {dtype}; convert to a wider dtype first")
-
-
-def match_rules(
-    rules: Mapping[str, SpecLike], tensors: Mapping[str, int]
-) -> dict[str, ShardingSpec]:
-    """Return the spec of every tensor that a rule matches.
-
-    Parameters
-    ----------
-    rules
-        Name pattern to spec. Patterns are those of the shell (``*``, ``?``, ``[abc]``), matched
-        against the whole name with case.
-    tensors
-        Tensor name to its number of dims.
-
-    Returns
-    -------
-    dict
-        Name to spec, in the order of `tensors`, without the tensors that no rule matches.
-
-    Raises
-    ------
-    LayoutError
-        If two rules match one tensor, a rule matches nothing, or a spec has another number of dims
-        than the tensor.
-    SpecSyntaxError, AxisError
-        If the text of a spec is not one; names the rule.
-
-    Examples
-    --------
-    >>> match_rules({"*.weight": "[S0,R]", "*.bias": "[S0]"}, {"up.weight": 2, "up.bias": 1})
-    {'up.weight': ShardingSpec.parse('[S0,R]'), 'up.bias': ShardingSpec.parse('[S0]')}
-    """
-    if not isinstance(rules, Mapping):
-        raise LayoutError(
-            f"the rules are a {type(rules).__name__}; give a dict of name pattern to spec"
-        )
-    specs = {}
-    for pattern, spec in rules.items():
-        try:
-            specs[pattern] = ShardingSpec.of(spec)
-        except SpecSyntaxError as error:
-            problem = f"rule {pattern!r}: {error.problem}"
-            raise SpecSyntaxError(problem, error.text, error.position) from None
-        except AxisError as error:
-            raise AxisError(f"rule {pattern!r}: {error}") from None
-    unused = set(specs)
-    matched: dict[str, ShardingSpec] = {}
-    for name, dims in tensors.items():
-        patterns = [pattern for pattern in specs if fnmatchcase(name, pattern)]
-        unused.difference_update(patterns)
-        if len(patterns) > 1:
-            raise LayoutError(
-                f"tensor {name!r} is matched by the rules {patterns}; narrow the patterns so that "
-                "one is left"
-            )
-        for pattern in patterns:
-            if specs[pattern].dims != dims:
-                remedy = "narrow the pattern, and give that tensor a rule of its own"
-                raise LayoutError(
-                    f"rule {pattern!r} has spec {specs[pattern]} of "
-                    f"{counted(specs[pattern].dims, 'dim')}, but tensor {name!r} has {dims}; "
-                    + (remedy if pattern != name else f"give it a spec of {counted(dims, 'dim')}")
-                )
-            matched[name] = specs[pattern]
-    if unused:
-        raise LayoutError(
-            f"rule {sorted(unused)[0]!r} matches no tensor; the names start with "
-            f"{', '.join(map(repr, list(tensors)[:3])) or '(there are none)'}"
-        )
-    return matched

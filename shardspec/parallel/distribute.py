@@ -11,7 +11,8 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from shardspec.errors import LayoutError
 from shardspec.interop.torch_dtensor import in_our_words
-from shardspec.layout.layout import Layout, SpecLike, match_rules, resolve_axes
+from shardspec.layout.layout import Layout, SpecLike, resolve_axes
+from shardspec.layout.rules import match_rules, winning_patterns
 from shardspec.layout.spec import ShardingSpec
 from shardspec.mesh.device_mesh import DeviceMesh
 from shardspec.tensor.dtensor import DTensor
@@ -61,8 +62,8 @@ def distribute_module(
     Raises
     ------
     LayoutError
-        If a rule matches nothing, two rules match one tensor, a spec is for another number of dims
-        or has a reduction pending, or one tensor under two names gets two specs.
+        If a rule matches nothing, or only what later rules match, a spec is for another number of
+        dims or has a reduction pending, or one tensor under two names gets two specs.
     SpecSyntaxError, AxisError
         If a spec is malformed, the mesh lacks an axis of it, or its reductions do not commute.
     CommunicatorError, MeshError
@@ -214,19 +215,13 @@ def _tensors(module: nn.Module) -> Iterator[tuple[str, dict[str, Any], str, torc
 def _matched_modules(
     module: nn.Module, outputs: Mapping[str, SpecLike], mesh: DeviceMesh
 ) -> list[tuple[nn.Module, ShardingSpec]]:
-    """Return the submodules that patterns match; each pattern and each module once."""
+    """Return the submodules that patterns match; the last pattern that matches one counts."""
     modules = {name: submodule for name, submodule in module.named_modules() if name}
-    found: dict[str, ShardingSpec] = {}
-    for pattern, given in outputs.items():
-        spec = resolve_axes(ShardingSpec.of(given), mesh)
-        for name in match_rules({pattern: spec}, dict.fromkeys(modules, spec.dims)):
-            if name in found:
-                raise LayoutError(
-                    f"the output of module {name!r} is matched by two rules, as {found[name]} and "
-                    f"as {spec}; narrow the patterns so that one is left"
-                )
-            found[name] = spec
-    return [(modules[name], spec) for name, spec in found.items()]
+    specs = {
+        pattern: resolve_axes(ShardingSpec.of(given), mesh) for pattern, given in outputs.items()
+    }
+    winners = winning_patterns(list(specs), modules, "module")
+    return [(modules[name], specs[pattern]) for name, pattern in winners.items()]
 
 
 def _sharded(

@@ -17,7 +17,7 @@ from shardspec.checkpoint.storage.path import StoragePath, file_inside
 from shardspec.checkpoint.strict_json import read_json
 from shardspec.checkpoint.torch_files.states import check_no_copies, plain_value, read_torch_states
 from shardspec.errors import CheckpointError
-from shardspec.layout.spec import ShardingSpec
+from shardspec.layout.rules import RuleSpec
 from shardspec.mesh.device_mesh import DeviceMesh
 
 _PARAMS: Final = "params.json"
@@ -53,7 +53,7 @@ def _open(directory: StoragePath, options: OpenOptions) -> Catalog:
         )
     check_no_copies(states)
     embedding = "[S(tp),R]" if shapes.get(_TOKENS, ())[1:] == width else "[R,S(tp)]"
-    shipped = shipped_rules("meta_llama") | {_TOKENS: ShardingSpec.parse(embedding)}
+    shipped = shipped_rules("meta_llama") | {_TOKENS: RuleSpec.of(embedding)}
     tensors = merged_tensors([Chunk(states)], Rules(cut_rules(options.source_rules), shipped))
     extras: dict[str, object] = {}
     if _PARAMS in names:

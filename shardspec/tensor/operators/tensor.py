@@ -234,11 +234,11 @@ class TensorLike:
             and (self._made_of != seen or (tracked and not self._torch.requires_grad))
         ):
             assert own is not None, "it has shards, a DTensor of torch, or both"
-            if not dist.is_initialized() or set(own) - {dist.get_rank()}:
+            if self.is_simulated:
                 raise CommunicatorError(
-                    f"this process simulates mesh {self.device_mesh}, but torch's DTensor, and so "
-                    "any operation, needs one process per device; start the program with torchrun, "
-                    "or work on to_global()"
+                    f"this process simulates mesh {self.device_mesh}, but torch's DTensor needs "
+                    "one process per device; start the program with torchrun, or hand on "
+                    "to_global()"
                 )
             from shardspec.interop.torch_dtensor import torch_dtensor
 
@@ -246,6 +246,18 @@ class TensorLike:
             self._torch = torch_dtensor(next(iter(own.values()), outside), self.layout)
             self._history, self._made_of = self._torch.grad_fn, seen
         return self._torch
+
+    @property
+    def is_simulated(self) -> bool:
+        """Whether this process holds the shards of all devices, outside a job of one for each."""
+        here = self.communicator.addressable
+        return here == self.layout.mesh.ids and not (
+            dist.is_initialized() and here == (dist.get_rank(),)
+        )
+
+    def adopt(self, layout: Layout, shards: dict[int, torch.Tensor]) -> None:
+        """Take other shards of the same storage, after a write that changed the layout."""
+        self.layout, self._shards = layout, shards
 
     def follow(self, tensor: "TorchDTensor") -> None:
         """Adopt layout and storage of torch's tensor, which is this one's, after a write to it."""

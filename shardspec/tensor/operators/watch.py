@@ -10,7 +10,6 @@ from math import inf
 from typing import Final
 
 import torch
-from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor as TorchDTensor
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
@@ -19,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from shardspec.errors import LayoutError
 from shardspec.interop.torch_dtensor import is_strided, layout_of
+from shardspec.interop.torch_parts import like_parts, memory_of, parts_of, places_of
 from shardspec.tensor.operators.conditions import facts_of
 
 _aten: Final = torch.ops.aten
@@ -40,18 +40,13 @@ _FILLED_ALIKE: Final = (Partial("avg"), Partial("max"), Partial("min"))
 
 def is_copy_of(view: TorchDTensor, base: TorchDTensor) -> bool:
     """Whether torch calls a tensor a view of another, but has moved its shards to other memory."""
-    return is_alias(view, base) and not is_alias(_memory(view), _memory(base))
+    return is_alias(view, base) and not is_alias(memory_of(view), memory_of(base))
 
 
 def is_alias(view: torch.Tensor, base: torch.Tensor) -> bool:
     """Whether torch takes two tensors for the same memory."""
     # torch's stubs lack it.
     return bool(torch._C._is_alias_of(view, base))  # type: ignore[attr-defined]
-
-
-def _memory(tensor: TorchDTensor) -> torch.Tensor:
-    local = tensor._local_tensor
-    return local.elem if isinstance(local, AsyncCollectiveTensor) else local
 
 
 @dataclass(slots=True)
@@ -91,11 +86,21 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     back
         Whether gradients are computed: then an operation that torch refuses is named with the
         specs of its arguments.
+    frozen
+        Arguments that must not be written to.
     """
 
-    def __init__(self, name: str, copies: Iterable[TorchDTensor], *, back: bool = False) -> None:
+    def __init__(
+        self,
+        name: str,
+        copies: Iterable[TorchDTensor],
+        *,
+        back: bool = False,
+        frozen: Sequence[TorchDTensor] = (),
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # untyped in torch
         self._name, self._copies, self._back = name, list(copies), back
+        self._frozen = frozen
         self.mended = False
         """Whether the function is right only while it is watched."""
         self.lost = False
@@ -124,8 +129,6 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             spec = first._spec if isinstance(first, TorchDTensor) else None
         if func in _FILLS and isinstance(first, TorchDTensor):
             self._check_filled(first)
-            if not _is_first(first):
-                func, args = _aten.zero_.default, (first,)
         elif _fails_on_empty(func, args) and any(map(_has_empty_shards, tensors)):
             self.mended = True
             args = tuple(_gathered(arg) if isinstance(arg, TorchDTensor) else arg for arg in args)
@@ -147,6 +150,12 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             ) from None
         if isinstance(first, TorchDTensor) and spec is not None:
             self._check_kept(first, spec)
+            if func in _FILLS:
+                for part, is_first in zip(
+                    parts_of(memory_of(first)), _are_first(first), strict=True
+                ):
+                    if not is_first:
+                        part.zero_()
         self._note_copies(func, tensors, result)
         return result
 
@@ -161,9 +170,9 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._copies.append(view)
         # Of several views torch does not say of what they are.
         if isinstance(result, list | tuple) and isinstance(func, torch._ops.OpOverload):
-            base = _memory(tensors[0]) if tensors and func._schema._is_view_op() else None
+            base = memory_of(tensors[0]) if tensors and func._schema._is_view_op() else None
             for view in views:
-                if base is not None and not is_alias(_memory(view), base):
+                if base is not None and not is_alias(memory_of(view), base):
                     self._copies.append(view)
                     self.mended = True
 
@@ -176,8 +185,16 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> None:
         for place, argument in enumerate(func._schema.arguments):
             given = args[place] if place < len(args) else kwargs.get(argument.name)
-            written = argument.alias_info is not None and argument.alias_info.is_write
-            if written and any(map(self.is_copy, tree_leaves(given))):
+            if argument.alias_info is None or not argument.alias_info.is_write:
+                continue
+            leaves = [leaf for leaf in tree_leaves(given) if isinstance(leaf, TorchDTensor)]
+            if any(is_alias(leaf, tensor) for leaf in leaves for tensor in self._frozen):
+                raise LayoutError(
+                    f"{self._name} would write in place where gradients are tracked, which needs "
+                    "one process per device: start the program with torchrun, or write under "
+                    "torch.no_grad()"
+                )
+            if any(map(self.is_copy, leaves)):
                 self.lost = True
                 raise LayoutError(
                     f"{self._name}: it writes to a part of a tensor that torch has gathered into a "
@@ -241,9 +258,13 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if isinstance(other, TorchDTensor):
             if any(placement.is_partial() for placement in other.placements):
                 return args
-            other = other._local_tensor
+            other = memory_of(other)
         self.mended = True
-        addend = other if _is_first(pending) else torch.zeros_like(other)
+        are_first, others = _are_first(pending), parts_of(other)
+        others *= len(are_first) // len(others)
+        pairs = zip(others, are_first, strict=True)
+        parts = [part if is_first else torch.zeros_like(part) for part, is_first in pairs]
+        addend = like_parts(memory_of(pending), parts)
         placements = [p if p.is_partial() else Replicate() for p in pending.placements]
         both = TorchDTensor.from_local(addend, pending.device_mesh, placements, run_check=False)
         return *((t if t is pending else both) for t in args[:2]), *args[2:]
@@ -266,10 +287,12 @@ def _gathered(tensor: TorchDTensor) -> TorchDTensor:
     return tensor.redistribute(placements=[Replicate()] * tensor.device_mesh.ndim)
 
 
-def _is_first(tensor: TorchDTensor) -> bool:
-    """Whether this device is the first of those whose addends of a pending sum are added up."""
-    places = tensor.device_mesh.get_coordinate() or (0,) * tensor.device_mesh.ndim
-    return all(at == 0 for p, at in zip(tensor.placements, places, strict=True) if p == _SUM)
+def _are_first(tensor: TorchDTensor) -> list[bool]:
+    """Say of each part whether its device is the first of those whose addends are added up."""
+    return [
+        all(at == 0 for p, at in zip(tensor.placements, places, strict=True) if p == _SUM)
+        for places in places_of(tensor)
+    ]
 
 
 def specs_text(specs: Iterable[str]) -> str:
