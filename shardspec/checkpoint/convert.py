@@ -164,7 +164,7 @@ def merge(
     format
         The default is a torch file if the output ends in ``.pt``, ``.pth`` or ``.bin``,
         ``"huggingface"`` if `max_shard_bytes` is given or the output is text that ends in ``/``,
-        else one safetensors file.
+        else one safetensors file. Installed packages may have others (``shardspec.formats``).
     max_shard_bytes
         Most bytes of tensors in a file of the format ``"huggingface"``; 5 GB by default.
     dtype

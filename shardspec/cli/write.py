@@ -24,6 +24,7 @@ from shardspec.checkpoint.layers import repeated_layers
 from shardspec.cli import checkpoint_options as ckpt
 from shardspec.cli import options as opts
 from shardspec.cli.output import path_text, progress_bar, say, say_json
+from shardspec.errors import CheckpointError
 from shardspec.mesh.device_mesh import DeviceMesh
 from shardspec.text import (
     bytes_text,
@@ -80,9 +81,12 @@ class _FormatName(click.ParamType[str]):
         self, value: object, param: click.Parameter | None, ctx: click.Context | None
     ) -> str:
         """Return one of the names."""
-        if any(self.way in format.writes for format in formats() if format.name == value):
-            return str(value)
-        return self._choice().convert(value, param, ctx)
+        if not any(format.name == value for format in formats()):
+            return self._choice().convert(value, param, ctx)
+        try:
+            return written_format(str(value), self.way).name
+        except CheckpointError as error:  # it is only read, and says what to write instead
+            self.fail(str(error), param, ctx)
 
 
 def _unless(name: str, help: str) -> opts.Decorator:

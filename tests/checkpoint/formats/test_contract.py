@@ -283,6 +283,11 @@ def test_a_format_that_is_only_read_says_what_to_write_instead(tmp_path, name):
         CheckpointError, match=rf"the format '{name}' is only read; \S.*; choose one of"
     ):
         reshard(tmp_path / "in.pt", tmp_path / "out", format=name, device_mesh=MESH)
+    for command in ("merge", "reshard"):
+        call = [command, str(tmp_path / "in.pt"), "-o", str(tmp_path / "out"), "--to", name]
+        done = CliRunner().invoke(cli, call)
+        assert done.exit_code == 2
+        assert f"the format '{name}' is only read; " in done.output
     assert not (tmp_path / "out").exists()
 
 
