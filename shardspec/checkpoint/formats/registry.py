@@ -8,13 +8,15 @@ modules are imported as they are asked.
 from collections.abc import Iterator, Sequence
 from functools import cache
 from importlib import import_module
-from importlib.metadata import EntryPoint, entry_points
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from shardspec.checkpoint.format import Format, Way
 from shardspec.checkpoint.storage.path import StoragePath
 from shardspec.errors import CheckpointError
 from shardspec.text import Argument
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
 
 GROUP: Final = "shardspec.formats"
 MODULES: Final = (
@@ -59,6 +61,9 @@ def installed() -> tuple[Format, ...]:
 
     Raises `CheckpointError` if one cannot be loaded, or has a name or extension that is taken.
     """
+    # Importing it takes as long as reading a small checkpoint.
+    from importlib.metadata import entry_points
+
     taken = {known for own in built_in() for known in _names(own)}
     found = []
     for point in sorted(entry_points(group=GROUP), key=lambda point: (point.name, point.value)):
@@ -79,7 +84,7 @@ def _names(format: Format) -> tuple[str, ...]:
     return (format.name, *(format.extensions if format.writes else ()))
 
 
-def _loaded(point: EntryPoint) -> Format:
+def _loaded(point: "EntryPoint") -> Format:
     try:
         format: object = point.load()
     except Exception as error:
@@ -95,7 +100,7 @@ def _loaded(point: EntryPoint) -> Format:
     return format
 
 
-def _called(point: EntryPoint) -> str:
+def _called(point: "EntryPoint") -> str:
     package = "" if point.dist is None else f" of the package {point.dist.name}"
     return f"the format {point.name!r}{package}"
 
