@@ -95,7 +95,7 @@ def squeezed(text):
 def test_all_examples_are_tried_here():
     tried = Path(__file__).read_text("utf-8")
     names = [path.name for path in sorted(EXAMPLES.glob("*.py"))]
-    assert len(names) == 15
+    assert len(names) == 16
     for name in names:
         assert f'EXAMPLES / "{name}"' in tried, name
 
@@ -136,6 +136,21 @@ def test_save_and_merge(tmp_path):
         "loaded: up.bias as [S0], (20,) on device 2\n"
         "loaded: up.weight as [S0,R], (20, 16) on device 2\n"
         "equal:  True\n"
+    )
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_format_plugin(tmp_path):
+    output = squeezed(run(EXAMPLES / "format_plugin.py", cwd=tmp_path))
+    assert output.startswith(
+        "sharded: rank-00000.npz rank-00001.npz rank-00002.npz rank-00003.npz\n"
+        "equal: True\n"
+        "loaded: w as [S0,S1], (3, 2) on device 3\n"
+        "cut: 3 tensors, 176 B, in the format of npz, saved on mesh 2x2 (4 devices)\n"
+    )
+    assert "\n0 (0, 0) 36 B rank-00000.npz\n" in output
+    assert output.endswith(
+        "\ncut: 3 tensors in 6 boxes, 176 B, all with digests; no problems found\n"
     )
     assert list(tmp_path.iterdir()) == []
 

@@ -188,6 +188,8 @@ class Catalog:
     """Those of `extras` that can be copied into torch's DCP unread."""
     pickled: "Mapping[str, Sequence[StoredTensor]]" = MappingProxyType({})
     """Tensors within `objects` that are copied whole, and are not among its tensors."""
+    restored = False
+    """Whether loading makes the state dict that was saved again: nested, and with plain values."""
     paths: Mapping[str, KeyPath] = MappingProxyType({})
     """The keys of tensors and values in a nested state dict, where their names are not the keys."""
     dropped: Mapping[str, tuple[int, ...]] = MappingProxyType({})

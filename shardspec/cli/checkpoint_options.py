@@ -147,7 +147,7 @@ rule_options: Final = grouped(
 
 def read_rules(path: Path) -> dict[str, str]:
     """Read rules from a TOML file: one line a pattern, ``"*.weight" = "[S0,R]"``."""
-    from shardspec.checkpoint.formats.tensor_parallel import read_toml
+    from shardspec.checkpoint.cut_rules import read_toml
 
     rules = {}
     for pattern, spec in read_toml(path).items():

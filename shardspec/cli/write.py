@@ -13,10 +13,18 @@ import click
 from shardspec.checkpoint import convert as conversion
 from shardspec.checkpoint.agree import Processes
 from shardspec.checkpoint.convert import WriteReport
+from shardspec.checkpoint.format import Way
+from shardspec.checkpoint.formats.registry import (
+    default_format,
+    formats,
+    written_format,
+    written_names,
+)
 from shardspec.checkpoint.layers import repeated_layers
 from shardspec.cli import checkpoint_options as ckpt
 from shardspec.cli import options as opts
 from shardspec.cli.output import path_text, progress_bar, say, say_json
+from shardspec.errors import CheckpointError
 from shardspec.mesh.device_mesh import DeviceMesh
 from shardspec.text import (
     bytes_text,
@@ -32,7 +40,6 @@ if TYPE_CHECKING:
     from shardspec.checkpoint.catalog import Catalog
     from shardspec.comm.communicator import Communicator
 
-_KNOWN_SUFFIXES: Final = ("", ".safetensors", ".pt", ".pth", ".bin")
 _SHOWN: Final = 3
 """Names of what was left out."""
 _SHOWN_BESIDE: Final = 10
@@ -53,6 +60,33 @@ def _size(text: str) -> int:
     if not size:
         raise ValueError("files of no bytes hold nothing")
     return size
+
+
+class _FormatName(click.ParamType[str]):
+    """The name of a format that is written; other packages are looked for when one is given."""
+
+    name = "format"
+
+    def __init__(self, way: Way) -> None:
+        self.way = way
+
+    def _choice(self) -> "click.Choice[str]":
+        return click.Choice(written_names(self.way))
+
+    def get_metavar(self, param: click.Parameter, ctx: click.Context) -> str | None:
+        """Return the names, as a choice shows them."""
+        return self._choice().get_metavar(param, ctx)
+
+    def convert(
+        self, value: object, param: click.Parameter | None, ctx: click.Context | None
+    ) -> str:
+        """Return one of the names."""
+        if not any(format.name == value for format in formats()):
+            return self._choice().convert(value, param, ctx)
+        try:
+            return written_format(str(value), self.way).name
+        except CheckpointError as error:  # it is only read, and says what to write instead
+            self.fail(str(error), param, ctx)
 
 
 def _unless(name: str, help: str) -> opts.Decorator:
@@ -214,7 +248,7 @@ def _sharding_text(sharding: Mapping[str, tuple[str, str]]) -> str:
 )
 @click.option(
     "--to",
-    type=click.Choice(conversion.MERGED_FORMATS),
+    type=_FormatName("merged"),
     help="The format of OUT: one safetensors file (default), safetensors files with an index "
     "(default with --max-shard-size, or if OUT ends in /), a file for torch.load (default if "
     "OUT ends in .pt, .pth or .bin), or a directory for torch.distributed.checkpoint.",
@@ -229,7 +263,7 @@ def _sharding_text(sharding: Mapping[str, tuple[str, str]]) -> str:
 def merge_command(
     checkpoint: PurePath,
     output: str,
-    to: conversion.MergedFormat | None,
+    to: str | None,
     max_shard_size: int | None,
     metadata: bool,
     **options: Any,  # noqa: ANN401  # those of `_write`
@@ -250,12 +284,12 @@ def merge_command(
     """
     limit = max_shard_size
     suffix = "" if output.endswith("/") else PurePath(output).suffix.lower()
-    opts.refuse_if(
-        to is None and limit is None and suffix not in _KNOWN_SUFFIXES,
-        f"{shown(output)}: no format is known whose files end in {shown(suffix)}; give --to "
-        f"({', '.join(conversion.MERGED_FORMATS)}), or a name that ends in .safetensors or .pt",
-    )
-
+    if to is None and limit is None and suffix:
+        opts.refuse_if(
+            not any(suffix in format.extensions for format in formats() if format.writes),
+            f"{shown(output)}: no format is known whose files end in {shown(suffix)}; give --to "
+            f"({', '.join(written_names('merged'))}), or a name that ends in .safetensors or .pt",
+        )
     convert = partial(
         conversion.merge, output=output, format=to, max_shard_bytes=limit, metadata=metadata
     )
@@ -276,8 +310,8 @@ def merge_command(
 )
 @click.option(
     "--to",
-    type=click.Choice(conversion.RESHARDED_FORMATS),
-    default="shardspec",
+    type=_FormatName("sharded"),
+    default=default_format("sharded").name,
     show_default=True,
     help="The format of OUT: shardspec's own, that of torch.distributed.checkpoint, or of a run of "
     "DeepSpeed's ZeRO its Universal Checkpoint, for any number of ranks.",
@@ -294,7 +328,7 @@ def reshard_command(
     mesh: opts.MeshShape | None,
     rules: dict[str, str] | None,
     like: PurePath | None,
-    to: conversion.ReshardedFormat,
+    to: str,
     drop_values: bool,
     **options: Any,  # noqa: ANN401  # those of `_write`
 ) -> None:
@@ -315,14 +349,13 @@ def reshard_command(
       "*.down.weight" = "[R,S0]"
     What no rule matches is replicated on every device. --dry-run shows what each tensor gets.
     """
-    universal = to == "deepspeed-universal"
+    whole_run = written_format(to, "sharded").whole_run
     opts.refuse_if(
-        universal and any(given is not None for given in (mesh, like, rules)),
-        "a Universal Checkpoint is for any number of ranks; leave out --mesh, --rules, --rule and "
-        "--like",
+        whole_run != "" and any(given is not None for given in (mesh, like, rules)),
+        f"{whole_run} is for any number of ranks; leave out --mesh, --rules, --rule and --like",
     )
     one = (mesh is None) == (like is None)
-    opts.refuse_if(not universal and one, "give either --mesh, with rules, or --like")
+    opts.refuse_if(not whole_run and one, "give either --mesh, with rules, or --like")
     opts.refuse_if(
         like is not None and rules is not None,
         "--like says how to shard; leave out --rules and --rule",

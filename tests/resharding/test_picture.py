@@ -29,7 +29,7 @@ def titles(root: ElementTree.Element, kind: str) -> list[str]:
 
 @pytest.mark.parametrize("ends", [(1, 1), (4, 2), (3, 5), (2, 40)])
 def test_every_pair_has_its_square_and_every_device_its_bar(ends):
-    plan = plan_between(*ends, rows=40)
+    plan = plan_between(ends[0], ends[1], rows=40)
     root = ElementTree.fromstring(plan_svg(plan))
     expected = [f"{a} → {b}: {bytes_text(n)}" for (a, b), n in sorted(plan.traffic.items()) if n]
     assert titles(root, "bytes") == expected
