@@ -189,6 +189,10 @@ class Catalog:
     """Tensors within `objects` that are copied whole, and are not among its tensors."""
     paths: Mapping[str, KeyPath] = MappingProxyType({})
     """The keys of tensors and values in a nested state dict, where their names are not the keys."""
+    described_in: Path | None = None
+    """A directory with the model's config and tokenizer, if not the one of the checkpoint."""
+    filled: tuple[str, ...] = ()
+    """Names of the tensors that were taken from another checkpoint, since this one lacks them."""
     dropped: Mapping[str, tuple[int, ...]] = MappingProxyType({})
     """Shapes of tensors that it would have, had what they are made of not been left behind."""
 

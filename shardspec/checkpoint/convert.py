@@ -97,6 +97,8 @@ class WriteReport:
     """Names of the files beside the weights of the source that were copied along."""
     not_copied: tuple[str, ...] = ()
     """Names of what lies there too and was not copied; a directory ends in a slash."""
+    filled: tuple[str, ...] = ()
+    """Names of the tensors that were taken from the checkpoint to fill from."""
     seconds: float = 0.0
     crc32: int | None = None
     """CRC-32 of all files in their order; None if it was not computed."""
@@ -144,6 +146,7 @@ class WriteReport:
             "left_out": list(self.left_out),
             "sidecars": list(self.sidecars),
             "not_copied": list(self.not_copied),
+            "filled": list(self.filled),
             "written": self.written,
         }
 
@@ -547,6 +550,7 @@ def _converted(
             left_out=_left_out(source, target),
             sidecars=target.sidecars,
             not_copied=target.not_copied,
+            filled=source.filled,
         )
         return source, target, destination, report
 

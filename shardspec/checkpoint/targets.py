@@ -4,6 +4,7 @@ A format says what goes where. How the bytes get there, are checked and committe
 all formats. Files beside the weights that tools need to load them go along.
 """
 
+import json
 import re
 from array import array
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -182,6 +183,8 @@ def add_sidecars(source: Catalog, target: Target, format: str) -> Target:
 
     Those of one file that is named itself are what lies beside it, if that is a model.
     """
+    if source.described_in is not None:
+        return _with_config(source.described_in, target)
     directory = source.home
     there = frozenset(path.name for path in directory.iterdir())
     alone = directory != source.directory
@@ -214,6 +217,38 @@ def add_sidecars(source: Catalog, target: Target, format: str) -> Target:
     others = [] if alone else sorted(beside.difference(names))
     left = tuple(f"{name}/" if (directory / name).is_dir() else name for name in others)
     return target._replace(files=(*target.files, *files), sidecars=names, not_copied=left)
+
+
+def _with_config(directory: Path, target: Target) -> Target:
+    """Return an output directory with a model's config and tokenizer, from where these are.
+
+    Where no weight is quantised, the config does not say so.
+    """
+    if not target.directory:
+        return target
+    names = sidecar_names(directory, [path.name for path in directory.iterdir()])
+    taken = {file.name for file in target.files}
+    files = []
+    for name in sorted(names - taken - {_LIGHTNING, *_MEGATRON}):
+        path = file_inside(directory, name, directory)
+        file = copied_file(path, name)
+        if name == "config.json":
+            data = _plain_config(b"".join(raw.made() for raw in file.raw), target)
+            file = OutputFile(name, len(data), [RawBytes(0, data)], ())
+        files.append(file)
+    return target._replace(
+        files=(*target.files, *files), sidecars=tuple(file.name for file in files)
+    )
+
+
+def _plain_config(data: bytes, target: Target) -> bytes:
+    config = json.loads(data)
+    codes = (extent.tensor.dtype for file in target.files for extent in file.extents)
+    if not any(dtype.startswith(("float8", "uint8", "int8")) for dtype in codes):
+        for part in (config, config.get("text_config")):
+            if isinstance(part, dict) and part.pop("quantization_config", None) is not None:
+                data = json.dumps(config, indent=2).encode()
+    return data
 
 
 def sidecar_names(directory: Path, names: Collection[str]) -> set[str]:
