@@ -198,8 +198,9 @@ class _Sharded:
         kind, dp = self._parsed.kind, self._parsed.sizes.get("dp")
         if dp is None and mesh is not None:
             axes = dict(zip(mesh.axis_names or (), mesh.shape, strict=False))
-            dp = prod(size for name, size in axes.items() if str(name) in _DATA_AXES) or None
-            dp = None if dp == 1 and kind in ("megatron", "vllm") else dp
+            of_mesh = prod(size for name, size in axes.items() if str(name) in _DATA_AXES)
+            if of_mesh * self._tp * self._pp == mesh.size:
+                dp = of_mesh
         if kind == "vllm":
             dp = dp or max(1, self._ep // self._tp)
             if self._ep not in (1, self._tp * dp):
@@ -230,7 +231,7 @@ class _Sharded:
             shape = tuple(prod(self._known[one] for one in factors) for factors in dims)
             spec: ShardingSpec | None = None
             if kind == "fsdp":
-                spec = ShardingSpec(len(shape), {0: DimSpec(("fsdp",))} if shape else {})
+                spec = ShardingSpec(len(shape), {0: DimSpec(("dp",))} if shape else {})
             elif kind != "hf-tp":
                 spec = self._spec(target, dims, shape)
             for numbers in self._model.instances(target.name):
@@ -355,7 +356,7 @@ class _Sharded:
     def _mesh(self, target: _Target, layer: int | None, *, experts: bool) -> DeviceMesh:
         """Return the devices that hold a tensor."""
         if self._parsed.kind == "fsdp":
-            return DeviceMesh(self._ids, (self._dp, self._tp), axis_names=("dp", "fsdp"))
+            return DeviceMesh(self._ids, (self._dp, self._tp), axis_names=("replicate", "dp"))
         if self._parsed.kind != "megatron":
             return DeviceMesh(self._ids, (self._dp, self._tp), axis_names=("dp", "tp"))
         each = self._dp * self._tp
