@@ -38,10 +38,11 @@ class ModelNames(Naming):
     """The directory of the config; its files go along into an output directory."""
     fill_from: catalog.Catalog | None
 
-    def recognised(self, source: catalog.Catalog) -> Recognised:
-        """Return what the tensors of a checkpoint are called."""
+    def recognised(self, source: catalog.Catalog, choice: Choice) -> Recognised:
+        """Return what the tensors of a checkpoint are called that are wanted."""
         with _about_input():
-            return recognise(self._model(), _weights(source.names), source.directory)
+            names = _weights(wanted_names(source, choice))
+            return recognise(self._model(), names, source.directory)
 
     def applied(
         self, source: catalog.Catalog, choice: Choice | None, dropped: Collection[str]

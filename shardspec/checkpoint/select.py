@@ -10,7 +10,7 @@ from shardspec.checkpoint.check_quantized import refuse_casts
 from shardspec.checkpoint.choice import Choice, Renames, first_names, wanted_names
 from shardspec.checkpoint.state_dict import KeyPath, unflatten
 from shardspec.checkpoint.targets import OutputTensor
-from shardspec.dtypes import dtype_name, is_cast, is_floating, packed
+from shardspec.dtypes import dtype_name, is_cast, is_floating, keeps_dtype, packed
 from shardspec.errors import CheckpointError, DTypeError, LayoutError, ShardSpecError
 from shardspec.layout.layout import Layout, SpecLike, match_rules
 from shardspec.layout.spec import ShardingSpec
@@ -38,7 +38,8 @@ def select(source: Catalog, choice: Choice) -> list[OutputTensor]:
     wanted = []
     for name in names:
         tensor = source.outline(name)
-        dtype = target if target and is_cast(tensor.dtype, target) else tensor.dtype
+        casts = target is not None and is_cast(tensor.dtype, target) and not keeps_dtype(name)
+        dtype = target if target and casts else tensor.dtype
         wanted.append(OutputTensor(renamed[name], name, tensor.shape, dtype))
     return sorted(wanted, key=lambda tensor: tensor.name)
 

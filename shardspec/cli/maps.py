@@ -214,7 +214,7 @@ def _plan_layout(
     from shardspec.checkpoint.choice import Choice
     from shardspec.checkpoint.load import stored_layouts
     from shardspec.checkpoint.model_names import model_names
-    from shardspec.dtypes import dtype_name, is_cast
+    from shardspec.dtypes import dtype_name, is_cast, keeps_dtype
     from shardspec.families.layouts import model_layouts, padded_config, parse_layout
     from shardspec.layout.layout import Layout
     from shardspec.resharding.plan import plan_state
@@ -234,7 +234,7 @@ def _plan_layout(
     target = {}
     for name in catalog.names:
         own = catalog.outline(name).dtype
-        cast = wanted is not None and is_cast(own, wanted) and layouts[name].dtype != "float32"
+        cast = wanted is not None and is_cast(own, wanted) and not keeps_dtype(name)
         one = layouts[name]
         target[name] = Layout(one.mesh, one.spec, one.global_shape, wanted if cast else own)
     behind = 1 + max(device for one in target.values() for device in one.mesh.ids)

@@ -12,6 +12,7 @@ import click
 
 from shardspec.checkpoint import convert as conversion
 from shardspec.checkpoint.agree import Processes
+from shardspec.checkpoint.choice import Choice
 from shardspec.checkpoint.convert import WriteReport
 from shardspec.cli import checkpoint_options as ckpt
 from shardspec.cli import options as opts
@@ -145,7 +146,7 @@ def _write(
         # Of several processes the first one says it.
         silent = quiet or (communicator is not None and 0 not in communicator.addressable)
         if model is not None and not silent:
-            text = model.recognised(sources[0]).text
+            text = model.recognised(sources[0], Choice(**choice, drop=maps.drop)).text
             say(f"note: {sources[0].directory}: has the names of {text}", err=True)
         with progress_bar(not (silent or as_json), title) as progress:
             report = convert(

@@ -6,6 +6,7 @@ from math import gcd, prod
 from pathlib import Path
 from typing import Final, NamedTuple
 
+from shardspec.dtypes import keeps_dtype
 from shardspec.errors import InputFileError, LayoutError
 from shardspec.families.family import family_of, text_config
 from shardspec.families.model import model_of
@@ -28,7 +29,6 @@ _KEYS: Final = {
 _FORMS: Final = "hf-tp:N, fsdp:N, megatron:tp=,ep=,etp=,pp= and vllm:tp=,ep="
 _PLACES: Final = {"hf-tp": "live", "fsdp": "live", "megatron": "sharded", "vllm": "fused"}
 _DATA_AXES: Final = {"dp", "ddp", "data", "replicate", "dp_replicate"}
-_FLOAT32: Final = ("e_score_correction_bias", "router.expert_bias")
 _ROUND_UP: Final = 64
 """Engines pad a vocabulary to a multiple of so many rows."""
 _MOST_BYTES: Final = 1 << 24
@@ -241,7 +241,7 @@ class _Sharded:
                     spec = plan.spec(name, len(shape), shape)
                 assert spec is not None, "every kind has its rule"
                 mesh = self._mesh(target, layer, experts=self._is_expert(target, dims))
-                dtype = "float32" if name.endswith(_FLOAT32) else self._dtype
+                dtype = "float32" if keeps_dtype(name) else self._dtype
                 found[name] = Layout(mesh, spec, shape, dtype)
         return found
 

@@ -7,7 +7,7 @@ from shardspec.errors import LayoutError
 from shardspec.families.family import family_names, rows_in, shipped_family
 from shardspec.families.maps import spellings
 from shardspec.families.model import Model, Tensor
-from shardspec.resharding.patterns import form_of
+from shardspec.resharding.patterns import bindings, form_of, names_by_form
 from shardspec.text import Argument, shown
 
 _CALLED: Final = {
@@ -68,9 +68,10 @@ def recognise(
         )
 
     every = {*names, *behind}
+    by_form = names_by_form(every)
 
     def there(pattern: str) -> bool:
-        return form_of(pattern) in forms if "{" in pattern else pattern in every
+        return bool(bindings(pattern, by_form)) if "{" in pattern else pattern in every
 
     absent = []
     for tensor in model.tensors:

@@ -80,4 +80,4 @@ def filled(side: Side, binding: Mapping[str, int]) -> Side:
             raise LayoutError(f"{shown(side[0])}: neither name has the placeholder {match[0]}")
         return str(binding[match[1]])
 
-    return tuple(_PLACEHOLDER.sub(number, text) for text in side)
+    return tuple(_PLACEHOLDER.sub(number, text) if "{" in text else text for text in side)
