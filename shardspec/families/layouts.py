@@ -135,7 +135,7 @@ def model_layouts(
     >>> sizes = {"hidden_size": 8, "num_attention_heads": 4, "intermediate_size": 12}
     >>> config = {"model_type": "llama", "vocab_size": 32, "num_hidden_layers": 1, **sizes}
     >>> layouts = model_layouts(config, "vllm:tp=2")
-    >>> print(layouts["model.layers.0.self_attn.qkv_proj.weight"].spec)
+    >>> print(layouts["model.layers.0.self_attn.qkv_proj.weight"].labelled_spec)
     [S(tp){8,8,8},R]
     """
     if not isinstance(config, Mapping):
@@ -223,7 +223,7 @@ class _Sharded:
         kind = self._parsed.kind
         plan = {}
         if kind == "hf-tp":
-            head = self._known.get("d", 0)
+            head = self._known.get("qk", self._known.get("d", 0))
             plan = plan_specs(text_config(self._config), self._tp, head)
         found = {}
         for target in self._targets():

@@ -5,17 +5,19 @@
 """
 
 import json
+import re
 from math import prod
 from pathlib import Path
 from time import process_time
 
 import pytest
 
-from shardspec import model_layouts
+from shardspec import DeviceMesh, Layout, model_layouts
 from shardspec.errors import LayoutError
-from shardspec.families.family import family_names, family_of, shipped_family
+from shardspec.families.family import family_names, family_of, read_family, shipped_family
 from shardspec.families.maps import chain_of
 from shardspec.families.model import Model, model_of
+from shardspec.families.plans import TensorPlan
 from shardspec.families.recognise import recognise
 from shardspec.resharding.maps import apply_map
 from shardspec.resharding.name_map import NameMap
@@ -148,3 +150,82 @@ def test_families_that_are_refused_say_why():
     }
     for name in family_names():
         assert shipped_family(name).model_types
+
+
+@pytest.mark.parametrize("name", SAMPLES["transformers ranks"])
+def test_each_rank_of_transformers_holds_what_its_plan_says(name):
+    sample, config = SAMPLES["transformers ranks"][name], HF[name]["config"]
+    plan = TensorPlan(sample["styles"], 2, 1)
+    mesh = DeviceMesh(range(2), axis_names=("tp",))
+    for tensor, locals_ in sample["local"].items():
+        shape = tuple(HF[name]["memory"][tensor])
+        layout = Layout(mesh, plan.spec(tensor, len(shape), shape), shape, "bfloat16")
+        wanted = [shape, shape] if locals_ is None else [tuple(one) for one in locals_]
+        assert [layout.local_shape(rank) for rank in range(2)] == wanted, tensor
+    assert config["model_type"] in family_of(config).model_types
+
+
+def test_plans_that_transformers_could_load_but_not_run_are_refused():
+    plan = TensorPlan({"model.layers.*.self_attn.k_proj": "colwise", "x": "brain"}, 4, 16)
+    with pytest.raises(LayoutError, match="2 heads do not divide by 4 ranks"):
+        plan.spec("model.layers.0.self_attn.k_proj.weight", 2, (32, 8))
+    with pytest.raises(LayoutError, match="the style 'brain' of transformers is not known"):
+        plan.spec("x.weight", 2, (32, 8))
+
+
+@pytest.mark.parametrize(
+    ("layout", "says"),
+    [
+        ("foo:3", "there is no layout 'foo:3'; give one of hf-tp:N"),
+        ("megatron:tp=2,x=3", "'x=3' is not once one of"),
+        ("megatron:tp=0", "'tp=0' is not a number from 1 on"),
+        ("megatron:tp=3", "do not divide by tp=3"),
+        ("megatron:pp=2", "3 layers do not lie in pp=2 stages"),
+        ("megatron:pp=2,layers=2+2", "3 layers do not lie in pp=2 stages of 2, 2"),
+        ("megatron:ep=3", "8 experts do not divide by ep=3"),
+        ("megatron:tp=2,ep=2,dp=1,etp=2", "do not divide tp=2 × dp=1"),
+        ("vllm:tp=4,ep=2", "over all 4 ranks"),
+        ("vllm:tp=8", "4 heads do not divide by tp=8"),
+    ],
+)
+def test_layouts_that_do_not_divide_are_refused(layout, says):
+    with pytest.raises(LayoutError, match=re.escape(says)):
+        model_layouts(HF["glm4_moe"]["config"], layout)
+
+
+def test_a_mesh_has_as_many_devices_as_the_layout():
+    config = HF["qwen3"]["config"]
+    mesh = DeviceMesh(range(4, 12), (4, 2), axis_names=("dp", "tp"))
+    layouts = model_layouts(config, "vllm:tp=2", device_mesh=mesh)
+    assert layouts["model.norm.weight"].mesh.ids == tuple(range(4, 12))
+    assert layouts["model.layers.0.mlp.down_proj.weight"].local_shape(11)[1] * 2 == 48
+    with pytest.raises(LayoutError, match="the layout is for 2 devices, the mesh has 8"):
+        model_layouts(config, "vllm:tp=2", device_mesh=DeviceMesh(range(8)))
+
+
+def test_stages_have_their_layers_and_the_last_one_the_head():
+    layouts = model_layouts(HF["deepseek_v3"]["config"], "megatron:tp=2,pp=2,layers=1+2")
+    ids = {name: tuple(layout.mesh.ids) for name, layout in layouts.items()}
+    assert ids["embedding.word_embeddings.weight"] == (0, 1)
+    assert ids["decoder.layers.0.self_attention.linear_proj.weight"] == (0, 1)
+    assert ids["decoder.layers.1.mlp.experts.experts.linear_fc1.weight"] == (2, 3)
+    assert ids["output_layer.weight"] == (2, 3)
+    assert layouts["decoder.layers.1.mlp.router.expert_bias"].dtype == "float32"
+    tied = model_layouts(HF["llama-tied"]["config"], "megatron:pp=2")
+    assert tied["embedding.word_embeddings.weight"].mesh.ids == (0, 1)
+
+
+def test_a_family_that_contradicts_itself_says_the_line():
+    head = 'like = "llama"\nmodel_types = ["x"]\nlayer = [\n'
+    row = '{ hf = "a.weight", view = "h", cut = "replicated", megatron = "b" },'
+    for wrong, says in (
+        (row.replace("replicated", "sideways"), "line 4: 'a.weight' is cut by 'sideways'"),
+        (row.replace('"h"', '"h brain"'), "line 4: 'a.weight' names 'brain'"),
+        (row.replace('"h"', '"(h"'), "line 4: 'a.weight': a parenthesis"),
+        (row.replace(', megatron = "b"', ""), "line 4: 'a.weight' has no place in megatron"),
+        (row.replace("cut", "knife"), "line 4: row 'a.weight' has no 'knife'"),
+        (row.replace("cut =", 'when = "tuesday", cut ='), "line 4: 'a.weight' exists when"),
+    ):
+        with pytest.raises(LayoutError, match=re.escape(says)):
+            read_family(f"{head}{wrong}\n]", "x")
+    assert read_family(f"{head}{row}\n]", "x").rows["layer"][-1].side == ("a.weight", "h")
