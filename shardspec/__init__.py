@@ -3,7 +3,9 @@
 The public names are handed on lazily, so that planning and merging never pay for importing torch.
 """
 
+import sys
 from importlib import import_module
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
@@ -25,8 +27,8 @@ if TYPE_CHECKING:
     from shardspec.families.maps import shipped_maps as shipped_maps
     from shardspec.layout.converter import LayoutConverter as LayoutConverter
     from shardspec.layout.layout import Layout as Layout
-    from shardspec.layout.layout import match_rules as match_rules
     from shardspec.layout.plan import ConversionPlan as ConversionPlan
+    from shardspec.layout.rules import match_rules as match_rules
     from shardspec.layout.spec import DimSpec as DimSpec
     from shardspec.layout.spec import ShardingSpec as ShardingSpec
     from shardspec.mesh.device_mesh import DeviceMesh as DeviceMesh
@@ -60,8 +62,9 @@ _NAMES: Final = {
     "comm.process_group": ("ProcessGroupCommunicator", "init_device_mesh"),
     "errors": ("ShardSpecError",),
     "layout.converter": ("LayoutConverter",),
-    "layout.layout": ("Layout", "match_rules"),
+    "layout.layout": ("Layout",),
     "layout.plan": ("ConversionPlan",),
+    "layout.rules": ("match_rules",),
     "layout.spec": ("DimSpec", "ShardingSpec"),
     "mesh.device_mesh": ("DeviceMesh",),
     "parallel.distribute": ("distribute_module",),
@@ -99,4 +102,14 @@ def __getattr__(name: str) -> object:
 
 
 def __dir__() -> list[str]:
-    return sorted(__all__)
+    # help() and pydoc look up each of these, so names that need torch are left out without it.
+    has_torch = "torch" in sys.modules or find_spec("torch") is not None
+    return [name for name in __all__ if has_torch or _can_be_imported(name)]
+
+
+def _can_be_imported(name: str) -> bool:
+    try:
+        import_module(_HOME[name])
+    except ModuleNotFoundError:
+        return False
+    return True

@@ -12,6 +12,8 @@ from shardspec.checkpoint import catalog
 from shardspec.checkpoint.choice import Choice, wanted_names
 from shardspec.checkpoint.mapped import Naming, through
 from shardspec.checkpoint.open import as_catalog
+from shardspec.checkpoint.storage.from_text import storage_path
+from shardspec.checkpoint.storage.path import StoragePath
 from shardspec.checkpoint.verify import diff_checkpoints
 from shardspec.errors import CheckpointError, InputFileError, LayoutError
 from shardspec.families.family import family_of
@@ -34,7 +36,7 @@ class ModelNames(Naming):
 
     config: Mapping[str, object]
     names: NamesOf
-    home: Path | None
+    home: StoragePath | None
     """The directory of the config; its files go along into an output directory."""
     fill_from: catalog.Catalog | None
 
@@ -159,7 +161,7 @@ def model_names(
             config = json.loads(read_input_file(place, _MOST_CONFIG_BYTES))
         except (ValueError, RecursionError) as error:
             raise InputFileError(f"{place}: cannot be read: {error}") from None
-        home = place.parent
+        home = storage_path(str(place.parent))
     if not isinstance(config, dict | Mapping):
         raise InputFileError(f"{model}: holds no JSON object")
     with _about_input():

@@ -199,7 +199,7 @@ class _Sharded:
         if dp is None and mesh is not None:
             axes = dict(zip(mesh.axis_names or (), mesh.shape, strict=False))
             of_mesh = prod(size for name, size in axes.items() if str(name) in _DATA_AXES)
-            if of_mesh * self._tp * self._pp == mesh.size:
+            if of_mesh * self._tp * self._pp == len(mesh.ids):
                 dp = of_mesh
         if kind == "vllm":
             dp = dp or max(1, self._ep // self._tp)

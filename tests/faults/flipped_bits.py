@@ -33,7 +33,7 @@ def _stretches(source: Path) -> list[tuple[Path, int, int]]:
         tensor = opened.tensor(name)
         for box in tensor.boxes:
             num_bytes = _num_bytes(box, tensor.dtype)
-            found.append((box.path, box.offset, box.offset + num_bytes))
+            found.append((Path(box.path), box.offset, box.offset + num_bytes))
     return found
 
 

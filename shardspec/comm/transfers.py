@@ -1,4 +1,4 @@
-"""Who sends which box to whom in one step.
+"""Who sends which box to whom in one step, as data that needs neither tensors nor a job.
 
 Along the axes of a collective, devices form groups, and inside a group a device gets from each
 member what its box after the step shares with the member's box before it. Where a reduction is
@@ -8,7 +8,7 @@ permute move between all devices of the mesh.
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from operator import itemgetter, ne
 from typing import Final, NamedTuple, TypeAlias
@@ -18,8 +18,6 @@ from shardspec.comm.senders import Holders, Senders, find_copies, whole_senders
 from shardspec.comm.steps import Exchange, Permute, ReduceOp, Slice, Step
 from shardspec.mesh.device_mesh import DeviceMesh
 
-BoxOf: TypeAlias = Callable[[int], Box]
-"""Physical id to the box that the device holds, as ``layout.box``."""
 Distance: TypeAlias = Callable[[int, int], int]
 """How far two devices are apart; 0 only from a device to itself."""
 Parts: TypeAlias = list[tuple[int, Box]]
@@ -116,7 +114,7 @@ def permute_routes(
 
 
 @dataclass(frozen=True, slots=True)
-class TransferSchedule:
+class DeviceTransfers:
     """What one device does in one step; the lists are only read."""
 
     step: Step
@@ -149,22 +147,71 @@ class TransferSchedule:
         return {peer for peer, _ in [*self.incoming, *self.outgoing]} - {self.device}
 
 
-@lru_cache(maxsize=1024)
-def schedule_for(
-    step: Step, mesh: DeviceMesh, device: int, before: BoxOf, after: BoxOf
-) -> TransferSchedule:
-    """Return what a device does in a step; `before` and `after` are methods of the same layouts.
+@dataclass(frozen=True, slots=True)
+class Transfers:
+    """What moves in one step among the devices of a mesh, as plain data.
 
-    Members are sorted by axes, not as a spec has them, so that the order of addends, and with it
-    the rounding of sums, is the same everywhere.
+    Layouts make it (`shardspec.layout.moving`), and communicators carry it out.
+
+    Examples
+    --------
+    >>> from shardspec.comm.steps import AllGather
+    >>> rows, whole = {5: ((0, 2),), 9: ((2, 3),)}, {5: ((0, 3),), 9: ((0, 3),)}
+    >>> gather = Transfers.between(AllGather(0, (0,)), DeviceMesh([5, 9], (2,)), rows, whole)
+    >>> gather.of(9).incoming
+    [(5, ((0, 2),)), (9, ((2, 3),))]
     """
-    held, wanted = _boxes(mesh, before), _boxes(mesh, after)
+
+    step: Step
+    mesh: DeviceMesh
+    before: tuple[Box, ...]
+    """What each device of the mesh holds, in the order of its ids; boxes may be empty."""
+    after: tuple[Box, ...]
+    """What each one holds then."""
+    _hash: int = field(init=False, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        value = hash((self.step, self.mesh, self.before, self.after))
+        object.__setattr__(self, "_hash", value)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __reduce__(self) -> tuple[type["Transfers"], tuple[object, ...]]:
+        # Rebuilt rather than restored: hashes of text differ from process to process.
+        return Transfers, (self.step, self.mesh, self.before, self.after)
+
+    @classmethod
+    def between(
+        cls, step: Step, mesh: DeviceMesh, before: Mapping[int, Box], after: Mapping[int, Box]
+    ) -> "Transfers":
+        """Return the transfers of a step from the boxes of devices, by physical id."""
+        ends = (tuple(boxes[device] for device in mesh.ids) for boxes in (before, after))
+        return cls(step, mesh, *ends)
+
+    def box_after(self, device: int) -> Box:
+        """Return what a device holds after the step."""
+        return self.after[self.mesh.ids.index(device)]
+
+    def of(self, device: int) -> DeviceTransfers:
+        """Return what a device sends and receives.
+
+        Members are sorted by axes, not as a spec has them, so that the order of addends, and with
+        it the rounding of sums, is the same everywhere.
+        """
+        return _of_device(self, device)
+
+
+@lru_cache(maxsize=1024)
+def _of_device(transfers: Transfers, device: int) -> DeviceTransfers:
+    step, mesh = transfers.step, transfers.mesh
+    held, wanted = _boxes(transfers)
     if not isinstance(step, Permute | Exchange):
         members = (device,) if isinstance(step, Slice) else mesh.group(device, sorted(step.axes))
         return _among(step, device, members, held, wanted)
-    incoming, outgoing = (side.get(device, []) for side in _routes(step, mesh, before, after))
+    incoming, outgoing = (side.get(device, []) for side in _routes(transfers))
     going = [(peer, box) for peer, box in outgoing if peer != device]
-    return TransferSchedule(step, device, mesh.ids, held, wanted[device], going, incoming)
+    return DeviceTransfers(step, device, mesh.ids, held, wanted[device], going, incoming)
 
 
 def _among(
@@ -173,7 +220,7 @@ def _among(
     members: tuple[int, ...],
     held: Mapping[int, Box],
     wanted: Mapping[int, Box],
-) -> TransferSchedule:
+) -> DeviceTransfers:
     """Return what a device does where each member gets from all others what both boxes share."""
     incoming, outgoing = (
         [(p, box) for p in peers if (box := intersect(mine[device], theirs[p])) is not None]
@@ -182,24 +229,26 @@ def _among(
             ([peer for peer in members if peer != device], held, wanted),
         )
     )
-    return TransferSchedule(step, device, members, held, wanted[device], outgoing, incoming)
+    return DeviceTransfers(step, device, members, held, wanted[device], outgoing, incoming)
 
 
 @lru_cache(maxsize=256)
-def _boxes(mesh: DeviceMesh, box_of: BoxOf) -> dict[int, Box]:
-    return {device: box_of(device) for device in mesh.ids}
+def _boxes(transfers: Transfers) -> tuple[dict[int, Box], dict[int, Box]]:
+    ids = transfers.mesh.ids
+    before, after = (
+        dict(zip(ids, boxes, strict=True)) for boxes in (transfers.before, transfers.after)
+    )
+    return before, after
 
 
 @lru_cache(maxsize=64)
-def _routes(
-    step: Permute | Exchange, mesh: DeviceMesh, before: BoxOf, after: BoxOf
-) -> tuple[dict[int, Parts], dict[int, Parts]]:
+def _routes(transfers: Transfers) -> tuple[dict[int, Parts], dict[int, Parts]]:
     """Return what each device receives and sends, its own part included."""
-    ends = _boxes(mesh, before), _boxes(mesh, after)
+    step, ends = transfers.step, _boxes(transfers)
     if isinstance(step, Exchange):
-        moves = exchange_routes(*ends, distance_on(mesh, step.apart))
+        moves = exchange_routes(*ends, distance_on(transfers.mesh, step.apart))
     else:
-        moves = permute_routes(*ends, distance_on(mesh))
+        moves = permute_routes(*ends, distance_on(transfers.mesh))
     incoming: dict[int, Parts] = defaultdict(list)
     outgoing: dict[int, Parts] = defaultdict(list)
     for src, dst, box in moves:
@@ -209,9 +258,9 @@ def _routes(
 
 
 @lru_cache(maxsize=1024)
-def all_reduce_schedules(
+def all_reduce_halves(
     step: Step, device: int, members: tuple[int, ...], size: int
-) -> tuple[TransferSchedule, TransferSchedule]:
+) -> tuple[DeviceTransfers, DeviceTransfers]:
     """Divide an all-reduce of a vector: each member reduces a part, then all share the parts."""
     wholes: dict[int, Box] = dict.fromkeys(members, ((0, size),))
     parts: dict[int, Box] = {

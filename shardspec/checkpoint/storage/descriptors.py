@@ -10,10 +10,10 @@ import shutil
 import stat
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Final, TypeAlias
 
-from shardspec.checkpoint.store import output_exists, path_errors
+from shardspec.checkpoint.storage.path import StoragePath, output_exists
 from shardspec.errors import CheckpointError
 
 DIRECTORY: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
@@ -31,7 +31,7 @@ Mode: TypeAlias = tuple[int, int, int]
 
 
 @contextmanager
-def opened(name: Path | str, parent: int | None = None, flags: int = INNER) -> Iterator[int]:
+def opened(name: PurePath | str, parent: int | None = None, flags: int = INNER) -> Iterator[int]:
     """Open something, by default a directory, for the length of a block."""
     fd = os.open(name, flags, dir_fd=parent)
     try:
@@ -97,15 +97,26 @@ def is_same(parent: int, name: str, fd: int) -> bool:
     return False
 
 
-def write_all(fd: int, data: memoryview, offset: int, path: Path) -> None:
+def read_fully(fd: int, buffer: memoryview, offset: int) -> int:
+    """Fill a buffer from a file; return how many bytes are missing at the end of the file."""
+    done = 0
+    while done < len(buffer):
+        count = os.preadv(fd, [buffer[done:] if done else buffer], offset + done)
+        if not count:
+            break
+        done += count
+    return len(buffer) - done
+
+
+def write_all(fd: int, data: memoryview, offset: int, path: StoragePath) -> None:
     """Write bytes at a position in a file; raise if the disk is full."""
     done = 0
-    with path_errors(path, "written"):
+    with path.errors("written"):
         while done < len(data):
             done += os.pwrite(fd, data[done : done + _WRITE_BYTES], offset + done)
 
 
-def renameat2(parent: int, name: str, path: Path, flag: int) -> bool:
+def renameat2(parent: int, name: str, path: StoragePath, flag: int) -> bool:
     """Rename with a flag of Linux (renameat2); return whether the file system knows it."""
     import ctypes
 
@@ -187,6 +198,7 @@ def give_modes(new: int, older: int | None, common: Mode | None) -> None:
             with opened(name, fd, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC) as file:
                 old = None if older is None else mode_at(older, f"{above}/{name}", file)
                 give_mode(file, old or common)
+                os.fsync(file)
         give_mode(fd, None if older is None else mode_at(older, above, fd))
         sync(fd)
 

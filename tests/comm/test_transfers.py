@@ -9,9 +9,10 @@ import torch
 from shardspec.boxes import box_size, contains
 from shardspec.comm.cost import CostModel
 from shardspec.comm.curves import Link
-from shardspec.comm.routes import distance_on, exchange_routes, permute_routes, schedule_for
 from shardspec.comm.steps import AllGather, AllReduce, Exchange, Permute, Slice
+from shardspec.comm.transfers import distance_on, exchange_routes, permute_routes
 from shardspec.layout.layout import Layout
+from shardspec.layout.moving import transfers_of
 from shardspec.mesh.device_mesh import DeviceMesh
 from tests.conversions import plain_specs
 from tests.layout import formulas
@@ -123,7 +124,7 @@ def test_both_ends_agree(kind):
     before = Layout(CUBE, "[S012,R]", (8, 3), "int8")
     after = before.with_spec("[S201,R]")
     step = kind((0, 1, 2))
-    schedules = {id_: schedule_for(step, CUBE, id_, before.box, after.box) for id_ in CUBE.ids}
+    schedules = {id_: transfers_of(step, before, after).of(id_) for id_ in CUBE.ids}
     sent: dict[int, list[object]] = defaultdict(list)
     for device, schedule in schedules.items():
         for peer, box in schedule.outgoing:
@@ -137,11 +138,11 @@ def test_both_ends_agree(kind):
 def test_groups_send_in_the_order_of_the_mesh():
     before = Layout(SHUFFLED, "[R,S10]", (4, 12), "int8")
     after = before.with_spec("[R,R]")
-    gather = schedule_for(AllGather(1, (1, 0)), SHUFFLED, 3, before.box, after.box)
+    gather = transfers_of(AllGather(1, (1, 0)), before, after).of(3)
     assert [peer for peer, _ in gather.incoming] == [6, 1, 7, 0, 3, 2]
     assert sum(box_size(box) for _, box in gather.incoming) == 48
     assert gather.outgoing == [(peer, before.box(3)) for peer in (6, 1, 7, 0, 2)]
-    alone = schedule_for(Slice(0, (1,)), SHUFFLED, 3, after.box, after.with_spec("[S1,R]").box)
+    alone = transfers_of(Slice(0, (1,)), after, after.with_spec("[S1,R]")).of(3)
     assert [peer for peer, _ in alone.incoming] == [3]
-    reduced = schedule_for(AllReduce((0,), "sum"), SHUFFLED, 3, after.box, after.box)
+    reduced = transfers_of(AllReduce((0,), "sum"), after, after).of(3)
     assert reduced.incoming == [(1, ((0, 4), (0, 12))), (3, ((0, 4), (0, 12)))]

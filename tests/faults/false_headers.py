@@ -11,7 +11,7 @@ from tests.faults.checks import refused
 from tests.faults.harness import Case
 from tests.faults.samples import own, plain
 
-__all__ = ["lies"]
+__all__ = ["false_headers"]
 
 _Entries = dict[str, Any]
 _Text = Callable[[random.Random, _Entries, bytes], bytes]
@@ -242,7 +242,7 @@ def _stated(path: Path, text: bytes, data: bytes, length: int, place: Path) -> N
     refused(["merge", path, "-o", place / "out"], place, str(path))
 
 
-def lies(place: Path, whole: bool) -> Iterator[Case]:
+def false_headers(place: Path, whole: bool) -> Iterator[Case]:
     """Tell every kind of lie, of plain files and of files of a rank, with other numbers each."""
     rng = random.Random(4)
     single, sharded = plain(place / "single.safetensors"), own(place / "own")
