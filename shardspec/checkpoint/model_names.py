@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Final, Literal, TypeAlias
 
 from shardspec.checkpoint import catalog
+from shardspec.checkpoint.check_quantized import quantised_in
 from shardspec.checkpoint.choice import Choice, wanted_names
 from shardspec.checkpoint.mapped import Naming, through
 from shardspec.checkpoint.open import as_catalog
@@ -44,6 +45,7 @@ class ModelNames(Naming):
         """Return what the tensors of a checkpoint are called that are wanted."""
         with _about_input():
             names = _weights(wanted_names(source, choice))
+            _refuse_quantised(source, names)
             return recognise(self._model(), names, source.directory)
 
     def applied(
@@ -62,6 +64,7 @@ class ModelNames(Naming):
         if choice is not None:
             wanted &= {*wanted_names(source, choice)}
             extras = {name: value for name, value in extras.items() if choice.wants(name)}
+        _refuse_quantised(source, wanted)
         # What the user leaves behind counts as there.
         found = recognise(model, wanted, source.directory, behind={*weights} - wanted)
         for place in (found.format, self.names):
@@ -206,6 +209,16 @@ class Assembled(catalog.Catalog):
 def _weights(names: Iterable[str]) -> list[str]:
     """Return names without those of an optimizer's state."""
     return [name for name in names if not _OPTIMIZER.fullmatch(name)]
+
+
+def _refuse_quantised(source: catalog.Catalog, names: Collection[str]) -> None:
+    """Raise LayoutError if codes, or what gives them a meaning, are among the names."""
+    why = quantised_in(source).why
+    for name in sorted(why.keys() & {*names}):
+        raise LayoutError(
+            f"{source.directory}: {shown(name)} is quantised ({why[name]}), and the names of a "
+            "model are for its 16- or 32-bit weights; dequantise it with the tool that wrote it"
+        )
 
 
 def _check_copies(source: catalog.Catalog, model: Model, format: str, target: str) -> None:

@@ -145,8 +145,8 @@ def _write(
         # Of several processes the first one says it.
         silent = communicator is not None and 0 not in communicator.addressable
         if model is not None and not silent:
-            text = model.recognised(sources[0], Choice(**choice, drop=maps.drop)).text
-            say(f"note: {sources[0].directory}: has the names of {text}", err=True)
+            seen = model.recognised(sources[0], Choice(**choice, drop=maps.drop)).text
+            say(f"note: {sources[0].directory}: has the names of {seen}", err=True)
         with progress_bar(not (silent or as_json), title) as progress:
             report = convert(
                 *sources,

@@ -212,3 +212,14 @@ def test_loading_under_other_names(tmp_path):
     parts = [arrays[f"model.layers.0.mlp.{one}_proj.weight"] for one in ("gate", "up")]
     shard = found["model.layers.0.mlp.gate_up_proj.weight"].to_local(0)
     assert np.array_equal(shard.numpy(), np.concatenate(parts))
+
+
+def test_quantised_weights_are_refused_with_the_reason(tmp_path):
+    folder, arrays = saved(tmp_path / "hf", "qwen3")
+    name = "model.layers.0.self_attn.q_proj.weight"
+    codes = {name: arrays[name].astype(np.int8), f"{name}_scale_inv": np.ones((1, 1), np.float32)}
+    save_file(arrays | codes, folder / "model.safetensors")
+    for names in ("hf", "megatron", "fused"):
+        call = ("merge", folder, "-o", f"{tmp_path}/out/", "--model", folder, "--names", names)
+        assert "is quantised" in run(*call, code=3)
+    assert not (tmp_path / "out").exists()
