@@ -109,7 +109,7 @@ def model_of(family: Family, sizes: Mapping[str, object]) -> Model:
         return _partly(family, {**family.sizes, **given})
     if not 0 < count < 10**6:
         raise LayoutError(f"the config says that there are {count} layers; correct it")
-    sparse = moe_layers({**family.defaults, **given, **sizes}, count)
+    sparse = moe_layers({**known, **sizes}, count)
     kinds = {
         "": range(count),
         "moe": sparse,

@@ -229,3 +229,10 @@ def test_a_family_that_contradicts_itself_says_the_line():
         with pytest.raises(LayoutError, match=re.escape(says)):
             read_family(f"{head}{wrong}\n]", "x")
     assert read_family(f"{head}{row}\n]", "x").rows["layer"][-1].side == ("a.weight", "h")
+
+
+def test_layers_without_experts_are_those_that_the_defaults_say():
+    config = {n: v for n, v in HF["deepseek_v3"]["config"].items() if n != "first_k_dense_replace"}
+    names = model({**config, "num_hidden_layers": 4}).shapes()
+    dense = {layer for layer in range(4) if f"model.layers.{layer}.mlp.up_proj.weight" in names}
+    assert dense == {0, 1, 2}
