@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from shardspec.checkpoint.convert import merge as merge
     from shardspec.checkpoint.convert import reshard as reshard
     from shardspec.checkpoint.load import load_sharded as load_sharded
+    from shardspec.checkpoint.model_names import model_names as model_names
     from shardspec.checkpoint.plan import plan_reshard as plan_reshard
     from shardspec.checkpoint.save import save_sharded as save_sharded
     from shardspec.comm.communicator import SimulatedCommunicator as SimulatedCommunicator
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from shardspec.comm.process_group import ProcessGroupCommunicator as ProcessGroupCommunicator
     from shardspec.comm.process_group import init_device_mesh as init_device_mesh
     from shardspec.errors import ShardSpecError as ShardSpecError
+    from shardspec.families.layouts import model_layouts as model_layouts
     from shardspec.families.maps import load_map as load_map
     from shardspec.families.maps import map_chain as map_chain
     from shardspec.families.maps import shipped_maps as shipped_maps
@@ -51,6 +53,7 @@ if TYPE_CHECKING:
 _NAMES: Final = {
     "checkpoint.convert": ("merge", "reshard"),
     "checkpoint.load": ("load_sharded",),
+    "checkpoint.model_names": ("model_names",),
     "checkpoint.plan": ("plan_reshard",),
     "checkpoint.save": ("save_sharded",),
     "comm.communicator": ("SimulatedCommunicator",),
@@ -68,6 +71,7 @@ _NAMES: Final = {
     "resharding.maps": ("check_map",),
     "resharding.name_map": ("NameMap",),
     "resharding.plan": ("ReshardPlan", "reshard_state"),
+    "families.layouts": ("model_layouts",),
     "families.maps": ("load_map", "map_chain", "shipped_maps"),
     "resharding.trace": ("trace_map",),
     "tensor.dtensor": ("DTensor", "distribute_tensor"),

@@ -192,6 +192,10 @@ class Catalog:
     """Whether loading makes the state dict that was saved again: nested, and with plain values."""
     paths: Mapping[str, KeyPath] = MappingProxyType({})
     """The keys of tensors and values in a nested state dict, where their names are not the keys."""
+    described_in: StoragePath | None = None
+    """A directory with the model's config and tokenizer, if not the one of the checkpoint."""
+    filled: tuple[str, ...] = ()
+    """Names of the tensors that were taken from another checkpoint, since this one lacks them."""
     dropped: Mapping[str, tuple[int, ...]] = MappingProxyType({})
     """Shapes of tensors that it would have, had what they are made of not been left behind."""
 

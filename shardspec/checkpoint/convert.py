@@ -70,6 +70,8 @@ class WriteReport:
     """How many files of the output hold tensors: without an index and what was copied along."""
     not_copied: tuple[str, ...] = ()
     """Names of what lies there too and was not copied; a directory ends in a slash."""
+    filled: tuple[str, ...] = ()
+    """Names of the tensors that were taken from the checkpoint to fill from."""
     seconds: float = 0.0
     crc32: int | None = None
     """CRC-32 of all files in their order; None if it was not computed."""
@@ -121,6 +123,7 @@ class WriteReport:
             "left_out": list(self.left_out),
             "sidecars": list(self.sidecars),
             "not_copied": list(self.not_copied),
+            "filled": list(self.filled),
             "written": self.written,
             "sharding": {
                 name: {"rule": rule or None, "spec": spec}
@@ -363,6 +366,7 @@ def _converted(
             sidecars=target.sidecars,
             weight_files=len(target.files) - len(target.sidecars),
             not_copied=target.not_copied,
+            filled=source.filled,
             sharding=target.sharding if options.dry_run else {},
         )
         return source, target, destination, report

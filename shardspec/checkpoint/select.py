@@ -18,7 +18,7 @@ from shardspec.checkpoint.open import as_catalog
 from shardspec.checkpoint.sidecars import add_sidecars
 from shardspec.checkpoint.state_dict import unflatten
 from shardspec.checkpoint.targets import Carried, OutputTensor, Target
-from shardspec.dtypes import dtype_name, is_cast, is_floating, packed
+from shardspec.dtypes import dtype_name, is_cast, is_floating, keeps_dtype, packed
 from shardspec.errors import CheckpointError, DTypeError, LayoutError, ShardSpecError
 from shardspec.layout.layout import Layout, SpecLike
 from shardspec.layout.rules import Rules, match_rules, winning_patterns
@@ -54,7 +54,8 @@ def select(source: Catalog, choice: Choice) -> list[OutputTensor]:
     wanted = []
     for name in names:
         tensor = source.outline(name)
-        dtype = target if target and is_cast(tensor.dtype, target) else tensor.dtype
+        casts = target is not None and is_cast(tensor.dtype, target) and not keeps_dtype(name)
+        dtype = target if target and casts else tensor.dtype
         wanted.append(OutputTensor(renamed[name], name, tensor.shape, dtype))
     return sorted(wanted, key=lambda tensor: tensor.name)
 

@@ -1,12 +1,13 @@
 """Files beside the weights that tools need to load them: which go along into an output."""
 
+import json
 import re
 from collections.abc import Callable, Collection
 from typing import Final
 
 from shardspec.checkpoint.catalog import Catalog
 from shardspec.checkpoint.storage.path import StoragePath, file_inside
-from shardspec.checkpoint.targets import Target, copied_file
+from shardspec.checkpoint.targets import OutputFile, RawBytes, Target, copied_file
 from shardspec.errors import CheckpointError
 from shardspec.text import Argument
 
@@ -35,6 +36,8 @@ def add_sidecars(
     Into a directory go those that `sidecars` names; of what lies beside one file that is named
     itself, those of the model, if it is one.
     """
+    if source.described_in is not None:
+        return _with_config(source.described_in, target)
     directory = source.home
     there = frozenset(directory.names())
     alone = directory != source.directory
@@ -66,6 +69,38 @@ def add_sidecars(
     others = [] if alone else sorted(beside.difference(names))
     left = tuple(f"{name}/" if (directory / name).is_dir() else name for name in others)
     return target._replace(files=(*target.files, *files), sidecars=names, not_copied=left)
+
+
+def _with_config(directory: StoragePath, target: Target) -> Target:
+    """Return an output directory with a model's config and tokenizer, from where these are.
+
+    Where no weight is quantised, the config does not say so.
+    """
+    if not target.directory:
+        return target
+    names = model_sidecars(directory, directory.names())
+    taken = {file.name for file in target.files}
+    files = []
+    for name in sorted(names - taken):
+        path = file_inside(directory, name, directory)
+        file = copied_file(path, name)
+        if name == "config.json":
+            data = _plain_config(b"".join(raw.made() for raw in file.raw), target)
+            file = OutputFile(name, len(data), [RawBytes(0, data)], ())
+        files.append(file)
+    return target._replace(
+        files=(*target.files, *files), sidecars=tuple(file.name for file in files)
+    )
+
+
+def _plain_config(data: bytes, target: Target) -> bytes:
+    config = json.loads(data)
+    codes = (extent.tensor.dtype for file in target.files for extent in file.extents)
+    if not any(dtype.startswith(("float8", "uint8", "int8")) for dtype in codes):
+        for part in (config, config.get("text_config")):
+            if isinstance(part, dict) and part.pop("quantization_config", None) is not None:
+                data = json.dumps(config, indent=2).encode()
+    return data
 
 
 def model_sidecars(directory: StoragePath, names: Collection[str]) -> set[str]:

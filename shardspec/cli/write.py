@@ -12,6 +12,7 @@ import click
 
 from shardspec.checkpoint import convert as conversion
 from shardspec.checkpoint.agree import Processes
+from shardspec.checkpoint.choice import Choice
 from shardspec.checkpoint.convert import WriteReport
 from shardspec.checkpoint.format import Way
 from shardspec.checkpoint.formats.registry import (
@@ -38,7 +39,9 @@ from shardspec.text import (
 
 if TYPE_CHECKING:
     from shardspec.checkpoint.catalog import Catalog
+    from shardspec.checkpoint.model_names import ModelNames
     from shardspec.comm.communicator import Communicator
+    from shardspec.resharding.name_map import NameMap
 
 _SHOWN: Final = 3
 """Names of what was left out."""
@@ -157,22 +160,31 @@ def _write(
     source: ckpt.SourceOptions,
     choice: dict[str, Any],
     as_json: bool,
+    stacked: bool = False,
     **how: Any,  # noqa: ANN401  # as `merge` and `reshard` take it
 ) -> None:
     """Have a checkpoint written, with a bar while that takes time, and say what was written.
 
-    `convert` is given the checkpoints at `places`.
+    `convert` is given the checkpoints at `places`; `stacked` says that Megatron-core would stack
+    layers and experts in the output.
     """
     title = click.get_current_context().info_name or ""
     with _processes() as communicator:
         with Processes(communicator).failing_together():
-            names, sources = maps.read(), source.open(*places)
+            names: ModelNames | tuple[NameMap, ...] | None = maps.read() or None
+            sources = source.open(*places)
+            model = maps.of_model(sources[0].home, stacked=stacked)
+            if model is not None:
+                names = model
         # Of several processes the first one says it.
         silent = communicator is not None and 0 not in communicator.addressable
+        if model is not None and not silent:
+            seen = model.recognised(sources[0], Choice(**choice, drop=maps.drop)).text
+            say(f"note: {sources[0].directory}: has the names of {seen}", err=True)
         with progress_bar(not (silent or as_json), title) as progress:
             report = convert(
                 *sources,
-                names=names or None,
+                names=names,
                 drop=maps.drop,
                 progress=progress,
                 communicator=communicator,
@@ -215,6 +227,8 @@ def _report_text(report: WriteReport) -> str:
         rest = len(report.left_out) - _SHOWN
         more = f" and {rest} more" if rest > 0 else ""
         lines.append(f"not written (not tensors): {some}{more}; see 'shardspec inspect'")
+    if report.filled:
+        lines.append(f"taken from elsewhere: {', '.join(map(shown, report.filled))}")
     if report.not_copied:
         some = ", ".join(map(shown, report.not_copied[:_SHOWN_BESIDE]))
         rest = len(report.not_copied) - _SHOWN_BESIDE
@@ -293,7 +307,7 @@ def merge_command(
     convert = partial(
         conversion.merge, output=output, format=to, max_shard_bytes=limit, metadata=metadata
     )
-    _write(convert, checkpoint, **options)
+    _write(convert, checkpoint, stacked=to == "dcp", **options)
 
 
 @click.command(cls=opts.Command)
@@ -354,6 +368,9 @@ def reshard_command(
         whole_run != "" and any(given is not None for given in (mesh, like, rules)),
         f"{whole_run} is for any number of ranks; leave out --mesh, --rules, --rule and --like",
     )
+    alone = mesh is None and like is None and options["maps"].model is not None
+    if alone and not whole_run:
+        mesh = ((1,), None)
     one = (mesh is None) == (like is None)
     opts.refuse_if(not whole_run and one, "give either --mesh, with rules, or --like")
     opts.refuse_if(
@@ -373,6 +390,6 @@ def reshard_command(
             **more,
         )
 
-    _write(convert, checkpoint, like, **options)
-    if mesh is not None and not rules:
+    _write(convert, checkpoint, like, stacked=to == "dcp", **options)
+    if mesh is not None and not (rules or alone):
         say("note: no rules were given, so every tensor is replicated on every device", err=True)
