@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     from shardspec.checkpoint.convert import merge as merge
     from shardspec.checkpoint.convert import reshard as reshard
+    from shardspec.checkpoint.digest import digest as digest
     from shardspec.checkpoint.load import load_sharded as load_sharded
     from shardspec.checkpoint.plan import plan_reshard as plan_reshard
     from shardspec.checkpoint.save import save_sharded as save_sharded
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
     from shardspec.comm.curves import Link as Link
     from shardspec.comm.process_group import ProcessGroupCommunicator as ProcessGroupCommunicator
     from shardspec.comm.process_group import init_device_mesh as init_device_mesh
+    from shardspec.digests import Digests as Digests
+    from shardspec.digests import TensorDigest as TensorDigest
     from shardspec.errors import ShardSpecError as ShardSpecError
     from shardspec.layout.converter import LayoutConverter as LayoutConverter
     from shardspec.layout.layout import Layout as Layout
@@ -48,6 +51,7 @@ if TYPE_CHECKING:
 
 _NAMES: Final = {
     "checkpoint.convert": ("merge", "reshard"),
+    "checkpoint.digest": ("digest",),
     "checkpoint.load": ("load_sharded",),
     "checkpoint.plan": ("plan_reshard",),
     "checkpoint.save": ("save_sharded",),
@@ -55,6 +59,7 @@ _NAMES: Final = {
     "comm.cost": ("CostModel",),
     "comm.curves": ("Link",),
     "comm.process_group": ("ProcessGroupCommunicator", "init_device_mesh"),
+    "digests": ("Digests", "TensorDigest"),
     "errors": ("ShardSpecError",),
     "layout.converter": ("LayoutConverter",),
     "layout.layout": ("Layout", "match_rules"),

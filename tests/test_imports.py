@@ -20,6 +20,7 @@ LAYERS = [
     {"errors"},
     {"input_files"},
     {"boxes", "dtypes"},
+    {"digests"},
     {"mesh"},
     {"comm"},
     {"layout"},
