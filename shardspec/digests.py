@@ -8,6 +8,7 @@ of its place, so that gaps and overlaps show where all is zero.
 
 import hashlib
 import json
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -28,7 +29,7 @@ from shardspec.boxes import (
     slices_within,
 )
 from shardspec.dtypes import dtype_name, from_safetensors, item_bytes, to_safetensors
-from shardspec.errors import CheckpointError, LayoutError
+from shardspec.errors import CheckpointError, DTypeError, LayoutError
 from shardspec.text import counted, shown
 
 FORMAT: Final = "shardspec-digest-1"
@@ -42,6 +43,7 @@ _STEP_BYTES: Final = 1 << 18
 _CHUNK_BYTES: Final = 1 << 22
 """Of an array in memory: temporary copies are no larger."""
 _MASK: Final = 2**64 - 1
+_VALUE: Final = re.compile(f"[0-9a-f]{{{16 * LANES}}}")
 _COVER_BLOCK: Final = 4096
 """Indices of a dim whose keys are kept."""
 _TILE_BYTES: Final = 1024
@@ -145,6 +147,11 @@ class TensorDigest:
     def value(self) -> str:
         """The lanes, as 32 hexadecimal digits."""
         return "".join(f"{lane:016x}" for lane in self.sums[:LANES])
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the whole tensor."""
+        return prod(self.shape) * item_bytes(self.dtype)
 
     @property
     def complete(self) -> bool:
@@ -257,20 +264,15 @@ def digests_of_json(found: object, where: str) -> Digests:
     tensors = {}
     for name, entry in entries.items():
         said = entry if isinstance(entry, dict) else {}
-        code, shape, value = said.get("dtype"), said.get("shape"), said.get("value")
+        shape, value = said.get("shape"), said.get("value")
         sizes = isinstance(shape, list) and all(type(n) is int and 0 <= n < 2**63 for n in shape)
-        digits = (
-            isinstance(value, str)
-            and len(value) == 16 * LANES
-            and not value.strip("0123456789abcdef")
-        )
-        if not (isinstance(code, str) and sizes and digits and prod(shape) < 2**63):
-            raise wrong(
-                f"{shown(name)} has no dtype, shape and value of {16 * LANES} hexadecimal digits"
-            )
+        if not (isinstance(shape, list) and sizes and prod(shape) < 2**63):
+            raise wrong(f"{shown(name)} has no shape")
+        if not (isinstance(value, str) and _VALUE.fullmatch(value)):
+            raise wrong(f"{shown(name)} has no value of {16 * LANES} hexadecimal digits")
         try:
-            dtype = from_safetensors(code)
-        except TypeError as error:
+            dtype = from_safetensors(str(said.get("dtype")))
+        except DTypeError as error:
             raise wrong(f"{shown(name)}: {error}") from None
         lanes = [int(value[at : at + 16], 16) for at in range(0, 16 * LANES, 16)]
         cover = _cover(tuple((0, size) for size in shape), seed)
@@ -331,7 +333,7 @@ def _joined_from(shape: tuple[int, ...], width: int) -> int:
 
 def _outer(intervals: Box, sizes: Iterable[int]) -> _Words:
     """Return the row-major numbers of the elements of a box."""
-    numbers = np.zeros(1, np.uint64)
+    numbers: _Words = np.zeros(1, np.uint64)
     for (lo, hi), size in zip(intervals, sizes, strict=True):
         numbers = (numbers[:, None] * np.uint64(size) + np.arange(lo, hi, dtype=np.uint64)).ravel()
     return numbers
@@ -347,7 +349,8 @@ def _lanes(array: NDArray[np.generic], box: Box, shape: tuple[int, ...], seed: i
     if box_shape(box[dim + 1 :]) != inner:
         # Gaps between what it has of a row are filled with zeros, which add nothing.
         whole = np.zeros((*array.shape[: dim + 1], *inner), array.dtype)
-        whole[(..., *(slice(*side) for side in box[dim + 1 :]))] = array
+        rest = box[dim + 1 :]
+        whole[(..., *slices_within(rest, tuple((0, size) for size in inner)))] = array
         array = whole
     first, last = lo * size, hi * size
     part = array.reshape(len(rows), last - first)

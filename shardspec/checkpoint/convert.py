@@ -30,9 +30,10 @@ from shardspec.checkpoint.check_quantized import check_blocks
 from shardspec.checkpoint.choice import Choice, Patterns, Renames
 from shardspec.checkpoint.commit import Destination
 from shardspec.checkpoint.destination import check_destination
+from shardspec.checkpoint.digest import check_digests_file, write_digests
 from shardspec.checkpoint.mapped import Names, check_drop, mapped
 from shardspec.checkpoint.open import as_catalog
-from shardspec.checkpoint.output import DiskOutput, StoreOutput, WriteOptions
+from shardspec.checkpoint.output import DiskOutput, Output, StoreOutput, WriteOptions
 from shardspec.checkpoint.read_boxes import Progress, check_replicas, crc_text
 from shardspec.checkpoint.select import (
     carried_values,
@@ -45,6 +46,7 @@ from shardspec.checkpoint.select import (
 from shardspec.checkpoint.store import OpenFiles, RemotePath, as_path
 from shardspec.checkpoint.targets import OutputTensor, Target, add_sidecars
 from shardspec.comm.communicator import Communicator
+from shardspec.digests import Digests, TensorDigest
 from shardspec.dtypes import item_bytes
 from shardspec.errors import CheckpointError
 from shardspec.layout.layout import SpecLike
@@ -72,7 +74,7 @@ _CHOICE: Final[tuple[Part, ...]] = (
 _LaidOut: TypeAlias = tuple[Sequence[OutputTensor], Target]
 _LayOut: TypeAlias = Callable[[Catalog, str], _LaidOut]
 """Selects tensors of a catalog and lays out the files for them, given a text to name them by."""
-_Prepared: TypeAlias = "tuple[Catalog, Target, Destination, WriteReport]"
+_Prepared: TypeAlias = "tuple[Catalog, Sequence[OutputTensor], Target, Destination, WriteReport]"
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +106,8 @@ class WriteReport:
     """What a cast to another dtype did not keep; None if nothing was cast."""
     written: bool = False
     """False after a dry run."""
+    digests: Digests | None = None
+    """Those of the output's tensors, if they were wanted."""
 
     @property
     def read_files(self) -> int:
@@ -145,6 +149,7 @@ class WriteReport:
             "sidecars": list(self.sidecars),
             "not_copied": list(self.not_copied),
             "written": self.written,
+            "digest": None if self.digests is None else self.digests.value,
         }
 
 
@@ -169,6 +174,7 @@ def merge(
     sidecars: bool = True,
     progress: Progress | None = None,
     communicator: Communicator | None = None,
+    digests: Path | str | None = None,
 ) -> WriteReport:
     """Write the global tensors of a checkpoint into one file, or into files of a limited size.
 
@@ -226,6 +232,9 @@ def merge(
     communicator
         Whose processes share the work, as `ProcessGroupCommunicator.of(mesh)`; by default this one
         does it alone. All of them call this with the same arguments, on one file system or store.
+    digests
+        A file to write digests of the output's tensors to, as `digest` finds them; they are of the
+        bytes that are written anyway.
 
     Raises
     ------
@@ -258,7 +267,7 @@ def merge(
         return _merged(source, choice, place.name, chosen, max_shard_bytes, metadata)
 
     options = WriteOptions(
-        threads, strict_cast, overwrite, verify, dry_run, sidecars, progress, communicator
+        threads, strict_cast, overwrite, verify, dry_run, sidecars, progress, communicator, digests
     )
     return _converted(partial(_mapped, directory, names, given), place, chosen, lay_out, options)
 
@@ -286,6 +295,7 @@ def reshard(
     sidecars: bool = True,
     progress: Progress | None = None,
     communicator: Communicator | None = None,
+    digests: Path | str | None = None,
 ) -> WriteReport:
     """Write a checkpoint of any format as the ranks of a mesh would have saved it.
 
@@ -402,7 +412,15 @@ def reshard(
         return wanted, target._replace(carried=target.carried | kept.names)
 
     options = WriteOptions(
-        threads, strict_cast, overwrite, verify, dry_run, sidecars, progress, communicator
+        threads,
+        strict_cast,
+        overwrite,
+        verify,
+        dry_run,
+        sidecars,
+        progress,
+        communicator,
+        None if digests is None else as_path(digests),
     )
     opening = partial(_mapped, directory, names, given)
     return _converted(opening, as_path(output), chosen, lay_out, options)
@@ -533,6 +551,8 @@ def _converted(
         destination = Destination(output)
         if processes.rank == 0:
             destination = check_destination(output, source, target, options.overwrite)
+            if options.digests is not None:
+                check_digests_file(options.digests, output, overwrite=options.overwrite)
         reads = _check_tensors(source, tensors, options.verify, processes)
         report = WriteReport(
             path=output,
@@ -548,11 +568,11 @@ def _converted(
             sidecars=target.sidecars,
             not_copied=target.not_copied,
         )
-        return source, target, destination, report
+        return source, tensors, target, destination, report
 
     with processes.failing_together():
         save = processes.gather(os.urandom(8).hex())[0]
-        source, target, destination, report = processes.agree(lambda: prepared(save))
+        source, tensors, target, destination, report = processes.agree(lambda: prepared(save))
         if not options.dry_run:
             processes.check_same(lambda: _facts(source, target, report, options))
             kind = StoreOutput if isinstance(output, RemotePath) else DiskOutput
@@ -561,14 +581,36 @@ def _converted(
             crc = 0
             for _, num_bytes, value in written:
                 crc = int(crc32_combine(crc, value, num_bytes))
+            digests = None
+            if options.digests is not None:
+                digests = _digests(source, report.format, tensors, begun)
+                processes.agree(partial(_write_digests, digests, options, processes))
             report = replace(
                 report,
                 writes={name: num_bytes for name, num_bytes, _ in written},
                 crc32=crc if begun.digested else None,
                 cast_losses=begun.losses,
                 written=True,
+                digests=digests,
             )
     return replace(report, seconds=time.monotonic() - started)
+
+
+def _digests(
+    source: Catalog, format: str, tensors: Sequence[OutputTensor], output: Output
+) -> Digests:
+    """Return the digests of what was written; of tensors that share bytes, one was."""
+    same = tied(source, tensors) if format == "torch" else {}
+    found = {}
+    for tensor in tensors:
+        empty = TensorDigest(tensor.dtype, tensor.shape)
+        found[tensor.name] = output.tensor_digests.get(same.get(tensor.name, tensor.name), empty)
+    return Digests(found)
+
+
+def _write_digests(digests: Digests, options: WriteOptions, processes: Processes) -> None:
+    if options.digests is not None and processes.rank == 0:
+        write_digests(options.digests, digests, overwrite=options.overwrite)
 
 
 def _facts(

@@ -133,17 +133,17 @@ def _of_checkpoint(
     source: Catalog, choice: Choice, seed: int, progress: Progress | None
 ) -> Digests:
     wanted = select(source, choice) if source.names else []
-    total, done = sum(tensor.num_bytes for tensor in wanted), 0
-    for tensor in wanted:
-        require_finished(source.outline(tensor.source))
+    total, done = sum(one.num_bytes for one in wanted), 0
+    for one in wanted:
+        require_finished(source.outline(one.source))
     found: dict[str, TensorDigest] = {}
     buffers = Buffers()
     with OpenFiles() as files:
-        every = (source.tensor(tensor.source) for tensor in wanted)
+        every = (source.tensor(one.source) for one in wanted)
         ahead = (at for tensor in every for at in stretches(tensor, whole_box(tensor.shape)))
         files.will_read(source.directory, ahead)
-        for name, old, *_ in wanted:
-            tensor = source.tensor(old)
+        for one in wanted:
+            tensor = source.tensor(one.source)
             for group in check_tiling(tensor):
                 check_replicas(tensor, group, files, trust_digests=True)
             digested = TensorDigest(tensor.dtype, tensor.shape, seed=seed)
@@ -152,7 +152,7 @@ def _of_checkpoint(
                 done += len(block)
                 if progress is not None:
                     progress(done, total)
-            found[name] = digested
+            found[one.name] = digested
         source.check_unchanged()
     return Digests(found, seed)
 
@@ -217,6 +217,11 @@ def require_no_sums(layouts: Mapping[str, Layout]) -> None:
                 f"{name!r} is laid out as {layout.spec}, with a reduction pending, so it has no "
                 f"digest yet; finish it, with redistribute({str(layout.spec.without_partial())!r})"
             )
+
+
+def empty_digest(layout: Layout) -> TensorDigest:
+    """Return the digest of no element of a tensor."""
+    return TensorDigest(layout.dtype, layout.global_shape)
 
 
 def _target(

@@ -9,6 +9,7 @@ import re
 import stat
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -16,6 +17,13 @@ from shardspec.boxes import Box
 from shardspec.checkpoint import rank_state
 from shardspec.checkpoint.agree import agree
 from shardspec.checkpoint.commit import write_atomically
+from shardspec.checkpoint.digest import (
+    add_up,
+    check_digests_file,
+    empty_digest,
+    require_no_sums,
+    write_digests,
+)
 from shardspec.checkpoint.formats import native
 from shardspec.checkpoint.formats.names import INFO_NAME, NATIVE_SHARD
 from shardspec.checkpoint.formats.safetensors import read_header
@@ -25,6 +33,8 @@ from shardspec.checkpoint.read_boxes import crc32
 from shardspec.checkpoint.store import RemotePath, SourceFile, as_path, path_errors, reason
 from shardspec.checkpoint.targets import BoxEntry, FileEntry, OutputFile, OutputTensor, assign_boxes
 from shardspec.comm.communicator import Communicator
+from shardspec.digests import TensorDigest
+from shardspec.dtypes import item_bytes
 from shardspec.errors import CheckpointError, OutputExistsError
 from shardspec.text import Argument
 
@@ -38,6 +48,7 @@ def save_sharded(
     overwrite: bool = False,
     replicas: Replicas = "equal",
     communicator: Communicator | None = None,
+    digests: Path | str | None = None,
 ) -> None:
     """Write a checkpoint; every rank calls it with its shards of the same tensors.
 
@@ -65,9 +76,14 @@ def save_sharded(
     communicator
         Who the ranks are; by default that of the DTensors, and without any the running job, or
         this process alone.
+    digests
+        A file to write digests of all tensors to, as `digest` finds them; they are of the bytes
+        that are written anyway.
 
     Raises
     ------
+    LayoutError
+        With `digests`, if a reduction is pending.
     OutputExistsError
         On every rank, if the directory holds a finished save and `overwrite` is not set.
     CheckpointError
@@ -94,19 +110,20 @@ def save_sharded(
     chosen = communicator or rank_state.communicator_of_state(state_dict)
     if chosen.addressable:
         with chosen.telling():
-            _save(state_dict, directory, overwrite, replicas, chosen)
+            wanted = None if digests is None else as_path(digests)
+            _save(state_dict, as_path(directory), overwrite, replicas, chosen, wanted)
 
 
 def _save(
     state_dict: Mapping[str, Any],
-    directory: Path | str,
+    path: Path,
     overwrite: bool,
     replicas: Replicas,
     chosen: Communicator,
+    digests: Path | None,
 ) -> None:
     if replicas not in ("equal", "first"):
         raise CheckpointError(f"replicas is {replicas!r}; choose 'equal' or 'first'")
-    path = as_path(directory)
     mesh = chosen.mesh
     leader = mesh.ids[0] in chosen.addressable
 
@@ -114,6 +131,10 @@ def _save(
         found = rank_state.describe(state_dict, chosen)
         if leader and not overwrite:
             _check_free(path)
+        if digests is not None:
+            require_no_sums(found.layouts)
+            if leader:
+                check_digests_file(digests, None, overwrite=overwrite)
         return found
 
     what = agree(chosen, described)
@@ -129,10 +150,12 @@ def _save(
         # A device without boxes writes no file.
         mine = [rank for rank in chosen.addressable if boxes[rank]]
         names = [native.shard_name(rank, save) for rank in mine]
+        sums = {} if digests is None else {n: empty_digest(at) for n, at in what.layouts.items()}
         try:
             written = agree(
-                chosen, lambda: _write_shards(path, {r: boxes[r] for r in mine}, what, save)
+                chosen, lambda: _write_shards(path, {r: boxes[r] for r in mine}, what, save, sums)
             )
+            found = None if digests is None else add_up(sums, chosen)
             gathered = chosen.gather({rank: written.get(rank) for rank in chosen.addressable})
             files = tuple(file for rank in mesh.ids if (file := gathered[rank]) is not None)
             flat = what.flat
@@ -141,6 +164,9 @@ def _save(
             _remove(path, names)
             raise
         try:
+            if digests is not None and found is not None:
+                write = partial(write_digests, digests, found, overwrite=overwrite)
+                agree(chosen, lambda: write() if leader else None)
             older = agree(chosen, lambda: _publish(path, info) if leader else [])
         except CheckpointError:  # other errors may come when it is published
             _remove(path, names)
@@ -188,9 +214,16 @@ def _claim(path: Path, overwrite: bool, held: ExitStack) -> bool:
 
 
 def _write_shards(
-    path: Path, boxes: Mapping[int, Sequence[BoxEntry]], what: Described, save: str
+    path: Path,
+    boxes: Mapping[int, Sequence[BoxEntry]],
+    what: Described,
+    save: str,
+    sums: dict[str, TensorDigest],
 ) -> dict[int, FileEntry]:
-    """Write the files of this process; return their boxes, each with its CRC-32, by rank."""
+    """Write the files of this process; return their boxes, each with its CRC-32, by rank.
+
+    Digests of what is written are added to `sums`, where tensors have any there.
+    """
     # Made by the first rank; asking again makes a network file system look.
     _make_directory(path)
     tensors = {
@@ -200,7 +233,7 @@ def _write_shards(
     written = {}
     for rank, entries in boxes.items():
         file, crcs = native.shard_file(tensors, entries, rank, save), dict[tuple[str, Box], int]()
-        pieces = _pieces(file, rank, what, crcs)
+        pieces = _pieces(file, rank, what, crcs, sums)
         place = path / file.name
         write_atomically(place, file.num_bytes, pieces, overwrite=False, mode_of=INFO_NAME)
         stored = [entry._replace(crc32=crcs[entry.tensor, entry.box]) for entry in entries]
@@ -209,14 +242,22 @@ def _write_shards(
 
 
 def _pieces(
-    file: OutputFile, rank: int, what: Described, crcs: dict[tuple[str, Box], int]
+    file: OutputFile,
+    rank: int,
+    what: Described,
+    crcs: dict[tuple[str, Box], int],
+    sums: dict[str, TensorDigest],
 ) -> Iterator[bytes | memoryview]:
     """Yield the bytes of a file, and note the CRC-32 of each of its boxes."""
     yield from (raw.made() for raw in file.raw)
     for tensor, box, _ in file.extents:
-        crc = 0
+        crc = at = 0
         for piece in what.bytes_of(tensor.name, rank, box):
             crc = crc32(piece, crc)
+            if tensor.name in sums:
+                start = at // item_bytes(tensor.dtype)
+                sums[tensor.name] = sums[tensor.name].with_bytes(piece, box, start)
+            at += len(piece)
             yield piece
         crcs[tensor.name, box] = crc
 

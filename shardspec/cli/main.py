@@ -35,6 +35,7 @@ _COMMANDS: Final[Mapping[str, tuple[str, str]]] = {
     "inspect": ("inspect", "Show mesh, tensors, specs and sizes of a checkpoint."),
     "verify": ("inspect", "Check that a checkpoint is complete and as it was saved."),
     "diff": ("inspect", "Compare two checkpoints tensor by tensor."),
+    "digest": ("digest", "Digest tensors, however they are sharded and stored."),
     "merge": ("write", "Write the global tensors of a checkpoint into files."),
     "reshard": ("write", "Write a checkpoint as another mesh would have saved it."),
     "check-map": ("maps", "Check that a name map writes every target element exactly once."),

@@ -90,6 +90,11 @@ _write_options: Final = opts.stacked(
         "sidecars",
         "Do not copy the files next to the weights, such as config.json and a tokenizer.",
     ),
+    click.option(
+        "--digests",
+        type=opts.FILE,
+        help="Write digests of OUT's tensors to this file, for 'shardspec verify --digests'.",
+    ),
     opts.json_option("Print what was written as JSON."),
     click.option("--quiet", is_flag=True, help="Print nothing but errors."),
 )
@@ -160,6 +165,8 @@ def _report_text(report: WriteReport) -> str:
     if report.written:
         rate = rate_text(report.num_bytes / max(report.seconds, 1e-9))
         digest = "" if report.crc32 is None else f", CRC-32 {report.crc32:08x}"
+        if report.digests is not None:
+            digest += f", digest {report.digests.value}"
         did = f"{what} in {seconds_text(report.seconds)} ({rate}){digest}"
     else:
         did = (
