@@ -54,6 +54,7 @@ WITH_TENSORS = {
     "shardspec.resharding.execute",
     "shardspec.resharding.given",
     "shardspec.resharding.memory",
+    "shardspec.resharding.receipts",
     "shardspec.resharding.trace",
     "shardspec.tensor.shards",
     "shardspec.tensor.redistribute",

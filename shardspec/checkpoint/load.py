@@ -282,11 +282,22 @@ class LoadPlan(ReshardPlan):
     names: NameMap | None = field(default=None, compare=False)
     """By which map, if by one."""
 
-    def run(
-        self, state: Mapping[str, object], out: Mapping[str, object] | None = None
+    def run(  # type: ignore[override]  # what is read has digests of its own, and no receipt
+        self,
+        state: Mapping[str, object],
+        out: Mapping[str, object] | None = None,
+        *,
+        receipt: bool = False,
+        version: int | None = None,
     ) -> dict[str, Any]:
         """Read what the plan says; see `ReshardPlan.run`."""
         from shardspec.comm.process_group import communicator_of
+
+        if receipt or version is not None:
+            raise LayoutError(
+                f"the source of this plan is the checkpoint {self.checkpoint}, which sends no "
+                "receipt; compare digest(out) with the digests of the checkpoint"
+            )
 
         layouts = {move.target_name: move.target for move in self.moves}
         given: Mapping[str, object] | None = None

@@ -145,6 +145,7 @@ class Output(ABC):
         self.options, self.processes = options, processes
         self.digested = options.verify or target.digested
         """Whether the CRC-32 of what is written is computed."""
+        self._digesting = options.digests is not None or source.wants_digests
         self.losses: CastLosses | None = None
         self.tensor_digests: dict[str, TensorDigest] = {}
         """Of what was written, if they are wanted."""
@@ -229,6 +230,8 @@ class Output(ABC):
                 self._complete(number)
             written.append((name, num_bytes, self._file_crcs[name]))
         self.source.check_unchanged()
+        if self.source.wants_digests:
+            self.source.check_written(self.tensor_digests)
         if self.target.listing is not None:
             written.append(self._write_listing(*self.target.listing))
         return written
@@ -289,7 +292,7 @@ class Output(ABC):
             new = Checks(stored, distinct(stored))
             checks = self._checks.setdefault(tensor.source, new)
         casts = is_cast(stored.dtype, tensor.dtype)
-        digested = TensorDigest(tensor.dtype, tensor.shape) if self.options.digests else None
+        digested = TensorDigest(tensor.dtype, tensor.shape) if self._digesting else None
         crc = done = 0
         for block, known in read_box(stored, box, files, buffers, checks):
             data = self._cast(block, stored.dtype, tensor.dtype, tensor.name) if casts else block
