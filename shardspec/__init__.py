@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     from shardspec.checkpoint.convert import merge as merge
     from shardspec.checkpoint.convert import reshard as reshard
+    from shardspec.checkpoint.delta import apply_delta as apply_delta
+    from shardspec.checkpoint.delta import delta as delta
     from shardspec.checkpoint.digest import digest as digest
     from shardspec.checkpoint.load import load_sharded as load_sharded
     from shardspec.checkpoint.plan import plan_reshard as plan_reshard
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
     from shardspec.resharding.name_map import NameMap as NameMap
     from shardspec.resharding.plan import ReshardPlan as ReshardPlan
     from shardspec.resharding.plan import reshard_state as reshard_state
+    from shardspec.resharding.receipts import Receipt as Receipt
     from shardspec.resharding.shipped import load_map as load_map
     from shardspec.resharding.shipped import map_chain as map_chain
     from shardspec.resharding.shipped import shipped_maps as shipped_maps
@@ -51,6 +54,7 @@ if TYPE_CHECKING:
 
 _NAMES: Final = {
     "checkpoint.convert": ("merge", "reshard"),
+    "checkpoint.delta": ("apply_delta", "delta"),
     "checkpoint.digest": ("digest",),
     "checkpoint.load": ("load_sharded",),
     "checkpoint.plan": ("plan_reshard",),
@@ -70,6 +74,7 @@ _NAMES: Final = {
     "resharding.maps": ("check_map",),
     "resharding.name_map": ("NameMap",),
     "resharding.plan": ("ReshardPlan", "reshard_state"),
+    "resharding.receipts": ("Receipt",),
     "resharding.shipped": ("load_map", "map_chain", "shipped_maps"),
     "resharding.trace": ("trace_map",),
     "tensor.dtensor": ("DTensor", "distribute_tensor"),

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
 from math import prod
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -333,9 +333,10 @@ def _joined_from(shape: tuple[int, ...], width: int) -> int:
 
 def _outer(intervals: Box, sizes: Iterable[int]) -> _Words:
     """Return the row-major numbers of the elements of a box."""
-    numbers: _Words = np.zeros(1, np.uint64)
+    numbers: _Words = np.array([0], np.uint64)
     for (lo, hi), size in zip(intervals, sizes, strict=True):
-        numbers = (numbers[:, None] * np.uint64(size) + np.arange(lo, hi, dtype=np.uint64)).ravel()
+        inner = np.arange(lo, hi, dtype=np.uint64)
+        numbers = np.add.outer(numbers * np.uint64(size), inner).ravel()
     return numbers
 
 
@@ -350,7 +351,8 @@ def _lanes(array: NDArray[np.generic], box: Box, shape: tuple[int, ...], seed: i
         # Gaps between what it has of a row are filled with zeros, which add nothing.
         whole = np.zeros((*array.shape[: dim + 1], *inner), array.dtype)
         rest = box[dim + 1 :]
-        whole[(..., *slices_within(rest, tuple((0, size) for size in inner)))] = array
+        held: Any = (..., *slices_within(rest, tuple((0, size) for size in inner)))
+        whole[held] = array
         array = whole
     first, last = lo * size, hi * size
     part = array.reshape(len(rows), last - first)

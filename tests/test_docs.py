@@ -23,6 +23,8 @@ RUN = (
     "notation",
     "plans",
     "cost-queries",
+    "deltas",
+    "digest",
     "jobs",
     "models",
     "explore",

@@ -266,8 +266,9 @@ def merge(
     def lay_out(source: Catalog, _: str) -> _LaidOut:
         return _merged(source, choice, place.name, chosen, max_shard_bytes, metadata)
 
+    file = None if digests is None else as_path(digests)
     options = WriteOptions(
-        threads, strict_cast, overwrite, verify, dry_run, sidecars, progress, communicator, digests
+        threads, strict_cast, overwrite, verify, dry_run, sidecars, progress, communicator, file
     )
     return _converted(partial(_mapped, directory, names, given), place, chosen, lay_out, options)
 

@@ -11,7 +11,7 @@ import json
 import os
 import struct
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Final, Literal, TypeAlias
 
@@ -62,6 +62,10 @@ class DeltaReport:
     """Of the frames."""
     digest: str
     """Of the new state."""
+
+    def to_json(self) -> dict[str, object]:
+        """Return the report as plain values."""
+        return {**asdict(self), "path": str(self.path)}
 
 
 def delta(
@@ -187,11 +191,16 @@ def apply_delta(
 
     Examples
     --------
-    See `delta`.
-
-    >>> apply_delta("base", "one", "out")  # doctest: +IGNORE_EXCEPTION_DETAIL
-    Traceback (most recent call last):
-    CheckpointError: ...
+    >>> import tempfile, torch
+    >>> from shardspec import digest, save_sharded
+    >>> place = Path(tempfile.mkdtemp())
+    >>> for version in range(3):
+    ...     save_sharded({"w": torch.arange(100.0) + version}, place / f"v{version}")
+    >>> first = delta(place / "v0", place / "v1", place / "weight_v000001", version=1)
+    >>> second = delta(place / "v1", place / "v2", place / "weight_v000002", version=2)
+    >>> report = apply_delta(place / "v0", [first.path, second.path], place / "out")
+    >>> digest(place / "out") == digest(place / "v2")
+    True
     """
     place = as_path(output)
     return merge(

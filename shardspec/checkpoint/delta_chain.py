@@ -49,10 +49,7 @@ def read_delta(place: Path) -> _Delta:
             raise CheckpointError(
                 f"{index}: has {key} {shown(given)}, but {' and '.join(known)} is read"
             )
-    versions = [about.get(key) for key in ("version", "base_version")]
-    if not all(isinstance(one, str | int) and not isinstance(one, bool) for one in versions):
-        raise CheckpointError(f"{index}: has no version and base_version; publish it again")
-    version, base = (str(int(v)) if _NUMBER.fullmatch(str(v)) else str(v) for v in versions)
+    version, base = (_version(about.get(key), index) for key in ("version", "base_version"))
     checksum = checked(about.get("checksum_format"), str, index, "checksum_format")
     digits = len(new_hash(checksum, index).hexdigest())
     homes = checked(stated.get("weight_map"), dict, index, "weight_map")
@@ -88,9 +85,22 @@ def read_delta(place: Path) -> _Delta:
             found[entry.name] = Patch(
                 file.path, entry.offset, entry.num_bytes, encoding, checksum, value
             )
-    digests = [about.get(key) for key in ("digest", "base_digest")]
-    said = [one if isinstance(one, str) else None for one in digests]
-    return _Delta(place, version, base, *said, found)
+    own, of_base = (about.get(key) for key in ("digest", "base_digest"))
+    return _Delta(
+        place,
+        version,
+        base,
+        own if isinstance(own, str) else None,
+        of_base if isinstance(of_base, str) else None,
+        found,
+    )
+
+
+def _version(stated: object, index: Path) -> str:
+    """Return a version; numbers are the same however many zeros lead them."""
+    if not isinstance(stated, str | int) or isinstance(stated, bool):
+        raise CheckpointError(f"{index}: has no version and base_version; publish it again")
+    return str(int(stated)) if _NUMBER.fullmatch(str(stated)) else str(stated)
 
 
 def with_deltas(base: Catalog, deltas: Sequence[Path | str]) -> Catalog:

@@ -127,7 +127,7 @@ class _Frame:
 
     def fill(self, room: NDArray[np.uint8]) -> NDArray[np.uint8]:
         """Fill memory with the next bytes."""
-        at, view = 0, memoryview(room)
+        at, view = 0, room.data
         try:
             while at < len(room):
                 count = self._reader.readinto(view[at:])

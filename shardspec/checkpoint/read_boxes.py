@@ -292,7 +292,7 @@ def _read_patched(
         if shared != box:
             numbers = np.frombuffer(block, f"u{width}").reshape(box_shape(box))
             inside = numbers[slices_within(shared, box)]
-            block = memoryview(np.ascontiguousarray(inside).reshape(-1).view(np.uint8))
+            block = np.ascontiguousarray(inside).reshape(-1).view(np.uint8).data
         if out is not None:
             out[done : done + len(block)] = block
             block = out[done : done + len(block)]

@@ -36,6 +36,8 @@ _COMMANDS: Final[Mapping[str, tuple[str, str]]] = {
     "verify": ("inspect", "Check that a checkpoint is complete and as it was saved."),
     "diff": ("inspect", "Compare two checkpoints tensor by tensor."),
     "digest": ("digest", "Digest tensors, however they are sharded and stored."),
+    "delta": ("delta", "Write what changed from one checkpoint to the next."),
+    "apply": ("delta", "Write a checkpoint with deltas on it."),
     "merge": ("write", "Write the global tensors of a checkpoint into files."),
     "reshard": ("write", "Write a checkpoint as another mesh would have saved it."),
     "check-map": ("maps", "Check that a name map writes every target element exactly once."),

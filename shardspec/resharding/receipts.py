@@ -6,7 +6,7 @@ adds up to digests of whole tensors, and so tells replicas apart that differ.
 """
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
@@ -147,10 +147,10 @@ class _Ends:
                     known[key] = self._sum(place, parts)
                 _add_to(self.left.setdefault(pair, {}), place, known[key])
             if receiver == self.device:
-                parts = list(self._parts(one.target[place], place, copy.box, of_source=False))
-                digest = self._sum(place, iter(parts))
+                here = list(self._parts(one.target[place], place, copy.box, of_source=False))
+                digest = self._sum(place, here)
                 _add_to(self.arrived.setdefault(pair, {}), place, digest)
-                self._arrived(place, parts, digest)
+                self._arrived(place, here, digest)
 
     def _arrived(
         self, place: int, parts: list[tuple[torch.Tensor, Box]], digest: TensorDigest
@@ -180,7 +180,7 @@ class _Ends:
         for part, by, before in parts_of_view(view.target, box, steps):
             yield shard.as_strided(box_shape(part), by, shard.storage_offset() + at + before), part
 
-    def _sum(self, place: int, parts: Iterator[tuple[torch.Tensor, Box]]) -> TensorDigest:
+    def _sum(self, place: int, parts: Iterable[tuple[torch.Tensor, Box]]) -> TensorDigest:
         move = self.plan.moves[place]
         dtype = torch_dtype(move.wire_dtype)
         found = TensorDigest(move.wire_dtype, move.target.global_shape)
