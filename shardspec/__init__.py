@@ -7,6 +7,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
+    from shardspec.checkpoint.background import PendingSave as PendingSave
     from shardspec.checkpoint.convert import merge as merge
     from shardspec.checkpoint.convert import reshard as reshard
     from shardspec.checkpoint.delta import apply_delta as apply_delta
@@ -53,6 +54,7 @@ if TYPE_CHECKING:
     from shardspec.tracing import trace as trace
 
 _NAMES: Final = {
+    "checkpoint.background": ("PendingSave",),
     "checkpoint.convert": ("merge", "reshard"),
     "checkpoint.delta": ("apply_delta", "delta"),
     "checkpoint.digest": ("digest",),

@@ -9,7 +9,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 # Installed by those who need them.
-OPTIONAL = {"torch", "fsspec"}
+OPTIONAL = {"torch", "fsspec", "xxhash", "zstandard"}
 
 
 def options():

@@ -11,11 +11,12 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Literal, NamedTuple, overload
 
 from shardspec.boxes import Box
 from shardspec.checkpoint import rank_state
 from shardspec.checkpoint.agree import agree
+from shardspec.checkpoint.background import PendingSave, StoreCommunicator, copied
 from shardspec.checkpoint.commit import write_atomically
 from shardspec.checkpoint.digest import (
     add_up,
@@ -41,6 +42,7 @@ from shardspec.text import Argument
 _TEMPORARY: Final = re.compile(r"\.shardspec-save-[0-9a-f]{16}\.tmp")
 
 
+@overload
 def save_sharded(
     state_dict: Mapping[str, Any],
     directory: Path | str,
@@ -49,7 +51,29 @@ def save_sharded(
     replicas: Replicas = "equal",
     communicator: Communicator | None = None,
     digests: Path | str | None = None,
-) -> None:
+    asynchronous: Literal[False] = False,
+) -> None: ...
+@overload
+def save_sharded(
+    state_dict: Mapping[str, Any],
+    directory: Path | str,
+    *,
+    overwrite: bool = False,
+    replicas: Replicas = "equal",
+    communicator: Communicator | None = None,
+    digests: Path | str | None = None,
+    asynchronous: Literal[True],
+) -> PendingSave: ...
+def save_sharded(
+    state_dict: Mapping[str, Any],
+    directory: Path | str,
+    *,
+    overwrite: bool = False,
+    replicas: Replicas = "equal",
+    communicator: Communicator | None = None,
+    digests: Path | str | None = None,
+    asynchronous: bool = False,
+) -> PendingSave | None:
     """Write a checkpoint; every rank calls it with its shards of the same tensors.
 
     Each rank writes one file with its boxes; a box that several ranks hold is written by one of
@@ -79,6 +103,15 @@ def save_sharded(
     digests
         A file to write digests of all tensors to, as `digest` finds them; they are of the bytes
         that are written anyway.
+    asynchronous
+        Copy everything into memory, return a `PendingSave`, and write in the background. Nothing
+        counts as saved until all ranks have written. The next save waits for this one, and raises
+        its error if there was one.
+
+    Returns
+    -------
+    PendingSave or None
+        With `asynchronous`, what to wait for.
 
     Raises
     ------
@@ -108,38 +141,54 @@ def save_sharded(
     7
     """
     chosen = communicator or rank_state.communicator_of_state(state_dict)
-    if chosen.addressable:
-        with chosen.telling():
-            wanted = None if digests is None else as_path(digests)
-            _save(state_dict, as_path(directory), overwrite, replicas, chosen, wanted)
-
-
-def _save(
-    state_dict: Mapping[str, Any],
-    path: Path,
-    overwrite: bool,
-    replicas: Replicas,
-    chosen: Communicator,
-    digests: Path | None,
-) -> None:
-    if replicas not in ("equal", "first"):
-        raise CheckpointError(f"replicas is {replicas!r}; choose 'equal' or 'first'")
-    mesh = chosen.mesh
+    if not chosen.addressable:
+        return PendingSave() if asynchronous else None
+    place, mesh = as_path(directory), chosen.mesh
+    to = _To(place, overwrite, replicas, None if digests is None else as_path(digests))
     leader = mesh.ids[0] in chosen.addressable
 
     def described() -> Described:
         found = rank_state.describe(state_dict, chosen)
         if leader and not overwrite:
-            _check_free(path)
-        if digests is not None:
+            _check_free(place)
+        if to.digests is not None:
             require_no_sums(found.layouts)
             if leader:
-                check_digests_file(digests, None, overwrite=overwrite)
+                check_digests_file(to.digests, None, overwrite=overwrite)
         return found
 
-    what = agree(chosen, described)
-    tokens = chosen.gather(dict.fromkeys(chosen.addressable, os.urandom(8).hex()))
-    save = tokens[mesh.ids[0]]
+    with chosen.telling():
+        if replicas not in ("equal", "first"):
+            raise CheckpointError(f"replicas is {replicas!r}; choose 'equal' or 'first'")
+        before, chosen.pending = chosen.pending, None
+        if before is not None:
+            before.wait()
+        what = agree(chosen, described)
+        tokens = chosen.gather(dict.fromkeys(chosen.addressable, os.urandom(8).hex()))
+        save = tokens[mesh.ids[0]]
+        if not asynchronous:
+            _save(what, to, save, chosen)
+            return None
+        what = agree(chosen, lambda: copied(what))
+        alone = set(chosen.addressable) == set(mesh.ids)
+        talking = chosen if alone else StoreCommunicator(chosen, save)
+        chosen.pending = pending = PendingSave(lambda: _save(what, to, save, talking))
+        return pending
+
+
+class _To(NamedTuple):
+    """Where and how a state dict is saved."""
+
+    path: Path
+    overwrite: bool
+    replicas: Replicas
+    digests: Path | None
+
+
+def _save(what: Described, to: _To, save: str, chosen: Communicator) -> None:
+    path, overwrite, replicas, digests = to
+    mesh = chosen.mesh
+    leader = mesh.ids[0] in chosen.addressable
     rank_state.check_same_state(what, chosen, replicas)
     if replicas == "equal":
         rank_state.check_replicas_of_ranks(what, chosen)

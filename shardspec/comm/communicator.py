@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from shardspec.boxes import box_shape, slices_within
 from shardspec.comm.routes import BoxOf, schedule_for
@@ -16,6 +16,13 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
+class Waiting(Protocol):
+    """What goes on in the background."""
+
+    def wait(self) -> None:
+        """Return when it has ended; raise its error if there was one."""
+
+
 class Communicator(ABC):
     """Runs steps on the shards of the devices that this process holds, the `addressable` ones.
 
@@ -26,6 +33,8 @@ class Communicator(ABC):
     def __init__(self, mesh: DeviceMesh) -> None:
         self.mesh = mesh
         """The devices among which data moves."""
+        self.pending: Waiting | None = None
+        """A save that goes on in the background; the next one waits for it."""
 
     @property
     @abstractmethod
