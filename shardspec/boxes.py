@@ -28,7 +28,10 @@ def box_shape(box: Box) -> tuple[int, ...]:
 
 def box_size(box: Box) -> int:
     """Return how many elements a box holds."""
-    return prod(hi - lo for lo, hi in box)
+    size = 1
+    for lo, hi in box:
+        size *= hi - lo
+    return size
 
 
 def chunks(box: Box, most: int) -> Iterator[Box]:

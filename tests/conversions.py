@@ -18,6 +18,7 @@ from shardspec.comm.communicator import Communicator
 from shardspec.comm.steps import Exchange, Permute, ReduceOp, Step
 from shardspec.layout.graph import spec_of, state_of, successors
 from shardspec.layout.layout import Layout
+from shardspec.layout.moving import transfers_of
 from shardspec.layout.spec import ShardingSpec
 from shardspec.mesh.device_mesh import Axis
 
@@ -213,7 +214,7 @@ def run_moves(
         if with_gaps:
             given = {device: strided(shard) for device, shard in given.items()}
         kept = {device: shard.clone() for device, shard in given.items()}
-        results = communicator.run(move.step, given, before.box, after.box)
+        results = communicator.run(transfers_of(move.step, before, after), given)
         expected = reduced(stack, before.spec, after.spec)
         problems = set()
         if tuple(results) != communicator.addressable:

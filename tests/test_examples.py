@@ -31,6 +31,7 @@ JOBS = {
         EXAMPLES / "real_processes.py",
         EXAMPLES / "auto_parallel.py",
         EXAMPLES / "train_save_merge.py",
+        EXAMPLES / "pull_send_receive.py",
     ),
     6: (EXAMPLES / "other_meshes.py", EXAMPLES / "weight_sync.py"),
     8: (EXAMPLES / "dtensor_tour.py", EXAMPLES / "hsdp.py"),
@@ -80,7 +81,7 @@ def squeezed(text):
 def test_all_examples_are_tried_here():
     tried = Path(__file__).read_text("utf-8")
     names = [path.name for path in sorted(EXAMPLES.glob("*.py"))]
-    assert len(names) == 13
+    assert len(names) == 15
     for name in names:
         assert f'EXAMPLES / "{name}"' in tried, name
 
@@ -123,6 +124,23 @@ def test_save_and_merge(tmp_path):
         "equal:  True\n"
     )
     assert list(tmp_path.iterdir()) == []
+
+
+def test_pull_mapped_files(tmp_path):
+    assert run(EXAMPLES / "pull_mapped_files.py", cwd=tmp_path) == (
+        "device 4: 6 rows, 12288 bytes, same as the plan: True\n"
+        "device 5: 6 rows, 12288 bytes, same as the plan: True\n"
+    )
+
+
+@pytest.mark.dist
+def test_pull_send_receive(printed):
+    assert sorted(printed("pull_send_receive.py", 4).splitlines()) == [
+        "rank 2: down (8, 6), as it should be: True",
+        "rank 2: up (6, 5), as it should be: True",
+        "rank 3: down (8, 6), as it should be: True",
+        "rank 3: up (6, 5), as it should be: True",
+    ]
 
 
 @pytest.mark.dist

@@ -143,6 +143,7 @@ class StoreCommunicator(Communicator):
         content: bytes,  # noqa: ARG002
         device: str,
         meshes: Iterable[DeviceMesh] = (),  # noqa: ARG002
-    ) -> AbstractContextManager[str]:
+        values: Mapping[int, T] | None = None,
+    ) -> AbstractContextManager[tuple[str, Mapping[int, T]]]:
         """Convert nothing."""
-        return nullcontext(device)
+        return nullcontext((device, values or {}))

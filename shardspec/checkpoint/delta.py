@@ -8,27 +8,26 @@ it: digests of the base, and of what the delta makes of it.
 """
 
 import json
-import os
 import struct
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import Final, Literal, TypeAlias
+from pathlib import PurePath
+from typing import Any, Final, Literal, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from shardspec.checkpoint.catalog import Catalog, StoredTensor, check_tiling, whole_box
 from shardspec.checkpoint.checksums import Hash, extra, new_hash
-from shardspec.checkpoint.commit import staged_output
 from shardspec.checkpoint.convert import WriteReport, merge
 from shardspec.checkpoint.delta_chain import INDEX_NAME, with_deltas
 from shardspec.checkpoint.destination import check_destination
-from shardspec.checkpoint.local import NEW_FILE, open_below, write_all
 from shardspec.checkpoint.mapped import require_finished
 from shardspec.checkpoint.open import as_catalog
 from shardspec.checkpoint.read_boxes import Buffers, Checks, Progress, read_box
-from shardspec.checkpoint.store import OpenFiles, RemotePath, as_path, path_errors
+from shardspec.checkpoint.storage.from_text import storage_path
+from shardspec.checkpoint.storage.path import Staging, StoragePath, WriteAt
+from shardspec.checkpoint.storage.reading import OpenFiles
 from shardspec.checkpoint.targets import Target
 from shardspec.digests import Digests, TensorDigest
 from shardspec.dtypes import item_bytes
@@ -49,7 +48,7 @@ _MOST_POSITIONS: Final = 1 << 32
 class DeltaReport:
     """What was written."""
 
-    path: Path
+    path: PurePath
     tensors: int
     """Of the checkpoint."""
     changed: int
@@ -69,9 +68,9 @@ class DeltaReport:
 
 
 def delta(
-    base: Path | str | Catalog,
-    new: Path | str | Catalog,
-    output: Path | str,
+    base: PurePath | str | Catalog,
+    new: PurePath | str | Catalog,
+    output: PurePath | str,
     *,
     version: int,
     base_version: int | None = None,
@@ -109,6 +108,7 @@ def delta(
     --------
     >>> import tempfile, torch
     >>> from shardspec import apply_delta, digest, save_sharded
+    >>> from pathlib import Path
     >>> place = Path(tempfile.mkdtemp())
     >>> w = torch.arange(1000.0)
     >>> save_sharded({"w": w, "b": w}, place / "base")
@@ -120,7 +120,7 @@ def delta(
     >>> digest(place / "applied.safetensors") == digest(place / "new")
     True
     """
-    path, before = as_path(output), version - 1 if base_version is None else base_version
+    path, before = storage_path(output), version - 1 if base_version is None else base_version
     for number in (version, before):
         if type(number) is not int or not 0 <= number <= _MOST_VERSION:
             raise CheckpointError(
@@ -130,7 +130,7 @@ def delta(
         raise CheckpointError(f"version {version} cannot be made of itself; give another")
     if encoding not in ("xor", "overwrite"):
         raise CheckpointError(f"there is no encoding {encoding!r}; choose xor or overwrite")
-    if isinstance(path, RemotePath):
+    if path.whole_files:
         raise CheckpointError(
             f"{path}: deltas are written to a disk; copy the directory from there"
         )
@@ -139,11 +139,9 @@ def delta(
     old, now = as_catalog(base), as_catalog(new)
     _check_alike(old, now)
     destination = check_destination(path, now, Target((), directory=True), overwrite)
-    destination = destination._replace(replaced=frozenset((INDEX_NAME, _FILE_NAME)))
-    staged = staged_output(destination, directory=True, overwrite=overwrite)
-    with staged as (fd, _), OpenFiles() as files:
-        writer = _Writer(fd, path, old, now, files, encoding, checksum, progress)
-        found = writer.write()
+    with OpenFiles() as files:
+        writer = _Writer(path, old, now, files, encoding, checksum, progress)
+        writer.compare()
         about = {
             "version": f"{version:06d}",
             "base_version": f"{before:06d}",
@@ -151,23 +149,33 @@ def delta(
             "compression_format": "zstd",
             "checksum_format": checksum,
             "base_digest": writer.digest_of(0),
-            "digest": found.digest,
+            "digest": writer.digest_of(1),
         }
-        index = {"metadata": about, "weight_map": dict.fromkeys(writer.entries, _FILE_NAME)}
-        _write_file(fd, INDEX_NAME, json.dumps(index).encode(), path)
-        old.check_unchanged()
-        now.check_unchanged()
-    return found
+        names = (_FILE_NAME, INDEX_NAME) if writer.counts else (INDEX_NAME,)
+        replaced = frozenset((INDEX_NAME, _FILE_NAME))
+        output_files = Staging(
+            dict.fromkeys(names, 0), True, overwrite, INDEX_NAME, replaced, destination.identity
+        )
+        with destination.path.stage(output_files) as staged:
+            if writer.counts:
+                with staged.file(_FILE_NAME) as write:
+                    writer.write(write)
+            index = {"metadata": about, "weight_map": dict.fromkeys(writer.counts, _FILE_NAME)}
+            old.check_unchanged()
+            now.check_unchanged()
+            with staged.file(INDEX_NAME) as write:
+                write(0, json.dumps(index).encode())
+        return writer.report()
 
 
 def apply_delta(
-    base: Path | str | Catalog,
-    deltas: Sequence[Path | str],
-    output: Path | str,
+    base: PurePath | str | Catalog,
+    deltas: Sequence[PurePath | str],
+    output: PurePath | str,
     *,
     threads: int = 1,
     overwrite: bool = False,
-    digests: Path | str | None = None,
+    digests: PurePath | str | None = None,
     progress: Progress | None = None,
 ) -> WriteReport:
     """Write a checkpoint with a chain of deltas on it; each byte of it is read and written once.
@@ -193,6 +201,7 @@ def apply_delta(
     --------
     >>> import tempfile, torch
     >>> from shardspec import digest, save_sharded
+    >>> from pathlib import Path
     >>> place = Path(tempfile.mkdtemp())
     >>> for version in range(3):
     ...     save_sharded({"w": torch.arange(100.0) + version}, place / f"v{version}")
@@ -202,7 +211,7 @@ def apply_delta(
     >>> digest(place / "out") == digest(place / "v2")
     True
     """
-    place = as_path(output)
+    place = storage_path(output)
     return merge(
         with_deltas(as_catalog(base), deltas),
         output,
@@ -237,12 +246,11 @@ def _check_alike(old: Catalog, now: Catalog) -> None:
 
 
 class _Writer:
-    """Writes the file of a delta."""
+    """Compares two checkpoints, and writes the file of a delta."""
 
     def __init__(
         self,
-        fd: int,
-        path: Path,
+        path: StoragePath,
         old: Catalog,
         now: Catalog,
         files: OpenFiles,
@@ -250,48 +258,75 @@ class _Writer:
         checksum: Checksum,
         progress: Progress | None,
     ) -> None:
-        self.directory, self.path, self.files = fd, path, files
+        self.path, self.files = path, files
         self.sides, self.buffers = (old, now), (Buffers(), Buffers())
         self.encoding, self.checksum, self.progress = encoding, checksum, progress
-        self.entries: dict[str, dict[str, object]] = {}
-        self.checksums: dict[str, str] = {}
+        self.counts: dict[str, int] = {}
+        """Bytes that differ, of each tensor of which any does."""
         self.digests: tuple[dict[str, TensorDigest], dict[str, TensorDigest]] = ({}, {})
-        self.end = self.done = self.changed_bytes = 0
+        self.end = self.done = 0
         self.total = sum(old.outline(name).num_bytes for name in old.names)
 
     def digest_of(self, side: int) -> str:
         """Return the digest of a side's tensors."""
         return Digests(self.digests[side]).value
 
-    def write(self) -> DeltaReport:
-        """Write all that changed; without any, no file."""
-        names = self.sides[0].names
-        # For numbers that are known in the end.
-        room = 64 + sum(2 * len(json.dumps(name)) + 160 for name in names)
-        room += -room % 8
-        file = open_below(self.directory, _FILE_NAME, NEW_FILE)
-        try:
-            self.file, self.start = file, 8 + room
-            for name in names:
-                self._tensor(name)
-            text = json.dumps({"__metadata__": self.checksums, **self.entries}).encode()
-            assert len(text) <= room, "names and numbers fit"
-            write_all(file, memoryview(struct.pack("<Q", room) + text.ljust(room)), 0, self.path)
-            with path_errors(self.path, "written"):
-                os.fsync(file)
-                if not self.entries:
-                    os.unlink(_FILE_NAME, dir_fd=self.directory)
-        finally:
-            os.close(file)
+    def report(self) -> DeltaReport:
+        """Return what was compared and written."""
         return DeltaReport(
-            self.path,
-            len(names),
-            len(self.entries),
+            self.path.public(),
+            len(self.sides[0].names),
+            len(self.counts),
             self.total,
-            self.changed_bytes,
+            sum(self.counts.values()),
             self.end,
             self.digest_of(1),
         )
+
+    def compare(self) -> None:
+        """Count what differs, and refuse what cannot be encoded."""
+        for name in self.sides[0].names:
+            outline = self.sides[0].outline(name)
+            sums = [TensorDigest(outline.dtype, outline.shape) for _ in range(2)]
+            at = count = 0
+            for pair in self._blocks(name):
+                for side, block in enumerate(pair):
+                    sums[side] = sums[side].with_bytes(block, whole_box(outline.shape), at)
+                count += int(np.count_nonzero(pair[0] != pair[1]))
+                at += len(pair[0]) // item_bytes(outline.dtype)
+                self.done += len(pair[0])
+                if self.progress is not None:
+                    self.progress(self.done, self.total)
+            for side in range(2):
+                self.digests[side][name] = sums[side]
+            if count:
+                self.counts[name] = count
+                self._encoded(name)
+
+    def write(self, write: WriteAt) -> None:
+        """Write the frames of all that changed, and last the header, for which there is room."""
+        room = 64 + sum(2 * len(json.dumps(name)) + 160 for name in self.counts)
+        room += -room % 8
+        entries, checksums = {}, {}
+        for name in self.counts:
+            plain, size = self._encoded(name)
+            digest, begin = new_hash(self.checksum, self.path), self.end
+            packer = extra("zstandard").ZstdCompressor(level=_LEVEL).compressobj(size=size)
+            for data in self._packed(packer, plain(digest)):
+                write(8 + room + self.end, data)
+                self.end += len(data)
+            shape = [self.end - begin]
+            entries[name] = {"dtype": "U8", "shape": shape, "data_offsets": [begin, self.end]}
+            checksums[name] = digest.hexdigest()
+        text = json.dumps({"__metadata__": checksums, **entries}).encode()
+        assert len(text) <= room, "names and numbers fit"
+        write(0, struct.pack("<Q", room) + text.ljust(room))
+
+    @staticmethod
+    def _packed(packer: Any, plain: Iterator[NDArray[np.uint8]]) -> Iterator[bytes]:  # noqa: ANN401
+        for block in plain:
+            yield packer.compress(block)
+        yield packer.flush()
 
     def _blocks(self, name: str) -> Iterator[tuple[NDArray[np.uint8], NDArray[np.uint8]]]:
         """Yield the bytes of a tensor in both, block by block."""
@@ -301,42 +336,9 @@ class _Writer:
         ]
         yield from zip(*readers, strict=True)
 
-    def _tensor(self, name: str) -> None:
-        outline = self.sides[0].outline(name)
-        sums = [TensorDigest(outline.dtype, outline.shape) for _ in range(2)]
-        whole, at, count = whole_box(outline.shape), 0, 0
-        for pair in self._blocks(name):
-            for side, block in enumerate(pair):
-                sums[side] = sums[side].with_bytes(block, whole, at)
-            count += int(np.count_nonzero(pair[0] != pair[1]))
-            at += len(pair[0]) // item_bytes(outline.dtype)
-            self.done += len(pair[0])
-            if self.progress is not None:
-                self.progress(self.done, self.total)
-        for side in range(2):
-            self.digests[side][name] = sums[side]
-        if not count:
-            return
-        self.changed_bytes += count
-        plain, size = self._encoded(name, outline.num_bytes, count)
-        digest, begin = new_hash(self.checksum, self.path), self.end
-        packer = extra("zstandard").ZstdCompressor(level=_LEVEL).compressobj(size=size)
-        for block in plain(digest):
-            self._append(packer.compress(block))
-        self._append(packer.flush())
-        size = self.end - begin
-        self.entries[name] = {"dtype": "U8", "shape": [size], "data_offsets": [begin, self.end]}
-        self.checksums[name] = digest.hexdigest()
-
-    def _append(self, data: bytes) -> None:
-        if data:
-            write_all(self.file, memoryview(data), self.start + self.end, self.path)
-            self.end += len(data)
-
-    def _encoded(
-        self, name: str, num_bytes: int, count: int
-    ) -> tuple[Callable[[Hash], Iterator[NDArray[np.uint8]]], int]:
+    def _encoded(self, name: str) -> tuple[Callable[[Hash], Iterator[NDArray[np.uint8]]], int]:
         """Return what yields the plain bytes of a frame, and how many they are."""
+        num_bytes, count = self.sides[0].outline(name).num_bytes, self.counts[name]
 
         def xor(digest: Hash) -> Iterator[NDArray[np.uint8]]:
             for old, now in self._blocks(name):
@@ -375,13 +377,3 @@ def _whole(tensor: StoredTensor, files: OpenFiles, buffers: Buffers) -> Iterator
     for block, _ in read_box(tensor, whole_box(tensor.shape), files, buffers, checks):
         yield np.frombuffer(block, np.uint8)
     checks.finish(files)
-
-
-def _write_file(directory: int, name: str, data: bytes, path: Path) -> None:
-    fd = open_below(directory, name, NEW_FILE)
-    try:
-        write_all(fd, memoryview(data), 0, path)
-        with path_errors(path, "written"):
-            os.fsync(fd)
-    finally:
-        os.close(fd)

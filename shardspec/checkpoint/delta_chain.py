@@ -3,14 +3,16 @@
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
+from pathlib import PurePath
 from typing import Final, NamedTuple
 
 from shardspec.checkpoint.catalog import AnyOutline, Catalog, Patch, StoredTensor
 from shardspec.checkpoint.checksums import new_hash
 from shardspec.checkpoint.formats.safetensors import read_header
 from shardspec.checkpoint.patches import check_frame
-from shardspec.checkpoint.store import OpenFiles, SourceFile, as_path, file_inside
+from shardspec.checkpoint.storage.from_text import storage_path
+from shardspec.checkpoint.storage.path import StoragePath, file_inside
+from shardspec.checkpoint.storage.reading import OpenFiles
 from shardspec.checkpoint.strict_json import checked, read_json
 from shardspec.digests import Digests, TensorDigest
 from shardspec.errors import CheckpointError
@@ -24,7 +26,7 @@ _NUMBER: Final = re.compile(r"[0-9]{1,18}")
 class _Delta(NamedTuple):
     """A directory that holds a delta."""
 
-    place: Path
+    place: StoragePath
     version: str
     base_version: str
     digest: str | None
@@ -33,7 +35,7 @@ class _Delta(NamedTuple):
     patches: Mapping[str, Patch]
 
 
-def read_delta(place: Path) -> _Delta:
+def read_delta(place: StoragePath) -> _Delta:
     """Read what a delta says of itself; CheckpointError if that does not hold."""
     index = file_inside(place, INDEX_NAME, place)
     stated = read_json(index, "index", _MOST_BYTES)
@@ -54,7 +56,7 @@ def read_delta(place: Path) -> _Delta:
     digits = len(new_hash(checksum, index).hexdigest())
     homes = checked(stated.get("weight_map"), dict, index, "weight_map")
     found: dict[str, Patch] = {}
-    there = {path.name for path in place.iterdir() if path.name.endswith(".safetensors")}
+    there = {name for name in place.names() if name.endswith(".safetensors")}
     if there != set(homes.values()) or not all(isinstance(home, str) for home in homes.values()):
         differ = sorted(there ^ {str(home) for home in homes.values()})
         raise CheckpointError(
@@ -62,7 +64,7 @@ def read_delta(place: Path) -> _Delta:
             "each file is a plain name ending in .safetensors, and no other lies there"
         )
     for home in sorted(there):
-        with SourceFile(file_inside(place, home, index)) as file:
+        with file_inside(place, home, index).open() as file:
             header = read_header(file)
         names = {name for name, at in homes.items() if at == home}
         if differ := sorted(names ^ {entry.name for entry in header.entries}):
@@ -96,21 +98,21 @@ def read_delta(place: Path) -> _Delta:
     )
 
 
-def _version(stated: object, index: Path) -> str:
+def _version(stated: object, index: StoragePath) -> str:
     """Return a version; numbers are the same however many zeros lead them."""
     if not isinstance(stated, str | int) or isinstance(stated, bool):
         raise CheckpointError(f"{index}: has no version and base_version; publish it again")
     return str(int(stated)) if _NUMBER.fullmatch(str(stated)) else str(stated)
 
 
-def with_deltas(base: Catalog, deltas: Sequence[Path | str]) -> Catalog:
+def with_deltas(base: Catalog, deltas: Sequence[PurePath | str]) -> Catalog:
     """Return a checkpoint with a chain of deltas on it; all is checked that needs no data.
 
     Raises CheckpointError if the deltas are no chain, or are for another checkpoint.
     """
-    if isinstance(deltas, str | Path):
+    if isinstance(deltas, str | PurePath):
         raise CheckpointError(f"deltas={str(deltas)!r} is one path; give a list of them, in order")
-    chain = [read_delta(as_path(place)) for place in deltas]
+    chain = [read_delta(storage_path(place)) for place in deltas]
     if not chain:
         return base
     seen = {chain[0].base_version: "the base"}

@@ -3,7 +3,7 @@
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
+from pathlib import PurePath
 from typing import Any, Final, TypeAlias
 
 import numpy as np
@@ -21,7 +21,6 @@ from shardspec.checkpoint.catalog import (
     whole_box,
 )
 from shardspec.checkpoint.choice import Choice, Patterns, Renames
-from shardspec.checkpoint.commit import write_atomically
 from shardspec.checkpoint.mapped import (
     Names,
     check_drop,
@@ -39,7 +38,9 @@ from shardspec.checkpoint.read_boxes import (
     stretches,
 )
 from shardspec.checkpoint.select import select
-from shardspec.checkpoint.store import OpenFiles, RemotePath, output_exists
+from shardspec.checkpoint.storage.from_text import storage_path
+from shardspec.checkpoint.storage.path import StoragePath, output_exists
+from shardspec.checkpoint.storage.reading import OpenFiles
 from shardspec.checkpoint.strict_json import read_json
 from shardspec.checkpoint.targets import assign_boxes
 from shardspec.comm.communicator import Communicator
@@ -55,7 +56,7 @@ from shardspec.text import Argument
 
 _MOST_BYTES: Final = 1 << 30
 _MOST_VALUES: Final = 100_000_000
-_SOMEWHERE: Final = Path()
+_SOMEWHERE: Final = storage_path("memory")
 """Stands for memory, where boxes have places in files."""
 
 _Places: TypeAlias = Mapping[str, Sequence[Equation]]
@@ -63,7 +64,7 @@ _Places: TypeAlias = Mapping[str, Sequence[Equation]]
 
 
 def digest(
-    source: Mapping[str, Any] | Path | str | Catalog,
+    source: Mapping[str, Any] | PurePath | str | Catalog,
     *,
     include: Patterns | None = None,
     exclude: Patterns = (),
@@ -309,15 +310,15 @@ def add_up(mine: Mapping[str, TensorDigest], communicator: Communicator, seed: i
 # --- files of digests
 
 
-def read_digests(path: Path) -> Digests:
+def read_digests(path: PurePath | str) -> Digests:
     """Read a file of digests; CheckpointError if it is none."""
-    return digests_of_json(read_json(path, "digests", _MOST_BYTES, _MOST_VALUES), str(path))
+    place = storage_path(path)
+    return digests_of_json(read_json(place, "digests", _MOST_BYTES, _MOST_VALUES), str(place))
 
 
-def check_digests_file(path: Path, output: Path | None, *, overwrite: bool) -> None:
+def check_digests_file(path: StoragePath, output: StoragePath | None, *, overwrite: bool) -> None:
     """Check that a file of digests can be written, before anything else is."""
-    there = path.is_file() if isinstance(path, RemotePath) else path.exists() or path.is_symlink()
-    if there and not overwrite:
+    if path.taken() and not overwrite:
         raise output_exists(path)
     if output is not None and output.absolute() in (path.absolute(), *path.absolute().parents):
         raise CheckpointError(
@@ -325,13 +326,11 @@ def check_digests_file(path: Path, output: Path | None, *, overwrite: bool) -> N
             "put them beside it, with ",
             Argument("digests"),
         )
-    if not isinstance(path, RemotePath) and not (path.parent.is_dir() and not path.is_dir()):
-        raise CheckpointError(
-            f"{path}: digests are written to a file in a directory that exists; name another"
-        )
+    if problem := "is a directory; name a file" if path.is_dir() else path.refusal():
+        raise CheckpointError(f"{path}: {problem}")
 
 
-def write_digests(path: Path, digests: Digests, *, overwrite: bool) -> None:
+def write_digests(path: StoragePath, digests: Digests, *, overwrite: bool) -> None:
     """Write a file of digests, a line a tensor."""
     record = digests.to_json()
     tensors = record.pop("tensors")
@@ -339,4 +338,4 @@ def write_digests(path: Path, digests: Digests, *, overwrite: bool) -> None:
     lines = ",\n".join(f"  {json.dumps(n)}: {json.dumps(entry)}" for n, entry in tensors.items())
     head = "".join(f'"{key}": {json.dumps(value)},\n' for key, value in record.items())
     text = f'{{\n{head}"tensors": {{\n{lines}\n}}\n}}\n'.encode()
-    write_atomically(path, len(text), [text], overwrite=overwrite)
+    path.write(len(text), [text], overwrite=overwrite)

@@ -7,7 +7,7 @@ several files the first is read: if they differed, a model would otherwise be mi
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
+from pathlib import PurePath
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -22,8 +22,10 @@ from shardspec.checkpoint.mapped import Names, check_drop, configured, mapped, r
 from shardspec.checkpoint.open import as_catalog, open_checkpoint
 from shardspec.checkpoint.read_boxes import Buffers, Checks, read_box_into, stretches
 from shardspec.checkpoint.state_dict import LEFT_OUT, KeyPath, spread, unflatten
-from shardspec.checkpoint.store import OpenFiles
+from shardspec.checkpoint.storage.path import StoragePath
+from shardspec.checkpoint.storage.reading import OpenFiles
 from shardspec.checkpoint.targets import OutputTensor
+from shardspec.checkpoint.transfers import file_numbers, file_regions
 from shardspec.comm.communicator import Communicator
 from shardspec.errors import AxisError, CheckpointError, LayoutError
 from shardspec.layout.layout import Layout, SpecLike, resolve_axes
@@ -33,6 +35,7 @@ from shardspec.resharding.copies import StoredLayout
 from shardspec.resharding.name_map import NameMap
 from shardspec.resharding.plan import ReshardPlan, Target, layouts_of, plan_state
 from shardspec.resharding.state import flat_state
+from shardspec.resharding.transfers import Declared, End, Rows, transfer_rows
 from shardspec.text import shown
 
 if TYPE_CHECKING:
@@ -40,7 +43,7 @@ if TYPE_CHECKING:
 
 
 def load_sharded(
-    directory: Path | str | Catalog,
+    directory: PurePath | str | Catalog,
     device_mesh: DeviceMesh | None = None,
     rules: Mapping[str, SpecLike] | None = None,
     *,
@@ -50,7 +53,7 @@ def load_sharded(
     rename: Renames = (),
     names: Names | None = None,
     drop: Patterns = (),
-    deltas: Sequence[Path | str] = (),
+    deltas: Sequence[PurePath | str] = (),
     communicator: Communicator | None = None,
 ) -> dict[str, Any]:
     """Read a checkpoint into this or another mesh and other specs; every rank calls it.
@@ -69,7 +72,8 @@ def load_sharded(
     into
         A state dict, as `save_sharded` takes it, whose tensors are filled in place, instead of a
         mesh and rules: DTensors, also torch's, get their shards. Each has the shape and dtype that
-        was saved. Other tensors of the checkpoint are not read.
+        was saved. Other tensors of the checkpoint are not read. A rank that holds nothing gives
+        ``{}``, or does not call this.
     include, exclude, rename
         Which tensors and values are loaded, and under which names, as for `merge`; rules and `into`
         have the new names. What these patterns leave out stays as it is in `into`.
@@ -119,6 +123,8 @@ def load_sharded(
     from shardspec.comm.process_group import communicator_of
 
     choice = Choice(include, exclude, rename, None, drop)
+    if into is not None and not into and device_mesh is None and not rules:
+        return {}  # whose ranks read, a rank that holds nothing does not know
     if into is not None:
         chosen = communicator or rank_state.communicator_of_state(into)
     else:
@@ -149,8 +155,8 @@ def load_sharded(
 
 
 def _opened(
-    directory: Path | str | Catalog,
-    deltas: Sequence[Path | str],
+    directory: PurePath | str | Catalog,
+    deltas: Sequence[PurePath | str],
     names: Names | None,
     choice: Choice,
     *,
@@ -272,7 +278,7 @@ def _plan_into(
 
 
 def stored_layouts(
-    place: Catalog | Path, first: int
+    place: Catalog | StoragePath, first: int
 ) -> tuple[dict[str, StoredLayout], dict[int, str]]:
     """Return where a checkpoint has its tensors, and the names of its files by number.
 
@@ -281,8 +287,7 @@ def stored_layouts(
     """
     catalog = as_catalog(place)
     outlines = [catalog.outline(name) for name in catalog.names]
-    paths = sorted({box.path for tensor in outlines for box in tensor.boxes})
-    numbers = {path: first + at for at, path in enumerate(paths)}
+    numbers = file_numbers(catalog, first)
     files = DeviceMesh(list(numbers.values()) or [first])
     found: dict[str, StoredLayout] = {}
     for tensor in outlines:
@@ -298,7 +303,7 @@ def stored_layouts(
 class LoadPlan(ReshardPlan):
     """A reshard plan whose source is a checkpoint: devices read what they are to hold."""
 
-    checkpoint: Path = Path()
+    checkpoint: PurePath = PurePath()  # noqa: RUF009  # a frozen value
     names: NameMap | None = field(default=None, compare=False)
     """By which map, if by one."""
 
@@ -346,13 +351,15 @@ class LoadPlan(ReshardPlan):
                 found |= agree(chosen, partial(_read, reading, chosen))
         return {name: (given or found)[name] for name in layouts if name in found}
 
-    def _reading(
-        self,
-        out: Mapping[str, object] | None,
-        layouts: Mapping[str, Layout],
-        communicator: Communicator,
-    ) -> _Reading:
-        """Open the checkpoint; it, and what is filled, are as the plan says."""
+    def transfers(
+        self, device: int, end: End = "receiver", *, strides: Declared | None = None
+    ) -> Rows:
+        """Return rows whose senders are files; see `ReshardPlan.transfers`."""
+        regions = file_regions(self._opened(), min(self.files, default=0))
+        return transfer_rows(self, device, end, strides=strides, files=regions)
+
+    def _opened(self) -> Catalog:
+        """Open the checkpoint, which is as the plan says."""
         source = open_checkpoint(self.checkpoint)
         now, _ = stored_layouts(source, min(self.files, default=0))
         for move in self.moves:
@@ -361,6 +368,16 @@ class LoadPlan(ReshardPlan):
                     f"{self.checkpoint}: tensor {move.source_name!r} is not as it was when the "
                     "plan was made; make the plan again"
                 )
+        return source
+
+    def _reading(
+        self,
+        out: Mapping[str, object] | None,
+        layouts: Mapping[str, Layout],
+        communicator: Communicator,
+    ) -> _Reading:
+        """Open the checkpoint; it, and what is filled, are as the plan says."""
+        source = self._opened()
         names = {name: name for name in layouts}
         reading = _Reading(mapped(source, self.names, dropped=self.dropped), names, layouts)
         if out is None:
@@ -399,7 +416,7 @@ def _check_apart(shards: "Mapping[str, Mapping[int, torch.Tensor]]") -> None:
 
 
 def plan_load(
-    checkpoint: Path,
+    checkpoint: StoragePath,
     target: Target,
     names: Mapping[str, str] | NameMap | None,
     dtype: object,

@@ -11,7 +11,8 @@ from numpy.typing import NDArray
 
 from shardspec.checkpoint.catalog import Patch, StoredTensor
 from shardspec.checkpoint.checksums import extra, new_hash
-from shardspec.checkpoint.store import OpenFiles, SourceFile
+from shardspec.checkpoint.storage.path import SourceFile
+from shardspec.checkpoint.storage.reading import OpenFiles
 from shardspec.errors import CheckpointError
 from shardspec.text import shown
 

@@ -1,6 +1,6 @@
 """The commands about what changed: `shardspec delta` and `shardspec apply`."""
 
-from pathlib import Path
+from pathlib import PurePath
 from typing import Final, Literal
 
 import click
@@ -44,9 +44,9 @@ _READERS: Final = {"slime": "xxh3-128", "modelexpress": "adler32"}
 @opts.overwrite_option
 @opts.json_option("Print what was written as JSON.")
 def delta_command(
-    base: Path,
-    new: Path,
-    output: Path,
+    base: PurePath,
+    new: PurePath,
+    output: PurePath,
     version: int,
     base_version: int | None,
     reader: str,
@@ -112,8 +112,8 @@ def delta_command(
 @opts.overwrite_option
 @opts.json_option("Print what was written as JSON.")
 def apply_command(
-    base: Path,
-    deltas: tuple[Path, ...],
+    base: PurePath,
+    deltas: tuple[PurePath, ...],
     output: str,
     threads: int,
     source: ckpt.SourceOptions,

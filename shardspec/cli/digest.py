@@ -1,6 +1,6 @@
 """The command `shardspec digest`."""
 
-from pathlib import Path
+from pathlib import PurePath
 from typing import Any
 
 import click
@@ -26,8 +26,8 @@ from shardspec.text import bytes_text, counted
 @opts.overwrite_option
 @opts.json_option("Print all digests as JSON.")
 def digest_command(
-    checkpoint: Path,
-    output: Path | None,
+    checkpoint: PurePath,
+    output: PurePath | None,
     seed: int,
     maps: ckpt.MapOptions,
     source: ckpt.SourceOptions,
@@ -47,15 +47,17 @@ def digest_command(
       shardspec digest megatron_ckpt --map llama-hf-to-megatron --reverse-map --sizes config.json
     """
     from shardspec.checkpoint.digest import check_digests_file, digest, write_digests
+    from shardspec.checkpoint.storage.from_text import storage_path
 
-    if output is not None:
-        check_digests_file(output, None, overwrite=overwrite)
+    place = None if output is None else storage_path(output)
+    if place is not None:
+        check_digests_file(place, None, overwrite=overwrite)
     names = maps.read() or None
     (catalog,) = source.open(checkpoint)
     with progress_bar(not as_json, "digest") as progress:
         found = digest(catalog, names=names, drop=maps.drop, seed=seed, progress=progress, **choice)
-    if output is not None:
-        write_digests(output, found, overwrite=overwrite)
+    if place is not None:
+        write_digests(place, found, overwrite=overwrite)
     if as_json:
         say_json(found.to_json())
     else:

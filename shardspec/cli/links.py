@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from shardspec.checkpoint.store import output_exists
+from shardspec.checkpoint.storage.path import output_exists
 from shardspec.cli import options as opts
 from shardspec.cli.options import BYTES, FILE, MeshShape
 from shardspec.cli.output import path_text, say, say_json, write_file

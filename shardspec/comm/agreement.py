@@ -71,7 +71,9 @@ class Note(NamedTuple):
     device: str = ""
     """Device type of the rank's shards; empty where it holds none."""
     content: bytes = b""
-    """What `description` returns, a pickled value, or an error; `NOTE_ROOM` bytes at most."""
+    """What `description` returns, or an error; with the value `NOTE_ROOM` bytes at most."""
+    value: bytes = b""
+    """The start of a pickled value, which may differ from rank to rank."""
     length: int = 0
     """Bytes of the whole value."""
     address: Address | None = None
@@ -145,8 +147,7 @@ def check_agreement(notes: Mapping[int, Note]) -> str:
         if note.failure:
             raise on_all_ranks(failed(peer, note))
     for peer, note in notes.items():
-        same = note.content == mine.content or mine.kind == "value"  # values may differ
-        if not same or note[:3] != mine[:3]:
+        if note.content != mine.content or note[:3] != mine[:3]:
             said = _difference(first, mine, peer, note)
             raise on_all_ranks(CommunicatorError(f"{said}; {ORDER_RULE}"))
     holders = {note.device: rank for rank, note in notes.items() if note.device}

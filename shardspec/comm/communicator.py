@@ -6,8 +6,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from shardspec.boxes import box_shape, slices_within
-from shardspec.comm.routes import BoxOf, schedule_for
-from shardspec.comm.steps import Step
+from shardspec.comm.transfers import Transfers
 from shardspec.mesh.device_mesh import DeviceMesh
 
 if TYPE_CHECKING:
@@ -43,7 +42,7 @@ class Communicator(ABC):
 
     @abstractmethod
     def run(
-        self, step: Step, shards: Mapping[int, "torch.Tensor"], before: BoxOf, after: BoxOf
+        self, transfers: Transfers, shards: Mapping[int, "torch.Tensor"]
     ) -> dict[int, "torch.Tensor"]:
         """Carry out one step on the addressable shards; returns new contiguous tensors."""
 
@@ -53,9 +52,16 @@ class Communicator(ABC):
 
     @abstractmethod
     def conversion(
-        self, content: bytes, device: str, meshes: Iterable[DeviceMesh] = ()
-    ) -> AbstractContextManager[str]:
-        """Enter a conversion, in which steps are run; yields the device type of all shards.
+        self,
+        content: bytes,
+        device: str,
+        meshes: Iterable[DeviceMesh] = (),
+        values: Mapping[int, T] | None = None,
+    ) -> AbstractContextManager[tuple[str, Mapping[int, T]]]:
+        """Enter a conversion, in which steps are run.
+
+        Yields the device type of all shards, and where `values` are given what `gather` returns of
+        them, without another exchange where they are short.
 
         `content` is its `shardspec.comm.agreement.description`, `device` the type of this process's
         shards, empty where it holds none. Threads are told apart by the `meshes` that it is
@@ -100,20 +106,20 @@ class SimulatedCommunicator(Communicator):
         return self.mesh.ids
 
     def run(
-        self, step: Step, shards: Mapping[int, "torch.Tensor"], before: BoxOf, after: BoxOf
+        self, transfers: Transfers, shards: Mapping[int, "torch.Tensor"]
     ) -> dict[int, "torch.Tensor"]:
         """Carry out one step; see `Communicator.run`."""
         from shardspec.comm.results import checked, combine_into
 
         results = {}
         for device in self.addressable:
-            schedule = schedule_for(step, self.mesh, device, before, after)
+            schedule = transfers.of(device)
             parts = [
                 (box, shards[peer][slices_within(box, schedule.held[peer])])
                 for peer, box in schedule.incoming
             ]
             result = shards[device].new_empty(box_shape(schedule.after))
-            with checked(step, result):
+            with checked(transfers.step, result):
                 if parts and schedule.op is not None:
                     combine_into(result, [part for _, part in parts], schedule.op)
                 else:
@@ -131,9 +137,10 @@ class SimulatedCommunicator(Communicator):
         content: bytes,  # noqa: ARG002
         device: str,
         meshes: Iterable[DeviceMesh] = (),  # noqa: ARG002
-    ) -> AbstractContextManager[str]:
-        """Return the device: one process always agrees with itself."""
-        return nullcontext(device)
+        values: Mapping[int, T] | None = None,
+    ) -> AbstractContextManager[tuple[str, Mapping[int, T]]]:
+        """Return what is given: one process always agrees with itself."""
+        return nullcontext((device, values or {}))
 
     def gather(self, values: Mapping[int, T]) -> dict[int, T]:
         """Return the values, which are all here already."""

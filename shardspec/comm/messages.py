@@ -22,8 +22,8 @@ from shardspec.boxes import Box, box_shape, box_size, chunks, slices_within, spl
 from shardspec.comm.agreement import NOTE_BYTES, ORDER_RULE, Connection, Note, ranks_text
 from shardspec.comm.peer_memory import BUFFER_BYTES, PeerMemory
 from shardspec.comm.results import checked, combine_into, empty_hugepages
-from shardspec.comm.routes import Parts, TransferSchedule, all_reduce_schedules
 from shardspec.comm.steps import AllGather, AllReduce, ReduceOp, ReduceScatter
+from shardspec.comm.transfers import DeviceTransfers, Parts, all_reduce_halves
 from shardspec.errors import CommunicatorError
 from shardspec.mesh.job import current_job
 
@@ -46,7 +46,7 @@ Addressed: TypeAlias = list[tuple[int, torch.Tensor]]
 """Pairs of peer and tensor."""
 
 
-def _rounds(schedule: TransferSchedule, most: int) -> Iterator[tuple[Parts, Parts]]:
+def _rounds(schedule: DeviceTransfers, most: int) -> Iterator[tuple[Parts, Parts]]:
     """Yield what is sent and received round by round: of each box a chunk of so many elements."""
     sends, receives = (
         zip_longest(*([(peer, part) for part in chunks(box, most)] for peer, box in side))
@@ -77,7 +77,7 @@ class Transport:
     tag: int
     memory: PeerMemory | None
 
-    def run(self, schedule: TransferSchedule, shard: torch.Tensor) -> torch.Tensor:
+    def run(self, schedule: DeviceTransfers, shard: torch.Tensor) -> torch.Tensor:
         """Carry out a step, of any dtype and operation; serve the others."""
         if isinstance(schedule.step, AllReduce):
             return self._all_reduce(schedule, shard)
@@ -88,7 +88,7 @@ class Transport:
 
     def _move(
         self,
-        schedule: TransferSchedule,
+        schedule: DeviceTransfers,
         shard: torch.Tensor,
         result: torch.Tensor,
         op: ReduceOp | None = None,
@@ -125,7 +125,7 @@ class Transport:
                     combine_into(place, [addend for _, addend in filled], op)
 
     def _exchange(
-        self, schedule: TransferSchedule, sends: Addressed, receives: Addressed, buffers: "Buffers"
+        self, schedule: DeviceTransfers, sends: Addressed, receives: Addressed, buffers: "Buffers"
     ) -> None:
         """Send and receive tensors, those with gaps through buffers."""
         leaving, landing = [], []
@@ -143,7 +143,7 @@ class Transport:
             if place is not received:
                 place.copy_(received)
 
-    def _all_reduce(self, schedule: TransferSchedule, shard: torch.Tensor) -> torch.Tensor:
+    def _all_reduce(self, schedule: DeviceTransfers, shard: torch.Tensor) -> torch.Tensor:
         """Let every member reduce a part, then share the parts: as many bytes as on a ring."""
         step = schedule.step
         if shard.is_contiguous():
@@ -152,7 +152,7 @@ class Transport:
         else:
             # The parts are reduced in place: only this rank reads the part that it reduces.
             result = flat = shard.clone(memory_format=torch.contiguous_format).view(-1)
-        reducing, sharing = all_reduce_schedules(
+        reducing, sharing = all_reduce_halves(
             step, schedule.device, schedule.members, shard.numel()
         )
         reduced = result[slices_within(reducing.after, sharing.after)]
@@ -181,7 +181,7 @@ def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @contextmanager
-def _errors_named(schedule: TransferSchedule) -> Iterator[None]:
+def _errors_named(schedule: DeviceTransfers) -> Iterator[None]:
     """Name the step and its ranks where `torch.distributed` raises an error."""
     try:
         yield
@@ -332,7 +332,7 @@ class Channel:
 
 
 def run_collective(
-    schedule: TransferSchedule, shard: torch.Tensor, group: dist.ProcessGroup
+    schedule: DeviceTransfers, shard: torch.Tensor, group: dist.ProcessGroup
 ) -> torch.Tensor:
     """Carry out a step that `has_collective` on CUDA tensors by NCCL's collective; see `Transport`.
 
@@ -350,7 +350,7 @@ def run_collective(
     return result.div_(len(schedule.members)) if schedule.op == "avg" else result
 
 
-def has_collective(schedule: TransferSchedule, dtype: torch.dtype) -> bool:
+def has_collective(schedule: DeviceTransfers, dtype: torch.dtype) -> bool:
     """Say whether a collective of the backend does a step; all members say the same."""
     match schedule.step:
         case AllGather():
@@ -364,7 +364,7 @@ def has_collective(schedule: TransferSchedule, dtype: torch.dtype) -> bool:
             return False
 
 
-def _are_in_order(schedule: TransferSchedule, parts: Mapping[int, Box], box: Box) -> bool:
+def _are_in_order(schedule: DeviceTransfers, parts: Mapping[int, Box], box: Box) -> bool:
     """Say whether the members' parts of a box lie one behind the other in memory, equally long."""
     ranks, shape = sorted(schedule.members), box_shape(box)
     dim = next((dim for dim, size in enumerate(shape) if size > 1), None)

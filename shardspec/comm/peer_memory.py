@@ -24,7 +24,7 @@ from torch.autograd.graph import increment_version
 from shardspec.boxes import Box, box_shape, slices_within
 from shardspec.comm.agreement import Address, Connection, Note, failed, ranks_text
 from shardspec.comm.results import libc
-from shardspec.comm.routes import TransferSchedule
+from shardspec.comm.transfers import DeviceTransfers
 from shardspec.errors import CommunicatorError
 
 BUFFER_BYTES: Final = 1 << 20
@@ -182,7 +182,7 @@ class PeerMemory:
 
     @contextmanager
     def session(
-        self, schedule: TransferSchedule, shard: torch.Tensor
+        self, schedule: DeviceTransfers, shard: torch.Tensor
     ) -> Iterator[Callable[[int, Box, torch.Tensor], None]]:
         """Let others read the shard in a step; yields what fills a tensor with a peer's box."""
         name, readers = str(schedule.step), {peer for peer, _ in schedule.outgoing}

@@ -32,8 +32,7 @@ from shardspec.comm.agreement import (
 from shardspec.comm.communicator import Communicator, SimulatedCommunicator
 from shardspec.comm.messages import Channel, Transport, has_collective, run_collective
 from shardspec.comm.peer_memory import PeerMemory, readable
-from shardspec.comm.routes import BoxOf, schedule_for
-from shardspec.comm.steps import Step
+from shardspec.comm.transfers import Transfers
 from shardspec.errors import CommunicatorError, MeshError
 from shardspec.mesh.device_mesh import DeviceMesh, LinkModel
 from shardspec.mesh.job import current_job, join, start
@@ -169,7 +168,7 @@ class ProcessGroupCommunicator(Communicator):
         return found
 
     def run(
-        self, step: Step, shards: Mapping[int, torch.Tensor], before: BoxOf, after: BoxOf
+        self, transfers: Transfers, shards: Mapping[int, torch.Tensor]
     ) -> dict[int, torch.Tensor]:
         """Carry out one step; see `Communicator.run`."""
         if not self.addressable:
@@ -177,14 +176,14 @@ class ProcessGroupCommunicator(Communicator):
         # Memory has to hold the values: no conjugation that is still to be done.
         shard = shards[self._rank].detach().resolve_conj().resolve_neg()
         if shard.is_meta:
-            return {self._rank: shard.new_empty(box_shape(after(self._rank)))}
+            return {self._rank: shard.new_empty(box_shape(transfers.box_after(self._rank)))}
         home = shard.device
         with self._locked(home.type) as channel:
             if f"{home.type}:gloo" in dist.get_backend_config():
                 shard = shard.cpu()  # gloo sends memory of the host alone
             if self._is_to_join(channel):
                 self.gather({self._rank: None})  # whatever the step: all ranks of the mesh are here
-            schedule = schedule_for(step, self.mesh, self._rank, before, after)
+            schedule = transfers.of(self._rank)
             on_cpu = shard.device.type == "cpu"
             group = None if on_cpu else self._job.group(schedule.members)
             if group and has_collective(schedule, shard.dtype):
@@ -200,17 +199,21 @@ class ProcessGroupCommunicator(Communicator):
 
     @contextmanager
     def conversion(
-        self, content: bytes, device: str, meshes: Iterable[DeviceMesh] = ()
-    ) -> Iterator[str]:
+        self,
+        content: bytes,
+        device: str,
+        meshes: Iterable[DeviceMesh] = (),
+        values: Mapping[int, T] | None = None,
+    ) -> Iterator[tuple[str, Mapping[int, T]]]:
         """Compare with the other ranks what is to be done; see `Communicator.conversion`."""
         if not self.addressable:
-            yield device
+            yield device, {}
             return
         with self._locked(device, meshes) as channel:
             thread = self._job.thread
             before, thread.channel = getattr(thread, "channel", None), channel
             try:
-                yield self._tell(channel, "conversion", content, device)[0]
+                yield self._tell(channel, "conversion", content, device, values or {})
             finally:
                 thread.channel = before
 
@@ -218,14 +221,8 @@ class ProcessGroupCommunicator(Communicator):
         """Collect one value per device; see `Communicator.gather`."""
         if not self.addressable:
             return {}
-        with self.telling():
-            content = pickle.dumps(values[self._rank])
-            with self._locked("") as channel:
-                _, notes = self._tell(channel, "value", content, "")
-                lengths = {peer: max(0, notes[peer].length - NOTE_ROOM) for peer in self._peers}
-                rest = channel.exchange_bytes(notes[self._rank], content[NOTE_ROOM:], lengths)
-            found = {peer: pickle.loads(notes[peer].content + rest[peer]) for peer in self._peers}
-        return {peer: values[peer] if peer in values else found[peer] for peer in self.mesh.ids}
+        with self.telling(), self._locked("") as channel:
+            return self._tell(channel, "value", b"", "", values)[1]
 
     @contextmanager
     def telling(self, meshes: Iterable[DeviceMesh] = ()) -> Iterator[None]:
@@ -288,15 +285,17 @@ class ProcessGroupCommunicator(Communicator):
         return channel not in self._memory and channel.timeout_s > 0 and bool(self._peers)
 
     def _tell(
-        self, channel: Channel, kind: str, content: bytes, device: str
-    ) -> tuple[str, dict[int, Note]]:
-        """Tell all ranks of the mesh something; return where shards are, and what all say."""
+        self, channel: Channel, kind: str, content: bytes, device: str, values: Mapping[int, T]
+    ) -> tuple[str, dict[int, T]]:
+        """Tell all ranks of the mesh something; return where shards are, and the value of each."""
         joining = self._is_to_join(channel)
         listens = joining and this_host()
+        value = pickle.dumps(values[self._rank]) if values else b""
+        room = NOTE_ROOM - len(content)
         with Listener(is_read=self._may_be_read) if listens else nullcontext() as listener:
             address = listener.address if listener else None
-            number, length = channel.numbers[self._ids], len(content)
-            mine = Note(kind, self._ids, number, device, content[:NOTE_ROOM], length, address)
+            number, length = channel.numbers[self._ids], len(value)
+            mine = Note(kind, self._ids, number, device, content, value[:room], length, address)
             told = channel.exchange(mine, self._peers)
             if any(note.ids != self._ids and not note.failure for note in told.values()):
                 channel.close()  # other ranks of the mesh would wait for these
@@ -304,7 +303,13 @@ class ProcessGroupCommunicator(Communicator):
             agreed = check_agreement(notes)
             if joining:
                 self._memory[channel] = self._join(channel, listener, told) if listener else None
-        return agreed, notes
+        if not values:
+            return agreed, {}
+        lengths = {peer: note.length - len(note.value) for peer, note in told.items()}
+        rest = channel.exchange_bytes(mine, value[room:], lengths)
+        found = {peer: pickle.loads(told[peer].value + rest[peer]) for peer in self._peers}
+        every = {peer: values[peer] if peer in values else found[peer] for peer in self.mesh.ids}
+        return agreed, every
 
     def _join(
         self, channel: Channel, listener: Listener, told: Mapping[int, Note]
@@ -343,6 +348,7 @@ def init_device_mesh(
     mesh_shape: Sequence[int],
     *,
     axis_names: Sequence[str] | None = None,
+    mesh_dim_names: Sequence[str] | None = None,
     mesh_alpha: Sequence[float] | None = None,
     mesh_beta: Sequence[float] | None = None,
     link_model: LinkModel = "ring",
@@ -357,7 +363,7 @@ def init_device_mesh(
         Where tensors will be: ``"cpu"`` or ``"cuda"``.
     mesh_shape
         Devices along each axis; the ranks are numbered row by row, as torch does.
-    axis_names, mesh_alpha, mesh_beta, link_model
+    axis_names, mesh_dim_names, mesh_alpha, mesh_beta, link_model
         As for `DeviceMesh`.
 
     Raises
@@ -383,9 +389,14 @@ def init_device_mesh(
             f"init_device_mesh({device_type!r}, {mesh_shape!r}): give a device type and whole "
             f"numbers, as in init_device_mesh('cpu', (2, 4)): {str(error).splitlines()[0]}"
         ) from None
-    names, model = axis_names, link_model
     mesh = DeviceMesh(
-        ids, mesh_shape, None, mesh_alpha, mesh_beta, axis_names=names, link_model=model
+        ids,
+        mesh_shape,
+        mesh_alpha=mesh_alpha,
+        mesh_beta=mesh_beta,
+        axis_names=axis_names,
+        mesh_dim_names=mesh_dim_names,
+        link_model=link_model,
     )
     start(mesh, device_type)
     mesh.to_torch(device_type)

@@ -3,7 +3,7 @@
 Every plan that moves data is made of such copies. Holders and receivers are devices or files:
 
 - an exchange within the conversion of one tensor copies from devices to devices
-  (`shardspec.comm.routes`);
+  (`shardspec.comm.transfers`);
 - ``plan_reshard`` does so for a whole state dict (`shardspec.resharding.stages`);
 - ``load_sharded``, and a plan whose source is a checkpoint, copy from files to devices
   (`shardspec.checkpoint.load`);
@@ -195,7 +195,10 @@ class Senders:
         totals: Counter[Holders] = Counter()
         self.starts: list[int] = []
         """Per demand where its bytes lie in the sequence of its holders."""
+        self.sizes: list[int] = []
+        """Per demand its bytes."""
         for holders, num_bytes in demands:
+            self.sizes.append(num_bytes)
             self.starts.append(totals[holders])
             totals[holders] += num_bytes
         self.ends = {

@@ -15,7 +15,6 @@ from typing import Final, TypeAlias
 
 from shardspec.boxes import box_size
 from shardspec.comm.cost import CostModel
-from shardspec.comm.routes import schedule_for
 from shardspec.comm.steps import Step
 from shardspec.dtypes import dtype_name
 from shardspec.errors import DTypeError, LayoutError
@@ -23,6 +22,7 @@ from shardspec.layout.converter import LayoutConverter
 from shardspec.layout.dot import COLOURS, kind_of
 from shardspec.layout.graph import count_states, space_of, spec_of
 from shardspec.layout.layout import Layout
+from shardspec.layout.moving import transfers_of
 from shardspec.layout.plan import ConversionPlan, naive_plan, step_text
 from shardspec.mesh.device_mesh import DeviceMesh
 
@@ -194,10 +194,10 @@ def _facts(step: Step, before: Layout, after: Layout) -> tuple[object, ...]:
     """Return kind, text, bytes received, bytes live, and per device a bit for each sender."""
     mesh = before.mesh
     plan = ConversionPlan((step,), (before, after), CostModel.of_mesh(mesh))
-    schedules = (schedule_for(step, mesh, id_, before.box, after.box) for id_ in mesh.ids)
+    transfers = transfers_of(step, before, after)
     bits = [
-        sum({1 << mesh.ids.index(peer) for peer, box in schedule.incoming if box_size(box)})
-        for schedule in schedules
+        sum({1 << mesh.ids.index(p) for p, box in transfers.of(device).incoming if box_size(box)})
+        for device in mesh.ids
     ]
     text = f"{step_text(step)} over {','.join(mesh.axis_labels(step.axes))}"
     return kind_of(step), text, plan.bytes_received, plan.peak_bytes, bits

@@ -21,8 +21,8 @@ import numpy as np
 from shardspec.boxes import Box, box_size, intersect
 from shardspec.comm.cost import CostModel
 from shardspec.comm.curves import Link
-from shardspec.comm.routes import distance_on, exchange_routes
 from shardspec.comm.steps import Exchange
+from shardspec.comm.transfers import distance_on, exchange_routes
 from shardspec.dtypes import item_bytes
 from shardspec.errors import LayoutError
 from shardspec.layout.graph import (

@@ -13,6 +13,7 @@ from shardspec.comm.communicator import Communicator
 from shardspec.comm.curves import KINDS
 from shardspec.comm.steps import AllReduce
 from shardspec.layout.layout import Layout
+from shardspec.layout.moving import transfers_of
 from shardspec.layout.spec import ShardingSpec
 from shardspec.mesh.device_mesh import DeviceMesh
 from shardspec.profiling.fit import Measurement, step_of
@@ -79,10 +80,13 @@ def _time(
     alone = Layout(before.mesh, ShardingSpec(0, partial=dict.fromkeys(every, "sum")), (), "float32")
     ones = {id_: torch.ones((), device=device) for id_ in here}
 
+    together = transfers_of(AllReduce(tuple(every), "sum"), alone, alone)
+    transfers = transfers_of(step, before, after)
+
     def once() -> float:
-        communicator.run(AllReduce(tuple(every), "sum"), ones, alone.box, alone.box)
+        communicator.run(together, ones)
         started = time.perf_counter()
-        communicator.run(step, shards, before.box, after.box)
+        communicator.run(transfers, shards)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         return time.perf_counter() - started

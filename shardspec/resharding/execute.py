@@ -104,20 +104,20 @@ def _run_in_job(
         given = given_to(plan, state, out, (rank,), alone=True)
         told, device_type = given.told, _device_type(given.devices[rank])
     except Exception as error:  # whatever it is, the other ranks would wait for this one
-        cause, told = error, Told(_problem(error), b"", {}, ())
+        cause, told = error, Told(_problem(error), b"", {}, (), 0, False)
     # Held by one thread at a time, and compared on all ranks before the first byte.
     facts = {"reshard plan": plan.digest[:12]}
     if wanted is not None:
         facts["with a receipt of version"] = str(wanted.version)
     words = description(facts)
-    with communicator.conversion(words, device_type, plan.meshes) as home:
-        every = communicator.gather({rank: told})
+    with communicator.conversion(words, device_type, plan.meshes, {rank: told}) as (home, every):
         _require_no_problem({peer: one.problem for peer, one in every.items()}, cause)
         assert given is not None, "this rank has no problem either"
         values = agreed_values(plan, {peer: one.values for peer, one in every.items()})
         ties = agreed_ties(plan, every.values())
+        _compare_stages({peer: one.num_stages for peer, one in every.items()})
         moving = plan.without_ties(ties)
-        if moving.hosts is not None:
+        if ties and moving.hosts is not None:
             _compare_stages(communicator.gather({rank: len(moving.stages)}))
         one = DeviceShards(moving, rank, given.devices[rank])
         one.allocate()
@@ -125,7 +125,8 @@ def _run_in_job(
         memory = communicator.peer_memory if home == "cpu" and not casts else None
         if memory is None:
             one.reserve()
-        communicator.gather({rank: None})  # if a rank had no memory for it, all hear of it
+        if memory is None or not all(other.fills for other in every.values()):
+            communicator.gather({rank: None})  # if a rank had no memory for it, all hear of it
         one.clear()
         try:
             if memory is not None:

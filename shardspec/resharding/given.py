@@ -46,6 +46,10 @@ class Told(NamedTuple):
     """By device, places whose shards of the source are the same memory."""
     shared: Groups
     """Places whose shards to be filled are the same memory."""
+    num_stages: int
+    """Stages of the plan, which follow from prices: other processors might round otherwise."""
+    fills: bool
+    """Whether all results are given, so that no memory is made for them."""
 
 
 class Given(NamedTuple):
@@ -106,7 +110,8 @@ def given_to(
         device: DeviceGiven({n: s.resolve_conj().resolve_neg() for n, s in shards.items()}, out)
         for (device, shards), out in zip(read.items(), filled.values(), strict=True)
     }
-    return Given(given, list(state), flat_out, Told("", pickle.dumps(kept), tied, shared))
+    told = Told("", pickle.dumps(kept), tied, shared, len(plan.stages), flat_out is not None)
+    return Given(given, list(state), flat_out, told)
 
 
 def _check_names(where: str, values: State, planned: Iterable[str]) -> None:

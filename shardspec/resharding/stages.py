@@ -61,6 +61,13 @@ def copies_between(
 
 def _holders(layout: Layout, side: TensorView, axes: int) -> dict[Box, Holders]:
     """Return the boxes of the view that are not empty, each with its holders; they are disjoint."""
+    held = _held(layout).items()
+    return {part: devices for box, devices in held for part in side.boxes(box, axes)}
+
+
+@lru_cache(maxsize=1024)
+def _held(layout: Layout) -> dict[Box, Holders]:
+    """Return the boxes of a layout that are not empty, each with its holders."""
     # Parts are intersected one by one: a replicated part may join the one before it.
     cells = [] if layout.spec.is_plain else [LayoutCell(layout, cell) for cell in cells_of(layout)]
     found: dict[Box, list[int]] = {}
@@ -68,9 +75,7 @@ def _holders(layout: Layout, side: TensorView, axes: int) -> dict[Box, Holders]:
         boxes = [cell.box(device) for cell in cells] or layout.local_boxes(device)
         for box in filter(box_size, boxes):
             found.setdefault(box, []).append(device)
-    return {
-        part: tuple(devices) for box, devices in found.items() for part in side.boxes(box, axes)
-    }
+    return {box: tuple(devices) for box, devices in found.items()}
 
 
 def _divided(
@@ -112,9 +117,11 @@ class Stage:
     def traffic(self) -> dict[tuple[int, int], int]:
         """Bytes by sender and receiver; of what replicas share up to a row of a tensor."""
         found: Counter[tuple[int, int]] = Counter()
-        for copy, senders, start in self._copies():
-            for sender, part in senders.stretches(copy.holders, start, copy.num_bytes):
-                found[sender, copy.receiver] += part
+        for copies, senders in zip(self.groups, self.senders, strict=True):
+            spans = zip(copies, senders.starts, senders.sizes, strict=True)
+            for copy, start, num_bytes in spans:
+                for sender, part in senders.stretches(copy.holders, start, num_bytes):
+                    found[sender, copy.receiver] += part
         return dict(sorted(found.items()))
 
     @property

@@ -14,6 +14,7 @@ import operator
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from itertools import chain, product
 from math import prod
 from typing import Final, NamedTuple, TypeAlias
@@ -53,9 +54,9 @@ class TensorView(NamedTuple):
         """
         choices = []
         for (lo, hi), factors in zip(box, self.dims, strict=True):
-            reach = tuple((f.start, f.start + f.length) for f in factors)
-            parts = row_major_boxes([f.size for f in factors], lo, hi)
-            choices.append([both for part in parts if (both := intersect(part, reach)) is not None])
+            choices.append(_parts_of(factors, lo, hi))
+            if not choices[-1]:
+                return []
         found = []
         for chosen in product(*choices):
             sides = zip(chain(*self.dims), chain(*chosen), strict=True)
@@ -82,6 +83,14 @@ class TensorView(NamedTuple):
                 width *= factor.size
             at += local_index(held, index) * stride
         return tuple(steps), at
+
+
+@lru_cache(maxsize=65536)
+def _parts_of(factors: tuple[Factor, ...], lo: int, hi: int) -> list[Box]:
+    """Return which boxes of its factors an interval of a dim holds, as far as the view reaches."""
+    reach = tuple((f.start, f.start + f.length) for f in factors)
+    parts = row_major_boxes([f.size for f in factors], lo, hi)
+    return [both for part in parts if (both := intersect(part, reach)) is not None]
 
 
 class View(NamedTuple):

@@ -13,13 +13,13 @@ from typing import Any, TypeAlias
 
 import torch
 
-from shardspec.boxes import Box
 from shardspec.comm.agreement import description
 from shardspec.comm.communicator import Communicator
 from shardspec.comm.steps import AllReduce, Exchange, ReduceScatter, Step, backward
 from shardspec.errors import LayoutError
 from shardspec.layout.cross import common_mesh, exchange_to
 from shardspec.layout.layout import Layout, LayoutCell, cells_of
+from shardspec.layout.moving import transfers_of
 from shardspec.layout.plan import ConversionPlan
 from shardspec.mesh.device_mesh import DeviceMesh
 from shardspec.tracing import StepRecord, log_from_environment, observers
@@ -43,7 +43,7 @@ def run_plan(
     note = "backward" if back else "forward"
     with (
         telling(communicator, plan.source.mesh, plan.target.mesh),
-        _conversion(plan, communicator, shards, note) as device,
+        _conversion(plan, communicator, shards, note) as (device, _),
     ):
         for number in reversed(numbers) if back else numbers:
             planned, (before, after) = plan.steps[number], plan.layouts[number : number + 2]
@@ -75,7 +75,7 @@ def run_plan(
 
 def _conversion(
     plan: ConversionPlan, communicator: Communicator, shards: Mapping[int, torch.Tensor], note: str
-) -> AbstractContextManager[str]:
+) -> AbstractContextManager[tuple[str, Mapping[int, None]]]:
     mesh = common_mesh(plan.source.mesh, plan.target.mesh)
     device = next((shard.device.type for shard in shards.values()), "")
     content = _described(plan.source, plan.target, plan.steps, note)
@@ -128,7 +128,7 @@ def run_step(
     """Carry out one step, also between two meshes; what is cut by parts goes part by part."""
     plain, here = before.spec.is_plain and after.spec.is_plain, communicator.on(after.mesh)
     if plain and before.mesh == after.mesh:
-        return here.run(step, shards, before.box, after.box)
+        return here.run(transfers_of(step, before, after), shards)
     if plain and _same_boxes(before, after):
         return {rank: shards[rank].view_as(shards[rank]) for rank in here.addressable}
     across = communicator.on(common_mesh(before.mesh, after.mesh))
@@ -140,48 +140,28 @@ def run_step(
     shapes = {rank: after.local_shape(rank) for rank in here.addressable}
     results = {rank: empty(shape) for rank, shape in shapes.items()} if len(cells) > 1 else {}
     for cell in cells:
-        held, wanted = on_both(before, cell), on_both(after, cell)
+        held, wanted = LayoutCell(before, cell), LayoutCell(after, cell)
         given = {
-            rank: held.part_of(shards[rank], rank).contiguous() if rank in shards else nothing
+            rank: _part_of(shards[rank], held, rank).contiguous() if rank in shards else nothing
             for rank in across.addressable
         }
-        moved = across.run(step, given, held.box, wanted.box)
+        moved = across.run(transfers_of(step, before, after, cell), given)
         if len(cells) == 1:
             return {rank: moved[rank].view(shape) for rank, shape in shapes.items()}
         for rank, result in results.items():
-            wanted.part_of(result, rank).copy_(moved[rank])
+            _part_of(result, wanted, rank).copy_(moved[rank])
     return results
+
+
+def _part_of(shard: torch.Tensor, cell: LayoutCell, device: int) -> torch.Tensor:
+    """Return the part of a device's shard that lies in a cell; of a scalar as a vector."""
+    return shard[cell.index(device)] if cell.cell else shard.view(1)
 
 
 @lru_cache(maxsize=4096)
 def _same_boxes(before: Layout, after: Layout) -> bool:
     """Whether nothing moves, between two meshes of the same devices."""
     return before.boxes() == after.boxes()
-
-
-class _OnBoth(LayoutCell):
-    """A cell seen from the devices of two meshes: those outside the layout's own hold nothing.
-
-    A scalar has no dim along which to hold nothing, so it is seen as a vector of one element.
-    """
-
-    __slots__ = ()
-
-    def box(self, device: int) -> Box:
-        if device not in self.layout.mesh:
-            return tuple((hi, hi) for _, hi in self.cell or ((0, 1),))
-        return super().box(device) or ((0, 1),)
-
-    def part_of(self, shard: torch.Tensor, device: int) -> torch.Tensor:
-        """Return the part of a device's shard that lies in the cell."""
-        return shard[self.index(device)] if self.cell else shard.view(1)
-
-
-@lru_cache(maxsize=4096)
-def on_both(layout: Layout, cell: Box | None = None) -> _OnBoth:
-    """Return one object per layout and cell, by default all, so that it can be found again."""
-    whole = tuple((0, size) for size in layout.global_shape)
-    return _OnBoth(layout, whole if cell is None else cell)
 
 
 Shards: TypeAlias = tuple[torch.Tensor, ...]
@@ -282,6 +262,11 @@ def with_gradient_shared(tensor: torch.Tensor, count: int) -> torch.Tensor:
         return tensor
     share = partial(torch.mul, other=1 / count)
     return _apply(_views, lambda grads: tuple(map(share, grads)), [tensor])[0]
+
+
+def copies_of(tensor: torch.Tensor, count: int) -> Shards:
+    """Return a tensor so many times; its gradient is that of the first, equal to all others."""
+    return _apply(lambda one: _views(one * count), lambda copies: _views(copies[:1]), [tensor])
 
 
 def first_of_copies(shards: Mapping[int, torch.Tensor]) -> torch.Tensor:

@@ -16,9 +16,10 @@ from shardspec.dtypes import dtype_name
 from shardspec.errors import LayoutError
 from shardspec.layout.converter import LayoutConverter
 from shardspec.layout.layout import Layout, SpecLike
+from shardspec.layout.moving import transfers_of
 from shardspec.layout.spec import ShardingSpec
 from shardspec.mesh.device_mesh import DeviceMesh
-from shardspec.tensor.run import mesh_text, on_both, run_plan
+from shardspec.tensor.run import mesh_text, run_plan
 
 Facts: TypeAlias = tuple[tuple[int, ...], str]
 """Shape and dtype of a shard."""
@@ -143,7 +144,7 @@ def shards_of(
     }
     with communicator.conversion(description(words), tensor.device.type):
         exchange = Exchange(tuple(range(layout.mesh.ndim)))
-        found = communicator.run(exchange, {device: given}, on_both(source).box, sent.box)
+        found = communicator.run(transfers_of(exchange, source, sent), {device: given})
     if sent != target:
         found = run_plan(LayoutConverter().plan(sent, target), communicator, found)
     return {device: found[device].view(layout.local_shape(device))}

@@ -2,6 +2,7 @@
 
 import json
 
+import numpy as np
 import pytest
 import torch
 from click.testing import CliRunner
@@ -101,3 +102,50 @@ def test_a_plan_of_a_checkpoint_by_its_path(checkpoint):
         for target in ((mesh, rules), layouts):
             plan = plan_reshard(place, target)
             assert plan.moves == plan_reshard(source, target).moves
+
+
+def test_transfers_are_written_for_every_device_and_the_index_last(checkpoint, tmp_path):
+    code, text = run(
+        checkpoint, "--mesh", "3", "--rule", "w", "[S0,R]", "--transfers", tmp_path / "t"
+    )
+    assert code == 0, text
+    names = sorted(path.name for path in (tmp_path / "t").iterdir())
+    assert names == ["device-0.npz", "device-1.npz", "device-2.npz", "transfers.json"]
+    index = json.loads((tmp_path / "t" / "transfers.json").read_text("utf-8"))
+    assert index["format"] == "shardspec-transfers-1"
+    assert [tensor["target"] for tensor in index["tensors"]] == ["b", "w"]
+    wanted = load_sharded(
+        checkpoint, device_mesh=DeviceMesh(range(3)), rules={"w": "[S0,R]", "b": "[R]"}
+    )
+    files = {int(number): checkpoint / name for number, name in index["files"].items()}
+    for device in range(3):
+        with np.load(tmp_path / "t" / f"device-{device}.npz") as stored:
+            assert bytes(stored["digest"]).decode() == index["digest"]
+            made = [
+                np.zeros(4 * np.prod(shape[: len(tensor["target_shape"])]), np.uint8)
+                for shape, tensor in zip(stored["target_shapes"], index["tensors"], strict=True)
+            ]
+            assert stored["target_strides"][1].tolist() == [24, 4]
+            for row in stored["rows"]:
+                data = np.fromfile(files[row["sender"]], np.uint8)
+                for turn in range(int(row["count"])):
+                    start, to = (
+                        int(row[f"{end}_offset"] + turn * row[f"{end}_step"].astype("u8"))
+                        for end in ("source", "target")
+                    )
+                    size = int(row["run_bytes"])
+                    made[row["tensor"]][to : to + size] = data[start : start + size]
+        for tensor, got in zip(index["tensors"], made, strict=True):
+            shard = wanted[tensor["target"]].shards[device]
+            assert (got.view("f4") == shard.numpy().ravel()).all()
+
+
+def test_transfers_are_refused_before_anything_is_written(checkpoint, tmp_path):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "notes").write_text("keep me")
+    code, text = run(checkpoint, "--mesh", "2", "--transfers", tmp_path / "mine")
+    assert (code, "give a new or an empty directory" in text) == (3, True), text
+    assert [path.name for path in (tmp_path / "mine").iterdir()] == ["notes"]
+    code, text = run(checkpoint, "--mesh", "2", "--dtype", "bf16", "--transfers", tmp_path / "cast")
+    assert (code, "is cast from float32 to bfloat16" in text) == (2, True), text
+    assert not (tmp_path / "cast").exists()

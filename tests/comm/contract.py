@@ -25,6 +25,7 @@ from shardspec.comm.steps import (
     Slice,
     Step,
 )
+from shardspec.comm.transfers import Transfers
 
 
 @dataclass(frozen=True)
@@ -289,7 +290,8 @@ def crossing(communicator: Communicator, dtype: torch.dtype) -> list[str]:
         device: whole[slices_within(rows[device], ((0, 7), (0, 6)))].clone()
         for device in communicator.addressable
     }
-    results = communicator.run(Exchange(()), shards, rows.__getitem__, columns.__getitem__)
+    transfers = Transfers.between(Exchange(()), communicator.mesh, rows, columns)
+    results = communicator.run(transfers, shards)
     assert tuple(results) == communicator.addressable
     return [
         f"device {device} got {result}"

@@ -29,7 +29,7 @@ def test_a_note_comes_back_from_its_bytes():
 
 def test_the_longest_content_fits():
     address = Address("h" * 200, 2**22, "s" * 40, 2**63)
-    given = note(kind="value", content=b"x" * NOTE_ROOM, length=10_000, address=address)
+    given = note(content=b"x", value=b"y" * (NOTE_ROOM - 1), length=10_000, address=address)
     assert len(given.pack()) <= NOTE_BYTES
     assert Note.unpack(given.pack()) == given
 
@@ -68,7 +68,7 @@ def test_what_differs_is_named(other, said):
 
 
 def test_values_may_differ():
-    assert check_agreement({0: note(kind="value"), 1: note({"a": "b"}, kind="value")}) == "cpu"
+    assert check_agreement({0: note(value=b"a"), 1: note(value=b"bc", length=2)}) == "cpu"
 
 
 def test_long_words_that_differ_in_the_middle():

@@ -2,6 +2,7 @@ import pytest
 import torch
 
 from shardspec import DeviceMesh, SimulatedCommunicator
+from shardspec.layout.moving import transfers_of
 from tests.comm.contract import Case, CommunicatorContract, complaints, crossing
 
 
@@ -9,7 +10,7 @@ class TestSimulated(CommunicatorContract):
     def results(self, case: Case):
         before, after = case.layouts
         shards, copies = case.shards(), case.shards()
-        got = SimulatedCommunicator(case.mesh).run(case.step, shards, before.box, after.box)
+        got = SimulatedCommunicator(case.mesh).run(transfers_of(case.step, before, after), shards)
         found = complaints(shards, copies, got)
         return {device: (got[device], found[device]) for device in case.mesh.ids}
 

@@ -18,6 +18,7 @@ from shardspec import DeviceMesh, DTensor, ProcessGroupCommunicator
 from shardspec.comm.steps import AllGather
 from shardspec.errors import CommunicatorError, DTypeError
 from shardspec.layout.layout import Layout
+from shardspec.layout.moving import transfers_of
 from tests.dist.processes import run_ranks
 
 pytestmark = pytest.mark.dist
@@ -139,7 +140,7 @@ def _out_of_order(rank: int) -> list[Any]:
             step = AllGather(0 if rank else 1, (0,))
             shard = torch.ones(before.local_shape(rank))
             told.append(
-                _told(lambda: communicator.run(step, {rank: shard}, before.box, after.box))  # noqa: B023
+                _told(lambda: communicator.run(transfers_of(step, before, after), {rank: shard}))  # noqa: B023
             )
             dist.barrier()
     return told

@@ -9,8 +9,8 @@ import torch.distributed as dist
 
 from shardspec import DeviceMesh
 from shardspec.comm.messages import has_collective, run_collective
-from shardspec.comm.routes import schedule_for
 from shardspec.layout.layout import Layout
+from shardspec.layout.moving import transfers_of
 from tests.conversions import (
     collectives,
     partial_specs,
@@ -57,7 +57,7 @@ def _run(rank: int) -> tuple[dict[tuple[bool, str], int], list[str]]:
         layouts = [Layout(mesh, spec, shape, dtype) for spec in some]
         for move in (move for layout in layouts for move in collectives(layout)):
             step, before, after = move.step, move.before, move.after
-            schedule = schedule_for(step, mesh, rank, before.box, after.box)
+            schedule = transfers_of(step, before, after).of(rank)
             if not has_collective(schedule, getattr(torch, before.dtype)):
                 continue
             done[mesh is ORDERED, type(step).__name__] += dtype == "float32"

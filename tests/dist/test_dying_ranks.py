@@ -27,8 +27,10 @@ from shardspec.comm.steps import (
     ReduceScatter,
     Step,
 )
+from shardspec.comm.transfers import Transfers
 from shardspec.errors import CommunicatorError
 from shardspec.layout.layout import Layout
+from shardspec.layout.moving import transfers_of
 
 pytestmark = pytest.mark.dist
 
@@ -59,7 +61,7 @@ def _step(communicator: ProcessGroupCommunicator, move: tuple[Step, str, str], r
     step, source, target = move
     before = Layout(MESH, source, (600, 1200), "float32")
     shard = torch.ones(before.local_shape(rank))
-    communicator.run(step, {rank: shard}, before.box, before.with_spec(target).box)
+    communicator.run(transfers_of(step, before, before.with_spec(target)), {rank: shard})
 
 
 def _die(out: Any) -> None:
@@ -215,9 +217,8 @@ def _leave(rank: int, communicator: Any, *_: Any) -> None:
     shard = torch.full(box_shape(before[rank]), float(rank))
     if rank == 2:
         time.sleep(0.3)
-    (got,) = communicator.run(
-        Exchange((0,)), {rank: shard}, before.__getitem__, after.__getitem__
-    ).values()
+    transfers = Transfers.between(Exchange((0,)), MESH, before, after)
+    (got,) = communicator.run(transfers, {rank: shard}).values()
     assert got.sum() == (1 * 20 + 2 * 25 if rank == 0 else 0)
 
 
@@ -269,7 +270,7 @@ def _stopped(rank: int, communicator: Any, *_: Any) -> None:
         _fork(4 * TIMEOUT_S)
     try:
         with mock.patch.object(peer_memory, "read", late):
-            communicator.run(Exchange((0,)), {rank: shard}, before.__getitem__, after.__getitem__)
+            communicator.run(Transfers.between(Exchange((0,)), MESH, before, after), {rank: shard})
     finally:
         shard.zero_()
         if rank == 0:

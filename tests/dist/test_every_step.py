@@ -16,6 +16,7 @@ from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 from shardspec import DeviceMesh, DTensor, ProcessGroupCommunicator, ShardingSpec
 from shardspec.comm.steps import AllReduce, ReduceOp
 from shardspec.layout.layout import Layout
+from shardspec.layout.moving import transfers_of
 from tests.conversions import (
     OPS,
     Move,
@@ -85,7 +86,7 @@ def rounded_sums(rank: int) -> list[tuple[str, float]]:
         after = before.with_spec("[R,R]")
         run = ProcessGroupCommunicator.of(WIDE).run
         given = {rank: shard_of(before, stack, rank)}
-        got = run(AllReduce(axes, "sum"), given, before.box, after.box)[rank]
+        got = run(transfers_of(AllReduce(axes, "sum"), before, after), given)[rank]
         exact = stack.double().sum(tuple(range(len(axes))))
         error = float((got.double() - exact).abs().max())
         found.append((got.view(torch.uint8).numpy().tobytes().hex(), error))

@@ -27,6 +27,7 @@ from shardspec.comm.steps import (
     Step,
 )
 from shardspec.layout.layout import Layout
+from shardspec.layout.moving import transfers_of
 from shardspec.layout.plan import ConversionPlan
 from tests.dist.processes import run_ranks
 
@@ -73,7 +74,7 @@ def _grown(
     ctypes.CDLL(None).malloc_trim(0)  # what was freed before is not to serve now
     Path("/proc/self/clear_refs").write_text("5")
     start = _status("VmRSS")
-    communicator.run(step, shards, before.box, after.box)
+    communicator.run(transfers_of(step, before, after), shards)
     return _status("VmHWM") - start
 
 

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 
 from shardspec import DeviceMesh, DTensor, Layout, ProcessGroupCommunicator
-from shardspec.comm.routes import exchange_routes
 from shardspec.comm.steps import Exchange
+from shardspec.comm.transfers import exchange_routes
 from shardspec.errors import CommunicatorError, LayoutError, ShardSpecError
 from shardspec.tensor.run import run_step
 from tests.conversions import plain_specs, reduced, same_bits, shard_of, stack_of

@@ -15,6 +15,7 @@ from shardspec import DeviceMesh, DTensor, ProcessGroupCommunicator
 from shardspec.comm.steps import AllReduce, ReduceOp
 from shardspec.errors import CommunicatorError
 from shardspec.layout.layout import Layout
+from shardspec.layout.moving import transfers_of
 from tests.comm.contract import CASES, Case, CommunicatorContract, complaints, crossing
 from tests.dist.processes import run_ranks
 
@@ -31,11 +32,11 @@ def _run_cases(rank: int, reads_peers: bool):
         before, after = case.layouts
         if rank not in case.mesh:
             assert communicator.addressable == ()
-            assert communicator.run(case.step, {}, before.box, after.box) == {}
+            assert communicator.run(transfers_of(case.step, before, after), {}) == {}
             assert communicator.gather({}) == {}
             continue
         shards, copies = {rank: case.shards()[rank]}, {rank: case.shards()[rank]}
-        got = communicator.run(case.step, shards, before.box, after.box)
+        got = communicator.run(transfers_of(case.step, before, after), shards)
         raw = got[rank].reshape(-1).view(torch.uint8).numpy().tobytes()
         results[case.name] = (
             raw,
@@ -58,7 +59,7 @@ def _first_steps(rank: int) -> list[str]:
         before = Layout(mesh, f"[S0,R|P{pending}1]", (2, 5), "float32")
         shard = torch.full(before.local_shape(rank), 2.0)
         step, after = AllReduce((1,), pending), before.with_spec("[S0,R]")
-        (got,) = communicator.run(step, {rank: shard}, before.box, after.box).values()
+        (got,) = communicator.run(transfers_of(step, before, after), {rank: shard}).values()
         if got.tolist() != (shard * (2 if pending == "sum" else 1)).tolist():
             wrong.append(f"{pending} {reads_peers}: {got}")
     # The last two communicators: one rank does not let itself be read.

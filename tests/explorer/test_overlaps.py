@@ -4,8 +4,8 @@ from itertools import pairwise
 
 from shardspec import CostModel, LayoutConverter, Link
 from shardspec.boxes import intersect
-from shardspec.comm.routes import schedule_for
 from shardspec.explorer.page import layouts_of
+from shardspec.layout.moving import transfers_of
 from tests.explorer.test_page import DTYPE, MESHES
 
 
@@ -25,7 +25,7 @@ def test_what_a_move_brings_is_what_the_sender_shares():
                             continue
                         checked.add((step, a, b))
                         for device in mesh.ids:
-                            schedule = schedule_for(step, mesh, device, a.box, b.box)
+                            schedule = transfers_of(step, a, b).of(device)
                             for peer, box in schedule.incoming:
                                 assert intersect(a.box(peer), b.box(device)) == box
     assert len({type(step) for step, _, _ in checked}) == 7

@@ -9,8 +9,8 @@ from click.testing import CliRunner
 from shardspec import DeviceMesh, Layout, LayoutConverter
 from shardspec.boxes import box_size
 from shardspec.cli.main import cli
-from shardspec.comm.routes import schedule_for
 from shardspec.explorer.page import count_conversions, layouts_of, models_of
+from shardspec.layout.moving import transfers_of
 from shardspec.layout.plan import naive_plan, step_text
 from shardspec.text import bytes_text, seconds_text
 from tests.explorer.browser import Browser
@@ -227,7 +227,7 @@ def test_boxes_are_drawn_where_they_are_and_move_to_where_they_go(page):
         wanted = sorted(
             [peer, device]
             for device in before.mesh.ids
-            for peer, box in schedule_for(step, before.mesh, device, before.box, after.box).incoming
+            for peer, box in transfers_of(step, before, after).of(device).incoming
             if box_size(box)
         )
         page.ask(f"jump({number} + 0.5)")

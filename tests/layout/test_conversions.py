@@ -10,6 +10,7 @@ from shardspec import DeviceMesh, DTensor, LayoutConverter, ShardingSpec, Simula
 from shardspec.comm.steps import ReduceOp
 from shardspec.layout.graph import explore, spec_of
 from shardspec.layout.layout import Layout
+from shardspec.layout.moving import transfers_of
 
 
 def every_spec(num_axes: int, dims: int) -> list[ShardingSpec]:
@@ -169,7 +170,7 @@ def test_every_edge_of_the_graph(mesh_shape, shape):
     for before, after, step in graph.edges(data="step"):
         source = Layout(mesh, spec_of(before), shape, "int64")
         target = source.with_spec(spec_of(after))
-        got = communicator.run(step, shards_of(whole, source), source.box, target.box)
+        got = communicator.run(transfers_of(step, source, target), shards_of(whole, source))
         wanted = shards_of(whole, target)
         assert all(torch.equal(got[device], wanted[device]) for device in mesh.ids), step
         edges += 1

@@ -14,10 +14,10 @@ from scipy.sparse import lil_array
 
 from shardspec import CostModel, DeviceMesh, Layout, Link, SimulatedCommunicator, trace
 from shardspec.boxes import Box, box_size, intersect
-from shardspec.comm.routes import schedule_for
 from shardspec.comm.steps import Exchange
 from shardspec.layout.cross import common_mesh, exchange_seconds
 from shardspec.layout.graph import state_of
+from shardspec.layout.moving import transfers_of
 from shardspec.layout.plan import ConversionPlan, step_seconds
 from shardspec.layout.pricing import exchange_between
 from shardspec.tensor.run import run_plan
@@ -90,7 +90,7 @@ def routed(before, after, model):
     step = exchange(before, after, model)
     busy: dict[tuple[str, int], float] = defaultdict(float)
     for sender in mesh.ids:
-        for receiver, box in schedule_for(step, mesh, sender, before.box, after.box).outgoing:
+        for receiver, box in transfers_of(step, before, after).of(sender).outgoing:
             alpha, beta = formulas.link(mesh, model, sender, receiver)
             busy["sends", sender] += alpha + box_size(box) * beta
             busy["receives", receiver] += alpha + box_size(box) * beta
@@ -205,7 +205,7 @@ def test_replicas_along_slow_links_do_not_share(links, apart, most):
     before, after = (Layout(mesh, spec, (6, 6), "int8") for spec in ("[S1,R]", "[S0,R]"))
     step = exchange(before, after, model)
     assert step.apart == apart
-    schedules = {id_: schedule_for(step, mesh, id_, before.box, after.box) for id_ in mesh.ids}
+    schedules = {id_: transfers_of(step, before, after).of(id_) for id_ in mesh.ids}
     sent = [sum(box_size(box) for _, box in schedules[id_].outgoing) for id_ in mesh.ids]
     assert max(sent) == most
     if apart:

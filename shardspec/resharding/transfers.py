@@ -1,0 +1,268 @@
+"""A reshard plan as rows of strided copies between flat shards, for any transport.
+
+Whoever reads rows needs nothing of the planner: `docs/transfers.md` says what the fields mean, with
+a player of some forty lines.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
+from itertools import groupby
+from typing import Final, Literal, NamedTuple, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from shardspec.boxes import Box, box_shape
+from shardspec.dtypes import item_bytes
+from shardspec.errors import LayoutError
+from shardspec.layout.layout import Layout
+from shardspec.mesh.device_ids import some, whole_numbers
+from shardspec.resharding.copies import StateCopies, StoredLayout, TensorMove
+from shardspec.resharding.stages import StateCopy, region_of
+from shardspec.resharding.views import View, identity_view
+from shardspec.text import shown
+
+ROW: Final = np.dtype(
+    [
+        ("stage", "<u4"),
+        ("tensor", "<u4"),
+        ("sender", "<u4"),
+        ("receiver", "<u4"),
+        ("source_offset", "<u8"),
+        ("target_offset", "<u8"),
+        ("run_bytes", "<u8"),
+        ("count", "<u8"),
+        ("source_step", "<i8"),
+        ("target_step", "<i8"),
+    ]
+)
+"""Runs of bytes from a shard of the sender to one of the receiver: 64 bytes without padding."""
+
+End: TypeAlias = Literal["receiver", "sender", "both"]
+"""Whose rows: what a device receives, what it sends, or all of it."""
+Rows: TypeAlias = npt.NDArray[np.void]
+"""An array of `ROW`."""
+Strides: TypeAlias = Mapping[int, Sequence[int]] | Sequence[int]
+"""Bytes from one element to the next, per dim of a shard; or these by device."""
+Declared: TypeAlias = Mapping[str, Mapping[str, Strides]]
+"""Under "source" and "target" strides by the name of the tensor there; others are row-major."""
+
+
+class FileRegion(NamedTuple):
+    """Where a box of a tensor lies in a file of a checkpoint."""
+
+    file: int
+    """Its number in the plan."""
+    box: Box
+    offset: int
+    """Byte of its first element."""
+    strides: tuple[int, ...]
+    """In bytes, per dim."""
+
+
+class _Part(NamedTuple):
+    """Where a box lies: counted from the start of a shard or file, in bytes."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int
+
+
+def transfer_rows(
+    plan: StateCopies,
+    device: int,
+    end: End = "receiver",
+    *,
+    strides: Declared | None = None,
+    files: Mapping[str, Sequence[FileRegion]] | None = None,
+) -> Rows:
+    """Return what a device receives or sends; see `ReshardPlan.transfers`.
+
+    `files` says by name where tensors lie whose source is a checkpoint.
+    """
+    _check(plan, device, end)
+    places = _Places(plan, strides or {}, files or {})
+    tables = [np.empty(0, ROW)]
+    for stage, copy in _copies(plan, device, end):
+        move = plan.moves[copy.places[0]]
+        for (ours, theirs), alike in places.of(copy, stage):
+            parts = _strided(ours, theirs, item_bytes(move.target.dtype))
+            table = np.repeat(parts[None], len(alike), 0)
+            table["stage"], table["sender"], table["receiver"] = (
+                stage,
+                copy.holders[0],
+                copy.receiver,
+            )
+            table["tensor"] = np.asarray(alike)[:, None]
+            tables.append(table.ravel())
+    return np.concatenate(tables)
+
+
+def _check(plan: StateCopies, device: int, end: str) -> None:
+    if end not in ("receiver", "sender", "both"):
+        raise LayoutError(f"end={end!r}: give 'receiver', 'sender' or 'both'")
+    if whole_numbers([device]) is None or device not in plan.devices:
+        raise LayoutError(
+            f"device {shown(device)} is not in the plan, whose devices are {some(plan.devices)}"
+        )
+    if plan.devices[-1] >= 2**32:
+        raise LayoutError(f"device {plan.devices[-1]} has an id that rows of 32 bits cannot hold")
+    for move in plan.moves:
+        if move.source.dtype != move.target.dtype:
+            raise LayoutError(
+                f"{move.target_name!r} is cast from {move.source.dtype} to {move.target.dtype}, "
+                "but transfers copy bytes; plan without the cast, and cast what has arrived"
+            )
+
+
+def _copies(plan: StateCopies, device: int, end: str) -> Iterator[tuple[int, StateCopy]]:
+    """Yield stage and copy: what the device has already, then by stage, sender and receiver."""
+    yield from ((0, copy) for copy in plan.kept(device))
+    for number, stage in enumerate(plan.stages):
+        for (sender, receiver), copies in sorted(stage.streams(device).items()):
+            if end == "both" or device == {"sender": sender, "receiver": receiver}[end]:
+                yield from ((number, copy) for copy in copies)
+
+
+class _Places:
+    """Where boxes lie in shards, whose strides are declared or row-major, and in files."""
+
+    def __init__(
+        self, plan: StateCopies, declared: Declared, files: Mapping[str, Sequence[FileRegion]]
+    ) -> None:
+        self._moves, self._files = plan.moves, files
+        self._declared = {side: declared.get(side, {}) for side in ("source", "target")}
+        if plan.files and self._declared["source"]:
+            raise LayoutError("strides= is for shards; those of the source are as its files say")
+        if unknown := declared.keys() - self._declared.keys():
+            raise LayoutError(
+                f"strides= has {shown(sorted(unknown)[0])}; give 'source' and 'target', and in "
+                "each strides by the name of the tensor"
+            )
+        for side in self._declared:
+            names = {_name(move, side) for move in plan.moves}
+            if others := self._declared[side].keys() - names:
+                raise LayoutError(
+                    f"strides= declares {shown(sorted(others)[0])}, which no {side} of the plan is"
+                )
+
+    def of(
+        self, copy: StateCopy, stage: int
+    ) -> Iterator[tuple[tuple[_Part, _Part], Sequence[int]]]:
+        """Yield where a box lies at both ends, and the places of the tensors that lie so."""
+        sides = ("target" if stage else "source", copy.holders[0]), ("target", copy.receiver)
+        if not any(self._declared.values()) and not self._files:
+            move = self._moves[copy.places[0]]
+            yield self._ends(move, copy.box, sides), copy.places
+            return
+        ends = {place: self._ends(self._moves[place], copy.box, sides) for place in copy.places}
+        for both, alike in groupby(copy.places, key=ends.__getitem__):
+            yield both, list(alike)
+
+    def _ends(
+        self, move: TensorMove, box: Box, sides: tuple[tuple[str, int], tuple[str, int]]
+    ) -> tuple[_Part, _Part]:
+        ours, theirs = (self._part(move, box, side, owner) for side, owner in sides)
+        return ours, theirs
+
+    def _part(self, move: TensorMove, box: Box, side: str, owner: int) -> _Part:
+        layout = move.source if side == "source" else move.target
+        if isinstance(layout, StoredLayout):
+            return self._in_file(move, box, owner)
+        given = self._declared[side].get(_name(move, side))
+        steps = (
+            row_major(layout, owner)
+            if given is None
+            else _checked(given, f"{side} {_name(move, side)!r}", layout, owner)
+        )
+        return _Part(*region_of(layout, move.view, box, steps, owner, of_source=side == "source"))
+
+    def _in_file(self, move: TensorMove, box: Box, file: int) -> _Part:
+        view = move.view or identity_view(move.source.global_shape)
+        corner = [lo for lo, _ in box]
+        for region in self._files.get(move.source_name, ()):
+            # Boxes of files do not overlap: the one that has the corner has all of the box.
+            sides = [[side] for side in region.box]
+            if region.file == file and _has(view, sides, corner):
+                steps, at = view.source.in_memory(region.strides, sides, corner)
+                return _Part(box_shape(box), steps, region.offset + at)
+        raise LayoutError(
+            f"the source of {move.source_name!r} lies in files; transfers need the checkpoint, as "
+            "plan_reshard(path, …).transfers has it"
+        )
+
+
+def _has(view: View, intervals: Sequence[Sequence[tuple[int, int]]], corner: Sequence[int]) -> bool:
+    try:
+        view.source.in_memory([0] * len(intervals), intervals, corner)
+    except IndexError:
+        return False
+    return True
+
+
+def _name(move: TensorMove, side: str) -> str:
+    return move.source_name if side == "source" else move.target_name
+
+
+@lru_cache(maxsize=4096)
+def row_major(layout: Layout, device: int) -> tuple[int, ...]:
+    """Return the strides in bytes of a shard without gaps."""
+    steps, step = list[int](), item_bytes(layout.dtype)
+    for size in reversed(layout.local_shape(device)):
+        steps.insert(0, step)
+        step *= max(size, 1)
+    return tuple(steps)
+
+
+def _checked(given: Strides, label: str, layout: Layout, device: int) -> tuple[int, ...]:
+    """Return declared strides, if elements of the shard do not overlap under them."""
+    found = given.get(device) if isinstance(given, Mapping) else given
+    if found is None:
+        raise LayoutError(
+            f"the strides of {label} are not declared for device {device}; declare them for every "
+            "device that has it"
+        )
+    steps, shape = whole_numbers(found), layout.local_shape(device)
+    if steps is None or len(steps) != len(shape):
+        raise LayoutError(
+            f"the strides of {label} are {shown(found)}; give bytes for each of its "
+            f"{len(shape)} dims"
+        )
+    reach = item_bytes(layout.dtype)
+    for step, size in sorted(zip(steps, shape, strict=True)):
+        if size > 1 and step < reach:
+            raise LayoutError(
+                f"the strides {steps} of {label} let elements of {shape} on device {device} "
+                "overlap; give bytes from one element to the next"
+            )
+        reach += step * (size - 1) if size else 0
+    return steps
+
+
+def _strided(ours: _Part, theirs: _Part, width: int) -> Rows:
+    """Return rows that copy a box.
+
+    Bytes that lie together at both ends are a run. Of the other dims the longest is counted, and
+    each place in the rest has a row.
+    """
+    dims = [(1, width, width)]
+    sides = zip(ours.shape, ours.strides, theirs.strides, strict=True)
+    for size, a, b in sorted((d for d in sides if d[0] > 1), key=lambda d: (d[2], d[1])):
+        count, x, y = dims[-1]
+        if (a, b) == (count * x, count * y):
+            dims[-1] = (count * size, x, y)
+        else:
+            dims.append((size, a, b))
+    (run, _, _), *outer = dims
+    counted = max(outer, key=lambda dim: dim[0], default=(1, 0, 0))
+    starts = np.zeros((1, 2), np.int64)
+    for dim in outer:
+        if dim is not counted:
+            steps = np.arange(dim[0])[:, None] * np.array(dim[1:])
+            starts = (starts[:, None] + steps).reshape(-1, 2)
+    rows = np.zeros(len(starts), ROW)
+    rows["source_offset"] = starts[:, 0] + ours.offset
+    rows["target_offset"] = starts[:, 1] + theirs.offset
+    rows["run_bytes"] = run * width
+    rows["count"], rows["source_step"], rows["target_step"] = counted
+    return rows
