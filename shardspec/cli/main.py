@@ -50,6 +50,8 @@ _TASKS: Final[Mapping[str, str]] = {
     "plan": "Plan and price conversions",
     "show": "Draw and translate specs",
     "inspect": "Look into checkpoints",
+    "digest": "Compare checkpoints by digests",
+    "delta": "Publish what changed",
     "write": "Merge and reshard checkpoints",
     "maps": "Move whole models",
     "links": "Know the links",

@@ -17,7 +17,7 @@ from shardspec.boxes import Box, box_shape, box_size, contains
 from shardspec.comm.agreement import on_all_ranks
 from shardspec.digests import Digests, TensorDigest
 from shardspec.errors import CommunicatorError
-from shardspec.layout.layout import Layout
+from shardspec.layout.layout import Layout, LayoutCell, cells_of
 from shardspec.resharding.copies import Groups, StateCopies
 from shardspec.resharding.given import torch_dtype
 from shardspec.resharding.stages import StateCopy, region_of
@@ -113,7 +113,7 @@ class _Ends:
         """What arrived, by tensor and box of this device."""
         for place, shard in one.target.items():
             name, layout = plan.moves[place].target_name, plan.moves[place].target
-            for box in filter(box_size, layout.local_boxes(one.device)):
+            for box in _boxes_of(layout, one.device):
                 digest = TensorDigest(layout.dtype, layout.global_shape)
                 if name in plan.padded:  # with what no tensor of the source fills
                     shape, steps, at = region_of(
@@ -158,7 +158,7 @@ class _Ends:
         """Add parts to the boxes of this device; `digest` is of all, as it travelled."""
         move = self.plan.moves[place]
         name, layout = move.target_name, move.target
-        boxes = [box for box in layout.local_boxes(self.device) if box_size(box)]
+        boxes = _boxes_of(layout, self.device)
         if name in self.plan.padded:
             return
         if len(boxes) == 1 and layout.dtype == digest.dtype:
@@ -242,11 +242,21 @@ def _problem(
     return f"version {version}: {problems[0]}{more}; sync again"
 
 
+@lru_cache(4096)
+def _boxes_of(layout: Layout, device: int) -> list[Box]:
+    """Return the boxes of a device that are not empty, each the same or apart on other devices."""
+    if layout.spec.is_plain:
+        boxes = [layout.box(device)]
+    else:  # where one part is replicated, it may join the one before it
+        boxes = [LayoutCell(layout, cell).box(device) for cell in cells_of(layout)]
+    return [box for box in boxes if box_size(box)]
+
+
 @lru_cache(256)
 def _holders(layout: Layout) -> dict[Box, tuple[int, ...]]:
     found: dict[Box, tuple[int, ...]] = {}
     for device in layout.mesh.ids:
-        for box in filter(box_size, layout.local_boxes(device)):
+        for box in _boxes_of(layout, device):
             found[box] = (*found.get(box, ()), device)
     return found
 

@@ -73,12 +73,12 @@ def script(text, *args):
 OPEN = """
 import sys, time, torch
 from shardspec import save_sharded
-import shardspec.checkpoint.save as save
-write = save.write_atomically
+from shardspec.checkpoint.storage.local import LocalPath
+write = LocalPath.write
 def slow(*args, **how):
     time.sleep(0.3)
     write(*args, **how)
-save.write_atomically = slow
+LocalPath.write = slow
 pending = save_sharded({"w": torch.ones(5)}, sys.argv[1], asynchronous=True)
 print(pending.done)
 """

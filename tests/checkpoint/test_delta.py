@@ -387,6 +387,7 @@ target = ["k", "(k r) c"]
 [sizes]
 p = 6
 q = 4
+r = 2
 """
 
 
@@ -414,16 +415,15 @@ def test_names_of_the_trainer_become_those_of_the_base(tmp_path):
 
 KILLED = """
 import os, signal, sys
-from shardspec.checkpoint import local
-left, write_all = int(sys.argv[1]), local.write_all
+from shardspec.checkpoint.storage import descriptors
+left, write_all = int(sys.argv[1]), descriptors.write_all
 def counted(fd, data, offset, path):
     global left
     left -= 1
     if not left:
         os.kill(os.getpid(), signal.SIGKILL)
     write_all(fd, data, offset, path)
-import shardspec.checkpoint.delta as delta_module, shardspec.checkpoint.output as output
-delta_module.write_all = output.write_all = counted
+descriptors.write_all = counted
 from shardspec import apply_delta, delta
 at = sys.argv[2]
 if sys.argv[3] == "apply":
