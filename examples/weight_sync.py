@@ -222,6 +222,13 @@ for step in range(STEPS):
     start = time.perf_counter()
     out = plan.run(state, out)
     seconds = time.perf_counter() - start
+
+    # The same with proof of arrival: every rank compares digests of what left and what arrived.
+    dist.barrier()
+    start = time.perf_counter()
+    out, receipt = plan.run(state, out, receipt=True, version=step)
+    receipt.require(step)
+    with_receipt = time.perf_counter() - start
     usual = by_full_tensors(state, layouts)
 
     # The generator's logits beside the trainer's, for the same words.
@@ -237,6 +244,7 @@ for step in range(STEPS):
         moved = sum(plan.sent.values())
         print(
             f"step {step}: logits equal, {moved / 1e6:.2f} MB in {seconds * 1e3:.1f} ms; "
+            f"with a receipt, {receipt.digests.value}: {with_receipt * 1e3:.1f} ms; "
             f"full_tensor: {usual * 1e3:.1f} ms",
             flush=True,
         )

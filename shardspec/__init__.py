@@ -9,8 +9,12 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
+    from shardspec.checkpoint.background import PendingSave as PendingSave
     from shardspec.checkpoint.convert import merge as merge
     from shardspec.checkpoint.convert import reshard as reshard
+    from shardspec.checkpoint.delta import apply_delta as apply_delta
+    from shardspec.checkpoint.delta import delta as delta
+    from shardspec.checkpoint.digest import digest as digest
     from shardspec.checkpoint.load import load_sharded as load_sharded
     from shardspec.checkpoint.model_names import model_names as model_names
     from shardspec.checkpoint.plan import plan_reshard as plan_reshard
@@ -20,6 +24,8 @@ if TYPE_CHECKING:
     from shardspec.comm.curves import Link as Link
     from shardspec.comm.process_group import ProcessGroupCommunicator as ProcessGroupCommunicator
     from shardspec.comm.process_group import init_device_mesh as init_device_mesh
+    from shardspec.digests import Digests as Digests
+    from shardspec.digests import TensorDigest as TensorDigest
     from shardspec.errors import ShardSpecError as ShardSpecError
     from shardspec.families.layouts import model_layouts as model_layouts
     from shardspec.families.maps import load_map as load_map
@@ -37,6 +43,7 @@ if TYPE_CHECKING:
     from shardspec.resharding.name_map import NameMap as NameMap
     from shardspec.resharding.plan import ReshardPlan as ReshardPlan
     from shardspec.resharding.plan import reshard_state as reshard_state
+    from shardspec.resharding.receipts import Receipt as Receipt
     from shardspec.resharding.trace import trace_map as trace_map
     from shardspec.tensor.dtensor import DTensor as DTensor
     from shardspec.tensor.dtensor import distribute_tensor as distribute_tensor
@@ -51,7 +58,10 @@ if TYPE_CHECKING:
     from shardspec.tracing import trace as trace
 
 _NAMES: Final = {
+    "checkpoint.background": ("PendingSave",),
     "checkpoint.convert": ("merge", "reshard"),
+    "checkpoint.delta": ("apply_delta", "delta"),
+    "checkpoint.digest": ("digest",),
     "checkpoint.load": ("load_sharded",),
     "checkpoint.model_names": ("model_names",),
     "checkpoint.plan": ("plan_reshard",),
@@ -60,6 +70,7 @@ _NAMES: Final = {
     "comm.cost": ("CostModel",),
     "comm.curves": ("Link",),
     "comm.process_group": ("ProcessGroupCommunicator", "init_device_mesh"),
+    "digests": ("Digests", "TensorDigest"),
     "errors": ("ShardSpecError",),
     "layout.converter": ("LayoutConverter",),
     "layout.layout": ("Layout",),
@@ -72,6 +83,7 @@ _NAMES: Final = {
     "resharding.name_map": ("NameMap",),
     "resharding.plan": ("ReshardPlan", "reshard_state"),
     "families.layouts": ("model_layouts",),
+    "resharding.receipts": ("Receipt",),
     "families.maps": ("load_map", "map_chain", "shipped_maps"),
     "resharding.trace": ("trace_map",),
     "tensor.dtensor": ("DTensor", "distribute_tensor"),

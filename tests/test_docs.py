@@ -26,6 +26,8 @@ RUN = (
     "plans",
     "transfers",
     "cost-queries",
+    "deltas",
+    "digest",
     "jobs",
     "models",
     "explore",

@@ -9,7 +9,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 # Installed by those who need them.
-OPTIONAL = {"torch", "fsspec"}
+OPTIONAL = {"torch", "fsspec", "xxhash", "zstandard"}
 
 
 def options():
@@ -36,7 +36,8 @@ def test_what_is_imported_is_what_is_required():
     assert required <= others
     extras = options()["options.extras_require"]
     assert "torch" in named(extras["torch"])
-    assert named(extras["torch"]) | named(extras["remote"]) == OPTIONAL
+    optional = ("torch", "remote", "delta")
+    assert set.union(*(named(extras[extra]) for extra in optional)) == OPTIONAL
 
 
 def test_names_that_need_torch_say_so_where_it_is_missing():

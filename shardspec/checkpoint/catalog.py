@@ -14,6 +14,7 @@ from shardspec.checkpoint.storage.from_text import storage_path
 from shardspec.checkpoint.storage.path import StoragePath
 from shardspec.checkpoint.storage.snapshot import Snapshot
 from shardspec.comm.steps import ReduceOp
+from shardspec.digests import TensorDigest
 from shardspec.dtypes import item_bytes
 from shardspec.errors import CheckpointError
 from shardspec.layout.layout import Layout, LayoutCell, cells_of
@@ -34,6 +35,20 @@ class Digest:
     start: int
     """Position of the first byte in the file."""
     num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Patch:
+    """What a delta changes of a tensor: one zstd frame in a file."""
+
+    path: StoragePath
+    start: int
+    """Position of the first byte in the file."""
+    num_bytes: int
+    encoding: str
+    checksum_format: str
+    checksum: str
+    """Of the whole tensor afterwards."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +118,9 @@ class Outline(Generic[_Box_co]):
 @dataclass(frozen=True, slots=True)
 class StoredTensor(Outline[StoredBox]):
     """A tensor of a checkpoint and the places of all its boxes."""
+
+    patches: tuple[Patch, ...] = ()
+    """What deltas change of it, in order."""
 
 
 AnyOutline: TypeAlias = Outline[FileBox]
@@ -243,6 +261,12 @@ class Catalog:
     def copies_agree(self, name: str) -> bool:  # noqa: ARG002  # others know
         """Say whether digests show that all replicas are equal; reads no more than `outline`."""
         return False
+
+    wants_digests = False
+    """Whether `check_written` is to be given digests."""
+
+    def check_written(self, digests: Mapping[str, TensorDigest]) -> None:
+        """Check the digests of all that was written, before it appears."""
 
     def check_unchanged(self) -> None:
         """Check that the files are still those that were opened; to be called after all reads."""

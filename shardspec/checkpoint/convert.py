@@ -9,6 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from hashlib import sha256
 from pathlib import PurePath
 from typing import TYPE_CHECKING
@@ -27,6 +28,7 @@ from shardspec.checkpoint.catalog import (
 )
 from shardspec.checkpoint.choice import Choice, Patterns, Renames
 from shardspec.checkpoint.destination import Destination, check_destination
+from shardspec.checkpoint.digest import check_digests_file, write_digests
 from shardspec.checkpoint.formats.registry import default_format, merged_format, written_format
 from shardspec.checkpoint.mapped import Names
 from shardspec.checkpoint.output import Output, WriteOptions
@@ -37,6 +39,7 @@ from shardspec.checkpoint.storage.path import StoragePath
 from shardspec.checkpoint.storage.reading import OpenFiles
 from shardspec.checkpoint.targets import OutputTensor, Target
 from shardspec.comm.communicator import Communicator
+from shardspec.digests import Digests, TensorDigest
 from shardspec.dtypes import item_bytes
 from shardspec.errors import CheckpointError
 from shardspec.layout.rules import Rules
@@ -79,6 +82,8 @@ class WriteReport:
     """What a cast to another dtype did not keep; None if nothing was cast."""
     written: bool = False
     """False after a dry run."""
+    digests: Digests | None = None
+    """Those of the output's tensors, if they were wanted."""
     sharding: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     """After a dry run of `reshard`: tensor to the rule for it, empty where no rule matches, and its
     spec."""
@@ -125,6 +130,7 @@ class WriteReport:
             "not_copied": list(self.not_copied),
             "filled": list(self.filled),
             "written": self.written,
+            "digest": None if self.digests is None else self.digests.value,
             "sharding": {
                 name: {"rule": rule or None, "spec": spec}
                 for name, (rule, spec) in self.sharding.items()
@@ -153,6 +159,7 @@ def merge(
     sidecars: bool = True,
     progress: Progress | None = None,
     communicator: Communicator | None = None,
+    digests: PurePath | str | None = None,
 ) -> WriteReport:
     """Write the global tensors of a checkpoint into one file, or into files of a limited size.
 
@@ -210,6 +217,9 @@ def merge(
     communicator
         Whose processes share the work, as `ProcessGroupCommunicator.of(mesh)`; by default this one
         does it alone. All of them call this with the same arguments, on one file system or store.
+    digests
+        A file to write digests of the output's tensors to, as `digest` finds them; they are of the
+        bytes that are written anyway.
 
     Raises
     ------
@@ -239,7 +249,15 @@ def merge(
     choice = Choice(include, exclude, rename, dtype, drop)
     asked = Asked(chosen, "merged", choice, names, metadata=metadata, limit=max_shard_bytes)
     options = WriteOptions(
-        threads, strict_cast, overwrite, verify, dry_run, sidecars, progress, communicator
+        threads,
+        strict_cast,
+        overwrite,
+        verify,
+        dry_run,
+        sidecars,
+        progress,
+        communicator,
+        None if digests is None else storage_path(digests),
     )
     return _converted(directory, place, asked, options)
 
@@ -267,6 +285,7 @@ def reshard(
     sidecars: bool = True,
     progress: Progress | None = None,
     communicator: Communicator | None = None,
+    digests: PurePath | str | None = None,
 ) -> WriteReport:
     """Write a checkpoint of any format as the ranks of a mesh would have saved it.
 
@@ -320,7 +339,15 @@ def reshard(
     asked = Asked(chosen, "sharded", choice, names, device_mesh, rules, like, drop_values)
     check_sharding(asked)
     options = WriteOptions(
-        threads, strict_cast, overwrite, verify, dry_run, sidecars, progress, communicator
+        threads,
+        strict_cast,
+        overwrite,
+        verify,
+        dry_run,
+        sidecars,
+        progress,
+        communicator,
+        None if digests is None else storage_path(digests),
     )
     return _converted(directory, storage_path(output), asked, options)
 
@@ -350,6 +377,8 @@ def _converted(
         destination = Destination(output)
         if processes.rank == 0:
             destination = check_destination(output, source, target, options.overwrite)
+            if options.digests is not None:
+                check_digests_file(options.digests, output, overwrite=options.overwrite)
         reads = _check_tensors(source, target.tensors, options.verify, processes)
         report = WriteReport(
             path=output.public(),
@@ -381,14 +410,34 @@ def _converted(
             crc = 0
             for _, num_bytes, value in written:
                 crc = int(crc32_combine(crc, value, num_bytes))
+            digests = None
+            if options.digests is not None:
+                digests = _digests(target, begun)
+                processes.agree(partial(_write_digests, digests, options, processes))
             report = replace(
                 report,
                 writes={name: num_bytes for name, num_bytes, _ in written},
                 crc32=crc if begun.digested else None,
                 cast_losses=begun.losses,
                 written=True,
+                digests=digests,
             )
     return replace(report, seconds=time.monotonic() - started)
+
+
+def _digests(target: Target, output: Output) -> Digests:
+    """Return the digests of what was written; of tensors that share bytes, one was."""
+    found = {}
+    for tensor in target.tensors:
+        empty = TensorDigest(tensor.dtype, tensor.shape)
+        written = target.same.get(tensor.name, tensor.name)
+        found[tensor.name] = output.tensor_digests.get(written, empty)
+    return Digests(found)
+
+
+def _write_digests(digests: Digests, options: WriteOptions, processes: Processes) -> None:
+    if options.digests is not None and processes.rank == 0:
+        write_digests(options.digests, digests, overwrite=options.overwrite)
 
 
 def _facts(

@@ -4,7 +4,7 @@ Every rank reads what its own devices are to hold, and casts where the plan says
 several files the first is read: if they differed, a model would otherwise be mixed from several.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import PurePath
@@ -52,6 +52,7 @@ def load_sharded(
     rename: Renames = (),
     names: Names | None = None,
     drop: Patterns = (),
+    deltas: Sequence[PurePath | str] = (),
     communicator: Communicator | None = None,
 ) -> dict[str, Any]:
     """Read a checkpoint into this or another mesh and other specs; every rank calls it.
@@ -82,6 +83,9 @@ def load_sharded(
         these tensors: give rules.
     drop
         Shell patterns of names in the checkpoint whose tensors `names` need not use.
+    deltas
+        Directories of deltas on the checkpoint, in order, as `apply_delta` takes them; both are
+        read at once. The checksums of tensors that changed are compared.
     communicator
         Who moves shards; as for `DTensor`.
 
@@ -130,7 +134,9 @@ def load_sharded(
         if into is not None and (device_mesh is not None or rules):
             raise LayoutError("give either a state dict to load into, or a mesh and rules")
         # In a job all ranks find out together whether each of them can open the checkpoint.
-        source = agree(chosen, lambda: _opened(directory, names, choice, all_of_it=into is None))
+        source = agree(
+            chosen, lambda: _opened(directory, deltas, names, choice, all_of_it=into is None)
+        )
         choice = choice if names is None else choice.after_map()
         if into is not None:
             plan = agree(chosen, lambda: _plan_into(source, choice, into, chosen))
@@ -148,9 +154,23 @@ def load_sharded(
 
 
 def _opened(
-    directory: PurePath | str | Catalog, names: Names | None, choice: Choice, *, all_of_it: bool
+    directory: PurePath | str | Catalog,
+    deltas: Sequence[PurePath | str],
+    names: Names | None,
+    choice: Choice,
+    *,
+    all_of_it: bool,
 ) -> Catalog:
     catalog = as_catalog(directory)
+    if deltas:
+        if names is not None:
+            raise LayoutError(
+                "deltas have the names of the checkpoint, and names= gives others; apply the "
+                "deltas first, with apply_delta"
+            )
+        from shardspec.checkpoint.delta_chain import with_deltas
+
+        catalog = with_deltas(catalog, deltas)
     if all_of_it:
         select.check_dropped(catalog, choice, (), None)
     return mapped(catalog, names, choice)
@@ -286,11 +306,22 @@ class LoadPlan(ReshardPlan):
     names: NameMap | None = field(default=None, compare=False)
     """By which map, if by one."""
 
-    def run(
-        self, state: Mapping[str, object], out: Mapping[str, object] | None = None
+    def run(  # type: ignore[override]  # what is read has digests of its own, and no receipt
+        self,
+        state: Mapping[str, object],
+        out: Mapping[str, object] | None = None,
+        *,
+        receipt: bool = False,
+        version: int | None = None,
     ) -> dict[str, Any]:
         """Read what the plan says; see `ReshardPlan.run`."""
         from shardspec.comm.process_group import communicator_of
+
+        if receipt or version is not None:
+            raise LayoutError(
+                f"the source of this plan is the checkpoint {self.checkpoint}, which sends no "
+                "receipt; compare digest(out) with the digests of the checkpoint"
+            )
 
         layouts = {move.target_name: move.target for move in self.moves}
         given: Mapping[str, object] | None = None

@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from itertools import islice, product
+from itertools import islice
 from typing import Final, TypeAlias
 
 from shardspec.boxes import Box, box_shape, box_size
@@ -20,12 +20,11 @@ from shardspec.dtypes import item_bytes
 from shardspec.errors import LayoutError
 from shardspec.resharding.maps import apply_map
 from shardspec.resharding.name_map import Equation, NameMap, Shape
-from shardspec.resharding.views import Factor, TensorView, View
+from shardspec.resharding.view_parts import MOST_PIECES, bounded, parts_of_view
+from shardspec.resharding.views import TensorView, View
 from shardspec.text import Argument, shown
 
 _MOST_CONFIG_BYTES: Final = 2**24
-_MOST_PIECES: Final = 2**20
-"""Of a tensor, each an interval of a file at even steps."""
 
 
 class Naming(ABC):
@@ -131,7 +130,7 @@ def require_finished(tensor: catalog.Outline[catalog.FileBox]) -> None:
 def boxes_in_source(view: View, box: Box) -> Iterator[Box]:
     """Yield the boxes of the source that a box of the target is made of."""
     for inner in view.target.boxes(box, len(view.shape)):
-        for part, *_ in _parts(view.source, inner, [0] * len(view.shape)):
+        for part, *_ in parts_of_view(view.source, inner, [0] * len(view.shape)):
             yield part
 
 
@@ -196,73 +195,29 @@ class MappedCatalog(catalog.Catalog):
             box
             for equation in self._equations[name]
             for stored in self._source.tensor(equation.source).boxes
-            for box in _boxes(equation.view, stored, width)
+            for box in target_boxes(equation.view, stored, width)
         )
-        boxes = list(islice(parts_of_files, _MOST_PIECES + 1))
-        _bounded(len(boxes))
+        boxes = list(islice(parts_of_files, MOST_PIECES + 1))
+        bounded(len(boxes))
         for side in self._padding.get(name, ()):
             factors = sorted(factor for dim in side.dims for factor in dim)
             whole = tuple((0, factor.length) for factor in factors)
-            parts = _parts(side, whole, [0] * len(whole)) if box_size(whole) else ()
+            parts = parts_of_view(side, whole, [0] * len(whole)) if box_size(whole) else ()
             boxes += [catalog.StoredBox(part, (), 0, catalog.ZEROS, 0) for part, _, _ in parts]
         return catalog.StoredTensor(
             name, self._shapes[name], self._dtypes[name], None, (), tuple(boxes)
         )
 
 
-def _boxes(view: View, stored: catalog.StoredBox, width: int) -> Iterator[catalog.StoredBox]:
+def target_boxes(view: View, stored: catalog.StoredBox, width: int) -> Iterator[catalog.StoredBox]:
     """Yield the boxes of the target that a stored box of the source is."""
     strides = stored.strides or catalog.row_major_strides(box_shape(stored.box), width)
     held = [[side] for side in stored.box]
     for box in view.source.boxes(stored.box, len(view.shape)):
         steps, at = view.source.in_memory(strides, held, [lo for lo, _ in box])
-        for part, by, before in _parts(view.target, box, steps):
+        for part, by, before in parts_of_view(view.target, box, steps):
             plain = catalog.row_major_strides(box_shape(part), width)
             flat = all(n == 1 or a == b for n, a, b in zip(box_shape(part), by, plain, strict=True))
             yield replace(
                 stored, box=part, offset=stored.offset + at + before, strides=None if flat else by
             )
-
-
-def _parts(
-    side: TensorView, box: Box, steps: Sequence[int]
-) -> Iterator[tuple[Box, tuple[int, ...], int]]:
-    """Yield the boxes of a tensor that a box of its view is, given the view's steps in a file.
-
-    With each come the steps along its dims, and how many bytes its first element lies behind that
-    of the box of the view.
-    """
-    for runs in product(*(_runs(factors, box, steps) for factors in side.dims)):
-        part = tuple((lo, lo + length) for lo, length, _, _ in runs)
-        yield part, tuple(step for _, _, step, _ in runs), sum(before for *_, before in runs)
-
-
-def _runs(
-    factors: Sequence[Factor], box: Box, steps: Sequence[int]
-) -> list[tuple[int, int, int, int]]:
-    """Return the intervals of one dim: first index, length, step, and bytes before the first."""
-    runs, weight = [(0, 1, 0, 0)], 1
-    for factor in reversed(factors):
-        (lo, hi), step = box[factor.axis], steps[factor.axis]
-        start, length, by, _ = runs[0]
-        # Minor factors are one interval as long as all of each is there, at even steps.
-        if length == weight and (length == 1 or hi - lo == 1 or step == by * length):
-            by = step if length == 1 < hi - lo else by
-            runs = [(start + (factor.start + lo) * weight, length * (hi - lo), by, 0)]
-        else:
-            _bounded(len(runs) * (hi - lo))
-            runs = [
-                (start + (factor.start + index) * weight, length, by, before + (index - lo) * step)
-                for index in range(lo, hi)
-                for start, length, by, before in runs
-            ]
-        weight *= factor.size
-    return runs
-
-
-def _bounded(count: int) -> None:
-    if count > _MOST_PIECES:
-        raise LayoutError(
-            f"the map cuts a tensor into more than {_MOST_PIECES:,} pieces; turn fewer factors "
-            "around in one step"
-        )

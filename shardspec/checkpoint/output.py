@@ -34,7 +34,8 @@ from shardspec.checkpoint.storage.path import Staged, Staging, StoragePath, Writ
 from shardspec.checkpoint.storage.reading import AHEAD_BYTES, OpenFiles, prefetch_map
 from shardspec.checkpoint.targets import Extent, RawBytes, Target
 from shardspec.comm.communicator import Communicator
-from shardspec.dtypes import is_cast
+from shardspec.digests import TensorDigest
+from shardspec.dtypes import is_cast, item_bytes
 from shardspec.errors import CheckpointError
 from shardspec.text import Argument
 
@@ -52,9 +53,11 @@ _MAX_OPEN: Final = 128
 
 Written: TypeAlias = list[tuple[str, int, int]]
 """Name, bytes and CRC-32 of files."""
-_Copied: TypeAlias = tuple[list[tuple[int, int, int]], dict[str, int], "CastLosses | None"]
+_Copied: TypeAlias = tuple[
+    list[tuple[int, int, int]], dict[str, int], "CastLosses | None", dict[str, TensorDigest]
+]
 """What a process has copied: file, number and CRC-32 of extents; the CRC-32 of the files that are
-complete; what casts lost."""
+complete; what casts lost; digests of the parts of tensors."""
 
 
 class WriteOptions(NamedTuple):
@@ -68,6 +71,7 @@ class WriteOptions(NamedTuple):
     sidecars: bool
     progress: Progress | None
     communicator: Communicator | None
+    digests: StoragePath | None = None
 
 
 Extents: TypeAlias = list[tuple[int, int]]
@@ -127,7 +131,10 @@ class Output:
         self.options, self.processes = options, processes
         self.digested = options.verify or target.digested
         """Whether the CRC-32 of what is written is computed."""
+        self._digesting = options.digests is not None or source.wants_digests
         self.losses: CastLosses | None = None
+        self.tensor_digests: dict[str, TensorDigest] = {}
+        """Of what was written, if they are wanted."""
         self._crcs = [array("I", bytes(4 * len(file.extents))) for file in target.files]
         """CRC-32 of every extent of every file, if they are computed."""
         self._file_crcs: dict[str, int] = {}
@@ -189,7 +196,10 @@ class Output:
                 for task in (self._tasks() if processes.size > 1 else ())
                 for file, number in task
             ]
-            copied = processes.gather((crcs, self._file_crcs, self.losses))
+            copied = processes.gather((crcs, self._file_crcs, self.losses, self.tensor_digests))
+            for *_, digests in copied[: processes.rank] + copied[processes.rank + 1 :]:
+                for name, one in digests.items():
+                    self._add_digest(name, one)
             self._staged.published = not first
             written = processes.agree(lambda: self._finish(copied) if first else [])
             # Here the output appears under its name.
@@ -201,7 +211,7 @@ class Output:
 
         `copied` is what each of the processes has copied, this one first.
         """
-        for crcs, files, losses in copied[1:]:
+        for crcs, files, losses, _ in copied[1:]:
             for file, number, crc in crcs:
                 self._crcs[file][number] = crc
             self._file_crcs.update(files)
@@ -213,6 +223,8 @@ class Output:
                 self._complete(number)
             written.append((name, num_bytes, self._file_crcs[name]))
         self.source.check_unchanged()
+        if self.source.wants_digests:
+            self.source.check_written(self.tensor_digests)
         if self.target.listing is not None:
             written.append(self._write_listing(*self.target.listing))
         return written
@@ -289,7 +301,8 @@ class Output:
             new = Checks(stored, distinct(stored))
             checks = self._checks.setdefault(tensor.source, new)
         casts = is_cast(stored.dtype, tensor.dtype)
-        crc = 0
+        digested = TensorDigest(tensor.dtype, tensor.shape) if self._digesting else None
+        crc = done = 0
         for block, known in read_box(stored, box, files, buffers, checks):
             data = self._cast(block, stored.dtype, tensor.dtype, tensor.name) if casts else block
             # After a cast, a block may be longer.
@@ -298,16 +311,25 @@ class Output:
                 if self.digested:
                     of_part = crc32(part) if known is None or casts else known
                 yield at, part
+                if digested is not None:
+                    digested = digested.with_bytes(part, box, done // item_bytes(tensor.dtype))
+                done += len(part)
                 crc = int(crc32_combine(crc, of_part, len(part)))
                 at += len(part)
                 self._advance(len(part))
         self._crcs[file][number] = crc
         with self._lock:
+            if digested is not None:
+                self._add_digest(tensor.name, digested)
             self._left[tensor.source] -= 1
-            done = not self._left[tensor.source]
-        if done and checks is not None:
+            last = not self._left[tensor.source]
+        if last and checks is not None:
             del self._checks[tensor.source]
             checks.finish(files)
+
+    def _add_digest(self, name: str, digested: TensorDigest) -> None:
+        before = self.tensor_digests.get(name)
+        self.tensor_digests[name] = digested if before is None else before + digested
 
     def _cast(self, block: memoryview, dtype: str, new: str, name: str) -> memoryview:
         """Cast a block; count what it lost, or raise if that is not allowed."""

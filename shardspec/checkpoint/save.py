@@ -8,12 +8,21 @@ import errno
 import os
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
+from functools import partial
 from pathlib import PurePath
-from typing import Any
+from typing import Any, Literal, NamedTuple, overload
 
 from shardspec.boxes import Box
 from shardspec.checkpoint import rank_state
 from shardspec.checkpoint.agree import agree
+from shardspec.checkpoint.background import PendingSave, StoreCommunicator, copied
+from shardspec.checkpoint.digest import (
+    add_up,
+    check_digests_file,
+    empty_digest,
+    require_no_sums,
+    write_digests,
+)
 from shardspec.checkpoint.formats import native
 from shardspec.checkpoint.formats.native import INFO_NAME, is_shard
 from shardspec.checkpoint.formats.safetensors import read_header
@@ -23,10 +32,13 @@ from shardspec.checkpoint.storage.from_text import storage_path
 from shardspec.checkpoint.storage.path import StoragePath, is_temporary, reason
 from shardspec.checkpoint.targets import BoxEntry, FileEntry, OutputFile, OutputTensor, assign_boxes
 from shardspec.comm.communicator import Communicator
+from shardspec.digests import TensorDigest
+from shardspec.dtypes import item_bytes
 from shardspec.errors import CheckpointError, OutputExistsError
 from shardspec.text import Argument
 
 
+@overload
 def save_sharded(
     state_dict: Mapping[str, Any],
     directory: PurePath | str,
@@ -34,7 +46,30 @@ def save_sharded(
     overwrite: bool = False,
     replicas: Replicas = "equal",
     communicator: Communicator | None = None,
-) -> None:
+    digests: PurePath | str | None = None,
+    asynchronous: Literal[False] = False,
+) -> None: ...
+@overload
+def save_sharded(
+    state_dict: Mapping[str, Any],
+    directory: PurePath | str,
+    *,
+    overwrite: bool = False,
+    replicas: Replicas = "equal",
+    communicator: Communicator | None = None,
+    digests: PurePath | str | None = None,
+    asynchronous: Literal[True],
+) -> PendingSave: ...
+def save_sharded(
+    state_dict: Mapping[str, Any],
+    directory: PurePath | str,
+    *,
+    overwrite: bool = False,
+    replicas: Replicas = "equal",
+    communicator: Communicator | None = None,
+    digests: PurePath | str | None = None,
+    asynchronous: bool = False,
+) -> PendingSave | None:
     """Write a checkpoint; every rank calls it with its shards of the same tensors.
 
     Each rank writes one file with its boxes; a box that several ranks hold is written by one of
@@ -61,9 +96,23 @@ def save_sharded(
     communicator
         Who the ranks are; by default that of the DTensors, and without any the running job, or
         this process alone.
+    digests
+        A file to write digests of all tensors to, as `digest` finds them; they are of the bytes
+        that are written anyway.
+    asynchronous
+        Copy everything into memory, return a `PendingSave`, and write in the background. Nothing
+        counts as saved until all ranks have written. The next save waits for this one, and raises
+        its error if there was one.
+
+    Returns
+    -------
+    PendingSave or None
+        With `asynchronous`, what to wait for.
 
     Raises
     ------
+    LayoutError
+        With `digests`, if a reduction is pending.
     OutputExistsError
         On every rank, if the directory holds a finished save and `overwrite` is not set.
     CheckpointError
@@ -88,33 +137,55 @@ def save_sharded(
     7
     """
     chosen = communicator or rank_state.communicator_of_state(state_dict)
-    if chosen.addressable:
-        with chosen.telling():
-            _save(state_dict, directory, overwrite, replicas, chosen)
-
-
-def _save(
-    state_dict: Mapping[str, Any],
-    directory: PurePath | str,
-    overwrite: bool,
-    replicas: Replicas,
-    chosen: Communicator,
-) -> None:
-    if replicas not in ("equal", "first"):
-        raise CheckpointError(f"replicas is {replicas!r}; choose 'equal' or 'first'")
-    path = storage_path(directory)
-    mesh = chosen.mesh
+    if not chosen.addressable:
+        return PendingSave() if asynchronous else None
+    place, mesh = storage_path(directory), chosen.mesh
+    file = None if digests is None else storage_path(digests)
+    to = _To(place, overwrite, replicas, file)
     leader = mesh.ids[0] in chosen.addressable
 
     def described() -> Described:
         found = rank_state.describe(state_dict, chosen)
         if leader and not overwrite:
-            _check_free(path)
+            _check_free(place)
+        if to.digests is not None:
+            require_no_sums(found.layouts)
+            if leader:
+                check_digests_file(to.digests, None, overwrite=overwrite)
         return found
 
-    what = agree(chosen, described)
-    tokens = chosen.gather(dict.fromkeys(chosen.addressable, os.urandom(8).hex()))
-    save = tokens[mesh.ids[0]]
+    with chosen.telling():
+        if replicas not in ("equal", "first"):
+            raise CheckpointError(f"replicas is {replicas!r}; choose 'equal' or 'first'")
+        before, chosen.pending = chosen.pending, None
+        if before is not None:
+            before.wait()
+        what = agree(chosen, described)
+        tokens = chosen.gather(dict.fromkeys(chosen.addressable, os.urandom(8).hex()))
+        save = tokens[mesh.ids[0]]
+        if not asynchronous:
+            _save(what, to, save, chosen)
+            return None
+        what = agree(chosen, lambda: copied(what))
+        alone = set(chosen.addressable) == set(mesh.ids)
+        talking = chosen if alone else StoreCommunicator(chosen, save)
+        chosen.pending = pending = PendingSave(lambda: _save(what, to, save, talking))
+        return pending
+
+
+class _To(NamedTuple):
+    """Where and how a state dict is saved."""
+
+    path: StoragePath
+    overwrite: bool
+    replicas: Replicas
+    digests: StoragePath | None
+
+
+def _save(what: Described, to: _To, save: str, chosen: Communicator) -> None:
+    path, overwrite, replicas, digests = to
+    mesh = chosen.mesh
+    leader = mesh.ids[0] in chosen.addressable
     rank_state.check_same_state(what, chosen, replicas)
     if replicas == "equal":
         rank_state.check_replicas_of_ranks(what, chosen)
@@ -125,10 +196,12 @@ def _save(
         # A device without boxes writes no file.
         mine = [rank for rank in chosen.addressable if boxes[rank]]
         names = [native.shard_name(rank, save) for rank in mine]
+        sums = {} if digests is None else {n: empty_digest(at) for n, at in what.layouts.items()}
         try:
             written = agree(
-                chosen, lambda: _write_shards(path, {r: boxes[r] for r in mine}, what, save)
+                chosen, lambda: _write_shards(path, {r: boxes[r] for r in mine}, what, save, sums)
             )
+            found = None if digests is None else add_up(sums, chosen)
             gathered = chosen.gather({rank: written.get(rank) for rank in chosen.addressable})
             files = tuple(file for rank in mesh.ids if (file := gathered[rank]) is not None)
             flat = what.flat
@@ -137,6 +210,9 @@ def _save(
             _remove(path, names)
             raise
         try:
+            if digests is not None and found is not None:
+                write = partial(write_digests, digests, found, overwrite=overwrite)
+                agree(chosen, lambda: write() if leader else None)
             older = agree(chosen, lambda: _publish(path, info) if leader else [])
         except CheckpointError:  # other errors may come when it is published
             _remove(path, names)
@@ -174,9 +250,16 @@ def _claim(path: StoragePath, overwrite: bool, held: ExitStack) -> bool:
 
 
 def _write_shards(
-    path: StoragePath, boxes: Mapping[int, Sequence[BoxEntry]], what: Described, save: str
+    path: StoragePath,
+    boxes: Mapping[int, Sequence[BoxEntry]],
+    what: Described,
+    save: str,
+    sums: dict[str, TensorDigest],
 ) -> dict[int, FileEntry]:
-    """Write the files of this process; return their boxes, each with its CRC-32, by rank."""
+    """Write the files of this process; return their boxes, each with its CRC-32, by rank.
+
+    Digests of what is written are added to `sums`, where tensors have any there.
+    """
     # Made by the first rank; asking again makes a network file system look.
     path.make_directory()
     tensors = {
@@ -186,7 +269,7 @@ def _write_shards(
     written = {}
     for rank, entries in boxes.items():
         file, crcs = native.shard_file(tensors, entries, rank, save), dict[tuple[str, Box], int]()
-        pieces = _pieces(file, rank, what, crcs)
+        pieces = _pieces(file, rank, what, crcs, sums)
         place = path / file.name
         place.write(file.num_bytes, pieces, overwrite=False, mode_of=INFO_NAME)
         stored = [entry._replace(crc32=crcs[entry.tensor, entry.box]) for entry in entries]
@@ -195,14 +278,22 @@ def _write_shards(
 
 
 def _pieces(
-    file: OutputFile, rank: int, what: Described, crcs: dict[tuple[str, Box], int]
+    file: OutputFile,
+    rank: int,
+    what: Described,
+    crcs: dict[tuple[str, Box], int],
+    sums: dict[str, TensorDigest],
 ) -> Iterator[bytes | memoryview]:
     """Yield the bytes of a file, and note the CRC-32 of each of its boxes."""
     yield from (raw.made() for raw in file.raw)
     for tensor, box, _ in file.extents:
-        crc = 0
+        crc = at = 0
         for piece in what.bytes_of(tensor.name, rank, box):
             crc = crc32(piece, crc)
+            if tensor.name in sums:
+                start = at // item_bytes(tensor.dtype)
+                sums[tensor.name] = sums[tensor.name].with_bytes(piece, box, start)
+            at += len(piece)
             yield piece
         crcs[tensor.name, box] = crc
 

@@ -163,6 +163,8 @@ class Target(NamedTuple):
     not_copied: tuple[str, ...] = ()  # and of what stays behind
     sharding: Mapping[str, tuple[str, str]] = MappingProxyType({})
     """Tensor to the rule for it, empty where none matches, and its spec; if it is for a mesh."""
+    same: Mapping[str, str] = MappingProxyType({})
+    """Tensor to the one whose bytes it shares in the files, which are written once."""
 
     @property
     def num_bytes(self) -> int:

@@ -28,8 +28,10 @@ from shardspec.cli import options as opts
 from shardspec.cli.checkpoint_options import (
     CHECKPOINT,
     OTHER,
+    MapOptions,
     SourceOptions,
     choice_options,
+    map_options,
     source_options,
 )
 from shardspec.cli.output import path_text, progress_bar, say, say_json, say_parts
@@ -315,14 +317,23 @@ def _boxes(summary: CheckpointSummary, name: str) -> str:
     type=OTHER,
     help="Compare the bits of every tensor with this checkpoint or safetensors file too.",
 )
+@click.option(
+    "--digests",
+    "digests_file",
+    type=opts.FILE,
+    help="Compare digests with this file of 'shardspec digest', merge, reshard or save_sharded.",
+)
 @click.option("--all", "every", is_flag=True, help="List all flaws, not only the first.")
+@map_options
 @choice_options
 @source_options
 @opts.json_option("Print what was found as JSON, all flaws.")
 def verify_command(
     checkpoint: PurePath,
     against: PurePath | None,
+    digests_file: PurePath | None,
     every: bool,
+    maps: MapOptions,
     choice: dict[str, Any],
     source: SourceOptions,
     as_json: bool,
@@ -330,33 +341,54 @@ def verify_command(
     """Check that every byte of CKPT is there and, where digests were saved, as it was saved.
 
     Boxes tile every tensor, files are complete, replicas agree. Exits with 3 at a flaw.
-    With --against, patterns choose and name the tensors that are compared, as by diff.
+    With --against, patterns choose and name the tensors that are compared, as by diff; with
+    --digests also a map.
 
     Examples:
       shardspec verify ckpt
       shardspec verify ckpt --all --json
       shardspec verify ckpt --against model.safetensors
       shardspec verify ckpt --against model.safetensors --exclude 'optim.*'
+      shardspec verify ckpt --digests digests.json
     """
-    chosen = against is None and any(choice.values())
-    opts.refuse_if(chosen, "patterns choose what is compared; give --against too")
+    from shardspec.checkpoint.digest import digest, read_digests
+    from shardspec.checkpoint.verify import diff_checkpoints
+
+    chosen = against is None and digests_file is None and any(choice.values())
+    opts.refuse_if(chosen, "patterns choose what is compared; give --against or --digests too")
+    both = against is not None and digests_file is not None
+    opts.refuse_if(both, "give --against or --digests, not both")
+    opts.refuse_if(
+        maps.map is not None and digests_file is None, "--map is for --digests; give it too"
+    )
+    names, expected = (
+        maps.read() or None,
+        None if digests_file is None else read_digests(digests_file),
+    )
     every |= as_json
     catalog, *others = source.open(checkpoint, against)
     with progress_bar(not as_json, "verify") as progress:
         report = verify_checkpoint(catalog, every=every, progress=progress)
     flaws = list(report.flaws)
-    for other in others:
+    for catalog_b in others:
         with progress_bar(not as_json, "compare") as progress:
-            found = diff_checkpoints(catalog, other, **choice, progress=progress)
+            found = diff_checkpoints(catalog, catalog_b, **choice, progress=progress)
             for difference in found:
                 flaws.append(f"{difference.kind} {shown(difference.name)} {difference.problem}")
                 if not every:
                     raise CheckpointError(f"{checkpoint} and {against}: {flaws[-1]}")
+    if expected is not None and not flaws:
+        how = {"names": names, "drop": maps.drop, "seed": expected.seed, **choice}
+        with progress_bar(not as_json, "digest") as progress:
+            flaws += digest(catalog, progress=progress, **how).differences(expected)
+        if flaws and not every:
+            raise CheckpointError(f"{checkpoint} and {digests_file}: {flaws[0]}")
     if as_json:
         say_json({**report.to_json(), "flaws": flaws})
     else:
         for flaw in flaws:
             say(printable(flaw))
+        other = against or digests_file
         if not report.num_bytes:
             digests = "no data to check"
         elif report.digested_bytes == report.num_bytes:
@@ -364,9 +396,10 @@ def verify_command(
         elif report.digested_bytes:
             digests = f"{bytes_text(report.digested_bytes)} of them with digests"
         else:
-            digests = "no digests stored, so altered bytes cannot be detected"
+            digests = "no digests stored"
+            digests += ", so altered bytes cannot be detected" if digests_file is None else ""
         part = "what was chosen is " if choice["include"] or choice["exclude"] else ""
-        same = "" if against is None or flaws else f", and {part}the same as {path_text(against)}"
+        same = "" if other is None or flaws else f", and {part}the same as {path_text(other)}"
         say(
             f"{path_text(checkpoint)}: {counted(report.tensors, 'tensor')} in "
             f"{counted(report.boxes, 'box', 'boxes')}, {bytes_text(report.num_bytes)}, "

@@ -128,6 +128,11 @@ _write_options: Final = opts.stacked(
         "sidecars",
         "Do not copy the files next to the weights, such as config.json and a tokenizer.",
     ),
+    click.option(
+        "--digests",
+        type=opts.FILE,
+        help="Write digests of OUT's tensors to this file, for 'shardspec verify --digests'.",
+    ),
     opts.json_option("Print what was written as JSON."),
 )
 """What `merge` and `reshard` have in common, but for the target."""
@@ -204,6 +209,8 @@ def _report_text(report: WriteReport) -> str:
     if report.written:
         rate = rate_text(report.num_bytes / max(report.seconds, 1e-9))
         digest = "" if report.crc32 is None else f", CRC-32 {report.crc32:08x}"
+        if report.digests is not None:
+            digest += f", digest {report.digests.value}"
         did = f"{what} in {seconds_text(report.seconds)} ({rate}){digest}"
     else:
         did = (

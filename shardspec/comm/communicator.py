@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from shardspec.boxes import box_shape, slices_within
 from shardspec.comm.transfers import Transfers
@@ -13,6 +13,13 @@ if TYPE_CHECKING:
     import torch
 
 T = TypeVar("T")
+
+
+class Waiting(Protocol):
+    """What goes on in the background."""
+
+    def wait(self) -> None:
+        """Return when it has ended; raise its error if there was one."""
 
 
 class Communicator(ABC):
@@ -25,6 +32,8 @@ class Communicator(ABC):
     def __init__(self, mesh: DeviceMesh) -> None:
         self.mesh = mesh
         """The devices among which data moves."""
+        self.pending: Waiting | None = None
+        """A save that goes on in the background; the next one waits for it."""
 
     @property
     @abstractmethod

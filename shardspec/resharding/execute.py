@@ -6,6 +6,7 @@ one is packed. Where ranks may read each other's memory, each reads what it want
 """
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -35,6 +36,7 @@ from shardspec.resharding.given import (
     shape_and_dtype,
     torch_dtype,
 )
+from shardspec.resharding.receipts import Receipt, Wanted, receipt_of
 from shardspec.resharding.stages import (
     Message,
     Piece,
@@ -53,15 +55,17 @@ Finish: TypeAlias = Callable[[], None]
 
 
 @torch.no_grad()
-def run_plan(plan: StateCopies, state: State, out: State | None = None) -> dict[str, Any]:
+def run_plan(
+    plan: StateCopies, state: State, out: State | None = None, wanted: Wanted | None = None
+) -> tuple[dict[str, Any], Receipt | None]:
     """Convert a state dict; see `shardspec.resharding.plan.ReshardPlan.run`."""
     if dist.is_available() and dist.is_initialized():
         if dist.get_rank() not in plan.devices:
-            return {}
+            return {}, None
         mesh = DeviceMesh(plan.devices, (len(plan.devices),))
         communicator = ProcessGroupCommunicator.of(mesh)
         with communicator.telling(plan.meshes):
-            return _run_in_job(plan, state, out, communicator)
+            return _run_in_job(plan, state, out, communicator, wanted)
     given = given_to(plan, state, out, plan.devices, alone=False)
     ties = agreed_ties(plan, [given.told])
     values = agreed_values(plan, {0: given.told.values})
@@ -78,12 +82,20 @@ def run_plan(plan: StateCopies, state: State, out: State | None = None) -> dict[
             for peer, message in moving.schedule(device).sends.get(wave, {}).items():
                 bucket = one.pack(wave, message)
                 held[peer].unpack(wave, moving.schedule(peer).receives[wave][device], bucket)
-    return _results(plan, ties, held, given) | values
+    results = _results(plan, ties, held, given) | values
+    if wanted is None:
+        return results, None
+    with _marking(given, f"version {wanted.version} did not arrive"):
+        return results, receipt_of(plan, ties, held, lambda found: found, wanted)
 
 
 def _run_in_job(
-    plan: StateCopies, state: State, out: State | None, communicator: ProcessGroupCommunicator
-) -> dict[str, Any]:
+    plan: StateCopies,
+    state: State,
+    out: State | None,
+    communicator: ProcessGroupCommunicator,
+    wanted: Wanted | None,
+) -> tuple[dict[str, Any], Receipt | None]:
     rank = dist.get_rank()
     given: Given | None = None
     cause: Exception | None = None
@@ -94,7 +106,10 @@ def _run_in_job(
     except Exception as error:  # whatever it is, the other ranks would wait for this one
         cause, told = error, Told(_problem(error), b"", {}, (), 0, False)
     # Held by one thread at a time, and compared on all ranks before the first byte.
-    words = description({"reshard plan": plan.digest[:12]})
+    facts = {"reshard plan": plan.digest[:12]}
+    if wanted is not None:
+        facts["with a receipt of version"] = str(wanted.version)
+    words = description(facts)
     with communicator.conversion(words, device_type, plan.meshes, {rank: told}) as (home, every):
         _require_no_problem({peer: one.problem for peer, one in every.items()}, cause)
         assert given is not None, "this rank has no problem either"
@@ -119,12 +134,30 @@ def _run_in_job(
             else:
                 one.exchange_all(communicator.message_tag)
         except (CommunicatorError, RuntimeError) as error:
-            why = f"reshard plan {plan.digest[:12]} failed on the way, so `out` is half written"
+            to = "" if wanted is None else f", to version {wanted.version},"
+            why = f"reshard plan {plan.digest[:12]}{to} failed on the way, so `out` is half written"
             for value in (given.out or {}).values():
                 if isinstance(value, DTensor):
                     value.mark_unusable(f"{why}: {error}")
             raise CommunicatorError(f"{why}; the job cannot go on: {error}") from error
-    return _results(plan, ties, {rank: one}, given) | values
+        held = {rank: one}
+        results = _results(plan, ties, held, given) | values
+        if wanted is None:
+            return results, None
+        with _marking(given, f"version {wanted.version} did not arrive"):
+            return results, receipt_of(plan, ties, held, communicator.gather, wanted)
+
+
+@contextmanager
+def _marking(given: Given, why: str) -> Iterator[None]:
+    """Let DTensors of `out` say that they are not to be read if something is raised."""
+    try:
+        yield
+    except BaseException as error:
+        for value in (given.out or {}).values():
+            if isinstance(value, DTensor):
+                value.mark_unusable(f"{why}: {error}")
+        raise
 
 
 def _device_type(given: DeviceGiven) -> str:

@@ -3,8 +3,9 @@
 import sys
 from collections.abc import Mapping, Sequence
 from html import escape
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, overload
 
+from shardspec.digests import Digests
 from shardspec.dtypes import dtype_name, is_cast, is_floating, keeps_dtype
 from shardspec.errors import LayoutError
 from shardspec.layout.layout import Layout
@@ -18,6 +19,9 @@ from shardspec.resharding.name_map import NameMap, Shape
 from shardspec.resharding.state import flat_state, is_plain, required_layout
 from shardspec.resharding.transfers import Declared, End, Rows, transfer_rows
 from shardspec.text import counted, shown
+
+if TYPE_CHECKING:
+    from shardspec.resharding.receipts import Receipt
 
 Target: TypeAlias = Mapping[str, object] | tuple[DeviceMesh, Rules]
 """Layouts by name, or DTensors; or a mesh and rules."""
@@ -62,9 +66,31 @@ class ReshardPlan(StateCopies):
 
         return self.svg() if len(self.devices) <= MAX_ENDS else f"<pre>{escape(str(self))}</pre>"
 
+    @overload
     def run(
-        self, state: Mapping[str, object], out: Mapping[str, object] | None = None
-    ) -> dict[str, Any]:
+        self,
+        state: Mapping[str, object],
+        out: Mapping[str, object] | None = None,
+        *,
+        receipt: Literal[False] = False,
+    ) -> dict[str, Any]: ...
+    @overload
+    def run(
+        self,
+        state: Mapping[str, object],
+        out: Mapping[str, object] | None = None,
+        *,
+        receipt: Literal[True],
+        version: int | None = None,
+    ) -> "tuple[dict[str, Any], Receipt]": ...
+    def run(
+        self,
+        state: Mapping[str, object],
+        out: Mapping[str, object] | None = None,
+        *,
+        receipt: bool = False,
+        version: int | None = None,
+    ) -> "dict[str, Any] | tuple[dict[str, Any], Receipt]":
         """Carry the plan out.
 
         In a job every rank of any of the meshes calls this; a rank outside the source's meshes
@@ -78,12 +104,18 @@ class ReshardPlan(StateCopies):
             job, the shards of this rank; and plain values. It may be nested.
         out
             What is filled, by the names of the target; by default new tensors are made.
+        receipt
+            Also return a `Receipt`: digests of what left and of what arrived are compared on every
+            rank, and those of the target's tensors are in it.
+        version
+            The caller's number of what is sent, the same on every rank; it is in the receipt.
 
         Returns
         -------
         dict
             The tensors of which this process holds a shard, by the names of the target: what
-            `out` has, or new DTensors. With them the plain values, on every rank of any mesh.
+            `out` has, or new DTensors. With them the plain values, on every rank of any mesh. With
+            `receipt`, a tuple of this and the `Receipt`.
 
         Raises
         ------
@@ -93,16 +125,22 @@ class ReshardPlan(StateCopies):
         CheckpointError
             If a checkpoint cannot be read, or has changed since the plan was made.
         CommunicatorError
-            If ranks have different plans, or a rank has gone; DTensors of `out` that may be half
-            written then raise it too when they are read.
+            If ranks have different plans or versions, a rank has gone, or with `receipt` a tensor
+            did not arrive as it was sent; DTensors of `out` that may be half written or wrong then
+            raise it too when they are read.
         """
         from shardspec.resharding.execute import run_plan
+        from shardspec.resharding.receipts import Receipt, Wanted
 
         if self.files:
             raise LayoutError(
                 "the source of this plan lies in files; give plan_reshard the checkpoint's path"
             )
-        return run_plan(self, state, out)
+        if version is not None and not receipt:
+            raise LayoutError(f"version={version} is for a receipt; give receipt=True too")
+        filled, found = run_plan(self, state, out, Wanted(version) if receipt else None)
+        # A rank outside all meshes has nothing to receive.
+        return (filled, found or Receipt(version, Digests({}))) if receipt else filled
 
     def transfers(
         self, device: int, end: End = "receiver", *, strides: Declared | None = None

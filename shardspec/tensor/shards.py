@@ -5,7 +5,9 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Final, TypeAlias
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from shardspec.comm.agreement import description
 from shardspec.comm.communicator import Communicator
@@ -22,6 +24,8 @@ from shardspec.tensor.run import mesh_text, run_plan
 Facts: TypeAlias = tuple[tuple[int, ...], str]
 """Shape and dtype of a shard."""
 
+_UNSIGNED: Final = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32, 8: torch.uint64}
+"""Numbers by their bytes."""
 _SENT_ONCE_BYTES: Final = 1 << 20
 """From here on the source sends each element once, and copies come from an all-gather."""
 
@@ -43,6 +47,12 @@ def facts_of(shard: torch.Tensor) -> Facts:
     """Return a shard's shape and the name of its dtype."""
     check_dense(shard)
     return tuple(shard.shape), dtype_name(shard.dtype)
+
+
+def bits_of(tensor: torch.Tensor) -> NDArray[np.generic]:
+    """Return the bits of elements as unsigned numbers, in place where that is in host memory."""
+    plain = tensor.detach().resolve_conj().resolve_neg().cpu()
+    return plain.view(_UNSIGNED[plain.element_size()]).numpy()
 
 
 def check_shards(layout: Layout, facts: Mapping[int, Facts | None]) -> None:

@@ -184,7 +184,8 @@ def _tied(source: Catalog, wanted: Sequence[OutputTensor]) -> dict[str, str]:
 
 def _lay_out(source: Catalog, wanted: Wanted) -> Target:
     same = _tied(source, wanted.tensors)
-    return torch_target(wanted.name, wanted.tensors, wanted.carried.values, same)
+    target = torch_target(wanted.name, wanted.tensors, wanted.carried.values, same)
+    return target._replace(same=same)
 
 
 FORMAT: Final = Format(

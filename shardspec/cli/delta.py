@@ -1,0 +1,144 @@
+"""The commands about what changed: `shardspec delta` and `shardspec apply`."""
+
+from pathlib import PurePath
+from typing import Final, Literal
+
+import click
+
+from shardspec.cli import checkpoint_options as ckpt
+from shardspec.cli import options as opts
+from shardspec.cli.output import path_text, progress_bar, say, say_json
+from shardspec.text import bytes_text, counted
+
+_READERS: Final = {"slime": "xxh3-128", "modelexpress": "adler32"}
+"""Who reads deltas, and the checksums that they take."""
+
+
+@click.command(cls=opts.Command)
+@click.argument("base", type=ckpt.CHECKPOINT, metavar="BASE")
+@click.argument("new", type=ckpt.CHECKPOINT, metavar="NEW")
+@opts.output_option("The directory to write, as weight_v000001.", required=True)
+@click.option("--version", type=click.IntRange(0, 999_999), required=True, help="That of NEW.")
+@click.option(
+    "--base-version",
+    type=click.IntRange(0, 999_999),
+    help="That of BASE; by default the one before.",
+)
+@click.option(
+    "--for",
+    "reader",
+    type=click.Choice(list(_READERS)),
+    default="slime",
+    show_default=True,
+    help="Who is to read it: checksums are xxh3-128 for slime, adler32 for ModelExpress.",
+)
+@click.option(
+    "--encoding",
+    type=click.Choice(("xor", "overwrite")),
+    default="xor",
+    show_default=True,
+    help="Of what changed: XOR, or positions and values, which slime alone reads.",
+)
+@ckpt.map_options
+@ckpt.source_options
+@opts.overwrite_option
+@opts.json_option("Print what was written as JSON.")
+def delta_command(
+    base: PurePath,
+    new: PurePath,
+    output: PurePath,
+    version: int,
+    base_version: int | None,
+    reader: str,
+    encoding: Literal["xor", "overwrite"],
+    maps: ckpt.MapOptions,
+    source: ckpt.SourceOptions,
+    overwrite: bool,
+    as_json: bool,
+) -> None:
+    """Write what changed from the checkpoint BASE to NEW, in the layout of slime and ModelExpress.
+
+    Both may be of any format and sharding. Where NEW has the names of another model, a map makes
+    those of BASE of them.
+
+    Examples:
+      shardspec delta model step_1 -o weight_v000001 --version 1
+      shardspec delta model step_1 -o weight_v000001 --version 1 --for modelexpress
+      shardspec delta hf iter_0000100 -o weight_v000001 --version 1 --map llama-megatron-to-hf
+    """
+    from shardspec.checkpoint.choice import Choice
+    from shardspec.checkpoint.delta import delta
+    from shardspec.checkpoint.mapped import mapped
+
+    opts.refuse_if(
+        reader == "modelexpress" and encoding != "xor", "ModelExpress reads the encoding xor alone"
+    )
+    before, after = source.open(base, new)
+    names = maps.read()
+    with progress_bar(not as_json, "delta") as progress:
+        report = delta(
+            before,
+            mapped(after, names or None, Choice(drop=maps.drop)),
+            output,
+            version=version,
+            base_version=base_version,
+            encoding=encoding,
+            checksum="adler32" if reader == "modelexpress" else "xxh3-128",
+            overwrite=overwrite,
+            progress=progress,
+        )
+    if as_json:
+        say_json(report.to_json())
+        return
+    share = report.written_bytes / max(1, report.num_bytes)
+    say(
+        f"{path_text(output)}: {report.changed} of {counted(report.tensors, 'tensor')} changed, "
+        f"{bytes_text(report.written_bytes)} for {bytes_text(report.num_bytes)} ({share:.2%}), "
+        f"digest {report.digest}"
+    )
+
+
+@click.command(cls=opts.Command)
+@click.argument("base", type=ckpt.CHECKPOINT, metavar="BASE")
+@click.argument("deltas", type=opts.FILE, metavar="DELTA...", nargs=-1, required=True)
+@opts.output_option(
+    "The file to write if it ends in .safetensors, else a directory.",
+    type=str,
+    metavar="OUT",
+    required=True,
+)
+@click.option("--threads", metavar="N", type=click.IntRange(1), default=1, help="Copy with N.")
+@ckpt.source_options
+@opts.overwrite_option
+@opts.json_option("Print what was written as JSON.")
+def apply_command(
+    base: PurePath,
+    deltas: tuple[PurePath, ...],
+    output: str,
+    threads: int,
+    source: ckpt.SourceOptions,
+    overwrite: bool,
+    as_json: bool,
+) -> None:
+    """Write the checkpoint BASE with deltas on it, in order; OUT appears when it is complete.
+
+    Versions have to follow each other, checksums to be right, and, where shardspec has written the
+    deltas, BASE to be the checkpoint that the first was made of.
+
+    Examples:
+      shardspec apply model weight_v000001 weight_v000002 -o model_v2
+      shardspec apply model.safetensors weight_v000001 -o new.safetensors --threads 2
+    """
+    from shardspec.checkpoint.delta import apply_delta
+
+    (catalog,) = source.open(base)
+    with progress_bar(not as_json, "apply") as progress:
+        report = apply_delta(
+            catalog, deltas, output, threads=threads, overwrite=overwrite, progress=progress
+        )
+    if as_json:
+        say_json(report.to_json())
+    else:
+        what = f"{counted(report.tensors, 'tensor')}, {bytes_text(report.num_bytes)}"
+        on = f"{counted(len(deltas), 'delta')} on {path_text(base)}"
+        say(f"{path_text(output)}: {what}, with {on}")

@@ -1,0 +1,444 @@
+"""Digests of tensors that do not depend on how these are cut: those of disjoint boxes add up.
+
+`docs/digest.md` states the formula of ``shardspec-digest-1``. In short: the bytes of a tensor, as
+numbers of 32 bits, are each multiplied by an odd key of their place in a row and an odd key of the
+row, and added up modulo 2^64, twice with other keys. A third sum counts each element once, by keys
+of its place, so that gaps and overlaps show where all is zero.
+"""
+
+import hashlib
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import pairwise
+from math import prod
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardspec.boxes import (
+    Box,
+    box_shape,
+    box_size,
+    chunks,
+    contains,
+    row_major_boxes,
+    slices_within,
+)
+from shardspec.dtypes import dtype_name, from_safetensors, item_bytes, to_safetensors
+from shardspec.errors import CheckpointError, DTypeError, LayoutError
+from shardspec.text import counted, shown
+
+FORMAT: Final = "shardspec-digest-1"
+LANES: Final = 2
+_ROW_BYTES: Final = 1024
+"""Trailing dims are joined until a row has so many."""
+_SEGMENT_BYTES: Final = 1 << 14
+"""Longer rows count as several."""
+_STEP_BYTES: Final = 1 << 18
+"""Multiplied at once, in the CPU's cache."""
+_CHUNK_BYTES: Final = 1 << 22
+"""Of an array in memory: temporary copies are no larger."""
+_MASK: Final = 2**64 - 1
+_VALUE: Final = re.compile(f"[0-9a-f]{{{16 * LANES}}}")
+_COVER_BLOCK: Final = 4096
+"""Indices of a dim whose keys are kept."""
+_TILE_BYTES: Final = 1024
+"""Of a row, where the last dim lies apart in memory."""
+
+_Words = NDArray[np.uint64]
+
+
+@dataclass(frozen=True, slots=True)
+class TensorDigest:
+    """The digest of a tensor, or of some boxes of it; digests of disjoint boxes add up.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> whole = np.arange(12, dtype=np.int16).reshape(3, 4)
+    >>> left = TensorDigest.of_box(whole[:, :1], ((0, 3), (0, 1)), (3, 4), "int16")
+    >>> right = TensorDigest.of_box(whole[:, 1:], ((0, 3), (1, 4)), (3, 4), "int16")
+    >>> left + right == TensorDigest.of_box(whole, ((0, 3), (0, 4)), (3, 4), "int16")
+    True
+    >>> left.complete, (left + right).complete, (left + right).value
+    (False, True, 'a')
+    """
+
+    dtype: str
+    """torch's name of the element type."""
+    shape: tuple[int, ...]
+    """Of the whole tensor."""
+    sums: tuple[int, ...] = (0,) * (LANES + 1)
+    """Both lanes, and the cover."""
+    seed: int = 0
+    """Which keys."""
+
+    @classmethod
+    def of_box(
+        cls,
+        array: NDArray[np.generic],
+        box: Box,
+        shape: Iterable[int],
+        dtype: object,
+        seed: int = 0,
+    ) -> "TensorDigest":
+        """Return the digest of one box, given its elements, or numbers with their bits.
+
+        Raises LayoutError if the array is not of the box's shape and the dtype's width, or the box
+        does not lie in the tensor.
+        """
+        name, sizes = dtype_name(dtype), tuple(shape)
+        fits = len(box) == len(sizes) and contains(tuple((0, n) for n in sizes), box)
+        if not fits or array.shape != box_shape(box) or array.itemsize != item_bytes(name):
+            raise LayoutError(
+                f"an array of {list(array.shape)} {array.dtype} is not box {list(box)} of a tensor "
+                f"of {list(sizes)} {name}; give the elements of the box"
+            )
+        found = cls(name, sizes, seed=seed)
+        straight = not box or array.strides[-1] == array.itemsize or array.shape[-1] == 1
+        for part in _tiles(box, array.itemsize, straight=straight):
+            some = array[slices_within(part, box)]
+            # Another order of memory is copied as it is first: a tile then lies in the cache.
+            some = some if straight else np.ascontiguousarray(some.copy("K"))
+            found = found._with(some.view(f"u{array.itemsize}"), part)
+        return found
+
+    def with_bytes(
+        self, data: "NDArray[np.uint8] | memoryview", box: Box, start: int = 0
+    ) -> "TensorDigest":
+        """Add elements of a box, from the one at `start` in row-major order, by their bytes."""
+        width = item_bytes(self.dtype)
+        flat = np.frombuffer(data, f"u{width}")
+        found, at = self, 0
+        for part in row_major_boxes(box_shape(box), start, start + len(flat)):
+            inside = tuple((lo + a, lo + b) for (lo, _), (a, b) in zip(box, part, strict=True))
+            size = box_size(part)
+            found = found._with(flat[at : at + size].reshape(box_shape(part)), inside)
+            at += size
+        return found
+
+    def with_zeros(self, box: Box) -> "TensorDigest":
+        """Add a box of zeros."""
+        *lanes, cover = self.sums
+        return replace(self, sums=(*lanes, (cover + _cover(box, self.seed)) & _MASK))
+
+    def _with(self, array: NDArray[np.generic], box: Box) -> "TensorDigest":
+        more = *_lanes(array, box, self.shape, self.seed), _cover(box, self.seed)
+        sums = tuple((a + b) & _MASK for a, b in zip(self.sums, more, strict=True))
+        return replace(self, sums=sums)
+
+    def __add__(self, other: "TensorDigest") -> "TensorDigest":
+        if (self.dtype, self.shape, self.seed) != (other.dtype, other.shape, other.seed):
+            raise LayoutError(
+                f"digests of {self._kind()} and of {other._kind()} do not add up; digest parts of "
+                "one tensor with one seed"
+            )
+        sums = tuple((a + b) & _MASK for a, b in zip(self.sums, other.sums, strict=True))
+        return replace(self, sums=sums)
+
+    def _kind(self) -> str:
+        return f"{list(self.shape)} {self.dtype}" + (f" with seed {self.seed}" if self.seed else "")
+
+    @property
+    def value(self) -> str:
+        """The lanes, as 32 hexadecimal digits."""
+        return "".join(f"{lane:016x}" for lane in self.sums[:LANES])
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the whole tensor."""
+        return prod(self.shape) * item_bytes(self.dtype)
+
+    @property
+    def complete(self) -> bool:
+        """Whether every element was counted once."""
+        return self.sums[-1] == _cover(tuple((0, size) for size in self.shape), self.seed)
+
+    def difference(self, other: "TensorDigest") -> str:
+        """Say what is not the same in another one; empty if nothing is."""
+        if (self.dtype, self.shape) != (other.dtype, other.shape):
+            return f"is {self._kind()} in one and {other._kind()} in the other"
+        if self.value != other.value:
+            return f"has digest {self.value} in one and {other.value} in the other"
+        return ""
+
+
+class Digests(Mapping[str, TensorDigest]):
+    """Digests of the tensors of a checkpoint or state dict, by name.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from shardspec import digest
+    >>> digests = digest({"w": torch.zeros(3), "b": torch.ones(2)})
+    >>> digests["b"].value, digests.value
+    ('a', 'b')
+    >>> digests.differences(digest({"w": torch.zeros(3), "b": torch.zeros(2)}))
+    []
+    """
+
+    def __init__(self, tensors: Mapping[str, TensorDigest], seed: int = 0) -> None:
+        for name, one in tensors.items():
+            if one.seed != seed:
+                raise LayoutError(
+                    f"the digest of {name!r} has seed {one.seed}, the others {seed}; digest all "
+                    "with one"
+                )
+            if not one.complete:
+                raise LayoutError(
+                    f"the digest of {name!r} is not of every element once; add up those of boxes "
+                    "that tile the tensor"
+                )
+        self._tensors = {name: tensors[name] for name in sorted(tensors)}
+        self.seed = seed
+
+    def __getitem__(self, name: str) -> TensorDigest:
+        return self._tensors[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+    def __repr__(self) -> str:
+        return f"Digests({counted(len(self), 'tensor')}, value {self.value})"
+
+    @property
+    def value(self) -> str:
+        """One value of them all, 32 hexadecimal digits: of names, dtypes, shapes and values."""
+        found = hashlib.sha256()
+        for name, one in self.items():
+            row = [name, to_safetensors(one.dtype), list(one.shape), one.value]
+            found.update(f"{json.dumps(row, separators=(',', ':'))}\n".encode())
+        return found.hexdigest()[:32]
+
+    def differences(self, other: "Digests") -> list[str]:
+        """Return what is not the same in another one, a line each."""
+        if self.seed != other.seed:
+            raise CheckpointError(
+                f"digests with seed {self.seed} and with seed {other.seed} cannot be compared; "
+                "digest both with one"
+            )
+        found = []
+        for name in sorted({*self, *other}):
+            if name not in self or name not in other:
+                found.append(
+                    f"tensor {shown(name)} is only in the {'second' if name in other else 'first'}"
+                )
+            elif problem := self[name].difference(other[name]):
+                found.append(f"tensor {shown(name)} {problem}")
+        return found
+
+    def require_same(self, other: "Digests") -> None:
+        """Raise CheckpointError if anything is not the same in another one."""
+        if found := self.differences(other):
+            more = f" (and {counted(len(found) - 1, 'other tensor')})" if found[1:] else ""
+            raise CheckpointError(f"{found[0]}{more}")
+
+    def to_json(self) -> dict[str, object]:
+        """Return them as plain values, as a file of digests has them."""
+        tensors = {
+            name: {"dtype": to_safetensors(one.dtype), "shape": list(one.shape), "value": one.value}
+            for name, one in self.items()
+        }
+        return {"format": FORMAT, "seed": self.seed, "value": self.value, "tensors": tensors}
+
+
+def digests_of_json(found: object, where: str) -> Digests:
+    """Read what a file of digests has; CheckpointError if `Digests.to_json` gives no such thing."""
+
+    def wrong(problem: str) -> CheckpointError:
+        return CheckpointError(f"{where}: {problem}; make it anew with 'shardspec digest'")
+
+    if not isinstance(found, dict) or found.get("format") != FORMAT:
+        said = found.get("format") if isinstance(found, dict) else found
+        raise wrong(f"has format {shown(said)}, but digests of {FORMAT!r} are read")
+    seed, entries = found.get("seed"), found.get("tensors")
+    if type(seed) is not int or not 0 <= seed <= _MASK or not isinstance(entries, dict):
+        raise wrong("has no seed from 0 to 2^64 - 1, or no tensors")
+    tensors = {}
+    for name, entry in entries.items():
+        said = entry if isinstance(entry, dict) else {}
+        shape, value = said.get("shape"), said.get("value")
+        sizes = isinstance(shape, list) and all(type(n) is int and 0 <= n < 2**63 for n in shape)
+        if not (isinstance(shape, list) and sizes and prod(shape) < 2**63):
+            raise wrong(f"{shown(name)} has no shape")
+        if not (isinstance(value, str) and _VALUE.fullmatch(value)):
+            raise wrong(f"{shown(name)} has no value of {16 * LANES} hexadecimal digits")
+        try:
+            dtype = from_safetensors(str(said.get("dtype")))
+        except DTypeError as error:
+            raise wrong(f"{shown(name)}: {error}") from None
+        lanes = [int(value[at : at + 16], 16) for at in range(0, 16 * LANES, 16)]
+        cover = _cover(tuple((0, size) for size in shape), seed)
+        tensors[name] = TensorDigest(dtype, tuple(shape), (*lanes, cover), seed)
+    digests = Digests(tensors, seed)
+    if found.get("value") != digests.value:
+        raise wrong(
+            f"its value is {shown(found.get('value'))}, but its tensors give {digests.value}"
+        )
+    return digests
+
+
+# --- the sums
+
+
+def _mixed(numbers: _Words) -> _Words:
+    """Return the outputs of SplitMix64 for some states."""
+    z = (numbers ^ (numbers >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return z ^ (z >> np.uint64(31))
+
+
+_GAMMA: Final = 0x9E3779B97F4A7C15
+# Streams of keys: of the rows, a lane each; of the words in a row, two a lane; of the cover, two a
+# dim.
+_ROWS: Final = 0
+_WORDS: Final = LANES
+_COVER: Final = 3 * LANES
+
+
+@lru_cache(64)
+def _start(stream: int, seed: int) -> int:
+    """Return the state in which SplitMix64 starts for a stream of keys."""
+    before = np.array([(seed + (stream + 1) * _GAMMA) & _MASK], np.uint64)
+    return int(_mixed(before)[0])
+
+
+def _keys(numbers: _Words, streams: Iterable[int], seed: int) -> _Words:
+    """Return odd keys of numbers, a row a stream."""
+    starts = np.array([[(_start(stream, seed) + _GAMMA) & _MASK] for stream in streams], np.uint64)
+    return _mixed(starts + numbers * np.uint64(_GAMMA)) | np.uint64(1)
+
+
+@lru_cache(8)
+def _word_keys(seed: int) -> _Words:
+    """Return for both lanes the keys of words of 64 bits, and of their upper halves besides."""
+    places = np.arange(_SEGMENT_BYTES // 8, dtype=np.uint64)
+    return _keys(places, range(_WORDS, _COVER), seed)
+
+
+def _joined_from(shape: tuple[int, ...], width: int) -> int:
+    """Return the first of the trailing dims that make up a row."""
+    dim = len(shape) - 1
+    while dim > 0 and prod(shape[dim:]) * width < _ROW_BYTES:
+        dim -= 1
+    return dim
+
+
+def _outer(intervals: Box, sizes: Iterable[int]) -> _Words:
+    """Return the row-major numbers of the elements of a box."""
+    numbers: _Words = np.array([0], np.uint64)
+    for (lo, hi), size in zip(intervals, sizes, strict=True):
+        inner = np.arange(lo, hi, dtype=np.uint64)
+        numbers = np.add.outer(numbers * np.uint64(size), inner).ravel()
+    return numbers
+
+
+def _lanes(array: NDArray[np.generic], box: Box, shape: tuple[int, ...], seed: int) -> list[int]:
+    """Return what a box that is not empty adds to the lanes."""
+    if not shape:
+        array, box, shape = array.reshape(1), ((0, 1),), (1,)
+    dim = _joined_from(shape, array.itemsize)
+    rows, inner = _outer(box[:dim], shape[:dim]), shape[dim + 1 :]
+    (lo, hi), size = box[dim], prod(inner)
+    if box_shape(box[dim + 1 :]) != inner:
+        # Gaps between what it has of a row are filled with zeros, which add nothing.
+        whole = np.zeros((*array.shape[: dim + 1], *inner), array.dtype)
+        rest = box[dim + 1 :]
+        held: Any = (..., *slices_within(rest, tuple((0, size) for size in inner)))
+        whole[held] = array
+        array = whole
+    first, last = lo * size, hi * size
+    part = array.reshape(len(rows), last - first)
+    per = _SEGMENT_BYTES // array.itemsize
+    segments = -(-prod(shape[dim:]) // per)
+    lanes = [0] * LANES
+    up = min(last, -(-first // per) * per)
+    for a, b in pairwise((first, up, max(up, last // per * per), last)):
+        if a < b:
+            several = max(1, (b - a) // per)
+            block = part[:, a - first : b - first].reshape(-1, (b - a) // several)
+            numbers = _segments(rows, segments, a // per, several)
+            for lane, value in enumerate(_block_lanes(block, a % per, numbers, seed)):
+                lanes[lane] = (lanes[lane] + value) & _MASK
+    return lanes
+
+
+def _segments(rows: _Words, segments: int, first: int, several: int) -> _Words:
+    """Return the numbers of some segments of each row."""
+    if segments == 1:
+        return rows
+    places = np.arange(first, first + several, dtype=np.uint64)
+    return (rows[:, None] * np.uint64(segments) + places).ravel()
+
+
+def _block_lanes(block: NDArray[np.generic], at: int, numbers: _Words, seed: int) -> list[int]:
+    """Return the lanes of segments, or the same part of each, from the element `at` on."""
+    width, (count, length) = block.itemsize, block.shape
+    first, last = at * width // 8, -(-(at + length) * width // 8)
+    keys = _word_keys(seed)[:, first:last]
+    step = max(1, _STEP_BYTES // (8 * (last - first)))
+    straight = at * width % 8 == 0 and length * width % 8 == 0
+    room = np.zeros((0 if straight else min(step, count), (last - first) * 8 // width), block.dtype)
+    begin = at - first * 8 // width
+    total = np.zeros((LANES, count), np.uint64)
+    upper = np.empty((min(step, count), last - first), np.uint64)
+    for start in range(0, count, step):
+        some = block[start : start + step]
+        if not straight:
+            room[: len(some), begin : begin + length] = some
+            some = room[: len(some)]
+        words = some.view(np.uint64)
+        high = np.right_shift(words, np.uint64(32), out=upper[: len(words)])
+        for lane in range(LANES):
+            sums = total[lane, start : start + step]
+            np.einsum("rw,w->r", words, keys[2 * lane], out=sums)
+            sums += np.einsum("rw,w->r", high, keys[2 * lane + 1])
+    total *= _keys(numbers, range(_ROWS, _WORDS), seed)
+    return [int(lane.sum(dtype=np.uint64)) for lane in total]
+
+
+def _cover(box: Box, seed: int) -> int:
+    """Return the cover of a box: a product over the dims, each a sum over its side."""
+    found = 1
+    for dim, (lo, hi) in enumerate(box):
+        found = found * _side(dim, lo, hi, seed) & _MASK
+    return found
+
+
+@lru_cache(1024)
+def _side(dim: int, lo: int, hi: int, seed: int) -> int:
+    """Return the sum of the keys of indices: of each its block's, times that of its place there."""
+    before = _key_sums(dim, seed)
+    total = 0
+    first, last = lo // _COVER_BLOCK, -(-hi // _COVER_BLOCK)
+    for at in range(first, last, 1 << 16):
+        blocks = np.arange(at, min(at + (1 << 16), last))
+        ends = np.minimum(hi - blocks * _COVER_BLOCK, _COVER_BLOCK)
+        sums = before[ends] - before[np.maximum(lo - blocks * _COVER_BLOCK, 0)]
+        keys = _keys(blocks.astype(np.uint64), (_COVER + 2 * dim,), seed)[0]
+        total += int((keys * sums).sum(dtype=np.uint64))
+    return total & _MASK
+
+
+@lru_cache(64)
+def _key_sums(dim: int, seed: int) -> _Words:
+    """Return the sums of the keys of the first places in a block."""
+    places = np.arange(_COVER_BLOCK, dtype=np.uint64)
+    keys = _keys(places, (_COVER + 2 * dim + 1,), seed)[0]
+    return np.concatenate([np.zeros(1, np.uint64), np.cumsum(keys, dtype=np.uint64)])
+
+
+def _tiles(box: Box, width: int, *, straight: bool) -> Iterator[Box]:
+    """Cut a box so that temporary copies are small: narrow where its last dim lies apart."""
+    (lo, hi) = box[-1] if box else (0, 1)
+    columns = (hi - lo if straight else _TILE_BYTES // width) or 1
+    for at in range(lo, hi, columns):
+        sides = ((at, min(at + columns, hi)),) if box else ()
+        yield from chunks((*box[:-1], *sides), (_CHUNK_BYTES if straight else _STEP_BYTES) // width)

@@ -1,0 +1,464 @@
+"""Deltas: what changed between two checkpoints, written, applied, and refused where it is wrong."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import safetensors.numpy
+import torch
+import xxhash
+import zstandard
+from click.testing import CliRunner
+
+from shardspec import (
+    DeviceMesh,
+    DTensor,
+    apply_delta,
+    delta,
+    digest,
+    load_sharded,
+    merge,
+    save_sharded,
+)
+from shardspec.cli.main import cli
+from shardspec.errors import CheckpointError, OutputExistsError
+
+INDEX = "model.safetensors.index.json"
+MESH = DeviceMesh(range(4), (2, 2))
+
+
+def state(version):
+    torch.manual_seed(0)
+    found = {
+        "a": torch.randn(300, 40).bfloat16(),
+        "b": torch.randn(2, 3, 5),
+        "n": torch.randn(9),
+        "s": torch.tensor(1.0),
+        "e": torch.zeros(0, 4),
+        "large": torch.randn(700, 1000).bfloat16(),
+    }
+    for number in range(version):
+        found["a"][number::17, 3] += 1
+        found["large"].view(-1)[number * 1000 :: 5003] *= 2
+        if number == 1:
+            found["b"][1, 0, 0] = 0
+    return found
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    at = tmp_path_factory.mktemp("deltas")
+    for version in range(4):
+        cut = {
+            n: DTensor(t, MESH, f"[S{version % 2}{',R' * (t.dim() - 1)}]") if t.dim() else t
+            for n, t in state(version).items()
+        }
+        save_sharded(cut, at / f"v{version}")
+    merge(at / "v0", at / "base.safetensors")
+    for encoding in ("xor", "overwrite"):
+        for checksum in ("xxh3-128", "adler32"):
+            for version in (1, 2, 3):
+                delta(
+                    at / f"v{version - 1}",
+                    at / f"v{version}",
+                    at / f"{encoding}-{checksum}-{version}",
+                    version=version,
+                    encoding=encoding,
+                    checksum=checksum,
+                )
+    return at
+
+
+def chain(place, last=3, kind="xor-xxh3-128"):
+    return [place / f"{kind}-{version}" for version in range(1, last + 1)]
+
+
+@pytest.mark.parametrize(
+    "kind", ["xor-xxh3-128", "xor-adler32", "overwrite-xxh3-128", "overwrite-adler32"]
+)
+@pytest.mark.parametrize("base", ["v0", "base.safetensors"])
+def test_a_chain_of_deltas_makes_the_later_checkpoint(place, tmp_path, base, kind):
+    for last in (1, 3):
+        report = apply_delta(
+            place / base, chain(place, last, kind), tmp_path / f"{last}.safetensors", threads=last
+        )
+        assert report.tensors == 6
+        assert digest(tmp_path / f"{last}.safetensors") == digest(state(last))
+
+
+def test_files_are_laid_out_as_others_read_them(place):
+    index = json.loads((place / "xor-xxh3-128-2" / INDEX).read_text())
+    about = index["metadata"]
+    assert (about["version"], about["base_version"]) == ("000002", "000001")
+    assert (about["delta_encoding"], about["compression_format"], about["checksum_format"]) == (
+        "xor",
+        "zstd",
+        "xxh3-128",
+    )
+    assert about["base_digest"] == digest(state(1)).value
+    assert about["digest"] == digest(state(2)).value
+    assert index["weight_map"] == dict.fromkeys(
+        ("a", "b", "large"), "model-00000-of-00001.safetensors"
+    )
+    file = place / "xor-xxh3-128-2" / "model-00000-of-00001.safetensors"
+    with safetensors.safe_open(file, "np") as opened:
+        sums = opened.metadata()
+        for name in ("a", "b", "large"):
+            new, old = (state(v)[name].view(torch.uint8).numpy().reshape(-1) for v in (2, 1))
+            frame = opened.get_tensor(name).tobytes()
+            # One shot, without a size: as slime does.
+            assert zstandard.ZstdDecompressor().decompress(frame) == (new ^ old).tobytes()
+            assert sums[name] == xxhash.xxh3_128(new.tobytes()).hexdigest()
+    with safetensors.safe_open(place / "overwrite-adler32-2" / file.name, "np") as opened:
+        plain = zstandard.ZstdDecompressor().decompress(opened.get_tensor("a").tobytes())
+        new, old = (state(v)["a"].view(torch.uint8).numpy().reshape(-1) for v in (2, 1))
+        at = np.flatnonzero(new != old)
+        assert (
+            plain
+            == np.array([len(at)], "<u4").tobytes() + at.astype("<u4").tobytes() + new[at].tobytes()
+        )
+
+
+def test_where_nothing_changed_there_is_no_file(place, tmp_path):
+    report = delta(place / "v1", place / "v1", tmp_path / "same", version=5, base_version=2)
+    assert (report.changed, report.written_bytes) == (0, 0)
+    assert os.listdir(tmp_path / "same") == [INDEX]
+    apply_delta(place / "v1", [tmp_path / "same"], tmp_path / "out")
+    assert digest(tmp_path / "out") == digest(state(1))
+
+
+def test_loading_reads_base_and_deltas_at_once(place):
+    for mesh, spec in ((DeviceMesh(range(3), (3,)), "[S0,R]"), (MESH, "[S1,S0]")):
+        loaded = load_sharded(
+            place / "base.safetensors", mesh, {"a": spec, "large": spec}, deltas=chain(place)
+        )
+        assert digest(loaded) == digest(state(3))
+    into = {"large": torch.zeros(700, 1000, dtype=torch.bfloat16)}
+    load_sharded(place / "v0", into=into, deltas=chain(place, 2, "overwrite-adler32"))
+    assert torch.equal(into["large"], state(2)["large"])
+
+
+def test_chains_with_gaps_circles_and_other_orders_are_refused(place, tmp_path):
+    one, two, three = chain(place)
+    wrong = [
+        ([one, three], "makes version 3 of 2, but .* makes 1"),
+        ([two, one], "makes version 1 of 0, but .* makes 2"),
+        ([one, one], "makes version 1 of 0"),
+        ([place / "v0"], "cannot be read|no such"),
+    ]
+    delta(place / "v1", place / "v0", tmp_path / "back", version=0, base_version=1)
+    wrong.append(([one, tmp_path / "back"], "version 0, which the base is already"))
+    delta(place / "v2", place / "v3", tmp_path / "other", version=2, base_version=1)
+    wrong.append(([one, tmp_path / "other"], "was made of a checkpoint with digest"))
+    for deltas, problem in wrong:
+        with pytest.raises(CheckpointError, match=problem):
+            apply_delta(place / "v0", deltas, tmp_path / "out")
+        assert not (tmp_path / "out").exists()
+    with pytest.raises(CheckpointError, match="give a list"):
+        load_sharded(place / "v0", deltas=str(one))
+
+
+@pytest.mark.parametrize("name", ["a", "n"])
+def test_another_base_is_refused_also_where_nothing_changed(place, tmp_path, name):
+    other = state(0)
+    other[name].view(-1)[1] += 1
+    save_sharded(other, tmp_path / "other")
+    for kind in ("xor-adler32", "overwrite-xxh3-128"):
+        with pytest.raises(CheckpointError, match=r"another one, or a file is damaged|has digest"):
+            apply_delta(tmp_path / "other", chain(place, 1, kind), tmp_path / "out")
+        assert not (tmp_path / "out").exists()
+
+
+def test_other_names_shapes_and_dtypes_need_a_full_checkpoint(place, tmp_path):
+    for change, problem in (
+        ({"a": torch.zeros(300, 41).bfloat16()}, r"'a' is \[300, 40\] bfloat16 .* \[300, 41\]"),
+        ({"a": torch.zeros(300, 40).half()}, "'a' is .* bfloat16 .* float16"),
+        ({"x": torch.zeros(1)}, "lacks 'x'"),
+    ):
+        save_sharded({**state(0), **change}, tmp_path / "other", overwrite=True)
+        with pytest.raises(CheckpointError, match=f"{problem}.*publish a full checkpoint"):
+            delta(place / "v0", tmp_path / "other", tmp_path / "d", version=1)
+        assert not (tmp_path / "d").exists()
+    save_sharded({**state(0), "n": -state(0)["n"] - 3}, tmp_path / "other", overwrite=True)
+    with pytest.raises(CheckpointError, match=r"'n': .* larger than the tensor"):
+        delta(place / "v0", tmp_path / "other", tmp_path / "d", version=1, encoding="overwrite")
+    for how, problem in (
+        ({"version": -1}, "no version"),
+        ({"version": 1, "base_version": 1}, "made of itself"),
+        ({"version": 1, "encoding": "and"}, "no encoding"),
+        ({"version": 1, "checksum": "md5"}, "md5"),
+    ):
+        with pytest.raises(CheckpointError, match=problem):
+            delta(place / "v0", place / "v1", tmp_path / "d", **how)
+    assert os.listdir(tmp_path) == ["other"]
+    delta(place / "v0", place / "v1", tmp_path / "d", version=1)
+    with pytest.raises(OutputExistsError):
+        delta(place / "v0", place / "v1", tmp_path / "d", version=1)
+    delta(place / "v0", place / "v2", tmp_path / "d", version=2, overwrite=True)
+    (tmp_path / "d" / "mine.txt").write_text("kept")
+    with pytest.raises(CheckpointError, match=r"mine\.txt"):
+        delta(place / "v0", place / "v2", tmp_path / "d", version=2, overwrite=True)
+
+
+def rewritten(source, target, entries=None, sums=None, about=None, weight_map=None):
+    """A delta with some of what it says replaced."""
+    file = "model-00000-of-00001.safetensors"
+    index = json.loads((source / INDEX).read_text())
+    with safetensors.safe_open(source / file, "np") as opened:
+        metadata = opened.metadata()
+        tensors = {name: opened.get_tensor(name) for name in metadata}
+    tensors = {n: t for n, t in {**tensors, **(entries or {})}.items() if t is not None}
+    target.mkdir()
+    safetensors.numpy.save_file(tensors, target / file, {**metadata, **(sums or {})})
+    index["metadata"] |= about or {}
+    index["metadata"] = {k: v for k, v in index["metadata"].items() if v is not None}
+    index["weight_map"] = weight_map or index["weight_map"]
+    (target / INDEX).write_text(json.dumps(index))
+    return target
+
+
+def frame(data, **how):
+    return np.frombuffer(zstandard.ZstdCompressor(**how).compress(data), np.uint8)
+
+
+FILE = "model-00000-of-00001.safetensors"
+ALL = dict.fromkeys(("a", "large"), FILE)
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"about": {"compression_format": "lz4"}}, "compression_format 'lz4'"),
+        ({"about": {"delta_encoding": "add"}}, "delta_encoding 'add'"),
+        ({"about": {"delta_encoding": None}}, "is a full checkpoint"),
+        ({"about": {"checksum_format": "md5"}}, "md5"),
+        ({"about": {"version": None}}, "no version"),
+        ({"about": {"version": True}}, "no version"),
+        ({"weight_map": {**ALL, "a": "../x.safetensors"}}, "do not agree"),
+        ({"weight_map": {**ALL, "b": FILE}}, "do not agree on tensor 'b'"),
+        ({"weight_map": {"a": FILE}}, "do not agree on tensor 'large'"),
+        ({"weight_map": {**ALL, "b": "gone.safetensors"}}, "do not agree on 'gone"),
+        ({"sums": {"a": "0" * 32}}, "'a': with .* published"),
+        ({"sums": {"a": "0" * 31}}, "'a' has no xxh3-128"),
+        (
+            {
+                "entries": {"zz": frame(b"x")},
+                "sums": {"zz": "0" * 32},
+                "weight_map": {**ALL, "zz": FILE},
+            },
+            "'zz', which .* lacks",
+        ),
+        (
+            {"entries": {"a": frame(bytes(24001))}},
+            "holds 24001 bytes as xor, for a tensor of 24000",
+        ),
+        ({"entries": {"a": frame(bytes(1 << 30))}}, "holds 1073741824 bytes"),
+        (
+            {"entries": {"a": frame(bytes(24000), write_content_size=False)}},
+            "an unknown number of bytes",
+        ),
+        ({"entries": {"a": np.append(frame(bytes(24000)), np.uint8(0))}}, "the delta is damaged"),
+        ({"entries": {"a": frame(bytes(24000))[:-1]}}, "cut short|damaged"),
+        ({"entries": {"a": np.zeros(30, np.uint8)}}, "is damaged"),
+        ({"entries": {"a": np.zeros((3, 4), np.uint8)}}, "this is no delta"),
+        ({"about": {"digest": "0" * 32}}, "has digest"),
+    ],
+)
+def test_what_a_delta_says_is_checked(place, tmp_path, changes, problem):
+    bad = rewritten(place / "xor-xxh3-128-1", tmp_path / "bad", **changes)
+    with pytest.raises(CheckpointError, match=problem):
+        apply_delta(place / "v0", [bad], tmp_path / "out")
+    assert os.listdir(tmp_path) == ["bad"]
+
+
+def places(count, at, values):
+    return np.array([count], "<u4").tobytes() + np.array(at, "<u4").tobytes() + bytes(values)
+
+
+@pytest.mark.parametrize(
+    ("data", "problem"),
+    [
+        (places(3, [1, 5], [7, 7]), "states 3 positions and has 2"),
+        (places(2, [5, 1], [7, 7]), "do not ascend"),
+        (places(2, [5, 5], [7, 7]), "do not ascend"),
+        (places(1, [24000], [7]), "behind its 24000 bytes"),
+        (places(1, [2**32 - 1], [7]), "behind its 24000 bytes"),
+        (places(1, [5], [7, 7]), "holds 10 bytes as overwrite"),
+        (b"", "holds 0 bytes as overwrite"),
+    ],
+)
+def test_positions_are_checked(place, tmp_path, data, problem):
+    bad = rewritten(place / "overwrite-xxh3-128-1", tmp_path / "bad", {"a": frame(data)})
+    with pytest.raises(CheckpointError, match=problem):
+        apply_delta(place / "v0", [bad], tmp_path / "out")
+    assert os.listdir(tmp_path) == ["bad"]
+
+
+def test_a_stray_file_is_refused_and_deltas_of_others_have_no_digests(place, tmp_path):
+    others = rewritten(
+        place / "xor-adler32-1",
+        tmp_path / "others",
+        about={"digest": None, "base_digest": None, "version": 1, "base_version": "0"},
+    )
+    apply_delta(place / "v0", [others, place / "xor-xxh3-128-2"], tmp_path / "out.safetensors")
+    assert digest(tmp_path / "out.safetensors") == digest(state(2))
+    safetensors.numpy.save_file({"x": np.zeros(1)}, others / "stray.safetensors")
+    with pytest.raises(CheckpointError, match=r"do not agree on 'stray\.safetensors'"):
+        apply_delta(place / "v0", [others], tmp_path / "out2.safetensors")
+
+
+def run(*args):
+    return CliRunner().invoke(cli, list(map(str, args)), prog_name="shardspec")
+
+
+def test_the_commands_write_and_apply(place, tmp_path):
+    done = run(
+        "delta",
+        place / "v0",
+        place / "v1",
+        "-o",
+        tmp_path / "d",
+        "--version",
+        1,
+        "--for",
+        "modelexpress",
+    )
+    assert done.exit_code == 0, done.output
+    assert "2 of 6 tensors changed" in done.output
+    about = json.loads((tmp_path / "d" / INDEX).read_text())["metadata"]
+    assert (about["checksum_format"], about["delta_encoding"]) == ("adler32", "xor")
+    done = run(
+        "apply", place / "v0", tmp_path / "d", place / "xor-xxh3-128-2", "-o", tmp_path / "out"
+    )
+    assert done.exit_code == 0, done.output
+    assert "with 2 deltas on" in done.output
+    assert digest(tmp_path / "out") == digest(state(2))
+    gap = run(
+        "apply",
+        place / "v0",
+        place / "xor-xxh3-128-2",
+        place / "xor-xxh3-128-1",
+        "-o",
+        tmp_path / "x",
+    )
+    assert (gap.exit_code, gap.output.count("\n")) == (3, 1)
+    assert (
+        run(
+            "delta",
+            place / "v0",
+            place / "v1",
+            "-o",
+            tmp_path / "e",
+            "--version",
+            1,
+            "--for",
+            "modelexpress",
+            "--encoding",
+            "overwrite",
+        ).exit_code
+        == 2
+    )
+    assert run("delta", place / "v0", place / "v1", "-o", tmp_path / "e").exit_code == 2
+    assert run("apply", place / "v0", "-o", tmp_path / "e").exit_code == 2
+
+
+def test_a_missing_package_is_named(place, tmp_path, monkeypatch):
+    for name in ("zstandard", "xxhash"):
+        with monkeypatch.context() as patch:
+            patch.setitem(sys.modules, name, None)
+            with pytest.raises(CheckpointError, match=rf"{name}: pip install 'shardspec\[delta\]'"):
+                apply_delta(place / "v0", chain(place, 1), tmp_path / "out")
+            with pytest.raises(CheckpointError, match=rf"{name}: pip install"):
+                delta(place / "v0", place / "v1", tmp_path / "d", version=1)
+    assert os.listdir(tmp_path) == []
+
+
+UNFUSED = """
+[[map]]
+source = ["qkv", "(p r) c", "p[:q]"]
+target = ["q", "(q r) c"]
+[[map]]
+source = ["qkv", "(p r) c", "p[q:]"]
+target = ["k", "(k r) c"]
+[sizes]
+p = 6
+q = 4
+r = 2
+"""
+
+
+def test_names_of_the_trainer_become_those_of_the_base(tmp_path):
+    (tmp_path / "m.toml").write_text(UNFUSED)
+    q, k = torch.randn(8, 3), torch.randn(4, 3)
+    save_sharded({"q": q, "k": k}, tmp_path / "base")
+    k = k + 1
+    save_sharded({"qkv": DTensor(torch.cat([q, k]), MESH, "[S0,S1]")}, tmp_path / "new")
+    done = run(
+        "delta",
+        tmp_path / "base",
+        tmp_path / "new",
+        "-o",
+        tmp_path / "d",
+        "--version",
+        1,
+        "--map",
+        tmp_path / "m.toml",
+    )
+    assert done.exit_code == 0, done.output
+    apply_delta(tmp_path / "base", [tmp_path / "d"], tmp_path / "out")
+    assert digest(tmp_path / "out") == digest({"q": q, "k": k})
+
+
+KILLED = """
+import os, signal, sys
+from shardspec.checkpoint.storage import descriptors
+left, write_all = int(sys.argv[1]), descriptors.write_all
+def counted(fd, data, offset, path):
+    global left
+    left -= 1
+    if not left:
+        os.kill(os.getpid(), signal.SIGKILL)
+    write_all(fd, data, offset, path)
+descriptors.write_all = counted
+from shardspec import apply_delta, delta
+at = sys.argv[2]
+if sys.argv[3] == "apply":
+    apply_delta(f"{at}/old.safetensors", [f"{at}/d"], f"{at}/old.safetensors.new", overwrite=True)
+else:
+    delta(f"{at}/v0", f"{at}/v1", f"{at}/made", version=7, overwrite=True)
+print("done")
+"""
+
+
+def test_a_run_that_is_killed_at_any_write_leaves_the_old_or_the_new(place, tmp_path):
+    merge(place / "v0", tmp_path / "old.safetensors")
+    for version in (0, 1):
+        save_sharded(state(version), tmp_path / f"v{version}")
+    delta(tmp_path / "v0", tmp_path / "v1", tmp_path / "d", version=1)
+    for what in ("apply", "delta"):
+        out = tmp_path / ("old.safetensors.new" if what == "apply" else "made")
+        if what == "apply":
+            merge(place / "v3", out, format="safetensors")
+        else:
+            delta(tmp_path / "v0", tmp_path / "v1", out, version=6)
+        old = digest(out).value if what == "apply" else (out / INDEX).read_text()
+        for number in range(1, 99):
+            done = subprocess.run(
+                [sys.executable, "-c", KILLED, str(number), tmp_path, what],
+                capture_output=True,
+                text=True,
+            )
+            if done.returncode == 0:
+                break
+            assert done.returncode == -signal.SIGKILL, done.stderr
+            assert (digest(out).value if what == "apply" else (out / INDEX).read_text()) == old
+        assert number > 3
+        if what == "apply":
+            assert digest(out) == digest(state(1))
+        else:
+            apply_delta(tmp_path / "v0", [out], tmp_path / "again")
+            assert digest(tmp_path / "again") == digest(state(1))

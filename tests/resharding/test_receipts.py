@@ -1,0 +1,179 @@
+"""Receipts of a sync: what arrived is what left, and what went wrong is named."""
+
+from collections.abc import Callable
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+from shardspec import DeviceMesh, DTensor, Layout, NameMap, digest, plan_reshard
+from shardspec.errors import CommunicatorError, LayoutError
+from shardspec.resharding import execute
+from tests.dist.processes import run_ranks
+from tests.resharding.states import random_case, shard_at
+
+MESH = DeviceMesh(range(4), (2, 2))
+OTHER = DeviceMesh([3, 9, 8], (3,))
+FUSED = """
+[[map]]
+source = ["q", "(t r) c"]
+target = ["qk", "(t s r) c", "s[0]"]
+[[map]]
+source = ["k", "(t r) c"]
+target = ["qk", "(t s r) c", "s[1]"]
+[[map]]
+source = ["up", "i o"]
+target = ["up", "o i"]
+[[zeros]]
+target = ["qk", "(t s r) c", "s[2]"]
+[sizes]
+t = 2
+s = 3
+"""
+
+
+def sharded(whole, source):
+    return {
+        name: DTensor.from_shards(
+            {d: shard_at(w, source[name], d) for d in source[name].mesh.ids}, source[name]
+        )
+        for name, w in whole.items()
+    }
+
+
+@pytest.mark.parametrize("part", range(4))
+def test_what_arrived_has_the_digests_of_what_left(part):
+    for seed in range(part, 40, 4):
+        whole, source, target = random_case(seed, ids=6)
+        state = sharded(whole, source)
+        plan = plan_reshard(source, target, max_bytes=(None, 4096)[seed % 2])
+        plain, (got, receipt) = plan.run(state), plan.run(state, receipt=True, version=seed)
+        assert receipt.version == seed
+        assert receipt.digests == digest(whole), seed
+        for name, tensor in plain.items():
+            assert {d: s.tolist() for d, s in tensor.shards.items()} == {
+                d: s.tolist() for d, s in got[name].shards.items()
+            }
+
+
+def test_a_cast_has_the_digests_of_what_it_made():
+    state = {
+        "w": DTensor(torch.randn(6, 4), MESH, "[S0,S1]"),
+        "n": DTensor(torch.arange(3), MESH, "[R]"),
+    }
+    for dtype in ("bf16", "float64"):
+        got, receipt = plan_reshard(state, (OTHER, {"w": "[R,S0]"}), dtype=dtype).run(
+            state, receipt=True
+        )
+        assert receipt.digests == digest(got)
+        assert receipt.digests["w"].dtype == {"bf16": "bfloat16"}.get(dtype, dtype)
+
+
+def test_fused_and_tied_tensors_have_digests_of_the_target():
+    q, k, up = torch.randn(8, 5), torch.randn(8, 5), torch.randn(4, 6)
+    state = {"q": q, "k": k, "up": up}
+    state = {n: DTensor(w, MESH, "[S0,S1]") for n, w in state.items()}
+    map_ = NameMap.parse(FUSED)
+    got, receipt = plan_reshard(state, (OTHER, {"*": "[S0,R]"}), names=map_).run(
+        state, receipt=True
+    )
+    assert receipt.digests == digest(got) == digest(state, names=map_)
+    state = {"w": (w := DTensor(up, MESH, "[S0,R]")), "v": w}
+    got, receipt = plan_reshard(state, (OTHER, {"*": "[R,S0]"})).run(state, receipt=True)
+    assert receipt.digests == digest({"w": up, "v": up})
+
+
+@contextmanager
+def spoiled(what: Callable[[torch.Tensor], object], device: int):
+    """Spoil what a device has received, before receipts are compared."""
+    compare = execute.receipt_of
+
+    def spoiling(plan, ties, held, gather, wanted):
+        if device in held:
+            what(held[device].target[0])
+        return compare(plan, ties, held, gather, wanted)
+
+    execute.receipt_of = spoiling
+    try:
+        yield
+    finally:
+        execute.receipt_of = compare
+
+
+def test_a_mismatch_names_tensor_sender_and_receiver_and_spoils_what_is_read():
+    state = {"w": DTensor(torch.randn(6, 4), MESH, "[S0,R]")}
+    plan = plan_reshard(state, (DeviceMesh([8, 9], (2,)), {"w": "[R,S0]"}))
+    out = plan.run(state)
+    named = (
+        r"^version 5: tensor 'w' did not arrive at device 9 as device [01] has sent it: "
+        r"[0-9a-f]{32} left and [0-9a-f]{32} arrived.*; sync again$"
+    )
+    with spoiled(lambda t: t[0].add_(1), 9), pytest.raises(CommunicatorError, match=named):
+        plan.run(state, out, receipt=True, version=5)
+    with pytest.raises(CommunicatorError, match="version 5 did not arrive"):
+        out["w"].to_local(8)
+
+
+def test_replicas_of_the_source_that_differ_are_named():
+    layout = Layout(DeviceMesh([0, 1], (2,)), "[R]", (4,), "float32")
+    w = DTensor.from_shards({0: torch.zeros(4), 1: torch.ones(4)}, layout)
+    target = Layout(DeviceMesh([0, 1], (2,)), "[R]", (4,), "float32")
+    with pytest.raises(CommunicatorError, match="'w' differs on devices 0 and 1"):
+        plan_reshard({"w": w}, {"w": target}).run({"w": w}, receipt=True)
+
+
+def test_a_version_that_was_missed_is_told():
+    state = {"w": DTensor(torch.randn(4), MESH, "[S0]")}
+    plan = plan_reshard(state, (OTHER, {}))
+    _, receipt = plan.run(state, receipt=True, version=6)
+    receipt.require(6)
+    with pytest.raises(CommunicatorError, match="version 6 has arrived here, not 7"):
+        receipt.require(7)
+    with pytest.raises(LayoutError, match="version=3 is for a receipt"):
+        plan.run(state, version=3)
+
+
+def _in_job(rank: int) -> list[str]:
+    wrong = []
+    for seed in range(30):
+        whole, source, target = random_case(seed, ids=4)
+        plan = plan_reshard(source, target)
+        inside = rank in next(iter(source.values())).mesh
+        state = {n: shard_at(w, source[n], rank) for n, w in whole.items()} if inside else {}
+        _, receipt = plan.run(state, receipt=True, version=seed)
+        if rank in plan.devices and receipt.digests != digest_alone(whole):
+            wrong.append(f"{seed}: {receipt.digests}")
+    mesh = DeviceMesh(range(4), (4,))
+    whole = torch.arange(24.0).view(6, 4)
+    cut = DTensor(whole, mesh, "[S0,R]")
+    if digest({"w": cut}) != digest_alone({"w": whole}):
+        wrong.append("digest of a state dict")
+    plan = plan_reshard({"w": cut}, (DeviceMesh([3, 2], (2,)), {"w": "[R,S0]"}))
+    try:
+        plan.run({"w": cut}, receipt=True, version=7 + (rank == 1))
+        wrong.append("versions differed")
+    except CommunicatorError as error:
+        wrong += [] if "version" in str(error) else [str(error)]
+    out = plan.run({"w": cut})
+    with spoiled(lambda t: t[0].add_(1), 2):
+        try:
+            plan.run({"w": cut}, out, receipt=True, version=9)
+            wrong.append("a spoiled tensor was taken")
+        except CommunicatorError as error:
+            wrong += [] if "'w' did not arrive at device 2" in str(error) else [str(error)]
+    plan.run({"w": cut}, receipt=True, version=10)
+    return wrong
+
+
+def digest_alone(whole):
+    """Digests in this process."""
+    from shardspec import SimulatedCommunicator
+
+    alone = SimulatedCommunicator(DeviceMesh([0], (1,)))
+    return digest(whole, communicator=alone)
+
+
+@pytest.mark.dist
+def test_ranks_compare_what_left_and_what_arrived(tmp_path: Path) -> None:
+    assert run_ranks(4, tmp_path, _in_job) == [[], [], [], []]
