@@ -7,6 +7,7 @@ from typing import Final
 
 from shardspec.checkpoint.catalog import Catalog
 from shardspec.checkpoint.storage.path import StoragePath, file_inside
+from shardspec.checkpoint.strict_json import parse_json
 from shardspec.checkpoint.targets import OutputFile, RawBytes, Target, copied_file
 from shardspec.errors import CheckpointError
 from shardspec.text import Argument
@@ -85,7 +86,7 @@ def _with_config(directory: StoragePath, target: Target) -> Target:
         path = file_inside(directory, name, directory)
         file = copied_file(path, name)
         if name == "config.json":
-            data = _plain_config(b"".join(raw.made() for raw in file.raw), target)
+            data = _plain_config(b"".join(raw.made() for raw in file.raw), path, target)
             file = OutputFile(name, len(data), [RawBytes(0, data)], ())
         files.append(file)
     return target._replace(
@@ -93,11 +94,12 @@ def _with_config(directory: StoragePath, target: Target) -> Target:
     )
 
 
-def _plain_config(data: bytes, target: Target) -> bytes:
-    config = json.loads(data)
+def _plain_config(data: bytes, path: StoragePath, target: Target) -> bytes:
+    config = parse_json(data, path, "config")
     codes = (extent.tensor.dtype for file in target.files for extent in file.extents)
     if not any(dtype.startswith(("float8", "uint8", "int8")) for dtype in codes):
-        for part in (config, config.get("text_config")):
+        inner = config.get("text_config") if isinstance(config, dict) else None
+        for part in (config, inner):
             if isinstance(part, dict) and part.pop("quantization_config", None) is not None:
                 data = json.dumps(config, indent=2).encode()
     return data

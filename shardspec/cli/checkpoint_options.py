@@ -194,7 +194,7 @@ class MapOptions:
             )
         from shardspec.checkpoint.model_names import model_names
 
-        names = self.names or "hf"
+        names: NamesOf = self.names or "hf"
         names = "torch_dist" if stacked and names == "megatron" else names
         return model_names(self.config(checkpoint), names, fill_from=self.fill_from)
 

@@ -6,15 +6,16 @@ from math import gcd, prod
 from pathlib import Path
 from typing import Final, NamedTuple
 
+from shardspec.comm.steps import ReduceOp
 from shardspec.dtypes import keeps_dtype
 from shardspec.errors import InputFileError, LayoutError
 from shardspec.families.family import family_of, text_config
 from shardspec.families.model import model_of
-from shardspec.families.plans import plan_specs
+from shardspec.families.plans import TensorPlan, plan_specs
 from shardspec.input_files import read_input_file
 from shardspec.layout.layout import Layout
 from shardspec.layout.spec import DimSpec, Part, ShardingSpec
-from shardspec.mesh.device_mesh import DeviceMesh
+from shardspec.mesh.device_mesh import Axis, DeviceMesh
 from shardspec.resharding.patterns import Side, filled, placeholders
 from shardspec.resharding.sizes import known_sizes
 from shardspec.resharding.views import factors_of, parse_view
@@ -221,7 +222,7 @@ class _Sharded:
     def layouts(self) -> dict[str, Layout]:
         """Return name to layout."""
         kind = self._parsed.kind
-        plan = {}
+        plan: TensorPlan | None = None
         if kind == "hf-tp":
             head = self._known.get("qk", self._known.get("d", 0))
             plan = plan_specs(text_config(self._config), self._tp, head)
@@ -237,7 +238,7 @@ class _Sharded:
             for numbers in self._model.instances(target.name):
                 name = filled((target.name,), numbers)[0]
                 layer = next(iter(numbers.values()), None)
-                if kind == "hf-tp":
+                if plan is not None:
                     spec = plan.spec(name, len(shape), shape)
                 assert spec is not None, "every kind has its rule"
                 mesh = self._mesh(target, layer, experts=self._is_expert(target, dims))
@@ -277,7 +278,8 @@ class _Sharded:
         """Return how a tensor is cut in Megatron-core or vLLM."""
         cut, count = target.rows[0][1], len(shape)
         expert, vllm = self._is_expert(target, dims), self._parsed.kind == "vllm"
-        axes, size = ("tp",), self._tp
+        axes: tuple[str, ...] = ("tp",)
+        size = self._tp
         cuts: dict[int, DimSpec] = {}
         if expert:
             if self._ep > 1:
@@ -292,7 +294,8 @@ class _Sharded:
                     f"etp=1, not {size}"
                 )
         if cut == "summed" and vllm and size > 1:
-            return ShardingSpec(count, cuts, partial=dict.fromkeys(axes, "sum"))
+            pending: dict[Axis, ReduceOp] = dict.fromkeys(axes, "sum")
+            return ShardingSpec(count, cuts, partial=pending)
         local = cut == "latent" and self._parsed.local
         if cut in ("replicated", "summed") or (cut == "latent" and not local) or size == 1:
             return ShardingSpec(count, cuts)

@@ -72,6 +72,7 @@ def test_json(tmp_path):
         "left_out": [],
         "sidecars": [],
         "not_copied": [],
+        "filled": [],
         "written": True,
     }
 
