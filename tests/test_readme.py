@@ -85,7 +85,7 @@ def test_links_lead_somewhere():
     links = re.findall(r"\]\(([^)]+)\)", README.read_text("utf-8"))
     assert len(links) > 15
     for link in links:
-        assert (ROOT / link).is_file(), link
+        assert link.startswith("https:") or (ROOT / link).is_file(), link
 
 
 def test_the_architecture_names_files_that_exist():

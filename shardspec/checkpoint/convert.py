@@ -393,7 +393,7 @@ def _converted(
             writes={file.name: file.num_bytes for file in target.files},
             left_out=_left_out(source, target),
             sidecars=target.sidecars,
-            weight_files=len(target.files) - len(target.sidecars),
+            weight_files=sum(bool(file.extents) for file in target.files),
             not_copied=target.not_copied,
             filled=source.filled,
             sharding=target.sharding if options.dry_run else {},

@@ -122,8 +122,9 @@ def load_sharded(
     from shardspec.comm.process_group import communicator_of
 
     choice = Choice(include, exclude, rename, None, drop)
-    if into is not None and not into and device_mesh is None and not rules:
-        return {}  # whose ranks read, a rank that holds nothing does not know
+    alone = rank_state.world_mesh().size() == 1
+    if into is not None and not (into or device_mesh or rules or alone):
+        return {}  # which ranks read, one that holds nothing does not know
     if into is not None:
         chosen = communicator or rank_state.communicator_of_state(into)
     else:

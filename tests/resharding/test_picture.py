@@ -27,13 +27,13 @@ def titles(root: ElementTree.Element, kind: str) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("ends", [(1, 1), (4, 2), (3, 5), (2, 40)])
-def test_every_pair_has_its_square_and_every_device_its_bar(ends):
-    plan = plan_between(ends[0], ends[1], rows=40)
+@pytest.mark.parametrize(("senders", "receivers"), [(1, 1), (4, 2), (3, 5), (2, 40)])
+def test_every_pair_has_its_square_and_every_device_its_bar(senders, receivers):
+    plan = plan_between(senders, receivers, rows=40)
     root = ElementTree.fromstring(plan_svg(plan))
     expected = [f"{a} → {b}: {bytes_text(n)}" for (a, b), n in sorted(plan.traffic.items()) if n]
     assert titles(root, "bytes") == expected
-    assert len(titles(root, "empty")) == ends[0] * ends[1] - len(expected)
+    assert len(titles(root, "empty")) == senders * receivers - len(expected)
     bars = [
         bytes_text(moved[one])
         for moved in (plan.sent, plan.received)
