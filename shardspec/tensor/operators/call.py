@@ -183,7 +183,6 @@ def carry_out(
     tracked: bool,
     frozen: bool = False,
     drawing: Drawing | None = None,
-    trial: Callable[[], object] | None = None,
 ) -> Any:  # noqa: ANN401
     """Call the function; return what it does, with a `Result` for each DTensor.
 
@@ -199,8 +198,6 @@ def carry_out(
         Whether nothing may be written to.
     drawing
         Lets the devices draw random numbers, where it draws some.
-    trial
-        Tries a new call with the shapes of all ranks, and raises where it fails on any.
     """
     here = _InTorch(call, tensors)
     copies = [tensors[id(tensor)] for tensor in call.tensors if tensor.is_copied_part]
@@ -213,9 +210,6 @@ def carry_out(
     replaced = [new for new, tensor in zip(given, here.tensors, strict=True) if new is not tensor]
     strided = any(map(is_strided, here.tensors))
     earlier = was_right(call.function, tracked, *call.kwargs, *map(_key, here.leaves), *layouts)
-    if trial is not None and not earlier.is_tried:
-        trial()
-        earlier.is_tried = True
     watch = None
     if strided or copies or frozen or not earlier.found:
         watch = Watch(call.shown, [*copies, *replaced], frozen=here.tensors if frozen else ())
