@@ -65,10 +65,11 @@ def test_other_modules_import_formats_by_the_registry():
     importers = set()
     for path in ELSEWHERE:
         for node in ast.walk(ast.parse(path.read_text("utf-8"))):
-            if isinstance(node, ast.ImportFrom) and "checkpoint.formats" in (node.module or ""):
-                names = [node.module] if node.module.count(".") > 2 else []
-                names += [f"{node.module}.{alias.name}" for alias in node.names if not names]
-                importers |= {(path.name, name.rpartition(".")[2]) for name in names}
+            if not isinstance(node, ast.ImportFrom) or "checkpoint.formats" not in str(node.module):
+                continue
+            home = str(node.module).partition("checkpoint.formats")[2].strip(".")
+            modules = [home] if home else [alias.name for alias in node.names]
+            importers |= {(path.name, module) for module in modules}
     assert {name for name, module in importers if module != "registry"} == {
         "rank_state.py",
         "save.py",

@@ -268,7 +268,7 @@ def test_every_format_goes_through_these_tests():
     assert len({form.name for form in formats()}) == len(MODULES) + 1
     for form in formats():
         assert (form.lay_out is None) == (form.writes == ()) == (form.instead != "")
-        assert form.known_by or form.reads_file, form.name
+        assert form.known_by or form.extensions, form.name
         assert not form.owns("notes.md")
 
 
@@ -296,8 +296,8 @@ def test_a_format_that_is_only_read_says_what_to_write_instead(tmp_path, name):
 
 def test_the_command_line_offers_what_is_written():
     """Of the package beside those that come along."""
-    for command, way in (("merge", "merged"), ("reshard", "sharded")):
-        names = written_names(way)
+    offered = {"merge": written_names("merged"), "reshard": written_names("sharded")}
+    for command, names in offered.items():
         assert "npz" in names
         text = " ".join(CliRunner().invoke(cli, [command, "--help"]).output.split())
         assert f"--to [{'|'.join(names)}]" in text
