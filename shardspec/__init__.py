@@ -3,7 +3,9 @@
 The public names are handed on lazily, so that planning and merging never pay for importing torch.
 """
 
+import sys
 from importlib import import_module
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
@@ -96,4 +98,14 @@ def __getattr__(name: str) -> object:
 
 
 def __dir__() -> list[str]:
-    return sorted(__all__)
+    # help() and pydoc look up each of these, so names that need torch are left out without it.
+    has_torch = "torch" in sys.modules or find_spec("torch") is not None
+    return [name for name in __all__ if has_torch or _can_be_imported(name)]
+
+
+def _can_be_imported(name: str) -> bool:
+    try:
+        import_module(_HOME[name])
+    except ModuleNotFoundError:
+        return False
+    return True

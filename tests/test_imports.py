@@ -183,3 +183,28 @@ def test_modules_say_what_they_are_for(module):
     loaded = import_module(module)
     assert loaded.__doc__
     assert all(hasattr(loaded, name) for name in getattr(loaded, "__all__", ()))
+
+
+def test_help_works_without_torch():
+    """What needs torch is left out of the list that help() and pydoc go through."""
+    script = (
+        "import pydoc, sys\n"
+        "from importlib.machinery import PathFinder\n"
+        "finders = list(sys.meta_path)\n"
+        "class WithoutTorch:\n"
+        "    find_distributions = PathFinder.find_distributions\n"
+        "    @staticmethod\n"
+        "    def find_spec(name, path=None, target=None):\n"
+        "        if name.split('.')[0] == 'torch':\n"
+        "            return None\n"
+        "        found = (finder.find_spec(name, path, target) for finder in finders)\n"
+        "        return next(filter(None, found), None)\n"
+        "sys.meta_path[:] = [WithoutTorch]\n"
+        "import shardspec\n"
+        "text = pydoc.plain(pydoc.render_doc(shardspec))\n"
+        "assert 'class DeviceMesh' in text and 'class DTensor' not in text\n"
+        "assert {'merge', 'LayoutConverter'} < set(dir(shardspec))\n"
+        "assert not {'DTensor', 'zeros', 'redistribute'} & set(dir(shardspec))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

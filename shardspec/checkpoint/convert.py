@@ -66,6 +66,8 @@ class WriteReport:
     safetensors files is ``"__metadata__"``."""
     sidecars: tuple[str, ...]
     """Names of the files beside the weights of the source that were copied along."""
+    weight_files: int
+    """How many files of the output hold tensors: without an index and what was copied along."""
     not_copied: tuple[str, ...] = ()
     """Names of what lies there too and was not copied; a directory ends in a slash."""
     seconds: float = 0.0
@@ -111,6 +113,7 @@ class WriteReport:
             "writes": dict(self.writes),
             "tensors": self.tensors,
             "files": list(self.files),
+            "weight_files": self.weight_files,
             "bytes": self.num_bytes,
             "seconds": self.seconds,
             "crc32": None if self.crc32 is None else crc_text(self.crc32),
@@ -358,6 +361,7 @@ def _converted(
             writes={file.name: file.num_bytes for file in target.files},
             left_out=_left_out(source, target),
             sidecars=target.sidecars,
+            weight_files=len(target.files) - len(target.sidecars),
             not_copied=target.not_copied,
             sharding=target.sharding if options.dry_run else {},
         )

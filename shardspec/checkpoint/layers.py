@@ -2,7 +2,7 @@
 
 import re
 from collections import defaultdict
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, product
 from typing import Final, NamedTuple, TypeAlias
 
@@ -14,6 +14,7 @@ _NUMBER: Final = re.compile(r"(?<![^.])(0|[1-9][0-9]{0,8})(?![^.])")
 _NUMBERED: Final = "(numbered)"
 """The group of names that begin with a number."""
 _MAX_GROUPS: Final = 12
+_TRIED_NAMES: Final = 8
 
 _Numbers: TypeAlias = tuple[int, ...]
 
@@ -113,3 +114,37 @@ def groups_of(names: Iterable[str]) -> dict[str, list[str]]:
         if len(groups) <= _MAX_GROUPS:
             break
     return groups if paths else {}
+
+
+def prefix_change(names: Collection[str], others: Collection[str]) -> tuple[str, str] | None:
+    """Return what begins all names in place of what begins the others; None if more differs.
+
+    One side may have more names than the other; none may be the same on both.
+
+    >>> prefix_change(["model.a.w", "model.b"], ["a.w", "b", "head"])
+    ('model.', '')
+    """
+    if not names or not others or not set(names).isdisjoint(others):
+        return None
+    # By how they end, from the start of a component.
+    ending: dict[str, str] = {}
+    for other in others:
+        for end in _ends(other):
+            ending.setdefault(end, other)
+    known = set(others)
+    for name in natural_order(names)[:_TRIED_NAMES]:
+        shared = next((end for end in _ends(name) if end in ending), None)
+        if shared is None:
+            continue
+        old, new = name.removesuffix(shared), ending[shared].removesuffix(shared)
+        renamed = {new + each.removeprefix(old) for each in names if each.startswith(old)}
+        if len(renamed & known) == min(len(names), len(others)):
+            return old, new
+    return None
+
+
+def _ends(name: str) -> Iterator[str]:
+    """Yield a name, and what is left of it without its first words."""
+    while name:
+        yield name
+        name = name.partition(".")[2]

@@ -199,7 +199,7 @@ def layouts_by_rules(
     otherwise: Callable[[OutputTensor], ShardingSpec] | None = None,
 ) -> dict[str, Layout]:
     """Return the layout of each tensor: by the rule for it, else `otherwise`, else replicated."""
-    specs = match_rules(rules, {tensor.name: len(tensor.shape) for tensor in wanted})
+    specs = match_rules(rules, {tensor.name: tensor.shape for tensor in wanted}, mesh)
     layouts = {}
     layout = lru_cache(None)(partial(Layout, mesh))
     for tensor in wanted:

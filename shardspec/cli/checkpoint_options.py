@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 
-from shardspec.cli.options import FILE, Kind, grouped, refuse_if
+from shardspec.cli.options import FILE, PLACE, Kind, grouped, refuse_if
+from shardspec.cli.output import say
 from shardspec.errors import CheckpointError, InputFileError
 from shardspec.input_files import read_input_file
 from shardspec.text import shown
@@ -30,8 +31,8 @@ def _as_path(text: str) -> PurePath:
     return storage_path(text)
 
 
-CHECKPOINT: Final = Kind("CKPT", _as_path)  # a path, or a URL such as ``s3://bucket/model``
-OTHER: Final = Kind("OTHER", _as_path)
+CHECKPOINT: Final = Kind("CKPT", _as_path, "file")  # a path, or a URL such as ``s3://bucket/model``
+OTHER: Final = Kind("OTHER", _as_path, "file")
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,15 +42,15 @@ class SourceOptions:
     ranks: int | None
     source_rules: Path | None
 
-    def open(self, *paths: PurePath | None, quiet: bool = False) -> "list[Catalog]":
+    def open(self, *paths: PurePath | None) -> "list[Catalog]":
         """Open checkpoints; what is remarkable about them goes to stderr."""
         from shardspec.checkpoint.open import open_checkpoints
 
         named = [path for path in paths if path is not None]
         found = open_checkpoints(named, ranks=self.ranks, source_rules=self.source_rules)
-        for catalog in () if quiet else found:
+        for catalog in found:
             for note in catalog.notes:
-                click.echo(f"note: {catalog.directory}: {note}", err=True)
+                say(f"note: {catalog.directory}: {note}", err=True)
         return found
 
 
@@ -196,7 +197,10 @@ map_options: Final = grouped(
     "maps",
     MapOptions,
     click.option(
-        "--map", metavar="MAP", help="A name map: a TOML file or the name of a built-in one."
+        "--map",
+        metavar="MAP",
+        type=PLACE,
+        help="A name map: a TOML file or the name of a built-in one.",
     ),
     sizes_option,
     click.option("--reverse-map", is_flag=True, help="Take the map the other way round."),

@@ -1,18 +1,29 @@
 """The commands that read checkpoints: `shardspec inspect`, `verify` and `diff`."""
 
 import json
-from collections.abc import Iterator
+import re
+import shlex
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, replace
 from fnmatch import fnmatchcase
 from math import prod
 from pathlib import PurePath
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import click
 
 from shardspec.checkpoint.catalog import AnyOutline, box_text
 from shardspec.checkpoint.inspect import CheckpointSummary, inspect_checkpoint, other_text
-from shardspec.checkpoint.layers import repeated_layers
+from shardspec.checkpoint.layers import groups_of, prefix_change, repeated_layers
+from shardspec.checkpoint.verify import (
+    Extent,
+    amount_text,
+    diff_checkpoints,
+    names_to_compare,
+    total_extent,
+    values_to_compare,
+    verify_checkpoint,
+)
 from shardspec.cli import options as opts
 from shardspec.cli.checkpoint_options import (
     CHECKPOINT,
@@ -327,8 +338,6 @@ def verify_command(
       shardspec verify ckpt --against model.safetensors
       shardspec verify ckpt --against model.safetensors --exclude 'optim.*'
     """
-    from shardspec.checkpoint.verify import diff_checkpoints, verify_checkpoint
-
     chosen = against is None and any(choice.values())
     opts.refuse_if(chosen, "patterns choose what is compared; give --against too")
     every |= as_json
@@ -374,6 +383,7 @@ def verify_command(
     "--atol", type=_TOLERANCE, default="0", help="Ignore absolute differences up to NUMBER."
 )
 @click.option("--rtol", type=_TOLERANCE, default="0", help="Ignore differences up to NUMBER × |B|.")
+@click.option("--stats", is_flag=True, help="Print the share of elements that differ, by group.")
 @choice_options
 @source_options
 @opts.json_option("Print what was found as JSON.")
@@ -382,11 +392,14 @@ def diff_command(
     b: PurePath,
     atol: float,
     rtol: float,
+    stats: bool,
     choice: dict[str, Any],
     source: SourceOptions,
     as_json: bool,
 ) -> None:
     """Compare two checkpoints of any formats tensor by tensor; exits with 3 if they differ.
+
+    Says of each tensor where it differs first, how many elements do and by how much.
 
     Values beside the tensors are compared too, where both formats have places for such.
 
@@ -397,11 +410,11 @@ def diff_command(
     Examples:
       shardspec diff ckpt model.safetensors
       shardspec diff step-100 step-200 --rtol 1e-3 --json
+      shardspec diff step-100 step-200 --stats                which groups of tensors changed
       shardspec diff ckpt model-bf16.safetensors --rtol 1e-2
       shardspec diff ckpt model.safetensors --include 'model.*' --rename '^model[.]' ''
     """
     from shardspec.checkpoint.choice import Choice
-    from shardspec.checkpoint.verify import diff_checkpoints, names_to_compare, values_to_compare
 
     one, other = source.open(a, b)
     chosen, others = names_to_compare(one, other, Choice(**choice))
@@ -411,18 +424,63 @@ def diff_command(
         found = list(diff_checkpoints(one, other, **options, progress=progress))
     count, value_count = len(chosen.keys() | others), len(values.keys() | other_values.keys())
     beside = counted(value_count, "value")
+    sizes = {name: prod(one.outline(old).shape) for name, old in chosen.items() if name in others}
+    extents = {difference.name: difference.extent for difference in found if difference.extent}
+    groups = _changes(sizes, extents)
+    rename = prefix_change(chosen, others)
     if as_json:
         differences = list(map(asdict, found))
         counts = {"tensors": count, "values": value_count}
-        say_json({"a": str(a), "b": str(b), **counts, "differences": differences})
-    elif found:
-        for difference in found:
-            say(f"{difference.kind} {shown(difference.name)} {difference.problem}")
+        more = {"groups": {name: change._asdict() for name, change in groups.items()}}
+        expression = None if rename is None else [f"^{re.escape(rename[0])}", rename[1]]
+        rest = {"differences": differences, "rename": expression, **(more if stats else {})}
+        say_json({"a": str(a), "b": str(b), **counts, **rest})
+        if found:
+            click.get_current_context().exit(_NOT_THE_SAME)
+        return
+    for difference in found:
+        say(f"{difference.kind} {shown(difference.name)} {difference.problem}")
+    if rename is not None:
+        words = shlex.join(["--rename", f"^{re.escape(rename[0])}", rename[1]])
+        say(f"the names differ in how they begin; compare with {words}")
+    if stats:
+        rows = [
+            [_name(name), f"{one.differing} of {one.tensors}", f"{one.share:.3%}", one.largest]
+            for name, one in groups.items()
+        ]
+        say(table_text(["group", "tensors differ", "elements differ", "by up to"], rows))
+    if found:
         what = counted(count, "tensor") + (f" and {beside}" if value_count else "")
-        say(f"{len(found)} of {what} differ{'s' if len(found) == 1 else ''}")
+        total = f"{len(found)} of {what} differ{'s' if len(found) == 1 else ''}"
+        if extents:
+            extent = replace(total_extent(extents.values()), elements=sum(sizes.values()))
+            total += f": {extent}"
+        say(total)
     else:
         num_bytes = sum(one.outline(name).num_bytes for name in chosen.values())
         end = f", and {beside}" if value_count else ""
         say(f"no difference: {counted(len(chosen), 'tensor')}, {bytes_text(num_bytes)}{end}")
     if found:
         click.get_current_context().exit(_NOT_THE_SAME)
+
+
+class _Change(NamedTuple):
+    """How much of a group of tensors differs."""
+
+    tensors: int
+    differing: int
+    share: float
+    """Of the elements that were compared."""
+    largest: str
+
+
+def _changes(sizes: Mapping[str, int], extents: Mapping[str, Extent]) -> dict[str, _Change]:
+    """Return by group how much of the tensors that both checkpoints have differs."""
+    found = {}
+    for group, names in groups_of(sizes).items():
+        changed = [extents[name] for name in names if name in extents]
+        extent = total_extent(changed)
+        share = extent.differing / max(sum(sizes[name] for name in names), 1)
+        largest = amount_text(extent) if changed else ""
+        found[group] = _Change(len(names), len(changed), share, largest)
+    return found

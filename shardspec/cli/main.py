@@ -43,6 +43,16 @@ _COMMANDS: Final[Mapping[str, tuple[str, str]]] = {
 }
 """Name to the module with the command, and a line of help, so that help imports none of them."""
 
+_TASKS: Final[Mapping[str, str]] = {
+    "plan": "Plan and price conversions",
+    "show": "Draw and translate specs",
+    "inspect": "Look into checkpoints",
+    "write": "Merge and reshard checkpoints",
+    "maps": "Move whole models",
+    "links": "Know the links",
+}
+"""Module to what its commands are for."""
+
 _OPTIONS: Final[Mapping[str, str]] = {
     "device_mesh": "--mesh",
     "max_shard_bytes": "--max-shard-size",
@@ -74,10 +84,9 @@ class _LazyGroup(click.Group):
     def format_commands(self, _ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """List the commands by task: those of one module stand together."""
         width = max(map(len, _COMMANDS))
-        with formatter.section("Commands"):
-            for _, group in groupby(_COMMANDS.items(), key=lambda command: command[1][0]):
+        for module, group in groupby(_COMMANDS.items(), key=lambda command: command[1][0]):
+            with formatter.section(_TASKS[module]):
                 formatter.write_dl([(name.ljust(width), text) for name, (_, text) in group])
-                formatter.write_paragraph()
 
     def invoke(self, ctx: click.Context) -> object:
         """Run a command; an interrupt is an error that is reported like others."""

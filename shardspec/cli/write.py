@@ -126,7 +126,6 @@ _write_options: Final = opts.stacked(
         "Do not copy the files next to the weights, such as config.json and a tokenizer.",
     ),
     opts.json_option("Print what was written as JSON."),
-    click.option("--quiet", is_flag=True, help="Print nothing but errors."),
 )
 """What `merge` and `reshard` have in common, but for the target."""
 
@@ -158,7 +157,6 @@ def _write(
     source: ckpt.SourceOptions,
     choice: dict[str, Any],
     as_json: bool,
-    quiet: bool,
     **how: Any,  # noqa: ANN401  # as `merge` and `reshard` take it
 ) -> None:
     """Have a checkpoint written, with a bar while that takes time, and say what was written.
@@ -168,9 +166,9 @@ def _write(
     title = click.get_current_context().info_name or ""
     with _processes() as communicator:
         with Processes(communicator).failing_together():
-            names, sources = maps.read(), source.open(*places, quiet=quiet)
+            names, sources = maps.read(), source.open(*places)
         # Of several processes the first one says it.
-        silent = quiet or (communicator is not None and 0 not in communicator.addressable)
+        silent = communicator is not None and 0 not in communicator.addressable
         with progress_bar(not (silent or as_json), title) as progress:
             report = convert(
                 *sources,
@@ -189,9 +187,8 @@ def _write(
 
 def _report_text(report: WriteReport) -> str:
     what = f"{counted(report.tensors, 'tensor')}, {bytes_text(report.num_bytes)}"
-    count = len(report.files) - len(report.sidecars)
-    if count > 1:
-        what += f" in {count} files"
+    if len(report.files) > 1:
+        what += f" in {counted(report.weight_files, 'file')} of weights"
     if report.written:
         rate = rate_text(report.num_bytes / max(report.seconds, 1e-9))
         digest = "" if report.crc32 is None else f", CRC-32 {report.crc32:08x}"
@@ -245,7 +242,7 @@ def _sharding_text(sharding: Mapping[str, tuple[str, str]]) -> str:
 @click.argument("checkpoint", type=ckpt.CHECKPOINT, metavar="CKPT")
 @opts.output_option(
     "The file to write; a directory for the formats huggingface and dcp.",
-    type=str,
+    type=opts.PLACE,
     metavar="OUT",
     required=True,
 )
@@ -301,7 +298,7 @@ def merge_command(
 
 @click.command(cls=opts.Command)
 @click.argument("checkpoint", type=ckpt.CHECKPOINT, metavar="CKPT")
-@opts.output_option("The directory to write.", type=str, metavar="OUT", required=True)
+@opts.output_option("The directory to write.", type=opts.PLACE, metavar="OUT", required=True)
 @click.option(
     "--mesh",
     type=opts.MESH,
@@ -377,5 +374,5 @@ def reshard_command(
         )
 
     _write(convert, checkpoint, like, **options)
-    if mesh is not None and not rules and not options["quiet"]:
+    if mesh is not None and not rules:
         say("note: no rules were given, so every tensor is replicated on every device", err=True)

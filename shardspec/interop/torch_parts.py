@@ -14,8 +14,9 @@ from torch.distributed.tensor import DTensor as TorchDTensor
 
 def joined(shards: Sequence[torch.Tensor], *, tracked: bool = False) -> torch.Tensor:
     """Return one tensor with the shards of all ranks, from rank 0 on, as a leaf of autograd."""
-    parts = {rank: shard.detach() for rank, shard in enumerate(shards)}
-    return LocalTensor(parts, tracked)  # type: ignore[no-untyped-call]  # untyped in torch
+    local = {rank: shard.detach() for rank, shard in enumerate(shards)}
+    made: torch.Tensor = LocalTensor(local, tracked)  # type: ignore[no-untyped-call]  # untyped in torch
+    return made
 
 
 def parts_of(tensor: torch.Tensor) -> list[torch.Tensor]:

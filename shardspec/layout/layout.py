@@ -4,18 +4,25 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise, product
 from math import prod
-from typing import Final, TypeAlias
+from typing import TYPE_CHECKING, Final, TypeAlias, TypeGuard
 
 from shardspec.boxes import Box, box_size, split_interval
 from shardspec.dtypes import dtype_name, is_floating, item_bytes
 from shardspec.errors import AxisError, DTypeError, LayoutError
 from shardspec.layout.picture import MAX_CELLS, Picture, ids_text
+from shardspec.layout.placements import is_placements, own_placements, spec_of_placements
 from shardspec.layout.spec import DimSpec, Part, ShardingSpec
 from shardspec.mesh.device_ids import whole_numbers
 from shardspec.mesh.device_mesh import DeviceMesh
 from shardspec.text import counted, shown
 
-SpecLike: TypeAlias = ShardingSpec | str
+if TYPE_CHECKING:
+    from torch.distributed.tensor.placement_types import Placement
+
+OwnSpec: TypeAlias = ShardingSpec | str
+"""A spec, or its notation."""
+SpecLike: TypeAlias = ShardingSpec | str | Sequence["Placement"]
+"""A spec, its notation, or torch's placements, one per mesh axis."""
 
 _MAX_ELEMENTS: Final = 2**63 - 1
 
@@ -31,6 +38,32 @@ def resolve_axes(spec: ShardingSpec, mesh: DeviceMesh) -> ShardingSpec:
         raise AxisError(f"spec {spec}: {error}") from None
 
 
+def is_own_spec(given: SpecLike) -> TypeGuard[OwnSpec]:
+    """Whether this is for `ShardingSpec.of`, not torch's placements."""
+    return isinstance(given, str) or not is_placements(given)
+
+
+def spec_on(mesh: DeviceMesh, given: SpecLike, dims: int | Sequence[int]) -> ShardingSpec:
+    """Return a spec, however given, with every axis as a number of `mesh`.
+
+    `dims` is the number of the tensor's dims or their sizes, which some strided shards need. Raises
+    as `ShardingSpec.parse`, `resolve_axes` and `spec_of_placements` do.
+
+    >>> str(spec_on(DeviceMesh(range(4), (2, 2), axis_names=("dp", "tp")), "[S(tp),R]", 2))
+    '[S1,R]'
+    """
+    if is_own_spec(given):
+        return resolve_axes(ShardingSpec.of(given), mesh)
+    return spec_of_placements(own_placements(given), dims, mesh.shape)
+
+
+def chosen_spec(sharding_spec: SpecLike | None, placements: SpecLike | None) -> SpecLike | None:
+    """Return what is given of two arguments that mean the same; None if neither is."""
+    if sharding_spec is not None and placements is not None:
+        raise LayoutError("sharding_spec and placements mean the same; give one of the two")
+    return placements if sharding_spec is None else sharding_spec
+
+
 @dataclass(frozen=True, slots=True, init=False)
 class Layout:
     """Which box of a global tensor each device of a mesh holds.
@@ -42,7 +75,7 @@ class Layout:
     Parameters
     ----------
     mesh, spec
-        Where, and how it is cut; a spec may be given in its notation.
+        Where, and how it is sharded; a spec may be given in its notation, or as torch's placements.
     global_shape
         Sizes of the whole tensor; ``()`` for a scalar, zeros allowed.
     dtype
@@ -51,7 +84,8 @@ class Layout:
     Raises
     ------
     LayoutError
-        If spec and shape differ in the number of dims, or a size is not a whole number from 0.
+        If spec and shape differ in the number of dims, a size is not a whole number from 0, or
+        there is not one placement per mesh axis.
     AxisError
         If the mesh lacks an axis of the spec.
     DTypeError
@@ -95,7 +129,7 @@ class Layout:
             raise LayoutError(
                 f"global shape {shown(shape)} has more elements than a tensor can have, 2^63 - 1"
             )
-        resolved = resolve_axes(ShardingSpec.of(spec), mesh)
+        resolved = spec_on(mesh, spec, shape)
         if resolved.dims != len(shape):
             raise LayoutError(
                 f"spec {spec} is for {counted(resolved.dims, 'dim')}, but the tensor of shape "

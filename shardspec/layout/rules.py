@@ -10,8 +10,10 @@ from fnmatch import fnmatchcase
 from typing import Final, TypeAlias
 
 from shardspec.errors import AxisError, LayoutError, SpecSyntaxError
-from shardspec.layout.layout import SpecLike
+from shardspec.layout.layout import OwnSpec, SpecLike, is_own_spec
+from shardspec.layout.placements import Placement, Split, own_placements, spec_of_placements
 from shardspec.layout.spec import DimSpec, ShardingSpec, parse_for_rule
+from shardspec.mesh.device_mesh import DeviceMesh
 from shardspec.text import counted, shown
 
 Rules: TypeAlias = Mapping[str, SpecLike]
@@ -38,7 +40,7 @@ class RuleSpec:
     """The number of dims before the ellipsis; None if there is none."""
 
     @classmethod
-    def of(cls, given: SpecLike) -> "RuleSpec":
+    def of(cls, given: OwnSpec) -> "RuleSpec":
         """Return the spec of a rule; raises as `ShardingSpec.parse`."""
         return cls(given) if isinstance(given, ShardingSpec) else cls(*parse_for_rule(given))
 
@@ -111,7 +113,11 @@ def winning_patterns(
     return winners
 
 
-def match_rules(rules: Rules, tensors: Mapping[str, int]) -> dict[str, ShardingSpec]:
+def match_rules(
+    rules: Rules,
+    tensors: Mapping[str, int | Sequence[int]],
+    device_mesh: DeviceMesh | None = None,
+) -> dict[str, ShardingSpec]:
     """Return the spec of every tensor that a rule matches.
 
     Parameters
@@ -120,9 +126,11 @@ def match_rules(rules: Rules, tensors: Mapping[str, int]) -> dict[str, ShardingS
         Name pattern to spec. Patterns are those of the shell (``*``, ``?``, ``[abc]``), matched
         against the whole name with case. If several match a name, the last one counts. A spec may
         have ``...`` for as many ``R`` as a tensor has dims left, and then replicates tensors
-        without dims.
+        without dims; so do torch's placements, which are for any number of dims too.
     tensors
-        Tensor name to its number of dims.
+        Tensor name to its number of dims or its shape.
+    device_mesh
+        What placements are compared with; `_StridedShard` needs it, and shapes.
 
     Returns
     -------
@@ -132,8 +140,8 @@ def match_rules(rules: Rules, tensors: Mapping[str, int]) -> dict[str, ShardingS
     Raises
     ------
     LayoutError
-        If a rule matches nothing, later rules match all that it does, or a spec is not for the
-        number of dims of the tensor.
+        If a rule matches nothing, later rules match all that it does, a spec is not for the number
+        of dims of the tensor, or placements do not fit it or the mesh.
     SpecSyntaxError, AxisError
         If the text of a spec is not one; names the rule.
 
@@ -148,22 +156,43 @@ def match_rules(rules: Rules, tensors: Mapping[str, int]) -> dict[str, ShardingS
         raise LayoutError(
             f"the rules are a {type(rules).__name__}; give a dict of name pattern to spec"
         )
-    specs = {}
+    specs: dict[str, RuleSpec | tuple[Placement, ...]] = {}
     for pattern, spec in rules.items():
         try:
-            specs[pattern] = RuleSpec.of(spec)
+            specs[pattern] = RuleSpec.of(spec) if is_own_spec(spec) else own_placements(spec)
         except SpecSyntaxError as error:
             problem = f"rule {pattern!r}: {error.problem}"
             raise SpecSyntaxError(problem, error.text, error.position) from None
-        except AxisError as error:
-            raise AxisError(f"rule {pattern!r}: {error}") from None
+        except (AxisError, LayoutError) as error:
+            raise type(error)(f"rule {pattern!r}: {error}") from None
     matched: dict[str, ShardingSpec] = {}
     for name, pattern in winning_patterns(list(specs), tensors).items():
-        found = specs[pattern].for_dims(tensors[name])
-        if found is None:
-            raise LayoutError(misfit_text(pattern, specs[pattern], name, tensors[name]))
-        matched[name] = found
+        rule, sizes = specs[pattern], tensors[name]
+        dims = sizes if isinstance(sizes, int) else len(sizes)
+        if isinstance(rule, RuleSpec):
+            spec_for_dims = rule.for_dims(dims)
+            if spec_for_dims is None:
+                raise LayoutError(misfit_text(pattern, rule, name, dims))
+            matched[name] = spec_for_dims
+            continue
+        try:
+            matched[name] = _of_placements(rule, sizes, device_mesh)
+        except (AxisError, LayoutError) as error:
+            raise type(error)(f"rule {pattern!r}, tensor {shown(name)}: {error}") from None
     return matched
+
+
+def _of_placements(
+    placements: Sequence[Placement], sizes: int | Sequence[int], mesh: DeviceMesh | None
+) -> ShardingSpec:
+    """Return the spec for a tensor; one without dims is replicated."""
+    if mesh is None and any(isinstance(p, Split) and p.split_factor > 1 for p in placements):
+        raise LayoutError("a _StridedShard depends on the mesh; give device_mesh=")
+    if not sizes:
+        placements = [None if isinstance(p, Split) else p for p in placements]
+    # Without strides the order of the axes says all.
+    shape = (1,) * len(placements) if mesh is None else mesh.shape
+    return spec_of_placements(placements, sizes, shape)
 
 
 def misfit_text(pattern: str, rule: RuleSpec, name: str, dims: int) -> str:

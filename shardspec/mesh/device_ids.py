@@ -63,10 +63,15 @@ def bound_of_bytes(value: Any) -> int | None:  # noqa: ANN401
     return None if number is None else min(number, 2**63 - 1)
 
 
+def listed(ids: Sequence[int]) -> str:
+    """Return the first ids of a list, and how many there are where that is not all of them."""
+    first = ", ".join(map(str, ids[:_SHOWN]))
+    return f"{first}, … {len(ids)} in all" if len(ids) > _SHOWN else first
+
+
 def some(ids: Sequence[int]) -> str:
-    """List ids, the middle of a long list left out."""
-    shown = ", ".join(map(str, ids[:_SHOWN]))
-    return f"({shown}, … {len(ids)} in all)" if len(ids) > _SHOWN else f"({shown})"
+    """Return `listed` in brackets."""
+    return f"({listed(ids)})"
 
 
 def whole_numbers(values: object) -> tuple[int, ...] | None:

@@ -128,11 +128,10 @@ class DeviceMesh:
                     "ids, nested as the mesh is, as in DeviceMesh('cuda', [[0, 1], [2, 3]])"
                 )
             device_type, physical_mesh_id, mesh_shape = physical_mesh_id, given[0], None
-        elif (physical_mesh_id is None) == (mesh is None):
-            raise MeshError("give the device ids once, as in DeviceMesh([[0, 1], [2, 3]])")
-        elif physical_mesh_id is None:
+        elif mesh is not None and physical_mesh_id is None:
             physical_mesh_id = mesh
-        assert physical_mesh_id is not None
+        elif mesh is not None or physical_mesh_id is None:
+            raise MeshError("give the device ids once, as in DeviceMesh([[0, 1], [2, 3]])")
         if device_type is not None and not (
             isinstance(device_type, str) and device_type.isalnum() and device_type[0].isalpha()
         ):

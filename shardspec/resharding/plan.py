@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Mapping, Sequence
+from html import escape
 from typing import Any, TypeAlias
 
 from shardspec.dtypes import dtype_name, is_cast, is_floating
@@ -48,6 +49,18 @@ class ReshardPlan(StateCopies):
     busiest receiver 96 B (even share of 2 receivers: 96 B)
     8 pairs of devices, peak 192 B, 23 µs
     """
+
+    def svg(self) -> str:
+        """Draw who sends how much to whom; raises LayoutError for more than 256 of either."""
+        from shardspec.resharding.picture import plan_svg
+
+        return plan_svg(self)
+
+    def _repr_html_(self) -> str:
+        """Draw the plan where notebooks show it."""
+        from shardspec.resharding.picture import MAX_ENDS
+
+        return self.svg() if len(self.devices) <= MAX_ENDS else f"<pre>{escape(str(self))}</pre>"
 
     def run(
         self, state: Mapping[str, object], out: Mapping[str, object] | None = None
@@ -296,7 +309,7 @@ def _targets(
     if not isinstance(target, tuple):
         return layouts_of(target)
     mesh, rules = target
-    specs = match_rules(rules, {name: len(shape) for name, (shape, _) in due.items()})
+    specs = match_rules(rules, {name: shape for name, (shape, _) in due.items()}, mesh)
     wanted = None if dtype is None else dtype_name(dtype)
     found = {}
     for name, (shape, own) in due.items():

@@ -13,6 +13,7 @@ from tests.faults import (
     injected,
     kills,
     maps,
+    operators,
     paths,
     pickled,
     rank_forms,
@@ -152,6 +153,14 @@ ROWS: Final = (
         states.changed,
         ends="refused by name or right",
         torch=True,
+    ),
+    Row(
+        "operators",
+        "operators of torch on uneven, empty and pending shards, over every two axes",
+        operators.operators,
+        ends="right or refused",
+        torch=True,
+        memory=400 << 20,
     ),
     Row(
         "calls",

@@ -160,9 +160,10 @@ def _read_run(place: StoragePath) -> _Run:
         counts.append((state, "partition_count", _number(state, "partition_count") or ranks))
     for state, key, said in counts:
         if said != ranks:
+            more = isinstance(said, int) and said > ranks
             raise CheckpointError(
                 f"{state.path}: {key} is {said!s:.60}, but {place} has files of {ranks} ranks; "
-                "restore what is missing, or move files of another save away"
+                + ("restore the others" if more else "move those of another save away")
             )
     check_no_copies(optimizers)
     return _Run(stage, optimizers, models)
@@ -193,10 +194,7 @@ def _files(
             )
     odd = next((found[rank] for rank in found if rank not in due), odd)
     if odd is not None:
-        raise CheckpointError(
-            f"{place}: {odd} is not of the save of the other files; restore what is missing of "
-            "these, or move it away"
-        )
+        raise CheckpointError(f"{place}: {odd} is not of the save of the other files; move it away")
     return [file_inside(place, found[rank], place) for rank in due]
 
 

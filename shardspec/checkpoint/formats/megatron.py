@@ -202,9 +202,10 @@ def _check_one_save(
 ) -> None:
     """Check that all files of a save are there, by its arguments or by what the caller says."""
     if ranks not in (None, len(states)):
+        remedy = "restore the others, or " if ranks and ranks > len(states) else ""
         raise CheckpointError(
             f"{place}: holds the files of {len(states)} ranks, but {ranks} are said to have "
-            "written some; restore what is missing or correct the number"
+            f"written some; {remedy}correct the number"
         )
     first = states[0]
     for state in states:

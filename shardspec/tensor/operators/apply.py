@@ -5,22 +5,23 @@ takes itself for each rank of a job meanwhile, under the same conditions.
 """
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, Final
 
 import torch
 from torch.distributed.tensor import DTensor as TorchDTensor
+from torch.distributed.tensor.experimental import implicit_replication
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
-from shardspec.errors import LayoutError
-from shardspec.interop.torch_dtensor import local_of, torch_dtensor
+from shardspec.errors import LayoutError, ShardSpecError
+from shardspec.interop.torch_dtensor import layout_of, local_of, torch_dtensor
 from shardspec.interop.torch_parts import joined, memory_of, parts_of
 from shardspec.layout.layout import Layout
 from shardspec.layout.spec import ShardingSpec
-from shardspec.tensor.operators.call import Call, Function, Result, carry_out
+from shardspec.tensor.operators.call import Call, Drawing, Function, Result, carry_out
 from shardspec.tensor.operators.conditions import facts_of, is_mean, never_merge_gathers
 from shardspec.tensor.operators.simulated import (
     Locals,
@@ -30,9 +31,16 @@ from shardspec.tensor.operators.simulated import (
     simulating,
 )
 from shardspec.tensor.operators.tensor import TensorLike
+from shardspec.tensor.operators.watch import is_alias
 from shardspec.tensor.run import copies_of
 from shardspec.tensor.shards import check_copies
 
+_DECISIVE: Final = (int, float, torch.dtype, type(None))
+"""Arguments that decide, with layouts, on the layout of a result; of floats only the type does."""
+_UNKNOWN: Final = (RuntimeError, TypeError, AssertionError, ValueError, IndexError, KeyError)
+"""What torch raises where tensors have no data, and where arguments are wrong on any layout."""
+_MOST_TRIED: Final = 64
+"""Devices of a mesh on which calls on uneven shards are tried with the shapes of all."""
 _DROPOUT_PLACE: Final = 4
 """Where the probability is among the arguments of attention."""
 _RANDOM: Final = re.compile(
@@ -45,6 +53,11 @@ _RANDOM: Final = re.compile(
 
 def apply(function: Function, args: Sequence[object], kwargs: Mapping[str, object]) -> Any:  # noqa: ANN401
     """Call a torch function with DTensors among its arguments, which may be nested."""
+    results = None if kwargs else _results_of(function, args)
+    if results:
+        result = _at_once(function, args, results)
+        if result is not None:
+            return result
     leaves, structure = tree_flatten((tuple(args), dict(kwargs)))
     call = Call(function, args, kwargs, leaves, structure)
     tensors, name = call.tensors, call.shown
@@ -66,10 +79,65 @@ def apply(function: Function, args: Sequence[object], kwargs: Mapping[str, objec
         return apply(function, args, {**kwargs, "reduction": "none"}).mean()
     if first.is_simulated:
         return _in_simulation(call)
-    return _in_job(call, merge_gathers=not any(each.is_uneven_over_axes for each in facts))
+    merge_gathers = not any(each.is_uneven_over_axes for each in facts)
+    # Of many devices a trial takes longer than it is worth.
+    wants_trial = len(first.layout.mesh.ids) <= _MOST_TRIED and any(f.is_uneven for f in facts)
+    return _in_job(
+        call,
+        results if merge_gathers else None,
+        merge_gathers=merge_gathers,
+        wants_trial=wants_trial,
+    )
 
 
-def _in_job(call: Call, *, merge_gathers: bool) -> Any:  # noqa: ANN401
+@lru_cache(maxsize=4096, typed=True)
+def _results(*_call: object) -> dict[bool, Layout]:
+    """Return the layout of what torch made of such a call without help, by whether it is tracked.
+
+    It is to be filled.
+    """
+    return {}
+
+
+def _results_of(function: Function, args: Sequence[object]) -> dict[bool, Layout] | None:
+    """Return `_results` of a call in a job; None if more than layouts and numbers decide on it."""
+    key: list[object] = []
+    for arg in args:
+        if isinstance(arg, TensorLike):
+            if arg.is_copied_part or arg.is_simulated:
+                return None
+            key.append(arg.layout)
+        elif isinstance(arg, _DECISIVE):
+            key.append(float if isinstance(arg, float) else arg)
+        else:
+            return None
+    return _results(function, *key)
+
+
+def _at_once(
+    function: Function, args: Sequence[object], layouts: Mapping[bool, Layout]
+) -> TensorLike | None:
+    """Call what was right on such layouts; None if it was not, or the result shares memory."""
+    ours = [arg for arg in args if isinstance(arg, TensorLike)]
+    theirs = [arg.to_torch() if isinstance(arg, TensorLike) else arg for arg in args]
+    tensors = [tensor for tensor in theirs if isinstance(tensor, TorchDTensor)]
+    layout = layouts.get(torch.is_grad_enabled() and any(t.requires_grad for t in tensors))
+    if layout is None:
+        return None
+    with implicit_replication():
+        result = function(*theirs)
+    if any(is_alias(result, tensor) for tensor in tensors):
+        return None
+    return ours[0]._made(layout, ours[0].communicator, None, result)
+
+
+def _in_job(
+    call: Call,
+    results: dict[bool, Layout] | None,
+    *,
+    merge_gathers: bool,
+    wants_trial: bool,
+) -> Any:  # noqa: ANN401
     """Carry out a call on the shards of this rank, while the other ranks do so too."""
     first = call.tensors[0]
     mesh = first.to_torch().device_mesh
@@ -78,7 +146,7 @@ def _in_job(call: Call, *, merge_gathers: bool) -> Any:  # noqa: ANN401
     theirs = {id(leaf): _in_torch(leaf, first) for leaf in call.leaves}
     tensors = {number: leaf for number, leaf in theirs.items() if isinstance(leaf, TorchDTensor)}
     tracked = torch.is_grad_enabled() and any(t.requires_grad for t in tensors.values())
-    drawing: Callable[[], AbstractContextManager[None]] = nullcontext
+    drawing: Drawing | None = None
     if mesh.device_type == "cpu" and _draws(call):
         drawing = partial(_drawing, first, _source(call.kwargs.get("generator")))
 
@@ -92,7 +160,33 @@ def _in_job(call: Call, *, merge_gathers: bool) -> Any:  # noqa: ANN401
         wrapped.is_copied_part = leaf.is_copied_part
         return wrapped
 
-    return tree_map(ours, carry_out(call, tensors, tracked=tracked, drawing=drawing))
+    trial = partial(_try_everywhere, call, tensors, tracked=tracked) if wants_trial else None
+    result = carry_out(call, tensors, tracked=tracked, drawing=drawing, trial=trial)
+    if results is not None and isinstance(result, Result) and result.is_plain and not drawing:
+        results[tracked] = result.layout
+    return tree_map(ours, result)
+
+
+def _try_everywhere(call: Call, tensors: Mapping[int, TorchDTensor], *, tracked: bool) -> None:
+    """Raise `LayoutError` on every rank if the call is not possible with the shapes of some rank.
+
+    That one would raise alone, and the others wait for it. Tensors have no data; where that is not
+    enough to go by, nothing is raised.
+    """
+    mesh, without_data = call.tensors[0].layout.mesh, {}
+    with simulating(mesh, "cpu"), torch.no_grad():
+        torch_mesh = simulated_mesh(mesh, "cpu")
+        for number, tensor in tensors.items():
+            layout = layout_of(tensor, mesh)
+            shapes = map(layout.local_shape, mesh.ids)
+            empty = [torch.empty(shape, dtype=tensor.dtype, device="meta") for shape in shapes]
+            without_data[number] = torch_dtensor(joined(empty), layout, torch_mesh)
+        try:
+            carry_out(call, without_data, tracked=tracked)
+        except ShardSpecError:
+            raise
+        except _UNKNOWN:
+            pass
 
 
 def _in_simulation(call: Call) -> Any:  # noqa: ANN401
@@ -110,7 +204,7 @@ def _in_simulation(call: Call) -> Any:  # noqa: ANN401
     shards = [list(tensor.shards.values()) for tensor in tensors]
     device_type = shards[0][0].device.type
     tracked = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
-    drawing: Callable[[], AbstractContextManager[None]] = nullcontext
+    drawing: Drawing | None = None
     if device_type == "cpu" and _draws(call):
         seeds = _seeds(first, _source(call.kwargs.get("generator")))
         drawing = partial(each_draws, list(seeds.values()))
@@ -193,6 +287,11 @@ def _check_leaf(name: str, leaf: object, first: TensorLike) -> None:
     if isinstance(leaf, TensorLike):
         if leaf.layout.mesh != mesh:
             other = f"on mesh {leaf.layout.mesh} of ids {leaf.layout.mesh.ids}"
+        elif leaf.communicator.addressable != first.communicator.addressable:
+            raise LayoutError(
+                f"{name}: one tensor on mesh {mesh} is of a job, and another is simulated in this "
+                "process; give both one communicator"
+            )
         # torch would take others as strided shards, for which most of its rules fail.
         leaf.layout.spec.check_plain("torch's operators")
     elif isinstance(leaf, TorchDTensor):

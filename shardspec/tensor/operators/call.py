@@ -6,8 +6,9 @@ all ranks do alike. All of it is the same in a job and where one is simulated.
 """
 
 import re
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from math import inf
@@ -29,7 +30,7 @@ from shardspec.tensor.operators.conditions import arguments_for
 from shardspec.tensor.operators.tensor import TensorLike
 from shardspec.tensor.operators.watch import Watch, is_alias, is_copy_of, specs_text, was_right
 
-_REFUSALS: Final = (RuntimeError, ValueError, AssertionError, TypeError)
+_REFUSALS: Final = (RuntimeError, ValueError, AssertionError, TypeError, IndexError)
 """What torch raises where it cannot propagate a layout."""
 _WRITES: Final = re.compile(
     "__setitem__|__i(add|sub|mul|truediv|floordiv|mod|pow|and|or|xor)__|.*[^_]_"
@@ -39,6 +40,12 @@ _ATTENTION: Final = ("scaled_dot_product_attention", "multi_head_attention_forwa
 _NORMS: Final = ("linalg_vector_norm", "norm")
 
 Function: TypeAlias = Callable[..., Any]
+Drawing: TypeAlias = Callable[[], AbstractContextManager[None]]
+
+
+def name_of(function: Function) -> str:
+    """Return the name of a function of torch."""
+    return getattr(function, "__name__", str(function))
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +61,7 @@ class Call:
     @property
     def name(self) -> str:
         """The function's."""
-        return getattr(self.function, "__name__", str(self.function))
+        return name_of(self.function)
 
     @property
     def shown(self) -> str:
@@ -88,6 +95,8 @@ class Result:
     """The argument that it is."""
     is_copied_part: bool = False
     """As `TensorLike` has it."""
+    is_plain: bool = False
+    """Whether torch made it of such layouts without help, in memory of its own."""
 
 
 class _InTorch:
@@ -134,7 +143,7 @@ class _InTorch:
         try:
             with torch.no_grad():
                 self.result(tried)
-        except (*_REFUSALS, IndexError, KeyError):
+        except (*_REFUSALS, KeyError):
             return False
         return True
 
@@ -175,7 +184,8 @@ def carry_out(
     *,
     tracked: bool,
     frozen: bool = False,
-    drawing: Callable[[], AbstractContextManager[None]] = nullcontext,
+    drawing: Drawing | None = None,
+    trial: Callable[[], object] | None = None,
 ) -> Any:  # noqa: ANN401
     """Call the function; return what it does, with a `Result` for each DTensor.
 
@@ -190,7 +200,9 @@ def carry_out(
     frozen
         Whether nothing may be written to.
     drawing
-        Lets the devices draw random numbers.
+        Lets the devices draw random numbers, where it draws some.
+    trial
+        Tries a new call with the shapes of all ranks, and raises where it fails on any.
     """
     here = _InTorch(call, tensors)
     copies = [tensors[id(tensor)] for tensor in call.tensors if tensor.is_copied_part]
@@ -199,21 +211,30 @@ def carry_out(
     given = arguments_for(call.shown, here.leaves, layouts, written)
     if tracked:
         _check_gradient(call)
+    # What was redistributed for the function is a copy to it.
+    replaced = [new for new, tensor in zip(given, here.tensors, strict=True) if new is not tensor]
     strided = any(map(is_strided, here.tensors))
     earlier = was_right(call.function, tracked, *call.kwargs, *map(_key, here.leaves), *layouts)
+    if trial is not None and not earlier.is_tried:
+        trial()
+        earlier.is_tried = True
     watch = None
     if strided or copies or frozen or not earlier.found:
-        watch = Watch(call.shown, copies, frozen=here.tensors if frozen else ())
+        watch = Watch(call.shown, [*copies, *replaced], frozen=here.tensors if frozen else ())
     try:
         with ExitStack() as stack:
             stack.enter_context(implicit_replication())  # of plain tensors that torch makes
             if call.name in _ATTENTION and given[0].device_mesh.device_type == "cpu":
                 # The fused kernel for the CPU has no rule, but its matrix products have.
                 stack.enter_context(sdpa_kernel(SDPBackend.MATH))
-            stack.enter_context(drawing())
+            if drawing is not None:
+                stack.enter_context(warnings.catch_warnings())
+                warnings.filterwarnings("ignore", "DTensor random operators may not have complete")
+                stack.enter_context(drawing())
             if watch is not None:
                 stack.enter_context(watch)
             result = here.result(given)
+            _check_written_to(call, result, written)
         earlier.found = watch is None or not watch.mended
         if tracked and written:
             _keep_layout_of_gradient(written)
@@ -254,12 +275,32 @@ def carry_out(
         is_copied_part = (
             (watch is not None and watch.is_copy(leaf))
             or any(is_copy_of(leaf, tensor) for tensor in here.tensors)
-            or any(is_alias(leaf, copy) for copy in copies)
+            or any(is_alias(leaf, copy) for copy in (*copies, *replaced))
             or (spoken is not leaf and any(is_alias(leaf, t) for t in here.tensors))
         )
-        return here.checked(Result(layout, spoken, None, is_copied_part))
+        is_plain = (
+            earlier.found
+            and spoken is leaf
+            and not (strided or copies or replaced or call.name in _ATTENTION)
+            and all(pending.op in ("sum", "avg") for pending in layout.spec.partials)
+            and not any(is_alias(leaf, tensor) for tensor in here.tensors)
+        )
+        return here.checked(Result(layout, spoken, None, is_copied_part, is_plain))
 
     return tree_map(described, result)
+
+
+def _check_written_to(call: Call, result: object, written: Sequence[TorchDTensor]) -> None:
+    """Refuse what returns another tensor than it was given as ``out=``, and leaves that alone."""
+    into = tree_leaves(call.kwargs.get("out"))
+    returned = [leaf for leaf in tree_leaves(result) if isinstance(leaf, TorchDTensor)]
+    if any(isinstance(leaf, TensorLike) for leaf in into) and not all(
+        any(leaf is tensor for tensor in written) for leaf in returned
+    ):
+        raise LayoutError(
+            f"{call.shown}: torch {torch.__version__} does not write to out= where that is a "
+            "DTensor; use what it returns without out="
+        )
 
 
 def _check_gradient(call: Call) -> None:

@@ -52,10 +52,28 @@ class _World:
     comms: list[Any] = field(default_factory=list)
 
 
+class _WorldOfThread:
+    """One world to this thread, another to all others."""
+
+    def __init__(self, own: _World, others: object) -> None:
+        seen = {"_thread": threading.get_ident(), "_own": own, "_others": others}
+        vars(self).update(seen)
+
+    def _seen(self) -> object:
+        return self._own if threading.get_ident() == self._thread else self._others
+
+    def __getattr__(self, name: str) -> Any:  # noqa: ANN401
+        return getattr(self._seen(), name)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        setattr(self._seen(), name, value)
+
+
 @contextmanager
 def _in_world(world: _World) -> Iterator[None]:
     before = distributed_c10d._world
-    distributed_c10d._world = world  # type: ignore[assignment]  # torch's own way to replace it
+    # Here torch has it replaced, as its tests do.
+    distributed_c10d._world = _WorldOfThread(world, before)  # type: ignore[assignment]
     try:
         yield
     finally:

@@ -10,6 +10,7 @@ from torch.overrides import handle_torch_function
 
 from shardspec.comm.communicator import Communicator
 from shardspec.errors import CommunicatorError, LayoutError
+from shardspec.interop.notations import to_placements
 from shardspec.layout.layout import Layout
 from shardspec.layout.spec import ShardingSpec
 from shardspec.mesh.device_mesh import DeviceMesh
@@ -18,6 +19,7 @@ from shardspec.tensor.compiling import outside_graphs
 # Importing torch's DTensor takes as long as the rest of torch, so it is imported when needed.
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor as TorchDTensor
+    from torch.distributed.tensor import Placement
 
 
 def _operator(name: str) -> Callable[..., Any]:
@@ -134,6 +136,14 @@ class TensorLike:
     def sharding_spec(self) -> ShardingSpec:
         """How the tensor is sharded, axes by number."""
         return self.layout.spec
+
+    @property
+    def placements(self) -> "tuple[Placement, ...]":
+        """How the tensor is sharded, in torch's words: one placement per mesh axis.
+
+        Raises `LossyConversionError` for blocks and uneven parts, which torch has no words for.
+        """
+        return to_placements(self.layout.spec, self.device_mesh)
 
     @property
     def ndim(self) -> int:

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor as TorchDTensor
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from shardspec.errors import LayoutError
 from shardspec.interop.torch_dtensor import is_strided, layout_of
@@ -51,9 +51,12 @@ def is_alias(view: torch.Tensor, base: torch.Tensor) -> bool:
 
 @dataclass(slots=True)
 class Earlier:
-    """Whether a function was right on layouts without help, so that it need not be watched."""
+    """What was found out about a function on layouts."""
 
     found: bool = False
+    """Whether it was right without help, so that it need not be watched."""
+    is_tried: bool = False
+    """Whether it was tried with the shapes of all ranks."""
 
 
 @lru_cache(maxsize=4096, typed=True)
@@ -72,6 +75,8 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
       would not change.
     - A pending sum is filled on one device, and the addends of the others become zero.
     - An empty shard has no largest element, so a tensor that has some is gathered.
+    - Torch hands on tensors that are given by keyword as they are, so all are gathered where one of
+      these is not whole.
     - A convolution is refused unless only the batch is sharded; torch has rules for some others,
       but takes each shard for the whole, and the sizes of a transposed one are wrong.
     - A tensor without dims is added to a pending sum as another one. Torch does so too, but then
@@ -132,6 +137,9 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         elif _fails_on_empty(func, args) and any(map(_has_empty_shards, tensors)):
             self.mended = True
             args = tuple(_gathered(arg) if isinstance(arg, TorchDTensor) else arg for arg in args)
+        elif self._has_named_tensor(func, kwargs):
+            self.mended = True
+            args, kwargs = tree_map_only(TorchDTensor, _gathered, (args, kwargs))
         elif func is _aten.convolution.default:
             self._check_convolution(args)
         elif func in _SUMS:
@@ -179,6 +187,12 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def is_copy(self, tensor: object) -> bool:
         """Whether a tensor is a view whose shards torch has moved."""
         return any(tensor is copy for copy in self._copies)
+
+    def _has_named_tensor(self, func: Callable[..., object], kwargs: Mapping[str, object]) -> bool:
+        if not kwargs or not isinstance(func, torch._ops.OpOverload) or func._schema.is_mutable:
+            return False
+        named = [tensor for tensor in kwargs.values() if isinstance(tensor, TorchDTensor)]
+        return any(not facts_of(layout_of(tensor)).is_whole for tensor in named)
 
     def _check_writes(
         self, func: torch._ops.OpOverload, args: Sequence[object], kwargs: Mapping[str, object]
