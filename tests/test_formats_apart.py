@@ -65,11 +65,11 @@ def test_other_modules_import_formats_by_the_registry():
     importers = set()
     for path in ELSEWHERE:
         for node in ast.walk(ast.parse(path.read_text("utf-8"))):
-            home = (isinstance(node, ast.ImportFrom) and node.module) or ""
-            if isinstance(node, ast.ImportFrom) and "checkpoint.formats" in home:
-                names = [home] if home.count(".") > 2 else []
-                names += [f"{home}.{alias.name}" for alias in node.names if not names]
-                importers |= {(path.name, name.rpartition(".")[2]) for name in names}
+            if not isinstance(node, ast.ImportFrom) or "checkpoint.formats" not in str(node.module):
+                continue
+            home = str(node.module).partition("checkpoint.formats")[2].strip(".")
+            modules = [home] if home else [alias.name for alias in node.names]
+            importers |= {(path.name, module) for module in modules}
     assert {name for name, module in importers if module != "registry"} == {
         "rank_state.py",
         "save.py",

@@ -74,6 +74,7 @@ def test_json(tmp_path):
         "not_copied": [],
         "filled": [],
         "written": True,
+        "sharding": {},
     }
 
 

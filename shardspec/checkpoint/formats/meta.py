@@ -46,10 +46,11 @@ def _open(directory: StoragePath, options: OpenOptions) -> Catalog:
         )
     ranks = width[0] // share[1]
     if sorted(found) != list(range(ranks)):
-        lacks = next((f"consolidated.{n:02d}.pth" for n in range(ranks) if n not in found), "none")
+        missing = [f"consolidated.{n:02d}.pth" for n in range(ranks) if n not in found]
+        remedy = f"restore {missing[0]}" if missing else f"move those from {ranks} on away"
         raise CheckpointError(
             f"{directory}: has {len(found)} files consolidated.NN.pth, but by the shapes in them "
-            f"{ranks} ranks wrote one ({lacks} is missing); restore them, or move others away"
+            f"{ranks} ranks wrote one each; {remedy}"
         )
     check_no_copies(states)
     embedding = "[S(tp),R]" if shapes.get(_TOKENS, ())[1:] == width else "[R,S(tp)]"
