@@ -241,6 +241,15 @@ def test_weight_sync(printed):
     assert output.startswith("20 tensors on 6 devices\n")
     assert "6 pairs of devices" in output
     assert len(re.findall(r"step \d: logits equal, 2.00 MB in ", output)) == 5
+    digests = re.findall(r"; with a receipt, ([0-9a-f]{32}): ", output)
+    assert len(digests) == len(set(digests)) == 5
+
+
+def test_delta_sync(tmp_path):
+    output = run(EXAMPLES / "delta_sync.py", "--width", 128, cwd=tmp_path)
+    found = re.findall(r"version (\d): whole (\d+) bytes in .* delta (\d+) bytes", output)
+    assert [int(version) for version, _, _ in found] == [1, 2, 3]
+    assert all(int(part) < int(whole) / 5 for _, whole, part in found)
 
 
 def test_other_meshes(tmp_path):
