@@ -5,8 +5,8 @@ import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Final, Literal, TypeAlias
+from pathlib import Path, PurePath
+from typing import Final
 
 from shardspec.checkpoint import catalog
 from shardspec.checkpoint.check_quantized import quantised_in
@@ -17,7 +17,7 @@ from shardspec.checkpoint.storage.from_text import storage_path
 from shardspec.checkpoint.storage.path import StoragePath
 from shardspec.checkpoint.verify import diff_checkpoints
 from shardspec.errors import CheckpointError, InputFileError, LayoutError
-from shardspec.families.family import family_of
+from shardspec.families.family import NamesOf, family_of
 from shardspec.families.maps import chain_of, refuse
 from shardspec.families.model import Model, model_of
 from shardspec.families.recognise import Recognised, recognise
@@ -25,7 +25,6 @@ from shardspec.input_files import read_input_file
 from shardspec.resharding.patterns import filled
 from shardspec.text import Argument, shown
 
-NamesOf: TypeAlias = Literal["hf", "live", "megatron", "torch_dist", "sharded", "fused"]
 _MOST_CONFIG_BYTES: Final = 1 << 24
 _OPTIMIZER: Final = re.compile(r"(chained_\d+\.)?optimizer\..*", re.DOTALL)
 """What Megatron-core calls the state of an optimizer, which is no tensor of the model."""
@@ -123,7 +122,7 @@ def model_names(
     model: Path | str | Mapping[str, object],
     names: NamesOf = "hf",
     *,
-    fill_from: Path | str | catalog.Catalog | None = None,
+    fill_from: PurePath | str | catalog.Catalog | None = None,
 ) -> ModelNames:
     """Return the names of a model's tensors, for `names=` of what reads and writes checkpoints.
 

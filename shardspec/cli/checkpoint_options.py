@@ -18,7 +18,8 @@ from shardspec.text import shown
 
 if TYPE_CHECKING:
     from shardspec.checkpoint.catalog import Catalog
-    from shardspec.checkpoint.model_names import ModelNames, NamesOf
+    from shardspec.checkpoint.model_names import ModelNames
+    from shardspec.families.family import NamesOf
     from shardspec.resharding.name_map import NameMap
 
 _MOST_BYTES: Final = 64 << 20  # of a file of shapes or sizes

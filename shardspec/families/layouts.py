@@ -9,7 +9,7 @@ from typing import Final, NamedTuple
 from shardspec.comm.steps import ReduceOp
 from shardspec.dtypes import keeps_dtype
 from shardspec.errors import InputFileError, LayoutError
-from shardspec.families.family import family_of, text_config
+from shardspec.families.family import NamesOf, family_of, text_config
 from shardspec.families.model import model_of
 from shardspec.families.plans import TensorPlan, plan_specs
 from shardspec.input_files import read_input_file
@@ -28,7 +28,12 @@ _KEYS: Final = {
     "vllm": {"tp", "ep", "dp"},
 }
 _FORMS: Final = "hf-tp:N, fsdp:N, megatron:tp=,ep=,etp=,pp= and vllm:tp=,ep="
-_PLACES: Final = {"hf-tp": "live", "fsdp": "live", "megatron": "sharded", "vllm": "fused"}
+_PLACES: Final[Mapping[str, NamesOf]] = {
+    "hf-tp": "live",
+    "fsdp": "live",
+    "megatron": "sharded",
+    "vllm": "fused",
+}
 _DATA_AXES: Final = {"dp", "ddp", "data", "replicate", "dp_replicate"}
 _ROUND_UP: Final = 64
 """Engines pad a vocabulary to a multiple of so many rows."""
@@ -46,7 +51,7 @@ class ParsedLayout(NamedTuple):
     """Whether Megatron-core's own layers are meant, not those of Transformer Engine."""
 
     @property
-    def place(self) -> str:
+    def place(self) -> NamesOf:
         """The names that its tensors have."""
         return _PLACES[self.kind]
 
