@@ -17,7 +17,7 @@ PYTHON ?= python3.11 python3
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lint test exhaustive compat docs cuda demo faults clean again
+.PHONY: help setup lint test exhaustive compat docs dist cuda demo faults clean again
 
 help:
 	@echo 'make setup       make .venv and install the pinned dependencies (only when they changed)'
@@ -27,6 +27,7 @@ help:
 	@echo 'make compat      setup, then the tests that need JAX, a browser or the tools that write checkpoints'
 	@echo 'make cuda        the tests that need a GPU, by the Python that CUDA_PYTHON names'
 	@echo 'make docs        setup, then the site of docs/ in build/docs, by .venv-docs'
+	@echo 'make dist        setup, then a wheel and an sdist in dist/, installed and tried, with torch and without'
 	@echo 'make demo        setup, then save, merge and compare real weights (examples/minilm.py)'
 	@echo 'make faults      setup, then every fault of docs/faults.md, and its table'
 	@echo 'make clean       remove the environments, caches and what the demo wrote'
@@ -124,6 +125,11 @@ docs: .venv-docs/.ready
 	.venv-docs/bin/python -m benchmarks.links benchmarks/nccl-single-node.csv --plot docs/links.svg >/dev/null
 	.venv-docs/bin/python -m sphinx -q -W --keep-going -E -b html -d build/doctrees docs build/docs
 	.venv-docs/bin/python -m shardspec explore --overwrite -o build/docs/page.html
+
+# Interpreters that the wheel is tried with besides that of .venv, where they run.
+DIST_PYTHONS ?= python3.12 python3.13
+dist: setup
+	$(PY) -m tests.distribution $(DIST_PYTHONS)
 
 # `make setup` pins torch's CPU build, so these run where torch has CUDA.
 CUDA_PYTHON ?= python3

@@ -158,7 +158,7 @@ def write_ranks(at: Path, mesh: DeviceMesh, tensors: _Tensors) -> None:
         archive = Archive(data, ((str(key), held) for key, held in storages))
         # Any digests, the same for all ranks: nothing looks at the holes.
         between = [*archive.late(range(1, 1 + len(sizes)))]
-        with (at / f"model_world_size_{mesh.size}_rank_{rank}.pt").open("wb") as out:
+        with (at / f"model_world_size_{mesh.size()}_rank_{rank}.pt").open("wb") as out:
             out.write(archive.head)
             for piece in (between[0], between[-1]):
                 out.seek(piece.offset)
@@ -194,7 +194,7 @@ def _pickled(mesh: DeviceMesh, layouts: Mapping[str, Layout], rank: int) -> byte
     from torch.distributed.tensor import DTensor
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    init_process_group("fake", store=FakeStore(), rank=rank, world_size=mesh.size)
+    init_process_group("fake", store=FakeStore(), rank=rank, world_size=mesh.size())
     names = tuple(f"axis{axis}" for axis in range(mesh.ndim))
     on = init_device_mesh("cpu", mesh.shape, mesh_dim_names=names)
     state = {}

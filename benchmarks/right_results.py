@@ -74,7 +74,7 @@ def simulated() -> Iterator[tuple[str, Layout, ShardingSpec]]:
     for meshes, shapes in ((SIX, SMALL), (EIGHT, LARGE)):
         for mesh, shape in product(meshes, shapes):
             specs = plain_specs(len(shape), mesh.ndim)
-            for dtype in DTYPES if mesh.size == 6 else (None, None):
+            for dtype in DTYPES if mesh.size() == 6 else (None, None):
                 for source, target in product(specs, specs):
                     number += 1
                     chosen = dtype or DTYPES[number % len(DTYPES)]
@@ -92,7 +92,7 @@ def simulated() -> Iterator[tuple[str, Layout, ShardingSpec]]:
             layout = Layout(mesh, source, shape, DTYPES[number % len(DTYPES)])
             yield "other meshes, rank 0 to 4", layout, target
     for mesh, shape in product((SIX[1], EIGHT[0]), ((6, 12), (7, 5), (1, 3))):
-        for source in partial_specs(2, mesh.ndim, mixed=mesh.size == 6):
+        for source in partial_specs(2, mesh.ndim, mixed=mesh.size() == 6):
             for target in targets_of(source, mesh.ndim)[number % 3 :: 3]:
                 number += 1
                 yield "a reduction pending", Layout(mesh, source, shape, "float64"), target

@@ -5,7 +5,10 @@ from inspect import isclass
 from itertools import groupby
 from typing import TYPE_CHECKING
 
+import click
+
 import shardspec
+from shardspec.cli.main import cli
 
 if TYPE_CHECKING:
     from sphinx.application import Sphinx
@@ -93,10 +96,24 @@ def _entry(home: str, name: str) -> list[str]:
     return ["```{eval-rst}", f".. auto{kind}:: {home}.{name}", *members, "```", ""]
 
 
+def _commands() -> str:
+    """Return a section for each command, with its help."""
+    group = click.Context(cli, info_name="shardspec", max_content_width=100)
+    lines = []
+    for name in cli.list_commands(group):
+        command = cli.get_command(group, name)
+        assert command is not None
+        context = click.Context(command, group, name, max_content_width=100, terminal_width=100)
+        lines += [f"## shardspec {name}", "", "```text", command.get_help(context), "```", ""]
+    return "\n".join(lines)
+
+
 def setup(app: "Sphinx") -> None:
-    """Put the public names where the reference says so."""
+    """Put the public names, and the help of commands, where pages say so."""
 
     def fill(_app: "Sphinx", name: str, source: list[str]) -> None:
+        if name == "commands":
+            source[0] = source[0].replace("<!-- commands -->", _commands())
         if name == "reference":
             source[0] = source[0].replace("<!-- public names -->", _public_names())
             source[0] = source[0].replace("<!-- names beside -->", _names_beside())

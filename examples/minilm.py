@@ -191,7 +191,7 @@ def save_in_processes(
         arguments = (mesh, str(Path(meeting) / "store"), original, dict(specs), checkpoint)
         try:
             start_processes(  # type: ignore[no-untyped-call]  # untyped in torch
-                save_rank, arguments, mesh.size, start_method="forkserver"
+                save_rank, arguments, mesh.size(), start_method="forkserver"
             )
         except ProcessException as error:
             reason = str(error).strip().splitlines()[-1]
@@ -219,7 +219,7 @@ def save_rank(
         "gloo",
         init_method=f"file://{store}",
         rank=rank,
-        world_size=mesh.size,
+        world_size=mesh.size(),
         timeout=timedelta(seconds=60),
     )
     with safe_open(original, framework="pt") as tensors:

@@ -4,12 +4,12 @@ torchrun --standalone --nproc_per_node 6 examples/weight_sync.py
 
 Ranks 0 to 3 train with torch: fully sharded over dp, tensor-parallel over tp. Ranks 4 and 5
 generate, tensor-parallel, with q, k, v in one matrix and gate, up in another. One plan says who
-sends what
-to whom; it is made once and run after every step.
+sends what to whom; it is made once and run after every step.
 """
 
 import logging
 import time
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,7 +26,6 @@ from torch.distributed.tensor.parallel import (
 from torch.nn.functional import embedding, linear, rms_norm, scaled_dot_product_attention, silu
 
 from shardspec import DeviceMesh, DTensor, Layout, NameMap, plan_reshard
-from shardspec.interop.torch_dtensor import layout_of
 
 HEADS, KV_HEADS, HEAD_DIM, WIDTH, HIDDEN, WORDS, LAYERS = 8, 4, 16, 128, 352, 512, 2
 STEPS = 5
@@ -202,12 +201,9 @@ serving = DeviceMesh([4, 5], (2,), axis_names=("tp",))
 
 model = trainer(torch_mesh) if training else None
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2) if model is not None else None
-said: list[dict[str, Layout]] = [
-    {name: layout_of(t) for name, t in model.state_dict().items()} if model is not None else {}
-]
-dist.broadcast_object_list(said, 0)
-layouts = said[0]
-plan = plan_reshard(layouts, (serving, GENERATOR_SPECS), names=NameMap.parse(FUSED))
+state: dict[str, Any] = dict(model.state_dict()) if model is not None else {}
+plan = plan_reshard(state, (serving, GENERATOR_SPECS), names=NameMap.parse(FUSED))
+layouts = {move.source_name: move.source for move in plan.moves}
 if rank == 0:
     print(plan)
 

@@ -3,7 +3,9 @@
 The public names are handed on lazily, so that planning and merging never pay for importing torch.
 """
 
+import sys
 from importlib import import_module
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
@@ -18,10 +20,13 @@ if TYPE_CHECKING:
     from shardspec.comm.process_group import ProcessGroupCommunicator as ProcessGroupCommunicator
     from shardspec.comm.process_group import init_device_mesh as init_device_mesh
     from shardspec.errors import ShardSpecError as ShardSpecError
+    from shardspec.families.maps import load_map as load_map
+    from shardspec.families.maps import map_chain as map_chain
+    from shardspec.families.maps import shipped_maps as shipped_maps
     from shardspec.layout.converter import LayoutConverter as LayoutConverter
     from shardspec.layout.layout import Layout as Layout
-    from shardspec.layout.layout import match_rules as match_rules
     from shardspec.layout.plan import ConversionPlan as ConversionPlan
+    from shardspec.layout.rules import match_rules as match_rules
     from shardspec.layout.spec import DimSpec as DimSpec
     from shardspec.layout.spec import ShardingSpec as ShardingSpec
     from shardspec.mesh.device_mesh import DeviceMesh as DeviceMesh
@@ -30,9 +35,6 @@ if TYPE_CHECKING:
     from shardspec.resharding.name_map import NameMap as NameMap
     from shardspec.resharding.plan import ReshardPlan as ReshardPlan
     from shardspec.resharding.plan import reshard_state as reshard_state
-    from shardspec.resharding.shipped import load_map as load_map
-    from shardspec.resharding.shipped import map_chain as map_chain
-    from shardspec.resharding.shipped import shipped_maps as shipped_maps
     from shardspec.resharding.trace import trace_map as trace_map
     from shardspec.tensor.dtensor import DTensor as DTensor
     from shardspec.tensor.dtensor import distribute_tensor as distribute_tensor
@@ -57,15 +59,16 @@ _NAMES: Final = {
     "comm.process_group": ("ProcessGroupCommunicator", "init_device_mesh"),
     "errors": ("ShardSpecError",),
     "layout.converter": ("LayoutConverter",),
-    "layout.layout": ("Layout", "match_rules"),
+    "layout.layout": ("Layout",),
     "layout.plan": ("ConversionPlan",),
+    "layout.rules": ("match_rules",),
     "layout.spec": ("DimSpec", "ShardingSpec"),
     "mesh.device_mesh": ("DeviceMesh",),
     "parallel.distribute": ("distribute_module",),
     "resharding.maps": ("check_map",),
     "resharding.name_map": ("NameMap",),
     "resharding.plan": ("ReshardPlan", "reshard_state"),
-    "resharding.shipped": ("load_map", "map_chain", "shipped_maps"),
+    "families.maps": ("load_map", "map_chain", "shipped_maps"),
     "resharding.trace": ("trace_map",),
     "tensor.dtensor": ("DTensor", "distribute_tensor"),
     "tensor.factories": ("arange", "empty", "full", "ones", "rand", "randn", "zeros"),
@@ -95,4 +98,14 @@ def __getattr__(name: str) -> object:
 
 
 def __dir__() -> list[str]:
-    return sorted(__all__)
+    # help() and pydoc look up each of these, so names that need torch are left out without it.
+    has_torch = "torch" in sys.modules or find_spec("torch") is not None
+    return [name for name in __all__ if has_torch or _can_be_imported(name)]
+
+
+def _can_be_imported(name: str) -> bool:
+    try:
+        import_module(_HOME[name])
+    except ModuleNotFoundError:
+        return False
+    return True

@@ -6,7 +6,7 @@ would expect, so ``except ValueError`` keeps working. Messages name the values a
 
 from typing import Final
 
-from shardspec.text import Part, printable
+from shardspec.text import Part
 
 _SHOWN: Final = 160
 """Characters of a spec that an error shows."""
@@ -47,7 +47,8 @@ class SpecSyntaxError(ShardSpecError, ValueError):
     """
 
     def __init__(self, problem: str, text: str, position: int) -> None:
-        super().__init__(f"{problem}\n{_with_caret(text, position)}")
+        place = f"character {position + 1}" if position < len(text) else "at the end"
+        super().__init__(f"{problem} ({place} of {_excerpt(text, position)})")
         self.problem = problem
         self.text = text
         self.position = position
@@ -56,15 +57,13 @@ class SpecSyntaxError(ShardSpecError, ValueError):
         return type(self), (self.problem, self.text, self.position)
 
 
-def _with_caret(text: str, position: int) -> str:
-    """Return the text, or what is around a place in a long one, with a caret below that place."""
-    before, after = text[:position], text[position:]
-    if len(text) > _SHOWN:
-        before = before if len(before) <= _SHOWN // 2 else f"...{before[-_SHOWN // 2 :]}"
-        after = after if len(after) <= _SHOWN // 2 else f"{after[: _SHOWN // 2]}..."
-    # What is printed may be longer than the text: a name in it may hold anything.
-    before = printable(before)
-    return f"  {before}{printable(after)}\n  {' ' * len(before)}^"
+def _excerpt(text: str, position: int) -> str:
+    """Return the text as it is shown, or what is around a place in a long one."""
+    if len(text) <= _SHOWN:
+        return repr(text)
+    start = max(position - _SHOWN // 2, 0)
+    after = text[start : position + _SHOWN // 2]
+    return f"{'...' * (start > 0)}{after!r}{'...' * (position + _SHOWN // 2 < len(text))}"
 
 
 class AxisError(ShardSpecError, ValueError):

@@ -2,12 +2,12 @@
 
 import os
 import stat
-from pathlib import Path
+from pathlib import PurePath
 
 from shardspec.errors import InputFileError, ShardSpecError
 
 
-def open_regular(path: Path, error: type[ShardSpecError]) -> int:
+def open_regular(path: PurePath, error: type[ShardSpecError]) -> int:
     """Open a regular file for reading and return its descriptor; raise `error` if it is none."""
     try:
         # Without O_NONBLOCK, opening a pipe would wait for a writer. A device might never end.
@@ -21,7 +21,7 @@ def open_regular(path: Path, error: type[ShardSpecError]) -> int:
     return descriptor
 
 
-def read_input_file(path: Path, most_bytes: int) -> bytes:
+def read_input_file(path: PurePath, most_bytes: int) -> bytes:
     """Return the content of a small regular file; `InputFileError` if it is none."""
     with open(open_regular(path, InputFileError), "rb") as file:
         try:

@@ -6,13 +6,16 @@
 import inspect
 import re
 import tempfile
-from importlib import import_module
+from importlib import import_module, util
 from pathlib import Path
 
+import click
 import pytest
 
 import shardspec
-from tests.test_readme import BLOCK, ROOT, rewritten, steady
+from shardspec.cli.main import cli
+from tests.page_blocks import BLOCK, rewritten, steady
+from tests.test_readme import ROOT
 
 DOCS = ROOT / "docs"
 # Pages whose blocks run one after another; docs/checkpoints.md is run with the README.
@@ -27,6 +30,9 @@ RUN = (
     "models",
     "explore",
     "comparison",
+    "from-torch",
+    "from-jax",
+    "from-colossal-alpa",
 )
 
 
@@ -63,14 +69,40 @@ def test_the_limits_of_the_page_are_as_written():
     assert f"| bytes of the page | {MAX_PAGE_BYTES // 2**20} MiB |" in text
 
 
-def test_every_public_name_has_its_place_in_the_reference():
-    from importlib import util
-
-    spec = util.spec_from_file_location("conf", DOCS / "conf.py")
+def module_of(name):
+    """Import a file of docs/, which is no package."""
+    spec = util.spec_from_file_location(name, DOCS / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
-    conf = util.module_from_spec(spec)
-    spec.loader.exec_module(conf)
+    module = util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_every_command_has_its_place_on_the_page_of_commands():
+    assert "<!-- commands -->" in (DOCS / "commands.md").read_text("utf-8")
+    text = module_of("conf")._commands()
+    sections = dict(
+        re.findall(r"^## shardspec (\S+)\n\n```text\n(.*?)\n```", text, re.M | re.DOTALL)
+    )
+    assert list(sections) == cli.list_commands(click.Context(cli))
+    for name, usage in sections.items():
+        assert usage.startswith(f"Usage: shardspec {name} ")
+        assert "--quiet" in usage
+        assert "Examples:" in usage
+
+
+def test_the_drawings_are_as_they_would_be_drawn():
+    drawings = module_of("drawings")
+    pages = "".join(page.read_text("utf-8") for page in [ROOT / "README.md", *DOCS.glob("*.md")])
+    assert {path.name for path in drawings.IMAGES.iterdir()} == set(drawings.DRAWINGS)
+    for name, drawn in drawings.DRAWINGS.items():
+        assert (drawings.IMAGES / name).read_text("utf-8") == f"{drawn()}\n", name
+        assert f"images/{name})" in pages, name
+
+
+def test_every_public_name_has_its_place_in_the_reference():
+    conf = module_of("conf")
     text = conf._public_names()
     assert "<!-- public names -->" in (DOCS / "reference.md").read_text("utf-8")
     for name, home in shardspec._HOME.items():

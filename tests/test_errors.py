@@ -48,17 +48,27 @@ def test_a_message_names_arguments_as_python_has_them(name):
         assert same.parts == parts
 
 
-def test_a_syntax_error_shows_text_and_caret():
-    error = errors.SpecSyntaxError("expected R", "[S0,X]", 4)
-    assert str(error) == "expected R\n  [S0,X]\n      ^"
-    assert str(error).splitlines()[2].index("^") == 2 + error.position
+@pytest.mark.parametrize(
+    ("text", "position", "shows"),
+    [
+        ("[S0,X]", 4, "character 5 of '[S0,X]'"),
+        ("[S0", 3, "at the end of '[S0'"),
+        ("[S0\n,X]", 5, r"character 6 of '[S0\n,X]'"),
+        ("x" * 1000, 500, f"character 501 of ...'{'x' * 160}'..."),
+        ("x" * 1000, 1000, f"at the end of ...'{'x' * 80}'"),
+        ("x" * 1000, 0, f"character 1 of '{'x' * 80}'..."),
+    ],
+)
+def test_a_syntax_error_is_one_line_that_names_the_place(text, position, shows):
+    error = errors.SpecSyntaxError("expected R", text, position)
+    assert str(error) == f"expected R ({shows})"
 
 
 @pytest.mark.parametrize("again", [copy.copy, lambda e: pickle.loads(pickle.dumps(e))])
 def test_a_syntax_error_survives_the_way_between_processes(again):
     error = again(errors.SpecSyntaxError("expected R", "[S0,X]", 4))
     assert (error.problem, error.text, error.position) == ("expected R", "[S0,X]", 4)
-    assert str(error) == "expected R\n  [S0,X]\n      ^"
+    assert str(error) == "expected R (character 5 of '[S0,X]')"
 
 
 MESH = DeviceMesh(range(4), (2, 2))

@@ -27,6 +27,7 @@ LAYERS = [
     {"tensor"},
     {"parallel"},
     {"resharding"},
+    {"families"},
     {"checkpoint"},
     {"explorer", "profiling"},
     {"cli"},
@@ -46,16 +47,20 @@ WITH_TENSORS = {
     "shardspec.tensor.run",
     "shardspec.tensor.factories",
     "shardspec.interop.torch_dtensor",
+    "shardspec.interop.torch_parts",
     "shardspec.mesh.job",
     "shardspec.tensor.operators.apply",
+    "shardspec.tensor.operators.call",
     "shardspec.tensor.operators.conditions",
     "shardspec.tensor.operators.gradients",
+    "shardspec.tensor.operators.simulated",
     "shardspec.tensor.operators.tensor",
     "shardspec.tensor.operators.watch",
     "shardspec.parallel.distribute",
     "shardspec.parallel.rules",
     "shardspec.profiling.measure",
     "shardspec.resharding.execute",
+    "shardspec.resharding.gathered",
     "shardspec.resharding.given",
     "shardspec.resharding.memory",
     "shardspec.resharding.trace",
@@ -183,3 +188,28 @@ def test_modules_say_what_they_are_for(module):
     loaded = import_module(module)
     assert loaded.__doc__
     assert all(hasattr(loaded, name) for name in getattr(loaded, "__all__", ()))
+
+
+def test_help_works_without_torch():
+    """What needs torch is left out of the list that help() and pydoc go through."""
+    script = (
+        "import pydoc, sys\n"
+        "from importlib.machinery import PathFinder\n"
+        "finders = list(sys.meta_path)\n"
+        "class WithoutTorch:\n"
+        "    find_distributions = PathFinder.find_distributions\n"
+        "    @staticmethod\n"
+        "    def find_spec(name, path=None, target=None):\n"
+        "        if name.split('.')[0] == 'torch':\n"
+        "            return None\n"
+        "        found = (finder.find_spec(name, path, target) for finder in finders)\n"
+        "        return next(filter(None, found), None)\n"
+        "sys.meta_path[:] = [WithoutTorch]\n"
+        "import shardspec\n"
+        "text = pydoc.plain(pydoc.render_doc(shardspec))\n"
+        "assert 'class DeviceMesh' in text and 'class DTensor' not in text\n"
+        "assert {'merge', 'LayoutConverter'} < set(dir(shardspec))\n"
+        "assert not {'DTensor', 'zeros', 'redistribute'} & set(dir(shardspec))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

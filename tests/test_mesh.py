@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from shardspec.errors import AxisError, MeshError
+from shardspec.errors import AxisError, CommunicatorError, MeshError
 from shardspec.mesh.device_mesh import DeviceMesh
 
 SHAPES = [(5,), (2, 3), (3, 1, 2), (2, 2, 3), (2, 1, 3, 2), (2, 3, 1, 2, 2), (2, 1, 2, 3, 1, 2)]
@@ -37,7 +37,8 @@ def mesh(grid):
 def test_coordinates_and_ids_are_those_of_the_array(mesh, grid):
     assert mesh.shape == grid.shape
     assert mesh.ndim == grid.ndim
-    assert mesh.size == grid.size
+    assert mesh.size() == grid.size
+    assert [mesh.size(axis) for axis in range(mesh.ndim)] == list(grid.shape)
     assert mesh.ids == tuple(grid.ravel().tolist())
     for where, physical_id in np.ndenumerate(grid):
         assert mesh.coordinates(int(physical_id)) == where
@@ -190,8 +191,20 @@ def test_axes_by_number_and_by_name():
 def test_text():
     assert str(DeviceMesh(range(8), (2, 4))) == "2x4"
     assert str(DeviceMesh(range(8), (2, 4), axis_names=("dp", "tp"))) == "dp=2,tp=4"
-    assert "_hash" not in repr(DeviceMesh([3, 1]))
-    assert repr(DeviceMesh([3, 1])).startswith("DeviceMesh(ids=(3, 1), shape=(2,),")
+
+
+def test_repr_makes_the_mesh_again_and_is_short_for_large_ones():
+    meshes = [
+        DeviceMesh([3, 1]),
+        DeviceMesh(range(6), (2, 3), axis_names=("dp", "tp")),
+        DeviceMesh([5, 4], (1, 2), None, (1e-5, 0), (1e-9, 2e-9), link_model="shared-bus"),
+    ]
+    assert [eval(repr(mesh)) for mesh in meshes] == meshes
+    assert repr(meshes[0]) == "DeviceMesh((3, 1), (2,))"
+    assert repr(DeviceMesh(range(65_536), (256, 256))) == "DeviceMesh(range(65536), (256, 256))"
+    assert repr(DeviceMesh(range(100, 0, -1))) == (
+        "DeviceMesh((100, 99, 98, 97, 96, 95, 94, 93, … 100 in all), (100,))"
+    )
 
 
 def test_links_are_kept_as_floats():
@@ -232,7 +245,7 @@ def test_ids_that_are_no_ids():
     assert mesh_error([0, 1.5], (2,)) == "device id 1.5 is not a whole number"
     assert mesh_error(torch.tensor([0.0, 1.0])) == "device id 0.0 is not a whole number"
     assert mesh_error([True, False]) == "device id True is not a whole number"
-    assert mesh_error("01") == "device id '01' is not a whole number"
+    assert mesh_error(["01"]) == "device id '01' is not a whole number"
     assert mesh_error([[0, 1], [2]]) == "the device ids form no grid: rows differ in length"
 
 
@@ -244,6 +257,85 @@ def test_ids_that_do_not_fill_the_shape():
     assert mesh_error(range(7), ()) == f"mesh shape (): {none}"
     assert mesh_error([], (0, 2)) == f"mesh shape (0, 2): {none}"
     assert mesh_error([]) == f"mesh shape (0,): {none}"
+
+
+def test_a_device_type_stands_before_the_ids_as_in_torch():
+    square = DeviceMesh([[0, 1], [2, 3]])
+    assert DeviceMesh("cuda", [[0, 1], [2, 3]]) == square
+    assert DeviceMesh("cpu", mesh=torch.arange(4).view(2, 2)) == square
+    assert DeviceMesh(device_type="cuda", mesh=np.arange(4).reshape(2, 2)) == square
+    assert DeviceMesh(mesh=[[0, 1], [2, 3]]) == square
+    assert DeviceMesh([0, 1, 2, 3], (2, 2), device_type="cuda") == square
+    named = DeviceMesh("cuda", [[2, 0]], mesh_dim_names=("dp", "tp"))
+    assert (named.ids, named.mesh_dim_names) == ((2, 0), ("dp", "tp"))
+    assert DeviceMesh("cuda", [0, 1, 2, 3]).shape == (4,)
+    after = (
+        "DeviceMesh('cuda', ...): a device type is followed by the ids, nested as the mesh is, "
+        "as in DeviceMesh('cuda', [[0, 1], [2, 3]])"
+    )
+    assert mesh_error("cuda") == after
+    assert mesh_error("cuda", [0, 1], mesh=[0, 1]) == after
+    assert mesh_error("cuda", [0, 1], device_type="cpu") == after
+    assert mesh_error("cuda", [0, 1], (2,)) == after
+    once = "give the device ids once, as in DeviceMesh([[0, 1], [2, 3]])"
+    assert mesh_error() == mesh_error([0, 1], mesh=[0, 1]) == once
+    assert mesh_error("cuda:0", [0, 1]) == (
+        "device type 'cuda:0': give a name without an index, as 'cpu' or 'cuda'"
+    )
+    assert mesh_error("cpu", [[0, 1], [2]]).endswith("rows differ in length")
+
+
+def test_sizes_and_ids_in_torchs_words():
+    mesh = DeviceMesh([[4, 1, 0], [2, 9, 3]], mesh_dim_names=("replicate", "shard"))
+    assert (mesh.size(), mesh.size(0), mesh.size("shard"), mesh.size(mesh_dim=1)) == (6, 2, 3, 3)
+    assert mesh.mesh.tolist() == [[4, 1, 0], [2, 9, 3]]
+    assert mesh.mesh.dtype == torch.int
+    assert DeviceMesh(range(2)).mesh_dim_names is None
+    with pytest.raises(AxisError, match="axis 2 is out of range"):
+        mesh.size(2)
+    with pytest.raises(AxisError, match="no axis named 'tp'; its names: replicate, shard"):
+        mesh.size("tp")
+
+
+def test_flattening():
+    mesh = DeviceMesh([[4, 1, 0], [2, 9, 3]], axis_names=("dp", "cp"))
+    assert mesh.flatten() == DeviceMesh([4, 1, 0, 2, 9, 3], axis_names=("dp_cp",))
+    assert mesh.flatten("all").axis_names == ("all",)
+    plain = DeviceMesh(range(4), (2, 2), None, (1e-6, 5e-5), (3e-9, 1e-10), link_model="shared-bus")
+    assert plain.flatten() == DeviceMesh(
+        range(4), (4,), None, (5e-5,), (3e-9,), link_model="shared-bus"
+    )
+    assert plain.flatten().flatten() == plain.flatten()
+    with pytest.raises(MeshError, match="axis name 'd-p': use letters"):
+        mesh.flatten("d-p")
+
+
+def test_what_torchs_functions_ask_for_is_refused_in_a_sentence():
+    mesh = DeviceMesh(range(4), (2, 2))
+    for name in ("device_type", "_get_root_mesh", "_flatten", "_dim_group_names"):
+        with pytest.raises(MeshError) as caught:
+            getattr(mesh, name)
+        assert str(caught.value) == (
+            "this is a shardspec mesh; pass mesh.to_torch() to torch functions"
+        )
+        assert not hasattr(mesh, name)
+    with pytest.raises(AttributeError, match="no attribute 'shpae'"):
+        mesh.shpae  # type: ignore[attr-defined]  # noqa: B018
+
+
+def test_questions_about_the_calling_rank_need_a_job():
+    mesh = DeviceMesh(range(4), (2, 2), axis_names=("dp", "tp"))
+    for ask in (mesh.get_rank, mesh.get_coordinate, lambda: mesh.get_local_rank("tp")):
+        with pytest.raises(CommunicatorError) as caught:
+            ask()
+        assert str(caught.value) == (
+            "torch.distributed is not initialised, so this process has no rank; start the program "
+            "with torchrun, or name a device, as in mesh.coordinates(0)"
+        )
+    with pytest.raises(CommunicatorError, match="get_group is about the calling rank"):
+        mesh.get_all_groups()
+    with pytest.raises(AxisError, match=r"name one, as in get_local_rank\('dp'\)"):
+        mesh.get_local_rank()
 
 
 def test_logical_ids_that_differ_from_the_physical_ones():
@@ -265,7 +357,7 @@ def test_logical_ids_that_differ_from_the_physical_ones():
 
 def test_axis_names_that_do_not_fit():
     assert mesh_error(range(4), (2, 2), axis_names=("dp",)) == (
-        "axis names ('dp',): 1 for 2 axes (2, 2)"
+        "1 axis name given for a mesh with 2 axes"
     )
     assert mesh_error(range(4), (2, 2), axis_names=("dp", "dp")) == (
         "axis names ('dp', 'dp') repeat; every name must be distinct"
@@ -278,7 +370,7 @@ def test_axis_names_that_do_not_fit():
 
 def test_links_that_do_not_fit():
     assert mesh_error(range(4), (2, 2), mesh_alpha=(1e-5,), mesh_beta=(1e-9, 1e-9)) == (
-        "mesh_alpha (1e-05,): 1 for 2 axes (2, 2)"
+        "1 mesh_alpha value given for a mesh with 2 axes"
     )
     for value in (-1.0, float("nan"), float("inf")):
         assert mesh_error(range(4), mesh_alpha=(1e-5,), mesh_beta=(value,)) == (

@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.page_blocks import BLOCK, rewritten, steady
 from tests.recipe_job import make_checkpoints
-from tests.test_readme import BLOCK, ROOT, rewritten, steady
+from tests.test_readme import ROOT
 
 RECIPES = ROOT / "docs" / "recipes.md"
 JOB = ROOT / "tests" / "recipe_job.py"

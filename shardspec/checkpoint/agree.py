@@ -97,7 +97,7 @@ class Processes:
     def size(self) -> int:
         """How many there are."""
         at = self.communicator
-        return 1 if at is None else at.mesh.size // len(at.addressable)
+        return 1 if at is None else at.mesh.size() // len(at.addressable)
 
     def agree(self, act: Callable[[], T]) -> T:
         """Do something in every process; see `agree`. A single one raises its error unchanged."""

@@ -5,13 +5,14 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import chain, pairwise, product
 from math import prod
-from pathlib import Path
 from types import MappingProxyType
 from typing import Final, Generic, NamedTuple, TypeAlias, TypeVar
 
 from shardspec.boxes import Box, box_size, contains
 from shardspec.checkpoint.state_dict import KeyPath
-from shardspec.checkpoint.store import Snapshot
+from shardspec.checkpoint.storage.local import LocalPath
+from shardspec.checkpoint.storage.path import StoragePath
+from shardspec.checkpoint.storage.snapshot import Snapshot
 from shardspec.comm.steps import ReduceOp
 from shardspec.dtypes import item_bytes
 from shardspec.errors import CheckpointError
@@ -19,7 +20,7 @@ from shardspec.layout.layout import Layout, LayoutCell, cells_of
 from shardspec.layout.spec import ShardingSpec
 from shardspec.mesh.device_mesh import DeviceMesh
 
-ZEROS: Final = Path("/dev/zero")
+ZEROS: Final = LocalPath("/dev/zero")
 """Where boxes are that no file has: they are zeros. It is not opened."""
 _MOST_KNOWN: Final = 64
 """Kinds of tensors of which results are kept: a model has few."""
@@ -45,7 +46,7 @@ class FileBox:
     """Which addend of a pending reduction, one index per entry of `StoredTensor.pending`."""
     rank: int
     """Physical id of the device that wrote it."""
-    path: Path
+    path: StoragePath
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +112,7 @@ AnyOutline: TypeAlias = Outline[FileBox]
 class StoredObject(NamedTuple):
     """What torch's DCP stores of an entry that is not a tensor: a pickle, copied as it is."""
 
-    path: Path
+    path: StoragePath
     offset: int
     num_bytes: int
 
@@ -164,7 +165,7 @@ class FileMetadata(NamedTuple):
 
     values: Mapping[str, str] = MappingProxyType({})
     """What no two files contradict each other on."""
-    contradictions: Mapping[str, tuple[Path, Path]] = MappingProxyType({})
+    contradictions: Mapping[str, tuple[StoragePath, StoragePath]] = MappingProxyType({})
     """Keys for which two files have different values, and these files."""
 
 
@@ -179,7 +180,7 @@ class Catalog:
     below: tuple[Snapshot, ...] = ()
     """The same of folders below in which some of the files lie, where an index names them."""
     file_metadata = FileMetadata()
-    beside: tuple[Path, ...] = ()
+    beside: tuple[StoragePath, ...] = ()
     """Files beside the weights that are copied with them; `sidecars` finds them."""
     notes: tuple[str, ...] = ()
     """What was assumed when it was opened, for the user, a line each."""
@@ -195,9 +196,9 @@ class Catalog:
     def __init__(
         self,
         format: str,  # as it is called
-        directory: Path,
+        directory: StoragePath,
         tensors: Mapping[str, StoredTensor] | Iterable[str],  # or their names, if looked up
-        files: Iterable[Path],
+        files: Iterable[StoragePath],
         mesh: DeviceMesh | None = None,
         extras: Mapping[str, object] | None = None,
     ) -> None:
@@ -208,7 +209,7 @@ class Catalog:
         self._extras = extras or {}
 
     @property
-    def home(self) -> Path:
+    def home(self) -> StoragePath:
         """The directory in which its files are."""
         return self.directory if self.directory.is_dir() else self.directory.parent
 
@@ -241,7 +242,7 @@ class Catalog:
         """Check that the files are still those that were opened; to be called after all reads."""
         if self.snapshot is not None:
             below = {snapshot.place: snapshot for snapshot in self.below}
-            by_snapshot: dict[Path | None, list[Path]] = {}
+            by_snapshot: dict[StoragePath | None, list[StoragePath]] = {}
             for path in (*self.files, *self.beside):
                 place = path.parent if path.parent in below else None
                 by_snapshot.setdefault(place, []).append(path)
@@ -298,7 +299,7 @@ def row_major_strides(shape: Sequence[int], width: int) -> tuple[int, ...]:
 
 
 def unsharded_tensor(
-    name: str, shape: tuple[int, ...], dtype: str, path: Path, offset: int
+    name: str, shape: tuple[int, ...], dtype: str, path: StoragePath, offset: int
 ) -> StoredTensor:
     """Return a tensor that is stored as one row-major box."""
     boxes = () if 0 in shape else (StoredBox(whole_box(shape), (), 0, path, offset),)

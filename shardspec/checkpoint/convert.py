@@ -8,10 +8,10 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from hashlib import sha256
-from pathlib import Path
+from pathlib import PurePath
 from typing import TYPE_CHECKING, Final, Literal, TypeAlias, get_args
 
 from isal.isal_zlib import crc32_combine
@@ -28,11 +28,10 @@ from shardspec.checkpoint.catalog import (
 )
 from shardspec.checkpoint.check_quantized import check_blocks
 from shardspec.checkpoint.choice import Choice, Patterns, Renames
-from shardspec.checkpoint.commit import Destination
-from shardspec.checkpoint.destination import check_destination
+from shardspec.checkpoint.destination import Destination, check_destination
 from shardspec.checkpoint.mapped import Names, check_drop, mapped
 from shardspec.checkpoint.open import as_catalog
-from shardspec.checkpoint.output import DiskOutput, StoreOutput, WriteOptions
+from shardspec.checkpoint.output import Output, WriteOptions
 from shardspec.checkpoint.read_boxes import Progress, check_replicas, crc_text
 from shardspec.checkpoint.select import (
     carried_values,
@@ -42,12 +41,14 @@ from shardspec.checkpoint.select import (
     select,
     tied,
 )
-from shardspec.checkpoint.store import OpenFiles, RemotePath, as_path
+from shardspec.checkpoint.storage.from_text import storage_path
+from shardspec.checkpoint.storage.path import StoragePath
+from shardspec.checkpoint.storage.reading import OpenFiles
 from shardspec.checkpoint.targets import OutputTensor, Target, add_sidecars
 from shardspec.comm.communicator import Communicator
 from shardspec.dtypes import item_bytes
 from shardspec.errors import CheckpointError
-from shardspec.layout.layout import SpecLike
+from shardspec.layout.rules import Rules, winning_patterns
 from shardspec.mesh.device_mesh import DeviceMesh
 from shardspec.text import Argument, Part, shown
 
@@ -79,7 +80,7 @@ _Prepared: TypeAlias = "tuple[Catalog, Target, Destination, WriteReport]"
 class WriteReport:
     """What was written, or what would be."""
 
-    path: Path
+    path: PurePath
     """The output, as the user named it."""
     format: str
     """Its format, as `merge` and `reshard` name it."""
@@ -95,6 +96,8 @@ class WriteReport:
     safetensors files is ``"__metadata__"``."""
     sidecars: tuple[str, ...]
     """Names of the files beside the weights of the source that were copied along."""
+    weight_files: int
+    """How many files of the output hold tensors: without an index and what was copied along."""
     not_copied: tuple[str, ...] = ()
     """Names of what lies there too and was not copied; a directory ends in a slash."""
     seconds: float = 0.0
@@ -104,6 +107,9 @@ class WriteReport:
     """What a cast to another dtype did not keep; None if nothing was cast."""
     written: bool = False
     """False after a dry run."""
+    sharding: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    """After a dry run of `reshard`: tensor to the rule for it, empty where no rule matches, and its
+    spec."""
 
     @property
     def read_files(self) -> int:
@@ -137,6 +143,7 @@ class WriteReport:
             "writes": dict(self.writes),
             "tensors": self.tensors,
             "files": list(self.files),
+            "weight_files": self.weight_files,
             "bytes": self.num_bytes,
             "seconds": self.seconds,
             "crc32": None if self.crc32 is None else crc_text(self.crc32),
@@ -145,12 +152,16 @@ class WriteReport:
             "sidecars": list(self.sidecars),
             "not_copied": list(self.not_copied),
             "written": self.written,
+            "sharding": {
+                name: {"rule": rule or None, "spec": spec}
+                for name, (rule, spec) in self.sharding.items()
+            },
         }
 
 
 def merge(
-    directory: Path | str | Catalog,
-    output: Path | str,
+    directory: PurePath | str | Catalog,
+    output: PurePath | str,
     *,
     format: MergedFormat | None = None,
     max_shard_bytes: int | None = None,
@@ -240,6 +251,7 @@ def merge(
     Examples
     --------
     >>> import tempfile, torch
+    >>> from pathlib import Path
     >>> from shardspec import DTensor, DeviceMesh, save_sharded
     >>> directory = Path(tempfile.mkdtemp())
     >>> w = DTensor(torch.arange(12.0).view(4, 3), DeviceMesh(range(4), (2, 2)), "[S01,R]")
@@ -248,7 +260,7 @@ def merge(
     >>> report.tensors, report.num_bytes
     (1, 144)
     """
-    place = as_path(output)
+    place = storage_path(output)
     in_directory = isinstance(output, str) and output.endswith(("/", os.sep))
     chosen = _merged_format(place, format, max_shard_bytes, in_directory)
     given = Choice(include, exclude, rename, dtype, drop)
@@ -264,12 +276,12 @@ def merge(
 
 
 def reshard(
-    directory: Path | str | Catalog,
-    output: Path | str,
+    directory: PurePath | str | Catalog,
+    output: PurePath | str,
     *,
     device_mesh: DeviceMesh | None = None,
-    rules: Mapping[str, SpecLike] | None = None,
-    like: Path | str | Catalog | None = None,
+    rules: Rules | None = None,
+    like: PurePath | str | Catalog | None = None,
     format: ReshardedFormat | None = None,
     dtype: str | None = None,
     include: Patterns | None = None,
@@ -298,8 +310,8 @@ def reshard(
     device_mesh
         The devices to shard for.
     rules
-        Name pattern to spec, matched against the new names as by `match_rules`. A tensor that no
-        rule matches is replicated.
+        Name pattern to spec, matched against the new names as by `match_rules`: the last rule that
+        matches a tensor counts. One that no rule matches is replicated.
     like
         A checkpoint to take mesh and specs from, by name, in place of the two above.
     format
@@ -325,6 +337,7 @@ def reshard(
     Examples
     --------
     >>> import tempfile, torch
+    >>> from pathlib import Path
     >>> from shardspec import save_sharded
     >>> place = Path(tempfile.mkdtemp())
     >>> save_sharded({"w": torch.arange(12.0).view(4, 3)}, place / "whole")
@@ -399,17 +412,25 @@ def reshard(
 
             metadata = source.file_metadata.values
             target = sharded_target(mesh, wanted, layouts, save, metadata, kept.values, kept.paths)
-        return wanted, target._replace(carried=target.carried | kept.names)
+        winners = winning_patterns(list(rules or {}), layouts)
+        sharding = {
+            name: (winners.get(name, ""), str(layout.labelled_spec))
+            for name, layout in layouts.items()
+        }
+        return wanted, target._replace(carried=target.carried | kept.names, sharding=sharding)
 
     options = WriteOptions(
         threads, strict_cast, overwrite, verify, dry_run, sidecars, progress, communicator
     )
     opening = partial(_mapped, directory, names, given)
-    return _converted(opening, as_path(output), chosen, lay_out, options)
+    return _converted(opening, storage_path(output), chosen, lay_out, options)
 
 
 def _merged_format(
-    output: Path, format: MergedFormat | None, max_shard_bytes: int | None, in_directory: bool
+    output: StoragePath,
+    format: MergedFormat | None,
+    max_shard_bytes: int | None,
+    in_directory: bool,
 ) -> MergedFormat:
     """Return the format of an output; `in_directory` says whether it is named as a directory."""
     chosen = format
@@ -492,7 +513,7 @@ def _merged(
     return wanted, target._replace(carried=carried)
 
 
-def _mapped(checkpoint: Path | str | Catalog, names: Names | None, choice: Choice) -> Catalog:
+def _mapped(checkpoint: PurePath | str | Catalog, names: Names | None, choice: Choice) -> Catalog:
     """Return a checkpoint as what a map makes of what is chosen."""
     if names is None:
         check_drop(choice)
@@ -502,7 +523,7 @@ def _mapped(checkpoint: Path | str | Catalog, names: Names | None, choice: Choic
 
 def _converted(
     opening: Callable[[], Catalog],
-    output: Path,
+    output: StoragePath,
     format: str,  # as the report names it
     lay_out: _LayOut,
     options: WriteOptions,
@@ -514,7 +535,7 @@ def _converted(
     def prepared(save: str) -> _Prepared:
         if options.threads < 1:
             raise CheckpointError(f"{options.threads} threads write nothing; give at least 1")
-        if isinstance(output, RemotePath) and output.parts[0] == "memory:" and processes.size > 1:
+        if not output.shared and processes.size > 1:
             raise CheckpointError(
                 f"{output}: memory:// is the memory of one process, and others do not see it; "
                 "start one process"
@@ -525,7 +546,7 @@ def _converted(
         tensors, target = lay_out(source, save)
         if options.sidecars:
             target = add_sidecars(source, target, format)
-        if isinstance(output, RemotePath) and any("/" in file.name for file in target.files):
+        if not output.nests and any("/" in file.name for file in target.files):
             raise CheckpointError(
                 f"{output}: the format {format!r} has files in directories, which are not written "
                 "into a store; write to a directory here, and copy that"
@@ -535,7 +556,7 @@ def _converted(
             destination = check_destination(output, source, target, options.overwrite)
         reads = _check_tensors(source, tensors, options.verify, processes)
         report = WriteReport(
-            path=output,
+            path=output.public(),
             format=format,
             read=source.format,
             reads={
@@ -546,7 +567,9 @@ def _converted(
             writes={file.name: file.num_bytes for file in target.files},
             left_out=_left_out(source, target),
             sidecars=target.sidecars,
+            weight_files=len(target.files) - len(target.sidecars),
             not_copied=target.not_copied,
+            sharding=target.sharding if options.dry_run else {},
         )
         return source, target, destination, report
 
@@ -555,8 +578,7 @@ def _converted(
         source, target, destination, report = processes.agree(lambda: prepared(save))
         if not options.dry_run:
             processes.check_same(lambda: _facts(source, target, report, options))
-            kind = StoreOutput if isinstance(output, RemotePath) else DiskOutput
-            begun = kind(source, target, destination.path, options, processes)
+            begun = Output(source, target, destination.path, options, processes)
             written = begun.write(destination)
             crc = 0
             for _, num_bytes, value in written:
@@ -576,7 +598,7 @@ def _facts(
 ) -> dict[str, str]:
     """Return what several processes that write one output have to agree on."""
     facts = {
-        "output": str(report.path.absolute()),
+        "output": str(storage_path(report.path).absolute()),
         "checkpoint": str(source.directory.absolute()),
         "format": report.format,
     }
@@ -603,12 +625,12 @@ def _left_out(source: Catalog, target: Target) -> tuple[str, ...]:
 
 def _check_tensors(
     source: Catalog, tensors: Sequence[OutputTensor], verify: bool, processes: Processes
-) -> Counter[Path]:
+) -> Counter[StoragePath]:
     """Check that boxes tile every tensor, and copies agree; return the bytes to read by file."""
     copies_of = memoize_by_boxes(check_tiling)
     elements_of = memoize_by_boxes(_elements_by_file)
     # Tensors that are sharded alike share one count.
-    counts: dict[int, Counter[Path]] = {}
+    counts: dict[int, Counter[StoragePath]] = {}
     widths: Counter[int] = Counter()
     with OpenFiles() as files:
         for place, name in enumerate(sorted({tensor.source for tensor in tensors})):
@@ -622,15 +644,15 @@ def _check_tensors(
             elements = elements_of(outline)
             counts[id(elements)] = elements
             widths[id(elements)] += item_bytes(outline.dtype)
-    reads: Counter[Path] = Counter()
+    reads: Counter[StoragePath] = Counter()
     for key, elements in counts.items():
         for path, count in elements.items():
             reads[path] += count * widths[key]
     return reads
 
 
-def _elements_by_file(outline: AnyOutline) -> Counter[Path]:
-    found: Counter[Path] = Counter()
+def _elements_by_file(outline: AnyOutline) -> Counter[StoragePath]:
+    found: Counter[StoragePath] = Counter()
     for stored in distinct(outline):
         if stored.path != ZEROS:
             found[stored.path] += box_size(stored.box)

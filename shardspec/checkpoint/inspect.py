@@ -3,13 +3,16 @@
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from pathlib import Path
+from math import prod
+from pathlib import PurePath
 from typing import Any, NamedTuple
 
 from shardspec.boxes import Box, box_shape, box_size
 from shardspec.checkpoint import catalog
 from shardspec.checkpoint.catalog import AnyOutline, Catalog
+from shardspec.checkpoint.layers import groups_of, natural_order
 from shardspec.checkpoint.open import as_catalog
+from shardspec.checkpoint.storage.path import StoragePath
 from shardspec.dtypes import item_bytes
 from shardspec.layout.layout import Layout
 
@@ -23,6 +26,15 @@ class Holders(NamedTuple):
     """Whether any box has several ranks."""
     uneven: bool
     """Whether boxes differ in shape, or, by a layout, some ranks hold none while others do."""
+
+
+class Group(NamedTuple):
+    """Some of the tensors of a checkpoint."""
+
+    tensors: int
+    parameters: int
+    """Elements of all of them."""
+    num_bytes: int
 
 
 def _holders(held: Iterable[tuple[Box, int]], num_ranks: int = 0) -> Holders:
@@ -51,7 +63,7 @@ class CheckpointSummary:
 
     source: Catalog
     names: tuple[str, ...]
-    """The tensors that count, sorted."""
+    """The tensors that count, in natural order: ``layers.2`` before ``layers.10``."""
     extras: Mapping[str, object]
     """Entries that are not tensors."""
 
@@ -64,6 +76,16 @@ class CheckpointSummary:
     def num_bytes(self) -> int:
         """Bytes of all whole tensors: about the size of the merged file."""
         return sum(tensor.num_bytes for tensor in self.outlines)
+
+    def groups(self) -> "dict[str, Group]":
+        """Return what the parts of the model have, by how the names of their tensors begin."""
+        found = {}
+        for group, names in groups_of(self.names).items():
+            tensors = list(map(self.source.outline, names))
+            parameters = sum(prod(tensor.shape) for tensor in tensors)
+            num_bytes = sum(tensor.num_bytes for tensor in tensors)
+            found[group] = Group(len(tensors), parameters, num_bytes)
+        return found
 
     def layout(self, tensor: AnyOutline) -> Layout | None:
         """Return how a tensor is sharded over the mesh that wrote it, if the format says both."""
@@ -88,7 +110,7 @@ class CheckpointSummary:
             alike[id(tensor.boxes)] = tensor.boxes, width + item_bytes(tensor.dtype)
         mesh, directory = self.source.mesh, self.source.directory
         stored: dict[int, int] = {} if mesh is None else dict.fromkeys(mesh.ids, 0)
-        paths: dict[int, Path] = {}
+        paths: dict[int, StoragePath] = {}
         for boxes, width in alike.values():
             for box in boxes:
                 stored[box.rank] = stored.get(box.rank, 0) + width * box_size(box.box)
@@ -103,12 +125,14 @@ class CheckpointSummary:
 
     def facts(self) -> dict[str, object]:
         """Return all but the tensors as plain values."""
-        source, mesh = self.source, self.source.mesh
+        source, mesh, groups = self.source, self.source.mesh, self.groups()
         return {
             "directory": str(source.directory),
             "format": source.format,
             "mesh": mesh and {"ids": mesh.ids, "shape": mesh.shape, "axis_names": mesh.axis_names},
             "bytes": self.num_bytes,
+            "parameters": sum(group.parameters for group in groups.values()),
+            "groups": {name: group._asdict() for name, group in groups.items()},
             "ranks": [
                 {"rank": rank, "bytes": num_bytes, "file": file}
                 for rank, (num_bytes, file) in self.ranks.items()
@@ -144,7 +168,7 @@ class CheckpointSummary:
 
 
 @lru_cache(maxsize=1024)
-def _file(path: Path, directory: Path) -> str:
+def _file(path: StoragePath, directory: StoragePath) -> str:
     return str(path.relative_to(directory)) if directory in path.parents else path.name
 
 
@@ -154,10 +178,10 @@ def other_text(value: object, most: int = 200) -> str:
     return text if len(text) <= most else f"{text[: most - 1]}…"
 
 
-def inspect_checkpoint(directory: Path | str | Catalog) -> CheckpointSummary:
+def inspect_checkpoint(directory: PurePath | str | Catalog) -> CheckpointSummary:
     """Return what a checkpoint holds; its metadata is checked, its data is not read."""
     source = as_catalog(directory)
-    summary = CheckpointSummary(source, source.names, {})
+    summary = CheckpointSummary(source, tuple(natural_order(source.names)), {})
     check = catalog.memoize_by_boxes(catalog.check_tiling)  # many tensors are sharded alike
     for tensor in summary.outlines:
         summary.layout(tensor)

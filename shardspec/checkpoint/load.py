@@ -7,7 +7,7 @@ several files the first is read: if they differed, a model would otherwise be mi
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
+from pathlib import PurePath
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -22,7 +22,8 @@ from shardspec.checkpoint.mapped import Names, check_drop, configured, mapped, r
 from shardspec.checkpoint.open import as_catalog, open_checkpoint
 from shardspec.checkpoint.read_boxes import Buffers, Checks, read_box_into, stretches
 from shardspec.checkpoint.state_dict import LEFT_OUT, KeyPath, spread, unflatten
-from shardspec.checkpoint.store import OpenFiles
+from shardspec.checkpoint.storage.path import StoragePath
+from shardspec.checkpoint.storage.reading import OpenFiles
 from shardspec.checkpoint.targets import OutputTensor
 from shardspec.checkpoint.transfers import file_numbers, file_regions
 from shardspec.comm.communicator import Communicator
@@ -42,7 +43,7 @@ if TYPE_CHECKING:
 
 
 def load_sharded(
-    directory: Path | str | Catalog,
+    directory: PurePath | str | Catalog,
     device_mesh: DeviceMesh | None = None,
     rules: Mapping[str, SpecLike] | None = None,
     *,
@@ -70,7 +71,8 @@ def load_sharded(
     into
         A state dict, as `save_sharded` takes it, whose tensors are filled in place, instead of a
         mesh and rules: DTensors, also torch's, get their shards. Each has the shape and dtype that
-        was saved. Other tensors of the checkpoint are not read.
+        was saved. Other tensors of the checkpoint are not read. A rank that holds nothing gives
+        ``{}``, or does not call this.
     include, exclude, rename
         Which tensors and values are loaded, and under which names, as for `merge`; rules and `into`
         have the new names. What these patterns leave out stays as it is in `into`.
@@ -117,6 +119,8 @@ def load_sharded(
     from shardspec.comm.process_group import communicator_of
 
     choice = Choice(include, exclude, rename, None, drop)
+    if into is not None and not into and device_mesh is None and not rules:
+        return {}  # whose ranks read, a rank that holds nothing does not know
     if into is not None:
         chosen = communicator or rank_state.communicator_of_state(into)
     else:
@@ -145,7 +149,7 @@ def load_sharded(
 
 
 def _opened(
-    directory: Path | str | Catalog, names: Names | None, choice: Choice, *, all_of_it: bool
+    directory: PurePath | str | Catalog, names: Names | None, choice: Choice, *, all_of_it: bool
 ) -> Catalog:
     catalog = as_catalog(directory)
     if all_of_it:
@@ -254,7 +258,7 @@ def _plan_into(
 
 
 def stored_layouts(
-    place: Catalog | Path, first: int
+    place: Catalog | StoragePath, first: int
 ) -> tuple[dict[str, StoredLayout], dict[int, str]]:
     """Return where a checkpoint has its tensors, and the names of its files by number.
 
@@ -279,7 +283,7 @@ def stored_layouts(
 class LoadPlan(ReshardPlan):
     """A reshard plan whose source is a checkpoint: devices read what they are to hold."""
 
-    checkpoint: Path = Path()
+    checkpoint: PurePath = PurePath()  # noqa: RUF009  # a frozen value
     names: NameMap | None = field(default=None, compare=False)
     """By which map, if by one."""
 
@@ -381,7 +385,7 @@ def _check_apart(shards: "Mapping[str, Mapping[int, torch.Tensor]]") -> None:
 
 
 def plan_load(
-    checkpoint: Path,
+    checkpoint: StoragePath,
     target: Target,
     names: Mapping[str, str] | NameMap | None,
     dtype: object,

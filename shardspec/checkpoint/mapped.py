@@ -14,7 +14,7 @@ from typing import Final, TypeAlias
 from shardspec.boxes import Box, box_shape, box_size
 from shardspec.checkpoint import catalog
 from shardspec.checkpoint.choice import Choice, wanted_names
-from shardspec.checkpoint.store import SourceFile, file_inside
+from shardspec.checkpoint.storage.path import file_inside
 from shardspec.dtypes import item_bytes
 from shardspec.errors import LayoutError
 from shardspec.resharding.maps import apply_map
@@ -85,7 +85,7 @@ def configured(source: catalog.Catalog, names: NameMap) -> NameMap:
     path = home / "config.json"
     if not path.is_file():
         return names
-    with SourceFile(file_inside(home, path.name, home)) as file:
+    with file_inside(home, path.name, home).open() as file:
         text = file.read(0, min(file.num_bytes, _MOST_CONFIG_BYTES))
     config: object = None
     with suppress(ValueError, RecursionError):

@@ -5,20 +5,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib import import_module
 from itertools import islice
-from pathlib import Path
+from pathlib import PurePath
 from typing import Final, NamedTuple
 
 from shardspec.checkpoint.catalog import Catalog
 from shardspec.checkpoint.formats import names
 from shardspec.checkpoint.formats.names import FORMATS, MEGATRON_TRACKER, Format, format_of_names
-from shardspec.checkpoint.store import (
-    RemotePath,
-    Snapshot,
-    SourceFile,
-    as_path,
-    file_inside,
-    reason,
-)
+from shardspec.checkpoint.storage.from_text import storage_path
+from shardspec.checkpoint.storage.path import StoragePath, file_inside, reason
+from shardspec.checkpoint.storage.snapshot import Snapshot
 from shardspec.errors import CheckpointError
 from shardspec.text import Argument
 
@@ -37,8 +32,8 @@ _FILE: Final = Format("a single file", "", "")
 class _Found(NamedTuple):
     """A checkpoint that is not open yet."""
 
-    place: Path
-    home: Path
+    place: StoragePath
+    home: StoragePath
     """Where all its files lie."""
     format: Format
     note: str = ""
@@ -46,10 +41,10 @@ class _Found(NamedTuple):
 
 
 def open_checkpoint(
-    path: Path | str,
+    path: PurePath | str,
     *,
     ranks: int | None = None,
-    source_rules: Mapping[str, object] | Path | str | None = None,
+    source_rules: Mapping[str, object] | PurePath | str | None = None,
 ) -> Catalog:
     """Open a checkpoint; what describes it is read and checked, its data is not.
 
@@ -64,16 +59,16 @@ def open_checkpoint(
 
 
 def open_checkpoints(
-    paths: Sequence[Path | str],
+    paths: Sequence[PurePath | str],
     *,
     ranks: int | None = None,
-    source_rules: Mapping[str, object] | Path | str | None = None,
+    source_rules: Mapping[str, object] | PurePath | str | None = None,
 ) -> list[Catalog]:
     """Open several checkpoints; each gets the options that its format takes."""
     options = (("ranks", ranks), ("source_rules", source_rules))
     added = {name: value for name, value in options if value is not None}
     found = []
-    for path in map(as_path, paths):
+    for path in map(storage_path, paths):
         with _reported(path):
             found.append(_find(path))
     for name in sorted(added):
@@ -87,9 +82,9 @@ def open_checkpoints(
     return [_open(one, {n: added[n] for n in added.keys() & one.format.takes}) for one in found]
 
 
-def as_catalog(checkpoint: Path | str | Catalog) -> Catalog:
+def as_catalog(checkpoint: PurePath | str | Catalog) -> Catalog:
     """Return a checkpoint that may be open already."""
-    return open_checkpoint(checkpoint) if isinstance(checkpoint, Path | str) else checkpoint
+    return open_checkpoint(checkpoint) if isinstance(checkpoint, PurePath | str) else checkpoint
 
 
 def _open(found: _Found, added: Mapping[str, object]) -> Catalog:
@@ -107,7 +102,7 @@ def _open(found: _Found, added: Mapping[str, object]) -> Catalog:
 
 
 @contextmanager
-def _reported(place: Path) -> Iterator[None]:
+def _reported(place: StoragePath) -> Iterator[None]:
     """Turn errors of the system into a CheckpointError."""
     try:
         yield
@@ -116,12 +111,12 @@ def _reported(place: Path) -> Iterator[None]:
         raise CheckpointError(f"{where}: cannot be read: {reason(error)}") from None
 
 
-def _find(place: Path, run: Format | None = None) -> _Found:
+def _find(place: StoragePath, run: Format | None = None) -> _Found:
     """Find out what a path is, perhaps a checkpoint that the directory of a run names."""
     if "\0" in str(place):
         raise CheckpointError(f"{str(place)!r}: a path cannot hold a NUL; check it")
     try:
-        there = sorted(path.name for path in place.iterdir())
+        there = place.names()
     except NotADirectoryError:
         return _find_file(place)
     except FileNotFoundError:
@@ -150,7 +145,9 @@ def _find(place: Path, run: Format | None = None) -> _Found:
     raise CheckpointError(f"{place}: {problem}")
 
 
-def _newest(place: Path, there: Sequence[str], known: Format | None) -> tuple[Path, str] | None:
+def _newest(
+    place: StoragePath, there: Sequence[str], known: Format | None
+) -> tuple[StoragePath, str] | None:
     """Return the checkpoint that counts if a directory is that of a run, and a note of it."""
     deepspeed = known is not None and known.name == names.DEEPSPEED
     tracker = names.DEEPSPEED_LATEST if deepspeed else MEGATRON_TRACKER
@@ -161,7 +158,7 @@ def _newest(place: Path, there: Sequence[str], known: Format | None) -> tuple[Pa
         return None
     if tracker in there:
         path = file_inside(place, tracker, place)
-        with SourceFile(path) as file:
+        with path.open() as file:
             said = file.read(0, min(file.num_bytes, _MOST_TRACKER_BYTES)).strip().decode("latin1")
         due = [said] if deepspeed or names.MEGATRON_ITERATION.fullmatch(said) else []
         if said.isdecimal() and said.isascii() and not deepspeed:
@@ -188,7 +185,7 @@ def _newest(place: Path, there: Sequence[str], known: Format | None) -> tuple[Pa
     return file_inside(place, found[0], place), f"reading {found[0]}, which is the only one"
 
 
-def _find_file(place: Path) -> _Found:
+def _find_file(place: StoragePath) -> _Found:
     """Find out what a file is, or is a part of."""
     if place.name in (MEGATRON_TRACKER, names.DEEPSPEED_SCRIPT):
         return _find(place.parent)
@@ -204,13 +201,13 @@ def _find_file(place: Path) -> _Found:
     return _Found(place, place if alone else place.parent, _FILE)
 
 
-def _reader_of_file(place: Path) -> str:
+def _reader_of_file(place: StoragePath) -> str:
     """Return who reads what is a checkpoint by itself."""
     if names.is_index(place.name):
         return "safetensors:open_index_file"
     if names.is_bin_index(place.name):
         return "torch_file:open_bin_index"
-    with SourceFile(place) as file:
+    with place.open() as file:
         head = file.read(0, min(file.num_bytes, 16))
     if not head:
         raise CheckpointError(f"{place}: is empty; restore it")
@@ -230,12 +227,12 @@ def _reader_of_file(place: Path) -> str:
     return "safetensors:open_single_file"
 
 
-def _nearby(place: Path, there: Sequence[str]) -> str:
+def _nearby(place: StoragePath, there: Sequence[str]) -> str:
     """Return which checkpoints lie in a directory that is none, or which files could be ones."""
     start = "is not a checkpoint itself, but there"
     level = [place]
     # In a store every look would be a request.
-    for _ in range(0 if isinstance(place, RemotePath) else _DEPTH):
+    for _ in range(0 if place.requests else _DEPTH):
         below = (at / name for at in level for name in _names(at) if not name.startswith("."))
         level = list(islice((path for path in below if path.is_dir()), _MOST_DIRECTORIES))
         known = [(path, found.name) for path in level if (found := format_of_names(_names(path)))]
@@ -254,11 +251,11 @@ def _some(found: Sequence[str]) -> str:
     return f"{', '.join(found[:_SHOWN])}{more}; name one of them"
 
 
-def _names(directory: Path) -> list[str]:
+def _names(directory: StoragePath) -> list[str]:
     """Return the names in a directory; step-9 comes before step-10."""
     try:
         return sorted(
-            (path.name for path in directory.iterdir()),
+            directory.names(),
             key=lambda name: re.sub(r"[0-9]{1,18}", lambda number: number[0].zfill(18), name),
         )
     except OSError:

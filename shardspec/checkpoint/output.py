@@ -6,17 +6,13 @@ is complete, and a file that it replaces stays until then.
 """
 
 import heapq
-import os
-import time
-from abc import ABC, abstractmethod
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from itertools import islice
 from operator import itemgetter
-from pathlib import Path
 from threading import Event, Lock
 from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias
 
@@ -24,8 +20,7 @@ from isal.isal_zlib import crc32_combine
 
 from shardspec.checkpoint.agree import Processes
 from shardspec.checkpoint.catalog import Catalog, distinct
-from shardspec.checkpoint.commit import Destination, joined_output, staged_output
-from shardspec.checkpoint.local import FILE, NEW_FILE, open_below, reserve, write_all
+from shardspec.checkpoint.destination import Destination
 from shardspec.checkpoint.read_boxes import (
     BLOCK_BYTES,
     Buffers,
@@ -35,15 +30,8 @@ from shardspec.checkpoint.read_boxes import (
     read_box,
     stretches,
 )
-from shardspec.checkpoint.store import (
-    AHEAD_BYTES,
-    OpenFiles,
-    RemotePath,
-    is_temporary,
-    path_errors,
-    prefetch_map,
-    upload,
-)
+from shardspec.checkpoint.storage.path import Staged, Staging, StoragePath, WriteAt
+from shardspec.checkpoint.storage.reading import AHEAD_BYTES, OpenFiles, prefetch_map
 from shardspec.checkpoint.targets import Extent, RawBytes, Target
 from shardspec.comm.communicator import Communicator
 from shardspec.dtypes import is_cast
@@ -61,8 +49,6 @@ _ROUND_BYTES: Final = 4 << 30
 """About so much does each of several processes copy before it hears how the others fare."""
 _MAX_OPEN: Final = 128
 """Files that a thread has open to be written."""
-_TEMPORARY_SUFFIX: Final = ".shardspec-tmp"
-"""How the names of files in a store end that were not moved yet; a killed run leaves them."""
 
 Written: TypeAlias = list[tuple[str, int, int]]
 """Name, bytes and CRC-32 of files."""
@@ -119,25 +105,25 @@ def plan_tasks(
         yield task
 
 
-_WriteAt: TypeAlias = Callable[[int, bytes | memoryview], object]
-"""Writes bytes at a position in a file."""
+_Blocks: TypeAlias = Iterator[tuple[int, memoryview]]
+"""What goes into a file, and where."""
 
 
-class Output(ABC):
+class Output:
     """An output that is being written; all threads of this process share it."""
 
-    whole_files = False
-    """Whether files are written from start to end, each by one thread."""
+    _staged: Staged
 
     def __init__(
         self,
         source: Catalog,
         target: Target,
-        path: Path,
+        path: StoragePath,
         options: WriteOptions,
         processes: Processes,
     ) -> None:
         self.source, self.target, self.path = source, target, path
+        self.whole_files = path.whole_files
         self.options, self.processes = options, processes
         self.digested = options.verify or target.digested
         """Whether the CRC-32 of what is written is computed."""
@@ -167,20 +153,27 @@ class Output(ABC):
         self._tasks_per_round = -(-tasks // self._rounds)
         self._threads = max(1, min(options.threads, tasks))
         self._failed, self._lock = Event(), Lock()
-        self._last = False
-        """Whether the first process may be publishing the output."""
 
-    @abstractmethod
-    def opened(self, destination: Destination) -> AbstractContextManager[None]:
-        """Begin the output; it appears at the end of the block, or nothing of it does."""
+    @contextmanager
+    def _begun(self, destination: Destination) -> Iterator[None]:
+        """Stage all files, or join the process that has; they appear at the end of the block."""
+        processes, directory = self.processes, self.target.directory
+        files = {file.name: file.num_bytes for file in self.target.files}
+        listing = None if self.target.listing is None else self.target.listing.name
+        if listing is not None:
+            files[listing] = 0
+        output = Staging(files, directory, self.options.overwrite, listing, *destination[1:])
 
-    @abstractmethod
-    def _copy(self, task: Extents, files: OpenFiles, buffers: Buffers) -> None:
-        """Do a task of this process."""
+        def begin(token: object = None) -> object:
+            staged = self.path.stage(output) if first else self.path.join(output, token)
+            self._staged = stack.enter_context(staged)
+            return self._staged.token
 
-    @abstractmethod
-    def _completed(self, name: str, num_bytes: int) -> AbstractContextManager[_WriteAt]:
-        """Open a file to be completed; in the end it is flushed."""
+        first = processes.rank == 0
+        with ExitStack() as stack:
+            token = processes.gather(processes.agree(lambda: begin() if first else None))[0]
+            processes.agree(lambda: None if first else begin(token))
+            yield
 
     def _extent(self, at: tuple[int, int]) -> Extent:
         return self.target.files[at[0]].extents[at[1]]
@@ -189,7 +182,7 @@ class Output(ABC):
         """Write all files; the first of several processes completes the output."""
         processes, first = self.processes, self.processes.rank == 0
         with ExitStack() as stack:
-            stack.enter_context(self.opened(destination))
+            stack.enter_context(self._begun(destination))
             self._run()
             crcs = [
                 (file, number, self._crcs[file][number])
@@ -197,7 +190,7 @@ class Output(ABC):
                 for file, number in task
             ]
             copied = processes.gather((crcs, self._file_crcs, self.losses))
-            self._last = True
+            self._staged.published = not first
             written = processes.agree(lambda: self._finish(copied) if first else [])
             # Here the output appears under its name.
             processes.agree(lambda: stack.close() if first else None)
@@ -262,14 +255,30 @@ class Output(ABC):
                 self._failed.set()
                 raise
 
+    def _copy(self, task: Extents, files: OpenFiles, buffers: Buffers) -> None:
+        """Do a task of this process."""
+        if self.whole_files:
+            ((whole, _), *_) = task
+            self._complete(whole, lambda number: self._blocks(whole, number, files, buffers))
+            return
+        with ExitStack() as stack:
+            writers: dict[int, WriteAt] = {}
+            for file, number in task:
+                if file not in writers:
+                    if len(writers) >= _MAX_OPEN:
+                        stack.close()
+                        writers.clear()
+                    name = self.target.files[file].name
+                    writers[file] = stack.enter_context(self._staged.file(name))
+                for offset, data in self._blocks(file, number, files, buffers):
+                    writers[file](offset, data)
+
     def _finish_tasks(self, done: Iterator[None]) -> None:
         """Wait for the tasks of a round."""
         for _ in islice(done, self._tasks_per_round):
             pass
 
-    def _blocks(
-        self, file: int, number: int, files: OpenFiles, buffers: Buffers
-    ) -> Iterator[tuple[int, memoryview]]:
+    def _blocks(self, file: int, number: int, files: OpenFiles, buffers: Buffers) -> _Blocks:
         """Yield what goes into a file, and where; note the CRC-32 of all if it is computed.
 
         Each counts as written once the next one is asked for.
@@ -324,8 +333,8 @@ class Output(ABC):
             if self.options.progress is not None:
                 self.options.progress(self._done, self._total)
 
-    def _complete(self, number: int, copy: Callable[[int, _WriteAt], None] | None = None) -> None:
-        """Write a file from start to end; without `copy`, which copies an extent, all but these."""
+    def _complete(self, number: int, blocks: Callable[[int], _Blocks] | None = None) -> None:
+        """Write a file from start to end; all but its extents without `blocks`, which reads one."""
         file, crcs = self.target.files[number], self._crcs[number]
         pieces: Iterator[tuple[int, RawBytes | int]] = heapq.merge(
             ((raw.offset, raw) for raw in file.raw),
@@ -334,15 +343,15 @@ class Output(ABC):
             key=itemgetter(0),
         )
         value = end = 0
-        with self._completed(file.name, file.num_bytes) as write:
+        with self._staged.file(file.name) as write:
             for offset, piece in pieces:
                 if isinstance(piece, RawBytes):
                     data = piece.made()
                     write(offset, data)
                     num_bytes, crc = len(data), crc32(data)
                 else:
-                    if copy is not None:
-                        copy(piece, write)
+                    for block in () if blocks is None else blocks(piece):
+                        write(*block)
                     num_bytes, crc = file.extents[piece].num_bytes, crcs[piece]
                 value = crc32(bytes(offset - end), value)
                 value = int(crc32_combine(value, crc, num_bytes))
@@ -354,7 +363,7 @@ class Output(ABC):
         files = (file.name for file in self.target.files)
         num_bytes = crc = 0
         room = bytearray()
-        with self._completed(name, 0) as write:
+        with self._staged.file(name) as write:
 
             def flush() -> None:
                 nonlocal num_bytes, crc
@@ -374,203 +383,3 @@ class Output(ABC):
 
 class _Cancelled(Exception):
     """Another thread has failed, so this one stops."""
-
-
-class DiskOutput(Output):
-    """An output on a disk: files are made with their sizes, and written at any position."""
-
-    _fd = -1
-    """What is staged: a file, or a directory of files."""
-
-    @contextmanager
-    def opened(self, destination: Destination) -> Iterator[None]:
-        """Stage all files, or open what the first process has staged."""
-        directory, processes = self.target.directory, self.processes
-        with ExitStack() as stack:
-
-            def stage() -> tuple[Path, int]:
-                overwrite = self.options.overwrite
-                staged = staged_output(destination, directory=directory, overwrite=overwrite)
-                self._fd, place = stack.enter_context(staged)
-                for file in self.target.files:
-                    self._create(file.name, file.num_bytes)
-                if self.target.listing is not None:
-                    self._create(self.target.listing.name, 0)
-                stamp = int.from_bytes(os.urandom(4)) >> 1
-                if processes.size > 1:
-                    self._set_time(stamp)
-                return place, stamp
-
-            def join() -> None:
-                joined = joined_output(place, self.path, directory=directory)
-                self._fd = stack.enter_context(joined)
-                # A killed run may have left one of the same name on a disk of this machine.
-                if int(os.fstat(self._fd).st_mtime) != stamp:
-                    raise CheckpointError(
-                        f"{self.path}: what the first process has begun is not seen here, but "
-                        "another file of its name; write to a directory that all processes share"
-                    )
-
-            first = processes.rank == 0
-            mine = processes.agree(lambda: stage() if first else (Path(), 0))
-            place, stamp = processes.gather(mine)[0]
-            processes.agree(lambda: None if first else join())
-            if first and processes.size > 1:
-                self._set_time(int(time.time()))
-            yield
-
-    def _set_time(self, seconds: int) -> None:
-        """Set when what is staged was changed."""
-        with path_errors(self.path, "written"):
-            os.utime(self._fd, (seconds, seconds))
-
-    def _create(self, name: str, num_bytes: int) -> None:
-        """Make a file of a size: a full disk is reported before anything is written."""
-        more = f" ({num_bytes} bytes are needed); make room or write elsewhere"
-        with path_errors(self.path, "written", more):
-            fd = self._open(name, NEW_FILE)
-            try:
-                reserve(fd, num_bytes)
-            finally:
-                os.close(fd)
-
-    def _open(self, name: str, flags: int = FILE) -> int:
-        with path_errors(self.path, "written"):
-            return open_below(self._fd, name, flags) if self.target.directory else os.dup(self._fd)
-
-    def _copy(self, task: Extents, files: OpenFiles, buffers: Buffers) -> None:
-        fds: dict[int, int] = {}
-        try:
-            for file, number in task:
-                while file not in fds and len(fds) >= _MAX_OPEN:
-                    os.close(fds.popitem()[1])
-                if file not in fds:
-                    fds[file] = self._open(self.target.files[file].name)
-                for offset, data in self._blocks(file, number, files, buffers):
-                    write_all(fds[file], data, offset, self.path)
-        finally:
-            for fd in fds.values():
-                os.close(fd)
-
-    @contextmanager
-    def _completed(self, name: str, num_bytes: int) -> Iterator[_WriteAt]:  # noqa: ARG002
-        fd = self._open(name)
-        try:
-            yield lambda at, data: write_all(fd, memoryview(data), at, self.path)
-            with path_errors(self.path, "written"):
-                os.fsync(fd)
-        finally:
-            os.close(fd)
-
-
-class StoreOutput(Output):
-    """An output in a store, all of which has arrived there before it counts.
-
-    A file of a new name is uploaded under it. One whose name is taken is uploaded beside the old
-    one, and in the end the store copies it over that in one step.
-    """
-
-    whole_files = True
-
-    @contextmanager
-    def opened(self, destination: Destination) -> Iterator[None]:
-        """List what is there; nothing of what was uploaded stays if the run fails."""
-        path, processes, target = self.path, self.processes, self.target
-        assert isinstance(path, RemotePath), "others are on a disk"
-
-        def listed() -> list[str]:
-            if processes.rank or not self.options.overwrite:
-                return []
-            if not target.directory:
-                return [path.name] * path.is_file()
-            try:
-                return list(path.listing())
-            except FileNotFoundError:
-                return []
-
-        mine = processes.agree(listed), os.urandom(8).hex()
-        names, self._token = processes.gather(mine)[0]
-        there = self._there = frozenset(names)
-        self._old = destination.replaced & there | set(filter(is_temporary, there))
-        """What goes, beside files of the same names: also what killed runs have left."""
-        self._moved = [file.name for file in target.files if file.name in there]
-        """What is uploaded beside an older file of its name."""
-        # Old and new ones side by side could be taken for one checkpoint.
-        self._mixed = target.directory and bool(self._moved)
-        if target.listing is not None and (self._moved or target.listing.name in there):
-            self._moved.append(target.listing.name)
-        self._made: list[Path] = []
-        """What was uploaded so far; removed on failure."""
-        try:
-            yield
-            if processes.rank == 0:
-                self._publish()
-        except BaseException as error:
-            # In the end the first process may have published, unless all say that one has failed.
-            if not (self._last and processes.rank) or isinstance(error, CheckpointError):
-                for file in self._made:
-                    with suppress(CheckpointError):
-                        file.unlink(missing_ok=True)
-            raise
-
-    def _final(self, name: str) -> RemotePath:
-        assert isinstance(self.path, RemotePath), "others are on a disk"
-        return self.path / name if self.target.directory else self.path
-
-    def _place(self, name: str) -> RemotePath:
-        """Return the name to upload a file under."""
-        final = self._final(name)
-        if name not in self._moved:
-            return final
-        return final.with_name(f".{final.name}.{self._token}{_TEMPORARY_SUFFIX}")
-
-    def _copy(self, task: Extents, files: OpenFiles, buffers: Buffers) -> None:
-        ((file, _), *_) = task
-
-        def copy(number: int, write: _WriteAt) -> None:
-            for offset, data in self._blocks(file, number, files, buffers):
-                write(offset, data)
-
-        self._complete(file, copy)
-
-    @contextmanager
-    def _completed(self, name: str, num_bytes: int) -> Iterator[_WriteAt]:
-        place, end = self._place(name), 0
-        with upload(place, num_bytes, overwrite=self.options.overwrite) as append:
-
-            def write(offset: int, data: bytes | memoryview) -> None:
-                nonlocal end
-                append(bytes(offset - end))
-                append(data)
-                end = offset + len(data)
-
-            yield write
-        self._made.append(place)
-        if (num_bytes := place.num_bytes()) != end:
-            raise CheckpointError(
-                f"{place}: has {num_bytes} bytes in the store, but {end} were sent; another run "
-                "has written there, or the store has lost some; write again"
-            )
-
-    def _publish(self) -> None:
-        """Move all files to where they belong, and remove what they replace."""
-        new = {file.name for file in self.target.files}
-        if self.target.listing is not None:
-            new.add(self.target.listing.name)
-        if self._mixed:
-            self._remove(n for n in self._there if n in new or (n in self._old and _is_list(n)))
-            self._made.extend(map(self._final, self._moved))
-        for name in self._moved:
-            self._place(name).replace(self._final(name))
-        if self.target.directory:
-            self._remove(self._old - new)
-
-    def _remove(self, names: Iterable[str]) -> None:
-        """Remove files, first those that say what the others are."""
-        for name in sorted(names, key=lambda name: (not _is_list(name), name)):
-            self._final(name).unlink(missing_ok=True)
-
-
-def _is_list(name: str) -> bool:
-    """Return whether a file says what the others are: without it, none counts."""
-    return name.endswith((".json", ".metadata"))

@@ -1,14 +1,15 @@
 """Plans of whole state dicts, whether they lie in memory or in a checkpoint."""
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
+from pathlib import PurePath
 
+from shardspec.checkpoint.storage.from_text import storage_path
 from shardspec.resharding.name_map import NameMap
-from shardspec.resharding.plan import ReshardPlan, Target, plan_state
+from shardspec.resharding.plan import ReshardPlan, Target, known_to_all, plan_state
 
 
 def plan_reshard(
-    source: Mapping[str, object] | Path | str,
+    source: Mapping[str, object] | PurePath | str,
     target: Target,
     *,
     names: Mapping[str, str] | NameMap | None = None,
@@ -16,7 +17,11 @@ def plan_reshard(
     max_bytes: int | None = None,
     drop: str | Sequence[str] = (),
 ) -> ReshardPlan:
-    """Plan how a state dict gets from its layouts to others; needs no job.
+    """Plan how a state dict gets from its layouts to others.
+
+    In a job all ranks call this with the state dicts that they have, ``{}`` where they hold
+    nothing: layouts travel from the ranks that have them, and every rank gets the same plan. A plan
+    from layouts, or from a checkpoint, needs no job and no other rank.
 
     Parameters
     ----------
@@ -24,8 +29,9 @@ def plan_reshard(
         Name to `Layout`, or a state dict of DTensors, shardspec's or torch's; or the path of a
         checkpoint.
     target
-        The same, or a mesh and rules: name pattern to spec, what no pattern matches is replicated.
-        Meshes may be any: the same, grown, shrunk, permuted, disjoint or overlapping ones.
+        The same but for a checkpoint, or a mesh and rules: name pattern to spec, what no pattern
+        matches is replicated. Meshes may be any: the same, grown, shrunk, permuted, disjoint or
+        overlapping ones.
     names
         Name in the source to name in the target, for those that differ; or a `NameMap`, which
         also fuses, splits, stacks, transposes and pads.
@@ -41,9 +47,10 @@ def plan_reshard(
     Raises
     ------
     LayoutError
-        If names are missing on either side, shapes differ, a reduction is pending, or `max_bytes`
-        is too small; if a map has no use for a tensor, names one that the source lacks, or is for
-        models of another type than the checkpoint's ``config.json`` says.
+        If names are missing on either side, shapes differ, ranks lay out a tensor in different
+        ways, a reduction is pending, or `max_bytes` is too small; if a map has no use for a tensor,
+        names one that the source lacks, or is for models of another type than the checkpoint's
+        ``config.json`` says.
 
     Examples
     --------
@@ -54,12 +61,14 @@ def plan_reshard(
     >>> dict(plan.sent), dict(plan.received)
     ({0: 24, 1: 24, 2: 48, 3: 48, 5: 0}, {0: 0, 1: 48, 2: 0, 3: 0, 5: 96})
     """
-    if isinstance(source, str | Path):
+    if not isinstance(target, tuple):
+        target = known_to_all(target)
+    if isinstance(source, str | PurePath):
         # State dicts in memory need nothing of it.
         from shardspec.checkpoint.load import plan_load
 
-        return plan_load(Path(source), target, names, dtype, max_bytes, drop)
-    plan = plan_state(source, target, names, dtype, max_bytes, drop)
+        return plan_load(storage_path(source), target, names, dtype, max_bytes, drop)
+    plan = plan_state(known_to_all(source), target, names, dtype, max_bytes, drop)
     dtypes = {layout.dtype for move in plan.moves for layout in (move.source, move.target)}
     if len(dtypes) > 1 or not dtypes <= {"float32", "bfloat16", "float16", "float64"}:
         from shardspec.checkpoint.check_quantized import check_plan

@@ -30,10 +30,9 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from math import gcd, lcm, prod
-from pathlib import Path
 from typing import Final, NamedTuple, TypeAlias
 
-from shardspec.checkpoint.store import SourceFile, file_inside
+from shardspec.checkpoint.storage.path import StoragePath, file_inside
 from shardspec.dtypes import item_bytes
 
 Shape: TypeAlias = tuple[int, ...]
@@ -178,7 +177,7 @@ class Quantised(NamedTuple):
     """Codes that are not cut anywhere, or whose companions are cut where they are."""
 
 
-def stated_by(directory: Path, metadata: Mapping[str, str]) -> Stated:
+def stated_by(directory: StoragePath, metadata: Mapping[str, str]) -> Stated:
     """Return what the files in a directory say, and the metadata of safetensors files."""
     torchao = dict(_torchao(metadata))
     sections = list(_sections(directory))
@@ -394,12 +393,12 @@ def _torchao(metadata: Mapping[str, str]) -> Iterator[tuple[str, tuple[Shape, st
             yield f"{home}._{weight}_qdata".lstrip("."), (numbers, kind)
 
 
-def _sections(directory: Path) -> Iterator[object]:
+def _sections(directory: StoragePath) -> Iterator[object]:
     """Yield the parts of configs that say how weights are quantised."""
     for name, whole in _CONFIGS.items():
         if not (directory / name).is_file():
             continue
-        with SourceFile(file_inside(directory, name, directory)) as file:
+        with file_inside(directory, name, directory).open() as file:
             stated = _json(file.read(0, min(file.num_bytes, _MOST_CONFIG_BYTES)))
         if whole and isinstance(stated, dict):
             yield stated

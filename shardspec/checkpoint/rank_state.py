@@ -70,7 +70,7 @@ def communicator_of_state(state_dict: Mapping[str, Any]) -> Communicator:
             elif isinstance(value, TorchDTensor) and value.device_mesh not in found:
                 found[value.device_mesh] = communicator_of(DeviceMesh.from_torch(value.device_mesh))
     if found:
-        return max(found.values(), key=lambda communicator: communicator.mesh.size)
+        return max(found.values(), key=lambda communicator: communicator.mesh.size())
     return communicator_of(world_mesh())
 
 

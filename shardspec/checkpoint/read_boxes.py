@@ -10,7 +10,6 @@ from dataclasses import replace
 from functools import partial
 from itertools import product
 from math import prod
-from pathlib import Path
 from threading import Lock
 from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias
 
@@ -28,7 +27,8 @@ from shardspec.checkpoint.catalog import (
     row_major_strides,
     whole_box,
 )
-from shardspec.checkpoint.store import FileStretch, OpenFiles
+from shardspec.checkpoint.storage.path import FileStretch, StoragePath
+from shardspec.checkpoint.storage.reading import OpenFiles
 from shardspec.comm.senders import overlaps
 from shardspec.dtypes import item_bytes
 from shardspec.errors import CheckpointError
@@ -51,7 +51,7 @@ Progress: TypeAlias = Callable[[int, int], None]
 """Called with the bytes that are done so far and the bytes to do in all."""
 _Seen: TypeAlias = Callable[[int, memoryview], int]
 """Called with what was read: its position in the file, and its bytes."""
-_Key: TypeAlias = tuple[Path, Digest]
+_Key: TypeAlias = tuple[StoragePath, Digest]
 _Spans: TypeAlias = dict[int, tuple[int, int]]
 """First byte to the end and the CRC-32; no two touch."""
 

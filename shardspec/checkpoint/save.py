@@ -4,36 +4,32 @@ Five steps, after each of which all ranks go on or fail together: describe what 
 compare the copies that several ranks hold, claim the directory, write the files, publish the info.
 """
 
+import errno
 import os
-import re
-import stat
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from pathlib import Path
-from typing import Any, Final
+from pathlib import PurePath
+from typing import Any
 
 from shardspec.boxes import Box
 from shardspec.checkpoint import rank_state
 from shardspec.checkpoint.agree import agree
-from shardspec.checkpoint.commit import write_atomically
 from shardspec.checkpoint.formats import native
 from shardspec.checkpoint.formats.names import INFO_NAME, NATIVE_SHARD
 from shardspec.checkpoint.formats.safetensors import read_header
-from shardspec.checkpoint.local import DIRECTORY, lock, opened
 from shardspec.checkpoint.rank_state import Described, Replicas
 from shardspec.checkpoint.read_boxes import crc32
-from shardspec.checkpoint.store import RemotePath, SourceFile, as_path, path_errors, reason
+from shardspec.checkpoint.storage.from_text import storage_path
+from shardspec.checkpoint.storage.path import StoragePath, is_temporary, reason
 from shardspec.checkpoint.targets import BoxEntry, FileEntry, OutputFile, OutputTensor, assign_boxes
 from shardspec.comm.communicator import Communicator
 from shardspec.errors import CheckpointError, OutputExistsError
 from shardspec.text import Argument
 
-_TEMPORARY: Final = re.compile(r"\.shardspec-save-[0-9a-f]{16}\.tmp")
-
 
 def save_sharded(
     state_dict: Mapping[str, Any],
-    directory: Path | str,
+    directory: PurePath | str,
     *,
     overwrite: bool = False,
     replicas: Replicas = "equal",
@@ -99,14 +95,14 @@ def save_sharded(
 
 def _save(
     state_dict: Mapping[str, Any],
-    directory: Path | str,
+    directory: PurePath | str,
     overwrite: bool,
     replicas: Replicas,
     chosen: Communicator,
 ) -> None:
     if replicas not in ("equal", "first"):
         raise CheckpointError(f"replicas is {replicas!r}; choose 'equal' or 'first'")
-    path = as_path(directory)
+    path = storage_path(directory)
     mesh = chosen.mesh
     leader = mesh.ids[0] in chosen.addressable
 
@@ -148,36 +144,26 @@ def _save(
         if leader:
             # Without a lock only what the older info names is known to be of no other save.
             with suppress(OSError):
-                older = os.listdir(path) if locked else older
+                older = path.names() if locked else older
             _remove(path, _superseded(path, older, keep={file.name for file in files}))
 
 
-def _check_free(path: Path) -> None:
+def _check_free(path: StoragePath) -> None:
     """Refuse a directory with a finished save."""
-    place = path / INFO_NAME
-    if place.exists() if isinstance(place, RemotePath) else os.path.lexists(place):
+    if (path / INFO_NAME).taken():
         raise OutputExistsError(
             f"{path}: holds a finished save; choose another directory, or replace it with ",
             Argument("overwrite", value=True),
         )
 
 
-def _make_directory(path: Path) -> None:
-    if not isinstance(path, RemotePath):  # stores make it with the first file
-        with path_errors(path, "made a directory"):
-            path.mkdir(parents=True, exist_ok=True)
-
-
-def _claim(path: Path, overwrite: bool, held: ExitStack) -> bool:
+def _claim(path: StoragePath, overwrite: bool, held: ExitStack) -> bool:
     """Make the directory and lock it, unless there is a save in it that is to be kept.
 
     Returns whether no other save is at work there: stores and some file systems have no locks.
     """
-    _make_directory(path)
-    locked: bool | None = None
-    if not isinstance(path, RemotePath):
-        with path_errors(path, "read"):
-            locked = lock(held.enter_context(opened(path, flags=DIRECTORY)))
+    path.make_directory()
+    locked = held.enter_context(path.locked())
     if locked is False:
         raise CheckpointError(
             f"{path}: another run is saving there; wait for that one, or choose another directory"
@@ -188,11 +174,11 @@ def _claim(path: Path, overwrite: bool, held: ExitStack) -> bool:
 
 
 def _write_shards(
-    path: Path, boxes: Mapping[int, Sequence[BoxEntry]], what: Described, save: str
+    path: StoragePath, boxes: Mapping[int, Sequence[BoxEntry]], what: Described, save: str
 ) -> dict[int, FileEntry]:
     """Write the files of this process; return their boxes, each with its CRC-32, by rank."""
     # Made by the first rank; asking again makes a network file system look.
-    _make_directory(path)
+    path.make_directory()
     tensors = {
         name: OutputTensor(name, name, layout.global_shape, layout.dtype)
         for name, layout in what.layouts.items()
@@ -202,7 +188,7 @@ def _write_shards(
         file, crcs = native.shard_file(tensors, entries, rank, save), dict[tuple[str, Box], int]()
         pieces = _pieces(file, rank, what, crcs)
         place = path / file.name
-        write_atomically(place, file.num_bytes, pieces, overwrite=False, mode_of=INFO_NAME)
+        place.write(file.num_bytes, pieces, overwrite=False, mode_of=INFO_NAME)
         stored = [entry._replace(crc32=crcs[entry.tensor, entry.box]) for entry in entries]
         written[rank] = FileEntry(file.name, rank, file.num_bytes, stored)
     return written
@@ -221,49 +207,53 @@ def _pieces(
         crcs[tensor.name, box] = crc
 
 
-def _publish(path: Path, info: native.ShardingInfo) -> list[str]:
+def _publish(path: StoragePath, info: native.ShardingInfo) -> Sequence[str]:
     """Write the sharding info, which makes the save count; return the files of the older one."""
     for file in info.files:
         place = path / file.name
+        entry, why = None, os.strerror(errno.ENOENT)
         try:
-            found = place.num_bytes() if isinstance(place, RemotePath) else place.stat().st_size
+            entry = place.look()
         except OSError as error:
+            why = reason(error)
+        if entry is None:
             raise CheckpointError(
                 f"{place}: rank {file.rank} has written this file, but the first rank of the mesh "
-                f"does not see it ({reason(error)}); save to a directory that all ranks share"
-            ) from None
-        if found != file.num_bytes:
-            raise CheckpointError(
-                f"{place}: has {found} bytes, but rank {file.rank} has written {file.num_bytes}; "
-                "another program has changed it, save again"
+                f"does not see it ({why}); save to a directory that all ranks share"
             )
-    older: list[str] = []
+        if entry.num_bytes != file.num_bytes:
+            raise CheckpointError(
+                f"{place}: has {entry.num_bytes} bytes, but rank {file.rank} has written "
+                f"{file.num_bytes}; another program has changed it, save again"
+            )
+    older: Sequence[str] = []
     with suppress(CheckpointError):  # one that cannot be read names nothing that could be removed
         older = [file.name for file in native.read_info(path).files]
     text = "".join(native.info_lines(info)).encode()
-    write_atomically(path / INFO_NAME, len(text), [text], overwrite=True, mode_of=INFO_NAME)
+    (path / INFO_NAME).write(len(text), [text], overwrite=True, mode_of=INFO_NAME)
     return older
 
 
-def _superseded(path: Path, names: Iterable[str], keep: Collection[str]) -> Iterator[str]:
+def _superseded(path: StoragePath, names: Iterable[str], keep: Collection[str]) -> Iterator[str]:
     """Yield files of saves that no info names any more, by their names and headers."""
     for name in names:
-        if _TEMPORARY.fullmatch(name):
+        if is_temporary(name):
             yield name
         shard = NATIVE_SHARD.fullmatch(name)
         if shard is None or name in keep:
             continue
         with suppress(CheckpointError, OSError):
             place = path / name
-            if isinstance(place, RemotePath) or stat.S_ISREG(place.lstat().st_mode):
-                with SourceFile(place) as file:
+            entry = place.look(follow_links=False)
+            if entry is not None and entry.kind == "file":
+                with place.open() as file:
                     said = read_header(file).metadata
                 rank, save = shard.groups()
                 if said.items() >= native.shard_metadata(save, int(rank)).items():
                     yield name
 
 
-def _remove(path: Path, names: Iterable[str]) -> None:
+def _remove(path: StoragePath, names: Iterable[str]) -> None:
     """Remove files that no info names; one that stays takes room and does no harm."""
     for name in names:
         with suppress(OSError, CheckpointError):

@@ -12,7 +12,8 @@ from shardspec.checkpoint.state_dict import KeyPath, unflatten
 from shardspec.checkpoint.targets import OutputTensor
 from shardspec.dtypes import dtype_name, is_cast, is_floating, packed
 from shardspec.errors import CheckpointError, DTypeError, LayoutError, ShardSpecError
-from shardspec.layout.layout import Layout, SpecLike, match_rules
+from shardspec.layout.layout import Layout, SpecLike
+from shardspec.layout.rules import match_rules
 from shardspec.layout.spec import ShardingSpec
 from shardspec.mesh.device_mesh import DeviceMesh
 from shardspec.text import Argument, counted, shown
@@ -218,7 +219,7 @@ def layouts_by_rules(
     otherwise: Callable[[OutputTensor], ShardingSpec] | None = None,
 ) -> dict[str, Layout]:
     """Return the layout of each tensor: by the rule for it, else `otherwise`, else replicated."""
-    specs = match_rules(rules, {tensor.name: len(tensor.shape) for tensor in wanted})
+    specs = match_rules(rules, {tensor.name: tensor.shape for tensor in wanted}, mesh)
     layouts = {}
     layout = lru_cache(None)(partial(Layout, mesh))
     for tensor in wanted:

@@ -4,10 +4,10 @@ import json
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping
-from pathlib import Path
+from pathlib import PurePath
 from typing import Any, Final, Never, TypeVar, cast
 
-from shardspec.checkpoint.store import SourceFile
+from shardspec.checkpoint.storage.path import StoragePath
 from shardspec.errors import CheckpointError
 from shardspec.text import shown
 
@@ -40,7 +40,7 @@ _KINDS: Final[dict[type, tuple[str, Callable[[Any], bool]]]] = {
 
 def parse_json(
     data: bytes,
-    file: Path,
+    file: PurePath,
     what: str,
     most_values: int = _MOST_VALUES,
     shrink: Callable[[dict[str, Any]], object] = lambda found: found,
@@ -86,7 +86,7 @@ def parse_json(
     return found
 
 
-def checked(value: object, kind: type[_Kind], file: Path, key: str) -> _Kind:
+def checked(value: object, kind: type[_Kind], file: PurePath, key: str) -> _Kind:
     """Return a JSON value if it is of a kind; `key` is its full name for errors.
 
     Kinds are dict, list, str, int for a size, and tuple for a list of sizes, which is returned as
@@ -98,7 +98,9 @@ def checked(value: object, kind: type[_Kind], file: Path, key: str) -> _Kind:
     return cast(_Kind, tuple(cast(list[int], value)) if kind is tuple else value)
 
 
-def field(parent: Mapping[str, object], name: str, kind: type[_Kind], file: Path, at: str) -> _Kind:
+def field(
+    parent: Mapping[str, object], name: str, kind: type[_Kind], file: PurePath, at: str
+) -> _Kind:
     """Return one member of the object called `at`, as `checked` does."""
     key = f"{at}.{name}" if at else name
     if name not in parent:
@@ -106,15 +108,15 @@ def field(parent: Mapping[str, object], name: str, kind: type[_Kind], file: Path
     return checked(parent[name], kind, file, key)
 
 
-def fields(value: object, kinds: Mapping[str, type], file: Path, at: str) -> list[Any]:
+def fields(value: object, kinds: Mapping[str, type], file: PurePath, at: str) -> list[Any]:
     """Return the members of an object that a table of names and kinds lists, in its order."""
     parent = checked(value, dict, file, at)
     return [field(parent, name, kind, file, at) for name, kind in kinds.items()]
 
 
-def read_json(path: Path, what: str, most_bytes: int, *more: Any) -> dict[str, Any]:  # noqa: ANN401
+def read_json(path: StoragePath, what: str, most_bytes: int, *more: Any) -> dict[str, Any]:  # noqa: ANN401
     """Return the object that a file of a limited size holds as JSON; `more` is for `parse_json`."""
-    with SourceFile(path) as file:
+    with path.open() as file:
         if file.num_bytes > most_bytes:
             raise CheckpointError(
                 f"{path}: has {file.num_bytes} bytes, past the {most_bytes} that it may have; it "

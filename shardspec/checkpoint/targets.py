@@ -8,13 +8,13 @@ import re
 from array import array
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import lru_cache, partial
-from pathlib import Path
+from types import MappingProxyType
 from typing import Final, NamedTuple, TypeAlias
 
 from shardspec.boxes import Box, box_shape, box_size
 from shardspec.checkpoint.catalog import Catalog, replica_holders, whole_box
 from shardspec.checkpoint.formats.names import MEGATRON_OBJECT
-from shardspec.checkpoint.store import SourceFile, file_inside
+from shardspec.checkpoint.storage.path import StoragePath, file_inside
 from shardspec.checkpoint.strict_json import parse_json
 from shardspec.comm.senders import whole_senders
 from shardspec.dtypes import item_bytes
@@ -135,13 +135,13 @@ class OutputFile(NamedTuple):
         return self.num_bytes - sum(extent.num_bytes for extent in self.extents)
 
 
-def copied_file(path: Path, name: str) -> OutputFile:
+def copied_file(path: StoragePath, name: str) -> OutputFile:
     """Return a file that holds what another one does; it is read when it is written."""
-    with SourceFile(path) as file:
+    with path.open() as file:
         size = file.num_bytes
 
     def piece(start: int) -> bytes:
-        with SourceFile(path) as file:
+        with path.open() as file:
             return file.read(start, min(_PIECE_BYTES, size - start))
 
     raw = [RawBytes(start, partial(piece, start)) for start in range(0, size, _PIECE_BYTES)]
@@ -170,6 +170,8 @@ class Target(NamedTuple):
     carried: frozenset[str] = frozenset()  # names of the source's plain values that go along
     sidecars: tuple[str, ...] = ()  # names of the files beside the weights that go along
     not_copied: tuple[str, ...] = ()  # and of what stays behind
+    sharding: Mapping[str, tuple[str, str]] = MappingProxyType({})
+    """Tensor to the rule for it, empty where none matches, and its spec; if it is for a mesh."""
 
     @property
     def num_bytes(self) -> int:
@@ -183,7 +185,7 @@ def add_sidecars(source: Catalog, target: Target, format: str) -> Target:
     Those of one file that is named itself are what lies beside it, if that is a model.
     """
     directory = source.home
-    there = frozenset(path.name for path in directory.iterdir())
+    there = frozenset(directory.names())
     alone = directory != source.directory
     if alone and not there & {"config.json", "adapter_config.json"}:
         return target
@@ -216,7 +218,7 @@ def add_sidecars(source: Catalog, target: Target, format: str) -> Target:
     return target._replace(files=(*target.files, *files), sidecars=names, not_copied=left)
 
 
-def sidecar_names(directory: Path, names: Collection[str]) -> set[str]:
+def sidecar_names(directory: StoragePath, names: Collection[str]) -> set[str]:
     """Return which files of a directory belong to the checkpoint in it, beside the weights."""
     sidecars = {name for name in names if _HUGGING_FACE.fullmatch(name)}
     if any(_has_code(directory, name) for name in sidecars if name.endswith("config.json")):
@@ -225,11 +227,11 @@ def sidecar_names(directory: Path, names: Collection[str]) -> set[str]:
     return sidecars | run.intersection(names)
 
 
-def _has_code(directory: Path, name: str) -> bool:
+def _has_code(directory: StoragePath, name: str) -> bool:
     path = file_inside(directory, name, directory)
     if not path.is_file():
         return False
-    with SourceFile(path) as file:
+    with path.open() as file:
         return _OWN_CODE in file.read(0, min(file.num_bytes, _MOST_BYTES))
 
 
@@ -239,7 +241,7 @@ def _check_megatron(source: Catalog, there: frozenset[str]) -> None:
     said: object = None
     if "metadata.json" in there:
         path = file_inside(directory, "metadata.json", directory)
-        with SourceFile(path) as file:
+        with path.open() as file:
             data = file.read(0, min(file.num_bytes, _PIECE_BYTES))
         # Other tools have files of this name too.
         if megatron or b'"sharded_backend"' in data:
@@ -259,7 +261,7 @@ def _check_megatron(source: Catalog, there: frozenset[str]) -> None:
     # Formats import this module, and most need no zip files.
     from shardspec.checkpoint.torch_files.zip_reader import read_torch_zip
 
-    with SourceFile(file_inside(directory, "common.pt", directory)) as file:
+    with file_inside(directory, "common.pt", directory).open() as file:
         read_torch_zip(file)
 
 

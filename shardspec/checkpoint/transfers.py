@@ -3,7 +3,7 @@
 import io
 import json
 from collections.abc import Mapping, Sequence
-from pathlib import Path
+from pathlib import PurePath
 from typing import Final
 
 import numpy as np
@@ -11,8 +11,8 @@ import numpy.typing as npt
 
 from shardspec.boxes import box_shape
 from shardspec.checkpoint.catalog import Catalog, distinct
-from shardspec.checkpoint.commit import write_atomically
-from shardspec.checkpoint.store import path_errors
+from shardspec.checkpoint.storage.from_text import storage_path
+from shardspec.checkpoint.storage.path import StoragePath
 from shardspec.dtypes import item_bytes
 from shardspec.errors import CheckpointError
 from shardspec.layout.layout import Layout
@@ -24,7 +24,7 @@ INDEX: Final = "transfers.json"
 """The file of names, which is written last."""
 
 
-def file_numbers(catalog: Catalog, first: int) -> dict[Path, int]:
+def file_numbers(catalog: Catalog, first: int) -> dict[StoragePath, int]:
     """Return the files of a checkpoint, numbered from `first` on, behind the ids of all devices."""
     outlines = (catalog.outline(name) for name in catalog.names)
     paths = sorted({box.path for tensor in outlines for box in tensor.boxes})
@@ -58,7 +58,7 @@ def _row_major(shape: Sequence[int], width: int) -> tuple[int, ...]:
 
 def write_transfers(
     plan: StateCopies,
-    directory: Path,
+    directory: PurePath | str,
     files: Mapping[str, Sequence[FileRegion]] | None = None,
     names: Mapping[int, str] | None = None,
 ) -> None:
@@ -70,10 +70,11 @@ def write_transfers(
     """
     devices = [device for device in plan.devices if device not in plan.files]
     rows = transfer_rows(plan, devices[0], "both", files=files)  # refuses plans before writing
-    with path_errors(directory, "written"):
-        if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
-            raise CheckpointError(f"{directory} exists; give a new or an empty directory")
-        directory.mkdir(parents=True, exist_ok=True)
+    place = storage_path(directory)
+    with place.errors("written"):
+        if place.exists() and (not place.is_dir() or place.list()):
+            raise CheckpointError(f"{place} exists; give a new or an empty directory")
+        place.make_directory()
     for device in devices:
         if device != devices[0]:
             rows = transfer_rows(plan, device, "both", files=files)
@@ -81,7 +82,7 @@ def write_transfers(
         arrays = {"rows": rows, "digest": digest, **_shards(plan, device)}
         # numpy types its own option among the names of arrays.
         np.savez_compressed(content, **arrays)  # type: ignore[arg-type]
-        _write(directory / f"device-{device}.npz", content.getvalue())
+        _write(place / f"device-{device}.npz", content.getvalue())
     index = {
         "format": FORMAT,
         "digest": plan.digest,
@@ -99,11 +100,11 @@ def write_transfers(
             for move in plan.moves
         ],
     }
-    _write(directory / INDEX, json.dumps(index).encode())
+    _write(place / INDEX, json.dumps(index).encode())
 
 
-def _write(path: Path, content: bytes) -> None:
-    write_atomically(path, len(content), [content], overwrite=False)
+def _write(path: StoragePath, content: bytes) -> None:
+    path.write(len(content), [content], overwrite=False)
 
 
 def _shards(plan: StateCopies, device: int) -> dict[str, npt.NDArray[np.int64]]:

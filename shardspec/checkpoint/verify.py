@@ -1,10 +1,10 @@
 """Reading checkpoints byte by byte: against their digests, or tensor by tensor with another one."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
-from math import isfinite
-from pathlib import Path
+from dataclasses import asdict, dataclass, replace
+from math import isfinite, prod
+from pathlib import PurePath
 from typing import Any, Final, Literal, TypeGuard
 
 import numpy as np
@@ -36,7 +36,8 @@ from shardspec.checkpoint.read_boxes import (
     read_both,
 )
 from shardspec.checkpoint.select import renamed_names, select
-from shardspec.checkpoint.store import FileStretch, OpenFiles
+from shardspec.checkpoint.storage.path import FileStretch
+from shardspec.checkpoint.storage.reading import OpenFiles
 from shardspec.dtypes import is_floating, item_bytes, packed
 from shardspec.errors import CheckpointError
 from shardspec.layout.picture import ids_text
@@ -49,7 +50,7 @@ _MOST_TEXT: Final = 60
 class VerifyReport:
     """What was read, and what is wrong."""
 
-    directory: Path
+    directory: PurePath
     tensors: int
     boxes: int
     num_bytes: int
@@ -66,7 +67,7 @@ class VerifyReport:
 
 
 def verify_checkpoint(
-    directory: Path | str | Catalog, *, every: bool = False, progress: Progress | None = None
+    directory: PurePath | str | Catalog, *, every: bool = False, progress: Progress | None = None
 ) -> VerifyReport:
     """Read every byte: check that boxes tile every tensor, replicas agree, and digests are right.
 
@@ -116,7 +117,9 @@ def verify_checkpoint(
         with listing():
             source.check_unchanged()
     tensors = len(source.names)
-    return VerifyReport(source.directory, tensors, boxes, num_bytes, digested, tuple(flaws))
+    return VerifyReport(
+        source.directory.public(), tensors, boxes, num_bytes, digested, tuple(flaws)
+    )
 
 
 def _stretches(tensor: StoredTensor) -> Iterator[tuple[StoredBox, FileStretch]]:
@@ -148,6 +151,49 @@ class Difference:
     ranks: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
     """The ranks whose boxes hold that element, on each side."""
     kind: Literal["tensor", "value"] = "tensor"
+    extent: "Extent | None" = None
+    """How much of the tensor differs; None if shapes, dtypes or names do."""
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """How many elements differ, and by how much; those that tolerances allow do not."""
+
+    elements: int
+    """Of the tensor."""
+    differing: int
+    max_abs: float
+    """The largest difference of two numbers; NaN is not among them."""
+    max_rel: float
+    """The largest difference relative to the second; infinite where that is 0."""
+    nans: tuple[int, int]
+    """How many of the differing elements are NaN on each side."""
+
+    def __str__(self) -> str:
+        text = (
+            f"{self.differing:,} of {self.elements:,} elements differ"
+            f"{'s' if self.differing == 1 else ''}, by up to {amount_text(self)}"
+        )
+        if any(self.nans):
+            text += f", NaN: {self.nans[0]:,} in the first, {self.nans[1]:,} in the second"
+        return text
+
+
+def amount_text(extent: Extent) -> str:
+    """Return the largest differences as text: ``0.25 (relative 0.01)``."""
+    return f"{extent.max_abs:.3g} (relative {extent.max_rel:.3g})"
+
+
+def total_extent(extents: Iterable[Extent]) -> Extent:
+    """Return the extent of several tensors together."""
+    every = list(extents)
+    return Extent(
+        sum(one.elements for one in every),
+        sum(one.differing for one in every),
+        max((one.max_abs for one in every), default=0.0),
+        max((one.max_rel for one in every), default=0.0),
+        (sum(one.nans[0] for one in every), sum(one.nans[1] for one in every)),
+    )
 
 
 def names_to_compare(a: Catalog, b: Catalog, choice: Choice) -> tuple[dict[str, str], set[str]]:
@@ -157,8 +203,8 @@ def names_to_compare(a: Catalog, b: Catalog, choice: Choice) -> tuple[dict[str, 
 
 
 def diff_checkpoints(
-    a: Path | str | Catalog,
-    b: Path | str | Catalog,
+    a: PurePath | str | Catalog,
+    b: PurePath | str | Catalog,
     *,
     include: Patterns | None = None,
     exclude: Patterns = (),
@@ -199,7 +245,6 @@ def diff_checkpoints(
                 found = Difference(name, f"is only in {(left if name in old else right).directory}")
             if found is not None:
                 yield found
-            # A tensor that differs is left at its first difference.
             done += sizes.get(name, 0)
             compared(0)
     yield from _different_values(left, right, Choice(include, exclude, rename), atol, rtol)
@@ -293,7 +338,7 @@ def _difference(
     files: OpenFiles,
     compared: Callable[[int], None],
 ) -> Difference | None:
-    """Return what differs, of elements the first; `compared` is called with bytes of the first."""
+    """Return what differs: the first element, and how much; `compared` is called with bytes."""
     if x.shape != y.shape:
         shapes = f"{list(x.shape)} in the first, {list(y.shape)} in the second"
         return Difference(name, f"has shape {shapes}")
@@ -302,6 +347,9 @@ def _difference(
     check_tiling(x)
     check_tiling(y)
     done = 0
+    first = ""
+    index: tuple[int, ...] = ()
+    extents: list[Extent] = []
     for box, *both in read_both(x, y, whole_box(x.shape), files):
         done += len(both[0])
         compared(done)
@@ -314,20 +362,54 @@ def _difference(
             differs &= ~_close(*numbers_of, atol, rtol)
         if not differs.any():
             continue
-        place = int(differs.argmax())
-        index = element_index(box, place)
-        values = [
-            repr(numbers(of[place], tensor.dtype)[0].item())
-            for of, tensor in zip(raw, (x, y), strict=True)
-        ]
-        if values[0] == values[1]:
-            bits = (of[place][::-1].tobytes().hex() for of in raw)
-            values = [f"{value} of bits 0x{of}" for value, of in zip(values, bits, strict=True)]
-        ranks = _holders(x, index), _holders(y, index)
-        who = [f"(rank{'s' * (len(on) > 1)} {ids_text(on)})" for on in ranks]
-        text = f"{values[0]} in the first {who[0]}, {values[1]} in the second {who[1]}"
-        return Difference(name, f"differs first at index {list(index)}: {text}", index, ranks)
-    return None
+        if not first:
+            place = int(differs.argmax())
+            index = element_index(box, place)
+            first = _values_text(x, y, [of[place] for of in raw])
+        extents.append(_extent(x, y, a[differs], b[differs]))
+    if not extents:
+        return None
+    extent = replace(total_extent(extents), elements=prod(x.shape))
+    ranks = _holders(x, index), _holders(y, index)
+    one, other = (f"(rank{'s' * (len(on) > 1)} {ids_text(on)})" for on in ranks)
+    text = f"differs first at index {list(index)}: {first.format(one, other)}; {extent}"
+    return Difference(name, text, index, ranks, extent=extent)
+
+
+def _values_text(x: StoredTensor, y: StoredTensor, raw: Sequence[NDArray[np.uint8]]) -> str:
+    """Return one element of both as text, with places for who holds it."""
+    values = [
+        repr(numbers(of, tensor.dtype)[0].item()) for of, tensor in zip(raw, (x, y), strict=True)
+    ]
+    if values[0] == values[1]:
+        bits = (of[::-1].tobytes().hex() for of in raw)
+        values = [f"{value} of bits 0x{of}" for value, of in zip(values, bits, strict=True)]
+    return f"{values[0]} in the first {{}}, {values[1]} in the second {{}}"
+
+
+def _extent(x: StoredTensor, y: StoredTensor, a: NDArray[np.uint8], b: NDArray[np.uint8]) -> Extent:
+    """Return how much elements differ, which are given as bytes."""
+    one, other = numbers(a.reshape(-1), x.dtype), numbers(b.reshape(-1), y.dtype)
+    if one.dtype.kind in "iu":
+        apart, sizes = _apart(one, other).astype(np.float64), np.abs(other.astype(np.float64))
+        nans = np.zeros((2, len(one)), np.bool_)
+    else:
+        wide = np.complex128 if one.dtype.kind == "c" else np.float64
+        one, other = one.astype(wide), other.astype(wide)
+        nans = np.stack([np.isnan(one), np.isnan(other)])
+        with np.errstate(invalid="ignore", over="ignore"):
+            apart, sizes = np.abs(one - other), np.abs(other)
+    with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
+        relative = np.where(apart == 0, 0.0, apart / sizes)
+    numeric = ~nans.any(0)
+    relative = np.where(np.isnan(relative), np.inf, relative)  # between infinities
+    return Extent(
+        len(a),
+        len(a),
+        float(apart[numeric].max(initial=0.0)),
+        float(relative[numeric].max(initial=0.0)),
+        (int(nans[0].sum()), int(nans[1].sum())),
+    )
 
 
 def _is_real(dtype: str) -> bool:
@@ -346,10 +428,14 @@ def _holders(tensor: StoredTensor, index: Sequence[int]) -> tuple[int, ...]:
 
 def _close(x: NDArray[Any], y: NDArray[Any], atol: float, rtol: float) -> NDArray[np.bool_]:
     if x.dtype.kind in "iu":
-        # In float64, 2**53 and the number after it are one. Without signs, what wraps wraps back.
-        one, other = x.astype(np.uint64), y.astype(np.uint64)
-        apart = np.where(x > y, one - other, other - one)
-        close: NDArray[np.bool_] = apart <= atol + rtol * np.abs(y.astype(np.float64))
+        close: NDArray[np.bool_] = _apart(x, y) <= atol + rtol * np.abs(y.astype(np.float64))
         return close
     wide = np.complex128 if x.dtype.kind == "c" else np.float64
     return np.isclose(x.astype(wide), y.astype(wide), rtol=rtol, atol=atol, equal_nan=True)
+
+
+def _apart(x: NDArray[Any], y: NDArray[Any]) -> NDArray[np.uint64]:
+    """Return how far integers are apart."""
+    # In float64, 2**53 and the number after it are one. Without signs, what wraps wraps back.
+    one, other = x.astype(np.uint64), y.astype(np.uint64)
+    return np.where(x > y, one - other, other - one)

@@ -1,16 +1,20 @@
 """Options of the commands that read checkpoints."""
 
 import json
+import os
 import re
+from collections import Counter
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any, Final
 
 import click
 
-from shardspec.cli.options import FILE, Kind, grouped
+from shardspec.cli.options import FILE, PLACE, Kind, grouped, refuse_if
+from shardspec.cli.output import say
 from shardspec.errors import CheckpointError, InputFileError
 from shardspec.input_files import read_input_file
+from shardspec.text import shown
 
 if TYPE_CHECKING:
     from shardspec.checkpoint.catalog import Catalog
@@ -19,16 +23,16 @@ if TYPE_CHECKING:
 _MOST_BYTES: Final = 64 << 20  # of a file of shapes or sizes
 
 
-def _as_path(text: str) -> Path:
-    from shardspec.checkpoint.store import as_path
+def _as_path(text: str) -> PurePath:
+    from shardspec.checkpoint.storage.from_text import storage_path
 
     if not text:
         raise ValueError("an empty text is not a path; '.' is the working directory")
-    return as_path(text)
+    return storage_path(text)
 
 
-CHECKPOINT: Final = Kind("CKPT", _as_path)  # a path, or a URL such as ``s3://bucket/model``
-OTHER: Final = Kind("OTHER", _as_path)
+CHECKPOINT: Final = Kind("CKPT", _as_path, "file")  # a path, or a URL such as ``s3://bucket/model``
+OTHER: Final = Kind("OTHER", _as_path, "file")
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,15 +42,15 @@ class SourceOptions:
     ranks: int | None
     source_rules: Path | None
 
-    def open(self, *paths: Path | None, quiet: bool = False) -> "list[Catalog]":
+    def open(self, *paths: PurePath | None) -> "list[Catalog]":
         """Open checkpoints; what is remarkable about them goes to stderr."""
         from shardspec.checkpoint.open import open_checkpoints
 
         named = [path for path in paths if path is not None]
         found = open_checkpoints(named, ranks=self.ranks, source_rules=self.source_rules)
-        for catalog in () if quiet else found:
+        for catalog in found:
             for note in catalog.notes:
-                click.echo(f"note: {catalog.directory}: {note}", err=True)
+                say(f"note: {catalog.directory}: {note}", err=True)
         return found
 
 
@@ -108,23 +112,35 @@ choice_options: Final = grouped(
 )
 
 
-def _rules(rules: Path | None, rule: tuple[tuple[str, str], ...]) -> dict[str, str] | None:
-    """Return pattern to spec; None if no rules were given."""
-    if rules is None:
-        return dict(rule) or None
-    return {**read_rules(rules), **dict(rule)}
+def _rules(rules: tuple[Path, ...], rule: tuple[tuple[str, str], ...]) -> dict[str, str] | None:
+    """Return pattern to spec, in the order in which they count; None if no rules were given."""
+    if len(rules) > 1:
+        raise click.UsageError(
+            "--rules is given twice; put the rules in one file, or add some by --rule"
+        )
+    pairs = [pair for path in rules for pair in read_rules(path).items()] + list(rule)
+    for pattern, count in Counter(pattern for pattern, _ in pairs).items():
+        refuse_if(
+            count > 1,
+            f"the pattern {shown(pattern)} has {count} rules, of which one counts; "
+            "leave the others out",
+        )
+    return dict(pairs) or None
 
 
 rule_options: Final = grouped(
     "rules",
     _rules,
-    click.option("--rules", type=FILE, help="TOML file with name patterns and specs."),
+    click.option(
+        "--rules", type=FILE, multiple=True, help="TOML file with name patterns and specs."
+    ),
     click.option(
         "--rule",
         metavar="PATTERN SPEC",
         multiple=True,
         nargs=2,
-        help="One more rule; may be given several times.",
+        help="One more rule, after those of the file; may be given several times. The last rule "
+        "that matches a tensor counts.",
     ),
 )
 
@@ -181,7 +197,10 @@ map_options: Final = grouped(
     "maps",
     MapOptions,
     click.option(
-        "--map", metavar="MAP", help="A name map: a TOML file or the name of a built-in one."
+        "--map",
+        metavar="MAP",
+        type=PLACE,
+        help="A name map: a TOML file or the name of a built-in one.",
     ),
     sizes_option,
     click.option("--reverse-map", is_flag=True, help="Take the map the other way round."),
@@ -191,12 +210,11 @@ map_options: Final = grouped(
 
 def read_maps(name: str, sizes: Path | None, *, reverse: bool) -> "tuple[NameMap, ...]":
     """Return maps given by name or file, with the sizes of a model's config."""
-    from shardspec.checkpoint.store import path_exists
+    from shardspec.families.maps import map_chain
     from shardspec.resharding.name_map import NameMap
-    from shardspec.resharding.shipped import map_chain
 
     config = {} if sizes is None else read_json(sizes)
-    if Path(name).suffix or path_exists(Path(name)):
+    if Path(name).suffix or os.path.exists(name):
         found = NameMap.load(name).with_sizes(config)
         return (found.reversed() if reverse else found,)
     return map_chain(name, config, reverse=reverse)

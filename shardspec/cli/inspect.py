@@ -1,17 +1,29 @@
 """The commands that read checkpoints: `shardspec inspect`, `verify` and `diff`."""
 
 import json
-from collections.abc import Iterator
+import re
+import shlex
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, replace
 from fnmatch import fnmatchcase
 from math import prod
-from pathlib import Path
-from typing import Any, Final
+from pathlib import PurePath
+from typing import Any, Final, NamedTuple
 
 import click
 
 from shardspec.checkpoint.catalog import AnyOutline, box_text
 from shardspec.checkpoint.inspect import CheckpointSummary, inspect_checkpoint, other_text
+from shardspec.checkpoint.layers import groups_of, prefix_change, repeated_layers
+from shardspec.checkpoint.verify import (
+    Extent,
+    amount_text,
+    diff_checkpoints,
+    names_to_compare,
+    total_extent,
+    values_to_compare,
+    verify_checkpoint,
+)
 from shardspec.cli import options as opts
 from shardspec.cli.checkpoint_options import (
     CHECKPOINT,
@@ -56,25 +68,29 @@ _INDEX: Final = opts.numbers_kind(
     type=click.Choice(("replicated", "uneven")),
     help="Only tensors of which several ranks hold the same, or whose boxes differ in shape.",
 )
+@click.option("--full", is_flag=True, help="A row for every tensor, also where layers are alike.")
 @source_options
 @opts.json_option("Print everything as JSON.")
 def inspect_command(
-    checkpoint: Path,
+    checkpoint: PurePath,
     tensor: str | None,
     index: tuple[int, ...] | None,
     picture: bool,
     only: str | None,
+    full: bool,
     source: SourceOptions,
     as_json: bool,
 ) -> None:
     """Show mesh, tensors, specs and sizes of the checkpoint CKPT, and what each rank stored.
 
     Reads what describes the checkpoint, the header of every file where that does, and checks that
-    all of it agrees; no data. Of several ranks that hold the same, some formats store what one
+    all of it agrees; no data. Tensors of layers that are alike share a row, as
+    layers.{0..31}.up.weight. Of several ranks that hold the same, some formats store what one
     holds, and show that one.
 
     Examples:
       shardspec inspect ckpt
+      shardspec inspect ckpt --full                              a row for every tensor
       shardspec inspect ckpt --tensor 'layers.0.*'               with the box and file of every rank
       shardspec inspect ckpt --tensor embed.weight --index 17    which rank holds row 17
       shardspec inspect ckpt --tensor embed.weight --picture     who holds what
@@ -86,7 +102,7 @@ def inspect_command(
     (catalog,) = source.open(checkpoint)
     summary = _chosen(inspect_checkpoint(catalog), tensor, only)
     if only is not None and not as_json and not (summary.names and (index or picture or tensor)):
-        say_parts(_overview(summary, only, len(catalog.names)))
+        say_parts(_overview(summary, full, only, len(catalog.names)))
     elif index is not None:
         _say_holders(summary, index, as_json)
     elif as_json:
@@ -95,7 +111,7 @@ def inspect_command(
         draw = _picture if picture else _boxes
         say_parts((draw(summary, name) for name in summary.names), "\n\n")
     else:
-        say_parts(_overview(summary))
+        say_parts(_overview(summary, full))
 
 
 def _chosen(summary: CheckpointSummary, pattern: str | None, only: str | None) -> CheckpointSummary:
@@ -165,14 +181,19 @@ def _picture(summary: CheckpointSummary, name: str) -> str:
     return Picture(f"{_title(tensor, layout)} {list(tensor.shape)}", cells).text()
 
 
-def _overview(summary: CheckpointSummary, only: str | None = None, of: int = 0) -> Iterator[str]:
+def _overview(
+    summary: CheckpointSummary, full: bool, only: str | None = None, of: int = 0
+) -> Iterator[str]:
     """Yield the lines about a checkpoint; those about its tensors if `only` some of them count."""
     count, mesh, format = len(summary.names), summary.source.mesh, summary.source.format
+    groups = summary.groups()
     if only is None:
-        facts = f"{counted(count, 'tensor')}, {bytes_text(summary.num_bytes)}"
+        parameters = sum(group.parameters for group in groups.values())
+        facts = f"{counted(count, 'tensor')}, {_parameters(parameters)}"
+        facts += f", {bytes_text(summary.num_bytes)}"
         facts += f", in the format of {format}"
         if mesh is not None:
-            facts += f", saved on mesh {mesh} ({counted(mesh.size, 'device')})"
+            facts += f", saved on mesh {mesh} ({counted(mesh.size(), 'device')})"
     else:
         facts = (
             f"{count or 'none'} of {counted(of, 'tensor')} {'are' if count > 1 else 'is'} {only}"
@@ -180,8 +201,19 @@ def _overview(summary: CheckpointSummary, only: str | None = None, of: int = 0) 
         if only == "replicated" and mesh is None:
             facts += f", as far as {format} says: what ranks hold alike may be stored once"
     yield f"{path_text(summary.source.directory)}: {facts}"
+    rows = _rows(summary, full)
     if count:
-        yield from _tensors(summary)
+        each = "size each" if any(row[1] for row in rows) else "size"
+        header = ["tensor", "count", "spec", "dtype", "shape", each, "remarks"]
+        yield ""
+        yield from table_lines(header, lambda: rows, numbers=(1, 4, 5), empty_columns=False)
+    if 1 < len(groups) < len(rows):
+        yield ""
+        lines = [
+            [_name(name), str(group.tensors), f"{group.parameters:,}", bytes_text(group.num_bytes)]
+            for name, group in groups.items()
+        ]
+        yield table_text(["group", "tensors", "parameters", "size"], lines)
     if count and only is None:
         yield ""
         rows = [
@@ -202,37 +234,44 @@ def _overview(summary: CheckpointSummary, only: str | None = None, of: int = 0) 
         yield from table_lines(["other entry", "value"], lambda: rows)
 
 
-def _tensors(summary: CheckpointSummary) -> Iterator[str]:
-    """Yield an empty line, and a table of the tensors."""
-    header = ["tensor", "spec", "dtype", "shape", "size", "remarks"]
-    known: dict[Layout | None, list[str]] = {}  # most of 100,000 tensors share a layout
-
-    def rows() -> Iterator[list[str]]:
-        for tensor in summary.outlines:
-            layout = summary.layout(tensor)
-            cells = known.get(layout) or _cells(summary, tensor, layout)
-            if layout is not None:
-                known[layout] = cells
-            yield [_name(tensor.name), *cells]
-
-    yield ""
-    yield from table_lines(header, rows, numbers=(3, 4), empty_columns=False)
+def _parameters(number: int) -> str:
+    return f"{number:,} parameter{'' if number == 1 else 's'}"
 
 
-def _cells(summary: CheckpointSummary, tensor: AnyOutline, layout: Layout | None) -> list[str]:
+def _rows(summary: CheckpointSummary, full: bool) -> list[list[str]]:
+    """Return the rows of a table of tensors: one for every tensor, or for layers that are alike."""
+    known: dict[Layout | None, tuple[str, ...]] = {}  # most of 100,000 tensors share a layout
+    cells: dict[str, tuple[str, ...]] = {}
+    for tensor in summary.outlines:
+        layout = summary.layout(tensor)
+        row = known.get(layout) or _cells(summary, tensor, layout)
+        if layout is not None:
+            known[layout] = row
+        cells[tensor.name] = row
+    if full:
+        return [[_name(name), "", *row] for name, row in cells.items()]
+    return [
+        [_name(title), str(len(names)) if len(names) > 1 else "", *cells[names[0]]]
+        for title, names in repeated_layers(cells)
+    ]
+
+
+def _cells(
+    summary: CheckpointSummary, tensor: AnyOutline, layout: Layout | None
+) -> tuple[str, ...]:
     """Return the row of a tensor without its name."""
     holders = summary.holders(tensor)
     remarks = [word for word in ("replicated", "uneven") if getattr(holders, word)]
     if layout is None and len(holders.cells) > 1:
         remarks.insert(0, f"{len(holders.cells)} boxes")
     shape = "×".join(map(str, tensor.shape)) or "scalar"
-    return [
+    return (
         _spec(tensor, layout),
         tensor.dtype,
         shape,
         bytes_text(tensor.num_bytes),
         ", ".join(remarks),
-    ]
+    )
 
 
 def _spec(tensor: AnyOutline, layout: Layout | None) -> str:
@@ -281,8 +320,8 @@ def _boxes(summary: CheckpointSummary, name: str) -> str:
 @source_options
 @opts.json_option("Print what was found as JSON, all flaws.")
 def verify_command(
-    checkpoint: Path,
-    against: Path | None,
+    checkpoint: PurePath,
+    against: PurePath | None,
     every: bool,
     choice: dict[str, Any],
     source: SourceOptions,
@@ -299,8 +338,6 @@ def verify_command(
       shardspec verify ckpt --against model.safetensors
       shardspec verify ckpt --against model.safetensors --exclude 'optim.*'
     """
-    from shardspec.checkpoint.verify import diff_checkpoints, verify_checkpoint
-
     chosen = against is None and any(choice.values())
     opts.refuse_if(chosen, "patterns choose what is compared; give --against too")
     every |= as_json
@@ -346,19 +383,23 @@ def verify_command(
     "--atol", type=_TOLERANCE, default="0", help="Ignore absolute differences up to NUMBER."
 )
 @click.option("--rtol", type=_TOLERANCE, default="0", help="Ignore differences up to NUMBER × |B|.")
+@click.option("--stats", is_flag=True, help="Print the share of elements that differ, by group.")
 @choice_options
 @source_options
 @opts.json_option("Print what was found as JSON.")
 def diff_command(
-    a: Path,
-    b: Path,
+    a: PurePath,
+    b: PurePath,
     atol: float,
     rtol: float,
+    stats: bool,
     choice: dict[str, Any],
     source: SourceOptions,
     as_json: bool,
 ) -> None:
     """Compare two checkpoints of any formats tensor by tensor; exits with 3 if they differ.
+
+    Says of each tensor where it differs first, how many elements do and by how much.
 
     Values beside the tensors are compared too, where both formats have places for such.
 
@@ -369,11 +410,11 @@ def diff_command(
     Examples:
       shardspec diff ckpt model.safetensors
       shardspec diff step-100 step-200 --rtol 1e-3 --json
+      shardspec diff step-100 step-200 --stats                which groups of tensors changed
       shardspec diff ckpt model-bf16.safetensors --rtol 1e-2
       shardspec diff ckpt model.safetensors --include 'model.*' --rename '^model[.]' ''
     """
     from shardspec.checkpoint.choice import Choice
-    from shardspec.checkpoint.verify import diff_checkpoints, names_to_compare, values_to_compare
 
     one, other = source.open(a, b)
     chosen, others = names_to_compare(one, other, Choice(**choice))
@@ -383,18 +424,63 @@ def diff_command(
         found = list(diff_checkpoints(one, other, **options, progress=progress))
     count, value_count = len(chosen.keys() | others), len(values.keys() | other_values.keys())
     beside = counted(value_count, "value")
+    sizes = {name: prod(one.outline(old).shape) for name, old in chosen.items() if name in others}
+    extents = {difference.name: difference.extent for difference in found if difference.extent}
+    groups = _changes(sizes, extents)
+    rename = prefix_change(chosen, others)
     if as_json:
         differences = list(map(asdict, found))
         counts = {"tensors": count, "values": value_count}
-        say_json({"a": str(a), "b": str(b), **counts, "differences": differences})
-    elif found:
-        for difference in found:
-            say(f"{difference.kind} {shown(difference.name)} {difference.problem}")
+        more = {"groups": {name: change._asdict() for name, change in groups.items()}}
+        expression = None if rename is None else [f"^{re.escape(rename[0])}", rename[1]]
+        rest = {"differences": differences, "rename": expression, **(more if stats else {})}
+        say_json({"a": str(a), "b": str(b), **counts, **rest})
+        if found:
+            click.get_current_context().exit(_NOT_THE_SAME)
+        return
+    for difference in found:
+        say(f"{difference.kind} {shown(difference.name)} {difference.problem}")
+    if rename is not None:
+        words = shlex.join(["--rename", f"^{re.escape(rename[0])}", rename[1]])
+        say(f"the names differ in how they begin; compare with {words}")
+    if stats:
+        rows = [
+            [_name(name), f"{one.differing} of {one.tensors}", f"{one.share:.3%}", one.largest]
+            for name, one in groups.items()
+        ]
+        say(table_text(["group", "tensors differ", "elements differ", "by up to"], rows))
+    if found:
         what = counted(count, "tensor") + (f" and {beside}" if value_count else "")
-        say(f"{len(found)} of {what} differ{'s' if len(found) == 1 else ''}")
+        total = f"{len(found)} of {what} differ{'s' if len(found) == 1 else ''}"
+        if extents:
+            extent = replace(total_extent(extents.values()), elements=sum(sizes.values()))
+            total += f": {extent}"
+        say(total)
     else:
         num_bytes = sum(one.outline(name).num_bytes for name in chosen.values())
         end = f", and {beside}" if value_count else ""
         say(f"no difference: {counted(len(chosen), 'tensor')}, {bytes_text(num_bytes)}{end}")
     if found:
         click.get_current_context().exit(_NOT_THE_SAME)
+
+
+class _Change(NamedTuple):
+    """How much of a group of tensors differs."""
+
+    tensors: int
+    differing: int
+    share: float
+    """Of the elements that were compared."""
+    largest: str
+
+
+def _changes(sizes: Mapping[str, int], extents: Mapping[str, Extent]) -> dict[str, _Change]:
+    """Return by group how much of the tensors that both checkpoints have differs."""
+    found = {}
+    for group, names in groups_of(sizes).items():
+        changed = [extents[name] for name in names if name in extents]
+        extent = total_extent(changed)
+        share = extent.differing / max(sum(sizes[name] for name in names), 1)
+        largest = amount_text(extent) if changed else ""
+        found[group] = _Change(len(names), len(changed), share, largest)
+    return found

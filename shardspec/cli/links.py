@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from shardspec.checkpoint.store import output_exists
+from shardspec.checkpoint.storage.path import output_exists
 from shardspec.cli import options as opts
 from shardspec.cli.options import BYTES, FILE, MeshShape
 from shardspec.cli.output import path_text, say, say_json, write_file
@@ -110,11 +110,11 @@ def profile_command(
     """
     world, rank = _environment("WORLD_SIZE"), _environment("RANK")
     devices = opts.plain_mesh(mesh)
-    if world != devices.size:
-        start = f"torchrun --nproc_per_node {devices.size} -m shardspec profile --mesh {devices}"
+    if world != devices.size():
+        start = f"torchrun --nproc_per_node {devices.size()} -m shardspec profile --mesh {devices}"
         found = f"this job has {world} processes" if world else "this is no job"
         raise click.UsageError(
-            f"mesh {devices} has {devices.size} devices, but {found}; start it as in '{start} -o "
+            f"mesh {devices} has {devices.size()} devices, but {found}; start it as in '{start} -o "
             f"{path_text(output)}', or over several hosts"
         )
     if not 4 <= min_bytes < max_bytes:
@@ -174,7 +174,7 @@ def _measure(mesh: DeviceMesh, sizes: list[int], repeats: int, *, show: bool) ->
         "backend": str(dist.get_backend()),
         "device": torch.cuda.get_device_name() if device.type == "cuda" else platform.machine(),
         "host": platform.node(),
-        "ranks": str(mesh.size),
+        "ranks": str(mesh.size()),
         "repeats": str(repeats),
         "torch": str(torch.__version__),
         "measured_at": datetime.now(UTC).isoformat(timespec="seconds"),

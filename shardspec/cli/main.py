@@ -21,7 +21,6 @@ from shardspec.errors import (
     InputFileError,
     ProfileError,
     ShardSpecError,
-    SpecSyntaxError,
 )
 from shardspec.text import Part, printable
 
@@ -43,6 +42,16 @@ _COMMANDS: Final[Mapping[str, tuple[str, str]]] = {
     "profile": ("links", "Measure the links of a cluster, under torchrun."),
 }
 """Name to the module with the command, and a line of help, so that help imports none of them."""
+
+_TASKS: Final[Mapping[str, str]] = {
+    "plan": "Plan and price conversions",
+    "show": "Draw and translate specs",
+    "inspect": "Look into checkpoints",
+    "write": "Merge and reshard checkpoints",
+    "maps": "Move whole models",
+    "links": "Know the links",
+}
+"""Module to what its commands are for."""
 
 _OPTIONS: Final[Mapping[str, str]] = {
     "device_mesh": "--mesh",
@@ -75,10 +84,9 @@ class _LazyGroup(click.Group):
     def format_commands(self, _ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """List the commands by task: those of one module stand together."""
         width = max(map(len, _COMMANDS))
-        with formatter.section("Commands"):
-            for _, group in groupby(_COMMANDS.items(), key=lambda command: command[1][0]):
+        for module, group in groupby(_COMMANDS.items(), key=lambda command: command[1][0]):
+            with formatter.section(_TASKS[module]):
                 formatter.write_dl([(name.ljust(width), text) for name, (_, text) in group])
-                formatter.write_paragraph()
 
     def invoke(self, ctx: click.Context) -> object:
         """Run a command; an interrupt is an error that is reported like others."""
@@ -111,10 +119,8 @@ class _LazyGroup(click.Group):
             code = _fail("interrupted", _BY_SIGNAL + signal.SIGINT)
         except ShardSpecError as error:
             bad_input = isinstance(error, CheckpointError | InputFileError | ProfileError)
-            # The last of several lines points at a character of a spec.
-            lines = "\n" if isinstance(error, SpecSyntaxError) else ""
             text = "".join(map(option_text, error.parts))
-            code = _fail(text, _BAD_INPUT if bad_input else _USAGE, keep=lines)
+            code = _fail(text, _BAD_INPUT if bad_input else _USAGE)
         except OSError as error:
             # Errors of files have been caught where these are used; what is left is printing.
             code = _fail(f"cannot print what is to be said: {error.strerror}", _NO_OUTPUT)
@@ -130,9 +136,9 @@ def option_text(part: Part) -> str:
     return option if isinstance(part.value, bool | None) else f"{option} {part.value}"
 
 
-def _fail(message: str, code: int, keep: str = "") -> int:
+def _fail(message: str, code: int) -> int:
     """Print an error in one line, with escapes for the terminal."""
-    text = printable(message, keep)
+    text = printable(message)
     if len(text) > _MOST_CHARACTERS:
         text = f"{text[: _MOST_CHARACTERS // 2]} … {text[-_MOST_CHARACTERS // 2 :]}"
     click.echo(f"Error: {text}", err=True)

@@ -1,14 +1,15 @@
 """The commands about models on paper: `shardspec check-map` and `shardspec plan-state`."""
 
+import os
 from collections.abc import Sequence
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import TYPE_CHECKING
 
 import click
 
 from shardspec.cli import checkpoint_options as ckpt
 from shardspec.cli import options as opts
-from shardspec.cli.output import say, say_json
+from shardspec.cli.output import say, say_json, write_file
 from shardspec.errors import InputFileError, LayoutError
 from shardspec.mesh.device_mesh import DeviceMesh
 from shardspec.text import counted, shown
@@ -20,9 +21,9 @@ if TYPE_CHECKING:
 
 
 @click.command(cls=opts.Command)
-@click.argument("map", metavar="MAP")
-@click.option("--source", metavar="CKPT", required=True, help="A checkpoint, or a file of shapes.")
-@click.option("--target", metavar="CKPT", help="The same, of what is to be written.")
+@click.argument("map", metavar="MAP", type=opts.PLACE)
+@click.option("--source", type=opts.PLACE, required=True, help="A checkpoint, or a file of shapes.")
+@click.option("--target", type=opts.PLACE, help="The same, of what is to be written.")
 @ckpt.sizes_option
 @click.option("--reverse", is_flag=True, help="Check the map the other way round.")
 @ckpt.drop_option
@@ -100,10 +101,9 @@ def _configured(catalog: "Catalog | None", maps: "Sequence[NameMap]") -> "list[N
 def _shapes(place: str) -> "tuple[dict[str, tuple[int, ...]], Catalog | None]":
     """Return shapes by name, of a checkpoint or of a file of shapes; and the checkpoint."""
     from shardspec.checkpoint.open import open_checkpoint
-    from shardspec.checkpoint.store import path_exists
 
-    if not (place.endswith(".json") and path_exists(Path(place))):
-        catalog = open_checkpoint(Path(place))
+    if not (place.endswith(".json") and os.path.exists(place)):
+        catalog = open_checkpoint(place)
         return {name: catalog.outline(name).shape for name in catalog.names}, catalog
     found = {}
     for name, sizes in ckpt.read_json(Path(place)).items():
@@ -127,9 +127,13 @@ def _shapes(place: str) -> "tuple[dict[str, tuple[int, ...]], Catalog | None]":
     help="Write there which bytes each device reads from where.",
 )
 @ckpt.source_options
+@click.option(
+    "--html", type=opts.FILE, help="Draw who sends how much to whom, and write the page here."
+)
+@opts.overwrite_option
 @opts.json_option("Print the plan as JSON.")
 def plan_state_command(
-    checkpoint: Path,
+    checkpoint: PurePath,
     cluster: opts.ClusterOptions,
     rules: dict[str, str] | None,
     maps: ckpt.MapOptions,
@@ -137,6 +141,8 @@ def plan_state_command(
     max_bytes: int | None,
     transfers: Path | None,
     source: ckpt.SourceOptions,
+    html: Path | None,
+    overwrite: bool,
     as_json: bool,
 ) -> None:
     """Plan on paper how the devices of a mesh get a model from the checkpoint CKPT.
@@ -145,9 +151,10 @@ def plan_state_command(
 
     Examples:
       shardspec plan-state ckpt --mesh 8 --rules rules.toml
-      shardspec plan-state ckpt --mesh dp=2,tp=4 --rule '*.weight' '[S(tp),R]' --json
+      shardspec plan-state ckpt --mesh dp=2,tp=4 --rule '*.weight' '[S(tp),...]' --json
       shardspec plan-state ckpt --mesh 8 --map llama-hf-to-fused --sizes config.json
       shardspec plan-state ckpt --mesh 8 --rules rules.toml --transfers rows/
+      shardspec plan-state ckpt --mesh 8 --rules rules.toml --html plan.html
     """
     from shardspec.checkpoint.check_quantized import check_stored_plan
     from shardspec.checkpoint.choice import Choice
@@ -186,6 +193,10 @@ def plan_state_command(
     check_stored_plan(catalog, plan, last, dtype)
     if transfers is not None:
         write_transfers(plan, transfers, file_regions(catalog, max(mesh.ids) + 1), files)
+    if html is not None:
+        from shardspec.resharding.picture import plan_html
+
+        write_file(html, plan_html(plan, files), overwrite=overwrite)
     if as_json:
         named = {str(number): name for number, name in files.items()}
         say_json({**plan.as_dict(), "files": named})

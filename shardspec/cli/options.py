@@ -3,23 +3,28 @@
 import inspect
 import math
 import re
+import resource
+import time
+import traceback
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import reduce, wraps
+from functools import partial, reduce, wraps
 from pathlib import Path
 from typing import Any, Final, TypeAlias, TypeVar, get_args
 
 import click
+from click.shell_completion import CompletionItem
 
+from shardspec.cli.output import QUIET
 from shardspec.comm.cost import CostModel
 from shardspec.comm.presets import DEFAULT_PRESET, link_preset, preset_copy_s
 from shardspec.comm.profile_file import Profiled, read_profile
 from shardspec.dtypes import dtype_name
-from shardspec.errors import CheckpointError, DTypeError, ProfileError
+from shardspec.errors import CheckpointError, DTypeError, ProfileError, ShardSpecError
 from shardspec.mesh.device_ids import SECONDS_RULE, seconds
 from shardspec.mesh.device_mesh import DeviceMesh, LinkModel
-from shardspec.text import shown
+from shardspec.text import bytes_text, printable, seconds_text, shown
 
 T = TypeVar("T")
 MeshShape: TypeAlias = tuple[tuple[int, ...], tuple[str, ...] | None]
@@ -28,6 +33,8 @@ Run: TypeAlias = Callable[..., None]
 """What a command does, given its arguments and options by name."""
 Decorator: TypeAlias = Callable[[Run], Run]
 
+_VERBOSE: Final = "shardspec.verbose"
+"""Where a context keeps what the user said."""
 MAX_DEVICES: Final = 2**20
 """A larger mesh is taken for a typing error; its ids alone would fill the memory."""
 _MAX_SIZE: Final = 2**63 - 1
@@ -132,9 +139,17 @@ def _whole_numbers(what: str, remedy: str, text: str, parts: list[str]) -> tuple
 class Kind(click.ParamType[Any]):
     """What an argument is: its name in the help, and what reads its text."""
 
-    def __init__(self, name: str, read: Callable[[str], object]) -> None:
+    def __init__(self, name: str, read: Callable[[str], object], completes: str = "") -> None:
         self.name = name
         self.read = read
+        self.completes = completes
+        """What a shell completes it by: ``"file"``, or nothing."""
+
+    def shell_complete(
+        self, _ctx: click.Context, _param: click.Parameter, incomplete: str
+    ) -> list[CompletionItem]:
+        """Let the shell complete names of files and directories."""
+        return [CompletionItem(incomplete, type=self.completes)] if self.completes else []
 
     def convert(
         self, value: str, param: click.Parameter | None, ctx: click.Context | None
@@ -154,7 +169,8 @@ def numbers_kind(name: str, what: str, remedy: str) -> Kind:
 
 
 BYTES: Final = Kind("SIZE", parse_bytes)
-FILE: Final = Kind("FILE", Path)
+FILE: Final = Kind("FILE", Path, "file")
+PLACE: Final = Kind("CKPT", str, "file")
 IDS: Final = numbers_kind("IDS", "ids", "give them as in 3,1,0,2")
 MESH: Final = Kind("SHAPE", parse_mesh)
 PRESETS: Final = Kind("PRESETS", parse_links)
@@ -162,13 +178,51 @@ SHAPE: Final = Kind("SIZES", parse_shape)
 
 
 class Command(click.Command):
-    """A command whose docstring may end in examples, which stand below the options in its help."""
+    """A command whose docstring may end in examples, which stand below the options in its help.
+
+    Every command takes ``--quiet`` and ``--verbose``.
+    """
 
     def __init__(self, name: str | None, *, help: str, **more: Any) -> None:  # noqa: ANN401
         text, _, examples = inspect.cleandoc(help).partition("\n\nExamples:\n")
         paragraphs = f"Examples:\n{examples}".split("\n\n")
         epilog = "\n\n".join(f"\b\n{paragraph}" for paragraph in paragraphs)
         super().__init__(name, help=text, epilog=epilog, **more)
+        self.params += [
+            click.Option(
+                ["-q", "--quiet"],
+                is_flag=True,
+                expose_value=False,
+                callback=partial(_keep, QUIET),
+                help="Print nothing but errors; the exit code says the rest.",
+            ),
+            click.Option(
+                ["-v", "--verbose"],
+                is_flag=True,
+                expose_value=False,
+                callback=partial(_keep, _VERBOSE),
+                help="Say on stderr how long it took and how much memory, and where an error was.",
+            ),
+        ]
+
+    def invoke(self, ctx: click.Context) -> object:
+        """Run; what is verbose goes to stderr."""
+        if not ctx.meta.get(_VERBOSE):
+            return super().invoke(ctx)
+        start = time.monotonic()
+        try:
+            return super().invoke(ctx)
+        except ShardSpecError:
+            click.echo(printable(traceback.format_exc(), keep="\n"), err=True, nl=False)
+            raise
+        finally:
+            peak = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+            seconds_taken = seconds_text(time.monotonic() - start)
+            click.echo(f"took {seconds_taken}, {bytes_text(peak)} of memory at most", err=True)
+
+
+def _keep(key: str, ctx: click.Context, _: click.Parameter, value: object) -> None:
+    ctx.meta[key] = value
 
 
 def grouped(name: str, made_of: Callable[..., object], *options: Decorator) -> Decorator:
@@ -341,7 +395,7 @@ cluster_options: Final = grouped(
     ),
     click.option(
         "--profile",
-        type=Kind("FILE", read_profile),
+        type=Kind("FILE", read_profile, "file"),
         help="Links as 'shardspec profile' measured them, in place of --alpha, --beta, --links "
         "and --link-model.",
     ),

@@ -5,8 +5,8 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from itertools import islice
-from pathlib import Path
-from typing import TypeAlias
+from pathlib import Path, PurePath
+from typing import Final, TypeAlias
 
 import click
 
@@ -16,9 +16,27 @@ Progress: TypeAlias = Callable[[int, int], None]
 """Called with the number of bytes that are done, and of all."""
 
 
+QUIET: Final = "shardspec.quiet"
+"""Where a context keeps whether nothing is to be printed."""
+
+
+def is_quiet() -> bool:
+    """Whether the command that runs prints nothing but errors."""
+    context = click.get_current_context(silent=True)
+    return context is not None and bool(context.meta.get(QUIET))
+
+
 def say(text: str, *, err: bool = False) -> None:
     """Print lines, with escapes for what could upset a terminal."""
+    if is_quiet():
+        return
     click.echo(printable(text, keep="\n"), err=err)
+
+
+def say_styled(text: str, *, nl: bool = True) -> None:
+    """Print a text as it is: it has colours, or is known to be safe."""
+    if not is_quiet():
+        click.echo(text, nl=nl)
 
 
 def say_json(record: object) -> None:
@@ -28,6 +46,8 @@ def say_json(record: object) -> None:
 
 def say_parts(parts: Iterable[str], between: str = "\n") -> None:
     """Print a text that may be long as it is made, with escapes for what could upset a terminal."""
+    if is_quiet():
+        return
     parts, first = iter(parts), True
     while some := list(islice(parts, 256)):
         text = printable(between.join(some), keep="\n")
@@ -36,23 +56,23 @@ def say_parts(parts: Iterable[str], between: str = "\n") -> None:
     click.echo()
 
 
-def path_text(path: Path | str) -> str:
+def path_text(path: PurePath | str) -> str:
     """Return a path for a line: its name may hold anything."""
     return printable(str(path))
 
 
 def write_file(path: Path, text: str, *, overwrite: bool) -> None:
     """Write a file that appears when it is complete; `CheckpointError` if that cannot be."""
-    from shardspec.checkpoint.commit import write_atomically
+    from shardspec.checkpoint.storage.from_text import storage_path
 
     content = text.encode()
-    write_atomically(path, len(content), [content], overwrite=overwrite)
+    storage_path(path).write(len(content), [content], overwrite=overwrite)
 
 
 @contextmanager
 def progress_bar(shows: bool, title: str) -> Iterator[Progress | None]:
     """Yield a callback that draws a bar on the terminal, or None."""
-    if not (shows and sys.stderr.isatty()):
+    if not (shows and sys.stderr.isatty()) or is_quiet():
         yield None
         return
     # Imported here, so that scripts start faster.

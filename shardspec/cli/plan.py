@@ -11,7 +11,7 @@ from typing import Final, TypeAlias
 import click
 
 from shardspec.cli import options as opts
-from shardspec.cli.output import path_text, say, say_json
+from shardspec.cli.output import path_text, say, say_json, say_styled
 from shardspec.comm.cost import CostModel
 from shardspec.comm.curves import Link
 from shardspec.errors import InputFileError, LayoutError, ShardSpecError, SpecSyntaxError
@@ -124,7 +124,7 @@ def plan_command(
             record["explanation"] = difference_text(best, naive)
         say_json(record)
         return
-    click.echo(_styled(str(best)))
+    say_styled(_styled(str(best)))
     if alternatives is not None:
         numbers = [str(number) for number in range(1, len(plans) + 1)]
         say(f"\n{plans_table(plans, numbers) if others else 'there is no other plan'}")
@@ -220,7 +220,7 @@ def cost_command(
         written = csv.DictWriter(output, _COLUMNS, lineterminator="\n")
         written.writeheader()
         written.writerows(records)
-        click.echo(output.getvalue(), nl=False)
+        say_styled(output.getvalue(), nl=False)
     elif as_json:
         answer = {
             "mesh": list(mesh.shape),

@@ -13,7 +13,7 @@ import click
 
 from shardspec.cli import options as opts
 from shardspec.cli.options import MeshShape
-from shardspec.cli.output import path_text, say, say_json, write_file
+from shardspec.cli.output import path_text, say, say_json, say_styled, write_file
 from shardspec.errors import LossyConversionError
 from shardspec.layout.layout import Layout
 from shardspec.layout.picture import Paint, box_rgb
@@ -53,7 +53,7 @@ def show_command(
     _check_devices(mesh, _MOST_DEVICES)
     layout = Layout(opts.plain_mesh(mesh, ids), spec, shape, dtype)
     if output is None:
-        click.echo(layout.drawing().text(_paint()))
+        say_styled(layout.drawing().text(_paint()))
         wide = max(map(len, layout.picture().splitlines()))
         here = shutil.get_terminal_size().columns
         if sys.stdout.isatty() and wide > here:
@@ -158,7 +158,7 @@ def convert_command(
         return
     for name, found in said.items():
         text = printable(found or f"– {refused[name]}")
-        click.echo(f"{name:<10}{text if found else click.style(text, dim=True)}")
+        say_styled(f"{name:<10}{text if found else click.style(text, dim=True)}")
 
 
 def _parse_output(text: str) -> Path:
@@ -243,7 +243,7 @@ def graph_command(
     if as_json:
         say_json(drawing.as_dict())
     elif output is None:
-        click.echo(text, nl=False)
+        say_styled(text, nl=False)
     else:
         say(f"{path_text(output)}: {drawing.title}")
         if drawing.known_error:

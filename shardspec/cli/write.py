@@ -1,11 +1,11 @@
 """The commands that write checkpoints: `shardspec merge` and `shardspec reshard`."""
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from itertools import islice
-from pathlib import Path, PurePath
+from pathlib import PurePath
 from typing import TYPE_CHECKING, Any, Final
 
 import click
@@ -13,6 +13,7 @@ import click
 from shardspec.checkpoint import convert as conversion
 from shardspec.checkpoint.agree import Processes
 from shardspec.checkpoint.convert import WriteReport
+from shardspec.checkpoint.layers import repeated_layers
 from shardspec.cli import checkpoint_options as ckpt
 from shardspec.cli import options as opts
 from shardspec.cli.output import path_text, progress_bar, say, say_json
@@ -91,7 +92,6 @@ _write_options: Final = opts.stacked(
         "Do not copy the files next to the weights, such as config.json and a tokenizer.",
     ),
     opts.json_option("Print what was written as JSON."),
-    click.option("--quiet", is_flag=True, help="Print nothing but errors."),
 )
 """What `merge` and `reshard` have in common, but for the target."""
 
@@ -118,12 +118,11 @@ def _processes() -> "Iterator[Communicator | None]":
 
 def _write(
     convert: Callable[..., WriteReport],
-    *places: Path | None,
+    *places: PurePath | None,
     maps: ckpt.MapOptions,
     source: ckpt.SourceOptions,
     choice: dict[str, Any],
     as_json: bool,
-    quiet: bool,
     **how: Any,  # noqa: ANN401  # as `merge` and `reshard` take it
 ) -> None:
     """Have a checkpoint written, with a bar while that takes time, and say what was written.
@@ -133,9 +132,9 @@ def _write(
     title = click.get_current_context().info_name or ""
     with _processes() as communicator:
         with Processes(communicator).failing_together():
-            names, sources = maps.read(), source.open(*places, quiet=quiet)
+            names, sources = maps.read(), source.open(*places)
         # Of several processes the first one says it.
-        silent = quiet or (communicator is not None and 0 not in communicator.addressable)
+        silent = communicator is not None and 0 not in communicator.addressable
         with progress_bar(not (silent or as_json), title) as progress:
             report = convert(
                 *sources,
@@ -154,9 +153,8 @@ def _write(
 
 def _report_text(report: WriteReport) -> str:
     what = f"{counted(report.tensors, 'tensor')}, {bytes_text(report.num_bytes)}"
-    count = len(report.files) - len(report.sidecars)
-    if count > 1:
-        what += f" in {count} files"
+    if len(report.files) > 1:
+        what += f" in {counted(report.weight_files, 'file')} of weights"
     if report.written:
         rate = rate_text(report.num_bytes / max(report.seconds, 1e-9))
         digest = "" if report.crc32 is None else f", CRC-32 {report.crc32:08x}"
@@ -174,6 +172,8 @@ def _report_text(report: WriteReport) -> str:
             if len(files) > _MOST_ROWS:
                 rows.append([f"… and {len(files) - _MOST_ROWS} more", ""])
             lines.append(table_text(["file", did], rows))
+        if report.sharding:
+            lines.append(_sharding_text(report.sharding))
     if report.cast_losses:
         lines.append(f"numbers that the cast did not keep: {report.cast_losses}")
     if report.left_out:
@@ -191,11 +191,24 @@ def _report_text(report: WriteReport) -> str:
     return "\n".join(lines)
 
 
+def _sharding_text(sharding: Mapping[str, tuple[str, str]]) -> str:
+    """Return a table of how tensors would be sharded, and by which rules; layers in one row."""
+    rows = []
+    for title, names in repeated_layers(sharding):
+        rule, spec = sharding[names[0]]
+        rows.append([title, rule or "none, so replicated", spec])
+    by_rules = any(rule for rule, _ in sharding.values())
+    header = ["tensor", "rule", "spec"]
+    if not by_rules:  # no rules were given: as in another checkpoint, or all are replicated
+        header, rows = header[::2], [row[::2] for row in rows]
+    return table_text(header, rows, text_from=0)
+
+
 @click.command(cls=opts.Command)
 @click.argument("checkpoint", type=ckpt.CHECKPOINT, metavar="CKPT")
 @opts.output_option(
     "The file to write; a directory for the formats huggingface and dcp.",
-    type=str,
+    type=opts.PLACE,
     metavar="OUT",
     required=True,
 )
@@ -214,7 +227,7 @@ def _report_text(report: WriteReport) -> str:
 @_unless("metadata", "Leave out what safetensors files say in their metadata.")
 @_write_options
 def merge_command(
-    checkpoint: Path,
+    checkpoint: PurePath,
     output: str,
     to: conversion.MergedFormat | None,
     max_shard_size: int | None,
@@ -251,7 +264,7 @@ def merge_command(
 
 @click.command(cls=opts.Command)
 @click.argument("checkpoint", type=ckpt.CHECKPOINT, metavar="CKPT")
-@opts.output_option("The directory to write.", type=str, metavar="OUT", required=True)
+@opts.output_option("The directory to write.", type=opts.PLACE, metavar="OUT", required=True)
 @click.option(
     "--mesh",
     type=opts.MESH,
@@ -276,11 +289,11 @@ def merge_command(
 )
 @_write_options
 def reshard_command(
-    checkpoint: Path,
+    checkpoint: PurePath,
     output: str,
     mesh: opts.MeshShape | None,
     rules: dict[str, str] | None,
-    like: Path | None,
+    like: PurePath | None,
     to: conversion.ReshardedFormat,
     drop_values: bool,
     **options: Any,  # noqa: ANN401  # those of `_write`
@@ -292,15 +305,15 @@ def reshard_command(
 
     Examples:
       shardspec reshard ckpt -o sharded --mesh 4x2 --rules rules.toml
-      shardspec reshard model.safetensors -o sharded --mesh dp=2,tp=4 --rule '*.weight' '[S(tp),R]'
+      shardspec reshard model.safetensors -o sharded --mesh tp=4 --rule '*.weight' '[S(tp),...]'
       shardspec reshard ckpt -o sharded --like other_ckpt
       shardspec reshard ckpt -o out --mesh 2 --rules r.toml --map llama-hf-to-fused --sizes c.json
       shardspec reshard zero_run -o universal --to deepspeed-universal
 
-    A file of rules has a line for each pattern of names:
-      "*.up.weight" = "[S1,R]"
-      "*.down.weight" = "[R,S1]"
-    What no rule matches is replicated on every device.
+    A file of rules has a line for each pattern of names; the last one that matches counts:
+      "*" = "[S0,...]"             the first dim of every tensor, however many it has
+      "*.down.weight" = "[R,S0]"
+    What no rule matches is replicated on every device. --dry-run shows what each tensor gets.
     """
     universal = to == "deepspeed-universal"
     opts.refuse_if(
@@ -328,5 +341,5 @@ def reshard_command(
         )
 
     _write(convert, checkpoint, like, **options)
-    if mesh is not None and not rules and not options["quiet"]:
+    if mesh is not None and not rules:
         say("note: no rules were given, so every tensor is replicated on every device", err=True)

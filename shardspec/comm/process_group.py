@@ -353,6 +353,7 @@ def init_device_mesh(
     mesh_shape: Sequence[int],
     *,
     axis_names: Sequence[str] | None = None,
+    mesh_dim_names: Sequence[str] | None = None,
     mesh_alpha: Sequence[float] | None = None,
     mesh_beta: Sequence[float] | None = None,
     link_model: LinkModel = "ring",
@@ -367,7 +368,7 @@ def init_device_mesh(
         Where tensors will be: ``"cpu"`` or ``"cuda"``.
     mesh_shape
         Devices along each axis; the ranks are numbered row by row, as torch does.
-    axis_names, mesh_alpha, mesh_beta, link_model
+    axis_names, mesh_dim_names, mesh_alpha, mesh_beta, link_model
         As for `DeviceMesh`.
 
     Raises
@@ -393,9 +394,14 @@ def init_device_mesh(
             f"init_device_mesh({device_type!r}, {mesh_shape!r}): give a device type and whole "
             f"numbers, as in init_device_mesh('cpu', (2, 4)): {str(error).splitlines()[0]}"
         ) from None
-    names, model = axis_names, link_model
     mesh = DeviceMesh(
-        ids, mesh_shape, None, mesh_alpha, mesh_beta, axis_names=names, link_model=model
+        ids,
+        mesh_shape,
+        mesh_alpha=mesh_alpha,
+        mesh_beta=mesh_beta,
+        axis_names=axis_names,
+        mesh_dim_names=mesh_dim_names,
+        link_model=link_model,
     )
     start(mesh, device_type)
     mesh.to_torch(device_type)

@@ -80,8 +80,8 @@ def _asset(name: str) -> str:
 
 def _check(meshes: Sequence[DeviceMesh], shapes: Sequence[tuple[int, ...]], links: _Links) -> None:
     for mesh in meshes:
-        text = f"mesh {mesh} of {mesh.size} devices is too large to draw; the limit is"
-        _refuse_if(mesh.size > MAX_DEVICES, f"{text} {MAX_DEVICES} devices")
+        text = f"mesh {mesh} of {mesh.size()} devices is too large to draw; the limit is"
+        _refuse_if(mesh.size() > MAX_DEVICES, f"{text} {MAX_DEVICES} devices")
     for shape in shapes:
         text = f"a tensor of shape {shape} cannot be drawn; give one of 1 to {MAX_DIMS} dims that"
         wrong = not 1 <= len(shape) <= MAX_DIMS or 0 in shape

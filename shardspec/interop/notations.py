@@ -17,7 +17,7 @@ from shardspec.comm.steps import ReduceOp
 from shardspec.errors import LayoutError, LossyConversionError
 from shardspec.layout import placements as own
 from shardspec.layout.graph import count_states, space_of, spec_of
-from shardspec.layout.layout import Layout, SpecLike, resolve_axes
+from shardspec.layout.layout import Layout, OwnSpec, resolve_axes
 from shardspec.layout.spec import ShardingSpec
 from shardspec.mesh.device_mesh import Axis, DeviceMesh
 
@@ -32,11 +32,10 @@ Chunk: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]
 _COLOSSAL: Final[tuple[list[int], ...]] = ([], [0], [1], [0, 1])
 """R, S0, S1 and S01, the only ones in colossalai/tensor/d_tensor/sharding_spec.py."""
 _MOST_SPECS: Final = 20_000
-_OPS: Final[Mapping[str, ReduceOp]] = {op: op for op in get_args(ReduceOp)} | {"product": "prod"}
 
 
 def _resolved(
-    library: str, spec: SpecLike, mesh: DeviceMesh, known: Sequence[ReduceOp] = ("sum",)
+    library: str, spec: OwnSpec, mesh: DeviceMesh, known: Sequence[ReduceOp] = ("sum",)
 ) -> ShardingSpec:
     """Return a spec with axes by number; refuse what the library has no notation for."""
     resolved = resolve_axes(ShardingSpec.of(spec), mesh)
@@ -50,7 +49,7 @@ def _resolved(
     return resolved
 
 
-def to_placements(spec: SpecLike, mesh: DeviceMesh) -> tuple["Placement", ...]:
+def to_placements(spec: OwnSpec, mesh: DeviceMesh) -> tuple["Placement", ...]:
     """Return torch's placements for a spec, one per mesh axis.
 
     Axes in another order than from left to right, and parts of one size, are a `_StridedShard`.
@@ -70,7 +69,7 @@ def to_placements(spec: SpecLike, mesh: DeviceMesh) -> tuple["Placement", ...]:
 
 
 def to_shard_order(
-    spec: SpecLike, mesh: DeviceMesh
+    spec: OwnSpec, mesh: DeviceMesh
 ) -> tuple[tuple["Placement", ...], dict[int, tuple[int, ...]]]:
     """Return torch's placements without strides, and per sharded dim its axes, major first.
 
@@ -101,29 +100,15 @@ def from_placements(
     dict. Raises as `spec_of_placements` does, and `LossyConversionError` for a masked or scaled
     partial.
     """
-    return own.spec_of_placements([*map(_ours, placements)], dims, mesh.shape, shard_order)
+    given = own.own_placements(placements)
+    if given is None:
+        raise LayoutError(
+            f"placements are a {type(placements).__name__}; give a list, one per axis"
+        )
+    return own.spec_of_placements(given, dims, mesh.shape, shard_order)
 
 
-def _ours(placement: "Placement") -> own.Placement:
-    from torch.distributed.tensor.placement_types import Partial, Replicate, Shard, _StridedShard
-
-    # By exact class: those derived from Partial mean something else.
-    kind = type(placement)
-    if kind is Replicate:
-        return None
-    if isinstance(placement, Shard) and kind is Shard:
-        return own.Split(placement.dim)
-    if isinstance(placement, _StridedShard):
-        return own.Split(placement.dim, int(placement.split_factor))
-    if isinstance(placement, Partial) and kind is Partial and placement.reduce_op in _OPS:
-        return _OPS[placement.reduce_op]
-    raise LossyConversionError(
-        f"placement {placement} has no counterpart in a spec; redistribute to Shard, Replicate or "
-        "Partial of sum, avg, min, max or product first"
-    )
-
-
-def placements_text(spec: SpecLike, mesh: DeviceMesh) -> str:
+def placements_text(spec: OwnSpec, mesh: DeviceMesh) -> str:
     """Return the Python source of torch's placements; works without torch."""
     texts = (
         f"{kind}({', '.join([*map(json.dumps, args), *(f'{k}={v}' for k, v in options.items())])})"
@@ -133,7 +118,7 @@ def placements_text(spec: SpecLike, mesh: DeviceMesh) -> str:
 
 
 def _calls(
-    spec: SpecLike, mesh: DeviceMesh
+    spec: OwnSpec, mesh: DeviceMesh
 ) -> Iterator[tuple[str, tuple[int | str, ...], dict[str, int]]]:
     """Yield the name of torch's class, and its arguments, for every mesh axis."""
     for placement in own.placements_of(resolve_axes(ShardingSpec.of(spec), mesh), mesh.shape):
@@ -149,7 +134,7 @@ def _calls(
 
 
 def to_partition_spec(
-    spec: SpecLike, mesh: DeviceMesh, global_shape: Sequence[int] | None = None
+    spec: OwnSpec, mesh: DeviceMesh, global_shape: Sequence[int] | None = None
 ) -> tuple[tuple[Entry, ...], frozenset[str]]:
     """Return the entries of JAX's PartitionSpec, and its unreduced axes.
 
@@ -243,13 +228,13 @@ def to_jax_mesh(mesh: DeviceMesh, devices: Iterable[Any]) -> tuple[NDArray[Any],
             f"device {missing[0]} of mesh {mesh} is none of JAX's devices {sorted(by_id)}; use "
             "their ids in the mesh"
         )
-    grid = np.empty(mesh.size, dtype=object)
+    grid = np.empty(mesh.size(), dtype=object)
     grid[:] = [by_id[id_] for id_ in mesh.ids]
     return grid.reshape(mesh.shape), _jax_names(mesh)
 
 
 def partition_spec_text(
-    spec: SpecLike, mesh: DeviceMesh, global_shape: Sequence[int] | None = None
+    spec: OwnSpec, mesh: DeviceMesh, global_shape: Sequence[int] | None = None
 ) -> str:
     """Return the Python source of JAX's PartitionSpec; see `to_partition_spec`."""
     entries, unreduced = to_partition_spec(spec, mesh, global_shape)
@@ -267,7 +252,7 @@ def _jax_names(mesh: DeviceMesh) -> tuple[str, ...]:
     return mesh.axis_names
 
 
-def shardy_text(spec: SpecLike, mesh: DeviceMesh) -> str:
+def shardy_text(spec: OwnSpec, mesh: DeviceMesh) -> str:
     """Return the sharding attribute of Shardy, the partitioner of MLIR, with all dims closed.
 
     Examples
@@ -291,7 +276,7 @@ def shardy_mesh_text(mesh: DeviceMesh) -> str:
     """Return the mesh that `shardy_text` refers to."""
     sizes = zip(_shardy_names(mesh), mesh.shape, strict=True)
     axes = ", ".join(f'"{name}"={size}' for name, size in sizes)
-    in_order = mesh.ids == tuple(range(mesh.size))
+    in_order = mesh.ids == tuple(range(mesh.size()))
     ids = "" if in_order else f", device_ids=[{', '.join(map(str, mesh.ids))}]"
     return f"sdy.mesh @mesh = <[{axes}]{ids}>"
 
@@ -300,7 +285,7 @@ def _shardy_names(mesh: DeviceMesh) -> Sequence[str]:
     return mesh.axis_names or [f"axis_{axis}" for axis in range(mesh.ndim)]
 
 
-def sbp_text(spec: SpecLike, mesh: DeviceMesh) -> str:
+def sbp_text(spec: OwnSpec, mesh: DeviceMesh) -> str:
     """Return the SBP signature of OneFlow: per mesh axis ``S(dim)``, ``B`` or ``P``."""
     resolved = _resolved("OneFlow", spec, mesh)
     for dim, axes in resolved.dim_partition_dict.items():
@@ -318,7 +303,7 @@ def sbp_text(spec: SpecLike, mesh: DeviceMesh) -> str:
     return f"({','.join(map(word, own.placements_of(resolved, mesh.shape)))})"
 
 
-def to_colossal(spec: SpecLike, mesh: DeviceMesh) -> dict[int, list[int]]:
+def to_colossal(spec: OwnSpec, mesh: DeviceMesh) -> dict[int, list[int]]:
     """Return Colossal-AI's ``dim_partition_dict``, from dim to the mesh axes that shard it."""
     resolved = _resolved("Colossal-AI", spec, mesh, known=())
     by_dim = {d: [int(axis) for axis in axes] for d, axes in resolved.dim_partition_dict.items()}

@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardspec.errors import LayoutError, LossyConversionError
 from shardspec.interop.notations import from_placements, to_placements
+from shardspec.interop.torch_parts import parts_of
 from shardspec.layout.layout import Layout
 from shardspec.mesh.device_mesh import DeviceMesh
 from shardspec.mesh.job import device_type_of
@@ -128,7 +129,7 @@ class _OfShard(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         order = list(range(len(shape)))
         if shard.dim() == len(shape):  # dims lie in memory as in the shard
-            order.sort(key=shard.stride().__getitem__, reverse=True)
+            order.sort(key=parts_of(shard)[0].stride().__getitem__, reverse=True)
         stride = torch.empty_permuted(shape, order, device="meta").stride()
         return _counted_with(
             shard,

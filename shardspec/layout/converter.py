@@ -13,7 +13,7 @@ from shardspec.comm.steps import Permute, ReduceOp, Slice, Step
 from shardspec.errors import LayoutError
 from shardspec.layout import graph
 from shardspec.layout.cross import cheapest_crossing, exchange_to
-from shardspec.layout.layout import Layout, SpecLike
+from shardspec.layout.layout import Layout, OwnSpec, SpecLike
 from shardspec.layout.plan import ConversionPlan, Move, finishing_moves, naive_moves
 from shardspec.layout.pricing import (
     Prices,
@@ -24,6 +24,7 @@ from shardspec.layout.pricing import (
     states_of,
     step_lines,
 )
+from shardspec.layout.spec import ShardingSpec
 from shardspec.layout.table import CostTable, cost_table, pair_costs
 from shardspec.layout.transitions import priced_graph
 from shardspec.mesh.device_ids import bound_of_bytes
@@ -64,7 +65,7 @@ class LayoutConverter:
     ) -> None:
         self.cost_model = cost_model
         self.target_model = target_model
-        self._seconds: dict[tuple[Layout, Layout | SpecLike], float] = {}
+        self._seconds: dict[tuple[Layout, Layout | OwnSpec], float] = {}
 
     def plan(
         self, source: Layout, target: Layout | SpecLike, *, max_bytes: int | None = None
@@ -212,6 +213,8 @@ class LayoutConverter:
         >>> LayoutConverter().cost(source, "[S0]")
         0.0
         """
+        if not isinstance(target, Layout | ShardingSpec | str):
+            target = source.with_spec(target)
         seconds = self._seconds.get((source, target))
         if seconds is None:
             if len(self._seconds) >= _MAX_REMEMBERED:

@@ -143,10 +143,10 @@ def _cells(before: Layout, after: Layout) -> Iterator[tuple[LayoutCell, LayoutCe
 
 def _checked_mesh(before: Layout, after: Layout) -> DeviceMesh:
     mesh = common_mesh(before.mesh, after.mesh)
-    if mesh.size > _MAX_DEVICES:
+    if mesh.size() > _MAX_DEVICES:
         raise LayoutError(
-            f"the exchange between {before.spec} and {after.spec} is among {mesh.size:,} devices; "
-            f"such are planned for up to {_MAX_DEVICES:,}"
+            f"the exchange between {before.spec} and {after.spec} is among {mesh.size():,} "
+            f"devices; exchanges are planned for up to {_MAX_DEVICES:,}"
         )
     return mesh
 
@@ -235,7 +235,7 @@ class _Side:
 
     @property
     def num_intervals(self) -> int:
-        return len(self.cuts) * self.layout.mesh.size * self.layout.spec.dims
+        return len(self.cuts) * self.layout.mesh.size() * self.layout.spec.dims
 
     def at(self, index: int) -> Layout:
         """Return the layout of one of the specs."""
@@ -255,14 +255,14 @@ def cheapest_crossing(
         common_mesh(source.mesh, target.mesh),
         common_model(source.mesh, target.mesh, *models),
     )
-    if mesh.size > _MAX_DEVICES:
+    if mesh.size() > _MAX_DEVICES:
         raise LayoutError(
             f"the two meshes have {mesh.size:,} devices together; conversions between meshes are "
             f"planned for up to {_MAX_DEVICES:,}"
         )
     here = _Side.every(source, models[0], leaving=True)
     there = _Side.every(target, models[1], leaving=False)
-    work = len(here.cuts) * len(there.cuts) * mesh.size
+    work = len(here.cuts) * len(there.cuts) * mesh.size()
     if work > _MAX_WORK or here.num_intervals > _MAX_INTERVALS:
         here = _Side.alone(source)
     if there.num_intervals > _MAX_INTERVALS:
@@ -279,7 +279,7 @@ def cheapest_crossing(
         before, after = held(a), wanted(b)
         key = tuple(before.values()), tuple(after.values())
         if key not in seconds:
-            listed += mesh.size + _count_pieces(before, after)
+            listed += mesh.size() + _count_pieces(before, after)
             try:
                 seconds[key] = _boxes_seconds(before, after, mesh, model, item) + TIE_SECONDS
             except LayoutError as error:
@@ -322,7 +322,7 @@ def _least_exchange(here: _Side, there: _Side, model: CostModel) -> Floats:
         ]
         for dim, size in enumerate(here.layout.global_shape)
     ]
-    wanted = np.ones((len(there.cuts), meshes[1].size))
+    wanted = np.ones((len(there.cuts), meshes[1].size()))
     for _, (lo, hi) in sides:
         wanted *= hi - lo
     on_bus = model.link_model == "shared-bus"

@@ -1,22 +1,28 @@
 """A layout: mesh, spec, global shape and dtype, and from them the box of every device."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
 from itertools import accumulate, pairwise, product
 from math import prod
-from typing import Final, TypeAlias
+from typing import TYPE_CHECKING, Final, TypeAlias, TypeGuard
 
 from shardspec.boxes import Box, box_size, split_interval
 from shardspec.dtypes import dtype_name, is_floating, item_bytes
-from shardspec.errors import AxisError, DTypeError, LayoutError, SpecSyntaxError
+from shardspec.errors import AxisError, DTypeError, LayoutError
 from shardspec.layout.picture import MAX_CELLS, Picture, ids_text
+from shardspec.layout.placements import is_placements, own_placements, spec_of_placements
 from shardspec.layout.spec import DimSpec, Part, ShardingSpec
 from shardspec.mesh.device_ids import whole_numbers
 from shardspec.mesh.device_mesh import DeviceMesh
 from shardspec.text import counted, shown
 
-SpecLike: TypeAlias = ShardingSpec | str
+if TYPE_CHECKING:
+    from torch.distributed.tensor.placement_types import Placement
+
+OwnSpec: TypeAlias = ShardingSpec | str
+"""A spec, or its notation."""
+SpecLike: TypeAlias = ShardingSpec | str | Sequence["Placement"]
+"""A spec, its notation, or torch's placements, one per mesh axis."""
 
 _MAX_ELEMENTS: Final = 2**63 - 1
 
@@ -32,6 +38,32 @@ def resolve_axes(spec: ShardingSpec, mesh: DeviceMesh) -> ShardingSpec:
         raise AxisError(f"spec {spec}: {error}") from None
 
 
+def is_own_spec(given: SpecLike) -> TypeGuard[OwnSpec]:
+    """Whether this is for `ShardingSpec.of`, not torch's placements."""
+    return isinstance(given, str) or not is_placements(given)
+
+
+def spec_on(mesh: DeviceMesh, given: SpecLike, dims: int | Sequence[int]) -> ShardingSpec:
+    """Return a spec, however given, with every axis as a number of `mesh`.
+
+    `dims` is the number of the tensor's dims or their sizes, which some strided shards need. Raises
+    as `ShardingSpec.parse`, `resolve_axes` and `spec_of_placements` do.
+
+    >>> str(spec_on(DeviceMesh(range(4), (2, 2), axis_names=("dp", "tp")), "[S(tp),R]", 2))
+    '[S1,R]'
+    """
+    if is_own_spec(given):
+        return resolve_axes(ShardingSpec.of(given), mesh)
+    return spec_of_placements(own_placements(given), dims, mesh.shape)
+
+
+def chosen_spec(sharding_spec: SpecLike | None, placements: SpecLike | None) -> SpecLike | None:
+    """Return what is given of two arguments that mean the same; None if neither is."""
+    if sharding_spec is not None and placements is not None:
+        raise LayoutError("sharding_spec and placements mean the same; give one of the two")
+    return placements if sharding_spec is None else sharding_spec
+
+
 @dataclass(frozen=True, slots=True, init=False)
 class Layout:
     """Which box of a global tensor each device of a mesh holds.
@@ -43,7 +75,7 @@ class Layout:
     Parameters
     ----------
     mesh, spec
-        Where, and how it is cut; a spec may be given in its notation.
+        Where, and how it is sharded; a spec may be given in its notation, or as torch's placements.
     global_shape
         Sizes of the whole tensor; ``()`` for a scalar, zeros allowed.
     dtype
@@ -52,7 +84,8 @@ class Layout:
     Raises
     ------
     LayoutError
-        If spec and shape differ in the number of dims, or a size is not a whole number from 0.
+        If spec and shape differ in the number of dims, a size is not a whole number from 0, or
+        there is not one placement per mesh axis.
     AxisError
         If the mesh lacks an axis of the spec.
     DTypeError
@@ -96,7 +129,7 @@ class Layout:
             raise LayoutError(
                 f"global shape {shown(shape)} has more elements than a tensor can have, 2^63 - 1"
             )
-        resolved = resolve_axes(ShardingSpec.of(spec), mesh)
+        resolved = spec_on(mesh, spec, shape)
         if resolved.dims != len(shape):
             raise LayoutError(
                 f"spec {spec} is for {counted(resolved.dims, 'dim')}, but the tensor of shape "
@@ -238,7 +271,7 @@ class Layout:
 
     def _repr_html_(self) -> str:
         """Draw the layout where notebooks show it."""
-        return self.drawing().svg() if self.mesh.size <= MAX_CELLS else f"<code>{self}</code>"
+        return self.drawing().svg() if self.mesh.size() <= MAX_CELLS else f"<code>{self}</code>"
 
 
 def _check_parts(spec: SpecLike, dim: int, cut: DimSpec, size: int, devices: int) -> None:
@@ -327,74 +360,3 @@ def _check_reducible(op: str, dtype: str) -> None:
         raise DTypeError(f"{op} is not defined for {dtype}: complex numbers have no order")
     if dtype.startswith(("float8", "float4", "uint16", "uint32", "uint64")):
         raise DTypeError(f"no reduction is defined for {dtype}; convert to a wider dtype first")
-
-
-def match_rules(
-    rules: Mapping[str, SpecLike], tensors: Mapping[str, int]
-) -> dict[str, ShardingSpec]:
-    """Return the spec of every tensor that a rule matches.
-
-    Parameters
-    ----------
-    rules
-        Name pattern to spec. Patterns are those of the shell (``*``, ``?``, ``[abc]``), matched
-        against the whole name with case.
-    tensors
-        Tensor name to its number of dims.
-
-    Returns
-    -------
-    dict
-        Name to spec, in the order of `tensors`, without the tensors that no rule matches.
-
-    Raises
-    ------
-    LayoutError
-        If two rules match one tensor, a rule matches nothing, or a spec has another number of dims
-        than the tensor.
-    SpecSyntaxError, AxisError
-        If the text of a spec is not one; names the rule.
-
-    Examples
-    --------
-    >>> match_rules({"*.weight": "[S0,R]", "*.bias": "[S0]"}, {"up.weight": 2, "up.bias": 1})
-    {'up.weight': ShardingSpec.parse('[S0,R]'), 'up.bias': ShardingSpec.parse('[S0]')}
-    """
-    if not isinstance(rules, Mapping):
-        raise LayoutError(
-            f"the rules are a {type(rules).__name__}; give a dict of name pattern to spec"
-        )
-    specs = {}
-    for pattern, spec in rules.items():
-        try:
-            specs[pattern] = ShardingSpec.of(spec)
-        except SpecSyntaxError as error:
-            problem = f"rule {pattern!r}: {error.problem}"
-            raise SpecSyntaxError(problem, error.text, error.position) from None
-        except AxisError as error:
-            raise AxisError(f"rule {pattern!r}: {error}") from None
-    unused = set(specs)
-    matched: dict[str, ShardingSpec] = {}
-    for name, dims in tensors.items():
-        patterns = [pattern for pattern in specs if fnmatchcase(name, pattern)]
-        unused.difference_update(patterns)
-        if len(patterns) > 1:
-            raise LayoutError(
-                f"tensor {name!r} is matched by the rules {patterns}; narrow the patterns so that "
-                "one is left"
-            )
-        for pattern in patterns:
-            if specs[pattern].dims != dims:
-                remedy = "narrow the pattern, and give that tensor a rule of its own"
-                raise LayoutError(
-                    f"rule {pattern!r} has spec {specs[pattern]} of "
-                    f"{counted(specs[pattern].dims, 'dim')}, but tensor {name!r} has {dims}; "
-                    + (remedy if pattern != name else f"give it a spec of {counted(dims, 'dim')}")
-                )
-            matched[name] = specs[pattern]
-    if unused:
-        raise LayoutError(
-            f"rule {sorted(unused)[0]!r} matches no tensor; the names start with "
-            f"{', '.join(map(repr, list(tensors)[:3])) or '(there are none)'}"
-        )
-    return matched

@@ -45,8 +45,11 @@ def draw(parent: Element, tag: str, text: str | None = None, /, **attributes: ob
     return element
 
 
-def svg_page(root: Element, width: float, height: float) -> str:
-    """Return a drawing as text, given its size in pixels."""
+def svg_page(root: Element, width: float, height: float, style: str) -> str:
+    """Return a drawing as text, given its size in pixels and its style."""
+    sheet = Element("style")
+    sheet.text = style
+    root.insert(0, sheet)
     root.set("xmlns", "http://www.w3.org/2000/svg")
     root.set("viewBox", f"0 0 {width:g} {height:g}")
     root.set("width", f"{width:g}")
@@ -119,6 +122,11 @@ class Picture:
 
     def svg(self) -> str:
         """Draw it as one SVG element, in colour; `LayoutError` for more than `MAX_CELLS` boxes."""
+        root, width, height = self._element()
+        return svg_page(root, width, height, _STYLE)
+
+    def _element(self) -> tuple[Element, float, float]:
+        """Return the drawing, its width and its height."""
         if len(self.cells) > MAX_CELLS:
             raise LayoutError(
                 f"{self.title}: {len(self.cells)} boxes are more than the {MAX_CELLS} that can be "
@@ -127,7 +135,6 @@ class Picture:
         root = Element(
             "svg", {"class": "shardspec-layout", "role": "img", "aria-label": self.title}
         )
-        draw(root, "style", _STYLE)
 
         def write(
             x: float, y: float, text: str, kind: str | None = None, anchor: str = "middle"
@@ -168,7 +175,7 @@ class Picture:
             write(_MARGIN, y, note, "side", "start")
         letters = max(map(len, [self.title, *self.notes]))
         width = max(left + sum(widths) + _MARGIN, 2 * _MARGIN + letters * _LETTER)
-        return svg_page(root, width, y + _MARGIN)
+        return root, width, y + _MARGIN
 
     def html(self) -> str:
         """Return a page of its own with the drawing; raises as `svg` does."""
@@ -190,6 +197,36 @@ class Picture:
         for outer in product(*outer_sides) if numbers else ():
             boxes = [(*outer, *box) for box in product(*(side for side in inner if side))]
             yield outer, [(numbers[box], box) for box in boxes]
+
+
+def row_svg(pictures: Sequence[Picture], between: Sequence[str] = (), per_row: int = 0) -> str:
+    """Draw pictures beside each other as one SVG element; raises as `Picture.svg`.
+
+    `between` has a text for every arrow from one to the next; without any there are no arrows.
+    After `per_row` pictures, if it is above 0, a new row begins.
+    """
+    parts = [picture._element() for picture in pictures]
+    root = Element("svg", {"class": "shardspec-layout", "role": "img"})
+    root.set("aria-label", ", then ".join(picture.title for picture in pictures))
+    x = y = right = down = 0.0
+    for at, (part, width, height) in enumerate(parts):
+        if at and per_row and at % per_row == 0:
+            x, y, down = 0.0, y + down, 0.0
+        elif at and between:
+            # A straight arrow below its text.
+            text = between[at - 1]
+            length = max(len(text) * _LETTER, 3 * _LINE)
+            middle = y + height / 2
+            draw(root, "text", text, x=x + length / 2, y=middle - 6, text_anchor="middle")
+            arrow = f"M{x:g} {middle:g}h{length - 6:g}m-6 -5l6 5l-6 5"
+            draw(root, "path", d=arrow, fill="none", stroke="#59636e", stroke_width=1.5)
+            x += length
+        for key, value in {"x": x, "y": y, "width": width, "height": height}.items():
+            part.set(key, f"{value:g}")
+        root.append(part)
+        x += width
+        right, down = max(right, x), max(down, height)
+    return svg_page(root, right, y + down, _STYLE)
 
 
 def box_rgb(number: int) -> tuple[int, int, int]:

@@ -5,20 +5,26 @@ further right has a split factor, the number of parts which those have made befo
 (``_StridedShard``): `[S10]` on a 2x2 mesh is ``(_StridedShard(0, split_factor=2), Shard(0))``. The
 rule is ``DTensorSpec._convert_shard_order_to_StridedShard`` in torch 2.13, and its inverse. A
 factor of the only axis of a dim makes that many parts side by side, each sharded alone:
-`[S0{4,4}]` on a mesh of 2 is ``(_StridedShard(0, split_factor=2),)``. Nothing here needs torch.
+`[S0{4,4}]` on a mesh of 2 is ``(_StridedShard(0, split_factor=2),)``. Nothing here needs torch:
+there are no placements of torch where its module has not been imported.
 """
 
+import sys
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from math import prod
 from operator import mul
-from typing import NamedTuple, TypeAlias
+from typing import Any, Final, NamedTuple, TypeAlias, get_args
 
 from shardspec.boxes import split_interval
 from shardspec.comm.steps import ReduceOp
 from shardspec.errors import LayoutError, LossyConversionError
 from shardspec.layout.spec import DimSpec, Part, ShardingSpec
-from shardspec.text import counted
+from shardspec.mesh.device_ids import whole_number
+from shardspec.text import counted, shown
+
+_MODULE: Final = "torch.distributed.tensor.placement_types"
+_OPS: Final[Mapping[str, ReduceOp]] = {op: op for op in get_args(ReduceOp)} | {"product": "prod"}
 
 
 class Split(NamedTuple):
@@ -31,6 +37,53 @@ class Split(NamedTuple):
 
 Placement: TypeAlias = Split | ReduceOp | None
 """A split, the operation of a pending reduction (``Partial``), or nothing (``Replicate``)."""
+
+
+def is_placements(given: object) -> bool:
+    """Whether this is a list, as of torch's placements; `LayoutError` for one outside a list."""
+    types = sys.modules.get(_MODULE)
+    if types is not None and isinstance(given, types.Placement):
+        raise LayoutError(
+            f"{given!r} is the placement of one mesh axis; give a list with one per axis, as in "
+            f"[{given!r}]"
+        )
+    return isinstance(given, Sequence) and not isinstance(given, str)
+
+
+def own_placements(given: object) -> tuple[Placement, ...]:
+    """Return torch's placements, of which `is_placements` is true, in the words of this module.
+
+    Raises `LayoutError` for what is not a placement of torch, and `LossyConversionError` for a
+    masked or scaled partial.
+    """
+    assert isinstance(given, Sequence)
+    types = sys.modules.get(_MODULE)
+    return tuple(_own(types, placement) for placement in given)
+
+
+def _own(types: Any, placement: Any) -> Placement:  # noqa: ANN401  # torch may be missing
+    if types is None or not isinstance(placement, types.Placement):
+        raise LayoutError(
+            f"{shown(placement)} is not a placement; give Shard, Replicate or Partial of torch for "
+            "each mesh axis, or a spec in one text, such as '[S0,R]'"
+        )
+    # By exact class: those derived from Partial mean something else.
+    kind = type(placement)
+    if kind is types.Replicate:
+        return None
+    if kind in (types.Shard, types._StridedShard):
+        dim, factor = whole_number(placement.dim), 1
+        if kind is types._StridedShard:
+            factor = int(placement.split_factor)
+        if dim is None:
+            raise LayoutError(f"{placement!r}: a dim is a whole number")
+        return Split(dim, factor)
+    if kind is types.Partial and placement.reduce_op in _OPS:
+        return _OPS[placement.reduce_op]
+    raise LossyConversionError(
+        f"placement {placement} has no counterpart in a spec; redistribute to Shard, Replicate or "
+        "Partial of sum, avg, min, max or product first"
+    )
 
 
 def placements_of(spec: ShardingSpec, mesh_shape: Sequence[int]) -> tuple[Placement, ...]:
@@ -74,11 +127,7 @@ def spec_of_placements(
     >>> str(spec_of_placements([Split(0, 2)], (6, 5), (3,)))
     '[S0{3,3},R]'
     """
-    if len(placements) != len(mesh_shape):
-        raise LayoutError(
-            f"{len(placements)} placements for a mesh of {len(mesh_shape)} axes "
-            f"({'x'.join(map(str, mesh_shape))}); give one per axis"
-        )
+    check_count(placements, mesh_shape)
     sizes = None if isinstance(dims, int) else tuple(dims)
     dims = dims if isinstance(dims, int) else len(dims)
     orders: dict[int, list[int | str]] = {}
@@ -130,6 +179,16 @@ def spec_of_placements(
         axis: given for axis, given in enumerate(placements) if isinstance(given, str)
     }
     return ShardingSpec(dims, cuts, partial=pending)
+
+
+def check_count(placements: Sequence[object], mesh_shape: Sequence[int]) -> None:
+    """Raise `LayoutError` unless there is one placement per mesh axis."""
+    if len(placements) != len(mesh_shape):
+        raise LayoutError(
+            f"{counted(len(placements), 'placement')} for a mesh of "
+            f"{counted(len(mesh_shape), 'axis', 'axes')} ({'x'.join(map(str, mesh_shape))}); give "
+            "one per axis"
+        )
 
 
 def _parts(size: int, factor: int) -> tuple[Part, ...]:

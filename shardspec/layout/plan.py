@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from itertools import pairwise
 from math import prod
@@ -29,6 +29,7 @@ from shardspec.layout.cross import (
 )
 from shardspec.layout.graph import state_of
 from shardspec.layout.layout import Layout
+from shardspec.layout.picture import row_svg
 from shardspec.layout.pricing import pair_prices
 from shardspec.layout.spec import ShardingSpec
 from shardspec.text import bytes_text, seconds_text, table_text
@@ -176,9 +177,27 @@ class ConversionPlan:
             "peak_bytes": self.peak_bytes,
         }
 
+    def svg(self) -> str:
+        """Draw every layout on the way and the steps between them as one SVG element.
+
+        Raises LayoutError for layouts of more than 4,096 boxes.
+        """
+        layouts = (self.source, *(after for _, _, after in self.moves))
+        titles = [self.source.title, *(str(layout.labelled_spec) for layout in layouts[1:])]
+        pictures = [
+            replace(layout.drawing(), title=title)
+            for layout, title in zip(layouts, titles, strict=True)
+        ]
+        return row_svg(pictures, [step_text(step) for step, _, _ in self.moves])
+
     def to_json(self, indent: int | None = None) -> str:
         """Return the plan as JSON text."""
         return json.dumps(self.as_dict(), indent=indent)
+
+    def __repr__(self) -> str:
+        steps = ", ".join(map(repr, self.steps)) or "nothing to do"
+        target = self.target.title if self.target.mesh != self.source.mesh else self.target.spec
+        return f"ConversionPlan({self.source} → {target}: {steps})"
 
     def __str__(self) -> str:
         source, target = self.source, self.target

@@ -8,9 +8,10 @@ The notation is that of Alpa and Colossal-AI, extended by pending reductions and
     axes    := DIGIT+ | "(" (INT | NAME) {"," (INT | NAME)} ")"
     partial := "P" ["sum" | "avg" | "min" | "max" | "prod"] axes
 
-Brackets and blanks are optional on input. Bare digits are always one axis each; axis ten is
-``S(10)``. A scalar is ``[]``. Parts in braces are each sharded alone, ``1024/2`` in two shares that
-neighbouring devices hold copies of; ``*128`` cuts at multiples of 128 only.
+In rules one dim may be ``...``. Brackets and blanks are optional on input. Bare digits are always
+one axis each; axis ten is ``S(10)``. A scalar is ``[]``. Parts in braces are each sharded alone,
+``1024/2`` in two shares that neighbouring devices hold copies of; ``*128`` cuts at multiples of 128
+only.
 """
 
 import functools
@@ -228,23 +229,17 @@ class ShardingSpec:
     def parse(cls, text: str) -> "ShardingSpec":
         """Read a spec from its notation; brackets and blanks are optional.
 
-        Raises `SpecSyntaxError` where the text does not follow the grammar, with a caret below the
-        place; `AxisError` as the constructor.
+        Raises `SpecSyntaxError` where the text does not follow the grammar, which names the place;
+        `AxisError` as the constructor.
 
         >>> ShardingSpec.parse("[S10,R|P2]").dim_partition_dict
         {0: [1, 0]}
         >>> ShardingSpec.parse("[S0,X]")
         Traceback (most recent call last):
             ...
-        shardspec.errors.SpecSyntaxError: expected R or S and its axes
-          [S0,X]
-              ^
+        shardspec.errors.SpecSyntaxError: expected R or S and its axes (character 5 of '[S0,X]')
         """
-        if not isinstance(text, str):
-            raise SpecSyntaxError(
-                f"a spec is text such as '[S0,R]', not a {type(text).__name__}", shown(text), 0
-            )
-        return _Parser(text).spec()
+        return _Parser(_text(text)).spec()
 
     @classmethod
     def of(cls, spec: "ShardingSpec | str") -> "ShardingSpec":
@@ -339,6 +334,26 @@ def _check_used_once(dim_specs: Sequence[DimSpec], partials: Sequence[Partial]) 
         where[axis] = place
 
 
+def parse_for_rule(text: str) -> tuple[ShardingSpec, int | None]:
+    """Read the spec of a rule; return it, and how many dims stand before ``...``, if that is there.
+
+    Raises as `ShardingSpec.parse`.
+
+    >>> spec, before = parse_for_rule("[S0,...,R]")
+    >>> str(spec), before
+    ('[S0,R]', 1)
+    """
+    parser = _Parser(_text(text), for_rule=True)
+    return parser.spec(), parser.ellipsis
+
+
+def _text(given: object) -> str:
+    if not isinstance(given, str):
+        kind = type(given).__name__
+        raise SpecSyntaxError(f"a spec is text such as '[S0,R]', not a {kind}", shown(given), 0)
+    return given
+
+
 @functools.cache
 def _after_blanks(pattern: str) -> re.Pattern[str]:
     return re.compile(rf"\s*({pattern}|)")
@@ -347,16 +362,20 @@ def _after_blanks(pattern: str) -> re.Pattern[str]:
 class _Parser:
     """A cursor over the text. Each method reads one rule of the grammar."""
 
-    def __init__(self, text: str) -> None:
+    def __init__(self, text: str, *, for_rule: bool = False) -> None:
         self._text = text
         self._start = self._end = 0
         """Of the last word that was read, or of what is in its place."""
         self._pending: dict[Axis, ReduceOp] = {}
+        self._for_rule = for_rule
+        self._dims = 0
+        self.ellipsis: int | None = None
+        """The number of dims before it."""
 
     def spec(self) -> ShardingSpec:
         bracketed = self._take(r"\[")
         empty = bracketed and self._text[self._end :].lstrip().startswith(("]", "|"))
-        dims = [] if empty else self._listed(self._dim)
+        dims = [] if empty else [cut for cut in self._listed(self._dim) if cut is not None]
         if self._take(r"\|"):
             self._listed(self._partial)
         if bracketed and not self._take("]"):
@@ -366,7 +385,16 @@ class _Parser:
             raise self._error(f"expected {end}")
         return ShardingSpec(len(dims), dict(enumerate(dims)), partial=self._pending)
 
-    def _dim(self) -> DimSpec:
+    def _dim(self) -> DimSpec | None:
+        """Read a dim; None is an ellipsis."""
+        if self._take(r"\.\.\."):
+            if not self._for_rule:
+                raise self._error("'...' stands for dims only in rules; write R for each")
+            if self.ellipsis is not None:
+                raise self._error("'...' may stand once in a spec; write R for the other dims")
+            self.ellipsis = self._dims
+            return None
+        self._dims += 1
         if self._take("R"):
             return DimSpec()
         if not self._take("S"):

@@ -44,7 +44,7 @@ _MAX_SPREAD: Final = 1 << 26
 """Numbers that are told apart by a table of all between the smallest and the largest."""
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class CostTable:
     """What the cheapest plan between every two layouts of one tensor costs.
 
@@ -52,7 +52,8 @@ class CostTable:
     """
 
     labels: tuple[str, ...]
-    """The specs in canonical notation; axes by number. They label rows and columns alike."""
+    """The specs in canonical notation, axes by name where the mesh has names. They label rows and
+    columns alike."""
     seconds: npt.NDArray[np.float64]
     """inf where there is no plan: to what is pending and is not so at the source."""
     mesh_shape: tuple[int, ...]
@@ -66,6 +67,12 @@ class CostTable:
     """Per layout the bytes of the largest shard."""
     axis_names: tuple[str, ...] | None = None
     """Of the mesh; specs may be asked for by these."""
+
+    def __repr__(self) -> str:
+        return (
+            f"CostTable({len(self.labels)} layouts of {list(self.global_shape)} {self.dtype} on a "
+            f"mesh of shape {self.mesh_shape})"
+        )
 
     @cached_property
     def _places(self) -> dict[str, int]:
@@ -82,7 +89,8 @@ class CostTable:
             return place
         mesh = DeviceMesh(range(prod(self.mesh_shape)), self.mesh_shape, axis_names=self.axis_names)
         try:
-            return self._places[str(Layout(mesh, spec, self.global_shape, self.dtype).spec)]
+            layout = Layout(mesh, spec, self.global_shape, self.dtype)
+            return self._places[str(layout.labelled_spec)]
         except (AxisError, LayoutError, KeyError) as error:
             why = str(error)
             if isinstance(error, KeyError):
@@ -116,7 +124,8 @@ def cost_table(
             f"{bytes_text(_BYTES_EACH * count * count)}; ask for single costs"
         )
     prices = table_prices(whole, model)
-    labels = tuple(str(spec_of(state)) for state in prices.space.states)
+    specs = map(spec_of, prices.space.states)
+    labels = tuple(str(whole.with_spec(spec).labelled_spec) for spec in specs)
     seconds, received, peak = _along_paths(prices, whole, model)
     return CostTable(
         labels,
@@ -141,7 +150,7 @@ def table_prices(whole: Layout, model: CostModel) -> Prices:
     prices, count = prices_of(whole, model, _MAX_WORK), states_of(whole)
     if not prices.routed:
         raise LayoutError(
-            f"prices between {count:,} layouts on the {whole.mesh.size} devices of mesh "
+            f"prices between {count:,} layouts on the {whole.mesh.size()} devices of mesh "
             f"{whole.mesh} would take {bytes_text(_BYTES_EACH * count * count)} and many minutes; "
             "ask for single costs"
         )

@@ -1,12 +1,13 @@
-"""Numbers, device ids and axes as callers give them, checked and made plain."""
+"""Numbers, device ids, axes, their names and links as callers give them, checked and made plain."""
 
+import math
 import operator
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final, Protocol, TypeAlias, cast
 
 from shardspec.errors import AxisError, LayoutError, MeshError
-from shardspec.text import shown
+from shardspec.text import counted, shown
 
 
 class _HasToList(Protocol):
@@ -62,10 +63,15 @@ def bound_of_bytes(value: Any) -> int | None:  # noqa: ANN401
     return None if number is None else min(number, 2**63 - 1)
 
 
+def listed(ids: Sequence[int]) -> str:
+    """Return the first ids of a list, and how many there are where that is not all of them."""
+    first = ", ".join(map(str, ids[:_SHOWN]))
+    return f"{first}, … {len(ids)} in all" if len(ids) > _SHOWN else first
+
+
 def some(ids: Sequence[int]) -> str:
-    """List ids, the middle of a long list left out."""
-    shown = ", ".join(map(str, ids[:_SHOWN]))
-    return f"({shown}, … {len(ids)} in all)" if len(ids) > _SHOWN else f"({shown})"
+    """Return `listed` in brackets."""
+    return f"({listed(ids)})"
 
 
 def whole_numbers(values: object) -> tuple[int, ...] | None:
@@ -102,7 +108,7 @@ def by_number(what: str, given: object) -> dict[Any, Any]:
     return found
 
 
-def flatten(ids: Ids) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def ids_and_shape(ids: Ids) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return distinct ids in row-major order, and the shape they came in."""
     shape: list[int] = []
     level = [_plain(ids)]
@@ -124,6 +130,50 @@ def flatten(ids: Ids) -> tuple[tuple[int, ...], tuple[int, ...]]:
         ((repeated, _),) = Counter(found).most_common(1)
         raise MeshError(f"device id {repeated} appears more than once; every id must be distinct")
     return found, tuple(shape)
+
+
+def _per_axis(
+    what: str, given: object, shape: tuple[int, ...], example: str
+) -> tuple[Any, ...] | None:
+    """Return values given for every axis of a mesh, or None."""
+    if given is None:
+        return None
+    if not isinstance(given, Iterable):
+        raise MeshError(f"{what}s {shown(given)}: give {example}")
+    values = tuple(given)
+    if len(values) != len(shape):
+        raise MeshError(
+            f"{counted(len(values), what)} given for a mesh with "
+            f"{counted(len(shape), 'axis', 'axes')}"
+        )
+    return values
+
+
+def checked_names(names: Sequence[str] | None, shape: tuple[int, ...]) -> tuple[str, ...] | None:
+    """Return the axis names of a mesh; `MeshError` if they do not fit it."""
+    found = _per_axis("axis name", names, shape, "a sequence, as in ('dp', 'tp')")
+    for name in found or ():
+        if not (isinstance(name, str) and name.isidentifier()):
+            raise MeshError(f"axis name {shown(name)}: use letters, digits and '_', no digit first")
+    if found and len(set(found)) != len(found):
+        raise MeshError(f"axis names {found} repeat; every name must be distinct")
+    return found
+
+
+def checked_links(
+    what: str, values: Sequence[float] | None, shape: tuple[int, ...]
+) -> tuple[float, ...] | None:
+    """Return the seconds per message or byte of every axis; `MeshError` if they do not fit."""
+    found = _per_axis(f"{what} value", values, shape, "one number per axis, as in (1e-5, 3e-6)")
+    if found is None:
+        return None
+    numbers = [number for value in found if (number := seconds(value)) is not None]
+    if len(numbers) == len(found):
+        return tuple(numbers)
+    rule = "a finite number, not negative"
+    if all(isinstance(value, int | float) and 0 <= value < math.inf for value in found):
+        rule = f"{SECONDS_RULE} s"
+    raise MeshError(f"{what} {shown(found)}: each value must be {rule}")
 
 
 def _plain(ids: object) -> object:

@@ -5,6 +5,8 @@ owns no process group, so that planning needs no job, no GPU and no rank.
 """
 
 import math
+import os
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -13,10 +15,10 @@ from typing import TYPE_CHECKING, Any, Final, Literal, NoReturn, get_args
 
 from shardspec.errors import AxisError, MeshError
 from shardspec.mesh.device_ids import (
-    SECONDS_RULE,
     Ids,
-    flatten,
-    seconds,
+    checked_links,
+    checked_names,
+    ids_and_shape,
     some,
     whole_number,
     whole_numbers,
@@ -24,39 +26,33 @@ from shardspec.mesh.device_ids import (
 from shardspec.text import counted, shown
 
 if TYPE_CHECKING:
+    import torch
     import torch.distributed as dist
     from torch.distributed.device_mesh import DeviceMesh as TorchMesh
 
 Axis = int | str
 LinkModel = Literal["ring", "shared-bus"]
 
-_HAND_ON: Final = (
-    "this is a mesh of shardspec where torch takes its own, as fully_shard and parallelize_module "
-    "do; hand on mesh.to_torch()"
-)
-_ONLY_TORCH_HAS: Final = frozenset({"device_type", "mesh_dim_names", "get_coordinate"})
+_PASS_TORCHS: Final = "this is a shardspec mesh; pass mesh.to_torch() to torch functions"
 
 
 class _NotTorchMesh(MeshError, AttributeError):
-    """An attribute of torch's meshes was asked for."""
+    """An attribute of torch's meshes was requested."""
 
 
-class _Size(int):
-    """A number; torch's meshes have a method of that name, so a call is an error that says so."""
-
-    def __call__(self, *_: object) -> NoReturn:
-        raise MeshError(_HAND_ON)
-
-
-@dataclass(frozen=True, slots=True, init=False)
+@dataclass(frozen=True, slots=True, init=False, repr=False)
 class DeviceMesh:
     """Device ids arranged in a grid.
 
+    ``DeviceMesh("cuda", [[0, 1], [2, 3]])``, as torch's is made, is the same mesh as
+    ``DeviceMesh([[0, 1], [2, 3]])``. As in torch, that starts the job where the program was started
+    by torchrun, and every rank constructs it.
+
     Parameters
     ----------
-    physical_mesh_id
+    physical_mesh_id, mesh
         The physical ids: the global rank numbers. Distinct, non-negative, in any order. A torch
-        tensor, a numpy array or any (nested) sequence.
+        tensor, a numpy array or any (nested) sequence. The second is torch's word for it.
     mesh_shape
         Devices along each axis, the outermost axis first. Defaults to the shape of
         `logical_mesh_id`, or of `physical_mesh_id`.
@@ -73,6 +69,9 @@ class DeviceMesh:
     init_process_group
         Also make the `torch.distributed` groups of this mesh. Every rank of the mesh must then
         construct it. See `shardspec.comm.process_group.ProcessGroupCommunicator`.
+    device_type
+        Where tensors will be in a job, ``"cpu"`` or ``"cuda"``: what torch's mesh is made for. It
+        may stand before the ids. The mesh itself is for any device.
 
     Raises
     ------
@@ -91,6 +90,8 @@ class DeviceMesh:
     >>> mesh == DeviceMesh(range(8), logical_mesh_id=[[0, 1, 2, 3], [4, 5, 6, 7]],
     ...                    axis_names=("dp", "tp"))
     True
+    >>> mesh == DeviceMesh("cpu", [[0, 1, 2, 3], [4, 5, 6, 7]], mesh_dim_names=("dp", "tp"))
+    True
     """
 
     ids: tuple[int, ...]
@@ -106,8 +107,8 @@ class DeviceMesh:
 
     def __init__(
         self,
-        physical_mesh_id: Ids,
-        mesh_shape: Sequence[int] | None = None,
+        physical_mesh_id: Ids | None = None,
+        mesh_shape: Ids | None = None,
         logical_mesh_id: Ids | None = None,
         mesh_alpha: Sequence[float] | None = None,
         mesh_beta: Sequence[float] | None = None,
@@ -116,28 +117,49 @@ class DeviceMesh:
         mesh_dim_names: Sequence[str] | None = None,
         link_model: LinkModel = "ring",
         init_process_group: bool = False,
+        device_type: str | None = None,
+        mesh: Ids | None = None,
     ) -> None:
-        ids, shape = physical, _ = flatten(physical_mesh_id)
+        if isinstance(physical_mesh_id, str):
+            given = [ids for ids in (mesh_shape, mesh) if ids is not None]
+            if device_type is not None or logical_mesh_id is not None or len(given) != 1:
+                raise MeshError(
+                    f"DeviceMesh({shown(physical_mesh_id)}, ...): a device type is followed by the "
+                    "ids, nested as the mesh is, as in DeviceMesh('cuda', [[0, 1], [2, 3]])"
+                )
+            device_type, physical_mesh_id, mesh_shape = physical_mesh_id, given[0], None
+        elif mesh is not None and physical_mesh_id is None:
+            physical_mesh_id = mesh
+        elif mesh is not None or physical_mesh_id is None:
+            raise MeshError("give the device ids once, as in DeviceMesh([[0, 1], [2, 3]])")
+        if device_type is not None and not (
+            isinstance(device_type, str) and device_type.isalnum() and device_type[0].isalpha()
+        ):
+            raise MeshError(
+                f"device type {shown(device_type)}: give a name without an index, as 'cpu' or "
+                "'cuda'"
+            )
+        ids, shape = physical, _ = ids_and_shape(physical_mesh_id)
         if logical_mesh_id is not None:
-            ids, shape = flatten(logical_mesh_id)
+            ids, shape = ids_and_shape(logical_mesh_id)
             if set(ids) != set(physical):
                 raise MeshError(
                     f"logical_mesh_id holds the ids {some(sorted(ids))} but physical_mesh_id "
                     f"holds {some(sorted(physical))}; give the same ids in both"
                 )
         if mesh_shape is not None:
-            given = whole_numbers(mesh_shape)
-            if given is None:
+            sizes = whole_numbers(mesh_shape)
+            if sizes is None:
                 raise MeshError(
                     f"mesh_shape {shown(mesh_shape)}: give a sequence of whole numbers, as in "
                     "(2, 4)"
                 )
-            if logical_mesh_id is not None and given != shape:
+            if logical_mesh_id is not None and sizes != shape:
                 raise MeshError(
-                    f"mesh_shape {given} differs from the shape {shape} of logical_mesh_id; give "
+                    f"mesh_shape {sizes} differs from the shape {shape} of logical_mesh_id; give "
                     "one of the two"
                 )
-            shape = given
+            shape = sizes
         if not shape or min(shape) < 1:
             raise MeshError(
                 f"mesh shape {shown(shape)}: need at least one axis, each of at least 1 device"
@@ -151,19 +173,20 @@ class DeviceMesh:
             raise MeshError(f"link_model {shown(link_model)}: use one of {get_args(LinkModel)}")
         if axis_names is not None and mesh_dim_names is not None:
             raise MeshError("axis_names and mesh_dim_names are the same; give one of the two")
-        names = _check_names(mesh_dim_names if axis_names is None else axis_names, shape)
-        alpha = _check_links("mesh_alpha", mesh_alpha, shape)
-        beta = _check_links("mesh_beta", mesh_beta, shape)
+        names = checked_names(mesh_dim_names if axis_names is None else axis_names, shape)
+        alpha = checked_links("mesh_alpha", mesh_alpha, shape)
+        beta = checked_links("mesh_beta", mesh_beta, shape)
         if (alpha is None) != (beta is None):
             raise MeshError("give both mesh_alpha and mesh_beta, or neither")
         identity = (ids, shape, names, alpha, beta, link_model)
         values = (*identity, {id_: place for place, id_ in enumerate(ids)}, hash(identity))
         for name, value in zip(self.__dataclass_fields__, values, strict=True):
             object.__setattr__(self, name, value)
-        if init_process_group:
+        # As torch's mesh does, one with a device type starts a job that torchrun has launched.
+        if init_process_group or (device_type is not None and _is_in_job()):
             from shardspec.mesh.job import start
 
-            start(self)
+            start(self, device_type)
 
     def __hash__(self) -> int:
         return self._hash
@@ -173,6 +196,16 @@ class DeviceMesh:
         names, model = self.axis_names, self.link_model
         made = partial(DeviceMesh, axis_names=names, link_model=model)
         return made, (self.ids, self.shape, None, self.mesh_alpha, self.mesh_beta)
+
+    def __repr__(self) -> str:
+        ids = f"range({len(self.ids)})" if self.ids == tuple(range(len(self.ids))) else None
+        usual = {"axis_names": None, "mesh_alpha": None, "mesh_beta": None, "link_model": "ring"}
+        options = [
+            f", {name}={value!r}"
+            for name, default in usual.items()
+            if (value := getattr(self, name)) != default
+        ]
+        return f"DeviceMesh({ids or some(self.ids)}, {self.shape}{''.join(options)})"
 
     def __str__(self) -> str:
         if self.axis_names is None:
@@ -185,15 +218,32 @@ class DeviceMesh:
         return len(self.shape)
 
     @property
-    def size(self) -> int:
-        """Number of devices."""
-        return _Size(len(self.ids))
+    def mesh_dim_names(self) -> tuple[str, ...] | None:
+        """The axis names, by torch's word for them."""
+        return self.axis_names
+
+    @property
+    def mesh(self) -> "torch.Tensor":
+        """The ids as a tensor of the mesh's shape."""
+        import torch
+
+        return torch.tensor(self.ids, dtype=torch.int).reshape(self.shape)
+
+    def size(self, mesh_dim: Axis | None = None) -> int:
+        """Return the number of devices, of the mesh or along an axis.
+
+        >>> mesh = DeviceMesh(range(8), (2, 4), axis_names=("dp", "tp"))
+        >>> mesh.size(), mesh.size(0), mesh.size("tp")
+        (8, 2, 4)
+        """
+        return len(self.ids) if mesh_dim is None else self.shape[self.axis(mesh_dim)]
 
     if not TYPE_CHECKING:  # a type checker would take every name for an attribute
 
         def __getattr__(self, name: str) -> NoReturn:
-            if name in _ONLY_TORCH_HAS:
-                raise _NotTorchMesh(_HAND_ON)
+            # torch's functions ask a mesh for this, or for attributes that only they know of.
+            if name == "device_type" or (name[0] == "_" and name[:2] != "__"):
+                raise _NotTorchMesh(_PASS_TORCHS)
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def axis(self, axis: Axis) -> int:
@@ -298,11 +348,13 @@ class DeviceMesh:
         mesh: DeviceMesh = from_torch(torch_mesh, cls)
         return mesh
 
-    def to_torch(self, device_type: str = "cpu") -> "TorchMesh":
+    def to_torch(self, device_type: str | None = None) -> "TorchMesh":
         """Return torch's mesh of this one, the same each time; every rank of the job calls this.
 
-        A slice of a larger mesh is torch's slice of torch's mesh of that, so that modules may be
-        sharded over several slices. Axes without names are called ``axis_0``, ``axis_1`` and so on.
+        The device type is by default the one that this mesh, or one with all its devices, was made
+        with in this job, else ``"cpu"``. A slice of a larger mesh is torch's slice of torch's mesh
+        of that, so that modules may be sharded over several slices. Axes without names are called
+        ``axis_0``, ``axis_1`` and so on.
         """
         from shardspec.mesh.job import to_torch
 
@@ -322,17 +374,58 @@ class DeviceMesh:
         what = f"mesh[{', '.join(map(repr, names))}] is the slice of the calling rank"
         return self.slice_with(rank_in(self, what), axes)
 
-    def get_group(self, axis: Axis | None = None) -> "dist.ProcessGroup":
+    def flatten(self, mesh_dim_name: str | None = None) -> "DeviceMesh":
+        """Return a mesh of the same devices along one axis; its link is the slowest one here.
+
+        The axis is called as given, or else by the names of the axes with ``_`` between them.
+
+        >>> DeviceMesh([[0, 2], [1, 3]], axis_names=("dp", "cp")).flatten()
+        DeviceMesh((0, 2, 1, 3), (4,), axis_names=('dp_cp',))
+        """
+        if mesh_dim_name is None and self.axis_names is not None:
+            mesh_dim_name = "_".join(self.axis_names)
+        slowest: dict[str, Any] = {
+            name: None if (values := getattr(self, name)) is None else [max(values)]
+            for name in ("mesh_alpha", "mesh_beta")
+        }
+        names = None if mesh_dim_name is None else [mesh_dim_name]
+        return DeviceMesh(self.ids, axis_names=names, link_model=self.link_model, **slowest)
+
+    def get_group(self, mesh_dim: Axis | None = None) -> "dist.ProcessGroup":
         """Return the calling rank's group along an axis, which need not be named if alone."""
-        if axis is None and self.ndim > 1:
-            raise AxisError(
-                f"mesh {self} has {self.ndim} axes; name one, as in "
-                f"get_group({self.axis_label(0)!r})"
-            )
-        number = self.axis(0 if axis is None else axis)
+        number = self._only_axis(mesh_dim, "get_group")
         from shardspec.mesh.job import group_along
 
         return group_along(self, number)
+
+    def get_all_groups(self) -> "list[dist.ProcessGroup]":
+        """Return the calling rank's group along every axis."""
+        return [self.get_group(axis) for axis in range(self.ndim)]
+
+    def get_rank(self) -> int:
+        """Return the number of the calling rank in the job, be it in this mesh or not."""
+        from shardspec.mesh.job import own_rank
+
+        return own_rank()
+
+    def get_local_rank(self, mesh_dim: Axis | None = None) -> int:
+        """Return where the calling rank is along an axis, which need not be named if alone."""
+        number = self._only_axis(mesh_dim, "get_local_rank")
+        return self.coordinates(self.get_rank())[number]
+
+    def get_coordinate(self) -> tuple[int, ...] | None:
+        """Return where the calling rank is: one index per axis; None if it is in another mesh."""
+        rank = self.get_rank()
+        return self.coordinates(rank) if rank in self else None
+
+    def _only_axis(self, axis: Axis | None, method: str) -> int:
+        """Return the number of an axis; it need not be given where there is only one."""
+        if axis is None and self.ndim > 1:
+            raise AxisError(
+                f"mesh {self} has {self.ndim} axes; name one, as in "
+                f"{method}({self.axis_label(0)!r})"
+            )
+        return self.axis(0 if axis is None else axis)
 
     def _distinct(self, axes: Iterable[Axis]) -> tuple[int, ...]:
         if not isinstance(axes, Iterable) or isinstance(axes, str):
@@ -343,40 +436,8 @@ class DeviceMesh:
         return numbers
 
 
-def _per_axis(
-    what: str, given: object, shape: tuple[int, ...], example: str
-) -> tuple[Any, ...] | None:
-    """Return values given for every axis of a mesh, or None."""
-    if given is None:
-        return None
-    if not isinstance(given, Iterable):
-        raise MeshError(f"{what} {shown(given)}: give {example}")
-    found = tuple(given)
-    if len(found) != len(shape):
-        raise MeshError(f"{what} {shown(found)}: {len(found)} for {len(shape)} axes {shape}")
-    return found
-
-
-def _check_names(names: Sequence[str] | None, shape: tuple[int, ...]) -> tuple[str, ...] | None:
-    found = _per_axis("axis names", names, shape, "a sequence, as in ('dp', 'tp')")
-    for name in found or ():
-        if not (isinstance(name, str) and name.isidentifier()):
-            raise MeshError(f"axis name {shown(name)}: use letters, digits and '_', no digit first")
-    if found and len(set(found)) != len(found):
-        raise MeshError(f"axis names {found} repeat; every name must be distinct")
-    return found
-
-
-def _check_links(
-    what: str, values: Sequence[float] | None, shape: tuple[int, ...]
-) -> tuple[float, ...] | None:
-    found = _per_axis(what, values, shape, "one number per axis, as in (1e-5, 3e-6)")
-    if found is None:
-        return None
-    numbers = [number for value in found if (number := seconds(value)) is not None]
-    if len(numbers) == len(found):
-        return tuple(numbers)
-    rule = "a finite number, not negative"
-    if all(isinstance(value, int | float) and 0 <= value < math.inf for value in found):
-        rule = f"{SECONDS_RULE} s"
-    raise MeshError(f"{what} {shown(found)}: each value must be {rule}")
+def _is_in_job() -> bool:
+    """Whether this process belongs to a job of torch's, which may still have to be started."""
+    distributed = sys.modules.get("torch.distributed")
+    running = distributed is not None and distributed.is_initialized()
+    return running or {"RANK", "WORLD_SIZE"} <= os.environ.keys()

@@ -55,6 +55,8 @@ class Job:
     """Meshes whose groups have been made, in this order."""
     torch_meshes: list[tuple[_Mesh, TorchMesh]] = field(default_factory=list)
     """Torch's meshes, each with the one that it was made of or that was made of it."""
+    device_types: dict[tuple[int, ...], str] = field(default_factory=dict)
+    """Those that meshes of the job were made with, by their ids."""
 
     def make_groups(self, mesh: _Mesh, least: int = 1) -> None:
         """Make the missing groups of every axis, of so many at least; every rank does so."""
@@ -137,6 +139,11 @@ def start(mesh: _Mesh, device_type: str | None = None) -> None:
 
     NCCL serves CUDA tensors where there is CUDA and `device_type` is not ``"cpu"``.
     """
+    if device_type is not None:
+        try:
+            torch.device(device_type)
+        except RuntimeError as error:
+            raise MeshError(f"device type {device_type!r}: {str(error).splitlines()[0]}") from None
     if not dist.is_initialized():
         if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
             raise CommunicatorError(
@@ -155,7 +162,9 @@ def start(mesh: _Mesh, device_type: str | None = None) -> None:
                 f"the processes of the job did not meet: {str(error).splitlines()[0]}; start all "
                 "of them by torchrun"
             ) from error
-    join(mesh)
+    job = join(mesh)
+    if device_type is not None:
+        job.device_types[mesh.ids] = device_type
 
 
 def rank_in(mesh: _Mesh, what: str) -> int:
@@ -172,6 +181,16 @@ def rank_in(mesh: _Mesh, what: str) -> int:
     return rank
 
 
+def own_rank() -> int:
+    """Return the calling rank; `CommunicatorError` if there is no job."""
+    if not dist.is_initialized():
+        raise CommunicatorError(
+            "torch.distributed is not initialised, so this process has no rank; start the program "
+            "with torchrun, or name a device, as in mesh.coordinates(0)"
+        )
+    return dist.get_rank()
+
+
 def group_along(mesh: _Mesh, axis: int) -> dist.ProcessGroup:
     """Return the calling rank's process group along an axis."""
     rank, job = rank_in(mesh, "get_group is about the calling rank"), current_job()
@@ -182,9 +201,14 @@ def group_along(mesh: _Mesh, axis: int) -> dist.ProcessGroup:
 
 
 def device_type_of(mesh: _Mesh) -> str:
-    """Return the device type that torch's mesh of this one has been made for, or ``"cpu"``."""
-    made = current_job().torch_mesh(mesh) if dist.is_initialized() else None
-    return "cpu" if made is None else made.device_type
+    """Return the device type that a mesh, or one with all its devices, was made with, or "cpu"."""
+    if not dist.is_initialized():
+        return "cpu"
+    job, ids = current_job(), set(mesh.ids)
+    made = job.torch_mesh(mesh)
+    if made is not None:
+        return made.device_type
+    return next((kind for known, kind in job.device_types.items() if ids <= {*known}), "cpu")
 
 
 def from_torch(torch_mesh: TorchMesh, make: Callable[..., Any]) -> Any:  # noqa: ANN401  # as made
@@ -208,21 +232,27 @@ def from_torch(torch_mesh: TorchMesh, make: Callable[..., Any]) -> Any:  # noqa:
             f"torch mesh {mesh} has device {max(mesh.ids)}, but this job has {world} ranks "
             "numbered from 0; it was made in another job"
         )
-    _check_ascending(mesh)
+    check_ascending(mesh)
     _adopt_groups(job, torch_mesh, mesh)
     job.torch_meshes.append((mesh, torch_mesh))
     return mesh
 
 
-def to_torch(mesh: _Mesh, device_type: str = "cpu") -> TorchMesh:
+def stand_for(mesh: _Mesh, torch_mesh: TorchMesh) -> None:
+    """Let `from_torch` return a mesh for one of torch's, in a job that is only simulated."""
+    assert dist.group.WORLD is not None
+    _JOBS.setdefault(dist.group.WORLD, Job()).torch_meshes.append((mesh, torch_mesh))
+
+
+def to_torch(mesh: _Mesh, device_type: str | None = None) -> TorchMesh:
     """Return torch's mesh of this one, the same object each time; every rank of the job calls this.
 
     Groups that the job lacks are made.
     """
-    job = job_of(mesh)
+    job, device_type = job_of(mesh), device_type or device_type_of(mesh)
     made = job.torch_mesh(mesh, device_type)
     if made is None:
-        _check_ascending(mesh)
+        check_ascending(mesh)
         made = _slice_in_torch(job, mesh, device_type) or _made_of_groups(job, mesh, device_type)
         job.torch_meshes.append((mesh, made))
     return made
@@ -237,7 +267,8 @@ def _along_each_axis(mesh: _Mesh) -> list[tuple[int, ...]]:
     return [members for axis in range(len(mesh.shape)) for members in mesh.groups([axis])]
 
 
-def _check_ascending(mesh: _Mesh) -> None:
+def check_ascending(mesh: _Mesh) -> None:
+    """Raise `MeshError` if the ids along an axis do not ascend, as torch takes them to."""
     for members in _along_each_axis(mesh):
         if list(members) != sorted(members):
             raise MeshError(

@@ -1,6 +1,8 @@
 """Modules whose parameters and activations are sharded by rules."""
 
+import inspect
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -9,34 +11,42 @@ from torch import nn
 from torch.distributed.tensor import DTensor as TorchDTensor
 from torch.nn.modules.dropout import _DropoutNd
 
+from shardspec.comm.process_group import communicator_of
 from shardspec.errors import LayoutError
 from shardspec.interop.torch_dtensor import in_our_words
-from shardspec.layout.layout import Layout, SpecLike, match_rules, resolve_axes
+from shardspec.layout.layout import Layout, SpecLike, is_own_spec, resolve_axes
+from shardspec.layout.placements import check_count, own_placements
+from shardspec.layout.rules import match_rules, winning_patterns
 from shardspec.layout.spec import ShardingSpec
 from shardspec.mesh.device_mesh import DeviceMesh
-from shardspec.tensor.dtensor import DTensor
+from shardspec.tensor.dtensor import DTensor, for_modules
 from shardspec.tensor.redistribute import redistribute
 
-InputFn: TypeAlias = Callable[[nn.Module, Any, DeviceMesh], Any]
-"""Takes module, positional inputs and mesh, and returns other inputs, or None."""
-OutputFn: TypeAlias = Callable[[nn.Module, Any, DeviceMesh], Any]
-"""Takes module, output and mesh, and returns another output, or None."""
+PartitionFn: TypeAlias = Callable[..., object]
+"""Takes the name of a submodule, the submodule and the mesh, or the first two, and replaces
+parameters; what it returns does not matter."""
+InputFn: TypeAlias = Callable[..., Any]
+"""Takes module, positional inputs and mesh, or the last two; returns other inputs, or None."""
+OutputFn: TypeAlias = Callable[..., Any]
+"""Takes module, output and mesh, or the last two; returns another output, or None."""
 
 
 def distribute_module(
     module: nn.Module,
     device_mesh: DeviceMesh,
-    rules: Mapping[str, SpecLike],
+    rules: Mapping[str, SpecLike] | PartitionFn | None = None,
     input_fn: InputFn | None = None,
     output_fn: OutputFn | None = None,
     *,
+    partition_fn: PartitionFn | None = None,
     outputs: Mapping[str, SpecLike] | None = None,
     src_rank: int | None = 0,
 ) -> nn.Module:
-    """Shard a module's parameters by rules, in place, and return it; every rank calls this.
+    """Shard a module's parameters, in place, and return it; every rank calls this.
 
     Parameters and buffers become DTensors of torch, for its optimizers, `fully_shard` and
-    distributed checkpoints. What no rule matches is replicated. Meta tensors stay without data, and
+    distributed checkpoints. What no rule matches, or `partition_fn` leaves as it is, is replicated;
+    without either, everything is. Meta tensors stay without data, and
     a DTensor of torch on `device_mesh` is redistributed. Dropout draws the same numbers on all
     devices that hold the same box, and different ones for other boxes.
 
@@ -48,10 +58,15 @@ def distribute_module(
         The devices; for a module that `fully_shard` will shard too, the slice for the other axes,
         as ``mesh["tp"]``.
     rules
-        Name pattern to spec (see `shardspec.match_rules`); names are those of ``state_dict()``.
+        Name pattern to spec (see `shardspec.match_rules`); names are those of ``state_dict()``. A
+        function here is the `partition_fn`, as in torch.
     input_fn, output_fn
         Called before and after the module's forward with module, inputs or output, and mesh; what
         they return replaces inputs or output. See `inputs_as` and `outputs_as`.
+    partition_fn
+        Called as ``partition_fn(name, submodule, mesh)``, or without the mesh, for every submodule,
+        the module first. It replaces parameters by ``nn.Parameter(distribute_tensor(...))``, or
+        calls ``submodule._apply``.
     outputs
         Name pattern of submodules to the spec that their output is redistributed to. This shards
         activations where propagation alone would not, as in sequence parallelism.
@@ -61,8 +76,9 @@ def distribute_module(
     Raises
     ------
     LayoutError
-        If a rule matches nothing, two rules match one tensor, a spec is for another number of dims
-        or has a reduction pending, or one tensor under two names gets two specs.
+        If a rule matches nothing, or only what later rules match, a spec is for another number of
+        dims or has a reduction pending, one tensor under two names gets two specs, or
+        `partition_fn` distributes nothing.
     SpecSyntaxError, AxisError
         If a spec is malformed, the mesh lacks an axis of it, or its reductions do not commute.
     CommunicatorError, MeshError
@@ -76,8 +92,16 @@ def distribute_module(
         rules = {"up.weight": "[S(tp),R]", "up.bias": "[S(tp)]", "down.weight": "[R,S(tp)]"}
         distribute_module(block, mesh, rules, inputs_as("[S(dp),R]"), outputs_as("[S(dp),R]"))
     """
+    before, after = _hooks(input_fn, output_fn, device_mesh)
+    if rules is not None and partition_fn is not None:
+        raise LayoutError("give either rules or a partition_fn: both say how to shard")
+    if callable(rules):
+        rules, partition_fn = None, rules
+    if partition_fn is not None:
+        _partition(module, device_mesh, partition_fn)
     tensors = list(_tensors(module))
-    matched = match_rules(rules, {name: tensor.dim() for name, _, _, tensor in tensors})
+    shapes = {name: tuple(tensor.shape) for name, _, _, tensor in tensors}
+    matched = match_rules(rules or {}, shapes, device_mesh)
     specs = {name: resolve_axes(spec, device_mesh) for name, spec in matched.items()}
     shared: dict[int, tuple[str, ShardingSpec]] = {}
     for name, _, _, tensor in tensors:
@@ -108,13 +132,59 @@ def distribute_module(
             submodule.register_forward_hook(dropout.after)
         elif isinstance(submodule, nn.Embedding):
             submodule.register_forward_hook(_finish_masked)
-    for submodule, spec in watched:
-        submodule.register_forward_hook(partial(_redistribute_output, spec, device_mesh))
-    if input_fn is not None:
-        module.register_forward_pre_hook(lambda owner, inputs: input_fn(owner, inputs, device_mesh))
-    if output_fn is not None:
-        module.register_forward_hook(lambda owner, _, output: output_fn(owner, output, device_mesh))
+    for submodule, output_spec in watched:
+        hook = partial(_redistribute_output, output_spec, device_mesh)
+        submodule.register_forward_hook(hook)
+    if before is not None:
+        module.register_forward_pre_hook(before)
+    if after is not None:
+        module.register_forward_hook(after)
     return module
+
+
+def _hooks(
+    input_fn: InputFn | None, output_fn: OutputFn | None, mesh: DeviceMesh
+) -> tuple[Callable[..., Any] | None, Callable[..., Any] | None]:
+    """Return the hooks before and after a module's forward that call these functions."""
+    before = after = None
+    if input_fn is not None:
+        takes_module = _takes(input_fn, "input_fn", "module, inputs, mesh", "inputs, mesh")
+
+        def before(owner: nn.Module, inputs: Any) -> Any:  # noqa: ANN401
+            return input_fn(*([owner] if takes_module else []), inputs, mesh)
+
+    if output_fn is not None:
+        takes_owner = _takes(output_fn, "output_fn", "module, output, mesh", "output, mesh")
+
+        def after(owner: nn.Module, _: object, output: Any) -> Any:  # noqa: ANN401
+            return output_fn(*([owner] if takes_owner else []), output, mesh)
+
+    return before, after
+
+
+def _partition(module: nn.Module, mesh: DeviceMesh, partition_fn: PartitionFn) -> None:
+    """Let a function replace parameters; `LayoutError` if it distributes nothing."""
+    takes_mesh = _takes(partition_fn, "partition_fn", "name, module, mesh", "name, module")
+    with communicator_of(mesh).telling(), for_modules():
+        for name, submodule in list(module.named_modules()):
+            partition_fn(name, submodule, *([mesh] if takes_mesh else []))
+        tensors = [tensor for _, _, _, tensor in _tensors(module)]
+        if tensors and not any(isinstance(tensor, TorchDTensor) for tensor in tensors):
+            raise LayoutError(
+                "partition_fn has distributed no parameter; let it assign them, as in module.weight"
+                " = nn.Parameter(distribute_tensor(module.weight, mesh, [Shard(0)])), or leave it "
+                "out to replicate all"
+            )
+
+
+def _takes(function: Callable[..., object], what: str, most: str, fewer: str) -> bool:
+    """Whether a function takes the longer list of arguments; `LayoutError` if it takes neither."""
+    signature = inspect.signature(function)
+    for arguments in (most, fewer):
+        with suppress(TypeError):
+            signature.bind(*arguments.split(", "))
+            return arguments == most
+    raise LayoutError(f"{what} is called with ({most}) or ({fewer}), but it takes {signature}")
 
 
 def inputs_as(spec: SpecLike) -> InputFn:
@@ -122,7 +192,7 @@ def inputs_as(spec: SpecLike) -> InputFn:
 
     DTensors are left as they are. Dims of a tensor beyond those of the spec are replicated.
     """
-    target = ShardingSpec.of(spec)
+    target = _checked(spec)
 
     def take(_: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -> tuple[Any, ...]:
         def shard_of(value: object) -> object:
@@ -140,7 +210,7 @@ def outputs_as(spec: SpecLike) -> OutputFn:
 
     The gradient that arrives at a shard is that of its box; see `shardspec.tensor.dtensor`.
     """
-    target = ShardingSpec.of(spec)
+    target = _checked(spec)
 
     def give(_: nn.Module, output: object, mesh: DeviceMesh) -> object:
         def shard_of(value: object) -> object:
@@ -176,12 +246,12 @@ def _finish_masked(_module: nn.Module, _inputs: object, output: object) -> objec
 
 
 def _redistribute_output(
-    spec: ShardingSpec, mesh: DeviceMesh, _module: nn.Module, _inputs: object, output: object
+    spec: SpecLike, mesh: DeviceMesh, _module: nn.Module, _inputs: object, output: object
 ) -> object:
     return _mapped(partial(_redistributed, spec, mesh), output)
 
 
-def _redistributed(spec: ShardingSpec, mesh: DeviceMesh, value: object) -> object:
+def _redistributed(spec: SpecLike, mesh: DeviceMesh, value: object) -> object:
     if isinstance(value, DTensor):
         return value.redistribute(_for_dims(spec, value.dim()))
     if isinstance(value, TorchDTensor):
@@ -195,9 +265,20 @@ def _mapped(one: Callable[[object], object], value: object) -> object:
     return one(value)
 
 
-def _for_dims(spec: ShardingSpec, dims: int) -> ShardingSpec:
-    """Return the spec with replicated dims added at its end."""
-    if spec.dims >= dims:
+def _checked(spec: SpecLike, mesh: DeviceMesh | None = None) -> SpecLike:
+    """Return a spec, or placements, for tensors of any number of dims; raises if it is neither."""
+    if is_own_spec(spec):
+        parsed = ShardingSpec.of(spec)
+        return parsed if mesh is None else resolve_axes(parsed, mesh)
+    placements = own_placements(spec)
+    if mesh is not None:
+        check_count(placements, mesh.shape)
+    return spec
+
+
+def _for_dims(spec: SpecLike, dims: int) -> SpecLike:
+    """Return the spec with replicated dims added at its end; placements are for any number."""
+    if not isinstance(spec, ShardingSpec) or spec.dims >= dims:
         return spec
     return ShardingSpec(dims, dict(enumerate(spec.dim_specs)), partial=spec.partial)
 
@@ -213,20 +294,12 @@ def _tensors(module: nn.Module) -> Iterator[tuple[str, dict[str, Any], str, torc
 
 def _matched_modules(
     module: nn.Module, outputs: Mapping[str, SpecLike], mesh: DeviceMesh
-) -> list[tuple[nn.Module, ShardingSpec]]:
-    """Return the submodules that patterns match; each pattern and each module once."""
+) -> list[tuple[nn.Module, SpecLike]]:
+    """Return the submodules that patterns match; the last pattern that matches one counts."""
     modules = {name: submodule for name, submodule in module.named_modules() if name}
-    found: dict[str, ShardingSpec] = {}
-    for pattern, given in outputs.items():
-        spec = resolve_axes(ShardingSpec.of(given), mesh)
-        for name in match_rules({pattern: spec}, dict.fromkeys(modules, spec.dims)):
-            if name in found:
-                raise LayoutError(
-                    f"the output of module {name!r} is matched by two rules, as {found[name]} and "
-                    f"as {spec}; narrow the patterns so that one is left"
-                )
-            found[name] = spec
-    return [(modules[name], spec) for name, spec in found.items()]
+    specs = {pattern: _checked(given, mesh) for pattern, given in outputs.items()}
+    winners = winning_patterns(list(specs), modules, "module")
+    return [(modules[name], specs[pattern]) for name, pattern in winners.items()]
 
 
 def _sharded(

@@ -1,8 +1,8 @@
 """Ready rules: which parameters the usual ways of sharding a model shard, and how.
 
 A set of rules is a dict from name pattern to spec, as saving, resharding and the command line take
-it. Sets are joined by ``|``; `with_fsdp` adds an axis to one. Weights are those of
-`torch.nn.Linear`, output features first.
+it: of several that match a name, the last one counts. Sets are joined by ``|``; `with_fsdp` adds an
+axis to one. Weights are those of `torch.nn.Linear`, output features first.
 """
 
 from collections.abc import Iterable, Mapping
@@ -11,7 +11,8 @@ from typing import TypeAlias
 
 from torch import nn
 
-from shardspec.layout.layout import SpecLike, match_rules
+from shardspec.layout.layout import SpecLike
+from shardspec.layout.rules import match_rules
 from shardspec.layout.spec import ShardingSpec
 from shardspec.mesh.device_mesh import Axis
 
@@ -90,13 +91,13 @@ def gpt2_rules(axis: Axis = "tp") -> Rules:
     }
 
 
-def only_matching(rules: Mapping[str, SpecLike], module: nn.Module) -> Rules:
+def only_matching(rules: Mapping[str, SpecLike], module: nn.Module) -> dict[str, SpecLike]:
     """Return the rules that match a tensor of the module; elsewhere the others are an error."""
     names = list(module.state_dict())
     return {
-        pattern: ShardingSpec.of(spec)
+        pattern: spec
         for pattern, spec in rules.items()
-        if any(fnmatchcase(name, pattern) for name in names)
+        if any(fnmatchcase(n, pattern) for n in names)
     }
 
 

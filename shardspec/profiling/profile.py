@@ -186,7 +186,6 @@ def chart_svg(profile: Profile) -> str:
     def point(x: float, y: float, kind: str) -> Element:
         return draw(root, "circle", cx=x, cy=y, r=4, fill=_COLOURS[kind])
 
-    draw(root, "style", _STYLE)
     for decade, label in scale.labels.items():
         x = _MARGIN + scale.place(decade, _PIXELS)
         draw(root, "path", class_="grid", d=f"M{x} {_MARGIN}V{far}M{_MARGIN} {size - x}H{far}")
@@ -206,4 +205,4 @@ def chart_svg(profile: Profile) -> str:
     text(size / 2, size - 26, "fitted", "middle")
     text(_MARGIN, _MARGIN - 30, profile.cost_model.known_error)
     text(_MARGIN - 40, _MARGIN - 10, "measured")
-    return svg_page(root, size, size) + "\n"
+    return svg_page(root, size, size, _STYLE) + "\n"

@@ -210,7 +210,7 @@ class StateCopies:
         return [copy for copy in self._copies[0] if copy.receiver == device]
 
     @cached_property
-    def _traffic(self) -> dict[tuple[int, int], int]:
+    def traffic(self) -> dict[tuple[int, int], int]:
         """Bytes by sender and receiver, of all stages."""
         return sum((Counter(stage.traffic) for stage in self.stages), Counter[tuple[int, int]]())
 
@@ -226,7 +226,7 @@ class StateCopies:
 
     def _summed(self, end: int) -> dict[int, int]:
         found = dict.fromkeys(self.devices, 0)
-        for pair, num_bytes in self._traffic.items():
+        for pair, num_bytes in self.traffic.items():
             found[pair[end]] += num_bytes
         return found
 
@@ -235,7 +235,7 @@ class StateCopies:
         """Bytes that go from one host to another, where the meshes tell which these are."""
         if self.hosts is None:
             return None
-        return sum(size for pair, size in self._traffic.items() if self.hosts.crosses(*pair))
+        return sum(size for pair, size in self.traffic.items() if self.hosts.crosses(*pair))
 
     @cached_property
     def bucket_bytes(self) -> int:
@@ -303,7 +303,7 @@ class StateCopies:
             "received": {str(device): num_bytes for device, num_bytes in self.received.items()},
             "busiest_sender": max(self.sent.values(), default=0),
             "busiest_receiver": max(self.received.values(), default=0),
-            "pairs": len(self._traffic),
+            "pairs": len(self.traffic),
             "bytes_between_hosts": self.bytes_between_hosts,
             "peak_bytes": self.peak_bytes,
             "cost_seconds": self.cost_seconds,
@@ -313,6 +313,10 @@ class StateCopies:
     def to_json(self) -> str:
         """Return `as_dict` as JSON."""
         return json.dumps(self.as_dict())
+
+    def __repr__(self) -> str:
+        tensors, devices = (len(self.moves), "tensor"), (len(self.devices), "device")
+        return f"{type(self).__name__}({counted(*tensors)} on {counted(*devices)})"
 
     def __str__(self) -> str:
         return self.text({})
@@ -339,7 +343,7 @@ class StateCopies:
                 f"(even share of {counted(len(busy), role)}: {share})"
             )
         lines.append(
-            f"{counted(len(self._traffic), 'pair')} of devices, "
+            f"{counted(len(self.traffic), 'pair')} of devices, "
             f"peak {bytes_text(self.peak_bytes)}, {seconds_text(self.cost_seconds)}"
         )
         if self.hosts is not None and (between := self.bytes_between_hosts):

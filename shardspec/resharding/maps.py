@@ -140,7 +140,7 @@ def report_of(
         read[name].append(side)
     # Layers are alike.
     overlap, hole = lru_cache(4096)(first_overlap), lru_cache(4096)(first_hole)
-    problems = list(missing(sought, map_.known_sizes(), map_.sizes))
+    problems = list(missing(sought, map_.known_sizes(), map_.sizes, map_.numbers))
     for name, parts in written.items():
         sides = tuple(side for _, side in parts)
         if (twice := overlap(target[name], sides)) is not None:

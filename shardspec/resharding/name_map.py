@@ -122,6 +122,8 @@ class NameMap:
     """By which size an entry of `unused` does not count, by its place."""
     model_types: tuple[str, ...] = ()
     """Of the configs that the map is for; if there are none, it is for all."""
+    numbers: Mapping[str, Collection[int]] = field(default_factory=dict)
+    """What placeholders stand for, where that is not all numbers from 0 on."""
 
     @classmethod
     def load(cls, path: Path | str) -> "NameMap":
@@ -210,9 +212,9 @@ class NameMap:
         for left, right in self.rules:
             shared = sorted(placeholders(left[0]) & placeholders(right[0]))
             others = defaultdict(list)
-            for bound in _bindings(right[0], target, there):
+            for bound in self._bindings(right[0], target, there):
                 others[tuple(bound[key] for key in shared)].append(bound)
-            for bound in _bindings(left[0], source, here):
+            for bound in self._bindings(left[0], source, here):
                 for other in others[tuple(bound[key] for key in shared)]:
                     one, two = filled(left, bound | other), filled(right, bound | other)
                     key = one[1:], two[1:], source[one[0]], target[two[0]]
@@ -234,7 +236,7 @@ class NameMap:
         found, count = [], 0
         for left, right in self.rules:
             bound: list[Binding] = []
-            for binding in _bindings(left[0], source, here):
+            for binding in self._bindings(left[0], source, here):
                 shape = source[filled(left[:1], binding)[0]]
                 try:
                     rows = _stacked(left, right[0], shape, known)
@@ -318,9 +320,25 @@ class NameMap:
     ) -> list[tuple[str, TensorView]]:
         known, names = self.known_sizes(), names_by_form(shapes)
         sides = (
-            filled(rule, bound) for rule in rules for bound in _bindings(rule[0], shapes, names)
+            filled(rule, bound)
+            for rule in rules
+            for bound in self._bindings(rule[0], shapes, names)
         )
         return [(one[0], self._view(one, one, shapes, shapes, known).source) for one in sides]
+
+    def _bindings(
+        self, pattern: str, names: Mapping[str, Shape], by_form: NamesByForm
+    ) -> list[Binding]:
+        """Return, per name that a pattern matches, the numbers that its placeholders stand for."""
+        if "{" not in pattern:
+            return [{}] if pattern in names else []
+        check_pattern(pattern)
+        some = self.numbers.keys() & placeholders(pattern)
+        return [
+            bound
+            for bound in bindings(pattern, by_form)
+            if all(bound[name] in self.numbers[name] for name in some)
+        ]
 
     def _view(
         self,
@@ -363,14 +381,6 @@ def _bounded(count: int) -> None:
             f"the map comes to more than {_MOST_EQUATIONS:,} equations; views of whole stacks take "
             "fewer than one a row"
         )
-
-
-def _bindings(pattern: str, names: Mapping[str, Shape], by_form: NamesByForm) -> list[Binding]:
-    """Return, per name that a pattern matches, the numbers that its placeholders stand for."""
-    if "{" not in pattern:
-        return [{}] if pattern in names else []
-    check_pattern(pattern)
-    return bindings(pattern, by_form)
 
 
 def _stacked(left: Side, right: str, source: Shape, sizes: Mapping[str, int]) -> dict[str, range]:

@@ -1,23 +1,24 @@
 """Reshard plans of state dicts in memory: from layouts, tensors, or rules on a mesh."""
 
+import sys
 from collections.abc import Mapping, Sequence
+from html import escape
 from typing import Any, TypeAlias
 
 from shardspec.dtypes import dtype_name, is_cast, is_floating
 from shardspec.errors import LayoutError
-from shardspec.layout.layout import Layout, SpecLike, match_rules
+from shardspec.layout.layout import Layout
+from shardspec.layout.rules import Rules, match_rules
 from shardspec.layout.spec import ShardingSpec
 from shardspec.mesh.device_ids import bound_of_bytes
 from shardspec.mesh.device_mesh import DeviceMesh
 from shardspec.resharding.copies import MAX_BYTES, StateCopies, TensorMove
 from shardspec.resharding.maps import apply_map, dropped_by, report_of
 from shardspec.resharding.name_map import NameMap, Shape
-from shardspec.resharding.state import flat_state, is_plain, stated_layout
+from shardspec.resharding.state import flat_state, is_plain, required_layout
 from shardspec.resharding.transfers import Declared, End, Rows, transfer_rows
 from shardspec.text import counted, shown
 
-Rules: TypeAlias = Mapping[str, SpecLike]
-"""Name pattern to spec; a tensor that no pattern matches is replicated."""
 Target: TypeAlias = Mapping[str, object] | tuple[DeviceMesh, Rules]
 """Layouts by name, or DTensors; or a mesh and rules."""
 
@@ -48,6 +49,18 @@ class ReshardPlan(StateCopies):
     busiest receiver 96 B (even share of 2 receivers: 96 B)
     8 pairs of devices, peak 192 B, 23 µs
     """
+
+    def svg(self) -> str:
+        """Draw who sends how much to whom; raises LayoutError for more than 256 of either."""
+        from shardspec.resharding.picture import plan_svg
+
+        return plan_svg(self)
+
+    def _repr_html_(self) -> str:
+        """Draw the plan where notebooks show it."""
+        from shardspec.resharding.picture import MAX_ENDS
+
+        return self.svg() if len(self.devices) <= MAX_ENDS else f"<pre>{escape(str(self))}</pre>"
 
     def run(
         self, state: Mapping[str, object], out: Mapping[str, object] | None = None
@@ -208,11 +221,12 @@ def reshard_state(
     Parameters
     ----------
     state
-        DTensors, shardspec's or torch's.
+        DTensors, shardspec's or torch's; ``{}`` on a rank that holds nothing.
     rules
         Name pattern to spec; what no pattern matches is replicated.
     device_mesh
-        Where to; by default the mesh of the tensors.
+        Where to; in a job all ranks then call this. By default the mesh of the tensors, whose ranks
+        call it.
     max_bytes
         As for `plan_reshard`.
 
@@ -232,7 +246,10 @@ def reshard_state(
     from shardspec.comm.process_group import telling_job
 
     with telling_job():
-        meshes = {layout.mesh for layout in layouts_of(state).values()}
+        if device_mesh is None and not state:
+            return {}  # what holds nothing is no part of the mesh of the tensors
+        known = state if device_mesh is None else known_to_all(state)
+        meshes = {layout.mesh for layout in layouts_of(known).values()}
         if device_mesh is not None:
             meshes.add(device_mesh)
     with telling_job(device for mesh in meshes for device in mesh.ids):
@@ -243,23 +260,32 @@ def reshard_state(
                     "in device_mesh=mesh"
                 )
             (device_mesh,) = meshes
-        return plan_state(state, (device_mesh, rules), None, None, max_bytes).run(state)
+        return plan_state(known, (device_mesh, rules), None, None, max_bytes).run(state)
 
 
 def layouts_of(state: Mapping[str, object]) -> dict[str, Layout]:
     """Return the layouts of the tensors of a state dict, by name."""
-    layouts: dict[str, Layout] = {}
-    for name, value in flat_state(state).items():
-        if is_plain(value):
-            continue
-        layout = stated_layout(name, value)
-        if layout is None:
-            raise LayoutError(
-                f"{name!r} is a {type(value).__name__}; give a Layout, or a DTensor of shardspec "
-                "or of torch"
-            )
-        layouts[name] = layout
-    return layouts
+    return {
+        name: required_layout(name, value)
+        for name, value in flat_state(state).items()
+        if not is_plain(value)
+    }
+
+
+def known_to_all(state: Mapping[str, object]) -> Mapping[str, object]:
+    """Return a state dict, or in a job what all ranks have of one, unless it consists of layouts.
+
+    All ranks of the job call this together, where the state dict has no `Layout`.
+    """
+    if any(isinstance(value, Layout) for value in flat_state(state).values()):
+        return state
+    # Without torch there is no job.
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is None or not distributed.is_initialized():
+        return state
+    from shardspec.resharding.gathered import layouts_of_job
+
+    return layouts_of_job(state)
 
 
 def _renamed(before: Sequence[str], names: Mapping[str, str]) -> dict[str, str]:
@@ -283,7 +309,7 @@ def _targets(
     if not isinstance(target, tuple):
         return layouts_of(target)
     mesh, rules = target
-    specs = match_rules(rules, {name: len(shape) for name, (shape, _) in due.items()})
+    specs = match_rules(rules, {name: shape for name, (shape, _) in due.items()}, mesh)
     wanted = None if dtype is None else dtype_name(dtype)
     found = {}
     for name, (shape, own) in due.items():

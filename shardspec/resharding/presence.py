@@ -4,7 +4,7 @@ What a source has says how far numbers run, unless sizes do: ``{i}`` may be one.
 model may lack belong to a group, whose tensors are all there or none of them is.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import product
 from math import prod
 from typing import NamedTuple
@@ -23,7 +23,10 @@ class Sought(NamedTuple):
 
 
 def missing(
-    rules: Sequence[Sought], known: Mapping[str, int], sizes: Mapping[str, int | str]
+    rules: Sequence[Sought],
+    known: Mapping[str, int],
+    sizes: Mapping[str, int | str],
+    numbers: Mapping[str, Collection[int]] | None = None,
 ) -> Iterator[str]:
     """Yield what is missing or too much, a line per rule or group.
 
@@ -33,6 +36,8 @@ def missing(
         What is looked for, and what has been found.
     known, sizes
         Sizes as numbers, and as they are given; ``{i}`` is how many numbers `i` stands for.
+    numbers
+        Which ones, where these are not all from 0 on.
     """
     counts: dict[str, int] = {}
     for rule in rules:
@@ -52,15 +57,17 @@ def missing(
                     )
                     return
     counts |= given
+    ranges: dict[str, Collection[int]] = {name: range(count) for name, count in counts.items()}
+    ranges |= numbers or {}
     groups = _groups(rules)
     for rule in rules:
         if rule.group is None or known.get(rule.group, 0) > 0:
-            if (lost := _first_missing(rule, {}, rule.found, counts)) is not None:
+            if (lost := _first_missing(rule, {}, rule.found, ranges)) is not None:
                 yield f"the source lacks {_named(rule.side, lost)}, which the map names"
             continue
         found = _by_part(rule)
-        for numbers, part in groups[rule.group].items():
-            lost = _first_missing(rule, part, found.get(numbers, ()), counts)
+        for group, part in groups[rule.group].items():
+            lost = _first_missing(rule, part, found.get(group, ()), ranges)
             if lost is not None:
                 yield (
                     f"the source lacks {_named(rule.side, lost)}, but has others that the map "
@@ -90,12 +97,12 @@ def _by_part(rule: Sought) -> dict[tuple[int, ...], list[Binding]]:
 
 
 def _first_missing(
-    rule: Sought, part: Binding, found: Sequence[Binding], counts: Mapping[str, int]
+    rule: Sought, part: Binding, found: Sequence[Binding], every: Mapping[str, Collection[int]]
 ) -> Binding | None:
     """Return the first numbers within a part of all that a rule has not found."""
     names = sorted(rule.found[0]) if rule.found else sorted(placeholders(rule.side[0]) | set(part))
     ranges = [
-        range(part[name], part[name] + 1) if name in part else range(counts.get(name, 1))
+        range(part[name], part[name] + 1) if name in part else every.get(name, range(1))
         for name in names
     ]
     if len(found) == prod(map(len, ranges)):

@@ -105,6 +105,17 @@ def stated_layout(name: str, value: object) -> Layout | None:
         raise LayoutError(f"{name!r}: {error}") from None
 
 
+def required_layout(name: str, value: object) -> Layout:
+    """Return the layout that a value states; LayoutError if it states none."""
+    layout = stated_layout(name, value)
+    if layout is None:
+        raise LayoutError(
+            f"{name!r} is a {type(value).__name__}; give a Layout, or a DTensor of shardspec or of "
+            "torch"
+        )
+    return layout
+
+
 @lru_cache(maxsize=4096)
 def same_shards(one: Layout, other: Layout) -> bool:
     """Whether every device holds the same part of the same tensor under both, nothing pending.

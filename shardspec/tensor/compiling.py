@@ -26,9 +26,11 @@ def outside_graphs(function: Callable[P, T]) -> Callable[P, T]:
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
         if "torch._dynamo" not in sys.modules:  # its import takes a second
             return function(*args, **kwargs)
-        if not disabled:
-            import torch
+        import torch
 
+        if torch._C._dynamo.eval_frame.get_eval_frame_callback() is None:  # nothing is compiled
+            return function(*args, **kwargs)
+        if not disabled:
             # torch leaves this untyped.
             made = torch.compiler.disable(function, reason=_REASON)  # type: ignore[no-untyped-call]
             disabled.append(made)

@@ -6,8 +6,10 @@ same box must receive the same gradient. They do where every rank computes the s
 `to_global`, or a loss from `to_local` with the ``grad_spec`` of what is still to be summed.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Self
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any, Final, Self
 
 import torch
 
@@ -15,9 +17,10 @@ from shardspec.comm.communicator import Communicator
 from shardspec.comm.process_group import communicator_of
 from shardspec.errors import CommunicatorError, LayoutError
 from shardspec.layout.converter import LayoutConverter
-from shardspec.layout.layout import Layout, SpecLike
+from shardspec.layout.layout import Layout, SpecLike, chosen_spec, spec_on
 from shardspec.layout.plan import ConversionPlan
 from shardspec.layout.spec import ShardingSpec
+from shardspec.mesh.device_ids import listed
 from shardspec.mesh.device_mesh import DeviceMesh
 from shardspec.tensor.compiling import outside_graphs
 from shardspec.tensor.operators.gradients import GOING_BACK, Differentiable, go_back
@@ -41,6 +44,9 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor as TorchDTensor
 
 
+_FOR_MODULES: Final[ContextVar[bool]] = ContextVar("shardspec tensors for modules", default=False)
+
+
 class DTensor(Differentiable):
     """A tensor that is sharded over a mesh.
 
@@ -52,8 +58,9 @@ class DTensor(Differentiable):
     tensor
         The global tensor; in a job every rank of the mesh gives one of the same shape and dtype.
         Like torch's, a new DTensor is a leaf: the gradient of `tensor` is not tracked.
-    device_mesh, sharding_spec
-        Where, and how to shard; the spec may be given as text.
+    device_mesh, sharding_spec, placements
+        Where, and how to shard: a spec, its text, or torch's placements, under either name. By
+        default the tensor is replicated.
     src_rank
         The rank whose tensor is sent to the others, as an index into ``device_mesh.ids``. With None
         nothing is sent: the tensor has to be the same on every rank, which ``SHARDSPEC_CHECK=1`` in
@@ -65,7 +72,7 @@ class DTensor(Differentiable):
     Raises
     ------
     LayoutError
-        If this is no dense tensor, the spec does not fit it or has pending reductions (use
+        If this is not a dense tensor, the spec does not fit it or has pending reductions (use
         `from_local`), or `src_rank` is out of range.
     AxisError
         If the mesh lacks an axis of the spec.
@@ -89,15 +96,18 @@ class DTensor(Differentiable):
         self,
         tensor: torch.Tensor,
         device_mesh: DeviceMesh,
-        sharding_spec: SpecLike,
+        sharding_spec: SpecLike | None = None,
         *,
+        placements: SpecLike | None = None,
         src_rank: int | None = 0,
         communicator: Communicator | None = None,
     ) -> None:
         chosen = _checked(communicator, device_mesh)
         with torch.no_grad(), chosen.telling():
             check_dense(tensor)
-            layout = new_layout(device_mesh, sharding_spec, tensor.shape, tensor.dtype)
+            spec = chosen_spec(sharding_spec, placements)
+            spec = ShardingSpec(tensor.dim()) if spec is None else spec
+            layout = new_layout(device_mesh, spec, tensor.shape, tensor.dtype)
             shards = shards_of(tensor, layout, chosen, src_rank)
         # None is a view, of which autograd would know another base.
         shards = {
@@ -153,16 +163,18 @@ class DTensor(Differentiable):
         cls,
         local: torch.Tensor | Mapping[int, torch.Tensor],
         device_mesh: DeviceMesh,
-        sharding_spec: SpecLike,
+        sharding_spec: SpecLike | None = None,
         *,
+        placements: SpecLike | None = None,
         global_shape: Sequence[int] | None = None,
         communicator: Communicator | None = None,
     ) -> "DTensor":
         """Make a DTensor of the shards that the devices already hold; every rank calls it.
 
         `local` is this rank's shard, or a dict with that of every addressable device by physical
-        id. It is not copied, and gradients flow back to it. Reductions may be pending. The global
-        shape is by default the sum of the shards' sizes. A `LayoutError` on every rank says that
+        id. It is not copied, and gradients flow back to it. Spec or placements say how it is
+        sharded, and are as for `DTensor`, but reductions may be pending. The global shape is by
+        default the sum of the shards' sizes. A `LayoutError` on every rank says that
         the shard of some rank has another shape or dtype than the layout.
 
         Examples
@@ -185,8 +197,11 @@ class DTensor(Differentiable):
                 )
             # Every rank sees every rank's facts, so all raise the same error or none does.
             facts = chosen.gather({device: facts_of(shard) for device, shard in shards.items()})
-        _, dtype = facts[device_mesh.ids[0]]
-        spec = ShardingSpec.of(sharding_spec)
+        first_shape, dtype = facts[device_mesh.ids[0]]
+        given = chosen_spec(sharding_spec, placements)
+        given = ShardingSpec(len(first_shape)) if given is None else given
+        dims = len(first_shape) if global_shape is None else global_shape
+        spec = spec_on(device_mesh, given, dims)
         shape = added_up(device_mesh, spec, facts) if global_shape is None else global_shape
         layout = Layout(device_mesh, spec, shape, dtype)
         check_shards(layout, facts)
@@ -228,7 +243,7 @@ class DTensor(Differentiable):
         return DTensor.from_shards, (shards, self.layout, self.communicator)
 
     def __repr__(self) -> str:
-        devices = ", ".join(map(str, self.communicator.addressable)) or "none"
+        devices = listed(self.communicator.addressable) or "none"
         return f"DTensor({self.layout}; holds the shards of devices {devices})"
 
     @outside_graphs
@@ -265,9 +280,16 @@ class DTensor(Differentiable):
 
     @outside_graphs
     def redistribute(
-        self, sharding_spec: SpecLike, *, device_mesh: DeviceMesh | None = None
+        self,
+        sharding_spec: SpecLike | DeviceMesh | None = None,
+        placements: SpecLike | None = None,
+        *,
+        device_mesh: DeviceMesh | None = None,
     ) -> "DTensor":
         """Convert the tensor to another spec by the cheapest plan; every rank calls it.
+
+        The target is a spec, its text, or torch's placements, under either name. As in torch, a
+        mesh may stand before it: ``redistribute(mesh, [Replicate()])``.
 
         Differentiable any number of times, except through a pending min, max or prod, and to a mesh
         of other devices. Where nothing moves the result shares the shards.
@@ -293,9 +315,16 @@ class DTensor(Differentiable):
         >>> t.redistribute("[S0]", device_mesh=DeviceMesh([1, 2], (2,))).shards
         {1: tensor([0, 1]), 2: tensor([2, 3])}
         """
+        if isinstance(sharding_spec, DeviceMesh) and device_mesh is None:
+            sharding_spec, device_mesh = None, sharding_spec
         mesh = self.device_mesh if device_mesh is None else device_mesh
         with telling(self.communicator, self.device_mesh, mesh):
-            target = Layout(mesh, sharding_spec, self.shape, self.layout.dtype)
+            if isinstance(sharding_spec, DeviceMesh) or isinstance(placements, DeviceMesh):
+                raise LayoutError("redistribute: give one mesh, before the placements or by name")
+            spec = chosen_spec(sharding_spec, placements)
+            if spec is None:
+                raise LayoutError("redistribute: give a spec, as '[S0,R]', or placements")
+            target = Layout(mesh, spec, self.shape, self.layout.dtype)
             return self.convert(LayoutConverter().plan(self.layout, target))
 
     @outside_graphs
@@ -323,23 +352,69 @@ class DTensor(Differentiable):
         _checked(self.communicator, self.device_mesh, "can gather the tensor")
         return first_of_copies(self.redistribute(ShardingSpec(self.dim())).shards)
 
+    def full_tensor(self) -> torch.Tensor:
+        """Return the global tensor, by torch's word for `to_global`."""
+        return self.to_global()
+
 
 def distribute_tensor(
     tensor: torch.Tensor,
     device_mesh: DeviceMesh,
-    sharding_spec: SpecLike,
+    sharding_spec: SpecLike | None = None,
     *,
+    placements: SpecLike | None = None,
     src_rank: int | None = 0,
     communicator: Communicator | None = None,
 ) -> DTensor:
     """Shard the global tensor that the first rank of the mesh has; see `DTensor`.
 
+    A DTensor, of shardspec or of torch, that is sharded so already is returned as it is; one that
+    is sharded in another way is a `LayoutError`. Within a ``partition_fn`` of `distribute_module`
+    the result is torch's DTensor of the same storage, which `torch.nn.Parameter` takes.
+
     Examples
     --------
     >>> distribute_tensor(torch.ones(5), DeviceMesh(range(2), (2,)), "[S0]")
     DTensor([S0] of [5] float32 on 2; holds the shards of devices 0, 1)
+    >>> from torch.distributed.tensor import Shard
+    >>> distribute_tensor(torch.ones(5), DeviceMesh("cpu", [0, 1]), [Shard(0)]).to_local(1)
+    tensor([1., 1.])
     """
-    return DTensor(tensor, device_mesh, sharding_spec, src_rank=src_rank, communicator=communicator)
+    spec = chosen_spec(sharding_spec, placements)
+    result = _already_distributed(tensor, device_mesh, spec)
+    if result is None:
+        result = DTensor(tensor, device_mesh, spec, src_rank=src_rank, communicator=communicator)
+    result_for_module: Any = result.to_torch() if _FOR_MODULES.get() else result
+    return result_for_module  # type: ignore[no-any-return]  # see above
+
+
+@contextmanager
+def for_modules() -> Iterator[None]:
+    """Let `distribute_tensor` return torch's DTensors, as modules hold them."""
+    token = _FOR_MODULES.set(True)
+    try:
+        yield
+    finally:
+        _FOR_MODULES.reset(token)
+
+
+def _already_distributed(tensor: object, mesh: DeviceMesh, spec: SpecLike | None) -> DTensor | None:
+    """Return a DTensor that is to be distributed again in the same way; None for other tensors."""
+    if type(tensor) in (torch.Tensor, torch.nn.Parameter):
+        return None
+    from torch.distributed.tensor import DTensor as TorchDTensor
+
+    if isinstance(tensor, TorchDTensor):
+        tensor = DTensor.from_torch(tensor)
+    if not isinstance(tensor, DTensor):
+        return None
+    layout = tensor.layout
+    wanted = layout.spec if spec is None else spec_on(mesh, spec, layout.global_shape)
+    if (layout.mesh.ids, layout.mesh.shape, layout.spec) != (mesh.ids, mesh.shape, wanted):
+        raise LayoutError(
+            f"the tensor is distributed already, as {layout}; its redistribute method converts it"
+        )
+    return tensor
 
 
 def _checked(

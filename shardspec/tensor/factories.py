@@ -21,7 +21,7 @@ from shardspec.comm.communicator import Communicator
 from shardspec.comm.process_group import communicator_of
 from shardspec.dtypes import dtype_name
 from shardspec.errors import DTypeError, LayoutError
-from shardspec.layout.layout import SpecLike
+from shardspec.layout.layout import SpecLike, chosen_spec
 from shardspec.layout.spec import ShardingSpec
 from shardspec.mesh.device_mesh import DeviceMesh
 from shardspec.tensor.compiling import outside_graphs
@@ -42,12 +42,14 @@ _Size: TypeAlias = int | Sequence[int]
 class Options(TypedDict, total=False):
     """Keywords that all functions here take, the same on every rank of the mesh.
 
-    By default the tensor is replicated, and `dtype` and `device` are those of torch's function of
-    the same name; the device ``"meta"`` makes no data.
+    `sharding_spec` and `placements` mean the same and are as for `DTensor`; by default the tensor
+    is replicated. `dtype` and `device` are by default those of torch's function of the same name;
+    the device ``"meta"`` makes no data.
     """
 
     device_mesh: Required[DeviceMesh]
     sharding_spec: SpecLike | None
+    placements: SpecLike | None
     dtype: torch.dtype | None
     device: torch.device | str | None
     requires_grad: bool
@@ -56,25 +58,30 @@ class Options(TypedDict, total=False):
 
 @outside_graphs
 def _made(
+    name: str,
     size: Sequence[_Size],
     fill: Callable[[Box, torch.Tensor], object],
+    options: Options,
     default: torch.dtype | None = None,
     given: torch.Tensor | None = None,
-    *,
-    device_mesh: DeviceMesh,
-    sharding_spec: SpecLike | None = None,
-    dtype: torch.dtype | None = None,
-    device: torch.device | str | None = None,
-    requires_grad: bool = False,
-    communicator: Communicator | None = None,
 ) -> DTensor:
-    """Return a tensor, each shard filled by its box; `given` has to be the same on all ranks."""
+    """Return a tensor, each shard filled by its box; `given` has to be the same on all ranks.
+
+    `name` is the function that a caller knows.
+    """
+    for unknown in options.keys() - Options.__annotations__.keys():
+        known = ", ".join(Options.__annotations__)
+        raise TypeError(f"{name}() has no keyword {unknown!r}; it takes {known}")
+    if "device_mesh" not in options:
+        raise TypeError(f"{name}() needs device_mesh=, whose devices make the tensor")
+    device_mesh, device = options["device_mesh"], options.get("device")
     # The layout checks what the sizes are.
     shape: Any = size[0] if len(size) == 1 and isinstance(size[0], Sequence) else size
-    spec = ShardingSpec(len(shape)) if sharding_spec is None else sharding_spec
-    dtype = dtype or default or torch.get_default_dtype()
+    spec = chosen_spec(options.get("sharding_spec"), options.get("placements"))
+    spec = ShardingSpec(len(shape)) if spec is None else spec
+    dtype = options.get("dtype") or default or torch.get_default_dtype()
     layout = new_layout(device_mesh, spec, shape, dtype)
-    communicator = communicator_of(device_mesh) if communicator is None else communicator
+    communicator = options.get("communicator") or communicator_of(device_mesh)
     if given is not None:
         what = "what the tensor is made from"
         check_copies(communicator, dict.fromkeys(communicator.addressable, given), what)
@@ -83,7 +90,7 @@ def _made(
         box = layout.box(rank)
         shards[rank] = torch.empty(box_shape(box), dtype=dtype, device=device)
         fill(box, shards[rank])
-        shards[rank].requires_grad_(requires_grad)
+        shards[rank].requires_grad_(options.get("requires_grad", False))
     return DTensor.from_shards(shards, layout, communicator)
 
 
@@ -110,7 +117,7 @@ def empty(*size: _Size, **options: Unpack[Options]) -> DTensor:
     >>> empty(7, 3, device_mesh=mesh, sharding_spec="[S0,R]").to_local(1).shape
     torch.Size([3, 3])
     """
-    return _made(size, lambda *_: None, **options)
+    return _made("empty", size, lambda *_: None, options)
 
 
 def full(size: _Size, fill_value: complex, **options: Unpack[Options]) -> DTensor:
@@ -123,7 +130,9 @@ def full(size: _Size, fill_value: complex, **options: Unpack[Options]) -> DTenso
     {0: tensor([7, 7]), 1: tensor([7])}
     """
     value = torch.full((), fill_value)
-    return _made((size,), lambda _, shard: shard.fill_(fill_value), value.dtype, value, **options)
+    return _made(
+        "full", (size,), lambda _, shard: shard.fill_(fill_value), options, value.dtype, value
+    )
 
 
 def zeros(*size: _Size, **options: Unpack[Options]) -> DTensor:
@@ -134,7 +143,7 @@ def zeros(*size: _Size, **options: Unpack[Options]) -> DTensor:
     >>> zeros(2, 3, device_mesh=DeviceMesh(range(2), (2,)), sharding_spec="[R,S0]")
     DTensor([R,S0] of [2, 3] float32 on 2; holds the shards of devices 0, 1)
     """
-    return _made(size, lambda _, shard: shard.zero_(), **options)
+    return _made("zeros", size, lambda _, shard: shard.zero_(), options)
 
 
 def ones(*size: _Size, **options: Unpack[Options]) -> DTensor:
@@ -145,7 +154,7 @@ def ones(*size: _Size, **options: Unpack[Options]) -> DTensor:
     >>> ones((3,), device_mesh=DeviceMesh(range(2), (2,)), sharding_spec="[S0]").to_global()
     tensor([1., 1., 1.])
     """
-    return _made(size, lambda _, shard: shard.fill_(1), **options)
+    return _made("ones", size, lambda _, shard: shard.fill_(1), options)
 
 
 def arange(
@@ -171,7 +180,8 @@ def arange(
         shard.copy_(start + places * step if integral else start + places.double() * step)
 
     default = torch.int64 if integral else None
-    return _made((int(length),), fill, default, torch.tensor([start, step]), **options)
+    bounds = torch.tensor([start, step])
+    return _made("arange", (int(length),), fill, options, default, bounds)
 
 
 def rand(
@@ -194,7 +204,7 @@ def rand(
     >>> bool((rand(5, 7, device_mesh=mesh, sharding_spec="[R,S0]").to_global() == rows).all())
     True
     """
-    return _random(size, uniform, generator, options)
+    return _random("rand", size, uniform, generator, options)
 
 
 def randn(
@@ -208,11 +218,12 @@ def randn(
     >>> randn(7, 5, device_mesh=mesh, sharding_spec="[R,S0]", device="meta").to_local(1)
     tensor(..., device='meta', size=(7, 2))
     """
-    return _random(size, lambda _: normal, generator, options)
+    return _random("randn", size, lambda _: normal, generator, options)
 
 
 @outside_graphs
 def _random(
+    name: str,
     size: Sequence[_Size],
     numbers_of: Callable[[int], Callable[[Words], Numbers]],
     generator: torch.Generator | None,
@@ -223,7 +234,7 @@ def _random(
         raise DTypeError(
             f"random numbers of {dtype}: make them of one of {', '.join(_BITS)}, and convert them"
         )
-    tensor = empty(*size, **options)
+    tensor = _made(name, size, lambda *_: None, options)
     device = options.get("device")
     if device is not None and torch.device(device).type == "meta":
         return tensor

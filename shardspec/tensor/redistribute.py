@@ -1,15 +1,11 @@
 """Conversions by plans for programs that keep torch's DTensor."""
 
-from collections.abc import Sequence
-
 import torch
 from torch.distributed.device_mesh import DeviceMesh as TorchMesh
 from torch.distributed.tensor import DTensor as TorchDTensor
-from torch.distributed.tensor.placement_types import Placement
 
 from shardspec.comm.process_group import communicator_of
 from shardspec.errors import LayoutError
-from shardspec.interop.notations import from_placements
 from shardspec.interop.torch_dtensor import in_our_words, torch_dtensor
 from shardspec.layout.layout import SpecLike
 from shardspec.mesh.device_mesh import DeviceMesh
@@ -21,7 +17,7 @@ from shardspec.tensor.run import telling
 @outside_graphs
 def redistribute(
     tensor: torch.Tensor,
-    placements_or_spec: Sequence[Placement] | SpecLike,
+    placements_or_spec: SpecLike,
     device_mesh: DeviceMesh | TorchMesh | None = None,
 ) -> TorchDTensor:
     """Convert a torch DTensor to another layout by the cheapest plan; every rank calls it.
@@ -71,11 +67,8 @@ def redistribute(
     else:
         target, torch_mesh = on, on.to_torch(tensor.device_mesh.device_type)
     with telling(communicator_of(source), source, target):
-        spec = placements_or_spec
-        if isinstance(spec, Sequence) and not isinstance(spec, str):
-            spec = from_placements(spec, tensor.shape, target)
         ours = DTensor.from_torch(in_our_words(tensor), device_mesh=source)
-        result = ours.redistribute(spec, device_mesh=target)
+        result = ours.redistribute(placements_or_spec, device_mesh=target)
     if result.layout == ours.layout and torch_mesh == tensor.device_mesh:
         return result.to_torch()
     outside = torch.empty(0, dtype=tensor.dtype, device=tensor.device)

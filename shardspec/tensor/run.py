@@ -264,6 +264,11 @@ def with_gradient_shared(tensor: torch.Tensor, count: int) -> torch.Tensor:
     return _apply(_views, lambda grads: tuple(map(share, grads)), [tensor])[0]
 
 
+def copies_of(tensor: torch.Tensor, count: int) -> Shards:
+    """Return a tensor so many times; its gradient is that of the first, equal to all others."""
+    return _apply(lambda one: _views(one * count), lambda copies: _views(copies[:1]), [tensor])
+
+
 def first_of_copies(shards: Mapping[int, torch.Tensor]) -> torch.Tensor:
     """Return the first of equal shards; its gradient is that of every copy."""
     count, given = len(shards), shards.values()

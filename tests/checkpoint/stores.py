@@ -19,7 +19,7 @@ from moto.moto_server.threaded_moto_server import ThreadedMotoServer
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from shardspec import DeviceMesh, DTensor, merge, save_sharded
-from shardspec.checkpoint.store import kept_store
+from shardspec.checkpoint.storage.object_store import kept_store
 from shardspec.cli.main import cli
 
 STATE = {

@@ -3,6 +3,7 @@
 import os
 import shutil
 from functools import partial
+from pathlib import Path
 
 import fsspec
 import pytest
@@ -81,7 +82,7 @@ def test_every_format_is_told(saved, form, change):
     source.check_unchanged()
     # What is written beside it is no matter.
     place = source.directory if source.directory.is_dir() else source.directory.parent
-    (place / "notes.txt").write_text("mine")
+    Path(place / "notes.txt").write_text("mine")
     source.check_unchanged()
     file = data_file(saved, form)
     assert file in source.files

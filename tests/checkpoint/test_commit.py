@@ -12,15 +12,17 @@ import pytest
 import torch
 
 from shardspec import DeviceMesh, merge, reshard, save_sharded
-from shardspec.checkpoint import local
-from shardspec.checkpoint.commit import Destination, staged_output
-from shardspec.checkpoint.local import FILE, NEW_FILE, lock, open_below, opened
+from shardspec.checkpoint.storage import descriptors
+from shardspec.checkpoint.storage.commit import staged_output
+from shardspec.checkpoint.storage.descriptors import FILE, NEW_FILE, lock, open_below, opened
+from shardspec.checkpoint.storage.local import LocalPath
+from shardspec.checkpoint.storage.path import Staging
 from shardspec.errors import CheckpointError, OutputExistsError
 
 
 def by_descriptor(staged):
     """What is staged, whatever becomes of its name."""
-    return Path(f"/proc/self/fd/{staged[0]}")
+    return Path(f"/proc/self/fd/{staged.fd}")
 
 
 def fill(staged, directory, text):
@@ -39,8 +41,12 @@ A = frozenset("a")
 """All that a directory may hold that is replaced."""
 
 
+def staged(path, directory, *, overwrite=True, replaced=frozenset()):
+    return staged_output(LocalPath(path), Staging({}, directory, overwrite, replaced=replaced))
+
+
 def work(path, directory, *, overwrite=True, interrupted=False):
-    with staged_output(Destination(path, A), directory=directory, overwrite=overwrite) as place:
+    with staged(path, directory, overwrite=overwrite, replaced=A) as place:
         fill(place, directory, "newer")
         if interrupted:
             raise KeyboardInterrupt
@@ -49,11 +55,11 @@ def work(path, directory, *, overwrite=True, interrupted=False):
 @pytest.mark.parametrize("directory", [False, True])
 def test_it_appears_when_done(tmp_path, directory):
     path = tmp_path / "out"
-    with staged_output(Destination(path), directory=directory, overwrite=False) as place:
+    with staged(path, directory, overwrite=False) as place:
         fill(place, directory, "new")
         assert set(os.listdir(tmp_path)) == {".out.shardspec-lock", ".out.shardspec-staging"}
-        assert place[1] == tmp_path / ".out.shardspec-staging"
-        at = place[1].stat()
+        assert place.name == ".out.shardspec-staging"
+        at = (tmp_path / place.name).stat()
         assert stat.S_IMODE(at.st_mode) == (0o700 if directory else 0o600)
         assert not path.exists()
     assert text_of(path, directory) == "new"
@@ -64,7 +70,7 @@ def test_it_appears_when_done(tmp_path, directory):
 def test_replacing(tmp_path, directory):
     path = tmp_path / "out"
     for text in ("old", "new"):
-        with staged_output(Destination(path, A), directory=directory, overwrite=True) as place:
+        with staged(path, directory, replaced=A) as place:
             fill(place, directory, text)
     assert text_of(path, directory) == "new"
     with pytest.raises(OutputExistsError, match="out: exists"):
@@ -84,7 +90,7 @@ def test_a_failure_leaves_nothing(tmp_path, directory):
 @pytest.mark.parametrize("directory", [False, True])
 def test_two_at_once(tmp_path, directory):
     path = tmp_path / "out"
-    with staged_output(Destination(path), directory=directory, overwrite=True) as place:
+    with staged(path, directory) as place:
         fill(place, directory, "first")
         with pytest.raises(CheckpointError, match="out: another run is writing it; wait"):
             work(path, directory)
@@ -93,7 +99,7 @@ def test_two_at_once(tmp_path, directory):
 
 
 def work_until_killed(path, directory, ready):
-    with staged_output(Destination(path), directory=directory, overwrite=True) as place:
+    with staged(path, directory) as place:
         fill(place, directory, "half")
         ready.set()
         signal.pause()
@@ -113,8 +119,8 @@ def test_after_a_run_that_was_killed(tmp_path, directory):
     process.join()
     assert not path.exists()
     assert [name for name in os.listdir(tmp_path) if name.startswith(".out.shardspec-")]
-    with staged_output(Destination(path), directory=directory, overwrite=False) as place:
-        assert not directory or os.listdir(place[0]) == []
+    with staged(path, directory, overwrite=False) as place:
+        assert not directory or os.listdir(place.fd) == []
         fill(place, directory, "whole")
     assert text_of(path, directory) == "whole"
     assert os.listdir(tmp_path) == ["out"]
@@ -180,20 +186,18 @@ def test_what_was_staged_as_a_file_does_not_hinder_a_directory(tmp_path, directo
 @pytest.mark.parametrize("directory", [False, True])
 def test_modes_are_kept(tmp_path, directory):
     path = tmp_path / "out"
-    with staged_output(Destination(path), directory=directory, overwrite=True) as place:
+    with staged(path, directory) as place:
         fill(place, directory, "old")
     umask = os.umask(0o022)
     try:
         fresh = 0o777 & ~0o022 if directory else 0o644
-        with staged_output(
-            Destination(tmp_path / "fresh"), directory=directory, overwrite=True
-        ) as place:
+        with staged(tmp_path / "fresh", directory) as place:
             fill(place, directory, "new")
         assert stat.S_IMODE((tmp_path / "fresh").stat().st_mode) == fresh
         private = [path, path / "a"] if directory else [path]
         for file in private:
             file.chmod(0o750 if file.is_dir() else 0o600)
-        with staged_output(Destination(path, A), directory=directory, overwrite=True) as place:
+        with staged(path, directory, replaced=A) as place:
             fill(place, directory, "new")
         assert [stat.S_IMODE(file.stat().st_mode) for file in private] == (
             [0o750, 0o600] if directory else [0o600]
@@ -209,9 +213,7 @@ def test_a_file_that_is_put_there_meanwhile_is_not_lost(tmp_path, late):
     (path / "old").write_text("of the old checkpoint")
 
     def replace():
-        with staged_output(
-            Destination(path, frozenset({"old"})), directory=True, overwrite=True
-        ) as place:
+        with staged(path, True, replaced=frozenset({"old"})) as place:
             fill(place, True, "new")
             put = path / late
             if late.endswith("/"):
@@ -246,7 +248,7 @@ def test_killed_while_names_change_the_old_or_the_new_one_is_there_in_the_end(
     tmp_path, monkeypatch, exchanges, calls
 ):
     path = tmp_path / "out"
-    with staged_output(Destination(path), directory=True, overwrite=False) as place:
+    with staged(path, True, overwrite=False) as place:
         fill(place, True, "old")
     left = [calls]
 
@@ -261,9 +263,9 @@ def test_killed_while_names_change_the_old_or_the_new_one_is_there_in_the_end(
 
     with monkeypatch.context() as patched:
         patched.setattr(os, "rename", dying(os.rename))
-        exchange = local.renameat2 if exchanges else lambda *_: False
-        patched.setattr(local, "renameat2", dying(exchange))
-        patched.setattr(local, "remove", dying(local.remove))
+        exchange = descriptors.renameat2 if exchanges else lambda *_: False
+        patched.setattr(descriptors, "renameat2", dying(exchange))
+        patched.setattr(descriptors, "remove", dying(descriptors.remove))
         process = get_context("fork").Process(target=work, args=(path, True))
         process.start()
         process.join()
@@ -295,32 +297,32 @@ def test_a_directory_that_cannot_be_opened_does_not_stay(tmp_path, monkeypatch):
 def test_names_do_not_lead_out(tmp_path, name):
     with (
         pytest.raises(CheckpointError, match="does not name a file in a directory"),
-        staged_output(Destination(tmp_path / "out"), directory=True, overwrite=False) as staged,
+        staged(tmp_path / "out", True, overwrite=False) as place,
     ):
-        open_below(staged[0], name, NEW_FILE)
+        open_below(place.fd, name, NEW_FILE)
     assert os.listdir(tmp_path) == []
 
 
 def test_no_link_is_followed_on_the_way_to_a_file(tmp_path):
     (tmp_path / "victim").mkdir()
-    with staged_output(Destination(tmp_path / "out"), directory=True, overwrite=False) as made:
+    with staged(tmp_path / "out", True, overwrite=False) as made:
         place = by_descriptor(made)
-        fd = open_below(made[0], "a/b/c", NEW_FILE)
+        fd = open_below(made.fd, "a/b/c", NEW_FILE)
         os.write(fd, b"abc")
         os.close(fd)
-        os.close(open_below(made[0], "a/b/c", FILE))
+        os.close(open_below(made.fd, "a/b/c", FILE))
         assert stat.S_IMODE((place / "a" / "b").stat().st_mode) == 0o700
         (place / "z").symlink_to(tmp_path / "victim")
         for flags in (FILE, NEW_FILE):
             with pytest.raises(NotADirectoryError):
-                open_below(made[0], "z/c", flags)
+                open_below(made.fd, "z/c", flags)
         (place / "z").unlink()
     assert os.listdir(tmp_path / "victim") == []
     assert (tmp_path / "out" / "a" / "b" / "c").read_bytes() == b"abc"
 
 
 def test_without_exchanging_names(tmp_path, monkeypatch):
-    monkeypatch.setattr(local, "renameat2", lambda *_: False)
+    monkeypatch.setattr(descriptors, "renameat2", lambda *_: False)
     for directory in (False, True):
         here = tmp_path / f"more-{directory}"
         here.mkdir()
@@ -338,7 +340,7 @@ def test_two_at_once_without_locks(tmp_path, monkeypatch, directory):
     path = tmp_path / "out"
 
     def both():
-        with staged_output(Destination(path, A), directory=directory, overwrite=True) as place:
+        with staged(path, directory, replaced=A) as place:
             fill(place, directory, "half")
             work(path, directory)
             assert text_of(path, directory) == "newer"

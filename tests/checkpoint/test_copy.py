@@ -22,7 +22,8 @@ from shardspec.checkpoint.read_boxes import (
     read_box,
     read_box_into,
 )
-from shardspec.checkpoint.store import OpenFiles
+from shardspec.checkpoint.storage.local import LocalPath
+from shardspec.checkpoint.storage.reading import OpenFiles
 from shardspec.errors import CheckpointError
 
 DTYPES = {"uint8": 1, "int16": 2, "float32": 4, "complex64": 8}
@@ -64,7 +65,7 @@ def store_boxes(path, array, sides):
         for box in sides:
             data = np.ascontiguousarray(array[slices_within(box, whole)]).tobytes()
             digest = Digest(zlib.crc32(data), offset, len(data))
-            boxes.append(StoredBox(box, (), 0, path, offset, digest))
+            boxes.append(StoredBox(box, (), 0, LocalPath(path), offset, digest))
             offset += file.write(data)
     return tuple(boxes)
 
@@ -103,7 +104,7 @@ def test_any_box_out_of_any_grid(tmp_path_factory, drawn):
 
 def blocks_of(shape, boxes, target, most):
     """Return the bytes of the blocks of a target, and where what holds them starts in its file."""
-    stored = tuple(StoredBox(box, (), 0, Path("x"), offset) for box, offset in boxes)
+    stored = tuple(StoredBox(box, (), 0, LocalPath("x"), offset) for box, offset in boxes)
     tensor = StoredTensor("w", shape, "uint8", None, (), stored)
     return [
         (num_bytes, [(part.start, part.contiguous) for part in parts])
@@ -131,14 +132,14 @@ def test_blocks_and_what_holds_them():
 
 
 def test_where_a_part_lies():
-    box = StoredBox(((10, 20), (0, 8)), (), 0, Path("x"), 5)
+    box = StoredBox(((10, 20), (0, 8)), (), 0, LocalPath("x"), 5)
     part = part_of(box, ((12, 14), (3, 4)), ((12, 15), (2, 6)), 4)
     assert (part.start, part.at) == (5 + 4 * 19, 4)
     assert part.steps == ((2, 4 * 8, 4 * 4), (4, 1, 1))
-    scalar = StoredBox((), (), 0, Path("x"), 5)
+    scalar = StoredBox((), (), 0, LocalPath("x"), 5)
     assert part_of(scalar, (), (), 2) == (scalar, 5, 0, ((2, 1, 1),))
     # By its strides in the file the second dim is the outer one, and all of it lies together.
-    turned = StoredBox(((0, 2), (0, 3)), (), 0, Path("x"), 0, None, (1, 2))
+    turned = StoredBox(((0, 2), (0, 3)), (), 0, LocalPath("x"), 0, None, (1, 2))
     part = part_of(turned, ((0, 2), (0, 3)), ((0, 2), (0, 3)), 1)
     assert (part.steps, part.contiguous) == (((3, 2, 1), (2, 1, 3), (1, 1, 1)), True)
 
@@ -159,7 +160,7 @@ def test_reading_skips_gaps_of_a_page_and_reads_shorter_ones_along(tmp_path, mon
     out = bytearray(4 * 16)
     for columns in (8192, 512):
         whole = ((0, 64), (0, columns))
-        box = StoredBox(whole, (), 0, path, 0)
+        box = StoredBox(whole, (), 0, LocalPath(path), 0)
         tensor = StoredTensor("w", (64, columns), "uint8", None, (), (box,))
         reads.clear()
         with OpenFiles() as files:
@@ -234,7 +235,7 @@ def test_a_flipped_bit_in_columns(tmp_path):
     tensor, read = read_wide(tmp_path / "data", array)
     for stored in tensor.boxes:
         for at in (0, 123_456, stored.digest.num_bytes - 1):
-            with stored.path.open("r+b", buffering=0) as file:
+            with Path(stored.path).open("r+b", buffering=0) as file:
                 os.pwrite(file.fileno(), b"\x04", stored.offset + at)
                 with pytest.raises(CheckpointError, match=r"tensor 'w': rank 0's box .* CRC-32"):
                     read()
@@ -262,7 +263,7 @@ def strided(path, base, view):
     """Return a box of a view of an array that lies whole in a file."""
     start = view.__array_interface__["data"][0] - base.__array_interface__["data"][0]
     box = tuple((0, size) for size in view.shape)
-    return StoredBox(box, (), 0, path, start, strides=view.strides)
+    return StoredBox(box, (), 0, LocalPath(path), start, strides=view.strides)
 
 
 @pytest.mark.parametrize("dtype", ["uint8", "int16", "int64"])

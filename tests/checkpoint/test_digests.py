@@ -4,6 +4,7 @@ import json
 import os
 import zlib
 from itertools import permutations
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,7 +15,8 @@ from shardspec.checkpoint.catalog import Digest, StoredBox, StoredTensor
 from shardspec.checkpoint.convert import merge, reshard
 from shardspec.checkpoint.open import open_checkpoint
 from shardspec.checkpoint.read_boxes import Checks
-from shardspec.checkpoint.store import OpenFiles
+from shardspec.checkpoint.storage.local import LocalPath
+from shardspec.checkpoint.storage.reading import OpenFiles
 from shardspec.checkpoint.verify import verify_checkpoint
 from shardspec.errors import CheckpointError
 from tests.checkpoint.handmade import handmade, sample
@@ -36,17 +38,17 @@ def test_every_box_has_the_digest_of_its_bytes(tmp_path):
         tensor = source.tensor(name)
         for stored in tensor.boxes:
             size = 4 * int(np.prod([hi - lo for lo, hi in stored.box]))
-            data = stored.path.read_bytes()[stored.offset : stored.offset + size]
+            data = Path(stored.path).read_bytes()[stored.offset : stored.offset + size]
             assert stored.digest == Digest(zlib.crc32(data), stored.offset, len(data))
             seen += 1
     assert seen == 2 + 3 + 6 + 6 + 6 + 1
 
 
 def flip(stored, at=0):
-    data = bytearray(stored.path.read_bytes())
+    data = bytearray(Path(stored.path).read_bytes())
     data[stored.offset + at] ^= 1
-    stored.path.write_bytes(data)
-    return lambda: stored.path.write_bytes(unflipped(data, stored.offset + at))
+    Path(stored.path).write_bytes(data)
+    return lambda: Path(stored.path).write_bytes(unflipped(data, stored.offset + at))
 
 
 def unflipped(data, at):
@@ -144,7 +146,7 @@ def test_what_was_not_seen_is_read_in_the_end(tmp_path):
     # The digest covers 10 bytes before the box and 40 behind it.
     for good in (True, False):
         digest = Digest(zlib.crc32(data[10:180]) ^ (not good), 10, 170)
-        stored = StoredBox(((0, 120),), (), 0, path, 20, digest)
+        stored = StoredBox(((0, 120),), (), 0, LocalPath(path), 20, digest)
         tensor = StoredTensor("w", (120,), "uint8", None, (), (stored,))
         for seen in (
             [],
@@ -177,7 +179,7 @@ def test_boxes_in_one_digested_stretch_are_judged_together(tmp_path):
     path = tmp_path / "file"
     path.write_bytes(data)
     digest = Digest(zlib.crc32(data), 0, 48)
-    halves = [StoredBox(((lo, lo + 24),), (), 0, path, lo, digest) for lo in (0, 24)]
+    halves = [StoredBox(((lo, lo + 24),), (), 0, LocalPath(path), lo, digest) for lo in (0, 24)]
     tensor = StoredTensor("w", (48,), "uint8", None, (), tuple(halves))
     for order in permutations([(0, 0, 20), (1, 30, 48), (1, 24, 30), (0, 10, 24), (1, 26, 40)]):
         checks = Checks(tensor)

@@ -11,6 +11,7 @@ import torch
 
 from shardspec import DeviceMesh, DTensor, load_sharded, merge, save_sharded
 from shardspec.checkpoint.formats.native import VERSION, info_lines, read_info
+from shardspec.checkpoint.storage.local import LocalPath
 from shardspec.dtypes import to_safetensors
 from shardspec.layout.layout import Layout
 from tests.checkpoint.handmade import handmade
@@ -70,7 +71,7 @@ def test_the_example_is_a_checkpoint(tmp_path):
 
 def test_the_example_is_written_as_shardspec_writes_it(tmp_path):
     (tmp_path / "sharding_info.json").write_text(block("json"))
-    assert "".join(info_lines(read_info(tmp_path))) == block("json")
+    assert "".join(info_lines(read_info(LocalPath(tmp_path)))) == block("json")
     assert f"version {VERSION}" in DOC.splitlines()[0]
 
 

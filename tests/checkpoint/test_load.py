@@ -20,7 +20,7 @@ from shardspec import (
 )
 from shardspec.checkpoint.open import open_checkpoint
 from shardspec.checkpoint.read_boxes import Buffers, read_box_into
-from shardspec.checkpoint.store import OpenFiles
+from shardspec.checkpoint.storage.reading import OpenFiles
 from shardspec.errors import CheckpointError, LayoutError
 from tests.checkpoint.handmade import all_specs, handmade, sample
 

@@ -8,7 +8,7 @@ import pytest
 
 from shardspec import DeviceMesh, SimulatedCommunicator
 from shardspec.checkpoint.agree import agree
-from shardspec.checkpoint.commit import write_atomically
+from shardspec.checkpoint.storage.from_text import storage_path
 from shardspec.errors import CheckpointError, OutputExistsError
 
 
@@ -37,7 +37,7 @@ def test_the_file_appears_when_it_is_full(tmp_path):
         yield b"12"
         yield memoryview(b"345")
 
-    write_atomically(tmp_path / "out", 5, pieces(), overwrite=False)
+    storage_path(tmp_path / "out").write(5, pieces(), overwrite=False)
     ((names, size),) = seen
     assert "out" not in names
     assert len(names) == 1
@@ -49,9 +49,9 @@ def test_the_file_appears_when_it_is_full(tmp_path):
 def test_an_existing_file_is_replaced_only_when_asked(tmp_path):
     (tmp_path / "out").write_bytes(b"old")
     with pytest.raises(OutputExistsError):
-        write_atomically(tmp_path / "out", 3, [b"new"], overwrite=False)
+        storage_path(tmp_path / "out").write(3, [b"new"], overwrite=False)
     assert (tmp_path / "out").read_bytes() == b"old"
-    write_atomically(tmp_path / "out", 3, [b"new"], overwrite=True)
+    storage_path(tmp_path / "out").write(3, [b"new"], overwrite=True)
     assert (tmp_path / "out").read_bytes() == b"new"
     assert names_in(tmp_path) == ["out"]
 
@@ -59,20 +59,20 @@ def test_an_existing_file_is_replaced_only_when_asked(tmp_path):
 @pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError, CheckpointError])
 def test_whatever_goes_wrong_no_temporary_file_stays(tmp_path, error):
     with pytest.raises(error):
-        write_atomically(tmp_path / "out", 10, failing(error), overwrite=True)
+        storage_path(tmp_path / "out").write(10, failing(error), overwrite=True)
     assert names_in(tmp_path) == []
 
 
 def test_errors_of_the_system_become_one_line(tmp_path):
     full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     with pytest.raises(CheckpointError) as caught:
-        write_atomically(tmp_path / "out", 10, failing(full), overwrite=True)
+        storage_path(tmp_path / "out").write(10, failing(full), overwrite=True)
     assert str(caught.value) == (
         f"{tmp_path}/out: cannot be written: No space left on device (10 bytes are needed); make "
         "room or write elsewhere"
     )
     with pytest.raises(CheckpointError, match="no/out: cannot be written: No such file"):
-        write_atomically(tmp_path / "no" / "out", 10, failing(full), overwrite=True)
+        storage_path(tmp_path / "no" / "out").write(10, failing(full), overwrite=True)
 
 
 def refuse(code):
@@ -85,15 +85,15 @@ def refuse(code):
 def test_file_systems_without_hard_links_or_that_count_no_room(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "link", refuse(errno.EPERM))
     monkeypatch.setattr(os, "fstatvfs", lambda _: os.statvfs_result([0] * 11))
-    write_atomically(tmp_path / "out", 5, [b"12345"], overwrite=False)
+    storage_path(tmp_path / "out").write(5, [b"12345"], overwrite=False)
     assert (tmp_path / "out").read_bytes() == b"12345"
     assert names_in(tmp_path) == ["out"]
     # Pages of 4 KiB, of which one is free.
     monkeypatch.setattr(os, "fstatvfs", lambda _: os.statvfs_result([4096, 4096, 9, 1, *[0] * 7]))
-    write_atomically(tmp_path / "fits", 4096, [b"12345"], overwrite=False)
+    storage_path(tmp_path / "fits").write(4096, [b"12345"], overwrite=False)
     (tmp_path / "fits").unlink()
     with pytest.raises(CheckpointError, match="No space left on device"):
-        write_atomically(tmp_path / "full", 4097, [b"12345"], overwrite=False)
+        storage_path(tmp_path / "full").write(4097, [b"12345"], overwrite=False)
     assert names_in(tmp_path) == ["out"]
 
 

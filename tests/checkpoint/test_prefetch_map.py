@@ -7,7 +7,9 @@ from threading import enumerate as enumerate_threads
 
 import pytest
 
-from shardspec.checkpoint.store import RemotePath, prefetch_depth, prefetch_map
+from shardspec.checkpoint.storage.from_text import storage_path
+from shardspec.checkpoint.storage.object_store import ObjectPath
+from shardspec.checkpoint.storage.reading import prefetch_map
 from shardspec.errors import CheckpointError
 
 WAIT_S = 60
@@ -160,15 +162,15 @@ def test_without_more_threads_all_goes_on(monkeypatch, possible):
 
 
 def test_stores_that_threads_share_are_asked_for_many_at_once(counted, tmp_path):
-    assert prefetch_depth(tmp_path) == 0
-    assert prefetch_depth(tmp_path, here=3) == 3
-    assert prefetch_depth(RemotePath(counted), here=3) == 0
-    assert prefetch_depth(RemotePath("together://x"), here=3) == 7
+    assert storage_path(tmp_path).files_ahead() == 0
+    assert storage_path(tmp_path).files_ahead(here=3) == 3
+    assert storage_path(counted).files_ahead(here=3) == 0
+    assert storage_path("together://x").files_ahead(here=3) == 7
 
 
 def test_threads_have_one_store_where_it_is_made_for_that():
     # As fsspec makes one for each thread, in older versions.
-    new, own = RemotePath("new://models/x"), RemotePath("counted://models/x")
+    new, own = ObjectPath("new://models/x"), ObjectPath("counted://models/x")
     with ThreadPoolExecutor(1) as other:
         assert other.submit(lambda: new.store).result() is new.store is (new.parent / "y").store
         assert other.submit(lambda: own.store).result() is not own.store

@@ -14,7 +14,10 @@ from safetensors.torch import load_file
 from shardspec import DeviceMesh, DTensor, load_sharded, merge, save_sharded
 from shardspec.checkpoint.convert import reshard
 from shardspec.checkpoint.open import open_checkpoint
-from shardspec.checkpoint.store import FileStretch, OpenFiles, RangePrefetcher, as_path
+from shardspec.checkpoint.storage.from_text import storage_path
+from shardspec.checkpoint.storage.object_ranges import RangePrefetcher
+from shardspec.checkpoint.storage.path import FileStretch
+from shardspec.checkpoint.storage.reading import OpenFiles
 from shardspec.checkpoint.verify import diff_checkpoints, verify_checkpoint
 from shardspec.errors import CheckpointError
 from tests.checkpoint.formats.reading import assert_same, read_whole
@@ -29,7 +32,7 @@ DATA = np.random.default_rng(0).bytes(40 * MIB)
 def files(shared):
     """Three files, all of them in memory."""
     store = fsspec.filesystem("together")
-    paths = [as_path(f"{shared}/{name}") for name in "abc"]
+    paths = [storage_path(f"{shared}/{name}") for name in "abc"]
     for path in paths:
         store.pipe_file(str(path), DATA)
     return paths

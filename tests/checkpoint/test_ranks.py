@@ -11,6 +11,7 @@ import torch.distributed as dist
 from shardspec import DeviceMesh, DTensor, NameMap, load_sharded, merge, save_sharded
 from shardspec.checkpoint.agree import agree
 from shardspec.checkpoint.formats.native import read_info
+from shardspec.checkpoint.storage.local import LocalPath
 from shardspec.comm.process_group import communicator_of as of
 from shardspec.errors import CheckpointError, OutputExistsError
 from shardspec.layout.layout import Layout
@@ -50,7 +51,7 @@ def outcome(act):
 
 def on_every_rank(mesh, act):
     """Run on each rank, and return what all of them got."""
-    found: list[str | None] = [None] * mesh.size
+    found: list[str | None] = [None] * mesh.size()
     dist.all_gather_object(found, outcome(act))
     return found
 
@@ -311,7 +312,7 @@ def test_every_rank_came_to_the_end(played, scene):
 @pytest.mark.dist
 def test_what_ranks_saved_merges_whole(played, tmp_path):
     ckpt = played / "save_and_load" / "ckpt"
-    assert sorted(file.rank for file in read_info(ckpt).files) == [0, 1, 2, 3]
+    assert sorted(file.rank for file in read_info(LocalPath(ckpt)).files) == [0, 1, 2, 3]
     merge(ckpt, tmp_path / "out")
     merged = safetensors.torch.load_file(tmp_path / "out")
     expected = whole() | {"p": torch.full((4,), 3.0), "step": torch.tensor(7)}

@@ -76,9 +76,9 @@ def test_a_changed_byte_fails_all_and_nothing_stays(tmp_path):
     for name in "ac":
         save_sharded(tensors, tmp_path / name)
         stored = open_checkpoint(tmp_path / name).tensor(name).boxes[0]
-        data = bytearray(stored.path.read_bytes())
+        data = bytearray(Path(stored.path).read_bytes())
         data[stored.offset + 5] ^= 1
-        stored.path.write_bytes(data)
+        Path(stored.path).write_bytes(data)
         more: dict[str, Any] = {"max_shard_bytes": 300_000, "overwrite": True}
         acts += [partial(merge, tmp_path / name, at, **more) for at in (out, f"{out}-new")]
     save_sharded(tensors, tmp_path / "own")

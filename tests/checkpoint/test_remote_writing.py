@@ -17,8 +17,8 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from shardspec import DeviceMesh, DTensor, load_sharded, merge, reshard, save_sharded
 from shardspec.checkpoint.convert import MERGED_FORMATS, MergedFormat
 from shardspec.checkpoint.open import open_checkpoint
-from shardspec.checkpoint.store import RemotePath
-from shardspec.checkpoint.store import upload as uploaded
+from shardspec.checkpoint.storage.object_store import ObjectPath
+from shardspec.checkpoint.storage.object_store import upload as uploaded
 from shardspec.checkpoint.verify import verify_checkpoint
 from shardspec.errors import CheckpointError, OutputExistsError
 from tests.checkpoint.formats.reading import assert_same, read_whole, refused
@@ -185,7 +185,7 @@ def test_killed_runs_leave_the_old_or_none(tmp_path):
 
 @pytest.mark.parametrize("size", [1000, (9 << 20) + 1])
 def test_of_two_writers_one_wins(size):
-    path = RemotePath(f"s3://models/two/{size}")
+    path = ObjectPath(f"s3://models/two/{size}")
     late = uploaded(path, size, overwrite=False)
     late.__enter__()(bytes(size))
     with uploaded(path, size, overwrite=False) as write:

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from shardspec import DeviceMesh, merge, reshard
-from shardspec.checkpoint.commit import write_atomically
+from shardspec.checkpoint.storage.from_text import storage_path
 from shardspec.errors import CheckpointError
 from tests.checkpoint.formats.reading import assert_same, read_whole
 from tests.checkpoint.writers.states import save
@@ -312,5 +312,5 @@ def test_a_file_written_at_once_keeps_its_mode(tmp_path):
     path = tmp_path / "x"
     path.write_text("old")
     path.chmod(0o640)
-    write_atomically(path, 3, [b"new"], overwrite=True)
+    storage_path(path).write(3, [b"new"], overwrite=True)
     assert (path.read_text(), stat.S_IMODE(path.stat().st_mode)) == ("new", 0o640)

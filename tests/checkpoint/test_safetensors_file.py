@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardspec.checkpoint.formats.safetensors import encode_header, read_header
-from shardspec.checkpoint.store import SourceFile
+from shardspec.checkpoint.storage.from_text import storage_path
 from shardspec.errors import CheckpointError
 
 GOOD = {
@@ -22,7 +22,7 @@ GOOD = {
 
 
 def read(path):
-    with SourceFile(path) as file:
+    with storage_path(path).open() as file:
         return read_header(file)
 
 

@@ -16,6 +16,7 @@ from shardspec.boxes import box_size
 from shardspec.checkpoint.catalog import replica_keys
 from shardspec.checkpoint.formats.native import info_lines, read_info
 from shardspec.checkpoint.inspect import inspect_checkpoint
+from shardspec.checkpoint.storage.local import LocalPath
 from shardspec.checkpoint.targets import assign_boxes
 from shardspec.dtypes import item_bytes
 from shardspec.errors import CheckpointError, OutputExistsError
@@ -57,11 +58,11 @@ def test_every_box_is_stored_once_and_the_info_says_where(tmp_path):
 
 def test_the_info_reads_back_as_it_was_written(tmp_path):
     save_sharded({"a\n": DTensor(torch.zeros(4, 3), MESH, "[S1,R]")}, tmp_path)
-    info = read_info(tmp_path)
+    info = read_info(LocalPath(tmp_path))
     text = "".join(info_lines(info))
     assert (tmp_path / "sharding_info.json").read_text() == text
     (tmp_path / "sharding_info.json").write_text(text)
-    assert read_info(tmp_path) == info
+    assert read_info(LocalPath(tmp_path)) == info
     assert info.mesh == MESH
 
 
@@ -139,19 +140,19 @@ def test_plain_tensors_scalars_empty_strided_and_tied_ones(tmp_path):
 
 def test_without_dtensors_this_process_is_the_mesh_unless_one_is_given(tmp_path):
     save_sharded({"a": torch.ones(3)}, tmp_path / "alone")
-    assert read_info(tmp_path / "alone").mesh.ids == (0,)
+    assert read_info(LocalPath(tmp_path / "alone")).mesh.ids == (0,)
     save_sharded({}, tmp_path / "nothing")
     assert load_sharded(tmp_path / "nothing") == {}
     assert names_in(tmp_path / "nothing") == ["sharding_info.json"]
     save_sharded({"a": torch.ones(3)}, tmp_path / "given", communicator=SimulatedCommunicator(MESH))
-    assert read_info(tmp_path / "given").mesh == MESH
+    assert read_info(LocalPath(tmp_path / "given")).mesh == MESH
 
 
 def test_pending_addends_are_kept_one_by_one(tmp_path):
     shards = {rank: torch.full((2,), float(MESH.coordinates(rank)[1])) for rank in MESH.ids}
     layout = Layout(MESH, "[S0|P1]", (4,), "float32")
     save_sharded({"p": DTensor.from_shards(shards, layout)}, tmp_path / "ckpt")
-    files = read_info(tmp_path / "ckpt").files
+    files = read_info(LocalPath(tmp_path / "ckpt")).files
     assert sorted(entry.addend for file in files for entry in file.boxes) == [
         *[(0,)] * 2,
         *[(1,)] * 2,

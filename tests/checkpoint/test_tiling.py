@@ -2,7 +2,6 @@
 
 import time
 from itertools import product
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -21,6 +20,7 @@ from shardspec.checkpoint.catalog import (
     replica_keys,
     stored_reductions,
 )
+from shardspec.checkpoint.storage.local import LocalPath
 from shardspec.errors import CheckpointError
 
 
@@ -101,7 +101,7 @@ def test_ten_thousand_boxes_are_checked_in_a_moment():
 
 
 def stored(box, rank=0, addend=()):
-    return StoredBox(box, addend, rank, Path(f"rank{rank}"), 0)
+    return StoredBox(box, addend, rank, LocalPath(f"rank{rank}"), 0)
 
 
 def tensor(shape, boxes, pending=()):

@@ -8,7 +8,8 @@ import torch
 
 from shardspec import merge, save_sharded
 from shardspec.checkpoint import output
-from shardspec.checkpoint.local import write_all
+from shardspec.checkpoint.storage.descriptors import write_all
+from shardspec.checkpoint.storage.local import LocalPath
 from shardspec.errors import CheckpointError
 
 MIB = bytes(range(256)) * 4096
@@ -35,14 +36,14 @@ def test_calls_are_short(file, monkeypatch):
         return pwrite(fd, data, offset)
 
     monkeypatch.setattr(os, "pwrite", write)
-    write_all(file.fileno(), memoryview(MIB[: 300 << 10]), 0, file.name)
+    write_all(file.fileno(), memoryview(MIB[: 300 << 10]), 0, LocalPath(file.name))
     assert lengths == [128 << 10, 128 << 10, 44 << 10]
 
 
 def test_a_write_that_took_a_part_goes_on(file, monkeypatch):
     pwrite = os.pwrite
     monkeypatch.setattr(os, "pwrite", lambda fd, data, offset: pwrite(fd, data[:1000], offset))
-    write_all(file.fileno(), memoryview(MIB), 5, file.name)
+    write_all(file.fileno(), memoryview(MIB), 5, LocalPath(file.name))
     assert written(file, 2 << 20, 0) == bytes(5) + MIB
 
 
@@ -51,7 +52,7 @@ def test_a_full_disk_is_heard_of(tmp_path):
         open("/dev/full", "wb") as full,
         pytest.raises(CheckpointError, match="out: cannot be written: No space left on device"),
     ):
-        write_all(full.fileno(), memoryview(MIB), 0, tmp_path / "out")
+        write_all(full.fileno(), memoryview(MIB), 0, LocalPath(tmp_path / "out"))
 
 
 def test_several_threads_write_one_file(tmp_path, monkeypatch):

@@ -20,11 +20,12 @@ from hypothesis import strategies as st
 from torch.testing._internal.distributed.fake_pg import _create_fake_pg
 
 from shardspec import DeviceMesh, DTensor, SimulatedCommunicator, merge, reshard, save_sharded
-from shardspec.checkpoint import output
-from shardspec.checkpoint.commit import Destination, joined_output, staged_output
 from shardspec.checkpoint.formats.safetensors import huggingface_target
 from shardspec.checkpoint.open import open_checkpoint
 from shardspec.checkpoint.output import plan_tasks
+from shardspec.checkpoint.storage.commit import joined_output, staged_output
+from shardspec.checkpoint.storage.local import LocalPath
+from shardspec.checkpoint.storage.path import Staging
 from shardspec.checkpoint.targets import OutputTensor
 from shardspec.cli.main import cli
 from shardspec.errors import CheckpointError
@@ -141,7 +142,7 @@ def test_a_changed_byte_fails_all_and_they_can_go_on(tmp_path):
         spoiled = tmp_path / f"spoiled-{len(acts)}"
         save_sharded(sound, spoiled)
         stored = open_checkpoint(spoiled).tensor(name).boxes[-1]
-        flip(stored.path, stored.offset + at, 4)
+        flip(Path(stored.path), stored.offset + at, 4)
         acts.append(partial(merge, spoiled, tmp_path / "out"))
         changed.append(f"tensor {name!r}: rank ")
     before = set(os.listdir(tmp_path))
@@ -233,8 +234,9 @@ def test_an_interrupt_of_one_process_ends_all_and_they_can_go_on(ckpt, tmp_path)
 
 
 def test_beside_another_run(ckpt, tmp_path):
-    with staged_output(Destination(tmp_path / "out"), directory=False, overwrite=True) as place:
-        os.write(place[0], b"of the other")
+    out = LocalPath(tmp_path / "out")
+    with staged_output(out, Staging({}, directory=False, overwrite=True)) as place:
+        os.write(place.fd, b"of the other")
         (answers,) = in_processes(tmp_path, partial(merge, ckpt, tmp_path / "out"))
         assert all("another run is writing it" in text for _, text, _ in answers)
     assert (tmp_path / "out").read_text() == "of the other"
@@ -243,10 +245,10 @@ def test_beside_another_run(ckpt, tmp_path):
 def elsewhere(left, act, **more):
     """Do it on a machine with a disk of its own, where a killed run may have left something."""
 
-    def joined(_, path, *, directory):
-        return joined_output(left, path, directory=directory)
+    def join(_, output, token):
+        return joined_output(LocalPath(left), output, (left.name, token[1]))
 
-    with patch.object(output, "joined_output", joined):
+    with patch.object(LocalPath, "join", join):
         return act(**more)
 
 

@@ -5,7 +5,7 @@ from math import prod
 
 import pytest
 
-from shardspec.checkpoint.store import SourceFile
+from shardspec.checkpoint.storage.from_text import storage_path
 from shardspec.checkpoint.torch_files.dtensors import read_torch
 from shardspec.checkpoint.torch_files.values import TorchTensor
 from shardspec.checkpoint.torch_files.writer import Call, Made, Name, Outside, pickled
@@ -107,7 +107,7 @@ def read(path, value, rank=None):
     path.write_bytes(
         handmade([(b"x/data.pkl", pickled(value)), (b"x/data/0", bytes(24)), (b"x/data/1", ids)])
     )
-    with SourceFile(path) as file:
+    with storage_path(path).open() as file:
         found = read_torch_zip(file)
         return read_torch(found, found.pickle(file), rank=rank)
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from shardspec.checkpoint.read_boxes import crc32
-from shardspec.checkpoint.store import SourceFile
+from shardspec.checkpoint.storage.from_text import storage_path
 from shardspec.checkpoint.torch_files.dtensors import read_torch
 from shardspec.checkpoint.torch_files.unpickler import Foreign, Record
 from shardspec.checkpoint.torch_files.values import (
@@ -31,14 +31,14 @@ def path(tmp_path):
 
 
 def read(path):
-    with SourceFile(path) as file:
+    with storage_path(path).open() as file:
         found = read_torch_zip(file)
         return read_torch(found, found.pickle(file))
 
 
 def values(path, tensor):
     """Return the elements of a tensor that was read, by its place alone."""
-    with SourceFile(path) as file:
+    with storage_path(path).open() as file:
         place = tensor_place(tensor, file, read_torch_zip(file))
         data = np.fromfile(path, np.uint8)
         if place.digest is not None:
@@ -87,7 +87,7 @@ def test_views_into_a_storage(path, view):
     found = read(path)["view"]
     assert (found.shape, found.strides) == (tuple(tensor.shape), tensor.stride())
     assert values(path, found) == tensor.contiguous().numpy().tobytes()
-    with SourceFile(path) as file:
+    with storage_path(path).open() as file:
         place = tensor_place(found, file, read_torch_zip(file))
     assert (place.strides is None) == tensor.is_contiguous()
     assert row_major(found.shape, found.strides) == tensor.is_contiguous()

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from shardspec.checkpoint.read_boxes import crc32
-from shardspec.checkpoint.store import SourceFile
+from shardspec.checkpoint.storage.from_text import storage_path
+from shardspec.checkpoint.storage.local import LocalPath
 from shardspec.checkpoint.torch_files.dtensors import read_torch
 from shardspec.checkpoint.torch_files.values import TorchTensor, tensor_place
 from shardspec.checkpoint.torch_files.zip_reader import read_torch_zip
@@ -37,7 +38,7 @@ def due():
 def test_records_are_read_where_they_lie(path):
     assert read(path, saved(STATE)) == due()
     torch.save(STATE, path)
-    with SourceFile(path) as file:
+    with storage_path(path).open() as file:
         found = read_torch_zip(file)
         assert {"data/0", "data/1", "data/2"} <= set(found.directory)
         records = [record(found, file, key) for key in ("0", "1", "2")]
@@ -64,7 +65,7 @@ def test_a_stretch_of_a_larger_file(path):
 
 def test_few_and_small_reads(path):
     torch.save(torch.zeros(1000, 1000), path)
-    with Counted(path) as file:
+    with Counted(LocalPath(path)) as file:
         found = read_torch_zip(file)
         tensor = read_torch(found, found.pickle(file))
         assert isinstance(tensor, TorchTensor)
@@ -85,7 +86,7 @@ def test_no_crc(path):
     finally:
         torch.serialization.set_crc32_options(True)
     assert read(path, data) == due()
-    with SourceFile(path) as file:
+    with storage_path(path).open() as file:
         assert record(read_torch_zip(file), file, "0").crc32 is None
 
 
@@ -103,7 +104,7 @@ def test_any_byte_changed_is_told_or_does_not_matter(path):
     for at in range(len(data)):
         other = data[:at] + bytes([data[at] ^ (1 + draw.randrange(255))]) + data[at + 1 :]
         path.write_bytes(other)
-        with SourceFile(path) as file:
+        with storage_path(path).open() as file:
             try:
                 found = read_torch_zip(file)
                 state = read_torch(found, found.pickle(file))

@@ -4,7 +4,8 @@ import struct
 
 import pytest
 
-from shardspec.checkpoint.store import SourceFile
+from shardspec.checkpoint.storage.from_text import storage_path
+from shardspec.checkpoint.storage.local import LocalPath
 from shardspec.checkpoint.torch_files.zip_reader import read_torch_zip
 from shardspec.errors import CheckpointError
 from tests.checkpoint.zips import Counted, handmade, read, record, refused
@@ -21,7 +22,7 @@ RECORDS = [(b"x/data.pkl", PICKLE), (b"x/data/0", b"abcd"), (b"x/data/1", b"efgh
 
 def test_the_handmade_one_is_good(path):
     assert read(path, handmade(RECORDS)) == {}
-    with SourceFile(path) as file:
+    with storage_path(path).open() as file:
         found = read_torch_zip(file)
         assert file.read(record(found, file, "1").offset, 4) == b"efgh"
 
@@ -77,7 +78,7 @@ LIES = {
 def test_lies_of_the_directory(path, lie):
     changes, message = LIES[lie]
     path.write_bytes(handmade(RECORDS, **changes))
-    with SourceFile(path) as file, pytest.raises(CheckpointError) as caught:
+    with storage_path(path).open() as file, pytest.raises(CheckpointError) as caught:
         record(read_torch_zip(file), file, "0")
     assert message in str(caught.value)
     assert len(str(caught.value).splitlines()) == 1
@@ -96,7 +97,7 @@ def test_a_record_whose_own_header_lies(path):
     ):
         place = first + at
         path.write_bytes(data[:place] + value + data[place + len(value) :])
-        with SourceFile(path) as file, pytest.raises(CheckpointError) as caught:
+        with storage_path(path).open() as file, pytest.raises(CheckpointError) as caught:
             record(read_torch_zip(file), file, "0")
         assert str(caught.value) == (
             f"{path}: the header of record b'x/data/0' at byte {first} contradicts the directory; "
@@ -154,7 +155,7 @@ def test_more_than_four_gigabytes(path, spare):
     sizes = [3, (5 << 30) + 1, 11, (4 << 30) - 1, 0, 2]
     wide(path, sizes, spare=spare)
     assert path.stat().st_size > 9 << 30
-    with Counted(path) as file:
+    with Counted(LocalPath(path)) as file:
         found = read_torch_zip(file)
         at = 0
         for number, size in enumerate(sizes):
@@ -167,7 +168,7 @@ def test_more_than_four_gigabytes(path, spare):
 
 def test_more_records_than_16_bits_count(path):
     wide(path, [1] * 70_000)
-    with SourceFile(path) as file:
+    with storage_path(path).open() as file:
         found = read_torch_zip(file)
         assert len(found.directory) == 70_000
         assert record(found, file, "69999").num_bytes == 1
@@ -175,5 +176,8 @@ def test_more_records_than_16_bits_count(path):
 
 def test_64_bit_ends_that_lie(path):
     wide(path, [3, 4], lie=1)
-    with SourceFile(path) as file, pytest.raises(CheckpointError, match="contradicts itself"):
+    with (
+        storage_path(path).open() as file,
+        pytest.raises(CheckpointError, match="contradicts itself"),
+    ):
         read_torch_zip(file)

@@ -1,9 +1,13 @@
 """Verifying and comparing checkpoints: what is found, and where it is said to be."""
 
 import json
+import math
+import re
+import shlex
 import subprocess
 import sys
 from itertools import product
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,13 +21,15 @@ from shardspec.checkpoint.convert import merge
 from shardspec.checkpoint.numeric import numbers
 from shardspec.checkpoint.open import open_checkpoint
 from shardspec.checkpoint.read_boxes import check_replicas
-from shardspec.checkpoint.store import OpenFiles
-from shardspec.checkpoint.verify import Difference, diff_checkpoints, verify_checkpoint
+from shardspec.checkpoint.storage.local import LocalPath
+from shardspec.checkpoint.storage.reading import OpenFiles
+from shardspec.checkpoint.verify import Difference, Extent, diff_checkpoints, verify_checkpoint
 from shardspec.cli.main import cli
 from shardspec.errors import CheckpointError
 from tests.checkpoint.handmade import handmade, sample
 
 MESH = DeviceMesh(range(6), (2, 3))
+HUGE = torch.full((1,), 1e300, dtype=torch.float64)
 
 
 def save(directory, **tensors):
@@ -32,9 +38,9 @@ def save(directory, **tensors):
 
 
 def flip(stored, at):
-    data = bytearray(stored.path.read_bytes())
+    data = bytearray(Path(stored.path).read_bytes())
     data[stored.offset + at] ^= 1
-    stored.path.write_bytes(data)
+    Path(stored.path).write_bytes(data)
 
 
 def test_every_flip_is_found_and_all_are_listed(tmp_path):
@@ -119,7 +125,8 @@ def test_names_shapes_dtypes_nan_and_zero(tmp_path):
     assert found == {
         "d": "is float32 in the first, float64 in the second",
         "n": "differs first at index [0]: nan of bits 0x7fc00000 in the first (rank 0), nan of "
-        "bits 0x7fc00001 in the second (rank 0)",
+        "bits 0x7fc00001 in the second (rank 0); 2 of 2 elements differ, by up to 0 (relative 0), "
+        "NaN: 1 in the first, 1 in the second",
         "only": f"is only in {tmp_path / 'a'}",
         "s": "has shape [2] in the first, [3] in the second",
     }
@@ -186,7 +193,9 @@ def test_the_commands(tmp_path):
     assert [found["index"] for found in record["differences"]] == [[3]]
     alike = shardspec("diff", ckpt, ckpt, "--json")
     assert (alike.returncode, json.loads(alike.stdout)["differences"]) == (0, [])
-    assert shardspec("diff", ckpt, tmp_path / "m").stdout.endswith("\n1 of 1 tensor differs\n")
+    assert "\n1 of 1 tensor differs: 1 of 7 elements differs, by up to " in (
+        shardspec("diff", ckpt, tmp_path / "m").stdout
+    )
 
 
 def test_a_merge_of_some_tensors_is_compared_with_what_it_was_made_of(tmp_path):
@@ -315,7 +324,9 @@ def test_copies_are_compared_element_by_element_however_they_lie(tmp_path):
     boxes = {}
     for rank, (name, (data, strides)) in enumerate(stored.items()):
         (tmp_path / name).write_bytes(data.tobytes())
-        boxes[name] = StoredBox(((0, 2), (0, 3)), (), rank, tmp_path / name, 0, None, strides)
+        boxes[name] = StoredBox(
+            ((0, 2), (0, 3)), (), rank, LocalPath(tmp_path / name), 0, None, strides
+        )
     tensor = StoredTensor("w", (2, 3), "int32", None, (), tuple(boxes.values()))
     with OpenFiles() as files:
         check_replicas(tensor, [boxes["rows"], boxes["columns"], boxes["gaps"]], files)
@@ -326,12 +337,113 @@ def test_copies_are_compared_element_by_element_however_they_lie(tmp_path):
 @pytest.mark.parametrize(("suffix", "kept"), [(".distcp", True), (".pt", False)])
 def test_flat_parts_under_one_name_are_not_to_be_thrown_away(tmp_path, suffix, kept):
     """FSDP1's local optimizer states: what differs need not be wrong."""
-    paths = [tmp_path / f"__{rank}_0{suffix}" for rank in range(2)]
+    place = LocalPath(tmp_path)
+    paths = [place / f"__{rank}_0{suffix}" for rank in range(2)]
     for rank, path in enumerate(paths):
-        path.write_bytes(bytes((rank,)) * 8)
+        Path(path).write_bytes(bytes((rank,)) * 8)
     boxes = tuple(StoredBox(((0, 2),), (), rank, path, 0) for rank, path in enumerate(paths))
     tensor = StoredTensor("exp_avg", (2,), "float32", None, (), boxes)
-    source = Catalog("example", tmp_path, {"exp_avg": tensor}, paths)
+    source = Catalog("example", place, {"exp_avg": tensor}, paths)
     (flaw,) = verify_checkpoint(source, every=True).flaws
     assert "claim different data for box [0:2]" in flaw
     assert ("FSDP1's local optimizer states are, keep all" in flaw) == kept
+
+
+def test_how_much_differs(tmp_path):
+    """Counts, the largest differences and NaN, over many pieces and boxes cut in two ways."""
+    nan, inf = float("nan"), float("inf")
+    w = torch.arange(700_000.0)
+    other = w.clone()
+    other[3], other[600_000], other[650_000], other[-1] = 3.5, 600_100, nan, inf
+    w[7] = nan
+    a = save(tmp_path / "a", w=(w, "[S01]"), same=(torch.ones(9), "[R]"))
+    b = save(tmp_path / "b", w=(other, "[S1]"), same=(torch.ones(9), "[R]"))
+    (found,) = diff_checkpoints(a, b)
+    assert found.extent == Extent(700_000, 5, inf, inf, (1, 1))
+    assert found.problem.endswith(
+        "; 5 of 700,000 elements differ, by up to inf (relative inf), NaN: 1 in the first, "
+        "1 in the second"
+    )
+    other[-1], other[650_000] = w[-1], w[650_000]
+    save_again = save(tmp_path / "c", w=(other, "[S1]"), same=(torch.ones(9), "[R]"))
+    (found,) = diff_checkpoints(a, save_again)
+    assert found.extent == Extent(700_000, 3, 100.0, 0.5 / 3.5, (1, 0))
+    (close,) = diff_checkpoints(a, save_again, atol=1)
+    assert close.extent == Extent(700_000, 2, 100.0, 100 / 600_100, (1, 0))
+
+
+@pytest.mark.parametrize(
+    ("x", "y", "extent"),
+    [
+        (torch.tensor([0.0, 1.0]), torch.tensor([-0.0, 1.0]), (1, 0.0, 0.0, (0, 0))),
+        (torch.tensor([1.0]), torch.tensor([0.0]), (1, 1.0, math.inf, (0, 0))),
+        (
+            torch.tensor([-128, 5]).char(),
+            torch.tensor([127, 5]).char(),
+            (1, 255.0, 255 / 127, (0, 0)),
+        ),
+        (torch.tensor([2**53 + 1]), torch.tensor([2**53]), (1, 1.0, 2.0**-53, (0, 0))),
+        (torch.tensor([True, True]), torch.tensor([True, False]), (1, 1.0, math.inf, (0, 0))),
+        (torch.tensor([3 + 4j]), torch.tensor([0j]), (1, 5.0, math.inf, (0, 0))),
+        (HUGE, -HUGE, (1, 2e300, 2.0, (0, 0))),
+        (torch.tensor([math.inf]), torch.tensor([-math.inf]), (1, math.inf, math.inf, (0, 0))),
+        (
+            torch.tensor([1.5, 2]).bfloat16(),
+            torch.tensor([1.5, 4]).bfloat16(),
+            (1, 2.0, 0.5, (0, 0)),
+        ),
+        (torch.tensor([math.nan]), torch.tensor([1.0]), (1, 0.0, 0.0, (1, 0))),
+    ],
+)
+def test_how_much_differs_by_kind_of_number(tmp_path, x, y, extent):
+    torch.save({"w": x}, tmp_path / "a.pt")
+    torch.save({"w": y}, tmp_path / "b.pt")
+    (found,) = diff_checkpoints(tmp_path / "a.pt", tmp_path / "b.pt")
+    assert found.extent == Extent(len(x), *extent)
+
+
+def test_names_that_differ_by_how_they_begin(tmp_path):
+    """And the words that are printed are those that compare."""
+    tensors = {f"layers.{i}.w": torch.ones(3) * i for i in range(12)}
+    safetensors.torch.save_file(tensors, tmp_path / "plain")
+    named = {f"model.{n}": t for n, t in tensors.items()} | {"head": torch.ones(2)}
+    safetensors.torch.save_file(named, tmp_path / "named")
+    other = {f"module.{n}": t for n, t in tensors.items()}
+    safetensors.torch.save_file(other, tmp_path / "other")
+    for first, second, words in [
+        ("named", "plain", ["^model\\.", ""]),
+        ("plain", "other", ["^", "module."]),
+        ("other", "named", ["^module\\.", "model."]),
+    ]:
+        done = shardspec("diff", tmp_path / first, tmp_path / second)
+        assert done.returncode == 3
+        hint = done.stdout.splitlines()[-2]
+        start = "the names differ in how they begin; compare with "
+        assert hint.startswith(start)
+        assert shlex.split(hint.removeprefix(start)) == ["--rename", *words]
+        given = shlex.split(hint.removeprefix(start))
+        again = shardspec("diff", tmp_path / first, tmp_path / second, *given, "--json")
+        alone = [found["name"] for found in json.loads(again.stdout)["differences"]]
+        assert alone == (["head"] if "named" in (first, second) else [])
+        assert json.loads(again.stdout)["rename"] is None
+
+
+def test_the_share_of_what_differs_by_group(tmp_path):
+    tensors = {f"m.layers.{i}.w": torch.ones(10) for i in range(3)} | {"m.embed": torch.zeros(5)}
+    safetensors.torch.save_file(tensors, tmp_path / "a")
+    tensors["m.layers.1.w"] = torch.tensor([1.0] * 8 + [2.0, 0.5])
+    safetensors.torch.save_file(tensors, tmp_path / "b")
+    done = shardspec("diff", tmp_path / "a", tmp_path / "b", "--stats")
+    assert done.returncode == 3
+    *_, embed, layers, total = done.stdout.splitlines()
+    assert embed.split() == ["m", "0", "of", "1", "0.000%"]
+    assert re.split(" {2,}", layers) == ["m.layers", "1 of 3", "6.667%", "1 (relative 1)"]
+    assert total == "1 of 4 tensors differs: 2 of 35 elements differ, by up to 1 (relative 1)"
+    record = json.loads(
+        shardspec("diff", tmp_path / "a", tmp_path / "b", "--stats", "--json").stdout
+    )
+    assert record["groups"]["m.layers"]["share"] == 2 / 30
+    assert record["differences"][0]["extent"]["differing"] == 2
+    same = shardspec("diff", tmp_path / "a", tmp_path / "a", "--stats")
+    assert same.returncode == 0
+    assert "0 of 3" in same.stdout

@@ -6,7 +6,8 @@ from typing import NamedTuple
 import pytest
 
 from shardspec.checkpoint.read_boxes import crc32
-from shardspec.checkpoint.store import SourceFile
+from shardspec.checkpoint.storage.from_text import storage_path
+from shardspec.checkpoint.storage.local import LocalFile
 from shardspec.checkpoint.torch_files.dtensors import read_torch
 from shardspec.checkpoint.torch_files.values import tensor_place
 from shardspec.checkpoint.torch_files.zip_reader import read_torch_zip
@@ -29,7 +30,7 @@ def record(found, file, key):
     return Record(found.start(file, f"data/{key}"), said.num_bytes, said.crc32)
 
 
-class Counted(SourceFile):
+class Counted(LocalFile):
     """A file that counts how often it is read, and how much."""
 
     reads = 0
@@ -44,7 +45,7 @@ class Counted(SourceFile):
 def read(path, data, *stretch):
     """Return the bytes of every tensor of a dict that torch has saved."""
     path.write_bytes(data)
-    with SourceFile(path) as file:
+    with storage_path(path).open() as file:
         found = read_torch_zip(file, *stretch)
         state = read_torch(found, found.pickle(file))
         assert isinstance(state, dict)

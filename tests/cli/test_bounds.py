@@ -38,7 +38,7 @@ def is_safe(text):
 def test_an_axis_number_of_thousands_of_digits(args):
     result = run(*args)
     assert (result.exit_code, result.stdout) == (2, "")
-    assert "an axis number has 9 digits at most, this has 5000\n" in result.stderr
+    assert "an axis number has 9 digits at most, this has 5000 (character" in result.stderr
     assert len(result.stderr) < 500
 
 
@@ -85,9 +85,7 @@ def test_arguments_and_file_names_are_escaped(args, code):
     result = run(*args)
     assert (result.exit_code, result.stdout) == (code, "")
     assert is_safe(result.stderr)
-    # A spec is shown in a line of its own, with a caret below it.
-    assert result.stderr.count("\n") in (1, 3)
-    assert (result.stderr.count("\n") == 3) == ("^\n" in result.stderr)
+    assert result.stderr.count("\n") == 1
 
 
 def test_names_in_what_is_printed_are_escaped(tmp_path):

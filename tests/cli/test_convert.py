@@ -55,7 +55,7 @@ def test_json():
         (("[S01,R]", "--mesh", "x=2,y=2", "--to", "jax", "--shape", "7x3"), "pad it to 8"),
         (("[S0]", "--mesh", "2x2", "--shape", "7x3"), "is for 1 dim, but the tensor"),
         (("[S5]", "--mesh", "2x2"), "axis 5 is out of range"),
-        (("[S0", "--mesh", "2x2"), "^"),
+        (("[S0", "--mesh", "2x2"), "at the end of '[S0'"),
         (("[S0]",), "Missing option '--mesh'"),
     ],
 )

@@ -4,6 +4,7 @@ import json
 
 import numpy as np
 import pytest
+import safetensors.numpy
 from click.testing import CliRunner
 
 from shardspec.checkpoint.catalog import OpaqueValue
@@ -33,7 +34,8 @@ def test_tensors_and_ranks(ckpt):
     assert (result.exit_code, result.stderr) == (0, "")
     lines = [line.split() for line in result.stdout.splitlines()]
     assert result.stdout.splitlines()[0] == (
-        f"{ckpt}: 5 tensors, 279 B, in the format of shardspec, saved on mesh dp=2,tp=3 (6 devices)"
+        f"{ckpt}: 5 tensors, 71 parameters, 279 B, in the format of shardspec, saved on mesh "
+        "dp=2,tp=3 (6 devices)"
     )
     assert ["w", "[S(dp),S(tp)]", "int32", "8×7", "224", "B", "uneven"] in lines
     assert ["p", "[S(dp)|P(tp)]", "float32", "4", "16", "B", "replicated"] in lines
@@ -184,3 +186,53 @@ def test_the_library_side(ckpt):
     assert summary.bytes_by_rank[2] == 24
     pending = summary.tensor_facts(summary.names[2])
     assert pending["stored_bytes"] == 3 * pending["bytes"] == 48
+
+
+@pytest.fixture
+def model(tmp_path):
+    """A model of 12 layers, of which the first has no experts and another one has fewer."""
+    shapes: dict[str, tuple[int, ...]] = {"model.embed.weight": (10, 4), "head.weight": (10, 4)}
+    for i in range(12):
+        shapes[f"model.layers.{i}.norm.weight"] = (4,)
+        for expert in range(0 if i == 0 else 2 if i == 7 else 3):
+            shapes[f"model.layers.{i}.experts.{expert}.w1"] = (6, 4)
+            shapes[f"model.layers.{i}.experts.{expert}.w2"] = (4, 6)
+    path = tmp_path / "model.safetensors"
+    safetensors.numpy.save_file({n: np.zeros(s, np.float32) for n, s in shapes.items()}, path)
+    return path
+
+
+def test_layers_that_are_alike_are_one_row(model):
+    lines = run(model).stdout.splitlines()
+    assert lines[0].endswith(
+        ": 78 tensors, 1,664 parameters, 6.5 KiB, in the format of safetensors"
+    )
+    table = [line.split() for line in lines[2 : lines.index("", 3)]]
+    assert table[0] == ["tensor", "count", "dtype", "shape", "size", "each"]
+    assert [row[:2] for row in table[2:]] == [
+        ["head.weight", "float32"],
+        ["model.embed.weight", "float32"],
+        ["model.layers.{0..11}.norm.weight", "12"],
+        ["model.layers.{1..6,8..11}.experts.{0..2}.w1", "30"],
+        ["model.layers.{1..6,8..11}.experts.{0..2}.w2", "30"],
+        ["model.layers.7.experts.{0,1}.w1", "2"],
+        ["model.layers.7.experts.{0,1}.w2", "2"],
+    ]
+    groups = [line.split() for line in lines[lines.index("", 3) + 3 :]][:3]
+    assert groups == [
+        ["head", "1", "40", "160", "B"],
+        ["model.embed", "1", "40", "160", "B"],
+        ["model.layers", "76", "1,584", "6.188", "KiB"],
+    ]
+
+
+def test_every_row_in_the_order_of_numbers(model):
+    full = run(model, "--full").stdout.splitlines()[4:82]
+    names = [line.split()[0] for line in full]
+    assert len(set(names)) == 78
+    norms = [name for name in names if "norm" in name]
+    assert norms == [f"model.layers.{i}.norm.weight" for i in range(12)]
+    facts = json.loads(run(model, "--json").stdout)
+    assert [tensor["name"] for tensor in facts["tensors"]] == names
+    assert facts["parameters"] == 1664
+    assert facts["groups"]["model.layers"] == {"tensors": 76, "parameters": 1584, "num_bytes": 6336}

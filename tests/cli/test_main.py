@@ -9,6 +9,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 import click
+import numpy as np
 import pytest
 from click.testing import CliRunner
 
@@ -62,15 +63,71 @@ def test_the_help_of_each_command_agrees_with_its_line_in_the_list_and_has_examp
 
 
 def test_help_lists_commands_by_task():
-    groups = run("-h").stdout.partition("Commands:\n")[2].split("\n\n")
-    assert [re.findall(r"^  ([\w-]+)", group, re.MULTILINE) for group in groups][:6] == [
-        ["plan", "cost"],
-        ["show", "convert", "graph", "explore"],
-        ["inspect", "verify", "diff"],
-        ["merge", "reshard"],
-        ["check-map", "plan-state"],
-        ["presets", "profile"],
-    ]
+    groups = run("-h").stdout.partition("message and exit.\n\n")[2].split("\n\n")
+    found = {
+        group.partition(":\n")[0]: re.findall(r"^  ([\w-]+)", group, re.MULTILINE)
+        for group in groups[:6]
+    }
+    assert found == {
+        "Plan and price conversions": ["plan", "cost"],
+        "Draw and translate specs": ["show", "convert", "graph", "explore"],
+        "Look into checkpoints": ["inspect", "verify", "diff"],
+        "Merge and reshard checkpoints": ["merge", "reshard"],
+        "Move whole models": ["check-map", "plan-state"],
+        "Know the links": ["presets", "profile"],
+    }
+
+
+SMALL = {
+    "plan": ["[S0,R]", "[R,R]", "--mesh", "2", "--shape", "4x4"],
+    "cost": ["[S0,R]", "[R,R]", "--mesh", "2", "--shape", "4x4"],
+    "show": ["[S0,R]", "--mesh", "2", "--shape", "4x4"],
+    "convert": ["[S0,R]", "--mesh", "2"],
+    "graph": ["[S0,R]", "[R,R]", "--mesh", "2", "--shape", "4x4"],
+    "presets": [],
+}
+
+
+@pytest.mark.parametrize("command", SMALL)
+def test_quiet_and_verbose_are_of_every_command(command):
+    plain = run(command, *SMALL[command])
+    assert (plain.exit_code, bool(plain.stdout), plain.stderr) == (0, True, "")
+    for option in ("-q", "--quiet"):
+        quiet = run(command, *SMALL[command], option)
+        assert (quiet.exit_code, quiet.stdout, quiet.stderr) == (0, "", "")
+    verbose = run(command, *SMALL[command], "-v")
+    assert verbose.stdout == plain.stdout
+    assert re.fullmatch(r"took .* s, .* of memory at most\n", verbose.stderr)
+
+
+@pytest.mark.parametrize("command", ["inspect", "verify", "diff"])
+def test_a_quiet_command_says_by_its_exit_code_what_it_found(command, tmp_path):
+    one, other = (
+        handmade({"w": ("[S0]", np.full(6, at))}).write(tmp_path / f"{at}") for at in (1, 2)
+    )
+    same = run(command, "--quiet", one, *([one] if command == "diff" else []))
+    assert (same.exit_code, same.stdout, same.stderr) == (0, "", "")
+    if command == "diff":
+        assert run(command, one, other, "--quiet").exit_code == 3
+    bad = run(command, "-v", "-q", tmp_path / "none", *([one] if command == "diff" else []))
+    assert (bad.exit_code, bad.stdout) == (3, "")
+    assert "Traceback" in bad.stderr
+    assert bad.stderr.splitlines()[-1].startswith(f"Error: {tmp_path / 'none'}: there is no")
+
+
+def test_shells_complete_paths():
+    merge = cli.get_command(click.Context(cli), "merge")
+    assert merge is not None
+    completed = {
+        parameter.name: [
+            item.type
+            for item in parameter.type.shell_complete(click.Context(merge), parameter, "ch")
+        ]
+        for parameter in merge.params
+    }
+    for name in ("checkpoint", "output", "map", "sizes", "source_rules"):
+        assert completed[name] == ["file"], name
+    assert completed["dtype"] == []
 
 
 def library():
@@ -154,10 +211,10 @@ def test_a_bad_checkpoint_is_one_line_and_exit_code_3(tmp_path):
         )
 
 
-def test_a_bad_spec_is_exit_code_2_with_a_caret():
+def test_a_bad_spec_is_exit_code_2_and_one_line():
     result = run("plan", "[S0,X]", "[R,R]", "--mesh", "2x2", "--shape", "4x4")
     assert result.exit_code == 2
-    assert result.stderr == "Error: expected R or S and its axes\n  [S0,X]\n      ^\n"
+    assert result.stderr == "Error: expected R or S and its axes (character 5 of '[S0,X]')\n"
 
 
 def test_an_interrupt_is_exit_code_130(tmp_path, monkeypatch):

@@ -394,7 +394,7 @@ def test_an_unknown_dtype_names_the_known_ones():
 def test_a_syntax_error_has_its_caret(args):
     result = run(*args, "--mesh", "2", "--shape", "4x4")
     assert (result.exit_code, result.stdout) == (2, "")
-    assert result.stderr == "Error: expected R or S and its axes\n  [S0,X]\n      ^\n"
+    assert result.stderr == "Error: expected R or S and its axes (character 5 of '[S0,X]')\n"
 
 
 def test_plan_to_another_mesh():

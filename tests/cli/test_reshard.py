@@ -106,3 +106,70 @@ def test_values_that_would_be_lost_are_named_and_dropped_if_asked(tmp_path):
     assert (verified.exit_code, "value 'seen' is only in" in verified.stderr) == (3, True)
     idle = run("reshard", ckpt, *to, "--overwrite", "--drop-values", "--exclude", "seen")
     assert (idle.exit_code, "no entry is lost" in idle.stderr) == (3, True)
+
+
+def model(tmp_path):
+    """A model whose norms have one dim, as a safetensors file."""
+    shapes: dict[str, tuple[int, ...]] = {f"layers.{i}.up.weight": (4, 6) for i in range(12)}
+    shapes |= {f"layers.{i}.norm.weight": (4,) for i in range(12)} | {"embed": (8, 4), "scale": ()}
+    path = tmp_path / "model.safetensors"
+    safetensors.numpy.save_file({n: np.ones(s, np.float32) for n, s in shapes.items()}, path)
+    return path
+
+
+def test_a_rule_for_tensors_of_any_number_of_dims(tmp_path):
+    path = model(tmp_path)
+    to = ("-o", tmp_path / "out", "--mesh", "tp=2", "--rule")
+    narrow = run("reshard", path, *to, "*.weight", "[S(tp),R]")
+    assert narrow.exit_code == 2
+    assert "tensor 'layers.0.norm.weight' has 1; write [S(tp),...]" in narrow.stderr
+    assert not (tmp_path / "out").exists()
+    done = run("reshard", path, *to, "*", "[S(tp),...]", "--rule", "*.up.weight", "[...,S(tp)]")
+    assert (done.exit_code, done.stderr) == (0, "")
+    found = {
+        t["name"]: t
+        for t in json.loads(run("inspect", tmp_path / "out", "--json").stdout)["tensors"]
+    }
+    assert {found[n]["spec"] for n in found if n.endswith("up.weight")} == {"[R,S0]"}
+    assert [found[n]["spec"] for n in ("embed", "scale", "layers.3.norm.weight")] == [
+        "[S0,R]",
+        "[]",
+        "[S0]",
+    ]
+
+
+def test_a_dry_run_shows_the_rule_of_every_tensor(tmp_path):
+    path, rules = model(tmp_path), tmp_path / "rules.toml"
+    rules.write_text('"layers.*" = "[S(tp),...]"\n"*.norm.weight" = "[R]"\n')
+    to = ("-o", tmp_path / "out", "--mesh", "tp=2", "--dry-run", "--rules", rules)
+    text = run("reshard", path, *to, "--rule", "layers.7.up.*", "[R,R]").stdout
+    table = text[text.index("tensor  ") :].splitlines()[2:]
+    assert [re.split(" {3,}", line) for line in table] == [
+        ["embed", "none, so replicated", "[R,R]"],
+        ["layers.{0..11}.norm.weight", "*.norm.weight", "[R]"],
+        ["layers.{0..6,8..11}.up.weight", "layers.*", "[S(tp),R]"],
+        ["layers.7.up.weight", "layers.7.up.*", "[R,R]"],
+        ["scale", "none, so replicated", "[]"],
+    ]
+    report = json.loads(run("reshard", path, *to, "--json").stdout)
+    assert report["sharding"]["layers.11.up.weight"] == {"rule": "layers.*", "spec": "[S(tp),R]"}
+    assert report["sharding"]["scale"] == {"rule": None, "spec": "[]"}
+    like = run("reshard", path, "-o", tmp_path / "b", "--mesh", "2", "--dry-run").stdout
+    assert "tensor" in like
+    assert " rule " not in like
+    assert not (tmp_path / "out").exists()
+
+
+def test_rules_of_which_one_would_not_count_are_refused(tmp_path):
+    path, rules = model(tmp_path), tmp_path / "rules.toml"
+    rules.write_text('"*" = "[S0,...]"\n')
+    to = ("-o", tmp_path / "out", "--mesh", "2", "--rules", rules)
+    for more, problem in [
+        (("--rules", rules), "--rules is given twice; put the rules in one file"),
+        (("--rule", "*", "[...]"), "the pattern '*' has 2 rules, of which one counts"),
+        (("--rule", "**", "[...]"), "rule '*' has no effect, since later rules win and '**'"),
+        (("--rule", "embed", "[...,...]"), "rule 'embed': '...' may stand once in a spec"),
+    ]:
+        result = run("reshard", path, *to, *more)
+        assert (result.exit_code, result.stdout, result.stderr.count("\n")) == (2, "", 1)
+        assert problem in result.stderr

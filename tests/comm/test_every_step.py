@@ -56,7 +56,7 @@ def test_moves(mesh_shape, shape):
     counts = (len(moves), len(permutes), len(others) - len(permutes))
     outcome = run_moves(SimulatedCommunicator(mesh), moves + others)
     assert outcome.wrong == ()
-    assert outcome.shards == mesh.size * sum(counts)
+    assert outcome.shards == mesh.size() * sum(counts)
     assert counts == PLAIN[mesh_shape, shape]
 
 
@@ -82,7 +82,7 @@ def test_steps_with_a_reduction_pending(mesh_shape, shape, ops, count):
     moves = [move for layout in layouts for move in collectives(layout)]
     outcome = run_moves(SimulatedCommunicator(mesh), moves)
     assert outcome.wrong == ()
-    assert outcome.shards == mesh.size * len(moves)
+    assert outcome.shards == mesh.size() * len(moves)
     assert len(moves) == count
 
 

@@ -1,14 +1,13 @@
 """Every operator of torch's OpInfo samples on sharded tensors, beside the same in one process.
 
-``python -m tests.dist.operator_sweep [--devices N] [--share K] [NAME …]`` prints the table: what is
-wrong, by operator and condition. A case is one sample under one scheme of layouts, and has up to
-five variants: its value, its gradient, in place, ``out=``, and a write through the view it returns.
+``python -m tests.dist.operator_sweep [--mesh 2x2] [--simulated] [NAME …]`` prints a table: of each
+operator how many calls were right, refused, and wrong. A case is one sample under one scheme of
+layouts, and has up to five variants: its value, its gradient, in place, ``out=``, and a write
+through the view it returns. Ranks are processes, or one process simulates them.
 """
 
 import argparse
-import contextlib
 import copy
-import io
 import multiprocessing as mp
 import multiprocessing.connection
 import os
@@ -20,7 +19,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
-from itertools import chain, groupby, islice
+from itertools import groupby, islice
+from math import prod
 from typing import Any, Final
 
 import numpy as np
@@ -30,16 +30,17 @@ from torch.testing._internal.common_methods_invocations import op_db
 from torch.testing._internal.opinfo.core import BinaryUfuncInfo, UnaryUfuncInfo
 from torch.utils._pytree import tree_leaves, tree_map
 
-from shardspec import DeviceMesh, DTensor
+from shardspec import DeviceMesh, DTensor, Layout
 from shardspec.errors import ShardSpecError
 from tests.conversions import index_of
 
-__all__ = ["SCHEMES", "Finding", "cases", "sweep", "table"]
+__all__ = ["REFUSED", "SILENT", "Finding", "cases", "sweep", "table"]
 
 MOST_ELEMENTS: Final = 64
 SILENT: Final = ("WRONG", "WAITS", "RANKS DIFFER")
 """Outcomes that nobody wants."""
-SCHEMES: Final = ("first dim", "last dim", "first tensor", "pending", "all pending")
+REFUSED: Final = ("refused by torch", "refused by us")
+SCHEMES: Final = ("first dim", "last dim", "two dims", "first tensor", "pending", "all pending")
 """Which tensors are sharded, on which dim; or have an addend on each device."""
 UNCOMPARABLE: Final = (
     *("bernoulli", "cauchy", "dropout", "empty", "exponential", "geometric", "multinomial"),
@@ -106,34 +107,37 @@ def _samples(op: int) -> list[Any]:
     return found
 
 
-def _spec(tensor: torch.Tensor, place: int, scheme: str) -> str:
-    dims = ["R"] * tensor.dim()
+def _spec(tensor: torch.Tensor, place: int, scheme: str, mesh: DeviceMesh) -> str:
+    dims, axes = ["R"] * tensor.dim(), "".join(map(str, range(mesh.ndim)))
     pending = ""
     if scheme == "pending" or scheme == "all pending":
         if (place == 0 or scheme == "all pending") and tensor.is_floating_point():
             pending = "|P0"
+            if dims and mesh.ndim > 1:
+                dims[-1] = "S1"
+    elif scheme == "two dims":
+        if len(dims) > 1 and mesh.ndim > 1:
+            dims[0], dims[-1] = "S0", "S1"
     elif dims and (place == 0 or scheme != "first tensor"):
-        dims[-1 if scheme == "last dim" else 0] = "S0"
+        dims[-1 if scheme == "last dim" else 0] = f"S{axes}"
     return f"[{','.join(dims)}{pending}]"
 
 
-def _condition(tensors: Sequence[torch.Tensor], scheme: str, devices: int) -> str | None:
-    specs = [_spec(tensor, place, scheme) for place, tensor in enumerate(tensors)]
+def _condition(tensors: Sequence[torch.Tensor], scheme: str, mesh: DeviceMesh) -> str | None:
+    specs = [_spec(tensor, place, scheme, mesh) for place, tensor in enumerate(tensors)]
     if "pending" in scheme:
         return scheme if any("P" in spec for spec in specs) else None
-    sizes = [
-        tensor.shape[spec[1:-1].split(",").index("S0")]
-        for tensor, spec in zip(tensors, specs, strict=True)
-        if "S0" in spec
-    ]
-    if not sizes:
-        return None
-    if any(-(-size // devices) * (devices - 1) >= size for size in sizes):
-        return "empty"
-    return "uneven" if any(size % devices for size in sizes) else "even"
+    conditions = set()
+    for tensor, spec in zip(tensors, specs, strict=True):
+        layout = Layout(mesh, spec, tensor.shape, "float32")
+        if layout.spec.axes:
+            shapes = {layout.local_shape(device) for device in mesh.ids}
+            lacks = tensor.numel() and any(0 in shape for shape in shapes)
+            conditions.add("empty" if lacks else "uneven" if len(shapes) > 1 else "even")
+    return next((name for name in ("empty", "uneven", "even") if name in conditions), None)
 
 
-def cases(devices: int, most: int, names: Sequence[str] = ()) -> Iterator[Case]:
+def cases(mesh: DeviceMesh, most: int, names: Sequence[str] = ()) -> Iterator[Case]:
     """Yield the cases, so many of an operator, scheme and condition at most."""
     # What is computed element by element is much alike, and comes last.
     alike = (UnaryUfuncInfo, BinaryUfuncInfo)
@@ -144,7 +148,7 @@ def cases(devices: int, most: int, names: Sequence[str] = ()) -> Iterator[Case]:
         counts: Counter[tuple[str, str]] = Counter()
         for number, sample in enumerate(_samples(op)):
             for scheme in SCHEMES:
-                condition = _condition(_tensors(sample), scheme, devices)
+                condition = _condition(_tensors(sample), scheme, mesh)
                 if condition is None or counts[scheme, condition] >= most:
                     continue
                 if scheme == "all pending" and len(_tensors(sample)) == 1:
@@ -250,17 +254,53 @@ def _whole(sample: Any) -> dict[str, Any]:
 
 def _packed(leaf: Any, rank: int) -> Any:
     if isinstance(leaf, DTensor):
-        layout, local = leaf.layout, leaf.to_local().detach()
-        ops = {partial.op for partial in layout.spec.partials}
+        layout, local = leaf.layout, leaf.to_local(rank).detach()
+        pending = {int(partial.axis): partial.op for partial in layout.spec.partials}
+        places = enumerate(layout.mesh.coordinates(rank))
+        others = tuple(at for axis, at in places if axis not in pending)
         box = [(s.start, s.stop) for s in index_of(layout, rank)]
         array = local.resolve_conj().resolve_neg().contiguous().numpy()
-        return ("ours", layout.global_shape, box, sorted(ops), str(layout.spec), array)
+        return (
+            "ours",
+            layout.global_shape,
+            box,
+            (sorted(set(pending.values())), others),
+            str(layout.spec),
+            array,
+        )
     if isinstance(leaf, torch.Tensor):
         return ("plain", leaf.detach().resolve_conj().resolve_neg().contiguous().numpy())
     return ("value", leaf)
 
 
-def _rank(rank: int, devices: int, rendezvous: str, pipe: Any) -> None:
+def _done(case: Case, variant: str, sample: Any, mesh: DeviceMesh, ranks: Sequence[int]) -> Any:
+    """Do a variant of a case on the shards of some ranks; return the answer of each."""
+    devices = len(mesh.ids)
+
+    def made(tensor: torch.Tensor, place: int) -> Any:
+        spec = _spec(tensor, place, case.scheme, mesh)
+        if "P" not in spec:
+            return DTensor(tensor, mesh, spec)
+        layout = Layout(mesh, spec, tensor.shape, tensor.dtype)
+        addends = {}
+        for rank in ranks:
+            # Addends that differ, of which none is zero.
+            at, addends_in_all = mesh.coordinates(rank)[0], mesh.shape[0]
+            addend = tensor.detach()[index_of(layout, rank)] * ((1 + 2 * at) / addends_in_all**2)
+            addends[rank] = addend.clone().requires_grad_(tensor.requires_grad)
+        return DTensor.from_local(addends, mesh, spec, global_shape=tensor.shape)
+
+    calls = dict(_variants(op_db[case.op], sample, made))
+    try:
+        leaves = tree_leaves(calls[variant]())
+        return [("done", [_packed(leaf, rank) for leaf in leaves]) for rank in ranks]
+    except ShardSpecError as error:
+        return [("refused by us", str(error)[:300])] * devices
+    except Exception as error:
+        return [("refused by torch", f"{type(error).__name__}: {error}"[:300])] * devices
+
+
+def _rank(rank: int, mesh: DeviceMesh, rendezvous: str, pipe: Any) -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
@@ -268,10 +308,10 @@ def _rank(rank: int, devices: int, rendezvous: str, pipe: Any) -> None:
         "gloo",
         init_method=f"file://{rendezvous}",
         rank=rank,
-        world_size=devices,
+        world_size=len(mesh.ids),
         timeout=timedelta(seconds=4 * _WAIT_S),
     )
-    mesh = DeviceMesh(range(devices), (devices,))
+    mesh = DeviceMesh(mesh.ids, mesh.shape)
     cached: tuple[int, list[Any]] = (-1, [])
     while True:
         task = pipe.recv()
@@ -280,43 +320,41 @@ def _rank(rank: int, devices: int, rendezvous: str, pipe: Any) -> None:
         case, variant = task
         if cached[0] != case.op:
             cached = (case.op, _samples(case.op))
+        pipe.send(_done(case, variant, cached[1][case.sample], mesh, [rank])[0])
 
-        def make(tensor: torch.Tensor, place: int, scheme: str = case.scheme) -> Any:
-            spec = _spec(tensor, place, scheme)
-            if "P" not in spec:
-                return DTensor(tensor, mesh, spec)
-            # Addends that differ, of which none is zero.
-            share = (1 + 2 * rank) / devices**2
-            addend = (tensor.detach() * share).requires_grad_(tensor.requires_grad)
-            return DTensor.from_local(addend, mesh, spec, global_shape=tensor.shape)
 
-        calls = dict(_variants(op_db[case.op], cached[1][case.sample], make))
-        try:
-            answer = [_packed(leaf, rank) for leaf in tree_leaves(calls[variant]())]
-            pipe.send(("done", answer))
-        except ShardSpecError as error:
-            pipe.send(("refused", str(error)[:300]))
-        except Exception as error:
-            pipe.send(("torch's error", f"{type(error).__name__}: {error}"[:300]))
+class _Simulation:
+    """All ranks in this process."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        self.mesh = mesh
+
+    def ask(self, case: Case, variant: str, sample: Any) -> list[tuple[str, Any]]:
+        """Return every rank's answer."""
+        answers: list[tuple[str, Any]] = _done(case, variant, sample, self.mesh, self.mesh.ids)
+        return answers
+
+    def end(self) -> None:
+        pass
 
 
 class _Job:
     """So many ranks, which do cases in step."""
 
-    def __init__(self, devices: int) -> None:
+    def __init__(self, mesh: DeviceMesh) -> None:
         self.folder = tempfile.TemporaryDirectory()
         context = mp.get_context("fork")
         self.pipes, self.processes = [], []
-        for rank in range(devices):
+        for rank in mesh.ids:
             ours, theirs = context.Pipe()
             process = context.Process(
-                target=_rank, args=(rank, devices, f"{self.folder.name}/r", theirs), daemon=True
+                target=_rank, args=(rank, mesh, f"{self.folder.name}/r", theirs), daemon=True
             )
             process.start()
             self.pipes.append(ours)
             self.processes.append(process)
 
-    def ask(self, case: Case, variant: str) -> list[tuple[str, Any]] | None:
+    def ask(self, case: Case, variant: str, _: Any) -> list[tuple[str, Any]] | None:
         """Return every rank's answer; None if a rank waits for another for ever, or has died."""
         for pipe in self.pipes:
             pipe.send((case, variant))
@@ -364,7 +402,7 @@ def _differs(wanted: Any, packed: list[Any]) -> str:
         return "" if packed[0][1] is None and not whole.any() else f"{packed[0][1]} for a tensor"
     if kind == "plain":
         return "" if all(_same(whole, p[1]) for p in packed) else "plain value"
-    _, shape, _, ops, spec, _ = packed[0]
+    _, shape, _, (ops, _), spec, _ = packed[0]
     if tuple(shape) != whole.shape:
         return f"shape {shape} for {whole.shape}"
     if packed[0][-1].dtype != whole.dtype:
@@ -372,11 +410,12 @@ def _differs(wanted: Any, packed: list[Any]) -> str:
     for rank, (_, _, box, _, _, local) in enumerate(packed):
         if local.shape != tuple(hi - lo for lo, hi in box):
             return f"rank {rank} has {local.shape} under {spec} of {shape}"
-    if ops:
-        found = _REDUCE[ops[0]](np.stack([p[-1] for p in packed]), 0)
-        return "" if _same(whole, found.astype(whole.dtype)) else f"value {spec}"
-    for _, _, box, _, _, local in packed:
-        if not _same(whole[tuple(slice(lo, hi) for lo, hi in box)], local):
+    # Addends are those of ranks that differ in nothing but the axes of the pending reduction.
+    for others in {others for _, _, _, (_, others), _, _ in packed}:
+        of_box = [p for p in packed if p[3][1] == others]
+        addends = np.stack([p[-1] for p in of_box])
+        part = _REDUCE[ops[0]](addends, 0).astype(whole.dtype) if ops else addends[0]
+        if not _same(whole[tuple(slice(lo, hi) for lo, hi in of_box[0][2])], part):
             return f"value {spec}"
     return ""
 
@@ -407,22 +446,27 @@ def _outcome(wanted: list[Any], answers: list[tuple[str, Any]] | None) -> tuple[
 
 
 def sweep(
-    devices: int, chosen: Iterable[Case], report: Callable[[str], object] = print
+    mesh: DeviceMesh,
+    chosen: Iterable[Case],
+    report: Callable[[str], object] = print,
+    *,
+    simulated: bool = False,
 ) -> dict[tuple[str, str, str], Finding]:
     """Run cases; return what became of them by operator, variant and condition."""
+    begin = _Simulation if simulated else _Job
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     found: dict[tuple[str, str, str], Finding] = defaultdict(Finding)
-    job = _Job(devices)
+    job: Any = begin(mesh)
     try:
         for op, of_op in groupby(chosen, lambda case: case.op):
             samples, tried = _samples(op), 0
             for case in of_op:
                 for variant, wanted in _whole((op_db[op], samples[case.sample])).items():
-                    answers = job.ask(case, variant)
+                    answers = job.ask(case, variant, samples[case.sample])
                     if answers is None:
                         job.end()
-                        job = _Job(devices)
+                        job = begin(mesh)
                     what, example = _outcome(wanted, answers)
                     finding = found[case.name, variant, case.condition]
                     finding.outcomes[what] += 1
@@ -434,7 +478,7 @@ def sweep(
                             f"{case.scheme} #{case.sample} | {example}"
                         )
                 if tried and all(
-                    set(f.outcomes) == {"refused"} and _NO_RULE in f.examples["refused"]
+                    set(f.outcomes) == {"refused by us"} and _NO_RULE in f.examples["refused by us"]
                     for (name, _, _), f in found.items()
                     if name == case.name
                 ):
@@ -445,31 +489,45 @@ def sweep(
 
 
 def table(found: dict[tuple[str, str, str], Finding]) -> str:
-    """Return the findings as lines: operator, variant, condition, counts."""
-    lines = []
-    for (name, variant, condition), finding in sorted(found.items()):
-        counts = ", ".join(f"{what} {count}" for what, count in sorted(finding.outcomes.items()))
-        lines.append(f"{name} | {variant} | {condition} | {counts}")
-    return "\n".join(lines)
+    """Return of each operator its samples, and what became of them, as a table."""
+    counts: dict[str, Counter[str]] = defaultdict(Counter)
+    for (name, _, _), finding in found.items():
+        for what, count in finding.outcomes.items():
+            counts[name]["wrong" if what in SILENT else what] += count
+    columns = ("right", *REFUSED, "wrong")
+    rows = [["operator", "calls", *columns]]
+    for name, of_one in [*sorted(counts.items()), ("in all", sum(counts.values(), Counter[str]()))]:
+        rows.append([name, str(of_one.total()), *(str(of_one[what]) for what in columns)])
+    return "\n".join(" | ".join(row) for row in rows)
+
+
+def reasons(found: dict[tuple[str, str, str], Finding]) -> str:
+    """Return why torch or we have refused, an example a line."""
+    return "\n".join(
+        f"{what} | {name} | {variant} | {condition} | {finding.examples[what]!r}"
+        for (name, variant, condition), finding in sorted(found.items())
+        for what in REFUSED
+        if what in finding.examples
+    )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*")
-    parser.add_argument("--devices", type=int, default=2)
+    parser.add_argument("--mesh", default="2", help="its shape, as 2x3")
+    parser.add_argument("--simulated", action="store_true", help="all ranks in this process")
     parser.add_argument("--most", type=int, default=2)
     parser.add_argument("--share", type=str, default="0/1")
+    parser.add_argument("--reasons", action="store_true", help="why what is refused is")
     options = parser.parse_args()
     part, parts = map(int, options.share.split("/"))
-    with contextlib.redirect_stderr(io.StringIO()):
-        chosen = (
-            case
-            for case in cases(options.devices, options.most, options.names)
-            if case.op % parts == part
-        )
-    found = sweep(options.devices, chosen, lambda line: print(line, flush=True))
+    shape = tuple(map(int, options.mesh.split("x")))
+    mesh = DeviceMesh(range(prod(shape)), shape)
+    chosen = (case for case in cases(mesh, options.most, options.names) if case.op % parts == part)
+    found = sweep(mesh, chosen, lambda line: print(line, flush=True), simulated=options.simulated)
     print(table(found))
-    print(Counter(chain.from_iterable(f.outcomes.elements() for f in found.values())))
+    if options.reasons:
+        print(reasons(found))
 
 
 if __name__ == "__main__":

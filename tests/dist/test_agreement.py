@@ -38,7 +38,7 @@ def _many(mesh: DeviceMesh, reads_peers: bool, factor: int, times: int, wrong: l
         for _ in range(times):
             if not torch.equal(start.redistribute("[R,R]").to_local(), whole):
                 wrong.append(f"{mesh} gathers {factor}")
-            if not torch.equal(addends.redistribute("[R,R]").to_local(), whole * mesh.size):
+            if not torch.equal(addends.redistribute("[R,R]").to_local(), whole * mesh.size()):
                 wrong.append(f"{mesh} sums {factor}")
         if communicator.reads_peers != reads_peers:
             wrong.append(f"reads peers: {not reads_peers}")

@@ -107,7 +107,7 @@ def _run(rank: int, sampled: int) -> tuple[dict[tuple[str, bool], tuple[int, Any
             communicator = ProcessGroupCommunicator(mesh, reads_peers=reads_peers)
             found[name, reads_peers] = _steps(name, mesh, communicator, sampled)
             wrong += _conversions(rank, mesh, communicator, sampled)
-            assert communicator.reads_peers == (reads_peers and mesh.size > 1)
+            assert communicator.reads_peers == (reads_peers and mesh.size() > 1)
         else:
             ProcessGroupCommunicator(mesh, reads_peers=reads_peers)
     return found, wrong + _crossing(rank)

@@ -65,7 +65,7 @@ def one_source(rank: int, reads_peers: bool) -> tuple[int, list[str]]:
             specs = plain_specs(len(shape), mesh.ndim)[:: 3 if len(shape) == 3 else 1]
             for place, spec in enumerate(specs):
                 dtype = [torch.float32, torch.bool, torch.bfloat16, torch.complex64][place % 4]
-                source = (place + number) % mesh.size
+                source = (place + number) % mesh.size()
                 tensor = own(rank, shape, dtype).requires_grad_(dtype == torch.float32)
                 cut = DTensor(tensor, mesh, spec, src_rank=source, communicator=communicator)
                 box = tuple(slice(*side) for side in cut.layout.box(rank))
@@ -177,8 +177,8 @@ def test_what_cannot_be_made(tmp_path):
         assert "DTensor.from_torch" in found["torch's"]
         assert "nn.Parameter(tensor.to_torch())" in found["parameter"]
         assert "distribute_module" in found["buffer"]
-        assert "hand on mesh.to_torch()" in found["fully_shard"]
-        assert "hand on mesh.to_torch()" in found["from_local"]
+        assert "pass mesh.to_torch() to torch functions" in found["fully_shard"]
+        assert "pass mesh.to_torch() to torch functions" in found["from_local"]
         assert all("\n" not in message for message in found.values()), rank
 
 

@@ -284,13 +284,13 @@ REFUSALS = [
     "LayoutError: from_torch takes a DTensor of torch, not a Tensor; use from_local for a shard",
     "MeshError: torch mesh 2x4 has device 7, but this job has 4 ranks",
     "LayoutError: the tensor is on a torch mesh of shape (2, 2), but mesh 4 has shape (4,)",
-    "CommunicatorError: this process simulates mesh dp=2,tp=2, but torch's DTensor, and so any "
-    "operation, needs one process per device; start the program with torchrun, or work on",
+    "CommunicatorError: this process simulates mesh dp=2,tp=2, but torch's DTensor needs one "
+    "process per device; start the program with torchrun, or hand on to_global()",
     "LossyConversionError: torch has no tensor with several kinds of reductions pending, as "
     "[R,R|P0,Pavg1] has",
     "LayoutError: axis 0 has split factor 1",
     "LossyConversionError: placement _NormP(2)",
-    "LayoutError: 1 placements for a mesh of 2 axes (2x2); give one per axis",
+    "LayoutError: 1 placement for a mesh of 2 axes (2x2); give one per axis",
     "LayoutError: ",
     "LayoutError: the placement of axis 0 splits dim 2, but the tensor has 2 dims",
     "LayoutError: spec [S0] is for 1 dim, but the tensor of shape (7, 5) has 2 dims",

@@ -9,7 +9,7 @@ import numpy as np
 
 from shardspec.checkpoint.convert import merge, reshard
 from shardspec.checkpoint.formats.safetensors import read_header
-from shardspec.checkpoint.store import SourceFile
+from shardspec.checkpoint.storage.from_text import storage_path
 from shardspec.mesh.device_mesh import DeviceMesh
 from tests.faults.harness import Case
 
@@ -82,7 +82,7 @@ def bits(place: Path, whole: bool) -> Iterator[Case]:
                 out = place / f"out{number}-{turn}-{count}"
                 step(at, out)
                 at = out
-            with SourceFile(at) as file:
+            with storage_path(at).open() as file:
                 entries = {entry.name: entry for entry in read_header(file).entries}
                 found = {n: (e.dtype, file.read(e.offset, e.num_bytes)) for n, e in entries.items()}
             for name in DTYPES:

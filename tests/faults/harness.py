@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Final
 
-__all__ = ["MEMORY_LIMIT", "SECONDS_LIMIT", "Case", "Row", "Tally", "child", "perform"]
+__all__ = ["MEMORY_LIMIT", "SECONDS_LIMIT", "Case", "Counts", "Row", "child", "perform"]
 
 MEMORY_LIMIT: Final = 200 << 20
 """Bytes of resident memory in all; beyond what `import torch` takes where a row needs torch."""
@@ -52,8 +52,8 @@ class Row:
 
 
 @dataclass
-class Tally:
-    """What came out of a row."""
+class Counts:
+    """How many cases of a row were right and wrong, and what the worst of them took."""
 
     cases: int = 0
     wrong: int = 0
@@ -97,9 +97,9 @@ def _forget_peak() -> None:
         pass
 
 
-def perform(row: Row, place: Path, *, whole: bool) -> Tally:
+def perform(row: Row, place: Path, *, whole: bool) -> Counts:
     """Run every case of a row in this process."""
-    tally = Tally()
+    counts = Counts()
     if row.torch:
         from tests.faults.operations import warm
 
@@ -107,7 +107,7 @@ def perform(row: Row, place: Path, *, whole: bool) -> Tally:
     base = _peak() if row.torch else 0
     signal.signal(signal.SIGALRM, _stop)
     for case in row.cases(place, whole):
-        tally.cases += 1
+        counts.cases += 1
         _forget_peak()
         started = time.perf_counter()
         signal.alarm(SECONDS_LIMIT)
@@ -115,25 +115,25 @@ def perform(row: Row, place: Path, *, whole: bool) -> Tally:
             case.act()
         except Exception:  # whatever it is, the table counts it as wrong
             story = traceback.format_exc(limit=-4, chain=False)
-            tally.flaw(f"{case.label}: {story[-2000:]}")
+            counts.flaw(f"{case.label}: {story[-2000:]}")
         finally:
             signal.alarm(0)
-        tally.seconds = max(tally.seconds, time.perf_counter() - started)
+        counts.seconds = max(counts.seconds, time.perf_counter() - started)
         used = _peak() - base
         if used > row.memory:
-            tally.flaw(f"{case.label}: takes {used >> 20} MiB of memory")
-        tally.memory = max(tally.memory, used)
+            counts.flaw(f"{case.label}: takes {used >> 20} MiB of memory")
+        counts.memory = max(counts.memory, used)
     # Linux counts KiB, and forked processes start with what they inherit.
     of_forks = (resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss << 10) - base
     if of_forks > row.memory:
-        tally.flaw(f"a forked process takes {of_forks >> 20} MiB of memory")
-    tally.memory = max(tally.memory, of_forks)
+        counts.flaw(f"a forked process takes {of_forks >> 20} MiB of memory")
+    counts.memory = max(counts.memory, of_forks)
     if not row.torch and "torch" in sys.modules:
-        tally.flaw("torch was imported")
-    return tally
+        counts.flaw("torch was imported")
+    return counts
 
 
 def child(rows: Sequence[tuple[Row, Path]], *, whole: bool) -> None:
-    """Run rows, each in its folder, and print their tallies as JSON."""
-    tallies = [asdict(perform(row, place, whole=whole)) for row, place in rows]
-    print(json.dumps(tallies))
+    """Run rows, each in its folder, and print their counts as JSON."""
+    counts = [asdict(perform(row, place, whole=whole)) for row, place in rows]
+    print(json.dumps(counts))

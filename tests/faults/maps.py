@@ -8,8 +8,8 @@ from pathlib import Path
 from random import Random
 from typing import Final
 
+from shardspec.families.maps import map_chain
 from shardspec.resharding.maps import apply_map
-from shardspec.resharding.shipped import map_chain
 from tests.faults.checks import command, one_line
 from tests.faults.harness import Case
 

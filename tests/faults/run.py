@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
-from tests.faults.harness import Row, Tally
+from tests.faults.harness import Counts, Row
 
 __all__ = ["run_rows"]
 
@@ -17,7 +17,7 @@ _ROOT: Final = Path(__file__).parents[2]
 _LIMIT: Final = 3600
 
 
-def run_rows(rows: Sequence[Row], folder: Path, *, whole: bool) -> dict[str, Tally]:
+def run_rows(rows: Sequence[Row], folder: Path, *, whole: bool) -> dict[str, Counts]:
     """Run the cases of some rows, all with torch or all without, in one process that starts anew.
 
     Parameters
@@ -50,7 +50,7 @@ def run_rows(rows: Sequence[Row], folder: Path, *, whole: bool) -> dict[str, Tal
     if done.returncode:
         raise RuntimeError(f"{', '.join(names)} ended with {done.returncode}: {done.stderr}")
     return {
-        row.name: Tally(**found) for row, found in zip(rows, json.loads(done.stdout), strict=True)
+        row.name: Counts(**found) for row, found in zip(rows, json.loads(done.stdout), strict=True)
     }
 
 

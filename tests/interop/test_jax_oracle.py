@@ -110,7 +110,7 @@ def test_every_layout_has_the_boxes_that_jax_gives_it(answers, mesh):
 def test_every_layout_of_sizes_that_divide_is_taken(answers):
     for mesh in MESHES:
         for shape in ((24,), (24, 48), (24, 48, 72)):
-            assert all(size % mesh.size == 0 for size in shape)
+            assert all(size % mesh.size() == 0 for size in shape)
             assert not any(isinstance(answer, str) for answer in answers[mesh, shape])
 
 

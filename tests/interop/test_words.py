@@ -115,7 +115,7 @@ def test_torch_placements_that_no_spec_has():
         )
     with pytest.raises(LossyConversionError, match="has no counterpart in a spec"):
         from_placements([Partial("premul_sum"), Replicate()], 1, MESH)
-    with pytest.raises(LayoutError, match="1 placements for a mesh of 2 axes"):
+    with pytest.raises(LayoutError, match="1 placement for a mesh of 2 axes"):
         from_placements([Shard(0)], 1, MESH)
 
 

@@ -177,7 +177,7 @@ def seconds(step: Step, before: Layout, after: Layout, model: CostModel) -> floa
         case AllReduce():
             messages, share = 2 * (n - 1), 2 * (n - 1) / n
     if bus:
-        return messages * alpha + mesh.size * share * held * beta
+        return messages * alpha + mesh.size() * share * held * beta
     if isinstance(step, AllToAll):
         me, *_ = mesh.ids
         peers = [link(mesh, model, me, p) for p in mesh.group(me, step.axes) if p != me]

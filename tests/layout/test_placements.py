@@ -77,7 +77,7 @@ def test_dims_may_count_from_the_end():
 @pytest.mark.parametrize(
     ("placements", "order", "message"),
     [
-        ([None], None, "1 placements for a mesh of 2 axes (2x3)"),
+        ([None], None, "1 placement for a mesh of 2 axes (2x3)"),
         ([Split(2), None], None, "axis 0 splits dim 2, but the tensor has 2 dims"),
         ([Split(0, 2), Split(0)], None, "axis 0 has split factor 2, but .* make \\[3\\] parts"),
         ([Split(0, 3), None], None, "split factor 3 makes parts of dim 0, whose size is not"),

@@ -69,7 +69,10 @@ def test_bytes_are_those_of_the_plans_and_sums_may_be_pending(shape):
     assert len(table.labels) == count_states(2, 2, 2) == 18
     assert table.axis_names == ("dp", "tp")
     assert table.index("[S(dp),R|P(tp)]") == table.index("[S0,R|P1]")
-    assert table.labels[table.index("S1,S(dp)")] == "[S1,S0]"
+    assert table.labels[table.index("S1,S(dp)")] == "[S(tp),S(dp)]"
+    assert table.index("[S1,S0]") == table.index("[S(tp),S(dp)]")
+    on = f"{list(shape)} bfloat16 on a mesh of shape (2, 3)"
+    assert repr(table) == f"CostTable(18 layouts of {on})"
     impossible = 0
     for row, source in enumerate(table.labels):
         layout = Layout(mesh, source, shape, "bf16")

@@ -126,7 +126,7 @@ def test_offsets_in_default_order(mesh_shape):
     ids = torch.randperm(prod(mesh_shape), generator=torch.Generator().manual_seed(1))
     mesh = DeviceMesh(ids, mesh_shape)
     for device in mesh.ids:
-        with fake_job(device, mesh.size):
+        with fake_job(device, mesh.size()):
             torch_mesh = TorchMesh("cpu", ids.reshape(mesh_shape))
             assert tuple(torch_mesh.get_coordinate() or ()) == mesh.coordinates(device)
             for layout in filter(in_default_order, layouts(mesh)):

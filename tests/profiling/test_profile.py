@@ -91,7 +91,7 @@ def test_errors_are_those_of_sizes_left_out(profile):
         (lambda r: r.update(mesh_shape=[]), "mesh shape (): need at least one axis"),
         (lambda r: r.update(mesh_shape=[2**40, 3]), "more than 1,048,576 devices"),
         (lambda r: r.update(mesh_shape=[2], axis_names=None), "2 links for the 1 axes of mesh 2"),
-        (lambda r: r.update(axis_names=["dp"]), "axis names ('dp',): 1 for 2 axes (2, 3)"),
+        (lambda r: r.update(axis_names=["dp"]), "1 axis name given for a mesh with 2 axes"),
         (lambda r: r.update(axis_names=["dp", "dp"]), "axis names ('dp', 'dp') repeat"),
         (lambda r: r.update(axis_names=[1, 2]), "axis name"),
         (lambda r: r.update(link_model="bus"), "link_model is 'bus', but this release reads"),

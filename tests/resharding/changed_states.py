@@ -235,7 +235,7 @@ def outcome(case: Changed, devices: Sequence[int], *, in_job: bool) -> tuple[str
 
     for layout in case.layouts() if in_job else ():
         communicator_of(layout.mesh)  # which all ranks make in one order
-    planned = {n: at if outside(at) else held(at, s) for n, (at, s) in case.planned.items()}
+    planned = {n: at if in_job else held(at, s) for n, (at, s) in case.planned.items()}
     plan = plan_reshard(planned, case.target)
     # The order of names is that of this process.
     names = sorted(case.given, reverse=bool(devices[0] % 2))

@@ -1,12 +1,14 @@
 """Reshard plans between real processes, over gloo."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import save_file
 from torch.distributed.device_mesh import DeviceMesh as TorchMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -61,6 +63,55 @@ def _torch_state(rank: int) -> list[str]:
     got = plan.run(state)
     target = {move.target_name: move.target for move in plan.moves}
     return wrong_shards(whole, target, got, [rank])
+
+
+def _layouts_travel(rank: int, place: Path) -> list[Any]:
+    """Two stages of a model, each on two ranks, to two ranks that hold nothing."""
+    stage = DeviceMesh([rank // 2 * 2, rank // 2 * 2 + 1], axis_names=("tp",))
+    serving = DeviceMesh([5, 4], axis_names=("tp",))
+    whole = {f"layers.{i}.up": torch.arange(12.0).reshape(4, 3) + i for i in range(2)}
+    state: dict[str, object] = {}
+    if rank < 4:
+        name = f"layers.{rank // 2}.up"
+        state = {name: DTensor(whole[name], stage, "[S(tp),R]"), "step": 7}
+    rules = {"*": "[...,S(tp)]"}
+    plan = plan_reshard(state, (serving, rules))
+    got = plan.run(state)
+    found = [sorted(got), wrong_of(got, whole, rank), got["step"]]
+    # Into tensors that only the receiving ranks have, and in one call.
+    out = {n: DTensor(torch.zeros(4, 3), serving, "[R,S(tp)]") for n in whole} if rank > 3 else {}
+    again = plan_reshard(state, out)
+    again.run(state, out or None)
+    found += [wrong_of(out, whole, rank), again == plan]
+    found.append(wrong_of(reshard_state(state, rules, device_mesh=serving), whole, rank))
+    # From files, of which ranks outside of the mesh read nothing.
+    if rank == 0:
+        save_file(whole, place)
+    dist.barrier()
+    loaded = load_sharded(place, serving, rules)
+    found.append(wrong_of({n: t for n, t in loaded.items() if rank > 3}, whole, rank))
+    found.append(sorted(load_sharded(place, into=out)))
+    # One rank has another layout than the others.
+    if rank == 1:
+        state = {"layers.0.up": DTensor(whole["layers.0.up"], DeviceMesh([1]), "[R,R]")}
+    try:
+        plan_reshard(state, (serving, rules))
+    except ShardSpecError as error:
+        found.append(str(error))
+    try:
+        plan_reshard({"w": torch.ones(2)} if rank == 2 else state, (serving, rules))
+    except ShardSpecError as error:
+        found.append(str(error))
+    return found
+
+
+def wrong_of(got: Mapping[str, Any], whole: Mapping[str, torch.Tensor], rank: int) -> list[str]:
+    """Return the tensors whose shards on the serving ranks 5 and 4 are not as they should be."""
+    columns = slice(0, 2) if rank == 5 else slice(2, 3)
+    wrong = [
+        n for n in whole if n in got and not torch.equal(got[n].to_local(), whole[n][:, columns])
+    ]
+    return wrong if rank < 4 or whole.keys() <= got.keys() else [*wrong, "missing"]
 
 
 def _values(rank: int) -> tuple[list[object], str]:
@@ -122,10 +173,10 @@ def _changed(rank: int, seeds: Sequence[int]) -> dict[int, tuple[str, list[str],
 
 
 def _tied(rank: int) -> list[object]:
-    """Tied tensors of which two ranks hold nothing, one of these with layouts alone."""
+    """Tied tensors of which some ranks of the job hold nothing."""
     mesh, whole = DeviceMesh(range(3)), torch.arange(4.0)
     layout = Layout(mesh, "[S0]", (4,), "float32")
-    state: dict[str, object] = {"embed": layout, "head": layout}
+    state: dict[str, object] = {}
     if rank in mesh:
         w = DTensor(whole, mesh, "[S0]")
         state = {"embed": w, "head": w} if rank else {"head": w, "embed": w}
@@ -197,6 +248,16 @@ def _all(rank: int, place: Path):
     got = reshard_state({"w": DTensor(whole, mesh, "[S0,S1]")}, {"w": "[S1,R]"})
     assert torch.equal(got["w"].to_global(), whole)
     dist.barrier()
+    travelled = _layouts_travel(rank, place.with_name("stages.safetensors"))
+    names = [f"layers.{i}.up" for i in range(2)]
+    assert travelled[:3] == [["step"] if rank < 4 else [*names, "step"], [], 7]
+    assert travelled[3:7] == [[], True, [], []]
+    assert travelled[7] == (names if rank > 3 else [])
+    assert travelled[8].startswith(
+        "'layers.0.up' is [S0,R] of [4, 3] float32 on tp=2 on rank 0 and"
+    )
+    assert "'w' is a Tensor; give a Layout, or a DTensor" in travelled[9]
+    assert rank == 2 or travelled[9].startswith("rank 2 ")
     return *found, changed
 
 

@@ -14,9 +14,9 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from shardspec.errors import LayoutError
+from shardspec.families.maps import map_chain, shipped_maps
 from shardspec.resharding.maps import apply_map
 from shardspec.resharding.name_map import NameMap
-from shardspec.resharding.shipped import map_chain, shipped_maps
 from tests.tools.table import write_rows
 
 _Shapes = dict[str, tuple[int, ...]]

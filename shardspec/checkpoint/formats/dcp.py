@@ -20,7 +20,6 @@ from functools import lru_cache, partial
 from itertools import pairwise
 from math import prod
 from operator import attrgetter
-from pathlib import Path
 from typing import Any, Final, NamedTuple, TypeAlias, TypeGuard
 
 from shardspec.boxes import Box, box_shape, box_size, row_major_boxes
@@ -37,13 +36,8 @@ from shardspec.checkpoint.formats.torch_file import (
 )
 from shardspec.checkpoint.read_boxes import crc32
 from shardspec.checkpoint.state_dict import KeyPath, Place, is_path
-from shardspec.checkpoint.store import (
-    SourceFile,
-    file_inside,
-    path_exists,
-    prefetch_depth,
-    prefetch_map,
-)
+from shardspec.checkpoint.storage.path import SourceFile, StoragePath, file_inside
+from shardspec.checkpoint.storage.reading import prefetch_map
 from shardspec.checkpoint.strict_json import is_size
 from shardspec.checkpoint.torch_files import unpickler, values
 from shardspec.checkpoint.torch_files.dtensors import read_torch
@@ -79,9 +73,9 @@ class _DcpCatalog(catalog.Catalog):
 
     def __init__(
         self,
-        directory: Path,
+        directory: StoragePath,
         tensors: Mapping[str, Outline[_Chunk]],
-        files: Sequence[Path],
+        files: Sequence[StoragePath],
         inside: "_Inside",
         objects: Mapping[str, StoredObject],
         as_stored: "_DcpCatalog | None" = None,
@@ -118,13 +112,13 @@ class _DcpCatalog(catalog.Catalog):
     def _look_up(self, name: str) -> catalog.StoredTensor:
         outline = self._outlines[name]
         read = partial(_read_chunk, outline)
-        with prefetch_map(outline.boxes, read, prefetch_depth(self.directory)) as boxes:
+        with prefetch_map(outline.boxes, read, self.directory.files_ahead()) as boxes:
             return catalog.StoredTensor(name, outline.shape, outline.dtype, None, (), tuple(boxes))
 
 
 def _read_chunk(outline: Outline[_Chunk], chunk: _Chunk) -> StoredBox:
     what = f"{chunk.path}: tensor {outline.name!r}, box {box_text(chunk.box)}"
-    with SourceFile(chunk.path) as file:
+    with chunk.path.open() as file:
         found = read_torch_zip(file, chunk.place.offset, chunk.place.num_bytes, what)
         value = read_torch(found, found.pickle(file))
         said, due = f"a {type(value).__name__}", f"{list(chunk.stored)} of {outline.dtype}"
@@ -156,7 +150,7 @@ def _look_inside(
     entries: Mapping[str, StoredObject],
     keys: Mapping[str, KeyPath],
     taken: Collection[str],
-    ranks: Mapping[Path, int],
+    ranks: Mapping[StoragePath, int],
 ) -> _Inside:
     """Read the pickles of entries; `taken` are the names of tensors beside them."""
     tensors: dict[str, catalog.StoredTensor] = {}
@@ -166,7 +160,7 @@ def _look_inside(
     known = taken, tensors, others
     for name, place in entries.items():
         at = keys.get(name, (name,))
-        with SourceFile(place.path) as file:
+        with place.path.open() as file:
             found = read_torch_zip(file, *place[1:], f"{place.path}: entry {name!r}")
             try:
                 value = read_torch(found, found.pickle(file), ARGUMENT_NAMES)
@@ -214,16 +208,16 @@ def _digest(file: SourceFile, place: StoredObject) -> str:
 
 
 @unpickler.no_collection()
-def open_dcp(directory: Path) -> catalog.Catalog:
+def open_dcp(directory: StoragePath) -> catalog.Catalog:
     """Read the metadata, and check that its files exist and have the right length."""
     path = file_inside(directory, METADATA_NAME, directory)
-    if not path_exists(path):
+    if not path.exists():
         why = "which is written last; the save did not finish"
-        if any(names.DCP_OWN_METADATA.fullmatch(other.name) for other in directory.iterdir()):
+        if any(map(names.DCP_OWN_METADATA.fullmatch, directory.names())):
             why = "each rank has one of its own; save with use_collectives=True"
         raise CheckpointError(f"{directory}: has no {METADATA_NAME}, {why}")
     entries, places, flat, keys = _read_metadata(path)
-    by_file: dict[Path, list[StoredObject]] = {}
+    by_file: dict[StoragePath, list[StoredObject]] = {}
     for place in places.values():
         by_file.setdefault(place.path, []).append(place)
     files = sorted(by_file, key=attrgetter("name"))
@@ -292,19 +286,19 @@ def _unread(outline: Outline[_Chunk]) -> catalog.OpaqueValue:
     chunks = sorted((chunk.place for chunk in outline.boxes), key=attrgetter("path", "offset"))
     digests = [str(outline.shape)]
     for place in chunks:
-        with SourceFile(place.path) as file:
+        with place.path.open() as file:
             digests.append(_digest(file, place))
     text = f"a tensor of {outline.dtype}, which is not supported; cast it before saving"
     return catalog.OpaqueValue(text, ", ".join(digests), tensors=True)
 
 
-def _check_file(path: Path, places: Sequence[StoredObject], *, exact: bool) -> None:
-    if not path_exists(path):
+def _check_file(path: StoragePath, places: Sequence[StoredObject], *, exact: bool) -> None:
+    if not path.exists():
         raise CheckpointError(
             f"{path}: is missing, but {METADATA_NAME} lists {len(places)} entries in it; restore "
             "it or save again"
         )
-    with SourceFile(path) as file:
+    with path.open() as file:
         num_bytes = file.num_bytes
     ranges = sorted((place.offset, place.offset + place.num_bytes) for place in places)
     for (_, end), (start, _) in pairwise(ranges):
@@ -378,13 +372,13 @@ _NAMES: Final[unpickler.Names] = {
 
 
 def _read_metadata(
-    path: Path,
+    path: StoragePath,
 ) -> tuple[dict[object, object], _Places, dict[object, object], dict[str, KeyPath]]:
     """Return the entries, where they are stored, and what Megatron-core says of flat tensors.
 
     The last are the keys of entries in the nested state dict that was saved.
     """
-    with SourceFile(path) as file:
+    with path.open() as file:
         data = file.read(0, min(file.num_bytes, unpickler.MOST_PICKLE_BYTES + 1))
     root = unpickler.unpickle(data, _NAMES, path, "metadata")
     if not isinstance(root, Record) or root.name not in ("Metadata", "MCoreMetadata"):
@@ -405,10 +399,10 @@ def _keys(planned: object) -> Iterator[tuple[str, KeyPath]]:
                 yield name, path
 
 
-def _places(storage: Mapping[Any, Any], path: Path) -> _Places:
+def _places(storage: Mapping[Any, Any], path: StoragePath) -> _Places:
     """Return where each entry is stored."""
     places: _Places = {}
-    files: dict[str, Path] = {}
+    files: dict[str, StoragePath] = {}
     for index, info in storage.items():
         try:
             key, place = index.state, info.state
@@ -435,7 +429,7 @@ def _places(storage: Mapping[Any, Any], path: Path) -> _Places:
 
 
 def _outline(
-    name: str, entry: Record, places: _Places, ranks: Mapping[Path, int], flat: object
+    name: str, entry: Record, places: _Places, ranks: Mapping[StoragePath, int], flat: object
 ) -> tuple[Outline[_Chunk], bool]:
     """Return what the metadata says of a tensor, and whether it lists a chunk twice."""
     match entry.get("properties"), entry.get("chunks"):

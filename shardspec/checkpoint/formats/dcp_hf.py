@@ -15,7 +15,6 @@ Source: hf_storage.py and _hf_utils.py of torch/distributed/checkpoint, torch 2.
 """
 
 from itertools import product
-from pathlib import Path
 from typing import TypeAlias
 
 from shardspec.boxes import Box, box_size
@@ -28,17 +27,18 @@ from shardspec.checkpoint.catalog import (
 )
 from shardspec.checkpoint.formats import safetensors
 from shardspec.checkpoint.formats.names import DCP_HF, DCP_HF_SHARD, is_data_file, is_index
-from shardspec.checkpoint.store import file_inside, prefetch_depth, prefetch_map
+from shardspec.checkpoint.storage.path import StoragePath, file_inside
+from shardspec.checkpoint.storage.reading import prefetch_map
 from shardspec.errors import CheckpointError
 from shardspec.text import Argument
 
-_Shards: TypeAlias = dict[tuple[int, int], Path]
+_Shards: TypeAlias = dict[tuple[int, int], StoragePath]
 """Files by the number of the rank, from 1, and that of the merged file."""
 
 
-def open_dcp_hf(directory: Path, *, ranks: int | None = None) -> Catalog:
+def open_dcp_hf(directory: StoragePath, *, ranks: int | None = None) -> Catalog:
     """Read the header and the offsets of every shard, and check what the shapes rest on."""
-    names = sorted(path.name for path in directory.iterdir() if is_data_file(path.name))
+    names = [name for name in directory.names() if is_data_file(name)]
     shards: _Shards = {}
     first, models = "", 0
     for name in names:
@@ -59,8 +59,8 @@ def open_dcp_hf(directory: Path, *, ranks: int | None = None) -> Catalog:
             "move the shards into a folder of their own, called 'sharded' if the others are the "
             "same model merged"
         )
-    home, merged = directory.resolve(), None
-    beside = [path.name for path in home.parent.iterdir()] if home.name == "sharded" else []
+    home, merged = directory.resolved(), None
+    beside = home.parent.names() if home.name == "sharded" else ()
     if any(is_index(name) or is_data_file(name) for name in beside):
         # The merged model that torch has written above the shards.
         whole = safetensors.open_directory(home.parent)
@@ -102,8 +102,8 @@ def open_dcp_hf(directory: Path, *, ranks: int | None = None) -> Catalog:
 def _read(shards: _Shards) -> dict[str, StoredTensor]:
     """Return the tensors, as large as their boxes reach."""
     boxes: dict[str, dict[Box, StoredBox]] = {}
-    reach: dict[str, tuple[tuple[int, ...], str, Path]] = {}
-    depth = prefetch_depth(next(iter(shards.values())))
+    reach: dict[str, tuple[tuple[int, ...], str, StoragePath]] = {}
+    depth = next(iter(shards.values())).files_ahead()
     with prefetch_map(shards.values(), safetensors.read_offsets, depth) as headers:
         for ((number, _), path), (header, offsets) in zip(shards.items(), headers, strict=True):
             if offsets is None:
@@ -137,7 +137,7 @@ def _read(shards: _Shards) -> dict[str, StoredTensor]:
     }
 
 
-def _check_ranks(directory: Path, known: set[int], ranks: int | None) -> None:
+def _check_ranks(directory: StoragePath, known: set[int], ranks: int | None) -> None:
     """Compare the ranks that are there with how many there were; refuse if nothing says that."""
     count = len(known)
     missing = min(set(range(1, max(ranks or 0, *known, 0) + 1)) - known, default=None)
@@ -154,7 +154,7 @@ def _check_ranks(directory: Path, known: set[int], ranks: int | None) -> None:
         )
 
 
-def _check_chunks(directory: Path, tensor: StoredTensor, ranks: int) -> None:
+def _check_chunks(directory: StoragePath, tensor: StoredTensor, ranks: int) -> None:
     """Check that a tensor sharded along one dim is sharded as `torch.chunk` does for the ranks."""
     dims = range(len(tensor.shape))
     sharded = {d for box in tensor.boxes for d in dims if box.box[d] != (0, tensor.shape[d])}

@@ -16,7 +16,7 @@ from shardspec.checkpoint.formats.names import METADATA_NAME
 from shardspec.checkpoint.formats.torch_file import state_file
 from shardspec.checkpoint.read_boxes import crc32
 from shardspec.checkpoint.state_dict import KeyPath
-from shardspec.checkpoint.store import SourceFile
+from shardspec.checkpoint.storage.path import SourceFile
 from shardspec.checkpoint.torch_files import writer
 from shardspec.checkpoint.torch_files.writer import Call, Made, Name, Pairs
 from shardspec.checkpoint.torch_files.zip_reader import read_torch_zip
@@ -111,7 +111,7 @@ def _raw_value(value: object, start: int) -> Iterator[targets.RawBytes]:
     path, offset, num_bytes = value
 
     def piece(at: int) -> bytes:
-        with SourceFile(path) as file:
+        with path.open() as file:
             if not at:
                 _check_records(file, value)
             return file.read(offset + at, min(_PIECE_BYTES, num_bytes - at))

@@ -23,7 +23,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
 from math import prod
-from pathlib import Path
 from typing import Final, NamedTuple, TypeAlias
 
 from shardspec.boxes import box_size, row_major_boxes
@@ -38,7 +37,7 @@ from shardspec.checkpoint.formats.torch_file import (
     read_torch_states,
     whole_tensor,
 )
-from shardspec.checkpoint.store import SourceFile, file_inside
+from shardspec.checkpoint.storage.path import StoragePath, file_inside
 from shardspec.checkpoint.torch_files.unpickler import Names, Record, record_class
 from shardspec.checkpoint.torch_files.values import sizes_of
 from shardspec.dtypes import item_bytes
@@ -84,7 +83,7 @@ class _Piece(NamedTuple):
     """A flat tensor of one rank, and its place in the line of those that it is joined with."""
 
     rank: int
-    path: Path
+    path: StoragePath
     tensor: StateTensor
     span: range
 
@@ -102,7 +101,7 @@ class _Parameter(NamedTuple):
     span: range  # its place in its line, or with stage 3 in that of each rank
 
 
-def open_deepspeed(directory: Path) -> Catalog:
+def open_deepspeed(directory: StoragePath) -> Catalog:
     """Read what describes the files of all ranks; not their data."""
     run = _read_run(directory)
     parameters, needed = _parameters(run)
@@ -137,9 +136,9 @@ def open_deepspeed(directory: Path) -> Catalog:
     return Catalog(names.DEEPSPEED, directory, tensors, paths, None, extras)
 
 
-def _read_run(place: Path) -> _Run:
+def _read_run(place: StoragePath) -> _Run:
     """Return what all ranks saved, in their order, if all is there and of one save."""
-    there = sorted(path.name for path in place.iterdir())
+    there = place.names()
     for kind in (names.EXPERTS, names.PIPELINE):
         part = next(filter(names.PARTS[kind][0].fullmatch, there), None)
         if part is not None:
@@ -173,17 +172,18 @@ def _read_run(place: Path) -> _Run:
         counts.append((state, "partition_count", _number(state, "partition_count") or ranks))
     for state, key, said in counts:
         if said != ranks:
+            more = isinstance(said, int) and said > ranks
             raise CheckpointError(
                 f"{state.path}: {key} is {said!s:.60}, but {place} has files of {ranks} ranks; "
-                "restore what is missing, or move files of another save away"
+                + ("restore the others" if more else "move those of another save away")
             )
     check_no_copies(optimizers)
     return _Run(stage, optimizers, models)
 
 
 def _files(
-    place: Path, there: Sequence[str], pattern: re.Pattern[str], due: list[int] | None
-) -> list[Path]:
+    place: StoragePath, there: Sequence[str], pattern: re.Pattern[str], due: list[int] | None
+) -> list[StoragePath]:
     """Return the files of a kind by rank, -1 for a file of all; by default all that are there."""
     found: dict[int, str] = {}
     odd = None
@@ -206,10 +206,7 @@ def _files(
             )
     odd = next((found[rank] for rank in found if rank not in due), odd)
     if odd is not None:
-        raise CheckpointError(
-            f"{place}: {odd} is not of the save of the other files; restore what is missing of "
-            "these, or move it away"
-        )
+        raise CheckpointError(f"{place}: {odd} is not of the save of the other files; move it away")
     return [file_inside(place, found[rank], place) for rank in due]
 
 
@@ -355,7 +352,7 @@ def _scalars(run: _Run, scalars: _ByRank) -> dict[int, dict[str, StoredTensor]]:
             if part := parts.get(rank):
                 offset = part.place.offset
                 boxes.append(StoredBox((), (), rank, path, offset, part.place.digest))
-                with SourceFile(path) as file:
+                with path.open() as file:
                     data = file.read(offset, item_bytes(part.local.dtype))
                 value = f"{part.local.dtype} {data.hex()}"
             values.append(value)

@@ -19,7 +19,6 @@ import os
 import re
 from collections.abc import Mapping
 from math import prod
-from pathlib import Path
 from typing import Final
 
 from shardspec.checkpoint.catalog import Catalog, StoredTensor
@@ -34,7 +33,8 @@ from shardspec.checkpoint.formats.torch_file import (
     state_file,
     whole_tensor,
 )
-from shardspec.checkpoint.store import SourceFile, file_inside, prefetch_depth, prefetch_map
+from shardspec.checkpoint.storage.path import SourceFile, StoragePath, file_inside
+from shardspec.checkpoint.storage.reading import prefetch_map
 from shardspec.checkpoint.targets import OutputFile, OutputTensor, RawBytes, Target, copied_file
 from shardspec.checkpoint.torch_files.dtensors import read_torch
 from shardspec.checkpoint.torch_files.values import TorchTensor, tensor_place
@@ -59,10 +59,10 @@ def _full_name(kind: str, name: str) -> str:
     return name if kind == _WEIGHT else f"optimizer.{kind}.{name}"
 
 
-def open_universal(directory: Path) -> Catalog:
+def open_universal(directory: StoragePath) -> Catalog:
     """Read what describes the tensors of all files; not their data."""
     matches = sorted(
-        filter(None, (DEEPSPEED_MODEL.fullmatch(path.name) for path in directory.iterdir())),
+        filter(None, map(DEEPSPEED_MODEL.fullmatch, directory.names())),
         key=lambda match: (int(match[2]), int(match[1] or 0)),
     )
     paths = [file_inside(directory, match[0], directory) for match in matches]
@@ -114,18 +114,18 @@ def open_universal(directory: Path) -> Catalog:
 
 
 def _tensors(
-    zero: Path, flat: Mapping[str, tuple[int, ...]]
-) -> tuple[dict[tuple[str, str], Path], dict[str, StoredTensor]]:
+    zero: StoragePath, flat: Mapping[str, tuple[int, ...]]
+) -> tuple[dict[tuple[str, str], StoragePath], dict[str, StoredTensor]]:
     """Return the files by parameter and kind, and their tensors; those of `flat` take its shape."""
     files = {
-        (folder.name, path.stem): file_inside(folder, path.name, folder)
-        for folder in sorted(zero.iterdir())
+        (folder.name, name.removesuffix(".pt")): file_inside(folder, name, folder)
+        for folder in map(zero.joinpath, zero.names())
         if folder.is_dir()
-        for path in sorted(folder.iterdir())
-        if path.suffix == ".pt"
+        for name in folder.names()
+        if name.endswith(".pt")
     }
     tensors = {}
-    with prefetch_map(files.values(), _read, prefetch_depth(zero)) as found:
+    with prefetch_map(files.values(), _read, zero.files_ahead()) as found:
         for ((name, kind), path), held in zip(files.items(), found, strict=True):
             if held is not None:
                 local, place = held
@@ -137,9 +137,9 @@ def _tensors(
     return files, tensors
 
 
-def _read(path: Path) -> StateTensor | None:
+def _read(path: StoragePath) -> StateTensor | None:
     """Return the tensor in a file; None where it has a plain number."""
-    with SourceFile(path) as file:
+    with path.open() as file:
         found = read_torch_zip(file)
         value = read_torch(found, found.pickle(file), DEEPSPEED_NAMES)
         if isinstance(value, dict):
@@ -234,9 +234,9 @@ def _file_name(source: Catalog, owner: str, kind: str) -> str:
     return f"zero/{owner}/{kind}.pt"
 
 
-def _optimizer_file(path: Path, stage3: bool) -> OutputFile:
+def _optimizer_file(path: StoragePath, stage3: bool) -> OutputFile:
     """Return the file of what a rank's optimizer keeps besides the tensors of parameters."""
-    with SourceFile(path) as file:
+    with path.open() as file:
         known = {**ARGUMENT_NAMES, **DEEPSPEED_NAMES}
         found = read_torch_zip(file)
         value = read_torch(found, found.pickle(file), known)

@@ -17,7 +17,6 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise, product
-from pathlib import Path
 from typing import Final, TypeAlias
 
 from shardspec.boxes import box_shape
@@ -31,7 +30,7 @@ from shardspec.checkpoint.formats.torch_file import (
     plain_value,
     read_torch_states,
 )
-from shardspec.checkpoint.store import file_inside
+from shardspec.checkpoint.storage.path import StoragePath, file_inside
 from shardspec.checkpoint.torch_files.unpickler import Names, Record, record_class
 from shardspec.errors import CheckpointError
 from shardspec.mesh.device_mesh import DeviceMesh
@@ -82,7 +81,10 @@ def _number(state: TorchState, name: str) -> int | None:
 
 
 def open_megatron(
-    directory: Path, *, source_rules: tensor_parallel.CutRules = None, ranks: int | None = None
+    directory: StoragePath,
+    *,
+    source_rules: tensor_parallel.CutRules = None,
+    ranks: int | None = None,
 ) -> Catalog:
     """Read what describes the models in the files of all ranks; not their data."""
     files = _read(directory)
@@ -137,11 +139,11 @@ def open_megatron(
     return Catalog(MEGATRON, directory, tensors, paths, mesh, _others(states))
 
 
-def _read(place: Path) -> _Files:
+def _read(place: StoragePath) -> _Files:
     """Return what all ranks saved."""
     found: dict[tuple[int, int, int], str] = {}
     counts = set()
-    for name in sorted(path.name for path in place.iterdir()):
+    for name in place.names():
         if match := MEGATRON_RANK.fullmatch(name):
             rank, *more = (int(number) for number in match.groups() if number is not None)
             stage, expert, *_ = *more, 0, 0
@@ -193,13 +195,14 @@ def _models(states: Sequence[TorchState]) -> list[str]:
 
 
 def _check_one_save(
-    place: Path, states: Sequence[TorchState], due: Mapping[str, int], ranks: int | None
+    place: StoragePath, states: Sequence[TorchState], due: Mapping[str, int], ranks: int | None
 ) -> None:
     """Check that all files of a save are there, by its arguments or by what the caller says."""
     if ranks not in (None, len(states)):
+        remedy = "restore the others, or " if ranks and ranks > len(states) else ""
         raise CheckpointError(
             f"{place}: holds the files of {len(states)} ranks, but {ranks} are said to have "
-            "written some; restore what is missing or correct the number"
+            f"written some; {remedy}correct the number"
         )
     first = states[0]
     for state in states:

@@ -21,7 +21,6 @@ of huggingface_hub; ``variant_compatible_siblings`` of diffusers.
 
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence, Set
-from pathlib import Path
 from typing import Final, NamedTuple
 
 from shardspec.checkpoint.formats.names import (
@@ -31,7 +30,8 @@ from shardspec.checkpoint.formats.names import (
     is_data_file,
     is_index,
 )
-from shardspec.checkpoint.store import Snapshot, file_inside, path_exists
+from shardspec.checkpoint.storage.path import StoragePath, file_inside
+from shardspec.checkpoint.storage.snapshot import Snapshot
 from shardspec.checkpoint.strict_json import checked, field, read_json
 from shardspec.errors import CheckpointError
 from shardspec.text import shown
@@ -61,9 +61,9 @@ class _Place(NamedTuple):
 class ModelFiles(NamedTuple):
     """The files of one model."""
 
-    files: Mapping[Path, Set[str]]
+    files: Mapping[StoragePath, Set[str]]
     """Per file the names that the index sends to it; empty sets without an index."""
-    index_path: Path | None = None
+    index_path: StoragePath | None = None
     names: Set[str] = frozenset()
     """All names in the index."""
     below: tuple[Snapshot, ...] = ()
@@ -72,11 +72,11 @@ class ModelFiles(NamedTuple):
     """For the user: what seems to be odd."""
 
     @property
-    def paths(self) -> tuple[Path, ...]:
+    def paths(self) -> tuple[StoragePath, ...]:
         """The index, if there is one, and the files."""
         return (*self.files,) if self.index_path is None else (self.index_path, *self.files)
 
-    def wanted(self, path: Path, held: Collection[str]) -> Collection[str]:
+    def wanted(self, path: StoragePath, held: Collection[str]) -> Collection[str]:
         """Return which of the tensors that a file holds are read from it.
 
         Raises `CheckpointError` if it lacks one that the index sends to it, or holds one that the
@@ -103,9 +103,9 @@ def _place(name: str) -> _Place:
     return _Place(".".join(filter(None, bare)), None if number is None else int(number), int(count))
 
 
-def find_safetensors(directory: Path) -> ModelFiles:
+def find_safetensors(directory: StoragePath) -> ModelFiles:
     """Return the files of the model in a folder with safetensors files."""
-    there = sorted(path.name for path in directory.iterdir())
+    there = directory.names()
     indexes, names = list(filter(is_index, there)), list(filter(is_data_file, there))
     _check_no_bin_model(directory, there, {_place(name).model for name in (indexes or names)})
     if indexes:
@@ -121,9 +121,9 @@ def find_safetensors(directory: Path) -> ModelFiles:
     return _without_index(directory, names)._replace(notes=notes)
 
 
-def find_bins(directory: Path) -> ModelFiles:
+def find_bins(directory: StoragePath) -> ModelFiles:
     """Return the files of the model in a folder with ``.bin`` files."""
-    there = sorted(path.name for path in directory.iterdir())
+    there = directory.names()
     indexes, names = list(filter(is_bin_index, there)), list(filter(is_bin_file, there))
     if indexes:
         return _by_only_index(directory, indexes, names)
@@ -136,7 +136,7 @@ def find_bins(directory: Path) -> ModelFiles:
     return _without_index(directory, names)
 
 
-def _without_index(directory: Path, names: Sequence[str]) -> ModelFiles:
+def _without_index(directory: StoragePath, names: Sequence[str]) -> ModelFiles:
     """Return all these files, if no number is missing."""
     if not names:
         # There were some when the format was found.
@@ -166,7 +166,7 @@ def _models(names: Iterable[str]) -> dict[str, list[tuple[str, int]]]:
     }
 
 
-def _check_numbers(directory: Path, files: Sequence[tuple[str, int]]) -> None:
+def _check_numbers(directory: StoragePath, files: Sequence[tuple[str, int]]) -> None:
     """Check that of the numbered files of one model all are there, once."""
     count = files[0][1]
     if not count:
@@ -201,7 +201,7 @@ def _sibling(name: str, number: int) -> str:
     return f"{name[:start]}{number:0{end - start}d}{name[end:]}"
 
 
-def _several_models(directory: Path, names: Sequence[str]) -> CheckpointError:
+def _several_models(directory: StoragePath, names: Sequence[str]) -> CheckpointError:
     """Return the error for a folder with several models, by a file of each."""
     some = f"{', '.join(names[:-1])} and {names[-1]}"
     remedy = "name the one to read instead of the directory"
@@ -210,7 +210,7 @@ def _several_models(directory: Path, names: Sequence[str]) -> CheckpointError:
     return CheckpointError(f"{directory}: holds several models, {some}; {remedy}")
 
 
-def _check_no_bin_model(directory: Path, there: Iterable[str], models: Set[str]) -> None:
+def _check_no_bin_model(directory: StoragePath, there: Iterable[str], models: Set[str]) -> None:
     """Refuse a folder whose ``.bin`` files are another model than its safetensors files.
 
     transformers looks for no other safetensors than ``model`` before it reads ``pytorch_model``.
@@ -225,7 +225,9 @@ def _check_no_bin_model(directory: Path, there: Iterable[str], models: Set[str])
 # --- with an index
 
 
-def _by_only_index(directory: Path, indexes: Sequence[str], names: Sequence[str]) -> ModelFiles:
+def _by_only_index(
+    directory: StoragePath, indexes: Sequence[str], names: Sequence[str]
+) -> ModelFiles:
     """Return what the one index of a folder names, if nothing beside it would be read instead."""
     if len(indexes) > 1:
         raise CheckpointError(
@@ -241,7 +243,7 @@ def _by_only_index(directory: Path, indexes: Sequence[str], names: Sequence[str]
     return found
 
 
-def files_of_index(index: Path) -> ModelFiles:
+def files_of_index(index: StoragePath) -> ModelFiles:
     """Read an index and return the files that it names, which are all there.
 
     Raises `CheckpointError` if it names none, or leaves out a numbered file that lies beside them.
@@ -256,10 +258,10 @@ def files_of_index(index: Path) -> ModelFiles:
             f"{index}: its weight_map is empty, so that it names no file; restore the index, or "
             "remove it to have all files read"
         )
-    files: dict[Path, set[str]] = {}
+    files: dict[StoragePath, set[str]] = {}
     for home, listed in sorted(names.items()):
         path = file_inside(index.parent, home, index, weights=True)
-        if not path_exists(path):
+        if not path.exists():
             raise CheckpointError(
                 f"{path}: is missing, but {index.name} puts {len(listed)} tensors into it, "
                 f"{min(listed)!r} first; restore it"
@@ -271,7 +273,7 @@ def files_of_index(index: Path) -> ModelFiles:
     return ModelFiles(files, index, frozenset().union(*files.values()), below, notes)
 
 
-def _check_siblings(index: Path, files: Mapping[Path, Set[str]]) -> tuple[str, ...]:
+def _check_siblings(index: StoragePath, files: Mapping[StoragePath, Set[str]]) -> tuple[str, ...]:
     """Refuse an index that leaves out a numbered file; return notes of files that are not there."""
     listing_bins = is_bin_index(index.name) is not None
     is_part = is_bin_file if listing_bins else is_data_file
@@ -279,7 +281,7 @@ def _check_siblings(index: Path, files: Mapping[Path, Set[str]]) -> tuple[str, .
     for folder in sorted({path.parent for path in files} | {index.parent}):
         named = {path.name for path in files if path.parent == folder}
         models = {_place(name).model for name in named} | {_place(index.name).model}
-        for other in sorted(path.name for path in folder.iterdir()):
+        for other in folder.names():
             place = _place(other)
             numbered = is_part(other) and place.number is not None
             if numbered and other not in named and place.model in models:
@@ -299,13 +301,13 @@ def _check_siblings(index: Path, files: Mapping[Path, Set[str]]) -> tuple[str, .
     return tuple(notes)
 
 
-def check_alone(path: Path) -> None:
+def check_alone(path: StoragePath) -> None:
     """Refuse a file that is one of several by its number, and say what to name."""
     model, number, count = _place(path.name)
     is_listing = is_bin_index if is_bin_file(path.name) else is_index
     if number is None or count < 2 or not (is_bin_file(path.name) or is_data_file(path.name)):
         return
-    there = sorted(other.name for other in path.parent.iterdir())
+    there = path.parent.names()
     indexes = (name for name in there if is_listing(name) and _place(name).model == model)
     index = next(indexes, None)
     place = f"directory, {path.parent}" if index is None else f"index, {path.parent / index}"

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain, groupby
 from operator import attrgetter
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
@@ -22,13 +21,8 @@ from shardspec.checkpoint.catalog import Catalog, ReplicaKey, StoredBox, StoredT
 from shardspec.checkpoint.formats import safetensors
 from shardspec.checkpoint.formats.names import INFO_NAME, NATIVE
 from shardspec.checkpoint.state_dict import KeyPath
-from shardspec.checkpoint.store import (
-    SourceFile,
-    file_inside,
-    path_exists,
-    prefetch_depth,
-    prefetch_map,
-)
+from shardspec.checkpoint.storage.path import StoragePath, file_inside
+from shardspec.checkpoint.storage.reading import prefetch_map
 from shardspec.checkpoint.strict_json import checked, fields, is_size, read_json
 from shardspec.checkpoint.targets import BoxEntry, FileEntry, OutputFile, OutputTensor, Target
 from shardspec.dtypes import from_safetensors, item_bytes, to_safetensors
@@ -116,10 +110,10 @@ def _dump(value: object) -> str:
     return json.dumps(value, ensure_ascii=False)
 
 
-def read_info(directory: Path) -> ShardingInfo:
+def read_info(directory: StoragePath) -> ShardingInfo:
     """Read and check the sharding info of a checkpoint directory."""
     path = file_inside(directory, INFO_NAME, directory)
-    if not path_exists(path):
+    if not path.exists():
         raise CheckpointError(
             f"{directory}: has no {INFO_NAME}, which is written last; the save did not finish, or "
             "this is not a checkpoint; save again"
@@ -167,7 +161,7 @@ def read_info(directory: Path) -> ShardingInfo:
 
 
 def _parse_tensors(
-    tensors: Mapping[str, object], mesh: DeviceMesh, path: Path
+    tensors: Mapping[str, object], mesh: DeviceMesh, path: StoragePath
 ) -> dict[str, Layout]:
     """Return the layouts; tensors that are sharded alike have one object."""
     known: dict[tuple[object, ...], Layout] = {}
@@ -191,7 +185,7 @@ def _parse_tensors(
 
 
 def _parse_file(
-    value: object, key: str, mesh: DeviceMesh, layouts: Mapping[str, Layout], path: Path
+    value: object, key: str, mesh: DeviceMesh, layouts: Mapping[str, Layout], path: StoragePath
 ) -> FileEntry:
     name, rank, num_bytes, boxes = fields(value, _FILE, path, key)
     if rank not in mesh:
@@ -245,7 +239,7 @@ class NativeCatalog(Catalog):
     """A checkpoint that `save_sharded` wrote."""
 
 
-def open_native(directory: Path) -> NativeCatalog:
+def open_native(directory: StoragePath) -> NativeCatalog:
     """Read the sharding info and the header of every file, and check that they agree."""
     info = read_info(directory)
     info_path = directory / INFO_NAME
@@ -255,7 +249,7 @@ def open_native(directory: Path) -> NativeCatalog:
     with prefetch_map(
         zip(paths, info.files, strict=True),
         lambda look: _stored_boxes(*look, info),
-        prefetch_depth(directory),
+        directory.files_ahead(),
     ) as found_boxes:
         for name, box in chain.from_iterable(found_boxes):
             boxes[name].append(box)
@@ -269,7 +263,7 @@ def open_native(directory: Path) -> NativeCatalog:
     return found
 
 
-def _check_boxes(info: ShardingInfo, directory: Path) -> None:
+def _check_boxes(info: ShardingInfo, directory: StoragePath) -> None:
     """Check that ranks hold what the specs give them, and that every box is in some file."""
     held: dict[str, list[tuple[int, ReplicaKey]]] = {name: [] for name in info.tensors}
     for file in info.files:
@@ -303,13 +297,15 @@ def _part_text(part: ReplicaKey) -> str:
     return f"{catalog.box_text(box)} of addend {list(addend)}" if addend else catalog.box_text(box)
 
 
-def _stored_boxes(path: Path, file: FileEntry, info: ShardingInfo) -> list[tuple[str, StoredBox]]:
+def _stored_boxes(
+    path: StoragePath, file: FileEntry, info: ShardingInfo
+) -> list[tuple[str, StoredBox]]:
     """Return the boxes of a file by tensor; its header is read, and agrees with the info."""
-    if not path_exists(path):
+    if not path.exists():
         raise CheckpointError(
             f"{path}: the file of rank {file.rank} is missing; restore it or save again"
         )
-    with SourceFile(path) as opened:
+    with path.open() as opened:
         header = safetensors.read_header(opened)
     said = {"bytes": header.file_bytes, **header.metadata}
     for key, due in {"bytes": file.num_bytes, **shard_metadata(info.save, file.rank)}.items():

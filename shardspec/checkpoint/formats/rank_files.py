@@ -20,7 +20,6 @@ so swapped files are found; where only plain tensors were saved, nothing depends
 from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from itertools import islice
-from pathlib import Path
 from typing import Final, NamedTuple, TypeAlias
 
 from shardspec.checkpoint import catalog
@@ -29,13 +28,8 @@ from shardspec.checkpoint.formats import torch_file
 from shardspec.checkpoint.formats.names import RANK_FILE, RANK_FILES, is_rank_file
 from shardspec.checkpoint.rank_state import on_larger_mesh
 from shardspec.checkpoint.state_dict import KeyPath
-from shardspec.checkpoint.store import (
-    HeaderFiles,
-    SourceFile,
-    file_inside,
-    prefetch_depth,
-    prefetch_map,
-)
+from shardspec.checkpoint.storage.path import StoragePath, file_inside
+from shardspec.checkpoint.storage.reading import HeaderFiles, prefetch_map
 from shardspec.checkpoint.torch_files.unpickler import alike_screen, no_collection
 from shardspec.checkpoint.torch_files.values import (
     TensorPlace,
@@ -65,16 +59,16 @@ class _RankFile(NamedTuple):
     rank: int
 
 
-def open_family(path: Path) -> "RankFilesCheckpoint":
+def open_family(path: StoragePath) -> "RankFilesCheckpoint":
     """Read the files of all ranks of the family that one of them belongs to."""
     return open_rank_files(path.parent, path.name)
 
 
-def open_rank_files(directory: Path, chosen: str | None = None) -> "RankFilesCheckpoint":
+def open_rank_files(directory: StoragePath, chosen: str | None = None) -> "RankFilesCheckpoint":
     """Read the files of all ranks of the model in a directory, or of a chosen one's family."""
     families: dict[str, list[_RankFile]] = {}
     family = None
-    for name in sorted(path.name for path in directory.iterdir()):
+    for name in directory.names():
         match = RANK_FILE.fullmatch(name)
         if match is not None and is_rank_file(name):
             of = match[1].rstrip("_.-")
@@ -114,7 +108,7 @@ def open_rank_files(directory: Path, chosen: str | None = None) -> "RankFilesChe
     return RankFilesCheckpoint(directory, states, extras)
 
 
-def _check_ranks(directory: Path, files: list[_RankFile], world: int) -> None:
+def _check_ranks(directory: StoragePath, files: list[_RankFile], world: int) -> None:
     """Check that there is one file of each of so many ranks, and no other."""
     count = Counter(file.rank for file in files)
     missing = list(islice((rank for rank in range(world) if rank not in count), _SHOWN + 1))
@@ -145,7 +139,7 @@ def _some(values: Sequence[object]) -> str:
 class RankState(NamedTuple):
     """What the file of one rank holds."""
 
-    path: Path
+    path: StoragePath
     rank: int  # as the name of the file says
     tensors: Mapping[str, TorchTensor]  # one object for all files that say the same of tensors
     extras: Mapping[str, object]  # everything else, as plain values
@@ -153,10 +147,10 @@ class RankState(NamedTuple):
     found: TorchZip
 
 
-def read_states(files: Iterable[tuple[Path, int]]) -> list[RankState]:
+def read_states(files: Iterable[tuple[StoragePath, int]]) -> list[RankState]:
     """Return what describes the state in files of `torch.save`, each with its rank."""
     files = list(files)
-    ahead = prefetch_depth(files[0][0], here=_AHEAD) if files else 0
+    ahead = files[0][0].files_ahead(_AHEAD) if files else 0
     screened = alike_screen()
     distinct: list[tuple[Mapping[str, TorchTensor], Directory]] = []
     states: list[RankState] = []
@@ -176,9 +170,9 @@ def read_states(files: Iterable[tuple[Path, int]]) -> list[RankState]:
     return states
 
 
-def _look(path: Path) -> tuple[TorchZip, bytes]:
+def _look(path: StoragePath) -> tuple[TorchZip, bytes]:
     """Return the directory of a file, and its pickle."""
-    with SourceFile(path) as file:
+    with path.open() as file:
         found = read_torch_zip(file)
         return found, found.pickle(file)
 
@@ -289,7 +283,7 @@ class RankFilesCheckpoint(catalog.Catalog):
     """A `Catalog` over the files of all ranks; made by `open_rank_files`."""
 
     def __init__(
-        self, directory: Path, states: Sequence[RankState], others: Mapping[str, object]
+        self, directory: StoragePath, states: Sequence[RankState], others: Mapping[str, object]
     ) -> None:
         self._states = states
         by_contents: dict[int, list[RankState]] = {}
@@ -304,7 +298,7 @@ class RankFilesCheckpoint(catalog.Catalog):
         distinct = dict.fromkeys(self._layouts.values())
         # Plain tensors do not say what mesh there was.
         same = (layouts[0].mesh for layouts in distinct if len({at.mesh for at in layouts}) == 1)
-        whole = (one for one in same if one.size == len(states) and one is not everywhere)
+        whole = (one for one in same if one.size() == len(states) and one is not everywhere)
         mesh = next(whole, None)
         self._specs = {layouts: _spec_on(mesh, layouts, groups) for layouts in distinct}
         self._boxes: dict[tuple[Layout, ...], tuple[catalog.FileBox, ...]] = {}
@@ -338,7 +332,7 @@ class RankFilesCheckpoint(catalog.Catalog):
                 return tensor_place(state.tensors[name], file, state.found)
 
         # The headers of empty parts are checked too.
-        with prefetch_map(self._states, look, prefetch_depth(self.directory)) as found:
+        with prefetch_map(self._states, look, self.directory.files_ahead()) as found:
             places = dict(zip((state.rank for state in self._states), found, strict=True))
         outline, layouts = self.outline(name), self._layouts[name]
         boxes = (

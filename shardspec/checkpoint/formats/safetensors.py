@@ -13,7 +13,6 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from math import prod
-from pathlib import Path
 from typing import Final, NamedTuple, TypeAlias
 
 from shardspec.checkpoint.catalog import (
@@ -30,7 +29,8 @@ from shardspec.checkpoint.formats.model_files import (
     find_safetensors,
 )
 from shardspec.checkpoint.formats.names import INFO_NAME, SAFETENSORS
-from shardspec.checkpoint.store import SourceFile, prefetch_depth, prefetch_map
+from shardspec.checkpoint.storage.path import SourceFile, StoragePath
+from shardspec.checkpoint.storage.reading import prefetch_map
 from shardspec.checkpoint.strict_json import checked, fields, parse_json
 from shardspec.checkpoint.targets import (
     Extent,
@@ -203,29 +203,29 @@ def encode_header(slots: Iterable[TensorSlot], metadata: Mapping[str, str]) -> t
     return len(text).to_bytes(8, "little") + text, Header(entries, dict(metadata), start + end)
 
 
-def open_directory(directory: Path) -> Catalog:
+def open_directory(directory: StoragePath) -> Catalog:
     """Read the one index of a directory, or where it has none all its safetensors files."""
     return _opened(directory, find_safetensors(directory))
 
 
-def open_index_file(index: Path) -> Catalog:
+def open_index_file(index: StoragePath) -> Catalog:
     """Read an index and the headers of its files, and check that they agree."""
     return _opened(index.parent, files_of_index(index))
 
 
-def open_single_file(path: Path) -> Catalog:
+def open_single_file(path: StoragePath) -> Catalog:
     """Read the header of one safetensors file."""
     check_alone(path)
     return _opened(path, ModelFiles({path: frozenset()}))
 
 
-def _opened(place: Path, model: ModelFiles) -> Catalog:
+def _opened(place: StoragePath, model: ModelFiles) -> Catalog:
     """Return the catalog of files that hold whole tensors."""
     tensors: dict[str, StoredTensor] = {}
-    home: dict[str, Path] = {}
-    stated: dict[str, tuple[str, Path]] = {}
-    contradictions: dict[str, tuple[Path, Path]] = {}
-    with prefetch_map(model.files, _whole_header, prefetch_depth(place)) as headers:
+    home: dict[str, StoragePath] = {}
+    stated: dict[str, tuple[str, StoragePath]] = {}
+    contradictions: dict[str, tuple[StoragePath, StoragePath]] = {}
+    with prefetch_map(model.files, _whole_header, place.files_ahead()) as headers:
         for path, header in zip(model.files, headers, strict=True):
             if model.index_path is None and SAVE_KEY in header.metadata:
                 raise CheckpointError(
@@ -259,7 +259,7 @@ def _opened(place: Path, model: ModelFiles) -> Catalog:
     return catalog
 
 
-def _whole_header(path: Path) -> Header:
+def _whole_header(path: StoragePath) -> Header:
     """Return the header of a file that should hold whole tensors."""
     header, offsets = read_offsets(path)
     for name, first in (offsets or {}).items():
@@ -272,13 +272,13 @@ def _whole_header(path: Path) -> Header:
     return header
 
 
-def read_offsets(path: Path) -> tuple[Header, dict[str, tuple[int, ...]] | None]:
+def read_offsets(path: StoragePath) -> tuple[Header, dict[str, tuple[int, ...]] | None]:
     """Read a header, and per tensor its first index in the global one; None if no note says it.
 
     The note is JSON in the metadata, ``{tensor name: {"saved_offsets": [index per dim]}}``.
     Source: torch/distributed/checkpoint/filesystem.py, torch 2.8 to 2.13.
     """
-    with SourceFile(path) as file:
+    with path.open() as file:
         header = read_header(file)
     text, version = header.metadata.get(_INFO), header.metadata.get(_VERSION)
     if text is None:

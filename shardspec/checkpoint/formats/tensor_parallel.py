@@ -23,26 +23,26 @@ import tomllib
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from fnmatch import fnmatchcase
 from importlib.resources import files
-from pathlib import Path
+from pathlib import PurePath
 from typing import Final, NamedTuple, TypeAlias
 
 from shardspec.checkpoint.catalog import Catalog, StoredTensor, replica_keys
 from shardspec.checkpoint.formats import torch_file
 from shardspec.checkpoint.formats.names import META, META_FILE, META_PARAMS
 from shardspec.checkpoint.formats.torch_file import TorchState, of_two_saves
-from shardspec.checkpoint.store import file_inside
+from shardspec.checkpoint.storage.path import StoragePath, file_inside
 from shardspec.checkpoint.strict_json import read_json
 from shardspec.checkpoint.torch_files.values import TorchTensor
-from shardspec.errors import CheckpointError, InputFileError, ShardSpecError
+from shardspec.errors import CheckpointError, InputFileError, LayoutError, ShardSpecError
 from shardspec.input_files import read_input_file
 from shardspec.layout.layout import Layout
+from shardspec.layout.rules import RuleSpec, last_match, misfit_text, winning_patterns
 from shardspec.layout.spec import DimSpec, Part, ShardingSpec
 from shardspec.mesh.device_mesh import DeviceMesh
 from shardspec.text import Argument
 
-CutRules: TypeAlias = Mapping[str, object] | Path | str | None
+CutRules: TypeAlias = Mapping[str, object] | PurePath | str | None
 """Rules of a caller: none, a pattern to a spec or table, or a TOML file of these."""
 
 _AXIS: Final = "tp"
@@ -57,7 +57,7 @@ _EXPERT: Final = re.compile(
 _FUSED_QKV: Final = re.compile(r".*query_key_value\.(weight|bias)", re.DOTALL)
 
 
-def read_toml(path: Path) -> dict[str, object]:
+def read_toml(path: PurePath) -> dict[str, object]:
     """Read a small TOML file of rules; raises `CheckpointError` where it is none."""
     try:
         return tomllib.loads(read_input_file(path, _MOST_BYTES).decode("utf-8-sig"))
@@ -70,23 +70,23 @@ def read_toml(path: Path) -> dict[str, object]:
         ) from None
 
 
-def cut_rules(rules: CutRules, stated_by: str = "rules") -> dict[str, ShardingSpec]:
+def cut_rules(rules: CutRules, stated_by: str = "rules") -> dict[str, RuleSpec]:
     """Return rules as specs, in which the parts are proportions."""
-    if isinstance(rules, Path | str):
-        rules, stated_by = read_toml(Path(rules)), str(rules)
+    if isinstance(rules, PurePath | str):
+        rules, stated_by = read_toml(PurePath(rules)), str(rules)
     return {
         pattern: _rule(value, f"{stated_by}: the rule of {pattern!r}")
         for pattern, value in (rules or {}).items()
     }
 
 
-def shipped_rules(name: str) -> dict[str, ShardingSpec]:
+def shipped_rules(name: str) -> dict[str, RuleSpec]:
     """Return rules that come with the library, such as ``megatron_gpt``."""
     text = files("shardspec.checkpoint").joinpath("rules", f"{name}.toml").read_text("utf-8")
     return cut_rules(tomllib.loads(text), name)
 
 
-def _rule(value: object, what: str) -> ShardingSpec:
+def _rule(value: object, what: str) -> RuleSpec:
     table = value if isinstance(value, Mapping) else {"spec": value}
     spec, parts = table.get("spec"), table.get("parts", 1)
     if type(parts) is int and parts <= _MOST_PARTS:
@@ -99,14 +99,15 @@ def _rule(value: object, what: str) -> ShardingSpec:
         and all(type(part) is int and part > 0 for part in parts)
     ):
         try:
-            found = ShardingSpec.of(spec)
+            rule = RuleSpec.of(spec)
         except ShardSpecError as error:
-            # A picture of the place follows the first line.
-            raise CheckpointError(f"{what}: {str(error).splitlines()[0]}") from None
+            raise CheckpointError(f"{what}: {error}") from None
+        found = rule.spec
         cut = DimSpec((_AXIS,), tuple(map(Part, parts)) if len(parts) > 1 else ())
         known = found.is_plain and not found.partials and {*found.axes} <= {_AXIS}
         if known and (found.axes or cut.is_plain):
-            return ShardingSpec(found.dims, dict.fromkeys(found.dim_partition_dict, cut))
+            cuts = dict.fromkeys(found.dim_partition_dict, cut)
+            return replace(rule, spec=ShardingSpec(found.dims, cuts))
     raise CheckpointError(
         f"{what} is {value!r:.80}; give a spec in quotes, over the axis {_AXIS} alone and with "
         "nothing pending, or a table of spec and parts: the number of parts of the sharded dim, or "
@@ -117,22 +118,20 @@ def _rule(value: object, what: str) -> ShardingSpec:
 class Rules(NamedTuple):
     """What says how tensors are sharded: rules of the caller, and then those that are shipped."""
 
-    own: Mapping[str, ShardingSpec]
-    shipped: Mapping[str, ShardingSpec]
+    own: Mapping[str, RuleSpec]
+    shipped: Mapping[str, RuleSpec]
     old_qkv: bool = False
     """Whether the files are so old that query_key_value is not sorted by heads."""
 
-    def find(self, name: str, path: Path) -> ShardingSpec:
-        """Return the rule of a tensor; `path` is for errors."""
+    def find(self, name: str, dims: int, path: StoragePath) -> ShardingSpec:
+        """Return how a tensor was sharded; `path` is for errors."""
         for rules in (self.own, self.shipped):
-            matching = [pattern for pattern in rules if fnmatchcase(name, pattern)]
-            if len({rules[pattern] for pattern in matching}) > 1:
-                raise CheckpointError(
-                    f"tensor {name!r} is matched by the rules {matching}; narrow the patterns so "
-                    "that one is left"
-                )
-            if matching:
-                return rules[matching[0]]
+            pattern = last_match(rules, name)
+            if pattern is not None:
+                spec = rules[pattern].for_dims(dims)
+                if spec is None:
+                    raise CheckpointError(misfit_text(pattern, rules[pattern], name, dims))
+                return spec
             if self.old_qkv and _FUSED_QKV.fullmatch(name):
                 raise CheckpointError(
                     f"{path}: tensor {name!r} is of checkpoint version 0, where ranks hold all of "
@@ -182,6 +181,10 @@ def merged_tensors(chunks: Sequence[Chunk], rules: Rules) -> dict[str, StoredTen
                 tensors[name] = replace(known, boxes=known.boxes + found.boxes)
         if chunk.expert_rank + 1 == chunk.expert_ranks:
             layers_before.update({before: count for (before, _), count in layers.items()})
+    try:
+        winning_patterns(list(rules.own), tensors)
+    except LayoutError as error:
+        raise CheckpointError(Argument("source_rules"), f" {error}") from None
     return tensors
 
 
@@ -233,12 +236,7 @@ def _tensor(name: str, local_name: str, chunk: Chunk, rules: Rules) -> StoredTen
     dims, shape = len(first.shape), list(first.shape)
     rule = spec = ShardingSpec(dims)
     if len(held) > 1:
-        rule = rules.find(name, first_path)
-    if rule.dims != dims:
-        raise CheckpointError(
-            f"tensor {name!r}: its rule {rule} has {rule.dims} dims, but it has {dims}; give it a "
-            "rule of its own"
-        )
+        rule = rules.find(name, dims, first_path)
     for dim in rule.dim_partition_dict:
         parts = [part.size for part in rule.dim_specs[dim].parts] or [1]
         if shape[dim] % sum(parts):
@@ -273,9 +271,9 @@ _TOKENS: Final = "tok_embeddings.weight"
 _KEYS: Final = "layers.0.attention.wk.weight"
 
 
-def open_meta(directory: Path, *, source_rules: CutRules = None) -> Catalog:
+def open_meta(directory: StoragePath, *, source_rules: CutRules = None) -> Catalog:
     """Read what describes the tensors in the files of all ranks; not their data."""
-    names = sorted(path.name for path in directory.iterdir())
+    names = directory.names()
     found = {int(match[1]): name for name in names if (match := META_FILE.fullmatch(name))}
     paths = tuple(file_inside(directory, found[rank], directory) for rank in sorted(found))
     states = torch_file.read_torch_states(paths)
@@ -291,14 +289,15 @@ def open_meta(directory: Path, *, source_rules: CutRules = None) -> Catalog:
         )
     ranks = width[0] // share[1]
     if sorted(found) != list(range(ranks)):
-        lacks = next((f"consolidated.{n:02d}.pth" for n in range(ranks) if n not in found), "none")
+        missing = [f"consolidated.{n:02d}.pth" for n in range(ranks) if n not in found]
+        remedy = f"restore {missing[0]}" if missing else f"move those from {ranks} on away"
         raise CheckpointError(
             f"{directory}: has {len(found)} files consolidated.NN.pth, but by the shapes in them "
-            f"{ranks} ranks wrote one ({lacks} is missing); restore them, or move others away"
+            f"{ranks} ranks wrote one each; {remedy}"
         )
     torch_file.check_no_copies(states)
     embedding = "[S(tp),R]" if shapes.get(_TOKENS, ())[1:] == width else "[R,S(tp)]"
-    shipped = shipped_rules("meta_llama") | {_TOKENS: ShardingSpec.parse(embedding)}
+    shipped = shipped_rules("meta_llama") | {_TOKENS: RuleSpec.of(embedding)}
     tensors = merged_tensors([Chunk(states)], Rules(cut_rules(source_rules), shipped))
     extras: dict[str, object] = {}
     if META_PARAMS in names:
@@ -312,7 +311,7 @@ def open_meta(directory: Path, *, source_rules: CutRules = None) -> Catalog:
     return Catalog(META, directory, tensors, paths, mesh, extras)
 
 
-def _params(path: Path, tensors: Mapping[str, StoredTensor]) -> dict[str, object]:
+def _params(path: StoragePath, tensors: Mapping[str, StoredTensor]) -> dict[str, object]:
     """Read what the model is said to be, and compare it with the tensors."""
     params = read_json(path, META_PARAMS, _MOST_BYTES)
     rows = {name: tensor.shape[0] for name, tensor in tensors.items() if tensor.shape}

@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from hashlib import sha256
 from itertools import islice
 from math import prod
-from pathlib import Path
+from pathlib import PurePath
 from typing import Any, Final, NamedTuple
 
 from shardspec.boxes import box_shape
@@ -43,7 +43,8 @@ from shardspec.checkpoint.formats.names import (
     part_text,
 )
 from shardspec.checkpoint.state_dict import KeyPath, Place, is_path
-from shardspec.checkpoint.store import SourceFile, prefetch_depth, prefetch_map
+from shardspec.checkpoint.storage.path import StoragePath
+from shardspec.checkpoint.storage.reading import prefetch_map
 from shardspec.checkpoint.targets import Extent, OutputFile, OutputTensor, RawBytes, Target
 from shardspec.checkpoint.torch_files.dtensors import read_torch
 from shardspec.checkpoint.torch_files.unpickler import (
@@ -102,7 +103,7 @@ class StateTensor(NamedTuple):
 class TorchState(NamedTuple):
     """What one file holds."""
 
-    path: Path
+    path: StoragePath
     tensors: Mapping[str, StateTensor]
     extras: Mapping[str, object]  # everything else, as the pickle has it
     paths: Mapping[str, KeyPath]  # the keys of those names that are not keys themselves
@@ -118,14 +119,14 @@ class Contents(NamedTuple):
     """The keys of those names that are not keys themselves."""
 
 
-def read_torch_states(paths: Sequence[Path], more: Names | None = None) -> list[TorchState]:
+def read_torch_states(paths: Sequence[StoragePath], more: Names | None = None) -> list[TorchState]:
     """Read what describes the states in files of `torch.save`; not their data.
 
     `more` are names that may be in them beyond those of tensors and `ARGUMENT_NAMES`.
     """
 
-    def look(path: Path) -> TorchState:
-        with SourceFile(path) as file:
+    def look(path: StoragePath) -> TorchState:
+        with path.open() as file:
             found = read_torch_zip(file)
             held = read_contents(found, found.pickle(file), more)
             tensors = {
@@ -134,7 +135,7 @@ def read_torch_states(paths: Sequence[Path], more: Names | None = None) -> list[
             }
         return TorchState(path, tensors, held.others, held.paths, found)
 
-    with prefetch_map(paths, look, prefetch_depth(paths[0])) as states:
+    with prefetch_map(paths, look, paths[0].files_ahead()) as states:
         return list(states)
 
 
@@ -161,7 +162,7 @@ def _kind_of(value: object) -> str:
     return f"an {name}" if name[0] in "aeiou" else f"a {name}"
 
 
-def flat_contents(value: object, at: KeyPath, path: Path) -> Contents:
+def flat_contents(value: object, at: KeyPath, path: StoragePath) -> Contents:
     """Return the tensors and other entries of a value that is found by the keys `at`."""
     contents = Contents({}, {}, {})
     tensors, others, paths = contents
@@ -187,7 +188,7 @@ def flat_contents(value: object, at: KeyPath, path: Path) -> Contents:
 
 
 def _leaves(
-    at: tuple[Any, ...], value: object, depth: int, left: Iterator[int], path: Path
+    at: tuple[Any, ...], value: object, depth: int, left: Iterator[int], path: StoragePath
 ) -> Iterator[tuple[tuple[Any, ...], object]]:
     """Yield the parts of nested dicts, and of lists that hold tensors, with their keys.
 
@@ -210,7 +211,7 @@ def _leaves(
             yield from _leaves((*at, key), part, depth + 1, left, path)
 
 
-def _holds_tensors(value: object, depth: int, left: Iterator[int], path: Path) -> bool:
+def _holds_tensors(value: object, depth: int, left: Iterator[int], path: StoragePath) -> bool:
     _visit(depth, left, path)
     if isinstance(value, TorchTensor | UnreadTensor):
         return True
@@ -220,7 +221,7 @@ def _holds_tensors(value: object, depth: int, left: Iterator[int], path: Path) -
     return any(_holds_tensors(part, depth + 1, left, path) for part in parts)
 
 
-def _visit(depth: int, left: Iterator[int], path: Path) -> None:
+def _visit(depth: int, left: Iterator[int], path: StoragePath) -> None:
     if depth > _MOST_DEPTH or next(left, None) is None:
         raise PickleError(
             f"{path}: its dicts nest more than {_MOST_DEPTH} deep or repeat themselves without "
@@ -324,7 +325,7 @@ def _opaque(text: str, value: object, left: Iterator[int], found: TorchZip | Non
     return OpaqueValue(text, digest.hexdigest() if exact else None, tensors)
 
 
-def whole_tensor(name: str, path: Path, found: StateTensor, rank: int = 0) -> StoredTensor:
+def whole_tensor(name: str, path: StoragePath, found: StateTensor, rank: int = 0) -> StoredTensor:
     """Return a tensor that is whole in one file, that of a rank."""
     shape = found.local.shape
     boxes = () if 0 in shape else (StoredBox(whole_box(shape), (), rank, path, *found.place),)
@@ -332,7 +333,7 @@ def whole_tensor(name: str, path: Path, found: StateTensor, rank: int = 0) -> St
 
 
 def part_of(
-    layout: Layout, rank: int, part: ReplicaKey, path: Path, local: TensorPlace
+    layout: Layout, rank: int, part: ReplicaKey, path: StoragePath, local: TensorPlace
 ) -> StoredBox:
     """Return one of the boxes of a rank, whose shard is at `local`."""
     box, addend = part
@@ -348,7 +349,7 @@ def part_of(
 
 
 def of_two_saves(
-    path: Path, what: str, said: object, other: Path | str, due: object
+    path: StoragePath, what: str, said: object, other: PurePath | str, due: object
 ) -> CheckpointError:
     """Return the error that one file says something else than another, or than others together."""
     return CheckpointError(
@@ -357,7 +358,7 @@ def of_two_saves(
     )
 
 
-def check_same_names(held: Iterable[tuple[Path, Mapping[str, object]]]) -> None:
+def check_same_names(held: Iterable[tuple[StoragePath, Mapping[str, object]]]) -> None:
     """Check that the files of all ranks hold tensors of the same names."""
     (first_path, first), *others = held
     for path, tensors in others:
@@ -371,7 +372,7 @@ def check_same_names(held: Iterable[tuple[Path, Mapping[str, object]]]) -> None:
 
 def check_no_copies(states: Iterable[TorchState]) -> None:
     """Refuse a rank's file that is that of another, by the digests of torch's zips."""
-    seen: dict[frozenset[tuple[str, int]], Path] = {}
+    seen: dict[frozenset[tuple[str, int]], StoragePath] = {}
     for state in states:
         digests = [(name, found.place.digest) for name, found in state.tensors.items()]
         key = frozenset((name, digest.crc32) for name, digest in digests if digest is not None)
@@ -386,26 +387,26 @@ def check_no_copies(states: Iterable[TorchState]) -> None:
 # --- whole models
 
 
-def open_torch_file(path: Path) -> Catalog:
+def open_torch_file(path: StoragePath) -> Catalog:
     """Read what describes the state in one file; not its data. Parts of tensors are refused."""
     check_alone(path)
-    kind = part_of_several(path.name, lambda: [at.name for at in path.parent.iterdir()])
+    kind = part_of_several(path.name, path.parent.names)
     if kind is not None:
         raise CheckpointError(f"{path}: is {part_text(kind)}")
     return _opened(path, ModelFiles({path: frozenset()}))
 
 
-def open_bin_directory(directory: Path) -> Catalog:
+def open_bin_directory(directory: StoragePath) -> Catalog:
     """Read the index of a directory, or its one ``pytorch_model.bin``, or all numbered files."""
     return _opened(directory, find_bins(directory))
 
 
-def open_bin_index(index: Path) -> Catalog:
+def open_bin_index(index: StoragePath) -> Catalog:
     """Read an index and what describes its files, and check that they agree."""
     return _opened(index.parent, files_of_index(index))
 
 
-def _opened(place: Path, model: ModelFiles) -> Catalog:
+def _opened(place: StoragePath, model: ModelFiles) -> Catalog:
     """Return the catalog of files that hold whole tensors."""
     tensors: dict[str, StoredTensor] = {}
     others: dict[str, object] = {}

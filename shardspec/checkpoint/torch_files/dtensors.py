@@ -13,7 +13,6 @@ from itertools import chain, product
 from math import prod
 from typing import Final, get_args
 
-from shardspec.checkpoint.store import SourceFile
 from shardspec.checkpoint.torch_files.unpickler import (
     Foreign,
     Global,
@@ -163,7 +162,7 @@ class _DTensors:
         if letter is None or not most:
             raise ValueError(f"a mesh of shape {list(tensor.shape)} and dtype {tensor.dtype}")
         check_record(tensor, self._found)
-        with SourceFile(self._found.path) as file:
+        with self._found.path.open() as file:
             data = self._found.read(file, name)
         # Little endian, as everything that is read.
         ids = struct.unpack(f"<{num_bytes // item_bytes(tensor.dtype)}{letter}", data)

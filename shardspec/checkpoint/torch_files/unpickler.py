@@ -14,7 +14,7 @@ import io
 import pickle
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
+from pathlib import PurePath
 from typing import Any, ClassVar, Final, Never, Self, TypeAlias
 
 from shardspec.errors import CheckpointError
@@ -393,7 +393,7 @@ def no_collection() -> Iterator[None]:
 def unpickle(
     data: bytes,
     names: Names,
-    path: Path | str,
+    path: PurePath | str,
     what: str,
     persistent: Callable[[object], object] = _no_storage,
     screened: Callable[[bytes], None] = screen,

@@ -11,7 +11,7 @@ from math import prod
 from typing import Final, NamedTuple, Never
 
 from shardspec.checkpoint.catalog import Digest
-from shardspec.checkpoint.store import SourceFile
+from shardspec.checkpoint.storage.path import SourceFile
 from shardspec.checkpoint.torch_files.unpickler import (
     Global,
     Names,

@@ -10,12 +10,11 @@ import io
 import struct
 from array import array
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Final, NamedTuple, TypeAlias
 from zipfile import ZIP_STORED, BadZipFile, ZipFile, ZipInfo
 
 from shardspec.checkpoint.read_boxes import crc32
-from shardspec.checkpoint.store import SourceFile
+from shardspec.checkpoint.storage.path import SourceFile, StoragePath
 from shardspec.checkpoint.torch_files.unpickler import MOST_PICKLE_BYTES, PickleError
 from shardspec.errors import CheckpointError
 
@@ -51,7 +50,7 @@ Directory: TypeAlias = dict[str, tuple[int, int, int, int]]
 class TorchZip:
     """What a stretch of a file holds that `torch.save` wrote; made by `read_torch_zip`."""
 
-    path: Path
+    path: StoragePath
     what: str  # what it is, for errors
     archive: bytes
     directory: Directory  # may be one object for files with an equal one
@@ -186,7 +185,7 @@ def _no_zip(head: bytes) -> str:
 
 
 def _checked(
-    path: Path, what: str, infos: list[ZipInfo], first: int, at: int, end: int
+    path: StoragePath, what: str, infos: list[ZipInfo], first: int, at: int, end: int
 ) -> TorchZip:
     """Return the records; no two may share a byte or a name.
 

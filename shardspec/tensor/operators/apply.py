@@ -1,130 +1,46 @@
 """Torch operations on DTensors, done by torch's own DTensor; errors with a remedy where it fails.
 
-What torch computes wrongly was found by comparing torch 2.13 with one process, over the samples of
-its own tests. It is given other arguments, watched, or refused; what decides is layouts, so that
-all ranks do alike.
+In a job each rank has torch's DTensor of its shard. A process that holds the shards of all devices
+takes itself for each rank of a job meanwhile, under the same conditions.
 """
 
 import re
-import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from functools import lru_cache, partial
-from math import inf
-from typing import Any, Final, TypeAlias
+from typing import Any, Final
 
 import torch
-import torch.distributed as dist
 from torch.distributed.tensor import DTensor as TorchDTensor
-from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.experimental import implicit_replication
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
 from shardspec.errors import LayoutError, ShardSpecError
-from shardspec.interop.torch_dtensor import in_our_words, is_strided, layout_of, torch_dtensor
+from shardspec.interop.torch_dtensor import layout_of, local_of, torch_dtensor
+from shardspec.interop.torch_parts import joined, memory_of, parts_of
 from shardspec.layout.layout import Layout
 from shardspec.layout.spec import ShardingSpec
-from shardspec.mesh.device_mesh import DeviceMesh
-from shardspec.tensor.operators.conditions import (
-    arguments_for,
-    facts_of,
-    is_mean,
-    never_merge_gathers,
+from shardspec.tensor.operators.call import Call, Drawing, Function, Result, carry_out
+from shardspec.tensor.operators.conditions import facts_of, is_mean, never_merge_gathers
+from shardspec.tensor.operators.simulated import (
+    Locals,
+    differentiable,
+    each_draws,
+    simulated_mesh,
+    simulating,
 )
 from shardspec.tensor.operators.tensor import TensorLike
-from shardspec.tensor.operators.watch import Watch, is_alias, is_copy_of, specs_text, was_right
+from shardspec.tensor.operators.watch import is_alias
+from shardspec.tensor.run import copies_of
 from shardspec.tensor.shards import check_copies
 
-_REFUSALS: Final = (RuntimeError, ValueError, AssertionError, TypeError)
-"""What torch raises where it cannot propagate a layout."""
-
-_Function: TypeAlias = Callable[..., Any]
-_Args: TypeAlias = Sequence[object]
-_Kwargs: TypeAlias = Mapping[str, object]
-
-
-class _Call:
-    """A function of torch and the leaves of its arguments, some of them DTensors on one mesh."""
-
-    def __init__(
-        self, function: _Function, leaves: list[Any], structure: TreeSpec, mesh: DeviceMesh
-    ) -> None:
-        self.function, self._leaves, self._structure = function, leaves, structure
-        self._mesh = mesh
-        self.tensors = [leaf for leaf in leaves if isinstance(leaf, TorchDTensor)]
-
-    def result(self, tensors: Iterable[torch.Tensor]) -> Any:  # noqa: ANN401
-        """Call the function with other tensors in place of the DTensors."""
-        given = iter(tensors)
-        leaves = [next(given) if isinstance(leaf, TorchDTensor) else leaf for leaf in self._leaves]
-        args, kwargs = tree_unflatten(leaves, self._structure)
-        return self.function(*args, **kwargs)
-
-    def layouts(self) -> list[Layout]:
-        """Return the layout of every DTensor."""
-        return [layout_of(tensor, self._mesh) for tensor in self.tensors]
-
-    def is_possible(self, layouts: Sequence[Layout]) -> bool:
-        """Try it on meta tensors of these layouts; it fails too if it reads values."""
-        # With the shapes of this rank: views of shards may be of other shapes on other ranks.
-        rank, tried = dist.get_rank(), []
-        for given, layout in zip(self.tensors, layouts, strict=True):
-            shape = layout.local_shape(rank if rank in layout.mesh else layout.mesh.ids[0])
-            empty = torch.empty(shape, dtype=given.dtype, device="meta")
-            tried.append(torch_dtensor(empty, layout, given.device_mesh))
-        try:
-            with torch.no_grad():
-                self.result(tried)
-        except (*_REFUSALS, IndexError, KeyError):
-            return False
-        return True
-
-    def refusal(self, name: str, error: Exception) -> LayoutError | None:
-        """Return the error for what torch has refused; None where layouts are not the reason."""
-        given = self.layouts()
-        replicated = [layout.with_spec(ShardingSpec(layout.spec.dims)) for layout in given]
-        reason = str(error).strip().partition("\n")[0].rstrip(".")
-        if not self.is_possible(replicated):
-            if not isinstance(error, NotImplementedError):
-                return None
-            return LayoutError(
-                f"{name}: torch {torch.__version__} has no rule for it on DTensors, on any "
-                f"layout ({reason}); do it on to_global()"
-            )
-        if self.is_possible(given):
-            return None
-        specs = specs_text(str(layout.labelled_spec) for layout in given)
-        return LayoutError(f"{name} is not possible on {specs}: {reason}; redistribute first")
-
-
-_NORMS: Final = ("linalg_vector_norm", "norm")
-
-
-def _check_gradient(name: str, args: _Args, kwargs: _Kwargs) -> None:
-    """Raise `LayoutError` if the gradient of this call on DTensors would be wrong.
-
-    That of a largest element is distributed shard by shard; where several axes split one dim, ranks
-    may wait for each other.
-    """
-    order = kwargs.get("p", kwargs.get("ord", args[1] if len(args) > 1 else None))
-    if name in ("amax", "amin") and len(args) < 2 and not kwargs.get("dim"):
-        remedy = f"name the dims, as in {name}((0, 1))"
-    elif name in _NORMS and isinstance(order, float) and abs(order) == inf:
-        remedy = "use .abs().amax() or .abs().amin() with the dims named"
-    else:
-        return
-    raise LayoutError(
-        f"{name}: torch {torch.__version__} computes a wrong gradient of it on DTensors; "
-        f"{remedy}, or detach its arguments"
-    )
-
-
-_WRITES: Final = re.compile(
-    "__setitem__|__i(add|sub|mul|truediv|floordiv|mod|pow|and|or|xor)__|.*[^_]_"
-)
-"""Names of functions that write to their first argument."""
-_ATTENTION: Final = ("scaled_dot_product_attention", "multi_head_attention_forward")
+_DECISIVE: Final = (int, float, torch.dtype, type(None))
+"""Arguments that decide, with layouts, on the layout of a result; of floats only the type does."""
+_UNKNOWN: Final = (RuntimeError, TypeError, AssertionError, ValueError, IndexError, KeyError)
+"""What torch raises where tensors have no data, and where arguments are wrong on any layout."""
+_MOST_TRIED: Final = 64
+"""Devices of a mesh on which calls on uneven shards are tried with the shapes of all."""
 _DROPOUT_PLACE: Final = 4
 """Where the probability is among the arguments of attention."""
 _RANDOM: Final = re.compile(
@@ -135,168 +51,224 @@ _RANDOM: Final = re.compile(
 """Names of functions that draw random numbers, besides attention with dropout."""
 
 
-def apply(function: _Function, args: _Args, kwargs: _Kwargs) -> Any:  # noqa: ANN401
+def apply(function: Function, args: Sequence[object], kwargs: Mapping[str, object]) -> Any:  # noqa: ANN401
     """Call a torch function with DTensors among its arguments, which may be nested."""
-    name = getattr(function, "__name__", str(function))
-    shown = name.strip("_")
+    results = None if kwargs else _results_of(function, args)
+    if results:
+        result = _at_once(function, args, results)
+        if result is not None:
+            return result
     leaves, structure = tree_flatten((tuple(args), dict(kwargs)))
-    sharded = [leaf for leaf in leaves if isinstance(leaf, TensorLike)]
-    first, mesh = sharded[0], sharded[0].layout.mesh
+    call = Call(function, args, kwargs, leaves, structure)
+    tensors, name = call.tensors, call.shown
+    first = tensors[0]
     out = kwargs.get("out")
     if out is not None:
-        _check_out(shown, sharded, out)
-    if torch.is_grad_enabled() and (_WRITES.fullmatch(name) or out is not None):
+        _check_out(name, tensors, out)
+    if torch.is_grad_enabled() and (call.writes or out is not None):
         for leaf in tree_leaves((args[:1], out)):
             if isinstance(leaf, TensorLike) and leaf.is_leaf_with_gradient():
                 raise LayoutError(
-                    f"{shown} would write to a leaf that requires a gradient; do it under "
+                    f"{name} would write to a leaf that requires a gradient; do it under "
                     "torch.no_grad(), or without writing in place"
                 )
     for leaf in leaves:
-        _check_leaf(shown, leaf, first)
-    facts = [facts_of(tensor.layout) for tensor in sharded]
-    if is_mean(shown, kwargs) and any(each.is_sharded for each in facts):
+        _check_leaf(name, leaf, first)
+    facts = [facts_of(tensor.layout) for tensor in tensors]
+    if is_mean(name, kwargs) and any(each.is_sharded for each in facts):
         return apply(function, args, {**kwargs, "reduction": "none"}).mean()
-    owners = {id(tensor.to_torch()): tensor for tensor in reversed(sharded)}
-    copies = [tensor.to_torch() for tensor in sharded if tensor.is_copied_part]
-    if any(each.is_uneven_over_axes for each in facts):
-        never_merge_gathers(first.to_torch().device_mesh)
-    leaves = [_in_torch(leaf, first) for leaf in leaves]
-    call = _Call(function, leaves, structure, mesh)
-    written = [
-        leaf.to_torch()
-        for leaf in tree_leaves((args[:1] if _WRITES.fullmatch(name) else (), out))
-        if isinstance(leaf, TensorLike)
-    ]
-    layouts = call.layouts()
-    tensors = arguments_for(shown, leaves, layouts, written)
-    tracked = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in call.tensors)
-    if tracked:
-        _check_gradient(shown, args, kwargs)
-    strided = any(map(is_strided, call.tensors))
-    earlier = was_right(function, tracked, *kwargs, *map(_key, leaves), *layouts)
-    watch = Watch(shown, copies) if strided or copies or not earlier.found else None
-    try:
-        with ExitStack() as stack:
-            stack.enter_context(implicit_replication())  # of plain tensors that torch makes
-            if first.to_torch().device_mesh.device_type == "cpu":
-                if name in _ATTENTION:
-                    # The fused kernel for the CPU has no rule, but its matrix products have.
-                    stack.enter_context(sdpa_kernel(SDPBackend.MATH))
-                if _draws(name, args, kwargs):
-                    stack.enter_context(_same_numbers(first, kwargs.get("generator")))
-            if watch is not None:
-                stack.enter_context(watch)
-            result = call.result(tensors)
-        earlier.found = watch is None or not watch.mended
-        if tracked and written:
-            _keep_layout_of_gradient(written)
-    except ShardSpecError:
-        lost = watch is not None and watch.lost
-        if not lost or copies or function is not torch.Tensor.__setitem__:
-            raise
-        _set_in_whole(call)
-        return None
-    except _REFUSALS as error:
-        found = call.refusal(shown, error)
-        if found is None:
-            raise
-        raise found from None
+    if first.is_simulated:
+        return _in_simulation(call)
+    merge_gathers = not any(each.is_uneven_over_axes for each in facts)
+    # Of many devices a trial takes longer than it is worth.
+    wants_trial = len(first.layout.mesh.ids) <= _MOST_TRIED and any(f.is_uneven for f in facts)
+    return _in_job(
+        call,
+        results if merge_gathers else None,
+        merge_gathers=merge_gathers,
+        wants_trial=wants_trial,
+    )
 
-    numbers = any(isinstance(leaf, int | float | complex) for leaf in tree_leaves(result))
-    if numbers and not call.is_possible(call.layouts()):
-        # It reads values. torch would read this rank's shard, or its addend.
-        return call.result(tensor.full_tensor().detach() for tensor in call.tensors)
+
+@lru_cache(maxsize=4096, typed=True)
+def _results(*_call: object) -> dict[bool, Layout]:
+    """Return the layout of what torch made of such a call without help, by whether it is tracked.
+
+    It is to be filled.
+    """
+    return {}
+
+
+def _results_of(function: Function, args: Sequence[object]) -> dict[bool, Layout] | None:
+    """Return `_results` of a call in a job; None if more than layouts and numbers decide on it."""
+    key: list[object] = []
+    for arg in args:
+        if isinstance(arg, TensorLike):
+            if arg.is_copied_part or arg.is_simulated:
+                return None
+            key.append(arg.layout)
+        elif isinstance(arg, _DECISIVE):
+            key.append(float if isinstance(arg, float) else arg)
+        else:
+            return None
+    return _results(function, *key)
+
+
+def _at_once(
+    function: Function, args: Sequence[object], layouts: Mapping[bool, Layout]
+) -> TensorLike | None:
+    """Call what was right on such layouts; None if it was not, or the result shares memory."""
+    ours = [arg for arg in args if isinstance(arg, TensorLike)]
+    theirs = [arg.to_torch() if isinstance(arg, TensorLike) else arg for arg in args]
+    tensors = [tensor for tensor in theirs if isinstance(tensor, TorchDTensor)]
+    layout = layouts.get(torch.is_grad_enabled() and any(t.requires_grad for t in tensors))
+    if layout is None:
+        return None
+    with implicit_replication():
+        result = function(*theirs)
+    if any(is_alias(result, tensor) for tensor in tensors):
+        return None
+    return ours[0]._made(layout, ours[0].communicator, None, result)
+
+
+def _in_job(
+    call: Call,
+    results: dict[bool, Layout] | None,
+    *,
+    merge_gathers: bool,
+    wants_trial: bool,
+) -> Any:  # noqa: ANN401
+    """Carry out a call on the shards of this rank, while the other ranks do so too."""
+    first = call.tensors[0]
+    mesh = first.to_torch().device_mesh
+    if not merge_gathers:
+        never_merge_gathers(mesh)
+    theirs = {id(leaf): _in_torch(leaf, first) for leaf in call.leaves}
+    tensors = {number: leaf for number, leaf in theirs.items() if isinstance(leaf, TorchDTensor)}
+    tracked = torch.is_grad_enabled() and any(t.requires_grad for t in tensors.values())
+    drawing: Drawing | None = None
+    if mesh.device_type == "cpu" and _draws(call):
+        drawing = partial(_drawing, first, _source(call.kwargs.get("generator")))
 
     def ours(leaf: object) -> object:
-        if not isinstance(leaf, TorchDTensor):
+        if not isinstance(leaf, Result):
             return leaf
-        if id(leaf) in owners:
-            owners[id(leaf)].follow(leaf)
-            _check_shard(shown, owners[id(leaf)])
-            return owners[id(leaf)]
-        try:
-            spoken = in_our_words(leaf)
-            wrapped = first._wrap(spoken)
-        except (RuntimeError, IndexError) as error:
-            specs = specs_text(str(layout.labelled_spec) for layout in call.layouts())
-            raise LayoutError(
-                f"{shown}: torch {torch.__version__} cannot finish the sum that it leaves pending "
-                f"on {specs} ({error}); redistribute first"
-            ) from None
-        _check_shard(shown, wrapped)
-        wrapped.is_copied_part = (
-            (watch is not None and watch.is_copy(leaf))
-            or any(is_copy_of(leaf, tensor) for tensor in call.tensors)
-            or any(is_alias(leaf, copy) for copy in copies)
-            or (spoken is not leaf and any(is_alias(leaf, t) for t in call.tensors))
-        )
+        if leaf.given is not None:
+            leaf.given.follow(leaf.tensor)
+            return leaf.given
+        wrapped = first._made(leaf.layout, first.communicator, None, leaf.tensor)
+        wrapped.is_copied_part = leaf.is_copied_part
         return wrapped
 
+    trial = partial(_try_everywhere, call, tensors, tracked=tracked) if wants_trial else None
+    result = carry_out(call, tensors, tracked=tracked, drawing=drawing, trial=trial)
+    if results is not None and isinstance(result, Result) and result.is_plain and not drawing:
+        results[tracked] = result.layout
     return tree_map(ours, result)
+
+
+def _try_everywhere(call: Call, tensors: Mapping[int, TorchDTensor], *, tracked: bool) -> None:
+    """Raise `LayoutError` on every rank if the call is not possible with the shapes of some rank.
+
+    That one would raise alone, and the others wait for it. Tensors have no data; where that is not
+    enough to go by, nothing is raised.
+    """
+    mesh, without_data = call.tensors[0].layout.mesh, {}
+    with simulating(mesh, "cpu"), torch.no_grad():
+        torch_mesh = simulated_mesh(mesh, "cpu")
+        for number, tensor in tensors.items():
+            layout = layout_of(tensor, mesh)
+            shapes = map(layout.local_shape, mesh.ids)
+            empty = [torch.empty(shape, dtype=tensor.dtype, device="meta") for shape in shapes]
+            without_data[number] = torch_dtensor(joined(empty), layout, torch_mesh)
+        try:
+            carry_out(call, without_data, tracked=tracked)
+        except ShardSpecError:
+            raise
+        except _UNKNOWN:
+            pass
+
+
+def _in_simulation(call: Call) -> Any:  # noqa: ANN401
+    """Carry out a call on the shards of all devices."""
+    first = call.tensors[0]
+    mesh, made = first.layout.mesh, first._made
+    plain = {id(leaf): _replicated(leaf, first) for leaf in call.leaves if _has_gradient(leaf)}
+    # What the devices draw is drawn by their own generators.
+    leaves = [
+        None if isinstance(leaf, torch.Generator) else plain.get(id(leaf), leaf)
+        for leaf in call.leaves
+    ]
+    inner = replace(call, leaves=leaves)
+    tensors = list({id(tensor): tensor for tensor in inner.tensors}.values())
+    shards = [list(tensor.shards.values()) for tensor in tensors]
+    device_type = shards[0][0].device.type
+    tracked = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+    drawing: Drawing | None = None
+    if device_type == "cpu" and _draws(call):
+        seeds = _seeds(first, _source(call.kwargs.get("generator")))
+        drawing = partial(each_draws, list(seeds.values()))
+    results: list[Any] = []
+
+    def function(locals_: Locals) -> Locals:
+        torch_mesh = simulated_mesh(mesh, device_type)
+        given = {
+            id(tensor): torch_dtensor(local, tensor.layout, torch_mesh)
+            for tensor, local in zip(tensors, locals_, strict=True)
+        }
+        results[:] = [carry_out(inner, given, tracked=tracked, frozen=tracked, drawing=drawing)]
+        return [local_of(each.tensor) for each in tree_leaves(results) if _is_new(each)]
+
+    if tracked:
+        found = differentiable(function, call.shown, mesh, shards)
+    else:
+        with simulating(mesh, device_type):
+            found = [parts_of(local) for local in function([joined(each) for each in shards])]
+    new = iter(found)
+
+    def ours(leaf: object) -> object:
+        if not isinstance(leaf, Result):
+            return parts_of(leaf)[0] if isinstance(leaf, torch.Tensor) else leaf
+        if leaf.given is None:
+            wrapped = made(
+                leaf.layout, first.communicator, dict(zip(mesh.ids, next(new), strict=True))
+            )
+            wrapped.is_copied_part = leaf.is_copied_part
+            return wrapped
+        if leaf.layout != leaf.given.layout:
+            parts = parts_of(memory_of(leaf.tensor))
+            leaf.given.adopt(leaf.layout, dict(zip(mesh.ids, parts, strict=True)))
+        return leaf.given
+
+    return tree_map(ours, results[0])
+
+
+def _has_gradient(leaf: object) -> bool:
+    """Whether this is a plain tensor, without dims: torch would give it a DTensor as gradient."""
+    if isinstance(leaf, TorchDTensor) or not isinstance(leaf, torch.Tensor):
+        return False
+    return leaf.requires_grad and torch.is_grad_enabled()
+
+
+def _replicated(leaf: torch.Tensor, first: TensorLike) -> TensorLike:
+    """Return a plain tensor without dims as one that each device has."""
+    mesh = first.layout.mesh
+    shards = dict(zip(mesh.ids, copies_of(leaf, len(mesh.ids)), strict=True))
+    return first._made(Layout(mesh, ShardingSpec(0), (), leaf.dtype), first.communicator, shards)
+
+
+def _is_new(leaf: object) -> bool:
+    return isinstance(leaf, Result) and leaf.given is None
 
 
 def _in_torch(leaf: Any, first: TensorLike) -> Any:  # noqa: ANN401
     """Return an argument as torch's DTensor where it is one of ours or has a gradient."""
     if isinstance(leaf, TensorLike):
         return leaf.to_torch()
-    if isinstance(leaf, TorchDTensor) or not isinstance(leaf, torch.Tensor):
+    if not _has_gradient(leaf):
         return leaf
-    if not (leaf.requires_grad and torch.is_grad_enabled()):
-        return leaf
-    # A plain tensor without dims: torch would hand it a DTensor as its gradient.
     layout = Layout(first.layout.mesh, ShardingSpec(0), (), leaf.dtype)
     return torch_dtensor(leaf, layout, first.to_torch().device_mesh)
-
-
-def _key(leaf: object) -> object:
-    """Return what of an argument decides which operations a function does, besides layouts."""
-    if isinstance(leaf, slice):
-        return leaf.start, leaf.stop, leaf.step
-    if isinstance(leaf, torch.Tensor):
-        return leaf.dtype
-    return type(leaf) if isinstance(leaf, float | complex) or leaf.__hash__ is None else leaf
-
-
-def _set_in_whole(call: _Call) -> None:
-    """Set a part of a tensor whose shards the part does not share: in the whole, then in all."""
-    tensor, *others = call.tensors
-    whole = tensor.redistribute(placements=[Replicate()] * tensor.device_mesh.ndim)
-    with implicit_replication():
-        call.result([whole, *others])
-        _keep_layout_of_gradient([whole])
-        tensor.copy_(whole)
-
-
-def _keep_layout_of_gradient(written: Sequence[TorchDTensor]) -> None:
-    """Let the gradient of what was written to in part arrive in its layout.
-
-    Autograd takes the part from it by the same views, which do not share the shards of any layout.
-    """
-    for tensor in written:
-        base = tensor if tensor._base is None else tensor._base
-        assert isinstance(base, TorchDTensor)
-        if type(base.grad_fn).__name__ == "CopySlices":
-            to = [Replicate() if p.is_partial() else p for p in base.placements]
-            # torch leaves register_hook untyped.
-            base.register_hook(partial(TorchDTensor.redistribute, placements=to))  # type: ignore[no-untyped-call]
-
-
-@lru_cache(maxsize=4096)
-def _local_shape(layout: Layout, device: int) -> tuple[int, ...]:
-    return layout.local_shape(device)
-
-
-def _check_shard(name: str, result: TensorLike) -> None:
-    """Refuse a result whose shard on this rank is not of the shape that its layout says."""
-    for device in result.communicator.addressable:
-        shape = tuple(result.to_torch()._local_tensor.shape)
-        if shape != _local_shape(result.layout, device):
-            raise LayoutError(
-                f"{name}: torch {torch.__version__} made a shard of shape {shape} on rank {device} "
-                f"of a tensor of layout {result.layout}; redistribute first, or do it on "
-                "to_global()"
-            )
 
 
 def _check_out(name: str, sharded: Sequence[TensorLike], out: object) -> None:
@@ -315,6 +287,11 @@ def _check_leaf(name: str, leaf: object, first: TensorLike) -> None:
     if isinstance(leaf, TensorLike):
         if leaf.layout.mesh != mesh:
             other = f"on mesh {leaf.layout.mesh} of ids {leaf.layout.mesh.ids}"
+        elif leaf.communicator.addressable != first.communicator.addressable:
+            raise LayoutError(
+                f"{name}: one tensor on mesh {mesh} is of a job, and another is simulated in this "
+                "process; give both one communicator"
+            )
         # torch would take others as strided shards, for which most of its rules fail.
         leaf.layout.spec.check_plain("torch's operators")
     elif isinstance(leaf, TorchDTensor):
@@ -335,37 +312,49 @@ def _check_leaf(name: str, leaf: object, first: TensorLike) -> None:
         )
 
 
-def _draws(name: str, args: _Args, kwargs: _Kwargs) -> bool:
-    if name == "scaled_dot_product_attention":
-        place = args[_DROPOUT_PLACE] if len(args) > _DROPOUT_PLACE else 0
-        return bool(kwargs.get("dropout_p", place))
-    return bool(_RANDOM.fullmatch(name)) and kwargs.get("training") is not False
+def _draws(call: Call) -> bool:
+    if call.name == "scaled_dot_product_attention":
+        place = call.args[_DROPOUT_PLACE] if len(call.args) > _DROPOUT_PLACE else 0
+        return bool(call.kwargs.get("dropout_p", place))
+    return bool(_RANDOM.fullmatch(call.name)) and call.kwargs.get("training") is not False
+
+
+def _source(generator: object) -> torch.Generator:
+    return generator if isinstance(generator, torch.Generator) else torch.default_generator
+
+
+def _seeds(tensor: TensorLike, source: torch.Generator) -> dict[int, int]:
+    """Return a seed for each device of this process: equal ones for those that hold the same box.
+
+    They are drawn on the first device of the mesh, and follow each other. The source is afterwards
+    where one number more leaves it, on every rank.
+    """
+    own = int(torch.randint(2**48, (), generator=source))
+    mesh, spec, here = tensor.layout.mesh, tensor.layout.spec, tensor.communicator.addressable
+    drawn, seeds = tensor.communicator.gather(dict.fromkeys(here, own)), {}
+    for device in here:
+        place, coordinates = 0, mesh.coordinates(device)
+        for axis in (int(axis) for dim_spec in spec.dim_specs for axis in dim_spec.axes):
+            place = place * mesh.shape[axis] + coordinates[axis]
+        seeds[device] = drawn[mesh.ids[0]] + place
+    return seeds
 
 
 @contextmanager
-def _same_numbers(tensor: TensorLike, generator: object) -> Iterator[None]:
+def _drawing(tensor: TensorLike, source: torch.Generator) -> Iterator[None]:
     """Let devices that hold the same box draw the same numbers, and others draw others.
 
-    torch's DTensor does so on CUDA only. The seed is drawn on the first device of the mesh, from
-    `generator` or torch's own for the CPU, which are afterwards where one number more leaves them,
-    on every rank. The numbers depend on mesh and spec, unlike those of `shardspec.rand`.
+    torch's DTensor does so on CUDA only. The numbers depend on mesh and spec, unlike those of
+    `shardspec.rand`.
     """
-    source = generator if isinstance(generator, torch.Generator) else torch.default_generator
-    own = int(torch.randint(2**48, (), generator=source))
-    mesh, here = tensor.layout.mesh, tensor.communicator.addressable
-    seeds = tensor.communicator.gather(dict.fromkeys(here, own))
+    seeds = _seeds(tensor, source)
     # torch's DTensor draws from its own generator whatever it is given.
     after = {each: each.get_state() for each in (source, torch.default_generator)}
-    if here:
-        place, coordinates = 0, mesh.coordinates(here[0])
-        for axis in (int(a) for dim_spec in tensor.layout.spec.dim_specs for a in dim_spec.axes):
-            place = place * mesh.shape[axis] + coordinates[axis]
+    for seed in seeds.values():
         for each in after:
-            each.manual_seed(seeds[mesh.ids[0]] + place)
+            each.manual_seed(seed)
     try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "DTensor random operators may not have complete")
-            yield
+        yield
     finally:
         for each, state in after.items():
             each.set_state(state)

@@ -19,6 +19,8 @@ class Facts(NamedTuple):
 
     is_sharded: bool
     is_pending: bool
+    is_uneven: bool
+    """Whether shards have different shapes."""
     has_empty_shards: bool
     """Of a tensor that is not empty."""
     is_uneven_over_axes: bool
@@ -33,15 +35,18 @@ class Facts(NamedTuple):
 @lru_cache(maxsize=4096)
 def facts_of(layout: Layout) -> Facts:
     """Return what of a layout torch's operators get wrong."""
-    spec, sizes = layout.spec, layout.global_shape
-    # The device at the last coordinate of every axis has the least.
-    least = layout.local_shape(layout.mesh.ids[-1])
+    spec, sizes, mesh = layout.spec, layout.global_shape, layout.mesh
+    local_sizes = [
+        {layout.local_shape(device)[dim] for device in mesh.group(mesh.ids[0], cut.axes)}
+        for dim, cut in enumerate(spec.dim_specs)
+    ]
     return Facts(
         bool(spec.axes),
         bool(spec.partials),
-        any(here == 0 < size for here, size in zip(least, sizes, strict=True)),
+        any(len(of_dim) > 1 for of_dim in local_sizes),
+        any(0 in of_dim and size > 0 for of_dim, size in zip(local_sizes, sizes, strict=True)),
         any(
-            len(cut.axes) > 1 and size % prod(layout.mesh.shape[int(axis)] for axis in cut.axes)
+            len(cut.axes) > 1 and size % prod(mesh.shape[int(axis)] for axis in cut.axes)
             for size, cut in zip(sizes, spec.dim_specs, strict=True)
         ),
     )

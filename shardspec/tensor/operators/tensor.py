@@ -10,6 +10,7 @@ from torch.overrides import handle_torch_function
 
 from shardspec.comm.communicator import Communicator
 from shardspec.errors import CommunicatorError, LayoutError
+from shardspec.interop.notations import to_placements
 from shardspec.layout.layout import Layout
 from shardspec.layout.spec import ShardingSpec
 from shardspec.mesh.device_mesh import DeviceMesh
@@ -18,6 +19,7 @@ from shardspec.tensor.compiling import outside_graphs
 # Importing torch's DTensor takes as long as the rest of torch, so it is imported when needed.
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor as TorchDTensor
+    from torch.distributed.tensor import Placement
 
 
 def _operator(name: str) -> Callable[..., Any]:
@@ -136,6 +138,14 @@ class TensorLike:
         return self.layout.spec
 
     @property
+    def placements(self) -> "tuple[Placement, ...]":
+        """How the tensor is sharded, in torch's words: one placement per mesh axis.
+
+        Raises `LossyConversionError` for blocks and uneven parts, which torch has no words for.
+        """
+        return to_placements(self.layout.spec, self.device_mesh)
+
+    @property
     def ndim(self) -> int:
         """Number of tensor dims."""
         return len(self.layout.global_shape)
@@ -234,11 +244,11 @@ class TensorLike:
             and (self._made_of != seen or (tracked and not self._torch.requires_grad))
         ):
             assert own is not None, "it has shards, a DTensor of torch, or both"
-            if not dist.is_initialized() or set(own) - {dist.get_rank()}:
+            if self.is_simulated:
                 raise CommunicatorError(
-                    f"this process simulates mesh {self.device_mesh}, but torch's DTensor, and so "
-                    "any operation, needs one process per device; start the program with torchrun, "
-                    "or work on to_global()"
+                    f"this process simulates mesh {self.device_mesh}, but torch's DTensor needs "
+                    "one process per device; start the program with torchrun, or hand on "
+                    "to_global()"
                 )
             from shardspec.interop.torch_dtensor import torch_dtensor
 
@@ -246,6 +256,18 @@ class TensorLike:
             self._torch = torch_dtensor(next(iter(own.values()), outside), self.layout)
             self._history, self._made_of = self._torch.grad_fn, seen
         return self._torch
+
+    @property
+    def is_simulated(self) -> bool:
+        """Whether this process holds the shards of all devices, outside a job of one for each."""
+        here = self.communicator.addressable
+        return here == self.layout.mesh.ids and not (
+            dist.is_initialized() and here == (dist.get_rank(),)
+        )
+
+    def adopt(self, layout: Layout, shards: dict[int, torch.Tensor]) -> None:
+        """Take other shards of the same storage, after a write that changed the layout."""
+        self.layout, self._shards = layout, shards
 
     def follow(self, tensor: "TorchDTensor") -> None:
         """Adopt layout and storage of torch's tensor, which is this one's, after a write to it."""

@@ -10,15 +10,15 @@ from math import inf
 from typing import Final
 
 import torch
-from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor as TorchDTensor
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from shardspec.errors import LayoutError
 from shardspec.interop.torch_dtensor import is_strided, layout_of
+from shardspec.interop.torch_parts import like_parts, memory_of, parts_of, places_of
 from shardspec.tensor.operators.conditions import facts_of
 
 _aten: Final = torch.ops.aten
@@ -40,7 +40,7 @@ _FILLED_ALIKE: Final = (Partial("avg"), Partial("max"), Partial("min"))
 
 def is_copy_of(view: TorchDTensor, base: TorchDTensor) -> bool:
     """Whether torch calls a tensor a view of another, but has moved its shards to other memory."""
-    return is_alias(view, base) and not is_alias(_memory(view), _memory(base))
+    return is_alias(view, base) and not is_alias(memory_of(view), memory_of(base))
 
 
 def is_alias(view: torch.Tensor, base: torch.Tensor) -> bool:
@@ -49,16 +49,14 @@ def is_alias(view: torch.Tensor, base: torch.Tensor) -> bool:
     return bool(torch._C._is_alias_of(view, base))  # type: ignore[attr-defined]
 
 
-def _memory(tensor: TorchDTensor) -> torch.Tensor:
-    local = tensor._local_tensor
-    return local.elem if isinstance(local, AsyncCollectiveTensor) else local
-
-
 @dataclass(slots=True)
 class Earlier:
-    """Whether a function was right on layouts without help, so that it need not be watched."""
+    """What was found out about a function on layouts."""
 
     found: bool = False
+    """Whether it was right without help, so that it need not be watched."""
+    is_tried: bool = False
+    """Whether it was tried with the shapes of all ranks."""
 
 
 @lru_cache(maxsize=4096, typed=True)
@@ -77,6 +75,8 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
       would not change.
     - A pending sum is filled on one device, and the addends of the others become zero.
     - An empty shard has no largest element, so a tensor that has some is gathered.
+    - Torch hands on tensors that are given by keyword as they are, so all are gathered where one of
+      these is not whole.
     - A convolution is refused unless only the batch is sharded; torch has rules for some others,
       but takes each shard for the whole, and the sizes of a transposed one are wrong.
     - A tensor without dims is added to a pending sum as another one. Torch does so too, but then
@@ -91,11 +91,21 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     back
         Whether gradients are computed: then an operation that torch refuses is named with the
         specs of its arguments.
+    frozen
+        Arguments that must not be written to.
     """
 
-    def __init__(self, name: str, copies: Iterable[TorchDTensor], *, back: bool = False) -> None:
+    def __init__(
+        self,
+        name: str,
+        copies: Iterable[TorchDTensor],
+        *,
+        back: bool = False,
+        frozen: Sequence[TorchDTensor] = (),
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # untyped in torch
         self._name, self._copies, self._back = name, list(copies), back
+        self._frozen = frozen
         self.mended = False
         """Whether the function is right only while it is watched."""
         self.lost = False
@@ -124,11 +134,12 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             spec = first._spec if isinstance(first, TorchDTensor) else None
         if func in _FILLS and isinstance(first, TorchDTensor):
             self._check_filled(first)
-            if not _is_first(first):
-                func, args = _aten.zero_.default, (first,)
         elif _fails_on_empty(func, args) and any(map(_has_empty_shards, tensors)):
             self.mended = True
             args = tuple(_gathered(arg) if isinstance(arg, TorchDTensor) else arg for arg in args)
+        elif self._has_named_tensor(func, kwargs):
+            self.mended = True
+            args, kwargs = tree_map_only(TorchDTensor, _gathered, (args, kwargs))
         elif func is _aten.convolution.default:
             self._check_convolution(args)
         elif func in _SUMS:
@@ -147,6 +158,12 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             ) from None
         if isinstance(first, TorchDTensor) and spec is not None:
             self._check_kept(first, spec)
+            if func in _FILLS:
+                for part, is_first in zip(
+                    parts_of(memory_of(first)), _are_first(first), strict=True
+                ):
+                    if not is_first:
+                        part.zero_()
         self._note_copies(func, tensors, result)
         return result
 
@@ -161,9 +178,9 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._copies.append(view)
         # Of several views torch does not say of what they are.
         if isinstance(result, list | tuple) and isinstance(func, torch._ops.OpOverload):
-            base = _memory(tensors[0]) if tensors and func._schema._is_view_op() else None
+            base = memory_of(tensors[0]) if tensors and func._schema._is_view_op() else None
             for view in views:
-                if base is not None and not is_alias(_memory(view), base):
+                if base is not None and not is_alias(memory_of(view), base):
                     self._copies.append(view)
                     self.mended = True
 
@@ -171,13 +188,27 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Whether a tensor is a view whose shards torch has moved."""
         return any(tensor is copy for copy in self._copies)
 
+    def _has_named_tensor(self, func: Callable[..., object], kwargs: Mapping[str, object]) -> bool:
+        if not kwargs or not isinstance(func, torch._ops.OpOverload) or func._schema.is_mutable:
+            return False
+        named = [tensor for tensor in kwargs.values() if isinstance(tensor, TorchDTensor)]
+        return any(not facts_of(layout_of(tensor)).is_whole for tensor in named)
+
     def _check_writes(
         self, func: torch._ops.OpOverload, args: Sequence[object], kwargs: Mapping[str, object]
     ) -> None:
         for place, argument in enumerate(func._schema.arguments):
             given = args[place] if place < len(args) else kwargs.get(argument.name)
-            written = argument.alias_info is not None and argument.alias_info.is_write
-            if written and any(map(self.is_copy, tree_leaves(given))):
+            if argument.alias_info is None or not argument.alias_info.is_write:
+                continue
+            leaves = [leaf for leaf in tree_leaves(given) if isinstance(leaf, TorchDTensor)]
+            if any(is_alias(leaf, tensor) for leaf in leaves for tensor in self._frozen):
+                raise LayoutError(
+                    f"{self._name} would write in place where gradients are tracked, which needs "
+                    "one process per device: start the program with torchrun, or write under "
+                    "torch.no_grad()"
+                )
+            if any(map(self.is_copy, leaves)):
                 self.lost = True
                 raise LayoutError(
                     f"{self._name}: it writes to a part of a tensor that torch has gathered into a "
@@ -241,9 +272,13 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if isinstance(other, TorchDTensor):
             if any(placement.is_partial() for placement in other.placements):
                 return args
-            other = other._local_tensor
+            other = memory_of(other)
         self.mended = True
-        addend = other if _is_first(pending) else torch.zeros_like(other)
+        are_first, others = _are_first(pending), parts_of(other)
+        others *= len(are_first) // len(others)
+        pairs = zip(others, are_first, strict=True)
+        parts = [part if is_first else torch.zeros_like(part) for part, is_first in pairs]
+        addend = like_parts(memory_of(pending), parts)
         placements = [p if p.is_partial() else Replicate() for p in pending.placements]
         both = TorchDTensor.from_local(addend, pending.device_mesh, placements, run_check=False)
         return *((t if t is pending else both) for t in args[:2]), *args[2:]
@@ -266,10 +301,12 @@ def _gathered(tensor: TorchDTensor) -> TorchDTensor:
     return tensor.redistribute(placements=[Replicate()] * tensor.device_mesh.ndim)
 
 
-def _is_first(tensor: TorchDTensor) -> bool:
-    """Whether this device is the first of those whose addends of a pending sum are added up."""
-    places = tensor.device_mesh.get_coordinate() or (0,) * tensor.device_mesh.ndim
-    return all(at == 0 for p, at in zip(tensor.placements, places, strict=True) if p == _SUM)
+def _are_first(tensor: TorchDTensor) -> list[bool]:
+    """Say of each part whether its device is the first of those whose addends are added up."""
+    return [
+        all(at == 0 for p, at in zip(tensor.placements, places, strict=True) if p == _SUM)
+        for places in places_of(tensor)
+    ]
 
 
 def specs_text(specs: Iterable[str]) -> str:

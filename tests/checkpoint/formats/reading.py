@@ -11,7 +11,7 @@ import torch
 from shardspec.checkpoint.catalog import check_tiling
 from shardspec.checkpoint.open import open_checkpoint
 from shardspec.checkpoint.read_boxes import Buffers, Checks, check_replicas, read_box_into
-from shardspec.checkpoint.store import OpenFiles
+from shardspec.checkpoint.storage.reading import OpenFiles
 from shardspec.dtypes import item_bytes
 from shardspec.errors import CheckpointError
 

@@ -8,6 +8,7 @@ import shutil
 from argparse import Namespace
 from concurrent.futures import ThreadPoolExecutor
 from enum import Enum
+from pathlib import Path
 from threading import Barrier
 
 import pytest
@@ -202,9 +203,9 @@ def test_plans_look_into_no_chunk(saved, tmp_path):
     (stored, *_) = source.tensor(name).boxes
     assert stored.digest is not None
     # The local header of the record, which ends where the bytes begin.
-    data = stored.path.read_bytes()
+    data = Path(stored.path).read_bytes()
     at = data.rindex(b"PK\3\4", 0, stored.digest.start)
-    stored.path.write_bytes(data[: at + 8] + b"\x08" + data[at + 9 :])
+    Path(stored.path).write_bytes(data[: at + 8] + b"\x08" + data[at + 9 :])
     again = merge(ckpt, out, dry_run=True)
     assert (again.num_bytes, again.read_bytes) == (planned.num_bytes, planned.read_bytes)
     for form in ("torch", "dcp", "huggingface"):

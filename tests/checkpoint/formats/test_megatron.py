@@ -131,7 +131,8 @@ def test_rules_of_the_caller(tmp_path):
         "dim, or a list of their proportions. A pattern with dots or stars has to be in quotes too"
     )
     assert refused(ckpt, ranks=2, source_rules={**rules, "b.*": "[R,R]"}) == (
-        "tensor 'b.weight': its rule [R,R] has 2 dims, but it has 1; give it a rule of its own"
+        "rule 'b.*' has spec [R,R] of 2 dims, but tensor 'b.weight' has 1; write [...], which fits "
+        "any number of dims from 0, or give that tensor a rule of its own after it, such as [R]"
     )
     assert refused(
         ckpt, ranks=2, source_rules={**rules, "b.*": {"spec": "[S(tp)]", "parts": 3}}
@@ -139,9 +140,15 @@ def test_rules_of_the_caller(tmp_path):
         f"tensor 'b.weight': dim 0 has 4 elements in {ckpt}/mp_rank_00/model_optim_rng.pt, which "
         "cannot be made of parts [1, 1, 1]; correct its rule"
     )
-    assert refused(ckpt, ranks=2, source_rules={**rules, "*.weight": "[S(tp)]"}).startswith(
-        "tensor 'a.fused.weight' is matched by the rules ['*.fused.*', '*.weight']; narrow"
+    assert refused(ckpt, ranks=2, source_rules={**rules, "*.weight": "[S(tp),...]"}).startswith(
+        "source_rules= rule '*.fused.*' has no effect, since later rules win and '*.weight' matches"
     )
+    assert refused(ckpt, ranks=2, source_rules={**rules, "*.wieght": "[R]"}).startswith(
+        "source_rules= rule '*.wieght' matches no tensor; the names start with 'a.fused.weight', "
+    )
+    anyhow = {"*": "[S(tp),...]", **rules, "b.*": "[...]"}
+    del anyhow["*.linear_fc1.weight"]
+    assert_same(read_whole(ckpt, source_rules=anyhow, ranks=2), whole)
     del rules["b.*"]
     assert refused(ckpt, ranks=2, source_rules=rules) == (
         f"{ckpt}/mp_rank_00/model_optim_rng.pt: no rule says how tensor 'b.weight' is cut over "

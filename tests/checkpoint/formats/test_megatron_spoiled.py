@@ -49,8 +49,8 @@ def test_files_without_arguments_want_to_be_counted(saved):
         "ranks=6"
     )
     assert refused(ckpt, ranks=8) == (
-        f"{ckpt}: holds the files of 6 ranks, but 8 are said to have written some; restore what is "
-        "missing or correct the number"
+        f"{ckpt}: holds the files of 6 ranks, but 8 are said to have written some; restore the "
+        "others, or correct the number"
     )
     # Whether the first layers are gated is not said either.
     assert "no rule says how tensor 'decoder.layers.0.mlp.linear_fc1.bias' is" in refused(

@@ -1,6 +1,7 @@
 """Files of torch.save, one per rank: written by torch on gloo ranks, and then spoiled."""
 
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -376,7 +377,7 @@ def test_a_dict_that_holds_itself(tmp_path):
 
 def test_flipped_bits_are_found(ckpt):
     stored = open_checkpoint(ckpt).tensor("grid").boxes[2]
-    with stored.path.open("r+b") as file:
+    with Path(stored.path).open("r+b") as file:
         file.seek(stored.offset)
         byte = file.read(1)[0]
         file.seek(stored.offset)

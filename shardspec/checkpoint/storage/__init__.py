@@ -1,0 +1,1 @@
+"""Where files are: on this machine, or in an object store."""

@@ -1,0 +1,346 @@
+"""Outputs that appear whole or not at all.
+
+An output NAME is written by these steps. All names are beside it; they are opened without following
+links, by the descriptor of their directory.
+
+1. Lock ``.NAME.shardspec-lock``, a file of this user. If another run has locked it, end.
+2. Remove ``.NAME.shardspec-staging``, which a killed run may have left, and make it anew: a file of
+   mode 0600, or a directory of mode 0700.
+3. Fill it. All that is in it is opened through its descriptor, also without following links, so
+   that nobody who may write to the same directory can redirect a write.
+4. Check that what is to be replaced is still what it was. Give the new files its modes and owners,
+   and flush them and their directories to the disk.
+5. Rename the staged output to NAME, and flush the directory. A directory exchanges names with the
+   one that it replaces. Where the system cannot do that, that one is ``.NAME.shardspec-old`` for a
+   moment; if the run is killed then, the next one gives it its name back.
+6. Remove what was replaced, then the lock.
+
+A run that is killed before step 5 leaves the old output, or none; then the new one. What else it
+leaves is removed by the next run. Where the file system has no locks, the names of step 2 are
+unpredictable, so that two runs do not share them, and what is left stays.
+"""
+
+import os
+import stat
+import warnings
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from itertools import islice
+from typing import Final
+
+from shardspec.checkpoint.storage import descriptors
+from shardspec.checkpoint.storage.path import (
+    Identity,
+    Staging,
+    StoragePath,
+    WriteAt,
+    output_exists,
+    reason,
+)
+from shardspec.errors import CheckpointError
+from shardspec.text import shown
+
+_ATTEMPTS: Final = 10
+
+
+class StagedFiles:
+    """What is written by the steps above: a file, or a directory of files."""
+
+    published = False
+
+    def __init__(
+        self, path: StoragePath, name: str, fd: int, *, directory: bool, stamp: int
+    ) -> None:
+        self.path, self.name, self.fd, self._directory = path, name, fd, directory
+        self.token = name, stamp
+
+    def create(self, name: str, num_bytes: int) -> None:
+        """Make a file of a size: a full disk is reported before anything is written."""
+        with self.path.errors("written", _more(num_bytes)):
+            fd = self._open(name, descriptors.NEW_FILE)
+            try:
+                descriptors.reserve(fd, num_bytes)
+            finally:
+                os.close(fd)
+
+    @contextmanager
+    def file(self, name: str) -> Iterator[WriteAt]:
+        """Write a file at any positions; several threads may."""
+        with self.path.errors("written"):
+            fd = self._open(name, descriptors.FILE)
+        try:
+            yield lambda at, data: descriptors.write_all(fd, memoryview(data), at, self.path)
+        finally:
+            os.close(fd)
+
+    def _open(self, name: str, flags: int) -> int:
+        return descriptors.open_below(self.fd, name, flags) if self._directory else os.dup(self.fd)
+
+
+@contextmanager
+def staged_output(path: StoragePath, output: Staging) -> Iterator[StagedFiles]:
+    """Make files to fill, which get their name at the end of the block.
+
+    Raises a `CheckpointError` if another run is writing the output, or has replaced it.
+    """
+    directory, overwrite, identity = output.directory, output.overwrite, output.identity
+    with _opened_parent(path) as parent, _locked(parent, path) as stem:
+        staging, older = f"{stem}-staging", f"{stem}-old"
+        with path.errors("written"):
+            _recover(parent, path, staging, older)
+            _check_same(parent, path, identity)
+        with _made(parent, staging, path, directory=directory) as fd:
+            # By its time, others tell it from one that a killed run has left elsewhere.
+            stamp = int.from_bytes(os.urandom(4)) >> 1
+            staged = StagedFiles(path, staging, fd, directory=directory, stamp=stamp)
+            for name, num_bytes in output.files.items():
+                staged.create(name, num_bytes)
+            with suppress(OSError):
+                os.utime(fd, (stamp, stamp))
+            yield staged
+            with suppress(OSError):
+                os.utime(fd)
+            with path.errors("written"):
+                _check_same(parent, path, identity)
+                old = descriptors.stat_of(parent, path.name) if directory and overwrite else None
+                if old is not None:
+                    _exchange(parent, staging, older, path, output.replaced, fd)
+                    return
+                if directory:
+                    descriptors.give_modes(fd, None, None)
+                else:
+                    descriptors.give_mode(fd, descriptors.mode_at(parent, path.name, fd))
+                    os.fsync(fd)
+                _rename(parent, staging, path, fd, overwrite and not directory)
+
+
+@contextmanager
+def joined_output(
+    path: StoragePath, output: Staging, token: tuple[str, int]
+) -> Iterator[StagedFiles]:
+    """Open what another process of the same user has staged."""
+    name, stamp = token
+    flags = descriptors.INNER if output.directory else descriptors.FILE
+    with ExitStack() as stack:
+        try:
+            fd = stack.enter_context(descriptors.opened(path.with_name(name), flags=flags))
+        except OSError as error:
+            raise CheckpointError(
+                f"{path}: what the first process has begun is not seen here ({reason(error)}); "
+                "write to a directory that all processes share"
+            ) from None
+        at = os.fstat(fd)
+        if at.st_uid != os.geteuid():
+            raise CheckpointError(f"{path}: {name} beside it belongs to another user")
+        # A killed run may have left one of the same name on a disk of this machine.
+        if int(at.st_mtime) != stamp:
+            raise CheckpointError(
+                f"{path}: what the first process has begun is not seen here, but another file of "
+                "its name; write to a directory that all processes share"
+            )
+        yield StagedFiles(path, name, fd, directory=output.directory, stamp=stamp)
+
+
+@contextmanager
+def _locked(parent: int, path: StoragePath) -> Iterator[str]:
+    """Lock an output by a file beside it; yield what the names of this run start with.
+
+    Raises a `CheckpointError` if another run has the lock.
+    """
+    stem = f".{path.name}.shardspec"
+    name = f"{stem}-lock"
+    for _ in range(_ATTEMPTS):
+        _check_own(parent, name, path)
+        with path.errors("written"):
+            fd = os.open(name, descriptors.FILE | os.O_CREAT | os.O_NONBLOCK, 0o600, dir_fd=parent)
+        try:
+            locked = descriptors.lock(fd)
+            if locked is False:
+                raise CheckpointError(
+                    f"{path}: another run is writing it; wait for that one, or choose another name"
+                )
+            # The run that had it before may have removed it since it was opened.
+            if not descriptors.is_same(parent, name, fd):
+                continue
+            if locked is None:
+                warnings.warn(
+                    f"{path}: this file system has no locks, so another run that writes the same "
+                    "output is not noticed",
+                    RuntimeWarning,
+                    stacklevel=4,
+                )
+                stem += f"-{os.urandom(8).hex()}"
+            try:
+                yield stem
+            finally:
+                with suppress(OSError):
+                    if descriptors.is_same(parent, name, fd):
+                        os.unlink(name, dir_fd=parent)
+            return
+        finally:
+            os.close(fd)
+    raise CheckpointError(f"{path}: {name} beside it is removed again and again; remove it")
+
+
+def _check_own(parent: int, name: str, path: StoragePath) -> bool:
+    """Return whether there is a file or directory of a name; refuse links and those of others."""
+    with path.errors("written"):
+        try:
+            at = os.stat(name, dir_fd=parent, follow_symlinks=False)
+        except FileNotFoundError:
+            return False
+    usual = stat.S_ISREG(at.st_mode) or stat.S_ISDIR(at.st_mode)
+    if not usual or at.st_uid != os.geteuid():
+        what = f"belongs to user id {at.st_uid}" if usual else "is no file of a run"
+        raise CheckpointError(
+            f"{path}: {name} beside it {what}; remove it, or choose another name or directory"
+        )
+    return True
+
+
+def _recover(parent: int, path: StoragePath, staging: str, older: str) -> None:
+    """Bring what a killed run has left to an end: the old output, or the new one, is there."""
+    if _check_own(parent, older, path) and not os.path.lexists(path):
+        os.rename(older, path.name, src_dir_fd=parent, dst_dir_fd=parent)
+    for left in (staging, older):
+        if _check_own(parent, left, path):
+            descriptors.remove(parent, left)
+            if _check_own(parent, left, path):
+                raise CheckpointError(
+                    f"{path}: {left} beside it is of a run that was killed, and cannot be removed "
+                    "from here; remove it"
+                )
+
+
+def _check_same(parent: int, path: StoragePath, identity: Identity | None) -> None:
+    """Check that the directory to replace is still the one that was looked at."""
+    old = descriptors.stat_of(parent, path.name)
+    if identity not in (None, () if old is None else (old.st_dev, old.st_ino)):
+        raise CheckpointError(
+            f"{path}: another run has replaced it meanwhile; run again to replace that"
+        )
+
+
+def _exchange(
+    parent: int, staging: str, older: str, path: StoragePath, replaced: frozenset[str], fd: int
+) -> None:
+    """Give a staged directory the name of an older one, which is removed."""
+    left = staging
+    with descriptors.opened(path.name, parent) as old:
+        if descriptors.lock(old) is False:
+            raise CheckpointError(f"{path}: another run is saving there; wait for that one")
+        if late := sorted(
+            islice((name for name in descriptors.names_below(old) if name not in replaced), 3)
+        ):
+            raise CheckpointError(
+                f"{path}: {', '.join(map(shown, late))} was put there meanwhile and would be lost; "
+                "move that, and run again"
+            )
+        descriptors.give_modes(fd, old, descriptors.common_mode(old, replaced))
+        if not descriptors.renameat2(parent, staging, path, descriptors.EXCHANGE):
+            # Between these two, neither has the name; both are complete on the disk.
+            left = older
+            os.rename(path.name, older, src_dir_fd=parent, dst_dir_fd=parent)
+            try:
+                os.rename(staging, path.name, src_dir_fd=parent, dst_dir_fd=parent)
+            except BaseException:
+                os.rename(older, path.name, src_dir_fd=parent, dst_dir_fd=parent)
+                raise
+        _check_named(parent, path, fd)
+        # What cannot be removed takes room and does no harm.
+        with suppress(OSError):
+            if descriptors.is_same(parent, left, old):
+                descriptors.remove(parent, left)
+
+
+def write_atomically(
+    path: StoragePath,
+    num_bytes: int,
+    pieces: Iterable[bytes | memoryview],
+    *,
+    overwrite: bool,
+    mode_of: str | None = None,
+) -> None:
+    """Write a file of some pieces, which appears when it is complete; see `StoragePath.write`."""
+    name = f".shardspec-{'' if mode_of is None else 'save-'}{os.urandom(8).hex()}.tmp"
+    with (
+        _opened_parent(path) as parent,
+        _made(parent, name, path) as fd,
+        path.errors("written", _more(num_bytes)),
+    ):
+        descriptors.reserve(fd, num_bytes)
+        done = 0
+        for piece in pieces:
+            descriptors.write_all(fd, memoryview(piece), done, path)
+            done += len(piece)
+        older = descriptors.mode_at(parent, mode_of or path.name, fd)
+        if mode_of and older and older[0] not in (os.geteuid(), os.fstat(parent).st_uid):
+            older = None  # another user may have put it there
+        descriptors.give_mode(fd, older)
+        os.fsync(fd)
+        _rename(parent, name, path, fd, overwrite)
+
+
+def _more(num_bytes: int) -> str:
+    return f" ({num_bytes} bytes are needed); make room or write elsewhere"
+
+
+@contextmanager
+def _made(parent: int, name: str, path: StoragePath, *, directory: bool = False) -> Iterator[int]:
+    """Make an empty file or directory, which is removed unless it has another name in the end."""
+    with path.errors("written"):
+        if directory:
+            os.mkdir(name, 0o700, dir_fd=parent)
+        try:
+            fd = os.open(
+                name, descriptors.INNER if directory else descriptors.NEW_FILE, 0o600, dir_fd=parent
+            )
+        except OSError:
+            with suppress(OSError):
+                os.rmdir(name, dir_fd=parent)
+            raise
+    try:
+        yield fd
+    finally:
+        # By now it has its name, or an error is on its way that says more.
+        with suppress(OSError):
+            if descriptors.is_same(parent, name, fd):
+                descriptors.remove(parent, name)
+        os.close(fd)
+
+
+@contextmanager
+def _opened_parent(path: StoragePath) -> Iterator[int]:
+    """Open the directory of an output."""
+    with path.errors("written"):
+        parent = os.open(path.parent, descriptors.DIRECTORY)
+    try:
+        yield parent
+    finally:
+        os.close(parent)
+
+
+def _rename(parent: int, name: str, path: StoragePath, fd: int, overwrite: bool) -> None:
+    """Give a file or directory its final name."""
+    if overwrite:
+        os.rename(name, path.name, src_dir_fd=parent, dst_dir_fd=parent)
+    elif not descriptors.renameat2(parent, name, path, descriptors.NO_REPLACE):
+        try:
+            # Unlike a rename, this fails where the name was taken meanwhile.
+            os.link(name, path.name, src_dir_fd=parent, dst_dir_fd=parent)
+        except OSError:
+            # This file system has no hard links, or it is a directory.
+            if os.path.lexists(path):
+                raise output_exists(path) from None
+            os.rename(name, path.name, src_dir_fd=parent, dst_dir_fd=parent)
+    _check_named(parent, path, fd)
+
+
+def _check_named(parent: int, path: StoragePath, fd: int) -> None:
+    """Flush the directory of what was renamed; check that it has its name."""
+    descriptors.sync(parent)
+    if not descriptors.is_same(parent, path.name, fd):
+        raise CheckpointError(
+            f"{path}: somebody else has put something else under this name; write to a directory "
+            "that only you can change"
+        )

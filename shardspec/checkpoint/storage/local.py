@@ -1,0 +1,159 @@
+"""Files of this machine, by their paths."""
+
+import os
+import stat
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Self
+
+from shardspec.checkpoint.storage import commit, descriptors
+from shardspec.checkpoint.storage.path import (
+    Entry,
+    SourceFile,
+    StoragePath,
+    reason,
+)
+from shardspec.errors import CheckpointError
+from shardspec.input_files import open_regular
+
+
+class LocalFile(SourceFile):
+    """A file of this machine."""
+
+    __slots__ = ("_fd",)
+
+    def __init__(self, path: StoragePath) -> None:
+        self._fd = open_regular(path, CheckpointError)
+        super().__init__(path, os.fstat(self._fd).st_size)
+
+    def read_into(self, buffer: memoryview, offset: int) -> None:
+        """Fill a buffer with bytes from a position in the file."""
+        # Called so often that a context manager would cost time.
+        try:
+            missing = descriptors.read_fully(self._fd, buffer, offset)
+        except OSError as error:
+            raise CheckpointError(f"{self.path}: cannot be read: {reason(error)}") from None
+        if missing:
+            end = offset + len(buffer)
+            raise self.cut_short(end - missing, end)
+
+    def close(self) -> None:
+        """Close it."""
+        os.close(self._fd)
+
+
+class LocalPath(StoragePath):
+    """A path of this machine.
+
+    >>> LocalPath("/dev/null").look().kind
+    'other'
+    """
+
+    __slots__ = ()
+    requests = whole_files = False
+    nests = True
+
+    def look(self, *, follow_links: bool = True) -> Entry | None:
+        """Return what has this name; None if there is nothing."""
+        try:
+            at = os.stat(self, follow_symlinks=follow_links)
+        except FileNotFoundError:
+            return None
+        if stat.S_ISDIR(at.st_mode):
+            return Entry("directory", 0, (at.st_dev, at.st_ino))
+        identity = (at.st_dev, at.st_ino, at.st_size, at.st_mtime_ns)
+        return Entry("file" if stat.S_ISREG(at.st_mode) else "other", at.st_size, identity)
+
+    def list(self) -> dict[str, Entry]:
+        """Return what is in a directory, by name; links that lead nowhere are left out."""
+        entries = {}
+        for name in os.listdir(self):
+            try:
+                entry = (self / name).look()
+            except OSError:
+                continue
+            if entry is not None:
+                entries[name] = entry
+        return entries
+
+    def names(self) -> Sequence[str]:
+        """Return the names in a directory in ascending order."""
+        return sorted(os.listdir(self))
+
+    def names_below(self) -> Iterator[str]:
+        """Yield the relative names of all that is in a directory and below it."""
+        with descriptors.opened(self) as fd:
+            yield from descriptors.names_below(fd)
+
+    def taken(self) -> bool:
+        """Return whether the name is in use, be it by a link that leads nowhere."""
+        return os.path.lexists(self)
+
+    def absolute(self) -> Self:
+        """Return the place by a name that does not depend on the working directory."""
+        return type(self)(os.getcwd(), self)
+
+    def resolved(self) -> Self:
+        """Return the place with links resolved."""
+        # Not Path.resolve, which raises where links lead in a circle.
+        return type(self)(os.path.realpath(self))
+
+    def leads_outside(self) -> StoragePath | None:
+        """Return where a link leads that may not be followed."""
+        if not os.path.islink(self):
+            return None
+        real, home = self.resolved(), self.parent.resolved()
+        cached = real.parent.name == "blobs" and (real.parent.parent / "snapshots").is_dir()
+        return None if real.parent == home or real.name == self.name or cached else real
+
+    def public(self) -> Path:
+        """Return the path as users get it."""
+        return Path(self)
+
+    def open(self) -> SourceFile:
+        """Open a regular file."""
+        return LocalFile(self)
+
+    write = commit.write_atomically
+    stage = commit.staged_output
+    join = commit.joined_output
+
+    def output(self) -> Self:
+        """Return the place that an output of this name is written to, links resolved."""
+        # Somebody else's link may lead to any file of this user.
+        if os.path.islink(self):
+            owner = os.lstat(self).st_uid
+            if owner not in (os.geteuid(), 0):
+                raise CheckpointError(
+                    f"{self}: is a link that another user has made (user id {owner}); remove it, "
+                    "or choose another name"
+                )
+        return self.resolved()
+
+    def refusal(self) -> str:
+        """Return why nothing can be made here; empty if it can."""
+        if os.access(self.parent, os.W_OK | os.X_OK, effective_ids=True):
+            return ""
+        state = "is not writable" if self.parent.is_dir() else "does not exist"
+        return f"its directory {self.parent} {state}; make it first, or write elsewhere"
+
+    def make_directory(self) -> None:
+        """Make a directory, and those above it, if it is not there."""
+        with self.errors("made a directory"):
+            os.makedirs(self, exist_ok=True)
+
+    @contextmanager
+    def locked(self) -> Iterator[bool | None]:
+        """Lock a directory until the end of the block, or of this process."""
+        with self.errors("read"):
+            fd = os.open(self, descriptors.DIRECTORY)
+        try:
+            yield descriptors.lock(fd)
+        finally:
+            os.close(fd)
+
+    def unlink(self) -> None:
+        """Remove a file; it is no error if there is none."""
+        with self.errors("removed"):
+            Path(self).unlink(missing_ok=True)

@@ -1,0 +1,375 @@
+"""Objects in a store, by their URLs.
+
+fsspec reaches it. It knows the stores, and takes keys and endpoints from the environment or its own
+settings. It is imported when the first URL is given.
+
+An output counts once all of it has arrived. A file of a new name is uploaded under it. One whose
+name is taken is uploaded beside the old one, and in the end the store copies it over that in one
+step.
+"""
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, Final
+
+from shardspec.checkpoint.storage.object_ranges import ObjectFile, RangePrefetcher
+from shardspec.checkpoint.storage.path import (
+    Entry,
+    FileStretch,
+    Requested,
+    SourceFile,
+    Staged,
+    Staging,
+    StoragePath,
+    WriteAt,
+    is_temporary,
+    output_exists,
+)
+from shardspec.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from fsspec import AbstractFileSystem
+
+_PART_BYTES: Final = 8 << 20
+_MAX_PARTS: Final = 9_000
+"""S3 takes 10,000 parts; a file of more than 72 GB is uploaded in larger ones."""
+_IDENTITY_KEYS: Final = (
+    *("name", "size", "ETag", "etag", "md5Hash", "checksum", "generation"),
+    *("VersionId", "version_id"),
+    *("LastModified", "last_modified", "mtime", "updated", "created", "mtimeMs"),
+)
+"""What stores say of an object that tells it from others, and from one written later under its
+name."""
+_FILES_AT_ONCE: Final = 8
+"""Files in a store that are opened at once: each takes several requests, one after another."""
+
+
+class ObjectPath(StoragePath):
+    """A URL as a path, which can be joined and listed.
+
+    >>> url = ObjectPath("s3://models/llama") / "model.safetensors"
+    >>> print(url, url.parent, url.name)
+    s3://models/llama/model.safetensors s3://models/llama model.safetensors
+    """
+
+    __slots__ = ()
+    requests = whole_files = True
+    nests = False
+    _refusals = (OSError, ValueError, NotImplementedError)
+
+    def __str__(self) -> str:
+        if not self.parts:
+            return "."  # the parent of all, for pathlib
+        scheme, *rest = self.parts
+        return f"{scheme}//{'/'.join(rest)}"
+
+    def __fspath__(self) -> str:
+        raise TypeError(f"{self} is not a file of this machine")
+
+    @property
+    def store(self) -> "AbstractFileSystem":
+        """The file system of fsspec, which is cached."""
+        scheme = self.parts[0].rstrip(":")
+        if scheme in ("http", "https"):
+            raise CheckpointError(f"{self}: a web server does not list its files; download them")
+        try:
+            from fsspec.core import url_to_fs
+        except ImportError:
+            raise CheckpointError(
+                f"{self}: URLs need fsspec: pip install fsspec s3fs (gcsfs for gs://)"
+            ) from None
+        try:
+            shared = kept_store(f"{self.parts[0]}//{'/'.join(self.parts[1:2])}", os.getpid())
+            return shared or url_to_fs(str(self))[0]
+        except ImportError as error:
+            raise CheckpointError(
+                f"{self}: {scheme}:// needs a package that is not installed: {error}"
+            ) from None
+        except ValueError as error:
+            raise CheckpointError(
+                f"{self}: {error}; URLs start with s3://, gs:// or another name that fsspec knows"
+            ) from None
+
+    @property
+    def _threads_share(self) -> bool:
+        """Whether all threads share the store; otherwise each has its own connection."""
+        return bool(self.store.async_impl)
+
+    def _info(self) -> dict[str, Any] | None:
+        """Return what the store says about it; None if there is nothing."""
+        store = self.store
+        with self.errors("read"):
+            for _ in range(2):
+                try:
+                    info: dict[str, Any] = store.info(str(self))
+                except FileNotFoundError as error:
+                    # Not just the file is missing, but the bucket.
+                    if "bucket" in str(error).lower().split():
+                        raise
+                else:
+                    return info
+                # It may have been written since the store was last asked.
+                store.invalidate_cache(str(self.parent))
+        return None
+
+    def look(self, *, follow_links: bool = True) -> Entry | None:  # noqa: ARG002  # there are none
+        """Return what has this name; None if there is nothing."""
+        info = self._info()
+        return None if info is None else _entry(info)
+
+    def list(self) -> dict[str, Entry]:
+        """Return what is in a directory, by name."""
+        store, own = self.store, str(self)
+        store.invalidate_cache(own)
+        info = self._info()
+        if info is None:
+            raise FileNotFoundError(own)
+        if info["type"] == "file":
+            store.invalidate_cache(str(self.parent))
+            raise NotADirectoryError(own)
+        with self.errors("read"):
+            listed = store.ls(own, detail=True)
+        entries = {entry["name"].rstrip("/"): entry for entry in listed}
+        # Some tools mark a directory by an empty object of its name.
+        entries.pop(info["name"].rstrip("/"), None)
+        return {name.rpartition("/")[2]: _entry(entry) for name, entry in entries.items()}
+
+    def names_below(self) -> Iterator[str]:
+        """Yield the names of all that is in a directory."""
+        for name, entry in self.list().items():
+            yield name if entry.kind == "file" else f"{name}/"
+
+    def taken(self) -> bool:
+        """Return whether there is something of that name; a directory may be an empty mark."""
+        entry = self.look()
+        return entry is not None and (entry.kind != "directory" or bool(self.list()))
+
+    def open(self) -> SourceFile:
+        """Open an object."""
+        entry = self.look()
+        if entry is None:
+            raise CheckpointError(f"{self}: cannot be read: there is no such file")
+        if entry.kind != "file":
+            raise CheckpointError(f"{self}: is not a regular file")
+        return ObjectFile(self, entry.num_bytes, self.store)
+
+    def request(self, stretches: Iterable[FileStretch], max_bytes: int) -> Requested | None:
+        """Request stretches ahead, if threads share the store."""
+        return RangePrefetcher(self.store, stretches, max_bytes) if self._threads_share else None
+
+    def files_ahead(self, here: int = 0) -> int:  # noqa: ARG002  # of this machine
+        """Return how many files to open ahead of the one in use."""
+        return _FILES_AT_ONCE - 1 if self._threads_share else 0
+
+    def write(
+        self,
+        num_bytes: int,
+        pieces: Iterable[bytes | memoryview],
+        *,
+        overwrite: bool,
+        mode_of: str | None = None,  # noqa: ARG002  # files have none
+    ) -> None:
+        """Upload a file of some pieces."""
+        with upload(self, num_bytes, overwrite=overwrite) as append:
+            for piece in pieces:
+                append(piece)
+
+    @contextmanager
+    def stage(self, output: Staging) -> Iterator[Staged]:
+        """Begin an output, which is complete at the end of the block."""
+        there = frozenset[str]()
+        if output.overwrite and output.directory:
+            with suppress(FileNotFoundError):
+                there = frozenset(self.list())
+        elif output.overwrite and self.is_file():
+            there = frozenset({self.name})
+        taken = [name for name in output.files if name in there]
+        # Old and new ones side by side could be taken for one checkpoint.
+        mixed = output.directory and any(name != output.listing for name in taken)
+        if mixed and output.listing is not None and output.listing not in taken:
+            taken.append(output.listing)
+        staged = _Uploads(self, output, (taken, os.urandom(8).hex()))
+        with staged.removed_on_failure():
+            yield staged
+            # What goes, beside files of the same names: also what killed runs have left.
+            old = output.replaced & there | {name for name in there if is_temporary(name)}
+            if mixed:
+                in_the_way = {name for name in old if _is_list(name)} | there & output.files.keys()
+                staged.remove(in_the_way)
+                staged.made.extend(map(staged.final, taken))
+            for name in taken:
+                staged.move(name)
+            if output.directory:
+                staged.remove(old - output.files.keys())
+
+    @contextmanager
+    def join(self, output: Staging, token: tuple[Sequence[str], str]) -> Iterator[Staged]:
+        """Take part in the uploads of another process."""
+        staged = _Uploads(self, output, token)
+        with staged.removed_on_failure():
+            yield staged
+
+    @property
+    def shared(self) -> bool:
+        """Whether other processes see what is written."""
+        return self.parts[0] != "memory:"
+
+    def unlink(self) -> None:
+        """Remove a file; it is no error if there is none."""
+        store = self.store
+        with self.errors("removed"), suppress(FileNotFoundError):
+            store.rm_file(str(self))
+        store.invalidate_cache(str(self.parent))
+
+
+def _entry(info: dict[str, Any]) -> Entry:
+    kind = info.get("type")
+    identity = tuple((key, str(info[key])) for key in _IDENTITY_KEYS if key in info)
+    if kind == "directory":
+        return Entry("directory", 0, identity)
+    size = info.get("size")
+    return Entry("file" if kind == "file" and size is not None else "other", size or 0, identity)
+
+
+@lru_cache(maxsize=16)
+def kept_store(root: str, pid: int) -> "AbstractFileSystem | None":  # noqa: ARG001  # a fork has its own
+    """Return fsspec's store for a scheme and bucket, if threads can share it.
+
+    fsspec up to 2026.4 keeps one for each thread, and each would connect again.
+    """
+    from fsspec.core import url_to_fs
+
+    store = url_to_fs(root)[0]
+    return store if store.async_impl else None
+
+
+@contextmanager
+def _written(path: ObjectPath) -> Iterator[None]:
+    with path.errors("written"):
+        try:
+            yield
+        except FileExistsError:
+            raise output_exists(path) from None
+
+
+@contextmanager
+def upload(
+    path: ObjectPath, num_bytes: int, *, overwrite: bool
+) -> Iterator[Callable[[bytes | memoryview], None]]:
+    """Upload a file of about this size; yields a function that appends to it.
+
+    The file appears at the end of the block, unless an exception is raised: an `OutputExistsError`
+    if the file exists by then and `overwrite` is not set.
+    """
+    from fsspec.transaction import Transaction
+
+    store = path.store
+    part = max(_PART_BYTES, -(-num_bytes // _MAX_PARTS))
+    part += -part % (1 << 20)
+    # A transaction of its own: threads share the one of the store.
+    transaction = Transaction(store)
+    if not store.async_impl:
+        transaction.start()  # some of these ignore `autocommit`
+    try:
+        with _written(path):
+            mode = "wb" if overwrite else "xb"
+            file = store.open(str(path), mode, block_size=part, autocommit=False)
+            transaction.files.append(file)
+
+        def write(data: bytes | memoryview) -> None:
+            with _written(path):
+                file.write(data)
+
+        try:
+            yield write
+        finally:
+            with _written(path):
+                file.close()  # sends the rest; the file appears with the commit
+    except BaseException:
+        transaction.complete(commit=False)
+        raise
+    else:
+        with _written(path):
+            transaction.complete(commit=True)
+    finally:
+        store.invalidate_cache(str(path.parent))
+
+
+class _Uploads:
+    """An output whose files are uploaded, each by one thread of one of several processes."""
+
+    published = False
+
+    def __init__(self, path: ObjectPath, output: Staging, token: tuple[Sequence[str], str]) -> None:
+        self.token = token
+        self._path, self._output = path, output
+        self._taken, self._mark = token
+        """The names that an older file has, and what marks those of files uploaded beside it."""
+        self.made: list[ObjectPath] = []
+        """What was uploaded so far; removed on failure."""
+
+    @contextmanager
+    def file(self, name: str) -> Iterator[WriteAt]:
+        """Upload a file from start to end; it is there at the end of the block."""
+        place, end = self._uploaded_as(name), 0
+        with upload(place, self._output.files[name], overwrite=self._output.overwrite) as append:
+
+            def write(offset: int, data: bytes | memoryview) -> None:
+                nonlocal end
+                append(bytes(offset - end))
+                append(data)
+                end = offset + len(data)
+
+            yield write
+        self.made.append(place)
+        with place.open() as file:
+            if file.num_bytes != end:
+                raise CheckpointError(
+                    f"{place}: has {file.num_bytes} bytes in the store, but {end} were sent; "
+                    "another run has written there, or the store has lost some; write again"
+                )
+
+    def final(self, name: str) -> ObjectPath:
+        """Return where a file belongs."""
+        return self._path / name if self._output.directory else self._path
+
+    def _uploaded_as(self, name: str) -> ObjectPath:
+        final = self.final(name)
+        if name not in self._taken:
+            return final
+        return final.with_name(f".{final.name}.{self._mark}.shardspec-tmp")
+
+    def move(self, name: str) -> None:
+        """Move a file to where it belongs; the store copies it in one step."""
+        source, target = self._uploaded_as(name), self.final(name)
+        with target.errors("replaced"):
+            target.store.cp_file(str(source), str(target))
+        target.store.invalidate_cache(str(target.parent))
+        # The file has its name; if the other one stays, it only takes room.
+        with suppress(CheckpointError):
+            source.unlink()
+
+    def remove(self, names: Iterable[str]) -> None:
+        """Remove files, first those that say what the others are."""
+        for name in sorted(names, key=lambda name: (not _is_list(name), name)):
+            self.final(name).unlink()
+
+    @contextmanager
+    def removed_on_failure(self) -> Iterator[None]:
+        """Remove what this process has uploaded if the block fails."""
+        try:
+            yield
+        except BaseException as error:
+            # In the end the first process may have published, unless all say that one has failed.
+            if not self.published or isinstance(error, CheckpointError):
+                for file in self.made:
+                    with suppress(CheckpointError):
+                        file.unlink()
+            raise
+
+
+def _is_list(name: str) -> bool:
+    """Return whether a file says what the others are: without it, none counts."""
+    return name.endswith((".json", ".metadata"))

@@ -1,0 +1,289 @@
+"""One family of models, as its TOML file says it: rows of tensors, and the sizes they name."""
+
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
+from functools import lru_cache
+from importlib.resources import files
+from typing import Final, NamedTuple, TypeAlias, cast
+
+from shardspec.errors import LayoutError, SpecSyntaxError
+from shardspec.resharding.patterns import Side
+from shardspec.resharding.views import parse_view
+from shardspec.text import shown
+
+CUTS: Final = (
+    *("vocab", "heads", "kv-heads", "columns", "rows", "replicated"),
+    *("latent", "summed"),
+)
+"""How tensors are sharded: `latent` ones by Megatron-core's own layers alone, and `summed` ones lie
+whole on the first rank of an engine that sums them up."""
+PLACES: Final = ("file", "live", "megatron", "fused")
+"""Files of transformers, its models in memory, Megatron-core, and engines for serving."""
+_KEYS: Final = {"hf", "view", "cut", "when", "in", "copy_of", *PLACES}
+_TABLES: Final = {"model", "layer", "mtp"}
+_HEADS: Final = {
+    "like",
+    "model_types",
+    "prefix",
+    "without",
+    "unused",
+    "sizes",
+    "defaults",
+    "refused",
+}
+
+_Table: TypeAlias = Mapping[str, object]
+
+
+class Row(NamedTuple):
+    """A tensor, or one of each layer or expert."""
+
+    side: Side
+    """Its name, view and slices in the files of transformers."""
+    cut: Mapping[str, str]
+    """How it is sharded, by place."""
+    places: Mapping[str, Side | None]
+    """Where it lies under other names; None where it has no place."""
+    when: tuple[str, ...] = ()
+    """Sizes that are not 0 where it exists; after ``not``, that are 0."""
+    layers: str = ""
+    """``dense`` or ``moe`` where it is in such layers only."""
+    copy_of: str = ""
+    """The tensor that it repeats."""
+
+
+class Family(NamedTuple):
+    """A family of models."""
+
+    name: str
+    model_types: tuple[str, ...]
+    prefix: Mapping[str, str]
+    """What stands before the names of a layer's tensors, by ``hf`` and ``megatron``."""
+    rows: Mapping[str, tuple[Row, ...]]
+    """Of the whole ``model``, of each ``layer``, and of each layer behind the last (``mtp``)."""
+    unused: tuple[tuple[str, str], ...]
+    """Names that go nowhere, on purpose; the second is the size at which they do."""
+    sizes: Mapping[str, str]
+    defaults: Mapping[str, str]
+    """What holds if a whole config does not say it."""
+    refused: Mapping[str, str]
+    """Why there is no way to or from a place; of ``all`` of them."""
+
+
+@lru_cache(1)
+def family_names() -> tuple[str, ...]:
+    """Return the names of the families that come with shardspec.
+
+    >>> "qwen3-moe" in family_names()
+    True
+    """
+    found = (file.name for file in files("shardspec.families").iterdir())
+    stems = (name.removesuffix(".toml") for name in found if name.endswith(".toml"))
+    return tuple(sorted(stem.replace("_", "-") for stem in stems))
+
+
+@lru_cache(64)
+def shipped_family(name: str) -> Family:
+    """Return a family that comes with shardspec; LayoutError if there is none of that name."""
+    if name not in family_names():
+        raise LayoutError(f"there is no family {name!r}; choose among {', '.join(family_names())}")
+    text = (files("shardspec.families") / f"{name.replace('-', '_')}.toml").read_text("utf-8")
+    return read_family(text, name)
+
+
+def read_family(text: str, name: str) -> Family:
+    """Read a family from TOML.
+
+    Raises
+    ------
+    LayoutError
+        If the text is not that of a family; it says the line.
+    """
+    try:
+        given = tomllib.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise LayoutError(f"family {name!r} is not TOML: {error}") from None
+    reader = _Reader(text, name)
+    if unknown := sorted(given.keys() - _TABLES - _HEADS):
+        raise reader.wrong(unknown[0], f"{shown(unknown[0])} is no part of a family")
+    base = shipped_family(str(given["like"])) if "like" in given else None
+    without = given.get("without", [])
+    for pattern in without:
+        every = [row.side[0] for rows in base.rows.values() for row in rows] if base else []
+        if not any(fnmatchcase(old, pattern) for old in every):
+            raise reader.wrong(pattern, f"without {shown(pattern)} matches no row of the base")
+    rows = {}
+    for table in ("model", "layer", "mtp"):
+        own = [reader.row(entry) for entry in given.get(table, [])]
+        names = {row.side[0] for row in own}
+        kept = [
+            row
+            for row in (base.rows[table] if base else ())
+            if row.side[0] not in names
+            and not any(fnmatchcase(row.side[0], pattern) for pattern in without)
+        ]
+        rows[table] = (*kept, *own)
+    unused = [(one, "") if isinstance(one, str) else tuple(one) for one in given.get("unused", [])]
+
+    def merged(key: str) -> dict[str, str]:
+        old = getattr(base, key) if base else {}
+        return {**old, **{word: str(value) for word, value in given.get(key, {}).items()}}
+
+    sizes, refused = merged("sizes"), merged("refused")
+    family = Family(
+        name,
+        tuple(given.get("model_types", [])),
+        merged("prefix"),
+        rows,
+        (*(base.unused if base else ()), *cast(list[tuple[str, str]], unused)),
+        sizes,
+        merged("defaults"),
+        refused,
+    )
+    if not (family.model_types and family.prefix.keys() >= {"hf", "megatron"}):
+        raise LayoutError(f"family {name!r} needs model_types, and prefix with hf and megatron")
+    for row in () if "all" in refused else (row for every in rows.values() for row in every):
+        reader.check(row, family)
+    return family
+
+
+class _Reader:
+    """Reads the rows of a text, and knows on which line each is."""
+
+    def __init__(self, text: str, name: str) -> None:
+        self._lines, self._name = text.splitlines(), name
+
+    def wrong(self, word: str, problem: str) -> LayoutError:
+        """Return the error of the line that has a word."""
+        lines = (at for at, line in enumerate(self._lines, 1) if word in line.partition("#")[0])
+        return LayoutError(f"family {self._name!r}, line {next(lines, 1)}: {problem}")
+
+    def row(self, entry: object) -> Row:
+        """Return the row of a table."""
+        if not isinstance(entry, dict) or not isinstance(entry.get("hf"), str):
+            raise self.wrong(str(entry), f"a row is a table with hf, view and cut; not {entry!r}")
+        name = entry["hf"]
+        if unknown := sorted(entry.keys() - _KEYS):
+            raise self.wrong(name, f"row {shown(name)} has no {shown(unknown[0])}")
+        view = entry.get("view")
+        texts = [view] if isinstance(view, str) else view
+        if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
+            raise self.wrong(name, f"the view of {shown(name)} is text, perhaps with slices")
+        cuts = entry.get("cut")
+        cut: dict[str, str] = (
+            cuts if isinstance(cuts, dict) else dict.fromkeys(("megatron", "fused"), str(cuts))
+        )
+        if unknown := [one for one in cut.values() if one not in CUTS]:
+            raise self.wrong(
+                name, f"{shown(name)} is cut by {unknown[0]!r}; choose among {', '.join(CUTS)}"
+            )
+        whole = (name, *texts)
+        places: dict[str, Side | None] = {}
+        for place in PLACES:
+            given = entry.get(place)
+            if isinstance(given, str):
+                places[place] = (given, *texts)
+            elif isinstance(given, list) and all(isinstance(text, str) for text in given):
+                places[place] = tuple(given)
+            elif given is not None:
+                raise self.wrong(name, f"{place} of {shown(name)} is a name, a view and slices")
+        places.setdefault("file", whole)
+        places.setdefault("live", places["file"])
+        places.setdefault("fused", places["file"])
+        places.setdefault("megatron", None)
+        when = tuple(one.strip() for one in str(entry.get("when", "")).split(",") if one.strip())
+        return Row(whole, cut, places, when, entry.get("in", ""), entry.get("copy_of", ""))
+
+    def check(self, row: Row, family: Family) -> None:
+        """Raise LayoutError if a row is not as its family says."""
+        name = row.side[0]
+        for place, side in {"hf": row.side, **row.places}.items():
+            if side is None:
+                if not (row.copy_of or "megatron" in family.refused):
+                    raise self.wrong(name, f"{shown(name)} has no place in {place}")
+                continue
+            try:
+                factors = [one for dim in parse_view(side[1]) for one in dim]
+            except SpecSyntaxError as error:
+                raise self.wrong(name, f"{shown(name)}: {error.problem}") from None
+            words = {*family.sizes, *_words_of_config(family)}
+            if unknown := [one for one in factors if one not in words]:
+                raise self.wrong(name, f"{shown(name)} names {unknown[0]!r}, which is no size")
+        for word in row.when:
+            size = word.removeprefix("not ")
+            if size not in family.sizes and size not in family.defaults:
+                raise self.wrong(name, f"{shown(name)} exists when {size!r}, which is no size")
+        if row.layers not in ("", "dense", "moe"):
+            raise self.wrong(name, f"{shown(name)} is in {row.layers!r} layers; say dense or moe")
+
+
+def _words_of_config(family: Family) -> set[str]:
+    return {word for text in family.sizes.values() for word in text.replace("*", " ").split()}
+
+
+def text_config(config: Mapping[str, object]) -> dict[str, object]:
+    """Return a config in which that of its language model comes first."""
+    inner = config.get("text_config")
+    return {**config, **(inner if isinstance(inner, Mapping) else {})}
+
+
+def family_of(config: Mapping[str, object]) -> Family:
+    """Return the family of a model by its config.
+
+    Raises
+    ------
+    LayoutError
+        If there is none for the config's model_type.
+    """
+    given = [part.get("model_type") for part in (config, text_config(config))]
+    for model_type in given:
+        for name in family_names():
+            family = shipped_family(name)
+            if model_type in family.model_types:
+                return family
+    if given == [None, None]:
+        raise LayoutError("the config has no model_type, which says the family of its tensors")
+    raise LayoutError(
+        f"there is no family for models of type {shown(given[0])}; there are "
+        f"{', '.join(family_names())}; give a map of your own instead (--map, or names=)"
+    )
+
+
+def rows_in(family: Family) -> Iterator[tuple[str, Row]]:
+    """Yield all rows, each with its table."""
+    for table, rows in family.rows.items():
+        for row in rows:
+            yield table, row
+
+
+def moe_layers(config: Mapping[str, object], count: int) -> Sequence[int]:
+    """Return the layers that have experts, as a config says in the words of its family.
+
+    >>> moe_layers({"first_k_dense_replace": 2}, 4)
+    [2, 3]
+    >>> moe_layers({"mlp_only_layers": [1], "decoder_sparse_step": 2}, 4)
+    [3]
+    """
+    given = text_config(config)
+
+    def number(word: str, otherwise: int) -> int:
+        value = given.get(word)
+        return value if isinstance(value, int) else otherwise
+
+    first, step = number("first_k_dense_replace", 0), number("decoder_sparse_step", 1)
+    every = number("moe_layer_freq", 1)
+    dense = given.get("mlp_only_layers")
+    without = dense if isinstance(dense, list) else []
+    kinds = given.get("mlp_layer_types")
+    if isinstance(kinds, list) and len(kinds) == count:
+        return [layer for layer in range(count) if kinds[layer] != "dense"]
+    return [
+        layer
+        for layer in range(count)
+        if layer >= first
+        and layer not in without
+        and step > 0
+        and (layer + 1) % step == 0
+        and layer % max(1, every) == 0
+    ]

@@ -1,0 +1,386 @@
+"""Maps between the names of a model in files, in memory, in Megatron-core and in engines.
+
+All go by the names of files of transformers. A source of which tensors have several spellings is
+first given one of them: what is missing then, the next map misses.
+"""
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+from typing import Final
+
+from shardspec.errors import LayoutError
+from shardspec.families.family import family_names, shipped_family
+from shardspec.families.model import Model, model_of
+from shardspec.resharding.name_map import NameMap
+from shardspec.resharding.patterns import Side, filled
+from shardspec.resharding.views import parse_view
+
+FORMATS: Final = ("hf", "live", "megatron", "torch_dist", "fused")
+_MEGATRON: Final = ("megatron", "torch_dist")
+_NAME: Final = re.compile(f"(.+)-({'|'.join(FORMATS)})-to-({'|'.join(FORMATS)})")
+_LOCAL: Final = (
+    ("self_attention.linear_qkv.layer_norm_", "input_layernorm."),
+    ("mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm."),
+    ("self_attention.linear_q_up_proj.layer_norm_", "self_attention.q_layernorm."),
+    ("self_attention.linear_kv_up_proj.layer_norm_", "self_attention.kv_layernorm."),
+    (".transformer_layer.", ".mtp_model_layer."),
+)
+"""Names of Transformer Engine's layers and of Megatron-core's own; and of two versions of it."""
+_ENGINES: Final = (
+    (".experts.routed_experts.", ".experts."),
+    (".block_sparse_moe.experts.", ".block_sparse_moe.experts.routed_experts."),
+    (".fused_qkv_a_proj.", ".fused_qkv_a_proj_with_mqa."),
+    (".w13_bias", ".w13_weight_bias"),
+    (".w2_bias", ".w2_weight_bias"),
+    (".attn.", ".self_attn."),
+    ("model.embedding.", "model.embed_tokens."),
+)
+"""Names of vLLM, and those of SGLang and of older versions."""
+_LOCAL_EXPERT: Final = re.compile(r"(.*\.experts\.)local_experts\.\{e\}\.(linear_fc([12]))\.(\w+)")
+
+
+def shipped_maps() -> tuple[str, ...]:
+    """Return the names of the maps that come with shardspec.
+
+    Examples
+    --------
+    >>> "llama-hf-to-megatron" in shipped_maps()
+    True
+    """
+    return tuple(
+        f"{name}-hf-to-{place}"
+        for name in family_names()
+        for place in ("fused", "megatron")
+        if not {"all", place} & shipped_family(name).refused.keys()
+    )
+
+
+def load_map(name: str, sizes: Mapping[str, object] | None = None) -> NameMap:
+    """Return a map that comes with shardspec.
+
+    Parameters
+    ----------
+    name
+        One of `shipped_maps`.
+    sizes
+        The model's config, or numbers of it such as ``num_attention_heads``. A whole config, with
+        its ``model_type``, says exactly which tensors there are.
+
+    Raises
+    ------
+    LayoutError
+        If there is no such map, the config is of a model of another type, or the tensors of the
+        family depend on a config that is not given.
+
+    Examples
+    --------
+    >>> sizes = {"num_attention_heads": 8, "num_key_value_heads": 2, "hidden_size": 64}
+    >>> load_map("llama-hf-to-megatron", sizes).known_sizes()["head_dim"]
+    8
+    """
+    if name not in shipped_maps():
+        raise _no_map(name)
+    family, _, place = name.rpartition("-hf-to-")
+    return forth(_model(family, sizes), place)
+
+
+def map_chain(
+    name: str, sizes: Mapping[str, object] | None = None, *, reverse: bool = False
+) -> tuple[NameMap, ...]:
+    """Return the maps that lead from one format of a model to another, one after the other.
+
+    A name such as ``"llama-megatron-to-fused"`` is a map to Hugging Face's names and one from them.
+    Megatron-core's tensors may have any of their spellings where it is the source; as a target
+    layers and experts are numbered in ``megatron``. In ``torch_dist`` experts are stacked, and
+    layers where all are alike, which needs their number in `sizes`. From Hugging Face, what models
+    of transformers name otherwise than its files is taken too; ``live`` writes such names.
+
+    Raises
+    ------
+    LayoutError
+        If there is no such map, the config is of a model of another type, or the tensors of the
+        family depend on a config that is not given.
+
+    Examples
+    --------
+    >>> [len(map_chain(name)) for name in ("llama-hf-to-fused", "llama-megatron-to-fused")]
+    [1, 3]
+    """
+    found = _NAME.fullmatch(name)
+    if found is None or found[2] == found[3] or found[1] not in family_names():
+        raise _no_map(name)
+    model, *ends = found.groups()
+    source, target = reversed(ends) if reverse else ends
+    return chain_of(_model(model, sizes), source, target)
+
+
+def chain_of(
+    model: Model, source: str, target: str, names: Iterable[str] | None = None
+) -> tuple[NameMap, ...]:
+    """Return the maps of a model from one format to another.
+
+    If the `names` of the source are given, what they are spelled like already is not mapped.
+    """
+    for place in (source, target):
+        refuse(model, place)
+    source = "hf" if source == "live" else source
+    maps = []
+    first = _from_spellings(model, source)
+    if first is not None and (names is None or not _is_spelled(first, names)):
+        maps.append(first)
+    to_hf = source != "hf" and target in ("hf", "live", "fused")
+    to_hf = to_hf or (source == "fused" and target in _MEGATRON)
+    if to_hf and source != target:
+        maps.append(back(model, "fused" if source == "fused" else "megatron"))
+    if target in _MEGATRON:
+        if source not in _MEGATRON:
+            maps.append(forth(model, "megatron"))
+        if target == "torch_dist" or source in _MEGATRON:
+            maps.append(_placed(model, stacked=target == "torch_dist"))
+    elif target == source:
+        maps.append(_same(model, target))
+    elif target == "fused":
+        maps.append(forth(model, "fused"))
+    if target in ("hf", "live"):
+        place = "file" if target == "hf" else "live"
+        if any(tensor.places[place] != tensor.side for tensor in model.tensors):
+            maps.append(forth(model, place))
+    return tuple(maps)
+
+
+def refuse(model: Model, place: str) -> None:
+    """Raise LayoutError if a family has no way to or from a place."""
+    key = "megatron" if place in _MEGATRON else place
+    if key in model.family.refused:
+        raise LayoutError(model.family.refused[key])
+
+
+def forth(model: Model, place: str) -> NameMap:
+    """Return the map from the names of files to those of a place."""
+    refuse(model, place)
+    rules: list[tuple[Side, Side]] = []
+    zeros: list[Side] = []
+    groups, unused = {}, _unused(model, "hf")
+    for tensor in model.tensors:
+        side = tensor.places[place]
+        if side is None:
+            unused.append((tensor.side[:1], ""))
+            continue
+        left, right = _pair(tensor.side, side)
+        pads = place == "megatron" or (place == "fused" and model.whole)
+        if pads and set(tensor.cut.values()) == {"vocab"}:
+            view = right[1].replace("v", "padded_vocab", 1)
+            right = (right[0], view, "padded_vocab[:vocab_size]")
+            zeros.append((right[0], view, "padded_vocab[vocab_size:]"))
+        if tensor.group is not None:
+            groups[len(rules)] = tensor.group
+        rules.append((left, right))
+    return _map(model, rules, zeros, unused, groups)
+
+
+def back(model: Model, place: str) -> NameMap:
+    """Return the map from the names of a place to those of files."""
+    found = forth(model, place).reversed()
+    # How far a vocabulary was padded, its tensor says.
+    sizes = dict(found.sizes.items() - {"padded_vocab": "vocab_size"}.items())
+    copies = []
+    for tensor in model.tensors:
+        if tensor.places[place] is None:
+            side = model.named(tensor.copy_of).places[place]
+            assert side is not None, "a copy is of something that has a place"
+            view = side[1].replace("v", "padded_vocab", 1)
+            copies.append(((side[0], view, "padded_vocab[:vocab_size]"), tensor.side))
+    unused = [side for side, _ in _unused(model, place)]
+    return replace(
+        found, rules=(*found.rules, *copies), sizes=sizes, unused=(*found.unused, *unused)
+    )
+
+
+def _no_map(name: str) -> LayoutError:
+    family = (_NAME.fullmatch(name) or ("", ""))[1]
+    if family in family_names():
+        for place, why in shipped_family(family).refused.items():
+            if place == "all" or place in name:
+                return LayoutError(why)
+    return LayoutError(f"there is no map {name!r}; choose among {', '.join(shipped_maps())}")
+
+
+def _model(family: str, sizes: Mapping[str, object] | None) -> Model:
+    found = shipped_family(family)
+    # Whose config it is, is checked before its words are read.
+    NameMap((), model_types=found.model_types).with_sizes(sizes or {})
+    return model_of(found, sizes or {})
+
+
+def _map(
+    model: Model,
+    rules: list[tuple[Side, Side]],
+    zeros: Iterable[Side] = (),
+    unused: Iterable[tuple[Side, str]] = (),
+    groups: Mapping[int, str] | None = None,
+) -> NameMap:
+    unused = list(unused)
+    return NameMap(
+        tuple(rules),
+        model.sizes,
+        tuple(zeros),
+        tuple(side for side, _ in unused),
+        groups or {},
+        {at: unless for at, (_, unless) in enumerate(unused) if unless},
+        model.family.model_types,
+        model.numbers,
+    )
+
+
+def _unused(model: Model, place: str) -> list[tuple[Side, str]]:
+    """Return what a source may have that goes nowhere, and the size at which it does."""
+    sides: list[tuple[Side, str]] = []
+    if place == "hf":
+        sides = [((name,), unless) for name, unless in model.family.unused]
+    elif place == "megatron":
+        sides = [(("rotary_pos_emb.inv_freq",), "")]
+    for tensor in model.copies:
+        side = tensor.side if place == "hf" else tensor.places[place]
+        sides += [] if side is None else [(side[:1], "")]
+    return sides
+
+
+def _pair(own: Side, other: Side) -> tuple[Side, Side]:
+    """Return both sides of an equation, with slices and factors that they have a use for."""
+    if "{e}" not in own[0] + other[0]:
+        own, other = (
+            tuple(text for n, text in enumerate(side) if n < 2 or "{e}" not in text)
+            for side in (own, other)
+        )
+    theirs = {factor for dim in parse_view(other[1]) for factor in dim}
+    dims = []
+    for factors in parse_view(own[1]):
+        split = len(factors) > 1 and bool(theirs.intersection(factors))
+        dims.append(f"({' '.join(factors)})" if split else "_".join(factors))
+    return (own[0], " ".join(dims), *own[2:]), other
+
+
+def _same(model: Model, place: str) -> NameMap:
+    """Return the map that changes nothing, and shows that all is there."""
+    if place == "hf":
+        sides = [(tensor.side[:2], tensor.group) for tensor in model.tensors]
+        unused = _unused(model, "hf")
+    else:
+        found = forth(model, place)
+        sides = [(side, None) for side in dict.fromkeys(right[:1] for _, right in found.rules)]
+        unused = _unused(model, place)
+    groups = {at: group for at, (_, group) in enumerate(sides) if group is not None}
+    return _map(model, [(side, side) for side, _ in sides], unused=unused, groups=groups)
+
+
+def _from_spellings(model: Model, source: str) -> NameMap | None:
+    """Return the map to one spelling from any; None if there is but one."""
+    rules: list[tuple[Side, Side]] = []
+    plain = 0
+    if source in _MEGATRON:
+        for own, others in _tensors(model):
+            rules.append((own, own))
+            rules += [(side, name) for side, name in others]
+        place = "megatron"
+    elif source == "hf":
+        place = "hf"
+        for tensor in model.tensors:
+            rules.append((tensor.side[:1], tensor.side[:1]))
+            for key in ("file", "live"):
+                side = tensor.places[key]
+                if side is not None and side != tensor.side:
+                    own, other = _pair(tensor.side, side)
+                    rules.append((other, own))
+    else:
+        place = "fused"
+        sides = (tensor.places["fused"] for tensor in model.tensors)
+        names = {side[:1]: None for side in sides if side is not None}
+        for (name,) in names:
+            rules.append(((name,), (name,)))
+            # SGLang has the names of vLLM but for some, so each is replaced alone.
+            rules += [((other,), (name,)) for other in _respelled(name, _ENGINES)]
+        plain = len(names)
+        if len(rules) == plain:
+            return None
+    rules = list(dict.fromkeys(rules))
+    if all(left == right for left, right in rules):
+        return None
+    found = _map(model, rules, unused=_unused(model, place) if place == "hf" else ())
+    by_itself = {at: left[0] for at, (left, _) in enumerate(rules)}
+    copies = () if place == "hf" else [(side, side) for side, _ in _unused(model, place)]
+    by_itself |= {len(rules) + at: side[0] for at, (side, _) in enumerate(copies)}
+    return replace(found, rules=(*rules, *copies), optional=by_itself)
+
+
+def _is_spelled(map_: NameMap, names: Iterable[str]) -> bool:
+    """Whether all names are those that a map leads to, and no longer ones."""
+    shapes: dict[str, tuple[int, ...]] = dict.fromkeys(names, ())
+    kept = tuple((one[:1], one[:1]) for one, other in map_.rules if one == other)
+    matched: set[str] = set()
+    for bound, (left, _) in zip(replace(map_, rules=kept).bindings(shapes), kept, strict=True):
+        matched.update(filled(left[:1], one)[0] for one in bound)
+    return shapes.keys() <= matched
+
+
+def _placed(model: Model, *, stacked: bool) -> NameMap:
+    """Return the map from numbered tensors of a model of Megatron-core to where they are saved."""
+    groups: dict[str, str | None] = {}
+    for tensor in model.tensors:
+        side = tensor.places["megatron"]
+        if side is not None:
+            groups[side[0]] = tensor.group
+    rules: list[tuple[Side, Side]] = []
+    optional: dict[int, str] = {}
+    for own, others in _tensors(model):
+        if (group := groups[own[0]]) is not None:
+            optional[len(rules)] = group
+        side, plain = others[0] if stacked else (own, own)
+        rules.append((plain, side))
+    sizes = {"l": model.sizes["{i}"], "e": model.sizes.get("{e}", 1)}
+    found = _map(model, rules, unused=_unused(model, "megatron"), groups=optional)
+    return replace(found, sizes={**model.sizes, **sizes})
+
+
+def _tensors(model: Model) -> Iterator[tuple[Side, list[tuple[Side, Side]]]]:
+    """Yield the tensors of Megatron-core, and where else each may lie: a side for one of its own.
+
+    The first is where `torch_dist` has it: stacked with those of all layers, if these are alike,
+    and with all experts.
+    """
+    names: dict[str, str] = {}
+    for tensor in model.tensors:
+        side = tensor.places["megatron"]
+        if side is not None:
+            count = len(parse_view(side[1]))
+            names.setdefault(side[0], " ".join(f"dim{n}" for n in range(count)))
+    for name, dims in names.items():
+        spelled = (name, *_respelled(name, (*_LOCAL, *(pair[::-1] for pair in _LOCAL))))
+        places = [place for other in spelled for place in _stacks(other, dims, model)]
+        yield (name, dims), [(place, (name, dims)) for place in places]
+
+
+def _stacks(name: str, dims: str, model: Model) -> Iterator[Side]:
+    """Yield the places of a tensor of one spelling, that of torch_dist first."""
+    every: list[Side] = []
+    expert = _LOCAL_EXPERT.fullmatch(name)
+    if expert is not None:
+        before, layer, number, kind = expert.groups()
+        every.append((f"{before}experts.{layer}.{kind}", f"e {dims}", "e[{e}]"))
+        every.append((f"{before}{layer}.{kind}{{e}}", dims))
+        if kind == "weight":
+            view = "dim1 (e dim0)" if number == "1" else "(e dim1) dim0"
+            every.append((f"{before}weight{number}", view, "e[{e}]"))
+    every.append((name, dims))
+    if "{i}" in name and model.layers_alike:
+        for place in every:
+            yield (place[0].replace(".{i}", "", 1), f"l {place[1]}", "l[{i}]", *place[2:])
+    yield from every
+
+
+def _respelled(name: str, words: Iterable[tuple[str, str]]) -> list[str]:
+    """Return a name with some words replaced, by every choice of them."""
+    found = [name]
+    for old, new in words:
+        found += [one.replace(old, new) for one in found if old in one]
+    return list(dict.fromkeys(found))[1:]

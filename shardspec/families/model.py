@@ -1,0 +1,200 @@
+"""The tensors of one model: a family's rows, with the sizes of a config, for all layers at once."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from math import prod
+from typing import Final, NamedTuple
+
+from shardspec.errors import LayoutError
+from shardspec.families.family import Family, Row, moe_layers, text_config
+from shardspec.resharding.name_map import Shape
+from shardspec.resharding.patterns import Side, filled, placeholders
+from shardspec.resharding.sizes import config_sizes, known_sizes, unknown_root
+from shardspec.resharding.views import parse_view
+from shardspec.text import shown
+
+MTP: Final = "mtp.layers."
+"""What the names of layers that predict further tokens start with in Megatron-core."""
+
+
+class Tensor(NamedTuple):
+    """A row with the names of a model: ``{i}``, ``{dense}`` and ``{moe}`` stand for its layers."""
+
+    side: Side
+    """In the files of transformers, but for what a family reads from ``file``."""
+    places: Mapping[str, Side | None]
+    cut: Mapping[str, str]
+    group: str | None = None
+    """Which size says whether it is there, where the sizes do not."""
+    copy_of: str = ""
+    """The name of the tensor that it repeats."""
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """The tensors of a model, as far as its sizes are known."""
+
+    family: Family
+    sizes: Mapping[str, int | str]
+    whole: bool
+    """Whether the sizes are a whole config, so that each tensor is known to be there or not."""
+    tensors: tuple[Tensor, ...]
+    copies: tuple[Tensor, ...]
+    """Heads that are tied: they may be there, and say nothing new."""
+    numbers: Mapping[str, Sequence[int]]
+    """What placeholders stand for, where that is not all numbers from 0 on."""
+
+    @property
+    def layers_alike(self) -> bool:
+        """Whether layers may be stacked."""
+        return not {"dense", "moe"} & self.numbers.keys()
+
+    def named(self, name: str) -> Tensor:
+        """Return the tensor of a name, or that of which it is a copy if it is not there."""
+        every = {tensor.side[0]: tensor for tensor in (*self.tensors, *self.copies)}
+        there = {tensor.side[0] for tensor in self.tensors}
+        while name not in there:
+            name = every[name].copy_of
+        return every[name]
+
+    def instances(self, text: str) -> Iterator[dict[str, int]]:
+        """Yield the numbers of every tensor of a name with placeholders."""
+        known = known_sizes(self.sizes)
+        names = sorted(placeholders(text))
+        ranges = [self.numbers.get(name, range(known.get(f"{{{name}}}", 0))) for name in names]
+        for numbers in product(*ranges):
+            yield dict(zip(names, numbers, strict=True))
+
+    def shapes(self) -> dict[str, Shape]:
+        """Return the names and shapes of all tensors, given a whole config.
+
+        >>> from shardspec.families.family import shipped_family
+        >>> sizes = {"hidden_size": 8, "num_attention_heads": 2, "intermediate_size": 12}
+        >>> config = {"model_type": "llama", "vocab_size": 32, "num_hidden_layers": 1, **sizes}
+        >>> model_of(shipped_family("llama"), config).shapes()["lm_head.weight"]
+        (32, 8)
+        """
+        known, found = known_sizes(self.sizes), {}
+        for tensor in self.tensors:
+            dims = parse_view(tensor.side[1])
+            for factor in (one for factors in dims for one in factors):
+                if factor not in known:
+                    raise _unsaid(self.family, unknown_root(factor, self.sizes))
+            shape = tuple(prod(known[one] for one in factors) for factors in dims)
+            for numbers in self.instances(tensor.side[0]):
+                found[filled(tensor.side[:1], numbers)[0]] = shape
+        return found
+
+
+def model_of(family: Family, sizes: Mapping[str, object]) -> Model:
+    """Return the tensors of a model, given its whole config or some numbers of it.
+
+    Raises
+    ------
+    LayoutError
+        If the family is refused, the config is of another, or says too little.
+    """
+    if "all" in family.refused:
+        raise LayoutError(family.refused["all"])
+    given = config_sizes(sizes)
+    every: dict[str, int | str] = {**family.sizes, **family.defaults, **given}
+    known = known_sizes(every)
+    count = known.get("{i}")
+    if count is None or text_config(sizes).get("model_type") is None:
+        return _partly(family, {**family.sizes, **given})
+    if not 0 < count < 10**6:
+        raise LayoutError(f"the config says that there are {count} layers; correct it")
+    sparse = moe_layers({**family.defaults, **given, **sizes}, count)
+    kinds = {
+        "": range(count),
+        "moe": sparse,
+        "dense": sorted(set(range(count)) - set(sparse)),
+    }
+    words = {
+        kind: f"{{{kind}}}" if 0 < len(some) < count else "{i}" for kind, some in kinds.items()
+    }
+    used = {row.layers for row in family.rows["layer"]}
+    mixed = {
+        kind: kinds[kind] for kind in ("moe", "dense") if {kind} & used and words[kind] != "{i}"
+    }
+    further = known.get("mtp_layers", 0)
+    tensors, copies = [], []
+    for row in family.rows["model"]:
+        placed = _tensor(row, dict.fromkeys(("hf", "megatron", "fused"), ""))
+        if _exists(family, row, known, every):
+            tensors.append(placed)
+        elif row.copy_of:
+            copies.append(placed)
+    for row in family.rows["layer"]:
+        if kinds[row.layers] and _exists(family, row, known, every):
+            prefix = {**family.prefix, "fused": family.prefix["hf"]}
+            tensors.append(_tensor(row, prefix, words[row.layers]))
+    for ahead in range(further):
+        prefix = {
+            "hf": family.prefix["hf"].replace("{i}", str(count + ahead)),
+            "megatron": f"{MTP}{ahead}.",
+        }
+        block = {
+            "hf": prefix["hf"],
+            "megatron": f"{prefix['megatron']}transformer_layer.",
+            "fused": f"{prefix['hf']}mtp_block.",
+        }
+        inner = [row for row in family.rows["layer"] if row.layers != "dense"]
+        both = (family.rows["mtp"], {**prefix, "fused": prefix["hf"]}), (inner, block)
+        for rows, before in both:
+            there = (row for row in rows if _exists(family, row, known, every))
+            tensors += [_tensor(row, before) for row in there]
+    numbers: dict[str, Sequence[int]] = {**mixed, **({"i": range(count)} if further else {})}
+    return Model(family, every, True, tuple(tensors), tuple(copies), numbers)
+
+
+def _partly(family: Family, sizes: Mapping[str, int | str]) -> Model:
+    """Return a model of which the sizes do not say which tensors there are."""
+    rows = [(table, row) for table in ("model", "layer") for row in family.rows[table]]
+    names = [row.side[0] for _, row in rows]
+    depends = any(row.layers or len(row.when) > 1 or "not " in str(row.when) for _, row in rows)
+    if depends or len(set(names)) < len(names):
+        raise LayoutError(
+            f"which tensors a model of the family {family.name!r} has depends on its config; give "
+            "all of its config.json, as --sizes or sizes="
+        )
+    none = dict.fromkeys(("hf", "megatron", "fused"), "")
+    prefix = {"": none, "layer": {**family.prefix, "fused": family.prefix["hf"]}}
+    tensors = tuple(
+        _tensor(row, prefix["layer" if table == "layer" else ""])._replace(
+            group=row.when[0] if row.when else None
+        )
+        for table, row in rows
+    )
+    return Model(family, sizes, False, tensors, (), {})
+
+
+def _tensor(row: Row, prefix: Mapping[str, str], layer: str = "{i}") -> Tensor:
+    def placed(side: Side, before: str) -> Side:
+        return tuple(text.replace("{i}", layer) for text in (before + side[0], *side[1:]))
+
+    places = {
+        place: None if side is None else placed(side, prefix.get(place, prefix["hf"]))
+        for place, side in row.places.items()
+    }
+    return Tensor(placed(row.side, prefix["hf"]), places, row.cut, None, row.copy_of)
+
+
+def _exists(
+    family: Family, row: Row, known: Mapping[str, int], sizes: Mapping[str, int | str]
+) -> bool:
+    for word in row.when:
+        size = word.removeprefix("not ")
+        if size not in known:
+            raise _unsaid(family, unknown_root(size, sizes))
+        if bool(known[size]) == word.startswith("not "):
+            return False
+    return True
+
+
+def _unsaid(family: Family, word: str) -> LayoutError:
+    return LayoutError(
+        f"the config does not say {shown(word)}, which the family {family.name!r} needs; give all "
+        "of the model's config.json"
+    )

@@ -1,0 +1,58 @@
+"""What all ranks of a job have of a state dict: layouts travel, tensors stay where they are."""
+
+import pickle
+from collections.abc import Mapping
+from hashlib import sha256
+
+import torch.distributed as dist
+
+from shardspec.comm.process_group import ProcessGroupCommunicator
+from shardspec.errors import LayoutError
+from shardspec.layout.layout import Layout
+from shardspec.mesh.device_mesh import DeviceMesh
+from shardspec.resharding.state import flat_state, is_plain, required_layout, same_shards
+
+
+def layouts_of_job(state: Mapping[str, object]) -> dict[str, Layout | None]:
+    """Return the layouts of the tensors that any rank of the job has; None for plain values.
+
+    All ranks call this, those that hold nothing with ``{}``. Of copies on meshes apart from each
+    other, the one with the lowest rank counts. Raises LayoutError on all ranks if two of them lay
+    out a tensor in different ways.
+    """
+    ranks = range(dist.get_world_size())
+    communicator = ProcessGroupCommunicator.of(DeviceMesh(ranks))
+    rank = dist.get_rank()
+    with communicator.telling():
+        own = {
+            name: None if is_plain(value) else required_layout(name, value)
+            for name, value in flat_state(state).items()
+        }
+        content = pickle.dumps(own)
+        # Most ranks have the same, which is sent by the first of them.
+        digests = communicator.gather({rank: sha256(content).digest()})
+        first = {digests[peer]: peer for peer in reversed(ranks)}
+        sends = first[digests[rank]] == rank
+        contents = communicator.gather({rank: content if sends else b""})
+    layouts: dict[str, Layout | None] = {}
+    holders: dict[str, int] = {}
+    for peer in sorted(first.values()):
+        stated: dict[str, Layout | None] = pickle.loads(contents[peer])
+        for name, layout in stated.items():
+            known = layouts.setdefault(name, layout)
+            holder = holders.setdefault(name, peer)
+            if not _agree(known, layout):
+                texts = [str(one) if one else "a plain value" for one in (known, layout)]
+                raise LayoutError(
+                    f"{name!r} is {texts[0]} on rank {holder} and {texts[1]} on rank {peer}; make "
+                    "them alike"
+                )
+    return layouts
+
+
+def _agree(one: Layout | None, other: Layout | None) -> bool:
+    """Whether two ranks mean the same tensor, or copies of it."""
+    if one is None or other is None or one == other:
+        return one == other
+    alike = (one.global_shape, one.dtype) == (other.global_shape, other.dtype)
+    return same_shards(one, other) or (alike and not {*one.mesh.ids} & {*other.mesh.ids})

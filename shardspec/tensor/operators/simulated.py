@@ -1,0 +1,202 @@
+"""torch's DTensors in one process that holds the shards of all devices of a mesh.
+
+torch simulates a job by its `LocalTensor`, which has the shards of all ranks: what is done to it is
+done to each of them, and collectives copy between them. Its DTensor works on such a tensor as it
+does on a shard. Both live only while an operation is carried out; what comes of it are shards.
+"""
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import lru_cache, partial
+from itertools import chain, count
+from typing import Any, Final, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+from torch.distributed._local_tensor import LocalTensorMode, local_tensor_mode
+from torch.distributed.device_mesh import DeviceMesh as TorchMesh
+from torch.distributed.tensor.experimental import implicit_replication
+
+from shardspec.interop.torch_parts import joined, parts_of
+from shardspec.mesh.device_mesh import DeviceMesh
+from shardspec.mesh.job import check_ascending, stand_for
+from shardspec.tensor.operators.watch import Watch
+
+Locals: TypeAlias = list[torch.Tensor]
+"""Tensors that have the shards of all devices each."""
+Function: TypeAlias = Callable[[Locals], Locals]
+
+_SIMULATING: Final = threading.RLock()
+"""Held while torch takes this process for a job."""
+_NAMES: Final = count(1)
+_NAMES_EACH: Final = 1 << 32
+
+
+@dataclass(eq=False)
+class _World:
+    """What torch.distributed keeps of a job, in place of its own."""
+
+    group_count: int
+    """Names the next group. Torch finds groups of all worlds by name."""
+    default_pg: dist.ProcessGroup | None = None
+    pg_map: dict[Any, Any] = field(default_factory=dict)
+    pg_names: dict[Any, Any] = field(default_factory=dict)
+    pg_group_ranks: dict[Any, Any] = field(default_factory=dict)
+    pg_backend_config: dict[Any, Any] = field(default_factory=dict)
+    tags_to_pg: dict[Any, Any] = field(default_factory=dict)
+    pg_to_tag: dict[Any, Any] = field(default_factory=dict)
+    pg_coalesce_state: dict[Any, Any] = field(default_factory=dict)
+    comms: list[Any] = field(default_factory=list)
+
+
+class _WorldOfThread:
+    """One world to this thread, another to all others."""
+
+    def __init__(self, own: _World, others: object) -> None:
+        seen = {"_thread": threading.get_ident(), "_own": own, "_others": others}
+        vars(self).update(seen)
+
+    def _seen(self) -> object:
+        return self._own if threading.get_ident() == self._thread else self._others
+
+    def __getattr__(self, name: str) -> Any:  # noqa: ANN401
+        return getattr(self._seen(), name)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        setattr(self._seen(), name, value)
+
+
+@contextmanager
+def _in_world(world: _World) -> Iterator[None]:
+    before = distributed_c10d._world
+    # Here torch has it replaced, as its tests do.
+    distributed_c10d._world = _WorldOfThread(world, before)  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        distributed_c10d._world = before
+
+
+@lru_cache(maxsize=64)
+def _job_of(mesh: DeviceMesh, device_type: str) -> tuple[_World, TorchMesh]:
+    """Return a job that carries nothing, of as many ranks, and torch's mesh in it."""
+    check_ascending(mesh)
+    world = _World(next(_NAMES) * _NAMES_EACH)
+    grid = torch.arange(len(mesh.ids), dtype=torch.int).reshape(mesh.shape)
+    names = mesh.axis_names or tuple(f"axis_{axis}" for axis in range(mesh.ndim))
+    with _in_world(world):
+        dist.init_process_group("fake", rank=0, world_size=len(mesh.ids))
+        torch_mesh = TorchMesh(device_type, grid, mesh_dim_names=names)
+        stand_for(mesh, torch_mesh)
+    return world, torch_mesh
+
+
+@contextmanager
+def simulating(mesh: DeviceMesh, device_type: str) -> Iterator[None]:
+    """Let torch take this process for all ranks of a mesh."""
+    with _SIMULATING:
+        state = torch.get_rng_state()
+        world, _ = _job_of(mesh, device_type)
+        try:
+            with _in_world(world), LocalTensorMode(len(mesh.ids)):
+                yield
+        finally:
+            # torch leaves that of the last rank.
+            torch.set_rng_state(state)
+
+
+def simulated_mesh(mesh: DeviceMesh, device_type: str) -> TorchMesh:
+    """Return torch's mesh in the simulated job, where ranks are numbered as devices of the mesh."""
+    return _job_of(mesh, device_type)[1]
+
+
+@contextmanager
+def each_draws(seeds: Sequence[int]) -> Iterator[None]:
+    """Let each rank draw the numbers of its seed."""
+    mode = local_tensor_mode()
+    assert mode is not None
+    states = mode._per_rank_rng_states
+    before = dict(states)
+    for rank, seed in enumerate(seeds):
+        states[rank] = torch.Generator().manual_seed(seed).get_state(), {}
+    try:
+        yield
+    finally:
+        states.update(before)
+
+
+def differentiable(
+    function: Function, name: str, mesh: DeviceMesh, tensors: Sequence[Sequence[torch.Tensor]]
+) -> list[list[torch.Tensor]]:
+    """Apply a function to tensors given as shards; return the shards of its results.
+
+    Gradients pass, any number of times, if the function writes to nothing. It may be called again
+    for them.
+    """
+    flat = list(chain.from_iterable(tensors))
+    # torch leaves Function.apply untyped.
+    results = _Operation.apply(function, name, mesh, *flat)  # type: ignore[no-untyped-call]
+    return _batched(results, len(mesh.ids))
+
+
+def _batched(flat: Sequence[torch.Tensor], size: int) -> list[list[torch.Tensor]]:
+    return [list(flat[at : at + size]) for at in range(0, len(flat), size)]
+
+
+class _Operation(torch.autograd.Function):
+    """A function of shards of all devices."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,  # noqa: ANN401
+        function: Function,
+        name: str,
+        mesh: DeviceMesh,
+        *shards: torch.Tensor,
+    ) -> tuple[torch.Tensor, ...]:
+        tensors = _batched(shards, len(mesh.ids))
+        wanted = [any(shard.requires_grad for shard in of_one) for of_one in tensors]
+        with simulating(mesh, shards[0].device.type), torch.enable_grad():
+            results = function(
+                [joined(of_one, tracked=t) for of_one, t in zip(tensors, wanted, strict=True)]
+            )
+        ctx.tracked = [result.requires_grad for result in results]
+        ctx.function, ctx.name, ctx.mesh, ctx.wanted = function, name, mesh, wanted
+        ctx.save_for_backward(*shards)
+        parts = [parts_of(result) for result in results]
+        plain = [p for of_one, t in zip(parts, ctx.tracked, strict=True) for p in of_one if not t]
+        ctx.mark_non_differentiable(*plain)
+        return tuple(chain.from_iterable(parts))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # noqa: ANN401
+        devices = len(ctx.mesh.ids)
+        arriving = zip(_batched(gradients, devices), ctx.tracked, strict=True)
+        given = [*_batched(ctx.saved_tensors, devices), *(g for g, tracked in arriving if tracked)]
+        back = partial(_gradients, ctx.function, ctx.name, ctx.wanted)
+        results = iter(differentiable(back, ctx.name, ctx.mesh, given))
+        nothing = [None] * devices
+        of_inputs = [next(results) if wanted else nothing for wanted in ctx.wanted]
+        return None, None, None, *chain.from_iterable(of_inputs)
+
+
+def _gradients(function: Function, name: str, wanted: Sequence[bool], tensors: Locals) -> Locals:
+    """Return the gradients of wanted arguments; those of the function's results come after them."""
+    again = any(tensor.requires_grad for tensor in tensors)
+    inputs = [
+        tensor.detach().requires_grad_() if is_wanted and not tensor.requires_grad else tensor
+        for tensor, is_wanted in zip(tensors, wanted, strict=False)
+    ]
+    sources = [each for each, is_wanted in zip(inputs, wanted, strict=True) if is_wanted]
+    results = [result for result in function(inputs) if result.requires_grad]
+    with implicit_replication(), Watch(name, (), back=True):
+        found = torch.autograd.grad(
+            results, sources, tensors[len(inputs) :], create_graph=again, allow_unused=True
+        )
+    return [
+        torch.zeros_like(source) if gradient is None else gradient
+        for source, gradient in zip(sources, found, strict=True)
+    ]

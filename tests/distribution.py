@@ -1,0 +1,77 @@
+"""The wheel and the sdist, installed where nothing else is, run the quick starts of the README.
+
+``python -m tests.distribution [PYTHON …]`` builds both into ``dist/``. The wheel is installed
+without torch into a new environment of each interpreter that runs, by default this one and
+``python3.12`` and ``python3.13``; into that of this one also with torch, and from the sdist.
+"""
+
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+PAGE_BLOCKS = ROOT / "tests" / "page_blocks.py"
+SETTINGS = {
+    "PIP_CONSTRAINT": str(ROOT / "constraints.txt"),
+    "PIP_DISABLE_PIP_VERSION_CHECK": "1",
+    "PYTHONPATH": "",
+}
+
+
+def run(*command, cwd=None):
+    subprocess.run(command, cwd=cwd, check=True, env=os.environ | SETTINGS)
+
+
+def version(python):
+    """Return an interpreter's version, and None if it does not run."""
+    command = [python, "-c", "import sys; print('%d.%d' % sys.version_info[:2])"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True)
+    except FileNotFoundError:
+        return None
+    return None if done.returncode else done.stdout.strip()
+
+
+def new_environment(python, place, requirement):
+    """Make a virtual environment with one requirement, and return its interpreter."""
+    run(python, "-m", "venv", place)
+    inside = str(place / "bin" / "python")
+    run(inside, "-m", "pip", "install", "--quiet", requirement)
+    return inside
+
+
+def try_pages(python, *options):
+    """Run the README's quick starts, isolated from this checkout."""
+    with tempfile.TemporaryDirectory() as place:
+        run(python, "-I", PAGE_BLOCKS, ROOT / "README.md", *options, cwd=place)
+
+
+def main(pythons):
+    """Build, install and try; the first failure ends it."""
+    dist = ROOT / "dist"
+    for old in dist.glob("shardspec-*"):
+        old.unlink()
+    run(sys.executable, "-m", "build", "--outdir", dist, ROOT)
+    (wheel,), (sdist,) = dist.glob("*.whl"), dist.glob("*.tar.gz")
+    with tempfile.TemporaryDirectory() as temporary:
+        place = Path(temporary)
+        for python in [sys.executable, *pythons]:
+            number = version(python)
+            if number is None:
+                print(f"{python} does not run here; not tried")
+                continue
+            inside = new_environment(python, place / f"{number}-plain", str(wheel))
+            try_pages(inside, "--without-torch")
+            print(f"Python {number} without torch: the quick starts print what the README shows")
+        inside = new_environment(sys.executable, place / "torch", f"{wheel}[torch]")
+        try_pages(inside)
+        print("with torch: the quick starts print what the README shows")
+        inside = new_environment(sys.executable, place / "sdist", str(sdist))
+        try_pages(inside, "--without-torch")
+        print("from the sdist: the same")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:] or ["python3.12", "python3.13"])
