@@ -35,8 +35,13 @@ LAYERS = [
     {"__main__"},
 ]
 WITH_TENSORS = {
-    "shardspec.comm.messages",
-    "shardspec.comm.peer_memory",
+    "shardspec.comm.carry_out",
+    "shardspec.comm.channel",
+    "shardspec.comm.region",
+    "shardspec.comm.transports.collectives",
+    "shardspec.comm.transports.messages",
+    "shardspec.comm.transports.peer_memory",
+    "shardspec.comm.transports.stage",
     "shardspec.comm.process_group",
     "shardspec.comm.results",
     "shardspec.tensor.dtensor",
