@@ -19,6 +19,7 @@ from shardspec import (
     reshard,
     save_sharded,
 )
+from shardspec.checkpoint.convert import MergedFormat, ReshardedFormat
 from shardspec.checkpoint.digest import read_digests
 from shardspec.cli.main import cli
 from shardspec.errors import CheckpointError, LayoutError, OutputExistsError
@@ -90,7 +91,7 @@ def test_memory_with_gaps_counts_by_its_elements():
 def test_what_is_saved_and_written_has_the_digests_of_what_is_read(place):
     due = digest(STATE)
     assert read_digests(place / "saved.json") == digest(place / "ckpt") == due
-    outputs = (
+    outputs: tuple[tuple[str, MergedFormat | None, int], ...] = (
         ("a.safetensors", None, 1),
         ("a.pt", None, 2),
         ("hf", "huggingface", 3),
@@ -106,13 +107,14 @@ def test_what_is_saved_and_written_has_the_digests_of_what_is_read(place):
             overwrite=True,
         )
         assert report.digests == read_digests(place / "w.json") == due == digest(place / name), name
-    for format in ("shardspec", "dcp"):
+    onto: tuple[ReshardedFormat, ...] = ("shardspec", "dcp")
+    for to in onto:
         report = reshard(
             place / "dcp",
             place / "cut",
             device_mesh=MESH,
             rules={"17.*": "[S10,R]"},
-            format=format,
+            format=to,
             digests=place / "w.json",
             overwrite=True,
         )
