@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from shardspec.checkpoint.delta import delta as delta
     from shardspec.checkpoint.digest import digest as digest
     from shardspec.checkpoint.load import load_sharded as load_sharded
+    from shardspec.checkpoint.model_names import model_names as model_names
     from shardspec.checkpoint.plan import plan_reshard as plan_reshard
     from shardspec.checkpoint.save import save_sharded as save_sharded
     from shardspec.comm.communicator import SimulatedCommunicator as SimulatedCommunicator
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from shardspec.digests import Digests as Digests
     from shardspec.digests import TensorDigest as TensorDigest
     from shardspec.errors import ShardSpecError as ShardSpecError
+    from shardspec.families.layouts import model_layouts as model_layouts
     from shardspec.families.maps import load_map as load_map
     from shardspec.families.maps import map_chain as map_chain
     from shardspec.families.maps import shipped_maps as shipped_maps
@@ -61,6 +63,7 @@ _NAMES: Final = {
     "checkpoint.delta": ("apply_delta", "delta"),
     "checkpoint.digest": ("digest",),
     "checkpoint.load": ("load_sharded",),
+    "checkpoint.model_names": ("model_names",),
     "checkpoint.plan": ("plan_reshard",),
     "checkpoint.save": ("save_sharded",),
     "comm.communicator": ("SimulatedCommunicator",),
@@ -79,6 +82,7 @@ _NAMES: Final = {
     "resharding.maps": ("check_map",),
     "resharding.name_map": ("NameMap",),
     "resharding.plan": ("ReshardPlan", "reshard_state"),
+    "families.layouts": ("model_layouts",),
     "resharding.receipts": ("Receipt",),
     "families.maps": ("load_map", "map_chain", "shipped_maps"),
     "resharding.trace": ("trace_map",),

@@ -78,6 +78,17 @@ def from_safetensors(code: str) -> str:
     return _SAFETENSORS[code]
 
 
+def keeps_dtype(name: str) -> bool:
+    """Whether a tensor of a name is never cast: the biases by which routers balance experts.
+
+    They are float32, and few values are left of them in 16 bits.
+
+    >>> keeps_dtype("model.layers.3.mlp.gate.e_score_correction_bias"), keeps_dtype("x.bias")
+    (True, False)
+    """
+    return name.endswith(("e_score_correction_bias", "router.expert_bias"))
+
+
 def is_cast(source: str, target: str) -> bool:
     """Return whether a cast to `target` changes a tensor: if it has floating point numbers.
 

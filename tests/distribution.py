@@ -6,6 +6,7 @@ without torch into a new environment of each interpreter that runs, by default t
 """
 
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -45,6 +46,7 @@ def new_environment(python, place, requirement):
 def try_pages(python, *options):
     """Run the README's quick starts, isolated from this checkout."""
     with tempfile.TemporaryDirectory() as place:
+        shutil.copytree(ROOT / "examples" / "checkpoint", Path(place, "examples", "checkpoint"))
         run(python, "-I", PAGE_BLOCKS, ROOT / "README.md", *options, cwd=place)
 
 

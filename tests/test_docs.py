@@ -43,11 +43,17 @@ def of_any_size(text):
     return re.sub(r"[\d.]+ KiB; open it", "…", steady(text))
 
 
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """One for all pages, as somebody has who works through them one after another."""
+    return tmp_path_factory.mktemp("pages")
+
+
 @pytest.mark.parametrize("name", RUN)
-def test_snippets_and_commands_print_what_is_shown(tmp_path, name):
+def test_snippets_and_commands_print_what_is_shown(folder, name):
     text = (DOCS / f"{name}.md").read_text("utf-8")
     assert any(kind in ("python", "console") for kind, _ in BLOCK.findall(text))
-    assert of_any_size(rewritten(text, tmp_path, shared=True)) == of_any_size(text)
+    assert of_any_size(rewritten(text, folder, shared=True)) == of_any_size(text)
 
 
 def test_links_between_pages_lead_somewhere():

@@ -83,11 +83,15 @@ CUT = Layout(MESH, "[S0,R]", (4, 4), "f32")
             (call, "SpecSyntaxError", f"a spec is text such as '[S0,R]', not a {kind}")
             for call, kind in [
                 (lambda: Layout(MESH, None, (4, 4), "f32"), "NoneType"),  # type: ignore[arg-type]
-                (lambda: Layout(MESH, ("S0", "R"), (4, 4), "f32"), "tuple"),  # type: ignore[arg-type]
                 (lambda: Layout(MESH, b"[R,R]", (4, 4), "f32"), "bytes"),  # type: ignore[arg-type]
                 (lambda: LayoutConverter().plan(CUT, None), "NoneType"),  # type: ignore[arg-type]
                 (lambda: DTensor(WHOLE, MESH, "[S0,R]").redistribute(7), "int"),  # type: ignore[arg-type]
             ]
+        ),
+        (
+            lambda: Layout(MESH, ("S0", "R"), (4, 4), "f32"),  # type: ignore[arg-type]
+            "LayoutError",
+            "'S0' is not a placement; give Shard, Replicate or Partial of torch",
         ),
         (
             lambda: LayoutConverter().plan("[S0,R]", "[R,S0]"),  # type: ignore[arg-type]
@@ -97,12 +101,12 @@ CUT = Layout(MESH, "[S0,R]", (4, 4), "f32")
         (
             lambda: DTensor(np.ones((4, 4)), MESH, "[S0,R]"),  # type: ignore[arg-type]
             "LayoutError",
-            "a ndarray is not a plain tensor",
+            "expected a torch.Tensor, got a ndarray",
         ),
         (
             lambda: DTensor([[1.0]], MESH, "[S0,R]"),  # type: ignore[arg-type]
             "LayoutError",
-            "a list is not a plain tensor",
+            "expected a torch.Tensor, got a list",
         ),
         (
             lambda: shardspec.match_rules([("*", "[R]")], {"w": 1}),  # type: ignore[arg-type]

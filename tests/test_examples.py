@@ -52,6 +52,20 @@ def printed(tmp_path_factory):
     return lambda name, world: outputs(world)[name]
 
 
+def shown_in_docs(section):
+    """Return the lines of output that a section of the page on examples shows."""
+    text = (EXAMPLES.parent / "docs" / "examples.md").read_text("utf-8")
+    part = text.partition(f"## {section}\n")[2].partition("\n## ")[0]
+    (block,) = re.findall(r"^```\n(.*?)^```$", part, re.MULTILINE | re.DOTALL)
+    return block.splitlines()
+
+
+def test_the_page_on_examples_names_all_of_them():
+    text = (EXAMPLES.parent / "docs" / "examples.md").read_text("utf-8")
+    named = set(re.findall(r"^\| `(\w+\.py)`", text, re.MULTILINE))
+    assert named == {path.name for path in EXAMPLES.glob("*.py")}
+
+
 def run(*args, cwd, code=0, both=False):
     """Run a Python program, all warnings as errors, and return what it printed."""
     # As on a plain terminal: not part of a job, and not wider than usual.
@@ -81,7 +95,7 @@ def squeezed(text):
 def test_all_examples_are_tried_here():
     tried = Path(__file__).read_text("utf-8")
     names = [path.name for path in sorted(EXAMPLES.glob("*.py"))]
-    assert len(names) == 15
+    assert len(names) == 16
     for name in names:
         assert f'EXAMPLES / "{name}"' in tried, name
 
@@ -122,6 +136,21 @@ def test_save_and_merge(tmp_path):
         "loaded: up.bias as [S0], (20,) on device 2\n"
         "loaded: up.weight as [S0,R], (20, 16) on device 2\n"
         "equal:  True\n"
+    )
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_format_plugin(tmp_path):
+    output = squeezed(run(EXAMPLES / "format_plugin.py", cwd=tmp_path))
+    assert output.startswith(
+        "sharded: rank-00000.npz rank-00001.npz rank-00002.npz rank-00003.npz\n"
+        "equal: True\n"
+        "loaded: w as [S0,S1], (3, 2) on device 3\n"
+        "cut: 3 tensors, 176 B, in the format of npz, saved on mesh 2x2 (4 devices)\n"
+    )
+    assert "\n0 (0, 0) 36 B rank-00000.npz\n" in output
+    assert output.endswith(
+        "\ncut: 3 tensors in 6 boxes, 176 B, all with digests; no problems found\n"
     )
     assert list(tmp_path.iterdir()) == []
 
@@ -253,6 +282,8 @@ def test_under_torchrun(printed, tmp_path):
 @pytest.mark.parametrize("world", [2, 4, 8])
 def test_dtensor_tour(printed, world):
     output = printed("dtensor_tour.py", world)
+    if world == 4:
+        assert set(shown_in_docs("The tour")) <= set(output.splitlines())
     assert "False" not in output
     assert output.count(": True") == 8
     lines = output.splitlines()
@@ -348,6 +379,9 @@ def test_elastic_resume(tmp_path):
         program = (EXAMPLES / "elastic_resume.py", tmp_path, first)
         (output,) = run_examples(world, tmp_path / str(world), [program])
         assert json.loads(output) == expected[first : first + example["STEPS"]]
+    shown = shown_in_docs("Another number of ranks")[0]
+    losses = [float(word) for word in re.findall(r"\d\.\d+", shown)]
+    assert losses == pytest.approx(expected[: example["STEPS"]], rel=1e-4)
 
 
 @pytest.mark.exhaustive

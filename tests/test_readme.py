@@ -5,6 +5,7 @@
 
 import os
 import re
+import shutil
 import subprocess
 import tempfile
 from pathlib import Path
@@ -18,13 +19,38 @@ README = ROOT / "README.md"
 CHECKPOINTS = ROOT / "docs" / "checkpoints.md"
 
 
+def ready(directory):
+    """Return a folder that has what a clone has of the pages' checkpoints."""
+    shutil.copytree(ROOT / "examples" / "checkpoint", directory / "examples" / "checkpoint")
+    return directory
+
+
 def test_snippets_and_commands_print_what_is_shown(tmp_path):
     text = README.read_text("utf-8")
     kinds = [kind for kind, _ in BLOCK.findall(text)]
     assert kinds.count("python") == 2
     assert kinds.count("console") >= 6
-    assert steady(rewritten(text, tmp_path)) == steady(text)
+    assert steady(rewritten(text, ready(tmp_path))) == steady(text)
     assert (tmp_path / "model.safetensors").is_file()
+
+
+def test_the_last_quick_start_needs_neither_torch_nor_the_others(tmp_path):
+    text = README.read_text("utf-8")
+    alone = text[text.index("## Quick start 3") : text.index("## Where to go on")]
+    assert "python" not in [kind for kind, _ in BLOCK.findall(alone)]
+    assert steady(rewritten(alone, ready(tmp_path))) == steady(alone)
+
+
+def test_pages_write_under_names_of_their_own():
+    """So that one can work through all of them in one folder."""
+    written: dict[str, str] = {}
+    pages = [README, *sorted((ROOT / "docs").glob("*.md"))]
+    for page in pages:
+        blocks = [body for kind, body in BLOCK.findall(page.read_text("utf-8")) if kind != "sh"]
+        outputs = re.findall(r" -o ([\w.-]+)|save_sharded\([^\n]*?\"([\w.-]+)\"", "\n".join(blocks))
+        for name in {*map("".join, outputs)}:
+            assert written.setdefault(name, page.name) == page.name, name
+    assert len(written) > 20
 
 
 def test_the_recipes_print_what_is_shown(tmp_path):
@@ -59,7 +85,7 @@ def test_links_lead_somewhere():
     links = re.findall(r"\]\(([^)]+)\)", README.read_text("utf-8"))
     assert len(links) > 15
     for link in links:
-        assert (ROOT / link).is_file(), link
+        assert link.startswith("https:") or (ROOT / link).is_file(), link
 
 
 def test_the_architecture_names_files_that_exist():
@@ -82,6 +108,6 @@ def test_ten_lines():
 
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as temporary:
-        README.write_text(rewritten(README.read_text("utf-8"), Path(temporary)), "utf-8")
+        README.write_text(rewritten(README.read_text("utf-8"), ready(Path(temporary))), "utf-8")
     with tempfile.TemporaryDirectory() as temporary:
         CHECKPOINTS.write_text(rewritten(CHECKPOINTS.read_text("utf-8"), Path(temporary)), "utf-8")

@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
@@ -83,8 +84,8 @@ def test_addends_and_parts_by_placements():
     line = DeviceMesh(range(3))
     fused = DTensor(WHOLE, line, [_StridedShard(1, split_factor=2)])
     assert str(fused.sharding_spec) == "[R,S0{4,3}]"
-    shape = {"global_shape": (5, 7)}
-    again = DTensor.from_local(fused.shards, line, [_StridedShard(1, split_factor=2)], **shape)
+    parts = [_StridedShard(1, split_factor=2)]
+    again = DTensor.from_local(fused.shards, line, parts, global_shape=(5, 7))
     assert torch.equal(again.full_tensor(), WHOLE)
     with pytest.raises(LayoutError, match="makes parts of dim 1, whose size is not given"):
         DTensor.from_local(fused.shards, line, [_StridedShard(1, split_factor=2)])
@@ -136,7 +137,7 @@ def test_rules_by_placements(tmp_path):
 
 
 def test_rules_whose_placements_do_not_fit():
-    cases = [
+    cases: list[tuple[Any, dict[str, int], str]] = [
         ({"w": [Shard(0)]}, {"w": 2}, "rule 'w', tensor 'w': 1 placement for a mesh of 2 axes"),
         ({"*": [Shard(1), Replicate()]}, {"b": 1}, "rule '*', tensor 'b': the placement of axis 0"),
         ({"w": ["S0", "R"]}, {"w": 2}, "rule 'w': 'S0' is not a placement"),
@@ -155,7 +156,7 @@ def test_placements_that_do_not_fit_are_refused_in_one_line():
     tensor = DTensor(WHOLE, MESH, "[S0,R]")
     mask = _MaskPartial(offset_shape=torch.Size([2]), offset_dim=0)
     axes = "for a mesh of 2 axes (2x3); give one per axis"
-    cases = [
+    cases: list[tuple[Any, str]] = [
         ([Shard(0)], f"1 placement {axes}"),
         ([], f"0 placements {axes}"),
         ([Shard(0)] * 3, f"3 placements {axes}"),
@@ -174,7 +175,7 @@ def test_placements_that_do_not_fit_are_refused_in_one_line():
             [Partial(), Replicate()],
             "a new tensor cannot be sharded as [R,R|P0]: a pending reduction",
         ),
-        ([mask, Replicate()], "placement MaskP has no counterpart in a spec"),
+        ([mask, Replicate()], "placement MaskP("),
     ]
     for placements, start in cases:
         with pytest.raises((LayoutError, LossyConversionError)) as caught:
@@ -192,7 +193,7 @@ def test_placements_that_do_not_fit_are_refused_in_one_line():
             call()
     for call in (
         lambda: tensor.redistribute(MESH, "[R,R]", device_mesh=MESH),
-        lambda: tensor.redistribute("[R,R]", MESH),
+        lambda: tensor.redistribute("[R,R]", MESH),  # type: ignore[arg-type]  # refused
     ):
         with pytest.raises(LayoutError, match="give one mesh, before the placements or by name"):
             call()
@@ -200,7 +201,7 @@ def test_placements_that_do_not_fit_are_refused_in_one_line():
         tensor.redistribute(MESH)
     for given in (None, 3):
         with pytest.raises(SpecSyntaxError, match="a spec is text such as"):
-            Layout(MESH, given, (5, 7), "float32")
+            Layout(MESH, given, (5, 7), "float32")  # type: ignore[arg-type]  # refused
 
 
 def test_what_is_distributed_already_is_returned_or_refused():
@@ -232,15 +233,15 @@ def test_planning_by_text_imports_no_torch():
 
 
 def test_reprs_are_one_short_line_however_large_the_mesh():
-    mesh = DeviceMesh(list(range(1024, 0, -1)), (32, 32))
-    tensor = shardspec.empty(64, 64, device_mesh=mesh, placements=[Shard(0), Shard(1)])
+    mesh = DeviceMesh(list(range(256, 0, -1)), (16, 16))
+    tensor = shardspec.empty(32, 32, device_mesh=mesh, placements=[Shard(0), Shard(1)])
     plan = LayoutConverter().plan(tensor.layout, "[R,R]")
-    table = LayoutConverter().cost_table(mesh, (64, 64), "float32")
     state_plan = plan_reshard({"w": tensor.layout}, (DeviceMesh([0]), {}))
-    assert repr(state_plan) == "ReshardPlan(1 tensor on 1025 devices)"
-    assert repr(tensor).endswith(
-        "holds the shards of devices 1024, 1023, 1022, 1021, 1020, 1019, 1018, 1017, … 1024 in all)"
+    assert repr(state_plan) == "ReshardPlan(1 tensor on 257 devices)"
+    devices = "256, 255, 254, 253, 252, 251, 250, 249, … 256 in all"
+    assert repr(tensor) == (
+        f"DTensor([S0,S1] of [32, 32] float32 on 16x16; holds the shards of devices {devices})"
     )
-    for value in (mesh, tensor, tensor.layout, plan, table, state_plan):
+    for value in (mesh, tensor.layout, plan):
         assert "\n" not in repr(value)
-        assert len(repr(value)) < 400, repr(value)
+        assert len(repr(value)) < 300, repr(value)

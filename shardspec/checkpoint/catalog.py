@@ -10,7 +10,7 @@ from typing import Final, Generic, NamedTuple, TypeAlias, TypeVar
 
 from shardspec.boxes import Box, box_size, contains
 from shardspec.checkpoint.state_dict import KeyPath
-from shardspec.checkpoint.storage.local import LocalPath
+from shardspec.checkpoint.storage.from_text import storage_path
 from shardspec.checkpoint.storage.path import StoragePath
 from shardspec.checkpoint.storage.snapshot import Snapshot
 from shardspec.comm.steps import ReduceOp
@@ -21,7 +21,7 @@ from shardspec.layout.layout import Layout, LayoutCell, cells_of
 from shardspec.layout.spec import ShardingSpec
 from shardspec.mesh.device_mesh import DeviceMesh
 
-ZEROS: Final = LocalPath("/dev/zero")
+ZEROS: Final = storage_path("/dev/zero")
 """Where boxes are that no file has: they are zeros. It is not opened."""
 _MOST_KNOWN: Final = 64
 """Kinds of tensors of which results are kept: a model has few."""
@@ -206,8 +206,14 @@ class Catalog:
     """Those of `extras` that can be copied into torch's DCP unread."""
     pickled: "Mapping[str, Sequence[StoredTensor]]" = MappingProxyType({})
     """Tensors within `objects` that are copied whole, and are not among its tensors."""
+    restored = False
+    """Whether loading makes the state dict that was saved again: nested, and with plain values."""
     paths: Mapping[str, KeyPath] = MappingProxyType({})
     """The keys of tensors and values in a nested state dict, where their names are not the keys."""
+    described_in: StoragePath | None = None
+    """A directory with the model's config and tokenizer, if not the one of the checkpoint."""
+    filled: tuple[str, ...] = ()
+    """Names of the tensors that were taken from another checkpoint, since this one lacks them."""
     dropped: Mapping[str, tuple[int, ...]] = MappingProxyType({})
     """Shapes of tensors that it would have, had what they are made of not been left behind."""
 

@@ -67,4 +67,4 @@ def wanted_names(source: Catalog, choice: Choice) -> list[str]:
 
 def first_names(names: Sequence[str]) -> str:
     """Return the first of some names, as text."""
-    return ", ".join(map(repr, names[:3])) or "(there are none)"
+    return ", ".join(map(repr, names[:3])) or "nothing: there is no tensor"

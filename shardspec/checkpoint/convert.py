@@ -7,12 +7,12 @@ the output can be made and may be written, plan the copies, execute them, commit
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from hashlib import sha256
 from pathlib import PurePath
-from typing import TYPE_CHECKING, Final, Literal, TypeAlias, get_args
+from typing import TYPE_CHECKING
 
 from isal.isal_zlib import crc32_combine
 
@@ -26,56 +26,27 @@ from shardspec.checkpoint.catalog import (
     distinct,
     memoize_by_boxes,
 )
-from shardspec.checkpoint.check_quantized import check_blocks
 from shardspec.checkpoint.choice import Choice, Patterns, Renames
 from shardspec.checkpoint.destination import Destination, check_destination
 from shardspec.checkpoint.digest import check_digests_file, write_digests
-from shardspec.checkpoint.mapped import Names, check_drop, mapped
-from shardspec.checkpoint.open import as_catalog
+from shardspec.checkpoint.formats.registry import default_format, merged_format, written_format
+from shardspec.checkpoint.mapped import Names
 from shardspec.checkpoint.output import Output, WriteOptions
 from shardspec.checkpoint.read_boxes import Progress, check_replicas, crc_text
-from shardspec.checkpoint.select import (
-    carried_values,
-    check_dropped,
-    layouts_by_rules,
-    layouts_like,
-    select,
-    tied,
-)
+from shardspec.checkpoint.select import Asked, check_sharding, laid_out, opened
 from shardspec.checkpoint.storage.from_text import storage_path
 from shardspec.checkpoint.storage.path import StoragePath
 from shardspec.checkpoint.storage.reading import OpenFiles
-from shardspec.checkpoint.targets import OutputTensor, Target, add_sidecars
+from shardspec.checkpoint.targets import OutputTensor, Target
 from shardspec.comm.communicator import Communicator
 from shardspec.digests import Digests, TensorDigest
 from shardspec.dtypes import item_bytes
 from shardspec.errors import CheckpointError
-from shardspec.layout.rules import Rules, winning_patterns
+from shardspec.layout.rules import Rules
 from shardspec.mesh.device_mesh import DeviceMesh
-from shardspec.text import Argument, Part, shown
 
 if TYPE_CHECKING:
     from shardspec.checkpoint.numeric import CastLosses
-
-MergedFormat: TypeAlias = Literal["safetensors", "huggingface", "torch", "dcp"]
-MERGED_FORMATS: Final[tuple[MergedFormat, ...]] = get_args(MergedFormat)
-ReshardedFormat: TypeAlias = Literal["shardspec", "dcp", "deepspeed-universal"]
-RESHARDED_FORMATS: Final[tuple[ReshardedFormat, ...]] = get_args(ReshardedFormat)
-_TORCH_SUFFIXES: Final = (".pt", ".pth", ".bin")
-_SHARD_BYTES: Final = 5 * 10**9
-"""Most bytes of tensors in a file, as transformers has it."""
-_ADAPTER: Final = "adapter_model.safetensors"
-
-_CHOICE: Final[tuple[Part, ...]] = (
-    *(Argument("dtype"), ", ", Argument("include"), ", ", Argument("exclude"), ", "),
-    *(Argument("rename"), " and ", Argument("names")),
-)
-"""The arguments that choose tensors and name them, for a message."""
-
-_LaidOut: TypeAlias = tuple[Sequence[OutputTensor], Target]
-_LayOut: TypeAlias = Callable[[Catalog, str], _LaidOut]
-"""Selects tensors of a catalog and lays out the files for them, given a text to name them by."""
-_Prepared: TypeAlias = "tuple[Catalog, Sequence[OutputTensor], Target, Destination, WriteReport]"
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +73,8 @@ class WriteReport:
     """How many files of the output hold tensors: without an index and what was copied along."""
     not_copied: tuple[str, ...] = ()
     """Names of what lies there too and was not copied; a directory ends in a slash."""
+    filled: tuple[str, ...] = ()
+    """Names of the tensors that were taken from the checkpoint to fill from."""
     seconds: float = 0.0
     crc32: int | None = None
     """CRC-32 of all files in their order; None if it was not computed."""
@@ -155,6 +128,7 @@ class WriteReport:
             "left_out": list(self.left_out),
             "sidecars": list(self.sidecars),
             "not_copied": list(self.not_copied),
+            "filled": list(self.filled),
             "written": self.written,
             "digest": None if self.digests is None else self.digests.value,
             "sharding": {
@@ -168,7 +142,7 @@ def merge(
     directory: PurePath | str | Catalog,
     output: PurePath | str,
     *,
-    format: MergedFormat | None = None,
+    format: str | None = None,
     max_shard_bytes: int | None = None,
     dtype: str | None = None,
     include: Patterns | None = None,
@@ -203,7 +177,7 @@ def merge(
     format
         The default is a torch file if the output ends in ``.pt``, ``.pth`` or ``.bin``,
         ``"huggingface"`` if `max_shard_bytes` is given or the output is text that ends in ``/``,
-        else one safetensors file.
+        else one safetensors file. Installed packages may have others (``shardspec.formats``).
     max_shard_bytes
         Most bytes of tensors in a file of the format ``"huggingface"``; 5 GB by default.
     dtype
@@ -271,18 +245,21 @@ def merge(
     """
     place = storage_path(output)
     in_directory = isinstance(output, str) and output.endswith(("/", os.sep))
-    chosen = _merged_format(place, format, max_shard_bytes, in_directory)
-    given = Choice(include, exclude, rename, dtype, drop)
-    choice = given if names is None else given.after_map()
-
-    def lay_out(source: Catalog, _: str) -> _LaidOut:
-        return _merged(source, choice, place.name, chosen, max_shard_bytes, metadata)
-
-    file = None if digests is None else storage_path(digests)
+    chosen = merged_format(place, format, max_shard_bytes, in_directory)
+    choice = Choice(include, exclude, rename, dtype, drop)
+    asked = Asked(chosen, "merged", choice, names, metadata=metadata, limit=max_shard_bytes)
     options = WriteOptions(
-        threads, strict_cast, overwrite, verify, dry_run, sidecars, progress, communicator, file
+        threads,
+        strict_cast,
+        overwrite,
+        verify,
+        dry_run,
+        sidecars,
+        progress,
+        communicator,
+        None if digests is None else storage_path(digests),
     )
-    return _converted(partial(_mapped, directory, names, given), place, chosen, lay_out, options)
+    return _converted(directory, place, asked, options)
 
 
 def reshard(
@@ -292,7 +269,7 @@ def reshard(
     device_mesh: DeviceMesh | None = None,
     rules: Rules | None = None,
     like: PurePath | str | Catalog | None = None,
-    format: ReshardedFormat | None = None,
+    format: str | None = None,
     dtype: str | None = None,
     include: Patterns | None = None,
     exclude: Patterns = (),
@@ -357,79 +334,10 @@ def reshard(
     >>> len(report.files)
     5
     """
-    chosen = format or "shardspec"
-    given = Choice(include, exclude, rename, dtype, drop)
-    universal, onto = chosen == "deepspeed-universal", device_mesh
-    checks: tuple[tuple[object, tuple[Part, ...]], ...] = (
-        (
-            chosen not in RESHARDED_FORMATS,
-            (f"there is no format {chosen!r}; choose one of {', '.join(RESHARDED_FORMATS)}",),
-        ),
-        (
-            like is not None and (onto is not None or rules is not None),
-            ("give either a checkpoint to shard like, or a mesh and rules",),
-        ),
-        (
-            not isinstance(onto, DeviceMesh | None),
-            (
-                f"a {type(onto).__name__} is not a mesh to shard for; give a DeviceMesh, as of "
-                "DeviceMesh(range(8), (2, 4))",
-            ),
-        ),
-        (
-            universal and (onto is not None or like is not None or rules or any(given) or names),
-            (
-                "a Universal Checkpoint has all tensors of a run as DeepSpeed saved them, for any "
-                "number of ranks; leave out the mesh, the rules, the checkpoint to shard like, ",
-                *_CHOICE,
-            ),
-        ),
-        (
-            not universal and onto is None and like is None,
-            (
-                "give the mesh to shard for, ",
-                Argument("device_mesh"),
-                ", or a checkpoint to shard like",
-            ),
-        ),
-    )
-    for wrong, problem in checks:
-        if wrong:
-            raise CheckpointError(*problem)
-    choice = given if names is None else given.after_map()
-
-    def lay_out(source: Catalog, save: str) -> _LaidOut:
-        if universal:
-            from shardspec.checkpoint.formats.deepspeed_universal import universal_target
-
-            found = universal_target(source)
-            check_dropped(source, choice, found[1].carried, drop_values)
-            return found
-        wanted = select(source, choice)
-        if onto is None:
-            assert like is not None, "checked before"
-            mesh, layouts = layouts_like(as_catalog(like), wanted)
-        else:
-            mesh, layouts = onto, layouts_by_rules(onto, rules or {}, wanted)
-        check_blocks(source, {tensor.source: layouts[tensor.name] for tensor in wanted})
-        kept = carried_values(source, choice, wanted, objects=chosen == "dcp")
-        check_dropped(source, choice, kept.names, drop_values)
-        if chosen == "dcp":
-            from shardspec.checkpoint.formats.dcp_target import dcp_target
-
-            target = dcp_target(mesh, wanted, layouts, kept.values, kept.paths)
-        else:
-            from shardspec.checkpoint.formats.native import sharded_target
-
-            metadata = source.file_metadata.values
-            target = sharded_target(mesh, wanted, layouts, save, metadata, kept.values, kept.paths)
-        winners = winning_patterns(list(rules or {}), layouts)
-        sharding = {
-            name: (winners.get(name, ""), str(layout.labelled_spec))
-            for name, layout in layouts.items()
-        }
-        return wanted, target._replace(carried=target.carried | kept.names, sharding=sharding)
-
+    chosen = written_format(format, "sharded") if format else default_format("sharded")
+    choice = Choice(include, exclude, rename, dtype, drop)
+    asked = Asked(chosen, "sharded", choice, names, device_mesh, rules, like, drop_values)
+    check_sharding(asked)
     options = WriteOptions(
         threads,
         strict_cast,
@@ -441,117 +349,17 @@ def reshard(
         communicator,
         None if digests is None else storage_path(digests),
     )
-    opening = partial(_mapped, directory, names, given)
-    return _converted(opening, storage_path(output), chosen, lay_out, options)
-
-
-def _merged_format(
-    output: StoragePath,
-    format: MergedFormat | None,
-    max_shard_bytes: int | None,
-    in_directory: bool,
-) -> MergedFormat:
-    """Return the format of an output; `in_directory` says whether it is named as a directory."""
-    chosen = format
-    if chosen is None:
-        one_file = output.suffix in (".safetensors", *_TORCH_SUFFIXES) or max_shard_bytes is None
-        chosen = "torch" if output.suffix in _TORCH_SUFFIXES else "safetensors"
-        chosen = chosen if one_file and not in_directory else "huggingface"
-    if chosen not in MERGED_FORMATS:
-        raise CheckpointError(
-            f"there is no format {chosen!r}; choose one of {', '.join(MERGED_FORMATS)}"
-        )
-    if max_shard_bytes is not None and (max_shard_bytes < 1 or chosen != "huggingface"):
-        raise CheckpointError(
-            f"{output}: a limit of {max_shard_bytes} bytes a file (",
-            Argument("max_shard_bytes"),
-            f") is not for the format {chosen!r}, or below 1; leave it out, or choose the format "
-            "'huggingface' and name a directory",
-        )
-    if in_directory and chosen in ("safetensors", "torch"):
-        raise CheckpointError(
-            f"{output}/: is named as a directory, but the format {chosen!r} is one file; leave out "
-            "the slash, or choose another format"
-        )
-    return chosen
-
-
-def _merged(
-    source: Catalog,
-    choice: Choice,
-    name: str,
-    chosen: MergedFormat,
-    max_shard_bytes: int | None,
-    metadata: bool,
-) -> _LaidOut:
-    """Choose tensors, and lay out the files for all of each; formats are imported when needed."""
-    wanted = select(source, choice)
-    kept = carried_values(source, choice, wanted, objects=chosen == "dcp")
-    # The other formats have no room for entries that are not tensors.
-    carried = kept.names if chosen in ("torch", "dcp") else frozenset[str]()
-    check_dropped(source, choice, carried, None)
-    if source.extras and not (wanted or carried):
-        raise CheckpointError(
-            f"{source.directory}: holds no tensor that could be written, but "
-            f"{min(source.extras)!r} and the like; name the checkpoint of the model"
-        )
-    if chosen == "torch":
-        from shardspec.checkpoint.formats.torch_file import torch_target
-
-        target = torch_target(name, wanted, kept.values, tied(source, wanted))
-    elif chosen == "dcp":
-        from shardspec.checkpoint.formats.dcp_target import dcp_target
-
-        alone = DeviceMesh((0,), (1,))
-        layouts = layouts_by_rules(alone, {}, wanted)
-        target = dcp_target(alone, wanted, layouts, kept.values, kept.paths)
-    else:
-        from shardspec.checkpoint.formats import safetensors
-
-        found = source.file_metadata
-        for key, (first, other) in found.contradictions.items() if metadata else ():
-            raise CheckpointError(
-                f"{source.directory}: {first.name} and {other.name} have different metadata under "
-                f"{shown(key, 100)}, and one output cannot have both; leave all such metadata out "
-                "with ",
-                Argument("metadata", value=False),
-            )
-        said = found.values if metadata else {}
-        carried, said = frozenset(said), {**safetensors.METADATA, **said}
-        if chosen == "safetensors":
-            target = Target((safetensors.output_file(name, wanted, said),), directory=False)
-        else:
-            # PEFT expects its own name, also where the adapter was resharded in between.
-            adapter = {file.name for file in source.files} == {_ADAPTER} or (
-                (source.home / "adapter_config.json").is_file()
-                and not (source.home / "config.json").is_file()
-            )
-            alone_name = _ADAPTER if adapter else "model.safetensors"
-            limit = max_shard_bytes or _SHARD_BYTES
-            target = safetensors.huggingface_target(wanted, limit, said, alone_name)
-    return wanted, target._replace(carried=carried)
-
-
-def _mapped(checkpoint: PurePath | str | Catalog, names: Names | None, choice: Choice) -> Catalog:
-    """Return a checkpoint as what a map makes of what is chosen."""
-    if names is None:
-        check_drop(choice)
-        return as_catalog(checkpoint)
-    return mapped(as_catalog(checkpoint), names, choice)
+    return _converted(directory, storage_path(output), asked, options)
 
 
 def _converted(
-    opening: Callable[[], Catalog],
-    output: StoragePath,
-    format: str,  # as the report names it
-    lay_out: _LayOut,
-    options: WriteOptions,
+    checkpoint: PurePath | str | Catalog, output: StoragePath, asked: Asked, options: WriteOptions
 ) -> WriteReport:
     """Check that an output can be made of a checkpoint and may be written, and write it."""
     started = time.monotonic()
     processes = Processes(None if options.dry_run else options.communicator)
 
-    def prepared(save: str) -> _Prepared:
+    def prepared(save: str) -> tuple[Catalog, Target, Destination, WriteReport]:
         if options.threads < 1:
             raise CheckpointError(f"{options.threads} threads write nothing; give at least 1")
         if not output.shared and processes.size > 1:
@@ -559,44 +367,42 @@ def _converted(
                 f"{output}: memory:// is the memory of one process, and others do not see it; "
                 "start one process"
             )
-        source = opening()
-        if format == "dcp":
-            source = source.as_stored()
-        tensors, target = lay_out(source, save)
-        if options.sidecars:
-            target = add_sidecars(source, target, format)
+        source = opened(checkpoint, asked)
+        target = laid_out(source, output.name, asked, save, sidecars=options.sidecars)
         if not output.nests and any("/" in file.name for file in target.files):
             raise CheckpointError(
-                f"{output}: the format {format!r} has files in directories, which are not written "
-                "into a store; write to a directory here, and copy that"
+                f"{output}: the format {asked.format.name!r} has files in directories, which are "
+                "not written into a store; write to a directory here, and copy that"
             )
         destination = Destination(output)
         if processes.rank == 0:
             destination = check_destination(output, source, target, options.overwrite)
             if options.digests is not None:
                 check_digests_file(options.digests, output, overwrite=options.overwrite)
-        reads = _check_tensors(source, tensors, options.verify, processes)
+        reads = _check_tensors(source, target.tensors, options.verify, processes)
         report = WriteReport(
             path=output.public(),
-            format=format,
+            format=asked.format.name,
             read=source.format,
             reads={
                 str(path).removeprefix(f"{source.directory}{os.sep}"): num_bytes
                 for path, num_bytes in sorted(reads.items())
             },
-            tensors=len(tensors) + sum(len(source.pickled.get(n, ())) for n in target.carried),
+            tensors=len(target.tensors)
+            + sum(len(source.pickled.get(n, ())) for n in target.carried),
             writes={file.name: file.num_bytes for file in target.files},
             left_out=_left_out(source, target),
             sidecars=target.sidecars,
-            weight_files=len(target.files) - len(target.sidecars),
+            weight_files=sum(bool(file.extents) for file in target.files),
             not_copied=target.not_copied,
+            filled=source.filled,
             sharding=target.sharding if options.dry_run else {},
         )
-        return source, tensors, target, destination, report
+        return source, target, destination, report
 
     with processes.failing_together():
         save = processes.gather(os.urandom(8).hex())[0]
-        source, tensors, target, destination, report = processes.agree(lambda: prepared(save))
+        source, target, destination, report = processes.agree(lambda: prepared(save))
         if not options.dry_run:
             processes.check_same(lambda: _facts(source, target, report, options))
             begun = Output(source, target, destination.path, options, processes)
@@ -606,7 +412,7 @@ def _converted(
                 crc = int(crc32_combine(crc, value, num_bytes))
             digests = None
             if options.digests is not None:
-                digests = _digests(source, report.format, tensors, begun)
+                digests = _digests(target, begun)
                 processes.agree(partial(_write_digests, digests, options, processes))
             report = replace(
                 report,
@@ -619,15 +425,13 @@ def _converted(
     return replace(report, seconds=time.monotonic() - started)
 
 
-def _digests(
-    source: Catalog, format: str, tensors: Sequence[OutputTensor], output: Output
-) -> Digests:
+def _digests(target: Target, output: Output) -> Digests:
     """Return the digests of what was written; of tensors that share bytes, one was."""
-    same = tied(source, tensors) if format == "torch" else {}
     found = {}
-    for tensor in tensors:
+    for tensor in target.tensors:
         empty = TensorDigest(tensor.dtype, tensor.shape)
-        found[tensor.name] = output.tensor_digests.get(same.get(tensor.name, tensor.name), empty)
+        written = target.same.get(tensor.name, tensor.name)
+        found[tensor.name] = output.tensor_digests.get(written, empty)
     return Digests(found)
 
 

@@ -138,7 +138,7 @@ def delta(
     extra("zstandard")
     old, now = as_catalog(base), as_catalog(new)
     _check_alike(old, now)
-    destination = check_destination(path, now, Target((), directory=True), overwrite)
+    destination = check_destination(path, now, Target((), True, ()), overwrite)
     with OpenFiles() as files:
         writer = _Writer(path, old, now, files, encoding, checksum, progress)
         writer.compare()

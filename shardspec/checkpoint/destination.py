@@ -4,13 +4,12 @@ What is there is looked at before anything is written. Overwriting replaces a ch
 files, and those beside the weights that belong to it. A directory with any other file is refused.
 """
 
-import re
 from collections.abc import Collection, Iterable
 from itertools import islice
 from typing import Final, NamedTuple
 
 from shardspec.checkpoint.catalog import Catalog
-from shardspec.checkpoint.formats.names import NATIVE_SHARD, format_of_names
+from shardspec.checkpoint.formats.registry import default_format, format_of, formats
 from shardspec.checkpoint.open import open_checkpoint
 from shardspec.checkpoint.storage.path import (
     Entry,
@@ -19,7 +18,7 @@ from shardspec.checkpoint.storage.path import (
     is_temporary,
     output_exists,
 )
-from shardspec.checkpoint.targets import Target, sidecar_names
+from shardspec.checkpoint.targets import Target
 from shardspec.errors import CheckpointError, ShardSpecError
 from shardspec.text import shown
 
@@ -86,7 +85,8 @@ def _part_of_source(
     all_count = entry is None and not listed and source.directory.is_dir()
     for file in source.files:
         same = path == file.resolved()
-        if not same and entry is not None and entry.kind == "file":
+        # Links to one file have several names; objects have one, and each look costs a request.
+        if not same and entry is not None and entry.kind == "file" and not file.requests:
             read = file.look()
             same = read is not None and read.identity == entry.identity
         if directory and (same or path in file.resolved().parents):
@@ -123,12 +123,13 @@ def _owned(path: StoragePath) -> Iterable[str]:
     """Return the relative names of what belongs to the checkpoint in a directory."""
     top = path.names()
     # Of runs that were killed while they saved or replaced something.
-    owned = {name for name in top if NATIVE_SHARD.fullmatch(name) or is_temporary(name)}
-    if (format := format_of_names(top)) is None:
+    shards = default_format("sharded")
+    owned = {name for name in top if shards.owns(name) or is_temporary(name)}
+    if (format := format_of(top)) is None:
         return owned
-    for name in path.names_below() if format.owns else ():
-        if re.fullmatch(format.owns, name):
-            owned.add(name)
+    owned.update(filter(format.owns, path.names_below()))
+    for other in formats():
+        owned |= other.sidecars(path, top)
     try:
         source = open_checkpoint(path)
         for name in source.names:
@@ -138,4 +139,4 @@ def _owned(path: StoragePath) -> Iterable[str]:
     else:
         files = (file for file in source.files if path in file.parents)
         owned.update("/".join(file.parts[len(path.parts) :]) for file in files)
-    return owned | sidecar_names(path, top)
+    return owned

@@ -17,7 +17,6 @@ from shardspec.checkpoint.agree import agree
 from shardspec.checkpoint.catalog import Catalog, StoredTensor, check_tiling, distinct
 from shardspec.checkpoint.check_quantized import check_blocks, check_stored_plan
 from shardspec.checkpoint.choice import Choice, Patterns, Renames
-from shardspec.checkpoint.formats.native import NativeCatalog
 from shardspec.checkpoint.mapped import Names, check_drop, configured, mapped, require_finished
 from shardspec.checkpoint.open import as_catalog, open_checkpoint
 from shardspec.checkpoint.read_boxes import Buffers, Checks, read_box_into, stretches
@@ -123,8 +122,9 @@ def load_sharded(
     from shardspec.comm.process_group import communicator_of
 
     choice = Choice(include, exclude, rename, None, drop)
-    if into is not None and not into and device_mesh is None and not rules:
-        return {}  # whose ranks read, a rank that holds nothing does not know
+    alone = rank_state.world_mesh().size() == 1
+    if into is not None and not (into or device_mesh or rules or alone):
+        return {}  # which ranks read, one that holds nothing does not know
     if into is not None:
         chosen = communicator or rank_state.communicator_of_state(into)
     else:
@@ -199,7 +199,7 @@ def _plan_by_rules(
     old = {tensor.name: tensor.source for tensor in wanted}
     as_saved = partial(_spec_as_saved, source, mesh, bool(rules))
     renamed, values, kept = dict(old), {}, {}
-    if isinstance(source, NativeCatalog):
+    if source.restored:
         for name, new in select.plain(source.extras, choice).items():
             if new in old:
                 raise CheckpointError(

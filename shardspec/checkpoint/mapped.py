@@ -5,6 +5,7 @@ box of the source is a few boxes of the target, each with strides of its own in 
 """
 
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -25,7 +26,20 @@ from shardspec.text import Argument, shown
 
 _MOST_CONFIG_BYTES: Final = 2**24
 
-Names: TypeAlias = NameMap | Mapping[str, str] | Sequence[NameMap]
+
+class Naming(ABC):
+    """Finds the maps that a checkpoint goes through from what it holds."""
+
+    __slots__ = ()
+
+    @abstractmethod
+    def applied(
+        self, source: catalog.Catalog, choice: Choice | None, dropped: Collection[str]
+    ) -> catalog.Catalog:
+        """Return a checkpoint as what the maps make of it."""
+
+
+Names: TypeAlias = NameMap | Mapping[str, str] | Sequence[NameMap] | Naming
 """A map, several to be applied in order, or new names; other names are kept."""
 
 
@@ -42,6 +56,8 @@ def mapped(
     the map is not total for these tensors, has no use for some, is for models of another type, or
     mixes dtypes, or a tensor is stored with a reduction pending.
     """
+    if isinstance(names, Naming):
+        return names.applied(source, choice, dropped)
     given: object = names
     if isinstance(given, str):
         raise LayoutError(f"names={shown(given)} is text; give a map, as load_map makes")
@@ -59,9 +75,19 @@ def mapped(
             raise LayoutError(f"names= maps {shown(unknown[0])}, which {source.directory} lacks")
         rules = (((name,), (names.get(name, name),)) for name in source.names)
         return MappedCatalog(source, NameMap(tuple(rules)), shapes, extras)
-    for name_map in [names] if isinstance(names, NameMap) else names:
-        source = MappedCatalog(source, configured(source, name_map), shapes, extras)
-        shapes = dict(source.dropped)
+    return through(source, [names] if isinstance(names, NameMap) else names, shapes, extras)
+
+
+def through(
+    source: catalog.Catalog,
+    maps: Sequence[NameMap],
+    dropped: Mapping[str, Shape],
+    extras: Mapping[str, object],
+) -> catalog.Catalog:
+    """Return a checkpoint as what maps, one after the other, make of what is not dropped."""
+    for name_map in maps:
+        source = MappedCatalog(source, configured(source, name_map), dropped, extras)
+        dropped = dict(source.dropped)
     return source
 
 

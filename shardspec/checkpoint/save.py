@@ -24,7 +24,7 @@ from shardspec.checkpoint.digest import (
     write_digests,
 )
 from shardspec.checkpoint.formats import native
-from shardspec.checkpoint.formats.names import INFO_NAME, NATIVE_SHARD
+from shardspec.checkpoint.formats.native import INFO_NAME, is_shard
 from shardspec.checkpoint.formats.safetensors import read_header
 from shardspec.checkpoint.rank_state import Described, Replicas
 from shardspec.checkpoint.read_boxes import crc32
@@ -328,7 +328,7 @@ def _superseded(path: StoragePath, names: Iterable[str], keep: Collection[str]) 
     for name in names:
         if is_temporary(name):
             yield name
-        shard = NATIVE_SHARD.fullmatch(name)
+        shard = is_shard(name)
         if shard is None or name in keep:
             continue
         with suppress(CheckpointError, OSError):

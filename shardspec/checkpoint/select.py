@@ -1,22 +1,37 @@
-"""Which tensors of a checkpoint are written: their names, dtypes and layouts."""
+"""What is written of a checkpoint: which tensors and other entries, under which names, and where.
+
+`merge` and `reshard` ask for a format and a way; it is laid out by that format.
+"""
 
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import lru_cache, partial
+from pathlib import PurePath
 from typing import Final, NamedTuple
 
 from shardspec.checkpoint.catalog import Catalog, OpaqueValue, is_plain, opaque_parts
-from shardspec.checkpoint.check_quantized import refuse_casts
+from shardspec.checkpoint.check_quantized import check_blocks, refuse_casts
 from shardspec.checkpoint.choice import Choice, Renames, first_names, wanted_names
-from shardspec.checkpoint.state_dict import KeyPath, unflatten
-from shardspec.checkpoint.targets import OutputTensor
-from shardspec.dtypes import dtype_name, is_cast, is_floating, packed
+from shardspec.checkpoint.format import Format, Wanted, Way
+from shardspec.checkpoint.mapped import Names, check_drop, mapped
+from shardspec.checkpoint.open import as_catalog
+from shardspec.checkpoint.sidecars import add_sidecars
+from shardspec.checkpoint.state_dict import unflatten
+from shardspec.checkpoint.targets import Carried, OutputTensor, Target
+from shardspec.dtypes import dtype_name, is_cast, is_floating, keeps_dtype, packed
 from shardspec.errors import CheckpointError, DTypeError, LayoutError, ShardSpecError
 from shardspec.layout.layout import Layout, SpecLike
-from shardspec.layout.rules import match_rules
+from shardspec.layout.rules import Rules, match_rules, winning_patterns
 from shardspec.layout.spec import ShardingSpec
 from shardspec.mesh.device_mesh import DeviceMesh
-from shardspec.text import Argument, counted, shown
+from shardspec.text import Argument, Part, counted, shown
+
+_CHOICE: Final[tuple[Part, ...]] = (
+    *(Argument("dtype"), ", ", Argument("include"), ", ", Argument("exclude"), ", "),
+    *(Argument("rename"), " and ", Argument("names")),
+)
+"""The arguments that choose tensors and name them, for a message."""
+_ALONE: Final = DeviceMesh((0,), (1,))
 
 
 def select(source: Catalog, choice: Choice) -> list[OutputTensor]:
@@ -39,7 +54,8 @@ def select(source: Catalog, choice: Choice) -> list[OutputTensor]:
     wanted = []
     for name in names:
         tensor = source.outline(name)
-        dtype = target if target and is_cast(tensor.dtype, target) else tensor.dtype
+        casts = target is not None and is_cast(tensor.dtype, target) and not keeps_dtype(name)
+        dtype = target if target and casts else tensor.dtype
         wanted.append(OutputTensor(renamed[name], name, tensor.shape, dtype))
     return sorted(wanted, key=lambda tensor: tensor.name)
 
@@ -83,17 +99,6 @@ def _renamed(names: Sequence[str], renames: Renames) -> tuple[dict[str, str], li
         if name and not new:
             raise CheckpointError(f"tensor {name!r} would have no name left; rename it otherwise")
     return renamed, [pattern for pattern, _ in pairs if names and pattern not in matched]
-
-
-class Carried(NamedTuple):
-    """Entries that are not tensors and go along into an output."""
-
-    names: frozenset[str]
-    """In the checkpoint."""
-    values: Mapping[str, object]
-    """By their names in the output: plain ones, and those that are copied as they are stored."""
-    paths: Mapping[str, KeyPath]
-    """The keys of tensors and values in a nested state dict, by those names of the output."""
 
 
 def renamed_names(names: Sequence[str], renames: Renames) -> dict[str, str]:
@@ -188,30 +193,6 @@ def plain(others: Mapping[str, object], choice: Choice) -> dict[str, str]:
     return renamed_names(wanted, choice.rename)
 
 
-def tied(source: Catalog, wanted: Sequence[OutputTensor]) -> dict[str, str]:
-    """Return the tensors that share storage: name to the first name of the same bytes.
-
-    Tensors that lie elsewhere in the files do not count, whatever their values.
-    """
-    by_place: dict[object, list[OutputTensor]] = {}
-    for tensor in wanted:
-        outline = source.outline(tensor.source)
-        if outline.boxes:
-            key = outline.shape, outline.dtype, tensor.dtype, source.origin(tensor.source)
-            by_place.setdefault(key, []).append(tensor)
-    same = {}
-    for alike in by_place.values():
-        first: dict[object, str] = {}
-        # Tensors that start at one place may have other strides.
-        for tensor in alike if len(alike) > 1 else ():
-            boxes = source.tensor(tensor.source).boxes
-            places = frozenset((box.path, box.offset, box.box, box.strides) for box in boxes)
-            name = first.setdefault(places, tensor.name)
-            if name != tensor.name:
-                same[tensor.name] = name
-    return same
-
-
 def layouts_by_rules(
     mesh: DeviceMesh,
     rules: Mapping[str, SpecLike],
@@ -271,3 +252,122 @@ def layouts_like(
         return spec.without_partial()
 
     return other.mesh, layouts_by_rules(other.mesh, {}, wanted, spec_of)
+
+
+# --- the output that a caller asks for
+
+
+class Asked(NamedTuple):
+    """What a caller wants of an output, beside how it is written."""
+
+    format: Format
+    way: Way
+    choice: Choice
+    names: Names | None
+    mesh: DeviceMesh | None = None
+    rules: Rules | None = None
+    like: PurePath | str | Catalog | None = None
+    drop_values: bool | None = None
+    """Whether entries may be lost; None allows to lose those without tensors."""
+    metadata: bool = True
+    limit: int | None = None
+    """Most bytes of tensors in a file."""
+
+
+def check_sharding(asked: Asked) -> None:
+    """Check that a mesh, or a checkpoint to shard like, is given where the format needs one."""
+    whole, onto = asked.format.whole_run, asked.mesh
+    sharding = onto is not None or asked.like is not None or asked.rules
+    checks: tuple[tuple[object, tuple[Part, ...]], ...] = (
+        (
+            asked.like is not None and (onto is not None or asked.rules is not None),
+            ("give either a checkpoint to shard like, or a mesh and rules",),
+        ),
+        (
+            not isinstance(onto, DeviceMesh | None),
+            (
+                f"a {type(onto).__name__} is not a mesh to shard for; give a DeviceMesh, as of "
+                "DeviceMesh(range(8), (2, 4))",
+            ),
+        ),
+        (
+            whole and (sharding or any(asked.choice) or asked.names),
+            (
+                f"{whole} has all tensors of a run as they were saved, for any number of ranks; "
+                "leave out the mesh, the rules, the checkpoint to shard like, ",
+                *_CHOICE,
+            ),
+        ),
+        (
+            not whole and onto is None and asked.like is None,
+            (
+                "give the mesh to shard for, ",
+                Argument("device_mesh"),
+                ", or a checkpoint to shard like",
+            ),
+        ),
+    )
+    for wrong, problem in checks:
+        if wrong:
+            raise CheckpointError(*problem)
+
+
+def opened(checkpoint: PurePath | str | Catalog, asked: Asked) -> Catalog:
+    """Return a checkpoint as what a map makes of what is chosen."""
+    if asked.names is None:
+        check_drop(asked.choice)
+    source = mapped(as_catalog(checkpoint), asked.names, asked.choice)
+    return source.as_stored() if asked.format.keeps == "objects" else source
+
+
+def laid_out(source: Catalog, name: str, asked: Asked, save: str, *, sidecars: bool) -> Target:
+    """Return the files of an output of a name, as its format lays them out for what is chosen.
+
+    `save` names this save, and `sidecars` says whether files beside the weights go along.
+    """
+    format = asked.format
+    choice = asked.choice if asked.names is None else asked.choice.after_map()
+    tensors = select(source, choice)
+    mesh, layouts = _sharding(source, asked, tensors)
+    if format.whole_run:
+        carried = Carried(frozenset(source.extras), {}, {})
+    else:
+        carried = carried_values(source, choice, tensors, objects=format.keeps == "objects")
+    if format.keeps == "tensors":
+        carried = Carried(frozenset(), {}, {})
+    check_dropped(source, choice, carried.names, asked.drop_values)
+    if asked.way == "merged" and source.extras and not (tensors or carried.names):
+        raise CheckpointError(
+            f"{source.directory}: holds no tensor that could be written, but "
+            f"{min(source.extras)!r} and the like; name the checkpoint of the model"
+        )
+    assert format.lay_out is not None, "it is written"
+    target = format.lay_out(
+        source,
+        Wanted(
+            *(name, asked.way, tensors, carried, mesh, layouts, save),
+            *(asked.metadata, sidecars, asked.limit),
+        ),
+    )
+    target = target._replace(carried=target.carried | carried.names)
+    if asked.way == "sharded":
+        winners = winning_patterns(list(asked.rules or {}), layouts)
+        said = {n: (winners.get(n, ""), str(at.labelled_spec)) for n, at in layouts.items()}
+        target = target._replace(sharding=said)
+    return add_sidecars(source, target, format.sidecars) if sidecars else target
+
+
+def _sharding(
+    source: Catalog, asked: Asked, tensors: Sequence[OutputTensor]
+) -> tuple[DeviceMesh, Mapping[str, Layout]]:
+    """Return the mesh of an output and the layouts of its tensors, if its format has shards."""
+    if asked.format.whole_run or "sharded" not in asked.format.writes:
+        return _ALONE, {}
+    if asked.like is not None:
+        mesh, layouts = layouts_like(as_catalog(asked.like), tensors)
+    else:
+        mesh = asked.mesh or _ALONE
+        layouts = layouts_by_rules(mesh, asked.rules or {}, tensors)
+    if asked.way == "sharded":
+        check_blocks(source, {tensor.source: layouts[tensor.name] for tensor in tensors})
+    return mesh, layouts

@@ -1,47 +1,25 @@
 """What an output consists of, as plain values: files, and which boxes of which tensors they hold.
 
 A format says what goes where. How the bytes get there, are checked and committed is the same for
-all formats. Files beside the weights that tools need to load them go along.
+all formats.
 """
 
-import re
 from array import array
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache, partial
 from types import MappingProxyType
 from typing import Final, NamedTuple, TypeAlias
 
 from shardspec.boxes import Box, box_shape, box_size
-from shardspec.checkpoint.catalog import Catalog, replica_holders, whole_box
-from shardspec.checkpoint.formats.names import MEGATRON_OBJECT
-from shardspec.checkpoint.storage.path import StoragePath, file_inside
-from shardspec.checkpoint.strict_json import parse_json
+from shardspec.checkpoint.catalog import replica_holders, whole_box
+from shardspec.checkpoint.state_dict import KeyPath
+from shardspec.checkpoint.storage.path import StoragePath
 from shardspec.comm.senders import whole_senders
 from shardspec.dtypes import item_bytes
-from shardspec.errors import CheckpointError
 from shardspec.layout.layout import Layout
 from shardspec.mesh.device_mesh import DeviceMesh
-from shardspec.text import Argument
 
 _PIECE_BYTES: Final = 1 << 20
-_HUGGING_FACE: Final = re.compile(
-    r"(\w{1,60}_)?config\.json|params\.json|chat_template\.\w{1,10}"
-    r"|(tokenizer|tekken|special_tokens_map|added_tokens|normalizer|emoji|encoder)\.json"
-    r"|((entity|target)_)?vocab(-src|-tgt)?\.(json|txt|bpe)|(word_\w{1,20}|byte_maps)\.json"
-    r"|merges\.txt|dict\.txt|bpe\.codes|prophetnet\.tokenizer|[\w.-]{1,60}\.(tiktoken|spm)"
-    r"|(tokenizer|spiece|sentencepiece(\.bpe)?|spm(_char)?|tiktoken)\.model(\.v\w{1,10})?"
-    r"|(configuration|modeling|tokenization|(image_|video_)?processing|feature_extraction)_\w{1,60}"
-    r"\.py"
-)
-"""Of `transformers` and PEFT: configs, the files of every tokenizer, and code."""
-_OWN_CODE: Final = b'"auto_map"'
-"""Says in a config that a model brings code, which may import what lies beside it."""
-_MEGATRON: Final = frozenset(("common.pt", "metadata.json"))
-"""Of Megatron-core; one of them alone is something else."""
-_LIGHTNING: Final = "meta.pt"
-_MOST_BYTES: Final = 2**28
-"""Of one file; tokenizers have some ten million."""
-_WITHOUT: Final = Argument("sidecars", value=False)
 
 
 class BoxEntry(NamedTuple):
@@ -160,11 +138,24 @@ class Listing(NamedTuple):
     """Writes it piece by piece, given the CRC-32 of every extent by file."""
 
 
+class Carried(NamedTuple):
+    """Entries that are not tensors and go along into an output."""
+
+    names: frozenset[str]
+    """In the checkpoint."""
+    values: Mapping[str, object]
+    """By their names in the output: plain ones, and those that are copied as they are stored."""
+    paths: Mapping[str, KeyPath]
+    """The keys of tensors and values in a nested state dict, by those names of the output."""
+
+
 class Target(NamedTuple):
     """A whole output: one file, or a directory of files."""
 
     files: tuple[OutputFile, ...]
     directory: bool
+    tensors: Sequence[OutputTensor]
+    """All that are written; empty ones may be in no file."""
     listing: Listing | None = None
     digested: bool = False  # whether the format needs the CRC-32 of every extent
     carried: frozenset[str] = frozenset()  # names of the source's plain values that go along
@@ -172,97 +163,13 @@ class Target(NamedTuple):
     not_copied: tuple[str, ...] = ()  # and of what stays behind
     sharding: Mapping[str, tuple[str, str]] = MappingProxyType({})
     """Tensor to the rule for it, empty where none matches, and its spec; if it is for a mesh."""
+    same: Mapping[str, str] = MappingProxyType({})
+    """Tensor to the one whose bytes it shares in the files, which are written once."""
 
     @property
     def num_bytes(self) -> int:
         """Bytes of the files with tensors."""
         return sum(file.num_bytes for file in self.files)
-
-
-def add_sidecars(source: Catalog, target: Target, format: str) -> Target:
-    """Return an output directory with the files that lie beside the weights of a checkpoint.
-
-    Those of one file that is named itself are what lies beside it, if that is a model.
-    """
-    directory = source.home
-    there = frozenset(directory.names())
-    alone = directory != source.directory
-    if alone and not there & {"config.json", "adapter_config.json"}:
-        return target
-    beside = there - {file.relative_to(directory).parts[0] for file in source.files}
-    wanted = sidecar_names(directory, beside) if target.directory else set()
-    if format == "dcp" and not alone:
-        _check_megatron(source, there)
-    else:
-        wanted -= {_LIGHTNING, *_MEGATRON}
-    taken = {file.name for file in target.files}
-    files = []
-    for name in sorted(wanted):
-        path = file_inside(directory, name, directory)
-        if not path.is_file():
-            continue
-        file = copied_file(path, name)
-        problem = ""
-        if name in taken:
-            problem = "lies beside the weights, but the output has a file of that name already"
-        elif file.num_bytes > _MOST_BYTES:
-            problem = f"has {file.num_bytes} bytes, more than the {_MOST_BYTES} of a sidecar"
-        if problem:
-            raise CheckpointError(f"{path}: {problem}; leave such files behind with ", _WITHOUT)
-        files.append(file)
-    # The state of one file was taken without what lies beside it.
-    source.beside = () if alone else tuple(directory / file.name for file in files)
-    names = tuple(file.name for file in files)
-    others = [] if alone else sorted(beside.difference(names))
-    left = tuple(f"{name}/" if (directory / name).is_dir() else name for name in others)
-    return target._replace(files=(*target.files, *files), sidecars=names, not_copied=left)
-
-
-def sidecar_names(directory: StoragePath, names: Collection[str]) -> set[str]:
-    """Return which files of a directory belong to the checkpoint in it, beside the weights."""
-    sidecars = {name for name in names if _HUGGING_FACE.fullmatch(name)}
-    if any(_has_code(directory, name) for name in sidecars if name.endswith("config.json")):
-        sidecars |= {name for name in names if name.endswith(".py")}
-    run = {_LIGHTNING, *(_MEGATRON if set(names) >= _MEGATRON else ())}
-    return sidecars | run.intersection(names)
-
-
-def _has_code(directory: StoragePath, name: str) -> bool:
-    path = file_inside(directory, name, directory)
-    if not path.is_file():
-        return False
-    with path.open() as file:
-        return _OWN_CODE in file.read(0, min(file.num_bytes, _MOST_BYTES))
-
-
-def _check_megatron(source: Catalog, there: frozenset[str]) -> None:
-    """Check that Megatron-core can load what is written, if it has written what is read."""
-    directory, megatron = source.directory, any(map(MEGATRON_OBJECT.search, source.objects))
-    said: object = None
-    if "metadata.json" in there:
-        path = file_inside(directory, "metadata.json", directory)
-        with path.open() as file:
-            data = file.read(0, min(file.num_bytes, _PIECE_BYTES))
-        # Other tools have files of this name too.
-        if megatron or b'"sharded_backend"' in data:
-            said = parse_json(data, path, "description")
-    if said is None and not megatron:
-        return
-    backend = said.get("sharded_backend") if isinstance(said, dict) else None
-    problem = f"metadata.json says sharded_backend {backend!r}, and not 'torch_dist'"
-    if missing := min(_MEGATRON - there, default=""):
-        problem = f"{missing} is missing"
-    if missing or backend != "torch_dist":
-        raise CheckpointError(
-            f"{directory}: {problem}, and Megatron-core would not load what is written; restore "
-            "it, or write the tensors alone with ",
-            _WITHOUT,
-        )
-    # Formats import this module, and most need no zip files.
-    from shardspec.checkpoint.torch_files.zip_reader import read_torch_zip
-
-    with file_inside(directory, "common.pt", directory).open() as file:
-        read_torch_zip(file)
 
 
 def assign_boxes(

@@ -23,7 +23,7 @@ from shardspec.checkpoint.catalog import (
     whole_box,
 )
 from shardspec.checkpoint.choice import Choice, Patterns, Renames
-from shardspec.checkpoint.formats.names import WITH_OBJECTS, WITHOUT_VALUES
+from shardspec.checkpoint.formats.registry import format_called
 from shardspec.checkpoint.inspect import other_text
 from shardspec.checkpoint.numeric import numbers
 from shardspec.checkpoint.open import as_catalog
@@ -256,12 +256,18 @@ def values_to_compare(
     a: Catalog, b: Catalog, choice: Choice
 ) -> tuple[dict[str, object], dict[str, object]]:
     """Return the entries that are compared and are not tensors, by the names in the second."""
-    if {a.format, b.format} & WITHOUT_VALUES:
+    if "tensors" in _kept(a, b):
         return {}, {}
     names = renamed_names([name for name in a.extras if choice.wants(name)], choice.rename)
     first = {new: a.extras[name] for name, new in names.items()}
     second = {n: value for n, value in b.extras.items() if n in first or choice.wants(n)}
     return _entries(first), _entries(second)
+
+
+def _kept(*sources: Catalog) -> set[str]:
+    """Return what the formats of checkpoints keep beside tensors."""
+    formats = (format_called(source.format) for source in sources)
+    return {"values" if format is None else format.keeps for format in formats}
 
 
 def _entries(values: Mapping[str, object]) -> dict[str, object]:
@@ -286,7 +292,7 @@ def _different_values(
     a: Catalog, b: Catalog, choice: Choice, atol: float, rtol: float
 ) -> Iterator[Difference]:
     first, second = values_to_compare(a, b, choice)
-    objects = {a.format, b.format} <= WITH_OBJECTS
+    objects = "notes" not in _kept(a, b)
     for name in sorted(first.keys() | second.keys()):
         problem = ""
         if name not in first or name not in second:

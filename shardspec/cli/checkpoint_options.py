@@ -18,6 +18,8 @@ from shardspec.text import shown
 
 if TYPE_CHECKING:
     from shardspec.checkpoint.catalog import Catalog
+    from shardspec.checkpoint.model_names import ModelNames
+    from shardspec.families.family import NamesOf
     from shardspec.resharding.name_map import NameMap
 
 _MOST_BYTES: Final = 64 << 20  # of a file of shapes or sizes
@@ -147,7 +149,7 @@ rule_options: Final = grouped(
 
 def read_rules(path: Path) -> dict[str, str]:
     """Read rules from a TOML file: one line a pattern, ``"*.weight" = "[S0,R]"``."""
-    from shardspec.checkpoint.formats.tensor_parallel import read_toml
+    from shardspec.checkpoint.cut_rules import read_toml
 
     rules = {}
     for pattern, spec in read_toml(path).items():
@@ -168,9 +170,39 @@ class MapOptions:
     sizes: Path | None
     reverse_map: bool
     drop: tuple[str, ...]
+    model: Path | None
+    names: "NamesOf | None"
+    fill_from: PurePath | None
+
+    def config(self, checkpoint: PurePath) -> Path:
+        """Return where the model's config is."""
+        assert self.model is not None, "the caller asks"
+        here = self.model == Path() and not (self.model / "config.json").is_file()
+        return Path(str(checkpoint)) if here else self.model
+
+    def of_model(self, checkpoint: PurePath, *, stacked: bool = False) -> "ModelNames | None":
+        """Return the names of a model for the tensors of a checkpoint, if a model is given.
+
+        Of Megatron-core, `stacked` takes the names of its own checkpoints.
+        """
+        if self.model is None:
+            if self.names is not None or self.fill_from is not None:
+                raise click.UsageError("--names and --fill-from are of a model; give it by --model")
+            return None
+        if self.map is not None or self.sizes is not None or self.reverse_map:
+            raise click.UsageError(
+                "--model says how tensors are named; leave out --map, --sizes and --reverse-map"
+            )
+        from shardspec.checkpoint.model_names import model_names
+
+        names: NamesOf = self.names or "hf"
+        names = "torch_dist" if stacked and names == "megatron" else names
+        return model_names(self.config(checkpoint), names, fill_from=self.fill_from)
 
     def read(self) -> "tuple[NameMap, ...]":
         """Return the maps to be taken one after the other."""
+        if self.model is not None:
+            return ()
         if self.map is not None:
             return read_maps(self.map, self.sizes, reverse=self.reverse_map)
         if self.sizes is not None or self.reverse_map or self.drop:
@@ -205,6 +237,25 @@ map_options: Final = grouped(
     sizes_option,
     click.option("--reverse-map", is_flag=True, help="Take the map the other way round."),
     drop_option,
+    click.option(
+        "--model",
+        metavar="DIR",
+        type=click.Path(path_type=Path, exists=True),
+        help="The model's directory, or its config.json: it says which tensors there are and how "
+        "each is named, and its config and tokenizer go along.",
+    ),
+    click.option(
+        "--names",
+        type=click.Choice(("hf", "megatron", "fused")),
+        help="Whose names the tensors get: those of transformers' files (default), of "
+        "Megatron-core, or of engines that serve fused matrices.",
+    ),
+    click.option(
+        "--fill-from",
+        metavar="ORIGIN",
+        type=OTHER,
+        help="The original checkpoint, from which is taken what CKPT lacks of the model.",
+    ),
 )
 
 

@@ -134,7 +134,7 @@ def profile_command(
     if plot is not None:
         write_file(plot, chart_svg(profile), overwrite=overwrite)
     say(f"{profile.table()}\n\n{chart_text(profile)}\n")
-    say(f"known error: {profile.cost_model.known_error}")
+    say(f"accuracy: {profile.cost_model.known_error}")
     say(f"{path_text(output)}: the links of mesh {devices}, {profile.cost_model.link_model} model")
 
 

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from shardspec.checkpoint.catalog import Catalog
     from shardspec.resharding.maps import MapReport
     from shardspec.resharding.name_map import NameMap
+    from shardspec.resharding.plan import ReshardPlan
 
 
 @click.command(cls=opts.Command)
@@ -118,6 +119,12 @@ def _shapes(place: str) -> "tuple[dict[str, tuple[int, ...]], Catalog | None]":
 @opts.cluster_options
 @ckpt.rule_options
 @ckpt.map_options
+@click.option(
+    "--layout",
+    metavar="LAYOUT",
+    help="How a trainer or an engine shards the model of --model, in place of rules: hf-tp:N, "
+    "fsdp:N, megatron:tp=2,ep=4,etp=1,pp=2 or vllm:tp=8,ep=8.",
+)
 @click.option("--dtype", metavar="NAME", help="What floating-point tensors become.")
 @click.option("--max-bytes", type=opts.BYTES, help="Bytes in buckets of each device.")
 @click.option(
@@ -137,6 +144,7 @@ def plan_state_command(
     cluster: opts.ClusterOptions,
     rules: dict[str, str] | None,
     maps: ckpt.MapOptions,
+    layout: str | None,
     dtype: str | None,
     max_bytes: int | None,
     transfers: Path | None,
@@ -153,15 +161,51 @@ def plan_state_command(
       shardspec plan-state ckpt --mesh 8 --rules rules.toml
       shardspec plan-state ckpt --mesh dp=2,tp=4 --rule '*.weight' '[S(tp),...]' --json
       shardspec plan-state ckpt --mesh 8 --map llama-hf-to-fused --sizes config.json
+      shardspec plan-state ckpt --model config.json --layout vllm:tp=8,ep=8
       shardspec plan-state ckpt --mesh 8 --rules rules.toml --transfers rows/
       shardspec plan-state ckpt --mesh 8 --rules rules.toml --html plan.html
     """
+    from shardspec.checkpoint.transfers import file_regions, write_transfers
+    from shardspec.resharding.picture import plan_html
+
+    if layout is not None:
+        opts.refuse_if(
+            maps.model is None or bool(rules) or maps.names is not None,
+            "--layout says how the model of --model is named and sharded; give --model, and leave "
+            "out --names, --rules and --rule",
+        )
+        found = _plan_layout(checkpoint, cluster, maps, layout, dtype, max_bytes, source)
+    else:
+        found = _plan_rules(checkpoint, cluster, rules, maps, dtype, max_bytes, source)
+    catalog, plan, files, behind = found
+    # Drawn before anything is written: a plan may be too large for it.
+    page = "" if html is None else plan_html(plan, files)
+    if transfers is not None:
+        write_transfers(plan, transfers, file_regions(catalog, behind), files)
+    if html is not None:
+        write_file(html, page, overwrite=overwrite)
+    if as_json:
+        named = {str(number): name for number, name in files.items()}
+        say_json({**plan.as_dict(), "files": named})
+    else:
+        say(plan.text(files))
+
+
+def _plan_rules(
+    checkpoint: PurePath,
+    cluster: opts.ClusterOptions,
+    rules: dict[str, str] | None,
+    maps: ckpt.MapOptions,
+    dtype: str | None,
+    max_bytes: int | None,
+    source: ckpt.SourceOptions,
+) -> "tuple[Catalog, ReshardPlan, dict[int, str], int]":
+    """Plan how devices get a model, by rules; files are numbered behind all devices."""
     from shardspec.checkpoint.check_quantized import check_stored_plan
     from shardspec.checkpoint.choice import Choice
     from shardspec.checkpoint.load import stored_layouts
     from shardspec.checkpoint.mapped import mapped
     from shardspec.checkpoint.select import check_dropped
-    from shardspec.checkpoint.transfers import file_regions, write_transfers
     from shardspec.resharding.plan import plan_state
 
     mesh, model = cluster.build()
@@ -175,30 +219,68 @@ def plan_state_command(
         )
     (catalog,) = source.open(checkpoint)
     check_dropped(catalog, Choice(drop=maps.drop), (), None)
+    named = maps.of_model(catalog.home)
+    if named is not None:
+        catalog = named.applied(catalog, Choice(drop=maps.drop), ())
     chain = _configured(catalog, maps.read())
     firsts, last = chain[:-1], chain[-1] if chain else None
     if firsts:
         # What is dropped has the names of the checkpoint, and the last map those in between.
         catalog = mapped(catalog, firsts, Choice(drop=maps.drop))
-    stored, files = stored_layouts(catalog, max(mesh.ids) + 1)
+    behind = max(mesh.ids) + 1
+    stored, files = stored_layouts(catalog, behind)
     plan = plan_state(
         stored,
         (mesh, rules or {}),
         last,
         dtype,
         max_bytes,
-        drop=() if firsts else maps.drop,
+        drop=() if firsts or named is not None else maps.drop,
         dropped=catalog.dropped,
     )
     check_stored_plan(catalog, plan, last, dtype)
-    if transfers is not None:
-        write_transfers(plan, transfers, file_regions(catalog, max(mesh.ids) + 1), files)
-    if html is not None:
-        from shardspec.resharding.picture import plan_html
+    return catalog, plan, files, behind
 
-        write_file(html, plan_html(plan, files), overwrite=overwrite)
-    if as_json:
-        named = {str(number): name for number, name in files.items()}
-        say_json({**plan.as_dict(), "files": named})
-    else:
-        say(plan.text(files))
+
+def _plan_layout(
+    checkpoint: PurePath,
+    cluster: opts.ClusterOptions,
+    maps: ckpt.MapOptions,
+    layout: str,
+    dtype: str | None,
+    max_bytes: int | None,
+    source: ckpt.SourceOptions,
+) -> "tuple[Catalog, ReshardPlan, dict[int, str], int]":
+    """Plan how devices get a model, by a layout; files are numbered behind all devices."""
+    from shardspec.checkpoint.check_quantized import check_stored_plan
+    from shardspec.checkpoint.choice import Choice
+    from shardspec.checkpoint.load import stored_layouts
+    from shardspec.checkpoint.model_names import model_names
+    from shardspec.dtypes import dtype_name, is_cast, keeps_dtype
+    from shardspec.families.layouts import model_layouts, padded_config, parse_layout
+    from shardspec.layout.layout import Layout
+    from shardspec.resharding.plan import plan_state
+
+    (catalog,) = source.open(checkpoint)
+    place = maps.config(catalog.home)
+    config = ckpt.read_json(place / "config.json" if place.is_dir() else place)
+    try:
+        parsed = parse_layout(layout)
+        mesh = None if cluster.mesh is None else opts.plain_mesh(cluster.mesh, cluster.ids)
+        layouts = model_layouts(config, layout, device_mesh=mesh)
+    except LayoutError as error:
+        raise InputFileError(*error.parts) from None
+    named = model_names(padded_config(config, parsed), parsed.place, fill_from=maps.fill_from)
+    catalog = named.applied(catalog, Choice(drop=maps.drop), ())
+    wanted = None if dtype is None else dtype_name(dtype)
+    target = {}
+    for name in catalog.names:
+        own = catalog.outline(name).dtype
+        cast = wanted is not None and is_cast(own, wanted) and not keeps_dtype(name)
+        one = layouts[name]
+        target[name] = Layout(one.mesh, one.spec, one.global_shape, wanted if cast else own)
+    behind = 1 + max(device for one in target.values() for device in one.mesh.ids)
+    stored, files = stored_layouts(catalog, behind)
+    plan = plan_state(stored, target, None, None, max_bytes)
+    check_stored_plan(catalog, plan, None, dtype)
+    return catalog, plan, files, behind

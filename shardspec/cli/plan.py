@@ -155,7 +155,7 @@ def _beside(plan: ConversionPlan, best: ConversionPlan) -> dict[str, object]:
 def _styled(text: str) -> str:
     """Make the title stand out and the assumptions stand back; click does so on terminals only."""
     first, *lines = printable(text, keep="\n").split("\n")
-    aside = ("per device; ", "known error: ", "nothing to do: ")
+    aside = ("per device; ", "accuracy: ", "nothing to do: ")
     styled = (click.style(line, dim=True) if line.startswith(aside) else line for line in lines)
     return "\n".join([click.style(first, bold=True), *styled])
 
@@ -239,7 +239,7 @@ def cost_command(
         line_of = dict(zip(distinct, lines, strict=True))
         links = model.links_text([mesh.axis_label(axis) for axis in range(mesh.ndim)])
         say("\n".join([header, rule, *(line_of[id(cost)] for cost in costs)]))
-        say(f"per device; {model.link_model} model; {links}\nknown error: {known_error}")
+        say(f"per device; {model.link_model} model; {links}\naccuracy: {known_error}")
 
 
 def _pairs(specs: Sequence[str], file: str | None) -> Iterator[_Pair]:

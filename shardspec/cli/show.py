@@ -247,7 +247,7 @@ def graph_command(
     else:
         say(f"{path_text(output)}: {drawing.title}")
         if drawing.known_error:
-            say(f"known error: {drawing.known_error}")
+            say(f"accuracy: {drawing.known_error}")
 
 
 @click.command(cls=opts.Command)

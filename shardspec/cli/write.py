@@ -12,11 +12,20 @@ import click
 
 from shardspec.checkpoint import convert as conversion
 from shardspec.checkpoint.agree import Processes
+from shardspec.checkpoint.choice import Choice
 from shardspec.checkpoint.convert import WriteReport
+from shardspec.checkpoint.format import Way
+from shardspec.checkpoint.formats.registry import (
+    default_format,
+    formats,
+    written_format,
+    written_names,
+)
 from shardspec.checkpoint.layers import repeated_layers
 from shardspec.cli import checkpoint_options as ckpt
 from shardspec.cli import options as opts
 from shardspec.cli.output import path_text, progress_bar, say, say_json
+from shardspec.errors import CheckpointError
 from shardspec.mesh.device_mesh import DeviceMesh
 from shardspec.text import (
     bytes_text,
@@ -30,9 +39,10 @@ from shardspec.text import (
 
 if TYPE_CHECKING:
     from shardspec.checkpoint.catalog import Catalog
+    from shardspec.checkpoint.model_names import ModelNames
     from shardspec.comm.communicator import Communicator
+    from shardspec.resharding.name_map import NameMap
 
-_KNOWN_SUFFIXES: Final = ("", ".safetensors", ".pt", ".pth", ".bin")
 _SHOWN: Final = 3
 """Names of what was left out."""
 _SHOWN_BESIDE: Final = 10
@@ -53,6 +63,33 @@ def _size(text: str) -> int:
     if not size:
         raise ValueError("files of no bytes hold nothing")
     return size
+
+
+class _FormatName(click.ParamType[str]):
+    """The name of a format that is written; other packages are looked for when one is given."""
+
+    name = "format"
+
+    def __init__(self, way: Way) -> None:
+        self.way = way
+
+    def _choice(self) -> "click.Choice[str]":
+        return click.Choice(written_names(self.way))
+
+    def get_metavar(self, param: click.Parameter, ctx: click.Context) -> str | None:
+        """Return the names, as a choice shows them."""
+        return self._choice().get_metavar(param, ctx)
+
+    def convert(
+        self, value: object, param: click.Parameter | None, ctx: click.Context | None
+    ) -> str:
+        """Return one of the names."""
+        if not any(format.name == value for format in formats()):
+            return self._choice().convert(value, param, ctx)
+        try:
+            return written_format(str(value), self.way).name
+        except CheckpointError as error:  # it is only read, and says what to write instead
+            self.fail(str(error), param, ctx)
 
 
 def _unless(name: str, help: str) -> opts.Decorator:
@@ -128,22 +165,31 @@ def _write(
     source: ckpt.SourceOptions,
     choice: dict[str, Any],
     as_json: bool,
+    stacked: bool = False,
     **how: Any,  # noqa: ANN401  # as `merge` and `reshard` take it
 ) -> None:
     """Have a checkpoint written, with a bar while that takes time, and say what was written.
 
-    `convert` is given the checkpoints at `places`.
+    `convert` is given the checkpoints at `places`; `stacked` says that Megatron-core would stack
+    layers and experts in the output.
     """
     title = click.get_current_context().info_name or ""
     with _processes() as communicator:
         with Processes(communicator).failing_together():
-            names, sources = maps.read(), source.open(*places)
+            names: ModelNames | tuple[NameMap, ...] | None = maps.read() or None
+            sources = source.open(*places)
+            model = maps.of_model(sources[0].home, stacked=stacked)
+            if model is not None:
+                names = model
         # Of several processes the first one says it.
         silent = communicator is not None and 0 not in communicator.addressable
+        if model is not None and not silent:
+            seen = model.recognised(sources[0], Choice(**choice, drop=maps.drop)).text
+            say(f"note: {sources[0].directory}: has the names of {seen}", err=True)
         with progress_bar(not (silent or as_json), title) as progress:
             report = convert(
                 *sources,
-                names=names or None,
+                names=names,
                 drop=maps.drop,
                 progress=progress,
                 communicator=communicator,
@@ -188,6 +234,8 @@ def _report_text(report: WriteReport) -> str:
         rest = len(report.left_out) - _SHOWN
         more = f" and {rest} more" if rest > 0 else ""
         lines.append(f"not written (not tensors): {some}{more}; see 'shardspec inspect'")
+    if report.filled:
+        lines.append(f"taken from elsewhere: {', '.join(map(shown, report.filled))}")
     if report.not_copied:
         some = ", ".join(map(shown, report.not_copied[:_SHOWN_BESIDE]))
         rest = len(report.not_copied) - _SHOWN_BESIDE
@@ -221,7 +269,7 @@ def _sharding_text(sharding: Mapping[str, tuple[str, str]]) -> str:
 )
 @click.option(
     "--to",
-    type=click.Choice(conversion.MERGED_FORMATS),
+    type=_FormatName("merged"),
     help="The format of OUT: one safetensors file (default), safetensors files with an index "
     "(default with --max-shard-size, or if OUT ends in /), a file for torch.load (default if "
     "OUT ends in .pt, .pth or .bin), or a directory for torch.distributed.checkpoint.",
@@ -236,7 +284,7 @@ def _sharding_text(sharding: Mapping[str, tuple[str, str]]) -> str:
 def merge_command(
     checkpoint: PurePath,
     output: str,
-    to: conversion.MergedFormat | None,
+    to: str | None,
     max_shard_size: int | None,
     metadata: bool,
     **options: Any,  # noqa: ANN401  # those of `_write`
@@ -257,16 +305,16 @@ def merge_command(
     """
     limit = max_shard_size
     suffix = "" if output.endswith("/") else PurePath(output).suffix.lower()
-    opts.refuse_if(
-        to is None and limit is None and suffix not in _KNOWN_SUFFIXES,
-        f"{shown(output)}: no format is known whose files end in {shown(suffix)}; give --to "
-        f"({', '.join(conversion.MERGED_FORMATS)}), or a name that ends in .safetensors or .pt",
-    )
-
+    if to is None and limit is None and suffix:
+        opts.refuse_if(
+            not any(suffix in format.extensions for format in formats() if format.writes),
+            f"{shown(output)}: no format is known whose files end in {shown(suffix)}; give --to "
+            f"({', '.join(written_names('merged'))}), or a name that ends in .safetensors or .pt",
+        )
     convert = partial(
         conversion.merge, output=output, format=to, max_shard_bytes=limit, metadata=metadata
     )
-    _write(convert, checkpoint, **options)
+    _write(convert, checkpoint, stacked=to == "dcp", **options)
 
 
 @click.command(cls=opts.Command)
@@ -283,8 +331,8 @@ def merge_command(
 )
 @click.option(
     "--to",
-    type=click.Choice(conversion.RESHARDED_FORMATS),
-    default="shardspec",
+    type=_FormatName("sharded"),
+    default=default_format("sharded").name,
     show_default=True,
     help="The format of OUT: shardspec's own, that of torch.distributed.checkpoint, or of a run of "
     "DeepSpeed's ZeRO its Universal Checkpoint, for any number of ranks.",
@@ -301,7 +349,7 @@ def reshard_command(
     mesh: opts.MeshShape | None,
     rules: dict[str, str] | None,
     like: PurePath | None,
-    to: conversion.ReshardedFormat,
+    to: str,
     drop_values: bool,
     **options: Any,  # noqa: ANN401  # those of `_write`
 ) -> None:
@@ -322,14 +370,16 @@ def reshard_command(
       "*.down.weight" = "[R,S0]"
     What no rule matches is replicated on every device. --dry-run shows what each tensor gets.
     """
-    universal = to == "deepspeed-universal"
+    whole_run = written_format(to, "sharded").whole_run
     opts.refuse_if(
-        universal and any(given is not None for given in (mesh, like, rules)),
-        "a Universal Checkpoint is for any number of ranks; leave out --mesh, --rules, --rule and "
-        "--like",
+        whole_run != "" and any(given is not None for given in (mesh, like, rules)),
+        f"{whole_run} is for any number of ranks; leave out --mesh, --rules, --rule and --like",
     )
+    alone = mesh is None and like is None and options["maps"].model is not None
+    if alone and not whole_run:
+        mesh = ((1,), None)
     one = (mesh is None) == (like is None)
-    opts.refuse_if(not universal and one, "give either --mesh, with rules, or --like")
+    opts.refuse_if(not whole_run and one, "give either --mesh, with rules, or --like")
     opts.refuse_if(
         like is not None and rules is not None,
         "--like says how to shard; leave out --rules and --rule",
@@ -347,6 +397,6 @@ def reshard_command(
             **more,
         )
 
-    _write(convert, checkpoint, like, **options)
-    if mesh is not None and not rules:
+    _write(convert, checkpoint, like, stacked=to == "dcp", **options)
+    if mesh is not None and not (rules or alone):
         say("note: no rules were given, so every tensor is replicated on every device", err=True)

@@ -11,7 +11,6 @@ from itertools import chain, combinations
 from math import prod
 from operator import gt
 from pathlib import Path
-from typing import Final
 
 from shardspec.comm import curves, presets
 from shardspec.comm.curves import Band, Curve, Line, Link, Measured, share, whole
@@ -21,8 +20,6 @@ from shardspec.errors import MeshError
 from shardspec.mesh.device_ids import SECONDS_RULE, seconds, whole_numbers
 from shardspec.mesh.device_mesh import DeviceMesh, LinkModel
 from shardspec.text import shown
-
-NO_MEASUREMENT: Final = "no measurement"
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,11 +144,11 @@ class CostModel:
         measured = {curve for some in groups for curve in some}
         medians = [band.median for curve in measured for band in curve.errors if band is not None]
         if not medians:
-            return f"{NO_MEASUREMENT} of these links; 'shardspec profile' makes one"
+            return "these links have not been measured; 'shardspec profile' does it"
         devices = sorted({curve.devices for curve in measured})
         return (
             f"{min(medians) * 100:.0f} to {max(medians) * 100:.0f} % at the median for collectives "
-            f"of {', '.join(map(str, devices))} devices; {NO_MEASUREMENT} of others"
+            f"of {', '.join(map(str, devices))} devices; others have not been measured"
         )
 
     def links_text(self, labels: Sequence[str]) -> str:

@@ -136,7 +136,8 @@ class Link:
         if not self.curves:
             return f"{self.name}: {numbers}"
         devices = ", ".join(map(str, self._measured_devices))
-        return f"{self.name}: curves of {devices} devices, else {numbers}"
+        otherwise = numbers.replace(", ", " + ")
+        return f"{self.name} (measured for {devices} devices; otherwise {otherwise})"
 
     def as_dict(self) -> dict[str, object]:
         """Return the numbers ready for JSON, and on how many devices collectives were measured."""

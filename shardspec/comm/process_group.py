@@ -1,8 +1,8 @@
 """Steps over `torch.distributed`: gloo on CPU, NCCL where CUDA is, by the same code.
 
 Where all processes of a mesh run on one host they read each other's memory. Otherwise boxes are
-messages in bounded chunks, or CUDA tensors in NCCL's collectives where these fit
-(`shardspec.comm.messages`).
+messages in bounded chunks, or CUDA tensors in NCCL's collectives where these fit: one transport or
+the other of `shardspec.comm.transports`.
 """
 
 import operator
@@ -29,10 +29,14 @@ from shardspec.comm.agreement import (
     is_on_all_ranks,
     this_host,
 )
+from shardspec.comm.carry_out import carry_out
+from shardspec.comm.channel import Channel
 from shardspec.comm.communicator import Communicator, SimulatedCommunicator
-from shardspec.comm.messages import Channel, Transport, has_collective, run_collective
-from shardspec.comm.peer_memory import PeerMemory, readable
 from shardspec.comm.transfers import Transfers
+from shardspec.comm.transports.collectives import has_collective, run_collective
+from shardspec.comm.transports.messages import Messages
+from shardspec.comm.transports.peer_memory import PeerMemory, readable
+from shardspec.comm.transports.stage import Transport
 from shardspec.errors import CommunicatorError, MeshError
 from shardspec.mesh.device_mesh import DeviceMesh, LinkModel
 from shardspec.mesh.job import current_job, join, start
@@ -129,15 +133,16 @@ class ProcessGroupCommunicator(Communicator):
         """Whether all ranks of the mesh read each other's memory; found out in the first step."""
         return any(memory is not None for memory in self._memory.values())
 
-    @property
-    def peer_memory(self) -> PeerMemory | None:
-        """Reads the memory of peers in a `conversion` of this thread; None where that cannot be."""
-        return self._memory.get(self._channel)
+    def transport(self, device: str, *, casts: bool = False) -> Transport:
+        """Return what moves shards on a type of device in a `conversion` of this thread.
 
-    @property
-    def message_tag(self) -> int:
-        """Tag of the messages in a `conversion` of this thread."""
-        return self._channel.tag + 1
+        Where they are cast on the way they travel as messages.
+        """
+        return self._transport(self._channel, "" if casts else device)
+
+    def _transport(self, channel: Channel, device: str) -> Transport:
+        memory = self._memory.get(channel) if device == "cpu" else None
+        return memory or Messages(channel.tag + 1)
 
     @property
     def _channel(self) -> Channel:
@@ -189,8 +194,8 @@ class ProcessGroupCommunicator(Communicator):
             if group and has_collective(schedule, shard.dtype):
                 result = run_collective(schedule, shard, group)
             else:
-                memory = self._memory.get(channel) if on_cpu else None
-                result = Transport(channel.tag + 1, memory).run(schedule, shard)
+                transport = self._transport(channel, shard.device.type)
+                result = carry_out(transport, schedule, shard)
         return {self._rank: result.to(home)}
 
     def on(self, mesh: DeviceMesh) -> "ProcessGroupCommunicator":

@@ -27,6 +27,27 @@ _MESSAGE: Final = 1 << 17
 """Elements that take about as long as a message takes to start, on links of today."""
 
 
+class Piece(NamedTuple):
+    """The same box of some tensors, and where these boxes lie in a message."""
+
+    places: Sequence[int]
+    box: Box
+    start: int
+    """Byte of the first one."""
+    step: int
+    """Bytes from one to the next."""
+
+
+Message: TypeAlias = Sequence[Piece]
+"""What goes from one device to another at once."""
+
+
+def message_bytes(message: Message) -> int:
+    """Return the bytes of a message: whole elements of any dtype in it."""
+    last = message[-1]
+    return last.start + last.step * len(last.places)
+
+
 class Transfer(NamedTuple):
     """A box on its way from one device to another, or staying where it is."""
 

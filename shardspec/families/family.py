@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import lru_cache
 from importlib.resources import files
-from typing import Final, NamedTuple, TypeAlias, cast
+from typing import Final, Literal, NamedTuple, TypeAlias, cast
 
 from shardspec.errors import LayoutError, SpecSyntaxError
 from shardspec.resharding.patterns import Side
@@ -20,6 +20,8 @@ CUTS: Final = (
 whole on the first rank of an engine that sums them up."""
 PLACES: Final = ("file", "live", "megatron", "fused")
 """Files of transformers, its models in memory, Megatron-core, and engines for serving."""
+NamesOf: TypeAlias = Literal["hf", "live", "megatron", "torch_dist", "sharded", "fused"]
+"""Whose names the tensors of an output have."""
 _KEYS: Final = {"hf", "view", "cut", "when", "in", "copy_of", *PLACES}
 _TABLES: Final = {"model", "layer", "mtp"}
 _HEADS: Final = {

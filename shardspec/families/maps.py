@@ -17,7 +17,9 @@ from shardspec.resharding.patterns import Side, filled
 from shardspec.resharding.views import parse_view
 
 FORMATS: Final = ("hf", "live", "megatron", "torch_dist", "fused")
-_MEGATRON: Final = ("megatron", "torch_dist")
+"""In the names of maps."""
+_MEGATRON: Final = ("megatron", "torch_dist", "sharded")
+"""Layers are numbered, or stacked where they are alike, or numbered with stacked experts."""
 _NAME: Final = re.compile(f"(.+)-({'|'.join(FORMATS)})-to-({'|'.join(FORMATS)})")
 _LOCAL: Final = (
     ("self_attention.linear_qkv.layer_norm_", "input_layernorm."),
@@ -136,7 +138,9 @@ def chain_of(
     if target in _MEGATRON:
         if source not in _MEGATRON:
             maps.append(forth(model, "megatron"))
-        if target == "torch_dist" or source in _MEGATRON:
+        if target == "sharded":
+            maps.append(_placed(model.with_numbered_layers(), stacked=True))
+        elif target == "torch_dist" or source in _MEGATRON:
             maps.append(_placed(model, stacked=target == "torch_dist"))
     elif target == source:
         maps.append(_same(model, target))
@@ -147,6 +151,17 @@ def chain_of(
         if any(tensor.places[place] != tensor.side for tensor in model.tensors):
             maps.append(forth(model, place))
     return tuple(maps)
+
+
+def spellings(model: Model, source: str) -> dict[str, list[str]]:
+    """Return every name or pattern that each tensor of a format may have, by its own name."""
+    map_ = _from_spellings(model, source) or _same(model, source)
+    found: dict[str, list[str]] = {}
+    for left, right in map_.rules:
+        found.setdefault(right[0], []).append(left[0])
+    for side in map_.unused:
+        found.setdefault(side[0], []).append(side[0])
+    return found
 
 
 def refuse(model: Model, place: str) -> None:

@@ -1,7 +1,7 @@
 """The tensors of one model: a family's rows, with the sizes of a config, for all layers at once."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from math import prod
 from typing import Final, NamedTuple
@@ -49,6 +49,10 @@ class Model:
     def layers_alike(self) -> bool:
         """Whether layers may be stacked."""
         return not {"dense", "moe"} & self.numbers.keys()
+
+    def with_numbered_layers(self) -> "Model":
+        """Return the model with layers that are not to be stacked."""
+        return replace(self, numbers={"dense": (), **self.numbers})
 
     def named(self, name: str) -> Tensor:
         """Return the tensor of a name, or that of which it is a copy if it is not there."""
@@ -105,7 +109,7 @@ def model_of(family: Family, sizes: Mapping[str, object]) -> Model:
         return _partly(family, {**family.sizes, **given})
     if not 0 < count < 10**6:
         raise LayoutError(f"the config says that there are {count} layers; correct it")
-    sparse = moe_layers({**family.defaults, **given, **sizes}, count)
+    sparse = moe_layers({**known, **sizes}, count)
     kinds = {
         "": range(count),
         "moe": sparse,

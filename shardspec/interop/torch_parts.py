@@ -24,6 +24,11 @@ def parts_of(tensor: torch.Tensor) -> list[torch.Tensor]:
     return list(tensor._local_tensors.values()) if isinstance(tensor, LocalTensor) else [tensor]
 
 
+def has_all_ranks(tensor: torch.Tensor) -> bool:
+    """Whether it has the shards of all ranks."""
+    return isinstance(tensor, LocalTensor)
+
+
 def like_parts(tensor: torch.Tensor, parts: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return one part, or several as one tensor, in the way in which another has its own."""
     return joined(parts) if isinstance(tensor, LocalTensor) else parts[0]

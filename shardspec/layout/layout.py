@@ -40,7 +40,7 @@ def resolve_axes(spec: ShardingSpec, mesh: DeviceMesh) -> ShardingSpec:
 
 def is_own_spec(given: SpecLike) -> TypeGuard[OwnSpec]:
     """Whether this is for `ShardingSpec.of`, not torch's placements."""
-    return isinstance(given, str) or not is_placements(given)
+    return not is_placements(given)
 
 
 def spec_on(mesh: DeviceMesh, given: SpecLike, dims: int | Sequence[int]) -> ShardingSpec:

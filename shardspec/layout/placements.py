@@ -47,7 +47,7 @@ def is_placements(given: object) -> bool:
             f"{given!r} is the placement of one mesh axis; give a list with one per axis, as in "
             f"[{given!r}]"
         )
-    return isinstance(given, Sequence) and not isinstance(given, str)
+    return isinstance(given, Sequence) and not isinstance(given, str | bytes)
 
 
 def own_placements(given: object) -> tuple[Placement, ...]:

@@ -239,7 +239,7 @@ class ConversionPlan:
             for model, layout in ((self.model, source), (self.target_model, target))
             if model is not None
         )
-        return f"{title}\n{table}\nper device; {links}\nknown error: {self.known_error}"
+        return f"{title}\n{table}\nper device; {links}\naccuracy: {self.known_error}"
 
     @classmethod
     def of_moves(
@@ -287,7 +287,8 @@ def errors_text(errors: Iterable[StepError]) -> str:
             worst[what] = band
     parts = [f"{what}: {band}" for what, band in worst.items()]
     if unknown:
-        parts.append(f"no measurement of {', '.join(unknown)}")
+        verb = "has" if len(unknown) == 1 and "local copies" not in unknown else "have"
+        parts.append(f"{', '.join(unknown)} {verb} not been measured")
     return "; ".join(parts) or "none, nothing is sent"
 
 

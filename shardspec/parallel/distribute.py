@@ -19,7 +19,8 @@ from shardspec.layout.placements import check_count, own_placements
 from shardspec.layout.rules import match_rules, winning_patterns
 from shardspec.layout.spec import ShardingSpec
 from shardspec.mesh.device_mesh import DeviceMesh
-from shardspec.tensor.dtensor import DTensor, for_modules
+from shardspec.tensor.dtensor import DTensor
+from shardspec.tensor.for_modules import StandIn, stand_ins
 from shardspec.tensor.redistribute import redistribute
 
 PartitionFn: TypeAlias = Callable[..., object]
@@ -165,11 +166,11 @@ def _hooks(
 def _partition(module: nn.Module, mesh: DeviceMesh, partition_fn: PartitionFn) -> None:
     """Let a function replace parameters; `LayoutError` if it distributes nothing."""
     takes_mesh = _takes(partition_fn, "partition_fn", "name, module, mesh", "name, module")
-    with communicator_of(mesh).telling(), for_modules():
+    with communicator_of(mesh).telling(), stand_ins():
         for name, submodule in list(module.named_modules()):
             partition_fn(name, submodule, *([mesh] if takes_mesh else []))
         tensors = [tensor for _, _, _, tensor in _tensors(module)]
-        if tensors and not any(isinstance(tensor, TorchDTensor) for tensor in tensors):
+        if tensors and not any(isinstance(each, TorchDTensor | StandIn) for each in tensors):
             raise LayoutError(
                 "partition_fn has distributed no parameter; let it assign them, as in module.weight"
                 " = nn.Parameter(distribute_tensor(module.weight, mesh, [Shard(0)])), or leave it "
@@ -305,7 +306,9 @@ def _matched_modules(
 def _sharded(
     tensor: torch.Tensor, mesh: DeviceMesh, spec: ShardingSpec | None, src_rank: int | None
 ) -> torch.Tensor:
-    if isinstance(tensor, TorchDTensor):
+    if isinstance(tensor, StandIn):
+        result = tensor.tensor.to_torch().detach()
+    elif isinstance(tensor, TorchDTensor):
         result = tensor.detach() if spec is None else redistribute(tensor.detach(), spec, mesh)
     else:
         target = spec or ShardingSpec(tensor.dim())

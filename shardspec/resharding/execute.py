@@ -1,27 +1,19 @@
-"""Carrying a reshard plan out: by messages between ranks, or between devices of one process.
+"""Carrying a reshard plan out: by the transport of a job, or between devices of one process."""
 
-One message a pair of devices and wave: boxes are packed straight from the tensors' memory into a
-bucket, and unpacked from it into the memory of the results. While one wave is on its way, the next
-one is packed. Where ranks may read each other's memory, each reads what it wants instead.
-"""
-
-from collections.abc import Callable, Iterator, Mapping
+import sys
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
-from torch.autograd.graph import increment_version
 
-from shardspec.boxes import box_shape
 from shardspec.comm.agreement import description, on_all_ranks
 from shardspec.comm.communicator import Communicator
-from shardspec.comm.messages import Addressed, start_messages
-from shardspec.comm.peer_memory import Arrays, Ints, PeerMemory, Region
 from shardspec.comm.process_group import ProcessGroupCommunicator
-from shardspec.dtypes import item_bytes
+from shardspec.comm.transfers import Piece, message_bytes
+from shardspec.comm.transports.stage import Stage, Transport, Wave
 from shardspec.errors import CommunicatorError, LayoutError, ShardSpecError
 from shardspec.mesh.device_mesh import DeviceMesh
 from shardspec.resharding.copies import Groups, StateCopies
@@ -37,21 +29,9 @@ from shardspec.resharding.given import (
     torch_dtype,
 )
 from shardspec.resharding.receipts import Receipt, Wanted, receipt_of
-from shardspec.resharding.stages import (
-    Message,
-    Piece,
-    StateCopy,
-    Wave,
-    message_bytes,
-    region_of,
-)
+from shardspec.resharding.stages import region_of
 from shardspec.tensor.dtensor import DTensor
 from shardspec.text import counted
-
-Shards: TypeAlias = dict[int, torch.Tensor]
-"""Shards of one device by the tensor's place in the plan."""
-Finish: TypeAlias = Callable[[], None]
-"""Waits for the messages of a wave, and unpacks them."""
 
 
 @torch.no_grad()
@@ -75,18 +55,35 @@ def run_plan(
     for one in held.values():
         one.allocate()
         one.clear()
-    for one in held.values():
-        one.keep()
-    for wave in sorted({wave for device in held for wave in moving.schedule(device).sends}):
-        for device, one in held.items():
-            for peer, message in moving.schedule(device).sends.get(wave, {}).items():
-                bucket = one.pack(wave, message)
-                held[peer].unpack(wave, moving.schedule(peer).receives[wave][device], bucket)
+    for number in range(len(moving.stages)):
+        _move_here({device: one.stage(number) for device, one in held.items()})
     results = _results(plan, ties, held, given) | values
     if wanted is None:
         return results, None
     with _marking(given, f"version {wanted.version} did not arrive"):
         return results, receipt_of(plan, ties, held, lambda found: found, wanted)
+
+
+def _move_here(stages: Mapping[int, Stage]) -> None:
+    """Carry out a stage for all devices of this process."""
+    waves = {device: list(stage.waves(sys.maxsize)) for device, stage in stages.items()}
+    received = {
+        (sender, device): iter(
+            [wave.receives[sender] for wave in waves[device] if sender in wave.receives]
+        )
+        for device, stage in stages.items()
+        for sender in stage.senders
+    }
+    for device, stage in stages.items():
+        for wave in waves[device]:
+            stage.copy(wave.receives.get(device, ()))
+    for device, stage in stages.items():
+        for wave in waves[device]:
+            for peer, message in wave.sends.items():
+                where = stage.source[message[0].places[0]].device
+                bucket = torch.empty(message_bytes(message), dtype=torch.uint8, device=where)
+                stage.pack(message, bucket)
+                stages[peer].unpack(next(received[device, peer]), bucket)
 
 
 def _run_in_job(
@@ -122,17 +119,13 @@ def _run_in_job(
         one = DeviceShards(moving, rank, given.devices[rank])
         one.allocate()
         casts = any(move.source.dtype != move.target.dtype for move in plan.moves)
-        memory = communicator.peer_memory if home == "cpu" and not casts else None
-        if memory is None:
-            one.reserve()
-        if memory is None or not all(other.fills for other in every.values()):
+        transport = communicator.transport(home, casts=casts)
+        reserved = one.reserve(transport)
+        if reserved or not all(other.fills for other in every.values()):
             communicator.gather({rank: None})  # if a rank had no memory for it, all hear of it
         one.clear()
         try:
-            if memory is not None:
-                one.read_peers(memory)
-            else:
-                one.exchange_all(communicator.message_tag)
+            transport.move(one.stage(number) for number in range(len(moving.stages)))
         except (CommunicatorError, RuntimeError) as error:
             to = "" if wanted is None else f", to version {wanted.version},"
             why = f"reshard plan {plan.digest[:12]}{to} failed on the way, so `out` is half written"
@@ -235,8 +228,6 @@ class DeviceShards:
 
     def __init__(self, plan: StateCopies, device: int, given: DeviceGiven) -> None:
         self.plan, self.device = plan, device
-        self._free: list[torch.Tensor] = []
-        """Buckets that hold no message."""
         places = list(enumerate(plan.moves))
         before, after = given.source, given.out
         self.source = {n: before[m.source_name] for n, m in places if m.source_name in before}
@@ -262,159 +253,70 @@ class DeviceShards:
             if self.plan.moves[place].target_name in self.plan.padded:
                 self.target[place].zero_()
 
-    def keep(self) -> None:
-        """Copy what the device has already."""
-        for kept in self.plan.kept(self.device):
-            parts = (self._parts(shards, kept) for shards in (self.source, self.target))
-            for here, there in zip(*parts, strict=True):
-                there.copy_(here)
+    def reserve(self, transport: Transport) -> bool:
+        """Make what the transport needs at first; say whether that is anything."""
+        shards = self.source or self.target
+        return transport.reserve(self._first_wave, next(iter(shards.values()), torch.empty(0)))
 
-    def pack(self, wave: Wave, message: Message) -> torch.Tensor:
-        """Return a message with some boxes: of the source, or of what has come in stages before."""
-        shards = self.target if wave[0] else self.source
-        bucket = self._bucket(shards[message[0].places[0]])
-        for seen, part in self._seen(wave, bucket, message, shards):
-            seen.copy_(part)
-        return bucket
+    def _first_wave(self) -> tuple[int, int]:
+        sends, receives, largest = self.plan.schedule(self.device)
+        first = min({*sends, *receives}, default=None)
+        return sum(len(turns.get(first, ())) for turns in (sends, receives) if first), largest
 
-    def unpack(self, wave: Wave, message: Message, bucket: torch.Tensor) -> None:
-        """Copy the boxes of a message to where they belong."""
-        for seen, part in self._seen(wave, bucket, message, self.target):
-            part.copy_(seen)
+    def stage(self, number: int) -> Stage:
+        """Return what the device does in a stage of the plan, of which later ones pass on."""
+        streams = self.plan.stages[number].streams(self.device)
+        dims = (
+            len(layout.global_shape) for m in self.plan.moves for layout in (m.source, m.target)
+        )
+        name = f"reshard plan {self.plan.digest[:12]}" + (f" stage {number}" if number else "")
+        return Stage(
+            name,
+            self.device,
+            frozenset(receiver for _, receiver in streams) - {self.device},
+            frozenset(sender for sender, _ in streams) - {self.device},
+            self.target if number else self.source,
+            self.target,
+            partial(self._region, of_source=not number),
+            partial(self._region, of_source=False),
+            partial(self._dtype, number),
+            partial(self._waves, number),
+            len(self.plan.moves),
+            max(dims, default=0),
+        )
 
-    def reserve(self) -> None:
-        """Make the buckets of the first wave."""
-        (sends, receives, _), shards = self.plan.schedule(self.device), (self.source or self.target)
-        if waves := {*sends, *receives}:
-            peers = [*sends.get(min(waves), ()), *receives.get(min(waves), ())]
-            self._free = [self._bucket(next(iter(shards.values()))) for _ in peers]
-
-    def exchange_all(self, tag: int) -> None:
-        """Carry the plan out by messages with a tag."""
-        schedule = self.plan.schedule(self.device)
-        stage = 0
-        before: Finish = self.keep
-        for wave in sorted({*schedule.sends, *schedule.receives}):
-            if wave[0] > stage:
-                before()
-                stage, before = wave[0], lambda: None
-            # What is received in the wave before is unpacked while this one travels.
-            finish = self._start(wave, tag)
-            before()
-            before = finish
-        before()
-
-    def _start(self, wave: Wave, tag: int) -> Finish:
-        """Start the messages of a wave; return what ends it."""
-        schedule = self.plan.schedule(self.device)
-        receives = schedule.receives.get(wave, {})
-        buckets: list[torch.Tensor] = []
-        coming: Addressed = []
-        going: Addressed = []
-        for peer, message in receives.items():
-            buckets.append(self._bucket(self.target[message[0].places[0]]))
-            coming.append((peer, buckets[-1][: message_bytes(message)]))
-        for peer, message in schedule.sends.get(wave, {}).items():
-            buckets.append(self.pack(wave, message))
-            going.append((peer, buckets[-1][: message_bytes(message)]))
-        works = start_messages(going, coming, tag)
-
-        def finish() -> None:
-            for work in works:
-                work.wait()
-            for bucket, message in zip(buckets, receives.values(), strict=False):
-                self.unpack(wave, message, bucket)
-            # Used again and again, as the allocator keeps some of what it gets back.
-            self._free.extend(buckets)
-
-        return finish
-
-    def _bucket(self, like: torch.Tensor) -> torch.Tensor:
-        if self._free:
-            return self._free.pop()
-        where = like.device
-        if dist.is_initialized() and f"{where.type}:gloo" in dist.get_backend_config():
-            where = torch.device("cpu")  # gloo sends and reads memory of the host alone
-        largest = self.plan.schedule(self.device).largest_message
-        return torch.empty(largest, dtype=torch.uint8, device=where)
-
-    def _seen(
-        self, wave: Wave, bucket: torch.Tensor, message: Message, shards: Shards
-    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yield the boxes of a message: as parts of it, and as parts of shards."""
-        for piece in message:
-            move = self.plan.moves[piece.places[0]]
-            # What crosses in the first stage may be cast there; then it is as in the result.
-            dtype = torch_dtype(move.target.dtype if wave[0] else move.wire_dtype)
-            typed = bucket.view(dtype)
-            shape, width = box_shape(piece.box), dtype.itemsize
-            strides = torch.empty(shape, device="meta").stride()
-            for number, part in enumerate(self._parts(shards, piece)):
-                at = (piece.start + number * piece.step) // width
-                yield typed.as_strided(shape, strides, at), part
-
-    def _parts(self, shards: Shards, piece: Piece | StateCopy) -> Iterator[torch.Tensor]:
-        """Yield the parts of shards that a box of some tensors is."""
-        known: tuple[int, ...] | None = None
-        move, of_source = self.plan.moves[piece.places[0]], shards is self.source
+    def _region(
+        self, piece: Piece, strides: tuple[int, ...], device: int, *, of_source: bool
+    ) -> tuple[tuple[int, ...], tuple[int, ...], int]:
+        move = self.plan.moves[piece.places[0]]
         layout = move.source if of_source else move.target
-        for place in piece.places:
-            shard = shards[place]
-            if shard.stride() != known:
-                known = shard.stride()
-                shape, strides, offset = region_of(
-                    layout, move.view, piece.box, known, self.device, of_source=of_source
-                )
-            yield shard.as_strided(shape, strides, shard.storage_offset() + offset)
+        steps = strides[: len(layout.global_shape)]
+        return region_of(layout, move.view, piece.box, steps, device, of_source=of_source)
 
-    def read_peers(self, memory: PeerMemory) -> None:
-        """Carry the plan out by reading what is wanted where it lies in the memory of holders."""
-        # What autograd has kept of them is no longer there; torch does not see the writing.
-        increment_version(list(self.target.values()))
-        source, target = (self._table(shards) for shards in (self.source, self.target))
-        for number, stage in enumerate(self.plan.stages):
-            name = f"reshard plan {self.plan.digest[:12]}" + (f" stage {number}" if number else "")
-            streams = stage.streams(self.device)
-            readers = {receiver for _, receiver in streams} - {self.device}
-            # What the device has already it reads from itself.
-            wanted = {self.device: [] if number else self.plan.kept(self.device)}
-            wanted |= {one: copies for (one, to), copies in streams.items() if to == self.device}
-            arrays = partial(self._arrays, number, wanted, target)
-            memory.fill(name, target if number else source, readers, set(wanted), arrays)
+    def _dtype(self, number: int, piece: Piece) -> torch.dtype:
+        move = self.plan.moves[piece.places[0]]
+        # What crosses in the first stage may be cast there; then it is as in the result.
+        return torch_dtype(move.target.dtype if number else move.wire_dtype)
 
-    def _table(self, shards: Shards) -> Ints:
-        """Return, by the place in the plan, where shards lie: address, and strides in bytes."""
-        moves = self.plan.moves
-        dims = (len(layout.global_shape) for m in moves for layout in (m.source, m.target))
-        nothing = [0] * (1 + max(dims, default=0))
-        rows = [nothing] * len(moves)
-        for place, shard in shards.items():
-            item = shard.element_size()
-            row = [shard.data_ptr(), *(stride * item for stride in shard.stride())]
-            rows[place] = row + nothing[len(row) :]
-        return np.array(rows, dtype=np.int64).reshape(len(moves), len(nothing))
-
-    def _arrays(
-        self, stage: int, wanted: Mapping[int, list[StateCopy]], ours: Ints, peer: int, theirs: Ints
-    ) -> Iterator[Arrays]:
-        """Yield where boxes lie at a peer, and where they belong here, by both's tables."""
-        for copy in wanted[peer]:
-            move = self.plan.moves[copy.places[0]]
-            layouts = (move.target if stage else move.source), move.target
-            tables = [table[np.asarray(copy.places)] for table in (theirs, ours)]
-            strides = np.stack([table[:, 1:] for table in tables], axis=1)
-            same = not (strides != strides[0]).any()
-            for row in strides[:1] if same else np.unique(strides, axis=0):
-                alike = slice(None) if same else (strides == row).all(axis=(1, 2))
-                regions = []
-                for side, owner in enumerate((copy.holders[0], self.device)):
-                    layout, of_source = layouts[side], not (side or stage)
-                    steps = tuple(row[side, : len(layout.global_shape)].tolist())
-                    shape, steps, at = region_of(
-                        layout, move.view, copy.box, steps, owner, of_source=of_source
-                    )
-                    regions.append(Region(at, shape, steps, item_bytes(layout.dtype)))
-                yield Arrays(regions[0], regions[1], tables[0][alike, 0], tables[1][alike, 0])
+    def _waves(self, number: int, most_bytes: int | None) -> Iterator[Wave]:
+        """Yield what the device has already, and then the messages of the plan, or whole boxes."""
+        kept = [] if number else self.plan.kept(self.device)
+        own = {self.device: [Piece(copy.places, copy.box, 0, 0) for copy in kept]} if kept else {}
+        if most_bytes is None:
+            streams = self.plan.stages[number].streams(self.device)
+            wanted = {
+                sender: [Piece(copy.places, copy.box, 0, 0) for copy in copies]
+                for (sender, receiver), copies in streams.items()
+                if receiver == self.device
+            }
+            yield Wave({}, {**own, **wanted})
+            return
+        if own:
+            yield Wave({}, own)
+        sends, receives, _ = self.plan.schedule(self.device)
+        for turn in sorted({*sends, *receives}):
+            if turn[0] == number:
+                yield Wave(sends.get(turn, {}), receives.get(turn, {}))
 
 
 def _default_device() -> torch.device:

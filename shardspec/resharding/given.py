@@ -128,10 +128,12 @@ def _check_layouts(
 ) -> None:
     """Compare the layouts that DTensors state with those of the plan, where they are used."""
     for name, layout in planned.items():
+        value = values.get(name)
+        if not isinstance(value, Layout | DTensor | TorchDTensor):
+            continue
         # What others have, as a second replica of a model on a mesh of its own, is not read.
-        if name in values and any(device in layout.mesh for device in devices):
-            value = values[name]
-            stated = value.layout if isinstance(value, DTensor) else stated_layout(name, value)
+        if any(device in layout.mesh for device in devices):
+            stated = stated_layout(name, value)
             if stated not in (None, layout) and not same_shards(stated, layout):
                 label = f"{where}[{name!r}]" if where else repr(name)
                 raise LayoutError(

@@ -89,7 +89,7 @@ def dropped_by(patterns: str | Sequence[str], source: Mapping[str, Shape]) -> di
     for pattern in (patterns,) if isinstance(patterns, str) else patterns:
         alike = {name: shape for name, shape in source.items() if fnmatchcase(name, pattern)}
         if not alike:
-            first = ", ".join(map(shown, sorted(source)[:_SHOWN])) or "(there are none)"
+            first = ", ".join(map(shown, sorted(source)[:_SHOWN])) or "nothing: it is empty"
             raise LayoutError(
                 f"nothing matches the pattern {shown(pattern)} of what is dropped; the names "
                 f"start with {first}"

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from shardspec.comm.peer_memory import Region
+from shardspec.comm.region import Region
 
 K = TypeVar("K")
 

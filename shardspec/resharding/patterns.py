@@ -37,11 +37,20 @@ def check_pattern(name: str) -> None:
         )
 
 
+def form_of(name: str) -> str:
+    """Return a name or pattern without its numbers and placeholders.
+
+    >>> form_of("layers.{i}.w") == form_of("layers.17.w")
+    True
+    """
+    return _DIGITS.sub("0", _PLACEHOLDER.sub("0", name))
+
+
 def names_by_form(names: Iterable[str]) -> NamesByForm:
     """Sort names by what they are without their numbers."""
     found = defaultdict(list)
     for name in names:
-        found[_DIGITS.sub("0", name)].append(name)
+        found[form_of(name)].append(name)
     return found
 
 
@@ -51,7 +60,7 @@ def bindings(pattern: str, names: NamesByForm) -> list[Binding]:
     >>> bindings("a.{i}.b.{e}", names_by_form(["a.3.b.12", "a.03.b.1", "a.1.c.1"]))
     [{'i': 3, 'e': 12}]
     """
-    candidates = names.get(_DIGITS.sub("0", _PLACEHOLDER.sub("0", pattern)), ())
+    candidates = names.get(form_of(pattern), ())
     text, seen = "", set[str]()
     for number, part in enumerate(_PLACEHOLDER.split(pattern)):
         if number % 2 == 0:
@@ -71,4 +80,4 @@ def filled(side: Side, binding: Mapping[str, int]) -> Side:
             raise LayoutError(f"{shown(side[0])}: neither name has the placeholder {match[0]}")
         return str(binding[match[1]])
 
-    return tuple(_PLACEHOLDER.sub(number, text) for text in side)
+    return tuple(_PLACEHOLDER.sub(number, text) if "{" in text else text for text in side)

@@ -6,7 +6,7 @@ from html import escape
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, overload
 
 from shardspec.digests import Digests
-from shardspec.dtypes import dtype_name, is_cast, is_floating
+from shardspec.dtypes import dtype_name, is_cast, is_floating, keeps_dtype
 from shardspec.errors import LayoutError
 from shardspec.layout.layout import Layout
 from shardspec.layout.rules import Rules, match_rules
@@ -352,7 +352,8 @@ def _targets(
     found = {}
     for name, (shape, own) in due.items():
         spec = specs.get(name, ShardingSpec(len(shape), {}))
-        found[name] = Layout(mesh, spec, shape, wanted if wanted and is_floating(own) else own)
+        casts = is_floating(own) and not keeps_dtype(name)
+        found[name] = Layout(mesh, spec, shape, wanted if wanted and casts else own)
     return found
 
 

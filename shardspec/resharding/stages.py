@@ -14,6 +14,7 @@ from typing import Final, NamedTuple, TypeAlias
 
 from shardspec.boxes import Box, box_shape, box_size, chunks
 from shardspec.comm.senders import Holders, Senders, find_copies
+from shardspec.comm.transfers import Message, Piece, message_bytes
 from shardspec.layout.layout import Layout, LayoutCell, cells_of
 from shardspec.mesh.device_mesh import DeviceMesh
 from shardspec.resharding.views import TensorView, View, identity_view
@@ -236,19 +237,7 @@ def crossing_once(
     return Stage(across, near), Stage(inside)
 
 
-class Piece(NamedTuple):
-    """The same box of some tensors, and where these boxes lie in a message."""
-
-    places: Sequence[int]
-    box: Box
-    start: int
-    """Byte of the first one."""
-    step: int
-    """Bytes from one to the next."""
-
-
-Message: TypeAlias = list[Piece]
-Wave: TypeAlias = tuple[int, int, int]
+Turn: TypeAlias = tuple[int, int, int]
 """Which stage of the plan, which peers, by how far they stand behind the sender in the row of
 devices, and which of their messages."""
 
@@ -259,18 +248,12 @@ class Schedule(NamedTuple):
     Every device takes part in waves in ascending order, so none waits in a circle.
     """
 
-    sends: dict[Wave, dict[int, Message]]
+    sends: dict[Turn, dict[int, Message]]
     """Per wave, by peer, what is packed into its message."""
-    receives: dict[Wave, dict[int, Message]]
+    receives: dict[Turn, dict[int, Message]]
     """Per wave, by peer, what is unpacked from its message."""
     largest_message: int
     """In bytes."""
-
-
-def message_bytes(message: Message) -> int:
-    """Return the bytes of a message: whole elements of any dtype."""
-    last = message[-1]
-    return last.start + last.step * len(last.places)
 
 
 def schedule_of(
@@ -278,8 +261,8 @@ def schedule_of(
 ) -> Schedule:
     """Return the messages of a device; both ends of one find the same."""
     at = {one: place for place, one in enumerate(devices)}
-    sends: dict[Wave, dict[int, Message]] = {}
-    receives: dict[Wave, dict[int, Message]] = {}
+    sends: dict[Turn, dict[int, Message]] = {}
+    receives: dict[Turn, dict[int, Message]] = {}
     largest = 0
     for number, stage in enumerate(stages):
         for (sender, receiver), copies in stage.streams(device).items():
@@ -293,7 +276,7 @@ def schedule_of(
 
 def _messages(copies: Iterable[StateCopy], most_bytes: int) -> Iterator[Message]:
     """Divide what goes from one device to another into messages of bounded size."""
-    message: Message = []
+    message: list[Piece] = []
     end = 0
     for copy in copies:
         for box in chunks(copy.box, max(1, most_bytes // copy.item_bytes)):

@@ -6,10 +6,8 @@ same box must receive the same gradient. They do where every rank computes the s
 `to_global`, or a loss from `to_local` with the ``grad_spec`` of what is still to be summed.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any, Final, Self
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
@@ -23,6 +21,7 @@ from shardspec.layout.spec import ShardingSpec
 from shardspec.mesh.device_ids import listed
 from shardspec.mesh.device_mesh import DeviceMesh
 from shardspec.tensor.compiling import outside_graphs
+from shardspec.tensor.for_modules import StandIn, stand_ins_are_wanted
 from shardspec.tensor.operators.gradients import GOING_BACK, Differentiable, go_back
 from shardspec.tensor.operators.tensor import TensorLike
 from shardspec.tensor.run import (
@@ -42,9 +41,6 @@ from shardspec.tensor.shards import (
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor as TorchDTensor
-
-
-_FOR_MODULES: Final[ContextVar[bool]] = ContextVar("shardspec tensors for modules", default=False)
 
 
 class DTensor(Differentiable):
@@ -358,7 +354,7 @@ class DTensor(Differentiable):
 
 
 def distribute_tensor(
-    tensor: torch.Tensor,
+    tensor: torch.Tensor | DTensor,
     device_mesh: DeviceMesh,
     sharding_spec: SpecLike | None = None,
     *,
@@ -370,7 +366,7 @@ def distribute_tensor(
 
     A DTensor, of shardspec or of torch, that is sharded so already is returned as it is; one that
     is sharded in another way is a `LayoutError`. Within a ``partition_fn`` of `distribute_module`
-    the result is torch's DTensor of the same storage, which `torch.nn.Parameter` takes.
+    the result is a stand-in that `torch.nn.Parameter` takes; see `shardspec.tensor.for_modules`.
 
     Examples
     --------
@@ -383,19 +379,10 @@ def distribute_tensor(
     spec = chosen_spec(sharding_spec, placements)
     result = _already_distributed(tensor, device_mesh, spec)
     if result is None:
-        result = DTensor(tensor, device_mesh, spec, src_rank=src_rank, communicator=communicator)
-    result_for_module: Any = result.to_torch() if _FOR_MODULES.get() else result
-    return result_for_module  # type: ignore[no-any-return]  # see above
-
-
-@contextmanager
-def for_modules() -> Iterator[None]:
-    """Let `distribute_tensor` return torch's DTensors, as modules hold them."""
-    token = _FOR_MODULES.set(True)
-    try:
-        yield
-    finally:
-        _FOR_MODULES.reset(token)
+        given: Any = tensor  # not distributed yet, if it is a tensor at all
+        result = DTensor(given, device_mesh, spec, src_rank=src_rank, communicator=communicator)
+    stand_in: Any = StandIn.of(result) if stand_ins_are_wanted() else result
+    return stand_in  # type: ignore[no-any-return]  # it has the methods of a DTensor
 
 
 def _already_distributed(tensor: object, mesh: DeviceMesh, spec: SpecLike | None) -> DTensor | None:
@@ -404,7 +391,9 @@ def _already_distributed(tensor: object, mesh: DeviceMesh, spec: SpecLike | None
         return None
     from torch.distributed.tensor import DTensor as TorchDTensor
 
-    if isinstance(tensor, TorchDTensor):
+    if isinstance(tensor, StandIn):
+        tensor = tensor.tensor
+    elif isinstance(tensor, TorchDTensor):
         tensor = DTensor.from_torch(tensor)
     if not isinstance(tensor, DTensor):
         return None

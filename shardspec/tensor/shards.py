@@ -88,8 +88,8 @@ def check_dense(tensor: object) -> None:
     """Raise `LayoutError` unless this is a plain dense tensor of torch."""
     if not isinstance(tensor, torch.Tensor):
         raise LayoutError(
-            f"a {type(tensor).__name__} is not a plain tensor; torch.as_tensor makes one of arrays "
-            "and lists, and a DTensor has redistribute"
+            f"expected a torch.Tensor, got a {type(tensor).__name__}; use torch.as_tensor(...) for "
+            "arrays and lists, and redistribute for a DTensor"
         )
     if tensor.layout != torch.strided or tensor.is_nested or tensor.is_quantized:
         kind = "quantized" if tensor.is_quantized else str(tensor.layout).removeprefix("torch.")

@@ -58,8 +58,8 @@ def test_it_appears_when_done(tmp_path, directory):
     with staged(path, directory, overwrite=False) as place:
         fill(place, directory, "new")
         assert set(os.listdir(tmp_path)) == {".out.shardspec-lock", ".out.shardspec-staging"}
-        assert place.name == ".out.shardspec-staging"
-        at = (tmp_path / place.name).stat()
+        assert place.place == tmp_path / ".out.shardspec-staging"
+        at = os.stat(place.place)
         assert stat.S_IMODE(at.st_mode) == (0o700 if directory else 0o600)
         assert not path.exists()
     assert text_of(path, directory) == "new"

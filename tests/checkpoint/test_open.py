@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from shardspec.checkpoint.convert import merge, reshard
-from shardspec.checkpoint.formats.names import FORMATS
+from shardspec.checkpoint.formats.registry import formats
 from shardspec.checkpoint.open import open_checkpoint, open_checkpoints
 from shardspec.errors import CheckpointError
 from shardspec.mesh.device_mesh import DeviceMesh
@@ -51,7 +51,7 @@ print("numpy" in sys.modules)
     ("form", "needed", "others"),
     [
         ("ckpt", "native", ("dcp", "megatron", "torch_files")),
-        ("dcp", "dcp", ("native", "megatron")),
+        ("dcp", "dcp", ("megatron", "rank_files", "torch_file")),
     ],
 )
 def test_only_what_a_format_needs_is_imported(request, form, needed, others):
@@ -119,8 +119,8 @@ def test_a_directory_with_nothing_of_the_kind(tmp_path):
     assert message.endswith(
         "this is not a checkpoint of a format that is known, or its save did not finish"
     )
-    for form in FORMATS:
-        assert form.known_by in message
+    for format in formats():
+        assert format.known_by in message
 
 
 def test_files_that_are_none(tmp_path):

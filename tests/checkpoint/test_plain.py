@@ -3,7 +3,7 @@
 import pytest
 
 from shardspec.checkpoint.catalog import OpaqueValue
-from shardspec.checkpoint.formats.torch_file import plain_value
+from shardspec.checkpoint.torch_files.states import plain_value
 from shardspec.checkpoint.torch_files.unpickler import foreign_class, mere_name, record_class
 from shardspec.checkpoint.torch_files.values import Complex, TorchStorage, TorchTensor
 

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from shardspec import DeviceMesh, DTensor, Layout, load_sharded, merge, reshard, save_sharded
-from shardspec.checkpoint.formats.tensor_parallel import cut_rules
+from shardspec.checkpoint.cut_rules import cut_rules
 from shardspec.checkpoint.verify import verify_checkpoint
 from shardspec.cli.checkpoint_options import read_rules
 from shardspec.errors import CheckpointError, LayoutError, OutputExistsError

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from torch.testing._internal.distributed.fake_pg import _create_fake_pg
 
 from shardspec import DeviceMesh, DTensor, SimulatedCommunicator, merge, reshard, save_sharded
-from shardspec.checkpoint.formats.safetensors import huggingface_target
+from shardspec.checkpoint.formats.huggingface import huggingface_target
 from shardspec.checkpoint.open import open_checkpoint
 from shardspec.checkpoint.output import plan_tasks
 from shardspec.checkpoint.storage.commit import joined_output, staged_output
@@ -77,6 +77,9 @@ def test_the_same_bytes_as_alone(ckpt, tmp_path, size):
     out, alone = tmp_path / "out", tmp_path / "alone"
     out.mkdir()
     alone.mkdir()
+    # Where a name is a link, all of them write to where it leads.
+    (tmp_path / "behind").mkdir()
+    (out / OUTPUTS[0][0]).symlink_to(tmp_path / "behind" / "real")
     acts = [partial(merge, ckpt, out / name, **options) for name, options in OUTPUTS]
     answers = in_processes(tmp_path, *acts, size=size)
     for (name, options), answer in zip(OUTPUTS, answers, strict=True):
@@ -246,7 +249,7 @@ def elsewhere(left, act, **more):
     """Do it on a machine with a disk of its own, where a killed run may have left something."""
 
     def join(_, output, token):
-        return joined_output(LocalPath(left), output, (left.name, token[1]))
+        return joined_output(LocalPath(left), output, (LocalPath(left), token[1]))
 
     with patch.object(LocalPath, "join", join):
         return act(**more)

@@ -48,7 +48,7 @@ def test_files_by_the_end_of_their_name(tmp_path, name):
     assert (result.exit_code, result.stderr) == (0, "")
     assert result.stdout == (
         f"{tmp_path / name}: [S(tp,dp),R] → [R,S(tp)], 149.4 µs; 11 specs of 2 dims on mesh "
-        f"dp=2,tp=4\nknown error: {path_drawing().known_error}\n"
+        f"dp=2,tp=4\naccuracy: {path_drawing().known_error}\n"
     )
     assert (tmp_path / name).read_text("utf-8") == dot_text(path_drawing())
     assert [path.name for path in tmp_path.iterdir()] == [name]

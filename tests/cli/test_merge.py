@@ -72,7 +72,9 @@ def test_json(tmp_path):
         "left_out": [],
         "sidecars": [],
         "not_copied": [],
+        "filled": [],
         "written": True,
+        "sharding": {},
     }
 
 

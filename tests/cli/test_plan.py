@@ -49,7 +49,7 @@ def test_json():
     assert json.loads(result.stdout) == json.loads(plan.to_json())
     assert json.loads(result.stdout)["known_error"] == (
         "all-to-all of 8: 6 % off at the median, 11 % at the 90th percentile; "
-        "no measurement of local copies"
+        "local copies have not been measured"
     )
     assert [step["layout"] for step in json.loads(result.stdout)["steps"]] == ["[S01,R]", "[R,S01]"]
 
@@ -106,11 +106,11 @@ def test_named_links():
     assert result.stdout == f"{LayoutConverter(model).plan(layout, '[R,S01]')}\n"
     assert result.stdout.splitlines()[-2] == (
         "per device; ring model; axis 0 ib-ndr-per-gpu: 22.4 µs, 48 GB/s; "
-        "axis 1 h100-nvswitch: curves of 2, 4, 8 devices, else 23 µs, 249 GB/s; "
+        "axis 1 h100-nvswitch (measured for 2, 4, 8 devices; otherwise 23 µs + 249 GB/s); "
         "local copies at 1675 GB/s"
     )
     assert result.stdout.splitlines()[-1] == (
-        "known error: no measurement of all-to-all of 8, local copies"
+        "accuracy: all-to-all of 8, local copies have not been measured"
     )
     links = json.loads(run(*README_EXAMPLE, "--links", "efa-v4-per-gpu", "--json").stdout)["links"]
     assert [link["name"] for link in links] == ["efa-v4-per-gpu"] * 2
@@ -121,11 +121,11 @@ def test_a_preset_on_an_axis_that_is_too_long_for_it():
     result = run("[S1]", "[R]", *args, "--links", "a100-nvswitch")
     assert result.stdout.splitlines()[-2] == (
         "per device; shared-bus model; "
-        "axis 0 a100-nvswitch: curves of 2, 4, 8 devices, else 40 µs, 144 GB/s; "
-        "axis 1 a100-nvswitch beyond its 8 devices: curves of 2, 4, 8 devices, else 40 µs, "
-        "144 GB/s; local copies at 1020 GB/s"
+        "axis 0 a100-nvswitch (measured for 2, 4, 8 devices; otherwise 40 µs + 144 GB/s); "
+        "axis 1 a100-nvswitch beyond its 8 devices (measured for 2, 4, 8 devices; otherwise "
+        "40 µs + 144 GB/s); local copies at 1020 GB/s"
     )
-    assert result.stdout.splitlines()[-1] == "known error: no measurement of all-gather of 16"
+    assert result.stdout.splitlines()[-1] == "accuracy: all-gather of 16 has not been measured"
 
 
 def test_a_scalar_has_nothing_to_convert():

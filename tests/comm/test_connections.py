@@ -11,7 +11,7 @@ import time
 import pytest
 
 from shardspec.comm.agreement import NOTE_ROOM, Connection, Listener, Note
-from shardspec.comm.peer_memory import readable
+from shardspec.comm.transports.peer_memory import readable
 from shardspec.errors import CommunicatorError
 
 

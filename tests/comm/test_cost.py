@@ -114,7 +114,7 @@ def test_links_in_words():
     assert str(SLOW) == "slow: 10 µs, 50 GB/s"
     assert str(Link(0.0, 0.0)) == "given: 0 µs, free"
     assert str(DEFAULT_LINK) == (
-        "assumed h100-nvswitch: curves of 2, 4, 8 devices, else 23 µs, 249 GB/s"
+        "assumed h100-nvswitch (measured for 2, 4, 8 devices; otherwise 23 µs + 249 GB/s)"
     )
 
 

@@ -6,9 +6,10 @@ from itertools import permutations, product
 import numpy as np
 import pytest
 
-from shardspec.comm import peer_memory
 from shardspec.comm.agreement import Address
-from shardspec.comm.peer_memory import Arrays, PeerMemory, Region, read, readable
+from shardspec.comm.region import Region
+from shardspec.comm.transports import peer_memory
+from shardspec.comm.transports.peer_memory import PeerMemory, read, readable
 
 
 def region(array: np.ndarray) -> Region:
@@ -52,9 +53,7 @@ def test_more_than_one_call_can_read():
     size = 2 * peer_memory.MOST_BYTES + 12345
     source = np.arange(2 * size, dtype=np.uint8).reshape(2, size)
     target = np.zeros((2, size + 3), np.uint8)[:, 3:]
-    at_once, none = np.zeros(1, np.int64), set[int]()
-    arrays = Arrays(region(source), region(target), at_once, at_once)
-    PeerMemory(0, {}, 1.0).fill("a table", at_once, none, {0}, lambda *_: [arrays])
+    PeerMemory(0, {}, 1.0).fetch(0, region(source), region(target))
     assert (source == target).all()
 
 

@@ -18,7 +18,6 @@ import torch.multiprocessing as mp
 
 from shardspec import DeviceMesh, DTensor, ProcessGroupCommunicator
 from shardspec.boxes import box_shape
-from shardspec.comm import peer_memory
 from shardspec.comm.steps import (
     AllGather,
     AllReduce,
@@ -28,6 +27,7 @@ from shardspec.comm.steps import (
     Step,
 )
 from shardspec.comm.transfers import Transfers
+from shardspec.comm.transports import peer_memory
 from shardspec.errors import CommunicatorError
 from shardspec.layout.layout import Layout
 from shardspec.layout.moving import transfers_of
@@ -260,7 +260,7 @@ def _stopped(rank: int, communicator: Any, *_: Any) -> None:
     before = {0: everything, 1: nothing, 2: nothing}
     after = {0: nothing, 1: everything, 2: nothing}
     shard = torch.ones(box_shape(before[rank]))
-    read = peer_memory.read
+    read = peer_memory.read_rows
 
     def late(*given: Any) -> None:
         time.sleep(1.5 * TIMEOUT_S)
@@ -269,7 +269,7 @@ def _stopped(rank: int, communicator: Any, *_: Any) -> None:
     if rank == 0:
         _fork(4 * TIMEOUT_S)
     try:
-        with mock.patch.object(peer_memory, "read", late):
+        with mock.patch.object(peer_memory, "read_rows", late):
             communicator.run(Transfers.between(Exchange((0,)), MESH, before, after), {rank: shard})
     finally:
         shard.zero_()

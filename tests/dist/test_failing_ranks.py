@@ -22,7 +22,7 @@ from shardspec import (
 )
 from shardspec.checkpoint import load, save
 from shardspec.checkpoint.plan import plan_reshard
-from shardspec.comm import messages
+from shardspec.comm import process_group
 from shardspec.layout.converter import LayoutConverter
 from shardspec.resharding.plan import reshard_state
 from tests.dist.processes import run_ranks
@@ -115,7 +115,7 @@ def _cases(rank: int, place: Path) -> Iterator[tuple[str, str, Callable[[], obje
     yield "plan of files", "'mine'", lambda: from_files.run({}, failing(mine, out))
     ones = torch.ones(6, 2, requires_grad=True)
     loss = DTensor(ones, MESH, "[S0,R]").redistribute("[R,S0]").to_local().sum()
-    back = lambda: patched(messages.Transport, "run", loss.backward, room)  # noqa: E731
+    back = lambda: patched(process_group, "carry_out", loss.backward, room)  # noqa: E731
     if ProcessGroupCommunicator.of(MESH).reads_peers:
         # Last: a rank that fails within a step leaves connections closed.
         yield "a step back", "no room", back

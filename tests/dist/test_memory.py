@@ -14,8 +14,6 @@ import torch
 
 from shardspec import DeviceMesh, ProcessGroupCommunicator
 from shardspec.comm.cost import CostModel
-from shardspec.comm.messages import STAGED_BYTES
-from shardspec.comm.peer_memory import BUFFER_BYTES
 from shardspec.comm.steps import (
     AllGather,
     AllReduce,
@@ -26,6 +24,8 @@ from shardspec.comm.steps import (
     Slice,
     Step,
 )
+from shardspec.comm.transports.messages import STAGED_BYTES
+from shardspec.comm.transports.peer_memory import BUFFER_BYTES
 from shardspec.layout.layout import Layout
 from shardspec.layout.moving import transfers_of
 from shardspec.layout.plan import ConversionPlan

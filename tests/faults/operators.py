@@ -23,16 +23,16 @@ def _run(seed: int) -> None:
 
     torch.set_num_threads(1)
     draw = random.Random(seed)
-    operation = TABLE[seed % len(TABLE)]
+    # Others have layouts of their own: torch searches for seconds where a sharded dim is flattened.
+    known = [operation for operation in TABLE if not operation.layouts]
+    operation = known[seed % len(known)]
     shape = draw.choice(_MESHES)
     mesh = DeviceMesh(range(shape[0] * shape[1]), shape)
     specs = []
     for place, sizes in enumerate(operation.shapes):
         # Indices are not added up.
-        known = [
-            s for s in all_specs(len(sizes)) if "P" not in s or place not in operation.integers
-        ]
-        specs.append(draw.choice(known))
+        is_index = place in operation.integers
+        specs.append(draw.choice([s for s in all_specs(len(sizes)) if not (is_index and "P" in s)]))
     why = check(operation.function, made_up(operation, seed), mesh, specs)
     remedies = ("redistribut", "to_global()", "torchrun", "name the dims", "detach")
     assert not why or ("\n" not in why and any(remedy in why for remedy in remedies)), why
@@ -40,5 +40,5 @@ def _run(seed: int) -> None:
 
 def operators(_place: Path, whole: bool) -> Iterator[Case]:
     """Compare value and gradient with those of whole tensors, on layouts drawn at random."""
-    for seed in range(1_000 if whole else 12):
-        yield Case(f"operation {seed}", partial(_run, seed if whole else 7 * seed))
+    for seed in range(0, 400, 1 if whole else 99):
+        yield Case(f"operation {seed}", partial(_run, seed))

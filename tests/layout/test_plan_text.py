@@ -35,7 +35,7 @@ all-gather dim 0           dp     [R,S(tp)]          4 MiB   93.89 µs        12
 ───────────────────────────────────────────────────────────────────────────────────
 total                                               16 MiB   134.3 µs   peak 20 MiB
 per device; ring model; axis dp slow: 10 µs, 50 GB/s; axis tp fast: 3 µs, 400 GB/s
-known error: no measurement of reduce-scatter of 4, all-gather of 2
+accuracy: reduce-scatter of 4, all-gather of 2 have not been measured
 """
 
 
@@ -59,9 +59,10 @@ def test_between_meshes_axes_and_links_are_those_of_each():
     lines = str(plan).splitlines()
     assert lines[0].endswith("(256 B) from mesh dp=2,tp=2 to mesh pp=4")
     assert lines[-2] == (
-        "per device; ring model; axes dp,tp assumed h100-nvswitch: curves of 2, 4, 8 devices, "
-        "else 23 µs, 249 GB/s; local copies at 1675 GB/s; then ring model; axis pp assumed "
-        "h100-nvswitch: curves of 2, 4, 8 devices, else 23 µs, 249 GB/s; local copies at 1675 GB/s"
+        "per device; ring model; axes dp,tp assumed h100-nvswitch (measured for 2, 4, 8 devices; "
+        "otherwise 23 µs + 249 GB/s); local copies at 1675 GB/s; then ring model; axis pp assumed "
+        "h100-nvswitch (measured for 2, 4, 8 devices; otherwise 23 µs + 249 GB/s); local copies "
+        "at 1675 GB/s"
     )
     for step, before in zip(plan.steps, plan.layouts, strict=False):
         assert {here: "tp", there: "pp"}[before.mesh] in str(plan), step

@@ -80,7 +80,7 @@ def test_errors_are_those_of_sizes_left_out(profile):
                 assert 0.01 < band.median < 0.1
                 assert band.median <= band.most < 0.2
             assert model.error(step, 1024) is model.error(step, 1 << 30) is None
-    assert model.known_error.endswith("of 2, 3, 6 devices; no measurement of others")
+    assert model.known_error.endswith("of 2, 3, 6 devices; others have not been measured")
 
 
 @pytest.mark.parametrize(
@@ -255,7 +255,7 @@ def test_commands_of_the_docs(tmp_path, options, sizes):
     assert profile.fit.mean_error <= better.mean_error + 1e-6
     assert done.stdout.startswith(profile.table())
     assert chart_text(profile) in done.stdout
-    assert f"known error: {profile.cost_model.known_error}" in done.stdout
+    assert f"accuracy: {profile.cost_model.known_error}" in done.stdout
     assert (planned.returncode, planned.stderr) == (0, "")
     mesh = DeviceMesh(range(4), (2, 2))
     assert CostModel.from_profile(tmp_path / "cluster.json") == profile.cost_model

@@ -12,8 +12,9 @@ import torch.multiprocessing as mp
 
 from shardspec import DeviceMesh, DTensor, ProcessGroupCommunicator
 from shardspec.checkpoint.plan import plan_reshard
+from shardspec.comm.transports.messages import Messages
+from shardspec.comm.transports.peer_memory import PeerMemory
 from shardspec.errors import CommunicatorError
-from shardspec.resharding.execute import DeviceShards
 
 pytestmark = pytest.mark.dist
 
@@ -40,8 +41,7 @@ def _rank(rank: int, store: str, reads_peers: bool, told: Any) -> None:
     assert torch.equal(out["w"].to_global(), torch.arange(36.0).reshape(6, 6))
     said = []
     if rank == 1:
-        name = "read_peers" if reads_peers else "exchange_all"
-        mock.patch.object(DeviceShards, name, _die).start()
+        mock.patch.object(PeerMemory if reads_peers else Messages, "move", _die).start()
     try:
         plan.run(state, out)
     except CommunicatorError as error:

@@ -8,16 +8,46 @@ import numpy as np
 import pytest
 import torch
 
-from shardspec import DeviceMesh, DTensor, Layout, load_map, load_sharded, save_sharded
+from shardspec import DeviceMesh, DTensor, Layout, load_sharded, save_sharded
 from shardspec.checkpoint.plan import plan_reshard
 from shardspec.errors import LayoutError
+from shardspec.resharding.name_map import NameMap
 from shardspec.resharding.transfers import Declared
 from tests.resharding.states import random_case
 
 DOC = Path(__file__).parents[2] / "docs" / "transfers.md"
 FOUR = DeviceMesh([2, 0, 3, 1], (2, 2))
-HEADS = {"num_attention_heads": 8, "num_key_value_heads": 2, "hidden_size": 32, "vocab_size": 64}
 PROJECTIONS = {"q": 32, "k": 8, "v": 8}
+BEHIND_EACH_OTHER = """
+[sizes]
+q = 32
+kv = 8
+rows = "q + 2 * kv"
+[[map]]
+source = ["q", "q c"]
+target = ["qkv", "rows c", "rows[:q]"]
+[[map]]
+source = ["k", "kv c"]
+target = ["qkv", "rows c", "rows[q:q+kv]"]
+[[map]]
+source = ["v", "kv c"]
+target = ["qkv", "rows c", "rows[q+kv:]"]
+"""
+BY_GROUPS = """
+[sizes]
+g = 2
+q = 4
+r = "q + 2"
+[[map]]
+source = ["q", "(g q d) c"]
+target = ["qkv", "c (g r d)", "r[:q]"]
+[[map]]
+source = ["k", "(g d) c"]
+target = ["qkv", "c (g r d)", "r[q]"]
+[[map]]
+source = ["v", "(g d) c"]
+target = ["qkv", "c (g r d)", "r[q+1]"]
+"""
 
 
 @pytest.fixture(scope="module")
@@ -99,22 +129,27 @@ def test_random_states_are_played_as_the_plan_runs(seeds, player):
     "seeds", [range(60), pytest.param(range(60, 300), marks=pytest.mark.exhaustive)], ids=len
 )
 def test_maps_are_played_as_the_plan_runs(seeds, player):
-    """Fused projections, of which one receives parts and shares, and transposed orders of heads."""
+    """Fused projections, in parts and with shares; and transposed ones, group by group."""
     for seed in seeds:
         random = Random(seed)
-        name = "model.layers.0.self_attn.{}_proj.weight".format
         trainer = DeviceMesh(random.sample(range(8), 4), random.choice([(4,), (2, 2)]))
         engine = DeviceMesh(random.sample(range(8), 2), (2,))
         state = {
-            name(one): DTensor(
+            name: DTensor(
                 torch.randn(rows, 32), trainer, random.choice(["[S0,R]", "[R,S0]", "[R,R]"])
             )
-            for one, rows in PROJECTIONS.items()
+            for name, rows in PROJECTIONS.items()
         }
-        spec = random.choice(["[S0{32,8,8},R]", "[S0{32,8/2,8/2},R]", "[R,S0]", "[S0,R]"])
-        kind = random.choice(["llama-hf-to-fused", "llama-hf-to-megatron"])
-        plan = plan_reshard(state, (engine, {"*": spec}), names=load_map(kind, HEADS))
-        assert_played(plan, state, player)
+        text, specs = random.choice(
+            [
+                (BEHIND_EACH_OTHER, ["[S0{32,8,8},R]", "[S0{32,8/2,8/1},R]", "[R,S0]", "[S0,R]"]),
+                (BY_GROUPS, ["[S0,R]", "[R,S0]", "[R,S0*12]", "[R,R]"]),
+            ]
+        )
+        rules = {"qkv": random.choice(specs)}
+        assert_played(
+            plan_reshard(state, (engine, rules), names=NameMap.parse(text)), state, player
+        )
 
 
 def test_a_row_is_64_bytes_and_its_runs_are_strided():
@@ -186,7 +221,7 @@ def bad_plan(**changes):
 @pytest.mark.parametrize(
     ("arguments", "strides", "said"),
     [
-        ((5,), None, "device 5 is not in the plan, whose devices are 0, 1, 7, 8"),
+        ((5,), None, "device 5 is not in the plan, whose devices are (0, 1, 7, 8)"),
         ((True,), None, "device True is not in the plan"),
         ((7, "mine"), None, "end='mine': give 'receiver', 'sender' or 'both'"),
         ((7,), {"there": {}}, "strides= has 'there'; give 'source' and 'target'"),

@@ -13,56 +13,58 @@ and resharding.py of megatron/core/dist_checkpointing.
 """
 
 import re
-from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from collections.abc import Collection, Hashable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from math import prod
 from operator import attrgetter
-from typing import Any, Final, NamedTuple, TypeAlias, TypeGuard
+from typing import Final, NamedTuple
 
-from shardspec.boxes import Box, box_shape, box_size, row_major_boxes
+from shardspec.boxes import box_shape
 from shardspec.checkpoint import catalog
 from shardspec.checkpoint.catalog import FileBox, Outline, StoredBox, StoredObject, box_text
-from shardspec.checkpoint.formats import names
-from shardspec.checkpoint.formats.names import METADATA_NAME
-from shardspec.checkpoint.formats.torch_file import (
+from shardspec.checkpoint.format import Format, OpenOptions, Wanted
+from shardspec.checkpoint.read_boxes import crc32
+from shardspec.checkpoint.sidecars import WITHOUT_SIDECARS, model_sidecars
+from shardspec.checkpoint.state_dict import KeyPath
+from shardspec.checkpoint.storage.path import SourceFile, StoragePath, file_inside
+from shardspec.checkpoint.storage.reading import prefetch_map
+from shardspec.checkpoint.strict_json import parse_json
+from shardspec.checkpoint.targets import Target
+from shardspec.checkpoint.torch_files import unpickler, values
+from shardspec.checkpoint.torch_files.dcp_metadata import (
+    METADATA_NAME,
+    Chunk,
+    is_text,
+    outline_of,
+    read_metadata,
+)
+from shardspec.checkpoint.torch_files.dcp_target import dcp_target
+from shardspec.checkpoint.torch_files.dtensors import read_torch
+from shardspec.checkpoint.torch_files.states import (
     ARGUMENT_NAMES,
     StateTensor,
     flat_contents,
     plain_value,
     whole_tensor,
 )
-from shardspec.checkpoint.read_boxes import crc32
-from shardspec.checkpoint.state_dict import KeyPath, Place, is_path
-from shardspec.checkpoint.storage.path import SourceFile, StoragePath, file_inside
-from shardspec.checkpoint.storage.reading import prefetch_map
-from shardspec.checkpoint.strict_json import is_size
-from shardspec.checkpoint.torch_files import unpickler, values
-from shardspec.checkpoint.torch_files.dtensors import read_torch
-from shardspec.checkpoint.torch_files.unpickler import Global, Record, made_by, record_class
+from shardspec.checkpoint.torch_files.unpickler import Record
 from shardspec.checkpoint.torch_files.values import tensor_place
 from shardspec.checkpoint.torch_files.zip_reader import read_torch_zip
 from shardspec.dtypes import dtype_name, item_bytes
 from shardspec.errors import CheckpointError, DTypeError
 
+_OF_A_RANK: Final = re.compile(r"__(\d{1,9})_\d+\.distcp")
+_OWN_METADATA: Final = re.compile(r"__\d+\.metadata")
+"""What each rank writes with use_collectives=False."""
+_OBJECT_OF_MEGATRON: Final = re.compile(r"/shard_[0-9.]+_[0-9.]+\Z")
+"""End of the names of Megatron-core's objects, such as ``/shard_0.1_4.2``."""
+_MEGATRON: Final = frozenset(("common.pt", "metadata.json"))
+"""Of Megatron-core; one of them alone is something else."""
+_LIGHTNING: Final = "meta.pt"
 _PIECE_BYTES: Final = 1 << 20
 _OF_OPTIMIZER: Final = re.compile(r"optimizer\.state\.(exp_avg|exp_avg_sq|param|fp32_param)\.")
-
-_Places: TypeAlias = dict[tuple[str, tuple[int, ...] | None], StoredObject]
-"""Where entries are stored, by their names and, of a chunk, its offsets."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Chunk(FileBox):
-    """A box of a tensor, and the chunk that has it."""
-
-    place: StoredObject
-    stored: tuple[int, ...]
-    """Shape of the chunk."""
-    start: int = 0
-    """Elements of the chunk before the box: a stretch of a flat tensor may be several boxes."""
 
 
 class _DcpCatalog(catalog.Catalog):
@@ -74,7 +76,7 @@ class _DcpCatalog(catalog.Catalog):
     def __init__(
         self,
         directory: StoragePath,
-        tensors: Mapping[str, Outline[_Chunk]],
+        tensors: Mapping[str, Outline[Chunk]],
         files: Sequence[StoragePath],
         inside: "_Inside",
         objects: Mapping[str, StoredObject],
@@ -82,7 +84,7 @@ class _DcpCatalog(catalog.Catalog):
     ) -> None:
         held = tensors.keys() | inside.tensors.keys()
         listed = (directory / METADATA_NAME, *files)
-        super().__init__(names.DCP, directory, held, listed, None, inside.values)
+        super().__init__(FORMAT.called, directory, held, listed, None, inside.values)
         self._outlines, self._inside, self.objects = tensors, inside, objects
         self._tensors = catalog.LazyTensorCache(self._look_up)
         self._as_stored = as_stored or self
@@ -116,7 +118,7 @@ class _DcpCatalog(catalog.Catalog):
             return catalog.StoredTensor(name, outline.shape, outline.dtype, None, (), tuple(boxes))
 
 
-def _read_chunk(outline: Outline[_Chunk], chunk: _Chunk) -> StoredBox:
+def _read_chunk(outline: Outline[Chunk], chunk: Chunk) -> StoredBox:
     what = f"{chunk.path}: tensor {outline.name!r}, box {box_text(chunk.box)}"
     with chunk.path.open() as file:
         found = read_torch_zip(file, chunk.place.offset, chunk.place.num_bytes, what)
@@ -164,7 +166,7 @@ def _look_inside(
             found = read_torch_zip(file, *place[1:], f"{place.path}: entry {name!r}")
             try:
                 value = read_torch(found, found.pickle(file), ARGUMENT_NAMES)
-                if names.MEGATRON_OBJECT.search(name):
+                if _OBJECT_OF_MEGATRON.search(name):
                     # Megatron loads these by name; they are of no use to others.
                     plain = plain_value(value, found)
                     if not catalog.is_plain(plain):
@@ -208,34 +210,34 @@ def _digest(file: SourceFile, place: StoredObject) -> str:
 
 
 @unpickler.no_collection()
-def open_dcp(directory: StoragePath) -> catalog.Catalog:
+def _open(directory: StoragePath, _: OpenOptions) -> catalog.Catalog:
     """Read the metadata, and check that its files exist and have the right length."""
     path = file_inside(directory, METADATA_NAME, directory)
     if not path.exists():
         why = "which is written last; the save did not finish"
-        if any(map(names.DCP_OWN_METADATA.fullmatch, directory.names())):
+        if any(map(_OWN_METADATA.fullmatch, directory.names())):
             why = "each rank has one of its own; save with use_collectives=True"
         raise CheckpointError(f"{directory}: has no {METADATA_NAME}, {why}")
-    entries, places, flat, keys = _read_metadata(path)
+    entries, places, flat, keys = read_metadata(path)
     by_file: dict[StoragePath, list[StoredObject]] = {}
     for place in places.values():
         by_file.setdefault(place.path, []).append(place)
     files = sorted(by_file, key=attrgetter("name"))
-    said = map(names.DCP_OF_A_RANK.fullmatch, (file.name for file in files))
+    said = map(_OF_A_RANK.fullmatch, (file.name for file in files))
     ranks = {
         file: int(match[1]) if match else number
         for number, (file, match) in enumerate(zip(files, said, strict=True))
     }
-    tensors: dict[str, Outline[_Chunk]] = {}
+    tensors: dict[str, Outline[Chunk]] = {}
     others: dict[str, StoredObject] = {}
     repeated = False
     for name, entry in entries.items():
         try:
             match entry:
-                case Record(name="TensorStorageMetadata") if _is_text(name):
-                    tensors[name], twice = _outline(name, entry, places, ranks, flat.get(name))
+                case Record(name="TensorStorageMetadata") if is_text(name):
+                    tensors[name], twice = outline_of(name, entry, places, ranks, flat.get(name))
                     repeated |= twice
-                case Record(name="BytesStorageMetadata") if _is_text(name):
+                case Record(name="BytesStorageMetadata") if is_text(name):
                     if (name, None) not in places:
                         raise ValueError("no file holds this entry")
                     others[name] = places[name, None]
@@ -273,7 +275,7 @@ def open_dcp(directory: StoragePath) -> catalog.Catalog:
     return found
 
 
-def _is_read(outline: Outline[_Chunk]) -> bool:
+def _is_read(outline: Outline[Chunk]) -> bool:
     try:
         dtype_name(outline.dtype)
     except DTypeError:
@@ -281,7 +283,7 @@ def _is_read(outline: Outline[_Chunk]) -> bool:
     return True
 
 
-def _unread(outline: Outline[_Chunk]) -> catalog.OpaqueValue:
+def _unread(outline: Outline[Chunk]) -> catalog.OpaqueValue:
     """Return what stands for a tensor of a dtype that is not supported."""
     chunks = sorted((chunk.place for chunk in outline.boxes), key=attrgetter("path", "offset"))
     digests = [str(outline.shape)]
@@ -316,213 +318,64 @@ def _check_file(path: StoragePath, places: Sequence[StoredObject], *, exact: boo
         )
 
 
-_HOME: Final = "torch.distributed.checkpoint"
-_PATHS: Final = "PosixPath PurePosixPath WindowsPath PureWindowsPath"
-_KINDS: Final = {
-    f"{_HOME}.metadata": (
-        "Metadata StorageMeta TensorProperties TensorStorageMetadata BytesStorageMetadata "
-        "ChunkStorageMetadata MetadataIndex _MEM_FORMAT_ENCODING"
-    ),
-    # Of torch 2.2 and before.
-    "torch.distributed._shard.sharded_tensor.metadata": "TensorProperties MEM_FORMAT_ENCODING",
-    f"{_HOME}.filesystem": "_StorageInfo _StoragePrefix",
-    # The plans by which ranks wrote, which Megatron-core 0.10 to 0.16 keeps; they are not needed.
-    f"{_HOME}.planner": "SavePlan WriteItem WriteItemType TensorWriteData BytesIOWriteData",
-    "megatron.core.dist_checkpointing.strategies.torch": "MCoreMetadata MCoreSavePlan",
-    # Where the checkpoint was written; not used.
-    "pathlib": _PATHS,
-    "pathlib._local": _PATHS,
-}
-_ENUMS: Final = ("_MEM_FORMAT_ENCODING", "MEM_FORMAT_ENCODING", "WriteItemType")
+def _recognises(names: Collection[str]) -> bool:
+    parts = (_OF_A_RANK, _OWN_METADATA)
+    return METADATA_NAME in names or any(one.fullmatch(name) for one in parts for name in names)
 
 
-def _member(*args: object) -> Record:
-    """Stand for a member of an enum, as Python 3.11.0 to 3.11.3 pickle them."""
-    match args:
-        case (Global() as kind, str() as name) if kind.name in _ENUMS:
-            return Record(name)
-    raise ValueError(
-        "only members of known enums are taken by name; nothing of it was run. If you trust its "
-        "writer, save it again as a state dict of tensors and plain values"
-    )
+def _owns(name: str) -> bool:
+    return _recognises((name,))
 
 
-class _Size(tuple[int, ...]):
-    """What a call of torch.Size makes: checked numbers."""
-
-    __slots__ = ()
-
-
-@lru_cache(1 << 17)
-def _size(value: object = ()) -> _Size:
-    """Many tensors are sharded alike: equal arguments are checked once, and kept once."""
-    return _Size(values.sizes_of(value))
+def _sidecars(directory: StoragePath, names: Collection[str]) -> set[str]:
+    """Return the files of a model, and those that Megatron-core and Lightning write beside it."""
+    run = {_LIGHTNING, *(_MEGATRON if set(names) >= _MEGATRON else ())}
+    return model_sidecars(directory, names) | run.intersection(names)
 
 
-def _sizes(value: object) -> tuple[int, ...]:
-    return value if type(value) is _Size else values.sizes_of(value)
+def _lay_out(source: catalog.Catalog, wanted: Wanted) -> Target:
+    if wanted.sidecars and source.home == source.directory:
+        _check_megatron(source, frozenset(source.directory.names()))
+    kept = wanted.carried
+    return dcp_target(wanted.mesh, wanted.tensors, wanted.layouts, kept.values, kept.paths)
 
 
-_NAMES: Final[unpickler.Names] = {
-    **values.TORCH_NAMES,
-    "torch.Size": made_by("torch.Size", _size),
-    **{f"{home}.{kind}": record_class(kind) for home in _KINDS for kind in _KINDS[home].split()},
-    "builtins.getattr": made_by("builtins.getattr", _member),
-}
-
-
-def _read_metadata(
-    path: StoragePath,
-) -> tuple[dict[object, object], _Places, dict[object, object], dict[str, KeyPath]]:
-    """Return the entries, where they are stored, and what Megatron-core says of flat tensors.
-
-    The last are the keys of entries in the nested state dict that was saved.
-    """
-    with path.open() as file:
-        data = file.read(0, min(file.num_bytes, unpickler.MOST_PICKLE_BYTES + 1))
-    root = unpickler.unpickle(data, _NAMES, path, "metadata")
-    if not isinstance(root, Record) or root.name not in ("Metadata", "MCoreMetadata"):
-        raise CheckpointError(f"{path}: is not metadata of a torch distributed checkpoint")
-    match root.get("state_dict_metadata"), root.get("storage_data"), root.get("mcore_data") or {}:
-        case (dict() as entries, dict() as storage, dict() as flat):
-            return entries, _places(storage, path), flat, dict(_keys(root.get("planner_data")))
-    raise CheckpointError(f"{path}: lacks its list of entries or of files; it is damaged")
-
-
-def _keys(planned: object) -> Iterator[tuple[str, KeyPath]]:
-    """Yield the names of entries that are not keys themselves, and the keys that torch notes."""
-    for name, keys in planned.items() if isinstance(planned, dict) else ():
-        # To torch, a number is a position in a list.
-        if _is_text(name) and isinstance(keys, tuple) and keys != (name,):
-            path = tuple(Place((key,)) if type(key) is int else key for key in keys)
-            if is_path(path) and ".".join(map(str, keys)) == name:
-                yield name, path
-
-
-def _places(storage: Mapping[Any, Any], path: StoragePath) -> _Places:
-    """Return where each entry is stored."""
-    places: _Places = {}
-    files: dict[str, StoragePath] = {}
-    for index, info in storage.items():
-        try:
-            key, place = index.state, info.state
-            name, at, file = key["fqn"], key.get("offset"), place["relative_path"]
-            start, size = place["offset"], place["length"]
-            offsets = None if at is None else _sizes(at)
-            known = file in files or _is_text(file)
-            if not (known and isinstance(name, str) and is_size(start) and is_size(size)):
-                raise ValueError
-        except (AttributeError, KeyError, TypeError, ValueError):
-            raise CheckpointError(
-                f"{path}: storage_data has an entry without a name, file, offset or length; it is "
-                "damaged"
-            ) from None
-        if file not in files:
-            files[file] = file_inside(path.parent, file, path)
-        places[name, offsets] = StoredObject(files[file], start, size)
-        if transforms := place.get("transform_descriptors"):
-            raise CheckpointError(
-                f"{path}: entry {name!r} was transformed when it was written "
-                f"({transforms!r:.100}); load it with torch and save it again without _extensions"
-            )
-    return places
-
-
-def _outline(
-    name: str, entry: Record, places: _Places, ranks: Mapping[StoragePath, int], flat: object
-) -> tuple[Outline[_Chunk], bool]:
-    """Return what the metadata says of a tensor, and whether it lists a chunk twice."""
-    match entry.get("properties"), entry.get("chunks"):
-        case (Record(state=(Global(name=dtype), *_)), list() as listed):
-            shape, item = values.sizes_of(entry.get("size")), 0
-        case _:
-            raise ValueError("it has no dtype or no chunks")
-    # Other dtypes are refused when the tensor is asked for.
-    with suppress(DTypeError):
-        dtype = dtype_name(dtype)
-        item = item_bytes(dtype)
-    found: dict[Box, _Chunk] = {}
-    repeated = False
-    for chunk in listed:
-        if not isinstance(chunk, Record):
-            raise ValueError(f"a chunk is a {type(chunk).__name__}")
-        offsets, sizes = _sizes(chunk.get("offsets")), _sizes(chunk.get("sizes"))
-        if 0 in sizes:
-            continue
-        box = _box(offsets, sizes, shape)
-        place = places.get((name, offsets))
-        if place is None:
-            raise ValueError(f"no file holds its chunk {box_text(box)}")
-        if prod(sizes) * item > place.num_bytes:
-            raise ValueError(
-                f"its chunk {box_text(box)} is said to lie in {place.num_bytes} bytes, which do "
-                "not hold it"
-            )
-        repeated |= box in found
-        found[box] = _Chunk(box, (), ranks[place.path], place.path, place, sizes)
-    chunks = tuple(found.values())
-    if flat in (None, {}):
-        return Outline(name, shape, dtype, None, (), chunks), repeated
-    match flat:
-        case {"nd_reformulated_orig_global_shape": original, **rest} if not rest:
-            whole = values.sizes_of(original)
-            chunks = tuple(
-                replace(chunk, box=part, start=start)
-                for chunk in chunks
-                for part, start in unflattened(shape, whole, chunk.box)
-            )
-            return Outline(name, whole, dtype, None, (), chunks), repeated
-    raise ValueError(
-        f"mcore_data says {flat!r:.100} of it, as no version of Megatron-core up to 0.16 does; "
-        "convert it with Megatron's own tools to fully_reshardable"
-    )
-
-
-@lru_cache(1 << 17)
-def _box(offsets: tuple[int, ...], sizes: tuple[int, ...], shape: tuple[int, ...]) -> Box:
-    """Return the box of a chunk; raises `ValueError` if it is not inside the tensor."""
-    if not len(offsets) == len(sizes) == len(shape):
-        raise ValueError(
-            f"a chunk from {list(offsets)} of sizes {list(sizes)} is not one of a tensor with "
-            f"{len(shape)} dims"
+def _check_megatron(source: catalog.Catalog, there: frozenset[str]) -> None:
+    """Check that Megatron-core can load what is written, if it has written what is read."""
+    directory, megatron = source.directory, any(map(_OBJECT_OF_MEGATRON.search, source.objects))
+    said: object = None
+    if "metadata.json" in there:
+        path = file_inside(directory, "metadata.json", directory)
+        with path.open() as file:
+            data = file.read(0, min(file.num_bytes, _PIECE_BYTES))
+        # Other tools have files of this name too.
+        if megatron or b'"sharded_backend"' in data:
+            said = parse_json(data, path, "description")
+    if said is None and not megatron:
+        return
+    backend = said.get("sharded_backend") if isinstance(said, dict) else None
+    problem = f"metadata.json says sharded_backend {backend!r}, and not 'torch_dist'"
+    if missing := min(_MEGATRON - there, default=""):
+        problem = f"{missing} is missing"
+    if missing or backend != "torch_dist":
+        raise CheckpointError(
+            f"{directory}: {problem}, and Megatron-core would not load what is written; restore "
+            "it, or write the tensors alone with ",
+            WITHOUT_SIDECARS,
         )
-    box = tuple((at, at + size) for at, size in zip(offsets, sizes, strict=True))
-    if any(hi > n for (_, hi), n in zip(box, shape, strict=True)):
-        raise ValueError(f"its chunk {box_text(box)} lies outside of shape {list(shape)}")
-    return box
+    with file_inside(directory, "common.pt", directory).open() as file:
+        read_torch_zip(file)
 
 
-def _is_text(name: object) -> TypeGuard[str]:
-    """Return whether a name can be written: a pickle may hold half characters."""
-    try:
-        return isinstance(name, str) and name.encode() is not None
-    except UnicodeEncodeError:
-        return False
-
-
-def unflattened(
-    flat: tuple[int, ...], shape: tuple[int, ...], chunk: Box
-) -> Iterator[tuple[Box, int]]:
-    """Yield the boxes that a chunk of a flat tensor holds, each with the elements before it.
-
-    >>> list(unflattened((2, 1, 6), (4, 3), ((1, 2), (0, 1), (2, 6))))
-    [(((2, 3), (2, 3)), 0), (((3, 4), (0, 3)), 1)]
-    """
-    *counts, elements = flat or (-1,)
-    block = tuple(size // max(1, count) for size, count in zip(shape, counts, strict=False))
-    whole = tuple(count * size for count, size in zip(counts, block, strict=False))
-    *at, (lo, hi) = chunk or ((0, 0),)
-    several = any(end - start != 1 for start, end in at)
-    if len(counts) != len(shape) or whole != shape or prod(block) != elements or several:
-        raise ValueError(
-            f"it is said to be flat, {list(flat)}, of shape {list(shape)}, which is not made of "
-            f"such blocks, or its chunk {box_text(chunk)} is of several"
-        )
-    done = 0
-    for inner in row_major_boxes(block, lo, hi):
-        box = tuple(
-            (first + start * size, last + start * size)
-            for (first, last), (start, _), size in zip(inner, at, block, strict=True)
-        )
-        yield box, done
-        done += box_size(box)
+FORMAT: Final = Format(
+    name="dcp",
+    title="torch distributed checkpoint",
+    recognises=_recognises,
+    open=_open,
+    lay_out=_lay_out,
+    writes=("merged", "sharded"),
+    owns=_owns,
+    sidecars=_sidecars,
+    keeps="objects",
+    known_by=METADATA_NAME,
+)

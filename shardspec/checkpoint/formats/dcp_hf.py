@@ -14,8 +14,9 @@ were.** So the extent of the boxes counts as the shape only if one of these conf
 Source: hf_storage.py and _hf_utils.py of torch/distributed/checkpoint, torch 2.8 to 2.13.
 """
 
+import re
 from itertools import product
-from typing import TypeAlias
+from typing import Final, TypeAlias
 
 from shardspec.boxes import Box, box_size
 from shardspec.checkpoint.catalog import (
@@ -25,8 +26,9 @@ from shardspec.checkpoint.catalog import (
     box_text,
     check_tiling,
 )
-from shardspec.checkpoint.formats import safetensors
-from shardspec.checkpoint.formats.names import DCP_HF, DCP_HF_SHARD, is_data_file, is_index
+from shardspec.checkpoint.format import Format, OpenOptions
+from shardspec.checkpoint.formats import huggingface, safetensors
+from shardspec.checkpoint.model_files import is_data_file, is_index
 from shardspec.checkpoint.storage.path import StoragePath, file_inside
 from shardspec.checkpoint.storage.reading import prefetch_map
 from shardspec.errors import CheckpointError
@@ -36,13 +38,17 @@ _Shards: TypeAlias = dict[tuple[int, int], StoragePath]
 """Files by the number of the rank, from 1, and that of the merged file."""
 
 
-def open_dcp_hf(directory: StoragePath, *, ranks: int | None = None) -> Catalog:
+_SHARD: Final = re.compile(r"shard-(\d+)-model-(\d+)-of-(\d+)\.safetensors")
+
+
+def _open(directory: StoragePath, options: OpenOptions) -> Catalog:
     """Read the header and the offsets of every shard, and check what the shapes rest on."""
+    ranks = options.ranks
     names = [name for name in directory.names() if is_data_file(name)]
     shards: _Shards = {}
     first, models = "", 0
     for name in names:
-        if match := DCP_HF_SHARD.fullmatch(name):
+        if match := _SHARD.fullmatch(name):
             number, model, count = map(int, match.groups())
             first, models = first or name, models or count
             known = shards.setdefault((number, model), file_inside(directory, name, directory))
@@ -60,10 +66,10 @@ def open_dcp_hf(directory: StoragePath, *, ranks: int | None = None) -> Catalog:
             "same model merged"
         )
     home, merged = directory.resolved(), None
-    beside = home.parent.names() if home.name == "sharded" else ()
+    beside = home.parent.names() if home.name == "sharded" else []
     if any(is_index(name) or is_data_file(name) for name in beside):
         # The merged model that torch has written above the shards.
-        whole = safetensors.open_directory(home.parent)
+        whole = huggingface.open_model(home.parent)
         merged = dict(zip(whole.names, map(whole.tensor, whole.names), strict=True))
         said, due = (
             {name: f"{found.dtype} of shape {list(found.shape)}" for name, found in held.items()}
@@ -76,7 +82,7 @@ def open_dcp_hf(directory: StoragePath, *, ranks: int | None = None) -> Catalog:
                     f"{due.get(name, 'absent')} in the merged files above them; a shard is "
                     "missing, or the two are not of one save"
                 )
-    found = Catalog(DCP_HF, directory, tensors, tuple(shards.values()))
+    found = Catalog(FORMAT.called, directory, tensors, tuple(shards.values()))
     numbers = {number for number, _ in shards}
     if merged is None or ranks is not None:
         _check_ranks(directory, numbers, ranks)
@@ -172,3 +178,16 @@ def _check_chunks(directory: StoragePath, tensor: StoredTensor, ranks: int) -> N
             "ranks, so that a shard may be missing; restore it, or say how many have written: ",
             Argument("ranks"),
         )
+
+
+FORMAT: Final = Format(
+    name="dcp-huggingface",
+    title="torch DCP, Hugging Face format",
+    recognises=lambda names: any(map(_SHARD.fullmatch, names)),
+    open=_open,
+    instead="'huggingface' writes the merged files, and 'dcp' shards",
+    owns=lambda name: _SHARD.fullmatch(name) is not None,
+    keeps="tensors",
+    takes=("ranks",),
+    known_by="shard-00001-model-….safetensors",
+)

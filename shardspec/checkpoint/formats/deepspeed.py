@@ -19,44 +19,51 @@ stage 3 cannot be detected**; those of stages 1 and 2 say where they belong
 
 import re
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from itertools import product
 from math import prod
 from typing import Final, NamedTuple, TypeAlias
 
-from shardspec.boxes import box_size, row_major_boxes
 from shardspec.checkpoint.catalog import Catalog, StoredBox, StoredTensor
-from shardspec.checkpoint.formats import names
-from shardspec.checkpoint.formats.torch_file import (
+from shardspec.checkpoint.format import Format, OpenOptions
+from shardspec.checkpoint.parts import DEEPSPEED, EXPERTS, PARTS, PIPELINE, part_text
+from shardspec.checkpoint.runs import Newest, named_by, only_one
+from shardspec.checkpoint.storage.path import StoragePath, file_inside
+from shardspec.checkpoint.torch_files.states import (
     StateTensor,
     TorchState,
     check_no_copies,
     of_two_saves,
-    plain_value,
     read_torch_states,
-    whole_tensor,
 )
-from shardspec.checkpoint.storage.path import StoragePath, file_inside
-from shardspec.checkpoint.torch_files.unpickler import Names, Record, record_class
-from shardspec.checkpoint.torch_files.values import sizes_of
+from shardspec.checkpoint.torch_files.unpickler import Record
+from shardspec.checkpoint.torch_files.zero import (
+    DEEPSPEED_NAMES,
+    MODULE,
+    OPTIMIZER,
+    TO_UNIVERSAL,
+    Lines,
+    Parameter,
+    Piece,
+    add_tied,
+    extras_of,
+    shapes_of,
+    tensor_of,
+    untrained,
+)
 from shardspec.dtypes import item_bytes
 from shardspec.errors import CheckpointError
 
-DEEPSPEED_NAMES: Final[Names] = {
-    f"deepspeed.{name}": record_class(f"deepspeed.{name}")
-    for name in (
-        *("runtime.zero.config.ZeroStageEnum", "utils.tensor_fragment.fragment_address"),
-        *(f"runtime.fp16.loss_scaler.{kind}" for kind in ("LossScaler", "DynamicLossScaler")),
-    )
-}
-"""What DeepSpeed's files name besides tensors."""
-OPTIMIZER: Final = "optimizer_state_dict"
-TO_UNIVERSAL: Final = (
-    "python -m deepspeed.checkpoint.ds_to_universal --inject_missing_state --input_folder RUN "
-    "--output_folder OUTPUT"
+OPTIMIZER_FILE: Final = re.compile(
+    r"(?:bf16_|fp16_)?zero_pp_rank_(\d{1,6})_mp_rank_(\d{2,6})_optim_states\.pt"
 )
-
+MODEL_FILE: Final = re.compile(r"(?:zero_pp_rank_(\d{1,6})_)?mp_rank_(\d{2,6})_model_states\.pt")
+_OF_RANK: Final = re.compile(rf"(?!mp_){MODEL_FILE.pattern}")
+"""A single file of model states of all ranks may be of a run without ZeRO."""
+_STEP: Final = re.compile(r"global_step\d+")
+_SCRIPT: Final = "zero_to_fp32.py"
+_TRACKER: Final = "latest"
 _GROUP: Final = re.compile(
     rf"{OPTIMIZER}\.(?:single_partition_of_fp32_groups|fp32_flat_groups)\.(\d{{1,9}})"
 )
@@ -66,7 +73,6 @@ _STATE: Final = re.compile(
 _PARALLEL: Final = re.compile(
     r"(?:layer_.*|.*expert_\d.*|.*mp_rank_\d*[1-9]\d*_(?:model|optim))_states\.pt"
 )
-_MODULE: Final = "module."
 _WEIGHT: Final = ""
 """The kind of flat tensors that hold parameters; other kinds are the optimizer's."""
 
@@ -79,29 +85,11 @@ class _Run(NamedTuple):
     models: Sequence[TorchState]  # one for each rank with stage 3, else one
 
 
-class _Piece(NamedTuple):
-    """A flat tensor of one rank, and its place in the line of those that it is joined with."""
-
-    rank: int
-    path: StoragePath
-    tensor: StateTensor
-    span: range
-
-
 _ByRank: TypeAlias = dict[tuple[str, int], dict[int, StateTensor]]
 """By kind and group what each rank has."""
-_Lines: TypeAlias = dict[int, list[_Piece]]
-"""Flat tensors that follow each other: by group, or with stage 3 by rank."""
 
 
-class _Parameter(NamedTuple):
-    name: str
-    shape: tuple[int, ...]
-    group: int
-    span: range  # its place in its line, or with stage 3 in that of each rank
-
-
-def open_deepspeed(directory: StoragePath) -> Catalog:
+def _open(directory: StoragePath, _: OpenOptions) -> Catalog:
     """Read what describes the files of all ranks; not their data."""
     run = _read_run(directory)
     parameters, needed = _parameters(run)
@@ -116,7 +104,7 @@ def open_deepspeed(directory: StoragePath) -> Catalog:
             weights = lines[_WEIGHT][0]
             group = bisect_right(weights, one.span.start, key=lambda piece: piece.span.start) - 1
         kept = of_groups.get(group, {}) | {
-            kind: _tensor(one, line, run.stage)
+            kind: tensor_of(one, line, run.stage)
             for kind, line in lines.items()
             if run.stage == 3 or group in line
         }
@@ -126,30 +114,30 @@ def open_deepspeed(directory: StoragePath) -> Catalog:
     model = run.models[0]
     add_tied(model, tensors)
     for name in model.tensors:
-        if name.startswith(_MODULE) and name.removeprefix(_MODULE) not in tensors:
+        if name.startswith(MODULE) and name.removeprefix(MODULE) not in tensors:
             raise CheckpointError(
                 f"{model.path}: {name} is in no flat tensor, not frozen and not tied: nothing "
                 "holds its elements; save it again with DeepSpeed 0.8 or later"
             )
     paths = [state.path for state in (*run.optimizers, *run.models)]
     extras = extras_of(run.optimizers[0], model)
-    return Catalog(names.DEEPSPEED, directory, tensors, paths, None, extras)
+    return Catalog(FORMAT.called, directory, tensors, paths, None, extras)
 
 
 def _read_run(place: StoragePath) -> _Run:
     """Return what all ranks saved, in their order, if all is there and of one save."""
     there = place.names()
-    for kind in (names.EXPERTS, names.PIPELINE):
-        part = next(filter(names.PARTS[kind][0].fullmatch, there), None)
+    for kind in (EXPERTS, PIPELINE):
+        part = next(filter(PARTS[kind][0].fullmatch, there), None)
         if part is not None:
-            raise CheckpointError(f"{place}: {part} is {names.part_text(kind)}")
+            raise CheckpointError(f"{place}: {part} is {part_text(kind)}")
     parallel = next(filter(_PARALLEL.fullmatch, there), None)
     if parallel is not None:
         raise CheckpointError(
             f"{place}: {parallel} is of a run with tensor parallel ranks, which is not read; make "
             f"a Universal Checkpoint of it: {TO_UNIVERSAL}"
         )
-    paths = _files(place, there, names.DEEPSPEED_OPTIMIZER, None)
+    paths = _files(place, there, OPTIMIZER_FILE, None)
     optimizers = read_torch_states(paths, DEEPSPEED_NAMES)
     stage, ranks = _number(optimizers[0], "zero_stage"), len(optimizers)
     if stage not in (1, 2, 3):
@@ -158,7 +146,7 @@ def _read_run(place: StoragePath) -> _Run:
             "DeepSpeed 0.8 or later"
         )
     due = list(range(ranks)) if stage == 3 else [-1]
-    models = read_torch_states(_files(place, there, names.DEEPSPEED_MODEL, due), DEEPSPEED_NAMES)
+    models = read_torch_states(_files(place, there, MODEL_FILE, due), DEEPSPEED_NAMES)
     first = models[0]
     alike = [(one, key) for one in models for key in ("ds_version", "global_steps", "param_shapes")]
     for state, key in (*alike, *((one, "ds_version") for one in optimizers)):
@@ -191,15 +179,15 @@ def _files(
         if found.setdefault(-1 if match[1] is None else int(match[1]), match[0]) != match[0]:
             odd = match[0]
     due = list(range(1 + max(found, default=0))) if due is None else due
-    models = list(filter(names.DEEPSPEED_MODEL.fullmatch, there))
-    if not found and pattern is names.DEEPSPEED_OPTIMIZER and models:
+    models = list(filter(MODEL_FILE.fullmatch, there))
+    if not found and pattern is OPTIMIZER_FILE and models:
         raise CheckpointError(
             f"{place}: has no optimizer states of ZeRO (…_optim_states.pt); restore them, or if "
             f"the run was without ZeRO, name {place / models[0]}"
         )
     for rank in due:
         if rank not in found:
-            kind = "optim" if pattern is names.DEEPSPEED_OPTIMIZER else "model"
+            kind = "optim" if pattern is OPTIMIZER_FILE else "model"
             start = f"zero_pp_rank_{rank}_" if rank >= 0 else ""
             raise CheckpointError(
                 f"{place}: {start}mp_rank_00_{kind}_states.pt is missing; restore it"
@@ -218,26 +206,13 @@ def _number(state: TorchState, key: str) -> int | None:
     return max((one for one in values if type(one) is int), default=None)
 
 
-def shapes_of(state: TorchState, said: object) -> dict[str, tuple[int, ...]]:
-    """Return names and shapes of parameters, as a model's file says them."""
-    try:
-        if isinstance(said, dict) and all(isinstance(name, str) for name in said):
-            return {name: sizes_of(value) for name, value in said.items()}
-    except ValueError:
-        pass
-    raise CheckpointError(
-        f"{state.path}: says {said!r:.200} where names and shapes of parameters are due "
-        "(param_shapes); the file was changed, restore it"
-    )
-
-
-def _parameters(run: _Run) -> tuple[list[_Parameter], list[int]]:
+def _parameters(run: _Run) -> tuple[list[Parameter], list[int]]:
     """Return where parameters lie, and the length of each line that they need."""
     optimizer, model, ranks = run.optimizers[0], run.models[0], len(run.optimizers)
     groups = model.extras.get("param_shapes")
     said = optimizer.extras.get(f"{OPTIMIZER}.param_alignment_paddings")
     paddings = said if isinstance(said, list) and run.stage < 3 else []
-    found: list[_Parameter] = []
+    found: list[Parameter] = []
     needed: list[int] = []
     at = 0
     for number, group in enumerate(groups if isinstance(groups, list) else [groups]):
@@ -252,7 +227,7 @@ def _parameters(run: _Run) -> tuple[list[_Parameter], list[int]]:
             )
         for (name, shape), gap in zip(shapes.items(), gaps, strict=True):
             count = -(-prod(shape) // ranks) if run.stage == 3 else prod(shape)
-            found.append(_Parameter(name, shape, number, range(at, at + count)))
+            found.append(Parameter(name, shape, number, range(at, at + count)))
             at += count + gap
         needed.append(at)
     return found, [at] * ranks if run.stage == 3 else needed
@@ -282,12 +257,12 @@ def _kept(run: _Run) -> tuple[_ByRank, _ByRank]:
     return flat, scalars
 
 
-def _lines(run: _Run, flat: _ByRank, needed: Sequence[int]) -> dict[str, _Lines]:
+def _lines(run: _Run, flat: _ByRank, needed: Sequence[int]) -> dict[str, Lines]:
     """Return the flat tensors of every kind in order; all have the lengths that are needed."""
     stage, ranks = run.stage, len(run.optimizers)
     count = sum(kind == _WEIGHT for kind, _ in flat)
     groups = range(max(count, 1 if stage == 3 else len(needed)))
-    lines: dict[str, _Lines] = {kind: {} for kind in (_WEIGHT, *(kind for kind, _ in flat))}
+    lines: dict[str, Lines] = {kind: {} for kind in (_WEIGHT, *(kind for kind, _ in flat))}
     for kind, group in product(lines, groups):
         parts = flat.get((kind, group), {})
         if stage < 3 and kind != _WEIGHT and not parts:
@@ -314,11 +289,11 @@ def _lines(run: _Run, flat: _ByRank, needed: Sequence[int]) -> dict[str, _Lines]
                     "or these are of another save; restore the files of one"
                 )
             span = range(start, start + part.local.shape[0])
-            line.append(_Piece(rank, state.path, part, span))
+            line.append(Piece(rank, state.path, part, span))
     return lines
 
 
-def _check_slices(run: _Run, parameters: Sequence[_Parameter], weights: _Lines) -> None:
+def _check_slices(run: _Run, parameters: Sequence[Parameter], weights: Lines) -> None:
     """Compare where parameters lie with what ranks of stages 1 and 2 say of their parts of them."""
     # With round_robin_gradients ranks say where they lay before DeepSpeed changed their order.
     round_robin = "ds_config.zero_optimization.round_robin_gradients"
@@ -364,76 +339,30 @@ def _scalars(run: _Run, scalars: _ByRank) -> dict[int, dict[str, StoredTensor]]:
     return found
 
 
-def _tensor(one: _Parameter, lines: _Lines, stage: int) -> StoredTensor:
-    """Return what flat tensors hold of a parameter."""
-    chosen = lines if stage == 3 else {0: lines[one.group]}
-    dtype = next(iter(chosen.values()))[0].tensor.local.dtype
-    size = item_bytes(dtype)
-    boxes = []
-    for rank, pieces in chosen.items():
-        # The elements of the parameter from `first` on lie in this line.
-        first, start = rank * len(one.span), one.span.start
-        end = min(one.span.stop, start + prod(one.shape) - first)
-        begin = bisect_right(pieces, start, key=lambda piece: piece.span.start) - 1
-        for piece in pieces[max(0, begin) :]:
-            lo, hi = max(start, piece.span.start), min(end, piece.span.stop)
-            if lo >= hi:
-                break
-            offset = piece.tensor.place.offset + (lo - piece.span.start) * size
-            # The digest is of the whole piece, and checked with what comes first in it.
-            digest = piece.tensor.place.digest if lo == piece.span.start else None
-            for box in row_major_boxes(one.shape, first + lo - start, first + hi - start):
-                boxes.append(StoredBox(box, (), piece.rank, piece.path, offset, digest))
-                digest = None
-                offset += size * box_size(box)
-    return StoredTensor(one.name, one.shape, dtype, None, (), tuple(boxes))
+def _recognises(names: Collection[str]) -> bool:
+    patterns = (_STEP, OPTIMIZER_FILE, _OF_RANK)
+    return _SCRIPT in names or any(one.fullmatch(name) for one in patterns for name in names)
 
 
-def untrained(models: Sequence[TorchState], stage: int) -> dict[str, StoredTensor]:
-    """Return buffers, and frozen parameters, of which each model's file of stage 3 has a part."""
-    model = models[0]
-    tensors = {}
-    for key, found in model.tensors.items():
-        name = key.removeprefix(_MODULE)
-        # With stage 3 the files have no elements of parameters here.
-        if name != key and (stage < 3 or 0 not in found.local.shape):
-            tensors[name] = whole_tensor(name, model.path, found)
-    for name, shape in shapes_of(model, _under(model, "frozen_param_shapes")).items():
-        due = (-(-prod(shape) // len(models)),) if stage == 3 else shape
-        lines: _Lines = {}
-        for rank, state in enumerate(models[: len(models) if stage == 3 else 1]):
-            part = state.tensors.get(f"frozen_param_fragments.{name}")
-            if part is None or part.local.shape != due:
-                raise CheckpointError(
-                    f"{state.path}: lacks its {prod(due)} elements of the frozen parameter "
-                    f"{name!r} of shape {list(shape)}; the file was changed, restore it"
-                )
-            lines[rank] = [_Piece(rank, state.path, part, range(prod(due)))]
-            tensors[name] = whole_tensor(name, state.path, part)
-        if stage == 3:
-            tensors[name] = _tensor(_Parameter(name, shape, 0, range(prod(due))), lines, stage)
-    return tensors
+def _newest(place: StoragePath, there: Sequence[str]) -> Newest | None:
+    """Return the checkpoint that `latest` names in a run, or the only one."""
+    if any(OPTIMIZER_FILE.fullmatch(name) or MODEL_FILE.fullmatch(name) for name in there):
+        return None
+    if _TRACKER in there:
+        # The files of model states alone may be of other tools.
+        return named_by(place / _TRACKER, there, lambda text: [text])._replace(of_run=True)
+    folders = (place / name for name in there if (place / name).is_dir())
+    saves = [at.name for at in folders if _recognises(at.names())]
+    return only_one(place, saves, _TRACKER)._replace(of_run=True)
 
 
-def add_tied(model: TorchState, tensors: dict[str, StoredTensor]) -> None:
-    """Add parameters that are others under a second name."""
-    for alias, target in _under(model, "shared_params").items():
-        if isinstance(target, str) and target in tensors:
-            tensors[alias] = replace(tensors[target], name=alias)
-
-
-def _under(state: TorchState, key: str) -> dict[str, object]:
-    """Return the entries of a dict that was flattened."""
-    start = f"{key}."
-    return {k.removeprefix(start): v for k, v in state.extras.items() if k.startswith(start)}
-
-
-def extras_of(*states: TorchState) -> dict[str, object]:
-    """Return entries that are not tensors and do not describe the layout of any."""
-    left = ("param_shapes", "frozen_param_", "shared_params", "buffer_names", "param_slice_")
-    return {
-        name: plain_value(value, state.archive)
-        for state in states
-        for name, value in state.extras.items()
-        if not name.removeprefix(f"{OPTIMIZER}.").startswith(left)
-    }
+FORMAT: Final = Format(
+    name="deepspeed",
+    title=DEEPSPEED,
+    recognises=_recognises,
+    open=_open,
+    instead="'deepspeed-universal' writes it for any number of ranks, by reshard",
+    keeps="notes",
+    newest=_newest,
+    known_by="zero_pp_rank_0_…_states.pt",
+)

@@ -17,15 +17,19 @@ of deepspeed/runtime.
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from math import prod
 from typing import Final
 
 from shardspec.checkpoint.catalog import Catalog, StoredTensor
-from shardspec.checkpoint.formats import deepspeed, names
-from shardspec.checkpoint.formats.deepspeed import DEEPSPEED_NAMES, OPTIMIZER, TO_UNIVERSAL
-from shardspec.checkpoint.formats.names import DEEPSPEED_MODEL
-from shardspec.checkpoint.formats.torch_file import (
+from shardspec.checkpoint.format import Format, OpenOptions, Wanted
+from shardspec.checkpoint.formats import deepspeed
+from shardspec.checkpoint.formats.deepspeed import MODEL_FILE, OPTIMIZER_FILE
+from shardspec.checkpoint.storage.path import SourceFile, StoragePath, file_inside
+from shardspec.checkpoint.storage.reading import prefetch_map
+from shardspec.checkpoint.targets import OutputFile, OutputTensor, RawBytes, Target, copied_file
+from shardspec.checkpoint.torch_files.dtensors import read_torch
+from shardspec.checkpoint.torch_files.states import (
     ARGUMENT_NAMES,
     StateTensor,
     of_two_saves,
@@ -33,16 +37,27 @@ from shardspec.checkpoint.formats.torch_file import (
     state_file,
     whole_tensor,
 )
-from shardspec.checkpoint.storage.path import SourceFile, StoragePath, file_inside
-from shardspec.checkpoint.storage.reading import prefetch_map
-from shardspec.checkpoint.targets import OutputFile, OutputTensor, RawBytes, Target, copied_file
-from shardspec.checkpoint.torch_files.dtensors import read_torch
 from shardspec.checkpoint.torch_files.values import TorchTensor, tensor_place
 from shardspec.checkpoint.torch_files.writer import Archive, Call, pickle_into, tensor_value
+from shardspec.checkpoint.torch_files.zero import (
+    DEEPSPEED_NAMES,
+    OPTIMIZER,
+    TO_UNIVERSAL,
+    add_tied,
+    extras_of,
+    shapes_of,
+    untrained,
+)
 from shardspec.checkpoint.torch_files.zip_reader import TorchZip, read_torch_zip
 from shardspec.dtypes import item_bytes
 from shardspec.errors import CheckpointError
 
+_LATEST: Final = "latest_universal"
+_OPTIMIZER_STATE: Final = "zero/optimizer_state.pt"
+_OWN: Final = re.compile(
+    rf"zero/optimizer_state\.pt|zero/[^/]+/(fp32|exp_avg|exp_avg_sq|step)\.pt|{_LATEST}"
+    r"|mp_rank_\d{2,6}_model_states\.pt"
+)
 _WEIGHT: Final = "fp32"
 _STEP: Final = "step"
 _MOMENTS: Final = ("exp_avg", "exp_avg_sq")
@@ -59,10 +74,10 @@ def _full_name(kind: str, name: str) -> str:
     return name if kind == _WEIGHT else f"optimizer.{kind}.{name}"
 
 
-def open_universal(directory: StoragePath) -> Catalog:
+def _open(directory: StoragePath, _: OpenOptions) -> Catalog:
     """Read what describes the tensors of all files; not their data."""
     matches = sorted(
-        filter(None, map(DEEPSPEED_MODEL.fullmatch, directory.names())),
+        filter(None, map(MODEL_FILE.fullmatch, directory.names())),
         key=lambda match: (int(match[2]), int(match[1] or 0)),
     )
     paths = [file_inside(directory, match[0], directory) for match in matches]
@@ -82,7 +97,7 @@ def open_universal(directory: StoragePath) -> Catalog:
     for model in models:
         groups = model.extras.get("param_shapes")
         for group in groups if isinstance(groups, list) else ():
-            due.update(deepspeed.shapes_of(model, group))
+            due.update(shapes_of(model, group))
     zero = file_inside(directory, "zero", directory)
     files, tensors = _tensors(zero, due if stage3 else {})
     kinds = sorted({kind for name, kind in files if name in due} | {_WEIGHT})
@@ -99,7 +114,7 @@ def open_universal(directory: StoragePath) -> Catalog:
             if stored.shape != like:
                 said = f"its shape by {kind}.pt"
                 raise of_two_saves(zero / name, said, stored.shape, first.path.name, like)
-    others = deepspeed.untrained(models if stage3 else models[:1], 3 if stage3 else 2)
+    others = untrained(models if stage3 else models[:1], 3 if stage3 else 2)
     lacking = min(others.keys() - tensors.keys(), default=None)
     if not whole and lacking is not None:
         raise CheckpointError(
@@ -107,10 +122,10 @@ def open_universal(directory: StoragePath) -> Catalog:
             "again with a later DeepSpeed"
         )
     tensors = others | tensors
-    deepspeed.add_tied(first, tensors)
-    extras = deepspeed.extras_of(first)
+    add_tied(first, tensors)
+    extras = extras_of(first)
     paths += files.values()
-    return Catalog(names.DEEPSPEED_UNIVERSAL, directory, tensors, paths, None, extras)
+    return Catalog(FORMAT.called, directory, tensors, paths, None, extras)
 
 
 def _tensors(
@@ -151,10 +166,10 @@ def _read(path: StoragePath) -> StateTensor | None:
     raise CheckpointError(f"{path}: holds no tensor; restore the file")
 
 
-def universal_target(source: Catalog) -> tuple[list[OutputTensor], Target]:
-    """Return the tensors and files of the Universal Checkpoint of a ZeRO run."""
+def _lay_out(source: Catalog, _: Wanted) -> Target:
+    """Return the tensors and files of the Universal Checkpoint of a ZeRO run: all that it has."""
     _check_source(source)
-    models = [path for path in source.files if DEEPSPEED_MODEL.fullmatch(path.name)]
+    models = [path for path in source.files if MODEL_FILE.fullmatch(path.name)]
     stage3 = all(path.name.startswith("zero_pp") for path in models)
     (first,) = read_torch_states(models[:1], DEEPSPEED_NAMES)
     shapes = first.extras["param_shapes"]
@@ -199,17 +214,16 @@ def universal_target(source: Catalog) -> tuple[list[OutputTensor], Target]:
         if type(step) in (int, float):
             files += [state_file(_file_name(source, name, _STEP), step) for name in group]
     # Those of the optimizers come by rank.
-    optimizer = next(p for p in source.files if names.DEEPSPEED_OPTIMIZER.fullmatch(p.name))
+    optimizer = next(p for p in source.files if OPTIMIZER_FILE.fullmatch(p.name))
     files.append(_optimizer_file(optimizer, stage3))
     files += [copied_file(path, path.name) for path in models]
-    files.append(OutputFile(names.UNIVERSAL_LATEST, 1, (RawBytes(0, b"."),), ()))
-    carried = frozenset(source.extras)
-    return tensors, Target(tuple(files), directory=True, digested=True, carried=carried)
+    files.append(OutputFile(_LATEST, 1, (RawBytes(0, b"."),), ()))
+    return Target(tuple(files), True, tensors, digested=True)
 
 
 def _check_source(source: Catalog) -> None:
     """Refuse a source that is not a ZeRO run, or that has rules for joining parameters."""
-    if source.format != names.DEEPSPEED:
+    if source.format != deepspeed.FORMAT.called:
         raise CheckpointError(
             f"{source.directory}: is in the format of {source.format}, but a Universal Checkpoint "
             "needs what a run of DeepSpeed's ZeRO saves besides tensors; name such a run"
@@ -296,4 +310,23 @@ def _rewritten(value: object, file: SourceFile, found: TorchZip) -> OutputFile:
         ) from None
     archive = Archive(b"".join(pieces), storages)
     raw = (RawBytes(0, archive.head),)
-    return OutputFile(names.UNIVERSAL_OPTIMIZER, archive.num_bytes, raw, ())
+    return OutputFile(_OPTIMIZER_STATE, archive.num_bytes, raw, ())
+
+
+def _recognises(names: Collection[str]) -> bool:
+    return "zero" in names and any(map(MODEL_FILE.fullmatch, names))
+
+
+FORMAT: Final = Format(
+    name="deepspeed-universal",
+    title="DeepSpeed Universal Checkpoint",
+    recognises=_recognises,
+    open=_open,
+    lay_out=_lay_out,
+    writes=("sharded",),
+    owns=lambda name: _OWN.fullmatch(name) is not None,
+    keeps="notes",
+    whole_run="a Universal Checkpoint",
+    nested=True,
+    known_by="zero beside mp_rank_00_model_states.pt",
+)

@@ -3,7 +3,7 @@
 XX is the tensor parallel rank, YYY the pipeline stage and ZZZ the expert parallel rank, which
 stands without YYY where there are no stages. Tensors are sharded by the rules shipped as
 ``megatron_gpt``, or ``megatron_llama`` where the arguments say that feed-forward layers are gated
-(see `tensor_parallel`). Source: megatron/training/checkpointing.py.
+(see `cut_rules`). Source: megatron/training/checkpointing.py.
 
 With a virtual pipeline (``model0``, ``model1``) the first chunks of all stages come before the
 second ones. The arguments say how many ranks and layers there are; without them the caller has to
@@ -14,28 +14,36 @@ told**. The optimizer has no names for its tensors: it is listed among the `extr
 
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise, product
 from typing import Final, TypeAlias
 
 from shardspec.boxes import box_shape
+from shardspec.checkpoint import cut_rules
 from shardspec.checkpoint.catalog import Catalog, OpaqueValue
-from shardspec.checkpoint.formats import tensor_parallel
-from shardspec.checkpoint.formats.names import MEGATRON, MEGATRON_FILE, MEGATRON_RANK
-from shardspec.checkpoint.formats.torch_file import (
+from shardspec.checkpoint.format import Format, OpenOptions
+from shardspec.checkpoint.runs import Newest, named_by, only_one
+from shardspec.checkpoint.storage.path import StoragePath, file_inside
+from shardspec.checkpoint.torch_files.states import (
     TorchState,
     check_no_copies,
     of_two_saves,
     plain_value,
     read_torch_states,
 )
-from shardspec.checkpoint.storage.path import StoragePath, file_inside
 from shardspec.checkpoint.torch_files.unpickler import Names, Record, record_class
 from shardspec.errors import CheckpointError
 from shardspec.mesh.device_mesh import DeviceMesh
 from shardspec.text import Argument
 
+_FILE: Final = "model_optim_rng.pt"
+_TRACKER: Final = "latest_checkpointed_iteration.txt"
+_RANK: Final = re.compile(r"mp_rank_(\d{2,6})(?:_(\d{3,6}))?(?:_(\d{3,6}))?")
+_ITERATION: Final = re.compile(r"iter_\d{7,12}|release")
+_NUMBERED: Final = re.compile(r"iter_\d{7,12}")
+_VERL_STEP: Final = "global_step_"
+"""Checkpoints in a run of verl, which has a tracker as Megatron has."""
 _RANKS: Final = "tensor_model_parallel_size"
 _STAGES: Final = "pipeline_model_parallel_size"
 _EXPERTS: Final = "expert_model_parallel_size"
@@ -80,12 +88,7 @@ def _number(state: TorchState, name: str) -> int | None:
     return value if type(value) is int else None
 
 
-def open_megatron(
-    directory: StoragePath,
-    *,
-    source_rules: tensor_parallel.CutRules = None,
-    ranks: int | None = None,
-) -> Catalog:
+def _open(directory: StoragePath, options: OpenOptions) -> Catalog:
     """Read what describes the models in the files of all ranks; not their data."""
     files = _read(directory)
     states = list(files.values())
@@ -98,7 +101,7 @@ def open_megatron(
         "expert_tensor_parallel_size": tensor_ranks,
         "virtual_pipeline_model_parallel_size": len(models),
     }
-    _check_one_save(directory, states, due, ranks)
+    _check_one_save(directory, states, due, options.ranks)
     ordered = _ordered(states)
     chunks = []
     for model, stage, expert in product(models, range(stages), range(experts)):
@@ -113,8 +116,8 @@ def open_megatron(
             )
             for state in states[first : first + tensor_ranks]
         ]
-        chunks.append(tensor_parallel.Chunk(held, first, expert, experts))
-    tensors = tensor_parallel.merged_tensors(chunks, _rules(source_rules, states[0]))
+        chunks.append(cut_rules.Chunk(held, first, expert, experts))
+    tensors = cut_rules.merged_tensors(chunks, _rules(options.source_rules, states[0]))
     layers = {match.groups() for match in map(_DECODER.match, tensors) if match}
     said = _number(states[0], "num_layers")
     if said not in (None, len(layers)) and len({stack for stack, _ in layers}) == 1:
@@ -136,7 +139,7 @@ def open_megatron(
         # A spec counts the axes of a mesh on which all ranks hold something of a tensor.
         tensors = {name: replace(tensor, spec=None) for name, tensor in tensors.items()}
     paths = [state.path for state in states]
-    return Catalog(MEGATRON, directory, tensors, paths, mesh, _others(states))
+    return Catalog(FORMAT.called, directory, tensors, paths, mesh, _others(states))
 
 
 def _read(place: StoragePath) -> _Files:
@@ -144,7 +147,7 @@ def _read(place: StoragePath) -> _Files:
     found: dict[tuple[int, int, int], str] = {}
     counts = set()
     for name in place.names():
-        if match := MEGATRON_RANK.fullmatch(name):
+        if match := _RANK.fullmatch(name):
             rank, *more = (int(number) for number in match.groups() if number is not None)
             stage, expert, *_ = *more, 0, 0
             counts.add(len(more))
@@ -161,7 +164,7 @@ def _read(place: StoragePath) -> _Files:
     for stage, expert, rank in product(*ranges):
         name = "_".join((f"mp_rank_{rank:02d}", *(f"{n:03d}" for n in (stage, expert)[:count])))
         folder = file_inside(place, found.get((stage, expert, rank), name), place)
-        path = file_inside(folder, MEGATRON_FILE, folder) if folder.exists() else folder
+        path = file_inside(folder, _FILE, folder) if folder.exists() else folder
         if not path.exists():
             raise CheckpointError(f"{path}: is missing; restore it")
         paths[stage, expert, rank] = path
@@ -238,9 +241,9 @@ def _ordered(states: Sequence[TorchState]) -> bool:
     return True
 
 
-def _rules(rules: tensor_parallel.CutRules, state: TorchState) -> tensor_parallel.Rules:
+def _rules(rules: cut_rules.CutRules, state: TorchState) -> cut_rules.Rules:
     """Return the rules of the caller and those that are shipped for such a model."""
-    shipped, gated = map(tensor_parallel.shipped_rules, ("megatron_gpt", "megatron_llama"))
+    shipped, gated = map(cut_rules.shipped_rules, ("megatron_gpt", "megatron_llama"))
     swiglu = _argument(state, "swiglu")
     if swiglu is True or _argument(state, "quick_geglu") is True:
         shipped = gated
@@ -249,7 +252,7 @@ def _rules(rules: tensor_parallel.CutRules, state: TorchState) -> tensor_paralle
         shipped = {name: rule for name, rule in shipped.items() if gated.get(name) == rule}
     version = state.extras.get("checkpoint_version", 0)
     old = isinstance(version, int | float) and version < 1
-    return tensor_parallel.Rules(tensor_parallel.cut_rules(rules), shipped, old)
+    return cut_rules.Rules(cut_rules.cut_rules(rules), shipped, old)
 
 
 def _others(states: Sequence[TorchState]) -> dict[str, object]:
@@ -271,3 +274,46 @@ def _others(states: Sequence[TorchState]) -> dict[str, object]:
                 value = value.state
             others[key] = plain_value(value, states[0].archive)
     return others
+
+
+def _recognises(names: Collection[str]) -> bool:
+    of_rank = any(_RANK.fullmatch(name) or _NUMBERED.fullmatch(name) for name in names)
+    return of_rank or _TRACKER in names
+
+
+def _part_of(path: StoragePath) -> StoragePath | None:
+    if path.name == _FILE and _RANK.fullmatch(path.parent.name):
+        return path.parent.parent
+    return path.parent if _recognises((path.name,)) else None
+
+
+def _newest(place: StoragePath, there: Sequence[str]) -> Newest | None:
+    """Return the checkpoint that the tracker of a run names, or the only one."""
+    if any(map(_RANK.fullmatch, there)):
+        return None
+    if _TRACKER in there:
+        return named_by(place / _TRACKER, there, _folders)
+    checkpoints = [name for name in there if _ITERATION.fullmatch(name)]
+    return None if checkpoints in ([], ["release"]) else only_one(place, checkpoints, _TRACKER)
+
+
+def _folders(text: str) -> list[str]:
+    """Return the directories that a tracker's text may mean."""
+    if text.isdecimal() and text.isascii():
+        return [f"iter_{int(text):07d}", f"{_VERL_STEP}{int(text)}"]
+    return [text] if _ITERATION.fullmatch(text) else []
+
+
+FORMAT: Final = Format(
+    name="megatron",
+    title="Megatron-LM",
+    recognises=_recognises,
+    open=_open,
+    instead="Megatron-core loads the format 'dcp', as torch_dist",
+    part_of=_part_of,
+    newest=_newest,
+    keeps="notes",
+    nested=True,
+    takes=("ranks", "source_rules"),
+    known_by="mp_rank_00",
+)

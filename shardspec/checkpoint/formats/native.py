@@ -18,8 +18,8 @@ from typing import Any, Final, NamedTuple
 from shardspec.boxes import box_size
 from shardspec.checkpoint import catalog, state_dict, targets
 from shardspec.checkpoint.catalog import Catalog, ReplicaKey, StoredBox, StoredTensor
+from shardspec.checkpoint.format import Format, OpenOptions, Wanted
 from shardspec.checkpoint.formats import safetensors
-from shardspec.checkpoint.formats.names import INFO_NAME, NATIVE
 from shardspec.checkpoint.state_dict import KeyPath
 from shardspec.checkpoint.storage.path import StoragePath, file_inside
 from shardspec.checkpoint.storage.reading import prefetch_map
@@ -34,7 +34,11 @@ from shardspec.text import shown
 
 VERSION: Final = 1
 """The version of the format that this code reads and writes."""
+INFO_NAME: Final = "sharding_info.json"
 _FORMAT: Final = "shardspec"
+_SHARD: Final = re.compile(r"shard-(\d{5,})-([0-9a-f]{16})\.safetensors")
+is_shard: Final = _SHARD.fullmatch
+"""Says whether a file name is that of the shards of a rank."""
 _CRC: Final = re.compile("[0-9a-f]{8}")
 _MOST_SPEC: Final = 4096
 _MOST_BYTES: Final = 2 << 30
@@ -235,11 +239,7 @@ _NAMED: Final[Mapping[str, tuple[Callable[[Any, str], object], Callable[[object]
 """Members of the info, left out where they are empty: how their values are written and read."""
 
 
-class NativeCatalog(Catalog):
-    """A checkpoint that `save_sharded` wrote."""
-
-
-def open_native(directory: StoragePath) -> NativeCatalog:
+def _open(directory: StoragePath, _: OpenOptions) -> Catalog:
     """Read the sharding info and the header of every file, and check that they agree."""
     info = read_info(directory)
     info_path = directory / INFO_NAME
@@ -258,8 +258,9 @@ def open_native(directory: StoragePath) -> NativeCatalog:
         pending, stored = catalog.stored_reductions(at), tuple(boxes.pop(name))
         tensors[name] = StoredTensor(name, at.global_shape, at.dtype, at.spec, pending, stored)
     files = (info_path, *paths)
-    found = NativeCatalog(NATIVE, directory, tensors, files, info.mesh, info.values)
+    found = Catalog(FORMAT.called, directory, tensors, files, info.mesh, info.values)
     found.file_metadata, found.paths = catalog.FileMetadata(info.file_metadata), info.paths
+    found.restored = True
     return found
 
 
@@ -408,6 +409,7 @@ def sharded_target(
     return Target(
         tuple(files.values()),
         directory=True,
+        tensors=tensors,
         listing=targets.Listing(INFO_NAME, fill),
         digested=True,
         carried=frozenset(file_metadata),
@@ -421,3 +423,22 @@ def _entry(rank: int, file: OutputFile, crcs: Sequence[int]) -> FileEntry:
         for extent, crc in zip(file.extents, crcs, strict=True)
     ]
     return FileEntry(file.name, rank, file.num_bytes, sorted(boxes, key=attrgetter("tensor")))
+
+
+def _lay_out(source: Catalog, wanted: Wanted) -> Target:
+    of_files, kept = source.file_metadata.values, wanted.carried
+    return sharded_target(
+        *(wanted.mesh, wanted.tensors, wanted.layouts, wanted.save),
+        *(of_files, kept.values, kept.paths),
+    )
+
+
+FORMAT: Final = Format(
+    name="shardspec",
+    recognises=lambda names: INFO_NAME in names,
+    open=_open,
+    lay_out=_lay_out,
+    writes=("sharded",),
+    owns=lambda name: name == INFO_NAME or is_shard(name) is not None,
+    known_by=INFO_NAME,
+)

@@ -17,6 +17,7 @@ placements, and every copy is kept, to be compared. torch notes in each mesh whi
 so swapped files are found; where only plain tensors were saved, nothing depends on it.
 """
 
+import re
 from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from itertools import islice
@@ -24,12 +25,12 @@ from typing import Final, NamedTuple, TypeAlias
 
 from shardspec.checkpoint import catalog
 from shardspec.checkpoint.catalog import replica_keys
-from shardspec.checkpoint.formats import torch_file
-from shardspec.checkpoint.formats.names import RANK_FILE, RANK_FILES, is_rank_file
+from shardspec.checkpoint.format import Format, OpenOptions
 from shardspec.checkpoint.rank_state import on_larger_mesh
 from shardspec.checkpoint.state_dict import KeyPath
 from shardspec.checkpoint.storage.path import StoragePath, file_inside
 from shardspec.checkpoint.storage.reading import HeaderFiles, prefetch_map
+from shardspec.checkpoint.torch_files import states as torch_states
 from shardspec.checkpoint.torch_files.unpickler import alike_screen, no_collection
 from shardspec.checkpoint.torch_files.values import (
     TensorPlace,
@@ -46,6 +47,9 @@ from shardspec.layout.spec import ShardingSpec
 from shardspec.mesh.device_mesh import DeviceMesh
 from shardspec.text import counted, shown
 
+_RANK_NAME: Final = re.compile(
+    r"(?!\.)(|.*?[_.-])(?:world_size_(\d{1,9})_)?rank[_-]?(\d{1,9})\.(?:pt|pth|bin)", re.DOTALL
+)
 _PREFERRED: Final = "model"
 _SHOWN: Final = 8
 _AHEAD: Final = 3  # files of this machine that are read while one is parsed
@@ -59,18 +63,15 @@ class _RankFile(NamedTuple):
     rank: int
 
 
-def open_family(path: StoragePath) -> "RankFilesCheckpoint":
-    """Read the files of all ranks of the family that one of them belongs to."""
-    return open_rank_files(path.parent, path.name)
-
-
-def open_rank_files(directory: StoragePath, chosen: str | None = None) -> "RankFilesCheckpoint":
-    """Read the files of all ranks of the model in a directory, or of a chosen one's family."""
+def _open(place: StoragePath, _: OpenOptions) -> "RankFilesCheckpoint":
+    """Read the files of all ranks of the model in a directory, or of the family of a file."""
+    whole = place.is_dir()
+    directory, chosen = (place, None) if whole else (place.parent, place.name)
     families: dict[str, list[_RankFile]] = {}
     family = None
     for name in directory.names():
-        match = RANK_FILE.fullmatch(name)
-        if match is not None and is_rank_file(name):
+        match = _RANK_NAME.fullmatch(name)
+        if match is not None:
             of = match[1].rstrip("_.-")
             family = of if name == chosen or (chosen is None and of == _PREFERRED) else family
             file = _RankFile(name, None if match[2] is None else int(match[2]), int(match[3]))
@@ -156,7 +157,7 @@ def read_states(files: Iterable[tuple[StoragePath, int]]) -> list[RankState]:
     states: list[RankState] = []
     with no_collection(), prefetch_map([path for path, _ in files], _look, ahead) as looks:
         for (path, rank), (found, data) in zip(files, looks, strict=True):
-            held = torch_file.read_contents(found, data, None, rank, screened)
+            held = torch_states.read_contents(found, data, None, rank, screened)
             tensors = held.tensors
             contents = tensors, found.directory
             known = next((other for other in distinct if other == contents), None)
@@ -165,7 +166,7 @@ def read_states(files: Iterable[tuple[StoragePath, int]]) -> list[RankState]:
                     check_record(tensor, found)
                 distinct.append(known := contents)
             found.directory = known[1]
-            plain = {name: torch_file.plain_value(x, found) for name, x in held.others.items()}
+            plain = {name: torch_states.plain_value(x, found) for name, x in held.others.items()}
             states.append(RankState(path, rank, known[0], plain, held.paths, found))
     return states
 
@@ -200,7 +201,7 @@ _Groups: TypeAlias = Sequence[Sequence[RankState]]
 def _layouts_of(groups: _Groups, everywhere: DeviceMesh) -> dict[str, tuple[Layout, ...]]:
     """Return the layout of every tensor, as each group says; a plain one is on `everywhere`."""
     first = groups[0][0]
-    torch_file.check_same_names((group[0].path, group[0].tensors) for group in groups)
+    torch_states.check_same_names((group[0].path, group[0].tensors) for group in groups)
     known: dict[Hashable, Layout] = {}
     right: set[Hashable] = set()
 
@@ -280,7 +281,7 @@ def _spec_on(
 
 
 class RankFilesCheckpoint(catalog.Catalog):
-    """A `Catalog` over the files of all ranks; made by `open_rank_files`."""
+    """A `Catalog` over the files of all ranks; made by `_open`."""
 
     def __init__(
         self, directory: StoragePath, states: Sequence[RankState], others: Mapping[str, object]
@@ -306,7 +307,7 @@ class RankFilesCheckpoint(catalog.Catalog):
         self._tensors = catalog.LazyTensorCache(self._look_up)
         # Names inside nested dicts and lists are joined by dots.
         paths = (state.path for state in states)
-        super().__init__(RANK_FILES, directory, self._layouts, paths, mesh, others)
+        super().__init__(FORMAT.called, directory, self._layouts, paths, mesh, others)
         self.paths = states[0].paths
 
     def outline(self, name: str) -> catalog.Outline[catalog.FileBox]:
@@ -336,7 +337,7 @@ class RankFilesCheckpoint(catalog.Catalog):
             places = dict(zip((state.rank for state in self._states), found, strict=True))
         outline, layouts = self.outline(name), self._layouts[name]
         boxes = (
-            torch_file.part_of(
+            torch_states.part_of(
                 layouts[self._group_of[part.rank]],
                 *(part.rank, (part.box, part.addend), part.path, places[part.rank]),
             )
@@ -370,3 +371,20 @@ class RankFilesCheckpoint(catalog.Catalog):
             if known != part.rank and (crc is None or crc != crcs[known]):
                 return False
         return True
+
+
+def _is_of_rank(name: str) -> bool:
+    return _RANK_NAME.fullmatch(name) is not None
+
+
+FORMAT: Final = Format(
+    name="rank-files",
+    title="torch files per rank",
+    recognises=lambda names: any(map(_is_of_rank, names)),
+    open=_open,
+    instead="torch loads shards of the format 'dcp' on any number of ranks",
+    extensions=(".pt", ".pth", ".bin"),
+    reads_file=lambda start: start.is_zip and _is_of_rank(start.name),
+    names_others=_is_of_rank,
+    known_by="…_rank_0.pt",
+)

@@ -1,12 +1,9 @@
-"""safetensors files, and Hugging Face's checkpoints of whole tensors in several of them.
+"""safetensors files, each a checkpoint by itself.
 
 A file is 8 bytes with the length of the header (little endian), the header (JSON), and the bytes
-of the tensors; all that the specification asks of a header is checked. The index of several files,
-``{"metadata": ..., "weight_map": {tensor name: file name}}``, is compared with their headers, but
-for `total_size`: writers count tied tensors once or twice. `model_files` says which files are read.
+of the tensors; all that the specification asks of a header is checked.
 
-Sources: https://github.com/huggingface/safetensors, section "Format"; ``save_pretrained`` of
-transformers; ``split_torch_state_dict_into_shards`` of huggingface_hub.
+Source: https://github.com/huggingface/safetensors, section "Format".
 """
 
 import json
@@ -22,19 +19,13 @@ from shardspec.checkpoint.catalog import (
     unsharded_tensor,
     whole_box,
 )
-from shardspec.checkpoint.formats.model_files import (
-    ModelFiles,
-    check_alone,
-    files_of_index,
-    find_safetensors,
-)
-from shardspec.checkpoint.formats.names import INFO_NAME, SAFETENSORS
+from shardspec.checkpoint.format import FileStart, Format, OpenOptions, Wanted, never
+from shardspec.checkpoint.model_files import ModelFiles, check_alone, is_data_file
 from shardspec.checkpoint.storage.path import SourceFile, StoragePath
 from shardspec.checkpoint.storage.reading import prefetch_map
 from shardspec.checkpoint.strict_json import checked, fields, parse_json
 from shardspec.checkpoint.targets import (
     Extent,
-    Listing,
     OutputFile,
     OutputTensor,
     RawBytes,
@@ -42,9 +33,8 @@ from shardspec.checkpoint.targets import (
 )
 from shardspec.dtypes import from_safetensors, item_bytes, packed, to_safetensors
 from shardspec.errors import CheckpointError, DTypeError
-from shardspec.text import shown
+from shardspec.text import Argument, shown
 
-INDEX_NAME: Final = "model.safetensors.index.json"
 METADATA: Final = {"format": "pt"}
 """What transformers and others expect in a file."""
 SAVE_KEY: Final = "shardspec.save"
@@ -203,23 +193,7 @@ def encode_header(slots: Iterable[TensorSlot], metadata: Mapping[str, str]) -> t
     return len(text).to_bytes(8, "little") + text, Header(entries, dict(metadata), start + end)
 
 
-def open_directory(directory: StoragePath) -> Catalog:
-    """Read the one index of a directory, or where it has none all its safetensors files."""
-    return _opened(directory, find_safetensors(directory))
-
-
-def open_index_file(index: StoragePath) -> Catalog:
-    """Read an index and the headers of its files, and check that they agree."""
-    return _opened(index.parent, files_of_index(index))
-
-
-def open_single_file(path: StoragePath) -> Catalog:
-    """Read the header of one safetensors file."""
-    check_alone(path)
-    return _opened(path, ModelFiles({path: frozenset()}))
-
-
-def _opened(place: StoragePath, model: ModelFiles) -> Catalog:
+def open_files(place: StoragePath, model: ModelFiles) -> Catalog:
     """Return the catalog of files that hold whole tensors."""
     tensors: dict[str, StoredTensor] = {}
     home: dict[str, StoragePath] = {}
@@ -232,8 +206,8 @@ def _opened(place: StoragePath, model: ModelFiles) -> Catalog:
                     f"{path}: holds what one rank has saved, which may be parts of tensors; name "
                     f"its directory, {path.parent}"
                     if place == path
-                    else f"{place}: has no {INFO_NAME}, which is written last; the save did not "
-                    "finish, or that file was lost; save again"
+                    else f"{place}: has no sharding_info.json, which is written last; the save did "
+                    "not finish, or that file was lost; save again"
                 )
             wanted = model.wanted(path, {entry.name for entry in header.entries})
             for name, dtype, shape, offset, _ in header.entries:
@@ -251,7 +225,7 @@ def _opened(place: StoragePath, model: ModelFiles) -> Catalog:
                 first, other = stated.setdefault(key, (text, path))
                 if first != text and key not in _OWN_KEYS:
                     contradictions.setdefault(key, (other, path))
-    catalog = Catalog(SAFETENSORS, place, tensors, model.paths)
+    catalog = Catalog(FORMAT.called, place, tensors, model.paths)
     catalog.notes, catalog.below = model.notes, model.below
     left_out = contradictions.keys() | _OWN_KEYS
     agreed = {key: text for key, (text, _) in stated.items() if key not in left_out}
@@ -322,36 +296,44 @@ def output_file(
     return OutputFile(name, header.file_bytes, (RawBytes(0, head),), extents)
 
 
-def huggingface_target(
-    tensors: Sequence[OutputTensor],
-    max_shard_bytes: int,
-    metadata: Mapping[str, str] = METADATA,
-    alone: str = "model.safetensors",
-) -> Target:
-    """Return the output that is a directory of safetensors files with an index.
+def agreed_metadata(source: Catalog, wanted: Wanted) -> dict[str, str]:
+    """Return the metadata of the files of a source that goes along; nothing if none is wanted."""
+    if not wanted.metadata:
+        return {}
+    for key, (first, other) in source.file_metadata.contradictions.items():
+        raise CheckpointError(
+            f"{source.directory}: {first.name} and {other.name} have different metadata under "
+            f"{shown(key, 100)}, and one output cannot have both; leave all such metadata out "
+            "with ",
+            Argument("metadata", value=False),
+        )
+    return dict(source.file_metadata.values)
 
-    A file has at most `max_shard_bytes` of tensors, or one tensor. A single file is named `alone`.
-    """
-    shards: list[list[OutputTensor]] = [[]]
-    filled = 0
-    for tensor in tensors:
-        if shards[-1] and filled + tensor.num_bytes > max_shard_bytes:
-            shards.append([])
-            filled = 0
-        shards[-1].append(tensor)
-        filled += tensor.num_bytes
-    if len(shards) == 1:
-        return Target((output_file(alone, shards[0], metadata),), directory=True)
-    files = {
-        f"model-{place:05d}-of-{len(shards):05d}.safetensors": shard
-        for place, shard in enumerate(shards, 1)
-    }
 
-    index = {
-        "metadata": {"total_size": sum(tensor.num_bytes for tensor in tensors)},
-        "weight_map": {tensor.name: name for name, shard in files.items() for tensor in shard},
-    }
-    text = json.dumps(index, indent=2, sort_keys=True) + "\n"
-    listing = Listing(INDEX_NAME, lambda _, write: write(text.encode()))
-    written = tuple(output_file(name, shard, metadata) for name, shard in files.items())
-    return Target(written, directory=True, listing=listing)
+def _open(path: StoragePath, _: OpenOptions) -> Catalog:
+    """Read the header of one safetensors file."""
+    check_alone(path)
+    return open_files(path, ModelFiles({path: frozenset()}))
+
+
+def _lay_out(source: Catalog, wanted: Wanted) -> Target:
+    metadata = agreed_metadata(source, wanted)
+    file = output_file(wanted.name, wanted.tensors, {**METADATA, **metadata})
+    return Target((file,), False, wanted.tensors, carried=frozenset(metadata))
+
+
+def _reads_file(start: FileStart) -> bool:
+    fits = int.from_bytes(start.head[:8], "little") < start.num_bytes
+    return not start.is_zip and (fits or is_data_file(start.name) is not None)
+
+
+FORMAT: Final = Format(
+    name="safetensors",
+    recognises=never,  # files in a directory are Hugging Face's
+    open=_open,
+    lay_out=_lay_out,
+    writes=("merged",),
+    extensions=(".safetensors",),
+    keeps="tensors",
+    reads_file=_reads_file,
+)

@@ -51,8 +51,10 @@ class StagedFiles:
     def __init__(
         self, path: StoragePath, name: str, fd: int, *, directory: bool, stamp: int
     ) -> None:
-        self.path, self.name, self.fd, self._directory = path, name, fd, directory
-        self.token = name, stamp
+        self.path, self.fd, self._directory = path, fd, directory
+        self.place = path.with_name(name)
+        """Its name until then, which somebody else may give to something else."""
+        self.token = self.place, stamp
 
     def create(self, name: str, num_bytes: int) -> None:
         """Make a file of a size: a full disk is reported before anything is written."""
@@ -116,14 +118,14 @@ def staged_output(path: StoragePath, output: Staging) -> Iterator[StagedFiles]:
 
 @contextmanager
 def joined_output(
-    path: StoragePath, output: Staging, token: tuple[str, int]
+    path: StoragePath, output: Staging, token: tuple[StoragePath, int]
 ) -> Iterator[StagedFiles]:
     """Open what another process of the same user has staged."""
-    name, stamp = token
+    place, stamp = token
     flags = descriptors.INNER if output.directory else descriptors.FILE
     with ExitStack() as stack:
         try:
-            fd = stack.enter_context(descriptors.opened(path.with_name(name), flags=flags))
+            fd = stack.enter_context(descriptors.opened(place, flags=flags))
         except OSError as error:
             raise CheckpointError(
                 f"{path}: what the first process has begun is not seen here ({reason(error)}); "
@@ -131,14 +133,14 @@ def joined_output(
             ) from None
         at = os.fstat(fd)
         if at.st_uid != os.geteuid():
-            raise CheckpointError(f"{path}: {name} beside it belongs to another user")
+            raise CheckpointError(f"{path}: {place.name} beside it belongs to another user")
         # A killed run may have left one of the same name on a disk of this machine.
         if int(at.st_mtime) != stamp:
             raise CheckpointError(
                 f"{path}: what the first process has begun is not seen here, but another file of "
                 "its name; write to a directory that all processes share"
             )
-        yield StagedFiles(path, name, fd, directory=output.directory, stamp=stamp)
+        yield StagedFiles(path, place.name, fd, directory=output.directory, stamp=stamp)
 
 
 @contextmanager

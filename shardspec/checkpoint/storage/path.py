@@ -31,7 +31,7 @@ class Entry(NamedTuple):
     kind: Literal["file", "directory", "other"]
     num_bytes: int
     identity: Identity
-    """Files with the same one are the same file."""
+    """Files of which `list`, or `look`, returns the same one are the same file."""
 
 
 class FileStretch(NamedTuple):

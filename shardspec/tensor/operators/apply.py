@@ -16,12 +16,19 @@ from torch.distributed.tensor import DTensor as TorchDTensor
 from torch.distributed.tensor.experimental import implicit_replication
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
-from shardspec.errors import LayoutError, ShardSpecError
-from shardspec.interop.torch_dtensor import layout_of, local_of, torch_dtensor
+from shardspec.errors import LayoutError
+from shardspec.interop.torch_dtensor import local_of, torch_dtensor
 from shardspec.interop.torch_parts import joined, memory_of, parts_of
 from shardspec.layout.layout import Layout
 from shardspec.layout.spec import ShardingSpec
-from shardspec.tensor.operators.call import Call, Drawing, Function, Result, carry_out
+from shardspec.tensor.operators.call import (
+    Call,
+    Drawing,
+    Function,
+    Result,
+    carry_out,
+    is_limit_of_simulation,
+)
 from shardspec.tensor.operators.conditions import facts_of, is_mean, never_merge_gathers
 from shardspec.tensor.operators.simulated import (
     Locals,
@@ -31,16 +38,12 @@ from shardspec.tensor.operators.simulated import (
     simulating,
 )
 from shardspec.tensor.operators.tensor import TensorLike
-from shardspec.tensor.operators.watch import is_alias
+from shardspec.tensor.operators.watch import is_alias, specs_text
 from shardspec.tensor.run import copies_of
 from shardspec.tensor.shards import check_copies
 
 _DECISIVE: Final = (int, float, torch.dtype, type(None))
 """Arguments that decide, with layouts, on the layout of a result; of floats only the type does."""
-_UNKNOWN: Final = (RuntimeError, TypeError, AssertionError, ValueError, IndexError, KeyError)
-"""What torch raises where tensors have no data, and where arguments are wrong on any layout."""
-_MOST_TRIED: Final = 64
-"""Devices of a mesh on which calls on uneven shards are tried with the shapes of all."""
 _DROPOUT_PLACE: Final = 4
 """Where the probability is among the arguments of attention."""
 _RANDOM: Final = re.compile(
@@ -80,14 +83,7 @@ def apply(function: Function, args: Sequence[object], kwargs: Mapping[str, objec
     if first.is_simulated:
         return _in_simulation(call)
     merge_gathers = not any(each.is_uneven_over_axes for each in facts)
-    # Of many devices a trial takes longer than it is worth.
-    wants_trial = len(first.layout.mesh.ids) <= _MOST_TRIED and any(f.is_uneven for f in facts)
-    return _in_job(
-        call,
-        results if merge_gathers else None,
-        merge_gathers=merge_gathers,
-        wants_trial=wants_trial,
-    )
+    return _in_job(call, results if merge_gathers else None, merge_gathers=merge_gathers)
 
 
 @lru_cache(maxsize=4096, typed=True)
@@ -136,7 +132,6 @@ def _in_job(
     results: dict[bool, Layout] | None,
     *,
     merge_gathers: bool,
-    wants_trial: bool,
 ) -> Any:  # noqa: ANN401
     """Carry out a call on the shards of this rank, while the other ranks do so too."""
     first = call.tensors[0]
@@ -160,33 +155,10 @@ def _in_job(
         wrapped.is_copied_part = leaf.is_copied_part
         return wrapped
 
-    trial = partial(_try_everywhere, call, tensors, tracked=tracked) if wants_trial else None
-    result = carry_out(call, tensors, tracked=tracked, drawing=drawing, trial=trial)
+    result = carry_out(call, tensors, tracked=tracked, drawing=drawing)
     if results is not None and isinstance(result, Result) and result.is_plain and not drawing:
         results[tracked] = result.layout
     return tree_map(ours, result)
-
-
-def _try_everywhere(call: Call, tensors: Mapping[int, TorchDTensor], *, tracked: bool) -> None:
-    """Raise `LayoutError` on every rank if the call is not possible with the shapes of some rank.
-
-    That one would raise alone, and the others wait for it. Tensors have no data; where that is not
-    enough to go by, nothing is raised.
-    """
-    mesh, without_data = call.tensors[0].layout.mesh, {}
-    with simulating(mesh, "cpu"), torch.no_grad():
-        torch_mesh = simulated_mesh(mesh, "cpu")
-        for number, tensor in tensors.items():
-            layout = layout_of(tensor, mesh)
-            shapes = map(layout.local_shape, mesh.ids)
-            empty = [torch.empty(shape, dtype=tensor.dtype, device="meta") for shape in shapes]
-            without_data[number] = torch_dtensor(joined(empty), layout, torch_mesh)
-        try:
-            carry_out(call, without_data, tracked=tracked)
-        except ShardSpecError:
-            raise
-        except _UNKNOWN:
-            pass
 
 
 def _in_simulation(call: Call) -> Any:  # noqa: ANN401
@@ -216,7 +188,18 @@ def _in_simulation(call: Call) -> Any:  # noqa: ANN401
             id(tensor): torch_dtensor(local, tensor.layout, torch_mesh)
             for tensor, local in zip(tensors, locals_, strict=True)
         }
-        results[:] = [carry_out(inner, given, tracked=tracked, frozen=tracked, drawing=drawing)]
+        try:
+            found = carry_out(inner, given, tracked=tracked, frozen=tracked, drawing=drawing)
+        except AssertionError as error:
+            if not is_limit_of_simulation(error):
+                raise
+            specs = specs_text(str(tensor.layout.labelled_spec) for tensor in tensors)
+            raise LayoutError(
+                f"{call.shown}: torch {torch.__version__} cannot simulate it on {specs}, "
+                "where ranks go different ways; redistribute first, or start the program with "
+                "torchrun"
+            ) from None
+        results[:] = [found]
         return [local_of(each.tensor) for each in tree_leaves(results) if _is_new(each)]
 
     if tracked:

@@ -23,7 +23,7 @@ from torch.utils._pytree import TreeSpec, tree_leaves, tree_map, tree_unflatten
 
 from shardspec.errors import LayoutError, ShardSpecError
 from shardspec.interop.torch_dtensor import in_our_words, is_strided, layout_of, torch_dtensor
-from shardspec.interop.torch_parts import like_parts, memory_of, parts_of
+from shardspec.interop.torch_parts import has_all_ranks, like_parts, memory_of, parts_of
 from shardspec.layout.layout import Layout
 from shardspec.layout.spec import ShardingSpec
 from shardspec.tensor.operators.conditions import arguments_for
@@ -104,13 +104,11 @@ class _InTorch:
 
     def __init__(self, call: Call, tensors: Mapping[int, TorchDTensor]) -> None:
         first = call.tensors[0]
-        self._call, self.mesh, self._devices = (
-            call,
-            first.layout.mesh,
-            first.communicator.addressable,
-        )
+        self._call, self.mesh = call, first.layout.mesh
         self.leaves = [tensors.get(id(leaf), leaf) for leaf in call.leaves]
         self.tensors = [leaf for leaf in self.leaves if isinstance(leaf, TorchDTensor)]
+        here = first.communicator.addressable
+        self._devices = self.mesh.ids if has_all_ranks(memory_of(self.tensors[0])) else here
 
     def result(self, tensors: Iterable[torch.Tensor]) -> Any:  # noqa: ANN401
         """Call the function with other tensors in place of the DTensors."""
@@ -185,7 +183,6 @@ def carry_out(
     tracked: bool,
     frozen: bool = False,
     drawing: Drawing | None = None,
-    trial: Callable[[], object] | None = None,
 ) -> Any:  # noqa: ANN401
     """Call the function; return what it does, with a `Result` for each DTensor.
 
@@ -201,8 +198,6 @@ def carry_out(
         Whether nothing may be written to.
     drawing
         Lets the devices draw random numbers, where it draws some.
-    trial
-        Tries a new call with the shapes of all ranks, and raises where it fails on any.
     """
     here = _InTorch(call, tensors)
     copies = [tensors[id(tensor)] for tensor in call.tensors if tensor.is_copied_part]
@@ -215,9 +210,6 @@ def carry_out(
     replaced = [new for new, tensor in zip(given, here.tensors, strict=True) if new is not tensor]
     strided = any(map(is_strided, here.tensors))
     earlier = was_right(call.function, tracked, *call.kwargs, *map(_key, here.leaves), *layouts)
-    if trial is not None and not earlier.is_tried:
-        trial()
-        earlier.is_tried = True
     watch = None
     if strided or copies or frozen or not earlier.found:
         watch = Watch(call.shown, [*copies, *replaced], frozen=here.tensors if frozen else ())
@@ -245,6 +237,8 @@ def carry_out(
         _set_in_whole(here)
         return None
     except _REFUSALS as error:
+        if is_limit_of_simulation(error):
+            raise
         found = here.refusal(error)
         if found is not None:
             raise found from None
@@ -288,6 +282,11 @@ def carry_out(
         return here.checked(Result(layout, spoken, None, is_copied_part, is_plain))
 
     return tree_map(described, result)
+
+
+def is_limit_of_simulation(error: Exception) -> bool:
+    """Whether ranks would go different ways, which torch asserts that simulated ones do not."""
+    return isinstance(error, AssertionError) and not any(isinstance(a, str) for a in error.args)
 
 
 def _check_written_to(call: Call, result: object, written: Sequence[TorchDTensor]) -> None:

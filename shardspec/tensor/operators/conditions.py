@@ -19,8 +19,6 @@ class Facts(NamedTuple):
 
     is_sharded: bool
     is_pending: bool
-    is_uneven: bool
-    """Whether shards have different shapes."""
     has_empty_shards: bool
     """Of a tensor that is not empty."""
     is_uneven_over_axes: bool
@@ -43,7 +41,6 @@ def facts_of(layout: Layout) -> Facts:
     return Facts(
         bool(spec.axes),
         bool(spec.partials),
-        any(len(of_dim) > 1 for of_dim in local_sizes),
         any(0 in of_dim and size > 0 for of_dim, size in zip(local_sizes, sizes, strict=True)),
         any(
             len(cut.axes) > 1 and size % prod(mesh.shape[int(axis)] for axis in cut.axes)

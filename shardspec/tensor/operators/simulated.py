@@ -84,9 +84,11 @@ def _in_world(world: _World) -> Iterator[None]:
 def _job_of(mesh: DeviceMesh, device_type: str) -> tuple[_World, TorchMesh]:
     """Return a job that carries nothing, of as many ranks, and torch's mesh in it."""
     check_ascending(mesh)
-    world = _World(next(_NAMES) * _NAMES_EACH)
+    number = next(_NAMES)
+    world = _World(number * _NAMES_EACH)
     grid = torch.arange(len(mesh.ids), dtype=torch.int).reshape(mesh.shape)
-    names = mesh.axis_names or tuple(f"axis_{axis}" for axis in range(mesh.ndim))
+    # By other names it equals no mesh of another job, whose layouts torch remembers with the mesh.
+    names = tuple(f"axis {axis} of simulated job {number}" for axis in range(mesh.ndim))
     with _in_world(world):
         dist.init_process_group("fake", rank=0, world_size=len(mesh.ids))
         torch_mesh = TorchMesh(device_type, grid, mesh_dim_names=names)

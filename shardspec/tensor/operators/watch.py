@@ -55,8 +55,6 @@ class Earlier:
 
     found: bool = False
     """Whether it was right without help, so that it need not be watched."""
-    is_tried: bool = False
-    """Whether it was tried with the shapes of all ranks."""
 
 
 @lru_cache(maxsize=4096, typed=True)

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from shardspec import DeviceMesh
 from shardspec.checkpoint.catalog import OpaqueValue
 from shardspec.checkpoint.convert import merge, reshard
-from shardspec.checkpoint.formats.names import DCP, format_of_names
+from shardspec.checkpoint.formats.registry import format_of
 from shardspec.checkpoint.open import open_checkpoint
 from shardspec.checkpoint.verify import diff_checkpoints, verify_checkpoint
 from shardspec.errors import CheckpointError
@@ -121,7 +121,7 @@ def test_boxes_are_of_the_ranks_that_wrote_them(saved, way, name, placements, ra
     assert shown[name.removeprefix("model.")] == placements
     source = open_checkpoint(saved / way / "ckpt")
     tensor = source.tensor(name)
-    assert source.format == DCP
+    assert source.format == "torch distributed checkpoint"
     assert (source.mesh, tensor.spec, tensor.pending) == (None, None, ())
     for stored in tensor.boxes:
         assert stored.path.name == f"__{stored.rank}_0.distcp"
@@ -392,5 +392,5 @@ def test_without_crcs_of_torch(tmp_path):
     ],
 )
 def test_directories_are_told_by_names(names, due):
-    found = format_of_names(names)
-    assert (found is not None and found.name == DCP) is due
+    found = format_of(names)
+    assert (found is not None and found.name == "dcp") is due

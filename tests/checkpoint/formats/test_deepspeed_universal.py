@@ -11,7 +11,6 @@ import torch
 from click.testing import CliRunner
 
 from shardspec import DeviceMesh, merge, reshard
-from shardspec.checkpoint.convert import ReshardedFormat
 from shardspec.checkpoint.verify import verify_checkpoint
 from shardspec.cli.main import cli
 from shardspec.errors import CheckpointError
@@ -19,7 +18,7 @@ from tests.checkpoint.formats.reading import assert_same, bits, read_whole
 from tests.checkpoint.formats.test_deepspeed import KINDS, SHAPES, write
 from tests.checkpoint.test_together import in_processes
 
-FORMAT: ReshardedFormat = "deepspeed-universal"
+FORMAT = "deepspeed-universal"
 NAMES = [f"p{at}" for at in range(len(SHAPES))]
 
 

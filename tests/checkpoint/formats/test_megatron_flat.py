@@ -6,7 +6,7 @@ from math import prod
 import numpy as np
 import pytest
 
-from shardspec.checkpoint.formats.dcp import unflattened
+from shardspec.checkpoint.torch_files.dcp_metadata import unflattened
 
 
 @pytest.mark.parametrize(

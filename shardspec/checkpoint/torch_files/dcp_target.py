@@ -12,12 +12,12 @@ from typing import Final, TypeAlias
 from shardspec.boxes import Box, box_shape
 from shardspec.checkpoint import targets
 from shardspec.checkpoint.catalog import StoredObject
-from shardspec.checkpoint.formats.names import METADATA_NAME
-from shardspec.checkpoint.formats.torch_file import state_file
 from shardspec.checkpoint.read_boxes import crc32
 from shardspec.checkpoint.state_dict import KeyPath
 from shardspec.checkpoint.storage.path import SourceFile
 from shardspec.checkpoint.torch_files import writer
+from shardspec.checkpoint.torch_files.dcp_metadata import METADATA_NAME
+from shardspec.checkpoint.torch_files.states import state_file
 from shardspec.checkpoint.torch_files.writer import Call, Made, Name, Pairs
 from shardspec.checkpoint.torch_files.zip_reader import read_torch_zip
 from shardspec.errors import CheckpointError
@@ -78,7 +78,7 @@ def dcp_target(
         writer.pickle_into(_metadata(tensors, chunks, values, paths), write)
 
     listing = targets.Listing(METADATA_NAME, fill)
-    return targets.Target(tuple(files), directory=True, listing=listing, digested=True)
+    return targets.Target(tuple(files), True, tensors, listing, digested=True)
 
 
 @lru_cache(64)  # a model has few shapes

@@ -23,18 +23,34 @@ import re
 from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 from typing import Final, NamedTuple
 
-from shardspec.checkpoint.formats.names import (
-    BIN_NAME,
-    is_bin_file,
-    is_bin_index,
-    is_data_file,
-    is_index,
-)
 from shardspec.checkpoint.storage.path import StoragePath, file_inside
 from shardspec.checkpoint.storage.snapshot import Snapshot
 from shardspec.checkpoint.strict_json import checked, field, read_json
 from shardspec.errors import CheckpointError
 from shardspec.text import shown
+
+_INDEX: Final = re.compile(r".*\.safetensors\.index(?:\.[^.]+)?\.json", re.DOTALL)
+is_index: Final = _INDEX.fullmatch
+"""Says whether a file name is that of an index of safetensors files, perhaps of a variant."""
+_NUMBER: Final = r"\d+[-_]of[-_]\d+"
+_DATA_FILE: Final = re.compile(rf"(?!\.).*\.safetensors(?:[-_.]{_NUMBER})?", re.DOTALL)
+is_data_file: Final = _DATA_FILE.fullmatch
+"""Says whether a file name is that of a finished safetensors file."""
+
+BIN_NAME: Final = "pytorch_model.bin"
+_BIN_NUMBERED: Final = re.compile(
+    rf"(?!\.)(?:.*[-_.])?{_NUMBER}(?:[-_.].*)?\.bin|(?!\.).*\.bin[-_.]{_NUMBER}", re.DOTALL
+)
+is_numbered_bin: Final = _BIN_NUMBERED.fullmatch
+"""Says whether a file name is that of one of several ``.bin`` files."""
+_BIN_FILE: Final = re.compile(
+    rf"(?:(?:diffusion_)?pytorch|adapter)_model(?:\..*)?\.bin|{_BIN_NUMBERED.pattern}", re.DOTALL
+)
+is_bin_file: Final = _BIN_FILE.fullmatch
+"""Says whether a file name is that of a whole model, or of a numbered part of one."""
+_BIN_INDEX: Final = re.compile(r".*\.bin\.index(?:\.[^.]+)?\.json", re.DOTALL)
+is_bin_index: Final = _BIN_INDEX.fullmatch
+"""Says whether a file name is that of an index of ``.bin`` files, perhaps of a variant."""
 
 _MAX_INDEX_BYTES: Final = 256 << 20
 _NUMBERED: Final = re.compile(r"(.*?)(?:^|[-_.]+)(\d+)[-_]of[-_](\d+)((?:[-_.].*)?)", re.DOTALL)

@@ -12,10 +12,6 @@ Those of the caller come before those shipped in ``rules/``. A tensor without a 
 equal bytes on all ranks prove nothing. Every rank stores the tensors that are not sharded, and the
 copies are compared. Each file counts its layers and experts from 0; here they follow on from those
 of the stages and expert parallel ranks before.
-
-Meta's checkpoints are ``consolidated.NN.pth``, one a rank, and ``params.json``. The number of ranks
-follows from shapes: the norms have all of the model's width, and ``attention.wo`` of each rank its
-share of the columns. **That two files were swapped cannot be told.**
 """
 
 import re
@@ -27,12 +23,10 @@ from importlib.resources import files
 from pathlib import PurePath
 from typing import Final, NamedTuple, TypeAlias
 
-from shardspec.checkpoint.catalog import Catalog, StoredTensor, replica_keys
-from shardspec.checkpoint.formats import torch_file
-from shardspec.checkpoint.formats.names import META, META_FILE, META_PARAMS
-from shardspec.checkpoint.formats.torch_file import TorchState, of_two_saves
-from shardspec.checkpoint.storage.path import StoragePath, file_inside
-from shardspec.checkpoint.strict_json import read_json
+from shardspec.checkpoint.catalog import StoredTensor, replica_keys
+from shardspec.checkpoint.storage.path import StoragePath
+from shardspec.checkpoint.torch_files import states
+from shardspec.checkpoint.torch_files.states import TorchState, of_two_saves
 from shardspec.checkpoint.torch_files.values import TorchTensor
 from shardspec.errors import CheckpointError, InputFileError, LayoutError, ShardSpecError
 from shardspec.input_files import read_input_file
@@ -161,7 +155,7 @@ def merged_tensors(chunks: Sequence[Chunk], rules: Rules) -> dict[str, StoredTen
     tensors: dict[str, StoredTensor] = {}
     layers_before: Counter[str] = Counter()
     for chunk in chunks:
-        torch_file.check_same_names((state.path, state.tensors) for state in chunk.states)
+        states.check_same_names((state.path, state.tensors) for state in chunk.states)
         layers, experts = _count(chunk, _LAYER, "layer"), _count_experts(chunk)
         for local_name in sorted(chunk.states[0].tensors):
             name = local_name
@@ -251,7 +245,7 @@ def _tensor(name: str, local_name: str, chunk: Chunk, rules: Rules) -> StoredTen
     ranks = range(chunk.first_rank, chunk.first_rank + len(held))
     layout = Layout(DeviceMesh(ranks), spec, shape, first.dtype)
     boxes = tuple(
-        torch_file.part_of(layout, rank, part, path, place)
+        states.part_of(layout, rank, part, path, place)
         for rank, (path, _, place) in zip(ranks, held, strict=True)
         for part in replica_keys(layout, rank)
     )
@@ -261,74 +255,3 @@ def _tensor(name: str, local_name: str, chunk: Chunk, rules: Rules) -> StoredTen
 
 def _said(one: StoredTensor | TorchTensor) -> str:
     return f"{one.dtype} of shape {list(one.shape)}"
-
-
-# --- Meta
-
-_WIDTH: Final = "norm.weight"
-_SHARE: Final = "layers.0.attention.wo.weight"
-_TOKENS: Final = "tok_embeddings.weight"
-_KEYS: Final = "layers.0.attention.wk.weight"
-
-
-def open_meta(directory: StoragePath, *, source_rules: CutRules = None) -> Catalog:
-    """Read what describes the tensors in the files of all ranks; not their data."""
-    names = directory.names()
-    found = {int(match[1]): name for name in names if (match := META_FILE.fullmatch(name))}
-    paths = tuple(file_inside(directory, found[rank], directory) for rank in sorted(found))
-    states = torch_file.read_torch_states(paths)
-    shapes = {name: tensor.local.shape for name, tensor in states[0].tensors.items()}
-    width, share = shapes.get(_WIDTH, ()), shapes.get(_SHARE, ())
-    if sorted(found) == [0] and not (width and share):
-        return torch_file.open_torch_file(paths[0])
-    if len(width) != 1 or len(share) != 2 or not share[1] or width[0] % share[1]:
-        raise CheckpointError(
-            f"{paths[0]}: its {_WIDTH} and {_SHARE} are not those of LLaMA ({list(width)} and "
-            f"{list(share)}), by whose rules it would be read; load it with the code of its "
-            "model, and save a whole state dict"
-        )
-    ranks = width[0] // share[1]
-    if sorted(found) != list(range(ranks)):
-        missing = [f"consolidated.{n:02d}.pth" for n in range(ranks) if n not in found]
-        remedy = f"restore {missing[0]}" if missing else f"move those from {ranks} on away"
-        raise CheckpointError(
-            f"{directory}: has {len(found)} files consolidated.NN.pth, but by the shapes in them "
-            f"{ranks} ranks wrote one each; {remedy}"
-        )
-    torch_file.check_no_copies(states)
-    embedding = "[S(tp),R]" if shapes.get(_TOKENS, ())[1:] == width else "[R,S(tp)]"
-    shipped = shipped_rules("meta_llama") | {_TOKENS: RuleSpec.of(embedding)}
-    tensors = merged_tensors([Chunk(states)], Rules(cut_rules(source_rules), shipped))
-    extras: dict[str, object] = {}
-    if META_PARAMS in names:
-        extras = _params(file_inside(directory, META_PARAMS, directory), tensors)
-        paths = (*paths, directory / META_PARAMS)
-    extras |= {
-        key: torch_file.plain_value(value, states[0].archive)
-        for key, value in states[0].extras.items()
-    }
-    mesh = DeviceMesh(range(ranks), (ranks,), axis_names=("tp",))
-    return Catalog(META, directory, tensors, paths, mesh, extras)
-
-
-def _params(path: StoragePath, tensors: Mapping[str, StoredTensor]) -> dict[str, object]:
-    """Read what the model is said to be, and compare it with the tensors."""
-    params = read_json(path, META_PARAMS, _MOST_BYTES)
-    rows = {name: tensor.shape[0] for name, tensor in tensors.items() if tensor.shape}
-    heads, width = params.get("n_heads"), rows[_WIDTH]
-    due: dict[str, int | None] = {
-        "dim": width,
-        "n_layers": len({name.split(".")[1] for name in tensors if name.startswith("layers.")}),
-    }
-    if type(heads) is int and heads > 0 and _KEYS in rows:
-        due["n_kv_heads"] = rows[_KEYS] * heads // width
-    if params.get("vocab_size") != -1:
-        due["vocab_size"] = rows.get("output.weight")
-    for key, value in due.items():
-        said = params.get(key)
-        if type(said) is int and value is not None and said != value:
-            raise CheckpointError(
-                f"{path}: says {key} {said}, but the tensors in the files make up {value}; a file "
-                "is missing or of another model, or ranks share heads, which is not read"
-            )
-    return params

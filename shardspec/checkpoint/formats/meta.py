@@ -1,0 +1,106 @@
+"""Meta's checkpoints of LLaMA: ``consolidated.NN.pth``, one a rank, and ``params.json``.
+
+The number of ranks follows from shapes: the norms have all of the model's width, and
+``attention.wo`` of each rank its share of the columns. **That two files were swapped cannot be
+told.**
+"""
+
+from collections.abc import Collection, Mapping
+from typing import Final
+
+from shardspec.checkpoint.catalog import Catalog, StoredTensor
+from shardspec.checkpoint.cut_rules import Chunk, Rules, cut_rules, merged_tensors, shipped_rules
+from shardspec.checkpoint.format import Format, OpenOptions
+from shardspec.checkpoint.formats.torch_file import open_torch_file
+from shardspec.checkpoint.parts import META, META_FILE
+from shardspec.checkpoint.storage.path import StoragePath, file_inside
+from shardspec.checkpoint.strict_json import read_json
+from shardspec.checkpoint.torch_files.states import check_no_copies, plain_value, read_torch_states
+from shardspec.errors import CheckpointError
+from shardspec.layout.rules import RuleSpec
+from shardspec.mesh.device_mesh import DeviceMesh
+
+_PARAMS: Final = "params.json"
+_MOST_BYTES: Final = 1 << 20
+_WIDTH: Final = "norm.weight"
+_SHARE: Final = "layers.0.attention.wo.weight"
+_TOKENS: Final = "tok_embeddings.weight"
+_KEYS: Final = "layers.0.attention.wk.weight"
+
+
+def _open(directory: StoragePath, options: OpenOptions) -> Catalog:
+    """Read what describes the tensors in the files of all ranks; not their data."""
+    names = directory.names()
+    found = {int(match[1]): name for name in names if (match := META_FILE.fullmatch(name))}
+    paths = tuple(file_inside(directory, found[rank], directory) for rank in sorted(found))
+    states = read_torch_states(paths)
+    shapes = {name: tensor.local.shape for name, tensor in states[0].tensors.items()}
+    width, share = shapes.get(_WIDTH, ()), shapes.get(_SHARE, ())
+    if sorted(found) == [0] and not (width and share):
+        return open_torch_file(paths[0])
+    if len(width) != 1 or len(share) != 2 or not share[1] or width[0] % share[1]:
+        raise CheckpointError(
+            f"{paths[0]}: its {_WIDTH} and {_SHARE} are not those of LLaMA ({list(width)} and "
+            f"{list(share)}), by whose rules it would be read; load it with the code of its "
+            "model, and save a whole state dict"
+        )
+    ranks = width[0] // share[1]
+    if sorted(found) != list(range(ranks)):
+        missing = [f"consolidated.{n:02d}.pth" for n in range(ranks) if n not in found]
+        remedy = f"restore {missing[0]}" if missing else f"move those from {ranks} on away"
+        raise CheckpointError(
+            f"{directory}: has {len(found)} files consolidated.NN.pth, but by the shapes in them "
+            f"{ranks} ranks wrote one each; {remedy}"
+        )
+    check_no_copies(states)
+    embedding = "[S(tp),R]" if shapes.get(_TOKENS, ())[1:] == width else "[R,S(tp)]"
+    shipped = shipped_rules("meta_llama") | {_TOKENS: RuleSpec.of(embedding)}
+    tensors = merged_tensors([Chunk(states)], Rules(cut_rules(options.source_rules), shipped))
+    extras: dict[str, object] = {}
+    if _PARAMS in names:
+        extras = _params(file_inside(directory, _PARAMS, directory), tensors)
+        paths = (*paths, directory / _PARAMS)
+    extras |= {
+        key: plain_value(value, states[0].archive) for key, value in states[0].extras.items()
+    }
+    mesh = DeviceMesh(range(ranks), (ranks,), axis_names=("tp",))
+    return Catalog(FORMAT.called, directory, tensors, paths, mesh, extras)
+
+
+def _params(path: StoragePath, tensors: Mapping[str, StoredTensor]) -> dict[str, object]:
+    """Read what the model is said to be, and compare it with the tensors."""
+    params = read_json(path, _PARAMS, _MOST_BYTES)
+    rows = {name: tensor.shape[0] for name, tensor in tensors.items() if tensor.shape}
+    heads, width = params.get("n_heads"), rows[_WIDTH]
+    due: dict[str, int | None] = {
+        "dim": width,
+        "n_layers": len({name.split(".")[1] for name in tensors if name.startswith("layers.")}),
+    }
+    if type(heads) is int and heads > 0 and _KEYS in rows:
+        due["n_kv_heads"] = rows[_KEYS] * heads // width
+    if params.get("vocab_size") != -1:
+        due["vocab_size"] = rows.get("output.weight")
+    for key, value in due.items():
+        said = params.get(key)
+        if type(said) is int and value is not None and said != value:
+            raise CheckpointError(
+                f"{path}: says {key} {said}, but the tensors in the files make up {value}; a file "
+                "is missing or of another model, or ranks share heads, which is not read"
+            )
+    return params
+
+
+def _recognises(names: Collection[str]) -> bool:
+    return any(map(META_FILE.fullmatch, names))
+
+
+FORMAT: Final = Format(
+    name="meta",
+    title=META,
+    recognises=_recognises,
+    open=_open,
+    instead="Meta's code loads the format 'torch' on one device, as consolidated.00.pth",
+    keeps="notes",
+    takes=("source_rules",),
+    known_by="consolidated.00.pth",
+)

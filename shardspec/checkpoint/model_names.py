@@ -1,0 +1,241 @@
+"""A checkpoint under the names that a model has elsewhere, given the model's config alone."""
+
+import json
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path, PurePath
+from typing import Final
+
+from shardspec.checkpoint import catalog
+from shardspec.checkpoint.check_quantized import quantised_in
+from shardspec.checkpoint.choice import Choice, wanted_names
+from shardspec.checkpoint.mapped import Naming, through
+from shardspec.checkpoint.open import as_catalog
+from shardspec.checkpoint.storage.from_text import storage_path
+from shardspec.checkpoint.storage.path import StoragePath
+from shardspec.checkpoint.verify import diff_checkpoints
+from shardspec.errors import CheckpointError, InputFileError, LayoutError
+from shardspec.families.family import NamesOf, family_of
+from shardspec.families.maps import chain_of, refuse
+from shardspec.families.model import Model, model_of
+from shardspec.families.recognise import Recognised, recognise
+from shardspec.input_files import read_input_file
+from shardspec.resharding.patterns import filled
+from shardspec.text import Argument, shown
+
+_MOST_CONFIG_BYTES: Final = 1 << 24
+_OPTIMIZER: Final = re.compile(r"(chained_\d+\.)?optimizer\..*", re.DOTALL)
+"""What Megatron-core calls the state of an optimizer, which is no tensor of the model."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelNames(Naming):
+    """Names of a model's tensors, as `names=` takes them; see `model_names`."""
+
+    config: Mapping[str, object]
+    names: NamesOf
+    home: StoragePath | None
+    """The directory of the config; its files go along into an output directory."""
+    fill_from: catalog.Catalog | None
+
+    def recognised(self, source: catalog.Catalog, choice: Choice) -> Recognised:
+        """Return what the tensors of a checkpoint are called that are wanted."""
+        with _about_input():
+            names = _weights(wanted_names(source, choice))
+            _refuse_quantised(source, names)
+            return recognise(self._model(), names, source.directory)
+
+    def applied(
+        self, source: catalog.Catalog, choice: Choice | None, dropped: Collection[str]
+    ) -> catalog.Catalog:
+        """Return a checkpoint under these names, of which `choice` may leave some behind."""
+        with _about_input():
+            return self._applied(source, choice, dropped)
+
+    def _applied(
+        self, source: catalog.Catalog, choice: Choice | None, dropped: Collection[str]
+    ) -> catalog.Catalog:
+        model, weights = self._model(), _weights(source.names)
+        wanted = {*weights} - {*dropped}
+        extras = source.extras
+        if choice is not None:
+            wanted &= {*wanted_names(source, choice)}
+            extras = {name: value for name, value in extras.items() if choice.wants(name)}
+        _refuse_quantised(source, wanted)
+        # What the user leaves behind counts as there.
+        found = recognise(model, wanted, source.directory, behind={*weights} - wanted)
+        for place in (found.format, self.names):
+            refuse(model, place)
+        if found.absent and self.fill_from is None:
+            side = found.absent[0].side[:1]
+            name = filled(side, next(model.instances(side[0])))[0]
+            rest = len(found.absent) - 1
+            raise LayoutError(
+                f"{source.directory} lacks {shown(name)}{f' and {rest} more' if rest else ''}, "
+                f"which a model of the family {model.family.name!r} has by the config; correct the "
+                "config, or take what is lacking from the original checkpoint with ",
+                Argument("fill_from"),
+            )
+        _check_copies(source, model, found.format, self.names)
+        gone = {name: source.outline(name).shape for name in source.names if name not in wanted}
+        if self.fill_from is None:
+            made = through(source, chain_of(model, found.format, self.names, wanted), gone, extras)
+        else:
+            apart = {tensor.side for tensor in found.absent}
+            there = (tensor for tensor in model.tensors if tensor.side not in apart)
+            maps = chain_of(replace(model, tensors=tuple(there)), found.format, "hf", wanted)
+            made = self._filled(through(source, maps, gone, extras), model, self.fill_from)
+        made.described_in = self.home
+        return made
+
+    def _filled(
+        self, part: catalog.Catalog, model: Model, origin: catalog.Catalog
+    ) -> catalog.Catalog:
+        """Return part of a model with what it lacks, and what the family does not know of."""
+        others = {*origin.names} - {*part.names} - {*part.dropped}
+        expected = model.shapes()
+        lacking = {name: (origin, name) for name in others if name in expected}
+        known = {name: (part, name) for name in part.names} | lacking
+        made = through(Assembled(part, known), chain_of(model, "hf", self.names), {}, part.extras)
+        added = [*lacking]
+        if self.names == "hf":
+            beside = others - lacking.keys() - {tensor.side[0] for tensor in model.copies}
+            every = {name: (made, name) for name in made.names}
+            made = Assembled(part, every | {name: (origin, name) for name in beside})
+            added += beside
+        made.filled = tuple(sorted(added))
+        return made
+
+    def _model(self) -> Model:
+        model = model_of(family_of(self.config), self.config)
+        if not model.whole:
+            raise LayoutError(
+                "the config does not say how many layers there are; give all of the model's "
+                "config.json"
+            )
+        return model
+
+
+def model_names(
+    model: Path | str | Mapping[str, object],
+    names: NamesOf = "hf",
+    *,
+    fill_from: PurePath | str | catalog.Catalog | None = None,
+) -> ModelNames:
+    """Return the names of a model's tensors, for `names=` of what reads and writes checkpoints.
+
+    What a checkpoint is called already is recognised by its names. All that the config says is to
+    be there, is, in shapes that fit it, and nothing else.
+
+    Parameters
+    ----------
+    model
+        A directory with the model's ``config.json``, the file itself, or what is in it.
+    names
+        Which names: ``"hf"``, those of transformers' files; ``"live"``, of its models in memory;
+        ``"megatron"``; ``"torch_dist"``, as Megatron-core saves them, or ``"sharded"``, the same
+        with all layers numbered; ``"fused"``, of engines.
+    fill_from
+        The original checkpoint, from which is taken what training did not have, such as layers
+        that predict further tokens.
+
+    Raises
+    ------
+    CheckpointError, InputFileError
+        If the config cannot be read, or is of a model of which the family is not known.
+
+    Examples
+    --------
+    >>> sizes = {"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4}
+    >>> model_names({"model_type": "qwen3", **sizes}, "megatron").names
+    'megatron'
+    """
+    home = None
+    if isinstance(model, Mapping):
+        config: object = model
+    else:
+        place = Path(model)
+        if place.is_dir():
+            place = place / "config.json"
+        try:
+            config = json.loads(read_input_file(place, _MOST_CONFIG_BYTES))
+        except (ValueError, RecursionError) as error:
+            raise InputFileError(f"{place}: cannot be read: {error}") from None
+        home = storage_path(str(place.parent))
+    if not isinstance(config, dict | Mapping):
+        raise InputFileError(f"{model}: holds no JSON object")
+    with _about_input():
+        family_of(config)
+    origin = None if fill_from is None else as_catalog(fill_from)
+    return ModelNames(dict(config), names, home, origin)
+
+
+@contextmanager
+def _about_input() -> Iterator[None]:
+    """Say that what does not fit is in a checkpoint or a config, not in how this is called."""
+    try:
+        yield
+    except LayoutError as error:
+        raise CheckpointError(*error.parts) from None
+
+
+class Assembled(catalog.Catalog):
+    """Tensors of several checkpoints, each under a name of its own."""
+
+    def __init__(
+        self,
+        source: catalog.Catalog,
+        parts: Mapping[str, tuple[catalog.Catalog, str]],
+    ) -> None:
+        self._parts = parts
+        self._catalogs = tuple({id(one): one for one, _ in parts.values()}.values())
+        files = dict.fromkeys(path for one in self._catalogs for path in one.files)
+        super().__init__(source.format, source.directory, parts.keys(), files, None, source.extras)
+
+    def tensor(self, name: str) -> catalog.StoredTensor:
+        """Return a tensor, as the checkpoint that has it does."""
+        source, old = self._parts[name]
+        return replace(source.tensor(old), name=name)
+
+    def check_unchanged(self) -> None:
+        """Check that no file of any of the checkpoints has changed since it was opened."""
+        for source in self._catalogs:
+            source.check_unchanged()
+
+
+def _weights(names: Iterable[str]) -> list[str]:
+    """Return names without those of an optimizer's state."""
+    return [name for name in names if not _OPTIMIZER.fullmatch(name)]
+
+
+def _refuse_quantised(source: catalog.Catalog, names: Collection[str]) -> None:
+    """Raise LayoutError if codes, or what gives them a meaning, are among the names."""
+    why = quantised_in(source).why
+    for name in sorted(why.keys() & {*names}):
+        raise LayoutError(
+            f"{source.directory}: {shown(name)} is quantised ({why[name]}), and the names of a "
+            "model are for its 16- or 32-bit weights; dequantise it with the tool that wrote it"
+        )
+
+
+def _check_copies(source: catalog.Catalog, model: Model, format: str, target: str) -> None:
+    """Raise CheckpointError if a tensor that only repeats another one says something else."""
+    place = "megatron" if target in ("megatron", "torch_dist", "sharded") else target
+    repeated = [one for one in model.tensors if one.copy_of and one.places.get(place, ()) is None]
+    for tensor in (*model.copies, *repeated):
+        other = model.named(tensor.copy_of)
+        keys = ("file", "live") if format == "hf" else (format,)
+        for key in keys:
+            one, two = tensor.places[key], other.places[key]
+            if one is None or two is None or not {one[0], two[0]} <= {*source.names}:
+                continue
+            if source.origin(one[0]) == source.origin(two[0]):
+                continue
+            pair = (Assembled(source, {two[0]: (source, name)}) for name in (one[0], two[0]))
+            for _ in diff_checkpoints(*pair):
+                raise CheckpointError(
+                    f"{source.directory}: {shown(one[0])} is to repeat {shown(two[0])} by the "
+                    "config, but differs from it; correct the config"
+                )

@@ -1,0 +1,104 @@
+"""Names of files that are not read alone, or not at all, and what helps.
+
+Formats of torch files import this: such a file may be one of several ranks' of another format.
+"""
+
+import re
+from collections.abc import Callable, Iterable
+from typing import Final
+
+DEEPSPEED: Final = "DeepSpeed ZeRO"
+META: Final = "Meta's model parallel"
+META_FILE: Final = re.compile(r"consolidated\.(\d\d)\.pth")
+_ALL_OF_THEM: Final = "name the directory with the files of all of them"
+EXPERTS: Final = "DeepSpeed's mixture of experts"
+PIPELINE: Final = "DeepSpeed's pipeline"
+TENSOR_PARALLEL: Final = "DeepSpeed's tensor parallel"
+PARTS: Final = {
+    DEEPSPEED: (
+        re.compile(r"(?:(?:bf16|fp16)_)?zero_pp_rank_\d+_mp_rank_\d+_(?:model|optim)_states\.pt"),
+        _ALL_OF_THEM,
+    ),
+    EXPERTS: (
+        re.compile(
+            r"(?:layer_\d+_)?expert_\d+_mp_rank_\d+_model_states\.pt"
+            r"|expp_rank_\d+_mp_rank_\d+_optim_states\.pt"
+        ),
+        'put the weights together with python -c "import glob, torch; '
+        "s = torch.load('RUN/mp_rank_00_model_states.pt', weights_only=False)['module']; "
+        "[s.update(torch.load(f)) for f in glob.glob('RUN/*expert_*_model_states.pt')]; "
+        "torch.save(s, 'OUT.pt')\"",
+    ),
+    PIPELINE: (
+        re.compile(r"layer_\d+-model_(?:\d+-model_)?states\.pt"),
+        "load it in a run of as many stages, and save the whole state dict",
+    ),
+    TENSOR_PARALLEL: (
+        re.compile(r"mp_rank_(\d+)_model_states\.pt"),
+        "load it in a run of as many ranks, and save the whole state dict",
+    ),
+    META: (META_FILE, _ALL_OF_THEM),
+}
+"""Formats with a file for each rank: pattern of the files, and what helps. A file whose number is 0
+may be the only one."""
+
+_WHOLE_TENSORS: Final = "load it with the tool that wrote it, and save whole tensors as safetensors"
+_NOT_READ: Final = (
+    (
+        "orbax (OCDBT)",
+        r"_CHECKPOINT_METADATA|manifest\.ocdbt|ocdbt\.process_\d+|_sharding",
+        _WHOLE_TENSORS,
+    ),
+    (
+        "zarr, as Megatron-core had it before torch_dist",
+        r"\.zarray|\.zgroup",
+        "load it with Megatron, and save it as torch_dist",
+    ),
+    ("Flax", r"flax_model.*\.msgpack", _WHOLE_TENSORS),
+    (
+        "TensorFlow",
+        r"tf_model.*\.h5|model\.ckpt.*\.(index|meta)|saved_model\.pb",
+        _WHOLE_TENSORS,
+    ),
+    ("llama.cpp (GGUF)", r".*\.gguf", "name the checkpoint that it was made of"),
+    ("NeMo", r".*\.nemo", "unpack it with tar -xf FILE, and name the directory in it"),
+    (
+        "the optimizer of data parallel ranks, in buckets (Megatron's distrib_optim.pt)",
+        r"distrib_optim\.pt",
+        "name the model beside it, or save optimizers as torch_dist",
+    ),
+)
+"""What is recognised and not read: its name, its files, and what helps."""
+
+
+def not_read(names: Iterable[str]) -> str | None:
+    """Return what a directory with these names, or a file, is that is not read, and what helps."""
+    there = tuple(names)
+    for kind, pattern, remedy in _NOT_READ:
+        if any(re.fullmatch(pattern, name) for name in there):
+            return f"is of {kind}, which is not read; {remedy}"
+    return None
+
+
+def part_of_several(name: str, beside: Callable[[], Iterable[str]]) -> str | None:
+    """Return which of `PARTS` a file is one of, by its name and those beside it."""
+    for kind, (pattern, _) in PARTS.items():
+        match = pattern.fullmatch(name)
+        if match is None:
+            continue
+        if not match.groups():
+            return kind
+        others = list(beside())
+        if kind == TENSOR_PARALLEL:
+            # The parts that are the same on all ranks, beside those that are not.
+            for other in (EXPERTS, PIPELINE):
+                if any(map(PARTS[other][0].fullmatch, others)):
+                    return other
+        if int(match[1]) or sum(pattern.fullmatch(other) is not None for other in others) > 1:
+            return kind
+    return None
+
+
+def part_text(kind: str) -> str:
+    """Return what a file of one of `PARTS` is, for errors."""
+    return f"one of several files of {kind}, which are not read one by one; {PARTS[kind][1]}"

@@ -1,0 +1,375 @@
+"""What a file of `torch.save` holds: the state dict in its pickle, read and written without torch.
+
+Nested dicts are flattened with dots, and lists that hold tensors with dots and numbers, so that
+``{"optim": {"state": [{"step": t}]}}`` has the tensor ``optim.state.0.step``. Two entries with the
+same flat name are refused. Source of the rule: ``flatten_state_dict`` of
+torch/distributed/checkpoint/_nested_dict.py, which DCP applies to what it saves.
+"""
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from hashlib import sha256
+from itertools import islice
+from math import prod
+from typing import Any, Final, NamedTuple
+
+from shardspec.boxes import box_shape
+from shardspec.checkpoint.catalog import (
+    OpaqueValue,
+    ReplicaKey,
+    StoredBox,
+    StoredTensor,
+    is_plain,
+    whole_box,
+)
+from shardspec.checkpoint.state_dict import KeyPath, Place, is_path
+from shardspec.checkpoint.storage.path import StoragePath
+from shardspec.checkpoint.storage.reading import prefetch_map
+from shardspec.checkpoint.targets import Extent, OutputFile, OutputTensor, RawBytes
+from shardspec.checkpoint.torch_files.dtensors import read_torch
+from shardspec.checkpoint.torch_files.unpickler import (
+    Foreign,
+    Global,
+    Names,
+    PickleError,
+    Record,
+    record_class,
+    screen,
+)
+from shardspec.checkpoint.torch_files.values import (
+    Complex,
+    TensorPlace,
+    TorchStorage,
+    TorchTensor,
+    UnreadTensor,
+    row_major,
+    tensor_place,
+)
+from shardspec.checkpoint.torch_files.writer import Archive, pickled
+from shardspec.checkpoint.torch_files.zip_reader import TorchZip, read_torch_zip
+from shardspec.dtypes import item_bytes
+from shardspec.errors import CheckpointError
+from shardspec.layout.layout import Layout, LayoutCell
+
+_MOST_PARTS: Final = 4 << 20
+_MOST_DEPTH: Final = 64
+_MOST_PLAIN_PARTS: Final = 100_000
+_MOST_PLAIN_DEPTH: Final = 100
+_MOST_PLAIN_BYTES: Final = 1 << 20
+"""Larger ones, as of data loaders, would fill the memory; DCP's are copied as they are stored."""
+_MOST_OPAQUE_PARTS: Final = 1 << 17
+
+ARGUMENT_NAMES: Final[Names] = {
+    name: record_class(name)
+    for name in (
+        *("argparse.Namespace", "types.SimpleNamespace"),
+        *("pathlib.Path", "pathlib.PosixPath", "pathlib._local.Path", "pathlib._local.PosixPath"),
+        *("datetime.datetime", "datetime.timedelta", "numpy.ndarray", "numpy.dtype"),
+        *("numpy.core.multiarray._reconstruct", "numpy._core.multiarray._reconstruct"),
+        *("numpy.core.multiarray.scalar", "numpy._core.multiarray.scalar"),
+    )
+}
+"""What trainers save beside tensors: arguments, paths, times, numpy's random state. None of it is
+made; records stand for it."""
+
+
+class StateTensor(NamedTuple):
+    """What a file holds of a tensor, and where its bytes are."""
+
+    local: TorchTensor
+    place: TensorPlace
+
+
+class TorchState(NamedTuple):
+    """What one file holds."""
+
+    path: StoragePath
+    tensors: Mapping[str, StateTensor]
+    extras: Mapping[str, object]  # everything else, as the pickle has it
+    paths: Mapping[str, KeyPath]  # the keys of those names that are not keys themselves
+    archive: TorchZip
+
+
+class Contents(NamedTuple):
+    """What a pickle describes, by flat names."""
+
+    tensors: dict[str, TorchTensor]
+    others: dict[str, object]
+    paths: dict[str, KeyPath]
+    """The keys of those names that are not keys themselves."""
+
+
+def read_torch_states(paths: Sequence[StoragePath], more: Names | None = None) -> list[TorchState]:
+    """Read what describes the states in files of `torch.save`; not their data.
+
+    `more` are names that may be in them beyond those of tensors and `ARGUMENT_NAMES`.
+    """
+
+    def look(path: StoragePath) -> TorchState:
+        with path.open() as file:
+            found = read_torch_zip(file)
+            held = read_contents(found, found.pickle(file), more)
+            tensors = {
+                name: StateTensor(tensor, tensor_place(tensor, file, found))
+                for name, tensor in held.tensors.items()
+            }
+        return TorchState(path, tensors, held.others, held.paths, found)
+
+    with prefetch_map(paths, look, paths[0].files_ahead()) as states:
+        return list(states)
+
+
+def read_contents(
+    found: TorchZip,
+    data: bytes,
+    more: Names | None = None,
+    rank: int | None = None,
+    screened: Callable[[bytes], None] = screen,
+) -> Contents:
+    """Return the tensors that a pickle describes, and other entries, by flat names."""
+    value = read_torch(found, data, {**ARGUMENT_NAMES, **(more or {})}, rank, screened)
+    if not isinstance(value, dict):
+        raise CheckpointError(
+            f"{found.path}: holds {_kind_of(value)}, not a dict of tensors; save a state dict"
+        )
+    return flat_contents(value, (), found.path)
+
+
+def _kind_of(value: object) -> str:
+    if isinstance(value, TorchTensor | UnreadTensor):
+        return "a tensor"
+    name = type(value).__name__
+    return f"an {name}" if name[0] in "aeiou" else f"a {name}"
+
+
+def flat_contents(value: object, at: KeyPath, path: StoragePath) -> Contents:
+    """Return the tensors and other entries of a value that is found by the keys `at`."""
+    contents = Contents({}, {}, {})
+    tensors, others, paths = contents
+    seen: set[str] = set()
+    for keys, part in _leaves(at, value, len(at), iter(range(_MOST_PARTS)), path):
+        name = ".".join(str(key[0]) if isinstance(key, Place) else str(key) for key in keys)
+        if name in tensors or name in others:
+            raise PickleError(
+                f"{path}: two entries have the name {name!r} once their dicts are joined "
+                "with dots; rename one of them and save again"
+            )
+        if keys != (name,) and is_path(keys):
+            paths[name] = keys
+        if not isinstance(part, TorchTensor):
+            others[name] = part
+            continue
+        if part.is_part:
+            if part.storage.key in seen:
+                part = part._replace(digested=False)
+            seen.add(part.storage.key)
+        tensors[name] = part
+    return contents
+
+
+def _leaves(
+    at: tuple[Any, ...], value: object, depth: int, left: Iterator[int], path: StoragePath
+) -> Iterator[tuple[tuple[Any, ...], object]]:
+    """Yield the parts of nested dicts, and of lists that hold tensors, with their keys.
+
+    `left` bounds how many are visited.
+    """
+    _visit(depth, left, path)
+    parts: Iterable[tuple[object, object]]
+    if isinstance(value, dict) and (value or not depth):
+        parts = value.items()
+    elif isinstance(value, list | tuple) and _holds_tensors(value, depth, left, path):
+        parts = ((Place((place,)), part) for place, part in enumerate(value))
+    else:
+        yield at, value
+        return
+    for key, part in parts:
+        if isinstance(part, TorchTensor):
+            _visit(depth + 1, left, path)
+            yield (*at, key), part
+        else:
+            yield from _leaves((*at, key), part, depth + 1, left, path)
+
+
+def _holds_tensors(value: object, depth: int, left: Iterator[int], path: StoragePath) -> bool:
+    _visit(depth, left, path)
+    if isinstance(value, TorchTensor | UnreadTensor):
+        return True
+    parts = value if isinstance(value, (list, tuple)) else ()
+    if isinstance(value, dict):
+        parts = tuple(value.values())
+    return any(_holds_tensors(part, depth + 1, left, path) for part in parts)
+
+
+def _visit(depth: int, left: Iterator[int], path: StoragePath) -> None:
+    if depth > _MOST_DEPTH or next(left, None) is None:
+        raise PickleError(
+            f"{path}: its dicts nest more than {_MOST_DEPTH} deep or repeat themselves without "
+            "end; save a plain state dict"
+        )
+
+
+def plain_value(value: object, found: TorchZip | None = None) -> object:
+    """Return a value as None, numbers, texts, bytes, lists, tuples, dicts, and `OpaqueValue`s.
+
+    `found` is the zip whose pickle it was read of; by that, tensors in objects are compared.
+    """
+    parts = iter(range(_MOST_OPAQUE_PARTS))
+    try:
+        return _plain(value, _MOST_PLAIN_DEPTH, iter(range(_MOST_PLAIN_PARTS)), parts, found)
+    except OverflowError:
+        text = f"a {type(value).__name__} of many or deeply nested parts"
+        return _opaque(text, value, iter(range(_MOST_OPAQUE_PARTS)), found)
+
+
+def _plain(
+    value: object,
+    depth: int,
+    left: Iterator[int],
+    of_opaque: Iterator[int],
+    found: TorchZip | None,
+) -> object:
+    match value:
+        case TorchTensor():
+            text = f"tensor of shape {list(value.global_shape)}"
+        case UnreadTensor():
+            text = value.why
+        case Foreign():
+            text = f"{value}, not read and not run"
+        case Global() | Record() | Complex():
+            text = str(value)
+        case bytes() if len(value) > _MOST_PLAIN_BYTES:
+            text = f"{len(value)} bytes"
+        case None | bool() | int() | float() | str() | bytes():
+            return value
+        case list() | tuple() | dict():
+            if depth < 0 or len(list(islice(left, len(value)))) < len(value):
+                raise OverflowError
+
+            def each(parts: Iterable[object]) -> list[object]:
+                return [_plain(part, depth - 1, left, of_opaque, found) for part in parts]
+
+            if not isinstance(value, dict):
+                return each(value) if isinstance(value, list) else tuple(each(value))
+            keys = each(value)
+            if all(map(is_plain, keys)):
+                return dict(zip(keys, each(value.values()), strict=True))
+            text = f"a dict with keys such as {keys[0]}"
+        case _:
+            text = type(value).__name__
+    return _opaque(text, value, of_opaque, found)
+
+
+def _opaque(text: str, value: object, left: Iterator[int], found: TorchZip | None) -> OpaqueValue:
+    """Return what stands for a value, with a digest of all its parts in a fixed order.
+
+    `left` bounds how many are visited: a value may have itself as a part.
+    """
+    digest, tensors, exact, todo = sha256(), False, True, [value]
+    while todo:
+        part = todo.pop()
+        inner: Collection[object] = ()
+        shown: object = ""
+        match part:
+            case TorchTensor() | TorchStorage():
+                tensors = True
+                storage = part if isinstance(part, TorchStorage) else part.storage
+                crc = found and found.record(f"data/{storage.key}").crc32
+                exact &= crc is not None
+                looks = (*part[:4], part.placed) if isinstance(part, TorchTensor) else ()
+                shown = storage.dtype, storage.size, looks, crc
+            case UnreadTensor():
+                tensors = True
+                where = part.storage and found and found.record(f"data/{part.storage[0]}").crc32
+                exact &= part.storage is None or where is not None
+                shown = part.storage and part.storage[1], part.looks, where
+            case Global():
+                shown = part.path
+            case Foreign():
+                shown, inner = type(part).path, part.parts
+            case Record():
+                shown, inner = type(part).path, (part.args, part.state)
+            case dict():
+                inner = [*part, *part.values()]
+            case list() | tuple():
+                inner = part
+            case None | bool() | int() | float() | str() | bytes():
+                shown = part
+            case _:
+                exact = False
+        line = f"{type(part).__name__} {len(inner)} {shown!r}\n"
+        digest.update(line.encode("utf-8", "surrogatepass"))
+        if len(list(islice(left, len(inner)))) < len(inner):
+            return OpaqueValue(text, None, tensors=True)
+        todo.extend(inner)
+    return OpaqueValue(text, digest.hexdigest() if exact else None, tensors)
+
+
+def whole_tensor(name: str, path: StoragePath, found: StateTensor, rank: int = 0) -> StoredTensor:
+    """Return a tensor that is whole in one file, that of a rank."""
+    shape = found.local.shape
+    boxes = () if 0 in shape else (StoredBox(whole_box(shape), (), rank, path, *found.place),)
+    return StoredTensor(name, shape, found.local.dtype, None, (), boxes)
+
+
+def part_of(
+    layout: Layout, rank: int, part: ReplicaKey, path: StoragePath, local: TensorPlace
+) -> StoredBox:
+    """Return one of the boxes of a rank, whose shard is at `local`."""
+    box, addend = part
+    offset, digest, strides = local
+    if not layout.spec.is_plain:
+        shape, item = layout.local_shape(rank), item_bytes(layout.dtype)
+        steps = strides or tuple(item * prod(shape[dim + 1 :]) for dim in range(len(shape)))
+        index = LayoutCell(layout, box).index(rank)
+        offset += sum(side.start * step for side, step in zip(index, steps, strict=True))
+        in_order = row_major(box_shape(box), tuple(step // item for step in steps))
+        strides = None if in_order else steps
+    return StoredBox(box, addend, rank, path, offset, digest, strides)
+
+
+def of_two_saves(
+    path: StoragePath, what: str, said: object, other: StoragePath | str, due: object
+) -> CheckpointError:
+    """Return the error that one file says something else than another, or than others together."""
+    return CheckpointError(
+        f"{path}: {what} is {said!s:.60}, but {due!s:.60} in {other}; the files are not of one "
+        "save, restore those of one"
+    )
+
+
+def check_same_names(held: Iterable[tuple[StoragePath, Mapping[str, object]]]) -> None:
+    """Check that the files of all ranks hold tensors of the same names."""
+    (first_path, first), *others = held
+    for path, tensors in others:
+        odd = min(first.keys() ^ tensors.keys(), default=None)
+        if odd is not None:
+            lacks, has = (path, first_path) if odd in first else (first_path, path)
+            raise CheckpointError(
+                f"{lacks}: lacks tensor {odd!r}, which {has} holds; the files are not of one save"
+            )
+
+
+def check_no_copies(states: Iterable[TorchState]) -> None:
+    """Refuse a rank's file that is that of another, by the digests of torch's zips."""
+    seen: dict[frozenset[tuple[str, int]], StoragePath] = {}
+    for state in states:
+        digests = [(name, found.place.digest) for name, found in state.tensors.items()]
+        key = frozenset((name, digest.crc32) for name, digest in digests if digest is not None)
+        other = seen.setdefault(key, state.path)
+        if other != state.path and len(key) == len(state.tensors):
+            raise CheckpointError(
+                f"{state.path}: holds just what {other} does; one is a copy of the other, restore "
+                "it"
+            )
+
+
+def state_file(name: str, value: object, tensors: Sequence[OutputTensor] = ()) -> OutputFile:
+    """Return the file of a value; the storages that it names ``0``, ``1``, ... are tensors'."""
+    sizes = ((str(number), tensor.num_bytes) for number, tensor in enumerate(tensors))
+    archive = Archive(pickled(value), sizes)
+    extents = tuple(
+        Extent(tensor, whole_box(tensor.shape), place)
+        for tensor, place in zip(tensors, archive.places, strict=True)
+    )
+    raw, trailer = RawBytes(0, archive.head), archive.late if tensors else None
+    return OutputFile(name, archive.num_bytes, (raw,), extents, trailer)

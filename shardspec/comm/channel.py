@@ -1,0 +1,143 @@
+"""What the conversions of a thread go through: notes, by sockets of the host or by messages."""
+
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+
+from shardspec.comm.agreement import NOTE_BYTES, ORDER_RULE, Connection, Note, ranks_text
+from shardspec.comm.transports.messages import cause_of, failed_with, start_messages
+from shardspec.errors import CommunicatorError
+from shardspec.mesh.job import current_job
+
+
+def _unanswered(
+    mine: Note, peers: Iterable[int], silent: Iterable[int], why: str
+) -> CommunicatorError:
+    """Return the error that some of the peers did not answer a note."""
+    if mine.kind != "conversion":
+        return failed_with("gathering a value of every rank", peers, why)
+    return CommunicatorError(
+        f"{ranks_text(silent)} did not say what to convert: {why}; rank {dist.get_rank()} {mine}; "
+        f"{ORDER_RULE}"
+    )
+
+
+def _timeout_s() -> float:
+    """Return the timeout of the job's group for tensors on the CPU; 0 where there is none."""
+    group = current_job().gloo or dist.group.WORLD
+    if group is None or "gloo" not in dist.get_backend_config(group):
+        return 0.0
+    seconds: float = group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
+    return seconds
+
+
+@dataclass(slots=True, eq=False)
+class Channel:
+    """What the conversions of one thread go through, apart from those of other threads.
+
+    The main threads of all ranks have one channel for all meshes, so that ranks which use two
+    meshes in different orders are noticed. Any other thread has the channel of its meshes. All
+    that is sent in a conversion goes through its channel.
+    """
+
+    tag: int
+    """Of notes, an even number; the next one is that of steps."""
+    group: dist.ProcessGroup | None = field(default_factory=lambda: current_job().gloo)
+    """Carries notes; None is the default group."""
+    timeout_s: float = field(default_factory=_timeout_s)
+    """How long connections wait; 0 where messages are tensors on the accelerator."""
+    connections: dict[int, Connection] = field(default_factory=dict)
+    """To processes of this host, by rank."""
+    connected: set[int] = field(default_factory=set)
+    """Checksums of ranks that are all connected to each other."""
+    numbers: Counter[int] = field(default_factory=Counter)
+    """How many notes have been exchanged, by the checksum of the ranks."""
+    busy: threading.RLock = field(default_factory=threading.RLock)
+    """Held while a thread is in the channel."""
+    depth: int = 0
+    """How often that thread has entered it."""
+    refused: deque[tuple[Note, Sequence[int]]] = field(default_factory=deque)
+    """What others still have to be told of threads that came meanwhile."""
+    passed_over: Counter[tuple[int, bool]] = field(default_factory=Counter)
+    """Notes that will come from a peer, by a connection or not, for calls that failed here."""
+    leaving: list[tuple[torch.Tensor, list[dist.Work]]] = field(default_factory=list)
+    """Notes on their way that nobody waits for."""
+
+    def exchange(self, mine: Note, peers: Sequence[int]) -> dict[int, Note]:
+        """Exchange notes with some ranks, all of which call this at once."""
+        self.numbers[mine.ids] += 1
+        if mine.ids not in self.connected:
+            lengths = dict.fromkeys(peers, NOTE_BYTES)
+            found = self.exchange_bytes(mine, mine.pack().ljust(NOTE_BYTES), lengths)
+            return {peer: Note.unpack(data) for peer, data in found.items()}
+        notes: dict[int, Note] = {}
+        silent: dict[int, str] = {}
+        deadline = time.monotonic() + self.timeout_s
+        for peer in peers:
+            self.connections[peer].send(mine)
+        for peer in peers:
+            try:
+                for _ in range(1 + self.passed_over.pop((peer, True), 0)):
+                    # Once one is missing, the others are not waited for.
+                    note = self.connections[peer].receive(0.0 if silent else deadline)
+                notes[peer] = note
+            except CommunicatorError as error:
+                silent[peer] = str(error)
+            except BaseException:
+                self.close()
+                raise
+        if silent:
+            self.close()
+            raise _unanswered(mine, peers, silent, next(iter(silent.values())))
+        return notes
+
+    def exchange_bytes(
+        self, mine: Note, content: bytes, lengths: Mapping[int, int]
+    ) -> dict[int, bytes]:
+        """Send bytes that belong to a note to some ranks, and return so many of each."""
+        sent = self._tensor(content)
+        over = [
+            (peer, sent.new_empty(NOTE_BYTES))
+            for peer in lengths
+            for _ in range(self.passed_over.pop((peer, False), 0))
+        ]
+        received = {peer: sent.new_zeros(length) for peer, length in lengths.items()}
+        sends = [(peer, sent[: len(content)]) for peer in lengths]
+        try:
+            for work in start_messages(sends, [*over, *received.items()], self.tag, self.group):
+                work.wait()
+        except RuntimeError as error:
+            silent = [peer for peer, data in received.items() if not data.any()] or lengths
+            raise _unanswered(mine, lengths, silent, cause_of(error)) from error
+        return {peer: data.cpu().numpy().tobytes() for peer, data in received.items()}
+
+    def fail(self, mine: Note, peers: Sequence[int]) -> None:
+        """Tell some ranks that this one has failed where they say what they do; wait for none."""
+        if not self.timeout_s:  # NCCL sends and receives together
+            self.exchange(mine, peers)
+            return
+        self.numbers[mine.ids] += 1
+        by_connection = mine.ids in self.connected
+        self.passed_over.update((peer, by_connection) for peer in peers)
+        if by_connection:
+            for peer in peers:
+                self.connections[peer].send(mine)
+            return
+        sent = self._tensor(mine.pack().ljust(NOTE_BYTES))
+        self.leaving.append(
+            (sent, start_messages([(p, sent) for p in peers], [], self.tag, self.group))
+        )
+
+    def _tensor(self, content: bytes) -> torch.Tensor:
+        sent = torch.frombuffer(bytearray(content or b" "), dtype=torch.uint8)
+        return sent.to("cpu" if self.timeout_s else "cuda")
+
+    def close(self) -> None:
+        """Close all connections, so that no rank waits for this one."""
+        for connection in self.connections.values():
+            connection.close()

@@ -1,0 +1,1 @@
+"""How bytes travel between the processes of a job: a module a way, behind one protocol."""

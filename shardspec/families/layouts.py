@@ -1,0 +1,401 @@
+"""How trainers and engines shard a model: the layout of each tensor, from its family's rows."""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from math import gcd, prod
+from pathlib import Path
+from typing import Final, NamedTuple
+
+from shardspec.comm.steps import ReduceOp
+from shardspec.dtypes import keeps_dtype
+from shardspec.errors import InputFileError, LayoutError
+from shardspec.families.family import NamesOf, family_of, text_config
+from shardspec.families.model import model_of
+from shardspec.families.plans import TensorPlan, plan_specs
+from shardspec.input_files import read_input_file
+from shardspec.layout.layout import Layout
+from shardspec.layout.spec import DimSpec, Part, ShardingSpec
+from shardspec.mesh.device_mesh import Axis, DeviceMesh
+from shardspec.resharding.patterns import Side, filled, placeholders
+from shardspec.resharding.sizes import known_sizes
+from shardspec.resharding.views import factors_of, parse_view
+from shardspec.text import shown
+
+_KEYS: Final = {
+    "hf-tp": {"tp", "dp"},
+    "fsdp": {"fsdp", "dp"},
+    "megatron": {"tp", "ep", "etp", "pp", "dp", "layers", "spec"},
+    "vllm": {"tp", "ep", "dp"},
+}
+_FORMS: Final = "hf-tp:N, fsdp:N, megatron:tp=,ep=,etp=,pp= and vllm:tp=,ep="
+_PLACES: Final[Mapping[str, NamesOf]] = {
+    "hf-tp": "live",
+    "fsdp": "live",
+    "megatron": "sharded",
+    "vllm": "fused",
+}
+_DATA_AXES: Final = {"dp", "ddp", "data", "replicate", "dp_replicate"}
+_ROUND_UP: Final = 64
+"""Engines pad a vocabulary to a multiple of so many rows."""
+_MOST_BYTES: Final = 1 << 24
+
+
+class ParsedLayout(NamedTuple):
+    """What the text of a layout says."""
+
+    kind: str
+    sizes: Mapping[str, int]
+    layers: tuple[int, ...]
+    """How many layers each stage has, where that is stated."""
+    local: bool
+    """Whether Megatron-core's own layers are meant, not those of Transformer Engine."""
+
+    @property
+    def place(self) -> NamesOf:
+        """The names that its tensors have."""
+        return _PLACES[self.kind]
+
+
+class _Target(NamedTuple):
+    """A tensor of a place, or one of each layer."""
+
+    name: str
+    view: str
+    rows: tuple[tuple[Side, str], ...]
+    """What it is made of: sides, and how each is sharded."""
+
+
+def parse_layout(text: str) -> ParsedLayout:
+    """Read the text of a layout.
+
+    Raises
+    ------
+    LayoutError
+        If it is none.
+
+    Examples
+    --------
+    >>> parse_layout("megatron:tp=2,ep=4").sizes
+    {'tp': 2, 'ep': 4}
+    """
+    kind, _, rest = text.partition(":")
+    if kind not in _KEYS:
+        raise LayoutError(f"there is no layout {shown(text)}; give one of {_FORMS}")
+    alone = "fsdp" if kind == "fsdp" else "tp"
+    sizes: dict[str, int] = {}
+    layers: tuple[int, ...] = ()
+    local = False
+    for word in rest.split(","):
+        key, equals, value = word.strip().partition("=")
+        key, value = (key, value) if equals else (alone, key)
+        if key not in _KEYS[kind] or key in sizes:
+            known = ", ".join(sorted(_KEYS[kind]))
+            raise LayoutError(f"layout {shown(text)}: {shown(word)} is not once one of {known}")
+        if key == "spec" and value in ("local", "te"):
+            local = value == "local"
+        elif key == "layers" and all(map(str.isdecimal, value.split("+"))):
+            layers = tuple(map(int, value.split("+")))
+        elif value.isdecimal() and 0 < int(value) < 2**20:
+            sizes[key] = int(value)
+        else:
+            raise LayoutError(f"layout {shown(text)}: {shown(word)} is not a number from 1 on")
+    return ParsedLayout(kind, sizes, layers, local)
+
+
+def model_layouts(
+    config: Mapping[str, object] | Path | str,
+    layout: str,
+    *,
+    device_mesh: DeviceMesh | None = None,
+    dtype: object = "bfloat16",
+) -> dict[str, Layout]:
+    """Return how each tensor of a model is sharded by a trainer or an engine.
+
+    Parameters
+    ----------
+    config
+        The model's config, or the path of its ``config.json``.
+    layout
+        ``"hf-tp:N"``, tensor parallel as the installed transformers plans it; ``"fsdp:N"``;
+        ``"megatron:tp=2,ep=4,etp=1,pp=2"``; ``"vllm:tp=8,ep=8"``. Data parallel replicas are
+        ``dp=``, or the axis of that name of the mesh. Stages of unequal length are
+        ``layers=16+15``; ``spec=local`` stands for Megatron-core's own layers.
+    device_mesh
+        The devices, in the order of ranks; by default those from 0 on.
+    dtype
+        Of all tensors but the biases of routers, which are float32.
+
+    Returns
+    -------
+    dict
+        Name to layout: as models of transformers have them in memory, as Megatron-core saves them
+        with numbered layers, or as vLLM does.
+
+    Raises
+    ------
+    LayoutError
+        If the sizes of the model do not divide as the layout needs it.
+
+    Examples
+    --------
+    >>> sizes = {"hidden_size": 8, "num_attention_heads": 4, "intermediate_size": 12}
+    >>> config = {"model_type": "llama", "vocab_size": 32, "num_hidden_layers": 1, **sizes}
+    >>> layouts = model_layouts(config, "vllm:tp=2")
+    >>> print(layouts["model.layers.0.self_attn.qkv_proj.weight"].labelled_spec)
+    [S(tp){8,8,8},R]
+    """
+    if not isinstance(config, Mapping):
+        config = _read(Path(config))
+    parsed = parse_layout(layout)
+    return _Sharded(config, parsed, device_mesh, dtype).layouts()
+
+
+def padded_config(config: Mapping[str, object], parsed: ParsedLayout) -> dict[str, object]:
+    """Return a config that says how far a layout pads the vocabulary."""
+    found, vocab = {**config}, text_config(config).get("vocab_size")
+    if parsed.kind == "vllm" and isinstance(vocab, int):
+        found.setdefault("padded_vocab", -(-vocab // _ROUND_UP) * _ROUND_UP)
+    return found
+
+
+def _read(place: Path) -> dict[str, object]:
+    place = place / "config.json" if place.is_dir() else place
+    try:
+        config = json.loads(read_input_file(place, _MOST_BYTES))
+    except (ValueError, RecursionError) as error:
+        raise InputFileError(f"{place}: cannot be read: {error}") from None
+    if not isinstance(config, dict):
+        raise InputFileError(f"{place}: holds no JSON object")
+    return config
+
+
+class _Sharded:
+    """A model under one layout."""
+
+    def __init__(
+        self,
+        config: Mapping[str, object],
+        parsed: ParsedLayout,
+        device_mesh: DeviceMesh | None,
+        dtype: object,
+    ) -> None:
+        self._parsed, self._dtype = parsed, dtype
+        self._config = padded_config(config, parsed)
+        self._model = model_of(family_of(config), self._config)
+        if not self._model.whole:
+            raise LayoutError("the config says too little; give all of the model's config.json")
+        self._known = known_sizes(self._model.sizes)
+        sizes = parsed.sizes
+        self._tp, self._pp = sizes.get("tp", sizes.get("fsdp", 1)), sizes.get("pp", 1)
+        self._ep = sizes.get("ep", 1)
+        self._etp = sizes.get("etp", self._tp)
+        self._dp = self._replicas(device_mesh)
+        count = self._tp * self._pp * self._dp
+        ids = range(count) if device_mesh is None else device_mesh.ids
+        if len(ids) != count:
+            raise LayoutError(
+                f"the layout is for {count} devices, the mesh has {len(ids)}; give dp=, or another "
+                "mesh"
+            )
+        self._ids = list(ids)
+
+    def _replicas(self, mesh: DeviceMesh | None) -> int:
+        """Return how many data parallel replicas there are."""
+        kind, dp = self._parsed.kind, self._parsed.sizes.get("dp")
+        if dp is None and mesh is not None:
+            axes = dict(zip(mesh.axis_names or (), mesh.shape, strict=False))
+            of_mesh = prod(size for name, size in axes.items() if str(name) in _DATA_AXES)
+            if of_mesh * self._tp * self._pp == len(mesh.ids):
+                dp = of_mesh
+        if kind == "vllm":
+            dp = dp or max(1, self._ep // self._tp)
+            if self._ep not in (1, self._tp * dp):
+                raise LayoutError(
+                    f"experts are over all {self._tp * dp} ranks (tp × dp) or over none, not over "
+                    f"ep={self._ep}; leave out ep, or give dp="
+                )
+        elif kind == "megatron":
+            group = self._etp * self._ep
+            dp = dp or group // gcd(group, self._tp)
+            if self._tp * dp % group:
+                raise LayoutError(
+                    f"etp={self._etp} × ep={self._ep} ranks do not divide tp={self._tp} × dp={dp}; "
+                    "give another dp="
+                )
+        return dp or 1
+
+    def layouts(self) -> dict[str, Layout]:
+        """Return name to layout."""
+        kind = self._parsed.kind
+        plan: TensorPlan | None = None
+        if kind == "hf-tp":
+            head = self._known.get("qk", self._known.get("d", 0))
+            plan = plan_specs(text_config(self._config), self._tp, head)
+        found = {}
+        for target in self._targets():
+            dims = parse_view(target.view)
+            shape = tuple(prod(self._known[one] for one in factors) for factors in dims)
+            spec: ShardingSpec | None = None
+            if kind == "fsdp":
+                spec = ShardingSpec(len(shape), {0: DimSpec(("dp",))} if shape else {})
+            elif kind != "hf-tp":
+                spec = self._spec(target, dims, shape)
+            for numbers in self._model.instances(target.name):
+                name = filled((target.name,), numbers)[0]
+                layer = next(iter(numbers.values()), None)
+                if plan is not None:
+                    spec = plan.spec(name, len(shape), shape)
+                assert spec is not None, "every kind has its rule"
+                mesh = self._mesh(target, layer, experts=self._is_expert(target, dims))
+                dtype = "float32" if keeps_dtype(name) else self._dtype
+                found[name] = Layout(mesh, spec, shape, dtype)
+        return found
+
+    def _targets(self) -> Iterator[_Target]:
+        """Yield the tensors of the place that the layout is about."""
+        place = self._parsed.place
+        views: dict[str, str] = {}
+        rows: dict[str, list[tuple[Side, str]]] = {}
+        for tensor in self._model.tensors:
+            side = tensor.places["megatron" if place == "sharded" else place]
+            if place == "sharded" and "megatron" in self._model.family.refused:
+                raise LayoutError(self._model.family.refused["megatron"])
+            if side is None:
+                continue
+            name, view, *slices = side
+            if place == "sharded" and ".local_experts.{e}." in name:
+                name, view = name.replace(".local_experts.{e}.", ".experts."), f"e {view}"
+            slices = [one for one in slices if "{e}" not in one]
+            cut = tensor.cut.get("fused" if place == "fused" else "megatron", "replicated")
+            if cut == "vocab" and place != "live":
+                view = view.replace("v", "padded_vocab", 1)
+            views.setdefault(name, view)
+            rows.setdefault(name, []).append(((name, view, *slices), cut))
+        for name, view in views.items():
+            yield _Target(name, view, tuple(rows[name]))
+
+    def _is_expert(self, target: _Target, dims: Sequence[Sequence[str]]) -> bool:
+        return tuple(dims[0]) == ("e",) and target.rows[0][1] in ("columns", "rows", "summed")
+
+    def _spec(
+        self, target: _Target, dims: Sequence[Sequence[str]], shape: tuple[int, ...]
+    ) -> ShardingSpec:
+        """Return how a tensor is cut in Megatron-core or vLLM."""
+        cut, count = target.rows[0][1], len(shape)
+        expert, vllm = self._is_expert(target, dims), self._parsed.kind == "vllm"
+        axes: tuple[str, ...] = ("tp",)
+        size = self._tp
+        cuts: dict[int, DimSpec] = {}
+        if expert:
+            if self._ep > 1:
+                self._divides("experts", shape[0], self._ep, "ep")
+                cuts[0] = DimSpec(("dp", "tp") if vllm else ("ep",))
+                if vllm:
+                    return ShardingSpec(count, cuts)
+            axes, size = (("dp", "tp"), self._tp * self._dp) if vllm else (("etp",), self._etp)
+            if cut == "summed" and not vllm and size > 1:
+                raise LayoutError(
+                    f"{target.name!r}: biases of experts are not sharded by Megatron-core; give "
+                    f"etp=1, not {size}"
+                )
+        if cut == "summed" and vllm and size > 1:
+            pending: dict[Axis, ReduceOp] = dict.fromkeys(axes, "sum")
+            return ShardingSpec(count, cuts, partial=pending)
+        local = cut == "latent" and self._parsed.local
+        if cut in ("replicated", "summed") or (cut == "latent" and not local) or size == 1:
+            return ShardingSpec(count, cuts)
+        dim = count - 1 if cut == "rows" else int(expert)
+        cuts[dim] = DimSpec(axes, self._parts(target, dim, dims, shape, size))
+        return ShardingSpec(count, cuts)
+
+    def _parts(
+        self,
+        target: _Target,
+        dim: int,
+        dims: Sequence[Sequence[str]],
+        shape: tuple[int, ...],
+        size: int,
+    ) -> tuple[Part, ...]:
+        """Return the pieces of a dim that are cut alone; none if it is one piece."""
+        first, *rest = dims[dim]
+        width = prod(self._known[one] for one in rest)
+        by = "etp" if self._parsed.kind == "megatron" and size == self._etp != self._tp else "tp"
+        if {"heads", "kv-heads"} & {cut for _, cut in target.rows}:
+            heads = self._known.get("n", self._known.get("num_attention_heads", 0))
+            self._divides("heads", heads, size, by)
+            groups = self._known.get("g", heads)
+            if groups % size and size % groups:
+                raise LayoutError(
+                    f"{groups} key-value heads neither divide nor are divided by {by}={size}; "
+                    "choose another number of ranks"
+                )
+        else:
+            groups = size
+        pieces: dict[int, tuple[int, str]] = {}
+        for side, cut in target.rows:
+            factor = factors_of(side[1:], shape, self._known)[1][first]
+            if first in ("two", "three"):
+                each = range(factor.start, factor.start + factor.length)
+                pieces |= dict.fromkeys(each, (width, cut))
+            else:
+                pieces[factor.start] = (factor.length * width, cut)
+        if len(pieces) == 1:
+            self._divides(f"rows of {target.name!r}", shape[dim], size, by)
+            return ()
+        if self._model.family.name == "gpt-oss" and size > groups:
+            raise LayoutError(
+                f"vLLM does not copy the {groups} key-value heads of gpt-oss to {size}"
+            )
+        parts = []
+        for _, (length, cut) in sorted(pieces.items()):
+            shares = groups if cut == "kv-heads" and size > groups else 0
+            if not shares:
+                self._divides(f"rows of {target.name!r}", length, size, by)
+            parts.append(Part(length, shares))
+        return tuple(parts)
+
+    def _divides(self, what: str, size: int, ranks: int, axis: str) -> None:
+        if size % ranks:
+            raise LayoutError(
+                f"{size} {what} do not divide by {axis}={ranks}; choose another number of ranks"
+                + (", or state a padded_vocab in the config" if "embed" in what else "")
+            )
+
+    def _mesh(self, target: _Target, layer: int | None, *, experts: bool) -> DeviceMesh:
+        """Return the devices that hold a tensor."""
+        if self._parsed.kind == "fsdp":
+            return DeviceMesh(self._ids, (self._dp, self._tp), axis_names=("replicate", "dp"))
+        if self._parsed.kind != "megatron":
+            return DeviceMesh(self._ids, (self._dp, self._tp), axis_names=("dp", "tp"))
+        each = self._dp * self._tp
+        stages = [self._ids[at : at + each] for at in range(0, len(self._ids), each)]
+        chosen = [stages[self._stage(target, layer)]]
+        embedding = "embedding." in target.name
+        twice = embedding and self._pp > 1 and (self._model.copies or self._known.get("mtp_layers"))
+        if twice:
+            chosen.append(stages[-1])
+        ids = [device for stage in chosen for device in stage]
+        if experts:
+            group = self._etp * self._ep
+            shape = (each // group, self._ep, self._etp)
+            return DeviceMesh(ids, shape, axis_names=("edp", "ep", "etp"))
+        if twice:
+            return DeviceMesh(ids, (2, self._dp, self._tp), axis_names=("pp", "dp", "tp"))
+        return DeviceMesh(ids, (self._dp, self._tp), axis_names=("dp", "tp"))
+
+    def _stage(self, target: _Target, layer: int | None) -> int:
+        count = self._known["{i}"]
+        layers = self._parsed.layers or (count // self._pp,) * self._pp
+        if sum(layers) != count or len(layers) != self._pp:
+            raise LayoutError(
+                f"{count} layers do not lie in pp={self._pp} stages"
+                + (f" of {', '.join(map(str, layers))}" if self._parsed.layers else "")
+                + "; give those of each stage, as layers=16+15"
+            )
+        if layer is None or not placeholders(target.name):
+            return 0 if target.name.startswith("embedding.") else self._pp - 1
+        stage = 0
+        while layer >= layers[stage]:
+            layer -= layers[stage]
+            stage += 1
+        return stage

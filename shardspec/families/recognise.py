@@ -1,0 +1,98 @@
+"""What the tensors of a checkpoint are called, by a model's family, and which are strange."""
+
+from collections.abc import Collection, Iterator
+from typing import Final, NamedTuple
+
+from shardspec.errors import LayoutError
+from shardspec.families.family import family_names, rows_in, shipped_family
+from shardspec.families.maps import spellings
+from shardspec.families.model import Model, Tensor
+from shardspec.resharding.patterns import bindings, form_of, names_by_form
+from shardspec.text import Argument, shown
+
+_CALLED: Final = {
+    "hf": "transformers",
+    "megatron": "Megatron-core",
+    "fused": "engines with fused matrices",
+}
+_SHOWN: Final = 3
+
+
+class Recognised(NamedTuple):
+    """The names of a source."""
+
+    format: str
+    """``hf``, ``megatron`` or ``fused``."""
+    absent: tuple[Tensor, ...]
+    """Tensors of the model of which the source has none."""
+
+    @property
+    def text(self) -> str:
+        """Whose names they are."""
+        return _CALLED[self.format]
+
+
+def recognise(
+    model: Model, names: Collection[str], where: object, behind: Collection[str] = ()
+) -> Recognised:
+    """Return what the tensors of a source are called; others are there too, but left `behind`.
+
+    Raises
+    ------
+    LayoutError
+        If none has the name of a tensor of the model, or some have no name of its family.
+    """
+    forms = {form_of(name) for name in (*names, *behind)}
+    known = {}
+    for format in _CALLED:
+        if format not in model.family.refused:
+            by_place = spellings(model, format)
+            known[format] = by_place, {form_of(one) for every in by_place.values() for one in every}
+    format = max(known, key=lambda one: sum(form in known[one][1] for form in forms))
+    by_place, of_format = known[format]
+    strange = sorted(name for name in names if form_of(name) not in of_format)
+    if len(strange) == len(names):
+        first = ", ".join(map(shown, sorted(names)[:_SHOWN])) or "(there are none)"
+        raise LayoutError(
+            f"{where}: no tensor has a name of the family {model.family.name!r}; the names start "
+            f"with {first}"
+        )
+    if strange:
+        rest = f" and {len(strange) - 1} more" if len(strange) > 1 else ""
+        users = ", ".join(_users(strange[0])) or "none"
+        raise LayoutError(
+            f"{where}: a model of the family {model.family.name!r} with this config has no "
+            f"{shown(strange[0])}{rest}, which is of families {users}; correct the config, or "
+            "leave such tensors behind by name with ",
+            Argument("drop"),
+        )
+
+    every = {*names, *behind}
+    by_form = names_by_form(every)
+
+    def there(pattern: str) -> bool:
+        return bool(bindings(pattern, by_form)) if "{" in pattern else pattern in every
+
+    absent = []
+    for tensor in model.tensors:
+        side = tensor.side if format == "hf" else tensor.places[format]
+        if side is not None and not any(map(there, by_place[side[0]])):
+            absent.append(tensor)
+    return Recognised(format, tuple(absent))
+
+
+def _users(name: str) -> Iterator[str]:
+    """Yield the families that have a tensor of such a name."""
+    form = form_of(name)
+    for family_name in family_names():
+        family = shipped_family(family_name)
+        for table, row in rows_in(family):
+            sides = {"hf": row.side, **row.places}
+            found = False
+            for place, side in sides.items():
+                prefix = family.prefix["megatron" if place == "megatron" else "hf"]
+                before = "" if table == "model" else prefix
+                found |= side is not None and form_of(before + side[0]) == form
+            if found:
+                yield f"{family_name!r}" + (f" (where {', '.join(row.when)})" if row.when else "")
+                break

@@ -1,0 +1,70 @@
+"""DTensors on their way into a module, while a ``partition_fn`` of `distribute_module` runs.
+
+`torch.nn.Module` takes only tensors of torch, and ``Module._apply`` swaps the parameter with what
+it gets, which torch's own DTensor does not allow. So a tensor without data stands for the DTensor
+until the function has ended.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+
+if TYPE_CHECKING:
+    from shardspec.tensor.operators.tensor import TensorLike
+
+_IN_PARTITION: Final[ContextVar[bool]] = ContextVar("shardspec partition_fn", default=False)
+
+
+class StandIn(torch.Tensor):
+    """A meta tensor that stands for a DTensor; it has that one's methods beside torch's."""
+
+    tensor: "TensorLike"
+
+    @staticmethod
+    def of(tensor: "TensorLike") -> "StandIn":
+        """Return one for a DTensor."""
+        like = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+        made: StandIn = torch.Tensor._make_subclass(StandIn, like, tensor.requires_grad)
+        made.tensor = tensor
+        return made
+
+    def detach(self) -> "StandIn":
+        """Return another one: `torch.nn.Parameter` is made of that."""
+        return StandIn.of(self.tensor)
+
+    def __getattr__(self, name: str) -> Any:  # noqa: ANN401
+        if name == "tensor" or name.startswith("_"):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return getattr(self.tensor, name)
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        function: Callable[..., Any],
+        _types: Sequence[type],
+        args: Sequence[object] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> Any:  # noqa: ANN401
+        """Keep ``Module._apply`` from copying the data, of which there is none."""
+        if function is torch._has_compatible_shallow_copy_type:
+            return False
+        with torch._C.DisableTorchFunctionSubclass():
+            return function(*args, **(kwargs or {}))
+
+
+@contextmanager
+def stand_ins() -> Iterator[None]:
+    """Let `distribute_tensor` return stand-ins."""
+    token = _IN_PARTITION.set(True)
+    try:
+        yield
+    finally:
+        _IN_PARTITION.reset(token)
+
+
+def stand_ins_are_wanted() -> bool:
+    """Whether a ``partition_fn`` runs."""
+    return _IN_PARTITION.get()

@@ -1,0 +1,126 @@
+"""Storages are known by their members alone: one module each, and nobody asks which one it is."""
+
+import ast
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+import shardspec
+from shardspec.checkpoint.storage.from_text import storage_path
+from shardspec.checkpoint.storage.local import LocalPath
+from shardspec.checkpoint.storage.object_store import ObjectPath
+from shardspec.checkpoint.storage.path import StoragePath
+
+ROOT = Path(shardspec.__file__).parent
+STORAGE = ROOT / "checkpoint" / "storage"
+
+
+@cache
+def modules():
+    return {path: ast.parse(path.read_text("utf-8")) for path in sorted(ROOT.rglob("*.py"))}
+
+
+def using(matches):
+    """Return the modules of which some node matches, by their names in the package."""
+    return {
+        str(path.relative_to(ROOT))
+        for path, tree in modules().items()
+        if any(map(matches, ast.walk(tree)))
+    }
+
+
+def names_in(node):
+    return {inner.id for inner in ast.walk(node) if isinstance(inner, ast.Name)} | {
+        inner.attr for inner in ast.walk(node) if isinstance(inner, ast.Attribute)
+    }
+
+
+def asks_for_a_storage(node):
+    asked = {"isinstance", "issubclass", "type"}
+    storages = {at.__name__ for at in (StoragePath, LocalPath, ObjectPath)}
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in asked:
+        return bool(storages & names_in(node))
+    return isinstance(node, ast.MatchClass) and bool(storages & names_in(node.cls))
+
+
+def imports_fsspec(node):
+    if isinstance(node, ast.ImportFrom):
+        return (node.module or "").split(".")[0] == "fsspec"
+    return isinstance(node, ast.Import) and any(
+        name.name.split(".")[0] == "fsspec" for name in node.names
+    )
+
+
+def test_nobody_asks_which_storage_a_path_is_of():
+    assert using(asks_for_a_storage) == {"checkpoint/storage/from_text.py"}
+
+
+def test_only_object_stores_know_fsspec():
+    of_stores = {f"checkpoint/storage/object_{name}.py" for name in ("store", "ranges")}
+    assert using(imports_fsspec) == of_stores
+
+
+def test_only_the_calls_of_the_local_storage_refuse_links():
+    flags = {"O_NOFOLLOW"}
+    found = using(lambda node: isinstance(node, ast.Attribute) and node.attr in flags)
+    assert found == {"checkpoint/storage/descriptors.py"}
+
+
+def test_a_storage_is_imported_by_the_modules_that_choose_it():
+    def imports_one(node):
+        one = {f"shardspec.checkpoint.storage.{name}" for name in ("object_store", "local")}
+        return isinstance(node, ast.ImportFrom) and node.module in one
+
+    assert using(imports_one) == {"checkpoint/storage/from_text.py"}
+
+
+def test_modules_are_short():
+    lines = {path.name: len(path.read_text().splitlines()) for path in STORAGE.glob("*.py")}
+    assert {name for name, count in lines.items() if count >= 450} == set()
+
+
+@pytest.fixture(params=["local", "memory://models"])
+def home(request, tmp_path):
+    """A directory that is not there yet."""
+    if request.param == "local":
+        return storage_path(tmp_path / "home")
+    place = storage_path(f"{request.param}/{tmp_path.name}")
+    return place / "home"
+
+
+def test_files_are_written_listed_read_and_removed_alike_in_every_storage(home):
+    assert (home.exists(), home.taken(), home.is_dir(), home.look()) == (False, False, False, None)
+    with pytest.raises(FileNotFoundError):
+        home.list()
+    home.make_directory()
+    for name, data in (("b", b"01234"), ("a", b"")):
+        (home / name).write(len(data), [data[:2], memoryview(data)[2:]], overwrite=False)
+    assert list(home.names()) == sorted(home.names_below()) == ["a", "b"]
+    entries = home.list()
+    assert {name: (at.kind, at.num_bytes) for name, at in entries.items()} == {
+        "a": ("file", 0),
+        "b": ("file", 5),
+    }
+    before = (home / "b").look()
+    assert before[:2] == entries["b"][:2]
+    assert entries["a"].identity != entries["b"].identity
+    with pytest.raises(NotADirectoryError):
+        (home / "b").list()
+    with (home / "b").open() as file:
+        assert (file.path, file.num_bytes, file.read(1, 3)) == (home / "b", 5, b"123")
+    (home / "b").write(5, [b"56789"], overwrite=True)
+    assert (home / "b").look().identity != before.identity
+    assert home.list()["b"].identity != entries["b"].identity
+    for _ in range(2):
+        (home / "b").unlink()
+    assert list(home.names()) == ["a"]
+
+
+def test_paths_are_joined_and_compared_in_their_storage(home):
+    file = home / "sub" / "x.bin"
+    assert (file.name, file.suffix, file.parent.parent) == ("x.bin", ".bin", home)
+    assert type(file) is type(file.parent) is type(home)
+    assert str(file) == f"{home}/sub/x.bin"
+    assert storage_path(str(file)) == file
+    assert home in file.parents

@@ -1,0 +1,225 @@
+"""One command for a model: names, sizes, config and tokenizer come from its directory."""
+
+import json
+from math import prod
+from pathlib import Path
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+from safetensors.numpy import load_file, save_file
+
+from shardspec import (
+    DeviceMesh,
+    load_sharded,
+    merge,
+    model_layouts,
+    model_names,
+    plan_reshard,
+)
+from shardspec.cli.main import cli
+from shardspec.errors import CheckpointError
+from tests.families.test_shapes import HF, model
+
+Arrays = dict[str, np.ndarray]
+
+
+def run(*arguments: object, code: int = 0) -> str:
+    result = CliRunner().invoke(cli, [str(argument) for argument in arguments])
+    assert result.exit_code == code, result.output
+    return result.output
+
+
+def arrays_of(shapes: dict[str, tuple[int, ...]]) -> Arrays:
+    random = np.random.default_rng(0)
+    return {n: random.standard_normal(s).astype(np.float32) for n, s in shapes.items()}
+
+
+def saved(place: Path, name: str, **changes: object) -> tuple[Path, Arrays]:
+    """Save a model with its config and a tokenizer; return what it holds."""
+    config = {**HF[name]["config"], **changes}
+    place.mkdir()
+    (place / "config.json").write_text(json.dumps(config))
+    (place / "tokenizer.json").write_text("{}")
+    arrays = arrays_of(model(config).shapes())
+    save_file(arrays, place / "model.safetensors")
+    return place, arrays
+
+
+def same(place: Path, wanted: Arrays) -> None:
+    found = load_file(place / "model.safetensors")
+    assert found.keys() == wanted.keys()
+    assert all(np.array_equal(found[name], array) for name, array in wanted.items())
+
+
+def test_to_megatron_and_back_with_config_and_tokenizer(tmp_path):
+    folder, arrays = saved(tmp_path / "hf", "qwen3_moe")
+    way = ("--model", folder, "--names", "megatron", "--to", "dcp")
+    assert "has the names of transformers" in run("reshard", folder, "-o", tmp_path / "run", *way)
+    said = run("merge", tmp_path / "run", "-o", f"{tmp_path}/out/", "--model", folder)
+    assert "has the names of Megatron-core" in said
+    same(tmp_path / "out", arrays)
+    for name in ("config.json", "tokenizer.json"):
+        assert (tmp_path / "out" / name).read_text() == (folder / name).read_text()
+
+
+def test_layers_that_predict_further_tokens_and_copies_of_the_embedding(tmp_path):
+    folder, arrays = saved(tmp_path / "hf", "deepseek_v3", num_nextn_predict_layers=1)
+    for copy, origin in (("embed_tokens", "model.embed_tokens"), ("shared_head.head", "lm_head")):
+        arrays[f"model.layers.3.{copy}.weight"] = arrays[f"{origin}.weight"]
+    save_file(arrays, folder / "model.safetensors")
+    there = ("--model", folder, "--names", "megatron")
+    run("merge", folder, "-o", f"{tmp_path}/megatron/", *there)
+    assert "mtp.layers.0.eh_proj.weight" in load_file(tmp_path / "megatron" / "model.safetensors")
+    run("merge", tmp_path / "megatron", "-o", f"{tmp_path}/back/", "--model", folder)
+    same(tmp_path / "back", arrays)
+    arrays["model.layers.3.embed_tokens.weight"] = arrays["lm_head.weight"]
+    save_file(arrays, folder / "model.safetensors")
+    said = run("merge", folder, "-o", f"{tmp_path}/other/", *there, code=3)
+    assert "is to repeat 'model.embed_tokens.weight'" in said
+    assert not (tmp_path / "other").exists()
+
+
+def test_what_training_did_not_have_is_taken_from_the_original(tmp_path):
+    folder, arrays = saved(tmp_path / "hf", "deepseek_v3", num_nextn_predict_layers=1)
+    tower = {"vision.patch": np.ones((2, 2), np.float32)}
+    save_file(arrays | tower, folder / "model.safetensors")
+    trained = {n: array + 1 for n, array in arrays.items() if not n.startswith("model.layers.3.")}
+    (tmp_path / "trained").mkdir()
+    save_file(trained, tmp_path / "trained" / "model.safetensors")
+    call = ("merge", tmp_path / "trained", "-o", f"{tmp_path}/out/", "--model", folder)
+    said = run(*call, code=3)
+    assert "lacks 'model.layers.3.enorm.weight'" in said
+    assert "--fill-from" in said
+    assert not (tmp_path / "out").exists()
+    said = run(*call, "--fill-from", folder)
+    same(tmp_path / "out", arrays | trained | tower)
+    for name in (arrays.keys() - trained.keys()) | tower.keys():
+        assert name in said
+
+
+def changed(config: dict[str, object]) -> dict[str, object]:
+    return {**HF["qwen3_moe"]["config"], **config}
+
+
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [
+        ({"model_type": "brain"}, "no family for models of type 'brain'; there are deepseek-v2"),
+        ({"model_type": "qwen2"}, "of families 'gemma3'"),
+        ({"num_hidden_layers": 4}, "lacks 'model.layers.3.input_layernorm.weight'"),
+        ({"num_hidden_layers": 2}, "model.layers.2."),
+        ({"num_experts": 3}, "num_experts come to a multiple of 3"),
+        ({"num_experts": 5}, "num_experts come to a multiple of 5"),
+        ({"num_attention_heads": 8}, "self_attn.q_proj.weight"),
+        ({"hidden_size": 64}, "hidden_size"),
+        ({"mlp_only_layers": []}, "model.layers.0.mlp"),
+    ],
+)
+def test_a_config_that_the_checkpoint_contradicts_is_refused(tmp_path, config, says):
+    folder, _ = saved(tmp_path / "hf", "qwen3_moe")
+    (folder / "config.json").unlink()
+    (tmp_path / "config.json").write_text(json.dumps(changed(config)))
+    call = ("merge", folder, "-o", f"{tmp_path}/out/", "--model", tmp_path / "config.json")
+    said = run(*call, code=3)
+    assert says in said
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("names", ["hf", "megatron", "fused"])
+@pytest.mark.parametrize(
+    "missing",
+    [
+        "model.layers.1.self_attn.o_proj.weight",
+        "model.layers.2.mlp.experts.3.up_proj.weight",
+        "model.layers.1.self_attn.q_norm.weight",
+        "lm_head.weight",
+    ],
+)
+def test_a_missing_tensor_is_an_error_in_every_direction(tmp_path, missing, names):
+    folder, arrays = saved(tmp_path / "hf", "qwen3_moe")
+    save_file({n: a for n, a in arrays.items() if n != missing}, folder / "model.safetensors")
+    with pytest.raises(CheckpointError, match="lacks"):
+        merge(folder, tmp_path / "out", names=model_names(folder, names))
+
+
+def test_a_strange_tensor_is_an_error_unless_it_is_dropped(tmp_path):
+    folder, arrays = saved(tmp_path / "hf", "qwen3_moe")
+    strange = {"model.layers.0.self_attn.sinks": np.ones(4, np.float32)}
+    save_file(arrays | strange, folder / "model.safetensors")
+    call = ("merge", folder, "-o", f"{tmp_path}/out/", "--model", folder)
+    said = run(*call, code=3)
+    assert "'gpt-oss'" in said
+    assert "--drop" in said
+    run(*call, "--drop", "*.sinks")
+    same(tmp_path / "out", arrays)
+
+
+def test_a_tied_head_may_be_there_if_it_is_the_embedding(tmp_path):
+    folder, arrays = saved(tmp_path / "hf", "llama-tied")
+    head = {"lm_head.weight": arrays["model.embed_tokens.weight"]}
+    save_file(arrays | head, folder / "model.safetensors")
+    call = ("merge", folder, "-o", f"{tmp_path}/out/", "--model", folder)
+    run(*call)
+    same(tmp_path / "out", arrays)
+    save_file(arrays | {"lm_head.weight": head["lm_head.weight"] + 1}, folder / "model.safetensors")
+    assert "is to repeat" in run(*call, "--overwrite", code=3)
+
+
+def test_biases_of_routers_stay_float32(tmp_path):
+    folder, arrays = saved(tmp_path / "hf", "deepseek_v3")
+    name = "model.layers.1.mlp.gate.e_score_correction_bias"
+    run("merge", folder, "-o", f"{tmp_path}/out/", "--model", folder, "--dtype", "float16")
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    assert np.array_equal(found[name], arrays[name])
+    assert found["model.norm.weight"].dtype == np.float16
+    plan = plan_reshard(folder, (DeviceMesh((0,)), {}), dtype="bfloat16")
+    dtypes = {move.target_name: move.target.dtype for move in plan.moves}
+    assert dtypes[name] == "float32"
+    assert dtypes["model.norm.weight"] == "bfloat16"
+
+
+def test_a_config_no_longer_says_that_weights_are_quantised(tmp_path):
+    folder, _ = saved(tmp_path / "hf", "qwen3")
+    quantised = HF["qwen3"]["config"] | {"quantization_config": {"quant_method": "fp8"}}
+    home = tmp_path / "released"
+    home.mkdir()
+    (home / "config.json").write_text(json.dumps(quantised))
+    run("merge", folder, "-o", f"{tmp_path}/out/", "--model", home)
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config == HF["qwen3"]["config"]
+
+
+def test_who_reads_what_under_a_layout(tmp_path):
+    folder, _ = saved(tmp_path / "hf", "qwen3_moe")
+    for layout in ("vllm:tp=2,ep=2", "megatron:tp=2,ep=2,etp=1", "fsdp:2"):
+        call = ("plan-state", folder, "--model", folder / "config.json", "--layout", layout)
+        plan = json.loads(run(*call, "--json"))
+        layouts = model_layouts(HF["qwen3_moe"]["config"], layout, dtype="float32")
+        for rank in range(2):
+            held = (one for one in layouts.values() if rank in one.mesh.ids)
+            num_bytes = sum(4 * prod(one.local_shape(rank)) for one in held)
+            assert plan["received"][str(rank)] == num_bytes, layout
+        run(*call, "--mesh", "2")
+        run(*call, "--mesh", "3", code=3)
+    assert "there is no layout" in run(*call[:-1], "foo:2", code=3)
+
+
+def test_loading_under_other_names(tmp_path):
+    folder, arrays = saved(tmp_path / "hf", "qwen3")
+    mesh = DeviceMesh((0,))
+    found = load_sharded(folder, mesh, {}, names=model_names(folder, "fused"))
+    parts = [arrays[f"model.layers.0.mlp.{one}_proj.weight"] for one in ("gate", "up")]
+    shard = found["model.layers.0.mlp.gate_up_proj.weight"].to_local(0)
+    assert np.array_equal(shard.numpy(), np.concatenate(parts))
+
+
+def test_quantised_weights_are_refused_with_the_reason(tmp_path):
+    folder, arrays = saved(tmp_path / "hf", "qwen3")
+    name = "model.layers.0.self_attn.q_proj.weight"
+    codes = {name: arrays[name].astype(np.int8), f"{name}_scale_inv": np.ones((1, 1), np.float32)}
+    save_file(arrays | codes, folder / "model.safetensors")
+    for names in ("hf", "megatron", "fused"):
+        call = ("merge", folder, "-o", f"{tmp_path}/out/", "--model", folder, "--names", names)
+        assert "is quantised" in run(*call, code=3)
+    assert not (tmp_path / "out").exists()

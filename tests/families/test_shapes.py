@@ -1,0 +1,238 @@
+"""Families against names and shapes of transformers, Megatron-core and vLLM, and published sizes.
+
+``shapes.json`` has what these tools show of small models: transformers 5.24, Megatron-core
+0.16.1, vLLM 0.33.
+"""
+
+import json
+import re
+from math import prod
+from pathlib import Path
+from time import process_time
+
+import pytest
+
+from shardspec import DeviceMesh, Layout, model_layouts
+from shardspec.errors import LayoutError
+from shardspec.families.family import family_names, family_of, read_family, shipped_family
+from shardspec.families.maps import chain_of
+from shardspec.families.model import Model, model_of
+from shardspec.families.plans import TensorPlan
+from shardspec.families.recognise import recognise
+from shardspec.resharding.maps import apply_map
+from shardspec.resharding.name_map import NameMap
+
+Shapes = dict[str, tuple[int, ...]]
+SAMPLES = json.loads((Path(__file__).parent / "shapes.json").read_text())
+HF = {name: sample for name, sample in SAMPLES["hf"].items() if name != "llama4_text"}
+PUBLISHED = SAMPLES["published"]
+# What reports of the makers say; the others are computed from published configs.
+SEEN = {"DeepSeek-V3": 671, "gpt-oss-20b": 20.9, "gpt-oss-120b": 116.8, "GLM-4.5-Air": 106}
+
+
+def shapes(found: dict[str, list[int]]) -> Shapes:
+    return {name: tuple(sizes) for name, sizes in found.items()}
+
+
+def through(maps: tuple[NameMap, ...], state: Shapes) -> Shapes:
+    """Return what maps make of names and shapes, each proven to be total."""
+    for map_ in maps:
+        made = apply_map(map_, state, {})
+        made.report.require_total()
+        state = made.shapes
+    return state
+
+
+def model(config: dict[str, object]) -> Model:
+    return model_of(family_of(config), config)
+
+
+@pytest.mark.parametrize("name", HF)
+def test_files_and_memory_of_transformers_and_every_way_there_and_back(name):
+    own = model(HF[name]["config"])
+    files, memory = shapes(HF[name]["files"]), shapes(HF[name]["memory"])
+    places = ["hf", "live", "fused"]
+    if "megatron" not in own.family.refused:
+        places += ["megatron", "torch_dist", "sharded"]
+    made = {place: through(chain_of(own, "hf", place), files) for place in places}
+    assert made["hf"] == files
+    tied = {tensor.side[0] for tensor in own.copies}
+    assert made["live"] == {n: shape for n, shape in memory.items() if n not in tied}
+    assert through(chain_of(own, "live", "hf"), memory) == files
+    for one in places:
+        for other in ("hf", places[-1]):
+            assert through(chain_of(own, one, other), made[one]) == made[other], (one, other)
+        wanted = {"live": "hf", "torch_dist": "megatron", "sharded": "megatron"}.get(one, one)
+        assert recognise(own, made[one], "here").format == wanted
+
+
+@pytest.mark.parametrize("name", SAMPLES["megatron"])
+@pytest.mark.parametrize("saved", ["memory", "torch_dist"])
+def test_every_spelling_of_megatron_leads_to_the_files(name, saved):
+    sample = SAMPLES["megatron"][name]
+    own = model(sample["config"])
+    state = shapes(sample.get(saved, sample["memory"]))
+    assert through(chain_of(own, "megatron", "hf"), state) == own.shapes()
+    words = [
+        ("input_layernorm.weight", "self_attention.linear_qkv.layer_norm_weight"),
+        (".transformer_layer.", ".mtp_model_layer."),
+        ("local_experts.{}.linear_fc1.weight", "linear_fc1.weight{}"),
+    ]
+    for old, new in words:
+        for number in ["", *range(8)]:
+            a, b = old.format(number), new.format(number)
+            state = {one.replace(a, b): shape for one, shape in state.items()}
+    assert through(chain_of(own, "megatron", "hf"), state) == own.shapes()
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "mixtral", "deepseek_v3"])
+def test_legacy_grouped_experts_of_megatron_are_cut_apart(name):
+    own = model(HF[name]["config"])
+    state = through(chain_of(own, "hf", "megatron"), shapes(HF[name]["files"]))
+    grouped: Shapes = {}
+    for key, shape in state.items():
+        before, expert, after = key.partition(".local_experts.")
+        if not expert:
+            grouped[key] = shape
+            continue
+        first = after.endswith("linear_fc1.weight")
+        place = f"{before}.weight{1 if first else 2}"
+        rows, columns = grouped.get(place, (shape[1], 0) if first else (0, shape[0]))
+        more = (0, shape[0]) if first else (shape[1], 0)
+        grouped[place] = (rows + more[0], columns + more[1])
+    assert through(chain_of(own, "megatron", "hf"), grouped) == shapes(HF[name]["files"])
+
+
+@pytest.mark.parametrize("name", SAMPLES["vllm"])
+def test_each_rank_of_vllm_holds_what_the_layout_says(name):
+    sample = SAMPLES["vllm"][name]
+    layouts = model_layouts(HF[sample["family"]]["config"], sample["layout"])
+    tied = {tensor.side[0] for tensor in model(HF[sample["family"]]["config"]).copies}
+    for rank, every in sample["ranks"].items():
+        held = {name: shape for name, shape in every.items() if name not in tied}
+        assert {n: layout.local_shape(int(rank)) for n, layout in layouts.items()} == shapes(held)
+
+
+@pytest.mark.parametrize("name", SAMPLES["megatron ranks"])
+def test_each_rank_of_megatron_holds_as_much_as_the_layout_says(name):
+    sample = SAMPLES["megatron ranks"][name]
+    layouts = model_layouts(sample["config"], sample["layout"])
+    for rank, elements in sample["elements"].items():
+        held = (layout for layout in layouts.values() if int(rank) in layout.mesh)
+        assert sum(prod(layout.local_shape(int(rank))) for layout in held) == elements
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_released_model_has_as_many_tensors_and_parameters_as_published(name):
+    sample, start = PUBLISHED[name], process_time()
+    own = model(sample["config"])
+    tensors = own.shapes()
+    files = through(tuple(chain_of(own, "hf", "hf")[-1:]), tensors)
+    assert len(files) == sample["file_tensors"]
+    count = sum(map(prod, files.values()))
+    assert count == sample["params"] + sample["buffers_saved"]
+    if name in SEEN:
+        assert abs(count / 1e9 - SEEN[name]) < 1
+    target = "fused" if "megatron" in own.family.refused else "megatron"
+    made = through(chain_of(own, "hf", target, tensors), tensors)
+    assert sum(map(prod, made.values())) == count
+    assert process_time() - start < 15
+
+
+def test_families_that_are_refused_say_why():
+    with pytest.raises(LayoutError, match="Llama 4 is not supported"):
+        model(SAMPLES["hf"]["llama4_text"]["config"])
+    with pytest.raises(LayoutError, match="no layers of OLMo 2"):
+        chain_of(model(HF["olmo2"]["config"]), "hf", "megatron")
+    assert set(family_names()) == {
+        *("deepseek-v2", "deepseek-v3", "gemma3", "glm4-moe", "gpt-neox", "gpt-oss", "gpt2"),
+        *("llama", "llama4", "mistral", "mixtral", "olmo2", "phi3", "qwen2", "qwen3", "qwen3-moe"),
+    }
+    for name in family_names():
+        assert shipped_family(name).model_types
+
+
+@pytest.mark.parametrize("name", SAMPLES["transformers ranks"])
+def test_each_rank_of_transformers_holds_what_its_plan_says(name):
+    sample, config = SAMPLES["transformers ranks"][name], HF[name]["config"]
+    plan = TensorPlan(sample["styles"], 2, 1)
+    mesh = DeviceMesh(range(2), axis_names=("tp",))
+    for tensor, locals_ in sample["local"].items():
+        shape = tuple(HF[name]["memory"][tensor])
+        layout = Layout(mesh, plan.spec(tensor, len(shape), shape), shape, "bfloat16")
+        wanted = [shape, shape] if locals_ is None else [tuple(one) for one in locals_]
+        assert [layout.local_shape(rank) for rank in range(2)] == wanted, tensor
+    assert config["model_type"] in family_of(config).model_types
+
+
+def test_plans_that_transformers_could_load_but_not_run_are_refused():
+    plan = TensorPlan({"model.layers.*.self_attn.k_proj": "colwise", "x": "brain"}, 4, 16)
+    with pytest.raises(LayoutError, match="2 heads do not divide by 4 ranks"):
+        plan.spec("model.layers.0.self_attn.k_proj.weight", 2, (32, 8))
+    with pytest.raises(LayoutError, match="the style 'brain' of transformers is not known"):
+        plan.spec("x.weight", 2, (32, 8))
+
+
+@pytest.mark.parametrize(
+    ("layout", "says"),
+    [
+        ("foo:3", "there is no layout 'foo:3'; give one of hf-tp:N"),
+        ("megatron:tp=2,x=3", "'x=3' is not once one of"),
+        ("megatron:tp=0", "'tp=0' is not a number from 1 on"),
+        ("megatron:tp=3", "do not divide by tp=3"),
+        ("megatron:pp=2", "3 layers do not lie in pp=2 stages"),
+        ("megatron:pp=2,layers=2+2", "3 layers do not lie in pp=2 stages of 2, 2"),
+        ("megatron:ep=3", "8 experts do not divide by ep=3"),
+        ("megatron:tp=2,ep=2,dp=1,etp=2", "do not divide tp=2 × dp=1"),
+        ("vllm:tp=4,ep=2", "over all 4 ranks"),
+        ("vllm:tp=8", "4 heads do not divide by tp=8"),
+    ],
+)
+def test_layouts_that_do_not_divide_are_refused(layout, says):
+    with pytest.raises(LayoutError, match=re.escape(says)):
+        model_layouts(HF["glm4_moe"]["config"], layout)
+
+
+def test_a_mesh_has_as_many_devices_as_the_layout():
+    config = HF["qwen3"]["config"]
+    mesh = DeviceMesh(range(4, 12), (4, 2), axis_names=("dp", "tp"))
+    layouts = model_layouts(config, "vllm:tp=2", device_mesh=mesh)
+    assert layouts["model.norm.weight"].mesh.ids == tuple(range(4, 12))
+    assert layouts["model.layers.0.mlp.down_proj.weight"].local_shape(11)[1] * 2 == 48
+    with pytest.raises(LayoutError, match="the layout is for 2 devices, the mesh has 8"):
+        model_layouts(config, "vllm:tp=2", device_mesh=DeviceMesh(range(8)))
+
+
+def test_stages_have_their_layers_and_the_last_one_the_head():
+    layouts = model_layouts(HF["deepseek_v3"]["config"], "megatron:tp=2,pp=2,layers=1+2")
+    ids = {name: tuple(layout.mesh.ids) for name, layout in layouts.items()}
+    assert ids["embedding.word_embeddings.weight"] == (0, 1)
+    assert ids["decoder.layers.0.self_attention.linear_proj.weight"] == (0, 1)
+    assert ids["decoder.layers.1.mlp.experts.experts.linear_fc1.weight"] == (2, 3)
+    assert ids["output_layer.weight"] == (2, 3)
+    assert layouts["decoder.layers.1.mlp.router.expert_bias"].dtype == "float32"
+    tied = model_layouts(HF["llama-tied"]["config"], "megatron:pp=2")
+    assert tied["embedding.word_embeddings.weight"].mesh.ids == (0, 1)
+
+
+def test_a_family_that_contradicts_itself_says_the_line():
+    head = 'like = "llama"\nmodel_types = ["x"]\nlayer = [\n'
+    row = '{ hf = "a.weight", view = "h", cut = "replicated", megatron = "b" },'
+    for wrong, says in (
+        (row.replace("replicated", "sideways"), "line 4: 'a.weight' is cut by 'sideways'"),
+        (row.replace('"h"', '"h brain"'), "line 4: 'a.weight' names 'brain'"),
+        (row.replace('"h"', '"(h"'), "line 4: 'a.weight': a parenthesis"),
+        (row.replace(', megatron = "b"', ""), "line 4: 'a.weight' has no place in megatron"),
+        (row.replace("cut", "knife"), "line 4: row 'a.weight' has no 'knife'"),
+        (row.replace("cut =", 'when = "tuesday", cut ='), "line 4: 'a.weight' exists when"),
+    ):
+        with pytest.raises(LayoutError, match=re.escape(says)):
+            read_family(f"{head}{wrong}\n]", "x")
+    assert read_family(f"{head}{row}\n]", "x").rows["layer"][-1].side == ("a.weight", "h")
+
+
+def test_layers_without_experts_are_those_that_the_defaults_say():
+    config = {n: v for n, v in HF["deepseek_v3"]["config"].items() if n != "first_k_dense_replace"}
+    names = model({**config, "num_hidden_layers": 4}).shapes()
+    dense = {layer for layer in range(4) if f"model.layers.{layer}.mlp.up_proj.weight" in names}
+    assert dense == {0, 1, 2}

@@ -1,0 +1,96 @@
+"""What a format is stands in its module: others know formats by the registry alone."""
+
+import ast
+import inspect
+from dataclasses import fields
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+import shardspec
+from shardspec.checkpoint.format import Format
+from shardspec.checkpoint.formats.registry import DEFAULTS, MODULES, built_in
+
+ROOT = Path(shardspec.__file__).parent
+HOME = ROOT / "checkpoint" / "formats"
+ELSEWHERE = sorted({*ROOT.glob("checkpoint/*.py"), *ROOT.glob("cli/*.py")})
+NAMES = {text for form in built_in() for text in (form.name, form.called)}
+NOT_FORMATS = {
+    ("state_dict.py", "torch"),  # the package
+    ("links.py", "torch"),
+    ("show.py", "torch"),  # the notation
+    ("main.py", "shardspec"),  # the program
+    # What text calls those whose files may also be read alone.
+    ("parts.py", "DeepSpeed ZeRO"),
+    ("parts.py", "Meta's model parallel"),
+}
+MOST_PARAMETERS = 10
+AS_USERS_GIVE_THEM = {"merge", "reshard"}
+"""Their options are keywords."""
+
+
+def texts(path):
+    """Yield the string constants of a module that are not docstrings."""
+    tree = ast.parse(path.read_text("utf-8"))
+    docs = {
+        id(node.value)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+    }
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docs:
+            yield node.value
+
+
+def test_every_module_of_formats_has_one():
+    modules = {path.stem for path in HOME.glob("*.py")} - {"__init__", "registry"}
+    assert modules == set(MODULES)
+    assert set(DEFAULTS.values()) <= modules
+    for module in MODULES:
+        found = import_module(f"shardspec.checkpoint.formats.{module}").FORMAT
+        assert type(found) is Format
+        assert found.open.__module__.startswith("shardspec.checkpoint.formats.")
+
+
+@pytest.mark.parametrize("path", ELSEWHERE, ids=lambda path: f"{path.parent.name}/{path.name}")
+def test_no_other_module_names_a_format(path):
+    assert {"safetensors", "dcp", "deepspeed-universal", "Megatron-LM"} <= NAMES
+    named = {text for text in texts(path) if text in NAMES}
+    assert named == {text for name, text in NOT_FORMATS if name == path.name}
+
+
+def test_other_modules_import_formats_by_the_registry():
+    """But for the format of `save_sharded`, and headers of safetensors files that it is made of."""
+    importers = set()
+    for path in ELSEWHERE:
+        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+            if not isinstance(node, ast.ImportFrom) or "checkpoint.formats" not in str(node.module):
+                continue
+            home = str(node.module).partition("checkpoint.formats")[2].strip(".")
+            modules = [home] if home else [alias.name for alias in node.names]
+            importers |= {(path.name, module) for module in modules}
+    assert {name for name, module in importers if module != "registry"} == {
+        "rank_state.py",
+        "save.py",
+    }
+
+
+def test_members_have_a_line_that_says_what_they_mean():
+    source = inspect.getsource(Format)
+    for field in fields(Format):
+        assert f"\n    {field.name}: " in source
+        after = source.partition(f"\n    {field.name}: ")[2]
+        assert after.partition("\n")[2].lstrip().startswith('"""'), field.name
+
+
+def test_functions_of_checkpoints_have_few_parameters():
+    many = set()
+    for path in sorted((ROOT / "checkpoint").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+            if isinstance(node, ast.FunctionDef):
+                given = node.args
+                count = len([*given.posonlyargs, *given.args, *given.kwonlyargs])
+                if count > MOST_PARAMETERS:
+                    many.add(node.name)
+    assert many == AS_USERS_GIVE_THEM
