@@ -101,10 +101,10 @@ def digest(
     Raises
     ------
     LayoutError
-        If a reduction is pending, or the map does not fit.
+        If a reduction of a checkpoint is pending, or the map does not fit it.
     CheckpointError
-        If a checkpoint is damaged, boxes do not tile a tensor, or replicas differ; of a state dict
-        on every rank.
+        If a checkpoint is damaged, boxes do not tile a tensor, or replicas differ. Of a state dict
+        any of these, on every rank.
 
     Examples
     --------

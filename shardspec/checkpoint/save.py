@@ -111,8 +111,6 @@ def save_sharded(
 
     Raises
     ------
-    LayoutError
-        With `digests`, if a reduction is pending.
     OutputExistsError
         On every rank, if the directory holds a finished save and `overwrite` is not set.
     CheckpointError

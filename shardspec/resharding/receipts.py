@@ -9,7 +9,7 @@ import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import torch
 
@@ -25,9 +25,6 @@ from shardspec.resharding.view_parts import parts_of_view
 from shardspec.resharding.views import identity_view
 from shardspec.tensor.shards import bits_of
 from shardspec.text import counted
-
-if TYPE_CHECKING:
-    from shardspec.resharding.execute import DeviceShards
 
 Pair: TypeAlias = tuple[int, int, int]
 """A stage of the plan, a sender and a receiver."""
@@ -67,6 +64,14 @@ class Receipt:
             )
 
 
+class OfDevice(Protocol):
+    """The shards of one device, by the tensor's place in the plan."""
+
+    device: int
+    source: dict[int, torch.Tensor]
+    target: dict[int, torch.Tensor]
+
+
 class Wanted(NamedTuple):
     """Says that a receipt is wanted."""
 
@@ -76,7 +81,7 @@ class Wanted(NamedTuple):
 def receipt_of(
     every: StateCopies,
     ties: Groups,
-    held: Mapping[int, "DeviceShards"],
+    held: Mapping[int, OfDevice],
     gather: Gather,
     wanted: Wanted,
 ) -> Receipt:
@@ -105,7 +110,7 @@ def receipt_of(
 class _Ends:
     """The digests of what one device has sent and received."""
 
-    def __init__(self, plan: StateCopies, one: "DeviceShards") -> None:
+    def __init__(self, plan: StateCopies, one: OfDevice) -> None:
         self.plan, self.device = plan, one.device
         self.left: dict[Pair, ByPlace] = {}
         self.arrived: dict[Pair, ByPlace] = {}
@@ -134,7 +139,7 @@ class _Ends:
         self,
         pair: Pair,
         copy: StateCopy,
-        one: "DeviceShards",
+        one: OfDevice,
         known: dict[tuple[bool, int, Box], TensorDigest],
     ) -> None:
         stage, sender, receiver = pair

@@ -59,7 +59,7 @@ def test_what_is_known_at_once_is_raised_at_once(tmp_path):
     with pytest.raises(OutputExistsError):
         save_sharded(state(), tmp_path / "a", asynchronous=True)
     with pytest.raises(CheckpointError, match="replicas is 'some'"):
-        save_sharded(state(), tmp_path / "b", replicas="some", asynchronous=True)
+        save_sharded(state(), tmp_path / "b", replicas="some", asynchronous=True)  # type: ignore[call-overload]
     assert os.listdir(tmp_path) == ["a"]
 
 

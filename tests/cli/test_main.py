@@ -66,12 +66,14 @@ def test_help_lists_commands_by_task():
     groups = run("-h").stdout.partition("message and exit.\n\n")[2].split("\n\n")
     found = {
         group.partition(":\n")[0]: re.findall(r"^  ([\w-]+)", group, re.MULTILINE)
-        for group in groups[:6]
+        for group in groups[:8]
     }
     assert found == {
         "Plan and price conversions": ["plan", "cost"],
         "Draw and translate specs": ["show", "convert", "graph", "explore"],
         "Look into checkpoints": ["inspect", "verify", "diff"],
+        "Compare checkpoints by digests": ["digest"],
+        "Publish what changed": ["delta", "apply"],
         "Merge and reshard checkpoints": ["merge", "reshard"],
         "Move whole models": ["check-map", "plan-state"],
         "Know the links": ["presets", "profile"],

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from contextlib import contextmanager
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ import torch
 from shardspec import DeviceMesh, DTensor, Layout, NameMap, digest, plan_reshard
 from shardspec.errors import CommunicatorError, LayoutError
 from shardspec.resharding import execute
+from shardspec.resharding.receipts import receipt_of
 from tests.dist.processes import run_ranks
 from tests.resharding.states import random_case, shard_at
 
@@ -72,8 +74,8 @@ def test_a_cast_has_the_digests_of_what_it_made():
 
 def test_fused_and_tied_tensors_have_digests_of_the_target():
     q, k, up = torch.randn(8, 5), torch.randn(8, 5), torch.randn(4, 6)
-    state = {"q": q, "k": k, "up": up}
-    state = {n: DTensor(w, MESH, "[S0,S1]") for n, w in state.items()}
+    whole = {"q": q, "k": k, "up": up}
+    state = {n: DTensor(w, MESH, "[S0,S1]") for n, w in whole.items()}
     map_ = NameMap.parse(FUSED)
     got, receipt = plan_reshard(state, (OTHER, {"*": "[S0,R]"}), names=map_).run(
         state, receipt=True
@@ -87,18 +89,14 @@ def test_fused_and_tied_tensors_have_digests_of_the_target():
 @contextmanager
 def spoiled(what: Callable[[torch.Tensor], object], device: int):
     """Spoil what a device has received, before receipts are compared."""
-    compare = execute.receipt_of
 
     def spoiling(plan, ties, held, gather, wanted):
         if device in held:
             what(held[device].target[0])
-        return compare(plan, ties, held, gather, wanted)
+        return receipt_of(plan, ties, held, gather, wanted)
 
-    execute.receipt_of = spoiling
-    try:
+    with patch.object(execute, "receipt_of", spoiling):
         yield
-    finally:
-        execute.receipt_of = compare
 
 
 def test_a_mismatch_names_tensor_sender_and_receiver_and_spoils_what_is_read():
@@ -131,7 +129,7 @@ def test_a_version_that_was_missed_is_told():
     with pytest.raises(CommunicatorError, match="version 6 has arrived here, not 7"):
         receipt.require(7)
     with pytest.raises(LayoutError, match="version=3 is for a receipt"):
-        plan.run(state, version=3)
+        plan.run(state, version=3)  # type: ignore[call-overload]
 
 
 def _in_job(rank: int) -> list[str]:
@@ -145,9 +143,9 @@ def _in_job(rank: int) -> list[str]:
         if rank in plan.devices and receipt.digests != digest_alone(whole):
             wrong.append(f"{seed}: {receipt.digests}")
     mesh = DeviceMesh(range(4), (4,))
-    whole = torch.arange(24.0).view(6, 4)
-    cut = DTensor(whole, mesh, "[S0,R]")
-    if digest({"w": cut}) != digest_alone({"w": whole}):
+    w = torch.arange(24.0).view(6, 4)
+    cut = DTensor(w, mesh, "[S0,R]")
+    if digest({"w": cut}) != digest_alone({"w": w}):
         wrong.append("digest of a state dict")
     plan = plan_reshard({"w": cut}, (DeviceMesh([3, 2], (2,)), {"w": "[R,S0]"}))
     try:
