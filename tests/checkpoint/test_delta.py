@@ -427,7 +427,7 @@ descriptors.write_all = counted
 from shardspec import apply_delta, delta
 at = sys.argv[2]
 if sys.argv[3] == "apply":
-    apply_delta(f"{at}/old.safetensors", [f"{at}/d"], f"{at}/old.safetensors.new", overwrite=True)
+    apply_delta(f"{at}/old.safetensors", [f"{at}/d"], f"{at}/new.safetensors", overwrite=True)
 else:
     delta(f"{at}/v0", f"{at}/v1", f"{at}/made", version=7, overwrite=True)
 print("done")
@@ -440,7 +440,7 @@ def test_a_run_that_is_killed_at_any_write_leaves_the_old_or_the_new(place, tmp_
         save_sharded(state(version), tmp_path / f"v{version}")
     delta(tmp_path / "v0", tmp_path / "v1", tmp_path / "d", version=1)
     for what in ("apply", "delta"):
-        out = tmp_path / ("old.safetensors.new" if what == "apply" else "made")
+        out = tmp_path / ("new.safetensors" if what == "apply" else "made")
         if what == "apply":
             merge(place / "v3", out, format="safetensors")
         else:

@@ -19,7 +19,6 @@ from shardspec import (
     reshard,
     save_sharded,
 )
-from shardspec.checkpoint.convert import MergedFormat, ReshardedFormat
 from shardspec.checkpoint.digest import read_digests
 from shardspec.cli.main import cli
 from shardspec.errors import CheckpointError, LayoutError, OutputExistsError
@@ -91,7 +90,7 @@ def test_memory_with_gaps_counts_by_its_elements():
 def test_what_is_saved_and_written_has_the_digests_of_what_is_read(place):
     due = digest(STATE)
     assert read_digests(place / "saved.json") == digest(place / "ckpt") == due
-    outputs: tuple[tuple[str, MergedFormat | None, int], ...] = (
+    outputs: tuple[tuple[str, str | None, int], ...] = (
         ("a.safetensors", None, 1),
         ("a.pt", None, 2),
         ("hf", "huggingface", 3),
@@ -107,7 +106,7 @@ def test_what_is_saved_and_written_has_the_digests_of_what_is_read(place):
             overwrite=True,
         )
         assert report.digests == read_digests(place / "w.json") == due == digest(place / name), name
-    onto: tuple[ReshardedFormat, ...] = ("shardspec", "dcp")
+    onto = ("shardspec", "dcp")
     for to in onto:
         report = reshard(
             place / "dcp",
