@@ -3,6 +3,7 @@
 import json
 from math import prod
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -217,7 +218,10 @@ def test_loading_under_other_names(tmp_path):
 def test_quantised_weights_are_refused_with_the_reason(tmp_path):
     folder, arrays = saved(tmp_path / "hf", "qwen3")
     name = "model.layers.0.self_attn.q_proj.weight"
-    codes = {name: arrays[name].astype(np.int8), f"{name}_scale_inv": np.ones((1, 1), np.float32)}
+    codes: dict[str, Any] = {
+        name: arrays[name].astype(np.int8),
+        f"{name}_scale_inv": np.ones((1, 1), np.float32),
+    }
     save_file(arrays | codes, folder / "model.safetensors")
     for names in ("hf", "megatron", "fused"):
         call = ("merge", folder, "-o", f"{tmp_path}/out/", "--model", folder, "--names", names)
