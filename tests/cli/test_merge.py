@@ -74,6 +74,7 @@ def test_json(tmp_path):
         "not_copied": [],
         "written": True,
         "sharding": {},
+        "weight_files": 1,
     }
 
 
