@@ -75,6 +75,7 @@ def test_json(tmp_path):
         "filled": [],
         "written": True,
         "sharding": {},
+        "weight_files": 1,
     }
 
 

@@ -158,7 +158,7 @@ def refuse_spoiled(place, files, **options):
             assert refused(place, **options)
         file.unlink()
         # A description of the model that need not be there; what the model's file has too.
-        if file.name != "params.json" and file.parent.name != "cold":
+        if file.name != "params.json" and file.parent.name not in ("cold", "twin"):
             assert refused(place, **options)
         file.write_bytes(data)
 

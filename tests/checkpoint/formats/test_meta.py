@@ -101,7 +101,10 @@ def cut_short(place):
     ("change", "told"),
     [
         *(
-            (lambda place, at=at: (place / f"consolidated.{at:02d}.pth").unlink(), f"0{at}.pth is")
+            (
+                lambda place, at=at: (place / f"consolidated.{at:02d}.pth").unlink(),
+                f"restore consolidated.0{at}",
+            )
             for at in range(4)
         ),
         (
