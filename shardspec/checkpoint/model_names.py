@@ -37,7 +37,8 @@ class ModelNames(Naming):
     config: Mapping[str, object]
     names: NamesOf
     home: StoragePath | None
-    """The directory of the config; its files go along into an output directory."""
+    """The directory of the config, whose files go along into an output directory; by default those
+    beside the checkpoint do."""
     fill_from: catalog.Catalog | None
 
     def recognised(self, source: catalog.Catalog, choice: Choice) -> Recognised:
@@ -163,7 +164,8 @@ def model_names(
             config = json.loads(read_input_file(place, _MOST_CONFIG_BYTES))
         except (ValueError, RecursionError) as error:
             raise InputFileError(f"{place}: cannot be read: {error}") from None
-        home = storage_path(str(place.parent))
+        # What lies beside a file of another name need not be of this model.
+        home = storage_path(str(place.parent)) if place.name == "config.json" else None
     if not isinstance(config, dict | Mapping):
         raise InputFileError(f"{model}: holds no JSON object")
     with _about_input():

@@ -257,7 +257,7 @@ def cheapest_crossing(
     )
     if mesh.size() > _MAX_DEVICES:
         raise LayoutError(
-            f"the two meshes have {mesh.size:,} devices together; conversions between meshes are "
+            f"the two meshes have {mesh.size():,} devices together; conversions between meshes are "
             f"planned for up to {_MAX_DEVICES:,}"
         )
     here = _Side.every(source, models[0], leaving=True)
