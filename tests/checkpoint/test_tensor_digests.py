@@ -183,7 +183,7 @@ def test_names_of_another_model_have_the_digests_that_the_map_makes(tmp_path, na
 
 PADDED = """
 [[map]]
-source = ["w", "r c"]
+source = ["w", "n c"]
 target = ["w", "r c", "r[:n]"]
 [[zeros]]
 target = ["w", "r c", "r[n:]"]
@@ -226,7 +226,7 @@ def test_what_has_no_digest_is_refused(tmp_path):
     for output, problem in (
         ("d.json", "exists"),
         ("out/d.json", "would lie in the output"),
-        ("no/d.json", "a directory that exists"),
+        ("no/d.json", "does not exist"),
     ):
         kind = OutputExistsError if output == "d.json" else CheckpointError
         with pytest.raises(kind, match=problem):
