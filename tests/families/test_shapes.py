@@ -63,7 +63,9 @@ def test_files_and_memory_of_transformers_and_every_way_there_and_back(name):
         for other in ("hf", places[-1]):
             assert through(chain_of(own, one, other), made[one]) == made[other], (one, other)
         wanted = {"live": "hf", "torch_dist": "megatron", "sharded": "megatron"}.get(one, one)
-        assert recognise(own, made[one], "here").format == wanted
+        # Engines have the names of Phi-3's files.
+        alike = one == "fused" and made[one] == files
+        assert recognise(own, made[one], "here").format == ("hf" if alike else wanted)
 
 
 @pytest.mark.parametrize("name", SAMPLES["megatron"])
