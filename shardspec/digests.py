@@ -32,7 +32,7 @@ from shardspec.dtypes import dtype_name, from_safetensors, item_bytes, to_safete
 from shardspec.errors import CheckpointError, DTypeError, LayoutError
 from shardspec.text import counted, shown
 
-FORMAT: Final = "shardspec-digest-1"
+DIGEST_FORMAT: Final = "shardspec-digest-1"
 LANES: Final = 2
 _ROW_BYTES: Final = 1024
 """Trailing dims are joined until a row has so many."""
@@ -246,7 +246,7 @@ class Digests(Mapping[str, TensorDigest]):
             name: {"dtype": to_safetensors(one.dtype), "shape": list(one.shape), "value": one.value}
             for name, one in self.items()
         }
-        return {"format": FORMAT, "seed": self.seed, "value": self.value, "tensors": tensors}
+        return {"format": DIGEST_FORMAT, "seed": self.seed, "value": self.value, "tensors": tensors}
 
 
 def digests_of_json(found: object, where: str) -> Digests:
@@ -255,9 +255,9 @@ def digests_of_json(found: object, where: str) -> Digests:
     def wrong(problem: str) -> CheckpointError:
         return CheckpointError(f"{where}: {problem}; make it anew with 'shardspec digest'")
 
-    if not isinstance(found, dict) or found.get("format") != FORMAT:
+    if not isinstance(found, dict) or found.get("format") != DIGEST_FORMAT:
         said = found.get("format") if isinstance(found, dict) else found
-        raise wrong(f"has format {shown(said)}, but digests of {FORMAT!r} are read")
+        raise wrong(f"has format {shown(said)}, but digests of {DIGEST_FORMAT!r} are read")
     seed, entries = found.get("seed"), found.get("tensors")
     if type(seed) is not int or not 0 <= seed <= _MASK or not isinstance(entries, dict):
         raise wrong("has no seed from 0 to 2^64 - 1, or no tensors")

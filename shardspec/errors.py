@@ -6,7 +6,7 @@ would expect, so ``except ValueError`` keeps working. Messages name the values a
 
 from typing import Final
 
-from shardspec.text import Part
+from shardspec.text import TextPart
 
 _SHOWN: Final = 160
 """Characters of a spec that an error shows."""
@@ -30,7 +30,7 @@ class ShardSpecError(Exception):
     AxisError True
     """
 
-    def __init__(self, *parts: Part) -> None:
+    def __init__(self, *parts: TextPart) -> None:
         super().__init__("".join(map(str, parts)))
         self.parts = parts
 

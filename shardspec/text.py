@@ -139,5 +139,5 @@ class Argument:
         return f"{self.name}={'' if self.value is None else self.value}"
 
 
-Part: TypeAlias = str | Argument
+TextPart: TypeAlias = str | Argument
 """A part of the message of an error."""

@@ -151,7 +151,7 @@ class OpaqueValue:
         return self.text if self.text.startswith("<") else f"<{self.text}>"
 
 
-def is_plain(value: object) -> bool:
+def is_plain_entry(value: object) -> bool:
     """Return whether a value of `extras` is plain: numbers, texts, bytes, lists and dicts of such.
 
     >>> is_plain({"betas": (0.9, 0.999)}), is_plain([OpaqueValue("a generator")])

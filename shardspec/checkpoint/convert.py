@@ -33,7 +33,7 @@ from shardspec.checkpoint.formats.registry import default_format, merged_format,
 from shardspec.checkpoint.mapped import Names
 from shardspec.checkpoint.output import Output, WriteOptions
 from shardspec.checkpoint.read_boxes import Progress, check_replicas, crc_text
-from shardspec.checkpoint.select import Asked, check_sharding, laid_out, opened
+from shardspec.checkpoint.select import Asked, check_sharding, laid_out, opened_source
 from shardspec.checkpoint.storage.from_text import storage_path
 from shardspec.checkpoint.storage.path import StoragePath
 from shardspec.checkpoint.storage.reading import OpenFiles
@@ -367,7 +367,7 @@ def _converted(
                 f"{output}: memory:// is the memory of one process, and others do not see it; "
                 "start one process"
             )
-        source = opened(checkpoint, asked)
+        source = opened_source(checkpoint, asked)
         target = laid_out(source, output.name, asked, save, sidecars=options.sidecars)
         if not output.nests and any("/" in file.name for file in target.files):
             raise CheckpointError(

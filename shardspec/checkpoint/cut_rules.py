@@ -109,7 +109,7 @@ def _rule(value: object, what: str) -> RuleSpec:
     )
 
 
-class Rules(NamedTuple):
+class SourceRules(NamedTuple):
     """What says how tensors are sharded: rules of the caller, and then those that are shipped."""
 
     own: Mapping[str, RuleSpec]
@@ -139,7 +139,7 @@ class Rules(NamedTuple):
         )
 
 
-class Chunk(NamedTuple):
+class ModelChunk(NamedTuple):
     """Layers that follow each other in one stage: what each tensor parallel rank holds of them."""
 
     states: Sequence[TorchState]
@@ -150,7 +150,7 @@ class Chunk(NamedTuple):
     expert_ranks: int = 1
 
 
-def merged_tensors(chunks: Sequence[Chunk], rules: Rules) -> dict[str, StoredTensor]:
+def merged_tensors(chunks: Sequence[ModelChunk], rules: SourceRules) -> dict[str, StoredTensor]:
     """Return the tensors of the whole model; layers and experts of later chunks count on."""
     tensors: dict[str, StoredTensor] = {}
     layers_before: Counter[str] = Counter()
@@ -182,7 +182,7 @@ def merged_tensors(chunks: Sequence[Chunk], rules: Rules) -> dict[str, StoredTen
     return tensors
 
 
-def _count(chunk: Chunk, pattern: re.Pattern[str], what: str) -> dict[tuple[str, str], int]:
+def _count(chunk: ModelChunk, pattern: re.Pattern[str], what: str) -> dict[tuple[str, str], int]:
     """Return how many layers or experts a chunk has of each list; all count from 0."""
     numbers: dict[tuple[str, str], set[int]] = {}
     for match in filter(None, map(pattern.match, chunk.states[0].tensors)):
@@ -198,7 +198,7 @@ def _count(chunk: Chunk, pattern: re.Pattern[str], what: str) -> dict[tuple[str,
     return {key: len(found) for key, found in numbers.items()}
 
 
-def _count_experts(chunk: Chunk) -> int:
+def _count_experts(chunk: ModelChunk) -> int:
     """Return how many experts each layer of a chunk has; 0 if they are not to be numbered anew."""
     path, tensors = chunk.states[0].path, chunk.states[0].tensors
     if chunk.expert_ranks == 1:
@@ -219,7 +219,7 @@ def _count_experts(chunk: Chunk) -> int:
     return max(counts, default=0)
 
 
-def _tensor(name: str, local_name: str, chunk: Chunk, rules: Rules) -> StoredTensor:
+def _tensor(name: str, local_name: str, chunk: ModelChunk, rules: SourceRules) -> StoredTensor:
     """Return a tensor of one chunk, by its global name, with what every rank holds."""
     held = [(state.path, *state.tensors[local_name]) for state in chunk.states]
     first_path, first, _ = held[0]
@@ -245,7 +245,7 @@ def _tensor(name: str, local_name: str, chunk: Chunk, rules: Rules) -> StoredTen
     ranks = range(chunk.first_rank, chunk.first_rank + len(held))
     layout = Layout(DeviceMesh(ranks), spec, shape, first.dtype)
     boxes = tuple(
-        states.part_of(layout, rank, part, path, place)
+        states.stored_box_of_rank(layout, rank, part, path, place)
         for rank, (path, _, place) in zip(ranks, held, strict=True)
         for part in replica_keys(layout, rank)
     )

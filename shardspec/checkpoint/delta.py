@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from shardspec.checkpoint.catalog import Catalog, StoredTensor, check_tiling, whole_box
 from shardspec.checkpoint.checksums import Hash, extra, new_hash
 from shardspec.checkpoint.convert import WriteReport, merge
-from shardspec.checkpoint.delta_chain import INDEX_NAME, with_deltas
+from shardspec.checkpoint.delta_chain import DELTA_INDEX, with_deltas
 from shardspec.checkpoint.destination import check_destination
 from shardspec.checkpoint.mapped import require_finished
 from shardspec.checkpoint.open import as_catalog
@@ -151,10 +151,10 @@ def delta(
             "base_digest": writer.digest_of(0),
             "digest": writer.digest_of(1),
         }
-        names = (_FILE_NAME, INDEX_NAME) if writer.counts else (INDEX_NAME,)
-        replaced = frozenset((INDEX_NAME, _FILE_NAME))
+        names = (_FILE_NAME, DELTA_INDEX) if writer.counts else (DELTA_INDEX,)
+        replaced = frozenset((DELTA_INDEX, _FILE_NAME))
         output_files = Staging(
-            dict.fromkeys(names, 0), True, overwrite, INDEX_NAME, replaced, destination.identity
+            dict.fromkeys(names, 0), True, overwrite, DELTA_INDEX, replaced, destination.identity
         )
         with destination.path.stage(output_files) as staged:
             if writer.counts:
@@ -163,7 +163,7 @@ def delta(
             index = {"metadata": about, "weight_map": dict.fromkeys(writer.counts, _FILE_NAME)}
             old.check_unchanged()
             now.check_unchanged()
-            with staged.file(INDEX_NAME) as write:
+            with staged.file(DELTA_INDEX) as write:
                 write(0, json.dumps(index).encode())
         return writer.report()
 

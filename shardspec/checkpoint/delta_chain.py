@@ -18,7 +18,7 @@ from shardspec.digests import Digests, TensorDigest
 from shardspec.errors import CheckpointError
 from shardspec.text import shown
 
-INDEX_NAME: Final = "model.safetensors.index.json"
+DELTA_INDEX: Final = "model.safetensors.index.json"
 _MOST_BYTES: Final = 1 << 28
 _NUMBER: Final = re.compile(r"[0-9]{1,18}")
 
@@ -37,7 +37,7 @@ class _Delta(NamedTuple):
 
 def read_delta(place: StoragePath) -> _Delta:
     """Read what a delta says of itself; CheckpointError if that does not hold."""
-    index = file_inside(place, INDEX_NAME, place)
+    index = file_inside(place, DELTA_INDEX, place)
     stated = read_json(index, "index", _MOST_BYTES)
     about = checked(stated.get("metadata"), dict, index, "metadata")
     encoding = about.get("delta_encoding")

@@ -17,7 +17,7 @@ from shardspec.dtypes import item_bytes
 from shardspec.layout.layout import Layout
 
 
-class Holders(NamedTuple):
+class RowHolders(NamedTuple):
     """Which ranks hold which boxes: by the layout if it is known, else as stored."""
 
     cells: Mapping[Box, tuple[int, ...]]
@@ -37,7 +37,7 @@ class Group(NamedTuple):
     num_bytes: int
 
 
-def _holders(held: Iterable[tuple[Box, int]], num_ranks: int = 0) -> Holders:
+def _holders(held: Iterable[tuple[Box, int]], num_ranks: int = 0) -> RowHolders:
     """Return who holds what; of `num_ranks` ranks, if they are known."""
     found: dict[Box, dict[int, None]] = {}
     for box, rank in held:
@@ -45,11 +45,11 @@ def _holders(held: Iterable[tuple[Box, int]], num_ranks: int = 0) -> Holders:
     cells = {box: tuple(ranks) for box, ranks in found.items()}
     busy = len({rank for ranks in cells.values() for rank in ranks})
     uneven = len(set(map(box_shape, cells))) > 1 or 0 < busy < num_ranks
-    return Holders(cells, any(len(ranks) > 1 for ranks in cells.values()), uneven)
+    return RowHolders(cells, any(len(ranks) > 1 for ranks in cells.values()), uneven)
 
 
 @lru_cache(maxsize=64)
-def _holders_by(layout: Layout) -> Holders:
+def _holders_by(layout: Layout) -> RowHolders:
     ids = layout.mesh.ids
     return _holders(((box, i) for i in ids for box, _ in catalog.replica_keys(layout, i)), len(ids))
 
@@ -93,7 +93,7 @@ class CheckpointSummary:
             return None
         return _layout_of(self.source.mesh, tensor.spec, tensor.shape, tensor.dtype)
 
-    def holders(self, tensor: AnyOutline) -> Holders:
+    def holders(self, tensor: AnyOutline) -> RowHolders:
         """Return every box and the ranks that hold it."""
         layout = self.layout(tensor)
         if layout is not None:

@@ -32,7 +32,7 @@ from shardspec.layout.spec import ShardingSpec
 from shardspec.mesh.device_mesh import DeviceMesh
 from shardspec.resharding.copies import StoredLayout
 from shardspec.resharding.name_map import NameMap
-from shardspec.resharding.plan import ReshardPlan, Target, layouts_of, plan_state
+from shardspec.resharding.plan import ReshardPlan, ReshardTarget, layouts_of, plan_state
 from shardspec.resharding.state import flat_state
 from shardspec.resharding.transfers import Declared, End, Rows, transfer_rows
 from shardspec.text import shown
@@ -397,7 +397,7 @@ class LoadPlan(ReshardPlan):
 
 def _check_apart(shards: "Mapping[str, Mapping[int, torch.Tensor]]") -> None:
     """Refuse tensors to be filled that overlap in part; tied ones are the same memory."""
-    from shardspec.resharding.memory import overlaps, overlaps_itself
+    from shardspec.resharding.memory import memory_overlaps, overlaps_itself
 
     filled = {(name, device): shard for name, of in shards.items() for device, shard in of.items()}
     for (name, _), shard in filled.items():
@@ -406,7 +406,7 @@ def _check_apart(shards: "Mapping[str, Mapping[int, torch.Tensor]]") -> None:
                 f"elements of out[{name!r}] share memory, as those of an expanded tensor do; give "
                 "a clone"
             )
-    for overlap in overlaps({}, filled):
+    for overlap in memory_overlaps({}, filled):
         if not overlap.same:
             names = sorted((overlap.written[0], overlap.other[0]))
             raise LayoutError(
@@ -417,7 +417,7 @@ def _check_apart(shards: "Mapping[str, Mapping[int, torch.Tensor]]") -> None:
 
 def plan_load(
     checkpoint: StoragePath,
-    target: Target,
+    target: ReshardTarget,
     names: Mapping[str, str] | NameMap | None,
     dtype: object,
     max_bytes: int | None,

@@ -5,12 +5,12 @@ from pathlib import PurePath
 
 from shardspec.checkpoint.storage.from_text import storage_path
 from shardspec.resharding.name_map import NameMap
-from shardspec.resharding.plan import ReshardPlan, Target, known_to_all, plan_state
+from shardspec.resharding.plan import ReshardPlan, ReshardTarget, known_to_all, plan_state
 
 
 def plan_reshard(
     source: Mapping[str, object] | PurePath | str,
-    target: Target,
+    target: ReshardTarget,
     *,
     names: Mapping[str, str] | NameMap | None = None,
     dtype: object = None,

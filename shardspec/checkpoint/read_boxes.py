@@ -146,7 +146,7 @@ class Checks:
                 self.add(stored, at, b"")
 
 
-class Part(NamedTuple):
+class BlockPart(NamedTuple):
     """What a stored box holds of a block: bytes that lie in its file and in the block by steps."""
 
     stored: StoredBox
@@ -166,14 +166,16 @@ class Part(NamedTuple):
         """Whether it is one stretch of its file."""
         return self.span == prod(count for count, _, _ in self.steps)
 
-    def rows(self, lo: int, hi: int) -> "Part":
+    def rows(self, lo: int, hi: int) -> "BlockPart":
         """Return some of the first dim; of one row that dim is left out."""
         (_, step, step_in), *inner = self.steps
         first = [(hi - lo, step, step_in)] if hi - lo > 1 else []
-        return Part(self.stored, self.start + lo * step, self.at + lo * step_in, (*first, *inner))
+        return BlockPart(
+            self.stored, self.start + lo * step, self.at + lo * step_in, (*first, *inner)
+        )
 
 
-def part_of(stored: StoredBox, shared: Box, block: Box, width: int) -> Part:
+def block_part(stored: StoredBox, shared: Box, block: Box, width: int) -> BlockPart:
     """Return where a box that a stored one and a block share lies; an element takes `width`."""
     inside = row_major_strides(box_shape(block), width)
     lies = stored.strides or row_major_strides(box_shape(stored.box), width)
@@ -192,12 +194,12 @@ def part_of(stored: StoredBox, shared: Box, block: Box, width: int) -> Part:
             steps[-1] = (count * inner, by, by_in)
         elif count > 1:
             steps.append((count, step, step_in))
-    return Part(stored, start, at, tuple(reversed(steps)))
+    return BlockPart(stored, start, at, tuple(reversed(steps)))
 
 
 def cut(
     tensor: StoredTensor, target: Box, most: int = BLOCK_BYTES
-) -> Iterator[tuple[int, list[Part]]]:
+) -> Iterator[tuple[int, list[BlockPart]]]:
     """Cut a box of a tensor into blocks of at most so many bytes, a multiple of every item size.
 
     Yields the bytes of each block, and its parts in stored boxes: of all addends that are pending.
@@ -206,7 +208,7 @@ def cut(
     stored = [one for one in distinct(tensor) if intersect(one.box, target) is not None]
     blocks = chunks(target, most // width)
     for block, met in overlaps([one.box for one in stored], blocks):
-        parts = [part_of(stored[number], shared, block, width) for number, shared in met]
+        parts = [block_part(stored[number], shared, block, width) for number, shared in met]
         yield box_size(block) * width, parts
 
 
@@ -249,7 +251,7 @@ def read_box(
     for num_bytes, parts in cut(tensor, target, len(buffers.block)):
         room = buffers.block[:num_bytes] if out is None else out[at : at + num_bytes]
 
-        def read(part: Part, room: memoryview = room) -> int | None:
+        def read(part: BlockPart, room: memoryview = room) -> int | None:
             """Return the CRC-32 of a part that was read in one go, if it was taken."""
             stored = part.stored
             seen = None if checks is None or stored not in checks else partial(checks.add, stored)
@@ -315,7 +317,10 @@ def read_box_into(
 
 
 def _reduce(
-    tensor: StoredTensor, parts: list[Part], room: memoryview, read: Callable[[Part], object]
+    tensor: StoredTensor,
+    parts: list[BlockPart],
+    room: memoryview,
+    read: Callable[[BlockPart], object],
 ) -> None:
     """Combine all addends of a block of a pending tensor."""
     import numpy as np
@@ -340,7 +345,7 @@ def _zeros(buffer: memoryview, offset: int) -> None:  # noqa: ARG001  # as that 
 
 def _read(
     read_into: Callable[[memoryview, int], None],
-    part: Part,
+    part: BlockPart,
     room: memoryview,
     scratch: memoryview,
     seen: _Seen | None,
@@ -367,7 +372,7 @@ def _read(
     return None
 
 
-def _spread(part: Part, data: memoryview, room: memoryview) -> None:
+def _spread(part: BlockPart, data: memoryview, room: memoryview) -> None:
     """Copy the bytes of a file from the first of a part on to their places in its block."""
     *outer, (width, _, _) = part.steps
     # Importing numpy takes as long as copying 200 MiB, and long rows need none.

@@ -9,7 +9,7 @@ from functools import lru_cache, partial
 from pathlib import PurePath
 from typing import Final, NamedTuple
 
-from shardspec.checkpoint.catalog import Catalog, OpaqueValue, is_plain, opaque_parts
+from shardspec.checkpoint.catalog import Catalog, OpaqueValue, is_plain_entry, opaque_parts
 from shardspec.checkpoint.check_quantized import check_blocks, refuse_casts
 from shardspec.checkpoint.choice import Choice, Renames, first_names, wanted_names
 from shardspec.checkpoint.format import Format, Wanted, Way
@@ -24,9 +24,9 @@ from shardspec.layout.layout import Layout, SpecLike
 from shardspec.layout.rules import Rules, match_rules, winning_patterns
 from shardspec.layout.spec import ShardingSpec
 from shardspec.mesh.device_mesh import DeviceMesh
-from shardspec.text import Argument, Part, counted, shown
+from shardspec.text import Argument, TextPart, counted, shown
 
-_CHOICE: Final[tuple[Part, ...]] = (
+_CHOICE: Final[tuple[TextPart, ...]] = (
     *(Argument("dtype"), ", ", Argument("include"), ", ", Argument("exclude"), ", "),
     *(Argument("rename"), " and ", Argument("names")),
 )
@@ -189,7 +189,9 @@ def _text_of(parts: Sequence[OpaqueValue]) -> str:
 
 def plain(others: Mapping[str, object], choice: Choice) -> dict[str, str]:
     """Return name to new name of the wanted values that are plain: numbers, text, lists of such."""
-    wanted = [name for name, value in others.items() if is_plain(value) and choice.wants(name)]
+    wanted = [
+        name for name, value in others.items() if is_plain_entry(value) and choice.wants(name)
+    ]
     return renamed_names(wanted, choice.rename)
 
 
@@ -278,7 +280,7 @@ def check_sharding(asked: Asked) -> None:
     """Check that a mesh, or a checkpoint to shard like, is given where the format needs one."""
     whole, onto = asked.format.whole_run, asked.mesh
     sharding = onto is not None or asked.like is not None or asked.rules
-    checks: tuple[tuple[object, tuple[Part, ...]], ...] = (
+    checks: tuple[tuple[object, tuple[TextPart, ...]], ...] = (
         (
             asked.like is not None and (onto is not None or asked.rules is not None),
             ("give either a checkpoint to shard like, or a mesh and rules",),
@@ -312,7 +314,7 @@ def check_sharding(asked: Asked) -> None:
             raise CheckpointError(*problem)
 
 
-def opened(checkpoint: PurePath | str | Catalog, asked: Asked) -> Catalog:
+def opened_source(checkpoint: PurePath | str | Catalog, asked: Asked) -> Catalog:
     """Return a checkpoint as what a map makes of what is chosen."""
     if asked.names is None:
         check_drop(asked.choice)

@@ -17,9 +17,9 @@ from shardspec.dtypes import item_bytes
 from shardspec.errors import CheckpointError
 from shardspec.layout.layout import Layout
 from shardspec.resharding.copies import StateCopies, StoredLayout
-from shardspec.resharding.transfers import FileRegion, row_major, transfer_rows
+from shardspec.resharding.transfers import FileRegion, row_major_steps, transfer_rows
 
-FORMAT: Final = "shardspec-transfers-1"
+TRANSFERS_FORMAT: Final = "shardspec-transfers-1"
 INDEX: Final = "transfers.json"
 """The file of names, which is written last."""
 
@@ -84,7 +84,7 @@ def write_transfers(
         np.savez_compressed(content, **arrays)  # type: ignore[arg-type]
         _write(place / f"device-{device}.npz", content.getvalue())
     index = {
-        "format": FORMAT,
+        "format": TRANSFERS_FORMAT,
         "digest": plan.digest,
         "devices": devices,
         "files": {str(number): name for number, name in (names or {}).items()},
@@ -117,7 +117,7 @@ def _shards(plan: StateCopies, device: int) -> dict[str, npt.NDArray[np.int64]]:
             if isinstance(layout, StoredLayout) or device not in layout.mesh:
                 continue
             if layout not in known:
-                known[layout] = layout.local_shape(device), row_major(layout, device)
+                known[layout] = layout.local_shape(device), row_major_steps(layout, device)
             for of, numbers in enumerate(known[layout]):
                 table[2 * side + of, place, : len(numbers)] = numbers
     names = ("source_shapes", "source_strides", "target_shapes", "target_strides")

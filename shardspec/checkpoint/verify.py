@@ -17,7 +17,7 @@ from shardspec.checkpoint.catalog import (
     StoredBox,
     StoredTensor,
     check_tiling,
-    is_plain,
+    is_plain_entry,
     opaque_parts,
     row_major_strides,
     whole_box,
@@ -151,12 +151,12 @@ class Difference:
     ranks: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
     """The ranks whose boxes hold that element, on each side."""
     kind: Literal["tensor", "value"] = "tensor"
-    extent: "Extent | None" = None
+    extent: "DiffExtent | None" = None
     """How much of the tensor differs; None if shapes, dtypes or names do."""
 
 
 @dataclass(frozen=True, slots=True)
-class Extent:
+class DiffExtent:
     """How many elements differ, and by how much; those that tolerances allow do not."""
 
     elements: int
@@ -179,15 +179,15 @@ class Extent:
         return text
 
 
-def amount_text(extent: Extent) -> str:
+def amount_text(extent: DiffExtent) -> str:
     """Return the largest differences as text: ``0.25 (relative 0.01)``."""
     return f"{extent.max_abs:.3g} (relative {extent.max_rel:.3g})"
 
 
-def total_extent(extents: Iterable[Extent]) -> Extent:
+def total_extent(extents: Iterable[DiffExtent]) -> DiffExtent:
     """Return the extent of several tensors together."""
     every = list(extents)
-    return Extent(
+    return DiffExtent(
         sum(one.elements for one in every),
         sum(one.differing for one in every),
         max((one.max_abs for one in every), default=0.0),
@@ -296,7 +296,7 @@ def _different_values(
     for name in sorted(first.keys() | second.keys()):
         problem = ""
         if name not in first or name not in second:
-            if not (objects or is_plain(first.get(name, second.get(name)))):
+            if not (objects or is_plain_entry(first.get(name, second.get(name)))):
                 continue
             problem = f"is only in {(a if name in first else b).directory}"
         elif not _alike(first[name], second[name], atol, rtol):
@@ -355,7 +355,7 @@ def _difference(
     done = 0
     first = ""
     index: tuple[int, ...] = ()
-    extents: list[Extent] = []
+    extents: list[DiffExtent] = []
     for box, *both in read_both(x, y, whole_box(x.shape), files):
         done += len(both[0])
         compared(done)
@@ -393,7 +393,9 @@ def _values_text(x: StoredTensor, y: StoredTensor, raw: Sequence[NDArray[np.uint
     return f"{values[0]} in the first {{}}, {values[1]} in the second {{}}"
 
 
-def _extent(x: StoredTensor, y: StoredTensor, a: NDArray[np.uint8], b: NDArray[np.uint8]) -> Extent:
+def _extent(
+    x: StoredTensor, y: StoredTensor, a: NDArray[np.uint8], b: NDArray[np.uint8]
+) -> DiffExtent:
     """Return how much elements differ, which are given as bytes."""
     one, other = numbers(a.reshape(-1), x.dtype), numbers(b.reshape(-1), y.dtype)
     if one.dtype.kind in "iu":
@@ -409,7 +411,7 @@ def _extent(x: StoredTensor, y: StoredTensor, a: NDArray[np.uint8], b: NDArray[n
         relative = np.where(apart == 0, 0.0, apart / sizes)
     numeric = ~nans.any(0)
     relative = np.where(np.isnan(relative), np.inf, relative)  # between infinities
-    return Extent(
+    return DiffExtent(
         len(a),
         len(a),
         float(apart[numeric].max(initial=0.0)),

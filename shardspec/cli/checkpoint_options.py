@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 
-from shardspec.cli.options import FILE, PLACE, Kind, grouped, refuse_if
+from shardspec.cli.options import OUTPUT_FILE, PLACE, Kind, grouped, refuse_if
 from shardspec.cli.output import say
 from shardspec.errors import CheckpointError, InputFileError
 from shardspec.input_files import read_input_file
@@ -67,7 +67,7 @@ source_options: Final = grouped(
     ),
     click.option(
         "--source-rules",
-        type=FILE,
+        type=OUTPUT_FILE,
         help="TOML file that says how the ranks shard tensors, for formats that do not say it and "
         "names that the library does not know.",
     ),
@@ -134,7 +134,7 @@ rule_options: Final = grouped(
     "rules",
     _rules,
     click.option(
-        "--rules", type=FILE, multiple=True, help="TOML file with name patterns and specs."
+        "--rules", type=OUTPUT_FILE, multiple=True, help="TOML file with name patterns and specs."
     ),
     click.option(
         "--rule",
@@ -264,14 +264,14 @@ def read_maps(name: str, sizes: Path | None, *, reverse: bool) -> "tuple[NameMap
     from shardspec.families.maps import map_chain
     from shardspec.resharding.name_map import NameMap
 
-    config = {} if sizes is None else read_json(sizes)
+    config = {} if sizes is None else read_config(sizes)
     if Path(name).suffix or os.path.exists(name):
         found = NameMap.load(name).with_sizes(config)
         return (found.reversed() if reverse else found,)
     return map_chain(name, config, reverse=reverse)
 
 
-def read_json(path: Path) -> dict[str, object]:
+def read_config(path: Path) -> dict[str, object]:
     """Return the object that a JSON file holds; `InputFileError` if it holds none."""
     data = read_input_file(path, _MOST_BYTES)
     try:

@@ -16,7 +16,7 @@ from shardspec.checkpoint.catalog import AnyOutline, box_text
 from shardspec.checkpoint.inspect import CheckpointSummary, inspect_checkpoint, other_text
 from shardspec.checkpoint.layers import groups_of, prefix_change, repeated_layers
 from shardspec.checkpoint.verify import (
-    Extent,
+    DiffExtent,
     amount_text,
     diff_checkpoints,
     names_to_compare,
@@ -320,7 +320,7 @@ def _boxes(summary: CheckpointSummary, name: str) -> str:
 @click.option(
     "--digests",
     "digests_file",
-    type=opts.FILE,
+    type=opts.OUTPUT_FILE,
     help="Compare digests with this file of 'shardspec digest', merge, reshard or save_sharded.",
 )
 @click.option("--all", "every", is_flag=True, help="List all flaws, not only the first.")
@@ -507,7 +507,7 @@ class _Change(NamedTuple):
     largest: str
 
 
-def _changes(sizes: Mapping[str, int], extents: Mapping[str, Extent]) -> dict[str, _Change]:
+def _changes(sizes: Mapping[str, int], extents: Mapping[str, DiffExtent]) -> dict[str, _Change]:
     """Return by group how much of the tensors that both checkpoints have differs."""
     found = {}
     for group, names in groups_of(sizes).items():

@@ -22,7 +22,7 @@ from shardspec.errors import (
     ProfileError,
     ShardSpecError,
 )
-from shardspec.text import Part, printable
+from shardspec.text import TextPart, printable
 
 _COMMANDS: Final[Mapping[str, tuple[str, str]]] = {
     "plan": ("plan", "Plan the cheapest conversion between two specs, on paper."),
@@ -132,7 +132,7 @@ class _LazyGroup(click.Group):
         sys.exit(code or 0)
 
 
-def option_text(part: Part) -> str:
+def option_text(part: TextPart) -> str:
     """Return a part of a message, an argument as the option for it."""
     if isinstance(part, str):
         return part

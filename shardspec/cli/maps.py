@@ -107,7 +107,7 @@ def _shapes(place: str) -> "tuple[dict[str, tuple[int, ...]], Catalog | None]":
         catalog = open_checkpoint(place)
         return {name: catalog.outline(name).shape for name in catalog.names}, catalog
     found = {}
-    for name, sizes in ckpt.read_json(Path(place)).items():
+    for name, sizes in ckpt.read_config(Path(place)).items():
         if not isinstance(sizes, list) or not all(type(n) is int and n >= 0 for n in sizes):
             raise InputFileError(f"{place}: {shown(name)} has {shown(sizes)}, no list of sizes")
         found[name] = tuple(sizes)
@@ -135,7 +135,9 @@ def _shapes(place: str) -> "tuple[dict[str, tuple[int, ...]], Catalog | None]":
 )
 @ckpt.source_options
 @click.option(
-    "--html", type=opts.FILE, help="Draw who sends how much to whom, and write the page here."
+    "--html",
+    type=opts.OUTPUT_FILE,
+    help="Draw who sends how much to whom, and write the page here.",
 )
 @opts.overwrite_option
 @opts.json_option("Print the plan as JSON.")
@@ -263,7 +265,7 @@ def _plan_layout(
 
     (catalog,) = source.open(checkpoint)
     place = maps.config(catalog.home)
-    config = ckpt.read_json(place / "config.json" if place.is_dir() else place)
+    config = ckpt.read_config(place / "config.json" if place.is_dir() else place)
     try:
         parsed = parse_layout(layout)
         mesh = None if cluster.mesh is None else opts.plain_mesh(cluster.mesh, cluster.ids)

@@ -12,7 +12,7 @@ import click
 
 from shardspec.text import printable
 
-Progress: TypeAlias = Callable[[int, int], None]
+ProgressBar: TypeAlias = Callable[[int, int], None]
 """Called with the number of bytes that are done, and of all."""
 
 
@@ -70,7 +70,7 @@ def write_file(path: Path, text: str, *, overwrite: bool) -> None:
 
 
 @contextmanager
-def progress_bar(shows: bool, title: str) -> Iterator[Progress | None]:
+def progress_bar(shows: bool, title: str) -> Iterator[ProgressBar | None]:
     """Yield a callback that draws a bar on the terminal, or None."""
     if not (shows and sys.stderr.isatty()) or is_quiet():
         yield None

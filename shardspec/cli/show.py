@@ -269,7 +269,7 @@ def graph_command(
 )
 @click.option(
     "--links",
-    type=opts.PRESETS,
+    type=opts.PRESET_NAMES,
     multiple=True,
     help="Links to pick, one preset for all axes or one per axis; may be given several times. "
     f"'shardspec presets' lists them.  [default: {', then '.join(_LINKS)}]",
@@ -296,10 +296,10 @@ def explore_command(
       shardspec explore --mesh dp=2,tp=4 --shape 4096x1024 --dtype bf16 -o page.html
       shardspec explore --mesh 2x2x2 --shape 8x8 --links tpu-v5e --links tpu-v5p -o page.html
     """
-    from shardspec.explorer.page import MAX_DEVICES, explorer_page
+    from shardspec.explorer.page import MAX_PAGE_DEVICES, explorer_page
 
     for one in mesh:
-        _check_devices(one, MAX_DEVICES)
+        _check_devices(one, MAX_PAGE_DEVICES)
     meshes = [opts.plain_mesh(one) for one in dict.fromkeys(mesh)]
     links = tuple(dict.fromkeys(links))
     if not links:

@@ -8,7 +8,7 @@ from typing import Final
 import torch
 
 from shardspec.boxes import Box, box_shape, box_size, chunks, slices_within
-from shardspec.comm.results import checked, combine_into, empty_hugepages
+from shardspec.comm.results import checked_result, combine_into, empty_hugepages
 from shardspec.comm.steps import AllReduce, ReduceOp
 from shardspec.comm.transfers import DeviceTransfers, Message, Parts, Piece, all_reduce_halves
 from shardspec.comm.transports.stage import Stage, Transport, Wave
@@ -24,7 +24,7 @@ def carry_out(
     if isinstance(transfers.step, AllReduce):
         return _all_reduce(transport, transfers, shard)
     result = empty_hugepages(shard, box_shape(transfers.after))
-    with checked(transfers.step, result):
+    with checked_result(transfers.step, result):
         transport.move([_stage(transfers, shard, result, transfers.op)])
     return result
 
@@ -42,7 +42,7 @@ def _all_reduce(
         result = flat = shard.clone(memory_format=torch.contiguous_format).view(-1)
     reducing, sharing = all_reduce_halves(step, transfers.device, transfers.members, shard.numel())
     reduced = result[slices_within(reducing.after, sharing.after)]
-    with checked(step, result if result is not flat else result[:0]):
+    with checked_result(step, result if result is not flat else result[:0]):
         transport.move([_stage(reducing, flat, reduced, transfers.op)])
         transport.move([_stage(sharing, reduced, result, None)])
     return result.view(shard.shape)

@@ -109,7 +109,7 @@ class SimulatedCommunicator(Communicator):
         self, transfers: Transfers, shards: Mapping[int, "torch.Tensor"]
     ) -> dict[int, "torch.Tensor"]:
         """Carry out one step; see `Communicator.run`."""
-        from shardspec.comm.results import checked, combine_into
+        from shardspec.comm.results import checked_result, combine_into
 
         results = {}
         for device in self.addressable:
@@ -119,7 +119,7 @@ class SimulatedCommunicator(Communicator):
                 for peer, box in schedule.incoming
             ]
             result = shards[device].new_empty(box_shape(schedule.after))
-            with checked(transfers.step, result):
+            with checked_result(transfers.step, result):
                 if parts and schedule.op is not None:
                     combine_into(result, [part for _, part in parts], schedule.op)
                 else:

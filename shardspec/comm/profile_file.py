@@ -13,8 +13,8 @@ from shardspec.mesh.device_ids import SECONDS_RULE, seconds
 from shardspec.mesh.device_mesh import DeviceMesh, LinkModel
 from shardspec.text import shown
 
-FORMAT: Final = "shardspec profile"
-VERSION: Final = 1
+PROFILE_FORMAT: Final = "shardspec profile"
+PROFILE_VERSION: Final = 1
 _MOST_BYTES: Final = 64 << 20
 _MOST_DEVICES: Final = 2**20
 Profiled: TypeAlias = tuple[
@@ -40,8 +40,8 @@ def read_profile(path: Path | str) -> Profiled:
 
 
 def _parse(root: Any) -> Profiled:  # noqa: ANN401  # parsed JSON
-    _check("format", root["format"], [FORMAT])
-    _check("version", root["version"], [VERSION])
+    _check("format", root["format"], [PROFILE_FORMAT])
+    _check("version", root["version"], [PROFILE_VERSION])
     shape, names = tuple(_numbers("mesh_shape", root["mesh_shape"], int)), root["axis_names"]
     if prod(shape) > _MOST_DEVICES:
         raise ProfileError(f"mesh_shape is {shown(shape)}, more than {_MOST_DEVICES:,} devices")

@@ -44,7 +44,7 @@ def empty_hugepages(like: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
 
 
 @contextmanager
-def checked(what: object, result: torch.Tensor) -> Iterator[None]:
+def checked_result(what: object, result: torch.Tensor) -> Iterator[None]:
     """Check, where ``SHARDSPEC_CHECK=1`` is set, that every element of a new tensor is written.
 
     The tensor is filled with noise, of which no window of four bytes or one element is to be left.

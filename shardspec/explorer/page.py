@@ -19,16 +19,16 @@ from shardspec.comm.steps import Step
 from shardspec.dtypes import dtype_name
 from shardspec.errors import DTypeError, LayoutError
 from shardspec.layout.converter import LayoutConverter
-from shardspec.layout.dot import COLOURS, kind_of
+from shardspec.layout.dot import COLOURS, step_kind
 from shardspec.layout.graph import count_states, space_of, spec_of
 from shardspec.layout.layout import Layout
 from shardspec.layout.moving import transfers_of
 from shardspec.layout.plan import ConversionPlan, naive_plan, step_text
 from shardspec.mesh.device_mesh import DeviceMesh
 
-MAX_DEVICES: Final = 32
+MAX_PAGE_DEVICES: Final = 32
 """Devices of the largest mesh whose boxes can be told apart."""
-MAX_DIMS: Final = 3
+MAX_PAGE_DIMS: Final = 3
 """Dims that can be drawn."""
 MAX_CONVERSIONS: Final = 50_000
 """Conversions that can be planned in about a minute."""
@@ -81,10 +81,12 @@ def _asset(name: str) -> str:
 def _check(meshes: Sequence[DeviceMesh], shapes: Sequence[tuple[int, ...]], links: _Links) -> None:
     for mesh in meshes:
         text = f"mesh {mesh} of {mesh.size()} devices is too large to draw; the limit is"
-        _refuse_if(mesh.size() > MAX_DEVICES, f"{text} {MAX_DEVICES} devices")
+        _refuse_if(mesh.size() > MAX_PAGE_DEVICES, f"{text} {MAX_PAGE_DEVICES} devices")
     for shape in shapes:
-        text = f"a tensor of shape {shape} cannot be drawn; give one of 1 to {MAX_DIMS} dims that"
-        wrong = not 1 <= len(shape) <= MAX_DIMS or 0 in shape
+        text = (
+            f"a tensor of shape {shape} cannot be drawn; give one of 1 to {MAX_PAGE_DIMS} dims that"
+        )
+        wrong = not 1 <= len(shape) <= MAX_PAGE_DIMS or 0 in shape
         _refuse_if(wrong, f"{text} has elements")
     for names in links:
         text = f"links {','.join(names)} fit no mesh: give one preset for all axes, or one per axis"
@@ -119,7 +121,7 @@ def count_conversions(num_axes: int, dims: int) -> int:
     )
 
 
-def layouts_of(mesh: DeviceMesh, shape: tuple[int, ...], dtype: str) -> list[Layout]:
+def all_layouts(mesh: DeviceMesh, shape: tuple[int, ...], dtype: str) -> list[Layout]:
     """Return every layout of a tensor: first those with nothing pending, then those with sums."""
     replicated = ",".join("R" * len(shape))
     whole = Layout(mesh, replicated, shape, dtype)
@@ -158,7 +160,7 @@ def _mesh_tables(
             for name, model in models.items()
         ],
         "tensors": [
-            _tensor_tables(layouts_of(mesh, shape, dtype), list(models.values()))
+            _tensor_tables(all_layouts(mesh, shape, dtype), list(models.values()))
             for shape in shapes
         ],
     }
@@ -200,7 +202,7 @@ def _facts(step: Step, before: Layout, after: Layout) -> tuple[object, ...]:
         for device in mesh.ids
     ]
     text = f"{step_text(step)} over {','.join(mesh.axis_labels(step.axes))}"
-    return kind_of(step), text, plan.bytes_received, plan.peak_bytes, bits
+    return step_kind(step), text, plan.bytes_received, plan.peak_bytes, bits
 
 
 def _plans(

@@ -24,9 +24,9 @@ from shardspec.mesh.device_mesh import Axis, DeviceMesh
 if TYPE_CHECKING:
     from torch.distributed.tensor.placement_types import Placement
 
-Entry: TypeAlias = str | tuple[str, ...] | None
+SpecEntry: TypeAlias = str | tuple[str, ...] | None
 """What a PartitionSpec of JAX has for one dim."""
-Chunk: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]
+AxisChunk: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]
 """Offsets and sizes, one entry a dim; as in torch's `ChunkStorageMetadata`."""
 
 _COLOSSAL: Final[tuple[list[int], ...]] = ([], [0], [1], [0, 1])
@@ -135,7 +135,7 @@ def _calls(
 
 def to_partition_spec(
     spec: OwnSpec, mesh: DeviceMesh, global_shape: Sequence[int] | None = None
-) -> tuple[tuple[Entry, ...], frozenset[str]]:
+) -> tuple[tuple[SpecEntry, ...], frozenset[str]]:
     """Return the entries of JAX's PartitionSpec, and its unreduced axes.
 
     ``PartitionSpec(*entries, unreduced=set(unreduced))`` makes it. With a shape, sizes that JAX
@@ -150,7 +150,7 @@ def to_partition_spec(
     resolved, names = _resolved("JAX", spec, mesh), _jax_names(mesh)
     if global_shape is not None:
         Layout(mesh, resolved, global_shape, "float32")  # the spec has to fit the shape
-    entries: list[Entry] = []
+    entries: list[SpecEntry] = []
     for dim, dim_spec in enumerate(resolved.dim_specs):
         axes = [int(axis) for axis in dim_spec.axes]
         parts = prod(mesh.shape[axis] for axis in axes)
@@ -321,7 +321,7 @@ def from_colossal(dim_partition_dict: Mapping[int, Sequence[int]], dims: int) ->
     return ShardingSpec(dims, {dim: list(axes) for dim, axes in dim_partition_dict.items()})
 
 
-def to_chunks(layout: Layout) -> dict[int, Chunk]:
+def to_chunks(layout: Layout) -> dict[int, AxisChunk]:
     """Return the chunk of every device; a pending reduction is refused."""
     if layout.spec.partials:
         raise LossyConversionError(
@@ -334,7 +334,7 @@ def to_chunks(layout: Layout) -> dict[int, Chunk]:
 
 
 def from_chunks(
-    chunks: Mapping[int, Chunk], mesh: DeviceMesh, global_shape: Sequence[int], dtype: object
+    chunks: Mapping[int, AxisChunk], mesh: DeviceMesh, global_shape: Sequence[int], dtype: object
 ) -> Layout:
     """Return the layout whose devices hold these chunks; offsets of empty chunks do not matter.
 
@@ -361,5 +361,5 @@ def from_chunks(
     )
 
 
-def _filled(chunks: Mapping[int, Chunk]) -> dict[int, Chunk]:
+def _filled(chunks: Mapping[int, AxisChunk]) -> dict[int, AxisChunk]:
     return {device: chunk for device, chunk in chunks.items() if 0 not in chunk[1]}

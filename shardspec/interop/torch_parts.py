@@ -34,7 +34,7 @@ def like_parts(tensor: torch.Tensor, parts: Sequence[torch.Tensor]) -> torch.Ten
     return joined(parts) if isinstance(tensor, LocalTensor) else parts[0]
 
 
-def memory_of(tensor: TorchDTensor) -> torch.Tensor:
+def shard_memory(tensor: TorchDTensor) -> torch.Tensor:
     """Return what a DTensor has, once it is there."""
     local = tensor._local_tensor
     return local.elem if isinstance(local, AsyncCollectiveTensor) else local

@@ -411,7 +411,7 @@ def _moves_by_graph(source: Layout, target: Layout, model: CostModel) -> list[Mo
     def held(cuts: graph.Cuts) -> int:
         return source.with_spec(graph.spec_of((cuts, ()))).max_local_bytes
 
-    def price(step: Step, state: graph.State) -> float:
+    def price(step: Step, state: graph.SpecState) -> float:
         num_bytes = held(state[0])
         return min(fixed + num_bytes * slope for fixed, slope in lines(step)) + graph.TIE_SECONDS
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final
 
 from shardspec.comm.steps import Exchange, Permute, Step
 from shardspec.errors import LayoutError
-from shardspec.layout.graph import State, state_of
+from shardspec.layout.graph import SpecState, state_of
 from shardspec.layout.layout import Layout
 from shardspec.layout.plan import ConversionPlan, step_text
 from shardspec.layout.spec import ShardingSpec
@@ -49,7 +49,7 @@ class DrawnEdge:
     @property
     def kind(self) -> str:
         """The kind of step, as `COLOURS` has it."""
-        return kind_of(self.step)
+        return step_kind(self.step)
 
     @property
     def routed(self) -> bool:
@@ -61,7 +61,7 @@ class DrawnEdge:
 
 
 @dataclass(frozen=True, slots=True)
-class Drawing:
+class GraphDrawing:
     """What is drawn: specs in columns, and the steps among them."""
 
     title: str
@@ -108,14 +108,14 @@ class Drawing:
         }
 
 
-def kind_of(step: Step) -> str:
+def step_kind(step: Step) -> str:
     """Return the kind of a step in words, as `COLOURS` has it."""
     return step_text(step).split()[0]
 
 
 def draw_graph(
     graph: "nx.DiGraph", mesh: DeviceMesh, dims: int, plan: ConversionPlan | None = None
-) -> Drawing:
+) -> GraphDrawing:
     """Return what is to be drawn of a graph of specs, with the steps of a plan marked.
 
     Nodes are `ShardingSpec` with numbered axes, edges have a `step`, as `LayoutConverter.graph`
@@ -137,7 +137,7 @@ def draw_graph(
     )
     title = f"{counted(len(specs), 'spec')} of {counted(dims, 'dim')} on mesh {mesh}"
     if plan is None:
-        return Drawing(title, tuple(columns), edges)
+        return GraphDrawing(title, tuple(columns), edges)
     if (plan.source.mesh, plan.target.mesh, plan.source.spec.dims) != (mesh, mesh, dims):
         raise LayoutError(f"the plan is not of mesh {mesh} and {dims} dims; draw its own")
     # Cuts by parts and blocks are not states of the graph.
@@ -151,10 +151,10 @@ def draw_graph(
         path.append(DrawnEdge(*ends, step, text, len(path) + 1))
     ends = str(plan.source.labelled_spec), str(plan.target.labelled_spec)
     title = f"{ends[0]} → {ends[1]}, {seconds_text(plan.cost_seconds)}; {title}"
-    return Drawing(title, tuple(columns), edges, tuple(path), ends, plan.known_error)
+    return GraphDrawing(title, tuple(columns), edges, tuple(path), ends, plan.known_error)
 
 
-def _column(state: State) -> tuple[int, int]:
+def _column(state: SpecState) -> tuple[int, int]:
     cuts, pending = state
     return -len(pending), sum(map(len, cuts))
 
@@ -167,7 +167,7 @@ _FADED: Final = "28"
 """The opacity of what is not on the path, as Graphviz writes it after a colour."""
 
 
-def dot_text(drawing: Drawing) -> str:
+def dot_text(drawing: GraphDrawing) -> str:
     """Return a drawing in Graphviz's language."""
     lines = [
         "digraph transitions {",

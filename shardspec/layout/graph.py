@@ -47,7 +47,7 @@ Cuts: TypeAlias = tuple[tuple[int, ...], ...]
 """Per tensor dim the axes that shard it, major first."""
 PartialState: TypeAlias = tuple[tuple[int, ReduceOp], ...]
 """Axis and operation of each pending reduction, by ascending axis."""
-State: TypeAlias = tuple[Cuts, PartialState]
+SpecState: TypeAlias = tuple[Cuts, PartialState]
 """A spec in the form the search works on: quick to hash and to change."""
 Node: TypeAlias = tuple[int, bool]
 """The place of a state, and whether a cut led to it: after a cut comes no other."""
@@ -66,7 +66,7 @@ _SOURCES_AT_ONCE: Final = 24
 """Rows that `distances` works on together: they fit into the CPU's cache."""
 
 
-def state_of(spec: ShardingSpec) -> State:
+def state_of(spec: ShardingSpec) -> SpecState:
     """Return the state of a spec with numbered axes: `[S10,R|P2]` is ((1, 0), ()), ((2, sum),)."""
     spec.check_plain("the transition graph")
     cuts = tuple(tuple(int(axis) for axis in cut.axes) for cut in spec.dim_specs)
@@ -74,7 +74,7 @@ def state_of(spec: ShardingSpec) -> State:
 
 
 @lru_cache(maxsize=1 << 13)
-def spec_of(state: State) -> ShardingSpec:
+def spec_of(state: SpecState) -> ShardingSpec:
     """Return the spec of a state; the inverse of `state_of`."""
     cuts, pending = state
     return ShardingSpec(len(cuts), dict(enumerate(cuts)), partial=dict(pending))
@@ -101,8 +101,8 @@ def explore(num_axes: int, start: ShardingSpec) -> "nx.DiGraph":
 
 
 def successors(
-    state: State, axes_to_use: Sequence[int], dims: Sequence[int] | None = None
-) -> Iterator[tuple[Step, State]]:
+    state: SpecState, axes_to_use: Sequence[int], dims: Sequence[int] | None = None
+) -> Iterator[tuple[Step, SpecState]]:
     """Yield every step from a state and where it leads, in one fixed order; no two lead there.
 
     Slices use some axes, and axes move to some dims, by default to all.
@@ -180,9 +180,9 @@ class Space:
 
     num_axes: int
     dims: int
-    states: list[State]
+    states: list[SpecState]
     """Fewer pending reductions and fewer cuts first."""
-    index: dict[State, int]
+    index: dict[SpecState, int]
     lists: list[tuple[int, ...]]
     """Every list of axes that shards a dim somewhere."""
     list_index: Ints
@@ -226,7 +226,7 @@ def orbits(space: Space, alike: tuple[int, ...], *, first: bool = False) -> tupl
 def space_of(num_axes: int, dims: int, pending: PartialState) -> Space:
     """Return the space of all specs that a conversion can pass through."""
     graph = explore(num_axes, spec_of((((),) * dims, pending)))
-    states: list[State] = sorted(
+    states: list[SpecState] = sorted(
         graph.nodes, key=lambda s: (len(s[1]), s[1], sum(map(len, s[0])), s[0])
     )
     index = {state: i for i, state in enumerate(states)}
@@ -289,21 +289,21 @@ def shortest_walk(move: Floats, source: int, target: int) -> list[int] | None:
 
 
 def cheapest_path(
-    edges: Callable[[State], Iterable[tuple[Step, State]]],
-    source: State,
-    target: State,
-    price: Callable[[Step, State], float],
+    edges: Callable[[SpecState], Iterable[tuple[Step, SpecState]]],
+    source: SpecState,
+    target: SpecState,
+    price: Callable[[Step, SpecState], float],
     bound: float = inf,
     max_edges: float = inf,
-) -> list[tuple[Step, State]] | None:
+) -> list[tuple[Step, SpecState]] | None:
     """Return the cheapest steps from one state to another, each with the state it leads to.
 
     None where no path of fewer seconds than `bound` is found among `max_edges` steps. This is
     Dijkstra's search; networkx needs all edges beforehand, which for six axes are millions.
     """
-    best: dict[State, float] = {source: 0.0}
-    came_from: dict[State, tuple[State, Step]] = {}
-    done: set[State] = set()
+    best: dict[SpecState, float] = {source: 0.0}
+    came_from: dict[SpecState, tuple[SpecState, Step]] = {}
+    done: set[SpecState] = set()
     order = counter()
     queue = [(0.0, next(order), source)]
     while queue:
@@ -365,7 +365,7 @@ def cheapest_paths(
         del found[start]
         return found
 
-    def edges(node: Node, most: float) -> Iterator[tuple[Node, float, frozenset[State]]]:
+    def edges(node: Node, most: float) -> Iterator[tuple[Node, float, frozenset[SpecState]]]:
         """Yield where a move or a cut leads, its seconds, and the states that it passes."""
         here, after_cut = node
         least = move[here] + left
@@ -395,7 +395,7 @@ def cheapest_paths(
                         heappop(known)
 
 
-def _between(before: State, after: State) -> frozenset[State]:
+def _between(before: SpecState, after: SpecState) -> frozenset[SpecState]:
     """Return every state that slices from one to the other may come to, but the first."""
     parts = (
         [there[:length] for length in range(len(here), len(there) + 1)]

@@ -16,10 +16,12 @@ from shardspec.layout.rules import match_rules
 from shardspec.layout.spec import ShardingSpec
 from shardspec.mesh.device_mesh import Axis
 
-Rules: TypeAlias = dict[str, ShardingSpec]
+ModuleRules: TypeAlias = dict[str, ShardingSpec]
 
 
-def column_parallel(modules: Iterable[str], axis: Axis = "tp", *, bias: bool = False) -> Rules:
+def column_parallel(
+    modules: Iterable[str], axis: Axis = "tp", *, bias: bool = False
+) -> ModuleRules:
     """Return rules that shard linear layers, and biases if asked for, by their outputs.
 
     Examples
@@ -32,7 +34,7 @@ def column_parallel(modules: Iterable[str], axis: Axis = "tp", *, bias: bool = F
     return rules | biases if bias else rules
 
 
-def row_parallel(modules: Iterable[str], axis: Axis = "tp") -> Rules:
+def row_parallel(modules: Iterable[str], axis: Axis = "tp") -> ModuleRules:
     """Return rules that shard linear layers by their inputs: outputs are sums over the axis.
 
     They follow layers of `column_parallel`. Biases are replicated.
@@ -40,7 +42,7 @@ def row_parallel(modules: Iterable[str], axis: Axis = "tp") -> Rules:
     return {f"{name}.weight": ShardingSpec(2, {1: [axis]}) for name in modules}
 
 
-def sequence_parallel(modules: Iterable[str], axis: Axis = "tp", *, dim: int = 1) -> Rules:
+def sequence_parallel(modules: Iterable[str], axis: Axis = "tp", *, dim: int = 1) -> ModuleRules:
     """Return rules that shard outputs of (batch, sequence, features) by the sequence.
 
     They go into the argument ``outputs`` of `distribute_module`, for the layers before a norm or a
@@ -49,7 +51,7 @@ def sequence_parallel(modules: Iterable[str], axis: Axis = "tp", *, dim: int = 1
     return {name: ShardingSpec(3, {dim: [axis]}) for name in modules}
 
 
-def llama_rules(axis: Axis = "tp") -> Rules:
+def llama_rules(axis: Axis = "tp") -> ModuleRules:
     """Return rules for LLaMA and similar models, by the names of Hugging Face's models.
 
     Attention is sharded by heads, the feed-forward layers by their inner features, embedding and
@@ -62,7 +64,7 @@ def llama_rules(axis: Axis = "tp") -> Rules:
     }
 
 
-def gpt_rules(axis: Axis = "tp") -> Rules:
+def gpt_rules(axis: Axis = "tp") -> ModuleRules:
     """Return rules for GPT-J, CodeGen and GPT-NeoX of Hugging Face, and for nanoGPT.
 
     A layer that fuses query, key and value is sharded by its outputs too. Where these are ordered
@@ -81,7 +83,7 @@ def gpt_rules(axis: Axis = "tp") -> Rules:
     }
 
 
-def gpt2_rules(axis: Axis = "tp") -> Rules:
+def gpt2_rules(axis: Axis = "tp") -> ModuleRules:
     """Return `gpt_rules` for GPT-2 of Hugging Face, whose weights have input features first."""
     columns, rows = ["*attn.c_attn", "*mlp.c_fc"], ["*attn.c_proj", "*mlp.c_proj"]
     return {
@@ -103,7 +105,7 @@ def only_matching(rules: Mapping[str, SpecLike], module: nn.Module) -> dict[str,
 
 def with_fsdp(
     module: nn.Module, axis: Axis = "dp", rules: Mapping[str, SpecLike] | None = None
-) -> Rules:
+) -> ModuleRules:
     """Return rules, one per parameter with a dim, that shard dim 0 by one more axis, innermost.
 
     That is where torch's `fully_shard` leaves parameters that `rules` have sharded before. For HSDP

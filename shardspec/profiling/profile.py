@@ -10,7 +10,7 @@ from xml.etree.ElementTree import Element
 
 from shardspec.comm.cost import CostModel
 from shardspec.comm.curves import KINDS, Line
-from shardspec.comm.profile_file import FORMAT, VERSION
+from shardspec.comm.profile_file import PROFILE_FORMAT, PROFILE_VERSION
 from shardspec.layout.picture import draw, svg_page
 from shardspec.profiling.fit import Fit, Measurement, curves_of_groups, fit_links, fitted
 from shardspec.text import seconds_text, table_text
@@ -91,8 +91,8 @@ class Profile:
         """
         model = self.cost_model
         record = {
-            "format": FORMAT,
-            "version": VERSION,
+            "format": PROFILE_FORMAT,
+            "version": PROFILE_VERSION,
             "mesh_shape": self.mesh_shape,
             "axis_names": self.axis_names,
             "link_model": model.link_model,

@@ -19,8 +19,8 @@ from shardspec.mesh.device_mesh import DeviceMesh
 from shardspec.resharding.stages import (
     MAX_PEERS,
     Hosts,
+    PlanStage,
     Schedule,
-    Stage,
     StateCopy,
     copies_between,
     crossing_once,
@@ -183,10 +183,10 @@ class StateCopies:
         return kept, lacking
 
     @cached_property
-    def stages(self) -> tuple[Stage, ...]:
+    def stages(self) -> tuple[PlanStage, ...]:
         """What is copied at once: all; or first to each host what it lacks, then inside of it."""
         lacking = self._copies[1]
-        direct = (Stage(lacking),)
+        direct = (PlanStage(lacking),)
         if self.hosts is None:
             return direct
         # What is handed on inside lies in the result by then.
@@ -277,7 +277,7 @@ class StateCopies:
         """
         return self._seconds(self.stages)
 
-    def _seconds(self, stages: Sequence[Stage]) -> float:
+    def _seconds(self, stages: Sequence[PlanStage]) -> float:
         models = set(map(CostModel.of_mesh, self.meshes))
         stages = [stage for stage in stages if stage.traffic]
         if not models or not stages:

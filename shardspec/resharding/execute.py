@@ -28,15 +28,15 @@ from shardspec.resharding.given import (
     shape_and_dtype,
     torch_dtype,
 )
-from shardspec.resharding.receipts import Receipt, Wanted, receipt_of
+from shardspec.resharding.receipts import Receipt, WantedReceipt, receipt_of
 from shardspec.resharding.stages import region_of
 from shardspec.tensor.dtensor import DTensor
 from shardspec.text import counted
 
 
 @torch.no_grad()
-def run_plan(
-    plan: StateCopies, state: State, out: State | None = None, wanted: Wanted | None = None
+def run_reshard(
+    plan: StateCopies, state: State, out: State | None = None, wanted: WantedReceipt | None = None
 ) -> tuple[dict[str, Any], Receipt | None]:
     """Convert a state dict; see `shardspec.resharding.plan.ReshardPlan.run`."""
     if dist.is_available() and dist.is_initialized():
@@ -91,7 +91,7 @@ def _run_in_job(
     state: State,
     out: State | None,
     communicator: ProcessGroupCommunicator,
-    wanted: Wanted | None,
+    wanted: WantedReceipt | None,
 ) -> tuple[dict[str, Any], Receipt | None]:
     rank = dist.get_rank()
     given: Given | None = None

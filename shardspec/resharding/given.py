@@ -17,7 +17,7 @@ from shardspec.interop.torch_dtensor import local_of
 from shardspec.layout.layout import Layout
 from shardspec.mesh.device_ids import some
 from shardspec.resharding.copies import Groups, StateCopies
-from shardspec.resharding.memory import has_memory, overlaps, overlaps_itself, same_memory
+from shardspec.resharding.memory import has_memory, memory_overlaps, overlaps_itself, same_memory
 from shardspec.resharding.state import flat_state, is_plain, plain_key, same_shards, stated_layout
 from shardspec.tensor.dtensor import DTensor
 from shardspec.tensor.shards import check_dense
@@ -227,7 +227,7 @@ def _shared(
         {(device, name): shard for device, shards in of.items() for name, shard in shards.items()}
         for of in (read, filled)
     )
-    for overlap in overlaps(flat_read, flat_filled):
+    for overlap in memory_overlaps(flat_read, flat_filled):
         (device, name), (other_device, other) = overlap.written, overlap.other
         if not overlap.both_written:
             raise LayoutError(

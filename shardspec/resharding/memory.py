@@ -86,7 +86,7 @@ def _spans(tensors: Mapping[K, torch.Tensor], *, written: bool) -> Iterator[_Spa
             yield _Span(start, start + size, key, tensor, written)
 
 
-def overlaps(
+def memory_overlaps(
     read: Mapping[K, torch.Tensor], written: Mapping[K, torch.Tensor]
 ) -> Iterator[Overlap[K]]:
     """Yield the pairs of tensors that overlap, except those that are both only read."""

@@ -23,7 +23,7 @@ from shardspec.text import counted, shown
 if TYPE_CHECKING:
     from shardspec.resharding.receipts import Receipt
 
-Target: TypeAlias = Mapping[str, object] | tuple[DeviceMesh, Rules]
+ReshardTarget: TypeAlias = Mapping[str, object] | tuple[DeviceMesh, Rules]
 """Layouts by name, or DTensors; or a mesh and rules."""
 
 
@@ -129,8 +129,8 @@ class ReshardPlan(StateCopies):
             did not arrive as it was sent; DTensors of `out` that may be half written or wrong then
             raise it too when they are read.
         """
-        from shardspec.resharding.execute import run_plan
-        from shardspec.resharding.receipts import Receipt, Wanted
+        from shardspec.resharding.execute import run_reshard
+        from shardspec.resharding.receipts import Receipt, WantedReceipt
 
         if self.files:
             raise LayoutError(
@@ -138,7 +138,7 @@ class ReshardPlan(StateCopies):
             )
         if version is not None and not receipt:
             raise LayoutError(f"version={version} is for a receipt; give receipt=True too")
-        filled, found = run_plan(self, state, out, Wanted(version) if receipt else None)
+        filled, found = run_reshard(self, state, out, WantedReceipt(version) if receipt else None)
         # A rank outside all meshes has nothing to receive.
         return (filled, found or Receipt(version, Digests({}))) if receipt else filled
 
@@ -188,7 +188,7 @@ class ReshardPlan(StateCopies):
 
 def plan_state(
     source: Mapping[str, object],
-    target: Target,
+    target: ReshardTarget,
     names: Mapping[str, str] | NameMap | None,
     dtype: object,
     max_bytes: int | None,
@@ -341,7 +341,7 @@ def _renamed(before: Sequence[str], names: Mapping[str, str]) -> dict[str, str]:
 
 
 def _targets(
-    target: Target, due: Mapping[str, tuple[tuple[int, ...], str]], dtype: object
+    target: ReshardTarget, due: Mapping[str, tuple[tuple[int, ...], str]], dtype: object
 ) -> dict[str, Layout]:
     """Return the layouts of the target; by rules for the shapes and dtypes that are due."""
     if not isinstance(target, tuple):
@@ -359,7 +359,7 @@ def _targets(
 
 def _mapped(
     before: Mapping[str, Layout],
-    target: Target,
+    target: ReshardTarget,
     names: NameMap,
     dtype: object,
     dropped: Mapping[str, Shape],

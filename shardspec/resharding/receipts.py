@@ -72,7 +72,7 @@ class OfDevice(Protocol):
     target: dict[int, torch.Tensor]
 
 
-class Wanted(NamedTuple):
+class WantedReceipt(NamedTuple):
     """Says that a receipt is wanted."""
 
     version: int | None
@@ -83,7 +83,7 @@ def receipt_of(
     ties: Groups,
     held: Mapping[int, OfDevice],
     gather: Gather,
-    wanted: Wanted,
+    wanted: WantedReceipt,
 ) -> Receipt:
     """Compare what left with what arrived; all processes call this.
 

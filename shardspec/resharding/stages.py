@@ -94,7 +94,7 @@ def _divided(
     return dict(found)
 
 
-class Stage:
+class PlanStage:
     """Copies that need nothing of each other; a stage starts when the one before has ended.
 
     Of each group by itself the busiest sender sends as little as possible.
@@ -208,7 +208,7 @@ def hosts_of(meshes: Iterable[DeviceMesh]) -> Hosts | None:
 
 def crossing_once(
     copies: Iterable[StateCopy], host: Mapping[int, int], width_of: Callable[[int], int]
-) -> tuple[Stage, Stage]:
+) -> tuple[PlanStage, PlanStage]:
     """Return the same copies in two stages, so that no byte goes to a host twice.
 
     What a host has already its own devices send. What several of its devices want from elsewhere is
@@ -234,7 +234,7 @@ def crossing_once(
             width = width_of(places[0])
             others = (device for device in receivers if device != relay)
             inside += [StateCopy(places, box, (relay,), other, width) for other in others]
-    return Stage(across, near), Stage(inside)
+    return PlanStage(across, near), PlanStage(inside)
 
 
 Turn: TypeAlias = tuple[int, int, int]
@@ -257,7 +257,7 @@ class Schedule(NamedTuple):
 
 
 def schedule_of(
-    stages: Sequence[Stage], devices: Sequence[int], device: int, bucket_bytes: int
+    stages: Sequence[PlanStage], devices: Sequence[int], device: int, bucket_bytes: int
 ) -> Schedule:
     """Return the messages of a device; both ends of one find the same."""
     at = {one: place for place, one in enumerate(devices)}

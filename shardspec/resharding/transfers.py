@@ -171,7 +171,7 @@ class _Places:
             return self._in_file(move, box, owner)
         given = self._declared[side].get(_name(move, side))
         steps = (
-            row_major(layout, owner)
+            row_major_steps(layout, owner)
             if given is None
             else _checked(given, f"{side} {_name(move, side)!r}", layout, owner)
         )
@@ -205,7 +205,7 @@ def _name(move: TensorMove, side: str) -> str:
 
 
 @lru_cache(maxsize=4096)
-def row_major(layout: Layout, device: int) -> tuple[int, ...]:
+def row_major_steps(layout: Layout, device: int) -> tuple[int, ...]:
     """Return the strides in bytes of a shard without gaps."""
     steps, step = list[int](), item_bytes(layout.dtype)
     for size in reversed(layout.local_shape(device)):

@@ -27,7 +27,7 @@ from shardspec.tracing import StepRecord, log_from_environment, observers
 log_from_environment()
 
 
-def run_plan(
+def run_conversion(
     plan: ConversionPlan,
     communicator: Communicator,
     shards: Mapping[int, torch.Tensor],
@@ -205,7 +205,7 @@ def _views(shards: Shards) -> Shards:
 def _run(plan: ConversionPlan, communicator: Communicator, back: bool, shards: Shards) -> Shards:
     here = communicator.on(plan.target.mesh) if back else communicator
     given = dict(zip(here.addressable, shards, strict=True))
-    return tuple(run_plan(plan, communicator, given, back=back).values())
+    return tuple(run_conversion(plan, communicator, given, back=back).values())
 
 
 def convert(
@@ -242,7 +242,7 @@ def convert(
             f"no gradient passes from mesh {source} to other devices; convert a detached tensor, "
             "and bring its gradient back by another conversion"
         )
-    return run_plan(plan, communicator, shards)
+    return run_conversion(plan, communicator, shards)
 
 
 def with_gradient_reduced(

@@ -19,7 +19,7 @@ from shardspec.layout.layout import Layout, SpecLike
 from shardspec.layout.moving import transfers_of
 from shardspec.layout.spec import ShardingSpec
 from shardspec.mesh.device_mesh import DeviceMesh
-from shardspec.tensor.run import mesh_text, run_plan
+from shardspec.tensor.run import mesh_text, run_conversion
 
 Facts: TypeAlias = tuple[tuple[int, ...], str]
 """Shape and dtype of a shard."""
@@ -146,7 +146,7 @@ def shards_of(
         exchange = Exchange(tuple(range(layout.mesh.ndim)))
         found = communicator.run(transfers_of(exchange, source, sent), {device: given})
     if sent != target:
-        found = run_plan(LayoutConverter().plan(sent, target), communicator, found)
+        found = run_conversion(LayoutConverter().plan(sent, target), communicator, found)
     return {device: found[device].view(layout.local_shape(device))}
 
 

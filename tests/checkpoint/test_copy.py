@@ -17,8 +17,8 @@ from shardspec.checkpoint.catalog import Digest, StoredBox, StoredTensor
 from shardspec.checkpoint.read_boxes import (
     Buffers,
     Checks,
+    block_part,
     cut,
-    part_of,
     read_box,
     read_box_into,
 )
@@ -133,14 +133,14 @@ def test_blocks_and_what_holds_them():
 
 def test_where_a_part_lies():
     box = StoredBox(((10, 20), (0, 8)), (), 0, LocalPath("x"), 5)
-    part = part_of(box, ((12, 14), (3, 4)), ((12, 15), (2, 6)), 4)
+    part = block_part(box, ((12, 14), (3, 4)), ((12, 15), (2, 6)), 4)
     assert (part.start, part.at) == (5 + 4 * 19, 4)
     assert part.steps == ((2, 4 * 8, 4 * 4), (4, 1, 1))
     scalar = StoredBox((), (), 0, LocalPath("x"), 5)
-    assert part_of(scalar, (), (), 2) == (scalar, 5, 0, ((2, 1, 1),))
+    assert block_part(scalar, (), (), 2) == (scalar, 5, 0, ((2, 1, 1),))
     # By its strides in the file the second dim is the outer one, and all of it lies together.
     turned = StoredBox(((0, 2), (0, 3)), (), 0, LocalPath("x"), 0, None, (1, 2))
-    part = part_of(turned, ((0, 2), (0, 3)), ((0, 2), (0, 3)), 1)
+    part = block_part(turned, ((0, 2), (0, 3)), ((0, 2), (0, 3)), 1)
     assert (part.steps, part.contiguous) == (((3, 2, 1), (2, 1, 3), (1, 1, 1)), True)
 
 

@@ -8,7 +8,7 @@ import pytest
 from shardspec.checkpoint.storage.from_text import storage_path
 from shardspec.checkpoint.torch_files.dtensors import read_torch
 from shardspec.checkpoint.torch_files.values import TorchTensor
-from shardspec.checkpoint.torch_files.writer import Call, Made, Name, Outside, pickled
+from shardspec.checkpoint.torch_files.writer import Made, Name, Outside, PickledCall, pickled
 from shardspec.checkpoint.torch_files.zip_reader import read_torch_zip
 from shardspec.errors import CheckpointError
 from shardspec.layout.placements import spec_of_placements
@@ -27,8 +27,8 @@ def tensor(key, shape, kind="FloatStorage"):
 
 def part(key, kind, size, start, shape, strides):
     place = Outside(("storage", Name("torch", kind), key, "cpu", size))
-    hooks = Call(Name("collections", "OrderedDict"))
-    return Call(
+    hooks = PickledCall(Name("collections", "OrderedDict"))
+    return PickledCall(
         Name("torch._utils", "_rebuild_tensor_v2"), (place, start, shape, strides, False, hooks)
     )
 
@@ -89,12 +89,12 @@ def dtensor(mesh, placements, shape=(4, 6), local=(2, 3), home=NEW, slots=True, 
         "_local_tensor": tensor("0", local),
         "_spec": Made(Name(SPEC, "DTensorSpec"), {"mesh": mesh, "placements": placements, **spec}),
     }
-    layout = Call(Name("torch.serialization", "_get_layout"), ("torch.strided",))
-    device = Call(Name("torch", "device"), ("cpu",))
+    layout = PickledCall(Name("torch.serialization", "_get_layout"), ("torch.strided",))
+    device = PickledCall(Name("torch", "device"), ("cpu",))
     inner = (kind, Name("torch", "float32"), shape, (6, 1), 0, layout, device, False)
     wrapper = Name("torch._utils", "_rebuild_wrapper_subclass")
     args = (wrapper, kind, inner, (None, state) if slots else state)
-    return Call(Name("torch._tensor", "_rebuild_from_type_v2"), args)
+    return PickledCall(Name("torch._tensor", "_rebuild_from_type_v2"), args)
 
 
 @pytest.fixture
@@ -191,7 +191,7 @@ def test_placements(path, placements, more, spec):
     if order:
         entry = Name(SPEC, "ShardOrderEntry")
         # A named tuple is made with its items as arguments, which `Call` writes alike.
-        more = {"shard_order": tuple(Call(entry, item) for item in order)}
+        more = {"shard_order": tuple(PickledCall(entry, item) for item in order)}
     found = read(path, dtensor(mesh_of_ids(), placements, **more))
     assert spec_of(found) == spec
 

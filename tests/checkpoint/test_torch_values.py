@@ -18,7 +18,7 @@ from shardspec.checkpoint.torch_files.values import (
     sizes_of,
     tensor_place,
 )
-from shardspec.checkpoint.torch_files.writer import Call, Name, Outside, pickled
+from shardspec.checkpoint.torch_files.writer import Name, Outside, PickledCall, pickled
 from shardspec.checkpoint.torch_files.zip_reader import read_torch_zip
 from shardspec.errors import CheckpointError
 from tests.checkpoint.formats.test_dcp import DTYPES
@@ -195,7 +195,7 @@ def written(path, value, data=bytes(24)):
 
 
 def tensor(*args, function=V2):
-    return Call(function, (*args, False, Call(Name("collections", "OrderedDict"))))
+    return PickledCall(function, (*args, False, PickledCall(Name("collections", "OrderedDict"))))
 
 
 def test_the_handmade_one_is_good(path):
@@ -203,7 +203,9 @@ def test_the_handmade_one_is_good(path):
     found = read(path)
     assert found == TorchTensor("float32", (2, 2), (2, 1), 1, TorchStorage("0", "float32", 6))
     assert values(path, found) == bytes(16)
-    v3 = Call(V3, (*tensor(storage(UNTYPED, size=24), 2, (2,), (1,)).args, Name("torch", "int32")))
+    v3 = PickledCall(
+        V3, (*tensor(storage(UNTYPED, size=24), 2, (2,), (1,)).args, Name("torch", "int32"))
+    )
     written(path, v3)
     assert read(path) == TorchTensor("int32", (2,), (1,), 2, TorchStorage("0", "uint8", 24))
 
@@ -262,19 +264,25 @@ def test_storages_that_are_not_there(path, value):
         (tensor(storage(), 0, (1, 1), (1,)), "a stride for every dim"),
         (tensor(storage(), 0, "11", (1,)), "sizes are whole numbers from 0"),
         (tensor(7, 0, (1,), (1,)), "a tensor needs a storage"),
-        (Call(V2, (1, 2)), "with arguments that it does not take"),
+        (PickledCall(V2, (1, 2)), "with arguments that it does not take"),
         (
-            Call(V2, (*tensor(storage(), 0, (), ()).args, {}, {})),
+            PickledCall(V2, (*tensor(storage(), 0, (), ()).args, {}, {})),
             "with arguments that it does not take",
         ),
-        (Call(V3, (*tensor(storage(), 0, (), ()).args, 7)), "a dtype is named as torch."),
+        (PickledCall(V3, (*tensor(storage(), 0, (), ()).args, 7)), "a dtype is named as torch."),
         (storage(key=7), "it refers to something that is not a storage"),
         (storage(size=-1), "it refers to something that is not a storage"),
         (Outside(("module", FLOATS)), "it refers to something that is not a storage"),
-        (Call(FLOATS, ()), "calls torch.FloatStorage, which is not a function"),
-        (Call(Name("_codecs", "encode"), ("x", "utf8")), "bytes are written as text in latin1"),
-        (Call(Name("_codecs", "encode"), ("\u0141", "latin1")), "with arguments that it does not"),
-        (Call(Name("torch", "Size"), ((1, "x"),)), "sizes are whole numbers from 0"),
+        (PickledCall(FLOATS, ()), "calls torch.FloatStorage, which is not a function"),
+        (
+            PickledCall(Name("_codecs", "encode"), ("x", "utf8")),
+            "bytes are written as text in latin1",
+        ),
+        (
+            PickledCall(Name("_codecs", "encode"), ("\u0141", "latin1")),
+            "with arguments that it does not",
+        ),
+        (PickledCall(Name("torch", "Size"), ((1, "x"),)), "sizes are whole numbers from 0"),
     ],
 )
 def test_calls_that_make_no_sense(path, value, message):

@@ -23,7 +23,7 @@ from shardspec.checkpoint.open import open_checkpoint
 from shardspec.checkpoint.read_boxes import check_replicas
 from shardspec.checkpoint.storage.local import LocalPath
 from shardspec.checkpoint.storage.reading import OpenFiles
-from shardspec.checkpoint.verify import Difference, Extent, diff_checkpoints, verify_checkpoint
+from shardspec.checkpoint.verify import Difference, DiffExtent, diff_checkpoints, verify_checkpoint
 from shardspec.cli.main import cli
 from shardspec.errors import CheckpointError
 from tests.checkpoint.handmade import handmade, sample
@@ -359,7 +359,7 @@ def test_how_much_differs(tmp_path):
     a = save(tmp_path / "a", w=(w, "[S01]"), same=(torch.ones(9), "[R]"))
     b = save(tmp_path / "b", w=(other, "[S1]"), same=(torch.ones(9), "[R]"))
     (found,) = diff_checkpoints(a, b)
-    assert found.extent == Extent(700_000, 5, inf, inf, (1, 1))
+    assert found.extent == DiffExtent(700_000, 5, inf, inf, (1, 1))
     assert found.problem.endswith(
         "; 5 of 700,000 elements differ, by up to inf (relative inf), NaN: 1 in the first, "
         "1 in the second"
@@ -367,9 +367,9 @@ def test_how_much_differs(tmp_path):
     other[-1], other[650_000] = w[-1], w[650_000]
     save_again = save(tmp_path / "c", w=(other, "[S1]"), same=(torch.ones(9), "[R]"))
     (found,) = diff_checkpoints(a, save_again)
-    assert found.extent == Extent(700_000, 3, 100.0, 0.5 / 3.5, (1, 0))
+    assert found.extent == DiffExtent(700_000, 3, 100.0, 0.5 / 3.5, (1, 0))
     (close,) = diff_checkpoints(a, save_again, atol=1)
-    assert close.extent == Extent(700_000, 2, 100.0, 100 / 600_100, (1, 0))
+    assert close.extent == DiffExtent(700_000, 2, 100.0, 100 / 600_100, (1, 0))
 
 
 @pytest.mark.parametrize(
@@ -399,7 +399,7 @@ def test_how_much_differs_by_kind_of_number(tmp_path, x, y, extent):
     torch.save({"w": x}, tmp_path / "a.pt")
     torch.save({"w": y}, tmp_path / "b.pt")
     (found,) = diff_checkpoints(tmp_path / "a.pt", tmp_path / "b.pt")
-    assert found.extent == Extent(len(x), *extent)
+    assert found.extent == DiffExtent(len(x), *extent)
 
 
 def test_names_that_differ_by_how_they_begin(tmp_path):

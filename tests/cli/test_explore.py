@@ -9,11 +9,11 @@ from click.testing import CliRunner
 from shardspec.cli.main import cli
 from shardspec.explorer.page import (
     MAX_CONVERSIONS,
-    MAX_DEVICES,
-    MAX_DIMS,
+    MAX_PAGE_DEVICES,
+    MAX_PAGE_DIMS,
+    all_layouts,
     count_conversions,
     explorer_page,
-    layouts_of,
 )
 from shardspec.mesh.device_mesh import DeviceMesh
 
@@ -57,7 +57,7 @@ def test_without_options_there_is_something_to_pick(tmp_path):
 
 def test_help_says_the_limits():
     text = " ".join(run("-h").output.split())
-    assert f"Up to {MAX_DEVICES} devices a mesh, {MAX_DIMS} dims a tensor and" in text
+    assert f"Up to {MAX_PAGE_DEVICES} devices a mesh, {MAX_PAGE_DIMS} dims a tensor and" in text
     assert f"{MAX_CONVERSIONS:,} conversions" in text
 
 
@@ -82,13 +82,13 @@ def test_names_of_axes_cannot_end_the_script():
 
 def test_a_dtype_without_sums_has_no_pending_ones():
     mesh = DeviceMesh(range(4), (2, 2))
-    assert len(layouts_of(mesh, (4, 4), "float8_e4m3fn")) == 11
-    assert len(layouts_of(mesh, (4, 4), "bfloat16")) == 18
+    assert len(all_layouts(mesh, (4, 4), "float8_e4m3fn")) == 11
+    assert len(all_layouts(mesh, (4, 4), "bfloat16")) == 18
 
 
 @pytest.mark.parametrize(("axes", "dims", "pending"), [(1, 1, 1), (2, 2, 2), (2, 3, 2), (3, 1, 3)])
 def test_conversions_are_counted_as_they_are(axes, dims, pending):
-    layouts = layouts_of(DeviceMesh(range(2**axes), (2,) * axes), (8,) * dims, "float32")
+    layouts = all_layouts(DeviceMesh(range(2**axes), (2,) * axes), (8,) * dims, "float32")
     assert max(len(layout.spec.partials) for layout in layouts) == pending
     pairs = sum(
         set(target.spec.partials) <= set(source.spec.partials)

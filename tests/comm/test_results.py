@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from shardspec.comm.results import checked, combine_into
+from shardspec.comm.results import checked_result, combine_into
 from shardspec.errors import CommunicatorError
 
 
@@ -105,12 +105,12 @@ def test_what_is_left_unwritten_is_noticed(dtype, left_out):
         "nothing": result,
     }[left_out]
     if left_out == "nothing":
-        with checked("a step", result):
+        with checked_result("a step", result):
             kept.fill_(1)
         return
     with (
         pytest.raises(CommunicatorError, match=r"a step left \d+ of \d+ windows .*\(7, 32\)"),
-        checked("a step", result),
+        checked_result("a step", result),
     ):
         kept.fill_(1)
 
@@ -118,6 +118,6 @@ def test_what_is_left_unwritten_is_noticed(dtype, left_out):
 def test_nothing_is_filled_without_the_check(monkeypatch):
     monkeypatch.setenv("SHARDSPEC_CHECK", "0")
     result = torch.zeros(8)
-    with checked("a step", result):
+    with checked_result("a step", result):
         pass
     assert result.tolist() == [0.0] * 8

@@ -4,7 +4,7 @@ from itertools import pairwise
 
 from shardspec import CostModel, LayoutConverter, Link
 from shardspec.boxes import intersect
-from shardspec.explorer.page import layouts_of
+from shardspec.explorer.page import all_layouts
 from shardspec.layout.moving import transfers_of
 from tests.explorer.test_page import DTYPE, MESHES
 
@@ -15,8 +15,8 @@ def test_what_a_move_brings_is_what_the_sender_shares():
     for mesh in MESHES.values():
         converter = LayoutConverter(CostModel(mesh.shape, (Link(3.4e-6, 1 / 362e9),) * mesh.ndim))
         for shape in ((7, 5), (12, 16)):
-            for source in layouts_of(mesh, shape, DTYPE):
-                for target in layouts_of(mesh, shape, DTYPE):
+            for source in all_layouts(mesh, shape, DTYPE):
+                for target in all_layouts(mesh, shape, DTYPE):
                     if not set(target.spec.partials) <= set(source.spec.partials):
                         continue
                     plan = converter.plan(source, target)

@@ -9,7 +9,7 @@ from click.testing import CliRunner
 from shardspec import DeviceMesh, Layout, LayoutConverter
 from shardspec.boxes import box_size
 from shardspec.cli.main import cli
-from shardspec.explorer.page import count_conversions, layouts_of, models_of
+from shardspec.explorer.page import all_layouts, count_conversions, models_of
 from shardspec.layout.moving import transfers_of
 from shardspec.layout.plan import naive_plan, step_text
 from shardspec.text import bytes_text, seconds_text
@@ -158,7 +158,7 @@ def test_every_number_of_the_page_is_the_librarys(page):
     for mesh, of_mesh in zip(MESHES.values(), shown, strict=True):
         models = models_of(mesh, [tuple(names.split(",")) for names in LINKS])
         for shape, of_shape in zip(SHAPES, of_mesh, strict=True):
-            layouts = layouts_of(mesh, tuple(map(int, shape.split("x"))), DTYPE)
+            layouts = all_layouts(mesh, tuple(map(int, shape.split("x"))), DTYPE)
             for model, of_model in zip(models.values(), of_shape, strict=True):
                 converter = LayoutConverter(model)
                 for source, row in zip(layouts, of_model, strict=True):

@@ -11,7 +11,7 @@ import pytest
 
 from shardspec import CostModel, DeviceMesh, Layout, LayoutConverter, Link
 from shardspec.errors import LayoutError
-from shardspec.layout.dot import COLOURS, dot_text, draw_graph, kind_of
+from shardspec.layout.dot import COLOURS, dot_text, draw_graph, step_kind
 from shardspec.layout.graph import count_states, explore, spec_of
 from shardspec.layout.spec import ShardingSpec
 from shardspec.layout.transitions import transitions
@@ -76,7 +76,7 @@ def test_the_path_has_permutes_exchanges_and_joined_slices():
         plan = converter.plan(layout.with_spec(source), target)
         drawing = draw(mesh, 2, plan)
         (edge,) = drawing.path
-        assert (edge.before, edge.after, kind_of(edge.step)) == (source, target, kind)
+        assert (edge.before, edge.after, step_kind(edge.step)) == (source, target, kind)
         assert edge.routed == (kind != "slice")
         assert kind in drawing.kinds
         assert (f"  {json.dumps(source)} -> {json.dumps(target)} [" in dot_text(drawing)) is True

@@ -20,7 +20,7 @@ from shardspec.layout.graph import state_of
 from shardspec.layout.moving import transfers_of
 from shardspec.layout.plan import ConversionPlan, step_seconds
 from shardspec.layout.pricing import exchange_between
-from shardspec.tensor.run import run_plan
+from shardspec.tensor.run import run_conversion
 from tests.conversions import plain_specs
 from tests.layout import formulas
 
@@ -221,7 +221,7 @@ def test_the_way_back_has_slow_axes_of_its_own():
     whole = torch.arange(36.0).view(6, 6)
     grads = {d: whole[slice(*thirds.box(d)[0])].clone() for d in mesh.ids}
     with trace() as steps:
-        back = run_plan(plan, SimulatedCommunicator(mesh), grads, back=True)
+        back = run_conversion(plan, SimulatedCommunicator(mesh), grads, back=True)
     assert plan.steps == (Exchange((0, 1)),)
     assert [record.step for record in steps.records] == [exchange(thirds, halves, model)]
     assert exchange(thirds, halves, model).apart == (0,)

@@ -35,7 +35,7 @@ from shardspec.checkpoint.targets import Target
 from shardspec.checkpoint.torch_files import unpickler, values
 from shardspec.checkpoint.torch_files.dcp_metadata import (
     METADATA_NAME,
-    Chunk,
+    StoredChunk,
     is_text,
     outline_of,
     read_metadata,
@@ -76,7 +76,7 @@ class _DcpCatalog(catalog.Catalog):
     def __init__(
         self,
         directory: StoragePath,
-        tensors: Mapping[str, Outline[Chunk]],
+        tensors: Mapping[str, Outline[StoredChunk]],
         files: Sequence[StoragePath],
         inside: "_Inside",
         objects: Mapping[str, StoredObject],
@@ -118,7 +118,7 @@ class _DcpCatalog(catalog.Catalog):
             return catalog.StoredTensor(name, outline.shape, outline.dtype, None, (), tuple(boxes))
 
 
-def _read_chunk(outline: Outline[Chunk], chunk: Chunk) -> StoredBox:
+def _read_chunk(outline: Outline[StoredChunk], chunk: StoredChunk) -> StoredBox:
     what = f"{chunk.path}: tensor {outline.name!r}, box {box_text(chunk.box)}"
     with chunk.path.open() as file:
         found = read_torch_zip(file, chunk.place.offset, chunk.place.num_bytes, what)
@@ -169,7 +169,7 @@ def _look_inside(
                 if _OBJECT_OF_MEGATRON.search(name):
                     # Megatron loads these by name; they are of no use to others.
                     plain = plain_value(value, found)
-                    if not catalog.is_plain(plain):
+                    if not catalog.is_plain_entry(plain):
                         plain = catalog.OpaqueValue("an object of Megatron", _digest(file, place))
                     others[name] = plain
                     continue
@@ -228,7 +228,7 @@ def _open(directory: StoragePath, _: OpenOptions) -> catalog.Catalog:
         file: int(match[1]) if match else number
         for number, (file, match) in enumerate(zip(files, said, strict=True))
     }
-    tensors: dict[str, Outline[Chunk]] = {}
+    tensors: dict[str, Outline[StoredChunk]] = {}
     others: dict[str, StoredObject] = {}
     repeated = False
     for name, entry in entries.items():
@@ -275,7 +275,7 @@ def _open(directory: StoragePath, _: OpenOptions) -> catalog.Catalog:
     return found
 
 
-def _is_read(outline: Outline[Chunk]) -> bool:
+def _is_read(outline: Outline[StoredChunk]) -> bool:
     try:
         dtype_name(outline.dtype)
     except DTypeError:
@@ -283,7 +283,7 @@ def _is_read(outline: Outline[Chunk]) -> bool:
     return True
 
 
-def _unread(outline: Outline[Chunk]) -> catalog.OpaqueValue:
+def _unread(outline: Outline[StoredChunk]) -> catalog.OpaqueValue:
     """Return what stands for a tensor of a dtype that is not supported."""
     chunks = sorted((chunk.place for chunk in outline.boxes), key=attrgetter("path", "offset"))
     digests = [str(outline.shape)]

@@ -43,9 +43,9 @@ from shardspec.checkpoint.torch_files.zero import (
     MODULE,
     OPTIMIZER,
     TO_UNIVERSAL,
-    Lines,
+    FlatPiece,
     Parameter,
-    Piece,
+    ZeroLines,
     add_tied,
     extras_of,
     shapes_of,
@@ -257,12 +257,12 @@ def _kept(run: _Run) -> tuple[_ByRank, _ByRank]:
     return flat, scalars
 
 
-def _lines(run: _Run, flat: _ByRank, needed: Sequence[int]) -> dict[str, Lines]:
+def _lines(run: _Run, flat: _ByRank, needed: Sequence[int]) -> dict[str, ZeroLines]:
     """Return the flat tensors of every kind in order; all have the lengths that are needed."""
     stage, ranks = run.stage, len(run.optimizers)
     count = sum(kind == _WEIGHT for kind, _ in flat)
     groups = range(max(count, 1 if stage == 3 else len(needed)))
-    lines: dict[str, Lines] = {kind: {} for kind in (_WEIGHT, *(kind for kind, _ in flat))}
+    lines: dict[str, ZeroLines] = {kind: {} for kind in (_WEIGHT, *(kind for kind, _ in flat))}
     for kind, group in product(lines, groups):
         parts = flat.get((kind, group), {})
         if stage < 3 and kind != _WEIGHT and not parts:
@@ -289,11 +289,11 @@ def _lines(run: _Run, flat: _ByRank, needed: Sequence[int]) -> dict[str, Lines]:
                     "or these are of another save; restore the files of one"
                 )
             span = range(start, start + part.local.shape[0])
-            line.append(Piece(rank, state.path, part, span))
+            line.append(FlatPiece(rank, state.path, part, span))
     return lines
 
 
-def _check_slices(run: _Run, parameters: Sequence[Parameter], weights: Lines) -> None:
+def _check_slices(run: _Run, parameters: Sequence[Parameter], weights: ZeroLines) -> None:
     """Compare where parameters lie with what ranks of stages 1 and 2 say of their parts of them."""
     # With round_robin_gradients ranks say where they lay before DeepSpeed changed their order.
     round_robin = "ds_config.zero_optimization.round_robin_gradients"

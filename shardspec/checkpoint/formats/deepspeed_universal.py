@@ -38,7 +38,7 @@ from shardspec.checkpoint.torch_files.states import (
     whole_tensor,
 )
 from shardspec.checkpoint.torch_files.values import TorchTensor, tensor_place
-from shardspec.checkpoint.torch_files.writer import Archive, Call, pickle_into, tensor_value
+from shardspec.checkpoint.torch_files.writer import Archive, PickledCall, pickle_into, tensor_value
 from shardspec.checkpoint.torch_files.zero import (
     DEEPSPEED_NAMES,
     OPTIMIZER,
@@ -286,7 +286,7 @@ def _rewritten(value: object, file: SourceFile, found: TorchZip) -> OutputFile:
     """Return the file of a value that was read from another one, with the tensors in it."""
     storages: list[tuple[str, bytes]] = []
 
-    def stored(tensor: TorchTensor) -> Call:
+    def stored(tensor: TorchTensor) -> PickledCall:
         at = tensor_place(tensor, file, found)
         if at.strides is not None or tensor.placed is not None:
             kind = "DTensor" if tensor.placed else "tensor that is not contiguous"

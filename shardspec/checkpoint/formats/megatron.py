@@ -32,7 +32,7 @@ from shardspec.checkpoint.torch_files.states import (
     plain_value,
     read_torch_states,
 )
-from shardspec.checkpoint.torch_files.unpickler import Names, Record, record_class
+from shardspec.checkpoint.torch_files.unpickler import PickledNames, Record, record_class
 from shardspec.errors import CheckpointError
 from shardspec.mesh.device_mesh import DeviceMesh
 from shardspec.text import Argument
@@ -68,7 +68,7 @@ _KINDS: Final = {
     "signal": "Signals",
     "_io": "BytesIO",
 }
-_NAMES: Final[Names] = {
+_NAMES: Final[PickledNames] = {
     f"{home}.{kind}": record_class(f"{home}.{kind}")
     for home, kinds in _KINDS.items()
     for kind in kinds.split()
@@ -116,7 +116,7 @@ def _open(directory: StoragePath, options: OpenOptions) -> Catalog:
             )
             for state in states[first : first + tensor_ranks]
         ]
-        chunks.append(cut_rules.Chunk(held, first, expert, experts))
+        chunks.append(cut_rules.ModelChunk(held, first, expert, experts))
     tensors = cut_rules.merged_tensors(chunks, _rules(options.source_rules, states[0]))
     layers = {match.groups() for match in map(_DECODER.match, tensors) if match}
     said = _number(states[0], "num_layers")
@@ -241,7 +241,7 @@ def _ordered(states: Sequence[TorchState]) -> bool:
     return True
 
 
-def _rules(rules: cut_rules.CutRules, state: TorchState) -> cut_rules.Rules:
+def _rules(rules: cut_rules.CutRules, state: TorchState) -> cut_rules.SourceRules:
     """Return the rules of the caller and those that are shipped for such a model."""
     shipped, gated = map(cut_rules.shipped_rules, ("megatron_gpt", "megatron_llama"))
     swiglu = _argument(state, "swiglu")
@@ -252,7 +252,7 @@ def _rules(rules: cut_rules.CutRules, state: TorchState) -> cut_rules.Rules:
         shipped = {name: rule for name, rule in shipped.items() if gated.get(name) == rule}
     version = state.extras.get("checkpoint_version", 0)
     old = isinstance(version, int | float) and version < 1
-    return cut_rules.Rules(cut_rules.cut_rules(rules), shipped, old)
+    return cut_rules.SourceRules(cut_rules.cut_rules(rules), shipped, old)
 
 
 def _others(states: Sequence[TorchState]) -> dict[str, object]:

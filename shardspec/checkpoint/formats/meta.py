@@ -9,7 +9,13 @@ from collections.abc import Collection, Mapping
 from typing import Final
 
 from shardspec.checkpoint.catalog import Catalog, StoredTensor
-from shardspec.checkpoint.cut_rules import Chunk, Rules, cut_rules, merged_tensors, shipped_rules
+from shardspec.checkpoint.cut_rules import (
+    ModelChunk,
+    SourceRules,
+    cut_rules,
+    merged_tensors,
+    shipped_rules,
+)
 from shardspec.checkpoint.format import Format, OpenOptions
 from shardspec.checkpoint.formats.torch_file import open_torch_file
 from shardspec.checkpoint.parts import META, META_FILE
@@ -55,7 +61,9 @@ def _open(directory: StoragePath, options: OpenOptions) -> Catalog:
     check_no_copies(states)
     embedding = "[S(tp),R]" if shapes.get(_TOKENS, ())[1:] == width else "[R,S(tp)]"
     shipped = shipped_rules("meta_llama") | {_TOKENS: RuleSpec.of(embedding)}
-    tensors = merged_tensors([Chunk(states)], Rules(cut_rules(options.source_rules), shipped))
+    tensors = merged_tensors(
+        [ModelChunk(states)], SourceRules(cut_rules(options.source_rules), shipped)
+    )
     extras: dict[str, object] = {}
     if _PARAMS in names:
         extras = _params(file_inside(directory, _PARAMS, directory), tensors)

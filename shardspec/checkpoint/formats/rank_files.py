@@ -337,7 +337,7 @@ class RankFilesCheckpoint(catalog.Catalog):
             places = dict(zip((state.rank for state in self._states), found, strict=True))
         outline, layouts = self.outline(name), self._layouts[name]
         boxes = (
-            torch_states.part_of(
+            torch_states.stored_box_of_rank(
                 layouts[self._group_of[part.rank]],
                 *(part.rank, (part.box, part.addend), part.path, places[part.rank]),
             )

@@ -27,7 +27,7 @@ Places: TypeAlias = dict[tuple[str, tuple[int, ...] | None], StoredObject]
 
 
 @dataclass(frozen=True, slots=True)
-class Chunk(FileBox):
+class StoredChunk(FileBox):
     """A box of a tensor, and the chunk that has it."""
 
     place: StoredObject
@@ -84,7 +84,7 @@ def _sizes(value: object) -> tuple[int, ...]:
     return value if type(value) is _Size else values.sizes_of(value)
 
 
-_NAMES: Final[unpickler.Names] = {
+_NAMES: Final[unpickler.PickledNames] = {
     **values.TORCH_NAMES,
     "torch.Size": made_by("torch.Size", _size),
     **{f"{home}.{kind}": record_class(kind) for home in _KINDS for kind in _KINDS[home].split()},
@@ -151,7 +151,7 @@ def _places(storage: Mapping[Any, Any], path: StoragePath) -> Places:
 
 def outline_of(
     name: str, entry: Record, places: Places, ranks: Mapping[StoragePath, int], flat: object
-) -> tuple[Outline[Chunk], bool]:
+) -> tuple[Outline[StoredChunk], bool]:
     """Return what the metadata says of a tensor, and whether it lists a chunk twice."""
     match entry.get("properties"), entry.get("chunks"):
         case (Record(state=(Global(name=dtype), *_)), list() as listed):
@@ -162,7 +162,7 @@ def outline_of(
     with suppress(DTypeError):
         dtype = dtype_name(dtype)
         item = item_bytes(dtype)
-    found: dict[Box, Chunk] = {}
+    found: dict[Box, StoredChunk] = {}
     repeated = False
     for chunk in listed:
         if not isinstance(chunk, Record):
@@ -180,7 +180,7 @@ def outline_of(
                 "not hold it"
             )
         repeated |= box in found
-        found[box] = Chunk(box, (), ranks[place.path], place.path, place, sizes)
+        found[box] = StoredChunk(box, (), ranks[place.path], place.path, place, sizes)
     chunks = tuple(found.values())
     if flat in (None, {}):
         return Outline(name, shape, dtype, None, (), chunks), repeated

@@ -18,7 +18,7 @@ from shardspec.checkpoint.storage.path import SourceFile
 from shardspec.checkpoint.torch_files import writer
 from shardspec.checkpoint.torch_files.dcp_metadata import METADATA_NAME
 from shardspec.checkpoint.torch_files.states import state_file
-from shardspec.checkpoint.torch_files.writer import Call, Made, Name, Pairs
+from shardspec.checkpoint.torch_files.writer import Made, Name, Pairs, PickledCall
 from shardspec.checkpoint.torch_files.zip_reader import read_torch_zip
 from shardspec.errors import CheckpointError
 from shardspec.layout.layout import Layout
@@ -145,12 +145,12 @@ def _metadata(
     def made(kind: str, **state: object) -> Made:
         return Made(Name(_MODULE, kind), state or None)
 
-    def size(sizes: Iterable[int]) -> Call:
-        return Call(Name("torch", "Size"), (tuple(sizes),))
+    def size(sizes: Iterable[int]) -> PickledCall:
+        return PickledCall(Name("torch", "Size"), (tuple(sizes),))
 
     def described(tensor: targets.OutputTensor) -> Made:
-        encoding = Call(Name(_MODULE, "_MEM_FORMAT_ENCODING"), (0,))
-        layout = Call(Name("torch.serialization", "_get_layout"), ("torch.strided",))
+        encoding = PickledCall(Name(_MODULE, "_MEM_FORMAT_ENCODING"), (0,))
+        layout = PickledCall(Name("torch.serialization", "_get_layout"), ("torch.strided",))
         how = (Name("torch", tensor.dtype), layout, False, encoding, False)
         listed = [
             made(

@@ -16,7 +16,7 @@ from typing import Final, get_args
 from shardspec.checkpoint.torch_files.unpickler import (
     Foreign,
     Global,
-    Names,
+    PickledNames,
     Record,
     UnsupportedError,
     made_by,
@@ -48,7 +48,7 @@ _PLAIN: Final = TORCH_NAMES["torch.Tensor"]
 def read_torch(
     found: TorchZip,
     data: bytes,
-    more: Names | None = None,
+    more: PickledNames | None = None,
     rank: int | None = None,
     screened: Callable[[bytes], None] = screen,
 ) -> object:

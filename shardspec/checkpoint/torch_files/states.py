@@ -18,7 +18,7 @@ from shardspec.checkpoint.catalog import (
     ReplicaKey,
     StoredBox,
     StoredTensor,
-    is_plain,
+    is_plain_entry,
     whole_box,
 )
 from shardspec.checkpoint.state_dict import KeyPath, Place, is_path
@@ -29,7 +29,7 @@ from shardspec.checkpoint.torch_files.dtensors import read_torch
 from shardspec.checkpoint.torch_files.unpickler import (
     Foreign,
     Global,
-    Names,
+    PickledNames,
     PickleError,
     Record,
     record_class,
@@ -58,7 +58,7 @@ _MOST_PLAIN_BYTES: Final = 1 << 20
 """Larger ones, as of data loaders, would fill the memory; DCP's are copied as they are stored."""
 _MOST_OPAQUE_PARTS: Final = 1 << 17
 
-ARGUMENT_NAMES: Final[Names] = {
+ARGUMENT_NAMES: Final[PickledNames] = {
     name: record_class(name)
     for name in (
         *("argparse.Namespace", "types.SimpleNamespace"),
@@ -98,7 +98,9 @@ class Contents(NamedTuple):
     """The keys of those names that are not keys themselves."""
 
 
-def read_torch_states(paths: Sequence[StoragePath], more: Names | None = None) -> list[TorchState]:
+def read_torch_states(
+    paths: Sequence[StoragePath], more: PickledNames | None = None
+) -> list[TorchState]:
     """Read what describes the states in files of `torch.save`; not their data.
 
     `more` are names that may be in them beyond those of tensors and `ARGUMENT_NAMES`.
@@ -121,7 +123,7 @@ def read_torch_states(paths: Sequence[StoragePath], more: Names | None = None) -
 def read_contents(
     found: TorchZip,
     data: bytes,
-    more: Names | None = None,
+    more: PickledNames | None = None,
     rank: int | None = None,
     screened: Callable[[bytes], None] = screen,
 ) -> Contents:
@@ -251,7 +253,7 @@ def _plain(
             if not isinstance(value, dict):
                 return each(value) if isinstance(value, list) else tuple(each(value))
             keys = each(value)
-            if all(map(is_plain, keys)):
+            if all(map(is_plain_entry, keys)):
                 return dict(zip(keys, each(value.values()), strict=True))
             text = f"a dict with keys such as {keys[0]}"
         case _:
@@ -311,7 +313,7 @@ def whole_tensor(name: str, path: StoragePath, found: StateTensor, rank: int = 0
     return StoredTensor(name, shape, found.local.dtype, None, (), boxes)
 
 
-def part_of(
+def stored_box_of_rank(
     layout: Layout, rank: int, part: ReplicaKey, path: StoragePath, local: TensorPlace
 ) -> StoredBox:
     """Return one of the boxes of a rank, whose shard is at `local`."""

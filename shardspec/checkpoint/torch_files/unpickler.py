@@ -205,7 +205,7 @@ class Global(type):
         return cls.name
 
 
-Names: TypeAlias = Mapping[str, Global]
+PickledNames: TypeAlias = Mapping[str, Global]
 """Full names, such as ``torch.float32``, and what they stand for."""
 
 
@@ -338,7 +338,7 @@ class _Unpickler(pickle.Unpickler):
     def __init__(
         self,
         data: bytes,
-        names: Names,
+        names: PickledNames,
         persistent: Callable[[object], object],
         what: str,
         *,
@@ -392,7 +392,7 @@ def no_collection() -> Iterator[None]:
 
 def unpickle(
     data: bytes,
-    names: Names,
+    names: PickledNames,
     path: PurePath | str,
     what: str,
     persistent: Callable[[object], object] = _no_storage,

@@ -14,7 +14,7 @@ from shardspec.checkpoint.catalog import Digest
 from shardspec.checkpoint.storage.path import SourceFile
 from shardspec.checkpoint.torch_files.unpickler import (
     Global,
-    Names,
+    PickledNames,
     StateDict,
     UnsupportedError,
     made_by,
@@ -317,7 +317,7 @@ _RECORDS: Final = (
     *("torch.device", "torch.serialization._get_layout"),
     *("torch._tensor._rebuild_from_type_v2", "torch._utils._rebuild_wrapper_subclass"),
 )
-TORCH_NAMES: Final[Names] = {
+TORCH_NAMES: Final[PickledNames] = {
     **{path: mere_name(path) for path in _MERE_NAMES},
     **{path: made_by(path, function) for path, function in _FUNCTIONS.items()},
     **{path: record_class(path, path.rpartition(".")[2]) for path in _RECORDS},

@@ -33,7 +33,7 @@ class Name(NamedTuple):
     name: str
 
 
-class Call(NamedTuple):
+class PickledCall(NamedTuple):
     """The result of a call."""
 
     function: object
@@ -111,7 +111,7 @@ def pickle_into(
                     put(key)
                     put(item)
                 out(b"u")
-            case Call(function, args):
+            case PickledCall(function, args):
                 put(function)
                 put(args)
                 out(b"R")
@@ -128,7 +128,7 @@ def pickle_into(
                 put(stored(value))
             case bytes():
                 # As Python writes them: protocol 2 has no instruction for bytes.
-                put(Call(Name("_codecs", "encode"), (value.decode("latin-1"), "latin1")))
+                put(PickledCall(Name("_codecs", "encode"), (value.decode("latin-1"), "latin1")))
             case tuple() | list():
                 # The mark of a list follows the list; short tuples need none.
                 start, end = (b"](", b"e")
@@ -145,7 +145,7 @@ def pickle_into(
             case Record(args=(), state=state) if not isinstance(value, Foreign):
                 put(Made(type(value), state))
             case Record(args=args, state=None) if not isinstance(value, Foreign):
-                put(Call(type(value), args))
+                put(PickledCall(type(value), args))
             case _:
                 raise CheckpointError(
                     f"{value!r:.60} is a {type(value).__name__}, which cannot be carried along"
@@ -173,7 +173,7 @@ check_text: Final[Callable[[str], object]] = _utf8
 """Raises `CheckpointError` if a text cannot be written."""
 
 
-def tensor_value(shape: Sequence[int], dtype: str, key: str) -> Call:
+def tensor_value(shape: Sequence[int], dtype: str, key: str) -> PickledCall:
     """Return a tensor as torch pickles it, its bytes in the record `data/<key>`."""
     sizes = tuple(shape)
     strides = tuple(prod(max(1, n) for n in sizes[dim + 1 :]) for dim in range(len(sizes)))
@@ -185,8 +185,10 @@ def tensor_value(shape: Sequence[int], dtype: str, key: str) -> Call:
         kind, count = Name("torch.storage", "UntypedStorage"), count * item_bytes(dtype)
         function, more = "_rebuild_tensor_v3", (Name("torch", dtype),)
     storage = Outside(("storage", kind, key, "cpu", count))
-    hooks = Call(Name("collections", "OrderedDict"))
-    return Call(Name("torch._utils", function), (storage, 0, sizes, strides, False, hooks, *more))
+    hooks = PickledCall(Name("collections", "OrderedDict"))
+    return PickledCall(
+        Name("torch._utils", function), (storage, 0, sizes, strides, False, hooks, *more)
+    )
 
 
 # --- the zip

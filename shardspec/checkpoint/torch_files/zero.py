@@ -15,12 +15,12 @@ from shardspec.checkpoint.torch_files.states import (
     plain_value,
     whole_tensor,
 )
-from shardspec.checkpoint.torch_files.unpickler import Names, record_class
+from shardspec.checkpoint.torch_files.unpickler import PickledNames, record_class
 from shardspec.checkpoint.torch_files.values import sizes_of
 from shardspec.dtypes import item_bytes
 from shardspec.errors import CheckpointError
 
-DEEPSPEED_NAMES: Final[Names] = {
+DEEPSPEED_NAMES: Final[PickledNames] = {
     f"deepspeed.{name}": record_class(f"deepspeed.{name}")
     for name in (
         *("runtime.zero.config.ZeroStageEnum", "utils.tensor_fragment.fragment_address"),
@@ -36,7 +36,7 @@ TO_UNIVERSAL: Final = (
 MODULE: Final = "module."
 
 
-class Piece(NamedTuple):
+class FlatPiece(NamedTuple):
     """A flat tensor of one rank, and its place in the line of those that it is joined with."""
 
     rank: int
@@ -45,7 +45,7 @@ class Piece(NamedTuple):
     span: range
 
 
-Lines: TypeAlias = dict[int, list[Piece]]
+ZeroLines: TypeAlias = dict[int, list[FlatPiece]]
 """Flat tensors that follow each other: by group, or with stage 3 by rank."""
 
 
@@ -71,7 +71,7 @@ def shapes_of(state: TorchState, said: object) -> dict[str, tuple[int, ...]]:
     )
 
 
-def tensor_of(one: Parameter, lines: Lines, stage: int) -> StoredTensor:
+def tensor_of(one: Parameter, lines: ZeroLines, stage: int) -> StoredTensor:
     """Return what flat tensors hold of a parameter."""
     chosen = lines if stage == 3 else {0: lines[one.group]}
     dtype = next(iter(chosen.values()))[0].tensor.local.dtype
@@ -107,7 +107,7 @@ def untrained(models: Sequence[TorchState], stage: int) -> dict[str, StoredTenso
             tensors[name] = whole_tensor(name, model.path, found)
     for name, shape in shapes_of(model, _under(model, "frozen_param_shapes")).items():
         due = (-(-prod(shape) // len(models)),) if stage == 3 else shape
-        lines: Lines = {}
+        lines: ZeroLines = {}
         for rank, state in enumerate(models[: len(models) if stage == 3 else 1]):
             part = state.tensors.get(f"frozen_param_fragments.{name}")
             if part is None or part.local.shape != due:
@@ -115,7 +115,7 @@ def untrained(models: Sequence[TorchState], stage: int) -> dict[str, StoredTenso
                     f"{state.path}: lacks its {prod(due)} elements of the frozen parameter "
                     f"{name!r} of shape {list(shape)}; the file was changed, restore it"
                 )
-            lines[rank] = [Piece(rank, state.path, part, range(prod(due)))]
+            lines[rank] = [FlatPiece(rank, state.path, part, range(prod(due)))]
             tensors[name] = whole_tensor(name, state.path, part)
         if stage == 3:
             tensors[name] = tensor_of(Parameter(name, shape, 0, range(prod(due))), lines, stage)

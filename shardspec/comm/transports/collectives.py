@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from shardspec.boxes import Box, box_shape, box_size, split_interval
-from shardspec.comm.results import checked
+from shardspec.comm.results import checked_result
 from shardspec.comm.steps import AllGather, AllReduce, ReduceScatter
 from shardspec.comm.transfers import DeviceTransfers
 from shardspec.comm.transports.messages import as_bytes, errors_named
@@ -29,7 +29,7 @@ def run_collective(
     be mixed up.
     """
     step, result = schedule.step, shard.new_empty(box_shape(schedule.after))
-    with checked(step, result), errors_named(str(step), schedule.peers):
+    with checked_result(step, result), errors_named(str(step), schedule.peers):
         if isinstance(step, AllReduce):
             dist.all_reduce(result.copy_(shard), group=group)
         elif schedule.op is None:

@@ -23,7 +23,7 @@ from shardspec.comm.agreement import NOTE_ROOM, Address, Connection, Note, faile
 from shardspec.comm.region import Ints, Region
 from shardspec.comm.results import libc
 from shardspec.comm.transfers import Message
-from shardspec.comm.transports.stage import Shards, Stage
+from shardspec.comm.transports.stage import ShardsByPlace, Stage
 from shardspec.errors import CommunicatorError
 
 BUFFER_BYTES: Final = 1 << 20
@@ -229,7 +229,7 @@ class PeerMemory:
                 target.tensor().copy_(source._replace(address=staged.data_ptr()).tensor())
 
 
-def _table(stage: Stage, shards: Shards) -> Ints:
+def _table(stage: Stage, shards: ShardsByPlace) -> Ints:
     """Return by place where shards lie: address, bytes that they span, and strides in bytes."""
     width = 2 + stage.num_dims
     rows = [[0] * width for _ in range(stage.num_places)]

@@ -12,7 +12,7 @@ import torch
 from shardspec.boxes import box_shape
 from shardspec.comm.transfers import Message, Piece
 
-Shards: TypeAlias = Mapping[int, torch.Tensor]
+ShardsByPlace: TypeAlias = Mapping[int, torch.Tensor]
 """Tensors of one device by their places."""
 RegionOf: TypeAlias = Callable[
     [Piece, tuple[int, ...], int], tuple[tuple[int, ...], tuple[int, ...], int]
@@ -40,8 +40,8 @@ class Stage:
     """The other devices that get something from this one."""
     senders: frozenset[int]
     """The other devices from which it gets something."""
-    source: Shards
-    target: Shards
+    source: ShardsByPlace
+    target: ShardsByPlace
     source_region: RegionOf
     target_region: RegionOf
     dtype_of: Callable[[Piece], torch.dtype]

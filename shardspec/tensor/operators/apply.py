@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
 from shardspec.errors import LayoutError
 from shardspec.interop.torch_dtensor import local_of, torch_dtensor
-from shardspec.interop.torch_parts import joined, memory_of, parts_of
+from shardspec.interop.torch_parts import joined, parts_of, shard_memory
 from shardspec.layout.layout import Layout
 from shardspec.layout.spec import ShardingSpec
 from shardspec.tensor.operators.call import (
@@ -219,7 +219,7 @@ def _in_simulation(call: Call) -> Any:  # noqa: ANN401
             wrapped.is_copied_part = leaf.is_copied_part
             return wrapped
         if leaf.layout != leaf.given.layout:
-            parts = parts_of(memory_of(leaf.tensor))
+            parts = parts_of(shard_memory(leaf.tensor))
             leaf.given.adopt(leaf.layout, dict(zip(mesh.ids, parts, strict=True)))
         return leaf.given
 

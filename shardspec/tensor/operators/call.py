@@ -23,7 +23,7 @@ from torch.utils._pytree import TreeSpec, tree_leaves, tree_map, tree_unflatten
 
 from shardspec.errors import LayoutError, ShardSpecError
 from shardspec.interop.torch_dtensor import in_our_words, is_strided, layout_of, torch_dtensor
-from shardspec.interop.torch_parts import has_all_ranks, like_parts, memory_of, parts_of
+from shardspec.interop.torch_parts import has_all_ranks, like_parts, parts_of, shard_memory
 from shardspec.layout.layout import Layout
 from shardspec.layout.spec import ShardingSpec
 from shardspec.tensor.operators.conditions import arguments_for
@@ -108,7 +108,7 @@ class _InTorch:
         self.leaves = [tensors.get(id(leaf), leaf) for leaf in call.leaves]
         self.tensors = [leaf for leaf in self.leaves if isinstance(leaf, TorchDTensor)]
         here = first.communicator.addressable
-        self._devices = self.mesh.ids if has_all_ranks(memory_of(self.tensors[0])) else here
+        self._devices = self.mesh.ids if has_all_ranks(shard_memory(self.tensors[0])) else here
 
     def result(self, tensors: Iterable[torch.Tensor]) -> Any:  # noqa: ANN401
         """Call the function with other tensors in place of the DTensors."""
@@ -136,7 +136,7 @@ class _InTorch:
             # With the shapes of this rank: views of shards may be of other shapes on other ranks.
             shapes = map(layout.local_shape, self._devices or self.mesh.ids[:1])
             empty = [torch.empty(shape, dtype=given.dtype, device="meta") for shape in shapes]
-            local = like_parts(memory_of(given), empty)
+            local = like_parts(shard_memory(given), empty)
             tried.append(torch_dtensor(local, layout, given.device_mesh))
         try:
             with torch.no_grad():

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from shardspec.errors import LayoutError
 from shardspec.interop.torch_dtensor import is_strided, layout_of
-from shardspec.interop.torch_parts import like_parts, memory_of, parts_of, places_of
+from shardspec.interop.torch_parts import like_parts, parts_of, places_of, shard_memory
 from shardspec.tensor.operators.conditions import facts_of
 
 _aten: Final = torch.ops.aten
@@ -40,7 +40,7 @@ _FILLED_ALIKE: Final = (Partial("avg"), Partial("max"), Partial("min"))
 
 def is_copy_of(view: TorchDTensor, base: TorchDTensor) -> bool:
     """Whether torch calls a tensor a view of another, but has moved its shards to other memory."""
-    return is_alias(view, base) and not is_alias(memory_of(view), memory_of(base))
+    return is_alias(view, base) and not is_alias(shard_memory(view), shard_memory(base))
 
 
 def is_alias(view: torch.Tensor, base: torch.Tensor) -> bool:
@@ -158,7 +158,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._check_kept(first, spec)
             if func in _FILLS:
                 for part, is_first in zip(
-                    parts_of(memory_of(first)), _are_first(first), strict=True
+                    parts_of(shard_memory(first)), _are_first(first), strict=True
                 ):
                     if not is_first:
                         part.zero_()
@@ -176,9 +176,9 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._copies.append(view)
         # Of several views torch does not say of what they are.
         if isinstance(result, list | tuple) and isinstance(func, torch._ops.OpOverload):
-            base = memory_of(tensors[0]) if tensors and func._schema._is_view_op() else None
+            base = shard_memory(tensors[0]) if tensors and func._schema._is_view_op() else None
             for view in views:
-                if base is not None and not is_alias(memory_of(view), base):
+                if base is not None and not is_alias(shard_memory(view), base):
                     self._copies.append(view)
                     self.mended = True
 
@@ -270,13 +270,13 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if isinstance(other, TorchDTensor):
             if any(placement.is_partial() for placement in other.placements):
                 return args
-            other = memory_of(other)
+            other = shard_memory(other)
         self.mended = True
         are_first, others = _are_first(pending), parts_of(other)
         others *= len(are_first) // len(others)
         pairs = zip(others, are_first, strict=True)
         parts = [part if is_first else torch.zeros_like(part) for part, is_first in pairs]
-        addend = like_parts(memory_of(pending), parts)
+        addend = like_parts(shard_memory(pending), parts)
         placements = [p if p.is_partial() else Replicate() for p in pending.placements]
         both = TorchDTensor.from_local(addend, pending.device_mesh, placements, run_check=False)
         return *((t if t is pending else both) for t in args[:2]), *args[2:]

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardspec.checkpoint.torch_files.unpickler import unpickle
-from shardspec.checkpoint.torch_files.writer import Call, Made, Name, Outside, Pairs, pickled
+from shardspec.checkpoint.torch_files.writer import Made, Name, Outside, Pairs, PickledCall, pickled
 from shardspec.errors import CheckpointError
 
 plain = st.one_of(
@@ -59,7 +59,7 @@ class Thing:
 
 def test_names_calls_and_objects():
     kind = Name(__name__, "Thing")
-    pairs = Pairs(((("a", 1), Made(kind)), ("b", Call(Name("collections", "OrderedDict")))))
+    pairs = Pairs(((("a", 1), Made(kind)), ("b", PickledCall(Name("collections", "OrderedDict")))))
     value = [Made(kind, {"x": kind}), Made(kind, ("x", "x")), pairs]
     first, second, last = pickle.loads(pickled(value))
     assert (first.state, second.state) == ({"x": Thing}, ("x", "x"))
