@@ -216,3 +216,23 @@ def test_help_works_without_torch():
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+# The format of each module of formats; short names of arrays and sizes, which mean the same.
+ONE_MEANING = {"FORMAT", "Floats", "Ints", "Shape", "T"}
+
+
+def test_a_public_name_has_one_meaning():
+    homes: dict[str, set[str]] = {}
+    for module in MODULES:
+        for node in ast.parse(source(module).read_text("utf-8")).body:
+            match node:
+                case ast.FunctionDef(name=name) | ast.ClassDef(name=name):
+                    homes.setdefault(name, set()).add(module)
+                case (
+                    ast.Assign(targets=[ast.Name(id=name)])
+                    | ast.AnnAssign(target=ast.Name(id=name))
+                ):
+                    homes.setdefault(name, set()).add(module)
+    several = {name for name, modules in homes.items() if name[0] != "_" and len(modules) > 1}
+    assert several == ONE_MEANING

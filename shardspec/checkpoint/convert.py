@@ -138,7 +138,7 @@ class WriteReport:
         }
 
 
-def merge(
+def merge(  # noqa: PLR0913  # options that users name
     directory: PurePath | str | Catalog,
     output: PurePath | str,
     *,
@@ -262,7 +262,7 @@ def merge(
     return _converted(directory, place, asked, options)
 
 
-def reshard(
+def reshard(  # noqa: PLR0913  # options that users name
     directory: PurePath | str | Catalog,
     output: PurePath | str,
     *,

@@ -83,7 +83,7 @@ def screen(data: bytes, fixed: bytearray | None = None) -> None:
         raise RefusedError(problem) from None
 
 
-def _follow(data: bytes, fixed: bytearray | None) -> None:
+def _follow(data: bytes, fixed: bytearray | None) -> None:  # noqa: C901  # a case an opcode
     """Follow the instructions; of each value only the number of its parts, as a tuple, is kept."""
     stack, memo = bytearray(), bytearray()
     marks: list[int] = []

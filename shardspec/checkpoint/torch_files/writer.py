@@ -73,7 +73,7 @@ def pickled(value: object) -> bytes:
 _SHORT_TUPLES: Final = {0: (b")", b""), 1: (b"", b"\x85"), 2: (b"", b"\x86"), 3: (b"", b"\x87")}
 
 
-def pickle_into(
+def pickle_into(  # noqa: C901  # a case a type
     value: object,
     out: Callable[[bytes], object],
     stored: Callable[[TorchTensor], object] | None = None,
@@ -82,7 +82,7 @@ def pickle_into(
     # Texts and names are written once and then referred to by their numbers.
     known: dict[object, int] = {}
 
-    def put(value: object) -> None:
+    def put(value: object) -> None:  # noqa: C901
         match value:
             case None | bool() | int() | float():
                 # A subclass would be written by its name.
