@@ -89,7 +89,7 @@ class Format:
     """
 
     name: str
-    """As `merge(format=)` and ``--to`` name it."""
+    """As `merge(format=)` and the command line name it."""
     recognises: Callable[[Collection[str]], bool]
     """Returns whether a directory with these names is of this format."""
     open: Callable[[StoragePath, OpenOptions], Catalog]
