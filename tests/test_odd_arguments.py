@@ -78,7 +78,7 @@ def test_texts_of_specs_that_are_none(text):
 
 
 MESHES: list[tuple[dict[str, Any], str]] = [
-    ({"mesh_alpha": 1e-5, "mesh_beta": 1e-9}, "mesh_alpha 1e-05: give one number per axis"),
+    ({"mesh_alpha": 1e-5, "mesh_beta": 1e-9}, "mesh_alpha values 1e-05: give one number per axis"),
     ({"mesh_alpha": ("a", "b"), "mesh_beta": (1, 1)}, "mesh_alpha ('a', 'b'): each value must be"),
     ({"mesh_alpha": (10**400, 0), "mesh_beta": (1, 1)}, "mesh_alpha"),
     ({"axis_names": 5}, "axis names 5: give a sequence, as in ('dp', 'tp')"),
@@ -90,9 +90,11 @@ MESHES: list[tuple[dict[str, Any], str]] = [
     ({"mesh_shape": 4, "logical_mesh_id": [[0, 1], [2, 3]]}, "mesh_shape 4: give a sequence"),
     ({"mesh_shape": (10**5000,)}, "mesh shape a very large int has a very large int places"),
     ({"physical_mesh_id": SELF}, "the device ids are nested more than 64 deep"),
-    ({"physical_mesh_id": None}, "device id None is not a whole number"),
+    ({"physical_mesh_id": None}, "give the device ids once, as in DeviceMesh([[0, 1], [2, 3]])"),
     ({"physical_mesh_id": [0, 1.0, 2, 3]}, "device id 1.0 is not a whole number"),
-    ({"physical_mesh_id": "0123"}, "device id '0123' is not a whole number"),
+    ({"physical_mesh_id": "0123"}, "device type '0123': give a name without an index"),
+    ({"physical_mesh_id": ["0", 1, 2, 3]}, "device id '0' is not a whole number"),
+    ({"physical_mesh_id": [None, 1, 2, 3]}, "device id None is not a whole number"),
 ]
 
 

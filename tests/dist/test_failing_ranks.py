@@ -20,8 +20,9 @@ from shardspec import (
     redistribute,
     save_sharded,
 )
-from shardspec.checkpoint import load, save
+from shardspec.checkpoint import load
 from shardspec.checkpoint.plan import plan_reshard
+from shardspec.checkpoint.storage.local import LocalPath
 from shardspec.comm import process_group
 from shardspec.layout.converter import LayoutConverter
 from shardspec.resharding.plan import reshard_state
@@ -99,14 +100,14 @@ def _cases(rank: int, place: Path) -> Iterator[tuple[str, str, Callable[[], obje
     again = lambda: redistribute(by_torch, [Shard(1)])  # noqa: E731
     yield "torch's", "MemoryError: no room", lambda: patched(LayoutConverter, "plan", again, room)
     given: Any = [1] if bad else WHOLE
-    yield "distribute", "a list is not", lambda: distribute_tensor(given, MESH, "[S0,R]")
-    yield "from_local", "a list is not", lambda: DTensor.from_local(given, MESH, "[R,R|P0]")
+    yield "distribute", "got a list", lambda: distribute_tensor(given, MESH, "[S0,R]")
+    yield "from_local", "got a list", lambda: DTensor.from_local(given, MESH, "[R,R|P0]")
     there = place / "there"
     yield "save", "'mine'", lambda: save_sharded(failing(mine), there)
     yield "save, interrupted", "KeyboardInterrupt", lambda: save_sharded(failing(stop), there)
     act2 = lambda: save_sharded(state, there)  # noqa: E731
-    yield "save, writing", "'mine'", lambda: patched(save, "write_atomically", act2, mine)
-    yield "save, stopped", "Keyboard", lambda: patched(save, "write_atomically", act2, stop)
+    yield "save, writing", "'mine'", lambda: patched(LocalPath, "write", act2, mine)
+    yield "save, stopped", "Keyboard", lambda: patched(LocalPath, "write", act2, stop)
     yield "load", "no such", lambda: load_sharded(place / "none" if bad else good, MESH)
     yield "load, rules", "TypeError: a rule", lambda: load_sharded(good, MESH, wrong)
     yield "load, into", "'mine'", lambda: load_sharded(good, into=failing(mine, out))
