@@ -108,6 +108,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Whether the function is right only while it is watched."""
         self.lost = False
         """Whether a write was refused because the tensor itself would not change."""
+        self._written: list[TorchDTensor] = []
 
     def __torch_dispatch__(
         self,
@@ -186,6 +187,15 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Whether a tensor is a view whose shards torch has moved."""
         return any(tensor is copy for copy in self._copies)
 
+    def check_written_to(self, into: Iterable[TorchDTensor]) -> None:
+        """Refuse what no operation of the function has written to, though it is its ``out=``."""
+        for tensor in into:
+            if not any(is_alias(written, tensor) for written in self._written):
+                raise LayoutError(
+                    f"{self._name}: torch {torch.__version__} does not write to out= where that is "
+                    "a DTensor; use what it returns without out="
+                )
+
     def _has_named_tensor(self, func: Callable[..., object], kwargs: Mapping[str, object]) -> bool:
         if not kwargs or not isinstance(func, torch._ops.OpOverload) or func._schema.is_mutable:
             return False
@@ -206,6 +216,8 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     "one process per device: start the program with torchrun, or write under "
                     "torch.no_grad()"
                 )
+            if func is not _aten.resize_.default:
+                self._written += leaves
             if any(map(self.is_copy, leaves)):
                 self.lost = True
                 raise LayoutError(
