@@ -215,6 +215,9 @@ def by_keyword(rank: int, mesh: DeviceMesh) -> None:
                 torch.linalg.pinv(given, rtol=pending(rtol, rank, mesh)),
                 torch.linalg.pinv(square, rtol=rtol),
             )
+            out = Cut(torch.zeros(3, 3).double(), mesh, "[R,R]")
+            torch.linalg.pinv(given, rtol=pending(rtol, rank, mesh), out=out)
+            same(out, torch.linalg.pinv(square, rtol=rtol))
 
 
 def left_alone(rank: int, mesh: DeviceMesh) -> list[str]:
