@@ -146,8 +146,8 @@ def _read_run(place: StoragePath) -> _Run:
             "DeepSpeed 0.8 or later"
         )
     for state in optimizers:
-        if (said := _number(state, "zero_stage")) != stage:
-            raise of_two_saves(state.path, "zero_stage", said, optimizers[0].path, stage)
+        if (own := _number(state, "zero_stage")) != stage:
+            raise of_two_saves(state.path, "zero_stage", own, optimizers[0].path, stage)
         # Before other files are looked at: they may be all there where the last of these is not.
         _check_ranks(state, "partition_count", _number(state, "partition_count") or ranks, ranks)
     due = list(range(ranks)) if stage == 3 else [-1]

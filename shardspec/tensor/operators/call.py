@@ -40,7 +40,7 @@ _ATTENTION: Final = ("scaled_dot_product_attention", "multi_head_attention_forwa
 _NORMS: Final = ("linalg_vector_norm", "norm")
 
 Function: TypeAlias = Callable[..., Any]
-Drawing: TypeAlias = Callable[[], AbstractContextManager[None]]
+RandomDraws: TypeAlias = Callable[[], AbstractContextManager[None]]
 
 
 def name_of(function: Function) -> str:
@@ -182,13 +182,13 @@ class _InTorch:
         return result
 
 
-def carry_out(
+def run_call(
     call: Call,
     tensors: Mapping[int, TorchDTensor],
     *,
     tracked: bool,
     frozen: bool = False,
-    drawing: Drawing | None = None,
+    drawing: RandomDraws | None = None,
 ) -> Any:  # noqa: ANN401
     """Call the function; return what it does, with a `Result` for each DTensor.
 

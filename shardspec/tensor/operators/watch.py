@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from shardspec.errors import LayoutError
 from shardspec.interop.torch_dtensor import is_strided, layout_of
 from shardspec.interop.torch_parts import like_parts, parts_of, places_of, shard_memory
-from shardspec.tensor.operators.conditions import facts_of
+from shardspec.tensor.operators.conditions import layout_facts
 
 _aten: Final = torch.ops.aten
 _VIEWS: Final = (_aten.view.default, _aten._unsafe_view.default, _aten.reshape.default)
@@ -328,11 +328,11 @@ def _is_among(tensor: object, tensors: Iterable[object]) -> bool:
 
 
 def _is_whole(tensor: TorchDTensor) -> bool:
-    return facts_of(layout_of(tensor)).is_whole
+    return layout_facts(layout_of(tensor)).is_whole
 
 
 def _has_empty_shards(tensor: TorchDTensor) -> bool:
-    return facts_of(layout_of(tensor)).has_empty_shards
+    return layout_facts(layout_of(tensor)).has_empty_shards
 
 
 def _gathered(tensor: TorchDTensor) -> TorchDTensor:
