@@ -48,6 +48,7 @@ WITH_TENSORS = {
     "shardspec.tensor.run",
     "shardspec.tensor.factories",
     "shardspec.tensor.for_modules",
+    "shardspec.interop.torch_cost",
     "shardspec.interop.torch_dtensor",
     "shardspec.interop.torch_parts",
     "shardspec.mesh.job",
