@@ -27,7 +27,6 @@ from shardspec.checkpoint.catalog import (
     row_major_strides,
     whole_box,
 )
-from shardspec.checkpoint.patches import Patching
 from shardspec.checkpoint.storage.path import FileStretch, StoragePath
 from shardspec.checkpoint.storage.reading import OpenFiles
 from shardspec.comm.senders import overlaps
@@ -278,6 +277,8 @@ def _read_patched(
 ) -> Iterator[tuple[memoryview, None]]:
     """Read a box of a tensor with deltas on it: all of the tensor is read, in order."""
     import numpy as np
+
+    from shardspec.checkpoint.patches import Patching
 
     plain, whole, width = (
         replace(tensor, patches=()),
