@@ -21,12 +21,15 @@ NOT_FORMATS = {
     ("links.py", "torch"),
     ("show.py", "torch"),  # the notation
     ("main.py", "shardspec"),  # the program
+    # Whose names tensors have.
+    ("model_names.py", "megatron"),
+    ("checkpoint_options.py", "megatron"),
     # What text calls those whose files may also be read alone.
     ("parts.py", "DeepSpeed ZeRO"),
     ("parts.py", "Meta's model parallel"),
 }
 MOST_PARAMETERS = 10
-AS_USERS_GIVE_THEM = {"merge", "reshard"}
+AS_USERS_GIVE_THEM = {"load_sharded", "merge", "reshard"}
 """Their options are keywords."""
 
 
@@ -61,7 +64,7 @@ def test_no_other_module_names_a_format(path):
 
 
 def test_other_modules_import_formats_by_the_registry():
-    """But for the format of `save_sharded`, and headers of safetensors files that it is made of."""
+    """But for the format of `save_sharded`, and headers of safetensors files and deltas."""
     importers = set()
     for path in ELSEWHERE:
         for node in ast.walk(ast.parse(path.read_text("utf-8"))):
@@ -71,6 +74,7 @@ def test_other_modules_import_formats_by_the_registry():
             modules = [home] if home else [alias.name for alias in node.names]
             importers |= {(path.name, module) for module in modules}
     assert {name for name, module in importers if module != "registry"} == {
+        "delta_chain.py",
         "rank_state.py",
         "save.py",
     }

@@ -6,7 +6,7 @@ from functools import lru_cache
 from itertools import chain, pairwise, product
 from math import prod
 from types import MappingProxyType
-from typing import Final, Generic, NamedTuple, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Final, Generic, NamedTuple, TypeAlias, TypeVar
 
 from shardspec.boxes import Box, box_size, contains
 from shardspec.checkpoint.state_dict import KeyPath
@@ -14,12 +14,14 @@ from shardspec.checkpoint.storage.from_text import storage_path
 from shardspec.checkpoint.storage.path import StoragePath
 from shardspec.checkpoint.storage.snapshot import Snapshot
 from shardspec.comm.steps import ReduceOp
-from shardspec.digests import TensorDigest
 from shardspec.dtypes import item_bytes
 from shardspec.errors import CheckpointError
 from shardspec.layout.layout import Layout, LayoutCell, cells_of
 from shardspec.layout.spec import ShardingSpec
 from shardspec.mesh.device_mesh import DeviceMesh
+
+if TYPE_CHECKING:
+    from shardspec.digests import TensorDigest
 
 ZEROS: Final = storage_path("/dev/zero")
 """Where boxes are that no file has: they are zeros. It is not opened."""
@@ -265,7 +267,7 @@ class Catalog:
     wants_digests = False
     """Whether `check_written` is to be given digests."""
 
-    def check_written(self, digests: Mapping[str, TensorDigest]) -> None:
+    def check_written(self, digests: "Mapping[str, TensorDigest]") -> None:
         """Check the digests of all that was written, before it appears."""
 
     def check_unchanged(self) -> None:

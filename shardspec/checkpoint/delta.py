@@ -22,6 +22,7 @@ from shardspec.checkpoint.checksums import Hash, extra, new_hash
 from shardspec.checkpoint.convert import WriteReport, merge
 from shardspec.checkpoint.delta_chain import DELTA_INDEX, with_deltas
 from shardspec.checkpoint.destination import check_destination
+from shardspec.checkpoint.formats.registry import default_format
 from shardspec.checkpoint.mapped import require_finished
 from shardspec.checkpoint.open import as_catalog
 from shardspec.checkpoint.read_boxes import Buffers, Checks, Progress, read_box
@@ -211,11 +212,11 @@ def apply_delta(
     >>> digest(place / "out") == digest(place / "v2")
     True
     """
-    place = storage_path(output)
+    one_file = storage_path(output).suffix.lower() in default_format("merged").extensions
     return merge(
         with_deltas(as_catalog(base), deltas),
         output,
-        format="safetensors" if place.suffix == ".safetensors" else "huggingface",
+        format=default_format("merged", directory=not one_file).name,
         threads=threads,
         overwrite=overwrite,
         digests=digests,

@@ -89,7 +89,7 @@ class Format:
     """
 
     name: str
-    """As `merge(format=)` and ``--to`` name it."""
+    """As `merge(format=)` and the command line name it."""
     recognises: Callable[[Collection[str]], bool]
     """Returns whether a directory with these names is of this format."""
     open: Callable[[StoragePath, OpenOptions], Catalog]
@@ -114,6 +114,8 @@ class Format:
     that are plain values; or all entries, which are then copied as they are stored."""
     limits_files: bool = False
     """Whether `lay_out` takes `Wanted.max_shard_bytes`."""
+    stacks_layers: bool = False
+    """Whether Megatron-core saves in it, with a tensor for each weight of all layers."""
     whole_run: str = ""
     """What text calls an output that is made of all that a run has saved, for any number of ranks,
     so that nothing is chosen, named or sharded; empty if it is not."""

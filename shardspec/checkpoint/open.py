@@ -149,8 +149,6 @@ def _find_file(place: StoragePath) -> _Place:
         start = FileStart(
             place.name, file.read(0, min(file.num_bytes, _HEAD_BYTES)), file.num_bytes
         )
-    if not start.head:
-        raise CheckpointError(f"{place}: is empty; restore it")
     for asked in built_in, installed:
         for format in asked():
             directory = format.directory_of(place)
@@ -161,6 +159,8 @@ def _find_file(place: StoragePath) -> _Place:
             # The name says more than how a file begins: many formats use zips.
             if place.name.endswith(format.extensions) and format.reads_file(start):
                 return _alone(place, format)
+    if not start.head:
+        raise CheckpointError(f"{place}: is empty; restore it")
     for format in formats():
         if format.reads_file(start):
             return _alone(place, format)

@@ -314,7 +314,8 @@ def merge_command(
     convert = partial(
         conversion.merge, output=output, format=to, max_shard_bytes=limit, metadata=metadata
     )
-    _write(convert, checkpoint, stacked=to == "dcp", **options)
+    stacked = to is not None and written_format(to, "merged").stacks_layers
+    _write(convert, checkpoint, stacked=stacked, **options)
 
 
 @click.command(cls=opts.Command)
@@ -370,7 +371,8 @@ def reshard_command(
       "*.down.weight" = "[R,S0]"
     What no rule matches is replicated on every device. --dry-run shows what each tensor gets.
     """
-    whole_run = written_format(to, "sharded").whole_run
+    format = written_format(to, "sharded")
+    whole_run = format.whole_run
     opts.refuse_if(
         whole_run != "" and any(given is not None for given in (mesh, like, rules)),
         f"{whole_run} is for any number of ranks; leave out --mesh, --rules, --rule and --like",
@@ -397,6 +399,6 @@ def reshard_command(
             **more,
         )
 
-    _write(convert, checkpoint, like, stacked=to == "dcp", **options)
+    _write(convert, checkpoint, like, stacked=format.stacks_layers, **options)
     if mesh is not None and not (rules or alone):
         say("note: no rules were given, so every tensor is replicated on every device", err=True)

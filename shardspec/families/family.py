@@ -10,7 +10,7 @@ from typing import Final, Literal, NamedTuple, TypeAlias, cast
 from shardspec.errors import LayoutError, SpecSyntaxError
 from shardspec.resharding.patterns import Side
 from shardspec.resharding.views import parse_view
-from shardspec.text import shown
+from shardspec.text import Argument, shown
 
 CUTS: Final = (
     *("vocab", "heads", "kv-heads", "columns", "rows", "replicated"),
@@ -248,7 +248,8 @@ def family_of(config: Mapping[str, object]) -> Family:
         raise LayoutError("the config has no model_type, which says the family of its tensors")
     raise LayoutError(
         f"there is no family for models of type {shown(given[0])}; there are "
-        f"{', '.join(family_names())}; give a map of your own instead (--map, or names=)"
+        f"{', '.join(family_names())}; give a map of your own instead, as ",
+        Argument("names"),
     )
 
 

@@ -12,7 +12,7 @@ from shardspec.resharding.name_map import Shape
 from shardspec.resharding.patterns import Side, filled, placeholders
 from shardspec.resharding.sizes import config_sizes, known_sizes, unknown_root
 from shardspec.resharding.views import parse_view
-from shardspec.text import shown
+from shardspec.text import Argument, shown
 
 MTP: Final = "mtp.layers."
 """What the names of layers that predict further tokens start with in Megatron-core."""
@@ -161,7 +161,8 @@ def _partly(family: Family, sizes: Mapping[str, int | str]) -> Model:
     if depends or len(set(names)) < len(names):
         raise LayoutError(
             f"which tensors a model of the family {family.name!r} has depends on its config; give "
-            "all of its config.json, as --sizes or sizes="
+            "all of its config.json, as ",
+            Argument("sizes"),
         )
     none = dict.fromkeys(("hf", "megatron", "fused"), "")
     prefix = {"": none, "layer": {**family.prefix, "fused": family.prefix["hf"]}}

@@ -68,6 +68,7 @@ def test_json(tmp_path):
         "files": ["out"],
         "bytes": out.stat().st_size,
         "crc32": crc_of(out),
+        "digest": None,
         "cast": None,
         "left_out": [],
         "sidecars": [],

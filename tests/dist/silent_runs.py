@@ -215,13 +215,45 @@ def by_keyword(rank: int, mesh: DeviceMesh) -> None:
                 torch.linalg.pinv(given, rtol=pending(rtol, rank, mesh)),
                 torch.linalg.pinv(square, rtol=rtol),
             )
+            out = Cut(torch.zeros(3, 3).double(), mesh, "[R,R]")
+            torch.linalg.pinv(given, rtol=pending(rtol, rank, mesh), out=out)
+            same(out, torch.linalg.pinv(square, rtol=rtol))
+
+
+def left_alone(rank: int, mesh: DeviceMesh) -> list[str]:
+    """What torch does not write to, as ``out=`` or through a view of a sum, is refused as it is."""
+    square, refusals = TABLE[:3] + torch.eye(3).double(), []
+
+    def refused(call: Any) -> None:
+        with pytest.raises(LayoutError) as caught:
+            call()
+        refusals.append(str(caught.value))
+
+    rank_of: Any = torch.linalg.matrix_rank
+    for given in (square, torch.stack([square, torch.ones(3, 3).double()])):
+        for cut in ("R", "S0"):
+            tensor = Cut(given, mesh, f"[{cut}{',R' * (given.dim() - 1)}]")
+            more: list[Any] = [{}, {"tol": 0.1}, {"rtol": torch.tensor(0.1).double()}]
+            for options in more:
+                out = Cut(torch.full(given.shape[:-2], 7), mesh, f"[{'R' * (given.dim() - 2)}]")
+                for _ in range(2):  # what was once found out is remembered
+                    refused(lambda: rank_of(tensor, out=out, **options))  # noqa: B023
+                same(out, torch.full(given.shape[:-2], 7))
+                same(rank_of(tensor, **options), rank_of(given, **options))
+    for number in (torch.tensor(1.0).double(), Cut(torch.tensor(1.0).double(), mesh, "[]")):
+        for take in ("expand_as", "reshape_as"):
+            total = pending(torch.tensor(2.0), rank, mesh)
+            for _ in range(2):
+                refused(lambda: getattr(total, take)(number).mul_(3))  # noqa: B023
+            same(total, torch.tensor(2.0))
+    return refusals
 
 
 def silent(rank: int, mesh: DeviceMesh) -> list[str]:
     """Assert all of it on a mesh of 2x2; return the refusals."""
     line = DeviceMesh(range(4), (4,))
     means(mesh)
-    refusals = writes_to_parts(mesh)
+    refusals = [*writes_to_parts(mesh), *left_alone(rank, mesh)]
     by_keyword(rank, mesh)
     gradients_of_writes(mesh)
     beside_pending_sums(rank, mesh)

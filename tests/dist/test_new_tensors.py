@@ -173,10 +173,8 @@ def test_what_cannot_be_made(tmp_path):
         assert "that of rank 2, 3 differs from that of rank 0" in found["number"]
         assert "a sparse_coo tensor cannot be sharded" in found["sparse"]
         assert "to_dense()" in found["sparse shard"]
-        assert (
-            "got a DTensor; use torch.as_tensor(...) for arrays and lists, and redistribute"
-            in found["ours"]
-        )
+        remedy = "use torch.as_tensor(...) for arrays and lists, and redistribute"
+        assert f"got a DTensor; {remedy}" in found["ours"]
         assert "DTensor.from_torch" in found["torch's"]
         assert "nn.Parameter(tensor.to_torch())" in found["parameter"]
         assert "distribute_module" in found["buffer"]

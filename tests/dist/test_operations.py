@@ -244,8 +244,8 @@ def torchs_own_errors(mesh):
         t.sum(5)
     with pytest.raises(TypeError):
         t.sum("x")
-    with pytest.raises(AttributeError, match="no attribute 'placements'"):
-        t.placements  # noqa: B018  # the access is the test
+    with pytest.raises(AttributeError, match="no attribute 'placement'"):
+        t.placement  # noqa: B018  # the access is the test
 
 
 def play(rank, combinations):

@@ -31,7 +31,7 @@ _CONFIGS: Final[dict[str, dict[str, object]]] = {
     "qwen2": _COMMON,
     "mistral": _COMMON,
     "mixtral": {**_COMMON, "num_local_experts": _EXPERTS},
-    "gpt2": {"n_embd": _H, "n_head": 4, "n_layer": _LAYERS, "vocab_size": _V},
+    "gpt2": {"n_embd": _H, "n_head": 4, "n_layer": _LAYERS, "n_inner": _F, "vocab_size": _V},
     "gpt-neox": {**_COMMON, "attention_bias": True},
 }
 _FOREIGN: Final[_Shapes] = {

@@ -377,5 +377,6 @@ FORMAT: Final = Format(
     owns=_owns,
     sidecars=_sidecars,
     keeps="objects",
+    stacks_layers=True,
     known_by=METADATA_NAME,
 )

@@ -145,6 +145,11 @@ def _read_run(place: StoragePath) -> _Run:
             f"{optimizers[0].path}: says no stage of ZeRO from 1 to 3; save it again with "
             "DeepSpeed 0.8 or later"
         )
+    for state in optimizers:
+        if (own := _number(state, "zero_stage")) != stage:
+            raise of_two_saves(state.path, "zero_stage", own, optimizers[0].path, stage)
+        # Before other files are looked at: they may be all there where the last of these is not.
+        _check_ranks(state, "partition_count", _number(state, "partition_count") or ranks, ranks)
     due = list(range(ranks)) if stage == 3 else [-1]
     models = read_torch_states(_files(place, there, MODEL_FILE, due), DEEPSPEED_NAMES)
     first = models[0]
@@ -153,20 +158,20 @@ def _read_run(place: StoragePath) -> _Run:
         said, told = state.extras.get(key), first.extras.get(key)
         if said != told:
             raise of_two_saves(state.path, key, said, first.path, told)
-    counts = [(one, "dp_world_size", one.extras.get("dp_world_size", ranks)) for one in models]
-    for state in optimizers:
-        if (said := _number(state, "zero_stage")) != stage:
-            raise of_two_saves(state.path, "zero_stage", said, optimizers[0].path, stage)
-        counts.append((state, "partition_count", _number(state, "partition_count") or ranks))
-    for state, key, said in counts:
-        if said != ranks:
-            more = isinstance(said, int) and said > ranks
-            raise CheckpointError(
-                f"{state.path}: {key} is {said!s:.60}, but {place} has files of {ranks} ranks; "
-                + ("restore the others" if more else "move those of another save away")
-            )
+    for state in models:
+        _check_ranks(state, "dp_world_size", state.extras.get("dp_world_size", ranks), ranks)
     check_no_copies(optimizers)
     return _Run(stage, optimizers, models)
+
+
+def _check_ranks(state: TorchState, key: str, said: object, ranks: int) -> None:
+    """Raise CheckpointError if a file says that there were not as many ranks as there are files."""
+    if said != ranks:
+        more = isinstance(said, int) and said > ranks
+        raise CheckpointError(
+            f"{state.path}: {key} is {said!s:.60}, but {state.path.parent} has files of {ranks} "
+            f"ranks; {'restore the others' if more else 'move those of another save away'}"
+        )
 
 
 def _files(

@@ -23,13 +23,13 @@ from shardspec.layout.layout import Layout
 from shardspec.layout.spec import ShardingSpec
 from shardspec.tensor.operators.call import (
     Call,
-    Drawing,
     Function,
+    RandomDraws,
     Result,
-    carry_out,
     is_limit_of_simulation,
+    run_call,
 )
-from shardspec.tensor.operators.conditions import facts_of, is_mean, never_merge_gathers
+from shardspec.tensor.operators.conditions import is_mean, layout_facts, never_merge_gathers
 from shardspec.tensor.operators.simulated import (
     Locals,
     differentiable,
@@ -77,7 +77,7 @@ def apply(function: Function, args: Sequence[object], kwargs: Mapping[str, objec
                 )
     for leaf in leaves:
         _check_leaf(name, leaf, first)
-    facts = [facts_of(tensor.layout) for tensor in tensors]
+    facts = [layout_facts(tensor.layout) for tensor in tensors]
     if is_mean(name, kwargs) and any(each.is_sharded for each in facts):
         return apply(function, args, {**kwargs, "reduction": "none"}).mean()
     if first.is_simulated:
@@ -141,7 +141,7 @@ def _in_job(
     theirs = {id(leaf): _in_torch(leaf, first) for leaf in call.leaves}
     tensors = {number: leaf for number, leaf in theirs.items() if isinstance(leaf, TorchDTensor)}
     tracked = torch.is_grad_enabled() and any(t.requires_grad for t in tensors.values())
-    drawing: Drawing | None = None
+    drawing: RandomDraws | None = None
     if mesh.device_type == "cpu" and _draws(call):
         drawing = partial(_drawing, first, _source(call.kwargs.get("generator")))
 
@@ -155,7 +155,7 @@ def _in_job(
         wrapped.is_copied_part = leaf.is_copied_part
         return wrapped
 
-    result = carry_out(call, tensors, tracked=tracked, drawing=drawing)
+    result = run_call(call, tensors, tracked=tracked, drawing=drawing)
     if results is not None and isinstance(result, Result) and result.is_plain and not drawing:
         results[tracked] = result.layout
     return tree_map(ours, result)
@@ -176,7 +176,7 @@ def _in_simulation(call: Call) -> Any:  # noqa: ANN401
     shards = [list(tensor.shards.values()) for tensor in tensors]
     device_type = shards[0][0].device.type
     tracked = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
-    drawing: Drawing | None = None
+    drawing: RandomDraws | None = None
     if device_type == "cpu" and _draws(call):
         seeds = _seeds(first, _source(call.kwargs.get("generator")))
         drawing = partial(each_draws, list(seeds.values()))
@@ -189,7 +189,7 @@ def _in_simulation(call: Call) -> Any:  # noqa: ANN401
             for tensor, local in zip(tensors, locals_, strict=True)
         }
         try:
-            found = carry_out(inner, given, tracked=tracked, frozen=tracked, drawing=drawing)
+            found = run_call(inner, given, tracked=tracked, frozen=tracked, drawing=drawing)
         except AssertionError as error:
             if not is_limit_of_simulation(error):
                 raise
@@ -257,7 +257,7 @@ def _in_torch(leaf: Any, first: TensorLike) -> Any:  # noqa: ANN401
 def _check_out(name: str, sharded: Sequence[TensorLike], out: object) -> None:
     """Refuse to write to shards what has no DTensor among its arguments, as `torch.eye`."""
     into = [leaf for leaf in tree_leaves(out) if isinstance(leaf, TensorLike)]
-    if len(into) == len(sharded) and any(not facts_of(t.layout).is_whole for t in into):
+    if len(into) == len(sharded) and any(not layout_facts(t.layout).is_whole for t in into):
         raise LayoutError(
             f"{name}: torch makes each shard of out= as if it were the whole tensor of layout "
             f"{into[0].layout}; make a plain tensor, and shard it by distribute_tensor"

@@ -40,7 +40,7 @@ _ATTENTION: Final = ("scaled_dot_product_attention", "multi_head_attention_forwa
 _NORMS: Final = ("linalg_vector_norm", "norm")
 
 Function: TypeAlias = Callable[..., Any]
-Drawing: TypeAlias = Callable[[], AbstractContextManager[None]]
+RandomDraws: TypeAlias = Callable[[], AbstractContextManager[None]]
 
 
 def name_of(function: Function) -> str:
@@ -81,8 +81,14 @@ class Call:
     @property
     def written(self) -> list[TensorLike]:
         """The DTensors that it writes to, by its name and ``out=``."""
-        given = self.args[:1] if self.writes else (), self.kwargs.get("out")
-        return [leaf for leaf in tree_leaves(given) if isinstance(leaf, TensorLike)]
+        first = tree_leaves(self.args[:1] if self.writes else ())
+        return [*(leaf for leaf in first if isinstance(leaf, TensorLike)), *self.out]
+
+    @property
+    def out(self) -> list[TensorLike]:
+        """The DTensors given as ``out=``."""
+        given = tree_leaves(self.kwargs.get("out"))
+        return [leaf for leaf in given if isinstance(leaf, TensorLike)]
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -176,13 +182,13 @@ class _InTorch:
         return result
 
 
-def carry_out(
+def run_call(
     call: Call,
     tensors: Mapping[int, TorchDTensor],
     *,
     tracked: bool,
     frozen: bool = False,
-    drawing: Drawing | None = None,
+    drawing: RandomDraws | None = None,
 ) -> Any:  # noqa: ANN401
     """Call the function; return what it does, with a `Result` for each DTensor.
 
@@ -226,7 +232,8 @@ def carry_out(
             if watch is not None:
                 stack.enter_context(watch)
             result = here.result(given)
-            _check_written_to(call, result, written)
+            if watch is not None:
+                watch.check_written_to(tensors[id(leaf)] for leaf in call.out)
         earlier.found = watch is None or not watch.mended
         if tracked and written:
             _keep_layout_of_gradient(written)
@@ -287,19 +294,6 @@ def carry_out(
 def is_limit_of_simulation(error: Exception) -> bool:
     """Whether ranks would go different ways, which torch asserts that simulated ones do not."""
     return isinstance(error, AssertionError) and not any(isinstance(a, str) for a in error.args)
-
-
-def _check_written_to(call: Call, result: object, written: Sequence[TorchDTensor]) -> None:
-    """Refuse what returns another tensor than it was given as ``out=``, and leaves that alone."""
-    into = tree_leaves(call.kwargs.get("out"))
-    returned = [leaf for leaf in tree_leaves(result) if isinstance(leaf, TorchDTensor)]
-    if any(isinstance(leaf, TensorLike) for leaf in into) and not all(
-        any(leaf is tensor for tensor in written) for leaf in returned
-    ):
-        raise LayoutError(
-            f"{call.shown}: torch {torch.__version__} does not write to out= where that is a "
-            "DTensor; use what it returns without out="
-        )
 
 
 def _check_gradient(call: Call) -> None:

@@ -14,7 +14,7 @@ from torch.distributed.tensor import Replicate, _redistribute
 from shardspec.layout.layout import Layout
 
 
-class Facts(NamedTuple):
+class LayoutFacts(NamedTuple):
     """What of a layout torch's operators get wrong."""
 
     is_sharded: bool
@@ -31,14 +31,14 @@ class Facts(NamedTuple):
 
 
 @lru_cache(maxsize=4096)
-def facts_of(layout: Layout) -> Facts:
+def layout_facts(layout: Layout) -> LayoutFacts:
     """Return what of a layout torch's operators get wrong."""
     spec, sizes, mesh = layout.spec, layout.global_shape, layout.mesh
     local_sizes = [
         {layout.local_shape(device)[dim] for device in mesh.group(mesh.ids[0], cut.axes)}
         for dim, cut in enumerate(spec.dim_specs)
     ]
-    return Facts(
+    return LayoutFacts(
         bool(spec.axes),
         bool(spec.partials),
         any(0 in of_dim and size > 0 for of_dim, size in zip(local_sizes, sizes, strict=True)),
@@ -87,7 +87,7 @@ def arguments_for(
     pending sum with a number.
     """
     tensors = [leaf for leaf in leaves if isinstance(leaf, TorchDTensor)]
-    facts = [facts_of(layout) for layout in layouts]
+    facts = [layout_facts(layout) for layout in layouts]
     if not any(each.is_pending for each in facts) or _LINEAR.fullmatch(name):
         return tensors
     apart = {id(tensor) for tensor, each in zip(tensors, facts, strict=True) if not each.is_whole}

@@ -27,7 +27,7 @@ from shardspec.tensor.operators.watch import Watch
 
 Locals: TypeAlias = list[torch.Tensor]
 """Tensors that have the shards of all devices each."""
-Function: TypeAlias = Callable[[Locals], Locals]
+LocalFunction: TypeAlias = Callable[[Locals], Locals]
 
 _SIMULATING: Final = threading.RLock()
 """Held while torch takes this process for a job."""
@@ -131,7 +131,7 @@ def each_draws(seeds: Sequence[int]) -> Iterator[None]:
 
 
 def differentiable(
-    function: Function, name: str, mesh: DeviceMesh, tensors: Sequence[Sequence[torch.Tensor]]
+    function: LocalFunction, name: str, mesh: DeviceMesh, tensors: Sequence[Sequence[torch.Tensor]]
 ) -> list[list[torch.Tensor]]:
     """Apply a function to tensors given as shards; return the shards of its results.
 
@@ -154,7 +154,7 @@ class _Operation(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,  # noqa: ANN401
-        function: Function,
+        function: LocalFunction,
         name: str,
         mesh: DeviceMesh,
         *shards: torch.Tensor,
@@ -185,8 +185,10 @@ class _Operation(torch.autograd.Function):
         return None, None, None, *chain.from_iterable(of_inputs)
 
 
-def _gradients(function: Function, name: str, wanted: Sequence[bool], tensors: Locals) -> Locals:
-    """Return the gradients of wanted arguments; those of the function's results come after them."""
+def _gradients(
+    function: LocalFunction, name: str, wanted: Sequence[bool], tensors: Locals
+) -> Locals:
+    """Return gradients of wanted arguments; those of the function's results come last."""
     again = any(tensor.requires_grad for tensor in tensors)
     inputs = [
         tensor.detach().requires_grad_() if is_wanted and not tensor.requires_grad else tensor

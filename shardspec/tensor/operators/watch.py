@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from shardspec.errors import LayoutError
 from shardspec.interop.torch_dtensor import is_strided, layout_of
 from shardspec.interop.torch_parts import like_parts, parts_of, places_of, shard_memory
-from shardspec.tensor.operators.conditions import facts_of
+from shardspec.tensor.operators.conditions import layout_facts
 
 _aten: Final = torch.ops.aten
 _VIEWS: Final = (_aten.view.default, _aten._unsafe_view.default, _aten.reshape.default)
@@ -108,6 +108,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Whether the function is right only while it is watched."""
         self.lost = False
         """Whether a write was refused because the tensor itself would not change."""
+        self._written: list[TorchDTensor] = []
 
     def __torch_dispatch__(
         self,
@@ -126,18 +127,20 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 "axes split a dim in descending order, as S10 does, and torch mixes up its parts; "
                 "redistribute to ascending order first, as to S01"
             )
-        spec = None
+        spec, into = None, []
         if isinstance(func, torch._ops.OpOverload) and func._schema.is_mutable:
-            self._check_writes(func, args, kwargs)
+            into = self._check_writes(func, args, kwargs)
             spec = first._spec if isinstance(first, TorchDTensor) else None
         if func in _FILLS and isinstance(first, TorchDTensor):
             self._check_filled(first)
         elif _fails_on_empty(func, args) and any(map(_has_empty_shards, tensors)):
             self.mended = True
             args = tuple(_gathered(arg) if isinstance(arg, TorchDTensor) else arg for arg in args)
-        elif self._has_named_tensor(func, kwargs):
+        elif self._has_named_tensor(func, kwargs, into):
             self.mended = True
-            args, kwargs = tree_map_only(TorchDTensor, _gathered, (args, kwargs))
+            args, kwargs = tree_map_only(
+                TorchDTensor, lambda t: t if _is_among(t, into) else _gathered(t), (args, kwargs)
+            )
         elif func is _aten.convolution.default:
             self._check_convolution(args)
         elif func in _SUMS:
@@ -184,17 +187,42 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def is_copy(self, tensor: object) -> bool:
         """Whether a tensor is a view whose shards torch has moved."""
-        return any(tensor is copy for copy in self._copies)
+        return _is_among(tensor, self._copies)
 
-    def _has_named_tensor(self, func: Callable[..., object], kwargs: Mapping[str, object]) -> bool:
-        if not kwargs or not isinstance(func, torch._ops.OpOverload) or func._schema.is_mutable:
+    def check_written_to(self, into: Iterable[TorchDTensor]) -> None:
+        """Refuse what no operation of the function has written to, though it is its ``out=``."""
+        for tensor in into:
+            if not any(is_alias(written, tensor) for written in self._written):
+                raise LayoutError(
+                    f"{self._name}: torch {torch.__version__} does not write to out= where that is "
+                    "a DTensor; use what it returns without out="
+                )
+
+    def _has_named_tensor(
+        self,
+        func: Callable[..., object],
+        kwargs: Mapping[str, object],
+        into: Sequence[TorchDTensor],
+    ) -> bool:
+        """Whether a tensor is read that is given by keyword, and not whole."""
+        if not kwargs or not isinstance(func, torch._ops.OpOverload):
             return False
-        named = [tensor for tensor in kwargs.values() if isinstance(tensor, TorchDTensor)]
-        return any(not facts_of(layout_of(tensor)).is_whole for tensor in named)
+        given = [tensor for tensor in kwargs.values() if isinstance(tensor, TorchDTensor)]
+        if all(_is_whole(tensor) or _is_among(tensor, into) for tensor in given):
+            return False
+        if not all(map(_is_whole, into)):
+            texts = (str(layout_of(tensor).labelled_spec) for tensor in into)
+            raise LayoutError(
+                f"{self._name}: torch {torch.__version__} takes each shard of a tensor given by "
+                f"keyword for the whole, and writes to {specs_text(texts)}; redistribute first"
+            )
+        return True
 
     def _check_writes(
         self, func: torch._ops.OpOverload, args: Sequence[object], kwargs: Mapping[str, object]
-    ) -> None:
+    ) -> list[TorchDTensor]:
+        """Return what is written to; refuse it if the write would be lost."""
+        into = []
         for place, argument in enumerate(func._schema.arguments):
             given = args[place] if place < len(args) else kwargs.get(argument.name)
             if argument.alias_info is None or not argument.alias_info.is_write:
@@ -206,6 +234,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     "one process per device: start the program with torchrun, or write under "
                     "torch.no_grad()"
                 )
+            into += leaves
             if any(map(self.is_copy, leaves)):
                 self.lost = True
                 raise LayoutError(
@@ -213,6 +242,9 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     "copy, so that the tensor itself would not change; redistribute first, so that "
                     "the dims that are indexed are not sharded, or clone() the part"
                 )
+        if func is not _aten.resize_.default:
+            self._written += into
+        return into
 
     def _check_kept(self, tensor: TorchDTensor, before: DTensorSpec) -> None:
         """Refuse a write after which torch takes a shard, or an addend, for something else."""
@@ -291,8 +323,16 @@ def _fails_on_empty(func: Callable[..., object], args: Sequence[object]) -> bool
     return kind in _EXTREMA
 
 
+def _is_among(tensor: object, tensors: Iterable[object]) -> bool:
+    return any(tensor is other for other in tensors)
+
+
+def _is_whole(tensor: TorchDTensor) -> bool:
+    return layout_facts(layout_of(tensor)).is_whole
+
+
 def _has_empty_shards(tensor: TorchDTensor) -> bool:
-    return facts_of(layout_of(tensor)).has_empty_shards
+    return layout_facts(layout_of(tensor)).has_empty_shards
 
 
 def _gathered(tensor: TorchDTensor) -> TorchDTensor:
