@@ -2,6 +2,7 @@
 
 import threading
 import time
+import zlib
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from shardspec.comm.agreement import NOTE_BYTES, ORDER_RULE, Connection, Note, ranks_text
 from shardspec.comm.transports.messages import cause_of, failed_with, start_messages
 from shardspec.errors import CommunicatorError
+from shardspec.mesh.device_mesh import DeviceMesh
 from shardspec.mesh.job import current_job
 
 
@@ -34,6 +36,20 @@ def _timeout_s() -> float:
         return 0.0
     seconds: float = group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
     return seconds
+
+
+def channel_tag(meshes: Iterable[DeviceMesh]) -> int:
+    """Return the tag of the channel of some meshes, an even number that is the same on all ranks.
+
+    Of meshes that differ in anything it is most likely another one.
+    """
+    # The repr of a mesh shortens a long list of ids.
+    texts = (
+        f"{mesh.ids} {mesh.shape} {mesh.axis_names} {mesh.mesh_alpha} {mesh.mesh_beta} "
+        f"{mesh.link_model}"
+        for mesh in meshes
+    )
+    return 1 << 30 | zlib.crc32(" ".join(sorted(texts)).encode()) >> 3 << 1
 
 
 @dataclass(slots=True, eq=False)

@@ -30,7 +30,7 @@ from shardspec.comm.agreement import (
     this_host,
 )
 from shardspec.comm.carry_out import carry_out
-from shardspec.comm.channel import Channel
+from shardspec.comm.channel import Channel, channel_tag
 from shardspec.comm.communicator import Communicator, SimulatedCommunicator
 from shardspec.comm.transfers import Transfers
 from shardspec.comm.transports.collectives import has_collective, run_collective
@@ -159,8 +159,7 @@ class ProcessGroupCommunicator(Communicator):
 
     def _new_channel(self, meshes: frozenset[DeviceMesh]) -> Channel:
         """Return the channel of some meshes, whose tag all ranks find alike."""
-        name = " ".join(sorted(map(repr, meshes))).encode()
-        tag = 1 << 30 | zlib.crc32(name) >> 3 << 1 if meshes else _MAIN_TAG
+        tag = channel_tag(meshes) if meshes else _MAIN_TAG
         with _MAKING:
             channels = self._job.channels
             for others, channel in channels.items():
