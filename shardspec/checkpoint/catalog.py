@@ -156,7 +156,7 @@ class OpaqueValue:
 def is_plain_entry(value: object) -> bool:
     """Return whether a value of `extras` is plain: numbers, texts, bytes, lists and dicts of such.
 
-    >>> is_plain({"betas": (0.9, 0.999)}), is_plain([OpaqueValue("a generator")])
+    >>> is_plain_entry({"betas": (0.9, 0.999)}), is_plain_entry([OpaqueValue("a generator")])
     (True, False)
     """
     return next(opaque_parts(value), None) is None

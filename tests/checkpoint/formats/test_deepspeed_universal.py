@@ -303,7 +303,7 @@ def named(new):
         (model(named("optimizer_state.pt")), "would need a directory of that name"),
         (
             lambda run: (run / "zero_pp_rank_1_mp_rank_00_optim_states.pt").unlink(),
-            "dp_world_size is 2, but .* has files of 1 ranks; restore the others",
+            "partition_count is 2, but .* has files of 1 ranks; restore the others",
         ),
         (
             lambda run: shutil.copy(
