@@ -33,7 +33,7 @@ from shardspec.layout.spec import ShardingSpec
 from shardspec.mesh.device_mesh import DeviceMesh
 from shardspec.text import bytes_text
 
-End = TypeVar("End")
+_End = TypeVar("_End")
 """What has a layout."""
 
 _MAX_BYTES: Final = 1 << 58
@@ -232,11 +232,11 @@ def bytes_of_moves(prices: Prices, whole: Layout) -> Callable[[Ints], Ints]:
 
 
 def pair_costs(
-    sources: Sequence[End],
-    targets: Sequence[End],
+    sources: Sequence[_End],
+    targets: Sequence[_End],
     model_of: Callable[[DeviceMesh], CostModel],
     cost: Callable[[Layout, Layout], float],
-    layout_of: Callable[[End], Layout],
+    layout_of: Callable[[_End], Layout],
 ) -> Floats:
     """Return the seconds of pairs, by `cost` where no matrix has them; see `LayoutConverter`.
 
@@ -305,7 +305,7 @@ def _ids(values: Iterable[object]) -> Ints:
     return np.array([known.setdefault(value, len(known)) for value in values])
 
 
-def _distinct(ends: Sequence[End], layout_of: Callable[[End], Layout]) -> tuple[list[Layout], Ints]:
+def _distinct(ends: Sequence[_End], layout_of: Callable[[_End], Layout]) -> tuple[list[Layout], Ints]:
     """Return the distinct layouts, and which of them each one is; by identity first, for speed."""
     ids, at = _numbered(np.fromiter(map(id, ends), np.int64, count=len(ends)) >> 3)
     some = np.empty(len(ids), dtype=np.int64)
