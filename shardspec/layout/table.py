@@ -305,7 +305,9 @@ def _ids(values: Iterable[object]) -> Ints:
     return np.array([known.setdefault(value, len(known)) for value in values])
 
 
-def _distinct(ends: Sequence[_End], layout_of: Callable[[_End], Layout]) -> tuple[list[Layout], Ints]:
+def _distinct(
+    ends: Sequence[_End], layout_of: Callable[[_End], Layout]
+) -> tuple[list[Layout], Ints]:
     """Return the distinct layouts, and which of them each one is; by identity first, for speed."""
     ids, at = _numbered(np.fromiter(map(id, ends), np.int64, count=len(ends)) >> 3)
     some = np.empty(len(ids), dtype=np.int64)
