@@ -376,11 +376,13 @@ def distribute_tensor(
     >>> distribute_tensor(torch.ones(5), DeviceMesh("cpu", [0, 1]), [Shard(0)]).to_local(1)
     tensor([1., 1.])
     """
-    spec = chosen_spec(sharding_spec, placements)
-    result = _already_distributed(tensor, device_mesh, spec)
-    if result is None:
-        given: Any = tensor  # not distributed yet, if it is a tensor at all
-        result = DTensor(given, device_mesh, spec, src_rank=src_rank, communicator=communicator)
+    chosen = _checked(communicator, device_mesh)
+    with chosen.telling():
+        spec = chosen_spec(sharding_spec, placements)
+        result = _already_distributed(tensor, device_mesh, spec)
+        if result is None:
+            given: Any = tensor  # not distributed yet, if it is a tensor at all
+            result = DTensor(given, device_mesh, spec, src_rank=src_rank, communicator=chosen)
     stand_in: Any = StandIn.of(result) if stand_ins_are_wanted() else result
     return stand_in  # type: ignore[no-any-return]  # it has the methods of a DTensor
 

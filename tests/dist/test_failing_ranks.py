@@ -101,6 +101,9 @@ def _cases(rank: int, place: Path) -> Iterator[tuple[str, str, Callable[[], obje
     yield "torch's", "MemoryError: no room", lambda: patched(LayoutConverter, "plan", again, room)
     given: Any = [1] if bad else WHOLE
     yield "distribute", "got a list", lambda: distribute_tensor(given, MESH, "[S0,R]")
+    both = [Shard(0)] if bad else None
+    act4 = lambda: distribute_tensor(WHOLE, MESH, "[S0,R]", placements=both)  # noqa: E731
+    yield "distribute, both", "give one of the two", act4
     yield "from_local", "got a list", lambda: DTensor.from_local(given, MESH, "[R,R|P0]")
     there = place / "there"
     yield "save", "'mine'", lambda: save_sharded(failing(mine), there)
