@@ -1,6 +1,6 @@
 """shardspec: which box of a tensor each device holds, and the cheapest way to change it.
 
-The public names are handed on lazily, so that planning and merging never pay for importing torch.
+The public names are imported lazily, so that planning and merging never pay for importing torch.
 """
 
 import sys

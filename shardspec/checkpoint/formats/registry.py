@@ -87,7 +87,7 @@ def _names(format: Format) -> tuple[str, ...]:
 def _loaded(point: "EntryPoint") -> Format:
     try:
         format: object = point.load()
-    except Exception as error:
+    except Exception as error:  # importing another package may raise anything
         raise CheckpointError(
             f"{_called(point)} cannot be loaded ({type(error).__name__}: {error}); mend or "
             "uninstall that package"

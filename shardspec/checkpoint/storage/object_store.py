@@ -57,6 +57,7 @@ class ObjectPath(StoragePath):
     __slots__ = ()
     requests = whole_files = True
     nests = False
+    # What fsspec's stores raise of Python's own errors; the last for calls that a store lacks.
     _refusals = (OSError, ValueError, NotImplementedError)
 
     def __str__(self) -> str:

@@ -157,6 +157,7 @@ class _InTorch:
         replicated = [layout.with_spec(ShardingSpec(layout.spec.dims)) for layout in given]
         reason = str(error).strip().partition("\n")[0].rstrip(".")
         if not self.is_possible(replicated):
+            # torch raises this one where it has no rule for an operator.
             if not isinstance(error, NotImplementedError):
                 return None
             return LayoutError(

@@ -72,7 +72,8 @@ class _WorldOfThread:
 @contextmanager
 def _in_world(world: _World) -> Iterator[None]:
     before = distributed_c10d._world
-    # Here torch has it replaced, as its tests do.
+    # torch keeps its groups here alone, and its own threaded groups replace it likewise. Other
+    # threads still see what was there; it is put back when the call ends. torch types it narrowly.
     distributed_c10d._world = _WorldOfThread(world, before)  # type: ignore[assignment]
     try:
         yield
