@@ -20,7 +20,7 @@ from shardspec.checkpoint.choice import Choice, Patterns, Selection
 from shardspec.checkpoint.mapped import Names, check_drop, configured, mapped, require_finished
 from shardspec.checkpoint.open import as_catalog, open_checkpoint
 from shardspec.checkpoint.read_boxes import Buffers, Checks, read_box_into, stretches
-from shardspec.checkpoint.state_dict import LEFT_OUT, KeyPath, spread, unflatten
+from shardspec.checkpoint.state_dict import LEFT_OUT, spread, unflatten
 from shardspec.checkpoint.storage.path import StoragePath
 from shardspec.checkpoint.storage.reading import OpenFiles
 from shardspec.checkpoint.targets import OutputTensor
@@ -33,7 +33,7 @@ from shardspec.mesh.device_mesh import DeviceMesh
 from shardspec.resharding.copies import StoredLayout
 from shardspec.resharding.name_map import NameMap
 from shardspec.resharding.plan import ReshardPlan, ReshardTarget, layouts_of, plan_state
-from shardspec.resharding.state import flat_state
+from shardspec.resharding.state import KeyPath, flat_state
 from shardspec.resharding.transfers import Declared, End, Rows, transfer_rows
 from shardspec.text import shown
 
