@@ -20,7 +20,6 @@ LAYERS = [
     {"errors"},
     {"input_files"},
     {"boxes", "dtypes"},
-    {"digests"},
     {"mesh"},
     {"comm"},
     {"layout"},

@@ -21,7 +21,7 @@ from shardspec.mesh.device_mesh import DeviceMesh
 from shardspec.resharding.state import KeyPath
 
 if TYPE_CHECKING:
-    from shardspec.digests import TensorDigest
+    from shardspec.resharding.digests import TensorDigest
 
 ZEROS: Final = storage_path("/dev/zero")
 """Where boxes are that no file has: they are zeros. It is not opened."""

@@ -38,11 +38,11 @@ from shardspec.checkpoint.storage.from_text import storage_path
 from shardspec.checkpoint.storage.path import StoragePath
 from shardspec.checkpoint.storage.reading import OpenFiles
 from shardspec.checkpoint.targets import OutputTensor, Target
-from shardspec.digests import Digests, TensorDigest
 from shardspec.dtypes import item_bytes
 from shardspec.errors import CheckpointError
 from shardspec.layout.rules import Rules
 from shardspec.mesh.device_mesh import DeviceMesh
+from shardspec.resharding.digests import Digests, TensorDigest
 
 if TYPE_CHECKING:
     from shardspec.checkpoint.numeric import CastLosses

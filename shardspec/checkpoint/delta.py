@@ -30,9 +30,9 @@ from shardspec.checkpoint.storage.from_text import storage_path
 from shardspec.checkpoint.storage.path import Staging, StoragePath, WriteAt
 from shardspec.checkpoint.storage.reading import OpenFiles
 from shardspec.checkpoint.targets import Target
-from shardspec.digests import Digests, TensorDigest
 from shardspec.dtypes import item_bytes
 from shardspec.errors import CheckpointError
+from shardspec.resharding.digests import Digests, TensorDigest
 from shardspec.text import shown
 
 Encoding: TypeAlias = Literal["xor", "overwrite"]

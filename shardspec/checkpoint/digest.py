@@ -44,11 +44,11 @@ from shardspec.checkpoint.storage.reading import OpenFiles
 from shardspec.checkpoint.strict_json import read_json
 from shardspec.checkpoint.targets import assign_boxes
 from shardspec.comm.communicator import Communicator
-from shardspec.digests import LANES, Digests, TensorDigest, digests_of_json
 from shardspec.dtypes import item_bytes
 from shardspec.errors import CheckpointError, LayoutError
 from shardspec.layout.layout import Layout
 from shardspec.layout.spec import ShardingSpec
+from shardspec.resharding.digests import LANES, Digests, TensorDigest, digests_of_json
 from shardspec.resharding.maps import apply_map, dropped_by
 from shardspec.resharding.name_map import Equation, NameMap
 from shardspec.resharding.view_parts import parts_of_view

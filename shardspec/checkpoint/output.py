@@ -33,9 +33,9 @@ from shardspec.checkpoint.read_boxes import (
 from shardspec.checkpoint.storage.path import Staged, Staging, StoragePath, WriteAt
 from shardspec.checkpoint.storage.reading import AHEAD_BYTES, OpenFiles, prefetch_map
 from shardspec.checkpoint.targets import Extent, RawBytes, Target
-from shardspec.digests import TensorDigest
 from shardspec.dtypes import is_cast, item_bytes
 from shardspec.errors import CheckpointError
+from shardspec.resharding.digests import TensorDigest
 from shardspec.text import Argument
 
 if TYPE_CHECKING:
