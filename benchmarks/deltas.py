@@ -3,8 +3,8 @@
 python -m benchmarks.deltas --gib 2
 
 Prints the size of each delta and the seconds of making and applying it over those of ``cat``,
-medians of turns in any order, by density of changed elements; then many deltas in one apply, a
-digest of the checkpoint, and the most resident memory of each. One of the tensors is half of all.
+medians of turns in any order, by density of changed elements, and those of digesting it; and the
+most resident memory. One of the tensors is half of all.
 """
 
 import argparse
@@ -14,25 +14,29 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 from statistics import median
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from benchmarks.checkpoint_timing import Run, cat_command, empty, python, run, shuffled, touch
+
+if TYPE_CHECKING:
+    import torch
 
 __all__ = ["main"]
 
 _DENSITIES: Final = (0.0, 0.01, 0.03, 0.10, 1.0)
-_CHAIN: Final = 24
 
 
 def make(folder: Path, num_bytes: int) -> None:
-    """Write a base, one version a density, and a chain of versions, as one process's work."""
+    """Write a base, and a new version for each density."""
     import torch
     from safetensors.torch import save_file
 
     numbers = torch.Generator().manual_seed(0)
     sizes = [num_bytes // 4, *[num_bytes // 64] * 16]
     state = {
-        f"layers.{at}.weight": (0.02 * torch.randn(size // 1024, 1024, generator=numbers)).bfloat16()
+        f"layers.{at}.weight": (
+            0.02 * torch.randn(size // 1024, 1024, generator=numbers)
+        ).bfloat16()
         for at, size in enumerate(sizes)
     }
     save_file(state, folder / "base.safetensors")
