@@ -139,7 +139,8 @@ def delta(
     extra("zstandard")
     old, now = as_catalog(base), as_catalog(new)
     _check_alike(old, now)
-    destination = check_destination(path, now, Target((), True, ()), overwrite)
+    for catalog in (old, now):
+        destination = check_destination(path, catalog, Target((), True, ()), overwrite)
     with OpenFiles() as files:
         writer = _Writer(path, old, now, files, encoding, checksum, progress)
         names = (_FILE_NAME, DELTA_INDEX) if writer.changed else (DELTA_INDEX,)
