@@ -52,7 +52,7 @@ def stepped(tensor: "torch.Tensor", density: float, numbers: "torch.Generator") 
     import torch
 
     bits = tensor.view(torch.int16).clone()
-    for rows in bits.split(1 << 14):
+    for rows in torch.split(bits, 1 << 14):
         which = torch.rand(rows.shape, generator=numbers) < density
         rows += torch.where(which, 1, 0).to(torch.int16)
     return bits.view(torch.bfloat16)

@@ -18,14 +18,13 @@ from typing import Any, Final
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint import async_save
+from torch.distributed.checkpoint.state_dict_saver import async_save
 from torch.distributed.device_mesh import DeviceMesh as TorchMesh
 from torch.distributed.tensor import DTensor as TorchDTensor
 from torch.distributed.tensor import Shard
 
 from benchmarks.state import in_processes
-from shardspec import DeviceMesh, Layout, plan_reshard, save_sharded
-from shardspec.digests import TensorDigest
+from shardspec import DeviceMesh, Layout, TensorDigest, plan_reshard, save_sharded
 from shardspec.tensor.shards import bits_of
 from shardspec.text import table_text
 
