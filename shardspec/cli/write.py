@@ -13,7 +13,6 @@ import click
 from shardspec.checkpoint import convert as conversion
 from shardspec.checkpoint.agree import Processes
 from shardspec.checkpoint.choice import Choice
-from shardspec.checkpoint.convert import WriteReport
 from shardspec.checkpoint.format import Way
 from shardspec.checkpoint.formats.registry import (
     default_format,
@@ -22,6 +21,7 @@ from shardspec.checkpoint.formats.registry import (
     written_names,
 )
 from shardspec.checkpoint.layers import repeated_layers
+from shardspec.checkpoint.report import WriteReport
 from shardspec.cli import checkpoint_options as ckpt
 from shardspec.cli import options as opts
 from shardspec.cli.output import path_text, progress_bar, say, say_json
