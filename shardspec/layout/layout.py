@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final, TypeAlias, TypeGuard
 from shardspec.boxes import Box, box_size, split_interval
 from shardspec.dtypes import dtype_name, is_floating, item_bytes
 from shardspec.errors import AxisError, DTypeError, LayoutError
-from shardspec.layout.picture import MAX_CELLS, Picture, ids_text
+from shardspec.layout.picture import Picture, ids_text, notebook_html
 from shardspec.layout.placements import is_placements, own_placements, spec_of_placements
 from shardspec.layout.spec import DimSpec, Part, ShardingSpec
 from shardspec.mesh.device_ids import whole_numbers
@@ -271,7 +271,7 @@ class Layout:
 
     def _repr_html_(self) -> str:
         """Draw the layout where notebooks show it."""
-        return self.drawing().svg() if self.mesh.size() <= MAX_CELLS else f"<code>{self}</code>"
+        return notebook_html(lambda: self.drawing().svg(), str(self), self.mesh.size())
 
 
 def _check_parts(spec: SpecLike, dim: int, cut: DimSpec, size: int, devices: int) -> None:

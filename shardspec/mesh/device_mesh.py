@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from html import escape
 from itertools import product
 from typing import TYPE_CHECKING, Any, Final, Literal, NoReturn, get_args
 
@@ -23,7 +24,7 @@ from shardspec.mesh.device_ids import (
     whole_number,
     whole_numbers,
 )
-from shardspec.text import counted, shown
+from shardspec.text import counted, html_table, shown
 
 if TYPE_CHECKING:
     import torch
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
 Axis = int | str
 LinkModel = Literal["ring", "shared-bus"]
 
+_MAX_SHOWN: Final = 1024
+"""Devices of a mesh that a notebook shows."""
 _PASS_TORCHS: Final = "this is a shardspec mesh; pass mesh.to_torch() to torch functions"
 
 
@@ -206,6 +209,19 @@ class DeviceMesh:
             if (value := getattr(self, name)) != default
         ]
         return f"DeviceMesh({ids or some(self.ids)}, {self.shape}{''.join(options)})"
+
+    def _repr_html_(self) -> str:
+        """Show the ids as a table where notebooks show the mesh; the last axis goes across."""
+        if self.size() > _MAX_SHOWN:
+            return f"<code>{escape(repr(self))}</code>"
+        names = self.axis_names or [""] * self.ndim
+        *outer, last = (
+            [f"{name} {place}".lstrip() for place in range(size)]
+            for name, size in zip(names, self.shape, strict=True)
+        )
+        ids = iter(self.ids)
+        rows = [[", ".join(row), *(str(next(ids)) for _ in last)] for row in product(*outer)]
+        return html_table(f"mesh {self}", ["", *last], rows)
 
     def __str__(self) -> str:
         if self.axis_names is None:
