@@ -46,8 +46,8 @@ def plan_svg(plan: StateCopies, names: Mapping[int, str] | None = None) -> str:
     for role, ends in (("sender", senders), ("receiver", receivers)):
         if len(ends) > MAX_ENDS:
             raise LayoutError(
-                f"the plan has {counted(len(ends), role)}, of which {MAX_ENDS} can be drawn; print "
-                "it as text"
+                f"the plan has {counted(len(ends), role)}, and up to {MAX_ENDS} can be drawn; "
+                "print it as text"
             )
     title = f"{counted(len(plan.moves), 'tensor')}, {bytes_text(sum(plan.sent.values()))} sent"
     root = Element("svg", {"class": "shardspec-plan", "role": "img", "aria-label": title})
