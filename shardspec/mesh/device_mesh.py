@@ -14,7 +14,7 @@ from html import escape
 from itertools import product
 from typing import TYPE_CHECKING, Any, Final, Literal, NoReturn, get_args
 
-from shardspec.errors import AxisError, MeshError
+from shardspec.errors import AxisError, MeshError, NotTorchMeshError
 from shardspec.mesh.device_ids import (
     Ids,
     checked_links,
@@ -37,10 +37,6 @@ LinkModel = Literal["ring", "shared-bus"]
 _MAX_SHOWN: Final = 1024
 """Devices of a mesh that a notebook shows."""
 _PASS_TORCHS: Final = "this is a shardspec mesh; pass mesh.to_torch() to torch functions"
-
-
-class _NotTorchMesh(MeshError, AttributeError):
-    """An attribute of torch's meshes was requested."""
 
 
 @dataclass(frozen=True, slots=True, init=False, repr=False)
@@ -186,7 +182,7 @@ class DeviceMesh:
         for name, value in zip(self.__dataclass_fields__, values, strict=True):
             object.__setattr__(self, name, value)
         # As torch's mesh does, one with a device type starts a job that torchrun has launched.
-        if init_process_group or (device_type is not None and _is_in_job()):
+        if init_process_group or (device_type is not None and is_in_job()):
             from shardspec.mesh.job import start
 
             start(self, device_type)
@@ -259,7 +255,7 @@ class DeviceMesh:
         def __getattr__(self, name: str) -> NoReturn:
             # torch's functions ask a mesh for this, or for attributes that only they know of.
             if name == "device_type" or (name[0] == "_" and name[:2] != "__"):
-                raise _NotTorchMesh(_PASS_TORCHS)
+                raise NotTorchMeshError(_PASS_TORCHS)
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def axis(self, axis: Axis) -> int:
@@ -452,7 +448,7 @@ class DeviceMesh:
         return numbers
 
 
-def _is_in_job() -> bool:
+def is_in_job() -> bool:
     """Whether this process belongs to a job of torch's, which may still have to be started."""
     distributed = sys.modules.get("torch.distributed")
     running = distributed is not None and distributed.is_initialized()
