@@ -160,9 +160,9 @@ def check_dropped(
     }
     if drop and not lost:
         raise CheckpointError(
-            f"{source.directory}: no entry is lost that ",
+            f"{source.directory}: no value would be lost, so there is nothing for ",
             Argument("drop_values", value=True),
-            " could allow; leave it out",
+            " to drop; leave it out",
         )
     if not lost or drop:
         return

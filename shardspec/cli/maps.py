@@ -109,7 +109,7 @@ def _shapes(place: str) -> "tuple[dict[str, tuple[int, ...]], Catalog | None]":
     found = {}
     for name, sizes in ckpt.read_config(Path(place)).items():
         if not isinstance(sizes, list) or not all(type(n) is int and n >= 0 for n in sizes):
-            raise InputFileError(f"{place}: {shown(name)} has {shown(sizes)}, no list of sizes")
+            raise InputFileError(f"{place}: {shown(name)} has {shown(sizes)}, not a list of sizes")
         found[name] = tuple(sizes)
     return found, None
 

@@ -240,7 +240,7 @@ def _report_text(report: WriteReport) -> str:
         some = ", ".join(map(shown, report.not_copied[:_SHOWN_BESIDE]))
         rest = len(report.not_copied) - _SHOWN_BESIDE
         more = f" and {rest} more" if rest > 0 else ""
-        lines.append(f"not copied, though it lies beside the weights: {some}{more}")
+        lines.append(f"not copied, though beside the weights: {some}{more}")
     if report.sidecars:
         lines.append(f"also copied: {', '.join(map(printable, report.sidecars))}")
     return "\n".join(lines)

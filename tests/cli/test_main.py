@@ -209,7 +209,7 @@ def test_a_bad_checkpoint_is_one_line_and_exit_code_3(tmp_path):
         assert (result.exit_code, result.stdout) == (3, "")
         assert (
             result.stderr
-            == f"Error: {tmp_path}: is empty, there is no checkpoint in it; check the path\n"
+            == f"Error: {tmp_path}: is empty, so there is no checkpoint in it; check the path\n"
         )
 
 
