@@ -130,7 +130,7 @@ _write_options: Final = opts.stacked(
     ),
     click.option(
         "--digests",
-        type=opts.OUTPUT_FILE,
+        type=opts.FILE_PATH,
         help="Write digests of OUT's tensors to this file, for 'shardspec verify --digests'.",
     ),
     opts.json_option("Print what was written as JSON."),
