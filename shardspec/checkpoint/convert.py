@@ -42,6 +42,7 @@ from shardspec.comm.communicator import Communicator
 from shardspec.digests import Digests, TensorDigest
 from shardspec.dtypes import item_bytes
 from shardspec.errors import CheckpointError
+from shardspec.layout.layout import Layout
 from shardspec.layout.rules import Rules
 from shardspec.mesh.device_mesh import DeviceMesh
 
@@ -268,7 +269,7 @@ def reshard(  # noqa: PLR0913  # options that users name
     *,
     device_mesh: DeviceMesh | None = None,
     rules: Rules | None = None,
-    like: PurePath | str | Catalog | None = None,
+    like: PurePath | str | Catalog | Mapping[str, Layout] | None = None,
     format: str | None = None,
     dtype: str | None = None,
     include: Patterns | None = None,
@@ -301,7 +302,8 @@ def reshard(  # noqa: PLR0913  # options that users name
         Name pattern to spec, matched against the new names as by `match_rules`: the last rule that
         matches a tensor counts. One that no rule matches is replicated.
     like
-        A checkpoint to take mesh and specs from, by name, in place of the two above.
+        A checkpoint to take mesh and specs from, by name, in place of the two above; or the layout
+        of each tensor, as `model_layouts` returns them.
     format
         shardspec's own, which is the default, that of `torch.distributed.checkpoint`, or
         ``"deepspeed-universal"``, which any number of ranks loads. That one is made of a whole run

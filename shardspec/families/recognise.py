@@ -1,5 +1,6 @@
 """What the tensors of a checkpoint are called, by a model's family, and which are strange."""
 
+from collections import Counter
 from collections.abc import Collection, Iterator
 from typing import Final, NamedTuple
 
@@ -79,6 +80,27 @@ def recognise(
         if side is not None and not any(map(there, by_place[side[0]])):
             absent.append(tensor)
     return Recognised(format, tuple(absent))
+
+
+def outer_prefix(model: Model, names: Collection[str]) -> str:
+    """Return what stands before all names of a model, as ``model.`` in a job's state dict."""
+    known = {
+        form_of(name)
+        for format in _CALLED
+        if format not in model.family.refused
+        for every in spellings(model, format).values()
+        for name in every
+    }
+    found: Counter[str] = Counter()
+    for name in names:
+        words = name.split(".")
+        ends = (".".join(words[at:]) for at in range(len(words)))
+        end = next((one for one in ends if form_of(one) in known), None)
+        if end == name:
+            return ""
+        if end is not None:
+            found[name.removesuffix(end)] += 1
+    return found.most_common(1)[0][0] if found else ""
 
 
 def _users(name: str) -> Iterator[str]:
