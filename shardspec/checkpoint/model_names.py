@@ -90,13 +90,15 @@ class ModelNames(Naming):
                 Argument("fill_from"),
             )
         _check_copies(source, model, found.format, self.names)
-        if self.fill_from is None:
-            made = through(source, chain_of(model, found.format, self.names, wanted), gone, extras)
-        else:
-            apart = {tensor.side for tensor in found.absent}
-            there = (tensor for tensor in model.tensors if tensor.side not in apart)
-            maps = chain_of(replace(model, tensors=tuple(there)), found.format, "hf", wanted)
-            made = self._filled(through(source, maps, gone, extras), model, self.fill_from)
+        with _about_model(source, model):
+            if self.fill_from is None:
+                maps = chain_of(model, found.format, self.names, wanted)
+                made = through(source, maps, gone, extras)
+            else:
+                apart = {tensor.side for tensor in found.absent}
+                there = (tensor for tensor in model.tensors if tensor.side not in apart)
+                maps = chain_of(replace(model, tensors=tuple(there)), found.format, "hf", wanted)
+                made = self._filled(through(source, maps, gone, extras), model, self.fill_from)
         made.described_in = self.home
         return made
 
@@ -190,6 +192,20 @@ def _about_input() -> Iterator[None]:
         yield
     except LayoutError as error:
         raise CheckpointError(*error.parts) from None
+
+
+@contextmanager
+def _about_model(source: catalog.Catalog, model: Model) -> Iterator[None]:
+    """Say that tensors are not those that a config says, and what to do."""
+    try:
+        yield
+    except LayoutError as error:
+        raise CheckpointError(
+            f"{source.directory} is no model of the family {model.family.name!r} with this "
+            "config: ",
+            *error.parts,
+            "; give the config that it was saved with, or restore what is missing",
+        ) from None
 
 
 class Assembled(catalog.Catalog):

@@ -18,7 +18,7 @@ from torch.multiprocessing.spawn import spawn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from shardspec import model_layouts
-from tests.tools.commands import leave, shardspec
+from tests.tools.commands import in_process, leave
 from tests.tools.language_models import answers, loaded
 from tests.tools.megatron_gpt import gpt, is_latent, randomised
 from tests.tools.megatron_models_checkpoints import load, megatron_answers, on_a_cpu, sharded
@@ -79,7 +79,7 @@ def to_torch_dist(folder: Path, place: Path, saved: Path, config: PretrainedConf
     """Write what Megatron loads by `dist_checkpointing`."""
     names = {*load_file(place.parent / "megatron" / "model.safetensors")}
     way = ("--model", folder, "--names", "megatron", "--to", "dcp")
-    shardspec("reshard", folder, "-o", place, *way, *renames(config, names))
+    in_process("reshard", folder, "-o", place, *way, *renames(config, names))
     for name in ("common.pt", "metadata.json"):
         shutil.copy(saved / name, place)
 
@@ -89,7 +89,9 @@ def try_one(label: str, place: Path) -> float:
     folder, saved, back = place / "hf", place / "saved", place / "back"
     wanted = saved_model(label, folder)
     assert float(wanted.std()) > 0.1, "the logits say nothing"
-    shardspec("merge", folder, "-o", f"{place}/megatron/", "--model", folder, "--names", "megatron")
+    in_process(
+        "merge", folder, "-o", f"{place}/megatron/", "--model", folder, "--names", "megatron"
+    )
     tensors = load_file(place / "megatron" / "model.safetensors")
     config = loaded(folder).config
     model = gpt(config)
@@ -97,7 +99,7 @@ def try_one(label: str, place: Path) -> float:
     apart = float((megatron_answers(model, wanted.shape[-1]) - wanted).abs().max())
     saved.mkdir()
     dist_checkpointing.save(model.sharded_state_dict(), str(saved))
-    shardspec("merge", saved, "-o", f"{back}/", "--model", folder)
+    in_process("merge", saved, "-o", f"{back}/", "--model", folder)
     first, again = (load_file(one / "model.safetensors") for one in (folder, back))
     assert first.keys() == again.keys(), first.keys() ^ again.keys()
     for name, tensor in first.items():
@@ -118,7 +120,7 @@ def look_ahead(label: str, place: Path) -> None:
     saved.mkdir()
     model = randomised(gpt(config, ahead=1), seed=5)
     dist_checkpointing.save(model.sharded_state_dict(), str(saved))
-    shardspec("merge", saved, "-o", f"{place}/ahead-hf/", "--model", home)
+    in_process("merge", saved, "-o", f"{place}/ahead-hf/", "--model", home)
     files = load_file(place / "ahead-hf" / "model.safetensors")
     assert f"model.layers.{config.num_hidden_layers}.eh_proj.weight" in files
     to_torch_dist(place / "ahead-hf", place / "ahead-run", saved, config)
@@ -194,8 +196,8 @@ def main(place: Path, rows_file: str, labels: list[str]) -> None:
             look_ahead(label, place / label)
         run, whole = place / label / "layout", place / label / "layout.safetensors"
         folder = place / label / "hf"
-        shardspec("reshard", folder, "-o", run, "--model", folder, "--layout", layout_of(label))
-        shardspec("merge", run, "-o", whole)
+        in_process("reshard", folder, "-o", run, "--model", folder, "--layout", layout_of(label))
+        in_process("merge", run, "-o", whole)
     assert max(found.values()) < _CLOSE, json.dumps(found)
     parallel_state.destroy_model_parallel()
     spawn(held, (labels, place), nprocs=2)

@@ -23,7 +23,7 @@ from shardspec.families.family import family_of
 from tests.families.test_shapes import PUBLISHED as PUBLISHED_SIZES
 from tests.families.test_shapes import SAMPLES, SEEN
 from tests.families.test_shapes import model as model_of_config
-from tests.tools.commands import leave, shardspec
+from tests.tools.commands import in_process, leave
 from tests.tools.language_models import answers, loaded
 from tests.tools.table import (
     FUSED,
@@ -127,8 +127,8 @@ def there_and_back(folder: Path, place: Path, wanted: torch.Tensor, ways: tuple[
     first = load_file(folder / "model.safetensors")
     for names in ways:
         made, again = place / names, place / f"{names}-back"
-        shardspec("merge", folder, "-o", f"{made}/", "--model", folder, "--names", names)
-        shardspec("merge", made, "-o", f"{again}/", "--model", folder)
+        in_process("merge", folder, "-o", f"{made}/", "--model", folder, "--names", names)
+        in_process("merge", made, "-o", f"{again}/", "--model", folder)
         back = load_file(again / "model.safetensors")
         assert back.keys() == first.keys()
         for name, tensor in first.items():
@@ -137,8 +137,8 @@ def there_and_back(folder: Path, place: Path, wanted: torch.Tensor, ways: tuple[
     if "megatron" in ways:
         run, again = place / "run", place / "run-back"
         way = ("--names", "megatron", "--to", "dcp")
-        shardspec("reshard", folder, "-o", run, "--model", folder, *way)
-        shardspec("merge", run, "-o", f"{again}/", "--model", folder)
+        in_process("reshard", folder, "-o", run, "--model", folder, *way)
+        in_process("merge", run, "-o", f"{again}/", "--model", folder)
         assert torch.equal(answers(loaded(again)), wanted)
 
 
