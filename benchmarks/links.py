@@ -11,15 +11,17 @@ docs/plans.md. `make docs` draws the plot.
 import argparse
 import csv
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import cache, partial
+from itertools import pairwise, product, starmap
 from math import log10
 from pathlib import Path
 
 import numpy as np
 
 from shardspec.comm.curves import LARGE, Band, Curve, curve_between
-from shardspec.profiling.fit import Times, bands, fit_curve
+from shardspec.profiling.fit import Times, bands, candidate_lines, fit_curve
 
 PRESETS = {
     "a100_sxm": "a100-nvswitch",
@@ -52,6 +54,56 @@ def read(path: Path) -> dict[str, dict[tuple[str, int], Times]]:
     return {m: {k: sorted(times) for k, times in rows.items()} for m, rows in found.items()}
 
 
+def growing_with_devices(
+    measured: Mapping[tuple[str, int], Times],
+) -> dict[tuple[str, int], Callable[[Curve], bool]]:
+    """Return which curves of all-gathers go with those of the other numbers of devices.
+
+    Of each number there are several fits nearly as good: where one number's protocol changes at
+    another size, the nearest of each make a gather of more devices cheaper. Those that are near
+    together are chosen.
+    """
+    numbers = sorted(n for kind, n in measured if kind == "all-gather")
+    fits = [
+        [
+            (off, Curve("all-gather", n, lines, (0, 0)))
+            for off, lines in candidate_lines(measured["all-gather", n])
+        ]
+        for n in numbers
+    ]
+    pairs = {
+        (few, many)
+        for lower, upper in pairwise(fits)
+        for (_, few), (_, many) in product(lower, upper)
+        if grows(few, many)
+    }
+    chosen = min(
+        (some for some in product(*fits) if pairs.issuperset(pairwise(c for _, c in some))),
+        key=lambda some: sum(off for off, _ in some),
+    )
+
+    def beside(place: int, curve: Curve) -> bool:
+        others = [c for _, c in chosen]
+        others[place] = curve
+        return all(starmap(grows, pairwise(others[max(place - 1, 0) : place + 2])))
+
+    return {("all-gather", n): partial(beside, place) for place, n in enumerate(numbers)}
+
+
+@cache
+def grows(few: Curve, many: Curve) -> bool:
+    """Whether more devices that hold as much never gather it sooner, between two numbers."""
+    sizes = 2 ** np.arange(10, 33, 0.25)
+    numbers = range(few.devices, 2 * many.devices)
+    curves = [curve_between((few, many), few.kind, n) for n in numbers]
+    times = [
+        np.min([fixed + slope * n * sizes for fixed, slope in curve.lines], axis=0)
+        for n, curve in zip(numbers, curves, strict=True)
+        if curve is not None
+    ]
+    return bool((np.diff(times, axis=0) >= 0).all())
+
+
 def fit_curves(
     measured: Mapping[tuple[str, int], Times], other: Mapping[tuple[str, int], Times] | None = None
 ) -> tuple[Curve, ...]:
@@ -59,9 +111,10 @@ def fit_curves(
 
     Each number of devices between two others is also left out once, and priced from these.
     """
+    accepts = growing_with_devices(measured)
     fitted = [
-        fit_curve(kind, devices, times, (other or {}).get((kind, devices), ()))
-        for (kind, devices), times in measured.items()
+        fit_curve(kind, n, times, (other or {}).get((kind, n), ()), accepts.get((kind, n), bool))
+        for (kind, n), times in measured.items()
     ]
     curves = []
     for curve in fitted:

@@ -138,7 +138,10 @@ def plan_command(
 def _model_of_target(mesh: DeviceMesh, model: CostModel) -> CostModel:
     """Return the links of the source's mesh, or the slowest of them, for that of the target."""
     shape, links = mesh.shape, model.links
-    if len(shape) != len(links):
+    fits = len(shape) == len(links) and not any(
+        n % x.per_node for n, x in zip(shape, links, strict=True)
+    )
+    if not fits:
         name, start = "slowest of the other mesh", max(link.start_s for link in links)
         slowest = Link(*model.slowest(range(len(links))), name, start)
         links = (links[0] if len(set(links)) == 1 else slowest,) * len(shape)
