@@ -20,10 +20,13 @@ from pathlib import Path
 
 import numpy as np
 
-from shardspec.comm.curves import LARGE, Band, Curve, curve_between
+from shardspec.comm.cost import CostModel
+from shardspec.comm.curves import LARGE, Band, Curve, Link, curve_between
+from shardspec.comm.presets import PRESETS, link_preset
+from shardspec.comm.steps import AllGather
 from shardspec.profiling.fit import Times, bands, candidate_lines, fit_curve
 
-PRESETS = {
+MACHINES = {
     "a100_sxm": "a100-nvswitch",
     "h100_sxm": "h100-nvswitch",
     "h200_sxm": "h200-nvswitch",
@@ -38,6 +41,8 @@ KIND = {
     "all_reduce": "all-reduce",
     "alltoall": "all-to-all",
 }
+JOINING = [name for name, preset in PRESETS.items() if preset.port]
+"""Links between nodes."""
 COLOURS = dict(zip(KIND.values(), ("#1f6feb", "#d29922", "#cf222e", "#1a7f37"), strict=True))
 
 
@@ -47,7 +52,7 @@ def read(path: Path) -> dict[str, dict[tuple[str, int], Times]]:
     )
     with path.open() as file:
         for row in csv.DictReader(file):
-            if row["machine"] in PRESETS:
+            if row["machine"] in MACHINES:
                 key = KIND[row["collective"]], int(row["devices"])
                 time = float(row["buffer_bytes"]), float(row["microseconds"]) / 1e6
                 found[row["machine"]][key].append(time)
@@ -71,20 +76,15 @@ def growing_with_devices(
         ]
         for n in numbers
     ]
-    pairs = {
-        (few, many)
-        for lower, upper in pairwise(fits)
-        for (_, few), (_, many) in product(lower, upper)
-        if grows(few, many)
-    }
-    chosen = min(
-        (some for some in product(*fits) if pairs.issuperset(pairwise(c for _, c in some))),
-        key=lambda some: sum(off for off, _ in some),
+    nearest = sorted(product(*fits), key=lambda some: sum(off for off, _ in some))
+    chosen = next(
+        [curve for _, curve in some]
+        for some in nearest
+        if all(starmap(grows, pairwise(curve for _, curve in some)))
     )
 
     def beside(place: int, curve: Curve) -> bool:
-        others = [c for _, c in chosen]
-        others[place] = curve
+        others = [*chosen[:place], curve, *chosen[place + 1 :]]
         return all(starmap(grows, pairwise(others[max(place - 1, 0) : place + 2])))
 
     return {("all-gather", n): partial(beside, place) for place, n in enumerate(numbers)}
@@ -92,16 +92,17 @@ def growing_with_devices(
 
 @cache
 def grows(few: Curve, many: Curve) -> bool:
-    """Whether more devices that hold as much never gather it sooner, between two numbers."""
+    """Whether more devices that hold as much never gather it sooner, in one node or in several."""
     sizes = 2 ** np.arange(10, 33, 0.25)
-    numbers = range(few.devices, 2 * many.devices)
-    curves = [curve_between((few, many), few.kind, n) for n in numbers]
-    times = [
-        np.min([fixed + slope * n * sizes for fixed, slope in curve.lines], axis=0)
-        for n, curve in zip(numbers, curves, strict=True)
-        if curve is not None
-    ]
-    return bool((np.diff(times, axis=0) >= 0).all())
+    within = Link(0.0, 0.0, curves=(few, many))
+    for nodes, name in ((1, "unit"), *product((2, 8, 32), JOINING)):
+        times = []
+        for n in range(few.devices, 2 * many.devices if nodes == 1 else many.devices + 1):
+            lines = CostModel((nodes, n), (link_preset(name), within)).lines(AllGather(0, (0, 1)))
+            times.append(np.min([fixed + slope * sizes for fixed, slope in lines], axis=0))
+        if (np.diff(times, axis=0) < 0).any():
+            return False
+    return True
 
 
 def fit_curves(
@@ -135,7 +136,7 @@ def row_of(machine: str, curve: Curve) -> str:
     if len(lines) == 1:
         lines *= 2
     errors = [shown(band) for band in (*curve.errors, *curve.left_out)]
-    return " ".join([PRESETS[machine], curve.kind, str(curve.devices), *lines, *errors])
+    return " ".join([MACHINES[machine], curve.kind, str(curve.devices), *lines, *errors])
 
 
 def shown(band: Band | None) -> str:
@@ -161,7 +162,7 @@ def table(curves: dict[str, tuple[Curve, ...]]) -> list[str]:
             ]
             cells = list(map(percent, bands))
             between = " · ".join(filter(None, map(percent, own[4].left_out)))
-            lines.append(f"| {PRESETS[machine]} | {kind} | {' | '.join(cells)} | {between} |")
+            lines.append(f"| {MACHINES[machine]} | {kind} | {' | '.join(cells)} | {between} |")
     return lines
 
 
@@ -234,12 +235,12 @@ def main() -> None:
             for size, seconds in times[machine][curve.kind, curve.devices]:
                 predicted = curve.seconds(size)
                 points.append((curve.kind, machine, predicted, seconds))
-                errors[PRESETS[machine]].append((size, abs(predicted / seconds - 1)))
+                errors[MACHINES[machine]].append((size, abs(predicted / seconds - 1)))
             for size, seconds in times.get(OTHER.get(machine, ""), {}).get(
                 (curve.kind, curve.devices), ()
             ):
                 off = abs(curve.seconds(size) / seconds - 1)
-                errors[f"{PRESETS[machine]}, asked of {OTHER[machine]}"].append((size, off))
+                errors[f"{MACHINES[machine]}, asked of {OTHER[machine]}"].append((size, off))
     print("\n".join(["", *table(curves), ""]))
     print("| fit | times | median | 90th | from 1 MiB: median | 90th |\n" + "| --- " * 6 + "|")
     for name, found in errors.items():

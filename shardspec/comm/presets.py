@@ -119,19 +119,26 @@ def _links_by_node(mesh: DeviceMesh, names: tuple[str, ...]) -> tuple[Link, ...]
     block = np.array(mesh.ids).reshape(mesh.shape)
     block = block[tuple(slice(None) if limit else slice(1) for limit in limits)]
     named = joining is not None and block.size <= room
-    if not room or named or np.ptp(block) < room:
-        return tuple(links)
-    per_node = _devices_per_node(block, room)
-    for axis, (name, limit) in enumerate(zip(names, limits, strict=True)):
-        if not limit or (per_node and per_node[axis] == mesh.shape[axis]):
-            continue
-        between = PRESETS[name].between
-        if per_node is None or (joining is None and between is None):
-            return None
-        within, count = links[axis], per_node[axis]
-        joined = joining or link_preset(str(between))
-        links[axis] = replace(joined, per_node=count, within=within if count > 1 else None)
-    return tuple(links)
+    if room and not named and np.ptp(block) >= room:
+        per_node = _devices_per_node(block, room)
+        for axis, (name, limit) in enumerate(zip(names, limits, strict=True)):
+            if not limit or (per_node and per_node[axis] == mesh.shape[axis]):
+                continue
+            between = PRESETS[name].between
+            if per_node is None or (joining is None and between is None):
+                return None
+            within, count = links[axis], per_node[axis]
+            joined = joining or link_preset(str(between))
+            links[axis] = replace(joined, per_node=count, within=within if count > 1 else None)
+    # What leaves a node goes over the link that its device has inside, too.
+    inside = max(
+        (link_preset(n).seconds_per_byte for n, x in zip(names, limits, strict=True) if x),
+        default=0.0,
+    )
+    return tuple(
+        replace(link, seconds_per_byte=max(link.seconds_per_byte, inside)) if link.port else link
+        for link in links
+    )
 
 
 def _devices_per_node(ids: npt.NDArray[np.int64], room: int) -> tuple[int, ...] | None:
@@ -198,4 +205,5 @@ def _presets() -> dict[str, LinkPreset]:
 PRESETS: Final[Mapping[str, LinkPreset]] = MappingProxyType(_presets())
 
 DEFAULT_PRESET: Final = "h100-nvswitch"
-"""What is assumed where nothing is said."""
+"""What is assumed where nothing is said: nodes of it."""
+DEFAULT_LINK: Final = replace(link_preset(DEFAULT_PRESET), name=f"assumed {DEFAULT_PRESET}")

@@ -16,6 +16,7 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh as TorchMesh
 from torch.distributed.tensor import DTensor as TorchDTensor
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -38,10 +39,27 @@ def layout_of(tensor: TorchDTensor, mesh: DeviceMesh | None = None) -> Layout:
             f"the tensor is on a torch mesh of shape {tuple(tensor.device_mesh.shape)}, but mesh "
             f"{found} has shape {found.shape}"
         )
-    # Only torch's spec has the order, from version 2.10 on; that of strided shards is in their
-    # split factors.
-    order = None if is_strided(tensor) else getattr(tensor._spec, "shard_order", None)
-    return _layout(found, tensor.placements, order, tensor.shape, tensor.dtype)
+    return _layout(found, tensor.placements, _order_of(tensor._spec), tensor.shape, tensor.dtype)
+
+
+def layout_of_spec(spec: DTensorSpec) -> Layout:
+    """Return the layout that a spec of torch's planners stands for; raises as `layout_of`."""
+    if spec.tensor_meta is None:
+        raise LayoutError(f"{spec} is of no tensor; give it a tensor_meta with shape and dtype")
+    mesh, meta = _mesh_of(spec.mesh), spec.tensor_meta
+    return _layout(mesh, spec.placements, _order_of(spec), meta.shape, meta.dtype)
+
+
+_mesh_of = lru_cache(maxsize=64)(DeviceMesh.from_torch)
+
+
+def _order_of(spec: DTensorSpec) -> tuple[tuple[int, tuple[int, ...]], ...] | None:
+    """Return the order of axes, which torch has from version 2.10 on; None of strided shards.
+
+    That of these is in their split factors.
+    """
+    strided = any(isinstance(placement, _StridedShard) for placement in spec.placements)
+    return None if strided else getattr(spec, "shard_order", None)
 
 
 @lru_cache(maxsize=4096)

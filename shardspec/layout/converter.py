@@ -247,7 +247,7 @@ class LayoutConverter:
         >>> LayoutConverter().costs([whole] * 3, [whole, whole.with_spec("[S0,R]"), whole])
         array([0., 0., 0.])
         """
-        return pair_costs(sources, targets, self._model_of, self.cost)
+        return pair_costs(sources, targets, self._model_of, self.cost, lambda layout: layout)
 
     def cost_table(
         self,

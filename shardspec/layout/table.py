@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from math import prod
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -32,6 +32,9 @@ from shardspec.layout.routed import intervals, shared
 from shardspec.layout.spec import ShardingSpec
 from shardspec.mesh.device_mesh import DeviceMesh
 from shardspec.text import bytes_text
+
+End = TypeVar("End")
+"""What has a layout."""
 
 _MAX_BYTES: Final = 1 << 58
 """Of a tensor, so that the sums of a few steps fit in 64 bits."""
@@ -229,17 +232,21 @@ def bytes_of_moves(prices: Prices, whole: Layout) -> Callable[[Ints], Ints]:
 
 
 def pair_costs(
-    sources: Sequence[Layout],
-    targets: Sequence[Layout],
+    sources: Sequence[End],
+    targets: Sequence[End],
     model_of: Callable[[DeviceMesh], CostModel],
     cost: Callable[[Layout, Layout], float],
+    layout_of: Callable[[End], Layout],
 ) -> Floats:
-    """Return the seconds of pairs, by `cost` where no matrix has them; see `LayoutConverter`."""
+    """Return the seconds of pairs, by `cost` where no matrix has them; see `LayoutConverter`.
+
+    What layouts they are is asked once of each object.
+    """
     if len(sources) != len(targets):
         raise LayoutError(f"{len(sources)} sources for {len(targets)} targets; give pairs")
     if not len(sources):
         return np.zeros(0)
-    layouts, ends = _distinct([*sources, *targets])
+    layouts, ends = _distinct([*sources, *targets], layout_of)
     left, right = ends[: len(sources)], ends[len(sources) :]
     tensors = _ids((x.global_shape, x.dtype) for x in layouts)
     wrong = tensors[left] != tensors[right]
@@ -267,9 +274,9 @@ def pair_costs(
             )
         if found is not None:
             seconds[numbers] = found[row, column]
-        else:
-            each = zip(left[numbers], right[numbers], strict=True)
-            seconds[numbers] = [cost(layouts[a], layouts[b]) for a, b in each]
+            numbers = numbers[~np.isfinite(seconds[numbers])]
+        each = zip(left[numbers], right[numbers], strict=True)
+        seconds[numbers] = [cost(layouts[a], layouts[b]) for a, b in each]
     every: Floats = seconds[at]
     return every
 
@@ -284,10 +291,11 @@ def _from_prices(
     if states_of(tensor) > MAX_STATES or not all(x.spec.is_plain for x in (*sources, *targets)):
         return None
     prices = prices_of(tensor, model_of(tensor.mesh))
-    goals = [prices.space.index.get(state_of(target.spec), -1) for target in targets]
-    if not prices.routed or min(goals) < 0:
+    if not prices.routed:
         return None
+    goals = np.array([prices.space.index.get(state_of(target.spec), -1) for target in targets])
     best: Floats = distances(prices.seconds, [*map(prices.state, sources)])[:, goals]
+    best[:, goals < 0] = np.inf  # what is pending there is not so at the source
     return best
 
 
@@ -297,12 +305,12 @@ def _ids(values: Iterable[object]) -> Ints:
     return np.array([known.setdefault(value, len(known)) for value in values])
 
 
-def _distinct(layouts: Sequence[Layout]) -> tuple[list[Layout], Ints]:
+def _distinct(ends: Sequence[End], layout_of: Callable[[End], Layout]) -> tuple[list[Layout], Ints]:
     """Return the distinct layouts, and which of them each one is; by identity first, for speed."""
-    ids, at = _numbered(np.fromiter(map(id, layouts), np.int64, count=len(layouts)) >> 3)
+    ids, at = _numbered(np.fromiter(map(id, ends), np.int64, count=len(ends)) >> 3)
     some = np.empty(len(ids), dtype=np.int64)
     some[at] = np.arange(len(at))
-    objects = [layouts[n] for n in some.tolist()]
+    objects = [layout_of(ends[n]) for n in some.tolist()]
     return list(dict.fromkeys(objects)), _ids(objects)[at]
 
 

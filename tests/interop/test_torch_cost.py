@@ -1,0 +1,80 @@
+"""Costs that torch's own planners and AutoParallel can use in place of theirs."""
+
+import inspect
+from itertools import product
+from math import inf
+
+import pytest
+import torch
+from torch.distributed.device_mesh import DeviceMesh as TorchMesh
+from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor._collective_utils import redistribute_cost as torchs
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from shardspec import CostModel, DeviceMesh, Layout, LayoutConverter
+from shardspec.errors import LayoutError
+from shardspec.interop.torch_cost import RedistributeCost, redistribute_cost
+
+MESH = TorchMesh("cpu", torch.arange(16).reshape(2, 8), _init_backend=False)
+OURS = DeviceMesh(range(16), (2, 8))
+META = TensorMeta(torch.Size((4096, 1024)), (1024, 1), torch.bfloat16)
+WAYS = (Replicate(), Shard(0), Shard(1), Partial())
+
+
+def spec(*placements, meta=META, mesh=MESH):
+    return DTensorSpec(mesh, placements, tensor_meta=meta)
+
+
+def test_it_has_the_signature_of_torchs_and_its_unit():
+    assert list(inspect.signature(redistribute_cost).parameters) == list(
+        inspect.signature(torchs).parameters
+    )
+    here, there = spec(Replicate(), Shard(0)), spec(Replicate(), Replicate())
+    layout = Layout(OURS, "[S1,R]", (4096, 1024), "bf16")
+    assert redistribute_cost(here, there) == LayoutConverter().cost(layout, "[R,R]") * 1e6
+    # 8 MiB of eight H100: neither takes less than 30 nor more than 300 microseconds.
+    assert 30 < redistribute_cost(here, there) < 300
+    assert 30 < torchs(here, there) < 300
+
+
+def test_the_outer_axis_is_dearer_than_the_inner_one():
+    outer = redistribute_cost(spec(Shard(0), Replicate()), spec(Replicate(), Replicate()))
+    mesh = TorchMesh("cpu", torch.arange(16).reshape(8, 2), _init_backend=False)
+    ends = (spec(Replicate(), p, mesh=mesh) for p in (Shard(0), Replicate()))
+    assert outer > 2 * redistribute_cost(*ends)
+
+
+def test_what_torch_cannot_convert_has_no_price():
+    whole = spec(Replicate(), Replicate())
+    assert redistribute_cost(spec(Shard(0), Shard(1)), spec(Partial(), Shard(1))) == inf
+    assert redistribute_cost(whole, spec(Partial(), Replicate())) == inf
+    other = TorchMesh("cpu", torch.arange(16).reshape(4, 4), _init_backend=False)
+    assert redistribute_cost(whole, spec(Replicate(), Replicate(), mesh=other)) == inf
+    with pytest.raises(LayoutError, match="give it a tensor_meta with shape and dtype"):
+        redistribute_cost(spec(Shard(0), Shard(0), meta=None), whole)
+
+
+def test_shards_in_another_order_have_a_price():
+    strided = DTensorSpec(MESH, (_StridedShard(0, split_factor=8), Shard(0)), tensor_meta=META)
+    layout = Layout(OURS, "[S10,R]", (4096, 1024), "bf16")
+    assert redistribute_cost(strided, spec(Replicate(), Replicate())) == pytest.approx(
+        LayoutConverter().cost(layout, "[R,R]") * 1e6
+    )
+
+
+@pytest.mark.parametrize("names", [None, ["ib-hdr-per-gpu", "a100-nvswitch"]])
+def test_all_edges_at_once_cost_what_each_does(names):
+    model = CostModel.from_presets(OURS, names) if names else None
+    cost = RedistributeCost(LayoutConverter(model))
+    metas = [META, TensorMeta(torch.Size((30, 7)), (7, 1), torch.float32)]
+    pairs = [
+        (spec(*here, meta=meta), spec(*there, meta=meta))
+        for meta in metas
+        for here, there in product(product(WAYS, repeat=2), repeat=2)
+    ]
+    wanted = [cost(*pair) for pair in pairs]
+    found = cost.many(*zip(*pairs * 2, strict=True))
+    assert found.tolist() == pytest.approx(wanted * 2, rel=1e-9)
+    # Nothing becomes pending: of 4 placements per axis, 13 pairs of 16 can be.
+    assert sum(each < inf for each in wanted) == 2 * 13**2
