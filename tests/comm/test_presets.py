@@ -122,7 +122,7 @@ def test_groups_over_nodes_say_that_nobody_measured_them():
     plan = LayoutConverter(CostModel.from_presets(mesh, ["h100-nvswitch"])).plan(
         Layout(mesh, "[S0]", (1 << 20,), "float32"), "[R]"
     )
-    assert plan.known_error == "no measurement of all-gather of 2 nodes × 2, priced from tiers"
+    assert plan.known_error == "no measurement of all-gather of 2 nodes × 8, priced from tiers"
 
 
 SIZES = 2 ** np.arange(10, 33.1, 0.5)

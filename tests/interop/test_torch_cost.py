@@ -6,24 +6,36 @@ from math import inf
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh as TorchMesh
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor._collective_utils import redistribute_cost as torchs
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import _StridedShard
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from shardspec import CostModel, DeviceMesh, Layout, LayoutConverter
 from shardspec.errors import LayoutError
 from shardspec.interop.torch_cost import RedistributeCost, redistribute_cost
 
-MESH = TorchMesh("cpu", torch.arange(16).reshape(2, 8), _init_backend=False)
 OURS = DeviceMesh(range(16), (2, 8))
 META = TensorMeta(torch.Size((4096, 1024)), (1024, 1), torch.bfloat16)
 WAYS = (Replicate(), Shard(0), Shard(1), Partial())
 
 
-def spec(*placements, meta=META, mesh=MESH):
-    return DTensorSpec(mesh, placements, tensor_meta=meta)
+@pytest.fixture(scope="module", autouse=True)
+def job():
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=16)
+    yield
+    dist.destroy_process_group()
+
+
+def torch_mesh(*shape):
+    return TorchMesh("cpu", torch.arange(16).reshape(shape))
+
+
+def spec(*placements, meta=META, shape=(2, 8)):
+    return DTensorSpec(torch_mesh(*shape), placements, tensor_meta=meta)
 
 
 def test_it_has_the_signature_of_torchs_and_its_unit():
@@ -40,8 +52,7 @@ def test_it_has_the_signature_of_torchs_and_its_unit():
 
 def test_the_outer_axis_is_dearer_than_the_inner_one():
     outer = redistribute_cost(spec(Shard(0), Replicate()), spec(Replicate(), Replicate()))
-    mesh = TorchMesh("cpu", torch.arange(16).reshape(8, 2), _init_backend=False)
-    ends = (spec(Replicate(), p, mesh=mesh) for p in (Shard(0), Replicate()))
+    ends = (spec(Replicate(), p, shape=(8, 2)) for p in (Shard(0), Replicate()))
     assert outer > 2 * redistribute_cost(*ends)
 
 
@@ -49,14 +60,15 @@ def test_what_torch_cannot_convert_has_no_price():
     whole = spec(Replicate(), Replicate())
     assert redistribute_cost(spec(Shard(0), Shard(1)), spec(Partial(), Shard(1))) == inf
     assert redistribute_cost(whole, spec(Partial(), Replicate())) == inf
-    other = TorchMesh("cpu", torch.arange(16).reshape(4, 4), _init_backend=False)
-    assert redistribute_cost(whole, spec(Replicate(), Replicate(), mesh=other)) == inf
+    assert redistribute_cost(whole, spec(Replicate(), Replicate(), shape=(4, 4))) == inf
     with pytest.raises(LayoutError, match="give it a tensor_meta with shape and dtype"):
         redistribute_cost(spec(Shard(0), Shard(0), meta=None), whole)
 
 
 def test_shards_in_another_order_have_a_price():
-    strided = DTensorSpec(MESH, (_StridedShard(0, split_factor=8), Shard(0)), tensor_meta=META)
+    strided = DTensorSpec(
+        torch_mesh(2, 8), (_StridedShard(0, split_factor=8), Shard(0)), tensor_meta=META
+    )
     layout = Layout(OURS, "[S10,R]", (4096, 1024), "bf16")
     assert redistribute_cost(strided, spec(Replicate(), Replicate())) == pytest.approx(
         LayoutConverter().cost(layout, "[R,R]") * 1e6
