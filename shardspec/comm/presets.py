@@ -99,19 +99,22 @@ def links_of(mesh: DeviceMesh, names: Sequence[str]) -> tuple[Link, ...]:
 def assumed_links(mesh: DeviceMesh) -> tuple[Link, ...]:
     """Return the links of a mesh of which nothing is known: of H100 in nodes, joined by InfiniBand.
 
-    All axes join nodes where ids do not fill nodes evenly. A shared bus is in one node.
+    All axes join nodes where ids do not fill nodes evenly.
     """
-    links: tuple[Link, ...] | None = (link_preset(DEFAULT_PRESET),) * mesh.ndim
-    if mesh.link_model == "ring":
-        links = _links_by_node(mesh, (DEFAULT_PRESET,) * mesh.ndim)
+    links = _links_by_node(mesh, (DEFAULT_PRESET,) * mesh.ndim)
     if links is None:
         links = (link_preset(str(PRESETS[DEFAULT_PRESET].between)),) * mesh.ndim
     return tuple(replace(link, name=f"assumed {link.name}") for link in links)
 
 
 def _links_by_node(mesh: DeviceMesh, names: tuple[str, ...]) -> tuple[Link, ...] | None:
-    """Return the links of axes; None where it is not known which devices are in one node."""
+    """Return the links of axes; None where it is not known which devices are in one node.
+
+    A shared bus is in one node.
+    """
     links = list(map(link_preset, names))
+    if mesh.link_model == "shared-bus":
+        return tuple(links)
     limits = [None if PRESETS[name].port else PRESETS[name].devices[1] for name in names]
     room = min(filter(None, limits), default=0)
     joining = next((link for link in links if link.port), None)

@@ -116,16 +116,25 @@ def test_named_links():
     assert [link["name"] for link in links] == ["efa-v4-per-gpu"] * 2
 
 
-def test_a_preset_on_an_axis_that_is_too_long_for_it():
-    args = ("--mesh", "2x16", "--shape", "64", "--link-model", "shared-bus")
-    result = run("[S1]", "[R]", *args, "--links", "a100-nvswitch")
+def test_a_preset_on_an_axis_that_is_too_long_for_a_node():
+    args = ("--mesh", "2x16", "--shape", "64", "--links", "a100-nvswitch")
+    result = run("[S1]", "[R]", *args)
+    inside = "a100-nvswitch: curves of 2, 4, 8 devices, else 40 µs, 144 GB/s"
     assert result.stdout.splitlines()[-2] == (
-        "per device; shared-bus model; "
-        "axis 0 a100-nvswitch: curves of 2, 4, 8 devices, else 40 µs, 144 GB/s; "
-        "axis 1 a100-nvswitch beyond its 8 devices: curves of 2, 4, 8 devices, else 40 µs, "
-        "144 GB/s; local copies at 1020 GB/s"
+        "per device; ring model; axis 0 ib-hdr-per-gpu: 22.4 µs, 24 GB/s; axis 1 ib-hdr-per-gpu: "
+        f"22.4 µs, 24 GB/s; in nodes of 8 each, {inside}; local copies at 1020 GB/s"
     )
-    assert result.stdout.splitlines()[-1] == "known error: no measurement of all-gather of 16"
+    assert result.stdout.splitlines()[-1] == (
+        "known error: no measurement of all-gather of 2 nodes × 8, priced from tiers"
+    )
+    bus = run("[S1]", "[R]", *args, "--link-model", "shared-bus")
+    assert f"shared-bus model; axes 0,1 {inside}; " in bus.stdout
+    refused = run(
+        "[S1]", "[R]", "--mesh", "2x9", "--shape", "64", "--links", "a100-nvswitch", code=3
+    )
+    assert (
+        "the nodes of mesh 2x9 are unknown: ids 0 to 17 are not in one node of 8" in refused.stderr
+    )
 
 
 def test_a_scalar_has_nothing_to_convert():
