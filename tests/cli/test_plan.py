@@ -129,9 +129,8 @@ def test_a_preset_on_an_axis_that_is_too_long_for_a_node():
     )
     bus = run("[S1]", "[R]", *args, "--link-model", "shared-bus")
     assert f"shared-bus model; axes 0,1 {inside}; " in bus.stdout
-    refused = run(
-        "[S1]", "[R]", "--mesh", "2x9", "--shape", "64", "--links", "a100-nvswitch", code=3
-    )
+    refused = run("[S1]", "[R]", "--mesh", "2x9", "--shape", "64", "--links", "a100-nvswitch")
+    assert refused.exit_code == 3
     assert (
         "the nodes of mesh 2x9 are unknown: ids 0 to 17 are not in one node of 8" in refused.stderr
     )
