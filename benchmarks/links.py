@@ -167,8 +167,27 @@ def table(curves: dict[str, tuple[Curve, ...]]) -> list[str]:
 
 
 def plot(points: list[tuple[str, str, float, float]]) -> str:
-    """Draw measured against predicted, both logarithmic: a point is (kind, title, x, y)."""
-    low, high, size, margin = -5.5, -2.0, 420, 60
+    """Draw measured against predicted, by hardware: a point is (kind, machine, x, y)."""
+    machines, columns, step = list(dict.fromkeys(m for _, m, _, _ in points)), 3, 340
+    panels = [
+        f'<g transform="translate({place % columns * step},{place // columns * step})">\n'
+        + panel(MACHINES[machine], [(k, p, m) for k, of, p, m in points if of == machine])
+        + "\n</g>"
+        for place, machine in enumerate(machines)
+    ]
+    width, height = columns * step, -(-len(machines) // columns) * step
+    body = "\n".join(panels)
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" '
+        f'viewBox="0 0 {width} {height}" fill="none">\n<style>text{{font:12px sans-serif;'
+        f"fill:#1f2328}}</style>\n"
+        f'<rect width="{width}" height="{height}" fill="#fff"/>\n{body}\n</svg>\n'
+    )
+
+
+def panel(title: str, points: list[tuple[str, float, float]]) -> str:
+    """Draw the points (kind, predicted, measured) of one machine, both axes logarithmic."""
+    low, high, size, margin = -5.5, -2.0, 240, 56
     span = high - low
 
     def at(seconds: float) -> float:
@@ -183,32 +202,25 @@ def plot(points: list[tuple[str, str, float, float]]) -> str:
         parts.append(
             f'<path stroke="#d0d7de" d="M{margin + x:.0f} {margin}v{size}M{margin} '
             f'{margin + size - x:.0f}h{size}"/>'
-            f'<text x="{margin + x:.0f}" y="{margin + size + 18}" text-anchor="middle">'
+            f'<text x="{margin + x:.0f}" y="{margin + size + 16}" text-anchor="middle">'
             f'{label}</text><text x="{margin - 6}" y="{margin + size - x + 4:.0f}" '
             f'text-anchor="end">{label}</text>'
         )
-    for kind, x, y in sorted({(k, round(at(p), 1), round(at(m), 1)) for k, _, p, m in points}):
+    for kind, x, y in sorted({(k, round(at(p), 1), round(at(m), 1)) for k, p, m in points}):
         parts.append(
             f'<circle cx="{margin + x:.1f}" cy="{margin + size - y:.1f}" r="1.6" '
             f'fill="{COLOURS[kind]}" fill-opacity=".6"/>'
         )
     for line, (kind, colour) in enumerate(COLOURS.items()):
-        y = margin + 18 + 18 * line
+        y = margin + 16 + 16 * line
         parts.append(
-            f'<circle cx="{margin + 14}" cy="{y - 4}" r="4" fill="{colour}"/>'
-            f'<text x="{margin + 24}" y="{y}">{kind}</text>'
+            f'<circle cx="{margin + 12}" cy="{y - 4}" r="4" fill="{colour}"/>'
+            f'<text x="{margin + 22}" y="{y}">{kind}</text>'
         )
-    middle = margin + size / 2
-    parts.append(f'<text x="{middle}" y="{size + 2 * margin - 16}">predicted</text>')
-    parts.append(f'<text x="{margin - 50}" y="{margin - 14}">measured</text>')
-    whole = size + 2 * margin
-    body = "\n".join(parts)
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{whole}" height="{whole}" '
-        f'viewBox="0 0 {whole} {whole}" fill="none">\n<style>text{{font:12px sans-serif;'
-        f"fill:#1f2328}}</style>\n"
-        f'<rect width="{whole}" height="{whole}" fill="#fff"/>\n{body}\n</svg>\n'
+    parts.append(
+        f'<text x="{margin}" y="20" font-weight="bold">{title}: measured ↑, predicted →</text>'
     )
+    return "\n".join(parts)
 
 
 def summary(name: str, errors: list[tuple[float, float]]) -> str:
