@@ -45,15 +45,15 @@ def test_it_has_the_signature_of_torchs_and_its_unit():
     here, there = spec(Replicate(), Shard(0)), spec(Replicate(), Replicate())
     layout = Layout(OURS, "[S1,R]", (4096, 1024), "bf16")
     assert redistribute_cost(here, there) == LayoutConverter().cost(layout, "[R,R]") * 1e6
-    # 8 MiB of eight H100: neither takes less than 30 nor more than 300 microseconds.
-    assert 30 < redistribute_cost(here, there) < 300
-    assert 30 < torchs(here, there) < 300
+    # 8 MiB of eight H100, with the unpacking; torch takes cores of this machine for a node's GPUs.
+    assert 30 < redistribute_cost(here, there) < 100
+    assert 30 < torchs(here, there) < 1000
 
 
 def test_the_outer_axis_is_dearer_than_the_inner_one():
     outer = redistribute_cost(spec(Shard(0), Replicate()), spec(Replicate(), Replicate()))
     ends = (spec(Replicate(), p, shape=(8, 2)) for p in (Shard(0), Replicate()))
-    assert outer > 2 * redistribute_cost(*ends)
+    assert outer > 1.5 * redistribute_cost(*ends)
 
 
 def test_what_torch_cannot_convert_has_no_price():
