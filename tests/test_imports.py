@@ -41,6 +41,7 @@ WITH_TENSORS = {
     "shardspec.tensor.dtensor",
     "shardspec.tensor.run",
     "shardspec.tensor.factories",
+    "shardspec.interop.torch_cost",
     "shardspec.interop.torch_dtensor",
     "shardspec.interop.torch_parts",
     "shardspec.mesh.job",
