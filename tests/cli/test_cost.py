@@ -85,7 +85,7 @@ def test_a_table_on_named_links():
         "per device; ring model; axis dp ib-ndr-per-gpu: 22.4 µs, 48 GB/s; "
         "axis tp h100-nvswitch: curves of 2, 4, 8 devices, else 23 µs, 249 GB/s; local copies at "
         "1675 GB/s",
-        "known error: no measurement of all-gather of 2",
+        "known error: no measurement of all-gather of 2 nodes × 1, priced from tiers",
     ]
 
 
