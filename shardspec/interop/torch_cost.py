@@ -81,4 +81,4 @@ class RedistributeCost:
 
 
 redistribute_cost: Final = RedistributeCost()
-"""With the links that are assumed where a mesh has none: those of one node of H100."""
+"""With the links that are assumed of a mesh; its nodes have eight devices each."""

@@ -50,6 +50,12 @@ def test_it_has_the_signature_of_torchs_and_its_unit():
     assert 30 < torchs(here, there) < 1000
 
 
+def test_the_outer_axis_is_dearer_than_the_inner_one():
+    outer = redistribute_cost(spec(Shard(0), Replicate()), spec(Replicate(), Replicate()))
+    ends = (spec(Replicate(), p, shape=(8, 2)) for p in (Shard(0), Replicate()))
+    assert outer > 1.5 * redistribute_cost(*ends)
+
+
 def test_what_torch_cannot_convert_has_no_price():
     whole = spec(Replicate(), Replicate())
     assert redistribute_cost(spec(Shard(0), Shard(1)), spec(Partial(), Shard(1))) == inf
