@@ -21,8 +21,8 @@ def flat_state(state: Mapping[str, object]) -> dict[str, object]:
     """
     flat: dict[str, object] = {}
     for key, value in state.items():
-        inner = flat_state(value) if isinstance(value, Mapping) else {"": value}
-        for name, leaf in inner.items():
+        inner = flat_state(value).items() if isinstance(value, Mapping) else (("", value),)
+        for name, leaf in inner:
             dotted = f"{key}.{name}" if name else str(key)
             if dotted in flat:
                 raise LayoutError(

@@ -90,3 +90,28 @@ def test_all_edges_at_once_cost_what_each_does(names):
     assert found.tolist() == pytest.approx(wanted * 2, rel=1e-9)
     # Nothing becomes pending: of 4 placements per axis, 13 pairs of 16 can be.
     assert sum(each < inf for each in wanted) == 2 * 13**2
+
+
+def test_tables_of_edges_cost_what_each_pair_does():
+    """Lists with repeats, of several tensors, empty ones, and meshes that differ."""
+    cost = RedistributeCost()
+    small = TensorMeta(torch.Size((30, 7)), (7, 1), torch.float32)
+    ways = list(product(WAYS, repeat=2))
+    ends = [spec(*here) for here in [*ways, *ways[:3]]], [spec(*there) for there in ways[::-2]]
+    again = [spec(*here) for here in [*ways, *ways[:3]]], [spec(*there) for there in ways[::-2]]
+    others = (
+        [spec(*here, meta=small) for here in ways[:4]],
+        [spec(Replicate(), Shard(1), meta=small, shape=(4, 4)), spec(*ways[5], meta=small)],
+    )
+    nothing = ([], ends[1])
+    tables = cost.tables(iter([ends, others, again, nothing]))
+    assert tables[2] is tables[0]
+    assert not tables[0].flags.writeable
+    for (sources, targets), table in zip([ends, others, again, nothing], tables, strict=True):
+        wanted = [[cost(here, there) for there in targets] for here in sources]
+        assert table.shape == (len(sources), len(targets))
+        assert table.tolist() == [pytest.approx(row, rel=1e-9) for row in wanted]
+    assert (tables[1][:, 0] == inf).all()
+    assert cost.tables([]) == []
+    with pytest.raises(LayoutError, match="need one shape and dtype"):
+        cost.tables([ends, (ends[0], others[1])])
