@@ -22,6 +22,8 @@ from shardspec.checkpoint.catalog import (
     ZEROS,
     AnyOutline,
     Catalog,
+    Computed,
+    StoredBox,
     check_tiling,
     distinct,
     memoize_by_boxes,
@@ -477,7 +479,7 @@ def _check_tensors(
     copies_of = memoize_by_boxes(check_tiling)
     elements_of = memoize_by_boxes(_elements_by_file)
     # Tensors that are sharded alike share one count.
-    counts: dict[int, Counter[StoragePath]] = {}
+    counts: dict[int, Counter[StoragePath | Computed]] = {}
     widths: Counter[int] = Counter()
     with OpenFiles() as files:
         for place, name in enumerate(sorted({tensor.source for tensor in tensors})):
@@ -492,15 +494,22 @@ def _check_tensors(
             counts[id(elements)] = elements
             widths[id(elements)] += item_bytes(outline.dtype)
     reads: Counter[StoragePath] = Counter()
+    made: set[Computed] = set()
     for key, elements in counts.items():
-        for path, count in elements.items():
-            reads[path] += count * widths[key]
+        for place, count in elements.items():
+            if isinstance(place, StoragePath):
+                reads[place] += count * widths[key]
+            else:
+                made.add(place)
+    for computed in made:
+        reads.update(computed.reads)
     return reads
 
 
-def _elements_by_file(outline: AnyOutline) -> Counter[StoragePath]:
-    found: Counter[StoragePath] = Counter()
+def _elements_by_file(outline: AnyOutline) -> Counter[StoragePath | Computed]:
+    found: Counter[StoragePath | Computed] = Counter()
     for stored in distinct(outline):
+        computed = stored.computed if isinstance(stored, StoredBox) else None
         if stored.path != ZEROS:
-            found[stored.path] += box_size(stored.box)
+            found[computed or stored.path] += box_size(stored.box)
     return found

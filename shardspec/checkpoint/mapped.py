@@ -173,6 +173,9 @@ class MappedCatalog(catalog.Catalog):
         home = source.directory
         super().__init__(source.format, home, self._equations, source.files, source.mesh, extras)
         self.snapshot, self.dropped = source.snapshot, behind
+        self.quantization = source.quantization
+        kept = (e.target for e in report.equations if e.source in source.keeps_dtype)
+        self.keeps_dtype = frozenset(kept)
         self._source, self._shapes = source, found
         self._tensors = catalog.LazyTensorCache(self._look_up)
 

@@ -12,6 +12,7 @@ from typing import Final, NamedTuple
 from shardspec.checkpoint.catalog import Catalog, OpaqueValue, is_plain_entry, opaque_parts
 from shardspec.checkpoint.check_quantized import check_blocks, refuse_casts
 from shardspec.checkpoint.choice import Choice, Renames, first_names, wanted_names
+from shardspec.checkpoint.dequantized import dequantised
 from shardspec.checkpoint.format import Format, Wanted, Way
 from shardspec.checkpoint.mapped import Names, check_drop, mapped
 from shardspec.checkpoint.open import as_catalog
@@ -54,7 +55,8 @@ def select(source: Catalog, choice: Choice) -> list[OutputTensor]:
     wanted = []
     for name in names:
         tensor = source.outline(name)
-        casts = target is not None and is_cast(tensor.dtype, target) and not keeps_dtype(name)
+        stays = keeps_dtype(name) or name in source.keeps_dtype
+        casts = target is not None and is_cast(tensor.dtype, target) and not stays
         dtype = target if target and casts else tensor.dtype
         wanted.append(OutputTensor(renamed[name], name, tensor.shape, dtype))
     return sorted(wanted, key=lambda tensor: tensor.name)
@@ -318,7 +320,8 @@ def opened_source(checkpoint: PurePath | str | Catalog, asked: Asked) -> Catalog
     """Return a checkpoint as what a map makes of what is chosen."""
     if asked.names is None:
         check_drop(asked.choice)
-    source = mapped(as_catalog(checkpoint), asked.names, asked.choice)
+    source = dequantised(as_catalog(checkpoint), asked.choice.dtype, asked.choice)
+    source = mapped(source, asked.names, asked.choice)
     return source.as_stored() if asked.format.keeps == "objects" else source
 
 
