@@ -15,9 +15,11 @@ from numpy.typing import NDArray
 
 from shardspec.boxes import Box
 from shardspec.checkpoint.catalog import (
+    ZEROS,
     AnyOutline,
     Catalog,
     LazyTensorCache,
+    StoredBox,
     StoredTensor,
     distinct,
 )
@@ -86,7 +88,11 @@ def bytes_in_files(outlines: Sequence[AnyOutline]) -> dict[StoragePath, int]:
     found: dict[StoragePath, int] = {}
     for outline in outlines:
         for stored in distinct(outline):
-            found[stored.path] = found.get(stored.path, 0) + outline.bytes_of(stored)
+            computed = stored.computed if isinstance(stored, StoredBox) else None
+            reads = {stored.path: outline.bytes_of(stored)}
+            for path, num_bytes in (computed.reads if computed else reads).items():
+                if path != ZEROS:
+                    found[path] = found.get(path, 0) + num_bytes
     return found
 
 

@@ -494,15 +494,16 @@ def _check_tensors(
             counts[id(elements)] = elements
             widths[id(elements)] += item_bytes(outline.dtype)
     reads: Counter[StoragePath] = Counter()
-    made: set[Computed] = set()
+    made: dict[int, Mapping[StoragePath, int]] = {}
+    """By the reads themselves: codes and scales are made of the same."""
     for key, elements in counts.items():
         for place, count in elements.items():
             if isinstance(place, StoragePath):
                 reads[place] += count * widths[key]
             else:
-                made.add(place)
-    for computed in made:
-        reads.update(computed.reads)
+                made[id(place.reads)] = place.reads
+    for files_read in made.values():
+        reads.update(files_read)
     return reads
 
 

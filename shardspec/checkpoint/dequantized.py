@@ -127,7 +127,9 @@ class DequantisedCatalog(ComputedCatalog):
         if weight.scheme.transposed:
             width = item_bytes(self._dtype)
             row = width * weight.columns
-            lead = [row * weight.rows * prod(weight.lead[at + 1 :]) for at in range(len(weight.lead))]
+            lead = [
+                row * weight.rows * prod(weight.lead[at + 1 :]) for at in range(len(weight.lead))
+            ]
             strides, spec = (*lead, width, row), None
         if 0 in shape:
             return StoredTensor(name, shape, self._dtype, spec, (), ())

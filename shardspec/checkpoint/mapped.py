@@ -106,16 +106,22 @@ def configured(source: catalog.Catalog, names: NameMap) -> NameMap:
 
     Raises LayoutError if that is of a model that the map is not for.
     """
-    home = source.directory if source.directory.is_dir() else source.directory.parent
+    config = config_beside(source)
+    return names if config is None else names.with_defaults(config)
+
+
+def config_beside(source: catalog.Catalog) -> dict[str, object] | None:
+    """Return what the config.json beside a checkpoint says, if there is one that can be read."""
+    home = source.home
     path = home / "config.json"
     if not path.is_file():
-        return names
+        return None
     with file_inside(home, path.name, home).open() as file:
         text = file.read(0, min(file.num_bytes, _MOST_CONFIG_BYTES))
     config: object = None
     with suppress(ValueError, RecursionError):
         config = json.loads(text)
-    return names.with_defaults(config) if isinstance(config, dict) else names
+    return config if isinstance(config, dict) else None
 
 
 def require_finished(tensor: catalog.Outline[catalog.FileBox]) -> None:
