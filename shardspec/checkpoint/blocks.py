@@ -6,12 +6,13 @@ up by the upper half of a float32.
 """
 
 from functools import cache
-from typing import Any, Final, Literal, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from shardspec.checkpoint.numeric import FOUR_BITS, narrow, nearest_codes, numbers, round_by
+from shardspec.checkpoint.schemes import MX, ScaleRule
 from shardspec.dtypes import item_bytes
 from shardspec.errors import CheckpointError
 
@@ -19,10 +20,7 @@ Codes: TypeAlias = NDArray[np.uint8]
 Numbers: TypeAlias = NDArray[Any]
 """Numbers of any dtype as unsigned integers of its size."""
 Scales: TypeAlias = NDArray[Any]
-ScaleRule: TypeAlias = Literal["transformers", "amax/448"]
 
-MX: Final = 32
-"""Numbers in a block of a microscaling format, along the last dim."""
 _TABLES: Final = 256
 """Blocks in a lookup at once: with 256 codes each, indices have 16 bits."""
 _ROWS: Final = 16

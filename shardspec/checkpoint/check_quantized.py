@@ -43,6 +43,8 @@ def refuse_casts(source: Catalog, names: Iterable[str], dtype: str) -> None:
     """
     why = quantised_in(source).why
     for name in names if why else ():
+        if name in source.keeps_dtype:
+            continue
         _refuse_cast(source, name, why, dtype, "exclude these tensors")
 
 

@@ -31,6 +31,12 @@ class Naming(ABC):
     """Finds the maps that a checkpoint goes through from what it holds."""
 
     __slots__ = ()
+    config: Mapping[str, object]
+    """That of the model."""
+
+    def with_dtype(self, dtype: object) -> "Naming":  # noqa: ARG002  # others read more
+        """Return the same where what is quantised is to be made a dtype."""
+        return self
 
     @abstractmethod
     def applied(

@@ -8,7 +8,7 @@ from typing import Any, Final, NamedTuple, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from shardspec.checkpoint.blocks import MX, ScaleRule, to_mx, to_scaled
+from shardspec.checkpoint.blocks import MX, to_mx, to_scaled
 from shardspec.checkpoint.catalog import (
     Catalog,
     StoredBox,
@@ -27,42 +27,12 @@ from shardspec.checkpoint.computed import (
 )
 from shardspec.checkpoint.numeric import cast
 from shardspec.checkpoint.quantized import Shape, sections, sections_of
+from shardspec.checkpoint.schemes import KINDS, ScaleRule
 from shardspec.dtypes import dtype_name, is_cast, is_floating, item_bytes, packed
 from shardspec.errors import CheckpointError
 from shardspec.families.linear import LinearLayers, is_listed, module_of
 from shardspec.text import Argument, shown
 
-_FP8: Final = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic"}
-KINDS: Final[Mapping[str, Mapping[str, object]]] = {
-    "fp8-128x128": {**_FP8, "weight_block_size": [128, 128]},
-    "mxfp8": {
-        **_FP8,
-        "quant_method": "mxfp8",
-        "weight_block_size": [1, MX],
-        "scale_fmt": "ue8m0",
-    },
-    "mxfp4": {
-        "quant_method": "compressed-tensors",
-        "format": "mxfp4-pack-quantized",
-        "quantization_status": "compressed",
-        "config_groups": {
-            "group_0": {
-                "targets": ["Linear"],
-                "format": "mxfp4-pack-quantized",
-                "weights": {
-                    "num_bits": 4,
-                    "type": "float",
-                    "strategy": "group",
-                    "group_size": MX,
-                    "symmetric": True,
-                    "dynamic": False,
-                    "scale_dtype": "torch.uint8",
-                },
-            }
-        },
-    },
-}
-"""What a config says of weights that are quantised so."""
 _GPT_OSS: Final = {"quant_method": "mxfp4"}
 """The same of gpt-oss, whose experts alone are: their rows are the columns of the weights."""
 _SKIPPED: Final = ("modules_to_not_convert", "ignored_layers", "ignore", "exclude_modules")

@@ -17,11 +17,46 @@ Sizes of blocks are read here, and never follow from shapes.
 
 from collections.abc import Iterable, Iterator, Mapping
 from math import prod
-from typing import Final, NamedTuple
+from typing import Final, Literal, NamedTuple, TypeAlias
 
 from shardspec.checkpoint.quantized import Shape
 from shardspec.text import shown
 
+ScaleRule: TypeAlias = Literal["transformers", "amax/448"]
+"""How a scale comes from the largest size in a block; see `merge`."""
+MX: Final = 32
+"""Numbers in a block of a microscaling format, along the last dim."""
+_FP8: Final = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic"}
+KINDS: Final[Mapping[str, Mapping[str, object]]] = {
+    "fp8-128x128": {**_FP8, "weight_block_size": [128, 128]},
+    "mxfp8": {
+        **_FP8,
+        "quant_method": "mxfp8",
+        "weight_block_size": [1, MX],
+        "scale_fmt": "ue8m0",
+    },
+    "mxfp4": {
+        "quant_method": "compressed-tensors",
+        "format": "mxfp4-pack-quantized",
+        "quantization_status": "compressed",
+        "config_groups": {
+            "group_0": {
+                "targets": ["Linear"],
+                "format": "mxfp4-pack-quantized",
+                "weights": {
+                    "num_bits": 4,
+                    "type": "float",
+                    "strategy": "group",
+                    "group_size": MX,
+                    "symmetric": True,
+                    "dynamic": False,
+                    "scale_dtype": "torch.uint8",
+                },
+            }
+        },
+    },
+}
+"""What a config says of weights that are quantised so."""
 _FLOATS: Final = ("float32", "bfloat16")
 _POWERS: Final = ("float8_e8m0fnu", "uint8")
 """Dtypes of scales that are powers of two."""
@@ -102,9 +137,9 @@ def _schemes(section: Mapping[str, object]) -> Iterator[Scheme]:
     elif algorithm == "fp8":
         yield Scheme("", "_scale", (0, 0))
     elif algorithm == "mxfp8":
-        yield Scheme("", "_scale", (1, 32), _POWERS)
+        yield Scheme("", "_scale", (1, MX), _POWERS)
     elif method == "mxfp4":
-        yield Scheme("_blocks", "_scales", (1, 32), _POWERS, four=True, transposed=True)
+        yield Scheme("_blocks", "_scales", (1, MX), _POWERS, four=True, transposed=True)
     elif method == "compressed-tensors":
         groups = section.get("config_groups")
         for group in groups.values() if isinstance(groups, Mapping) else ():
@@ -117,7 +152,7 @@ def _of_fp8(section: Mapping[str, object], *, mx: bool) -> Iterator[Scheme]:
     dtypes = _POWERS if mx else _FLOATS
     if section.get("scale_fmt") == "ue8m0" and not mx:
         dtypes += _POWERS
-    block = _block(section.get("weight_block_size", [1, 32] if mx else None))
+    block = _block(section.get("weight_block_size", [1, MX] if mx else None))
     if block is not None:
         yield Scheme("", "_scale_inv", block, dtypes)
     elif section.get("weight_block_size") is None:
@@ -136,7 +171,7 @@ def _of_group(weights: Mapping[str, object], format: str) -> Iterator[Scheme]:
     mx = format.startswith("mx")
     if bits == 8 and block is not None:
         yield Scheme("", "_scale", block, _POWERS if mx else (*_FLOATS, "float16"))
-    elif bits == 4 and mx and block == (1, 32):
+    elif bits == 4 and mx and block == (1, MX):
         yield Scheme("_packed", "_scale", block, _POWERS, four=True)
 
 
@@ -182,7 +217,7 @@ def _fitted(name: str, weight: str, shape: Shape, scheme: Scheme) -> Coded | Non
     if scheme.codes == "_blocks":
         if len(shape) < 3 or shape[-1] != 16:
             return None
-        return Coded(name, scales, scheme, shape[:-3], shape[-3], 32 * shape[-2])
+        return Coded(name, scales, scheme, shape[:-3], shape[-3], MX * shape[-2])
     if len(shape) < 2:
         return None
     return Coded(name, scales, scheme, shape[:-2], shape[-2], shape[-1] * (1 + scheme.four))

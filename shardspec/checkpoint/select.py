@@ -12,10 +12,10 @@ from typing import Final, NamedTuple
 from shardspec.checkpoint.catalog import Catalog, OpaqueValue, is_plain_entry, opaque_parts
 from shardspec.checkpoint.check_quantized import check_blocks, refuse_casts
 from shardspec.checkpoint.choice import Choice, Renames, first_names, wanted_names
-from shardspec.checkpoint.dequantized import dequantised
 from shardspec.checkpoint.format import Format, Wanted, Way
-from shardspec.checkpoint.mapped import Names, check_drop, mapped
+from shardspec.checkpoint.mapped import Names, Naming, check_drop, config_beside, mapped
 from shardspec.checkpoint.open import as_catalog
+from shardspec.checkpoint.options import WriteOptions
 from shardspec.checkpoint.sidecars import add_sidecars
 from shardspec.checkpoint.state_dict import unflatten
 from shardspec.checkpoint.targets import Carried, OutputTensor, Target
@@ -262,18 +262,15 @@ def layouts_like(
 
 
 class Asked(NamedTuple):
-    """What a caller wants of an output, beside how it is written."""
+    """What a caller wants of an output."""
 
     format: Format
     way: Way
-    choice: Choice
+    options: WriteOptions
     names: Names | None
     mesh: DeviceMesh | None = None
     rules: Rules | None = None
     like: PurePath | str | Catalog | None = None
-    drop_values: bool | None = None
-    """Whether entries may be lost; None allows to lose those without tensors."""
-    metadata: bool = True
     limit: int | None = None
     """Most bytes of tensors in a file."""
 
@@ -295,7 +292,8 @@ def check_sharding(asked: Asked) -> None:
             ),
         ),
         (
-            whole and (sharding or any(asked.choice) or asked.names),
+            whole
+            and (sharding or not asked.options.is_all or asked.options.quantize or asked.names),
             (
                 f"{whole} has all tensors of a run as they were saved, for any number of ranks; "
                 "leave out the mesh, the rules, the checkpoint to shard like, ",
@@ -319,19 +317,33 @@ def check_sharding(asked: Asked) -> None:
 def opened_source(checkpoint: PurePath | str | Catalog, asked: Asked) -> Catalog:
     """Return a checkpoint as what a map makes of what is chosen."""
     if asked.names is None:
-        check_drop(asked.choice)
-    source = dequantised(as_catalog(checkpoint), asked.choice.dtype, asked.choice)
-    source = mapped(source, asked.names, asked.choice)
+        check_drop(asked.options)
+    options, source = asked.options, as_catalog(checkpoint)
+    config = asked.names.config if isinstance(asked.names, Naming) else config_beside(source)
+    names = asked.names
+    if options.dtype is not None:
+        # Importing numpy takes as long as copying 200 MiB, and a plain copy needs none.
+        from shardspec.checkpoint.dequantized import dequantised
+
+        source = dequantised(source, options.dtype, options, config)
+        names = names.with_dtype(options.dtype) if isinstance(names, Naming) else names
+    source = mapped(source, names, options)
+    if (options.quantize, options.scale_rule, options.quantize_include) != (None, None, None):
+        from shardspec.checkpoint.quantizing import quantise_of, quantised_as
+
+        how = quantise_of(options.quantize, options.scale_rule, options.quantize_include)
+        source = quantised_as(source, how, options if asked.names is None else Choice(), config)
     return source.as_stored() if asked.format.keeps == "objects" else source
 
 
-def laid_out(source: Catalog, name: str, asked: Asked, save: str, *, sidecars: bool) -> Target:
+def laid_out(source: Catalog, name: str, asked: Asked, save: str) -> Target:
     """Return the files of an output of a name, as its format lays them out for what is chosen.
 
-    `save` names this save, and `sidecars` says whether files beside the weights go along.
+    `save` names this save.
     """
-    format = asked.format
-    choice = asked.choice if asked.names is None else asked.choice.after_map()
+    format, options = asked.format, asked.options
+    whole = asked.names is None and options.quantize is None
+    choice: Choice = options if whole else options.after_map()
     tensors = select(source, choice)
     mesh, layouts = _sharding(source, asked, tensors)
     if format.whole_run:
@@ -340,7 +352,9 @@ def laid_out(source: Catalog, name: str, asked: Asked, save: str, *, sidecars: b
         carried = carried_values(source, choice, tensors, objects=format.keeps == "objects")
     if format.keeps == "tensors":
         carried = Carried(frozenset(), {}, {})
-    check_dropped(source, choice, carried.names, asked.drop_values)
+    # Whole tensors are what a merge is for: it may lose other entries.
+    may_lose = None if asked.way == "merged" and not options.drop_values else options.drop_values
+    check_dropped(source, choice, carried.names, may_lose)
     if asked.way == "merged" and source.extras and not (tensors or carried.names):
         raise CheckpointError(
             f"{source.directory}: holds no tensor that could be written, but "
@@ -351,7 +365,7 @@ def laid_out(source: Catalog, name: str, asked: Asked, save: str, *, sidecars: b
         source,
         Wanted(
             *(name, asked.way, tensors, carried, mesh, layouts, save),
-            *(asked.metadata, sidecars, asked.limit),
+            *(options.metadata, options.sidecars, asked.limit),
         ),
     )
     target = target._replace(carried=target.carried | carried.names)
@@ -359,7 +373,7 @@ def laid_out(source: Catalog, name: str, asked: Asked, save: str, *, sidecars: b
         winners = winning_patterns(list(asked.rules or {}), layouts)
         said = {n: (winners.get(n, ""), str(at.labelled_spec)) for n, at in layouts.items()}
         target = target._replace(sharding=said)
-    return add_sidecars(source, target, format.sidecars) if sidecars else target
+    return add_sidecars(source, target, format.sidecars) if options.sidecars else target
 
 
 def _sharding(

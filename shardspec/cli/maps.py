@@ -205,7 +205,7 @@ def _plan_rules(
     """Plan how devices get a model, by rules; files are numbered behind all devices."""
     from shardspec.checkpoint.check_quantized import check_stored_plan
     from shardspec.checkpoint.choice import Choice
-    from shardspec.checkpoint.load import stored_layouts
+    from shardspec.checkpoint.load_plan import stored_layouts
     from shardspec.checkpoint.mapped import mapped
     from shardspec.checkpoint.select import check_dropped
     from shardspec.resharding.plan import plan_state
@@ -256,7 +256,7 @@ def _plan_layout(
     """Plan how devices get a model, by a layout; files are numbered behind all devices."""
     from shardspec.checkpoint.check_quantized import check_stored_plan
     from shardspec.checkpoint.choice import Choice
-    from shardspec.checkpoint.load import stored_layouts
+    from shardspec.checkpoint.load_plan import stored_layouts
     from shardspec.checkpoint.model_names import model_names
     from shardspec.dtypes import dtype_name, is_cast, keeps_dtype
     from shardspec.families.layouts import model_layouts, padded_config, parse_layout

@@ -71,8 +71,8 @@ def test_help_lists_commands_by_task():
     assert found == {
         "Plan and price conversions": ["plan", "cost"],
         "Draw and translate specs": ["show", "convert", "graph", "explore"],
-        "Look into checkpoints": ["inspect", "verify", "diff"],
-        "Compare checkpoints by digests": ["digest"],
+        "Look into checkpoints": ["inspect"],
+        "Check and compare checkpoints": ["verify", "diff", "digest"],
         "Publish what changed": ["delta", "apply"],
         "Merge and reshard checkpoints": ["merge", "reshard"],
         "Move whole models": ["check-map", "plan-state"],
