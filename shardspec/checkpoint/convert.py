@@ -22,6 +22,8 @@ from shardspec.checkpoint.catalog import (
     ZEROS,
     AnyOutline,
     Catalog,
+    Computed,
+    StoredBox,
     check_tiling,
     distinct,
     memoize_by_boxes,
@@ -81,7 +83,7 @@ def merge(
     max_shard_bytes
         Most bytes of tensors in a file of the format ``"huggingface"``; 5 GB by default.
     dtype
-        Cast floating point tensors to this dtype.
+        Cast floating point tensors to this dtype; quantised weights are dequantised to it.
     names
         A map to the tensors of another model: a `NameMap`, a list of them to be applied in turn, or
         new names. It has to have a use for every tensor that is to be written. `include` and
@@ -100,6 +102,15 @@ def merge(
         in turn to its first match in every name.
     drop
         Shell patterns of names whose tensors the map need not use.
+    quantize
+        Quantise the weights of linear layers: ``"fp8-128x128"``, ``"mxfp8"`` or ``"mxfp4"``. Which
+        these are, says the family of the model by its config, or else their names.
+    scale_rule
+        How a scale of ``"fp8-128x128"`` comes from the largest size in its block, amax:
+        ``"transformers"``, which multiplies numbers with 448 · (1 / amax), is the default;
+        ``"amax/448"`` divides them by that.
+    quantize_include
+        Shell patterns of names of the output: what matches any is quantised, and nothing else.
     drop_values
         Allow to lose entries that the format has no place for, which is an error otherwise; `merge`
         loses those without tensors in any case. Both formats of shards keep plain values (None,
@@ -344,7 +355,7 @@ def _check_tensors(
     copies_of = memoize_by_boxes(check_tiling)
     elements_of = memoize_by_boxes(_elements_by_file)
     # Tensors that are sharded alike share one count.
-    counts: dict[int, Counter[StoragePath]] = {}
+    counts: dict[int, Counter[StoragePath | Computed]] = {}
     widths: Counter[int] = Counter()
     with OpenFiles() as files:
         for place, name in enumerate(sorted({tensor.source for tensor in tensors})):
@@ -359,15 +370,23 @@ def _check_tensors(
             counts[id(elements)] = elements
             widths[id(elements)] += item_bytes(outline.dtype)
     reads: Counter[StoragePath] = Counter()
+    made: dict[int, Mapping[StoragePath, int]] = {}
+    """By the reads themselves: codes and scales are made of the same."""
     for key, elements in counts.items():
-        for path, count in elements.items():
-            reads[path] += count * widths[key]
+        for place, count in elements.items():
+            if isinstance(place, StoragePath):
+                reads[place] += count * widths[key]
+            else:
+                made[id(place.reads)] = place.reads
+    for files_read in made.values():
+        reads.update(files_read)
     return reads
 
 
-def _elements_by_file(outline: AnyOutline) -> Counter[StoragePath]:
-    found: Counter[StoragePath] = Counter()
+def _elements_by_file(outline: AnyOutline) -> Counter[StoragePath | Computed]:
+    found: Counter[StoragePath | Computed] = Counter()
     for stored in distinct(outline):
+        computed = stored.computed if isinstance(stored, StoredBox) else None
         if stored.path != ZEROS:
-            found[stored.path] += box_size(stored.box)
+            found[computed or stored.path] += box_size(stored.box)
     return found

@@ -13,7 +13,7 @@ from shardspec.checkpoint.catalog import Catalog, OpaqueValue, is_plain_entry, o
 from shardspec.checkpoint.check_quantized import check_blocks, refuse_casts
 from shardspec.checkpoint.choice import Choice, Renames, first_names, wanted_names
 from shardspec.checkpoint.format import Format, Wanted, Way
-from shardspec.checkpoint.mapped import Names, check_drop, mapped
+from shardspec.checkpoint.mapped import Names, Naming, check_drop, config_beside, mapped
 from shardspec.checkpoint.open import as_catalog
 from shardspec.checkpoint.options import WriteOptions
 from shardspec.checkpoint.sidecars import add_sidecars
@@ -56,7 +56,8 @@ def select(source: Catalog, choice: Choice) -> list[OutputTensor]:
     wanted = []
     for name in names:
         tensor = source.outline(name)
-        casts = target is not None and is_cast(tensor.dtype, target) and not keeps_dtype(name)
+        stays = keeps_dtype(name) or name in source.keeps_dtype
+        casts = target is not None and is_cast(tensor.dtype, target) and not stays
         dtype = target if target and casts else tensor.dtype
         wanted.append(OutputTensor(renamed[name], name, tensor.shape, dtype))
     return sorted(wanted, key=lambda tensor: tensor.name)
@@ -310,7 +311,8 @@ def check_sharding(asked: Asked) -> None:
             ),
         ),
         (
-            whole and (sharding or not asked.options.is_all or asked.names),
+            whole
+            and (sharding or not asked.options.is_all or asked.options.quantize or asked.names),
             (
                 f"{whole} has all tensors of a run as they were saved, for any number of ranks; "
                 "leave out the mesh, the rules, the checkpoint to shard like, ",
@@ -335,7 +337,21 @@ def opened_source(checkpoint: PurePath | str | Catalog, asked: Asked) -> Catalog
     """Return a checkpoint as what a map makes of what is chosen."""
     if asked.names is None:
         check_drop(asked.options)
-    source = mapped(as_catalog(checkpoint), asked.names, asked.options)
+    options, source = asked.options, as_catalog(checkpoint)
+    config = asked.names.config if isinstance(asked.names, Naming) else config_beside(source)
+    names = asked.names
+    if options.dtype is not None:
+        # Importing numpy takes as long as copying 200 MiB, and a plain copy needs none.
+        from shardspec.checkpoint.dequantized import dequantised
+
+        source = dequantised(source, options.dtype, options, config)
+        names = names.with_dtype(options.dtype) if isinstance(names, Naming) else names
+    source = mapped(source, names, options)
+    if (options.quantize, options.scale_rule, options.quantize_include) != (None, None, None):
+        from shardspec.checkpoint.quantizing import quantise_of, quantised_as
+
+        how = quantise_of(options.quantize, options.scale_rule, options.quantize_include)
+        source = quantised_as(source, how, options if asked.names is None else Choice(), config)
     return source.as_stored() if asked.format.keeps == "objects" else source
 
 
@@ -345,7 +361,8 @@ def laid_out(source: Catalog, name: str, asked: Asked, save: str) -> Target:
     `save` names this save.
     """
     format, options = asked.format, asked.options
-    choice = options if asked.names is None else options.after_map()
+    whole = asked.names is None and options.quantize is None
+    choice: Choice = options if whole else options.after_map()
     tensors = select(source, choice)
     mesh, layouts = _sharding(source, asked, tensors)
     if format.whole_run:
