@@ -7,7 +7,7 @@ the output can be made and may be written, plan the copies, execute them, commit
 import os
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from hashlib import sha256
