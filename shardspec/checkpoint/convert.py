@@ -7,7 +7,7 @@ the output can be made and may be written, plan the copies, execute them, commit
 import os
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from hashlib import sha256
@@ -22,6 +22,8 @@ from shardspec.checkpoint.catalog import (
     ZEROS,
     AnyOutline,
     Catalog,
+    Computed,
+    StoredBox,
     check_tiling,
     distinct,
     memoize_by_boxes,
@@ -40,6 +42,7 @@ from shardspec.checkpoint.storage.reading import OpenFiles
 from shardspec.checkpoint.targets import OutputTensor, Target
 from shardspec.dtypes import item_bytes
 from shardspec.errors import CheckpointError
+from shardspec.layout.layout import Layout
 from shardspec.layout.rules import Rules
 from shardspec.mesh.device_mesh import DeviceMesh
 from shardspec.resharding.digests import Digests, TensorDigest
@@ -79,7 +82,7 @@ def merge(
     max_shard_bytes
         Most bytes of tensors in a file of the format ``"huggingface"``; 5 GB by default.
     dtype
-        Cast floating point tensors to this dtype.
+        Cast floating point tensors to this dtype; quantised weights are dequantised to it.
     names
         A map to the tensors of another model: a `NameMap`, a list of them to be applied in turn, or
         new names. It has to have a use for every tensor that is to be written. `include` and
@@ -98,6 +101,15 @@ def merge(
         in turn to its first match in every name.
     drop
         Shell patterns of names whose tensors the map need not use.
+    quantize
+        Quantise the weights of linear layers: ``"fp8-128x128"``, ``"mxfp8"`` or ``"mxfp4"``. Which
+        these are, says the family of the model by its config, or else their names.
+    scale_rule
+        How a scale of ``"fp8-128x128"`` comes from the largest size in its block, amax:
+        ``"transformers"``, which multiplies numbers with 448 · (1 / amax), is the default;
+        ``"amax/448"`` divides them by that.
+    quantize_include
+        Shell patterns of names of the output: what matches any is quantised, and nothing else.
     drop_values
         Allow to lose entries that the format has no place for, which is an error otherwise; `merge`
         loses those without tensors in any case. Both formats of shards keep plain values (None,
@@ -159,7 +171,7 @@ def reshard(
     *,
     device_mesh: DeviceMesh | None = None,
     rules: Rules | None = None,
-    like: PurePath | str | Catalog | None = None,
+    like: PurePath | str | Catalog | Mapping[str, Layout] | None = None,
     format: str | None = None,
     dtype: str | None = None,
     names: Names | None = None,
@@ -180,7 +192,8 @@ def reshard(
         Name pattern to spec, matched against the new names as by `match_rules`: the last rule that
         matches a tensor counts. One that no rule matches is replicated.
     like
-        A checkpoint to take mesh and specs from, by name, in place of the two above.
+        A checkpoint to take mesh and specs from, by name, in place of the two above; or the layout
+        of each tensor, as `model_layouts` returns them.
     format
         shardspec's own, which is the default, that of `torch.distributed.checkpoint`, or
         ``"deepspeed-universal"``, which any number of ranks loads. That one is made of a whole run
@@ -331,7 +344,7 @@ def _check_tensors(
     copies_of = memoize_by_boxes(check_tiling)
     elements_of = memoize_by_boxes(_elements_by_file)
     # Tensors that are sharded alike share one count.
-    counts: dict[int, Counter[StoragePath]] = {}
+    counts: dict[int, Counter[StoragePath | Computed]] = {}
     widths: Counter[int] = Counter()
     with OpenFiles() as files:
         for place, name in enumerate(sorted({tensor.source for tensor in tensors})):
@@ -346,15 +359,23 @@ def _check_tensors(
             counts[id(elements)] = elements
             widths[id(elements)] += item_bytes(outline.dtype)
     reads: Counter[StoragePath] = Counter()
+    made: dict[int, Mapping[StoragePath, int]] = {}
+    """By the reads themselves: codes and scales are made of the same."""
     for key, elements in counts.items():
-        for path, count in elements.items():
-            reads[path] += count * widths[key]
+        for place, count in elements.items():
+            if isinstance(place, StoragePath):
+                reads[place] += count * widths[key]
+            else:
+                made[id(place.reads)] = place.reads
+    for files_read in made.values():
+        reads.update(files_read)
     return reads
 
 
-def _elements_by_file(outline: AnyOutline) -> Counter[StoragePath]:
-    found: Counter[StoragePath] = Counter()
+def _elements_by_file(outline: AnyOutline) -> Counter[StoragePath | Computed]:
+    found: Counter[StoragePath | Computed] = Counter()
     for stored in distinct(outline):
+        computed = stored.computed if isinstance(stored, StoredBox) else None
         if stored.path != ZEROS:
-            found[stored.path] += box_size(stored.box)
+            found[computed or stored.path] += box_size(stored.box)
     return found

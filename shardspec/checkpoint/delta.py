@@ -126,7 +126,7 @@ def delta(
     for number in (version, before):
         if type(number) is not int or not 0 <= number <= _MOST_VERSION:
             raise CheckpointError(
-                f"{number!r} is no version; give a number from 0 to {_MOST_VERSION}"
+                f"{number!r} is not a version; give a number from 0 to {_MOST_VERSION}"
             )
     if version == before:
         raise CheckpointError(f"version {version} cannot be made of itself; give another")

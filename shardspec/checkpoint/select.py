@@ -14,7 +14,7 @@ from shardspec.checkpoint.check_quantized import check_blocks, refuse_casts
 from shardspec.checkpoint.choice import Choice, Renames, first_names, wanted_names
 from shardspec.checkpoint.format import Format, Wanted, Way
 from shardspec.checkpoint.formats.registry import default_format, merged_format, written_format
-from shardspec.checkpoint.mapped import Names, mapped_choice
+from shardspec.checkpoint.mapped import Names, Naming, config_beside, mapped_choice
 from shardspec.checkpoint.open import as_catalog
 from shardspec.checkpoint.options import WriteOptions
 from shardspec.checkpoint.sidecars import add_sidecars
@@ -23,6 +23,7 @@ from shardspec.checkpoint.storage.path import StoragePath
 from shardspec.checkpoint.targets import Carried, OutputTensor, Target
 from shardspec.dtypes import dtype_name, is_cast, is_floating, keeps_dtype, packed
 from shardspec.errors import CheckpointError, DTypeError, LayoutError, ShardSpecError
+from shardspec.layout.common_mesh import on_common_mesh
 from shardspec.layout.layout import Layout, SpecLike
 from shardspec.layout.rules import Rules, match_rules, winning_patterns
 from shardspec.layout.spec import ShardingSpec
@@ -57,7 +58,8 @@ def select(source: Catalog, choice: Choice) -> list[OutputTensor]:
     wanted = []
     for name in names:
         tensor = source.outline(name)
-        casts = target is not None and is_cast(tensor.dtype, target) and not keeps_dtype(name)
+        stays = keeps_dtype(name) or name in source.keeps_dtype
+        casts = target is not None and is_cast(tensor.dtype, target) and not stays
         dtype = target if target and casts else tensor.dtype
         wanted.append(OutputTensor(renamed[name], name, tensor.shape, dtype))
     return sorted(wanted, key=lambda tensor: tensor.name)
@@ -163,9 +165,9 @@ def check_dropped(
     }
     if drop and not lost:
         raise CheckpointError(
-            f"{source.directory}: no entry is lost that ",
+            f"{source.directory}: no value would be lost, so there is nothing for ",
             Argument("drop_values", value=True),
-            " could allow; leave it out",
+            " to drop; leave it out",
         )
     if not lost or drop:
         return
@@ -260,6 +262,24 @@ def layouts_like(
     return other.mesh, layouts_by_rules(other.mesh, {}, wanted, spec_of)
 
 
+def layouts_given(
+    given: Mapping[str, Layout], wanted: Sequence[OutputTensor]
+) -> tuple[DeviceMesh, dict[str, Layout]]:
+    """Return the mesh of given layouts, and those of the tensors; nothing is pending."""
+    found = {}
+    for tensor in wanted:
+        layout = given.get(tensor.name)
+        if layout is None or layout.global_shape != tensor.shape:
+            said = "no layout is" if layout is None else f"the layout of {layout.global_shape} is"
+            raise CheckpointError(
+                f"{said} for tensor {tensor.name!r} of shape {tensor.shape}; give one, or exclude "
+                "the tensor"
+            )
+        spec = layout.spec.without_partial()
+        found[tensor.name] = Layout(layout.mesh, spec, tensor.shape, tensor.dtype)
+    return on_common_mesh(found) if found else (_ALONE, {})
+
+
 # --- the output that a caller asks for
 
 
@@ -273,7 +293,7 @@ class Asked(NamedTuple):
     names: Names | None
     mesh: DeviceMesh | None = None
     rules: Rules | None = None
-    like: PurePath | str | Catalog | None = None
+    like: PurePath | str | Catalog | Mapping[str, Layout] | None = None
     limit: int | None = None
     """Most bytes of tensors in a file."""
     directory: bool = False
@@ -315,7 +335,8 @@ def _check_sharding(asked: Asked, whole: str) -> None:
             ),
         ),
         (
-            whole and (sharding or not asked.options.is_all or asked.names),
+            whole
+            and (sharding or not asked.options.is_all or asked.options.quantize or asked.names),
             (
                 f"{whole} has all tensors of a run as they were saved, for any number of ranks; "
                 "leave out the mesh, the rules, the checkpoint to shard like, ",
@@ -336,6 +357,28 @@ def _check_sharding(asked: Asked, whole: str) -> None:
             raise CheckpointError(*problem)
 
 
+def _opened(
+    checkpoint: PurePath | str | Catalog, asked: Asked, format: Format
+) -> tuple[Catalog, Choice]:
+    """Return a checkpoint as what is asked makes of it, and what is left to choose of that."""
+    options, source, names = asked.options, as_catalog(checkpoint), asked.names
+    config = names.config if isinstance(names, Naming) else config_beside(source)
+    if options.dtype is not None:
+        # Importing numpy takes as long as copying 200 MiB, and a plain copy needs none.
+        from shardspec.checkpoint.dequantized import dequantised
+
+        source = dequantised(source, options.dtype, options, config)
+        names = names.with_dtype(options.dtype) if isinstance(names, Naming) else names
+    source, choice = mapped_choice(source, names, options)
+    if (options.quantize, options.scale_rule, options.quantize_include) != (None, None, None):
+        from shardspec.checkpoint.quantizing import quantise_of, quantised_as
+
+        how = quantise_of(options.quantize, options.scale_rule, options.quantize_include)
+        source = quantised_as(source, how, options if names is None else Choice(), config)
+        choice = options.after_map() if options.quantize is not None else choice
+    return source.as_stored() if format.keeps == "objects" else source, choice
+
+
 def laid_out(
     checkpoint: PurePath | str | Catalog, output: StoragePath, asked: Asked, save: str
 ) -> LaidOut:
@@ -344,9 +387,7 @@ def laid_out(
     `save` names this save. Raises ShardSpecError if the format cannot hold what is wanted.
     """
     format, options = _format(output, asked), asked.options
-    source, choice = mapped_choice(as_catalog(checkpoint), asked.names, options)
-    if format.keeps == "objects":
-        source = source.as_stored()
+    source, choice = _opened(checkpoint, asked, format)
     tensors = select(source, choice)
     mesh, layouts = _sharding(source, asked, format, tensors)
     if format.whole_run:
@@ -392,7 +433,9 @@ def _sharding(
     """Return the mesh of an output and the layouts of its tensors, if its format has shards."""
     if format.whole_run or "sharded" not in format.writes:
         return _ALONE, {}
-    if asked.like is not None:
+    if isinstance(asked.like, Mapping):
+        mesh, layouts = layouts_given(asked.like, tensors)
+    elif asked.like is not None:
         mesh, layouts = layouts_like(as_catalog(asked.like), tensors)
     else:
         mesh = asked.mesh or _ALONE
