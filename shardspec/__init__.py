@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from shardspec.comm.curves import Link as Link
     from shardspec.comm.process_group import ProcessGroupCommunicator as ProcessGroupCommunicator
     from shardspec.comm.process_group import init_device_mesh as init_device_mesh
-    from shardspec.digests import Digests as Digests
-    from shardspec.digests import TensorDigest as TensorDigest
     from shardspec.errors import ShardSpecError as ShardSpecError
     from shardspec.families.layouts import model_layouts as model_layouts
     from shardspec.families.maps import load_map as load_map
@@ -39,6 +37,8 @@ if TYPE_CHECKING:
     from shardspec.layout.spec import ShardingSpec as ShardingSpec
     from shardspec.mesh.device_mesh import DeviceMesh as DeviceMesh
     from shardspec.parallel.distribute import distribute_module as distribute_module
+    from shardspec.resharding.digests import Digests as Digests
+    from shardspec.resharding.digests import TensorDigest as TensorDigest
     from shardspec.resharding.maps import check_map as check_map
     from shardspec.resharding.name_map import NameMap as NameMap
     from shardspec.resharding.plan import ReshardPlan as ReshardPlan
@@ -70,7 +70,6 @@ _NAMES: Final = {
     "comm.cost": ("CostModel",),
     "comm.curves": ("Link",),
     "comm.process_group": ("ProcessGroupCommunicator", "init_device_mesh"),
-    "digests": ("Digests", "TensorDigest"),
     "errors": ("ShardSpecError",),
     "layout.converter": ("LayoutConverter",),
     "layout.layout": ("Layout",),
@@ -79,6 +78,7 @@ _NAMES: Final = {
     "layout.spec": ("DimSpec", "ShardingSpec"),
     "mesh.device_mesh": ("DeviceMesh",),
     "parallel.distribute": ("distribute_module",),
+    "resharding.digests": ("Digests", "TensorDigest"),
     "resharding.maps": ("check_map",),
     "resharding.name_map": ("NameMap",),
     "resharding.plan": ("ReshardPlan", "reshard_state"),

@@ -17,7 +17,6 @@ HOME = ROOT / "checkpoint" / "formats"
 ELSEWHERE = sorted({*ROOT.glob("checkpoint/*.py"), *ROOT.glob("cli/*.py")})
 NAMES = {text for form in built_in() for text in (form.name, form.called)}
 NOT_FORMATS = {
-    ("state_dict.py", "torch"),  # the package
     ("links.py", "torch"),
     ("show.py", "torch"),  # the notation
     ("main.py", "shardspec"),  # the program
@@ -28,9 +27,6 @@ NOT_FORMATS = {
     ("parts.py", "DeepSpeed ZeRO"),
     ("parts.py", "Meta's model parallel"),
 }
-MOST_PARAMETERS = 10
-AS_USERS_GIVE_THEM = {"load_sharded", "merge", "reshard"}
-"""Their options are keywords."""
 
 
 def texts(path):
@@ -86,15 +82,3 @@ def test_members_have_a_line_that_says_what_they_mean():
         assert f"\n    {field.name}: " in source
         after = source.partition(f"\n    {field.name}: ")[2]
         assert after.partition("\n")[2].lstrip().startswith('"""'), field.name
-
-
-def test_functions_of_checkpoints_have_few_parameters():
-    many = set()
-    for path in sorted((ROOT / "checkpoint").rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
-            if isinstance(node, ast.FunctionDef):
-                given = node.args
-                count = len([*given.posonlyargs, *given.args, *given.kwonlyargs])
-                if count > MOST_PARAMETERS:
-                    many.add(node.name)
-    assert many == AS_USERS_GIVE_THEM

@@ -20,7 +20,6 @@ LAYERS = [
     {"errors"},
     {"input_files"},
     {"boxes", "dtypes"},
-    {"digests"},
     {"mesh"},
     {"comm"},
     {"layout"},
@@ -217,6 +216,33 @@ def test_help_works_without_torch():
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+MOST_PARAMETERS = 10
+
+
+def parameters(function):
+    """Return the names of a function's parameters, as its callers see them."""
+    given = function.args
+    every = [*given.posonlyargs, *given.args, given.vararg, *given.kwonlyargs, given.kwarg]
+    return [argument.arg for argument in every if argument and argument.arg not in ("self", "cls")]
+
+
+def is_command(function):
+    """Whether the parameters of a function are the options of a command."""
+    return any("click.command" in ast.unparse(decorator) for decorator in function.decorator_list)
+
+
+def test_functions_have_few_parameters():
+    many, counted = {}, 0
+    for module in MODULES:
+        for node in ast.walk(ast.parse(source(module).read_text("utf-8"))):
+            if isinstance(node, ast.FunctionDef) and not is_command(node):
+                counted += 1
+                if len(parameters(node)) > MOST_PARAMETERS:
+                    many[f"{module}.{node.name}"] = parameters(node)
+    assert many == {}
+    assert counted > 2000
 
 
 # The format of each module of formats; short names of arrays and sizes, which mean the same.

@@ -9,7 +9,6 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Final, Generic, NamedTuple, TypeAlias, TypeVar
 
 from shardspec.boxes import Box, box_size, contains
-from shardspec.checkpoint.state_dict import KeyPath
 from shardspec.checkpoint.storage.from_text import storage_path
 from shardspec.checkpoint.storage.path import StoragePath
 from shardspec.checkpoint.storage.snapshot import Snapshot
@@ -19,9 +18,10 @@ from shardspec.errors import CheckpointError
 from shardspec.layout.layout import Layout, LayoutCell, cells_of
 from shardspec.layout.spec import ShardingSpec
 from shardspec.mesh.device_mesh import DeviceMesh
+from shardspec.resharding.state import KeyPath
 
 if TYPE_CHECKING:
-    from shardspec.digests import TensorDigest
+    from shardspec.resharding.digests import TensorDigest
 
 ZEROS: Final = storage_path("/dev/zero")
 """Where boxes are that no file has: they are zeros. It is not opened."""

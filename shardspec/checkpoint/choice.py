@@ -1,9 +1,10 @@
 """Which tensors of a checkpoint are wanted, by patterns of their names."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from itertools import chain
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias, TypedDict
 
 from shardspec.checkpoint.catalog import Catalog
 from shardspec.errors import CheckpointError
@@ -14,14 +15,29 @@ Renames: TypeAlias = Mapping[str, str] | Sequence[tuple[str, str]]
 """Regular expressions, each with what its first match in a name is replaced with."""
 
 
-class Choice(NamedTuple):
+class Selection(TypedDict, total=False):
+    """Arguments by which callers choose and rename tensors; see `merge`."""
+
+    include: Patterns | None
+    exclude: Patterns
+    rename: Renames
+    drop: Patterns
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
     """Which tensors are wanted of a checkpoint, and how; see `merge`."""
 
     include: Patterns | None = None
     exclude: Patterns = ()
     rename: Renames = ()
-    dtype: str | None = None
     drop: Patterns = ()
+    dtype: str | None = None
+
+    @property
+    def is_all(self) -> bool:
+        """Whether every tensor is wanted, as it is."""
+        return not any((self.include, self.exclude, self.rename, self.drop, self.dtype))
 
     def wants(self, name: str) -> bool:
         """Return whether something of a name is wanted."""
@@ -30,7 +46,7 @@ class Choice(NamedTuple):
 
     def after_map(self) -> "Choice":
         """Return what is left to be done where a map has been taken of what is wanted."""
-        return Choice(None, (), self.rename, self.dtype)
+        return Choice(rename=self.rename, dtype=self.dtype)
 
 
 def _patterns(patterns: Patterns) -> Sequence[str]:

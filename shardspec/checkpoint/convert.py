@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from hashlib import sha256
 from pathlib import PurePath
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Unpack
 
 from isal.isal_zlib import crc32_combine
 
@@ -26,25 +26,24 @@ from shardspec.checkpoint.catalog import (
     distinct,
     memoize_by_boxes,
 )
-from shardspec.checkpoint.choice import Choice, Patterns, Renames
 from shardspec.checkpoint.destination import Destination, check_destination
 from shardspec.checkpoint.digest import check_digests_file, write_digests
 from shardspec.checkpoint.formats.registry import default_format, merged_format, written_format
 from shardspec.checkpoint.mapped import Names
-from shardspec.checkpoint.output import Output, WriteOptions
-from shardspec.checkpoint.read_boxes import Progress, check_replicas, crc_text
+from shardspec.checkpoint.options import WriteKeywords, WriteOptions
+from shardspec.checkpoint.output import Output
+from shardspec.checkpoint.read_boxes import check_replicas, crc_text
 from shardspec.checkpoint.select import Asked, check_sharding, laid_out, opened_source
 from shardspec.checkpoint.storage.from_text import storage_path
 from shardspec.checkpoint.storage.path import StoragePath
 from shardspec.checkpoint.storage.reading import OpenFiles
 from shardspec.checkpoint.targets import OutputTensor, Target
-from shardspec.comm.communicator import Communicator
-from shardspec.digests import Digests, TensorDigest
 from shardspec.dtypes import item_bytes
 from shardspec.errors import CheckpointError
 from shardspec.layout.layout import Layout
 from shardspec.layout.rules import Rules
 from shardspec.mesh.device_mesh import DeviceMesh
+from shardspec.resharding.digests import Digests, TensorDigest
 
 if TYPE_CHECKING:
     from shardspec.checkpoint.numeric import CastLosses
@@ -139,28 +138,16 @@ class WriteReport:
         }
 
 
-def merge(  # noqa: PLR0913  # options that users name
+def merge(
     directory: PurePath | str | Catalog,
     output: PurePath | str,
     *,
     format: str | None = None,
     max_shard_bytes: int | None = None,
     dtype: str | None = None,
-    include: Patterns | None = None,
-    exclude: Patterns = (),
-    rename: Renames = (),
     names: Names | None = None,
-    drop: Patterns = (),
-    threads: int = 1,
-    metadata: bool = True,
-    strict_cast: bool = False,
     overwrite: bool = False,
-    verify: bool = True,
-    dry_run: bool = False,
-    sidecars: bool = True,
-    progress: Progress | None = None,
-    communicator: Communicator | None = None,
-    digests: PurePath | str | None = None,
+    **options: Unpack[WriteKeywords],
 ) -> WriteReport:
     """Write the global tensors of a checkpoint into one file, or into files of a limited size.
 
@@ -183,18 +170,29 @@ def merge(  # noqa: PLR0913  # options that users name
         Most bytes of tensors in a file of the format ``"huggingface"``; 5 GB by default.
     dtype
         Cast floating point tensors to this dtype.
+    names
+        A map to the tensors of another model: a `NameMap`, a list of them to be applied in turn, or
+        new names. It has to have a use for every tensor that is to be written. `include` and
+        `exclude` match names before it, `rename` those that it gives.
+    overwrite
+        Replace the checkpoint that is there: its own files, and those beside the weights that
+        belong to it. A directory with any other file is refused.
+
+    Other Parameters
+    ----------------
     include, exclude
         Shell patterns of names, one or several. What matches any of `include`, or all if it is
         None, and none of `exclude`, is written.
     rename
         Regular expressions with their replacements, ``{"^model[.]": ""}`` or pairs. Each is applied
         in turn to its first match in every name.
-    names
-        A map to the tensors of another model: a `NameMap`, a list of them to be applied in turn, or
-        new names. It has to have a use for every tensor that is to be written. `include` and
-        `exclude` match names before it, `rename` those that it gives.
     drop
         Shell patterns of names whose tensors the map need not use.
+    drop_values
+        Allow to lose entries that the format has no place for, which is an error otherwise; `merge`
+        loses those without tensors in any case. Both formats of shards keep plain values (None,
+        numbers, texts, bytes, lists and dicts of them); between checkpoints of torch everything is
+        copied as it is stored.
     threads
         How many threads copy: each a few tensors at a time, or to a store a file.
     metadata
@@ -202,9 +200,6 @@ def merge(  # noqa: PLR0913  # options that users name
     strict_cast
         Refuse a cast that does not keep a number: one that overflows, becomes 0, or becomes NaN.
         Otherwise the report counts them.
-    overwrite
-        Replace the checkpoint that is there: its own files, and those beside the weights that
-        belong to it. A directory with any other file is refused.
     verify
         Compare all bytes that are read with the digests of the checkpoint, if it has any.
     dry_run
@@ -247,23 +242,12 @@ def merge(  # noqa: PLR0913  # options that users name
     place = storage_path(output)
     in_directory = isinstance(output, str) and output.endswith(("/", os.sep))
     chosen = merged_format(place, format, max_shard_bytes, in_directory)
-    choice = Choice(include, exclude, rename, dtype, drop)
-    asked = Asked(chosen, "merged", choice, names, metadata=metadata, limit=max_shard_bytes)
-    options = WriteOptions(
-        threads,
-        strict_cast,
-        overwrite,
-        verify,
-        dry_run,
-        sidecars,
-        progress,
-        communicator,
-        None if digests is None else storage_path(digests),
-    )
-    return _converted(directory, place, asked, options)
+    how = WriteOptions(dtype=dtype, overwrite=overwrite, **options)
+    asked = Asked(chosen, "merged", how, names, limit=max_shard_bytes)
+    return _converted(directory, place, asked)
 
 
-def reshard(  # noqa: PLR0913  # options that users name
+def reshard(
     directory: PurePath | str | Catalog,
     output: PurePath | str,
     *,
@@ -272,21 +256,9 @@ def reshard(  # noqa: PLR0913  # options that users name
     like: PurePath | str | Catalog | Mapping[str, Layout] | None = None,
     format: str | None = None,
     dtype: str | None = None,
-    include: Patterns | None = None,
-    exclude: Patterns = (),
-    rename: Renames = (),
     names: Names | None = None,
-    drop: Patterns = (),
-    threads: int = 1,
-    strict_cast: bool = False,
-    drop_values: bool = False,
     overwrite: bool = False,
-    verify: bool = True,
-    dry_run: bool = False,
-    sidecars: bool = True,
-    progress: Progress | None = None,
-    communicator: Communicator | None = None,
-    digests: PurePath | str | None = None,
+    **options: Unpack[WriteKeywords],
 ) -> WriteReport:
     """Write a checkpoint of any format as the ranks of a mesh would have saved it.
 
@@ -308,14 +280,8 @@ def reshard(  # noqa: PLR0913  # options that users name
         shardspec's own, which is the default, that of `torch.distributed.checkpoint`, or
         ``"deepspeed-universal"``, which any number of ranks loads. That one is made of a whole run
         of DeepSpeed's ZeRO, without mesh and rules.
-    dtype, include, exclude, rename, names, drop, threads, strict_cast
-        As for `merge`.
-    drop_values
-        Leave out the entries that the format has no place for, which is an error otherwise. Both
-        formats of shards keep plain values (None, numbers, texts, bytes, lists and dicts of them);
-        between checkpoints of torch everything is copied as it is stored.
-    overwrite, verify, dry_run, sidecars, progress, communicator
-        As for `merge`.
+    dtype, names, overwrite
+        As for `merge`, as are all other parameters.
 
     Raises
     ------
@@ -337,28 +303,19 @@ def reshard(  # noqa: PLR0913  # options that users name
     5
     """
     chosen = written_format(format, "sharded") if format else default_format("sharded")
-    choice = Choice(include, exclude, rename, dtype, drop)
-    asked = Asked(chosen, "sharded", choice, names, device_mesh, rules, like, drop_values)
+    how = WriteOptions(dtype=dtype, overwrite=overwrite, **options)
+    asked = Asked(chosen, "sharded", how, names, device_mesh, rules, like)
     check_sharding(asked)
-    options = WriteOptions(
-        threads,
-        strict_cast,
-        overwrite,
-        verify,
-        dry_run,
-        sidecars,
-        progress,
-        communicator,
-        None if digests is None else storage_path(digests),
-    )
-    return _converted(directory, storage_path(output), asked, options)
+    return _converted(directory, storage_path(output), asked)
 
 
 def _converted(
-    checkpoint: PurePath | str | Catalog, output: StoragePath, asked: Asked, options: WriteOptions
+    checkpoint: PurePath | str | Catalog, output: StoragePath, asked: Asked
 ) -> WriteReport:
     """Check that an output can be made of a checkpoint and may be written, and write it."""
     started = time.monotonic()
+    options = asked.options
+    digests_file = None if options.digests is None else storage_path(options.digests)
     processes = Processes(None if options.dry_run else options.communicator)
 
     def prepared(save: str) -> tuple[Catalog, Target, Destination, WriteReport]:
@@ -370,7 +327,7 @@ def _converted(
                 "start one process"
             )
         source = opened_source(checkpoint, asked)
-        target = laid_out(source, output.name, asked, save, sidecars=options.sidecars)
+        target = laid_out(source, output.name, asked, save)
         if not output.nests and any("/" in file.name for file in target.files):
             raise CheckpointError(
                 f"{output}: the format {asked.format.name!r} has files in directories, which are "
@@ -379,8 +336,8 @@ def _converted(
         destination = Destination(output)
         if processes.rank == 0:
             destination = check_destination(output, source, target, options.overwrite)
-            if options.digests is not None:
-                check_digests_file(options.digests, output, overwrite=options.overwrite)
+            if digests_file is not None:
+                check_digests_file(digests_file, output, overwrite=options.overwrite)
         reads = _check_tensors(source, target.tensors, options.verify, processes)
         report = WriteReport(
             path=output.public(),
@@ -413,9 +370,10 @@ def _converted(
             for _, num_bytes, value in written:
                 crc = int(crc32_combine(crc, value, num_bytes))
             digests = None
-            if options.digests is not None:
+            if digests_file is not None:
                 digests = _digests(target, begun)
-                processes.agree(partial(_write_digests, digests, options, processes))
+                write = partial(write_digests, digests_file, digests, overwrite=options.overwrite)
+                processes.agree(lambda: write() if processes.rank == 0 else None)
             report = replace(
                 report,
                 writes={name: num_bytes for name, num_bytes, _ in written},
@@ -435,11 +393,6 @@ def _digests(target: Target, output: Output) -> Digests:
         written = target.same.get(tensor.name, tensor.name)
         found[tensor.name] = output.tensor_digests.get(written, empty)
     return Digests(found)
-
-
-def _write_digests(digests: Digests, options: WriteOptions, processes: Processes) -> None:
-    if options.digests is not None and processes.rank == 0:
-        write_digests(options.digests, digests, overwrite=options.overwrite)
 
 
 def _facts(

@@ -14,8 +14,8 @@ from shardspec.checkpoint.storage.from_text import storage_path
 from shardspec.checkpoint.storage.path import StoragePath, file_inside
 from shardspec.checkpoint.storage.reading import OpenFiles
 from shardspec.checkpoint.strict_json import checked, read_json
-from shardspec.digests import Digests, TensorDigest
 from shardspec.errors import CheckpointError
+from shardspec.resharding.digests import Digests, TensorDigest
 from shardspec.text import shown
 
 DELTA_INDEX: Final = "model.safetensors.index.json"

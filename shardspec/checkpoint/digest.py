@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import PurePath
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, TypeAlias, Unpack
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,7 +20,7 @@ from shardspec.checkpoint.catalog import (
     row_major_strides,
     whole_box,
 )
-from shardspec.checkpoint.choice import Choice, Patterns, Renames
+from shardspec.checkpoint.choice import Choice, Patterns, Selection
 from shardspec.checkpoint.mapped import (
     Names,
     check_drop,
@@ -44,11 +44,11 @@ from shardspec.checkpoint.storage.reading import OpenFiles
 from shardspec.checkpoint.strict_json import read_json
 from shardspec.checkpoint.targets import assign_boxes
 from shardspec.comm.communicator import Communicator
-from shardspec.digests import LANES, Digests, TensorDigest, digests_of_json
 from shardspec.dtypes import item_bytes
 from shardspec.errors import CheckpointError, LayoutError
 from shardspec.layout.layout import Layout
 from shardspec.layout.spec import ShardingSpec
+from shardspec.resharding.digests import LANES, Digests, TensorDigest, digests_of_json
 from shardspec.resharding.maps import apply_map, dropped_by
 from shardspec.resharding.name_map import Equation, NameMap
 from shardspec.resharding.view_parts import parts_of_view
@@ -66,14 +66,11 @@ _Places: TypeAlias = Mapping[str, Sequence[Equation]]
 def digest(
     source: Mapping[str, Any] | PurePath | str | Catalog,
     *,
-    include: Patterns | None = None,
-    exclude: Patterns = (),
-    rename: Renames = (),
     names: Names | None = None,
-    drop: Patterns = (),
     seed: int = 0,
     communicator: Communicator | None = None,
     progress: Progress | None = None,
+    **selection: Unpack[Selection],
 ) -> Digests:
     """Return the digest of every tensor of a checkpoint or state dict, however it is sharded.
 
@@ -86,8 +83,6 @@ def digest(
     source
         A checkpoint in any format that `open_checkpoint` reads, or one that is open; or a state
         dict as `save_sharded` takes it, whose plain values do not count.
-    include, exclude, rename
-        Which tensors of a checkpoint, and under which names, as for `merge`.
     names, drop
         Digests are those of the tensors that a map makes, as for `merge`; of a state dict it is one
         `NameMap`, or new names.
@@ -97,6 +92,11 @@ def digest(
         Who holds a state dict, as for `save_sharded`.
     progress
         Called with the bytes of a checkpoint that are read so far, and in all.
+
+    Other Parameters
+    ----------------
+    include, exclude, rename
+        Which tensors of a checkpoint, and under which names, as for `merge`.
 
     Raises
     ------
@@ -117,13 +117,13 @@ def digest(
     """
     if type(seed) is not int or not 0 <= seed < 2**64:
         raise LayoutError(f"seed={seed!r} is no whole number from 0 to 2^64 - 1; leave it out")
-    choice = Choice(include, exclude, rename, None, drop)
+    choice = Choice(**selection)
     if isinstance(source, Mapping):
-        if any((include, exclude, rename, progress)):
+        if progress is not None or not replace(choice, drop=()).is_all:
             raise LayoutError("include, exclude, rename and progress are for checkpoints")
         chosen = communicator or rank_state.communicator_of_state(source)
         with chosen.telling():
-            return _of_state(source, names, drop, seed, chosen)
+            return _of_state(source, names, choice.drop, seed, chosen)
     if names is None:
         check_drop(choice)
     catalog = mapped(as_catalog(source), names, choice)

@@ -9,18 +9,18 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import PurePath
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Unpack
 
 from shardspec.boxes import Box, box_size
 from shardspec.checkpoint import rank_state, select
 from shardspec.checkpoint.agree import agree
 from shardspec.checkpoint.catalog import Catalog, StoredTensor, check_tiling, distinct
 from shardspec.checkpoint.check_quantized import check_blocks, check_stored_plan
-from shardspec.checkpoint.choice import Choice, Patterns, Renames
+from shardspec.checkpoint.choice import Choice, Patterns, Selection
 from shardspec.checkpoint.mapped import Names, check_drop, configured, mapped, require_finished
 from shardspec.checkpoint.open import as_catalog, open_checkpoint
 from shardspec.checkpoint.read_boxes import Buffers, Checks, read_box_into, stretches
-from shardspec.checkpoint.state_dict import LEFT_OUT, KeyPath, spread, unflatten
+from shardspec.checkpoint.state_dict import LEFT_OUT, spread, unflatten
 from shardspec.checkpoint.storage.path import StoragePath
 from shardspec.checkpoint.storage.reading import OpenFiles
 from shardspec.checkpoint.targets import OutputTensor
@@ -33,7 +33,7 @@ from shardspec.mesh.device_mesh import DeviceMesh
 from shardspec.resharding.copies import StoredLayout
 from shardspec.resharding.name_map import NameMap
 from shardspec.resharding.plan import ReshardPlan, ReshardTarget, layouts_of, plan_state
-from shardspec.resharding.state import flat_state
+from shardspec.resharding.state import KeyPath, flat_state
 from shardspec.resharding.transfers import Declared, End, Rows, transfer_rows
 from shardspec.text import shown
 
@@ -47,13 +47,10 @@ def load_sharded(
     rules: Mapping[str, SpecLike] | None = None,
     *,
     into: Mapping[str, Any] | None = None,
-    include: Patterns | None = None,
-    exclude: Patterns = (),
-    rename: Renames = (),
     names: Names | None = None,
-    drop: Patterns = (),
     deltas: Sequence[PurePath | str] = (),
     communicator: Communicator | None = None,
+    **selection: Unpack[Selection],
 ) -> dict[str, Any]:
     """Read a checkpoint into this or another mesh and other specs; every rank calls it.
 
@@ -73,21 +70,24 @@ def load_sharded(
         mesh and rules: DTensors, also torch's, get their shards. Each has the shape and dtype that
         was saved. Other tensors of the checkpoint are not read. A rank that holds nothing gives
         ``{}``, or does not call this.
-    include, exclude, rename
-        Which tensors and values are loaded, and under which names, as for `merge`; rules and `into`
-        have the new names. What these patterns leave out stays as it is in `into`.
     names
         Makes the tensors of another model of those that were saved: a `NameMap`, a list of maps to
         be applied in order, or new names. It has to have a use for every tensor; `rename`, rules
         and `into` have the names that it gives. How the checkpoint was sharded says nothing of
         these tensors: give rules.
-    drop
-        Shell patterns of names in the checkpoint whose tensors `names` need not use.
     deltas
         Directories of deltas on the checkpoint, in order, as `apply_delta` takes them; both are
         read at once. The checksums of tensors that changed are compared.
     communicator
         Who moves shards; as for `DTensor`.
+
+    Other Parameters
+    ----------------
+    include, exclude, rename
+        Which tensors and values are loaded, and under which names, as for `merge`; rules and `into`
+        have the new names. What these patterns leave out stays as it is in `into`.
+    drop
+        Shell patterns of names in the checkpoint whose tensors `names` need not use.
 
     Returns
     -------
@@ -121,7 +121,7 @@ def load_sharded(
     """
     from shardspec.comm.process_group import communicator_of
 
-    choice = Choice(include, exclude, rename, None, drop)
+    choice = Choice(**selection)
     alone = rank_state.world_mesh().size() == 1
     if into is not None and not (into or device_mesh or rules or alone):
         return {}  # which ranks read, one that holds nothing does not know

@@ -14,18 +14,18 @@ from functools import partial
 from itertools import islice
 from operator import itemgetter
 from threading import Event, Lock
-from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Final, TypeAlias
 
 from isal.isal_zlib import crc32_combine
 
 from shardspec.checkpoint.agree import Processes
 from shardspec.checkpoint.catalog import Catalog, distinct
 from shardspec.checkpoint.destination import Destination
+from shardspec.checkpoint.options import WriteOptions
 from shardspec.checkpoint.read_boxes import (
     BLOCK_BYTES,
     Buffers,
     Checks,
-    Progress,
     crc32,
     read_box,
     stretches,
@@ -33,10 +33,9 @@ from shardspec.checkpoint.read_boxes import (
 from shardspec.checkpoint.storage.path import Staged, Staging, StoragePath, WriteAt
 from shardspec.checkpoint.storage.reading import AHEAD_BYTES, OpenFiles, prefetch_map
 from shardspec.checkpoint.targets import Extent, RawBytes, Target
-from shardspec.comm.communicator import Communicator
-from shardspec.digests import TensorDigest
 from shardspec.dtypes import is_cast, item_bytes
 from shardspec.errors import CheckpointError
+from shardspec.resharding.digests import TensorDigest
 from shardspec.text import Argument
 
 if TYPE_CHECKING:
@@ -58,20 +57,6 @@ _Copied: TypeAlias = tuple[
 ]
 """What a process has copied: file, number and CRC-32 of extents; the CRC-32 of the files that are
 complete; what casts lost; digests of the parts of tensors."""
-
-
-class WriteOptions(NamedTuple):
-    """How an output is written; see `merge`."""
-
-    threads: int
-    strict_cast: bool
-    overwrite: bool
-    verify: bool
-    dry_run: bool
-    sidecars: bool
-    progress: Progress | None
-    communicator: Communicator | None
-    digests: StoragePath | None = None
 
 
 Extents: TypeAlias = list[tuple[int, int]]

@@ -12,7 +12,7 @@ from shardspec.checkpoint.agree import agree, check_same
 from shardspec.checkpoint.catalog import box_text, replica_holders
 from shardspec.checkpoint.formats.safetensors import encode_header
 from shardspec.checkpoint.read_boxes import crc32
-from shardspec.checkpoint.state_dict import FlatState, Leaf, flatten, leaves
+from shardspec.checkpoint.state_dict import FlatState, Leaf, flatten
 from shardspec.comm.agreement import on_all_ranks
 from shardspec.comm.communicator import Communicator
 from shardspec.comm.steps import ReduceOp
@@ -21,6 +21,7 @@ from shardspec.layout.layout import Layout, LayoutCell
 from shardspec.layout.picture import ids_text
 from shardspec.layout.spec import DimSpec, ShardingSpec
 from shardspec.mesh.device_mesh import Axis, DeviceMesh
+from shardspec.resharding.state import leaves
 from shardspec.text import counted
 
 if TYPE_CHECKING:

@@ -32,9 +32,9 @@ from shardspec.checkpoint.storage.from_text import storage_path
 from shardspec.checkpoint.storage.path import StoragePath, is_temporary, reason
 from shardspec.checkpoint.targets import BoxEntry, FileEntry, OutputFile, OutputTensor, assign_boxes
 from shardspec.comm.communicator import Communicator
-from shardspec.digests import TensorDigest
 from shardspec.dtypes import item_bytes
 from shardspec.errors import CheckpointError, OutputExistsError
+from shardspec.resharding.digests import TensorDigest
 from shardspec.text import Argument
 
 

@@ -15,6 +15,7 @@ from shardspec.checkpoint.choice import Choice, Renames, first_names, wanted_nam
 from shardspec.checkpoint.format import Format, Wanted, Way
 from shardspec.checkpoint.mapped import Names, check_drop, mapped
 from shardspec.checkpoint.open import as_catalog
+from shardspec.checkpoint.options import WriteOptions
 from shardspec.checkpoint.sidecars import add_sidecars
 from shardspec.checkpoint.state_dict import unflatten
 from shardspec.checkpoint.targets import Carried, OutputTensor, Target
@@ -279,18 +280,15 @@ def layouts_given(
 
 
 class Asked(NamedTuple):
-    """What a caller wants of an output, beside how it is written."""
+    """What a caller wants of an output."""
 
     format: Format
     way: Way
-    choice: Choice
+    options: WriteOptions
     names: Names | None
     mesh: DeviceMesh | None = None
     rules: Rules | None = None
     like: PurePath | str | Catalog | Mapping[str, Layout] | None = None
-    drop_values: bool | None = None
-    """Whether entries may be lost; None allows to lose those without tensors."""
-    metadata: bool = True
     limit: int | None = None
     """Most bytes of tensors in a file."""
 
@@ -312,7 +310,7 @@ def check_sharding(asked: Asked) -> None:
             ),
         ),
         (
-            whole and (sharding or any(asked.choice) or asked.names),
+            whole and (sharding or not asked.options.is_all or asked.names),
             (
                 f"{whole} has all tensors of a run as they were saved, for any number of ranks; "
                 "leave out the mesh, the rules, the checkpoint to shard like, ",
@@ -336,18 +334,18 @@ def check_sharding(asked: Asked) -> None:
 def opened_source(checkpoint: PurePath | str | Catalog, asked: Asked) -> Catalog:
     """Return a checkpoint as what a map makes of what is chosen."""
     if asked.names is None:
-        check_drop(asked.choice)
-    source = mapped(as_catalog(checkpoint), asked.names, asked.choice)
+        check_drop(asked.options)
+    source = mapped(as_catalog(checkpoint), asked.names, asked.options)
     return source.as_stored() if asked.format.keeps == "objects" else source
 
 
-def laid_out(source: Catalog, name: str, asked: Asked, save: str, *, sidecars: bool) -> Target:
+def laid_out(source: Catalog, name: str, asked: Asked, save: str) -> Target:
     """Return the files of an output of a name, as its format lays them out for what is chosen.
 
-    `save` names this save, and `sidecars` says whether files beside the weights go along.
+    `save` names this save.
     """
-    format = asked.format
-    choice = asked.choice if asked.names is None else asked.choice.after_map()
+    format, options = asked.format, asked.options
+    choice = options if asked.names is None else options.after_map()
     tensors = select(source, choice)
     mesh, layouts = _sharding(source, asked, tensors)
     if format.whole_run:
@@ -356,7 +354,9 @@ def laid_out(source: Catalog, name: str, asked: Asked, save: str, *, sidecars: b
         carried = carried_values(source, choice, tensors, objects=format.keeps == "objects")
     if format.keeps == "tensors":
         carried = Carried(frozenset(), {}, {})
-    check_dropped(source, choice, carried.names, asked.drop_values)
+    # Whole tensors are what a merge is for: it may lose other entries.
+    may_lose = None if asked.way == "merged" and not options.drop_values else options.drop_values
+    check_dropped(source, choice, carried.names, may_lose)
     if asked.way == "merged" and source.extras and not (tensors or carried.names):
         raise CheckpointError(
             f"{source.directory}: holds no tensor that could be written, but "
@@ -367,7 +367,7 @@ def laid_out(source: Catalog, name: str, asked: Asked, save: str, *, sidecars: b
         source,
         Wanted(
             *(name, asked.way, tensors, carried, mesh, layouts, save),
-            *(asked.metadata, sidecars, asked.limit),
+            *(options.metadata, options.sidecars, asked.limit),
         ),
     )
     target = target._replace(carried=target.carried | carried.names)
@@ -375,7 +375,7 @@ def laid_out(source: Catalog, name: str, asked: Asked, save: str, *, sidecars: b
         winners = winning_patterns(list(asked.rules or {}), layouts)
         said = {n: (winners.get(n, ""), str(at.labelled_spec)) for n, at in layouts.items()}
         target = target._replace(sharding=said)
-    return add_sidecars(source, target, format.sidecars) if sidecars else target
+    return add_sidecars(source, target, format.sidecars) if options.sidecars else target
 
 
 def _sharding(

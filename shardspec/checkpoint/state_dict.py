@@ -1,37 +1,37 @@
 """Nested state dicts as flat names, and back: tensors by name, plain values beside them.
 
-A name is the keys on the way to a value, joined by dots. Mappings are always descended into, lists
-and tuples where they hold tensors or mappings; other plain values stay whole.
+Names are those of `resharding/state.py`. A checkpoint keeps the keys beside them, which are texts
+and whole numbers, so that the nesting comes back.
 """
 
-import sys
 from base64 import b64decode, b64encode
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from math import isfinite
 from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeGuard
 
 from shardspec.errors import CheckpointError
+from shardspec.resharding.state import (
+    MAX_DEPTH,
+    KeyPath,
+    Place,
+    dotted_name,
+    is_tensor,
+    keys_text,
+    leaves,
+    named_leaves,
+)
 
 if TYPE_CHECKING:
     import torch
 
     from shardspec.tensor.dtensor import DTensor
 
-KeyPath: TypeAlias = tuple[str | int | tuple[int], ...]
-"""Keys from the outermost mapping inwards; a position in a list is a tuple of one."""
 Leaf: TypeAlias = "DTensor | torch.Tensor"
 
-_MAX_DEPTH: Final = 64
 LEFT_OUT: Final = object()
 """Stands for a value that `unflatten` leaves out."""
-
-
-class Place(tuple[int]):
-    """A position in a list, which is told from a tuple that is a key."""
-
-    __slots__ = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,61 +45,20 @@ class FlatState:
     """The keys of those names that are not keys themselves."""
 
 
-def leaves(state: object, path: KeyPath = ()) -> Iterator[tuple[KeyPath, object]]:
-    """Yield every value that is not descended into, and the keys that lead to it.
-
-    >>> list(leaves({"a": {0: 1.5}, "b": [{"lr": 2}], "c": (1, 2)}))
-    [(('a', 0), 1.5), (('b', (0,), 'lr'), 2), (('c',), (1, 2))]
-    """
-    if isinstance(state, Mapping) and state and len(path) < _MAX_DEPTH:
-        for key, value in state.items():
-            yield from leaves(value, (*path, key))
-    elif isinstance(state, list | tuple) and _holds_more(state) and len(path) < _MAX_DEPTH:
-        for place, value in enumerate(state):
-            yield from leaves(value, (*path, Place((place,))))
-    else:
-        yield path, state
-
-
-def _holds_more(items: Iterable[object], depth: int = 0) -> bool:
-    """Whether a list holds a tensor or a mapping, at any depth."""
-    return depth <= _MAX_DEPTH and any(
-        _holds_more(item, depth + 1)
-        if isinstance(item, list | tuple)
-        else isinstance(item, Mapping) or _is_tensor(item)
-        for item in items
-    )
-
-
-def _is_tensor(value: object) -> bool:
-    if "torch" not in sys.modules:  # then nobody has made one
-        return False
-    import torch
-
-    from shardspec.tensor.dtensor import DTensor
-
-    return isinstance(value, torch.Tensor | DTensor)
-
-
 def flatten(state: Mapping[str, object]) -> FlatState:
     """Return the tensors and values of a state dict by name.
 
-    Raises CheckpointError if a key is neither text nor a whole number, two values get one name, or
-    a value is neither a tensor nor plain.
+    Raises LayoutError if two values get one name, CheckpointError if a key is neither text nor a
+    whole number, or a value is neither a tensor nor plain.
     """
     tensors: dict[str, Any] = {}
     values: dict[str, object] = {}
     paths: dict[str, KeyPath] = {}
-    for path, value in leaves(state) if state else ():
-        name = _name(path)
-        if name in tensors or name in values:
-            raise CheckpointError(
-                f"two values of the state dict would both be named {name!r}: that at "
-                f"{_shown(paths.get(name, (name,)))} and that at {_shown(path)}; rename a key"
-            )
+    for name, path, value in named_leaves(state):
+        _check_keys(path)
         if path != (name,):
             paths[name] = path
-        if _is_tensor(value):
+        if is_tensor(value):
             tensors[name] = value
         else:
             # Refuses what is not a plain value.
@@ -108,19 +67,14 @@ def flatten(state: Mapping[str, object]) -> FlatState:
     return FlatState(tensors, values, paths)
 
 
-def _name(path: KeyPath) -> str:
+def _check_keys(path: KeyPath) -> None:
     for depth, key in enumerate(path):
         kinds = str | int | Place if depth else str
         if not isinstance(key, kinds) or isinstance(key, bool):
             raise CheckpointError(
-                f"the key {key!r} at {_shown(path)} is a {type(key).__name__}; name tensors by "
+                f"the key {key!r} at {keys_text(path)} is a {type(key).__name__}; name tensors by "
                 "text, and values inside of dicts by text and whole numbers"
             )
-    return ".".join(str(key[0]) if isinstance(key, tuple) else str(key) for key in path)
-
-
-def _shown(path: KeyPath) -> str:
-    return "".join(f"[{key[0] if isinstance(key, Place) else key!r}]" for key in path)
 
 
 def spread(
@@ -141,10 +95,10 @@ def spread(
         if not all(is_path(path) for path, _ in parts):
             parts = [(at, value)]  # keys of other kinds: `flatten` takes none
         for path, part in parts:
-            inner = name if path == at else _name(path)
+            inner = name if path == at else dotted_name(path)
             if inner in found:
                 raise CheckpointError(
-                    f"two values would both be named {inner!r}, that at {_shown(path)} and "
+                    f"two values would both be named {inner!r}, that at {keys_text(path)} and "
                     "another; exclude one"
                 )
             found[inner] = part
@@ -161,8 +115,8 @@ def encode_value(value: object, name: str = "", depth: int = 0) -> object:
     >>> encode_value({"betas": (0.9, float("inf"))})
     {'dict': [['betas', {'tuple': [0.9, {'float': 'inf'}]}]]}
     """
-    if depth > _MAX_DEPTH:
-        raise CheckpointError(f"value {name!r} nests deeper than {_MAX_DEPTH} times")
+    if depth > MAX_DEPTH:
+        raise CheckpointError(f"value {name!r} nests deeper than {MAX_DEPTH} times")
 
     def encoded(items: Iterable[object]) -> list[object]:
         return [encode_value(item, name, depth + 1) for item in items]
@@ -224,7 +178,7 @@ def is_path(keys: tuple[object, ...]) -> TypeGuard[KeyPath]:
         isinstance(key, kind) and not isinstance(key, bool)
         for key, kind in zip(keys, kinds, strict=True)
     )
-    return right and 0 < len(keys) <= _MAX_DEPTH
+    return right and 0 < len(keys) <= MAX_DEPTH
 
 
 def encode_path(path: KeyPath) -> list[object]:
@@ -234,7 +188,7 @@ def encode_path(path: KeyPath) -> list[object]:
 
 def decode_path(path: object) -> KeyPath:
     """Return the keys that `encode_path` has encoded; ValueError if they are none such."""
-    if not isinstance(path, list) or not path[:1] or len(path) > _MAX_DEPTH:
+    if not isinstance(path, list) or not path[:1] or len(path) > MAX_DEPTH:
         raise ValueError("is not a list of keys")
     found: list[str | int | tuple[int]] = []
     for key in path:

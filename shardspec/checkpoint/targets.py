@@ -12,12 +12,12 @@ from typing import Final, NamedTuple, TypeAlias
 
 from shardspec.boxes import Box, box_shape, box_size
 from shardspec.checkpoint.catalog import replica_holders, whole_box
-from shardspec.checkpoint.state_dict import KeyPath
 from shardspec.checkpoint.storage.path import StoragePath
 from shardspec.comm.senders import whole_senders
 from shardspec.dtypes import item_bytes
 from shardspec.layout.layout import Layout
 from shardspec.mesh.device_mesh import DeviceMesh
+from shardspec.resharding.state import KeyPath
 
 _PIECE_BYTES: Final = 1 << 20
 

@@ -227,7 +227,8 @@ def diff_checkpoints(
         if not (isfinite(value) and value >= 0):
             raise CheckpointError(f"{name} {value!r} is not a tolerance; give a number from 0")
     left, right = as_catalog(a), as_catalog(b)
-    old, others = names_to_compare(left, right, Choice(include, exclude, rename))
+    choice = Choice(include=include, exclude=exclude, rename=rename)
+    old, others = names_to_compare(left, right, choice)
     sizes = {name: left.outline(source).num_bytes for name, source in old.items()}
     total, done = sum(sizes.values()), 0
 
@@ -247,7 +248,7 @@ def diff_checkpoints(
                 yield found
             done += sizes.get(name, 0)
             compared(0)
-    yield from _different_values(left, right, Choice(include, exclude, rename), atol, rtol)
+    yield from _different_values(left, right, choice, atol, rtol)
     left.check_unchanged()
     right.check_unchanged()
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import product
-from typing import TYPE_CHECKING, Any, Final, Literal, NoReturn, get_args
+from typing import TYPE_CHECKING, Any, Final, Literal, NoReturn, TypedDict, Unpack, get_args
 
 from shardspec.errors import AxisError, MeshError
 from shardspec.mesh.device_ids import (
@@ -36,6 +36,14 @@ LinkModel = Literal["ring", "shared-bus"]
 _PASS_TORCHS: Final = "this is a shardspec mesh; pass mesh.to_torch() to torch functions"
 
 
+class TorchWords(TypedDict, total=False):
+    """What torch's mesh is made of, by torch's words."""
+
+    device_type: str | None
+    mesh: Ids | None
+    mesh_dim_names: Sequence[str] | None
+
+
 class _NotTorchMesh(MeshError, AttributeError):
     """An attribute of torch's meshes was requested."""
 
@@ -50,9 +58,9 @@ class DeviceMesh:
 
     Parameters
     ----------
-    physical_mesh_id, mesh
+    physical_mesh_id
         The physical ids: the global rank numbers. Distinct, non-negative, in any order. A torch
-        tensor, a numpy array or any (nested) sequence. The second is torch's word for it.
+        tensor, a numpy array or any (nested) sequence.
     mesh_shape
         Devices along each axis, the outermost axis first. Defaults to the shape of
         `logical_mesh_id`, or of `physical_mesh_id`.
@@ -61,17 +69,22 @@ class DeviceMesh:
     mesh_alpha, mesh_beta
         Per axis: start-up latency in seconds a message, and transfer cost in seconds a byte (the
         inverse of the bandwidth). Give both or neither.
-    axis_names, mesh_dim_names
-        Per axis: a name, usable wherever an axis number is. The second is torch's word for it.
+    axis_names
+        Per axis: a name, usable wherever an axis number is.
     link_model
         ``"ring"`` where every axis has links of its own; ``"shared-bus"`` where all devices share
         one bus (processes on one host), and what counts is the total of the bytes moved.
     init_process_group
         Also make the `torch.distributed` groups of this mesh. Every rank of the mesh must then
         construct it. See `shardspec.comm.process_group.ProcessGroupCommunicator`.
+
+    Other Parameters
+    ----------------
     device_type
         Where tensors will be in a job, ``"cpu"`` or ``"cuda"``: what torch's mesh is made for. It
         may stand before the ids. The mesh itself is for any device.
+    mesh, mesh_dim_names
+        torch's words for `physical_mesh_id` and `axis_names`.
 
     Raises
     ------
@@ -114,12 +127,14 @@ class DeviceMesh:
         mesh_beta: Sequence[float] | None = None,
         *,
         axis_names: Sequence[str] | None = None,
-        mesh_dim_names: Sequence[str] | None = None,
         link_model: LinkModel = "ring",
         init_process_group: bool = False,
-        device_type: str | None = None,
-        mesh: Ids | None = None,
+        **words: Unpack[TorchWords],
     ) -> None:
+        if unknown := words.keys() - TorchWords.__annotations__.keys():
+            raise TypeError(f"DeviceMesh() has no argument {min(unknown)!r}")
+        device_type, mesh = words.get("device_type"), words.get("mesh")
+        mesh_dim_names = words.get("mesh_dim_names")
         if isinstance(physical_mesh_id, str):
             given = [ids for ids in (mesh_shape, mesh) if ids is not None]
             if device_type is not None or logical_mesh_id is not None or len(given) != 1:

@@ -15,10 +15,10 @@ import torch
 
 from shardspec.boxes import Box, box_shape, box_size, contains
 from shardspec.comm.agreement import on_all_ranks
-from shardspec.digests import Digests, TensorDigest
 from shardspec.errors import CommunicatorError
 from shardspec.layout.layout import Layout, LayoutCell, cells_of
 from shardspec.resharding.copies import Groups, StateCopies
+from shardspec.resharding.digests import Digests, TensorDigest
 from shardspec.resharding.given import torch_dtype
 from shardspec.resharding.stages import StateCopy, region_of
 from shardspec.resharding.view_parts import parts_of_view

@@ -1,14 +1,100 @@
-"""State dicts in memory: without their nesting, the plain values in them, and stated layouts."""
+"""State dicts: names of what is nested in them, the plain values in them, and stated layouts.
 
-from collections.abc import Hashable, Mapping
+A name is the keys on the way to a value, joined by dots. Mappings are always descended into, lists
+and tuples where they hold tensors or mappings; other plain values stay whole.
+"""
+
+import sys
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from enum import Enum, Flag
 from functools import lru_cache
+from typing import Final, TypeAlias
 
 import numpy as np
 
 from shardspec.errors import LayoutError, ShardSpecError
 from shardspec.layout.layout import Layout
 from shardspec.text import shown
+
+KeyPath: TypeAlias = tuple[str | int | tuple[int], ...]
+"""Keys from the outermost mapping inwards; a position in a list is a tuple of one."""
+
+MAX_DEPTH: Final = 64
+
+
+class Place(tuple[int]):
+    """A position in a list, which is told from a tuple that is a key."""
+
+    __slots__ = ()
+
+
+def leaves(state: object, path: KeyPath = ()) -> Iterator[tuple[KeyPath, object]]:
+    """Yield every value that is not descended into, and the keys that lead to it.
+
+    >>> list(leaves({"a": {0: 1.5}, "b": [{"lr": 2}], "c": (1, 2)}))
+    [(('a', 0), 1.5), (('b', (0,), 'lr'), 2), (('c',), (1, 2))]
+    """
+    if isinstance(state, Mapping) and state and len(path) < MAX_DEPTH:
+        for key, value in state.items():
+            yield from leaves(value, (*path, key))
+    elif isinstance(state, list | tuple) and _holds_more(state) and len(path) < MAX_DEPTH:
+        for place, value in enumerate(state):
+            yield from leaves(value, (*path, Place((place,))))
+    else:
+        yield path, state
+
+
+def _holds_more(items: Iterable[object], depth: int = 0) -> bool:
+    """Whether a list holds a tensor or a mapping, at any depth."""
+    return depth <= MAX_DEPTH and any(
+        _holds_more(item, depth + 1)
+        if isinstance(item, list | tuple)
+        else isinstance(item, Mapping) or is_tensor(item)
+        for item in items
+    )
+
+
+def is_tensor(value: object) -> bool:
+    """Whether a value is a tensor of any kind, or the layout of one."""
+    if isinstance(value, Layout):
+        return True
+    if "torch" not in sys.modules:  # then nobody has made one
+        return False
+    import torch
+
+    from shardspec.tensor.dtensor import DTensor
+
+    return isinstance(value, torch.Tensor | DTensor)
+
+
+def dotted_name(path: Sequence[object]) -> str:
+    """Return the name of a value: the keys that lead to it, joined by dots.
+
+    >>> dotted_name(("model", "layers", Place((0,)), "weight"))
+    'model.layers.0.weight'
+    """
+    return ".".join(str(key[0] if isinstance(key, Place) else key) for key in path)
+
+
+def keys_text(path: Sequence[object]) -> str:
+    """Return keys as an error shows them."""
+    return "".join(f"[{key[0] if isinstance(key, Place) else key!r}]" for key in path)
+
+
+def named_leaves(state: Mapping[str, object]) -> Iterator[tuple[str, KeyPath, object]]:
+    """Yield every value of a nested state dict: its name, the keys that lead to it, and the value.
+
+    Raises LayoutError if two values get one name.
+    """
+    paths: dict[str, KeyPath] = {}
+    for path, value in leaves(state) if state else ():
+        name = dotted_name(path)
+        if paths.setdefault(name, path) is not path:
+            raise LayoutError(
+                f"two values of the state dict would both be named {shown(name)}: that at "
+                f"{keys_text(paths[name])} and that at {keys_text(path)}; rename a key"
+            )
+        yield name, path, value
 
 
 def flat_state(state: Mapping[str, object]) -> dict[str, object]:
@@ -19,17 +105,7 @@ def flat_state(state: Mapping[str, object]) -> dict[str, object]:
     >>> flat_state({"step": 3, "state": {"w": {"lr": 0.1}}})
     {'step': 3, 'state.w.lr': 0.1}
     """
-    flat: dict[str, object] = {}
-    for key, value in state.items():
-        inner = flat_state(value) if isinstance(value, Mapping) else {"": value}
-        for name, leaf in inner.items():
-            dotted = f"{key}.{name}" if name else str(key)
-            if dotted in flat:
-                raise LayoutError(
-                    f"two values of the state dict would both be {shown(dotted)}; rename a key"
-                )
-            flat[dotted] = leaf
-    return flat
+    return {name: value for name, _, value in named_leaves(state)}
 
 
 def plain_key(value: object) -> Hashable:

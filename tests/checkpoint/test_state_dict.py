@@ -14,11 +14,11 @@ from shardspec.checkpoint.state_dict import (
     encode_path,
     encode_value,
     flatten,
-    leaves,
     unflatten,
 )
 from shardspec.checkpoint.verify import verify_checkpoint
 from shardspec.errors import CheckpointError
+from shardspec.resharding.state import leaves
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,16 @@ import numpy as np
 import pytest
 import torch
 
+from shardspec import (
+    DeviceMesh,
+    DTensor,
+    Layout,
+    ShardingSpec,
+    plan_reshard,
+    reshard_state,
+    save_sharded,
+)
+from shardspec.checkpoint.open import open_checkpoint
 from shardspec.resharding.state import flat_state, is_plain, plain_key
 
 
@@ -59,6 +69,32 @@ def test_a_list_that_holds_itself_is_not_plain():
     endless: list[object] = []
     endless.append(endless)
     assert not is_plain(endless)
+
+
+def test_names_in_memory_are_those_of_a_checkpoint(tmp_path):
+    """Also where a tensor or a mapping lies in a list, as groups of an optimizer do."""
+    state = {
+        "model": {"layers": [torch.ones(2), {"w": torch.ones(3)}]},
+        "optim": {"state": {0: {"step": torch.tensor(1.0)}}, "param_groups": [{"lr": 0.1}]},
+        "betas": (0.9, 0.99),
+        "empty": {},
+    }
+    save_sharded(state, tmp_path / "saved")
+    catalog = open_checkpoint(tmp_path / "saved")
+    assert sorted(flat_state(state)) == sorted([*catalog.names, *catalog.extras])
+
+
+def test_a_list_of_tensors_is_resharded():
+    mesh = DeviceMesh(range(2))
+    rows = [DTensor(torch.arange(4.0) + n, mesh, "[S0]") for n in range(2)]
+    got = reshard_state({"rows": rows, "step": 3}, {"rows.1": "[R]"}, device_mesh=mesh)
+    assert got["rows.1"].to_local(1).tolist() == [1, 2, 3, 4]
+    assert (got["rows.0"].layout.spec, got["step"]) == (ShardingSpec(1), 3)
+    layouts = [Layout(mesh, "[S0]", (4,), "f32"), Layout(mesh, "[S0]", (4,), "f32")]
+    assert [move.target_name for move in plan_reshard({"rows": layouts}, (mesh, {})).moves] == [
+        "rows.0",
+        "rows.1",
+    ]
 
 
 def test_keys_of_every_kind_become_names():

@@ -211,7 +211,7 @@ def bad_calls():
     yield "(4, 6) in the source", {"w": w}, {"w": Layout(FOUR, "[R]", (4,), "float32")}, {}
     yield "reduction pending", {"w": w.with_spec("[S0,R|P1]")}, {"w": w}, {}
     yield "is a object", {"w": object()}, {"w": w}, {}
-    yield "would both be 'a.w'", {"a": {"w": w}, "a.w": w}, {"a.w": w}, {}
+    yield "would both be named 'a.w'", {"a": {"w": w}, "a.w": w}, {"a.w": w}, {}
     yield "which the source lacks", {"w": w}, {"w": w}, {"names": {"x": "y"}}
     yield "names= is a str; give one NameMap", {"w": w}, {"w": w}, {"names": "llama-hf-to-fused"}
     yield "names= is a list; give one NameMap", {"w": w}, {"w": w}, {"names": []}

@@ -5,6 +5,7 @@ from typing import Any, assert_type
 
 import numpy as np
 import numpy.typing as npt
+import pytest
 import torch
 
 import shardspec
@@ -19,6 +20,7 @@ from shardspec import (
     ReshardPlan,
     ShardingSpec,
 )
+from shardspec.checkpoint.convert import WriteReport
 from shardspec.layout.table import CostTable
 
 MESH = DeviceMesh(range(4), (2, 2), axis_names=("dp", "tp"))
@@ -57,3 +59,19 @@ def test_state_dicts_and_checkpoints(tmp_path: Path) -> None:
     loaded = shardspec.load_sharded(tmp_path / "saved", device_mesh=MESH, rules={"*": "[R,R]"})
     assert_type(loaded, dict[str, Any])
     assert_type(shardspec.load_map("llama-hf-to-fused"), NameMap)
+    report = shardspec.merge(tmp_path / "saved", tmp_path / "m.pt", include="*", threads=2)
+    assert_type(report, WriteReport)
+
+
+def test_options_that_do_not_exist_are_refused(tmp_path: Path) -> None:
+    """The type checker reports each of these calls, or the comment would be in vain."""
+    with pytest.raises(TypeError, match="'thread'"):
+        shardspec.merge(tmp_path, tmp_path / "m.pt", thread=2)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match="'thread'"):
+        shardspec.reshard(tmp_path, tmp_path, device_mesh=MESH, thread=2)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match="'includes'"):
+        shardspec.load_sharded(tmp_path, MESH, includes="*")  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match="'includes'"):
+        shardspec.digest(tmp_path, includes="*")  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match="'names'"):
+        DeviceMesh(range(4), names=("a",))  # type: ignore[call-arg]

@@ -27,7 +27,6 @@ from shardspec.checkpoint.catalog import FileBox, Outline, StoredBox, StoredObje
 from shardspec.checkpoint.format import Format, OpenOptions, Wanted
 from shardspec.checkpoint.read_boxes import crc32
 from shardspec.checkpoint.sidecars import WITHOUT_SIDECARS, model_sidecars
-from shardspec.checkpoint.state_dict import KeyPath
 from shardspec.checkpoint.storage.path import SourceFile, StoragePath, file_inside
 from shardspec.checkpoint.storage.reading import prefetch_map
 from shardspec.checkpoint.strict_json import parse_json
@@ -54,6 +53,7 @@ from shardspec.checkpoint.torch_files.values import tensor_place
 from shardspec.checkpoint.torch_files.zip_reader import read_torch_zip
 from shardspec.dtypes import dtype_name, item_bytes
 from shardspec.errors import CheckpointError, DTypeError
+from shardspec.resharding.state import KeyPath
 
 _OF_A_RANK: Final = re.compile(r"__(\d{1,9})_\d+\.distcp")
 _OWN_METADATA: Final = re.compile(r"__\d+\.metadata")

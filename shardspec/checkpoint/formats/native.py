@@ -20,7 +20,6 @@ from shardspec.checkpoint import catalog, state_dict, targets
 from shardspec.checkpoint.catalog import Catalog, ReplicaKey, StoredBox, StoredTensor
 from shardspec.checkpoint.format import Format, OpenOptions, Wanted
 from shardspec.checkpoint.formats import safetensors
-from shardspec.checkpoint.state_dict import KeyPath
 from shardspec.checkpoint.storage.path import StoragePath, file_inside
 from shardspec.checkpoint.storage.reading import prefetch_map
 from shardspec.checkpoint.strict_json import checked, fields, is_size, read_json
@@ -30,6 +29,7 @@ from shardspec.errors import CheckpointError, ShardSpecError, SpecSyntaxError
 from shardspec.layout.layout import Layout
 from shardspec.layout.picture import ids_text
 from shardspec.mesh.device_mesh import DeviceMesh
+from shardspec.resharding.state import KeyPath
 from shardspec.text import shown
 
 VERSION: Final = 1

@@ -27,7 +27,6 @@ from shardspec.checkpoint import catalog
 from shardspec.checkpoint.catalog import replica_keys
 from shardspec.checkpoint.format import Format, OpenOptions
 from shardspec.checkpoint.rank_state import on_larger_mesh
-from shardspec.checkpoint.state_dict import KeyPath
 from shardspec.checkpoint.storage.path import StoragePath, file_inside
 from shardspec.checkpoint.storage.reading import HeaderFiles, prefetch_map
 from shardspec.checkpoint.torch_files import states as torch_states
@@ -45,6 +44,7 @@ from shardspec.layout.layout import Layout
 from shardspec.layout.placements import spec_of_placements
 from shardspec.layout.spec import ShardingSpec
 from shardspec.mesh.device_mesh import DeviceMesh
+from shardspec.resharding.state import KeyPath
 from shardspec.text import counted, shown
 
 _RANK_NAME: Final = re.compile(

@@ -28,7 +28,6 @@ from shardspec.checkpoint.parts import (
     part_of_several,
     part_text,
 )
-from shardspec.checkpoint.state_dict import KeyPath
 from shardspec.checkpoint.storage.path import StoragePath
 from shardspec.checkpoint.targets import OutputTensor, Target
 from shardspec.checkpoint.torch_files.states import (
@@ -40,6 +39,7 @@ from shardspec.checkpoint.torch_files.states import (
 )
 from shardspec.checkpoint.torch_files.writer import tensor_value
 from shardspec.errors import CheckpointError
+from shardspec.resharding.state import KeyPath
 
 _OLD: Final = bytes.fromhex("80028a0a6cfc9c46f9206aa850192e")
 """Start of a file of torch.save that is not a zip: a number in a pickle."""

@@ -13,7 +13,6 @@ from shardspec.boxes import Box, box_shape
 from shardspec.checkpoint import targets
 from shardspec.checkpoint.catalog import StoredObject
 from shardspec.checkpoint.read_boxes import crc32
-from shardspec.checkpoint.state_dict import KeyPath
 from shardspec.checkpoint.storage.path import SourceFile
 from shardspec.checkpoint.torch_files import writer
 from shardspec.checkpoint.torch_files.dcp_metadata import METADATA_NAME
@@ -23,6 +22,7 @@ from shardspec.checkpoint.torch_files.zip_reader import read_torch_zip
 from shardspec.errors import CheckpointError
 from shardspec.layout.layout import Layout
 from shardspec.mesh.device_mesh import DeviceMesh
+from shardspec.resharding.state import KeyPath
 
 _PIECE_BYTES: Final = 1 << 20
 _MODULE: Final = "torch.distributed.checkpoint.metadata"

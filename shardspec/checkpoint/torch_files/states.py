@@ -21,7 +21,7 @@ from shardspec.checkpoint.catalog import (
     is_plain_entry,
     whole_box,
 )
-from shardspec.checkpoint.state_dict import KeyPath, Place, is_path
+from shardspec.checkpoint.state_dict import is_path
 from shardspec.checkpoint.storage.path import StoragePath
 from shardspec.checkpoint.storage.reading import prefetch_map
 from shardspec.checkpoint.targets import Extent, OutputFile, OutputTensor, RawBytes
@@ -49,6 +49,7 @@ from shardspec.checkpoint.torch_files.zip_reader import TorchZip, read_torch_zip
 from shardspec.dtypes import item_bytes
 from shardspec.errors import CheckpointError
 from shardspec.layout.layout import Layout, LayoutCell
+from shardspec.resharding.state import KeyPath, Place
 
 _MOST_PARTS: Final = 4 << 20
 _MOST_DEPTH: Final = 64
