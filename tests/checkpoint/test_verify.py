@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import safetensors.torch
 import torch
-import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import state_dict_saver as dcp
 from click.testing import CliRunner
 
 from shardspec import DeviceMesh, DTensor, save_sharded
