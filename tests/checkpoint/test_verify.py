@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 import safetensors.torch
 import torch
-import torch.distributed.checkpoint as dcp
 from click.testing import CliRunner
+from torch.distributed.checkpoint import state_dict_saver as dcp
 
 from shardspec import DeviceMesh, DTensor, save_sharded
 from shardspec.checkpoint.catalog import Catalog, StoredBox, StoredTensor
