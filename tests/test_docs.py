@@ -103,6 +103,7 @@ def test_every_command_has_its_place_on_the_page_of_commands():
         assert usage.startswith(f"Usage: shardspec {name} ")
         assert "--quiet" in usage
         assert "Examples:" in usage
+        assert not re.findall(r"^ +--\S+ [A-Z]+_", usage, re.MULTILINE)  # a name of the code
 
 
 def test_the_drawings_are_as_they_would_be_drawn():

@@ -321,7 +321,7 @@ def _boxes(summary: CheckpointSummary, name: str) -> str:
 @click.option(
     "--digests",
     "digests_file",
-    type=opts.OUTPUT_FILE,
+    type=opts.FILE_PATH,
     help="Compare digests with this file of 'shardspec digest', merge, reshard or save_sharded.",
 )
 @click.option("--all", "every", is_flag=True, help="List all flaws, not only the first.")

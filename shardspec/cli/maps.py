@@ -136,7 +136,7 @@ def _shapes(place: str) -> "tuple[dict[str, tuple[int, ...]], Catalog | None]":
 @ckpt.source_options
 @click.option(
     "--html",
-    type=opts.OUTPUT_FILE,
+    type=opts.FILE_PATH,
     help="Draw who sends how much to whom, and write the page here.",
 )
 @opts.overwrite_option

@@ -103,7 +103,9 @@ _write_options: Final = opts.stacked(
     ckpt.source_options,
     ckpt.choice_options,
     click.option(
-        "--dtype", metavar="DTYPE", help="Cast floating point tensors to this dtype, as bf16."
+        "--dtype",
+        metavar="DTYPE",
+        help="Cast floating point tensors to this dtype: bf16, float16, …",
     ),
     click.option(
         "--threads",
@@ -130,7 +132,7 @@ _write_options: Final = opts.stacked(
     ),
     click.option(
         "--digests",
-        type=opts.OUTPUT_FILE,
+        type=opts.FILE_PATH,
         help="Write digests of OUT's tensors to this file, for 'shardspec verify --digests'.",
     ),
     opts.json_option("Print what was written as JSON."),
@@ -277,7 +279,7 @@ def _sharding_text(sharding: Mapping[str, tuple[str, str]]) -> str:
 @click.option(
     "--max-shard-size",
     type=opts.Kind("SIZE", _size),
-    help="Most bytes of tensors in a file, as 5GB or 500MiB.",
+    help="Limit the bytes of tensors in a file: 5GB, 500MiB.",
 )
 @_unless("metadata", "Leave out what safetensors files say in their metadata.")
 @_write_options
