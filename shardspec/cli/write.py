@@ -105,7 +105,7 @@ _write_options: Final = opts.stacked(
     click.option(
         "--dtype",
         metavar="DTYPE",
-        help="Cast floating point tensors to this dtype: bf16, float16, …",
+        help="Cast floating point tensors: bf16, float16, …",
     ),
     click.option(
         "--threads",
