@@ -106,5 +106,9 @@ class ProfileError(ShardSpecError, ValueError):
     """A measured profile is missing, damaged, or does not fit what it is used for."""
 
 
+class QuantisedError(CheckpointError, DTypeError):
+    """What gives the codes of a quantised checkpoint a meaning is missing, or does not fit them."""
+
+
 class OutputExistsError(CheckpointError, FileExistsError):
     """The place to write to is taken, and overwriting it was not asked for."""

@@ -81,7 +81,7 @@ def plan_command(
     """Plan the cheapest conversion of a tensor from the spec FROM to the spec TO.
 
     Works on paper: it needs no process group, no GPU and no tensor. Without --links, or
-    --alpha and --beta, the links of one H100 node are assumed; the plan's last lines say so.
+    --alpha and --beta, nodes of eight H100 are assumed; the plan's last lines say so.
 
     Examples:
       shardspec plan "[S0,R]" "[R,S01]" --mesh 2x4 --shape 4096x4096 --dtype bf16
@@ -138,7 +138,10 @@ def plan_command(
 def _model_of_target(mesh: DeviceMesh, model: CostModel) -> CostModel:
     """Return the links of the source's mesh, or the slowest of them, for that of the target."""
     shape, links = mesh.shape, model.links
-    if len(shape) != len(links):
+    fits = len(shape) == len(links) and not any(
+        n % x.per_node for n, x in zip(shape, links, strict=True)
+    )
+    if not fits:
         name, start = "slowest of the other mesh", max(link.start_s for link in links)
         slowest = Link(*model.slowest(range(len(links))), name, start)
         links = (links[0] if len(set(links)) == 1 else slowest,) * len(shape)

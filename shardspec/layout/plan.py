@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from html import escape
 from itertools import pairwise
-from math import prod
 from typing import Final, TypeAlias
 
 from shardspec.comm.cost import CostModel
@@ -138,7 +137,7 @@ class ConversionPlan:
             model = self.model_between(before, after)
             what, kind = step_text(step), kind_of(step)
             if kind is not None:
-                what = f"{kind} of {prod(before.mesh.shape[axis] for axis in step.axes)}"
+                what = f"{kind} of {model.group_text(step.axes)}"
             found.append((what, model.error(step, before.max_local_bytes)))
             if model.copy_s and copies(step, 2):
                 # Their rate is the vendor's.

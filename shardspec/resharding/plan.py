@@ -304,7 +304,7 @@ def layouts_of(state: Mapping[str, object]) -> dict[str, Layout]:
     return {
         name: required_layout(name, value)
         for name, value in flat_state(state).items()
-        if not is_plain(value)
+        if isinstance(value, Layout) or not is_plain(value)
     }
 
 
@@ -313,11 +313,11 @@ def known_to_all(state: Mapping[str, object]) -> Mapping[str, object]:
 
     All ranks of the job call this together, where the state dict has no `Layout`.
     """
-    if any(isinstance(value, Layout) for value in flat_state(state).values()):
-        return state
     # Without torch there is no job.
     distributed = sys.modules.get("torch.distributed")
     if distributed is None or not distributed.is_initialized():
+        return state
+    if any(isinstance(value, Layout) for value in flat_state(state).values()):
         return state
     from shardspec.resharding.gathered import layouts_of_job
 
