@@ -15,7 +15,7 @@ from tests.explorer.browser import Browser
 from tests.test_readme import ROOT
 
 PICTURE = ROOT / "docs" / "images" / "explorer.png"
-WIDTH, HEIGHT = 1000, 760
+WIDTH, HEIGHT = 1120, 1600
 MESH, SHAPE = "dp=2,tp=2", "4096x4096"
 CHOICE = {"mesh": MESH, "shape": SHAPE, "from": "[S(dp),S(tp)]", "to": "[S(tp),S(dp)]"}
 
@@ -35,7 +35,10 @@ def main():
             'const at = document.getElementById("position"); at.value = 0.5;'
             'at.dispatchEvent(new Event("input", { bubbles: true }))'
         )
-        taken = browser("Page.captureScreenshot", format="png")
+        top = browser.ask('document.getElementById("pick").getBoundingClientRect().top')
+        end = browser.ask('document.getElementById("stage").getBoundingClientRect().bottom')
+        clip = {"x": 0, "y": top - 12, "width": WIDTH, "height": end - top + 24, "scale": 1}
+        taken = browser("Page.captureScreenshot", format="png", clip=clip)
         browser.close()
     PICTURE.write_bytes(base64.b64decode(taken["data"]))
 
