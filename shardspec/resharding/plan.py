@@ -198,7 +198,7 @@ def plan_state(
     `dropped` are tensors that a map before this one has left behind.
     """
     given = flat_state(source)
-    before = layouts_of(given)
+    before = _stated(given)
     shapes = {name: layout.global_shape for name, layout in before.items()}
     behind = {**dropped_by(drop, shapes), **(dropped or {})}
     given = {name: value for name, value in given.items() if name not in behind}
@@ -301,9 +301,13 @@ def reshard_state(
 
 def layouts_of(state: Mapping[str, object]) -> dict[str, Layout]:
     """Return the layouts of the tensors of a state dict, by name."""
+    return _stated(flat_state(state))
+
+
+def _stated(flat: Mapping[str, object]) -> dict[str, Layout]:
     return {
         name: required_layout(name, value)
-        for name, value in flat_state(state).items()
+        for name, value in flat.items()
         if isinstance(value, Layout) or not is_plain(value)
     }
 

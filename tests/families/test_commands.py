@@ -246,6 +246,7 @@ def test_resharding_by_a_layout_gives_every_device_what_the_layout_says(tmp_path
         assert {stored.box for stored in outline.boxes} == {box for box in boxes if prod_of(box)}
         if to == "shardspec":
             assert outline.spec is not None
+            assert catalog.mesh is not None
             again = Layout(catalog.mesh, outline.spec, outline.shape, outline.dtype)
             for device in wanted.mesh.ids:
                 assert again.local_boxes(device) == wanted.local_boxes(device), name
