@@ -276,7 +276,7 @@ def files_of_index(index: StoragePath) -> ModelFiles:
         names.setdefault(home, set()).add(name)
     if not names:
         raise CheckpointError(
-            f"{index}: its weight_map is empty, so that it names no file; restore the index, or "
+            f"{index}: its weight_map is empty, so it names no file; restore the index, or "
             "remove it to have all files read"
         )
     files: dict[StoragePath, set[str]] = {}

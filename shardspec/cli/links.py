@@ -112,7 +112,7 @@ def profile_command(
     devices = opts.plain_mesh(mesh)
     if world != devices.size():
         start = f"torchrun --nproc_per_node {devices.size()} -m shardspec profile --mesh {devices}"
-        found = f"this job has {world} processes" if world else "this is no job"
+        found = f"this job has {world} processes" if world else "this is not a job"
         raise click.UsageError(
             f"mesh {devices} has {devices.size()} devices, but {found}; start it as in '{start} -o "
             f"{path_text(output)}', or over several hosts"

@@ -78,8 +78,8 @@ def test_help_lists_commands_by_task():
     assert found == {
         "Plan and price conversions": ["plan", "cost"],
         "Draw and translate specs": ["show", "convert", "graph", "explore"],
-        "Look into checkpoints": ["inspect", "verify", "diff"],
-        "Compare checkpoints by digests": ["digest"],
+        "Look into checkpoints": ["inspect"],
+        "Check and compare checkpoints": ["verify", "diff", "digest"],
         "Publish what changed": ["delta", "apply"],
         "Merge and reshard checkpoints": ["merge", "reshard"],
         "Move whole models": ["check-map", "plan-state"],
@@ -216,7 +216,7 @@ def test_a_bad_checkpoint_is_one_line_and_exit_code_3(tmp_path):
         assert (result.exit_code, result.stdout) == (3, "")
         assert (
             result.stderr
-            == f"Error: {tmp_path}: is empty, there is no checkpoint in it; check the path\n"
+            == f"Error: {tmp_path}: is empty, so there is no checkpoint in it; check the path\n"
         )
 
 

@@ -149,7 +149,7 @@ def test_an_index_that_names_nothing_is_refused(tmp_path, suffix):
     halves(tmp_path, "model-0000N-of-00002.SUFFIX", suffix)
     index = write_index(tmp_path / f"model.{suffix}.index.json", {})
     assert refused(tmp_path) == (
-        f"{index}: its weight_map is empty, so that it names no file; restore the index, or remove "
+        f"{index}: its weight_map is empty, so it names no file; restore the index, or remove "
         "it to have all files read"
     )
 
