@@ -340,7 +340,8 @@ def test_what_stands_before_all_names_is_no_part_of_them(tmp_path, prefix, names
     job.mkdir()
     steps = {"optimizer.state.step": np.zeros(1, np.float32)}
     save_file({f"{prefix}{n}": a for n, a in plain.items()} | steps, job / "model.safetensors")
-    run("merge", job, "-o", f"{tmp_path}/out/", "--model", folder)
+    said = run("merge", job, "-o", f"{tmp_path}/out/", "--model", folder)
+    assert f"behind {prefix!r}" in said
     same(tmp_path / "out", arrays)
     del plain[max(plain)]
     save_file({f"{prefix}{n}": a for n, a in plain.items()}, job / "model.safetensors")
