@@ -7,7 +7,8 @@ from itertools import chain
 from typing import TypeAlias, TypedDict
 
 from shardspec.checkpoint.catalog import Catalog
-from shardspec.errors import CheckpointError
+from shardspec.errors import CheckpointError, LayoutError
+from shardspec.text import Argument, shown
 
 Patterns: TypeAlias = str | Sequence[str]
 """One pattern of names, or several."""
@@ -63,7 +64,7 @@ def wanted_names(source: Catalog, choice: Choice) -> list[str]:
     Raises CheckpointError if a pattern matches nothing, or nothing is left.
     """
     if choice.include is not None and not choice.include:
-        raise CheckpointError("include has no pattern; leave it out where all is wanted")
+        raise CheckpointError("include is empty; leave it out to include everything")
     known = (*source.names, *source.extras)
     patterns = (choice.include or (), choice.exclude, choice.drop)
     for pattern in chain.from_iterable(map(_patterns, patterns)):
@@ -79,6 +80,16 @@ def wanted_names(source: Catalog, choice: Choice) -> list[str]:
             "exclude less"
         )
     return names
+
+
+def check_drop(choice: Choice) -> None:
+    """Raise LayoutError if tensors are dropped where there is no map."""
+    if choice.drop:
+        raise LayoutError(
+            f"{shown(choice.drop)} is to be dropped (",
+            Argument("drop"),
+            "), which is for maps; exclude it",
+        )
 
 
 def first_names(names: Sequence[str]) -> str:

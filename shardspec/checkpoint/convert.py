@@ -8,7 +8,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from hashlib import sha256
 from pathlib import PurePath
@@ -22,18 +22,20 @@ from shardspec.checkpoint.catalog import (
     ZEROS,
     AnyOutline,
     Catalog,
+    Computed,
+    StoredBox,
     check_tiling,
     distinct,
     memoize_by_boxes,
 )
 from shardspec.checkpoint.destination import Destination, check_destination
 from shardspec.checkpoint.digest import check_digests_file, write_digests
-from shardspec.checkpoint.formats.registry import default_format, merged_format, written_format
 from shardspec.checkpoint.mapped import Names
 from shardspec.checkpoint.options import WriteKeywords, WriteOptions
 from shardspec.checkpoint.output import Output
-from shardspec.checkpoint.read_boxes import check_replicas, crc_text
-from shardspec.checkpoint.select import Asked, check_sharding, laid_out, opened_source
+from shardspec.checkpoint.read_boxes import check_replicas
+from shardspec.checkpoint.report import WriteReport
+from shardspec.checkpoint.select import Asked, laid_out
 from shardspec.checkpoint.storage.from_text import storage_path
 from shardspec.checkpoint.storage.path import StoragePath
 from shardspec.checkpoint.storage.reading import OpenFiles
@@ -46,96 +48,7 @@ from shardspec.mesh.device_mesh import DeviceMesh
 from shardspec.resharding.digests import Digests, TensorDigest
 
 if TYPE_CHECKING:
-    from shardspec.checkpoint.numeric import CastLosses
-
-
-@dataclass(frozen=True, slots=True)
-class WriteReport:
-    """What was written, or what would be."""
-
-    path: PurePath
-    """The output, as the user named it."""
-    format: str
-    """Its format, as `merge` and `reshard` name it."""
-    read: str
-    """What the source is."""
-    reads: Mapping[str, int]
-    """The files that tensors are read from, and the bytes of their boxes, each read once."""
-    tensors: int
-    writes: Mapping[str, int]
-    """The files of the output, or the output itself if it is one, and their sizes."""
-    left_out: tuple[str, ...]
-    """Entries of the source that are not tensors and that the output lacks; the metadata of
-    safetensors files is ``"__metadata__"``."""
-    sidecars: tuple[str, ...]
-    """Names of the files beside the weights of the source that were copied along."""
-    weight_files: int
-    """How many files of the output hold tensors: without an index and what was copied along."""
-    not_copied: tuple[str, ...] = ()
-    """Names of what lies there too and was not copied; a directory ends in a slash."""
-    filled: tuple[str, ...] = ()
-    """Names of the tensors that were taken from the checkpoint to fill from."""
-    seconds: float = 0.0
-    crc32: int | None = None
-    """CRC-32 of all files in their order; None if it was not computed."""
-    cast_losses: "CastLosses | None" = None
-    """What a cast to another dtype did not keep; None if nothing was cast."""
-    written: bool = False
-    """False after a dry run."""
-    digests: Digests | None = None
-    """Those of the output's tensors, if they were wanted."""
-    sharding: Mapping[str, tuple[str, str]] = field(default_factory=dict)
-    """After a dry run of `reshard`: tensor to the rule for it, empty where no rule matches, and its
-    spec."""
-
-    @property
-    def read_files(self) -> int:
-        """How many files tensors are read from."""
-        return len(self.reads)
-
-    @property
-    def read_bytes(self) -> int:
-        """Bytes of all boxes that are read, each once."""
-        return sum(self.reads.values())
-
-    @property
-    def files(self) -> tuple[str, ...]:
-        """Names of the files; that of the output itself if it is one."""
-        return tuple(self.writes)
-
-    @property
-    def num_bytes(self) -> int:
-        """Size of all files."""
-        return sum(self.writes.values())
-
-    def to_json(self) -> dict[str, object]:
-        """Return the report as plain values."""
-        return {
-            "path": str(self.path),
-            "format": self.format,
-            "read": self.read,
-            "read_files": self.read_files,
-            "read_bytes": self.read_bytes,
-            "reads": dict(self.reads),
-            "writes": dict(self.writes),
-            "tensors": self.tensors,
-            "files": list(self.files),
-            "weight_files": self.weight_files,
-            "bytes": self.num_bytes,
-            "seconds": self.seconds,
-            "crc32": None if self.crc32 is None else crc_text(self.crc32),
-            "cast": None if self.cast_losses is None else self.cast_losses.to_json(),
-            "left_out": list(self.left_out),
-            "sidecars": list(self.sidecars),
-            "not_copied": list(self.not_copied),
-            "filled": list(self.filled),
-            "written": self.written,
-            "digest": None if self.digests is None else self.digests.value,
-            "sharding": {
-                name: {"rule": rule or None, "spec": spec}
-                for name, (rule, spec) in self.sharding.items()
-            },
-        }
+    pass
 
 
 def merge(
@@ -169,7 +82,7 @@ def merge(
     max_shard_bytes
         Most bytes of tensors in a file of the format ``"huggingface"``; 5 GB by default.
     dtype
-        Cast floating point tensors to this dtype.
+        Cast floating point tensors to this dtype; quantised weights are dequantised to it.
     names
         A map to the tensors of another model: a `NameMap`, a list of them to be applied in turn, or
         new names. It has to have a use for every tensor that is to be written. `include` and
@@ -188,6 +101,15 @@ def merge(
         in turn to its first match in every name.
     drop
         Shell patterns of names whose tensors the map need not use.
+    quantize
+        Quantise the weights of linear layers: ``"fp8-128x128"``, ``"mxfp8"`` or ``"mxfp4"``. Which
+        these are, says the family of the model by its config, or else their names.
+    scale_rule
+        How a scale of ``"fp8-128x128"`` comes from the largest size in its block, amax:
+        ``"transformers"``, which multiplies numbers with 448 · (1 / amax), is the default;
+        ``"amax/448"`` divides them by that.
+    quantize_include
+        Shell patterns of names of the output: what matches any is quantised, and nothing else.
     drop_values
         Allow to lose entries that the format has no place for, which is an error otherwise; `merge`
         loses those without tensors in any case. Both formats of shards keep plain values (None,
@@ -239,12 +161,8 @@ def merge(
     >>> report.tensors, report.num_bytes
     (1, 144)
     """
-    place = storage_path(output)
-    in_directory = isinstance(output, str) and output.endswith(("/", os.sep))
-    chosen = merged_format(place, format, max_shard_bytes, in_directory)
     how = WriteOptions(dtype=dtype, overwrite=overwrite, **options)
-    asked = Asked(chosen, "merged", how, names, limit=max_shard_bytes)
-    return _converted(directory, place, asked)
+    return _converted(directory, output, Asked("merged", format, how, names, limit=max_shard_bytes))
 
 
 def reshard(
@@ -302,19 +220,19 @@ def reshard(
     >>> len(report.files)
     5
     """
-    chosen = written_format(format, "sharded") if format else default_format("sharded")
     how = WriteOptions(dtype=dtype, overwrite=overwrite, **options)
-    asked = Asked(chosen, "sharded", how, names, device_mesh, rules, like)
-    check_sharding(asked)
-    return _converted(directory, storage_path(output), asked)
+    asked = Asked("sharded", format, how, names, device_mesh, rules, like)
+    return _converted(directory, output, asked)
 
 
 def _converted(
-    checkpoint: PurePath | str | Catalog, output: StoragePath, asked: Asked
+    checkpoint: PurePath | str | Catalog, place: PurePath | str, asked: Asked
 ) -> WriteReport:
     """Check that an output can be made of a checkpoint and may be written, and write it."""
     started = time.monotonic()
-    options = asked.options
+    options, output = asked.options, storage_path(place)
+    if isinstance(place, str) and place.endswith(("/", os.sep)):
+        asked = asked._replace(directory=True)
     digests_file = None if options.digests is None else storage_path(options.digests)
     processes = Processes(None if options.dry_run else options.communicator)
 
@@ -326,13 +244,7 @@ def _converted(
                 f"{output}: memory:// is the memory of one process, and others do not see it; "
                 "start one process"
             )
-        source = opened_source(checkpoint, asked)
-        target = laid_out(source, output.name, asked, save)
-        if not output.nests and any("/" in file.name for file in target.files):
-            raise CheckpointError(
-                f"{output}: the format {asked.format.name!r} has files in directories, which are "
-                "not written into a store; write to a directory here, and copy that"
-            )
+        source, target, format = laid_out(checkpoint, output, asked, save)
         destination = Destination(output)
         if processes.rank == 0:
             destination = check_destination(output, source, target, options.overwrite)
@@ -341,7 +253,7 @@ def _converted(
         reads = _check_tensors(source, target.tensors, options.verify, processes)
         report = WriteReport(
             path=output.public(),
-            format=asked.format.name,
+            format=format,
             read=source.format,
             reads={
                 str(path).removeprefix(f"{source.directory}{os.sep}"): num_bytes
@@ -432,7 +344,7 @@ def _check_tensors(
     copies_of = memoize_by_boxes(check_tiling)
     elements_of = memoize_by_boxes(_elements_by_file)
     # Tensors that are sharded alike share one count.
-    counts: dict[int, Counter[StoragePath]] = {}
+    counts: dict[int, Counter[StoragePath | Computed]] = {}
     widths: Counter[int] = Counter()
     with OpenFiles() as files:
         for place, name in enumerate(sorted({tensor.source for tensor in tensors})):
@@ -447,15 +359,23 @@ def _check_tensors(
             counts[id(elements)] = elements
             widths[id(elements)] += item_bytes(outline.dtype)
     reads: Counter[StoragePath] = Counter()
+    made: dict[int, Mapping[StoragePath, int]] = {}
+    """By the reads themselves: codes and scales are made of the same."""
     for key, elements in counts.items():
-        for path, count in elements.items():
-            reads[path] += count * widths[key]
+        for place, count in elements.items():
+            if isinstance(place, StoragePath):
+                reads[place] += count * widths[key]
+            else:
+                made[id(place.reads)] = place.reads
+    for files_read in made.values():
+        reads.update(files_read)
     return reads
 
 
-def _elements_by_file(outline: AnyOutline) -> Counter[StoragePath]:
-    found: Counter[StoragePath] = Counter()
+def _elements_by_file(outline: AnyOutline) -> Counter[StoragePath | Computed]:
+    found: Counter[StoragePath | Computed] = Counter()
     for stored in distinct(outline):
+        computed = stored.computed if isinstance(stored, StoredBox) else None
         if stored.path != ZEROS:
-            found[stored.path] += box_size(stored.box)
+            found[computed or stored.path] += box_size(stored.box)
     return found

@@ -14,7 +14,7 @@ from typing import Final, TypeAlias
 
 from shardspec.boxes import Box, box_shape, box_size
 from shardspec.checkpoint import catalog
-from shardspec.checkpoint.choice import Choice, wanted_names
+from shardspec.checkpoint.choice import Choice, check_drop, wanted_names
 from shardspec.checkpoint.storage.path import file_inside
 from shardspec.dtypes import item_bytes
 from shardspec.errors import LayoutError
@@ -22,7 +22,7 @@ from shardspec.resharding.maps import apply_map
 from shardspec.resharding.name_map import Equation, NameMap, Shape
 from shardspec.resharding.view_parts import MOST_PIECES, bounded, parts_of_view
 from shardspec.resharding.views import TensorView, View
-from shardspec.text import Argument, shown
+from shardspec.text import shown
 
 _MOST_CONFIG_BYTES: Final = 2**24
 
@@ -31,6 +31,12 @@ class Naming(ABC):
     """Finds the maps that a checkpoint goes through from what it holds."""
 
     __slots__ = ()
+    config: Mapping[str, object]
+    """That of the model."""
+
+    def with_dtype(self, dtype: object) -> "Naming":  # noqa: ARG002  # others read more
+        """Return the same where what is quantised is to be made a dtype."""
+        return self
 
     @abstractmethod
     def applied(
@@ -78,6 +84,19 @@ def mapped(
     return through(source, [names] if isinstance(names, NameMap) else names, shapes, extras)
 
 
+def mapped_choice(
+    source: catalog.Catalog, names: Names | None, choice: Choice
+) -> tuple[catalog.Catalog, Choice]:
+    """Return a checkpoint as what a map makes of what is chosen, and what is left to choose of it.
+
+    Raises LayoutError as `mapped` does, and if tensors are to be dropped without a map.
+    """
+    if names is None:
+        check_drop(choice)
+        return source, choice
+    return mapped(source, names, choice), choice.after_map()
+
+
 def through(
     source: catalog.Catalog,
     maps: Sequence[NameMap],
@@ -91,31 +110,27 @@ def through(
     return source
 
 
-def check_drop(choice: Choice) -> None:
-    """Raise LayoutError if tensors are dropped where there is no map."""
-    if choice.drop:
-        raise LayoutError(
-            f"{shown(choice.drop)} is to be dropped (",
-            Argument("drop"),
-            "), which is for maps; exclude it",
-        )
-
-
 def configured(source: catalog.Catalog, names: NameMap) -> NameMap:
     """Return a map with what the config.json beside a checkpoint says.
 
     Raises LayoutError if that is of a model that the map is not for.
     """
-    home = source.directory if source.directory.is_dir() else source.directory.parent
+    config = config_beside(source)
+    return names if config is None else names.with_defaults(config)
+
+
+def config_beside(source: catalog.Catalog) -> dict[str, object] | None:
+    """Return what the config.json beside a checkpoint says, if there is one that can be read."""
+    home = source.home
     path = home / "config.json"
     if not path.is_file():
-        return names
+        return None
     with file_inside(home, path.name, home).open() as file:
         text = file.read(0, min(file.num_bytes, _MOST_CONFIG_BYTES))
     config: object = None
     with suppress(ValueError, RecursionError):
         config = json.loads(text)
-    return names.with_defaults(config) if isinstance(config, dict) else names
+    return config if isinstance(config, dict) else None
 
 
 def require_finished(tensor: catalog.Outline[catalog.FileBox]) -> None:
@@ -173,6 +188,9 @@ class MappedCatalog(catalog.Catalog):
         home = source.directory
         super().__init__(source.format, home, self._equations, source.files, source.mesh, extras)
         self.snapshot, self.dropped = source.snapshot, behind
+        self.quantization = source.quantization
+        kept = (e.target for e in report.equations if e.source in source.keeps_dtype)
+        self.keeps_dtype = frozenset(kept)
         self._source, self._shapes = source, found
         self._tensors = catalog.LazyTensorCache(self._look_up)
 

@@ -42,6 +42,14 @@ class ModelNames(Naming):
     beside the checkpoint do."""
     fill_from: catalog.Catalog | None
 
+    def with_dtype(self, dtype: object) -> Naming:
+        """Return the same where what is quantised is to be made a dtype."""
+        if self.fill_from is None:
+            return self
+        from shardspec.checkpoint.dequantized import dequantised
+
+        return replace(self, fill_from=dequantised(self.fill_from, dtype, config=self.config))
+
     def recognised(self, source: catalog.Catalog, choice: Choice) -> Recognised:
         """Return what the tensors of a checkpoint are called that are wanted."""
         with _about_input():
@@ -118,6 +126,7 @@ class ModelNames(Naming):
             every = {name: (made, name) for name in made.names}
             made = Assembled(part, every | {name: (origin, name) for name in beside})
             added += beside
+        _refuse_quantised(origin, added)
         made.filled = tuple(sorted(added))
         return made
 
@@ -249,7 +258,8 @@ def _refuse_quantised(source: catalog.Catalog, names: Collection[str]) -> None:
     for name in sorted(why.keys() & {*names}):
         raise LayoutError(
             f"{source.directory}: {shown(name)} is quantised ({why[name]}), and the names of a "
-            "model are for its 16- or 32-bit weights; dequantise it with the tool that wrote it"
+            "model are for its 16- or 32-bit weights; dequantise them on the way with ",
+            Argument("dtype", value="bf16"),
         )
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 
-from shardspec.cli.options import OUTPUT_FILE, PLACE, Kind, grouped, refuse_if
+from shardspec.cli.options import FILE_PATH, PLACE, Kind, grouped, refuse_if
 from shardspec.cli.output import say
 from shardspec.errors import CheckpointError, InputFileError, LayoutError
 from shardspec.input_files import read_input_file
@@ -70,7 +70,7 @@ source_options: Final = grouped(
     ),
     click.option(
         "--source-rules",
-        type=OUTPUT_FILE,
+        type=FILE_PATH,
         help="TOML file that says how the ranks shard tensors, for formats that do not say it and "
         "names that the library does not know.",
     ),
@@ -137,7 +137,7 @@ rule_options: Final = grouped(
     "rules",
     _rules,
     click.option(
-        "--rules", type=OUTPUT_FILE, multiple=True, help="TOML file with name patterns and specs."
+        "--rules", type=FILE_PATH, multiple=True, help="TOML file with name patterns and specs."
     ),
     click.option(
         "--rule",

@@ -9,7 +9,7 @@ import click
 
 from shardspec.cli import checkpoint_options as ckpt
 from shardspec.cli import options as opts
-from shardspec.cli.output import say, say_json, write_file
+from shardspec.cli.output import path_text, say, say_json, write_file
 from shardspec.errors import InputFileError, LayoutError
 from shardspec.mesh.device_mesh import DeviceMesh
 from shardspec.text import counted, shown
@@ -109,7 +109,7 @@ def _shapes(place: str) -> "tuple[dict[str, tuple[int, ...]], Catalog | None]":
     found = {}
     for name, sizes in ckpt.read_config(Path(place)).items():
         if not isinstance(sizes, list) or not all(type(n) is int and n >= 0 for n in sizes):
-            raise InputFileError(f"{place}: {shown(name)} has {shown(sizes)}, no list of sizes")
+            raise InputFileError(f"{place}: {shown(name)} has {shown(sizes)}, not a list of sizes")
         found[name] = tuple(sizes)
     return found, None
 
@@ -131,7 +131,7 @@ def _shapes(place: str) -> "tuple[dict[str, tuple[int, ...]], Catalog | None]":
 @ckpt.source_options
 @click.option(
     "--html",
-    type=opts.OUTPUT_FILE,
+    type=opts.FILE_PATH,
     help="Draw who sends how much to whom, and write the page here.",
 )
 @opts.overwrite_option
@@ -182,6 +182,8 @@ def plan_state_command(
         say_json({**plan.as_dict(), "files": named})
     else:
         say(plan.text(files))
+        if html is not None:
+            say(f"{path_text(html)}: who sends what to whom; open it")
 
 
 def _plan_rules(
@@ -196,7 +198,7 @@ def _plan_rules(
     """Plan how devices get a model, by rules; files are numbered behind all devices."""
     from shardspec.checkpoint.check_quantized import check_stored_plan
     from shardspec.checkpoint.choice import Choice
-    from shardspec.checkpoint.load import stored_layouts
+    from shardspec.checkpoint.load_plan import stored_layouts
     from shardspec.checkpoint.mapped import mapped
     from shardspec.checkpoint.select import check_dropped
     from shardspec.resharding.plan import plan_state
@@ -247,7 +249,7 @@ def _plan_layout(
     """Plan how devices get a model, by a layout; files are numbered behind all devices."""
     from shardspec.checkpoint.check_quantized import check_stored_plan
     from shardspec.checkpoint.choice import Choice
-    from shardspec.checkpoint.load import stored_layouts
+    from shardspec.checkpoint.load_plan import stored_layouts
     from shardspec.dtypes import dtype_name, is_cast, keeps_dtype
     from shardspec.layout.layout import Layout
     from shardspec.resharding.plan import plan_state

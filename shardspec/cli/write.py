@@ -6,14 +6,13 @@ from contextlib import contextmanager
 from functools import partial
 from itertools import islice
 from pathlib import PurePath
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, get_args
 
 import click
 
 from shardspec.checkpoint import convert as conversion
 from shardspec.checkpoint.agree import Processes
 from shardspec.checkpoint.choice import Choice
-from shardspec.checkpoint.convert import WriteReport
 from shardspec.checkpoint.format import Way
 from shardspec.checkpoint.formats.registry import (
     default_format,
@@ -22,6 +21,8 @@ from shardspec.checkpoint.formats.registry import (
     written_names,
 )
 from shardspec.checkpoint.layers import repeated_layers
+from shardspec.checkpoint.report import WriteReport
+from shardspec.checkpoint.schemes import KINDS, ScaleRule
 from shardspec.cli import checkpoint_options as ckpt
 from shardspec.cli import options as opts
 from shardspec.cli.output import path_text, progress_bar, say, say_json
@@ -104,7 +105,27 @@ _write_options: Final = opts.stacked(
     ckpt.source_options,
     ckpt.choice_options,
     click.option(
-        "--dtype", metavar="DTYPE", help="Cast floating point tensors to this dtype, as bf16."
+        "--dtype",
+        metavar="DTYPE",
+        help="Cast floating point tensors to this dtype, as bf16; quantised weights are "
+        "dequantised to it.",
+    ),
+    click.option(
+        "--quantize",
+        type=click.Choice(list(KINDS)),
+        help="Quantise the weights of linear layers, as the model's family says which these are.",
+    ),
+    click.option(
+        "--scale-rule",
+        type=click.Choice(get_args(ScaleRule)),
+        help="How a scale of fp8-128x128 comes from the largest size in its block: numbers are "
+        "multiplied with 448 · (1 / amax), which is the default, or divided by amax / 448.",
+    ),
+    click.option(
+        "--quantize-include",
+        multiple=True,
+        metavar="PATTERN",
+        help="Quantise the tensors whose names in OUT match, and no others; may be given several times.",
     ),
     click.option(
         "--threads",
@@ -131,7 +152,7 @@ _write_options: Final = opts.stacked(
     ),
     click.option(
         "--digests",
-        type=opts.OUTPUT_FILE,
+        type=opts.FILE_PATH,
         help="Write digests of OUT's tensors to this file, for 'shardspec verify --digests'.",
     ),
     opts.json_option("Print what was written as JSON."),
@@ -175,6 +196,7 @@ def _write(
     layers and experts in the output.
     """
     title = click.get_current_context().info_name or ""
+    how["quantize_include"] = how["quantize_include"] or None
     with _processes() as communicator:
         with Processes(communicator).failing_together():
             names: ModelNames | tuple[NameMap, ...] | None = maps.read() or None
@@ -185,7 +207,13 @@ def _write(
         # Of several processes the first one says it.
         silent = communicator is not None and 0 not in communicator.addressable
         if model is not None and not silent:
-            seen = model.recognised(sources[0], Choice(**choice, drop=maps.drop)).text
+            chosen = Choice(**choice, drop=maps.drop)
+            numbers = sources[0]
+            if how["dtype"] is not None:
+                from shardspec.checkpoint.dequantized import dequantised
+
+                numbers = dequantised(numbers, how["dtype"], chosen, model.config)
+            seen = model.recognised(numbers, chosen).text
             say(f"note: {sources[0].directory}: has the names of {seen}", err=True)
         with progress_bar(not (silent or as_json), title) as progress:
             report = convert(
@@ -241,7 +269,7 @@ def _report_text(report: WriteReport) -> str:
         some = ", ".join(map(shown, report.not_copied[:_SHOWN_BESIDE]))
         rest = len(report.not_copied) - _SHOWN_BESIDE
         more = f" and {rest} more" if rest > 0 else ""
-        lines.append(f"not copied, though it lies beside the weights: {some}{more}")
+        lines.append(f"not copied, though beside the weights: {some}{more}")
     if report.sidecars:
         lines.append(f"also copied: {', '.join(map(printable, report.sidecars))}")
     return "\n".join(lines)

@@ -193,7 +193,7 @@ def test_other_names_shapes_and_dtypes_need_a_full_checkpoint(place, tmp_path):
     with pytest.raises(CheckpointError, match=r"'n': .* larger than the tensor"):
         delta(place / "v0", tmp_path / "other", tmp_path / "d", version=1, encoding="overwrite")
     for how, problem in (
-        ({"version": -1}, "no version"),
+        ({"version": -1}, "not a version"),
         ({"version": 1, "base_version": 1}, "made of itself"),
         ({"version": 1, "encoding": "and"}, "no encoding"),
         ({"version": 1, "checksum": "md5"}, "md5"),
@@ -270,7 +270,7 @@ ALL = dict.fromkeys(("a", "large"), FILE)
         ({"entries": {"a": np.append(frame(bytes(24000)), np.uint8(0))}}, "the delta is damaged"),
         ({"entries": {"a": frame(bytes(24000))[:-1]}}, "cut short|damaged"),
         ({"entries": {"a": np.zeros(30, np.uint8)}}, "is damaged"),
-        ({"entries": {"a": np.zeros((3, 4), np.uint8)}}, "this is no delta"),
+        ({"entries": {"a": np.zeros((3, 4), np.uint8)}}, "this is not a delta"),
         ({"about": {"digest": "0" * 32}}, "has digest"),
     ],
 )
