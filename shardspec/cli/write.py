@@ -425,7 +425,7 @@ def reshard_command(
         onto = None if mesh is None else opts.plain_mesh(mesh)
         pattern: Catalog | dict[str, Layout] | None = other
         if layout is not None:
-            more["names"], pattern = ckpt.under_layout(layout, maps, source.home, onto)
+            more["names"], pattern = ckpt.under_layout(layout, maps, source, onto)
             onto = None
         return conversion.reshard(
             source,

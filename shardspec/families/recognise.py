@@ -26,11 +26,13 @@ class Recognised(NamedTuple):
     """``hf``, ``megatron`` or ``fused``."""
     absent: tuple[Tensor, ...]
     """Tensors of the model of which the source has none."""
+    prefix: str = ""
+    """What stands before all of them."""
 
     @property
     def text(self) -> str:
         """Whose names they are."""
-        return _CALLED[self.format]
+        return _CALLED[self.format] + (f" behind {shown(self.prefix)}" if self.prefix else "")
 
 
 def recognise(
