@@ -74,6 +74,10 @@ class MeshError(ShardSpecError, ValueError):
     """Device ids, mesh shape, axis names or links do not describe a mesh."""
 
 
+class NotTorchMeshError(MeshError, AttributeError):
+    """A function of torch was given a mesh of shardspec instead of `to_torch()`."""
+
+
 class DTypeError(ShardSpecError, TypeError):
     """A dtype is unknown, or an operation does not exist for it."""
 
@@ -100,6 +104,10 @@ class InputFileError(ShardSpecError, ValueError):
 
 class ProfileError(ShardSpecError, ValueError):
     """A measured profile is missing, damaged, or does not fit what it is used for."""
+
+
+class QuantisedError(CheckpointError, DTypeError):
+    """What gives the codes of a quantised checkpoint a meaning is missing, or does not fit them."""
 
 
 class OutputExistsError(CheckpointError, FileExistsError):

@@ -6,7 +6,7 @@ from functools import lru_cache
 from itertools import chain, pairwise, product
 from math import prod
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Final, Generic, NamedTuple, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Final, Generic, NamedTuple, Protocol, TypeAlias, TypeVar
 
 from shardspec.boxes import Box, box_size, contains
 from shardspec.checkpoint.storage.from_text import storage_path
@@ -66,6 +66,19 @@ class FileBox:
     path: StoragePath
 
 
+class Computed(Protocol):
+    """Makes the bytes of a tensor of those of others, as if they lay in a file, row-major."""
+
+    @property
+    def reads(self) -> "Mapping[StoragePath, int]":
+        """The files that it is made of, and the bytes of it in each."""
+
+    def fill(
+        self, start: int, steps: Sequence[tuple[int, int, int]], room: memoryview, at: int
+    ) -> None:
+        """Fill a block with a part of the tensor; see `BlockPart`."""
+
+
 @dataclass(frozen=True, slots=True)
 class StoredBox(FileBox):
     """A part of a tensor with its place in the file."""
@@ -76,6 +89,9 @@ class StoredBox(FileBox):
     """Of all its bytes, where the format has one."""
     strides: tuple[int, ...] | None = None
     """Bytes from one element to the next along each dim; None if row-major and contiguous."""
+    computed: Computed | None = None
+    """What makes its bytes, where no file has them; `path` is then the file of which most is made,
+    and `offset` a position among what is made."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,6 +234,11 @@ class Catalog:
     """Names of the tensors that were taken from another checkpoint, since this one lacks them."""
     dropped: Mapping[str, tuple[int, ...]] = MappingProxyType({})
     """Shapes of tensors that it would have, had what they are made of not been left behind."""
+    keeps_dtype: frozenset[str] = frozenset()
+    """Names of tensors that are never cast: codes and scales."""
+    quantization: Mapping[str, object] | None = None
+    """What the model's config is to say of how weights are quantised, nothing if it is empty; None
+    where it stays as it is."""
 
     def __init__(
         self,
@@ -254,7 +275,8 @@ class Catalog:
 
     def origin(self, name: str) -> Hashable:
         """Return a key that is equal for tensors at the same places; reads what `outline` does."""
-        return frozenset((box.path, box.offset, box.box) for box in self.tensor(name).boxes)
+        boxes = self.tensor(name).boxes
+        return frozenset((box.path, box.offset, box.box, box.computed) for box in boxes)
 
     def as_stored(self) -> "Catalog":
         """Return the checkpoint with its `objects` whole, though tensors be in them."""

@@ -8,7 +8,14 @@ from math import lcm
 from shardspec.boxes import Box
 from shardspec.checkpoint.catalog import Catalog
 from shardspec.checkpoint.mapped import MappedCatalog, Names, boxes_in_source, mapped
-from shardspec.checkpoint.quantized import Quantised, Shape, Stated, quantised, stated_by
+from shardspec.checkpoint.quantized import (
+    Quantised,
+    Shape,
+    Stated,
+    quantised,
+    sections,
+    stated_by,
+)
 from shardspec.dtypes import dtype_name
 from shardspec.errors import DTypeError, LayoutError
 from shardspec.layout.layout import Layout
@@ -23,7 +30,9 @@ def quantised_in(source: Catalog) -> Quantised:
         source = source.base
     outlines = map(source.outline, source.names)
     tensors = {outline.name: (outline.shape, outline.dtype) for outline in outlines}
-    return quantised(tensors, stated_by(source.home, source.file_metadata.values))
+    given = source.quantization
+    stated = list(sections(source.home)) if given is None else [given] if given else []
+    return quantised(tensors, stated_by(stated, source.file_metadata.values))
 
 
 def refuse_casts(source: Catalog, names: Iterable[str], dtype: str) -> None:
@@ -34,6 +43,8 @@ def refuse_casts(source: Catalog, names: Iterable[str], dtype: str) -> None:
     """
     why = quantised_in(source).why
     for name in names if why else ():
+        if name in source.keeps_dtype:
+            continue
         _refuse_cast(source, name, why, dtype, "exclude these tensors")
 
 

@@ -8,7 +8,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from hashlib import sha256
 from pathlib import PurePath
@@ -22,6 +22,8 @@ from shardspec.checkpoint.catalog import (
     ZEROS,
     AnyOutline,
     Catalog,
+    Computed,
+    StoredBox,
     check_tiling,
     distinct,
     memoize_by_boxes,
@@ -32,7 +34,8 @@ from shardspec.checkpoint.formats.registry import default_format, merged_format,
 from shardspec.checkpoint.mapped import Names
 from shardspec.checkpoint.options import WriteKeywords, WriteOptions
 from shardspec.checkpoint.output import Output
-from shardspec.checkpoint.read_boxes import check_replicas, crc_text
+from shardspec.checkpoint.read_boxes import check_replicas
+from shardspec.checkpoint.report import WriteReport
 from shardspec.checkpoint.select import Asked, check_sharding, laid_out, opened_source
 from shardspec.checkpoint.storage.from_text import storage_path
 from shardspec.checkpoint.storage.path import StoragePath
@@ -40,101 +43,13 @@ from shardspec.checkpoint.storage.reading import OpenFiles
 from shardspec.checkpoint.targets import OutputTensor, Target
 from shardspec.dtypes import item_bytes
 from shardspec.errors import CheckpointError
+from shardspec.layout.layout import Layout
 from shardspec.layout.rules import Rules
 from shardspec.mesh.device_mesh import DeviceMesh
 from shardspec.resharding.digests import Digests, TensorDigest
 
 if TYPE_CHECKING:
-    from shardspec.checkpoint.numeric import CastLosses
-
-
-@dataclass(frozen=True, slots=True)
-class WriteReport:
-    """What was written, or what would be."""
-
-    path: PurePath
-    """The output, as the user named it."""
-    format: str
-    """Its format, as `merge` and `reshard` name it."""
-    read: str
-    """What the source is."""
-    reads: Mapping[str, int]
-    """The files that tensors are read from, and the bytes of their boxes, each read once."""
-    tensors: int
-    writes: Mapping[str, int]
-    """The files of the output, or the output itself if it is one, and their sizes."""
-    left_out: tuple[str, ...]
-    """Entries of the source that are not tensors and that the output lacks; the metadata of
-    safetensors files is ``"__metadata__"``."""
-    sidecars: tuple[str, ...]
-    """Names of the files beside the weights of the source that were copied along."""
-    weight_files: int
-    """How many files of the output hold tensors: without an index and what was copied along."""
-    not_copied: tuple[str, ...] = ()
-    """Names of what lies there too and was not copied; a directory ends in a slash."""
-    filled: tuple[str, ...] = ()
-    """Names of the tensors that were taken from the checkpoint to fill from."""
-    seconds: float = 0.0
-    crc32: int | None = None
-    """CRC-32 of all files in their order; None if it was not computed."""
-    cast_losses: "CastLosses | None" = None
-    """What a cast to another dtype did not keep; None if nothing was cast."""
-    written: bool = False
-    """False after a dry run."""
-    digests: Digests | None = None
-    """Those of the output's tensors, if they were wanted."""
-    sharding: Mapping[str, tuple[str, str]] = field(default_factory=dict)
-    """After a dry run of `reshard`: tensor to the rule for it, empty where no rule matches, and its
-    spec."""
-
-    @property
-    def read_files(self) -> int:
-        """How many files tensors are read from."""
-        return len(self.reads)
-
-    @property
-    def read_bytes(self) -> int:
-        """Bytes of all boxes that are read, each once."""
-        return sum(self.reads.values())
-
-    @property
-    def files(self) -> tuple[str, ...]:
-        """Names of the files; that of the output itself if it is one."""
-        return tuple(self.writes)
-
-    @property
-    def num_bytes(self) -> int:
-        """Size of all files."""
-        return sum(self.writes.values())
-
-    def to_json(self) -> dict[str, object]:
-        """Return the report as plain values."""
-        return {
-            "path": str(self.path),
-            "format": self.format,
-            "read": self.read,
-            "read_files": self.read_files,
-            "read_bytes": self.read_bytes,
-            "reads": dict(self.reads),
-            "writes": dict(self.writes),
-            "tensors": self.tensors,
-            "files": list(self.files),
-            "weight_files": self.weight_files,
-            "bytes": self.num_bytes,
-            "seconds": self.seconds,
-            "crc32": None if self.crc32 is None else crc_text(self.crc32),
-            "cast": None if self.cast_losses is None else self.cast_losses.to_json(),
-            "left_out": list(self.left_out),
-            "sidecars": list(self.sidecars),
-            "not_copied": list(self.not_copied),
-            "filled": list(self.filled),
-            "written": self.written,
-            "digest": None if self.digests is None else self.digests.value,
-            "sharding": {
-                name: {"rule": rule or None, "spec": spec}
-                for name, (rule, spec) in self.sharding.items()
-            },
-        }
+    pass
 
 
 def merge(
@@ -168,7 +83,7 @@ def merge(
     max_shard_bytes
         Most bytes of tensors in a file of the format ``"huggingface"``; 5 GB by default.
     dtype
-        Cast floating point tensors to this dtype.
+        Cast floating point tensors to this dtype; quantised weights are dequantised to it.
     names
         A map to the tensors of another model: a `NameMap`, a list of them to be applied in turn, or
         new names. It has to have a use for every tensor that is to be written. `include` and
@@ -187,6 +102,15 @@ def merge(
         in turn to its first match in every name.
     drop
         Shell patterns of names whose tensors the map need not use.
+    quantize
+        Quantise the weights of linear layers: ``"fp8-128x128"``, ``"mxfp8"`` or ``"mxfp4"``. Which
+        these are, says the family of the model by its config, or else their names.
+    scale_rule
+        How a scale of ``"fp8-128x128"`` comes from the largest size in its block, amax:
+        ``"transformers"``, which multiplies numbers with 448 · (1 / amax), is the default;
+        ``"amax/448"`` divides them by that.
+    quantize_include
+        Shell patterns of names of the output: what matches any is quantised, and nothing else.
     drop_values
         Allow to lose entries that the format has no place for, which is an error otherwise; `merge`
         loses those without tensors in any case. Both formats of shards keep plain values (None,
@@ -252,7 +176,7 @@ def reshard(
     *,
     device_mesh: DeviceMesh | None = None,
     rules: Rules | None = None,
-    like: PurePath | str | Catalog | None = None,
+    like: PurePath | str | Catalog | Mapping[str, Layout] | None = None,
     format: str | None = None,
     dtype: str | None = None,
     names: Names | None = None,
@@ -273,7 +197,8 @@ def reshard(
         Name pattern to spec, matched against the new names as by `match_rules`: the last rule that
         matches a tensor counts. One that no rule matches is replicated.
     like
-        A checkpoint to take mesh and specs from, by name, in place of the two above.
+        A checkpoint to take mesh and specs from, by name, in place of the two above; or the layout
+        of each tensor, as `model_layouts` returns them.
     format
         shardspec's own, which is the default, that of `torch.distributed.checkpoint`, or
         ``"deepspeed-universal"``, which any number of ranks loads. That one is made of a whole run
@@ -430,7 +355,7 @@ def _check_tensors(
     copies_of = memoize_by_boxes(check_tiling)
     elements_of = memoize_by_boxes(_elements_by_file)
     # Tensors that are sharded alike share one count.
-    counts: dict[int, Counter[StoragePath]] = {}
+    counts: dict[int, Counter[StoragePath | Computed]] = {}
     widths: Counter[int] = Counter()
     with OpenFiles() as files:
         for place, name in enumerate(sorted({tensor.source for tensor in tensors})):
@@ -445,15 +370,23 @@ def _check_tensors(
             counts[id(elements)] = elements
             widths[id(elements)] += item_bytes(outline.dtype)
     reads: Counter[StoragePath] = Counter()
+    made: dict[int, Mapping[StoragePath, int]] = {}
+    """By the reads themselves: codes and scales are made of the same."""
     for key, elements in counts.items():
-        for path, count in elements.items():
-            reads[path] += count * widths[key]
+        for place, count in elements.items():
+            if isinstance(place, StoragePath):
+                reads[place] += count * widths[key]
+            else:
+                made[id(place.reads)] = place.reads
+    for files_read in made.values():
+        reads.update(files_read)
     return reads
 
 
-def _elements_by_file(outline: AnyOutline) -> Counter[StoragePath]:
-    found: Counter[StoragePath] = Counter()
+def _elements_by_file(outline: AnyOutline) -> Counter[StoragePath | Computed]:
+    found: Counter[StoragePath | Computed] = Counter()
     for stored in distinct(outline):
+        computed = stored.computed if isinstance(stored, StoredBox) else None
         if stored.path != ZEROS:
-            found[stored.path] += box_size(stored.box)
+            found[computed or stored.path] += box_size(stored.box)
     return found

@@ -19,13 +19,14 @@ from numpy.typing import NDArray
 
 from shardspec.checkpoint.catalog import Catalog, StoredTensor, check_tiling, whole_box
 from shardspec.checkpoint.checksums import Hash, extra, new_hash
-from shardspec.checkpoint.convert import WriteReport, merge
+from shardspec.checkpoint.convert import merge
 from shardspec.checkpoint.delta_chain import DELTA_INDEX, with_deltas
 from shardspec.checkpoint.destination import check_destination
 from shardspec.checkpoint.formats.registry import default_format
 from shardspec.checkpoint.mapped import require_finished
 from shardspec.checkpoint.open import as_catalog
 from shardspec.checkpoint.read_boxes import Buffers, Checks, Progress, read_box
+from shardspec.checkpoint.report import WriteReport
 from shardspec.checkpoint.storage.from_text import storage_path
 from shardspec.checkpoint.storage.path import Staging, StoragePath, WriteAt
 from shardspec.checkpoint.storage.reading import OpenFiles
@@ -125,7 +126,7 @@ def delta(
     for number in (version, before):
         if type(number) is not int or not 0 <= number <= _MOST_VERSION:
             raise CheckpointError(
-                f"{number!r} is no version; give a number from 0 to {_MOST_VERSION}"
+                f"{number!r} is not a version; give a number from 0 to {_MOST_VERSION}"
             )
     if version == before:
         raise CheckpointError(f"version {version} cannot be made of itself; give another")

@@ -31,6 +31,12 @@ class Naming(ABC):
     """Finds the maps that a checkpoint goes through from what it holds."""
 
     __slots__ = ()
+    config: Mapping[str, object]
+    """That of the model."""
+
+    def with_dtype(self, dtype: object) -> "Naming":  # noqa: ARG002  # others read more
+        """Return the same where what is quantised is to be made a dtype."""
+        return self
 
     @abstractmethod
     def applied(
@@ -106,16 +112,22 @@ def configured(source: catalog.Catalog, names: NameMap) -> NameMap:
 
     Raises LayoutError if that is of a model that the map is not for.
     """
-    home = source.directory if source.directory.is_dir() else source.directory.parent
+    config = config_beside(source)
+    return names if config is None else names.with_defaults(config)
+
+
+def config_beside(source: catalog.Catalog) -> dict[str, object] | None:
+    """Return what the config.json beside a checkpoint says, if there is one that can be read."""
+    home = source.home
     path = home / "config.json"
     if not path.is_file():
-        return names
+        return None
     with file_inside(home, path.name, home).open() as file:
         text = file.read(0, min(file.num_bytes, _MOST_CONFIG_BYTES))
     config: object = None
     with suppress(ValueError, RecursionError):
         config = json.loads(text)
-    return names.with_defaults(config) if isinstance(config, dict) else names
+    return config if isinstance(config, dict) else None
 
 
 def require_finished(tensor: catalog.Outline[catalog.FileBox]) -> None:
@@ -173,6 +185,9 @@ class MappedCatalog(catalog.Catalog):
         home = source.directory
         super().__init__(source.format, home, self._equations, source.files, source.mesh, extras)
         self.snapshot, self.dropped = source.snapshot, behind
+        self.quantization = source.quantization
+        kept = (e.target for e in report.equations if e.source in source.keeps_dtype)
+        self.keeps_dtype = frozenset(kept)
         self._source, self._shapes = source, found
         self._tensors = catalog.LazyTensorCache(self._look_up)
 

@@ -29,7 +29,9 @@ _EIGHT_BITS: Final = {
 }
 _E4M3FN_LIMIT: Final = 464
 """What is larger does not round to 448, the largest number of float8_e4m3fn."""
-_FOUR_BITS: Final = np.array(
+_UPPER_HALVES: Final = np.arange(1 << 16, dtype=np.uint32) << np.uint32(16)
+"""The upper half of every float32, followed by zeros."""
+FOUR_BITS: Final = np.array(
     [0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.complex64
 )
 """The numbers of OCP's 4-bit floating point (e2m1), by their code."""
@@ -45,7 +47,7 @@ def numbers(raw: Bytes, dtype: str) -> NDArray[Any]:
         return (raw.view(np.uint16).astype(np.uint32) << np.uint32(16)).view(np.float32)
     if packed(dtype) > 1:
         # A pair is one element; as a complex number it is compared like any other.
-        pairs: NDArray[Any] = _FOUR_BITS[raw & 15] + np.complex64(1j) * _FOUR_BITS[raw >> 4]
+        pairs: NDArray[Any] = FOUR_BITS[raw & 15] + np.complex64(1j) * FOUR_BITS[raw >> 4]
         return pairs
     if dtype.startswith("float8"):
         return _eight_bit_table(dtype)[raw]
@@ -76,19 +78,38 @@ def _eight_bit_table(dtype: str) -> NDArray[np.float32]:
     return table
 
 
+def nearest_codes(table: NDArray[np.float32]) -> NDArray[np.intp]:
+    """Return which of ascending numbers from 0 on is nearest to the size of each upper half.
+
+    Ties go to even places. What is larger is nearest to one more number, a step behind the last.
+    """
+    values = _UPPER_HALVES.view(np.float32)
+    size = np.where(np.isnan(values), np.float32(np.inf), np.abs(values))
+    grid = np.append(table, 2 * table[-1] - table[-2]).astype(np.float64)
+    halfway = (grid[:-1] + grid[1:]) / 2
+    code = np.searchsorted(halfway, size)
+    return code + ((code % 2 == 1) & (size == np.append(halfway, np.inf)[code]))
+
+
+def round_by(table: NDArray[Any], values: NDArray[np.float32]) -> NDArray[Any]:
+    """Return what a table has for the upper half of each number.
+
+    The last bit of that is set if any of the lower half is, which rounds as the whole would.
+    """
+    bits = values.view(np.uint32)
+    odd = (bits & np.uint32(0xFFFF)) != 0
+    # Three times as fast as an index in brackets.
+    return table.take((bits >> np.uint32(16)).astype(np.uint16) | odd, mode="clip")
+
+
 @cache
 def _eight_bit_codes(dtype: str) -> Bytes:
     """Return the byte for the upper half of every float32, rounded to nearest, ties to even."""
     fnuz = _EIGHT_BITS[dtype][2]
-    values = (np.arange(1 << 16, dtype=np.uint32) << np.uint32(16)).view(np.float32)
-    size = np.where(np.isnan(values), np.float32(np.inf), np.abs(values))
+    values = _UPPER_HALVES.view(np.float32)
     table = _eight_bit_table(dtype)[:128]
-    finite = table[np.isfinite(table)].astype(np.float64)
-    # Beyond the largest number the grid goes on by one step.
-    grid = np.append(finite, 2 * finite[-1] - finite[-2])
-    halfway = (grid[:-1] + grid[1:]) / 2
-    code = np.searchsorted(halfway, size)
-    code += (code % 2 == 1) & (size == np.append(halfway, np.inf)[code])
+    finite = table[np.isfinite(table)]
+    code = nearest_codes(finite)
     largest = len(finite) - 1
     over = 0x80 if fnuz else 0x7C if dtype == "float8_e5m2" else largest
     code = np.where(code > largest, over, code)
@@ -104,12 +125,9 @@ def narrow(values: NDArray[Any], dtype: str) -> Bytes:
     """
     if dtype != "bfloat16" and not dtype.startswith("float8"):
         return values.astype(np.dtype(dtype), copy=False).view(np.uint8)
-    bits = values.view(np.uint32)
     if dtype != "bfloat16":
-        # The upper half rounded to odd has bits enough to be rounded once more without harm.
-        odd = (bits & np.uint32(0xFFFF)) != 0
-        codes: Bytes = _eight_bit_codes(dtype)[(bits >> np.uint32(16)) | odd]
-        return codes
+        return round_by(_eight_bit_codes(dtype), values)
+    bits = values.view(np.uint32)
     rounded = bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))
     # Rounding could carry a NaN into infinity; torch writes this NaN instead.
     half = np.where(np.isnan(values), np.uint32(0x7FC0), rounded >> np.uint32(16))

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from pathlib import PurePath
 
-from shardspec.checkpoint.choice import Choice, Selection
+from shardspec.checkpoint.choice import Choice, Patterns, Selection
 from shardspec.checkpoint.read_boxes import Progress
 from shardspec.comm.communicator import Communicator
 
@@ -11,6 +11,9 @@ from shardspec.comm.communicator import Communicator
 class WriteKeywords(Selection, total=False):
     """Arguments that `merge` and `reshard` hand on; see `merge`."""
 
+    quantize: str | None
+    scale_rule: str | None
+    quantize_include: Patterns | None
     drop_values: bool
     threads: int
     metadata: bool
@@ -27,6 +30,9 @@ class WriteKeywords(Selection, total=False):
 class WriteOptions(Choice):
     """Which tensors are written, and how; see `merge`."""
 
+    quantize: str | None = None
+    scale_rule: str | None = None
+    quantize_include: Patterns | None = None
     drop_values: bool = False
     threads: int = 1
     metadata: bool = True

@@ -65,7 +65,7 @@ def plan_reshard(
         target = known_to_all(target)
     if isinstance(source, str | PurePath):
         # State dicts in memory need nothing of it.
-        from shardspec.checkpoint.load import plan_load
+        from shardspec.checkpoint.load_plan import plan_load
 
         return plan_load(storage_path(source), target, names, dtype, max_bytes, drop)
     plan = plan_state(known_to_all(source), target, names, dtype, max_bytes, drop)

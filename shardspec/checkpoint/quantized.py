@@ -47,7 +47,9 @@ _CONFIGS: Final = {
     "params.json": False,
 }
 """Files that say how weights are quantised, and whether all of one does."""
-_SECTIONS: Final = ("quantization_config", "quantization", "compression_config")
+SECTIONS: Final = frozenset({"quantization_config", "quantization", "compression_config"})
+QUANTISED_BY: Final = frozenset(name for name, whole in _CONFIGS.items() if whole)
+"""Files that say nothing else."""
 _SIZES: Final = re.compile(r"(q_|weight_)?group_size|(weight_)?block_(size|structure)|blocksize")
 _BITS: Final = ("bits", "num_bits", "w_bit", "nbits", "weight_bits")
 _OF_ACTIVATIONS: Final = re.compile(r"(input|output)_activations|kv_cache\w*")
@@ -177,13 +179,12 @@ class Quantised(NamedTuple):
     """Codes that are not cut anywhere, or whose companions are cut where they are."""
 
 
-def stated_by(directory: StoragePath, metadata: Mapping[str, str]) -> Stated:
-    """Return what the files in a directory say, and the metadata of safetensors files."""
+def stated_by(stated: Sequence[object], metadata: Mapping[str, str]) -> Stated:
+    """Return what parts of configs say, and the metadata of safetensors files."""
     torchao = dict(_torchao(metadata))
-    sections = list(_sections(directory))
-    if not sections:
+    if not stated:
         return Stated(bool(torchao), torchao=torchao)
-    pairs = [pair for section in sections for pair in _pairs(section)]
+    pairs = [pair for section in stated for pair in _pairs(section)]
     sizes = [_numbers(value) for key, value in pairs if _SIZES.fullmatch(key)]
     orders = [value for key, value in pairs if key in ("desc_act", "actorder")]
     return Stated(
@@ -236,7 +237,7 @@ def quantised(tensors: Mapping[str, tuple[Shape, str]], stated: Stated) -> Quant
         } - {""}
         for name in tensors:
             inside = name.rpartition(".")[0] in homes and not name.endswith("bias")
-            if inside or _OF_COMPUTED.fullmatch(name):
+            if inside or of_computed(name):
                 why.setdefault(name, "the config says that weights are quantised")
     blocks = {}
     alone = {other for given in companions.values() for _, other in given} - companions.keys()
@@ -265,6 +266,11 @@ def _codes_of(name: str, tensors: Mapping[str, tuple[Shape, str]]) -> tuple[str,
         if kind.alone:
             return "", kind
     return "", None
+
+
+def of_computed(name: str) -> bool:
+    """Return whether a tensor has the name of a scale of what a quantised model computes."""
+    return _OF_COMPUTED.fullmatch(name) is not None
 
 
 # --- blocks
@@ -393,7 +399,7 @@ def _torchao(metadata: Mapping[str, str]) -> Iterator[tuple[str, tuple[Shape, st
             yield f"{home}._{weight}_qdata".lstrip("."), (numbers, kind)
 
 
-def _sections(directory: StoragePath) -> Iterator[object]:
+def sections(directory: StoragePath) -> Iterator[dict[str, object]]:
     """Yield the parts of configs that say how weights are quantised."""
     for name, whole in _CONFIGS.items():
         if not (directory / name).is_file():
@@ -403,9 +409,14 @@ def _sections(directory: StoragePath) -> Iterator[object]:
         if whole and isinstance(stated, dict):
             yield stated
         else:
-            for key, value in _pairs(stated):
-                if key in _SECTIONS and isinstance(value, dict):
-                    yield value
+            yield from sections_of(stated)
+
+
+def sections_of(config: object) -> Iterator[dict[str, object]]:
+    """Yield the parts of a config that say how weights are quantised."""
+    for key, value in _pairs(config):
+        if key in SECTIONS and isinstance(value, dict):
+            yield value
 
 
 def _json(text: str | bytes) -> object:

@@ -218,8 +218,9 @@ def stretches(tensor: StoredTensor, target: Box) -> Iterator[FileStretch]:
     """
     for _, parts in () if tensor.pending else cut(tensor, target):
         for part in parts:
-            if part.contiguous and part.stored.path != ZEROS:
-                yield FileStretch(part.stored.path, part.start, part.span)
+            stored = part.stored
+            if part.contiguous and stored.path != ZEROS and stored.computed is None:
+                yield FileStretch(stored.path, part.start, part.span)
 
 
 class Buffers:
@@ -253,6 +254,9 @@ def read_box(
         def read(part: BlockPart, room: memoryview = room) -> int | None:
             """Return the CRC-32 of a part that was read in one go, if it was taken."""
             stored = part.stored
+            if stored.computed is not None:
+                stored.computed.fill(part.start, part.steps, room, part.at)
+                return None
             seen = None if checks is None or stored not in checks else partial(checks.add, stored)
             read_into = _zeros if stored.path == ZEROS else files.file(stored.path).read_into
             return _read(read_into, part, room, buffers.scratch, seen)

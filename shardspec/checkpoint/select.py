@@ -13,7 +13,7 @@ from shardspec.checkpoint.catalog import Catalog, OpaqueValue, is_plain_entry, o
 from shardspec.checkpoint.check_quantized import check_blocks, refuse_casts
 from shardspec.checkpoint.choice import Choice, Renames, first_names, wanted_names
 from shardspec.checkpoint.format import Format, Wanted, Way
-from shardspec.checkpoint.mapped import Names, check_drop, mapped
+from shardspec.checkpoint.mapped import Names, Naming, check_drop, config_beside, mapped
 from shardspec.checkpoint.open import as_catalog
 from shardspec.checkpoint.options import WriteOptions
 from shardspec.checkpoint.sidecars import add_sidecars
@@ -21,6 +21,7 @@ from shardspec.checkpoint.state_dict import unflatten
 from shardspec.checkpoint.targets import Carried, OutputTensor, Target
 from shardspec.dtypes import dtype_name, is_cast, is_floating, keeps_dtype, packed
 from shardspec.errors import CheckpointError, DTypeError, LayoutError, ShardSpecError
+from shardspec.layout.common_mesh import on_common_mesh
 from shardspec.layout.layout import Layout, SpecLike
 from shardspec.layout.rules import Rules, match_rules, winning_patterns
 from shardspec.layout.spec import ShardingSpec
@@ -55,7 +56,8 @@ def select(source: Catalog, choice: Choice) -> list[OutputTensor]:
     wanted = []
     for name in names:
         tensor = source.outline(name)
-        casts = target is not None and is_cast(tensor.dtype, target) and not keeps_dtype(name)
+        stays = keeps_dtype(name) or name in source.keeps_dtype
+        casts = target is not None and is_cast(tensor.dtype, target) and not stays
         dtype = target if target and casts else tensor.dtype
         wanted.append(OutputTensor(renamed[name], name, tensor.shape, dtype))
     return sorted(wanted, key=lambda tensor: tensor.name)
@@ -160,9 +162,9 @@ def check_dropped(
     }
     if drop and not lost:
         raise CheckpointError(
-            f"{source.directory}: no entry is lost that ",
+            f"{source.directory}: no value would be lost, so there is nothing for ",
             Argument("drop_values", value=True),
-            " could allow; leave it out",
+            " to drop; leave it out",
         )
     if not lost or drop:
         return
@@ -257,6 +259,24 @@ def layouts_like(
     return other.mesh, layouts_by_rules(other.mesh, {}, wanted, spec_of)
 
 
+def layouts_given(
+    given: Mapping[str, Layout], wanted: Sequence[OutputTensor]
+) -> tuple[DeviceMesh, dict[str, Layout]]:
+    """Return the mesh of given layouts, and those of the tensors; nothing is pending."""
+    found = {}
+    for tensor in wanted:
+        layout = given.get(tensor.name)
+        if layout is None or layout.global_shape != tensor.shape:
+            said = "no layout is" if layout is None else f"the layout of {layout.global_shape} is"
+            raise CheckpointError(
+                f"{said} for tensor {tensor.name!r} of shape {tensor.shape}; give one, or exclude "
+                "the tensor"
+            )
+        spec = layout.spec.without_partial()
+        found[tensor.name] = Layout(layout.mesh, spec, tensor.shape, tensor.dtype)
+    return on_common_mesh(found) if found else (_ALONE, {})
+
+
 # --- the output that a caller asks for
 
 
@@ -269,7 +289,7 @@ class Asked(NamedTuple):
     names: Names | None
     mesh: DeviceMesh | None = None
     rules: Rules | None = None
-    like: PurePath | str | Catalog | None = None
+    like: PurePath | str | Catalog | Mapping[str, Layout] | None = None
     limit: int | None = None
     """Most bytes of tensors in a file."""
 
@@ -291,7 +311,8 @@ def check_sharding(asked: Asked) -> None:
             ),
         ),
         (
-            whole and (sharding or not asked.options.is_all or asked.names),
+            whole
+            and (sharding or not asked.options.is_all or asked.options.quantize or asked.names),
             (
                 f"{whole} has all tensors of a run as they were saved, for any number of ranks; "
                 "leave out the mesh, the rules, the checkpoint to shard like, ",
@@ -316,7 +337,21 @@ def opened_source(checkpoint: PurePath | str | Catalog, asked: Asked) -> Catalog
     """Return a checkpoint as what a map makes of what is chosen."""
     if asked.names is None:
         check_drop(asked.options)
-    source = mapped(as_catalog(checkpoint), asked.names, asked.options)
+    options, source = asked.options, as_catalog(checkpoint)
+    config = asked.names.config if isinstance(asked.names, Naming) else config_beside(source)
+    names = asked.names
+    if options.dtype is not None:
+        # Importing numpy takes as long as copying 200 MiB, and a plain copy needs none.
+        from shardspec.checkpoint.dequantized import dequantised
+
+        source = dequantised(source, options.dtype, options, config)
+        names = names.with_dtype(options.dtype) if isinstance(names, Naming) else names
+    source = mapped(source, names, options)
+    if (options.quantize, options.scale_rule, options.quantize_include) != (None, None, None):
+        from shardspec.checkpoint.quantizing import quantise_of, quantised_as
+
+        how = quantise_of(options.quantize, options.scale_rule, options.quantize_include)
+        source = quantised_as(source, how, options if asked.names is None else Choice(), config)
     return source.as_stored() if asked.format.keeps == "objects" else source
 
 
@@ -326,7 +361,8 @@ def laid_out(source: Catalog, name: str, asked: Asked, save: str) -> Target:
     `save` names this save.
     """
     format, options = asked.format, asked.options
-    choice = options if asked.names is None else options.after_map()
+    whole = asked.names is None and options.quantize is None
+    choice: Choice = options if whole else options.after_map()
     tensors = select(source, choice)
     mesh, layouts = _sharding(source, asked, tensors)
     if format.whole_run:
@@ -365,7 +401,9 @@ def _sharding(
     """Return the mesh of an output and the layouts of its tensors, if its format has shards."""
     if asked.format.whole_run or "sharded" not in asked.format.writes:
         return _ALONE, {}
-    if asked.like is not None:
+    if isinstance(asked.like, Mapping):
+        mesh, layouts = layouts_given(asked.like, tensors)
+    elif asked.like is not None:
         mesh, layouts = layouts_like(as_catalog(asked.like), tensors)
     else:
         mesh = asked.mesh or _ALONE

@@ -2,10 +2,11 @@
 
 import json
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import Final
 
 from shardspec.checkpoint.catalog import Catalog
+from shardspec.checkpoint.quantized import QUANTISED_BY, SECTIONS
 from shardspec.checkpoint.storage.path import StoragePath, file_inside
 from shardspec.checkpoint.strict_json import parse_json
 from shardspec.checkpoint.targets import OutputFile, RawBytes, Target, copied_file
@@ -38,7 +39,7 @@ def add_sidecars(
     itself, those of the model, if it is one.
     """
     if source.described_in is not None:
-        return _with_config(source.described_in, target)
+        return _with_config(source, source.described_in, target)
     directory = source.home
     there = frozenset(directory.names())
     alone = directory != source.directory
@@ -46,7 +47,9 @@ def add_sidecars(
         return target
     beside = there - {file.relative_to(directory).parts[0] for file in source.files}
     chosen = model_sidecars if alone else sidecars
-    wanted = chosen(directory, beside) if target.directory else ()
+    wanted = chosen(directory, beside) if target.directory else set()
+    if source.quantization is not None:
+        wanted -= QUANTISED_BY
     taken = {file.name for file in target.files}
     files = []
     for name in sorted(wanted):
@@ -63,6 +66,8 @@ def add_sidecars(
             raise CheckpointError(
                 f"{path}: {problem}; leave such files behind with ", WITHOUT_SIDECARS
             )
+        if name == "config.json" and source.quantization is not None:
+            file = _restated(file, path, source.quantization)
         files.append(file)
     # The state of one file was taken without what lies beside it.
     source.beside = () if alone else tuple(directory / file.name for file in files)
@@ -72,7 +77,7 @@ def add_sidecars(
     return target._replace(files=(*target.files, *files), sidecars=names, not_copied=left)
 
 
-def _with_config(directory: StoragePath, target: Target) -> Target:
+def _with_config(source: Catalog, directory: StoragePath, target: Target) -> Target:
     """Return an output directory with a model's config and tokenizer, from where these are.
 
     Where no weight is quantised, the config does not say so.
@@ -80,29 +85,42 @@ def _with_config(directory: StoragePath, target: Target) -> Target:
     if not target.directory:
         return target
     names = model_sidecars(directory, directory.names())
+    if source.quantization is not None:
+        names -= QUANTISED_BY
     taken = {file.name for file in target.files}
+    dtypes = (extent.tensor.dtype for file in target.files for extent in file.extents)
+    codes = any(dtype.startswith(("float8", "uint8", "int8")) for dtype in dtypes)
     files = []
     for name in sorted(names - taken):
         path = file_inside(directory, name, directory)
         file = copied_file(path, name)
-        if name == "config.json":
-            data = _plain_config(b"".join(raw.made() for raw in file.raw), path, target)
-            file = OutputFile(name, len(data), [RawBytes(0, data)], ())
+        section = source.quantization
+        if section is None and not codes:
+            section = {}
+        if name == "config.json" and section is not None:
+            file = _restated(file, path, section)
         files.append(file)
     return target._replace(
         files=(*target.files, *files), sidecars=tuple(file.name for file in files)
     )
 
 
-def _plain_config(data: bytes, path: StoragePath, target: Target) -> bytes:
+def _restated(file: OutputFile, path: StoragePath, section: Mapping[str, object]) -> OutputFile:
+    """Return a config that says of how weights are quantised what a section does, or nothing."""
+    data = b"".join(raw.made() for raw in file.raw)
     config = parse_json(data, path, "config")
-    codes = (extent.tensor.dtype for file in target.files for extent in file.extents)
-    if not any(dtype.startswith(("float8", "uint8", "int8")) for dtype in codes):
-        inner = config.get("text_config") if isinstance(config, dict) else None
-        for part in (config, inner):
-            if isinstance(part, dict) and part.pop("quantization_config", None) is not None:
-                data = json.dumps(config, indent=2).encode()
-    return data
+    inner = config.get("text_config") if isinstance(config, dict) else None
+    parts = [part for part in (config, inner) if isinstance(part, dict)]
+    if section or any(SECTIONS & part.keys() for part in parts):
+        for part in parts:
+            for key in SECTIONS & part.keys():
+                del part[key]
+        data = _config({**config, "quantization_config": section} if section else config)
+    return OutputFile(file.name, len(data), [RawBytes(0, data)], ())
+
+
+def _config(config: object) -> bytes:
+    return json.dumps(config, indent=2).encode()
 
 
 def model_sidecars(directory: StoragePath, names: Collection[str]) -> set[str]:

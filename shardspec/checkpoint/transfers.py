@@ -37,6 +37,11 @@ def file_regions(catalog: Catalog, first: int) -> dict[str, list[FileRegion]]:
     found = {}
     for name in catalog.names:
         tensor = catalog.tensor(name)
+        if any(stored.computed for stored in tensor.boxes):
+            raise CheckpointError(
+                f"{catalog.directory}: tensor {name!r} is made of codes and scales, which no copy "
+                "of bytes does; merge or reshard the checkpoint with a dtype first"
+            )
         found[name] = [
             FileRegion(
                 numbers[stored.path],

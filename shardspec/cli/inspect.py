@@ -1,52 +1,34 @@
-"""The commands that read checkpoints: `shardspec inspect`, `verify` and `diff`."""
+"""The command `shardspec inspect`."""
 
 import json
-import re
-import shlex
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, replace
+from collections.abc import Iterator
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from math import prod
 from pathlib import PurePath
-from typing import Any, Final, NamedTuple
+from typing import Final
 
 import click
 
 from shardspec.checkpoint.catalog import AnyOutline, box_text
 from shardspec.checkpoint.inspect import CheckpointSummary, inspect_checkpoint, other_text
-from shardspec.checkpoint.layers import groups_of, prefix_change, repeated_layers
-from shardspec.checkpoint.verify import (
-    DiffExtent,
-    amount_text,
-    diff_checkpoints,
-    names_to_compare,
-    total_extent,
-    values_to_compare,
-    verify_checkpoint,
-)
+from shardspec.checkpoint.layers import repeated_layers
 from shardspec.cli import options as opts
 from shardspec.cli.checkpoint_options import (
     CHECKPOINT,
-    OTHER,
-    MapOptions,
     SourceOptions,
-    choice_options,
-    map_options,
     source_options,
 )
-from shardspec.cli.output import path_text, progress_bar, say, say_json, say_parts
+from shardspec.cli.output import name_text, path_text, say, say_json, say_parts
 from shardspec.errors import CheckpointError
 from shardspec.layout.layout import Layout
 from shardspec.layout.picture import Picture, ids_text
-from shardspec.text import bytes_text, counted, printable, shown, table_lines, table_text
+from shardspec.text import bytes_text, counted, shown, table_lines, table_text
 
-_NOT_THE_SAME: Final = 3
-"""Exit code where there are flaws or differences."""
 _MOST_CELLS: Final = 1024
 """Boxes of the largest picture."""
 _MOST_VALUE: Final = 60
 """Characters that are shown of a value that is not a tensor."""
-_TOLERANCE: Final = opts.Kind("NUMBER", opts.parse_number)
 _INDEX: Final = opts.numbers_kind(
     "I,J,…", "index", "give one position for each of the first dims, as in 17 or 3,0"
 )
@@ -167,7 +149,7 @@ def _say_holders(summary: CheckpointSummary, index: tuple[int, ...], as_json: bo
         return
     for name, box, ranks in found:
         who = f"rank{'s' if len(ranks) > 1 else ''} {ids_text(ranks)}"
-        say(f"{_name(name)}[{', '.join(map(str, index))}]: {who}, in {box_text(box)}")
+        say(f"{name_text(name)}[{', '.join(map(str, index))}]: {who}, in {box_text(box)}")
 
 
 def _picture(summary: CheckpointSummary, name: str) -> str:
@@ -175,7 +157,7 @@ def _picture(summary: CheckpointSummary, name: str) -> str:
     tensor = summary.source.outline(name)
     layout = summary.layout(tensor)
     if layout is not None:
-        return f"{_name(name)}\n{layout.picture()}"
+        return f"{name_text(name)}\n{layout.picture()}"
     cells = summary.holders(tensor).cells
     sides = [{box[dim] for box in cells} for dim in range(len(tensor.shape))]
     if prod(map(len, sides)) != len(cells) or len(cells) > _MOST_CELLS:
@@ -212,7 +194,12 @@ def _overview(
     if 1 < len(groups) < len(rows):
         yield ""
         lines = [
-            [_name(name), str(group.tensors), f"{group.parameters:,}", bytes_text(group.num_bytes)]
+            [
+                name_text(name),
+                str(group.tensors),
+                f"{group.parameters:,}",
+                bytes_text(group.num_bytes),
+            ]
             for name, group in groups.items()
         ]
         yield table_text(["group", "tensors", "parameters", "size"], lines)
@@ -232,7 +219,9 @@ def _overview(
     if summary.extras and only is None:
         yield ""
         values = sorted(summary.extras.items())
-        rows = [[_name(name), _name(other_text(value, _MOST_VALUE))] for name, value in values]
+        rows = [
+            [name_text(name), name_text(other_text(value, _MOST_VALUE))] for name, value in values
+        ]
         yield from table_lines(["other entry", "value"], lambda: rows)
 
 
@@ -251,9 +240,9 @@ def _rows(summary: CheckpointSummary, full: bool) -> list[list[str]]:
             known[layout] = row
         cells[tensor.name] = row
     if full:
-        return [[_name(name), "", *row] for name, row in cells.items()]
+        return [[name_text(name), "", *row] for name, row in cells.items()]
     return [
-        [_name(title), str(len(names)) if len(names) > 1 else "", *cells[names[0]]]
+        [name_text(title), str(len(names)) if len(names) > 1 else "", *cells[names[0]]]
         for title, names in repeated_layers(cells)
     ]
 
@@ -281,12 +270,7 @@ def _spec(tensor: AnyOutline, layout: Layout | None) -> str:
 
 
 def _title(tensor: AnyOutline, layout: Layout | None) -> str:
-    return " ".join(filter(None, [_name(tensor.name), _spec(tensor, layout), tensor.dtype]))
-
-
-def _name(name: str) -> str:
-    """Return a name that cannot upset the terminal, and that is seen."""
-    return printable(name) or "''"
+    return " ".join(filter(None, [name_text(tensor.name), _spec(tensor, layout), tensor.dtype]))
 
 
 def _boxes(summary: CheckpointSummary, name: str) -> str:
@@ -308,212 +292,3 @@ def _boxes(summary: CheckpointSummary, name: str) -> str:
     ]
     table = table_text(["box", "rank", "size", "offset", "file"], rows, text_from=4)
     return f"{title}\n{table}" if rows else title
-
-
-@click.command(cls=opts.Command)
-@click.argument("checkpoint", type=CHECKPOINT, metavar="CKPT")
-@click.option(
-    "--against",
-    type=OTHER,
-    help="Compare the bits of every tensor with this checkpoint or safetensors file too.",
-)
-@click.option(
-    "--digests",
-    "digests_file",
-    type=opts.OUTPUT_FILE,
-    help="Compare digests with this file of 'shardspec digest', merge, reshard or save_sharded.",
-)
-@click.option("--all", "every", is_flag=True, help="List all flaws, not only the first.")
-@map_options
-@choice_options
-@source_options
-@opts.json_option("Print what was found as JSON, all flaws.")
-def verify_command(
-    checkpoint: PurePath,
-    against: PurePath | None,
-    digests_file: PurePath | None,
-    every: bool,
-    maps: MapOptions,
-    choice: dict[str, Any],
-    source: SourceOptions,
-    as_json: bool,
-) -> None:
-    """Check that every byte of CKPT is there and, where digests were saved, as it was saved.
-
-    Boxes tile every tensor, files are complete, replicas agree. Exits with 3 at a flaw.
-    With --against, patterns choose and name the tensors that are compared, as by diff; with
-    --digests also a map.
-
-    Examples:
-      shardspec verify ckpt
-      shardspec verify ckpt --all --json
-      shardspec verify ckpt --against model.safetensors
-      shardspec verify ckpt --against model.safetensors --exclude 'optim.*'
-      shardspec verify ckpt --digests digests.json
-    """
-    from shardspec.checkpoint.digest import digest, read_digests
-    from shardspec.checkpoint.verify import diff_checkpoints
-
-    chosen = against is None and digests_file is None and any(choice.values())
-    opts.refuse_if(chosen, "patterns choose what is compared; give --against or --digests too")
-    both = against is not None and digests_file is not None
-    opts.refuse_if(both, "give --against or --digests, not both")
-    opts.refuse_if(
-        maps.map is not None and digests_file is None, "--map is for --digests; give it too"
-    )
-    names, expected = (
-        maps.read() or None,
-        None if digests_file is None else read_digests(digests_file),
-    )
-    every |= as_json
-    catalog, *others = source.open(checkpoint, against)
-    with progress_bar(not as_json, "verify") as progress:
-        report = verify_checkpoint(catalog, every=every, progress=progress)
-    flaws = list(report.flaws)
-    for catalog_b in others:
-        with progress_bar(not as_json, "compare") as progress:
-            found = diff_checkpoints(catalog, catalog_b, **choice, progress=progress)
-            for difference in found:
-                flaws.append(f"{difference.kind} {shown(difference.name)} {difference.problem}")
-                if not every:
-                    raise CheckpointError(f"{checkpoint} and {against}: {flaws[-1]}")
-    if expected is not None and not flaws:
-        how = {"names": names, "drop": maps.drop, "seed": expected.seed, **choice}
-        with progress_bar(not as_json, "digest") as progress:
-            flaws += digest(catalog, progress=progress, **how).differences(expected)
-        if flaws and not every:
-            raise CheckpointError(f"{checkpoint} and {digests_file}: {flaws[0]}")
-    if as_json:
-        say_json({**report.to_json(), "flaws": flaws})
-    else:
-        for flaw in flaws:
-            say(printable(flaw))
-        other = against or digests_file
-        if not report.num_bytes:
-            digests = "no data to check"
-        elif report.digested_bytes == report.num_bytes:
-            digests = "all with digests"
-        elif report.digested_bytes:
-            digests = f"{bytes_text(report.digested_bytes)} of them with digests"
-        else:
-            digests = "no digests stored"
-            digests += ", so altered bytes cannot be detected" if digests_file is None else ""
-        part = "what was chosen is " if choice["include"] or choice["exclude"] else ""
-        same = "" if other is None or flaws else f", and {part}the same as {path_text(other)}"
-        say(
-            f"{path_text(checkpoint)}: {counted(report.tensors, 'tensor')} in "
-            f"{counted(report.boxes, 'box', 'boxes')}, {bytes_text(report.num_bytes)}, "
-            f"{digests}; {counted(len(flaws), 'problem') if flaws else 'no problems found'}{same}"
-        )
-    if flaws:
-        click.get_current_context().exit(_NOT_THE_SAME)
-
-
-@click.command(cls=opts.Command)
-@click.argument("a", type=CHECKPOINT, metavar="A")
-@click.argument("b", type=CHECKPOINT, metavar="B")
-@click.option(
-    "--atol", type=_TOLERANCE, default="0", help="Ignore absolute differences up to NUMBER."
-)
-@click.option("--rtol", type=_TOLERANCE, default="0", help="Ignore differences up to NUMBER × |B|.")
-@click.option("--stats", is_flag=True, help="Print the share of elements that differ, by group.")
-@choice_options
-@source_options
-@opts.json_option("Print what was found as JSON.")
-def diff_command(
-    a: PurePath,
-    b: PurePath,
-    atol: float,
-    rtol: float,
-    stats: bool,
-    choice: dict[str, Any],
-    source: SourceOptions,
-    as_json: bool,
-) -> None:
-    """Compare two checkpoints of any formats tensor by tensor; exits with 3 if they differ.
-
-    Says of each tensor where it differs first, how many elements do and by how much.
-
-    Values beside the tensors are compared too, where both formats have places for such.
-
-    Without tolerances bits are compared: equal NaNs are the same, 0 and -0 are not. With any, NaN
-    is the same as any NaN, and floating point numbers of two dtypes are compared too. Tensors of A
-    are chosen and renamed as by merge; what the patterns leave out is not looked for in B.
-
-    Examples:
-      shardspec diff ckpt model.safetensors
-      shardspec diff step-100 step-200 --rtol 1e-3 --json
-      shardspec diff step-100 step-200 --stats                which groups of tensors changed
-      shardspec diff ckpt model-bf16.safetensors --rtol 1e-2
-      shardspec diff ckpt model.safetensors --include 'model.*' --rename '^model[.]' ''
-    """
-    from shardspec.checkpoint.choice import Choice
-
-    one, other = source.open(a, b)
-    chosen, others = names_to_compare(one, other, Choice(**choice))
-    values, other_values = values_to_compare(one, other, Choice(**choice))
-    with progress_bar(not as_json, "diff") as progress:
-        options = {**choice, "atol": atol, "rtol": rtol}
-        found = list(diff_checkpoints(one, other, **options, progress=progress))
-    count, value_count = len(chosen.keys() | others), len(values.keys() | other_values.keys())
-    beside = counted(value_count, "value")
-    sizes = {name: prod(one.outline(old).shape) for name, old in chosen.items() if name in others}
-    extents = {difference.name: difference.extent for difference in found if difference.extent}
-    groups = _changes(sizes, extents)
-    rename = prefix_change(chosen, others)
-    if as_json:
-        differences = list(map(asdict, found))
-        counts = {"tensors": count, "values": value_count}
-        more = {"groups": {name: change._asdict() for name, change in groups.items()}}
-        expression = None if rename is None else [f"^{re.escape(rename[0])}", rename[1]]
-        rest = {"differences": differences, "rename": expression, **(more if stats else {})}
-        say_json({"a": str(a), "b": str(b), **counts, **rest})
-        if found:
-            click.get_current_context().exit(_NOT_THE_SAME)
-        return
-    for difference in found:
-        say(f"{difference.kind} {shown(difference.name)} {difference.problem}")
-    if rename is not None:
-        words = shlex.join(["--rename", f"^{re.escape(rename[0])}", rename[1]])
-        say(f"the names differ in how they begin; compare with {words}")
-    if stats:
-        rows = [
-            [_name(name), f"{one.differing} of {one.tensors}", f"{one.share:.3%}", one.largest]
-            for name, one in groups.items()
-        ]
-        say(table_text(["group", "tensors differ", "elements differ", "by up to"], rows))
-    if found:
-        what = counted(count, "tensor") + (f" and {beside}" if value_count else "")
-        total = f"{len(found)} of {what} differ{'s' if len(found) == 1 else ''}"
-        if extents:
-            extent = replace(total_extent(extents.values()), elements=sum(sizes.values()))
-            total += f": {extent}"
-        say(total)
-    else:
-        num_bytes = sum(one.outline(name).num_bytes for name in chosen.values())
-        end = f", and {beside}" if value_count else ""
-        say(f"no difference: {counted(len(chosen), 'tensor')}, {bytes_text(num_bytes)}{end}")
-    if found:
-        click.get_current_context().exit(_NOT_THE_SAME)
-
-
-class _Change(NamedTuple):
-    """How much of a group of tensors differs."""
-
-    tensors: int
-    differing: int
-    share: float
-    """Of the elements that were compared."""
-    largest: str
-
-
-def _changes(sizes: Mapping[str, int], extents: Mapping[str, DiffExtent]) -> dict[str, _Change]:
-    """Return by group how much of the tensors that both checkpoints have differs."""
-    found = {}
-    for group, names in groups_of(sizes).items():
-        changed = [extents[name] for name in names if name in extents]
-        extent = total_extent(changed)
-        share = extent.differing / max(sum(sizes[name] for name in names), 1)
-        largest = amount_text(extent) if changed else ""
-        found[group] = _Change(len(names), len(changed), share, largest)
-    return found

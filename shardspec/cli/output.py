@@ -56,6 +56,11 @@ def say_parts(parts: Iterable[str], between: str = "\n") -> None:
     click.echo()
 
 
+def name_text(name: str) -> str:
+    """Return a name that cannot upset the terminal, and that is seen."""
+    return printable(name) or "''"
+
+
 def path_text(path: PurePath | str) -> str:
     """Return a path for a line: its name may hold anything."""
     return printable(str(path))

@@ -124,7 +124,7 @@ def plan_command(
             record["explanation"] = difference_text(best, naive)
         say_json(record)
         return
-    say_styled(_styled(str(best)))
+    say_styled(_styled(_with_option(str(best))))
     if alternatives is not None:
         numbers = [str(number) for number in range(1, len(plans) + 1)]
         say(f"\n{plans_table(plans, numbers) if others else 'there is no other plan'}")
@@ -153,6 +153,11 @@ def _beside(plan: ConversionPlan, best: ConversionPlan) -> dict[str, object]:
     record = plan.as_dict()
     own = {key: record[key] for key in ("steps", "cost_seconds", "bytes_received", "peak_bytes")}
     return own | {"ratio": plan.cost_seconds / best.cost_seconds if best.cost_seconds else None}
+
+
+def _with_option(text: str) -> str:
+    """Return what a plan says, with the option that its links are given by."""
+    return text.replace("no links given", "no --links given")
 
 
 def _styled(text: str) -> str:
@@ -242,7 +247,8 @@ def cost_command(
         line_of = dict(zip(distinct, lines, strict=True))
         links = model.links_text([mesh.axis_label(axis) for axis in range(mesh.ndim)])
         say("\n".join([header, rule, *(line_of[id(cost)] for cost in costs)]))
-        say(f"per device; {model.link_model} model; {links}\naccuracy: {known_error}")
+        aside = f"per device; {model.link_model} model; {links}\naccuracy: {known_error}"
+        say(_with_option(aside))
 
 
 def _pairs(specs: Sequence[str], file: str | None) -> Iterator[_Pair]:

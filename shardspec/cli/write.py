@@ -6,14 +6,13 @@ from contextlib import contextmanager
 from functools import partial
 from itertools import islice
 from pathlib import PurePath
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, get_args
 
 import click
 
 from shardspec.checkpoint import convert as conversion
 from shardspec.checkpoint.agree import Processes
 from shardspec.checkpoint.choice import Choice
-from shardspec.checkpoint.convert import WriteReport
 from shardspec.checkpoint.format import Way
 from shardspec.checkpoint.formats.registry import (
     default_format,
@@ -22,6 +21,8 @@ from shardspec.checkpoint.formats.registry import (
     written_names,
 )
 from shardspec.checkpoint.layers import repeated_layers
+from shardspec.checkpoint.report import WriteReport
+from shardspec.checkpoint.schemes import KINDS, ScaleRule
 from shardspec.cli import checkpoint_options as ckpt
 from shardspec.cli import options as opts
 from shardspec.cli.output import path_text, progress_bar, say, say_json
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
     from shardspec.checkpoint.catalog import Catalog
     from shardspec.checkpoint.model_names import ModelNames
     from shardspec.comm.communicator import Communicator
+    from shardspec.layout.layout import Layout
     from shardspec.resharding.name_map import NameMap
 
 _SHOWN: Final = 3
@@ -103,7 +105,27 @@ _write_options: Final = opts.stacked(
     ckpt.source_options,
     ckpt.choice_options,
     click.option(
-        "--dtype", metavar="DTYPE", help="Cast floating point tensors to this dtype, as bf16."
+        "--dtype",
+        metavar="DTYPE",
+        help="Cast floating point tensors to this dtype, as bf16; quantised weights are "
+        "dequantised to it.",
+    ),
+    click.option(
+        "--quantize",
+        type=click.Choice(list(KINDS)),
+        help="Quantise the weights of linear layers, as the model's family says which these are.",
+    ),
+    click.option(
+        "--scale-rule",
+        type=click.Choice(get_args(ScaleRule)),
+        help="How a scale of fp8-128x128 comes from the largest size in its block: numbers are "
+        "multiplied with 448 · (1 / amax), which is the default, or divided by amax / 448.",
+    ),
+    click.option(
+        "--quantize-include",
+        multiple=True,
+        metavar="PATTERN",
+        help="Quantise the tensors whose names in OUT match, and no others; may be given several times.",
     ),
     click.option(
         "--threads",
@@ -130,7 +152,7 @@ _write_options: Final = opts.stacked(
     ),
     click.option(
         "--digests",
-        type=opts.OUTPUT_FILE,
+        type=opts.FILE_PATH,
         help="Write digests of OUT's tensors to this file, for 'shardspec verify --digests'.",
     ),
     opts.json_option("Print what was written as JSON."),
@@ -174,6 +196,7 @@ def _write(
     layers and experts in the output.
     """
     title = click.get_current_context().info_name or ""
+    how["quantize_include"] = how["quantize_include"] or None
     with _processes() as communicator:
         with Processes(communicator).failing_together():
             names: ModelNames | tuple[NameMap, ...] | None = maps.read() or None
@@ -184,7 +207,13 @@ def _write(
         # Of several processes the first one says it.
         silent = communicator is not None and 0 not in communicator.addressable
         if model is not None and not silent:
-            seen = model.recognised(sources[0], Choice(**choice, drop=maps.drop)).text
+            chosen = Choice(**choice, drop=maps.drop)
+            numbers = sources[0]
+            if how["dtype"] is not None:
+                from shardspec.checkpoint.dequantized import dequantised
+
+                numbers = dequantised(numbers, how["dtype"], chosen, model.config)
+            seen = model.recognised(numbers, chosen).text
             say(f"note: {sources[0].directory}: has the names of {seen}", err=True)
         with progress_bar(not (silent or as_json), title) as progress:
             report = convert(
@@ -240,7 +269,7 @@ def _report_text(report: WriteReport) -> str:
         some = ", ".join(map(shown, report.not_copied[:_SHOWN_BESIDE]))
         rest = len(report.not_copied) - _SHOWN_BESIDE
         more = f" and {rest} more" if rest > 0 else ""
-        lines.append(f"not copied, though it lies beside the weights: {some}{more}")
+        lines.append(f"not copied, though beside the weights: {some}{more}")
     if report.sidecars:
         lines.append(f"also copied: {', '.join(map(printable, report.sidecars))}")
     return "\n".join(lines)
@@ -327,6 +356,7 @@ def merge_command(
     help="Devices to shard for, outermost axis first: 2x4, or with names dp=2,tp=4.",
 )
 @ckpt.rule_options
+@ckpt.layout_option
 @click.option(
     "--like", type=ckpt.OTHER, help="Shard as this checkpoint, which has a mesh and specs."
 )
@@ -349,6 +379,7 @@ def reshard_command(
     output: str,
     mesh: opts.MeshShape | None,
     rules: dict[str, str] | None,
+    layout: str | None,
     like: PurePath | None,
     to: str,
     drop_values: bool,
@@ -364,6 +395,7 @@ def reshard_command(
       shardspec reshard model.safetensors -o sharded --mesh tp=4 --rule '*.weight' '[S(tp),...]'
       shardspec reshard ckpt -o sharded --like other_ckpt
       shardspec reshard ckpt -o out --mesh 2 --rules r.toml --map llama-hf-to-fused --sizes c.json
+      shardspec reshard ckpt -o served --model config.json --layout vllm:tp=8,ep=8
       shardspec reshard zero_run -o universal --to deepspeed-universal
 
     A file of rules has a line for each pattern of names; the last one that matches counts:
@@ -374,13 +406,18 @@ def reshard_command(
     format = written_format(to, "sharded")
     whole_run = format.whole_run
     opts.refuse_if(
-        whole_run != "" and any(given is not None for given in (mesh, like, rules)),
-        f"{whole_run} is for any number of ranks; leave out --mesh, --rules, --rule and --like",
+        whole_run != "" and any(given is not None for given in (mesh, like, rules, layout)),
+        f"{whole_run} is for any number of ranks; leave out --mesh, --rules, --rule, --layout and "
+        "--like",
     )
-    alone = mesh is None and like is None and options["maps"].model is not None
+    maps: ckpt.MapOptions = options["maps"]
+    if layout is not None:
+        ckpt.check_layout(maps, rules)
+        opts.refuse_if(like is not None, "--layout says how to shard; leave out --like")
+    alone = mesh is None and like is None and maps.model is not None and layout is None
     if alone and not whole_run:
         mesh = ((1,), None)
-    one = (mesh is None) == (like is None)
+    one = layout is None and (mesh is None) == (like is None)
     opts.refuse_if(not whole_run and one, "give either --mesh, with rules, or --like")
     opts.refuse_if(
         like is not None and rules is not None,
@@ -388,17 +425,22 @@ def reshard_command(
     )
 
     def convert(source: "Catalog", other: "Catalog | None" = None, **more: Any) -> WriteReport:  # noqa: ANN401
+        onto = None if mesh is None else opts.plain_mesh(mesh)
+        pattern: Catalog | dict[str, Layout] | None = other
+        if layout is not None:
+            more["names"], pattern = ckpt.under_layout(layout, maps, source.home, onto)
+            onto = None
         return conversion.reshard(
             source,
             output,
-            device_mesh=None if mesh is None else opts.plain_mesh(mesh),
+            device_mesh=onto,
             rules=rules,
-            like=other,
+            like=pattern,
             format=to,
             drop_values=drop_values,
             **more,
         )
 
     _write(convert, checkpoint, like, stacked=format.stacks_layers, **options)
-    if mesh is not None and not (rules or alone):
+    if mesh is not None and not (rules or alone or layout):
         say("note: no rules were given, so every tensor is replicated on every device", err=True)

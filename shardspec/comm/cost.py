@@ -190,13 +190,19 @@ class CostModel:
         >>> CostModel((2, 4), (Link(1e-5, 2e-11), Link(1e-5, 2e-11))).links_text(["dp", "tp"])
         'axes dp,tp given: 10 µs, 50 GB/s'
         """
-        axes_of: dict[str, list[str]] = {}
+        axes_of: dict[Link, list[str]] = {}
         for label, link in zip(labels, self.links, strict=True):
-            axes_of.setdefault(str(link), []).append(label)
-        texts = [
-            f"{'axis' if len(axes) == 1 else 'axes'} {','.join(axes)} {link}"
-            for link, axes in axes_of.items()
-        ]
+            axes_of.setdefault(link, []).append(label)
+        texts = []
+        for link, axes in axes_of.items():
+            word = "axis" if len(axes) == 1 else "axes"
+            text = f"{word} {','.join(axes)} {link}"
+            if link == presets.DEFAULT_LINK:
+                named = " and ".join(filter(None, (", ".join(axes[:-1]), axes[-1])))
+                named = f"{word} {named}" if axes[0].isdigit() else named
+                assuming = f"no links given: assuming {presets.DEFAULT_PRESET} for {named}"
+                text = str(replace(link, name=assuming))
+            texts.append(text)
         if self.copy_s:
             texts.append(f"local copies at {1e-9 / self.copy_s:.4g} GB/s")
         return "; ".join(texts)

@@ -4,6 +4,7 @@ import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from html import escape
 from itertools import pairwise
 from typing import Final, TypeAlias
 
@@ -28,7 +29,7 @@ from shardspec.layout.cross import (
 )
 from shardspec.layout.graph import state_of
 from shardspec.layout.layout import Layout
-from shardspec.layout.picture import row_svg
+from shardspec.layout.picture import notebook_html, row_svg
 from shardspec.layout.pricing import pair_prices
 from shardspec.layout.spec import ShardingSpec
 from shardspec.text import bytes_text, seconds_text, table_text
@@ -188,6 +189,12 @@ class ConversionPlan:
             for layout, title in zip(layouts, titles, strict=True)
         ]
         return row_svg(pictures, [step_text(step) for step, _, _ in self.moves])
+
+    def _repr_html_(self) -> str:
+        """Draw the plan where notebooks show it, above its text."""
+        text = str(self)
+        devices = max(layout.mesh.size() for layout in self.layouts)
+        return notebook_html(lambda: f"{self.svg()}<pre>{escape(text)}</pre>", text, devices)
 
     def to_json(self, indent: int | None = None) -> str:
         """Return the plan as JSON text."""

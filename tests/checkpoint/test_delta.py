@@ -270,7 +270,7 @@ ALL = dict.fromkeys(("a", "large"), FILE)
         ({"entries": {"a": np.append(frame(bytes(24000)), np.uint8(0))}}, "the delta is damaged"),
         ({"entries": {"a": frame(bytes(24000))[:-1]}}, "cut short|damaged"),
         ({"entries": {"a": np.zeros(30, np.uint8)}}, "is damaged"),
-        ({"entries": {"a": np.zeros((3, 4), np.uint8)}}, "this is no delta"),
+        ({"entries": {"a": np.zeros((3, 4), np.uint8)}}, "this is not a delta"),
         ({"about": {"digest": "0" * 32}}, "has digest"),
     ],
 )

@@ -1,0 +1,199 @@
+"""Reshard plans whose source is a checkpoint: holders are files, and devices read."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import PurePath
+from typing import TYPE_CHECKING, Any
+
+from shardspec.boxes import Box
+from shardspec.checkpoint import rank_state, select
+from shardspec.checkpoint.agree import agree
+from shardspec.checkpoint.catalog import Catalog, distinct
+from shardspec.checkpoint.check_quantized import check_stored_plan
+from shardspec.checkpoint.choice import Choice, Patterns
+from shardspec.checkpoint.load import Reading, read_shards
+from shardspec.checkpoint.mapped import configured, mapped, require_finished
+from shardspec.checkpoint.open import as_catalog, open_checkpoint
+from shardspec.checkpoint.storage.path import StoragePath
+from shardspec.checkpoint.transfers import file_numbers, file_regions
+from shardspec.comm.communicator import Communicator
+from shardspec.errors import CheckpointError, LayoutError
+from shardspec.layout.layout import Layout
+from shardspec.mesh.device_mesh import DeviceMesh
+from shardspec.resharding.copies import StoredLayout
+from shardspec.resharding.name_map import NameMap
+from shardspec.resharding.plan import ReshardPlan, ReshardTarget, layouts_of, plan_state
+from shardspec.resharding.state import flat_state
+from shardspec.resharding.transfers import Declared, End, Rows, transfer_rows
+from shardspec.text import shown
+
+if TYPE_CHECKING:
+    import torch
+
+
+def stored_layouts(
+    place: Catalog | StoragePath, first: int
+) -> tuple[dict[str, StoredLayout], dict[int, str]]:
+    """Return where a checkpoint has its tensors, and the names of its files by number.
+
+    Files are numbered from `first` on, behind the ids of all devices. Raises LayoutError if a
+    reduction is pending.
+    """
+    catalog = as_catalog(place)
+    outlines = [catalog.outline(name) for name in catalog.names]
+    numbers = file_numbers(catalog, first)
+    files = DeviceMesh(list(numbers.values()) or [first])
+    found: dict[str, StoredLayout] = {}
+    for tensor in outlines:
+        require_finished(tensor)
+        held: dict[int, list[Box]] = {}
+        for box in distinct(tensor):
+            held.setdefault(numbers[box.path], []).append(box.box)
+        found[tensor.name] = StoredLayout(files, held, tensor.shape, tensor.dtype)
+    return found, {number: path.name for path, number in numbers.items()}
+
+
+@dataclass(frozen=True)
+class LoadPlan(ReshardPlan):
+    """A reshard plan whose source is a checkpoint: devices read what they are to hold."""
+
+    checkpoint: PurePath = PurePath()  # noqa: RUF009  # a frozen value
+    names: NameMap | None = field(default=None, compare=False)
+    """By which map, if by one."""
+
+    def run(  # type: ignore[override]  # what is read has digests of its own, and no receipt
+        self,
+        state: Mapping[str, object],
+        out: Mapping[str, object] | None = None,
+        *,
+        receipt: bool = False,
+        version: int | None = None,
+    ) -> dict[str, Any]:
+        """Read what the plan says; see `ReshardPlan.run`."""
+        from shardspec.comm.process_group import communicator_of
+
+        if receipt or version is not None:
+            raise LayoutError(
+                f"the source of this plan is the checkpoint {self.checkpoint}, which sends no "
+                "receipt; compare digest(out) with the digests of the checkpoint"
+            )
+
+        layouts = {move.target_name: move.target for move in self.moves}
+        given: Mapping[str, object] | None = None
+        found: dict[str, Any] = {}
+        for mesh in dict.fromkeys(layout.mesh for layout in layouts.values()):
+            chosen = communicator_of(mesh)
+            if not chosen.addressable:
+                continue
+            with chosen.telling():
+                if state:
+                    raise LayoutError(
+                        f"the source of this plan is the checkpoint {self.checkpoint}; pass an "
+                        "empty state dict, as in plan.run({})"
+                    )
+                given = None if out is None else flat_state(out)
+                here = {name: layout for name, layout in layouts.items() if layout.mesh == mesh}
+                digests = chosen.gather(dict.fromkeys(chosen.addressable, self.digest[:12]))
+                first = min(digests)
+                for rank, digest in digests.items():
+                    if digest != digests[first]:
+                        raise LayoutError(
+                            f"rank {rank} has reshard plan {digest} where rank {first} has "
+                            f"{digests[first]}; make the same plan on every rank"
+                        )
+                reading = agree(chosen, partial(self._reading, given, here, chosen))
+                found |= agree(chosen, partial(read_shards, reading, chosen))
+        return {name: (given or found)[name] for name in layouts if name in found}
+
+    def transfers(
+        self, device: int, end: End = "receiver", *, strides: Declared | None = None
+    ) -> Rows:
+        """Return rows whose senders are files; see `ReshardPlan.transfers`."""
+        regions = file_regions(self._opened(), min(self.files, default=0))
+        return transfer_rows(self, device, end, strides=strides, files=regions)
+
+    def _opened(self) -> Catalog:
+        """Open the checkpoint, which is as the plan says."""
+        source = open_checkpoint(self.checkpoint)
+        now, _ = stored_layouts(source, min(self.files, default=0))
+        for move in self.moves:
+            if now.get(move.source_name) != move.source:
+                raise CheckpointError(
+                    f"{self.checkpoint}: tensor {move.source_name!r} is not as it was when the "
+                    "plan was made; make the plan again"
+                )
+        return source
+
+    def _reading(
+        self,
+        out: Mapping[str, object] | None,
+        layouts: Mapping[str, Layout],
+        communicator: Communicator,
+    ) -> Reading:
+        """Open the checkpoint; it, and what is filled, are as the plan says."""
+        source = self._opened()
+        names = {name: name for name in layouts}
+        reading = Reading(mapped(source, self.names, dropped=self.dropped), names, layouts)
+        if out is None:
+            return reading
+        if missing := [name for name in layouts if name not in out]:
+            raise LayoutError(f"tensor {shown(missing[0])} is missing from the state dict")
+        given = rank_state.describe({name: out[name] for name in layouts}, communicator)
+        for name, layout in layouts.items():
+            if given.layouts[name] != layout:
+                raise LayoutError(
+                    f"out[{name!r}] is laid out as {given.layouts[name]}, in the plan as {layout}; "
+                    "give it as the plan says"
+                )
+        _check_apart(given.shards)
+        return reading._replace(shards=given.shards)
+
+
+def _check_apart(shards: "Mapping[str, Mapping[int, torch.Tensor]]") -> None:
+    """Refuse tensors to be filled that overlap in part; tied ones are the same memory."""
+    from shardspec.resharding.memory import memory_overlaps, overlaps_itself
+
+    filled = {(name, device): shard for name, of in shards.items() for device, shard in of.items()}
+    for (name, _), shard in filled.items():
+        if overlaps_itself(shard):
+            raise LayoutError(
+                f"elements of out[{name!r}] share memory, as those of an expanded tensor do; give "
+                "a clone"
+            )
+    for overlap in memory_overlaps({}, filled):
+        if not overlap.same:
+            names = sorted((overlap.written[0], overlap.other[0]))
+            raise LayoutError(
+                f"out[{names[0]!r}] and out[{names[1]!r}] share memory; give each a tensor of its "
+                "own"
+            )
+
+
+def plan_load(
+    checkpoint: StoragePath,
+    target: ReshardTarget,
+    names: Mapping[str, str] | NameMap | None,
+    dtype: object,
+    max_bytes: int | None,
+    drop: Patterns = (),
+) -> LoadPlan:
+    """Plan how devices read a checkpoint; see `plan_reshard`."""
+    if isinstance(target, tuple):
+        meshes = [target[0]]
+    else:
+        meshes = [layout.mesh for layout in layouts_of(target).values()]
+    # Files are numbered behind the ids of all devices.
+    behind = max((device for mesh in meshes for device in mesh.ids), default=-1) + 1
+    source = as_catalog(checkpoint)
+    if isinstance(target, tuple):
+        select.check_dropped(source, Choice(drop=drop), (), None)
+    stored, _ = stored_layouts(source, behind)
+    if isinstance(names, NameMap):
+        names = configured(source, names)
+    plan = plan_state(stored, target, names, dtype, max_bytes, drop)
+    check_stored_plan(source, plan, names, dtype)
+    if isinstance(names, Mapping):
+        names = NameMap(tuple(((old,), (names.get(old, old),)) for old in stored))
+    known = (plan.moves, plan.max_bytes, plan.values, plan.padded, plan.dropped)
+    return LoadPlan(*known, checkpoint, names)

@@ -1,0 +1,302 @@
+"""The commands that compare checkpoints: `shardspec verify`, `diff` and `digest`."""
+
+import re
+import shlex
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+from math import prod
+from pathlib import PurePath
+from typing import Any, Final, NamedTuple
+
+import click
+
+from shardspec.checkpoint.choice import Choice
+from shardspec.checkpoint.layers import groups_of, prefix_change
+from shardspec.checkpoint.verify import (
+    DiffExtent,
+    amount_text,
+    diff_checkpoints,
+    names_to_compare,
+    total_extent,
+    values_to_compare,
+    verify_checkpoint,
+)
+from shardspec.cli import options as opts
+from shardspec.cli.checkpoint_options import (
+    CHECKPOINT,
+    OTHER,
+    MapOptions,
+    SourceOptions,
+    choice_options,
+    map_options,
+    source_options,
+)
+from shardspec.cli.output import name_text, path_text, progress_bar, say, say_json
+from shardspec.errors import CheckpointError
+from shardspec.text import bytes_text, counted, printable, shown, table_text
+
+_NOT_THE_SAME: Final = 3
+"""Exit code where there are flaws or differences."""
+_TOLERANCE: Final = opts.Kind("NUMBER", opts.parse_number)
+
+
+@click.command(cls=opts.Command)
+@click.argument("checkpoint", type=CHECKPOINT, metavar="CKPT")
+@click.option(
+    "--against",
+    type=OTHER,
+    help="Compare the bits of every tensor with this checkpoint or safetensors file too.",
+)
+@click.option(
+    "--digests",
+    "digests_file",
+    type=opts.FILE_PATH,
+    help="Compare digests with this file of 'shardspec digest', merge, reshard or save_sharded.",
+)
+@click.option("--all", "every", is_flag=True, help="List all flaws, not only the first.")
+@map_options
+@choice_options
+@source_options
+@opts.json_option("Print what was found as JSON, all flaws.")
+def verify_command(
+    checkpoint: PurePath,
+    against: PurePath | None,
+    digests_file: PurePath | None,
+    every: bool,
+    maps: MapOptions,
+    choice: dict[str, Any],
+    source: SourceOptions,
+    as_json: bool,
+) -> None:
+    """Check that every byte of CKPT is there and, where digests were saved, as it was saved.
+
+    Boxes tile every tensor, files are complete, replicas agree. Exits with 3 at a flaw.
+    With --against, patterns choose and name the tensors that are compared, as by diff; with
+    --digests also a map.
+
+    Examples:
+      shardspec verify ckpt
+      shardspec verify ckpt --all --json
+      shardspec verify ckpt --against model.safetensors
+      shardspec verify ckpt --against model.safetensors --exclude 'optim.*'
+      shardspec verify ckpt --digests digests.json
+    """
+    from shardspec.checkpoint.digest import digest, read_digests
+
+    chosen = against is None and digests_file is None and any(choice.values())
+    opts.refuse_if(chosen, "patterns choose what is compared; give --against or --digests too")
+    both = against is not None and digests_file is not None
+    opts.refuse_if(both, "give --against or --digests, not both")
+    opts.refuse_if(
+        maps.map is not None and digests_file is None, "--map is for --digests; give it too"
+    )
+    names, expected = (
+        maps.read() or None,
+        None if digests_file is None else read_digests(digests_file),
+    )
+    every |= as_json
+    catalog, *others = source.open(checkpoint, against)
+    with progress_bar(not as_json, "verify") as progress:
+        report = verify_checkpoint(catalog, every=every, progress=progress)
+    flaws = list(report.flaws)
+    for catalog_b in others:
+        with progress_bar(not as_json, "compare") as progress:
+            found = diff_checkpoints(catalog, catalog_b, **choice, progress=progress)
+            for difference in found:
+                flaws.append(f"{difference.kind} {shown(difference.name)} {difference.problem}")
+                if not every:
+                    raise CheckpointError(f"{checkpoint} and {against}: {flaws[-1]}")
+    if expected is not None and not flaws:
+        how = {"names": names, "drop": maps.drop, "seed": expected.seed, **choice}
+        with progress_bar(not as_json, "digest") as progress:
+            flaws += digest(catalog, progress=progress, **how).differences(expected)
+        if flaws and not every:
+            raise CheckpointError(f"{checkpoint} and {digests_file}: {flaws[0]}")
+    if as_json:
+        say_json({**report.to_json(), "flaws": flaws})
+    else:
+        for flaw in flaws:
+            say(printable(flaw))
+        other = against or digests_file
+        if not report.num_bytes:
+            digests = "no data to check"
+        elif report.digested_bytes == report.num_bytes:
+            digests = "all with digests"
+        elif report.digested_bytes:
+            digests = f"{bytes_text(report.digested_bytes)} of them with digests"
+        else:
+            digests = "no digests stored"
+            digests += ", so altered bytes cannot be detected" if digests_file is None else ""
+        part = "what was chosen is " if choice["include"] or choice["exclude"] else ""
+        same = "" if other is None or flaws else f", and {part}the same as {path_text(other)}"
+        say(
+            f"{path_text(checkpoint)}: {counted(report.tensors, 'tensor')} in "
+            f"{counted(report.boxes, 'box', 'boxes')}, {bytes_text(report.num_bytes)}, "
+            f"{digests}; {counted(len(flaws), 'problem') if flaws else 'no problems found'}{same}"
+        )
+    if flaws:
+        click.get_current_context().exit(_NOT_THE_SAME)
+
+
+@click.command(cls=opts.Command)
+@click.argument("a", type=CHECKPOINT, metavar="A")
+@click.argument("b", type=CHECKPOINT, metavar="B")
+@click.option(
+    "--atol", type=_TOLERANCE, default="0", help="Ignore absolute differences up to NUMBER."
+)
+@click.option("--rtol", type=_TOLERANCE, default="0", help="Ignore differences up to NUMBER × |B|.")
+@click.option("--stats", is_flag=True, help="Print the share of elements that differ, by group.")
+@choice_options
+@source_options
+@opts.json_option("Print what was found as JSON.")
+def diff_command(
+    a: PurePath,
+    b: PurePath,
+    atol: float,
+    rtol: float,
+    stats: bool,
+    choice: dict[str, Any],
+    source: SourceOptions,
+    as_json: bool,
+) -> None:
+    """Compare two checkpoints of any formats tensor by tensor; exits with 3 if they differ.
+
+    Says of each tensor where it differs first, how many elements do and by how much.
+
+    Values beside the tensors are compared too, where both formats have places for such.
+
+    Without tolerances bits are compared: equal NaNs are the same, 0 and -0 are not. With any, NaN
+    is the same as any NaN, and floating point numbers of two dtypes are compared too. Tensors of A
+    are chosen and renamed as by merge; what the patterns leave out is not looked for in B.
+
+    Examples:
+      shardspec diff ckpt model.safetensors
+      shardspec diff step-100 step-200 --rtol 1e-3 --json
+      shardspec diff step-100 step-200 --stats                which groups of tensors changed
+      shardspec diff ckpt model-bf16.safetensors --rtol 1e-2
+      shardspec diff ckpt model.safetensors --include 'model.*' --rename '^model[.]' ''
+    """
+    one, other = source.open(a, b)
+    wanted = Choice(**choice)
+    chosen, others = names_to_compare(one, other, wanted)
+    values, other_values = values_to_compare(one, other, wanted)
+    with progress_bar(not as_json, "diff") as progress:
+        options = {**choice, "atol": atol, "rtol": rtol}
+        found = list(diff_checkpoints(one, other, **options, progress=progress))
+    count, value_count = len(chosen.keys() | others), len(values.keys() | other_values.keys())
+    beside = counted(value_count, "value")
+    sizes = {name: prod(one.outline(old).shape) for name, old in chosen.items() if name in others}
+    extents = {difference.name: difference.extent for difference in found if difference.extent}
+    groups = _changes(sizes, extents)
+    rename = prefix_change(chosen, others)
+    if as_json:
+        differences = list(map(asdict, found))
+        counts = {"tensors": count, "values": value_count}
+        more = {"groups": {name: change._asdict() for name, change in groups.items()}}
+        expression = None if rename is None else [f"^{re.escape(rename[0])}", rename[1]]
+        rest = {"differences": differences, "rename": expression, **(more if stats else {})}
+        say_json({"a": str(a), "b": str(b), **counts, **rest})
+        if found:
+            click.get_current_context().exit(_NOT_THE_SAME)
+        return
+    for difference in found:
+        say(f"{difference.kind} {shown(difference.name)} {difference.problem}")
+    if rename is not None:
+        words = shlex.join(["--rename", f"^{re.escape(rename[0])}", rename[1]])
+        say(f"the names differ in how they begin; compare with {words}")
+    if stats:
+        rows = [
+            [name_text(name), f"{one.differing} of {one.tensors}", f"{one.share:.3%}", one.largest]
+            for name, one in groups.items()
+        ]
+        say(table_text(["group", "tensors differ", "elements differ", "by up to"], rows))
+    if found:
+        what = counted(count, "tensor") + (f" and {beside}" if value_count else "")
+        total = f"{len(found)} of {what} differ{'s' if len(found) == 1 else ''}"
+        if extents:
+            extent = replace(total_extent(extents.values()), elements=sum(sizes.values()))
+            total += f": {extent}"
+        say(total)
+    else:
+        num_bytes = sum(one.outline(name).num_bytes for name in chosen.values())
+        end = f", and {beside}" if value_count else ""
+        say(f"no difference: {counted(len(chosen), 'tensor')}, {bytes_text(num_bytes)}{end}")
+    if found:
+        click.get_current_context().exit(_NOT_THE_SAME)
+
+
+class _Change(NamedTuple):
+    """How much of a group of tensors differs."""
+
+    tensors: int
+    differing: int
+    share: float
+    """Of the elements that were compared."""
+    largest: str
+
+
+def _changes(sizes: Mapping[str, int], extents: Mapping[str, DiffExtent]) -> dict[str, _Change]:
+    """Return by group how much of the tensors that both checkpoints have differs."""
+    found = {}
+    for group, names in groups_of(sizes).items():
+        changed = [extents[name] for name in names if name in extents]
+        extent = total_extent(changed)
+        share = extent.differing / max(sum(sizes[name] for name in names), 1)
+        largest = amount_text(extent) if changed else ""
+        found[group] = _Change(len(names), len(changed), share, largest)
+    return found
+
+
+@click.command(cls=opts.Command)
+@click.argument("checkpoint", type=CHECKPOINT, metavar="CKPT")
+@opts.output_option("A file for the digest of every tensor; 'shardspec verify' takes it.")
+@click.option(
+    "--seed",
+    type=click.IntRange(0, 2**64 - 1),
+    default=0,
+    help="Choose other keys; digests are compared with those of the same seed.",
+)
+@map_options
+@source_options
+@choice_options
+@opts.overwrite_option
+@opts.json_option("Print all digests as JSON.")
+def digest_command(
+    checkpoint: PurePath,
+    output: PurePath | None,
+    seed: int,
+    maps: MapOptions,
+    source: SourceOptions,
+    choice: dict[str, Any],
+    overwrite: bool,
+    as_json: bool,
+) -> None:
+    """Digest the tensors of the checkpoint CKPT, whatever its format and sharding.
+
+    Equal weights have equal digests: sharded or merged, in any format and, by way of a map, under
+    the names of another model. Prints one value of all tensors. Digests show accidents; they are no
+    signature.
+
+    Examples:
+      shardspec digest ckpt
+      shardspec digest ckpt -o digests.json
+      shardspec digest megatron_ckpt --map llama-hf-to-megatron --reverse-map --sizes config.json
+    """
+    from shardspec.checkpoint.digest import check_digests_file, digest, write_digests
+    from shardspec.checkpoint.storage.from_text import storage_path
+
+    place = None if output is None else storage_path(output)
+    if place is not None:
+        check_digests_file(place, None, overwrite=overwrite)
+    names = maps.read() or None
+    (catalog,) = source.open(checkpoint)
+    with progress_bar(not as_json, "digest") as progress:
+        found = digest(catalog, names=names, drop=maps.drop, seed=seed, progress=progress, **choice)
+    if place is not None:
+        write_digests(place, found, overwrite=overwrite)
+    if as_json:
+        say_json(found.to_json())
+    else:
+        size = bytes_text(sum(one.num_bytes for one in found.values()))
+        what = f"{counted(len(found), 'tensor')}, {size}"
+        say(f"{path_text(checkpoint)}: {what}, digest {found.value}")
