@@ -117,6 +117,10 @@ def test_writes_reach_the_shards():
         for each in (tensor, whole):
             each += 1
             each[1, 2] = 9
+            each[3] = 4
+            each[:, 1] = torch.tensor(5)
+            each[each > 0.5] = 0
+            each[[0, 6]] = 2
             each.view(7, 5).mul_(2)
             torch.mul(each, 3, out=each)
         assert torch.equal(tensor.to_global(), whole)

@@ -16,7 +16,7 @@ from shardspec.checkpoint.agree import agree
 from shardspec.checkpoint.catalog import Catalog, StoredTensor, check_tiling
 from shardspec.checkpoint.check_quantized import check_blocks
 from shardspec.checkpoint.choice import Choice, Selection
-from shardspec.checkpoint.mapped import Names, check_drop, mapped
+from shardspec.checkpoint.mapped import Names, mapped_choice
 from shardspec.checkpoint.open import as_catalog
 from shardspec.checkpoint.read_boxes import Buffers, Checks, read_box_into, stretches
 from shardspec.checkpoint.state_dict import LEFT_OUT, spread, unflatten
@@ -113,7 +113,6 @@ def load_sharded(
     """
     from shardspec.comm.process_group import communicator_of
 
-    choice = Choice(**selection)
     alone = rank_state.world_mesh().size() == 1
     if into is not None and not (into or device_mesh or rules or alone):
         return {}  # which ranks read, one that holds nothing does not know
@@ -122,15 +121,13 @@ def load_sharded(
     else:
         chosen = communicator or communicator_of(device_mesh or rank_state.world_mesh())
     with chosen.telling():
-        if names is None:
-            check_drop(choice)
         if into is not None and (device_mesh is not None or rules):
             raise LayoutError("give either a state dict to load into, or a mesh and rules")
         # In a job all ranks find out together whether each of them can open the checkpoint.
-        source = agree(
-            chosen, lambda: _opened(directory, deltas, names, choice, all_of_it=into is None)
+        source, choice = agree(
+            chosen,
+            lambda: _opened(directory, deltas, names, Choice(**selection), all_of_it=into is None),
         )
-        choice = choice if names is None else choice.after_map()
         if into is not None:
             plan = agree(chosen, lambda: _plan_into(source, choice, into, chosen))
         else:
@@ -153,7 +150,7 @@ def _opened(
     choice: Choice,
     *,
     all_of_it: bool,
-) -> Catalog:
+) -> tuple[Catalog, Choice]:
     catalog = as_catalog(directory)
     if deltas:
         if names is not None:
@@ -166,7 +163,7 @@ def _opened(
         catalog = with_deltas(catalog, deltas)
     if all_of_it:
         select.check_dropped(catalog, choice, (), None)
-    return mapped(catalog, names, choice)
+    return mapped_choice(catalog, names, choice)
 
 
 class Reading(NamedTuple):

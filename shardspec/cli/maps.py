@@ -9,7 +9,7 @@ import click
 
 from shardspec.cli import checkpoint_options as ckpt
 from shardspec.cli import options as opts
-from shardspec.cli.output import say, say_json, write_file
+from shardspec.cli.output import path_text, say, say_json, write_file
 from shardspec.errors import InputFileError, LayoutError
 from shardspec.mesh.device_mesh import DeviceMesh
 from shardspec.text import counted, shown
@@ -182,6 +182,8 @@ def plan_state_command(
         say_json({**plan.as_dict(), "files": named})
     else:
         say(plan.text(files))
+        if html is not None:
+            say(f"{path_text(html)}: who sends what to whom; open it")
 
 
 def _plan_rules(

@@ -66,6 +66,18 @@ def test_to_megatron_and_back_with_config_and_tokenizer(tmp_path):
         assert (tmp_path / "out" / name).read_text() == (folder / name).read_text()
 
 
+def test_names_of_a_state_dict_below_a_key_are_to_be_renamed_first(tmp_path):
+    folder, arrays = saved(tmp_path / "hf", "qwen3")
+    save_file({f"model.{name}": array for name, array in arrays.items()}, tmp_path / "nested")
+    said = run("merge", tmp_path / "nested", "-o", f"{tmp_path}/out/", "--model", folder, code=3)
+    assert said.endswith(
+        "without 'model.' they have some: merge it first, to other names, with --rename\n"
+    )
+    run("merge", tmp_path / "nested", "-o", tmp_path / "flat", "--rename", "^model[.]", "")
+    run("merge", tmp_path / "flat", "-o", f"{tmp_path}/out/", "--model", folder)
+    same(tmp_path / "out", arrays)
+
+
 def test_layers_that_predict_further_tokens_and_copies_of_the_embedding(tmp_path):
     folder, arrays = saved(tmp_path / "hf", "deepseek_v3", num_nextn_predict_layers=1)
     for copy, origin in (("embed_tokens", "model.embed_tokens"), ("shared_head.head", "lm_head")):
@@ -234,6 +246,7 @@ def test_resharding_by_a_layout_gives_every_device_what_the_layout_says(tmp_path
         assert {stored.box for stored in outline.boxes} == {box for box in boxes if prod_of(box)}
         if to == "shardspec":
             assert outline.spec is not None
+            assert catalog.mesh is not None
             again = Layout(catalog.mesh, outline.spec, outline.shape, outline.dtype)
             for device in wanted.mesh.ids:
                 assert again.local_boxes(device) == wanted.local_boxes(device), name

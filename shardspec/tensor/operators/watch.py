@@ -71,7 +71,8 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
       in another order than the tensor's, inside matrix products too.
     - A write to a view whose shards torch has moved to other memory is refused: the tensor itself
       would not change.
-    - A pending sum is filled on one device, and the addends of the others become zero.
+    - A pending sum is filled on one device, and the addends of the others become zero. Torch has no
+      rule for filling by a tensor, as by each number that a part is set to; its number is taken.
     - An empty shard has no largest element, so a tensor that has some is gathered.
     - Torch hands on tensors that are given by keyword as they are, so all are gathered where one of
       these is not whole.
@@ -133,6 +134,9 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             spec = first._spec if isinstance(first, TorchDTensor) else None
         if func in _FILLS and isinstance(first, TorchDTensor):
             self._check_filled(first)
+            if isinstance(args[1], torch.Tensor):
+                self.mended = True
+                func, args = _aten.fill_.Scalar, (first, _number(args[1]))
         elif _fails_on_empty(func, args) and any(map(_has_empty_shards, tensors)):
             self.mended = True
             args = tuple(_gathered(arg) if isinstance(arg, TorchDTensor) else arg for arg in args)
@@ -242,6 +246,14 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     "copy, so that the tensor itself would not change; redistribute first, so that "
                     "the dims that are indexed are not sharded, or clone() the part"
                 )
+        if func is _aten.index_put_.default and not all(map(_is_whole, into)):
+            masks = [key for key in tree_leaves(args[1]) if isinstance(key, TorchDTensor)]
+            if any(mask.dtype == torch.bool for mask in masks):
+                self.lost = True
+                raise LayoutError(
+                    f"{self._name}: torch takes each shard of a mask for one of the shard that it "
+                    "sets; use torch.where, or redistribute first, so that both are whole"
+                )
         if func is not _aten.resize_.default:
             self._written += into
         return into
@@ -337,6 +349,13 @@ def _has_empty_shards(tensor: TorchDTensor) -> bool:
 
 def _gathered(tensor: TorchDTensor) -> TorchDTensor:
     return tensor.redistribute(placements=[Replicate()] * tensor.device_mesh.ndim)
+
+
+def _number(tensor: torch.Tensor) -> float | complex:
+    """Return the number of a tensor without dims."""
+    if isinstance(tensor, TorchDTensor):
+        tensor = shard_memory(tensor if _is_whole(tensor) else _gathered(tensor))
+    return parts_of(tensor)[0].item()
 
 
 def _are_first(tensor: TorchDTensor) -> list[bool]:
