@@ -19,6 +19,7 @@ BUILT_IN = {
     "LayoutError": ValueError,
     "LossyConversionError": ValueError,
     "MeshError": ValueError,
+    "NotTorchMeshError": AttributeError,
     "OutputExistsError": FileExistsError,
     "ProfileError": ValueError,
     "ShardSpecError": Exception,
