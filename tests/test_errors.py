@@ -22,6 +22,7 @@ BUILT_IN = {
     "NotTorchMeshError": AttributeError,
     "OutputExistsError": FileExistsError,
     "ProfileError": ValueError,
+    "QuantisedError": ValueError,
     "ShardSpecError": Exception,
     "SpecSyntaxError": ValueError,
 }
