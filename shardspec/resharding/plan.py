@@ -18,7 +18,7 @@ from shardspec.resharding.maps import apply_map, dropped_by, report_of
 from shardspec.resharding.name_map import NameMap, Shape
 from shardspec.resharding.state import flat_state, is_plain, required_layout
 from shardspec.resharding.transfers import Declared, End, Rows, transfer_rows
-from shardspec.text import counted, shown
+from shardspec.text import counted, first_of, shown
 
 if TYPE_CHECKING:
     from shardspec.resharding.receipts import Receipt
@@ -218,9 +218,9 @@ def plan_state(
             ("source", sorted(after.keys() - due.keys())),
         ):
             if missing:
-                rest = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+                names_text = first_of([*map(shown, missing)])
                 raise LayoutError(
-                    f"the {lacking} lacks {shown(missing[0])}{rest}; names= maps names that differ"
+                    f"the {lacking} lacks {names_text}; names= maps names that differ"
                 )
         moves = [
             TensorMove(name, renamed[name], layout, after[renamed[name]])
