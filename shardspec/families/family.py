@@ -25,7 +25,7 @@ NamesOf: TypeAlias = Literal["hf", "live", "megatron", "torch_dist", "sharded", 
 """Whose names the tensors of an output have."""
 _KEYS: Final = {"hf", "view", "cut", "when", "in", "copy_of", *PLACES}
 _TABLES: Final = {"model", "layer", "mtp"}
-_HEADS: Final = {
+_HEADS: Final[Mapping[str, tuple[type, str]]] = {
     **dict.fromkeys(("model_types", "without", "unused", *sorted(_TABLES)), (list, "a list")),
     **dict.fromkeys(("prefix", "sizes", "defaults", "refused"), (dict, "a table")),
     "like": (str, "the name of a family"),
