@@ -169,7 +169,7 @@ class _Reader:
             if key not in _HEADS:
                 raise self.wrong(key, f"{shown(key)} is no part of a family")
             kind, said = _HEADS[key]
-            if not isinstance(value, kind):
+            if type(value) is not kind:
                 raise self.wrong(key, f"{key} is {said}, not {shown(value)}")
             if key in ("model_types", "without") and not all(isinstance(v, str) for v in value):
                 raise self.wrong(key, f"{key} is a list of texts, not {shown(value)}")
