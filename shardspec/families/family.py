@@ -25,7 +25,7 @@ NamesOf: TypeAlias = Literal["hf", "live", "megatron", "torch_dist", "sharded", 
 """Whose names the tensors of an output have."""
 _KEYS: Final = {"hf", "view", "cut", "when", "in", "copy_of", *PLACES}
 _TABLES: Final = {"model", "layer", "mtp"}
-_HEADS: Final[Mapping[str, tuple[type, str]]] = {
+_HEADS: Final[Mapping[str, tuple[Any, str]]] = {
     **dict.fromkeys(("model_types", "without", "unused", *sorted(_TABLES)), (list, "a list")),
     **dict.fromkeys(("prefix", "sizes", "defaults", "refused"), (dict, "a table")),
     "like": (str, "the name of a family"),
@@ -169,7 +169,7 @@ class _Reader:
             if key not in _HEADS:
                 raise self.wrong(key, f"{shown(key)} is no part of a family")
             kind, said = _HEADS[key]
-            if type(value) is not kind:
+            if not isinstance(value, kind):
                 raise self.wrong(key, f"{key} is {said}, not {shown(value)}")
             if key in ("model_types", "without") and not all(isinstance(v, str) for v in value):
                 raise self.wrong(key, f"{key} is a list of texts, not {shown(value)}")
