@@ -295,8 +295,8 @@ def digest_command(
     """Digest the tensors of the checkpoint CKPT, whatever its format and sharding.
 
     Equal weights have equal digests: sharded or merged, in any format and, by way of a map, under
-    the names of another model. Prints one value of all tensors. Digests show accidents; they are no
-    signature.
+    the names of another model. Prints one value of all tensors. Digests detect accidents; they are
+    not signatures.
 
     Examples:
       shardspec digest ckpt

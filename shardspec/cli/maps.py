@@ -229,7 +229,7 @@ def _plan_layout(
 
     (catalog,) = source.open(checkpoint)
     mesh = None if cluster.mesh is None else opts.plain_mesh(cluster.mesh, cluster.ids)
-    named, layouts = ckpt.under_layout(layout, maps, catalog.home, mesh)
+    named, layouts = ckpt.under_layout(layout, maps, catalog, mesh)
     catalog = named.applied(catalog, Choice(drop=maps.drop), ())
     wanted = None if dtype is None else dtype_name(dtype)
     target = {}

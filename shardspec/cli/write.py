@@ -108,7 +108,7 @@ _write_options: Final = opts.stacked(
     click.option(
         "--dtype",
         metavar="DTYPE",
-        help="Cast floating point tensors to this dtype, as bf16; quantised weights are "
+        help="Cast floating point tensors to this dtype, such as bf16; quantised weights are "
         "dequantised to it.",
     ),
     click.option(
@@ -303,7 +303,7 @@ def _sharding_text(sharding: Mapping[str, tuple[str, str]]) -> str:
 @click.option(
     "--max-shard-size",
     type=opts.Kind("SIZE", _size),
-    help="Most bytes of tensors in a file, as 5GB or 500MiB.",
+    help="Limit the bytes of tensors in a file: 5GB, 500MiB.",
 )
 @_unless("metadata", "Leave out what safetensors files say in their metadata.")
 @_write_options
@@ -425,7 +425,7 @@ def reshard_command(
         onto = None if mesh is None else opts.plain_mesh(mesh)
         pattern: Catalog | dict[str, Layout] | None = other
         if layout is not None:
-            more["names"], pattern = ckpt.under_layout(layout, maps, source.home, onto)
+            more["names"], pattern = ckpt.under_layout(layout, maps, source, onto)
             onto = None
         return conversion.reshard(
             source,

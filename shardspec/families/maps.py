@@ -198,7 +198,7 @@ def back(model: Model, place: str) -> NameMap:
     """Return the map from the names of a place to those of files."""
     found = forth(model, place).reversed()
     # How far a vocabulary was padded, its tensor says.
-    sizes = dict(found.sizes.items() - {"padded_vocab": "vocab_size"}.items())
+    sizes = {name: size for name, size in found.sizes.items() if name != "padded_vocab"}
     copies = []
     for tensor in model.tensors:
         if tensor.places[place] is None:

@@ -109,6 +109,14 @@ def test_a_mesh_whose_nodes_are_unknown_is_refused():
     assert (link.name, link.port) == ("assumed ib-ndr-per-gpu", "device")
 
 
+def test_links_over_nodes_that_nobody_gave_are_said_to_be_assumed():
+    assert CostModel.of_mesh(DeviceMesh(range(16), (2, 8))).links_text(["dp", "tp"]) == (
+        "no links given: assuming ib-ndr-per-gpu for dp: 22.4 µs, 48 GB/s; "
+        "no links given: assuming h100-nvswitch for tp (measured for 2, 4, 8 devices; otherwise "
+        "23 µs + 249 GB/s); local copies at 1675 GB/s"
+    )
+
+
 def test_a_preset_says_which_tiers_it_has():
     assert PRESETS["h100-nvswitch"].tiers == ("h100-nvswitch", "ib-ndr-per-gpu")
     assert PRESETS["pcie5-x16"].tiers == ("pcie5-x16",)

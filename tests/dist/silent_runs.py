@@ -116,6 +116,24 @@ def writes_to_parts(mesh: DeviceMesh) -> list[str]:
     return refusals
 
 
+def one_row_on_a_rank(line: DeviceMesh) -> list[str]:
+    """What has one row on some ranks, and several in all, is no dim of size 1 there."""
+    wide = TABLE.reshape(5, 1, 3)  # 2, 2, 1 and no rows
+    for spec in ("[S0,R,R]", "[R,R,S0]"):
+        same(torch.squeeze_copy(Cut(wide.clone(), line, spec)), wide.squeeze())
+        same(Cut(wide.clone(), line, spec).squeeze(), wide.squeeze())
+    same(Cut(TABLE.clone(), line, "[S0,R]").squeeze_(), TABLE)
+    refusals = []
+    for spec in ("[R,S0,R]", "[R,R,S0]"):
+        out = Cut(torch.zeros(2, 5, 3).double(), line, spec)
+        with pytest.raises(LayoutError) as caught:
+            torch.expand_copy(Cut(TABLE.clone(), line, "[S0,R]"), (2, 5, 3), out=out)
+        refusals.append(str(caught.value))
+        same(out, torch.zeros(2, 5, 3).double())
+    same(torch.expand_copy(Cut(TABLE.clone(), line, "[S0,R]"), (2, 5, 3)), TABLE.expand(2, 5, 3))
+    return refusals
+
+
 KEYS: list[Any] = [
     *(1, slice(1, 4), (slice(None), -1), slice(0, 5, 2), [0, 3], (..., 0), (None, 2)),
     *(lambda t: t > 7, lambda t: t[:, 0] > 7, lambda t: t.argmax(0)),
@@ -286,6 +304,7 @@ def silent(rank: int, mesh: DeviceMesh) -> list[str]:
     line = DeviceMesh(range(4), (4,))
     means(mesh)
     refusals = [*writes_to_parts(mesh), *numbers_in_parts(mesh), *left_alone(rank, mesh)]
+    refusals += one_row_on_a_rank(line)
     by_keyword(rank, mesh)
     gradients_of_writes(mesh)
     beside_pending_sums(rank, mesh)

@@ -7,8 +7,8 @@ all ranks do alike. All of it is the same in a job and where one is simulated.
 
 import re
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from math import inf
@@ -230,6 +230,7 @@ def run_call(
     try:
         with ExitStack() as stack:
             stack.enter_context(implicit_replication())  # of plain tensors that torch makes
+            stack.enter_context(_counted(written))
             if call.name in _ATTENTION and given[0].device_mesh.device_type == "cpu":
                 # The fused kernel for the CPU has no rule, but its matrix products have.
                 stack.enter_context(sdpa_kernel(SDPBackend.MATH))
@@ -341,6 +342,16 @@ def _set_in_whole(here: _InTorch) -> None:
             here.result([whole, *others])
         _keep_layout_of_gradient([whole])
         tensor.copy_(whole)
+
+
+@contextmanager
+def _counted(written: Sequence[torch.Tensor]) -> Iterator[None]:
+    """Let autograd see that tensors were written to; of lists torch does not count it."""
+    before = [0 if tensor.is_inference() else tensor._version for tensor in written]
+    yield
+    for tensor, version in zip(written, before, strict=True):
+        if not tensor.is_inference() and tensor._version == version:
+            torch.autograd.graph.increment_version(tensor)
 
 
 def _keep_layout_of_gradient(written: Sequence[TorchDTensor]) -> None:
