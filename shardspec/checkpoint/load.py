@@ -113,6 +113,7 @@ def load_sharded(
     """
     from shardspec.comm.process_group import communicator_of
 
+    wanted = Choice(**selection)
     alone = rank_state.world_mesh().size() == 1
     if into is not None and not (into or device_mesh or rules or alone):
         return {}  # which ranks read, one that holds nothing does not know
@@ -125,8 +126,7 @@ def load_sharded(
             raise LayoutError("give either a state dict to load into, or a mesh and rules")
         # In a job all ranks find out together whether each of them can open the checkpoint.
         source, choice = agree(
-            chosen,
-            lambda: _opened(directory, deltas, names, Choice(**selection), all_of_it=into is None),
+            chosen, lambda: _opened(directory, deltas, names, wanted, all_of_it=into is None)
         )
         if into is not None:
             plan = agree(chosen, lambda: _plan_into(source, choice, into, chosen))
