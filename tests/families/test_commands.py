@@ -318,6 +318,19 @@ def test_from_one_trainer_to_another_and_to_an_engine_with_a_padded_vocabulary(t
         same(tmp_path / f"{layout}-back", arrays)
 
 
+def test_a_vocabulary_that_no_padding_makes_is_refused(tmp_path):
+    folder, _ = saved(tmp_path / "hf", "qwen3", vocab_size=300)
+    sizes = {"megatron:tp=1": (300, {299: True, 296: True}), "vllm:tp=1": (320, {257: 0, 255: 1})}
+    for layout, (rows, vocabs) in sizes.items():
+        run("reshard", folder, "-o", tmp_path / layout, "--model", folder, "--layout", layout)
+        for vocab, refused in vocabs.items():
+            config = {**HF["qwen3"]["config"], "vocab_size": vocab}
+            (tmp_path / "config.json").write_text(json.dumps(config))
+            call = ("merge", tmp_path / layout, "-o", f"{tmp_path}/{layout}-{vocab}/")
+            said = run(*call, "--model", tmp_path / "config.json", code=3 if refused else 0)
+            assert (f"which no padding makes {rows}" in said) == refused
+
+
 def test_an_index_that_lists_tensors_of_no_file_is_refused(tmp_path):
     folder, arrays = saved(tmp_path / "hf", "qwen3")
     listed = dict.fromkeys([*arrays, "model.layers.9.enorm.weight"], "model.safetensors")
