@@ -1,4 +1,4 @@
-"""Numbers that share a scale in blocks: made of codes, and rounded to codes, with numpy alone.
+"""RawNumbers that share a scale in blocks: made of codes, and rounded to codes, with numpy alone.
 
 Tables do both. For the numbers of a block one is made of what each code times its scale is, rounded
 once; microscaling formats (MX), whose scales are powers of two, need a single one. Codes are looked
@@ -17,8 +17,8 @@ from shardspec.dtypes import item_bytes
 from shardspec.errors import CheckpointError
 
 Codes: TypeAlias = NDArray[np.uint8]
-Numbers: TypeAlias = NDArray[Any]
-"""Numbers of any dtype as unsigned integers of its size."""
+RawNumbers: TypeAlias = NDArray[Any]
+"""RawNumbers of any dtype as unsigned integers of its size."""
 Scales: TypeAlias = NDArray[Any]
 
 _TABLES: Final = 256
@@ -31,7 +31,7 @@ _LARGEST: Final = np.float32(448)
 """Of float8_e4m3fn."""
 
 
-def stored_as(values: NDArray[np.float32], dtype: str) -> Numbers:
+def stored_as(values: NDArray[np.float32], dtype: str) -> RawNumbers:
     """Return numbers in a dtype, rounded once."""
     with np.errstate(all="ignore"):
         return narrow(np.ascontiguousarray(values), dtype).view(f"u{item_bytes(dtype)}")
@@ -50,7 +50,7 @@ def powers_of_two(codes: Codes) -> NDArray[np.float32]:
 
 
 @cache
-def _products(dtype: str, four: bool) -> Numbers:
+def _products(dtype: str, four: bool) -> RawNumbers:
     """Return what the scales of a microscaling format times the codes are.
 
     Two codes of 4 bits are one index, and their numbers one element, that of the lower bits first.
@@ -64,7 +64,7 @@ def _products(dtype: str, four: bool) -> Numbers:
     return found.view(f"u{found.shape[1] // 256 * found.itemsize}").ravel()
 
 
-def from_mx(codes: Codes, scales: Codes, out: Numbers, dtype: str, *, four: bool) -> None:
+def from_mx(codes: Codes, scales: Codes, out: RawNumbers, dtype: str, *, four: bool) -> None:
     """Fill `out`, a matrix, with the numbers of codes of a microscaling format."""
     table, height = _products(dtype, four), max(1, _STRIP // max(1, scales.shape[1]))
     for row in range(0, len(codes), height):
@@ -79,7 +79,7 @@ def from_scaled(
     scales: NDArray[np.float32],
     at: tuple[int, int],
     block: tuple[int, int],
-    out: Numbers,
+    out: RawNumbers,
     dtypes: tuple[str, str],
 ) -> None:
     """Fill `out` with the numbers of codes, part of a matrix from a row and a column on.
@@ -120,7 +120,7 @@ def from_scaled(
                 out[lo : lo + len(part), columns] = found
 
 
-def _amax(raw: Numbers, dtype: str, block: tuple[int, int], where: str) -> NDArray[np.float32]:
+def _amax(raw: RawNumbers, dtype: str, block: tuple[int, int], where: str) -> NDArray[np.float32]:
     """Return the largest size in each block of a matrix; CheckpointError if one is not finite."""
     # Sizes are in the order of their bits.
     if dtype == "bfloat16":
@@ -142,14 +142,14 @@ def _amax(raw: Numbers, dtype: str, block: tuple[int, int], where: str) -> NDArr
     return found
 
 
-def _floats(raw: Numbers, dtype: str) -> NDArray[np.float32]:
+def _floats(raw: RawNumbers, dtype: str) -> NDArray[np.float32]:
     if dtype == "bfloat16":
         return (raw.astype(np.uint32) << np.uint32(16)).view(np.float32)
     return np.ascontiguousarray(raw).view(np.float32)
 
 
 def to_scaled(
-    raw: Numbers, dtype: str, block: tuple[int, int], rule: ScaleRule, where: str
+    raw: RawNumbers, dtype: str, block: tuple[int, int], rule: ScaleRule, where: str
 ) -> tuple[Codes, NDArray[np.float32]]:
     """Return numbers of bfloat16 or float32, whole blocks of a matrix, as float8_e4m3fn and scales.
 
@@ -187,7 +187,7 @@ def _four_bit_codes() -> Codes:
     return np.where(np.arange(1 << 16) >> 15, codes | 8, codes).astype(np.uint8)
 
 
-def to_mx(raw: Numbers, dtype: str, where: str, *, four: bool) -> tuple[Codes, Codes]:
+def to_mx(raw: RawNumbers, dtype: str, where: str, *, four: bool) -> tuple[Codes, Codes]:
     """Return numbers of bfloat16 or float32 as codes of a microscaling format, and scales.
 
     The scale is two to the floor of log2(amax), less the largest exponent of the codes; what is too
@@ -206,4 +206,6 @@ def to_mx(raw: Numbers, dtype: str, where: str, *, four: bool) -> tuple[Codes, C
             values = values * np.ldexp(np.float32(1), powers)
         found = round_by(_four_bit_codes(), values) if four else narrow(values, "float8_e4m3fn")
         codes[some] = found.reshape(codes[some].shape)
-    return (codes[:, 0::2] | codes[:, 1::2] << 4 if four else codes), scales
+    if four:
+        codes = codes[:, 0::2] | codes[:, 1::2] << np.uint8(4)
+    return codes, scales

@@ -1,4 +1,4 @@
-"""A checkpoint with numbers where quantised weights have codes; they are made when they are read."""
+"""A checkpoint with numbers where weights are quantised; they are made when they are read."""
 
 import re
 from collections.abc import Collection, Mapping
@@ -9,7 +9,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from shardspec.checkpoint.blocks import MX, from_mx, from_scaled, powers_of_two
+from shardspec.checkpoint.blocks import from_mx, from_scaled, powers_of_two
 from shardspec.checkpoint.catalog import Catalog, StoredBox, StoredTensor, check_tiling, whole_box
 from shardspec.checkpoint.check_quantized import quantised_in
 from shardspec.checkpoint.choice import Choice
@@ -23,7 +23,7 @@ from shardspec.checkpoint.computed import (
 from shardspec.checkpoint.mapped import require_finished
 from shardspec.checkpoint.numeric import numbers
 from shardspec.checkpoint.quantized import of_computed, sections, sections_of
-from shardspec.checkpoint.schemes import Coded, coded, schemes_in
+from shardspec.checkpoint.schemes import MX, Coded, coded, schemes_in
 from shardspec.dtypes import dtype_name, item_bytes
 from shardspec.errors import QuantisedError
 from shardspec.text import Argument

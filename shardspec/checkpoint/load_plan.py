@@ -18,6 +18,7 @@ from shardspec.checkpoint.open import as_catalog, open_checkpoint
 from shardspec.checkpoint.storage.path import StoragePath
 from shardspec.checkpoint.transfers import file_numbers, file_regions
 from shardspec.comm.communicator import Communicator
+from shardspec.dtypes import dtype_name
 from shardspec.errors import CheckpointError, LayoutError
 from shardspec.layout.layout import Layout
 from shardspec.mesh.device_mesh import DeviceMesh
@@ -61,6 +62,8 @@ class LoadPlan(ReshardPlan):
     checkpoint: PurePath = PurePath()  # noqa: RUF009  # a frozen value
     names: NameMap | None = field(default=None, compare=False)
     """By which map, if by one."""
+    dequantised_to: str | None = None
+    """The dtype of numbers in place of codes; None where codes are read."""
 
     def run(  # type: ignore[override]  # what is read has digests of its own, and no receipt
         self,
@@ -115,7 +118,9 @@ class LoadPlan(ReshardPlan):
 
     def _opened(self) -> Catalog:
         """Open the checkpoint, which is as the plan says."""
-        source = open_checkpoint(self.checkpoint)
+        source = select.with_numbers(
+            open_checkpoint(self.checkpoint), self.dequantised_to, Choice(drop=self.dropped)
+        )
         now, _ = stored_layouts(source, min(self.files, default=0))
         for move in self.moves:
             if now.get(move.source_name) != move.source:
@@ -188,6 +193,7 @@ def plan_load(
     source = as_catalog(checkpoint)
     if isinstance(target, tuple):
         select.check_dropped(source, Choice(drop=drop), (), None)
+    source = select.with_numbers(source, dtype, Choice(drop=drop))
     stored, _ = stored_layouts(source, behind)
     if isinstance(names, NameMap):
         names = configured(source, names)
@@ -196,4 +202,4 @@ def plan_load(
     if isinstance(names, Mapping):
         names = NameMap(tuple(((old,), (names.get(old, old),)) for old in stored))
     known = (plan.moves, plan.max_bytes, plan.values, plan.padded, plan.dropped)
-    return LoadPlan(*known, checkpoint, names)
+    return LoadPlan(*known, checkpoint, names, None if dtype is None else dtype_name(dtype))

@@ -316,24 +316,45 @@ def check_sharding(asked: Asked) -> None:
 
 def opened_source(checkpoint: PurePath | str | Catalog, asked: Asked) -> Catalog:
     """Return a checkpoint as what a map makes of what is chosen."""
+    options = asked.options
     if asked.names is None:
-        check_drop(asked.options)
-    options, source = asked.options, as_catalog(checkpoint)
-    config = asked.names.config if isinstance(asked.names, Naming) else config_beside(source)
-    names = asked.names
-    if options.dtype is not None:
-        # Importing numpy takes as long as copying 200 MiB, and a plain copy needs none.
-        from shardspec.checkpoint.dequantized import dequantised
-
-        source = dequantised(source, options.dtype, options, config)
-        names = names.with_dtype(options.dtype) if isinstance(names, Naming) else names
-    source = mapped(source, names, options)
+        check_drop(options)
+    source = mapped_source(as_catalog(checkpoint), asked.names, options)
     if (options.quantize, options.scale_rule, options.quantize_include) != (None, None, None):
         from shardspec.checkpoint.quantizing import quantise_of, quantised_as
 
         how = quantise_of(options.quantize, options.scale_rule, options.quantize_include)
+        config = config_of(source, asked.names)
         source = quantised_as(source, how, options if asked.names is None else Choice(), config)
     return source.as_stored() if asked.format.keeps == "objects" else source
+
+
+def mapped_source(source: Catalog, names: Names | None, choice: Choice) -> Catalog:
+    """Return a checkpoint as what a map makes of it, dequantised before if a dtype is wanted."""
+    if choice.dtype is not None:
+        source = with_numbers(source, choice.dtype, choice, config_of(source, names))
+        names = names.with_dtype(choice.dtype) if isinstance(names, Naming) else names
+    return mapped(source, names, choice)
+
+
+def with_numbers(
+    source: Catalog,
+    dtype: object,
+    choice: Choice | None = None,
+    config: Mapping[str, object] | None = None,
+) -> Catalog:
+    """Return a checkpoint with numbers in place of codes, if a dtype is wanted."""
+    if dtype is None:
+        return source
+    # Importing numpy takes as long as copying 200 MiB, and a plain copy needs none.
+    from shardspec.checkpoint.dequantized import dequantised
+
+    return dequantised(source, dtype, choice, config)
+
+
+def config_of(source: Catalog, names: Names | None) -> Mapping[str, object] | None:
+    """Return the config of a model: that by which it is named, or which lies beside it."""
+    return names.config if isinstance(names, Naming) else config_beside(source)
 
 
 def laid_out(source: Catalog, name: str, asked: Asked, save: str) -> Target:

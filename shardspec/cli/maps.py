@@ -207,7 +207,7 @@ def _plan_rules(
     from shardspec.checkpoint.choice import Choice
     from shardspec.checkpoint.load_plan import stored_layouts
     from shardspec.checkpoint.mapped import mapped
-    from shardspec.checkpoint.select import check_dropped
+    from shardspec.checkpoint.select import check_dropped, with_numbers
     from shardspec.resharding.plan import plan_state
 
     mesh, model = cluster.build()
@@ -221,6 +221,7 @@ def _plan_rules(
         )
     (catalog,) = source.open(checkpoint)
     check_dropped(catalog, Choice(drop=maps.drop), (), None)
+    catalog = with_numbers(catalog, dtype, Choice(drop=maps.drop))
     named = maps.of_model(catalog.home)
     if named is not None:
         catalog = named.applied(catalog, Choice(drop=maps.drop), ())
@@ -258,6 +259,7 @@ def _plan_layout(
     from shardspec.checkpoint.choice import Choice
     from shardspec.checkpoint.load_plan import stored_layouts
     from shardspec.checkpoint.model_names import model_names
+    from shardspec.checkpoint.select import with_numbers
     from shardspec.dtypes import dtype_name, is_cast, keeps_dtype
     from shardspec.families.layouts import model_layouts, padded_config, parse_layout
     from shardspec.layout.layout import Layout
@@ -273,7 +275,8 @@ def _plan_layout(
     except LayoutError as error:
         raise InputFileError(*error.parts) from None
     named = model_names(padded_config(config, parsed), parsed.place, fill_from=maps.fill_from)
-    catalog = named.applied(catalog, Choice(drop=maps.drop), ())
+    chosen = Choice(drop=maps.drop)
+    catalog = named.applied(with_numbers(catalog, dtype, chosen, config), chosen, ())
     wanted = None if dtype is None else dtype_name(dtype)
     target = {}
     for name in catalog.names:
