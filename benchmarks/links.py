@@ -11,17 +11,22 @@ docs/plans.md. `make docs` draws the plot.
 import argparse
 import csv
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import cache, partial
+from itertools import pairwise, product, starmap
 from math import log10
 from pathlib import Path
 
 import numpy as np
 
-from shardspec.comm.curves import LARGE, Band, Curve, curve_between
-from shardspec.profiling.fit import Times, bands, fit_curve
+from shardspec.comm.cost import CostModel
+from shardspec.comm.curves import LARGE, Band, Curve, Link, curve_between
+from shardspec.comm.presets import PRESETS, link_preset
+from shardspec.comm.steps import AllGather
+from shardspec.profiling.fit import Times, bands, candidate_lines, fit_curve
 
-PRESETS = {
+MACHINES = {
     "a100_sxm": "a100-nvswitch",
     "h100_sxm": "h100-nvswitch",
     "h200_sxm": "h200-nvswitch",
@@ -36,6 +41,8 @@ KIND = {
     "all_reduce": "all-reduce",
     "alltoall": "all-to-all",
 }
+JOINING = [name for name, preset in PRESETS.items() if preset.port]
+"""Links between nodes."""
 COLOURS = dict(zip(KIND.values(), ("#1f6feb", "#d29922", "#cf222e", "#1a7f37"), strict=True))
 
 
@@ -45,11 +52,57 @@ def read(path: Path) -> dict[str, dict[tuple[str, int], Times]]:
     )
     with path.open() as file:
         for row in csv.DictReader(file):
-            if row["machine"] in PRESETS:
+            if row["machine"] in MACHINES:
                 key = KIND[row["collective"]], int(row["devices"])
                 time = float(row["buffer_bytes"]), float(row["microseconds"]) / 1e6
                 found[row["machine"]][key].append(time)
     return {m: {k: sorted(times) for k, times in rows.items()} for m, rows in found.items()}
+
+
+def growing_with_devices(
+    measured: Mapping[tuple[str, int], Times],
+) -> dict[tuple[str, int], Callable[[Curve], bool]]:
+    """Return which curves of all-gathers go with those of the other numbers of devices.
+
+    Of each number there are several fits nearly as good: where one number's protocol changes at
+    another size, the nearest of each make a gather of more devices cheaper. Those that are near
+    together are chosen.
+    """
+    numbers = sorted(n for kind, n in measured if kind == "all-gather")
+    fits = [
+        [
+            (off, Curve("all-gather", n, lines, (0, 0)))
+            for off, lines in candidate_lines(measured["all-gather", n])
+        ]
+        for n in numbers
+    ]
+    nearest = sorted(product(*fits), key=lambda some: sum(off for off, _ in some))
+    chosen = next(
+        [curve for _, curve in some]
+        for some in nearest
+        if all(starmap(grows, pairwise(curve for _, curve in some)))
+    )
+
+    def beside(place: int, curve: Curve) -> bool:
+        others = [*chosen[:place], curve, *chosen[place + 1 :]]
+        return all(starmap(grows, pairwise(others[max(place - 1, 0) : place + 2])))
+
+    return {("all-gather", n): partial(beside, place) for place, n in enumerate(numbers)}
+
+
+@cache
+def grows(few: Curve, many: Curve) -> bool:
+    """Whether more devices that hold as much never gather it sooner, in one node or in several."""
+    sizes = 2 ** np.arange(10, 33, 0.25)
+    within = Link(0.0, 0.0, curves=(few, many))
+    for nodes, name in ((1, "unit"), *product((2, 8, 32), JOINING)):
+        times = []
+        for n in range(few.devices, 2 * many.devices if nodes == 1 else many.devices + 1):
+            lines = CostModel((nodes, n), (link_preset(name), within)).lines(AllGather(0, (0, 1)))
+            times.append(np.min([fixed + slope * sizes for fixed, slope in lines], axis=0))
+        if (np.diff(times, axis=0) < 0).any():
+            return False
+    return True
 
 
 def fit_curves(
@@ -59,9 +112,10 @@ def fit_curves(
 
     Each number of devices between two others is also left out once, and priced from these.
     """
+    accepts = growing_with_devices(measured)
     fitted = [
-        fit_curve(kind, devices, times, (other or {}).get((kind, devices), ()))
-        for (kind, devices), times in measured.items()
+        fit_curve(kind, n, times, (other or {}).get((kind, n), ()), accepts.get((kind, n), bool))
+        for (kind, n), times in measured.items()
     ]
     curves = []
     for curve in fitted:
@@ -82,7 +136,7 @@ def row_of(machine: str, curve: Curve) -> str:
     if len(lines) == 1:
         lines *= 2
     errors = [shown(band) for band in (*curve.errors, *curve.left_out)]
-    return " ".join([PRESETS[machine], curve.kind, str(curve.devices), *lines, *errors])
+    return " ".join([MACHINES[machine], curve.kind, str(curve.devices), *lines, *errors])
 
 
 def shown(band: Band | None) -> str:
@@ -108,13 +162,32 @@ def table(curves: dict[str, tuple[Curve, ...]]) -> list[str]:
             ]
             cells = list(map(percent, bands))
             between = " · ".join(filter(None, map(percent, own[4].left_out)))
-            lines.append(f"| {PRESETS[machine]} | {kind} | {' | '.join(cells)} | {between} |")
+            lines.append(f"| {MACHINES[machine]} | {kind} | {' | '.join(cells)} | {between} |")
     return lines
 
 
 def plot(points: list[tuple[str, str, float, float]]) -> str:
-    """Draw measured against predicted, both logarithmic: a point is (kind, title, x, y)."""
-    low, high, size, margin = -5.5, -2.0, 420, 60
+    """Draw measured against predicted, by hardware: a point is (kind, machine, x, y)."""
+    machines, columns, step = list(dict.fromkeys(m for _, m, _, _ in points)), 3, 340
+    panels = [
+        f'<g transform="translate({place % columns * step},{place // columns * step})">\n'
+        + panel(MACHINES[machine], [(k, p, m) for k, of, p, m in points if of == machine])
+        + "\n</g>"
+        for place, machine in enumerate(machines)
+    ]
+    width, height = columns * step, -(-len(machines) // columns) * step
+    body = "\n".join(panels)
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" '
+        f'viewBox="0 0 {width} {height}" fill="none">\n<style>text{{font:12px sans-serif;'
+        f"fill:#1f2328}}</style>\n"
+        f'<rect width="{width}" height="{height}" fill="#fff"/>\n{body}\n</svg>\n'
+    )
+
+
+def panel(title: str, points: list[tuple[str, float, float]]) -> str:
+    """Draw the points (kind, predicted, measured) of one machine, both axes logarithmic."""
+    low, high, size, margin = -5.5, -2.0, 240, 56
     span = high - low
 
     def at(seconds: float) -> float:
@@ -129,32 +202,25 @@ def plot(points: list[tuple[str, str, float, float]]) -> str:
         parts.append(
             f'<path stroke="#d0d7de" d="M{margin + x:.0f} {margin}v{size}M{margin} '
             f'{margin + size - x:.0f}h{size}"/>'
-            f'<text x="{margin + x:.0f}" y="{margin + size + 18}" text-anchor="middle">'
+            f'<text x="{margin + x:.0f}" y="{margin + size + 16}" text-anchor="middle">'
             f'{label}</text><text x="{margin - 6}" y="{margin + size - x + 4:.0f}" '
             f'text-anchor="end">{label}</text>'
         )
-    for kind, x, y in sorted({(k, round(at(p), 1), round(at(m), 1)) for k, _, p, m in points}):
+    for kind, x, y in sorted({(k, round(at(p), 1), round(at(m), 1)) for k, p, m in points}):
         parts.append(
             f'<circle cx="{margin + x:.1f}" cy="{margin + size - y:.1f}" r="1.6" '
             f'fill="{COLOURS[kind]}" fill-opacity=".6"/>'
         )
     for line, (kind, colour) in enumerate(COLOURS.items()):
-        y = margin + 18 + 18 * line
+        y = margin + 16 + 16 * line
         parts.append(
-            f'<circle cx="{margin + 14}" cy="{y - 4}" r="4" fill="{colour}"/>'
-            f'<text x="{margin + 24}" y="{y}">{kind}</text>'
+            f'<circle cx="{margin + 12}" cy="{y - 4}" r="4" fill="{colour}"/>'
+            f'<text x="{margin + 22}" y="{y}">{kind}</text>'
         )
-    middle = margin + size / 2
-    parts.append(f'<text x="{middle}" y="{size + 2 * margin - 16}">predicted</text>')
-    parts.append(f'<text x="{margin - 50}" y="{margin - 14}">measured</text>')
-    whole = size + 2 * margin
-    body = "\n".join(parts)
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{whole}" height="{whole}" '
-        f'viewBox="0 0 {whole} {whole}" fill="none">\n<style>text{{font:12px sans-serif;'
-        f"fill:#1f2328}}</style>\n"
-        f'<rect width="{whole}" height="{whole}" fill="#fff"/>\n{body}\n</svg>\n'
+    parts.append(
+        f'<text x="{margin}" y="20" font-weight="bold">{title}: measured ↑, predicted →</text>'
     )
+    return "\n".join(parts)
 
 
 def summary(name: str, errors: list[tuple[float, float]]) -> str:
@@ -181,12 +247,12 @@ def main() -> None:
             for size, seconds in times[machine][curve.kind, curve.devices]:
                 predicted = curve.seconds(size)
                 points.append((curve.kind, machine, predicted, seconds))
-                errors[PRESETS[machine]].append((size, abs(predicted / seconds - 1)))
+                errors[MACHINES[machine]].append((size, abs(predicted / seconds - 1)))
             for size, seconds in times.get(OTHER.get(machine, ""), {}).get(
                 (curve.kind, curve.devices), ()
             ):
                 off = abs(curve.seconds(size) / seconds - 1)
-                errors[f"{PRESETS[machine]}, asked of {OTHER[machine]}"].append((size, off))
+                errors[f"{MACHINES[machine]}, asked of {OTHER[machine]}"].append((size, off))
     print("\n".join(["", *table(curves), ""]))
     print("| fit | times | median | 90th | from 1 MiB: median | 90th |\n" + "| --- " * 6 + "|")
     for name, found in errors.items():

@@ -81,7 +81,7 @@ def local_index(intervals: Sequence[tuple[int, int]], index: int) -> int:
         if lo <= index < hi:
             return before + index - lo
         before += hi - lo
-    raise IndexError(f"{index} is in none of {intervals}")
+    raise IndexError(f"{index} lies in none of {intervals}")
 
 
 def row_major_boxes(shape: Sequence[int], lo: int, hi: int) -> list[Box]:

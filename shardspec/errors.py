@@ -74,6 +74,10 @@ class MeshError(ShardSpecError, ValueError):
     """Device ids, mesh shape, axis names or links do not describe a mesh."""
 
 
+class NotTorchMeshError(MeshError, AttributeError):
+    """A function of torch was given a mesh of shardspec instead of `to_torch()`."""
+
+
 class DTypeError(ShardSpecError, TypeError):
     """A dtype is unknown, or an operation does not exist for it."""
 

@@ -2,6 +2,8 @@
 
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from html import escape
+from itertools import chain, repeat
 from typing import TypeAlias
 
 
@@ -78,6 +80,28 @@ def table_text(
     """
     numbers = range(numbers_from, len(header) if text_from is None else text_from)
     return "\n".join(table_lines(header, lambda: rows, footer=footer, numbers=numbers))
+
+
+def html_table(
+    title: str,
+    header: Sequence[str],
+    rows: Iterable[Sequence[str]],
+    shades: Iterable[Sequence[float]] | None = None,
+) -> str:
+    """Return a table for notebooks. A row begins with its name; shades of the rest are 0 to 1."""
+
+    def cells(row: Sequence[str], shaded: Iterable[float]) -> str:
+        # Half transparent: it can be read on dark and light pages.
+        styles = (f' style="background:rgba(31,111,235,{shade / 2:.2f})"' for shade in shaded)
+        pairs = zip(row[1:], chain(styles, repeat("")), strict=False)
+        return "".join(f"<td{style}>{escape(cell)}</td>" for cell, style in pairs)
+
+    head = "".join(f"<th>{escape(cell)}</th>" for cell in header)
+    body = "".join(
+        f"<tr><th>{escape(row[0])}</th>{cells(row, shaded)}</tr>"
+        for row, shaded in zip(rows, shades or repeat(()), strict=False)
+    )
+    return f"<table><caption>{escape(title)}</caption><tr>{head}</tr>{body}</table>"
 
 
 def table_lines(

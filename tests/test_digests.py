@@ -230,6 +230,7 @@ def test_no_fault_of_twelve_kinds_goes_unseen(place):
 
 
 @pytest.mark.exhaustive
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("place", [IN_ONE_ROW, IN_MANY_ROWS])
 def test_no_fault_of_a_million_goes_unseen(place):
     done, missed = unnoticed(550_000, *place)

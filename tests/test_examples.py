@@ -1,5 +1,6 @@
 """Every example runs as a newcomer would run it, and prints what it should."""
 
+import ctypes
 import json
 import os
 import re
@@ -9,6 +10,7 @@ import subprocess
 import sys
 from functools import cache
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
@@ -95,7 +97,7 @@ def squeezed(text):
 def test_all_examples_are_tried_here():
     tried = Path(__file__).read_text("utf-8")
     names = [path.name for path in sorted(EXAMPLES.glob("*.py"))]
-    assert len(names) == 17
+    assert len(names) == 18
     for name in names:
         assert f'EXAMPLES / "{name}"' in tried, name
 
@@ -161,6 +163,42 @@ def test_pull_mapped_files(tmp_path):
         "device 4: 6 rows, 12288 bytes, same as the plan: True\n"
         "device 5: 6 rows, 12288 bytes, same as the plan: True\n"
     )
+
+
+@pytest.mark.compat
+def test_pull_nixl(tmp_path):
+    lines = run(EXAMPLES / "pull_nixl.py", cwd=tmp_path).splitlines()
+    assert [line for line in lines if "NIXL INFO" not in line] == [
+        "device 2: down (8, 6), as it should be: True",
+        "device 2: up (6, 5), as it should be: True",
+        "device 3: down (8, 6), as it should be: True",
+        "device 3: up (6, 5), as it should be: True",
+    ]
+
+
+def test_descriptors_of_nixl_name_the_bytes_that_rows_do(monkeypatch):
+    """Without NIXL: what its lists say is copied from address to address."""
+    for name in ("nixl", "nixl._api"):
+        monkeypatch.setitem(sys.modules, name, MagicMock())
+    example = runpy.run_path(str(EXAMPLES / "pull_nixl.py"))
+    plan, shard = example["planned"](), example["shard"]
+    held = {
+        rank: [shard(move.source, move.source_name, rank) for move in plan.moves] for rank in (0, 1)
+    }
+    for device in (2, 3):
+        made = [np.zeros(move.target.local_shape(device)) for move in plan.moves]
+        for rank, shards in held.items():
+            rows = plan.transfers(device)
+            rows = rows[rows["sender"] == rank]
+            lists = [
+                example["descriptors"](rows, end, [one.ctypes.data for one in arrays]).tolist()
+                for end, arrays in (("target", made), ("source", shards))
+            ]
+            for (to, size, gpu), (at, length, other) in zip(*lists, strict=True):
+                assert (size, gpu, other) == (length, 0, 0)
+                ctypes.memmove(to, at, size)
+        for move, filled in zip(plan.moves, made, strict=True):
+            assert (filled == shard(move.target, move.target_name, device)).all()
 
 
 @pytest.mark.dist

@@ -17,7 +17,6 @@ HOME = ROOT / "checkpoint" / "formats"
 ELSEWHERE = sorted({*ROOT.glob("checkpoint/*.py"), *ROOT.glob("cli/*.py")})
 NAMES = {text for form in built_in() for text in (form.name, form.called)}
 NOT_FORMATS = {
-    ("state_dict.py", "torch"),  # the package
     ("links.py", "torch"),
     ("show.py", "torch"),  # the notation
     ("main.py", "shardspec"),  # the program

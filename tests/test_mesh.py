@@ -364,7 +364,7 @@ def test_axis_names_that_do_not_fit():
     )
     for name in ("", "0", "a b", "d-p"):
         assert mesh_error(range(4), axis_names=(name,)) == (
-            f"axis name {name!r}: use letters, digits and '_', no digit first"
+            f"axis name {name!r}: use letters, digits and '_', a letter first"
         )
 
 

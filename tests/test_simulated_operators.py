@@ -98,6 +98,17 @@ def test_numbers_are_those_of_the_whole():
     torch.testing.assert_close(scale.grad, WHOLE.sum())
 
 
+def test_views_of_the_shape_of_a_tensor_with_dims_or_without():
+    mesh = MESHES[2, 2]
+    total = Cut(WHOLE, mesh, "[S01,R]").sum()
+    number = Cut(torch.tensor(1.0), mesh, "[]")
+    for like in (number, torch.tensor(1.0)):
+        assert total.view_as(like).shape == ()
+        assert total.view_as(like).to_global().item() == pytest.approx(WHOLE.sum().item())
+    three = Cut(torch.zeros(5, 1, 7), mesh, "[R,R,R]")
+    assert torch.equal(Cut(WHOLE, mesh, "[R,R]").view_as(three).to_global(), WHOLE.view(5, 1, 7))
+
+
 def test_writes_reach_the_shards():
     mesh = MESHES[2, 3]
     for spec in ("[S0,R]", "[R,S1]", "[R,R]", "[S01,R]"):

@@ -84,7 +84,7 @@ class Processes:
             mesh = self.communicator.mesh
             raise CommunicatorError(
                 f"this process is not in mesh {mesh} of ids {mesh.ids}, whose processes share the "
-                "work; call this in those alone"
+                "work; call this on those only"
             )
 
     @property

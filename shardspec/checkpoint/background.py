@@ -124,7 +124,7 @@ class StoreCommunicator(Communicator):
         while not store.check([key]):
             if time.monotonic() > end:
                 raise CommunicatorError(
-                    f"rank {device} did not come to an asynchronous save within {timeout:g} s; it "
+                    f"rank {device} did not join an asynchronous save within {timeout:g} s; it "
                     "has ended, or is slower than the timeout of init_process_group"
                 )
             time.sleep(_PAUSE_S)

@@ -63,7 +63,7 @@ def wanted_names(source: Catalog, choice: Choice) -> list[str]:
     Raises CheckpointError if a pattern matches nothing, or nothing is left.
     """
     if choice.include is not None and not choice.include:
-        raise CheckpointError("include has no pattern; leave it out where all is wanted")
+        raise CheckpointError("include is empty; leave it out to include everything")
     known = (*source.names, *source.extras)
     patterns = (choice.include or (), choice.exclude, choice.drop)
     for pattern in chain.from_iterable(map(_patterns, patterns)):

@@ -150,10 +150,10 @@ class ComputedMatrices(ABC):
         if high * length * width > max(_MOST_BYTES, wide) and down:
             (count, by, inside), *rest = down
             halves = (0, count // 2), (count // 2, count - count // 2)
-            inner = [(count, by * wide, i) for count, by, i in rest]
-            inner += [(count, by * width, i) for count, by, i in across]
+            others = [(count, by * wide, i) for count, by, i in rest]
+            others += [(count, by * width, i) for count, by, i in across]
             for first, some in halves:
-                part = [(some, by * wide, inside), *inner, (width, 1, 1)]
+                part = [(some, by * wide, inside), *others, (width, 1, 1)]
                 self.fill(start + first * by * wide, part, room, at + first * inside)
             return
         numbers = [(by, inside) for _, by, inside in across]

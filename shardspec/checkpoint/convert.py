@@ -43,6 +43,7 @@ from shardspec.checkpoint.storage.reading import OpenFiles
 from shardspec.checkpoint.targets import OutputTensor, Target
 from shardspec.dtypes import item_bytes
 from shardspec.errors import CheckpointError
+from shardspec.layout.layout import Layout
 from shardspec.layout.rules import Rules
 from shardspec.mesh.device_mesh import DeviceMesh
 from shardspec.resharding.digests import Digests, TensorDigest
@@ -175,7 +176,7 @@ def reshard(
     *,
     device_mesh: DeviceMesh | None = None,
     rules: Rules | None = None,
-    like: PurePath | str | Catalog | None = None,
+    like: PurePath | str | Catalog | Mapping[str, Layout] | None = None,
     format: str | None = None,
     dtype: str | None = None,
     names: Names | None = None,
@@ -196,7 +197,8 @@ def reshard(
         Name pattern to spec, matched against the new names as by `match_rules`: the last rule that
         matches a tensor counts. One that no rule matches is replicated.
     like
-        A checkpoint to take mesh and specs from, by name, in place of the two above.
+        A checkpoint to take mesh and specs from, by name, in place of the two above; or the layout
+        of each tensor, as `model_layouts` returns them.
     format
         shardspec's own, which is the default, that of `torch.distributed.checkpoint`, or
         ``"deepspeed-universal"``, which any number of ranks loads. That one is made of a whole run

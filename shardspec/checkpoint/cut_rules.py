@@ -8,10 +8,10 @@ sharded dim, each sharded by itself. In TOML::
     "*.linear_fc1.weight" = { spec = "[S(tp),R]", parts = 2 }
     "*.qkv.weight" = { spec = "[S(tp),R]", parts = [4, 1, 1] }
 
-Those of the caller come before those shipped in ``rules/``. A tensor without a rule is refused:
-equal bytes on all ranks prove nothing. Every rank stores the tensors that are not sharded, and the
-copies are compared. Each file counts its layers and experts from 0; here they follow on from those
-of the stages and expert parallel ranks before.
+Those of the caller come before those that follow from families of models. A tensor without a rule
+is refused: equal bytes on all ranks prove nothing. Every rank stores the tensors that are not
+sharded, and the copies are compared. Each file counts its layers and experts from 0; here they
+follow on from those of the stages and expert parallel ranks before.
 """
 
 import re
@@ -19,7 +19,6 @@ import tomllib
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from importlib.resources import files
 from pathlib import PurePath
 from typing import Final, NamedTuple, TypeAlias
 
@@ -74,12 +73,6 @@ def cut_rules(rules: CutRules, stated_by: str = "rules") -> dict[str, RuleSpec]:
     }
 
 
-def shipped_rules(name: str) -> dict[str, RuleSpec]:
-    """Return rules that come with the library, such as ``megatron_gpt``."""
-    text = files("shardspec.checkpoint").joinpath("rules", f"{name}.toml").read_text("utf-8")
-    return cut_rules(tomllib.loads(text), name)
-
-
 def _rule(value: object, what: str) -> RuleSpec:
     table = value if isinstance(value, Mapping) else {"spec": value}
     spec, parts = table.get("spec"), table.get("parts", 1)
@@ -110,7 +103,7 @@ def _rule(value: object, what: str) -> RuleSpec:
 
 
 class SourceRules(NamedTuple):
-    """What says how tensors are sharded: rules of the caller, and then those that are shipped."""
+    """What says how tensors are sharded: rules of the caller, and then those of families."""
 
     own: Mapping[str, RuleSpec]
     shipped: Mapping[str, RuleSpec]

@@ -126,7 +126,7 @@ def delta(
     for number in (version, before):
         if type(number) is not int or not 0 <= number <= _MOST_VERSION:
             raise CheckpointError(
-                f"{number!r} is no version; give a number from 0 to {_MOST_VERSION}"
+                f"{number!r} is not a version; give a number from 0 to {_MOST_VERSION}"
             )
     if version == before:
         raise CheckpointError(f"version {version} cannot be made of itself; give another")
@@ -140,29 +140,32 @@ def delta(
     extra("zstandard")
     old, now = as_catalog(base), as_catalog(new)
     _check_alike(old, now)
-    destination = check_destination(path, now, Target((), True, ()), overwrite)
+    for catalog in (old, now):
+        destination = check_destination(path, catalog, Target((), True, ()), overwrite)
     with OpenFiles() as files:
         writer = _Writer(path, old, now, files, encoding, checksum, progress)
-        writer.compare()
-        about = {
-            "version": f"{version:06d}",
-            "base_version": f"{before:06d}",
-            "delta_encoding": encoding,
-            "compression_format": "zstd",
-            "checksum_format": checksum,
-            "base_digest": writer.digest_of(0),
-            "digest": writer.digest_of(1),
-        }
-        names = (_FILE_NAME, DELTA_INDEX) if writer.counts else (DELTA_INDEX,)
+        names = (_FILE_NAME, DELTA_INDEX) if writer.changed else (DELTA_INDEX,)
         replaced = frozenset((DELTA_INDEX, _FILE_NAME))
         output_files = Staging(
             dict.fromkeys(names, 0), True, overwrite, DELTA_INDEX, replaced, destination.identity
         )
         with destination.path.stage(output_files) as staged:
-            if writer.counts:
+            for name in set(old.names) - writer.changed:
+                writer.digest_unchanged(name)
+            if writer.changed:
                 with staged.file(_FILE_NAME) as write:
                     writer.write(write)
-            index = {"metadata": about, "weight_map": dict.fromkeys(writer.counts, _FILE_NAME)}
+            about = {
+                "version": f"{version:06d}",
+                "base_version": f"{before:06d}",
+                "delta_encoding": encoding,
+                "compression_format": "zstd",
+                "checksum_format": checksum,
+                "base_digest": writer.digest_of(0),
+                "digest": writer.digest_of(1),
+            }
+            weight_map = dict.fromkeys(sorted(writer.changed), _FILE_NAME)
+            index = {"metadata": about, "weight_map": weight_map}
             old.check_unchanged()
             now.check_unchanged()
             with staged.file(DELTA_INDEX) as write:
@@ -263,11 +266,10 @@ class _Writer:
         self.path, self.files = path, files
         self.sides, self.buffers = (old, now), (Buffers(), Buffers())
         self.encoding, self.checksum, self.progress = encoding, checksum, progress
-        self.counts: dict[str, int] = {}
-        """Bytes that differ, of each tensor of which any does."""
         self.digests: tuple[dict[str, TensorDigest], dict[str, TensorDigest]] = ({}, {})
-        self.end = self.done = 0
+        self.changed_bytes = self.end = self.done = 0
         self.total = sum(old.outline(name).num_bytes for name in old.names)
+        self.changed = {name for name in old.names if self._differs(name)}
 
     def digest_of(self, side: int) -> str:
         """Return the digest of a side's tensors."""
@@ -278,48 +280,39 @@ class _Writer:
         return DeltaReport(
             self.path.public(),
             len(self.sides[0].names),
-            len(self.counts),
+            len(self.changed),
             self.total,
-            sum(self.counts.values()),
+            self.changed_bytes,
             self.end,
             self.digest_of(1),
         )
 
-    def compare(self) -> None:
-        """Count what differs, and refuse what cannot be encoded."""
-        for name in self.sides[0].names:
-            outline = self.sides[0].outline(name)
-            sums = [TensorDigest(outline.dtype, outline.shape) for _ in range(2)]
-            at = count = 0
-            for pair in self._blocks(name):
-                for side, block in enumerate(pair):
-                    sums[side] = sums[side].with_bytes(block, whole_box(outline.shape), at)
-                count += int(np.count_nonzero(pair[0] != pair[1]))
-                at += len(pair[0]) // item_bytes(outline.dtype)
-                self.done += len(pair[0])
-                if self.progress is not None:
-                    self.progress(self.done, self.total)
-            for side in range(2):
-                self.digests[side][name] = sums[side]
-            if count:
-                self.counts[name] = count
-                self._encoded(name)
+    def digest_unchanged(self, name: str) -> None:
+        """Digest a tensor that is the same in both."""
+        outline = self.sides[0].outline(name)
+        value, at = TensorDigest(outline.dtype, outline.shape), 0
+        for block in _whole(self.sides[0].tensor(name), self.files, self.buffers[0]):
+            value = value.with_bytes(block, whole_box(outline.shape), at)
+            at += len(block) // item_bytes(outline.dtype)
+            self._advance(len(block))
+        for digests in self.digests:
+            digests[name] = value
 
     def write(self, write: WriteAt) -> None:
         """Write the frames of all that changed, and last the header, for which there is room."""
-        room = 64 + sum(2 * len(json.dumps(name)) + 160 for name in self.counts)
+        room = 64 + sum(2 * len(json.dumps(name)) + 160 for name in self.changed)
         room += -room % 8
         entries, checksums = {}, {}
-        for name in self.counts:
-            plain, size = self._encoded(name)
-            digest, begin = new_hash(self.checksum, self.path), self.end
+        for name in sorted(self.changed):
+            size, plain = self._encoded(name)
             packer = extra("zstandard").ZstdCompressor(level=_LEVEL).compressobj(size=size)
-            for data in self._packed(packer, plain(digest)):
+            begin, checksum = self.end, new_hash(self.checksum, self.path)
+            for data in self._packed(packer, plain(checksum)):
                 write(8 + room + self.end, data)
                 self.end += len(data)
             shape = [self.end - begin]
             entries[name] = {"dtype": "U8", "shape": shape, "data_offsets": [begin, self.end]}
-            checksums[name] = digest.hexdigest()
+            checksums[name] = checksum.hexdigest()
         text = json.dumps({"__metadata__": checksums, **entries}).encode()
         assert len(text) <= room, "names and numbers fit"
         write(0, struct.pack("<Q", room) + text.ljust(room))
@@ -338,39 +331,66 @@ class _Writer:
         ]
         yield from zip(*readers, strict=True)
 
-    def _encoded(self, name: str) -> tuple[Callable[[Hash], Iterator[NDArray[np.uint8]]], int]:
-        """Return what yields the plain bytes of a frame, and how many they are."""
-        num_bytes, count = self.sides[0].outline(name).num_bytes, self.counts[name]
+    def _differs(self, name: str) -> bool:
+        return any(not np.array_equal(old, now) for old, now in self._blocks(name))
 
-        def xor(digest: Hash) -> Iterator[NDArray[np.uint8]]:
-            for old, now in self._blocks(name):
-                digest.update(now)
-                yield old ^ now
+    def _digested(self, name: str) -> Iterator[tuple[NDArray[np.uint8], NDArray[np.uint8]]]:
+        """Yield the blocks of a tensor that changed; digest both sides on the way."""
+        outline, at = self.sides[0].outline(name), 0
+        sums = [TensorDigest(outline.dtype, outline.shape) for _ in range(2)]
+        for pair in self._blocks(name):
+            for side, block in enumerate(pair):
+                sums[side] = sums[side].with_bytes(block, whole_box(outline.shape), at)
+            yield pair
+            at += len(pair[0]) // item_bytes(outline.dtype)
+            self._advance(len(pair[0]))
+        for digests, value in zip(self.digests, sums, strict=True):
+            digests[name] = value
 
-        def positions(digest: Hash) -> Iterator[NDArray[np.uint8]]:
-            yield np.array([count], "<u4").view(np.uint8)
-            at = 0
-            for old, now in self._blocks(name):
-                digest.update(now)
-                yield (np.flatnonzero(old != now) + at).astype("<u4").view(np.uint8)
-                at += len(now)
-            for old, now in self._blocks(name):
-                yield now[old != now]
+    def _encoded(self, name: str) -> tuple[int, Callable[[Hash], Iterator[NDArray[np.uint8]]]]:
+        """Return how many plain bytes a frame has, and what yields them."""
+        num_bytes = self.sides[0].outline(name).num_bytes
+
+        def xor(checksum: Hash) -> Iterator[NDArray[np.uint8]]:
+            for old, now in self._digested(name):
+                checksum.update(now)
+                differences = old ^ now
+                self.changed_bytes += int(np.count_nonzero(differences))
+                yield differences
 
         if self.encoding == "xor":
-            return xor, num_bytes
+            return num_bytes, xor
         if num_bytes > _MOST_POSITIONS:
             raise CheckpointError(
                 f"tensor {name!r} has {num_bytes} bytes, whose positions do not fit 32 bits; "
                 "choose the encoding xor"
             )
+        # Their number comes first.
+        count = sum(int(np.count_nonzero(old != now)) for old, now in self._digested(name))
         if (size := 4 + 5 * count) > num_bytes:
             raise CheckpointError(
                 f"tensor {name!r}: {count} of its {num_bytes} bytes changed, so positions and "
                 "values would be larger than the tensor; choose the encoding xor, or publish a "
                 "full checkpoint"
             )
-        return positions, size
+        self.changed_bytes += count
+
+        def positions(checksum: Hash) -> Iterator[NDArray[np.uint8]]:
+            yield np.array([count], "<u4").view(np.uint8)
+            at = 0
+            for old, now in self._blocks(name):
+                checksum.update(now)
+                yield (np.flatnonzero(old != now) + at).astype("<u4").view(np.uint8)
+                at += len(now)
+            for old, now in self._blocks(name):
+                yield now[old != now]
+
+        return size, positions
+
+    def _advance(self, num_bytes: int) -> None:
+        self.done += num_bytes
+        if self.progress is not None:
+            self.progress(self.done, self.total)
 
 
 def _whole(tensor: StoredTensor, files: OpenFiles, buffers: Buffers) -> Iterator[NDArray[np.uint8]]:

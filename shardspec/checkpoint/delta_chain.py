@@ -42,7 +42,7 @@ def read_delta(place: StoragePath) -> _Delta:
     about = checked(stated.get("metadata"), dict, index, "metadata")
     encoding = about.get("delta_encoding")
     if encoding is None:
-        raise CheckpointError(f"{place}: is a full checkpoint, no delta; name it as the base")
+        raise CheckpointError(f"{place}: is a full checkpoint, not a delta; name it as the base")
     for key, given, known in (
         ("delta_encoding", encoding, ("xor", "overwrite")),
         ("compression_format", about.get("compression_format"), ("zstd",)),
@@ -77,7 +77,7 @@ def read_delta(place: StoragePath) -> _Delta:
             if (entry.dtype, entry.shape) != ("uint8", (entry.num_bytes,)):
                 raise CheckpointError(
                     f"{file.path}: {shown(entry.name)} is {list(entry.shape)} {entry.dtype}, but "
-                    "frames are bytes; this is no delta"
+                    "frames are bytes; this is not a delta"
                 )
             if not re.fullmatch(f"[0-9a-f]{{{digits}}}", value):
                 raise CheckpointError(

@@ -116,7 +116,7 @@ def digest(
     True
     """
     if type(seed) is not int or not 0 <= seed < 2**64:
-        raise LayoutError(f"seed={seed!r} is no whole number from 0 to 2^64 - 1; leave it out")
+        raise LayoutError(f"seed={seed!r} is not a whole number from 0 to 2^64 - 1; leave it out")
     choice = Choice(**selection)
     if isinstance(source, Mapping):
         if progress is not None or not replace(choice, drop=()).is_all:

@@ -4,7 +4,8 @@ Both safetensors and ``.bin`` files are found by these rules:
 
 - An index, ``{"weight_map": {tensor name: file name}}``, says where each tensor is read, also where
   another file holds one of the name. Its files may lie in folders below. A numbered file of the
-  same name that it does not list is an error, as is a file that lacks what it should hold.
+  same name that it does not list is an error, with a count (``-00001-of-00003``) or without
+  (``part-1``), as is a file that lacks what it should hold.
 - Without one, files numbered ``-00001-of-00003`` must all be there. ``model-1-of-3``,
   ``model.fp16-00001-of-00003``, ``model-00001-of-00003.fp16`` and
   ``model.safetensors-00001-of-00003`` are numbers as well; some tools count from 0.
@@ -32,7 +33,7 @@ from shardspec.text import shown
 _INDEX: Final = re.compile(r".*\.safetensors\.index(?:\.[^.]+)?\.json", re.DOTALL)
 is_index: Final = _INDEX.fullmatch
 """Says whether a file name is that of an index of safetensors files, perhaps of a variant."""
-_NUMBER: Final = r"\d+[-_]of[-_]\d+"
+_NUMBER: Final = r"\d+[-_](?i:of)[-_]\d+"
 _DATA_FILE: Final = re.compile(rf"(?!\.).*\.safetensors(?:[-_.]{_NUMBER})?", re.DOTALL)
 is_data_file: Final = _DATA_FILE.fullmatch
 """Says whether a file name is that of a finished safetensors file."""
@@ -53,7 +54,11 @@ is_bin_index: Final = _BIN_INDEX.fullmatch
 """Says whether a file name is that of an index of ``.bin`` files, perhaps of a variant."""
 
 _MAX_INDEX_BYTES: Final = 256 << 20
-_NUMBERED: Final = re.compile(r"(.*?)(?:^|[-_.]+)(\d+)[-_]of[-_](\d+)((?:[-_.].*)?)", re.DOTALL)
+_NUMBERED: Final = re.compile(
+    r"(.*?)(?:^|[-_.]+)(\d+)[-_](?i:of)[-_](\d+)((?:[-_.].*)?)", re.DOTALL
+)
+_ANY_NUMBER: Final = re.compile(r"(?<![^\W_])\d+(?![^\W_])")
+"""A number in a file name, but none as in ``fp16``."""
 _SUFFIX: Final = re.compile(r"\.(?:safetensors|bin)(?=[-_.]|\Z)(?:\.index)?")
 _WHOLE: Final = re.compile(
     r"(?:(?:pytorch_|diffusion_pytorch_|adapter_)?model|consolidated|optimizer)(?:\..*)?", re.DOTALL
@@ -271,7 +276,7 @@ def files_of_index(index: StoragePath) -> ModelFiles:
         names.setdefault(home, set()).add(name)
     if not names:
         raise CheckpointError(
-            f"{index}: its weight_map is empty, so that it names no file; restore the index, or "
+            f"{index}: its weight_map is empty, so it names no file; restore the index, or "
             "remove it to have all files read"
         )
     files: dict[StoragePath, set[str]] = {}
@@ -297,14 +302,19 @@ def _check_siblings(index: StoragePath, files: Mapping[StoragePath, Set[str]]) -
     for folder in sorted({path.parent for path in files} | {index.parent}):
         named = {path.name for path in files if path.parent == folder}
         models = {_place(name).model for name in named} | {_place(index.name).model}
-        for other in folder.names():
-            place = _place(other)
-            numbered = is_part(other) and place.number is not None
-            if numbered and other not in named and place.model in models:
-                raise CheckpointError(
-                    f"{index}: does not name {folder / other}, which is one of {place.total} files "
-                    "by its number; restore the index of all, or move the file away"
-                )
+        alike = {_ANY_NUMBER.sub("0", name): name for name in sorted(named, reverse=True)}
+        for other in sorted(filter(is_part, {*folder.names()} - named)):
+            place, like = _place(other), alike.get(_ANY_NUMBER.sub("0", other))
+            if place.number is not None and place.model in models:
+                what = f"is one of {place.total} files by its number"
+            elif like is not None:
+                what = f"differs from {like} by its number alone"
+            else:
+                continue
+            raise CheckpointError(
+                f"{index}: does not name {folder / other}, which {what}; restore the index of all, "
+                "or move the file away"
+            )
         for (name, count), *more in _models(named).values():
             numbers = {_place(at).number or 0 for at, _ in ((name, count), *more)}
             # A name may claim any count.

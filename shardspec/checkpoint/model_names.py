@@ -20,8 +20,9 @@ from shardspec.errors import CheckpointError, InputFileError, LayoutError
 from shardspec.families.family import NamesOf, family_of
 from shardspec.families.maps import chain_of, refuse
 from shardspec.families.model import Model, model_of
-from shardspec.families.recognise import Recognised, recognise
+from shardspec.families.recognise import Recognised, outer_prefix, recognise
 from shardspec.input_files import read_input_file
+from shardspec.resharding.name_map import NameMap
 from shardspec.resharding.patterns import filled
 from shardspec.text import Argument, shown
 
@@ -52,9 +53,10 @@ class ModelNames(Naming):
     def recognised(self, source: catalog.Catalog, choice: Choice) -> Recognised:
         """Return what the tensors of a checkpoint are called that are wanted."""
         with _about_input():
-            names = _weights(wanted_names(source, choice))
+            model, names = self._model(), _weights(wanted_names(source, choice))
             _refuse_quantised(source, names)
-            return recognise(self._model(), names, source.directory)
+            prefix = outer_prefix(model, names)
+            return recognise(model, _inner(names, prefix), source.directory)
 
     def applied(
         self, source: catalog.Catalog, choice: Choice | None, dropped: Collection[str]
@@ -73,8 +75,16 @@ class ModelNames(Naming):
             wanted &= {*wanted_names(source, choice)}
             extras = {name: value for name, value in extras.items() if choice.wants(name)}
         _refuse_quantised(source, wanted)
+        gone = {name: source.outline(name).shape for name in source.names if name not in wanted}
+        behind = {*weights} - wanted
+        if prefix := outer_prefix(model, wanted):
+            rules = ((name, name.removeprefix(prefix)) for name in wanted)
+            renamed = NameMap(tuple(((one,), (other,)) for one, other in rules))
+            source = through(source, [renamed], gone, extras)
+            wanted, behind = _inner(wanted, prefix), _inner(behind, prefix)
+            gone = dict(source.dropped)
         # What the user leaves behind counts as there.
-        found = recognise(model, wanted, source.directory, behind={*weights} - wanted)
+        found = recognise(model, wanted, source.directory, behind=behind)
         for place in (found.format, self.names):
             refuse(model, place)
         if found.absent and self.fill_from is None:
@@ -88,14 +98,15 @@ class ModelNames(Naming):
                 Argument("fill_from"),
             )
         _check_copies(source, model, found.format, self.names)
-        gone = {name: source.outline(name).shape for name in source.names if name not in wanted}
-        if self.fill_from is None:
-            made = through(source, chain_of(model, found.format, self.names, wanted), gone, extras)
-        else:
-            apart = {tensor.side for tensor in found.absent}
-            there = (tensor for tensor in model.tensors if tensor.side not in apart)
-            maps = chain_of(replace(model, tensors=tuple(there)), found.format, "hf", wanted)
-            made = self._filled(through(source, maps, gone, extras), model, self.fill_from)
+        with _about_model(source, model):
+            if self.fill_from is None:
+                maps = chain_of(model, found.format, self.names, wanted)
+                made = through(source, maps, gone, extras)
+            else:
+                apart = {tensor.side for tensor in found.absent}
+                there = (tensor for tensor in model.tensors if tensor.side not in apart)
+                maps = chain_of(replace(model, tensors=tuple(there)), found.format, "hf", wanted)
+                made = self._filled(through(source, maps, gone, extras), model, self.fill_from)
         made.described_in = self.home
         return made
 
@@ -192,6 +203,20 @@ def _about_input() -> Iterator[None]:
         raise CheckpointError(*error.parts) from None
 
 
+@contextmanager
+def _about_model(source: catalog.Catalog, model: Model) -> Iterator[None]:
+    """Say that tensors are not those that a config says, and what to do."""
+    try:
+        yield
+    except LayoutError as error:
+        raise CheckpointError(
+            f"{source.directory} is no model of the family {model.family.name!r} with this "
+            "config: ",
+            *error.parts,
+            "; give the config that it was saved with, or restore what is missing",
+        ) from None
+
+
 class Assembled(catalog.Catalog):
     """Tensors of several checkpoints, each under a name of its own."""
 
@@ -219,6 +244,11 @@ class Assembled(catalog.Catalog):
 def _weights(names: Iterable[str]) -> list[str]:
     """Return names without those of an optimizer's state."""
     return [name for name in names if not _OPTIMIZER.fullmatch(name)]
+
+
+def _inner(names: Iterable[str], prefix: str) -> set[str]:
+    """Return names without what stands before them."""
+    return {name.removeprefix(prefix) for name in names}
 
 
 def _refuse_quantised(source: catalog.Catalog, names: Collection[str]) -> None:

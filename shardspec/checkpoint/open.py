@@ -113,7 +113,7 @@ def _find(place: StoragePath, named: Newest | None = None, run: Format | None = 
     except FileNotFoundError:
         raise CheckpointError(f"{place}: there is no such checkpoint; check the path") from None
     if not there:
-        raise CheckpointError(f"{place}: is empty, there is no checkpoint in it; check the path")
+        raise CheckpointError(f"{place}: is empty, so there is no checkpoint in it; check the path")
     format = format_of(there) or (run if named and named.of_run else None)
     if format is not None and named is not None:
         return _Place(place, place, format, named.note)

@@ -27,7 +27,7 @@ from shardspec.checkpoint.computed import (
 )
 from shardspec.checkpoint.numeric import cast
 from shardspec.checkpoint.quantized import Shape, sections, sections_of
-from shardspec.checkpoint.schemes import QUANTIZATIONS, MX, ScaleRule
+from shardspec.checkpoint.schemes import MX, QUANTIZATIONS, ScaleRule
 from shardspec.dtypes import dtype_name, is_cast, is_floating, item_bytes, packed
 from shardspec.errors import CheckpointError, DTypeError
 from shardspec.families.linear import LinearLayers, is_listed, module_of

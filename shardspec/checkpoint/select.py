@@ -21,6 +21,7 @@ from shardspec.checkpoint.state_dict import unflatten
 from shardspec.checkpoint.targets import Carried, OutputTensor, Target
 from shardspec.dtypes import dtype_name, is_cast, is_floating, keeps_dtype, packed
 from shardspec.errors import CheckpointError, DTypeError, LayoutError, ShardSpecError
+from shardspec.layout.common_mesh import on_common_mesh
 from shardspec.layout.layout import Layout, SpecLike
 from shardspec.layout.rules import Rules, match_rules, winning_patterns
 from shardspec.layout.spec import ShardingSpec
@@ -161,9 +162,9 @@ def check_dropped(
     }
     if drop and not lost:
         raise CheckpointError(
-            f"{source.directory}: no entry is lost that ",
+            f"{source.directory}: no value would be lost, so there is nothing for ",
             Argument("drop_values", value=True),
-            " could allow; leave it out",
+            " to drop; leave it out",
         )
     if not lost or drop:
         return
@@ -258,6 +259,24 @@ def layouts_like(
     return other.mesh, layouts_by_rules(other.mesh, {}, wanted, spec_of)
 
 
+def layouts_given(
+    given: Mapping[str, Layout], wanted: Sequence[OutputTensor]
+) -> tuple[DeviceMesh, dict[str, Layout]]:
+    """Return the mesh of given layouts, and those of the tensors; nothing is pending."""
+    found = {}
+    for tensor in wanted:
+        layout = given.get(tensor.name)
+        if layout is None or layout.global_shape != tensor.shape:
+            said = "no layout is" if layout is None else f"the layout of {layout.global_shape} is"
+            raise CheckpointError(
+                f"{said} for tensor {tensor.name!r} of shape {tensor.shape}; give one, or exclude "
+                "the tensor"
+            )
+        spec = layout.spec.without_partial()
+        found[tensor.name] = Layout(layout.mesh, spec, tensor.shape, tensor.dtype)
+    return on_common_mesh(found) if found else (_ALONE, {})
+
+
 # --- the output that a caller asks for
 
 
@@ -270,7 +289,7 @@ class Asked(NamedTuple):
     names: Names | None
     mesh: DeviceMesh | None = None
     rules: Rules | None = None
-    like: PurePath | str | Catalog | None = None
+    like: PurePath | str | Catalog | Mapping[str, Layout] | None = None
     limit: int | None = None
     """Most bytes of tensors in a file."""
 
@@ -403,7 +422,9 @@ def _sharding(
     """Return the mesh of an output and the layouts of its tensors, if its format has shards."""
     if asked.format.whole_run or "sharded" not in asked.format.writes:
         return _ALONE, {}
-    if asked.like is not None:
+    if isinstance(asked.like, Mapping):
+        mesh, layouts = layouts_given(asked.like, tensors)
+    elif asked.like is not None:
         mesh, layouts = layouts_like(as_catalog(asked.like), tensors)
     else:
         mesh = asked.mesh or _ALONE

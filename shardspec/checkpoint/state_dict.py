@@ -198,7 +198,7 @@ def decode_path(path: object) -> KeyPath:
             case [int(place)] if not isinstance(place, bool) and place >= 0 and found:
                 found.append(Place((place,)))
             case _:
-                raise ValueError(f"has the key {key!r:.60}, but texts and whole numbers are due")
+                raise ValueError(f"has the key {key!r:.60}, but keys are text or whole numbers")
     return tuple(found)
 
 

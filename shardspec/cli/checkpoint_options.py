@@ -4,15 +4,15 @@ import json
 import os
 import re
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any, Final
 
 import click
 
-from shardspec.cli.options import OUTPUT_FILE, PLACE, Kind, grouped, refuse_if
+from shardspec.cli.options import FILE_PATH, PLACE, Kind, grouped, refuse_if
 from shardspec.cli.output import say
-from shardspec.errors import CheckpointError, InputFileError
+from shardspec.errors import CheckpointError, InputFileError, LayoutError
 from shardspec.input_files import read_input_file
 from shardspec.text import shown
 
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from shardspec.checkpoint.catalog import Catalog
     from shardspec.checkpoint.model_names import ModelNames
     from shardspec.families.family import NamesOf
+    from shardspec.layout.layout import Layout
+    from shardspec.mesh.device_mesh import DeviceMesh
     from shardspec.resharding.name_map import NameMap
 
 _MOST_BYTES: Final = 64 << 20  # of a file of shapes or sizes
@@ -67,7 +69,7 @@ source_options: Final = grouped(
     ),
     click.option(
         "--source-rules",
-        type=OUTPUT_FILE,
+        type=FILE_PATH,
         help="TOML file that says how the ranks shard tensors, for formats that do not say it and "
         "names that the library does not know.",
     ),
@@ -134,7 +136,7 @@ rule_options: Final = grouped(
     "rules",
     _rules,
     click.option(
-        "--rules", type=OUTPUT_FILE, multiple=True, help="TOML file with name patterns and specs."
+        "--rules", type=FILE_PATH, multiple=True, help="TOML file with name patterns and specs."
     ),
     click.option(
         "--rule",
@@ -257,6 +259,39 @@ map_options: Final = grouped(
         help="The original checkpoint, from which is taken what CKPT lacks of the model.",
     ),
 )
+
+
+layout_option: Final = click.option(
+    "--layout",
+    metavar="LAYOUT",
+    help="How a trainer or an engine shards the model of --model, in place of rules: hf-tp:N, "
+    "fsdp:N, megatron:tp=2,ep=4,etp=1,pp=2 or vllm:tp=8,ep=8.",
+)
+
+
+def check_layout(maps: MapOptions, rules: dict[str, str] | None) -> None:
+    """Raise `click.UsageError` if what is given beside a layout does not go with it."""
+    refuse_if(
+        maps.model is None or bool(rules) or maps.names is not None,
+        "--layout says how the model of --model is named and sharded; give --model, and leave "
+        "out --names, --rules and --rule",
+    )
+
+
+def under_layout(
+    layout: str, maps: MapOptions, checkpoint: PurePath, mesh: "DeviceMesh | None"
+) -> "tuple[ModelNames, dict[str, Layout]]":
+    """Return the names of the model's tensors under a layout, and how each is sharded."""
+    from shardspec.checkpoint.model_names import model_names
+    from shardspec.families.layouts import model_layouts, padded_config, parse_layout
+
+    try:
+        parsed = parse_layout(layout)
+        named = model_names(maps.config(checkpoint), parsed.place, fill_from=maps.fill_from)
+        layouts = model_layouts(named.config, layout, device_mesh=mesh)
+    except LayoutError as error:
+        raise InputFileError(*error.parts) from None
+    return replace(named, config=padded_config(named.config, parsed)), layouts
 
 
 def read_maps(name: str, sizes: Path | None, *, reverse: bool) -> "tuple[NameMap, ...]":

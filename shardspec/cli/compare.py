@@ -50,7 +50,7 @@ _TOLERANCE: Final = opts.Kind("NUMBER", opts.parse_number)
 @click.option(
     "--digests",
     "digests_file",
-    type=opts.OUTPUT_FILE,
+    type=opts.FILE_PATH,
     help="Compare digests with this file of 'shardspec digest', merge, reshard or save_sharded.",
 )
 @click.option("--all", "every", is_flag=True, help="List all flaws, not only the first.")

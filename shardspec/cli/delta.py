@@ -100,7 +100,7 @@ def delta_command(
 
 @click.command(cls=opts.Command)
 @click.argument("base", type=ckpt.CHECKPOINT, metavar="BASE")
-@click.argument("deltas", type=opts.OUTPUT_FILE, metavar="DELTA...", nargs=-1, required=True)
+@click.argument("deltas", type=opts.FILE_PATH, metavar="DELTA...", nargs=-1, required=True)
 @opts.output_option(
     "The file to write if it ends in .safetensors, else a directory.",
     type=str,

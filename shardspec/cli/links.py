@@ -12,7 +12,7 @@ import click
 
 from shardspec.checkpoint.storage.path import output_exists
 from shardspec.cli import options as opts
-from shardspec.cli.options import BYTES, OUTPUT_FILE, MeshShape
+from shardspec.cli.options import BYTES, FILE_PATH, MeshShape
 from shardspec.cli.output import path_text, say, say_json, write_file
 from shardspec.comm.presets import PRESETS, LinkPreset
 from shardspec.errors import ProfileError
@@ -76,7 +76,7 @@ def _sizes(preset: LinkPreset) -> str:
 @click.command(cls=opts.Command)
 @opts.mesh_option(required=True)
 @opts.output_option("Where to write the profile.", required=True)
-@click.option("--plot", type=OUTPUT_FILE, help="Draw it as SVG too.")
+@click.option("--plot", type=FILE_PATH, help="Draw it as SVG too.")
 @click.option("--min-bytes", type=BYTES, default="4KiB", show_default=True)
 @click.option("--max-bytes", type=BYTES, default="16MiB", show_default=True)
 @click.option(
@@ -112,7 +112,7 @@ def profile_command(
     devices = opts.plain_mesh(mesh)
     if world != devices.size():
         start = f"torchrun --nproc_per_node {devices.size()} -m shardspec profile --mesh {devices}"
-        found = f"this job has {world} processes" if world else "this is no job"
+        found = f"this job has {world} processes" if world else "this is not a job"
         raise click.UsageError(
             f"mesh {devices} has {devices.size()} devices, but {found}; start it as in '{start} -o "
             f"{path_text(output)}', or over several hosts"

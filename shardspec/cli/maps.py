@@ -109,7 +109,7 @@ def _shapes(place: str) -> "tuple[dict[str, tuple[int, ...]], Catalog | None]":
     found = {}
     for name, sizes in ckpt.read_config(Path(place)).items():
         if not isinstance(sizes, list) or not all(type(n) is int and n >= 0 for n in sizes):
-            raise InputFileError(f"{place}: {shown(name)} has {shown(sizes)}, no list of sizes")
+            raise InputFileError(f"{place}: {shown(name)} has {shown(sizes)}, not a list of sizes")
         found[name] = tuple(sizes)
     return found, None
 
@@ -119,12 +119,7 @@ def _shapes(place: str) -> "tuple[dict[str, tuple[int, ...]], Catalog | None]":
 @opts.cluster_options
 @ckpt.rule_options
 @ckpt.map_options
-@click.option(
-    "--layout",
-    metavar="LAYOUT",
-    help="How a trainer or an engine shards the model of --model, in place of rules: hf-tp:N, "
-    "fsdp:N, megatron:tp=2,ep=4,etp=1,pp=2 or vllm:tp=8,ep=8.",
-)
+@ckpt.layout_option
 @click.option("--dtype", metavar="NAME", help="What floating-point tensors become.")
 @click.option("--max-bytes", type=opts.BYTES, help="Bytes in buckets of each device.")
 @click.option(
@@ -136,7 +131,7 @@ def _shapes(place: str) -> "tuple[dict[str, tuple[int, ...]], Catalog | None]":
 @ckpt.source_options
 @click.option(
     "--html",
-    type=opts.OUTPUT_FILE,
+    type=opts.FILE_PATH,
     help="Draw who sends how much to whom, and write the page here.",
 )
 @opts.overwrite_option
@@ -171,11 +166,7 @@ def plan_state_command(
     from shardspec.resharding.picture import plan_html
 
     if layout is not None:
-        opts.refuse_if(
-            maps.model is None or bool(rules) or maps.names is not None,
-            "--layout says how the model of --model is named and sharded; give --model, and leave "
-            "out --names, --rules and --rule",
-        )
+        ckpt.check_layout(maps, rules)
         found = _plan_layout(checkpoint, cluster, maps, layout, dtype, max_bytes, source)
     else:
         found = _plan_rules(checkpoint, cluster, rules, maps, dtype, max_bytes, source)
@@ -221,10 +212,11 @@ def _plan_rules(
         )
     (catalog,) = source.open(checkpoint)
     check_dropped(catalog, Choice(drop=maps.drop), (), None)
-    catalog = with_numbers(catalog, dtype, Choice(drop=maps.drop))
     named = maps.of_model(catalog.home)
+    config = None if named is None else named.config
+    catalog = with_numbers(catalog, dtype, Choice(drop=maps.drop), config)
     if named is not None:
-        catalog = named.applied(catalog, Choice(drop=maps.drop), ())
+        catalog = named.with_dtype(dtype).applied(catalog, Choice(drop=maps.drop), ())
     chain = _configured(catalog, maps.read())
     firsts, last = chain[:-1], chain[-1] if chain else None
     if firsts:
@@ -258,25 +250,17 @@ def _plan_layout(
     from shardspec.checkpoint.check_quantized import check_stored_plan
     from shardspec.checkpoint.choice import Choice
     from shardspec.checkpoint.load_plan import stored_layouts
-    from shardspec.checkpoint.model_names import model_names
     from shardspec.checkpoint.select import with_numbers
     from shardspec.dtypes import dtype_name, is_cast, keeps_dtype
-    from shardspec.families.layouts import model_layouts, padded_config, parse_layout
     from shardspec.layout.layout import Layout
     from shardspec.resharding.plan import plan_state
 
     (catalog,) = source.open(checkpoint)
-    place = maps.config(catalog.home)
-    config = ckpt.read_config(place / "config.json" if place.is_dir() else place)
-    try:
-        parsed = parse_layout(layout)
-        mesh = None if cluster.mesh is None else opts.plain_mesh(cluster.mesh, cluster.ids)
-        layouts = model_layouts(config, layout, device_mesh=mesh)
-    except LayoutError as error:
-        raise InputFileError(*error.parts) from None
-    named = model_names(padded_config(config, parsed), parsed.place, fill_from=maps.fill_from)
+    mesh = None if cluster.mesh is None else opts.plain_mesh(cluster.mesh, cluster.ids)
+    named, layouts = ckpt.under_layout(layout, maps, catalog.home, mesh)
     chosen = Choice(drop=maps.drop)
-    catalog = named.applied(with_numbers(catalog, dtype, chosen, config), chosen, ())
+    catalog = with_numbers(catalog, dtype, chosen, named.config)
+    catalog = named.with_dtype(dtype).applied(catalog, chosen, ())
     wanted = None if dtype is None else dtype_name(dtype)
     target = {}
     for name in catalog.names:

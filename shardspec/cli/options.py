@@ -169,11 +169,11 @@ def numbers_kind(name: str, what: str, remedy: str) -> Kind:
 
 
 BYTES: Final = Kind("SIZE", parse_bytes)
-OUTPUT_FILE: Final = Kind("OUTPUT_FILE", Path, "file")
+FILE_PATH: Final = Kind("FILE", Path, "file")
 PLACE: Final = Kind("CKPT", str, "file")
 IDS: Final = numbers_kind("IDS", "ids", "give them as in 3,1,0,2")
 MESH: Final = Kind("SHAPE", parse_mesh)
-PRESET_NAMES: Final = Kind("PRESET_NAMES", parse_links)
+PRESET_NAMES: Final = Kind("PRESETS", parse_links)
 SHAPE: Final = Kind("SIZES", parse_shape)
 
 
@@ -264,7 +264,7 @@ def json_option(help: str = "Print JSON.") -> Decorator:
 
 def output_option(help: str, **more: Any) -> Decorator:  # noqa: ANN401
     """Return the option that names the output."""
-    return click.option("-o", "--output", help=help, **{"type": OUTPUT_FILE, **more})
+    return click.option("-o", "--output", help=help, **{"type": FILE_PATH, **more})
 
 
 def mesh_option(more: str = "", *, required: bool = False) -> Decorator:
@@ -395,7 +395,7 @@ cluster_options: Final = grouped(
     ),
     click.option(
         "--profile",
-        type=Kind("OUTPUT_FILE", read_profile, "file"),
+        type=Kind("FILE", read_profile, "file"),
         help="Links as 'shardspec profile' measured them, in place of --alpha, --beta, --links "
         "and --link-model.",
     ),

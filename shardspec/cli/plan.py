@@ -81,7 +81,7 @@ def plan_command(
     """Plan the cheapest conversion of a tensor from the spec FROM to the spec TO.
 
     Works on paper: it needs no process group, no GPU and no tensor. Without --links, or
-    --alpha and --beta, the links of one H100 node are assumed; the plan's last lines say so.
+    --alpha and --beta, nodes of eight H100 are assumed; the plan's last lines say so.
 
     Examples:
       shardspec plan "[S0,R]" "[R,S01]" --mesh 2x4 --shape 4096x4096 --dtype bf16
@@ -124,7 +124,7 @@ def plan_command(
             record["explanation"] = difference_text(best, naive)
         say_json(record)
         return
-    say_styled(_styled(str(best)))
+    say_styled(_styled(_with_option(str(best))))
     if alternatives is not None:
         numbers = [str(number) for number in range(1, len(plans) + 1)]
         say(f"\n{plans_table(plans, numbers) if others else 'there is no other plan'}")
@@ -138,7 +138,10 @@ def plan_command(
 def _model_of_target(mesh: DeviceMesh, model: CostModel) -> CostModel:
     """Return the links of the source's mesh, or the slowest of them, for that of the target."""
     shape, links = mesh.shape, model.links
-    if len(shape) != len(links):
+    fits = len(shape) == len(links) and not any(
+        n % x.per_node for n, x in zip(shape, links, strict=True)
+    )
+    if not fits:
         name, start = "slowest of the other mesh", max(link.start_s for link in links)
         slowest = Link(*model.slowest(range(len(links))), name, start)
         links = (links[0] if len(set(links)) == 1 else slowest,) * len(shape)
@@ -150,6 +153,11 @@ def _beside(plan: ConversionPlan, best: ConversionPlan) -> dict[str, object]:
     record = plan.as_dict()
     own = {key: record[key] for key in ("steps", "cost_seconds", "bytes_received", "peak_bytes")}
     return own | {"ratio": plan.cost_seconds / best.cost_seconds if best.cost_seconds else None}
+
+
+def _with_option(text: str) -> str:
+    """Return what a plan says, with the option that its links are given by."""
+    return text.replace("no links given", "no --links given")
 
 
 def _styled(text: str) -> str:
@@ -239,7 +247,8 @@ def cost_command(
         line_of = dict(zip(distinct, lines, strict=True))
         links = model.links_text([mesh.axis_label(axis) for axis in range(mesh.ndim)])
         say("\n".join([header, rule, *(line_of[id(cost)] for cost in costs)]))
-        say(f"per device; {model.link_model} model; {links}\naccuracy: {known_error}")
+        aside = f"per device; {model.link_model} model; {links}\naccuracy: {known_error}"
+        say(_with_option(aside))
 
 
 def _pairs(specs: Sequence[str], file: str | None) -> Iterator[_Pair]:

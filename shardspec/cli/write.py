@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from shardspec.checkpoint.catalog import Catalog
     from shardspec.checkpoint.model_names import ModelNames
     from shardspec.comm.communicator import Communicator
+    from shardspec.layout.layout import Layout
     from shardspec.resharding.name_map import NameMap
 
 _SHOWN: Final = 3
@@ -153,7 +154,7 @@ _write_options: Final = opts.stacked(
     ),
     click.option(
         "--digests",
-        type=opts.OUTPUT_FILE,
+        type=opts.FILE_PATH,
         help="Write digests of OUT's tensors to this file, for 'shardspec verify --digests'.",
     ),
     opts.json_option("Print what was written as JSON."),
@@ -266,7 +267,7 @@ def _report_text(report: WriteReport) -> str:
         some = ", ".join(map(shown, report.not_copied[:_SHOWN_BESIDE]))
         rest = len(report.not_copied) - _SHOWN_BESIDE
         more = f" and {rest} more" if rest > 0 else ""
-        lines.append(f"not copied, though it lies beside the weights: {some}{more}")
+        lines.append(f"not copied, though beside the weights: {some}{more}")
     if report.sidecars:
         lines.append(f"also copied: {', '.join(map(printable, report.sidecars))}")
     return "\n".join(lines)
@@ -353,6 +354,7 @@ def merge_command(
     help="Devices to shard for, outermost axis first: 2x4, or with names dp=2,tp=4.",
 )
 @ckpt.rule_options
+@ckpt.layout_option
 @click.option(
     "--like", type=ckpt.OTHER, help="Shard as this checkpoint, which has a mesh and specs."
 )
@@ -375,6 +377,7 @@ def reshard_command(
     output: str,
     mesh: opts.MeshShape | None,
     rules: dict[str, str] | None,
+    layout: str | None,
     like: PurePath | None,
     to: str,
     drop_values: bool,
@@ -390,6 +393,7 @@ def reshard_command(
       shardspec reshard model.safetensors -o sharded --mesh tp=4 --rule '*.weight' '[S(tp),...]'
       shardspec reshard ckpt -o sharded --like other_ckpt
       shardspec reshard ckpt -o out --mesh 2 --rules r.toml --map llama-hf-to-fused --sizes c.json
+      shardspec reshard ckpt -o served --model config.json --layout vllm:tp=8,ep=8
       shardspec reshard zero_run -o universal --to deepspeed-universal
 
     A file of rules has a line for each pattern of names; the last one that matches counts:
@@ -400,13 +404,18 @@ def reshard_command(
     format = written_format(to, "sharded")
     whole_run = format.whole_run
     opts.refuse_if(
-        whole_run != "" and any(given is not None for given in (mesh, like, rules)),
-        f"{whole_run} is for any number of ranks; leave out --mesh, --rules, --rule and --like",
+        whole_run != "" and any(given is not None for given in (mesh, like, rules, layout)),
+        f"{whole_run} is for any number of ranks; leave out --mesh, --rules, --rule, --layout and "
+        "--like",
     )
-    alone = mesh is None and like is None and options["maps"].model is not None
+    maps: ckpt.MapOptions = options["maps"]
+    if layout is not None:
+        ckpt.check_layout(maps, rules)
+        opts.refuse_if(like is not None, "--layout says how to shard; leave out --like")
+    alone = mesh is None and like is None and maps.model is not None and layout is None
     if alone and not whole_run:
         mesh = ((1,), None)
-    one = (mesh is None) == (like is None)
+    one = layout is None and (mesh is None) == (like is None)
     opts.refuse_if(not whole_run and one, "give either --mesh, with rules, or --like")
     opts.refuse_if(
         like is not None and rules is not None,
@@ -414,17 +423,22 @@ def reshard_command(
     )
 
     def convert(source: "Catalog", other: "Catalog | None" = None, **more: Any) -> WriteReport:  # noqa: ANN401
+        onto = None if mesh is None else opts.plain_mesh(mesh)
+        pattern: Catalog | dict[str, Layout] | None = other
+        if layout is not None:
+            more["names"], pattern = ckpt.under_layout(layout, maps, source.home, onto)
+            onto = None
         return conversion.reshard(
             source,
             output,
-            device_mesh=None if mesh is None else opts.plain_mesh(mesh),
+            device_mesh=onto,
             rules=rules,
-            like=other,
+            like=pattern,
             format=to,
             drop_values=drop_values,
             **more,
         )
 
     _write(convert, checkpoint, like, stacked=format.stacks_layers, **options)
-    if mesh is not None and not (rules or alone):
+    if mesh is not None and not (rules or alone or layout):
         say("note: no rules were given, so every tensor is replicated on every device", err=True)

@@ -11,6 +11,7 @@ from itertools import chain, combinations
 from math import prod
 from operator import gt
 from pathlib import Path
+from typing import TypeAlias
 
 from shardspec.comm import curves, presets
 from shardspec.comm.curves import Band, Curve, Line, Link, Measured, share, whole
@@ -20,6 +21,9 @@ from shardspec.errors import MeshError
 from shardspec.mesh.device_ids import SECONDS_RULE, seconds, whole_numbers
 from shardspec.mesh.device_mesh import DeviceMesh, LinkModel
 from shardspec.text import shown
+
+Tier: TypeAlias = tuple[tuple[Link, int], ...]
+"""Links inside nodes, or between them, and how many devices of a group each of them joins."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +73,12 @@ class CostModel:
                 f"{len(self.links)} links for the {len(self.mesh_shape)} axes of a mesh of shape "
                 f"{self.mesh_shape}; give one per axis"
             )
+        for n, link in zip(self.mesh_shape, self.links, strict=True):
+            if n % link.per_node:
+                raise MeshError(
+                    f"by link {shown(link.name)} {link.per_node} of an axis's devices are in a "
+                    f"node, but the axis has {n}; give a divisor as per_node"
+                )
         copy_s = seconds(self.copy_s)
         if copy_s is None:
             raise MeshError(
@@ -79,13 +89,12 @@ class CostModel:
 
     @classmethod
     def of_mesh(cls, mesh: DeviceMesh) -> "CostModel":
-        """Return the model of a mesh's own links, or of `DEFAULT_LINK` where it has none."""
+        """Return the model of a mesh's own links, or of nodes of eight H100 where it has none."""
         if mesh.mesh_alpha is None or mesh.mesh_beta is None:
             # A shared bus is another machine, of whose memory nothing is assumed.
             ring = mesh.link_model == "ring"
             copy_s = presets.preset_copy_s([presets.DEFAULT_PRESET]) if ring else 0.0
-            links = (presets.DEFAULT_LINK,) * mesh.ndim
-            return cls(mesh.shape, links, mesh.link_model, copy_s=copy_s)
+            return cls(mesh.shape, presets.assumed_links(mesh), mesh.link_model, copy_s=copy_s)
         return cls(mesh.shape, tuple(map(Link, mesh.mesh_alpha, mesh.mesh_beta)), mesh.link_model)
 
     @classmethod
@@ -94,13 +103,20 @@ class CostModel:
     ) -> "CostModel":
         """Return the model of links that ``shardspec presets`` lists, one per axis or one for all.
 
+        Where more devices have a link inside a node than a node has, they are in several nodes, in
+        the order of their ids, joined by what joins such nodes (`LinkPreset.between`).
+
         `copies` says whether local copies are priced too, by default where a preset knows the rate
-        of the devices' memory. It is a `MeshError` if there is no such preset or rate.
+        of the devices' memory. It is a `MeshError` if there is no such preset or rate, or if it is
+        not known which devices are in one node, or what joins the nodes.
 
         >>> mesh = DeviceMesh(range(16), (2, 8))
         >>> model = CostModel.from_presets(mesh, ["ib-ndr-per-gpu", "h100-nvswitch"])
         >>> [link.name for link in model.links]
         ['ib-ndr-per-gpu', 'h100-nvswitch']
+        >>> by_nodes = CostModel.from_presets(DeviceMesh(range(16), (4, 4)), ["h100-nvswitch"])
+        >>> by_nodes.group([0]), by_nodes.group([1]), by_nodes.group([0, 1])
+        ((2, 2), (1, 4), (2, 8))
         """
         names = (names,) if isinstance(names, str) else tuple(names)
         if len(names) not in (1, mesh.ndim):
@@ -109,7 +125,7 @@ class CostModel:
                 "or one for all"
             )
         names *= mesh.ndim // len(names)
-        links = tuple(map(presets.link_preset, names, mesh.shape))
+        links = presets.links_of(mesh, names)
         copy_s = 0.0 if copies is False else presets.preset_copy_s(names, required=bool(copies))
         return cls(mesh.shape, links, mesh.link_model, copy_s=copy_s)
 
@@ -137,6 +153,23 @@ class CostModel:
         curve = self._curve(kind, self._long(step.axes)) if kind else None
         return curve.error(num_bytes * whole(curve.kind, curve.devices)) if curve else None
 
+    def group(self, axes: Iterable[int]) -> tuple[int, int]:
+        """Return over how many nodes a group along some axes spans, and its devices in each."""
+        inside, across = self._tiers(self._long(axes))
+        return prod(n for _, n in across), prod(n for _, n in inside)
+
+    def group_text(self, axes: Iterable[int]) -> str:
+        """Return the number of devices along axes; of several nodes also how they are priced.
+
+        >>> model = CostModel.from_presets(DeviceMesh(range(16), (4, 4)), ["h100-nvswitch"])
+        >>> model.group_text([1]), model.group_text([0])
+        ('4', '2 nodes × 2 (priced from tiers)')
+        """
+        nodes, per_node = self.group(axes)
+        if nodes == 1:
+            return str(per_node)
+        return f"{nodes} nodes × {per_node} (priced from tiers)"
+
     @property
     def known_error(self) -> str:
         """How far prices are off, over all that was measured."""
@@ -157,20 +190,26 @@ class CostModel:
         >>> CostModel((2, 4), (Link(1e-5, 2e-11), Link(1e-5, 2e-11))).links_text(["dp", "tp"])
         'axes dp,tp given: 10 µs, 50 GB/s'
         """
-        axes_of: dict[str, list[str]] = {}
+        axes_of: dict[Link, list[str]] = {}
         for label, link in zip(labels, self.links, strict=True):
-            axes_of.setdefault(str(link), []).append(label)
-        texts = [
-            f"{'axis' if len(axes) == 1 else 'axes'} {','.join(axes)} {link}"
-            for link, axes in axes_of.items()
-        ]
+            axes_of.setdefault(link, []).append(label)
+        texts = []
+        for link, axes in axes_of.items():
+            word = "axis" if len(axes) == 1 else "axes"
+            text = f"{word} {','.join(axes)} {link}"
+            if link == presets.DEFAULT_LINK:
+                named = " and ".join(filter(None, (", ".join(axes[:-1]), axes[-1])))
+                named = f"{word} {named}" if axes[0].isdigit() else named
+                assuming = f"no links given: assuming {presets.DEFAULT_PRESET} for {named}"
+                text = str(replace(link, name=assuming))
+            texts.append(text)
         if self.copy_s:
             texts.append(f"local copies at {1e-9 / self.copy_s:.4g} GB/s")
         return "; ".join(texts)
 
     def slowest(self, axes: Iterable[int]) -> tuple[float, float]:
         """Return the largest latency and the largest cost a byte among some axes."""
-        each = [(self.links[axis].latency_s, self._per_byte(axis)) for axis in axes]
+        each = [(self.links[axis].latency_s, self._per_byte(self.links[axis])) for axis in axes]
         return max(alpha for alpha, _ in each), max(beta for _, beta in each)
 
     def pair(self, axis: int) -> Line:
@@ -183,7 +222,7 @@ class CostModel:
             if (curve.kind, curve.devices) == ("all-to-all", 2):
                 fixed, slope = min(curve.lines, key=lambda line: line[1])
                 return fixed, slope * 2
-        return link.start_s + link.latency_s, self._per_byte(axis)
+        return link.start_s + link.latency_s, self._per_byte(link)
 
     @property
     def start_s(self) -> float:
@@ -222,60 +261,92 @@ class CostModel:
     def _count(self, axes: Iterable[int]) -> int:
         return prod(self.mesh_shape[axis] for axis in axes)
 
-    def _per_byte(self, axis: int) -> float:
-        """Return the cost a byte of an axis, whose port the devices of a node may share."""
-        link = self.links[axis]
-        inside = (n for n, other in zip(self.mesh_shape, self.links, strict=True) if not other.port)
-        return link.seconds_per_byte * (prod(inside) if link.port == "node" else 1)
+    def _per_byte(self, link: Link) -> float:
+        """Return the cost a byte of a link, whose port the devices of a node may share."""
+        each = zip(self.mesh_shape, self.links, strict=True)
+        inside = prod(other.per_node if other.port else n for n, other in each)
+        return link.seconds_per_byte * (inside if link.port == "node" else 1)
+
+    def _tiers(self, axes: Iterable[int]) -> tuple[Tier, Tier]:
+        """Return the links of a group inside its nodes and between them, each with its devices."""
+        inside: list[tuple[Link, int]] = []
+        across: list[tuple[Link, int]] = []
+        for axis in axes:
+            link, n = self.links[axis], self.mesh_shape[axis]
+            (across if link.port else inside).append((link, n // link.per_node))
+            if link.within is not None:
+                inside.append((link.within, link.per_node))
+        return tuple(inside), tuple(across)
 
     def _curve(self, kind: str, axes: Sequence[int]) -> Curve | None:
         """Return what was measured along axes, or along as many devices of the same links."""
         for along, some in self.measured:
             if along == tuple(axes):
                 return curves.curve_between(some, kind, self._count(axes))
-        of_links = {self.links[axis].curves for axis in axes}
+        inside, across = self._tiers(axes)
+        return None if across else self._curve_inside(kind, inside, self._count(axes))
+
+    def _curve_inside(self, kind: str, tier: Tier, devices: int) -> Curve | None:
+        of_links = {link.curves for link, _ in tier}
         if len(of_links) != 1 or self.link_model == "shared-bus":
             return None
-        return curves.curve_between(of_links.pop(), kind, self._count(axes))
+        return curves.curve_between(of_links.pop(), kind, devices)
 
     def _lines(self, kind: str, axes: Sequence[int]) -> tuple[Line, ...]:
         curve = self._curve(kind, axes)
         if curve is not None:
-            held = whole(kind, curve.devices)
-            return tuple((fixed, slope * held) for fixed, slope in curve.lines)
-        across = [axis for axis in axes if self.links[axis].port]
-        within = [axis for axis in axes if not self.links[axis].port]
-        if not (across and within) or self.link_model == "shared-bus":
-            return (self._ring(kind, axes),)
-        inside, n = self._count(within), self._count(axes)
-        latency, beta = self._ring(kind, across)[0], self.slowest(across)[1]
+            return curve.lines_by_shard()
+        inside, across = self._tiers(axes)
+        if not (inside and across) or self.link_model == "shared-bus":
+            return (self._ring(kind, inside + across),)
+        nodes, per_node = self.group(axes)
+        numbers = {curve.devices for link, _ in inside for curve in link.curves}
+        below = max((n for n in numbers if n <= per_node), default=per_node)
+        above = min((n for n in numbers if n > per_node), default=below)
+        if below == per_node or above == below:
+            return self._over_nodes(kind, inside, across, nodes, per_node)
+        # Numbers that nobody measured lie between the others over several nodes too.
+        near, far = (self._over_nodes(kind, inside, across, nodes, n) for n in (below, above))
+        return curves.lines_between(near, far, (per_node - below) / (above - below))
+
+    def _over_nodes(
+        self, kind: str, inside: Tier, across: Tier, nodes: int, per_node: int
+    ) -> tuple[Line, ...]:
+        """Return lines of a group of several nodes, and so many devices in each."""
+        n, curve = nodes * per_node, self._curve_inside(kind, inside, per_node)
+        latency, beta = self._ring(kind, across)[0], max(self._per_byte(link) for link, _ in across)
+        if curve is None and kind == "all-to-all":
+            return (self._ring(kind, inside + across),)
+        if curve is None:
+            # The ring's other messages stay in the nodes.
+            more = (n - nodes - (per_node - 1)) * max(link.latency_s for link, _ in inside)
+            latency += more * (2 if kind == "all-reduce" else 1)
+        lines = (self._ring(kind, inside),) if curve is None else curve.lines_by_shard()
         if kind == "all-to-all":
             # What stays in the node, and what leaves it by the device's own port.
-            grown, far = inside / n, (n - inside) / n * beta
+            grown, far = per_node / n, (n - per_node) / n * beta
         else:
             # One ring through all devices, which a node's devices carry on together.
             received = share(kind, n) * whole(kind, n)
-            grown = float(received / share(kind, inside) / whole(kind, inside))
-            far = float(received) * beta / inside
-        return tuple(
-            (fixed + latency, max(slope * grown, far)) for fixed, slope in self._lines(kind, within)
-        )
+            grown = float(received / share(kind, per_node) / whole(kind, per_node))
+            far = float(received) * beta / per_node
+        return tuple((fixed + latency, max(slope * grown, far)) for fixed, slope in lines)
 
-    def _ring(self, kind: str, axes: Sequence[int]) -> Line:
-        n = self._count(axes)
-        start = max(self.links[axis].start_s for axis in axes)
+    def _ring(self, kind: str, tier: Tier) -> Line:
+        n = prod(n for _, n in tier)
+        start = max(link.start_s for link, _ in tier)
         if kind == "all-to-all" and self.link_model == "ring":
             # Peers that differ on the same axes cost the same.
             fixed = per_byte = 0.0
-            for differing in chain(*(combinations(axes, k + 1) for k in range(len(axes)))):
-                alpha, beta = self.slowest(differing)
-                peers = prod(self.mesh_shape[axis] - 1 for axis in differing)
-                fixed += peers * alpha
-                per_byte += peers / n * beta
+            for differing in chain(*(combinations(tier, k + 1) for k in range(len(tier)))):
+                peers = prod(n - 1 for _, n in differing)
+                fixed += peers * max(link.latency_s for link, _ in differing)
+                per_byte += peers / n * max(self._per_byte(link) for link, _ in differing)
             return start + fixed, per_byte
-        alpha, beta = self.slowest(axes)
         messages = (2 if kind == "all-reduce" else 1) * (n - 1)
         received = share(kind, n) * whole(kind, n)
         if self.link_model == "shared-bus":
             received *= prod(self.mesh_shape)
+        alpha = max(link.latency_s for link, _ in tier)
+        beta = max(self._per_byte(link) for link, _ in tier)
         return start + messages * alpha, float(received) * beta

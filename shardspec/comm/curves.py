@@ -64,6 +64,11 @@ class Curve:
         """Return the seconds for a buffer of so many bytes."""
         return min(fixed + slope * num_bytes for fixed, slope in self.lines)
 
+    def lines_by_shard(self) -> tuple[Line, ...]:
+        """Return the lines by the bytes that a device holds before."""
+        held = whole(self.kind, self.devices)
+        return tuple((fixed, slope * held) for fixed, slope in self.lines)
+
     def as_dict(self) -> dict[str, object]:
         """Return plain values, ready for JSON."""
         return {
@@ -100,11 +105,14 @@ class Link:
         What collectives along such links took, in place of the numbers.
     port
         Of an axis that joins nodes: whether each device has a port, or those of a node share one.
+    per_node, within
+        Of an axis that joins nodes: how many of its devices are in one node, and their link there.
 
     Raises
     ------
     MeshError
-        If a number is negative, not finite, or neither 0 nor from 1e-100 to 1e9.
+        If a number is negative, not finite, or neither 0 nor from 1e-100 to 1e9, or several devices
+        are in a node whose link is not given.
 
     Examples
     --------
@@ -118,8 +126,15 @@ class Link:
     start_s: float = 0.0
     curves: tuple[Curve, ...] = field(default=(), hash=False)  # dozens; models are looked up often
     port: Literal["device", "node"] | None = None
+    per_node: int = 1
+    within: "Link | None" = None
 
     def __post_init__(self) -> None:
+        if self.per_node != 1 and not (self.per_node > 1 and self.port and self.within):
+            raise MeshError(
+                f"link {shown(self.name)} has {shown(self.per_node)} devices in a node; give port= "
+                "and within=, the link inside the node"
+            )
         for key in ("latency_s", "seconds_per_byte", "start_s"):
             number = seconds(getattr(self, key))
             if number is None:
@@ -133,6 +148,8 @@ class Link:
     def __str__(self) -> str:
         rate = f"{1e-9 / self.seconds_per_byte:.4g} GB/s" if self.seconds_per_byte else "free"
         numbers = f"{(self.start_s + self.latency_s) * 1e6:.4g} µs, {rate}"
+        if self.within is not None:
+            return f"{self.name}: {numbers}; in nodes of {self.per_node} each, {self.within}"
         if not self.curves:
             return f"{self.name}: {numbers}"
         devices = ", ".join(map(str, self._measured_devices))
@@ -143,6 +160,8 @@ class Link:
         """Return the numbers ready for JSON, and on how many devices collectives were measured."""
         keys = ("latency_s", "seconds_per_byte", "name", "start_s")
         values: dict[str, object] = {key: getattr(self, key) for key in keys}
+        if self.within is not None:
+            values |= {"per_node": self.per_node, "within": self.within.as_dict()}
         return values | {"measured_devices": self._measured_devices}
 
     @property
@@ -182,15 +201,24 @@ def curve_between(curves: Sequence[Curve], kind: str, devices: int) -> Curve | N
         lines = tuple((fixed * hops, slope * grown) for fixed, slope in near.lines)
         return Curve(kind, devices, lines, near.sizes)
     far, part = own[above], (devices - below) / (above - below)
-    lines = tuple(
-        ((1 - part) * a[0] + part * b[0], (1 - part) * a[1] + part * b[1])
-        for a, b in product(near.lines, far.lines)
-    )
+    lines = lines_between(near.lines, far.lines, part)
     sizes = max(near.sizes[0], far.sizes[0]), min(near.sizes[1], far.sizes[1])
     # Errors are those of the nearest number that was left out once.
     tried = [curve for curve in own.values() if curve.left_out != _UNKNOWN]
     closest = min(tried, key=lambda curve: abs(curve.devices - devices), default=near)
     return Curve(kind, devices, lines, sizes, closest.left_out)
+
+
+def lines_between(near: Sequence[Line], far: Sequence[Line], part: float) -> tuple[Line, ...]:
+    """Return lines whose lowest lies between those of two others, a part of the way to the second.
+
+    >>> lines_between([(10.0, 1.0)], [(30.0, 2.0)], 0.5)
+    ((20.0, 1.5),)
+    """
+    return tuple(
+        ((1 - part) * a[0] + part * b[0], (1 - part) * a[1] + part * b[1])
+        for a, b in product(near, far)
+    )
 
 
 def copies(step: Step, devices: int) -> int:

@@ -38,7 +38,7 @@ from shardspec.comm.transports.messages import Messages
 from shardspec.comm.transports.peer_memory import PeerMemory, readable
 from shardspec.comm.transports.stage import Transport
 from shardspec.errors import CommunicatorError, MeshError
-from shardspec.mesh.device_mesh import DeviceMesh, LinkModel
+from shardspec.mesh.device_mesh import DeviceMesh, LinkModel, is_in_job
 from shardspec.mesh.job import current_job, join, start
 
 T = TypeVar("T")
@@ -359,7 +359,8 @@ def init_device_mesh(
 ) -> DeviceMesh:
     """Start the job where that is still to be done, and return a mesh of its ranks.
 
-    Every rank calls this. The groups of the mesh are made, and torch's mesh of it.
+    Every rank calls this. The groups of the mesh are made, and torch's mesh of it. Where torchrun
+    did not start the program, this process simulates the whole mesh.
 
     Parameters
     ----------
@@ -373,8 +374,7 @@ def init_device_mesh(
     Raises
     ------
     CommunicatorError
-        If the program was not started by torchrun and no process group exists, or the job has too
-        few ranks.
+        If the job has too few ranks, or its processes do not meet.
     MeshError
         If shape, names or links do not describe a mesh, or the device type does not exist.
 
@@ -402,8 +402,9 @@ def init_device_mesh(
         mesh_dim_names=mesh_dim_names,
         link_model=link_model,
     )
-    start(mesh, device_type)
-    mesh.to_torch(device_type)
+    if is_in_job():
+        start(mesh, device_type)
+        mesh.to_torch(device_type)
     return mesh
 
 

@@ -18,7 +18,7 @@ keeps each box whole, as files and messages do.
 
 from bisect import bisect_left, bisect_right
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from itertools import accumulate, pairwise, product
 from math import prod
 from typing import Final, NamedTuple, TypeAlias
@@ -78,6 +78,12 @@ def overlaps(
         yield box, [(number, part) for cell, part in cells for number in numbers[cell]]
 
 
+Overlapping: TypeAlias = Callable[
+    [tuple[Box, ...], tuple[Box, ...]], Iterable[tuple[Box, list[tuple[int, Box]]]]
+]
+"""What `overlaps` is."""
+
+
 def _swept(have: Sequence[Box], want: Iterable[Box]) -> Iterator[tuple[Box, list[tuple[int, Box]]]]:
     """Find what boxes share going down the first dim."""
     waiting = sorted(range(len(have)), key=lambda number: have[number][0][0], reverse=True)
@@ -90,16 +96,21 @@ def _swept(have: Sequence[Box], want: Iterable[Box]) -> Iterator[tuple[Box, list
         yield box, [(number, part) for number, part in shared if part is not None]
 
 
-def find_copies(have: Mapping[Box, Holders], want: Mapping[Box, Sequence[int]]) -> Iterator[Copy]:
+def find_copies(
+    have: Mapping[Box, Holders],
+    want: Mapping[Box, Sequence[int]],
+    overlapping: Overlapping = overlaps,
+) -> Iterator[Copy]:
     """Yield what every receiver needs, by wanted box in ascending order; no box is empty.
 
-    What a receiver holds already it copies from itself.
+    What a receiver holds already it copies from itself. `overlapping` may remember what boxes have
+    in common.
 
     >>> list(find_copies({((0, 2),): (0, 1), ((2, 4),): (2,)}, {((1, 3),): [1]}))
     [Copy(box=((1, 2),), holders=(1,), receiver=1), Copy(box=((2, 3),), holders=(2,), receiver=1)]
     """
     held = list(have.values())
-    for box, shared in overlaps(list(have), sorted(want)):
+    for box, shared in overlapping(tuple(have), tuple(sorted(want))):
         for number, part in shared:
             for receiver in want[box]:
                 own = receiver in held[number]

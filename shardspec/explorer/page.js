@@ -142,7 +142,7 @@ function render() {
   const link = here.links[state.links];
   element("assumed").innerHTML =
     `Mesh ${escaped(here.name)}, ${escaped(shapeText(tensor().shape))}, ${bytesText(tensor().bytes)}. ` +
-    `Ring model; ${escaped(link.text)}. Known error of such times: ${escaped(link.error)}.`;
+    `Ring model; ${escaped(link.text)}. Accuracy: ${escaped(link.error)}.`;
   setUpPicture();
   const words = { mesh: here.name, shape: tensor().shape.join("x"), links: here.links[state.links].name,
     from: specs[state.source], to: specs[state.target], plan: state.plan };

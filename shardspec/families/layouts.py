@@ -295,8 +295,8 @@ class _Sharded:
             axes, size = (("dp", "tp"), self._tp * self._dp) if vllm else (("etp",), self._etp)
             if cut == "summed" and not vllm and size > 1:
                 raise LayoutError(
-                    f"{target.name!r}: biases of experts are not sharded by Megatron-core; give "
-                    f"etp=1, not {size}"
+                    f"{self._shown(target)}: biases of experts are not sharded by Megatron-core; "
+                    f"give etp=1, not {size}"
                 )
         if cut == "summed" and vllm and size > 1:
             pending: dict[Axis, ReduceOp] = dict.fromkeys(axes, "sum")
@@ -340,7 +340,7 @@ class _Sharded:
             else:
                 pieces[factor.start] = (factor.length * width, cut)
         if len(pieces) == 1:
-            self._divides(f"rows of {target.name!r}", shape[dim], size, by)
+            self._divides(f"rows of {self._shown(target)}", shape[dim], size, by)
             return ()
         if self._model.family.name == "gpt-oss" and size > groups:
             raise LayoutError(
@@ -350,9 +350,13 @@ class _Sharded:
         for _, (length, cut) in sorted(pieces.items()):
             shares = groups if cut == "kv-heads" and size > groups else 0
             if not shares:
-                self._divides(f"rows of {target.name!r}", length, size, by)
+                self._divides(f"rows of {self._shown(target)}", length, size, by)
             parts.append(Part(length, shares))
         return tuple(parts)
+
+    def _shown(self, target: _Target) -> str:
+        """Return the name of the first of the tensors that a target stands for."""
+        return shown(filled((target.name,), next(self._model.instances(target.name)))[0])
 
     def _divides(self, what: str, size: int, ranks: int, axis: str) -> None:
         if size % ranks:

@@ -364,15 +364,29 @@ def _tensors(model: Model) -> Iterator[tuple[Side, list[tuple[Side, Side]]]]:
     and with all experts.
     """
     names: dict[str, str] = {}
+    gated = set()
     for tensor in model.tensors:
         side = tensor.places["megatron"]
         if side is not None:
             count = len(parse_view(side[1]))
             names.setdefault(side[0], " ".join(f"dim{n}" for n in range(count)))
+            if "two" in parse_view(side[1])[0]:
+                gated.add(side[0])
     for name, dims in names.items():
+        own, rest = (name, dims), dims.removeprefix("dim0")
         spelled = (name, *_respelled(name, (*_LOCAL, *(pair[::-1] for pair in _LOCAL))))
-        places = [place for other in spelled for place in _stacks(other, dims, model)]
-        yield (name, dims), [(place, (name, dims)) for place in places]
+        places = [(place, own) for other in spelled for place in _stacks(other, dims, model)]
+        # Both halves of a gated matrix apart, as `singleton_local_shards` saves them.
+        for other in spelled if name in gated else ():
+            for number, half in enumerate("wv"):
+                part: Side = (name, f"(two half){rest}", f"two[{number}]")
+                places.append(((f"{_single(other)}_{half}", f"half{rest}"), part))
+        yield own, places
+
+
+def _single(name: str) -> str:
+    """Return what `singleton_local_shards` calls a tensor of an expert."""
+    return _LOCAL_EXPERT.sub(r"\1experts.{e}.\2.\4", name)
 
 
 def _stacks(name: str, dims: str, model: Model) -> Iterator[Side]:
@@ -386,6 +400,7 @@ def _stacks(name: str, dims: str, model: Model) -> Iterator[Side]:
         if kind == "weight":
             view = "dim1 (e dim0)" if number == "1" else "(e dim1) dim0"
             every.append((f"{before}weight{number}", view, "e[{e}]"))
+        every.append((_single(name), dims))
     every.append((name, dims))
     if "{i}" in name and model.layers_alike:
         for place in every:

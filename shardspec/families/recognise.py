@@ -1,10 +1,11 @@
 """What the tensors of a checkpoint are called, by a model's family, and which are strange."""
 
-from collections.abc import Collection, Iterator
+from collections import Counter
+from collections.abc import Collection
 from typing import Final, NamedTuple
 
 from shardspec.errors import LayoutError
-from shardspec.families.family import family_names, rows_in, shipped_family
+from shardspec.families.family import Family, Row, family_names, rows_in, shipped_family
 from shardspec.families.maps import spellings
 from shardspec.families.model import Model, Tensor
 from shardspec.resharding.patterns import bindings, form_of, names_by_form
@@ -52,18 +53,17 @@ def recognise(
     by_place, of_format = known[format]
     strange = sorted(name for name in names if form_of(name) not in of_format)
     if len(strange) == len(names):
-        first = ", ".join(map(shown, sorted(names)[:_SHOWN])) or "(there are none)"
+        first = ", ".join(map(shown, strange[:_SHOWN])) or "(there are none)"
         raise LayoutError(
             f"{where}: no tensor has a name of the family {model.family.name!r}; the names start "
-            f"with {first}"
+            f"with {first}, of families {_users(strange[:1])}; give the config of that model"
         )
     if strange:
         rest = f" and {len(strange) - 1} more" if len(strange) > 1 else ""
-        users = ", ".join(_users(strange[0])) or "none"
         raise LayoutError(
             f"{where}: a model of the family {model.family.name!r} with this config has no "
-            f"{shown(strange[0])}{rest}, which is of families {users}; correct the config, or "
-            "leave such tensors behind by name with ",
+            f"{shown(strange[0])}{rest}, which is of families {_users(strange)}; correct the "
+            "config, or leave such tensors behind by name with ",
             Argument("drop"),
         )
 
@@ -81,18 +81,46 @@ def recognise(
     return Recognised(format, tuple(absent))
 
 
-def _users(name: str) -> Iterator[str]:
-    """Yield the families that have a tensor of such a name."""
-    form = form_of(name)
+def outer_prefix(model: Model, names: Collection[str]) -> str:
+    """Return what stands before all names of a model, as ``model.`` in a job's state dict."""
+    known = {
+        form_of(name)
+        for format in _CALLED
+        if format not in model.family.refused
+        for every in spellings(model, format).values()
+        for name in every
+    }
+    found: Counter[str] = Counter()
+    for name in names:
+        words = name.split(".")
+        ends = (".".join(words[at:]) for at in range(len(words)))
+        end = next((one for one in ends if form_of(one) in known), None)
+        if end == name:
+            return ""
+        if end is not None:
+            found[name.removesuffix(end)] += 1
+    return found.most_common(1)[0][0] if found else ""
+
+
+def _users(names: Collection[str]) -> str:
+    """Return the families that have a tensor of the first of some names."""
+    form = next(map(form_of, names), "")
+    found = []
     for family_name in family_names():
         family = shipped_family(family_name)
-        for table, row in rows_in(family):
-            sides = {"hf": row.side, **row.places}
-            found = False
-            for place, side in sides.items():
-                prefix = family.prefix["megatron" if place == "megatron" else "hf"]
-                before = "" if table == "model" else prefix
-                found |= side is not None and form_of(before + side[0]) == form
-            if found:
-                yield f"{family_name!r}" + (f" (where {', '.join(row.when)})" if row.when else "")
-                break
+        users = (row for table, row in rows_in(family) if form in _forms(family, table, row))
+        if (row := next(users, None)) is not None:
+            found.append(
+                f"{family_name!r}" + (f" (where {', '.join(row.when)})" if row.when else "")
+            )
+    return ", ".join(found) or "none"
+
+
+def _forms(family: Family, table: str, row: Row) -> set[str]:
+    """Return what a row is called in all places."""
+    found = set()
+    for place, side in {"hf": row.side, **row.places}.items():
+        prefix = family.prefix["megatron" if place == "megatron" else "hf"]
+        if side is not None:
+            found.add(form_of(("" if table == "model" else prefix) + side[0]))
+    return found

@@ -225,7 +225,7 @@ def to_jax_mesh(mesh: DeviceMesh, devices: Iterable[Any]) -> tuple[NDArray[Any],
     missing = [id_ for id_ in mesh.ids if id_ not in by_id]
     if missing:
         raise LossyConversionError(
-            f"device {missing[0]} of mesh {mesh} is none of JAX's devices {sorted(by_id)}; use "
+            f"device {missing[0]} of mesh {mesh} is not one of JAX's devices {sorted(by_id)}; use "
             "their ids in the mesh"
         )
     grid = np.empty(mesh.size(), dtype=object)

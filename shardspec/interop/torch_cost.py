@@ -4,7 +4,7 @@
 well; its method `many` answers all edges of a graph at once.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from math import inf
 from typing import Final
@@ -73,6 +73,43 @@ class RedistributeCost:
         )
         return seconds * 1e6
 
+    def tables(
+        self, edges: Iterable[tuple[Sequence[DTensorSpec], Sequence[DTensorSpec]]]
+    ) -> list[npt.NDArray[np.float64]]:
+        """Return, per edge, the microseconds from each spec of its first end to each of its second.
+
+        An edge of a graph has at one end the specs that the strategies of the producer put out,
+        and at the other those that the strategies of the consumer want; a spec may be there often.
+        Specs are looked at one by one, not their pairs. Edges between equal lists of specs share
+        one array, which cannot be written to. It is inf where `many` says inf, and raises as that.
+        """
+        numbers: dict[object, int] = {}
+        specs: list[DTensorSpec] = []
+
+        def numbered(some: Sequence[DTensorSpec]) -> tuple[int, ...]:
+            found = []
+            for spec in some:
+                number = numbers.setdefault(_facts(spec), len(specs))
+                if number == len(specs):
+                    specs.append(spec)
+                found.append(number)
+            return tuple(found)
+
+        every = [(numbered(sources), numbered(targets)) for sources, targets in edges]
+        distinct = {ends: tuple(map(np.unique, ends)) for ends in every}
+        pairs = [
+            (specs[a], specs[b]) for here, there in distinct.values() for a in here for b in there
+        ]
+        prices = self.many(*zip(*pairs, strict=True)) if pairs else np.zeros(0)
+        tables, start = {}, 0
+        for ends, (here, there) in distinct.items():
+            own = prices[start : start + len(here) * len(there)].reshape(len(here), len(there))
+            table = own[np.ix_(np.searchsorted(here, ends[0]), np.searchsorted(there, ends[1]))]
+            table.flags.writeable = False
+            tables[ends] = table
+            start += own.size
+        return [tables[ends] for ends in every]
+
     def _microseconds(self, source: Layout, target: Layout) -> float:
         starts = set(target.spec.partials) - set(source.spec.partials)
         if starts or source.mesh != target.mesh:
@@ -80,5 +117,10 @@ class RedistributeCost:
         return self.converter.cost(source, target) * 1e6
 
 
+def _facts(spec: DTensorSpec) -> tuple[object, ...]:
+    """Return what a spec's layout depends on; cheaper than the spec's own hash."""
+    return spec.mesh, spec.placements, getattr(spec, "shard_order", None), spec.tensor_meta
+
+
 redistribute_cost: Final = RedistributeCost()
-"""With the links that are assumed where a mesh has none: those of one node of H100."""
+"""With the links that are assumed of a mesh; its nodes have eight devices each."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final, TypeAlias, TypeGuard
 from shardspec.boxes import Box, box_size, split_interval
 from shardspec.dtypes import dtype_name, is_floating, item_bytes
 from shardspec.errors import AxisError, DTypeError, LayoutError
-from shardspec.layout.picture import MAX_CELLS, Picture, ids_text
+from shardspec.layout.picture import Picture, ids_text, notebook_html
 from shardspec.layout.placements import is_placements, own_placements, spec_of_placements
 from shardspec.layout.spec import DimSpec, Part, ShardingSpec
 from shardspec.mesh.device_ids import whole_numbers
@@ -43,6 +43,18 @@ def is_own_spec(given: SpecLike) -> TypeGuard[OwnSpec]:
     return not is_placements(given)
 
 
+def checked_mesh(mesh: object) -> DeviceMesh:
+    """Return a mesh; `LayoutError` for what is not one of shardspec."""
+    if not isinstance(mesh, DeviceMesh):
+        kind = type(mesh)
+        name = "torch DeviceMesh" if kind.__module__.startswith("torch.") else kind.__name__
+        raise LayoutError(
+            f"the mesh is a {name}; give a DeviceMesh of shardspec: DeviceMesh.from_torch takes "
+            "torch's"
+        )
+    return mesh
+
+
 def spec_on(mesh: DeviceMesh, given: SpecLike, dims: int | Sequence[int]) -> ShardingSpec:
     """Return a spec, however given, with every axis as a number of `mesh`.
 
@@ -52,6 +64,7 @@ def spec_on(mesh: DeviceMesh, given: SpecLike, dims: int | Sequence[int]) -> Sha
     >>> str(spec_on(DeviceMesh(range(4), (2, 2), axis_names=("dp", "tp")), "[S(tp),R]", 2))
     '[S1,R]'
     """
+    checked_mesh(mesh)
     if is_own_spec(given):
         return resolve_axes(ShardingSpec.of(given), mesh)
     return spec_of_placements(own_placements(given), dims, mesh.shape)
@@ -115,11 +128,7 @@ class Layout:
     def __init__(
         self, mesh: DeviceMesh, spec: SpecLike, global_shape: Sequence[int], dtype: object
     ) -> None:
-        if not isinstance(mesh, DeviceMesh):
-            raise LayoutError(
-                f"the mesh is a {type(mesh).__name__}; give a DeviceMesh (DeviceMesh.from_torch "
-                "takes torch's)"
-            )
+        checked_mesh(mesh)
         shape = whole_numbers(global_shape)
         if shape is None or any(size < 0 for size in shape):
             raise LayoutError(
@@ -271,7 +280,7 @@ class Layout:
 
     def _repr_html_(self) -> str:
         """Draw the layout where notebooks show it."""
-        return self.drawing().svg() if self.mesh.size() <= MAX_CELLS else f"<code>{self}</code>"
+        return notebook_html(lambda: self.drawing().svg(), str(self), self.mesh.size())
 
 
 def _check_parts(spec: SpecLike, dim: int, cut: DimSpec, size: int, devices: int) -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from colorsys import hls_to_rgb
+from contextlib import suppress
 from dataclasses import dataclass
 from html import escape
 from itertools import groupby, product
@@ -25,13 +26,31 @@ _LINE: Final = 18
 _MARGIN: Final = 12
 _LETTER: Final = 7
 """Approximate width of a letter of the font."""
-_STYLE: Final = (
-    ".shardspec-layout{background:#fff}"
-    ".shardspec-layout text{font:12px ui-monospace,Menlo,Consolas,monospace;fill:#1f2328}"
-    ".shardspec-layout .side{fill:#59636e}.shardspec-layout .title{font-weight:600}"
-    ".shardspec-layout rect.cell{stroke:#1f2328;stroke-width:1}"
+
+
+def style_sheet(kind: str, light: Mapping[str, str], dark: Mapping[str, str]) -> str:
+    """Return the style of drawings of one class, with what else it says on light and dark screens.
+
+    It applies to that class alone: in a notebook a style is one of the whole page.
+    """
+
+    def rules(more: Mapping[str, str]) -> str:
+        return "".join(f".{kind}{chosen}{{{says}}}" for chosen, says in more.items())
+
+    font = "font:12px ui-monospace,Menlo,Consolas,monospace"
+    on_light = {"": "background:#fff", " text": f"{font};fill:#1f2328", " .side": "fill:#59636e"}
+    on_dark = {"": "background:#0d1117", " text": "fill:#e6edf3", " .side": "fill:#9198a1"}
+    always = rules({**on_light, " .title": "font-weight:600", **light})
+    return f"{always}@media(prefers-color-scheme:dark){{{rules({**on_dark, **dark})}}}"
+
+
+_ARROW: Final = "fill:none;stroke:#59636e;stroke-width:1.5"
+_STYLE: Final = style_sheet(
+    "shardspec-layout",
+    {" .cell": "stroke:#1f2328;stroke-width:1", " .arrow": _ARROW},
+    # Boxes are pale on both.
+    {" .ids": "fill:#1f2328", " .arrow": "stroke:#9198a1"},
 )
-"""Holds for these drawings alone: in a notebook a style applies to the whole page."""
 
 
 def draw(parent: Element, tag: str, text: str | None = None, /, **attributes: object) -> Element:
@@ -167,7 +186,7 @@ class Picture:
                     colour = "#{:02x}{:02x}{:02x}".format(*box_rgb(number))
                     sides = {"x": x, "y": y, "width": across, "height": down}
                     draw(draw(root, "rect", class_="cell", **sides, fill=colour), "title", where)
-                    write(x + across / 2, y + down / 2 + 4, texts[box])
+                    write(x + across / 2, y + down / 2 + 4, texts[box], "ids")
                     x += across
                 y += down
         for note in self.notes:
@@ -179,10 +198,7 @@ class Picture:
 
     def html(self) -> str:
         """Return a page of its own with the drawing; raises as `svg` does."""
-        return (
-            '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
-            f"<title>{escape(self.title)}</title></head>\n<body>\n{self.svg()}\n</body></html>\n"
-        )
+        return html_page(self.title, self.svg())
 
     def _sides(self) -> tuple[list[list[_Interval]], list[_Interval], list[_Interval]]:
         """Return the intervals along the dims before the last two, and of rows and columns."""
@@ -197,6 +213,23 @@ class Picture:
         for outer in product(*outer_sides) if numbers else ():
             boxes = [(*outer, *box) for box in product(*(side for side in inner if side))]
             yield outer, [(numbers[box], box) for box in boxes]
+
+
+def html_page(title: str, body: str) -> str:
+    """Return a page without anything from outside, dark where the reader's screen is."""
+    return (
+        '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
+        f'<meta name="color-scheme" content="light dark"><title>{escape(title)}</title></head>\n'
+        f"<body>\n{body}\n</body></html>\n"
+    )
+
+
+def notebook_html(drawing: Callable[[], str], text: str, devices: int) -> str:
+    """Return what notebooks show: a drawing, or text where there is too much to draw."""
+    with suppress(LayoutError):
+        if devices <= MAX_CELLS:
+            return drawing()
+    return f"<pre>{escape(text)}</pre>"
 
 
 def row_svg(pictures: Sequence[Picture], between: Sequence[str] = (), per_row: int = 0) -> str:
@@ -219,7 +252,7 @@ def row_svg(pictures: Sequence[Picture], between: Sequence[str] = (), per_row: i
             middle = y + height / 2
             draw(root, "text", text, x=x + length / 2, y=middle - 6, text_anchor="middle")
             arrow = f"M{x:g} {middle:g}h{length - 6:g}m-6 -5l6 5l-6 5"
-            draw(root, "path", d=arrow, fill="none", stroke="#59636e", stroke_width=1.5)
+            draw(root, "path", class_="arrow", d=arrow)
             x += length
         for key, value in {"x": x, "y": y, "width": width, "height": height}.items():
             part.set(key, f"{value:g}")

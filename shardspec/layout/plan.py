@@ -4,8 +4,8 @@ import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from html import escape
 from itertools import pairwise
-from math import prod
 from typing import Final, TypeAlias
 
 from shardspec.comm.cost import CostModel
@@ -29,7 +29,7 @@ from shardspec.layout.cross import (
 )
 from shardspec.layout.graph import state_of
 from shardspec.layout.layout import Layout
-from shardspec.layout.picture import row_svg
+from shardspec.layout.picture import notebook_html, row_svg
 from shardspec.layout.pricing import pair_prices
 from shardspec.layout.spec import ShardingSpec
 from shardspec.text import bytes_text, seconds_text, table_text
@@ -137,7 +137,7 @@ class ConversionPlan:
             model = self.model_between(before, after)
             what, kind = step_text(step), kind_of(step)
             if kind is not None:
-                what = f"{kind} of {prod(before.mesh.shape[axis] for axis in step.axes)}"
+                what = f"{kind} of {model.group_text(step.axes)}"
             found.append((what, model.error(step, before.max_local_bytes)))
             if model.copy_s and copies(step, 2):
                 # Their rate is the vendor's.
@@ -189,6 +189,12 @@ class ConversionPlan:
             for layout, title in zip(layouts, titles, strict=True)
         ]
         return row_svg(pictures, [step_text(step) for step, _, _ in self.moves])
+
+    def _repr_html_(self) -> str:
+        """Draw the plan where notebooks show it, above its text."""
+        text = str(self)
+        devices = max(layout.mesh.size() for layout in self.layouts)
+        return notebook_html(lambda: f"{self.svg()}<pre>{escape(text)}</pre>", text, devices)
 
     def to_json(self, indent: int | None = None) -> str:
         """Return the plan as JSON text."""

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
+from html import escape
 from math import prod
 from typing import Any, Final, TypeVar
 
@@ -31,7 +32,7 @@ from shardspec.layout.pricing import Prices, alike_axes, prices_of, states_of
 from shardspec.layout.routed import intervals, shared
 from shardspec.layout.spec import ShardingSpec
 from shardspec.mesh.device_mesh import DeviceMesh
-from shardspec.text import bytes_text
+from shardspec.text import bytes_text, html_table, seconds_text
 
 _End = TypeVar("_End")
 """What has a layout."""
@@ -41,6 +42,8 @@ _MAX_BYTES: Final = 1 << 58
 _MAX_WORK: Final = 3e8
 """As `shardspec.layout.pricing` counts it: about a minute."""
 _MAX_LAYOUTS: Final = 3000
+_MAX_SHOWN: Final = 64
+"""Layouts whose costs a notebook shows."""
 _BYTES_EACH: Final = 200
 """That a pair of layouts takes while a table is made."""
 _MAX_SPREAD: Final = 1 << 26
@@ -76,6 +79,18 @@ class CostTable:
             f"CostTable({len(self.labels)} layouts of {list(self.global_shape)} {self.dtype} on a "
             f"mesh of shape {self.mesh_shape})"
         )
+
+    def _repr_html_(self) -> str:
+        """Show the seconds where notebooks show the table, darker where they are more."""
+        if len(self.labels) > _MAX_SHOWN:
+            return f"<code>{escape(repr(self))}</code>"
+        finite = np.where(np.isfinite(self.seconds), self.seconds, 0.0)
+        rows = [
+            [label, *(seconds_text(each) if np.isfinite(each) else "–" for each in row)]
+            for label, row in zip(self.labels, self.seconds.tolist(), strict=True)
+        ]
+        shades = (finite / (finite.max() or 1.0)).tolist()
+        return html_table(repr(self), ["from ↓ to →", *self.labels], rows, shades)
 
     @cached_property
     def _places(self) -> dict[str, int]:

@@ -85,7 +85,7 @@ def checked_axis(axis: object) -> int | str:
     """Return the number or name of a mesh axis; `AxisError` if it is none."""
     if isinstance(axis, str):
         if not axis.isidentifier():
-            raise AxisError(f"axis name {shown(axis)}: use letters, digits and '_', no digit first")
+            raise AxisError(f"axis name {shown(axis)}: use letters, digits and '_', a letter first")
         return axis
     number = whole_number(axis)
     if number is None or number < 0:
@@ -154,7 +154,7 @@ def checked_names(names: Sequence[str] | None, shape: tuple[int, ...]) -> tuple[
     found = _per_axis("axis name", names, shape, "a sequence, as in ('dp', 'tp')")
     for name in found or ():
         if not (isinstance(name, str) and name.isidentifier()):
-            raise MeshError(f"axis name {shown(name)}: use letters, digits and '_', no digit first")
+            raise MeshError(f"axis name {shown(name)}: use letters, digits and '_', a letter first")
     if found and len(set(found)) != len(found):
         raise MeshError(f"axis names {found} repeat; every name must be distinct")
     return found

@@ -10,10 +10,11 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from html import escape
 from itertools import product
 from typing import TYPE_CHECKING, Any, Final, Literal, NoReturn, TypedDict, Unpack, get_args
 
-from shardspec.errors import AxisError, MeshError
+from shardspec.errors import AxisError, MeshError, NotTorchMeshError
 from shardspec.mesh.device_ids import (
     Ids,
     checked_links,
@@ -23,7 +24,7 @@ from shardspec.mesh.device_ids import (
     whole_number,
     whole_numbers,
 )
-from shardspec.text import counted, shown
+from shardspec.text import counted, html_table, shown
 
 if TYPE_CHECKING:
     import torch
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
 Axis = int | str
 LinkModel = Literal["ring", "shared-bus"]
 
+_MAX_SHOWN: Final = 1024
+"""Devices of a mesh that a notebook shows."""
 _PASS_TORCHS: Final = "this is a shardspec mesh; pass mesh.to_torch() to torch functions"
 
 
@@ -42,10 +45,6 @@ class TorchWords(TypedDict, total=False):
     device_type: str | None
     mesh: Ids | None
     mesh_dim_names: Sequence[str] | None
-
-
-class _NotTorchMesh(MeshError, AttributeError):
-    """An attribute of torch's meshes was requested."""
 
 
 @dataclass(frozen=True, slots=True, init=False, repr=False)
@@ -198,7 +197,7 @@ class DeviceMesh:
         for name, value in zip(self.__dataclass_fields__, values, strict=True):
             object.__setattr__(self, name, value)
         # As torch's mesh does, one with a device type starts a job that torchrun has launched.
-        if init_process_group or (device_type is not None and _is_in_job()):
+        if init_process_group or (device_type is not None and is_in_job()):
             from shardspec.mesh.job import start
 
             start(self, device_type)
@@ -221,6 +220,19 @@ class DeviceMesh:
             if (value := getattr(self, name)) != default
         ]
         return f"DeviceMesh({ids or some(self.ids)}, {self.shape}{''.join(options)})"
+
+    def _repr_html_(self) -> str:
+        """Show the ids as a table where notebooks show the mesh; the last axis goes across."""
+        if self.size() > _MAX_SHOWN:
+            return f"<code>{escape(repr(self))}</code>"
+        names = self.axis_names or [""] * self.ndim
+        *outer, last = (
+            [f"{name} {place}".lstrip() for place in range(size)]
+            for name, size in zip(names, self.shape, strict=True)
+        )
+        ids = iter(self.ids)
+        rows = [[", ".join(row), *(str(next(ids)) for _ in last)] for row in product(*outer)]
+        return html_table(f"mesh {self}", ["", *last], rows)
 
     def __str__(self) -> str:
         if self.axis_names is None:
@@ -258,7 +270,7 @@ class DeviceMesh:
         def __getattr__(self, name: str) -> NoReturn:
             # torch's functions ask a mesh for this, or for attributes that only they know of.
             if name == "device_type" or (name[0] == "_" and name[:2] != "__"):
-                raise _NotTorchMesh(_PASS_TORCHS)
+                raise NotTorchMeshError(_PASS_TORCHS)
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def axis(self, axis: Axis) -> int:
@@ -451,7 +463,7 @@ class DeviceMesh:
         return numbers
 
 
-def _is_in_job() -> bool:
+def is_in_job() -> bool:
     """Whether this process belongs to a job of torch's, which may still have to be started."""
     distributed = sys.modules.get("torch.distributed")
     running = distributed is not None and distributed.is_initialized()

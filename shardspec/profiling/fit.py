@@ -9,7 +9,7 @@ Links price steps that were not measured. They are fitted to the lines of `shard
 itself, so that a fit and a price cannot disagree.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from statistics import fmean, median
@@ -56,8 +56,8 @@ def _nonnegative(x: Floats, y: Floats, right: Floats) -> Line:
     return min(edges, key=lambda edge: np.linalg.norm(edge[0] * x + edge[1] * y - right))
 
 
-def _fit_lines(times: Times) -> tuple[Line, ...]:
-    """Return the lines of which the lowest is nearest to measured times."""
+def candidate_lines(times: Times) -> list[tuple[float, tuple[Line, ...]]]:
+    """Return lines whose lowest is near to measured times, and how near, nearest first."""
     size, seconds = np.array(times, dtype=np.float64).T
 
     def fit(*parts: slice) -> tuple[Line, ...]:
@@ -71,7 +71,7 @@ def _fit_lines(times: Times) -> tuple[Line, ...]:
     found = [fit(slice(None))]
     if len(size) >= _FEWEST:
         found += [fit(slice(at), slice(at, None)) for at in range(2, len(size) - 1)]
-    return tuple(sorted(min(found, key=distance)))
+    return sorted((distance(lines), tuple(sorted(lines))) for lines in found)
 
 
 def bands(pairs: Iterable[tuple[float, float]]) -> Errors:
@@ -83,12 +83,27 @@ def bands(pairs: Iterable[tuple[float, float]]) -> Errors:
     return found[0], found[1]
 
 
-def fit_curve(kind: str, devices: int, times: Times, other: Times = ()) -> Curve:
-    """Return the curve of times at two sizes or more; `other` times count in the errors alone."""
-    curve = Curve(kind, devices, _fit_lines(times), (int(times[0][0]), int(times[-1][0])))
+def fit_curve(
+    kind: str,
+    devices: int,
+    times: Times,
+    other: Times = (),
+    accepts: Callable[[Curve], bool] = lambda _: True,
+) -> Curve:
+    """Return the curve of times at two sizes or more; `other` times count in the errors alone.
+
+    It is the nearest that is accepted, or else the nearest.
+    """
+
+    def fit(some: Times) -> Curve:
+        sizes = int(times[0][0]), int(times[-1][0])
+        near = [Curve(kind, devices, lines, sizes) for _, lines in candidate_lines(some)]
+        return next(filter(accepts, near), near[0])
+
+    curve = fit(times)
     errors = [(size, abs(curve.seconds(size) / seconds - 1)) for size, seconds in other]
     for place, (size, seconds) in enumerate(times) if len(times) > 2 else ():
-        left = replace(curve, lines=_fit_lines([*times[:place], *times[place + 1 :]]))
+        left = fit([*times[:place], *times[place + 1 :]])
         errors.append((size, abs(left.seconds(size) / seconds - 1)))
     return replace(curve, errors=bands(errors))
 

@@ -11,7 +11,7 @@ from xml.etree.ElementTree import Element
 from shardspec.comm.cost import CostModel
 from shardspec.comm.curves import KINDS, Line
 from shardspec.comm.profile_file import PROFILE_FORMAT, PROFILE_VERSION
-from shardspec.layout.picture import draw, svg_page
+from shardspec.layout.picture import draw, style_sheet, svg_page
 from shardspec.profiling.fit import Fit, Measurement, curves_of_groups, fit_links, fitted
 from shardspec.text import seconds_text, table_text
 
@@ -123,9 +123,13 @@ _COLUMNS: Final = 61
 _LINES: Final = 21
 _PIXELS: Final = 420
 _MARGIN: Final = 70
-_STYLE: Final = (
-    "text{font:12px ui-monospace,Menlo,Consolas,monospace;fill:#1f2328}"
-    ".grid{stroke:#d0d7de;fill:none}.same{stroke:#59636e;stroke-dasharray:4 4;fill:none}"
+_STYLE: Final = style_sheet(
+    "shardspec-chart",
+    {
+        " .grid": "stroke:#d0d7de;fill:none",
+        " .same": "stroke:#59636e;stroke-dasharray:4 4;fill:none",
+    },
+    {" .grid": "stroke:#30363d", " .same": "stroke:#9198a1"},
 )
 
 
@@ -178,7 +182,7 @@ def chart_svg(profile: Profile) -> str:
     """Draw the same as SVG; the title of a point says what it is."""
     scale = _Scale(profile)
     size, far = _PIXELS + 2 * _MARGIN, _PIXELS + _MARGIN
-    root = Element("svg")
+    root = Element("svg", {"class": "shardspec-chart", "role": "img"})
 
     def text(x: float, y: float, words: str, anchor: str = "start") -> None:
         draw(root, "text", words, x=x, y=y, text_anchor=anchor)

@@ -19,10 +19,11 @@ from shardspec.mesh.device_mesh import DeviceMesh
 from shardspec.resharding.stages import (
     MAX_PEERS,
     Hosts,
+    MoveKind,
     PlanStage,
     Schedule,
     StateCopy,
-    copies_between,
+    copies_of_kinds,
     crossing_once,
     hosts_of,
     schedule_of,
@@ -128,9 +129,9 @@ class StateCopies:
         return frozenset(number for mesh in stored for number in mesh.ids)
 
     @cached_property
-    def kinds(self) -> dict[tuple[Layout, Layout, View | None], list[int]]:
+    def kinds(self) -> dict[MoveKind, list[int]]:
         """Pairs of layouts, and the view, with the places in `moves` of tensors that have them."""
-        found: dict[tuple[Layout, Layout, View | None], list[int]] = {}
+        found: dict[MoveKind, list[int]] = {}
         for place, move in enumerate(self.moves):
             found.setdefault((move.source, move.target, move.view), []).append(place)
         return found
@@ -176,10 +177,12 @@ class StateCopies:
         """What devices have already, and what they lack."""
         kept: list[StateCopy] = []
         lacking: list[StateCopy] = []
-        for key, places in self.kinds.items():
-            width = item_bytes(self.moves[places[0]].wire_dtype)
-            for copy in copies_between(*key, places, width):
-                (kept if copy.holders == (copy.receiver,) else lacking).append(copy)
+        kinds = (
+            (kind, places, item_bytes(self.moves[places[0]].wire_dtype))
+            for kind, places in self.kinds.items()
+        )
+        for copy in copies_of_kinds(kinds):
+            (kept if copy.holders == (copy.receiver,) else lacking).append(copy)
         return kept, lacking
 
     @cached_property

@@ -4,13 +4,21 @@ import pickle
 from collections.abc import Mapping
 from hashlib import sha256
 
+import torch
 import torch.distributed as dist
 
 from shardspec.comm.process_group import ProcessGroupCommunicator
 from shardspec.errors import LayoutError
 from shardspec.layout.layout import Layout
+from shardspec.layout.spec import ShardingSpec
 from shardspec.mesh.device_mesh import DeviceMesh
-from shardspec.resharding.state import flat_state, is_plain, required_layout, same_shards
+from shardspec.resharding.state import (
+    flat_state,
+    is_plain,
+    required_layout,
+    same_shards,
+    stated_layout,
+)
 
 
 def layouts_of_job(state: Mapping[str, object]) -> dict[str, Layout | None]:
@@ -24,10 +32,7 @@ def layouts_of_job(state: Mapping[str, object]) -> dict[str, Layout | None]:
     communicator = ProcessGroupCommunicator.of(DeviceMesh(ranks))
     rank = dist.get_rank()
     with communicator.telling():
-        own = {
-            name: None if is_plain(value) else required_layout(name, value)
-            for name, value in flat_state(state).items()
-        }
+        own = _own_layouts(flat_state(state))
         content = pickle.dumps(own)
         # Most ranks have the same, which is sent by the first of them.
         digests = communicator.gather({rank: sha256(content).digest()})
@@ -47,6 +52,27 @@ def layouts_of_job(state: Mapping[str, object]) -> dict[str, Layout | None]:
                     f"{name!r} is {texts[0]} on rank {holder} and {texts[1]} on rank {peer}; make "
                     "them alike"
                 )
+    return layouts
+
+
+def _own_layouts(state: Mapping[str, object]) -> dict[str, Layout | None]:
+    """Return the layouts of the tensors of this rank; None for plain values.
+
+    A plain tensor, as buffers are, and what `parallelize_module` is not told of, is replicated over
+    the mesh of the DTensors beside it. Raises LayoutError where that is not one mesh.
+    """
+    layouts = {name: stated_layout(name, value) for name, value in state.items()}
+    meshes = {layout.mesh for layout in layouts.values() if layout}
+    # A module may have parameters on slices of its mesh.
+    whole = max(meshes, key=DeviceMesh.size, default=None)
+    if whole and any(not {*mesh.ids} <= {*whole.ids} for mesh in meshes):
+        whole = None
+    for name, value in state.items():
+        if layouts[name] is None and not is_plain(value):
+            if whole is None or not isinstance(value, torch.Tensor):
+                layouts[name] = required_layout(name, value)
+            else:
+                layouts[name] = Layout(whole, ShardingSpec(value.dim()), value.shape, value.dtype)
     return layouts
 
 

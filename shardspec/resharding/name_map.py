@@ -41,6 +41,7 @@ import re
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache, partial
 from math import prod
 from pathlib import Path
 from typing import Final, NamedTuple, TypeAlias
@@ -207,20 +208,21 @@ class NameMap:
         known = self.known_sizes()
         here, there = names_by_form(source), names_by_form(target)
         found: list[Equation] = []
-        views: dict[object, View] = {}
-        """Layers are alike."""
         for left, right in self.rules:
             shared = sorted(placeholders(left[0]) & placeholders(right[0]))
+            in_views = placeholders(" ".join((*left[1:], *right[1:])))
+            views: dict[object, View] = {}  # layers are alike
             others = defaultdict(list)
-            for bound in self._bindings(right[0], target, there):
-                others[tuple(bound[key] for key in shared)].append(bound)
-            for bound in self._bindings(left[0], source, here):
-                for other in others[tuple(bound[key] for key in shared)]:
-                    one, two = filled(left, bound | other), filled(right, bound | other)
-                    key = one[1:], two[1:], source[one[0]], target[two[0]]
+            for name, bound in self._bindings(right[0], target, there).items():
+                others[tuple([bound[key] for key in shared])].append((name, bound))
+            for name, bound in self._bindings(left[0], source, here).items():
+                for other, numbers in others[tuple([bound[key] for key in shared])]:
+                    both = bound | numbers
+                    key = source[name], target[other], *[both.get(number) for number in in_views]
                     if key not in views:
-                        views[key] = self._view(one, two, source, target, known)
-                    found.append(Equation(one[0], two[0], views[key]))
+                        sides = filled(left, both), filled(right, both)
+                        views[key] = self._view(*sides, source, target, known)
+                    found.append(Equation(name, other, views[key]))
                     _bounded(len(found))
         return found
 
@@ -236,13 +238,13 @@ class NameMap:
         found, count = [], 0
         for left, right in self.rules:
             bound: list[Binding] = []
-            for binding in self._bindings(left[0], source, here):
-                shape = source[filled(left[:1], binding)[0]]
+            stacked = lru_cache(1024)(partial(_stacked, left, right[0], sizes=known))
+            for tensor, binding in self._bindings(left[0], source, here).items():
                 try:
-                    rows = _stacked(left, right[0], shape, known)
+                    rows = stacked(source[tensor])
                 except SpecSyntaxError as error:
                     raise LayoutError(
-                        f"{left[0]!r} {shape}: {self._problem(error, left)}"
+                        f"{left[0]!r} {source[tensor]}: {self._problem(error, left)}"
                     ) from None
                 _bounded(count + prod(map(len, rows.values())))
                 every = [binding]
@@ -318,27 +320,27 @@ class NameMap:
     def _sides(
         self, rules: Sequence[Side], shapes: Mapping[str, Shape]
     ) -> list[tuple[str, TensorView]]:
-        known, names = self.known_sizes(), names_by_form(shapes)
+        known, names = self.known_sizes(), names_by_form(shapes if rules else ())
         sides = (
             filled(rule, bound)
             for rule in rules
-            for bound in self._bindings(rule[0], shapes, names)
+            for bound in self._bindings(rule[0], shapes, names).values()
         )
         return [(one[0], self._view(one, one, shapes, shapes, known).source) for one in sides]
 
     def _bindings(
         self, pattern: str, names: Mapping[str, Shape], by_form: NamesByForm
-    ) -> list[Binding]:
+    ) -> dict[str, Binding]:
         """Return, per name that a pattern matches, the numbers that its placeholders stand for."""
         if "{" not in pattern:
-            return [{}] if pattern in names else []
+            return {pattern: {}} if pattern in names else {}
         check_pattern(pattern)
         some = self.numbers.keys() & placeholders(pattern)
-        return [
-            bound
-            for bound in bindings(pattern, by_form)
-            if all(bound[name] in self.numbers[name] for name in some)
-        ]
+        return {
+            name: bound
+            for name, bound in bindings(pattern, by_form).items()
+            if all(bound[placeholder] in self.numbers[placeholder] for placeholder in some)
+        }
 
     def _view(
         self,

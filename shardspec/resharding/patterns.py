@@ -3,6 +3,7 @@
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
 from typing import Final, TypeAlias
 
 from shardspec.errors import LayoutError
@@ -43,7 +44,7 @@ def form_of(name: str) -> str:
     >>> form_of("layers.{i}.w") == form_of("layers.17.w")
     True
     """
-    return _DIGITS.sub("0", _PLACEHOLDER.sub("0", name))
+    return _DIGITS.sub("0", _PLACEHOLDER.sub("0", name) if "{" in name else name)
 
 
 def names_by_form(names: Iterable[str]) -> NamesByForm:
@@ -54,11 +55,11 @@ def names_by_form(names: Iterable[str]) -> NamesByForm:
     return found
 
 
-def bindings(pattern: str, names: NamesByForm) -> list[Binding]:
+def bindings(pattern: str, names: NamesByForm) -> dict[str, Binding]:
     """Return, per name that a pattern matches, the numbers that its placeholders stand for.
 
     >>> bindings("a.{i}.b.{e}", names_by_form(["a.3.b.12", "a.03.b.1", "a.1.c.1"]))
-    [{'i': 3, 'e': 12}]
+    {'a.3.b.12': {'i': 3, 'e': 12}}
     """
     candidates = names.get(form_of(pattern), ())
     text, seen = "", set[str]()
@@ -69,15 +70,27 @@ def bindings(pattern: str, names: NamesByForm) -> list[Binding]:
             text += f"(?P={part})" if part in seen else f"(?P<{part}>0|[1-9][0-9]{{0,8}})"
             seen.add(part)
     matches = map(re.compile(text).fullmatch, candidates)
-    return [{key: int(n) for key, n in match.groupdict().items()} for match in matches if match]
+    return {
+        match[0]: {key: int(n) for key, n in match.groupdict().items()}
+        for match in matches
+        if match
+    }
 
 
 def filled(side: Side, binding: Mapping[str, int]) -> Side:
     """Return a side with numbers for placeholders; LayoutError if one has no number."""
+    try:
+        return tuple(
+            [text % tuple([binding[name] for name in names]) for text, names in _formats(side)]
+        )
+    except KeyError as error:
+        raise LayoutError(
+            f"{shown(side[0])}: neither name has the placeholder {{{error.args[0]}}}"
+        ) from None
 
-    def number(match: re.Match[str]) -> str:
-        if match[1] not in binding:
-            raise LayoutError(f"{shown(side[0])}: neither name has the placeholder {match[0]}")
-        return str(binding[match[1]])
 
-    return tuple(_PLACEHOLDER.sub(number, text) if "{" in text else text for text in side)
+@lru_cache(maxsize=4096)
+def _formats(side: Side) -> tuple[tuple[str, Sequence[str]], ...]:
+    """Return each text of a side as what ``%`` takes, and its placeholders in order."""
+    split = [_PLACEHOLDER.split(text.replace("%", "%%")) for text in side]
+    return tuple(("%d".join(parts[::2]), parts[1::2]) for parts in split)

@@ -6,7 +6,7 @@ from typing import Final
 from xml.etree.ElementTree import Element
 
 from shardspec.errors import LayoutError
-from shardspec.layout.picture import draw, svg_page
+from shardspec.layout.picture import draw, html_page, style_sheet, svg_page
 from shardspec.resharding.copies import StateCopies
 from shardspec.text import bytes_text, counted
 
@@ -21,12 +21,15 @@ _BAR: Final = 160
 _LETTER: Final = 7
 _LINE: Final = 18
 _MARGIN: Final = 12
-_STYLE: Final = (
-    ".shardspec-plan{background:#fff}"
-    ".shardspec-plan text{font:12px ui-monospace,Menlo,Consolas,monospace;fill:#1f2328}"
-    ".shardspec-plan .side{fill:#59636e}.shardspec-plan .title{font-weight:600}"
-    ".shardspec-plan .empty{fill:#f3f4f6}.shardspec-plan .bytes{fill:#0969da}"
-    ".shardspec-plan .bar{fill:#54aeff}.shardspec-plan .even{stroke:#cf222e;stroke-width:1.5}"
+_STYLE: Final = style_sheet(
+    "shardspec-plan",
+    {
+        " .empty": "fill:#f3f4f6",
+        " .bytes": "fill:#0969da",
+        " .bar": "fill:#54aeff",
+        " .even": "stroke:#cf222e;stroke-width:1.5",
+    },
+    {" .empty": "fill:#21262d", " .bytes": "fill:#58a6ff", " .bar": "fill:#1f6feb"},
 )
 
 
@@ -43,8 +46,8 @@ def plan_svg(plan: StateCopies, names: Mapping[int, str] | None = None) -> str:
     for role, ends in (("sender", senders), ("receiver", receivers)):
         if len(ends) > MAX_ENDS:
             raise LayoutError(
-                f"the plan has {counted(len(ends), role)}, of which {MAX_ENDS} can be drawn; print "
-                "it as text"
+                f"the plan has {counted(len(ends), role)}, and up to {MAX_ENDS} can be drawn; "
+                "print it as text"
             )
     title = f"{counted(len(plan.moves), 'tensor')}, {bytes_text(sum(plan.sent.values()))} sent"
     root = Element("svg", {"class": "shardspec-plan", "role": "img", "aria-label": title})
@@ -120,8 +123,5 @@ def _bars(
 def plan_html(plan: StateCopies, names: Mapping[int, str] | None = None) -> str:
     """Return a page of its own with the drawing and the plan as text; raises as `plan_svg`."""
     drawing, text = plan_svg(plan, names), plan.text(names or {})
-    return (
-        '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
-        f"<title>shardspec: {escape(text.splitlines()[0])}</title></head>\n<body>\n{drawing}\n"
-        f"<pre>{escape(text)}</pre>\n</body></html>\n"
-    )
+    title, _, _ = text.partition("\n")
+    return html_page(f"shardspec: {title}", f"{drawing}\n<pre>{escape(text)}</pre>")

@@ -2,12 +2,12 @@
 
 import sys
 from collections.abc import Mapping, Sequence
-from html import escape
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, overload
 
 from shardspec.dtypes import dtype_name, is_cast, is_floating, keeps_dtype
 from shardspec.errors import LayoutError
 from shardspec.layout.layout import Layout
+from shardspec.layout.picture import notebook_html
 from shardspec.layout.rules import Rules, match_rules
 from shardspec.layout.spec import ShardingSpec
 from shardspec.mesh.device_ids import bound_of_bytes
@@ -62,9 +62,7 @@ class ReshardPlan(StateCopies):
 
     def _repr_html_(self) -> str:
         """Draw the plan where notebooks show it."""
-        from shardspec.resharding.picture import MAX_ENDS
-
-        return self.svg() if len(self.devices) <= MAX_ENDS else f"<pre>{escape(str(self))}</pre>"
+        return notebook_html(self.svg, str(self), len(self.devices))
 
     @overload
     def run(
@@ -306,7 +304,7 @@ def layouts_of(state: Mapping[str, object]) -> dict[str, Layout]:
     return {
         name: required_layout(name, value)
         for name, value in flat_state(state).items()
-        if not is_plain(value)
+        if isinstance(value, Layout) or not is_plain(value)
     }
 
 
@@ -315,11 +313,11 @@ def known_to_all(state: Mapping[str, object]) -> Mapping[str, object]:
 
     All ranks of the job call this together, where the state dict has no `Layout`.
     """
-    if any(isinstance(value, Layout) for value in flat_state(state).values()):
-        return state
     # Without torch there is no job.
     distributed = sys.modules.get("torch.distributed")
     if distributed is None or not distributed.is_initialized():
+        return state
+    if any(isinstance(value, Layout) for value in flat_state(state).values()):
         return state
     from shardspec.resharding.gathered import layouts_of_job
 

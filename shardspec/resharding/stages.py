@@ -13,7 +13,7 @@ from functools import cached_property, lru_cache
 from typing import Final, NamedTuple, TypeAlias
 
 from shardspec.boxes import Box, box_shape, box_size, chunks
-from shardspec.comm.senders import Holders, Senders, find_copies
+from shardspec.comm.senders import Holders, Senders, find_copies, overlaps
 from shardspec.comm.transfers import Message, Piece, message_bytes
 from shardspec.layout.layout import Layout, LayoutCell, cells_of
 from shardspec.mesh.device_mesh import DeviceMesh
@@ -46,18 +46,24 @@ class StateCopy(NamedTuple):
         return box_size(self.box) * self.item_bytes * len(self.places)
 
 
-def copies_between(
-    source: Layout, target: Layout, view: View | None, places: Sequence[int], item_bytes: int
-) -> Iterator[StateCopy]:
-    """Yield what devices need of tensors that go from one layout to another.
+MoveKind: TypeAlias = tuple[Layout, Layout, View | None]
+"""From which layout to which tensors go, and which elements are which."""
+
+
+def copies_of_kinds(kinds: Iterable[tuple[MoveKind, Sequence[int], int]]) -> Iterator[StateCopy]:
+    """Yield what devices need of tensors of each kind, which have places, and bytes an element.
 
     What a device has already it copies from itself.
     """
-    view = view or identity_view(source.global_shape)
-    axes = len(view.shape)
-    have, want = _holders(source, view.source, axes), _holders(target, view.target, axes)
-    for copy in find_copies(have, want):
-        yield StateCopy(places, *copy, item_bytes)
+    # Experts of a layer differ in who has their boxes alone.
+    holders = lru_cache(64)(_holders)
+    overlapping = lru_cache(16)(lambda have, want: list(overlaps(have, want)))
+    for (source, target, view), places, item_bytes in kinds:
+        view = view or identity_view(source.global_shape)
+        axes = len(view.shape)
+        have, want = holders(source, view.source, axes), holders(target, view.target, axes)
+        for box, holding, receiver in find_copies(have, want, overlapping):
+            yield StateCopy(places, box, holding, receiver, item_bytes)
 
 
 def _holders(layout: Layout, side: TensorView, axes: int) -> dict[Box, Holders]:
@@ -121,6 +127,9 @@ class PlanStage:
         for copies, senders in zip(self.groups, self.senders, strict=True):
             spans = zip(copies, senders.starts, senders.sizes, strict=True)
             for copy, start, num_bytes in spans:
+                if len(copy.holders) == 1:
+                    found[copy.holders[0], copy.receiver] += num_bytes
+                    continue
                 for sender, part in senders.stretches(copy.holders, start, num_bytes):
                     found[sender, copy.receiver] += part
         return dict(sorted(found.items()))

@@ -186,8 +186,8 @@ def required_layout(name: str, value: object) -> Layout:
     layout = stated_layout(name, value)
     if layout is None:
         raise LayoutError(
-            f"{name!r} is a {type(value).__name__}; give a Layout, or a DTensor of shardspec or of "
-            "torch"
+            f"{name!r} is a {type(value).__name__}, which says no mesh; give a Layout, or a "
+            "DTensor of shardspec or of torch, as distribute_tensor makes it"
         )
     return layout
 

@@ -10,12 +10,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh as TorchMesh
 
 from shardspec.comm.communicator import Communicator
 from shardspec.comm.process_group import communicator_of
 from shardspec.errors import CommunicatorError, LayoutError
 from shardspec.layout.converter import LayoutConverter
-from shardspec.layout.layout import Layout, SpecLike, chosen_spec, spec_on
+from shardspec.layout.layout import Layout, SpecLike, checked_mesh, chosen_spec, spec_on
 from shardspec.layout.plan import ConversionPlan
 from shardspec.layout.spec import ShardingSpec
 from shardspec.mesh.device_ids import listed
@@ -239,8 +240,10 @@ class DTensor(Differentiable):
         return DTensor.from_shards, (shards, self.layout, self.communicator)
 
     def __repr__(self) -> str:
-        devices = listed(self.communicator.addressable) or "none"
-        return f"DTensor({self.layout}; holds the shards of devices {devices})"
+        devices = self.communicator.addressable
+        shards = {0: "no shards", 1: f"the shard of device {listed(devices)}"}
+        several = f"the shards of devices {listed(devices)}"
+        return f"DTensor({self.layout}; holds {shards.get(len(devices), several)})"
 
     @outside_graphs
     def to_local(
@@ -311,9 +314,9 @@ class DTensor(Differentiable):
         >>> t.redistribute("[S0]", device_mesh=DeviceMesh([1, 2], (2,))).shards
         {1: tensor([0, 1]), 2: tensor([2, 3])}
         """
-        if isinstance(sharding_spec, DeviceMesh) and device_mesh is None:
-            sharding_spec, device_mesh = None, sharding_spec
-        mesh = self.device_mesh if device_mesh is None else device_mesh
+        if device_mesh is None and isinstance(sharding_spec, DeviceMesh | TorchMesh):
+            sharding_spec, device_mesh = None, checked_mesh(sharding_spec)
+        mesh = self.device_mesh if device_mesh is None else checked_mesh(device_mesh)
         with telling(self.communicator, self.device_mesh, mesh):
             if isinstance(sharding_spec, DeviceMesh) or isinstance(placements, DeviceMesh):
                 raise LayoutError("redistribute: give one mesh, before the placements or by name")
@@ -412,6 +415,7 @@ def _checked(
     communicator: Communicator | None, mesh: DeviceMesh, needs_shards: str = ""
 ) -> Communicator:
     """Return the communicator, or the default one; refuse one of another mesh."""
+    mesh = checked_mesh(mesh)
     chosen = communicator_of(mesh) if communicator is None else communicator
     if chosen.mesh != mesh:
         raise LayoutError(

@@ -178,7 +178,7 @@ def check_copies(
     differing = [str(device) for device, found in digests.items() if found != digests[first]]
     if differing:
         raise LayoutError(
-            f"{what} is said to be the same on every rank, but that of rank {', '.join(differing)} "
+            f"{what} should be the same on every rank, but that of rank {', '.join(differing)} "
             f"differs from that of rank {first}"
         )
 

@@ -55,7 +55,7 @@ def test_a_file_instead_of_a_directory(tmp_path):
 def test_an_empty_directory(tmp_path):
     (tmp_path / "ckpt").mkdir()
     assert refused(tmp_path / "ckpt").endswith(
-        "ckpt: is empty, there is no checkpoint in it; check the path"
+        "ckpt: is empty, so there is no checkpoint in it; check the path"
     )
 
 

@@ -19,7 +19,7 @@ from shardspec.checkpoint.verify import diff_checkpoints, verify_checkpoint
 from shardspec.errors import CheckpointError
 from tests.checkpoint.stores import FORMS, ROOTS, upload
 
-CHANGED = "while it was read, so that what was read may be a mixture of two saves"
+CHANGED = "while it was read, so what was read may be a mixture of two saves"
 
 
 def rewritten(path):

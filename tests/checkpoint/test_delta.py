@@ -173,6 +173,12 @@ def test_another_base_is_refused_also_where_nothing_changed(place, tmp_path, nam
         assert not (tmp_path / "out").exists()
 
 
+def test_a_delta_does_not_replace_what_it_is_made_of(place):
+    for base, new in (("v0", "v1"), ("v1", "v0")):
+        with pytest.raises(CheckpointError, match="holds the checkpoint itself"):
+            delta(place / base, place / new, place / "v0", version=1, overwrite=True)
+
+
 def test_other_names_shapes_and_dtypes_need_a_full_checkpoint(place, tmp_path):
     for change, problem in (
         ({"a": torch.zeros(300, 41).bfloat16()}, r"'a' is \[300, 40\] bfloat16 .* \[300, 41\]"),
@@ -264,7 +270,7 @@ ALL = dict.fromkeys(("a", "large"), FILE)
         ({"entries": {"a": np.append(frame(bytes(24000)), np.uint8(0))}}, "the delta is damaged"),
         ({"entries": {"a": frame(bytes(24000))[:-1]}}, "cut short|damaged"),
         ({"entries": {"a": np.zeros(30, np.uint8)}}, "is damaged"),
-        ({"entries": {"a": np.zeros((3, 4), np.uint8)}}, "this is no delta"),
+        ({"entries": {"a": np.zeros((3, 4), np.uint8)}}, "this is not a delta"),
         ({"about": {"digest": "0" * 32}}, "has digest"),
     ],
 )

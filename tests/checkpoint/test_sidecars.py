@@ -135,7 +135,7 @@ def test_a_folder_of_any_format_keeps_what_lies_beside_and_names_the_rest(tmp_pa
     report = merge(place, tmp_path / "out.safetensors")
     assert report.not_copied == tuple(sorted((*BESIDE, "README.md", "runs/")))
     said = run("merge", place, "-o", tmp_path / "other.safetensors").stdout.splitlines()
-    assert said[-1].startswith("not copied, though it lies beside the weights: 'README.md', 'conf")
+    assert said[-1].startswith("not copied, though beside the weights: 'README.md', 'conf")
     (place / "README.md").unlink()
     (place / "runs").rmdir()
     assert merge(place, tmp_path / "rest", format="huggingface").not_copied == ()

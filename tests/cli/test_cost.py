@@ -85,7 +85,7 @@ def test_a_table_on_named_links():
         "per device; ring model; axis dp ib-ndr-per-gpu: 22.4 µs, 48 GB/s; "
         "axis tp h100-nvswitch (measured for 2, 4, 8 devices; otherwise 23 µs + 249 GB/s); local "
         "copies at 1675 GB/s",
-        "accuracy: all-gather of 2 has not been measured",
+        "accuracy: all-gather of 2 nodes × 1 (priced from tiers) has not been measured",
     ]
 
 

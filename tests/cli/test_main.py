@@ -62,6 +62,13 @@ def test_the_help_of_each_command_agrees_with_its_line_in_the_list_and_has_examp
         assert f"shardspec {command} " in result.stdout.partition("Examples:")[2]
 
 
+def test_what_an_option_takes_is_named_in_words_not_as_a_constant():
+    helps = "".join(run(command, "-h").stdout for command in COMMANDS)
+    taken = set(re.findall(r"^  (?:-\w, )?--[\w-]+ ([A-Z]\S*)", helps, re.MULTILINE))
+    assert {"FILE", "PRESETS", "SIZE"} < taken
+    assert [word for word in sorted(taken) if "_" in word] == []
+
+
 def test_help_lists_commands_by_task():
     groups = run("-h").stdout.partition("message and exit.\n\n")[2].split("\n\n")
     found = {
@@ -209,7 +216,7 @@ def test_a_bad_checkpoint_is_one_line_and_exit_code_3(tmp_path):
         assert (result.exit_code, result.stdout) == (3, "")
         assert (
             result.stderr
-            == f"Error: {tmp_path}: is empty, there is no checkpoint in it; check the path\n"
+            == f"Error: {tmp_path}: is empty, so there is no checkpoint in it; check the path\n"
         )
 
 

@@ -110,22 +110,31 @@ def test_named_links():
         "local copies at 1675 GB/s"
     )
     assert result.stdout.splitlines()[-1] == (
-        "accuracy: all-to-all of 8, local copies have not been measured"
+        "accuracy: all-to-all of 2 nodes × 4 (priced from tiers), local copies have not been "
+        "measured"
     )
     links = json.loads(run(*README_EXAMPLE, "--links", "efa-v4-per-gpu", "--json").stdout)["links"]
     assert [link["name"] for link in links] == ["efa-v4-per-gpu"] * 2
 
 
-def test_a_preset_on_an_axis_that_is_too_long_for_it():
-    args = ("--mesh", "2x16", "--shape", "64", "--link-model", "shared-bus")
-    result = run("[S1]", "[R]", *args, "--links", "a100-nvswitch")
+def test_a_preset_on_an_axis_that_is_too_long_for_a_node():
+    args = ("--mesh", "2x16", "--shape", "64", "--links", "a100-nvswitch")
+    result = run("[S1]", "[R]", *args)
+    inside = "a100-nvswitch (measured for 2, 4, 8 devices; otherwise 40 µs + 144 GB/s)"
     assert result.stdout.splitlines()[-2] == (
-        "per device; shared-bus model; "
-        "axis 0 a100-nvswitch (measured for 2, 4, 8 devices; otherwise 40 µs + 144 GB/s); "
-        "axis 1 a100-nvswitch beyond its 8 devices (measured for 2, 4, 8 devices; otherwise "
-        "40 µs + 144 GB/s); local copies at 1020 GB/s"
+        "per device; ring model; axis 0 ib-hdr-per-gpu: 22.4 µs, 24 GB/s; axis 1 ib-hdr-per-gpu: "
+        f"22.4 µs, 24 GB/s; in nodes of 8 each, {inside}; local copies at 1020 GB/s"
     )
-    assert result.stdout.splitlines()[-1] == "accuracy: all-gather of 16 has not been measured"
+    assert result.stdout.splitlines()[-1] == (
+        "accuracy: all-gather of 2 nodes × 8 (priced from tiers) has not been measured"
+    )
+    bus = run("[S1]", "[R]", *args, "--link-model", "shared-bus")
+    assert f"shared-bus model; axes 0,1 {inside}; " in bus.stdout
+    refused = run("[S1]", "[R]", "--mesh", "2x9", "--shape", "64", "--links", "a100-nvswitch")
+    assert refused.exit_code == 2
+    assert (
+        "the nodes of mesh 2x9 are unknown: ids 0 to 17 are not in one node of 8" in refused.stderr
+    )
 
 
 def test_a_scalar_has_nothing_to_convert():

@@ -125,12 +125,13 @@ def test_notebooks_show_the_picture():
     layout = Layout(DeviceMesh(range(4), (2, 2)), "[S01,R]", (4, 4), "float32")
     # What it says of text and rectangles holds for itself alone, not for the page around it.
     style = layout._repr_html_().partition("<style>")[2].partition("</style>")[0]
-    rules = [rule for rule in style.split("}") if rule]
-    assert len(rules) == 5
-    assert all(rule.startswith(".shardspec-layout") for rule in rules)
+    light, _, dark = style.partition("@media(prefers-color-scheme:dark){")
+    for rules in (light, dark.removesuffix("}")):
+        assert rules.count("}") >= 5
+        assert all(rule.startswith(".shardspec-layout") for rule in rules.split("}")[:-1])
     assert layout._repr_html_().count('class="cell"') == 4
     many = Layout(DeviceMesh(range(5000), (5000,)), "[S0]", (5000,), "float32")
-    assert many._repr_html_() == "<code>[S0] of [5000] float32 on 5000</code>"
+    assert many._repr_html_() == "<pre>[S0] of [5000] float32 on 5000</pre>"
 
 
 @pytest.mark.parametrize(

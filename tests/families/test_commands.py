@@ -15,12 +15,14 @@ from safetensors.torch import save_file as save_torch
 
 from shardspec import (
     DeviceMesh,
+    Layout,
     load_sharded,
     merge,
     model_layouts,
     model_names,
     plan_reshard,
 )
+from shardspec.checkpoint.open import open_checkpoint
 from shardspec.cli.main import cli
 from shardspec.errors import CheckpointError
 from tests.families.test_shapes import HF, model
@@ -207,6 +209,126 @@ def test_who_reads_what_under_a_layout(tmp_path):
         run(*call, "--mesh", "2")
         run(*call, "--mesh", "3", code=3)
     assert "there is no layout" in run(*call[:-1], "foo:2", code=3)
+
+
+@pytest.mark.parametrize(
+    ("layout", "mesh", "to"),
+    [
+        ("vllm:tp=2,ep=2", "2", "shardspec"),
+        ("vllm:tp=2,ep=4,dp=2", "dp=2,tp=2", "shardspec"),
+        ("megatron:tp=2,ep=2,etp=1", "2", "shardspec"),
+        ("megatron:tp=2,ep=2,etp=1,dp=2", "4", "shardspec"),
+        ("megatron:tp=2,ep=2,etp=1,pp=3", "6", "dcp"),
+        ("fsdp:3", "3", "shardspec"),
+    ],
+)
+def test_resharding_by_a_layout_gives_every_device_what_the_layout_says(tmp_path, layout, mesh, to):
+    folder, arrays = saved(tmp_path / "hf", "qwen3_moe")
+    call = ("reshard", folder, "-o", tmp_path / "run", "--model", folder, "--layout", layout)
+    run(*call, "--to", to)
+    layouts = model_layouts(HF["qwen3_moe"]["config"], layout)
+    run(*call, "--to", to, "--mesh", mesh, "--overwrite")
+    catalog = open_checkpoint(tmp_path / "run")
+    assert {*catalog.names} == layouts.keys()
+    for name, wanted in layouts.items():
+        outline = catalog.outline(name)
+        assert outline.shape == wanted.global_shape
+        boxes = {box for device in wanted.mesh.ids for box in wanted.local_boxes(device)}
+        assert {stored.box for stored in outline.boxes} == {box for box in boxes if prod_of(box)}
+        if to == "shardspec":
+            assert outline.spec is not None
+            again = Layout(catalog.mesh, outline.spec, outline.shape, outline.dtype)
+            for device in wanted.mesh.ids:
+                assert again.local_boxes(device) == wanted.local_boxes(device), name
+    run("merge", tmp_path / "run", "-o", f"{tmp_path}/back/", "--model", folder)
+    same(tmp_path / "back", arrays)
+    assert (tmp_path / "run" / "tokenizer.json").exists()
+
+
+def prod_of(box: tuple[tuple[int, int], ...]) -> int:
+    return prod(high - low for low, high in box)
+
+
+def test_a_layout_that_no_mesh_can_stand_for_needs_a_format_of_boxes(tmp_path):
+    folder, _ = saved(tmp_path / "hf", "qwen3_moe")
+    call = ("reshard", folder, "-o", tmp_path / "run", "--model", folder, "--layout")
+    said = run(*call, "megatron:tp=1,pp=3", code=3)
+    assert "'dcp'" in said
+    assert "is for 2 devices, the mesh has 3" in run(*call, "vllm:tp=2", "--mesh", "3", code=3)
+    for beside in (("--names", "fused"), ("--rule", "*", "[R]"), ("--like", folder)):
+        assert "leave out" in run(*call, "vllm:tp=2", *beside, code=2)
+    said = run("reshard", folder, "-o", tmp_path / "run", "--layout", "vllm:tp=2", code=2)
+    assert "give --model" in said
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "layout", "says"),
+    [
+        ({"num_key_value_heads": 3, "num_attention_heads": 6}, "vllm:tp=2", "3 key-value heads"),
+        (
+            {"num_key_value_heads": 3, "num_attention_heads": 6},
+            "megatron:tp=2",
+            "3 key-value heads",
+        ),
+        ({"vocab_size": 101}, "megatron:tp=2", "padded_vocab"),
+        ({}, "vllm:tp=2,ep=2,dp=3", "are over all 6 ranks"),
+        ({"num_experts": 7}, "vllm:tp=2,ep=2", "7 experts do not divide by ep=2"),
+        ({"num_experts": 7}, "megatron:ep=2", "7 experts do not divide by ep=2"),
+        ({"moe_intermediate_size": 13}, "megatron:tp=2", "do not divide by"),
+        ({"num_hidden_layers": 4}, "megatron:pp=3", "4 layers do not lie in pp=3 stages"),
+    ],
+)
+def test_sizes_that_do_not_divide_are_refused_before_anything_is_written(
+    tmp_path, changes, layout, says
+):
+    folder, _ = saved(tmp_path / "hf", "qwen3_moe", **changes)
+    for command in (("reshard", folder, "-o", tmp_path / "run"), ("plan-state", folder)):
+        said = run(*command, "--model", folder, "--layout", layout, code=3)
+        *notes, problem = said.splitlines()
+        assert says in problem
+        assert all(note.startswith("note: ") for note in notes)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_stated_padding_of_the_vocabulary_divides(tmp_path):
+    folder, arrays = saved(tmp_path / "hf", "qwen3", vocab_size=101, padded_vocab=104)
+    call = ("reshard", folder, "-o", tmp_path / "run", "--model", folder)
+    run(*call, "--layout", "megatron:tp=2")
+    found = open_checkpoint(tmp_path / "run").outline("output_layer.weight")
+    assert found.shape[0] == 104
+    run("merge", tmp_path / "run", "-o", f"{tmp_path}/back/", "--model", folder)
+    same(tmp_path / "back", arrays)
+
+
+def test_an_index_that_lists_tensors_of_no_file_is_refused(tmp_path):
+    folder, arrays = saved(tmp_path / "hf", "qwen3")
+    listed = dict.fromkeys([*arrays, "model.layers.9.enorm.weight"], "model.safetensors")
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": listed}))
+    for names in ("hf", "megatron", "fused"):
+        call = ("merge", folder, "-o", f"{tmp_path}/out/", "--model", folder, "--names", names)
+        said = run(*call, code=3)
+        assert "model.layers.9.enorm.weight" in said
+        assert len(said.splitlines()) == 1
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("prefix", ["model.", "module.module.", "state_dict.model."])
+@pytest.mark.parametrize("names", ["hf", "megatron", "fused"])
+def test_what_stands_before_all_names_is_no_part_of_them(tmp_path, prefix, names):
+    folder, arrays = saved(tmp_path / "hf", "qwen3_moe")
+    run("merge", folder, "-o", f"{tmp_path}/plain/", "--model", folder, "--names", names)
+    plain = load_file(tmp_path / "plain" / "model.safetensors")
+    job = tmp_path / "job"
+    job.mkdir()
+    steps = {"optimizer.state.step": np.zeros(1, np.float32)}
+    save_file({f"{prefix}{n}": a for n, a in plain.items()} | steps, job / "model.safetensors")
+    run("merge", job, "-o", f"{tmp_path}/out/", "--model", folder)
+    same(tmp_path / "out", arrays)
+    del plain[max(plain)]
+    save_file({f"{prefix}{n}": a for n, a in plain.items()}, job / "model.safetensors")
+    said = run("merge", job, "-o", f"{tmp_path}/less/", "--model", folder, code=3)
+    assert "lacks" in said or "num_" in said
 
 
 def test_loading_under_other_names(tmp_path):

@@ -87,6 +87,24 @@ def test_every_spelling_of_megatron_leads_to_the_files(name, saved):
     assert through(chain_of(own, "megatron", "hf"), state) == own.shapes()
 
 
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_moe", "gpt_oss", "deepseek_v3"])
+def test_tensors_that_megatron_saves_one_by_one_lead_to_the_files(name):
+    own = model(HF[name]["config"])
+    state = through(chain_of(own, "hf", "megatron"), shapes(HF[name]["files"]))
+    apart: Shapes = {}
+    for key, shape in state.items():
+        place = key.replace(".local_experts.", ".experts.")
+        if ".linear_fc1." in key and "layer_norm" not in key:
+            apart |= {f"{place}_{half}": (shape[0] // 2, *shape[1:]) for half in "wv"}
+        else:
+            apart[place] = shape
+    assert through(chain_of(own, "megatron", "hf"), apart) == own.shapes()
+    assert recognise(own, apart, "here").format == "megatron"
+    half = next(key for key in apart if key.endswith("_v"))
+    with pytest.raises(LayoutError):
+        through(chain_of(own, "megatron", "hf"), {n: s for n, s in apart.items() if n != half})
+
+
 @pytest.mark.parametrize("name", ["qwen3_moe", "mixtral", "deepseek_v3"])
 def test_legacy_grouped_experts_of_megatron_are_cut_apart(name):
     own = model(HF[name]["config"])
@@ -149,6 +167,7 @@ def test_families_that_are_refused_say_why():
     assert set(family_names()) == {
         *("deepseek-v2", "deepseek-v3", "gemma3", "glm4-moe", "gpt-neox", "gpt-oss", "gpt2"),
         *("llama", "llama4", "mistral", "mixtral", "olmo2", "phi3", "qwen2", "qwen3", "qwen3-moe"),
+        "starcoder2",
     }
     for name in family_names():
         assert shipped_family(name).model_types

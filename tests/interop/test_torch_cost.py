@@ -50,6 +50,12 @@ def test_it_has_the_signature_of_torchs_and_its_unit():
     assert 30 < torchs(here, there) < 1000
 
 
+def test_the_outer_axis_is_dearer_than_the_inner_one():
+    outer = redistribute_cost(spec(Shard(0), Replicate()), spec(Replicate(), Replicate()))
+    ends = (spec(Replicate(), p, shape=(8, 2)) for p in (Shard(0), Replicate()))
+    assert outer > 1.5 * redistribute_cost(*ends)
+
+
 def test_what_torch_cannot_convert_has_no_price():
     whole = spec(Replicate(), Replicate())
     assert redistribute_cost(spec(Shard(0), Shard(1)), spec(Partial(), Shard(1))) == inf
@@ -84,3 +90,28 @@ def test_all_edges_at_once_cost_what_each_does(names):
     assert found.tolist() == pytest.approx(wanted * 2, rel=1e-9)
     # Nothing becomes pending: of 4 placements per axis, 13 pairs of 16 can be.
     assert sum(each < inf for each in wanted) == 2 * 13**2
+
+
+def test_tables_of_edges_cost_what_each_pair_does():
+    """Lists with repeats, of several tensors, empty ones, and meshes that differ."""
+    cost = RedistributeCost()
+    small = TensorMeta(torch.Size((30, 7)), (7, 1), torch.float32)
+    ways = list(product(WAYS, repeat=2))
+    ends = [spec(*here) for here in [*ways, *ways[:3]]], [spec(*there) for there in ways[::-2]]
+    again = [spec(*here) for here in [*ways, *ways[:3]]], [spec(*there) for there in ways[::-2]]
+    others = (
+        [spec(*here, meta=small) for here in ways[:4]],
+        [spec(Replicate(), Shard(1), meta=small, shape=(4, 4)), spec(*ways[5], meta=small)],
+    )
+    nothing = ([], ends[1])
+    tables = cost.tables(iter([ends, others, again, nothing]))
+    assert tables[2] is tables[0]
+    assert not tables[0].flags.writeable
+    for (sources, targets), table in zip([ends, others, again, nothing], tables, strict=True):
+        wanted = [[cost(here, there) for there in targets] for here in sources]
+        assert table.shape == (len(sources), len(targets))
+        assert table.tolist() == [pytest.approx(row, rel=1e-9) for row in wanted]
+    assert (tables[1][:, 0] == inf).all()
+    assert cost.tables([]) == []
+    with pytest.raises(LayoutError, match="need one shape and dtype"):
+        cost.tables([ends, (ends[0], others[1])])

@@ -59,10 +59,11 @@ def test_between_meshes_axes_and_links_are_those_of_each():
     lines = str(plan).splitlines()
     assert lines[0].endswith("(256 B) from mesh dp=2,tp=2 to mesh pp=4")
     assert lines[-2] == (
-        "per device; ring model; axes dp,tp assumed h100-nvswitch (measured for 2, 4, 8 devices; "
-        "otherwise 23 µs + 249 GB/s); local copies at 1675 GB/s; then ring model; axis pp assumed "
-        "h100-nvswitch (measured for 2, 4, 8 devices; otherwise 23 µs + 249 GB/s); local copies "
-        "at 1675 GB/s"
+        "per device; ring model; no links given: assuming h100-nvswitch for dp and tp (measured "
+        "for 2, 4, 8 devices; otherwise 23 µs + 249 GB/s); local copies at 1675 GB/s; then "
+        "ring model; "
+        "no links given: assuming h100-nvswitch for pp (measured for 2, 4, 8 devices; otherwise "
+        "23 µs + 249 GB/s); local copies at 1675 GB/s"
     )
     for step, before in zip(plan.steps, plan.layouts, strict=False):
         assert {here: "tp", there: "pp"}[before.mesh] in str(plan), step

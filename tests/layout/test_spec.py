@@ -184,7 +184,7 @@ def test_axes_that_are_none():
         )
     for name in ("", "0", "a b", "d-p"):
         assert axis_error(lambda name=name: DimSpec((name,))) == (
-            f"axis name {name!r}: use letters, digits and '_', no digit first"
+            f"axis name {name!r}: use letters, digits and '_', a letter first"
         )
 
 

@@ -267,7 +267,7 @@ def test_commands_of_the_docs(tmp_path, options, sizes):
 @pytest.mark.parametrize(
     ("env", "args", "message"),
     [
-        ({}, (), "mesh 2x2 has 4 devices, but this is no job; start it as in 'torchrun"),
+        ({}, (), "mesh 2x2 has 4 devices, but this is not a job; start it as in 'torchrun"),
         ({"WORLD_SIZE": "3"}, (), "mesh 2x2 has 4 devices, but this job has 3 processes"),
         ({"WORLD_SIZE": "4"}, ("--min-bytes", "1MiB", "--max-bytes", "1MiB"), "more than it"),
     ],

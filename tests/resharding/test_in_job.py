@@ -189,6 +189,31 @@ def _tied(rank: int) -> list[object]:
     return [values, *(found["head"] is found["embed"] for found in (got, again) if found)]
 
 
+def _plain_tensors(rank: int) -> tuple[list[Any], str]:
+    """Buffers and norms that are no DTensors, on both ends; then on a rank with meshes apart."""
+    trainer, part, generator = DeviceMesh(range(4), (2, 2)), DeviceMesh([0, 1]), DeviceMesh([4, 5])
+    state: dict[str, object] = {}
+    out: dict[str, object] = {}
+    if rank in trainer:
+        w = DTensor(torch.arange(8.0).view(4, 2), trainer, "[S0,R]")
+        state = {"w": w, "norm": torch.arange(3.0), "count": torch.tensor(7)}
+    if rank in part:
+        state["bias"] = DTensor(torch.arange(2.0), part, "[S0]")
+    if rank in generator:
+        out = {"w": DTensor(torch.zeros(4, 2), generator, "[R,S0]")}
+        out |= {"norm": torch.zeros(3), "count": torch.tensor(0), "bias": torch.zeros(2)}
+    plan_reshard(state, out).run(state, out)
+    got = [tensor.tolist() for tensor in out.values() if isinstance(tensor, torch.Tensor)]
+    if rank == 0:
+        layout = Layout(DeviceMesh([0, 5]), "[S0]", (2,), "float32")
+        state["other"] = DTensor.from_shards({0: torch.zeros(1)}, layout)
+    try:
+        plan_reshard(state, (generator, {}))
+    except ShardSpecError as error:
+        return got, str(error)
+    return got, ""
+
+
 def _equal_values(rank: int) -> tuple[list[object], list[str]]:
     """Values that are equal and pickle otherwise on each rank; then some that differ."""
     mesh = DeviceMesh(range(WORLD))
@@ -237,6 +262,10 @@ def _all(rank: int, place: Path):
     assert len(_old_values(place)) == 4
     found = _random_cases(rank, SEEDS), _torch_state(rank), _disagreements(rank)
     changed = _changed(rank, range(60)), _tied(rank), _equal_values(rank)
+    filled, refused = _plain_tensors(rank)
+    assert filled == ([[0.0, 1.0, 2.0], 7, [0.0, 1.0]] if rank in (4, 5) else [])
+    assert "'norm' is a Tensor, which says no mesh; give a Layout" in refused
+    assert rank == 0 or refused.startswith("rank 0 has failed")
     values, said = _values(rank)
     assert values[:2] == [7, [0.5, ("adam", None)]]
     assert values[2:] == (
@@ -256,7 +285,7 @@ def _all(rank: int, place: Path):
     assert travelled[8].startswith(
         "'layers.0.up' is [S0,R] of [4, 3] float32 on tp=2 on rank 0 and"
     )
-    assert "'w' is a Tensor; give a Layout, or a DTensor" in travelled[9]
+    assert "'w' is a Tensor, which says no mesh; give a Layout, or a DTensor" in travelled[9]
     assert rank == 2 or travelled[9].startswith("rank 2 ")
     return *found, changed
 

@@ -68,7 +68,7 @@ def test_a_page_names_files_and_escapes_them():
 
 def test_too_many_ends_are_refused_and_a_notebook_gets_text():
     plan = plan_between(300, 1, rows=300)
-    with pytest.raises(LayoutError, match="the plan has 300 senders, of which 256 can be drawn"):
+    with pytest.raises(LayoutError, match="the plan has 300 senders, and up to 256 can be drawn"):
         plan.svg()
     assert plan._repr_html_().startswith("<pre>1 tensor on 301 devices")
     assert plan_between(2, 2)._repr_html_().startswith("<svg")

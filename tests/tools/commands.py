@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 from typing import NamedTuple, NoReturn
 
-__all__ = ["Measured", "leave", "measured", "shardspec"]
+__all__ = ["Measured", "in_process", "leave", "measured", "shardspec"]
 
 
 class Measured(NamedTuple):
@@ -26,6 +26,16 @@ def shardspec(*arguments: str | Path, code: int = 0) -> str:
     said = done.stdout + done.stderr
     assert done.returncode == code, f"{' '.join(command)}: {done.returncode}\n{said}"
     return done.stdout if code == 0 else said
+
+
+def in_process(*arguments: str | Path) -> None:
+    """Run the command in this process, which has loaded what it needs; fail if it does."""
+    from click.testing import CliRunner
+
+    from shardspec.cli.main import cli
+
+    done = CliRunner().invoke(cli, [str(argument) for argument in arguments])
+    assert done.exit_code == 0, f"{arguments}: {done.exit_code}\n{done.output}"
 
 
 def measured(command: list[str]) -> Measured:

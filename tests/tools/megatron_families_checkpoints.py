@@ -1,127 +1,215 @@
-"""Families of models in Megatron-core: its logits are those of transformers after one command."""
+"""Families of models in Megatron-core: its logits are those of transformers after one command.
+
+What it saves comes back bit by bit, and two of its ranks hold what the layout says.
+"""
 
 import json
+import re
+import shutil
 import sys
-from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
-from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
-from megatron.core.transformer import TransformerConfig
+from megatron.core import dist_checkpointing, parallel_state
 from safetensors.torch import load_file
-from torch.nn.functional import silu
-from transformers import AutoConfig, AutoModelForCausalLM
+from torch.multiprocessing.spawn import spawn
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
-from tests.tools.commands import leave, shardspec
+from shardspec import model_layouts
+from tests.tools.commands import in_process, leave
 from tests.tools.language_models import answers, loaded
-from tests.tools.megatron_models_checkpoints import load, megatron_answers, on_a_cpu
-from tests.tools.models_checkpoints import MODELS
-from tests.tools.table import Row, write_rows
+from tests.tools.megatron_gpt import gpt, is_latent, randomised
+from tests.tools.megatron_models_checkpoints import load, megatron_answers, on_a_cpu, sharded
+from tests.tools.megatron_world import pieces_of, same_bits
+from tests.tools.models_checkpoints import MODELS, type_of
+from tests.tools.table import LOGITS, MEGATRON, Cell, write_rows
 
 _CLOSE = 1e-5
-_KINDS = ("qwen3", "qwen3_moe")
+_WITHOUT = ("gemma3_text", "olmo2")
+"""Families of whose layers Megatron-core lacks some."""
+_AHEAD = ("deepseek_v3", "glm4_moe")
 _LOCAL = (
-    ("self_attention.linear_qkv.layer_norm_weight", "input_layernorm.weight"),
-    ("mlp.linear_fc1.layer_norm_weight", "pre_mlp_layernorm.weight"),
+    ("self_attention.linear_qkv.layer_norm_", "input_layernorm."),
+    ("mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm."),
+    ("self_attention.linear_q_up_proj.layer_norm_", "self_attention.q_layernorm."),
+    ("self_attention.linear_kv_up_proj.layer_norm_", "self_attention.kv_layernorm."),
 )
 """Names of Transformer Engine, and of layers that run on a CPU."""
 
 
-def saved_model(model_type: str, folder: Path) -> torch.Tensor:
+def local(name: str) -> str:
+    """Return what layers that run on a CPU call a tensor."""
+    for old, new in _LOCAL:
+        name = name.replace(old, new)
+    return name
+
+
+def saved_model(label: str, folder: Path) -> torch.Tensor:
     """Save a model whose norms are far from 1; return its logits."""
     torch.manual_seed(1)
-    config = AutoConfig.for_model(model_type, **MODELS[model_type])
-    if model_type == "qwen3_moe":
+    config = AutoConfig.for_model(type_of(label), **MODELS[label])
+    if label == "qwen3_moe":
         config.norm_topk_prob = True
     model = AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
-        for name, tensor in model.named_parameters():
-            scale = 0.5 if "norm" in name else 0.1
-            tensor.add_(torch.randn(tensor.shape) * scale)
+        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+            if tensor.is_floating_point() and "inv_freq" not in name:
+                scale = 0.5 if "norm" in name or "bias" in name else 0.1
+                tensor.add_(torch.randn(tensor.shape) * scale)
     model.eval().save_pretrained(folder)
     return answers(loaded(folder))
 
 
-def gpt(config: transformers.PretrainedConfig) -> GPTModel:
-    """Build Megatron's model of the same sizes."""
-    experts = config.model_type == "qwen3_moe"
-    more = {}
-    if experts:
-        layers = range(config.num_hidden_layers)
-        more = {
-            "num_moe_experts": MODELS["qwen3_moe"]["num_experts"],
-            "moe_ffn_hidden_size": config.moe_intermediate_size,
-            "moe_router_topk": config.num_experts_per_tok,
-            "moe_router_load_balancing_type": "none",
-            "moe_layer_freq": [int(layer not in config.mlp_only_layers) for layer in layers],
-        }
-    layers_config = TransformerConfig(
-        num_layers=config.num_hidden_layers,
-        hidden_size=config.hidden_size,
-        num_attention_heads=config.num_attention_heads,
-        num_query_groups=config.num_key_value_heads,
-        kv_channels=config.head_dim,
-        ffn_hidden_size=config.intermediate_size,
-        activation_func=silu,
-        gated_linear_unit=True,
-        add_bias_linear=False,
-        normalization="RMSNorm",
-        layernorm_epsilon=config.rms_norm_eps,
-        qk_layernorm=True,
-        use_cpu_initialization=True,
-        attention_dropout=0,
-        hidden_dropout=0,
-        bias_activation_fusion=False,
-        bias_dropout_fusion=False,
-        masked_softmax_fusion=False,
-        apply_rope_fusion=False,
-        persist_layer_norm=False,
-        **more,
+def renames(config: PretrainedConfig, names: set[str]) -> list[str]:
+    """Return the options that give tensors of `torch_dist` the names of layers on a CPU.
+
+    These differ from those in memory, but where attention goes by latent vectors.
+    """
+    pairs = _LOCAL[1:] if is_latent(config) else [_LOCAL[1][::-1]]
+    found = []
+    for old, new in pairs:
+        if any(old in name for name in names):
+            found += ["--rename", re.escape(old), new]
+    return found
+
+
+def to_torch_dist(folder: Path, place: Path, saved: Path, config: PretrainedConfig) -> None:
+    """Write what Megatron loads by `dist_checkpointing`."""
+    names = {*load_file(place.parent / "megatron" / "model.safetensors")}
+    way = ("--model", folder, "--names", "megatron", "--to", "dcp")
+    in_process("reshard", folder, "-o", place, *way, *renames(config, names))
+    for name in ("common.pt", "metadata.json"):
+        shutil.copy(saved / name, place)
+
+
+def try_one(label: str, place: Path) -> float:
+    """Take a model to Megatron and back; return how far the logits are apart."""
+    folder, saved, back = place / "hf", place / "saved", place / "back"
+    wanted = saved_model(label, folder)
+    assert float(wanted.std()) > 0.1, "the logits say nothing"
+    in_process(
+        "merge", folder, "-o", f"{place}/megatron/", "--model", folder, "--names", "megatron"
     )
-    return GPTModel(
-        layers_config,
-        get_gpt_decoder_block_spec(
-            layers_config, use_transformer_engine=False, normalization="RMSNorm"
-        ),
-        vocab_size=config.vocab_size,
-        max_sequence_length=config.max_position_embeddings,
-        share_embeddings_and_output_weights=config.tie_word_embeddings,
-        position_embedding_type="rope",
-        rotary_base=config.rope_parameters["rope_theta"],
-    ).eval()
+    tensors = load_file(place / "megatron" / "model.safetensors")
+    config = loaded(folder).config
+    model = gpt(config)
+    load(model, {local(name): tensor for name, tensor in tensors.items()})
+    apart = float((megatron_answers(model, wanted.shape[-1]) - wanted).abs().max())
+    saved.mkdir()
+    dist_checkpointing.save(model.sharded_state_dict(), str(saved))
+    in_process("merge", saved, "-o", f"{back}/", "--model", folder)
+    first, again = (load_file(one / "model.safetensors") for one in (folder, back))
+    assert first.keys() == again.keys(), first.keys() ^ again.keys()
+    for name, tensor in first.items():
+        assert same_bits(tensor, again[name]), name
+    to_torch_dist(folder, place / "run", saved, config)
+    other = gpt(config)
+    load(other, dist_checkpointing.load(sharded(other), str(place / "run")))
+    assert torch.equal(megatron_answers(other, 96), megatron_answers(model, 96))
+    return apart
 
 
-def apart(folder: Path, place: Path, wanted: torch.Tensor) -> float:
-    """Return how far the logits of Megatron-core are from those of transformers."""
-    shardspec("merge", folder, "-o", f"{place}/", "--model", folder, "--names", "megatron")
-    tensors = load_file(place / "model.safetensors")
-    for old, new in _LOCAL:
-        tensors = {name.replace(old, new): tensor for name, tensor in tensors.items()}
-    model = gpt(loaded(folder).config)
-    load(model, tensors)
-    return float((megatron_answers(model, wanted.shape[-1]) - wanted).abs().max())
+def look_ahead(label: str, place: Path) -> None:
+    """Take a model that predicts further tokens from Megatron to files and back: the same bits."""
+    config = AutoConfig.for_model(type_of(label), **MODELS[label])
+    config.num_nextn_predict_layers = 1
+    home, saved = place / "ahead", place / "ahead-saved"
+    config.save_pretrained(home)
+    saved.mkdir()
+    model = randomised(gpt(config, ahead=1), seed=5)
+    dist_checkpointing.save(model.sharded_state_dict(), str(saved))
+    in_process("merge", saved, "-o", f"{place}/ahead-hf/", "--model", home)
+    files = load_file(place / "ahead-hf" / "model.safetensors")
+    assert f"model.layers.{config.num_hidden_layers}.eh_proj.weight" in files
+    to_torch_dist(place / "ahead-hf", place / "ahead-run", saved, config)
+    other = gpt(config, ahead=1)
+    load(other, dist_checkpointing.load(sharded(other), str(place / "ahead-run")))
+    state = other.state_dict()
+    for name, tensor in model.state_dict().items():
+        if isinstance(tensor, torch.Tensor):
+            assert same_bits(tensor, state[name]), name
 
 
-def main(place: Path, rows_file: str) -> None:
+def layout_of(label: str) -> str:
+    experts = any("expert" in word for word in MODELS[label])
+    return f"megatron:tp=2,{'ep=2,etp=1,' if experts else ''}spec=local"
+
+
+def held(rank: int, labels: list[str], place: Path) -> None:
+    """Compare what each of two ranks of Megatron loads with the layout and the model's tensors."""
+    on_a_cpu(rank, 2, place / "store", expert_model_parallel_size=2, expert_tensor_parallel_size=1)
+    for label in labels:
+        config = loaded(place / label / "hf").config
+        layout = layout_of(label)
+        model = gpt(config, tp=2, ep=2 if "ep=" in layout else 1)
+        load(model, dist_checkpointing.load(sharded(model), str(place / label / "saved")))
+        tensors = load_file(place / label / "layout.safetensors")
+        whole = {local(name): tensor for name, tensor in tensors.items()}
+        found: dict[str, Any] = {}
+        for piece in pieces_of(sharded(model), legacy=False):
+            name, offset, tensor = piece.name, piece.offset, piece.tensor
+            if "layers." in name and not re.search(r"layers\.\d", name):
+                name = name.replace("layers.", f"layers.{offset[0]}.", 1)
+                offset, tensor = offset[1:], tensor[0]
+            box = tuple((at, at + size) for at, size in zip(offset, tensor.shape, strict=True))
+            part = whole[local(name)][tuple(slice(*side) for side in box)]
+            assert same_bits(part, tensor), (label, name)
+            found.setdefault(local(name), set()).add(box)
+        layouts = model_layouts(place / label / "hf", layout)
+        assert {local(name) for name in layouts} == found.keys()
+        for name, one in layouts.items():
+            boxes = found[local(name)]
+            elements = sum(volume(box) for box in boxes)
+            assert elements == sum(map(volume, one.local_boxes(rank))), (label, name)
+            assert inside(boxes, one.local_boxes(rank)), (label, name)
+    leave()
+
+
+def volume(box: tuple[tuple[int, int], ...]) -> int:
+    size = 1
+    for low, high in box:
+        size *= high - low
+    return size
+
+
+def inside(boxes: set[Any], others: list[Any]) -> bool:
+    """Return whether every box lies in one of others."""
+    return all(
+        any(
+            all(a <= low and high <= b for (low, high), (a, b) in zip(box, other, strict=True))
+            for other in others
+        )
+        for box in boxes
+    )
+
+
+def main(place: Path, rows_file: str, labels: list[str]) -> None:
     transformers.utils.logging.disable_progress_bar()
     on_a_cpu(0, 1, place / "store-of-one")
-    found = {}
-    for kind in _KINDS:
-        wanted = saved_model(kind, place / kind / "hf")
-        assert float(wanted.std()) > 0.1, "the logits say nothing"
-        found[kind] = apart(place / kind / "hf", place / kind / "megatron", wanted)
-        print(f"{kind}: logits apart by {found[kind]:.1e}", file=sys.stderr)
+    cells, found = [], {}
+    for label in labels:
+        found[label] = try_one(label, place / label)
+        print(f"{label}: logits apart by {found[label]:.1e}", file=sys.stderr)
+        if label in _AHEAD:
+            look_ahead(label, place / label)
+        run, whole = place / label / "layout", place / label / "layout.safetensors"
+        folder = place / label / "hf"
+        in_process("reshard", folder, "-o", run, "--model", folder, "--layout", layout_of(label))
+        in_process("merge", run, "-o", whole)
     assert max(found.values()) < _CLOSE, json.dumps(found)
-    row = Row(
-        *("transformers", transformers.__version__, f"`--names megatron`: {', '.join(_KINDS)}"),
-        *("yes", "by their logits", "`--to huggingface`"),
-        f"by Megatron-core {version('megatron-core')}: the logits are equal within 1e-5",
-    )
-    write_rows(rows_file, [row])
+    parallel_state.destroy_model_parallel()
+    spawn(held, (labels, place), nprocs=2)
+    for label in labels:
+        logits = "within 1e-5, norms far from 1; what it saves comes back as the same bits"
+        cells.append(Cell(type_of(label), LOGITS, logits))
+        cells.append(Cell(type_of(label), MEGATRON, f"bytes of 2 ranks, `{layout_of(label)}`"))
+    cells += [Cell(label, LOGITS, "not run: Megatron-core lacks its layers") for label in _WITHOUT]
+    write_rows(rows_file, cells)
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2])
+    built = [label for label in MODELS if label not in _WITHOUT]
+    main(Path(sys.argv[1]), sys.argv[2], sys.argv[3:] or built)
     leave()

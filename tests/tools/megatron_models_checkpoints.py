@@ -36,10 +36,10 @@ _PADDED = 128
 _MODELS = "`--map (llama, qwen2, mistral, gpt2, gpt-neox, mixtral)"
 
 
-def on_a_cpu(rank: int, world: int, store: Path) -> None:
+def on_a_cpu(rank: int, world: int, store: Path, **experts: int) -> None:
     """Start a world of tensor parallel ranks, and answer what asks for CUDA in passing."""
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
-    parallel_state.initialize_model_parallel(world, 1)
+    parallel_state.initialize_model_parallel(world, 1, **experts)
     for name, answer in (("current_device", "cpu"), ("synchronize", None)):
         setattr(torch.cuda, name, partial(_said, answer))
     get_cuda_rng_tracker().fork = lambda *_: contextlib.nullcontext()

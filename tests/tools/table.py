@@ -1,9 +1,21 @@
-"""What is tried with the tools themselves: rows of the table in docs/compatibility.md."""
+"""What is tried with the tools themselves: rows of the tables in docs/compatibility.md."""
 
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
-__all__ = ["Row", "as_markdown", "write_rows"]
+__all__ = [
+    *("FUSED", "HF_TP", "LOGITS", "MEGATRON", "PUBLISHED", "THERE_AND_BACK"),
+    *("Cell", "Row", "as_markdown", "families_as_markdown", "read_rows", "write_rows"),
+]
+
+THERE_AND_BACK: Final = "to Megatron-core and back"
+LOGITS: Final = "logits against Megatron-core"
+FUSED: Final = "fused and back"
+HF_TP: Final = "`hf-tp`"
+MEGATRON: Final = "`megatron` layout"
+PUBLISHED: Final = "published sizes"
+_COLUMNS: Final = (THERE_AND_BACK, LOGITS, FUSED, HF_TP, MEGATRON, PUBLISHED)
 
 
 class Row(NamedTuple):
@@ -21,9 +33,44 @@ class Row(NamedTuple):
     """By the tool, and what it then did."""
 
 
-def write_rows(path: str, rows: list[Row]) -> None:
-    """Hand rows to the process that prints the table."""
+class Cell(NamedTuple):
+    """What was tried of a family of models; the table of families has a column for each kind."""
+
+    model_type: str
+    column: str
+    text: str
+
+
+def write_rows(path: str, rows: Sequence[Row | Cell]) -> None:
+    """Hand rows and cells to the process that prints the tables."""
     Path(path).write_text("".join("\t".join(row) + "\n" for row in rows))
+
+
+def read_rows(path: Path) -> list[Row | Cell]:
+    """Return what another process has handed over."""
+    lines = [line.split("\t") for line in path.read_text().splitlines()]
+    return [Cell(*line) if len(line) == len(Cell._fields) else Row(*line) for line in lines]
+
+
+def families_as_markdown(cells: Iterable[Cell]) -> str:
+    """Return the table of families.
+
+    Examples
+    --------
+    >>> print(families_as_markdown([Cell("a", FUSED, "bits"), Cell("a", FUSED, "more")]))
+    ... # doctest: +ELLIPSIS
+    | `model_type` | to Megatron-core and back | ... | published sizes |
+    | --- | --- | --- | --- | --- | --- | --- |
+    | `a` |  |  | bits; more |  |  |  |
+    """
+    found: dict[str, dict[str, dict[str, None]]] = {}
+    for model_type, column, text in cells:
+        found.setdefault(model_type, {}).setdefault(column, {})[text] = None
+    rows = [
+        (f"`{model_type}`", *("; ".join(columns.get(one, ())) for one in _COLUMNS))
+        for model_type, columns in sorted(found.items())
+    ]
+    return _markdown([("`model_type`", *_COLUMNS), ("---",) * (1 + len(_COLUMNS)), *rows])
 
 
 def as_markdown(rows: list[Row]) -> str:
@@ -45,5 +92,8 @@ def as_markdown(rows: list[Row]) -> str:
         "written",
         "loaded by the tool",
     )
-    lines = [head, ("---",) * len(head), *rows]
+    return _markdown([head, ("---",) * len(head), *rows])
+
+
+def _markdown(lines: Iterable[Sequence[str]]) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)

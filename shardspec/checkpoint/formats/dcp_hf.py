@@ -99,7 +99,7 @@ def _open(directory: StoragePath, options: OpenOptions) -> Catalog:
             check_tiling(tensor)
             _check_chunks(directory, tensor, count)
         found.notes = (
-            f"took it that {count} ranks have written it: their shards leave no gap, but no file "
+            f"assuming that {count} ranks wrote it: their shards leave no gap, but no file "
             "says that there was no later one; give the number of ranks to have it checked",
         )
     return found

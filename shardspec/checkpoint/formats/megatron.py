@@ -1,9 +1,9 @@
 """Megatron-LM's checkpoints, ``mp_rank_XX[_YYY][_ZZZ]/model_optim_rng.pt``.
 
 XX is the tensor parallel rank, YYY the pipeline stage and ZZZ the expert parallel rank, which
-stands without YYY where there are no stages. Tensors are sharded by the rules shipped as
-``megatron_gpt``, or ``megatron_llama`` where the arguments say that feed-forward layers are gated
-(see `cut_rules`). Source: megatron/training/checkpointing.py.
+stands without YYY where there are no stages. Tensors are sharded by the rules of
+`families/rank_rules.py`; the arguments say whether feed-forward layers are gated. Source:
+megatron/training/checkpointing.py.
 
 With a virtual pipeline (``model0``, ``model1``) the first chunks of all stages come before the
 second ones. The arguments say how many ranks and layers there are; without them the caller has to
@@ -34,6 +34,7 @@ from shardspec.checkpoint.torch_files.states import (
 )
 from shardspec.checkpoint.torch_files.unpickler import PickledNames, Record, record_class
 from shardspec.errors import CheckpointError
+from shardspec.families.rank_rules import megatron_rules
 from shardspec.mesh.device_mesh import DeviceMesh
 from shardspec.text import Argument
 
@@ -243,7 +244,7 @@ def _ordered(states: Sequence[TorchState]) -> bool:
 
 def _rules(rules: cut_rules.CutRules, state: TorchState) -> cut_rules.SourceRules:
     """Return the rules of the caller and those that are shipped for such a model."""
-    shipped, gated = map(cut_rules.shipped_rules, ("megatron_gpt", "megatron_llama"))
+    shipped, gated = (cut_rules.cut_rules(megatron_rules(gated=halves)) for halves in (False, True))
     swiglu = _argument(state, "swiglu")
     if swiglu is True or _argument(state, "quick_geglu") is True:
         shipped = gated

@@ -14,7 +14,6 @@ from shardspec.checkpoint.cut_rules import (
     SourceRules,
     cut_rules,
     merged_tensors,
-    shipped_rules,
 )
 from shardspec.checkpoint.format import Format, OpenOptions
 from shardspec.checkpoint.formats.torch_file import open_torch_file
@@ -23,6 +22,7 @@ from shardspec.checkpoint.storage.path import StoragePath, file_inside
 from shardspec.checkpoint.strict_json import read_json
 from shardspec.checkpoint.torch_files.states import check_no_copies, plain_value, read_torch_states
 from shardspec.errors import CheckpointError
+from shardspec.families.rank_rules import meta_rules
 from shardspec.layout.rules import RuleSpec
 from shardspec.mesh.device_mesh import DeviceMesh
 
@@ -60,7 +60,7 @@ def _open(directory: StoragePath, options: OpenOptions) -> Catalog:
         )
     check_no_copies(states)
     embedding = "[S(tp),R]" if shapes.get(_TOKENS, ())[1:] == width else "[R,S(tp)]"
-    shipped = shipped_rules("meta_llama") | {_TOKENS: RuleSpec.of(embedding)}
+    shipped = cut_rules(meta_rules()) | {_TOKENS: RuleSpec.of(embedding)}
     tensors = merged_tensors(
         [ModelChunk(states)], SourceRules(cut_rules(options.source_rules), shipped)
     )

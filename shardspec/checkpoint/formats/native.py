@@ -427,6 +427,12 @@ def _entry(rank: int, file: OutputFile, crcs: Sequence[int]) -> FileEntry:
 
 def _lay_out(source: Catalog, wanted: Wanted) -> Target:
     of_files, kept = source.file_metadata.values, wanted.carried
+    for name, layout in wanted.layouts.items():
+        if layout.mesh != wanted.mesh:
+            raise CheckpointError(
+                f"tensor {name!r} is on {layout.mesh}, and others on other meshes that no mesh of "
+                "all devices stands for; write them in the format 'dcp', which lists boxes"
+            )
     return sharded_target(
         *(wanted.mesh, wanted.tensors, wanted.layouts, wanted.save),
         *(of_files, kept.values, kept.paths),

@@ -32,7 +32,7 @@ class Snapshot(NamedTuple):
             if path not in now or now[path] != self.files.get(path):
                 done = "changed" if path in now else "was removed"
                 raise CheckpointError(
-                    f"{path}: {done} while it was read, so that what was read may be a mixture of "
+                    f"{path}: {done} while it was read, so what was read may be a mixture of "
                     "two saves; run again when nobody writes it"
                 )
 

@@ -189,7 +189,7 @@ def _rebuild(
     if isinstance(metadata, dict):
         lazily = tuple(str(key)[:20] for key, holds in metadata.items() if holds)
     elif metadata:
-        raise ValueError("what is said of a view is whether it conjugates or negates")
+        raise ValueError("a view states only whether it conjugates or negates")
     looks = (sizes, steps, start, lazily)
     if isinstance(storage, UnreadTensor):
         return replace(storage, looks=(*storage.looks, *looks))

@@ -153,7 +153,7 @@ class Differentiable(TensorLike):
             # By this torch finds out where gradients arrive.
             views = {device: shard.view_as(shard) for device, shard in own.items()}
             return self._made(self.layout, self.communicator, views)
-        result: Self = self._call(torch.Tensor.view, *other.shape)
+        result: Self = self._call(torch.Tensor.view, other.shape)
         return result
 
     @outside_graphs

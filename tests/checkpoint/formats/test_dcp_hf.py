@@ -132,7 +132,7 @@ def test_shards_that_fit_together_are_read_and_what_was_assumed_is_said(saved, n
     assert_same(read_whole(saved / name), read_whole(saved / name, ranks=4))
     assert open_checkpoint(saved / name, ranks=4).notes == ()
     assert open_checkpoint(saved / name).notes == (
-        "took it that 4 ranks have written it: their shards leave no gap, but no file says that "
+        "assuming that 4 ranks wrote it: their shards leave no gap, but no file says that "
         "there was no later one; give the number of ranks to have it checked",
     )
 
@@ -166,7 +166,7 @@ def test_every_set_of_missing_shards_is_refused(copied, name, lost):
     else:
         # Nothing in such files tells them from a smaller model; the user is told what was assumed.
         (note,) = open_checkpoint(ckpt).notes
-        assert note.startswith(f"took it that {len(left)} ranks have written it")
+        assert note.startswith(f"assuming that {len(left)} ranks wrote it")
 
 
 def test_parts_that_torch_does_not_make_are_refused(tmp_path):

@@ -257,7 +257,7 @@ def test_which_iteration_counts(saved, tmp_path):
         shutil.rmtree(path)
     assert (
         refused(root)
-        == f"{root}/iter_0000010: is empty, there is no checkpoint in it; check the path"
+        == f"{root}/iter_0000010: is empty, so there is no checkpoint in it; check the path"
     )
 
 

@@ -85,6 +85,25 @@ def test_numbers_are_read_in_every_spelling(tmp_path, spelling, suffix):
             )
 
 
+@pytest.mark.parametrize("spelling", ["part-N.SUFFIX", "N.weights.0.SUFFIX", "shard.0N.SUFFIX"])
+def test_an_index_names_all_that_differ_by_a_number_alone(tmp_path, spelling):
+    first, second = halves(tmp_path, spelling, "safetensors")
+    index = tmp_path / "model.safetensors.index.json"
+    write_index(index, {"a": first.name, "b": second.name})
+    assert_same(read_whole(tmp_path), A | B)
+    write_index(index, {"a": first.name})
+    assert refused(tmp_path) == (
+        f"{index}: does not name {second}, which differs from {first.name} by its number alone; "
+        "restore the index of all, or move the file away"
+    )
+
+
+def test_digits_inside_a_word_are_no_number(tmp_path):
+    half, _ = halves(tmp_path, "model.fpN6.SUFFIX", "safetensors")
+    write_index(tmp_path / "model.safetensors.index.fp16.json", {"a": half.name})
+    assert_same(read_whole(tmp_path), A)
+
+
 @pytest.mark.parametrize("suffix", SUFFIXES)
 def test_an_index_of_a_variant_is_an_index(tmp_path, suffix):
     first, second = halves(tmp_path, "model.fp16-0000N-of-00002.SUFFIX", suffix)
@@ -95,6 +114,14 @@ def test_an_index_of_a_variant_is_an_index(tmp_path, suffix):
     assert open_checkpoint(tmp_path).files[0] == index
     write_index(index, {"a": first.name})
     assert "does not name" in refused(tmp_path)
+
+
+def test_capitals_make_no_difference_to_numbers(tmp_path):
+    first, second = halves(tmp_path, "MODEL-0000N-OF-00002.SUFFIX", "safetensors")
+    assert_same(read_whole(tmp_path), A | B)
+    assert refused(first).startswith(f"{first}: is file 1 of 2 of a model, by its name")
+    second.unlink()
+    assert refused(tmp_path).startswith(f"{tmp_path}: {second.name} is missing")
 
 
 def test_some_tools_count_from_zero(tmp_path):
@@ -122,7 +149,7 @@ def test_an_index_that_names_nothing_is_refused(tmp_path, suffix):
     halves(tmp_path, "model-0000N-of-00002.SUFFIX", suffix)
     index = write_index(tmp_path / f"model.{suffix}.index.json", {})
     assert refused(tmp_path) == (
-        f"{index}: its weight_map is empty, so that it names no file; restore the index, or remove "
+        f"{index}: its weight_map is empty, so it names no file; restore the index, or remove "
         "it to have all files read"
     )
 

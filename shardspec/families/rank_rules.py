@@ -1,0 +1,90 @@
+"""How ranks cut the tensors in files of their own, which do not say it: by the rows of families."""
+
+from functools import lru_cache
+from typing import Final
+
+from shardspec.families.family import family_names, rows_in, shipped_family
+from shardspec.resharding.views import parse_view
+
+_OF_EVERY_MODEL: Final = {
+    **dict.fromkeys(("*norm.weight", "*norm.bias"), "[R]"),
+    **dict.fromkeys(("*.layer_norm_weight", "*.layer_norm_bias"), "[R]"),
+    "*rotary_pos_emb.inv_freq": "[R]",
+    "*tokentype_embeddings.weight": "[R,R]",
+}
+_OLD: Final = (
+    ("linear_qkv.", "query_key_value."),
+    ("linear_proj.", "attention.dense."),
+    ("linear_fc1.", "dense_h_to_4h."),
+    ("linear_fc2.", "dense_4h_to_h."),
+    ("output_layer.", "word_embeddings_for_head."),
+)
+"""Names of Megatron-core, and those before it."""
+_META: Final = {
+    "*.attention.wq.weight": "self_attn.q_proj.weight",
+    "*.attention.wk.weight": "self_attn.k_proj.weight",
+    "*.attention.wv.weight": "self_attn.v_proj.weight",
+    "*.attention.wo.weight": "self_attn.o_proj.weight",
+    "*.feed_forward.w1.weight": "mlp.gate_proj.weight",
+    "*.feed_forward.w2.weight": "mlp.down_proj.weight",
+    "*.feed_forward.w3.weight": "mlp.up_proj.weight",
+    "output.weight": "lm_head.weight",
+    "*norm.weight": "model.norm.weight",
+}
+
+
+def _spec(cut: str, dims: int) -> str:
+    """Return how a tensor is cut over the axis tp."""
+    cuts = ["R"] * dims
+    if cut not in ("replicated", "summed"):
+        cuts[-1 if cut == "rows" else 0] = "S(tp)"
+    return f"[{','.join(cuts)}]"
+
+
+@lru_cache(2)
+def megatron_rules(*, gated: bool) -> dict[str, object]:
+    """Return the rules for the files of Megatron's ranks: pattern to spec, or spec and parts.
+
+    Where feed-forward layers are `gated`, their first matrix has two parts, each cut for itself.
+    Rows of q, k and v are sorted by group of heads, and ranks take whole groups.
+
+    Examples
+    --------
+    >>> megatron_rules(gated=True)["*linear_fc1.weight"]
+    {'spec': '[S(tp),R]', 'parts': 2}
+    >>> megatron_rules(gated=False)["*attention.dense.weight"]
+    '[R,S(tp)]'
+    """
+    found: dict[str, object] = dict(_OF_EVERY_MODEL)
+    halves = set()
+    for family in map(shipped_family, family_names()):
+        for _, row in rows_in(family):
+            side, cut = row.places["megatron"], row.cut.get("megatron", "replicated")
+            # What Megatron-core's own layers shard, those of Transformer Engine do not.
+            if side is None or cut == "latent":
+                continue
+            dims = parse_view(side[1])
+            name = ".".join(side[0].split(".")[-2:])
+            for old, new in (("", ""), *_OLD):
+                if old in name:
+                    pattern = f"*{name.replace(old, new)}"
+                    found[pattern] = _spec(cut, len(dims))
+                    halves |= {pattern} if "two" in dims[0] else set()
+    for pattern in halves if gated else ():
+        found[pattern] = {"spec": found[pattern], "parts": 2}
+    return found
+
+
+@lru_cache(1)
+def meta_rules() -> dict[str, object]:
+    """Return the rules for the files of Meta's LLaMA, but for the embedding.
+
+    >>> meta_rules()["*.attention.wo.weight"]
+    '[R,S(tp)]'
+    """
+    rows = {row.side[0]: row for _, row in rows_in(shipped_family("llama"))}
+    cuts = {pattern: rows[name] for pattern, name in _META.items()}
+    found: dict[str, object] = {"rope.freqs": "[R]"}
+    for pattern, row in cuts.items():
+        found[pattern] = _spec(row.cut["megatron"], len(parse_view(row.side[1])))
+    return found

@@ -1,0 +1,79 @@
+"""Layouts on several meshes of the same devices, written for one mesh."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from itertools import accumulate, pairwise
+from operator import mul
+
+from shardspec.layout.layout import Layout
+from shardspec.layout.spec import DimSpec, ShardingSpec
+from shardspec.mesh.device_mesh import DeviceMesh
+
+
+def on_common_mesh(layouts: Mapping[str, Layout]) -> tuple[DeviceMesh, dict[str, Layout]]:
+    """Return a mesh of all devices, and layouts on it under which every device holds the same.
+
+    Axes are cut where any mesh cuts them. Where that is impossible, because tensors lie on other
+    devices or the cuts do not divide each other, the layouts are returned as they are. Reductions
+    that are pending are left out.
+
+    Examples
+    --------
+    >>> dense = DeviceMesh(range(4), (2, 2), axis_names=("dp", "tp"))
+    >>> experts = DeviceMesh(range(4), (4, 1), axis_names=("ep", "etp"))
+    >>> layouts = {"w": Layout(dense, "[S(tp)]", (8,)), "e": Layout(experts, "[S(ep)]", (8,))}
+    >>> mesh, found = on_common_mesh(layouts)
+    >>> mesh.axis_names, str(found["w"].labelled_spec), str(found["e"].labelled_spec)
+    (('dp_ep', 'tp_ep'), '[S(tp_ep)]', '[S(dp_ep,tp_ep)]')
+    """
+    meshes = list(dict.fromkeys(layout.mesh for layout in layouts.values()))
+    ids = list(dict.fromkeys(device for mesh in meshes for device in mesh.ids))
+    # The devices between two neighbours along an axis, from the innermost axis on.
+    cuts = sorted({1, *(step for mesh in meshes for step in _steps(mesh))})
+    nested = all(wide % narrow == 0 for narrow, wide in pairwise(cuts))
+    if not nested or any(list(mesh.ids) != ids for mesh in meshes):
+        return DeviceMesh(ids, (len(ids),)), dict(layouts)
+    fine = list(pairwise(cuts))[::-1] or [(1, 1)]
+    names = ["_".join(filter(None, (_name(mesh, cut) for mesh in meshes))) for cut in fine]
+    named = len({*names, ""}) > len(names)
+    common = DeviceMesh(
+        ids, tuple(wide // narrow for narrow, wide in fine), axis_names=names if named else None
+    )
+    moved = {layout: _moved(layout, common, fine) for layout in dict.fromkeys(layouts.values())}
+    for old, new in moved.items():
+        # What is cut unevenly, finer axes cut elsewhere.
+        if any(old.intervals(device) != new.intervals(device) for device in ids):
+            return DeviceMesh(ids, (len(ids),)), dict(layouts)
+    return common, {name: moved[layout] for name, layout in layouts.items()}
+
+
+def _moved(layout: Layout, common: DeviceMesh, fine: list[tuple[int, int]]) -> Layout:
+    """Return a layout on the mesh of the finer axes."""
+    dims = {}
+    for dim, cut in enumerate(layout.spec.dim_specs):
+        if axes := _finer(cut, layout.mesh, fine):
+            dims[dim] = replace(cut, axes=axes)
+    spec = ShardingSpec(layout.spec.dims, dims)
+    return Layout(common, spec, layout.global_shape, layout.dtype)
+
+
+def _steps(mesh: DeviceMesh) -> list[int]:
+    """Return for every axis, innermost first, how many devices lie in all axes up to it."""
+    return list(accumulate(mesh.shape[::-1], mul))
+
+
+def _between(mesh: DeviceMesh, axis: int) -> range:
+    wide = _steps(mesh)[::-1][axis]
+    return range(wide // mesh.shape[axis], wide)
+
+
+def _name(mesh: DeviceMesh, cut: tuple[int, int]) -> str:
+    """Return the name of the axis of a mesh in which a finer axis lies."""
+    axes = range(mesh.ndim) if mesh.axis_names else ()
+    return next((str(mesh.axis_names[axis]) for axis in axes if cut[0] in _between(mesh, axis)), "")
+
+
+def _finer(cut: DimSpec, mesh: DeviceMesh, fine: list[tuple[int, int]]) -> tuple[int, ...]:
+    """Return the finer axes that together are those of a dim."""
+    places = [_between(mesh, mesh.axis(axis)) for axis in cut.axes]
+    return tuple(at for within in places for at, (low, _) in enumerate(fine) if low in within)
