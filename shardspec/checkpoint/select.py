@@ -10,7 +10,12 @@ from pathlib import PurePath
 from typing import Final, NamedTuple
 
 from shardspec.checkpoint.catalog import Catalog, OpaqueValue, is_plain_entry, opaque_parts
-from shardspec.checkpoint.check_quantized import check_blocks, refuse_casts
+from shardspec.checkpoint.check_quantized import (
+    check_blocks,
+    grid_layout,
+    quantised_in,
+    refuse_casts,
+)
 from shardspec.checkpoint.choice import Choice, Renames, first_names, wanted_names
 from shardspec.checkpoint.format import Format, Wanted, Way
 from shardspec.checkpoint.mapped import Names, Naming, check_drop, config_beside, mapped
@@ -416,6 +421,24 @@ def laid_out(source: Catalog, name: str, asked: Asked, save: str) -> Target:
     return add_sidecars(source, target, format.sidecars) if options.sidecars else target
 
 
+def _of_scales(
+    source: Catalog,
+    rules: Rules,
+    tensors: Sequence[OutputTensor],
+    layouts: Mapping[str, Layout],
+) -> dict[str, Layout]:
+    """Return the layouts of scales that no rule names: they are cut as their codes are."""
+    winners = winning_patterns(list(rules), layouts)
+    new = {tensor.source: tensor.name for tensor in tensors}
+    found = {}
+    for codes, blocks in quantised_in(source).blocks.items():
+        for scales, sides in blocks.scales:
+            if {codes, scales} <= new.keys() and new[scales] not in winners:
+                grid = grid_layout(layouts[new[codes]], sides, layouts[new[scales]].dtype)
+                found |= {} if grid is None else {new[scales]: grid}
+    return found
+
+
 def _sharding(
     source: Catalog, asked: Asked, tensors: Sequence[OutputTensor]
 ) -> tuple[DeviceMesh, Mapping[str, Layout]]:
@@ -429,6 +452,8 @@ def _sharding(
     else:
         mesh = asked.mesh or _ALONE
         layouts = layouts_by_rules(mesh, asked.rules or {}, tensors)
+        if source.quantization:
+            layouts |= _of_scales(source, asked.rules or {}, tensors, layouts)
     if asked.way == "sharded":
         check_blocks(source, {tensor.source: layouts[tensor.name] for tensor in tensors})
     return mesh, layouts

@@ -534,6 +534,8 @@ def test_quantised_cuts_fall_on_blocks_or_are_refused(tmp_path):
             continue
         reshard(source, tmp_path / "cut", quantize="fp8-128x128", **how)
         found = merged(tmp_path / "cut", tmp_path / "cut.safetensors")
+        loaded = load_sharded(tmp_path / "cut")
+        assert loaded["a.weight_scale_inv"].to_local(1).shape == (2, 4)
         same_bytes(found["a.weight"], codes)
         same_bytes(found["a.weight_scale_inv"], scales)
     assert not (tmp_path / "no").exists()
