@@ -23,9 +23,9 @@ Scales: TypeAlias = NDArray[Any]
 
 _TABLES: Final = 256
 """Blocks in a lookup at once: with 256 codes each, indices have 16 bits."""
-_ROWS: Final = 16
+_ROWS: Final = 8
 """Rows in a lookup at once, so that indices stay in the cache."""
-_STRIP: Final = 4096
+_STRIP: Final = 2048
 """The same of blocks of a microscaling format."""
 _LARGEST: Final = np.float32(448)
 """Of float8_e4m3fn."""
@@ -69,8 +69,10 @@ def from_mx(codes: Codes, scales: Codes, out: RawNumbers, dtype: str, *, four: b
     table, height = _products(dtype, four), max(1, _STRIP // max(1, scales.shape[1]))
     for row in range(0, len(codes), height):
         some = slice(row, row + height)
-        index = scales[some].reshape(-1, 1).astype(np.uint16) << np.uint16(8)
-        found = table.take(index | codes[some].reshape(len(index), -1), mode="clip")
+        high = scales[some].reshape(-1, 1).astype(np.uint16) << np.uint16(8)
+        index = codes[some].reshape(len(high), -1).astype(np.uint16)
+        index |= high
+        found = table.take(index, mode="clip")
         out[some] = found.view(out.dtype).reshape(out[some].shape)
 
 
@@ -99,9 +101,11 @@ def from_scaled(
     """Rows of blocks that are looked up at once."""
     step = max(1, _TABLES // bands)
     tables = high * wide >= _TABLES
+    eight = np.uint16(8)
     for left in range(column // wide, -(-(column + codes.shape[1]) // wide), step):
         columns = slice(max(left * wide - column, 0), (left + step) * wide - column)
         across = (np.arange(*columns.indices(codes.shape[1])) + column) // wide - left
+        right = across.astype(np.uint16) << eight
         for first in range(row // high, -(-(row + len(codes)) // high), bands):
             top, end = max(first * high - row, 0), min((first + bands) * high - row, len(codes))
             some = scales[first : first + bands, left : left + step]
@@ -112,8 +116,12 @@ def from_scaled(
                 part = codes[lo : min(lo + _ROWS, end), columns]
                 down = ((np.arange(lo, lo + len(part)) + row) // high - first)[:, None]
                 if tables:
-                    index = (down * some.shape[1] + across).astype(np.uint16) << np.uint16(8)
-                    found = table.take(index | part, mode="clip")
+                    # Ten times as fast as an operation on two dtypes.
+                    index = part.astype(np.uint16)
+                    index |= right
+                    if bands > 1:
+                        index += (down * some.shape[1]).astype(np.uint16) << eight
+                    found = table.take(index, mode="clip")
                 else:
                     with np.errstate(all="ignore"):
                         found = stored_as(values.take(part) * some[down, across], dtype)
@@ -127,10 +135,12 @@ def _amax(raw: RawNumbers, dtype: str, block: tuple[int, int], where: str) -> ND
         sizes = raw & np.uint16(0x7FFF)
     else:
         sizes = np.ascontiguousarray(raw).view(np.uint32) & np.uint32(0x7FFFFFFF)
-    for dim, side in enumerate(block):
-        if side > 1:
-            starts = np.arange(0, sizes.shape[dim], side)
-            sizes = np.maximum.reduceat(sizes, starts, axis=dim)
+    high, wide = block
+    if high > 1:
+        bands = [sizes[row : row + high].max(axis=0) for row in range(0, len(sizes), high)]
+        sizes = np.stack(bands)
+    if wide > 1:
+        sizes = np.maximum.reduceat(sizes, np.arange(0, sizes.shape[1], wide), axis=1)
     if dtype == "bfloat16":
         sizes = sizes.astype(np.uint32) << np.uint32(16)
     found: NDArray[np.float32] = sizes.view(np.float32)
@@ -145,7 +155,7 @@ def _amax(raw: RawNumbers, dtype: str, block: tuple[int, int], where: str) -> ND
 def _floats(raw: RawNumbers, dtype: str) -> NDArray[np.float32]:
     if dtype == "bfloat16":
         return (raw.astype(np.uint32) << np.uint32(16)).view(np.float32)
-    return np.ascontiguousarray(raw).view(np.float32)
+    return raw.view(np.float32).copy()
 
 
 def to_scaled(
@@ -175,7 +185,8 @@ def to_scaled(
         for lo in range(row * high, min((row + 1) * high, len(raw)), _ROWS):
             some = slice(lo, min(lo + _ROWS, (row + 1) * high))
             values = _floats(raw[some], dtype)
-            values = values * by if rule == "transformers" else values / by
+            # In place, since new memory costs as much as the arithmetic.
+            (np.multiply if rule == "transformers" else np.divide)(values, by, out=values)
             codes[some] = narrow(values, "float8_e4m3fn")
     return codes, scales
 
@@ -203,7 +214,7 @@ def to_mx(raw: RawNumbers, dtype: str, where: str, *, four: bool) -> tuple[Codes
         powers = np.int32(127) - scales[some].reshape(-1, 1).astype(np.int32)
         values = _floats(raw[some], dtype).reshape(len(powers), MX)
         with np.errstate(over="ignore", under="ignore"):
-            values = values * np.ldexp(np.float32(1), powers)
+            values *= np.ldexp(np.float32(1), powers)
         found = round_by(_four_bit_codes(), values) if four else narrow(values, "float8_e4m3fn")
         codes[some] = found.reshape(codes[some].shape)
     if four:

@@ -61,8 +61,10 @@ class Recent:
 class Source:
     """A tensor of a checkpoint as matrices, those of the last two dims, or rows of one."""
 
-    def __init__(self, tensor: StoredTensor, matrix_dims: int = 2) -> None:
+    def __init__(self, tensor: StoredTensor, spare: list[Buffers], matrix_dims: int = 2) -> None:
         self.tensor, self._checks = tensor, Checks(tensor)
+        self._spare = spare
+        """Memory that no thread uses just now; all tensors of a checkpoint share it."""
         self._dims = len(tensor.shape) - matrix_dims
 
     def rows(self, matrix: int, lo: int, hi: int, columns: Box = ()) -> NDArray[Any]:
@@ -78,8 +80,13 @@ class Source:
         sides = [hi - lo for lo, hi in box]
         found = np.empty(sides, f"u{item_bytes(self.tensor.dtype)}")
         room = found.reshape(-1).view(np.uint8).data
+        try:
+            buffers = self._spare.pop()
+        except IndexError:
+            buffers = Buffers()
         with OpenFiles() as files:
-            read_box_into(self.tensor, box, room, files, Buffers(), self._checks)
+            read_box_into(self.tensor, box, room, files, buffers, self._checks)
+        self._spare.append(buffers)
         return found
 
 
@@ -188,6 +195,7 @@ class ComputedCatalog(Catalog, ABC):
         home = base.directory
         super().__init__(base.format, home, names, base.files, base.mesh, base.extras)
         self.base, self._made = base, frozenset(made)
+        self._spare: list[Buffers] = []
         self._tensors = LazyTensorCache(self._look_up)
         self.snapshot, self.below, self.beside = base.snapshot, base.below, base.beside
         self.file_metadata, self.notes, self.paths = base.file_metadata, base.notes, base.paths

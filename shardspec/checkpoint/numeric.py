@@ -98,9 +98,12 @@ def round_by(table: NDArray[Any], values: NDArray[np.float32]) -> NDArray[Any]:
     The last bit of that is set if any of the lower half is, which rounds as the whole would.
     """
     bits = values.view(np.uint32)
-    odd = (bits & np.uint32(0xFFFF)) != 0
+    odd = bits & np.uint32(0xFFFF)
+    odd += np.uint32(0xFFFF)  # the next bit is set if any was
+    odd |= bits
+    odd >>= np.uint32(16)
     # Three times as fast as an index in brackets.
-    found: NDArray[Any] = table.take((bits >> np.uint32(16)).astype(np.uint16) | odd, mode="clip")
+    found: NDArray[Any] = table.take(odd.astype(np.uint16), mode="clip")
     return found
 
 

@@ -27,6 +27,7 @@ from shardspec.checkpoint.computed import (
 )
 from shardspec.checkpoint.numeric import cast
 from shardspec.checkpoint.quantized import Shape, sections, sections_of
+from shardspec.checkpoint.read_boxes import Buffers
 from shardspec.checkpoint.schemes import MX, QUANTIZATIONS, ScaleRule
 from shardspec.dtypes import dtype_name, is_cast, is_floating, item_bytes, packed
 from shardspec.errors import CheckpointError, DTypeError
@@ -92,10 +93,11 @@ class _Quantiser:
         how: Quantise,
         dtype: str | None,
         kept: tuple[Recent, Recent],
+        spare: list[Buffers],
     ) -> None:
         self.weight, self.how, self.four = weight, how, how.kind == "mxfp4"
         self.block = (128, 128) if how.kind == "fp8-128x128" else (1, MX)
-        self._source, self._dtype, self._kept = Source(tensor), dtype, kept
+        self._source, self._dtype, self._kept = Source(tensor, spare), dtype, kept
         high, wide = self.block
         self.width = min(-(-weight.columns // wide) * wide, _TILE // high)
         self.height = max(1, _TILE // (high * self.width)) * high
@@ -219,7 +221,7 @@ class QuantisedCatalog(ComputedCatalog):
         weight, is_codes = self._weights[name]
         source = self.base.tensor(weight.source)
         check_tiling(source)
-        quantiser = _Quantiser(weight, source, self._how, self._dtype, self._recent)
+        quantiser = _Quantiser(weight, source, self._how, self._dtype, self._recent, self._spare)
         made: ComputedMatrices = _Codes(quantiser) if is_codes else _Scales(quantiser)
         high, wide = quantiser.block
         grid = -(-weight.rows // high), -(-weight.columns // wide)
