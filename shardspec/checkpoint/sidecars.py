@@ -36,8 +36,20 @@ def add_sidecars(
     """Return an output with the files that lie beside the weights of a checkpoint.
 
     Into a directory go those that `sidecars` names; of what lies beside one file that is named
-    itself, those of the model, if it is one.
+    itself, those of the model, if it is one. How weights are quantised is in a config in any case.
     """
+    target = _with_sidecars(source, target, sidecars)
+    names = {file.name for file in target.files}
+    if source.quantization and target.directory and "config.json" not in names:
+        data = json.dumps({"quantization_config": source.quantization}, indent=2).encode()
+        config = OutputFile("config.json", len(data), [RawBytes(0, data)], ())
+        target = target._replace(files=(*target.files, config))
+    return target
+
+
+def _with_sidecars(
+    source: Catalog, target: Target, sidecars: Callable[[StoragePath, Collection[str]], set[str]]
+) -> Target:
     if source.described_in is not None:
         return _with_config(source, source.described_in, target)
     directory = source.home
