@@ -17,6 +17,7 @@ from shardspec.checkpoint.catalog import Catalog, StoredTensor, check_tiling
 from shardspec.checkpoint.check_quantized import check_blocks
 from shardspec.checkpoint.choice import Choice, Selection
 from shardspec.checkpoint.mapped import Names, check_drop
+from shardspec.checkpoint.numbers_of import mapped_source
 from shardspec.checkpoint.open import as_catalog
 from shardspec.checkpoint.read_boxes import Buffers, Checks, read_box_into, stretches
 from shardspec.checkpoint.state_dict import LEFT_OUT, spread, unflatten
@@ -170,7 +171,7 @@ def _opened(
         catalog = with_deltas(catalog, deltas)
     if all_of_it:
         select.check_dropped(catalog, choice, (), None)
-    return select.mapped_source(catalog, names, choice)
+    return mapped_source(catalog, names, choice)
 
 
 class Reading(NamedTuple):

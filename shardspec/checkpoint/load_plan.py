@@ -14,6 +14,7 @@ from shardspec.checkpoint.check_quantized import check_stored_plan
 from shardspec.checkpoint.choice import Choice, Patterns
 from shardspec.checkpoint.load import Reading, read_shards
 from shardspec.checkpoint.mapped import configured, mapped, require_finished
+from shardspec.checkpoint.numbers_of import with_numbers
 from shardspec.checkpoint.open import as_catalog, open_checkpoint
 from shardspec.checkpoint.storage.path import StoragePath
 from shardspec.checkpoint.transfers import file_numbers, file_regions
@@ -118,7 +119,7 @@ class LoadPlan(ReshardPlan):
 
     def _opened(self) -> Catalog:
         """Open the checkpoint, which is as the plan says."""
-        source = select.with_numbers(
+        source = with_numbers(
             open_checkpoint(self.checkpoint), self.dequantised_to, Choice(drop=self.dropped)
         )
         now, _ = stored_layouts(source, min(self.files, default=0))
@@ -193,7 +194,7 @@ def plan_load(
     source = as_catalog(checkpoint)
     if isinstance(target, tuple):
         select.check_dropped(source, Choice(drop=drop), (), None)
-    source = select.with_numbers(source, dtype, Choice(drop=drop))
+    source = with_numbers(source, dtype, Choice(drop=drop))
     stored, _ = stored_layouts(source, behind)
     if isinstance(names, NameMap):
         names = configured(source, names)

@@ -1,7 +1,7 @@
 """Reshard plans that quantise, on senders whose cuts fall on blocks, else on receivers."""
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final
@@ -109,7 +109,7 @@ def plan_quantised(
     target: ReshardTarget,
     names: Mapping[str, str] | NameMap | None,
     max_bytes: int | None,
-    drop: str | tuple[str, ...] | list[str],
+    drop: str | Sequence[str],
 ) -> QuantisingPlan:
     """Plan how a state dict gets to other layouts, with weights of linear layers in FP8 there.
 

@@ -18,7 +18,8 @@ from shardspec.checkpoint.check_quantized import (
 )
 from shardspec.checkpoint.choice import Choice, Renames, first_names, wanted_names
 from shardspec.checkpoint.format import Format, Wanted, Way
-from shardspec.checkpoint.mapped import Names, Naming, check_drop, config_beside, mapped
+from shardspec.checkpoint.mapped import Names, check_drop
+from shardspec.checkpoint.numbers_of import config_of, mapped_source
 from shardspec.checkpoint.open import as_catalog
 from shardspec.checkpoint.options import WriteOptions
 from shardspec.checkpoint.sidecars import add_sidecars
@@ -353,34 +354,6 @@ def opened_source(checkpoint: PurePath | str | Catalog, asked: Asked) -> Catalog
     return source.as_stored() if asked.format.keeps == "objects" else source
 
 
-def mapped_source(source: Catalog, names: Names | None, choice: Choice) -> Catalog:
-    """Return a checkpoint as what a map makes of it, dequantised before if a dtype is wanted."""
-    if choice.dtype is not None:
-        source = with_numbers(source, choice.dtype, choice, config_of(source, names))
-        names = names.with_dtype(choice.dtype) if isinstance(names, Naming) else names
-    return mapped(source, names, choice)
-
-
-def with_numbers(
-    source: Catalog,
-    dtype: object,
-    choice: Choice | None = None,
-    config: Mapping[str, object] | None = None,
-) -> Catalog:
-    """Return a checkpoint with numbers in place of codes, if a dtype is wanted."""
-    if dtype is None:
-        return source
-    # Importing numpy takes as long as copying 200 MiB, and a plain copy needs none.
-    from shardspec.checkpoint.dequantized import dequantised
-
-    return dequantised(source, dtype, choice, config)
-
-
-def config_of(source: Catalog, names: Names | None) -> Mapping[str, object] | None:
-    """Return the config of a model: that by which it is named, or which lies beside it."""
-    return names.config if isinstance(names, Naming) else config_beside(source)
-
-
 def laid_out(source: Catalog, name: str, asked: Asked, save: str) -> Target:
     """Return the files of an output of a name, as its format lays them out for what is chosen.
 
@@ -430,7 +403,7 @@ def _of_scales(
     """Return the layouts of scales that no rule names: they are cut as their codes are."""
     winners = winning_patterns(list(rules), layouts)
     new = {tensor.source: tensor.name for tensor in tensors}
-    found = {}
+    found: dict[str, Layout] = {}
     for codes, blocks in quantised_in(source).blocks.items():
         for scales, sides in blocks.scales:
             if {codes, scales} <= new.keys() and new[scales] not in winners:

@@ -198,7 +198,8 @@ def _plan_rules(
     from shardspec.checkpoint.choice import Choice
     from shardspec.checkpoint.load_plan import stored_layouts
     from shardspec.checkpoint.mapped import mapped
-    from shardspec.checkpoint.select import check_dropped, with_numbers
+    from shardspec.checkpoint.numbers_of import with_numbers
+    from shardspec.checkpoint.select import check_dropped
     from shardspec.resharding.plan import plan_state
 
     mesh, model = cluster.build()
@@ -250,7 +251,7 @@ def _plan_layout(
     from shardspec.checkpoint.check_quantized import check_stored_plan
     from shardspec.checkpoint.choice import Choice
     from shardspec.checkpoint.load_plan import stored_layouts
-    from shardspec.checkpoint.select import with_numbers
+    from shardspec.checkpoint.numbers_of import with_numbers
     from shardspec.dtypes import dtype_name, is_cast, keeps_dtype
     from shardspec.layout.layout import Layout
     from shardspec.resharding.plan import plan_state

@@ -21,9 +21,9 @@ from shardspec.checkpoint.formats.registry import (
     written_names,
 )
 from shardspec.checkpoint.layers import repeated_layers
+from shardspec.checkpoint.numbers_of import with_numbers
 from shardspec.checkpoint.report import WriteReport
 from shardspec.checkpoint.schemes import QUANTIZATIONS, ScaleRule
-from shardspec.checkpoint.select import with_numbers
 from shardspec.cli import checkpoint_options as ckpt
 from shardspec.cli import options as opts
 from shardspec.cli.output import path_text, progress_bar, say, say_json

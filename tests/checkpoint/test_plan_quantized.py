@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from shardspec import DeviceMesh, DTensor, Layout, plan_reshard
+from shardspec.checkpoint.plan_quantized import QuantisingPlan
 from shardspec.errors import DTypeError, LayoutError
 from shardspec.resharding.name_map import NameMap
 from tests.checkpoint.test_low_precision import fp8_of, same_bytes, weights
@@ -40,6 +41,7 @@ def test_weights_are_quantised_where_cuts_fall_on_blocks(before, after, sender, 
     weight = weights(shape)
     state = state_of(weight, before)
     plan = plan_reshard(state, (THREE, {NAME: after}), dtype="fp8-128x128")
+    assert isinstance(plan, QuantisingPlan)
     assert bool(plan.by_senders) == sender
     assert bool(plan.by_receivers) != sender
     codes, scales = fp8_of(weight, "transformers")
@@ -94,6 +96,7 @@ def test_what_a_map_makes_is_quantised_where_it_arrives():
     )
     rules = {"fc1.weight": "[S0{256,256},R]"}
     plan = plan_reshard(state, (TWO, rules), names=names, dtype="fp8-128x128")
+    assert isinstance(plan, QuantisingPlan)
     assert not plan.by_senders
     found = plan.run(state)
     codes, scales = fp8_of(torch.cat(list(halves.values())), "transformers")
