@@ -12,6 +12,7 @@ import random
 import time
 from itertools import accumulate, product
 from operator import mul
+from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -37,17 +38,19 @@ SHAPES = [
     (WIDTH,),
 ]
 
-Edge = tuple[list[DTensorSpec], list[DTensorSpec]]
+Placements: TypeAlias = tuple[Placement, ...]
+Edge: TypeAlias = tuple[list[DTensorSpec], list[DTensorSpec]]
 
 
 def graph(mesh: DeviceMesh) -> list[Edge]:
     """Return the edges, each time of new objects."""
     chosen = random.Random(0)
-    ends = []
+    ends: list[tuple[tuple[int, ...], list[Placements], list[Placements]]] = []
     for shape in (SHAPES * 2)[:EDGES]:
         ways: tuple[Placement, ...] = (Replicate(), *map(Shard, range(len(shape))), Partial())
         pairs = list(product(ways, repeat=mesh.ndim))
-        ends.append((shape, *(chosen.choices(pairs, k=SPECS) for _ in range(2))))
+        outputs, inputs = (chosen.choices(pairs, k=SPECS) for _ in range(2))
+        ends.append((shape, outputs, inputs))
     edges = []
     for _ in range(LAYERS):
         for shape, outputs, inputs in ends:

@@ -66,6 +66,16 @@ def shown(value: object, most: int = 80) -> str:
     return text if len(text) <= most else f"{text[: most - 3]}..."
 
 
+def first_of(texts: Sequence[str], most: int = 1) -> str:
+    """Return the first of some texts, and how many others there are.
+
+    >>> first_of(["a", "b", "c"]), first_of(["a", "b"], 2)
+    ('a and 2 more', 'a, b')
+    """
+    more = f" and {len(texts) - most} more" if len(texts) > most else ""
+    return f"{', '.join(texts[:most])}{more}"
+
+
 def table_text(
     header: Sequence[str],
     rows: Sequence[Sequence[str]],

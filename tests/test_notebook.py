@@ -26,14 +26,14 @@ def outputs_of(source, names):
             value = eval(compile(ast.Expression(last.value), NOTEBOOK.name, "eval"), names)
         else:
             exec(compile(ast.Module([last], []), NOTEBOOK.name, "exec"), names)
-    outputs = []
+    outputs: list[dict[str, object]] = []
     if printed.getvalue():
         text = printed.getvalue().splitlines(keepends=True)
         outputs.append({"name": "stdout", "output_type": "stream", "text": text})
     if value is not None:
         data = {"text/html": [value._repr_html_()], "text/plain": [repr(value)]}
-        shown = {"data": data, "metadata": {}, "output_type": "execute_result"}
-        outputs.append({**shown, "execution_count": None})
+        shown = {"output_type": "execute_result", "execution_count": None}
+        outputs.append({"data": data, "metadata": {}, **shown})
     return outputs
 
 

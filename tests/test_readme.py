@@ -85,7 +85,13 @@ def test_links_lead_somewhere():
     links = re.findall(r"\]\(([^)]+)\)", README.read_text("utf-8"))
     assert len(links) > 15
     for link in links:
-        assert link.startswith("https:") or (ROOT / link).is_file(), link
+        if not link.startswith("https:"):
+            path, _, place = link.partition("#")
+            assert (ROOT / path).is_file(), link
+            if place:
+                headings = re.findall(r"^#+ (.*)$", (ROOT / path).read_text("utf-8"), re.MULTILINE)
+                words = [re.sub(r"[^a-z ]", "", heading.lower()) for heading in headings]
+                assert place in [heading.replace(" ", "-") for heading in words], link
 
 
 def test_the_architecture_names_files_that_exist():

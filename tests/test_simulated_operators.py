@@ -117,6 +117,10 @@ def test_writes_reach_the_shards():
         for each in (tensor, whole):
             each += 1
             each[1, 2] = 9
+            each[3] = 4
+            each[:, 1] = torch.tensor(5)
+            each[each > 0.5] = 0
+            each[[0, 6]] = 2
             each.view(7, 5).mul_(2)
             torch.mul(each, 3, out=each)
         assert torch.equal(tensor.to_global(), whole)
@@ -125,6 +129,42 @@ def test_writes_reach_the_shards():
     pending = DTensor.from_local(shares, mesh, "[R,R|P0]")
     pending.fill_(4)
     assert pending.to_global().tolist() == torch.full((7, 5), 4.0).tolist()
+
+
+WRITES: list[Any] = [
+    lambda t: t.mul_(3),
+    lambda t: t.__setitem__(1, 5.0),
+    lambda t: t.__setitem__(t > 0, 5.0),
+    lambda t: t.view(35)[3:].zero_(),
+    lambda t: t.detach().t().add_(1),
+    lambda t: t.split(2)[0].fill_(3),
+    lambda t: torch.add(t, 1, out=t),
+    lambda t: F.relu(t, inplace=True),
+    lambda t: torch._foreach_mul_([t], 2.0),
+]
+
+
+@pytest.mark.parametrize("write", WRITES)
+def test_a_backward_that_needs_old_values_is_refused(write):
+    mesh, number = MESHES[2, 2], torch.ones(7, 5).double().requires_grad_()
+    tensor = Cut(WHOLE.clone(), mesh, "[R,R]")
+    leaf = Cut(WHOLE.clone().requires_grad_(), mesh, "[R,R]")
+    tensor.view(35)[1:] + 1  # reads alone
+    (leaf * tensor).sum().to_global().backward()
+    losses = [(leaf * tensor).sum().to_global()]
+    losses += [(number * shard).sum() for shard in tensor.shards.values()]
+    write(tensor)
+    for loss in losses:
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+
+def test_a_backward_sees_writes_to_views_of_tracked_tensors():
+    leaf, other = (Cut(WHOLE.clone().requires_grad_(), MESHES[2, 2], "[S0,R]") for _ in range(2))
+    loss = (leaf * other).sum().to_global()
+    leaf.t().detach().zero_()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
 
 
 dropout: Any = F.dropout

@@ -7,8 +7,7 @@ process groups, and the store's clients, are the main threads'.
 import pickle
 import time
 from base64 import b64decode, b64encode
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Mapping
 from copy import deepcopy
 from dataclasses import replace
 from itertools import count
@@ -137,13 +136,3 @@ class StoreCommunicator(Communicator):
     def on(self, mesh: DeviceMesh) -> Never:  # noqa: ARG002
         """Serve no other mesh."""
         raise AssertionError("a save is of one mesh")
-
-    def conversion(
-        self,
-        content: bytes,  # noqa: ARG002
-        device: str,
-        meshes: Iterable[DeviceMesh] = (),  # noqa: ARG002
-        values: Mapping[int, T] | None = None,
-    ) -> AbstractContextManager[tuple[str, Mapping[int, T]]]:
-        """Convert nothing."""
-        return nullcontext((device, values or {}))

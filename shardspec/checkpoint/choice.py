@@ -7,7 +7,8 @@ from itertools import chain
 from typing import TypeAlias, TypedDict
 
 from shardspec.checkpoint.catalog import Catalog
-from shardspec.errors import CheckpointError
+from shardspec.errors import CheckpointError, LayoutError
+from shardspec.text import Argument, shown
 
 Patterns: TypeAlias = str | Sequence[str]
 """One pattern of names, or several."""
@@ -79,6 +80,16 @@ def wanted_names(source: Catalog, choice: Choice) -> list[str]:
             "exclude less"
         )
     return names
+
+
+def check_drop(choice: Choice) -> None:
+    """Raise LayoutError if tensors are dropped where there is no map."""
+    if choice.drop:
+        raise LayoutError(
+            f"{shown(choice.drop)} is to be dropped (",
+            Argument("drop"),
+            "), which is for maps; exclude it",
+        )
 
 
 def first_names(names: Sequence[str]) -> str:

@@ -30,13 +30,12 @@ from shardspec.checkpoint.catalog import (
 )
 from shardspec.checkpoint.destination import Destination, check_destination
 from shardspec.checkpoint.digest import check_digests_file, write_digests
-from shardspec.checkpoint.formats.registry import default_format, merged_format, written_format
 from shardspec.checkpoint.mapped import Names
 from shardspec.checkpoint.options import WriteKeywords, WriteOptions
 from shardspec.checkpoint.output import Output
 from shardspec.checkpoint.read_boxes import check_replicas
 from shardspec.checkpoint.report import WriteReport
-from shardspec.checkpoint.select import Asked, check_sharding, laid_out, opened_source
+from shardspec.checkpoint.select import Asked, laid_out
 from shardspec.checkpoint.storage.from_text import storage_path
 from shardspec.checkpoint.storage.path import StoragePath
 from shardspec.checkpoint.storage.reading import OpenFiles
@@ -162,12 +161,8 @@ def merge(
     >>> report.tensors, report.num_bytes
     (1, 144)
     """
-    place = storage_path(output)
-    in_directory = isinstance(output, str) and output.endswith(("/", os.sep))
-    chosen = merged_format(place, format, max_shard_bytes, in_directory)
     how = WriteOptions(dtype=dtype, overwrite=overwrite, **options)
-    asked = Asked(chosen, "merged", how, names, limit=max_shard_bytes)
-    return _converted(directory, place, asked)
+    return _converted(directory, output, Asked("merged", format, how, names, limit=max_shard_bytes))
 
 
 def reshard(
@@ -225,19 +220,19 @@ def reshard(
     >>> len(report.files)
     5
     """
-    chosen = written_format(format, "sharded") if format else default_format("sharded")
     how = WriteOptions(dtype=dtype, overwrite=overwrite, **options)
-    asked = Asked(chosen, "sharded", how, names, device_mesh, rules, like)
-    check_sharding(asked)
-    return _converted(directory, storage_path(output), asked)
+    asked = Asked("sharded", format, how, names, device_mesh, rules, like)
+    return _converted(directory, output, asked)
 
 
 def _converted(
-    checkpoint: PurePath | str | Catalog, output: StoragePath, asked: Asked
+    checkpoint: PurePath | str | Catalog, place: PurePath | str, asked: Asked
 ) -> WriteReport:
     """Check that an output can be made of a checkpoint and may be written, and write it."""
     started = time.monotonic()
-    options = asked.options
+    options, output = asked.options, storage_path(place)
+    if isinstance(place, str) and place.endswith(("/", os.sep)):
+        asked = asked._replace(directory=True)
     digests_file = None if options.digests is None else storage_path(options.digests)
     processes = Processes(None if options.dry_run else options.communicator)
 
@@ -249,13 +244,7 @@ def _converted(
                 f"{output}: memory:// is the memory of one process, and others do not see it; "
                 "start one process"
             )
-        source = opened_source(checkpoint, asked)
-        target = laid_out(source, output.name, asked, save)
-        if not output.nests and any("/" in file.name for file in target.files):
-            raise CheckpointError(
-                f"{output}: the format {asked.format.name!r} has files in directories, which are "
-                "not written into a store; write to a directory here, and copy that"
-            )
+        source, target, format = laid_out(checkpoint, output, asked, save)
         destination = Destination(output)
         if processes.rank == 0:
             destination = check_destination(output, source, target, options.overwrite)
@@ -264,7 +253,7 @@ def _converted(
         reads = _check_tensors(source, target.tensors, options.verify, processes)
         report = WriteReport(
             path=output.public(),
-            format=asked.format.name,
+            format=format,
             read=source.format,
             reads={
                 str(path).removeprefix(f"{source.directory}{os.sep}"): num_bytes

@@ -34,7 +34,7 @@ from shardspec.checkpoint.targets import Target
 from shardspec.dtypes import item_bytes
 from shardspec.errors import CheckpointError
 from shardspec.resharding.digests import Digests, TensorDigest
-from shardspec.text import shown
+from shardspec.text import first_of, shown
 
 Encoding: TypeAlias = Literal["xor", "overwrite"]
 Checksum: TypeAlias = Literal["xxh3-128", "adler32"]
@@ -233,9 +233,9 @@ def _check_alike(old: Catalog, now: Catalog) -> None:
     remedy = "publish a full checkpoint"
     for one, other in ((old, now), (now, old)):
         if missing := sorted(set(one.names) - set(other.names)):
-            more = f" and {len(missing) - 1} more" if missing[1:] else ""
             raise CheckpointError(
-                f"{other.directory}: lacks {shown(missing[0])}{more}, which {one.directory} has; "
+                f"{other.directory}: lacks {first_of([*map(shown, missing)])}, which "
+                f"{one.directory} has; "
                 f"{remedy}"
             )
     for name in old.names:

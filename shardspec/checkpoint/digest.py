@@ -20,14 +20,8 @@ from shardspec.checkpoint.catalog import (
     row_major_strides,
     whole_box,
 )
-from shardspec.checkpoint.choice import Choice, Patterns, Selection
-from shardspec.checkpoint.mapped import (
-    Names,
-    check_drop,
-    mapped,
-    require_finished,
-    target_boxes,
-)
+from shardspec.checkpoint.choice import Choice, Patterns, Selection, check_drop
+from shardspec.checkpoint.mapped import Names, mapped_choice, require_finished, target_boxes
 from shardspec.checkpoint.open import as_catalog
 from shardspec.checkpoint.read_boxes import (
     Buffers,
@@ -124,10 +118,7 @@ def digest(
         chosen = communicator or rank_state.communicator_of_state(source)
         with chosen.telling():
             return _of_state(source, names, choice.drop, seed, chosen)
-    if names is None:
-        check_drop(choice)
-    catalog = mapped(as_catalog(source), names, choice)
-    return _of_checkpoint(catalog, choice if names is None else choice.after_map(), seed, progress)
+    return _of_checkpoint(*mapped_choice(as_catalog(source), names, choice), seed, progress)
 
 
 def _of_checkpoint(

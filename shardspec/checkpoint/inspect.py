@@ -101,27 +101,33 @@ class CheckpointSummary:
         return _holders((stored.box, stored.rank) for stored in tensor.boxes)
 
     @property
-    def ranks(self) -> dict[int, tuple[int, str | None]]:
-        """Bytes that each device of the mesh, or each that stored any, stored; and its file."""
+    def rank_files(self) -> list[tuple[int, int, str | None]]:
+        """Each device of the mesh, or each that stored any; bytes it stored, and in which file."""
         # Many tensors share one tuple of boxes.
         alike: dict[int, tuple[Sequence[catalog.FileBox], int]] = {}
         for tensor in self.outlines:
             _, width = alike.get(id(tensor.boxes), ((), 0))
             alike[id(tensor.boxes)] = tensor.boxes, width + item_bytes(tensor.dtype)
         mesh, directory = self.source.mesh, self.source.directory
-        stored: dict[int, int] = {} if mesh is None else dict.fromkeys(mesh.ids, 0)
-        paths: dict[int, StoragePath] = {}
+        stored: dict[int, dict[StoragePath, int]] = {n: {} for n in (mesh.ids if mesh else ())}
         for boxes, width in alike.values():
             for box in boxes:
-                stored[box.rank] = stored.get(box.rank, 0) + width * box_size(box.box)
-                paths[box.rank] = box.path
-        order = sorted(stored) if mesh is None else stored
-        return {n: (stored[n], _file(paths[n], directory) if n in paths else None) for n in order}
+                files = stored.setdefault(box.rank, {})
+                files[box.path] = files.get(box.path, 0) + width * box_size(box.box)
+        rows: list[tuple[int, int, str | None]] = []
+        for rank in sorted(stored) if mesh is None else stored:
+            named = {_file(path, directory): size for path, size in stored[rank].items()}
+            rows += [(rank, named[file], file) for file in natural_order(named)]
+            rows += [] if named else [(rank, 0, None)]
+        return rows
 
     @property
     def bytes_by_rank(self) -> dict[int, int]:
         """Bytes of the boxes that each device of the mesh stored."""
-        return {rank: num_bytes for rank, (num_bytes, _) in self.ranks.items()}
+        sizes: dict[int, int] = {}
+        for rank, num_bytes, _ in self.rank_files:
+            sizes[rank] = sizes.get(rank, 0) + num_bytes
+        return sizes
 
     def facts(self) -> dict[str, object]:
         """Return all but the tensors as plain values."""
@@ -135,7 +141,7 @@ class CheckpointSummary:
             "groups": {name: group._asdict() for name, group in groups.items()},
             "ranks": [
                 {"rank": rank, "bytes": num_bytes, "file": file}
-                for rank, (num_bytes, file) in self.ranks.items()
+                for rank, num_bytes, file in self.rank_files
             ],
             "others": {name: other_text(value) for name, value in self.extras.items()},
         }

@@ -16,7 +16,7 @@ from shardspec.checkpoint.agree import agree
 from shardspec.checkpoint.catalog import Catalog, StoredTensor, check_tiling
 from shardspec.checkpoint.check_quantized import check_blocks
 from shardspec.checkpoint.choice import Choice, Selection
-from shardspec.checkpoint.mapped import Names, check_drop
+from shardspec.checkpoint.mapped import Names
 from shardspec.checkpoint.numbers_of import mapped_source
 from shardspec.checkpoint.open import as_catalog
 from shardspec.checkpoint.read_boxes import Buffers, Checks, read_box_into, stretches
@@ -118,7 +118,7 @@ def load_sharded(
     """
     from shardspec.comm.process_group import communicator_of
 
-    choice = Choice(dtype=dtype, **selection)
+    given = Choice(dtype=dtype, **selection)
     alone = rank_state.world_mesh().size() == 1
     if into is not None and not (into or device_mesh or rules or alone):
         return {}  # which ranks read, one that holds nothing does not know
@@ -127,15 +127,13 @@ def load_sharded(
     else:
         chosen = communicator or communicator_of(device_mesh or rank_state.world_mesh())
     with chosen.telling():
-        if names is None:
-            check_drop(choice)
         if into is not None and (device_mesh is not None or rules):
             raise LayoutError("give either a state dict to load into, or a mesh and rules")
         # In a job all ranks find out together whether each of them can open the checkpoint.
-        source = agree(
-            chosen, lambda: _opened(directory, deltas, names, choice, all_of_it=into is None)
+        source, choice = agree(
+            chosen,
+            lambda: _opened(directory, deltas, names, given, all_of_it=into is None),
         )
-        choice = choice if names is None else choice.after_map()
         if into is not None:
             plan = agree(chosen, lambda: _plan_into(source, choice, into, chosen))
         else:
@@ -158,7 +156,7 @@ def _opened(
     choice: Choice,
     *,
     all_of_it: bool,
-) -> Catalog:
+) -> tuple[Catalog, Choice]:
     catalog = as_catalog(directory)
     if deltas:
         if names is not None:

@@ -1,10 +1,10 @@
 """Reshard plans whose source is a checkpoint: holders are files, and devices read."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import PurePath
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shardspec.boxes import Box
 from shardspec.checkpoint import rank_state, select
@@ -13,8 +13,8 @@ from shardspec.checkpoint.catalog import Catalog, distinct
 from shardspec.checkpoint.check_quantized import check_stored_plan
 from shardspec.checkpoint.choice import Choice, Patterns
 from shardspec.checkpoint.load import Reading, read_shards
-from shardspec.checkpoint.mapped import configured, mapped, require_finished
-from shardspec.checkpoint.numbers_of import with_numbers
+from shardspec.checkpoint.mapped import Names, Naming, configured, mapped, require_finished
+from shardspec.checkpoint.numbers_of import config_of, with_numbers
 from shardspec.checkpoint.open import as_catalog, open_checkpoint
 from shardspec.checkpoint.storage.path import StoragePath
 from shardspec.checkpoint.transfers import file_numbers, file_regions
@@ -176,6 +176,59 @@ def _check_apart(shards: "Mapping[str, Mapping[int, torch.Tensor]]") -> None:
             )
 
 
+class StoredPlan(NamedTuple):
+    """A plan from a checkpoint."""
+
+    source: Catalog
+    """What the tensors of the plan are stored in."""
+    plan: ReshardPlan
+    names: Mapping[str, str] | NameMap | None
+    """By which map, if by one; earlier ones have made the source."""
+    files: dict[int, str]
+    """Names by number."""
+
+    @property
+    def first(self) -> int:
+        """The number of the first file."""
+        return min(self.files, default=0)
+
+
+def plan_stored(
+    source: Catalog,
+    target: ReshardTarget,
+    names: Names | None,
+    dtype: object,
+    max_bytes: int | None,
+    drop: Patterns = (),
+) -> StoredPlan:
+    """Plan how devices read a checkpoint, by one map or several; see `plan_reshard`."""
+    if isinstance(target, tuple):
+        meshes = [target[0]]
+        select.check_dropped(source, Choice(drop=drop), (), None)
+    else:
+        meshes = [layout.mesh for layout in layouts_of(target).values()]
+    if dtype is not None:
+        source = with_numbers(source, dtype, Choice(drop=drop), config_of(source, names))
+        names = names.with_dtype(dtype) if isinstance(names, Naming) else names
+    chain = names if isinstance(names, Sequence) else ()
+    if isinstance(names, Naming):
+        source, names, drop = names.applied(source, Choice(drop=drop), ()), None, ()
+    elif isinstance(names, NameMap):
+        names = configured(source, names)
+    elif chain:
+        *firsts, names = (configured(source, one) for one in chain)
+        if firsts:
+            # What is dropped has the names of the checkpoint, and the last map those in between.
+            source, drop = mapped(source, firsts, Choice(drop=drop)), ()
+    # Files are numbered behind the ids of all devices.
+    behind = max((device for mesh in meshes for device in mesh.ids), default=-1) + 1
+    stored, files = stored_layouts(source, behind)
+    known = names if isinstance(names, Mapping | NameMap) else None
+    plan = plan_state(stored, target, known, dtype, max_bytes, drop, source.dropped)
+    check_stored_plan(source, plan, known, dtype)
+    return StoredPlan(source, plan, known, files)
+
+
 def plan_load(
     checkpoint: StoragePath,
     target: ReshardTarget,
@@ -185,22 +238,10 @@ def plan_load(
     drop: Patterns = (),
 ) -> LoadPlan:
     """Plan how devices read a checkpoint; see `plan_reshard`."""
-    if isinstance(target, tuple):
-        meshes = [target[0]]
-    else:
-        meshes = [layout.mesh for layout in layouts_of(target).values()]
-    # Files are numbered behind the ids of all devices.
-    behind = max((device for mesh in meshes for device in mesh.ids), default=-1) + 1
-    source = as_catalog(checkpoint)
-    if isinstance(target, tuple):
-        select.check_dropped(source, Choice(drop=drop), (), None)
-    source = with_numbers(source, dtype, Choice(drop=drop))
-    stored, _ = stored_layouts(source, behind)
-    if isinstance(names, NameMap):
-        names = configured(source, names)
-    plan = plan_state(stored, target, names, dtype, max_bytes, drop)
-    check_stored_plan(source, plan, names, dtype)
-    if isinstance(names, Mapping):
-        names = NameMap(tuple(((old,), (names.get(old, old),)) for old in stored))
-    known = (plan.moves, plan.max_bytes, plan.values, plan.padded, plan.dropped)
-    return LoadPlan(*known, checkpoint, names, None if dtype is None else dtype_name(dtype))
+    source, plan, known, _ = plan_stored(
+        as_catalog(checkpoint), target, names, dtype, max_bytes, drop
+    )
+    if isinstance(known, Mapping):
+        known = NameMap(tuple(((old,), (known.get(old, old),)) for old in source.names))
+    copies = (plan.moves, plan.max_bytes, plan.values, plan.padded, plan.dropped)
+    return LoadPlan(*copies, checkpoint, known, None if dtype is None else dtype_name(dtype))

@@ -14,7 +14,7 @@ from typing import Final, TypeAlias
 
 from shardspec.boxes import Box, box_shape, box_size
 from shardspec.checkpoint import catalog
-from shardspec.checkpoint.choice import Choice, wanted_names
+from shardspec.checkpoint.choice import Choice, check_drop, wanted_names
 from shardspec.checkpoint.storage.path import file_inside
 from shardspec.dtypes import item_bytes
 from shardspec.errors import LayoutError
@@ -22,7 +22,7 @@ from shardspec.resharding.maps import apply_map
 from shardspec.resharding.name_map import Equation, NameMap, Shape
 from shardspec.resharding.view_parts import MOST_PIECES, bounded, parts_of_view
 from shardspec.resharding.views import TensorView, View
-from shardspec.text import Argument, shown
+from shardspec.text import shown
 
 _MOST_CONFIG_BYTES: Final = 2**24
 
@@ -84,6 +84,19 @@ def mapped(
     return through(source, [names] if isinstance(names, NameMap) else names, shapes, extras)
 
 
+def mapped_choice(
+    source: catalog.Catalog, names: Names | None, choice: Choice
+) -> tuple[catalog.Catalog, Choice]:
+    """Return a checkpoint as what a map makes of what is chosen, and what is left to choose of it.
+
+    Raises LayoutError as `mapped` does, and if tensors are to be dropped without a map.
+    """
+    if names is None:
+        check_drop(choice)
+        return source, choice
+    return mapped(source, names, choice), choice.after_map()
+
+
 def through(
     source: catalog.Catalog,
     maps: Sequence[NameMap],
@@ -95,16 +108,6 @@ def through(
         source = MappedCatalog(source, configured(source, name_map), dropped, extras)
         dropped = dict(source.dropped)
     return source
-
-
-def check_drop(choice: Choice) -> None:
-    """Raise LayoutError if tensors are dropped where there is no map."""
-    if choice.drop:
-        raise LayoutError(
-            f"{shown(choice.drop)} is to be dropped (",
-            Argument("drop"),
-            "), which is for maps; exclude it",
-        )
 
 
 def configured(source: catalog.Catalog, names: NameMap) -> NameMap:

@@ -56,7 +56,8 @@ class ModelNames(Naming):
             model, names = self._model(), _weights(wanted_names(source, choice))
             _refuse_quantised(source, names)
             prefix = outer_prefix(model, names)
-            return recognise(model, _inner(names, prefix), source.directory)
+            found = recognise(model, _inner(names, prefix), source.directory)
+            return found._replace(prefix=prefix)
 
     def applied(
         self, source: catalog.Catalog, choice: Choice | None, dropped: Collection[str]

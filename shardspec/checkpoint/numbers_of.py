@@ -4,15 +4,18 @@ from collections.abc import Mapping
 
 from shardspec.checkpoint.catalog import Catalog
 from shardspec.checkpoint.choice import Choice
-from shardspec.checkpoint.mapped import Names, Naming, config_beside, mapped
+from shardspec.checkpoint.mapped import Names, Naming, config_beside, mapped_choice
 
 
-def mapped_source(source: Catalog, names: Names | None, choice: Choice) -> Catalog:
-    """Return a checkpoint as what a map makes of it, dequantised before if a dtype is wanted."""
+def mapped_source(source: Catalog, names: Names | None, choice: Choice) -> tuple[Catalog, Choice]:
+    """Return what a map makes of a checkpoint, and what is left to choose of it.
+
+    Before, what is quantised becomes numbers if a dtype is wanted.
+    """
     if choice.dtype is not None:
         source = with_numbers(source, choice.dtype, choice, config_of(source, names))
         names = names.with_dtype(choice.dtype) if isinstance(names, Naming) else names
-    return mapped(source, names, choice)
+    return mapped_choice(source, names, choice)
 
 
 def with_numbers(

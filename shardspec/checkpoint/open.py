@@ -16,7 +16,7 @@ from shardspec.checkpoint.storage.from_text import storage_path
 from shardspec.checkpoint.storage.path import StoragePath, reason
 from shardspec.checkpoint.storage.snapshot import Snapshot
 from shardspec.errors import CheckpointError
-from shardspec.text import Argument
+from shardspec.text import Argument, first_of
 
 _HEAD_BYTES: Final = 16
 _DEPTH: Final = 2
@@ -195,8 +195,7 @@ def _nearby(place: StoragePath, there: Sequence[str]) -> str:
 
 
 def _some(found: Sequence[str]) -> str:
-    more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
-    return f"{', '.join(found[:_SHOWN])}{more}; name one of them"
+    return f"{first_of(found, _SHOWN)}; name one of them"
 
 
 def _names(directory: StoragePath) -> list[str]:

@@ -18,12 +18,14 @@ from shardspec.checkpoint.check_quantized import (
 )
 from shardspec.checkpoint.choice import Choice, Renames, first_names, wanted_names
 from shardspec.checkpoint.format import Format, Wanted, Way
-from shardspec.checkpoint.mapped import Names, check_drop
+from shardspec.checkpoint.formats.registry import default_format, merged_format, written_format
+from shardspec.checkpoint.mapped import Names
 from shardspec.checkpoint.numbers_of import config_of, mapped_source
 from shardspec.checkpoint.open import as_catalog
 from shardspec.checkpoint.options import WriteOptions
 from shardspec.checkpoint.sidecars import add_sidecars
 from shardspec.checkpoint.state_dict import unflatten
+from shardspec.checkpoint.storage.path import StoragePath
 from shardspec.checkpoint.targets import Carried, OutputTensor, Target
 from shardspec.dtypes import dtype_name, is_cast, is_floating, keeps_dtype, packed
 from shardspec.errors import CheckpointError, DTypeError, LayoutError, ShardSpecError
@@ -144,10 +146,11 @@ def carried_values(
             )
     old |= {new: name for name, new in names.items()}
     paths = {n: path for n, path in source.paths.items() if old.get(n) == n}
-    try:
-        unflatten({name: paths.get(name, (name,)) for name in old}, lambda _: None)
-    except CheckpointError:  # a list lacks items that were left out
-        paths = {}
+    if paths:
+        try:
+            unflatten({name: paths.get(name, (name,)) for name in old}, lambda _: None)
+        except CheckpointError:  # a list lacks items that were left out
+            paths = {}
     return Carried(frozenset(names), values, paths)
 
 
@@ -289,8 +292,9 @@ def layouts_given(
 class Asked(NamedTuple):
     """What a caller wants of an output."""
 
-    format: Format
     way: Way
+    format: str | None
+    """By its name."""
     options: WriteOptions
     names: Names | None
     mesh: DeviceMesh | None = None
@@ -298,11 +302,31 @@ class Asked(NamedTuple):
     like: PurePath | str | Catalog | Mapping[str, Layout] | None = None
     limit: int | None = None
     """Most bytes of tensors in a file."""
+    directory: bool = False
+    """Whether the output is named as a directory."""
 
 
-def check_sharding(asked: Asked) -> None:
+class LaidOut(NamedTuple):
+    """An output, and what it is made of."""
+
+    source: Catalog
+    target: Target
+    format: str
+
+
+def _format(output: StoragePath, asked: Asked) -> Format:
+    """Return the format of an output, where it can be sharded as its caller wants it."""
+    if asked.way == "merged":
+        return merged_format(output, asked.format, asked.limit, asked.directory)
+    name = asked.format
+    format = default_format("sharded") if name is None else written_format(name, "sharded")
+    _check_sharding(asked, format.whole_run)
+    return format
+
+
+def _check_sharding(asked: Asked, whole: str) -> None:
     """Check that a mesh, or a checkpoint to shard like, is given where the format needs one."""
-    whole, onto = asked.format.whole_run, asked.mesh
+    onto = asked.mesh
     sharding = onto is not None or asked.like is not None or asked.rules
     checks: tuple[tuple[object, tuple[TextPart, ...]], ...] = (
         (
@@ -339,31 +363,33 @@ def check_sharding(asked: Asked) -> None:
             raise CheckpointError(*problem)
 
 
-def opened_source(checkpoint: PurePath | str | Catalog, asked: Asked) -> Catalog:
-    """Return a checkpoint as what a map makes of what is chosen."""
-    options = asked.options
-    if asked.names is None:
-        check_drop(options)
-    source = mapped_source(as_catalog(checkpoint), asked.names, options)
+def _opened(
+    checkpoint: PurePath | str | Catalog, asked: Asked, format: Format
+) -> tuple[Catalog, Choice]:
+    """Return a checkpoint as what is asked makes of it, and what is left to choose of that."""
+    options, source, names = asked.options, as_catalog(checkpoint), asked.names
+    config = config_of(source, names)
+    source, choice = mapped_source(source, names, options)
     if (options.quantize, options.scale_rule, options.quantize_include) != (None, None, None):
         from shardspec.checkpoint.quantizing import quantise_of, quantised_as
 
         how = quantise_of(options.quantize, options.scale_rule, options.quantize_include)
-        config = config_of(source, asked.names)
-        source = quantised_as(source, how, options if asked.names is None else Choice(), config)
-    return source.as_stored() if asked.format.keeps == "objects" else source
+        source = quantised_as(source, how, options if names is None else Choice(), config)
+        choice = options.after_map() if options.quantize is not None else choice
+    return source.as_stored() if format.keeps == "objects" else source, choice
 
 
-def laid_out(source: Catalog, name: str, asked: Asked, save: str) -> Target:
-    """Return the files of an output of a name, as its format lays them out for what is chosen.
+def laid_out(
+    checkpoint: PurePath | str | Catalog, output: StoragePath, asked: Asked, save: str
+) -> LaidOut:
+    """Open a checkpoint, as what a map makes of it, and lay out the files of an output.
 
-    `save` names this save.
+    `save` names this save. Raises ShardSpecError if the format cannot hold what is wanted.
     """
-    format, options = asked.format, asked.options
-    whole = asked.names is None and options.quantize is None
-    choice: Choice = options if whole else options.after_map()
+    format, options = _format(output, asked), asked.options
+    source, choice = _opened(checkpoint, asked, format)
     tensors = select(source, choice)
-    mesh, layouts = _sharding(source, asked, tensors)
+    mesh, layouts = _sharding(source, asked, format, tensors)
     if format.whole_run:
         carried = Carried(frozenset(source.extras), {}, {})
     else:
@@ -382,7 +408,7 @@ def laid_out(source: Catalog, name: str, asked: Asked, save: str) -> Target:
     target = format.lay_out(
         source,
         Wanted(
-            *(name, asked.way, tensors, carried, mesh, layouts, save),
+            *(output.name, asked.way, tensors, carried, mesh, layouts, save),
             *(options.metadata, options.sidecars, asked.limit),
         ),
     )
@@ -391,7 +417,14 @@ def laid_out(source: Catalog, name: str, asked: Asked, save: str) -> Target:
         winners = winning_patterns(list(asked.rules or {}), layouts)
         said = {n: (winners.get(n, ""), str(at.labelled_spec)) for n, at in layouts.items()}
         target = target._replace(sharding=said)
-    return add_sidecars(source, target, format.sidecars) if options.sidecars else target
+    if options.sidecars:
+        target = add_sidecars(source, target, format.sidecars)
+    if not output.nests and any("/" in file.name for file in target.files):
+        raise CheckpointError(
+            f"{output}: the format {format.name!r} has files in directories, which are not written "
+            "into a store; write to a directory here, and copy that"
+        )
+    return LaidOut(source, target, format.name)
 
 
 def _of_scales(
@@ -413,10 +446,10 @@ def _of_scales(
 
 
 def _sharding(
-    source: Catalog, asked: Asked, tensors: Sequence[OutputTensor]
+    source: Catalog, asked: Asked, format: Format, tensors: Sequence[OutputTensor]
 ) -> tuple[DeviceMesh, Mapping[str, Layout]]:
     """Return the mesh of an output and the layouts of its tensors, if its format has shards."""
-    if asked.format.whole_run or "sharded" not in asked.format.writes:
+    if format.whole_run or "sharded" not in format.writes:
         return _ALONE, {}
     if isinstance(asked.like, Mapping):
         mesh, layouts = layouts_given(asked.like, tensors)

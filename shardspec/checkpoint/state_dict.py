@@ -152,7 +152,7 @@ def encode_value(value: object, name: str = "", depth: int = 0) -> object:
 
 
 def decode_value(value: object) -> object:
-    """Return the value that `encode_value` has encoded; ValueError if it is none such."""
+    """Return the value that `encode_value` has encoded; raises ValueError for anything else."""
     match value:
         case list():
             return [decode_value(item) for item in value]
@@ -187,7 +187,7 @@ def encode_path(path: KeyPath) -> list[object]:
 
 
 def decode_path(path: object) -> KeyPath:
-    """Return the keys that `encode_path` has encoded; ValueError if they are none such."""
+    """Return the keys that `encode_path` has encoded; raises ValueError for anything else."""
     if not isinstance(path, list) or not path[:1] or len(path) > MAX_DEPTH:
         raise ValueError("is not a list of keys")
     found: list[str | int | tuple[int]] = []

@@ -151,6 +151,8 @@ class Difference:
     ranks: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
     """The ranks whose boxes hold that element, on each side."""
     kind: Literal["tensor", "value"] = "tensor"
+    one_side: bool = False
+    """Whether only one of the checkpoints has it."""
     extent: "DiffExtent | None" = None
     """How much of the tensor differs; None if shapes, dtypes or names do."""
 
@@ -243,7 +245,8 @@ def diff_checkpoints(
                 x, y = left.tensor(old[name]), right.tensor(name)
                 found = _difference(name, x, y, atol, rtol, files, compared)
             else:
-                found = Difference(name, f"is only in {(left if name in old else right).directory}")
+                where = (left if name in old else right).directory
+                found = Difference(name, f"is only in {where}", one_side=True)
             if found is not None:
                 yield found
             done += sizes.get(name, 0)
@@ -285,6 +288,10 @@ def _leaves(name: str, value: object) -> Iterator[tuple[str, object]]:
     if isinstance(value, dict) and value and all(isinstance(key, str) for key in value):
         for key, inner in value.items():
             yield from _leaves(f"{name}.{key}", inner)
+    elif isinstance(value, list) and any(isinstance(part, dict) for part in value):
+        # As torch flattens state dicts: the param_groups of an optimizer.
+        for place, inner in enumerate(value):
+            yield from _leaves(f"{name}.{place}", inner)
     else:
         yield name, value
 
@@ -296,7 +303,8 @@ def _different_values(
     objects = "notes" not in _kept(a, b)
     for name in sorted(first.keys() | second.keys()):
         problem = ""
-        if name not in first or name not in second:
+        one_side = name not in first or name not in second
+        if one_side:
             if not (objects or is_plain_entry(first.get(name, second.get(name)))):
                 continue
             problem = f"is only in {(a if name in first else b).directory}"
@@ -309,7 +317,7 @@ def _different_values(
             if any(part.digest is None for part in parts):
                 problem += ", which cannot be compared; exclude it"
         if problem:
-            yield Difference(name, problem, kind="value")
+            yield Difference(name, problem, kind="value", one_side=one_side)
 
 
 def _alike(x: object, y: object, atol: float, rtol: float) -> bool:

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from shardspec.resharding.name_map import NameMap
 
 _MOST_BYTES: Final = 64 << 20  # of a file of shapes or sizes
+_EMBEDDING: Final = "embedding.word_embeddings.weight"
 
 
 def _as_path(text: str) -> PurePath:
@@ -279,19 +280,22 @@ def check_layout(maps: MapOptions, rules: dict[str, str] | None) -> None:
 
 
 def under_layout(
-    layout: str, maps: MapOptions, checkpoint: PurePath, mesh: "DeviceMesh | None"
+    layout: str, maps: MapOptions, source: "Catalog", mesh: "DeviceMesh | None"
 ) -> "tuple[ModelNames, dict[str, Layout]]":
     """Return the names of the model's tensors under a layout, and how each is sharded."""
     from shardspec.checkpoint.model_names import model_names
     from shardspec.families.layouts import model_layouts, padded_config, parse_layout
 
+    embedding = (name for name in source.names if name.endswith(_EMBEDDING))
+    rows = next((source.outline(name).shape[0] for name in embedding), None)
     try:
         parsed = parse_layout(layout)
-        named = model_names(maps.config(checkpoint), parsed.place, fill_from=maps.fill_from)
-        layouts = model_layouts(named.config, layout, device_mesh=mesh)
+        named = model_names(maps.config(source.home), parsed.place, fill_from=maps.fill_from)
+        config = padded_config(named.config, parsed, rows)
+        layouts = model_layouts(config, layout, device_mesh=mesh)
     except LayoutError as error:
         raise InputFileError(*error.parts) from None
-    return replace(named, config=padded_config(named.config, parsed)), layouts
+    return replace(named, config=config), layouts
 
 
 def read_maps(name: str, sizes: Path | None, *, reverse: bool) -> "tuple[NameMap, ...]":

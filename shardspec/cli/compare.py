@@ -2,7 +2,7 @@
 
 import re
 import shlex
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, replace
 from math import prod
 from pathlib import PurePath
@@ -11,8 +11,9 @@ from typing import Any, Final, NamedTuple
 import click
 
 from shardspec.checkpoint.choice import Choice
-from shardspec.checkpoint.layers import groups_of, prefix_change
+from shardspec.checkpoint.layers import groups_of, prefix_change, repeated_layers
 from shardspec.checkpoint.verify import (
+    Difference,
     DiffExtent,
     amount_text,
     diff_checkpoints,
@@ -199,8 +200,8 @@ def diff_command(
         if found:
             click.get_current_context().exit(_NOT_THE_SAME)
         return
-    for difference in found:
-        say(f"{difference.kind} {shown(difference.name)} {difference.problem}")
+    for line in _difference_lines(found):
+        say(line)
     if rename is not None:
         words = shlex.join(["--rename", f"^{re.escape(rename[0])}", rename[1]])
         say(f"the names differ in how they begin; compare with {words}")
@@ -211,8 +212,11 @@ def diff_command(
         ]
         say(table_text(["group", "tensors differ", "elements differ", "by up to"], rows))
     if found:
-        what = counted(count, "tensor") + (f" and {beside}" if value_count else "")
-        total = f"{len(found)} of {what} differ{'s' if len(found) == 1 else ''}"
+        differing = sum(difference.kind == "tensor" for difference in found)
+        total = f"{differing} of {counted(count, 'tensor')}"
+        if value_count:
+            total += f" and {len(found) - differing} of {beside}"
+        total += f" differ{'s' if len(found) == 1 else ''}"
         if extents:
             extent = replace(total_extent(extents.values()), elements=sum(sizes.values()))
             total += f": {extent}"
@@ -223,6 +227,23 @@ def diff_command(
         say(f"no difference: {counted(len(chosen), 'tensor')}, {bytes_text(num_bytes)}{end}")
     if found:
         click.get_current_context().exit(_NOT_THE_SAME)
+
+
+def _difference_lines(found: Iterable[Difference]) -> Iterator[str]:
+    """Yield what differs; names that are on one side only come last, those of layers in one."""
+    alone: dict[str, dict[str, str]] = {"tensor": {}, "value": {}}
+    for difference in found:
+        if difference.one_side:
+            alone[difference.kind][difference.name] = difference.problem
+        else:
+            yield f"{difference.kind} {shown(difference.name)} {difference.problem}"
+    for kind, problems in alone.items():
+        for title, names in repeated_layers(problems):
+            problem = problems[names[0]]
+            if len(names) == 1:
+                yield f"{kind} {shown(title)} {problem}"
+            else:
+                yield f"{len(names)} {kind}s {shown(title)} {problem.replace('is', 'are', 1)}"
 
 
 class _Change(NamedTuple):
@@ -274,8 +295,8 @@ def digest_command(
     """Digest the tensors of the checkpoint CKPT, whatever its format and sharding.
 
     Equal weights have equal digests: sharded or merged, in any format and, by way of a map, under
-    the names of another model. Prints one value of all tensors. Digests show accidents; they are no
-    signature.
+    the names of another model. Prints one value of all tensors. Digests detect accidents; they are
+    not signatures.
 
     Examples:
       shardspec digest ckpt

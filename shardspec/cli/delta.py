@@ -68,7 +68,7 @@ def delta_command(
     """
     from shardspec.checkpoint.choice import Choice
     from shardspec.checkpoint.delta import delta
-    from shardspec.checkpoint.mapped import mapped
+    from shardspec.checkpoint.mapped import mapped_choice
 
     opts.refuse_if(
         reader == "modelexpress" and encoding != "xor", "ModelExpress reads the encoding xor alone"
@@ -78,7 +78,7 @@ def delta_command(
     with progress_bar(not as_json, "delta") as progress:
         report = delta(
             before,
-            mapped(after, names or None, Choice(drop=maps.drop)),
+            mapped_choice(after, names or None, Choice(drop=maps.drop))[0],
             output,
             version=version,
             base_version=base_version,

@@ -212,7 +212,7 @@ def _overview(
                 bytes_text(num_bytes),
                 file or "none",
             ]
-            for rank, (num_bytes, file) in summary.ranks.items()
+            for rank, num_bytes, file in summary.rank_files
         ]
         header = ["rank", "coordinates", "stored", "file"]
         yield from table_lines(header, lambda: rows, numbers=(2,), empty_columns=False)

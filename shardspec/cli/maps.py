@@ -9,16 +9,16 @@ import click
 
 from shardspec.cli import checkpoint_options as ckpt
 from shardspec.cli import options as opts
-from shardspec.cli.output import say, say_json, write_file
+from shardspec.cli.output import path_text, say, say_json, write_file
 from shardspec.errors import InputFileError, LayoutError
 from shardspec.mesh.device_mesh import DeviceMesh
 from shardspec.text import counted, shown
 
 if TYPE_CHECKING:
     from shardspec.checkpoint.catalog import Catalog
+    from shardspec.checkpoint.load_plan import StoredPlan
     from shardspec.resharding.maps import MapReport
     from shardspec.resharding.name_map import NameMap
-    from shardspec.resharding.plan import ReshardPlan
 
 
 @click.command(cls=opts.Command)
@@ -170,11 +170,11 @@ def plan_state_command(
         found = _plan_layout(checkpoint, cluster, maps, layout, dtype, max_bytes, source)
     else:
         found = _plan_rules(checkpoint, cluster, rules, maps, dtype, max_bytes, source)
-    catalog, plan, files, behind = found
+    catalog, plan, _, files = found
     # Drawn before anything is written: a plan may be too large for it.
     page = "" if html is None else plan_html(plan, files)
     if transfers is not None:
-        write_transfers(plan, transfers, file_regions(catalog, behind), files)
+        write_transfers(plan, transfers, file_regions(catalog, found.first), files)
     if html is not None:
         write_file(html, page, overwrite=overwrite)
     if as_json:
@@ -182,6 +182,8 @@ def plan_state_command(
         say_json({**plan.as_dict(), "files": named})
     else:
         say(plan.text(files))
+        if html is not None:
+            say(f"{path_text(html)}: who sends what to whom; open it")
 
 
 def _plan_rules(
@@ -192,15 +194,9 @@ def _plan_rules(
     dtype: str | None,
     max_bytes: int | None,
     source: ckpt.SourceOptions,
-) -> "tuple[Catalog, ReshardPlan, dict[int, str], int]":
-    """Plan how devices get a model, by rules; files are numbered behind all devices."""
-    from shardspec.checkpoint.check_quantized import check_stored_plan
-    from shardspec.checkpoint.choice import Choice
-    from shardspec.checkpoint.load_plan import stored_layouts
-    from shardspec.checkpoint.mapped import mapped
-    from shardspec.checkpoint.numbers_of import with_numbers
-    from shardspec.checkpoint.select import check_dropped
-    from shardspec.resharding.plan import plan_state
+) -> "StoredPlan":
+    """Plan how devices get a model, by rules."""
+    from shardspec.checkpoint.load_plan import plan_stored
 
     mesh, model = cluster.build()
     if cluster.links is not None or cluster.profile is not None:
@@ -212,30 +208,8 @@ def _plan_rules(
             mesh_beta=[link.seconds_per_byte for link in model.links],
         )
     (catalog,) = source.open(checkpoint)
-    check_dropped(catalog, Choice(drop=maps.drop), (), None)
-    named = maps.of_model(catalog.home)
-    config = None if named is None else named.config
-    catalog = with_numbers(catalog, dtype, Choice(drop=maps.drop), config)
-    if named is not None:
-        catalog = named.with_dtype(dtype).applied(catalog, Choice(drop=maps.drop), ())
-    chain = _configured(catalog, maps.read())
-    firsts, last = chain[:-1], chain[-1] if chain else None
-    if firsts:
-        # What is dropped has the names of the checkpoint, and the last map those in between.
-        catalog = mapped(catalog, firsts, Choice(drop=maps.drop))
-    behind = max(mesh.ids) + 1
-    stored, files = stored_layouts(catalog, behind)
-    plan = plan_state(
-        stored,
-        (mesh, rules or {}),
-        last,
-        dtype,
-        max_bytes,
-        drop=() if firsts or named is not None else maps.drop,
-        dropped=catalog.dropped,
-    )
-    check_stored_plan(catalog, plan, last, dtype)
-    return catalog, plan, files, behind
+    names = maps.of_model(catalog.home) or maps.read() or None
+    return plan_stored(catalog, (mesh, rules or {}), names, dtype, max_bytes, maps.drop)
 
 
 def _plan_layout(
@@ -246,19 +220,17 @@ def _plan_layout(
     dtype: str | None,
     max_bytes: int | None,
     source: ckpt.SourceOptions,
-) -> "tuple[Catalog, ReshardPlan, dict[int, str], int]":
-    """Plan how devices get a model, by a layout; files are numbered behind all devices."""
-    from shardspec.checkpoint.check_quantized import check_stored_plan
+) -> "StoredPlan":
+    """Plan how devices get a model, by a layout."""
     from shardspec.checkpoint.choice import Choice
-    from shardspec.checkpoint.load_plan import stored_layouts
+    from shardspec.checkpoint.load_plan import plan_stored
     from shardspec.checkpoint.numbers_of import with_numbers
     from shardspec.dtypes import dtype_name, is_cast, keeps_dtype
     from shardspec.layout.layout import Layout
-    from shardspec.resharding.plan import plan_state
 
     (catalog,) = source.open(checkpoint)
     mesh = None if cluster.mesh is None else opts.plain_mesh(cluster.mesh, cluster.ids)
-    named, layouts = ckpt.under_layout(layout, maps, catalog.home, mesh)
+    named, layouts = ckpt.under_layout(layout, maps, catalog, mesh)
     chosen = Choice(drop=maps.drop)
     catalog = with_numbers(catalog, dtype, chosen, named.config)
     catalog = named.with_dtype(dtype).applied(catalog, chosen, ())
@@ -269,8 +241,4 @@ def _plan_layout(
         cast = wanted is not None and is_cast(own, wanted) and not keeps_dtype(name)
         one = layouts[name]
         target[name] = Layout(one.mesh, one.spec, one.global_shape, wanted if cast else own)
-    behind = 1 + max(device for one in target.values() for device in one.mesh.ids)
-    stored, files = stored_layouts(catalog, behind)
-    plan = plan_state(stored, target, None, None, max_bytes)
-    check_stored_plan(catalog, plan, None, dtype)
-    return catalog, plan, files, behind
+    return plan_stored(catalog, target, None, dtype, max_bytes)

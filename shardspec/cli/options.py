@@ -194,14 +194,14 @@ class Command(click.Command):
                 is_flag=True,
                 expose_value=False,
                 callback=partial(_keep, QUIET),
-                help="Print nothing but errors; the exit code says the rest.",
+                help="Print only errors; the exit code gives the answer.",
             ),
             click.Option(
                 ["-v", "--verbose"],
                 is_flag=True,
                 expose_value=False,
                 callback=partial(_keep, _VERBOSE),
-                help="Say on stderr how long it took and how much memory, and where an error was.",
+                help="Print time, memory and the traceback of an error to stderr.",
             ),
         ]
 

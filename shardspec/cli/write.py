@@ -32,6 +32,7 @@ from shardspec.mesh.device_mesh import DeviceMesh
 from shardspec.text import (
     bytes_text,
     counted,
+    first_of,
     printable,
     rate_text,
     seconds_text,
@@ -108,7 +109,7 @@ _write_options: Final = opts.stacked(
     click.option(
         "--dtype",
         metavar="DTYPE",
-        help="Cast floating point tensors to this dtype, as bf16; quantised weights are "
+        help="Cast floating point tensors to this dtype, such as bf16; quantised weights are "
         "dequantised to it.",
     ),
     click.option(
@@ -257,17 +258,13 @@ def _report_text(report: WriteReport) -> str:
     if report.cast_losses:
         lines.append(f"numbers that the cast did not keep: {report.cast_losses}")
     if report.left_out:
-        some = ", ".join(map(shown, report.left_out[:_SHOWN]))
-        rest = len(report.left_out) - _SHOWN
-        more = f" and {rest} more" if rest > 0 else ""
-        lines.append(f"not written (not tensors): {some}{more}; see 'shardspec inspect'")
+        some = first_of([*map(shown, report.left_out)], _SHOWN)
+        lines.append(f"not written (not tensors): {some}; see 'shardspec inspect'")
     if report.filled:
         lines.append(f"taken from elsewhere: {', '.join(map(shown, report.filled))}")
     if report.not_copied:
-        some = ", ".join(map(shown, report.not_copied[:_SHOWN_BESIDE]))
-        rest = len(report.not_copied) - _SHOWN_BESIDE
-        more = f" and {rest} more" if rest > 0 else ""
-        lines.append(f"not copied, though beside the weights: {some}{more}")
+        some = first_of([*map(shown, report.not_copied)], _SHOWN_BESIDE)
+        lines.append(f"not copied, though beside the weights: {some}")
     if report.sidecars:
         lines.append(f"also copied: {', '.join(map(printable, report.sidecars))}")
     return "\n".join(lines)
@@ -304,7 +301,7 @@ def _sharding_text(sharding: Mapping[str, tuple[str, str]]) -> str:
 @click.option(
     "--max-shard-size",
     type=opts.Kind("SIZE", _size),
-    help="Most bytes of tensors in a file, as 5GB or 500MiB.",
+    help="Limit the bytes of tensors in a file: 5GB, 500MiB.",
 )
 @_unless("metadata", "Leave out what safetensors files say in their metadata.")
 @_write_options
@@ -426,7 +423,7 @@ def reshard_command(
         onto = None if mesh is None else opts.plain_mesh(mesh)
         pattern: Catalog | dict[str, Layout] | None = other
         if layout is not None:
-            more["names"], pattern = ckpt.under_layout(layout, maps, source.home, onto)
+            more["names"], pattern = ckpt.under_layout(layout, maps, source, onto)
             onto = None
         return conversion.reshard(
             source,

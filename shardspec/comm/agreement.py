@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Final, NamedTuple, TypeVar
 
 from shardspec.errors import CommunicatorError, ShardSpecError
+from shardspec.text import first_of
 
 E = TypeVar("E", bound=BaseException)
 
@@ -43,9 +44,7 @@ def ranks_text(peers: Iterable[int]) -> str:
     ('ranks 1, 3', 'rank 4', 'ranks 0, 1, 2, 3, 4, 5, 6, 7 and 12 more')
     """
     found = sorted(set(peers))
-    shown = ", ".join(map(str, found[:8]))
-    more = f" and {len(found) - 8} more" if len(found) > 8 else ""
-    return f"rank{'' if len(found) == 1 else 's'} {shown}{more}"
+    return f"rank{'' if len(found) == 1 else 's'} {first_of([*map(str, found)], 8)}"
 
 
 class Address(NamedTuple):

@@ -50,12 +50,11 @@ class Communicator(ABC):
     def on(self, mesh: DeviceMesh) -> "Communicator":
         """Return the communicator of the same kind for another mesh."""
 
-    @abstractmethod
     def conversion(
         self,
-        content: bytes,
+        content: bytes,  # noqa: ARG002
         device: str,
-        meshes: Iterable[DeviceMesh] = (),
+        meshes: Iterable[DeviceMesh] = (),  # noqa: ARG002
         values: Mapping[int, T] | None = None,
     ) -> AbstractContextManager[tuple[str, Mapping[int, T]]]:
         """Enter a conversion, in which steps are run.
@@ -66,8 +65,10 @@ class Communicator(ABC):
         `content` is its `shardspec.comm.agreement.description`, `device` the type of this process's
         shards, empty where it holds none. Threads are told apart by the `meshes` that it is
         between, by default this one. It is an error on every process if one says something else or
-        does not come, or if another thread is in a conversion between these meshes.
+        does not come, or if another thread is in a conversion between these meshes. One process
+        always agrees with itself.
         """
+        return nullcontext((device, values or {}))
 
     def telling(self, meshes: Iterable[DeviceMesh] = ()) -> AbstractContextManager[None]:  # noqa: ARG002
         """Let the other processes know of any error in what every process does now.
@@ -131,16 +132,6 @@ class SimulatedCommunicator(Communicator):
     def on(self, mesh: DeviceMesh) -> "SimulatedCommunicator":
         """Return the communicator that holds every device of another mesh."""
         return SimulatedCommunicator(mesh)
-
-    def conversion(
-        self,
-        content: bytes,  # noqa: ARG002
-        device: str,
-        meshes: Iterable[DeviceMesh] = (),  # noqa: ARG002
-        values: Mapping[int, T] | None = None,
-    ) -> AbstractContextManager[tuple[str, Mapping[int, T]]]:
-        """Return what is given: one process always agrees with itself."""
-        return nullcontext((device, values or {}))
 
     def gather(self, values: Mapping[int, T]) -> dict[int, T]:
         """Return the values, which are all here already."""

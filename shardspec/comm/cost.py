@@ -197,11 +197,12 @@ class CostModel:
         for link, axes in axes_of.items():
             word = "axis" if len(axes) == 1 else "axes"
             text = f"{word} {','.join(axes)} {link}"
-            if link == presets.DEFAULT_LINK:
+            if link.name.startswith(presets.ASSUMED):
                 named = " and ".join(filter(None, (", ".join(axes[:-1]), axes[-1])))
                 named = f"{word} {named}" if axes[0].isdigit() else named
-                assuming = f"no links given: assuming {presets.DEFAULT_PRESET} for {named}"
-                text = str(replace(link, name=assuming))
+                preset = link.name.removeprefix(presets.ASSUMED)
+                name = f"no links given: assuming {preset} for {named}"
+                text = str(replace(link, name=name))
             texts.append(text)
         if self.copy_s:
             texts.append(f"local copies at {1e-9 / self.copy_s:.4g} GB/s")

@@ -104,7 +104,7 @@ def assumed_links(mesh: DeviceMesh) -> tuple[Link, ...]:
     links = _links_by_node(mesh, (DEFAULT_PRESET,) * mesh.ndim)
     if links is None:
         links = (link_preset(str(PRESETS[DEFAULT_PRESET].between)),) * mesh.ndim
-    return tuple(replace(link, name=f"assumed {link.name}") for link in links)
+    return tuple(replace(link, name=ASSUMED + link.name) for link in links)
 
 
 def _links_by_node(mesh: DeviceMesh, names: tuple[str, ...]) -> tuple[Link, ...] | None:
@@ -207,6 +207,8 @@ def _presets() -> dict[str, LinkPreset]:
 
 PRESETS: Final[Mapping[str, LinkPreset]] = MappingProxyType(_presets())
 
+ASSUMED: Final = "assumed "
+"""What names of links begin with that nobody gave."""
 DEFAULT_PRESET: Final = "h100-nvswitch"
 """What is assumed where nothing is said: nodes of it."""
-DEFAULT_LINK: Final = replace(link_preset(DEFAULT_PRESET), name=f"assumed {DEFAULT_PRESET}")
+DEFAULT_LINK: Final = replace(link_preset(DEFAULT_PRESET), name=ASSUMED + DEFAULT_PRESET)

@@ -291,7 +291,7 @@ class ProcessGroupCommunicator(Communicator):
     def _tell(
         self, channel: Channel, kind: str, content: bytes, device: str, values: Mapping[int, T]
     ) -> tuple[str, dict[int, T]]:
-        """Tell all ranks of the mesh something; return where shards are, and the value of each."""
+        """Exchange notes with every rank; return the device type of shards, and all values."""
         joining = self._is_to_join(channel)
         listens = joining and this_host()
         value = pickle.dumps(values[self._rank]) if values else b""

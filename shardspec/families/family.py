@@ -1,5 +1,6 @@
 """One family of models, as its TOML file says it: rows of tensors, and the sizes they name."""
 
+import re
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
@@ -8,7 +9,7 @@ from importlib.resources import files
 from typing import Final, Literal, NamedTuple, TypeAlias, cast
 
 from shardspec.errors import LayoutError, SpecSyntaxError
-from shardspec.resharding.patterns import Side
+from shardspec.resharding.patterns import Side, placeholders
 from shardspec.resharding.views import parse_view
 from shardspec.text import Argument, shown
 
@@ -25,15 +26,12 @@ NamesOf: TypeAlias = Literal["hf", "live", "megatron", "torch_dist", "sharded", 
 _KEYS: Final = {"hf", "view", "cut", "when", "in", "copy_of", *PLACES}
 _TABLES: Final = {"model", "layer", "mtp"}
 _HEADS: Final = {
-    "like",
-    "model_types",
-    "prefix",
-    "without",
-    "unused",
-    "sizes",
-    "defaults",
-    "refused",
+    **dict.fromkeys(("model_types", "without", "unused", *sorted(_TABLES)), (list, "a list")),
+    **dict.fromkeys(("prefix", "sizes", "defaults", "refused"), (dict, "a table")),
+    "like": (str, "the name of a family"),
 }
+"""What a family says beside its rows, and of which kind it is."""
+_SLICED: Final = re.compile(r"(\w+)\[")
 
 _Table: TypeAlias = Mapping[str, object]
 
@@ -107,9 +105,11 @@ def read_family(text: str, name: str) -> Family:
     except (ValueError, RecursionError) as error:
         raise LayoutError(f"family {name!r} is not TOML: {error}") from None
     reader = _Reader(text, name)
-    if unknown := sorted(given.keys() - _TABLES - _HEADS):
-        raise reader.wrong(unknown[0], f"{shown(unknown[0])} is no part of a family")
-    base = shipped_family(str(given["like"])) if "like" in given else None
+    reader.check_heads(given)
+    like = given.get("like")
+    if like is not None and like not in {*family_names()} - {name}:
+        raise reader.wrong("like", f"there is no other family {shown(like)} to be like")
+    base = None if like is None else shipped_family(like)
     without = given.get("without", [])
     for pattern in without:
         every = [row.side[0] for rows in base.rows.values() for row in rows] if base else []
@@ -118,6 +118,7 @@ def read_family(text: str, name: str) -> Family:
     rows = {}
     for table in ("model", "layer", "mtp"):
         own = [reader.row(entry) for entry in given.get(table, [])]
+        reader.check_apart(own)
         names = {row.side[0] for row in own}
         kept = [
             row
@@ -156,10 +157,39 @@ class _Reader:
     def __init__(self, text: str, name: str) -> None:
         self._lines, self._name = text.splitlines(), name
 
-    def wrong(self, word: str, problem: str) -> LayoutError:
-        """Return the error of the line that has a word."""
-        lines = (at for at, line in enumerate(self._lines, 1) if word in line.partition("#")[0])
-        return LayoutError(f"family {self._name!r}, line {next(lines, 1)}: {problem}")
+    def wrong(self, word: str, problem: str, *, last: bool = False) -> LayoutError:
+        """Return the error of the first or last line that has a word."""
+        lines = [at for at, line in enumerate(self._lines, 1) if word in line.partition("#")[0]]
+        line = lines[-1 if last else 0] if lines else 1
+        return LayoutError(f"family {self._name!r}, line {line}: {problem}")
+
+    def check_heads(self, given: Mapping[str, object]) -> None:
+        """Raise LayoutError if a family is not made of what families are made of."""
+        for key, value in given.items():
+            if key not in _HEADS:
+                raise self.wrong(key, f"{shown(key)} is no part of a family")
+            kind, said = _HEADS[key]
+            if not isinstance(value, kind):
+                raise self.wrong(key, f"{key} is {said}, not {shown(value)}")
+            if key in ("model_types", "without") and not all(isinstance(v, str) for v in value):
+                raise self.wrong(key, f"{key} is a list of texts, not {shown(value)}")
+            for one in value if key == "unused" else ():
+                pair = [one, ""] if isinstance(one, str) else one
+                if not (isinstance(pair, list) and [type(v) for v in pair] == [str, str]):
+                    raise self.wrong(key, f"unused has {shown(one)}; give a name, or it and a size")
+            for place in {*value} - {"all", *PLACES} if key == "refused" else ():
+                raise self.wrong(str(place), f"{shown(place)} is no place; say megatron or fused")
+
+    def check_apart(self, rows: Sequence[Row]) -> None:
+        """Raise LayoutError if two rows are the same tensor in some place."""
+        seen = set()
+        for row in rows:
+            for place, side in {"hf": row.side, **row.places}.items():
+                key = place, side, row.layers, row.when
+                if side is not None and key in seen:
+                    name = row.side[0]
+                    raise self.wrong(name, f"two rows are {shown(side[0])} in {place}", last=True)
+                seen.add(key)
 
     def row(self, entry: object) -> Row:
         """Return the row of a table."""
@@ -176,6 +206,8 @@ class _Reader:
         cut: dict[str, str] = (
             cuts if isinstance(cuts, dict) else dict.fromkeys(("megatron", "fused"), str(cuts))
         )
+        if unknown := sorted(cut.keys() - PLACES):
+            raise self.wrong(name, f"{shown(name)} is cut in {unknown[0]!r}, which is no place")
         if unknown := [one for one in cut.values() if one not in CUTS]:
             raise self.wrong(
                 name, f"{shown(name)} is cut by {unknown[0]!r}; choose among {', '.join(CUTS)}"
@@ -212,6 +244,17 @@ class _Reader:
             words = {*family.sizes, *_words_of_config(family)}
             if unknown := [one for one in factors if one not in words]:
                 raise self.wrong(name, f"{shown(name)} names {unknown[0]!r}, which is no size")
+            for text in side[2:]:
+                sliced = _SLICED.match(text)
+                if sliced is None or sliced[1] not in factors:
+                    raise self.wrong(name, f"{shown(name)}: {shown(text)} is no slice of its view")
+            for one in sorted(placeholders(name)):
+                if f"{{{one}}}" not in words:
+                    raise self.wrong(name, f"{shown(name)}: no size says how many {{{one}}} are")
+                if one not in placeholders(" ".join(side)):
+                    raise self.wrong(name, f"{shown(name)} has no {{{one}}} in {place}")
+        if row.copy_of and row.copy_of not in {one.side[0] for one in family.rows["model"]}:
+            raise self.wrong(name, f"{shown(name)} repeats {shown(row.copy_of)}, which is no row")
         for word in row.when:
             size = word.removeprefix("not ")
             if size not in family.sizes and size not in family.defaults:

@@ -150,11 +150,19 @@ def model_layouts(
     return _Sharded(config, parsed, device_mesh, dtype).layouts()
 
 
-def padded_config(config: Mapping[str, object], parsed: ParsedLayout) -> dict[str, object]:
-    """Return a config that says how far a layout pads the vocabulary."""
+def padded_config(
+    config: Mapping[str, object], parsed: ParsedLayout, rows: int | None = None
+) -> dict[str, object]:
+    """Return a config that says how far a layout pads the vocabulary.
+
+    Engines pad it by a rule of their own; Megatron-core as the config states it, or else to the
+    `rows` that a checkpoint of it has.
+    """
     found, vocab = {**config}, text_config(config).get("vocab_size")
     if parsed.kind == "vllm" and isinstance(vocab, int):
-        found.setdefault("padded_vocab", -(-vocab // _ROUND_UP) * _ROUND_UP)
+        found["padded_vocab"] = -(-vocab // _ROUND_UP) * _ROUND_UP
+    elif parsed.kind == "megatron" and rows is not None:
+        found.setdefault("padded_vocab", rows)
     return found
 
 

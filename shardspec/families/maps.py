@@ -198,7 +198,7 @@ def back(model: Model, place: str) -> NameMap:
     """Return the map from the names of a place to those of files."""
     found = forth(model, place).reversed()
     # How far a vocabulary was padded, its tensor says.
-    sizes = dict(found.sizes.items() - {"padded_vocab": "vocab_size"}.items())
+    sizes = {name: size for name, size in found.sizes.items() if name != "padded_vocab"}
     copies = []
     for tensor in model.tensors:
         if tensor.places[place] is None:
@@ -373,9 +373,12 @@ def _tensors(model: Model) -> Iterator[tuple[Side, list[tuple[Side, Side]]]]:
             if "two" in parse_view(side[1])[0]:
                 gated.add(side[0])
     for name, dims in names.items():
-        own, rest = (name, dims), dims.removeprefix("dim0")
+        own: Side = (name, dims)
+        rest = dims.removeprefix("dim0")
         spelled = (name, *_respelled(name, (*_LOCAL, *(pair[::-1] for pair in _LOCAL))))
-        places = [(place, own) for other in spelled for place in _stacks(other, dims, model)]
+        places: list[tuple[Side, Side]] = [
+            (place, own) for other in spelled for place in _stacks(other, dims, model)
+        ]
         # Both halves of a gated matrix apart, as `singleton_local_shards` saves them.
         for other in spelled if name in gated else ():
             for number, half in enumerate("wv"):

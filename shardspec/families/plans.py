@@ -15,7 +15,6 @@ _WHOLE: Final = {
     *("replicate", "replicated_with_grad_allreduce", "mla_kv_a_proj", "moe_tp_experts"),
     *("moe_identity_expert", "ep_router", "gather", "sequence_parallel", "activation"),
 }
-_EMBEDDING: Final = "embedding_rowwise"
 _HEADS: Final = re.compile(r"(.+\.)?[qkv]_proj\.(weight|bias)")
 
 
@@ -31,15 +30,13 @@ class TensorPlan(NamedTuple):
         module, _, last = name.rpartition(".")
         ends = (name, module) if last in ("weight", "bias") else (name,)
         style = next((self.styles[key] for key in map(_numberless, ends) if key in self.styles), "")
-        if name.endswith("embed_tokens.weight") and not style:
-            style = _EMBEDDING
         bias = last == "bias"
         cut: int | None = None
         if style in _COLUMNS or style in _PACKED:
             cut = dims + _PACKED.get(style, -2) if dims > 1 else 0
         elif style in _ROWS:
             cut = None if bias else dims - 1
-        elif style in (_EMBEDDING, "grouped_gemm"):
+        elif style in ("embedding_rowwise", "grouped_gemm"):
             cut = 0
         elif style and style not in _WHOLE:
             raise LayoutError(f"{name!r}: the style {shown(style)} of transformers is not known")

@@ -26,11 +26,13 @@ class Recognised(NamedTuple):
     """``hf``, ``megatron`` or ``fused``."""
     absent: tuple[Tensor, ...]
     """Tensors of the model of which the source has none."""
+    prefix: str = ""
+    """What stands before all of them."""
 
     @property
     def text(self) -> str:
         """Whose names they are."""
-        return _CALLED[self.format]
+        return _CALLED[self.format] + (f" behind {shown(self.prefix)}" if self.prefix else "")
 
 
 def recognise(
@@ -54,15 +56,25 @@ def recognise(
     strange = sorted(name for name in names if form_of(name) not in of_format)
     if len(strange) == len(names):
         first = ", ".join(map(shown, strange[:_SHOWN])) or "(there are none)"
+        start = f"{min(names, default='').partition('.')[0]}."
+        within = {form_of(name.removeprefix(start)) for name in names}
+        remedy: tuple[str | Argument, ...] = (
+            f", of {_users(strange[:1])}; give the config of that model",
+        )
+        if any(within & forms_of for _, forms_of in known.values()):
+            # As in a state dict that was saved as {"model": …}.
+            text = f"; without {start!r} they have some: merge it first, to other names, with "
+            remedy = text, Argument("rename")
         raise LayoutError(
             f"{where}: no tensor has a name of the family {model.family.name!r}; the names start "
-            f"with {first}, of families {_users(strange[:1])}; give the config of that model"
+            f"with {first}",
+            *remedy,
         )
     if strange:
         rest = f" and {len(strange) - 1} more" if len(strange) > 1 else ""
         raise LayoutError(
             f"{where}: a model of the family {model.family.name!r} with this config has no "
-            f"{shown(strange[0])}{rest}, which is of families {_users(strange)}; correct the "
+            f"{shown(strange[0])}{rest}, which is of {_users(strange)}; correct the "
             "config, or leave such tensors behind by name with ",
             Argument("drop"),
         )
@@ -103,7 +115,7 @@ def outer_prefix(model: Model, names: Collection[str]) -> str:
 
 
 def _users(names: Collection[str]) -> str:
-    """Return the families that have a tensor of the first of some names."""
+    """Return as text the families that have a tensor of the first of some names."""
     form = next(map(form_of, names), "")
     found = []
     for family_name in family_names():
@@ -113,7 +125,7 @@ def _users(names: Collection[str]) -> str:
             found.append(
                 f"{family_name!r}" + (f" (where {', '.join(row.when)})" if row.when else "")
             )
-    return ", ".join(found) or "none"
+    return f"families {', '.join(found)}" if found else "no family that is known"
 
 
 def _forms(family: Family, table: str, row: Row) -> set[str]:

@@ -150,7 +150,7 @@ class _OfShard(torch.autograd.Function):
         if shard.dim() == len(shape):  # dims lie in memory as in the shard
             order.sort(key=parts_of(shard)[0].stride().__getitem__, reverse=True)
         stride = torch.empty_permuted(shape, order, device="meta").stride()
-        return _counted_with(
+        return counted_with(
             shard,
             TorchDTensor.from_local(
                 shard, mesh, placements, run_check=False, shape=shape, stride=stride
@@ -186,7 +186,7 @@ class _ToShard(torch.autograd.Function):
         local = tensor.to_local()
         if isinstance(local, AsyncCollectiveTensor):
             local = local.wait()
-        return _counted_with(tensor, local.view_as(local))
+        return counted_with(tensor, local.view_as(local))
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor | None) -> tuple[torch.Tensor | None, None]:  # noqa: ANN401
@@ -197,7 +197,7 @@ class _ToShard(torch.autograd.Function):
         return _from_shard(gradient, ctx.mesh, ctx.placements, ctx.shape, 1 / ctx.addends), None
 
 
-def _counted_with(tensor: torch.Tensor, alias: torch.Tensor) -> torch.Tensor:
+def counted_with(tensor: torch.Tensor, alias: torch.Tensor) -> torch.Tensor:
     """Return another tensor of the same storage, with the version counter of the first."""
     if alias.is_inference():  # these have none
         return alias

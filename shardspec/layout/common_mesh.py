@@ -69,8 +69,8 @@ def _between(mesh: DeviceMesh, axis: int) -> range:
 
 def _name(mesh: DeviceMesh, cut: tuple[int, int]) -> str:
     """Return the name of the axis of a mesh in which a finer axis lies."""
-    axes = range(mesh.ndim) if mesh.axis_names else ()
-    return next((str(mesh.axis_names[axis]) for axis in axes if cut[0] in _between(mesh, axis)), "")
+    axes = enumerate(mesh.axis_names or ())
+    return next((name for axis, name in axes if cut[0] in _between(mesh, axis)), "")
 
 
 def _finer(cut: DimSpec, mesh: DeviceMesh, fine: list[tuple[int, int]]) -> tuple[int, ...]:

@@ -14,7 +14,7 @@ from shardspec.layout.layout import OwnSpec, SpecLike, is_own_spec
 from shardspec.layout.placements import Placement, Split, own_placements, spec_of_placements
 from shardspec.layout.spec import DimSpec, ShardingSpec, parse_for_rule
 from shardspec.mesh.device_mesh import DeviceMesh
-from shardspec.text import counted, shown
+from shardspec.text import counted, first_of, shown
 
 Rules: TypeAlias = Mapping[str, SpecLike]
 """Name pattern to spec; a tensor that no pattern matches is replicated."""
@@ -103,10 +103,9 @@ def winning_patterns(
             raise LayoutError(f"rule {shown(pattern)} matches no {what}; {start}")
         if pattern not in used:
             later = list(overruled[pattern])
-            more = f" and {len(later) - _MAX_SHOWN} more" if len(later) > _MAX_SHOWN else ""
             raise LayoutError(
                 f"rule {shown(pattern)} has no effect, since later rules win and "
-                f"{', '.join(map(shown, later[:_MAX_SHOWN]))}{more} "
+                f"{first_of([*map(shown, later)], _MAX_SHOWN)} "
                 f"match{'es' if len(later) == 1 else ''} every {what} that it does; put it after "
                 "them, or leave it out"
             )

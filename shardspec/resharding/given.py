@@ -21,7 +21,7 @@ from shardspec.resharding.memory import has_memory, memory_overlaps, overlaps_it
 from shardspec.resharding.state import flat_state, is_plain, plain_key, same_shards, stated_layout
 from shardspec.tensor.dtensor import DTensor
 from shardspec.tensor.shards import check_dense
-from shardspec.text import shown
+from shardspec.text import first_of, shown
 
 State: TypeAlias = Mapping[str, object]
 
@@ -116,10 +116,9 @@ def given_to(
 
 def _check_names(where: str, values: State, planned: Iterable[str]) -> None:
     if unknown := sorted(values.keys() - set(planned)):
-        more = f" and {len(unknown) - 1} more" if len(unknown) > 1 else ""
         raise LayoutError(
-            f"{where} has {shown(unknown[0])}{more}, which the plan lacks; leave it out, or make "
-            "the plan with it"
+            f"{where} has {first_of([*map(shown, unknown)])}, which the plan lacks; leave it out, "
+            "or make the plan with it"
         )
 
 

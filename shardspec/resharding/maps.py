@@ -11,7 +11,7 @@ from shardspec.resharding.covers import covers, first_hole, first_overlap
 from shardspec.resharding.name_map import Equation, NameMap, Shape
 from shardspec.resharding.presence import Sought, missing
 from shardspec.resharding.views import TensorView
-from shardspec.text import Argument, shown
+from shardspec.text import Argument, first_of, shown
 
 _SHOWN: Final = 3
 
@@ -37,11 +37,10 @@ class MapReport:
             rest = f" (and {len(self.problems) - 1} more)" if len(self.problems) > 1 else ""
             faults.append(f"the map is not total: {self.problems[0]}{rest}")
         if self.unused:
-            names = ", ".join(map(shown, self.unused[:_SHOWN]))
-            rest = f" and {len(self.unused) - _SHOWN} more" if len(self.unused) > _SHOWN else ""
+            names = first_of([*map(shown, self.unused)], _SHOWN)
             faults.append(
-                f"the map has no use for {names}{rest}, in whole or in part; take a map that has, "
-                "or leave tensors behind by name with "
+                f"the map has no use for {names}, in whole or in part; take a map that has, or "
+                "leave tensors behind by name with "
             )
         if faults:
             raise LayoutError("; ".join(faults), *[Argument("drop")] * bool(self.unused))

@@ -18,7 +18,7 @@ from shardspec.resharding.maps import apply_map, dropped_by, report_of
 from shardspec.resharding.name_map import NameMap, Shape
 from shardspec.resharding.state import flat_state, is_plain, required_layout
 from shardspec.resharding.transfers import Declared, End, Rows, transfer_rows
-from shardspec.text import counted, shown
+from shardspec.text import counted, first_of, shown
 
 if TYPE_CHECKING:
     from shardspec.resharding.receipts import Receipt
@@ -198,7 +198,7 @@ def plan_state(
     `dropped` are tensors that a map before this one has left behind.
     """
     given = flat_state(source)
-    before = layouts_of(given)
+    before = _stated(given)
     shapes = {name: layout.global_shape for name, layout in before.items()}
     behind = {**dropped_by(drop, shapes), **(dropped or {})}
     given = {name: value for name, value in given.items() if name not in behind}
@@ -218,9 +218,9 @@ def plan_state(
             ("source", sorted(after.keys() - due.keys())),
         ):
             if missing:
-                rest = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+                names_text = first_of([*map(shown, missing)])
                 raise LayoutError(
-                    f"the {lacking} lacks {shown(missing[0])}{rest}; names= maps names that differ"
+                    f"the {lacking} lacks {names_text}; names= maps names that differ"
                 )
         moves = [
             TensorMove(name, renamed[name], layout, after[renamed[name]])
@@ -301,9 +301,13 @@ def reshard_state(
 
 def layouts_of(state: Mapping[str, object]) -> dict[str, Layout]:
     """Return the layouts of the tensors of a state dict, by name."""
+    return _stated(flat_state(state))
+
+
+def _stated(flat: Mapping[str, object]) -> dict[str, Layout]:
     return {
         name: required_layout(name, value)
-        for name, value in flat_state(state).items()
+        for name, value in flat.items()
         if isinstance(value, Layout) or not is_plain(value)
     }
 

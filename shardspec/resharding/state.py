@@ -10,8 +10,6 @@ from enum import Enum, Flag
 from functools import lru_cache
 from typing import Final, TypeAlias
 
-import numpy as np
-
 from shardspec.errors import LayoutError, ShardSpecError
 from shardspec.layout.layout import Layout
 from shardspec.text import shown
@@ -120,6 +118,8 @@ def plain_key(value: object) -> Hashable:
     >>> plain_key((1, {"a": 0.0})) == plain_key((1, {"a": -0.0}))
     False
     """
+    import numpy as np  # names of checkpoints need none
+
     content: Hashable
     match value:
         case Flag():

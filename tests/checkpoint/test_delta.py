@@ -193,7 +193,7 @@ def test_other_names_shapes_and_dtypes_need_a_full_checkpoint(place, tmp_path):
     with pytest.raises(CheckpointError, match=r"'n': .* larger than the tensor"):
         delta(place / "v0", tmp_path / "other", tmp_path / "d", version=1, encoding="overwrite")
     for how, problem in (
-        ({"version": -1}, "no version"),
+        ({"version": -1}, "not a version"),
         ({"version": 1, "base_version": 1}, "made of itself"),
         ({"version": 1, "encoding": "and"}, "no encoding"),
         ({"version": 1, "checksum": "md5"}, "md5"),

@@ -222,11 +222,11 @@ def test_a_merge_of_some_tensors_is_compared_with_what_it_was_made_of(tmp_path):
     assert list(diff_checkpoints(ckpt, tmp_path / "all", include="m.*")) == []
     assert list(diff_checkpoints(ckpt, tmp_path / "all", exclude=["m.b", "o.*"])) == []
     assert list(diff_checkpoints(tmp_path / "out", ckpt, exclude=["b"], rename={"a": "m.a"})) == [
-        Difference("m.b", f"is only in {ckpt}"),
-        Difference("o.a", f"is only in {ckpt}"),
+        Difference("m.b", f"is only in {ckpt}", one_side=True),
+        Difference("o.a", f"is only in {ckpt}", one_side=True),
     ]
     beside, found = diff_checkpoints(ckpt, tmp_path / "all", include="m.a", rename={"^m": "o"})
-    assert beside == Difference("m.a", f"is only in {tmp_path / 'all'}")
+    assert beside == Difference("m.a", f"is only in {tmp_path / 'all'}", one_side=True)
     assert (found.name, found.index) == ("o.a", (0,))
     with pytest.raises(CheckpointError, match=r"pattern 'x\*' matches nothing"):
         list(diff_checkpoints(ckpt, out, include="x*"))
@@ -426,6 +426,36 @@ def test_names_that_differ_by_how_they_begin(tmp_path):
         alone = [found["name"] for found in json.loads(again.stdout)["differences"]]
         assert alone == (["head"] if "named" in (first, second) else [])
         assert json.loads(again.stdout)["rename"] is None
+
+
+def test_names_on_one_side_are_shown_by_layers_in_their_order(tmp_path):
+    layers = {f"layers.{i}.w": torch.ones(2) for i in range(12)}
+    safetensors.torch.save_file({**layers, "head": torch.ones(1)}, tmp_path / "a")
+    safetensors.torch.save_file({"head": torch.zeros(1), "tail": torch.ones(1)}, tmp_path / "b")
+    done = shardspec("diff", tmp_path / "a", tmp_path / "b")
+    head, *alone, total = done.stdout.splitlines()
+    assert head.startswith("tensor 'head' differs first at index [0]")
+    assert alone == [
+        f"12 tensors 'layers.{{0..11}}.w' are only in {tmp_path / 'a'}",
+        f"tensor 'tail' is only in {tmp_path / 'b'}",
+    ]
+    assert total.startswith("14 of 14 tensors differ: ")
+
+
+def test_values_in_lists_are_the_same_however_formats_nest_them(tmp_path):
+    groups = [{"lr": 0.5, "betas": (0.9, 0.99)}, {"lr": 0.25, "params": ["w"]}]
+    state = {"w": torch.ones(2), "optim": {"param_groups": groups}, "seen": [1, 2]}
+    torch.save(state, tmp_path / "nested.pt")
+    merge(tmp_path / "nested.pt", tmp_path / "dcp", format="dcp")  # flattens as torch does
+    same = shardspec("diff", tmp_path / "nested.pt", tmp_path / "dcp")
+    assert (same.returncode, same.stdout) == (0, "no difference: 1 tensor, 8 B, and 5 values\n")
+    groups[1]["lr"] = 0.125
+    torch.save(state, tmp_path / "later.pt")
+    changed = shardspec("diff", tmp_path / "later.pt", tmp_path / "dcp")
+    assert changed.stdout.splitlines() == [
+        "value 'optim.param_groups.1.lr' is 0.125 in the first, 0.25 in the second",
+        "0 of 1 tensor and 1 of 5 values differs",
+    ]
 
 
 def test_the_share_of_what_differs_by_group(tmp_path):

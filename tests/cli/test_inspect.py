@@ -236,3 +236,16 @@ def test_every_row_in_the_order_of_numbers(model):
     assert [tensor["name"] for tensor in facts["tensors"]] == names
     assert facts["parameters"] == 1664
     assert facts["groups"]["model.layers"] == {"tensors": 76, "parameters": 1584, "num_bytes": 6336}
+
+
+def test_every_file_of_a_rank_is_listed_with_its_bytes(tmp_path):
+    tensors = {f"t{i}": np.zeros(64, np.float32) for i in range(3)}
+    safetensors.numpy.save_file(tensors, tmp_path / "whole.safetensors")
+    merge(tmp_path / "whole.safetensors", tmp_path / "parts", max_shard_bytes=600)
+    rows = [line.split() for line in run(tmp_path / "parts").stdout.splitlines()[-2:]]
+    assert rows == [
+        ["0", "512", "B", "model-00001-of-00002.safetensors"],
+        ["0", "256", "B", "model-00002-of-00002.safetensors"],
+    ]
+    listed = json.loads(run(tmp_path / "parts", "--json").stdout)["ranks"]
+    assert [(row["rank"], row["bytes"]) for row in listed] == [(0, 512), (0, 256)]

@@ -116,6 +116,54 @@ def writes_to_parts(mesh: DeviceMesh) -> list[str]:
     return refusals
 
 
+def one_row_on_a_rank(line: DeviceMesh) -> list[str]:
+    """What has one row on some ranks, and several in all, is no dim of size 1 there."""
+    wide = TABLE.reshape(5, 1, 3)  # 2, 2, 1 and no rows
+    for spec in ("[S0,R,R]", "[R,R,S0]"):
+        same(torch.squeeze_copy(Cut(wide.clone(), line, spec)), wide.squeeze())
+        same(Cut(wide.clone(), line, spec).squeeze(), wide.squeeze())
+    same(Cut(TABLE.clone(), line, "[S0,R]").squeeze_(), TABLE)
+    refusals = []
+    for spec in ("[R,S0,R]", "[R,R,S0]"):
+        out = Cut(torch.zeros(2, 5, 3).double(), line, spec)
+        with pytest.raises(LayoutError) as caught:
+            torch.expand_copy(Cut(TABLE.clone(), line, "[S0,R]"), (2, 5, 3), out=out)
+        refusals.append(str(caught.value))
+        same(out, torch.zeros(2, 5, 3).double())
+    same(torch.expand_copy(Cut(TABLE.clone(), line, "[S0,R]"), (2, 5, 3)), TABLE.expand(2, 5, 3))
+    return refusals
+
+
+KEYS: list[Any] = [
+    *(1, slice(1, 4), (slice(None), -1), slice(0, 5, 2), [0, 3], (..., 0), (None, 2)),
+    *(lambda t: t > 7, lambda t: t[:, 0] > 7, lambda t: t.argmax(0)),
+]
+
+
+def numbers_in_parts(mesh: DeviceMesh) -> list[str]:
+    """Parts of any kind are set to a number, which torch has no rule for, and masks are whole."""
+    numbers = (9.0, torch.tensor(4.0).double(), Cut(torch.tensor(7.0).double(), mesh, "[]"))
+    for spec in ("[S0,R]", "[R,S0]", "[S01,R]", "[S1,S0]", "[R,R]"):
+        for place, key in enumerate(KEYS):
+            ours, whole = Cut(TABLE.clone(), mesh, spec), TABLE.clone()
+            number = numbers[place % 3]
+            ours[key(ours) if callable(key) else key] = number
+            number = number.to_global() if isinstance(number, DTensor) else number
+            whole[key(whole) if callable(key) else key] = number
+            same(ours, whole)
+        ours, whole = Cut(TABLE.clone(), mesh, spec), TABLE.clone()
+        with pytest.raises(
+            IndexError, match="index 9 is out of bounds for dimension 0 with size 5"
+        ):
+            ours[9] = 1
+        same(ours.fill_(numbers[2]), torch.full_like(whole, 7))
+    ours = Cut(TABLE.clone(), mesh, "[R,S0]")
+    with pytest.raises(LayoutError, match="takes each shard of a mask") as caught:
+        ours.index_put_((ours > 7,), torch.tensor(1.0).double())
+    same(ours, TABLE)
+    return [str(caught.value)]
+
+
 def gradients_of_writes(mesh: DeviceMesh) -> None:
     """Gradients go through what was set, though they arrive in another layout."""
     for spec in ("[S0,R]", "[R,S1]", "[R,R]"):
@@ -127,6 +175,8 @@ def gradients_of_writes(mesh: DeviceMesh) -> None:
                 part = Cut(TABLE[:2].clone().requires_grad_(), mesh, "[R,R]")
             changed = base * 1
             changed[1:3] = part * 3
+            changed[changed > 20] = 2
+            changed[:, 1] = part[0, 0]
             factor = Cut(TABLE, mesh, "[S0,R]") if isinstance(base, DTensor) else TABLE
             loss = (changed * changed * factor).sum()
             loss = loss.to_global() if isinstance(base, DTensor) else loss
@@ -253,7 +303,8 @@ def silent(rank: int, mesh: DeviceMesh) -> list[str]:
     """Assert all of it on a mesh of 2x2; return the refusals."""
     line = DeviceMesh(range(4), (4,))
     means(mesh)
-    refusals = [*writes_to_parts(mesh), *left_alone(rank, mesh)]
+    refusals = [*writes_to_parts(mesh), *numbers_in_parts(mesh), *left_alone(rank, mesh)]
+    refusals += one_row_on_a_rank(line)
     by_keyword(rank, mesh)
     gradients_of_writes(mesh)
     beside_pending_sums(rank, mesh)

@@ -69,6 +69,18 @@ def test_to_megatron_and_back_with_config_and_tokenizer(tmp_path):
         assert (tmp_path / "out" / name).read_text() == (folder / name).read_text()
 
 
+def test_names_of_a_state_dict_below_a_key_are_to_be_renamed_first(tmp_path):
+    folder, arrays = saved(tmp_path / "hf", "qwen3")
+    save_file({f"model.{name}": array for name, array in arrays.items()}, tmp_path / "nested")
+    said = run("merge", tmp_path / "nested", "-o", f"{tmp_path}/out/", "--model", folder, code=3)
+    assert said.endswith(
+        "without 'model.' they have some: merge it first, to other names, with --rename\n"
+    )
+    run("merge", tmp_path / "nested", "-o", tmp_path / "flat", "--rename", "^model[.]", "")
+    run("merge", tmp_path / "flat", "-o", f"{tmp_path}/out/", "--model", folder)
+    same(tmp_path / "out", arrays)
+
+
 def test_layers_that_predict_further_tokens_and_copies_of_the_embedding(tmp_path):
     folder, arrays = saved(tmp_path / "hf", "deepseek_v3", num_nextn_predict_layers=1)
     for copy, origin in (("embed_tokens", "model.embed_tokens"), ("shared_head.head", "lm_head")):
@@ -237,6 +249,7 @@ def test_resharding_by_a_layout_gives_every_device_what_the_layout_says(tmp_path
         assert {stored.box for stored in outline.boxes} == {box for box in boxes if prod_of(box)}
         if to == "shardspec":
             assert outline.spec is not None
+            assert catalog.mesh is not None
             again = Layout(catalog.mesh, outline.spec, outline.shape, outline.dtype)
             for device in wanted.mesh.ids:
                 assert again.local_boxes(device) == wanted.local_boxes(device), name
@@ -301,6 +314,25 @@ def test_a_stated_padding_of_the_vocabulary_divides(tmp_path):
     same(tmp_path / "back", arrays)
 
 
+def test_from_one_trainer_to_another_and_to_an_engine_with_a_padded_vocabulary(tmp_path):
+    folder, arrays = saved(tmp_path / "hf", "qwen3", vocab_size=101)
+    padded = {**HF["qwen3"]["config"], "vocab_size": 101, "padded_vocab": 104}
+    (tmp_path / "padded.json").write_text(json.dumps(padded))
+    model = ("--model", tmp_path / "padded.json")
+    run("reshard", folder, "-o", tmp_path / "run", *model, "--layout", "megatron:tp=2")
+    for layout, name, rows in (
+        ("megatron:tp=4", "output_layer.weight", 104),
+        ("vllm:tp=2", "lm_head.weight", 128),
+        ("fsdp:2", "lm_head.weight", 101),
+    ):
+        call = ("--model", folder, "--layout", layout)
+        run("reshard", tmp_path / "run", "-o", tmp_path / layout, *call)
+        run("plan-state", tmp_path / "run", *call)
+        assert open_checkpoint(tmp_path / layout).outline(name).shape[0] == rows
+        run("merge", tmp_path / layout, "-o", f"{tmp_path}/{layout}-back/", "--model", folder)
+        same(tmp_path / f"{layout}-back", arrays)
+
+
 def test_an_index_that_lists_tensors_of_no_file_is_refused(tmp_path):
     folder, arrays = saved(tmp_path / "hf", "qwen3")
     listed = dict.fromkeys([*arrays, "model.layers.9.enorm.weight"], "model.safetensors")
@@ -323,7 +355,8 @@ def test_what_stands_before_all_names_is_no_part_of_them(tmp_path, prefix, names
     job.mkdir()
     steps = {"optimizer.state.step": np.zeros(1, np.float32)}
     save_file({f"{prefix}{n}": a for n, a in plain.items()} | steps, job / "model.safetensors")
-    run("merge", job, "-o", f"{tmp_path}/out/", "--model", folder)
+    said = run("merge", job, "-o", f"{tmp_path}/out/", "--model", folder)
+    assert f"behind {prefix!r}" in said
     same(tmp_path / "out", arrays)
     del plain[max(plain)]
     save_file({f"{prefix}{n}": a for n, a in plain.items()}, job / "model.safetensors")

@@ -246,10 +246,34 @@ def test_a_family_that_contradicts_itself_says_the_line():
         (row.replace(', megatron = "b"', ""), "line 4: 'a.weight' has no place in megatron"),
         (row.replace("cut", "knife"), "line 4: row 'a.weight' has no 'knife'"),
         (row.replace("cut =", 'when = "tuesday", cut ='), "line 4: 'a.weight' exists when"),
+        (row.replace("cut =", 'in = "attic", cut ='), "line 4: 'a.weight' is in 'attic' layers"),
+        (row.replace("cut =", 'copy_of = "c", cut ='), "line 4: 'a.weight' repeats 'c'"),
+        (row.replace('"replicated"', '{ attic = "rows" }'), "line 4: 'a.weight' is cut in 'attic'"),
+        (row.replace('"b"', '["b", "two h", "three[0]"]'), "line 4: 'a.weight': 'three[0]' is no"),
+        (row.replace("a.w", "a.{e}.w"), "line 4: 'a.{e}.weight': no size says how many {e} are"),
+        (f"{row}\n{row}", "line 5: two rows are 'a.weight' in hf"),
+        (f"{row}\n{row.replace('a.w', 'c.w')}", "line 5: two rows are 'b' in megatron"),
     ):
         with pytest.raises(LayoutError, match=re.escape(says)):
             read_family(f"{head}{wrong}\n]", "x")
     assert read_family(f"{head}{row}\n]", "x").rows["layer"][-1].side == ("a.weight", "h")
+
+
+def test_what_a_family_says_of_another_kind_says_the_line():
+    head = 'model_types = ["x"]\nprefix = { hf = "", megatron = "" }\n'
+    for wrong, says in (
+        ('like = "attic"', "line 3: there is no other family 'attic'"),
+        ("like = 3", "line 3: like is the name of a family, not 3"),
+        ("layer = 3", "line 3: layer is a list"),
+        ("sizes = []", "line 3: sizes is a table"),
+        ('without = "a"', "line 3: without is a list"),
+        ("without = [3]", "line 3: without is a list of texts"),
+        ('unused = [["a", "b", "c"]]', "line 3: unused has ['a', 'b', 'c']"),
+        ('refused = { attic = "" }', "line 3: 'attic' is no place"),
+        ("attic = 3", "line 3: 'attic' is no part of a family"),
+    ):
+        with pytest.raises(LayoutError, match=re.escape(says)):
+            read_family(head + wrong, "x")
 
 
 def test_layers_without_experts_are_those_that_the_defaults_say():

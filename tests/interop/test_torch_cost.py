@@ -103,7 +103,7 @@ def test_tables_of_edges_cost_what_each_pair_does():
         [spec(*here, meta=small) for here in ways[:4]],
         [spec(Replicate(), Shard(1), meta=small, shape=(4, 4)), spec(*ways[5], meta=small)],
     )
-    nothing = ([], ends[1])
+    nothing = ends[0][:0], ends[1]
     tables = cost.tables(iter([ends, others, again, nothing]))
     assert tables[2] is tables[0]
     assert not tables[0].flags.writeable

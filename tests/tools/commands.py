@@ -5,6 +5,7 @@ import resource
 import subprocess
 import sys
 import time
+from multiprocessing import active_children
 from pathlib import Path
 from typing import NamedTuple, NoReturn
 
@@ -58,6 +59,9 @@ def leave() -> NoReturn:
 
     dist.barrier()
     dist.destroy_process_group()
+    # Those that write checkpoints for Megatron-core would stay, and keep what they write to open.
+    for child in active_children():
+        child.kill()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)

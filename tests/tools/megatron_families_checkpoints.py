@@ -86,7 +86,7 @@ def to_torch_dist(folder: Path, place: Path, saved: Path, config: PretrainedConf
 
 def try_one(label: str, place: Path) -> float:
     """Take a model to Megatron and back; return how far the logits are apart."""
-    folder, saved, back = place / "hf", place / "saved", place / "back"
+    folder, saved = place / "hf", place / "saved"
     wanted = saved_model(label, folder)
     assert float(wanted.std()) > 0.1, "the logits say nothing"
     in_process(
@@ -97,13 +97,16 @@ def try_one(label: str, place: Path) -> float:
     model = gpt(config)
     load(model, {local(name): tensor for name, tensor in tensors.items()})
     apart = float((megatron_answers(model, wanted.shape[-1]) - wanted).abs().max())
-    saved.mkdir()
-    dist_checkpointing.save(model.sharded_state_dict(), str(saved))
-    in_process("merge", saved, "-o", f"{back}/", "--model", folder)
-    first, again = (load_file(one / "model.safetensors") for one in (folder, back))
-    assert first.keys() == again.keys(), first.keys() ^ again.keys()
-    for name, tensor in first.items():
-        assert same_bits(tensor, again[name]), name
+    first = load_file(folder / "model.safetensors")
+    for way, told in ((saved, {}), (place / "single", {"singleton_local_shards": True})):
+        way.mkdir()
+        dist_checkpointing.save(model.sharded_state_dict(metadata=told), str(way))
+        back = Path(f"{way}-back")
+        in_process("merge", way, "-o", f"{back}/", "--model", folder)
+        again = load_file(back / "model.safetensors")
+        assert first.keys() == again.keys(), first.keys() ^ again.keys()
+        for name, tensor in first.items():
+            assert same_bits(tensor, again[name]), name
     to_torch_dist(folder, place / "run", saved, config)
     other = gpt(config)
     load(other, dist_checkpointing.load(sharded(other), str(place / "run")))

@@ -19,13 +19,21 @@ from transformers import PretrainedConfig
 __all__ = ["gpt", "is_latent", "randomised"]
 
 
-class _Attention(DotProductAttention):
+class _Attention(DotProductAttention):  # type: ignore[misc]  # its package has no types
     """Attention whose values are of another width than its keys, which 0.16 has in kernels only."""
 
-    def __init__(self, config: Any, *rest: Any, k_channels: int, v_channels: int, **more: Any):
+    def __init__(
+        self,
+        config: Any,
+        *rest: Any,
+        k_channels: int = 0,
+        v_channels: int = 0,
+        **more: Any,
+    ) -> None:
         super().__init__(config, *rest, **more)
-        assert k_channels, "keys have channels"
-        self.hidden_size_per_partition = v_channels * self.num_attention_heads_per_partition
+        # It is built twice: without widths too, and then thrown away.
+        if k_channels:
+            self.hidden_size_per_partition = v_channels * self.num_attention_heads_per_partition
 
 
 def is_latent(config: PretrainedConfig) -> bool:
@@ -87,8 +95,6 @@ def gpt(config: PretrainedConfig, *, tp: int = 1, ep: int = 1, ahead: int = 0) -
     if experts := next((one for word in words if (one := getattr(config, word, 0))), 0):
         more |= _experts(config, experts)
         more |= {"expert_model_parallel_size": ep, "expert_tensor_parallel_size": 1}
-        # Megatron trains experts with tensor parallel ranks in no other way; weights are the same.
-        more |= {"sequence_parallel": tp > 1}
     if config.model_type == "gpt_oss":
         more |= {"softmax_type": "learnable", "activation_func": quick_gelu}
         more |= {"glu_linear_offset": 1.0, "activation_func_clamp_value": 7.0}

@@ -160,7 +160,9 @@ def held(place: Path, labels: list[str]) -> None:
             if name not in tied:
                 tensor = state[name]
                 part = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-                assert torch.equal(part, shard(full, layouts[name], rank)), (label, name)
+                wanted = shard(full, layouts[name], rank)
+                assert part.shape == wanted.shape, (label, name, part.shape, wanted.shape)
+                assert torch.equal(part, wanted), (label, name)
     leave()
 
 

@@ -76,7 +76,7 @@ class OpenFiles:
     def will_read(
         self, directory: StoragePath, stretches: Iterable[FileStretch], max_bytes: int = AHEAD_BYTES
     ) -> None:
-        """Request what will be read, ahead and in this order; nothing else any more."""
+        """Prefetch what will be read, in this order, in place of what was requested before."""
         if self._requested is not None:
             self._requested.close()
         self._requested = directory.request(stretches, max_bytes)

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
 from shardspec.errors import LayoutError
 from shardspec.interop.torch_dtensor import local_of, torch_dtensor
-from shardspec.interop.torch_parts import joined, parts_of, shard_memory
+from shardspec.interop.torch_parts import parts_of, shard_memory
 from shardspec.layout.layout import Layout
 from shardspec.layout.spec import ShardingSpec
 from shardspec.tensor.operators.call import (
@@ -35,7 +35,7 @@ from shardspec.tensor.operators.simulated import (
     differentiable,
     each_draws,
     simulated_mesh,
-    simulating,
+    untracked,
 )
 from shardspec.tensor.operators.tensor import TensorLike
 from shardspec.tensor.operators.watch import is_alias, specs_text
@@ -205,8 +205,7 @@ def _in_simulation(call: Call) -> Any:  # noqa: ANN401
     if tracked:
         found = differentiable(function, call.shown, mesh, shards)
     else:
-        with simulating(mesh, device_type):
-            found = [parts_of(local) for local in function([joined(each) for each in shards])]
+        found = untracked(function, mesh, device_type, shards)
     new = iter(found)
 
     def ours(leaf: object) -> object:

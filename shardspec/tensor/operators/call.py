@@ -7,8 +7,8 @@ all ranks do alike. All of it is the same in a job and where one is simulated.
 
 import re
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from math import inf
@@ -37,6 +37,8 @@ _WRITES: Final = re.compile(
 )
 """Names of functions that write to their first argument."""
 _ATTENTION: Final = ("scaled_dot_product_attention", "multi_head_attention_forward")
+_NEEDS_WHOLE: Final = "in-place operations that require placement changes are not supported"
+"""What torch says of an operation that writes, where it would have to gather what is written to."""
 _NORMS: Final = ("linalg_vector_norm", "norm")
 
 Function: TypeAlias = Callable[..., Any]
@@ -79,6 +81,11 @@ class Call:
         return _WRITES.fullmatch(self.name) is not None
 
     @property
+    def sets_part(self) -> bool:
+        """Whether it sets a part of its first argument, as ``t[1] = 9`` does."""
+        return self.function is torch.Tensor.__setitem__ and isinstance(self.args[0], TensorLike)
+
+    @property
     def written(self) -> list[TensorLike]:
         """The DTensors that it writes to, by its name and ``out=``."""
         first = tree_leaves(self.args[:1] if self.writes else ())
@@ -110,7 +117,7 @@ class _InTorch:
 
     def __init__(self, call: Call, tensors: Mapping[int, TorchDTensor]) -> None:
         first = call.tensors[0]
-        self._call, self.mesh = call, first.layout.mesh
+        self._call, self.mesh, self.shown = call, first.layout.mesh, call.shown
         self.leaves = [tensors.get(id(leaf), leaf) for leaf in call.leaves]
         self.tensors = [leaf for leaf in self.leaves if isinstance(leaf, TorchDTensor)]
         here = first.communicator.addressable
@@ -223,6 +230,7 @@ def run_call(
     try:
         with ExitStack() as stack:
             stack.enter_context(implicit_replication())  # of plain tensors that torch makes
+            stack.enter_context(_counted(written))
             if call.name in _ATTENTION and given[0].device_mesh.device_type == "cpu":
                 # The fused kernel for the CPU has no rule, but its matrix products have.
                 stack.enter_context(sdpa_kernel(SDPBackend.MATH))
@@ -238,14 +246,12 @@ def run_call(
         earlier.found = watch is None or not watch.mended
         if tracked and written:
             _keep_layout_of_gradient(written)
-    except ShardSpecError:
+    except (ShardSpecError, *_REFUSALS) as error:
         lost = watch is not None and watch.lost
-        if not lost or copies or call.function is not torch.Tensor.__setitem__:
-            raise
-        _set_in_whole(here)
-        return None
-    except _REFUSALS as error:
-        if is_limit_of_simulation(error):
+        if call.sets_part and (lost or _NEEDS_WHOLE in str(error)) and not copies:
+            _set_in_whole(here)
+            return None
+        if isinstance(error, ShardSpecError) or is_limit_of_simulation(error):
             raise
         found = here.refusal(error)
         if found is not None:
@@ -328,23 +334,36 @@ def _key(leaf: object) -> object:
 
 def _set_in_whole(here: _InTorch) -> None:
     """Set a part of a tensor whose shards the part does not share: in the whole, then in all."""
-    tensor, *others = here.tensors
-    whole = tensor.redistribute(placements=[Replicate()] * tensor.device_mesh.ndim)
+    tensor = here.tensors[0]
     with implicit_replication():
-        here.result([whole, *others])
+        placements = [Replicate()] * tensor.device_mesh.ndim
+        whole, *others = (each.redistribute(placements=placements) for each in here.tensors)
+        with Watch(here.shown, ()):
+            here.result([whole, *others])
         _keep_layout_of_gradient([whole])
         tensor.copy_(whole)
+
+
+@contextmanager
+def _counted(written: Sequence[torch.Tensor]) -> Iterator[None]:
+    """Let autograd see that tensors were written to; of lists torch does not count it."""
+    before = [0 if tensor.is_inference() else tensor._version for tensor in written]
+    yield
+    for tensor, version in zip(written, before, strict=True):
+        if not tensor.is_inference() and tensor._version == version:
+            torch.autograd.graph.increment_version(tensor)
 
 
 def _keep_layout_of_gradient(written: Sequence[TorchDTensor]) -> None:
     """Let the gradient of what was written to in part arrive in its layout.
 
-    Autograd takes the part from it by the same views, which do not share the shards of any layout.
+    Autograd takes the part from it by the same views or indices, which are not of the shards of any
+    layout.
     """
     for tensor in written:
         base = tensor if tensor._base is None else tensor._base
         assert isinstance(base, TorchDTensor)
-        if type(base.grad_fn).__name__ == "CopySlices":
+        if type(base.grad_fn).__name__ in ("CopySlices", "IndexPutBackward0"):
             to = [Replicate() if p.is_partial() else p for p in base.placements]
             # torch leaves register_hook untyped.
             base.register_hook(partial(TorchDTensor.redistribute, placements=to))  # type: ignore[no-untyped-call]

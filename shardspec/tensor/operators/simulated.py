@@ -20,10 +20,11 @@ from torch.distributed._local_tensor import LocalTensorMode, local_tensor_mode
 from torch.distributed.device_mesh import DeviceMesh as TorchMesh
 from torch.distributed.tensor.experimental import implicit_replication
 
+from shardspec.interop.torch_dtensor import counted_with
 from shardspec.interop.torch_parts import joined, parts_of
 from shardspec.mesh.device_mesh import DeviceMesh
 from shardspec.mesh.job import check_ascending, stand_for
-from shardspec.tensor.operators.watch import Watch
+from shardspec.tensor.operators.watch import Watch, is_alias
 
 Locals: TypeAlias = list[torch.Tensor]
 """Tensors that have the shards of all devices each."""
@@ -131,6 +132,39 @@ def each_draws(seeds: Sequence[int]) -> Iterator[None]:
         states.update(before)
 
 
+def untracked(
+    function: LocalFunction,
+    mesh: DeviceMesh,
+    device_type: str,
+    tensors: Sequence[Sequence[torch.Tensor]],
+) -> list[list[torch.Tensor]]:
+    """Apply a function to tensors given as shards, which it may write to; return those it makes.
+
+    Autograd sees that they were written to.
+    """
+    with simulating(mesh, device_type):
+        locals_ = [joined(shards) for shards in tensors]
+        results = _parts_of_results(function(locals_), tensors)
+    for local, shards in zip(locals_, tensors, strict=True):
+        if not local.is_inference() and local._version:
+            torch.autograd.graph.increment_version(shards)
+    return results
+
+
+def _parts_of_results(
+    results: Locals, tensors: Sequence[Sequence[torch.Tensor]]
+) -> list[list[torch.Tensor]]:
+    """Return the shards of results, views of given shards with the version counters of these."""
+    given = list(zip(*tensors, strict=True))
+    return [
+        [
+            next((counted_with(base, part) for base in bases if is_alias(part, base)), part)
+            for part, bases in zip(parts_of(result), given, strict=True)
+        ]
+        for result in results
+    ]
+
+
 def differentiable(
     function: LocalFunction, name: str, mesh: DeviceMesh, tensors: Sequence[Sequence[torch.Tensor]]
 ) -> list[list[torch.Tensor]]:
@@ -169,7 +203,7 @@ class _Operation(torch.autograd.Function):
         ctx.tracked = [result.requires_grad for result in results]
         ctx.function, ctx.name, ctx.mesh, ctx.wanted = function, name, mesh, wanted
         ctx.save_for_backward(*shards)
-        parts = [parts_of(result) for result in results]
+        parts = _parts_of_results(results, tensors)
         plain = [p for of_one, t in zip(parts, ctx.tracked, strict=True) for p in of_one if not t]
         ctx.mark_non_differentiable(*plain)
         return tuple(chain.from_iterable(parts))

@@ -24,6 +24,11 @@ from shardspec.tensor.operators.conditions import layout_facts
 _aten: Final = torch.ops.aten
 _VIEWS: Final = (_aten.view.default, _aten._unsafe_view.default, _aten.reshape.default)
 _FILLS: Final = (_aten.fill_.Scalar, _aten.fill_.Tensor)
+_SQUEEZES: Final = {
+    _aten.squeeze_copy.default: _aten.squeeze_copy.dims,
+    _aten.squeeze_.default: _aten.squeeze_.dims,
+}
+"""What leaves out all dims of size 1, and what leaves out those that are named."""
 _SUMS: Final = (_aten.add.Tensor, _aten.sub.Tensor, _aten.add_.Tensor, _aten.sub_.Tensor)
 _EXTREMA: Final = (
     *(_aten.max, _aten.min, _aten.amax, _aten.amin),
@@ -71,8 +76,10 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
       in another order than the tensor's, inside matrix products too.
     - A write to a view whose shards torch has moved to other memory is refused: the tensor itself
       would not change.
-    - A pending sum is filled on one device, and the addends of the others become zero.
+    - A pending sum is filled on one device, and the addends of the others become zero. Torch has no
+      rule for filling by a tensor, as by each number that a part is set to; its number is taken.
     - An empty shard has no largest element, so a tensor that has some is gathered.
+    - A shard may have one row where the tensor has several, so dims of size 1 are named.
     - Torch hands on tensors that are given by keyword as they are, so all are gathered where one of
       these is not whole.
     - A convolution is refused unless only the batch is sharded; torch has rules for some others,
@@ -133,6 +140,9 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             spec = first._spec if isinstance(first, TorchDTensor) else None
         if func in _FILLS and isinstance(first, TorchDTensor):
             self._check_filled(first)
+            if isinstance(args[1], torch.Tensor):
+                self.mended = True
+                func, args = _aten.fill_.Scalar, (first, _number(args[1]))
         elif _fails_on_empty(func, args) and any(map(_has_empty_shards, tensors)):
             self.mended = True
             args = tuple(_gathered(arg) if isinstance(arg, TorchDTensor) else arg for arg in args)
@@ -141,6 +151,10 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             args, kwargs = tree_map_only(
                 TorchDTensor, lambda t: t if _is_among(t, into) else _gathered(t), (args, kwargs)
             )
+        elif func in _SQUEEZES and isinstance(first, TorchDTensor):
+            self.mended = True
+            ones = [dim for dim, size in enumerate(first.shape) if size == 1]
+            func, args = _SQUEEZES[func], (first, ones)
         elif func is _aten.convolution.default:
             self._check_convolution(args)
         elif func in _SUMS:
@@ -242,6 +256,19 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     "copy, so that the tensor itself would not change; redistribute first, so that "
                     "the dims that are indexed are not sharded, or clone() the part"
                 )
+        if func is _aten.expand_copy.out and not all(map(_is_whole, into)):
+            raise LayoutError(
+                f"{self._name}: torch {torch.__version__} takes the sizes of the whole for those "
+                "of each shard of out=; use what it returns without out="
+            )
+        if func is _aten.index_put_.default and not all(map(_is_whole, into)):
+            masks = [key for key in tree_leaves(args[1]) if isinstance(key, TorchDTensor)]
+            if any(mask.dtype == torch.bool for mask in masks):
+                self.lost = True
+                raise LayoutError(
+                    f"{self._name}: torch takes each shard of a mask for one of the shard that it "
+                    "sets; use torch.where, or redistribute first, so that both are whole"
+                )
         if func is not _aten.resize_.default:
             self._written += into
         return into
@@ -337,6 +364,13 @@ def _has_empty_shards(tensor: TorchDTensor) -> bool:
 
 def _gathered(tensor: TorchDTensor) -> TorchDTensor:
     return tensor.redistribute(placements=[Replicate()] * tensor.device_mesh.ndim)
+
+
+def _number(tensor: torch.Tensor) -> float | complex:
+    """Return the number of a tensor without dims."""
+    if isinstance(tensor, TorchDTensor):
+        tensor = shard_memory(tensor if _is_whole(tensor) else _gathered(tensor))
+    return parts_of(tensor)[0].item()
 
 
 def _are_first(tensor: TorchDTensor) -> list[bool]:
