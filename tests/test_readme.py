@@ -36,7 +36,7 @@ def test_snippets_and_commands_print_what_is_shown(tmp_path):
 
 def test_the_last_quick_start_needs_neither_torch_nor_the_others(tmp_path):
     text = README.read_text("utf-8")
-    alone = text[text.index("## Quick start 3") : text.index("## Where to go on")]
+    alone = text[text.index("## Quick start 3") : text.index("## Where to go next")]
     assert "python" not in [kind for kind, _ in BLOCK.findall(alone)]
     assert steady(rewritten(alone, ready(tmp_path))) == steady(alone)
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import lru_cache
 from importlib.resources import files
-from typing import Final, Literal, NamedTuple, TypeAlias, cast
+from typing import Any, Final, Literal, NamedTuple, TypeAlias, cast
 
 from shardspec.errors import LayoutError, SpecSyntaxError
 from shardspec.resharding.patterns import Side, placeholders
@@ -25,7 +25,7 @@ NamesOf: TypeAlias = Literal["hf", "live", "megatron", "torch_dist", "sharded", 
 """Whose names the tensors of an output have."""
 _KEYS: Final = {"hf", "view", "cut", "when", "in", "copy_of", *PLACES}
 _TABLES: Final = {"model", "layer", "mtp"}
-_HEADS: Final = {
+_HEADS: Final[Mapping[str, tuple[Any, str]]] = {
     **dict.fromkeys(("model_types", "without", "unused", *sorted(_TABLES)), (list, "a list")),
     **dict.fromkeys(("prefix", "sizes", "defaults", "refused"), (dict, "a table")),
     "like": (str, "the name of a family"),
@@ -163,7 +163,7 @@ class _Reader:
         line = lines[-1 if last else 0] if lines else 1
         return LayoutError(f"family {self._name!r}, line {line}: {problem}")
 
-    def check_heads(self, given: Mapping[str, object]) -> None:
+    def check_heads(self, given: Mapping[str, Any]) -> None:
         """Raise LayoutError if a family is not made of what families are made of."""
         for key, value in given.items():
             if key not in _HEADS:

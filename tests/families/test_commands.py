@@ -69,18 +69,6 @@ def test_to_megatron_and_back_with_config_and_tokenizer(tmp_path):
         assert (tmp_path / "out" / name).read_text() == (folder / name).read_text()
 
 
-def test_names_of_a_state_dict_below_a_key_are_to_be_renamed_first(tmp_path):
-    folder, arrays = saved(tmp_path / "hf", "qwen3")
-    save_file({f"model.{name}": array for name, array in arrays.items()}, tmp_path / "nested")
-    said = run("merge", tmp_path / "nested", "-o", f"{tmp_path}/out/", "--model", folder, code=3)
-    assert said.endswith(
-        "without 'model.' they have some: merge it first, to other names, with --rename\n"
-    )
-    run("merge", tmp_path / "nested", "-o", tmp_path / "flat", "--rename", "^model[.]", "")
-    run("merge", tmp_path / "flat", "-o", f"{tmp_path}/out/", "--model", folder)
-    same(tmp_path / "out", arrays)
-
-
 def test_layers_that_predict_further_tokens_and_copies_of_the_embedding(tmp_path):
     folder, arrays = saved(tmp_path / "hf", "deepseek_v3", num_nextn_predict_layers=1)
     for copy, origin in (("embed_tokens", "model.embed_tokens"), ("shared_head.head", "lm_head")):
