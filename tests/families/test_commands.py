@@ -323,8 +323,11 @@ def test_from_one_trainer_to_another_and_to_an_engine_with_a_padded_vocabulary(t
 
 def test_a_vocabulary_that_no_padding_makes_is_refused(tmp_path):
     folder, _ = saved(tmp_path / "hf", "qwen3", vocab_size=300)
-    sizes = {"megatron:tp=1": (300, {299: True, 296: True}), "vllm:tp=1": (320, {257: 0, 255: 1})}
-    for layout, (rows, vocabs) in sizes.items():
+    refusals: dict[str, tuple[int, dict[int, bool]]] = {
+        "megatron:tp=1": (300, {299: True, 296: True}),
+        "vllm:tp=1": (320, {257: False, 255: True}),
+    }
+    for layout, (rows, vocabs) in refusals.items():
         run("reshard", folder, "-o", tmp_path / layout, "--model", folder, "--layout", layout)
         for vocab, refused in vocabs.items():
             config = {**HF["qwen3"]["config"], "vocab_size": vocab}
