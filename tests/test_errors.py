@@ -19,8 +19,10 @@ BUILT_IN = {
     "LayoutError": ValueError,
     "LossyConversionError": ValueError,
     "MeshError": ValueError,
+    "NotTorchMeshError": AttributeError,
     "OutputExistsError": FileExistsError,
     "ProfileError": ValueError,
+    "QuantisedError": ValueError,
     "ShardSpecError": Exception,
     "SpecSyntaxError": ValueError,
 }

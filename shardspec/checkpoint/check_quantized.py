@@ -17,9 +17,9 @@ from shardspec.checkpoint.quantized import (
     stated_by,
 )
 from shardspec.dtypes import dtype_name
-from shardspec.errors import DTypeError, LayoutError
+from shardspec.errors import DTypeError, LayoutError, ShardSpecError
 from shardspec.layout.layout import Layout
-from shardspec.layout.spec import DimSpec, ShardingSpec
+from shardspec.layout.spec import DimSpec, Part, ShardingSpec
 from shardspec.resharding.plan import ReshardPlan
 from shardspec.text import Argument
 
@@ -100,6 +100,40 @@ def check_blocks(
                 if origin in origins:
                     shape, sides = _shape_of(source, origin), blocks[origin].sides
                     _refuse(name, layout, _flaw_of_boxes(boxes, shape, sides), origin)
+
+
+def grid_layout(layout: Layout, sides: Shape, dtype: str = "float32") -> Layout | None:
+    """Return how scales lie, cut as what they belong to is; None if that is cut inside of blocks.
+
+    Blocks have sides along the last dims.
+
+    >>> from shardspec import DeviceMesh
+    >>> weight = Layout(DeviceMesh(range(2)), "[R,S0]", (300, 512), "bfloat16")
+    >>> grid_layout(weight, (128, 128)).local_shape(1)
+    (3, 2)
+    """
+    shape, cuts = list(layout.global_shape), {}
+    every = (*(1 for _ in shape[len(sides) :]), *sides)
+    for dim, side in enumerate(every):
+        shape[dim] = -(-shape[dim] // side)
+        cut = layout.spec.dim_specs[dim]
+        if cut.axes and side > 1:
+            parts = tuple(Part(-(-part.size // side), part.shares) for part in cut.parts)
+            cuts[dim] = DimSpec(cut.axes, parts, max(1, cut.block // side))
+    try:
+        grid = Layout(layout.mesh, layout.spec.with_dims(cuts), shape, dtype)
+    except ShardSpecError:
+        return None
+    for device in layout.mesh.ids:
+        pairs = zip(layout.intervals(device), grid.intervals(device), strict=True)
+        for (held, scales), size, side in zip(pairs, layout.global_shape, every, strict=True):
+            some = [(lo, hi) for lo, hi in held if lo < hi]
+            same = [(lo // side, -(-hi // side)) for lo, hi in some]
+            if _flaw_of_side(some, size, side) or same != [
+                one for one in scales if one[0] < one[1]
+            ]:
+                return None
+    return grid
 
 
 def _refuse(

@@ -6,7 +6,7 @@ since it is made in larger parts than it is read in.
 
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from threading import Lock
 from typing import Any, Final, TypeVar
 
@@ -61,8 +61,10 @@ class Recent:
 class Source:
     """A tensor of a checkpoint as matrices, those of the last two dims, or rows of one."""
 
-    def __init__(self, tensor: StoredTensor, matrix_dims: int = 2) -> None:
+    def __init__(self, tensor: StoredTensor, spare: list[Buffers], matrix_dims: int = 2) -> None:
         self.tensor, self._checks = tensor, Checks(tensor)
+        self._spare = spare
+        """Memory that no thread uses just now; all tensors of a checkpoint share it."""
         self._dims = len(tensor.shape) - matrix_dims
 
     def rows(self, matrix: int, lo: int, hi: int, columns: Box = ()) -> NDArray[Any]:
@@ -78,8 +80,13 @@ class Source:
         sides = [hi - lo for lo, hi in box]
         found = np.empty(sides, f"u{item_bytes(self.tensor.dtype)}")
         room = found.reshape(-1).view(np.uint8).data
+        try:
+            buffers = self._spare.pop()
+        except IndexError:
+            buffers = Buffers()
         with OpenFiles() as files:
-            read_box_into(self.tensor, box, room, files, Buffers(), self._checks)
+            read_box_into(self.tensor, box, room, files, buffers, self._checks)
+        self._spare.append(buffers)
         return found
 
 
@@ -99,7 +106,9 @@ def bytes_in_files(outlines: Sequence[AnyOutline]) -> dict[StoragePath, int]:
 class ComputedMatrices(ABC):
     """Matrices, one below the other, whose numbers are made when they are read."""
 
-    def __init__(self, rows: int, columns: int, dtype: str, reads: Mapping[StoragePath, int]):
+    def __init__(
+        self, rows: int, columns: int, dtype: str, reads: Mapping[StoragePath, int]
+    ) -> None:
         self.columns, self._type = columns, np.dtype(f"u{item_bytes(dtype)}")
         self._rows, self._reads = max(1, rows), reads
 
@@ -119,21 +128,40 @@ class ComputedMatrices(ABC):
         width = self._type.itemsize
         wide = self.columns * width
         row, column = divmod(start, wide)
+        *outer, (run, _, _) = steps
+        entries = [*outer, (run // width, width, width)]
         down: list[tuple[int, int, int]] = []
         across: list[tuple[int, int, int]] = []
         """Per step the count, and how far it leads: here, in rows or columns, and in the block."""
-        for count, step, inside in self._steps(steps, column):
-            if count > 1 and step >= wide:
+        for place, (count, step, inside) in enumerate(entries):
+            if step >= wide:
                 down.append((count, step // wide, inside))
-            elif count > 1:
+                continue
+            of_row, here = wide // step, -(-(wide - column) // step)
+            """How many are in a row, and in the first one."""
+            if count <= here:
                 across.append((count, step // width, inside))
+            elif here == of_row and count % of_row == 0:
+                down.append((count // of_row, 1, of_row * inside))
+                across.append((of_row, step // width, inside))
+            else:
+                cut = here if here < of_row else count - count % of_row
+                for first, some in ((0, cut), (cut, count - cut)):
+                    part = [*entries[:place], (some, step, inside), *entries[place + 1 :]]
+                    part.append((width, 1, 1))
+                    self.fill(start + first * step, part, room, at + first * inside)
+                return
+        down, across = ([one for one in some if one[0] > 1] for some in (down, across))
         high = 1 + sum((count - 1) * by for count, by, _ in down)
         length = 1 + sum((count - 1) * by for count, by, _ in across)
         if high * length * width > max(_MOST_BYTES, wide) and down:
-            (count, by, inside), *rest = steps
-            for first, some in ((0, count // 2), (count // 2, count - count // 2)):
-                part = [(some, by, inside), *rest]
-                self.fill(start + first * by, part, room, at + first * inside)
+            (count, by, inside), *rest = down
+            halves = (0, count // 2), (count // 2, count - count // 2)
+            others = [(count, by * wide, i) for count, by, i in rest]
+            others += [(count, by * width, i) for count, by, i in across]
+            for first, some in halves:
+                part = [(some, by * wide, inside), *others, (width, 1, 1)]
+                self.fill(start + first * by * wide, part, room, at + first * inside)
             return
         numbers = [(by, inside) for _, by, inside in across]
         if numbers in ([], [(1, width)]) and [by for _, by, _ in down] in ([], [1]):
@@ -143,26 +171,11 @@ class ComputedMatrices(ABC):
             return
         made = np.empty((high, length), self._type)
         self._parts(row, column // width, made)
-        counts = [count for count, _, _ in (*down, *across)]
+        counts = [many for many, _, _ in (*down, *across)]
         inner = [inside for _, _, inside in (*down, *across)]
         lies = [by * length * width for _, by, _ in down] + [by * width for _, by, _ in across]
         block = np.ndarray(counts, self._type, room, at, inner)
         np.copyto(block, np.ndarray(counts, self._type, made.data, 0, lies))
-
-    def _steps(
-        self, steps: Sequence[tuple[int, int, int]], column: int
-    ) -> Iterator[tuple[int, int, int]]:
-        """Yield steps from element to element, none of which leads over the end of a row."""
-        width = self._type.itemsize
-        wide = self.columns * width
-        *outer, (run, _, _) = steps
-        yield from outer
-        if column + run > wide:
-            assert column == 0 and run % wide == 0, "several rows in one go are whole"
-            yield run // wide, wide, wide
-            run = wide
-        if run > width:
-            yield run // width, width, width
 
     def _parts(self, row: int, column: int, out: NDArray[Any]) -> None:
         """Fill `out` with what lies in one matrix after the other."""
@@ -182,6 +195,7 @@ class ComputedCatalog(Catalog, ABC):
         home = base.directory
         super().__init__(base.format, home, names, base.files, base.mesh, base.extras)
         self.base, self._made = base, frozenset(made)
+        self._spare: list[Buffers] = []
         self._tensors = LazyTensorCache(self._look_up)
         self.snapshot, self.below, self.beside = base.snapshot, base.below, base.beside
         self.file_metadata, self.notes, self.paths = base.file_metadata, base.notes, base.paths

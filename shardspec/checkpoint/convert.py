@@ -362,11 +362,11 @@ def _check_tensors(
     made: dict[int, Mapping[StoragePath, int]] = {}
     """By the reads themselves: codes and scales are made of the same."""
     for key, elements in counts.items():
-        for place, count in elements.items():
-            if isinstance(place, StoragePath):
-                reads[place] += count * widths[key]
+        for holder, size in elements.items():
+            if isinstance(holder, StoragePath):
+                reads[holder] += size * widths[key]
             else:
-                made[id(place.reads)] = place.reads
+                made[id(holder.reads)] = holder.reads
     for files_read in made.values():
         reads.update(files_read)
     return reads

@@ -1,4 +1,4 @@
-"""A checkpoint with numbers where quantised weights have codes; they are made when they are read."""
+"""A checkpoint with numbers where weights are quantised; they are made when they are read."""
 
 import re
 from collections.abc import Collection, Mapping
@@ -9,7 +9,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from shardspec.checkpoint.blocks import MX, from_mx, from_scaled, powers_of_two
+from shardspec.checkpoint.blocks import from_mx, from_scaled, powers_of_two
 from shardspec.checkpoint.catalog import Catalog, StoredBox, StoredTensor, check_tiling, whole_box
 from shardspec.checkpoint.check_quantized import quantised_in
 from shardspec.checkpoint.choice import Choice
@@ -23,7 +23,8 @@ from shardspec.checkpoint.computed import (
 from shardspec.checkpoint.mapped import require_finished
 from shardspec.checkpoint.numeric import numbers
 from shardspec.checkpoint.quantized import of_computed, sections, sections_of
-from shardspec.checkpoint.schemes import Coded, coded, schemes_in
+from shardspec.checkpoint.read_boxes import Buffers
+from shardspec.checkpoint.schemes import MX, Coded, coded, schemes_in
 from shardspec.dtypes import dtype_name, item_bytes
 from shardspec.errors import QuantisedError
 from shardspec.text import Argument
@@ -41,15 +42,16 @@ class _Numbers(ComputedMatrices):
     """What the codes of a weight mean."""
 
     def __init__(
-        self, name: str, weight: Coded, codes: StoredTensor, scales: StoredTensor, dtype: str,
-        recent: Recent,
+        self, name: str, weight: Coded, tensors: tuple[StoredTensor, StoredTensor], dtype: str,
+        recent: Recent, spare: list[Buffers],
     ) -> None:  # fmt: skip
-        reads = bytes_in_files((codes, scales))
+        codes, scales = tensors
+        reads = bytes_in_files(tensors)
         super().__init__(weight.rows, weight.columns, dtype, reads)
         self._name, self._weight, self._recent = name, weight, recent
         self._dtypes = codes.dtype, dtype
-        self._codes = Source(codes, 3 if weight.scheme.codes == "_blocks" else 2)
-        self._scales = Source(scales)
+        self._codes = Source(codes, spare, 3 if weight.scheme.codes == "_blocks" else 2)
+        self._scales = Source(scales, spare)
         self._chunk = max(1, _CHUNK_BYTES // max(1, weight.columns))
         powers = scales.dtype in ("uint8", "float8_e8m0fnu")
         plain = weight.scheme.four or codes.dtype == "float8_e4m3fn"
@@ -133,7 +135,7 @@ class DequantisedCatalog(ComputedCatalog):
             strides, spec = (*lead, width, row), None
         if 0 in shape:
             return StoredTensor(name, shape, self._dtype, spec, (), ())
-        made = _Numbers(name, weight, codes, scales, self._dtype, self._recent)
+        made = _Numbers(name, weight, (codes, scales), self._dtype, self._recent, self._spare)
         first = codes.boxes[0]
         box = StoredBox(whole_box(shape), (), first.rank, first.path, 0, None, strides, made)
         return StoredTensor(name, shape, self._dtype, spec, (), (box,))

@@ -16,7 +16,8 @@ from shardspec.checkpoint.agree import agree
 from shardspec.checkpoint.catalog import Catalog, StoredTensor, check_tiling
 from shardspec.checkpoint.check_quantized import check_blocks
 from shardspec.checkpoint.choice import Choice, Selection
-from shardspec.checkpoint.mapped import Names, mapped_choice
+from shardspec.checkpoint.mapped import Names
+from shardspec.checkpoint.numbers_of import mapped_source
 from shardspec.checkpoint.open import as_catalog
 from shardspec.checkpoint.read_boxes import Buffers, Checks, read_box_into, stretches
 from shardspec.checkpoint.state_dict import LEFT_OUT, spread, unflatten
@@ -42,6 +43,7 @@ def load_sharded(
     names: Names | None = None,
     deltas: Sequence[PurePath | str] = (),
     communicator: Communicator | None = None,
+    dtype: str | None = None,
     **selection: Unpack[Selection],
 ) -> dict[str, Any]:
     """Read a checkpoint into this or another mesh and other specs; every rank calls it.
@@ -72,6 +74,9 @@ def load_sharded(
         read at once. The checksums of tensors that changed are compared.
     communicator
         Who moves shards; as for `DTensor`.
+    dtype
+        Cast floating point tensors to this dtype, to which quantised weights are dequantised;
+        tensors of `into` have it.
 
     Other Parameters
     ----------------
@@ -113,6 +118,7 @@ def load_sharded(
     """
     from shardspec.comm.process_group import communicator_of
 
+    wanted = Choice(dtype=dtype, **selection)
     alone = rank_state.world_mesh().size() == 1
     if into is not None and not (into or device_mesh or rules or alone):
         return {}  # which ranks read, one that holds nothing does not know
@@ -125,8 +131,7 @@ def load_sharded(
             raise LayoutError("give either a state dict to load into, or a mesh and rules")
         # In a job all ranks find out together whether each of them can open the checkpoint.
         source, choice = agree(
-            chosen,
-            lambda: _opened(directory, deltas, names, Choice(**selection), all_of_it=into is None),
+            chosen, lambda: _opened(directory, deltas, names, wanted, all_of_it=into is None)
         )
         if into is not None:
             plan = agree(chosen, lambda: _plan_into(source, choice, into, chosen))
@@ -163,7 +168,7 @@ def _opened(
         catalog = with_deltas(catalog, deltas)
     if all_of_it:
         select.check_dropped(catalog, choice, (), None)
-    return mapped_choice(catalog, names, choice)
+    return mapped_source(catalog, names, choice)
 
 
 class Reading(NamedTuple):
@@ -236,6 +241,7 @@ def _plan_into(
     state = rank_state.describe(into, communicator)
     wanted = select.select(source, choice) if source.names else []
     names = {tensor.name: tensor.source for tensor in wanted}
+    read_as = {tensor.name: (tensor.shape, tensor.dtype) for tensor in wanted}
     values = {new: source.extras[name] for name, new in select.plain(source.extras, choice).items()}
     # Other formats keep lists of dicts whole.
     values |= spread(values, {})[0]
@@ -249,11 +255,11 @@ def _plan_into(
                 )
     layouts = {name: layout for name, layout in state.layouts.items() if name in names}
     for name, layout in layouts.items():
-        tensor = source.outline(names[name])
-        if (tensor.shape, tensor.dtype) != (layout.global_shape, layout.dtype):
+        shape, dtype = read_as[name]
+        if (shape, dtype) != (layout.global_shape, layout.dtype):
             raise CheckpointError(
                 f"tensor {name!r} is {list(layout.global_shape)} {layout.dtype}, but the "
-                f"checkpoint has {list(tensor.shape)} {tensor.dtype}; make them alike"
+                f"checkpoint has {list(shape)} {dtype}; make them alike"
             )
         if layout.spec.partials:
             raise LayoutError(

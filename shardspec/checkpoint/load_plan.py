@@ -14,10 +14,12 @@ from shardspec.checkpoint.check_quantized import check_stored_plan
 from shardspec.checkpoint.choice import Choice, Patterns
 from shardspec.checkpoint.load import Reading, read_shards
 from shardspec.checkpoint.mapped import Names, Naming, configured, mapped, require_finished
+from shardspec.checkpoint.numbers_of import config_of, with_numbers
 from shardspec.checkpoint.open import as_catalog, open_checkpoint
 from shardspec.checkpoint.storage.path import StoragePath
 from shardspec.checkpoint.transfers import file_numbers, file_regions
 from shardspec.comm.communicator import Communicator
+from shardspec.dtypes import dtype_name
 from shardspec.errors import CheckpointError, LayoutError
 from shardspec.layout.layout import Layout
 from shardspec.mesh.device_mesh import DeviceMesh
@@ -61,6 +63,8 @@ class LoadPlan(ReshardPlan):
     checkpoint: PurePath = PurePath()  # noqa: RUF009  # a frozen value
     names: NameMap | None = field(default=None, compare=False)
     """By which map, if by one."""
+    dequantised_to: str | None = None
+    """The dtype of numbers in place of codes; None where codes are read."""
 
     def run(  # type: ignore[override]  # what is read has digests of its own, and no receipt
         self,
@@ -115,7 +119,9 @@ class LoadPlan(ReshardPlan):
 
     def _opened(self) -> Catalog:
         """Open the checkpoint, which is as the plan says."""
-        source = open_checkpoint(self.checkpoint)
+        source = with_numbers(
+            open_checkpoint(self.checkpoint), self.dequantised_to, Choice(drop=self.dropped)
+        )
         now, _ = stored_layouts(source, min(self.files, default=0))
         for move in self.moves:
             if now.get(move.source_name) != move.source:
@@ -201,6 +207,9 @@ def plan_stored(
         select.check_dropped(source, Choice(drop=drop), (), None)
     else:
         meshes = [layout.mesh for layout in layouts_of(target).values()]
+    if dtype is not None:
+        source = with_numbers(source, dtype, Choice(drop=drop), config_of(source, names))
+        names = names.with_dtype(dtype) if isinstance(names, Naming) else names
     chain = names if isinstance(names, Sequence) else ()
     if isinstance(names, Naming):
         source, names, drop = names.applied(source, Choice(drop=drop), ()), None, ()
@@ -235,4 +244,4 @@ def plan_load(
     if isinstance(known, Mapping):
         known = NameMap(tuple(((old,), (known.get(old, old),)) for old in source.names))
     copies = (plan.moves, plan.max_bytes, plan.values, plan.padded, plan.dropped)
-    return LoadPlan(*copies, checkpoint, known)
+    return LoadPlan(*copies, checkpoint, known, None if dtype is None else dtype_name(dtype))

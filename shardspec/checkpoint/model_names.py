@@ -17,7 +17,7 @@ from shardspec.checkpoint.storage.from_text import storage_path
 from shardspec.checkpoint.storage.path import StoragePath
 from shardspec.checkpoint.verify import diff_checkpoints
 from shardspec.errors import CheckpointError, InputFileError, LayoutError
-from shardspec.families.family import NamesOf, family_of
+from shardspec.families.family import NamesOf, family_of, text_config
 from shardspec.families.maps import chain_of, refuse
 from shardspec.families.model import Model, model_of
 from shardspec.families.recognise import Recognised, outer_prefix, recognise
@@ -29,6 +29,9 @@ from shardspec.text import Argument, shown
 _MOST_CONFIG_BYTES: Final = 1 << 24
 _OPTIMIZER: Final = re.compile(r"(chained_\d+\.)?optimizer\..*", re.DOTALL)
 """What Megatron-core calls the state of an optimizer, which is no tensor of the model."""
+
+_PADDED_TO: Final = tuple(1 << power for power in range(3, 15))
+"""Multiples to which trainers and engines pad a vocabulary; others are stated in the config."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +102,7 @@ class ModelNames(Naming):
                 Argument("fill_from"),
             )
         _check_copies(source, model, found.format, self.names)
+        _check_padding(source, model, found.format, text_config(self.config))
         with _about_model(source, model):
             if self.fill_from is None:
                 maps = chain_of(model, found.format, self.names, wanted)
@@ -261,6 +265,27 @@ def _refuse_quantised(source: catalog.Catalog, names: Collection[str]) -> None:
             "model are for its 16- or 32-bit weights; dequantise them on the way with ",
             Argument("dtype", value="bf16"),
         )
+
+
+def _check_padding(
+    source: catalog.Catalog, model: Model, format: str, config: Mapping[str, object]
+) -> None:
+    """Raise LayoutError if a vocabulary has more rows than padding adds to that of the config."""
+    vocab, stated = (config.get(key) for key in ("vocab_size", "padded_vocab"))
+    if format == "hf" or not isinstance(vocab, int):
+        return
+    for tensor in model.tensors:
+        side = tensor.places[format]
+        if side is None or {*tensor.cut.values()} != {"vocab"} or side[0] not in {*source.names}:
+            continue
+        rows = source.outline(side[0]).shape[0]
+        multiples = (m for m in _PADDED_TO if rows - vocab < m and rows % m == 0)
+        if rows > vocab and rows != stated and not any(multiples):
+            raise LayoutError(
+                f"{source.directory}: {shown(side[0])} has {rows} rows, and the config says "
+                f"vocab_size={vocab}, which no padding makes {rows}; correct the config, or state "
+                f'"padded_vocab": {rows} in it'
+            )
 
 
 def _check_copies(source: catalog.Catalog, model: Model, format: str, target: str) -> None:

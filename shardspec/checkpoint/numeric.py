@@ -87,8 +87,9 @@ def nearest_codes(table: NDArray[np.float32]) -> NDArray[np.intp]:
     size = np.where(np.isnan(values), np.float32(np.inf), np.abs(values))
     grid = np.append(table, 2 * table[-1] - table[-2]).astype(np.float64)
     halfway = (grid[:-1] + grid[1:]) / 2
-    code = np.searchsorted(halfway, size)
-    return code + ((code % 2 == 1) & (size == np.append(halfway, np.inf)[code]))
+    code: NDArray[np.intp] = np.searchsorted(halfway, size)
+    code += (code % 2 == 1) & (size == np.append(halfway, np.inf)[code])
+    return code
 
 
 def round_by(table: NDArray[Any], values: NDArray[np.float32]) -> NDArray[Any]:
@@ -97,9 +98,13 @@ def round_by(table: NDArray[Any], values: NDArray[np.float32]) -> NDArray[Any]:
     The last bit of that is set if any of the lower half is, which rounds as the whole would.
     """
     bits = values.view(np.uint32)
-    odd = (bits & np.uint32(0xFFFF)) != 0
+    odd = bits & np.uint32(0xFFFF)
+    odd += np.uint32(0xFFFF)  # the next bit is set if any was
+    odd |= bits
+    odd >>= np.uint32(16)
     # Three times as fast as an index in brackets.
-    return table.take((bits >> np.uint32(16)).astype(np.uint16) | odd, mode="clip")
+    found: NDArray[Any] = table.take(odd.astype(np.uint16), mode="clip")
+    return found
 
 
 @cache

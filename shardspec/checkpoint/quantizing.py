@@ -8,7 +8,7 @@ from typing import Any, Final, NamedTuple, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from shardspec.checkpoint.blocks import MX, to_mx, to_scaled
+from shardspec.checkpoint.blocks import to_mx, to_scaled
 from shardspec.checkpoint.catalog import (
     Catalog,
     StoredBox,
@@ -27,9 +27,10 @@ from shardspec.checkpoint.computed import (
 )
 from shardspec.checkpoint.numeric import cast
 from shardspec.checkpoint.quantized import Shape, sections, sections_of
-from shardspec.checkpoint.schemes import KINDS, ScaleRule
+from shardspec.checkpoint.read_boxes import Buffers
+from shardspec.checkpoint.schemes import MX, QUANTIZATIONS, ScaleRule
 from shardspec.dtypes import dtype_name, is_cast, is_floating, item_bytes, packed
-from shardspec.errors import CheckpointError
+from shardspec.errors import CheckpointError, DTypeError
 from shardspec.families.linear import LinearLayers, is_listed, module_of
 from shardspec.text import Argument, shown
 
@@ -53,19 +54,19 @@ class Quantise(NamedTuple):
 
 
 def quantise_of(kind: str | None, rule: str | None, include: Patterns | None) -> Quantise | None:
-    """Return how to quantise, if at all; CheckpointError if it is not known, or nothing is."""
+    """Return how to quantise, if at all; DTypeError if it is not known, or nothing is."""
     if kind is None:
         for argument, value in (("scale_rule", rule), ("quantize_include", include)):
             if value is not None:
-                raise CheckpointError(Argument(argument), " is for ", Argument("quantize"))
+                raise DTypeError(Argument(argument), " is for ", Argument("quantize"))
         return None
-    if kind not in KINDS:
-        raise CheckpointError(
-            f"{shown(kind)} is no way to quantise; choose among {', '.join(KINDS)}"
+    if kind not in QUANTIZATIONS:
+        raise DTypeError(
+            f"{shown(kind)} is no way to quantise; choose among {', '.join(QUANTIZATIONS)}"
         )
     rules: tuple[ScaleRule, ...] = get_args(ScaleRule)
     if rule is not None and (rule not in rules or kind != "fp8-128x128"):
-        raise CheckpointError(
+        raise DTypeError(
             f"scales of {kind} by the rule {shown(rule)} are not known; for fp8-128x128 there are "
             f"{' and '.join(rules)}, and the scales of others are powers of two"
         )
@@ -92,10 +93,11 @@ class _Quantiser:
         how: Quantise,
         dtype: str | None,
         kept: tuple[Recent, Recent],
+        spare: list[Buffers],
     ) -> None:
         self.weight, self.how, self.four = weight, how, how.kind == "mxfp4"
         self.block = (128, 128) if how.kind == "fp8-128x128" else (1, MX)
-        self._source, self._dtype, self._kept = Source(tensor), dtype, kept
+        self._source, self._dtype, self._kept = Source(tensor, spare), dtype, kept
         high, wide = self.block
         self.width = min(-(-weight.columns // wide) * wide, _TILE // high)
         self.height = max(1, _TILE // (high * self.width)) * high
@@ -109,8 +111,8 @@ class _Quantiser:
             both = self._quantised(matrix, row, column)
             # Whichever is read first, the other is to be there.
             for kept, found in zip(self._kept, both, strict=True):
-                kept.get(key, lambda found=found: (found, found.nbytes))
-            return both[scales], both[scales].nbytes
+                kept.get(key, partial(_sized, found))
+            return _sized(both[scales])
 
         return self._kept[scales].get(key, made)
 
@@ -133,6 +135,10 @@ class _Quantiser:
         if self.block == (1, MX):
             return to_mx(raw, dtype, where, four=self.four)
         return to_scaled(raw, dtype, self.block, self.how.rule, where)
+
+
+def _sized(made: NDArray[Any]) -> tuple[NDArray[Any], int]:
+    return made, made.nbytes
 
 
 class _Codes(ComputedMatrices):
@@ -215,7 +221,7 @@ class QuantisedCatalog(ComputedCatalog):
         weight, is_codes = self._weights[name]
         source = self.base.tensor(weight.source)
         check_tiling(source)
-        quantiser = _Quantiser(weight, source, self._how, self._dtype, self._recent)
+        quantiser = _Quantiser(weight, source, self._how, self._dtype, self._recent, self._spare)
         made: ComputedMatrices = _Codes(quantiser) if is_codes else _Scales(quantiser)
         high, wide = quantiser.block
         grid = -(-weight.rows // high), -(-weight.columns // wide)
@@ -303,14 +309,14 @@ def quantised_as(
         weights.append(_Weight(name, shape[:-2], rows, columns, transposed))
     if not weights:
         raise CheckpointError(
-            f"{source.directory}: no tensor is known as the weight of a linear layer; name those to "
-            "quantise with ",
+            f"{source.directory}: no tensor is known as the weight of a linear layer; name those "
+            "to quantise with ",
             Argument("quantize_include"),
         )
     gone = {*source.names} - {*wanted} | {weight.source for weight in weights}
     made = QuantisedCatalog(source, weights, gone, how, choice.dtype)
     key = "modules_to_not_convert"
-    section = _GPT_OSS if gpt_oss else KINDS[how.kind]
+    section = _GPT_OSS if gpt_oss else QUANTIZATIONS[how.kind]
     if "config_groups" in section:
         key = "ignore"
     made.quantization = {**section, key: sorted({*others})}

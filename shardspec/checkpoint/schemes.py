@@ -27,7 +27,7 @@ ScaleRule: TypeAlias = Literal["transformers", "amax/448"]
 MX: Final = 32
 """Numbers in a block of a microscaling format, along the last dim."""
 _FP8: Final = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic"}
-KINDS: Final[Mapping[str, Mapping[str, object]]] = {
+QUANTIZATIONS: Final[Mapping[str, Mapping[str, object]]] = {
     "fp8-128x128": {**_FP8, "weight_block_size": [128, 128]},
     "mxfp8": {
         **_FP8,
@@ -149,7 +149,7 @@ def _schemes(section: Mapping[str, object]) -> Iterator[Scheme]:
 
 
 def _of_fp8(section: Mapping[str, object], *, mx: bool) -> Iterator[Scheme]:
-    dtypes = _POWERS if mx else _FLOATS
+    dtypes: tuple[str, ...] = _POWERS if mx else _FLOATS
     if section.get("scale_fmt") == "ue8m0" and not mx:
         dtypes += _POWERS
     block = _block(section.get("weight_block_size", [1, MX] if mx else None))

@@ -10,11 +10,17 @@ from pathlib import PurePath
 from typing import Final, NamedTuple
 
 from shardspec.checkpoint.catalog import Catalog, OpaqueValue, is_plain_entry, opaque_parts
-from shardspec.checkpoint.check_quantized import check_blocks, refuse_casts
+from shardspec.checkpoint.check_quantized import (
+    check_blocks,
+    grid_layout,
+    quantised_in,
+    refuse_casts,
+)
 from shardspec.checkpoint.choice import Choice, Renames, first_names, wanted_names
 from shardspec.checkpoint.format import Format, Wanted, Way
 from shardspec.checkpoint.formats.registry import default_format, merged_format, written_format
-from shardspec.checkpoint.mapped import Names, Naming, config_beside, mapped_choice
+from shardspec.checkpoint.mapped import Names
+from shardspec.checkpoint.numbers_of import config_of, mapped_source
 from shardspec.checkpoint.open import as_catalog
 from shardspec.checkpoint.options import WriteOptions
 from shardspec.checkpoint.sidecars import add_sidecars
@@ -362,14 +368,8 @@ def _opened(
 ) -> tuple[Catalog, Choice]:
     """Return a checkpoint as what is asked makes of it, and what is left to choose of that."""
     options, source, names = asked.options, as_catalog(checkpoint), asked.names
-    config = names.config if isinstance(names, Naming) else config_beside(source)
-    if options.dtype is not None:
-        # Importing numpy takes as long as copying 200 MiB, and a plain copy needs none.
-        from shardspec.checkpoint.dequantized import dequantised
-
-        source = dequantised(source, options.dtype, options, config)
-        names = names.with_dtype(options.dtype) if isinstance(names, Naming) else names
-    source, choice = mapped_choice(source, names, options)
+    config = config_of(source, names)
+    source, choice = mapped_source(source, names, options)
     if (options.quantize, options.scale_rule, options.quantize_include) != (None, None, None):
         from shardspec.checkpoint.quantizing import quantise_of, quantised_as
 
@@ -427,6 +427,24 @@ def laid_out(
     return LaidOut(source, target, format.name)
 
 
+def _of_scales(
+    source: Catalog,
+    rules: Rules,
+    tensors: Sequence[OutputTensor],
+    layouts: Mapping[str, Layout],
+) -> dict[str, Layout]:
+    """Return the layouts of scales that no rule names: they are cut as their codes are."""
+    winners = winning_patterns(list(rules), layouts)
+    new = {tensor.source: tensor.name for tensor in tensors}
+    found: dict[str, Layout] = {}
+    for codes, blocks in quantised_in(source).blocks.items():
+        for scales, sides in blocks.scales:
+            if {codes, scales} <= new.keys() and new[scales] not in winners:
+                grid = grid_layout(layouts[new[codes]], sides, layouts[new[scales]].dtype)
+                found |= {} if grid is None else {new[scales]: grid}
+    return found
+
+
 def _sharding(
     source: Catalog, asked: Asked, format: Format, tensors: Sequence[OutputTensor]
 ) -> tuple[DeviceMesh, Mapping[str, Layout]]:
@@ -440,6 +458,8 @@ def _sharding(
     else:
         mesh = asked.mesh or _ALONE
         layouts = layouts_by_rules(mesh, asked.rules or {}, tensors)
+        if source.quantization:
+            layouts |= _of_scales(source, asked.rules or {}, tensors, layouts)
     if asked.way == "sharded":
         check_blocks(source, {tensor.source: layouts[tensor.name] for tensor in tensors})
     return mesh, layouts

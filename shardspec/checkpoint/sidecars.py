@@ -36,8 +36,20 @@ def add_sidecars(
     """Return an output with the files that lie beside the weights of a checkpoint.
 
     Into a directory go those that `sidecars` names; of what lies beside one file that is named
-    itself, those of the model, if it is one.
+    itself, those of the model, if it is one. How weights are quantised is in a config in any case.
     """
+    target = _with_sidecars(source, target, sidecars)
+    names = {file.name for file in target.files}
+    if source.quantization and target.directory and "config.json" not in names:
+        data = json.dumps({"quantization_config": source.quantization}, indent=2).encode()
+        config = OutputFile("config.json", len(data), [RawBytes(0, data)], ())
+        target = target._replace(files=(*target.files, config))
+    return target
+
+
+def _with_sidecars(
+    source: Catalog, target: Target, sidecars: Callable[[StoragePath, Collection[str]], set[str]]
+) -> Target:
     if source.described_in is not None:
         return _with_config(source, source.described_in, target)
     directory = source.home
@@ -109,18 +121,16 @@ def _restated(file: OutputFile, path: StoragePath, section: Mapping[str, object]
     """Return a config that says of how weights are quantised what a section does, or nothing."""
     data = b"".join(raw.made() for raw in file.raw)
     config = parse_json(data, path, "config")
-    inner = config.get("text_config") if isinstance(config, dict) else None
-    parts = [part for part in (config, inner) if isinstance(part, dict)]
-    if section or any(SECTIONS & part.keys() for part in parts):
-        for part in parts:
-            for key in SECTIONS & part.keys():
-                del part[key]
-        data = _config({**config, "quantization_config": section} if section else config)
+    if isinstance(config, dict):
+        parts = [part for part in (config, config.get("text_config")) if isinstance(part, dict)]
+        stated = [(part, key) for part in parts for key in SECTIONS & part.keys()]
+        for part, key in stated:
+            del part[key]
+        if section:
+            config["quantization_config"] = section
+        if section or stated:
+            data = json.dumps(config, indent=2).encode()
     return OutputFile(file.name, len(data), [RawBytes(0, data)], ())
-
-
-def _config(config: object) -> bytes:
-    return json.dumps(config, indent=2).encode()
 
 
 def model_sidecars(directory: StoragePath, names: Collection[str]) -> set[str]:

@@ -285,15 +285,19 @@ def _entries(values: Mapping[str, object]) -> dict[str, object]:
 
 
 def _leaves(name: str, value: object) -> Iterator[tuple[str, object]]:
-    if isinstance(value, dict) and value and all(isinstance(key, str) for key in value):
+    if _is_nested(value):
         for key, inner in value.items():
             yield from _leaves(f"{name}.{key}", inner)
-    elif isinstance(value, list) and any(isinstance(part, dict) for part in value):
+    elif isinstance(value, list) and any(map(_is_nested, value)):
         # As torch flattens state dicts: the param_groups of an optimizer.
         for place, inner in enumerate(value):
             yield from _leaves(f"{name}.{place}", inner)
     else:
         yield name, value
+
+
+def _is_nested(value: object) -> TypeGuard[dict[str, object]]:
+    return isinstance(value, dict) and bool(value) and all(isinstance(key, str) for key in value)
 
 
 def _different_values(

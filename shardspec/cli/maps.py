@@ -224,13 +224,16 @@ def _plan_layout(
     """Plan how devices get a model, by a layout."""
     from shardspec.checkpoint.choice import Choice
     from shardspec.checkpoint.load_plan import plan_stored
+    from shardspec.checkpoint.numbers_of import with_numbers
     from shardspec.dtypes import dtype_name, is_cast, keeps_dtype
     from shardspec.layout.layout import Layout
 
     (catalog,) = source.open(checkpoint)
     mesh = None if cluster.mesh is None else opts.plain_mesh(cluster.mesh, cluster.ids)
     named, layouts = ckpt.under_layout(layout, maps, catalog, mesh)
-    catalog = named.applied(catalog, Choice(drop=maps.drop), ())
+    chosen = Choice(drop=maps.drop)
+    catalog = with_numbers(catalog, dtype, chosen, named.config)
+    catalog = named.with_dtype(dtype).applied(catalog, chosen, ())
     wanted = None if dtype is None else dtype_name(dtype)
     target = {}
     for name in catalog.names:

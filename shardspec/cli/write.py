@@ -21,8 +21,9 @@ from shardspec.checkpoint.formats.registry import (
     written_names,
 )
 from shardspec.checkpoint.layers import repeated_layers
+from shardspec.checkpoint.numbers_of import with_numbers
 from shardspec.checkpoint.report import WriteReport
-from shardspec.checkpoint.schemes import KINDS, ScaleRule
+from shardspec.checkpoint.schemes import QUANTIZATIONS, ScaleRule
 from shardspec.cli import checkpoint_options as ckpt
 from shardspec.cli import options as opts
 from shardspec.cli.output import path_text, progress_bar, say, say_json
@@ -113,7 +114,7 @@ _write_options: Final = opts.stacked(
     ),
     click.option(
         "--quantize",
-        type=click.Choice(list(KINDS)),
+        type=click.Choice(list(QUANTIZATIONS)),
         help="Quantise the weights of linear layers, as the model's family says which these are.",
     ),
     click.option(
@@ -126,7 +127,8 @@ _write_options: Final = opts.stacked(
         "--quantize-include",
         multiple=True,
         metavar="PATTERN",
-        help="Quantise the tensors whose names in OUT match, and no others; may be given several times.",
+        help="Quantise the tensors whose names in OUT match, and no others; may be given "
+        "several times.",
     ),
     click.option(
         "--threads",
@@ -209,11 +211,7 @@ def _write(
         silent = communicator is not None and 0 not in communicator.addressable
         if model is not None and not silent:
             chosen = Choice(**choice, drop=maps.drop)
-            numbers = sources[0]
-            if how["dtype"] is not None:
-                from shardspec.checkpoint.dequantized import dequantised
-
-                numbers = dequantised(numbers, how["dtype"], chosen, model.config)
+            numbers = with_numbers(sources[0], how["dtype"], chosen, model.config)
             seen = model.recognised(numbers, chosen).text
             say(f"note: {sources[0].directory}: has the names of {seen}", err=True)
         with progress_bar(not (silent or as_json), title) as progress:

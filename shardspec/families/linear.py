@@ -55,4 +55,7 @@ def is_listed(name: str, modules: Collection[str]) -> bool:
     True
     """
     module = module_of(name)
+    expressions = [one.removeprefix("re:") for one in modules if one.startswith("re:")]
+    if any(re.match(one, module) for one in expressions):
+        return True
     return any(fnmatchcase(module, one) or fnmatchcase(module, f"{one}.*") for one in modules)

@@ -56,19 +56,9 @@ def recognise(
     strange = sorted(name for name in names if form_of(name) not in of_format)
     if len(strange) == len(names):
         first = ", ".join(map(shown, strange[:_SHOWN])) or "(there are none)"
-        start = f"{min(names, default='').partition('.')[0]}."
-        within = {form_of(name.removeprefix(start)) for name in names}
-        remedy: tuple[str | Argument, ...] = (
-            f", of {_users(strange[:1])}; give the config of that model",
-        )
-        if any(within & forms_of for _, forms_of in known.values()):
-            # As in a state dict that was saved as {"model": …}.
-            text = f"; without {start!r} they have some: merge it first, to other names, with "
-            remedy = text, Argument("rename")
         raise LayoutError(
             f"{where}: no tensor has a name of the family {model.family.name!r}; the names start "
-            f"with {first}",
-            *remedy,
+            f"with {first}, of {_users(strange[:1])}; give the config of that model"
         )
     if strange:
         rest = f" and {len(strange) - 1} more" if len(strange) > 1 else ""

@@ -142,7 +142,7 @@ def test_neither_codes_nor_scales_are_cast(tmp_path, scheme):
 
 
 def test_at_the_command_line_a_cast_is_one_line(tmp_path):
-    source = written(tmp_path / "model", SCHEMES["FP8 blocks"], FP8)
+    source = written(tmp_path / "model", SCHEMES["quanto"])
     for args in (
         ("merge", source, "-o", tmp_path / "o.safetensors", "--strict-cast"),
         ("reshard", source, "-o", tmp_path / "o", "--mesh", "2", "--rule", "*", "[R,R]"),
@@ -154,9 +154,9 @@ def test_at_the_command_line_a_cast_is_one_line(tmp_path):
         if args[0] == "plan-state":
             remedy = "give these their own dtypes"
         assert done.stderr == (
-            "Error: cannot cast to bfloat16: tensor 'a.weight' is quantised ('a.weight_scale_inv' "
-            "goes with it), and codes and scales mean something only as they are; leave out "
-            f"--dtype, {remedy}, or dequantise first with the tool that wrote them\n"
+            "Error: cannot cast to bfloat16: tensor 'a.weight._data' is quantised "
+            "('a.weight._scale' goes with it), and codes and scales mean something only as they "
+            f"are; leave out --dtype, {remedy}, or dequantise first with the tool that wrote them\n"
         )
 
 

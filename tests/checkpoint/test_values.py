@@ -220,7 +220,7 @@ def test_resharding_keeps_or_refuses(saved, tmp_path, source, target):
     lost = set(FOREIGN)
     if source == "own" or (target == "dcp" and source.startswith("dcp")):
         lost = set()
-        with pytest.raises(CheckpointError, match=r"no value would be lost .*drop_values=True"):
+        with pytest.raises(CheckpointError, match=r"no value would be lost.*drop_values=True"):
             reshard(saved[source], out, format=target, drop_values=True, **options)
     else:
         for name in sorted(FOREIGN)[:1]:

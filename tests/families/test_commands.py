@@ -7,8 +7,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from click.testing import CliRunner
 from safetensors.numpy import load_file, save_file
+from safetensors.torch import load_file as load_torch
+from safetensors.torch import save_file as save_torch
 
 from shardspec import (
     DeviceMesh,
@@ -64,18 +67,6 @@ def test_to_megatron_and_back_with_config_and_tokenizer(tmp_path):
     same(tmp_path / "out", arrays)
     for name in ("config.json", "tokenizer.json"):
         assert (tmp_path / "out" / name).read_text() == (folder / name).read_text()
-
-
-def test_names_of_a_state_dict_below_a_key_are_to_be_renamed_first(tmp_path):
-    folder, arrays = saved(tmp_path / "hf", "qwen3")
-    save_file({f"model.{name}": array for name, array in arrays.items()}, tmp_path / "nested")
-    said = run("merge", tmp_path / "nested", "-o", f"{tmp_path}/out/", "--model", folder, code=3)
-    assert said.endswith(
-        "without 'model.' they have some: merge it first, to other names, with --rename\n"
-    )
-    run("merge", tmp_path / "nested", "-o", tmp_path / "flat", "--rename", "^model[.]", "")
-    run("merge", tmp_path / "flat", "-o", f"{tmp_path}/out/", "--model", folder)
-    same(tmp_path / "out", arrays)
 
 
 def test_layers_that_predict_further_tokens_and_copies_of_the_embedding(tmp_path):
@@ -330,6 +321,22 @@ def test_from_one_trainer_to_another_and_to_an_engine_with_a_padded_vocabulary(t
         same(tmp_path / f"{layout}-back", arrays)
 
 
+def test_a_vocabulary_that_no_padding_makes_is_refused(tmp_path):
+    folder, _ = saved(tmp_path / "hf", "qwen3", vocab_size=300)
+    refusals: dict[str, tuple[int, dict[int, bool]]] = {
+        "megatron:tp=1": (300, {299: True, 296: True}),
+        "vllm:tp=1": (320, {257: False, 255: True}),
+    }
+    for layout, (rows, vocabs) in refusals.items():
+        run("reshard", folder, "-o", tmp_path / layout, "--model", folder, "--layout", layout)
+        for vocab, refused in vocabs.items():
+            config = {**HF["qwen3"]["config"], "vocab_size": vocab}
+            (tmp_path / "config.json").write_text(json.dumps(config))
+            call = ("merge", tmp_path / layout, "-o", f"{tmp_path}/{layout}-{vocab}/")
+            said = run(*call, "--model", tmp_path / "config.json", code=3 if refused else 0)
+            assert (f"which no padding makes {rows}" in said) == refused
+
+
 def test_an_index_that_lists_tensors_of_no_file_is_refused(tmp_path):
     folder, arrays = saved(tmp_path / "hf", "qwen3")
     listed = dict.fromkeys([*arrays, "model.layers.9.enorm.weight"], "model.safetensors")
@@ -368,6 +375,66 @@ def test_loading_under_other_names(tmp_path):
     parts = [arrays[f"model.layers.0.mlp.{one}_proj.weight"] for one in ("gate", "up")]
     shard = found["model.layers.0.mlp.gate_up_proj.weight"].to_local(0)
     assert np.array_equal(shard.numpy(), np.concatenate(parts))
+
+
+def low_precision(place: Path, folder: Path, kind: str) -> dict[str, torch.Tensor]:
+    """Save a quantised model; return what its weights come to in bfloat16."""
+    run("merge", folder, "-o", f"{place}/", "--quantize", kind, "--dtype", "bf16")
+    run("merge", place, "-o", f"{place}.safetensors", "--dtype", "bf16")
+    found: dict[str, torch.Tensor] = load_torch(f"{place}.safetensors")
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [("deepseek_v3", "fp8-128x128"), ("gpt_oss", "mxfp4"), ("qwen3_moe", "mxfp8")],
+)
+def test_quantised_models_are_dequantised_on_the_way(tmp_path, name, kind):
+    sizes = {
+        "gpt_oss": {"hidden_size": 64, "intermediate_size": 32},
+        "qwen3_moe": {"intermediate_size": 64, "moe_intermediate_size": 32},
+    }
+    folder, arrays = saved(tmp_path / "hf", name, **sizes.get(name, {}))
+    wanted = low_precision(tmp_path / "low", folder, kind)
+    assert wanted.keys() == arrays.keys()
+    config = json.loads((tmp_path / "low" / "config.json").read_text())
+    assert config["quantization_config"]["quant_method"] in ("fp8", "mxfp4", "mxfp8")
+    if name == "gpt_oss":
+        shapes = {
+            n: list(a.shape) for n, a in load_torch(tmp_path / "low/model.safetensors").items()
+        }
+        count, rows, columns = arrays["model.layers.0.mlp.experts.gate_up_proj"].shape
+        experts = "model.layers.0.mlp.experts.gate_up_proj"
+        assert shapes[f"{experts}_blocks"] == [count, columns, rows // 32, 16]
+        assert shapes[f"{experts}_scales"] == [count, columns, rows // 32]
+        assert sum(n.endswith("_blocks") for n in shapes) == 2 * 2
+    way = ("--model", tmp_path / "low", "--names", "megatron")
+    assert "is quantised" in run("merge", tmp_path / "low", "-o", f"{tmp_path}/no/", *way, code=3)
+    run("merge", tmp_path / "low", "-o", f"{tmp_path}/run/", *way, "--dtype", "bf16")
+    run("merge", tmp_path / "run", "-o", f"{tmp_path}/back/", "--model", tmp_path / "low")
+    found = load_torch(tmp_path / "back" / "model.safetensors")
+    assert found.keys() == wanted.keys()
+    for key, tensor in wanted.items():
+        assert tensor.dtype == found[key].dtype, key
+        assert tensor.equal(found[key]), key
+    assert "quantization_config" not in json.loads((tmp_path / "back/config.json").read_text())
+    layout = ("--layout", "fsdp:2", "--dtype", "bf16")
+    run("plan-state", tmp_path / "low", "--model", tmp_path / "low/config.json", *layout)
+
+
+def test_what_is_taken_from_a_quantised_original_is_dequantised(tmp_path):
+    folder, _ = saved(tmp_path / "hf", "deepseek_v3")
+    wanted = low_precision(tmp_path / "low", folder, "fp8-128x128")
+    lacking = {name for name in wanted if name.endswith("kv_b_proj.weight")}
+    (tmp_path / "trained").mkdir()
+    trained = {name: tensor for name, tensor in wanted.items() if name not in lacking}
+    save_torch(trained, tmp_path / "trained" / "model.safetensors")
+    way = ("--model", folder, "--fill-from", tmp_path / "low")
+    call = ("merge", tmp_path / "trained", "-o", f"{tmp_path}/out/", *way)
+    assert "is quantised" in run(*call, code=3)
+    run(*call, "--dtype", "bf16")
+    found = load_torch(tmp_path / "out" / "model.safetensors")
+    assert all(found[name].equal(wanted[name]) for name in lacking)
 
 
 def test_quantised_weights_are_refused_with_the_reason(tmp_path):

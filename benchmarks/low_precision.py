@@ -1,0 +1,113 @@
+"""Time and memory of dequantising and quantising, beside `cat` of the 16-bit numbers.
+
+Run ``python -m benchmarks.low_precision [MIB]``. Each way is measured five times, in turn with
+`cat` of the file of 16-bit numbers; shown are medians of the ratios, and the most memory that a
+process of its own takes.
+"""
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+
+import numpy as np
+from safetensors.numpy import save_file
+
+from shardspec import merge
+
+KINDS = ("fp8-128x128", "mxfp8", "mxfp4")
+WIDE = 4096
+RUNS = 5
+
+
+def main(mebibytes: int) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        place = Path(folder)
+        numbers = made(place, mebibytes)
+        for kind in KINDS:
+            merge(place / "plain", f"{place}/{kind}/", quantize=kind)
+        experts(place, mebibytes)
+        ways: dict[str, tuple[str, dict[str, str]]] = {}
+        for kind in KINDS:
+            ways[f"quantise {kind}"] = ("plain", {"quantize": kind})
+        for kind in (*KINDS, "gpt-oss"):
+            ways[f"dequantise {kind}"] = (kind, {"dtype": "bf16"})
+        print(f"{mebibytes} MiB of bf16, times `cat`, one thread; peak of a process")
+        for name, (source, how) in ways.items():
+            times, most = ratio(place, numbers, source, how), peak(place, source, how)
+            print(f"{name:24} {times:5.2f}  {most} MiB")
+
+
+def made(place: Path, mebibytes: int) -> Path:
+    """Write a model of some matrices in bfloat16; return its file."""
+    random = np.random.default_rng(0)
+    rows = mebibytes * 2**20 // (4 * 2 * WIDE)
+    tensors = {}
+    for number in range(4):
+        weights = random.standard_normal((rows, WIDE), dtype=np.float32)
+        tensors[f"{number}.up_proj.weight"] = (weights.view(np.uint32) >> 16).astype(np.uint16)
+    (place / "plain").mkdir()
+    (place / "plain" / "config.json").write_text("{}")
+    file = place / "plain" / "model.safetensors"
+    save_file(tensors, file)
+    data = bytearray(file.read_bytes())
+    end = 8 + int.from_bytes(data[:8], "little")
+    data[8:end] = re.sub(b'"U16"', b'"BF16"', data[8:end]).ljust(end - 8)[: end - 8]
+    header = data[8:end]
+    file.write_bytes(len(header).to_bytes(8, "little") + header + data[end:])
+    return file
+
+
+def experts(place: Path, mebibytes: int) -> None:
+    """Write experts of gpt-oss, whose rows are columns of what is made of them."""
+    random = np.random.default_rng(1)
+    side = 2880
+    count = max(1, mebibytes * 2**20 // (2 * side * side))
+    shape = (count, side, side // 32, 16)
+    tensors = {
+        "mlp.experts.down_proj_blocks": random.integers(0, 256, shape, dtype=np.uint8),
+        "mlp.experts.down_proj_scales": random.integers(100, 130, shape[:-1], dtype=np.uint8),
+    }
+    (place / "gpt-oss").mkdir()
+    save_file(tensors, place / "gpt-oss" / "model.safetensors")
+    config = {"quantization_config": {"quant_method": "mxfp4"}}
+    (place / "gpt-oss" / "config.json").write_text(json.dumps(config))
+
+
+def timed(act: Callable[[], object]) -> float:
+    begun = time.perf_counter()
+    act()
+    return time.perf_counter() - begun
+
+
+def ratio(place: Path, numbers: Path, source: str, how: dict[str, str]) -> float:
+    """Return the median of the time beside that of `cat`."""
+
+    def write() -> None:
+        merge(place / source, place / "out.safetensors", overwrite=True, verify=False, **how)  # type: ignore[arg-type]
+
+    def cat() -> None:
+        subprocess.run(f"cat {numbers} > {place}/copy && sync {place}/copy", shell=True, check=True)
+
+    write()
+    return median(timed(write) / timed(cat) for _ in range(RUNS))
+
+
+def peak(place: Path, source: str, how: dict[str, str]) -> int:
+    """Return the most memory that a process of its own takes, in MiB."""
+    arguments = [word for name, value in how.items() for word in (f"--{name}", value)]
+    command = [sys.executable, "-m", "shardspec", "merge", str(place / source), "--overwrite"]
+    command += ["-o", str(place / "out.safetensors"), "--threads", "1", *arguments]
+    code = "import resource, subprocess, sys; subprocess.run(sys.argv[1:], check=True, stdout=-3); "
+    code += "print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss >> 10)"
+    done = subprocess.run([sys.executable, "-c", code, *command], capture_output=True, check=True)
+    return int(done.stdout)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]) if len(sys.argv) > 1 else 256)
