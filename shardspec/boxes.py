@@ -35,9 +35,10 @@ def box_size(box: Box) -> int:
 
 
 def chunks(box: Box, most: int) -> Iterator[Box]:
-    """Yield parts of a box of at most so many elements, in the order of memory.
+    """Yield parts of a box with at most `most` elements each, in the order of memory.
 
-    Each is as long as the bound allows, full rows where rows fit; an empty box has none.
+    Each part is as long as the bound allows, and consists of full rows if rows fit. An empty box
+    has no parts.
 
     >>> list(chunks(((4, 6), (0, 5)), 3))
     [((4, 5), (0, 3)), ((4, 5), (3, 5)), ((5, 6), (0, 3)), ((5, 6), (3, 5))]
@@ -57,7 +58,7 @@ def chunks(box: Box, most: int) -> Iterator[Box]:
 
 
 def intersect(a: Box, b: Box) -> Box | None:
-    """Return what two boxes share, or None where that is nothing."""
+    """Return the intersection of two boxes; None if it is empty."""
     shared = []
     for (a_lo, a_hi), (b_lo, b_hi) in zip(a, b, strict=True):
         lo, hi = max(a_lo, b_lo), min(a_hi, b_hi)
@@ -68,14 +69,14 @@ def intersect(a: Box, b: Box) -> Box | None:
 
 
 def contains(outer: Box, inner: Box) -> bool:
-    """Say whether all of `inner` lies in `outer`."""
+    """Return whether all of `inner` is in `outer`."""
     return all(
         o_lo <= lo and hi <= o_hi for (o_lo, o_hi), (lo, hi) in zip(outer, inner, strict=True)
     )
 
 
 def local_index(intervals: Sequence[tuple[int, int]], index: int) -> int:
-    """Return where in a shard an index lies, given the intervals that the shard holds in order."""
+    """Return the position of an index within a shard, given the intervals that the shard holds."""
     before = 0
     for lo, hi in intervals:
         if lo <= index < hi:
@@ -102,11 +103,11 @@ def row_major_boxes(shape: Sequence[int], lo: int, hi: int) -> list[Box]:
 
     if first == last:
         return within(first, start, rest)
-    found = within(first, start, row) if start else []
+    boxes = within(first, start, row) if start else []
     first += start > 0
     if first < last:
-        found.append(((first, last), *((0, size) for size in shape[1:])))
-    return found + within(last, 0, rest)
+        boxes.append(((first, last), *((0, size) for size in shape[1:])))
+    return boxes + within(last, 0, rest)
 
 
 def slices_within(inner: Box, outer: Box) -> tuple[slice, ...]:

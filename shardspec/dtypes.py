@@ -41,7 +41,7 @@ _ALIASES: Final[dict[str, str]] = {
 
 
 def dtype_name(dtype: object) -> str:
-    """Return torch's name of a dtype of torch or numpy, or of text; `DTypeError` if unknown."""
+    """Return torch's name of a torch or numpy dtype, or of a name; raises `DTypeError`."""
     text = str(dtype).removeprefix("torch.")
     name = _SAFETENSORS.get(text) or _ALIASES.get(text.lower())
     if name is None:
@@ -55,12 +55,12 @@ def item_bytes(name: str) -> int:
 
 
 def is_floating(name: str) -> bool:
-    """Say whether a dtype has fractions (real or complex)."""
+    """Return whether a dtype is a floating-point one (real or complex)."""
     return name.startswith(("float", "bfloat", "complex"))
 
 
 def packed(name: str) -> int:
-    """Return how many numbers lie in one element, as torch counts elements."""
+    """Return how many numbers one element holds, as torch counts elements."""
     return 2 if name == "float4_e2m1fn_x2" else 1
 
 
@@ -70,7 +70,7 @@ def to_safetensors(name: str) -> str:
 
 
 def from_safetensors(code: str) -> str:
-    """Return torch's name for a dtype of the safetensors format, else `DTypeError`."""
+    """Return torch's name for a safetensors dtype; raises `DTypeError` if unknown."""
     if code not in _SAFETENSORS:
         raise DTypeError(
             f"unknown safetensors dtype {shown(code)}; known: {', '.join(_SAFETENSORS)}"

@@ -58,7 +58,7 @@ class SpecSyntaxError(ShardSpecError, ValueError):
 
 
 def _excerpt(text: str, position: int) -> str:
-    """Return the text as it is shown, or what is around a place in a long one."""
+    """Return the text for display; of a long text the surroundings of a position."""
     if len(text) <= _SHOWN:
         return repr(text)
     start = max(position - _SHOWN // 2, 0)
@@ -75,7 +75,7 @@ class MeshError(ShardSpecError, ValueError):
 
 
 class NotTorchMeshError(MeshError, AttributeError):
-    """A function of torch was given a mesh of shardspec instead of `to_torch()`."""
+    """A torch function was given a shardspec mesh instead of `to_torch()`."""
 
 
 class DTypeError(ShardSpecError, TypeError):
@@ -91,7 +91,7 @@ class LossyConversionError(ShardSpecError, ValueError):
 
 
 class CommunicatorError(ShardSpecError, RuntimeError):
-    """The process group is missing, or does not reach the devices that are asked for."""
+    """The process group is missing or lacks requested devices, or a peer has failed."""
 
 
 class CheckpointError(ShardSpecError, ValueError):
@@ -103,12 +103,12 @@ class InputFileError(ShardSpecError, ValueError):
 
 
 class ProfileError(ShardSpecError, ValueError):
-    """A measured profile is missing, damaged, or does not fit what it is used for."""
+    """A measured profile is missing, damaged, or does not fit its use."""
 
 
 class QuantisedError(CheckpointError, DTypeError):
-    """What gives the codes of a quantised checkpoint a meaning is missing, or does not fit them."""
+    """The scales or parameters of a quantised checkpoint are missing, or do not fit its codes."""
 
 
 class OutputExistsError(CheckpointError, FileExistsError):
-    """The place to write to is taken, and overwriting it was not asked for."""
+    """The output exists already, and overwriting was not requested."""

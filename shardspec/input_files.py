@@ -1,4 +1,4 @@
-"""Regular files, opened without waiting; small ones, such as rules and maps, read whole."""
+"""Opens regular files without blocking, and reads small ones, such as rules and maps."""
 
 import os
 import stat
@@ -8,7 +8,7 @@ from shardspec.errors import InputFileError, ShardSpecError
 
 
 def open_regular(path: PurePath, error: type[ShardSpecError]) -> int:
-    """Open a regular file for reading and return its descriptor; raise `error` if it is none."""
+    """Return a descriptor for reading a regular file; raises `error` for anything else."""
     try:
         # Without O_NONBLOCK, opening a pipe would wait for a writer. A device might never end.
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -22,7 +22,7 @@ def open_regular(path: PurePath, error: type[ShardSpecError]) -> int:
 
 
 def read_input_file(path: PurePath, most_bytes: int) -> bytes:
-    """Return the content of a small regular file; `InputFileError` if it is none."""
+    """Return the content of a regular file; raises `InputFileError` for others and large ones."""
     with open(open_regular(path, InputFileError), "rb") as file:
         try:
             data = file.read(most_bytes + 1)

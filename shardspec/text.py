@@ -38,10 +38,10 @@ def counted(number: int, word: str, plural: str | None = None) -> str:
 
 
 def printable(text: str, keep: str = "") -> str:
-    """Return a text that cannot upset a terminal; what is in `keep` is left as it is.
+    """Return a text that is safe to print on a terminal; characters in `keep` are unchanged.
 
-    Control characters, those that turn the direction of writing, lone surrogates and the like are
-    written as escapes; names of files and tensors may hold any of them.
+    Control characters, characters that change the direction of writing, lone surrogates and the
+    like become escapes; names of files and tensors may contain any of them.
     """
     if text.isprintable():
         return text
@@ -67,7 +67,7 @@ def shown(value: object, most: int = 80) -> str:
 
 
 def first_of(texts: Sequence[str], most: int = 1) -> str:
-    """Return the first of some texts, and how many others there are.
+    """Return the first `most` texts, and the number of further ones.
 
     >>> first_of(["a", "b", "c"]), first_of(["a", "b"], 2)
     ('a and 2 more', 'a, b')
@@ -84,9 +84,9 @@ def table_text(
     numbers_from: int = 1,
     text_from: int | None = None,
 ) -> str:
-    """Return a plain table whose columns line up; all rows are as long as the header.
+    """Return an aligned text table; all rows must be as long as the header.
 
-    Columns are aligned to the right from `numbers_from` on, and to the left from `text_from` on.
+    Columns from `numbers_from` on are aligned to the right, those from `text_from` on to the left.
     """
     numbers = range(numbers_from, len(header) if text_from is None else text_from)
     return "\n".join(table_lines(header, lambda: rows, footer=footer, numbers=numbers))
@@ -98,7 +98,7 @@ def html_table(
     rows: Iterable[Sequence[str]],
     shades: Iterable[Sequence[float]] | None = None,
 ) -> str:
-    """Return a table for notebooks. A row begins with its name; shades of the rest are 0 to 1."""
+    """Return an HTML table for notebooks; rows start with a name, shades of cells are 0 to 1."""
 
     def cells(row: Sequence[str], shaded: Iterable[float]) -> str:
         # Half transparent: it can be read on dark and light pages.
@@ -122,18 +122,18 @@ def table_lines(
     numbers: Container[int] = (),
     empty_columns: bool = True,
 ) -> Iterator[str]:
-    """Yield the lines of a table that may be long; `rows` is called, and gone through, twice.
+    """Yield the lines of a table that may be long; `rows` is called twice.
 
-    Columns in `numbers` are aligned to the right; those in which nothing stands below the header
-    are left out unless `empty_columns` is set.
+    Columns in `numbers` are aligned to the right. Columns that are empty below the header are
+    omitted unless `empty_columns` is set.
     """
-    # By rich, 100,000 rows take a minute.
+    # rich would take a minute for 100,000 rows.
     widths = [0] * len(header)
     for row in rows():
         widths = [max(width, _width(cell)) for width, cell in zip(widths, row, strict=True)]
     kept = [at for at, width in enumerate(widths) if width or empty_columns]
-    for one in (header, footer or header):
-        widths = [max(width, _width(cell)) for width, cell in zip(widths, one, strict=True)]
+    for cells in (header, footer or header):
+        widths = [max(width, _width(cell)) for width, cell in zip(widths, cells, strict=True)]
 
     def line(row: Sequence[str]) -> str:
         cells = ((at, printable(row[at]), " " * (widths[at] - _width(row[at]))) for at in kept)
@@ -151,7 +151,7 @@ def table_lines(
 
 
 def _width(cell: str) -> int:
-    """Return how many columns of a terminal a text takes once it is printable."""
+    """Return the number of terminal columns of a text in printable form."""
     if cell.isascii() and cell.isprintable():
         return len(cell)
     from rich.cells import cell_len

@@ -1,4 +1,4 @@
-"""What conversions do, step by step: measured and predicted, as a table, a trace or log lines.
+"""Records of the steps of conversions, measured and predicted: a table, a trace, or log lines.
 
 ``SHARDSPEC_LOG=debug`` in the environment, or a handler on the logger "shardspec", writes a line
 per step.
@@ -30,7 +30,7 @@ _LEVELS: Final = {"debug": logging.DEBUG, "info": logging.INFO, "warning": loggi
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
-    """One step as it was carried out in this process."""
+    """A step that this process carried out."""
 
     step: Step
     before: Layout
@@ -38,17 +38,17 @@ class StepRecord:
     devices: tuple[int, ...]
     """Physical ids that this process holds."""
     started_s: float
-    """When it began, on the clock of `time.perf_counter`."""
+    """The start on the clock of `time.perf_counter`."""
     seconds: float
-    """How long it took here, waiting for others included."""
+    """Measured seconds in this process, including waiting for others."""
     model: CostModel
-    """Of the links that were used."""
+    """The cost model of the step."""
     backward: bool
-    """Whether it carried a gradient back."""
+    """Whether the step was part of a backward pass."""
 
     @property
     def predicted_seconds(self) -> float:
-        """What the cost model says."""
+        """The seconds that the cost model predicts."""
         return step_seconds(self.step, self.before, self._priced_after, self.model)
 
     @property
@@ -64,7 +64,7 @@ class StepRecord:
 
     @property
     def _priced_after(self) -> Layout:
-        # No gradient is pending where its value is.
+        # The gradient of a pending value is not pending.
         spec = self.after.spec
         return self.after.with_spec(spec.without_partial()) if self.backward else self.after
 
@@ -78,18 +78,18 @@ class StepRecord:
 
 
 class Trace:
-    """The steps that were carried out while it was open; see `trace`."""
+    """The steps carried out while the trace was open; see `trace`."""
 
     def __init__(self) -> None:
         self.records: list[StepRecord] = []
-        """In the order in which they began."""
+        """The steps in the order in which they began."""
         self.opened, self._clock = time.perf_counter(), time.time()
 
     def __str__(self) -> str:
         return self.table()
 
     def table(self) -> str:
-        """Return a table: a row per step, the totals, and which links predictions are for."""
+        """Return a text table: a row per step, the totals, and the links of the predictions."""
         if not self.records:
             return "no step was carried out"
         rows = [
@@ -135,7 +135,7 @@ class Trace:
         return {"displayTimeUnit": "ms", "traceEvents": [*ranks.values(), *steps]}
 
     def save(self, path: Path | str) -> None:
-        """Write `as_chrome` as JSON; in a job, each rank names a file of its own."""
+        """Write `as_chrome` as JSON; in a job, give each rank a different path."""
         try:
             Path(path).write_text(json.dumps(self.as_chrome()), encoding="utf-8")
         except OSError as error:
@@ -170,7 +170,7 @@ def trace() -> Iterator[Trace]:
 
 
 def observers() -> list[Callable[[StepRecord], object]]:
-    """Return what takes the record of each step: open traces, and the log."""
+    """Return the functions that receive the record of each step: open traces, and the log."""
     taking: list[Callable[[StepRecord], object]] = [each.records.append for each in _OPEN.get()]
     return [*taking, _log] if LOGGER.isEnabledFor(logging.DEBUG) else taking
 
@@ -180,7 +180,7 @@ def _log(record: StepRecord) -> None:
 
 
 def _numbers(records: Sequence[StepRecord]) -> list[str]:
-    """Write bytes, measured and predicted time of some steps together."""
+    """Return total bytes, measured time and predicted time of some steps as text."""
     return [
         bytes_text(sum(record.num_bytes for record in records)),
         seconds_text(sum(record.seconds for record in records)),
@@ -193,7 +193,7 @@ def _devices_text(devices: Sequence[int]) -> str:
 
 
 def log_from_environment() -> None:
-    """Write the log to standard error where ``SHARDSPEC_LOG`` names a level."""
+    """Write the log to standard error if ``SHARDSPEC_LOG`` names a level."""
     level = os.environ.get("SHARDSPEC_LOG", "").lower()
     if not level or LOGGER.handlers:
         return

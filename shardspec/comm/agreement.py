@@ -1,8 +1,8 @@
-"""What ranks tell each other before anything moves, and whether they agree on it.
+"""Notes that ranks exchange before data moves, and the check that they agree.
 
 Processes of one host are connected by Unix sockets, which the system closes when a process ends.
-The process id is watched too, so peers notice the end at once. The same sockets coordinate the
-reading of memory.
+The process id is watched too, so that peers notice at once. The same sockets coordinate reads of
+peers' memory.
 """
 
 import ctypes
@@ -29,48 +29,48 @@ E = TypeVar("E", bound=BaseException)
 
 NOTE_BYTES: Final = 4096
 NOTE_ROOM: Final = NOTE_BYTES - 512
-"""Bytes of content that a note has room for."""
+"""The most bytes of content in a note."""
 ORDER_RULE: Final = "every rank of the mesh must call the same conversions in the same order"
 _HALF: Final = 120
-"""Of the characters of a long word that are shown."""
+"""Characters shown of each end of a long word."""
 _ON_ALL_RANKS: Final = "_shardspec_on_all_ranks"
 _LATE: Final = "did not come in time (the timeout is that of the process group)"
 
 
 def ranks_text(peers: Iterable[int]) -> str:
-    """Name some ranks.
+    """Return the names of some ranks, shortened if there are many.
 
     >>> ranks_text([3, 1, 3]), ranks_text([4]), ranks_text(range(20))
     ('ranks 1, 3', 'rank 4', 'ranks 0, 1, 2, 3, 4, 5, 6, 7 and 12 more')
     """
-    found = sorted(set(peers))
-    return f"rank{'' if len(found) == 1 else 's'} {first_of([*map(str, found)], 8)}"
+    ranks = sorted(set(peers))
+    return f"rank{'' if len(ranks) == 1 else 's'} {first_of([*map(str, ranks)], 8)}"
 
 
 class Address(NamedTuple):
-    """How other processes of the same host find a process."""
+    """Where other processes of the same host can reach a process."""
 
     host: str
-    """The kernel and its namespaces."""
+    """An identifier of the kernel and its namespaces."""
     pid: int
     socket: str
     probe: int
-    """Where the name of the socket lies in its memory; 0 if it is not to be read."""
+    """The address of the socket's name in its memory; 0 if its memory must not be read."""
 
 
 class Note(NamedTuple):
-    """What a rank tells all others of a mesh before it goes on, or a peer within a step."""
+    """A message to all other ranks of a mesh before a conversion, or to a peer within a step."""
 
     kind: str
-    """"conversion", "value" for one that is gathered, "failed"; of a step "readable", "done"."""
+    """"conversion", "value" (to be gathered) or "failed"; in a step "readable" or "done"."""
     ids: int
-    """Checksum of the ranks that are told, or of the step."""
+    """Checksum of the ranks that exchange notes, or of the step."""
     number: int = 0
     """How many notes these ranks have exchanged before."""
     device: str = ""
-    """Device type of the rank's shards; empty where it holds none."""
+    """Device type of the rank's shards; empty if it has none."""
     content: bytes = b""
-    """What `description` returns, or an error; with the value `NOTE_ROOM` bytes at most."""
+    """A `description` or an error; at most `NOTE_ROOM` bytes together with the value."""
     value: bytes = b""
     """The start of a pickled value, which may differ from rank to rank."""
     length: int = 0
@@ -89,19 +89,19 @@ class Note(NamedTuple):
 
     @property
     def failure(self) -> str:
-        """What the rank has to say if it has failed."""
+        """The rank's error if it has failed, else an empty text."""
         return self.content.decode(errors="replace") if self.kind == "failed" else ""
 
     def __str__(self) -> str:
         if self.kind != "conversion":
             return f"gathers value {self.number}" if self.kind == "value" else "carries out a step"
         words = json.loads(self.content)
-        said = ", ".join(f"{name} {word}" for name, word in words.items() if name != "digest")
-        return f"asks for conversion {self.number} ({said})"
+        text = ", ".join(f"{name} {word}" for name, word in words.items() if name != "digest")
+        return f"asks for conversion {self.number} ({text})"
 
 
 def description(words: Mapping[str, str]) -> bytes:
-    """Return what a note says of a conversion: a digest of all words, and long words shortened."""
+    """Return the content of a conversion's note: a digest of all words, and shortened words."""
     digest = hashlib.sha256(json.dumps(dict(words)).encode()).hexdigest()
     short = {
         name: word if len(word) <= 2 * _HALF else f"{word[:_HALF]} ... {word[-_HALF:]}"
@@ -113,33 +113,33 @@ def description(words: Mapping[str, str]) -> bytes:
 
 
 def failure_text(error: BaseException) -> str:
-    """Return what other ranks are told of an error: ours by its text, others by their type too."""
+    """Return an error as text for other ranks, with its type unless it is a `ShardSpecError`."""
     kind = "" if isinstance(error, ShardSpecError) else type(error).__name__
     try:
         return ": ".join(filter(None, [kind, str(error)]))
-    except Exception:  # one of the user's that cannot be made a text
+    except Exception:  # a user's error whose __str__ fails
         return kind
 
 
 def on_all_ranks(error: E) -> E:
-    """Mark an error that all ranks of the mesh raise, or have been told of; return it."""
+    """Mark an error as known to all ranks of the mesh, and return it."""
     vars(error)[_ON_ALL_RANKS] = True
     return error
 
 
 def is_on_all_ranks(error: BaseException) -> bool:
-    """Say whether the other ranks know of an error, so that none of them waits.
+    """Return whether the other ranks know of an error, so that none of them waits; clear the mark.
 
-    That is forgotten then: the same object may be raised once more, by something else.
+    The mark is cleared because the same object may be raised again by something else.
     """
     return bool(vars(error).pop(_ON_ALL_RANKS, False))
 
 
 def check_agreement(notes: Mapping[int, Note]) -> str:
-    """Return the device type of the shards if all ranks of a mesh are about to do the same.
+    """Return the device type of the shards, given the notes of all ranks of a mesh.
 
-    The error otherwise names a rank, both conversions and the first difference; or the rank that
-    has failed, and its error.
+    Raises `CommunicatorError` if they are not about to do the same, which names a rank, both
+    conversions and the first difference; or if a rank has failed, with its error.
     """
     first, mine = next(iter(notes.items()))
     for peer, note in notes.items():
@@ -147,21 +147,21 @@ def check_agreement(notes: Mapping[int, Note]) -> str:
             raise on_all_ranks(failed(peer, note))
     for peer, note in notes.items():
         if note.content != mine.content or note[:3] != mine[:3]:
-            said = _difference(first, mine, peer, note)
-            raise on_all_ranks(CommunicatorError(f"{said}; {ORDER_RULE}"))
+            difference = _difference(first, mine, peer, note)
+            raise on_all_ranks(CommunicatorError(f"{difference}; {ORDER_RULE}"))
     holders = {note.device: rank for rank, note in notes.items() if note.device}
     if len(holders) > 1:
-        said = ", ".join(f"rank {rank} on {device}" for device, rank in holders.items())
+        places = ", ".join(f"rank {rank} on {device}" for device, rank in holders.items())
         raise on_all_ranks(
             CommunicatorError(
-                f"shards are on different kinds of devices: {said}; move them to one kind first"
+                f"shards are on different kinds of devices: {places}; move them to one kind first"
             )
         )
     return next(iter(holders), "")
 
 
 def failed(rank: int, note: Note) -> CommunicatorError:
-    """Return the error on the other ranks where one has failed."""
+    """Return the error to raise on the other ranks when one has failed."""
     return CommunicatorError(
         f"rank {rank} has failed, so the call ends on all ranks of the mesh: {note.failure}"
     )
@@ -170,21 +170,21 @@ def failed(rank: int, note: Note) -> CommunicatorError:
 def _difference(first: int, mine: Note, other: int, note: Note) -> str:
     if mine.kind != "conversion" or note.kind != mine.kind or note.content == mine.content:
         return f"rank {other} {note}, but rank {first} {mine}"
-    here, there = json.loads(mine.content), json.loads(note.content)
-    what = "; ".join(
-        f"{name} {there.get(name)} where rank {first} has {word}"
-        for name, word in here.items()
-        if name != "digest" and word != there.get(name)
+    own_words, other_words = json.loads(mine.content), json.loads(note.content)
+    differing = "; ".join(
+        f"{name} {other_words.get(name)} where rank {first} has {word}"
+        for name, word in own_words.items()
+        if name != "digest" and word != other_words.get(name)
     )
     return (
         f"rank {other} asks for another conversion than rank {first}: "
-        f"{what or 'they differ in a part too long to show'}; rank {first} {mine}, rank {other} "
-        f"{note}"
+        f"{differing or 'they differ in a part too long to show'}; rank {first} {mine}, rank "
+        f"{other} {note}"
     )
 
 
 class Connection:
-    """A socket to one process of this host, whose end is noticed at once."""
+    """A socket to a process of this host that detects the end of the process at once."""
 
     def __init__(self, peer: int, pid: int, connected: socket.socket) -> None:
         self.peer, self.pid, self._socket = peer, pid, connected
@@ -197,24 +197,27 @@ class Connection:
         self.close = weakref.finalize(self, _close, connected, process, os.getpid())
 
     def send(self, note: Note) -> None:
-        """Hand over a note without waiting; a peer that has ended is noticed in `receive`."""
+        """Send a note without waiting; if the peer has ended, `receive` raises that."""
         with suppress(OSError):
             self._socket.send(note.pack())
 
     def receive(self, deadline: float) -> Note:
-        """Return the next note of the peer, until a time on the clock `time.monotonic`."""
+        """Return the next note of the peer, waiting until `deadline` (of `time.monotonic`).
+
+        Raises `CommunicatorError` if none comes in time, or the peer has ended.
+        """
         message = b""
         if self.close.alive:
             if not self._inbox.poll(max(0.0, deadline - time.monotonic()) * 1e3):
                 raise CommunicatorError(f"rank {self.peer} {_LATE}")
-            with suppress(OSError):  # nothing is left to read, but the process has ended
+            with suppress(OSError):  # the process has ended and nothing is left to read
                 message = self._socket.recv(NOTE_BYTES, socket.MSG_DONTWAIT)
         if not message:
             raise CommunicatorError(f"rank {self.peer} has ended or given up an earlier step")
         return Note.unpack(message)
 
     def last_words(self) -> str:
-        """Return why the peer has failed, if it has said so and has not been heard yet."""
+        """Return the error of a peer that has sent one not yet received, else an empty text."""
         with suppress(CommunicatorError):
             while True:
                 note = self.receive(0.0)
@@ -223,7 +226,7 @@ class Connection:
         return ""
 
     def has_ended(self) -> bool:
-        """Say whether the peer has ended or given up, even if messages of it are left."""
+        """Return whether the peer has ended or given up, even if it left unread messages."""
         return not self.close.alive or bool(self._ended.poll(0))
 
 
@@ -236,7 +239,7 @@ def _close(connected: socket.socket, process: int, owner: int) -> None:
 
 
 class Listener:
-    """Where a process waits for others of its host to connect, and to try to read its memory."""
+    """A socket on which other processes of this host connect, and a probe of readable memory."""
 
     def __init__(self, *, is_read: bool = True) -> None:
         name = f"shardspec-{os.getpid()}-{secrets.token_hex(8)}"
@@ -256,7 +259,7 @@ class Listener:
     def connect(
         self, me: int, peers: Mapping[int, Address], deadline: float
     ) -> dict[int, Connection]:
-        """Connect to some ranks of this host, all of which call this too."""
+        """Return connections to some ranks of this host, all of which call this too."""
         earlier = {peer: at for peer, at in peers.items() if peer < me}
         made = {peer: _reached(peer, at.pid, calling=at.socket) for peer, at in earlier.items()}
         waiting = {at.pid: peer for peer, at in peers.items() if peer > me}
@@ -266,7 +269,7 @@ class Listener:
                 connected, _ = self._socket.accept()
             except TimeoutError:
                 raise CommunicatorError(f"{ranks_text(waiting.values())} {_LATE}") from None
-            # The kernel says who called, so no other process can take a rank's place.
+            # The kernel identifies the caller, so no other process can pose as a rank.
             credentials = connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
             pid, _, _ = struct.unpack("3i", credentials)
             if pid in waiting:
@@ -280,7 +283,10 @@ class Listener:
 def _reached(
     peer: int, pid: int, connected: socket.socket | None = None, *, calling: str = ""
 ) -> Connection:
-    """Return the connection to a process that has called, or that is called by its name."""
+    """Return a connection to a process, over an accepted socket or by its socket's name.
+
+    Raises `CommunicatorError` if the process cannot be reached.
+    """
     connected = connected or socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
         if calling:
@@ -294,7 +300,7 @@ def _reached(
 
 
 def this_host() -> str:
-    """Name the kernel and the namespaces of process ids and sockets; empty where none listens."""
+    """Return an identifier of the kernel and its pid and network namespaces; empty off Linux."""
     if sys.platform != "linux":
         return ""
     try:

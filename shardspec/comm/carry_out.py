@@ -1,4 +1,4 @@
-"""A step on one device, by any transport: results are made, checked, and reduced here."""
+"""Carries out a step on one device over any transport; checks and reduces results."""
 
 from collections.abc import Iterable, Iterator
 from functools import partial
@@ -14,13 +14,13 @@ from shardspec.comm.transfers import DeviceTransfers, Message, Parts, Piece, all
 from shardspec.comm.transports.stage import Stage, Transport, Wave
 
 LEAST_BYTES: Final = 256 << 10
-"""The shortest chunk: shorter messages cost more time than they save memory."""
+"""The shortest chunk; shorter messages would cost more time than they save memory."""
 
 
 def carry_out(
     transport: Transport, transfers: DeviceTransfers, shard: torch.Tensor
 ) -> torch.Tensor:
-    """Carry out a step, of any dtype and operation; serve the others."""
+    """Carry out a step on one device while serving the others; return its new shard."""
     if isinstance(transfers.step, AllReduce):
         return _all_reduce(transport, transfers, shard)
     result = empty_hugepages(shard, box_shape(transfers.after))
@@ -32,7 +32,7 @@ def carry_out(
 def _all_reduce(
     transport: Transport, transfers: DeviceTransfers, shard: torch.Tensor
 ) -> torch.Tensor:
-    """Let every member reduce a part, then share the parts: as many bytes as on a ring."""
+    """Reduce one part on every member, then share the parts: as many bytes as a ring sends."""
     step = transfers.step
     if shard.is_contiguous():
         flat = shard.view(-1)
@@ -51,9 +51,9 @@ def _all_reduce(
 def _stage(
     transfers: DeviceTransfers, shard: torch.Tensor, result: torch.Tensor, op: ReduceOp | None
 ) -> Stage:
-    """Return what a transport moves: boxes to the result, or addends to buffers.
+    """Return the stage of a step: it moves boxes to the result, or addends to buffers.
 
-    The shard may be a part of the result, or the result of a reduction a part of the shard.
+    The shard may be a part of the result; the result of a reduction may be a part of the shard.
     """
     me, addends = transfers.device, dict[int, torch.Tensor]()
     count = 1 if op is None else len(transfers.members)
@@ -87,10 +87,10 @@ def _stage(
 
 
 def _within(
-    box: Box, held: Box, strides: tuple[int, ...]
+    box: Box, outer: Box, strides: tuple[int, ...]
 ) -> tuple[tuple[int, ...], tuple[int, ...], int]:
     steps = strides[: len(box)]
-    starts = zip(box, held, steps, strict=True)
+    starts = zip(box, outer, steps, strict=True)
     return box_shape(box), steps, sum((lo - start) * step for (lo, _), (start, _), step in starts)
 
 
@@ -98,7 +98,7 @@ def _moves(
     transfers: DeviceTransfers, shard: torch.Tensor, result: torch.Tensor, most_bytes: int | None
 ) -> Iterator[Wave]:
     for sends, receives in _rounds(transfers, shard.itemsize, most_bytes):
-        if _share(shard, result):  # what this device has is in its place
+        if _share(shard, result):  # the device's own part is already in place
             receives = [part for part in receives if part[0] != transfers.device]
         yield Wave(_messages(sends, shard.itemsize), _messages(receives, shard.itemsize))
 
@@ -111,7 +111,7 @@ def _reductions(
     addends: dict[int, torch.Tensor],
     most_bytes: int | None,
 ) -> Iterator[Wave]:
-    """Yield what brings addends into buffers, and combine them when they are there."""
+    """Yield waves that fill buffers with addends, and combine these after each wave."""
     shares = _share(shard, result)
     memory: dict[int, torch.Tensor] = {}
     for sends, parts in _rounds(transfers, shard.itemsize, most_bytes):
@@ -133,31 +133,31 @@ def _reductions(
             combine_into(result[slices_within(parts[0][1], transfers.after)], combined, op)
 
 
-def _share(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
+def _share(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
 
 
 def _like(memory: dict[int, torch.Tensor], key: int, tensor: torch.Tensor) -> torch.Tensor:
-    """Return contiguous memory for a tensor, which every round of a step uses again."""
+    """Return contiguous memory shaped like a tensor, reused by every round of a step."""
     if key not in memory or memory[key].numel() < tensor.numel():
         memory[key] = tensor.new_empty(tensor.numel())
     return memory[key][: tensor.numel()].view(tensor.shape)
 
 
 def _messages(parts: Parts, item_bytes: int) -> dict[int, Message]:
-    """Return the boxes of each peer as one message."""
-    found: dict[int, list[Piece]] = {}
+    """Return one message per peer with all of its boxes."""
+    messages: dict[int, list[Piece]] = {}
     for peer, box in parts:
-        message = found.setdefault(peer, [])
+        message = messages.setdefault(peer, [])
         start = message[-1].start + message[-1].step if message else 0
         message.append(Piece((0,), box, start, box_size(box) * item_bytes))
-    return dict(found)
+    return dict(messages)
 
 
 def _rounds(
     transfers: DeviceTransfers, item_bytes: int, most_bytes: int | None
 ) -> Iterator[tuple[Parts, Parts]]:
-    """Yield what is sent and received round by round: of each box a chunk."""
+    """Yield what is sent and received in each round: one chunk of every box."""
     if most_bytes is None:
         yield transfers.outgoing, transfers.incoming
         return

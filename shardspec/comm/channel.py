@@ -1,4 +1,4 @@
-"""What the conversions of a thread go through: notes, by sockets of the host or by messages."""
+"""Channels: how notes of one thread's conversions travel, by host sockets or messages."""
 
 import threading
 import time
@@ -20,7 +20,7 @@ from shardspec.mesh.job import current_job
 def _unanswered(
     mine: Note, peers: Iterable[int], silent: Iterable[int], why: str
 ) -> CommunicatorError:
-    """Return the error that some of the peers did not answer a note."""
+    """Return the error for peers that did not answer a note."""
     if mine.kind != "conversion":
         return failed_with("gathering a value of every rank", peers, why)
     return CommunicatorError(
@@ -30,7 +30,7 @@ def _unanswered(
 
 
 def _timeout_s() -> float:
-    """Return the timeout of the job's group for tensors on the CPU; 0 where there is none."""
+    """Return the timeout of the job's group for CPU tensors; 0 without such a group."""
     group = current_job().gloo or dist.group.WORLD
     if group is None or "gloo" not in dist.get_backend_config(group):
         return 0.0
@@ -39,9 +39,9 @@ def _timeout_s() -> float:
 
 
 def channel_tag(meshes: Iterable[DeviceMesh]) -> int:
-    """Return the tag of the channel of some meshes, an even number that is the same on all ranks.
+    """Return the tag of the channel of some meshes: an even number, the same on all ranks.
 
-    Of meshes that differ in anything it is most likely another one.
+    It is a checksum of everything in the meshes, so different meshes rarely share a tag.
     """
     # The repr of a mesh shortens a long list of ids.
     texts = (
@@ -54,43 +54,46 @@ def channel_tag(meshes: Iterable[DeviceMesh]) -> int:
 
 @dataclass(slots=True, eq=False)
 class Channel:
-    """What the conversions of one thread go through, apart from those of other threads.
+    """Separates the messages of one thread's conversions from those of other threads.
 
-    The main threads of all ranks have one channel for all meshes, so that ranks which use two
-    meshes in different orders are noticed. Any other thread has the channel of its meshes. All
-    that is sent in a conversion goes through its channel.
+    The main threads of all ranks share one channel for all meshes, which detects ranks that use
+    two meshes in different orders. Any other thread has the channel of its meshes. Everything
+    sent in a conversion goes through its channel.
     """
 
     tag: int
-    """Of notes, an even number; the next one is that of steps."""
+    """The tag of notes, an even number; steps use the next one."""
     group: dist.ProcessGroup | None = field(default_factory=lambda: current_job().gloo)
-    """Carries notes; None is the default group."""
+    """The group that carries notes; None is the default group."""
     timeout_s: float = field(default_factory=_timeout_s)
-    """How long connections wait; 0 where messages are tensors on the accelerator."""
+    """How long connections wait; 0 if messages are tensors on the accelerator."""
     connections: dict[int, Connection] = field(default_factory=dict)
-    """To processes of this host, by rank."""
+    """Connections to processes of this host, by rank."""
     connected: set[int] = field(default_factory=set)
-    """Checksums of ranks that are all connected to each other."""
+    """Checksums of sets of ranks that are all connected to each other."""
     numbers: Counter[int] = field(default_factory=Counter)
-    """How many notes have been exchanged, by the checksum of the ranks."""
+    """How many notes each set of ranks has exchanged, by its checksum."""
     busy: threading.RLock = field(default_factory=threading.RLock)
-    """Held while a thread is in the channel."""
+    """Locked while a thread is in the channel."""
     depth: int = 0
-    """How often that thread has entered it."""
+    """How many times that thread has entered the channel."""
     refused: deque[tuple[Note, Sequence[int]]] = field(default_factory=deque)
-    """What others still have to be told of threads that came meanwhile."""
+    """Notes of failure still to be sent for threads that were refused, each with its peers."""
     passed_over: Counter[tuple[int, bool]] = field(default_factory=Counter)
-    """Notes that will come from a peer, by a connection or not, for calls that failed here."""
+    """How many notes to skip by peer and whether connected: they answer calls that failed here."""
     leaving: list[tuple[torch.Tensor, list[dist.Work]]] = field(default_factory=list)
-    """Notes on their way that nobody waits for."""
+    """Notes in flight that nobody waits for."""
 
     def exchange(self, mine: Note, peers: Sequence[int]) -> dict[int, Note]:
-        """Exchange notes with some ranks, all of which call this at once."""
+        """Exchange notes with some ranks, all of which call this; return theirs by rank.
+
+        Raises `CommunicatorError` if a rank does not answer within the timeout.
+        """
         self.numbers[mine.ids] += 1
         if mine.ids not in self.connected:
             lengths = dict.fromkeys(peers, NOTE_BYTES)
-            found = self.exchange_bytes(mine, mine.pack().ljust(NOTE_BYTES), lengths)
-            return {peer: Note.unpack(data) for peer, data in found.items()}
+            packed = self.exchange_bytes(mine, mine.pack().ljust(NOTE_BYTES), lengths)
+            return {peer: Note.unpack(data) for peer, data in packed.items()}
         notes: dict[int, Note] = {}
         silent: dict[int, str] = {}
         deadline = time.monotonic() + self.timeout_s
@@ -99,7 +102,7 @@ class Channel:
         for peer in peers:
             try:
                 for _ in range(1 + self.passed_over.pop((peer, True), 0)):
-                    # Once one is missing, the others are not waited for.
+                    # Once a peer is missing, do not wait for the others.
                     note = self.connections[peer].receive(0.0 if silent else deadline)
                 notes[peer] = note
             except CommunicatorError as error:
@@ -115,7 +118,7 @@ class Channel:
     def exchange_bytes(
         self, mine: Note, content: bytes, lengths: Mapping[int, int]
     ) -> dict[int, bytes]:
-        """Send bytes that belong to a note to some ranks, and return so many of each."""
+        """Send bytes of a note to some ranks; return from each as many as `lengths` says."""
         sent = self._tensor(content)
         over = [
             (peer, sent.new_empty(NOTE_BYTES))
@@ -133,8 +136,8 @@ class Channel:
         return {peer: data.cpu().numpy().tobytes() for peer, data in received.items()}
 
     def fail(self, mine: Note, peers: Sequence[int]) -> None:
-        """Tell some ranks that this one has failed where they say what they do; wait for none."""
-        if not self.timeout_s:  # NCCL sends and receives together
+        """Send a note of failure in place of the next expected note, without waiting."""
+        if not self.timeout_s:  # NCCL cannot send without receiving
             self.exchange(mine, peers)
             return
         self.numbers[mine.ids] += 1

@@ -1,4 +1,4 @@
-"""What carries out the steps of conversions, and one process that does so for all devices."""
+"""Communicators, which carry out steps; the simulated one holds all devices in one process."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
@@ -16,24 +16,24 @@ T = TypeVar("T")
 
 
 class Waiting(Protocol):
-    """What goes on in the background."""
+    """An operation in the background."""
 
     def wait(self) -> None:
-        """Return when it has ended; raise its error if there was one."""
+        """Return once it has ended; raises its error if it failed."""
 
 
 class Communicator(ABC):
-    """Runs steps on the shards of the devices that this process holds, the `addressable` ones.
+    """Runs steps on the shards of the `addressable` devices, which this process holds.
 
-    A simulated communicator holds every device of the mesh, one over `torch.distributed` its own
-    rank. Every process of the mesh calls each method, in the same order.
+    These are all devices of a simulated communicator, and the own rank of one over
+    `torch.distributed`. All processes of the mesh call all methods in the same order.
     """
 
     def __init__(self, mesh: DeviceMesh) -> None:
         self.mesh = mesh
-        """The devices among which data moves."""
+        """The devices of the communicator."""
         self.pending: Waiting | None = None
-        """A save that goes on in the background; the next one waits for it."""
+        """A save that is running in the background; the next save waits for it."""
 
     @property
     @abstractmethod
@@ -44,7 +44,7 @@ class Communicator(ABC):
     def run(
         self, transfers: Transfers, shards: Mapping[int, "torch.Tensor"]
     ) -> dict[int, "torch.Tensor"]:
-        """Carry out one step on the addressable shards; returns new contiguous tensors."""
+        """Carry out one step on the addressable shards; return new contiguous tensors."""
 
     @abstractmethod
     def on(self, mesh: DeviceMesh) -> "Communicator":
@@ -57,24 +57,25 @@ class Communicator(ABC):
         meshes: Iterable[DeviceMesh] = (),  # noqa: ARG002
         values: Mapping[int, T] | None = None,
     ) -> AbstractContextManager[tuple[str, Mapping[int, T]]]:
-        """Enter a conversion, in which steps are run.
+        """Enter a conversion, within which steps are run, once all processes agree on it.
 
-        Yields the device type of all shards, and where `values` are given what `gather` returns of
-        them, without another exchange where they are short.
+        Yields the device type of all shards, and the result of `gather` for `values` if given;
+        short values need no further exchange.
 
-        `content` is its `shardspec.comm.agreement.description`, `device` the type of this process's
-        shards, empty where it holds none. Threads are told apart by the `meshes` that it is
-        between, by default this one. It is an error on every process if one says something else or
-        does not come, or if another thread is in a conversion between these meshes. One process
-        always agrees with itself.
+        `content` is a `shardspec.comm.agreement.description` of the conversion, and `device` the
+        device type of this process's shards, empty if it has none. `meshes` are the source's and
+        the target's, by default this mesh; they separate the conversions of different threads.
+        Every process raises `CommunicatorError` if one passes different content or does not
+        answer, or if another thread is in a conversion between these meshes. A single process
+        always agrees.
         """
         return nullcontext((device, values or {}))
 
     def telling(self, meshes: Iterable[DeviceMesh] = ()) -> AbstractContextManager[None]:  # noqa: ARG002
-        """Let the other processes know of any error in what every process does now.
+        """Send any error raised within the block to the other processes.
 
-        They raise a CommunicatorError that names this one where they would have waited for it. Of
-        such blocks inside each other the outermost counts.
+        Instead of waiting for this process they raise a `CommunicatorError` that names it. Of
+        nested blocks only the outermost has an effect.
         """
         return nullcontext()
 
@@ -134,5 +135,5 @@ class SimulatedCommunicator(Communicator):
         return SimulatedCommunicator(mesh)
 
     def gather(self, values: Mapping[int, T]) -> dict[int, T]:
-        """Return the values, which are all here already."""
+        """Return the values in the order of the mesh."""
         return {device: values[device] for device in self.mesh.ids}

@@ -1,7 +1,7 @@
-"""What a step costs: seconds of the collectives that were measured, else of rings.
+"""The cost model: seconds of steps, from measured collectives or else from ring formulas.
 
-docs/plans.md has the formulas and where they come from. A link between two devices has the largest
-alpha and beta among the axes on which they differ. The start of links and the copies that pack and
+docs/plans.md has the formulas and their sources. The link between two devices has the largest alpha
+and beta among the axes on which they differ. The start-up of links and the copies that pack and
 unpack (`shardspec.comm.curves.copies`) are added.
 """
 
@@ -23,7 +23,7 @@ from shardspec.mesh.device_mesh import DeviceMesh, LinkModel
 from shardspec.text import shown
 
 Tier: TypeAlias = tuple[tuple[Link, int], ...]
-"""Links inside nodes, or between them, and how many devices of a group each of them joins."""
+"""Links inside nodes, or between them, with the number of devices of a group that each joins."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,19 +33,19 @@ class CostModel:
     Parameters
     ----------
     mesh_shape, links
-        Devices along each axis, and the link of each.
+        Devices along each axis, and the link of each axis.
     link_model
-        ``"ring"``: every group has links of its own. ``"shared-bus"``: all devices share one bus,
+        ``"ring"``: every group has dedicated links. ``"shared-bus"``: all devices share one bus,
         and a step costs the bytes that all of them receive together.
     measured
-        Curves of the collectives along some axes of this very mesh; they come before all else.
+        Curves of collectives along axes of this mesh, which take precedence over links.
     copy_s
-        Seconds in which a device copies a byte of its own; 0 leaves local copies out.
+        Seconds in which a device copies one byte locally; 0 ignores local copies.
 
     Raises
     ------
     MeshError
-        If there is not one link per axis, or a number is out of range.
+        If the number of links is not that of the axes, or a number is out of range.
 
     Examples
     --------
@@ -89,9 +89,9 @@ class CostModel:
 
     @classmethod
     def of_mesh(cls, mesh: DeviceMesh) -> "CostModel":
-        """Return the model of a mesh's own links, or of nodes of eight H100 where it has none."""
+        """Return the model of a mesh's own links, or by default of nodes of eight H100."""
         if mesh.mesh_alpha is None or mesh.mesh_beta is None:
-            # A shared bus is another machine, of whose memory nothing is assumed.
+            # The memory of a machine with a shared bus is unknown.
             ring = mesh.link_model == "ring"
             copy_s = presets.preset_copy_s([presets.DEFAULT_PRESET]) if ring else 0.0
             return cls(mesh.shape, presets.assumed_links(mesh), mesh.link_model, copy_s=copy_s)
@@ -103,12 +103,12 @@ class CostModel:
     ) -> "CostModel":
         """Return the model of links that ``shardspec presets`` lists, one per axis or one for all.
 
-        Where more devices have a link inside a node than a node has, they are in several nodes, in
-        the order of their ids, joined by what joins such nodes (`LinkPreset.between`).
+        If more devices share a link inside nodes than fit in a node, they fill several nodes in
+        the order of their ids, joined by `LinkPreset.between`.
 
-        `copies` says whether local copies are priced too, by default where a preset knows the rate
-        of the devices' memory. It is a `MeshError` if there is no such preset or rate, or if it is
-        not known which devices are in one node, or what joins the nodes.
+        `copies` says whether local copies are priced too; by default they are if a preset has the
+        rate of the devices' memory. Raises `MeshError` for an unknown preset, if no preset has a
+        rate that `copies` requires, and if the nodes, or the link between them, are unknown.
 
         >>> mesh = DeviceMesh(range(16), (2, 8))
         >>> model = CostModel.from_presets(mesh, ["ib-ndr-per-gpu", "h100-nvswitch"])
@@ -131,7 +131,10 @@ class CostModel:
 
     @classmethod
     def from_profile(cls, path: str | Path) -> "CostModel":
-        """Return the model of links that ``shardspec profile`` has measured."""
+        """Return the model of a file that ``shardspec profile`` wrote.
+
+        Raises `ProfileError` if there is no such file, or it is damaged.
+        """
         return cls(*read_profile(path)[1])
 
     def step_seconds(self, step: Step, num_bytes: int) -> float:
@@ -148,18 +151,18 @@ class CostModel:
         return tuple((fixed, slope + copying) for fixed, slope in self._lines(kind, axes))
 
     def error(self, step: Step, num_bytes: int) -> Band | None:
-        """Return how far the price of a step is off, None where nothing like it was measured."""
+        """Return the error of the price of a step; None if nothing like it was measured."""
         kind = curves.kind_of(step)
         curve = self._curve(kind, self._long(step.axes)) if kind else None
         return curve.error(num_bytes * whole(curve.kind, curve.devices)) if curve else None
 
     def group(self, axes: Iterable[int]) -> tuple[int, int]:
-        """Return over how many nodes a group along some axes spans, and its devices in each."""
+        """Return how many nodes a group along some axes spans, and its devices in each node."""
         inside, across = self._tiers(self._long(axes))
         return prod(n for _, n in across), prod(n for _, n in inside)
 
     def group_text(self, axes: Iterable[int]) -> str:
-        """Return the number of devices along axes; of several nodes also how they are priced.
+        """Return the number of devices along axes as text; for several nodes with how it is priced.
 
         >>> model = CostModel.from_presets(DeviceMesh(range(16), (4, 4)), ["h100-nvswitch"])
         >>> model.group_text([1]), model.group_text([0])
@@ -172,9 +175,9 @@ class CostModel:
 
     @property
     def known_error(self) -> str:
-        """How far prices are off, over all that was measured."""
-        groups = [*(link.curves for link in self.links), *(some for _, some in self.measured)]
-        measured = {curve for some in groups for curve in some}
+        """The range of median errors over all measured collectives, as text."""
+        groups = [*(link.curves for link in self.links), *(group for _, group in self.measured)]
+        measured = {curve for group in groups for curve in group}
         medians = [band.median for curve in measured for band in curve.errors if band is not None]
         if not medians:
             return "these links have not been measured; 'shardspec profile' does it"
@@ -185,7 +188,7 @@ class CostModel:
         )
 
     def links_text(self, labels: Sequence[str]) -> str:
-        """Describe the links of axes with these names, axes with the same link together.
+        """Return a description of the links of axes with these labels, grouped by link.
 
         >>> CostModel((2, 4), (Link(1e-5, 2e-11), Link(1e-5, 2e-11))).links_text(["dp", "tp"])
         'axes dp,tp given: 10 µs, 50 GB/s'
@@ -214,13 +217,11 @@ class CostModel:
         return max(alpha for alpha, _ in each), max(beta for _, beta in each)
 
     def pair(self, axis: int) -> Line:
-        """Return what sending to one device while receiving from another takes, along an axis.
-
-        In a measured all-to-all of two devices, each sends half of what it holds.
-        """
+        """Return the line of sending to one device while receiving from another, along an axis."""
         link = self.links[axis]
         for curve in link.curves if self.link_model == "ring" else ():
             if (curve.kind, curve.devices) == ("all-to-all", 2):
+                # In a measured all-to-all of two devices, each sends half of its buffer.
                 fixed, slope = min(curve.lines, key=lambda line: line[1])
                 return fixed, slope * 2
         return link.start_s + link.latency_s, self._per_byte(link)
@@ -234,25 +235,25 @@ class CostModel:
     def apart(self, cut: Iterable[int]) -> tuple[int, ...]:
         """Return the axes with a slower link than an axis that cuts the source.
 
-        Replicas along them do not share the sending of an exchange, which that would slow down.
+        Replicas along these axes do not share the sending of an exchange, which would slow it down.
 
         >>> model = CostModel((2, 4), (Link(1e-5, 2e-11), Link(1e-6, 1e-12)))
         >>> model.apart([1]), model.apart([0])
         ((0,), ())
         """
         links = [self.slowest([axis]) for axis in range(len(self.links))]
-        least = [min(some) for some in zip(*(links[a] for a in self._long(cut)), strict=True)]
+        least = [min(of_axes) for of_axes in zip(*(links[a] for a in self._long(cut)), strict=True)]
         axes = self._long(range(len(links)) if least else ())
         return tuple(axis for axis in axes if any(map(gt, links[axis], least)))
 
     def on(self, axes: Sequence[int]) -> "CostModel":
-        """Return the model of the mesh that has some of the axes; all others have one device."""
-        kept = [(along, some) for along, some in self.measured if set(along) <= set(axes)]
+        """Return the model of a mesh reduced to some axes; the others must have one device."""
+        kept = [(along, group) for along, group in self.measured if set(along) <= set(axes)]
         return replace(
             self,
             mesh_shape=tuple(self.mesh_shape[axis] for axis in axes),
             links=tuple(self.links[axis] for axis in axes),
-            measured=tuple((tuple(map(axes.index, along)), some) for along, some in kept),
+            measured=tuple((tuple(map(axes.index, along)), group) for along, group in kept),
         )
 
     def _long(self, axes: Iterable[int]) -> tuple[int, ...]:
@@ -263,13 +264,13 @@ class CostModel:
         return prod(self.mesh_shape[axis] for axis in axes)
 
     def _per_byte(self, link: Link) -> float:
-        """Return the cost a byte of a link, whose port the devices of a node may share."""
+        """Return the seconds per byte of a link, whose port the devices of a node may share."""
         each = zip(self.mesh_shape, self.links, strict=True)
         inside = prod(other.per_node if other.port else n for n, other in each)
         return link.seconds_per_byte * (inside if link.port == "node" else 1)
 
     def _tiers(self, axes: Iterable[int]) -> tuple[Tier, Tier]:
-        """Return the links of a group inside its nodes and between them, each with its devices."""
+        """Return the links of a group inside its nodes, and those between its nodes."""
         inside: list[tuple[Link, int]] = []
         across: list[tuple[Link, int]] = []
         for axis in axes:
@@ -280,10 +281,10 @@ class CostModel:
         return tuple(inside), tuple(across)
 
     def _curve(self, kind: str, axes: Sequence[int]) -> Curve | None:
-        """Return what was measured along axes, or along as many devices of the same links."""
-        for along, some in self.measured:
+        """Return the curve measured along axes, or for as many devices with the same links."""
+        for along, measured in self.measured:
             if along == tuple(axes):
-                return curves.curve_between(some, kind, self._count(axes))
+                return curves.curve_between(measured, kind, self._count(axes))
         inside, across = self._tiers(axes)
         return None if across else self._curve_inside(kind, inside, self._count(axes))
 
@@ -306,28 +307,28 @@ class CostModel:
         above = min((n for n in numbers if n > per_node), default=below)
         if below == per_node or above == below:
             return self._over_nodes(kind, inside, across, nodes, per_node)
-        # Numbers that nobody measured lie between the others over several nodes too.
+        # Unmeasured numbers of devices are interpolated over several nodes too.
         near, far = (self._over_nodes(kind, inside, across, nodes, n) for n in (below, above))
         return curves.lines_between(near, far, (per_node - below) / (above - below))
 
     def _over_nodes(
         self, kind: str, inside: Tier, across: Tier, nodes: int, per_node: int
     ) -> tuple[Line, ...]:
-        """Return lines of a group of several nodes, and so many devices in each."""
+        """Return the lines of a group of several nodes with `per_node` devices each."""
         n, curve = nodes * per_node, self._curve_inside(kind, inside, per_node)
         latency, beta = self._ring(kind, across)[0], max(self._per_byte(link) for link, _ in across)
         if curve is None and kind == "all-to-all":
             return (self._ring(kind, inside + across),)
         if curve is None:
-            # The ring's other messages stay in the nodes.
+            # The ring's other messages stay inside nodes.
             more = (n - nodes - (per_node - 1)) * max(link.latency_s for link, _ in inside)
             latency += more * (2 if kind == "all-reduce" else 1)
         lines = (self._ring(kind, inside),) if curve is None else curve.lines_by_shard()
         if kind == "all-to-all":
-            # What stays in the node, and what leaves it by the device's own port.
+            # The part that stays in the node, and the part that leaves by the device's port.
             grown, far = per_node / n, (n - per_node) / n * beta
         else:
-            # One ring through all devices, which a node's devices carry on together.
+            # One ring through all devices; the devices of a node forward it together.
             received = share(kind, n) * whole(kind, n)
             grown = float(received / share(kind, per_node) / whole(kind, per_node))
             far = float(received) * beta / per_node

@@ -1,8 +1,9 @@
-"""Links of mesh axes, and curves of the collectives that were measured along them.
+"""Links of mesh axes, and curves of collectives measured along them.
 
-A curve is the lowest of a few lines ``latency + bytes * seconds_per_byte``: a communication library
-has a protocol of low latency and one of high bandwidth. Bytes are those of the whole buffer, as
-nccl-tests counts them: what is gathered or reduced, or what one rank of an all-to-all holds.
+A curve is the minimum of a few lines ``latency + bytes * seconds_per_byte``: communication
+libraries have a protocol of low latency and one of high bandwidth. Bytes are those of the whole
+buffer, as nccl-tests counts them: the gathered or reduced data, or one rank's data in an
+all-to-all.
 """
 
 from collections.abc import Sequence
@@ -23,15 +24,15 @@ KINDS: Final = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all")
 _KIND_OF: Final = dict(zip((AllGather, ReduceScatter, AllReduce, AllToAll), KINDS, strict=True))
 
 LARGE: Final = 1 << 20
-"""Bytes from which on errors are listed apart from those of smaller buffers."""
+"""The buffer size in bytes from which on errors are recorded separately."""
 
 Line: TypeAlias = tuple[float, float]
-"""Seconds whatever the size, and seconds a byte."""
+"""Fixed seconds, and seconds per byte."""
 
 
 @dataclass(frozen=True, slots=True)
 class Band:
-    """How far prices were from measurements that their fit had not seen, as fractions."""
+    """Relative errors of prices against measurements that were left out of the fit."""
 
     median: float
     most: float
@@ -43,7 +44,7 @@ class Band:
 
 
 Errors: TypeAlias = tuple[Band | None, Band | None]
-"""Below `LARGE`, and from there on."""
+"""The errors below `LARGE`, and from `LARGE` on."""
 _UNKNOWN: Final[Errors] = (None, None)
 
 
@@ -55,19 +56,19 @@ class Curve:
     devices: int
     lines: tuple[Line, ...]
     sizes: tuple[int, int]
-    """Bytes from and to which was measured."""
+    """The least and the most bytes that were measured."""
     errors: Errors = _UNKNOWN
     left_out: Errors = _UNKNOWN
-    """Those of this number of devices when it is priced from its neighbours."""
+    """The errors if this number of devices is priced from its neighbours instead."""
 
     def seconds(self, num_bytes: float) -> float:
-        """Return the seconds for a buffer of so many bytes."""
+        """Return the seconds for a buffer of `num_bytes`."""
         return min(fixed + slope * num_bytes for fixed, slope in self.lines)
 
     def lines_by_shard(self) -> tuple[Line, ...]:
-        """Return the lines by the bytes that a device holds before."""
-        held = whole(self.kind, self.devices)
-        return tuple((fixed, slope * held) for fixed, slope in self.lines)
+        """Return the lines over the bytes of a shard before the step."""
+        factor = whole(self.kind, self.devices)
+        return tuple((fixed, slope * factor) for fixed, slope in self.lines)
 
     def as_dict(self) -> dict[str, object]:
         """Return plain values, ready for JSON."""
@@ -80,7 +81,7 @@ class Curve:
         }
 
     def error(self, num_bytes: float) -> Band | None:
-        """Return how far such a price is off; None where nothing was measured."""
+        """Return the error of a price; None outside the measured sizes."""
         least, most = self.sizes
         return self.errors[num_bytes >= LARGE] if least <= num_bytes <= most else None
 
@@ -91,22 +92,22 @@ Measured: TypeAlias = tuple[tuple[tuple[int, ...], tuple[Curve, ...]], ...]
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """How fast data travels along one mesh axis.
+    """The speed of data transfer along one mesh axis.
 
     Parameters
     ----------
     latency_s, seconds_per_byte
         Seconds a message, and the inverse of the bandwidth in one direction.
     name
-        Where the numbers come from.
+        The origin of the numbers.
     start_s
-        Seconds that a step takes to start, beside its messages.
+        Seconds that a step takes to start, in addition to its messages.
     curves
-        What collectives along such links took, in place of the numbers.
+        Measured curves of collectives along such links, used instead of the numbers.
     port
-        Of an axis that joins nodes: whether each device has a port, or those of a node share one.
+        For an axis that joins nodes: whether each device has a port, or a node shares one.
     per_node, within
-        Of an axis that joins nodes: how many of its devices are in one node, and their link there.
+        For an axis that joins nodes: how many of its devices are in one node, and their link.
 
     Raises
     ------
@@ -157,7 +158,7 @@ class Link:
         return f"{self.name} (measured for {devices} devices; otherwise {otherwise})"
 
     def as_dict(self) -> dict[str, object]:
-        """Return the numbers ready for JSON, and on how many devices collectives were measured."""
+        """Return the numbers, and the device counts of measured collectives, ready for JSON."""
         keys = ("latency_s", "seconds_per_byte", "name", "start_s")
         values: dict[str, object] = {key: getattr(self, key) for key in keys}
         if self.within is not None:
@@ -180,9 +181,10 @@ def whole(kind: str, devices: int) -> int:
 
 
 def curve_between(curves: Sequence[Curve], kind: str, devices: int) -> Curve | None:
-    """Return the curve of a collective on a number of devices; None below what was measured.
+    """Return the curve of a collective on a number of devices, interpolated where not measured.
 
-    docs/plans.md has the rules. Beyond the largest number no error is known.
+    None below the smallest measured number. Beyond the largest number the errors are unknown.
+    docs/plans.md has the rules.
 
     >>> few = Curve("all-gather", 2, ((1e-5, 1e-12),), (512, 1 << 29))
     >>> many = Curve("all-gather", 8, ((4e-5, 4e-12),), (512, 1 << 29))
@@ -203,14 +205,14 @@ def curve_between(curves: Sequence[Curve], kind: str, devices: int) -> Curve | N
     far, part = own[above], (devices - below) / (above - below)
     lines = lines_between(near.lines, far.lines, part)
     sizes = max(near.sizes[0], far.sizes[0]), min(near.sizes[1], far.sizes[1])
-    # Errors are those of the nearest number that was left out once.
+    # The errors are those of the nearest number that was once left out.
     tried = [curve for curve in own.values() if curve.left_out != _UNKNOWN]
     closest = min(tried, key=lambda curve: abs(curve.devices - devices), default=near)
     return Curve(kind, devices, lines, sizes, closest.left_out)
 
 
 def lines_between(near: Sequence[Line], far: Sequence[Line], part: float) -> tuple[Line, ...]:
-    """Return lines whose lowest lies between those of two others, a part of the way to the second.
+    """Return lines whose minimum interpolates between two curves, at `part` from near to far.
 
     >>> lines_between([(10.0, 1.0)], [(30.0, 2.0)], 0.5)
     ((20.0, 1.5),)
@@ -222,7 +224,7 @@ def lines_between(near: Sequence[Line], far: Sequence[Line], part: float) -> tup
 
 
 def copies(step: Step, devices: int) -> int:
-    """Return how often a device copies what it holds, to pack and unpack, in a collective."""
+    """Return how many times a device copies its shard to pack and unpack in a collective."""
     match step:
         case AllGather(dim):
             return devices if dim else 0

@@ -1,8 +1,8 @@
-"""Named links of known hardware, each with where its numbers come from and how far they hold.
+"""Named links of well-known hardware, with the source and the validity of their numbers.
 
-The numbers, in ``presets.json``, are published ones, or fitted to published ones; links measured on
-the machines themselves are better. Curves price the collectives whose times were published, and
-latency, rate and start the rest.
+The numbers in ``presets.json`` are published or fitted to published ones; links measured on your
+machines are better. Curves price the collectives with published times; latency, rate and start
+price the rest.
 """
 
 import json
@@ -27,36 +27,36 @@ Confidence: TypeAlias = Literal["high", "medium", "low", "exact"]
 
 @dataclass(frozen=True, slots=True)
 class LinkPreset:
-    """A link of known hardware, and what is known about its numbers."""
+    """A link of well-known hardware, with the origin of its numbers."""
 
     name: str
     scope: str
-    """What the devices have in common: node, rack, cross-node, torus axis, any."""
+    """What the link spans: node, rack, cross-node, torus axis, any."""
     devices: tuple[int, int | None]
     """The fewest and the most devices along the axis; None for any number."""
     gb_per_s: float
     """In one direction, per device, in 10^9 bytes a second."""
     latency_us: float
     basis: Basis
-    """How the rate was found."""
+    """How the rate was obtained."""
     confidence: Confidence
     source: str
     valid_for: str
-    """What the numbers were taken for, and where they are known to be off."""
+    """The conditions under which the numbers hold, and known deviations."""
     sizes: tuple[int, int] | None = None
-    """Bytes of the whole buffer, from and to, for which times are published."""
+    """The least and the most bytes of the whole buffer with published times."""
     start_us: float = 0.0
     port: Literal["device", "node"] | None = None
     read_on: str = "2026-11-20"
     memory_gb_per_s: float | None = None
-    """Rate of the devices' memory, read or written, where it is known."""
+    """The rate at which devices read or write their memory; None if unknown."""
     curves: tuple[Curve, ...] = ()
     between: str | None = None
-    """Of a link inside a node: the preset that joins nodes of the vendor's systems, if known."""
+    """For a link inside nodes: the preset between nodes of the vendor's systems, if known."""
 
     @property
     def tiers(self) -> tuple[str, ...]:
-        """The presets that price groups of any size, inside a node and then between nodes."""
+        """The presets that price groups of any size: inside a node, then between nodes."""
         return (self.name,) if self.between is None else (self.name, self.between)
 
     def as_dict(self) -> dict[str, object]:
@@ -67,7 +67,7 @@ class LinkPreset:
 
 
 def link_preset(name: str) -> Link:
-    """Return the link of one of `PRESETS`; `MeshError` if there is none of this name."""
+    """Return the link of one of `PRESETS`; raises `MeshError` for an unknown name."""
     if name not in PRESETS:
         raise MeshError(f"no link preset {name!r}; known: {', '.join(PRESETS)}")
     preset = PRESETS[name]
@@ -79,9 +79,9 @@ def link_preset(name: str) -> Link:
 def links_of(mesh: DeviceMesh, names: Sequence[str]) -> tuple[Link, ...]:
     """Return the link of each axis of a mesh, by the names of presets.
 
-    Where axes inside nodes have more devices together than a node, they are in several nodes, in
-    the order of their ids. It is a `MeshError` if nodes do not cut every axis evenly, or if it is
-    not known what joins them.
+    If axes inside nodes have more devices together than a node, they fill several nodes in the
+    order of their ids. Raises `MeshError` if nodes do not cut every axis evenly, or if the link
+    between them is unknown.
     """
     links = _links_by_node(mesh, tuple(names))
     if links is not None:
@@ -97,9 +97,9 @@ def links_of(mesh: DeviceMesh, names: Sequence[str]) -> tuple[Link, ...]:
 
 @lru_cache(maxsize=256)
 def assumed_links(mesh: DeviceMesh) -> tuple[Link, ...]:
-    """Return the links of a mesh of which nothing is known: of H100 in nodes, joined by InfiniBand.
+    """Return the links assumed by default: those of H100 nodes, joined by InfiniBand.
 
-    All axes join nodes where ids do not fill nodes evenly.
+    If ids do not fill nodes evenly, every axis has the link between nodes.
     """
     links = _links_by_node(mesh, (DEFAULT_PRESET,) * mesh.ndim)
     if links is None:
@@ -108,9 +108,9 @@ def assumed_links(mesh: DeviceMesh) -> tuple[Link, ...]:
 
 
 def _links_by_node(mesh: DeviceMesh, names: tuple[str, ...]) -> tuple[Link, ...] | None:
-    """Return the links of axes; None where it is not known which devices are in one node.
+    """Return the links of axes; None if it is unknown which devices are in one node.
 
-    A shared bus is in one node.
+    A shared bus is always within one node.
     """
     links = list(map(link_preset, names))
     if mesh.link_model == "shared-bus":
@@ -118,7 +118,7 @@ def _links_by_node(mesh: DeviceMesh, names: tuple[str, ...]) -> tuple[Link, ...]
     limits = [None if PRESETS[name].port else PRESETS[name].devices[1] for name in names]
     room = min(filter(None, limits), default=0)
     joining = next((link for link in links if link.port), None)
-    # Devices that differ only along axes inside nodes.
+    # One group of the devices that differ only along axes inside nodes.
     block = np.array(mesh.ids).reshape(mesh.shape)
     block = block[tuple(slice(None) if limit else slice(1) for limit in limits)]
     named = joining is not None and block.size <= room
@@ -133,7 +133,7 @@ def _links_by_node(mesh: DeviceMesh, names: tuple[str, ...]) -> tuple[Link, ...]
             within, count = links[axis], per_node[axis]
             joined = joining or link_preset(str(between))
             links[axis] = replace(joined, per_node=count, within=within if count > 1 else None)
-    # What leaves a node goes over the link that its device has inside, too.
+    # Data that leaves a node also passes the device's link inside the node.
     inside = max(
         (link_preset(n).seconds_per_byte for n, x in zip(names, limits, strict=True) if x),
         default=0.0,
@@ -145,9 +145,9 @@ def _links_by_node(mesh: DeviceMesh, names: tuple[str, ...]) -> tuple[Link, ...]
 
 
 def _devices_per_node(ids: npt.NDArray[np.int64], room: int) -> tuple[int, ...] | None:
-    """Return how many devices of each axis a node has, None where that is not the same for all.
+    """Return the number of devices of a node along each axis; None if nodes differ in that.
 
-    Nodes have the ids from 0 on, or from the first id on.
+    Nodes are counted from id 0, or else from the smallest id.
 
     >>> _devices_per_node(np.arange(16).reshape(4, 4), 8), _devices_per_node(np.arange(12), 8)
     ((2, 4), None)
@@ -166,9 +166,9 @@ def _devices_per_node(ids: npt.NDArray[np.int64], room: int) -> tuple[int, ...] 
 
 
 def preset_copy_s(names: Sequence[str], *, required: bool = True) -> float:
-    """Return the seconds in which the slowest of some presets copies a byte: one read, one write.
+    """Return the seconds in which the slowest of some presets reads and writes one byte.
 
-    Where no rate of memory is known it is a `MeshError`, or 0 if none is required.
+    If no preset has a memory rate, raises `MeshError`, or returns 0 if not `required`.
     """
     rates = [rate for name in names if (rate := PRESETS[name].memory_gb_per_s) is not None]
     if rates or not required:
@@ -181,7 +181,7 @@ def preset_copy_s(names: Sequence[str], *, required: bool = True) -> float:
 
 
 def _curve(row: Sequence[str], sizes: tuple[int, int]) -> Curve:
-    """Read a row of the curves in ``presets.json``, which says what its columns are."""
+    """Return the curve of a row in ``presets.json``, which documents its columns."""
     _, kind, devices, *numbers = row
     pairs = numbers[:2], numbers[2:4]
     lines = tuple((float(fixed) / 1e6, float(slope) / 1e12) for fixed, slope in pairs)
@@ -195,20 +195,20 @@ def _curve(row: Sequence[str], sizes: tuple[int, int]) -> Curve:
 def _presets() -> dict[str, LinkPreset]:
     data = json.loads(Path(__file__).with_name("presets.json").read_text(encoding="utf-8"))
     rows = [row.split() for row in data["curves"]]
-    found: dict[str, LinkPreset] = {}
+    presets: dict[str, LinkPreset] = {}
     for record in data["presets"]:
         plain: dict[str, Any] = {
             k: tuple(v) if isinstance(v, list) else v for k, v in record.items()
         }
         curves = tuple(_curve(row, plain["sizes"]) for row in rows if row[0] == plain["name"])
-        found[plain["name"]] = LinkPreset(**plain, curves=curves)
-    return found
+        presets[plain["name"]] = LinkPreset(**plain, curves=curves)
+    return presets
 
 
 PRESETS: Final[Mapping[str, LinkPreset]] = MappingProxyType(_presets())
 
 ASSUMED: Final = "assumed "
-"""What names of links begin with that nobody gave."""
+"""The prefix of names of links that are assumed rather than given."""
 DEFAULT_PRESET: Final = "h100-nvswitch"
-"""What is assumed where nothing is said: nodes of it."""
+"""The preset of nodes that is assumed by default."""
 DEFAULT_LINK: Final = replace(link_preset(DEFAULT_PRESET), name=ASSUMED + DEFAULT_PRESET)

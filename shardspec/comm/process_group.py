@@ -60,23 +60,23 @@ class ProcessGroupCommunicator(Communicator):
     Parameters
     ----------
     mesh
-        Devices. If these are all ranks of the job, each of them constructs this at the same point
-        of the program; otherwise the ranks outside need not.
+        The devices. If they are all ranks of the job, each rank constructs this at the same point
+        of the program; otherwise ranks outside the mesh need not.
     reads_peers
-        Whether the processes of the mesh may read each other's memory, where they are on one host
-        that allows it. If not, or on any of the ranks not, all bytes go through the backend.
+        Whether the processes of the mesh may read each other's memory if they are on one host that
+        allows it. If any rank says no, all bytes go through the backend.
 
     Raises
     ------
     CommunicatorError
-        If `torch.distributed` is not initialised, or the mesh has ids that the job lacks. Of its
-        methods: if a peer has gone, or does not come within the timeout of the process group.
+        If `torch.distributed` is not initialised, or the mesh has ids that the job lacks. Methods
+        raise it if a peer has ended, or does not answer within the process group's timeout.
 
     Notes
     -----
     The main thread and one thread for each mesh may convert at the same time. A second thread
-    that uses the mesh meanwhile, or converts CUDA tensors while another does, gets an error before
-    anything moves.
+    that uses the mesh in the meantime, or converts CUDA tensors while another does, gets an error
+    before anything moves.
 
     Examples
     --------
@@ -105,16 +105,16 @@ class ProcessGroupCommunicator(Communicator):
 
     @classmethod
     def of(cls, mesh: DeviceMesh) -> "ProcessGroupCommunicator":
-        """Return the communicator of a mesh in the running job, made on the first call."""
-        known = current_job().communicators
+        """Return the communicator of a mesh in the running job; the first call creates it."""
+        communicators = current_job().communicators
         with _MAKING:
-            if mesh not in known:
-                known[mesh] = cls(mesh)
-        found: ProcessGroupCommunicator = known[mesh]
-        return found
+            if mesh not in communicators:
+                communicators[mesh] = cls(mesh)
+        communicator: ProcessGroupCommunicator = communicators[mesh]
+        return communicator
 
     def substitute(self) -> None:
-        """Let this be the communicator that `of` returns for its mesh."""
+        """Make this the communicator that `of` returns for its mesh."""
         current_job().communicators[self.mesh] = self
 
     def __reduce__(self) -> tuple[object, ...]:
@@ -125,18 +125,18 @@ class ProcessGroupCommunicator(Communicator):
 
     @property
     def addressable(self) -> tuple[int, ...]:
-        """The rank of this process, or nothing where it is not part of the mesh."""
+        """The rank of this process; empty if it is not part of the mesh."""
         return (self._rank,) if self._rank in self.mesh else ()
 
     @property
     def reads_peers(self) -> bool:
-        """Whether all ranks of the mesh read each other's memory; found out in the first step."""
+        """Whether all ranks of the mesh read each other's memory; determined in the first step."""
         return any(memory is not None for memory in self._memory.values())
 
     def transport(self, device: str, *, casts: bool = False) -> Transport:
-        """Return what moves shards on a type of device in a `conversion` of this thread.
+        """Return the transport for shards on a type of device in this thread's `conversion`.
 
-        Where they are cast on the way they travel as messages.
+        Shards that are cast on the way travel as messages.
         """
         return self._transport(self._channel, "" if casts else device)
 
@@ -149,16 +149,19 @@ class ProcessGroupCommunicator(Communicator):
         return self._channel_of([self.mesh])
 
     def _channel_of(self, meshes: Iterable[DeviceMesh]) -> Channel:
-        """Return the channel that the thread is in, or else its channel for some meshes."""
-        found: Channel | None = getattr(self._job.thread, "channel", None)
-        if found is None:
+        """Return the channel that the thread is in, else its channel for the given meshes."""
+        channel: Channel | None = getattr(self._job.thread, "channel", None)
+        if channel is None:
             main = threading.current_thread() is threading.main_thread()
             key = frozenset[DeviceMesh]() if main else frozenset(meshes)
-            found = self._job.channels.get(key) or self._new_channel(key)
-        return found
+            channel = self._job.channels.get(key) or self._new_channel(key)
+        return channel
 
     def _new_channel(self, meshes: frozenset[DeviceMesh]) -> Channel:
-        """Return the channel of some meshes, whose tag all ranks find alike."""
+        """Return the channel of some meshes; its tag is the same on all ranks.
+
+        Raises `CommunicatorError` if other meshes have the same tag.
+        """
         tag = channel_tag(meshes) if meshes else _MAIN_TAG
         with _MAKING:
             channels = self._job.channels
@@ -168,8 +171,8 @@ class ProcessGroupCommunicator(Communicator):
                         f"messages on mesh {self.mesh} would be taken for those of another thread, "
                         f"on mesh {next(iter(others))}; give an axis another name"
                     )
-            found: Channel = channels.setdefault(meshes, Channel(tag))
-        return found
+            made: Channel = channels.setdefault(meshes, Channel(tag))
+        return made
 
     def run(
         self, transfers: Transfers, shards: Mapping[int, torch.Tensor]
@@ -177,16 +180,16 @@ class ProcessGroupCommunicator(Communicator):
         """Carry out one step; see `Communicator.run`."""
         if not self.addressable:
             return {}
-        # Memory has to hold the values: no conjugation that is still to be done.
+        # Peers read raw memory, so pending conjugation and negation are resolved first.
         shard = shards[self._rank].detach().resolve_conj().resolve_neg()
         if shard.is_meta:
             return {self._rank: shard.new_empty(box_shape(transfers.box_after(self._rank)))}
         home = shard.device
         with self._locked(home.type) as channel:
             if f"{home.type}:gloo" in dist.get_backend_config():
-                shard = shard.cpu()  # gloo sends memory of the host alone
+                shard = shard.cpu()  # gloo sends only host memory
             if self._is_to_join(channel):
-                self.gather({self._rank: None})  # whatever the step: all ranks of the mesh are here
+                self.gather({self._rank: None})  # connects the ranks, all of which run this step
             schedule = transfers.of(self._rank)
             on_cpu = shard.device.type == "cpu"
             group = None if on_cpu else self._job.group(schedule.members)
@@ -209,7 +212,7 @@ class ProcessGroupCommunicator(Communicator):
         meshes: Iterable[DeviceMesh] = (),
         values: Mapping[int, T] | None = None,
     ) -> Iterator[tuple[str, Mapping[int, T]]]:
-        """Compare with the other ranks what is to be done; see `Communicator.conversion`."""
+        """Enter a conversion once all ranks agree on it; see `Communicator.conversion`."""
         if not self.addressable:
             yield device, {}
             return
@@ -230,7 +233,7 @@ class ProcessGroupCommunicator(Communicator):
 
     @contextmanager
     def telling(self, meshes: Iterable[DeviceMesh] = ()) -> Iterator[None]:
-        """Let the other ranks know of an error; see `Communicator.telling`."""
+        """Send errors to the other ranks; see `Communicator.telling`."""
         thread, forked = self._job.thread, os.getpid() != self._job.pid
         if forked or not self.addressable or getattr(thread, "telling", False):
             yield
@@ -254,7 +257,7 @@ class ProcessGroupCommunicator(Communicator):
 
     @contextmanager
     def _locked(self, device: str, meshes: Iterable[DeviceMesh] = ()) -> Iterator[Channel]:
-        """Enter the channel of this thread, in which no other thread may be."""
+        """Enter the channel of this thread; raises `CommunicatorError` if another is in it."""
         if os.getpid() != self._job.pid:
             raise CommunicatorError(
                 f"this process is a forked child of rank {self._rank} and no rank of the job, so "
@@ -278,20 +281,20 @@ class ProcessGroupCommunicator(Communicator):
             finally:
                 channel.depth -= 1
             if not channel.depth and channel.refused:
-                # Ranks may have met another thread of each other here.
+                # Other ranks may have met the refused thread instead of this one.
                 raise CommunicatorError(
                     f"another thread has come to convert on mesh {self.mesh} meanwhile, so results "
                     "may be of the other one; give each thread a mesh of its own"
                 )
 
     def _is_to_join(self, channel: Channel) -> bool:
-        """Whether the first note in a channel is still to come, by which ranks are connected."""
+        """Return whether the channel's first note, which connects the ranks, is still to come."""
         return channel not in self._memory and channel.timeout_s > 0 and bool(self._peers)
 
     def _tell(
         self, channel: Channel, kind: str, content: bytes, device: str, values: Mapping[int, T]
     ) -> tuple[str, dict[int, T]]:
-        """Exchange notes with every rank; return the device type of shards, and all values."""
+        """Exchange a note with every rank; return the device type of shards, and all values."""
         joining = self._is_to_join(channel)
         listens = joining and this_host()
         value = pickle.dumps(values[self._rank]) if values else b""
@@ -300,26 +303,31 @@ class ProcessGroupCommunicator(Communicator):
             address = listener.address if listener else None
             number, length = channel.numbers[self._ids], len(value)
             mine = Note(kind, self._ids, number, device, content, value[:room], length, address)
-            told = channel.exchange(mine, self._peers)
-            if any(note.ids != self._ids and not note.failure for note in told.values()):
-                channel.close()  # other ranks of the mesh would wait for these
-            notes = {peer: told.get(peer, mine) for peer in self.mesh.ids}
+            received = channel.exchange(mine, self._peers)
+            if any(note.ids != self._ids and not note.failure for note in received.values()):
+                channel.close()  # else other ranks of the mesh would wait for these
+            notes = {peer: received.get(peer, mine) for peer in self.mesh.ids}
             agreed = check_agreement(notes)
             if joining:
-                self._memory[channel] = self._join(channel, listener, told) if listener else None
+                self._memory[channel] = (
+                    self._join(channel, listener, received) if listener else None
+                )
         if not values:
             return agreed, {}
-        lengths = {peer: note.length - len(note.value) for peer, note in told.items()}
+        lengths = {peer: note.length - len(note.value) for peer, note in received.items()}
         rest = channel.exchange_bytes(mine, value[room:], lengths)
-        found = {peer: pickle.loads(told[peer].value + rest[peer]) for peer in self._peers}
-        every = {peer: values[peer] if peer in values else found[peer] for peer in self.mesh.ids}
+        gathered = {peer: pickle.loads(received[peer].value + rest[peer]) for peer in self._peers}
+        every = {peer: values[peer] if peer in values else gathered[peer] for peer in self.mesh.ids}
         return agreed, every
 
     def _join(
-        self, channel: Channel, listener: Listener, told: Mapping[int, Note]
+        self, channel: Channel, listener: Listener, received: Mapping[int, Note]
     ) -> PeerMemory | None:
-        """Connect the ranks of the mesh if they share a host; return how they read each other."""
-        near = {peer: note.address for peer, note in told.items() if note.address is not None}
+        """Connect the ranks of the mesh if they share a host.
+
+        Return the transport by which they read each other's memory, None if not all can.
+        """
+        near = {peer: note.address for peer, note in received.items() if note.address is not None}
         if [at.host for at in near.values()] != [listener.address.host] * len(self._peers):
             return None
         new = {peer: at for peer, at in near.items() if peer not in channel.connections}
@@ -337,11 +345,11 @@ class ProcessGroupCommunicator(Communicator):
 
 
 def _tell_of_refused(channel: Channel) -> None:
-    """Tell other ranks of threads that were refused, once no thread is in the channel."""
+    """Send the notes of refused threads, once no thread is in the channel."""
     while channel.refused and not channel.depth and channel.busy.acquire(blocking=False):
         try:
             note, peers = channel.refused.popleft()
-            with suppress(RuntimeError):  # of torch: those that are gone need not be told
+            with suppress(RuntimeError):  # torch's error if a rank has ended, which needs no note
                 channel.fail(note, peers)
         finally:
             channel.busy.release()
@@ -357,15 +365,15 @@ def init_device_mesh(
     mesh_beta: Sequence[float] | None = None,
     link_model: LinkModel = "ring",
 ) -> DeviceMesh:
-    """Start the job where that is still to be done, and return a mesh of its ranks.
+    """Return a mesh of all ranks of the job, and start the job if it is not running yet.
 
-    Every rank calls this. The groups of the mesh are made, and torch's mesh of it. Where torchrun
-    did not start the program, this process simulates the whole mesh.
+    Every rank calls this. It creates the process groups and torch's counterpart of the mesh. If
+    torchrun did not start the program, this process simulates the whole mesh.
 
     Parameters
     ----------
     device_type
-        Where tensors will be: ``"cpu"`` or ``"cuda"``.
+        The device type of tensors: ``"cpu"`` or ``"cuda"``.
     mesh_shape
         Devices along each axis; the ranks are numbered row by row, as torch does.
     axis_names, mesh_dim_names, mesh_alpha, mesh_beta, link_model
@@ -374,7 +382,7 @@ def init_device_mesh(
     Raises
     ------
     CommunicatorError
-        If the job has too few ranks, or its processes do not meet.
+        If the job has too few ranks, or its processes do not find each other in time.
     MeshError
         If shape, names or links do not describe a mesh, or the device type does not exist.
 
@@ -409,9 +417,9 @@ def init_device_mesh(
 
 
 def telling_job(devices: Iterable[int] = ()) -> AbstractContextManager[None]:
-    """Let ranks of the running job, by default all, know of an error; see `Communicator.telling`.
+    """Send errors to ranks of the running job, by default all; see `Communicator.telling`.
 
-    Without a job there is nobody to tell.
+    Without a job this does nothing.
     """
     if not dist.is_initialized():
         return nullcontext()
@@ -420,11 +428,14 @@ def telling_job(devices: Iterable[int] = ()) -> AbstractContextManager[None]:
 
 
 def communicator_of(mesh: DeviceMesh) -> Communicator:
-    """Return the running job's communicator of a mesh, or a simulated one where there is no job."""
+    """Return the running job's communicator of a mesh, or a simulated one without a job.
+
+    Raises `CommunicatorError` in a process of a job that has not been initialised.
+    """
     if dist.is_initialized():
         return ProcessGroupCommunicator.of(mesh)
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
-    if ranks > 1:  # to simulate the whole mesh in every rank would look right and be wasteful
+    if ranks > 1:  # simulating the whole mesh in every rank would work, but wastefully
         raise CommunicatorError(
             f"this is one of {ranks} processes of a job, but torch.distributed is not initialised; "
             "make the mesh with init_process_group=True"

@@ -24,7 +24,7 @@ Profiled: TypeAlias = tuple[
 
 
 def read_profile(path: Path | str) -> Profiled:
-    """Read the file of a profile; `ProfileError` if it is none, or damaged."""
+    """Return the contents of a profile's file; raises `ProfileError` if it is not a valid one."""
     path = Path(path)
     if not path.is_file():
         raise ProfileError(f"{path}: there is no such file; 'shardspec profile' makes one")
@@ -69,10 +69,10 @@ def _parse(root: Any) -> Profiled:  # noqa: ANN401  # parsed JSON
     return mesh, (shape, links, mesh.link_model, tuple(curves.items()))
 
 
-def _check(key: str, value: Any, known: Iterable[Any]) -> Any:  # noqa: ANN401  # parsed JSON
-    if value not in known:
-        due = " or ".join(map(repr, known))
-        raise ProfileError(f"{key} is {shown(value, 24)}, but this release reads {due}")
+def _check(key: str, value: Any, accepted: Iterable[Any]) -> Any:  # noqa: ANN401  # parsed JSON
+    if value not in accepted:
+        expected = " or ".join(map(repr, accepted))
+        raise ProfileError(f"{key} is {shown(value, 24)}, but this release reads {expected}")
     return value
 
 

@@ -1,6 +1,6 @@
-"""The planner: copies of boxes, from those that hold them to those that want them.
+"""The planner: copies of boxes from holders to receivers.
 
-Every plan that moves data is made of such copies. Holders and receivers are devices or files:
+Every plan that moves data consists of such copies. Holders and receivers are devices or files:
 
 - an exchange within the conversion of one tensor copies from devices to devices
   (`shardspec.comm.transfers`);
@@ -10,10 +10,10 @@ Every plan that moves data is made of such copies. Holders and receivers are dev
 - ``merge`` and ``reshard`` copy from files to files (`shardspec.checkpoint.output`);
 - ``save_sharded`` copies from devices to files (`shardspec.checkpoint.targets`).
 
-All ask two questions. Who has what is wanted? `overlaps` answers that for one wanted box after the
-other, so that a plan of a large checkpoint need not be in memory. Which of several holders gives
-it? `Senders` may cut boxes, so that the busiest holder gives as little as possible; `whole_senders`
-keeps each box whole, as files and messages do.
+All ask two questions. Which holders have a wanted box? `overlaps` answers this lazily, one wanted
+box at a time, so that the plan of a large checkpoint need not fit in memory. Which of several
+holders sends it? `Senders` may cut boxes to minimise the load of the busiest holder;
+`whole_senders` keeps each box whole, as files and messages require.
 """
 
 from bisect import bisect_left, bisect_right
@@ -30,30 +30,30 @@ Holders: TypeAlias = tuple[int, ...]
 
 
 class Copy(NamedTuple):
-    """A box that a receiver gets from one of its holders."""
+    """A box that a receiver gets from one of the box's holders."""
 
     box: Box
     """In coordinates of the global tensor."""
     holders: Holders
-    """Who has it; only the sender once that is chosen."""
+    """All holders of the box; the sender alone once it is chosen."""
     receiver: int
 
 
 _MOST_ROUNDS: Final = 1000
 _ENOUGH_ROWS: Final = 64
-"""To divide a box by."""
+"""The length at which an outer dim is preferred for cutting a box."""
 _EVEN: Final = 2e-3
-"""How far the busiest holder may be above the lower bound."""
+"""How far above the lower bound the busiest holder may end, as a fraction."""
 _OVERSHOOT: Final = 1.9
 
 
 def overlaps(
     have: Sequence[Box], want: Iterable[Box]
 ) -> Iterator[tuple[Box, list[tuple[int, Box]]]]:
-    """Yield every wanted box, with the numbers of the held ones that it meets and what both share.
+    """Yield every wanted box with the held boxes that it meets: their indices and intersections.
 
-    No box is empty. Wanted ones come in ascending order of their first rows, as blocks of one box
-    do, unless those that are held form a grid, as the boxes of a layout do.
+    Boxes must not be empty. Wanted boxes must be in ascending order of their first rows, as the
+    blocks of one box are, unless the held boxes form a grid, as those of a layout do.
     """
     numbers: dict[Box, list[int]] = {}
     for number, box in enumerate(have):
@@ -63,7 +63,7 @@ def overlaps(
     if not apart or prod(map(len, sides)) != len(numbers):
         yield from _swept(have, want)
         return
-    # Of a grid, what a box meets is found by bisection, dim by dim.
+    # In a grid, bisection in each dim finds the boxes that a box meets.
     edges = [([lo for lo, _ in side], [hi for _, hi in side]) for side in sides]
     for box in want:
         met = [
@@ -81,11 +81,11 @@ def overlaps(
 Overlapping: TypeAlias = Callable[
     [tuple[Box, ...], tuple[Box, ...]], Iterable[tuple[Box, list[tuple[int, Box]]]]
 ]
-"""What `overlaps` is."""
+"""A function with the signature of `overlaps`."""
 
 
 def _swept(have: Sequence[Box], want: Iterable[Box]) -> Iterator[tuple[Box, list[tuple[int, Box]]]]:
-    """Find what boxes share going down the first dim."""
+    """Do what `overlaps` does by a sweep along the first dim."""
     waiting = sorted(range(len(have)), key=lambda number: have[number][0][0], reverse=True)
     near: list[int] = []
     for box in want:
@@ -101,30 +101,30 @@ def find_copies(
     want: Mapping[Box, Sequence[int]],
     overlapping: Overlapping = overlaps,
 ) -> Iterator[Copy]:
-    """Yield what every receiver needs, by wanted box in ascending order; no box is empty.
+    """Yield the copies that every receiver needs, in ascending order of wanted boxes.
 
-    What a receiver holds already it copies from itself. `overlapping` may remember what boxes have
-    in common.
+    Boxes must not be empty. A receiver copies from itself what it holds already. `overlapping` may
+    be a cached form of `overlaps`.
 
     >>> list(find_copies({((0, 2),): (0, 1), ((2, 4),): (2,)}, {((1, 3),): [1]}))
     [Copy(box=((1, 2),), holders=(1,), receiver=1), Copy(box=((2, 3),), holders=(2,), receiver=1)]
     """
-    held = list(have.values())
+    holders_of = list(have.values())
     for box, shared in overlapping(tuple(have), tuple(sorted(want))):
         for number, part in shared:
             for receiver in want[box]:
-                own = receiver in held[number]
-                yield Copy(part, (receiver,) if own else held[number], receiver)
+                own = receiver in holders_of[number]
+                yield Copy(part, (receiver,) if own else holders_of[number], receiver)
 
 
 def whole_senders(
     demands: Iterable[tuple[Holders, int]], gives: MutableMapping[int, int]
 ) -> Iterator[int]:
-    """Yield which of its holders gives each of some boxes that stay whole: who gives least so far.
+    """Yield the sender of each of some uncut boxes: the holder that gives least so far.
 
-    `gives` is what each holder gives already, and is added to. Given the largest first, the busiest
-    of those that hold the same boxes gives at most 4/3 of what is possible (Graham, "Bounds on
-    multiprocessing timing anomalies", 1969).
+    `demands` are pairs of holders and amount. `gives` has what each holder gives already, and is
+    updated. If the largest demands come first, the busiest of those that hold the same boxes gives
+    at most 4/3 of the optimum (Graham, "Bounds on multiprocessing timing anomalies", 1969).
 
     >>> list(whole_senders([((0, 1), 5), ((0, 1), 3), ((0, 2), 4)], {0: 4, 1: 0, 2: 0}))
     [1, 0, 2]
@@ -136,14 +136,14 @@ def whole_senders(
 
 
 def balanced(totals: Mapping[Holders, int]) -> dict[Holders, list[float]]:
-    """Divide bytes among those that hold them, so that the busiest holder gives least.
+    """Divide bytes among their holders so that the busiest holder gives least.
 
-    Each set of holders in turn is filled up to one level beside what its members give for others.
-    That is coordinate descent on the sum of squares, whose minimum also has the least maximum; it
-    overshoots, since chains of overlapping sets would take long otherwise, and ends within 0.2 %
-    of a lower bound.
+    Returns the share of each holder, by set of holders. Each set in turn levels the loads of its
+    members, given what they send for other sets. This is coordinate descent on the sum of squares,
+    whose minimum also minimises the maximum. It over-relaxes, because chains of overlapping sets
+    would converge slowly otherwise, and ends within 0.2 % of a lower bound.
     """
-    load = dict.fromkeys((one for holders in totals for one in holders), 0.0)
+    load = dict.fromkeys((holder for holders in totals for holder in holders), 0.0)
     order = sorted(totals, key=lambda holders: (len(holders), holders))
     shares = {holders: [0.0] * len(holders) for holders in totals}
     for turn in range(_MOST_ROUNDS):
@@ -151,7 +151,7 @@ def balanced(totals: Mapping[Holders, int]) -> dict[Holders, list[float]]:
             if turn and len(holders) == 1:
                 continue
             old = shares[holders]
-            rest = [load[one] - share for one, share in zip(holders, old, strict=True)]
+            rest = [load[holder] - share for holder, share in zip(holders, old, strict=True)]
             new = _filled(rest, totals[holders])
             if turn:
                 changes = list(zip(old, new, strict=True))
@@ -167,10 +167,12 @@ def balanced(totals: Mapping[Holders, int]) -> dict[Holders, list[float]]:
 def _least_maximum(totals: Mapping[Holders, int], load: Mapping[int, float]) -> float:
     """Return a lower bound of the busiest holder's load.
 
-    What only the busiest k holders have, they must give: at least one of them gives a k-th of it.
+    The busiest k holders must give what only they have, so one of them gives at least a k-th of it.
     """
     loads = sorted(load.values())
-    lowest = sorted(((min(load[h] for h in some), n) for some, n in totals.items()), reverse=True)
+    lowest = sorted(
+        ((min(load[h] for h in holders), n) for holders, n in totals.items()), reverse=True
+    )
     least = inside = 0.0
     for low, total in lowest:
         inside += total
@@ -179,21 +181,21 @@ def _least_maximum(totals: Mapping[Holders, int], load: Mapping[int, float]) -> 
 
 
 def _filled(load: Sequence[float], total: float) -> list[float]:
-    """Return what each gets so that, with its load, all that get something are at one level."""
+    """Return a division of `total` that raises the lowest loads to a common level."""
     level = below = 0.0
-    for count, one in enumerate(sorted(load), 1):
-        if count > 1 and level < one:
+    for count, amount in enumerate(sorted(load), 1):
+        if count > 1 and level < amount:
             break
-        below += one
+        below += amount
         level = (total + below) / count
-    return [max(level - one, 0.0) for one in load]
+    return [max(level - amount, 0.0) for amount in load]
 
 
 class Senders:
-    """Who gives which bytes, where a box may be cut.
+    """The senders of all bytes if boxes may be cut.
 
-    All that is wanted of boxes with the same holders, as `demands` say in bytes, is one sequence,
-    in their order, and each of the holders gives one stretch of it.
+    `demands` are pairs of holders and bytes. The demands on the same holders form one sequence of
+    bytes, in their order, and each of these holders gives one stretch of it.
 
     >>> senders = Senders([((0,), 4), ((0, 1), 3), ((0, 1), 3)])
     >>> senders.stretches((0, 1), 0, 3)
@@ -205,9 +207,9 @@ class Senders:
     def __init__(self, demands: Iterable[tuple[Holders, int]]) -> None:
         totals: Counter[Holders] = Counter()
         self.starts: list[int] = []
-        """Per demand where its bytes lie in the sequence of its holders."""
+        """The start of each demand in the sequence of its holders."""
         self.sizes: list[int] = []
-        """Per demand its bytes."""
+        """The bytes of each demand."""
         for holders, num_bytes in demands:
             self.sizes.append(num_bytes)
             self.starts.append(totals[holders])
@@ -216,25 +218,25 @@ class Senders:
             holders: [*map(round, accumulate(shares[:-1])), totals[holders]]
             for holders, shares in balanced(totals).items()
         }
-        """Per set of holders the byte behind the stretch of each."""
+        """For each set of holders, where the stretch of each holder ends."""
 
     def stretches(self, holders: Holders, start: int, num_bytes: int) -> list[tuple[int, int]]:
-        """Return who gives some bytes of the sequence of holders, in order, and how many each."""
+        """Return the senders of a range of their holders' sequence, in order, with their bytes."""
         if len(holders) == 1:
             return [(holders[0], num_bytes)]
-        ends, stop, found = self.ends[holders], start + num_bytes, []
+        ends, stop, stretches = self.ends[holders], start + num_bytes, []
         place = bisect_right(ends, start)
         while start < stop:
             end = min(stop, ends[place])
             if end > start:
-                found.append((holders[place], end - start))
+                stretches.append((holders[place], end - start))
             start, place = max(start, end), place + 1
-        return found
+        return stretches
 
     def split(
         self, holders: Holders, box: Box, start: int, num_bytes: int
     ) -> list[tuple[int, Box]]:
-        """Return who gives a box, by rows where its bytes lie in several stretches."""
+        """Return the senders of a box, which is cut by rows if it lies in several stretches."""
         given = self.stretches(holders, start, num_bytes)
         sides = box_shape(box)
         longest = max(sides, default=1)

@@ -1,9 +1,9 @@
-"""Who sends which box to whom in one step, as data that needs neither tensors nor a job.
+"""The transfers of one step, sender, receiver and box, as data independent of tensors and jobs.
 
-Along the axes of a collective, devices form groups, and inside a group a device gets from each
-member what its box after the step shares with the member's box before it. Where a reduction is
-pending, the parts are combined; otherwise they are disjoint and are put side by side. Exchange and
-permute move between all devices of the mesh.
+Devices form groups along the axes of a collective. In a group, a device gets from each member the
+intersection of its own box after the step with the member's box before it. If a reduction is
+pending, the parts are combined; otherwise they are disjoint and placed side by side. Exchange and
+permute transfer between all devices of the mesh.
 """
 
 from collections import Counter, defaultdict
@@ -19,12 +19,12 @@ from shardspec.comm.steps import Exchange, Permute, ReduceOp, Slice, Step
 from shardspec.mesh.device_mesh import DeviceMesh
 
 Distance: TypeAlias = Callable[[int, int], int]
-"""How far two devices are apart; 0 only from a device to itself."""
+"""The distance of two devices; 0 only from a device to itself."""
 Parts: TypeAlias = list[tuple[int, Box]]
 """Pairs of peer and box."""
 
 _MESSAGE: Final = 1 << 17
-"""Elements that take about as long as a message takes to start, on links of today."""
+"""The cost of starting a message, in elements, on today's links."""
 
 
 class Piece(NamedTuple):
@@ -33,23 +33,23 @@ class Piece(NamedTuple):
     places: Sequence[int]
     box: Box
     start: int
-    """Byte of the first one."""
+    """The offset in bytes of the first box."""
     step: int
-    """Bytes from one to the next."""
+    """Bytes from the start of one box to the next."""
 
 
 Message: TypeAlias = Sequence[Piece]
-"""What goes from one device to another at once."""
+"""The pieces that one device sends to another at once."""
 
 
 def message_bytes(message: Message) -> int:
-    """Return the bytes of a message: whole elements of any dtype in it."""
+    """Return the bytes of a message, a whole number of elements of each of its dtypes."""
     last = message[-1]
     return last.start + last.step * len(last.places)
 
 
 class Transfer(NamedTuple):
-    """A box on its way from one device to another, or staying where it is."""
+    """A box that one device sends to another, or keeps if both are the same."""
 
     src: int
     dst: int
@@ -58,7 +58,7 @@ class Transfer(NamedTuple):
 
 
 def distance_on(mesh: DeviceMesh, axes: Sequence[int] | None = None) -> Distance:
-    """Return a function that counts the axes, of some or all, on which two devices differ."""
+    """Return a function that counts on how many of the axes, by default all, two devices differ."""
     kept = range(mesh.ndim) if axes is None else axes
     at = {device: [mesh.coordinates(device)[axis] for axis in kept] for device in mesh.ids}
     return lambda a, b: sum(map(ne, at[a], at[b]))
@@ -67,11 +67,12 @@ def distance_on(mesh: DeviceMesh, axes: Sequence[int] | None = None) -> Distance
 def exchange_routes(
     before: Mapping[int, Box], after: Mapping[int, Box], distance: Distance
 ) -> list[Transfer]:
-    """Return what must move so that every device holds its box after; the ids may differ.
+    """Return the transfers that give every device its box of `after`.
 
-    Of the nearest holders of a piece, the one that has sent least sends it. Since every message
-    takes time, pieces are divided only where one holder would send much more than its share, and
-    than anyone receives. Moves are in the order of `after`, every element once.
+    The ids of `before` and `after` may differ. The sender of a piece is the nearest holder, of
+    several the one that has sent least. Because every message takes time to start, a piece is
+    divided only if a holder would otherwise send much more than its share, and more than any
+    device receives. Transfers are in the order of `after` and cover every element once.
     """
     have: dict[Box, Holders] = {}
     for device, box in sorted(before.items(), key=itemgetter(1)):
@@ -89,9 +90,11 @@ def exchange_routes(
     for copy in sorted(find_copies(have, want), key=lambda copy: order[copy.receiver]):
         holder = copy.receiver
         if holder not in copy.holders:
-            away = [distance(one, copy.receiver) for one in copy.holders]
+            away = [distance(candidate, copy.receiver) for candidate in copy.holders]
             least = min(away)
-            near = tuple(one for one, far in zip(copy.holders, away, strict=True) if far == least)
+            near = tuple(
+                candidate for candidate, far in zip(copy.holders, away, strict=True) if far == least
+            )
             cost = _MESSAGE + box_size(copy.box)
             (holder,) = whole_senders([(near, cost)], sent)
             received[copy.receiver] += cost
@@ -107,16 +110,16 @@ def exchange_routes(
             senders = Senders([(near, size) for size in sizes])
             for place, start, size in zip(places, senders.starts, sizes, strict=True):
                 parts = senders.split(near, moves[place].box, start, size)
-                divided[place] = [Transfer(one, moves[place].dst, box) for one, box in parts]
+                divided[place] = [Transfer(sender, moves[place].dst, box) for sender, box in parts]
     return [part for place, move in enumerate(moves) for part in divided.get(place, (move,))]
 
 
 def permute_routes(
     before: Mapping[int, Box], after: Mapping[int, Box], distance: Distance
 ) -> list[Transfer]:
-    """Return which device each one gets its whole new shard from, every device sending one.
+    """Return transfers in which every device sends one whole shard and receives one.
 
-    Where an axis that is slower for short messages is slower for long ones too, every assignment in
+    If axes that are slower for short messages are slower for long ones too, every assignment in
     which devices keep what they can is equally good: the slowest link used is the same.
     """
     unused: dict[Box, list[int]] = defaultdict(list)
@@ -136,43 +139,45 @@ def permute_routes(
 
 @dataclass(frozen=True, slots=True)
 class DeviceTransfers:
-    """What one device does in one step; the lists are only read."""
+    """The part of one device in one step; do not modify the lists."""
 
     step: Step
     device: int
     members: tuple[int, ...]
-    """The devices that move data among themselves, in the same order on all of them."""
+    """The devices that transfer data among themselves, in the same order on all of them."""
     held: Mapping[int, Box]
-    """What each device holds before the step."""
+    """The box of each device before the step."""
     after: Box
-    """What this one holds after the step."""
+    """The box of this device after the step."""
     outgoing: Parts
-    """Which other device gets which box from it."""
+    """The boxes that this device sends, with the receiver of each; without its own part."""
     incoming: Parts
-    """Who it gets which box from, its own part included, in the order of members."""
+    """The boxes that this device gets, with the sender of each, in the order of members.
+
+    Includes the part that it keeps."""
 
     @property
     def before(self) -> Box:
-        """What this device holds before the step."""
+        """The box of this device before the step."""
         return self.held[self.device]
 
     @property
     def op(self) -> ReduceOp | None:
-        """How what arrives is combined; None where it is disjoint."""
+        """The operation that combines incoming boxes; None if they are disjoint."""
         op: ReduceOp | None = getattr(self.step, "op", None)
         return op
 
     @property
     def peers(self) -> set[int]:
-        """The other devices that it sends to or gets something from."""
+        """The other devices that this device sends to or receives from."""
         return {peer for peer, _ in [*self.incoming, *self.outgoing]} - {self.device}
 
 
 @dataclass(frozen=True, slots=True)
 class Transfers:
-    """What moves in one step among the devices of a mesh, as plain data.
+    """The transfers of one step among the devices of a mesh, as plain data.
 
-    Layouts make it (`shardspec.layout.moving`), and communicators carry it out.
+    `shardspec.layout.moving` creates them from layouts, and communicators carry them out.
 
     Examples
     --------
@@ -186,9 +191,9 @@ class Transfers:
     step: Step
     mesh: DeviceMesh
     before: tuple[Box, ...]
-    """What each device of the mesh holds, in the order of its ids; boxes may be empty."""
+    """The box of each device before, in the order of the mesh's ids; boxes may be empty."""
     after: tuple[Box, ...]
-    """What each one holds then."""
+    """The box of each device after, in the same order."""
     _hash: int = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -211,14 +216,14 @@ class Transfers:
         return cls(step, mesh, *ends)
 
     def box_after(self, device: int) -> Box:
-        """Return what a device holds after the step."""
+        """Return the box of a device after the step."""
         return self.after[self.mesh.ids.index(device)]
 
     def of(self, device: int) -> DeviceTransfers:
         """Return what a device sends and receives.
 
-        Members are sorted by axes, not as a spec has them, so that the order of addends, and with
-        it the rounding of sums, is the same everywhere.
+        Members are in the order of the mesh, whatever the order of axes in the spec, so that the
+        order of addends, and thus the rounding of sums, is the same on every device.
         """
         return _of_device(self, device)
 
@@ -226,31 +231,31 @@ class Transfers:
 @lru_cache(maxsize=1024)
 def _of_device(transfers: Transfers, device: int) -> DeviceTransfers:
     step, mesh = transfers.step, transfers.mesh
-    held, wanted = _boxes(transfers)
+    before, after = _boxes(transfers)
     if not isinstance(step, Permute | Exchange):
         members = (device,) if isinstance(step, Slice) else mesh.group(device, sorted(step.axes))
-        return _among(step, device, members, held, wanted)
+        return _among(step, device, members, before, after)
     incoming, outgoing = (side.get(device, []) for side in _routes(transfers))
     going = [(peer, box) for peer, box in outgoing if peer != device]
-    return DeviceTransfers(step, device, mesh.ids, held, wanted[device], going, incoming)
+    return DeviceTransfers(step, device, mesh.ids, before, after[device], going, incoming)
 
 
 def _among(
     step: Step,
     device: int,
     members: tuple[int, ...],
-    held: Mapping[int, Box],
-    wanted: Mapping[int, Box],
+    before: Mapping[int, Box],
+    after: Mapping[int, Box],
 ) -> DeviceTransfers:
-    """Return what a device does where each member gets from all others what both boxes share."""
+    """Return the part of a device if every member gets its share from each of the others."""
     incoming, outgoing = (
         [(p, box) for p in peers if (box := intersect(mine[device], theirs[p])) is not None]
         for peers, mine, theirs in (
-            (members, wanted, held),
-            ([peer for peer in members if peer != device], held, wanted),
+            (members, after, before),
+            ([peer for peer in members if peer != device], before, after),
         )
     )
-    return DeviceTransfers(step, device, members, held, wanted[device], outgoing, incoming)
+    return DeviceTransfers(step, device, members, before, after[device], outgoing, incoming)
 
 
 @lru_cache(maxsize=256)
@@ -264,7 +269,7 @@ def _boxes(transfers: Transfers) -> tuple[dict[int, Box], dict[int, Box]]:
 
 @lru_cache(maxsize=64)
 def _routes(transfers: Transfers) -> tuple[dict[int, Parts], dict[int, Parts]]:
-    """Return what each device receives and sends, its own part included."""
+    """Return what each device receives, and what it sends, including the part that it keeps."""
     step, ends = transfers.step, _boxes(transfers)
     if isinstance(step, Exchange):
         moves = exchange_routes(*ends, distance_on(transfers.mesh, step.apart))
@@ -282,7 +287,7 @@ def _routes(transfers: Transfers) -> tuple[dict[int, Parts], dict[int, Parts]]:
 def all_reduce_halves(
     step: Step, device: int, members: tuple[int, ...], size: int
 ) -> tuple[DeviceTransfers, DeviceTransfers]:
-    """Divide an all-reduce of a vector: each member reduces a part, then all share the parts."""
+    """Return the two halves of an all-reduce of a vector: a reduce-scatter and an all-gather."""
     wholes: dict[int, Box] = dict.fromkeys(members, ((0, size),))
     parts: dict[int, Box] = {
         peer: (split_interval(0, size, len(members), at),) for at, peer in enumerate(members)

@@ -27,15 +27,15 @@ from shardspec.layout.plan import ConversionPlan, naive_plan, step_text
 from shardspec.mesh.device_mesh import DeviceMesh
 
 MAX_PAGE_DEVICES: Final = 32
-"""Devices of the largest mesh whose boxes can be told apart."""
+"""The most devices of a mesh whose boxes can be distinguished in a drawing."""
 MAX_PAGE_DIMS: Final = 3
-"""Dims that can be drawn."""
+"""The most dims that can be drawn."""
 MAX_CONVERSIONS: Final = 50_000
-"""Conversions that can be planned in about a minute."""
+"""The most conversions of a page; planning so many takes about a minute."""
 MAX_PAGE_BYTES: Final = 16 * 2**20
-"""A page that browsers open at once."""
+"""The largest page; browsers open it at once."""
 _PLANS: Final = 4
-"""Plans of each conversion, the cheapest first, besides the naive one."""
+"""The number of plans of each conversion, the cheapest first, besides the naive one."""
 
 _Move: TypeAlias = tuple[Step, Layout, Layout]
 _Links: TypeAlias = Sequence[tuple[str, ...]]
@@ -45,10 +45,10 @@ _Links: TypeAlias = Sequence[tuple[str, ...]]
 def explorer_page(
     meshes: Sequence[DeviceMesh], shapes: Sequence[tuple[int, ...]], links: _Links, dtype: object
 ) -> str:
-    """Return an HTML page in which to pick a conversion and to see its plans step by step.
+    """Return an HTML page to pick a conversion and see its plans step by step.
 
-    The ids of meshes count up from 0. Raises `LayoutError` if a mesh, a tensor or the page is too
-    large, or links fit no mesh, and `MeshError` if there is no such preset.
+    The ids of meshes must count up from 0. Raises `LayoutError` if a mesh, a tensor or the page is
+    too large, or links fit no mesh, and `MeshError` for an unknown preset.
     """
     name = dtype_name(dtype)
     _check(meshes, shapes, links)
@@ -62,7 +62,7 @@ def explorer_page(
         "TITLE": escape(f"shardspec: conversions on {', '.join(map(str, meshes))}"),
         "STYLE": _asset("page.css"),
         "SCRIPT": _asset("picture.js") + _asset("page.js"),
-        # Nothing in the tables may end the element that they are in.
+        # The tables must not contain the closing tag of their element.
         "DATA": text.replace("<", "\\u003c"),
     }
     page = _asset("page.html")
@@ -108,9 +108,9 @@ def _refuse_if(wrong: bool, text: str) -> None:
 
 
 def count_conversions(num_axes: int, dims: int) -> int:
-    """Return how many pairs of layouts a tensor has, sums pending at the source or both included.
+    """Return the number of conversions of a tensor, including those with pending sums.
 
-    A target has no more pending than its source.
+    The pending sums of a target are a subset of those of its source.
     """
     free = [count_states(axes, dims, 0) for axes in range(num_axes + 1)]
     return sum(
@@ -135,7 +135,7 @@ def all_layouts(mesh: DeviceMesh, shape: tuple[int, ...], dtype: str) -> list[La
 
 
 def models_of(mesh: DeviceMesh, links: _Links) -> dict[str, CostModel]:
-    """Return a cost model for each choice of presets that fits; `LayoutError` if none does."""
+    """Return a cost model for each fitting choice of presets; raises `LayoutError` if none fits."""
     models = {
         ",".join(names): CostModel.from_presets(mesh, names)
         for names in links
@@ -149,7 +149,7 @@ def models_of(mesh: DeviceMesh, links: _Links) -> dict[str, CostModel]:
 def _mesh_tables(
     mesh: DeviceMesh, shapes: Sequence[tuple[int, ...]], models: Mapping[str, CostModel], dtype: str
 ) -> dict[str, object]:
-    """Return everything about one mesh, ready for JSON; plans for each of `models`."""
+    """Return the tables of one mesh, ready for JSON, with plans for each of `models`."""
     labels = mesh.axis_labels()
     return {
         "name": str(mesh),
@@ -193,7 +193,7 @@ def _tensor_tables(layouts: Sequence[Layout], models: Sequence[CostModel]) -> di
 
 
 def _facts(step: Step, before: Layout, after: Layout) -> tuple[object, ...]:
-    """Return kind, text, bytes received, bytes live, and per device a bit for each sender."""
+    """Return kind, text, received and live bytes, and per device a bit mask of its senders."""
     mesh = before.mesh
     plan = ConversionPlan((step,), (before, after), CostModel.of_mesh(mesh))
     transfers = transfers_of(step, before, after)

@@ -35,14 +35,17 @@ _MOST_SPECS: Final = 20_000
 
 
 def _resolved(
-    library: str, spec: OwnSpec, mesh: DeviceMesh, known: Sequence[ReduceOp] = ("sum",)
+    library: str, spec: OwnSpec, mesh: DeviceMesh, pending_ops: Sequence[ReduceOp] = ("sum",)
 ) -> ShardingSpec:
-    """Return a spec with axes by number; refuse what the library has no notation for."""
+    """Return a spec with axes by number, if the library can express it.
+
+    Raises `LossyConversionError` for parts, blocks, and reductions other than `pending_ops`.
+    """
     resolved = resolve_axes(ShardingSpec.of(spec), mesh)
     resolved.check_plain(library)
     for partial in resolved.partials:
-        if partial.op not in known:
-            only = ", only sums" if known else ""
+        if partial.op not in pending_ops:
+            only = ", only sums" if pending_ops else ""
             raise LossyConversionError(
                 f"spec {spec}: {library} has no pending {partial.op}{only}; finish it first"
             )
@@ -210,9 +213,9 @@ def from_named_sharding(
     ``Layout(*from_named_sharding(a.sharding, a.ndim), a.shape, a.dtype.name)`` is the layout of an
     array ``a``. A `MeshError` says that an axis name is not an identifier.
     """
-    found = sharding.mesh
-    ids = [int(device.id) for device in found.devices.flat]
-    mesh = DeviceMesh(ids, found.devices.shape, axis_names=tuple(map(str, found.axis_names)))
+    jax_mesh = sharding.mesh
+    ids = [int(device.id) for device in jax_mesh.devices.flat]
+    mesh = DeviceMesh(ids, jax_mesh.devices.shape, axis_names=tuple(map(str, jax_mesh.axis_names)))
     return mesh, resolve_axes(from_partition_spec(sharding.spec, dims), mesh)
 
 
@@ -305,7 +308,7 @@ def sbp_text(spec: OwnSpec, mesh: DeviceMesh) -> str:
 
 def to_colossal(spec: OwnSpec, mesh: DeviceMesh) -> dict[int, list[int]]:
     """Return Colossal-AI's ``dim_partition_dict``, from dim to the mesh axes that shard it."""
-    resolved = _resolved("Colossal-AI", spec, mesh, known=())
+    resolved = _resolved("Colossal-AI", spec, mesh, pending_ops=())
     by_dim = {d: [int(axis) for axis in axes] for d, axes in resolved.dim_partition_dict.items()}
     for dim, axes in by_dim.items():
         if axes not in _COLOSSAL:

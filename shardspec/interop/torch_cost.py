@@ -1,7 +1,7 @@
-"""Costs for programs that search with torch's `DTensorSpec`, as torch's planners and AutoParallel.
+"""Costs for searches over torch's `DTensorSpec`, such as torch's planners and AutoParallel.
 
-`redistribute_cost` has the signature of torch's function of that name and is in microseconds as
-well; its method `many` answers all edges of a graph at once.
+`redistribute_cost` has the signature of torch's function of that name and also returns
+microseconds; its method `many` prices all edges of a graph at once.
 """
 
 from collections.abc import Iterable, Sequence
@@ -39,13 +39,13 @@ class RedistributeCost:
     def __call__(self, current_spec: DTensorSpec, target_spec: DTensorSpec) -> float:
         """Return the microseconds of the cheapest plan from one spec to another.
 
-        It is inf, as in torch, where the meshes are not the same, where there is no plan, as to
-        what is pending and was not so before, and of placements that a spec cannot express.
+        As in torch, it is inf if the meshes differ, if there is no plan (the target has a pending
+        reduction that the current spec lacks), or if a spec cannot express the placements.
 
         Raises
         ------
         LayoutError
-            If a spec has no `tensor_meta`, or the two are of two tensors.
+            If a spec has no `tensor_meta`, or the specs are of different tensors.
         """
         if current_spec.mesh != target_spec.mesh:
             return inf
@@ -58,10 +58,10 @@ class RedistributeCost:
     def many(
         self, sources: Sequence[DTensorSpec], targets: Sequence[DTensorSpec]
     ) -> npt.NDArray[np.float64]:
-        """Return the microseconds from each spec to the one beside it, as an array.
+        """Return the microseconds from each source to the corresponding target, as an array.
 
-        Each distinct pair is priced once, and what an object stands for is looked up once, so that
-        millions of pairs take seconds. Where one call gives inf, so does this; but it raises
+        Each distinct pair is priced once and each object is examined once, so that millions of
+        pairs take seconds. The values are those of single calls, except that it raises
         `LossyConversionError` for placements that a spec cannot express.
         """
         seconds = pair_costs(
@@ -76,35 +76,35 @@ class RedistributeCost:
     def tables(
         self, edges: Iterable[tuple[Sequence[DTensorSpec], Sequence[DTensorSpec]]]
     ) -> list[npt.NDArray[np.float64]]:
-        """Return, per edge, the microseconds from each spec of its first end to each of its second.
+        """Return for each edge the microseconds from each of its sources to each of its targets.
 
-        An edge of a graph has at one end the specs that the strategies of the producer put out,
-        and at the other those that the strategies of the consumer want; a spec may be there often.
-        Specs are looked at one by one, not their pairs. Edges between equal lists of specs share
-        one array, which cannot be written to. It is inf where `many` says inf, and raises as that.
+        The sources of an edge of a graph are the output specs of the producer's strategies, the
+        targets the input specs of the consumer's strategies; specs may repeat. The work grows with
+        the number of specs rather than pairs. Edges between equal lists of specs share one
+        read-only array. Values and errors are those of `many`.
         """
         numbers: dict[object, int] = {}
         specs: list[DTensorSpec] = []
 
-        def numbered(some: Sequence[DTensorSpec]) -> tuple[int, ...]:
-            found = []
-            for spec in some:
+        def numbered(side: Sequence[DTensorSpec]) -> tuple[int, ...]:
+            of_side = []
+            for spec in side:
                 number = numbers.setdefault(_facts(spec), len(specs))
                 if number == len(specs):
                     specs.append(spec)
-                found.append(number)
-            return tuple(found)
+                of_side.append(number)
+            return tuple(of_side)
 
         every = [(numbered(sources), numbered(targets)) for sources, targets in edges]
         distinct = {ends: tuple(map(np.unique, ends)) for ends in every}
         pairs = [
-            (specs[a], specs[b]) for here, there in distinct.values() for a in here for b in there
+            (specs[a], specs[b]) for left, right in distinct.values() for a in left for b in right
         ]
         prices = self.many(*zip(*pairs, strict=True)) if pairs else np.zeros(0)
         tables, start = {}, 0
-        for ends, (here, there) in distinct.items():
-            own = prices[start : start + len(here) * len(there)].reshape(len(here), len(there))
-            table = own[np.ix_(np.searchsorted(here, ends[0]), np.searchsorted(there, ends[1]))]
+        for ends, (left, right) in distinct.items():
+            own = prices[start : start + len(left) * len(right)].reshape(len(left), len(right))
+            table = own[np.ix_(np.searchsorted(left, ends[0]), np.searchsorted(right, ends[1]))]
             table.flags.writeable = False
             tables[ends] = table
             start += own.size
@@ -118,9 +118,9 @@ class RedistributeCost:
 
 
 def _facts(spec: DTensorSpec) -> tuple[object, ...]:
-    """Return what a spec's layout depends on; cheaper than the spec's own hash."""
+    """Return the properties that determine a spec's layout; cheaper than the spec's own hash."""
     return spec.mesh, spec.placements, getattr(spec, "shard_order", None), spec.tensor_meta
 
 
 redistribute_cost: Final = RedistributeCost()
-"""With the links that are assumed of a mesh; its nodes have eight devices each."""
+"""Prices by the links assumed by default, with nodes of eight devices."""

@@ -33,13 +33,13 @@ def layout_of(tensor: TorchDTensor, mesh: DeviceMesh | None = None) -> Layout:
 
     Raises as `shardspec.interop.notations.from_placements` and `DeviceMesh.from_torch` do.
     """
-    found = DeviceMesh.from_torch(tensor.device_mesh) if mesh is None else mesh
-    if found.shape != tuple(tensor.device_mesh.shape):
+    own_mesh = DeviceMesh.from_torch(tensor.device_mesh) if mesh is None else mesh
+    if own_mesh.shape != tuple(tensor.device_mesh.shape):
         raise LayoutError(
             f"the tensor is on a torch mesh of shape {tuple(tensor.device_mesh.shape)}, but mesh "
-            f"{found} has shape {found.shape}"
+            f"{own_mesh} has shape {own_mesh.shape}"
         )
-    return _layout(found, tensor.placements, _order_of(tensor._spec), tensor.shape, tensor.dtype)
+    return _layout(own_mesh, tensor.placements, _order_of(tensor._spec), tensor.shape, tensor.dtype)
 
 
 def layout_of_spec(spec: DTensorSpec) -> Layout:

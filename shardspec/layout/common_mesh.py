@@ -11,24 +11,24 @@ from shardspec.mesh.device_mesh import DeviceMesh
 
 
 def on_common_mesh(layouts: Mapping[str, Layout]) -> tuple[DeviceMesh, dict[str, Layout]]:
-    """Return a mesh of all devices, and layouts on it under which every device holds the same.
+    """Return a mesh of all devices, and on it layouts that give every device the same boxes.
 
-    Axes are cut where any mesh cuts them. Where that is impossible, because tensors lie on other
-    devices or the cuts do not divide each other, the layouts are returned as they are. Reductions
-    that are pending are left out.
+    The axes of the result are split wherever any mesh splits them. If that is impossible, because
+    the meshes have different devices or their splits do not divide each other, the layouts are
+    returned unchanged. Pending reductions are dropped.
 
     Examples
     --------
     >>> dense = DeviceMesh(range(4), (2, 2), axis_names=("dp", "tp"))
     >>> experts = DeviceMesh(range(4), (4, 1), axis_names=("ep", "etp"))
-    >>> layouts = {"w": Layout(dense, "[S(tp)]", (8,)), "e": Layout(experts, "[S(ep)]", (8,))}
-    >>> mesh, found = on_common_mesh(layouts)
-    >>> mesh.axis_names, str(found["w"].labelled_spec), str(found["e"].labelled_spec)
+    >>> w, e = Layout(dense, "[S(tp)]", (8,), "f32"), Layout(experts, "[S(ep)]", (8,), "f32")
+    >>> mesh, moved = on_common_mesh({"w": w, "e": e})
+    >>> mesh.axis_names, str(moved["w"].labelled_spec), str(moved["e"].labelled_spec)
     (('dp_ep', 'tp_ep'), '[S(tp_ep)]', '[S(dp_ep,tp_ep)]')
     """
     meshes = list(dict.fromkeys(layout.mesh for layout in layouts.values()))
     ids = list(dict.fromkeys(device for mesh in meshes for device in mesh.ids))
-    # The devices between two neighbours along an axis, from the innermost axis on.
+    # Distances in ids between neighbours along an axis, over all axes, ascending.
     cuts = sorted({1, *(step for mesh in meshes for step in _steps(mesh))})
     nested = all(wide % narrow == 0 for narrow, wide in pairwise(cuts))
     if not nested or any(list(mesh.ids) != ids for mesh in meshes):
@@ -41,7 +41,7 @@ def on_common_mesh(layouts: Mapping[str, Layout]) -> tuple[DeviceMesh, dict[str,
     )
     moved = {layout: _moved(layout, common, fine) for layout in dict.fromkeys(layouts.values())}
     for old, new in moved.items():
-        # What is cut unevenly, finer axes cut elsewhere.
+        # Finer axes cut uneven dims at other places.
         if any(old.intervals(device) != new.intervals(device) for device in ids):
             return DeviceMesh(ids, (len(ids),)), dict(layouts)
     return common, {name: moved[layout] for name, layout in layouts.items()}
@@ -58,7 +58,7 @@ def _moved(layout: Layout, common: DeviceMesh, fine: list[tuple[int, int]]) -> L
 
 
 def _steps(mesh: DeviceMesh) -> list[int]:
-    """Return for every axis, innermost first, how many devices lie in all axes up to it."""
+    """Return for every axis, innermost first, the number of devices in the axes up to it."""
     return list(accumulate(mesh.shape[::-1], mul))
 
 
@@ -68,12 +68,12 @@ def _between(mesh: DeviceMesh, axis: int) -> range:
 
 
 def _name(mesh: DeviceMesh, cut: tuple[int, int]) -> str:
-    """Return the name of the axis of a mesh in which a finer axis lies."""
+    """Return the name of the mesh axis that contains a finer axis; empty without names."""
     axes = enumerate(mesh.axis_names or ())
     return next((name for axis, name in axes if cut[0] in _between(mesh, axis)), "")
 
 
 def _finer(cut: DimSpec, mesh: DeviceMesh, fine: list[tuple[int, int]]) -> tuple[int, ...]:
-    """Return the finer axes that together are those of a dim."""
+    """Return the finer axes that together replace the axes of a dim."""
     places = [_between(mesh, mesh.axis(axis)) for axis in cut.axes]
     return tuple(at for within in places for at, (low, _) in enumerate(fine) if low in within)

@@ -1,4 +1,4 @@
-"""The cheapest chain of steps from one layout to another, and the next best ones."""
+"""Finds the cheapest chains of steps from one layout to another."""
 
 from collections.abc import Iterator, Sequence
 from functools import cache, lru_cache, partial
@@ -34,9 +34,9 @@ if TYPE_CHECKING:
     import networkx as nx
 
 _MAX_EDGES: Final = 100_000
-"""Steps that one search through a large graph looks at, in about a second."""
+"""The most steps that one search through a large graph examines; about a second."""
 _MAX_DIMS: Final = 8
-"""Dims that such a search moves axes to, beside those that are sharded at either end."""
+"""The dims that this search moves axes to, unless more are sharded at either end."""
 _MAX_REMEMBERED: Final = 1 << 18
 """Costs that a converter remembers before it starts anew."""
 
@@ -49,7 +49,7 @@ class LayoutConverter:
     cost_model
         Prices of steps; by default those of the mesh of each conversion.
     target_model
-        Prices on the mesh of the target where that is another one; by default those of that mesh.
+        Prices on the target's mesh if that differs from the source's; by default its own.
 
     Examples
     --------
@@ -75,30 +75,31 @@ class LayoutConverter:
         Parameters
         ----------
         source
-            Where the tensor is.
+            The tensor's current layout.
         target
-            Where it is to be: a spec on the same mesh, or a layout on this mesh or another.
+            The layout to reach: a spec on the same mesh, or a layout on any mesh.
         max_bytes
-            The most bytes a device may hold at once during a step, its shards before and after the
-            step together. By default any number. On one mesh only.
+            Only plans in which no device holds more bytes than this during any step, counting its
+            shards before and after the step. By default unlimited. On one mesh only.
 
         Raises
         ------
         LayoutError
-            If the target is another tensor, or wants a reduction pending that is not pending at
-            the source, or any on another mesh; if every plan needs more than `max_bytes`, with
-            the least that one needs; or if `max_bytes` is given and the target is on another mesh.
+            If the target is a different tensor, has a pending reduction that the source lacks, or
+            any on another mesh; if every plan needs more than `max_bytes` (the message has the
+            least possible); or if `max_bytes` is given and the target is on another mesh.
         AxisError
             If the mesh lacks an axis of the target spec.
 
         Notes
         -----
-        Between two meshes the tensor moves on the first, crosses in one exchange, and moves on the
-        second. Devices that both meshes have keep what they need.
+        Between two meshes the tensor is converted on the first, crosses in one exchange, and is
+        converted on the second. Devices in both meshes keep what they need.
 
         Examples
         --------
-        Four devices hand over to four others: each keeps a half, and that crosses once.
+        Four devices hand over to four others: each first cuts its shard in half, so that every
+        byte crosses once.
 
         >>> from shardspec import DeviceMesh
         >>> first, second = DeviceMesh(range(4), (2, 2)), DeviceMesh(range(4, 8), (4,))
@@ -126,15 +127,15 @@ class LayoutConverter:
         *,
         max_bytes: int | None = None,
     ) -> tuple[ConversionPlan, ...]:
-        """Return the `count` cheapest plans in order, `plan`'s own first; fewer if there are fewer.
+        """Return up to `count` cheapest plans in ascending order of cost; `plan`'s own is first.
 
-        Plans differ by the moves that communicate, each from one layout to another; between two
-        layouts only the cheapest kind of move counts. Slices that follow each other are one cut,
-        whatever their order. No plan comes to a layout twice, and a cut comes to every layout
-        between its ends: so nothing is gathered only to be cut as it was.
+        Two plans are distinct if they differ in a move that communicates; of all moves between the
+        same two layouts only the cheapest is considered. Consecutive slices are one cut, in
+        whatever order. No plan visits a layout twice, and a cut visits every layout between its
+        ends, so no plan gathers a tensor only to cut it again in the same way.
 
-        Raises as `plan` does, and where alternatives are not searched for: between two meshes, and
-        among more than 1,500 layouts.
+        Raises what `plan` raises, and `LayoutError` between two meshes or for more than 1,500
+        reachable layouts.
 
         Examples
         --------
@@ -167,26 +168,26 @@ class LayoutConverter:
         return tuple(plans.values())[:count]
 
     def graph(self, layout: Layout) -> "nx.DiGraph":
-        """Return the transition graph of a tensor, priced: what single steps lead where.
+        """Return the priced transition graph of a tensor: every layout and every single step.
 
         Parameters
         ----------
         layout
-            The tensor on its mesh. Its spec says only which reductions may be pending.
+            The tensor on its mesh. Of its spec only the pending reductions matter.
 
         Returns
         -------
         networkx.DiGraph
-            Nodes are `ShardingSpec`; an edge has the attributes `step`, `seconds` and `bytes`, what
-            the busiest device receives. An edge is the cheapest single step between its ends: a
-            slice, gather, all-to-all or reduction, or between any two specs with nothing pending
-            a `Permute` or `Exchange`. So a shortest path by `seconds` takes as long as the plan.
+            Nodes are `ShardingSpec`; edges have the attributes `step`, `seconds` and `bytes`
+            (received by the busiest device). An edge is the cheapest single step between its ends:
+            a slice, gather, all-to-all or reduction, or, between specs without pending reductions,
+            a `Permute` or `Exchange`. A shortest path by `seconds` takes as long as the plan.
 
         Raises
         ------
         LayoutError
-            If there are more than 1,500 specs, or more than 512 devices, between which exchanges
-            are not priced for all of them; or if the spec has parts or blocks.
+            If there are more than 1,500 specs or 512 devices, for which not every exchange is
+            priced; or if the spec has parts or blocks.
 
         Examples
         --------
@@ -204,7 +205,7 @@ class LayoutConverter:
         return priced_graph(layout, self._model_of(layout.mesh))
 
     def cost(self, source: Layout, target: Layout | SpecLike) -> float:
-        """Return the modelled seconds of the cheapest plan; raises as `plan` does.
+        """Return the modelled seconds of the cheapest plan; raises what `plan` raises.
 
         Examples
         --------
@@ -223,13 +224,13 @@ class LayoutConverter:
         return seconds
 
     def costs(self, sources: Sequence[Layout], targets: Sequence[Layout]) -> npt.NDArray[Any]:
-        """Return the modelled seconds from each source to the target beside it.
+        """Return the modelled seconds from each source to the corresponding target.
 
         Parameters
         ----------
         sources, targets
-            Equally many layouts, of any tensors and meshes; millions where they are a few objects
-            in many places, for each distinct pair is priced once.
+            Layouts of any tensors and meshes, as many sources as targets. Each distinct pair is
+            priced once, so millions of pairs of a few objects are fast.
 
         Returns
         -------
@@ -301,11 +302,11 @@ def _fitting(given: CostModel | None, mesh: DeviceMesh) -> CostModel:
 
 def _check_same_tensor(source: Layout, target: Layout) -> None:
     for what in ("global_shape", "dtype"):
-        here, there = getattr(source, what), getattr(target, what)
-        if here != there:
+        ours, theirs = getattr(source, what), getattr(target, what)
+        if ours != theirs:
             raise LayoutError(
-                f"cannot convert {source} to {target}: {what.replace('_', ' ')} {here} differs "
-                f"from {there}"
+                f"cannot convert {source} to {target}: {what.replace('_', ' ')} {ours} differs "
+                f"from {theirs}"
             )
     if source.mesh != target.mesh and target.spec.partials:
         raise LayoutError(
@@ -379,7 +380,7 @@ def _too_many(what_is: str, source: Layout, remedy: str) -> LayoutError:
 def _moves_by_matrix(
     source: Layout, target: Layout, model: CostModel, max_bytes: int | None
 ) -> list[Move]:
-    """Search where the prices of all moves fit into a matrix."""
+    """Search the matrix of prices of all moves."""
     prices, move = prices_to_search(source, model, max_bytes, target)
     start, goal = prices.state(source), prices.state(target)
     walk = graph.shortest_walk(move, start, goal)
@@ -391,11 +392,11 @@ def _moves_by_matrix(
 
 
 def _moves_by_graph(source: Layout, target: Layout, model: CostModel) -> list[Move]:
-    """Search where there are too many states for a matrix.
+    """Search a graph of too many states for a matrix, on demand.
 
-    To keep it short, axes that neither end uses stay unused, and of the dims that are whole at both
-    ends only the longest are sharded. After `_MAX_EDGES` steps the best of what needs no search is
-    taken: finish reductions, then one permute or exchange, or gather and slice.
+    To bound the search, axes that neither end uses stay unused, and of the dims that are whole at
+    both ends only the longest are sharded. If `_MAX_EDGES` steps find no better path, the moves
+    are those of `_moves_without_search`.
     """
     sure = _moves_without_search(source, target, model)
     start, goal = graph.state_of(source.spec), graph.state_of(target.spec)
@@ -408,42 +409,45 @@ def _moves_by_graph(source: Layout, target: Layout, model: CostModel) -> list[Mo
     lines = step_lines(model)
 
     @cache
-    def held(cuts: graph.Cuts) -> int:
+    def shard_bytes(cuts: graph.Cuts) -> int:
         return source.with_spec(graph.spec_of((cuts, ()))).max_local_bytes
 
     def price(step: Step, state: graph.SpecState) -> float:
-        num_bytes = held(state[0])
+        num_bytes = shard_bytes(state[0])
         return min(fixed + num_bytes * slope for fixed, slope in lines(step)) + graph.TIE_SECONDS
 
     seconds = ConversionPlan.of_moves(source, sure, model).cost_seconds
     bound = seconds + graph.TIE_SECONDS * len(sure)
-    found = graph.cheapest_path(edges, start, goal, price, bound, _MAX_EDGES)
-    if not found:
+    path = graph.cheapest_path(edges, start, goal, price, bound, _MAX_EDGES)
+    if not path:
         return sure
-    return [(step, source.with_spec(graph.spec_of(state))) for step, state in found]
+    return [(step, source.with_spec(graph.spec_of(state))) for step, state in path]
 
 
 def _moves_without_search(
     source: Layout, target: Layout, model: CostModel, target_model: CostModel | None = None
 ) -> list[Move]:
-    """Finish reductions, then permute or exchange, as is done with parts and blocks."""
+    """Return moves that finish reductions, then permute or exchange; else the naive ones.
+
+    Specs with parts or blocks are always converted in this way.
+    """
     moves = list(finishing_moves(source, target.spec))
-    here = moves[-1][1] if moves else source
-    if here == target:
+    finished = moves[-1][1] if moves else source
+    if finished == target:
         return moves
-    if not (here.spec.is_plain and target.spec.is_plain):
-        return [*moves, (exchange_to(here, target, model, target_model), target)]
-    if here.spec.partials:
+    if not (finished.spec.is_plain and target.spec.is_plain):
+        return [*moves, (exchange_to(finished, target, model, target_model), target)]
+    if finished.spec.partials:
         return list(naive_moves(source, target.spec, model))
-    ends = graph.state_of(here.spec)[0], graph.state_of(target.spec)[0]
-    permute, exchange = pair_prices(here, target, model)
+    ends = graph.state_of(finished.spec)[0], graph.state_of(target.spec)[0]
+    permute, exchange = pair_prices(finished, target, model)
     if permute <= exchange:
         return [*moves, (Permute(changed_axes(*ends)), target)]
     return [*moves, (exchange_between(*ends, model), target)]
 
 
 def _with_slices_joined(moves: Sequence[Move]) -> list[Move]:
-    """Make one slice of several that follow each other on one dim."""
+    """Return the moves with consecutive slices of one dim joined into one."""
     joined: list[Move] = []
     for step, layout in moves:
         last = joined[-1][0] if joined else None
@@ -455,12 +459,12 @@ def _with_slices_joined(moves: Sequence[Move]) -> list[Move]:
 
 
 def _moved(plan: ConversionPlan) -> tuple[tuple[Layout, Layout], ...]:
-    """Return both ends of every move that communicates, which tell plans apart."""
+    """Return both ends of every communicating move, by which plans are distinguished."""
     return tuple((before, after) for _, before, after in plan.communicating)
 
 
 def _moves_along(prices: Prices, path: Sequence[graph.Node], source: Layout) -> Iterator[Move]:
-    """Yield the steps of a path with where they lead, each cut as one slice a dim."""
+    """Yield the moves along a path, each cut as one slice per dim."""
     layout = source
     for (a, _), (b, by_cut) in pairwise(path):
         if not by_cut:
@@ -469,7 +473,7 @@ def _moves_along(prices: Prices, path: Sequence[graph.Node], source: Layout) -> 
             continue
         before, after = prices.space.states[a][0], prices.space.states[b][0]
         cut = {dim: axes for dim, axes in enumerate(after) if axes != before[dim]}
-        # The slice that leaves least comes first: then least is held at once.
+        # The slice that leaves least comes first, which minimises peak memory.
         left = {
             dim: source.with_spec(layout.spec.with_dims({dim: cut[dim]})).max_local_bytes
             for dim in cut

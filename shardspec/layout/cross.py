@@ -1,10 +1,10 @@
 """Exchanges between layouts, also on two meshes: what they cost and move, and where to cross over.
 
-In an exchange the devices of both meshes are seen as one mesh, on which a device that is not in the
-source's mesh holds nothing and one that is not in the target's wants nothing. The exchange may join
-any spec on the one mesh to any on the other. Its price is known only once it is known who sends
-what. So pairs of specs are looked at in the order of a lower bound of their price, until no pair
-that is left can be cheaper.
+An exchange treats the devices of both meshes as a single mesh: devices outside the source's mesh
+hold nothing before, and devices outside the target's mesh want nothing after. It may connect any
+spec of the first mesh with any spec of the second. Pricing a pair of specs requires listing who
+sends what, so pairs are priced in ascending order of a lower bound, until no remaining pair can be
+cheaper.
 """
 
 from bisect import bisect_left, bisect_right
@@ -40,25 +40,25 @@ from shardspec.layout.routed import MAX_EXACT_DEVICES, intervals, shared
 from shardspec.mesh.device_mesh import DeviceMesh, LinkModel
 
 Boxes: TypeAlias = Mapping[int, Box]
-"""Device to the box that it holds."""
+"""The box that each device holds."""
 
 _MAX_DEVICES: Final = 1 << 14
-"""Devices between which boxes are exchanged one by one."""
+"""The most devices among which exchanges are planned."""
 _MAX_PIECES: Final = 500_000
-"""Pieces that one exchange may have: to list them takes seconds."""
+"""The most pieces of one exchange; listing so many takes seconds."""
 _MAX_WORK: Final = 2e7
 """Pairs of specs times devices up to which every pair is considered."""
 _MAX_INTERVALS: Final = 5e6
 """Specs of a mesh times devices and dims up to which each spec is considered; 16 bytes each."""
 _MAX_LISTED: Final = 300_000
-"""Pieces of exchanges that are listed before the best so far is taken."""
+"""Pieces to list in a search before it settles for the best exchange so far."""
 
 
 @lru_cache(maxsize=64)
 def common_mesh(a: DeviceMesh, b: DeviceMesh) -> DeviceMesh:
-    """Return a mesh with the devices of both: the one that has them all, or a row of them."""
+    """Return a mesh of the devices of both: one of the two if it has them all, else a new row."""
     ids_a, ids_b = set(a.ids), set(b.ids)
-    # Where both have all, the one with more axes says more about who is near whom.
+    # Of two meshes with the same devices, the one with more axes tells more about distances.
     if ids_b <= ids_a and (ids_a != ids_b or a.ndim >= b.ndim):
         return a
     if ids_a <= ids_b:
@@ -68,7 +68,7 @@ def common_mesh(a: DeviceMesh, b: DeviceMesh) -> DeviceMesh:
 
 
 def common_model(a: DeviceMesh, b: DeviceMesh, model_a: CostModel, model_b: CostModel) -> CostModel:
-    """Return the links of `common_mesh`: its own, or the slowest of both for a row of devices."""
+    """Return the cost model of `common_mesh`; a new row gets the slowest link of both meshes."""
     mesh = common_mesh(a, b)
     if mesh in (a, b):
         return model_a if mesh == a else model_b
@@ -88,26 +88,26 @@ def common_model(a: DeviceMesh, b: DeviceMesh, model_a: CostModel, model_b: Cost
 def exchange_to(
     before: Layout, after: Layout, model: CostModel, target_model: CostModel | None = None
 ) -> Exchange:
-    """Return the exchange between two layouts; each model is that of the mesh of one."""
-    one = before.mesh == after.mesh
-    if not one and target_model is not None:
+    """Return the exchange between two layouts; the models price the meshes of `before`, `after`."""
+    same_mesh = before.mesh == after.mesh
+    if not same_mesh and target_model is not None:
         model = common_model(before.mesh, after.mesh, model, target_model)
-    plain = one and before.spec.is_plain and after.spec.is_plain
+    plain = same_mesh and before.spec.is_plain and after.spec.is_plain
     cut = map(int, before.spec.axes) if plain else range(len(model.links))
-    return Exchange(tuple(range(before.mesh.ndim)) if one else (), model.apart(cut))
+    return Exchange(tuple(range(before.mesh.ndim)) if same_mesh else (), model.apart(cut))
 
 
 def exchange_seconds(before: Layout, after: Layout, model: CostModel) -> float:
-    """Return the seconds of an exchange, part by part; the model is of the `common_mesh`."""
+    """Return the modelled seconds of an exchange; `model` is that of the `common_mesh`."""
     mesh, item = _checked_mesh(before, after), item_bytes(before.dtype)
-    ends = ((here.boxes(), there.boxes()) for here, there in _cells(before, after))
-    return sum(_boxes_seconds(held, wanted, mesh, model, item) for held, wanted in ends)
+    ends = ((old.boxes(), new.boxes()) for old, new in _cells(before, after))
+    return sum(_boxes_seconds(have, wanted, mesh, model, item) for have, wanted in ends)
 
 
 def received_bytes(before: Layout, after: Layout) -> int:
     """Return the bytes that the busiest device of the target's mesh lacks.
 
-    On one mesh of more than 512 devices only some are looked at.
+    On a mesh of more than 512 devices this is the maximum over a sample of them.
     """
     ids = after.mesh.ids
     if before.mesh == after.mesh and before.spec.is_plain and after.spec.is_plain:
@@ -116,9 +116,9 @@ def received_bytes(before: Layout, after: Layout) -> int:
         _checked_mesh(before, after)
     cells = list(_cells(before, after))
 
-    def lacking(device: int, here: LayoutCell, there: LayoutCell) -> int:
-        wanted = there.box(device)
-        kept = intersect(wanted, here.box(device)) if device in before.mesh else None
+    def lacking(device: int, old: LayoutCell, new: LayoutCell) -> int:
+        wanted = new.box(device)
+        kept = intersect(wanted, old.box(device)) if device in before.mesh else None
         return box_size(wanted) - (0 if kept is None else box_size(kept))
 
     most = max(sum(lacking(device, *cell) for cell in cells) for device in ids)
@@ -136,7 +136,7 @@ def live_bytes(before: Layout, after: Layout) -> int:
 
 
 def _cells(before: Layout, after: Layout) -> Iterator[tuple[LayoutCell, LayoutCell]]:
-    """Yield both layouts of each part of a tensor."""
+    """Yield the two layouts restricted to each cell of the tensor."""
     for cell in cells_of(before, after):
         yield LayoutCell(before, cell), LayoutCell(after, cell)
 
@@ -152,10 +152,10 @@ def _checked_mesh(before: Layout, after: Layout) -> DeviceMesh:
 
 
 def _boxes_seconds(
-    held: Boxes, wanted: Boxes, mesh: DeviceMesh, model: CostModel, item: int
+    have: Boxes, wanted: Boxes, mesh: DeviceMesh, model: CostModel, item: int
 ) -> float:
-    """Return the modelled seconds of an exchange between boxes of elements of `item` bytes."""
-    pieces = _count_pieces(held, wanted)
+    """Return the modelled seconds of an exchange of boxes; an element has `item` bytes."""
+    pieces = _count_pieces(have, wanted)
     if pieces > _MAX_PIECES:
         raise LayoutError(
             f"between these meshes {pieces:,} pieces of the tensor would travel; conversions of up "
@@ -166,7 +166,7 @@ def _boxes_seconds(
     latency = per_byte = moved = 0.0
     links: dict[tuple[bool, ...], tuple[float, float]] = {}
     at = {device: mesh.coordinates(device) for device in mesh.ids}
-    for move in exchange_routes(held, wanted, distance_on(mesh, model.apart(range(mesh.ndim)))):
+    for move in exchange_routes(have, wanted, distance_on(mesh, model.apart(range(mesh.ndim)))):
         if move.src == move.dst:
             continue
         differ = tuple(map(ne, at[move.src], at[move.dst]))
@@ -183,12 +183,12 @@ def _boxes_seconds(
     seconds = max(busy.values())
     if model.link_model == "shared-bus":
         seconds = max(peers.values()) * latency + moved * per_byte
-    return model.start_s + seconds + model.copy_s * _most_held(held, wanted) * item
+    return model.start_s + seconds + model.copy_s * _max_live_elements(have, wanted) * item
 
 
-def _count_pieces(held: Boxes, wanted: Boxes) -> int:
-    """Return how many pieces travel or stay in an exchange."""
-    sides = [sorted(set(side)) for side in zip(*held.values(), strict=True)]
+def _count_pieces(have: Boxes, wanted: Boxes) -> int:
+    """Return the number of pieces of an exchange, including those that stay in place."""
+    sides = [sorted(set(side)) for side in zip(*have.values(), strict=True)]
     ends = [([lo for lo, _ in side], [hi for _, hi in side]) for side in sides]
     return sum(
         times
@@ -200,32 +200,32 @@ def _count_pieces(held: Boxes, wanted: Boxes) -> int:
     )
 
 
-def _most_held(held: Boxes, wanted: Boxes) -> int:
+def _max_live_elements(have: Boxes, wanted: Boxes) -> int:
     """Return the elements that the fullest device holds before and after together."""
     return max(
-        sum(box_size(boxes[device]) for boxes in (held, wanted) if device in boxes)
-        for device in held.keys() | wanted.keys()
+        sum(box_size(boxes[device]) for boxes in (have, wanted) if device in boxes)
+        for device in have.keys() | wanted.keys()
     )
 
 
 @dataclass(frozen=True, eq=False)
 class _Side:
-    """Specs on one mesh at which the tensor may leave or arrive."""
+    """The specs on one mesh from which, or in which, the tensor may cross."""
 
     layout: Layout
-    """The end of the conversion that lies on this mesh."""
+    """The source or target of the conversion, whichever is on this mesh."""
     cuts: list[Cuts]
     seconds: Floats
-    """From the source to each spec, or from each spec to the target."""
+    """Cost of each spec: from the source to it, or from it to the target."""
 
     @classmethod
     def alone(cls, end: Layout) -> "_Side":
-        """Let the tensor leave or arrive as it is; what is pending is finished first."""
+        """Return a side with the spec of `end` alone, its reductions finished."""
         return cls(end, [state_of(end.spec)[0]], np.zeros(1))
 
     @classmethod
     def every(cls, end: Layout, model: CostModel, leaving: bool) -> "_Side":
-        """Search from the source to all specs of its mesh, or from all specs to the target."""
+        """Return a side with every spec of the mesh of `end`, or `alone` if there are too many."""
         if states_of(end) > MAX_STATES:
             return cls.alone(end)
         prices, move = prices_to_search(end, model, None)
@@ -238,18 +238,18 @@ class _Side:
         return len(self.cuts) * self.layout.mesh.size() * self.layout.spec.dims
 
     def at(self, index: int) -> Layout:
-        """Return the layout of one of the specs."""
+        """Return the layout with the spec at an index."""
         return self.layout.with_spec(spec_of((self.cuts[index], ())))
 
 
 def cheapest_crossing(
     source: Layout, target: Layout, models: tuple[CostModel, CostModel]
 ) -> tuple[Layout, Layout]:
-    """Return the layouts between which a tensor goes over to another mesh.
+    """Return the two layouts between which a tensor crosses to another mesh.
 
-    `models` price on each mesh. The choice is the cheapest where so few specs and devices are
-    involved that all pairs are considered. On larger meshes the tensor leaves and arrives as it
-    is, or the best of the pairs looked at is taken.
+    `models` are the cost models of the two meshes. The result is optimal where all pairs of specs
+    can be considered. On larger meshes the tensor crosses without a change of spec, or the best of
+    the pairs that were priced is returned. Raises `LayoutError` for too many devices or pieces.
     """
     mesh, model = (
         common_mesh(source.mesh, target.mesh),
@@ -260,23 +260,26 @@ def cheapest_crossing(
             f"the two meshes have {mesh.size():,} devices together; conversions between meshes are "
             f"planned for up to {_MAX_DEVICES:,}"
         )
-    here = _Side.every(source, models[0], leaving=True)
-    there = _Side.every(target, models[1], leaving=False)
-    work = len(here.cuts) * len(there.cuts) * mesh.size()
-    if work > _MAX_WORK or here.num_intervals > _MAX_INTERVALS:
-        here = _Side.alone(source)
-    if there.num_intervals > _MAX_INTERVALS:
-        there = _Side.alone(target)
+    leaving = _Side.every(source, models[0], leaving=True)
+    arriving = _Side.every(target, models[1], leaving=False)
+    work = len(leaving.cuts) * len(arriving.cuts) * mesh.size()
+    if work > _MAX_WORK or leaving.num_intervals > _MAX_INTERVALS:
+        leaving = _Side.alone(source)
+    if arriving.num_intervals > _MAX_INTERVALS:
+        arriving = _Side.alone(target)
     item = item_bytes(source.dtype)
-    held, wanted = cache(lambda n: here.at(n).boxes()), cache(lambda n: there.at(n).boxes())
-    # Axes of one device, and dims too short to be cut, make many specs the same boxes.
+    boxes_before, boxes_after = (
+        cache(lambda n: leaving.at(n).boxes()),
+        cache(lambda n: arriving.at(n).boxes()),
+    )
+    # Keyed by boxes: with axes of one device or short dims, many specs have the same boxes.
     seconds: dict[tuple[tuple[Box, ...], ...], float] = {}
     too_many: list[LayoutError] = []
     listed = 0
 
     def total(a: int, b: int) -> float:
         nonlocal listed
-        before, after = held(a), wanted(b)
+        before, after = boxes_before(a), boxes_after(b)
         key = tuple(before.values()), tuple(after.values())
         if key not in seconds:
             listed += mesh.size() + _count_pieces(before, after)
@@ -285,19 +288,22 @@ def cheapest_crossing(
             except LayoutError as error:
                 seconds[key] = inf
                 too_many.append(error)
-        return float(here.seconds[a] + there.seconds[b]) + seconds[key]
+        return float(leaving.seconds[a] + arriving.seconds[b]) + seconds[key]
 
-    least = here.seconds[:, None] + there.seconds + _least_exchange(here, there, model)
-    found = _lowest(least, total, lambda: listed > _MAX_LISTED)
-    if found is None:
+    least = leaving.seconds[:, None] + arriving.seconds + _least_exchange(leaving, arriving, model)
+    best_pair = _lowest(least, total, lambda: listed > _MAX_LISTED)
+    if best_pair is None:
         raise too_many[-1]
-    return here.at(found[0]), there.at(found[1])
+    return leaving.at(best_pair[0]), arriving.at(best_pair[1])
 
 
 def _lowest(
     bound: Floats, value: Callable[[int, int], float], enough: Callable[[], bool]
 ) -> tuple[int, int] | None:
-    """Return the pair with the lowest value, or with the lowest so far once that is `enough`."""
+    """Return the pair with the lowest value, or the best so far once `enough` returns true.
+
+    `bound` has a lower bound of every pair's value. None if every value is infinite.
+    """
     lowest, best_pair = inf, None
     for flat in np.argsort(bound, axis=None, kind="stable").tolist():
         pair = divmod(flat, bound.shape[1])
@@ -309,26 +315,34 @@ def _lowest(
     return best_pair
 
 
-def _least_exchange(here: _Side, there: _Side, model: CostModel) -> Floats:
-    """Return the least that exchanges cost: on the fastest link some device gets what it lacks."""
-    meshes = here.layout.mesh, there.layout.mesh
-    known = {device: place for place, device in enumerate(meshes[0].ids)}
-    both = [(known[device], place) for place, device in enumerate(meshes[1].ids) if device in known]
-    at_a, at_b = np.array(both, dtype=np.int64).reshape(-1, 2).T
+def _least_exchange(leaving: _Side, arriving: _Side, model: CostModel) -> Floats:
+    """Return a lower bound of the cost of exchanges between all specs, (leaving, arriving).
+
+    It is the time in which the neediest device receives what it lacks over the fastest link; on a
+    shared bus, in which all devices do.
+    """
+    meshes = leaving.layout.mesh, arriving.layout.mesh
+    place_in_source = {device: place for place, device in enumerate(meshes[0].ids)}
+    places_in_both = [
+        (place_in_source[device], place)
+        for place, device in enumerate(meshes[1].ids)
+        if device in place_in_source
+    ]
+    at_a, at_b = np.array(places_in_both, dtype=np.int64).reshape(-1, 2).T
     sides = [
         [
             intervals(mesh.shape, [cuts[dim] for cuts in side.cuts], size)
-            for mesh, side in zip(meshes, (here, there), strict=True)
+            for mesh, side in zip(meshes, (leaving, arriving), strict=True)
         ]
-        for dim, size in enumerate(here.layout.global_shape)
+        for dim, size in enumerate(leaving.layout.global_shape)
     ]
-    wanted = np.ones((len(there.cuts), meshes[1].size()))
+    wanted = np.ones((len(arriving.cuts), meshes[1].size()))
     for _, (lo, hi) in sides:
         wanted *= hi - lo
     on_bus = model.link_model == "shared-bus"
-    amount = np.empty((len(here.cuts), len(there.cuts)))
-    for row in range(len(here.cuts)):
-        kept = np.ones((len(there.cuts), len(both)))
+    amount = np.empty((len(leaving.cuts), len(arriving.cuts)))
+    for row in range(len(leaving.cuts)):
+        kept = np.ones((len(arriving.cuts), len(places_in_both)))
         for (lo_a, hi_a), (lo_b, hi_b) in sides:
             kept *= shared((lo_a[row, at_a], hi_a[row, at_a]), (lo_b[:, at_b], hi_b[:, at_b]))
         lacking = wanted.copy()
@@ -336,5 +350,5 @@ def _least_exchange(here: _Side, there: _Side, model: CostModel) -> Floats:
         amount[row] = lacking.sum(axis=1) if on_bus else lacking.max(axis=1)
     alpha = min(link.latency_s for link in model.links) + model.start_s
     beta = min(link.seconds_per_byte for link in model.links)
-    least: Floats = (amount > 0) * alpha + amount * item_bytes(here.layout.dtype) * beta
+    least: Floats = (amount > 0) * alpha + amount * item_bytes(leaving.layout.dtype) * beta
     return least

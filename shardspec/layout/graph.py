@@ -1,15 +1,15 @@
 """The layout-transition graph: every spec is a node, every edge is exactly one step.
 
-Which steps lead where depends only on the number of mesh axes, the tensor rank and the pending
-reductions. Two axes and rank 2 give 11 nodes, four axes and rank 4 give 1,457, and six axes give
-very many. So there are two forms: `successors` expands a node on demand, and `Space` holds the
-whole graph as arrays, so that thousands of edges are priced at once.
+The graph depends only on the number of mesh axes, the tensor rank and the pending reductions. Two
+axes and rank 2 give 11 nodes, four axes and rank 4 give 1,457, and six axes give very many. So
+there are two forms: `successors` expands a node on demand, and `Space` stores the whole graph as
+arrays, so that thousands of edges are priced at once.
 
-Slices are free, so the graph has only slices along one axis; a plan joins them again. At most
-`MAX_REORDERED` axes of one dim arrive in any order; more arrive in the order in which they left. Of
-more pending axes than that, either one is finished or all are.
+Slices are free, so the graph has only slices along single axes; plans join them afterwards. An
+all-to-all may reorder up to `MAX_REORDERED` axes and keeps the order of more. Of more pending axes
+than that, a reduction finishes one or all.
 
-A matrix (states, states) has the seconds of the move from the row's state to the column's, or inf.
+Matrices (states, states) have the seconds of the move from the row's state to the column's, or inf.
 """
 
 from collections import defaultdict
@@ -50,14 +50,14 @@ PartialState: TypeAlias = tuple[tuple[int, ReduceOp], ...]
 SpecState: TypeAlias = tuple[Cuts, PartialState]
 """A spec in the form the search works on: quick to hash and to change."""
 Node: TypeAlias = tuple[int, bool]
-"""The place of a state, and whether a cut led to it: after a cut comes no other."""
+"""The index of a state, and whether a cut led to it; a cut is never followed by another."""
 
 TIE_SECONDS: Final = 1e-12
 """Added per move while searching, so that of equally cheap plans the one with fewer moves wins."""
 MAX_REORDERED: Final = 4
 """The most axes that one all-to-all may reorder."""
 MAX_STATES: Final = 1500
-"""The most states (four axes at rank 4) of a graph that is laid out as arrays."""
+"""The most states of a graph that is stored as arrays; four axes at rank 4 fit."""
 _MAX_ORDERS: Final = 5000
 _MAX_AXES: Final = 32
 _MAX_DIMS: Final = 64
@@ -103,9 +103,9 @@ def explore(num_axes: int, start: ShardingSpec) -> "nx.DiGraph":
 def successors(
     state: SpecState, axes_to_use: Sequence[int], dims: Sequence[int] | None = None
 ) -> Iterator[tuple[Step, SpecState]]:
-    """Yield every step from a state and where it leads, in one fixed order; no two lead there.
+    """Yield every step from a state with the state it leads to, in a fixed order, without repeats.
 
-    Slices use some axes, and axes move to some dims, by default to all.
+    Slices use `axes_to_use`; axes move only to `dims`, by default to all.
     """
     cuts, pending = state
     dims = range(len(cuts)) if dims is None else dims
@@ -139,7 +139,7 @@ def successors(
 
 
 def _arrangements(axes: list[int]) -> Iterator[tuple[int, ...]]:
-    """Yield every non-empty choice of axes in every order; of many axes, each alone and all."""
+    """Yield every non-empty subset of axes in every order; of many axes, only each and all."""
     if len(axes) > MAX_REORDERED:
         yield from ((axis,) for axis in axes)
         yield tuple(axes)
@@ -150,7 +150,7 @@ def _arrangements(axes: list[int]) -> Iterator[tuple[int, ...]]:
 
 
 def count_states(num_axes: int, dims: int, num_pending: int) -> int:
-    """Return how many specs are reachable; `LayoutError` for too many axes or dims."""
+    """Return the number of reachable specs; raises `LayoutError` for too many axes or dims."""
     if num_axes > _MAX_AXES or dims > _MAX_DIMS:
         raise LayoutError(
             f"conversions are planned on up to {_MAX_AXES} mesh axes and for tensors of up to "
@@ -165,9 +165,9 @@ def count_states(num_axes: int, dims: int, num_pending: int) -> int:
 
 
 def is_symmetric(global_shape: tuple[int, ...], mesh_shape: tuple[int, ...]) -> bool:
-    """Return whether states that differ by the order of dims and of like axes share prices.
+    """Return whether states that differ by a permutation of dims or like axes share prices.
 
-    They do where every dim divides evenly; of many axes and dims there are too many orders.
+    They do if every dim divides evenly. False as well if there are too many permutations to use.
     """
     orders = factorial(len(global_shape)) * factorial(len(mesh_shape))
     devices = prod(mesh_shape)
@@ -181,26 +181,26 @@ class Space:
     num_axes: int
     dims: int
     states: list[SpecState]
-    """Fewer pending reductions and fewer cuts first."""
+    """In ascending order of pending reductions, then of cuts."""
     index: dict[SpecState, int]
     lists: list[tuple[int, ...]]
     """Every list of axes that shards a dim somewhere."""
     list_index: Ints
     """(states, dims): which of `lists` shards each dim."""
     num_finished: int
-    """States with no pending reduction: the first ones. Permute and exchange join these."""
+    """How many states (the first) have no pending reduction; permute and exchange join these."""
     steps: dict[tuple[int, int], Step]
-    """By the places of both ends."""
+    """By the indices of both ends."""
 
 
 @lru_cache(maxsize=4)
 def orbits(space: Space, alike: tuple[int, ...], *, first: bool = False) -> tuple[Ints, Ints]:
-    """Return for each state the one that stands for it, and how to get there.
+    """Return the representative of each state's orbit, and the permutations that lead to it.
 
-    States cost the same that differ by a permutation of the tensor dims (but for the `first`, if
-    that is not like the others), or of mesh axes that have the same number in `alike`. Row ``u`` of
-    the second array (states, states) maps every state by the permutation that takes ``u`` to the
-    state that stands for it.
+    States in one orbit cost the same: they differ by a permutation of tensor dims (all but the
+    first dim if `first`), or of mesh axes with the same number in `alike`. Row ``u`` of the second
+    array (states, states) maps every state by the permutation that takes ``u`` to its
+    representative.
     """
     by_dims = [
         [space.index[tuple(cuts[d] for d in order), left] for cuts, left in space.states]
@@ -245,10 +245,10 @@ def space_of(num_axes: int, dims: int, pending: PartialState) -> Space:
 
 
 def distances(move: Floats, sources: Sequence[int] | Ints, join: np.ufunc = np.add) -> Floats:
-    """Return (sources, states): the cheapest seconds from some states to every state.
+    """Return (sources, states): the least seconds from each source to every state.
 
-    With `np.maximum` for `join`, the least number that some path's moves never exceed. This is the
-    relaxation of Bellman and Ford, in as many rounds as the longest cheapest path has moves.
+    With `np.maximum` as `join`, the least bound that all moves of some path stay within. This is
+    Bellman-Ford relaxation, in as many rounds as the longest cheapest path has moves.
     """
     best: Floats = move[sources]
     best[np.arange(len(sources)), sources] = 0.0
@@ -266,23 +266,22 @@ def distances(move: Floats, sources: Sequence[int] | Ints, join: np.ufunc = np.a
             for middle in middles:
                 join(rows[:, middle, None], move[middle], out=through)
                 np.minimum(rows, through, out=rows)
-            # Only states that came nearer can bring others nearer.
+            # Only states whose distance fell can shorten the way to others.
             middles = np.flatnonzero((rows < before).any(axis=0))
     return best
 
 
 def shortest_walk(move: Floats, source: int, target: int) -> list[int] | None:
-    """Return the states of a cheapest path, both ends included; None where no path exists.
+    """Return the states of a cheapest path, including both ends; None if there is no path.
 
-    Of equally cheap predecessors the one with the smallest index is taken.
+    Of equally cheap predecessors it uses the one with the smallest index.
     """
     best = distances(move, [source])[0]
     if not np.isfinite(best[target]):
         return None
     walk = [target]
     while walk[-1] != source:
-        # Beside millions of seconds the tie-breaker is lost: then a state that was passed may seem
-        # as near as before.
+        # Next to millions of seconds the tie-breaker is lost to rounding: exclude visited states.
         best[walk[-1]] = inf
         walk.append(int((best + move[:, walk[-1]]).argmin()))
     return walk[::-1]
@@ -298,8 +297,8 @@ def cheapest_path(
 ) -> list[tuple[Step, SpecState]] | None:
     """Return the cheapest steps from one state to another, each with the state it leads to.
 
-    None where no path of fewer seconds than `bound` is found among `max_edges` steps. This is
-    Dijkstra's search; networkx needs all edges beforehand, which for six axes are millions.
+    None if no path cheaper than `bound` turns up within `max_edges` steps. This is Dijkstra's
+    algorithm; networkx would need all edges in advance, which are millions for six axes.
     """
     best: dict[SpecState, float] = {source: 0.0}
     came_from: dict[SpecState, tuple[SpecState, Step]] = {}
@@ -338,42 +337,42 @@ def cheapest_paths(
     goal: int,
     count: int,
 ) -> Iterator[list[Node]]:
-    """Yield the cheapest paths in order; slices in a row are one edge.
+    """Yield at least the `count` cheapest paths in order; consecutive slices are one edge.
 
-    Paths are extended in the order of their cost and of what is left at least.
-    `networkx.shortest_simple_paths` would go on along those that slice to where they came from.
+    Paths are extended in the order of a lower bound of their total cost (A*).
+    `networkx.shortest_simple_paths` would include paths that gather and slice back.
     """
     states, sliced = space.states, defaultdict[int, list[int]](list)
-    # No path comes back to where it started, nor goes on from where it ends.
+    # Paths do not return to the start, and end at the goal.
     move[:, start] = move[goal] = inf
     left = distances(move.T, [goal])[0]
     for a, b in sorted(slices):
         if np.isfinite(move[a, b]):
             sliced[a].append(b)
             move[a, b] = inf
-    known: list[float] = []  # seconds of the cheapest complete paths, negative
+    totals: list[float] = []  # negative seconds of the cheapest complete paths, as a heap
 
     def cuts_from(start: int) -> dict[int, int]:
-        """Return the states that slices lead to, with the number of slices."""
-        found = {start: 0}
+        """Return the states that slices alone lead to, each with the number of slices."""
+        num_slices = {start: 0}
         todo = [start]
         for state in todo:
             for after in sliced.get(state, []):
-                if after not in found:
-                    found[after] = found[state] + 1
+                if after not in num_slices:
+                    num_slices[after] = num_slices[state] + 1
                     todo.append(after)
-        del found[start]
-        return found
+        del num_slices[start]
+        return num_slices
 
     def edges(node: Node, most: float) -> Iterator[tuple[Node, float, frozenset[SpecState]]]:
-        """Yield where a move or a cut leads, its seconds, and the states that it passes."""
-        here, after_cut = node
-        least = move[here] + left
+        """Yield each next node with the seconds to it and the states on the way."""
+        state, after_cut = node
+        least = move[state] + left
         for b in np.flatnonzero(np.isfinite(least) & (least <= most)).tolist():
-            yield (b, False), float(move[here, b]), frozenset([states[b]])
-        for b, number in cuts_from(here).items() if not after_cut else ():
+            yield (b, False), float(move[state, b]), frozenset([states[b]])
+        for b, number in cuts_from(state).items() if not after_cut else ():
             if left[b] <= most:
-                yield (b, True), number * TIE_SECONDS, _between(states[here], states[b])
+                yield (b, True), number * TIE_SECONDS, _between(states[state], states[b])
 
     order = counter()
     queue = [(float(left[start]), next(order), 0.0, [(start, False)], frozenset([states[start]]))]
@@ -382,23 +381,23 @@ def cheapest_paths(
         if path[-1][0] == goal:
             yield path
             continue
-        # Sums in another order may differ in the last digits.
-        most = inf if len(known) < count else -known[0] * (1 + 1e-9) - seconds
+        # The margin allows for rounding of sums in different orders.
+        most = inf if len(totals) < count else -totals[0] * (1 + 1e-9) - seconds
         for node, more, passed in edges(path[-1], most):
             if seen.isdisjoint(passed):
                 total = seconds + more
                 least = total + float(left[node[0]])
                 heappush(queue, (least, next(order), total, [*path, node], seen | passed))
                 if node[0] == goal:
-                    heappush(known, -total)
-                    if len(known) > count:
-                        heappop(known)
+                    heappush(totals, -total)
+                    if len(totals) > count:
+                        heappop(totals)
 
 
 def _between(before: SpecState, after: SpecState) -> frozenset[SpecState]:
-    """Return every state that slices from one to the other may come to, but the first."""
+    """Return every state on any way of slicing `before` into `after`, without `before`."""
     parts = (
-        [there[:length] for length in range(len(here), len(there) + 1)]
-        for here, there in zip(before[0], after[0], strict=True)
+        [longer[:length] for length in range(len(shorter), len(longer) + 1)]
+        for shorter, longer in zip(before[0], after[0], strict=True)
     )
     return frozenset((cuts, before[1]) for cuts in product(*parts)) - {before}

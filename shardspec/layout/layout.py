@@ -28,7 +28,7 @@ _MAX_ELEMENTS: Final = 2**63 - 1
 
 
 def resolve_axes(spec: ShardingSpec, mesh: DeviceMesh) -> ShardingSpec:
-    """Return the spec with every axis as a number of `mesh`; `AxisError` if the mesh lacks one."""
+    """Return the spec with axes as numbers; raises `AxisError` for axes that `mesh` lacks."""
     axes = spec.axes
     if all(isinstance(axis, int) and 0 <= axis < mesh.ndim for axis in axes):
         return spec
@@ -39,12 +39,12 @@ def resolve_axes(spec: ShardingSpec, mesh: DeviceMesh) -> ShardingSpec:
 
 
 def is_own_spec(given: SpecLike) -> TypeGuard[OwnSpec]:
-    """Whether this is for `ShardingSpec.of`, not torch's placements."""
+    """Return whether this is a spec or its notation, rather than torch's placements."""
     return not is_placements(given)
 
 
 def checked_mesh(mesh: object) -> DeviceMesh:
-    """Return a mesh; `LayoutError` for what is not one of shardspec."""
+    """Return the mesh; raises `LayoutError` if it is not shardspec's `DeviceMesh`."""
     if not isinstance(mesh, DeviceMesh):
         kind = type(mesh)
         name = "torch DeviceMesh" if kind.__module__.startswith("torch.") else kind.__name__
@@ -56,10 +56,10 @@ def checked_mesh(mesh: object) -> DeviceMesh:
 
 
 def spec_on(mesh: DeviceMesh, given: SpecLike, dims: int | Sequence[int]) -> ShardingSpec:
-    """Return a spec, however given, with every axis as a number of `mesh`.
+    """Return the spec of any form of it, with axes as numbers of `mesh`.
 
-    `dims` is the number of the tensor's dims or their sizes, which some strided shards need. Raises
-    as `ShardingSpec.parse`, `resolve_axes` and `spec_of_placements` do.
+    `dims` is the number of the tensor's dims, or their sizes, which some strided shards need.
+    Raises what `ShardingSpec.parse`, `resolve_axes` and `spec_of_placements` raise.
 
     >>> str(spec_on(DeviceMesh(range(4), (2, 2), axis_names=("dp", "tp")), "[S(tp),R]", 2))
     '[S1,R]'
@@ -71,7 +71,7 @@ def spec_on(mesh: DeviceMesh, given: SpecLike, dims: int | Sequence[int]) -> Sha
 
 
 def chosen_spec(sharding_spec: SpecLike | None, placements: SpecLike | None) -> SpecLike | None:
-    """Return what is given of two arguments that mean the same; None if neither is."""
+    """Return whichever of two synonymous arguments is given; None if neither is."""
     if sharding_spec is not None and placements is not None:
         raise LayoutError("sharding_spec and placements mean the same; give one of the two")
     return placements if sharding_spec is None else sharding_spec
@@ -82,13 +82,14 @@ class Layout:
     """Which box of a global tensor each device of a mesh holds.
 
     Each split follows `torch.chunk` (ceil-sized blocks, then a short one, then empty ones), applied
-    axis by axis from the major one inward, so boxes agree with `torch.distributed.tensor`. Where a
-    device gets nothing of a dim, its interval is ``(size, size)``, which is torch's offset too.
+    axis by axis from the major one inward, so boxes agree with `torch.distributed.tensor`. If a
+    device gets nothing of a dim, its interval is ``(size, size)``, the offset that torch uses too.
 
     Parameters
     ----------
     mesh, spec
-        Where, and how it is sharded; a spec may be given in its notation, or as torch's placements.
+        The devices, and how they share the tensor: a `ShardingSpec`, its notation, or torch's
+        placements.
     global_shape
         Sizes of the whole tensor; ``()`` for a scalar, zeros allowed.
     dtype
@@ -97,8 +98,8 @@ class Layout:
     Raises
     ------
     LayoutError
-        If spec and shape differ in the number of dims, a size is not a whole number from 0, or
-        there is not one placement per mesh axis.
+        If spec and shape differ in the number of dims, a size is negative or not a whole number,
+        or the number of placements is not that of the mesh axes.
     AxisError
         If the mesh lacks an axis of the spec.
     DTypeError
@@ -164,7 +165,11 @@ class Layout:
         return f"{self.spec} of {list(self.global_shape)} {self.dtype} on {self.mesh}"
 
     def box(self, physical_id: int) -> Box:
-        """Return the part of the global tensor that a device holds; `MeshError` if it is none."""
+        """Return the part of the global tensor that a device holds.
+
+        Raises `MeshError` for a device outside the mesh, and `LayoutError` if the device holds
+        several boxes; see `local_boxes`.
+        """
         sides = self.intervals(physical_id)
         if any(len(side) > 1 for side in sides):
             raise LayoutError(
@@ -175,29 +180,29 @@ class Layout:
         return tuple(side[0] for side in sides)
 
     def intervals(self, physical_id: int) -> tuple[tuple[tuple[int, int], ...], ...]:
-        """Return per dim the indices that a device holds: intervals in order, one for each part.
+        """Return for each dim the intervals of indices that a device holds, in ascending order.
 
-        Neighbouring intervals are one; a device that has nothing of a dim has ``(size, size)``.
+        Adjacent intervals are joined; ``(size, size)`` if the device holds nothing of a dim.
 
         >>> mesh = DeviceMesh(range(2), (2,))
         >>> Layout(mesh, "[S0{4,2/1}]", (6,), "int8").intervals(0)
         (((0, 2), (4, 6)),)
         """
         at = self.mesh.coordinates(physical_id)
-        found: list[tuple[tuple[int, int], ...]] = []
+        sides: list[tuple[tuple[int, int], ...]] = []
         for size, cut in zip(self.global_shape, self.spec.dim_specs, strict=True):
             splits = [(self.mesh.shape[int(axis)], at[int(axis)]) for axis in cut.axes]
             if not cut.is_plain:
-                found.append(_part_intervals(cut, size, splits))
+                sides.append(_part_intervals(cut, size, splits))
                 continue
             lo, hi = 0, size
             for count, index in splits:
                 lo, hi = split_interval(lo, hi, count, index)
-            found.append(((lo, hi),) if lo < hi else ((size, size),))
-        return tuple(found)
+            sides.append(((lo, hi),) if lo < hi else ((size, size),))
+        return tuple(sides)
 
     def local_boxes(self, physical_id: int) -> list[Box]:
-        """Return the parts of the global tensor that a device holds, in the order of its shard.
+        """Return the boxes of the global tensor that a device holds, in the order of its shard.
 
         >>> mesh = DeviceMesh(range(2), (2,))
         >>> Layout(mesh, "[S0{4,2},R]", (6, 3), "int8").local_boxes(1)
@@ -232,7 +237,7 @@ class Layout:
 
     @property
     def max_local_bytes(self) -> int:
-        """Bytes of the largest shard: the one at coordinates zero, by the rule of the cuts."""
+        """Bytes of the largest shard, which is always that of the first device."""
         return prod(self.local_shape(self.mesh.ids[0])) * item_bytes(self.dtype)
 
     @property
@@ -250,15 +255,15 @@ class Layout:
         return f"{self.labelled_spec} of {list(self.global_shape)} {self.dtype} on {self.mesh}"
 
     def drawing(self) -> Picture:
-        """Return who holds what, to be drawn as text, SVG or HTML."""
+        """Return a picture of which device holds what, for text, SVG or HTML."""
         cells: dict[Box, list[int]] = {}
         idle = []
         parts = [LayoutCell(self, cell) for cell in cells_of(self)]
         for device in self.mesh.ids:
-            held = [box for box in (part.box(device) for part in parts) if box_size(box)]
-            for box in held:
+            boxes = [box for box in (part.box(device) for part in parts) if box_size(box)]
+            for box in boxes:
                 cells.setdefault(box, []).append(device)
-            if not held:
+            if not boxes:
                 idle.append(device)
         notes = [f"nothing is held by {ids_text(idle)}"] if idle else []
         for partial in self.spec.partials:
@@ -300,11 +305,11 @@ def _check_parts(spec: SpecLike, dim: int, cut: DimSpec, size: int, devices: int
 def _part_intervals(
     cut: DimSpec, size: int, splits: Sequence[tuple[int, int]]
 ) -> tuple[tuple[int, int], ...]:
-    """Return what one device has of a dim with parts or blocks."""
+    """Return the intervals that one device holds of a dim with parts or blocks."""
     devices, place = 1, 0
     for count, index in splits:
         devices, place = devices * count, place * count + index
-    found: list[tuple[int, int]] = []
+    pieces: list[tuple[int, int]] = []
     start = 0
     for part in cut.parts or (Part(size),):
         lo, hi = 0, -(-part.size // cut.block)
@@ -313,45 +318,45 @@ def _part_intervals(
             lo, hi = split_interval(lo, hi, count, index)
         lo, hi = start + min(lo * cut.block, part.size), start + min(hi * cut.block, part.size)
         start += part.size
-        if lo < hi and found and found[-1][1] == lo:
-            found[-1] = (found[-1][0], hi)
+        if lo < hi and pieces and pieces[-1][1] == lo:
+            pieces[-1] = (pieces[-1][0], hi)
         elif lo < hi:
-            found.append((lo, hi))
-    return tuple(found) or ((size, size),)
+            pieces.append((lo, hi))
+    return tuple(pieces) or ((size, size),)
 
 
 @dataclass(frozen=True, slots=True)
 class LayoutCell:
-    """What a layout says of one box of the tensor, in which each device holds one box."""
+    """A layout restricted to one cell: a box of the tensor of which each device holds one box."""
 
     layout: Layout
     cell: Box
 
     def box(self, physical_id: int) -> Box:
-        """Return what a device holds of it; an empty interval where that is nothing."""
+        """Return the part of the cell that a device holds; empty intervals for nothing."""
         sides = []
         for side, (lo, hi) in zip(self.layout.intervals(physical_id), self.cell, strict=True):
-            held = [(max(a, lo), min(b, hi)) for a, b in side if max(a, lo) < min(b, hi)]
-            assert len(held) < 2, "parts are cut by cells"
-            sides.append(held[0] if held else (hi, hi))
+            shared = [(max(a, lo), min(b, hi)) for a, b in side if max(a, lo) < min(b, hi)]
+            assert len(shared) < 2, "parts are cut by cells"
+            sides.append(shared[0] if shared else (hi, hi))
         return tuple(sides)
 
     def boxes(self) -> dict[int, Box]:
-        """Return what every device holds of it."""
+        """Return the part of the cell that every device holds, by physical id."""
         return {device: self.box(device) for device in self.layout.mesh.ids}
 
     def index(self, physical_id: int) -> tuple[slice, ...]:
-        """Return the index of what a device holds of it in its shard."""
-        found = []
+        """Return the index, within its shard, of what a device holds of the cell."""
+        index = []
         sides = zip(self.layout.intervals(physical_id), self.box(physical_id), strict=True)
         for side, (lo, hi) in sides:
             before = sum(min(b, lo) - a for a, b in side if a < lo)
-            found.append(slice(before, before + hi - lo))
-        return tuple(found)
+            index.append(slice(before, before + hi - lo))
+        return tuple(index)
 
 
 def cells_of(*layouts: Layout) -> tuple[Box, ...]:
-    """Cut a tensor so that every device holds one box of each cell, in all of some layouts."""
+    """Return the cells of a tensor: in every layout, each device holds one box of each cell."""
     sides = []
     for dim, size in enumerate(layouts[0].global_shape):
         bounds = {0, size}

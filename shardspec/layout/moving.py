@@ -1,4 +1,4 @@
-"""What a step between two layouts moves, as data for communicators."""
+"""Transfers of a step between two layouts, as data for communicators."""
 
 from functools import lru_cache
 
@@ -12,11 +12,11 @@ from shardspec.mesh.device_mesh import DeviceMesh
 
 @lru_cache(maxsize=512)
 def transfers_of(step: Step, before: Layout, after: Layout, cell: Box | None = None) -> Transfers:
-    """Return what a step moves among the devices of both layouts, or what of one cell of them.
+    """Return the transfers of a step among the devices of both layouts, or of one cell of them.
 
-    A cell is a box of the tensor of which each device has one box, as `cells_of` says; layouts
-    that are not cut by parts need none. Devices outside a layout's mesh hold nothing. A scalar has
-    no dim along which to hold nothing, so between two meshes it is a vector of one element.
+    A `cell` is one of `cells_of`, which layouts with parts need. Devices outside a layout's mesh
+    hold nothing. A scalar has no dim that could be empty, so between two meshes it is a vector of
+    one element.
 
     Examples
     --------
@@ -26,8 +26,8 @@ def transfers_of(step: Step, before: Layout, after: Layout, cell: Box | None = N
     [(9, ((2, 3),))]
     """
     mesh = common_mesh(before.mesh, after.mesh)
-    held, wanted = (_boxes_on(layout, mesh, cell) for layout in (before, after))
-    return Transfers(step, mesh, held, wanted)
+    before_boxes, after_boxes = (_boxes_on(layout, mesh, cell) for layout in (before, after))
+    return Transfers(step, mesh, before_boxes, after_boxes)
 
 
 @lru_cache(maxsize=512)
@@ -35,7 +35,7 @@ def _boxes_on(layout: Layout, mesh: DeviceMesh, cell: Box | None) -> tuple[Box, 
     if cell is None and layout.mesh == mesh:
         return tuple(map(layout.box, mesh.ids))
     whole = tuple((0, size) for size in layout.global_shape)
-    seen = LayoutCell(layout, whole if cell is None else cell)
-    nothing = tuple((hi, hi) for _, hi in seen.cell or ((0, 1),))
-    one = ((0, 1),)
-    return tuple(seen.box(d) or one if d in layout.mesh else nothing for d in mesh.ids)
+    cells = LayoutCell(layout, whole if cell is None else cell)
+    nothing = tuple((hi, hi) for _, hi in cells.cell or ((0, 1),))
+    element = ((0, 1),)
+    return tuple(cells.box(d) or element if d in layout.mesh else nothing for d in mesh.ids)

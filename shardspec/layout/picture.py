@@ -18,7 +18,7 @@ Paint: TypeAlias = Callable[[int, str], str]
 _Interval: TypeAlias = tuple[int, int]
 
 MAX_CELLS: Final = 4096
-"""A picture of more boxes can neither be read nor drawn in good time."""
+"""The most boxes of a picture; more could not be read, and would take long to draw."""
 
 _PIXELS: Final = 26
 """Of an element in an SVG drawn to scale."""
@@ -29,9 +29,9 @@ _LETTER: Final = 7
 
 
 def style_sheet(kind: str, light: Mapping[str, str], dark: Mapping[str, str]) -> str:
-    """Return the style of drawings of one class, with what else it says on light and dark screens.
+    """Return the style sheet of drawings of one class, with extra rules for light and dark screens.
 
-    It applies to that class alone: in a notebook a style is one of the whole page.
+    Every rule names the class, because in a notebook a style sheet affects the whole page.
     """
 
     def rules(more: Mapping[str, str]) -> str:
@@ -48,7 +48,7 @@ _ARROW: Final = "fill:none;stroke:#59636e;stroke-width:1.5"
 _STYLE: Final = style_sheet(
     "shardspec-layout",
     {" .cell": "stroke:#1f2328;stroke-width:1", " .arrow": _ARROW},
-    # Boxes are pale on both.
+    # Boxes are pale on light and dark screens.
     {" .ids": "fill:#1f2328", " .arrow": "stroke:#9198a1"},
 )
 
@@ -78,20 +78,20 @@ def svg_page(root: Element, width: float, height: float, style: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Picture:
-    """Boxes that make up a grid, each with the ids of its holders: of a layout or a checkpoint.
+    """A drawing of the boxes of a layout or checkpoint, each with the ids of its holders.
 
-    A tensor of one dim is one row; one of more than two dims is drawn as one grid of its last two
-    dims for each block of the others.
+    A tensor of one dim is a single row. A tensor of more than two dims is drawn as several grids of
+    its last two dims, one for each block of the other dims.
     """
 
     title: str
     cells: Mapping[Box, Sequence[int]]
-    """Box to ids. The intervals of all boxes along each dim, combined, make every box."""
+    """The ids of the holders of each box. The boxes form a grid."""
     notes: Sequence[str] = ()
-    """What the cells cannot say."""
+    """Lines of text below the drawing."""
 
     def text(self, paint: Paint = lambda _, text: text) -> str:
-        """Draw it as text; the cells of a dim of up to 8 elements are drawn to scale.
+        """Return the drawing as text; the cells of dims of up to 8 elements are to scale.
 
         >>> print(Picture("three parts", {((0, 9),): [0, 2], ((9, 12),): [1]}).text())
         three parts
@@ -109,7 +109,7 @@ class Picture:
         return "\n".join([*lines, *self.notes])
 
     def _grid(self, cells: Sequence[tuple[int, str]], paint: Paint) -> Iterator[str]:
-        """Draw the cells of one block, given row by row: the number of the box, and its text."""
+        """Yield the lines of one block, given the number and text of its boxes, row by row."""
         _, rows, columns = self._sides()
         above, beside = list(map(_side_text, columns)), list(map(_side_text, rows)) or [""]
         margin, per_row = max(map(len, beside)) + bool(rows), max(len(columns), 1)
@@ -140,7 +140,7 @@ class Picture:
         yield rule(*"└┴┘")
 
     def svg(self) -> str:
-        """Draw it as one SVG element, in colour; `LayoutError` for more than `MAX_CELLS` boxes."""
+        """Return the drawing as one SVG element; raises `LayoutError` above `MAX_CELLS` boxes."""
         root, width, height = self._element()
         return svg_page(root, width, height, _STYLE)
 
@@ -197,7 +197,7 @@ class Picture:
         return root, width, y + _MARGIN
 
     def html(self) -> str:
-        """Return a page of its own with the drawing; raises as `svg` does."""
+        """Return a standalone page with the drawing; raises what `svg` raises."""
         return html_page(self.title, self.svg())
 
     def _sides(self) -> tuple[list[list[_Interval]], list[_Interval], list[_Interval]]:
@@ -207,7 +207,7 @@ class Picture:
         return sides[:-2], sides[-2] if dims > 1 else [], sides[-1] if sides else []
 
     def _blocks(self) -> Iterator[tuple[Box, list[tuple[int, Box]]]]:
-        """Yield for each grid what it shows, and its boxes row by row, numbered."""
+        """Yield for each grid the box of the outer dims, and its numbered boxes row by row."""
         outer_sides, *inner = self._sides()
         numbers = {box: number for number, box in enumerate(sorted(self.cells))}
         for outer in product(*outer_sides) if numbers else ():
@@ -216,7 +216,7 @@ class Picture:
 
 
 def html_page(title: str, body: str) -> str:
-    """Return a page without anything from outside, dark where the reader's screen is."""
+    """Return a self-contained page, dark if the reader prefers dark screens."""
     return (
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
         f'<meta name="color-scheme" content="light dark"><title>{escape(title)}</title></head>\n'
@@ -225,7 +225,7 @@ def html_page(title: str, body: str) -> str:
 
 
 def notebook_html(drawing: Callable[[], str], text: str, devices: int) -> str:
-    """Return what notebooks show: a drawing, or text where there is too much to draw."""
+    """Return HTML for notebooks: a drawing, or text if there is too much to draw."""
     with suppress(LayoutError):
         if devices <= MAX_CELLS:
             return drawing()
@@ -233,10 +233,10 @@ def notebook_html(drawing: Callable[[], str], text: str, devices: int) -> str:
 
 
 def row_svg(pictures: Sequence[Picture], between: Sequence[str] = (), per_row: int = 0) -> str:
-    """Draw pictures beside each other as one SVG element; raises as `Picture.svg`.
+    """Return pictures side by side as one SVG element; raises what `Picture.svg` raises.
 
-    `between` has a text for every arrow from one to the next; without any there are no arrows.
-    After `per_row` pictures, if it is above 0, a new row begins.
+    `between` has a text for the arrow between each two pictures; if empty, there are no arrows. If
+    `per_row` is above 0, a new row begins after so many pictures.
     """
     parts = [picture._element() for picture in pictures]
     root = Element("svg", {"class": "shardspec-layout", "role": "img"})
@@ -263,7 +263,7 @@ def row_svg(pictures: Sequence[Picture], between: Sequence[str] = (), per_row: i
 
 
 def box_rgb(number: int) -> tuple[int, int, int]:
-    """Return the colour of a box by its number: neighbours differ, and black can be read on it."""
+    """Return the colour of a box by its number; neighbours differ, and black text is legible."""
     # The golden angle keeps hues apart however many boxes there are.
     hue = (210 + number * 137.508) % 360 / 360
     red, green, blue = (round(255 * part) for part in hls_to_rgb(hue, 0.82, 0.8))
@@ -271,8 +271,8 @@ def box_rgb(number: int) -> tuple[int, int, int]:
 
 
 def ids_text(ids: Sequence[int]) -> str:
-    """List ids in ascending order, three or more in a row as the first and the last: '1-3,7'."""
-    # In a row ids grow as their places do.
+    """Return ids in ascending order as text, with three or more in a row as a range: '1-3,7'."""
+    # Within a run, the difference of id and place is constant.
     by_run = groupby(enumerate(sorted(ids)), lambda place_and_id: place_and_id[1] - place_and_id[0])
     runs = [[id_ for _, id_ in run] for _, run in by_run]
     return ",".join(
@@ -281,7 +281,7 @@ def ids_text(ids: Sequence[int]) -> str:
 
 
 def _block_title(outer: Box) -> str:
-    """Name the block of a tensor of more than two dims that one grid shows."""
+    """Return the title of one grid of a tensor of more than two dims."""
     return f"[{', '.join(map(_side_text, outer))}, :, :]"
 
 
@@ -292,7 +292,7 @@ def _side_text(side: _Interval) -> str:
 def _lengths(
     sides: Sequence[_Interval], needed: Sequence[int], element: int, to_scale: int
 ) -> list[int]:
-    """Return how long to draw each interval of a dim: to scale in a short dim, else all alike."""
+    """Return the drawn length of each interval of a dim: to scale in short dims, else equal."""
     if not sides or sides[-1][1] > to_scale:
         return [max(needed)] * len(needed)
     sizes = [hi - lo for lo, hi in sides]

@@ -87,9 +87,9 @@ def _own(types: Any, placement: Any) -> Placement:  # noqa: ANN401  # torch may 
 
 
 def placements_of(spec: ShardingSpec, mesh_shape: Sequence[int]) -> tuple[Placement, ...]:
-    """Return the placement of every mesh axis; the spec's axes are numbers.
+    """Return the placement of every mesh axis, for a spec with numbered axes.
 
-    Raises `LossyConversionError` for blocks, and for parts that differ from those of torch's rule.
+    Raises `LossyConversionError` for blocks, and for parts that torch would not make.
 
     >>> placements_of(ShardingSpec.parse("[S10,R|P2]"), (2, 3, 2))
     (Split(dim=0, split_factor=3), Split(dim=0, split_factor=1), 'sum')
@@ -114,13 +114,13 @@ def spec_of_placements(
     mesh_shape: Sequence[int],
     shard_order: Mapping[int, Sequence[int]] | None = None,
 ) -> ShardingSpec:
-    """Return the spec that placements, one per mesh axis, describe.
+    """Return the spec equivalent to placements, one per mesh axis.
 
     `dims` is the number of the tensor's dims, or their sizes, which parts need; a negative dim of a
-    `Split` counts from the end. `shard_order` is, per dim, the axes that split it, where torch
-    keeps that beside the placements; split factors are then all 1. Raises `LayoutError` for
-    placements that do not fit mesh or tensor, and `LossyConversionError` where several axes shard
-    parts of one dim, which torch does by two rules.
+    `Split` counts from the end. `shard_order` has, for each dim, the axes that split it, if torch
+    stores that beside the placements; split factors are then all 1. Raises `LayoutError` for
+    placements that do not fit mesh or tensor, and `LossyConversionError` if several axes shard
+    parts of one dim, for which torch has two contradictory rules.
 
     >>> str(spec_of_placements([Split(0, 3), Split(0)], 2, (2, 3)))
     '[S10,R]'
@@ -132,7 +132,8 @@ def spec_of_placements(
     dims = dims if isinstance(dims, int) else len(dims)
     orders: dict[int, list[int | str]] = {}
     factors: dict[int, list[int]] = {}
-    # From the right: an axis goes in after as many parts as its factor says.
+    # From the right: each axis is inserted where the axes before it make as many parts as its
+    # split factor.
     for axis, placement in reversed(list(enumerate(placements))):
         if not isinstance(placement, Split):
             continue
@@ -142,10 +143,10 @@ def spec_of_placements(
                 f"{counted(dims, 'dim')}"
             )
         order = orders.setdefault(placement.dim % dims, [])
-        found = factors.setdefault(placement.dim % dims, [])
-        found.append(placement.split_factor)
+        split_factors = factors.setdefault(placement.dim % dims, [])
+        split_factors.append(placement.split_factor)
         right_of_it = [mesh_shape[int(other)] for other in order]
-        made = list(accumulate(right_of_it, mul, initial=found[0]))
+        made = list(accumulate(right_of_it, mul, initial=split_factors[0]))
         if placement.split_factor not in made:
             raise LayoutError(
                 f"axis {axis} has split factor {placement.split_factor}, but the axes to its right "
@@ -153,28 +154,30 @@ def spec_of_placements(
                 "has it"
             )
         order.insert(made.index(placement.split_factor), axis)
-    parts = {dim: found for dim, found in factors.items() if found[0] > 1}
+    parts = {dim: split_factors for dim, split_factors in factors.items() if split_factors[0] > 1}
     if shard_order is not None and not parts:
         given: dict[int, list[int | str]] = {d: list(a) for d, a in shard_order.items() if a}
-        here, there = ({d: sorted(a, key=int) for d, a in o.items()} for o in (orders, given))
-        if here != there:
+        axes_placed, axes_given = (
+            {d: sorted(a, key=int) for d, a in o.items()} for o in (orders, given)
+        )
+        if axes_placed != axes_given:
             raise LayoutError(f"shard order {given} names other dims or axes than the placements")
         orders = given
     cuts = {dim: DimSpec(tuple(order)) for dim, order in orders.items()}
-    for dim, found in parts.items():
+    for dim, split_factors in parts.items():
         if sizes is None:
             raise LayoutError(
-                f"split factor {found[0]} makes parts of dim {dim}, whose size is not given; give "
-                "the shape of the tensor"
+                f"split factor {split_factors[0]} makes parts of dim {dim}, whose size is not "
+                "given; give the shape of the tensor"
             )
-        if len(found) > 1:
+        if len(split_factors) > 1:
             # torch distributes such tensors by one rule and gathers them by another.
             raise LossyConversionError(
                 f"axes {sorted(map(int, orders[dim]))} shard dim {dim} together with split factors "
-                f"{found[::-1]}, which make parts; torch's own full_tensor() mixes such shards up. "
-                "Redistribute to Shard or Replicate over all of them but one first"
+                f"{split_factors[::-1]}, which make parts; torch's own full_tensor() mixes such "
+                "shards up. Redistribute to Shard or Replicate over all of them but one first"
             )
-        cuts[dim] = DimSpec(cuts[dim].axes, _parts(sizes[dim], found[0]))
+        cuts[dim] = DimSpec(cuts[dim].axes, _parts(sizes[dim], split_factors[0]))
     pending: dict[int | str, ReduceOp] = {
         axis: given for axis, given in enumerate(placements) if isinstance(given, str)
     }
@@ -192,6 +195,6 @@ def check_count(placements: Sequence[object], mesh_shape: Sequence[int]) -> None
 
 
 def _parts(size: int, factor: int) -> tuple[Part, ...]:
-    """Return the parts into which torch divides a dim before one axis shards each of them."""
+    """Return the parts into which torch divides a dim before one axis shards each."""
     ends = (split_interval(0, size, factor, place) for place in range(factor))
     return tuple(Part(hi - lo) for lo, hi in ends if lo < hi)

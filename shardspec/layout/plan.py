@@ -1,4 +1,4 @@
-"""A plan: the ordered steps from one layout to another, what they cost, and the naive plan."""
+"""Conversion plans: the ordered steps between two layouts with their costs; the naive plan."""
 
 import json
 from collections.abc import Iterable, Iterator, Sequence
@@ -56,13 +56,13 @@ class ConversionPlan:
     """
 
     steps: tuple[Step, ...]
-    """What to do, in order; empty where source and target are the same."""
+    """The steps in order; empty if source and target are the same."""
     layouts: tuple[Layout, ...]
     """Source, then the layout after every step; the last one is the target."""
     model: CostModel
-    """What the steps on the source's mesh are priced by."""
+    """The cost model of the source's mesh."""
     target_model: CostModel | None = None
-    """What the steps on the target's mesh are priced by, where that is another one."""
+    """The cost model of the target's mesh if that differs from the source's."""
 
     @property
     def source(self) -> Layout:
@@ -82,7 +82,7 @@ class ConversionPlan:
 
     @property
     def communicating(self) -> tuple[tuple[Step, Layout, Layout], ...]:
-        """The moves that are not slices: slices move nothing, and may come in any order."""
+        """The moves that are not slices; slices are local and can be reordered."""
         return tuple(move for move in self.moves if not isinstance(move[0], Slice))
 
     @property
@@ -107,7 +107,7 @@ class ConversionPlan:
 
     @property
     def bytes_received(self) -> int:
-        """Bytes the busiest device receives in all steps together."""
+        """Sum over all steps of the bytes the busiest device receives."""
         return sum(self.step_bytes)
 
     @property
@@ -116,7 +116,7 @@ class ConversionPlan:
         return max(self.live_bytes, default=self.source.max_local_bytes)
 
     def model_between(self, before: Layout, after: Layout) -> CostModel:
-        """Return what a step from one layout to the next, or back, is priced by."""
+        """Return the cost model of a step between two layouts of the plan, in either direction."""
         if self.target_model is None:
             return self.model
         of_mesh = {self.target.mesh: self.target_model, self.source.mesh: self.model}
@@ -126,23 +126,23 @@ class ConversionPlan:
 
     @property
     def known_error(self) -> str:
-        """How far the modelled seconds of each kind of step are off, as far as that is known."""
+        """A sentence about the accuracy of the modelled seconds, by kind of step."""
         return errors_text(self.errors)
 
     @property
     def errors(self) -> tuple[StepError, ...]:
-        """How far the price of every step that communicates is off; None where nobody measured."""
-        found: list[StepError] = []
+        """The error of the price of every communicating step; None if it was never measured."""
+        errors: list[StepError] = []
         for step, before, after in self.communicating:
             model = self.model_between(before, after)
             what, kind = step_text(step), kind_of(step)
             if kind is not None:
                 what = f"{kind} of {model.group_text(step.axes)}"
-            found.append((what, model.error(step, before.max_local_bytes)))
+            errors.append((what, model.error(step, before.max_local_bytes)))
             if model.copy_s and copies(step, 2):
-                # Their rate is the vendor's.
-                found.append(("local copies", None))
-        return tuple(found)
+                # The rate of copies is the vendor's figure, not a measurement.
+                errors.append(("local copies", None))
+        return tuple(errors)
 
     def as_dict(self) -> dict[str, object]:
         """Return the plan as plain lists, numbers and text, ready for JSON."""
@@ -191,7 +191,7 @@ class ConversionPlan:
         return row_svg(pictures, [step_text(step) for step, _, _ in self.moves])
 
     def _repr_html_(self) -> str:
-        """Draw the plan where notebooks show it, above its text."""
+        """Show a drawing of the plan above its text in notebooks."""
         text = str(self)
         devices = max(layout.mesh.size() for layout in self.layouts)
         return notebook_html(lambda: f"{self.svg()}<pre>{escape(text)}</pre>", text, devices)
@@ -255,7 +255,7 @@ class ConversionPlan:
         model: CostModel,
         target_model: CostModel | None = None,
     ) -> "ConversionPlan":
-        """Return the plan of steps from a layout, each given with where it leads."""
+        """Return the plan of moves from a layout."""
         moves = list(moves)
         layouts = (source, *(layout for _, layout in moves))
         return cls(tuple(step for step, _ in moves), layouts, model, target_model)
@@ -283,7 +283,7 @@ def step_bytes(step: Step, before: Layout, after: Layout) -> int:
 
 
 def errors_text(errors: Iterable[StepError]) -> str:
-    """Say how far prices of steps are off, each kind of step once, at its worst."""
+    """Return a sentence with the worst error of each kind of step."""
     worst: dict[str, Band] = {}
     unknown: dict[str, None] = {}
     for what, band in errors:
@@ -325,7 +325,7 @@ def route_text(plan: ConversionPlan) -> str:
 
 
 def plans_table(plans: Sequence[ConversionPlan], names: Sequence[str]) -> str:
-    """Return plans between the same layouts as a table, a named row each, beside the first."""
+    """Return a text table of plans between the same layouts; the first is the reference."""
     best = plans[0].cost_seconds
     rows = [
         [
@@ -348,23 +348,23 @@ def naive_plan(
 ) -> ConversionPlan:
     """Return the plan that all-reduces, all-gathers every sharded dim, and slices to the target.
 
-    To another mesh the gathered tensor crosses whole, and is sliced there. What is pending at the
-    target as well stays pending.
+    To another mesh, the gathered tensor crosses whole and is sliced on the target's mesh.
+    Reductions that are pending in the target too stay pending.
     """
     moves: list[Move] = []
     if source.mesh != target.mesh:
         whole = ShardingSpec(source.spec.dims)
-        there = target.with_spec(whole)
+        gathered = target.with_spec(whole)
         moves += naive_moves(source, whole, model)
-        moves.append((exchange_to(source, there, model, target_model), there))
-        moves += naive_moves(there, target.spec, target_model or model)
+        moves.append((exchange_to(source, gathered, model, target_model), gathered))
+        moves += naive_moves(gathered, target.spec, target_model or model)
     elif source != target:
         moves += naive_moves(source, target.spec, model)
     return ConversionPlan.of_moves(source, moves, model, target_model)
 
 
 def naive_moves(source: Layout, target: ShardingSpec, model: CostModel) -> Iterator[Move]:
-    """Yield the steps that finish reductions, gather everything and slice, with where they lead."""
+    """Yield moves that finish reductions, gather every sharded dim and slice to the target."""
     for step, layout in finishing_moves(source, target):
         yield step, layout
         source = layout
@@ -372,8 +372,8 @@ def naive_moves(source: Layout, target: ShardingSpec, model: CostModel) -> Itera
     if not (spec.is_plain and target.is_plain):
         for after in (ShardingSpec(spec.dims, partial=spec.partial), target):
             if after != spec:
-                there = source.with_spec(after)
-                yield exchange_to(source, there, model), there
+                reached = source.with_spec(after)
+                yield exchange_to(source, reached, model), reached
                 spec = after
         return
     for dim, cut in enumerate(state_of(spec)[0]):
@@ -387,7 +387,7 @@ def naive_moves(source: Layout, target: ShardingSpec, model: CostModel) -> Itera
 
 
 def finishing_moves(source: Layout, target: ShardingSpec) -> Iterator[Move]:
-    """Yield the all-reduces of what is pending at the source and not at the target."""
+    """Yield moves that all-reduce what is pending in the source but not in the target."""
     spec = source.spec
     ending = [partial for partial in spec.partials if partial not in target.partials]
     for op in sorted({partial.op for partial in ending}):

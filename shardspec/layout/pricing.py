@@ -1,9 +1,9 @@
 """Prices of every move between every two specs, for one tensor on one mesh.
 
-Collectives are priced by the cost model, permute and exchange as `shardspec.layout.routed` says.
-Where every dim divides evenly whatever the cut, these depend on the mesh and the rank alone, and
-specs that differ by a permutation of the dims, or of like axes, share them; else they are made for
-the one shape.
+The cost model prices collectives, and `shardspec.layout.routed` prices permute and exchange. If
+every dim divides evenly under every spec, the latter depend only on the mesh and the rank, and
+specs that differ by a permutation of dims or of equivalent axes share them. Otherwise they are
+computed for the given shape.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -45,11 +45,11 @@ from shardspec.layout.routed import (
 )
 
 _ROUNDING: Final = 1e-12
-"""Prices that differ by so little, in proportion, are one price summed in another order."""
+"""Relative difference below which prices are equal: rounding of sums in different orders."""
 _FEW_STATES: Final = 200
-"""Up to so many states prices take less than a MiB, so those of many tensors are kept."""
+"""With at most this many states, prices take less than 1 MiB, so more tensors are cached."""
 _MAX_CELLS: Final = 1 << 21
-"""Pairs of specs times pairs of devices that are priced together."""
+"""Pairs of specs times pairs of devices that are priced in one batch."""
 _MAX_WORK: Final = 1e7
 """Pairs of specs times devices up to which every permute and exchange is priced."""
 
@@ -59,13 +59,13 @@ class Prices:
     """The cheapest single move between all specs of a space."""
 
     space: Space
-    """What the rows and columns stand for."""
+    """The states that rows and columns stand for."""
     steps: dict[tuple[int, int], Step]
     """The collectives and slices."""
     local_bytes: Floats
     """Bytes of the largest shard of each state."""
     seconds: Floats
-    """(states, states); inf where no single move leads there."""
+    """(states, states): row to column; inf where no single move exists."""
     kind: npt.NDArray[np.int8]
     """0 where a collective or slice is the cheapest, 1 for a permute, 2 for an exchange."""
     routed: bool
@@ -74,12 +74,12 @@ class Prices:
 
     @cached_property
     def live_bytes(self) -> Floats:
-        """Bytes that the fullest device holds during the move between every two states, or inf."""
-        held: Floats = self.local_bytes[:, None] + self.local_bytes
-        return np.where(np.isfinite(self.seconds), held, np.inf)
+        """Bytes on the fullest device during each move, before and after together; inf for none."""
+        live: Floats = self.local_bytes[:, None] + self.local_bytes
+        return np.where(np.isfinite(self.seconds), live, np.inf)
 
     def state(self, layout: Layout) -> int:
-        """Return the state that a layout is in."""
+        """Return the index of a layout's state."""
         return self.space.index[state_of(layout.spec)]
 
     def with_pair(self, source: Layout, target: Layout) -> "Prices":
@@ -92,7 +92,10 @@ class Prices:
         return replace(self, seconds=seconds, kind=kind)
 
     def with_slices_joined(self) -> "Prices":
-        """Return the prices with slices along several axes as one move: nothing is held between."""
+        """Return the prices with slices along several axes as single moves.
+
+        A joined slice has no intermediate shards that count towards `live_bytes`.
+        """
         steps, seconds, kind = dict(self.steps), self.seconds.copy(), self.kind.copy()
         for target, (cuts, pending) in enumerate(self.space.states):
             for dim, axes in enumerate(cuts):
@@ -115,7 +118,7 @@ class Prices:
                 return exchange_between(*ends, self.model)
 
     def move(self, tensor: Layout, source: int, target: int) -> tuple[Step, Layout]:
-        """Return the cheapest single move of a tensor between two states, and where it leads."""
+        """Return the cheapest single step of a tensor between two states, and the layout after."""
         target_spec = spec_of(self.space.states[target])
         return self.step(source, target), tensor.with_spec(target_spec)
 
@@ -139,7 +142,7 @@ def changed_axes(*both: Cuts) -> tuple[int, ...]:
 
 
 def alike_axes(model: CostModel) -> tuple[int, ...]:
-    """Return per mesh axis a number that is the same for axes equally long and fast."""
+    """Return a number for each mesh axis, equal for axes of the same length and link."""
     if model.measured:  # curves of this mesh's own axes
         return tuple(range(len(model.links)))
     each = zip(model.mesh_shape, model.links, strict=True)
@@ -148,7 +151,10 @@ def alike_axes(model: CostModel) -> tuple[int, ...]:
 
 
 def prices_of(tensor: Layout, model: CostModel, max_work: float = _MAX_WORK) -> Prices:
-    """Price all moves of a tensor; permute and exchange for `max_work` pairs times devices."""
+    """Return the prices of all moves of a tensor.
+
+    Permute and exchange are omitted if pairs of specs times devices exceed `max_work`.
+    """
     prices = small_prices if states_of(tensor) <= _FEW_STATES else large_prices
     pending, item = state_of(tensor.spec)[1], item_bytes(tensor.dtype)
     return prices(pending, tensor.global_shape, item, model, max_work)
@@ -157,10 +163,10 @@ def prices_of(tensor: Layout, model: CostModel, max_work: float = _MAX_WORK) -> 
 def prices_to_search(
     source: Layout, model: CostModel, max_bytes: int | None, target: Layout | None = None
 ) -> tuple[Prices, Floats]:
-    """Return prices, and the seconds of the moves that hold at most `max_bytes`, ties broken.
+    """Return prices, and the seconds of moves within `max_bytes` with the tie-breaker added.
 
-    Where there are too many pairs of specs to price permute and exchange, those straight from the
-    source to the target are.
+    If there are too many pairs of specs to price permute and exchange for all, only the pair
+    `source`, `target` is priced.
     """
     prices = prices_of(source, model)
     if max_bytes is not None:
@@ -188,16 +194,18 @@ def _prices(
     seconds = np.full((len(space.states),) * 2, np.inf)
     kind = np.zeros(seconds.shape, np.int8)
     ends, lines = _collective_lines(space, model)
-    held = local_bytes[ends[0]]
-    seconds[ends] = np.min([fixed + slope * held for fixed, slope in lines], axis=0)
-    known = space.num_finished
+    shard_bytes = local_bytes[ends[0]]
+    seconds[ends] = np.min([fixed + slope * shard_bytes for fixed, slope in lines], axis=0)
+    finished = space.num_finished
     routed = _routed(global_shape, item, model, max_work)
     for number, price in enumerate(routed or (), 1):
-        best = seconds[:known, :known]
+        best = seconds[:finished, :finished]
         cheaper = price < best * (1 - _ROUNDING)
         np.minimum(price, best, out=best)
-        # Ten times as fast as by a mask: a later move that is cheaper has the larger number.
-        np.maximum(kind[:known, :known], cheaper * np.int8(number), out=kind[:known, :known])
+        # Ten times as fast as a mask; correct, as a later kind of move has the larger number.
+        np.maximum(
+            kind[:finished, :finished], cheaper * np.int8(number), out=kind[:finished, :finished]
+        )
     return Prices(space, space.steps, local_bytes, seconds, kind, routed is not None, model)
 
 
@@ -206,22 +214,22 @@ large_prices = lru_cache(maxsize=4)(_prices)
 
 
 def step_lines(model: CostModel) -> Callable[[Step], tuple[Line, ...]]:
-    """Return what tells a model's lines of a step, computed once for steps that cost the same."""
-    known: dict[object, tuple[Line, ...]] = {}
+    """Return a cached form of `model.lines`, computed once for all steps of equal cost."""
+    lines_of: dict[object, tuple[Line, ...]] = {}
 
     def lines(step: Step) -> tuple[Line, ...]:
-        # Along the same axes, in whatever order these arrive.
+        # The order of the axes does not matter.
         key = type(step), frozenset(step.axes), copies(step, 1)
-        if key not in known:
-            known[key] = model.lines(step)
-        return known[key]
+        if key not in lines_of:
+            lines_of[key] = model.lines(step)
+        return lines_of[key]
 
     return lines
 
 
 @lru_cache(maxsize=16)
 def _collective_lines(space: Space, model: CostModel) -> tuple[Sides, list[Lines]]:
-    """Return both ends of every edge, and lines over the bytes held; the lowest is the price."""
+    """Return both ends of every edge, and its lines over shard bytes; the lowest is the price."""
     of_edges = list(map(step_lines(model), space.steps.values()))
     most = max(map(len, of_edges), default=1)
     lines = np.array([(*each, *each[:1] * (most - len(each))) for each in of_edges])
@@ -233,14 +241,17 @@ def _collective_lines(space: Space, model: CostModel) -> tuple[Sides, list[Lines
 def _routed(
     global_shape: tuple[int, ...], item: int, model: CostModel, max_work: float
 ) -> tuple[Floats, Floats] | None:
-    """Return permute and exchange between all states with nothing pending, None for too many."""
+    """Return the seconds of permute and exchange between all states without pending reductions.
+
+    None if there are more than `max_work` pairs times devices.
+    """
     mesh_shape = model.mesh_shape
     dims, space = len(global_shape), space_of(len(mesh_shape), len(global_shape), ())
     axes = [axis for axis, length in enumerate(mesh_shape) if length > 1]
     if len(axes) < len(mesh_shape):
-        # Axes of one device make no difference, so states that differ only there are priced once.
-        found = _routed(global_shape, item, model.on(axes), max_work)
-        if found is None:
+        # Axes of one device do not matter, so states that differ only in them share a price.
+        squeezed_seconds = _routed(global_shape, item, model.on(axes), max_work)
+        if squeezed_seconds is None:
             return None
         index = space_of(len(axes), dims, ()).index
         squeezed = (
@@ -248,7 +259,7 @@ def _routed(
             for cuts, _ in space.states
         )
         same = np.array([index[cuts, ()] for cuts in squeezed])
-        permute, exchange = (seconds[np.ix_(same, same)] for seconds in found)
+        permute, exchange = (seconds[np.ix_(same, same)] for seconds in squeezed_seconds)
         permute[same[:, None] == same] = 0.0
         np.fill_diagonal(permute, np.inf)
         return permute, exchange
@@ -265,9 +276,9 @@ def _routed(
     else:
         rows, size = _even_rows(space, model), prod(global_shape) * item
     seconds = np.empty((2, count, count))
-    for some, *lines in rows:
+    for batch, *lines in rows:
         for each, prices in zip(lines, seconds, strict=True):
-            prices[some] = value_at(each, size).reshape(-1, count)
+            prices[batch] = value_at(each, size).reshape(-1, count)
     if alike is not None:
         seconds = seconds.reshape(2, -1).take(alike[0][:, None] * count + alike[1], axis=1)
     seconds[1][seconds[1] == 0] = np.inf  # nothing moves: that is a slice, or no step at all
@@ -276,41 +287,41 @@ def _routed(
 
 @lru_cache(maxsize=8)
 def _even_rows(space: Space, model: CostModel) -> list[tuple[Ints, Lines, Lines]]:
-    """Return lines from one state of each kind to all, by the bytes of an evenly cut tensor."""
+    """Return lines from one state per orbit to all states, over the bytes of an even tensor."""
     sizes = (prod(model.mesh_shape),) * space.dims
     sources = np.unique(orbits(space, alike_axes(model))[0])
-    scale, found = prod(sizes), []
-    for some, permute, exchange in _rows(space, model, sizes, sources):
-        # Lines along the slow axis in memory: their maximum is taken many times faster.
+    scale, rows = prod(sizes), []
+    for batch, permute, exchange in _rows(space, model, sizes, sources):
+        # Lines along the slow axis in memory: maxima over them are many times faster.
         permute, exchange = (
             (np.asfortranarray(fixed), np.asfortranarray(slope / scale))
             for fixed, slope in (permute, pruned(*exchange))
         )
-        found.append((some, permute, exchange))
-    return found
+        rows.append((batch, permute, exchange))
+    return rows
 
 
 def _rows(
     space: Space, model: CostModel, sizes: Sequence[int], sources: Ints
 ) -> Iterator[tuple[Ints, Lines, Lines]]:
-    """Yield sources that the same axes shard, and lines of permute and exchange to all states."""
+    """Yield batches of sources sharded by the same axes, with lines of permute and exchange."""
     routing, count = Routing(model, sizes, space.lists), len(space.states)
     at_once = max(1, _MAX_CELLS // (count * routing.differ.size))
     used = routing.axis_bits(space.list_index[sources])
     for bits in np.unique(used).tolist():
         alike = sources[used == bits]
         for first in range(0, len(alike), at_once):
-            some = alike[first : first + at_once]
-            ends = np.repeat(space.list_index[some], count, axis=0)
-            yield some, *routing.lines(ends, np.tile(space.list_index, (len(some), 1)))
+            batch = alike[first : first + at_once]
+            ends = np.repeat(space.list_index[batch], count, axis=0)
+            yield batch, *routing.lines(ends, np.tile(space.list_index, (len(batch), 1)))
 
 
 def pair_prices(source: Layout, target: Layout, model: CostModel) -> tuple[float, float]:
-    """Return the seconds of a permute and of an exchange to a spec on the same mesh, or inf."""
+    """Return the seconds of a permute and of an exchange on one mesh; inf if not applicable."""
     ends = state_of(source.spec)[0], state_of(target.spec)[0]
     lists = list(dict.fromkeys((*ends[0], *ends[1])))
     routing = Routing(model, source.global_shape, lists)
-    here, there = (np.array([[lists.index(axes) for axes in cuts]], np.int64) for cuts in ends)
+    before, after = (np.array([[lists.index(axes) for axes in cuts]], np.int64) for cuts in ends)
     item = item_bytes(source.dtype)
-    permute, exchange = (float(value_at(each, item)[0]) for each in routing.lines(here, there))
+    permute, exchange = (float(value_at(each, item)[0]) for each in routing.lines(before, after))
     return permute if ends[0] != ends[1] else np.inf, exchange or np.inf

@@ -35,17 +35,17 @@ class RuleSpec:
     """
 
     spec: ShardingSpec
-    """Without the dims for which the ellipsis stands."""
+    """The spec without the dims of the ellipsis."""
     ellipsis: int | None = None
-    """The number of dims before the ellipsis; None if there is none."""
+    """The number of dims before the ellipsis; None without an ellipsis."""
 
     @classmethod
     def of(cls, given: OwnSpec) -> "RuleSpec":
-        """Return the spec of a rule; raises as `ShardingSpec.parse`."""
+        """Return the spec of a rule; raises what `ShardingSpec.parse` raises."""
         return cls(given) if isinstance(given, ShardingSpec) else cls(*parse_for_rule(given))
 
     def for_dims(self, dims: int) -> ShardingSpec | None:
-        """Return the spec for a tensor; None if there is none for that number of dims.
+        """Return the spec for a tensor of `dims` dims; None if the rule does not fit.
 
         A tensor without dims is replicated by any rule with ``...``.
         """
@@ -76,10 +76,10 @@ def last_match(patterns: Iterable[str], name: str) -> str | None:
 def winning_patterns(
     patterns: Sequence[str], names: Iterable[str], what: str = "tensor"
 ) -> dict[str, str]:
-    """Return name to the last pattern that matches it, without names that none matches.
+    """Return for each name the last pattern that matches it, without names that none matches.
 
-    Raises `LayoutError` for a pattern that matches nothing, and for one whose names all are matched
-    by later ones.
+    Raises `LayoutError` for a pattern that matches nothing, or only names that later patterns
+    match too.
 
     >>> winning_patterns(["*", "*.bias"], ["up.weight", "up.bias"])
     {'up.weight': '*', 'up.bias': '*.bias'}
@@ -123,13 +123,13 @@ def match_rules(
     ----------
     rules
         Name pattern to spec. Patterns are those of the shell (``*``, ``?``, ``[abc]``), matched
-        against the whole name with case. If several match a name, the last one counts. A spec may
-        have ``...`` for as many ``R`` as a tensor has dims left, and then replicates tensors
-        without dims; so do torch's placements, which are for any number of dims too.
+        against the whole name, case-sensitively. If several match a name, the last one counts. In
+        a spec ``...`` stands for as many ``R`` as the tensor has dims left; such a spec replicates
+        tensors without dims. So do torch's placements, which fit any number of dims too.
     tensors
         Tensor name to its number of dims or its shape.
     device_mesh
-        What placements are compared with; `_StridedShard` needs it, and shapes.
+        The mesh of torch's placements; `_StridedShard` needs it, and shapes.
 
     Returns
     -------
@@ -139,10 +139,10 @@ def match_rules(
     Raises
     ------
     LayoutError
-        If a rule matches nothing, later rules match all that it does, a spec is not for the number
-        of dims of the tensor, or placements do not fit it or the mesh.
+        If a rule matches nothing, or only names that later rules match too, if a spec is for
+        another number of dims than the tensor has, or placements do not fit it or the mesh.
     SpecSyntaxError, AxisError
-        If the text of a spec is not one; names the rule.
+        If the text of a spec is malformed; the message names the rule.
 
     Examples
     --------
@@ -184,18 +184,18 @@ def match_rules(
 def _of_placements(
     placements: Sequence[Placement], sizes: int | Sequence[int], mesh: DeviceMesh | None
 ) -> ShardingSpec:
-    """Return the spec for a tensor; one without dims is replicated."""
+    """Return the spec for a tensor; a tensor without dims is replicated."""
     if mesh is None and any(isinstance(p, Split) and p.split_factor > 1 for p in placements):
         raise LayoutError("a _StridedShard depends on the mesh; give device_mesh=")
     if not sizes:
         placements = [None if isinstance(p, Split) else p for p in placements]
-    # Without strides the order of the axes says all.
+    # Without strides the order of the axes is sufficient.
     shape = (1,) * len(placements) if mesh is None else mesh.shape
     return spec_of_placements(placements, sizes, shape)
 
 
 def misfit_text(pattern: str, rule: RuleSpec, name: str, dims: int) -> str:
-    """Say that a rule is not for a tensor of so many dims, and what to write."""
+    """Return the error text for a rule that does not fit a tensor's dims, with a remedy."""
     least = "at least " if rule.ellipsis is not None else ""
     problem = (
         f"rule {shown(pattern)} has spec {rule} of {least}{counted(rule.spec.dims, 'dim')}, but "

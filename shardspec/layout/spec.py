@@ -9,9 +9,9 @@ The notation is that of Alpa and Colossal-AI, extended by pending reductions and
     partial := "P" ["sum" | "avg" | "min" | "max" | "prod"] axes
 
 In rules one dim may be ``...``. Brackets and blanks are optional on input. Bare digits are always
-one axis each; axis ten is ``S(10)``. A scalar is ``[]``. Parts in braces are each sharded alone,
-``1024/2`` in two shares that neighbouring devices hold copies of; ``*128`` cuts at multiples of 128
-only.
+one axis each; axis ten is ``S(10)``. A scalar is ``[]``. Parts in braces are sharded separately,
+``1024/2`` in two shares, copies of which are on neighbouring devices; ``*128`` cuts only at
+multiples of 128.
 """
 
 import functools
@@ -33,7 +33,7 @@ _MAX_DIMS: Final = 1024
 
 
 def _axes_text(axes: Sequence[Axis]) -> str:
-    """Write axes as bare digits where each is one digit, else in brackets."""
+    """Return axes as bare digits if each is one digit, else in brackets."""
     if all(isinstance(axis, int) and axis < 10 for axis in axes):
         return "".join(map(str, axes))
     return f"({','.join(map(str, axes))})"
@@ -41,20 +41,20 @@ def _axes_text(axes: Sequence[Axis]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A piece of a dim that is sharded alone, written `4096` or `1024/2`."""
+    """A piece of a dim that is sharded separately, written `4096` or `1024/2`."""
 
     size: int
-    """Its length."""
+    """The length of the part."""
     shares: int = 0
-    """How many shares it has, where these are fewer than the devices along the axes: neighbouring
-    devices then hold copies, and 1 replicates. By default 0: one share each."""
+    """The number of shares if fewer than the devices along the axes: neighbouring devices then hold
+    copies, and 1 replicates. The default 0 gives each device its own share."""
 
     def __str__(self) -> str:
         return f"{self.size}/{self.shares}" if self.shares else str(self.size)
 
 
 def _part(given: object) -> Part:
-    """Return a part given as one, as a size, as a pair of size and shares, or as text of these."""
+    """Return a part from a `Part`, a size, a pair of size and shares, or the text of these."""
     if isinstance(given, Part):
         given = given.size, given.shares
     values = given.split("/", 1) if isinstance(given, str) else given
@@ -80,9 +80,9 @@ class DimSpec:
     """
 
     axes: tuple[Axis, ...] = ()
-    """Axes by number or name; empty where the dim is whole on every device."""
+    """Axes by number or name; empty if the dim is whole on every device."""
     parts: tuple[Part, ...] = ()
-    """Pieces that are each sharded alone; a device has a share of each, in order. By default the
+    """Pieces that are sharded separately; a device has a share of each, in order. By default the
     dim is one piece."""
     block: int = 1
     """Cuts lie at multiples of this many elements of a piece."""
@@ -99,7 +99,7 @@ class DimSpec:
 
     @property
     def is_plain(self) -> bool:
-        """Whether the axes say all: there are no parts and no blocks."""
+        """Whether the axes alone describe the cut: there are no parts and no blocks."""
         return not self.parts and self.block == 1
 
     def __str__(self) -> str:
@@ -131,8 +131,8 @@ def _dim_spec(dim: int, cut: object) -> DimSpec:
 class Partial:
     """A reduction that is pending over one mesh axis.
 
-    Every device along the axis holds one addend (for ``"sum"``) of the tensor's value. A partial
-    mean is the sum scaled by one over the axis size.
+    Every device along the axis holds one addend (for ``"sum"``) of the tensor's value. A pending
+    mean is the pending sum divided by the number of devices along the axis.
     """
 
     axis: Axis
@@ -243,7 +243,7 @@ class ShardingSpec:
 
     @classmethod
     def of(cls, spec: "ShardingSpec | str") -> "ShardingSpec":
-        """Return a spec given as one or in its notation; raises as `parse`."""
+        """Return a spec from a spec or its notation; raises what `parse` raises."""
         return spec if isinstance(spec, ShardingSpec) else cls.parse(spec)
 
     def __str__(self) -> str:
@@ -335,9 +335,9 @@ def _check_used_once(dim_specs: Sequence[DimSpec], partials: Sequence[Partial]) 
 
 
 def parse_for_rule(text: str) -> tuple[ShardingSpec, int | None]:
-    """Read the spec of a rule; return it, and how many dims stand before ``...``, if that is there.
+    """Return the spec of a rule, and the number of dims before ``...``, None without ``...``.
 
-    Raises as `ShardingSpec.parse`.
+    Raises what `ShardingSpec.parse` raises.
 
     >>> spec, before = parse_for_rule("[S0,...,R]")
     >>> str(spec), before
@@ -445,20 +445,20 @@ class _Parser:
         raise self._error("expected an axis number or name")
 
     def _listed(self, item: Callable[[], _T], until: str = "") -> list[_T]:
-        """Read items with commas between them, up to a closing bracket where there is one."""
-        found = [item()]
+        """Read items separated by commas, and the closing bracket `until` if given."""
+        items = [item()]
         while self._take(","):
-            found.append(item())
+            items.append(item())
         if until and not self._take(until):
             raise self._error(f"expected ',' or '{until[-1]}'")
-        return found
+        return items
 
     def _take(self, pattern: str) -> str:
-        """Read what matches after blanks; return it, empty where nothing does."""
-        found = _after_blanks(pattern).match(self._text, self._end)
-        assert found is not None, "nothing is a match too"
-        self._start, self._end = found.span(1)
-        return found[1]
+        """Skip blanks and read a match of the pattern; return it, or "" for no match."""
+        match = _after_blanks(pattern).match(self._text, self._end)
+        assert match is not None, "nothing is a match too"
+        self._start, self._end = match.span(1)
+        return match[1]
 
     def _error(self, problem: str, at: int | None = None) -> SpecSyntaxError:
         return SpecSyntaxError(problem, self._text, self._start if at is None else at)

@@ -1,4 +1,4 @@
-"""Costs of many conversions at once, as arrays: of all layouts of a tensor, and of given pairs."""
+"""Arrays of costs: between all layouts of a tensor, and of given pairs of layouts."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -35,44 +35,44 @@ from shardspec.mesh.device_mesh import DeviceMesh
 from shardspec.text import bytes_text, html_table, seconds_text
 
 _End = TypeVar("_End")
-"""What has a layout."""
+"""Any object that `layout_of` maps to a layout."""
 
 _MAX_BYTES: Final = 1 << 58
-"""Of a tensor, so that the sums of a few steps fit in 64 bits."""
+"""The largest tensor: sums over a few steps still fit in 64 bits."""
 _MAX_WORK: Final = 3e8
-"""As `shardspec.layout.pricing` counts it: about a minute."""
+"""The limit of `prices_of` for a table: about a minute."""
 _MAX_LAYOUTS: Final = 3000
 _MAX_SHOWN: Final = 64
 """Layouts whose costs a notebook shows."""
 _BYTES_EACH: Final = 200
-"""That a pair of layouts takes while a table is made."""
+"""Memory per pair of layouts while a table is computed."""
 _MAX_SPREAD: Final = 1 << 26
-"""Numbers that are told apart by a table of all between the smallest and the largest."""
+"""The largest range of numbers for which `_numbered` uses a table instead of sorting."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class CostTable:
-    """What the cheapest plan between every two layouts of one tensor costs.
+    """The costs of the cheapest plans between all layouts of one tensor.
 
-    In the arrays (layouts, layouts) a row is a source and a column a target.
+    Rows of the arrays (layouts, layouts) are sources, columns are targets.
     """
 
     labels: tuple[str, ...]
     """The specs in canonical notation, axes by name where the mesh has names. They label rows and
     columns alike."""
     seconds: npt.NDArray[np.float64]
-    """inf where there is no plan: to what is pending and is not so at the source."""
+    """inf where there is no plan: the target has a pending reduction that the source lacks."""
     mesh_shape: tuple[int, ...]
     global_shape: tuple[int, ...]
     dtype: str
     bytes_received: npt.NDArray[np.int64]
-    """By the busiest device in a cheapest plan; -1 where there is no plan."""
+    """Bytes that the busiest device receives in a cheapest plan; -1 where there is no plan."""
     peak_bytes: npt.NDArray[np.int64]
     """The most that a device holds at once; -1 where there is no plan."""
     local_bytes: npt.NDArray[np.int64]
     """Per layout the bytes of the largest shard."""
     axis_names: tuple[str, ...] | None = None
-    """Of the mesh; specs may be asked for by these."""
+    """The names of the mesh axes, which `cost` and `index` accept in specs."""
 
     def __repr__(self) -> str:
         return (
@@ -81,7 +81,7 @@ class CostTable:
         )
 
     def _repr_html_(self) -> str:
-        """Show the seconds where notebooks show the table, darker where they are more."""
+        """Show the seconds in notebooks, in darker cells where they are higher."""
         if len(self.labels) > _MAX_SHOWN:
             return f"<code>{escape(repr(self))}</code>"
         finite = np.where(np.isfinite(self.seconds), self.seconds, 0.0)
@@ -101,7 +101,10 @@ class CostTable:
         return float(self.seconds[self.index(source), self.index(target)])
 
     def index(self, spec: SpecLike) -> int:
-        """Return the row and column of a spec, axes by number or by name; raises as `cost`."""
+        """Return the row and column of a spec, with axes by number or by name.
+
+        Raises `LayoutError` if it is not in the table.
+        """
         place = self._places.get(spec) if isinstance(spec, str) else None
         if place is not None:
             return place
@@ -159,7 +162,10 @@ def cost_table(
 
 
 def table_prices(whole: Layout, model: CostModel) -> Prices:
-    """Price all moves of a tensor, permute and exchange too; `LayoutError` if too many."""
+    """Return the prices of all moves, permute and exchange included.
+
+    Raises `LayoutError` if the tensor is too large or the moves are too many.
+    """
     if prod(whole.global_shape) * item_bytes(whole.dtype) > _MAX_BYTES:
         raise LayoutError(
             f"prices of all conversions count bytes in 64 bits, so they are for tensors of up to "
@@ -176,7 +182,10 @@ def table_prices(whole: Layout, model: CostModel) -> Prices:
 
 
 def _along_paths(prices: Prices, whole: Layout, model: CostModel) -> tuple[Floats, Ints, Ints]:
-    """Search from one spec of each kind where dims divide evenly, else from every spec."""
+    """Return seconds, received bytes and peak bytes of a cheapest path between all states.
+
+    Where dims divide evenly, only one spec of each orbit is searched from.
+    """
     joined, space = prices.with_slices_joined(), prices.space
     move, count = joined.seconds + TIE_SECONDS, len(space.states)
     every = sources = place = np.arange(count)
@@ -197,11 +206,11 @@ def _along_paths(prices: Prices, whole: Layout, model: CostModel) -> tuple[Float
             goal = np.flatnonzero(at != source)
             if not goal.size:
                 break
-            here = at[goal]
-            seconds[row, goal] += of_move[0][here]
-            received[row, goal] += of_move[1][here]
-            peak[row, goal] = np.maximum(peak[row, goal], of_move[2][here])
-            at[goal] = last[here]
+            state = at[goal]
+            seconds[row, goal] += of_move[0][state]
+            received[row, goal] += of_move[1][state]
+            peak[row, goal] = np.maximum(peak[row, goal], of_move[2][state])
+            at[goal] = last[state]
     nowhere = ~np.isfinite(best)
     seconds[nowhere], received[nowhere], peak[nowhere] = np.inf, -1, -1
 
@@ -212,7 +221,7 @@ def _along_paths(prices: Prices, whole: Layout, model: CostModel) -> tuple[Float
 
 
 def _last_moves(move: Floats, best: Floats, source: int) -> Ints:
-    """Return per state the one before it on a cheapest path from the source."""
+    """Return the predecessor of every state on a cheapest path from the source."""
     last = np.full(len(best), source)
     further = np.flatnonzero(best < move[source])
     further = further[further != source]
@@ -222,26 +231,29 @@ def _last_moves(move: Floats, best: Floats, source: int) -> Ints:
 
 
 def bytes_of_moves(prices: Prices, whole: Layout) -> Callable[[Ints], Ints]:
-    """Return what tells the bytes the busiest device receives in moves from given states to all."""
+    """Return a function from the source of a move to every state to the bytes it receives.
+
+    Those of the busiest device: entry ``s`` of its argument is the source of the move to state s.
+    """
     space, mesh_shape = prices.space, whole.mesh.shape
     local, lists = prices.local_bytes.astype(np.int64), space.list_index
     every = np.arange(len(local))
     sides = [intervals(mesh_shape, space.lists, size) for size in whole.global_shape]
     of_steps = np.zeros(prices.seconds.shape, dtype=np.int64)
-    known = cache(bytes_received)  # many states have the same step and bytes
+    received_once = cache(bytes_received)  # many states have the same step and bytes
     for ends, step in prices.steps.items():
-        of_steps[ends] = known(step, mesh_shape, int(local[ends[0]]))
+        of_steps[ends] = received_once(step, mesh_shape, int(local[ends[0]]))
 
     def received(source: Ints) -> Ints:
-        found: Ints = of_steps[source, every]
+        num_bytes: Ints = of_steps[source, every]
         routed = np.flatnonzero(prices.kind[source, every])
         kept = wanted = np.ones((len(routed), 1), dtype=np.int64)
         for dim, (lo, hi) in enumerate(sides):
             a, b = lists[source[routed], dim], lists[routed, dim]
             kept = kept * shared((lo[a], hi[a]), (lo[b], hi[b]))
             wanted = wanted * (hi[b] - lo[b])
-        found[routed] = np.max(wanted - kept, axis=-1, initial=0) * item_bytes(whole.dtype)
-        return found
+        num_bytes[routed] = np.max(wanted - kept, axis=-1, initial=0) * item_bytes(whole.dtype)
+        return num_bytes
 
     return received
 
@@ -253,9 +265,9 @@ def pair_costs(
     cost: Callable[[Layout, Layout], float],
     layout_of: Callable[[_End], Layout],
 ) -> Floats:
-    """Return the seconds of pairs, by `cost` where no matrix has them; see `LayoutConverter`.
+    """Return the seconds of pairs, from matrices of prices or else by `cost`.
 
-    What layouts they are is asked once of each object.
+    `layout_of` is called once per distinct object; see `LayoutConverter.costs`.
     """
     if len(sources) != len(targets):
         raise LayoutError(f"{len(sources)} sources for {len(targets)} targets; give pairs")
@@ -273,7 +285,7 @@ def pair_costs(
         )
     pairs, at = _numbered(left * len(layouts) + right)
     left, right = np.divmod(pairs, len(layouts))
-    # Those of one tensor with the same reductions pending are looked up in one matrix of prices.
+    # Pairs of one tensor with the same pending reductions share one matrix of prices.
     meshes = _ids(x.mesh for x in layouts)
     alike = _ids((x.mesh, x.global_shape, x.dtype, x.spec.partials) for x in layouts)
     groups = np.where(meshes[left] == meshes[right], alike[left], -1)
@@ -282,13 +294,13 @@ def pair_costs(
         numbers = np.flatnonzero(groups == group)
         starts, row = np.unique(left[numbers], return_inverse=True)
         goals, column = np.unique(right[numbers], return_inverse=True)
-        found = None
+        matrix = None
         if group >= 0:
-            found = _from_prices(
+            matrix = _from_prices(
                 [layouts[n] for n in starts], [layouts[n] for n in goals], model_of
             )
-        if found is not None:
-            seconds[numbers] = found[row, column]
+        if matrix is not None:
+            seconds[numbers] = matrix[row, column]
             numbers = numbers[~np.isfinite(seconds[numbers])]
         each = zip(left[numbers], right[numbers], strict=True)
         seconds[numbers] = [cost(layouts[a], layouts[b]) for a, b in each]
@@ -301,7 +313,7 @@ def _from_prices(
     targets: Sequence[Layout],
     model_of: Callable[[DeviceMesh], CostModel],
 ) -> Floats | None:
-    """Return the seconds from all to all of one tensor; None where these are not in a matrix."""
+    """Return (sources, targets): seconds for one tensor; None if no matrix has its prices."""
     tensor = sources[0]
     if states_of(tensor) > MAX_STATES or not all(x.spec.is_plain for x in (*sources, *targets)):
         return None
@@ -310,36 +322,39 @@ def _from_prices(
         return None
     goals = np.array([prices.space.index.get(state_of(target.spec), -1) for target in targets])
     best: Floats = distances(prices.seconds, [*map(prices.state, sources)])[:, goals]
-    best[:, goals < 0] = np.inf  # what is pending there is not so at the source
+    best[:, goals < 0] = np.inf  # a pending reduction that the source lacks
     return best
 
 
 def _ids(values: Iterable[object]) -> Ints:
-    """Return numbers for values, the same for equal ones."""
-    known: dict[object, int] = {}
-    return np.array([known.setdefault(value, len(known)) for value in values])
+    """Return a number for each value, equal for equal values."""
+    numbers: dict[object, int] = {}
+    return np.array([numbers.setdefault(value, len(numbers)) for value in values])
 
 
 def _distinct(
     ends: Sequence[_End], layout_of: Callable[[_End], Layout]
 ) -> tuple[list[Layout], Ints]:
-    """Return the distinct layouts, and which of them each one is; by identity first, for speed."""
+    """Return the distinct layouts, and the index of each end's layout among them.
+
+    Ends are compared by identity first, for speed.
+    """
     ids, at = _numbered(np.fromiter(map(id, ends), np.int64, count=len(ends)) >> 3)
-    some = np.empty(len(ids), dtype=np.int64)
-    some[at] = np.arange(len(at))
-    objects = [layout_of(ends[n]) for n in some.tolist()]
+    examples = np.empty(len(ids), dtype=np.int64)
+    examples[at] = np.arange(len(at))
+    objects = [layout_of(ends[n]) for n in examples.tolist()]
     return list(dict.fromkeys(objects)), _ids(objects)[at]
 
 
 def _numbered(values: Ints) -> tuple[Ints, Ints]:
-    """Return the distinct numbers, ascending, and the place of each one among them."""
+    """Return the distinct numbers, ascending, and the index of each value among them."""
     least, most = int(values.min()), int(values.max())
     if most - least >= _MAX_SPREAD:
         distinct, at = np.unique(values, return_inverse=True)
         return distinct, at
     values = values - least
-    there = np.zeros(most - least + 1, dtype=bool)
-    there[values] = True
-    distinct, places = np.flatnonzero(there), np.empty(len(there), dtype=np.int64)
+    present = np.zeros(most - least + 1, dtype=bool)
+    present[values] = True
+    distinct, places = np.flatnonzero(present), np.empty(len(present), dtype=np.int64)
     places[distinct] = np.arange(len(distinct))
     return distinct + least, places[values]

@@ -1,4 +1,4 @@
-"""Numbers, device ids, axes, their names and links as callers give them, checked and made plain."""
+"""Checks of the arguments of meshes: numbers, device ids, axes, names and links."""
 
 import math
 import operator
@@ -11,7 +11,7 @@ from shardspec.text import counted, shown
 
 
 class _HasToList(Protocol):
-    """What torch tensors and numpy arrays have in common here."""
+    """A torch tensor or a numpy array."""
 
     def tolist(self) -> object: ...
 
@@ -19,15 +19,15 @@ class _HasToList(Protocol):
 Ids: TypeAlias = _HasToList | Iterable[object]
 
 SECONDS: Final = (1e-100, 1e9)
-"""The least and the most that a message or a byte can be said to take."""
+"""The least and the most seconds accepted per message or byte, besides 0."""
 SECONDS_RULE: Final = "0, or from 1e-100 to 1e9"
 _SHOWN: Final = 8
 _MOST_AXES: Final = 64
-"""A list that holds itself has no end."""
+"""The deepest nesting of ids, in case a list contains itself."""
 
 
 def whole_number(value: Any) -> int | None:  # noqa: ANN401  # whatever a caller has given
-    """Return a whole number of any type as an int; None for what is none, as 3.0 and True are."""
+    """Return a whole number of any type as an int; None for anything else, such as 3.0 or True."""
     if isinstance(value, bool):
         return None
     try:
@@ -37,9 +37,9 @@ def whole_number(value: Any) -> int | None:  # noqa: ANN401  # whatever a caller
 
 
 def seconds(value: Any) -> float | None:  # noqa: ANN401
-    """Return seconds a message or a byte as a float; None for what is none.
+    """Return seconds per message or byte as a float; None unless they are 0 or within `SECONDS`.
 
-    They are 0 or within `SECONDS`, so that no sum or quotient of prices overflows.
+    Within these limits no sum or quotient of prices overflows.
     """
     if isinstance(value, bool | str | bytes):
         return None
@@ -52,7 +52,7 @@ def seconds(value: Any) -> float | None:  # noqa: ANN401
 
 
 def bound_of_bytes(value: Any) -> int | None:  # noqa: ANN401
-    """Return a bound of bytes, None where there is none; `LayoutError` if it is no whole number."""
+    """Return a bound in bytes as an int, None for None; raises `LayoutError` for anything else."""
     number = whole_number(value)
     if isinstance(value, float) and value.is_integer():
         number = int(value)
@@ -64,7 +64,7 @@ def bound_of_bytes(value: Any) -> int | None:  # noqa: ANN401
 
 
 def listed(ids: Sequence[int]) -> str:
-    """Return the first ids of a list, and how many there are where that is not all of them."""
+    """Return the ids as text; of a long list the first ones, and how many there are."""
     first = ", ".join(map(str, ids[:_SHOWN]))
     return f"{first}, … {len(ids)} in all" if len(ids) > _SHOWN else first
 
@@ -75,14 +75,14 @@ def some(ids: Sequence[int]) -> str:
 
 
 def whole_numbers(values: object) -> tuple[int, ...] | None:
-    """Return a sequence of whole numbers as ints; None for what is none."""
-    found = [whole_number(v) for v in values] if isinstance(values, Iterable) else [None]
-    numbers = tuple(number for number in found if number is not None)
-    return numbers if len(numbers) == len(found) else None
+    """Return a sequence of whole numbers as ints; None for anything else."""
+    items = [whole_number(v) for v in values] if isinstance(values, Iterable) else [None]
+    numbers = tuple(number for number in items if number is not None)
+    return numbers if len(numbers) == len(items) else None
 
 
 def checked_axis(axis: object) -> int | str:
-    """Return the number or name of a mesh axis; `AxisError` if it is none."""
+    """Return the number or name of a mesh axis; raises `AxisError` if it is neither."""
     if isinstance(axis, str):
         if not axis.isidentifier():
             raise AxisError(f"axis name {shown(axis)}: use letters, digits and '_', a letter first")
@@ -94,22 +94,25 @@ def checked_axis(axis: object) -> int | str:
 
 
 def by_number(what: str, given: object) -> dict[Any, Any]:
-    """Return a mapping with keys of decimal digits as numbers; other keys stay as they are."""
+    """Return a mapping with keys of decimal digits as ints; other keys are unchanged."""
     if not isinstance(given, Mapping | None):
         raise AxisError(f"{what} is a {type(given).__name__}; give a dict, as in {{0: [0]}}")
-    found: dict[Any, Any] = {}
+    result: dict[Any, Any] = {}
     for key, value in (given or {}).items():
         number = whole_number(key)
         if isinstance(key, str) and key.isascii() and key.isdecimal() and len(key) < 10:
             number = int(key)
-        if number in found and number is not None:
+        if number in result and number is not None:
             raise AxisError(f"{what} has the key {number} twice, as a number and as text")
-        found[key if number is None else number] = value
-    return found
+        result[key if number is None else number] = value
+    return result
 
 
 def ids_and_shape(ids: Ids) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return distinct ids in row-major order, and the shape they came in."""
+    """Return the ids in row-major order, and the shape of their nesting.
+
+    Raises `MeshError` if they form no grid, repeat, or are not whole numbers from 0.
+    """
     shape: list[int] = []
     level = [_plain(ids)]
     while level and all(isinstance(item, Iterable) and not isinstance(item, str) for item in level):
@@ -120,22 +123,24 @@ def ids_and_shape(ids: Ids) -> tuple[tuple[int, ...], tuple[int, ...]]:
         if len(shape) > _MOST_AXES:
             raise MeshError(f"the device ids are nested more than {_MOST_AXES} deep")
         level = [_plain(item) for row in rows for item in row]
-    found = whole_numbers(level)
-    if found is None:
+    plain_ids = whole_numbers(level)
+    if plain_ids is None:
         wrong = next(item for item in level if whole_number(item) is None)
         raise MeshError(f"device id {shown(wrong)} is not a whole number")
-    if found and min(found) < 0:
-        raise MeshError(f"device id {min(found)} is negative; ids are global rank numbers from 0")
-    if len(set(found)) != len(found):
-        ((repeated, _),) = Counter(found).most_common(1)
+    if plain_ids and min(plain_ids) < 0:
+        raise MeshError(
+            f"device id {min(plain_ids)} is negative; ids are global rank numbers from 0"
+        )
+    if len(set(plain_ids)) != len(plain_ids):
+        ((repeated, _),) = Counter(plain_ids).most_common(1)
         raise MeshError(f"device id {repeated} appears more than once; every id must be distinct")
-    return found, tuple(shape)
+    return plain_ids, tuple(shape)
 
 
 def _per_axis(
     what: str, given: object, shape: tuple[int, ...], example: str
 ) -> tuple[Any, ...] | None:
-    """Return values given for every axis of a mesh, or None."""
+    """Return one value per axis of a mesh, or None if not given; raises `MeshError`."""
     if given is None:
         return None
     if not isinstance(given, Iterable):
@@ -150,32 +155,32 @@ def _per_axis(
 
 
 def checked_names(names: Sequence[str] | None, shape: tuple[int, ...]) -> tuple[str, ...] | None:
-    """Return the axis names of a mesh; `MeshError` if they do not fit it."""
-    found = _per_axis("axis name", names, shape, "a sequence, as in ('dp', 'tp')")
-    for name in found or ():
+    """Return the axis names of a mesh; raises `MeshError` if they do not fit it."""
+    checked = _per_axis("axis name", names, shape, "a sequence, as in ('dp', 'tp')")
+    for name in checked or ():
         if not (isinstance(name, str) and name.isidentifier()):
             raise MeshError(f"axis name {shown(name)}: use letters, digits and '_', a letter first")
-    if found and len(set(found)) != len(found):
-        raise MeshError(f"axis names {found} repeat; every name must be distinct")
-    return found
+    if checked and len(set(checked)) != len(checked):
+        raise MeshError(f"axis names {checked} repeat; every name must be distinct")
+    return checked
 
 
 def checked_links(
     what: str, values: Sequence[float] | None, shape: tuple[int, ...]
 ) -> tuple[float, ...] | None:
-    """Return the seconds per message or byte of every axis; `MeshError` if they do not fit."""
-    found = _per_axis(f"{what} value", values, shape, "one number per axis, as in (1e-5, 3e-6)")
-    if found is None:
+    """Return the seconds per message or byte of every axis; raises `MeshError` if invalid."""
+    given = _per_axis(f"{what} value", values, shape, "one number per axis, as in (1e-5, 3e-6)")
+    if given is None:
         return None
-    numbers = [number for value in found if (number := seconds(value)) is not None]
-    if len(numbers) == len(found):
+    numbers = [number for value in given if (number := seconds(value)) is not None]
+    if len(numbers) == len(given):
         return tuple(numbers)
     rule = "a finite number, not negative"
-    if all(isinstance(value, int | float) and 0 <= value < math.inf for value in found):
+    if all(isinstance(value, int | float) and 0 <= value < math.inf for value in given):
         rule = f"{SECONDS_RULE} s"
-    raise MeshError(f"{what} {shown(found)}: each value must be {rule}")
+    raise MeshError(f"{what} {shown(given)}: each value must be {rule}")
 
 
 def _plain(ids: object) -> object:
-    """Turn a tensor or array, also one with a single number, into plain lists and numbers."""
+    """Return a tensor or array as nested lists or a number; other values unchanged."""
     return cast(_HasToList, ids).tolist() if callable(getattr(ids, "tolist", None)) else ids

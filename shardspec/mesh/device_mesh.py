@@ -1,4 +1,4 @@
-"""The device mesh: which device ids there are, and how they are arranged.
+"""The device mesh: device ids arranged in a grid.
 
 An *axis* is always a mesh axis and a *dim* always a tensor dimension. A mesh is a plain value: it
 owns no process group, so that planning needs no job, no GPU and no rank.
@@ -35,12 +35,12 @@ Axis = int | str
 LinkModel = Literal["ring", "shared-bus"]
 
 _MAX_SHOWN: Final = 1024
-"""Devices of a mesh that a notebook shows."""
+"""The most devices of a mesh that notebooks show."""
 _PASS_TORCHS: Final = "this is a shardspec mesh; pass mesh.to_torch() to torch functions"
 
 
 class TorchWords(TypedDict, total=False):
-    """What torch's mesh is made of, by torch's words."""
+    """Arguments of a mesh under torch's names."""
 
     device_type: str | None
     mesh: Ids | None
@@ -51,9 +51,9 @@ class TorchWords(TypedDict, total=False):
 class DeviceMesh:
     """Device ids arranged in a grid.
 
-    ``DeviceMesh("cuda", [[0, 1], [2, 3]])``, as torch's is made, is the same mesh as
-    ``DeviceMesh([[0, 1], [2, 3]])``. As in torch, that starts the job where the program was started
-    by torchrun, and every rank constructs it.
+    ``DeviceMesh("cuda", [[0, 1], [2, 3]])``, torch's way of writing it, is the same mesh as
+    ``DeviceMesh([[0, 1], [2, 3]])``. As in torch, the former also starts the job if torchrun
+    started the program, and every rank constructs it.
 
     Parameters
     ----------
@@ -71,8 +71,8 @@ class DeviceMesh:
     axis_names
         Per axis: a name, usable wherever an axis number is.
     link_model
-        ``"ring"`` where every axis has links of its own; ``"shared-bus"`` where all devices share
-        one bus (processes on one host), and what counts is the total of the bytes moved.
+        ``"ring"``: every axis has dedicated links. ``"shared-bus"``: all devices share one bus, as
+        processes on one host do, and the total of the bytes moved counts.
     init_process_group
         Also make the `torch.distributed` groups of this mesh. Every rank of the mesh must then
         construct it. See `shardspec.comm.process_group.ProcessGroupCommunicator`.
@@ -80,10 +80,10 @@ class DeviceMesh:
     Other Parameters
     ----------------
     device_type
-        Where tensors will be in a job, ``"cpu"`` or ``"cuda"``: what torch's mesh is made for. It
-        may stand before the ids. The mesh itself is for any device.
+        The device type of tensors in a job, ``"cpu"`` or ``"cuda"``, for torch's mesh. It may
+        precede the ids. The mesh itself is for any device.
     mesh, mesh_dim_names
-        torch's words for `physical_mesh_id` and `axis_names`.
+        torch's names for `physical_mesh_id` and `axis_names`.
 
     Raises
     ------
@@ -196,7 +196,7 @@ class DeviceMesh:
         values = (*identity, {id_: place for place, id_ in enumerate(ids)}, hash(identity))
         for name, value in zip(self.__dataclass_fields__, values, strict=True):
             object.__setattr__(self, name, value)
-        # As torch's mesh does, one with a device type starts a job that torchrun has launched.
+        # Like torch's, a mesh with a device type starts a job that torchrun has launched.
         if init_process_group or (device_type is not None and is_in_job()):
             from shardspec.mesh.job import start
 
@@ -206,7 +206,7 @@ class DeviceMesh:
         return self._hash
 
     def __reduce__(self) -> tuple[object, ...]:
-        # Made anew: the hash is of this process only, since each salts its text hashes.
+        # Rebuilt rather than restored: hashes of text differ from process to process.
         names, model = self.axis_names, self.link_model
         made = partial(DeviceMesh, axis_names=names, link_model=model)
         return made, (self.ids, self.shape, None, self.mesh_alpha, self.mesh_beta)
@@ -222,7 +222,7 @@ class DeviceMesh:
         return f"DeviceMesh({ids or some(self.ids)}, {self.shape}{''.join(options)})"
 
     def _repr_html_(self) -> str:
-        """Show the ids as a table where notebooks show the mesh; the last axis goes across."""
+        """Show the ids as a table in notebooks, with the last axis across."""
         if self.size() > _MAX_SHOWN:
             return f"<code>{escape(repr(self))}</code>"
         names = self.axis_names or [""] * self.ndim
@@ -246,7 +246,7 @@ class DeviceMesh:
 
     @property
     def mesh_dim_names(self) -> tuple[str, ...] | None:
-        """The axis names, by torch's word for them."""
+        """The axis names, under torch's name for them."""
         return self.axis_names
 
     @property
@@ -265,20 +265,20 @@ class DeviceMesh:
         """
         return len(self.ids) if mesh_dim is None else self.shape[self.axis(mesh_dim)]
 
-    if not TYPE_CHECKING:  # a type checker would take every name for an attribute
+    if not TYPE_CHECKING:  # otherwise type checkers would accept every attribute
 
         def __getattr__(self, name: str) -> NoReturn:
-            # torch's functions ask a mesh for this, or for attributes that only they know of.
+            # torch's functions read this attribute of a mesh, or private ones.
             if name == "device_type" or (name[0] == "_" and name[:2] != "__"):
                 raise NotTorchMeshError(_PASS_TORCHS)
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def axis(self, axis: Axis) -> int:
-        """Return the number of an axis given by number or name."""
+        """Return the number of an axis given by number or name; raises `AxisError` for others."""
         if isinstance(axis, str):
             if self.axis_names is None or axis not in self.axis_names:
-                known = ", ".join(self.axis_names) if self.axis_names else "none, only numbers"
-                raise AxisError(f"mesh {self} has no axis named {shown(axis)}; its names: {known}")
+                names = ", ".join(self.axis_names) if self.axis_names else "none, only numbers"
+                raise AxisError(f"mesh {self} has no axis named {shown(axis)}; its names: {names}")
             return self.axis_names.index(axis)
         number = whole_number(axis)
         if number is None or not 0 <= number < self.ndim:
@@ -289,21 +289,21 @@ class DeviceMesh:
         return number
 
     def axis_label(self, axis: int) -> str:
-        """Return the name of an axis, or its number where axes have no names."""
+        """Return the name of an axis, or its number if axes have no names."""
         return str(axis) if self.axis_names is None else self.axis_names[axis]
 
     def axis_labels(self, axes: Iterable[int] | None = None) -> list[str]:
-        """Return the labels of some axes, by default of all."""
+        """Return the labels of axes, by default of all."""
         return [self.axis_label(axis) for axis in (range(self.ndim) if axes is None else axes)]
 
     def __contains__(self, physical_id: object) -> bool:
         return physical_id in self._position
 
     def coordinates(self, physical_id: int) -> tuple[int, ...]:
-        """Return where a device sits: one index per axis."""
+        """Return the coordinates of a device, one index per axis; raises `MeshError` outside."""
         if physical_id not in self:
             raise MeshError(f"device {physical_id} is not in the mesh of ids {some(self.ids)}")
-        # Computed: a table of coordinates takes 100 MiB for a million devices.
+        # Computed, because a table of coordinates takes 100 MiB for a million devices.
         position = self._position[physical_id]
         coordinates = []
         for size in reversed(self.shape):
@@ -312,7 +312,7 @@ class DeviceMesh:
         return tuple(reversed(coordinates))
 
     def id_at(self, coordinates: Sequence[int]) -> int:
-        """Return the device at the given coordinates."""
+        """Return the device at the given coordinates; raises `MeshError` outside the mesh."""
         if len(coordinates) != self.ndim or not all(
             0 <= c < n for c, n in zip(coordinates, self.shape, strict=True)
         ):
@@ -323,27 +323,27 @@ class DeviceMesh:
         return self.ids[position]
 
     def group(self, physical_id: int, axes: Iterable[Axis]) -> tuple[int, ...]:
-        """Return the ids that differ from a device only along `axes`, itself included.
+        """Return the devices that differ from a device only along `axes`, including itself.
 
-        They come in the order of `axes`, the first axis major.
+        They are in row-major order of `axes`.
         """
         numbers = self._distinct(axes)
-        here = list(self.coordinates(physical_id))
+        coordinates = list(self.coordinates(physical_id))
         members = []
         for indices in product(*(range(self.shape[a]) for a in numbers)):
             for axis, index in zip(numbers, indices, strict=True):
-                here[axis] = index
-            members.append(self.id_at(here))
+                coordinates[axis] = index
+            members.append(self.id_at(coordinates))
         return tuple(members)
 
     def groups(self, axes: Iterable[Axis]) -> tuple[tuple[int, ...], ...]:
-        """Return every group along `axes`; together they hold each device once."""
+        """Return all groups along `axes`; each device is in exactly one."""
         numbers = self._distinct(axes)
         free = (range(1) if a in numbers else range(n) for a, n in enumerate(self.shape))
         return tuple(self.group(self.id_at(start), numbers) for start in product(*free))
 
     def submesh(self, fixed: Mapping[Axis, int]) -> "DeviceMesh":
-        """Return the mesh that is left when some axes are held at one index each."""
+        """Return the mesh along the remaining axes when each axis of `fixed` has one index."""
         at = dict(zip(self._distinct(fixed), fixed.values(), strict=True))
         for axis, index in at.items():
             if whole_number(index) is None or not 0 <= index < self.shape[axis]:
@@ -355,7 +355,7 @@ class DeviceMesh:
         return self.slice_with(first, kept)
 
     def slice_with(self, physical_id: int, axes: Sequence[int]) -> "DeviceMesh":
-        """Return the mesh along some axes, in this order, that a device is in."""
+        """Return the mesh along `axes`, in this order, that contains a device."""
         kept: dict[str, Any] = {
             name: None if (values := getattr(self, name)) is None else [values[a] for a in axes]
             for name in ("mesh_alpha", "mesh_beta", "axis_names")
@@ -365,10 +365,10 @@ class DeviceMesh:
 
     @classmethod
     def from_torch(cls, torch_mesh: "TorchMesh") -> "DeviceMesh":
-        """Return the mesh that torch's describes; of one that `to_torch` made, what it was made of.
+        """Return the equivalent of a torch mesh, or the original of a mesh that `to_torch` made.
 
-        The groups of torch's mesh are used from then on; so where it has all ranks of the job,
-        every rank calls this at the same point of the program. A mesh of another job is refused.
+        It shares the groups of torch's mesh. If that has all ranks of the job, every rank calls
+        this at the same point of the program. Raises `MeshError` for a mesh of another job.
         """
         from shardspec.mesh.job import from_torch
 
@@ -376,21 +376,21 @@ class DeviceMesh:
         return mesh
 
     def to_torch(self, device_type: str | None = None) -> "TorchMesh":
-        """Return torch's mesh of this one, the same each time; every rank of the job calls this.
+        """Return the equivalent torch mesh, the same each time; every rank of the job calls this.
 
-        The device type is by default the one that this mesh, or one with all its devices, was made
-        with in this job, else ``"cpu"``. A slice of a larger mesh is torch's slice of torch's mesh
-        of that, so that modules may be sharded over several slices. Axes without names are called
-        ``axis_0``, ``axis_1`` and so on.
+        The device type defaults to that with which this mesh, or one containing it, was made in
+        this job, else ``"cpu"``. A slice of a larger mesh becomes a slice of torch's mesh, so that
+        modules can be sharded over several slices. Axes without names are called ``axis_0``,
+        ``axis_1`` and so on.
         """
         from shardspec.mesh.job import to_torch
 
         return to_torch(self, device_type)
 
     def __getitem__(self, axis_names: str | tuple[str, ...]) -> "DeviceMesh":
-        """Return the part along named axes, in this order, that the calling rank is in.
+        """Return the mesh along named axes, in this order, that contains the calling rank.
 
-        `submesh` needs no rank.
+        See `submesh` for slices that need no rank.
         """
         names = (axis_names,) if isinstance(axis_names, str) else axis_names
         if not isinstance(names, tuple) or not all(isinstance(name, str) for name in names):
@@ -402,9 +402,9 @@ class DeviceMesh:
         return self.slice_with(rank_in(self, what), axes)
 
     def flatten(self, mesh_dim_name: str | None = None) -> "DeviceMesh":
-        """Return a mesh of the same devices along one axis; its link is the slowest one here.
+        """Return a mesh of the same devices along one axis, with the slowest link of all axes.
 
-        The axis is called as given, or else by the names of the axes with ``_`` between them.
+        The axis is named `mesh_dim_name`, by default the names of all axes joined by ``_``.
 
         >>> DeviceMesh([[0, 2], [1, 3]], axis_names=("dp", "cp")).flatten()
         DeviceMesh((0, 2, 1, 3), (4,), axis_names=('dp_cp',))
@@ -419,7 +419,7 @@ class DeviceMesh:
         return DeviceMesh(self.ids, axis_names=names, link_model=self.link_model, **slowest)
 
     def get_group(self, mesh_dim: Axis | None = None) -> "dist.ProcessGroup":
-        """Return the calling rank's group along an axis, which need not be named if alone."""
+        """Return the calling rank's group along an axis, by default the only one."""
         number = self._only_axis(mesh_dim, "get_group")
         from shardspec.mesh.job import group_along
 
@@ -430,23 +430,23 @@ class DeviceMesh:
         return [self.get_group(axis) for axis in range(self.ndim)]
 
     def get_rank(self) -> int:
-        """Return the number of the calling rank in the job, be it in this mesh or not."""
+        """Return the calling rank's number in the job, whether or not it is in this mesh."""
         from shardspec.mesh.job import own_rank
 
         return own_rank()
 
     def get_local_rank(self, mesh_dim: Axis | None = None) -> int:
-        """Return where the calling rank is along an axis, which need not be named if alone."""
+        """Return the calling rank's index along an axis, by default the only one."""
         number = self._only_axis(mesh_dim, "get_local_rank")
         return self.coordinates(self.get_rank())[number]
 
     def get_coordinate(self) -> tuple[int, ...] | None:
-        """Return where the calling rank is: one index per axis; None if it is in another mesh."""
+        """Return the coordinates of the calling rank; None if it is not in this mesh."""
         rank = self.get_rank()
         return self.coordinates(rank) if rank in self else None
 
     def _only_axis(self, axis: Axis | None, method: str) -> int:
-        """Return the number of an axis; it need not be given where there is only one."""
+        """Return the number of an axis, by default the only one; raises `AxisError`."""
         if axis is None and self.ndim > 1:
             raise AxisError(
                 f"mesh {self} has {self.ndim} axes; name one, as in "
@@ -464,7 +464,7 @@ class DeviceMesh:
 
 
 def is_in_job() -> bool:
-    """Whether this process belongs to a job of torch's, which may still have to be started."""
+    """Return whether this process belongs to a torch job, started or not."""
     distributed = sys.modules.get("torch.distributed")
     running = distributed is not None and distributed.is_initialized()
     return running or {"RANK", "WORLD_SIZE"} <= os.environ.keys()

@@ -1,7 +1,7 @@
-"""What belongs to the running job: process groups, and torch's meshes over them.
+"""The state of the running job: process groups, and torch's meshes over them.
 
-Groups are made once, whoever asks: torch's mesh is made over groups that are there already, and
-groups that torch has made serve the communicators.
+Every group is made once and shared: torch's meshes use existing groups, and communicators use
+groups that torch has made.
 """
 
 import atexit
@@ -23,7 +23,7 @@ _RELEASE_SECONDS: Final = 0.05
 
 
 class _Mesh(Protocol):
-    """What a job asks of a mesh, as `DeviceMesh` has it, which uses this module."""
+    """The members of `DeviceMesh` that a job needs; `DeviceMesh` itself imports this module."""
 
     @property
     def ids(self) -> tuple[int, ...]: ...
@@ -38,28 +38,28 @@ class _Mesh(Protocol):
 
 @dataclass(eq=False)
 class Job:
-    """What belongs to a running job, in the process that has joined it."""
+    """The state of a running job in a process that has joined it."""
 
     pid: int = field(default_factory=os.getpid)
     groups: dict[tuple[int, ...], dist.ProcessGroup | None] = field(default_factory=dict)
-    """Groups that every rank has made, by ascending ranks; None where this rank is outside."""
+    """Groups that every rank has made, by ascending ranks; None for groups without this rank."""
     gloo: dist.ProcessGroup | None = None
-    """Carries what ranks tell each other where the default group is of NCCL alone."""
+    """The group for notes between ranks if the default group has only NCCL."""
     communicators: dict[_Mesh, Any] = field(default_factory=dict)
-    """Those that move data; `shardspec.comm.process_group` makes them."""
+    """The communicators of `shardspec.comm.process_group`, by mesh."""
     channels: dict[frozenset[_Mesh], Any] = field(default_factory=dict)
-    """Those of threads, by their meshes, of which the main thread's has none; made there too."""
+    """Its channels, by the meshes of a thread; the key of the main thread's is empty."""
     thread: threading.local = field(default_factory=threading.local)
-    """What a thread is in: the `channel` of its conversion, and whether it is `telling`."""
+    """The `channel` of the thread's conversion, and whether the thread is `telling`."""
     joined: dict[_Mesh, None] = field(default_factory=dict)
     """Meshes whose groups have been made, in this order."""
     torch_meshes: list[tuple[_Mesh, TorchMesh]] = field(default_factory=list)
-    """Torch's meshes, each with the one that it was made of or that was made of it."""
+    """Pairs of equivalent meshes, ours and torch's."""
     device_types: dict[tuple[int, ...], str] = field(default_factory=dict)
-    """Those that meshes of the job were made with, by their ids."""
+    """The device types that meshes of the job were made with, by their ids."""
 
     def make_groups(self, mesh: _Mesh, least: int = 1) -> None:
-        """Make the missing groups of every axis, of so many at least; every rank does so."""
+        """Make the missing groups of `least` or more ranks along every axis, on every rank."""
         for members in _along_each_axis(mesh):
             ranks = tuple(sorted(members))
             if least <= len(ranks) < dist.get_world_size() and ranks not in self.groups:
@@ -67,20 +67,20 @@ class Job:
                 self.groups[ranks] = group if dist.get_rank() in ranks else None
 
     def make_gloo(self) -> None:
-        """Make the group of gloo if the default group is of NCCL alone; every rank does so."""
+        """Make the gloo group if the default group has only NCCL; every rank calls this."""
         if not self.gloo and dist.get_world_size() > 1 and _is_nccl_alone():
             self.gloo = dist.new_group(backend="gloo")
-            self.channels.clear()  # whatever they have sent went through the default group
+            self.channels.clear()  # existing channels use the default group
 
     def torch_mesh(self, mesh: _Mesh, device_type: str | None = None) -> TorchMesh | None:
-        """Return torch's mesh of one, for a device type or for any, if it has been made."""
-        for known, made in self.torch_meshes:
-            if _grid(known) == _grid(mesh) and device_type in (None, made.device_type):
+        """Return the existing torch mesh of a mesh, for a device type or any; None without one."""
+        for other, made in self.torch_meshes:
+            if _grid(other) == _grid(mesh) and device_type in (None, made.device_type):
                 return made
         return None
 
     def group(self, members: Sequence[int]) -> dist.ProcessGroup | None:
-        """Return the group of some ranks, this one among them; None where there is none."""
+        """Return the existing group of some ranks, including this one; None without one."""
         if len(members) == dist.get_world_size():
             return dist.group.WORLD
         return self.groups.get(tuple(sorted(members)))
@@ -91,12 +91,12 @@ _JOBS: Final[WeakKeyDictionary[dist.ProcessGroup, Job]] = WeakKeyDictionary()
 
 
 def _is_nccl_alone() -> bool:
-    """Say whether the default group carries tensors on accelerators only."""
+    """Return whether the default group carries only tensors on accelerators."""
     return {part.split(":")[-1] for part in dist.get_backend_config().split(",")} == {"nccl"}
 
 
 def current_job() -> Job:
-    """Return what belongs to the running job; `CommunicatorError` if there is none."""
+    """Return the state of the running job; raises `CommunicatorError` without a job."""
     world = dist.group.WORLD
     if world is None:
         raise CommunicatorError(
@@ -106,14 +106,14 @@ def current_job() -> Job:
     job = _JOBS.get(world)
     if job is None:
         job = _JOBS.setdefault(world, Job())
-        # A thread of gloo releases a tensor some time after its collective has ended, and needs the
-        # interpreter for it; once that is being finalised, torch aborts the process.
+        # A gloo thread releases a tensor some time after its collective, for which it needs the
+        # interpreter; if that is being finalised, torch aborts the process.
         atexit.register(time.sleep, _RELEASE_SECONDS)
     return job
 
 
 def job_of(mesh: _Mesh) -> Job:
-    """Return the running job; `CommunicatorError` unless it has every device of the mesh."""
+    """Return the running job; raises `CommunicatorError` if it lacks a device of the mesh."""
     job, world = current_job(), dist.get_world_size()
     if max(mesh.ids) >= world:
         raise CommunicatorError(
@@ -124,7 +124,10 @@ def job_of(mesh: _Mesh) -> Job:
 
 
 def join(mesh: _Mesh) -> Job:
-    """Return the job of a mesh; where that has all ranks, each joins, to make the axes' groups."""
+    """Return the job of a mesh, and make the groups along its axes if the mesh has all ranks.
+
+    All ranks of such a mesh call this.
+    """
     job = job_of(mesh)
     if mesh not in job.joined:
         if len(mesh.ids) == dist.get_world_size():
@@ -135,9 +138,9 @@ def join(mesh: _Mesh) -> Job:
 
 
 def start(mesh: _Mesh, device_type: str | None = None) -> None:
-    """Initialise `torch.distributed` under torchrun if need be, and join it with a mesh.
+    """Initialise `torch.distributed` under torchrun unless it is, and `join` the mesh.
 
-    NCCL serves CUDA tensors where there is CUDA and `device_type` is not ``"cpu"``.
+    CUDA tensors use NCCL if CUDA is available and `device_type` is not ``"cpu"``.
     """
     if device_type is not None:
         try:
@@ -168,7 +171,7 @@ def start(mesh: _Mesh, device_type: str | None = None) -> None:
 
 
 def rank_in(mesh: _Mesh, what: str) -> int:
-    """Return the calling rank, which has to be in the mesh, and join the job with that."""
+    """Return the calling rank and `join` the mesh; raises `CommunicatorError` outside of it."""
     if not dist.is_initialized():
         raise CommunicatorError(
             f"{what}, but torch.distributed is not initialised; start the program with torchrun, "
@@ -182,7 +185,7 @@ def rank_in(mesh: _Mesh, what: str) -> int:
 
 
 def own_rank() -> int:
-    """Return the calling rank; `CommunicatorError` if there is no job."""
+    """Return the calling rank; raises `CommunicatorError` without a job."""
     if not dist.is_initialized():
         raise CommunicatorError(
             "torch.distributed is not initialised, so this process has no rank; start the program "
@@ -201,25 +204,25 @@ def group_along(mesh: _Mesh, axis: int) -> dist.ProcessGroup:
 
 
 def device_type_of(mesh: _Mesh) -> str:
-    """Return the device type that a mesh, or one with all its devices, was made with, or "cpu"."""
+    """Return the device type that a mesh, or a mesh containing it, was made with; else "cpu"."""
     if not dist.is_initialized():
         return "cpu"
     job, ids = current_job(), set(mesh.ids)
     made = job.torch_mesh(mesh)
     if made is not None:
         return made.device_type
-    return next((kind for known, kind in job.device_types.items() if ids <= {*known}), "cpu")
+    return next((kind for others, kind in job.device_types.items() if ids <= {*others}), "cpu")
 
 
 def from_torch(torch_mesh: TorchMesh, make: Callable[..., Any]) -> Any:  # noqa: ANN401  # as made
-    """Return the mesh that torch's was made of, or else make one; its groups are used from then on.
+    """Return the mesh that a torch mesh was made from, or make one that shares its groups.
 
-    So where it has all ranks of the job, every rank calls this at the same point of the program.
+    If it has all ranks of the job, every rank calls this at the same point of the program.
     """
     job = current_job() if dist.is_initialized() else None
-    for known, made in job.torch_meshes if job else ():
+    for own_mesh, made in job.torch_meshes if job else ():
         if made == torch_mesh:
-            return known
+            return own_mesh
     mesh = make(torch_mesh.mesh, axis_names=torch_mesh.mesh_dim_names)
     if job is None:
         raise CommunicatorError(
@@ -239,15 +242,15 @@ def from_torch(torch_mesh: TorchMesh, make: Callable[..., Any]) -> Any:  # noqa:
 
 
 def stand_for(mesh: _Mesh, torch_mesh: TorchMesh) -> None:
-    """Let `from_torch` return a mesh for one of torch's, in a job that is only simulated."""
+    """Register a pair of meshes for `from_torch`, in a simulated job."""
     assert dist.group.WORLD is not None
     _JOBS.setdefault(dist.group.WORLD, Job()).torch_meshes.append((mesh, torch_mesh))
 
 
 def to_torch(mesh: _Mesh, device_type: str | None = None) -> TorchMesh:
-    """Return torch's mesh of this one, the same object each time; every rank of the job calls this.
+    """Return torch's mesh of a mesh, the same object each time; every rank of the job calls this.
 
-    Groups that the job lacks are made.
+    Missing groups are made.
     """
     job, device_type = job_of(mesh), device_type or device_type_of(mesh)
     made = job.torch_mesh(mesh, device_type)
@@ -259,7 +262,7 @@ def to_torch(mesh: _Mesh, device_type: str | None = None) -> TorchMesh:
 
 
 def _grid(mesh: _Mesh) -> object:
-    """Return what torch knows of a mesh."""
+    """Return the properties that a mesh shares with torch's."""
     return mesh.ids, mesh.shape, mesh.axis_names
 
 
@@ -268,7 +271,7 @@ def _along_each_axis(mesh: _Mesh) -> list[tuple[int, ...]]:
 
 
 def check_ascending(mesh: _Mesh) -> None:
-    """Raise `MeshError` if the ids along an axis do not ascend, as torch takes them to."""
+    """Raise `MeshError` if the ids along an axis do not ascend, which torch assumes."""
     for members in _along_each_axis(mesh):
         if list(members) != sorted(members):
             raise MeshError(
@@ -279,7 +282,7 @@ def check_ascending(mesh: _Mesh) -> None:
 
 
 def _adopt_groups(job: Job, torch_mesh: TorchMesh, mesh: _Mesh) -> None:
-    """Check that the groups are of the running job; keep those of a mesh of all ranks."""
+    """Keep the groups of a torch mesh of all ranks; raises `MeshError` if of another job."""
     rank, world = dist.get_rank(), dist.get_world_size()
     for axis in range(len(mesh.shape)) if rank in mesh.ids else ():
         members = list(mesh.group(rank, [axis]))
@@ -300,7 +303,7 @@ def _adopt_groups(job: Job, torch_mesh: TorchMesh, mesh: _Mesh) -> None:
 
 
 def _slice_in_torch(job: Job, mesh: _Mesh, device_type: str) -> TorchMesh | None:
-    """Return torch's slice of torch's mesh of a larger mesh that this one is a slice of."""
+    """Return a slice of torch's mesh of a larger mesh; None if the mesh is no slice of one."""
     rank, own = dist.get_rank(), mesh.axis_names or ()
     for root in list(job.joined):
         names = root.axis_names or ()
@@ -312,17 +315,17 @@ def _slice_in_torch(job: Job, mesh: _Mesh, device_type: str) -> TorchMesh | None
 
 
 def _made_of_groups(job: Job, mesh: _Mesh, device_type: str) -> TorchMesh:
-    """Make torch's mesh over the job's groups; those that are missing are made by every rank."""
+    """Return a torch mesh over the job's groups; every rank makes the missing ones."""
     job.make_groups(mesh)
     rank, names, axes = dist.get_rank(), mesh.axis_names, range(len(mesh.shape))
-    if names is None and len(axes) > 1:  # torch asks for names where there are several axes
+    if names is None and len(axes) > 1:  # torch needs names for several axes
         names = tuple(f"axis_{axis}" for axis in axes)
     grid = torch.tensor(mesh.ids, dtype=torch.int).reshape(mesh.shape)
     if rank not in mesh.ids:
-        # torch has no group to make it of here; it asks for none.
+        # Outside the mesh this rank has no groups, and torch needs none.
         return TorchMesh(device_type, grid, mesh_dim_names=names, _init_backend=False)
-    found = (job.group(mesh.group(rank, [axis])) for axis in axes)
-    groups = [group for group in found if group is not None]  # all have just been made
+    maybe_groups = (job.group(mesh.group(rank, [axis])) for axis in axes)
+    groups = [group for group in maybe_groups if group is not None]  # all have just been made
     if len(axes) == 1:
         return TorchMesh.from_group(groups[0], device_type, mesh_dim_names=names)
     return TorchMesh.from_group(groups, device_type, grid, mesh_dim_names=names)

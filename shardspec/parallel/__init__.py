@@ -1,1 +1,1 @@
-"""Modules cut by rules, and ready rules for the usual ways to do so."""
+"""Modules sharded by rules, and ready-made rules for common parallelisms."""

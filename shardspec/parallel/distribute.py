@@ -25,7 +25,7 @@ from shardspec.tensor.redistribute import redistribute
 
 PartitionFn: TypeAlias = Callable[..., object]
 """Takes the name of a submodule, the submodule and the mesh, or the first two, and replaces
-parameters; what it returns does not matter."""
+parameters; its result is ignored."""
 InputFn: TypeAlias = Callable[..., Any]
 """Takes module, positional inputs and mesh, or the last two; returns other inputs, or None."""
 OutputFn: TypeAlias = Callable[..., Any]
@@ -45,19 +45,19 @@ def distribute_module(
 ) -> nn.Module:
     """Shard a module's parameters, in place, and return it; every rank calls this.
 
-    Parameters and buffers become DTensors of torch, for its optimizers, `fully_shard` and
-    distributed checkpoints. What no rule matches, or `partition_fn` leaves as it is, is replicated;
-    without either, everything is. Meta tensors stay without data, and
-    a DTensor of torch on `device_mesh` is redistributed. Dropout draws the same numbers on all
-    devices that hold the same box, and different ones for other boxes.
+    Parameters and buffers become torch DTensors, for torch's optimizers, `fully_shard` and
+    distributed checkpoints. Those that no rule matches, or that `partition_fn` leaves unchanged,
+    are replicated. Meta tensors stay without data, and a torch DTensor on `device_mesh` is
+    redistributed. Dropout draws the same numbers on all devices that hold the same box, and
+    different numbers for other boxes.
 
     Parameters
     ----------
     module
-        With the same tensors, by name, shape and dtype, on every rank.
+        The module; its tensors have the same names, shapes and dtypes on every rank.
     device_mesh
-        The devices; for a module that `fully_shard` will shard too, the slice for the other axes,
-        as ``mesh["tp"]``.
+        The devices; for a module that `fully_shard` will shard too, the slice of the other axes,
+        such as ``mesh["tp"]``.
     rules
         Name pattern to spec (see `shardspec.match_rules`); names are those of ``state_dict()``. A
         function here is the `partition_fn`, as in torch.
@@ -72,18 +72,18 @@ def distribute_module(
         Name pattern of submodules to the spec that their output is redistributed to. This shards
         activations where propagation alone would not, as in sequence parallelism.
     src_rank
-        The rank whose values count, as for `DTensor`.
+        The rank whose values are used, as for `DTensor`.
 
     Raises
     ------
     LayoutError
-        If a rule matches nothing, or only what later rules match, a spec is for another number of
-        dims or has a reduction pending, one tensor under two names gets two specs, or
-        `partition_fn` distributes nothing.
+        If a rule matches nothing, or only names that later rules match too, if a spec is for
+        another number of dims or has a pending reduction, if one tensor under two names gets two
+        specs, or if `partition_fn` distributes nothing.
     SpecSyntaxError, AxisError
-        If a spec is malformed, the mesh lacks an axis of it, or its reductions do not commute.
+        If a spec is malformed, the mesh lacks one of its axes, or its reductions do not commute.
     CommunicatorError, MeshError
-        If there is no job, or torch has no such mesh.
+        If there is no job, or torch cannot represent the mesh.
 
     Examples
     --------
@@ -124,7 +124,7 @@ def distribute_module(
     for name, owned, own_name, tensor in tensors:
         if id(tensor) not in made:
             made[id(tensor)] = _sharded(tensor, device_mesh, specs.get(name), src_rank)
-        # As torch's own distribute_module does: a parameter of another class cannot be assigned.
+        # Like torch's distribute_module: a parameter of another class cannot be assigned.
         owned[own_name] = made[id(tensor)]
     for submodule in module.modules():
         if isinstance(submodule, _DropoutNd):
@@ -164,7 +164,7 @@ def _hooks(
 
 
 def _partition(module: nn.Module, mesh: DeviceMesh, partition_fn: PartitionFn) -> None:
-    """Let a function replace parameters; `LayoutError` if it distributes nothing."""
+    """Let a function replace parameters; raises `LayoutError` if it distributes nothing."""
     takes_mesh = _takes(partition_fn, "partition_fn", "name, module, mesh", "name, module")
     with communicator_of(mesh).telling(), stand_ins():
         for name, submodule in list(module.named_modules()):
@@ -179,7 +179,10 @@ def _partition(module: nn.Module, mesh: DeviceMesh, partition_fn: PartitionFn) -
 
 
 def _takes(function: Callable[..., object], what: str, most: str, fewer: str) -> bool:
-    """Whether a function takes the longer list of arguments; `LayoutError` if it takes neither."""
+    """Return whether a function takes the longer list of arguments.
+
+    Raises `LayoutError` if it takes neither list.
+    """
     signature = inspect.signature(function)
     for arguments in (most, fewer):
         with suppress(TypeError):
@@ -191,7 +194,7 @@ def _takes(function: Callable[..., object], what: str, most: str, fewer: str) ->
 def inputs_as(spec: SpecLike) -> InputFn:
     """Return an `input_fn` that takes each rank's tensors as shards of this spec.
 
-    DTensors are left as they are. Dims of a tensor beyond those of the spec are replicated.
+    DTensors are unchanged. Dims of a tensor beyond those of the spec are replicated.
     """
     target = _checked(spec)
 
@@ -226,7 +229,7 @@ def outputs_as(spec: SpecLike) -> OutputFn:
 
 
 class _DropoutHooks:
-    """Hand dropout one of our DTensors, which draws the same for all copies of a box."""
+    """Hooks that give dropout our DTensor, which draws equal numbers for copies of a box."""
 
     def __init__(self) -> None:
         self._was_torchs = False
@@ -242,7 +245,7 @@ class _DropoutHooks:
 
 
 def _finish_masked(_module: nn.Module, _inputs: object, output: object) -> object:
-    """Finish the sum of an embedding that is sharded by rows: torch can do so only once."""
+    """Finish the sum of an embedding that is sharded by rows, which torch can do only once."""
     return in_our_words(output) if isinstance(output, TorchDTensor) else output
 
 
@@ -260,14 +263,14 @@ def _redistributed(spec: SpecLike, mesh: DeviceMesh, value: object) -> object:
     return value
 
 
-def _mapped(one: Callable[[object], object], value: object) -> object:
+def _mapped(function: Callable[[object], object], value: object) -> object:
     if isinstance(value, tuple) and type(value) is tuple:
-        return tuple(_mapped(one, item) for item in value)
-    return one(value)
+        return tuple(_mapped(function, item) for item in value)
+    return function(value)
 
 
 def _checked(spec: SpecLike, mesh: DeviceMesh | None = None) -> SpecLike:
-    """Return a spec, or placements, for tensors of any number of dims; raises if it is neither."""
+    """Return a spec or placements for any number of dims; raises `LayoutError` for others."""
     if is_own_spec(spec):
         parsed = ShardingSpec.of(spec)
         return parsed if mesh is None else resolve_axes(parsed, mesh)
@@ -278,14 +281,14 @@ def _checked(spec: SpecLike, mesh: DeviceMesh | None = None) -> SpecLike:
 
 
 def _for_dims(spec: SpecLike, dims: int) -> SpecLike:
-    """Return the spec with replicated dims added at its end; placements are for any number."""
+    """Return the spec extended by replicated dims; placements fit any number of dims."""
     if not isinstance(spec, ShardingSpec) or spec.dims >= dims:
         return spec
     return ShardingSpec(dims, dict(enumerate(spec.dim_specs)), partial=spec.partial)
 
 
 def _tensors(module: nn.Module) -> Iterator[tuple[str, dict[str, Any], str, torch.Tensor]]:
-    """Yield parameters and buffers: name, their dict, name there, tensor; shared ones twice."""
+    """Yield the name, owning dict, key and tensor of parameters and buffers; shared ones twice."""
     for prefix, owner in module.named_modules():
         for owned in (owner._parameters, owner._buffers):
             for own_name, tensor in owned.items():
@@ -296,7 +299,7 @@ def _tensors(module: nn.Module) -> Iterator[tuple[str, dict[str, Any], str, torc
 def _matched_modules(
     module: nn.Module, outputs: Mapping[str, SpecLike], mesh: DeviceMesh
 ) -> list[tuple[nn.Module, SpecLike]]:
-    """Return the submodules that patterns match; the last pattern that matches one counts."""
+    """Return the submodules that patterns match, each with the spec of the last match."""
     modules = {name: submodule for name, submodule in module.named_modules() if name}
     specs = {pattern: _checked(given, mesh) for pattern, given in outputs.items()}
     winners = winning_patterns(list(specs), modules, "module")

@@ -1,8 +1,8 @@
-"""Ready rules: which parameters the usual ways of sharding a model shard, and how.
+"""Ready-made rules for common ways of sharding a model's parameters.
 
-A set of rules is a dict from name pattern to spec, as saving, resharding and the command line take
-it: of several that match a name, the last one counts. Sets are joined by ``|``; `with_fsdp` adds an
-axis to one. Weights are those of `torch.nn.Linear`, output features first.
+A set of rules is a dict from name pattern to spec, as saving, resharding and the command line
+accept; if several match a name, the last one counts. Join sets by ``|``; `with_fsdp` adds an axis
+to a set. Weights are those of `torch.nn.Linear`, output features first.
 """
 
 from collections.abc import Iterable, Mapping
@@ -22,7 +22,7 @@ ModuleRules: TypeAlias = dict[str, ShardingSpec]
 def column_parallel(
     modules: Iterable[str], axis: Axis = "tp", *, bias: bool = False
 ) -> ModuleRules:
-    """Return rules that shard linear layers, and biases if asked for, by their outputs.
+    """Return rules that shard linear layers, and optionally their biases, by outputs.
 
     Examples
     --------
@@ -94,7 +94,7 @@ def gpt2_rules(axis: Axis = "tp") -> ModuleRules:
 
 
 def only_matching(rules: Mapping[str, SpecLike], module: nn.Module) -> dict[str, SpecLike]:
-    """Return the rules that match a tensor of the module; elsewhere the others are an error."""
+    """Return the rules that match a tensor of the module; other functions refuse the rest."""
     names = list(module.state_dict())
     return {
         pattern: spec
@@ -106,10 +106,10 @@ def only_matching(rules: Mapping[str, SpecLike], module: nn.Module) -> dict[str,
 def with_fsdp(
     module: nn.Module, axis: Axis = "dp", rules: Mapping[str, SpecLike] | None = None
 ) -> ModuleRules:
-    """Return rules, one per parameter with a dim, that shard dim 0 by one more axis, innermost.
+    """Return rules for all parameters with a dim that additionally shard dim 0, innermost.
 
-    That is where torch's `fully_shard` leaves parameters that `rules` have sharded before. For HSDP
-    the other axis is not mentioned: parameters are replicated along it.
+    This is the layout that torch's `fully_shard` gives to parameters sharded by `rules` before. For
+    HSDP, leave the other axis out: parameters are replicated along it.
 
     Examples
     --------
@@ -119,7 +119,7 @@ def with_fsdp(
     """
     shapes = {name: p.dim() for name, p in module.named_parameters(remove_duplicate=False)}
     before = match_rules(rules or {}, shapes)
-    found = {name: before.get(name, ShardingSpec(dims)) for name, dims in shapes.items() if dims}
+    specs = {name: before.get(name, ShardingSpec(dims)) for name, dims in shapes.items() if dims}
     return {
-        name: spec.with_dims({0: [*spec.dim_specs[0].axes, axis]}) for name, spec in found.items()
+        name: spec.with_dims({0: [*spec.dim_specs[0].axes, axis]}) for name, spec in specs.items()
     }

@@ -1,12 +1,12 @@
-"""From measured times of steps to curves of collectives, and links of mesh axes.
+"""Fits curves of collectives, and links of mesh axes, to measured times of steps.
 
-A curve is the lower of two lines, for a protocol of low latency and one of high bandwidth: of all
-sizes at which one may give way to the other, the one with the best fit. Relative errors are
-minimised, with Huber's weights for outliers (iteratively reweighted least squares). Each size is
-left out once and priced by the fit of the others, which says how far prices are off.
+A curve is the minimum of two lines, for a protocol of low latency and one of high bandwidth, which
+meet at the size that fits best. The fit minimises relative errors, with Huber's weights for
+outliers (iteratively reweighted least squares). Each size is left out once and priced by the fit of
+the others, which yields the errors.
 
-Links price steps that were not measured. They are fitted to the lines of `shardspec.comm.cost`
-itself, so that a fit and a price cannot disagree.
+Links price steps that were not measured. They are fitted to the lines of `shardspec.comm.cost`, so
+that fits and prices agree.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -26,17 +26,17 @@ from shardspec.mesh.device_mesh import LinkModel
 
 Floats: TypeAlias = npt.NDArray[np.float64]
 Times: TypeAlias = Sequence[tuple[float, float]]
-"""Bytes of the whole buffer and seconds; sizes ascend."""
+"""Pairs of the whole buffer's bytes and seconds, by ascending size."""
 
 _ROUNDS: Final = 8
 _TRUSTED: Final = 0.2
-"""A relative error up to which a measurement counts in full."""
+"""The relative error up to which a measurement has full weight."""
 _FEWEST: Final = 6
-"""Measurements from which on there are two lines."""
+"""The fewest measurements for a curve of two lines."""
 
 
 def _line_of(x: Floats, y: Floats, seconds: Floats) -> Line:
-    """Return the factors of `x` and `y`, neither negative, whose sum is nearest to the seconds."""
+    """Return the nonnegative factors of `x` and `y` whose weighted sum fits the seconds best."""
     x, y = x / seconds, y / seconds
     weights = np.ones(len(seconds))
     best = (0.0, 0.0)
@@ -48,7 +48,10 @@ def _line_of(x: Floats, y: Floats, seconds: Floats) -> Line:
 
 
 def _nonnegative(x: Floats, y: Floats, right: Floats) -> Line:
-    """Solve least squares of two unknowns that are not negative: inside, or on one of two edges."""
+    """Return the least-squares solution for two nonnegative unknowns.
+
+    It is in the interior or on one of the two edges.
+    """
     (a, b), *_ = np.linalg.lstsq(np.stack([x, y], axis=1), right)
     if a >= 0 and b >= 0:
         return float(a), float(b)
@@ -57,7 +60,7 @@ def _nonnegative(x: Floats, y: Floats, right: Floats) -> Line:
 
 
 def candidate_lines(times: Times) -> list[tuple[float, tuple[Line, ...]]]:
-    """Return lines whose lowest is near to measured times, and how near, nearest first."""
+    """Return candidate curves, as distance to the measured times and lines, nearest first."""
     size, seconds = np.array(times, dtype=np.float64).T
 
     def fit(*parts: slice) -> tuple[Line, ...]:
@@ -68,19 +71,21 @@ def candidate_lines(times: Times) -> list[tuple[float, tuple[Line, ...]]]:
         off = np.abs(np.log(np.maximum(predicted, 1e-12) / seconds))
         return float(np.minimum(off, 1.0).mean())
 
-    found = [fit(slice(None))]
+    candidates = [fit(slice(None))]
     if len(size) >= _FEWEST:
-        found += [fit(slice(at), slice(at, None)) for at in range(2, len(size) - 1)]
-    return sorted((distance(lines), tuple(sorted(lines))) for lines in found)
+        candidates += [fit(slice(at), slice(at, None)) for at in range(2, len(size) - 1)]
+    return sorted((distance(lines), tuple(sorted(lines))) for lines in candidates)
 
 
 def bands(pairs: Iterable[tuple[float, float]]) -> Errors:
-    """Return the errors below `LARGE` and from there on, of pairs of bytes and relative error."""
+    """Return the errors below `LARGE` and from `LARGE` on, given pairs of bytes and error."""
     errors: tuple[list[float], list[float]] = ([], [])
     for size, error in pairs:
         errors[size >= LARGE].append(error)
-    found = [Band(*map(float, np.quantile(each, (0.5, 0.9)))) if each else None for each in errors]
-    return found[0], found[1]
+    by_size = [
+        Band(*map(float, np.quantile(each, (0.5, 0.9)))) if each else None for each in errors
+    ]
+    return by_size[0], by_size[1]
 
 
 def fit_curve(
@@ -90,14 +95,14 @@ def fit_curve(
     other: Times = (),
     accepts: Callable[[Curve], bool] = lambda _: True,
 ) -> Curve:
-    """Return the curve of times at two sizes or more; `other` times count in the errors alone.
+    """Return the best curve for times at two or more sizes that `accepts`, or else the best one.
 
-    It is the nearest that is accepted, or else the nearest.
+    `other` times count only in the errors.
     """
 
-    def fit(some: Times) -> Curve:
+    def fit(subset: Times) -> Curve:
         sizes = int(times[0][0]), int(times[-1][0])
-        near = [Curve(kind, devices, lines, sizes) for _, lines in candidate_lines(some)]
+        near = [Curve(kind, devices, lines, sizes) for _, lines in candidate_lines(subset)]
         return next(filter(accepts, near), near[0])
 
     curve = fit(times)
@@ -110,7 +115,7 @@ def fit_curve(
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """How long one step took."""
+    """The measured duration of one step."""
 
     kind: str
     axes: tuple[int, ...]
@@ -122,14 +127,14 @@ class Measurement:
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """Links that fit measurements under one model, and how well."""
+    """Links fitted to measurements under one link model, with the errors of the fit."""
 
     model: CostModel
     typical_error: float
     """Median of the relative errors of all measurements."""
     worst_error: float
     mean_error: float
-    """Mean of the errors, each counted as 1 at most: what models are compared by."""
+    """Mean of the errors, each at most 1, by which link models are compared."""
 
     def as_dict(self) -> dict[str, object]:
         """Return plain values, ready for JSON."""
@@ -140,7 +145,7 @@ class Fit:
 
 
 def step_of(kind: str, axes: tuple[int, ...]) -> Step:
-    """Return the step that one of `KINDS` stands for, on a tensor of two dims."""
+    """Return the step for one of `KINDS`, on a tensor of two dims."""
     steps: dict[str, Step] = {
         "all-gather": AllGather(0, axes),
         "reduce-scatter": ReduceScatter(0, axes, "sum"),
@@ -151,14 +156,14 @@ def step_of(kind: str, axes: tuple[int, ...]) -> Step:
 
 
 def fitted(model: CostModel, measured: Measurement) -> float:
-    """Return the seconds that a model says of a measurement."""
+    """Return the modelled seconds of a measured step."""
     return model.step_seconds(step_of(measured.kind, measured.axes), measured.num_bytes)
 
 
 def fit_links(
     mesh_shape: tuple[int, ...], measurements: Sequence[Measurement], link_model: LinkModel
 ) -> Fit:
-    """Return the links that fit best; each axis is fitted to the steps along it alone."""
+    """Return the links that fit best; each axis is fitted to the steps along that axis alone."""
     unit = CostModel(mesh_shape, (Link(1.0, 1.0),) * len(mesh_shape), link_model)
     links = []
     for axis, devices in enumerate(mesh_shape):
@@ -170,7 +175,7 @@ def fit_links(
             raise ProfileError(
                 f"axis {axis} has {len(own)} measurements; two sizes of a step at least are needed"
             )
-        # How often each pays alpha, and for how many bytes beta.
+        # The factors of alpha and beta in each step's price.
         lines = [(unit.lines(step_of(m.kind, m.axes))[0], m.num_bytes) for m in own]
         messages, shares = np.array([(often, share * size) for (often, share), size in lines]).T
         seconds = np.array([m.seconds for m in own])
@@ -184,12 +189,12 @@ def curves_of_groups(mesh_shape: tuple[int, ...], measurements: Sequence[Measure
     """Return the curves of every collective along every group of axes, measured at two sizes."""
     times: dict[tuple[int, ...], dict[str, list[tuple[float, float]]]] = {}
     for m in measurements:
-        held = whole(m.kind, prod(mesh_shape[axis] for axis in m.axes))
+        factor = whole(m.kind, prod(mesh_shape[axis] for axis in m.axes))
         of_kind = times.setdefault(tuple(sorted(m.axes)), {}).setdefault(m.kind, [])
-        of_kind.append((float(m.num_bytes * held), m.seconds))
-    found = []
+        of_kind.append((float(m.num_bytes * factor), m.seconds))
+    curves = []
     for axes, kinds in times.items():
         devices = prod(mesh_shape[axis] for axis in axes)
-        several = ((k, sorted(some)) for k, some in kinds.items() if len(dict(some)) > 1)
-        found.append((axes, tuple(fit_curve(kind, devices, some) for kind, some in several)))
-    return tuple(found)
+        several = ((k, sorted(points)) for k, points in kinds.items() if len(dict(points)) > 1)
+        curves.append((axes, tuple(fit_curve(kind, devices, points) for kind, points in several)))
+    return tuple(curves)

@@ -1,4 +1,4 @@
-"""Timing the steps of a job's own communicator along every mesh axis."""
+"""Times the steps of a job's communicator along every mesh axis."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -22,7 +22,7 @@ _WARM_UPS: Final = 2
 MOST_AT_ONCE: Final = 20
 """Repetitions of the shortest steps; longer ones are repeated less."""
 _SECONDS_EACH: Final = 0.05
-"""How long the repetitions of one step and size may take together, beyond the least number."""
+"""The time limit for repetitions of one step and size beyond the least number."""
 
 
 def measure(
@@ -33,10 +33,11 @@ def measure(
     device: torch.device,
     progress: Callable[[int, int], None] | None = None,
 ) -> tuple[Measurement, ...]:
-    """Time every kind of step along every group of axes, at every size; all processes call this.
+    """Return the times of every kind of step along every group of axes, at every size.
 
-    `sizes` are about the bytes of a shard before the step, which is repeated at least `repeats`
-    times. `progress` is called with how many steps and sizes are done, and how many there are.
+    All processes call this. `sizes` are approximate bytes of a shard before the step. Each step is
+    repeated at least `repeats` times. `progress` is called with the number of measurements so far
+    and in total.
     """
     mesh = communicator.mesh
     several = [axis for axis in range(mesh.ndim) if mesh.shape[axis] > 1]
@@ -51,7 +52,7 @@ def measure(
 
 
 def _matrix(mesh: DeviceMesh, kind: str, axes: tuple[int, ...], num_bytes: int) -> Layout:
-    """Return a float32 matrix before a step, a shard having about so many bytes."""
+    """Return the layout of a float32 matrix before a step, with shards of about `num_bytes`."""
     n = prod(mesh.shape[axis] for axis in axes)
     elements = max(1, num_bytes // 4)
     spec = ShardingSpec(2, partial=dict.fromkeys(axes, "sum"))
@@ -70,15 +71,15 @@ def _time(
     repeats: int,
     device: torch.device,
 ) -> Measurement:
-    step, here = step_of(kind, axes), communicator.addressable
+    step, addressable = step_of(kind, axes), communicator.addressable
     before = _matrix(communicator.mesh, kind, axes, num_bytes)
     cut_dim = {"reduce-scatter": 0, "all-to-all": 1}.get(kind)
     after = before.with_spec(ShardingSpec(2, {} if cut_dim is None else {cut_dim: list(axes)}))
-    shards = {id_: torch.ones(before.local_shape(id_), device=device) for id_ in here}
-    # A sum over all devices starts them together; it costs less than gathering values.
+    shards = {id_: torch.ones(before.local_shape(id_), device=device) for id_ in addressable}
+    # A sum over all devices synchronises them; it costs less than gathering values.
     every = range(before.mesh.ndim)
     alone = Layout(before.mesh, ShardingSpec(0, partial=dict.fromkeys(every, "sum")), (), "float32")
-    ones = {id_: torch.ones((), device=device) for id_ in here}
+    ones = {id_: torch.ones((), device=device) for id_ in addressable}
 
     together = transfers_of(AllReduce(tuple(every), "sum"), alone, alone)
     transfers = transfers_of(step, before, after)
@@ -93,10 +94,10 @@ def _time(
 
     def slowest(times: int) -> list[float]:
         seconds = [once() for _ in range(times)]
-        gathered = communicator.gather(dict.fromkeys(here, seconds))
+        gathered = communicator.gather(dict.fromkeys(addressable, seconds))
         return [max(each) for each in zip(*gathered.values(), strict=True)]
 
-    # Every process finds the same number of repetitions, from what all of them have measured.
+    # All processes compute the same number of repetitions from the gathered times.
     more = int(_SECONDS_EACH / max(min(slowest(_WARM_UPS)), 1e-9))
     times = slowest(max(repeats, min(more, MOST_AT_ONCE)))
     return Measurement(kind, axes, before.max_local_bytes, median(times))

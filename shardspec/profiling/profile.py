@@ -1,4 +1,4 @@
-"""A profile of a cluster: measured times and what fits them, as tables, as a chart, as a file."""
+"""A profile of a cluster: measured times and fits, with tables, charts and a file format."""
 
 import json
 from collections.abc import Mapping
@@ -16,12 +16,12 @@ from shardspec.profiling.fit import Fit, Measurement, curves_of_groups, fit_link
 from shardspec.text import seconds_text, table_text
 
 _LEAST_GAIN: Final = 1e-6
-"""By which a bus has to fit better; along one axis both say the same, but for rounding."""
+"""How much better a bus must fit; along a single axis both models agree up to rounding."""
 
 
 @dataclass(frozen=True)
 class Profile:
-    """What was measured on a mesh; the rest follows from the measurements."""
+    """The measurements on a mesh, from which the fits are derived."""
 
     mesh_shape: tuple[int, ...]
     axis_names: tuple[str, ...] | None
@@ -31,7 +31,7 @@ class Profile:
 
     @cached_property
     def ring(self) -> Fit:
-        """The fit of links that each group has for itself."""
+        """The fit of dedicated links for each group."""
         return fit_links(self.mesh_shape, self.measurements, "ring")
 
     @cached_property
@@ -47,12 +47,12 @@ class Profile:
 
     @cached_property
     def cost_model(self) -> CostModel:
-        """The curves of collectives, and the better fit for what has none."""
+        """The curves of collectives, with the better fit for steps without a curve."""
         curves = curves_of_groups(self.mesh_shape, self.measurements)
         return replace(self.fit.model, measured=curves)
 
     def table(self) -> str:
-        """Return the curves, and the links with how well each model fits, as text."""
+        """Return the curves, and the links with the errors of each model, as text tables."""
         labels = self.axis_names or tuple(map(str, range(len(self.mesh_shape))))
         curves = [
             [
@@ -62,8 +62,8 @@ class Profile:
                 *map(_line_text, (curve.lines[0], curve.lines[-1])),
                 *(f"{band.median:.0%}, {band.most:.0%}" if band else "" for band in curve.errors),
             ]
-            for axes, some in self.cost_model.measured
-            for curve in some
+            for axes, group in self.cost_model.measured
+            for curve in group
         ]
         links = [
             [
@@ -85,9 +85,9 @@ class Profile:
         return "\n\nelsewhere:\n".join(table_text(*table, numbers_from=2) for table in tables)
 
     def to_json(self) -> str:
-        """Return the profile as the text of its file, of which `CostModel.from_profile` reads fits.
+        """Return the profile as JSON text; `CostModel.from_profile` reads the fits of such a file.
 
-        The measurements are there for people, with what the model says of each.
+        The measurements, each with its modelled time, are for human readers.
         """
         model = self.cost_model
         record = {
@@ -98,7 +98,9 @@ class Profile:
             "link_model": model.link_model,
             "fits": {fit.model.link_model: fit.as_dict() for fit in (self.ring, self.shared_bus)},
             "curves": [
-                {"axes": axes, **curve.as_dict()} for axes, some in model.measured for curve in some
+                {"axes": axes, **curve.as_dict()}
+                for axes, group in model.measured
+                for curve in group
             ],
             "known_error": model.known_error,
             "facts": dict(self.facts),
@@ -152,9 +154,10 @@ class _Scale:
 
 
 def chart_text(profile: Profile) -> str:
-    """Draw measured against fitted times, both logarithmic: on the diagonal the fit is exact.
+    """Return a text chart of measured against fitted times on logarithmic scales.
 
-    A letter is a measurement, and the last one at a place is seen.
+    On the diagonal the fit is exact. Each letter is a measurement; of several at one place the last
+    is visible.
     """
     scale = _Scale(profile)
     grid = [[" "] * _COLUMNS for _ in range(_LINES)]
@@ -179,7 +182,7 @@ def chart_text(profile: Profile) -> str:
 
 
 def chart_svg(profile: Profile) -> str:
-    """Draw the same as SVG; the title of a point says what it is."""
+    """Return the chart of `chart_text` as SVG; points have titles."""
     scale = _Scale(profile)
     size, far = _PIXELS + 2 * _MARGIN, _PIXELS + _MARGIN
     root = Element("svg", {"class": "shardspec-chart", "role": "img"})

@@ -1,9 +1,9 @@
-"""DTensor: local shards, the layout they follow, and the communicator that moves them.
+"""DTensor: local shards, their layout, and the communicator that moves them.
 
-Gradients follow the convention of `torch.distributed.tensor`: a program on shards stands for one
+Gradients follow the convention of `torch.distributed.tensor`: a program on shards stands for a
 program on the global tensor, and the gradient at a device is that of its box. Devices that hold the
-same box must receive the same gradient. They do where every rank computes the same loss from
-`to_global`, or a loss from `to_local` with the ``grad_spec`` of what is still to be summed.
+same box must receive the same gradient. They do if every rank computes the same loss from
+`to_global`, or a loss from `to_local` with a ``grad_spec`` for partial gradients.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -47,8 +47,8 @@ if TYPE_CHECKING:
 class DTensor(Differentiable):
     """A tensor that is sharded over a mesh.
 
-    In a job, torch's functions, methods and operators work on it, forward and backward: it becomes
-    torch's own DTensor without a copy, which propagates layouts.
+    In a job, torch's functions, methods and operators work on it, forward and backward: without a
+    copy it becomes torch's own DTensor, which propagates layouts.
 
     Parameters
     ----------
@@ -56,15 +56,15 @@ class DTensor(Differentiable):
         The global tensor; in a job every rank of the mesh gives one of the same shape and dtype.
         Like torch's, a new DTensor is a leaf: the gradient of `tensor` is not tracked.
     device_mesh, sharding_spec, placements
-        Where, and how to shard: a spec, its text, or torch's placements, under either name. By
-        default the tensor is replicated.
+        The devices, and a spec, its text, or torch's placements, under either name. By default the
+        tensor is replicated.
     src_rank
         The rank whose tensor is sent to the others, as an index into ``device_mesh.ids``. With None
-        nothing is sent: the tensor has to be the same on every rank, which ``SHARDSPEC_CHECK=1`` in
-        the environment checks.
+        nothing is sent: the tensor must be the same on every rank, which the environment variable
+        ``SHARDSPEC_CHECK=1`` makes it check.
     communicator
-        Moves shards; by default that of the running job, or without a job one that simulates all
-        devices in this process.
+        The communicator that moves shards; by default that of the running job, or without a job one
+        that simulates all devices in this process.
 
     Raises
     ------
@@ -106,7 +106,7 @@ class DTensor(Differentiable):
             spec = ShardingSpec(tensor.dim()) if spec is None else spec
             layout = new_layout(device_mesh, spec, tensor.shape, tensor.dtype)
             shards = shards_of(tensor, layout, chosen, src_rank)
-        # None is a view, of which autograd would know another base.
+        # Detached, so that autograd does not take them for views.
         shards = {
             device: shard.detach().requires_grad_(tensor.requires_grad)
             for device, shard in shards.items()
@@ -121,24 +121,24 @@ class DTensor(Differentiable):
         layout: Layout,
         communicator: Communicator | None = None,
     ) -> Self:
-        """Put the shards of this process, by physical id, under a layout, without a copy.
+        """Return a DTensor of this process's shards, by physical id, without a copy.
 
-        Other ranks are not asked. A `LayoutError` says that a shard is missing, or that its shape
-        or dtype is not that of the layout.
+        It does not communicate. Raises `LayoutError` if a shard is missing, or its shape or dtype
+        is not that of the layout.
         """
         chosen = _checked(communicator, layout.mesh)
-        here = chosen.addressable
-        check_shards(layout, {d: facts_of(shards[d]) if d in shards else None for d in here})
-        return cls._made(layout, chosen, {device: shards[device] for device in here})
+        devices = chosen.addressable
+        check_shards(layout, {d: facts_of(shards[d]) if d in shards else None for d in devices})
+        return cls._made(layout, chosen, {device: shards[device] for device in devices})
 
     @classmethod
     @outside_graphs
     def from_torch(cls, tensor: torch.Tensor, *, device_mesh: DeviceMesh | None = None) -> Self:
-        """Make a DTensor of torch's: the same storage, and gradients flow back.
+        """Return the DTensor for one of torch's, with the same storage; gradients flow back.
 
-        A rank outside the mesh gets a tensor without shards. `device_mesh` is its mesh with links
-        or names that torch's mesh lacks. Raises `LayoutError` if this is not a DTensor of torch or
-        a placement has no counterpart in a spec, and `MeshError` if its mesh is of another job.
+        A rank outside the mesh gets a tensor without shards. `device_mesh` replaces the mesh by an
+        equal one with links or names. Raises `LayoutError` if this is not a DTensor of torch or a
+        placement has no counterpart in a spec, and `MeshError` if its mesh is of another job.
         """
         from torch.distributed.tensor import DTensor as TorchDTensor
 
@@ -166,13 +166,13 @@ class DTensor(Differentiable):
         global_shape: Sequence[int] | None = None,
         communicator: Communicator | None = None,
     ) -> "DTensor":
-        """Make a DTensor of the shards that the devices already hold; every rank calls it.
+        """Return a DTensor of shards that the devices already hold; every rank calls this.
 
-        `local` is this rank's shard, or a dict with that of every addressable device by physical
-        id. It is not copied, and gradients flow back to it. Spec or placements say how it is
-        sharded, and are as for `DTensor`, but reductions may be pending. The global shape is by
-        default the sum of the shards' sizes. A `LayoutError` on every rank says that
-        the shard of some rank has another shape or dtype than the layout.
+        `local` is this rank's shard, or a dict of the shards of all addressable devices by physical
+        id. Shards are not copied, and gradients flow back to them. Spec or placements are as for
+        `DTensor`, except that reductions may be pending. The global shape is by default the sum of
+        the shards' sizes. Raises `LayoutError`, on every rank, if the shape or dtype of any rank's
+        shard is not that of the layout.
 
         Examples
         --------
@@ -184,13 +184,13 @@ class DTensor(Differentiable):
         tensor([4., 6.])
         """
         chosen = _checked(communicator, device_mesh, "hold shards")
-        here = chosen.addressable
+        devices = chosen.addressable
         with chosen.telling():
-            shards = dict(local) if isinstance(local, Mapping) else {here[0]: local}
-            if set(shards) != set(here):
+            shards = dict(local) if isinstance(local, Mapping) else {devices[0]: local}
+            if set(shards) != set(devices):
                 raise LayoutError(
                     f"shards given for the devices {sorted(shards)}, but this process holds the "
-                    f"devices {sorted(here)}; give a dict with one shard for each"
+                    f"devices {sorted(devices)}; give a dict with one shard for each"
                 )
             # Every rank sees every rank's facts, so all raise the same error or none does.
             facts = chosen.gather({device: facts_of(shard) for device, shard in shards.items()})
@@ -202,13 +202,13 @@ class DTensor(Differentiable):
         shape = added_up(device_mesh, spec, facts) if global_shape is None else global_shape
         layout = Layout(device_mesh, spec, shape, dtype)
         check_shards(layout, facts)
-        return cls._made(layout, chosen, {device: shards[device] for device in here})
+        return cls._made(layout, chosen, {device: shards[device] for device in devices})
 
     def _wrap(self, tensor: "TorchDTensor") -> Self:
         from shardspec.interop.torch_dtensor import is_strided, layout_of
 
         if is_strided(tensor):
-            # torch splits strided shards by a rule of its own where they are uneven.
+            # torch splits uneven strided shards by a different rule.
             return self.from_torch(tensor, device_mesh=self.device_mesh)
         return self._made(layout_of(tensor, self.device_mesh), self.communicator, None, tensor)
 
@@ -221,7 +221,7 @@ class DTensor(Differentiable):
         args: Sequence[object] = (),
         kwargs: Mapping[str, object] | None = None,
     ) -> Any:  # noqa: ANN401
-        """Carry out a torch function that has a DTensor among its arguments."""
+        """Carry out a torch function with a DTensor among its arguments."""
         if not all(issubclass(kind, TensorLike | torch.Tensor) for kind in types):
             return NotImplemented
         if function in GOING_BACK:
@@ -231,7 +231,7 @@ class DTensor(Differentiable):
         return apply(function, args, kwargs or {})
 
     def __reduce__(self) -> tuple[object, ...]:
-        # Only leaves can be copied.
+        # torch copies only leaves.
         leaf = self._own() is None and self.is_leaf
         shards = {
             device: shard.detach().requires_grad_(shard.requires_grad) if leaf else shard
@@ -251,10 +251,11 @@ class DTensor(Differentiable):
     ) -> torch.Tensor:
         """Return the shard of this rank, or of one of the devices that this process holds.
 
-        `grad_spec` is the layout of the gradient that will arrive, where it is not complete: the
-        same dims with a sum or mean pending over the axes whose devices each compute a part of the
-        loss. Raises `CommunicatorError` if the shard is not in this process, or several are and
-        none is named, and `LayoutError` if `grad_spec` shards the tensor in another way.
+        `grad_spec` is the layout of a gradient that will arrive incomplete: the same dims with a
+        sum or mean pending over the axes along which each device computes a part of the loss.
+        Raises `CommunicatorError` if the shard is not in this process, or no device is named and
+        the process holds several, and `LayoutError` if `grad_spec` shards the tensor in another
+        way.
         """
         shards = self.shards
         device = next(iter(shards)) if physical_id is None and len(shards) == 1 else physical_id
@@ -285,18 +286,18 @@ class DTensor(Differentiable):
         *,
         device_mesh: DeviceMesh | None = None,
     ) -> "DTensor":
-        """Convert the tensor to another spec by the cheapest plan; every rank calls it.
+        """Return the tensor converted to another spec by the cheapest plan; every rank calls this.
 
         The target is a spec, its text, or torch's placements, under either name. As in torch, a
-        mesh may stand before it: ``redistribute(mesh, [Replicate()])``.
+        mesh may precede it: ``redistribute(mesh, [Replicate()])``.
 
         Differentiable any number of times, except through a pending min, max or prod, and to a mesh
-        of other devices. Where nothing moves the result shares the shards.
+        of other devices. If nothing moves, the result shares the shards.
 
-        Another `device_mesh` may have the same devices in another shape or order, more, fewer or
-        others. Every rank of either mesh calls this, other ranks may. A rank outside this mesh
-        calls it on ``DTensor.from_shards({}, layout)``; one outside the other mesh gets a tensor
-        without shards.
+        `device_mesh` may have the same devices in another shape or order, or other devices. Every
+        rank of either mesh calls this, and other ranks may. A rank outside this mesh calls it on
+        ``DTensor.from_shards({}, layout)``; a rank outside the other mesh gets a tensor without
+        shards.
 
         Raises
         ------
@@ -306,7 +307,7 @@ class DTensor(Differentiable):
         AxisError
             If the mesh lacks an axis of the spec.
         CommunicatorError
-            If the ranks ask for different conversions, or one fails or does not come.
+            If the ranks ask for different conversions, or one fails or does not answer.
 
         Examples
         --------
@@ -328,7 +329,7 @@ class DTensor(Differentiable):
 
     @outside_graphs
     def convert(self, plan: ConversionPlan) -> "DTensor":
-        """Carry out a plan from this tensor's layout; called, and raises, as `redistribute`."""
+        """Return the tensor converted by a plan from its layout; see `redistribute`."""
         if plan.source != self.layout:
             raise LayoutError(f"the plan starts from {plan.source}, but this is {self.layout}")
         with telling(self.communicator, plan.source.mesh, plan.target.mesh):
@@ -336,23 +337,23 @@ class DTensor(Differentiable):
                 from shardspec.interop.torch_dtensor import alias_in_layout
 
                 return self._view(alias_in_layout)
-            there = self.communicator.on(plan.target.mesh)
+            communicator = self.communicator.on(plan.target.mesh)
             tracked = torch.is_grad_enabled() and self.requires_grad
             shards = convert(plan, self.communicator, self.shards, tracked=tracked)
-            return DTensor.from_shards(shards, plan.target, there)
+            return DTensor.from_shards(shards, plan.target, communicator)
 
     @outside_graphs
     def to_global(self) -> torch.Tensor:
-        """Return the global tensor, on every rank; pending reductions are finished.
+        """Return the global tensor on every rank, with pending reductions finished.
 
-        Differentiable; every rank has to compute the same loss from the result. It is a
-        `CommunicatorError` if this rank is not part of the mesh.
+        Differentiable; every rank must compute the same loss from the result. Raises
+        `CommunicatorError` on a rank outside the mesh.
         """
         _checked(self.communicator, self.device_mesh, "can gather the tensor")
         return first_of_copies(self.redistribute(ShardingSpec(self.dim())).shards)
 
     def full_tensor(self) -> torch.Tensor:
-        """Return the global tensor, by torch's word for `to_global`."""
+        """Return the global tensor; torch's name for `to_global`."""
         return self.to_global()
 
 
@@ -365,11 +366,12 @@ def distribute_tensor(
     src_rank: int | None = 0,
     communicator: Communicator | None = None,
 ) -> DTensor:
-    """Shard the global tensor that the first rank of the mesh has; see `DTensor`.
+    """Return the first rank's global tensor, sharded over the mesh; see `DTensor`.
 
-    A DTensor, of shardspec or of torch, that is sharded so already is returned as it is; one that
-    is sharded in another way is a `LayoutError`. Within a ``partition_fn`` of `distribute_module`
-    the result is a stand-in that `torch.nn.Parameter` takes; see `shardspec.tensor.for_modules`.
+    A DTensor, of shardspec or of torch, that is already sharded in this way is returned unchanged.
+    Within a ``partition_fn`` of `distribute_module` the result is a stand-in that
+    `torch.nn.Parameter` accepts; see `shardspec.tensor.for_modules`. Raises what `DTensor` raises,
+    and `LayoutError` for a DTensor that is sharded in another way.
 
     Examples
     --------
@@ -391,7 +393,10 @@ def distribute_tensor(
 
 
 def _already_distributed(tensor: object, mesh: DeviceMesh, spec: SpecLike | None) -> DTensor | None:
-    """Return a DTensor that is to be distributed again in the same way; None for other tensors."""
+    """Return the DTensor if it already has the layout, None for plain tensors.
+
+    Raises `LayoutError` for a DTensor of another layout.
+    """
     if type(tensor) in (torch.Tensor, torch.nn.Parameter):
         return None
     from torch.distributed.tensor import DTensor as TorchDTensor
@@ -414,7 +419,11 @@ def _already_distributed(tensor: object, mesh: DeviceMesh, spec: SpecLike | None
 def _checked(
     communicator: Communicator | None, mesh: DeviceMesh, needs_shards: str = ""
 ) -> Communicator:
-    """Return the communicator, or the default one; refuse one of another mesh."""
+    """Return the communicator, by default that of the mesh.
+
+    Raises `LayoutError` if it is for another mesh, and `CommunicatorError` on a rank outside the
+    mesh if the caller `needs_shards`.
+    """
     mesh = checked_mesh(mesh)
     chosen = communicator_of(mesh) if communicator is None else communicator
     if chosen.mesh != mesh:

@@ -65,13 +65,13 @@ def _made(
     default: torch.dtype | None = None,
     given: torch.Tensor | None = None,
 ) -> DTensor:
-    """Return a tensor, each shard filled by its box; `given` has to be the same on all ranks.
+    """Return a tensor whose shards `fill` writes, given their boxes.
 
-    `name` is the function that a caller knows.
+    `given` must be the same on all ranks. `name` is that of the public function, for errors.
     """
     for unknown in options.keys() - Options.__annotations__.keys():
-        known = ", ".join(Options.__annotations__)
-        raise TypeError(f"{name}() has no keyword {unknown!r}; it takes {known}")
+        keywords = ", ".join(Options.__annotations__)
+        raise TypeError(f"{name}() has no keyword {unknown!r}; it takes {keywords}")
     if "device_mesh" not in options:
         raise TypeError(f"{name}() needs device_mesh=, whose devices make the tensor")
     device_mesh, device = options["device_mesh"], options.get("device")
@@ -238,10 +238,10 @@ def _random(
     device = options.get("device")
     if device is not None and torch.device(device).type == "meta":
         return tensor
-    here = tensor.communicator.addressable
+    addressable = tensor.communicator.addressable
     drawn = int(torch.randint(2**63 - 1, (), generator=generator))
     # Ranks may have drawn from generators in other states.
-    seeds = tensor.communicator.gather(dict.fromkeys(here, drawn))
+    seeds = tensor.communicator.gather(dict.fromkeys(addressable, drawn))
     seed = seeds.get(tensor.device_mesh.ids[0], drawn)
     shape = tuple(tensor.shape) or (1,)  # a scalar is a vector of one number
     for rank, shard in tensor.shards.items():
@@ -252,12 +252,12 @@ def _random(
 
 
 def uniform(bits: int) -> Callable[[Words], Numbers]:
-    """Return what makes numbers from 0 up to but not including 1, multiples of ``2**-bits``."""
+    """Return a function that makes numbers in [0, 1), multiples of ``2**-bits``."""
     return lambda words: (words >> np.uint64(64 - bits)).astype(np.float64) * 2.0**-bits
 
 
 def normal(words: Words) -> Numbers:
-    """Make numbers of mean 0 and variance 1."""
+    """Return normally distributed numbers of mean 0 and variance 1."""
     unit = uniform(53)(words)
     radius = np.sqrt(-2 * np.log1p(-unit[0::2]))
     angle = tau * unit[1::2]
@@ -277,20 +277,20 @@ def box_of(
     rows = max(1, _AT_ONCE // inner)
     for first in range(lo, hi, rows):
         last = min(first + rows, hi)
-        here, at = slice(first - lo, last - lo), start + first * inner
+        rows_in_box, at = slice(first - lo, last - lo), start + first * inner
         if inner > _AT_ONCE:
             # One row at a time, each divided further.
             for index, part in box_of(shape[1:], box[1:], seed, made_of, at):
-                yield (here, *index), part[None]
+                yield (rows_in_box, *index), part[None]
         else:
             made = _stretch(at, start + last * inner, seed, made_of)
             columns = tuple(slice(*side) for side in box[1:])
-            yield (here,), made.reshape(last - first, *shape[1:])[:, *columns]
+            yield (rows_in_box,), made.reshape(last - first, *shape[1:])[:, *columns]
 
 
 def _stretch(lo: int, hi: int, seed: int, made_of: Callable[[Words], Numbers]) -> Numbers:
     first, last = lo // BLOCK, -(-hi // BLOCK)
-    # Four words to a counter; numpy's generator counts up before it makes the first.
+    # A counter yields four words; numpy's generator counts up before it makes the first.
     source = np.random.Philox(key=seed, counter=first * BLOCK // 4)
     return made_of(source.random_raw((last - first) * BLOCK))[
         lo - first * BLOCK : hi - first * BLOCK

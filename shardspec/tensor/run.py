@@ -1,4 +1,4 @@
-"""Plans carried out: every step by the communicator of the mesh it happens on, and its gradient.
+"""Carries out plans: every step by the communicator of its mesh, and the gradient of each.
 
 Gradients follow the convention of `torch.distributed.tensor`; see `shardspec.tensor.dtensor`.
 """
@@ -34,10 +34,11 @@ def run_conversion(
     *,
     back: bool = False,
 ) -> dict[int, torch.Tensor]:
-    """Carry out the steps of a plan on the shards of this process; return those of the target.
+    """Carry out the steps of a plan on this process's shards; return the shards of the target.
 
-    The communicator is of the source's mesh. Gradients of the target go `back` to the source: the
-    steps are undone in reverse, where reductions are sums or means.
+    The communicator is that of the source's mesh. With `back`, convert gradients of the target to
+    those of the source: the steps are undone in reverse order, and reductions must be sums or
+    means.
     """
     shards, numbers, observing = dict(shards), range(len(plan.steps)), observers()
     note = "backward" if back else "forward"
@@ -51,9 +52,9 @@ def run_conversion(
             if back:
                 before, after = after, before
                 if isinstance(step, Exchange):
-                    # Other axes cut the source on the way back.
-                    there = exchange_to(before, after, plan.model_between(before, after))
-                    step = replace(step, apart=there.apart)
+                    # On the way back, other axes cut the source.
+                    exchange = exchange_to(before, after, plan.model_between(before, after))
+                    step = replace(step, apart=exchange.apart)
             started = time.perf_counter()
             if step is not None:
                 shards = run_step(step, communicator, shards, before, after, device)
@@ -65,9 +66,9 @@ def run_conversion(
                     if shard.is_cuda:
                         torch.cuda.synchronize(shard.device)
                 passed = time.perf_counter() - started
-                here = communicator.on(common_mesh(before.mesh, after.mesh)).addressable
+                ranks = communicator.on(common_mesh(before.mesh, after.mesh)).addressable
                 model = plan.model_between(before, after)
-                record = StepRecord(step, before, after, here, started, passed, model, back)
+                record = StepRecord(step, before, after, ranks, started, passed, model, back)
                 for observe in observing:
                     observe(record)
     return shards
@@ -86,15 +87,15 @@ def _conversion(
 def telling(
     communicator: Communicator, source: DeviceMesh, target: DeviceMesh
 ) -> AbstractContextManager[None]:
-    """Let all ranks of both meshes know of an error; see `Communicator.telling`."""
-    # What is no mesh is an error, of which the source's ranks are told.
+    """Send errors to all ranks of both meshes; see `Communicator.telling`."""
+    # If the target is no mesh, which is an error, only the source's ranks are informed.
     other = target if isinstance(target, DeviceMesh) else source
     return communicator.on(common_mesh(source, other)).telling((source, other))
 
 
 @lru_cache(maxsize=4096)
 def _described(source: Layout, target: Layout, steps: tuple[Step, ...], note: str) -> bytes:
-    """Say what is to be done, in words that other ranks compare."""
+    """Return a description of a conversion that ranks compare."""
     meshes = source.mesh, target.mesh
     links = "; ".join(f"{m.mesh_alpha} s, {m.mesh_beta} s/B, {m.link_model}" for m in meshes)
     return description(
@@ -113,7 +114,7 @@ def _described(source: Layout, target: Layout, steps: tuple[Step, ...], note: st
 
 
 def mesh_text(layout: Layout) -> str:
-    """Return the mesh of a layout and its ids, as ranks compare them."""
+    """Return the mesh of a layout and its ids as text, for comparison between ranks."""
     return f"{layout.mesh} of ids {','.join(map(str, layout.mesh.ids))}"
 
 
@@ -125,42 +126,42 @@ def run_step(
     after: Layout,
     device: str,
 ) -> dict[int, torch.Tensor]:
-    """Carry out one step, also between two meshes; what is cut by parts goes part by part."""
-    plain, here = before.spec.is_plain and after.spec.is_plain, communicator.on(after.mesh)
+    """Carry out one step, possibly between two meshes, cell by cell if a spec has parts."""
+    plain, local = before.spec.is_plain and after.spec.is_plain, communicator.on(after.mesh)
     if plain and before.mesh == after.mesh:
-        return here.run(transfers_of(step, before, after), shards)
+        return local.run(transfers_of(step, before, after), shards)
     if plain and _same_boxes(before, after):
-        return {rank: shards[rank].view_as(shards[rank]) for rank in here.addressable}
+        return {rank: shards[rank].view_as(shards[rank]) for rank in local.addressable}
     across = communicator.on(common_mesh(before.mesh, after.mesh))
     if not across.addressable:
         return {}
     dtype, cells = getattr(torch, before.dtype), cells_of(before, after)
     empty = partial(torch.empty, dtype=dtype, device=device or None)
     nothing = empty([0] * (len(before.global_shape) or 1))
-    shapes = {rank: after.local_shape(rank) for rank in here.addressable}
+    shapes = {rank: after.local_shape(rank) for rank in local.addressable}
     results = {rank: empty(shape) for rank, shape in shapes.items()} if len(cells) > 1 else {}
     for cell in cells:
-        held, wanted = LayoutCell(before, cell), LayoutCell(after, cell)
+        old_cell, new_cell = LayoutCell(before, cell), LayoutCell(after, cell)
         given = {
-            rank: _part_of(shards[rank], held, rank).contiguous() if rank in shards else nothing
+            rank: _part_of(shards[rank], old_cell, rank).contiguous() if rank in shards else nothing
             for rank in across.addressable
         }
         moved = across.run(transfers_of(step, before, after, cell), given)
         if len(cells) == 1:
             return {rank: moved[rank].view(shape) for rank, shape in shapes.items()}
         for rank, result in results.items():
-            _part_of(result, wanted, rank).copy_(moved[rank])
+            _part_of(result, new_cell, rank).copy_(moved[rank])
     return results
 
 
 def _part_of(shard: torch.Tensor, cell: LayoutCell, device: int) -> torch.Tensor:
-    """Return the part of a device's shard that lies in a cell; of a scalar as a vector."""
+    """Return the part of a device's shard in a cell; a scalar as a vector of one element."""
     return shard[cell.index(device)] if cell.cell else shard.view(1)
 
 
 @lru_cache(maxsize=4096)
 def _same_boxes(before: Layout, after: Layout) -> bool:
-    """Whether nothing moves, between two meshes of the same devices."""
+    """Return whether every device holds the same box, so that nothing moves."""
     return before.boxes() == after.boxes()
 
 
@@ -170,7 +171,7 @@ Map: TypeAlias = Callable[[Shards], Shards]
 
 
 class Linear(torch.autograd.Function):
-    """A linear function forwards, and backwards another one, of which it is the gradient."""
+    """A linear function whose gradient is another linear function, and vice versa."""
 
     @staticmethod
     def forward(ctx: Any, function: Map, gradient: Map, *shards: torch.Tensor) -> Shards:  # noqa: ANN401
@@ -180,7 +181,7 @@ class Linear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # noqa: ANN401
-        """Apply the other one."""
+        """Apply the gradient function."""
         return (None, None, *_apply(ctx.gradient, ctx.function, grads))
 
 
@@ -191,7 +192,7 @@ def _apply(function: Map, gradient: Map, shards: Iterable[torch.Tensor]) -> Shar
 
 
 def alias_of(shard: torch.Tensor) -> torch.Tensor:
-    """Return another tensor of the same storage, of which autograd knows as far as it is on."""
+    """Return another tensor of the same storage, tracked by autograd if grad mode is on."""
     if not torch.is_grad_enabled():
         return shard.detach()
     alias: torch.Tensor = torch.ops.aten.alias.default(shard)
@@ -203,8 +204,8 @@ def _views(shards: Shards) -> Shards:
 
 
 def _run(plan: ConversionPlan, communicator: Communicator, back: bool, shards: Shards) -> Shards:
-    here = communicator.on(plan.target.mesh) if back else communicator
-    given = dict(zip(here.addressable, shards, strict=True))
+    own = communicator.on(plan.target.mesh) if back else communicator
+    given = dict(zip(own.addressable, shards, strict=True))
     return tuple(run_conversion(plan, communicator, given, back=back).values())
 
 
@@ -215,10 +216,10 @@ def convert(
     *,
     tracked: bool,
 ) -> Mapping[int, torch.Tensor]:
-    """Carry out a plan; a gradient that is tracked is converted back, among the same devices.
+    """Return the shards that a plan makes of this process's shards; differentiable if `tracked`.
 
-    Where nothing moves these are the shards; with a gradient they are views, as a conversion has
-    a gradient of its own, and without grad mode none.
+    If nothing moves, the result has the same shards, or aliases of those that require a gradient.
+    Raises `LayoutError` if a gradient is tracked through a min, max or prod, or to other devices.
     """
     source, target = plan.source.mesh, plan.target.mesh
     for step in plan.steps if tracked else ():
@@ -231,10 +232,10 @@ def convert(
         return {d: alias_of(s) if s.requires_grad else s for d, s in shards.items()}
     if set(source.ids) == set(target.ids):
         run, undo = (partial(_run, plan, communicator, back) for back in (False, True))
-        there = communicator.on(target).addressable
-        return dict(zip(there, _apply(run, undo, shards.values()), strict=True))
+        ranks = communicator.on(target).addressable
+        return dict(zip(ranks, _apply(run, undo, shards.values()), strict=True))
     if tracked:
-        # Ranks of one mesh only know nothing of a gradient, so all ranks are told first.
+        # Ranks of the target alone do not see the gradient, so all ranks exchange notes first.
         note = "wanted, which does not pass to other devices"
         with _conversion(plan, communicator, shards, note):
             pass
@@ -248,16 +249,16 @@ def convert(
 def with_gradient_reduced(
     plan: ConversionPlan, communicator: Communicator, shards: Mapping[int, torch.Tensor]
 ) -> dict[int, torch.Tensor]:
-    """Return the shards; parts of gradients that arrive at them are added up by a plan.
+    """Return the shards, with gradients that arrive at them reduced by a plan.
 
-    The gradient of a mean is not divided: what comes back from the devices is a mean again.
+    The gradient of a pending mean is not divided: the devices return a mean again.
     """
     run = partial(_run, plan, communicator, False)
     return dict(zip(shards, _apply(_views, run, shards.values()), strict=True))
 
 
 def with_gradient_shared(tensor: torch.Tensor, count: int) -> torch.Tensor:
-    """Return the tensor, or where gradients pass it a view that gets so many times less of them."""
+    """Return the tensor, with gradients that pass it divided by `count`."""
     if count == 1 or not (tensor.requires_grad and torch.is_grad_enabled()):
         return tensor
     share = partial(torch.mul, other=1 / count)
@@ -265,11 +266,11 @@ def with_gradient_shared(tensor: torch.Tensor, count: int) -> torch.Tensor:
 
 
 def copies_of(tensor: torch.Tensor, count: int) -> Shards:
-    """Return a tensor so many times; its gradient is that of the first, equal to all others."""
-    return _apply(lambda one: _views(one * count), lambda copies: _views(copies[:1]), [tensor])
+    """Return `count` copies of a tensor; all have equal gradients, of which the first is used."""
+    return _apply(lambda shard: _views(shard * count), lambda copies: _views(copies[:1]), [tensor])
 
 
 def first_of_copies(shards: Mapping[int, torch.Tensor]) -> torch.Tensor:
-    """Return the first of equal shards; its gradient is that of every copy."""
+    """Return the first of equal shards; its gradient is the gradient of every copy."""
     count, given = len(shards), shards.values()
-    return _apply(lambda copies: _views(copies[:1]), lambda one: _views(one * count), given)[0]
+    return _apply(lambda copies: _views(copies[:1]), lambda shard: _views(shard * count), given)[0]

@@ -1,4 +1,4 @@
-"""Shards: made of a global tensor, and checked against their layout."""
+"""Makes shards from a global tensor, and checks shards against their layout."""
 
 import hashlib
 import os
@@ -25,9 +25,9 @@ Facts: TypeAlias = tuple[tuple[int, ...], str]
 """Shape and dtype of a shard."""
 
 _UNSIGNED: Final = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32, 8: torch.uint64}
-"""Numbers by their bytes."""
+"""Unsigned dtypes by their size in bytes."""
 _SENT_ONCE_BYTES: Final = 1 << 20
-"""From here on the source sends each element once, and copies come from an all-gather."""
+"""The least bytes for which the source sends each element once and an all-gather makes copies."""
 
 
 def new_layout(
@@ -50,27 +50,30 @@ def facts_of(shard: torch.Tensor) -> Facts:
 
 
 def bits_of(tensor: torch.Tensor) -> NDArray[np.generic]:
-    """Return the bits of elements as unsigned numbers, in place where that is in host memory."""
+    """Return the bits of elements as unsigned numbers, without a copy if in host memory."""
     plain = tensor.detach().resolve_conj().resolve_neg().cpu()
     return plain.view(_UNSIGNED[plain.element_size()]).numpy()
 
 
 def check_shards(layout: Layout, facts: Mapping[int, Facts | None]) -> None:
     """Raise `LayoutError` if a shard is missing, or its shape or dtype is not the layout's."""
-    for device, found in facts.items():
-        if found is None:
+    for device, given in facts.items():
+        if given is None:
             raise LayoutError(f"the shard of device {device} is missing for {layout}")
         shape = layout.local_shape(device)
-        if found != (shape, layout.dtype):
+        if given != (shape, layout.dtype):
             raise LayoutError(
-                f"device {device} has a shard of shape {found[0]} and dtype {found[1]}, but under "
-                f"{layout} it holds shape {shape} and dtype {layout.dtype}; correct the shard, "
-                "the spec or global_shape"
+                f"device {device} has a shard of shape {given[0]} and dtype {given[1]}, "
+                f"but under {layout} it holds shape {shape} and dtype {layout.dtype}; correct the "
+                "shard, the spec or global_shape"
             )
 
 
 def added_up(mesh: DeviceMesh, spec: ShardingSpec, facts: Mapping[int, Facts]) -> tuple[int, ...]:
-    """Return the global shape that shards add up to, along the axes that shard each dim."""
+    """Return the global shape: the sum of the shards' sizes along the axes that shard each dim.
+
+    Raises `LayoutError` if a shard has a different number of dims than the spec.
+    """
     for device in mesh.ids:
         if len(facts[device][0]) != spec.dims:
             raise LayoutError(
@@ -85,7 +88,7 @@ def added_up(mesh: DeviceMesh, spec: ShardingSpec, facts: Mapping[int, Facts]) -
 
 
 def check_dense(tensor: object) -> None:
-    """Raise `LayoutError` unless this is a plain dense tensor of torch."""
+    """Raise `LayoutError` unless this is a plain dense torch tensor."""
     if not isinstance(tensor, torch.Tensor):
         raise LayoutError(
             f"expected a torch.Tensor, got a {type(tensor).__name__}; use torch.as_tensor(...) for "
@@ -110,21 +113,22 @@ def check_dense(tensor: object) -> None:
 def shards_of(
     tensor: torch.Tensor, layout: Layout, communicator: Communicator, src_rank: int | None
 ) -> dict[int, torch.Tensor]:
-    """Return this process's shards of a global tensor, that of `src_rank`, nothing pending.
+    """Return this process's shards of the global tensor of `src_rank`.
 
-    Of other ranks' tensors only shape, dtype and device matter. With None all ranks have the same.
+    Of other ranks' tensors only shape, dtype and device matter. If `src_rank` is None, all ranks
+    must have the same tensor, and nothing is sent.
     """
-    ids, here = layout.mesh.ids, communicator.addressable
+    ids, addressable = layout.mesh.ids, communicator.addressable
     if src_rank is None:
-        check_copies(communicator, dict.fromkeys(here, tensor), f"the tensor for {layout}")
+        check_copies(communicator, dict.fromkeys(addressable, tensor), f"the tensor for {layout}")
     elif not (isinstance(src_rank, int) and 0 <= src_rank < len(ids)):
         raise LayoutError(
             f"src_rank {src_rank!r}: give a place among the {len(ids)} ids {ids} of the mesh, from "
             "0 on, or None for a tensor that is the same on every rank"
         )
-    if src_rank is None or len(here) in (0, len(ids)):
-        return {device: _shard_of(tensor, layout, device) for device in here}
-    # A scalar goes as a vector of one element.
+    if src_rank is None or len(addressable) in (0, len(ids)):
+        return {device: _shard_of(tensor, layout, device) for device in addressable}
+    # A scalar travels as a vector of one element.
     full = tensor if tensor.dim() else tensor.view(1)
     target = layout if tensor.dim() else Layout(layout.mesh, "[R]", (1,), layout.dtype)
     sent = target
@@ -132,7 +136,7 @@ def shards_of(
         sent = _without_copies(target)
     whole = ShardingSpec(full.dim())
     source = Layout(DeviceMesh([ids[src_rank]], (1,)), whole, full.shape, layout.dtype)
-    (device,) = here
+    (device,) = addressable
     given = full if device in source.mesh else full.new_empty([0] * full.dim())
     words = {
         "mesh": mesh_text(layout),
@@ -144,10 +148,10 @@ def shards_of(
     }
     with communicator.conversion(description(words), tensor.device.type):
         exchange = Exchange(tuple(range(layout.mesh.ndim)))
-        found = communicator.run(transfers_of(exchange, source, sent), {device: given})
+        received = communicator.run(transfers_of(exchange, source, sent), {device: given})
     if sent != target:
-        found = run_conversion(LayoutConverter().plan(sent, target), communicator, found)
-    return {device: found[device].view(layout.local_shape(device))}
+        received = run_conversion(LayoutConverter().plan(sent, target), communicator, received)
+    return {device: received[device].view(layout.local_shape(device))}
 
 
 def _shard_of(tensor: torch.Tensor, layout: Layout, device: int) -> torch.Tensor:
@@ -159,7 +163,7 @@ def _shard_of(tensor: torch.Tensor, layout: Layout, device: int) -> torch.Tensor
 
 
 def _without_copies(layout: Layout) -> Layout:
-    """Return a layout that shards the longest dim further, by the axes that shard none."""
+    """Return the layout with the longest dim further sharded by all unused axes."""
     spec, shape = layout.spec, layout.global_shape
     spec = ShardingSpec(spec.dims, spec.dim_partition_dict)
     unused = [axis for axis in range(layout.mesh.ndim) if axis not in spec.axes]
@@ -170,12 +174,12 @@ def _without_copies(layout: Layout) -> Layout:
 def check_copies(
     communicator: Communicator, tensors: Mapping[int, torch.Tensor], what: str
 ) -> None:
-    """Compare tensors that have to be the same on all ranks, where ``SHARDSPEC_CHECK=1``."""
+    """Raise `LayoutError` if tensors differ between ranks, checked if ``SHARDSPEC_CHECK=1``."""
     if os.environ.get("SHARDSPEC_CHECK") != "1":
         return
     first = communicator.mesh.ids[0]
     digests = communicator.gather({device: _digest(t) for device, t in tensors.items()})
-    differing = [str(device) for device, found in digests.items() if found != digests[first]]
+    differing = [str(device) for device, digest in digests.items() if digest != digests[first]]
     if differing:
         raise LayoutError(
             f"{what} should be the same on every rank, but that of rank {', '.join(differing)} "

@@ -1,7 +1,7 @@
-"""Bytes as messages of `torch.distributed`, by gloo on CPU and NCCL where CUDA is.
+"""A transport by messages of `torch.distributed`: gloo on CPU, NCCL on CUDA.
 
-A message that is one contiguous part of a shard is sent and received as it lies; others pass
-through buckets, of which a bounded number of bytes is in use at a time.
+A message that is one contiguous part of a shard is sent and received in place; others pass through
+buckets, with a bounded number of bytes in use at a time.
 """
 
 import re
@@ -19,10 +19,10 @@ from shardspec.comm.transports.stage import Stage, Wave
 from shardspec.errors import CommunicatorError
 
 STAGED_BYTES: Final = 16 << 20
-"""The most that lies in buffers on the CPU, half of it sent and half received; with more than 32
-peers, half a MiB for each."""
+"""The most bytes in buffers on the CPU, half for sending and half for receiving; with more than 32
+peers, half a MiB per peer."""
 _ACCELERATOR_BYTES: Final = 64 << 20
-"""What is sent in one round between accelerators, whose links want longer messages."""
+"""Bytes per wave between accelerators, whose links need longer messages."""
 
 Addressed: TypeAlias = list[tuple[int, torch.Tensor]]
 """Pairs of peer and tensor."""
@@ -32,13 +32,13 @@ Finish: TypeAlias = Callable[[], None]
 
 @dataclass(slots=True, eq=False)
 class Messages:
-    """A `Transport` by sends and receives; the tag tells threads apart, except with NCCL."""
+    """A `Transport` by sends and receives; its tag separates threads, except with NCCL."""
 
     tag: int
     free: list[torch.Tensor] = field(default_factory=list)
-    """Buckets that hold no message, to be used again."""
+    """Unused buckets, for later messages."""
     bucket_bytes: int = 0
-    """The least that a bucket has."""
+    """The least size of a bucket."""
 
     def move(self, stages: Iterable[Stage]) -> None:
         """Fill targets; see `Transport.move`."""
@@ -47,7 +47,7 @@ class Messages:
             most = STAGED_BYTES // 2 if on_cpu else _ACCELERATOR_BYTES
             finish = _nothing
             for wave in stage.waves(most):
-                # What came in the wave before is unpacked while this one travels.
+                # The previous wave is unpacked while this one travels.
                 following = self._start(stage, wave)
                 finish()
                 finish = following
@@ -63,7 +63,7 @@ class Messages:
         return True
 
     def _start(self, stage: Stage, wave: Wave) -> Finish:
-        """Start the messages of a wave; return what ends it."""
+        """Start the messages of a wave; return a function that completes it."""
         landing: Addressed = []
         leaving: Addressed = []
         taken: list[torch.Tensor] = []
@@ -98,7 +98,7 @@ class Messages:
     def _taken(
         self, stage: Stage, message: Message, taken: list[torch.Tensor], *, of_source: bool
     ) -> torch.Tensor:
-        """Return memory for a message."""
+        """Return memory for a message, and add its bucket to `taken`."""
         size = message_bytes(message)
         fitting = (at for at, bucket in enumerate(self.free) if bucket.numel() >= size)
         at = next(fitting, None)
@@ -119,25 +119,25 @@ def _bucket(num_bytes: int, like: torch.Tensor) -> torch.Tensor:
 
 
 def _sending(device: torch.device) -> torch.device:
-    """Return where messages lie: gloo sends and reads memory of the host alone."""
+    """Return the device of message buffers: gloo handles only host memory."""
     with_gloo = f"{device.type}:gloo" in dist.get_backend_config()
     return torch.device("cpu") if with_gloo else device
 
 
 def _whole(stage: Stage, message: Message, *, of_source: bool) -> torch.Tensor | None:
-    """Return the part of a shard that is a message as it lies in memory; None if there is none."""
+    """Return the part of a shard that can be sent as a message in place; None if none can."""
     if len(message) > 1 or len(message[0].places) > 1:
         return None
     (part,) = stage.parts(message[0], of_source=of_source)
-    same = part.is_contiguous() and part.nbytes == message_bytes(message)
-    there = part.dtype == stage.dtype_of(message[0]) and part.device == _sending(part.device)
-    return part if same and there else None
+    is_contiguous = part.is_contiguous() and part.nbytes == message_bytes(message)
+    is_in_place = part.dtype == stage.dtype_of(message[0]) and part.device == _sending(part.device)
+    return part if is_contiguous and is_in_place else None
 
 
 def start_messages(
     sends: Addressed, receives: Addressed, tag: int, group: dist.ProcessGroup | None = None
 ) -> list[dist.Work]:
-    """Post contiguous tensors as bytes, so that every dtype travels; empty ones do not."""
+    """Post sends and receives of contiguous tensors, as bytes of any dtype; skip empty ones."""
     ops = [
         dist.P2POp(act, as_bytes(tensor), peer, group, tag)
         for act, addressed in ((dist.irecv, receives), (dist.isend, sends))
@@ -155,7 +155,7 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 @contextmanager
 def errors_named(what: str, peers: Iterable[int]) -> Iterator[None]:
-    """Name a step or plan and its ranks where `torch.distributed` raises an error."""
+    """Turn errors of `torch.distributed` into `CommunicatorError` that names a step and ranks."""
     try:
         yield
     except RuntimeError as error:  # DistBackendError and the other errors of torch
@@ -163,7 +163,7 @@ def errors_named(what: str, peers: Iterable[int]) -> Iterator[None]:
 
 
 def failed_with(what: object, peers: Iterable[int], why: str) -> CommunicatorError:
-    """Return the error that something with some ranks has failed."""
+    """Return the error for something that failed between some ranks."""
     return CommunicatorError(
         f"{what} with {ranks_text(peers)} failed: {why}; the job cannot go on, see what these "
         "ranks say"
@@ -171,7 +171,7 @@ def failed_with(what: object, peers: Iterable[int], why: str) -> CommunicatorErr
 
 
 def cause_of(error: RuntimeError) -> str:
-    """Return what happened, without the backend's source line and advice."""
+    """Return the first line of a backend's error, without its source position and advice."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    said = lines[0] if lines else "no reason given"
-    return re.sub(r"^\[\S+:\d+\] ", "", said).split(". This is typically")[0]
+    first_line = lines[0] if lines else "no reason given"
+    return re.sub(r"^\[\S+:\d+\] ", "", first_line).split(". This is typically")[0]

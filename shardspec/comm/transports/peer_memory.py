@@ -1,8 +1,8 @@
-"""Reading the memory of peers on the same host, by `process_vm_readv` (Linux, man 2).
+"""A transport that reads the memory of peers on one host, by `process_vm_readv` (Linux, man 2).
 
-A device tells its readers where its shard lies; they copy what they want and say when they are
-done. Processes first compare kernel and namespaces (`agreement.Address`) and try to read each
-other: a process of the same user may, unless Yama or the filter of a container forbids it.
+A device sends its readers the address of its shard; they copy what they need and answer when they
+are done. Processes first compare kernel and namespaces (`agreement.Address`) and try to read each
+other, which is allowed within one user unless Yama or a container's filter forbids it.
 """
 
 import ctypes
@@ -27,22 +27,22 @@ from shardspec.comm.transports.stage import ShardsByPlace, Stage
 from shardspec.errors import CommunicatorError
 
 BUFFER_BYTES: Final = 1 << 20
-"""The most that is staged at once, and half of the addends that are combined at once: about what
-the cache of a core holds."""
+"""The most bytes staged at once, and half of the addends combined at once: about the size of a
+core's cache."""
 MOST_BYTES: Final = 64 << 20
-"""Bytes of an array in one call; the kernel stops at 2 GiB."""
+"""The most bytes of an array per call; the kernel stops at 2 GiB."""
 _MOST_RUNS: Final = 1024
-"""IOV_MAX: runs of bytes in one call."""
+"""The most runs of bytes per call: IOV_MAX."""
 _RUN_BYTES: Final = 6 << 10
-"""Fetching a run by itself takes as long as reading so many bytes in passing: 0.4 µs."""
+"""One extra iovec costs as much as copying this many bytes: 0.4 µs."""
 _FEW_RUNS: Final = 128
-"""Arrays of so few runs are read together in one call."""
+"""Arrays of at most this many runs are read together in one call."""
 
 
 def read(pid: int, source: Region, target: Region) -> None:
-    """Copy an array of another process, of 2 GiB at most, to one here of the same shape.
+    """Copy an array of at most 2 GiB from another process to an array of the same shape here.
 
-    `OSError` says that the process has gone, may not be read, or has no such memory.
+    Raises `OSError` if the process has ended, may not be read, or has no such memory.
     """
     run = min(source.run_bytes, target.run_bytes)
     ours, theirs = (_rows(region.runs(run), run) for region in (target, source))
@@ -50,30 +50,33 @@ def read(pid: int, source: Region, target: Region) -> None:
 
 
 def _rows(addresses: Ints, length: int) -> Ints:
-    """Return the kernel's ``iovec``: a row of address and length for each run."""
+    """Return the kernel's ``iovec`` array: a row of address and length per run."""
     rows: Ints = np.full((addresses.size, 2), length, dtype=np.int64)
     rows[:, 0] = addresses.ravel()
     return rows
 
 
 def read_rows(pid: int, ours: Ints, theirs: Ints) -> None:
-    """Copy runs of bytes of another process, a row of address and length for each."""
+    """Copy runs of bytes from another process, given rows of address and length on both sides.
+
+    Raises `OSError`; see `read`.
+    """
     library, no_flags = libc(), ctypes.c_ulong(0)
-    assert library is not None, "elsewhere processes have no addresses"
+    assert library is not None, "only Linux processes have addresses"
     library.process_vm_readv.restype = ctypes.c_ssize_t
     for first in range(0, len(ours), _MOST_RUNS):
-        some = ours[first:][:_MOST_RUNS], theirs[first:][:_MOST_RUNS]
-        here, there = (ctypes.c_void_p(rows.ctypes.data) for rows in some)
-        count = ctypes.c_ulong(len(some[0]))
-        got = library.process_vm_readv(pid, here, count, there, count, no_flags)
-        if got != int(some[0][:, 1].sum()):
+        batch = ours[first:][:_MOST_RUNS], theirs[first:][:_MOST_RUNS]
+        our_rows, their_rows = (ctypes.c_void_p(rows.ctypes.data) for rows in batch)
+        count = ctypes.c_ulong(len(batch[0]))
+        got = library.process_vm_readv(pid, our_rows, count, their_rows, count, no_flags)
+        if got != int(batch[0][:, 1].sum()):
             code = ctypes.get_errno() if got < 0 else errno.EFAULT
             raise OSError(code, os.strerror(code))
 
 
 def readable(addresses: Mapping[int, Address]) -> frozenset[int]:
-    """Return which processes can be read, by reading the name that each says it has."""
-    found = set()
+    """Return the peers whose memory can be read, as tried on the name of each one's socket."""
+    peers = set()
     for peer, other in addresses.items():
         name = other.socket.encode()
         got = ctypes.create_string_buffer(len(name))
@@ -81,12 +84,12 @@ def readable(addresses: Mapping[int, Address]) -> frozenset[int]:
         with suppress(OSError):
             read(other.pid, target._replace(address=other.probe), target)
             if got.raw == name:
-                found.add(peer)
-    return frozenset(found)
+                peers.add(peer)
+    return frozenset(peers)
 
 
 class Arrays(NamedTuple):
-    """Arrays of one shape at a peer, and as many here: addresses count from the bases."""
+    """Arrays of one shape at a peer, and their targets here; regions are relative to the bases."""
 
     source: Region
     target: Region
@@ -95,9 +98,10 @@ class Arrays(NamedTuple):
 
 
 class PeerMemory:
-    """A `Transport` between processes that all can read each other, waiting for each `timeout_s`.
+    """A `Transport` between processes that can all read each other's memory.
 
-    A process says where its tensors are once they are readable, and each reader when it is done.
+    A process sends the addresses of its tensors once they are readable, and every reader answers
+    when it is done. Waiting for a peer ends after `timeout_s`.
     """
 
     def __init__(self, rank: int, connections: Mapping[int, Connection], timeout_s: float) -> None:
@@ -106,8 +110,8 @@ class PeerMemory:
         self._buffer = torch.empty(BUFFER_BYTES, dtype=torch.uint8)
 
     def move(self, stages: Iterable[Stage]) -> None:
-        """Fill targets; see `Transport.move`. What is only moved needs no buffers."""
-        here = self._rank
+        """Fill targets; see `Transport.move`. Only addends need buffers."""
+        rank = self._rank
         for stage in stages:
             mine = _table(stage, stage.source)
             with self._serving(stage, mine) as table_of:
@@ -115,27 +119,29 @@ class PeerMemory:
                 for wave in stage.waves(2 * BUFFER_BYTES if stage.is_combined else None):
                     if stage.is_combined:
                         filled = _table(stage, stage.target)
-                    # torch does not see the writing.
+                    # torch does not notice these writes by itself.
                     increment_version(list(stage.target.values()))
-                    # Every device starts with another peer.
-                    for peer in sorted(wave.receives, key=lambda peer: (peer < here, peer)):
-                        theirs = mine if peer == here else table_of(peer)
+                    # Devices start with different peers, to spread the load.
+                    for peer in sorted(wave.receives, key=lambda peer: (peer < rank, peer)):
+                        theirs = mine if peer == rank else table_of(peer)
                         pieces = wave.receives[peer]
                         self._fill_from(peer, _arrays(stage, pieces, peer, theirs, filled))
 
-    def _fill_from(self, peer: int, found: Iterable[Arrays]) -> None:
-        """Read arrays with few gaps all together, the others one by one."""
+    def _fill_from(self, peer: int, arrays: Iterable[Arrays]) -> None:
+        """Read arrays of few runs in one call, and others one at a time."""
         nothing: Ints = np.zeros((0, 2), dtype=np.int64)
         ours, theirs = [nothing], [nothing]
-        for source, target, source_bases, target_bases in found:
+        for source, target, source_bases, target_bases in arrays:
             run, size = min(source.run_bytes, target.run_bytes), source.num_bytes
             if size <= min(BUFFER_BYTES, _FEW_RUNS * run):
                 theirs.append(_rows(np.add.outer(source_bases, source.runs(run)), run))
                 ours.append(_rows(np.add.outer(target_bases, target.runs(run)), run))
                 continue
-            for there, here in zip(source_bases.tolist(), target_bases.tolist(), strict=True):
-                moved = source._replace(address=source.address + there)
-                place = target._replace(address=target.address + here)
+            for source_base, target_base in zip(
+                source_bases.tolist(), target_bases.tolist(), strict=True
+            ):
+                moved = source._replace(address=source.address + source_base)
+                place = target._replace(address=target.address + target_base)
                 if peer == self._rank:
                     place.tensor().copy_(moved.tensor())
                 else:
@@ -144,14 +150,14 @@ class PeerMemory:
             read_rows(self._pids[peer], np.concatenate(ours), np.concatenate(theirs))
 
     def reserve(self, first: Callable[[], tuple[int, int]], like: torch.Tensor) -> bool:  # noqa: ARG002
-        """Make nothing; see `Transport.reserve`."""
+        """Return False: no buffers are needed; see `Transport.reserve`."""
         return False
 
     @contextmanager
     def _serving(self, stage: Stage, mine: Ints) -> Iterator[Callable[[int], Ints]]:
-        """Let others read until they are done; yields what returns the table of a peer.
+        """Let others read until they are done; yield a function that returns a peer's table.
 
-        That waits until it may be read.
+        The function waits until the peer's memory may be read.
         """
         name, readers, peers = stage.name, stage.readers, stage.readers | stage.senders
         deadline, step = time.monotonic() + self._timeout_s, zlib.crc32(name.encode())
@@ -173,19 +179,19 @@ class PeerMemory:
                 if isinstance(content, bytes):
                     tables[peer] = np.frombuffer(content, np.int64).reshape(shape)
                 else:
-                    there, tables[peer] = Region(*content), np.empty_like(mine)
-                    self.fetch(peer, there, Region.of(torch.from_numpy(tables[peer])))
+                    region, tables[peer] = Region(*content), np.empty_like(mine)
+                    self.fetch(peer, region, Region.of(torch.from_numpy(tables[peer])))
                     check_serving(peer)
             return tables[peer]
 
         def check_serving(peer: int) -> None:
-            # A peer that fails closes its connections before it lets go of its memory, so what was
-            # read from one that has not closed them is right.
+            # A failing peer closes its connections before it frees its memory, so data read from a
+            # peer with open connections is valid.
             if self._connections[peer].has_ended():
                 raise CommunicatorError(f"rank {peer} has ended or given up this step")
 
         try:
-            # A short table goes with the note.
+            # A short table travels in the note.
             short = mine.nbytes <= NOTE_ROOM // 2
             where = mine.tobytes() if short else tuple(Region.of(torch.from_numpy(mine)))
             note = Note("readable", step, content=pickle.dumps((mine.shape, where)))
@@ -199,20 +205,20 @@ class PeerMemory:
                 expect("done", peer)
         except BaseException as error:
             ended = [peer for peer in peers if self._connections[peer].has_ended()]
-            said = [at.last_words() for at in map(self._connections.__getitem__, peers)]
+            failures = [at.last_words() for at in map(self._connections.__getitem__, peers)]
             for connection in self._connections.values():
                 connection.close()
             if not isinstance(error, CommunicatorError):
                 raise
             gone = f"; {ranks_text(ended)} have ended or given up" if len(ended) > 1 else ""
-            # Another rank may have given up this step because of one that has failed.
-            why = next(filter(None, said), f"{error}{gone}")
+            # Prefer the error of a failed rank to that of ranks that gave up because of it.
+            why = next(filter(None, failures), f"{error}{gone}")
             raise CommunicatorError(
                 f"{name} with {ranks_text(peers)} failed: {why}"
             ) from error.__cause__
 
     def fetch(self, peer: int, source: Region, target: Region) -> None:
-        """Read runs of bytes one by one, or, where they are short, whole stretches with gaps."""
+        """Copy an array of a peer, run by run, or whole stretches with gaps if runs are short."""
         pid, runs = self._pids[peer], source.num_bytes // min(source.run_bytes, target.run_bytes)
         far_apart = runs == 1 or source.span >= runs * _RUN_BYTES
         most = MOST_BYTES if far_apart else BUFFER_BYTES
@@ -230,7 +236,7 @@ class PeerMemory:
 
 
 def _table(stage: Stage, shards: ShardsByPlace) -> Ints:
-    """Return by place where shards lie: address, bytes that they span, and strides in bytes."""
+    """Return (places, 2 + dims): address, span and strides of each shard, in bytes."""
     width = 2 + stage.num_dims
     rows = [[0] * width for _ in range(stage.num_places)]
     for place, shard in shards.items():
@@ -242,7 +248,7 @@ def _table(stage: Stage, shards: ShardsByPlace) -> Ints:
 
 
 def _arrays(stage: Stage, pieces: Message, peer: int, theirs: Ints, ours: Ints) -> Iterator[Arrays]:
-    """Yield where boxes lie at a peer, and where they belong here, by both's tables."""
+    """Yield the arrays of a message at a peer with their targets here, from both tables."""
     for piece in pieces:
         tables = [table[np.asarray(piece.places)] for table in (theirs, ours)]
         strides = np.stack([table[:, 2:] for table in tables], axis=1)
@@ -263,7 +269,7 @@ def _arrays(stage: Stage, pieces: Message, peer: int, theirs: Ints, ours: Ints) 
 
 @contextmanager
 def _naming(peer: int) -> Iterator[None]:
-    """Say whose memory it is that cannot be read."""
+    """Turn an `OSError` into a `CommunicatorError` that names the rank that cannot be read."""
     try:
         yield
     except OSError as error:

@@ -1,6 +1,6 @@
-"""What a transport moves: boxes of tensors, where they lie, and in which waves they travel.
+"""Stages: the boxes that a transport moves, where they are in memory, and in which waves.
 
-The one place where boxes are packed into messages and unpacked from them.
+Only this module packs boxes into messages and unpacks them.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -13,85 +13,85 @@ from shardspec.boxes import box_shape
 from shardspec.comm.transfers import Message, Piece
 
 ShardsByPlace: TypeAlias = Mapping[int, torch.Tensor]
-"""Tensors of one device by their places."""
+"""The tensors of one device, by place: the number that a tensor has on all devices."""
 RegionOf: TypeAlias = Callable[
     [Piece, tuple[int, ...], int], tuple[tuple[int, ...], tuple[int, ...], int]
 ]
-"""From a box, the strides of a shard, and its device: shape, strides and offset of the box."""
+"""Maps a piece, the strides of a shard and its device to the box's shape, strides and offset."""
 
 
 class Wave(NamedTuple):
-    """At most one message to and one from each of some peers."""
+    """Messages that travel together: at most one to and one from each peer."""
 
     sends: Mapping[int, Message]
-    """By receiver, what is packed into its message."""
+    """The message to each receiver."""
     receives: Mapping[int, Message]
-    """By sender, what is unpacked; under the device itself what it copies."""
+    """The message from each sender; under the device itself, what it copies locally."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Stage:
-    """What one device sends and receives; of several stages one starts when the last has ended."""
+    """What one device sends and receives in one go; stages follow each other without overlap."""
 
     name: str
-    """Of the step or plan, in errors."""
+    """The step or plan, for errors."""
     device: int
     readers: frozenset[int]
-    """The other devices that get something from this one."""
+    """The other devices that receive from this one."""
     senders: frozenset[int]
-    """The other devices from which it gets something."""
+    """The other devices that send to this one."""
     source: ShardsByPlace
     target: ShardsByPlace
     source_region: RegionOf
     target_region: RegionOf
     dtype_of: Callable[[Piece], torch.dtype]
-    """In which elements travel."""
+    """The dtype in which the elements of a piece travel."""
     waves: Callable[[int | None], Iterable[Wave]]
-    """Given how many bytes may be in buffers: the waves; with None one of whole boxes."""
+    """Returns the waves, given the most bytes in buffers; for None a single wave of whole boxes."""
     num_places: int
-    """Of tensors, the same on all devices."""
+    """The number of tensors, the same on all devices."""
     num_dims: int
-    """The most that one of them has."""
+    """The most dims of any of the tensors."""
     one_by_one: bool = False
-    """Whether a wave has to end before the next one is asked for, since it is combined then."""
+    """Whether a wave must end before the next is requested, because results are combined then."""
     is_combined: bool = False
-    """Whether waves are addends, for which there are buffers."""
+    """Whether waves bring addends, which land in buffers."""
 
     def parts(self, piece: Piece, *, of_source: bool) -> Iterator[torch.Tensor]:
-        """Yield the parts of shards that a box of some tensors is."""
+        """Yield views of the shards, one per tensor of a piece, of the piece's box."""
         shards = self.source if of_source else self.target
         region_of = self.source_region if of_source else self.target_region
-        known: tuple[int, ...] | None = None
+        own_strides: tuple[int, ...] | None = None
         for place in piece.places:
             shard = shards[place]
-            if shard.stride() != known:
-                known = shard.stride()
-                shape, strides, offset = region_of(piece, known, self.device)
+            if shard.stride() != own_strides:
+                own_strides = shard.stride()
+                shape, strides, offset = region_of(piece, own_strides, self.device)
             yield shard.as_strided(shape, strides, shard.storage_offset() + offset)
 
     def pack(self, message: Message, bucket: torch.Tensor) -> None:
-        """Copy boxes of the source into a message."""
+        """Copy boxes of the source into the buffer of a message."""
         for piece in message:
             sides = zip(self._seen(piece, bucket), self.parts(piece, of_source=True), strict=True)
-            for seen, part in sides:
-                seen.copy_(part)
+            for boxed, part in sides:
+                boxed.copy_(part)
 
     def unpack(self, message: Message, bucket: torch.Tensor) -> None:
-        """Copy the boxes of a message to where they belong."""
+        """Copy the boxes of a message from its buffer into the target."""
         for piece in message:
             sides = zip(self._seen(piece, bucket), self.parts(piece, of_source=False), strict=True)
-            for seen, part in sides:
-                part.copy_(seen)
+            for boxed, part in sides:
+                part.copy_(boxed)
 
     def copy(self, message: Message) -> None:
-        """Copy what the device has already."""
+        """Copy boxes that the device has itself from the source into the target."""
         for piece in message:
             ends = (self.parts(piece, of_source=of_source) for of_source in (True, False))
-            for here, there in zip(*ends, strict=True):
-                there.copy_(here)
+            for source_part, target_part in zip(*ends, strict=True):
+                target_part.copy_(source_part)
 
     def _seen(self, piece: Piece, bucket: torch.Tensor) -> Iterator[torch.Tensor]:
-        """Yield the boxes of some tensors as parts of a message."""
+        """Yield views of a message's buffer, one per tensor of a piece."""
         dtype, shape = self.dtype_of(piece), box_shape(piece.box)
         typed = bucket.view(dtype)
         strides = torch.empty(shape, device="meta").stride()
@@ -101,18 +101,18 @@ class Stage:
 
 
 class Transport(Protocol):
-    """Moves bytes between devices; every device of a stage calls it at once."""
+    """Moves bytes between devices; all devices of a stage call it together."""
 
     def move(self, stages: Iterable[Stage]) -> None:
-        """Fill targets with what the stages say, one stage after the other, and serve the others.
+        """Fill the targets of stages, one stage after the other, while serving other devices.
 
-        A wave is asked for when the one before is on its way, or has ended where they go one by
-        one. Raises CommunicatorError if a peer has gone or does not come.
+        The next wave is requested while the one before travels, or, if the stage is `one_by_one`,
+        after it has ended. Raises `CommunicatorError` if a peer has ended or does not answer.
         """
 
     def reserve(self, first: Callable[[], tuple[int, int]], like: torch.Tensor) -> bool:
-        """Make the memory that moving needs at first, so that no device is without it midway.
+        """Allocate buffers for the first wave, so that a lack of memory shows before any transfer.
 
-        `first` says how many messages a wave has at first, and the bytes of the longest message.
-        Returns whether the transport needs any.
+        `first` returns the number of messages of the first wave, and the bytes of the longest.
+        Returns whether the transport needs buffers.
         """

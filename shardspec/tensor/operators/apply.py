@@ -189,7 +189,7 @@ def _in_simulation(call: Call) -> Any:  # noqa: ANN401
             for tensor, local in zip(tensors, locals_, strict=True)
         }
         try:
-            found = run_call(inner, given, tracked=tracked, frozen=tracked, drawing=drawing)
+            returned = run_call(inner, given, tracked=tracked, frozen=tracked, drawing=drawing)
         except AssertionError as error:
             if not is_limit_of_simulation(error):
                 raise
@@ -199,14 +199,14 @@ def _in_simulation(call: Call) -> Any:  # noqa: ANN401
                 "where ranks go different ways; redistribute first, or start the program with "
                 "torchrun"
             ) from None
-        results[:] = [found]
+        results[:] = [returned]
         return [local_of(each.tensor) for each in tree_leaves(results) if _is_new(each)]
 
     if tracked:
-        found = differentiable(function, call.shown, mesh, shards)
+        locals_ = differentiable(function, call.shown, mesh, shards)
     else:
-        found = untracked(function, mesh, device_type, shards)
-    new = iter(found)
+        locals_ = untracked(function, mesh, device_type, shards)
+    new = iter(locals_)
 
     def ours(leaf: object) -> object:
         if not isinstance(leaf, Result):
@@ -306,15 +306,15 @@ def _source(generator: object) -> torch.Generator:
 
 
 def _seeds(tensor: TensorLike, source: torch.Generator) -> dict[int, int]:
-    """Return a seed for each device of this process: equal ones for those that hold the same box.
+    """Return a seed for each device of this process, equal for devices that hold the same box.
 
-    They are drawn on the first device of the mesh, and follow each other. The source is afterwards
-    where one number more leaves it, on every rank.
+    Seeds are consecutive from a number drawn on the first device of the mesh. On every rank the
+    source advances by one number.
     """
     own = int(torch.randint(2**48, (), generator=source))
-    mesh, spec, here = tensor.layout.mesh, tensor.layout.spec, tensor.communicator.addressable
-    drawn, seeds = tensor.communicator.gather(dict.fromkeys(here, own)), {}
-    for device in here:
+    mesh, spec, devices = tensor.layout.mesh, tensor.layout.spec, tensor.communicator.addressable
+    drawn, seeds = tensor.communicator.gather(dict.fromkeys(devices, own)), {}
+    for device in devices:
         place, coordinates = 0, mesh.coordinates(device)
         for axis in (int(axis) for dim_spec in spec.dim_specs for axis in dim_spec.axes):
             place = place * mesh.shape[axis] + coordinates[axis]
@@ -324,9 +324,9 @@ def _seeds(tensor: TensorLike, source: torch.Generator) -> dict[int, int]:
 
 @contextmanager
 def _drawing(tensor: TensorLike, source: torch.Generator) -> Iterator[None]:
-    """Let devices that hold the same box draw the same numbers, and others draw others.
+    """Let devices draw the same random numbers if and only if they hold the same box.
 
-    torch's DTensor does so on CUDA only. The numbers depend on mesh and spec, unlike those of
+    torch's DTensor does this only on CUDA. The numbers depend on mesh and spec, unlike those of
     `shardspec.rand`.
     """
     seeds = _seeds(tensor, source)

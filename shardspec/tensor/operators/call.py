@@ -1,8 +1,8 @@
-"""A function of torch called on torch's DTensors: watched, mended, or refused with a remedy.
+"""Calls a torch function on torch's DTensors, and corrects or refuses what torch gets wrong.
 
-What torch computes wrongly was found by comparing torch 2.13 with one process, over the samples of
-its own tests. It is given other arguments, watched, or refused; what decides is layouts, so that
-all ranks do alike. All of it is the same in a job and where one is simulated.
+Wrong results were identified by comparing torch 2.13 with a single process on the samples of its
+own tests. Such functions get other arguments, are watched, or are refused with a remedy. The
+decision depends on layouts alone, so that all ranks agree. A job and its simulation behave alike.
 """
 
 import re
@@ -31,14 +31,14 @@ from shardspec.tensor.operators.tensor import TensorLike
 from shardspec.tensor.operators.watch import Watch, is_alias, is_copy_of, specs_text, was_right
 
 _REFUSALS: Final = (RuntimeError, ValueError, AssertionError, TypeError, IndexError)
-"""What torch raises where it cannot propagate a layout."""
+"""The errors that torch raises if it cannot propagate a layout."""
 _WRITES: Final = re.compile(
     "__setitem__|__i(add|sub|mul|truediv|floordiv|mod|pow|and|or|xor)__|.*[^_]_"
 )
 """Names of functions that write to their first argument."""
 _ATTENTION: Final = ("scaled_dot_product_attention", "multi_head_attention_forward")
 _NEEDS_WHOLE: Final = "in-place operations that require placement changes are not supported"
-"""What torch says of an operation that writes, where it would have to gather what is written to."""
+"""Part of torch's message for an in-place operation that would have to gather its target."""
 _NORMS: Final = ("linalg_vector_norm", "norm")
 
 Function: TypeAlias = Callable[..., Any]
@@ -52,7 +52,7 @@ def name_of(function: Function) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A function of torch and its arguments, DTensors of ours among their leaves."""
+    """A torch function and its arguments, with DTensors of ours among their leaves."""
 
     function: Function
     args: Sequence[object]
@@ -62,7 +62,7 @@ class Call:
 
     @property
     def name(self) -> str:
-        """The function's."""
+        """The function's name."""
         return name_of(self.function)
 
     @property
@@ -72,22 +72,22 @@ class Call:
 
     @property
     def tensors(self) -> list[TensorLike]:
-        """The DTensors."""
+        """The DTensors among the arguments."""
         return [leaf for leaf in self.leaves if isinstance(leaf, TensorLike)]
 
     @property
     def writes(self) -> bool:
-        """Whether it writes to its first argument."""
+        """Whether the function writes to its first argument."""
         return _WRITES.fullmatch(self.name) is not None
 
     @property
     def sets_part(self) -> bool:
-        """Whether it sets a part of its first argument, as ``t[1] = 9`` does."""
+        """Whether the function sets a part of its first argument, as ``t[1] = 9`` does."""
         return self.function is torch.Tensor.__setitem__ and isinstance(self.args[0], TensorLike)
 
     @property
     def written(self) -> list[TensorLike]:
-        """The DTensors that it writes to, by its name and ``out=``."""
+        """The DTensors that the function writes to: its first argument and ``out=``."""
         first = tree_leaves(self.args[:1] if self.writes else ())
         return [*(leaf for leaf in first if isinstance(leaf, TensorLike)), *self.out]
 
@@ -100,28 +100,30 @@ class Call:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Result:
-    """A DTensor that a function has returned."""
+    """A DTensor that a function returned."""
 
     layout: Layout
     tensor: TorchDTensor
     given: TensorLike | None
-    """The argument that it is."""
+    """The argument that was returned; None for a new tensor."""
     is_copied_part: bool = False
-    """As `TensorLike` has it."""
+    """See `TensorLike`."""
     is_plain: bool = False
-    """Whether torch made it of such layouts without help, in memory of its own."""
+    """Whether torch computed it correctly without help, in new memory."""
 
 
 class _InTorch:
-    """A function of torch and the leaves of its arguments, some of them torch's DTensors."""
+    """A torch function and the leaves of its arguments, with torch's DTensors among them."""
 
     def __init__(self, call: Call, tensors: Mapping[int, TorchDTensor]) -> None:
         first = call.tensors[0]
         self._call, self.mesh, self.shown = call, first.layout.mesh, call.shown
         self.leaves = [tensors.get(id(leaf), leaf) for leaf in call.leaves]
         self.tensors = [leaf for leaf in self.leaves if isinstance(leaf, TorchDTensor)]
-        here = first.communicator.addressable
-        self._devices = self.mesh.ids if has_all_ranks(shard_memory(self.tensors[0])) else here
+        addressable = first.communicator.addressable
+        self._devices = (
+            self.mesh.ids if has_all_ranks(shard_memory(self.tensors[0])) else addressable
+        )
 
     def result(self, tensors: Iterable[torch.Tensor]) -> Any:  # noqa: ANN401
         """Call the function with other tensors in place of the DTensors."""
@@ -135,18 +137,21 @@ class _InTorch:
         return [layout_of(tensor, self.mesh) for tensor in self.tensors]
 
     def specs(self) -> str:
-        """Return the specs of all as text."""
+        """Return the specs of all DTensors as text."""
         return specs_text(str(layout.labelled_spec) for layout in self.layouts())
 
     def in_whole(self) -> Any:  # noqa: ANN401
-        """Call the function with the whole tensors."""
+        """Call the function with the global tensors in place of the DTensors."""
         return self.result(tensor.full_tensor().detach() for tensor in self.tensors)
 
     def is_possible(self, layouts: Sequence[Layout]) -> bool:
-        """Try it on meta tensors of these layouts; it fails too if it reads values."""
+        """Return whether the function works on meta tensors of these layouts.
+
+        False as well if the function reads values.
+        """
         tried = []
         for given, layout in zip(self.tensors, layouts, strict=True):
-            # With the shapes of this rank: views of shards may be of other shapes on other ranks.
+            # Views of shards may have other shapes on other ranks, so those of this rank are used.
             shapes = map(layout.local_shape, self._devices or self.mesh.ids[:1])
             empty = [torch.empty(shape, dtype=given.dtype, device="meta") for shape in shapes]
             local = like_parts(shard_memory(given), empty)
@@ -159,12 +164,12 @@ class _InTorch:
         return True
 
     def refusal(self, error: Exception) -> LayoutError | None:
-        """Return the error for what torch has refused; None where layouts are not the reason."""
+        """Return the error for a call that torch refused; None if layouts are not the reason."""
         given = self.layouts()
         replicated = [layout.with_spec(ShardingSpec(layout.spec.dims)) for layout in given]
         reason = str(error).strip().partition("\n")[0].rstrip(".")
         if not self.is_possible(replicated):
-            # torch raises this one where it has no rule for an operator.
+            # torch raises this error for operators without a rule.
             if not isinstance(error, NotImplementedError):
                 return None
             return LayoutError(
@@ -178,7 +183,7 @@ class _InTorch:
         )
 
     def checked(self, result: Result) -> Result:
-        """Refuse a result whose shard on this rank is not of the shape that its layout says."""
+        """Return the result; raises `LayoutError` if a shard's shape contradicts its layout."""
         for device, part in zip(self._devices, parts_of(result.tensor._local_tensor), strict=False):
             shape = tuple(part.shape)
             if shape != _local_shape(result.layout, device):
@@ -198,41 +203,43 @@ def run_call(
     frozen: bool = False,
     drawing: RandomDraws | None = None,
 ) -> Any:  # noqa: ANN401
-    """Call the function; return what it does, with a `Result` for each DTensor.
+    """Call the function; return its result, with a `Result` for each DTensor.
 
     Parameters
     ----------
     call
         The function and its arguments.
     tensors
-        What there is in torch for each of ours, by ``id``, and for plain ones with a gradient.
+        torch's DTensor for each of ours, and for plain tensors with a gradient, by ``id``.
     tracked
         Whether gradients are tracked.
     frozen
-        Whether nothing may be written to.
+        Whether writing to arguments is an error.
     drawing
-        Lets the devices draw random numbers, where it draws some.
+        The context in which devices draw random numbers, if the function draws any.
     """
-    here = _InTorch(call, tensors)
+    in_torch = _InTorch(call, tensors)
     copies = [tensors[id(tensor)] for tensor in call.tensors if tensor.is_copied_part]
     written = [tensors[id(tensor)] for tensor in call.written]
-    layouts = here.layouts()
-    given = arguments_for(call.shown, here.leaves, layouts, written)
+    layouts = in_torch.layouts()
+    given = arguments_for(call.shown, in_torch.leaves, layouts, written)
     if tracked:
         _check_gradient(call)
-    # What was redistributed for the function is a copy to it.
-    replaced = [new for new, tensor in zip(given, here.tensors, strict=True) if new is not tensor]
-    strided = any(map(is_strided, here.tensors))
-    earlier = was_right(call.function, tracked, *call.kwargs, *map(_key, here.leaves), *layouts)
+    # To the function, redistributed arguments are copies.
+    replaced = [
+        new for new, tensor in zip(given, in_torch.tensors, strict=True) if new is not tensor
+    ]
+    strided = any(map(is_strided, in_torch.tensors))
+    earlier = was_right(call.function, tracked, *call.kwargs, *map(_key, in_torch.leaves), *layouts)
     watch = None
-    if strided or copies or frozen or not earlier.found:
-        watch = Watch(call.shown, [*copies, *replaced], frozen=here.tensors if frozen else ())
+    if strided or copies or frozen or not earlier.is_right:
+        watch = Watch(call.shown, [*copies, *replaced], frozen=in_torch.tensors if frozen else ())
     try:
         with ExitStack() as stack:
             stack.enter_context(implicit_replication())  # of plain tensors that torch makes
             stack.enter_context(_counted(written))
             if call.name in _ATTENTION and given[0].device_mesh.device_type == "cpu":
-                # The fused kernel for the CPU has no rule, but its matrix products have.
+                # DTensor has no rule for the fused CPU kernel, but has rules for matrix products.
                 stack.enter_context(sdpa_kernel(SDPBackend.MATH))
             if drawing is not None:
                 stack.enter_context(warnings.catch_warnings())
@@ -240,74 +247,74 @@ def run_call(
                 stack.enter_context(drawing())
             if watch is not None:
                 stack.enter_context(watch)
-            result = here.result(given)
+            result = in_torch.result(given)
             if watch is not None:
                 watch.check_written_to(tensors[id(leaf)] for leaf in call.out)
-        earlier.found = watch is None or not watch.mended
+        earlier.is_right = watch is None or not watch.mended
         if tracked and written:
             _keep_layout_of_gradient(written)
     except (ShardSpecError, *_REFUSALS) as error:
         lost = watch is not None and watch.lost
         if call.sets_part and (lost or _NEEDS_WHOLE in str(error)) and not copies:
-            _set_in_whole(here)
+            _set_in_whole(in_torch)
             return None
         if isinstance(error, ShardSpecError) or is_limit_of_simulation(error):
             raise
-        found = here.refusal(error)
-        if found is not None:
-            raise found from None
-        if not isinstance(error, AssertionError) or here.is_possible(layouts):
+        refusal = in_torch.refusal(error)
+        if refusal is not None:
+            raise refusal from None
+        if not isinstance(error, AssertionError) or in_torch.is_possible(layouts):
             raise
-        # Numbers that differ between simulated ranks.
+        # The numbers differ between simulated ranks; the global tensors decide below.
         result = 0
 
     numbers = any(isinstance(leaf, int | float | complex) for leaf in tree_leaves(result))
-    if numbers and not here.is_possible(here.layouts()):
-        # It reads values. torch would read this rank's shard, or its addend.
-        return here.in_whole()
+    if numbers and not in_torch.is_possible(in_torch.layouts()):
+        # The function reads values; torch would read this rank's shard or addend.
+        return in_torch.in_whole()
     owners = {id(tensors[id(tensor)]): tensor for tensor in reversed(call.tensors)}
 
     def described(leaf: object) -> object:
         if not isinstance(leaf, TorchDTensor):
             return leaf
         if id(leaf) in owners:
-            return here.checked(Result(layout_of(leaf, here.mesh), leaf, owners[id(leaf)]))
+            return in_torch.checked(Result(layout_of(leaf, in_torch.mesh), leaf, owners[id(leaf)]))
         try:
             spoken = in_our_words(leaf)
-            layout = layout_of(spoken, here.mesh)
+            layout = layout_of(spoken, in_torch.mesh)
         except (RuntimeError, IndexError) as error:
             raise LayoutError(
                 f"{call.shown}: torch {torch.__version__} cannot finish the sum that it leaves "
-                f"pending on {here.specs()} ({error}); redistribute first"
+                f"pending on {in_torch.specs()} ({error}); redistribute first"
             ) from None
         is_copied_part = (
             (watch is not None and watch.is_copy(leaf))
-            or any(is_copy_of(leaf, tensor) for tensor in here.tensors)
+            or any(is_copy_of(leaf, tensor) for tensor in in_torch.tensors)
             or any(is_alias(leaf, copy) for copy in (*copies, *replaced))
-            or (spoken is not leaf and any(is_alias(leaf, t) for t in here.tensors))
+            or (spoken is not leaf and any(is_alias(leaf, t) for t in in_torch.tensors))
         )
         is_plain = (
-            earlier.found
+            earlier.is_right
             and spoken is leaf
             and not (strided or copies or replaced or call.name in _ATTENTION)
             and all(pending.op in ("sum", "avg") for pending in layout.spec.partials)
-            and not any(is_alias(leaf, tensor) for tensor in here.tensors)
+            and not any(is_alias(leaf, tensor) for tensor in in_torch.tensors)
         )
-        return here.checked(Result(layout, spoken, None, is_copied_part, is_plain))
+        return in_torch.checked(Result(layout, spoken, None, is_copied_part, is_plain))
 
     return tree_map(described, result)
 
 
 def is_limit_of_simulation(error: Exception) -> bool:
-    """Whether ranks would go different ways, which torch asserts that simulated ones do not."""
+    """Return whether torch failed because simulated ranks would take different branches."""
     return isinstance(error, AssertionError) and not any(isinstance(a, str) for a in error.args)
 
 
 def _check_gradient(call: Call) -> None:
     """Raise `LayoutError` if the gradient of this call on DTensors would be wrong.
 
-    That of a largest element is distributed shard by shard; where several axes split one dim, ranks
-    may wait for each other.
+    torch distributes the gradient of a largest element shard by shard; if several axes split one
+    dim, ranks may deadlock.
     """
     name, args, kwargs = call.shown, call.args, call.kwargs
     order = kwargs.get("p", kwargs.get("ord", args[1] if len(args) > 1 else None))
@@ -324,7 +331,7 @@ def _check_gradient(call: Call) -> None:
 
 
 def _key(leaf: object) -> object:
-    """Return what of an argument decides which operations a function does, besides layouts."""
+    """Return the part of an argument that, besides its layout, determines the operations."""
     if isinstance(leaf, slice):
         return leaf.start, leaf.stop, leaf.step
     if isinstance(leaf, torch.Tensor):
@@ -332,21 +339,24 @@ def _key(leaf: object) -> object:
     return type(leaf) if isinstance(leaf, float | complex) or leaf.__hash__ is None else leaf
 
 
-def _set_in_whole(here: _InTorch) -> None:
-    """Set a part of a tensor whose shards the part does not share: in the whole, then in all."""
-    tensor = here.tensors[0]
+def _set_in_whole(in_torch: _InTorch) -> None:
+    """Set a part of a tensor on the gathered tensor, then copy it back to the shards.
+
+    For parts that do not share the memory of the shards.
+    """
+    tensor = in_torch.tensors[0]
     with implicit_replication():
         placements = [Replicate()] * tensor.device_mesh.ndim
-        whole, *others = (each.redistribute(placements=placements) for each in here.tensors)
-        with Watch(here.shown, ()):
-            here.result([whole, *others])
+        whole, *others = (each.redistribute(placements=placements) for each in in_torch.tensors)
+        with Watch(in_torch.shown, ()):
+            in_torch.result([whole, *others])
         _keep_layout_of_gradient([whole])
         tensor.copy_(whole)
 
 
 @contextmanager
 def _counted(written: Sequence[torch.Tensor]) -> Iterator[None]:
-    """Let autograd see that tensors were written to; of lists torch does not count it."""
+    """Let autograd notice writes to tensors, which torch does not count for lists."""
     before = [0 if tensor.is_inference() else tensor._version for tensor in written]
     yield
     for tensor, version in zip(written, before, strict=True):
@@ -355,10 +365,9 @@ def _counted(written: Sequence[torch.Tensor]) -> Iterator[None]:
 
 
 def _keep_layout_of_gradient(written: Sequence[TorchDTensor]) -> None:
-    """Let the gradient of what was written to in part arrive in its layout.
+    """Let the gradients of partially written tensors arrive in the layout of these tensors.
 
-    Autograd takes the part from it by the same views or indices, which are not of the shards of any
-    layout.
+    Autograd extracts the written part with the same views or indices, which fit only that layout.
     """
     for tensor in written:
         base = tensor if tensor._base is None else tensor._base

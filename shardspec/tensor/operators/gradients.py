@@ -209,10 +209,12 @@ def go_back(
             )
     zeros, unused = given.pop("materialize_grads", False), given.pop("allow_unused", None)
     with _watched(function.__name__):
-        found = iter(torch.autograd.grad(outputs, inputs, gradients, **given, allow_unused=True))
+        results_of_torch = iter(
+            torch.autograd.grad(outputs, inputs, gradients, **given, allow_unused=True)
+        )
     results = []
     for source, of_source in zip(sources, nodes, strict=True):
-        of_nodes = [next(found) for _ in of_source]
+        of_nodes = [next(results_of_torch) for _ in of_source]
         if all(gradient is None for gradient in of_nodes):
             if zeros:
                 tracked = bool(given.get("create_graph"))

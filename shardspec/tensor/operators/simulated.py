@@ -223,7 +223,10 @@ class _Operation(torch.autograd.Function):
 def _gradients(
     function: LocalFunction, name: str, wanted: Sequence[bool], tensors: Locals
 ) -> Locals:
-    """Return gradients of wanted arguments; those of the function's results come last."""
+    """Return the gradients of wanted arguments.
+
+    `tensors` are the function's arguments, followed by the gradients of its results.
+    """
     again = any(tensor.requires_grad for tensor in tensors)
     inputs = [
         tensor.detach().requires_grad_() if is_wanted and not tensor.requires_grad else tensor
@@ -232,10 +235,10 @@ def _gradients(
     sources = [each for each, is_wanted in zip(inputs, wanted, strict=True) if is_wanted]
     results = [result for result in function(inputs) if result.requires_grad]
     with implicit_replication(), Watch(name, (), back=True):
-        found = torch.autograd.grad(
+        gradients = torch.autograd.grad(
             results, sources, tensors[len(inputs) :], create_graph=again, allow_unused=True
         )
     return [
         torch.zeros_like(source) if gradient is None else gradient
-        for source, gradient in zip(sources, found, strict=True)
+        for source, gradient in zip(sources, gradients, strict=True)
     ]

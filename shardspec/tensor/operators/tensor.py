@@ -259,18 +259,18 @@ class TensorLike:
 
     @property
     def is_simulated(self) -> bool:
-        """Whether this process holds the shards of all devices, outside a job of one for each."""
-        here = self.communicator.addressable
-        return here == self.layout.mesh.ids and not (
-            dist.is_initialized() and here == (dist.get_rank(),)
+        """Whether this process simulates the mesh: it holds all shards outside a job."""
+        devices = self.communicator.addressable
+        return devices == self.layout.mesh.ids and not (
+            dist.is_initialized() and devices == (dist.get_rank(),)
         )
 
     def adopt(self, layout: Layout, shards: dict[int, torch.Tensor]) -> None:
-        """Take other shards of the same storage, after a write that changed the layout."""
+        """Replace layout and shards after a write that changed the layout; the storage stays."""
         self.layout, self._shards = layout, shards
 
     def follow(self, tensor: "TorchDTensor") -> None:
-        """Adopt layout and storage of torch's tensor, which is this one's, after a write to it."""
+        """Adopt the layout and storage of this tensor's torch counterpart after a write to that."""
         from shardspec.interop.torch_dtensor import layout_of
 
         layout = layout_of(tensor, self.device_mesh)
@@ -281,7 +281,7 @@ class TensorLike:
             self.layout, self._shards = layout, None
 
     def _own(self) -> dict[int, torch.Tensor] | None:
-        """Return the shards it was made of, unless torch's tensor has had another history since."""
+        """Return the shards this was made of; None once torch's tensor has a newer history."""
         if isinstance(self._shards, str):
             raise CommunicatorError(self._shards)
         if self._shards and self._torch is not None and self._torch.grad_fn is not self._history:
@@ -291,10 +291,12 @@ class TensorLike:
         return self._shards
 
     def __getattr__(self, name: str) -> Any:  # noqa: ANN401
-        found = None if name.startswith("_") else getattr(torch.Tensor, name, None)
-        if found is None:
+        attribute = None if name.startswith("_") else getattr(torch.Tensor, name, None)
+        if attribute is None:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        return partial(self._call, found) if callable(found) else self._call(found.__get__)
+        return (
+            partial(self._call, attribute) if callable(attribute) else self._call(attribute.__get__)
+        )
 
     __hash__ = object.__hash__
     __bool__, __float__, __int__ = map(_operator, ("__bool__", "__float__", "__int__"))

@@ -37,65 +37,65 @@ _EXTREMA: Final = (
 _TRANSPOSED: Final = 6
 """Where it is among the arguments of a convolution."""
 _NORMS: Final = {_aten.linalg_vector_norm: 1, _aten.norm: 1, _aten.dist: 2}
-"""Norms, and where the order is among their arguments."""
+"""Norms, and the position of the order among their arguments."""
 _SUM: Final = Partial("sum")
 _FILLED_ALIKE: Final = (Partial("avg"), Partial("max"), Partial("min"))
-"""Reductions whose result is what every addend is."""
+"""Reductions of equal addends that return the addend."""
 
 
 def is_copy_of(view: TorchDTensor, base: TorchDTensor) -> bool:
-    """Whether torch calls a tensor a view of another, but has moved its shards to other memory."""
+    """Return whether a tensor is a view by torch's account, but its shards are in other memory."""
     return is_alias(view, base) and not is_alias(shard_memory(view), shard_memory(base))
 
 
 def is_alias(view: torch.Tensor, base: torch.Tensor) -> bool:
-    """Whether torch takes two tensors for the same memory."""
+    """Return whether torch considers two tensors to share memory."""
     # torch's stubs lack it.
     return bool(torch._C._is_alias_of(view, base))  # type: ignore[attr-defined]
 
 
 @dataclass(slots=True)
 class Earlier:
-    """What was found out about a function on layouts."""
+    """The experience with a function on certain layouts."""
 
-    found: bool = False
-    """Whether it was right without help, so that it need not be watched."""
+    is_right: bool = False
+    """Whether it was correct without help, so that it need not be watched."""
 
 
 @lru_cache(maxsize=4096, typed=True)
 def was_right(*_call: object) -> Earlier:
-    """Return what was found out about such a call, to be changed where more is."""
+    """Return the mutable record of earlier calls with the same arguments."""
     return Earlier()
 
 
 # torch leaves the methods of TorchDispatchMode untyped.
 class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Watch the operations of a function; refuse or mend what torch gets wrong without a word.
+    """Watch the operations of a function; correct or refuse those that torch gets wrong silently.
 
-    - A view of a tensor that torch has as strided shards, as of S10, is refused: torch flattens it
-      in another order than the tensor's, inside matrix products too.
+    - A view of a tensor with strided shards in torch, such as S10, is refused: torch flattens it
+      in an order other than the tensor's, even inside matrix products.
     - A write to a view whose shards torch has moved to other memory is refused: the tensor itself
       would not change.
     - A pending sum is filled on one device, and the addends of the others become zero. Torch has no
-      rule for filling by a tensor, as by each number that a part is set to; its number is taken.
-    - An empty shard has no largest element, so a tensor that has some is gathered.
+      rule for filling with a tensor, as assignments to parts do; its number is used instead.
+    - An empty shard has no largest element, so a tensor with empty shards is gathered.
     - A shard may have one row where the tensor has several, so dims of size 1 are named.
-    - Torch hands on tensors that are given by keyword as they are, so all are gathered where one of
+    - Torch passes tensors given by keyword on unchanged, so all arguments are gathered if one of
       these is not whole.
-    - A convolution is refused unless only the batch is sharded; torch has rules for some others,
-      but takes each shard for the whole, and the sizes of a transposed one are wrong.
-    - A tensor without dims is added to a pending sum as another one. Torch does so too, but then
-      takes Python's numbers for such tensors: it remembers both as one.
+    - A convolution is refused unless only the batch is sharded: torch has rules for others, but
+      treats each shard as the whole tensor, and gets the sizes of transposed ones wrong.
+    - A tensor without dims is added to a pending sum as another pending sum. Torch does this too,
+      but then confuses Python numbers with such tensors in its cache.
 
     Parameters
     ----------
     name
-        The function.
+        The function's name.
     copies
-        Arguments that are such views already.
+        Arguments that are already views with shards in other memory.
     back
-        Whether gradients are computed: then an operation that torch refuses is named with the
-        specs of its arguments.
+        Whether gradients are computed: then the error for an operation that torch refuses names
+        the specs of its arguments.
     frozen
         Arguments that must not be written to.
     """
