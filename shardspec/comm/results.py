@@ -1,4 +1,4 @@
-"""Results of steps: memory for them, reductions, and a check that every element is written."""
+"""Memory for the results of steps, reductions, and a check that every element is written."""
 
 import ctypes
 import mmap
@@ -15,7 +15,7 @@ from shardspec.comm.steps import ReduceOp
 from shardspec.errors import CommunicatorError
 
 _LARGE_BYTES: Final = 4 << 20
-"""From here on a page of 2 MiB fits in wherever the tensor starts."""
+"""The least bytes in which a 2 MiB page fits wherever the tensor starts."""
 _WIDER: Final = {torch.bfloat16: torch.float32, torch.float16: torch.float32}
 """Sums of short floats are kept in a wider type and rounded once."""
 _COMBINE: Final[dict[ReduceOp, Callable[..., torch.Tensor]]] = {
@@ -26,13 +26,13 @@ _COMBINE: Final[dict[ReduceOp, Callable[..., torch.Tensor]]] = {
     "max": torch.maximum,
 }
 _WINDOW_BYTES: Final = 4
-"""What is compared with the noise at once: a single byte would often be equal by chance."""
+"""Bytes that are compared with the noise at once; a single byte is often equal by chance."""
 
 
 def empty_hugepages(like: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
-    """Return an uninitialised tensor of the dtype and on the device of another.
+    """Return an uninitialised tensor with the dtype and device of another.
 
-    Page faults of 4 KiB take longer than filling the pages, so Linux is asked for pages of 2 MiB.
+    Requests pages of 2 MiB from Linux, since faults of 4 KiB pages take longer than filling them.
     """
     result = like.new_empty(shape)
     library = libc()
@@ -45,9 +45,9 @@ def empty_hugepages(like: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
 
 @contextmanager
 def checked_result(what: object, result: torch.Tensor) -> Iterator[None]:
-    """Check, where ``SHARDSPEC_CHECK=1`` is set, that every element of a new tensor is written.
+    """Check, if ``SHARDSPEC_CHECK=1`` is set, that every element of a new tensor is written.
 
-    The tensor is filled with noise, of which no window of four bytes or one element is to be left.
+    The tensor is filled with noise; no window of four bytes, or one element, may keep it.
     """
     if os.environ.get("SHARDSPEC_CHECK") != "1" or result.is_meta or result.numel() == 0:
         yield
@@ -68,7 +68,7 @@ def checked_result(what: object, result: torch.Tensor) -> Iterator[None]:
 
 
 def combine_into(result: torch.Tensor, addends: Sequence[torch.Tensor], op: ReduceOp) -> None:
-    """Write the reduction of tensors, of which the first may be the result, in their order."""
+    """Write the reduction of addends, in their order, to the result, which may be the first."""
     wider = _WIDER.get(result.dtype)
     total = result if wider is None else torch.empty_like(result, dtype=wider)
     if total.data_ptr() != addends[0].data_ptr():

@@ -65,7 +65,7 @@ class AllReduce:
 class Permute:
     """Every device gets its whole new shard from one device: S01 ↔ S10, S0 ↔ S1 of equal length.
 
-    Possible where the devices together hold the same boxes before and after, each as often.
+    Possible if the devices together hold the same boxes before and after, each equally often.
     """
 
     axes: tuple[int, ...]
@@ -74,22 +74,22 @@ class Permute:
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """Send every device exactly the bytes it lacks; those that hold the same share the sending.
+    """Send every device exactly the bytes it lacks; holders of the same box share the sending.
 
-    Possible between any two layouts with nothing pending, on different meshes too.
+    Possible between any two layouts without pending reductions, also on different meshes.
     """
 
     axes: tuple[int, ...]
     """Mesh axes that shard otherwise afterwards, ascending; empty between different meshes."""
     apart: tuple[int, ...] = ()
-    """Mesh axes so slow that replicas along them do not share: the nearest ones send."""
+    """Mesh axes so slow that replicas along them do not share the sending; the nearest send."""
 
 
 Step: TypeAlias = Slice | AllGather | AllToAll | ReduceScatter | AllReduce | Permute | Exchange
 
 
 def backward(step: Step) -> Step | None:
-    """Return the step that carries a gradient back, or None where it stays in place."""
+    """Return the step that carries a gradient back; None if the gradient stays in place."""
     match step:
         case Slice(dim, axes) | ReduceScatter(dim, axes, _):
             return AllGather(dim, axes)

@@ -31,7 +31,7 @@ from shardspec.mesh.job import device_type_of
 def layout_of(tensor: TorchDTensor, mesh: DeviceMesh | None = None) -> Layout:
     """Return the layout of a torch DTensor, by default on the mesh that `from_torch` makes.
 
-    Raises as `shardspec.interop.notations.from_placements` and `DeviceMesh.from_torch` do.
+    Raises what `shardspec.interop.notations.from_placements` and `DeviceMesh.from_torch` raise.
     """
     own_mesh = DeviceMesh.from_torch(tensor.device_mesh) if mesh is None else mesh
     if own_mesh.shape != tuple(tensor.device_mesh.shape):
@@ -43,7 +43,7 @@ def layout_of(tensor: TorchDTensor, mesh: DeviceMesh | None = None) -> Layout:
 
 
 def layout_of_spec(spec: DTensorSpec) -> Layout:
-    """Return the layout that a spec of torch's planners stands for; raises as `layout_of`."""
+    """Return the layout of a spec of torch's planners; raises what `layout_of` raises."""
     if spec.tensor_meta is None:
         raise LayoutError(f"{spec} is of no tensor; give it a tensor_meta with shape and dtype")
     mesh, meta = _mesh_of(spec.mesh), spec.tensor_meta
@@ -54,9 +54,9 @@ _mesh_of = lru_cache(maxsize=64)(DeviceMesh.from_torch)
 
 
 def _order_of(spec: DTensorSpec) -> tuple[tuple[int, tuple[int, ...]], ...] | None:
-    """Return the order of axes, which torch has from version 2.10 on; None of strided shards.
+    """Return the order of axes, which torch has from version 2.10 on; None for strided shards.
 
-    That of these is in their split factors.
+    The order of strided shards is in their split factors.
     """
     strided = any(isinstance(placement, _StridedShard) for placement in spec.placements)
     return None if strided else getattr(spec, "shard_order", None)
@@ -75,7 +75,7 @@ def _layout(
 
 
 def is_strided(tensor: TorchDTensor) -> bool:
-    """Whether torch has strided shards, as for S10."""
+    """Return whether torch represents the tensor by strided shards, as for S10."""
     return any(isinstance(placement, _StridedShard) for placement in tensor.placements)
 
 
@@ -87,10 +87,10 @@ def local_of(tensor: TorchDTensor) -> torch.Tensor:
 def torch_dtensor(
     shard: torch.Tensor, layout: Layout, torch_mesh: TorchMesh | None = None
 ) -> TorchDTensor:
-    """Put this rank's shard into a torch DTensor: the same storage, and gradients flow back.
+    """Return a torch DTensor of this rank's shard, with its storage; gradients flow back.
 
-    A rank outside the mesh gives an empty tensor. Raises as `DeviceMesh.to_torch` does, and
-    `LossyConversionError` where torch has no such mixture of pending reductions.
+    A rank outside the mesh gives an empty tensor. Raises what `DeviceMesh.to_torch` raises, and
+    `LossyConversionError` if torch cannot express the combination of pending reductions.
     """
     mesh = layout.mesh
     if torch_mesh is None:
@@ -126,14 +126,14 @@ def _shard_of(tensor: TorchDTensor, of_gradient: tuple[Placement, ...]) -> torch
     return shard
 
 
-# torch's own functions of this kind make tensors with version counters of their own, so that a
-# backward would not see that what it needs was written to, and lose the gradient of a gradient that
-# is in another layout. Shards are independent here, and what is replicated is one tensor there: the
+# torch's own functions of this kind make tensors with separate version counters, so a backward pass
+# would miss writes to tensors that it needs. They also lose second-order gradients that are in
+# another layout. Shards are independent here, whereas in torch replicas are one tensor: the
 # gradient of a gradient of addends is a sum over them here, and complete on every device there.
 
 
 class _OfShard(torch.autograd.Function):
-    """A torch DTensor of a shard."""
+    """Makes a torch DTensor of a shard, differentiably."""
 
     @staticmethod
     def forward(
@@ -170,7 +170,7 @@ class _OfShard(torch.autograd.Function):
 
 
 class _ToShard(torch.autograd.Function):
-    """The shard of a torch DTensor, and the placements of its gradient."""
+    """Returns the shard of a torch DTensor, differentiably, given its gradient's placements."""
 
     @staticmethod
     def forward(
@@ -199,14 +199,14 @@ class _ToShard(torch.autograd.Function):
 
 def counted_with(tensor: torch.Tensor, alias: torch.Tensor) -> torch.Tensor:
     """Return another tensor of the same storage, with the version counter of the first."""
-    if alias.is_inference():  # these have none
+    if alias.is_inference():  # inference tensors have no version counters
         return alias
     with _Detaching(alias):
         return tensor.detach()
 
 
 class _Detaching(TorchDispatchMode):  # type: ignore[no-untyped-call]  # untyped in torch
-    """Let what is detached be another tensor, to which torch then gives the version counter."""
+    """Make ``detach`` return another tensor, to which torch then gives the version counter."""
 
     def __init__(self, stand_in: torch.Tensor) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # untyped in torch
@@ -224,7 +224,7 @@ class _Detaching(TorchDispatchMode):  # type: ignore[no-untyped-call]  # untyped
 
 
 def is_of_leaf(tensor: torch.Tensor) -> bool:
-    """Whether gradients are collected at this, at what it is a view of, or at that one's shard."""
+    """Return whether gradients are collected at a tensor, at its base, or at the base's shard."""
     base = tensor if tensor._base is None else tensor._base
     is_leaf = any(each.requires_grad and each.is_leaf for each in (tensor, base))
     return is_leaf or getattr(base.grad_fn, "is_of_leaf", False)
@@ -233,11 +233,11 @@ def is_of_leaf(tensor: torch.Tensor) -> bool:
 def in_our_words(tensor: TorchDTensor) -> TorchDTensor:
     """Return the tensor with placements that a spec can express, in most cases unchanged.
 
-    Masked and scaled sums of torch are finished, and shards that are not boxes, as after flattening
-    over a sharded dim, are gathered. A pending min, max or prod is finished where its gradient is
-    tracked, which torch has and a conversion here has not.
+    torch's masked and scaled sums are finished, and shards that are not boxes, as after flattening
+    over a sharded dim, are gathered. A pending min, max or prod whose gradient is tracked is
+    finished, because torch can differentiate that and a conversion here cannot.
     """
-    # Whether a spec has each placement, and a gradient passes it where it has to.
+    # Whether a spec can express each placement, and tracked gradients pass it.
     kept = [
         not tensor.requires_grad or p.reduce_op in ("sum", "avg")
         if type(p) is Partial
@@ -257,7 +257,7 @@ def in_our_words(tensor: TorchDTensor) -> TorchDTensor:
     finished = tensor.redistribute(placements=placements)
     if not tensor.requires_grad:
         return finished
-    # torch cannot pass a gradient with a pending sum back to a masked sum; by way of the shard it
+    # torch cannot pass a gradient with a pending sum back to a masked sum; through the shard it
     # arrives finished.
     return _from_shard(local_of(finished), tensor.device_mesh, placements, finished.shape)
 
@@ -277,5 +277,5 @@ def alias_in_layout(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _of_gradient(placements: Sequence[Placement]) -> tuple[Placement, ...]:
-    """Return the placements of a gradient: nothing is pending."""
+    """Return the placements of a gradient, which has no pending reductions."""
     return tuple(Replicate() if p.is_partial() else p for p in placements)

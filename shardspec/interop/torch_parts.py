@@ -20,22 +20,22 @@ def joined(shards: Sequence[torch.Tensor], *, tracked: bool = False) -> torch.Te
 
 
 def parts_of(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """Return the shards of all ranks where it has them, or else the one that it is."""
+    """Return the shards of all ranks if the tensor has them, else the tensor alone."""
     return list(tensor._local_tensors.values()) if isinstance(tensor, LocalTensor) else [tensor]
 
 
 def has_all_ranks(tensor: torch.Tensor) -> bool:
-    """Whether it has the shards of all ranks."""
+    """Return whether the tensor has the shards of all ranks."""
     return isinstance(tensor, LocalTensor)
 
 
 def like_parts(tensor: torch.Tensor, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return one part, or several as one tensor, in the way in which another has its own."""
+    """Return parts in the form of another tensor: a single part, or several joined."""
     return joined(parts) if isinstance(tensor, LocalTensor) else parts[0]
 
 
 def shard_memory(tensor: TorchDTensor) -> torch.Tensor:
-    """Return what a DTensor has, once it is there."""
+    """Return the local tensor of a DTensor, without the wrapper of a running collective."""
     local = tensor._local_tensor
     return local.elem if isinstance(local, AsyncCollectiveTensor) else local
 

@@ -42,9 +42,9 @@ class DrawnEdge:
     after: str
     step: Step
     text: str
-    """What it does, and along which axes."""
+    """The step as text, with its axes."""
     number: int = 0
-    """Its place on the path, from 1; 0 where it is not on it."""
+    """The position on the path, from 1; 0 for an edge beside the path."""
 
     @property
     def kind(self) -> str:
@@ -53,7 +53,7 @@ class DrawnEdge:
 
     @property
     def routed(self) -> bool:
-        """Whether it is a permute or an exchange, which the graph has no edges for."""
+        """Whether it is a permute or an exchange, for which the graph has no edges."""
         return isinstance(self.step, Permute | Exchange)
 
     def __str__(self) -> str:
@@ -62,7 +62,7 @@ class DrawnEdge:
 
 @dataclass(frozen=True, slots=True)
 class GraphDrawing:
-    """What is drawn: specs in columns, and the steps among them."""
+    """A drawing of specs in columns, and the steps among them."""
 
     title: str
     columns: tuple[tuple[str, ...], ...]
@@ -74,11 +74,11 @@ class GraphDrawing:
     ends: tuple[str, str] | None = None
     """Both ends of the plan."""
     known_error: str = ""
-    """How far the seconds in the title are from measured ones; empty without a plan."""
+    """The accuracy of the seconds in the title; empty without a plan."""
 
     @property
     def on_path(self) -> frozenset[str]:
-        """Labels of the specs that the plan comes to."""
+        """Labels of the specs that the plan visits."""
         return frozenset(end for edge in self.path for end in (edge.before, edge.after))
 
     @property
@@ -116,7 +116,7 @@ def step_kind(step: Step) -> str:
 def draw_graph(
     graph: "nx.DiGraph", mesh: DeviceMesh, dims: int, plan: ConversionPlan | None = None
 ) -> GraphDrawing:
-    """Return what is to be drawn of a graph of specs, with the steps of a plan marked.
+    """Return the drawing of a graph of specs, with the steps of a plan marked.
 
     Nodes are `ShardingSpec` with numbered axes, edges have a `step`, as `LayoutConverter.graph`
     and `transitions` return them. Raises `LayoutError` for a plan of another mesh or rank.
@@ -164,7 +164,7 @@ def _text(step: Step, mesh: DeviceMesh) -> str:
 
 
 _FADED: Final = "28"
-"""The opacity of what is not on the path, as Graphviz writes it after a colour."""
+"""The opacity of edges beside the path, as Graphviz writes it after a colour."""
 
 
 def dot_text(drawing: GraphDrawing) -> str:

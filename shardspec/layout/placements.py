@@ -51,7 +51,7 @@ def is_placements(given: object) -> bool:
 
 
 def own_placements(given: object) -> tuple[Placement, ...]:
-    """Return torch's placements, of which `is_placements` is true, in the words of this module.
+    """Return torch's placements, for which `is_placements` is true, as `Placement` values.
 
     Raises `LayoutError` for what is not a placement of torch, and `LossyConversionError` for a
     masked or scaled partial.

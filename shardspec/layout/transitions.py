@@ -76,7 +76,7 @@ def priced_graph(tensor: Layout, model: CostModel) -> "nx.DiGraph":
 
 
 def _places(cuts: Cuts, num_axes: int) -> list[int]:
-    """Return for each axis a number for the dim it shards and its place there; 0 for none."""
+    """Return for each axis a number for the dim it shards and its position in it; 0 if unused."""
     places = [0] * num_axes
     for dim, axes in enumerate(cuts):
         for index, axis in enumerate(axes):

@@ -1,4 +1,4 @@
-"""New tensors, of which each device makes its own box only.
+"""Factories of tensors, in which each device makes only its own box.
 
 A random number depends on its place in the global tensor, counted row by row, in blocks of 4096.
 Block *k* comes from the 4096 words of 64 bits that the counters *1024 k* to *1024 k + 1023* make in
@@ -32,7 +32,7 @@ _BITS: Final = {"float64": 53, "float32": 24, "float16": 11, "bfloat16": 8}
 """Bits of a uniform random number: the precision of the dtype, so that none is rounded up to 1."""
 BLOCK: Final = 4096
 _AT_ONCE: Final = 64 * BLOCK
-"""Numbers that are made at a time, beside which only the box itself is in memory."""
+"""Numbers that are made at a time; besides these only the box itself is in memory."""
 
 Words: TypeAlias = npt.NDArray[np.uint64]
 Numbers: TypeAlias = npt.NDArray[np.float64]
@@ -162,7 +162,7 @@ def arange(
 ) -> DTensor:
     """Return the numbers from `start`, or 0, up to but not including `end`; see `empty`.
 
-    A `LayoutError` says that `step` is 0 or leads away from `end`.
+    Raises `LayoutError` if `step` is 0 or leads away from `end`.
 
     Examples
     --------
@@ -189,11 +189,12 @@ def rand(
 ) -> DTensor:
     """Return uniform random numbers from 0 up to but not including 1; every rank calls it.
 
-    They are one global tensor, whatever the mesh and the spec: a number depends on the seed, on its
-    place and on the dtype, as `shardspec.tensor.factories` describes.
+    The global tensor does not depend on the mesh and the spec: a number depends on the seed, its
+    position and the dtype, as `shardspec.tensor.factories` describes.
 
-    The first rank of the mesh draws the seed from `generator`, on the CPU, or from torch's own. A
-    dtype that is not a real floating one of at least 16 bits is a `DTypeError`; see also `empty`.
+    The first rank of the mesh draws the seed from `generator`, on the CPU, or from torch's own.
+    Raises `DTypeError` unless the dtype is a real floating one of at least 16 bits; see also
+    `empty`.
 
     Examples
     --------

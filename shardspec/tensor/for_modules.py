@@ -1,8 +1,8 @@
-"""DTensors on their way into a module, while a ``partition_fn`` of `distribute_module` runs.
+"""Stand-ins for DTensors in modules while a ``partition_fn`` of `distribute_module` runs.
 
-`torch.nn.Module` takes only tensors of torch, and ``Module._apply`` swaps the parameter with what
-it gets, which torch's own DTensor does not allow. So a tensor without data stands for the DTensor
-until the function has ended.
+`torch.nn.Module` accepts only torch tensors, and ``Module._apply`` swaps the parameter with its
+replacement, which torch's own DTensor does not allow. So a tensor without data stands for the
+DTensor until the function has ended.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,20 +19,20 @@ _IN_PARTITION: Final[ContextVar[bool]] = ContextVar("shardspec partition_fn", de
 
 
 class StandIn(torch.Tensor):
-    """A meta tensor that stands for a DTensor; it has that one's methods beside torch's."""
+    """A meta tensor that stands for a DTensor; it also has the DTensor's methods."""
 
     tensor: "TensorLike"
 
     @staticmethod
     def of(tensor: "TensorLike") -> "StandIn":
-        """Return one for a DTensor."""
+        """Return the stand-in for a DTensor."""
         like = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
         made: StandIn = torch.Tensor._make_subclass(StandIn, like, tensor.requires_grad)
         made.tensor = tensor
         return made
 
     def detach(self) -> "StandIn":
-        """Return another one: `torch.nn.Parameter` is made of that."""
+        """Return another stand-in, from which `torch.nn.Parameter` is made."""
         return StandIn.of(self.tensor)
 
     def __getattr__(self, name: str) -> Any:  # noqa: ANN401
@@ -48,7 +48,7 @@ class StandIn(torch.Tensor):
         args: Sequence[object] = (),
         kwargs: Mapping[str, object] | None = None,
     ) -> Any:  # noqa: ANN401
-        """Keep ``Module._apply`` from copying the data, of which there is none."""
+        """Keep ``Module._apply`` from copying data, since there is none."""
         if function is torch._has_compatible_shallow_copy_type:
             return False
         with torch._C.DisableTorchFunctionSubclass():
@@ -57,7 +57,7 @@ class StandIn(torch.Tensor):
 
 @contextmanager
 def stand_ins() -> Iterator[None]:
-    """Let `distribute_tensor` return stand-ins."""
+    """Make `distribute_tensor` return stand-ins within the block."""
     token = _IN_PARTITION.set(True)
     try:
         yield
@@ -66,5 +66,5 @@ def stand_ins() -> Iterator[None]:
 
 
 def stand_ins_are_wanted() -> bool:
-    """Whether a ``partition_fn`` runs."""
+    """Return whether a ``partition_fn`` is running."""
     return _IN_PARTITION.get()

@@ -1,7 +1,7 @@
-"""Torch operations on DTensors, done by torch's own DTensor; errors with a remedy where it fails.
+"""Runs torch operations on DTensors by torch's own DTensor; errors name a remedy.
 
 In a job each rank has torch's DTensor of its shard. A process that holds the shards of all devices
-takes itself for each rank of a job meanwhile, under the same conditions.
+simulates all ranks of a job for the operation, under the same conditions.
 """
 
 import re
@@ -43,9 +43,9 @@ from shardspec.tensor.run import copies_of
 from shardspec.tensor.shards import check_copies
 
 _DECISIVE: Final = (int, float, torch.dtype, type(None))
-"""Arguments that decide, with layouts, on the layout of a result; of floats only the type does."""
+"""Arguments that, with layouts, determine the layout of a result; of floats only the type does."""
 _DROPOUT_PLACE: Final = 4
-"""Where the probability is among the arguments of attention."""
+"""The position of the probability among the arguments of attention."""
 _RANDOM: Final = re.compile(
     "((native|alpha|feature|feature_alpha)_)?dropout_?|dropout[123]d|(rand|randn|randint)_like|"
     "(bernoulli|rrelu)_?|(normal|uniform|exponential|random|cauchy|log_normal|geometric)_|"
@@ -88,15 +88,15 @@ def apply(function: Function, args: Sequence[object], kwargs: Mapping[str, objec
 
 @lru_cache(maxsize=4096, typed=True)
 def _results(*_call: object) -> dict[bool, Layout]:
-    """Return the layout of what torch made of such a call without help, by whether it is tracked.
+    """Return a mutable record of the layouts of results that torch computed without help.
 
-    It is to be filled.
+    The key says whether gradients were tracked. Calls with the same arguments share a record.
     """
     return {}
 
 
 def _results_of(function: Function, args: Sequence[object]) -> dict[bool, Layout] | None:
-    """Return `_results` of a call in a job; None if more than layouts and numbers decide on it."""
+    """Return `_results` of a call in a job; None if its result depends on other arguments."""
     key: list[object] = []
     for arg in args:
         if isinstance(arg, TensorLike):
@@ -113,7 +113,10 @@ def _results_of(function: Function, args: Sequence[object]) -> dict[bool, Layout
 def _at_once(
     function: Function, args: Sequence[object], layouts: Mapping[bool, Layout]
 ) -> TensorLike | None:
-    """Call what was right on such layouts; None if it was not, or the result shares memory."""
+    """Return the result of a call known to be correct on its layouts; None otherwise.
+
+    None as well if the result shares memory.
+    """
     ours = [arg for arg in args if isinstance(arg, TensorLike)]
     theirs = [arg.to_torch() if isinstance(arg, TensorLike) else arg for arg in args]
     tensors = [tensor for tensor in theirs if isinstance(tensor, TorchDTensor)]
@@ -133,7 +136,7 @@ def _in_job(
     *,
     merge_gathers: bool,
 ) -> Any:  # noqa: ANN401
-    """Carry out a call on the shards of this rank, while the other ranks do so too."""
+    """Carry out a call on the shards of this rank; the other ranks do the same."""
     first = call.tensors[0]
     mesh = first.to_torch().device_mesh
     if not merge_gathers:
@@ -166,7 +169,7 @@ def _in_simulation(call: Call) -> Any:  # noqa: ANN401
     first = call.tensors[0]
     mesh, made = first.layout.mesh, first._made
     plain = {id(leaf): _replicated(leaf, first) for leaf in call.leaves if _has_gradient(leaf)}
-    # What the devices draw is drawn by their own generators.
+    # Random numbers of devices come from separate generators.
     leaves = [
         None if isinstance(leaf, torch.Generator) else plain.get(id(leaf), leaf)
         for leaf in call.leaves
@@ -226,14 +229,17 @@ def _in_simulation(call: Call) -> Any:  # noqa: ANN401
 
 
 def _has_gradient(leaf: object) -> bool:
-    """Whether this is a plain tensor, without dims: torch would give it a DTensor as gradient."""
+    """Return whether this is a plain tensor, here a scalar, whose gradient is tracked.
+
+    As it is, torch would give it a DTensor as gradient.
+    """
     if isinstance(leaf, TorchDTensor) or not isinstance(leaf, torch.Tensor):
         return False
     return leaf.requires_grad and torch.is_grad_enabled()
 
 
 def _replicated(leaf: torch.Tensor, first: TensorLike) -> TensorLike:
-    """Return a plain tensor without dims as one that each device has."""
+    """Return a plain scalar tensor as a replicated DTensor."""
     mesh = first.layout.mesh
     shards = dict(zip(mesh.ids, copies_of(leaf, len(mesh.ids)), strict=True))
     return first._made(Layout(mesh, ShardingSpec(0), (), leaf.dtype), first.communicator, shards)
@@ -244,7 +250,7 @@ def _is_new(leaf: object) -> bool:
 
 
 def _in_torch(leaf: Any, first: TensorLike) -> Any:  # noqa: ANN401
-    """Return an argument as torch's DTensor where it is one of ours or has a gradient."""
+    """Return an argument as torch's DTensor if it is one of ours or needs a gradient."""
     if isinstance(leaf, TensorLike):
         return leaf.to_torch()
     if not _has_gradient(leaf):
@@ -254,7 +260,7 @@ def _in_torch(leaf: Any, first: TensorLike) -> Any:  # noqa: ANN401
 
 
 def _check_out(name: str, sharded: Sequence[TensorLike], out: object) -> None:
-    """Refuse to write to shards what has no DTensor among its arguments, as `torch.eye`."""
+    """Raise `LayoutError` for a sharded ``out=`` of a function without DTensors, as `torch.eye`."""
     into = [leaf for leaf in tree_leaves(out) if isinstance(leaf, TensorLike)]
     if len(into) == len(sharded) and any(not layout_facts(t.layout).is_whole for t in into):
         raise LayoutError(
@@ -264,7 +270,10 @@ def _check_out(name: str, sharded: Sequence[TensorLike], out: object) -> None:
 
 
 def _check_leaf(name: str, leaf: object, first: TensorLike) -> None:
-    """Refuse tensors on other meshes, and plain ones with dims, which may differ by rank."""
+    """Raise `LayoutError` for tensors on other meshes, and plain ones with dims.
+
+    The latter may differ between ranks.
+    """
     mesh, other = first.layout.mesh, ""
     if isinstance(leaf, TensorLike):
         if leaf.layout.mesh != mesh:
@@ -274,7 +283,7 @@ def _check_leaf(name: str, leaf: object, first: TensorLike) -> None:
                 f"{name}: one tensor on mesh {mesh} is of a job, and another is simulated in this "
                 "process; give both one communicator"
             )
-        # torch would take others as strided shards, for which most of its rules fail.
+        # torch would convert others to strided shards, for which most of its rules fail.
         leaf.layout.spec.check_plain("torch's operators")
     elif isinstance(leaf, TorchDTensor):
         if leaf.device_mesh != first.to_torch().device_mesh:
@@ -330,7 +339,7 @@ def _drawing(tensor: TensorLike, source: torch.Generator) -> Iterator[None]:
     `shardspec.rand`.
     """
     seeds = _seeds(tensor, source)
-    # torch's DTensor draws from its own generator whatever it is given.
+    # torch's DTensor always draws from its own generator.
     after = {each: each.get_state() for each in (source, torch.default_generator)}
     for seed in seeds.values():
         for each in after:

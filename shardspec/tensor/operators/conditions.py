@@ -1,4 +1,7 @@
-"""Where torch's DTensor is right only with other arguments, by layouts, on every rank alike."""
+"""Replaces arguments with which torch's DTensor computes wrong results.
+
+The decisions depend on layouts alone, so that all ranks agree.
+"""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -15,12 +18,12 @@ from shardspec.layout.layout import Layout
 
 
 class LayoutFacts(NamedTuple):
-    """What of a layout torch's operators get wrong."""
+    """The properties of a layout that torch's operators get wrong."""
 
     is_sharded: bool
     is_pending: bool
     has_empty_shards: bool
-    """Of a tensor that is not empty."""
+    """Whether a tensor that is not empty has empty shards."""
     is_uneven_over_axes: bool
     """Whether several axes split a dim together into shards of different sizes."""
 
@@ -32,7 +35,7 @@ class LayoutFacts(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def layout_facts(layout: Layout) -> LayoutFacts:
-    """Return what of a layout torch's operators get wrong."""
+    """Return the properties of a layout that torch's operators get wrong."""
     spec, sizes, mesh = layout.spec, layout.global_shape, layout.mesh
     local_sizes = [
         {layout.local_shape(device)[dim] for device in mesh.group(mesh.ids[0], cut.axes)}
@@ -50,41 +53,41 @@ def layout_facts(layout: Layout) -> LayoutFacts:
 
 
 def never_merge_gathers(mesh: TorchMesh) -> None:
-    """Switch off, in this process, that torch gathers over several axes of a mesh at once.
+    """Stop torch, in this process, from gathering over several axes of a mesh at once.
 
-    Where a program has flattened axes of the mesh, torch takes uneven shards for those of the
-    flattened axis, which are of other sizes. Gradients are computed in torch's own time, so this
-    stays.
+    If a program has flattened axes of the mesh, torch confuses uneven shards with those of the
+    flattened axis, which have other sizes. This stays in effect, because gradients may be computed
+    at any later time.
     """
     if mesh._get_root_mesh()._flatten_mapping:
         _redistribute._DISABLE_REDISTRIBUTE_TRANSFORM_OPTIMIZATION = True
 
 
 _WEIGHTED: Final = ("cross_entropy", "nll_loss", "ctc_loss")
-"""Losses whose mean is not that of their elements."""
+"""Losses whose mean is not the mean of their elements."""
 
 
 def is_mean(name: str, kwargs: Mapping[str, object]) -> bool:
-    """Whether a function returns the mean of a loss, which torch takes shard by shard."""
+    """Return whether a function returns the mean of a loss, which torch computes per shard."""
     legacy = kwargs.get("size_average") is not None or kwargs.get("reduce") is not None
     return kwargs.get("reduction") == "mean" and not legacy and name not in _WEIGHTED
 
 
 _LINEAR: Final = re.compile("[ir]?(add|sub|mul|truediv)|subtract|multiply|div|divide|true_divide")
-"""Names of functions that take a pending sum and return one, without or with a tensor."""
+"""Functions that map a pending sum to a pending sum, without or with another tensor."""
 _NUMBERS: Final = (torch.int64, torch.float64, torch.complex128, torch.bool)
-"""What torch makes of Python's numbers."""
+"""The dtypes that torch gives to Python's numbers."""
 
 
 def arguments_for(
     name: str, leaves: Sequence[object], layouts: Sequence[Layout], written: Sequence[object]
 ) -> list[TorchDTensor]:
-    """Return the DTensors among the leaves of a function's arguments, such that torch is right.
+    """Return the DTensors among a function's arguments, redistributed where torch needs that.
 
-    Torch remembers what it found out about an operation on layouts, and there takes tensors without
-    dims for Python's numbers. So what is pending beside such a tensor is finished, unless the
-    function is linear, or writes to it. So is what `addcdiv` takes: on the way back torch fills a
-    pending sum with a number.
+    torch caches layout propagation by arguments, and confuses scalar tensors with Python's numbers
+    there. So reductions pending beside such a tensor are finished, unless the function is linear or
+    writes to it. So are those in the arguments of `addcdiv`: its backward pass fills a pending sum
+    with a number.
     """
     tensors = [leaf for leaf in leaves if isinstance(leaf, TorchDTensor)]
     facts = [layout_facts(layout) for layout in layouts]

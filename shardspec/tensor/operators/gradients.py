@@ -1,6 +1,6 @@
-"""Gradients of DTensors: asked for, kept, hooked, and computed by `torch.autograd`.
+"""Gradients of DTensors: requesting, retaining, hooks, and computation by `torch.autograd`.
 
-Whatever hands a DTensor to autograd hands on its `TensorLike.nodes`, of which there is one set.
+All of it passes `TensorLike.nodes` to autograd, the single set of tracked tensors.
 """
 
 import inspect
@@ -21,16 +21,16 @@ from shardspec.tensor.run import with_gradient_shared
 
 
 class Differentiable(TensorLike):
-    """Adds what torch's tensors know of their gradients."""
+    """Adds the attributes and methods of torch's tensors that concern gradients."""
 
     __slots__ = ()
 
     @outside_graphs
     def of_gradients(self, gradients: Sequence[torch.Tensor | None]) -> Self | None:
-        """Return the gradients of `nodes` as one tensor with nothing pending; None if all are.
+        """Return the gradients of `nodes` as one tensor without pending reductions.
 
-        Where some are missing, as of devices whose shards were not used, they are zero. Each
-        addend of a pending reduction has the gradient of all, whose gradient they share.
+        None if all gradients are None. Some missing ones, as of devices whose shards were not used,
+        are zero. All addends of a pending reduction have the same gradient.
         """
         own, present = self._own(), [each for each in gradients if each is not None]
         if not present:
@@ -59,10 +59,10 @@ class Differentiable(TensorLike):
     def grad(self) -> Self | None:
         """The gradient, with nothing pending; None if absent.
 
-        Where the tensor was made of torch's, its gradient in torch's layout. It is summed up until
-        it is set to None.
+        If the tensor was made from torch's, this is the gradient in torch's layout. Gradients
+        accumulate until it is set to None.
         """
-        # torch warns where the gradient of another tensor is asked for.
+        # torch warns if the gradient of a non-leaf is requested.
         return self.of_gradients(
             [node.grad if node.is_leaf or node.retains_grad else None for node in self.nodes()]
         )
@@ -76,20 +76,20 @@ class Differentiable(TensorLike):
 
     @property
     def retains_grad(self) -> bool:
-        """Whether the gradient is kept though this is not a leaf."""
+        """Whether the gradient is retained although this is not a leaf."""
         return any(node.retains_grad for node in self.nodes())
 
     def retain_grad(self) -> None:
-        """Keep the gradient, also where this is not a leaf."""
+        """Retain the gradient even if this is not a leaf."""
         for node in self.nodes():
             node.retain_grad()
 
     def register_hook(self, hook: Callable[[Self], Self | None]) -> RemovableHandle:
-        """Call a function with each gradient of the tensor; return what takes it away again.
+        """Call a function with each gradient of the tensor; return a handle to remove it.
 
-        What the function returns, unless None, is used as the gradient instead. That is a
-        `LayoutError` where this process holds several shards, whose gradients come one by one: it
-        is called when all of them have.
+        The function's result, unless None, replaces the gradient. If this process holds several
+        shards, whose gradients arrive one at a time, the function is called after the last one, and
+        a replacement raises `LayoutError`.
         """
         nodes = self.nodes()
         gradients: dict[int, torch.Tensor] = {}
@@ -118,7 +118,7 @@ class Differentiable(TensorLike):
     def register_post_accumulate_grad_hook(self, hook: Callable[[Self], object]) -> RemovableHandle:
         """Call a function with this tensor, a leaf, whenever a gradient was added to `grad`.
 
-        Where this process holds several shards, that is when each has got its own.
+        If this process holds several shards, it is called once each has its gradient.
         """
         nodes = self.nodes()
         missing = len(nodes)
@@ -140,7 +140,7 @@ class Differentiable(TensorLike):
         return self._view(torch.Tensor.detach)
 
     def detach_(self) -> Self:
-        """Forget how the tensor was computed; return the tensor itself."""
+        """Detach the tensor from its history in place; return the tensor itself."""
         for node in self.nodes():
             node.detach_()
         return self
@@ -150,7 +150,7 @@ class Differentiable(TensorLike):
         """Return a view of the shape of another tensor."""
         own = self._own()
         if own is not None and other.shape == self.shape and self.requires_grad:
-            # By this torch finds out where gradients arrive.
+            # torch uses this to find where gradients arrive.
             views = {device: shard.view_as(shard) for device, shard in own.items()}
             return self._made(self.layout, self.communicator, views)
         result: Self = self._call(torch.Tensor.view, other.shape)
@@ -158,7 +158,7 @@ class Differentiable(TensorLike):
 
     @outside_graphs
     def _view(self, view: Callable[[torch.Tensor], torch.Tensor]) -> Self:
-        """Return a view of all elements: of torch's DTensor if there is one, which then knows."""
+        """Return a view of all elements; of torch's DTensor if it exists, so that it is tracked."""
         if self._torch is not None:
             viewed: Any = view(self.to_torch())
             made = self._made(self.layout, self.communicator, None, viewed)
@@ -169,19 +169,19 @@ class Differentiable(TensorLike):
 
 
 class _Handles(RemovableHandle):
-    """Takes several hooks away."""
+    """A handle that removes several hooks."""
 
     def __init__(self, handles: Iterable[RemovableHandle]) -> None:
         self._handles = tuple(handles)
 
     def remove(self) -> None:
-        """Take the hooks away."""
+        """Remove the hooks."""
         for handle in self._handles:
             handle.remove()
 
 
 GOING_BACK: Final = (torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad)
-"""What computes gradients. DTensors may be among what is differentiated and what for."""
+"""torch's functions that compute gradients; outputs and inputs may be DTensors."""
 
 
 def go_back(
@@ -239,7 +239,7 @@ def _listed(value: Any) -> list[Any]:  # noqa: ANN401
 
 
 def _started(end: Any, start: Any) -> list[tuple[Any, Any]]:  # noqa: ANN401
-    """Return what of torch is differentiated, each with the gradient that it starts from."""
+    """Return the tracked tensors of an output, each with its initial gradient."""
     if isinstance(start, torch.Tensor) and start.dim() and isinstance(end, Differentiable):
         from torch.distributed.tensor import DTensor as TorchDTensor
 
@@ -268,7 +268,7 @@ def _started(end: Any, start: Any) -> list[tuple[Any, Any]]:  # noqa: ANN401
 
 @contextmanager
 def _watched(name: str) -> Iterator[None]:
-    """Refuse or mend what torch gets wrong on the way back, and say what it refuses."""
+    """Correct or refuse what torch gets wrong in a backward pass; errors name the function."""
     if not dist.is_initialized():
         yield
         return

@@ -1,8 +1,8 @@
 """torch's DTensors in one process that holds the shards of all devices of a mesh.
 
-torch simulates a job by its `LocalTensor`, which has the shards of all ranks: what is done to it is
-done to each of them, and collectives copy between them. Its DTensor works on such a tensor as it
-does on a shard. Both live only while an operation is carried out; what comes of it are shards.
+torch simulates a job by its `LocalTensor`, which has the shards of all ranks: operations apply to
+each of them, and collectives copy between them. torch's DTensor treats such a tensor like a shard.
+Both exist only during an operation, whose results are shards.
 """
 
 import threading
@@ -27,21 +27,21 @@ from shardspec.mesh.job import check_ascending, stand_for
 from shardspec.tensor.operators.watch import Watch, is_alias
 
 Locals: TypeAlias = list[torch.Tensor]
-"""Tensors that have the shards of all devices each."""
+"""Tensors, each with the shards of all devices."""
 LocalFunction: TypeAlias = Callable[[Locals], Locals]
 
 _SIMULATING: Final = threading.RLock()
-"""Held while torch takes this process for a job."""
+"""Locked while torch treats this process as a job."""
 _NAMES: Final = count(1)
 _NAMES_EACH: Final = 1 << 32
 
 
 @dataclass(eq=False)
 class _World:
-    """What torch.distributed keeps of a job, in place of its own."""
+    """A replacement for the global state of torch.distributed."""
 
     group_count: int
-    """Names the next group. Torch finds groups of all worlds by name."""
+    """A number for the name of the next group; names are unique over all worlds."""
     default_pg: dist.ProcessGroup | None = None
     pg_map: dict[Any, Any] = field(default_factory=dict)
     pg_names: dict[Any, Any] = field(default_factory=dict)
@@ -54,7 +54,7 @@ class _World:
 
 
 class _WorldOfThread:
-    """One world to this thread, another to all others."""
+    """Shows one world to this thread, and another to all others."""
 
     def __init__(self, own: _World, others: object) -> None:
         seen = {"_thread": threading.get_ident(), "_own": own, "_others": others}
@@ -73,8 +73,8 @@ class _WorldOfThread:
 @contextmanager
 def _in_world(world: _World) -> Iterator[None]:
     before = distributed_c10d._world
-    # torch keeps its groups here alone, and its own threaded groups replace it likewise. Other
-    # threads still see what was there; it is put back when the call ends. torch types it narrowly.
+    # torch keeps its groups only here, and its own threaded groups replace it in the same way.
+    # Other threads still see the previous world, which is restored when the call ends.
     distributed_c10d._world = _WorldOfThread(world, before)  # type: ignore[assignment]
     try:
         yield
@@ -84,12 +84,12 @@ def _in_world(world: _World) -> Iterator[None]:
 
 @lru_cache(maxsize=64)
 def _job_of(mesh: DeviceMesh, device_type: str) -> tuple[_World, TorchMesh]:
-    """Return a job that carries nothing, of as many ranks, and torch's mesh in it."""
+    """Return a job of the mesh's ranks that transfers nothing, and torch's mesh in it."""
     check_ascending(mesh)
     number = next(_NAMES)
     world = _World(number * _NAMES_EACH)
     grid = torch.arange(len(mesh.ids), dtype=torch.int).reshape(mesh.shape)
-    # By other names it equals no mesh of another job, whose layouts torch remembers with the mesh.
+    # Different names keep it from equalling a mesh of another job, in torch's caches.
     names = tuple(f"axis {axis} of simulated job {number}" for axis in range(mesh.ndim))
     with _in_world(world):
         dist.init_process_group("fake", rank=0, world_size=len(mesh.ids))
@@ -100,7 +100,7 @@ def _job_of(mesh: DeviceMesh, device_type: str) -> tuple[_World, TorchMesh]:
 
 @contextmanager
 def simulating(mesh: DeviceMesh, device_type: str) -> Iterator[None]:
-    """Let torch take this process for all ranks of a mesh."""
+    """Make torch treat this process as all ranks of a mesh."""
     with _SIMULATING:
         state = torch.get_rng_state()
         world, _ = _job_of(mesh, device_type)
@@ -108,7 +108,7 @@ def simulating(mesh: DeviceMesh, device_type: str) -> Iterator[None]:
             with _in_world(world), LocalTensorMode(len(mesh.ids)):
                 yield
         finally:
-            # torch leaves that of the last rank.
+            # torch leaves the value of the last rank.
             torch.set_rng_state(state)
 
 
@@ -119,7 +119,7 @@ def simulated_mesh(mesh: DeviceMesh, device_type: str) -> TorchMesh:
 
 @contextmanager
 def each_draws(seeds: Sequence[int]) -> Iterator[None]:
-    """Let each rank draw the numbers of its seed."""
+    """Make each rank draw random numbers from its own seed."""
     mode = local_tensor_mode()
     assert mode is not None
     states = mode._per_rank_rng_states
@@ -138,9 +138,9 @@ def untracked(
     device_type: str,
     tensors: Sequence[Sequence[torch.Tensor]],
 ) -> list[list[torch.Tensor]]:
-    """Apply a function to tensors given as shards, which it may write to; return those it makes.
+    """Apply a function to tensors given as shards; return the shards of its results.
 
-    Autograd sees that they were written to.
+    The function may write to its arguments, which autograd notices.
     """
     with simulating(mesh, device_type):
         locals_ = [joined(shards) for shards in tensors]
@@ -154,7 +154,7 @@ def untracked(
 def _parts_of_results(
     results: Locals, tensors: Sequence[Sequence[torch.Tensor]]
 ) -> list[list[torch.Tensor]]:
-    """Return the shards of results, views of given shards with the version counters of these."""
+    """Return the shards of results; views of given shards share their version counters."""
     given = list(zip(*tensors, strict=True))
     return [
         [
@@ -170,8 +170,8 @@ def differentiable(
 ) -> list[list[torch.Tensor]]:
     """Apply a function to tensors given as shards; return the shards of its results.
 
-    Gradients pass, any number of times, if the function writes to nothing. It may be called again
-    for them.
+    Differentiable any number of times, if the function writes to nothing. Computing gradients may
+    call the function again.
     """
     flat = list(chain.from_iterable(tensors))
     # torch leaves Function.apply untyped.
@@ -184,7 +184,7 @@ def _batched(flat: Sequence[torch.Tensor], size: int) -> list[list[torch.Tensor]
 
 
 class _Operation(torch.autograd.Function):
-    """A function of shards of all devices."""
+    """A differentiable function of the shards of all devices."""
 
     @staticmethod
     def forward(

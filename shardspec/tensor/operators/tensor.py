@@ -1,4 +1,4 @@
-"""What makes a DTensor a tensor: its shards, torch's DTensor of them, operators and methods."""
+"""The base of DTensor: its shards, torch's DTensor of them, operators and methods."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -50,10 +50,10 @@ class _SetByModules:
 class TensorLike:
     """Shards with torch's functions, methods and operators, by `tensor.operators.apply`.
 
-    A method that is not defined is looked up in `torch.Tensor`. Autograd knows the tensor by the
-    shards it was made of, and torch's DTensor, which operators need, comes from them; where it was
-    made of torch's DTensor, or that has been written to and has a history since, by that, and
-    shards come from it. `nodes` returns what it is: whatever asks for gradients asks there.
+    Methods that are not defined here are looked up in `torch.Tensor`. Autograd tracks either the
+    shards, from which torch's DTensor is then derived when operators need it; or torch's DTensor,
+    from which shards are then derived, if this was made from one or that has a newer history.
+    `nodes` returns the tracked tensors; gradients are always requested there.
     """
 
     __slots__ = (
@@ -67,19 +67,19 @@ class TensorLike:
     )
 
     layout: Layout
-    """Which box every device holds."""
+    """The layout of the tensor."""
     communicator: Communicator
-    """Moves shards between devices."""
+    """The communicator that moves shards between devices."""
     is_copied_part: bool
-    """Whether it is a view whose shards torch has moved, so that the base has no part in writes."""
+    """Whether it is a view whose shards torch has copied, so that writes do not reach the base."""
     _shards: dict[int, torch.Tensor] | str | None
-    """The shards it was made of; None if made of torch's DTensor; text says why none are usable."""
+    """The shards it was made from; None if made from torch's DTensor; an error text if unusable."""
     _torch: "TorchDTensor | None"
-    """The same storage as torch's DTensor, once it was needed."""
+    """torch's DTensor of the same storage, once it was needed."""
     _history: object
-    """The ``grad_fn`` of torch's DTensor when it was made of the shards."""
+    """The ``grad_fn`` of torch's DTensor when it was made from the shards."""
     _made_of: object
-    """What autograd knew of the shards then."""
+    """The state of the shards in autograd at that time."""
     _is_param = _SetByModules()
     persistent = _SetByModules()
 
@@ -95,7 +95,7 @@ class TensorLike:
         self._history = self._made_of = None
 
     def _wrap(self, tensor: "TorchDTensor") -> Self:
-        """Return torch's DTensor as one of the subclass, on the mesh of this one."""
+        """Return torch's DTensor as an instance of this class, on this tensor's mesh."""
         raise NotImplementedError
 
     @classmethod
@@ -112,7 +112,7 @@ class TensorLike:
 
     @outside_graphs
     def _call(self, function: Callable[..., Any], *args: object, **kwargs: object) -> Any:  # noqa: ANN401
-        """Call a function of torch on this and more arguments."""
+        """Call a torch function on this tensor and further arguments."""
         return handle_torch_function(function, (self,), self, *args, **kwargs)
 
     @property
@@ -134,14 +134,14 @@ class TensorLike:
 
     @property
     def sharding_spec(self) -> ShardingSpec:
-        """How the tensor is sharded, axes by number."""
+        """The sharding spec of the tensor, with axes by number."""
         return self.layout.spec
 
     @property
     def placements(self) -> "tuple[Placement, ...]":
-        """How the tensor is sharded, in torch's words: one placement per mesh axis.
+        """The sharding as torch's placements, one per mesh axis.
 
-        Raises `LossyConversionError` for blocks and uneven parts, which torch has no words for.
+        Raises `LossyConversionError` for blocks and uneven parts, which torch cannot express.
         """
         return to_placements(self.layout.spec, self.device_mesh)
 
@@ -172,7 +172,7 @@ class TensorLike:
 
     @outside_graphs
     def nodes(self) -> tuple[torch.Tensor, ...]:
-        """Return the tensors that autograd knows this one by; see the class."""
+        """Return the tensors that autograd tracks for this one; see the class."""
         own = self._own()
         return (self.to_torch(),) if own is None else tuple(own.values())
 
@@ -186,7 +186,7 @@ class TensorLike:
         self.requires_grad_(value)
 
     def requires_grad_(self, requires_grad: bool = True) -> Self:
-        """Track gradients from here on, or no longer; return the tensor itself."""
+        """Start or stop tracking gradients; return the tensor itself."""
         for node in self.nodes():
             node.requires_grad_(requires_grad)
         return self
@@ -198,7 +198,7 @@ class TensorLike:
 
     @property
     def grad_fn(self) -> object:
-        """What the tensor was computed by, as torch's autograd has it; None at a leaf."""
+        """The autograd node that computed the tensor; None for a leaf."""
         return next((node.grad_fn for node in self.nodes()), None)
 
     @property
@@ -207,13 +207,13 @@ class TensorLike:
         return next((node.output_nr for node in self.nodes()), 0)
 
     def is_leaf_with_gradient(self) -> bool:
-        """Whether gradients are collected at the shards that this is, or is a view of."""
+        """Whether gradients are collected at its shards, or at the shards that it is a view of."""
         from shardspec.interop.torch_dtensor import is_of_leaf
 
         return any(map(is_of_leaf, self.nodes()))
 
     def mark_unusable(self, why: str) -> None:
-        """Drop shards that were half written when a rank failed; their use raises from now on."""
+        """Drop shards that were half written when a rank failed; later use raises."""
         self._torch, self._shards = None, why
 
     @property
