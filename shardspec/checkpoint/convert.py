@@ -12,7 +12,7 @@ from dataclasses import replace
 from functools import partial
 from hashlib import sha256
 from pathlib import PurePath
-from typing import TYPE_CHECKING, Unpack
+from typing import TypeAlias, Unpack
 
 from isal.isal_zlib import crc32_combine
 
@@ -47,8 +47,8 @@ from shardspec.layout.rules import Rules
 from shardspec.mesh.device_mesh import DeviceMesh
 from shardspec.resharding.digests import Digests, TensorDigest
 
-if TYPE_CHECKING:
-    pass
+_Place: TypeAlias = tuple[StoragePath, Computed | None]
+"""A file, and what is made of it."""
 
 
 def merge(
@@ -344,7 +344,7 @@ def _check_tensors(
     copies_of = memoize_by_boxes(check_tiling)
     elements_of = memoize_by_boxes(_elements_by_file)
     # Tensors that are sharded alike share one count.
-    counts: dict[int, Counter[StoragePath | Computed]] = {}
+    counts: dict[int, Counter[_Place]] = {}
     widths: Counter[int] = Counter()
     with OpenFiles() as files:
         for place, name in enumerate(sorted({tensor.source for tensor in tensors})):
@@ -362,20 +362,20 @@ def _check_tensors(
     made: dict[int, Mapping[StoragePath, int]] = {}
     """By the reads themselves: codes and scales are made of the same."""
     for key, elements in counts.items():
-        for holder, size in elements.items():
-            if isinstance(holder, StoragePath):
-                reads[holder] += size * widths[key]
+        for (path, computed), size in elements.items():
+            if computed is None:
+                reads[path] += size * widths[key]
             else:
-                made[id(holder.reads)] = holder.reads
+                made[id(computed.reads)] = computed.reads
     for files_read in made.values():
         reads.update(files_read)
     return reads
 
 
-def _elements_by_file(outline: AnyOutline) -> Counter[StoragePath | Computed]:
-    found: Counter[StoragePath | Computed] = Counter()
+def _elements_by_file(outline: AnyOutline) -> Counter[_Place]:
+    sizes: Counter[_Place] = Counter()
     for stored in distinct(outline):
         computed = stored.computed if isinstance(stored, StoredBox) else None
         if stored.path != ZEROS:
-            found[computed or stored.path] += box_size(stored.box)
-    return found
+            sizes[stored.path, computed] += box_size(stored.box)
+    return sizes

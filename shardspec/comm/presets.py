@@ -118,19 +118,21 @@ def _links_by_node(mesh: DeviceMesh, names: tuple[str, ...]) -> tuple[Link, ...]
     limits = [None if PRESETS[name].port else PRESETS[name].devices[1] for name in names]
     room = min(filter(None, limits), default=0)
     joining = next((link for link in links if link.port), None)
-    # One group of the devices that differ only along axes inside nodes.
-    block = np.array(mesh.ids).reshape(mesh.shape)
-    block = block[tuple(slice(None) if limit else slice(1) for limit in limits)]
+    # One group of the devices that differ only along axes inside nodes; axes of one device join
+    # none, and may be more than an array has dims.
+    wide = [axis for axis, size in enumerate(mesh.shape) if size > 1]
+    block = np.array(mesh.ids).reshape([mesh.shape[axis] for axis in wide])
+    block = block[tuple(slice(None) if limits[axis] else slice(1) for axis in wide)]
     named = joining is not None and block.size <= room
     if room and not named and np.ptp(block) >= room:
         per_node = _devices_per_node(block, room)
-        for axis, (name, limit) in enumerate(zip(names, limits, strict=True)):
-            if not limit or (per_node and per_node[axis] == mesh.shape[axis]):
+        for place, axis in enumerate(wide):
+            if not limits[axis] or (per_node and per_node[place] == mesh.shape[axis]):
                 continue
-            between = PRESETS[name].between
+            between = PRESETS[names[axis]].between
             if per_node is None or (joining is None and between is None):
                 return None
-            within, count = links[axis], per_node[axis]
+            within, count = links[axis], per_node[place]
             joined = joining or link_preset(str(between))
             links[axis] = replace(joined, per_node=count, within=within if count > 1 else None)
     # Data that leaves a node also passes the device's link inside the node.

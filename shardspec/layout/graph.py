@@ -12,7 +12,7 @@ than that, a reduction finishes one or all.
 Matrices (states, states) have the seconds of the move from the row's state to the column's, or inf.
 """
 
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -274,17 +274,24 @@ def distances(move: Floats, sources: Sequence[int] | Ints, join: np.ufunc = np.a
 def shortest_walk(move: Floats, source: int, target: int) -> list[int] | None:
     """Return the states of a cheapest path, including both ends; None if there is no path.
 
-    Of equally cheap predecessors it uses the one with the smallest index.
+    Of equally cheap paths it is one with the fewest moves, and through the smallest indices.
     """
     best = distances(move, [source])[0]
     if not np.isfinite(best[target]):
         return None
-    walk = [target]
-    while walk[-1] != source:
-        # Next to millions of seconds the tie-breaker is lost to rounding: exclude visited states.
-        best[walk[-1]] = inf
-        walk.append(int((best + move[:, walk[-1]]).argmin()))
-    return walk[::-1]
+    # Next to millions of seconds the tie-breaker is lost to rounding, and moves lead in circles.
+    follows: dict[int, int] = {target: target}
+    queue = deque([target])
+    while source not in follows:
+        state = queue.popleft()
+        for previous in np.flatnonzero(best + move[:, state] == best[state]).tolist():
+            if previous not in follows:
+                follows[previous] = state
+                queue.append(previous)
+    walk = [source]
+    while walk[-1] != target:
+        walk.append(follows[walk[-1]])
+    return walk
 
 
 def cheapest_path(

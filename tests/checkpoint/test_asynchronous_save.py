@@ -179,5 +179,5 @@ def test_a_rank_that_is_killed_fails_the_save(tmp_path):
     ]
     said = [rank.communicate(timeout=100)[0] for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0, 9]
-    assert said[0].startswith("CommunicatorError rank 1 did not come to an asynchronous save")
+    assert said[0].startswith("CommunicatorError rank 1 did not join an asynchronous save")
     assert not (tmp_path / "out" / "sharding_info.json").exists()

@@ -85,7 +85,7 @@ def test_bad_input(source):
     cases: list[tuple[dict[str, Any], str]] = [
         ({"include": ["nope*"]}, "pattern 'nope\\*' matches nothing"),
         ({"exclude": ["nope"]}, "pattern 'nope' matches nothing"),
-        ({"include": []}, "include has no pattern; leave it out"),
+        ({"include": []}, "include is empty; leave it out"),
         ({"include": ["rope"], "exclude": ["r*"]}, "no tensor of .* is left"),
         (
             {"rename": [("(", "")]},

@@ -169,7 +169,8 @@ def test_an_argument_that_a_message_names_is_an_option_at_the_command_line():
     }
     assert len(named) > 10
     for text in named:
-        argument = eval(text, {"Argument": Argument, "name": "ranks", "count": 3, "states": "abc"})
+        names = {"name": "ranks", "argument": "scale_rule", "count": 3, "states": "abc"}
+        argument = eval(text, {"Argument": Argument, **names})
         assert option_text(argument).split()[0] in options(), text
     assert option_text(Argument("ranks", 1)) == "--ranks 1"
     assert option_text(Argument("overwrite", value=True)) == "--overwrite"

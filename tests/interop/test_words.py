@@ -137,7 +137,9 @@ def test_jax_refusals():
         from_partition_spec(["x", None], 1)
     with pytest.raises(AxisError):
         from_partition_spec(["x", "x"], 2)
-    with pytest.raises(LossyConversionError, match=r"device 0 of mesh x=2,y=2 is none of JAX's"):
+    with pytest.raises(
+        LossyConversionError, match=r"device 0 of mesh x=2,y=2 is not one of JAX's devices"
+    ):
         to_jax_mesh(MESH, [])
 
 
