@@ -205,11 +205,11 @@ def test_a_tensor_so_large_that_ties_are_not_broken():
     plan = LayoutConverter().plan(layout, "[R,S2]")
     assert str(plan.target.spec) == "[R,S2]"
     # All prices at once are for smaller tensors; with these sizes seconds grow as bytes do.
-    smaller = Layout(layout.mesh, layout.spec, (1, 2**55 - 1), "float32")
+    smaller = Layout(layout.mesh, layout.spec, (1, 2**50 - 1), "float32")
     graph = LayoutConverter().graph(smaller)
     ends = layout.spec, plan.target.spec
     least = nx.shortest_path_length(graph, *ends, weight="seconds")
-    assert plan.cost_seconds <= least * 2**8 * 1.001
+    assert plan.cost_seconds <= least * 2**13 * 1.001
 
 
 SCRIPT = """
