@@ -57,8 +57,8 @@ def made(place: Path, mebibytes: int) -> Path:
     save_file(tensors, file)
     data = bytearray(file.read_bytes())
     end = 8 + int.from_bytes(data[:8], "little")
-    data[8:end] = re.sub(b'"U16"', b'"BF16"', data[8:end]).ljust(end - 8)[: end - 8]
-    header = data[8:end]
+    header = re.sub(b'"U16"', b'"BF16"', data[8:end])
+    header += b" " * (-len(header) % 8)
     file.write_bytes(len(header).to_bytes(8, "little") + header + data[end:])
     return file
 

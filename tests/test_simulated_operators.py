@@ -232,6 +232,19 @@ def test_what_is_refused_in_a_job_is_refused():
     assert not dist.is_initialized()
 
 
+def test_a_job_that_has_ended_meanwhile_changes_nothing(tmp_path):
+    mesh = DeviceMesh(range(4), (2, 2))
+    left, right = torch.arange(15.0).reshape(5, 3), torch.arange(6.0).reshape(3, 2)
+
+    def product():
+        return (DTensor(left, mesh, "[S0,R]") @ DTensor(right, mesh, "[S01,R]")).full_tensor()
+
+    assert torch.equal(product(), left @ right)
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/at", rank=0, world_size=1)
+    dist.destroy_process_group()  # torch forgets the names of all groups
+    assert torch.equal(product(), left @ right)
+
+
 def test_threads_take_turns():
     results: dict[int, Any] = {}
 

@@ -98,12 +98,22 @@ def _job_of(mesh: DeviceMesh, device_type: str) -> tuple[_World, TorchMesh]:
     return world, torch_mesh
 
 
+def _keep_names(world: _World) -> None:
+    """Register groups anew that torch's `destroy_process_group` has forgotten with all others."""
+    for group, name in world.pg_names.items():
+        try:
+            distributed_c10d._resolve_process_group(name)
+        except RuntimeError:
+            distributed_c10d._register_process_group(name, group)
+
+
 @contextmanager
 def simulating(mesh: DeviceMesh, device_type: str) -> Iterator[None]:
     """Make torch treat this process as all ranks of a mesh."""
     with _SIMULATING:
         state = torch.get_rng_state()
         world, _ = _job_of(mesh, device_type)
+        _keep_names(world)
         try:
             with _in_world(world), LocalTensorMode(len(mesh.ids)):
                 yield
