@@ -15,6 +15,7 @@ from typing import Any, Final, TypeAlias
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import _register_process_group, _resolve_process_group
 from torch.distributed import distributed_c10d
 from torch.distributed._local_tensor import LocalTensorMode, local_tensor_mode
 from torch.distributed.device_mesh import DeviceMesh as TorchMesh
@@ -102,9 +103,9 @@ def _keep_names(world: _World) -> None:
     """Register groups anew that torch's `destroy_process_group` has forgotten with all others."""
     for group, name in world.pg_names.items():
         try:
-            distributed_c10d._resolve_process_group(name)
+            _resolve_process_group(name)
         except RuntimeError:
-            distributed_c10d._register_process_group(name, group)
+            _register_process_group(name, group)
 
 
 @contextmanager
