@@ -30,6 +30,8 @@ _T = TypeVar("_T")
 _OPS: Final[tuple[ReduceOp, ...]] = get_args(ReduceOp)
 _MAX_DIMS: Final = 1024
 """Far more than any tensor has."""
+_SHORT: Final = 256
+"""Characters of the longest text whose spec is kept."""
 
 
 def _axes_text(axes: Sequence[Axis]) -> str:
@@ -239,7 +241,8 @@ class ShardingSpec:
             ...
         shardspec.errors.SpecSyntaxError: expected R or S and its axes (character 5 of '[S0,X]')
         """
-        return _Parser(_text(text)).spec()
+        given = _text(text)
+        return _parsed(given) if len(given) <= _SHORT else _Parser(given).spec()
 
     @classmethod
     def of(cls, spec: "ShardingSpec | str") -> "ShardingSpec":
@@ -352,6 +355,12 @@ def _text(given: object) -> str:
         kind = type(given).__name__
         raise SpecSyntaxError(f"a spec is text such as '[S0,R]', not a {kind}", shown(given), 0)
     return given
+
+
+@functools.lru_cache(maxsize=1024)
+def _parsed(text: str) -> ShardingSpec:
+    """Return the spec of a short text, of which models with many tensors have few."""
+    return _Parser(text).spec()
 
 
 @functools.cache
