@@ -1,4 +1,4 @@
-"""RawNumbers that share a scale in blocks: made of codes, and rounded to codes, with numpy alone.
+"""Numbers that share a scale in blocks: made of codes, and rounded to codes, with numpy alone.
 
 Tables do both. For the numbers of a block one is made of what each code times its scale is, rounded
 once; microscaling formats (MX), whose scales are powers of two, need a single one. Codes are looked
@@ -18,7 +18,7 @@ from shardspec.errors import CheckpointError
 
 Codes: TypeAlias = NDArray[np.uint8]
 RawNumbers: TypeAlias = NDArray[Any]
-"""RawNumbers of any dtype as unsigned integers of its size."""
+"""Numbers of any dtype as unsigned integers of its size."""
 Scales: TypeAlias = NDArray[Any]
 
 _TABLES: Final = 256

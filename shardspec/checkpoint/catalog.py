@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 ZEROS: Final = storage_path("/dev/zero")
 """Where boxes are that no file has: they are zeros. It is not opened."""
 _MOST_KNOWN: Final = 64
-"""Kinds of tensors of which results are kept: a model has few."""
+"""How many kinds of tensors have their results kept; a model has few kinds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,8 +90,8 @@ class StoredBox(FileBox):
     strides: tuple[int, ...] | None = None
     """Bytes from one element to the next along each dim; None if row-major and contiguous."""
     computed: Computed | None = None
-    """What makes its bytes, where no file has them; `path` is then the file of which most is made,
-    and `offset` a position among what is made."""
+    """Makes the bytes where no file has them; `path` is then the file that most of them are made
+    from, and `offset` a position in the computed bytes."""
 
 
 @dataclass(frozen=True, slots=True)

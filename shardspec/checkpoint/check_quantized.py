@@ -78,8 +78,8 @@ def check_blocks(
 ) -> None:
     """Refuse layouts, by name in a checkpoint, that cut a tensor inside a block.
 
-    Refused too is a scale that is cut so that a device lacks those of its codes, but for devices
-    without any: they gather before they compute.
+    A scale is also refused if its cut leaves a device without the scales of its codes. Devices that
+    hold no scale at all are allowed: they gather before they compute.
     """
     blocks = (known or quantised_in(source)).blocks
     if not blocks:
@@ -218,7 +218,7 @@ def _joined(boxes: Iterable[Box]) -> list[Box]:
 def _origins(
     source: Catalog, name: str, boxes: Sequence[Box]
 ) -> Iterator[tuple[str, Sequence[Box]]]:
-    """Yield the tensors that lie in the files of which one is made, and the boxes of these."""
+    """Yield the stored tensors that a mapped one is made from, each with the boxes it gives."""
     if not isinstance(source, MappedCatalog):
         yield name, boxes
         return

@@ -111,7 +111,6 @@ class Differentiable(TensorLike):
 
         # torch leaves register_hook untyped.
         return _Handles(
-            # This is untyped in torch.
             [node.register_hook(partial(arrived, number)) for number, node in enumerate(nodes)]  # type: ignore[no-untyped-call]
         )
 
@@ -131,7 +130,6 @@ class Differentiable(TensorLike):
 
         # torch leaves this untyped too.
         return _Handles(
-            # This is untyped in torch.
             [node.register_post_accumulate_grad_hook(arrived) for node in nodes]  # type: ignore[no-untyped-call]
         )
 
