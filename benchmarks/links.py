@@ -4,24 +4,24 @@
 
 The file has the columns machine, nccl, collective, devices, buffer_bytes and microseconds: medians
 of the nccl-tests tables of aiconfigurator (github.com/ai-dynamo/aiconfigurator, Apache-2.0, commit
-095f58a). Printed are the rows of shardspec/comm/presets.json, and the table of errors of
-docs/plans.md. `make docs` draws the plot.
+095f58a). Printed are the rates, starts and curves of shardspec/comm/presets.json, and the table of
+errors of docs/plans.md. `make docs` draws the plot.
 """
 
 import argparse
 import csv
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from itertools import pairwise, product, starmap
-from math import log10
+from math import ceil, floor, log10
 from pathlib import Path
 
 import numpy as np
 
 from shardspec.comm.cost import CostModel
-from shardspec.comm.curves import LARGE, Band, Curve, Link, curve_between
+from shardspec.comm.curves import LARGE, Band, Curve, Line, Link, curve_between, share
 from shardspec.comm.presets import PRESETS, link_preset
 from shardspec.comm.steps import AllGather
 from shardspec.profiling.fit import Times, bands, candidate_lines, fit_curve
@@ -33,6 +33,8 @@ MACHINES = {
     "b200_sxm": "b200-nvswitch",
     "gb200": "gb200-nvl72",
 }
+WITHOUT_PRESET = {"l40s"}
+"""Machines whose times are in the file too, but devices are on PCIe in many ways."""
 OTHER = {"h100_sxm": "h200_sxm", "h200_sxm": "h100_sxm"}
 """Machines with the same links, measured with another NCCL version."""
 KIND = {
@@ -51,11 +53,15 @@ def read(path: Path) -> dict[str, dict[tuple[str, int], Times]]:
         lambda: defaultdict(list)
     )
     with path.open() as file:
-        for row in csv.DictReader(file):
-            if row["machine"] in MACHINES:
-                key = KIND[row["collective"]], int(row["devices"])
-                time = float(row["buffer_bytes"]), float(row["microseconds"]) / 1e6
-                found[row["machine"]][key].append(time)
+        rows = list(csv.DictReader(file))
+    machines = {row["machine"] for row in rows}
+    if unknown := sorted(machines - MACHINES.keys() - WITHOUT_PRESET):
+        raise SystemExit(f"{path}: no preset for {unknown[0]!r}; known: {', '.join(MACHINES)}")
+    for row in rows:
+        if row["machine"] in MACHINES:
+            key = KIND[row["collective"]], int(row["devices"])
+            time = float(row["buffer_bytes"]), float(row["microseconds"]) / 1e6
+            found[row["machine"]][key].append(time)
     return {m: {k: sorted(times) for k, times in rows.items()} for m, rows in found.items()}
 
 
@@ -137,6 +143,33 @@ def row_of(machine: str, curve: Curve) -> str:
         lines *= 2
     errors = [shown(band) for band in (*curve.errors, *curve.left_out)]
     return " ".join([MACHINES[machine], curve.kind, str(curve.devices), *lines, *errors])
+
+
+def exchange_row(machine: str, fitted: Sequence[Curve]) -> str:
+    """Return the rate and the start of an exchange, which are not measured.
+
+    They are the least for which no exchange is cheaper than the all-gather or all-to-all that
+    sends as much, among as many devices as were measured.
+    """
+    costs = []  # lines over the bytes that a device receives
+    for kind in ("all-gather", "all-to-all"):
+        for n in range(2, 1 + max(curve.devices for curve in fitted)):
+            curve = curve_between(fitted, kind, n)
+            assert curve is not None, "two devices were measured"
+            costs.append([(fixed, slope / float(share(kind, n))) for fixed, slope in curve.lines])
+    rate = floor(1e-9 / max(min(slope for _, slope in lines) for lines in costs))
+    start = max(
+        min(fixed + (slope - 1e-9 / rate) * size for fixed, slope in lines)
+        for lines in costs
+        for size in (0.0, *starmap(crossing, pairwise(sorted(lines))))
+    )
+    return f"{MACHINES[machine]} gb_per_s {rate} start_us {ceil(start * 2e6) / 2:g}"
+
+
+def crossing(one: Line, other: Line) -> float:
+    """Return the size at which two lines cost the same; 0 if at none."""
+    (fixed, slope), (fixed_2, slope_2) = one, other
+    return max(0.0, (fixed_2 - fixed) / (slope - slope_2)) if slope != slope_2 else 0.0
 
 
 def shown(band: Band | None) -> str:
@@ -240,6 +273,7 @@ def main() -> None:
         machine: fit_curves(rows, times.get(OTHER.get(machine, "")))
         for machine, rows in times.items()
     }
+    print("\n".join([*starmap(exchange_row, curves.items()), ""]))
     points, errors = [], defaultdict(list)
     for machine, fitted in curves.items():
         for curve in fitted:

@@ -1,14 +1,13 @@
 """Reshard plans whose source is a checkpoint: holders are files, and devices read."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
-from pathlib import PurePath
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shardspec.boxes import Box
 from shardspec.checkpoint import rank_state, select
-from shardspec.checkpoint.agree import agree
+from shardspec.checkpoint.agree import agree, check_same
 from shardspec.checkpoint.catalog import Catalog, distinct
 from shardspec.checkpoint.check_quantized import check_stored_plan
 from shardspec.checkpoint.choice import Choice, Patterns
@@ -27,7 +26,7 @@ from shardspec.resharding.copies import StoredLayout
 from shardspec.resharding.name_map import NameMap
 from shardspec.resharding.plan import ReshardPlan, ReshardTarget, layouts_of, plan_state
 from shardspec.resharding.state import flat_state
-from shardspec.resharding.transfers import Declared, End, Rows, transfer_rows
+from shardspec.resharding.transfers import FileRegion
 from shardspec.text import shown
 
 if TYPE_CHECKING:
@@ -56,36 +55,27 @@ def stored_layouts(
     return found, {number: path.name for path, number in numbers.items()}
 
 
-@dataclass(frozen=True)
-class LoadPlan(ReshardPlan):
-    """A reshard plan whose source is a checkpoint: devices read what they are to hold."""
+@dataclass(frozen=True, slots=True)
+class CheckpointReader:
+    """Carries out plans whose source is a checkpoint: devices read what they are to hold."""
 
-    checkpoint: PurePath = PurePath()  # noqa: RUF009  # a frozen value
-    names: NameMap | None = field(default=None, compare=False)
+    checkpoint: StoragePath
+    names: Mapping[str, str] | NameMap | None = field(compare=False)
     """By which map, if by one."""
-    dequantised_to: str | None = None
+    dequantised_to: str | None
     """The dtype of numbers in place of codes; None where codes are read."""
 
-    def run(  # type: ignore[override]  # what is read has digests of its own, and no receipt
-        self,
-        state: Mapping[str, object],
-        out: Mapping[str, object] | None = None,
-        *,
-        receipt: bool = False,
-        version: int | None = None,
+    def __str__(self) -> str:
+        return f"reads the checkpoint {self.checkpoint}"
+
+    def run(
+        self, plan: ReshardPlan, state: Mapping[str, object], out: Mapping[str, object] | None
     ) -> dict[str, Any]:
         """Read what the plan says; see `ReshardPlan.run`."""
         from shardspec.comm.process_group import communicator_of
 
-        if receipt or version is not None:
-            raise LayoutError(
-                f"the source of this plan is the checkpoint {self.checkpoint}, which sends no "
-                "receipt; compare digest(out) with the digests of the checkpoint"
-            )
-
-        layouts = {move.target_name: move.target for move in self.moves}
-        given: Mapping[str, object] | None = None
-        found: dict[str, Any] = {}
+        layouts = {move.target_name: move.target for move in plan.moves}
+        filled: Mapping[str, object] = {}
         for mesh in dict.fromkeys(layout.mesh for layout in layouts.values()):
             chosen = communicator_of(mesh)
             if not chosen.addressable:
@@ -93,37 +83,29 @@ class LoadPlan(ReshardPlan):
             with chosen.telling():
                 if state:
                     raise LayoutError(
-                        f"the source of this plan is the checkpoint {self.checkpoint}; pass an "
-                        "empty state dict, as in plan.run({})"
+                        f"a plan that {self} takes nothing else; pass an empty state dict, as in "
+                        "plan.run({})"
                     )
                 given = None if out is None else flat_state(out)
-                here = {name: layout for name, layout in layouts.items() if layout.mesh == mesh}
-                digests = chosen.gather(dict.fromkeys(chosen.addressable, self.digest[:12]))
-                first = min(digests)
-                for rank, digest in digests.items():
-                    if digest != digests[first]:
-                        raise LayoutError(
-                            f"rank {rank} has reshard plan {digest} where rank {first} has "
-                            f"{digests[first]}; make the same plan on every rank"
-                        )
-                reading = agree(chosen, partial(self._reading, given, here, chosen))
-                found |= agree(chosen, partial(read_shards, reading, chosen))
-        return {name: (given or found)[name] for name in layouts if name in found}
+                facts = {"reshard plan": plan.digest[:12]}
+                check_same(chosen, facts, "make the same plan on every rank")
+                own = {name: layout for name, layout in layouts.items() if layout.mesh == mesh}
+                reading = agree(chosen, partial(self._reading, plan, given, own, chosen))
+                read = agree(chosen, partial(read_shards, reading, chosen))
+                filled = {**filled, **(read if given is None else {n: given[n] for n in read})}
+        return {name: filled[name] for name in layouts if name in filled}
 
-    def transfers(
-        self, device: int, end: End = "receiver", *, strides: Declared | None = None
-    ) -> Rows:
-        """Return rows whose senders are files; see `ReshardPlan.transfers`."""
-        regions = file_regions(self._opened(), min(self.files, default=0))
-        return transfer_rows(self, device, end, strides=strides, files=regions)
+    def regions(self, plan: ReshardPlan) -> dict[str, list[FileRegion]]:
+        """Return where tensors lie in the files of the checkpoint."""
+        return file_regions(self._opened(plan), min(plan.files, default=0))
 
-    def _opened(self) -> Catalog:
+    def _opened(self, plan: ReshardPlan) -> Catalog:
         """Open the checkpoint, which is as the plan says."""
         source = with_numbers(
-            open_checkpoint(self.checkpoint), self.dequantised_to, Choice(drop=self.dropped)
+            open_checkpoint(self.checkpoint), self.dequantised_to, Choice(drop=plan.dropped)
         )
-        now, _ = stored_layouts(source, min(self.files, default=0))
-        for move in self.moves:
+        now, _ = stored_layouts(source, min(plan.files, default=0))
+        for move in plan.moves:
             if now.get(move.source_name) != move.source:
                 raise CheckpointError(
                     f"{self.checkpoint}: tensor {move.source_name!r} is not as it was when the "
@@ -133,14 +115,15 @@ class LoadPlan(ReshardPlan):
 
     def _reading(
         self,
+        plan: ReshardPlan,
         out: Mapping[str, object] | None,
         layouts: Mapping[str, Layout],
         communicator: Communicator,
     ) -> Reading:
         """Open the checkpoint; it, and what is filled, are as the plan says."""
-        source = self._opened()
         names = {name: name for name in layouts}
-        reading = Reading(mapped(source, self.names, dropped=self.dropped), names, layouts)
+        source = mapped(self._opened(plan), self.names, dropped=plan.dropped)
+        reading = Reading(source, names, layouts)
         if out is None:
             return reading
         if missing := [name for name in layouts if name not in out]:
@@ -236,12 +219,10 @@ def plan_load(
     dtype: object,
     max_bytes: int | None,
     drop: Patterns = (),
-) -> LoadPlan:
+) -> ReshardPlan:
     """Plan how devices read a checkpoint; see `plan_reshard`."""
-    source, plan, known, _ = plan_stored(
-        as_catalog(checkpoint), target, names, dtype, max_bytes, drop
-    )
-    if isinstance(known, Mapping):
-        known = NameMap(tuple(((old,), (known.get(old, old),)) for old in source.names))
-    copies = (plan.moves, plan.max_bytes, plan.values, plan.padded, plan.dropped)
-    return LoadPlan(*copies, checkpoint, known, None if dtype is None else dtype_name(dtype))
+    source = as_catalog(checkpoint)
+    _, plan, own, _ = plan_stored(source, target, names, dtype, max_bytes, drop)
+    own = dict(own) if isinstance(own, Mapping) else own
+    numbers = None if dtype is None else dtype_name(dtype)
+    return replace(plan, executor=CheckpointReader(checkpoint, own, numbers))

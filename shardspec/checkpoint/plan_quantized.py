@@ -1,10 +1,8 @@
 """Reshard plans that quantise, on senders whose cuts fall on blocks, else on receivers."""
 
-import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Never
 
 from shardspec.checkpoint.check_quantized import grid_layout
 from shardspec.checkpoint.quantized import Stated, quantised
@@ -16,7 +14,6 @@ from shardspec.resharding.copies import TensorMove
 from shardspec.resharding.name_map import NameMap
 from shardspec.resharding.plan import ReshardPlan, ReshardTarget, plan_state
 from shardspec.resharding.state import flat_state
-from shardspec.resharding.transfers import Declared, End, Rows
 
 if TYPE_CHECKING:
     import torch
@@ -27,77 +24,64 @@ _SCALES: Final = "_scale_inv"
 _WEIGHTS: Final = ("bfloat16", "float16", "float32")
 
 
-@dataclass(frozen=True)
-class QuantisingPlan(ReshardPlan):
-    """A reshard plan whose target has codes and scales for the weights of linear layers."""
+@dataclass(frozen=True, slots=True)
+class Quantiser:
+    """Carries out plans whose target has codes and scales for the weights of linear layers."""
 
-    by_senders: tuple[tuple[str, Layout, Layout], ...] = ()
+    by_senders: tuple[tuple[str, Layout, Layout], ...]
     """Weights of the source that are quantised before they travel: their layouts, and those of
     their scales."""
-    by_receivers: tuple[tuple[str, Layout, Layout], ...] = ()
-    """The same of weights of the target that are quantised where they arrive."""
 
-    @cached_property
-    def digest(self) -> str:
-        """What is equal on ranks whose plans are; hexadecimal."""
-        names = [[name for name, *_ in one] for one in (self.by_senders, self.by_receivers)]
-        return hashlib.sha256(f"{super().digest} {names}".encode()).hexdigest()
+    def __str__(self) -> str:
+        return "quantises weights"
 
-    def run(  # type: ignore[override]  # what arrives is not what was sent, so there is no receipt
-        self,
-        state: Mapping[str, object],
-        out: Mapping[str, object] | None = None,
-        *,
-        receipt: bool = False,
-        version: int | None = None,
+    def run(
+        self, plan: ReshardPlan, state: Mapping[str, object], out: Mapping[str, object] | None
     ) -> dict[str, Any]:
         """Carry the plan out; see `ReshardPlan.run`."""
         import torch
 
         from shardspec.comm.process_group import communicator_of, telling_job
+        from shardspec.resharding.execute import run_reshard
         from shardspec.tensor.dtensor import DTensor
 
-        if receipt or version is not None:
-            raise LayoutError("a plan that quantises gives no receipt; compare digest(out)")
         dist = torch.distributed
-        if dist.is_available() and dist.is_initialized() and dist.get_rank() not in self.devices:
-            return super().run(state, out)
+        if dist.is_available() and dist.is_initialized() and dist.get_rank() not in plan.devices:
+            return {}
         given, filled = flat_state(state), None if out is None else flat_state(out)
+        targets = {move.target_name: move.target for move in plan.moves}
         arriving = {}
-        with telling_job(self.devices), torch.no_grad():
+        with telling_job(plan.devices), torch.no_grad():
             for name, layout, grid in self.by_senders:
                 if name in given:
                     codes, scales = _quantised(name, given.pop(name), layout, grid)
                     given |= {name: codes, name + _SCALES: scales}
-            for name, layout, _ in self.by_receivers if filled is not None else ():
-                held = communicator_of(layout.mesh).addressable
+            for name in plan.quantised if filled is not None else ():
+                layout = targets[name]
+                devices = communicator_of(layout.mesh).addressable
                 dtype = getattr(torch, layout.dtype)
-                shards = {d: torch.empty(layout.local_shape(d), dtype=dtype) for d in held}
+                shards = {d: torch.empty(layout.local_shape(d), dtype=dtype) for d in devices}
                 arriving[name] = DTensor.from_shards(shards, layout)
         lacking = {name + end for name in arriving for end in ("", _SCALES)}
         rest = filled and {name: value for name, value in filled.items() if name not in lacking}
-        found = super().run(given, None if rest is None else {**rest, **arriving})
-        with telling_job(self.devices), torch.no_grad():
-            for name, layout, grid in self.by_receivers:
-                if name not in found:
+        result, _ = run_reshard(plan, given, None if rest is None else {**rest, **arriving})
+        with telling_job(plan.devices), torch.no_grad():
+            for name in plan.quantised:
+                if name not in result:
                     continue
-                made = _quantised(name, found.pop(name), layout, grid)
+                grid = _grid(targets[name])
+                assert grid is not None, "the plan cuts it at blocks"
+                made = _quantised(name, result.pop(name), targets[name], grid)
                 for key, tensor in zip((name, name + _SCALES), made, strict=True):
                     if filled is None:
-                        found[key] = tensor
+                        result[key] = tensor
                         continue
-                    found[key] = filled[key]
+                    result[key] = filled[key]
                     for device, shard in _shards(key, filled[key], tensor.layout).items():
                         shard.copy_(tensor.shards[device])
-        return found
+        return result
 
-    def transfers(
-        self,
-        device: int,  # noqa: ARG002  # as that of other plans
-        end: End = "receiver",  # noqa: ARG002
-        *,
-        strides: Declared | None = None,  # noqa: ARG002
-    ) -> Rows:
+    def regions(self, plan: ReshardPlan) -> Never:  # noqa: ARG002  # as of others
         """Raise LayoutError: what copies bytes does not quantise."""
         raise LayoutError(
             "this plan quantises, which no copy of bytes does; quantise before, and plan that"
@@ -110,7 +94,7 @@ def plan_quantised(
     names: Mapping[str, str] | NameMap | None,
     max_bytes: int | None,
     drop: str | Sequence[str],
-) -> QuantisingPlan:
+) -> ReshardPlan:
     """Plan how a state dict gets to other layouts, with weights of linear layers in FP8 there.
 
     Raises LayoutError if neither the source nor the target of a weight is cut at blocks.
@@ -120,7 +104,8 @@ def plan_quantised(
     for name, why in quantised(tensors, Stated()).why.items():
         raise DTypeError(f"tensor {name!r} is quantised already ({why}); leave out dtype=")
     moves: list[TensorMove] = []
-    senders, receivers = [], []
+    senders: list[tuple[str, Layout, Layout]] = []
+    receivers: list[str] = []
     groups: dict[str, list[TensorMove]] = {}
     for move in plan.moves:
         groups.setdefault(move.target_name, []).append(move)
@@ -131,9 +116,9 @@ def plan_quantised(
         if not (many and name in linear):
             moves += group
             continue
-        grid = grid_layout(after, (_SIDE, _SIDE))
+        grid = _grid(after)
         whole = not others and move.view is None and move.source.dtype in _WEIGHTS
-        before = grid_layout(move.source, (_SIDE, _SIDE)) if whole else None
+        before = _grid(move.source) if whole else None
         if before is not None:
             senders.append((move.source_name, move.source, before))
             codes = [_with_dtype(one, "float8_e4m3fn") for one in (move.source, after)]
@@ -144,7 +129,7 @@ def plan_quantised(
             ends = move.source_name + _SCALES, name + _SCALES
             moves.append(TensorMove(*ends, before, grid))
         elif grid is not None:
-            receivers.append((name, after, grid))
+            receivers.append(name)
             moves += group
         else:
             raise LayoutError(
@@ -153,8 +138,13 @@ def plan_quantised(
                 "a block that shares a scale; cut one of them there, or leave out dtype="
             )
     moves.sort(key=lambda move: (move.target_name, move.source_name))
-    made = (tuple(moves), plan.max_bytes, plan.values, plan.padded, plan.dropped)
-    return QuantisingPlan(*made, tuple(senders), tuple(receivers))
+    by = Quantiser(tuple(senders))
+    return replace(plan, moves=tuple(moves), quantised=tuple(receivers), executor=by)
+
+
+def _grid(weight: Layout) -> Layout | None:
+    """Return the layout of a weight's scales; None if it is cut inside of blocks."""
+    return grid_layout(weight, (_SIDE, _SIDE))
 
 
 def _with_dtype(layout: Layout, dtype: str) -> Layout:

@@ -28,6 +28,7 @@ from shardspec.checkpoint.formats.native import INFO_NAME, is_shard
 from shardspec.checkpoint.formats.safetensors import read_header
 from shardspec.checkpoint.rank_state import Described, Replicas
 from shardspec.checkpoint.read_boxes import crc32
+from shardspec.checkpoint.state_dict import encode_value
 from shardspec.checkpoint.storage.from_text import storage_path
 from shardspec.checkpoint.storage.path import StoragePath, is_temporary, reason
 from shardspec.checkpoint.targets import BoxEntry, FileEntry, OutputFile, OutputTensor, assign_boxes
@@ -144,6 +145,8 @@ def save_sharded(
 
     def described() -> Described:
         found = rank_state.describe(state_dict, chosen)
+        for name, value in found.flat.values.items():
+            encode_value(value, name)  # refuses what has no place in the info
         if leader and not overwrite:
             _check_free(place)
         if to.digests is not None:

@@ -17,6 +17,7 @@ from shardspec.resharding.state import (
     KeyPath,
     Place,
     dotted_name,
+    is_plain,
     is_tensor,
     keys_text,
     leaves,
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
 
 Leaf: TypeAlias = "DTensor | torch.Tensor"
 
+_MOST_BITS: Final = 13_300
+"""Of a whole number: Python reads no text of more than 4,300 digits as one."""
 LEFT_OUT: Final = object()
 """Stands for a value that `unflatten` leaves out."""
 
@@ -60,10 +63,14 @@ def flatten(state: Mapping[str, object]) -> FlatState:
             paths[name] = path
         if is_tensor(value):
             tensors[name] = value
-        else:
-            # Refuses what is not a plain value.
-            encode_value(value, name)
+        elif is_plain(value):
             values[name] = value
+        else:
+            raise CheckpointError(
+                f"{name!r} is a {type(value).__name__}, neither a tensor nor a plain value, as "
+                "numbers, text and lists of them are; leave it out, or make it a tensor with "
+                "torch.tensor"
+            )
     return FlatState(tensors, values, paths)
 
 
@@ -110,7 +117,7 @@ def spread(
 def encode_value(value: object, name: str = "", depth: int = 0) -> object:
     """Return a plain value as JSON has it; what JSON lacks is an object of one member.
 
-    Raises CheckpointError, which tells the name, if it is not a plain value.
+    Raises CheckpointError if it is one for which the sharding info has no place.
 
     >>> encode_value({"betas": (0.9, float("inf"))})
     {'dict': [['betas', {'tuple': [0.9, {'float': 'inf'}]}]]}
@@ -124,7 +131,7 @@ def encode_value(value: object, name: str = "", depth: int = 0) -> object:
     match value:
         case None | bool():
             return value
-        case int():
+        case int() if value.bit_length() < _MOST_BITS:
             return int(value)
         case float():
             return float(value) if isfinite(value) else {"float": repr(float(value))}
@@ -145,9 +152,9 @@ def encode_value(value: object, name: str = "", depth: int = 0) -> object:
         case dict():
             return {"dict": [encoded(item) for item in value.items()]}
     raise CheckpointError(
-        f"tensor {name!r} is a {type(value).__name__}; a checkpoint holds tensors and plain values "
-        "(numbers, text, bytes, lists and dicts of them), so leave it out or make it one with "
-        "torch.tensor"
+        f"value {name!r}: the sharding info has no place for a {type(value).__name__}, only for "
+        "numbers of up to 4,000 digits, text, bytes, and lists and dicts of them; leave it out, or "
+        "make it a tensor with torch.tensor"
     )
 
 

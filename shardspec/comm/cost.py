@@ -7,7 +7,7 @@ unpack (`shardspec.comm.curves.copies`) are added.
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain, combinations
+from itertools import chain, combinations, product
 from math import prod
 from operator import gt
 from pathlib import Path
@@ -306,10 +306,18 @@ class CostModel:
         below = max((n for n in numbers if n <= per_node), default=per_node)
         above = min((n for n in numbers if n > per_node), default=below)
         if below == per_node or above == below:
-            return self._over_nodes(kind, inside, across, nodes, per_node)
-        # Unmeasured numbers of devices are interpolated over several nodes too.
-        near, far = (self._over_nodes(kind, inside, across, nodes, n) for n in (below, above))
-        return curves.lines_between(near, far, (per_node - below) / (above - below))
+            lines = self._over_nodes(kind, inside, across, nodes, per_node)
+        else:
+            # Unmeasured numbers of devices are interpolated over several nodes too.
+            near, far = (self._over_nodes(kind, inside, across, nodes, n) for n in (below, above))
+            lines = curves.lines_between(near, far, (per_node - below) / (above - below))
+        # Devices of several nodes take no less than as many in one, or than a full one.
+        room = min(link.room or 1 for link, _ in inside)
+        alone = self._curve_inside(kind, inside, min(nodes * per_node, room))
+        if alone is None:
+            return lines
+        pairs = product(lines, alone.lines_by_shard())
+        return tuple((max(a, c), max(b, d)) for (a, b), (c, d) in pairs)
 
     def _over_nodes(
         self, kind: str, inside: Tier, across: Tier, nodes: int, per_node: int

@@ -108,6 +108,8 @@ class Link:
         For an axis that joins nodes: whether each device has a port, or a node shares one.
     per_node, within
         For an axis that joins nodes: how many of its devices are in one node, and their link.
+    room
+        For a link inside nodes: how many devices a node has at most, if that is known.
 
     Raises
     ------
@@ -129,6 +131,7 @@ class Link:
     port: Literal["device", "node"] | None = None
     per_node: int = 1
     within: "Link | None" = None
+    room: int | None = None
 
     def __post_init__(self) -> None:
         if self.per_node != 1 and not (self.per_node > 1 and self.port and self.within):

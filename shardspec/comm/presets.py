@@ -43,11 +43,12 @@ class LinkPreset:
     source: str
     valid_for: str
     """The conditions under which the numbers hold, and known deviations."""
+    read_on: str
+    """The date on which the source said so."""
     sizes: tuple[int, int] | None = None
     """The least and the most bytes of the whole buffer with published times."""
     start_us: float = 0.0
     port: Literal["device", "node"] | None = None
-    read_on: str = "2026-11-20"
     memory_gb_per_s: float | None = None
     """The rate at which devices read or write their memory; None if unknown."""
     curves: tuple[Curve, ...] = ()
@@ -73,7 +74,8 @@ def link_preset(name: str) -> Link:
     preset = PRESETS[name]
     latency, start = preset.latency_us / 1e6, preset.start_us / 1e6
     seconds_per_byte = 1 / (preset.gb_per_s * 1e9)
-    return Link(latency, seconds_per_byte, name, start, preset.curves, preset.port)
+    room = None if preset.port else preset.devices[1]
+    return Link(latency, seconds_per_byte, name, start, preset.curves, preset.port, room=room)
 
 
 def links_of(mesh: DeviceMesh, names: Sequence[str]) -> tuple[Link, ...]:
@@ -115,7 +117,7 @@ def _links_by_node(mesh: DeviceMesh, names: tuple[str, ...]) -> tuple[Link, ...]
     links = list(map(link_preset, names))
     if mesh.link_model == "shared-bus":
         return tuple(links)
-    limits = [None if PRESETS[name].port else PRESETS[name].devices[1] for name in names]
+    limits = [link.room for link in links]
     room = min(filter(None, limits), default=0)
     joining = next((link for link in links if link.port), None)
     # One group of the devices that differ only along axes inside nodes; axes of one device join

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import accumulate, pairwise, product
 from math import prod
 from typing import TYPE_CHECKING, Final, TypeAlias, TypeGuard
@@ -131,28 +132,14 @@ class Layout:
     ) -> None:
         checked_mesh(mesh)
         shape = whole_numbers(global_shape)
-        if shape is None or any(size < 0 for size in shape):
+        if shape is None or min(shape, default=0) < 0:
             raise LayoutError(
                 f"global shape {shown(global_shape)}: give a sequence of whole numbers from 0"
             )
-        if prod(filter(None, shape)) > _MAX_ELEMENTS:
-            raise LayoutError(
-                f"global shape {shown(shape)} has more elements than a tensor can have, 2^63 - 1"
-            )
-        resolved = spec_on(mesh, spec, shape)
-        if resolved.dims != len(shape):
-            raise LayoutError(
-                f"spec {spec} is for {counted(resolved.dims, 'dim')}, but the tensor of shape "
-                f"{shape} has {counted(len(shape), 'dim')}"
-            )
-        for dim, (size, cut) in enumerate(zip(shape, resolved.dim_specs, strict=True)):
-            _check_parts(spec, dim, cut, size, prod(mesh.shape[int(axis)] for axis in cut.axes))
-        name = dtype_name(dtype)
-        for partial in resolved.partials:
-            _check_reducible(partial.op, name)
-        values = (mesh, resolved, shape, name)
-        for field_name, value in zip(Layout.__slots__, (*values, hash(values)), strict=True):
-            object.__setattr__(self, field_name, value)
+        own = ShardingSpec.of(spec) if is_own_spec(spec) else spec_on(mesh, spec, shape)
+        values = (mesh, *_checked(mesh, own, shape, dtype_name(dtype)))
+        for name, value in zip(Layout.__slots__, values, strict=True):
+            object.__setattr__(self, name, value)
 
     def __hash__(self) -> int:
         return self._hash
@@ -288,18 +275,40 @@ class Layout:
         return notebook_html(lambda: self.drawing().svg(), str(self), self.mesh.size())
 
 
-def _check_parts(spec: SpecLike, dim: int, cut: DimSpec, size: int, devices: int) -> None:
-    total = sum(part.size for part in cut.parts)
-    if cut.parts and total != size:
+@lru_cache(maxsize=4096)
+def _checked(
+    mesh: DeviceMesh, spec: ShardingSpec, shape: tuple[int, ...], dtype: str
+) -> tuple[ShardingSpec, tuple[int, ...], str, int]:
+    """Return what a layout has beside its mesh; raises what `Layout` raises.
+
+    Models have many tensors, but few shapes and specs.
+    """
+    if prod(filter(None, shape)) > _MAX_ELEMENTS:
         raise LayoutError(
-            f"spec {spec}: the parts of dim {dim} come to {total}, but the dim is {size} long"
+            f"global shape {shown(shape)} has more elements than a tensor can have, 2^63 - 1"
         )
-    for part in cut.parts:
-        if part.shares and devices % part.shares:
+    resolved = resolve_axes(spec, mesh)
+    if resolved.dims != len(shape):
+        raise LayoutError(
+            f"spec {spec} is for {counted(resolved.dims, 'dim')}, but the tensor of shape "
+            f"{shape} has {counted(len(shape), 'dim')}"
+        )
+    for dim, (size, cut) in enumerate(zip(shape, resolved.dim_specs, strict=True)):
+        total = sum(part.size for part in cut.parts)
+        if cut.parts and total != size:
             raise LayoutError(
-                f"spec {spec}: part {part} of dim {dim} has {part.shares} shares for {devices} "
-                "devices; give a divisor of their number"
+                f"spec {spec}: the parts of dim {dim} come to {total}, but the dim is {size} long"
             )
+        devices = prod(mesh.shape[int(axis)] for axis in cut.axes)
+        for part in cut.parts:
+            if part.shares and devices % part.shares:
+                raise LayoutError(
+                    f"spec {spec}: part {part} of dim {dim} has {part.shares} shares for {devices} "
+                    "devices; give a divisor of their number"
+                )
+    for partial in resolved.partials:
+        _check_reducible(partial.op, dtype)
+    return resolved, shape, dtype, hash((mesh, resolved, shape, dtype))
 
 
 def _part_intervals(

@@ -1,33 +1,17 @@
-r"""Sharding specs: how the mesh axes shard the dims of a tensor, and their text form.
-
-The notation is that of Alpa and Colossal-AI, extended by pending reductions and axis names::
-
-    layout  := "[" dim {"," dim} ["|" partial {"," partial}] "]"
-    dim     := "R" | "S" axes ["{" part {"," part} "}"] ["*" INT]
-    part    := INT ["/" INT]
-    axes    := DIGIT+ | "(" (INT | NAME) {"," (INT | NAME)} ")"
-    partial := "P" ["sum" | "avg" | "min" | "max" | "prod"] axes
-
-In rules one dim may be ``...``. Brackets and blanks are optional on input. Bare digits are always
-one axis each; axis ten is ``S(10)``. A scalar is ``[]``. Parts in braces are sharded separately,
-``1024/2`` in two shares, copies of which are on neighbouring devices; ``*128`` cuts only at
-multiples of 128.
-"""
+"""Sharding specs: how the mesh axes shard the dims of a tensor."""
 
 import functools
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, TypeAlias, TypeVar, get_args
+from typing import Any, Final, TypeAlias
 
 from shardspec.comm.steps import ReduceOp
-from shardspec.errors import AxisError, LossyConversionError, SpecSyntaxError
+from shardspec.errors import AxisError, LossyConversionError
+from shardspec.layout.notation import OPS, Notation, read_notation
 from shardspec.mesh.device_ids import by_number, checked_axis, whole_number
 from shardspec.mesh.device_mesh import Axis
 from shardspec.text import counted, shown
 
-_T = TypeVar("_T")
-_OPS: Final[tuple[ReduceOp, ...]] = get_args(ReduceOp)
 _MAX_DIMS: Final = 1024
 """Far more than any tensor has."""
 _SHORT: Final = 256
@@ -142,8 +126,8 @@ class Partial:
 
     def __post_init__(self) -> None:
         checked_axis(self.axis)
-        if self.op not in _OPS:
-            raise AxisError(f"reduction {shown(self.op)} over axis {self.axis}: use one of {_OPS}")
+        if self.op not in OPS:
+            raise AxisError(f"reduction {shown(self.op)} over axis {self.axis}: use one of {OPS}")
 
 
 @dataclass(frozen=True, slots=True, init=False)
@@ -205,7 +189,7 @@ class ShardingSpec:
         pending = tuple(
             sorted(
                 (Partial(axis, op) for axis, op in given),
-                key=lambda p: (_OPS.index(p.op), isinstance(p.axis, str), p.axis),
+                key=lambda p: (OPS.index(p.op), isinstance(p.axis, str), p.axis),
             )
         )
         _check_used_once(dim_specs, pending)
@@ -241,8 +225,8 @@ class ShardingSpec:
             ...
         shardspec.errors.SpecSyntaxError: expected R or S and its axes (character 5 of '[S0,X]')
         """
-        given = _text(text)
-        return _parsed(given) if len(given) <= _SHORT else _Parser(given).spec()
+        short = isinstance(text, str) and len(text) <= _SHORT
+        return _parsed(text) if short else _spec_of(read_notation(text))
 
     @classmethod
     def of(cls, spec: "ShardingSpec | str") -> "ShardingSpec":
@@ -250,7 +234,7 @@ class ShardingSpec:
         return spec if isinstance(spec, ShardingSpec) else cls.parse(spec)
 
     def __str__(self) -> str:
-        by_op = {op: [p.axis for p in self.partials if p.op == op] for op in _OPS}
+        by_op = {op: [p.axis for p in self.partials if p.op == op] for op in OPS}
         pending = [
             f"P{'' if op == 'sum' else op}{_axes_text(axes)}" for op, axes in by_op.items() if axes
         ]
@@ -346,128 +330,16 @@ def parse_for_rule(text: str) -> tuple[ShardingSpec, int | None]:
     >>> str(spec), before
     ('[S0,R]', 1)
     """
-    parser = _Parser(_text(text), for_rule=True)
-    return parser.spec(), parser.ellipsis
+    notation = read_notation(text, for_rule=True)
+    return _spec_of(notation), notation.ellipsis
 
 
-def _text(given: object) -> str:
-    if not isinstance(given, str):
-        kind = type(given).__name__
-        raise SpecSyntaxError(f"a spec is text such as '[S0,R]', not a {kind}", shown(given), 0)
-    return given
+def _spec_of(notation: Notation) -> ShardingSpec:
+    cuts = dict(enumerate(notation.dims))
+    return ShardingSpec(len(cuts), cuts, partial=notation.pending)
 
 
 @functools.lru_cache(maxsize=1024)
 def _parsed(text: str) -> ShardingSpec:
     """Return the spec of a short text, of which models with many tensors have few."""
-    return _Parser(text).spec()
-
-
-@functools.cache
-def _after_blanks(pattern: str) -> re.Pattern[str]:
-    return re.compile(rf"\s*({pattern}|)")
-
-
-class _Parser:
-    """A cursor over the text. Each method reads one rule of the grammar."""
-
-    def __init__(self, text: str, *, for_rule: bool = False) -> None:
-        self._text = text
-        self._start = self._end = 0
-        """Of the last word that was read, or of what is in its place."""
-        self._pending: dict[Axis, ReduceOp] = {}
-        self._for_rule = for_rule
-        self._dims = 0
-        self.ellipsis: int | None = None
-        """The number of dims before it."""
-
-    def spec(self) -> ShardingSpec:
-        bracketed = self._take(r"\[")
-        empty = bracketed and self._text[self._end :].lstrip().startswith(("]", "|"))
-        dims = [] if empty else [cut for cut in self._listed(self._dim) if cut is not None]
-        if self._take(r"\|"):
-            self._listed(self._partial)
-        if bracketed and not self._take("]"):
-            raise self._error("expected ',' or '|' or ']'")
-        if self._take("."):
-            end = "the end of the spec" if bracketed else "',' or '|'"
-            raise self._error(f"expected {end}")
-        return ShardingSpec(len(dims), dict(enumerate(dims)), partial=self._pending)
-
-    def _dim(self) -> DimSpec | None:
-        """Read a dim; None is an ellipsis."""
-        if self._take(r"\.\.\."):
-            if not self._for_rule:
-                raise self._error("'...' stands for dims only in rules; write R for each")
-            if self.ellipsis is not None:
-                raise self._error("'...' may stand once in a spec; write R for the other dims")
-            self.ellipsis = self._dims
-            return None
-        self._dims += 1
-        if self._take("R"):
-            return DimSpec()
-        if not self._take("S"):
-            raise self._error("expected R or S and its axes")
-        axes = tuple(axis for axis, _ in self._axes("S"))
-        parts = self._listed(self._part, until="}") if self._take("{") else []
-        block = self._size("the size of a block") if self._take(r"\*") else 1
-        return DimSpec(axes, tuple(parts), block)
-
-    def _part(self) -> Part:
-        size = self._size("the size of a part")
-        return Part(size, self._size("a number of shares") if self._take("/") else 0)
-
-    def _size(self, what: str) -> int:
-        word = self._take("[0-9]+")
-        if not word or len(word) > 18 or not int(word):  # no tensor has more elements
-            raise self._error(f"expected {what}: a whole number from 1")
-        return int(word)
-
-    def _partial(self) -> None:
-        if not self._take("P"):
-            raise self._error("expected P and its axes")
-        op: ReduceOp = next((word for word in _OPS if self._take(word)), "sum")
-        for axis, at in self._axes(f"P{'' if op == 'sum' else op}"):
-            if axis in self._pending:
-                raise self._error(f"axis {axis} is already pending", at)
-            self._pending[axis] = op
-
-    def _axes(self, after: str) -> list[tuple[Axis, int]]:
-        """Read axes, each with its position in the text."""
-        if self._take(r"\("):
-            return self._listed(self._axis, until=r"\)")
-        digits: list[tuple[Axis, int]] = []
-        while digit := self._take("[0-9]"):
-            digits.append((int(digit), self._start))
-        if not digits:
-            raise self._error(f"expected axes after {after}: digits, or names in brackets")
-        return digits
-
-    def _axis(self) -> tuple[Axis, int]:
-        word = self._take(r"\w+")
-        if word.isdecimal() and word.isascii():
-            if len(word) > 9:  # no mesh has more axes
-                raise self._error(f"an axis number has 9 digits at most, this has {len(word)}")
-            return int(word), self._start
-        if word.isidentifier():
-            return word, self._start
-        raise self._error("expected an axis number or name")
-
-    def _listed(self, item: Callable[[], _T], until: str = "") -> list[_T]:
-        """Read items separated by commas, and the closing bracket `until` if given."""
-        items = [item()]
-        while self._take(","):
-            items.append(item())
-        if until and not self._take(until):
-            raise self._error(f"expected ',' or '{until[-1]}'")
-        return items
-
-    def _take(self, pattern: str) -> str:
-        """Skip blanks and read a match of the pattern; return it, or "" for no match."""
-        match = _after_blanks(pattern).match(self._text, self._end)
-        assert match is not None, "nothing is a match too"
-        self._start, self._end = match.span(1)
-        return match[1]
-
-    def _error(self, problem: str, at: int | None = None) -> SpecSyntaxError:
-        return SpecSyntaxError(problem, self._text, self._start if at is None else at)
+    return _spec_of(read_notation(text))

@@ -2,7 +2,8 @@
 
 import sys
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, overload
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, overload
 
 from shardspec.dtypes import dtype_name, is_cast, is_floating, keeps_dtype
 from shardspec.errors import LayoutError
@@ -17,7 +18,7 @@ from shardspec.resharding.digests import Digests
 from shardspec.resharding.maps import apply_map, dropped_by, report_of
 from shardspec.resharding.name_map import NameMap, Shape
 from shardspec.resharding.state import flat_state, is_plain, required_layout
-from shardspec.resharding.transfers import Declared, End, Rows, transfer_rows
+from shardspec.resharding.transfers import Declared, End, FileRegion, Rows, transfer_rows
 from shardspec.text import counted, first_of, shown
 
 if TYPE_CHECKING:
@@ -27,6 +28,25 @@ ReshardTarget: TypeAlias = Mapping[str, object] | tuple[DeviceMesh, Rules]
 """Layouts by name, or DTensors; or a mesh and rules."""
 
 
+class Executor(Protocol):
+    """Carries a plan out where devices do more than copy from each other; a plain value.
+
+    As text it says what it does, as in "reads the checkpoint model".
+    """
+
+    def run(
+        self, plan: "ReshardPlan", state: Mapping[str, object], out: Mapping[str, object] | None
+    ) -> dict[str, Any]:
+        """Carry a plan out; see `ReshardPlan.run`."""
+
+    def regions(self, plan: "ReshardPlan") -> Mapping[str, Sequence[FileRegion]]:
+        """Return where tensors of the source lie in files.
+
+        Raises LayoutError if no copy of bytes makes those of the target.
+        """
+
+
+@dataclass(frozen=True, repr=False)
 class ReshardPlan(StateCopies):
     """How a state dict gets from its layouts to others; made by `plan_reshard`.
 
@@ -53,6 +73,9 @@ class ReshardPlan(StateCopies):
     busiest receiver 96 B (even share of 2 receivers: 96 B)
     8 pairs of devices, peak 192 B, 23 µs
     """
+
+    executor: Executor | None = None
+    """What carries the plan out; None for copies between devices alone."""
 
     def svg(self) -> str:
         """Draw who sends how much to whom; raises LayoutError for more than 256 of either."""
@@ -130,15 +153,18 @@ class ReshardPlan(StateCopies):
         from shardspec.resharding.execute import run_reshard
         from shardspec.resharding.receipts import Receipt, WantedReceipt
 
-        if self.files:
-            raise LayoutError(
-                "the source of this plan lies in files; give plan_reshard the checkpoint's path"
-            )
         if version is not None and not receipt:
             raise LayoutError(f"version={version} is for a receipt; give receipt=True too")
-        filled, found = run_reshard(self, state, out, WantedReceipt(version) if receipt else None)
+        if self.executor is not None:
+            if receipt:
+                raise LayoutError(
+                    f"a plan that {self.executor} gives no receipt; compare digest(out)"
+                )
+            return self.executor.run(self, state, out)
+        wanted = WantedReceipt(version) if receipt else None
+        filled, arrived = run_reshard(self, state, out, wanted)
         # A rank outside all meshes has nothing to receive.
-        return (filled, found or Receipt(version, Digests({}))) if receipt else filled
+        return (filled, arrived or Receipt(version, Digests({}))) if receipt else filled
 
     def transfers(
         self, device: int, end: End = "receiver", *, strides: Declared | None = None
@@ -169,8 +195,8 @@ class ReshardPlan(StateCopies):
         Raises
         ------
         LayoutError
-            If the device is not in the plan, a tensor is cast on the way, or strides are missing
-            for a device, or let elements overlap.
+            If the device is not in the plan, a tensor is cast or quantised on the way, or strides
+            are missing for a device, or let elements overlap.
 
         Examples
         --------
@@ -181,7 +207,8 @@ class ReshardPlan(StateCopies):
         >>> rows[["sender", "source_offset", "target_offset", "run_bytes", "count"]].tolist()
         [(0, 12, 0, 12, 2), (1, 12, 24, 12, 2)]
         """
-        return transfer_rows(self, device, end, strides=strides)
+        files = None if self.executor is None else self.executor.regions(self)
+        return transfer_rows(self, device, end, strides=strides, files=files)
 
 
 def plan_state(

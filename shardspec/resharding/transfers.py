@@ -5,6 +5,7 @@ a player of some forty lines.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import lru_cache
 from itertools import groupby
 from typing import Final, Literal, NamedTuple, TypeAlias
@@ -19,7 +20,7 @@ from shardspec.layout.layout import Layout
 from shardspec.mesh.device_ids import some, whole_numbers
 from shardspec.resharding.copies import StateCopies, StoredLayout, TensorMove
 from shardspec.resharding.stages import StateCopy, region_of
-from shardspec.resharding.views import View, identity_view
+from shardspec.resharding.views import identity_view
 from shardspec.text import shown
 
 ROW: Final = np.dtype(
@@ -180,24 +181,15 @@ class _Places:
     def _in_file(self, move: TensorMove, box: Box, file: int) -> _Part:
         view = move.view or identity_view(move.source.global_shape)
         corner = [lo for lo, _ in box]
-        for region in self._files.get(move.source_name, ()):
-            # Boxes of files do not overlap: the one that has the corner has all of the box.
-            sides = [[side] for side in region.box]
-            if region.file == file and _has(view, sides, corner):
+        # Boxes of files do not overlap: the one that has the corner has all of the box.
+        for region in self._files[move.source_name]:
+            if region.file != file:
+                continue
+            with suppress(IndexError):  # the corner is in another one
+                sides = [[side] for side in region.box]
                 steps, at = view.source.in_memory(region.strides, sides, corner)
                 return _Part(box_shape(box), steps, region.offset + at)
-        raise LayoutError(
-            f"the source of {move.source_name!r} lies in files; transfers need the checkpoint, as "
-            "plan_reshard(path, …).transfers has it"
-        )
-
-
-def _has(view: View, intervals: Sequence[Sequence[tuple[int, int]]], corner: Sequence[int]) -> bool:
-    try:
-        view.source.in_memory([0] * len(intervals), intervals, corner)
-    except IndexError:
-        return False
-    return True
+        raise AssertionError(f"file {file} has no {move.source_name!r} at {corner}")
 
 
 def _name(move: TensorMove, side: str) -> str:

@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from shardspec import DeviceMesh, DTensor, Layout, plan_reshard
-from shardspec.checkpoint.plan_quantized import QuantisingPlan
 from shardspec.errors import DTypeError, LayoutError
 from shardspec.resharding.name_map import NameMap
 from tests.checkpoint.test_low_precision import fp8_of, same_bytes, weights
@@ -41,9 +40,9 @@ def test_weights_are_quantised_where_cuts_fall_on_blocks(before, after, sender, 
     weight = weights(shape)
     state = state_of(weight, before)
     plan = plan_reshard(state, (THREE, {NAME: after}), dtype="fp8-128x128")
-    assert isinstance(plan, QuantisingPlan)
-    assert bool(plan.by_senders) == sender
-    assert bool(plan.by_receivers) != sender
+    assert plan.quantised == (() if sender else (NAME,))
+    travelling = {move.source.dtype for move in plan.moves if move.target_name == NAME}
+    assert travelling == {"float8_e4m3fn" if sender else "bfloat16"}
     codes, scales = fp8_of(weight, "transformers")
     out = None
     if given:
@@ -96,8 +95,7 @@ def test_what_a_map_makes_is_quantised_where_it_arrives():
     )
     rules = {"fc1.weight": "[S0{256,256},R]"}
     plan = plan_reshard(state, (TWO, rules), names=names, dtype="fp8-128x128")
-    assert isinstance(plan, QuantisingPlan)
-    assert not plan.by_senders
+    assert plan.quantised == ("fc1.weight",)
     found = plan.run(state)
     codes, scales = fp8_of(torch.cat(list(halves.values())), "transformers")
     same_bytes(found["fc1.weight"].full_tensor(), codes)

@@ -63,7 +63,7 @@ def test_what_holds_itself_is_refused():
     rounds: list[Any] = [torch.ones(1)]
     rounds.append(rounds)
     for state in (circle, {"a": rounds}):
-        with pytest.raises(CheckpointError, match=r"deeper than 64 times|is a .*a checkpoint"):
+        with pytest.raises(CheckpointError, match="neither a tensor nor a plain value"):
             flatten(state)
 
 

@@ -15,11 +15,13 @@ from shardspec import (
     DTensor,
     Layout,
     ShardingSpec,
+    digest,
     plan_reshard,
     reshard_state,
     save_sharded,
 )
 from shardspec.checkpoint.open import open_checkpoint
+from shardspec.errors import CheckpointError
 from shardspec.resharding.state import flat_state, is_plain, plain_key
 
 
@@ -63,6 +65,24 @@ def test_identity_and_order_do_not_count():
 @pytest.mark.parametrize("value", [object(), torch.zeros(1), np.zeros(1), [torch.zeros(1)], len])
 def test_what_is_not_plain(value):
     assert not is_plain(value)
+
+
+def test_memory_and_checkpoints_mean_the_same_by_plain(tmp_path):
+    """What a format has no place for, the format refuses."""
+    tensor = torch.ones(2)
+    for number, value in enumerate(v for v in DIFFERENT if not isinstance(v, dict)):
+        assert digest({"w": tensor, "v": value}) == digest({"w": tensor})
+        problem = ""
+        try:
+            save_sharded({"w": tensor, "v": {"": value}}, tmp_path / f"{number}")
+        except CheckpointError as error:
+            problem = str(error)
+        kept = isinstance(value, bytes | str | int | float | list | tuple | None)
+        kept = kept and value != 10**5000
+        assert problem.startswith("value 'v.': the sharding info has no place for a ") != kept
+        assert bool(problem) != kept
+    with pytest.raises(CheckpointError, match="'v' is a object, neither a tensor nor a plain"):
+        digest({"w": tensor, "v": object()})
 
 
 def test_a_list_that_holds_itself_is_not_plain():

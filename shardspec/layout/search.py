@@ -1,0 +1,170 @@
+"""The search for the cheapest plan, on one mesh or across two."""
+
+from collections.abc import Sequence
+from functools import cache, lru_cache, partial
+from itertools import pairwise
+from typing import Final
+
+import numpy as np
+
+from shardspec.comm.cost import CostModel
+from shardspec.comm.steps import Permute, Slice, Step
+from shardspec.errors import LayoutError
+from shardspec.layout import graph
+from shardspec.layout.cross import cheapest_crossing, exchange_to
+from shardspec.layout.layout import Layout
+from shardspec.layout.plan import ConversionPlan, Move, finishing_moves, naive_moves
+from shardspec.layout.pricing import (
+    changed_axes,
+    exchange_between,
+    pair_prices,
+    prices_to_search,
+    states_of,
+    step_lines,
+)
+
+_MAX_EDGES: Final = 100_000
+"""The most steps that one search through a large graph examines; about a second."""
+_MAX_DIMS: Final = 8
+"""The dims that this search moves axes to, unless more are sharded at either end."""
+
+
+@lru_cache(maxsize=1024)
+def cheapest_plan(
+    source: Layout,
+    target: Layout,
+    model: CostModel,
+    target_model: CostModel | None,
+    max_bytes: int | None,
+) -> ConversionPlan:
+    """Return the cheapest plan; see `LayoutConverter.plan`.
+
+    `target_model` has the prices on the target's mesh if that differs from the source's.
+    """
+    if max_bytes is not None and target_model is not None:
+        raise LayoutError(
+            f"max_bytes bounds conversions on one mesh, and {target} is on another mesh than "
+            f"{source}; leave it out, or bound the buckets of plan_reshard(max_bytes=)"
+        )
+    if not (source.spec.is_plain and target.spec.is_plain):
+        moves = _moves_without_search(source, target, model, target_model)
+        plan = ConversionPlan.of_moves(source, moves, model, target_model)
+        if max_bytes is not None and plan.peak_bytes > max_bytes:
+            raise _too_large(source, target, max_bytes, plan.peak_bytes)
+        return plan
+    if target_model is not None:
+        models = model, target_model
+        before, after = cheapest_crossing(source, target, models)
+        moves = [] if before == source else _moves_on_mesh(source, before, model, None)
+        moves.append((exchange_to(before, after, *models), after))
+        if after != target:
+            moves += _moves_on_mesh(after, target, target_model, None)
+    else:
+        moves = _moves_on_mesh(source, target, model, max_bytes)
+    return ConversionPlan.of_moves(source, _with_slices_joined(moves), model, target_model)
+
+
+def _moves_on_mesh(
+    source: Layout, target: Layout, model: CostModel, max_bytes: int | None
+) -> list[Move]:
+    if states_of(source) <= graph.MAX_STATES:
+        return _moves_by_matrix(source, target, model, max_bytes)
+    if max_bytes is None:
+        return _moves_by_graph(source, target, model)
+    raise too_many("max_bytes is", source, "leave it out")
+
+
+def _too_large(source: Layout, target: Layout, max_bytes: int, least: float) -> LayoutError:
+    return LayoutError(
+        f"no plan from {source.spec} to {target.spec} holds at most {max_bytes} bytes on every "
+        f"device; the least that one needs is {int(least)}"
+    )
+
+
+def too_many(what_is: str, source: Layout, remedy: str) -> LayoutError:
+    """Return the error of a search that is made of all layouts at once, where they are too many."""
+    return LayoutError(
+        f"{what_is} not searched for among {states_of(source)} layouts (mesh {source.mesh}, "
+        f"{source.spec.dims} dims), only among up to {graph.MAX_STATES}; {remedy}"
+    )
+
+
+def _moves_by_matrix(
+    source: Layout, target: Layout, model: CostModel, max_bytes: int | None
+) -> list[Move]:
+    """Search the matrix of prices of all moves."""
+    prices, move = prices_to_search(source, model, max_bytes, target)
+    start, goal = prices.state(source), prices.state(target)
+    walk = graph.shortest_walk(move, start, goal)
+    if walk is None:
+        assert max_bytes is not None, "without a bound there is always a way"
+        least = graph.distances(prices.live_bytes, [start], np.maximum)[0, goal]
+        raise _too_large(source, target, max_bytes, least)
+    return [prices.move(source, *ends) for ends in pairwise(walk)]
+
+
+def _moves_by_graph(source: Layout, target: Layout, model: CostModel) -> list[Move]:
+    """Search a graph of too many states for a matrix, on demand.
+
+    To bound the search, axes that neither end uses stay unused, and of the dims that are whole at
+    both ends only the longest are sharded. If `_MAX_EDGES` steps find no better path, the moves
+    are those of `_moves_without_search`.
+    """
+    sure = _moves_without_search(source, target, model)
+    start, goal = graph.state_of(source.spec), graph.state_of(target.spec)
+    axes = {int(axis) for axis in (*source.spec.axes, *target.spec.axes)}
+    cut = [any(cuts) for cuts in zip(start[0], goal[0], strict=True)]
+    dims = sorted(range(len(cut)), key=lambda dim: (not cut[dim], -source.global_shape[dim]))
+    dims = sorted(dims[: max(sum(cut), _MAX_DIMS)])
+    edges = partial(graph.successors, axes_to_use=sorted(axes), dims=dims)
+
+    lines = step_lines(model)
+
+    @cache
+    def shard_bytes(cuts: graph.Cuts) -> int:
+        return source.with_spec(graph.spec_of((cuts, ()))).max_local_bytes
+
+    def price(step: Step, state: graph.SpecState) -> float:
+        num_bytes = shard_bytes(state[0])
+        return min(fixed + num_bytes * slope for fixed, slope in lines(step)) + graph.TIE_SECONDS
+
+    seconds = ConversionPlan.of_moves(source, sure, model).cost_seconds
+    bound = seconds + graph.TIE_SECONDS * len(sure)
+    path = graph.cheapest_path(edges, start, goal, price, bound, _MAX_EDGES)
+    if not path:
+        return sure
+    return [(step, source.with_spec(graph.spec_of(state))) for step, state in path]
+
+
+def _moves_without_search(
+    source: Layout, target: Layout, model: CostModel, target_model: CostModel | None = None
+) -> list[Move]:
+    """Return moves that finish reductions, then permute or exchange; else the naive ones.
+
+    Specs with parts or blocks are always converted in this way.
+    """
+    moves = list(finishing_moves(source, target.spec))
+    finished = moves[-1][1] if moves else source
+    if finished == target:
+        return moves
+    if not (finished.spec.is_plain and target.spec.is_plain):
+        return [*moves, (exchange_to(finished, target, model, target_model), target)]
+    if finished.spec.partials:
+        return list(naive_moves(source, target.spec, model))
+    ends = graph.state_of(finished.spec)[0], graph.state_of(target.spec)[0]
+    permute, exchange = pair_prices(finished, target, model)
+    if permute <= exchange:
+        return [*moves, (Permute(changed_axes(*ends)), target)]
+    return [*moves, (exchange_between(*ends, model), target)]
+
+
+def _with_slices_joined(moves: Sequence[Move]) -> list[Move]:
+    """Return the moves with consecutive slices of one dim joined into one."""
+    joined: list[Move] = []
+    for step, layout in moves:
+        last = joined[-1][0] if joined else None
+        if isinstance(step, Slice) and isinstance(last, Slice) and step.dim == last.dim:
+            joined[-1] = Slice(step.dim, last.axes + step.axes), layout
+        else:
+            joined.append((step, layout))
+    return joined
