@@ -49,7 +49,7 @@ COLOURS = dict(zip(KIND.values(), ("#1f6feb", "#d29922", "#cf222e", "#1a7f37"), 
 
 
 def read(path: Path) -> dict[str, dict[tuple[str, int], Times]]:
-    found: dict[str, dict[tuple[str, int], list[tuple[float, float]]]] = defaultdict(
+    by_machine: dict[str, dict[tuple[str, int], list[tuple[float, float]]]] = defaultdict(
         lambda: defaultdict(list)
     )
     with path.open() as file:
@@ -61,8 +61,8 @@ def read(path: Path) -> dict[str, dict[tuple[str, int], Times]]:
         if row["machine"] in MACHINES:
             key = KIND[row["collective"]], int(row["devices"])
             time = float(row["buffer_bytes"]), float(row["microseconds"]) / 1e6
-            found[row["machine"]][key].append(time)
-    return {m: {k: sorted(times) for k, times in rows.items()} for m, rows in found.items()}
+            by_machine[row["machine"]][key].append(time)
+    return {m: {k: sorted(times) for k, times in rows.items()} for m, rows in by_machine.items()}
 
 
 def growing_with_devices(
@@ -166,9 +166,9 @@ def exchange_row(machine: str, fitted: Sequence[Curve]) -> str:
     return f"{MACHINES[machine]} gb_per_s {rate} start_us {ceil(start * 2e6) / 2:g}"
 
 
-def crossing(one: Line, other: Line) -> float:
+def crossing(first: Line, second: Line) -> float:
     """Return the size at which two lines cost the same; 0 if at none."""
-    (fixed, slope), (fixed_2, slope_2) = one, other
+    (fixed, slope), (fixed_2, slope_2) = first, second
     return max(0.0, (fixed_2 - fixed) / (slope - slope_2)) if slope != slope_2 else 0.0
 
 
@@ -289,8 +289,8 @@ def main() -> None:
                 errors[f"{MACHINES[machine]}, asked of {OTHER[machine]}"].append((size, off))
     print("\n".join(["", *table(curves), ""]))
     print("| fit | times | median | 90th | from 1 MiB: median | 90th |\n" + "| --- " * 6 + "|")
-    for name, found in errors.items():
-        print(summary(name, found))
+    for name, pairs in errors.items():
+        print(summary(name, pairs))
     if given.plot:
         given.plot.write_text(plot(points))
 

@@ -251,16 +251,16 @@ def warm_queries() -> dict[str, float]:
     source = Layout(mesh, "[S01,R,S2]", (256, 256, 256), "float32")
     target = ShardingSpec.parse("[R,S01,S2]")
     converter = LayoutConverter(links(shape))
-    here, there = (torch_spec(in_torch, s, source.global_shape) for s in (source.spec, target))
+    before, after = (torch_spec(in_torch, s, source.global_shape) for s in (source.spec, target))
     converter.cost(source, target)
-    redistribute_cost(here, there)
+    redistribute_cost(before, after)
     table = converter.cost_table(mesh, source.global_shape, "float32")
     by_specs = RedistributeCost(converter)
-    by_specs(here, there)
+    by_specs(before, after)
     return {
-        "specs_us": rate(lambda: by_specs(here, there)) * 1e6,
+        "specs_us": rate(lambda: by_specs(before, after)) * 1e6,
         "ours_us": rate(lambda: converter.cost(source, target)) * 1e6,
-        "torch_us": rate(lambda: redistribute_cost(here, there)) * 1e6,
+        "torch_us": rate(lambda: redistribute_cost(before, after)) * 1e6,
         "table_us": rate(lambda: table.cost(source.spec, target)) * 1e6,
     }
 
@@ -278,13 +278,13 @@ def first_plans() -> list[dict[str, object]]:
         mesh, converter = DeviceMesh(range(prod(shape)), shape), LayoutConverter(links(shape))
         in_torch = TorchMesh("cpu", torch.arange(prod(shape)).reshape(shape))
         layout, goal = Layout(mesh, source, size, "float32"), ShardingSpec.parse(target)
-        here, there = (torch_spec(in_torch, s, size) for s in (layout.spec, goal))
+        before, after = (torch_spec(in_torch, s, size) for s in (layout.spec, goal))
         started = time.perf_counter()
         converter.plan(layout, goal)
         structure = time.perf_counter() - started
         ours = min(first_plan(converter, layout, goal) for _ in range(20))
-        graph = min(torch_first_plan(here, there, True)[0] for _ in range(3))
-        greedy = min(torch_first_plan(here, there, False)[0] for _ in range(20))
+        graph = min(torch_first_plan(before, after, True)[0] for _ in range(3))
+        greedy = min(torch_first_plan(before, after, False)[0] for _ in range(20))
         rows.append(
             {
                 "mesh": "x".join(map(str, shape)),

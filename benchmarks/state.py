@@ -84,15 +84,15 @@ def by_hand(before: dict[str, Layout], after: dict[str, Layout], state: State, o
                 if part is None:
                     continue
                 sender = min(devices, key=lambda d: (d != receiver, sent[d]))
-                mine, here = slices_within(part, box), slices_within(part, wanted)
+                mine, own_index = slices_within(part, box), slices_within(part, wanted)
                 if sender == receiver == rank:
-                    kept.append((name, mine, here))
+                    kept.append((name, mine, own_index))
                 elif sender != receiver:
                     sent[sender] += box_size(part)
                     if rank == sender:
                         sends[receiver].append((name, mine))
                     if rank == receiver:
-                        receives[sender].append((name, here))
+                        receives[sender].append((name, own_index))
 
     def run() -> None:
         incoming, works = {}, []
@@ -103,13 +103,13 @@ def by_hand(before: dict[str, Layout], after: dict[str, Layout], state: State, o
         for peer, places in sends.items():
             packed = torch.cat([state[name][at].reshape(-1) for name, at in places])
             going.append((packed, dist.isend(packed, peer)))
-        for name, mine, here in kept:
-            out[name][here] = state[name][mine]
+        for name, mine, own_index in kept:
+            out[name][own_index] = state[name][mine]
         for peer, work in works:
             _wait(work)
             at = 0
-            for name, here in receives[peer]:
-                place = out[name][here]
+            for name, own_index in receives[peer]:
+                place = out[name][own_index]
                 place.copy_(incoming[peer][at : at + place.numel()].view(place.shape))
                 at += place.numel()
         for _, work in going:
@@ -196,7 +196,7 @@ def measure(rank: int, row: Row, times: int) -> dict[str, float]:
     def first() -> None:
         plan_reshard(before, after).run(state, out)
 
-    found = {"first": _timed(first)}
+    seconds_of_ways = {"first": _timed(first)}
     _same(out, expected)
     plan = plan_reshard(before, after)
     ways: dict[str, Run] = {
@@ -212,7 +212,7 @@ def measure(rank: int, row: Row, times: int) -> dict[str, float]:
             _same(out, expected)
             if number:
                 taken[name].append(seconds)
-    return found | {name: statistics.median(seconds) for name, seconds in taken.items()}
+    return seconds_of_ways | {name: statistics.median(seconds) for name, seconds in taken.items()}
 
 
 def _process(
@@ -224,9 +224,9 @@ def _process(
     *args: object,
 ) -> None:
     dist.init_process_group("gloo", init_method=f"file://{at}", rank=rank, world_size=world)
-    found = work(rank, *args)
+    result = work(rank, *args)
     if rank == 0:
-        out.put(found)
+        out.put(result)
     dist.barrier()
     dist.destroy_process_group()
 
@@ -248,8 +248,8 @@ def copied(rank: int, num_bytes: int, times: int) -> tuple[float, float]:
     shapes = {f"w{i}": (side, side) for i in range(num_bytes // (4 * side * side))}
     line = DeviceMesh(range(4), (4,))
     before = {name: Layout(line, "[S0,R]", shape, "float32") for name, shape in shapes.items()}
-    there = DeviceMesh([1, 2, 3, 0], (4,))
-    after = {name: Layout(there, "[S0,R]", shape, "float32") for name, shape in shapes.items()}
+    turned = DeviceMesh([1, 2, 3, 0], (4,))
+    after = {name: Layout(turned, "[S0,R]", shape, "float32") for name, shape in shapes.items()}
     state = {name: torch.full((side // 4, side), float(rank)) for name in shapes}
     out = {name: torch.zeros(side // 4, side) for name in shapes}
     plan = plan_reshard(before, after)
@@ -354,12 +354,12 @@ def main(args: list[str]) -> int:
     for number, row in enumerate(ROWS):
         if given.rows and number not in given.rows:
             continue
-        one = in_processes(row.world, measure, row, given.times)
-        plan, hand, full = one["plan"], one["hand"], one["full"]
+        seconds = in_processes(row.world, measure, row, given.times)
+        plan, hand, full = seconds["plan"], seconds["hand"], seconds["full"]
         print(
-            f"| {row.name} | {plan * 1e3:.0f} | {one['messages'] * 1e3:.0f} | {hand * 1e3:.0f} "
+            f"| {row.name} | {plan * 1e3:.0f} | {seconds['messages'] * 1e3:.0f} | {hand * 1e3:.0f} "
             f"({plan / hand:.2f}) | {full * 1e3:.0f} | {full / plan:.1f} × | "
-            f"{one['first'] / plan:.1f} |",
+            f"{seconds['first'] / plan:.1f} |",
             flush=True,
         )
     return 0

@@ -14,25 +14,25 @@ Specs: TypeAlias = dict[str, str]
 
 def dense(width: int, words: int, layers: int = 28) -> Shapes:
     """Return the tensors of a dense model: 7 a layer, and the embedding."""
-    found: Shapes = {"words": (words, width)}
+    shapes: Shapes = {"words": (words, width)}
     for layer in range(layers):
         at = f"layers.{layer}"
-        found |= {f"{at}.{name}": (width, width) for name in ("q", "k", "v", "o")}
-        found |= {f"{at}.up": (4 * width, width), f"{at}.down": (width, 4 * width)}
-        found |= {f"{at}.norm": (width,)}
-    return found
+        shapes |= {f"{at}.{name}": (width, width) for name in ("q", "k", "v", "o")}
+        shapes |= {f"{at}.up": (4 * width, width), f"{at}.down": (width, 4 * width)}
+        shapes |= {f"{at}.norm": (width,)}
+    return shapes
 
 
 def experts(width: int, layers: int = 24, count: int = 8) -> Shapes:
     """Return the tensors of a mixture of experts, those of a layer stacked."""
-    found: Shapes = {"words": (8192, width)}
+    shapes: Shapes = {"words": (8192, width)}
     for layer in range(layers):
         at = f"layers.{layer}"
-        found |= {f"{at}.{name}": (width, width) for name in ("q", "k", "v", "o")}
-        found |= {f"{at}.experts.up": (count, 2 * width, width)}
-        found |= {f"{at}.experts.down": (count, width, 2 * width)}
-        found |= {f"{at}.norm": (width,)}
-    return found
+        shapes |= {f"{at}.{name}": (width, width) for name in ("q", "k", "v", "o")}
+        shapes |= {f"{at}.experts.up": (count, 2 * width, width)}
+        shapes |= {f"{at}.experts.down": (count, width, 2 * width)}
+        shapes |= {f"{at}.norm": (width,)}
+    return shapes
 
 
 def _kind(name: str) -> str:
@@ -41,13 +41,13 @@ def _kind(name: str) -> str:
 
 def specs_of(shapes: Shapes, columns: str, rows: str, vectors: str, **others: str) -> Specs:
     """Return a spec by the kind of tensor: cut by columns, by rows, or a vector."""
-    found = {}
+    specs = {}
     for name, shape in shapes.items():
         kind = _kind(name)
         usual = rows if kind in ("o", "down") else columns
         key = kind.replace(".", "_")
-        found[name] = others.get(key, vectors if len(shape) == 1 else usual)
-    return found
+        specs[name] = others.get(key, vectors if len(shape) == 1 else usual)
+    return specs
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,11 +63,11 @@ class Row:
     def layouts(self, end: tuple[DeviceMesh, Specs]) -> dict[str, Layout]:
         """Return the layouts at one end."""
         mesh, specs = end
-        known: dict[tuple[str, tuple[int, ...]], Layout] = {}
+        layouts: dict[tuple[str, tuple[int, ...]], Layout] = {}
         for name, shape in self.shapes.items():
             key = specs[name], shape
-            known.setdefault(key, Layout(mesh, specs[name], shape, "float32"))
-        return {name: known[specs[name], shape] for name, shape in self.shapes.items()}
+            layouts.setdefault(key, Layout(mesh, specs[name], shape, "float32"))
+        return {name: layouts[specs[name], shape] for name, shape in self.shapes.items()}
 
 
 def _rows() -> tuple[Row, ...]:
@@ -84,8 +84,8 @@ def _rows() -> tuple[Row, ...]:
     )
 
     def row(name: str, shapes: Shapes, mesh: DeviceMesh, cut: Sequence[str], *to: int) -> Row:
-        there = DeviceMesh(to, (len(to),))
-        ends = (mesh, specs_of(shapes, *cut)), (there, specs_of(shapes, *tensor))
+        target_mesh = DeviceMesh(to, (len(to),))
+        ends = (mesh, specs_of(shapes, *cut)), (target_mesh, specs_of(shapes, *tensor))
         return Row(name, 1 + max(*mesh.ids, *to), shapes, *ends)
 
     return (
@@ -110,13 +110,13 @@ ROWS: Final = _rows()
 def deepseek(layers: int = 61, count: int = 256) -> Shapes:
     """Return shapes like those of DeepSeek-V3: three matrices for each expert of a layer."""
     wide, low = 7168, 2048
-    found: Shapes = {"words": (129280, wide), "head": (129280, wide)}
+    shapes: Shapes = {"words": (129280, wide), "head": (129280, wide)}
     for layer in range(layers):
         at = f"layers.{layer}"
-        found |= {f"{at}.norm.{i}": (wide,) for i in range(2)}
-        found |= {f"{at}.q_a": (1536, wide), f"{at}.q_b": (24576, 1536)}
-        found |= {f"{at}.kv_a": (576, wide), f"{at}.kv_b": (32768, 512), f"{at}.o": (wide, 16384)}
+        shapes |= {f"{at}.norm.{i}": (wide,) for i in range(2)}
+        shapes |= {f"{at}.q_a": (1536, wide), f"{at}.q_b": (24576, 1536)}
+        shapes |= {f"{at}.kv_a": (576, wide), f"{at}.kv_b": (32768, 512), f"{at}.o": (wide, 16384)}
         for expert in range(count + 64):
-            found |= {f"{at}.experts.{expert}.{name}": (low, wide) for name in ("gate", "up")}
-            found |= {f"{at}.experts.{expert}.down": (wide, low)}
-    return found
+            shapes |= {f"{at}.experts.{expert}.{name}": (low, wide) for name in ("gate", "up")}
+            shapes |= {f"{at}.experts.{expert}.down": (wide, low)}
+    return shapes

@@ -144,8 +144,8 @@ def load_sharded(
                 )
             chosen = communicator or communicator_of(target)
             plan = agree(chosen, lambda: _plan_by_rules(source, choice, target, rules or {}))
-        found = {**agree(chosen, lambda: read_shards(plan, chosen)), **plan.found}
-        return unflatten(plan.paths, lambda name: found.get(name, LEFT_OUT))
+        values = {**agree(chosen, lambda: read_shards(plan, chosen)), **plan.values}
+        return unflatten(plan.paths, lambda name: values.get(name, LEFT_OUT))
 
 
 def _opened(
@@ -182,7 +182,7 @@ class Reading(NamedTuple):
     """Those to fill; by default new DTensors are made."""
     paths: Mapping[str, KeyPath] = MappingProxyType({})
     """Keys of all entries in the nested result."""
-    found: Mapping[str, object] = MappingProxyType({})
+    values: Mapping[str, object] = MappingProxyType({})
     """Entries of the result that are not read."""
 
 
@@ -208,13 +208,13 @@ def _plan_by_rules(
     unflatten(paths, lambda _: None)
     layouts = select.layouts_by_rules(mesh, rules, wanted, as_saved)
     check_blocks(source, {old[name]: layout for name, layout in layouts.items()})
-    return Reading(source, old, layouts, paths=paths, found=values)
+    return Reading(source, old, layouts, paths=paths, values=values)
 
 
 def _spec_as_saved(
     source: Catalog, mesh: DeviceMesh, replicated: bool, tensor: OutputTensor
 ) -> ShardingSpec:
-    """Return how a tensor was sharded, for another mesh; or replicated if that is not known."""
+    """Return how a tensor was sharded, for another mesh; replicated if nothing says how."""
     spec, saved = source.outline(tensor.source).spec, source.mesh
     if spec is None or saved is None:
         if replicated:
@@ -246,9 +246,12 @@ def _plan_into(
     # Other formats keep lists of dicts whole.
     values |= spread(values, {})[0]
     flat = state.flat
-    for kind, due, known in (("tensor", state.layouts, names), ("value", flat.values, values)):
-        for name in due:
-            if choice.wants(name) and name not in known and name not in source.dropped:
+    for kind, of_state, of_checkpoint in (
+        ("tensor", state.layouts, names),
+        ("value", flat.values, values),
+    ):
+        for name in of_state:
+            if choice.wants(name) and name not in of_checkpoint and name not in source.dropped:
                 raise CheckpointError(
                     f"{source.directory}: has no {kind} {name!r}; leave it out of what is loaded "
                     "into, exclude it, or rename one"
@@ -267,13 +270,13 @@ def _plan_into(
                 "has none; redistribute it first"
             )
     check_blocks(source, {names[name]: layout for name, layout in layouts.items()})
-    found = {**flat.tensors, **{name: values.get(name, old) for name, old in flat.values.items()}}
-    paths = {name: flat.paths.get(name, (name,)) for name in found}
-    return Reading(source, names, layouts, state.shards, paths, found)
+    result = {**flat.tensors, **{name: values.get(name, old) for name, old in flat.values.items()}}
+    paths = {name: flat.paths.get(name, (name,)) for name in result}
+    return Reading(source, names, layouts, state.shards, paths, result)
 
 
 def read_shards(plan: Reading, communicator: Communicator) -> dict[str, Any]:
-    """Read the shards of this process, into those that are there or into new DTensors."""
+    """Read the shards of this process, into tensors that are given or into new DTensors."""
     import torch
 
     from shardspec.tensor.dtensor import DTensor

@@ -45,14 +45,14 @@ def stored_layouts(
     outlines = [catalog.outline(name) for name in catalog.names]
     numbers = file_numbers(catalog, first)
     files = DeviceMesh(list(numbers.values()) or [first])
-    found: dict[str, StoredLayout] = {}
+    layouts: dict[str, StoredLayout] = {}
     for tensor in outlines:
         require_finished(tensor)
-        held: dict[int, list[Box]] = {}
+        boxes: dict[int, list[Box]] = {}
         for box in distinct(tensor):
-            held.setdefault(numbers[box.path], []).append(box.box)
-        found[tensor.name] = StoredLayout(files, held, tensor.shape, tensor.dtype)
-    return found, {number: path.name for path, number in numbers.items()}
+            boxes.setdefault(numbers[box.path], []).append(box.box)
+        layouts[tensor.name] = StoredLayout(files, boxes, tensor.shape, tensor.dtype)
+    return layouts, {number: path.name for path, number in numbers.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,17 +199,17 @@ def plan_stored(
     elif isinstance(names, NameMap):
         names = configured(source, names)
     elif chain:
-        *firsts, names = (configured(source, one) for one in chain)
+        *firsts, names = (configured(source, name_map) for name_map in chain)
         if firsts:
             # What is dropped has the names of the checkpoint, and the last map those in between.
             source, drop = mapped(source, firsts, Choice(drop=drop)), ()
     # Files are numbered behind the ids of all devices.
     behind = max((device for mesh in meshes for device in mesh.ids), default=-1) + 1
     stored, files = stored_layouts(source, behind)
-    known = names if isinstance(names, Mapping | NameMap) else None
-    plan = plan_state(stored, target, known, dtype, max_bytes, drop, source.dropped)
-    check_stored_plan(source, plan, known, dtype)
-    return StoredPlan(source, plan, known, files)
+    own = names if isinstance(names, Mapping | NameMap) else None
+    plan = plan_state(stored, target, own, dtype, max_bytes, drop, source.dropped)
+    check_stored_plan(source, plan, own, dtype)
+    return StoredPlan(source, plan, own, files)
 
 
 def plan_load(

@@ -34,7 +34,7 @@ def file_numbers(catalog: Catalog, first: int) -> dict[StoragePath, int]:
 def file_regions(catalog: Catalog, first: int) -> dict[str, list[FileRegion]]:
     """Return by name where the boxes of tensors lie, in files numbered from `first` on."""
     numbers = file_numbers(catalog, first)
-    found = {}
+    regions = {}
     for name in catalog.names:
         tensor = catalog.tensor(name)
         if any(stored.computed for stored in tensor.boxes):
@@ -42,7 +42,7 @@ def file_regions(catalog: Catalog, first: int) -> dict[str, list[FileRegion]]:
                 f"{catalog.directory}: tensor {name!r} is made of codes and scales, which no copy "
                 "of bytes does; merge or reshard the checkpoint with a dtype first"
             )
-        found[name] = [
+        regions[name] = [
             FileRegion(
                 numbers[stored.path],
                 stored.box,
@@ -51,7 +51,7 @@ def file_regions(catalog: Catalog, first: int) -> dict[str, list[FileRegion]]:
             )
             for stored in distinct(tensor)
         ]
-    return found
+    return regions
 
 
 def _row_major(shape: Sequence[int], width: int) -> tuple[int, ...]:
@@ -116,14 +116,17 @@ def _shards(plan: StateCopies, device: int) -> dict[str, npt.NDArray[np.int64]]:
     """Return shapes, and strides in bytes, of what a device holds of every tensor; else zeros."""
     dims = [len(layout.global_shape) for m in plan.moves for layout in (m.source, m.target)]
     table = np.zeros((4, len(plan.moves), max(dims, default=0)), np.int64)
-    known: dict[Layout, tuple[Sequence[int], Sequence[int]]] = {}
+    shapes_and_steps: dict[Layout, tuple[Sequence[int], Sequence[int]]] = {}
     for place, move in enumerate(plan.moves):
         for side, layout in enumerate((move.source, move.target)):
             if isinstance(layout, StoredLayout) or device not in layout.mesh:
                 continue
-            if layout not in known:
-                known[layout] = layout.local_shape(device), row_major_steps(layout, device)
-            for of, numbers in enumerate(known[layout]):
+            if layout not in shapes_and_steps:
+                shapes_and_steps[layout] = (
+                    layout.local_shape(device),
+                    row_major_steps(layout, device),
+                )
+            for of, numbers in enumerate(shapes_and_steps[layout]):
                 table[2 * side + of, place, : len(numbers)] = numbers
     names = ("source_shapes", "source_strides", "target_shapes", "target_strides")
     return dict(zip(names, table, strict=True))

@@ -44,7 +44,7 @@ class LinkPreset:
     valid_for: str
     """The conditions under which the numbers hold, and known deviations."""
     read_on: str
-    """The date on which the source said so."""
+    """The date on which the source was read."""
     sizes: tuple[int, int] | None = None
     """The least and the most bytes of the whole buffer with published times."""
     start_us: float = 0.0

@@ -44,30 +44,30 @@ Groups: TypeAlias = tuple[tuple[int, ...], ...]
 class StoredLayout(Layout):
     """The boxes of a tensor in the files of a checkpoint, which are numbered as devices are."""
 
-    held: tuple[tuple[int, tuple[Box, ...]], ...]
-    """Per file its boxes."""
+    stored: tuple[tuple[int, tuple[Box, ...]], ...]
+    """The boxes of each file."""
 
     def __init__(
         self,
         files: DeviceMesh,
-        held: Mapping[int, Sequence[Box]],
+        stored: Mapping[int, Sequence[Box]],
         global_shape: Sequence[int],
         dtype: object,
     ) -> None:
         Layout.__init__(self, files, ShardingSpec(len(global_shape)), global_shape, dtype)
-        found = tuple((file, tuple(boxes)) for file, boxes in sorted(held.items()))
-        object.__setattr__(self, "held", found)
-        object.__setattr__(self, "_hash", hash((self.held, self.global_shape, self.dtype)))
+        boxes_of = tuple((file, tuple(boxes)) for file, boxes in sorted(stored.items()))
+        object.__setattr__(self, "stored", boxes_of)
+        object.__setattr__(self, "_hash", hash((boxes_of, self.global_shape, self.dtype)))
 
     def __hash__(self) -> int:
         return self._hash
 
     def __reduce__(self) -> tuple[type[Layout], tuple[object, ...]]:
-        return StoredLayout, (self.mesh, dict(self.held), self.global_shape, self.dtype)
+        return StoredLayout, (self.mesh, dict(self.stored), self.global_shape, self.dtype)
 
     def local_boxes(self, physical_id: int) -> list[Box]:
-        """Return what a file holds."""
-        return list(dict(self.held).get(physical_id, ()))
+        """Return the boxes of a file."""
+        return list(dict(self.stored).get(physical_id, ()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,12 +112,12 @@ class StateCopies:
     def digest(self) -> str:
         """What is equal on ranks whose plans are; hexadecimal."""
         names = self.values, self.padded, self.dropped, *self.quantised
-        found = hashlib.sha256(repr((self.max_bytes, *names)).encode())
+        digest = hashlib.sha256(repr((self.max_bytes, *names)).encode())
         texts = {layout: repr(_facts(layout)) for layout in self._layouts}
         for move in self.moves:
             ends = texts[move.source], texts[move.target]
-            found.update(repr((move.source_name, move.target_name, move.view, ends)).encode())
-        return found.hexdigest()
+            digest.update(repr((move.source_name, move.target_name, move.view, ends)).encode())
+        return digest.hexdigest()
 
     @cached_property
     def devices(self) -> tuple[int, ...]:
@@ -127,16 +127,16 @@ class StateCopies:
     @cached_property
     def files(self) -> frozenset[int]:
         """Which of the devices stand for files of a checkpoint."""
-        stored = {one.mesh for one in self._layouts if isinstance(one, StoredLayout)}
+        stored = {layout.mesh for layout in self._layouts if isinstance(layout, StoredLayout)}
         return frozenset(number for mesh in stored for number in mesh.ids)
 
     @cached_property
     def kinds(self) -> dict[MoveKind, list[int]]:
         """Pairs of layouts, and the view, with the places in `moves` of tensors that have them."""
-        found: dict[MoveKind, list[int]] = {}
+        kinds: dict[MoveKind, list[int]] = {}
         for place, move in enumerate(self.moves):
-            found.setdefault((move.source, move.target, move.view), []).append(place)
-        return found
+            kinds.setdefault((move.source, move.target, move.view), []).append(place)
+        return kinds
 
     @cached_property
     def alike(self) -> tuple[tuple[int, ...], ...]:
@@ -205,10 +205,10 @@ class StateCopies:
 
     def schedule(self, device: int) -> Schedule:
         """Return the messages of a device."""
-        known = self._schedules
-        if device not in known:
-            known[device] = schedule_of(self.stages, self.devices, device, self.bucket_bytes)
-        return known[device]
+        schedules = self._schedules
+        if device not in schedules:
+            schedules[device] = schedule_of(self.stages, self.devices, device, self.bucket_bytes)
+        return schedules[device]
 
     def kept(self, device: int) -> list[StateCopy]:
         """Return what a device has already."""
@@ -230,10 +230,10 @@ class StateCopies:
         return self._summed(1)
 
     def _summed(self, end: int) -> dict[int, int]:
-        found = dict.fromkeys(self.devices, 0)
+        summed = dict.fromkeys(self.devices, 0)
         for pair, num_bytes in self.traffic.items():
-            found[pair[end]] += num_bytes
-        return found
+            summed[pair[end]] += num_bytes
+        return summed
 
     @property
     def bytes_between_hosts(self) -> int | None:
@@ -261,16 +261,18 @@ class StateCopies:
         """The most bytes that a device holds at once: its source, its target and its buckets."""
         before = {move.source_name: move.source for move in self.moves}
         after = {move.target_name: move.target for move in self.moves}
-        held = dict.fromkeys(self.devices, 0)
+        num_bytes = dict.fromkeys(self.devices, 0)
         for layout, count in Counter([*before.values(), *after.values()]).items():
             if not isinstance(layout, StoredLayout):
                 width = item_bytes(layout.dtype) * count
                 for device in layout.mesh.ids:
-                    held[device] += prod(layout.local_shape(device)) * width
-        for device in held:
+                    num_bytes[device] += prod(layout.local_shape(device)) * width
+        for device in num_bytes:
             for moved in (self.sent, self.received):
-                held[device] += min(self.max_bytes, moved[device])
-        return max((held[device] for device in held if device not in self.files), default=0)
+                num_bytes[device] += min(self.max_bytes, moved[device])
+        return max(
+            (num_bytes[device] for device in num_bytes if device not in self.files), default=0
+        )
 
     @property
     def cost_seconds(self) -> float:
@@ -297,7 +299,7 @@ class StateCopies:
     @property
     def meshes(self) -> set[DeviceMesh]:
         """The meshes of devices."""
-        return {one.mesh for one in self._layouts if not isinstance(one, StoredLayout)}
+        return {layout.mesh for layout in self._layouts if not isinstance(layout, StoredLayout)}
 
     def as_dict(self) -> dict[str, object]:
         """Return what the plan says as plain values, ready for JSON."""
@@ -329,8 +331,12 @@ class StateCopies:
     def text(self, names: Mapping[int, str]) -> str:
         """Return the plan as a table, some devices by name."""
         rows = [
-            [names.get(one, str(one)), bytes_text(self.sent[one]), bytes_text(self.received[one])]
-            for one in self.devices
+            [
+                names.get(device, str(device)),
+                bytes_text(self.sent[device]),
+                bytes_text(self.received[device]),
+            ]
+            for device in self.devices
         ]
         if len(rows) > _MOST_ROWS:
             rows = [*rows[:_MOST_ROWS], ["…", "", ""]]
@@ -360,7 +366,7 @@ class StateCopies:
 
 def _facts(layout: Layout) -> tuple[object, ...]:
     """Return what of a layout plans depend on."""
-    stored = layout.held if isinstance(layout, StoredLayout) else ()
+    stored = layout.stored if isinstance(layout, StoredLayout) else ()
     mesh = layout.mesh
     links = mesh.mesh_alpha, mesh.mesh_beta, mesh.link_model
     return mesh.ids, mesh.shape, links, str(layout.spec), stored, layout.global_shape, layout.dtype

@@ -80,8 +80,8 @@ def _first(shape: Sequence[int], sides: Sequence[TensorView], judge: _Judge) -> 
     ]
     # A scalar is a dim of one index.
     search = _Search(lengths or [1], judge)
-    found = search.first(0, sets if shape else [(1,)] * len(sides))
-    return None if found is None else tuple(a * b for a, b in zip(found, units, strict=False))
+    index = search.first(0, sets if shape else [(1,)] * len(sides))
+    return None if index is None else tuple(a * b for a, b in zip(index, units, strict=False))
 
 
 class _Search:
@@ -101,14 +101,14 @@ class _Search:
         for bits in {cover[dim] for cover in covers}:
             alike = [part for some in alike for part in (some & bits, some & ~bits) if part]
             self._spend(dim, len(alike))
-        found = []
+        first_of_parts = []
         for some in alike:
             self._spend(dim, len(covers))
             within = [cover for cover in covers if cover[dim] & some]
             rest = self.first(dim + 1, within)
             if rest is not None:
-                found.append(((some & -some).bit_length() - 1, *rest))
-        return min(found, default=None)
+                first_of_parts.append(((some & -some).bit_length() - 1, *rest))
+        return min(first_of_parts, default=None)
 
     def _spend(self, dim: int, count: int) -> None:
         self._left -= count * (1 + self._lengths[dim] // _SHORT_BITS)
@@ -129,7 +129,7 @@ def _unit(factors: Sequence[Factor]) -> int:
 
 
 def _bits(factors: Sequence[Factor], unit: int) -> int:
-    """Return which indices of a dim are covered, one bit for so many."""
+    """Return which indices of a dim are covered, one bit for every `unit` of them."""
     bits, width, solid = 1, 1, True
     for factor in reversed(factors):
         if solid:
@@ -144,7 +144,7 @@ def _bits(factors: Sequence[Factor], unit: int) -> int:
 
 
 def _repeated(bits: int, width: int, count: int) -> int:
-    """Return bits so many times, one after the other."""
+    """Return bits `count` times, one after the other."""
     result = at = 0
     while count:
         if count & 1:

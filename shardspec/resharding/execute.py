@@ -21,7 +21,7 @@ from shardspec.resharding.given import (
     DeviceGiven,
     Given,
     State,
-    Told,
+    Statement,
     agreed_ties,
     agreed_values,
     given_to,
@@ -47,21 +47,21 @@ def run_reshard(
         with communicator.telling(plan.meshes):
             return _run_in_job(plan, state, out, communicator, wanted)
     given = given_to(plan, state, out, plan.devices, alone=False)
-    ties = agreed_ties(plan, [given.told])
-    values = agreed_values(plan, {0: given.told.values})
+    ties = agreed_ties(plan, [given.statement])
+    values = agreed_values(plan, {0: given.statement.values})
     moving = plan.without_ties(ties)
-    held = {device: DeviceShards(moving, device, one) for device, one in given.devices.items()}
+    shards = {device: DeviceShards(moving, device, each) for device, each in given.devices.items()}
     # Devices may share what is filled.
-    for one in held.values():
-        one.allocate()
-        one.clear()
+    for each in shards.values():
+        each.allocate()
+        each.clear()
     for number in range(len(moving.stages)):
-        _move_here({device: one.stage(number) for device, one in held.items()})
-    results = _results(plan, ties, held, given) | values
+        _move_here({device: each.stage(number) for device, each in shards.items()})
+    results = _results(plan, ties, shards, given) | values
     if wanted is None:
         return results, None
     with _marking(given, f"version {wanted.version} did not arrive"):
-        return results, receipt_of(plan, ties, held, lambda found: found, wanted)
+        return results, receipt_of(plan, ties, shards, lambda message: message, wanted)
 
 
 def _move_here(stages: Mapping[int, Stage]) -> None:
@@ -99,33 +99,36 @@ def _run_in_job(
     device_type = ""
     try:
         given = given_to(plan, state, out, (rank,), alone=True)
-        told, device_type = given.told, _device_type(given.devices[rank])
+        statement, device_type = given.statement, _device_type(given.devices[rank])
     except Exception as error:  # whatever it is, the other ranks would wait for this one
-        cause, told = error, Told(_problem(error), b"", {}, (), 0, False)
+        cause, statement = error, Statement(_problem(error), b"", {}, (), 0, False)
     # Held by one thread at a time, and compared on all ranks before the first byte.
     facts = {"reshard plan": plan.digest[:12]}
     if wanted is not None:
         facts["with a receipt of version"] = str(wanted.version)
     words = description(facts)
-    with communicator.conversion(words, device_type, plan.meshes, {rank: told}) as (home, every):
-        _require_no_problem({peer: one.problem for peer, one in every.items()}, cause)
+    with communicator.conversion(words, device_type, plan.meshes, {rank: statement}) as (
+        home,
+        statements,
+    ):
+        _require_no_problem({peer: of_peer.problem for peer, of_peer in statements.items()}, cause)
         assert given is not None, "this rank has no problem either"
-        values = agreed_values(plan, {peer: one.values for peer, one in every.items()})
-        ties = agreed_ties(plan, every.values())
-        _compare_stages({peer: one.num_stages for peer, one in every.items()})
+        values = agreed_values(plan, {peer: of_peer.values for peer, of_peer in statements.items()})
+        ties = agreed_ties(plan, statements.values())
+        _compare_stages({peer: of_peer.num_stages for peer, of_peer in statements.items()})
         moving = plan.without_ties(ties)
         if ties and moving.hosts is not None:
             _compare_stages(communicator.gather({rank: len(moving.stages)}))
-        one = DeviceShards(moving, rank, given.devices[rank])
-        one.allocate()
+        own = DeviceShards(moving, rank, given.devices[rank])
+        own.allocate()
         casts = any(move.source.dtype != move.target.dtype for move in plan.moves)
         transport = communicator.transport(home, casts=casts)
-        reserved = one.reserve(transport)
-        if reserved or not all(other.fills for other in every.values()):
+        reserved = own.reserve(transport)
+        if reserved or not all(other.fills for other in statements.values()):
             communicator.gather({rank: None})  # if a rank had no memory for it, all hear of it
-        one.clear()
+        own.clear()
         try:
-            transport.move(one.stage(number) for number in range(len(moving.stages)))
+            transport.move(own.stage(number) for number in range(len(moving.stages)))
         except (CommunicatorError, RuntimeError) as error:
             to = "" if wanted is None else f", to version {wanted.version},"
             why = f"reshard plan {plan.digest[:12]}{to} failed on the way, so `out` is half written"
@@ -133,12 +136,12 @@ def _run_in_job(
                 if isinstance(value, DTensor):
                     value.mark_unusable(f"{why}: {error}")
             raise CommunicatorError(f"{why}; the job cannot go on: {error}") from error
-        held = {rank: one}
-        results = _results(plan, ties, held, given) | values
+        shards = {rank: own}
+        results = _results(plan, ties, shards, given) | values
         if wanted is None:
             return results, None
         with _marking(given, f"version {wanted.version} did not arrive"):
-            return results, receipt_of(plan, ties, held, communicator.gather, wanted)
+            return results, receipt_of(plan, ties, shards, communicator.gather, wanted)
 
 
 @contextmanager
@@ -160,8 +163,10 @@ def _device_type(given: DeviceGiven) -> str:
         for name, shard in shards.items():
             names.setdefault(shard.device.type, label.format(name))
     if len(names) > 1:
-        (one, first), (other, second) = list(names.items())[:2]
-        raise LayoutError(f"{first} is on {one} and {second} on {other}; move them to one kind")
+        (device_type, first), (other_type, second) = list(names.items())[:2]
+        raise LayoutError(
+            f"{first} is on {device_type} and {second} on {other_type}; move them to one kind"
+        )
     return next(iter(names), "")
 
 
@@ -194,14 +199,18 @@ def _compare_stages(counts: Mapping[int, int]) -> None:
 
 
 def _results(
-    plan: StateCopies, ties: Groups, held: Mapping[int, "DeviceShards"], given: Given
+    plan: StateCopies, ties: Groups, of_devices: Mapping[int, "DeviceShards"], given: Given
 ) -> dict[str, Any]:
     """Return what was filled, in the order of the state dict; of `ties` the first was moved."""
     filled: dict[str, Any] = {}
     communicators: dict[DeviceMesh, Communicator] = {}
-    moved = next(iter(held.values())).plan.moves
+    moved = next(iter(of_devices.values())).plan.moves
     for place, move in enumerate(moved):
-        shards = {d: one.target[place] for d, one in held.items() if place in one.target}
+        shards = {
+            d: shard_of.target[place]
+            for d, shard_of in of_devices.items()
+            if place in shard_of.target
+        }
         if shards and given.out is not None:
             filled[move.target_name] = given.out[move.target_name]
         elif shards:
@@ -264,7 +273,7 @@ class DeviceShards:
         return sum(len(turns.get(first, ())) for turns in (sends, receives) if first), largest
 
     def stage(self, number: int) -> Stage:
-        """Return what the device does in a stage of the plan, of which later ones pass on."""
+        """Return what the device does in a stage of the plan; later stages pass data on."""
         streams = self.plan.stages[number].streams(self.device)
         dims = (
             len(layout.global_shape) for m in self.plan.moves for layout in (m.source, m.target)
@@ -295,7 +304,7 @@ class DeviceShards:
 
     def _dtype(self, number: int, piece: Piece) -> torch.dtype:
         move = self.plan.moves[piece.places[0]]
-        # What crosses in the first stage may be cast there; then it is as in the result.
+        # Casts happen in the first stage; after it data is as in the result.
         return torch_dtype(move.target.dtype if number else move.wire_dtype)
 
     def _waves(self, number: int, most_bytes: int | None) -> Iterator[Wave]:

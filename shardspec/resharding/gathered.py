@@ -44,10 +44,10 @@ def layouts_of_job(state: Mapping[str, object]) -> dict[str, Layout | None]:
     for peer in sorted(first.values()):
         stated: dict[str, Layout | None] = pickle.loads(contents[peer])
         for name, layout in stated.items():
-            known = layouts.setdefault(name, layout)
+            before = layouts.setdefault(name, layout)
             holder = holders.setdefault(name, peer)
-            if not _agree(known, layout):
-                texts = [str(one) if one else "a plain value" for one in (known, layout)]
+            if not _agree(before, layout):
+                texts = [str(value) if value else "a plain value" for value in (before, layout)]
                 raise LayoutError(
                     f"{name!r} is {texts[0]} on rank {holder} and {texts[1]} on rank {peer}; make "
                     "them alike"
@@ -58,7 +58,7 @@ def layouts_of_job(state: Mapping[str, object]) -> dict[str, Layout | None]:
 def _own_layouts(state: Mapping[str, object]) -> dict[str, Layout | None]:
     """Return the layouts of the tensors of this rank; None for plain values.
 
-    A plain tensor, as buffers are, and what `parallelize_module` is not told of, is replicated over
+    A plain tensor, as buffers and what `parallelize_module` leaves alone, is replicated over
     the mesh of the DTensors beside it. Raises LayoutError where that is not one mesh.
     """
     layouts = {name: stated_layout(name, value) for name, value in state.items()}
@@ -76,9 +76,9 @@ def _own_layouts(state: Mapping[str, object]) -> dict[str, Layout | None]:
     return layouts
 
 
-def _agree(one: Layout | None, other: Layout | None) -> bool:
+def _agree(ours: Layout | None, theirs: Layout | None) -> bool:
     """Whether two ranks mean the same tensor, or copies of it."""
-    if one is None or other is None or one == other:
-        return one == other
-    alike = (one.global_shape, one.dtype) == (other.global_shape, other.dtype)
-    return same_shards(one, other) or (alike and not {*one.mesh.ids} & {*other.mesh.ids})
+    if ours is None or theirs is None or ours == theirs:
+        return ours == theirs
+    alike = (ours.global_shape, ours.dtype) == (theirs.global_shape, theirs.dtype)
+    return same_shards(ours, theirs) or (alike and not {*ours.mesh.ids} & {*theirs.mesh.ids})

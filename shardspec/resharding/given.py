@@ -35,7 +35,7 @@ class DeviceGiven(NamedTuple):
     """Shards to be filled, by the names of the target."""
 
 
-class Told(NamedTuple):
+class Statement(NamedTuple):
     """What a process tells the others of a state dict before anything moves."""
 
     problem: str
@@ -60,7 +60,7 @@ class Given(NamedTuple):
     """Those of the state dict, in its order."""
     out: dict[str, object] | None
     """What is filled, without nesting."""
-    told: Told
+    statement: Statement
 
 
 def given_to(
@@ -110,8 +110,10 @@ def given_to(
         device: DeviceGiven({n: s.resolve_conj().resolve_neg() for n, s in shards.items()}, out)
         for (device, shards), out in zip(read.items(), filled.values(), strict=True)
     }
-    told = Told("", pickle.dumps(kept), tied, shared, len(plan.stages), flat_out is not None)
-    return Given(given, list(state), flat_out, told)
+    statement = Statement(
+        "", pickle.dumps(kept), tied, shared, len(plan.stages), flat_out is not None
+    )
+    return Given(given, list(state), flat_out, statement)
 
 
 def _check_names(where: str, values: State, planned: Iterable[str]) -> None:
@@ -217,7 +219,7 @@ def _shared(
 ) -> Groups:
     """Return pairs of places whose results are the same memory; refuse all other overlaps.
 
-    They are right if what is written there is the same: copies of one tensor, or tied tensors.
+    This is right if both are given the same data: copies of one tensor, or tied tensors.
     """
     alike = {plan.moves[place].target_name: at for at in plan.alike for place in at}
     layouts = {move.target_name: move.target for move in plan.moves}
@@ -247,20 +249,20 @@ def _shared(
     return tuple(sorted(shared))
 
 
-def agreed_values(plan: StateCopies, told: Mapping[int, bytes]) -> dict[str, object]:
+def agreed_values(plan: StateCopies, pickled: Mapping[int, bytes]) -> dict[str, object]:
     """Return the plain values, which are the same on all devices that have any.
 
-    `told` holds the values of each device, pickled. Raises LayoutError if some differ, or none is
-    there.
+    `pickled` holds the values of each device. Raises LayoutError if some differ, or
+    no device has one.
     """
     # Equal bytes are equal values, and few differ.
     dicts: dict[bytes, dict[str, object]] = {}
-    for data in told.values():
+    for data in pickled.values():
         if data not in dicts:
             dicts[data] = pickle.loads(data)
     values: dict[str, object] = {}
     for name, new in plan.values:
-        having = {peer: dicts[data] for peer, data in told.items() if new in dicts[data]}
+        having = {peer: dicts[data] for peer, data in pickled.items() if new in dicts[data]}
         if not having:
             raise LayoutError(
                 f"the value {name!r}, which the plan carries, is missing from the state dict"
@@ -268,27 +270,27 @@ def agreed_values(plan: StateCopies, told: Mapping[int, bytes]) -> dict[str, obj
         first = min(having)
         values[new] = having[first][new]
         keys: dict[int, object] = {}
-        for peer, found in having.items():
-            if id(found) not in keys:
-                keys[id(found)] = plain_key(found[new])
-            if keys[id(found)] != keys[id(having[first])]:
+        for peer, theirs in having.items():
+            if id(theirs) not in keys:
+                keys[id(theirs)] = plain_key(theirs[new])
+            if keys[id(theirs)] != keys[id(having[first])]:
                 raise LayoutError(
-                    f"{name!r} is {shown(values[new])} on rank {first} and {shown(found[new])} on "
+                    f"{name!r} is {shown(values[new])} on rank {first} and {shown(theirs[new])} on "
                     f"rank {peer}; make them equal, or leave it out"
                 )
     return values
 
 
-def agreed_ties(plan: StateCopies, told: Iterable[Told]) -> Groups:
+def agreed_ties(plan: StateCopies, statements: Iterable[Statement]) -> Groups:
     """Return places of tensors that are one in the source: on every device with elements of them.
 
     Raises LayoutError if tensors of `out` are the same memory somewhere and these are not.
     """
-    told = list(told)
+    statements = list(statements)
     labels = {
         device: {place: number for number, group in enumerate(groups) for place in group}
-        for one in told
-        for device, groups in one.tied.items()
+        for statement in statements
+        for device, groups in statement.tied.items()
     }
     ties: list[tuple[int, ...]] = []
     for places in plan.alike:
@@ -300,7 +302,7 @@ def agreed_ties(plan: StateCopies, told: Iterable[Told]) -> Groups:
                 groups = [part for group in groups for part in _parted(group, labels[device])]
         ties += groups
     group_of = {place: group for group in ties for place in group}
-    for first, second in sorted({pair for one in told for pair in one.shared}):
+    for first, second in sorted({pair for statement in statements for pair in statement.shared}):
         if second not in group_of.get(first, ()):
             names = [plan.moves[place].target_name for place in (first, second)]
             raise LayoutError(

@@ -22,10 +22,10 @@ class MapReport:
 
     equations: tuple[Equation, ...]
     problems: tuple[str, ...]
-    """Why it is not total; nothing where all that it names is there, and every element of the
-    target is written exactly once."""
+    """Why it is not total; empty if all that it names exists, and every element of the target is
+    written exactly once."""
     unused: tuple[str, ...]
-    """Tensors of the source of which some elements go nowhere, and are not meant to."""
+    """Tensors of the source some of whose elements go nowhere by mistake."""
 
     def __bool__(self) -> bool:
         return not (self.problems or self.unused)
@@ -55,7 +55,7 @@ def check_map(
 ) -> MapReport:
     r"""Prove that a map writes every element of the target exactly once, and loses nothing.
 
-    All that the map names must be there, and all that is there must be named. Indices along each
+    All that the map names must exist, and all that exists must be named. Indices along each
     dim that an equation covers are compared as sets; an equation covers the product of these. So
     the proof shares nothing with how elements are moved.
 
@@ -108,7 +108,7 @@ class Mapped(NamedTuple):
 
 
 def apply_map(map_: NameMap, source: Mapping[str, Shape], dropped: Mapping[str, Shape]) -> Mapped:
-    """Return what a map makes of a source, of which some tensors are left behind."""
+    """Return what a map makes of a source, some of whose tensors are left behind."""
     every = map_.target_shapes(source)
     shapes = map_.target_shapes(source, without=dropped.keys()) if dropped else every
     behind = {name: shape for name, shape in every.items() if name not in shapes}
@@ -122,10 +122,10 @@ def report_of(
     dropped: Mapping[str, Shape],
 ) -> MapReport:
     """Check a map; what is dropped is in the source too."""
-    found = map_.bindings(source)
+    bindings = map_.bindings(source)
     sought = [
         Sought(side, map_.optional.get(place), bound)
-        for place, ((side, _), bound) in enumerate(zip(map_.rules, found, strict=True))
+        for place, ((side, _), bound) in enumerate(zip(map_.rules, bindings, strict=True))
     ]
     equations = tuple(e for e in map_.equations(source, target) if e.source not in dropped)
     written: dict[str, list[tuple[str, TensorView]]] = {name: [] for name in target}
@@ -143,8 +143,8 @@ def report_of(
     for name, parts in written.items():
         sides = tuple(side for _, side in parts)
         if (twice := overlap(target[name], sides)) is not None:
-            one, other, *_ = (writer for writer, side in parts if covers(side, twice))
-            problems.append(f"{name!r}: both {one!r} and {other!r} are written at index {twice}")
+            first, second, *_ = (writer for writer, side in parts if covers(side, twice))
+            problems.append(f"{name!r}: both {first!r} and {second!r} are written at index {twice}")
         elif (empty := hole(target[name], sides)) is not None:
             problems.append(f"{name!r}: nothing is written at index {empty}")
     unused = (name for name, sides in read.items() if hole(source[name], tuple(sides)) is not None)

@@ -17,7 +17,7 @@ from shardspec.comm.region import Region
 K = TypeVar("K")
 
 _MAX_WORK: Final = 100_000
-"""Steps of the search for a byte that two strided arrays share; a longer search counts as found."""
+"""Steps of the search for a byte that two strided arrays share; a longer search counts as a hit."""
 
 
 def memory_of(tensor: torch.Tensor) -> Hashable:
@@ -61,7 +61,7 @@ def overlaps_itself(tensor: torch.Tensor) -> bool:
 
 
 class Overlap(NamedTuple, Generic[K]):
-    """Two arrays that have a byte in common, at least one of which is written."""
+    """Two arrays that have a byte in common; at least one is written."""
 
     written: K
     other: K
@@ -106,15 +106,15 @@ def memory_overlaps(
         reached = max(reached, span.end)
 
 
-def _share(one: torch.Tensor, other: torch.Tensor) -> bool:
+def _share(first: torch.Tensor, second: torch.Tensor) -> bool:
     """Whether two arrays whose spans overlap have a byte in common."""
-    if one.device != other.device:
+    if first.device != second.device:
         return False
-    if one.is_contiguous() and other.is_contiguous():
+    if first.is_contiguous() and second.is_contiguous():
         return True
     try:
         # numpy's types allow but two of the numbers that it takes.
-        return np.shares_memory(_array(one), _array(other), max_work=_MAX_WORK)  # type: ignore[arg-type]
+        return np.shares_memory(_array(first), _array(second), max_work=_MAX_WORK)  # type: ignore[arg-type]
     except np.exceptions.TooHardError:
         return True
 

@@ -32,9 +32,9 @@ A map is read from TOML. Names may have placeholders for numbers, views are thos
     source = "lm_head.weight"
     unless = "untied"
 
-What a map names must be in the source. Tensors with the same ``optional`` are all there or none of
-them is; where that is the name of a size other than 0, they are there. Placeholders in it make a
-group of each number, as ``"moe {i}"`` for layers that may lack experts.
+What a map names must be in the source. Tensors with the same ``optional`` are present together or
+absent together; where that is the name of a size other than 0, they are present. Placeholders in it
+make a group of each number, as ``"moe {i}"`` for layers that may lack experts.
 """
 
 import re
@@ -104,8 +104,8 @@ class NameMap:
     --------
     >>> text = '[[map]]\nsource = "a.{i}.w"\ntarget = ["b.w", "l x", "l[{i}]"]'
     >>> map_ = NameMap.parse(text)
-    >>> found = map_.equations({"a.0.w": (3,), "a.1.w": (3,)}, {"b.w": (2, 3)})
-    >>> [(e.source, e.target, e.view.shape) for e in found]
+    >>> equations = map_.equations({"a.0.w": (3,), "a.1.w": (3,)}, {"b.w": (2, 3)})
+    >>> [(e.source, e.target, e.view.shape) for e in equations]
     [('a.0.w', 'b.w', (3, 1)), ('a.1.w', 'b.w', (3, 1))]
     """
 
@@ -122,7 +122,7 @@ class NameMap:
     unless: Mapping[int, str] = field(default_factory=dict)
     """By which size an entry of `unused` does not count, by its place."""
     model_types: tuple[str, ...] = ()
-    """Of the configs that the map is for; if there are none, it is for all."""
+    """Of the configs that the map is for; empty if it is for all."""
     numbers: Mapping[str, Collection[int]] = field(default_factory=dict)
     """What placeholders stand for, where that is not all numbers from 0 on."""
 
@@ -159,7 +159,7 @@ class NameMap:
         return replace(self, rules=rules, zeros=(), unused=self.zeros, unless={})
 
     def with_sizes(self, sizes: Mapping[str, object]) -> "NameMap":
-        """Return the map with more sizes known: numbers by name, or a model's whole config.
+        """Return the map with more sizes: numbers by name, or a model's whole config.
 
         Raises
         ------
@@ -193,7 +193,7 @@ class NameMap:
         return known_sizes(self.sizes)
 
     def equations(self, source: Mapping[str, Shape], target: Mapping[str, Shape]) -> list[Equation]:
-        """Return the equations between the tensors that there are.
+        """Return the equations between the tensors of a source and a target.
 
         Parameters
         ----------
@@ -205,26 +205,26 @@ class NameMap:
         LayoutError
             If a view does not fit a tensor.
         """
-        known = self.known_sizes()
-        here, there = names_by_form(source), names_by_form(target)
-        found: list[Equation] = []
-        for left, right in self.rules:
-            shared = sorted(placeholders(left[0]) & placeholders(right[0]))
-            in_views = placeholders(" ".join((*left[1:], *right[1:])))
+        sizes = self.known_sizes()
+        source_names, target_names = names_by_form(source), names_by_form(target)
+        equations: list[Equation] = []
+        for source_side, target_side in self.rules:
+            shared = sorted(placeholders(source_side[0]) & placeholders(target_side[0]))
+            in_views = placeholders(" ".join((*source_side[1:], *target_side[1:])))
             views: dict[object, View] = {}  # layers are alike
             others = defaultdict(list)
-            for name, bound in self._bindings(right[0], target, there).items():
+            for name, bound in self._bindings(target_side[0], target, target_names).items():
                 others[tuple([bound[key] for key in shared])].append((name, bound))
-            for name, bound in self._bindings(left[0], source, here).items():
+            for name, bound in self._bindings(source_side[0], source, source_names).items():
                 for other, numbers in others[tuple([bound[key] for key in shared])]:
                     both = bound | numbers
                     key = source[name], target[other], *[both.get(number) for number in in_views]
                     if key not in views:
-                        sides = filled(left, both), filled(right, both)
-                        views[key] = self._view(*sides, source, target, known)
-                    found.append(Equation(name, other, views[key]))
-                    _bounded(len(found))
-        return found
+                        sides = filled(source_side, both), filled(target_side, both)
+                        views[key] = self._view(*sides, source, target, sizes)
+                    equations.append(Equation(name, other, views[key]))
+                    _bounded(len(equations))
+        return equations
 
     def bindings(self, source: Mapping[str, Shape]) -> list[list[Binding]]:
         """Return, per rule, which numbers the tensors of a source and their rows have.
@@ -234,17 +234,17 @@ class NameMap:
         LayoutError
             If a view does not fit a tensor.
         """
-        known, here = self.known_sizes(), names_by_form(source)
-        found, count = [], 0
-        for left, right in self.rules:
+        sizes, names = self.known_sizes(), names_by_form(source)
+        bindings_of_rules, count = [], 0
+        for source_side, target_side in self.rules:
             bound: list[Binding] = []
-            stacked = lru_cache(1024)(partial(_stacked, left, right[0], sizes=known))
-            for tensor, binding in self._bindings(left[0], source, here).items():
+            stacked = lru_cache(1024)(partial(_stacked, source_side, target_side[0], sizes=sizes))
+            for tensor, binding in self._bindings(source_side[0], source, names).items():
                 try:
                     rows = stacked(source[tensor])
                 except SpecSyntaxError as error:
                     raise LayoutError(
-                        f"{left[0]!r} {source[tensor]}: {self._problem(error, left)}"
+                        f"{source_side[0]!r} {source[tensor]}: {self._problem(error, source_side)}"
                     ) from None
                 _bounded(count + prod(map(len, rows.values())))
                 every = [binding]
@@ -252,8 +252,8 @@ class NameMap:
                     every = [{**one, name: number} for one in every for number in numbers]
                 bound += every
                 count += len(every)
-            found.append(bound)
-        return found
+            bindings_of_rules.append(bound)
+        return bindings_of_rules
 
     def target_shapes(
         self, source: Mapping[str, Shape], *, without: Collection[str] = ()
@@ -278,30 +278,32 @@ class NameMap:
         >>> map_.target_shapes({"a": (2, 3)})
         {'b': (3, 2)}
         """
-        known = self.known_sizes()
-        found: dict[str, Shape] = {}
-        for (left, right), bound in zip(self.rules, self.bindings(source), strict=True):
+        sizes = self.known_sizes()
+        implied: dict[str, Shape] = {}
+        for (source_side, target_side), bound in zip(
+            self.rules, self.bindings(source), strict=True
+        ):
             shapes: dict[object, Shape] = {}
             for binding in bound:
-                one, other = filled(left, binding), filled(right, binding)
-                if one[0] in without:
+                ours, theirs = filled(source_side, binding), filled(target_side, binding)
+                if ours[0] in without:
                     continue
-                shape = source[one[0]]
-                key = one[1:], other[1:], shape
+                shape = source[ours[0]]
+                key = ours[1:], theirs[1:], shape
                 try:
                     if key not in shapes:
-                        shapes[key] = _implied(one, other, shape, known)
+                        shapes[key] = _implied(ours, theirs, shape, sizes)
                 except SpecSyntaxError as error:
                     raise LayoutError(
-                        f"the shape of {other[0]!r}, made of {one[0]!r} {shape}: "
-                        f"{self._problem(error, one, other)}"
+                        f"the shape of {theirs[0]!r}, made of {ours[0]!r} {shape}: "
+                        f"{self._problem(error, ours, theirs)}"
                     ) from None
-                if found.setdefault(other[0], shapes[key]) != shapes[key]:
+                if implied.setdefault(theirs[0], shapes[key]) != shapes[key]:
                     raise LayoutError(
-                        f"{other[0]!r} is {found[other[0]]} by one equation and {shapes[key]} by "
-                        "another"
+                        f"{theirs[0]!r} is {implied[theirs[0]]} by one equation and "
+                        f"{shapes[key]} by another"
                     )
-        return found
+        return implied
 
     def padding(self, target: Mapping[str, Shape]) -> list[tuple[str, TensorView]]:
         """Return which parts of the target are zero."""
@@ -309,24 +311,24 @@ class NameMap:
 
     def dropped(self, source: Mapping[str, Shape]) -> list[tuple[str, TensorView]]:
         """Return which parts of the source go nowhere, on purpose."""
-        known = self.known_sizes()
+        sizes = self.known_sizes()
         rules = [
             side
             for place, side in enumerate(self.unused)
-            if not known.get(self.unless.get(place, ""), 0)
+            if not sizes.get(self.unless.get(place, ""), 0)
         ]
         return self._sides(rules, source)
 
     def _sides(
         self, rules: Sequence[Side], shapes: Mapping[str, Shape]
     ) -> list[tuple[str, TensorView]]:
-        known, names = self.known_sizes(), names_by_form(shapes if rules else ())
+        sizes, names = self.known_sizes(), names_by_form(shapes if rules else ())
         sides = (
             filled(rule, bound)
             for rule in rules
             for bound in self._bindings(rule[0], shapes, names).values()
         )
-        return [(one[0], self._view(one, one, shapes, shapes, known).source) for one in sides]
+        return [(side[0], self._view(side, side, shapes, shapes, sizes).source) for side in sides]
 
     def _bindings(
         self, pattern: str, names: Mapping[str, Shape], by_form: NamesByForm
@@ -348,13 +350,13 @@ class NameMap:
         right: Side,
         sources: Mapping[str, Shape],
         targets: Mapping[str, Shape],
-        known: Mapping[str, int],
+        sizes: Mapping[str, int],
     ) -> View:
         source, target = sources[left[0]], targets[right[0]]
         try:
             if left[1:] or right[1:]:
                 views = _view_or_plain(left, source), _view_or_plain(right, target)
-                return views_of(*views, source, target, known)
+                return views_of(*views, source, target, sizes)
             if source == target:
                 return identity_view(source)
             problem = f"shapes differ, {source} and {target}, and no view says how"
@@ -365,9 +367,9 @@ class NameMap:
 
     def _problem(self, error: SpecSyntaxError, *sides: Side) -> str:
         """Say what is wrong with views in the words of a config, and what it does not say."""
-        known = self.known_sizes()
+        sizes = self.known_sizes()
         words = {word for side in sides for text in side[1:] for word in _WORD.findall(text)}
-        unknown = sorted(word for word in words & self.sizes.keys() if word not in known)
+        unknown = sorted(word for word in words & self.sizes.keys() if word not in sizes)
         if unknown:
             root = unknown_root(unknown[0], self.sizes)
             return (
@@ -385,18 +387,18 @@ def _bounded(count: int) -> None:
         )
 
 
-def _stacked(left: Side, right: str, source: Shape, sizes: Mapping[str, int]) -> dict[str, range]:
+def _stacked(ours: Side, theirs: str, source: Shape, sizes: Mapping[str, int]) -> dict[str, range]:
     """Return the numbers of the targets that are stacked in one source, such as experts.
 
     A placeholder of the target's name that the source's lacks, but a slice of its view has as in
     ``e[{e}]``, stands for each index of that factor.
     """
     rows = {}
-    for missing in sorted(placeholders(right) - placeholders(left[0])):
-        slices = (text.replace(" ", "").partition("[") for text in left[2:])
+    for missing in sorted(placeholders(theirs) - placeholders(ours[0])):
+        slices = (text.replace(" ", "").partition("[") for text in ours[2:])
         stack = next((factor for factor, _, index in slices if index == f"{{{missing}}}]"), None)
         if stack is not None:
-            lengths = factors_of(left[1:2], source, sizes)[1]
+            lengths = factors_of(ours[1:2], source, sizes)[1]
             rows[missing] = range(lengths[stack].size if stack in lengths else 0)
     return rows
 
@@ -405,27 +407,27 @@ def _view_or_plain(side: Side, shape: Shape) -> Sequence[str]:
     return side[1:] or [" ".join(f"dim{dim}" for dim in range(len(shape)))]
 
 
-def _implied(left: Side, right: Side, source: Shape, sizes: Mapping[str, int]) -> Shape:
+def _implied(ours: Side, theirs: Side, source: Shape, sizes: Mapping[str, int]) -> Shape:
     """Return the shape of a target whose view names factors of the source or known sizes."""
-    if not left[1:] and not right[1:]:
+    if not ours[1:] and not theirs[1:]:
         return source
-    factors = factors_of(_view_or_plain(left, source), source, sizes)[1]
+    factors = factors_of(_view_or_plain(ours, source), source, sizes)[1]
     lengths = {name: factor.length for name, factor in factors.items()}
-    if not right[1:]:
+    if not theirs[1:]:
         return tuple(lengths.values())
-    dims = parse_view(right[1])
+    dims = parse_view(theirs[1])
     names = [name for factors in dims for name in factors]
-    cut = {text.split("[")[0].strip() for text in right[2:]}
+    cut = {text.split("[")[0].strip() for text in theirs[2:]}
     # Factors without a partner of the same name are equated in order.
     free = iter([length for name, length in lengths.items() if name not in names])
     for name in names:
         if name in cut and name not in sizes:
             problem = f"the size {name!r} is not known; give it in the sizes"
-            raise SpecSyntaxError(problem, right[1], right[1].index(name))
+            raise SpecSyntaxError(problem, theirs[1], theirs[1].index(name))
         if name not in lengths and name not in cut:
             lengths[name] = next(free, 0)
     whole = {**lengths, **sizes}
     shape = tuple(prod(whole[name] for name in factors) for factors in dims)
     if min(shape, default=0) < 0 or prod(size for size in shape if size) > MAX_SIZE:
-        raise SpecSyntaxError(f"no tensor is {shown(shape)}", right[1], 0)
+        raise SpecSyntaxError(f"no tensor is {shown(shape)}", theirs[1], 0)
     return shape

@@ -49,10 +49,10 @@ def form_of(name: str) -> str:
 
 def names_by_form(names: Iterable[str]) -> NamesByForm:
     """Sort names by what they are without their numbers."""
-    found = defaultdict(list)
+    by_form = defaultdict(list)
     for name in names:
-        found[form_of(name)].append(name)
-    return found
+        by_form[form_of(name)].append(name)
+    return by_form
 
 
 def bindings(pattern: str, names: NamesByForm) -> dict[str, Binding]:

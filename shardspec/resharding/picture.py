@@ -51,10 +51,10 @@ def plan_svg(plan: StateCopies, names: Mapping[int, str] | None = None) -> str:
             )
     title = f"{counted(len(plan.moves), 'tensor')}, {bytes_text(sum(plan.sent.values()))} sent"
     root = Element("svg", {"class": "shardspec-plan", "role": "img", "aria-label": title})
-    labels = {one: (names or {}).get(one, str(one)) for one in (*senders, *receivers)}
-    short = {one: label if len(label) <= 24 else f"…{label[-23:]}" for one, label in labels.items()}
+    labels = {end: (names or {}).get(end, str(end)) for end in (*senders, *receivers)}
+    short = {end: label if len(label) <= 24 else f"…{label[-23:]}" for end, label in labels.items()}
     cell = max(_MIN_CELL, min(_CELL, _WIDTH // max(len(senders), len(receivers), 1)))
-    left = _MARGIN + _LETTER * (1 + max((len(short[one]) for one in senders), default=0))
+    margin_left = _MARGIN + _LETTER * (1 + max((len(short[end]) for end in senders), default=0))
     top = 3 * _LINE + _MARGIN
     across, down = cell * len(receivers), cell * len(senders)
     draw(root, "text", title, class_="title", x=_MARGIN, y=_LINE)
@@ -64,11 +64,11 @@ def plan_svg(plan: StateCopies, names: Mapping[int, str] | None = None) -> str:
     for row, sender in enumerate(senders):
         y = top + row * cell
         if row % each == 0:
-            at = {"x": left - _LETTER, "y": y + cell / 2 + 4, "text_anchor": "end"}
+            at = {"x": margin_left - _LETTER, "y": y + cell / 2 + 4, "text_anchor": "end"}
             draw(root, "text", short[sender], class_="side", **at)
         for column, receiver in enumerate(receivers):
             num_bytes = plan.traffic.get((sender, receiver), 0)
-            box = {"x": left + column * cell, "y": y, "width": cell - 1, "height": cell - 1}
+            box = {"x": margin_left + column * cell, "y": y, "width": cell - 1, "height": cell - 1}
             if not num_bytes:
                 draw(root, "rect", class_="empty", **box)
                 continue
@@ -76,15 +76,17 @@ def plan_svg(plan: StateCopies, names: Mapping[int, str] | None = None) -> str:
             square = draw(root, "rect", class_="bytes", **box, fill_opacity=f"{shade:.2f}")
             text = f"{labels[sender]} → {labels[receiver]}: {bytes_text(num_bytes)}"
             draw(square, "title", text)
-    widest = max((len(short[one]) for one in receivers), default=1)
+    widest = max((len(short[end]) for end in receivers), default=1)
     each = max(1, -(-(widest + 1) * _LETTER // cell))
     for column, receiver in enumerate(receivers):
         if column % each == 0:
-            x = left + column * cell + cell / 2
+            x = margin_left + column * cell + cell / 2
             draw(root, "text", short[receiver], class_="side", x=x, y=top - 6, text_anchor="middle")
-    beside = left + across + 2 * _MARGIN
+    beside = margin_left + across + 2 * _MARGIN
     _bars(root, plan.sent, senders, (beside, top), cell, across=True)
-    _bars(root, plan.received, receivers, (left, top + down + 2 * _MARGIN), cell, across=False)
+    _bars(
+        root, plan.received, receivers, (margin_left, top + down + 2 * _MARGIN), cell, across=False
+    )
     height = top + down + 2 * _MARGIN + _BAR + 2 * _LINE
     return svg_page(root, beside + 50 * _LETTER, height, _STYLE)
 
@@ -100,15 +102,15 @@ def _bars(
 ) -> None:
     """Draw the bytes of every sender to the right, or of every receiver downwards."""
     x, y = corner
-    most = max((moved[one] for one in ends), default=1)
-    even = sum(moved[one] for one in ends) / max(len(ends), 1)
-    for at, one in enumerate(ends):
-        length = _BAR * moved[one] / most
+    most = max((moved[end] for end in ends), default=1)
+    even = sum(moved[end] for end in ends) / max(len(ends), 1)
+    for at, end in enumerate(ends):
+        length = _BAR * moved[end] / most
         place = {"x": x, "y": y + at * cell, "width": length, "height": cell - 2}
         if not across:
             place = {"x": x + at * cell, "y": y, "width": cell - 2, "height": length}
         bar = draw(root, "rect", class_="bar", **place)
-        draw(bar, "title", bytes_text(moved[one]))
+        draw(bar, "title", bytes_text(moved[end]))
     share, span = _BAR * even / most, len(ends) * cell
     verb = "sends" if across else "receives"
     text = f"{verb} {bytes_text(most)} at most, even share {bytes_text(even)}"

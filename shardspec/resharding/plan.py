@@ -234,15 +234,15 @@ def plan_state(
     padded: set[str] = set()
     if isinstance(names, NameMap):
         moves = _mapped(before, target, names, dtype, behind)
-        found = {move.target_name: move.target.global_shape for move in moves}
-        padded = {name for name, _ in names.padding(found)}
+        shapes_after = {move.target_name: move.target.global_shape for move in moves}
+        padded = {name for name, _ in names.padding(shapes_after)}
     elif isinstance(names, Mapping | None):
         renamed = _renamed(list(given), names or {})
-        due = {renamed[name]: (at.global_shape, at.dtype) for name, at in before.items()}
-        after = _targets(target, due, dtype)
+        outlines = {renamed[name]: (at.global_shape, at.dtype) for name, at in before.items()}
+        after = _targets(target, outlines, dtype)
         for lacking, missing in (
-            ("target", sorted(due.keys() - after.keys())),
-            ("source", sorted(after.keys() - due.keys())),
+            ("target", sorted(outlines.keys() - after.keys())),
+            ("source", sorted(after.keys() - outlines.keys())),
         ):
             if missing:
                 names_text = first_of([*map(shown, missing)])
@@ -260,13 +260,15 @@ def plan_state(
         )
     for move in moves:
         _check(move)
-    # Whatever order the names have here: all ranks are to have the same plan.
+    # All ranks have the same plan, in whatever order they list names.
     moves.sort(key=lambda move: (move.target_name, move.source_name))
     values = sorted((name, renamed.get(name, name)) for name in given if name not in before)
-    left = sorted(shapes.keys() - {move.source_name for move in moves})
+    left_behind = sorted(shapes.keys() - {move.source_name for move in moves})
     bound = bound_of_bytes(max_bytes)
     limit = MAX_BYTES if bound is None else bound
-    plan = ReshardPlan(tuple(moves), limit, tuple(values), tuple(sorted(padded)), tuple(left))
+    plan = ReshardPlan(
+        tuple(moves), limit, tuple(values), tuple(sorted(padded)), tuple(left_behind)
+    )
     if bound is not None:
         _ = plan.bucket_bytes  # raises where it is too small
     return plan
@@ -311,8 +313,8 @@ def reshard_state(
     with telling_job():
         if device_mesh is None and not state:
             return {}  # what holds nothing is no part of the mesh of the tensors
-        known = state if device_mesh is None else known_to_all(state)
-        meshes = {layout.mesh for layout in layouts_of(known).values()}
+        given = state if device_mesh is None else known_to_all(state)
+        meshes = {layout.mesh for layout in layouts_of(given).values()}
         if device_mesh is not None:
             meshes.add(device_mesh)
     with telling_job(device for mesh in meshes for device in mesh.ids):
@@ -323,7 +325,7 @@ def reshard_state(
                     "in device_mesh=mesh"
                 )
             (device_mesh,) = meshes
-        return plan_state(known, (device_mesh, rules), None, None, max_bytes).run(state)
+        return plan_state(given, (device_mesh, rules), None, None, max_bytes).run(state)
 
 
 def layouts_of(state: Mapping[str, object]) -> dict[str, Layout]:
@@ -370,20 +372,20 @@ def _renamed(before: Sequence[str], names: Mapping[str, str]) -> dict[str, str]:
 
 
 def _targets(
-    target: ReshardTarget, due: Mapping[str, tuple[tuple[int, ...], str]], dtype: object
+    target: ReshardTarget, outlines: Mapping[str, tuple[tuple[int, ...], str]], dtype: object
 ) -> dict[str, Layout]:
-    """Return the layouts of the target; by rules for the shapes and dtypes that are due."""
+    """Return the layouts of the target; by rules from the shapes and dtypes of its tensors."""
     if not isinstance(target, tuple):
         return layouts_of(target)
     mesh, rules = target
-    specs = match_rules(rules, {name: shape for name, (shape, _) in due.items()}, mesh)
+    specs = match_rules(rules, {name: shape for name, (shape, _) in outlines.items()}, mesh)
     wanted = None if dtype is None else dtype_name(dtype)
-    found = {}
-    for name, (shape, own) in due.items():
+    layouts = {}
+    for name, (shape, own) in outlines.items():
         spec = specs.get(name, ShardingSpec(len(shape), {}))
         casts = is_floating(own) and not keeps_dtype(name)
-        found[name] = Layout(mesh, spec, shape, wanted if wanted and casts else own)
-    return found
+        layouts[name] = Layout(mesh, spec, shape, wanted if wanted and casts else own)
+    return layouts
 
 
 def _mapped(
@@ -400,8 +402,8 @@ def _mapped(
         wanted = {name: layout.global_shape for name, layout in layouts_of(target).items()}
         report = report_of(names, shapes, wanted, dropped)
     report.require_total()
-    due = {e.target: (wanted[e.target], before[e.source].dtype) for e in report.equations}
-    after = _targets(target, due, dtype)
+    outlines = {e.target: (wanted[e.target], before[e.source].dtype) for e in report.equations}
+    after = _targets(target, outlines, dtype)
     return [
         TensorMove(e.source, e.target, before[e.source], after[e.target], e.view)
         for e in report.equations
@@ -409,17 +411,18 @@ def _mapped(
 
 
 def _check(move: TensorMove) -> None:
-    name, one, other = move.source_name, move.source, move.target
-    if move.view is None and one.global_shape != other.global_shape:
+    name, before, after = move.source_name, move.source, move.target
+    if move.view is None and before.global_shape != after.global_shape:
         raise LayoutError(
-            f"{name!r} is {one.global_shape} in the source and {other.global_shape} in the target"
+            f"{name!r} is {before.global_shape} in the source and {after.global_shape} in the "
+            "target"
         )
-    if one.dtype != other.dtype and not is_cast(one.dtype, other.dtype):
+    if before.dtype != after.dtype and not is_cast(before.dtype, after.dtype):
         raise LayoutError(
-            f"{name!r} is {one.dtype} in the source and {other.dtype} in the target; only "
+            f"{name!r} is {before.dtype} in the source and {after.dtype} in the target; only "
             "floating-point dtypes are cast"
         )
-    for spec in (one.spec, other.spec):
+    for spec in (before.spec, after.spec):
         if spec.partials:
             raise LayoutError(
                 f"{name!r} is laid out as {spec}, with a reduction pending; finish it first, with "

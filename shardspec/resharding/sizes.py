@@ -17,7 +17,7 @@ def known_sizes(sizes: Mapping[str, int | str]) -> dict[str, int]:
 
     Raises LayoutError if an expression is none, too large, or needs itself.
     """
-    known = {name: size for name, size in sizes.items() if isinstance(size, int)}
+    numbers = {name: size for name, size in sizes.items() if isinstance(size, int)}
     needed = {name: _WORD.findall(size) for name, size in sizes.items() if isinstance(size, str)}
     try:
         order = list(TopologicalSorter(needed).static_order())
@@ -27,12 +27,12 @@ def known_sizes(sizes: Mapping[str, int | str]) -> dict[str, int]:
         ) from None
     for name in order:
         text = sizes.get(name)
-        if isinstance(text, str) and all(word in known for word in needed[name]):
+        if isinstance(text, str) and all(word in numbers for word in needed[name]):
             try:
-                known[name] = evaluate(text, known)
+                numbers[name] = evaluate(text, numbers)
             except SpecSyntaxError as error:
                 raise LayoutError(f"the size {name!r}: {error.problem}: {shown(text)}") from None
-    return known
+    return numbers
 
 
 def unknown_root(name: str, sizes: Mapping[str, int | str]) -> str:
@@ -41,9 +41,9 @@ def unknown_root(name: str, sizes: Mapping[str, int | str]) -> str:
     >>> unknown_root("r", {"r": "q + 2", "q": "heads // groups", "heads": 8})
     'groups'
     """
-    known = known_sizes(sizes)
+    numbers = known_sizes(sizes)
     while isinstance(text := sizes.get(name), str):
-        missing = [word for word in _WORD.findall(text) if word not in known]
+        missing = [word for word in _WORD.findall(text) if word not in numbers]
         if not missing:
             break
         name = missing[0]

@@ -1,6 +1,6 @@
 """Who sends which bytes to whom when many tensors change their layouts, and in which messages.
 
-Which replica of a box sends it is found for all tensors together. Where some devices share a host,
+Which replica sends a box is decided for all tensors together. Where some devices share a host,
 copies may come in two stages, so that bytes cross between hosts once and are passed on inside.
 Meshes tell hosts by their links: an axis that is faster than the slowest one joins devices of a
 host.
@@ -22,7 +22,7 @@ from shardspec.resharding.views import TensorView, View, identity_view
 MAX_PEERS: Final = 32
 """How many devices a device sends to at once at most, and receives from."""
 _ALIGNMENT: Final = 16
-"""Boxes start at multiples of this in a message, so that every dtype can be seen there."""
+"""Boxes start at multiples of this in a message, which suits every dtype."""
 _MESSAGE_BYTES: Final = 4 << 20
 """The longest message: longer ones are no faster, and smaller buckets stay in caches."""
 
@@ -68,8 +68,8 @@ def copies_of_kinds(kinds: Iterable[tuple[MoveKind, Sequence[int], int]]) -> Ite
 
 def _holders(layout: Layout, side: TensorView, axes: int) -> dict[Box, Holders]:
     """Return the boxes of the view that are not empty, each with its holders; they are disjoint."""
-    held = _held(layout).items()
-    return {part: devices for box, devices in held for part in side.boxes(box, axes)}
+    boxes = _held(layout).items()
+    return {part: devices for box, devices in boxes for part in side.boxes(box, axes)}
 
 
 @lru_cache(maxsize=1024)
@@ -77,27 +77,27 @@ def _held(layout: Layout) -> dict[Box, Holders]:
     """Return the boxes of a layout that are not empty, each with its holders."""
     # Parts are intersected one by one: a replicated part may join the one before it.
     cells = [] if layout.spec.is_plain else [LayoutCell(layout, cell) for cell in cells_of(layout)]
-    found: dict[Box, list[int]] = {}
+    holders: dict[Box, list[int]] = {}
     for device in layout.mesh.ids:
         boxes = [cell.box(device) for cell in cells] or layout.local_boxes(device)
         for box in filter(box_size, boxes):
-            found.setdefault(box, []).append(device)
-    return {box: tuple(devices) for box, devices in found.items()}
+            holders.setdefault(box, []).append(device)
+    return {box: tuple(devices) for box, devices in holders.items()}
 
 
 def _divided(
     senders: Senders, copy: StateCopy, holders: Holders, start: int
 ) -> dict[tuple[int, Box], Sequence[int]]:
-    """Return which of the holders gives which boxes, and of which tensors."""
+    """Return which boxes each of the holders sends, and of which tensors."""
     size = copy.num_bytes // len(copy.places)
     given = senders.stretches(holders, start, copy.num_bytes)
     if len(given) == 1:
         return {(given[0][0], copy.box): copy.places}
-    found: dict[tuple[int, Box], list[int]] = {}
+    shares: dict[tuple[int, Box], list[int]] = {}
     for number, place in enumerate(copy.places):
         for share in senders.split(holders, copy.box, start + number * size, size):
-            found.setdefault(share, []).append(place)
-    return dict(found)
+            shares.setdefault(share, []).append(place)
+    return dict(shares)
 
 
 class PlanStage:
@@ -123,16 +123,16 @@ class PlanStage:
     @cached_property
     def traffic(self) -> dict[tuple[int, int], int]:
         """Bytes by sender and receiver; of what replicas share up to a row of a tensor."""
-        found: Counter[tuple[int, int]] = Counter()
+        traffic: Counter[tuple[int, int]] = Counter()
         for copies, senders in zip(self.groups, self.senders, strict=True):
             spans = zip(copies, senders.starts, senders.sizes, strict=True)
             for copy, start, num_bytes in spans:
                 if len(copy.holders) == 1:
-                    found[copy.holders[0], copy.receiver] += num_bytes
+                    traffic[copy.holders[0], copy.receiver] += num_bytes
                     continue
                 for sender, part in senders.stretches(copy.holders, start, num_bytes):
-                    found[sender, copy.receiver] += part
-        return dict(sorted(found.items()))
+                    traffic[sender, copy.receiver] += part
+        return dict(sorted(traffic.items()))
 
     @property
     def most_peers(self) -> int:
@@ -150,20 +150,20 @@ class PlanStage:
             latency, per_byte = link(*pair)
             for end in enumerate(pair):
                 busy[end] += latency + per_byte * num_bytes
-        return max((s for (_, one), s in busy.items() if one not in files), default=0.0)
+        return max((s for (_, device), s in busy.items() if device not in files), default=0.0)
 
     def streams(self, device: int) -> dict[tuple[int, int], list[StateCopy]]:
         """Return what a device sends or receives, by sender and receiver, in the order of both."""
         if device not in self._streams:
-            found: dict[tuple[int, int], list[StateCopy]] = {}
+            streams: dict[tuple[int, int], list[StateCopy]] = {}
             for copy, senders, start in self._copies():
                 if copy.receiver != device and device not in copy.holders:
                     continue
                 for (sender, box), places in _divided(senders, copy, copy.holders, start).items():
                     if device in (sender, copy.receiver):
-                        one = copy._replace(places=places, box=box, holders=(sender,))
-                        found.setdefault((sender, copy.receiver), []).append(one)
-            self._streams[device] = found
+                        part = copy._replace(places=places, box=box, holders=(sender,))
+                        streams.setdefault((sender, copy.receiver), []).append(part)
+            self._streams[device] = streams
         return self._streams[device]
 
 
@@ -177,13 +177,13 @@ class Hosts:
     """Seconds a message, and seconds a byte."""
     between: tuple[float, float]
 
-    def crosses(self, one: int, other: int) -> bool:
+    def crosses(self, sender: int, receiver: int) -> bool:
         """Whether a message leaves its host."""
-        return self.number.get(one) != self.number.get(other)
+        return self.number.get(sender) != self.number.get(receiver)
 
-    def link(self, one: int, other: int) -> tuple[float, float]:
+    def link(self, sender: int, receiver: int) -> tuple[float, float]:
         """Return what a message costs, and a byte of it."""
-        return self.between if self.crosses(one, other) else self.inside
+        return self.between if self.crosses(sender, receiver) else self.inside
 
 
 def hosts_of(meshes: Iterable[DeviceMesh]) -> Hosts | None:
@@ -230,9 +230,9 @@ def crossing_once(
     near: list[StateCopy] = []
     far: list[tuple[StateCopy, Holders]] = []
     for (_, _, number), same in wanted.items():
-        here = tuple(holder for holder in same[0].holders if host[holder] == number)
-        near += [copy._replace(holders=here) for copy in same if here]
-        if not here:
+        inside_holders = tuple(holder for holder in same[0].holders if host[holder] == number)
+        near += [copy._replace(holders=inside_holders) for copy in same if inside_holders]
+        if not inside_holders:
             far.append((same[0], tuple(copy.receiver for copy in same)))
     relays = Senders([(ids, copy.num_bytes) for copy, ids in far])
     across: list[StateCopy] = []
@@ -269,7 +269,7 @@ def schedule_of(
     stages: Sequence[PlanStage], devices: Sequence[int], device: int, bucket_bytes: int
 ) -> Schedule:
     """Return the messages of a device; both ends of one find the same."""
-    at = {one: place for place, one in enumerate(devices)}
+    at = {each: place for place, each in enumerate(devices)}
     sends: dict[Turn, dict[int, Message]] = {}
     receives: dict[Turn, dict[int, Message]] = {}
     largest = 0
@@ -290,15 +290,15 @@ def _messages(copies: Iterable[StateCopy], most_bytes: int) -> Iterator[Message]
     for copy in copies:
         for box in chunks(copy.box, max(1, most_bytes // copy.item_bytes)):
             step = -(-box_size(box) * copy.item_bytes // _ALIGNMENT) * _ALIGNMENT
-            left = copy.places
-            while left:
+            places = copy.places
+            while places:
                 if message and end + step > most_bytes:
                     yield message
                     message, end = [], 0
                 # Alone in a message a box may need a few bytes more.
                 fitting = max(1, (most_bytes - end) // step)
-                message.append(Piece(left[:fitting], box, end, step))
-                end, left = message_bytes(message), left[fitting:]
+                message.append(Piece(places[:fitting], box, end, step))
+                end, places = message_bytes(message), places[fitting:]
     if message:
         yield message
 

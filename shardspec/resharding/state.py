@@ -21,7 +21,7 @@ MAX_DEPTH: Final = 64
 
 
 class Place(tuple[int]):
-    """A position in a list, which is told from a tuple that is a key."""
+    """A position in a list; a tuple of another type is a key."""
 
     __slots__ = ()
 
@@ -146,7 +146,7 @@ def plain_key(value: object) -> Hashable:
 
 
 def is_plain(value: object) -> bool:
-    """Whether a value is a plain one, of which `plain_key` makes a key.
+    """Whether a value is a plain one: `plain_key` makes a key of it.
 
     >>> is_plain([{"lr": 0.1, "betas": (0.9, 0.99)}]), is_plain([object()])
     (True, False)
@@ -193,7 +193,7 @@ def required_layout(name: str, value: object) -> Layout:
 
 
 @lru_cache(maxsize=4096)
-def same_shards(one: Layout, other: Layout) -> bool:
+def same_shards(ours: Layout, theirs: Layout) -> bool:
     """Whether every device holds the same part of the same tensor under both, nothing pending.
 
     >>> from shardspec import DeviceMesh
@@ -202,12 +202,12 @@ def same_shards(one: Layout, other: Layout) -> bool:
     >>> [same_shards(flat, Layout(grid, spec, (8,), "f32")) for spec in ("[S01]", "[S10]")]
     [True, False]
     """
-    if one == other:
+    if ours == theirs:
         return True
-    alike = (one.global_shape, one.dtype) == (other.global_shape, other.dtype)
-    if not alike or one.spec.partials or other.spec.partials:
+    alike = (ours.global_shape, ours.dtype) == (theirs.global_shape, theirs.dtype)
+    if not alike or ours.spec.partials or theirs.spec.partials:
         return False
-    ids = set(one.mesh.ids)
-    return ids == set(other.mesh.ids) and all(
-        one.intervals(device) == other.intervals(device) for device in ids
+    ids = set(ours.mesh.ids)
+    return ids == set(theirs.mesh.ids) and all(
+        ours.intervals(device) == theirs.intervals(device) for device in ids
     )

@@ -1,7 +1,7 @@
 """Deriving a map from a loader: run it on tensors whose values are their own places.
 
 A function that only moves elements, run on tensors that hold the numbers 0, 1, 2, ... leaves in
-every place of its results the number of the element that belongs there. What comes out is
+every place of its results the number of the element that belongs in it. What comes out is
 compressed into equations between views.
 """
 
@@ -58,24 +58,24 @@ def trace_map(loader: Loader, source_shapes: Mapping[str, Shape]) -> tuple[Equat
     shuffled = places.copy()
     np.random.default_rng(0).shuffle(shuffled[1:])
     again = _run(loader, source_shapes, bounds, shuffled)
-    # Per place which source it is in, and its indices there.
+    # The source of every place, and its indices in that.
     dims = max(map(len, source_shapes.values()), default=0)
     elements: Ints = np.zeros((len(places), 1 + dims), np.int64)
     elements[:, 0] = np.searchsorted(bounds, places, side="right") - 1
     for shape, (lo, hi) in zip(source_shapes.values(), pairwise(bounds.tolist()), strict=True):
         for dim, index in enumerate(np.indices(shape), 1):
             elements[lo:hi, dim] = index.ravel()
-    found = []
+    equations = []
     for target, values in result.items():
-        known = values.size == 0 or (values.min() >= 0 and values.max() < len(places))
-        if not (known and target in again and np.array_equal(again[target], shuffled[values])):
+        in_range = values.size == 0 or (values.min() >= 0 and values.max() < len(places))
+        if not (in_range and target in again and np.array_equal(again[target], shuffled[values])):
             raise LayoutError(
                 f"{target!r} is computed, not moved; trace the part of the function that only "
                 "moves elements"
             )
         for source, view in _views(elements[values], list(source_shapes.values())):
-            found.append(Equation(names[source], target, view))
-    return tuple(found)
+            equations.append(Equation(names[source], target, view))
+    return tuple(equations)
 
 
 def _run(
@@ -103,7 +103,7 @@ def _views(elements: Ints, sources: Sequence[Shape]) -> list[tuple[int, View]]:
     """Cut a target into views, each with the number of its source; padding, -1, has none."""
     *target, _ = elements.shape
     todo: list[Box] = [tuple((0, size) for size in target)] if elements.size else []
-    found = []
+    views = []
     while todo:
         box = todo.pop()
         block = elements[tuple(slice(lo, hi) for lo, hi in box)]
@@ -113,14 +113,14 @@ def _views(elements: Ints, sources: Sequence[Shape]) -> list[tuple[int, View]]:
         if cut is None and number >= 0:
             view = _view(block, box, sources[number], target)
             if isinstance(view, View):
-                found.append((box, number, view))
+                views.append((box, number, view))
             else:
                 cut = view, list(range(block.shape[view] + 1))
         if cut is not None:
             dim, edges = cut
             lo = box[dim][0]
             todo += [(*box[:dim], (lo + a, lo + b), *box[dim + 1 :]) for a, b in pairwise(edges)]
-    return [(number, view) for _, number, view in sorted(found)]
+    return [(number, view) for _, number, view in sorted(views)]
 
 
 def _edges(block: Ints, dim: int) -> list[int]:
@@ -153,19 +153,19 @@ def _view(block: Ints, box: Box, source: Shape, target: Sequence[int]) -> View |
             if len(moves) != 1 or moves[0][1] < 0:
                 return axis
             moving[moves[0][0]].append((moves[0][1], axis))
-    here = []
-    for left, start, steps in zip(source, first[1:].tolist(), moving, strict=False):
+    source_dims = []
+    for remaining, start, steps in zip(source, first[1:].tolist(), moving, strict=False):
         factors = []
         for by, axis in sorted(steps, reverse=True):
-            factor = Factor(axis, left // by, start % left // by, shape[axis])
-            if left % by or factor.start + factor.length > factor.size:
+            factor = Factor(axis, remaining // by, start % remaining // by, shape[axis])
+            if remaining % by or factor.start + factor.length > factor.size:
                 return axis
             factors.append(factor)
-            left = by
-        if left > 1 or not factors:  # what stands still
-            factors.append(Factor(len(shape), left, start % left, 1))
+            remaining = by
+        if remaining > 1 or not factors:  # what stands still
+            factors.append(Factor(len(shape), remaining, start % remaining, 1))
             shape.append(1)
-        here.append(tuple(factors))
+        source_dims.append(tuple(factors))
     sides = enumerate(zip(target, box, strict=True))
-    there = tuple((Factor(dim, size, lo, hi - lo),) for dim, (size, (lo, hi)) in sides)
-    return View(tuple(shape), TensorView(tuple(here)), TensorView(there))
+    target_dims = tuple((Factor(dim, size, lo, hi - lo),) for dim, (size, (lo, hi)) in sides)
+    return View(tuple(shape), TensorView(tuple(source_dims)), TensorView(target_dims))

@@ -46,7 +46,7 @@ Rows: TypeAlias = npt.NDArray[np.void]
 Strides: TypeAlias = Mapping[int, Sequence[int]] | Sequence[int]
 """Bytes from one element to the next, per dim of a shard; or these by device."""
 Declared: TypeAlias = Mapping[str, Mapping[str, Strides]]
-"""Under "source" and "target" strides by the name of the tensor there; others are row-major."""
+"""Under "source" and "target" strides by the name of the tensor in it; others are row-major."""
 
 
 class FileRegion(NamedTuple):
@@ -208,16 +208,16 @@ def row_major_steps(layout: Layout, device: int) -> tuple[int, ...]:
 
 def _checked(given: Strides, label: str, layout: Layout, device: int) -> tuple[int, ...]:
     """Return declared strides, if elements of the shard do not overlap under them."""
-    found = given.get(device) if isinstance(given, Mapping) else given
-    if found is None:
+    declared = given.get(device) if isinstance(given, Mapping) else given
+    if declared is None:
         raise LayoutError(
             f"the strides of {label} are not declared for device {device}; declare them for every "
             "device that has it"
         )
-    steps, shape = whole_numbers(found), layout.local_shape(device)
+    steps, shape = whole_numbers(declared), layout.local_shape(device)
     if steps is None or len(steps) != len(shape):
         raise LayoutError(
-            f"the strides of {label} are {shown(found)}; give bytes for each of its "
+            f"the strides of {label} are {shown(declared)}; give bytes for each of its "
             f"{len(shape)} dims"
         )
     reach = item_bytes(layout.dtype)

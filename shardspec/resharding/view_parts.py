@@ -33,7 +33,7 @@ def _runs(
     for factor in reversed(factors):
         (lo, hi), step = box[factor.axis], steps[factor.axis]
         start, length, by, _ = runs[0]
-        # Minor factors are one interval as long as all of each is there, at even steps.
+        # Minor factors are one interval as long as each is whole, at even steps.
         if length == weight and (length == 1 or hi - lo == 1 or step == by * length):
             by = step if length == 1 < hi - lo else by
             runs = [(start + (factor.start + lo) * weight, length * (hi - lo), by, 0)]

@@ -1,4 +1,4 @@
-"""Views: equal elements of two tensors, told by factored and permuted dims.
+"""Views: which elements of two tensors are equal, by factored and permuted dims.
 
 ``"(g q d) c"`` reads dim 0 as the product of `g`, `q` and `d`, in einops' words. A view of a source
 and a view of a target with the same names say which element goes where: the element at indices
@@ -46,7 +46,7 @@ class TensorView(NamedTuple):
     dims: tuple[tuple[Factor, ...], ...]
 
     def boxes(self, box: Box, axes: int) -> list[Box]:
-        """Return the boxes of the view, which has so many axes, that a box of the tensor holds.
+        """Return the boxes of the view, which has `axes` axes, that a box of the tensor holds.
 
         >>> side = TensorView(((Factor(0, 2, 0, 2), Factor(1, 4, 1, 2)),))
         >>> side.boxes(((2, 8),), 2)
@@ -57,12 +57,12 @@ class TensorView(NamedTuple):
             choices.append(_parts_of(factors, lo, hi))
             if not choices[-1]:
                 return []
-        found = []
+        boxes = []
         for chosen in product(*choices):
             sides = zip(chain(*self.dims), chain(*chosen), strict=True)
             intervals = {f.axis: (lo - f.start, hi - f.start) for f, (lo, hi) in sides}
-            found.append(tuple(intervals.get(axis, (0, 1)) for axis in range(axes)))
-        return found
+            boxes.append(tuple(intervals.get(axis, (0, 1)) for axis in range(axes)))
+        return boxes
 
     def in_memory(
         self,
@@ -75,13 +75,13 @@ class TensorView(NamedTuple):
         `strides` are steps in the memory of a shard, `intervals` the indices it holds of each dim.
         """
         steps, at = [0] * len(corner), 0
-        for stride, held, factors in zip(strides, intervals, self.dims, strict=True):
+        for stride, indices, factors in zip(strides, intervals, self.dims, strict=True):
             index, width = 0, 1
             for factor in reversed(factors):
                 steps[factor.axis] = stride * width
                 index += (factor.start + corner[factor.axis]) * width
                 width *= factor.size
-            at += local_index(held, index) * stride
+            at += local_index(indices, index) * stride
         return tuple(steps), at
 
 
@@ -126,13 +126,13 @@ def parse_view(text: str) -> Dims:
     for match in _DIM.finditer(text.rstrip()):
         dims.append(tuple((match[1] or match[2] or "").split()))
         if match[3] or any(name[0].isdecimal() for name in dims[-1]):
-            left = text[match.start() :].lstrip()
+            rest = text[match.start() :].lstrip()
             problem = "names of factors and pairs of parentheses are expected"
-            if left[0] == ")":
+            if rest[0] == ")":
                 problem = "this parenthesis has no partner"
-            elif left[0] == "(" and ")" not in left:
+            elif rest[0] == "(" and ")" not in rest:
                 problem = "a parenthesis is not closed"
-            raise SpecSyntaxError(problem, text, len(text) - len(left))
+            raise SpecSyntaxError(problem, text, len(text) - len(rest))
     for name, count in Counter(name for factors in dims for name in factors).items():
         if count > 1:
             raise SpecSyntaxError(f"the factor {name!r} is named twice", text, text.rindex(name))
@@ -189,10 +189,10 @@ def factors_of(
         raise SpecSyntaxError(
             f"the view has {len(dims)} dims, the tensor {tuple(shape)} has {len(shape)}", text, 0
         )
-    found: dict[str, Factor] = {}
+    by_name: dict[str, Factor] = {}
     for factors, size in zip(dims, shape, strict=True):
         unknown = [name for name in factors if name not in sizes]
-        known = prod(sizes[name] for name in factors if name in sizes)
+        product = prod(sizes[name] for name in factors if name in sizes)
         if wrong := [name for name in factors if not 0 <= sizes.get(name, 0) <= MAX_SIZE]:
             problem = f"{wrong[0]!r} is {shown(sizes[wrong[0]])}, which is no size of a dim"
             raise SpecSyntaxError(problem, text, text.index(wrong[0]))
@@ -200,33 +200,35 @@ def factors_of(
             names = " and ".join(map(repr, unknown))
             problem = f"the sizes of {names} are not known; give all but one"
             raise SpecSyntaxError(problem, text, text.index(unknown[1]))
-        rest = size // known if unknown and known else 1
-        if known * rest != size:
+        rest = size // product if unknown and product else 1
+        if product * rest != size:
             names = " ".join(factors)
             problem = (
-                f"the factors {names} come to a multiple of {known}, but the dim is {size} long"
+                f"the factors {names} come to a multiple of {product}, but the dim is {size} long"
             )
             raise SpecSyntaxError(problem, text, 0)
         whole = {name: sizes.get(name, rest) for name in factors}
-        found |= {name: Factor(-1, length, 0, length) for name, length in whole.items()}
-    every = {**sizes, **{name: factor.size for name, factor in found.items()}}
-    for one in slices:
-        match = _SLICE.fullmatch(one)
+        by_name |= {name: Factor(-1, length, 0, length) for name, length in whole.items()}
+    every = {**sizes, **{name: factor.size for name, factor in by_name.items()}}
+    for slice_text in slices:
+        match = _SLICE.fullmatch(slice_text)
         if match is None:
-            raise SpecSyntaxError("a slice like 'r[:q]' or 'r[3]' is expected", one, 0)
+            raise SpecSyntaxError("a slice like 'r[:q]' or 'r[3]' is expected", slice_text, 0)
         name, first, colon, last = match.groups()
         if name not in every:
-            raise SpecSyntaxError(f"the view has no factor {name!r}", one, 0)
+            raise SpecSyntaxError(f"the view has no factor {name!r}", slice_text, 0)
         size = every[name]
         start = evaluate(first, every) if first.strip() else 0
         end = start + 1
         if colon:
             end = evaluate(last, every) if last.strip() else size
         if not 0 <= start <= end <= size:
-            raise SpecSyntaxError(f"{start}:{end} is not within the {size} of {name!r}", one, 0)
-        if name in found:
-            found[name] = Factor(-1, size, start, end - start)
-    return dims, found
+            raise SpecSyntaxError(
+                f"{start}:{end} is not within the {size} of {name!r}", slice_text, 0
+            )
+        if name in by_name:
+            by_name[name] = Factor(-1, size, start, end - start)
+    return dims, by_name
 
 
 def views_of(
@@ -242,28 +244,28 @@ def views_of(
     A factor that is one long needs no partner. Raises SpecSyntaxError if a view does not fit its
     tensor, or the two do not fit each other.
     """
-    here, one = factors_of(source, source_shape, sizes)
-    there, other = factors_of(target, target_shape, sizes)
-    shared = [name for name in one if name in other]
-    left = [name for name in one if name not in other and one[name].length != 1]
-    right = [name for name in other if name not in one and other[name].length != 1]
-    if len(left) != len(right):
+    source_dims, ours = factors_of(source, source_shape, sizes)
+    target_dims, theirs = factors_of(target, target_shape, sizes)
+    shared = [name for name in ours if name in theirs]
+    unpaired = [name for name in ours if name not in theirs and ours[name].length != 1]
+    unpaired_target = [name for name in theirs if name not in ours and theirs[name].length != 1]
+    if len(unpaired) != len(unpaired_target):
         problem = (
-            f"the source has {left or 'nothing'} that the target {target[0]!r} lacks, which has "
-            f"{right or 'nothing'} that the source lacks"
+            f"the source has {unpaired or 'nothing'} that the target {target[0]!r} lacks, which "
+            f"has {unpaired_target or 'nothing'} that the source lacks"
         )
         raise SpecSyntaxError(problem, source[0], 0)
-    ends = shared + left, shared + right
+    ends = shared + unpaired, shared + unpaired_target
     for a, b in zip(*ends, strict=True):
-        if one[a].length != other[b].length:
+        if ours[a].length != theirs[b].length:
             problem = (
-                f"{a!r} is {one[a].length} long in the source, {b!r} {other[b].length} in the "
+                f"{a!r} is {ours[a].length} long in the source, {b!r} {theirs[b].length} in the "
                 "target"
             )
             raise SpecSyntaxError(problem, source[0], 0)
-    shape = [one[name].length for name in ends[0]]
+    shape = [ours[name].length for name in ends[0]]
     sides = []
-    for dims, factors, paired in zip((here, there), (one, other), ends, strict=True):
+    for dims, factors, paired in zip((source_dims, target_dims), (ours, theirs), ends, strict=True):
         axes = {name: axis for axis, name in enumerate(paired)}
         for name in factors:
             if name not in axes:  # one long: it has an axis of its own
