@@ -34,8 +34,8 @@ from shardspec import CostModel, DeviceMesh, Layout, LayoutConverter, ShardingSp
 from shardspec.comm.presets import link_preset
 from shardspec.comm.steps import AllGather, AllReduce, AllToAll, ReduceScatter, Slice, Step
 from shardspec.interop.torch_cost import RedistributeCost
-from shardspec.layout.converter import _cheapest_plan
 from shardspec.layout.pricing import large_prices, small_prices
+from shardspec.layout.search import cheapest_plan
 from shardspec.text import bytes_text, seconds_text, table_text
 from tests.conversions import plain_specs
 
@@ -156,7 +156,7 @@ def priced(steps: list[Step], source: Layout, model: CostModel) -> tuple[float, 
 
 def first_plan(converter: LayoutConverter, source: Layout, target: ShardingSpec) -> float:
     """Return the seconds of planning a tensor that nothing is known of."""
-    _cheapest_plan.cache_clear()
+    cheapest_plan.cache_clear()
     small_prices.cache_clear()
     large_prices.cache_clear()
     started = time.perf_counter()

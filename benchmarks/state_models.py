@@ -63,11 +63,9 @@ class Row:
     def layouts(self, end: tuple[DeviceMesh, Specs]) -> dict[str, Layout]:
         """Return the layouts at one end."""
         mesh, specs = end
-        layouts: dict[tuple[str, tuple[int, ...]], Layout] = {}
-        for name, shape in self.shapes.items():
-            key = specs[name], shape
-            layouts.setdefault(key, Layout(mesh, specs[name], shape, "float32"))
-        return {name: layouts[specs[name], shape] for name, shape in self.shapes.items()}
+        return {
+            name: Layout(mesh, specs[name], shape, "float32") for name, shape in self.shapes.items()
+        }
 
 
 def _rows() -> tuple[Row, ...]:

@@ -82,7 +82,7 @@ def plan_reshard(
 
         return plan_load(storage_path(source), target, names, dtype, max_bytes, drop)
     plan = plan_state(known_to_all(source), target, names, dtype, max_bytes, drop)
-    dtypes = {layout.dtype for move in plan.moves for layout in (move.source, move.target)}
+    dtypes = {layout.dtype for source, target, _ in plan.kinds for layout in (source, target)}
     if len(dtypes) > 1 or not dtypes <= {"float32", "bfloat16", "float16", "float64"}:
         from shardspec.checkpoint.check_quantized import check_plan
 

@@ -69,9 +69,9 @@ class Quantiser:
             for name in plan.quantised:
                 if name not in result:
                     continue
-                grid = _grid(targets[name])
-                assert grid is not None, "the plan cuts it at blocks"
-                made = _quantised(name, result.pop(name), targets[name], grid)
+                scales_at = _grid(targets[name])
+                assert scales_at is not None, "the plan cuts it at blocks"
+                made = _quantised(name, result.pop(name), targets[name], scales_at)
                 for key, tensor in zip((name, name + _SCALES), made, strict=True):
                     if filled is None:
                         result[key] = tensor

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shardspec.boxes import box_shape
-from shardspec.checkpoint.catalog import Catalog, distinct
+from shardspec.checkpoint.catalog import Catalog, distinct, row_major_strides
 from shardspec.checkpoint.storage.from_text import storage_path
 from shardspec.checkpoint.storage.path import StoragePath
 from shardspec.dtypes import item_bytes
@@ -47,18 +47,12 @@ def file_regions(catalog: Catalog, first: int) -> dict[str, list[FileRegion]]:
                 numbers[stored.path],
                 stored.box,
                 stored.offset,
-                stored.strides or _row_major(box_shape(stored.box), item_bytes(tensor.dtype)),
+                stored.strides
+                or row_major_strides(box_shape(stored.box), item_bytes(tensor.dtype)),
             )
             for stored in distinct(tensor)
         ]
     return regions
-
-
-def _row_major(shape: Sequence[int], width: int) -> tuple[int, ...]:
-    steps = [width]
-    for size in reversed(shape[1:]):
-        steps.insert(0, steps[0] * size)
-    return tuple(steps[: len(shape)])
 
 
 def write_transfers(

@@ -41,7 +41,7 @@ def resolve_axes(spec: ShardingSpec, mesh: DeviceMesh) -> ShardingSpec:
 
 def is_own_spec(given: SpecLike) -> TypeGuard[OwnSpec]:
     """Return whether this is a spec or its notation, rather than torch's placements."""
-    return not is_placements(given)
+    return isinstance(given, str | ShardingSpec) or not is_placements(given)
 
 
 def checked_mesh(mesh: object) -> DeviceMesh:

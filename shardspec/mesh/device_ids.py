@@ -77,7 +77,7 @@ def some(ids: Sequence[int]) -> str:
 def whole_numbers(values: object) -> tuple[int, ...] | None:
     """Return a sequence of whole numbers as ints; None for anything else."""
     items = tuple(values) if isinstance(values, Iterable) else (None,)
-    if all(type(item) is int for item in items):
+    if {*map(type, items)} <= {int}:
         return cast(tuple[int, ...], items)
     numbers = tuple(number for item in items if (number := whole_number(item)) is not None)
     return numbers if len(numbers) == len(items) else None

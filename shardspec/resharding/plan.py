@@ -258,8 +258,6 @@ def plan_state(
             f"names= is a {type(names).__name__}; give one NameMap, as load_map makes, or a dict "
             "of new names"
         )
-    for move in moves:
-        _check(move)
     # All ranks have the same plan, in whatever order they list names.
     moves.sort(key=lambda move: (move.target_name, move.source_name))
     values = sorted((name, renamed.get(name, name)) for name in given if name not in before)
@@ -269,6 +267,8 @@ def plan_state(
     plan = ReshardPlan(
         tuple(moves), limit, tuple(values), tuple(sorted(padded)), tuple(left_behind)
     )
+    for places in plan.kinds.values():
+        _check(plan.moves[places[0]])
     if bound is not None:
         _ = plan.bucket_bytes  # raises where it is too small
     return plan
