@@ -14,7 +14,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
-from itertools import pairwise, product, starmap
+from itertools import combinations, pairwise, product, starmap
 from math import ceil, floor, log10
 from pathlib import Path
 
@@ -161,7 +161,7 @@ def exchange_row(machine: str, fitted: Sequence[Curve]) -> str:
     start = max(
         min(fixed + (slope - 1e-9 / rate) * size for fixed, slope in lines)
         for lines in costs
-        for size in (0.0, *starmap(crossing, pairwise(sorted(lines))))
+        for size in (0.0, *starmap(crossing, combinations(lines, 2)))
     )
     return f"{MACHINES[machine]} gb_per_s {rate} start_us {ceil(start * 2e6) / 2:g}"
 

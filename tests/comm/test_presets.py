@@ -21,11 +21,11 @@ from shardspec.profiling.fit import step_of
 
 # Rate in GB/s, and time to start and latency of a message in µs.
 EXPECTED = {
-    "a100-nvswitch": (144, 40),
+    "a100-nvswitch": (144, 39.5),
     "h100-nvswitch": (249, 23),
     "h200-nvswitch": (251, 22),
-    "b200-nvswitch": (322, 27.5),
-    "gb200-nvl72": (340, 20),
+    "b200-nvswitch": (322, 27),
+    "gb200-nvl72": (341, 20),
     "ib-hdr-per-gpu": (24, 22.4),
     "ib-ndr-per-gpu": (48, 22.4),
     "ib-ndr-per-node": (48, 22.4),
