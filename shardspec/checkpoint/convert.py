@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from glob import escape
 from hashlib import sha256
 from pathlib import PurePath
 from typing import TypeAlias, Unpack
@@ -29,8 +30,11 @@ from shardspec.checkpoint.catalog import (
     memoize_by_boxes,
 )
 from shardspec.checkpoint.destination import Destination, check_destination
-from shardspec.checkpoint.digest import check_digests_file, write_digests
+from shardspec.checkpoint.digest import check_digests_file, digest, write_digests
+from shardspec.checkpoint.format import Format
+from shardspec.checkpoint.formats.registry import written_format
 from shardspec.checkpoint.mapped import Names
+from shardspec.checkpoint.open import as_catalog
 from shardspec.checkpoint.options import WriteKeywords, WriteOptions
 from shardspec.checkpoint.output import Output
 from shardspec.checkpoint.read_boxes import check_replicas
@@ -276,6 +280,7 @@ def _converted(
         source, target, destination, report = processes.agree(lambda: prepared(save))
         if not options.dry_run:
             processes.check_same(lambda: _facts(source, target, report, options))
+            to = written_format(report.format, asked.way)
             begun = Output(source, target, destination.path, options, processes)
             written = begun.write(destination)
             crc = 0
@@ -283,7 +288,7 @@ def _converted(
                 crc = int(crc32_combine(crc, value, num_bytes))
             digests = None
             if digests_file is not None:
-                digests = _digests(target, begun)
+                digests = processes.agree(lambda: _digests(target, begun, to))
                 write = partial(write_digests, digests_file, digests, overwrite=options.overwrite)
                 processes.agree(lambda: write() if processes.rank == 0 else None)
             report = replace(
@@ -297,14 +302,19 @@ def _converted(
     return replace(report, seconds=time.monotonic() - started)
 
 
-def _digests(target: Target, output: Output) -> Digests:
+def _digests(target: Target, output: Output, format: Format) -> Digests:
     """Return the digests of what was written; of tensors that share bytes, one was."""
-    found = {}
+    digests = {}
     for tensor in target.tensors:
         empty = TensorDigest(tensor.dtype, tensor.shape)
         written = target.same.get(tensor.name, tensor.name)
-        found[tensor.name] = output.tensor_digests.get(written, empty)
-    return Digests(found)
+        digests[tensor.name] = output.tensor_digests.get(written, empty)
+    if format.whole_run:
+        # Files that are copied whole have tensors too.
+        names = [name for name in as_catalog(output.path).names if name not in digests]
+        if names:
+            digests |= digest(output.path, include=list(map(escape, names)))
+    return Digests(digests)
 
 
 def _facts(

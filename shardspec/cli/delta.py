@@ -10,7 +10,10 @@ from shardspec.cli import options as opts
 from shardspec.cli.output import path_text, progress_bar, say, say_json
 from shardspec.text import bytes_text, counted
 
-_READERS: Final = {"slime": "xxh3-128", "modelexpress": "adler32"}
+_READERS: Final[dict[str, Literal["xxh3-128", "adler32"]]] = {
+    "slime": "xxh3-128",
+    "modelexpress": "adler32",
+}
 """Who reads deltas, and the checksums that they take."""
 
 
@@ -83,7 +86,7 @@ def delta_command(
             version=version,
             base_version=base_version,
             encoding=encoding,
-            checksum="adler32" if reader == "modelexpress" else "xxh3-128",
+            checksum=_READERS[reader],
             overwrite=overwrite,
             progress=progress,
         )
