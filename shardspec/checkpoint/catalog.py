@@ -1,20 +1,19 @@
 """What a checkpoint holds, whatever its format: tensors, and where the bytes of their boxes are."""
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from itertools import chain, pairwise, product
+from itertools import chain
 from math import prod
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Final, Generic, NamedTuple, Protocol, TypeAlias, TypeVar
 
-from shardspec.boxes import Box, box_size, contains
+from shardspec.boxes import Box, box_size
 from shardspec.checkpoint.storage.from_text import storage_path
 from shardspec.checkpoint.storage.path import StoragePath
 from shardspec.checkpoint.storage.snapshot import Snapshot
 from shardspec.comm.steps import ReduceOp
 from shardspec.dtypes import item_bytes
-from shardspec.errors import CheckpointError
 from shardspec.layout.layout import Layout, LayoutCell, cells_of
 from shardspec.layout.spec import ShardingSpec
 from shardspec.mesh.device_mesh import DeviceMesh
@@ -25,8 +24,6 @@ if TYPE_CHECKING:
 
 ZEROS: Final = storage_path("/dev/zero")
 """Where boxes are that no file has: they are zeros. It is not opened."""
-_MOST_KNOWN: Final = 64
-"""How many kinds of tensors have their results kept; a model has few kinds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,8 +100,7 @@ class StoredReduction:
 
 
 _Box_co = TypeVar("_Box_co", bound=FileBox, covariant=True)
-_Box = TypeVar("_Box", bound=FileBox)
-_Found = TypeVar("_Found")
+AnyBox = TypeVar("AnyBox", bound=FileBox)
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,9 +184,9 @@ def opaque_parts(value: object) -> Iterator[OpaqueValue]:
         yield from chain.from_iterable(map(opaque_parts, value))
 
 
-def distinct(tensor: Outline[_Box]) -> tuple[_Box, ...]:
+def distinct(tensor: Outline[AnyBox]) -> tuple[AnyBox, ...]:
     """Return the boxes of a tensor without replicas: of each part, the one stored first."""
-    first: dict[ReplicaKey, _Box] = {}
+    first: dict[ReplicaKey, AnyBox] = {}
     for stored in tensor.boxes:
         first.setdefault((stored.box, stored.addend), stored)
     return tuple(first.values())
@@ -362,103 +358,3 @@ def unsharded_tensor(
 
 LazyTensorCache: Final = lru_cache(128)
 """Decorates what looks tensors up: the last ones are kept, for all threads."""
-
-
-# --- whether boxes tile a tensor
-
-Flaw: TypeAlias = tuple[Box, tuple[int, ...]]
-"""A part of a tensor, and the boxes that have it, by their places: none of them, or several."""
-
-
-@lru_cache(_MOST_KNOWN)
-def find_flaw(shape: tuple[int, ...], boxes: tuple[Box, ...]) -> Flaw | None:
-    """Return the first reason why boxes, none of them empty, do not tile a tensor, if any.
-
-    A sweep along the first dim; between two cuts the same boxes are met all the way, and there
-    the remaining dims are swept in turn. A grid of n boxes takes O(n log n) a dim.
-    """
-
-    def sweep(met: Sequence[int], prefix: Box) -> Flaw | None:
-        """Check the part of the tensor that lies in `prefix`, where all boxes of `met` reach."""
-        dim = len(prefix)
-        if not met or dim == len(shape):
-            rest = ((0, size) for size in shape[dim:])
-            return None if len(met) == 1 else ((*prefix, *rest), tuple(met))
-        starts: dict[int, list[int]] = {}
-        cuts = {0, shape[dim]}
-        for place in met:
-            lo, hi = boxes[place][dim]
-            starts.setdefault(lo, []).append(place)
-            cuts.update((lo, hi))
-        active: list[int] = []
-        for lo, hi in pairwise(sorted(cuts)):
-            active = [place for place in active if boxes[place][dim][1] > lo] + starts.get(lo, [])
-            flaw = sweep(active, (*prefix, (lo, hi)))
-            if flaw is not None:
-                return flaw
-        return None
-
-    return None if 0 in shape else sweep(range(len(boxes)), ())
-
-
-def check_tiling(tensor: Outline[_Box]) -> tuple[tuple[_Box, ...], ...]:
-    """Check that the boxes of a tensor tile it, once for every addend that is pending.
-
-    Returns groups of two or more boxes that claim the same part: their bytes must agree.
-    """
-    same: dict[ReplicaKey, list[_Box]] = {}
-    for stored in tensor.boxes:
-        same.setdefault((stored.box, stored.addend), []).append(stored)
-    whole = whole_box(tensor.shape)
-    addends = [pending.addends for pending in tensor.pending]
-    by_addend: dict[tuple[int, ...], list[_Box]] = {
-        addend: [] for addend in product(*map(range, addends))
-    }
-
-    def text(stored: _Box) -> str:
-        return f"rank {stored.rank}'s box {box_text(stored.box)} in {stored.path}"
-
-    for (box, addend), (first, *_) in same.items():
-        problem = ""
-        if len(box) != len(whole) or not contains(whole, box) or any(lo >= hi for lo, hi in box):
-            problem = f"is empty or lies outside the tensor of shape {list(tensor.shape)}"
-        elif addend not in by_addend:
-            problem = f"is addend {list(addend)} of a pending reduction of {addends} addends"
-        if problem:
-            raise CheckpointError(f"tensor {tensor.name!r}: {text(first)} {problem}")
-        by_addend[addend].append(first)
-    for addend, group in by_addend.items():
-        flaw = find_flaw(tensor.shape, tuple(one.box for one in group))
-        if flaw is None:
-            continue
-        part, places = flaw
-        if not places:
-            of = f" of addend {list(addend)}" if addend else ""
-            raise CheckpointError(
-                f"tensor {tensor.name!r} of shape {list(tensor.shape)}: no file holds its "
-                f"part {box_text(part)}{of}; restore the missing file or save again"
-            )
-        one, other = (text(group[place]) for place in places[:2])
-        raise CheckpointError(
-            f"tensor {tensor.name!r}: {one} and {other} overlap in part, which no layout "
-            "gives; the checkpoint contradicts itself"
-        )
-    return tuple(tuple(group) for group in same.values() if len(group) > 1)
-
-
-def memoize_by_boxes(
-    find: Callable[[AnyOutline], _Found],
-) -> Callable[[AnyOutline], _Found]:
-    """Return a function that is called once for outlines that share the same tuple of boxes."""
-    # Keys have the ids of boxes, which the outlines keep alive.
-    known: dict[tuple[object, ...], tuple[AnyOutline, _Found]] = {}
-
-    def found(outline: AnyOutline) -> _Found:
-        key = id(outline.boxes), outline.shape, outline.pending
-        if key not in known:
-            known[key] = outline, find(outline)
-            if len(known) > _MOST_KNOWN:
-                del known[next(iter(known))]
-        return known[key][1]
-
-    return found

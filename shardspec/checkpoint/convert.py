@@ -1,54 +1,49 @@
 """Converting checkpoints: merged into global tensors, or resharded for the ranks of a mesh.
 
-Both choose tensors and lay out the files for them. The rest is the same for all formats: check that
-the output can be made and may be written, plan the copies, execute them, commit.
+Both choose tensors and have a format lay out the files for them. The rest is the same for all
+formats: check that the output can be made and may be written, plan the copies, execute, commit.
 """
 
 import os
 import time
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from hashlib import sha256
 from pathlib import PurePath
-from typing import TypeAlias, Unpack
+from typing import Unpack
 
 from isal.isal_zlib import crc32_combine
 
-from shardspec.boxes import box_size
 from shardspec.checkpoint.agree import Processes
-from shardspec.checkpoint.catalog import (
-    ZEROS,
-    AnyOutline,
-    Catalog,
-    Computed,
-    StoredBox,
-    check_tiling,
-    distinct,
-    memoize_by_boxes,
-)
+from shardspec.checkpoint.catalog import Catalog
+from shardspec.checkpoint.check_quantized import refuse_casts
+from shardspec.checkpoint.choice import Choice, carried_values, check_drop, check_dropped, select
 from shardspec.checkpoint.destination import Destination, check_destination
 from shardspec.checkpoint.digest import check_digests_file, write_digests
+from shardspec.checkpoint.formats import (
+    Format,
+    Wanted,
+    default_format,
+    merged_format,
+    written_format,
+)
 from shardspec.checkpoint.mapped import Names
-from shardspec.checkpoint.options import WriteKeywords, WriteOptions
+from shardspec.checkpoint.numbers_of import config_of, mapped_source
+from shardspec.checkpoint.open import as_catalog
+from shardspec.checkpoint.options import WriteKeywords, WriteOptions, WriteReport
 from shardspec.checkpoint.output import Output
-from shardspec.checkpoint.read_boxes import check_replicas
-from shardspec.checkpoint.report import WriteReport
-from shardspec.checkpoint.select import Asked, laid_out
+from shardspec.checkpoint.sharding import ON_ONE_DEVICE, check_sharding, sharding_of
 from shardspec.checkpoint.storage.from_text import storage_path
 from shardspec.checkpoint.storage.path import StoragePath
-from shardspec.checkpoint.storage.reading import OpenFiles
-from shardspec.checkpoint.targets import OutputTensor, Target
-from shardspec.dtypes import item_bytes
+from shardspec.checkpoint.targets import Carried, Target, add_sidecars
+from shardspec.checkpoint.tiling import check_tensors
+from shardspec.dtypes import dtype_name
 from shardspec.errors import CheckpointError
 from shardspec.layout.layout import Layout
-from shardspec.layout.rules import Rules
+from shardspec.layout.rules import Rules, winning_patterns
 from shardspec.mesh.device_mesh import DeviceMesh
 from shardspec.resharding.digests import Digests, TensorDigest
-
-_Place: TypeAlias = tuple[StoragePath, Computed | None]
-"""A file, and what is made of it."""
 
 
 def merge(
@@ -161,8 +156,16 @@ def merge(
     >>> report.tensors, report.num_bytes
     (1, 144)
     """
-    how = WriteOptions(dtype=dtype, overwrite=overwrite, **options)
-    return _converted(directory, output, Asked("merged", format, how, names, limit=max_shard_bytes))
+    how = WriteOptions(
+        way="merged",
+        format=format,
+        max_shard_bytes=max_shard_bytes,
+        dtype=dtype,
+        names=names,
+        overwrite=overwrite,
+        **options,
+    )
+    return _converted(directory, output, how)
 
 
 def reshard(
@@ -220,19 +223,28 @@ def reshard(
     >>> len(report.files)
     5
     """
-    how = WriteOptions(dtype=dtype, overwrite=overwrite, **options)
-    asked = Asked("sharded", format, how, names, device_mesh, rules, like)
-    return _converted(directory, output, asked)
+    how = WriteOptions(
+        way="sharded",
+        format=format,
+        device_mesh=device_mesh,
+        rules=rules,
+        like=like,
+        dtype=dtype,
+        names=names,
+        overwrite=overwrite,
+        **options,
+    )
+    return _converted(directory, output, how)
 
 
 def _converted(
-    checkpoint: PurePath | str | Catalog, place: PurePath | str, asked: Asked
+    checkpoint: PurePath | str | Catalog, place: PurePath | str, options: WriteOptions
 ) -> WriteReport:
     """Check that an output can be made of a checkpoint and may be written, and write it."""
     started = time.monotonic()
-    options, output = asked.options, storage_path(place)
+    output = storage_path(place)
     if isinstance(place, str) and place.endswith(("/", os.sep)):
-        asked = asked._replace(directory=True)
+        options = replace(options, in_directory=True)
     digests_file = None if options.digests is None else storage_path(options.digests)
     processes = Processes(None if options.dry_run else options.communicator)
 
@@ -244,16 +256,18 @@ def _converted(
                 f"{output}: memory:// is the memory of one process, and others do not see it; "
                 "start one process"
             )
-        source, target, format = laid_out(checkpoint, output, asked, save)
+        format = _format(output, options)
+        source, target = _laid_out(checkpoint, output, options, format, save)
         destination = Destination(output)
         if processes.rank == 0:
             destination = check_destination(output, source, target, options.overwrite)
             if digests_file is not None:
                 check_digests_file(digests_file, output, overwrite=options.overwrite)
-        reads = _check_tensors(source, target.tensors, options.verify, processes)
+        names = (tensor.source for tensor in target.tensors)
+        reads = check_tensors(source, names, options.verify, processes)
         report = WriteReport(
             path=output.public(),
-            format=format,
+            format=format.name,
             read=source.format,
             reads={
                 str(path).removeprefix(f"{source.directory}{os.sep}"): num_bytes
@@ -276,8 +290,8 @@ def _converted(
         source, target, destination, report = processes.agree(lambda: prepared(save))
         if not options.dry_run:
             processes.check_same(lambda: _facts(source, target, report, options))
-            begun = Output(source, target, destination.path, options, processes)
-            written = begun.write(destination)
+            begun = Output(source, target, destination, options, processes)
+            written = begun.write()
             crc = 0
             for _, num_bytes, value in written:
                 crc = int(crc32_combine(crc, value, num_bytes))
@@ -295,6 +309,93 @@ def _converted(
                 digests=digests,
             )
     return replace(report, seconds=time.monotonic() - started)
+
+
+def _format(output: StoragePath, options: WriteOptions) -> Format:
+    """Return the format of an output, where it can be sharded as its caller wants it."""
+    if options.way == "merged":
+        return merged_format(output, options.format, options.max_shard_bytes, options.in_directory)
+    name = options.format
+    format = default_format("sharded") if name is None else written_format(name, "sharded")
+    check_sharding(options, format.whole_run)
+    return format
+
+
+def _opened(
+    checkpoint: PurePath | str | Catalog, options: WriteOptions, format: Format
+) -> tuple[Catalog, Choice]:
+    """Return a checkpoint as what is asked makes of it, and what is left to choose of that."""
+    source, names = as_catalog(checkpoint), options.names
+    choice: Choice = options
+    quantise = options.quantize, options.scale_rule, options.quantize_include
+    if any(value is not None for value in (names, options.dtype, *quantise)):
+        config = config_of(source, names)
+        source, choice = mapped_source(source, names, options)
+        if quantise != (None, None, None):
+            from shardspec.checkpoint.quantizing import quantise_of, quantised_as
+
+            how = quantise_of(*quantise)
+            source = quantised_as(source, how, options if names is None else Choice(), config)
+            choice = options.after_map() if options.quantize is not None else choice
+    else:
+        check_drop(options)
+    return source.as_stored() if format.keeps == "objects" else source, choice
+
+
+def _laid_out(
+    checkpoint: PurePath | str | Catalog,
+    output: StoragePath,
+    options: WriteOptions,
+    format: Format,
+    save: str,
+) -> tuple[Catalog, Target]:
+    """Open a checkpoint, as what a map makes of it, and lay out the files of an output.
+
+    `save` names this save. Raises ShardSpecError if the format cannot hold what is wanted.
+    """
+    merged = options.way == "merged"
+    source, choice = _opened(checkpoint, options, format)
+    tensors = select(source, choice)
+    if choice.dtype is not None:
+        refuse_casts(source, [tensor.source for tensor in tensors], dtype_name(choice.dtype))
+    mesh, layouts = ON_ONE_DEVICE, dict[str, Layout]()
+    if "sharded" in format.writes and not format.whole_run:
+        mesh, layouts = sharding_of(source, options, tensors)
+    if format.whole_run:
+        carried = Carried(frozenset(source.extras), {}, {})
+    else:
+        carried = carried_values(source, choice, tensors, objects=format.keeps == "objects")
+    if format.keeps == "tensors":
+        carried = Carried(frozenset(), {}, {})
+    # Whole tensors are what a merge is for: it may lose other entries.
+    may_lose = None if merged and not options.drop_values else options.drop_values
+    check_dropped(source, choice, carried.names, may_lose)
+    if merged and source.extras and not (tensors or carried.names):
+        raise CheckpointError(
+            f"{source.directory}: holds no tensor that could be written, but "
+            f"{min(source.extras)!r} and the like; name the checkpoint of the model"
+        )
+    assert format.lay_out is not None, "it is written"
+    target = format.lay_out(
+        source,
+        Wanted(
+            *(output.name, options.way, tensors, carried, mesh, layouts, save),
+            *(options.metadata, options.sidecars, options.max_shard_bytes),
+        ),
+    )
+    target = target._replace(carried=target.carried | carried.names)
+    if not merged:
+        winners = winning_patterns(list(options.rules or {}), layouts)
+        chosen = {n: (winners.get(n, ""), str(at.labelled_spec)) for n, at in layouts.items()}
+        target = target._replace(sharding=chosen)
+    if options.sidecars:
+        target = add_sidecars(source, target, format.sidecars)
+    if not output.nests and any("/" in file.name for file in target.files):
+        raise CheckpointError(
+            f"{output}: the format {format.name!r} has files in directories, which are not written "
+            "into a store; write to a directory here, and copy that"
+        )
+    return source, target
 
 
 def _digests(target: Target, output: Output) -> Digests:
@@ -335,47 +436,3 @@ def _left_out(source: Catalog, target: Target) -> tuple[str, ...]:
     if (metadata.values.keys() | metadata.contradictions.keys()) - target.carried:
         left.append("__metadata__")
     return tuple(left)
-
-
-def _check_tensors(
-    source: Catalog, tensors: Sequence[OutputTensor], verify: bool, processes: Processes
-) -> Counter[StoragePath]:
-    """Check that boxes tile every tensor, and copies agree; return the bytes to read by file."""
-    copies_of = memoize_by_boxes(check_tiling)
-    elements_of = memoize_by_boxes(_elements_by_file)
-    # Tensors that are sharded alike share one count.
-    counts: dict[int, Counter[_Place]] = {}
-    widths: Counter[int] = Counter()
-    with OpenFiles() as files:
-        for place, name in enumerate(sorted({tensor.source for tensor in tensors})):
-            outline = source.outline(name)
-            unsure = copies_of(outline) and not (verify and source.copies_agree(name))
-            # Each of several processes compares its share.
-            if unsure and place % processes.size == processes.rank:
-                tensor = source.tensor(name)
-                for group in check_tiling(tensor):
-                    check_replicas(tensor, group, files, trust_digests=verify)
-            elements = elements_of(outline)
-            counts[id(elements)] = elements
-            widths[id(elements)] += item_bytes(outline.dtype)
-    reads: Counter[StoragePath] = Counter()
-    made: dict[int, Mapping[StoragePath, int]] = {}
-    """By the reads themselves: codes and scales are made of the same."""
-    for key, elements in counts.items():
-        for (path, computed), size in elements.items():
-            if computed is None:
-                reads[path] += size * widths[key]
-            else:
-                made[id(computed.reads)] = computed.reads
-    for files_read in made.values():
-        reads.update(files_read)
-    return reads
-
-
-def _elements_by_file(outline: AnyOutline) -> Counter[_Place]:
-    sizes: Counter[_Place] = Counter()
-    for stored in distinct(outline):
-        computed = stored.computed if isinstance(stored, StoredBox) else None
-        if stored.path != ZEROS:
-            sizes[stored.path, computed] += box_size(stored.box)
-    return sizes

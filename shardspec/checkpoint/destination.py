@@ -9,7 +9,7 @@ from itertools import islice
 from typing import Final, NamedTuple
 
 from shardspec.checkpoint.catalog import Catalog
-from shardspec.checkpoint.formats.registry import default_format, format_of, formats
+from shardspec.checkpoint.formats import default_format, format_of, formats
 from shardspec.checkpoint.open import open_checkpoint
 from shardspec.checkpoint.storage.path import (
     Entry,

@@ -16,27 +16,25 @@ from shardspec.checkpoint.catalog import (
     Catalog,
     StoredBox,
     StoredTensor,
-    check_tiling,
     row_major_strides,
     whole_box,
 )
-from shardspec.checkpoint.choice import Choice, Patterns, Selection, check_drop
+from shardspec.checkpoint.choice import Choice, Patterns, Selection, check_drop, select
 from shardspec.checkpoint.mapped import Names, mapped_choice, require_finished, target_boxes
 from shardspec.checkpoint.open import as_catalog
 from shardspec.checkpoint.read_boxes import (
     Buffers,
     Checks,
     Progress,
-    check_replicas,
     read_box,
     stretches,
 )
-from shardspec.checkpoint.select import select
 from shardspec.checkpoint.storage.from_text import storage_path
 from shardspec.checkpoint.storage.path import StoragePath, output_exists
 from shardspec.checkpoint.storage.reading import OpenFiles
 from shardspec.checkpoint.strict_json import read_json
 from shardspec.checkpoint.targets import assign_boxes
+from shardspec.checkpoint.tiling import check_replicas, check_tiling
 from shardspec.comm.communicator import Communicator
 from shardspec.dtypes import item_bytes
 from shardspec.errors import CheckpointError, LayoutError

@@ -13,6 +13,7 @@ from shardspec.checkpoint.catalog import AnyOutline, Catalog
 from shardspec.checkpoint.layers import groups_of, natural_order
 from shardspec.checkpoint.open import as_catalog
 from shardspec.checkpoint.storage.path import StoragePath
+from shardspec.checkpoint.tiling import check_tiling, memoize_by_boxes
 from shardspec.dtypes import item_bytes
 from shardspec.layout.layout import Layout
 
@@ -188,7 +189,7 @@ def inspect_checkpoint(directory: PurePath | str | Catalog) -> CheckpointSummary
     """Return what a checkpoint holds; its metadata is checked, its data is not read."""
     source = as_catalog(directory)
     summary = CheckpointSummary(source, tuple(natural_order(source.names)), {})
-    check = catalog.memoize_by_boxes(catalog.check_tiling)  # many tensors are sharded alike
+    check = memoize_by_boxes(check_tiling)  # many tensors are sharded alike
     for tensor in summary.outlines:
         summary.layout(tensor)
         check(tensor)

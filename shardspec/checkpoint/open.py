@@ -3,18 +3,26 @@
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import islice
 from pathlib import PurePath
 from typing import Final, NamedTuple
 
 from shardspec.checkpoint.catalog import Catalog
-from shardspec.checkpoint.format import FileStart, Format, OpenOptions
-from shardspec.checkpoint.formats.registry import built_in, format_of, formats, installed
-from shardspec.checkpoint.parts import not_read, part_of_several, part_text
-from shardspec.checkpoint.runs import Newest
+from shardspec.checkpoint.formats import (
+    FileStart,
+    Format,
+    Newest,
+    OpenOptions,
+    built_in,
+    format_of,
+    formats,
+    installed,
+)
 from shardspec.checkpoint.storage.from_text import storage_path
 from shardspec.checkpoint.storage.path import StoragePath, reason
 from shardspec.checkpoint.storage.snapshot import Snapshot
+from shardspec.checkpoint.torch_files.parts import part_of_several, part_text
 from shardspec.errors import CheckpointError
 from shardspec.text import Argument, first_of
 
@@ -23,6 +31,33 @@ _DEPTH: Final = 2
 _MOST_DIRECTORIES: Final = 256
 """Directories that are searched: a wrong path may be that of a whole disk."""
 _SHOWN: Final = 3
+_WHOLE_TENSORS: Final = "load it with the tool that wrote it, and save whole tensors as safetensors"
+_NOT_READ: Final = (
+    (
+        "orbax (OCDBT)",
+        r"_CHECKPOINT_METADATA|manifest\.ocdbt|ocdbt\.process_\d+|_sharding",
+        _WHOLE_TENSORS,
+    ),
+    (
+        "zarr, as Megatron-core had it before torch_dist",
+        r"\.zarray|\.zgroup",
+        "load it with Megatron, and save it as torch_dist",
+    ),
+    ("Flax", r"flax_model.*\.msgpack", _WHOLE_TENSORS),
+    (
+        "TensorFlow",
+        r"tf_model.*\.h5|model\.ckpt.*\.(index|meta)|saved_model\.pb",
+        _WHOLE_TENSORS,
+    ),
+    ("llama.cpp (GGUF)", r".*\.gguf", "name the checkpoint that it was made of"),
+    ("NeMo", r".*\.nemo", "unpack it with tar -xf FILE, and name the directory in it"),
+    (
+        "the optimizer of data parallel ranks, in buckets (Megatron's distrib_optim.pt)",
+        r"distrib_optim\.pt",
+        "name the model beside it, or save optimizers as torch_dist",
+    ),
+)
+"""What is recognised and not read: its name, its files, and what helps."""
 
 
 class _Place(NamedTuple):
@@ -123,7 +158,7 @@ def _find(place: StoragePath, named: Newest | None = None, run: Format | None = 
         part = part_of_several(name, lambda: there)
         if part is not None:
             raise CheckpointError(f"{place}: {name} is {part_text(part)}")
-    problem = not_read(there) or _nearby(place, there)
+    problem = _not_read(there) or _nearby(place, there)
     if not problem:
         *others, last = dict.fromkeys(one.known_by for one in formats() if one.known_by)
         problem = (
@@ -143,13 +178,14 @@ def _find_in(place: StoragePath, there: Sequence[str], format: Format) -> _Place
 
 def _find_file(place: StoragePath) -> _Place:
     """Find out what a file is, or is a part of."""
-    if problem := not_read((place.name,)):
+    if problem := _not_read((place.name,)):
         raise CheckpointError(f"{place}: {problem}")
     with place.open() as file:
         start = FileStart(
             place.name, file.read(0, min(file.num_bytes, _HEAD_BYTES)), file.num_bytes
         )
-    for asked in built_in, installed:
+    names = (place.name,)
+    for asked in partial(built_in, names), installed:
         for format in asked():
             directory = format.directory_of(place)
             if directory is not None:
@@ -207,3 +243,11 @@ def _names(directory: StoragePath) -> list[str]:
         )
     except OSError:
         return []
+
+
+def _not_read(names: Sequence[str]) -> str | None:
+    """Return what a directory with these names, or a file, is that is not read, and what helps."""
+    for kind, pattern, remedy in _NOT_READ:
+        if any(re.fullmatch(pattern, name) for name in names):
+            return f"is of {kind}, which is not read; {remedy}"
+    return None

@@ -30,7 +30,7 @@ from shardspec.checkpoint.read_boxes import (
     read_box,
     stretches,
 )
-from shardspec.checkpoint.storage.path import Staged, Staging, StoragePath, WriteAt
+from shardspec.checkpoint.storage.path import Staged, Staging, WriteAt
 from shardspec.checkpoint.storage.reading import AHEAD_BYTES, OpenFiles, prefetch_map
 from shardspec.checkpoint.targets import Extent, RawBytes, Target
 from shardspec.dtypes import is_cast, item_bytes
@@ -107,12 +107,13 @@ class Output:
         self,
         source: Catalog,
         target: Target,
-        path: StoragePath,
+        destination: Destination,
         options: WriteOptions,
         processes: Processes,
     ) -> None:
-        self.source, self.target, self.path = source, target, path
-        self.whole_files = path.whole_files
+        self.source, self.target, self.destination = source, target, destination
+        self.path = destination.path
+        self.whole_files = self.path.whole_files
         self.options, self.processes = options, processes
         self.digested = options.verify or target.digested
         """Whether the CRC-32 of what is written is computed."""
@@ -147,14 +148,14 @@ class Output:
         self._failed, self._lock = Event(), Lock()
 
     @contextmanager
-    def _begun(self, destination: Destination) -> Iterator[None]:
+    def _begun(self) -> Iterator[None]:
         """Stage all files, or join the process that has; they appear at the end of the block."""
         processes, directory = self.processes, self.target.directory
         files = {file.name: file.num_bytes for file in self.target.files}
         listing = None if self.target.listing is None else self.target.listing.name
         if listing is not None:
             files[listing] = 0
-        output = Staging(files, directory, self.options.overwrite, listing, *destination[1:])
+        output = Staging(files, directory, self.options.overwrite, listing, *self.destination[1:])
 
         def begin(token: object = None) -> object:
             staged = self.path.stage(output) if first else self.path.join(output, token)
@@ -170,11 +171,11 @@ class Output:
     def _extent(self, at: tuple[int, int]) -> Extent:
         return self.target.files[at[0]].extents[at[1]]
 
-    def write(self, destination: Destination) -> Written:
+    def write(self) -> Written:
         """Write all files; the first of several processes completes the output."""
         processes, first = self.processes, self.processes.rank == 0
         with ExitStack() as stack:
-            stack.enter_context(self._begun(destination))
+            stack.enter_context(self._begun())
             self._run()
             crcs = [
                 (file, number, self._crcs[file][number])

@@ -5,7 +5,7 @@ by the system (copy_file_range), and the bytes can be checked on the way. Memory
 the size of a tensor.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
 from itertools import product
@@ -38,7 +38,6 @@ if TYPE_CHECKING:
 
 BLOCK_BYTES: Final = 1 << 20
 """Most bytes that are copied at once: they fit the L2 cache of common CPUs."""
-_TORCH_SUFFIXES: Final = (".pt", ".pth", ".bin")
 _LONG_ROW: Final = 2048
 """Bytes from which rows are copied one by one, and not by numpy."""
 _PAGE: Final = 4096
@@ -393,79 +392,3 @@ def _spread(part: BlockPart, data: memoryview, room: memoryview) -> None:
     counts, steps, steps_in = zip(*outer, strict=True)
     source = np.ndarray(counts, item, data, 0, steps)
     np.copyto(np.ndarray(counts, item, room, part.at, steps_in), source)
-
-
-# --- the same box of two tensors
-
-
-def element_index(box: Box, element: int) -> tuple[int, ...]:
-    """Return where in the global tensor an element of a box lies."""
-    index: list[int] = []
-    for lo, hi in reversed(box):
-        element, at = divmod(element, hi - lo)
-        index.insert(0, lo + at)
-    return tuple(index)
-
-
-def read_both(
-    a: StoredTensor, b: StoredTensor, box: Box, files: OpenFiles
-) -> Iterator[tuple[Box, memoryview, memoryview]]:
-    """Yield the blocks of a box that both tensors have, and their bytes, valid until the next."""
-    buffers, most = Buffers(), max(item_bytes(a.dtype), item_bytes(b.dtype))
-    rooms = [memoryview(bytearray(BLOCK_BYTES)) for _ in range(2)]
-    for block in chunks(box, BLOCK_BYTES // most):
-        found = []
-        for tensor, room in zip((a, b), rooms, strict=True):
-            found.append(room[: box_size(block) * item_bytes(tensor.dtype)])
-            read_box_into(tensor, block, found[-1], files, buffers)
-        yield block, found[0], found[1]
-
-
-def check_replicas(
-    tensor: StoredTensor,
-    group: Sequence[StoredBox],
-    files: OpenFiles,
-    *,
-    trust_digests: bool = False,
-) -> None:
-    """Compare the elements of boxes that claim the same part of a tensor, bit by bit.
-
-    With `trust_digests`, those whose digests are equal are equal, without being read.
-    """
-    # Each by itself, wherever its elements lie in its file.
-    by_itself = replace(tensor, pending=(), patches=())
-    alone = [replace(by_itself, boxes=(replace(box, addend=()),)) for box in group]
-    first = group[0]
-    for other, of_other in zip(group[1:], alone[1:], strict=True):
-        if trust_digests and _same_digest(first, other, tensor.bytes_of(first)):
-            continue
-        for block, a, b in read_both(alone[0], of_other, first.box, files):
-            if a.tobytes() == b.tobytes():
-                continue
-            at = next(at for at, (x, y) in enumerate(zip(a, b, strict=True)) if x != y)
-            index = element_index(block, at // item_bytes(tensor.dtype))
-            remedy = "keep the right one of the two"
-            if first.path.suffix in _TORCH_SUFFIXES and first.box == whole_box(tensor.shape):
-                remedy += (
-                    " if they should be equal, as plain tensors are on all ranks; if each rank has "
-                    "a part, save it as a DTensor, and what is its own under a name for each rank"
-                )
-            elif len(tensor.shape) == 1 and first.path.suffix == ".distcp":
-                remedy += (
-                    "; but if ranks have saved flat parts of their own under one name, as FSDP1's "
-                    "local optimizer states are, keep all, and save them in a run of as many ranks "
-                    "with FSDP.optim_state_dict"
-                )
-            raise CheckpointError(
-                f"tensor {tensor.name!r}: ranks {first.rank} and {other.rank} claim different data "
-                f"for box {box_text(first.box)}, first at index {list(index)}, in "
-                f"{first.path} and {other.path}; {remedy}"
-            )
-
-
-def _same_digest(a: StoredBox, b: StoredBox, num_bytes: int) -> bool:
-    """Return whether both have a digest of just their bytes, in the same order, and it is equal."""
-    if a.digest is None or b.digest is None or a.strides != b.strides:
-        return False
-    whole = a.digest.num_bytes == b.digest.num_bytes == num_bytes
-    return whole and a.digest.crc32 == b.digest.crc32

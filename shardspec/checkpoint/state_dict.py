@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from math import isfinite
 from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeGuard
 
+from shardspec.checkpoint.strict_json import is_size
 from shardspec.errors import CheckpointError
 from shardspec.resharding.state import (
     MAX_DEPTH,
@@ -69,12 +70,21 @@ def flatten(state: Mapping[str, object]) -> FlatState:
 
 def _check_keys(path: KeyPath) -> None:
     for depth, key in enumerate(path):
-        kinds = str | int | Place if depth else str
-        if not isinstance(key, kinds) or isinstance(key, bool):
+        if not _is_key(key, depth):
             raise CheckpointError(
                 f"the key {key!r} at {keys_text(path)} is a {type(key).__name__}; name tensors by "
                 "text, and values inside of dicts by text and whole numbers"
             )
+
+
+def _is_key(key: object, depth: int) -> bool:
+    kinds = str | int | Place if depth else str
+    return isinstance(key, kinds) and not isinstance(key, bool)
+
+
+def is_path(keys: tuple[object, ...]) -> TypeGuard[KeyPath]:
+    """Return whether keys, as `leaves` yields them, are such as `save_sharded` takes."""
+    return 0 < len(keys) <= MAX_DEPTH and all(_is_key(key, at) for at, key in enumerate(keys))
 
 
 def spread(
@@ -171,16 +181,6 @@ def decode_value(value: object) -> object:
     raise ValueError("is not an encoded value")
 
 
-def is_path(keys: tuple[object, ...]) -> TypeGuard[KeyPath]:
-    """Return whether keys, as `leaves` yields them, are such as `save_sharded` takes."""
-    kinds = (str | int | Place if depth else str for depth in range(len(keys)))
-    right = all(
-        isinstance(key, kind) and not isinstance(key, bool)
-        for key, kind in zip(keys, kinds, strict=True)
-    )
-    return right and 0 < len(keys) <= MAX_DEPTH
-
-
 def encode_path(path: KeyPath) -> list[object]:
     """Return keys as JSON has them: a position in a list is a list of one."""
     return [list(key) if isinstance(key, tuple) else key for key in path]
@@ -188,18 +188,15 @@ def encode_path(path: KeyPath) -> list[object]:
 
 def decode_path(path: object) -> KeyPath:
     """Return the keys that `encode_path` has encoded; raises ValueError for anything else."""
-    if not isinstance(path, list) or not path[:1] or len(path) > MAX_DEPTH:
+    if not isinstance(path, list) or not path or len(path) > MAX_DEPTH:
         raise ValueError("is not a list of keys")
-    found: list[str | int | tuple[int]] = []
-    for key in path:
-        match key:
-            case str() | int() if not isinstance(key, bool) and (found or isinstance(key, str)):
-                found.append(key)
-            case [int(place)] if not isinstance(place, bool) and place >= 0 and found:
-                found.append(Place((place,)))
-            case _:
-                raise ValueError(f"has the key {key!r:.60}, but keys are text or whole numbers")
-    return tuple(found)
+    keys: list[Any] = []
+    for depth, key in enumerate(path):
+        is_place = isinstance(key, list) and len(key) == 1 and is_size(key[0])
+        keys.append(Place(key) if is_place else key)
+        if not _is_key(keys[-1], depth):
+            raise ValueError(f"has the key {key!r:.60}, but keys are text or whole numbers")
+    return tuple(keys)
 
 
 class _Node(dict[Any, Any]):

@@ -16,31 +16,28 @@ from shardspec.checkpoint.catalog import (
     OpaqueValue,
     StoredBox,
     StoredTensor,
-    check_tiling,
     is_plain_entry,
     opaque_parts,
     row_major_strides,
     whole_box,
 )
-from shardspec.checkpoint.choice import Choice, Patterns, Renames
-from shardspec.checkpoint.formats.registry import format_called
+from shardspec.checkpoint.choice import Choice, Patterns, Renames, renamed_names, select
+from shardspec.checkpoint.formats import format_called
 from shardspec.checkpoint.inspect import other_text
 from shardspec.checkpoint.numeric import numbers
 from shardspec.checkpoint.open import as_catalog
 from shardspec.checkpoint.read_boxes import (
     Checks,
     Progress,
-    check_replicas,
-    element_index,
     pieces,
-    read_both,
 )
-from shardspec.checkpoint.select import renamed_names, select
 from shardspec.checkpoint.storage.path import FileStretch
 from shardspec.checkpoint.storage.reading import OpenFiles
+from shardspec.checkpoint.tiling import check_replicas, check_tiling, element_index, read_both
 from shardspec.dtypes import is_floating, item_bytes, packed
 from shardspec.errors import CheckpointError
 from shardspec.layout.picture import ids_text
+from shardspec.resharding.state import dotted_name, leaves
 
 _MOST_TEXT: Final = 60
 """Characters that are shown of a value that is not a tensor."""
@@ -277,27 +274,11 @@ def _kept(*sources: Catalog) -> set[str]:
 def _entries(values: Mapping[str, object]) -> dict[str, object]:
     """Return entries without nesting, which formats keep otherwise; no mentions of other files."""
     return {
-        name: leaf
-        for key, value in values.items()
+        dotted_name(path): leaf
+        for name, value in values.items()
         if not (isinstance(value, OpaqueValue) and not value.inside)
-        for name, leaf in _leaves(key, value)
+        for path, leaf in leaves(value, (name,))
     }
-
-
-def _leaves(name: str, value: object) -> Iterator[tuple[str, object]]:
-    if _is_nested(value):
-        for key, inner in value.items():
-            yield from _leaves(f"{name}.{key}", inner)
-    elif isinstance(value, list) and any(map(_is_nested, value)):
-        # As torch flattens state dicts: the param_groups of an optimizer.
-        for place, inner in enumerate(value):
-            yield from _leaves(f"{name}.{place}", inner)
-    else:
-        yield name, value
-
-
-def _is_nested(value: object) -> TypeGuard[dict[str, object]]:
-    return isinstance(value, dict) and bool(value) and all(isinstance(key, str) for key in value)
 
 
 def _different_values(
@@ -410,19 +391,12 @@ def _extent(
     x: StoredTensor, y: StoredTensor, a: NDArray[np.uint8], b: NDArray[np.uint8]
 ) -> DiffExtent:
     """Return how much elements differ, which are given as bytes."""
-    one, other = numbers(a.reshape(-1), x.dtype), numbers(b.reshape(-1), y.dtype)
-    if one.dtype.kind in "iu":
-        apart, sizes = _apart(one, other).astype(np.float64), np.abs(other.astype(np.float64))
-        nans = np.zeros((2, len(one)), np.bool_)
-    else:
-        wide = np.complex128 if one.dtype.kind == "c" else np.float64
-        one, other = one.astype(wide), other.astype(wide)
-        nans = np.stack([np.isnan(one), np.isnan(other)])
-        with np.errstate(invalid="ignore", over="ignore"):
-            apart, sizes = np.abs(one - other), np.abs(other)
+    first, second = numbers(a.reshape(-1), x.dtype), numbers(b.reshape(-1), y.dtype)
+    apart, sizes = _distances(first, second)
+    nans = first != first, second != second
     with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
         relative = np.where(apart == 0, 0.0, apart / sizes)
-    numeric = ~nans.any(0)
+    numeric = ~(nans[0] | nans[1])
     relative = np.where(np.isnan(relative), np.inf, relative)  # between infinities
     return DiffExtent(
         len(a),
@@ -448,15 +422,18 @@ def _holders(tensor: StoredTensor, index: Sequence[int]) -> tuple[int, ...]:
 
 
 def _close(x: NDArray[Any], y: NDArray[Any], atol: float, rtol: float) -> NDArray[np.bool_]:
+    apart, sizes = _distances(x, y)
+    with np.errstate(invalid="ignore", over="ignore"):
+        within: NDArray[np.bool_] = np.isfinite(sizes) & (apart <= atol + rtol * sizes)
+    return within | (x == y) | ((x != x) & (y != y))
+
+
+def _distances(x: NDArray[Any], y: NDArray[Any]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Return how far numbers are apart, and how large the second ones are."""
     if x.dtype.kind in "iu":
-        close: NDArray[np.bool_] = _apart(x, y) <= atol + rtol * np.abs(y.astype(np.float64))
-        return close
+        # In float64, 2**53 and the number after it are one. Without signs, what wraps wraps back.
+        a, b = x.astype(np.uint64), y.astype(np.uint64)
+        return np.where(x > y, a - b, b - a).astype(np.float64), np.abs(y.astype(np.float64))
     wide = np.complex128 if x.dtype.kind == "c" else np.float64
-    return np.isclose(x.astype(wide), y.astype(wide), rtol=rtol, atol=atol, equal_nan=True)
-
-
-def _apart(x: NDArray[Any], y: NDArray[Any]) -> NDArray[np.uint64]:
-    """Return how far integers are apart."""
-    # In float64, 2**53 and the number after it are one. Without signs, what wraps wraps back.
-    one, other = x.astype(np.uint64), y.astype(np.uint64)
-    return np.where(x > y, one - other, other - one)
+    with np.errstate(invalid="ignore", over="ignore"):
+        return np.abs(x.astype(wide) - y.astype(wide)), np.abs(y.astype(wide))

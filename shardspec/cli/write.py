@@ -13,8 +13,8 @@ import click
 from shardspec.checkpoint import convert as conversion
 from shardspec.checkpoint.agree import Processes
 from shardspec.checkpoint.choice import Choice
-from shardspec.checkpoint.format import Way
-from shardspec.checkpoint.formats.registry import (
+from shardspec.checkpoint.formats import (
+    Way,
     default_format,
     formats,
     written_format,
@@ -22,7 +22,7 @@ from shardspec.checkpoint.formats.registry import (
 )
 from shardspec.checkpoint.layers import repeated_layers
 from shardspec.checkpoint.numbers_of import with_numbers
-from shardspec.checkpoint.report import WriteReport
+from shardspec.checkpoint.options import WriteReport
 from shardspec.checkpoint.schemes import QUANTIZATIONS, ScaleRule
 from shardspec.cli import checkpoint_options as ckpt
 from shardspec.cli import options as opts

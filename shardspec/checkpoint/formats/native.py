@@ -18,8 +18,7 @@ from typing import Any, Final, NamedTuple
 from shardspec.boxes import box_size
 from shardspec.checkpoint import catalog, state_dict, targets
 from shardspec.checkpoint.catalog import Catalog, ReplicaKey, StoredBox, StoredTensor
-from shardspec.checkpoint.format import Format, OpenOptions, Wanted
-from shardspec.checkpoint.formats import safetensors
+from shardspec.checkpoint.formats import Format, OpenOptions, Wanted, safetensors
 from shardspec.checkpoint.storage.path import StoragePath, file_inside
 from shardspec.checkpoint.storage.reading import prefetch_map
 from shardspec.checkpoint.strict_json import checked, fields, is_size, read_json

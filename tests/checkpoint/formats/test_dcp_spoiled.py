@@ -14,7 +14,7 @@ import torch
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
 from shardspec.checkpoint.convert import merge
-from shardspec.checkpoint.formats.registry import written_names
+from shardspec.checkpoint.formats import written_names
 from shardspec.checkpoint.inspect import inspect_checkpoint
 from shardspec.checkpoint.open import open_checkpoint
 from shardspec.errors import CheckpointError
