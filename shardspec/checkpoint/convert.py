@@ -15,7 +15,6 @@ from typing import Unpack
 
 from isal.isal_zlib import crc32_combine
 
-from shardspec.checkpoint.agree import Processes
 from shardspec.checkpoint.catalog import Catalog
 from shardspec.checkpoint.check_quantized import refuse_casts
 from shardspec.checkpoint.choice import Choice, carried_values, check_drop, check_dropped, select
@@ -38,6 +37,7 @@ from shardspec.checkpoint.storage.from_text import storage_path
 from shardspec.checkpoint.storage.path import StoragePath
 from shardspec.checkpoint.targets import Carried, Target, add_sidecars
 from shardspec.checkpoint.tiling import check_tensors
+from shardspec.comm.together import Processes
 from shardspec.dtypes import dtype_name
 from shardspec.errors import CheckpointError
 from shardspec.layout.layout import Layout

@@ -11,7 +11,6 @@ from numpy.typing import NDArray
 
 from shardspec.boxes import Box, box_shape, box_size
 from shardspec.checkpoint import rank_state
-from shardspec.checkpoint.agree import agree
 from shardspec.checkpoint.catalog import (
     Catalog,
     StoredBox,
@@ -32,10 +31,11 @@ from shardspec.checkpoint.read_boxes import (
 from shardspec.checkpoint.storage.from_text import storage_path
 from shardspec.checkpoint.storage.path import StoragePath, output_exists
 from shardspec.checkpoint.storage.reading import OpenFiles
-from shardspec.checkpoint.strict_json import read_json
+from shardspec.checkpoint.storage.strict_json import read_json
 from shardspec.checkpoint.targets import assign_boxes
 from shardspec.checkpoint.tiling import check_replicas, check_tiling
 from shardspec.comm.communicator import Communicator
+from shardspec.comm.together import agree
 from shardspec.dtypes import item_bytes
 from shardspec.errors import CheckpointError, LayoutError
 from shardspec.layout.layout import Layout

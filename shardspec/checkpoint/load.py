@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Unpack
 
 from shardspec.boxes import Box, box_size
 from shardspec.checkpoint import rank_state
-from shardspec.checkpoint.agree import agree
 from shardspec.checkpoint.catalog import Catalog, StoredTensor
 from shardspec.checkpoint.check_quantized import check_blocks, refuse_casts
 from shardspec.checkpoint.choice import Choice, Selection, check_dropped, plain_names, select
@@ -26,6 +25,7 @@ from shardspec.checkpoint.storage.reading import OpenFiles
 from shardspec.checkpoint.targets import OutputTensor
 from shardspec.checkpoint.tiling import check_tiling
 from shardspec.comm.communicator import Communicator
+from shardspec.comm.together import agree
 from shardspec.dtypes import dtype_name
 from shardspec.errors import AxisError, CheckpointError, LayoutError
 from shardspec.layout.layout import Layout, SpecLike, resolve_axes

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shardspec.boxes import Box
 from shardspec.checkpoint import rank_state
-from shardspec.checkpoint.agree import agree
 from shardspec.checkpoint.catalog import Catalog, distinct
 from shardspec.checkpoint.check_quantized import check_stored_plan
 from shardspec.checkpoint.choice import Choice, Patterns, check_dropped
@@ -19,6 +18,7 @@ from shardspec.checkpoint.open import as_catalog, open_checkpoint
 from shardspec.checkpoint.storage.path import StoragePath
 from shardspec.checkpoint.transfers import file_numbers, file_regions
 from shardspec.comm.communicator import Communicator
+from shardspec.comm.together import agree
 from shardspec.dtypes import dtype_name
 from shardspec.errors import CheckpointError, LayoutError
 from shardspec.layout.layout import Layout

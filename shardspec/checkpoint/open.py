@@ -19,6 +19,7 @@ from shardspec.checkpoint.formats import (
     formats,
     installed,
 )
+from shardspec.checkpoint.layers import natural_order
 from shardspec.checkpoint.storage.from_text import storage_path
 from shardspec.checkpoint.storage.path import StoragePath, reason
 from shardspec.checkpoint.storage.snapshot import Snapshot
@@ -237,10 +238,7 @@ def _some(found: Sequence[str]) -> str:
 def _names(directory: StoragePath) -> list[str]:
     """Return the names in a directory; step-9 comes before step-10."""
     try:
-        return sorted(
-            directory.names(),
-            key=lambda name: re.sub(r"[0-9]{1,18}", lambda number: number[0].zfill(18), name),
-        )
+        return natural_order(directory.names())
     except OSError:
         return []
 

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Final, TypeAlias
 
 from isal.isal_zlib import crc32_combine
 
-from shardspec.checkpoint.agree import Processes
 from shardspec.checkpoint.catalog import Catalog, distinct
 from shardspec.checkpoint.destination import Destination
 from shardspec.checkpoint.options import WriteOptions
@@ -33,6 +32,7 @@ from shardspec.checkpoint.read_boxes import (
 from shardspec.checkpoint.storage.path import Staged, Staging, WriteAt
 from shardspec.checkpoint.storage.reading import AHEAD_BYTES, OpenFiles, prefetch_map
 from shardspec.checkpoint.targets import Extent, RawBytes, Target
+from shardspec.comm.together import Processes
 from shardspec.dtypes import is_cast, item_bytes
 from shardspec.errors import CheckpointError
 from shardspec.resharding.digests import TensorDigest

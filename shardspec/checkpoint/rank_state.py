@@ -8,7 +8,6 @@ from operator import itemgetter
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 
 from shardspec.boxes import Box
-from shardspec.checkpoint.agree import agree, check_same
 from shardspec.checkpoint.catalog import box_text, replica_holders
 from shardspec.checkpoint.formats.safetensors import encode_header
 from shardspec.checkpoint.read_boxes import crc32
@@ -16,6 +15,7 @@ from shardspec.checkpoint.state_dict import FlatState, Leaf, flatten
 from shardspec.comm.agreement import on_all_ranks
 from shardspec.comm.communicator import Communicator
 from shardspec.comm.steps import ReduceOp
+from shardspec.comm.together import agree, check_same
 from shardspec.errors import CheckpointError, DTypeError
 from shardspec.layout.layout import Layout, LayoutCell
 from shardspec.layout.picture import ids_text

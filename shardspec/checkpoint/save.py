@@ -14,7 +14,6 @@ from typing import Any, Literal, NamedTuple, overload
 
 from shardspec.boxes import Box
 from shardspec.checkpoint import rank_state
-from shardspec.checkpoint.agree import agree
 from shardspec.checkpoint.background import PendingSave, StoreCommunicator, copied
 from shardspec.checkpoint.digest import (
     add_up,
@@ -32,6 +31,7 @@ from shardspec.checkpoint.storage.from_text import storage_path
 from shardspec.checkpoint.storage.path import StoragePath, is_temporary, reason
 from shardspec.checkpoint.targets import BoxEntry, FileEntry, OutputFile, OutputTensor, assign_boxes
 from shardspec.comm.communicator import Communicator
+from shardspec.comm.together import agree
 from shardspec.dtypes import item_bytes
 from shardspec.errors import CheckpointError, OutputExistsError
 from shardspec.resharding.digests import TensorDigest

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from math import isfinite
 from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeGuard
 
-from shardspec.checkpoint.strict_json import is_size
+from shardspec.checkpoint.storage.strict_json import is_size
 from shardspec.errors import CheckpointError
 from shardspec.resharding.state import (
     MAX_DEPTH,

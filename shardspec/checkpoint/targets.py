@@ -16,7 +16,7 @@ from shardspec.boxes import Box, box_shape, box_size
 from shardspec.checkpoint.catalog import Catalog, replica_holders, whole_box
 from shardspec.checkpoint.quantized import QUANTISED_BY, SECTIONS
 from shardspec.checkpoint.storage.path import StoragePath, file_inside
-from shardspec.checkpoint.strict_json import parse_json
+from shardspec.checkpoint.storage.strict_json import parse_json
 from shardspec.comm.senders import whole_senders
 from shardspec.dtypes import item_bytes
 from shardspec.errors import CheckpointError

@@ -8,7 +8,6 @@ from itertools import pairwise, product
 from typing import Final, TypeAlias, TypeVar
 
 from shardspec.boxes import Box, box_size, chunks, contains
-from shardspec.checkpoint.agree import Processes
 from shardspec.checkpoint.catalog import (
     ZEROS,
     AnyBox,
@@ -26,6 +25,7 @@ from shardspec.checkpoint.catalog import (
 from shardspec.checkpoint.read_boxes import BLOCK_BYTES, Buffers, read_box_into
 from shardspec.checkpoint.storage.path import StoragePath
 from shardspec.checkpoint.storage.reading import OpenFiles
+from shardspec.comm.together import Processes
 from shardspec.dtypes import item_bytes
 from shardspec.errors import CheckpointError
 

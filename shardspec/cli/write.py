@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, Final, get_args
 import click
 
 from shardspec.checkpoint import convert as conversion
-from shardspec.checkpoint.agree import Processes
 from shardspec.checkpoint.choice import Choice
 from shardspec.checkpoint.formats import (
     Way,
@@ -27,6 +26,7 @@ from shardspec.checkpoint.schemes import QUANTIZATIONS, ScaleRule
 from shardspec.cli import checkpoint_options as ckpt
 from shardspec.cli import options as opts
 from shardspec.cli.output import path_text, progress_bar, say, say_json
+from shardspec.comm.together import Processes
 from shardspec.errors import CheckpointError
 from shardspec.mesh.device_mesh import DeviceMesh
 from shardspec.text import (

@@ -28,7 +28,7 @@ from shardspec.checkpoint.formats import Format, OpenOptions, Wanted
 from shardspec.checkpoint.read_boxes import crc32
 from shardspec.checkpoint.storage.path import SourceFile, StoragePath, file_inside
 from shardspec.checkpoint.storage.reading import prefetch_map
-from shardspec.checkpoint.strict_json import parse_json
+from shardspec.checkpoint.storage.strict_json import parse_json
 from shardspec.checkpoint.targets import WITHOUT_SIDECARS, Target, model_sidecars
 from shardspec.checkpoint.torch_files import unpickler, values
 from shardspec.checkpoint.torch_files.dcp_metadata import (

@@ -21,7 +21,7 @@ from shardspec.checkpoint.catalog import Catalog, ReplicaKey, StoredBox, StoredT
 from shardspec.checkpoint.formats import Format, OpenOptions, Wanted, safetensors
 from shardspec.checkpoint.storage.path import StoragePath, file_inside
 from shardspec.checkpoint.storage.reading import prefetch_map
-from shardspec.checkpoint.strict_json import checked, fields, is_size, read_json
+from shardspec.checkpoint.storage.strict_json import checked, fields, is_size, read_json
 from shardspec.checkpoint.targets import BoxEntry, FileEntry, OutputFile, OutputTensor, Target
 from shardspec.dtypes import from_safetensors, item_bytes, to_safetensors
 from shardspec.errors import CheckpointError, ShardSpecError, SpecSyntaxError

@@ -23,7 +23,7 @@ from shardspec.checkpoint.formats import FileStart, Format, OpenOptions, Wanted,
 from shardspec.checkpoint.formats.model_files import ModelFiles, check_alone, is_data_file
 from shardspec.checkpoint.storage.path import SourceFile, StoragePath
 from shardspec.checkpoint.storage.reading import prefetch_map
-from shardspec.checkpoint.strict_json import checked, fields, parse_json
+from shardspec.checkpoint.storage.strict_json import checked, fields, parse_json
 from shardspec.checkpoint.targets import (
     Extent,
     OutputFile,
