@@ -1,4 +1,4 @@
-"""What a checkpoint holds, whatever its format: tensors, and where the bytes of their boxes are."""
+"""What a checkpoint has in any format: tensors, and where the bytes of their boxes are."""
 
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from shardspec.resharding.digests import TensorDigest
 
 ZEROS: Final = storage_path("/dev/zero")
-"""Where boxes are that no file has: they are zeros. It is not opened."""
+"""The path of boxes that no file stores, since they are zeros; it is never opened."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class Digest:
 
 @dataclass(frozen=True, slots=True)
 class Patch:
-    """What a delta changes of a tensor: one zstd frame in a file."""
+    """What a delta changes in a tensor: one zstd frame in a file."""
 
     path: StoragePath
     start: int
@@ -52,7 +52,7 @@ class Patch:
 
 @dataclass(frozen=True, slots=True)
 class FileBox:
-    """A part of a tensor that is somewhere in a file."""
+    """A part of a tensor in a file; where it starts there need not be known."""
 
     box: Box
     """Which part of the global tensor; never empty."""
@@ -64,11 +64,11 @@ class FileBox:
 
 
 class Computed(Protocol):
-    """Makes the bytes of a tensor of those of others, as if they lay in a file, row-major."""
+    """Makes the bytes of a tensor from those of others, as if they lay in a file, row-major."""
 
     @property
     def reads(self) -> "Mapping[StoragePath, int]":
-        """The files that it is made of, and the bytes of it in each."""
+        """The files that it is made from, and the number of bytes from each."""
 
     def fill(
         self, start: int, steps: Sequence[tuple[int, int, int]], room: memoryview, at: int
@@ -134,7 +134,7 @@ class StoredTensor(Outline[StoredBox]):
     """A tensor of a checkpoint and the places of all its boxes."""
 
     patches: tuple[Patch, ...] = ()
-    """What deltas change of it, in order."""
+    """What deltas change in it, in order."""
 
 
 AnyOutline: TypeAlias = Outline[FileBox]
@@ -155,11 +155,11 @@ class OpaqueValue:
 
     text: str
     digest: str | None = field(default=None, compare=False)
-    """Of all that it is made of; None if it cannot be compared."""
+    """Digest of everything in it; None if it cannot be compared."""
     tensors: bool = field(default=False, compare=False)
     """Whether there are tensors in it, or may be."""
     inside: bool = field(default=True, compare=False)
-    """False of a mention of what lies beside the checkpoint."""
+    """False if it only mentions something beside the checkpoint."""
 
     def __repr__(self) -> str:
         return self.text if self.text.startswith("<") else f"<{self.text}>"
@@ -196,7 +196,7 @@ class FileMetadata(NamedTuple):
     """The metadata of all safetensors files of a checkpoint."""
 
     values: Mapping[str, str] = MappingProxyType({})
-    """What no two files contradict each other on."""
+    """Values on which the files agree."""
     contradictions: Mapping[str, tuple[StoragePath, StoragePath]] = MappingProxyType({})
     """Keys for which two files have different values, and these files."""
 
@@ -210,12 +210,12 @@ class Catalog:
     snapshot: Snapshot | None = None
     """State of its files before they were opened; `open_checkpoint` takes it."""
     below: tuple[Snapshot, ...] = ()
-    """The same of folders below in which some of the files lie, where an index names them."""
+    """The same for directories below with some of the files, where an index names them."""
     file_metadata = FileMetadata()
     beside: tuple[StoragePath, ...] = ()
     """Files beside the weights that are copied with them; `sidecars` finds them."""
     notes: tuple[str, ...] = ()
-    """What was assumed when it was opened, for the user, a line each."""
+    """What was assumed when it was opened: lines for the user."""
     objects: Mapping[str, StoredObject] = MappingProxyType({})
     """Those of `extras` that can be copied into torch's DCP unread."""
     pickled: "Mapping[str, Sequence[StoredTensor]]" = MappingProxyType({})
@@ -229,12 +229,12 @@ class Catalog:
     filled: tuple[str, ...] = ()
     """Names of the tensors that were taken from another checkpoint, since this one lacks them."""
     dropped: Mapping[str, tuple[int, ...]] = MappingProxyType({})
-    """Shapes of tensors that it would have, had what they are made of not been left behind."""
+    """Shapes of the tensors that it lacks because their sources were dropped."""
     keeps_dtype: frozenset[str] = frozenset()
     """Names of tensors that are never cast: codes and scales."""
     quantization: Mapping[str, object] | None = None
-    """What the model's config is to say of how weights are quantised, nothing if it is empty; None
-    where it stays as it is."""
+    """What the model's config should say about quantised weights: nothing if it is empty; None
+    leaves the config as it is."""
 
     def __init__(
         self,
@@ -266,7 +266,7 @@ class Catalog:
         return self._listed[name]
 
     def outline(self, name: str) -> AnyOutline:
-        """Return what is known of a tensor without reading the files of its boxes."""
+        """Return what is known about a tensor without reading the files of its boxes."""
         return self.tensor(name)
 
     def origin(self, name: str) -> Hashable:
@@ -275,11 +275,11 @@ class Catalog:
         return frozenset((box.path, box.offset, box.box, box.computed) for box in boxes)
 
     def as_stored(self) -> "Catalog":
-        """Return the checkpoint with its `objects` whole, though tensors be in them."""
+        """Return the checkpoint with its `objects` whole, even where they have tensors."""
         return self
 
     def copies_agree(self, name: str) -> bool:  # noqa: ARG002  # others know
-        """Say whether digests show that all replicas are equal; reads no more than `outline`."""
+        """Return whether digests show that replicas are equal; reads no more than `outline`."""
         return False
 
     wants_digests = False
@@ -330,11 +330,11 @@ def replica_keys(layout: Layout, physical_id: int) -> tuple[ReplicaKey, ...]:
 @lru_cache(32)
 def replica_holders(layout: Layout) -> dict[ReplicaKey, tuple[int, ...]]:
     """Return every box that is not empty and the devices that hold it, in the order of the mesh."""
-    found: dict[ReplicaKey, list[int]] = {}
+    holders: dict[ReplicaKey, list[int]] = {}
     for physical_id in layout.mesh.ids:
         for part in replica_keys(layout, physical_id):
-            found.setdefault(part, []).append(physical_id)
-    return {part: tuple(ids) for part, ids in found.items()}
+            holders.setdefault(part, []).append(physical_id)
+    return {part: tuple(ids) for part, ids in holders.items()}
 
 
 @lru_cache(maxsize=1024)

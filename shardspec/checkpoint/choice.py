@@ -50,7 +50,7 @@ class Choice:
         return included and not (_matches(name, self.exclude) or _matches(name, self.drop))
 
     def after_map(self) -> "Choice":
-        """Return what is left to be done where a map has been taken of what is wanted."""
+        """Return what remains to be done after a map was applied to what is wanted."""
         return Choice(rename=self.rename, dtype=self.dtype)
 
 
@@ -69,10 +69,10 @@ def wanted_names(source: Catalog, choice: Choice) -> list[str]:
     """
     if choice.include is not None and not choice.include:
         raise CheckpointError("include is empty; leave it out to include everything")
-    known = (*source.names, *source.extras)
+    everything = (*source.names, *source.extras)
     patterns = (choice.include or (), choice.exclude, choice.drop)
     for pattern in chain.from_iterable(map(_patterns, patterns)):
-        if not any(fnmatchcase(name, pattern) for name in known):
+        if not any(fnmatchcase(name, pattern) for name in everything):
             raise CheckpointError(
                 f"pattern {pattern!r} matches nothing of {source.directory}; the names start "
                 f"with {first_names(source.names)}"
@@ -183,9 +183,9 @@ def carried_values(
     With `objects`, those that only torch could unpickle are copied as they are stored. Raises
     CheckpointError if two entries would have one name.
     """
-    known = source.objects if objects else {}
-    names = plain_names({**source.extras, **dict.fromkeys(known)}, choice)
-    values = {new: known.get(name, source.extras[name]) for name, new in names.items()}
+    objects_by_name = source.objects if objects else {}
+    names = plain_names({**source.extras, **dict.fromkeys(objects_by_name)}, choice)
+    values = {new: objects_by_name.get(name, source.extras[name]) for name, new in names.items()}
     target = None if choice.dtype is None else _float_dtype(choice.dtype)
     for name in names if target else ():
         for tensor in source.pickled.get(name, ()):

@@ -312,7 +312,7 @@ def _converted(
 
 
 def _format(output: StoragePath, options: WriteOptions) -> Format:
-    """Return the format of an output, where it can be sharded as its caller wants it."""
+    """Return the format of an output, which can be sharded as its caller wants."""
     if options.way == "merged":
         return merged_format(output, options.format, options.max_shard_bytes, options.in_directory)
     name = options.format
@@ -324,7 +324,7 @@ def _format(output: StoragePath, options: WriteOptions) -> Format:
 def _opened(
     checkpoint: PurePath | str | Catalog, options: WriteOptions, format: Format
 ) -> tuple[Catalog, Choice]:
-    """Return a checkpoint as what is asked makes of it, and what is left to choose of that."""
+    """Open a checkpoint, mapped and quantised as wanted; return what remains to be chosen too."""
     source, names = as_catalog(checkpoint), options.names
     choice: Choice = options
     quantise = options.quantize, options.scale_rule, options.quantize_include
@@ -349,7 +349,7 @@ def _laid_out(
     format: Format,
     save: str,
 ) -> tuple[Catalog, Target]:
-    """Open a checkpoint, as what a map makes of it, and lay out the files of an output.
+    """Open a checkpoint, choose tensors of it, and lay out the files of an output.
 
     `save` names this save. Raises ShardSpecError if the format cannot hold what is wanted.
     """
@@ -399,13 +399,13 @@ def _laid_out(
 
 
 def _digests(target: Target, output: Output) -> Digests:
-    """Return the digests of what was written; of tensors that share bytes, one was."""
-    found = {}
+    """Return the digests of what was written; tensors that share bytes were written once."""
+    digests = {}
     for tensor in target.tensors:
         empty = TensorDigest(tensor.dtype, tensor.shape)
         written = target.same.get(tensor.name, tensor.name)
-        found[tensor.name] = output.tensor_digests.get(written, empty)
-    return Digests(found)
+        digests[tensor.name] = output.tensor_digests.get(written, empty)
+    return Digests(digests)
 
 
 def _facts(
@@ -430,9 +430,9 @@ def _facts(
 
 
 def _left_out(source: Catalog, target: Target) -> tuple[str, ...]:
-    """Return the names of what is not carried along."""
-    left = sorted(source.extras.keys() - target.carried)
+    """Return the names of the entries that the output lacks."""
+    names = sorted(source.extras.keys() - target.carried)
     metadata = source.file_metadata
     if (metadata.values.keys() | metadata.contradictions.keys()) - target.carried:
-        left.append("__metadata__")
-    return tuple(left)
+        names.append("__metadata__")
+    return tuple(names)

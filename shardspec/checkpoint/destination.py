@@ -1,4 +1,4 @@
-"""Where an output goes: it replaces an older checkpoint and nothing else, and none of its source.
+"""Where an output goes: it replaces an older checkpoint and nothing else, never its source.
 
 What is there is looked at before anything is written. Overwriting replaces a checkpoint: its own
 files, and those beside the weights that belong to it. A directory with any other file is refused.
@@ -24,7 +24,7 @@ from shardspec.text import shown
 
 _SHOWN: Final = 3
 _MOST_LOOKED_AT: Final = 1000
-"""Names among which the first ones are shown, by the alphabet."""
+"""Most names that are sorted to show the first."""
 _KINDS: Final = {"file": "a file", "directory": "a directory", "other": "not a regular file"}
 
 
@@ -33,9 +33,9 @@ class Destination(NamedTuple):
 
     path: StoragePath
     replaced: frozenset[str] = frozenset()
-    """Names of the files in a directory that is replaced; with others, it is kept."""
+    """Names of the files in the directory; it is not replaced if there are others by then."""
     identity: Identity | None = None
-    """That of the directory to replace, empty if there is none; None if it is not known."""
+    """That of the directory to replace: empty if it does not exist, None if it is not known."""
 
 
 def check_destination(
@@ -79,7 +79,7 @@ def check_destination(
 def _part_of_source(
     path: StoragePath, entry: Entry | None, source: Catalog, directory: bool
 ) -> str:
-    """Return why an output would change what is read; nothing if it does not."""
+    """Return why writing an output would change what is read; empty if it would not."""
     # Without an index, every file of the directory counts.
     listed = any(file.name.endswith((".json", ".metadata")) for file in source.files)
     all_count = entry is None and not listed and source.directory.is_dir()

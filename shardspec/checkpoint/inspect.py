@@ -38,12 +38,12 @@ class Group(NamedTuple):
     num_bytes: int
 
 
-def _holders(held: Iterable[tuple[Box, int]], num_ranks: int = 0) -> RowHolders:
-    """Return who holds what; of `num_ranks` ranks, if they are known."""
-    found: dict[Box, dict[int, None]] = {}
-    for box, rank in held:
-        found.setdefault(box, {})[rank] = None
-    cells = {box: tuple(ranks) for box, ranks in found.items()}
+def _holders(boxes: Iterable[tuple[Box, int]], num_ranks: int = 0) -> RowHolders:
+    """Return which ranks hold which boxes; `num_ranks` is 0 if not known."""
+    ranks_of: dict[Box, dict[int, None]] = {}
+    for box, rank in boxes:
+        ranks_of.setdefault(box, {})[rank] = None
+    cells = {box: tuple(ranks) for box, ranks in ranks_of.items()}
     busy = len({rank for ranks in cells.values() for rank in ranks})
     uneven = len(set(map(box_shape, cells))) > 1 or 0 < busy < num_ranks
     return RowHolders(cells, any(len(ranks) > 1 for ranks in cells.values()), uneven)
@@ -60,7 +60,7 @@ _layout_of = lru_cache(maxsize=1024)(Layout)  # many tensors are sharded alike
 
 @dataclass(frozen=True, slots=True)
 class CheckpointSummary:
-    """A checkpoint, or some of its tensors; it is asked each time for what describes these."""
+    """A checkpoint, or some of its tensors, which are looked up each time."""
 
     source: Catalog
     names: tuple[str, ...]
@@ -79,14 +79,14 @@ class CheckpointSummary:
         return sum(tensor.num_bytes for tensor in self.outlines)
 
     def groups(self) -> "dict[str, Group]":
-        """Return what the parts of the model have, by how the names of their tensors begin."""
-        found = {}
+        """Return sums over the parts of the model, by how the names of their tensors begin."""
+        groups = {}
         for group, names in groups_of(self.names).items():
             tensors = list(map(self.source.outline, names))
             parameters = sum(prod(tensor.shape) for tensor in tensors)
             num_bytes = sum(tensor.num_bytes for tensor in tensors)
-            found[group] = Group(len(tensors), parameters, num_bytes)
-        return found
+            groups[group] = Group(len(tensors), parameters, num_bytes)
+        return groups
 
     def layout(self, tensor: AnyOutline) -> Layout | None:
         """Return how a tensor is sharded over the mesh that wrote it, if the format says both."""

@@ -46,7 +46,7 @@ _TASK_BYTES: Final = 32 << 20
 _TASKS_AHEAD: Final = 2
 """Per thread."""
 _ROUND_BYTES: Final = 4 << 30
-"""About so much does each of several processes copy before it hears how the others fare."""
+"""About how much each process copies before it hears whether the others have failed."""
 _MAX_OPEN: Final = 128
 """Files that a thread has open to be written."""
 
@@ -120,17 +120,17 @@ class Output:
         self._digesting = options.digests is not None or source.wants_digests
         self.losses: CastLosses | None = None
         self.tensor_digests: dict[str, TensorDigest] = {}
-        """Of what was written, if they are wanted."""
+        """Digests of what was written, if they are wanted."""
         self._crcs = [array("I", bytes(4 * len(file.extents))) for file in target.files]
         """CRC-32 of every extent of every file, if they are computed."""
         self._file_crcs: dict[str, int] = {}
-        """Those of the files that are complete."""
+        """The same for whole files that are complete."""
         rank, size = processes.rank, processes.size
         self._tasks = partial(plan_tasks, target, rank, size, whole_files=self.whole_files)
         self._left: Counter[str] = Counter()
         """How many extents of each tensor are still to be copied."""
         self._checks: dict[str, Checks] = {}
-        """Of the tensors of which some extents are copied."""
+        """Those of the tensors that are partly copied."""
         self._done = self._total = tasks = 0
         for task in self._tasks():
             tasks += 1
@@ -149,7 +149,7 @@ class Output:
 
     @contextmanager
     def _begun(self) -> Iterator[None]:
-        """Stage all files, or join the process that has; they appear at the end of the block."""
+        """Stage all files, or join the process that has; the end of the block publishes them."""
         processes, directory = self.processes, self.target.directory
         files = {file.name: file.num_bytes for file in self.target.files}
         listing = None if self.target.listing is None else self.target.listing.name
@@ -184,8 +184,8 @@ class Output:
             ]
             copied = processes.gather((crcs, self._file_crcs, self.losses, self.tensor_digests))
             for *_, digests in copied[: processes.rank] + copied[processes.rank + 1 :]:
-                for name, one in digests.items():
-                    self._add_digest(name, one)
+                for name, digested in digests.items():
+                    self._add_digest(name, digested)
             self._staged.published = not first
             written = processes.agree(lambda: self._finish(copied) if first else [])
             # Here the output appears under its name.
@@ -289,13 +289,13 @@ class Output:
         casts = is_cast(stored.dtype, tensor.dtype)
         digested = TensorDigest(tensor.dtype, tensor.shape) if self._digesting else None
         crc = done = 0
-        for block, known in read_box(stored, box, files, buffers, checks):
+        for block, stored_crc in read_box(stored, box, files, buffers, checks):
             data = self._cast(block, stored.dtype, tensor.dtype, tensor.name) if casts else block
             # After a cast, a block may be longer.
             for part in (data[n : n + BLOCK_BYTES] for n in range(0, len(data), BLOCK_BYTES)):
                 of_part = 0
                 if self.digested:
-                    of_part = crc32(part) if known is None or casts else known
+                    of_part = crc32(part) if stored_crc is None or casts else stored_crc
                 yield at, part
                 if digested is not None:
                     digested = digested.with_bytes(part, box, done // item_bytes(tensor.dtype))

@@ -43,7 +43,7 @@ _LONG_ROW: Final = 2048
 _PAGE: Final = 4096
 """Shorter gaps are read along: the system reads whole pages anyway."""
 _MAX_SPANS: Final = 64
-"""Spans of a box kept apart; there are more where columns are read of which not all are wanted."""
+"""Most separate spans of one box; reading some of its columns makes more."""
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
 Progress: TypeAlias = Callable[[int, int], None]
@@ -78,8 +78,8 @@ def pieces(files: OpenFiles, stretch: FileStretch) -> Iterator[tuple[int, memory
 class Checks:
     """Checks the digests of the boxes of one tensor while they are read, by threads, in any order.
 
-    `finish` reads what was not read yet. Without it, a box of which some bytes are never read, or
-    that is read in many pieces at once, is not checked.
+    `finish` reads what was not read yet. Without it, a box that is not read in full, or that is
+    read in many pieces at once, is not checked.
     """
 
     def __init__(self, tensor: StoredTensor, boxes: Iterable[StoredBox] | None = None) -> None:
@@ -104,12 +104,12 @@ class Checks:
         digest, length = stored.digest, memoryview(data).nbytes
         assert digest is not None, "only those with a digest are checked"
         key, end = (stored.path, digest), start + length
-        found = value = crc32(data)
+        crc = value = crc32(data)
         with self._lock:
             spans = self._open[key][1] if key in self._open else None
             # Gaps between the rows of one box are read as the rows of another.
             if spans is None or any(at < end and start < to for at, (to, _) in spans.items()):
-                return found
+                return crc
             before = next((at for at, (to, _) in spans.items() if to == start), None)
             if before is not None:
                 start, value = before, int(crc32_combine(spans.pop(before)[1], value, length))
@@ -129,7 +129,7 @@ class Checks:
             elif len(spans) > _MAX_SPANS:
                 spans.clear()
                 self._late[key] = self._open.pop(key)
-        return found
+        return crc
 
     def finish(self, files: OpenFiles) -> None:
         """Read the rest of the boxes that are not checked yet, and check them."""
@@ -145,7 +145,7 @@ class Checks:
 
 
 class BlockPart(NamedTuple):
-    """What a stored box holds of a block: bytes that lie in its file and in the block by steps."""
+    """The part of a block that a stored box has, with the steps between bytes in file and block."""
 
     stored: StoredBox
     start: int  # position of its first byte in the file
@@ -174,7 +174,7 @@ class BlockPart(NamedTuple):
 
 
 def block_part(stored: StoredBox, shared: Box, block: Box, width: int) -> BlockPart:
-    """Return where a box that a stored one and a block share lies; an element takes `width`."""
+    """Return where the box shared by a stored box and a block lies; `width` is in bytes."""
     inside = row_major_strides(box_shape(block), width)
     lies = stored.strides or row_major_strides(box_shape(stored.box), width)
     start, at = stored.offset, 0
@@ -203,9 +203,9 @@ def cut(
     Yields the bytes of each block, and its parts in stored boxes: of all addends that are pending.
     """
     width = item_bytes(tensor.dtype)
-    stored = [one for one in distinct(tensor) if intersect(one.box, target) is not None]
+    stored = [holder for holder in distinct(tensor) if intersect(holder.box, target) is not None]
     blocks = chunks(target, most // width)
-    for block, met in overlaps([one.box for one in stored], blocks):
+    for block, met in overlaps([holder.box for holder in stored], blocks):
         parts = [block_part(stored[number], shared, block, width) for number, shared in met]
         yield box_size(block) * width, parts
 
@@ -223,7 +223,7 @@ def stretches(tensor: StoredTensor, target: Box) -> Iterator[FileStretch]:
 
 
 class Buffers:
-    """Memory for one thread that copies: for a block of the target, and for what is put into it."""
+    """Memory of one thread: for a block of the target, and for what is copied into it."""
 
     def __init__(self) -> None:
         self.block = memoryview(bytearray(BLOCK_BYTES))
@@ -278,7 +278,7 @@ def _read_patched(
     checks: Checks | None,
     out: memoryview | None,
 ) -> Iterator[tuple[memoryview, None]]:
-    """Read a box of a tensor with deltas on it: all of the tensor is read, in order."""
+    """Read a box of a tensor that deltas change: the whole tensor is read, in order."""
     import numpy as np
 
     from shardspec.checkpoint.patches import Patching

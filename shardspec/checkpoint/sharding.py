@@ -59,10 +59,10 @@ def layouts_like(
             "mesh and specs; give ",
             *_MESH_AND_RULES,
         )
-    known = frozenset(other.names)
+    names = frozenset(other.names)
 
     def spec_of(tensor: OutputTensor) -> ShardingSpec:
-        if tensor.name not in known:
+        if tensor.name not in names:
             raise CheckpointError(
                 f"{other.directory}: has no tensor {tensor.name!r} that says how to shard it; "
                 "rename it, exclude it, or give ",
@@ -70,9 +70,9 @@ def layouts_like(
             )
         spec = other.outline(tensor.name).spec
         if spec is None or spec.dims != len(tensor.shape):
-            said = "does not say how it is sharded" if spec is None else f"shards it by {spec}"
+            problem = "does not say how it is sharded" if spec is None else f"shards it by {spec}"
             raise CheckpointError(
-                f"{other.directory}: {said}, but tensor {tensor.name!r} has {len(tensor.shape)} "
+                f"{other.directory}: {problem}, but tensor {tensor.name!r} has {len(tensor.shape)} "
                 "dims; give ",
                 *_MESH_AND_RULES,
             )
@@ -85,18 +85,20 @@ def layouts_given(
     given: Mapping[str, Layout], wanted: Sequence[OutputTensor]
 ) -> tuple[DeviceMesh, dict[str, Layout]]:
     """Return the mesh of given layouts, and those of the tensors; nothing is pending."""
-    found = {}
+    layouts = {}
     for tensor in wanted:
         layout = given.get(tensor.name)
         if layout is None or layout.global_shape != tensor.shape:
-            said = "no layout is" if layout is None else f"the layout of {layout.global_shape} is"
+            problem = (
+                "no layout is" if layout is None else f"the layout of {layout.global_shape} is"
+            )
             raise CheckpointError(
-                f"{said} for tensor {tensor.name!r} of shape {tensor.shape}; give one, or exclude "
-                "the tensor"
+                f"{problem} for tensor {tensor.name!r} of shape {tensor.shape}; give one, or "
+                "exclude the tensor"
             )
         spec = layout.spec.without_partial()
-        found[tensor.name] = Layout(layout.mesh, spec, tensor.shape, tensor.dtype)
-    return on_common_mesh(found) if found else (ON_ONE_DEVICE, {})
+        layouts[tensor.name] = Layout(layout.mesh, spec, tensor.shape, tensor.dtype)
+    return on_common_mesh(layouts) if layouts else (ON_ONE_DEVICE, {})
 
 
 # --- of an output
@@ -143,13 +145,13 @@ def _of_scales(
     """Return the layouts of scales that no rule names: they are cut as their codes are."""
     winners = winning_patterns(list(rules), layouts)
     new = {tensor.source: tensor.name for tensor in tensors}
-    found: dict[str, Layout] = {}
+    grids: dict[str, Layout] = {}
     for codes, blocks in quantised_in(source).blocks.items():
         for scales, sides in blocks.scales:
             if {codes, scales} <= new.keys() and new[scales] not in winners:
                 grid = grid_layout(layouts[new[codes]], sides, layouts[new[scales]].dtype)
-                found |= {} if grid is None else {new[scales]: grid}
-    return found
+                grids |= {} if grid is None else {new[scales]: grid}
+    return grids
 
 
 def sharding_of(

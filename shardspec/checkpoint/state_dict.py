@@ -97,7 +97,7 @@ def spread(
     >>> spread({"groups": [{"lr": 1}]}, {})
     ({'groups.0.lr': 1}, {'groups.0.lr': ('groups', (0,), 'lr')})
     """
-    found: dict[str, object] = {}
+    parts_by_name: dict[str, object] = {}
     keys = dict(paths)
     for name, value in values.items():
         at = paths.get(name, (name,))
@@ -106,15 +106,17 @@ def spread(
             parts = [(at, value)]  # keys of other kinds: `flatten` takes none
         for path, part in parts:
             inner = name if path == at else dotted_name(path)
-            if inner in found:
+            if inner in parts_by_name:
                 raise CheckpointError(
                     f"two values would both be named {inner!r}, that at {keys_text(path)} and "
                     "another; exclude one"
                 )
-            found[inner] = part
+            parts_by_name[inner] = part
             if path != (inner,):
                 keys[inner] = path
-    return found, {name: path for name, path in keys.items() if name in found or name not in values}
+    return parts_by_name, {
+        name: path for name, path in keys.items() if name in parts_by_name or name not in values
+    }
 
 
 def encode_value(value: object, name: str = "", depth: int = 0) -> object:
@@ -223,15 +225,15 @@ def unflatten(paths: Mapping[str, KeyPath], of: Callable[[str], object]) -> dict
                 "restore the sharding info of the checkpoint"
             )
         node[path[-1]] = of(name)
-    found = _nested(root)
-    return {} if found is LEFT_OUT else found
+    nested = _nested(root)
+    return {} if nested is LEFT_OUT else nested
 
 
 def _nested(node: Any) -> Any:  # noqa: ANN401  # dicts, lists, values
     if not isinstance(node, _Node):
         return node
-    found = {key: _nested(value) for key, value in node.items()}
-    kept = {key: value for key, value in found.items() if value is not LEFT_OUT}
+    items = {key: _nested(value) for key, value in node.items()}
+    kept = {key: value for key, value in items.items() if value is not LEFT_OUT}
     if any(isinstance(key, tuple) for key in node):
         places = [(place,) for place in range(len(node))]
         if node.keys() != set(places):

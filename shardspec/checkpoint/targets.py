@@ -1,4 +1,4 @@
-"""What an output consists of, as plain values: files, and which boxes of which tensors they hold.
+"""What an output consists of, as plain values: files, and the boxes of tensors in them.
 
 A format says what goes where. How the bytes get there, are checked and committed is the same for
 all formats, as is what goes along of the files beside the weights.
@@ -103,7 +103,7 @@ class Extent(NamedTuple):
 
 
 class RawBytes(NamedTuple):
-    """Bytes of a file that are no tensor's, such as a header."""
+    """Bytes of a file that belong to no tensor, such as a header."""
 
     offset: int
     data: bytes | Callable[[], bytes]
@@ -117,8 +117,8 @@ class RawBytes(NamedTuple):
 Trailer: TypeAlias = Callable[[Sequence[int]], Iterable[RawBytes]]
 """Returns the bytes of a file that depend on the CRC-32 of its extents, in ascending order.
 
-It is given a list that is filled meanwhile: bytes behind an extent may be made, when they are due,
-of the CRC-32 of the extents before."""
+It is given a list that is filled meanwhile: bytes that follow an extent may be made from the CRC-32
+of the extents before them."""
 
 
 class OutputFile(NamedTuple):
@@ -137,7 +137,7 @@ class OutputFile(NamedTuple):
 
 
 def copied_file(path: StoragePath, name: str) -> OutputFile:
-    """Return a file that holds what another one does; it is read when it is written."""
+    """Return a file with the content of another one, which is read while this one is written."""
     with path.open() as file:
         size = file.num_bytes
 
@@ -200,8 +200,9 @@ def assign_boxes(
 ) -> dict[int, list[BoxEntry]]:
     """Choose the device that stores each box, among those that hold it.
 
-    Every rank computes the same answer: boxes of one holder first, then the others from the largest
-    down, each to the holder that has the fewest bytes so far, or without `spread` to the first.
+    Every rank computes the same answer. Boxes with a single holder come first, then the others from
+    the largest down: each for the holder with the fewest bytes so far, or without `spread` for the
+    first.
     Returns for every device its boxes, by tensor name.
 
     >>> mesh = DeviceMesh(range(2), (2,))
@@ -230,7 +231,7 @@ def assign_boxes(
         order, whole_senders(((shared[n], sizes[n]) for n in order), load), strict=True
     ):
         chosen[number] = rank
-    found: dict[int, list[BoxEntry]] = {rank: [] for rank in mesh.ids}
+    assigned: dict[int, list[BoxEntry]] = {rank: [] for rank in mesh.ids}
     several = iter(chosen)
     for name in names:
         parts = [
@@ -238,8 +239,8 @@ def assign_boxes(
             for part, ranks in parts_of(tensors[name]).items()
         ]
         for part, rank in sorted(parts):
-            found[rank].append(BoxEntry(name, *part))
-    return found
+            assigned[rank].append(BoxEntry(name, *part))
+    return assigned
 
 
 # --- files beside the weights, which tools need to load them
@@ -286,16 +287,16 @@ def add_sidecars(
             file = _restated(file, path, section)
         files.append(file)
     names = tuple(file.name for file in files)
-    left: tuple[str, ...] = ()
+    not_copied: tuple[str, ...] = ()
     if whole:
         # Of a single file, the state was taken without what lies beside it.
         source.beside = tuple(directory / name for name in names)
         others = sorted(beside.difference(names))
-        left = tuple(f"{name}/" if (directory / name).is_dir() else name for name in others)
+        not_copied = tuple(f"{name}/" if (directory / name).is_dir() else name for name in others)
     if section and target.directory and _CONFIG not in {*taken, *names}:
         data = json.dumps({"quantization_config": section}, indent=2).encode()
         files.append(OutputFile(_CONFIG, len(data), [RawBytes(0, data)], ()))
-    return target._replace(files=(*target.files, *files), sidecars=names, not_copied=left)
+    return target._replace(files=(*target.files, *files), sidecars=names, not_copied=not_copied)
 
 
 def _has_codes(target: Target) -> bool:

@@ -98,7 +98,7 @@ def check_tiling(tensor: Outline[AnyBox]) -> tuple[tuple[AnyBox, ...], ...]:
             raise CheckpointError(f"tensor {tensor.name!r}: {text(first)} {problem}")
         by_addend[addend].append(first)
     for addend, group in by_addend.items():
-        flaw = find_flaw(tensor.shape, tuple(one.box for one in group))
+        flaw = find_flaw(tensor.shape, tuple(stored.box for stored in group))
         if flaw is None:
             continue
         part, places = flaw
@@ -108,9 +108,9 @@ def check_tiling(tensor: Outline[AnyBox]) -> tuple[tuple[AnyBox, ...], ...]:
                 f"tensor {tensor.name!r} of shape {list(tensor.shape)}: no file holds its "
                 f"part {box_text(part)}{of}; restore the missing file or save again"
             )
-        one, other = (text(group[place]) for place in places[:2])
+        first, second = (text(group[place]) for place in places[:2])
         raise CheckpointError(
-            f"tensor {tensor.name!r}: {one} and {other} overlap in part, which no layout "
+            f"tensor {tensor.name!r}: {first} and {second} overlap in part, which no layout "
             "gives; the checkpoint contradicts itself"
         )
     return tuple(tuple(group) for group in same.values() if len(group) > 1)
@@ -121,24 +121,24 @@ def memoize_by_boxes(
 ) -> Callable[[AnyOutline], _Result]:
     """Return a function that is called once for outlines that share the same tuple of boxes."""
     # Keys have the ids of boxes, which the outlines keep alive.
-    known: dict[tuple[object, ...], tuple[AnyOutline, _Result]] = {}
+    results: dict[tuple[object, ...], tuple[AnyOutline, _Result]] = {}
 
-    def found(outline: AnyOutline) -> _Result:
+    def memoized(outline: AnyOutline) -> _Result:
         key = id(outline.boxes), outline.shape, outline.pending
-        if key not in known:
-            known[key] = outline, find(outline)
-            if len(known) > _MOST_KINDS:
-                del known[next(iter(known))]
-        return known[key][1]
+        if key not in results:
+            results[key] = outline, find(outline)
+            if len(results) > _MOST_KINDS:
+                del results[next(iter(results))]
+        return results[key][1]
 
-    return found
+    return memoized
 
 
 # --- the same box of two tensors
 
 
 def element_index(box: Box, element: int) -> tuple[int, ...]:
-    """Return where in the global tensor an element of a box lies."""
+    """Return the global index of an element of a box."""
     index: list[int] = []
     for lo, hi in reversed(box):
         element, at = divmod(element, hi - lo)
@@ -153,11 +153,11 @@ def read_both(
     buffers, most = Buffers(), max(item_bytes(a.dtype), item_bytes(b.dtype))
     rooms = [memoryview(bytearray(BLOCK_BYTES)) for _ in range(2)]
     for block in chunks(box, BLOCK_BYTES // most):
-        found = []
+        blocks = []
         for tensor, room in zip((a, b), rooms, strict=True):
-            found.append(room[: box_size(block) * item_bytes(tensor.dtype)])
-            read_box_into(tensor, block, found[-1], files, buffers)
-        yield block, found[0], found[1]
+            blocks.append(room[: box_size(block) * item_bytes(tensor.dtype)])
+            read_box_into(tensor, block, blocks[-1], files, buffers)
+        yield block, blocks[0], blocks[1]
 
 
 def check_replicas(
@@ -167,7 +167,7 @@ def check_replicas(
     *,
     trust_digests: bool = False,
 ) -> None:
-    """Compare the elements of boxes that claim the same part of a tensor, bit by bit.
+    """Compare, bit by bit, boxes that claim the same part of a tensor.
 
     With `trust_digests`, those whose digests are equal are equal, without being read.
     """
@@ -203,7 +203,7 @@ def check_replicas(
 
 
 def _same_digest(a: StoredBox, b: StoredBox, num_bytes: int) -> bool:
-    """Return whether both have a digest of just their bytes, in the same order, and it is equal."""
+    """Return whether both have equal digests of just their bytes, stored in the same order."""
     if a.digest is None or b.digest is None or a.strides != b.strides:
         return False
     whole = a.digest.num_bytes == b.digest.num_bytes == num_bytes

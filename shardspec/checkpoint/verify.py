@@ -58,9 +58,9 @@ class VerifyReport:
 
     def to_json(self) -> dict[str, object]:
         """Return the report as plain values."""
-        found = {**asdict(self), "directory": str(self.directory), "bytes": self.num_bytes}
-        del found["num_bytes"]
-        return found
+        facts = {**asdict(self), "directory": str(self.directory), "bytes": self.num_bytes}
+        del facts["num_bytes"]
+        return facts
 
 
 def verify_checkpoint(
@@ -97,7 +97,7 @@ def verify_checkpoint(
                 with listing():
                     if stored.digest is None:
                         for _ in pieces(files, stretch):
-                            pass  # it can be read, which is all that can be said
+                            pass  # without a digest, all that can be checked is that it is read
                     else:
                         Checks(tensor, [stored]).finish(files)
                 done += tensor.bytes_of(stored)
@@ -151,7 +151,7 @@ class Difference:
     one_side: bool = False
     """Whether only one of the checkpoints has it."""
     extent: "DiffExtent | None" = None
-    """How much of the tensor differs; None if shapes, dtypes or names do."""
+    """How much of the tensor differs; None if shapes, dtypes or names differ."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,11 +187,11 @@ def total_extent(extents: Iterable[DiffExtent]) -> DiffExtent:
     """Return the extent of several tensors together."""
     every = list(extents)
     return DiffExtent(
-        sum(one.elements for one in every),
-        sum(one.differing for one in every),
-        max((one.max_abs for one in every), default=0.0),
-        max((one.max_rel for one in every), default=0.0),
-        (sum(one.nans[0] for one in every), sum(one.nans[1] for one in every)),
+        sum(extent.elements for extent in every),
+        sum(extent.differing for extent in every),
+        max((extent.max_abs for extent in every), default=0.0),
+        max((extent.max_rel for extent in every), default=0.0),
+        (sum(extent.nans[0] for extent in every), sum(extent.nans[1] for extent in every)),
     )
 
 
@@ -225,10 +225,10 @@ def diff_checkpoints(
     for name, value in (("atol", atol), ("rtol", rtol)):
         if not (isfinite(value) and value >= 0):
             raise CheckpointError(f"{name} {value!r} is not a tolerance; give a number from 0")
-    left, right = as_catalog(a), as_catalog(b)
+    first, second = as_catalog(a), as_catalog(b)
     choice = Choice(include=include, exclude=exclude, rename=rename)
-    old, others = names_to_compare(left, right, choice)
-    sizes = {name: left.outline(source).num_bytes for name, source in old.items()}
+    old, others = names_to_compare(first, second, choice)
+    sizes = {name: first.outline(source).num_bytes for name, source in old.items()}
     total, done = sum(sizes.values()), 0
 
     def compared(num_bytes: int) -> None:
@@ -237,20 +237,20 @@ def diff_checkpoints(
 
     with OpenFiles() as files:
         for name in sorted(old.keys() | others):
-            found: Difference | None
+            difference: Difference | None
             if name in old and name in others:
-                x, y = left.tensor(old[name]), right.tensor(name)
-                found = _difference(name, x, y, atol, rtol, files, compared)
+                x, y = first.tensor(old[name]), second.tensor(name)
+                difference = _difference(name, x, y, atol, rtol, files, compared)
             else:
-                where = (left if name in old else right).directory
-                found = Difference(name, f"is only in {where}", one_side=True)
-            if found is not None:
-                yield found
+                where = (first if name in old else second).directory
+                difference = Difference(name, f"is only in {where}", one_side=True)
+            if difference is not None:
+                yield difference
             done += sizes.get(name, 0)
             compared(0)
-    yield from _different_values(left, right, choice, atol, rtol)
-    left.check_unchanged()
-    right.check_unchanged()
+    yield from _different_values(first, second, choice, atol, rtol)
+    first.check_unchanged()
+    second.check_unchanged()
 
 
 def values_to_compare(
@@ -272,7 +272,7 @@ def _kept(*sources: Catalog) -> set[str]:
 
 
 def _entries(values: Mapping[str, object]) -> dict[str, object]:
-    """Return entries without nesting, which formats keep otherwise; no mentions of other files."""
+    """Return entries without nesting, which depends on the format; no mentions of other files."""
     return {
         dotted_name(path): leaf
         for name, value in values.items()
@@ -371,13 +371,13 @@ def _difference(
         return None
     extent = replace(total_extent(extents), elements=prod(x.shape))
     ranks = _holders(x, index), _holders(y, index)
-    one, other = (f"(rank{'s' * (len(on) > 1)} {ids_text(on)})" for on in ranks)
-    text = f"differs first at index {list(index)}: {first.format(one, other)}; {extent}"
+    holders, other_holders = (f"(rank{'s' * (len(on) > 1)} {ids_text(on)})" for on in ranks)
+    text = f"differs first at index {list(index)}: {first.format(holders, other_holders)}; {extent}"
     return Difference(name, text, index, ranks, extent=extent)
 
 
 def _values_text(x: StoredTensor, y: StoredTensor, raw: Sequence[NDArray[np.uint8]]) -> str:
-    """Return one element of both as text, with places for who holds it."""
+    """Return an element of both as text, with placeholders for the ranks that hold it."""
     values = [
         repr(numbers(of, tensor.dtype)[0].item()) for of, tensor in zip(raw, (x, y), strict=True)
     ]
@@ -413,12 +413,12 @@ def _is_real(dtype: str) -> bool:
 
 def _holders(tensor: StoredTensor, index: Sequence[int]) -> tuple[int, ...]:
     """Return the ranks whose boxes hold an element."""
-    found = {
+    ranks = {
         stored.rank
         for stored in tensor.boxes
         if all(lo <= at < hi for at, (lo, hi) in zip(index, stored.box, strict=True))
     }
-    return tuple(sorted(found))
+    return tuple(sorted(ranks))
 
 
 def _close(x: NDArray[Any], y: NDArray[Any], atol: float, rtol: float) -> NDArray[np.bool_]:

@@ -49,7 +49,7 @@ Way: TypeAlias = Literal["merged", "sharded"]
 
 
 class OpenOptions(NamedTuple):
-    """What a caller says of a checkpoint whose format does not say it."""
+    """What a caller says about a checkpoint whose format does not say it."""
 
     ranks: int | None = None
     """How many ranks have written it."""
@@ -148,8 +148,8 @@ class Format:
     """Returns which files of a directory belong to the checkpoint in it beside the weights, given
     their names; they are copied into outputs that are directories."""
     keeps: Literal["tensors", "notes", "values", "objects"] = "values"
-    """What it has beside tensors: nothing; what a run notes of itself; entries of the state dict
-    that are plain values; or all entries, which are then copied as they are stored."""
+    """What it has beside tensors: nothing; notes of a run; entries of the state dict that are plain
+    values; or all entries, which are then copied as they are stored."""
     limits_files: bool = False
     """Whether `lay_out` takes `Wanted.max_shard_bytes`."""
     stacks_layers: bool = False
@@ -158,7 +158,7 @@ class Format:
     """What text calls an output that is made of all that a run has saved, for any number of ranks,
     so that nothing is chosen, named or sharded; empty if it is not."""
     instead: str = ""
-    """If it is only read: what to write in place of it."""
+    """If it is only read: what to write instead."""
     reads_file: Callable[[FileStart], bool] = never
     """Returns whether a file is a checkpoint by itself, or names the others of one."""
     names_others: Callable[[str], bool] = never
@@ -195,9 +195,9 @@ class Format:
 
 @cache
 def _module(name: str) -> Format:
-    found: object = import_module(f"shardspec.checkpoint.formats.{name}").FORMAT
-    assert isinstance(found, Format), name
-    return found
+    format: object = import_module(f"shardspec.checkpoint.formats.{name}").FORMAT
+    assert isinstance(format, Format), name
+    return format
 
 
 def formats(names: Collection[str] | None = None) -> Iterator[Format]:
@@ -335,18 +335,18 @@ def merged_format(
 
 
 def named_by(
-    tracker: StoragePath, there: Collection[str], folders_of: Callable[[str], Sequence[str]]
+    tracker: StoragePath, names: Collection[str], folders_of: Callable[[str], Sequence[str]]
 ) -> Newest:
     """Return the checkpoint that a file of a run names.
 
     `folders_of` returns the names that a directory may have for what the file says. Raises
-    `CheckpointError` if none of them is `there`.
+    `CheckpointError` if none of them is among `names`.
     """
     run = tracker.parent
     path = file_inside(run, tracker.name, run)
     with path.open() as file:
         text = file.read(0, min(file.num_bytes, _MOST_TRACKER_BYTES)).strip().decode("latin1")
-    name = next((name for name in folders_of(text) if name in there), "")
+    name = next((name for name in folders_of(text) if name in names), "")
     if not name or not file_inside(run, name, path).is_dir():
         raise CheckpointError(
             f"{path}: says {text!r:.200}, but no such checkpoint is beside it; name the "
