@@ -290,14 +290,12 @@ class Catalog:
 
     def check_unchanged(self) -> None:
         """Check that the files are still those that were opened; to be called after all reads."""
-        if self.snapshot is not None:
-            below = {snapshot.place: snapshot for snapshot in self.below}
-            by_snapshot: dict[StoragePath | None, list[StoragePath]] = {}
-            for path in (*self.files, *self.beside):
-                place = path.parent if path.parent in below else None
-                by_snapshot.setdefault(place, []).append(path)
-            for place, paths in by_snapshot.items():
-                (self.snapshot if place is None else below[place]).check_unchanged(paths)
+        below = {snapshot.place: snapshot for snapshot in self.below}
+        for snapshot in (self.snapshot, *self.below):
+            if snapshot is not None:
+                files = (*self.files, *self.beside)
+                own = (at for at in files if below.get(at.parent, self.snapshot) is snapshot)
+                snapshot.check_unchanged(own)
 
 
 def box_text(box: Box) -> str:

@@ -63,8 +63,9 @@ def read_toml(path: PurePath) -> dict[str, object]:
         ) from None
 
 
-def cut_rules(rules: CutRules, stated_by: str = "rules") -> dict[str, RuleSpec]:
+def cut_rules(rules: CutRules) -> dict[str, RuleSpec]:
     """Return rules as specs, in which the parts are proportions."""
+    stated_by = "rules"
     if isinstance(rules, PurePath | str):
         rules, stated_by = read_toml(PurePath(rules)), str(rules)
     return {

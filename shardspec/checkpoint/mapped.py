@@ -175,7 +175,7 @@ class MappedCatalog(catalog.Catalog):
             self._padding.setdefault(target, []).append(side)
         home = source.directory
         super().__init__(source.format, home, self._equations, source.files, source.mesh, extras)
-        self.snapshot, self.dropped = source.snapshot, behind
+        self.snapshot, self.below, self.dropped = source.snapshot, source.below, behind
         self.quantization = source.quantization
         kept = (e.target for e in report.equations if e.source in source.keeps_dtype)
         self.keeps_dtype = frozenset(kept)
