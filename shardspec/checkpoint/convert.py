@@ -1,7 +1,7 @@
 """Converting checkpoints: merged into global tensors, or resharded for the ranks of a mesh.
 
-Both choose tensors and have a format lay out the files for them. The rest is the same for all
-formats: check that the output can be made and may be written, plan the copies, execute, commit.
+First all is settled that needs no data (`prepare`): tensors are chosen, a format lays out files for
+them, and both ends are checked. Then copies are planned, carried out and committed (`output`).
 """
 
 import os
@@ -16,32 +16,17 @@ from typing import Unpack
 from isal.isal_zlib import crc32_combine
 
 from shardspec.checkpoint.catalog import Catalog
-from shardspec.checkpoint.check_quantized import refuse_casts
-from shardspec.checkpoint.choice import Choice, carried_values, check_drop, check_dropped, select
-from shardspec.checkpoint.destination import Destination, check_destination
 from shardspec.checkpoint.digest import check_digests_file, write_digests
-from shardspec.checkpoint.formats import (
-    Format,
-    Wanted,
-    default_format,
-    merged_format,
-    written_format,
-)
 from shardspec.checkpoint.mapped import Names
-from shardspec.checkpoint.numbers_of import config_of, mapped_source
-from shardspec.checkpoint.open import as_catalog
 from shardspec.checkpoint.options import WriteKeywords, WriteOptions, WriteReport
 from shardspec.checkpoint.output import Output
-from shardspec.checkpoint.sharding import ON_ONE_DEVICE, check_sharding, sharding_of
+from shardspec.checkpoint.prepare import Prepared, prepared_output
 from shardspec.checkpoint.storage.from_text import storage_path
 from shardspec.checkpoint.storage.path import StoragePath
-from shardspec.checkpoint.targets import Carried, Target, add_sidecars
-from shardspec.checkpoint.tiling import check_tensors
+from shardspec.checkpoint.targets import Target
 from shardspec.comm.together import Processes
-from shardspec.dtypes import dtype_name
-from shardspec.errors import CheckpointError
 from shardspec.layout.layout import Layout
-from shardspec.layout.rules import Rules, winning_patterns
+from shardspec.layout.rules import Rules
 from shardspec.mesh.device_mesh import DeviceMesh
 from shardspec.resharding.digests import Digests, TensorDigest
 
@@ -248,56 +233,26 @@ def _converted(
     digests_file = None if options.digests is None else storage_path(options.digests)
     processes = Processes(None if options.dry_run else options.communicator)
 
-    def prepared(save: str) -> tuple[Catalog, Target, Destination, WriteReport]:
-        if options.threads < 1:
-            raise CheckpointError(f"{options.threads} threads write nothing; give at least 1")
-        if not output.shared and processes.size > 1:
-            raise CheckpointError(
-                f"{output}: memory:// is the memory of one process, and others do not see it; "
-                "start one process"
-            )
-        format = _format(output, options)
-        source, target = _laid_out(checkpoint, output, options, format, save)
-        destination = Destination(output)
-        if processes.rank == 0:
-            destination = check_destination(output, source, target, options.overwrite)
-            if digests_file is not None:
-                check_digests_file(digests_file, output, overwrite=options.overwrite)
-        names = (tensor.source for tensor in target.tensors)
-        reads = check_tensors(source, names, options.verify, processes)
-        report = WriteReport(
-            path=output.public(),
-            format=format.name,
-            read=source.format,
-            reads={
-                str(path).removeprefix(f"{source.directory}{os.sep}"): num_bytes
-                for path, num_bytes in sorted(reads.items())
-            },
-            tensors=len(target.tensors)
-            + sum(len(source.pickled.get(n, ())) for n in target.carried),
-            writes={file.name: file.num_bytes for file in target.files},
-            left_out=_left_out(source, target),
-            sidecars=target.sidecars,
-            weight_files=sum(bool(file.extents) for file in target.files),
-            not_copied=target.not_copied,
-            filled=source.filled,
-            sharding=target.sharding if options.dry_run else {},
-        )
-        return source, target, destination, report
+    def prepare(save: str) -> Prepared:
+        prepared = prepared_output(checkpoint, output, options, processes, save)
+        if digests_file is not None and processes.rank == 0:
+            check_digests_file(digests_file, output, overwrite=options.overwrite)
+        return prepared
 
     with processes.failing_together():
         save = processes.gather(os.urandom(8).hex())[0]
-        source, target, destination, report = processes.agree(lambda: prepared(save))
+        prepared = processes.agree(lambda: prepare(save))
+        report = _report(prepared, output, options)
         if not options.dry_run:
-            processes.check_same(lambda: _facts(source, target, report, options))
-            begun = Output(source, target, destination, options, processes)
+            processes.check_same(lambda: _facts(prepared, report, options))
+            begun = Output(*prepared[:3], options, processes)
             written = begun.write()
             crc = 0
             for _, num_bytes, value in written:
                 crc = int(crc32_combine(crc, value, num_bytes))
             digests = None
             if digests_file is not None:
-                digests = _digests(target, begun)
+                digests = _digests(prepared.target, begun)
                 write = partial(write_digests, digests_file, digests, overwrite=options.overwrite)
                 processes.agree(lambda: write() if processes.rank == 0 else None)
             report = replace(
@@ -311,91 +266,26 @@ def _converted(
     return replace(report, seconds=time.monotonic() - started)
 
 
-def _format(output: StoragePath, options: WriteOptions) -> Format:
-    """Return the format of an output, which can be sharded as its caller wants."""
-    if options.way == "merged":
-        return merged_format(output, options.format, options.max_shard_bytes, options.in_directory)
-    name = options.format
-    format = default_format("sharded") if name is None else written_format(name, "sharded")
-    check_sharding(options, format.whole_run)
-    return format
-
-
-def _opened(
-    checkpoint: PurePath | str | Catalog, options: WriteOptions, format: Format
-) -> tuple[Catalog, Choice]:
-    """Open a checkpoint, mapped and quantised as wanted; return what remains to be chosen too."""
-    source, names = as_catalog(checkpoint), options.names
-    choice: Choice = options
-    quantise = options.quantize, options.scale_rule, options.quantize_include
-    if any(value is not None for value in (names, options.dtype, *quantise)):
-        config = config_of(source, names)
-        source, choice = mapped_source(source, names, options)
-        if quantise != (None, None, None):
-            from shardspec.checkpoint.quantizing import quantise_of, quantised_as
-
-            how = quantise_of(*quantise)
-            source = quantised_as(source, how, options if names is None else Choice(), config)
-            choice = options.after_map() if options.quantize is not None else choice
-    else:
-        check_drop(options)
-    return source.as_stored() if format.keeps == "objects" else source, choice
-
-
-def _laid_out(
-    checkpoint: PurePath | str | Catalog,
-    output: StoragePath,
-    options: WriteOptions,
-    format: Format,
-    save: str,
-) -> tuple[Catalog, Target]:
-    """Open a checkpoint, choose tensors of it, and lay out the files of an output.
-
-    `save` names this save. Raises ShardSpecError if the format cannot hold what is wanted.
-    """
-    merged = options.way == "merged"
-    source, choice = _opened(checkpoint, options, format)
-    tensors = select(source, choice)
-    if choice.dtype is not None:
-        refuse_casts(source, [tensor.source for tensor in tensors], dtype_name(choice.dtype))
-    mesh, layouts = ON_ONE_DEVICE, dict[str, Layout]()
-    if "sharded" in format.writes and not format.whole_run:
-        mesh, layouts = sharding_of(source, options, tensors)
-    if format.whole_run:
-        carried = Carried(frozenset(source.extras), {}, {})
-    else:
-        carried = carried_values(source, choice, tensors, objects=format.keeps == "objects")
-    if format.keeps == "tensors":
-        carried = Carried(frozenset(), {}, {})
-    # Whole tensors are what a merge is for: it may lose other entries.
-    may_lose = None if merged and not options.drop_values else options.drop_values
-    check_dropped(source, choice, carried.names, may_lose)
-    if merged and source.extras and not (tensors or carried.names):
-        raise CheckpointError(
-            f"{source.directory}: holds no tensor that could be written, but "
-            f"{min(source.extras)!r} and the like; name the checkpoint of the model"
-        )
-    assert format.lay_out is not None, "it is written"
-    target = format.lay_out(
-        source,
-        Wanted(
-            *(output.name, options.way, tensors, carried, mesh, layouts, save),
-            *(options.metadata, options.sidecars, options.max_shard_bytes),
-        ),
+def _report(prepared: Prepared, output: StoragePath, options: WriteOptions) -> WriteReport:
+    """Return what is reported before anything is written."""
+    source, target = prepared[:2]
+    return WriteReport(
+        path=output.public(),
+        format=prepared.format,
+        read=source.format,
+        reads={
+            str(path).removeprefix(f"{source.directory}{os.sep}"): num_bytes
+            for path, num_bytes in sorted(prepared.reads.items())
+        },
+        tensors=len(target.tensors) + sum(len(source.pickled.get(n, ())) for n in target.carried),
+        writes={file.name: file.num_bytes for file in target.files},
+        left_out=_left_out(source, target),
+        sidecars=target.sidecars,
+        weight_files=sum(bool(file.extents) for file in target.files),
+        not_copied=target.not_copied,
+        filled=source.filled,
+        sharding=target.sharding if options.dry_run else {},
     )
-    target = target._replace(carried=target.carried | carried.names)
-    if not merged:
-        winners = winning_patterns(list(options.rules or {}), layouts)
-        chosen = {n: (winners.get(n, ""), str(at.labelled_spec)) for n, at in layouts.items()}
-        target = target._replace(sharding=chosen)
-    if options.sidecars:
-        target = add_sidecars(source, target, format.sidecars)
-    if not output.nests and any("/" in file.name for file in target.files):
-        raise CheckpointError(
-            f"{output}: the format {format.name!r} has files in directories, which are not written "
-            "into a store; write to a directory here, and copy that"
-        )
-    return source, target
 
 
 def _digests(target: Target, output: Output) -> Digests:
@@ -408,10 +298,9 @@ def _digests(target: Target, output: Output) -> Digests:
     return Digests(digests)
 
 
-def _facts(
-    source: Catalog, target: Target, report: WriteReport, options: WriteOptions
-) -> dict[str, str]:
+def _facts(prepared: Prepared, report: WriteReport, options: WriteOptions) -> dict[str, str]:
     """Return what several processes that write one output have to agree on."""
+    source, target = prepared[:2]
     facts = {
         "output": str(storage_path(report.path).absolute()),
         "checkpoint": str(source.directory.absolute()),

@@ -21,11 +21,11 @@ from shardspec.checkpoint.catalog import Catalog, StoredTensor, whole_box
 from shardspec.checkpoint.checksums import Hash, extra, new_hash
 from shardspec.checkpoint.convert import merge
 from shardspec.checkpoint.delta_chain import DELTA_INDEX, with_deltas
-from shardspec.checkpoint.destination import check_destination
 from shardspec.checkpoint.formats import default_format
 from shardspec.checkpoint.mapped import require_finished
 from shardspec.checkpoint.open import as_catalog
 from shardspec.checkpoint.options import WriteReport
+from shardspec.checkpoint.prepare import check_destination
 from shardspec.checkpoint.read_boxes import Buffers, Checks, Progress, read_box
 from shardspec.checkpoint.storage.from_text import storage_path
 from shardspec.checkpoint.storage.path import Staging, StoragePath, WriteAt

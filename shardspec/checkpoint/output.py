@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Final, TypeAlias
 from isal.isal_zlib import crc32_combine
 
 from shardspec.checkpoint.catalog import Catalog, distinct
-from shardspec.checkpoint.destination import Destination
 from shardspec.checkpoint.options import WriteOptions
+from shardspec.checkpoint.prepare import Destination
 from shardspec.checkpoint.read_boxes import (
     BLOCK_BYTES,
     Buffers,
