@@ -178,41 +178,35 @@ class MapOptions:
     fill_from: PurePath | None
 
     def config(self, checkpoint: PurePath) -> Path:
-        """Return where the model's config is."""
+        """Return the path of the model's config."""
         assert self.model is not None, "the caller asks"
-        here = self.model == Path() and not (self.model / "config.json").is_file()
-        return Path(str(checkpoint)) if here else self.model
+        beside = self.model == Path() and not (self.model / "config.json").is_file()
+        return Path(str(checkpoint)) if beside else self.model
 
-    def of_model(self, checkpoint: PurePath, *, stacked: bool = False) -> "ModelNames | None":
-        """Return the names of a model for the tensors of a checkpoint, if a model is given.
+    def read(
+        self, checkpoint: PurePath, *, stacked: bool = False
+    ) -> "ModelNames | tuple[NameMap, ...] | None":
+        """Return what gives the tensors of a checkpoint other names; None if nothing does.
 
-        Of Megatron-core, `stacked` takes the names of its own checkpoints.
+        That is a model, or maps to be applied in order. Of Megatron-core, `stacked` takes the names
+        of its own checkpoints. Options that contradict each other are a `click.UsageError`.
         """
+        of_map = self.sizes is not None or self.reverse_map
         if self.model is None:
-            if self.names is not None or self.fill_from is not None:
-                raise click.UsageError("--names and --fill-from are of a model; give it by --model")
+            text = "--names and --fill-from are of a model; give it by --model"
+            refuse_if(self.names is not None or self.fill_from is not None, text)
+            if self.map is not None:
+                return read_maps(self.map, self.sizes, reverse=self.reverse_map)
+            text = "--sizes, --reverse-map and --drop are of a map; give it by --map"
+            refuse_if(of_map or bool(self.drop), text)
             return None
-        if self.map is not None or self.sizes is not None or self.reverse_map:
-            raise click.UsageError(
-                "--model says how tensors are named; leave out --map, --sizes and --reverse-map"
-            )
+        text = "--model says how tensors are named; leave out --map, --sizes and --reverse-map"
+        refuse_if(self.map is not None or of_map, text)
         from shardspec.checkpoint.model_names import model_names
 
         names: NamesOf = self.names or "hf"
         names = "torch_dist" if stacked and names == "megatron" else names
         return model_names(self.config(checkpoint), names, fill_from=self.fill_from)
-
-    def read(self) -> "tuple[NameMap, ...]":
-        """Return the maps to be taken one after the other."""
-        if self.model is not None:
-            return ()
-        if self.map is not None:
-            return read_maps(self.map, self.sizes, reverse=self.reverse_map)
-        if self.sizes is not None or self.reverse_map or self.drop:
-            raise click.UsageError(
-                "--sizes, --reverse-map and --drop are of a map; give it by --map"
-            )
-        return ()
 
 
 sizes_option: Final = click.option(

@@ -88,15 +88,13 @@ def verify_command(
     opts.refuse_if(chosen, "patterns choose what is compared; give --against or --digests too")
     both = against is not None and digests_file is not None
     opts.refuse_if(both, "give --against or --digests, not both")
-    opts.refuse_if(
-        maps.map is not None and digests_file is None, "--map is for --digests; give it too"
-    )
-    names, expected = (
-        maps.read() or None,
-        None if digests_file is None else read_digests(digests_file),
-    )
+    renames = maps.map is not None or maps.model is not None
+    text = "--map and --model are for --digests; give it too"
+    opts.refuse_if(renames and digests_file is None, text)
+    expected = None if digests_file is None else read_digests(digests_file)
     every |= as_json
     catalog, *others = source.open(checkpoint, against)
+    names = maps.read(catalog.home)
     with progress_bar(not as_json, "verify") as progress:
         report = verify_checkpoint(catalog, every=every, progress=progress)
     flaws = list(report.flaws)
@@ -197,21 +195,19 @@ def diff_command(
         expression = None if rename is None else [f"^{re.escape(rename[0])}", rename[1]]
         rest = {"differences": differences, "rename": expression, **(more if stats else {})}
         say_json({"a": str(a), "b": str(b), **counts, **rest})
-        if found:
-            click.get_current_context().exit(_NOT_THE_SAME)
-        return
-    for line in _difference_lines(found):
-        say(line)
-    if rename is not None:
-        words = shlex.join(["--rename", f"^{re.escape(rename[0])}", rename[1]])
-        say(f"the names differ in how they begin; compare with {words}")
-    if stats:
-        rows = [
-            [name_text(name), f"{one.differing} of {one.tensors}", f"{one.share:.3%}", one.largest]
-            for name, one in groups.items()
-        ]
-        say(table_text(["group", "tensors differ", "elements differ", "by up to"], rows))
-    if found:
+    else:
+        for line in _difference_lines(found):
+            say(line)
+        if rename is not None:
+            words = shlex.join(["--rename", f"^{re.escape(rename[0])}", rename[1]])
+            say(f"the names differ in how they begin; compare with {words}")
+        if stats:
+            rows = [
+                [name_text(group), f"{x.differing} of {x.tensors}", f"{x.share:.3%}", x.largest]
+                for group, x in groups.items()
+            ]
+            say(table_text(["group", "tensors differ", "elements differ", "by up to"], rows))
+    if found and not as_json:
         differing = sum(difference.kind == "tensor" for difference in found)
         total = f"{differing} of {counted(count, 'tensor')}"
         if value_count:
@@ -221,7 +217,7 @@ def diff_command(
             extent = replace(total_extent(extents.values()), elements=sum(sizes.values()))
             total += f": {extent}"
         say(total)
-    else:
+    elif not as_json:
         num_bytes = sum(one.outline(name).num_bytes for name in chosen.values())
         end = f", and {beside}" if value_count else ""
         say(f"no difference: {counted(len(chosen), 'tensor')}, {bytes_text(num_bytes)}{end}")
@@ -309,8 +305,8 @@ def digest_command(
     place = None if output is None else storage_path(output)
     if place is not None:
         check_digests_file(place, None, overwrite=overwrite)
-    names = maps.read() or None
     (catalog,) = source.open(checkpoint)
+    names = maps.read(catalog.home)
     with progress_bar(not as_json, "digest") as progress:
         found = digest(catalog, names=names, drop=maps.drop, seed=seed, progress=progress, **choice)
     if place is not None:

@@ -1,7 +1,7 @@
 """The commands about what changed: `shardspec delta` and `shardspec apply`."""
 
 from pathlib import PurePath
-from typing import Final, Literal
+from typing import TYPE_CHECKING, Final
 
 import click
 
@@ -10,8 +10,11 @@ from shardspec.cli import options as opts
 from shardspec.cli.output import path_text, progress_bar, say, say_json
 from shardspec.text import bytes_text, counted
 
-_READERS: Final = {"slime": "xxh3-128", "modelexpress": "adler32"}
-"""Who reads deltas, and the checksums that they take."""
+if TYPE_CHECKING:
+    from shardspec.checkpoint.delta import Checksum, Encoding
+
+_CHECKSUMS: "Final[dict[str, Checksum]]" = {"slime": "xxh3-128", "modelexpress": "adler32"}
+"""The checksums that the readers of deltas take."""
 
 
 @click.command(cls=opts.Command)
@@ -27,7 +30,7 @@ _READERS: Final = {"slime": "xxh3-128", "modelexpress": "adler32"}
 @click.option(
     "--for",
     "reader",
-    type=click.Choice(list(_READERS)),
+    type=click.Choice(list(_CHECKSUMS)),
     default="slime",
     show_default=True,
     help="Who is to read it: checksums are xxh3-128 for slime, adler32 for ModelExpress.",
@@ -50,7 +53,7 @@ def delta_command(
     version: int,
     base_version: int | None,
     reader: str,
-    encoding: Literal["xor", "overwrite"],
+    encoding: "Encoding",
     maps: ckpt.MapOptions,
     source: ckpt.SourceOptions,
     overwrite: bool,
@@ -74,16 +77,16 @@ def delta_command(
         reader == "modelexpress" and encoding != "xor", "ModelExpress reads the encoding xor alone"
     )
     before, after = source.open(base, new)
-    names = maps.read()
+    renamed, _ = mapped_choice(after, maps.read(after.home), Choice(drop=maps.drop))
     with progress_bar(not as_json, "delta") as progress:
         report = delta(
             before,
-            mapped_choice(after, names or None, Choice(drop=maps.drop))[0],
+            renamed,
             output,
             version=version,
             base_version=base_version,
             encoding=encoding,
-            checksum="adler32" if reader == "modelexpress" else "xxh3-128",
+            checksum=_CHECKSUMS[reader],
             overwrite=overwrite,
             progress=progress,
         )

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING
 
 import click
 
-from shardspec.checkpoint.storage.path import output_exists
+from shardspec.checkpoint.storage.from_text import storage_path
+from shardspec.checkpoint.storage.path import check_new_file
 from shardspec.cli import options as opts
 from shardspec.cli.options import BYTES, FILE_PATH, MeshShape
 from shardspec.cli.output import path_text, say, say_json, write_file
 from shardspec.comm.presets import PRESETS, LinkPreset
-from shardspec.errors import ProfileError
 from shardspec.mesh.device_mesh import DeviceMesh
 from shardspec.text import bytes_text, shown, table_text
 
@@ -121,7 +121,7 @@ def profile_command(
         raise click.UsageError("--min-bytes must be at least 4, and --max-bytes more than it")
     if rank == 0:
         for path in filter(None, (output, plot)):
-            _check_place(path, overwrite)
+            check_new_file(storage_path(path), overwrite=overwrite)
     sizes = [min_bytes]
     while sizes[-1] * 4 < max_bytes:
         sizes.append(sizes[-1] * 4)
@@ -144,14 +144,6 @@ def _environment(name: str) -> int:
     if not (text.isascii() and text.isdecimal() and len(text) < 10):
         raise click.UsageError(f"{name}={shown(text)} is not a number; start it with torchrun")
     return int(text)
-
-
-def _check_place(path: Path, overwrite: bool) -> None:
-    """Refuse before measuring what could not be written afterwards."""
-    if not path.resolve().parent.is_dir():
-        raise ProfileError(f"{path}: its directory does not exist; make it first")
-    if path.exists() and (path.is_dir() or not overwrite):
-        raise output_exists(path)
 
 
 def _measure(mesh: DeviceMesh, sizes: list[int], repeats: int, *, show: bool) -> "Profile":

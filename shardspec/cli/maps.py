@@ -208,7 +208,7 @@ def _plan_rules(
             mesh_beta=[link.seconds_per_byte for link in model.links],
         )
     (catalog,) = source.open(checkpoint)
-    names = maps.of_model(catalog.home) or maps.read() or None
+    names = maps.read(catalog.home)
     return plan_stored(catalog, (mesh, rules or {}), names, dtype, max_bytes, maps.drop)
 
 
@@ -224,21 +224,17 @@ def _plan_layout(
     """Plan how devices get a model, by a layout."""
     from shardspec.checkpoint.choice import Choice
     from shardspec.checkpoint.load_plan import plan_stored
-    from shardspec.checkpoint.numbers_of import with_numbers
+    from shardspec.checkpoint.numbers_of import mapped_source
     from shardspec.dtypes import dtype_name, is_cast, keeps_dtype
     from shardspec.layout.layout import Layout
 
     (catalog,) = source.open(checkpoint)
     mesh = None if cluster.mesh is None else opts.plain_mesh(cluster.mesh, cluster.ids)
     named, layouts = ckpt.under_layout(layout, maps, catalog, mesh)
-    chosen = Choice(drop=maps.drop)
-    catalog = with_numbers(catalog, dtype, chosen, named.config)
-    catalog = named.with_dtype(dtype).applied(catalog, chosen, ())
-    wanted = None if dtype is None else dtype_name(dtype)
+    catalog, _ = mapped_source(catalog, named, Choice(dtype=dtype, drop=maps.drop))
     target = {}
     for name in catalog.names:
-        own = catalog.outline(name).dtype
-        cast = wanted is not None and is_cast(own, wanted) and not keeps_dtype(name)
-        one = layouts[name]
-        target[name] = Layout(one.mesh, one.spec, one.global_shape, wanted if cast else own)
+        at, own = layouts[name], catalog.outline(name).dtype
+        casts = dtype is not None and is_cast(own, dtype_name(dtype)) and not keeps_dtype(name)
+        target[name] = Layout(at.mesh, at.spec, at.global_shape, dtype if casts else own)
     return plan_stored(catalog, target, None, dtype, max_bytes)

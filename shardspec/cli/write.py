@@ -42,10 +42,8 @@ from shardspec.text import (
 
 if TYPE_CHECKING:
     from shardspec.checkpoint.catalog import Catalog
-    from shardspec.checkpoint.model_names import ModelNames
     from shardspec.comm.communicator import Communicator
     from shardspec.layout.layout import Layout
-    from shardspec.resharding.name_map import NameMap
 
 _SHOWN: Final = 3
 """Names of what was left out."""
@@ -202,18 +200,18 @@ def _write(
     how["quantize_include"] = how["quantize_include"] or None
     with _processes() as communicator:
         with Processes(communicator).failing_together():
-            names: ModelNames | tuple[NameMap, ...] | None = maps.read() or None
             sources = source.open(*places)
-            model = maps.of_model(sources[0].home, stacked=stacked)
-            if model is not None:
-                names = model
-        # Of several processes the first one says it.
+            names = maps.read(sources[0].home, stacked=stacked)
+        # Of several processes the first one prints.
         silent = communicator is not None and 0 not in communicator.addressable
-        if model is not None and not silent:
+        if maps.model is not None and not silent:
+            from shardspec.checkpoint.model_names import ModelNames
+
+            assert isinstance(names, ModelNames)
             chosen = Choice(**choice, drop=maps.drop)
-            numbers = with_numbers(sources[0], how["dtype"], chosen, model.config)
-            seen = model.recognised(numbers, chosen).text
-            say(f"note: {sources[0].directory}: has the names of {seen}", err=True)
+            numbers = with_numbers(sources[0], how["dtype"], chosen, names.config)
+            recognised = names.recognised(numbers, chosen).text
+            say(f"note: {sources[0].directory}: has the names of {recognised}", err=True)
         with progress_bar(not (silent or as_json), title) as progress:
             report = convert(
                 *sources,

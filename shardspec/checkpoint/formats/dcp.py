@@ -25,7 +25,7 @@ from shardspec.boxes import box_shape
 from shardspec.checkpoint import catalog
 from shardspec.checkpoint.catalog import FileBox, Outline, StoredBox, StoredObject, box_text
 from shardspec.checkpoint.format import Format, OpenOptions, Wanted
-from shardspec.checkpoint.read_boxes import crc32
+from shardspec.checkpoint.read_boxes import crc32_of, crc_text
 from shardspec.checkpoint.sidecars import WITHOUT_SIDECARS, model_sidecars
 from shardspec.checkpoint.storage.path import SourceFile, StoragePath, file_inside
 from shardspec.checkpoint.storage.reading import prefetch_map
@@ -42,7 +42,6 @@ from shardspec.checkpoint.torch_files.dcp_metadata import (
 from shardspec.checkpoint.torch_files.dcp_target import dcp_target
 from shardspec.checkpoint.torch_files.dtensors import read_torch
 from shardspec.checkpoint.torch_files.states import (
-    ARGUMENT_NAMES,
     StateTensor,
     flat_contents,
     plain_value,
@@ -63,7 +62,8 @@ _OBJECT_OF_MEGATRON: Final = re.compile(r"/shard_[0-9.]+_[0-9.]+\Z")
 _MEGATRON: Final = frozenset(("common.pt", "metadata.json"))
 """Of Megatron-core; one of them alone is something else."""
 _LIGHTNING: Final = "meta.pt"
-_PIECE_BYTES: Final = 1 << 20
+_MAX_METADATA_BYTES: Final = 1 << 20
+"""Bytes read of Megatron-core's ``metadata.json``."""
 _OF_OPTIMIZER: Final = re.compile(r"optimizer\.state\.(exp_avg|exp_avg_sq|param|fp32_param)\.")
 
 
@@ -165,7 +165,7 @@ def _look_inside(
         with place.path.open() as file:
             found = read_torch_zip(file, *place[1:], f"{place.path}: entry {name!r}")
             try:
-                value = read_torch(found, found.pickle(file), ARGUMENT_NAMES)
+                value = read_torch(found, found.pickle(file))
                 if _OBJECT_OF_MEGATRON.search(name):
                     # Megatron loads these by name; they are of no use to others.
                     plain = plain_value(value, found)
@@ -203,10 +203,8 @@ def _look_inside(
 
 def _digest(file: SourceFile, place: StoredObject) -> str:
     """Return a digest of all bytes of an entry."""
-    crc, end = 0, place.offset + place.num_bytes
-    for start in range(place.offset, end, _PIECE_BYTES):
-        crc = crc32(file.read(start, min(_PIECE_BYTES, end - start)), crc)
-    return f"{place.num_bytes} bytes of CRC-32 {crc:08x}"
+    crc = crc32_of(file, place.offset, place.num_bytes)
+    return f"{place.num_bytes} bytes of CRC-32 {crc_text(crc)}"
 
 
 @unpickler.no_collection()
@@ -347,7 +345,7 @@ def _check_megatron(source: catalog.Catalog, there: frozenset[str]) -> None:
     if "metadata.json" in there:
         path = file_inside(directory, "metadata.json", directory)
         with path.open() as file:
-            data = file.read(0, min(file.num_bytes, _PIECE_BYTES))
+            data = file.read(0, min(file.num_bytes, _MAX_METADATA_BYTES))
         # Other tools have files of this name too.
         if megatron or b'"sharded_backend"' in data:
             said = parse_json(data, path, "description")

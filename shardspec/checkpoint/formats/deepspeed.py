@@ -39,7 +39,6 @@ from shardspec.checkpoint.torch_files.states import (
 )
 from shardspec.checkpoint.torch_files.unpickler import Record
 from shardspec.checkpoint.torch_files.zero import (
-    DEEPSPEED_NAMES,
     MODULE,
     OPTIMIZER,
     TO_UNIVERSAL,
@@ -138,7 +137,7 @@ def _read_run(place: StoragePath) -> _Run:
             f"a Universal Checkpoint of it: {TO_UNIVERSAL}"
         )
     paths = _files(place, there, OPTIMIZER_FILE, None)
-    optimizers = read_torch_states(paths, DEEPSPEED_NAMES)
+    optimizers = read_torch_states(paths)
     stage, ranks = _number(optimizers[0], "zero_stage"), len(optimizers)
     if stage not in (1, 2, 3):
         raise CheckpointError(
@@ -151,7 +150,7 @@ def _read_run(place: StoragePath) -> _Run:
         # Before other files are looked at: they may be all there where the last of these is not.
         _check_ranks(state, "partition_count", _number(state, "partition_count") or ranks, ranks)
     due = list(range(ranks)) if stage == 3 else [-1]
-    models = read_torch_states(_files(place, there, MODEL_FILE, due), DEEPSPEED_NAMES)
+    models = read_torch_states(_files(place, there, MODEL_FILE, due))
     first = models[0]
     alike = [(one, key) for one in models for key in ("ds_version", "global_steps", "param_shapes")]
     for state, key in (*alike, *((one, "ds_version") for one in optimizers)):

@@ -30,17 +30,16 @@ from shardspec.checkpoint.storage.reading import prefetch_map
 from shardspec.checkpoint.targets import OutputFile, OutputTensor, RawBytes, Target, copied_file
 from shardspec.checkpoint.torch_files.dtensors import read_torch
 from shardspec.checkpoint.torch_files.states import (
-    ARGUMENT_NAMES,
     StateTensor,
     of_two_saves,
     read_torch_states,
     state_file,
     whole_tensor,
 )
+from shardspec.checkpoint.torch_files.unpickler import record_class
 from shardspec.checkpoint.torch_files.values import TorchTensor, tensor_place
 from shardspec.checkpoint.torch_files.writer import Archive, PickledCall, pickle_into, tensor_value
 from shardspec.checkpoint.torch_files.zero import (
-    DEEPSPEED_NAMES,
     OPTIMIZER,
     TO_UNIVERSAL,
     add_tied,
@@ -66,6 +65,21 @@ _CAST: Final = ("float32", "bfloat16", "float16")
 """What is written as fp32 though it is not trained."""
 _FLAT: Final = ("fp32_flat_groups", "single_partition_of_fp32_groups", "param_slice_mappings")
 _PLAIN_NAME: Final = re.compile(r"(?!\.\.?\Z|optimizer_state\.pt\Z)[^/\\\0]+", re.DOTALL)
+_CARRIED: Final = {
+    name: record_class(name)
+    for name in (
+        "deepspeed.runtime.zero.config.ZeroStageEnum",
+        "deepspeed.utils.tensor_fragment.fragment_address",
+        "deepspeed.runtime.fp16.loss_scaler.LossScaler",
+        "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
+        *("argparse.Namespace", "types.SimpleNamespace"),
+        *("pathlib.Path", "pathlib.PosixPath", "pathlib._local.Path", "pathlib._local.PosixPath"),
+        *("datetime.datetime", "datetime.timedelta", "numpy.ndarray", "numpy.dtype"),
+        *("numpy.core.multiarray._reconstruct", "numpy._core.multiarray._reconstruct"),
+        *("numpy.core.multiarray.scalar", "numpy._core.multiarray.scalar"),
+    )
+}
+"""Objects that an optimizer's state may have: they are written as they were read."""
 _MOST_NAME_BYTES: Final = 255
 _MOST_PIECES: Final = 1_000_000  # of a pickle; records may hold the same part many times over
 
@@ -81,7 +95,7 @@ def _open(directory: StoragePath, _: OpenOptions) -> Catalog:
         key=lambda match: (int(match[2]), int(match[1] or 0)),
     )
     paths = [file_inside(directory, match[0], directory) for match in matches]
-    models = read_torch_states(paths, DEEPSPEED_NAMES)
+    models = read_torch_states(paths)
     first = models[0]
     # There is a model's file of every tensor parallel rank, or of stage 3 of every rank.
     whole = len({match[2] for match in matches}) == 1
@@ -156,7 +170,7 @@ def _read(path: StoragePath) -> StateTensor | None:
     """Return the tensor in a file; None where it has a plain number."""
     with path.open() as file:
         found = read_torch_zip(file)
-        value = read_torch(found, found.pickle(file), DEEPSPEED_NAMES)
+        value = read_torch(found, found.pickle(file))
         if isinstance(value, dict):
             value = value.get("param")
         if isinstance(value, TorchTensor) and value.placed is None:
@@ -171,7 +185,7 @@ def _lay_out(source: Catalog, _: Wanted) -> Target:
     _check_source(source)
     models = [path for path in source.files if MODEL_FILE.fullmatch(path.name)]
     stage3 = all(path.name.startswith("zero_pp") for path in models)
-    (first,) = read_torch_states(models[:1], DEEPSPEED_NAMES)
+    (first,) = read_torch_states(models[:1])
     shapes = first.extras["param_shapes"]
     groups = [list(map(str, group)) for group in shapes] if isinstance(shapes, list) else []
     kinds: dict[str, set[str]] = {name: set() for group in groups for name in group}
@@ -251,9 +265,8 @@ def _file_name(source: Catalog, owner: str, kind: str) -> str:
 def _optimizer_file(path: StoragePath, stage3: bool) -> OutputFile:
     """Return the file of what a rank's optimizer keeps besides the tensors of parameters."""
     with path.open() as file:
-        known = {**ARGUMENT_NAMES, **DEEPSPEED_NAMES}
         found = read_torch_zip(file)
-        value = read_torch(found, found.pickle(file), known)
+        value = read_torch(found, found.pickle(file), _CARRIED)
         inner = OPTIMIZER if stage3 else "base_optimizer_state"
         match value:
             case {"optimizer_state_dict": dict() as held}:

@@ -32,7 +32,7 @@ from shardspec.checkpoint.torch_files.states import (
     plain_value,
     read_torch_states,
 )
-from shardspec.checkpoint.torch_files.unpickler import PickledNames, Record, record_class
+from shardspec.checkpoint.torch_files.unpickler import Record
 from shardspec.errors import CheckpointError
 from shardspec.families.rank_rules import megatron_rules
 from shardspec.mesh.device_mesh import DeviceMesh
@@ -56,25 +56,6 @@ _DECODER: Final = re.compile(
 
 _Files: TypeAlias = Mapping[tuple[int, int, int], TorchState]
 """What ranks saved, by stage, expert parallel rank and tensor parallel rank, in this order."""
-
-_KINDS: Final = {
-    "megatron.core.enums": "ModelType Fp8Recipe Fp4Recipe",
-    "megatron.core.transformer.enums": (
-        "AttnBackend AttnMaskType AttnType LayerType ModelType CudaGraphScope"
-    ),
-    "megatron.core.rerun_state_machine": "RerunDiagnostic RerunMode RerunState",
-    "megatron.legacy.model.enums": "ModelType",
-    "megatron.model.enums": "ModelType AttnMaskType PositionEmbeddingType",
-    "megatron.enums": "PositionEmbeddingType",
-    "signal": "Signals",
-    "_io": "BytesIO",
-}
-_NAMES: Final[PickledNames] = {
-    f"{home}.{kind}": record_class(f"{home}.{kind}")
-    for home, kinds in _KINDS.items()
-    for kind in kinds.split()
-}
-"""What arguments and states of Megatron name besides tensors."""
 
 
 def _argument(state: TorchState, name: str) -> object:
@@ -169,7 +150,7 @@ def _read(place: StoragePath) -> _Files:
         if not path.exists():
             raise CheckpointError(f"{path}: is missing; restore it")
         paths[stage, expert, rank] = path
-    states = read_torch_states([*paths.values()], _NAMES)
+    states = read_torch_states([*paths.values()])
     # A name with two numbers does not say whether the second is a stage or an expert parallel rank.
     staged, shared = (_number(states[0], name) or 1 for name in (_STAGES, _EXPERTS))
     if count == 1 and staged == 1 < shared:

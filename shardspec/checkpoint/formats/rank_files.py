@@ -157,7 +157,7 @@ def read_states(files: Iterable[tuple[StoragePath, int]]) -> list[RankState]:
     states: list[RankState] = []
     with no_collection(), prefetch_map([path for path, _ in files], _look, ahead) as looks:
         for (path, rank), (found, data) in zip(files, looks, strict=True):
-            held = torch_states.read_contents(found, data, None, rank, screened)
+            held = torch_states.read_contents(found, data, rank, screened)
             tensors = held.tensors
             contents = tensors, found.directory
             known = next((other for other in distinct if other == contents), None)

@@ -312,6 +312,14 @@ def output_exists(path: PurePath) -> OutputExistsError:
     )
 
 
+def check_new_file(path: StoragePath, *, overwrite: bool) -> None:
+    """Raise a `CheckpointError` if a file of this name cannot be written."""
+    if path.taken() and not overwrite:
+        raise output_exists(path)
+    if problem := "is a directory; name a file" if path.is_dir() else path.refusal():
+        raise CheckpointError(f"{path}: {problem}")
+
+
 def is_temporary(name: str) -> bool:
     """Return whether a file has a name that only runs that were killed leave."""
     return _TEMPORARY.fullmatch(name) is not None

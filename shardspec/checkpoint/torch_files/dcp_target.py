@@ -12,8 +12,6 @@ from typing import Final, TypeAlias
 from shardspec.boxes import Box, box_shape
 from shardspec.checkpoint import targets
 from shardspec.checkpoint.catalog import StoredObject
-from shardspec.checkpoint.read_boxes import crc32
-from shardspec.checkpoint.storage.path import SourceFile
 from shardspec.checkpoint.torch_files import writer
 from shardspec.checkpoint.torch_files.dcp_metadata import METADATA_NAME
 from shardspec.checkpoint.torch_files.states import state_file
@@ -24,7 +22,6 @@ from shardspec.layout.layout import Layout
 from shardspec.mesh.device_mesh import DeviceMesh
 from shardspec.resharding.state import KeyPath
 
-_PIECE_BYTES: Final = 1 << 20
 _MODULE: Final = "torch.distributed.checkpoint.metadata"
 _INFO: Final = Name("torch.distributed.checkpoint.filesystem", "_StorageInfo")
 
@@ -65,7 +62,7 @@ def dcp_target(
             end += archive.num_bytes
         for name, value in others.items() if rank == mesh.ids[0] else ():
             start = end
-            raw.extend(_raw_value(value, start))
+            raw += _raw_value(value, start)
             if isinstance(value, StoredObject):
                 end += value.num_bytes
             else:
@@ -102,36 +99,23 @@ def _trailer(extents: Sequence[targets.Extent], crcs: Sequence[int]) -> Iterator
         yield targets.RawBytes(end, partial(after, number, extent))
 
 
-def _raw_value(value: object, start: int) -> Iterator[targets.RawBytes]:
-    """Yield what is written, from a byte on, for a value that is not a tensor."""
+def _raw_value(value: object, start: int) -> list[targets.RawBytes]:
+    """Return what is written, from a byte on, for a value that is not a tensor."""
     if not isinstance(value, StoredObject):
-        for raw in state_file("", value).raw:
-            yield raw._replace(offset=start + raw.offset)
-        return
-    path, offset, num_bytes = value
+        return [raw._replace(offset=start + raw.offset) for raw in state_file("", value).raw]
+    first, *rest = targets.copied_bytes(*value, start)
 
-    def piece(at: int) -> bytes:
-        with path.open() as file:
-            if not at:
-                _check_records(file, value)
-            return file.read(offset + at, min(_PIECE_BYTES, num_bytes - at))
+    def checked() -> bytes:
+        with value.path.open() as file:
+            archive = read_torch_zip(file, value.offset, value.num_bytes)
+            if not all(archive.is_intact(file, name) for name in archive.directory):
+                raise CheckpointError(
+                    f"{value.path}: the object at byte {value.offset} is damaged (CRC-32); "
+                    "restore it"
+                )
+        return first.made()
 
-    for at in range(0, num_bytes, _PIECE_BYTES):
-        yield targets.RawBytes(start + at, partial(piece, at))
-
-
-def _check_records(file: SourceFile, value: StoredObject) -> None:
-    """Compare the bytes of an object with its CRC-32."""
-    found = read_torch_zip(file, value.offset, value.num_bytes)
-    for name in found.directory:
-        record, start = found.record(name), found.start(file, name)
-        crc, end = 0, start + record.num_bytes
-        for at in range(start, end, _PIECE_BYTES):
-            crc = crc32(file.read(at, min(_PIECE_BYTES, end - at)), crc)
-        if record.crc32 not in (None, crc):
-            raise CheckpointError(
-                f"{value.path}: the object at byte {value.offset} is damaged (CRC-32); restore it"
-            )
+    return [first._replace(data=checked), *rest]
 
 
 def _metadata(

@@ -9,7 +9,6 @@ torch/distributed/checkpoint/_nested_dict.py, which DCP applies to what it saves
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from hashlib import sha256
 from itertools import islice
-from math import prod
 from typing import Any, Final, NamedTuple
 
 from shardspec.boxes import box_shape
@@ -19,6 +18,8 @@ from shardspec.checkpoint.catalog import (
     StoredBox,
     StoredTensor,
     is_plain_entry,
+    row_major_strides,
+    unsharded_tensor,
     whole_box,
 )
 from shardspec.checkpoint.state_dict import is_path
@@ -29,10 +30,8 @@ from shardspec.checkpoint.torch_files.dtensors import read_torch
 from shardspec.checkpoint.torch_files.unpickler import (
     Foreign,
     Global,
-    PickledNames,
     PickleError,
     Record,
-    record_class,
     screen,
 )
 from shardspec.checkpoint.torch_files.values import (
@@ -49,7 +48,7 @@ from shardspec.checkpoint.torch_files.zip_reader import TorchZip, read_torch_zip
 from shardspec.dtypes import item_bytes
 from shardspec.errors import CheckpointError
 from shardspec.layout.layout import Layout, LayoutCell
-from shardspec.resharding.state import KeyPath, Place
+from shardspec.resharding.state import KeyPath, Place, dotted_name
 
 _MOST_PARTS: Final = 4 << 20
 _MOST_DEPTH: Final = 64
@@ -58,19 +57,6 @@ _MOST_PLAIN_DEPTH: Final = 100
 _MOST_PLAIN_BYTES: Final = 1 << 20
 """Larger ones, as of data loaders, would fill the memory; DCP's are copied as they are stored."""
 _MOST_OPAQUE_PARTS: Final = 1 << 17
-
-ARGUMENT_NAMES: Final[PickledNames] = {
-    name: record_class(name)
-    for name in (
-        *("argparse.Namespace", "types.SimpleNamespace"),
-        *("pathlib.Path", "pathlib.PosixPath", "pathlib._local.Path", "pathlib._local.PosixPath"),
-        *("datetime.datetime", "datetime.timedelta", "numpy.ndarray", "numpy.dtype"),
-        *("numpy.core.multiarray._reconstruct", "numpy._core.multiarray._reconstruct"),
-        *("numpy.core.multiarray.scalar", "numpy._core.multiarray.scalar"),
-    )
-}
-"""What trainers save beside tensors: arguments, paths, times, numpy's random state. None of it is
-made; records stand for it."""
 
 
 class StateTensor(NamedTuple):
@@ -99,18 +85,13 @@ class Contents(NamedTuple):
     """The keys of those names that are not keys themselves."""
 
 
-def read_torch_states(
-    paths: Sequence[StoragePath], more: PickledNames | None = None
-) -> list[TorchState]:
-    """Read what describes the states in files of `torch.save`; not their data.
-
-    `more` are names that may be in them beyond those of tensors and `ARGUMENT_NAMES`.
-    """
+def read_torch_states(paths: Sequence[StoragePath]) -> list[TorchState]:
+    """Read what describes the states in files of `torch.save`; not their data."""
 
     def look(path: StoragePath) -> TorchState:
         with path.open() as file:
             found = read_torch_zip(file)
-            held = read_contents(found, found.pickle(file), more)
+            held = read_contents(found, found.pickle(file))
             tensors = {
                 name: StateTensor(tensor, tensor_place(tensor, file, found))
                 for name, tensor in held.tensors.items()
@@ -124,12 +105,11 @@ def read_torch_states(
 def read_contents(
     found: TorchZip,
     data: bytes,
-    more: PickledNames | None = None,
     rank: int | None = None,
     screened: Callable[[bytes], None] = screen,
 ) -> Contents:
     """Return the tensors that a pickle describes, and other entries, by flat names."""
-    value = read_torch(found, data, {**ARGUMENT_NAMES, **(more or {})}, rank, screened)
+    value = read_torch(found, data, rank=rank, screened=screened)
     if not isinstance(value, dict):
         raise CheckpointError(
             f"{found.path}: holds {_kind_of(value)}, not a dict of tensors; save a state dict"
@@ -150,7 +130,7 @@ def flat_contents(value: object, at: KeyPath, path: StoragePath) -> Contents:
     tensors, others, paths = contents
     seen: set[str] = set()
     for keys, part in _leaves(at, value, len(at), iter(range(_MOST_PARTS)), path):
-        name = ".".join(str(key[0]) if isinstance(key, Place) else str(key) for key in keys)
+        name = dotted_name(keys)
         if name in tensors or name in others:
             raise PickleError(
                 f"{path}: two entries have the name {name!r} once their dicts are joined "
@@ -287,10 +267,10 @@ def _opaque(text: str, value: object, left: Iterator[int], found: TorchZip | Non
                 shown = part.storage and part.storage[1], part.looks, where
             case Global():
                 shown = part.path
-            case Foreign():
-                shown, inner = type(part).path, part.parts
             case Record():
                 shown, inner = type(part).path, (part.args, part.state)
+                if isinstance(part, Foreign):
+                    inner = (*inner, part.more)
             case dict():
                 inner = [*part, *part.values()]
             case list() | tuple():
@@ -309,9 +289,7 @@ def _opaque(text: str, value: object, left: Iterator[int], found: TorchZip | Non
 
 def whole_tensor(name: str, path: StoragePath, found: StateTensor, rank: int = 0) -> StoredTensor:
     """Return a tensor that is whole in one file, that of a rank."""
-    shape = found.local.shape
-    boxes = () if 0 in shape else (StoredBox(whole_box(shape), (), rank, path, *found.place),)
-    return StoredTensor(name, shape, found.local.dtype, None, (), boxes)
+    return unsharded_tensor(name, found.local.shape, found.local.dtype, path, *found.place, rank)
 
 
 def stored_box_of_rank(
@@ -322,7 +300,7 @@ def stored_box_of_rank(
     offset, digest, strides = local
     if not layout.spec.is_plain:
         shape, item = layout.local_shape(rank), item_bytes(layout.dtype)
-        steps = strides or tuple(item * prod(shape[dim + 1 :]) for dim in range(len(shape)))
+        steps = strides or row_major_strides(shape, item)
         index = LayoutCell(layout, box).index(rank)
         offset += sum(side.start * step for side, step in zip(index, steps, strict=True))
         in_order = row_major(box_shape(box), tuple(step // item for step in steps))

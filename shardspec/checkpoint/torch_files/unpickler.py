@@ -33,7 +33,7 @@ _MOST_KEY_PARTS: Final = 66
 _MOST_ALIKE: Final = 10_000
 """Tuples as keys, and numbers of more than 64 bits: they could all be given the same hash."""
 
-_MOST_FOREIGN: Final = 1000
+_MAX_FOREIGN: Final = 1000
 """Names of one pickle that are not on the list: each takes a kilobyte."""
 
 _STARTS: Final = (b"\x80\2", b"\x80\3", b"\x80\4", b"\x80\5")
@@ -54,10 +54,6 @@ class RefusedError(Exception):
 
 class PickleError(CheckpointError):
     """A pickle is not read: it is damaged, too large, or has what no checkpoint needs."""
-
-
-class UnlistedNameError(PickleError):
-    """A pickle is intact, as far as it was read, but has a name that is not on the list."""
 
 
 def screen(data: bytes, fixed: bytearray | None = None) -> None:
@@ -247,20 +243,18 @@ class Foreign(Record):
     __slots__ = ("more",)
 
     more: list[object] | None
-    """What it was given after it was made."""
+    """Its items, and further states."""
 
     def __new__(cls, *args: object) -> Self:  # noqa: D102  # described by its class
         made = super().__new__(cls, *args)
         made.more = None
         return made
 
-    @property
-    def parts(self) -> tuple[object, ...]:
-        """All that it was given."""
-        return (*self.args, *(self.more or ()))
-
     def __setstate__(self, state: object) -> None:
-        self.append(state)
+        if self.state is None:
+            self.state = state
+        else:
+            self.append(state)
 
     def __call__(self, *args: object) -> Self:
         """Stand for the result of a call."""
@@ -340,28 +334,25 @@ class _Unpickler(pickle.Unpickler):
         data: bytes,
         names: PickledNames,
         persistent: Callable[[object], object],
-        what: str,
         *,
         foreign: bool,
     ) -> None:
         super().__init__(io.BytesIO(data))
-        self._names, self._persistent, self._what = names, persistent, what
-        self._foreign: dict[str, Global] | None = {} if foreign else None
+        self._names, self._persistent = dict(names), persistent
+        self._left = _MAX_FOREIGN if foreign else 0
 
     def find_class(self, module: str, name: str) -> Any:  # noqa: ANN401  # as its parent
         path = f"{module}.{name}"
-        found = self._names.get(path)
-        if found is None and self._foreign is not None:
-            found = self._foreign.get(path)
-            if found is None and len(self._foreign) < _MOST_FOREIGN:
-                found = self._foreign[path] = foreign_class(path)
-        if found is None:
-            raise UnlistedNameError(
-                f"{self._what} names {printable(f'{module}.{name:.200}'):.200}, which does not "
-                "belong in a checkpoint; nothing of it was run. If you trust its writer, save it "
-                "again as a state dict of tensors and plain values"
-            )
-        return found
+        if path not in self._names:
+            if not self._left:
+                raise RefusedError(
+                    f"names {printable(f'{module}.{name:.200}'):.200}, which does not belong in a "
+                    "checkpoint; nothing of it was run. If you trust its writer, save it again as "
+                    "a state dict of tensors and plain values"
+                )
+            self._left -= 1
+            self._names[path] = foreign_class(path)
+        return self._names[path]
 
     def persistent_load(self, pid: object) -> object:
         try:
@@ -403,16 +394,13 @@ def unpickle(
     """Return the value that a pickle describes, made of what `names` has for its names.
 
     Errors say that `what` (``"metadata"``) in `path` is damaged. `persistent` is asked for what the
-    pickle refers to outside of itself. A name that is not listed stands for `Foreign` objects with
-    `foreign`, and raises `UnlistedNameError` without.
+    pickle refers to outside of itself. A name that is not listed stands for `Foreign` objects if
+    `foreign` is set, and is refused otherwise.
     """
     try:
         screened(data)
         with no_collection():
-            where = f"{path}: the {what}"
-            return _Unpickler(data, names, persistent, where, foreign=foreign).load()
-    except UnlistedNameError:
-        raise
+            return _Unpickler(data, names, persistent, foreign=foreign).load()
     except RefusedError as error:
         problem = str(error)
     except UnicodeDecodeError:

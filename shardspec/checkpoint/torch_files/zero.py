@@ -15,19 +15,10 @@ from shardspec.checkpoint.torch_files.states import (
     plain_value,
     whole_tensor,
 )
-from shardspec.checkpoint.torch_files.unpickler import PickledNames, record_class
 from shardspec.checkpoint.torch_files.values import sizes_of
 from shardspec.dtypes import item_bytes
 from shardspec.errors import CheckpointError
 
-DEEPSPEED_NAMES: Final[PickledNames] = {
-    f"deepspeed.{name}": record_class(f"deepspeed.{name}")
-    for name in (
-        *("runtime.zero.config.ZeroStageEnum", "utils.tensor_fragment.fragment_address"),
-        *(f"runtime.fp16.loss_scaler.{kind}" for kind in ("LossScaler", "DynamicLossScaler")),
-    )
-}
-"""What DeepSpeed's files name besides tensors."""
 OPTIMIZER: Final = "optimizer_state_dict"
 TO_UNIVERSAL: Final = (
     "python -m deepspeed.checkpoint.ds_to_universal --inject_missing_state --input_folder RUN "

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Final, NamedTuple, TypeAlias
 from zipfile import ZIP_STORED, BadZipFile, ZipFile, ZipInfo
 
-from shardspec.checkpoint.read_boxes import crc32
+from shardspec.checkpoint.read_boxes import crc32, crc32_of
 from shardspec.checkpoint.storage.path import SourceFile, StoragePath
 from shardspec.checkpoint.torch_files.unpickler import MOST_PICKLE_BYTES, PickleError
 from shardspec.errors import CheckpointError
@@ -83,6 +83,11 @@ class TorchZip:
                 "contradicts the directory; the file is damaged"
             )
         return start
+
+    def is_intact(self, file: SourceFile, name: str) -> bool:
+        """Return whether the bytes of a record have its CRC-32, if that was taken."""
+        record, start = self.record(name), self.start(file, name)
+        return record.crc32 in (None, crc32_of(file, start, record.num_bytes))
 
     def read(self, file: SourceFile, name: str) -> bytes:
         """Return the bytes of a record, compared with their CRC-32."""
