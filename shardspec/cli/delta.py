@@ -1,4 +1,4 @@
-"""The commands about what changed: `shardspec delta` and `shardspec apply`."""
+"""The commands about deltas between checkpoints: `shardspec delta` and `shardspec apply`."""
 
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Final
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from shardspec.checkpoint.delta import Checksum, Encoding
 
 _CHECKSUMS: "Final[dict[str, Checksum]]" = {"slime": "xxh3-128", "modelexpress": "adler32"}
-"""The checksums that the readers of deltas take."""
+"""The readers of deltas, and the checksum that each expects."""
 
 
 @click.command(cls=opts.Command)
@@ -33,14 +33,14 @@ _CHECKSUMS: "Final[dict[str, Checksum]]" = {"slime": "xxh3-128", "modelexpress":
     type=click.Choice(list(_CHECKSUMS)),
     default="slime",
     show_default=True,
-    help="Who is to read it: checksums are xxh3-128 for slime, adler32 for ModelExpress.",
+    help="The reader: checksums are xxh3-128 for slime, adler32 for ModelExpress.",
 )
 @click.option(
     "--encoding",
     type=click.Choice(("xor", "overwrite")),
     default="xor",
     show_default=True,
-    help="Of what changed: XOR, or positions and values, which slime alone reads.",
+    help="How changes are encoded: as XOR, or as positions and values, which only slime reads.",
 )
 @ckpt.map_options
 @ckpt.source_options
@@ -59,10 +59,10 @@ def delta_command(
     overwrite: bool,
     as_json: bool,
 ) -> None:
-    """Write what changed from the checkpoint BASE to NEW, in the layout of slime and ModelExpress.
+    """Write the changes from the checkpoint BASE to NEW, as slime and ModelExpress read them.
 
-    Both may be of any format and sharding. Where NEW has the names of another model, a map makes
-    those of BASE of them.
+    Both may be of any format and sharding. If NEW has other names than BASE, a map or a model gives
+    its tensors those of BASE.
 
     Examples:
       shardspec delta model step_1 -o weight_v000001 --version 1
@@ -123,10 +123,10 @@ def apply_command(
     overwrite: bool,
     as_json: bool,
 ) -> None:
-    """Write the checkpoint BASE with deltas on it, in order; OUT appears when it is complete.
+    """Write the checkpoint BASE with deltas applied in order; OUT appears when it is complete.
 
-    Versions have to follow each other, checksums to be right, and, where shardspec has written the
-    deltas, BASE to be the checkpoint that the first was made of.
+    Versions must follow each other and checksums match. Of deltas that shardspec has written, BASE
+    must be the checkpoint that the first one was made from.
 
     Examples:
       shardspec apply model weight_v000001 weight_v000002 -o model_v2

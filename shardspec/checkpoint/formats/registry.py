@@ -1,8 +1,8 @@
-"""All formats: those that come along, and those of other packages.
+"""All formats: the built-in ones, and those of other packages.
 
-Another package has a format by an entry point of the group ``shardspec.formats`` that leads to a
-`Format`. Those that come along are asked first, so a package does not change how they are read, and
-modules are imported as they are asked.
+Another package adds a format by an entry point of the group ``shardspec.formats`` that leads to a
+`Format`. Built-in formats are tried first, so a package does not change how they are read. Their
+modules are imported when they are tried.
 """
 
 from collections.abc import Iterator, Sequence
@@ -32,26 +32,26 @@ MODULES: Final = (
     "rank_files",
     "torch_file",
 )
-"""In the order in which they are asked: what names of files say most about comes first."""
+"""In the order in which they are tried: formats with the most specific names of files first."""
 DEFAULTS: Final = {"file": "safetensors", "directory": "huggingface", "shards": "native"}
-"""By modules: what is written where the caller names no format."""
+"""The modules of the formats that are written if the caller names none."""
 
 
 @cache
 def _module(name: str) -> Format:
-    found: object = import_module(f"shardspec.checkpoint.formats.{name}").FORMAT
-    assert isinstance(found, Format), name
-    return found
+    format: object = import_module(f"shardspec.checkpoint.formats.{name}").FORMAT
+    assert isinstance(format, Format), name
+    return format
 
 
 def formats() -> Iterator[Format]:
-    """Yield all formats, in the order in which they are asked."""
+    """Yield all formats, in the order in which they are tried."""
     yield from built_in()
     yield from installed()
 
 
 def built_in() -> Iterator[Format]:
-    """Yield the formats that come along."""
+    """Yield the built-in formats."""
     yield from map(_module, MODULES)
 
 
@@ -59,28 +59,28 @@ def built_in() -> Iterator[Format]:
 def installed() -> tuple[Format, ...]:
     """Return the formats of other packages, sorted by the names of their entry points.
 
-    Raises `CheckpointError` if one cannot be loaded, or has a name or extension that is taken.
+    Raises `CheckpointError` if one cannot be loaded, or has the name or extension of another.
     """
-    # Importing it takes as long as reading a small checkpoint.
+    # Imported here, as it takes as long as reading a small checkpoint.
     from importlib.metadata import entry_points
 
-    taken = {known for own in built_in() for known in _names(own)}
-    found = []
+    taken = {name for own in built_in() for name in _names(own)}
+    loaded = []
     for point in sorted(entry_points(group=GROUP), key=lambda point: (point.name, point.value)):
         format = _loaded(point)
-        for known in _names(format):
-            if known in taken:
+        for name in _names(format):
+            if name in taken:
                 raise CheckpointError(
-                    f"{_called(point)}: {known!r} is taken by another format; uninstall one of the "
+                    f"{_called(point)}: {name!r} is taken by another format; uninstall one of the "
                     "packages"
                 )
         taken.update(_names(format))
-        found.append(format)
-    return tuple(found)
+        loaded.append(format)
+    return tuple(loaded)
 
 
 def _names(format: Format) -> tuple[str, ...]:
-    """Return what only one format may have."""
+    """Return the name and extensions of a format, which no other format may have."""
     return (format.name, *(format.extensions if format.writes else ()))
 
 
@@ -111,17 +111,17 @@ def format_of(names: Sequence[str]) -> Format | None:
 
 
 def format_called(title: str) -> Format | None:
-    """Return the format of a catalog, by what it is called."""
+    """Return the format with a title, as catalogs have it."""
     return next((format for format in formats() if format.called == title), None)
 
 
 def written_names(way: Way) -> list[str]:
-    """Return the names of the formats that are written that way."""
+    """Return the names of the formats that can be written in a way."""
     return [format.name for format in formats() if way in format.writes]
 
 
 def written_format(name: str, way: Way) -> Format:
-    """Return a format by its name; raises `CheckpointError` if it is not written that way."""
+    """Return a format by its name; raises `CheckpointError` if it cannot be written in a way."""
     format = next((format for format in formats() if format.name == name), None)
     if format is not None and way in format.writes:
         return format
@@ -134,9 +134,9 @@ def written_format(name: str, way: Way) -> Format:
 
 
 def default_format(way: Way, suffix: str = "", *, directory: bool = False) -> Format:
-    """Return what is written where the caller names no format.
+    """Return the format that is written if the caller names none.
 
-    That is the one whose files end in `suffix`, unless a `directory` is wanted.
+    It is the one whose files end in `suffix`, unless a `directory` is to be written.
     """
     if way == "sharded":
         return _module(DEFAULTS["shards"])
@@ -149,7 +149,10 @@ def default_format(way: Way, suffix: str = "", *, directory: bool = False) -> Fo
 def merged_format(
     output: StoragePath, name: str | None, max_shard_bytes: int | None, in_directory: bool
 ) -> Format:
-    """Return the format of an output; `in_directory` says whether it is named as a directory."""
+    """Return the format of a merged output; `in_directory` if its path ends in a slash.
+
+    Raises `CheckpointError` if the format, the limit and the path contradict each other.
+    """
     if name is None:
         suffix = output.suffix.lower()
         by_default = default_format("merged", suffix, directory=in_directory)

@@ -36,10 +36,11 @@ def dcp_target(
     others: Mapping[str, object],
     paths: Mapping[str, KeyPath] = MappingProxyType({}),
 ) -> targets.Target:
-    """Return the output that is a directory which `torch.distributed.checkpoint.load` reads.
+    """Return an output directory that `torch.distributed.checkpoint.load` reads.
 
-    `layouts`, by name in the output, have no pending reductions. `others` are not tensors; they are
-    stored in the file of the first device. `paths` are the keys of both in a nested state dict.
+    `layouts`, by name in the output, have no pending reductions. `others` are entries that are not
+    tensors, stored in the file of the first device. `paths` are the keys of both in a nested state
+    dict.
     """
     by_name = {tensor.name: tensor for tensor in tensors}
     for name in chain(by_name, others):
@@ -52,7 +53,7 @@ def dcp_target(
         file, end = f"__{rank}_0.distcp", 0
         extents: list[targets.Extent] = []
         raw: list[targets.RawBytes] = []
-        # Released one by one: together they take as much memory as what is made of them.
+        # Entries are released rank by rank: they take as much memory as the extents.
         for entry in assigned.pop(rank):
             tensor = by_name[entry.tensor]
             archive = _archive(box_shape(entry.box), tensor.dtype)
@@ -80,13 +81,13 @@ def dcp_target(
 
 @lru_cache(64)  # a model has few shapes
 def _archive(shape: tuple[int, ...], dtype: str) -> targets.OutputFile:
-    """Return what torch.save writes for a tensor; it depends on shape and dtype only."""
+    """Return the file that torch.save writes for a tensor; it depends on shape and dtype only."""
     tensor = targets.OutputTensor("", "", shape, dtype)
     return state_file("", writer.tensor_value(shape, dtype, "0"), [tensor])
 
 
 def _trailer(extents: Sequence[targets.Extent], crcs: Sequence[int]) -> Iterator[targets.RawBytes]:
-    """Yield what follows tensors, made when it is written: a kilobyte for each."""
+    """Yield the bytes after tensors, a kilobyte each; they are made when they are written."""
 
     def after(number: int, extent: targets.Extent) -> bytes:
         archive = _archive(box_shape(extent.box), extent.tensor.dtype)
@@ -100,7 +101,7 @@ def _trailer(extents: Sequence[targets.Extent], crcs: Sequence[int]) -> Iterator
 
 
 def _raw_value(value: object, start: int) -> list[targets.RawBytes]:
-    """Return what is written, from a byte on, for a value that is not a tensor."""
+    """Return the bytes, from a position on, of a value that is not a tensor."""
     if not isinstance(value, StoredObject):
         return [raw._replace(offset=start + raw.offset) for raw in state_file("", value).raw]
     first, *rest = targets.copied_bytes(*value, start)
@@ -124,7 +125,7 @@ def _metadata(
     values: Mapping[str, _Place],
     paths: Mapping[str, KeyPath],
 ) -> Made:
-    """Return the content of `.metadata`; its items are made as they are written."""
+    """Return the content of `.metadata`; its items are made when they are written."""
 
     def made(kind: str, **state: object) -> Made:
         return Made(Name(_MODULE, kind), state or None)
@@ -154,13 +155,13 @@ def _metadata(
         return made("MetadataIndex", **index), Made(_INFO, info)
 
     def keys(name: str) -> tuple[str | int, ...]:
-        """Return the keys of an entry as torch has them: whole numbers are places in lists."""
+        """Return the keys of an entry as torch writes them: numbers are positions in lists."""
         path = paths.get(name, (name,))
         return tuple(key[0] if isinstance(key, tuple) else str(key) for key in path)
 
     def places() -> Iterator[tuple[Made, Made]]:
-        for name, found in chunks.items():
-            for number, (box, place) in enumerate(found):
+        for name, of_tensor in chunks.items():
+            for number, (box, place) in enumerate(of_tensor):
                 yield stored(place, fqn=name, index=number, offset=size(lo for lo, _ in box))
         for name, place in values.items():
             yield stored(place, fqn=name, index=None)
