@@ -347,10 +347,18 @@ def row_major_strides(shape: Sequence[int], width: int) -> tuple[int, ...]:
 
 
 def unsharded_tensor(
-    name: str, shape: tuple[int, ...], dtype: str, path: StoragePath, offset: int
+    name: str,
+    shape: tuple[int, ...],
+    dtype: str,
+    path: StoragePath,
+    offset: int,
+    digest: Digest | None = None,
+    strides: tuple[int, ...] | None = None,
+    rank: int = 0,
 ) -> StoredTensor:
-    """Return a tensor that is stored as one row-major box."""
-    boxes = () if 0 in shape else (StoredBox(whole_box(shape), (), 0, path, offset),)
+    """Return a tensor that is stored as one box; see `StoredBox`."""
+    box = StoredBox(whole_box(shape), (), rank, path, offset, digest, strides)
+    boxes = () if 0 in shape else (box,)
     return StoredTensor(name, shape, dtype, None, (), boxes)
 
 

@@ -29,7 +29,7 @@ from shardspec.checkpoint.read_boxes import (
     stretches,
 )
 from shardspec.checkpoint.storage.from_text import storage_path
-from shardspec.checkpoint.storage.path import StoragePath, output_exists
+from shardspec.checkpoint.storage.path import StoragePath, check_new_file
 from shardspec.checkpoint.storage.reading import OpenFiles
 from shardspec.checkpoint.storage.strict_json import read_json
 from shardspec.checkpoint.targets import assign_boxes
@@ -307,16 +307,13 @@ def read_digests(path: PurePath | str) -> Digests:
 
 def check_digests_file(path: StoragePath, output: StoragePath | None, *, overwrite: bool) -> None:
     """Check that a file of digests can be written, before anything else is."""
-    if path.taken() and not overwrite:
-        raise output_exists(path)
+    check_new_file(path, overwrite=overwrite)
     if output is not None and output.absolute() in (path.absolute(), *path.absolute().parents):
         raise CheckpointError(
             f"{path}: the digests would lie in the output {output}, which is replaced as a whole; "
             "put them beside it, with ",
             Argument("digests"),
         )
-    if problem := "is a directory; name a file" if path.is_dir() else path.refusal():
-        raise CheckpointError(f"{path}: {problem}")
 
 
 def write_digests(path: StoragePath, digests: Digests, *, overwrite: bool) -> None:

@@ -81,8 +81,7 @@ def test_a_file_of_a_checkpoint_means_all_of_it(ckpt, dcp):
 def test_what_one_rank_saved_is_not_taken_for_whole_tensors(ckpt):
     shard = min(ckpt.glob("*.safetensors"))
     assert refused(shard) == (
-        f"{shard}: holds what one rank has saved, which may be parts of tensors; name its "
-        f"directory, {ckpt}"
+        f"{shard}: has the tensors of one rank, which may be parts; name its directory, {ckpt}"
     )
 
 

@@ -333,7 +333,7 @@ def test_parameters_and_objects(tmp_path):
     assert source.extras["fraction.1"] == OpaqueValue("torch.float32")
     unread = source.extras["argparse"]
     assert isinstance(unread, OpaqueValue)
-    assert unread.text == "<argparse.Namespace>"
+    assert unread.text == "<argparse.Namespace>, not read and not run"
 
 
 class MembersByName(pickle._Pickler):  # the one in C cannot be told how to save a member
