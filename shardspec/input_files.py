@@ -1,10 +1,14 @@
 """Opens regular files without blocking, and reads small ones, such as rules and maps."""
 
+import json
 import os
 import stat
 from pathlib import PurePath
+from typing import Final
 
 from shardspec.errors import InputFileError, ShardSpecError
+
+_MOST_CONFIG_BYTES: Final = 64 << 20
 
 
 def open_regular(path: PurePath, error: type[ShardSpecError]) -> int:
@@ -31,3 +35,15 @@ def read_input_file(path: PurePath, most_bytes: int) -> bytes:
     if len(data) > most_bytes:
         raise InputFileError(f"{path}: has more than {most_bytes:,} bytes")
     return data
+
+
+def read_config(path: PurePath) -> dict[str, object]:
+    """Return the object in a JSON file; raises `InputFileError` if there is none."""
+    data = read_input_file(path, _MOST_CONFIG_BYTES)
+    try:
+        config = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise InputFileError(f"{path}: cannot be read: {error}") from None
+    if not isinstance(config, dict):
+        raise InputFileError(f"{path}: holds no JSON object")
+    return config
