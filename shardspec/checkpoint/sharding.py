@@ -109,7 +109,8 @@ def check_sharding(options: WriteOptions, whole: str) -> None:
 
     A format that has all that a run has saved is called `whole`.
     """
-    mesh, rules, like = options.device_mesh, options.rules, options.like
+    mesh: object = options.device_mesh
+    rules, like = options.rules, options.like
     unchanged = options.is_all and not (options.quantize or options.names)
     problem: tuple[TextPart, ...] = ()
     if like is not None and (mesh is not None or rules is not None):

@@ -101,10 +101,7 @@ def spread(
     keys = dict(paths)
     for name, value in values.items():
         at = paths.get(name, (name,))
-        parts = list(leaves(value, at))
-        if not all(is_path(path) for path, _ in parts):
-            parts = [(at, value)]  # keys of other kinds: `flatten` takes none
-        for path, part in parts:
+        for path, part in saved_leaves(value, at):
             inner = name if path == at else dotted_name(path)
             if inner in parts_by_name:
                 raise CheckpointError(
@@ -117,6 +114,12 @@ def spread(
     return parts_by_name, {
         name: path for name, path in keys.items() if name in parts_by_name or name not in values
     }
+
+
+def saved_leaves(value: object, path: KeyPath) -> list[tuple[KeyPath, object]]:
+    """Return what `leaves` yields, or the whole value if it has keys that `flatten` refuses."""
+    parts = list(leaves(value, path))
+    return parts if all(is_path(keys) for keys, _ in parts) else [(path, value)]
 
 
 def encode_value(value: object, name: str = "", depth: int = 0) -> object:

@@ -108,9 +108,9 @@ def check_tiling(tensor: Outline[AnyBox]) -> tuple[tuple[AnyBox, ...], ...]:
                 f"tensor {tensor.name!r} of shape {list(tensor.shape)}: no file holds its "
                 f"part {box_text(part)}{of}; restore the missing file or save again"
             )
-        first, second = (text(group[place]) for place in places[:2])
+        one_box, other_box = (text(group[place]) for place in places[:2])
         raise CheckpointError(
-            f"tensor {tensor.name!r}: {first} and {second} overlap in part, which no layout "
+            f"tensor {tensor.name!r}: {one_box} and {other_box} overlap in part, which no layout "
             "gives; the checkpoint contradicts itself"
         )
     return tuple(tuple(group) for group in same.values() if len(group) > 1)

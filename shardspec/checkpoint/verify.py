@@ -31,13 +31,14 @@ from shardspec.checkpoint.read_boxes import (
     Progress,
     pieces,
 )
+from shardspec.checkpoint.state_dict import saved_leaves
 from shardspec.checkpoint.storage.path import FileStretch
 from shardspec.checkpoint.storage.reading import OpenFiles
 from shardspec.checkpoint.tiling import check_replicas, check_tiling, element_index, read_both
 from shardspec.dtypes import is_floating, item_bytes, packed
 from shardspec.errors import CheckpointError
 from shardspec.layout.picture import ids_text
-from shardspec.resharding.state import dotted_name, leaves
+from shardspec.resharding.state import dotted_name
 
 _MOST_TEXT: Final = 60
 """Characters that are shown of a value that is not a tensor."""
@@ -277,7 +278,7 @@ def _entries(values: Mapping[str, object]) -> dict[str, object]:
         dotted_name(path): leaf
         for name, value in values.items()
         if not (isinstance(value, OpaqueValue) and not value.inside)
-        for path, leaf in leaves(value, (name,))
+        for path, leaf in saved_leaves(value, (name,))
     }
 
 
@@ -425,7 +426,8 @@ def _close(x: NDArray[Any], y: NDArray[Any], atol: float, rtol: float) -> NDArra
     apart, sizes = _distances(x, y)
     with np.errstate(invalid="ignore", over="ignore"):
         within: NDArray[np.bool_] = np.isfinite(sizes) & (apart <= atol + rtol * sizes)
-    return within | (x == y) | ((x != x) & (y != y))
+        same: NDArray[np.bool_] = (x == y) | ((x != x) & (y != y))
+    return within | same
 
 
 def _distances(x: NDArray[Any], y: NDArray[Any]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:

@@ -336,6 +336,7 @@ def test_files_that_are_checkpoints_lead_to_no_directory(sources, tmp_path):
         *("safetensors", "huggingface", "torch", "rank-files", "npz")
     }
     for name, way in (("safetensors", "merged"), ("huggingface", "merged"), ("torch", "merged")):
+        (tmp_path / name).mkdir()
         out, _ = write(sources, tmp_path / name, name, way)
         for file in open_checkpoint(out).files:
             assert [form.directory_of(file) for form in formats()] == [None] * (len(MODULES) + 1)
