@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from shardspec.mesh.device_mesh import DeviceMesh
     from shardspec.resharding.name_map import NameMap
 
-_MOST_BYTES: Final = 64 << 20  # of a file of shapes or sizes
+_MAX_BYTES: Final = 64 << 20  # of a file of shapes or sizes
 _EMBEDDING: Final = "embedding.word_embeddings.weight"
 
 
@@ -309,7 +309,7 @@ def read_maps(name: str, sizes: Path | None, *, reverse: bool) -> "tuple[NameMap
 
 def read_config(path: Path) -> dict[str, object]:
     """Return the object in a JSON file; raises `InputFileError` for anything else."""
-    data = read_input_file(path, _MOST_BYTES)
+    data = read_input_file(path, _MAX_BYTES)
     try:
         config = json.loads(data)
     except (ValueError, RecursionError) as error:

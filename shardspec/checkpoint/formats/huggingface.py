@@ -14,7 +14,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Final
 
 from shardspec.checkpoint.catalog import Catalog
-from shardspec.checkpoint.format import DEFAULT, FileStart, Format, OpenOptions, Wanted
+from shardspec.checkpoint.format import DEFAULT, Format, OpenOptions, Wanted
 from shardspec.checkpoint.formats import safetensors
 from shardspec.checkpoint.formats.safetensors import METADATA, output_file
 from shardspec.checkpoint.model_files import (
@@ -92,10 +92,6 @@ def huggingface_target(
     return Target(written, True, tensors, listing)
 
 
-def _reads_file(start: FileStart) -> bool:
-    return is_index(start.name) is not None
-
-
 FORMAT: Final = Format(
     name="huggingface",
     title="safetensors",
@@ -106,7 +102,7 @@ FORMAT: Final = Format(
     owns=lambda name: _OWN.fullmatch(name) is not None,
     keeps="tensors",
     limits_files=True,
-    reads_file=_reads_file,
+    reads_file=lambda start: is_index(start.name) is not None,
     names_others=lambda name: is_index(name) is not None,
     known_by="an index, *.safetensors",
 )
