@@ -1,8 +1,8 @@
-"""All formats: the built-in ones, and those of other packages.
+"""All formats: those that come along, and those of other packages.
 
-Another package adds a format by an entry point of the group ``shardspec.formats`` that leads to a
-`Format`. Built-in formats are tried first, so a package does not change how they are read. Their
-modules are imported when they are tried.
+Another package has a format by an entry point of the group ``shardspec.formats`` that leads to a
+`Format`. Those that come along are asked first, so a package does not change how they are read, and
+modules are imported as they are asked.
 """
 
 from collections.abc import Iterator, Sequence
@@ -32,26 +32,26 @@ MODULES: Final = (
     "rank_files",
     "torch_file",
 )
-"""In the order in which they are tried: formats with the most specific names of files first."""
+"""In the order in which they are asked: what names of files say most about comes first."""
 DEFAULTS: Final = {"file": "safetensors", "directory": "huggingface", "shards": "native"}
-"""The modules of the formats that are written if the caller names none."""
+"""By modules: what is written where the caller names no format."""
 
 
 @cache
 def _module(name: str) -> Format:
-    format: object = import_module(f"shardspec.checkpoint.formats.{name}").FORMAT
-    assert isinstance(format, Format), name
-    return format
+    found: object = import_module(f"shardspec.checkpoint.formats.{name}").FORMAT
+    assert isinstance(found, Format), name
+    return found
 
 
 def formats() -> Iterator[Format]:
-    """Yield all formats, in the order in which they are tried."""
+    """Yield all formats, in the order in which they are asked."""
     yield from built_in()
     yield from installed()
 
 
 def built_in() -> Iterator[Format]:
-    """Yield the built-in formats."""
+    """Yield the formats that come along."""
     yield from map(_module, MODULES)
 
 
@@ -59,28 +59,28 @@ def built_in() -> Iterator[Format]:
 def installed() -> tuple[Format, ...]:
     """Return the formats of other packages, sorted by the names of their entry points.
 
-    Raises `CheckpointError` if one cannot be loaded, or has the name or extension of another.
+    Raises `CheckpointError` if one cannot be loaded, or has a name or extension that is taken.
     """
-    # Imported here, as it takes as long as reading a small checkpoint.
+    # Importing it takes as long as reading a small checkpoint.
     from importlib.metadata import entry_points
 
-    taken = {name for own in built_in() for name in _names(own)}
-    loaded = []
+    taken = {known for own in built_in() for known in _names(own)}
+    found = []
     for point in sorted(entry_points(group=GROUP), key=lambda point: (point.name, point.value)):
         format = _loaded(point)
-        for name in _names(format):
-            if name in taken:
+        for known in _names(format):
+            if known in taken:
                 raise CheckpointError(
-                    f"{_called(point)}: {name!r} is taken by another format; uninstall one of the "
+                    f"{_called(point)}: {known!r} is taken by another format; uninstall one of the "
                     "packages"
                 )
         taken.update(_names(format))
-        loaded.append(format)
-    return tuple(loaded)
+        found.append(format)
+    return tuple(found)
 
 
 def _names(format: Format) -> tuple[str, ...]:
-    """Return the name and extensions of a format, which no other format may have."""
+    """Return what only one format may have."""
     return (format.name, *(format.extensions if format.writes else ()))
 
 
@@ -111,17 +111,17 @@ def format_of(names: Sequence[str]) -> Format | None:
 
 
 def format_called(title: str) -> Format | None:
-    """Return the format with a title, as catalogs have it."""
+    """Return the format of a catalog, by what it is called."""
     return next((format for format in formats() if format.called == title), None)
 
 
 def written_names(way: Way) -> list[str]:
-    """Return the names of the formats that can be written in a way."""
+    """Return the names of the formats that are written that way."""
     return [format.name for format in formats() if way in format.writes]
 
 
 def written_format(name: str, way: Way) -> Format:
-    """Return a format by its name; raises `CheckpointError` if it cannot be written in a way."""
+    """Return a format by its name; raises `CheckpointError` if it is not written that way."""
     format = next((format for format in formats() if format.name == name), None)
     if format is not None and way in format.writes:
         return format
@@ -134,9 +134,9 @@ def written_format(name: str, way: Way) -> Format:
 
 
 def default_format(way: Way, suffix: str = "", *, directory: bool = False) -> Format:
-    """Return the format that is written if the caller names none.
+    """Return what is written where the caller names no format.
 
-    It is the one whose files end in `suffix`, unless a `directory` is to be written.
+    That is the one whose files end in `suffix`, unless a `directory` is wanted.
     """
     if way == "sharded":
         return _module(DEFAULTS["shards"])
@@ -149,10 +149,7 @@ def default_format(way: Way, suffix: str = "", *, directory: bool = False) -> Fo
 def merged_format(
     output: StoragePath, name: str | None, max_shard_bytes: int | None, in_directory: bool
 ) -> Format:
-    """Return the format of a merged output; `in_directory` if its path ends in a slash.
-
-    Raises `CheckpointError` if the format, the limit and the path contradict each other.
-    """
+    """Return the format of an output; `in_directory` says whether it is named as a directory."""
     if name is None:
         suffix = output.suffix.lower()
         by_default = default_format("merged", suffix, directory=in_directory)
