@@ -124,7 +124,7 @@ def copied_bytes(path: StoragePath, start: int, num_bytes: int, offset: int) -> 
 
 
 def copied_file(path: StoragePath, name: str) -> OutputFile:
-    """Return a file that holds what another one does."""
+    """Return a file that holds what another one does; it is read when it is written."""
     with path.open() as file:
         size = file.num_bytes
     return OutputFile(name, size, copied_bytes(path, 0, size, 0), ())
