@@ -173,9 +173,8 @@ def _overview(
     groups = summary.groups()
     if only is None:
         parameters = sum(group.parameters for group in groups.values())
-        facts = f"{counted(count, 'tensor')}, {_parameters(parameters)}"
-        facts += f", {bytes_text(summary.num_bytes)}"
-        facts += f", in the format of {format}"
+        facts = f"{counted(count, 'tensor')}, {parameters:,} parameter{'s' * (parameters != 1)}"
+        facts += f", {bytes_text(summary.num_bytes)}, in the format of {format}"
         if mesh is not None:
             facts += f", saved on mesh {mesh} ({counted(mesh.size(), 'device')})"
     else:
@@ -223,10 +222,6 @@ def _overview(
             [name_text(name), name_text(other_text(value, _MAX_VALUE))] for name, value in values
         ]
         yield from table_lines(["other entry", "value"], lambda: rows)
-
-
-def _parameters(number: int) -> str:
-    return f"{number:,} parameter{'' if number == 1 else 's'}"
 
 
 def _rows(summary: CheckpointSummary, full: bool) -> list[list[str]]:

@@ -64,7 +64,7 @@ _OPTIONS: Final[Mapping[str, str]] = {
     "names": "--map",
 }
 """Options whose names differ from those of the library's arguments."""
-_MOST_CHARACTERS: Final = 2000  # in an error, which may quote an argument
+_MAX_CHARACTERS: Final = 2000  # in an error, which may quote an argument
 _NO_OUTPUT: Final = 1
 _USAGE: Final = 2
 _BAD_INPUT: Final = 3
@@ -144,8 +144,8 @@ def option_text(part: TextPart) -> str:
 def _fail(message: str, code: int) -> int:
     """Print an error in one line, with control characters escaped, and return its exit code."""
     text = printable(message)
-    if len(text) > _MOST_CHARACTERS:
-        text = f"{text[: _MOST_CHARACTERS // 2]} … {text[-_MOST_CHARACTERS // 2 :]}"
+    if len(text) > _MAX_CHARACTERS:
+        text = f"{text[: _MAX_CHARACTERS // 2]} … {text[-_MAX_CHARACTERS // 2 :]}"
     click.echo(f"Error: {text}", err=True)
     return code
 

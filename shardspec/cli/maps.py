@@ -17,7 +17,7 @@ from shardspec.text import counted, shown
 
 if TYPE_CHECKING:
     from shardspec.checkpoint.catalog import Catalog
-    from shardspec.checkpoint.load_plan import StoredPlan
+    from shardspec.layout.layout import Layout
     from shardspec.resharding.maps import MapReport
     from shardspec.resharding.name_map import NameMap
 
@@ -53,11 +53,15 @@ def check_map_command(
     {"embed.weight": [32000, 4096]}. Without --target, the names and shapes that the map implies are
     checked, and printed with --json.
     """
+    from shardspec.checkpoint.mapped import configured
     from shardspec.resharding.maps import apply_map, dropped_by, report_of
 
     before, catalog = _shapes(source)
     dropped = dropped_by(drop, before)
-    *firsts, last = _configured(catalog, ckpt.read_maps(map, sizes, reverse=reverse))
+    maps: Sequence[NameMap] = ckpt.read_maps(map, sizes, reverse=reverse)
+    if catalog is not None:
+        maps = [configured(catalog, name_map) for name_map in maps]
+    *firsts, last = maps
     for name_map in firsts:
         between, dropped, report = apply_map(name_map, before, dropped)
         _refuse_losses(report)
@@ -91,13 +95,6 @@ def _refuse_losses(report: "MapReport") -> None:
         report.require_total()
     except LayoutError as error:
         raise InputFileError(*error.parts) from None
-
-
-def _configured(catalog: "Catalog | None", maps: "Sequence[NameMap]") -> "list[NameMap]":
-    """Return maps with the sizes in the config.json beside a checkpoint."""
-    from shardspec.checkpoint.mapped import configured
-
-    return list(maps) if catalog is None else [configured(catalog, name_map) for name_map in maps]
 
 
 def _shapes(place: str) -> "tuple[dict[str, tuple[int, ...]], Catalog | None]":
@@ -163,14 +160,21 @@ def plan_state_command(
       shardspec plan-state ckpt --mesh 8 --rules rules.toml --transfers rows/
       shardspec plan-state ckpt --mesh 8 --rules rules.toml --html plan.html
     """
+    from shardspec.checkpoint.load_plan import plan_stored
     from shardspec.checkpoint.transfers import file_regions, write_transfers
     from shardspec.resharding.picture import plan_html
 
     if layout is not None:
         ckpt.check_layout(maps, rules)
-        planned = _plan_layout(checkpoint, cluster, maps, layout, dtype, max_bytes, source)
+        mesh = None if cluster.mesh is None else opts.plain_mesh(cluster.mesh, cluster.ids)
+        (catalog,) = source.open(checkpoint)
+        catalog, target = _under_layout(catalog, layout, maps, mesh, dtype)
+        planned = plan_stored(catalog, target, None, dtype, max_bytes)
     else:
-        planned = _plan_rules(checkpoint, cluster, rules, maps, dtype, max_bytes, source)
+        mesh = _with_links(cluster)
+        (catalog,) = source.open(checkpoint)
+        names = maps.read(catalog.home)
+        planned = plan_stored(catalog, (mesh, rules or {}), names, dtype, max_bytes, maps.drop)
     catalog, plan, _, files = planned
     # Drawn before anything is written: a plan may be too large to draw.
     page = "" if html is None else plan_html(plan, files)
@@ -187,50 +191,33 @@ def plan_state_command(
             say(f"{path_text(html)}: who sends what to whom; open it")
 
 
-def _plan_rules(
-    checkpoint: PurePath,
-    cluster: opts.ClusterOptions,
-    rules: dict[str, str] | None,
-    maps: ckpt.MapOptions,
-    dtype: str | None,
-    max_bytes: int | None,
-    source: ckpt.SourceOptions,
-) -> "StoredPlan":
-    """Return the plan of a mesh and rules."""
-    from shardspec.checkpoint.load_plan import plan_stored
-
+def _with_links(cluster: opts.ClusterOptions) -> DeviceMesh:
+    """Return the mesh of a cluster with its links, if any were given."""
     mesh, model = cluster.build()
-    if cluster.links is not None or cluster.profile is not None:
-        mesh = DeviceMesh(
-            mesh.ids,
-            mesh.shape,
-            axis_names=mesh.axis_names,
-            mesh_alpha=[link.latency_s + link.start_s for link in model.links],
-            mesh_beta=[link.seconds_per_byte for link in model.links],
-        )
-    (catalog,) = source.open(checkpoint)
-    names = maps.read(catalog.home)
-    return plan_stored(catalog, (mesh, rules or {}), names, dtype, max_bytes, maps.drop)
+    if cluster.links is None and cluster.profile is None:
+        return mesh
+    return DeviceMesh(
+        mesh.ids,
+        mesh.shape,
+        axis_names=mesh.axis_names,
+        mesh_alpha=[link.latency_s + link.start_s for link in model.links],
+        mesh_beta=[link.seconds_per_byte for link in model.links],
+    )
 
 
-def _plan_layout(
-    checkpoint: PurePath,
-    cluster: opts.ClusterOptions,
-    maps: ckpt.MapOptions,
+def _under_layout(
+    catalog: "Catalog",
     layout: str,
+    maps: ckpt.MapOptions,
+    mesh: DeviceMesh | None,
     dtype: str | None,
-    max_bytes: int | None,
-    source: ckpt.SourceOptions,
-) -> "StoredPlan":
-    """Return the plan of a model under a named layout."""
+) -> "tuple[Catalog, dict[str, Layout]]":
+    """Return a checkpoint under the names of a layout, and the layout of each of its tensors."""
     from shardspec.checkpoint.choice import Choice
-    from shardspec.checkpoint.load_plan import plan_stored
     from shardspec.checkpoint.numbers_of import mapped_source
     from shardspec.dtypes import dtype_name, is_cast, keeps_dtype
     from shardspec.layout.layout import Layout
 
-    (catalog,) = source.open(checkpoint)
-    mesh = None if cluster.mesh is None else opts.plain_mesh(cluster.mesh, cluster.ids)
     named, layouts = ckpt.under_layout(layout, maps, catalog, mesh)
     catalog, _ = mapped_source(catalog, named, Choice(dtype=dtype, drop=maps.drop))
     target = {}
@@ -238,4 +225,4 @@ def _plan_layout(
         at, own = layouts[name], catalog.outline(name).dtype
         casts = dtype is not None and is_cast(own, dtype_name(dtype)) and not keeps_dtype(name)
         target[name] = Layout(at.mesh, at.spec, at.global_shape, dtype if casts else own)
-    return plan_stored(catalog, target, None, dtype, max_bytes)
+    return catalog, target

@@ -185,21 +185,12 @@ class Command(click.Command):
         paragraphs = f"Examples:\n{examples}".split("\n\n")
         epilog = "\n\n".join(f"\b\n{paragraph}" for paragraph in paragraphs)
         super().__init__(name, help=text, epilog=epilog, **more)
+        option = partial(click.Option, is_flag=True, expose_value=False)
+        quiet = "Print only errors; the exit code gives the answer."
+        verbose = "Print time, memory and the traceback of an error to stderr."
         self.params += [
-            click.Option(
-                ["-q", "--quiet"],
-                is_flag=True,
-                expose_value=False,
-                callback=partial(_keep, QUIET),
-                help="Print only errors; the exit code gives the answer.",
-            ),
-            click.Option(
-                ["-v", "--verbose"],
-                is_flag=True,
-                expose_value=False,
-                callback=partial(_keep, _VERBOSE),
-                help="Print time, memory and the traceback of an error to stderr.",
-            ),
+            option(["-q", "--quiet"], callback=partial(_keep, QUIET), help=quiet),
+            option(["-v", "--verbose"], callback=partial(_keep, _VERBOSE), help=verbose),
         ]
 
     def invoke(self, ctx: click.Context) -> object:

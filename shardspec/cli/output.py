@@ -6,14 +6,11 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path, PurePath
-from typing import Final, TypeAlias
+from typing import Final
 
 import click
 
 from shardspec.text import printable
-
-ProgressBar: TypeAlias = Callable[[int, int], None]
-"""Called with the bytes processed so far, and in all."""
 
 QUIET: Final = "shardspec.quiet"
 """Key in a click context's `meta`: whether ``--quiet`` was given."""
@@ -74,8 +71,8 @@ def write_file(path: Path, text: str, *, overwrite: bool) -> None:
 
 
 @contextmanager
-def progress_bar(shows: bool, title: str) -> Iterator[ProgressBar | None]:
-    """Yield a callback that updates a progress bar; None if none is shown."""
+def progress_bar(shows: bool, title: str) -> Iterator[Callable[[int, int], None] | None]:
+    """Yield a callback that updates a progress bar, given bytes done and in all; None if quiet."""
     if not (shows and sys.stderr.isatty()) or is_quiet():
         yield None
         return

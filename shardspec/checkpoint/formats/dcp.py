@@ -320,10 +320,6 @@ def _recognises(names: Collection[str]) -> bool:
     return METADATA_NAME in names or any(own.fullmatch(name) for own in parts for name in names)
 
 
-def _owns(name: str) -> bool:
-    return _recognises((name,))
-
-
 def _sidecars(directory: StoragePath, names: Collection[str]) -> set[str]:
     """Return the files of a model, and those of Megatron-core and Lightning beside them."""
     run = {_LIGHTNING, *(_MEGATRON if set(names) >= _MEGATRON else ())}
@@ -371,7 +367,7 @@ FORMAT: Final = Format(
     open=_open,
     lay_out=_lay_out,
     writes=("merged", "sharded"),
-    owns=_owns,
+    owns=lambda name: _recognises((name,)),
     sidecars=_sidecars,
     keeps="objects",
     stacks_layers=True,

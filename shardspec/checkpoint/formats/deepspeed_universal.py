@@ -16,7 +16,7 @@ of deepspeed/runtime.
 
 import os
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from math import prod
 from typing import Final
 
@@ -78,8 +78,8 @@ _CARRIED: Final = {
     )
 }
 """Classes of objects in an optimizer's state that are written as they were read."""
-_MOST_NAME_BYTES: Final = 255
-_MOST_PIECES: Final = 1_000_000  # of a pickle; records may hold the same part many times over
+_MAX_NAME_BYTES: Final = 255
+_MAX_PIECES: Final = 1_000_000  # of a pickle; records may hold the same part many times over
 
 
 def _full_name(kind: str, name: str) -> str:
@@ -252,7 +252,7 @@ def _check_source(source: Catalog) -> None:
 
 def _file_name(source: Catalog, owner: str, kind: str) -> str:
     """Return the name of a parameter's file, relative to the output."""
-    if not _PLAIN_NAME.fullmatch(owner) or len(os.fsencode(owner)) > _MOST_NAME_BYTES:
+    if not _PLAIN_NAME.fullmatch(owner) or len(os.fsencode(owner)) > _MAX_NAME_BYTES:
         raise CheckpointError(
             f"{source.directory}: the parameter {owner!r:.300} would need a directory of that "
             "name, which is impossible; rename it in the model and save again"
@@ -310,7 +310,7 @@ def _rewritten(value: object, file: SourceFile, archive: TorchZip) -> OutputFile
 
     def write(piece: bytes) -> None:
         pieces.append(piece)
-        if len(pieces) > _MOST_PIECES:
+        if len(pieces) > _MAX_PIECES:
             raise CheckpointError("a value of so many parts cannot be carried along")
 
     try:
@@ -324,14 +324,10 @@ def _rewritten(value: object, file: SourceFile, archive: TorchZip) -> OutputFile
     return OutputFile(_OPTIMIZER_STATE, rewritten.num_bytes, raw, ())
 
 
-def _recognises(names: Collection[str]) -> bool:
-    return "zero" in names and any(map(MODEL_FILE.fullmatch, names))
-
-
 FORMAT: Final = Format(
     name="deepspeed-universal",
     title="DeepSpeed Universal Checkpoint",
-    recognises=_recognises,
+    recognises=lambda names: "zero" in names and any(map(MODEL_FILE.fullmatch, names)),
     open=_open,
     lay_out=_lay_out,
     writes=("sharded",),

@@ -16,7 +16,6 @@ from typing import Final
 from shardspec.checkpoint.catalog import Catalog
 from shardspec.checkpoint.formats import (
     DEFAULT,
-    FileStart,
     Format,
     OpenOptions,
     Wanted,
@@ -98,10 +97,6 @@ def huggingface_target(
     return Target(written, True, tensors, listing)
 
 
-def _reads_file(start: FileStart) -> bool:
-    return is_index(start.name) is not None
-
-
 FORMAT: Final = Format(
     name="huggingface",
     title="safetensors",
@@ -112,7 +107,7 @@ FORMAT: Final = Format(
     owns=lambda name: _OWN.fullmatch(name) is not None,
     keeps="tensors",
     limits_files=True,
-    reads_file=_reads_file,
+    reads_file=lambda start: is_index(start.name) is not None,
     names_others=lambda name: is_index(name) is not None,
     known_by="an index, *.safetensors",
 )

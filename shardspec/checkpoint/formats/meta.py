@@ -4,7 +4,7 @@ The number of ranks follows from shapes: norms have the model's width, and ``att
 rank its share of the columns. **Swapped files cannot be detected.**
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Final
 
 from shardspec.checkpoint.catalog import Catalog, StoredTensor
@@ -26,7 +26,7 @@ from shardspec.layout.rules import RuleSpec
 from shardspec.mesh.device_mesh import DeviceMesh
 
 _PARAMS: Final = "params.json"
-_MOST_BYTES: Final = 1 << 20
+_MAX_BYTES: Final = 1 << 20
 _WIDTH: Final = "norm.weight"
 _SHARE: Final = "layers.0.attention.wo.weight"
 _TOKENS: Final = "tok_embeddings.weight"
@@ -76,7 +76,7 @@ def _open(directory: StoragePath, options: OpenOptions) -> Catalog:
 
 def _params(path: StoragePath, tensors: Mapping[str, StoredTensor]) -> dict[str, object]:
     """Return the parameters of the model; raises CheckpointError if the tensors contradict them."""
-    params = read_json(path, _PARAMS, _MOST_BYTES)
+    params = read_json(path, _PARAMS, _MAX_BYTES)
     rows = {name: tensor.shape[0] for name, tensor in tensors.items() if tensor.shape}
     heads, width = params.get("n_heads"), rows[_WIDTH]
     implied: dict[str, int | None] = {
@@ -97,14 +97,10 @@ def _params(path: StoragePath, tensors: Mapping[str, StoredTensor]) -> dict[str,
     return params
 
 
-def _recognises(names: Collection[str]) -> bool:
-    return any(map(META_FILE.fullmatch, names))
-
-
 FORMAT: Final = Format(
     name="meta",
     title=META,
-    recognises=_recognises,
+    recognises=lambda names: any(map(META_FILE.fullmatch, names)),
     open=_open,
     instead="Meta's code loads the format 'torch' on one device, as consolidated.00.pth",
     keeps="notes",

@@ -39,10 +39,10 @@ _SHARD: Final = re.compile(r"shard-(\d{5,})-([0-9a-f]{16})\.safetensors")
 is_shard: Final = _SHARD.fullmatch
 """Matches the names of files with the shards of a rank."""
 _CRC: Final = re.compile("[0-9a-f]{8}")
-_MOST_SPEC: Final = 4096
-_MOST_BYTES: Final = 2 << 30
+_MAX_SPEC: Final = 4096
+_MAX_BYTES: Final = 2 << 30
 """A checkpoint of 10,000 tensors on 1,024 ranks takes some 50 MB, and 6 million values."""
-_MOST_VALUES: Final = 100_000_000
+_MAX_VALUES: Final = 100_000_000
 _MESH: Final = {"ids": tuple, "shape": tuple, "axis_names": object}
 _TENSOR: Final = {"shape": tuple, "dtype": str, "spec": str}
 _FILE: Final = {"name": str, "rank": int, "bytes": int, "boxes": dict}
@@ -122,7 +122,7 @@ def read_info(directory: StoragePath) -> ShardingInfo:
             "this is not a checkpoint; save again"
         )
     shrink = partial(_box_entry, {})
-    stated = read_json(path, "sharding info", _MOST_BYTES, _MOST_VALUES, shrink)
+    stated = read_json(path, "sharding info", _MAX_BYTES, _MAX_VALUES, shrink)
     form, version = fields(stated, {"format": str, "version": int}, path, "")
     if (form, version) != (_FORMAT, VERSION):
         raise CheckpointError(
@@ -174,10 +174,10 @@ def _parse_tensors(
         shape, code, spec = kind = tuple(fields(value, _TENSOR, path, key))
         if kind not in layout_of:
             try:
-                if len(shape) > safetensors.MAX_DIMS or len(spec) > _MOST_SPEC:
+                if len(shape) > safetensors.MAX_DIMS or len(spec) > _MAX_SPEC:
                     raise CheckpointError(
                         f"has {len(shape)} dims and a spec of {len(spec)} characters, at most "
-                        f"{safetensors.MAX_DIMS} and {_MOST_SPEC} make sense"
+                        f"{safetensors.MAX_DIMS} and {_MAX_SPEC} make sense"
                     )
                 layout_of[kind] = Layout(mesh, spec, shape, from_safetensors(code))
             except ShardSpecError as error:

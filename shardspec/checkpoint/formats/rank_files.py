@@ -303,7 +303,7 @@ class RankFilesCheckpoint(catalog.Catalog):
         mesh = next(whole, None)
         self._specs = {layouts: _spec_on(mesh, layouts, groups) for layouts in distinct}
         self._boxes: dict[tuple[Layout, ...], tuple[catalog.FileBox, ...]] = {}
-        self._glances = HeaderFiles()
+        self._header_files = HeaderFiles()
         self._tensors = catalog.LazyTensorCache(self._look_up)
         # Names inside nested dicts and lists are joined by dots.
         paths = (state.path for state in states)
@@ -329,7 +329,7 @@ class RankFilesCheckpoint(catalog.Catalog):
 
     def _look_up(self, name: str) -> catalog.StoredTensor:
         def look(state: RankState) -> TensorPlace:
-            with self._glances.file(state.path) as file:
+            with self._header_files.file(state.path) as file:
                 return tensor_place(state.tensors[name], file, state.archive)
 
         # The headers of empty parts are checked too.

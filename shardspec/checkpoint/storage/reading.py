@@ -30,8 +30,8 @@ def prefetch_map(
     with 0 the calling thread makes each. An exception is raised in place of the result of its item.
     Calls that run at the end of the block are waited for only if `workers` is given.
 
-    >>> with prefetch_map("abc", str.upper, 2) as found:
-    ...     list(found)
+    >>> with prefetch_map("abc", str.upper, 2) as results:
+    ...     list(results)
     ['A', 'B', 'C']
     """
     if ahead < 1:

@@ -101,7 +101,7 @@ def read_metadata(
     The last value has the keys of entries in the nested state dict that was saved.
     """
     with path.open() as file:
-        data = file.read(0, min(file.num_bytes, unpickler.MOST_PICKLE_BYTES + 1))
+        data = file.read(0, min(file.num_bytes, unpickler.MAX_PICKLE_BYTES + 1))
     root = unpickler.unpickle(data, _NAMES, path, "metadata")
     if not isinstance(root, Record) or root.name not in ("Metadata", "MCoreMetadata"):
         raise CheckpointError(f"{path}: is not metadata of a torch distributed checkpoint")

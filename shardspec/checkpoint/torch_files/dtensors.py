@@ -38,8 +38,8 @@ from shardspec.dtypes import item_bytes
 from shardspec.layout.placements import Placement, Split
 from shardspec.mesh.device_mesh import DeviceMesh
 
-_MOST_DEVICES: Final = 1 << 20
-_MOST_NESTED: Final = 256
+_MAX_DEVICES: Final = 1 << 20
+_MAX_NESTED: Final = 256
 _LAYOUTS: Final = ("_MeshLayout", "_FlatLayout")
 _FROM_TYPE: Final = "torch._tensor._rebuild_from_type_v2"
 _WRAPPER: Final = TORCH_NAMES["torch._utils._rebuild_wrapper_subclass"]
@@ -158,7 +158,7 @@ class _DTensors:
         letter = {"int32": "i", "int64": "q"}.get(tensor.dtype)
         name = f"data/{tensor.storage.key}"
         num_bytes = self._archive.record(name).num_bytes
-        most = 0 < prod(tensor.shape) <= _MOST_DEVICES and num_bytes <= 8 * _MOST_DEVICES
+        most = 0 < prod(tensor.shape) <= _MAX_DEVICES and num_bytes <= 8 * _MAX_DEVICES
         if letter is None or not most:
             raise ValueError(f"a mesh of shape {list(tensor.shape)} and dtype {tensor.dtype}")
         check_record(tensor, self._archive)
@@ -174,7 +174,7 @@ def _is_record(value: object, *names: str) -> TypeGuard[Record]:
     return isinstance(value, Record) and value.name in names
 
 
-@lru_cache(_MOST_NESTED)
+@lru_cache(_MAX_NESTED)
 def _make_mesh(
     ids: tuple[int, ...], shape: tuple[int, ...], axis_names: tuple[str, ...] | None
 ) -> DeviceMesh:
@@ -223,7 +223,7 @@ def _flat(value: object) -> tuple[int, ...]:
     """Return the numbers in nested tuples; raises ValueError if there are too many."""
     numbers: list[object] = []
     todo = [value]
-    for _ in range(_MOST_NESTED):
+    for _ in range(_MAX_NESTED):
         if not todo:
             return sizes_of(numbers)
         part = todo.pop()
@@ -235,7 +235,7 @@ def _flat(value: object) -> tuple[int, ...]:
 
 
 # Equal placements are one object, so that comparing them is fast.
-_split: Final = lru_cache(_MOST_NESTED)(Split)
+_split: Final = lru_cache(_MAX_NESTED)(Split)
 
 
 _OPS: Final[dict[str, ReduceOp]] = {op: op for op in get_args(ReduceOp)} | {"product": "prod"}

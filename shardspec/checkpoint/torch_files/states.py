@@ -50,13 +50,13 @@ from shardspec.errors import CheckpointError
 from shardspec.layout.layout import Layout, LayoutCell
 from shardspec.resharding.state import KeyPath, Place, dotted_name
 
-_MOST_PARTS: Final = 4 << 20
-_MOST_DEPTH: Final = 64
-_MOST_PLAIN_PARTS: Final = 100_000
-_MOST_PLAIN_DEPTH: Final = 100
-_MOST_PLAIN_BYTES: Final = 1 << 20
+_MAX_PARTS: Final = 4 << 20
+_MAX_DEPTH: Final = 64
+_MAX_PLAIN_PARTS: Final = 100_000
+_MAX_PLAIN_DEPTH: Final = 100
+_MAX_PLAIN_BYTES: Final = 1 << 20
 """Larger bytes, such as states of data loaders, would fill the memory; DCP's are copied unread."""
-_MOST_OPAQUE_PARTS: Final = 1 << 17
+_MAX_OPAQUE_PARTS: Final = 1 << 17
 
 
 class StateTensor(NamedTuple):
@@ -135,7 +135,7 @@ def flat_contents(value: object, at: KeyPath, path: StoragePath) -> Contents:
     contents = Contents({}, {}, {})
     tensors, others, paths = contents
     seen: set[str] = set()
-    for keys, part in _leaves(at, value, len(at), iter(range(_MOST_PARTS)), path):
+    for keys, part in _leaves(at, value, len(at), iter(range(_MAX_PARTS)), path):
         name = dotted_name(keys)
         if name in tensors or name in others:
             raise PickleError(
@@ -190,9 +190,9 @@ def _holds_tensors(value: object, depth: int, budget: Iterator[int], path: Stora
 
 
 def _visit(depth: int, budget: Iterator[int], path: StoragePath) -> None:
-    if depth > _MOST_DEPTH or next(budget, None) is None:
+    if depth > _MAX_DEPTH or next(budget, None) is None:
         raise PickleError(
-            f"{path}: its dicts nest more than {_MOST_DEPTH} deep or repeat themselves without "
+            f"{path}: its dicts nest more than {_MAX_DEPTH} deep or repeat themselves without "
             "end; save a plain state dict"
         )
 
@@ -202,12 +202,12 @@ def plain_value(value: object, archive: TorchZip | None = None) -> object:
 
     `archive` is the zip that it was read from; objects with tensors are compared by its CRC-32.
     """
-    parts = iter(range(_MOST_OPAQUE_PARTS))
+    parts = iter(range(_MAX_OPAQUE_PARTS))
     try:
-        return _plain(value, _MOST_PLAIN_DEPTH, iter(range(_MOST_PLAIN_PARTS)), parts, archive)
+        return _plain(value, _MAX_PLAIN_DEPTH, iter(range(_MAX_PLAIN_PARTS)), parts, archive)
     except OverflowError:
         text = f"a {type(value).__name__} of many or deeply nested parts"
-        return _opaque(text, value, iter(range(_MOST_OPAQUE_PARTS)), archive)
+        return _opaque(text, value, iter(range(_MAX_OPAQUE_PARTS)), archive)
 
 
 def _plain(
@@ -226,7 +226,7 @@ def _plain(
             text = f"{value}, not read and not run"
         case Global() | Record() | Complex():
             text = str(value)
-        case bytes() if len(value) > _MOST_PLAIN_BYTES:
+        case bytes() if len(value) > _MAX_PLAIN_BYTES:
             text = f"{len(value)} bytes"
         case None | bool() | int() | float() | str() | bytes():
             return value

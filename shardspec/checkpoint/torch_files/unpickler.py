@@ -20,17 +20,17 @@ from typing import Any, ClassVar, Final, Never, Self, TypeAlias
 from shardspec.errors import CheckpointError
 from shardspec.text import printable, shown
 
-MOST_PICKLE_BYTES: Final = 256 << 20
+MAX_PICKLE_BYTES: Final = 256 << 20
 """Some two million chunks of tensors; larger ones would fill the memory."""
 _FREE_BYTES: Final = 48 << 20
 _BYTES_A_BYTE: Final = 20
 """The memory that a pickle may take: a fixed amount, and an amount for each of its bytes."""
 _COSTS: Final = {b"}\x8f": 232, b"]t\x85\x86\x87R\x81Q": 72}
 """Roughly the memory for what an instruction makes; others take some 10 times their bytes."""
-_MOST_MARKS: Final = 10_000
-_MOST_INT_BYTES: Final = 64
-_MOST_KEY_PARTS: Final = 66
-_MOST_ALIKE: Final = 10_000
+_MAX_MARKS: Final = 10_000
+_MAX_INT_BYTES: Final = 64
+_MAX_KEY_PARTS: Final = 66
+_MAX_ALIKE: Final = 10_000
 """Limit of tuples as keys, and of numbers of more than 64 bits: they could have equal hashes."""
 
 _MAX_FOREIGN: Final = 1000
@@ -44,8 +44,8 @@ _ARGUMENT_BYTES: Final = [
     sum(n for codes, n in _SIZES.items() if code in codes) for code in range(256)
 ]
 """Bytes of the number after each instruction; the number may be the length of what follows."""
-_MOST_KNOWN: Final = 8
-_MOST_KNOWN_BYTES: Final = 8 << 20
+_MAX_KNOWN: Final = 8
+_MAX_KNOWN_BYTES: Final = 8 << 20
 
 
 class RefusedError(Exception):
@@ -61,8 +61,8 @@ def screen(data: bytes, fixed: bytearray | None = None) -> None:
 
     Sets bytes of `fixed` to 0 whose values make no difference.
     """
-    if len(data) > MOST_PICKLE_BYTES:
-        raise RefusedError(f"has {len(data)} bytes, past the limit of {MOST_PICKLE_BYTES}")
+    if len(data) > MAX_PICKLE_BYTES:
+        raise RefusedError(f"has {len(data)} bytes, past the limit of {MAX_PICKLE_BYTES}")
     if not data.startswith(_STARTS):
         raise RefusedError("is not a pickle of protocol 2 to 5; it is damaged")
     # An upper bound: bytes inside texts and numbers are counted too.
@@ -111,14 +111,14 @@ def _follow(data: bytes, fixed: bytearray | None) -> None:  # noqa: C901  # a ca
                 raise RefusedError("has large or nested tuples as arguments")
         elif code == 0x28:  # MARK
             marks.append(len(stack))
-            if len(marks) > _MOST_MARKS:
-                raise RefusedError(f"nests more than {_MOST_MARKS} deep")
+            if len(marks) > _MAX_MARKS:
+                raise RefusedError(f"nests more than {_MAX_MARKS} deep")
         elif code in b"su\x90\x91":  # SETITEM, SETITEMS, ADDITEMS, FROZENSET
             first = len(stack) - 2 if code == 0x73 else marks.pop()
             keys = stack[first :: 2 if code in b"su" else 1]
             if keys and max(keys) > 1:
                 alike += len(keys)
-                if max(keys) > _MOST_KEY_PARTS or alike > _MOST_ALIKE:
+                if max(keys) > _MAX_KEY_PARTS or alike > _MAX_ALIKE:
                     raise RefusedError("has large or nested tuples, or many of them, as keys")
             stack[first:] = b"\1" if code == 0x91 else b""
         elif code in b"ab":  # APPEND, BUILD
@@ -152,7 +152,7 @@ def _follow(data: bytes, fixed: bytearray | None) -> None:  # noqa: C901  # a ca
                     fixed[at - count : at] = bytes(count)
                 if code in b"\x8a\x8b" and count > 8:
                     alike += 1
-                    if count > _MOST_INT_BYTES or alike > _MOST_ALIKE:
+                    if count > _MAX_INT_BYTES or alike > _MAX_ALIKE:
                         raise RefusedError(f"holds a whole number of {count} bytes; it is damaged")
                 push(1)
         else:
@@ -173,7 +173,7 @@ def alike_screen() -> Callable[[bytes], None]:
             return
         fixed = bytearray(b"\xff") * len(data)
         screen(data, fixed)
-        if len(passed) < _MOST_KNOWN and len(data) < _MOST_KNOWN_BYTES:
+        if len(passed) < _MAX_KNOWN and len(data) < _MAX_KNOWN_BYTES:
             passed.append((len(data), value, int.from_bytes(fixed, "little")))
 
     return screen_alike

@@ -27,8 +27,8 @@ from shardspec.errors import CheckpointError, DTypeError
 from shardspec.layout.placements import Placement
 from shardspec.mesh.device_mesh import DeviceMesh
 
-_MOST_DIMS: Final = 64
-_MOST_SIZE: Final = 2**63 - 1
+_MAX_DIMS: Final = 64
+_MAX_SIZE: Final = 2**63 - 1
 
 
 class TorchStorage(NamedTuple):
@@ -148,9 +148,9 @@ def check_record(tensor: TorchTensor, archive: TorchZip) -> None:
 
 def sizes_of(value: object = ()) -> tuple[int, ...]:
     """Return sizes as a tuple; raises ValueError for anything but whole numbers from 0."""
-    if isinstance(value, (tuple, list)) and len(value) <= _MOST_DIMS:
+    if isinstance(value, (tuple, list)) and len(value) <= _MAX_DIMS:
         for size in value:
-            if type(size) is not int or not 0 <= size <= _MOST_SIZE:
+            if type(size) is not int or not 0 <= size <= _MAX_SIZE:
                 break
         else:
             return tuple(value)
@@ -183,7 +183,7 @@ def _rebuild(
     if not isinstance(storage, TorchStorage | UnreadTensor):
         raise ValueError("a tensor needs a storage")
     sizes, steps = sizes_of(shape), sizes_of(strides)
-    if len(sizes) != len(steps) or type(start) is not int or not 0 <= start <= _MOST_SIZE:
+    if len(sizes) != len(steps) or type(start) is not int or not 0 <= start <= _MAX_SIZE:
         raise ValueError("a tensor needs a stride for every dim and a place in its storage")
     lazily: tuple[str, ...] = ()
     if isinstance(metadata, dict):

@@ -15,7 +15,7 @@ from zipfile import ZIP_STORED, BadZipFile, ZipFile, ZipInfo
 
 from shardspec.checkpoint.read_boxes import crc32, crc32_of
 from shardspec.checkpoint.storage.path import SourceFile, StoragePath
-from shardspec.checkpoint.torch_files.unpickler import MOST_PICKLE_BYTES, PickleError
+from shardspec.checkpoint.torch_files.unpickler import MAX_PICKLE_BYTES, PickleError
 from shardspec.errors import CheckpointError
 
 _LOCAL: Final = struct.Struct("<4s2x2H16x2H")
@@ -103,9 +103,9 @@ class TorchZip:
     def pickle(self, file: SourceFile) -> bytes:
         """Return the bytes of the pickle."""
         size = self.record("data.pkl").num_bytes
-        if size > MOST_PICKLE_BYTES:
+        if size > MAX_PICKLE_BYTES:
             raise PickleError(
-                f"{self.what}: its pickle has {size} bytes, past the limit of {MOST_PICKLE_BYTES}; "
+                f"{self.what}: its pickle has {size} bytes, past the limit of {MAX_PICKLE_BYTES}; "
                 "save tensors as tensors, not as lists"
             )
         return self.read(file, "data.pkl")
