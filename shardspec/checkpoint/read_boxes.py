@@ -328,6 +328,14 @@ def read_box_into(
         pass
 
 
+def read_whole(tensor: StoredTensor, files: OpenFiles, buffers: Buffers) -> Iterator[memoryview]:
+    """Yield the bytes of a tensor in order, each block valid until the next; check digests."""
+    checks = Checks(tensor)
+    for block, _ in read_box(tensor, whole_box(tensor.shape), files, buffers, checks):
+        yield block
+    checks.finish(files)
+
+
 def _reduce(
     tensor: StoredTensor,
     parts: list[BlockPart],
