@@ -1,5 +1,6 @@
 """A checkpoint under the names that a model has elsewhere, given the model's config alone."""
 
+import json
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -15,16 +16,17 @@ from shardspec.checkpoint.open import as_catalog
 from shardspec.checkpoint.storage.from_text import storage_path
 from shardspec.checkpoint.storage.path import StoragePath
 from shardspec.checkpoint.verify import diff_checkpoints
-from shardspec.errors import CheckpointError, LayoutError
+from shardspec.errors import CheckpointError, InputFileError, LayoutError
 from shardspec.families.family import NamesOf, family_of, text_config
 from shardspec.families.maps import chain_of, refuse
 from shardspec.families.model import Model, model_of
 from shardspec.families.recognise import Recognised, outer_prefix, recognise
-from shardspec.input_files import read_json_object
+from shardspec.input_files import read_input_file
 from shardspec.resharding.name_map import NameMap
 from shardspec.resharding.patterns import filled
 from shardspec.text import Argument, shown
 
+_MOST_CONFIG_BYTES: Final = 1 << 24
 _OPTIMIZER: Final = re.compile(r"(chained_\d+\.)?optimizer\..*", re.DOTALL)
 """What Megatron-core calls the state of an optimizer, which is no tensor of the model."""
 
@@ -178,14 +180,19 @@ def model_names(
     """
     home = None
     if isinstance(model, Mapping):
-        config = model
+        config: object = model
     else:
         place = Path(model)
         if place.is_dir():
             place = place / "config.json"
-        config = read_json_object(place)
+        try:
+            config = json.loads(read_input_file(place, _MOST_CONFIG_BYTES))
+        except (ValueError, RecursionError) as error:
+            raise InputFileError(f"{place}: cannot be read: {error}") from None
         # What lies beside a file of another name need not be of this model.
         home = storage_path(str(place.parent)) if place.name == "config.json" else None
+    if not isinstance(config, dict | Mapping):
+        raise InputFileError(f"{model}: holds no JSON object")
     with _about_input():
         family_of(config)
     origin = None if fill_from is None else as_catalog(fill_from)

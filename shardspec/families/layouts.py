@@ -1,5 +1,6 @@
 """How trainers and engines shard a model: the layout of each tensor, from its family's rows."""
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from math import gcd, prod
 from pathlib import Path
@@ -7,11 +8,11 @@ from typing import Final, NamedTuple
 
 from shardspec.comm.steps import ReduceOp
 from shardspec.dtypes import keeps_dtype
-from shardspec.errors import LayoutError
+from shardspec.errors import InputFileError, LayoutError
 from shardspec.families.family import NamesOf, family_of, text_config
 from shardspec.families.model import model_of
 from shardspec.families.plans import TensorPlan, plan_specs
-from shardspec.input_files import read_json_object
+from shardspec.input_files import read_input_file
 from shardspec.layout.layout import Layout
 from shardspec.layout.spec import DimSpec, Part, ShardingSpec
 from shardspec.mesh.device_mesh import Axis, DeviceMesh
@@ -36,6 +37,7 @@ _PLACES: Final[Mapping[str, NamesOf]] = {
 _DATA_AXES: Final = {"dp", "ddp", "data", "replicate", "dp_replicate"}
 _ROUND_UP: Final = 64
 """Engines pad a vocabulary to a multiple of so many rows."""
+_MOST_BYTES: Final = 1 << 24
 
 
 class ParsedLayout(NamedTuple):
@@ -143,8 +145,7 @@ def model_layouts(
     [S(tp){8,8,8},R]
     """
     if not isinstance(config, Mapping):
-        place = Path(config)
-        config = read_json_object(place / "config.json" if place.is_dir() else place)
+        config = _read(Path(config))
     parsed = parse_layout(layout)
     return _Sharded(config, parsed, device_mesh, dtype).layouts()
 
@@ -163,6 +164,17 @@ def padded_config(
     elif parsed.kind == "megatron" and rows is not None:
         found.setdefault("padded_vocab", rows)
     return found
+
+
+def _read(place: Path) -> dict[str, object]:
+    place = place / "config.json" if place.is_dir() else place
+    try:
+        config = json.loads(read_input_file(place, _MOST_BYTES))
+    except (ValueError, RecursionError) as error:
+        raise InputFileError(f"{place}: cannot be read: {error}") from None
+    if not isinstance(config, dict):
+        raise InputFileError(f"{place}: holds no JSON object")
+    return config
 
 
 class _Sharded:
