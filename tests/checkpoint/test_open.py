@@ -7,11 +7,10 @@ import numpy as np
 import pytest
 import torch
 
-from shardspec.checkpoint.convert import merge, reshard
+from shardspec import DeviceMesh, merge, reshard
 from shardspec.checkpoint.formats import formats
 from shardspec.checkpoint.open import open_checkpoint, open_checkpoints
 from shardspec.errors import CheckpointError
-from shardspec.mesh.device_mesh import DeviceMesh
 from tests.checkpoint.handmade import handmade
 
 TENSORS = {"w": ("[S0,R]", np.arange(35, dtype=np.float32).reshape(7, 5))}

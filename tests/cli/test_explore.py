@@ -6,6 +6,7 @@ import re
 import pytest
 from click.testing import CliRunner
 
+from shardspec import DeviceMesh
 from shardspec.cli.main import cli
 from shardspec.explorer.page import (
     MAX_CONVERSIONS,
@@ -15,7 +16,6 @@ from shardspec.explorer.page import (
     count_conversions,
     explorer_page,
 )
-from shardspec.mesh.device_mesh import DeviceMesh
 
 SMALL = ("--mesh", "2", "--shape", "4x4", "--links", "unit")
 
