@@ -17,20 +17,21 @@ from typing import Any, Final, Literal, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from shardspec.checkpoint.catalog import Catalog, check_tiling, whole_box
+from shardspec.checkpoint.catalog import Catalog, whole_box
 from shardspec.checkpoint.convert import merge
 from shardspec.checkpoint.delta_chain import DELTA_INDEX, with_deltas
-from shardspec.checkpoint.destination import check_destination
-from shardspec.checkpoint.formats.registry import default_format
+from shardspec.checkpoint.formats import default_format
 from shardspec.checkpoint.mapped import require_finished
 from shardspec.checkpoint.open import as_catalog
+from shardspec.checkpoint.options import WriteReport
 from shardspec.checkpoint.patches import Hash, extra, new_hash
+from shardspec.checkpoint.prepare import check_destination
 from shardspec.checkpoint.read_boxes import Buffers, Progress, read_whole
-from shardspec.checkpoint.report import WriteReport
 from shardspec.checkpoint.storage.from_text import storage_path
 from shardspec.checkpoint.storage.path import Staging, StoragePath, WriteAt
 from shardspec.checkpoint.storage.reading import OpenFiles
 from shardspec.checkpoint.targets import Target
+from shardspec.checkpoint.tiling import check_tiling
 from shardspec.dtypes import item_bytes
 from shardspec.errors import CheckpointError
 from shardspec.resharding.digests import Digests, TensorDigest

@@ -13,7 +13,7 @@ from shardspec.checkpoint.formats.safetensors import read_header
 from shardspec.checkpoint.patches import check_fits, content_bytes, new_hash
 from shardspec.checkpoint.storage.from_text import storage_path
 from shardspec.checkpoint.storage.path import StoragePath, file_inside
-from shardspec.checkpoint.strict_json import checked, read_json
+from shardspec.checkpoint.storage.strict_json import checked, read_json
 from shardspec.errors import CheckpointError
 from shardspec.resharding.digests import Digests, TensorDigest
 from shardspec.text import shown

@@ -11,17 +11,15 @@ from numpy.typing import NDArray
 
 from shardspec.boxes import box_shape
 from shardspec.checkpoint import rank_state
-from shardspec.checkpoint.agree import agree
 from shardspec.checkpoint.catalog import (
     ZEROS,
     Catalog,
     StoredBox,
     StoredTensor,
-    check_tiling,
     row_major_strides,
     whole_box,
 )
-from shardspec.checkpoint.choice import Choice, Patterns, Selection, check_drop
+from shardspec.checkpoint.choice import Choice, Patterns, Selection, check_drop, select
 from shardspec.checkpoint.mapped import (
     MappedCatalog,
     Names,
@@ -33,17 +31,17 @@ from shardspec.checkpoint.open import as_catalog
 from shardspec.checkpoint.read_boxes import (
     Buffers,
     Progress,
-    check_replicas,
     read_whole,
     stretches,
 )
-from shardspec.checkpoint.select import select
 from shardspec.checkpoint.storage.from_text import storage_path
-from shardspec.checkpoint.storage.path import StoragePath, output_exists
+from shardspec.checkpoint.storage.path import StoragePath, check_new_file
 from shardspec.checkpoint.storage.reading import OpenFiles
-from shardspec.checkpoint.strict_json import read_json
+from shardspec.checkpoint.storage.strict_json import read_json
 from shardspec.checkpoint.targets import assign_boxes
+from shardspec.checkpoint.tiling import check_replicas, check_tiling
 from shardspec.comm.communicator import Communicator
+from shardspec.comm.together import agree
 from shardspec.dtypes import item_bytes
 from shardspec.errors import CheckpointError, LayoutError
 from shardspec.layout.layout import Layout
@@ -288,16 +286,13 @@ def read_digests(path: PurePath | str) -> Digests:
 
 def check_digests_file(path: StoragePath, output: StoragePath | None, *, overwrite: bool) -> None:
     """Check that a file of digests can be written, before anything else is."""
-    if path.taken() and not overwrite:
-        raise output_exists(path)
+    check_new_file(path, overwrite=overwrite)
     if output is not None and output.absolute() in (path.absolute(), *path.absolute().parents):
         raise CheckpointError(
             f"{path}: the digests would lie in the output {output}, which is replaced as a whole; "
             "put them beside it, with ",
             Argument("digests"),
         )
-    if problem := "is a directory; name a file" if path.is_dir() else path.refusal():
-        raise CheckpointError(f"{path}: {problem}")
 
 
 def write_digests(path: StoragePath, digests: Digests, *, overwrite: bool) -> None:

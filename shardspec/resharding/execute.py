@@ -1,6 +1,5 @@
 """Carrying a reshard plan out: by the transport of a job, or between devices of one process."""
 
-import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -12,7 +11,7 @@ import torch.distributed as dist
 from shardspec.comm.agreement import description, on_all_ranks
 from shardspec.comm.communicator import Communicator
 from shardspec.comm.process_group import ProcessGroupCommunicator
-from shardspec.comm.transfers import Piece, message_bytes
+from shardspec.comm.transfers import Piece
 from shardspec.comm.transports.stage import Stage, Transport, Wave
 from shardspec.errors import CommunicatorError, LayoutError, ShardSpecError
 from shardspec.mesh.device_mesh import DeviceMesh
@@ -71,24 +70,10 @@ def run_reshard(
 
 def _move_here(stages: Mapping[int, Stage]) -> None:
     """Carry out a stage for all devices of this process."""
-    waves = {device: list(stage.waves(sys.maxsize)) for device, stage in stages.items()}
-    received = {
-        (sender, device): iter(
-            [wave.receives[sender] for wave in waves[device] if sender in wave.receives]
-        )
-        for device, stage in stages.items()
-        for sender in stage.senders
-    }
-    for device, stage in stages.items():
-        for wave in waves[device]:
-            stage.copy(wave.receives.get(device, ()))
-    for device, stage in stages.items():
-        for wave in waves[device]:
-            for peer, message in wave.sends.items():
-                where = stage.source[message[0].places[0]].device
-                bucket = torch.empty(message_bytes(message), dtype=torch.uint8, device=where)
-                stage.pack(message, bucket)
-                stages[peer].unpack(next(received[device, peer]), bucket)
+    for stage in stages.values():
+        for wave in stage.waves(None):
+            for sender, message in wave.receives.items():
+                stage.copy(message, stages[sender])
 
 
 def _run_in_job(
@@ -273,9 +258,6 @@ class DeviceShards:
     def stage(self, number: int) -> Stage:
         """Return what the device does in a stage of the plan, of which later ones pass on."""
         streams = self.plan.stages[number].streams(self.device)
-        dims = (
-            len(layout.global_shape) for m in self.plan.moves for layout in (m.source, m.target)
-        )
         name = f"reshard plan {self.plan.digest[:12]}" + (f" stage {number}" if number else "")
         return Stage(
             name,
@@ -288,8 +270,6 @@ class DeviceShards:
             partial(self._region, of_source=False),
             partial(self._dtype, number),
             partial(self._waves, number),
-            len(self.plan.moves),
-            max(dims, default=0),
         )
 
     def _region(

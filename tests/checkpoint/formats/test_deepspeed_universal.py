@@ -354,7 +354,7 @@ def test_other_checkpoints_and_stores_are_refused(tmp_path):
     assert sorted(os.listdir(tmp_path)) == ["one.safetensors", "run"]
 
 
-def test_the_command(tmp_path):
+def test_the_command_writes_for_any_number_of_ranks(tmp_path):
     write(tmp_path / "run", 2, 3, 0)
     run, out = str(tmp_path / "run"), str(tmp_path / "out")
     call = ["reshard", run, "-o", out, "--to", FORMAT]
