@@ -27,7 +27,6 @@ from shardspec.tensor.operators.call import (
     RandomDraws,
     Result,
     earlier_calls,
-    is_limit_of_simulation,
     run_call,
 )
 from shardspec.tensor.operators.conditions import is_mean, layout_facts, never_merge_gathers
@@ -37,6 +36,7 @@ from shardspec.tensor.operators.simulated import (
     each_draws,
     simulated_mesh,
     untracked,
+    within_limits,
 )
 from shardspec.tensor.operators.tensor import TensorLike
 from shardspec.tensor.operators.watch import is_alias, specs_text
@@ -160,17 +160,9 @@ def _in_simulation(call: Call) -> Any:  # noqa: ANN401
             id(tensor): torch_dtensor(local, tensor.layout, torch_mesh)
             for tensor, local in zip(tensors, locals_, strict=True)
         }
-        try:
+        specs = specs_text(str(tensor.layout.labelled_spec) for tensor in tensors)
+        with within_limits(call.shown, specs):
             returned = run_call(inner, given, tracked=tracked, frozen=tracked, drawing=drawing)
-        except AssertionError as error:
-            if not is_limit_of_simulation(error):
-                raise
-            specs = specs_text(str(tensor.layout.labelled_spec) for tensor in tensors)
-            raise LayoutError(
-                f"{call.shown}: torch {torch.__version__} cannot simulate it on {specs}, "
-                "where ranks go different ways; redistribute first, or start the program with "
-                "torchrun"
-            ) from None
         results[:] = [returned]
         return [local_of(each.tensor) for each in tree_leaves(results) if _is_new(each)]
 
