@@ -117,7 +117,7 @@ class SimulatedCommunicator(Communicator):
         for device in self.addressable:
             schedule = transfers.of(device)
             parts = [
-                (box, shards[peer][slices_within(box, schedule.held[peer])])
+                (box, shards[peer][slices_within(box, schedule.boxes_before[peer])])
                 for peer, box in schedule.incoming
             ]
             result = shards[device].new_empty(box_shape(schedule.after))
