@@ -102,6 +102,9 @@ class SimulatedCommunicator(Communicator):
     {0: tensor([0, 1]), 1: tensor([2, 3]), 2: tensor([0, 1]), 3: tensor([2, 3])}
     """
 
+    def __reduce__(self) -> tuple[type["SimulatedCommunicator"], tuple[DeviceMesh]]:
+        return SimulatedCommunicator, (self.mesh,)  # without the pending save
+
     @property
     def addressable(self) -> tuple[int, ...]:
         """Every device of the mesh."""
