@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from shardspec import DeviceMesh, DTensor
-from shardspec.errors import LayoutError, MeshError, ShardSpecError
+from shardspec import DeviceMesh, DTensor, ShardSpecError
+from shardspec.errors import LayoutError, MeshError
 from tests.conversions import index_of
 from tests.simulated_tensors import all_specs, check
 from tests.simulated_tensors import cut as cut_as_it_is

@@ -27,7 +27,7 @@ from shardspec.resharding.given import (
     shape_and_dtype,
     torch_dtype,
 )
-from shardspec.resharding.receipts import Receipt, WantedReceipt, receipt_of
+from shardspec.resharding.receipts import Receipt, receipt_of
 from shardspec.resharding.stages import region_of
 from shardspec.tensor.dtensor import DTensor
 from shardspec.text import counted
@@ -35,7 +35,12 @@ from shardspec.text import counted
 
 @torch.no_grad()
 def run_reshard(
-    plan: StateCopies, state: State, out: State | None = None, wanted: WantedReceipt | None = None
+    plan: StateCopies,
+    state: State,
+    out: State | None = None,
+    *,
+    receipt: bool = False,
+    version: int | None = None,
 ) -> tuple[dict[str, Any], Receipt | None]:
     """Convert a state dict; see `shardspec.resharding.plan.ReshardPlan.run`."""
     if dist.is_available() and dist.is_initialized():
@@ -44,7 +49,7 @@ def run_reshard(
         mesh = DeviceMesh(plan.devices, (len(plan.devices),))
         communicator = ProcessGroupCommunicator.of(mesh)
         with communicator.telling(plan.meshes):
-            return _run_in_job(plan, state, out, communicator, wanted)
+            return _run_in_job(plan, state, out, communicator, receipt=receipt, version=version)
     given = given_to(plan, state, out, plan.devices, alone=False)
     ties = agreed_ties(plan, [given.told])
     values = agreed_values(plan, {0: given.told.values})
@@ -57,10 +62,10 @@ def run_reshard(
     for number in range(len(moving.stages)):
         _move_here({device: one.stage(number) for device, one in held.items()})
     results = _results(plan, ties, held, given) | values
-    if wanted is None:
+    if not receipt:
         return results, None
-    with _marking(given, f"version {wanted.version} did not arrive"):
-        return results, receipt_of(plan, ties, held, lambda found: found, wanted)
+    with _marking(given, f"version {version} did not arrive"):
+        return results, receipt_of(plan, ties, held, lambda values: values, version)
 
 
 def _move_here(stages: Mapping[int, Stage]) -> None:
@@ -76,7 +81,9 @@ def _run_in_job(
     state: State,
     out: State | None,
     communicator: ProcessGroupCommunicator,
-    wanted: WantedReceipt | None,
+    *,
+    receipt: bool,
+    version: int | None,
 ) -> tuple[dict[str, Any], Receipt | None]:
     rank = dist.get_rank()
     given: Given | None = None
@@ -89,8 +96,8 @@ def _run_in_job(
         cause, told = error, Told(_problem(error), b"", {}, (), 0, False)
     # Held by one thread at a time, and compared on all ranks before the first byte.
     facts = {"reshard plan": plan.digest[:12]}
-    if wanted is not None:
-        facts["with a receipt of version"] = str(wanted.version)
+    if receipt:
+        facts["with a receipt of version"] = str(version)
     words = description(facts)
     with communicator.conversion(words, device_type, plan.meshes, {rank: told}) as (home, every):
         _require_no_problem({peer: one.problem for peer, one in every.items()}, cause)
@@ -112,7 +119,7 @@ def _run_in_job(
         try:
             transport.move(one.stage(number) for number in range(len(moving.stages)))
         except (CommunicatorError, RuntimeError) as error:
-            to = "" if wanted is None else f", to version {wanted.version},"
+            to = f", to version {version}," if receipt else ""
             why = f"reshard plan {plan.digest[:12]}{to} failed on the way, so `out` is half written"
             for value in (given.out or {}).values():
                 if isinstance(value, DTensor):
@@ -120,10 +127,10 @@ def _run_in_job(
             raise CommunicatorError(f"{why}; the job cannot go on: {error}") from error
         held = {rank: one}
         results = _results(plan, ties, held, given) | values
-        if wanted is None:
+        if not receipt:
             return results, None
-        with _marking(given, f"version {wanted.version} did not arrive"):
-            return results, receipt_of(plan, ties, held, communicator.gather, wanted)
+        with _marking(given, f"version {version} did not arrive"):
+            return results, receipt_of(plan, ties, held, communicator.gather, version)
 
 
 @contextmanager

@@ -240,7 +240,7 @@ class CommunicatorContract:
         }
 
     @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-    def test_step(self, case: Case):
+    def test_a_step_gives_every_device_its_shard(self, case: Case):
         got, expected = self.results(case), case.expected()
         assert set(got) == set(expected)
         for device, (shard, complaints) in got.items():

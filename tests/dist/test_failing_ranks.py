@@ -14,20 +14,20 @@ from torch.distributed.tensor import distribute_tensor as distributed_by_torch
 from shardspec import (
     DeviceMesh,
     DTensor,
+    LayoutConverter,
     ProcessGroupCommunicator,
     distribute_module,
     distribute_tensor,
     load_sharded,
+    plan_reshard,
     rand,
     redistribute,
+    reshard_state,
     save_sharded,
 )
 from shardspec.checkpoint import load
-from shardspec.checkpoint.plan import plan_reshard
 from shardspec.checkpoint.storage.local import LocalPath
 from shardspec.comm import process_group
-from shardspec.layout.converter import LayoutConverter
-from shardspec.resharding.plan import reshard_state
 from tests.dist.processes import run_ranks
 
 pytestmark = pytest.mark.dist
