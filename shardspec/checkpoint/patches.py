@@ -20,6 +20,8 @@ from shardspec.text import shown
 
 _POSITIONS: Final = 1 << 16
 """Read at once."""
+_PIECE_BYTES: Final = 1 << 17
+"""Read and changed at once, in the CPU's cache."""
 _HEAD_BYTES: Final = 18
 """The longest header of a frame."""
 _WINDOW_BYTES: Final = 1 << 27
@@ -90,11 +92,14 @@ def content_bytes(name: str, start: int, num_bytes: int, file: SourceFile) -> in
         )
     if about.window_size > _WINDOW_BYTES and about.window_size > size:
         raise CheckpointError(f"{where} asks for a window of {about.window_size} bytes")
-    last = 0
+    last, piece, piece_at = 0, b"", 0
     while not last:  # the headers of its blocks
         if at + 3 > num_bytes:
             raise CheckpointError(f"{where} is cut short; fetch the delta again")
-        block = int.from_bytes(file.read(start + at, 3), "little")
+        if at + 3 > piece_at + len(piece):
+            piece, piece_at = file.read(start + at, min(_PIECE_BYTES, num_bytes - at)), at
+        at_in = at - piece_at
+        block = int.from_bytes(piece[at_in : at_in + 3], "little")
         last, kind = block & 1, block >> 1 & 3
         at += 3 + (1 if kind == 1 else block >> 3)
     at += 4 if about.has_checksum else 0
@@ -137,9 +142,11 @@ class Patching:
     def apply(self, block: memoryview, start: int) -> None:
         """Change a block that starts at a byte of the tensor."""
         numbers = np.frombuffer(block, np.uint8)
-        for change in self._changes:
-            change(numbers, start)
-        self._hash.update(numbers)
+        for at in range(0, len(numbers), _PIECE_BYTES):
+            piece = numbers[at : at + _PIECE_BYTES]
+            for change in self._changes:
+                change(piece, start + at)
+            self._hash.update(piece)
 
     def finish(self) -> None:
         """Compare the checksum."""
@@ -191,11 +198,9 @@ class _Frame:
 
 class _Xor:
     def __init__(self, frame: _Frame) -> None:
-        self._frame, self._room = frame, np.empty(0, np.uint8)
+        self._frame, self._room = frame, np.empty(_PIECE_BYTES, np.uint8)
 
     def __call__(self, block: NDArray[np.uint8], start: int) -> None:  # noqa: ARG002  # in order
-        if len(self._room) < len(block):
-            self._room = np.empty(len(block), np.uint8)
         np.bitwise_xor(block, self._frame.fill(self._room[: len(block)]), out=block)
 
 

@@ -46,8 +46,10 @@ _MASK: Final = 2**64 - 1
 _VALUE: Final = re.compile(f"[0-9a-f]{{{16 * LANES}}}")
 _COVER_BLOCK: Final = 4096
 """Indices of a dim whose keys are kept."""
-_TILE_BYTES: Final = 1024
-"""Of a row, where the last dim lies apart in memory."""
+_TILE_BYTES: Final = 1 << 20
+"""The same where the last dim lies apart in memory, and is put in order."""
+_TILE_ROW_BYTES: Final = 2048
+"""Of a row of such a tile."""
 
 _Words = NDArray[np.uint64]
 
@@ -349,8 +351,13 @@ def _lanes(array: NDArray[np.generic], box: Box, shape: tuple[int, ...], seed: i
     lanes = np.zeros(LANES, np.uint64)
     for tile in _tiles(box, array.itemsize, straight=straight):
         part = array[slices_within(tile, box)]
-        # Another order of memory is copied as it is first: a tile then lies in the cache.
-        part = part if straight else np.ascontiguousarray(part.copy("K"))
+        if not straight:
+            row_major = np.empty(part.shape, part.dtype)
+            for piece in chunks(tile, _STEP_BYTES // array.itemsize):
+                inside = slices_within(piece, tile)
+                # Copied in its own order of memory first, it lies in the cache.
+                row_major[inside] = part[inside].copy("K")
+            part = row_major
         lanes += _tile_lanes(part, tile, shape, seed)
     return lanes
 
@@ -450,7 +457,7 @@ def _key_sums(dim: int, seed: int) -> _Words:
 def _tiles(box: Box, width: int, *, straight: bool) -> Iterator[Box]:
     """Cut a box so that temporary copies are small: narrow where its last dim lies apart."""
     (lo, hi) = box[-1] if box else (0, 1)
-    columns = (hi - lo if straight else _TILE_BYTES // width) or 1
+    columns = (hi - lo if straight else _TILE_ROW_BYTES // width) or 1
     for at in range(lo, hi, columns):
         sides = ((at, min(at + columns, hi)),) if box else ()
-        yield from chunks((*box[:-1], *sides), (_CHUNK_BYTES if straight else _STEP_BYTES) // width)
+        yield from chunks((*box[:-1], *sides), (_CHUNK_BYTES if straight else _TILE_BYTES) // width)

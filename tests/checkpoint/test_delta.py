@@ -156,6 +156,16 @@ def test_loading_with_deltas_makes_the_state_dict_that_was_saved(tmp_path):
     assert torch.equal(loaded["model"]["a"].to_local(), new["model"]["a"])
 
 
+def test_tied_tensors_are_each_changed_or_kept(tmp_path):
+    w, kept = torch.randn(5, 4), torch.randn(3)
+    for name, value in (("old", w), ("new", w * 2)):
+        torch.save({"a": value, "b": value, "c": kept, "d": kept}, tmp_path / f"{name}.pt")
+    delta(tmp_path / "old.pt", tmp_path / "new.pt", tmp_path / "d", version=1)
+    for out in ("out", "out.safetensors"):
+        apply_delta(tmp_path / "old.pt", [tmp_path / "d"], tmp_path / out)
+        assert digest(tmp_path / out) == digest(tmp_path / "new.pt")
+
+
 def test_chains_with_gaps_circles_and_other_orders_are_refused(place, tmp_path):
     one, two, three = chain(place)
     wrong = [
