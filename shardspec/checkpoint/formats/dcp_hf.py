@@ -68,7 +68,7 @@ def _open(directory: StoragePath, options: OpenOptions) -> Catalog:
     beside = home.parent.names() if home.name == "sharded" else []
     if any(is_index(name) or is_data_file(name) for name in beside):
         # The merged model that torch has written above the shards.
-        whole = huggingface.open_model(home.parent)
+        whole = huggingface.open_model(home.parent, options)
         merged = dict(zip(whole.names, map(whole.tensor, whole.names), strict=True))
         said, due = (
             {name: f"{found.dtype} of shape {list(found.shape)}" for name, found in held.items()}
