@@ -38,6 +38,7 @@ def _as_path(text: str) -> PurePath:
 
 CHECKPOINT: Final = Kind("CKPT", _as_path, "file")  # a path, or a URL such as ``s3://bucket/model``
 OTHER: Final = Kind("OTHER", _as_path, "file")
+checkpoint_argument: Final = click.argument("checkpoint", type=CHECKPOINT, metavar="CKPT")
 
 
 @dataclass(frozen=True, slots=True)
