@@ -57,7 +57,7 @@ def test_without_options_there_is_something_to_pick(tmp_path):
 
 def test_help_says_the_limits():
     text = " ".join(run("-h").output.split())
-    assert f"Limits are {MAX_PAGE_DEVICES} devices a mesh, {MAX_PAGE_DIMS} dims a tensor and" in text
+    assert f"{MAX_PAGE_DEVICES} devices a mesh, {MAX_PAGE_DIMS} dims a tensor and" in text
     assert f"{MAX_CONVERSIONS:,} conversions" in text
 
 
