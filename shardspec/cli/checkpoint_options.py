@@ -1,6 +1,5 @@
 """Options of the commands that read checkpoints."""
 
-import json
 import os
 import re
 from collections import Counter
@@ -13,7 +12,7 @@ import click
 from shardspec.cli.options import FILE_PATH, PLACE, Kind, grouped, refuse_if
 from shardspec.cli.output import say
 from shardspec.errors import CheckpointError, InputFileError, LayoutError
-from shardspec.input_files import read_input_file
+from shardspec.input_files import read_json_object
 from shardspec.text import shown
 
 if TYPE_CHECKING:
@@ -24,7 +23,6 @@ if TYPE_CHECKING:
     from shardspec.mesh.device_mesh import DeviceMesh
     from shardspec.resharding.name_map import NameMap
 
-_MAX_BYTES: Final = 64 << 20  # of a file of shapes or sizes
 _EMBEDDING: Final = "embedding.word_embeddings.weight"
 
 
@@ -302,20 +300,8 @@ def read_maps(name: str, sizes: Path | None, *, reverse: bool) -> "tuple[NameMap
     from shardspec.families.maps import map_chain
     from shardspec.resharding.name_map import NameMap
 
-    config = {} if sizes is None else read_config(sizes)
+    config = {} if sizes is None else read_json_object(sizes)
     if Path(name).suffix or os.path.exists(name):
         name_map = NameMap.load(name).with_sizes(config)
         return (name_map.reversed() if reverse else name_map,)
     return map_chain(name, config, reverse=reverse)
-
-
-def read_config(path: Path) -> dict[str, object]:
-    """Return the object in a JSON file; raises `InputFileError` for anything else."""
-    data = read_input_file(path, _MAX_BYTES)
-    try:
-        config = json.loads(data)
-    except (ValueError, RecursionError) as error:
-        raise InputFileError(f"{path}: cannot be read: {error}") from None
-    if not isinstance(config, dict):
-        raise InputFileError(f"{path}: holds no JSON object")
-    return config

@@ -11,6 +11,7 @@ from shardspec.cli import checkpoint_options as ckpt
 from shardspec.cli import options as opts
 from shardspec.cli.output import path_text, say, say_json, write_file
 from shardspec.errors import InputFileError, LayoutError
+from shardspec.input_files import read_json_object
 from shardspec.mesh.device_mesh import DeviceMesh
 from shardspec.text import counted, shown
 
@@ -104,7 +105,7 @@ def _shapes(place: str) -> "tuple[dict[str, tuple[int, ...]], Catalog | None]":
         catalog = open_checkpoint(place)
         return {name: catalog.outline(name).shape for name in catalog.names}, catalog
     shapes = {}
-    for name, sizes in ckpt.read_config(Path(place)).items():
+    for name, sizes in read_json_object(Path(place)).items():
         if not isinstance(sizes, list) or not all(type(n) is int and n >= 0 for n in sizes):
             raise InputFileError(f"{place}: {shown(name)} has {shown(sizes)}, not a list of sizes")
         shapes[name] = tuple(sizes)

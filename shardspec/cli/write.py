@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING, Any, Final, get_args
 import click
 
 from shardspec.checkpoint import convert as conversion
-from shardspec.checkpoint.agree import Processes
 from shardspec.checkpoint.choice import Choice
-from shardspec.checkpoint.format import Way
-from shardspec.checkpoint.formats.registry import (
+from shardspec.checkpoint.formats import (
+    Way,
     default_format,
     formats,
     written_format,
@@ -22,11 +21,12 @@ from shardspec.checkpoint.formats.registry import (
 )
 from shardspec.checkpoint.layers import repeated_layers
 from shardspec.checkpoint.numbers_of import with_numbers
-from shardspec.checkpoint.report import WriteReport
+from shardspec.checkpoint.options import WriteReport
 from shardspec.checkpoint.schemes import QUANTIZATIONS, ScaleRule
 from shardspec.cli import checkpoint_options as ckpt
 from shardspec.cli import options as opts
 from shardspec.cli.output import path_text, progress_bar, say, say_json
+from shardspec.comm.together import Processes
 from shardspec.errors import CheckpointError
 from shardspec.mesh.device_mesh import DeviceMesh
 from shardspec.text import (

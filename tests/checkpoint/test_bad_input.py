@@ -7,8 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from shardspec import load_sharded
-from shardspec.checkpoint.convert import merge
+from shardspec import load_sharded, merge
 from shardspec.checkpoint.inspect import inspect_checkpoint
 from shardspec.cli.main import cli
 from shardspec.errors import CheckpointError

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from shardspec.checkpoint.convert import merge
+from shardspec import merge
 from shardspec.checkpoint.formats.rank_files import read_states
 from shardspec.checkpoint.open import open_checkpoint
 from shardspec.checkpoint.read_boxes import crc32

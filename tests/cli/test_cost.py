@@ -11,12 +11,9 @@ from itertools import product
 import pytest
 from click.testing import CliRunner
 
+from shardspec import CostModel, DeviceMesh, Layout, LayoutConverter
 from shardspec.cli.main import cli
-from shardspec.comm.cost import CostModel
 from shardspec.comm.presets import DEFAULT_LINK, link_preset
-from shardspec.layout.converter import LayoutConverter
-from shardspec.layout.layout import Layout
-from shardspec.mesh.device_mesh import DeviceMesh
 
 TENSOR = ["--mesh", "2x3", "--shape", "7x5", "--dtype", "bf16"]
 SPECS = ["[R,R]", "[S0,R]", "[R,S01]", "[S10,R]", "[S1,S0]"]

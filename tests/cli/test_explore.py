@@ -6,6 +6,7 @@ import re
 import pytest
 from click.testing import CliRunner
 
+from shardspec import DeviceMesh
 from shardspec.cli.main import cli
 from shardspec.explorer.page import (
     MAX_CONVERSIONS,
@@ -15,7 +16,6 @@ from shardspec.explorer.page import (
     count_conversions,
     explorer_page,
 )
-from shardspec.mesh.device_mesh import DeviceMesh
 
 SMALL = ("--mesh", "2", "--shape", "4x4", "--links", "unit")
 
@@ -57,7 +57,9 @@ def test_without_options_there_is_something_to_pick(tmp_path):
 
 def test_help_says_the_limits():
     text = " ".join(run("-h").output.split())
-    assert f"{MAX_PAGE_DEVICES} devices a mesh, {MAX_PAGE_DIMS} dims a tensor and" in text
+    assert (
+        f"Limits are {MAX_PAGE_DEVICES} devices a mesh, {MAX_PAGE_DIMS} dims a tensor and" in text
+    )
     assert f"{MAX_CONVERSIONS:,} conversions" in text
 
 

@@ -7,8 +7,8 @@ import pytest
 import safetensors.numpy
 from click.testing import CliRunner
 
+from shardspec import merge
 from shardspec.checkpoint.catalog import OpaqueValue
-from shardspec.checkpoint.convert import merge
 from shardspec.checkpoint.inspect import inspect_checkpoint, other_text
 from shardspec.cli.main import cli
 from tests.checkpoint.handmade import handmade, sample

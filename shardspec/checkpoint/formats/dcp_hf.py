@@ -24,13 +24,12 @@ from shardspec.checkpoint.catalog import (
     StoredBox,
     StoredTensor,
     box_text,
-    check_tiling,
 )
-from shardspec.checkpoint.format import Format, OpenOptions
-from shardspec.checkpoint.formats import huggingface, safetensors
-from shardspec.checkpoint.model_files import is_data_file, is_index
+from shardspec.checkpoint.formats import Format, OpenOptions, huggingface, safetensors
+from shardspec.checkpoint.formats.model_files import is_data_file, is_index
 from shardspec.checkpoint.storage.path import StoragePath, file_inside
 from shardspec.checkpoint.storage.reading import prefetch_map
+from shardspec.checkpoint.tiling import check_tiling
 from shardspec.errors import CheckpointError
 from shardspec.text import Argument
 

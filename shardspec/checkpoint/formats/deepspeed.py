@@ -26,10 +26,9 @@ from math import prod
 from typing import Final, NamedTuple, TypeAlias
 
 from shardspec.checkpoint.catalog import Catalog, StoredBox, StoredTensor
-from shardspec.checkpoint.format import Format, OpenOptions
-from shardspec.checkpoint.parts import DEEPSPEED, EXPERTS, PARTS, PIPELINE, part_text
-from shardspec.checkpoint.runs import Newest, named_by, only_one
+from shardspec.checkpoint.formats import Format, Newest, OpenOptions, named_by, only_one
 from shardspec.checkpoint.storage.path import StoragePath, file_inside
+from shardspec.checkpoint.torch_files.parts import DEEPSPEED, EXPERTS, PARTS, PIPELINE, part_text
 from shardspec.checkpoint.torch_files.states import (
     StateTensor,
     TorchState,

@@ -21,8 +21,7 @@ from math import prod
 from typing import Final
 
 from shardspec.checkpoint.catalog import Catalog, StoredTensor
-from shardspec.checkpoint.format import Format, OpenOptions, Wanted
-from shardspec.checkpoint.formats import deepspeed
+from shardspec.checkpoint.formats import Format, OpenOptions, Wanted, deepspeed
 from shardspec.checkpoint.formats.deepspeed import MODEL_FILE, OPTIMIZER_FILE
 from shardspec.checkpoint.storage.path import SourceFile, StoragePath, file_inside
 from shardspec.checkpoint.storage.reading import prefetch_map

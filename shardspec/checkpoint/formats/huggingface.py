@@ -14,15 +14,20 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Final
 
 from shardspec.checkpoint.catalog import Catalog
-from shardspec.checkpoint.format import DEFAULT, Format, OpenOptions, Wanted
-from shardspec.checkpoint.formats import safetensors
-from shardspec.checkpoint.formats.safetensors import METADATA, output_file
-from shardspec.checkpoint.model_files import (
+from shardspec.checkpoint.formats import (
+    DEFAULT,
+    Format,
+    OpenOptions,
+    Wanted,
+    safetensors,
+)
+from shardspec.checkpoint.formats.model_files import (
     files_of_index,
     find_safetensors,
     is_data_file,
     is_index,
 )
+from shardspec.checkpoint.formats.safetensors import METADATA, output_file
 from shardspec.checkpoint.storage.path import StoragePath
 from shardspec.checkpoint.targets import Listing, OutputTensor, Target
 

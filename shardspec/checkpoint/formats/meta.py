@@ -14,11 +14,11 @@ from shardspec.checkpoint.cut_rules import (
     cut_rules,
     merged_tensors,
 )
-from shardspec.checkpoint.format import Format, OpenOptions
+from shardspec.checkpoint.formats import Format, OpenOptions
 from shardspec.checkpoint.formats.torch_file import open_torch_file
-from shardspec.checkpoint.parts import META, META_FILE
 from shardspec.checkpoint.storage.path import StoragePath, file_inside
-from shardspec.checkpoint.strict_json import read_json
+from shardspec.checkpoint.storage.strict_json import read_json
+from shardspec.checkpoint.torch_files.parts import META, META_FILE
 from shardspec.checkpoint.torch_files.states import check_no_copies, plain_value, read_torch_states
 from shardspec.errors import CheckpointError
 from shardspec.families.rank_rules import meta_rules

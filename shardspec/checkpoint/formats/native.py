@@ -18,11 +18,10 @@ from typing import Any, Final, NamedTuple
 from shardspec.boxes import box_size
 from shardspec.checkpoint import catalog, state_dict, targets
 from shardspec.checkpoint.catalog import Catalog, ReplicaKey, StoredBox, StoredTensor
-from shardspec.checkpoint.format import Format, OpenOptions, Wanted
-from shardspec.checkpoint.formats import safetensors
+from shardspec.checkpoint.formats import Format, OpenOptions, Wanted, safetensors
 from shardspec.checkpoint.storage.path import StoragePath, file_inside
 from shardspec.checkpoint.storage.reading import prefetch_map
-from shardspec.checkpoint.strict_json import checked, fields, is_size, read_json
+from shardspec.checkpoint.storage.strict_json import checked, fields, is_size, read_json
 from shardspec.checkpoint.targets import BoxEntry, FileEntry, OutputFile, OutputTensor, Target
 from shardspec.dtypes import from_safetensors, item_bytes, to_safetensors
 from shardspec.errors import CheckpointError, ShardSpecError, SpecSyntaxError

@@ -19,11 +19,11 @@ from shardspec.checkpoint.catalog import (
     unsharded_tensor,
     whole_box,
 )
-from shardspec.checkpoint.format import FileStart, Format, OpenOptions, Wanted, never
-from shardspec.checkpoint.model_files import ModelFiles, check_alone, is_data_file
+from shardspec.checkpoint.formats import FileStart, Format, OpenOptions, Wanted, never
+from shardspec.checkpoint.formats.model_files import ModelFiles, check_alone, is_data_file
 from shardspec.checkpoint.storage.path import SourceFile, StoragePath
 from shardspec.checkpoint.storage.reading import prefetch_map
-from shardspec.checkpoint.strict_json import checked, fields, parse_json
+from shardspec.checkpoint.storage.strict_json import checked, fields, parse_json
 from shardspec.checkpoint.targets import (
     Extent,
     OutputFile,

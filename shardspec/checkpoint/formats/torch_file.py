@@ -10,8 +10,8 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Final
 
 from shardspec.checkpoint.catalog import Catalog, StoredTensor
-from shardspec.checkpoint.format import FileStart, Format, OpenOptions, Wanted
-from shardspec.checkpoint.model_files import (
+from shardspec.checkpoint.formats import FileStart, Format, OpenOptions, Wanted
+from shardspec.checkpoint.formats.model_files import (
     BIN_NAME,
     ModelFiles,
     check_alone,
@@ -20,7 +20,9 @@ from shardspec.checkpoint.model_files import (
     is_bin_index,
     is_numbered_bin,
 )
-from shardspec.checkpoint.parts import (
+from shardspec.checkpoint.storage.path import StoragePath
+from shardspec.checkpoint.targets import OutputTensor, Target
+from shardspec.checkpoint.torch_files.parts import (
     DEEPSPEED,
     EXPERTS,
     META,
@@ -28,8 +30,6 @@ from shardspec.checkpoint.parts import (
     part_of_several,
     part_text,
 )
-from shardspec.checkpoint.storage.path import StoragePath
-from shardspec.checkpoint.targets import OutputTensor, Target
 from shardspec.checkpoint.torch_files.states import (
     TorchState,
     plain_value,

@@ -15,7 +15,7 @@ from shardspec.boxes import Box, box_size, row_major_boxes
 from shardspec.checkpoint.catalog import FileBox, Outline, StoredObject, box_text
 from shardspec.checkpoint.state_dict import is_path
 from shardspec.checkpoint.storage.path import StoragePath, file_inside
-from shardspec.checkpoint.strict_json import is_size
+from shardspec.checkpoint.storage.strict_json import is_size
 from shardspec.checkpoint.torch_files import unpickler, values
 from shardspec.checkpoint.torch_files.unpickler import Global, Record, made_by, record_class
 from shardspec.dtypes import dtype_name, item_bytes

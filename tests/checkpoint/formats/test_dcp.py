@@ -16,10 +16,9 @@ import torch
 from safetensors.torch import load_file
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 
-from shardspec import DeviceMesh
+from shardspec import DeviceMesh, merge, reshard
 from shardspec.checkpoint.catalog import OpaqueValue
-from shardspec.checkpoint.convert import merge, reshard
-from shardspec.checkpoint.formats.registry import format_of
+from shardspec.checkpoint.formats import format_of
 from shardspec.checkpoint.open import open_checkpoint
 from shardspec.checkpoint.verify import diff_checkpoints, verify_checkpoint
 from shardspec.errors import CheckpointError

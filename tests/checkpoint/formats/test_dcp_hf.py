@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from shardspec.checkpoint.convert import merge
+from shardspec import merge
 from shardspec.checkpoint.open import open_checkpoint
 from tests.checkpoint.formats.reading import (
     assert_merged_without_torch,

@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
-from shardspec.checkpoint.convert import merge
-from shardspec.checkpoint.formats.registry import written_names
+from shardspec import merge
+from shardspec.checkpoint.formats import written_names
 from shardspec.checkpoint.inspect import inspect_checkpoint
 from shardspec.checkpoint.open import open_checkpoint
 from shardspec.errors import CheckpointError
@@ -63,7 +63,7 @@ def test_the_small_one_is_good(small):
     assert_same(read_whole(small.path), small.tensors)
 
 
-def test_unfinished_ones(small):
+def test_saves_that_did_not_finish_are_refused(small):
     os.remove(small.path / ".metadata")
     assert refused(small.path) == (
         f"{small.path}: has no .metadata, which is written last; the save did not finish"

@@ -10,7 +10,7 @@ import torch
 from click.testing import CliRunner
 
 import tests
-from shardspec.checkpoint.convert import merge
+from shardspec import merge
 from shardspec.checkpoint.open import open_checkpoint
 from shardspec.cli.main import cli
 from shardspec.errors import CheckpointError

@@ -5,8 +5,8 @@ from argparse import Namespace
 import pytest
 import torch
 
+from shardspec import merge
 from shardspec.checkpoint.catalog import OpaqueValue
-from shardspec.checkpoint.convert import merge
 from shardspec.checkpoint.cut_rules import cut_rules
 from shardspec.checkpoint.open import open_checkpoint
 from shardspec.errors import CheckpointError

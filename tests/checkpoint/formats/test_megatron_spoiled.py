@@ -64,7 +64,7 @@ def test_files_without_arguments_want_to_be_counted(saved):
 
 
 @pytest.mark.parametrize(("a", "b"), [("00_000", "01_000"), ("01_000", "01_001")])
-def test_swapped_ranks(ckpt, a, b):
+def test_swapped_ranks_are_refused(ckpt, a, b):
     one, other = ckpt / f"mp_rank_{a}", ckpt / f"mp_rank_{b}"
     one.rename(ckpt / "x")
     other.rename(one)
