@@ -253,6 +253,15 @@ def test_what_is_refused_in_a_job_is_refused():
     assert not dist.is_initialized()
 
 
+@pytest.mark.parametrize("name", ["logsumexp", "amin"])
+def test_shards_that_torch_splits_into_unequal_numbers_are_refused(name):
+    """On three devices one has a row alone; where torch finishes the sum it splits rows by two."""
+    mesh = DeviceMesh(range(6), (3, 2))
+    tensor = cut(WHOLE.float(), mesh, "[S0,R|P1]")
+    with pytest.raises(LayoutError, match=r"where ranks go different ways.*start .* torchrun"):
+        getattr(tensor, name)(1).sum().to_global().backward()
+
+
 def test_a_job_that_has_ended_meanwhile_changes_nothing(tmp_path):
     mesh = DeviceMesh(range(4), (2, 2))
     left, right = torch.arange(15.0).reshape(5, 3), torch.arange(6.0).reshape(3, 2)

@@ -25,7 +25,6 @@ from shardspec.checkpoint.options import WriteKeywords, WriteOptions, WriteRepor
 from shardspec.checkpoint.output import Output
 from shardspec.checkpoint.prepare import Prepared, prepared_output
 from shardspec.checkpoint.storage.from_text import storage_path
-from shardspec.checkpoint.storage.path import StoragePath
 from shardspec.checkpoint.targets import Target
 from shardspec.comm.together import Processes
 from shardspec.layout.layout import Layout
@@ -245,9 +244,9 @@ def _converted(
     with processes.failing_together():
         save = processes.gather(os.urandom(8).hex())[0]
         prepared = processes.agree(lambda: prepare(save))
-        report = _report(prepared, output, options)
+        report = prepared.report
         if not options.dry_run:
-            processes.check_same(lambda: _facts(prepared, report, options))
+            processes.check_same(lambda: _facts(prepared, options))
             begun = Output(*prepared[:3], options, processes)
             written = begun.write()
             crc = 0
@@ -255,7 +254,7 @@ def _converted(
                 crc = int(crc32_combine(crc, value, num_bytes))
             digests = None
             if digests_file is not None:
-                to = written_format(prepared.format, options.way)
+                to = written_format(report.format, options.way)
                 digests = processes.agree(lambda: _digests(prepared.target, begun, to))
                 write = partial(write_digests, digests_file, digests, overwrite=options.overwrite)
                 processes.agree(lambda: write() if processes.rank == 0 else None)
@@ -268,28 +267,6 @@ def _converted(
                 digests=digests,
             )
     return replace(report, seconds=time.monotonic() - started)
-
-
-def _report(prepared: Prepared, output: StoragePath, options: WriteOptions) -> WriteReport:
-    """Return what is reported before anything is written."""
-    source, target = prepared[:2]
-    return WriteReport(
-        path=output.public(),
-        format=prepared.format,
-        read=source.format,
-        reads={
-            str(path).removeprefix(f"{source.directory}{os.sep}"): num_bytes
-            for path, num_bytes in sorted(prepared.reads.items())
-        },
-        tensors=len(target.tensors) + sum(len(source.pickled.get(n, ())) for n in target.carried),
-        writes={file.name: file.num_bytes for file in target.files},
-        left_out=_left_out(source, target),
-        sidecars=target.sidecars,
-        weight_files=sum(bool(file.extents) for file in target.files),
-        not_copied=target.not_copied,
-        filled=source.filled,
-        sharding=target.sharding if options.dry_run else {},
-    )
 
 
 def _digests(target: Target, output: Output, format: Format) -> Digests:
@@ -307,9 +284,9 @@ def _digests(target: Target, output: Output, format: Format) -> Digests:
     return Digests(digests)
 
 
-def _facts(prepared: Prepared, report: WriteReport, options: WriteOptions) -> dict[str, str]:
+def _facts(prepared: Prepared, options: WriteOptions) -> dict[str, str]:
     """Return what several processes that write one output have to agree on."""
-    source, target = prepared[:2]
+    source, target, _, report = prepared
     facts = {
         "output": str(storage_path(report.path).absolute()),
         "checkpoint": str(source.directory.absolute()),
@@ -325,12 +302,3 @@ def _facts(prepared: Prepared, report: WriteReport, options: WriteOptions) -> di
             f"{file.num_bytes} bytes with layout {layout.hexdigest()[:8]}"
         )
     return facts
-
-
-def _left_out(source: Catalog, target: Target) -> tuple[str, ...]:
-    """Return the names of the entries that the output lacks."""
-    names = sorted(source.extras.keys() - target.carried)
-    metadata = source.file_metadata
-    if (metadata.values.keys() | metadata.contradictions.keys()) - target.carried:
-        names.append("__metadata__")
-    return tuple(names)

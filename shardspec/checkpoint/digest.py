@@ -286,13 +286,13 @@ def read_digests(path: PurePath | str) -> Digests:
 
 def check_digests_file(path: StoragePath, output: StoragePath | None, *, overwrite: bool) -> None:
     """Check that a file of digests can be written, before anything else is."""
-    check_new_file(path, overwrite=overwrite)
     if output is not None and output.absolute() in (path.absolute(), *path.absolute().parents):
         raise CheckpointError(
             f"{path}: the digests would lie in the output {output}, which is replaced as a whole; "
             "put them beside it, with ",
             Argument("digests"),
         )
+    check_new_file(path, overwrite=overwrite)
 
 
 def write_digests(path: StoragePath, digests: Digests, *, overwrite: bool) -> None:

@@ -244,7 +244,7 @@ class Output:
         with prefetch_map(self._tasks(), work, ahead, threads) as done:
             try:
                 for _ in range(self._rounds):
-                    self.processes.agree(lambda: self._finish_tasks(done))
+                    self.processes.agree(lambda: list(islice(done, self._tasks_per_round)))
                 if self.processes.size > 1:
                     self.processes.agree(self.source.check_unchanged)
             except BaseException:
@@ -268,11 +268,6 @@ class Output:
                     writers[file] = stack.enter_context(self._staged.file(name))
                 for offset, data in self._blocks(file, number, files, buffers):
                     writers[file](offset, data)
-
-    def _finish_tasks(self, done: Iterator[None]) -> None:
-        """Wait for the tasks of a round."""
-        for _ in islice(done, self._tasks_per_round):
-            pass
 
     def _blocks(self, file: int, number: int, files: OpenFiles, buffers: Buffers) -> _Blocks:
         """Yield what goes into a file, and where; note the CRC-32 of all if it is computed.

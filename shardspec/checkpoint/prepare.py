@@ -5,7 +5,8 @@ own files, and those beside the weights that belong to it. A directory with any 
 refused, as is an output that would change its own source.
 """
 
-from collections.abc import Collection, Iterable, Mapping
+import os
+from collections.abc import Collection, Iterable
 from itertools import islice
 from pathlib import PurePath
 from typing import Final, NamedTuple
@@ -24,7 +25,7 @@ from shardspec.checkpoint.formats import (
 )
 from shardspec.checkpoint.numbers_of import config_of, mapped_source
 from shardspec.checkpoint.open import as_catalog, open_checkpoint
-from shardspec.checkpoint.options import WriteOptions
+from shardspec.checkpoint.options import WriteOptions, WriteReport
 from shardspec.checkpoint.sharding import ON_ONE_DEVICE, check_sharding, sharding_of
 from shardspec.checkpoint.storage.path import (
     Entry,
@@ -65,10 +66,8 @@ class Prepared(NamedTuple):
     """What it is made of: a checkpoint with maps applied."""
     target: Target
     destination: Destination
-    format: str
-    """By its name."""
-    reads: Mapping[StoragePath, int]
-    """The files that tensors are read from, and the bytes of their boxes, each read once."""
+    report: WriteReport
+    """What is known before anything is written."""
 
 
 def prepared_output(
@@ -96,7 +95,33 @@ def prepared_output(
         destination = check_destination(output, source, target, options.overwrite)
     names = (tensor.source for tensor in target.tensors)
     reads = check_tensors(source, names, options.verify, processes)
-    return Prepared(source, target, destination, format.name, reads)
+    report = WriteReport(
+        path=output.public(),
+        format=format.name,
+        read=source.format,
+        reads={
+            str(path).removeprefix(f"{source.directory}{os.sep}"): num_bytes
+            for path, num_bytes in sorted(reads.items())
+        },
+        tensors=len(target.tensors) + sum(len(source.pickled.get(n, ())) for n in target.carried),
+        writes={file.name: file.num_bytes for file in target.files},
+        left_out=_left_out(source, target),
+        sidecars=target.sidecars,
+        weight_files=sum(bool(file.extents) for file in target.files),
+        not_copied=target.not_copied,
+        filled=source.filled,
+        sharding=target.sharding if options.dry_run else {},
+    )
+    return Prepared(source, target, destination, report)
+
+
+def _left_out(source: Catalog, target: Target) -> tuple[str, ...]:
+    """Return the names of the entries that the output lacks."""
+    names = sorted(source.extras.keys() - target.carried)
+    metadata = source.file_metadata
+    if (metadata.values.keys() | metadata.contradictions.keys()) - target.carried:
+        names.append("__metadata__")
+    return tuple(names)
 
 
 # --- what it is made of

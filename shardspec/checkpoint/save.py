@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import PurePath
-from typing import Any, Literal, NamedTuple, overload
+from typing import Any, Literal, overload
 
 from shardspec.boxes import Box
 from shardspec.checkpoint import rank_state
@@ -138,17 +138,17 @@ def save_sharded(
         return PendingSave() if asynchronous else None
     place, mesh = storage_path(directory), chosen.mesh
     file = None if digests is None else storage_path(digests)
-    to = _To(place, overwrite, replicas, file)
+    save_to = partial(_save, place, overwrite, replicas, file)
     leader = mesh.ids[0] in chosen.addressable
 
     def described() -> Described:
         state = rank_state.describe(state_dict, chosen)
         if leader and not overwrite:
             _check_free(place)
-        if to.digests is not None:
+        if file is not None:
             require_no_sums(state.layouts)
             if leader:
-                check_digests_file(to.digests, None, overwrite=overwrite)
+                check_digests_file(file, None, overwrite=overwrite)
         return state
 
     with chosen.telling():
@@ -161,26 +161,24 @@ def save_sharded(
         tokens = chosen.gather(dict.fromkeys(chosen.addressable, os.urandom(8).hex()))
         save = tokens[mesh.ids[0]]
         if not asynchronous:
-            _save(what, to, save, chosen)
+            save_to(what, save, chosen)
             return None
         what = agree(chosen, lambda: copied(what))
         alone = set(chosen.addressable) == set(mesh.ids)
         talking = chosen if alone else StoreCommunicator(chosen, save)
-        chosen.pending = pending = PendingSave(lambda: _save(what, to, save, talking))
+        chosen.pending = pending = PendingSave(lambda: save_to(what, save, talking))
         return pending
 
 
-class _To(NamedTuple):
-    """Where and how a state dict is saved."""
-
-    path: StoragePath
-    overwrite: bool
-    replicas: Replicas
-    digests: StoragePath | None
-
-
-def _save(what: Described, to: _To, save: str, chosen: Communicator) -> None:
-    path, overwrite, replicas, digests = to
+def _save(
+    path: StoragePath,
+    overwrite: bool,
+    replicas: Replicas,
+    digests: StoragePath | None,
+    what: Described,
+    save: str,
+    chosen: Communicator,
+) -> None:
     mesh = chosen.mesh
     leader = mesh.ids[0] in chosen.addressable
     rank_state.check_same_state(what, chosen, replicas)

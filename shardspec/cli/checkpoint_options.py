@@ -36,6 +36,7 @@ def _as_path(text: str) -> PurePath:
 
 CHECKPOINT: Final = Kind("CKPT", _as_path, "file")  # a path, or a URL such as ``s3://bucket/model``
 OTHER: Final = Kind("OTHER", _as_path, "file")
+checkpoint_argument: Final = click.argument("checkpoint", type=CHECKPOINT, metavar="CKPT")
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,10 +268,11 @@ layout_option: Final = click.option(
 
 def check_layout(maps: MapOptions, rules: dict[str, str] | None) -> None:
     """Raise `click.UsageError` if other options contradict ``--layout``."""
+    of_map = maps.map is not None or maps.sizes is not None or maps.reverse_map
     refuse_if(
-        maps.model is None or bool(rules) or maps.names is not None,
+        maps.model is None or bool(rules) or maps.names is not None or of_map,
         "--layout says how the model of --model is named and sharded; give --model, and leave "
-        "out --names, --rules and --rule",
+        "out --names, --map, --sizes, --reverse-map, --rules and --rule",
     )
 
 

@@ -22,16 +22,8 @@ from shardspec.checkpoint.verify import (
     values_to_compare,
     verify_checkpoint,
 )
+from shardspec.cli import checkpoint_options as ckpt
 from shardspec.cli import options as opts
-from shardspec.cli.checkpoint_options import (
-    CHECKPOINT,
-    OTHER,
-    MapOptions,
-    SourceOptions,
-    choice_options,
-    map_options,
-    source_options,
-)
 from shardspec.cli.output import name_text, path_text, progress_bar, say, say_json
 from shardspec.errors import CheckpointError
 from shardspec.text import bytes_text, counted, printable, shown, table_text
@@ -42,10 +34,10 @@ _TOLERANCE: Final = opts.Kind("NUMBER", opts.parse_number)
 
 
 @click.command(cls=opts.Command)
-@click.argument("checkpoint", type=CHECKPOINT, metavar="CKPT")
+@ckpt.checkpoint_argument
 @click.option(
     "--against",
-    type=OTHER,
+    type=ckpt.OTHER,
     help="Compare the bits of every tensor with this checkpoint or safetensors file too.",
 )
 @click.option(
@@ -55,18 +47,18 @@ _TOLERANCE: Final = opts.Kind("NUMBER", opts.parse_number)
     help="Compare digests with this file of 'shardspec digest', merge, reshard or save_sharded.",
 )
 @click.option("--all", "every", is_flag=True, help="List all flaws, not only the first.")
-@map_options
-@choice_options
-@source_options
+@ckpt.map_options
+@ckpt.choice_options
+@ckpt.source_options
 @opts.json_option("Print all flaws as JSON.")
 def verify_command(
     checkpoint: PurePath,
     against: PurePath | None,
     digests_file: PurePath | None,
     every: bool,
-    maps: MapOptions,
+    maps: ckpt.MapOptions,
     choice: dict[str, Any],
-    source: SourceOptions,
+    source: ckpt.SourceOptions,
     as_json: bool,
 ) -> None:
     """Check that the checkpoint CKPT is complete and matches the digests stored in it, if any.
@@ -138,15 +130,15 @@ def verify_command(
 
 
 @click.command(cls=opts.Command)
-@click.argument("a", type=CHECKPOINT, metavar="A")
-@click.argument("b", type=CHECKPOINT, metavar="B")
+@click.argument("a", type=ckpt.CHECKPOINT, metavar="A")
+@click.argument("b", type=ckpt.CHECKPOINT, metavar="B")
 @click.option(
     "--atol", type=_TOLERANCE, default="0", help="Ignore absolute differences up to NUMBER."
 )
 @click.option("--rtol", type=_TOLERANCE, default="0", help="Ignore differences up to NUMBER × |B|.")
 @click.option("--stats", is_flag=True, help="Print the share of elements that differ, by group.")
-@choice_options
-@source_options
+@ckpt.choice_options
+@ckpt.source_options
 @opts.json_option("Print all differences as JSON.")
 def diff_command(
     a: PurePath,
@@ -155,7 +147,7 @@ def diff_command(
     rtol: float,
     stats: bool,
     choice: dict[str, Any],
-    source: SourceOptions,
+    source: ckpt.SourceOptions,
     as_json: bool,
 ) -> None:
     """Compare two checkpoints of any formats tensor by tensor; the exit code is 3 if they differ.
@@ -265,7 +257,7 @@ def _changes(sizes: Mapping[str, int], extents: Mapping[str, DiffExtent]) -> dic
 
 
 @click.command(cls=opts.Command)
-@click.argument("checkpoint", type=CHECKPOINT, metavar="CKPT")
+@ckpt.checkpoint_argument
 @opts.output_option("Write the digest of every tensor to a file, for 'shardspec verify'.")
 @click.option(
     "--seed",
@@ -273,17 +265,17 @@ def _changes(sizes: Mapping[str, int], extents: Mapping[str, DiffExtent]) -> dic
     default=0,
     help="Use other keys; only digests of the same seed can be compared.",
 )
-@map_options
-@source_options
-@choice_options
+@ckpt.map_options
+@ckpt.source_options
+@ckpt.choice_options
 @opts.overwrite_option
 @opts.json_option("Print all digests as JSON.")
 def digest_command(
     checkpoint: PurePath,
     output: PurePath | None,
     seed: int,
-    maps: MapOptions,
-    source: SourceOptions,
+    maps: ckpt.MapOptions,
+    source: ckpt.SourceOptions,
     choice: dict[str, Any],
     overwrite: bool,
     as_json: bool,

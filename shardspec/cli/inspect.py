@@ -13,12 +13,8 @@ import click
 from shardspec.checkpoint.catalog import AnyOutline, box_text
 from shardspec.checkpoint.inspect import CheckpointSummary, inspect_checkpoint, other_text
 from shardspec.checkpoint.layers import repeated_layers
+from shardspec.cli import checkpoint_options as ckpt
 from shardspec.cli import options as opts
-from shardspec.cli.checkpoint_options import (
-    CHECKPOINT,
-    SourceOptions,
-    source_options,
-)
 from shardspec.cli.output import name_text, path_text, say, say_json, say_parts
 from shardspec.errors import CheckpointError
 from shardspec.layout.layout import Layout
@@ -35,7 +31,7 @@ _INDEX: Final = opts.numbers_kind(
 
 
 @click.command(cls=opts.Command)
-@click.argument("checkpoint", type=CHECKPOINT, metavar="CKPT")
+@ckpt.checkpoint_argument
 @click.option(
     "--tensor",
     metavar="PATTERN",
@@ -53,7 +49,7 @@ _INDEX: Final = opts.numbers_kind(
     help="Only tensors with equal boxes on several ranks, or with boxes of different shapes.",
 )
 @click.option("--full", is_flag=True, help="A row for every tensor, even if layers are alike.")
-@source_options
+@ckpt.source_options
 @opts.json_option("Print everything as JSON.")
 def inspect_command(
     checkpoint: PurePath,
@@ -62,7 +58,7 @@ def inspect_command(
     picture: bool,
     only: str | None,
     full: bool,
-    source: SourceOptions,
+    source: ckpt.SourceOptions,
     as_json: bool,
 ) -> None:
     """Show mesh, tensors, specs and sizes of the checkpoint CKPT, and what each rank stored.

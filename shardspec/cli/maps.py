@@ -113,7 +113,7 @@ def _shapes(place: str) -> "tuple[dict[str, tuple[int, ...]], Catalog | None]":
 
 
 @click.command(cls=opts.Command)
-@click.argument("checkpoint", type=ckpt.CHECKPOINT, metavar="CKPT")
+@ckpt.checkpoint_argument
 @opts.cluster_options
 @ckpt.rule_options
 @ckpt.map_options

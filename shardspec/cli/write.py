@@ -282,7 +282,7 @@ def _sharding_text(sharding: Mapping[str, tuple[str, str]]) -> str:
 
 
 @click.command(cls=opts.Command)
-@click.argument("checkpoint", type=ckpt.CHECKPOINT, metavar="CKPT")
+@ckpt.checkpoint_argument
 @opts.output_option(
     "The file to write; a directory for the formats huggingface and dcp.",
     type=opts.PLACE,
@@ -341,7 +341,7 @@ def merge_command(
 
 
 @click.command(cls=opts.Command)
-@click.argument("checkpoint", type=ckpt.CHECKPOINT, metavar="CKPT")
+@ckpt.checkpoint_argument
 @opts.output_option("The directory to write.", type=opts.PLACE, metavar="OUT", required=True)
 @click.option(
     "--mesh",

@@ -66,7 +66,7 @@ def _stage(
         dtype_of=lambda _: shard.dtype,
         source=dict.fromkeys(range(count), shard),
         source_region=lambda piece, strides, device: _within(
-            piece.box, transfers.held[device], strides
+            piece.box, transfers.boxes_before[device], strides
         ),
         one_by_one=True,
     )

@@ -145,7 +145,7 @@ class DeviceTransfers:
     device: int
     members: tuple[int, ...]
     """The devices that transfer data among themselves, in the same order on all of them."""
-    held: Mapping[int, Box]
+    boxes_before: Mapping[int, Box]
     """The box of each device before the step."""
     after: Box
     """The box of this device after the step."""
@@ -159,7 +159,7 @@ class DeviceTransfers:
     @property
     def before(self) -> Box:
         """The box of this device before the step."""
-        return self.held[self.device]
+        return self.boxes_before[self.device]
 
     @property
     def op(self) -> ReduceOp | None:

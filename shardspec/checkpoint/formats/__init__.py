@@ -57,9 +57,6 @@ class OpenOptions(NamedTuple):
     """How they have sharded tensors: pattern of names to spec, or a TOML file of such."""
 
 
-DEFAULT: Final = OpenOptions()
-
-
 class FileStart(NamedTuple):
     """How a file begins."""
 

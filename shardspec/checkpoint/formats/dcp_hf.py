@@ -68,7 +68,7 @@ def _open(directory: StoragePath, options: OpenOptions) -> Catalog:
     beside = home.parent.names() if home.name == "sharded" else []
     if any(is_index(name) or is_data_file(name) for name in beside):
         # torch has written the merged model above the shards.
-        whole = huggingface.open_model(home.parent)
+        whole = huggingface.open_model(home.parent, options)
         merged = dict(zip(whole.names, map(whole.tensor, whole.names), strict=True))
         in_shards, in_merged = (
             {name: f"{x.dtype} of shape {list(x.shape)}" for name, x in group.items()}

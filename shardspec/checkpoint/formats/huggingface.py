@@ -15,7 +15,6 @@ from typing import Final
 
 from shardspec.checkpoint.catalog import Catalog
 from shardspec.checkpoint.formats import (
-    DEFAULT,
     Format,
     OpenOptions,
     Wanted,
@@ -42,7 +41,7 @@ def _recognises(names: Collection[str]) -> bool:
     return any(is_index(name) or is_data_file(name) for name in names)
 
 
-def open_model(place: StoragePath, _: OpenOptions = DEFAULT) -> Catalog:
+def open_model(place: StoragePath, _: OpenOptions) -> Catalog:
     """Read an index or that of a directory; without an index, all safetensors files in it."""
     if is_index(place.name) and not place.is_dir():
         return safetensors.open_files(place.parent, files_of_index(place))

@@ -27,7 +27,6 @@ from shardspec.tensor.operators.call import (
     RandomDraws,
     Result,
     earlier_calls,
-    is_limit_of_simulation,
     run_call,
 )
 from shardspec.tensor.operators.conditions import is_mean, layout_facts, never_merge_gathers
@@ -37,6 +36,7 @@ from shardspec.tensor.operators.simulated import (
     each_draws,
     simulated_mesh,
     untracked,
+    within_limits,
 )
 from shardspec.tensor.operators.tensor import TensorLike
 from shardspec.tensor.operators.watch import is_alias, specs_text
@@ -79,6 +79,9 @@ def apply(function: Function, args: Sequence[object], kwargs: Mapping[str, objec
     facts = [layout_facts(tensor.layout) for tensor in tensors]
     if is_mean(name, kwargs) and any(each.is_sharded for each in facts):
         return apply(function, args, {**kwargs, "reduction": "none"}).mean()
+    # torch would give plain tensors DTensors as gradients.
+    plain = {id(leaf): _replicated(leaf, first) for leaf in leaves if _has_gradient(leaf)}
+    call = replace(call, leaves=[plain.get(id(leaf), leaf) for leaf in leaves])
     if first.is_simulated:
         return _in_simulation(call)
     if any(each.is_uneven_over_axes for each in facts):
@@ -113,9 +116,11 @@ def _at_once(function: Function, args: Sequence[object]) -> TensorLike | None:
 def _in_job(call: Call) -> Any:  # noqa: ANN401
     """Carry out a call on the shards of this rank; the other ranks do the same."""
     first = call.tensors[0]
-    theirs = {id(leaf): _in_torch(leaf, first) for leaf in call.leaves}
-    tensors = {number: leaf for number, leaf in theirs.items() if isinstance(leaf, TorchDTensor)}
-    tracked = torch.is_grad_enabled() and any(t.requires_grad for t in tensors.values())
+    tensors = {id(tensor): tensor.to_torch() for tensor in call.tensors}
+    others = [leaf for leaf in call.leaves if isinstance(leaf, TorchDTensor)]
+    tracked = torch.is_grad_enabled() and any(
+        tensor.requires_grad for tensor in (*tensors.values(), *others)
+    )
     drawing: RandomDraws | None = None
     if first.to_torch().device_mesh.device_type == "cpu" and _draws(call):
         drawing = partial(_drawing, first, _source(call.kwargs.get("generator")))
@@ -137,12 +142,8 @@ def _in_simulation(call: Call) -> Any:  # noqa: ANN401
     """Carry out a call on the shards of all devices."""
     first = call.tensors[0]
     mesh, made = first.layout.mesh, first._made
-    plain = {id(leaf): _replicated(leaf, first) for leaf in call.leaves if _has_gradient(leaf)}
     # Random numbers of devices come from separate generators.
-    leaves = [
-        None if isinstance(leaf, torch.Generator) else plain.get(id(leaf), leaf)
-        for leaf in call.leaves
-    ]
+    leaves = [None if isinstance(leaf, torch.Generator) else leaf for leaf in call.leaves]
     inner = replace(call, leaves=leaves)
     tensors = list({id(tensor): tensor for tensor in inner.tensors}.values())
     shards = [list(tensor.shards.values()) for tensor in tensors]
@@ -160,17 +161,9 @@ def _in_simulation(call: Call) -> Any:  # noqa: ANN401
             id(tensor): torch_dtensor(local, tensor.layout, torch_mesh)
             for tensor, local in zip(tensors, locals_, strict=True)
         }
-        try:
+        specs = specs_text(str(tensor.layout.labelled_spec) for tensor in tensors)
+        with within_limits(call.shown, specs):
             returned = run_call(inner, given, tracked=tracked, frozen=tracked, drawing=drawing)
-        except AssertionError as error:
-            if not is_limit_of_simulation(error):
-                raise
-            specs = specs_text(str(tensor.layout.labelled_spec) for tensor in tensors)
-            raise LayoutError(
-                f"{call.shown}: torch {torch.__version__} cannot simulate it on {specs}, "
-                "where ranks go different ways; redistribute first, or start the program with "
-                "torchrun"
-            ) from None
         results[:] = [returned]
         return [local_of(each.tensor) for each in tree_leaves(results) if _is_new(each)]
 
@@ -198,10 +191,7 @@ def _in_simulation(call: Call) -> Any:  # noqa: ANN401
 
 
 def _has_gradient(leaf: object) -> bool:
-    """Return whether this is a plain tensor, here a scalar, whose gradient is tracked.
-
-    As it is, torch would give it a DTensor as gradient.
-    """
+    """Return whether this is a plain tensor, here a scalar, whose gradient is tracked."""
     if isinstance(leaf, TorchDTensor) or not isinstance(leaf, torch.Tensor):
         return False
     return leaf.requires_grad and torch.is_grad_enabled()
@@ -209,23 +199,14 @@ def _has_gradient(leaf: object) -> bool:
 
 def _replicated(leaf: torch.Tensor, first: TensorLike) -> TensorLike:
     """Return a plain scalar tensor as a replicated DTensor."""
-    mesh = first.layout.mesh
-    shards = dict(zip(mesh.ids, copies_of(leaf, len(mesh.ids)), strict=True))
-    return first._made(Layout(mesh, ShardingSpec(0), (), leaf.dtype), first.communicator, shards)
+    devices = first.communicator.addressable
+    shards = dict(zip(devices, copies_of(leaf, len(devices)), strict=True))
+    layout = Layout(first.layout.mesh, ShardingSpec(0), (), leaf.dtype)
+    return first._made(layout, first.communicator, shards)
 
 
 def _is_new(leaf: object) -> bool:
     return isinstance(leaf, Result) and leaf.given is None
-
-
-def _in_torch(leaf: Any, first: TensorLike) -> Any:  # noqa: ANN401
-    """Return an argument as torch's DTensor if it is one of ours or needs a gradient."""
-    if isinstance(leaf, TensorLike):
-        return leaf.to_torch()
-    if not _has_gradient(leaf):
-        return leaf
-    layout = Layout(first.layout.mesh, ShardingSpec(0), (), leaf.dtype)
-    return torch_dtensor(leaf, layout, first.to_torch().device_mesh)
 
 
 def _check_out(name: str, sharded: Sequence[TensorLike], out: object) -> None:

@@ -27,6 +27,7 @@ from shardspec.interop.torch_parts import like_parts, parts_of, shard_memory
 from shardspec.layout.layout import Layout
 from shardspec.layout.spec import ShardingSpec
 from shardspec.tensor.operators.conditions import arguments_for, layout_facts
+from shardspec.tensor.operators.simulated import is_branch_of_rank
 from shardspec.tensor.operators.tensor import TensorLike
 from shardspec.tensor.operators.watch import Watch, is_alias, is_copy_of, specs_text
 
@@ -286,7 +287,7 @@ def run_call(
         if call.sets_part and (lost or _NEEDS_WHOLE in str(error)) and not copies:
             _set_in_whole(in_torch)
             return None
-        if isinstance(error, ShardSpecError) or is_limit_of_simulation(error):
+        if isinstance(error, ShardSpecError) or is_branch_of_rank(error):
             raise
         refusal = in_torch.refusal(error)
         if refusal is not None:
@@ -327,11 +328,6 @@ def run_call(
     helped = strided or copies or replaced or drawing or call.name in _ATTENTION
     earlier.is_plain = earlier.is_right and not helped and in_torch.made_new(result, returned)
     return returned
-
-
-def is_limit_of_simulation(error: Exception) -> bool:
-    """Return whether torch failed because simulated ranks would take different branches."""
-    return isinstance(error, AssertionError) and not any(isinstance(a, str) for a in error.args)
 
 
 def _check_gradient(call: Call) -> None:
