@@ -8,7 +8,7 @@ from typing import Final
 
 from shardspec.errors import InputFileError, ShardSpecError
 
-_MOST_CONFIG_BYTES: Final = 64 << 20
+_MAX_JSON_BYTES: Final = 64 << 20
 
 
 def open_regular(path: PurePath, error: type[ShardSpecError]) -> int:
@@ -37,13 +37,12 @@ def read_input_file(path: PurePath, most_bytes: int) -> bytes:
     return data
 
 
-def read_config(path: PurePath) -> dict[str, object]:
-    """Return the object in a JSON file; raises `InputFileError` if there is none."""
-    data = read_input_file(path, _MOST_CONFIG_BYTES)
+def read_json_object(path: PurePath) -> dict[str, object]:
+    """Return the object that a JSON file has, as a model's config; else raises `InputFileError`."""
     try:
-        config = json.loads(data)
+        value = json.loads(read_input_file(path, _MAX_JSON_BYTES))
     except (ValueError, RecursionError) as error:
         raise InputFileError(f"{path}: cannot be read: {error}") from None
-    if not isinstance(config, dict):
+    if not isinstance(value, dict):
         raise InputFileError(f"{path}: holds no JSON object")
-    return config
+    return value

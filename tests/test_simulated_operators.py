@@ -1,6 +1,8 @@
 """torch's operators where one process holds the shards of all devices, beside whole tensors."""
 
 import threading
+from itertools import permutations
+from math import inf
 from typing import Any
 
 import pytest
@@ -8,8 +10,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from shardspec import DeviceMesh, DTensor
-from shardspec.errors import LayoutError, MeshError, ShardSpecError
+from shardspec import DeviceMesh, DTensor, ShardSpecError
+from shardspec.errors import LayoutError, MeshError
 from tests.conversions import index_of
 from tests.simulated_tensors import all_specs, check
 from tests.simulated_tensors import cut as cut_as_it_is
@@ -129,6 +131,25 @@ def test_writes_reach_the_shards():
     pending = DTensor.from_local(shares, mesh, "[R,R|P0]")
     pending.fill_(4)
     assert pending.to_global().tolist() == torch.full((7, 5), 4.0).tolist()
+
+
+def test_earlier_calls_are_told_apart_by_all_that_decides_what_torch_does():
+    """A call that was right is not watched again; one that is written otherwise is."""
+    mesh, mask = DeviceMesh(range(2)), [True, False, True]
+    keys = [[0, 2], (0, 2), mask, [1, 0, 1], (slice(0, 2), 1), 1]
+    for number, pair in enumerate(permutations(keys, 2)):
+        for spec in ("[R,S0]", "[S0,R]"):
+            for key in pair:
+                # Of a size without earlier calls.
+                whole = torch.zeros(3, 20 + number)
+                tensor = Cut(whole, mesh, spec)
+                tensor[key] = whole[key] = 9.0
+                assert torch.equal(tensor.to_global(), whole), (pair, spec)
+    few = torch.tensor([3.0, -4.0])
+    for order in (2.0, inf, 1.0, -1.0, -inf, 0.5):
+        tensor = Cut(few, DeviceMesh(range(3)), "[S0]")
+        for norm in (torch.linalg.vector_norm(tensor, order), torch.norm(tensor, p=order)):
+            torch.testing.assert_close(norm.to_global(), torch.linalg.vector_norm(few, order))
 
 
 WRITES: list[Any] = [

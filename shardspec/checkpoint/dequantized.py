@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardspec.checkpoint.blocks import from_mx, from_scaled, powers_of_two
-from shardspec.checkpoint.catalog import Catalog, StoredTensor, check_tiling, whole_box
+from shardspec.checkpoint.catalog import Catalog, StoredTensor, whole_box
 from shardspec.checkpoint.check_quantized import quantised_in
 from shardspec.checkpoint.choice import Choice
 from shardspec.checkpoint.computed import (
@@ -25,6 +25,7 @@ from shardspec.checkpoint.numeric import numbers
 from shardspec.checkpoint.quantized import of_computed, sections, sections_of
 from shardspec.checkpoint.read_boxes import Buffers
 from shardspec.checkpoint.schemes import MX, Coded, coded, schemes_in
+from shardspec.checkpoint.tiling import check_tiling
 from shardspec.dtypes import dtype_name, item_bytes
 from shardspec.errors import QuantisedError
 from shardspec.text import Argument

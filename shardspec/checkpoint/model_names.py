@@ -20,7 +20,7 @@ from shardspec.families.family import NamesOf, family_of
 from shardspec.families.maps import chain_of, refuse
 from shardspec.families.model import Model, model_of
 from shardspec.families.recognise import Recognised, recognise
-from shardspec.input_files import read_config
+from shardspec.input_files import read_json_object
 from shardspec.resharding.name_map import NameMap
 from shardspec.resharding.patterns import filled
 from shardspec.resharding.sizes import text_config
@@ -181,7 +181,7 @@ def model_names(
         place = Path(model)
         if place.is_dir():
             place = place / "config.json"
-        config = read_config(place)
+        config = read_json_object(place)
         # What lies beside a file of another name need not be of this model.
         home = storage_path(str(place.parent)) if place.name == "config.json" else None
     with _about_input():

@@ -402,14 +402,19 @@ def _torchao(metadata: Mapping[str, str]) -> Iterator[tuple[str, tuple[Shape, st
 def sections(directory: StoragePath) -> Iterator[dict[str, object]]:
     """Yield the parts of configs that say how weights are quantised."""
     for name, whole in _CONFIGS.items():
-        if not (directory / name).is_file():
-            continue
-        with file_inside(directory, name, directory).open() as file:
-            stated = _json(file.read(0, min(file.num_bytes, _MOST_CONFIG_BYTES)))
+        stated = json_beside(directory, name)
         if whole and isinstance(stated, dict):
             yield stated
         else:
             yield from sections_of(stated)
+
+
+def json_beside(directory: StoragePath, name: str) -> object:
+    """Return what a JSON file in a directory says; None if none is there that can be read."""
+    if not (directory / name).is_file():
+        return None
+    with file_inside(directory, name, directory).open() as file:
+        return _json(file.read(0, min(file.num_bytes, _MOST_CONFIG_BYTES)))
 
 
 def sections_of(config: object) -> Iterator[dict[str, object]]:

@@ -12,7 +12,6 @@ from shardspec.checkpoint.blocks import to_mx, to_scaled
 from shardspec.checkpoint.catalog import (
     Catalog,
     StoredTensor,
-    check_tiling,
 )
 from shardspec.checkpoint.check_quantized import quantised_in
 from shardspec.checkpoint.choice import Choice, Patterns, wanted_names
@@ -27,6 +26,7 @@ from shardspec.checkpoint.numeric import cast
 from shardspec.checkpoint.quantized import Shape, sections, sections_of
 from shardspec.checkpoint.read_boxes import Buffers
 from shardspec.checkpoint.schemes import MX, QUANTIZATIONS, ScaleRule
+from shardspec.checkpoint.tiling import check_tiling
 from shardspec.dtypes import dtype_name, is_cast, is_floating, item_bytes, packed
 from shardspec.errors import CheckpointError, DTypeError
 from shardspec.families.linear import LinearLayers, is_listed, module_of

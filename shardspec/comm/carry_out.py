@@ -68,8 +68,6 @@ def _stage(
         source_region=lambda piece, strides, device: _within(
             piece.box, transfers.held[device], strides
         ),
-        num_places=count,
-        num_dims=shard.dim(),
         one_by_one=True,
     )
     if op is None:

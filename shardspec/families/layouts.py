@@ -11,7 +11,7 @@ from shardspec.errors import LayoutError
 from shardspec.families.family import NamesOf, family_of
 from shardspec.families.model import model_of
 from shardspec.families.plans import TensorPlan, plan_specs
-from shardspec.input_files import read_config
+from shardspec.input_files import read_json_object
 from shardspec.layout.layout import Layout
 from shardspec.layout.spec import DimSpec, Part, ShardingSpec
 from shardspec.mesh.device_mesh import Axis, DeviceMesh
@@ -144,7 +144,7 @@ def model_layouts(
     """
     if not isinstance(config, Mapping):
         place = Path(config)
-        config = read_config(place / "config.json" if place.is_dir() else place)
+        config = read_json_object(place / "config.json" if place.is_dir() else place)
     parsed = parse_layout(layout)
     return _Sharded(config, parsed, device_mesh, dtype).layouts()
 

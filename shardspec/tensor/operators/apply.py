@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -17,7 +17,7 @@ from torch.distributed.tensor.experimental import implicit_replication
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
 from shardspec.errors import LayoutError
-from shardspec.interop.torch_dtensor import local_of, torch_dtensor
+from shardspec.interop.torch_dtensor import layout_of, local_of, torch_dtensor
 from shardspec.interop.torch_parts import parts_of, shard_memory
 from shardspec.layout.layout import Layout
 from shardspec.layout.spec import ShardingSpec
@@ -26,6 +26,7 @@ from shardspec.tensor.operators.call import (
     Function,
     RandomDraws,
     Result,
+    earlier_calls,
     is_limit_of_simulation,
     run_call,
 )
@@ -42,8 +43,8 @@ from shardspec.tensor.operators.watch import is_alias, specs_text
 from shardspec.tensor.run import copies_of
 from shardspec.tensor.shards import check_copies
 
-_DECISIVE: Final = (int, float, torch.dtype, type(None))
-"""Arguments that, with layouts, determine the layout of a result; of floats only the type does."""
+_DECISIVE: Final = (TensorLike, int, float, torch.dtype, type(None))
+"""Arguments by which earlier calls are looked up at once."""
 _DROPOUT_PLACE: Final = 4
 """The position of the probability among the arguments of attention."""
 _RANDOM: Final = re.compile(
@@ -56,11 +57,9 @@ _RANDOM: Final = re.compile(
 
 def apply(function: Function, args: Sequence[object], kwargs: Mapping[str, object]) -> Any:  # noqa: ANN401
     """Call a torch function with DTensors among its arguments, which may be nested."""
-    results = None if kwargs else _results_of(function, args)
-    if results:
-        result = _at_once(function, args, results)
-        if result is not None:
-            return result
+    result = None if kwargs else _at_once(function, args)
+    if result is not None:
+        return result
     leaves, structure = tree_flatten((tuple(args), dict(kwargs)))
     call = Call(function, args, kwargs, leaves, structure)
     tensors, name = call.tensors, call.shown
@@ -82,70 +81,43 @@ def apply(function: Function, args: Sequence[object], kwargs: Mapping[str, objec
         return apply(function, args, {**kwargs, "reduction": "none"}).mean()
     if first.is_simulated:
         return _in_simulation(call)
-    merge_gathers = not any(each.is_uneven_over_axes for each in facts)
-    return _in_job(call, results if merge_gathers else None, merge_gathers=merge_gathers)
+    if any(each.is_uneven_over_axes for each in facts):
+        never_merge_gathers(first.to_torch().device_mesh)
+    return _in_job(call)
 
 
-@lru_cache(maxsize=4096, typed=True)
-def _results(*_call: object) -> dict[bool, Layout]:
-    """Return a mutable record of the layouts of results that torch computed without help.
+def _at_once(function: Function, args: Sequence[object]) -> TensorLike | None:
+    """Return the result of a call in a job that needed no help earlier; None otherwise.
 
-    The key says whether gradients were tracked. Calls with the same arguments share a record.
-    """
-    return {}
-
-
-def _results_of(function: Function, args: Sequence[object]) -> dict[bool, Layout] | None:
-    """Return `_results` of a call in a job; None if its result depends on other arguments."""
-    key: list[object] = []
-    for arg in args:
-        if isinstance(arg, TensorLike):
-            if arg.is_copied_part or arg.is_simulated:
-                return None
-            key.append(arg.layout)
-        elif isinstance(arg, _DECISIVE):
-            key.append(float if isinstance(arg, float) else arg)
-        else:
-            return None
-    return _results(function, *key)
-
-
-def _at_once(
-    function: Function, args: Sequence[object], layouts: Mapping[bool, Layout]
-) -> TensorLike | None:
-    """Return the result of a call known to be correct on its layouts; None otherwise.
-
-    None as well if the result shares memory.
+    None as well if the call depends on other arguments, or the result shares memory.
     """
     ours = [arg for arg in args if isinstance(arg, TensorLike)]
-    theirs = [arg.to_torch() if isinstance(arg, TensorLike) else arg for arg in args]
-    tensors = [tensor for tensor in theirs if isinstance(tensor, TorchDTensor)]
-    layout = layouts.get(torch.is_grad_enabled() and any(t.requires_grad for t in tensors))
-    if layout is None:
+    if any(tensor.is_copied_part or tensor.is_simulated for tensor in ours) or not all(
+        isinstance(arg, _DECISIVE) for arg in args
+    ):
         return None
+    tracked = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in ours)
+    layouts = [tensor.layout for tensor in ours]
+    if not earlier_calls(function, args, {}, layouts, tracked=tracked).is_plain:
+        return None
+    theirs = [arg.to_torch() if isinstance(arg, TensorLike) else arg for arg in args]
     with implicit_replication():
         result = function(*theirs)
-    if any(is_alias(result, tensor) for tensor in tensors):
+    if any(is_alias(result, tensor) for tensor in theirs if isinstance(tensor, TorchDTensor)):
         return None
+    # Autocast and the default dtype may differ from those of earlier calls.
+    layout = layout_of(result, ours[0].layout.mesh)
     return ours[0]._made(layout, ours[0].communicator, None, result)
 
 
-def _in_job(
-    call: Call,
-    results: dict[bool, Layout] | None,
-    *,
-    merge_gathers: bool,
-) -> Any:  # noqa: ANN401
+def _in_job(call: Call) -> Any:  # noqa: ANN401
     """Carry out a call on the shards of this rank; the other ranks do the same."""
     first = call.tensors[0]
-    mesh = first.to_torch().device_mesh
-    if not merge_gathers:
-        never_merge_gathers(mesh)
     theirs = {id(leaf): _in_torch(leaf, first) for leaf in call.leaves}
     tensors = {number: leaf for number, leaf in theirs.items() if isinstance(leaf, TorchDTensor)}
     tracked = torch.is_grad_enabled() and any(t.requires_grad for t in tensors.values())
     drawing: RandomDraws | None = None
-    if mesh.device_type == "cpu" and _draws(call):
+    if first.to_torch().device_mesh.device_type == "cpu" and _draws(call):
         drawing = partial(_drawing, first, _source(call.kwargs.get("generator")))
 
     def ours(leaf: object) -> object:
@@ -158,10 +130,7 @@ def _in_job(
         wrapped.is_copied_part = leaf.is_copied_part
         return wrapped
 
-    result = run_call(call, tensors, tracked=tracked, drawing=drawing)
-    if results is not None and isinstance(result, Result) and result.is_plain and not drawing:
-        results[tracked] = result.layout
-    return tree_map(ours, result)
+    return tree_map(ours, run_call(call, tensors, tracked=tracked, drawing=drawing))
 
 
 def _in_simulation(call: Call) -> Any:  # noqa: ANN401
