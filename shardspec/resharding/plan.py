@@ -151,7 +151,7 @@ class ReshardPlan(StateCopies):
             raise it too when they are read.
         """
         from shardspec.resharding.execute import run_reshard
-        from shardspec.resharding.receipts import Receipt, WantedReceipt
+        from shardspec.resharding.receipts import Receipt
 
         if version is not None and not receipt:
             raise LayoutError(f"version={version} is for a receipt; give receipt=True too")
@@ -161,8 +161,7 @@ class ReshardPlan(StateCopies):
                     f"a plan that {self.executor} gives no receipt; compare digest(out)"
                 )
             return self.executor.run(self, state, out)
-        wanted = WantedReceipt(version) if receipt else None
-        filled, arrived = run_reshard(self, state, out, wanted)
+        filled, arrived = run_reshard(self, state, out, receipt=receipt, version=version)
         # A rank outside all meshes has nothing to receive.
         return (filled, arrived or Receipt(version, Digests({}))) if receipt else filled
 
