@@ -368,7 +368,8 @@ def _tile_lanes(array: NDArray[np.generic], box: Box, shape: tuple[int, ...], se
     if box_shape(box[dim + 1 :]) != inner:
         # Gaps between the elements of a row are filled with zeros, which add nothing.
         filled = np.zeros((*array.shape[: dim + 1], *inner), array.dtype)
-        filled[(..., *slices_within(box[dim + 1 :], tuple((0, size) for size in inner)))] = array
+        inside = slices_within(box[dim + 1 :], tuple((0, size) for size in inner))
+        filled[(slice(None),) * (dim + 1) + inside] = array
         array = filled
     first, last = lo * size, hi * size
     part = array.reshape(len(rows), last - first)
