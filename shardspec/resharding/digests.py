@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import pairwise
+from itertools import chain, pairwise
 from math import prod
 from typing import Final
 
@@ -343,13 +343,17 @@ def _outer(intervals: Box, sizes: Iterable[int]) -> _Words:
 
 def _lanes(array: NDArray[np.generic], box: Box, shape: tuple[int, ...], seed: int) -> _Words:
     """Return what the elements of a box add to the lanes."""
-    straight = not box or array.strides[-1] == array.itemsize or array.shape[-1] == 1
-    lanes = np.zeros(LANES, np.uint64)
-    for tile in _tiles(box, array.itemsize, straight=straight):
+    width, lanes = array.itemsize, np.zeros(LANES, np.uint64)
+    straight = not box or array.strides[-1] == width or array.shape[-1] == 1
+    (lo, hi) = box[-1] if box else (0, 1)
+    columns = (hi - lo if straight else _TILE_ROW_BYTES // width) or 1
+    most = (_CHUNK_BYTES if straight else _TILE_BYTES) // width
+    strips = ((*box[:-1], (at, min(at + columns, hi)))[: len(box)] for at in range(lo, hi, columns))
+    for tile in chain.from_iterable(chunks(strip, most) for strip in strips):
         part = array[slices_within(tile, box)]
         if not straight:
             row_major = np.empty(part.shape, part.dtype)
-            for piece in chunks(tile, _STEP_BYTES // array.itemsize):
+            for piece in chunks(tile, _STEP_BYTES // width):
                 inside = slices_within(piece, tile)
                 # Copied in its own order of memory first, it lies in the cache.
                 row_major[inside] = part[inside].copy("K")
@@ -368,7 +372,8 @@ def _tile_lanes(array: NDArray[np.generic], box: Box, shape: tuple[int, ...], se
     if box_shape(box[dim + 1 :]) != inner:
         # Gaps between the elements of a row are filled with zeros, which add nothing.
         filled = np.zeros((*array.shape[: dim + 1], *inner), array.dtype)
-        filled[(..., *slices_within(box[dim + 1 :], tuple((0, size) for size in inner)))] = array
+        inside = slices_within(box[dim + 1 :], tuple((0, size) for size in inner))
+        filled[(slice(None),) * (dim + 1) + inside] = array
         array = filled
     first, last = lo * size, hi * size
     part = array.reshape(len(rows), last - first)
@@ -442,12 +447,3 @@ def _key_sums(dim: int, seed: int) -> _Words:
     places = np.arange(_COVER_BLOCK, dtype=np.uint64)
     keys = _keys(places, (_COVER + 2 * dim + 1,), seed)[0]
     return np.concatenate([np.zeros(1, np.uint64), np.cumsum(keys, dtype=np.uint64)])
-
-
-def _tiles(box: Box, width: int, *, straight: bool) -> Iterator[Box]:
-    """Cut a box so that temporary copies are small: narrow where its last dim lies apart."""
-    (lo, hi) = box[-1] if box else (0, 1)
-    columns = (hi - lo if straight else _TILE_ROW_BYTES // width) or 1
-    for at in range(lo, hi, columns):
-        sides = ((at, min(at + columns, hi)),) if box else ()
-        yield from chunks((*box[:-1], *sides), (_CHUNK_BYTES if straight else _TILE_BYTES) // width)
