@@ -68,7 +68,7 @@ def quantise_of(kind: str | None, rule: str | None, include: Patterns | None) ->
             f"scales of {kind} by the rule {shown(rule)} are not known; for fp8-128x128 there are "
             f"{' and '.join(rules)}, and the scales of others are powers of two"
         )
-    scale_rule = next((other for other in rules if other == rule), "transformers")
+    scale_rule: ScaleRule = next((other for other in rules if other == rule), "transformers")
     return Quantise(kind, scale_rule, include)
 
 
