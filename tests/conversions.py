@@ -14,12 +14,11 @@ from typing import Final
 
 import torch
 
+from shardspec import Layout, ShardingSpec
 from shardspec.comm.communicator import Communicator
 from shardspec.comm.steps import Exchange, Permute, ReduceOp, Step
 from shardspec.layout.graph import spec_of, state_of, successors
-from shardspec.layout.layout import Layout
 from shardspec.layout.moving import transfers_of
-from shardspec.layout.spec import ShardingSpec
 from shardspec.mesh.device_mesh import Axis
 
 OPS: Final[tuple[ReduceOp, ...]] = ("sum", "avg", "min", "max", "prod")

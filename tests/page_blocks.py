@@ -26,7 +26,15 @@ def steady(text):
     return VARYING.sub("…", text)
 
 
-def rewritten(text, directory, *, shared=False):
+def in_a_process(words, directory):
+    """Run a command as a shell would, with the commands of this environment."""
+    path = os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", "")))
+    environment = {**os.environ, "PATH": path}
+    done = subprocess.run(words, cwd=directory, capture_output=True, text=True, env=environment)
+    return done.returncode, done.stdout, done.stderr
+
+
+def rewritten(text, directory, *, shared=False, command=in_a_process):
     """Return a page with all output as it is when its blocks run one after another.
 
     Each block starts afresh, or goes on with the names of those before it.
@@ -41,7 +49,7 @@ def rewritten(text, directory, *, shared=False):
         elif kind == "text":
             body = printed.pop(0)
         elif kind == "console":
-            body = run_command(body.splitlines()[0], directory)
+            body = run_command(body.splitlines()[0], directory, command)
         return f"```{kind}\n{body}```"
 
     text = BLOCK.sub(run_block, text)
@@ -57,21 +65,14 @@ def run_python(source, directory, names):
     return output.getvalue()
 
 
-def run_command(line, directory):
-    """Run a line as the shell would, with the commands of this environment."""
+def run_command(line, directory, command):
+    """Run a line, and return it with what it prints."""
     assert line.startswith("$ ")
-    path = os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", "")))
-    done = subprocess.run(
-        shlex.split(line[2:]),
-        cwd=directory,
-        capture_output=True,
-        text=True,
-        env={**os.environ, "PATH": path},
-    )
-    notes = done.stderr.splitlines(keepends=True)
-    others = [said for said in notes if not said.startswith("note: ")]
-    assert (done.returncode, others) == (0, []), (line, others)
-    return f"{line}\n{''.join(notes)}{done.stdout}"
+    exit_code, output, errors = command(shlex.split(line[2:]), directory)
+    notes = errors.splitlines(keepends=True)
+    others = [note for note in notes if not note.startswith("note: ")]
+    assert (exit_code, others) == (0, []), (line, others)
+    return f"{line}\n{''.join(notes)}{output}"
 
 
 def without_torch(text):

@@ -15,7 +15,7 @@ import pytest
 import shardspec
 from shardspec.cli.main import cli
 from tests.page_blocks import BLOCK, rewritten, steady
-from tests.test_readme import ROOT
+from tests.test_readme import ROOT, in_this_process
 
 DOCS = ROOT / "docs"
 # Pages whose blocks run one after another; docs/checkpoints.md is run with the README.
@@ -53,7 +53,8 @@ def folder(tmp_path_factory):
 def test_snippets_and_commands_print_what_is_shown(folder, name):
     text = (DOCS / f"{name}.md").read_text("utf-8")
     assert any(kind in ("python", "console") for kind, _ in BLOCK.findall(text))
-    assert of_any_size(rewritten(text, folder, shared=True)) == of_any_size(text)
+    printed = rewritten(text, folder, shared=True, command=in_this_process)
+    assert of_any_size(printed) == of_any_size(text)
 
 
 def test_links_between_pages_lead_somewhere():

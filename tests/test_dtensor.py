@@ -75,7 +75,7 @@ def refused(error, *words):
     return pytest.raises(error, match="(?s)" + ".*".join(words))
 
 
-def test_bad_input():
+def test_shards_that_do_not_fit_are_refused():
     t = DTensor(WHOLE, MESH, "[S0,R]")
     with refused(LayoutError, r"\[S0\]", "1 dim", "2 dims"):
         DTensor(WHOLE, MESH, "[S0]")

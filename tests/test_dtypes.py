@@ -6,8 +6,9 @@ import pytest
 import torch
 from safetensors.torch import save
 
+from shardspec import ShardSpecError
 from shardspec.dtypes import dtype_name, from_safetensors, is_floating, item_bytes, to_safetensors
-from shardspec.errors import DTypeError, ShardSpecError
+from shardspec.errors import DTypeError
 
 TORCH = {dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
 KNOWN = [

@@ -55,7 +55,7 @@ def test_each_device_holds_its_box(spec):
 
 
 @pytest.mark.parametrize("spec", ["[R]", "[S0]", "[S1]", "[S01]", "[S10]"])
-def test_arange(spec):
+def test_arange_is_a_cut_of_torchs(spec):
     where: dict[str, Any] = {"device_mesh": MESH, "sharding_spec": spec}
     arguments: tuple[float, ...]
     for arguments in [(7,), (2, 9), (9, 2, -2), (0, 1, 3), (5, 5), (-3, 4, 2)]:
@@ -149,7 +149,7 @@ def test_memory_is_that_of_the_box():
     assert peak < 24 << 20
 
 
-def test_without_data():
+def test_tensors_on_meta_have_shapes_and_no_data():
     where: dict[str, Any] = {"device_mesh": MESH, "sharding_spec": "[S0,S1]", "device": "meta"}
     for tensor in (
         empty(7, 5, **where),

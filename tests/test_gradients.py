@@ -48,7 +48,7 @@ def expected_gradient() -> torch.Tensor:
 
 
 @pytest.mark.parametrize(("mesh", "pairs"), MESHES, ids=str)
-def test_every_pair(mesh, pairs):
+def test_derivatives_through_every_pair_of_specs(mesh, pairs):
     """First and second derivatives; the third of this loss is that of the convention too."""
     weights = torch.arange(35).reshape(7, 5)
     tried = pairs_on(mesh)

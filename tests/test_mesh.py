@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 import torch
 
+from shardspec import DeviceMesh
 from shardspec.errors import AxisError, CommunicatorError, MeshError
-from shardspec.mesh.device_mesh import DeviceMesh
 
 SHAPES = [(5,), (2, 3), (3, 1, 2), (2, 2, 3), (2, 1, 3, 2), (2, 3, 1, 2, 2), (2, 1, 2, 3, 1, 2)]
 
@@ -188,7 +188,7 @@ def test_axes_by_number_and_by_name():
     assert mesh.groups(["dp"]) == ((0, 4), (1, 5), (2, 6), (3, 7))
 
 
-def test_text():
+def test_text_of_a_mesh_is_its_shape_with_names():
     assert str(DeviceMesh(range(8), (2, 4))) == "2x4"
     assert str(DeviceMesh(range(8), (2, 4), axis_names=("dp", "tp"))) == "dp=2,tp=4"
 
@@ -297,7 +297,7 @@ def test_sizes_and_ids_in_torchs_words():
         mesh.size("tp")
 
 
-def test_flattening():
+def test_a_flat_mesh_has_the_same_ids_and_the_slowest_link():
     mesh = DeviceMesh([[4, 1, 0], [2, 9, 3]], axis_names=("dp", "cp"))
     assert mesh.flatten() == DeviceMesh([4, 1, 0, 2, 9, 3], axis_names=("dp_cp",))
     assert mesh.flatten("all").axis_names == ("all",)

@@ -13,7 +13,7 @@ import pytest
 
 from tests.page_blocks import BLOCK, rewritten, steady
 from tests.recipe_job import make_checkpoints
-from tests.test_readme import ROOT
+from tests.test_readme import ROOT, in_this_process
 
 RECIPES = ROOT / "docs" / "recipes.md"
 JOB = ROOT / "tests" / "recipe_job.py"
@@ -40,7 +40,7 @@ def test_recipes_print_what_is_shown(tmp_path, tmp_path_factory, monkeypatch):
     monkeypatch.setenv("LC_ALL", "C.UTF-8")
     text = RECIPES.read_text("utf-8")
     prepared(text, tmp_path, tmp_path_factory.mktemp("meet"))
-    assert steady(rewritten(text, tmp_path)) == steady(text)
+    assert steady(rewritten(text, tmp_path, command=in_this_process)) == steady(text)
 
 
 def test_what_saves_is_what_was_run():

@@ -19,7 +19,7 @@ from shardspec.text import bytes_text, counted, rate_text, seconds_text, table_t
         (5000 * 1024**4, "5000 TiB"),
     ],
 )
-def test_bytes(num_bytes, text):
+def test_text_of_bytes(num_bytes, text):
     assert bytes_text(num_bytes) == text
 
 
@@ -36,7 +36,7 @@ def test_bytes(num_bytes, text):
         (123.456, "123.5 s"),
     ],
 )
-def test_seconds(seconds, text):
+def test_text_of_seconds(seconds, text):
     assert seconds_text(seconds) == text
 
 
@@ -50,7 +50,7 @@ def test_what_is_counted():
     assert texts == ("1 tensor", "0 tensors", "2 boxes")
 
 
-def test_table():
+def test_a_table_is_as_wide_as_its_cells():
     text = table_text(
         ["name", "spec", "size"], [["[w]", "[S0,R]", "12"], ["é", "", "3"]], numbers_from=2
     )
@@ -81,7 +81,7 @@ def test_cells_are_not_markup():
     assert r"\[S0]" in table_text(["a"], [[r"\[S0]"]])
 
 
-def test_no_rows():
+def test_a_table_without_rows_has_its_head():
     assert table_text(["a", "b"], []).splitlines()[0] == "a   b"
 
 

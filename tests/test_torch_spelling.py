@@ -16,6 +16,7 @@ from shardspec import (
     DTensor,
     Layout,
     LayoutConverter,
+    ShardSpecError,
     distribute_tensor,
     load_sharded,
     match_rules,
@@ -24,7 +25,7 @@ from shardspec import (
     reshard_state,
     save_sharded,
 )
-from shardspec.errors import LayoutError, LossyConversionError, ShardSpecError, SpecSyntaxError
+from shardspec.errors import LayoutError, LossyConversionError, SpecSyntaxError
 from shardspec.interop.notations import to_placements
 from tests.conversions import partial_specs, plain_specs
 

@@ -10,9 +10,8 @@ import pytest
 import torch
 
 import shardspec
-from shardspec import DeviceMesh, DTensor, Layout, LayoutConverter
+from shardspec import DeviceMesh, DTensor, Layout, LayoutConverter, ShardSpecError
 from shardspec.comm.steps import AllGather, AllToAll, Exchange, ReduceScatter
-from shardspec.errors import ShardSpecError
 from shardspec.tracing import log_from_environment
 
 MESH = DeviceMesh(range(6), (2, 3), None, (1e-6,) * 2, (1e-11,) * 2, axis_names=("dp", "tp"))
@@ -131,7 +130,7 @@ def test_table_says_by_which_links_all_is_predicted():
     assert trace.records[2].links == "axis 0 slowest of both meshes: 1 µs, 50 GB/s"
 
 
-def test_chrome_trace(tmp_path):
+def test_a_saved_trace_has_an_event_a_step_for_chrome(tmp_path):
     with shardspec.trace() as trace:
         halves().redistribute("[R,S(dp)]")
     trace.save(tmp_path / "trace.json")

@@ -44,10 +44,14 @@ class Patch:
     start: int
     """Position of the first byte in the file."""
     num_bytes: int
+    content_bytes: int
+    """What the frame has when it is decompressed."""
     encoding: str
     checksum_format: str
     checksum: str
-    """Of the whole tensor afterwards."""
+    """Of the whole tensor afterwards, as is the digest."""
+    digest: str | None
+    """None where the delta does not say it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -282,11 +286,11 @@ class Catalog:
         """Return whether digests show that replicas are equal; reads no more than `outline`."""
         return False
 
-    wants_digests = False
-    """Whether `check_written` is to be given digests."""
+    wants_digests: frozenset[str] = frozenset()
+    """Names of the tensors of which `check_written` is to be given digests."""
 
     def check_written(self, digests: "Mapping[str, TensorDigest]") -> None:
-        """Check the digests of all that was written, before it appears."""
+        """Check the digests of what was written, before it appears."""
 
     def check_unchanged(self) -> None:
         """Check that the files are still those that were opened; to be called after all reads."""
@@ -347,10 +351,18 @@ def row_major_strides(shape: Sequence[int], width: int) -> tuple[int, ...]:
 
 
 def unsharded_tensor(
-    name: str, shape: tuple[int, ...], dtype: str, path: StoragePath, offset: int
+    name: str,
+    shape: tuple[int, ...],
+    dtype: str,
+    path: StoragePath,
+    offset: int,
+    digest: Digest | None = None,
+    strides: tuple[int, ...] | None = None,
+    rank: int = 0,
 ) -> StoredTensor:
-    """Return a tensor that is stored as one row-major box."""
-    boxes = () if 0 in shape else (StoredBox(whole_box(shape), (), 0, path, offset),)
+    """Return a tensor that is stored as one box; see `StoredBox`."""
+    box = StoredBox(whole_box(shape), (), rank, path, offset, digest, strides)
+    boxes = () if 0 in shape else (box,)
     return StoredTensor(name, shape, dtype, None, (), boxes)
 
 

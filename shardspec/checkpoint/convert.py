@@ -9,6 +9,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
+from glob import escape
 from hashlib import sha256
 from pathlib import PurePath
 from typing import Unpack
@@ -16,8 +17,10 @@ from typing import Unpack
 from isal.isal_zlib import crc32_combine
 
 from shardspec.checkpoint.catalog import Catalog
-from shardspec.checkpoint.digest import check_digests_file, write_digests
+from shardspec.checkpoint.digest import check_digests_file, digest, write_digests
+from shardspec.checkpoint.formats import Format, written_format
 from shardspec.checkpoint.mapped import Names
+from shardspec.checkpoint.open import as_catalog
 from shardspec.checkpoint.options import WriteKeywords, WriteOptions, WriteReport
 from shardspec.checkpoint.output import Output
 from shardspec.checkpoint.prepare import Prepared, prepared_output
@@ -251,7 +254,8 @@ def _converted(
                 crc = int(crc32_combine(crc, value, num_bytes))
             digests = None
             if digests_file is not None:
-                digests = _digests(prepared.target, begun)
+                to = written_format(report.format, options.way)
+                digests = processes.agree(lambda: _digests(prepared.target, begun, to))
                 write = partial(write_digests, digests_file, digests, overwrite=options.overwrite)
                 processes.agree(lambda: write() if processes.rank == 0 else None)
             report = replace(
@@ -265,13 +269,18 @@ def _converted(
     return replace(report, seconds=time.monotonic() - started)
 
 
-def _digests(target: Target, output: Output) -> Digests:
+def _digests(target: Target, output: Output, format: Format) -> Digests:
     """Return the digests of what was written; tensors that share bytes were written once."""
     digests = {}
     for tensor in target.tensors:
         empty = TensorDigest(tensor.dtype, tensor.shape)
         written = target.same.get(tensor.name, tensor.name)
         digests[tensor.name] = output.tensor_digests.get(written, empty)
+    if format.whole_run:
+        # Files that are copied whole have tensors too.
+        names = [name for name in as_catalog(output.path).names if name not in digests]
+        if names:
+            digests |= digest(output.path, include=list(map(escape, names)))
     return Digests(digests)
 
 

@@ -25,7 +25,7 @@ from typing import Final, NamedTuple, TypeAlias
 from shardspec.checkpoint.catalog import StoredTensor, replica_keys
 from shardspec.checkpoint.storage.path import StoragePath
 from shardspec.checkpoint.torch_files import states
-from shardspec.checkpoint.torch_files.states import TorchState, of_two_saves
+from shardspec.checkpoint.torch_files.states import TorchState, mismatch_error
 from shardspec.checkpoint.torch_files.values import TorchTensor
 from shardspec.errors import CheckpointError, InputFileError, LayoutError, ShardSpecError
 from shardspec.input_files import read_input_file
@@ -165,7 +165,7 @@ def merged_tensors(chunks: Sequence[ModelChunk], rules: SourceRules) -> dict[str
                 if _kind_text(first) != _kind_text(tensor):
                     what, before = f"tensor {name!r}", "an earlier stage"
                     path = chunk.states[0].path
-                    raise of_two_saves(path, what, _kind_text(tensor), before, _kind_text(first))
+                    raise mismatch_error(path, what, _kind_text(tensor), before, _kind_text(first))
                 tensors[name] = replace(first, boxes=first.boxes + tensor.boxes)
         if chunk.expert_rank + 1 == chunk.expert_ranks:
             layers_before.update({before: count for (before, _), count in layers.items()})
@@ -220,7 +220,7 @@ def _tensor(name: str, local_name: str, chunk: ModelChunk, rules: SourceRules) -
     for path, local, _ in shards:
         if _kind_text(local) != _kind_text(first):
             what = f"tensor {local_name!r}"
-            raise of_two_saves(path, what, _kind_text(local), first_path, _kind_text(first))
+            raise mismatch_error(path, what, _kind_text(local), first_path, _kind_text(first))
     dims, shape = len(first.shape), list(first.shape)
     rule = spec = ShardingSpec(dims)
     if len(shards) > 1:

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardspec.checkpoint.blocks import from_mx, from_scaled, powers_of_two
-from shardspec.checkpoint.catalog import Catalog, StoredBox, StoredTensor, whole_box
+from shardspec.checkpoint.catalog import Catalog, StoredTensor, whole_box
 from shardspec.checkpoint.check_quantized import quantised_in
 from shardspec.checkpoint.choice import Choice
 from shardspec.checkpoint.computed import (
@@ -134,12 +134,8 @@ class DequantisedCatalog(ComputedCatalog):
                 row * weight.rows * prod(weight.lead[at + 1 :]) for at in range(len(weight.lead))
             ]
             strides, spec = (*lead, width, row), None
-        if 0 in shape:
-            return StoredTensor(name, shape, self._dtype, spec, (), ())
         made = _Numbers(name, weight, (codes, scales), self._dtype, self._recent, self._spare)
-        first = codes.boxes[0]
-        box = StoredBox(whole_box(shape), (), first.rank, first.path, 0, None, strides, made)
-        return StoredTensor(name, shape, self._dtype, spec, (), (box,))
+        return self._made_tensor(name, shape, self._dtype, spec, codes, made, strides)
 
 
 def dequantised(

@@ -4,18 +4,16 @@ An equation between views says where in a source tensor the elements of a target
 box of the source is a few boxes of the target, each with strides of its own in the same file.
 """
 
-import json
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from itertools import islice
-from typing import Final, TypeAlias
+from typing import TypeAlias
 
 from shardspec.boxes import Box, box_shape, box_size
 from shardspec.checkpoint import catalog
 from shardspec.checkpoint.choice import Choice, check_drop, wanted_names
-from shardspec.checkpoint.storage.path import file_inside
+from shardspec.checkpoint.quantized import json_beside
 from shardspec.dtypes import item_bytes
 from shardspec.errors import LayoutError
 from shardspec.resharding.maps import apply_map
@@ -23,8 +21,6 @@ from shardspec.resharding.name_map import Equation, NameMap, Shape
 from shardspec.resharding.view_parts import MOST_PIECES, bounded, parts_of_view
 from shardspec.resharding.views import TensorView, View
 from shardspec.text import shown
-
-_MOST_CONFIG_BYTES: Final = 2**24
 
 
 class Naming(ABC):
@@ -121,15 +117,7 @@ def configured(source: catalog.Catalog, names: NameMap) -> NameMap:
 
 def config_beside(source: catalog.Catalog) -> dict[str, object] | None:
     """Return what the config.json beside a checkpoint says, if there is one that can be read."""
-    home = source.home
-    path = home / "config.json"
-    if not path.is_file():
-        return None
-    with file_inside(home, path.name, home).open() as file:
-        text = file.read(0, min(file.num_bytes, _MOST_CONFIG_BYTES))
-    config: object = None
-    with suppress(ValueError, RecursionError):
-        config = json.loads(text)
+    config = json_beside(source.home, "config.json")
     return config if isinstance(config, dict) else None
 
 

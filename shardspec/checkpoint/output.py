@@ -117,7 +117,6 @@ class Output:
         self.options, self.processes = options, processes
         self.digested = options.verify or target.digested
         """Whether the CRC-32 of what is written is computed."""
-        self._digesting = options.digests is not None or source.wants_digests
         self.losses: CastLosses | None = None
         self.tensor_digests: dict[str, TensorDigest] = {}
         """Digests of what was written, if they are wanted."""
@@ -209,8 +208,7 @@ class Output:
                 self._complete(number)
             written.append((name, num_bytes, self._file_crcs[name]))
         self.source.check_unchanged()
-        if self.source.wants_digests:
-            self.source.check_written(self.tensor_digests)
+        self.source.check_written(self.tensor_digests)
         if self.target.listing is not None:
             written.append(self._write_listing(*self.target.listing))
         return written
@@ -282,7 +280,8 @@ class Output:
             new = Checks(stored, distinct(stored))
             checks = self._checks.setdefault(tensor.source, new)
         casts = is_cast(stored.dtype, tensor.dtype)
-        digested = TensorDigest(tensor.dtype, tensor.shape) if self._digesting else None
+        wanted = self.options.digests is not None or tensor.source in self.source.wants_digests
+        digested = TensorDigest(tensor.dtype, tensor.shape) if wanted else None
         crc = done = 0
         for block, stored_crc in read_box(stored, box, files, buffers, checks):
             data = self._cast(block, stored.dtype, tensor.dtype, tensor.name) if casts else block

@@ -163,27 +163,12 @@ def _with_dtype(layout: Layout, dtype: str) -> Layout:
 
 def _shards(name: str, value: object, layout: Layout) -> "dict[int, torch.Tensor]":
     """Return the shards of a tensor that are in this process; LayoutError if they do not fit."""
-    import torch
-    from torch.distributed.tensor import DTensor as TorchDTensor
-
     from shardspec.comm.process_group import communicator_of
-    from shardspec.interop.torch_dtensor import local_of
-    from shardspec.tensor.dtensor import DTensor
+    from shardspec.resharding.given import shard_of
 
-    if isinstance(value, DTensor):
-        found = dict(value.shards)
-    else:
-        own = local_of(value) if isinstance(value, TorchDTensor) else value
-        held = [d for d in communicator_of(layout.mesh).addressable if d in layout.mesh]
-        found = {d: own for d in held[:1] if isinstance(own, torch.Tensor)}
-    for device, shard in found.items():
-        shape, dtype = layout.local_shape(device), layout.dtype
-        if tuple(shard.shape) != shape or str(shard.dtype) != f"torch.{dtype}":
-            raise LayoutError(
-                f"the shard of {name!r} on device {device} is {tuple(shard.shape)} of "
-                f"{shard.dtype}; under {layout} it is {shape}"
-            )
-    return found
+    devices = [d for d in communicator_of(layout.mesh).addressable if d in layout.mesh]
+    alone, values = len(devices) == 1, {name: value}
+    return {d: shard_of(name, repr(name), layout, d, values, alone=alone) for d in devices}
 
 
 def _quantised(name: str, value: object, layout: Layout, grid: Layout) -> tuple[Any, Any]:

@@ -25,9 +25,7 @@ from shardspec.resharding.state import leaves
 from shardspec.text import counted
 
 if TYPE_CHECKING:
-    import numpy as np
     import torch
-    from numpy.typing import NDArray
 
 Replicas: TypeAlias = Literal["equal", "first"]
 """What copies of a box on several ranks have to be, or which of them is saved."""
@@ -42,12 +40,6 @@ class Described:
     flat: FlatState
     shards: Mapping[str, Mapping[int, "torch.Tensor"]]
     layouts: Mapping[str, Layout]
-
-    def bits_of(self, name: str, rank: int, box: Box) -> "NDArray[np.generic]":
-        """Return one of a rank's boxes as the bits of its elements."""
-        from shardspec.tensor.shards import bits_of
-
-        return bits_of(box_of_shard(self.shards[name][rank], self.layouts[name], rank, box))
 
     def bytes_of(self, name: str, rank: int, box: Box) -> Iterator[memoryview]:
         """Yield the bytes of one of a rank's boxes, row-major; copied only where they lie apart."""

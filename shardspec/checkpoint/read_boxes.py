@@ -27,7 +27,7 @@ from shardspec.checkpoint.catalog import (
     row_major_strides,
     whole_box,
 )
-from shardspec.checkpoint.storage.path import FileStretch, StoragePath
+from shardspec.checkpoint.storage.path import FileStretch, SourceFile, StoragePath
 from shardspec.checkpoint.storage.reading import OpenFiles
 from shardspec.comm.senders import overlaps
 from shardspec.dtypes import item_bytes
@@ -58,6 +58,14 @@ _Spans: TypeAlias = dict[int, tuple[int, int]]
 def crc32(data: Buffer, value: int = 0) -> int:
     """Return the CRC-32 of bytes (that of zlib and zip), going on from `value`."""
     return int(_crc32(data, value))
+
+
+def crc32_of(file: SourceFile, start: int, num_bytes: int) -> int:
+    """Return the CRC-32 of a stretch of a file."""
+    value, end = 0, start + num_bytes
+    for at in range(start, end, BLOCK_BYTES):
+        value = crc32(file.read(at, min(BLOCK_BYTES, end - at)), value)
+    return value
 
 
 def crc_text(value: int) -> str:
@@ -318,6 +326,14 @@ def read_box_into(
     """Read one box of a tensor into flat memory; as `read_box`."""
     for _ in read_box(tensor, target, files, buffers, checks, out):
         pass
+
+
+def read_whole(tensor: StoredTensor, files: OpenFiles, buffers: Buffers) -> Iterator[memoryview]:
+    """Yield the bytes of a tensor in order, each block valid until the next; check digests."""
+    checks = Checks(tensor)
+    for block, _ in read_box(tensor, whole_box(tensor.shape), files, buffers, checks):
+        yield block
+    checks.finish(files)
 
 
 def _reduce(

@@ -18,7 +18,6 @@ from shardspec.checkpoint.background import PendingSave, StoreCommunicator, copi
 from shardspec.checkpoint.digest import (
     add_up,
     check_digests_file,
-    empty_digest,
     require_no_sums,
     write_digests,
 )
@@ -192,7 +191,10 @@ def _save(
         # A device without boxes writes no file.
         mine = [rank for rank in chosen.addressable if boxes[rank]]
         names = [native.shard_name(rank, save) for rank in mine]
-        sums = {} if digests is None else {n: empty_digest(at) for n, at in what.layouts.items()}
+        sums = {
+            name: TensorDigest(layout.dtype, layout.global_shape)
+            for name, layout in (() if digests is None else what.layouts.items())
+        }
         try:
             written = agree(
                 chosen, lambda: _write_shards(path, {r: boxes[r] for r in mine}, what, save, sums)

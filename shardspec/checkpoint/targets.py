@@ -136,17 +136,21 @@ class OutputFile(NamedTuple):
         return self.num_bytes - sum(extent.num_bytes for extent in self.extents)
 
 
+def copied_bytes(path: StoragePath, start: int, num_bytes: int, offset: int) -> list[RawBytes]:
+    """Return bytes of another file, to be written at `offset`; they are read by then."""
+
+    def piece(at: int) -> bytes:
+        with path.open() as file:
+            return file.read(start + at, min(_PIECE_BYTES, num_bytes - at))
+
+    return [RawBytes(offset + at, partial(piece, at)) for at in range(0, num_bytes, _PIECE_BYTES)]
+
+
 def copied_file(path: StoragePath, name: str) -> OutputFile:
     """Return a file with the content of another one, which is read while this one is written."""
     with path.open() as file:
         size = file.num_bytes
-
-    def piece(start: int) -> bytes:
-        with path.open() as file:
-            return file.read(start, min(_PIECE_BYTES, size - start))
-
-    raw = [RawBytes(start, partial(piece, start)) for start in range(0, size, _PIECE_BYTES)]
-    return OutputFile(name, size, raw, ())
+    return OutputFile(name, size, copied_bytes(path, 0, size, 0), ())
 
 
 Write: TypeAlias = Callable[[bytes], object]

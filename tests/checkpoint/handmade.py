@@ -12,10 +12,8 @@ from typing import Any
 import numpy as np
 import safetensors.numpy
 
+from shardspec import DeviceMesh, Layout, ShardingSpec
 from shardspec.boxes import box_size, slices_within
-from shardspec.layout.layout import Layout
-from shardspec.layout.spec import ShardingSpec
-from shardspec.mesh.device_mesh import DeviceMesh
 
 CODES = {"int64": "I64", "int32": "I32", "float32": "F32", "float64": "F64", "uint8": "U8"}
 

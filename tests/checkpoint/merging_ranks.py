@@ -9,9 +9,8 @@ from typing import Any, TypeAlias
 
 import torch.distributed as dist
 
-from shardspec import DeviceMesh, ProcessGroupCommunicator
+from shardspec import DeviceMesh, ProcessGroupCommunicator, ShardSpecError
 from shardspec.checkpoint.options import WriteReport
-from shardspec.errors import ShardSpecError
 
 __all__ = ["answer", "answer_in_job", "end_self", "write_all"]
 

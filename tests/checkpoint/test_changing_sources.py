@@ -11,9 +11,8 @@ import safetensors.torch
 import torch
 
 import shardspec.checkpoint.open as opening
-from shardspec import DeviceMesh, load_sharded, merge
+from shardspec import DeviceMesh, load_sharded, merge, reshard
 from shardspec.checkpoint.catalog import Catalog
-from shardspec.checkpoint.convert import reshard
 from shardspec.checkpoint.open import open_checkpoint
 from shardspec.checkpoint.verify import diff_checkpoints, verify_checkpoint
 from shardspec.errors import CheckpointError

@@ -67,7 +67,7 @@ def test_it_appears_when_done(tmp_path, directory):
 
 
 @pytest.mark.parametrize("directory", [False, True])
-def test_replacing(tmp_path, directory):
+def test_an_output_is_replaced_in_whole(tmp_path, directory):
     path = tmp_path / "out"
     for text in ("old", "new"):
         with staged(path, directory, replaced=A) as place:
@@ -326,7 +326,7 @@ def test_without_exchanging_names(tmp_path, monkeypatch):
     for directory in (False, True):
         here = tmp_path / f"more-{directory}"
         here.mkdir()
-        test_replacing(here, directory)
+        test_an_output_is_replaced_in_whole(here, directory)
 
 
 @pytest.mark.parametrize("directory", [False, True])

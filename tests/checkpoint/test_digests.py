@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from shardspec import DeviceMesh, DTensor, load_sharded, save_sharded
+from shardspec import DeviceMesh, DTensor, load_sharded, merge, reshard, save_sharded
 from shardspec.checkpoint.catalog import Digest, StoredBox, StoredTensor
-from shardspec.checkpoint.convert import merge, reshard
 from shardspec.checkpoint.open import open_checkpoint
 from shardspec.checkpoint.read_boxes import Checks
 from shardspec.checkpoint.storage.local import LocalPath

@@ -9,11 +9,10 @@ import numpy as np
 import safetensors.numpy
 import torch
 
-from shardspec import DeviceMesh, DTensor, load_sharded, merge, save_sharded
+from shardspec import DeviceMesh, DTensor, Layout, load_sharded, merge, save_sharded
 from shardspec.checkpoint.formats.native import VERSION, info_lines, read_info
 from shardspec.checkpoint.storage.local import LocalPath
 from shardspec.dtypes import to_safetensors
-from shardspec.layout.layout import Layout
 from tests.checkpoint.handmade import handmade
 
 DOC = (Path(__file__).parents[2] / "docs" / "format.md").read_text("utf-8")

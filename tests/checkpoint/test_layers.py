@@ -45,7 +45,7 @@ def test_numbers_that_are_parts_of_words_are_no_layers():
     assert sorted(titles) == sorted(["l.w1", "l.w2", "l.01", "l.02", "l.-1", "", "l..{3,4}", "²"])
 
 
-def test_no_names():
+def test_no_names_have_no_layers():
     assert repeated_layers({}) == []
     assert groups_of([]) == {}
 

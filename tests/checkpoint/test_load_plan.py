@@ -6,9 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardspec import DeviceMesh, DTensor, Layout, plan_reshard, save_sharded
+from shardspec import DeviceMesh, DTensor, Layout, NameMap, plan_reshard, save_sharded
 from shardspec.errors import CheckpointError, LayoutError
-from shardspec.resharding.name_map import NameMap
 from tests.dist.processes import run_ranks
 from tests.resharding.states import random_case, wrong_shards
 

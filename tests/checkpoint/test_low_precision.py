@@ -9,10 +9,18 @@ import torch
 from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 
-from shardspec import DeviceMesh, DTensor, Layout, load_sharded, merge, plan_reshard, reshard
+from shardspec import (
+    DeviceMesh,
+    DTensor,
+    Layout,
+    NameMap,
+    load_sharded,
+    merge,
+    plan_reshard,
+    reshard,
+)
 from shardspec.cli.main import cli
 from shardspec.errors import CheckpointError, DTypeError, LayoutError
-from shardspec.resharding.name_map import NameMap
 
 FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
 MXFP8 = {"quant_method": "mxfp8", "weight_block_size": [1, 32], "scale_fmt": "ue8m0"}

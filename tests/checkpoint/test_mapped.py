@@ -166,7 +166,7 @@ def test_padding_of_every_width_is_zero(tmp_path, dtype):
     assert torch.equal(load_file(tmp_path / "b.safetensors")["b"], wanted)
 
 
-def test_names_alone(tmp_path):
+def test_a_map_may_be_names_alone(tmp_path):
     save_sharded({"a": torch.arange(3), "b": torch.ones(2), "step": 7}, tmp_path / "c")
     merge(tmp_path / "c", tmp_path / "m.safetensors", names={"a": "z"})
     assert {n: t.tolist() for n, t in load_file(tmp_path / "m.safetensors").items()} == {

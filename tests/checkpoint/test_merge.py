@@ -14,8 +14,7 @@ import safetensors.numpy
 import safetensors.torch
 import torch
 
-from shardspec import DeviceMesh, DTensor, save_sharded
-from shardspec.checkpoint.convert import merge, reshard
+from shardspec import DeviceMesh, DTensor, merge, reshard, save_sharded
 from shardspec.errors import CheckpointError, OutputExistsError
 from tests.checkpoint.handmade import all_specs, handmade, sample
 

@@ -7,11 +7,10 @@ import numpy as np
 import pytest
 import torch
 
-from shardspec.checkpoint.convert import merge, reshard
+from shardspec import DeviceMesh, merge, reshard
 from shardspec.checkpoint.formats import formats
 from shardspec.checkpoint.open import open_checkpoint, open_checkpoints
 from shardspec.errors import CheckpointError
-from shardspec.mesh.device_mesh import DeviceMesh
 from tests.checkpoint.handmade import handmade
 
 TENSORS = {"w": ("[S0,R]", np.arange(35, dtype=np.float32).reshape(7, 5))}
@@ -81,8 +80,7 @@ def test_a_file_of_a_checkpoint_means_all_of_it(ckpt, dcp):
 def test_what_one_rank_saved_is_not_taken_for_whole_tensors(ckpt):
     shard = min(ckpt.glob("*.safetensors"))
     assert refused(shard) == (
-        f"{shard}: holds what one rank has saved, which may be parts of tensors; name its "
-        f"directory, {ckpt}"
+        f"{shard}: has the tensors of one rank, which may be parts; name its directory, {ckpt}"
     )
 
 

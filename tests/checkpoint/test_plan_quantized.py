@@ -3,10 +3,9 @@
 import pytest
 import torch
 
-from shardspec import DeviceMesh, DTensor, Layout, plan_reshard
+from shardspec import DeviceMesh, DTensor, Layout, NameMap, plan_reshard
 from shardspec.checkpoint.plan_quantized import QuantisingPlan
 from shardspec.errors import DTypeError, LayoutError
-from shardspec.resharding.name_map import NameMap
 from tests.checkpoint.test_low_precision import fp8_of, same_bytes, weights
 
 TWO, THREE = DeviceMesh(range(2), (2,)), DeviceMesh([5, 7, 6], (3,))

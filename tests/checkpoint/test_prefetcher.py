@@ -11,8 +11,7 @@ import safetensors.torch
 import torch
 from safetensors.torch import load_file
 
-from shardspec import DeviceMesh, DTensor, load_sharded, merge, save_sharded
-from shardspec.checkpoint.convert import reshard
+from shardspec import DeviceMesh, DTensor, load_sharded, merge, reshard, save_sharded
 from shardspec.checkpoint.open import open_checkpoint
 from shardspec.checkpoint.storage.from_text import storage_path
 from shardspec.checkpoint.storage.object_ranges import RangePrefetcher

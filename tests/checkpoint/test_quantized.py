@@ -8,10 +8,19 @@ import torch
 from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 
-from shardspec import DeviceMesh, DTensor, Layout, load_sharded, merge, plan_reshard, reshard
+from shardspec import (
+    DeviceMesh,
+    DTensor,
+    Layout,
+    NameMap,
+    ShardSpecError,
+    load_sharded,
+    merge,
+    plan_reshard,
+    reshard,
+)
 from shardspec.cli.main import cli
-from shardspec.errors import DTypeError, LayoutError, ShardSpecError
-from shardspec.resharding.name_map import NameMap
+from shardspec.errors import DTypeError, LayoutError
 
 TWO = DeviceMesh(range(2), (2,))
 FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}

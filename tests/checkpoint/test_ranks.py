@@ -8,13 +8,12 @@ import safetensors.torch
 import torch
 import torch.distributed as dist
 
-from shardspec import DeviceMesh, DTensor, NameMap, load_sharded, merge, save_sharded
+from shardspec import DeviceMesh, DTensor, Layout, NameMap, load_sharded, merge, save_sharded
 from shardspec.checkpoint.formats.native import read_info
 from shardspec.checkpoint.storage.local import LocalPath
 from shardspec.comm.process_group import communicator_of as of
 from shardspec.comm.together import agree
 from shardspec.errors import CheckpointError, OutputExistsError
-from shardspec.layout.layout import Layout
 from tests.dist.processes import run_ranks
 
 IDS, SHAPE = [3, 1, 0, 2], (2, 2)

@@ -1,8 +1,6 @@
 """Several processes write to a store: the same files as one, one commit, and they fail together."""
 
 import os
-import subprocess
-import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,16 +15,21 @@ from tests.checkpoint.formats.reading import assert_same, read_whole
 from tests.checkpoint.merging_ranks import write_all
 from tests.checkpoint.stores import MESH, RULES, STATE, names, upload
 from tests.dist.processes import run_ranks
+from tests.jobs import run_command
 
 pytestmark = pytest.mark.usefixtures("s3")
 
 
+def of_store():
+    """Return the variables of the environment that say where the store is."""
+    return {name: value for name, value in os.environ.items() if name.startswith("AWS_")}
+
+
 def in_processes(tmp_path, *acts, size=2):
     """Merge or reshard in several processes; return for each what the ranks answer."""
-    where = {name: value for name, value in os.environ.items() if name.startswith("AWS_")}
     meet = tmp_path / os.urandom(4).hex()
     meet.mkdir()
-    return list(zip(*run_ranks(size, meet, write_all, acts, where), strict=True))
+    return list(zip(*run_ranks(size, meet, write_all, acts, of_store()), strict=True))
 
 
 def contents(url):
@@ -100,20 +103,14 @@ def test_memory_of_one_process_is_refused(forms, tmp_path):
 
 
 @pytest.mark.dist
-def test_under_torchrun(forms, tmp_path):
+def test_the_command_in_a_job(forms, tmp_path):
     upload(forms / "own", "s3://models/own")
     merge(forms / "own", tmp_path / "alone", max_shard_bytes=50)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    args = ["merge", "s3://models/own", "-o", "s3://models/run", "--max-shard-size", "50"]
-    done = subprocess.run(
-        [*command, "-m", "shardspec", *args],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("s3://models/run: 4 tensors, ")
-    assert done.stdout.count("\n") == 1
+    args = ("merge", "s3://models/own", "-o", "s3://models/run", "--max-shard-size", "50")
+    first, second = run_command(2, tmp_path, *args, environment=of_store())
+    assert (first.exit_code, first.stderr) == (0, "")
+    assert first.stdout.startswith("s3://models/run: 4 tensors, ")
+    assert first.stdout.count("\n") == 1
+    assert second == (0, "", "")
     due = {file.name: file.read_bytes() for file in (tmp_path / "alone").iterdir()}
     assert contents("s3://models/run") == due

@@ -93,7 +93,7 @@ def test_what_is_there_is_kept_or_replaced_as_a_whole(forms, root):
 
 
 @pytest.mark.parametrize("root", ROOTS, indirect=True)
-def test_ranks_save(root):
+def test_ranks_save_into_a_store(root):
     cut = {name: DTensor(v, MESH, "[S10,R]") if v.dim() == 2 else v for name, v in STATE.items()}
     save_sharded(cut, f"{root}/save")
     first = names(f"{root}/save")

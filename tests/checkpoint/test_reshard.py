@@ -52,7 +52,7 @@ def test_every_cut_of_a_small_mesh_to_every_other(tmp_path):
         assert [s.tolist() for s in found.shards.values()] == expected[b]
 
 
-def test_every_dtype(tmp_path):
+def test_resharding_keeps_every_dtype(tmp_path):
     source = save(tmp_path / "ckpt", state())
     mesh = DeviceMesh(range(4), (4,))
     reshard(source, tmp_path / "cut", device_mesh=mesh, rules={"of.*": "[R,S0]"})

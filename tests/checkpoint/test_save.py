@@ -11,7 +11,15 @@ import pytest
 import safetensors.numpy
 import torch
 
-from shardspec import DeviceMesh, DTensor, SimulatedCommunicator, load_sharded, merge, save_sharded
+from shardspec import (
+    DeviceMesh,
+    DTensor,
+    Layout,
+    SimulatedCommunicator,
+    load_sharded,
+    merge,
+    save_sharded,
+)
 from shardspec.boxes import box_size
 from shardspec.checkpoint.catalog import replica_keys
 from shardspec.checkpoint.formats.native import info_lines, read_info
@@ -20,7 +28,6 @@ from shardspec.checkpoint.storage.local import LocalPath
 from shardspec.checkpoint.targets import assign_boxes
 from shardspec.dtypes import item_bytes
 from shardspec.errors import CheckpointError, OutputExistsError
-from shardspec.layout.layout import Layout
 
 MESH = DeviceMesh([4, 1, 0, 5, 3, 2], (2, 3), axis_names=("dp", "tp"))
 

@@ -30,7 +30,7 @@ def merged(source, **options):
     return load_file(out)
 
 
-def test_patterns(source):
+def test_patterns_choose_tensors(source):
     assert merged(source, include=["model.*"]).keys() == {
         "model.a.weight", "model.a.bias", "model.steps"
     }  # fmt: skip
@@ -40,7 +40,7 @@ def test_patterns(source):
     assert merged(source, exclude=["m*"]).keys() == {"optim.a.exp_avg", "rope"}
 
 
-def test_names(source):
+def test_regular_expressions_rename_tensors(source):
     found = merged(source, rename=[(r"^model\.", ""), (r"\.([ab])\w*$", r"/\1")])
     assert found.keys() == {"a.weight", "a/b", "steps", "optim.a.exp_avg", "rope"}
     assert found["a/b"].equal(STATE["model.a.bias"])
@@ -81,7 +81,7 @@ def test_casts_are_those_of_torch(source, dtype):
             assert found[name].equal(wanted)
 
 
-def test_bad_input(source):
+def test_patterns_that_match_nothing_are_refused(source):
     cases: list[tuple[dict[str, Any], str]] = [
         ({"include": ["nope*"]}, "pattern 'nope\\*' matches nothing"),
         ({"exclude": ["nope"]}, "pattern 'nope' matches nothing"),

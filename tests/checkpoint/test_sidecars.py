@@ -8,11 +8,9 @@ import torch
 from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 
-from shardspec.checkpoint.convert import merge, reshard
-from shardspec.checkpoint.save import save_sharded
+from shardspec import DeviceMesh, merge, reshard, save_sharded
 from shardspec.cli.main import cli
 from shardspec.errors import CheckpointError, OutputExistsError
-from shardspec.mesh.device_mesh import DeviceMesh
 
 WEIGHTS = {"w": torch.arange(12.0).view(4, 3)}
 BESIDE = {

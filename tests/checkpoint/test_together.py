@@ -13,7 +13,6 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -31,7 +30,8 @@ from shardspec.cli.main import cli
 from shardspec.errors import CheckpointError
 from tests.checkpoint.merging_ranks import answer_in_job, end_self, write_all
 from tests.checkpoint.writers.states import save, state
-from tests.dist.processes import run_ranks
+from tests.dist.processes import rank_context, run_ranks
+from tests.jobs import run_command
 
 # It carries nothing: a process that has imported this may have it as its default group.
 dist.Backend.register_backend("silent", _create_fake_pg, extended_api=True, devices=["cpu", "cuda"])
@@ -108,7 +108,7 @@ def test_in_a_job_of_nccl_alone(ckpt, tmp_path):
         assert text == f"rank 1: {tmp_path}/none: there is no such checkpoint; check the path"
 
 
-def test_resharding(ckpt, tmp_path):
+def test_processes_reshard_together(ckpt, tmp_path):
     mesh = DeviceMesh(range(4), (2, 2))
     act = partial(reshard, ckpt, tmp_path / "cut", device_mesh=mesh, rules={"big": "[S1,S0]"})
     (answers,) = in_processes(tmp_path, act)
@@ -326,25 +326,14 @@ def test_ranks_of_another_launcher_work_alone(ckpt, tmp_path, monkeypatch):
     assert contents(tmp_path / "out") == contents(tmp_path / "alone")
 
 
-def torchrun(tmp_path, *args):
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=3"]
-    return subprocess.run(
-        [*command, *map(str, args)],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
-    )
-
-
 @pytest.mark.dist
-def test_under_torchrun(ckpt, tmp_path):
+def test_of_a_job_one_process_speaks_for_all(ckpt, tmp_path):
     merge(ckpt, tmp_path / "alone")
-    done = torchrun(tmp_path, "-m", "shardspec", "merge", ckpt, "-o", "out")
-    assert done.returncode == 0, done.stderr
-    # One of them speaks for all.
-    assert done.stdout.startswith("out: 24 tensors, ")
-    assert done.stdout.count("\n") == 1
+    first, *others = run_command(3, tmp_path, "merge", ckpt, "-o", "out")
+    assert (first.exit_code, first.stderr) == (0, "")
+    assert first.stdout.startswith("out: 24 tensors, ")
+    assert first.stdout.count("\n") == 1
+    assert others == [(0, "", "")] * 2
     assert contents(tmp_path / "out") == contents(tmp_path / "alone")
 
 
@@ -362,7 +351,14 @@ def test_under_torchrun_where_one_process_does_not_see_the_checkpoint(ckpt, tmp_
         "cli(prog_name='shardspec')\n"
     )
     before = sorted(os.listdir(tmp_path))
-    done = torchrun(tmp_path, script, "merge", "ckpt", "-o", tmp_path / "out")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=3"]
+    done = subprocess.run(
+        [*command, script, "merge", "ckpt", "-o", tmp_path / "out"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+    )
     assert done.returncode == 1
     assert "Error: ckpt: there is no such checkpoint; check the path\n" in done.stderr
     # Each of them ends by itself.
@@ -375,8 +371,7 @@ def test_under_torchrun_where_one_process_does_not_see_the_checkpoint(ckpt, tmp_
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 def test_one_is_killed_or_stops_and_the_others_end(ckpt, tmp_path, victim, how):
     """A stopped one is waited for until the timeout of the process group."""
-    context = mp.get_context("forkserver")
-    context.set_forkserver_preload(["torch.distributed.tensor", "tests.checkpoint.merging_ranks"])
+    context = rank_context()
     answers, meet = context.Queue(), str(tmp_path / "meet")
     out = tmp_path / "out"
     act = partial(merge, ckpt, out, progress=partial(end_self, victim=victim, how=how))

@@ -186,7 +186,7 @@ def test_slices_and_other_orders_of_a_mesh(path, mesh, ids, shape):
         ((partial("max", "_Partial"), partial("max")), {}, "[R,R|Pmax01]"),
     ],
 )
-def test_placements(path, placements, more, spec):
+def test_specs_of_torchs_placements(path, placements, more, spec):
     order = more.get("shard_order")
     if order:
         entry = Name(SPEC, "ShardOrderEntry")

@@ -54,7 +54,7 @@ def values(path, tensor):
 
 
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.bool], ids=str)
-def test_every_dtype(path, dtype):
+def test_tensors_of_every_dtype_are_read_as_torch_writes_them(path, dtype):
     raw = torch.arange(7 * 16, dtype=torch.uint8)
     tensor = (raw % 2).bool() if dtype is torch.bool else raw.view(dtype)
     torch.save([tensor, torch.nn.Parameter(tensor, requires_grad=False)], path)

@@ -73,13 +73,13 @@ def test_few_and_small_reads(path):
     assert (file.reads, file.total < 4000) == (4, True)
 
 
-def test_many_records(path):
+def test_a_file_of_thousands_of_records_is_read(path):
     many = {str(i): torch.tensor([i]) for i in range(3000)}
     found = read(path, saved(many))
     assert found == {name: tensor.numpy().tobytes() for name, tensor in many.items()}
 
 
-def test_no_crc(path):
+def test_a_file_without_checksums_has_no_digests(path):
     torch.serialization.set_crc32_options(False)
     try:
         data = saved(STATE)
@@ -139,14 +139,14 @@ def test_zips_of_others(path):
     assert read(path, rezipped()) == due()
 
 
-def test_compressed_ones(path):
+def test_compressed_records_are_refused(path):
     assert refused(path, rezipped(method=zipfile.ZIP_DEFLATED)) == (
         "record b'archive/data.pkl' is compressed (method 8), which torch never does; unpack it "
         "and save it again with torch.save"
     )
 
 
-def test_bombs(path):
+def test_a_zip_that_unpacks_to_much_more_is_refused(path):
     """A zip that would unpack to 10,000 times its size is refused by its directory."""
     for method in (zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA):
         buffer = io.BytesIO()
@@ -189,14 +189,14 @@ def test_programs_are_no_checkpoints(path):
         (replaced("data/1", (None, b"short")), "record data/1 has 5 bytes, but the pickle says 4"),
     ],
 )
-def test_wrong_records(path, change, message):
+def test_records_that_contradict_the_directory_are_refused(path, change, message):
     assert message in refused(path, rezipped(change))
 
 
 def test_a_name_twice(path):
     with pytest.warns(UserWarning, match="Duplicate name"):
         data = rezipped(replaced("data/1", (None, None), (None, None)))
-    assert "record b'archive/data/1' is there twice" in refused(path, data)
+    assert "record b'archive/data/1' is listed twice" in refused(path, data)
 
 
 # --- files of other kinds
@@ -218,4 +218,4 @@ def test_an_empty_file(path):
 
 @pytest.mark.parametrize("data", [b"x", b"PK", b"\x93NUMPY" * 50, b"\0" * 5000])
 def test_what_torch_never_wrote(path, data):
-    assert refused(path, data).startswith("is nothing that torch.save writes (it starts with ")
+    assert refused(path, data).startswith("is not a file of torch.save (it starts with ")

@@ -15,9 +15,8 @@ import safetensors.torch
 import torch
 from click.testing import CliRunner
 
-from shardspec import DeviceMesh, DTensor, save_sharded
+from shardspec import DeviceMesh, DTensor, merge, save_sharded
 from shardspec.checkpoint.catalog import Catalog, StoredBox, StoredTensor
-from shardspec.checkpoint.convert import merge
 from shardspec.checkpoint.numeric import numbers
 from shardspec.checkpoint.open import open_checkpoint
 from shardspec.checkpoint.storage.local import LocalPath
@@ -166,7 +165,7 @@ def shardspec(*arguments):
     return subprocess.run(command, capture_output=True, text=True)
 
 
-def test_the_commands(tmp_path):
+def test_verify_and_diff_print_what_they_find(tmp_path):
     ckpt = save(tmp_path / "ckpt", w=(torch.arange(7.0), "[S1]"))
     merge(ckpt, tmp_path / "m")
     done = shardspec("verify", ckpt, "--against", tmp_path / "m")

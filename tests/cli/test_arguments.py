@@ -4,6 +4,7 @@ import re
 
 import pytest
 
+from shardspec import DeviceMesh
 from shardspec.cli.options import (
     IDS,
     MAX_DEVICES,
@@ -13,7 +14,6 @@ from shardspec.cli.options import (
     parse_shape,
 )
 from shardspec.errors import MeshError
-from shardspec.mesh.device_mesh import DeviceMesh
 
 
 @pytest.mark.parametrize(

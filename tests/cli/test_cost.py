@@ -11,12 +11,9 @@ from itertools import product
 import pytest
 from click.testing import CliRunner
 
+from shardspec import CostModel, DeviceMesh, Layout, LayoutConverter
 from shardspec.cli.main import cli
-from shardspec.comm.cost import CostModel
 from shardspec.comm.presets import DEFAULT_LINK, link_preset
-from shardspec.layout.converter import LayoutConverter
-from shardspec.layout.layout import Layout
-from shardspec.mesh.device_mesh import DeviceMesh
 
 TENSOR = ["--mesh", "2x3", "--shape", "7x5", "--dtype", "bf16"]
 SPECS = ["[R,R]", "[S0,R]", "[R,S01]", "[S10,R]", "[S1,S0]"]
@@ -221,7 +218,7 @@ def test_a_file_of_pairs_that_cannot_be_read(file, message):
 
 
 def test_more_pairs_than_are_priced_at_once(monkeypatch):
-    monkeypatch.setattr("shardspec.cli.plan._MOST_PAIRS", 3)
+    monkeypatch.setattr("shardspec.cli.plan._MAX_PAIRS", 3)
     result = CliRunner().invoke(
         cli, ["cost", "--pairs", "-", *TENSOR], input="[R,R] [S0,R]\n" * 5, prog_name="shardspec"
     )

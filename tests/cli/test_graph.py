@@ -7,13 +7,10 @@ import sys
 import pytest
 from click.testing import CliRunner
 
+from shardspec import CostModel, DeviceMesh, Layout, LayoutConverter
 from shardspec.cli.main import cli
-from shardspec.comm.cost import CostModel
-from shardspec.layout.converter import LayoutConverter
 from shardspec.layout.dot import dot_text, draw_graph
-from shardspec.layout.layout import Layout
 from shardspec.layout.transitions import transitions
-from shardspec.mesh.device_mesh import DeviceMesh
 
 PATH = [
     *("[S(tp,dp),R]", "[R,S(tp)]", "--mesh", "dp=2,tp=4", "--shape", "4096x4096"),

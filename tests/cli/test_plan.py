@@ -7,14 +7,11 @@ import sys
 import pytest
 from click.testing import CliRunner
 
+from shardspec import CostModel, DeviceMesh, Layout, LayoutConverter
 from shardspec.cli.main import cli
 from shardspec.cli.options import parse_bytes
-from shardspec.comm.cost import CostModel
 from shardspec.comm.presets import PRESETS
-from shardspec.layout.converter import LayoutConverter
-from shardspec.layout.layout import Layout
 from shardspec.layout.plan import difference_text, naive_plan
-from shardspec.mesh.device_mesh import DeviceMesh
 
 README_EXAMPLE = ["[S0,R]", "[R,S01]", "--mesh", "2x4", "--shape", "4096x4096", "--dtype", "bf16"]
 

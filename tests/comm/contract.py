@@ -240,7 +240,7 @@ class CommunicatorContract:
         }
 
     @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-    def test_step(self, case: Case):
+    def test_a_step_gives_every_device_its_shard(self, case: Case):
         got, expected = self.results(case), case.expected()
         assert set(got) == set(expected)
         for device, (shard, complaints) in got.items():
@@ -290,7 +290,9 @@ def crossing(communicator: Communicator, dtype: torch.dtype) -> list[str]:
         device: whole[slices_within(rows[device], ((0, 7), (0, 6)))].clone()
         for device in communicator.addressable
     }
-    transfers = Transfers.between(Exchange(()), communicator.mesh, rows, columns)
+    ids = communicator.mesh.ids
+    before, after = (tuple(boxes[device] for device in ids) for boxes in (rows, columns))
+    transfers = Transfers(Exchange(()), communicator.mesh, before, after)
     results = communicator.run(transfers, shards)
     assert tuple(results) == communicator.addressable
     return [

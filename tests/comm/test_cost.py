@@ -4,17 +4,20 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shardspec.checkpoint.plan import plan_reshard
-from shardspec.comm.cost import CostModel
-from shardspec.comm.curves import Link, bytes_received
+from shardspec import (
+    CostModel,
+    DeviceMesh,
+    Layout,
+    LayoutConverter,
+    Link,
+    ShardingSpec,
+    plan_reshard,
+)
+from shardspec.comm.curves import bytes_received
 from shardspec.comm.presets import DEFAULT_LINK
 from shardspec.comm.steps import AllGather, AllReduce, AllToAll, ReduceScatter, Slice
 from shardspec.errors import LayoutError, MeshError
-from shardspec.layout.converter import LayoutConverter
 from shardspec.layout.graph import explore, spec_of
-from shardspec.layout.layout import Layout
-from shardspec.layout.spec import ShardingSpec
-from shardspec.mesh.device_mesh import DeviceMesh
 from tests.layout import formulas
 
 SLOW, FAST = Link(1e-5, 2e-11, "slow"), Link(2e-6, 3e-12, "fast")

@@ -2,11 +2,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardspec.comm.communicator import SimulatedCommunicator
-from shardspec.comm.process_group import ProcessGroupCommunicator, communicator_of
+from shardspec import DeviceMesh, DTensor, ProcessGroupCommunicator, SimulatedCommunicator
+from shardspec.comm.process_group import communicator_of
 from shardspec.errors import CommunicatorError
-from shardspec.mesh.device_mesh import DeviceMesh
-from shardspec.tensor.dtensor import DTensor
 
 MESH = DeviceMesh(range(4), (2, 2))
 

@@ -5,10 +5,8 @@ from math import prod
 import pytest
 import torch
 
-from shardspec.comm.communicator import SimulatedCommunicator
+from shardspec import DeviceMesh, Layout, SimulatedCommunicator
 from shardspec.comm.steps import Permute
-from shardspec.layout.layout import Layout
-from shardspec.mesh.device_mesh import DeviceMesh
 from tests.conversions import (
     collectives,
     partial_specs,
@@ -47,7 +45,7 @@ def shuffled(mesh_shape):
     ],
     ids=str,
 )
-def test_moves(mesh_shape, shape):
+def test_every_step_gives_each_device_its_box(mesh_shape, shape):
     mesh = shuffled(mesh_shape)
     layouts = [Layout(mesh, s, shape, "int32") for s in plain_specs(len(shape), mesh.ndim)]
     moves = [move for layout in layouts for move in collectives(layout)]
@@ -123,7 +121,7 @@ def test_dtypes_and_shards_with_gaps(dtype, ops):
 
 
 @pytest.mark.parametrize("op", ["sum", "avg", "min", "max", "prod"])
-def test_scalars(op):
+def test_every_step_of_a_scalar(op):
     mesh = shuffled((2, 3))
     specs = list(partial_specs(0, 2, [op]))
     moves = [move for s in specs for move in collectives(Layout(mesh, s, (), "float32"))]

@@ -10,12 +10,11 @@ from typing import get_args
 import numpy as np
 import pytest
 
-from shardspec import DeviceMesh, Layout, LayoutConverter
-from shardspec.comm.cost import CostModel
-from shardspec.comm.curves import KINDS, Link
+from shardspec import CostModel, DeviceMesh, Layout, LayoutConverter, Link, ShardSpecError
+from shardspec.comm.curves import KINDS
 from shardspec.comm.presets import DEFAULT_LINK, PRESETS, Basis, Confidence, link_preset
 from shardspec.comm.steps import Exchange, Permute
-from shardspec.errors import MeshError, ShardSpecError
+from shardspec.errors import MeshError
 from shardspec.layout.plan import step_seconds
 from shardspec.profiling.fit import step_of
 
@@ -39,7 +38,7 @@ EXPECTED = {
 }
 
 
-def test_the_numbers():
+def test_presets_have_the_numbers_that_are_listed_here():
     found = {n: (p.gb_per_s, round(p.start_us + p.latency_us, 1)) for n, p in PRESETS.items()}
     assert found == EXPECTED
 

@@ -24,7 +24,7 @@ def combine(addends, op):
 @pytest.mark.parametrize(
     "dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16], ids=str
 )
-def test_values(op, expected, dtype):
+def test_addends_are_combined_by_every_operation(op, expected, dtype):
     addends = torch.tensor([[3.0, 0.5, 0.0], [-2.0, 2.0, -3.0], [2.0, -1.0, 0.0], [-1.0, 0.0, 0.0]])
     result = combine(list(addends.to(dtype)), op)
     assert result.dtype == dtype
@@ -50,7 +50,7 @@ def test_whole_numbers_and_truth(op):
 
 
 @pytest.mark.parametrize("op", ["sum", "avg", "prod"])
-def test_complex(op):
+def test_complex_addends_are_combined(op):
     pair = [torch.tensor([1 + 2j]), torch.tensor([3 - 1j])]
     assert combine(pair, op).tolist() == {"sum": [4 + 1j], "avg": [2 + 0.5j], "prod": [5 + 5j]}[op]
 

@@ -33,7 +33,7 @@ def test_the_table_has_every_step():
 
 
 @pytest.mark.parametrize(("step", "back"), ONE_OF_EACH.items())
-def test_backward(step, back):
+def test_the_backward_of_a_step_is_a_step(step, back):
     assert backward(step) == back
 
 
@@ -67,5 +67,5 @@ def test_an_all_to_all_moves_along_the_axes_in_their_order_of_arrival():
     assert AllToAll(0, 1, (0, 2), (2, 0)).axes == (2, 0)
 
 
-def test_reduce_operations():
+def test_there_are_five_reductions():
     assert get_args(ReduceOp) == ("sum", "avg", "min", "max", "prod")

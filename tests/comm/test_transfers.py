@@ -6,14 +6,11 @@ from itertools import islice, permutations, product
 import pytest
 import torch
 
+from shardspec import CostModel, DeviceMesh, Layout, Link
 from shardspec.boxes import box_size, contains
-from shardspec.comm.cost import CostModel
-from shardspec.comm.curves import Link
 from shardspec.comm.steps import AllGather, AllReduce, Exchange, Permute, Slice
 from shardspec.comm.transfers import distance_on, exchange_routes, permute_routes
-from shardspec.layout.layout import Layout
 from shardspec.layout.moving import transfers_of
-from shardspec.mesh.device_mesh import DeviceMesh
 from tests.conversions import plain_specs
 from tests.layout import formulas
 
@@ -43,7 +40,7 @@ def pairs(mesh, shape):
     ],
     ids=str,
 )
-def test_every_exchange(mesh, shape, every):
+def test_an_exchange_sends_every_box_once_from_the_nearest_holder(mesh, shape, every):
     for before, after in islice(pairs(mesh, shape), 0, None, every):
         wanted: dict[int, torch.Tensor] = {d: torch.zeros(shape, dtype=torch.int) for d in mesh.ids}
         for move in routes(exchange_routes, before, after):
@@ -69,7 +66,7 @@ def test_replicas_share_the_work():
     assert [move.box for move in moves] == list(wanted.values())
 
 
-def test_another_mesh():
+def test_an_exchange_with_another_mesh_sends_what_is_lacking():
     before = Layout(DeviceMesh([0, 1, 2], (3,)), "[S0]", (7,), "int8")
     after = Layout(DeviceMesh([2, 3, 4, 5], (2, 2)), "[S01]", (7,), "int8")
     moves = exchange_routes(before.boxes(), after.boxes(), lambda a, b: int(a != b))
@@ -93,7 +90,7 @@ def test_nothing_to_send():
     [(SHUFFLED, (6, 12), 4), (SHUFFLED, (1, 2), 4), (CUBE, (8, 16), 222), (CUBE, (11, 5), 222)],
     ids=str,
 )
-def test_every_permute(mesh, shape, count):
+def test_a_permute_sends_whole_shards_by_the_shortest_longest_way(mesh, shape, count):
     """Each device sends one whole shard at most, and no assignment has a shorter longest way."""
     orders = permutations([Link(10.0**place, 0.0) for place in range(mesh.ndim)])
     models = [CostModel(mesh.shape, links) for links in orders]

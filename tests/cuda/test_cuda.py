@@ -10,8 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardspec import DeviceMesh, DTensor, Layout
-from shardspec.checkpoint.plan import plan_reshard
+from shardspec import DeviceMesh, DTensor, Layout, plan_reshard
 from tests.conversions import (
     partial_specs,
     plain_specs,

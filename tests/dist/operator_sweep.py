@@ -7,7 +7,6 @@ through the view it returns. Ranks are processes, or one process simulates them.
 """
 
 import argparse
-import copy
 import multiprocessing as mp
 import multiprocessing.connection
 import os
@@ -15,11 +14,10 @@ import tempfile
 import time
 import warnings
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from functools import partial
-from itertools import groupby, islice
+from itertools import groupby
 from math import prod
 from typing import Any, Final
 
@@ -27,48 +25,19 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch.testing._internal.common_methods_invocations import op_db
-from torch.testing._internal.opinfo.core import BinaryUfuncInfo, UnaryUfuncInfo
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves
 
-from shardspec import DeviceMesh, DTensor, Layout
-from shardspec.errors import ShardSpecError
+from shardspec import DeviceMesh, DTensor, Layout, ShardSpecError
 from tests.conversions import index_of
+from tests.dist.operator_cases import Case, cases, samples_of, spec_of_tensor, variants
 
-__all__ = ["REFUSED", "SILENT", "Finding", "cases", "sweep", "table"]
+__all__ = ["REFUSED", "SILENT", "Finding", "sweep", "table"]
 
-MOST_ELEMENTS: Final = 64
 SILENT: Final = ("WRONG", "WAITS", "RANKS DIFFER")
 """Outcomes that nobody wants."""
 REFUSED: Final = ("refused by torch", "refused by us")
-SCHEMES: Final = ("first dim", "last dim", "two dims", "first tensor", "pending", "all pending")
-"""Which tensors are sharded, on which dim; or have an addend on each device."""
-UNCOMPARABLE: Final = (
-    *("bernoulli", "cauchy", "dropout", "empty", "exponential", "geometric", "multinomial"),
-    *("normal", "poisson", "rand", "uniform", "rrelu", "lowrank", "fractional_max_pool", "eig"),
-    *("dot_product_attention", "multi_head_attention", "qr", "svd", "lobpcg", "sparse", "lu"),
-    *("jiterator", "resize", "ormqr", "householder", "ldl"),
-)
-"""Parts of names of operators whose result is random, not defined, or not the only right one."""
-# The stubs of torch take nothing but its own tensors.
-zeros_like: Any = torch.zeros_like
-_MOST_SAMPLES: Final = 24
 _NO_RULE: Final = "has no rule for it on DTensors, on any layout"
 _WAIT_S: Final = 60.0
-
-
-@dataclass(frozen=True)
-class Case:
-    """One sample of one operator under one scheme."""
-
-    op: int
-    sample: int
-    scheme: str
-    condition: str
-
-    @property
-    def name(self) -> str:
-        info = op_db[self.op]
-        return info.name + (f".{info.variant_test_name}" if info.variant_test_name else "")
 
 
 @dataclass
@@ -79,165 +48,11 @@ class Finding:
     examples: dict[str, str] = field(default_factory=dict)
 
 
-def _dtype_of(info: Any) -> torch.dtype | None:
-    return next((d for d in (torch.float64, torch.int64) if d in info.dtypes), None)
-
-
-def _tensors(sample: Any) -> list[torch.Tensor]:
-    leaves = tree_leaves((sample.input, sample.args, sample.kwargs))
-    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-
-
-def _samples(op: int) -> list[Any]:
-    info = op_db[op]
-    dtype = _dtype_of(info)
-    if dtype is None or any(part in info.name for part in UNCOMPARABLE):
-        return []
-    torch.manual_seed(op)
-    found: list[Any] = []
-    try:
-        for sample in islice(info.sample_inputs("cpu", dtype, requires_grad=False), _MOST_SAMPLES):
-            tensors = _tensors(sample)
-            if tensors and all(
-                t.numel() <= MOST_ELEMENTS and t.layout == torch.strided for t in tensors
-            ):
-                found.append(sample)
-    except Exception:  # a sample that cannot be made is none
-        return found
-    return found
-
-
-def _spec(tensor: torch.Tensor, place: int, scheme: str, mesh: DeviceMesh) -> str:
-    dims, axes = ["R"] * tensor.dim(), "".join(map(str, range(mesh.ndim)))
-    pending = ""
-    if scheme == "pending" or scheme == "all pending":
-        if (place == 0 or scheme == "all pending") and tensor.is_floating_point():
-            pending = "|P0"
-            if dims and mesh.ndim > 1:
-                dims[-1] = "S1"
-    elif scheme == "two dims":
-        if len(dims) > 1 and mesh.ndim > 1:
-            dims[0], dims[-1] = "S0", "S1"
-    elif dims and (place == 0 or scheme != "first tensor"):
-        dims[-1 if scheme == "last dim" else 0] = f"S{axes}"
-    return f"[{','.join(dims)}{pending}]"
-
-
-def _condition(tensors: Sequence[torch.Tensor], scheme: str, mesh: DeviceMesh) -> str | None:
-    specs = [_spec(tensor, place, scheme, mesh) for place, tensor in enumerate(tensors)]
-    if "pending" in scheme:
-        return scheme if any("P" in spec for spec in specs) else None
-    conditions = set()
-    for tensor, spec in zip(tensors, specs, strict=True):
-        layout = Layout(mesh, spec, tensor.shape, "float32")
-        if layout.spec.axes:
-            shapes = {layout.local_shape(device) for device in mesh.ids}
-            lacks = tensor.numel() and any(0 in shape for shape in shapes)
-            conditions.add("empty" if lacks else "uneven" if len(shapes) > 1 else "even")
-    return next((name for name in ("empty", "uneven", "even") if name in conditions), None)
-
-
-def cases(mesh: DeviceMesh, most: int, names: Sequence[str] = ()) -> Iterator[Case]:
-    """Yield the cases, so many of an operator, scheme and condition at most."""
-    # What is computed element by element is much alike, and comes last.
-    alike = (UnaryUfuncInfo, BinaryUfuncInfo)
-    for op in sorted(range(len(op_db)), key=lambda place: isinstance(op_db[place], alike)):
-        info = op_db[op]
-        if names and info.name not in names:
-            continue
-        counts: Counter[tuple[str, str]] = Counter()
-        for number, sample in enumerate(_samples(op)):
-            for scheme in SCHEMES:
-                condition = _condition(_tensors(sample), scheme, mesh)
-                if condition is None or counts[scheme, condition] >= most:
-                    continue
-                if scheme == "all pending" and len(_tensors(sample)) == 1:
-                    continue
-                counts[scheme, condition] += 1
-                yield Case(op, number, scheme, condition)
-
-
-def _variants(
-    info: Any, sample: Any, make: Callable[[torch.Tensor, int], Any]
-) -> Iterator[tuple[str, Callable[[], Any]]]:
-    """Yield the variants of a case: calls that return tensors. `make` makes a tensor of a leaf."""
-
-    def made(gradient: bool = False) -> Any:
-        place = iter(range(100))
-
-        def leaf(x: Any) -> Any:
-            if not isinstance(x, torch.Tensor):
-                return copy.copy(x)
-            x = x.detach().clone()
-            if gradient and x.is_floating_point():
-                x.requires_grad_()
-            return make(x, next(place))
-
-        return tree_map(leaf, (sample.input, tuple(sample.args), dict(sample.kwargs)))
-
-    def value() -> Any:
-        given, args, kwargs = made()
-        return info.op(given, *args, **kwargs)
-
-    yield "value", value
-
-    def gradient() -> Any:
-        given, args, kwargs = made(gradient=True)
-        result = info.op(given, *args, **kwargs)
-        losses = []
-        for leaf in tree_leaves(result):
-            if isinstance(leaf, torch.Tensor | DTensor) and leaf.requires_grad:
-                whole = leaf.to_global() if isinstance(leaf, DTensor) else leaf
-                if whole.is_floating_point():
-                    weights = torch.arange(1, whole.numel() + 1, dtype=torch.float64).cos()
-                    losses.append((whole * weights.reshape(whole.shape)).sum())
-        torch.stack(losses).sum().backward()
-        leaves = [x for x in tree_leaves((given, args, kwargs)) if hasattr(x, "requires_grad")]
-        return [x.grad if x.grad is not None else None for x in leaves if x.requires_grad]
-
-    if info.supports_autograd:
-        yield "gradient", gradient
-    if info.inplace_variant is not None:
-
-        def in_place() -> Any:
-            given, args, kwargs = made()
-            name = getattr(info.inplace_variant, "__name__", "")
-            method = getattr(given, name) if hasattr(torch.Tensor, name) else None
-            call = method or partial(info.inplace_variant, given)
-            result = call(*args, **kwargs)
-            return [given, result]
-
-        yield "in place", in_place
-    if info.supports_out:
-
-        def out() -> Any:
-            given, args, kwargs = made()
-            results = info.op(given, *args, **kwargs)
-            into = tree_map(
-                lambda x: zeros_like(x) if isinstance(x, torch.Tensor | DTensor) else x,
-                results,
-            )
-            returned = info.op(given, *args, **kwargs, out=into)
-            return [into, returned]
-
-        yield "out=", out
-
-    def through_view() -> Any:
-        given, args, kwargs = made()
-        base = given[0] if isinstance(given, list | tuple) else given
-        result = info.op(given, *args, **kwargs)
-        results = [x for x in tree_leaves(result) if isinstance(x, torch.Tensor | DTensor)]
-        results[0].mul_(3)
-        return [base, results[0]]
-
-    yield "through view", through_view
-
-
 def _whole(sample: Any) -> dict[str, Any]:
     """Do a case in one process; variants that are not possible there are left out."""
     found: dict[str, Any] = {}
     info, case = sample
-    for name, call in _variants(info, case, lambda tensor, _: tensor):
+    for name, call in variants(info, case, lambda tensor, _: tensor):
         try:
             result = call()
         except Exception:
@@ -278,7 +93,7 @@ def _done(case: Case, variant: str, sample: Any, mesh: DeviceMesh, ranks: Sequen
     devices = len(mesh.ids)
 
     def made(tensor: torch.Tensor, place: int) -> Any:
-        spec = _spec(tensor, place, case.scheme, mesh)
+        spec = spec_of_tensor(tensor, place, case.scheme, mesh)
         if "P" not in spec:
             return DTensor(tensor, mesh, spec)
         layout = Layout(mesh, spec, tensor.shape, tensor.dtype)
@@ -290,7 +105,7 @@ def _done(case: Case, variant: str, sample: Any, mesh: DeviceMesh, ranks: Sequen
             addends[rank] = addend.clone().requires_grad_(tensor.requires_grad)
         return DTensor.from_local(addends, mesh, spec, global_shape=tensor.shape)
 
-    calls = dict(_variants(op_db[case.op], sample, made))
+    calls = dict(variants(op_db[case.op], sample, made))
     try:
         leaves = tree_leaves(calls[variant]())
         return [("done", [_packed(leaf, rank) for leaf in leaves]) for rank in ranks]
@@ -319,7 +134,7 @@ def _rank(rank: int, mesh: DeviceMesh, rendezvous: str, pipe: Any) -> None:
             os._exit(0)
         case, variant = task
         if cached[0] != case.op:
-            cached = (case.op, _samples(case.op))
+            cached = (case.op, samples_of(case.op))
         pipe.send(_done(case, variant, cached[1][case.sample], mesh, [rank])[0])
 
 
@@ -460,7 +275,7 @@ def sweep(
     job: Any = begin(mesh)
     try:
         for op, of_op in groupby(chosen, lambda case: case.op):
-            samples, tried = _samples(op), 0
+            samples, tried = samples_of(op), 0
             for case in of_op:
                 for variant, wanted in _whole((op_db[op], samples[case.sample])).items():
                     answers = job.ask(case, variant, samples[case.sample])

@@ -11,7 +11,7 @@ from typing import Any
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-__all__ = ["run_ranks"]
+__all__ = ["rank_context", "run_ranks"]
 
 
 def _rank(
@@ -21,19 +21,28 @@ def _rank(
     work: Callable[..., Any],
     args: tuple[Any, ...],
     out: Any,
-    backend: str,
+    backend: str | None,
 ) -> None:
     try:
-        dist.init_process_group(
-            backend, init_method=f"file://{rendezvous}", rank=rank, world_size=world
-        )
+        if backend:
+            dist.init_process_group(
+                backend, init_method=f"file://{rendezvous}", rank=rank, world_size=world
+            )
         result = work(rank, *args)
-        dist.barrier()
-        dist.destroy_process_group()
+        if backend:
+            dist.barrier()
+            dist.destroy_process_group()
         out.put((rank, True, result))
     except BaseException:
         out.put((rank, False, traceback.format_exc()))
         sys.exit(1)
+
+
+def rank_context() -> Any:
+    """Return the context of multiprocessing in which ranks are forks of one process with torch."""
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(["tests.dist.preload"])
+    return context
 
 
 def run_ranks(
@@ -42,18 +51,14 @@ def run_ranks(
     work: Callable[..., Any],
     *args: Any,
     timeout_s: float = 150,
-    backend: str = "gloo",
+    backend: str | None = "gloo",
 ) -> list[Any]:
     """Run ``work(rank, *args)`` in so many processes and return what each of them returns.
 
-    A process that fails or hangs ends them all, with its traceback in the error.
+    They are a job of torch.distributed unless `backend` is None. A process that fails or hangs ends
+    them all, with its traceback in the error.
     """
-    # One process imports torch, and the ranks are forks of it. Their first operation on torch's
-    # DTensors imports torch._dynamo, which takes longest of all.
-    context = mp.get_context("forkserver")
-    context.set_forkserver_preload(
-        ["torch.distributed.tensor", "torch._dynamo", "shardspec.tensor.dtensor", "pytest"]
-    )
+    context = rank_context()
     out = context.Queue()
     rendezvous = str(tmp_path / "rendezvous")
     processes = [

@@ -14,10 +14,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardspec import DeviceMesh, DTensor, ProcessGroupCommunicator
+from shardspec import DeviceMesh, DTensor, Layout, ProcessGroupCommunicator
 from shardspec.comm.steps import AllGather
 from shardspec.errors import CommunicatorError, DTypeError
-from shardspec.layout.layout import Layout
 from shardspec.layout.moving import transfers_of
 from tests.dist.processes import run_ranks
 

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from shardspec import DeviceMesh, DTensor, ProcessGroupCommunicator
-from shardspec.layout.layout import Layout
+from shardspec import DeviceMesh, DTensor, Layout, ProcessGroupCommunicator
 from tests.conversions import (
     OPS,
     Move,

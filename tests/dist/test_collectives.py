@@ -7,9 +7,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardspec import DeviceMesh
+from shardspec import DeviceMesh, Layout
 from shardspec.comm.transports.collectives import has_collective, run_collective
-from shardspec.layout.layout import Layout
 from shardspec.layout.moving import transfers_of
 from tests.conversions import (
     collectives,

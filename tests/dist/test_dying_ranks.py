@@ -14,9 +14,8 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
-from shardspec import DeviceMesh, DTensor, ProcessGroupCommunicator
+from shardspec import DeviceMesh, DTensor, Layout, ProcessGroupCommunicator
 from shardspec.boxes import box_shape
 from shardspec.comm.steps import (
     AllGather,
@@ -29,8 +28,8 @@ from shardspec.comm.steps import (
 from shardspec.comm.transfers import Transfers
 from shardspec.comm.transports import peer_memory
 from shardspec.errors import CommunicatorError
-from shardspec.layout.layout import Layout
 from shardspec.layout.moving import transfers_of
+from tests.dist.processes import rank_context
 
 pytestmark = pytest.mark.dist
 
@@ -128,8 +127,7 @@ def seen_by_the_others(
     timeout_s: float = TIMEOUT_S,
 ) -> tuple[list[Any], Any]:
     """Run three ranks, of which one fails, and return what the others saw and when it failed."""
-    context = mp.get_context("forkserver")
-    context.set_forkserver_preload(["torch.distributed.tensor", "shardspec.tensor.dtensor"])
+    context = rank_context()
     out = context.SimpleQueue()
     args = (str(tmp_path / "store"), work, move, reads_peers, timeout_s, out)
     ranks = [context.Process(target=_rank, args=(rank, *args)) for rank in range(3)]
@@ -217,7 +215,7 @@ def _leave(rank: int, communicator: Any, *_: Any) -> None:
     shard = torch.full(box_shape(before[rank]), float(rank))
     if rank == 2:
         time.sleep(0.3)
-    transfers = Transfers.between(Exchange((0,)), MESH, before, after)
+    transfers = Transfers(Exchange((0,)), MESH, tuple(before.values()), tuple(after.values()))
     (got,) = communicator.run(transfers, {rank: shard}).values()
     assert got.sum() == (1 * 20 + 2 * 25 if rank == 0 else 0)
 
@@ -260,6 +258,7 @@ def _stopped(rank: int, communicator: Any, *_: Any) -> None:
     before = {0: everything, 1: nothing, 2: nothing}
     after = {0: nothing, 1: everything, 2: nothing}
     shard = torch.ones(box_shape(before[rank]))
+    transfers = Transfers(Exchange((0,)), MESH, tuple(before.values()), tuple(after.values()))
     read = peer_memory.read_rows
 
     def late(*given: Any) -> None:
@@ -270,7 +269,7 @@ def _stopped(rank: int, communicator: Any, *_: Any) -> None:
         _fork(4 * TIMEOUT_S)
     try:
         with mock.patch.object(peer_memory, "read_rows", late):
-            communicator.run(Transfers.between(Exchange((0,)), MESH, before, after), {rank: shard})
+            communicator.run(transfers, {rank: shard})
     finally:
         shard.zero_()
         if rank == 0:

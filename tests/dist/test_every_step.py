@@ -13,9 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh as TorchMesh
 from torch.distributed.tensor import DTensor as TorchDTensor
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
-from shardspec import DeviceMesh, DTensor, ProcessGroupCommunicator, ShardingSpec
+from shardspec import DeviceMesh, DTensor, Layout, ProcessGroupCommunicator, ShardingSpec
 from shardspec.comm.steps import AllReduce, ReduceOp
-from shardspec.layout.layout import Layout
 from shardspec.layout.moving import transfers_of
 from tests.conversions import (
     OPS,
@@ -211,7 +210,7 @@ def ranks(tmp_path_factory, sampled):
     return run_ranks(8, tmp_path_factory.mktemp("everything"), everything, sampled)
 
 
-def test_single_steps(ranks, sampled):
+def test_every_single_step_gives_each_device_its_box(ranks, sampled):
     cube = {"cube, gaps": 895}
     six = {
         "uneven": 365,
@@ -252,7 +251,7 @@ def test_torch_converts_alike(ranks):
         assert found["torch, short"] == (36, [])
 
 
-def test_gradients(ranks):
+def test_gradients_of_whole_and_partial_losses_add_up(ranks):
     for found in ranks:
         assert found["gradients"] == (31, [])
 

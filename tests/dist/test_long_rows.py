@@ -5,8 +5,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from shardspec import DeviceMesh, ProcessGroupCommunicator
-from shardspec.layout.layout import Layout
+from shardspec import DeviceMesh, Layout, ProcessGroupCommunicator
 from tests.conversions import Move, collectives, partial_specs, plain_specs, routed, run_moves
 from tests.dist.processes import run_ranks
 

@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from shardspec import DeviceMesh, ProcessGroupCommunicator
-from shardspec.comm.cost import CostModel
+from shardspec import ConversionPlan, CostModel, DeviceMesh, Layout, ProcessGroupCommunicator
 from shardspec.comm.steps import (
     AllGather,
     AllReduce,
@@ -26,9 +25,7 @@ from shardspec.comm.steps import (
 )
 from shardspec.comm.transports.messages import STAGED_BYTES
 from shardspec.comm.transports.peer_memory import BUFFER_BYTES
-from shardspec.layout.layout import Layout
 from shardspec.layout.moving import transfers_of
-from shardspec.layout.plan import ConversionPlan
 from tests.dist.processes import run_ranks
 
 pytestmark = pytest.mark.dist

@@ -18,11 +18,11 @@ from shardspec import (
     DTensor,
     ProcessGroupCommunicator,
     ShardingSpec,
+    ShardSpecError,
     distribute_module,
     distribute_tensor,
     full,
 )
-from shardspec.errors import ShardSpecError
 from tests.conversions import plain_specs
 from tests.dist.processes import run_ranks
 

@@ -10,7 +10,8 @@ from shardspec import DeviceMesh
 @pytest.mark.parametrize(("shape", "simulated"), [((2,), False), ((2, 3), True)])
 def test_no_operator_is_wrong_without_a_word(shape, simulated):
     # Importing all of torch's samples takes a minute, so only this does.
-    from tests.dist.operator_sweep import SILENT, cases, sweep, table
+    from tests.dist.operator_cases import cases
+    from tests.dist.operator_sweep import SILENT, sweep, table
 
     mesh = DeviceMesh(range(6 if simulated else 2), shape)
     found = sweep(mesh, cases(mesh, 1), simulated=simulated)

@@ -8,10 +8,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardspec import DeviceMesh, DTensor, Layout, ProcessGroupCommunicator
+from shardspec import DeviceMesh, DTensor, Layout, ProcessGroupCommunicator, ShardSpecError
 from shardspec.comm.steps import Exchange
 from shardspec.comm.transfers import exchange_routes
-from shardspec.errors import CommunicatorError, LayoutError, ShardSpecError
+from shardspec.errors import CommunicatorError, LayoutError
 from shardspec.tensor.run import run_step
 from tests.conversions import plain_specs, reduced, same_bits, shard_of, stack_of
 from tests.dist.processes import run_ranks

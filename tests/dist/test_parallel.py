@@ -13,8 +13,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor as TorchDTensor
 
 import shardspec
-from shardspec import DeviceMesh, DTensor, distribute_module, init_device_mesh
-from shardspec.errors import ShardSpecError
+from shardspec import DeviceMesh, DTensor, ShardSpecError, distribute_module, init_device_mesh
 from shardspec.parallel.distribute import inputs_as, outputs_as
 from shardspec.parallel.rules import (
     column_parallel,

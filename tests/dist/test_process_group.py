@@ -11,10 +11,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardspec import DeviceMesh, DTensor, ProcessGroupCommunicator
+from shardspec import DeviceMesh, DTensor, Layout, ProcessGroupCommunicator
 from shardspec.comm.steps import AllReduce, ReduceOp
 from shardspec.errors import CommunicatorError
-from shardspec.layout.layout import Layout
 from shardspec.layout.moving import transfers_of
 from tests.comm.contract import CASES, Case, CommunicatorContract, complaints, crossing
 from tests.dist.processes import run_ranks

@@ -11,12 +11,18 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardspec import DeviceMesh, DTensor, ProcessGroupCommunicator, load_sharded, save_sharded
-from shardspec.checkpoint.plan import plan_reshard
+from shardspec import (
+    DeviceMesh,
+    DTensor,
+    Layout,
+    ProcessGroupCommunicator,
+    load_sharded,
+    plan_reshard,
+    save_sharded,
+)
 from shardspec.comm.channel import channel_tag
 from shardspec.comm.process_group import communicator_of
 from shardspec.errors import CommunicatorError
-from shardspec.layout.layout import Layout
 from tests.dist.processes import run_ranks
 
 pytestmark = pytest.mark.dist

@@ -13,17 +13,19 @@ from torch.distributed.tensor import distribute_tensor as torch_distribute
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, ShardOrderEntry, TensorMeta
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
-from shardspec import DeviceMesh, DTensor, SimulatedCommunicator, init_device_mesh, redistribute
-from shardspec.errors import (
-    CommunicatorError,
-    LayoutError,
-    LossyConversionError,
+from shardspec import (
+    DeviceMesh,
+    DTensor,
+    Layout,
+    ShardingSpec,
     ShardSpecError,
+    SimulatedCommunicator,
+    init_device_mesh,
+    redistribute,
 )
+from shardspec.errors import CommunicatorError, LayoutError, LossyConversionError
 from shardspec.interop.notations import to_shard_order
 from shardspec.layout.graph import explore, spec_of
-from shardspec.layout.layout import Layout
-from shardspec.layout.spec import ShardingSpec
 from tests.conversions import index_of
 from tests.dist.autograd_scenes import SCENES
 from tests.dist.processes import run_ranks

@@ -348,7 +348,7 @@ def test_the_largest_mesh(browser, tmp_path):
 
 
 @in_browser
-def test_it_moves(page):
+def test_a_plan_is_played_until_it_is_paused(page):
     page("Emulation.setEmulatedMedia", features=[])
     steps = page.ask("plan().moves.length")
     assert steps > 1

@@ -12,7 +12,7 @@ from time import process_time
 
 import pytest
 
-from shardspec import DeviceMesh, Layout, model_layouts
+from shardspec import DeviceMesh, Layout, NameMap, model_layouts
 from shardspec.errors import LayoutError
 from shardspec.families.family import family_names, family_of, read_family, shipped_family
 from shardspec.families.maps import chain_of
@@ -20,7 +20,6 @@ from shardspec.families.model import Model, model_of
 from shardspec.families.plans import TensorPlan
 from shardspec.families.recognise import recognise
 from shardspec.resharding.maps import apply_map
-from shardspec.resharding.name_map import NameMap
 
 Shapes = dict[str, tuple[int, ...]]
 SAMPLES = json.loads((Path(__file__).parent / "shapes.json").read_text())

@@ -7,9 +7,9 @@ from random import Random
 
 import pytest
 
+from shardspec import model_names
 from shardspec.checkpoint.catalog import Catalog, StoredTensor
 from shardspec.checkpoint.choice import Choice
-from shardspec.checkpoint.model_names import model_names
 from shardspec.checkpoint.storage.from_text import storage_path
 from shardspec.errors import CheckpointError
 from shardspec.families.family import NamesOf

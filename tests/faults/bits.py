@@ -7,10 +7,9 @@ from typing import Final
 
 import numpy as np
 
-from shardspec.checkpoint.convert import merge, reshard
+from shardspec import DeviceMesh, merge, reshard
 from shardspec.checkpoint.formats.safetensors import read_header
 from shardspec.checkpoint.storage.from_text import storage_path
-from shardspec.mesh.device_mesh import DeviceMesh
 from tests.faults.harness import Case
 
 __all__ = ["CUTS", "DTYPES", "bits"]

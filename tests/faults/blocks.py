@@ -17,9 +17,7 @@ from typing import Final
 
 import numpy as np
 
-from shardspec.checkpoint.convert import reshard
-from shardspec.checkpoint.plan import plan_reshard
-from shardspec.mesh.device_mesh import DeviceMesh
+from shardspec import DeviceMesh, plan_reshard, reshard
 from tests.faults.checks import raised
 from tests.faults.harness import Case
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import safetensors.numpy
 
+from shardspec import ShardSpecError
 from shardspec.cli.main import cli
-from shardspec.errors import ShardSpecError
 
 __all__ = ["command", "one_line", "raised", "refused", "same", "tree"]
 

@@ -7,7 +7,7 @@ import traceback
 from collections.abc import Callable
 from typing import Final
 
-from shardspec.errors import ShardSpecError
+from shardspec import ShardSpecError
 
 __all__ = ["DONE", "KILLED", "Fork"]
 

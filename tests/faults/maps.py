@@ -8,7 +8,7 @@ from pathlib import Path
 from random import Random
 from typing import Final
 
-from shardspec.families.maps import map_chain
+from shardspec import map_chain
 from shardspec.resharding.maps import apply_map
 from tests.faults.checks import command, one_line
 from tests.faults.harness import Case

@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from shardspec.checkpoint.convert import merge, reshard
+from shardspec import DeviceMesh, merge, reshard
 from shardspec.checkpoint.verify import diff_checkpoints, verify_checkpoint
-from shardspec.mesh.device_mesh import DeviceMesh
 from tests.faults.checks import raised
 from tests.faults.samples import SPECS, plain
 

@@ -10,8 +10,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any, Final
 
-from shardspec.checkpoint.convert import merge, reshard
-from shardspec.mesh.device_mesh import DeviceMesh
+from shardspec import DeviceMesh, merge, reshard
 from tests.faults.checks import command, one_line, raised, refused, same, tree
 from tests.faults.harness import Case
 from tests.faults.samples import arrays, index, made, own, plain, split

@@ -10,8 +10,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from shardspec.checkpoint.convert import reshard
-from shardspec.mesh.device_mesh import DeviceMesh
+from shardspec import DeviceMesh, reshard
 from tests.checkpoint.handmade import handmade
 from tests.faults.checks import refused
 from tests.faults.harness import Case

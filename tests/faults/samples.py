@@ -6,8 +6,7 @@ from pathlib import Path
 import numpy as np
 import safetensors.numpy
 
-from shardspec.checkpoint.convert import reshard
-from shardspec.mesh.device_mesh import DeviceMesh
+from shardspec import DeviceMesh, reshard
 from tests.checkpoint.handmade import handmade
 
 __all__ = ["arrays", "cut", "index", "own", "plain", "split"]

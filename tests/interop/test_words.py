@@ -60,7 +60,7 @@ TABLE = [
 
 
 @pytest.mark.parametrize(("spec", "in_torch", "in_jax", "in_oneflow", "in_shardy"), TABLE)
-def test_table(spec, in_torch, in_jax, in_oneflow, in_shardy):
+def test_a_spec_is_written_as_each_library_does(spec, in_torch, in_jax, in_oneflow, in_shardy):
     assert placements_text(spec, MESH) == in_torch
     names = {
         "Replicate": Replicate,
@@ -119,7 +119,7 @@ def test_torch_placements_that_no_spec_has():
         from_placements([Shard(0)], 1, MESH)
 
 
-def test_jax_refusals():
+def test_what_jax_cannot_write_is_refused():
     with pytest.raises(LossyConversionError, match="mesh 2x2 has none; name them"):
         to_partition_spec("[S0]", DeviceMesh(range(4), (2, 2)))
     with pytest.raises(SpecSyntaxError, match="expected R or S"):
@@ -143,7 +143,7 @@ def test_jax_refusals():
         to_jax_mesh(MESH, [])
 
 
-def test_colossal():
+def test_what_colossal_ai_can_write_comes_back_and_the_rest_is_refused():
     for spec in plain_specs(2, 2):
         if "10" in str(spec):
             with pytest.raises(LossyConversionError, match=r"over axes \[1, 0\]"):

@@ -10,8 +10,8 @@ from math import ceil, prod
 
 import networkx as nx
 
+from shardspec import CostModel, DeviceMesh, Layout, ShardingSpec
 from shardspec.boxes import Box, box_size, intersect
-from shardspec.comm.cost import CostModel
 from shardspec.comm.steps import (
     AllGather,
     AllReduce,
@@ -24,9 +24,6 @@ from shardspec.comm.steps import (
 )
 from shardspec.dtypes import item_bytes
 from shardspec.layout.graph import explore, spec_of
-from shardspec.layout.layout import Layout
-from shardspec.layout.spec import ShardingSpec
-from shardspec.mesh.device_mesh import DeviceMesh
 
 
 def link(mesh: DeviceMesh, model: CostModel, a: int, b: int) -> tuple[float, float]:

@@ -6,10 +6,16 @@ from math import prod
 import pytest
 import torch
 
-from shardspec import DeviceMesh, DTensor, LayoutConverter, ShardingSpec, SimulatedCommunicator
+from shardspec import (
+    DeviceMesh,
+    DTensor,
+    Layout,
+    LayoutConverter,
+    ShardingSpec,
+    SimulatedCommunicator,
+)
 from shardspec.comm.steps import ReduceOp
 from shardspec.layout.graph import explore, spec_of
-from shardspec.layout.layout import Layout
 from shardspec.layout.moving import transfers_of
 
 

@@ -5,8 +5,7 @@ from itertools import pairwise, product
 
 import pytest
 
-from shardspec.comm.cost import CostModel
-from shardspec.comm.curves import Link
+from shardspec import CostModel, DeviceMesh, Layout, LayoutConverter, Link, ShardingSpec
 from shardspec.comm.steps import (
     AllGather,
     AllReduce,
@@ -17,10 +16,6 @@ from shardspec.comm.steps import (
     Slice,
 )
 from shardspec.errors import AxisError, LayoutError
-from shardspec.layout.converter import LayoutConverter
-from shardspec.layout.layout import Layout
-from shardspec.layout.spec import ShardingSpec
-from shardspec.mesh.device_mesh import DeviceMesh
 from tests.conversions import plain_specs, targets_of
 from tests.layout import formulas
 
@@ -67,7 +62,7 @@ def test_nothing_to_do():
         ("[R,R|Pavg0,P1]", "[R,R|Pavg0]", [AllReduce((1,), "sum")]),
     ],
 )
-def test_plans(source, target, steps):
+def test_plans_have_the_steps_that_are_named_here(source, target, steps):
     plan = plan_of(source, target)
     if isinstance(steps[0], Slice):
         assert sorted(plan.steps, key=str) == sorted(steps, key=str)
@@ -95,7 +90,7 @@ def test_a_plan_does_not_gather_what_can_be_moved():
     assert plan.peak_bytes == 2 * 600**3 * 4 // 6
 
 
-def test_named_axes():
+def test_axes_may_be_called_by_name():
     plan = LayoutConverter().plan(NAMED, "[R,S(tp,dp)]")
     assert str(plan.target.spec) == "[R,S10]"
     assert plan == LayoutConverter().plan(NAMED, "[R,S10]")
@@ -158,7 +153,7 @@ def test_a_plan_is_a_value():
         plan.steps = ()
 
 
-def test_links_decide():
+def test_links_decide_which_axis_is_gathered_first():
     """The slow axis is gathered first, while shards are small, for which others change places."""
     source = Layout(MESH, "[S01,R]", (6000, 6000), "f32")
     slow, fast = Link(1e-6, 1e-8), Link(1e-6, 1e-12)
@@ -202,7 +197,7 @@ def test_cost_is_that_of_the_plan():
     ],
     ids=str,
 )
-def test_bad_targets(target, error, words):
+def test_targets_that_do_not_fit_are_refused_in_one_line(target, error, words):
     for ask in (LayoutConverter().plan, LayoutConverter().cost):
         with pytest.raises(error) as caught:
             ask(NAMED, target)

@@ -181,7 +181,7 @@ def test_a_plan_between_meshes_says_what_is_held_at_most_and_takes_no_bound():
         LayoutConverter().plan(source, target, max_bytes=10 * plan.peak_bytes)
 
 
-def test_refusals():
+def test_conversions_between_meshes_that_are_refused():
     here, there = PAIRS["more"]
     source = Layout(here, "[S0|P1]", (12,), "f32")
     with pytest.raises(LayoutError, match="cannot stay pending on another mesh"):
@@ -196,7 +196,7 @@ def test_refusals():
         )
 
 
-def test_common_mesh():
+def test_the_common_mesh_is_that_with_more_axes_or_a_line_of_all():
     node, line = DeviceMesh(range(8), (2, 4)), DeviceMesh(range(8), (8,))
     assert common_mesh(node, line) == node
     assert common_mesh(line, node) == node

@@ -9,11 +9,10 @@ from math import prod
 
 import pytest
 
-from shardspec import CostModel, DeviceMesh, Layout, LayoutConverter, Link
+from shardspec import CostModel, DeviceMesh, Layout, LayoutConverter, Link, ShardingSpec
 from shardspec.errors import LayoutError
 from shardspec.layout.dot import COLOURS, dot_text, draw_graph, step_kind
 from shardspec.layout.graph import count_states, explore, spec_of
-from shardspec.layout.spec import ShardingSpec
 from shardspec.layout.transitions import transitions
 
 FAST, SLOW = Link(3.4e-6, 1 / 362e9), Link(1.4e-5, 1 / 48e9)

@@ -145,7 +145,7 @@ def test_plans_are_the_optimum_with_sums_pending_too(mesh, dims, num_bytes, name
 
 @pytest.mark.parametrize("name", EACH_MODEL)
 @pytest.mark.parametrize(("mesh", "shape"), UNEVEN)
-def test_uneven_shapes(mesh, shape, name):
+def test_plans_of_uneven_shapes_are_optimal(mesh, shape, name):
     rarely = 1 if len(mesh) < 3 and len(shape) < 3 else 16
     check_plans(mesh, shape, name, rarely, MODELS.index(name))
     check_table(mesh, shape, name)

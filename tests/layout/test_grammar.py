@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shardspec import ShardingSpec
 from shardspec.errors import AxisError, SpecSyntaxError
-from shardspec.layout.spec import ShardingSpec
 
 CORPUS = json.loads(Path(__file__).with_name("grammar_corpus.json").read_text("utf-8"))
 
@@ -24,7 +24,7 @@ def axis_of(key):
 
 
 @pytest.mark.parametrize("case", CORPUS["accepted"], ids=lambda case: case["text"])
-def test_accepted(case):
+def test_texts_of_the_grammar_are_read(case):
     spec = ShardingSpec.parse(case["text"])
     assert spec.dims == case["dims"]
     assert spec.dim_partition_dict == {int(dim): axes for dim, axes in case["cuts"].items()}
@@ -35,7 +35,7 @@ def test_accepted(case):
 
 
 @pytest.mark.parametrize("case", CORPUS["rejected"], ids=lambda case: case["text"])
-def test_rejected(case):
+def test_other_texts_are_refused_at_a_character(case):
     with pytest.raises(SpecSyntaxError) as caught:
         ShardingSpec.parse(case["text"])
     error = caught.value

@@ -5,6 +5,7 @@ from math import comb, factorial, perm
 import networkx as nx
 import pytest
 
+from shardspec import ShardingSpec
 from shardspec.comm.steps import AllGather, AllReduce, AllToAll, ReduceScatter, Slice
 from shardspec.errors import LayoutError
 from shardspec.layout.graph import (
@@ -16,7 +17,6 @@ from shardspec.layout.graph import (
     state_of,
     successors,
 )
-from shardspec.layout.spec import ShardingSpec
 from tests.conversions import partial_specs, plain_specs
 
 
@@ -58,7 +58,7 @@ def steps_by_hand(state, num_axes):
         (3, "[]", 1, 0),
     ],
 )
-def test_sizes(num_axes, start, nodes, edges):
+def test_the_graph_has_as_many_specs_and_steps_as_by_hand(num_axes, start, nodes, edges):
     graph = explored(num_axes, start)
     spec = ShardingSpec.parse(start)
     assert isinstance(graph, nx.DiGraph)

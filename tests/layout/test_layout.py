@@ -9,11 +9,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shardspec import DeviceMesh, Layout, ShardingSpec
 from shardspec.boxes import Box, box_shape, box_size, intersect
 from shardspec.errors import AxisError, DTypeError, LayoutError, MeshError
-from shardspec.layout.layout import Layout, resolve_axes
-from shardspec.layout.spec import ShardingSpec
-from shardspec.mesh.device_mesh import DeviceMesh
+from shardspec.layout.layout import resolve_axes
 
 MESHES = [
     DeviceMesh([3, 0, 9, 4], (4,)),

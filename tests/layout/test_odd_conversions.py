@@ -4,10 +4,7 @@ from itertools import product
 
 import pytest
 
-from shardspec.comm.communicator import SimulatedCommunicator
-from shardspec.layout.layout import Layout
-from shardspec.mesh.device_mesh import DeviceMesh
-from shardspec.tensor.dtensor import DTensor
+from shardspec import DeviceMesh, DTensor, Layout, SimulatedCommunicator
 from tests.conversions import plain_specs, same_bits, shard_of, stack_of, strided
 
 MESHES = [
@@ -51,7 +48,7 @@ def wrong_pairs(mesh, shape, dtype):
     [((), (1, 1, 1)), ((0,), (2, 5, 16)), ((13,), (2, 5, 16)), ((3, 0), (3, 11, 49))],
     ids=lambda value: str(value),
 )
-def test_odd_meshes(mesh, shape, specs):
+def test_every_conversion_on_odd_meshes(mesh, shape, specs):
     """An empty list and lists of one, two or three axes: 1, 2, 5 and 16 for a single dim."""
     assert wrong_pairs(mesh, shape, "float32") == (specs[mesh.ndim - 1] ** 2, [])
 
@@ -60,7 +57,7 @@ def test_odd_meshes(mesh, shape, specs):
     ("shape", "pairs"),
     [((3, 2, 5, 4), 841), pytest.param((2, 0, 3, 4), 841, marks=pytest.mark.exhaustive)],
 )
-def test_rank_four(shape, pairs):
+def test_every_conversion_of_four_dims(shape, pairs):
     assert wrong_pairs(DeviceMesh([4, 0, 5, 2, 1, 3], (2, 3)), shape, "int64") == (pairs, [])
 
 

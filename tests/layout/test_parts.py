@@ -103,7 +103,7 @@ def test_every_conversion_against_index_arithmetic(shape):
             assert (plan.cost_seconds > 0) == (max(lacking) > 0)
 
 
-def test_between_meshes():
+def test_parts_of_unequal_sizes_move_to_another_mesh():
     left, right = DeviceMesh([0, 1, 2, 3], (2, 2)), DeviceMesh([5, 2, 4], (3,))
     for a, b in product(SPECS, ["[S0{6,4,2},R]", "[S0*5,R]", "[R,S0{4,2/1}]", "[S0,R]"]):
         target = Layout(right, b, SHAPE, "int64")
@@ -184,7 +184,7 @@ def test_the_picture_shows_each_part():
         ("[S0{1e3}]", "expected ',' or '}'"),
     ],
 )
-def test_bad_text(text, says):
+def test_parts_that_cannot_be_read_are_refused(text, says):
     with pytest.raises(SpecSyntaxError) as error:
         ShardingSpec.parse(text)
     assert says in str(error.value)

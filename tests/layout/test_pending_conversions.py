@@ -11,10 +11,7 @@ from math import prod
 
 import pytest
 
-from shardspec.comm.communicator import SimulatedCommunicator
-from shardspec.layout.layout import Layout
-from shardspec.mesh.device_mesh import DeviceMesh
-from shardspec.tensor.dtensor import DTensor
+from shardspec import DeviceMesh, DTensor, Layout, SimulatedCommunicator
 from tests.conversions import (
     OPS,
     partial_specs,
@@ -48,7 +45,7 @@ def wrong_pairs(mesh, shape, dtype, sources):
 
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("shape", [(6, 12), (7, 5), (1, 2), (0, 3)], ids=str)
-def test_two_axes(op, shape):
+def test_every_pending_conversion_on_two_axes(op, shape):
     mesh = DeviceMesh([4, 0, 5, 2, 1, 3], (2, 3))
     sources = list(partial_specs(2, 2, [op]))
     assert wrong_pairs(mesh, shape, "float32", sources) == (102, [])
@@ -63,7 +60,7 @@ def test_axes_of_one_device(op, mesh_shape):
 
 
 @pytest.mark.parametrize("op", ["sum", "max"])
-def test_three_dims(op):
+def test_every_pending_conversion_of_three_dims(op):
     mesh = DeviceMesh(range(6), (2, 3))
     assert wrong_pairs(mesh, (5, 3, 4), "int64", partial_specs(3, 2, [op])) == (212, [])
 
@@ -73,7 +70,7 @@ SAMPLED = pytest.mark.parametrize("every", [5, pytest.param(1, marks=pytest.mark
 
 @SAMPLED
 @pytest.mark.parametrize(("op", "shape"), [("sum", (11, 5)), ("prod", (8, 16))])
-def test_three_axes(op, shape, every):
+def test_every_pending_conversion_on_three_axes(op, shape, every):
     mesh = DeviceMesh([6, 1, 7, 0, 3, 2, 5, 4], (2, 2, 2))
     sources = list(partial_specs(2, 3, [op]))[::every]
     assert wrong_pairs(mesh, shape, "float32", sources) == ({5: 568, 1: 2738}[every], [])
@@ -88,6 +85,6 @@ def test_sum_and_mean_together(every):
 
 
 @pytest.mark.parametrize("op", OPS)
-def test_scalars(op):
+def test_every_pending_conversion_of_a_scalar(op):
     mesh = DeviceMesh(range(6), (2, 3))
     assert wrong_pairs(mesh, (), "float32", partial_specs(0, 2, [op])) == (8, [])

@@ -4,10 +4,9 @@ from itertools import product
 
 import pytest
 
+from shardspec import DeviceMesh, Layout
 from shardspec.boxes import box_size
-from shardspec.layout.layout import Layout
 from shardspec.layout.picture import ids_text
-from shardspec.mesh.device_mesh import DeviceMesh
 
 
 def drawn(spec, shape, mesh=None):
@@ -131,7 +130,7 @@ def test_three_dims_are_one_grid_per_block_of_the_first():
     )
 
 
-def test_no_elements():
+def test_a_tensor_without_elements_is_held_by_nobody():
     assert drawn("[S0,R]", (0, 3)) == "\nnothing is held by 0-3\n"
 
 
@@ -170,7 +169,7 @@ def test_every_cell_is_one_box_of_a_rectangular_drawing(shape):
         assert sorted(cells) == sorted(found)
 
 
-def test_ids_text():
+def test_text_of_ids_joins_three_or_more_in_a_row():
     assert ids_text([]) == ""
     assert ids_text([3]) == "3"
     assert ids_text([1, 0]) == "0,1"

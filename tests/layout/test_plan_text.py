@@ -2,8 +2,7 @@ import json
 
 import pytest
 
-from shardspec.comm.cost import CostModel
-from shardspec.comm.curves import Link
+from shardspec import CostModel, DeviceMesh, Layout, LayoutConverter, Link
 from shardspec.comm.steps import (
     AllGather,
     AllReduce,
@@ -13,10 +12,7 @@ from shardspec.comm.steps import (
     ReduceScatter,
     Slice,
 )
-from shardspec.layout.converter import LayoutConverter
-from shardspec.layout.layout import Layout
 from shardspec.layout.plan import plans_table, route_text, step_text
-from shardspec.mesh.device_mesh import DeviceMesh
 from tests.conversions import plain_specs, targets_of
 
 MODEL = CostModel((2, 4), (Link(1e-5, 1 / 50e9, "slow"), Link(3e-6, 1 / 400e9, "fast")))
@@ -39,7 +35,7 @@ accuracy: reduce-scatter of 4, all-gather of 2 have not been measured
 """
 
 
-def test_golden():
+def test_text_of_a_plan_is_as_recorded():
     assert str(PLAN) == GOLDEN.removesuffix("\n")
 
 

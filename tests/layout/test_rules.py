@@ -1,9 +1,9 @@
 import pytest
 
+from shardspec import ShardingSpec, match_rules
 from shardspec.errors import AxisError, LayoutError, SpecSyntaxError
 from shardspec.layout.layout import SpecLike
-from shardspec.layout.rules import RuleSpec, match_rules
-from shardspec.layout.spec import ShardingSpec
+from shardspec.layout.rules import RuleSpec
 
 TENSORS = {"layers.0.up.weight": 2, "layers.10.up.weight": 2, "layers.0.up.bias": 1, "Norm": 1}
 
@@ -60,7 +60,7 @@ def test_no_rules_match_nothing():
         ({"Norm": "[S00]"}, AxisError, ["rule 'Norm': ", "axis 0 is used twice"]),
     ],
 )
-def test_bad_rules(rules, error, words):
+def test_rules_that_do_not_fit_are_refused(rules, error, words):
     with pytest.raises(error) as caught:
         match_rules(rules, TENSORS)
     assert [word for word in words if word not in str(caught.value)] == []

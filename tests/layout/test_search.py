@@ -12,10 +12,8 @@ import networkx as nx
 import numpy as np
 import pytest
 
-from shardspec.comm.cost import CostModel
-from shardspec.comm.curves import Link
+from shardspec import CostModel, DeviceMesh, Layout, LayoutConverter, Link, ShardingSpec
 from shardspec.comm.steps import Exchange, Permute, Slice
-from shardspec.layout.converter import LayoutConverter
 from shardspec.layout.graph import (
     cheapest_path,
     distances,
@@ -25,10 +23,7 @@ from shardspec.layout.graph import (
     state_of,
     successors,
 )
-from shardspec.layout.layout import Layout
 from shardspec.layout.plan import naive_plan
-from shardspec.layout.spec import ShardingSpec
-from shardspec.mesh.device_mesh import DeviceMesh
 from tests.layout import formulas
 
 SLOW, FAST = Link(1e-5, 1 / 45e9), Link(3e-6, 1 / 362e9)

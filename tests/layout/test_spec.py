@@ -7,9 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shardspec import DimSpec, ShardingSpec, ShardSpecError
 from shardspec.comm.steps import ReduceOp
-from shardspec.errors import AxisError, ShardSpecError
-from shardspec.layout.spec import DimSpec, Partial, ShardingSpec
+from shardspec.errors import AxisError
+from shardspec.layout.spec import Partial
 
 AXES = [*range(14), "dp", "tp", "R", "S0", "P", "_x", "é"]
 OPS = get_args(ReduceOp)
@@ -76,7 +77,7 @@ def test_the_parts_make_the_same_spec(spec):
         (1, {}, {"x": "prod"}, "[R|Pprod(x)]"),
     ],
 )
-def test_canonical_text(dims, cuts, partial, text):
+def test_text_of_a_spec_is_canonical(dims, cuts, partial, text):
     spec = ShardingSpec(dims, cuts, partial=partial)
     assert str(spec) == text
     assert repr(spec) == f"ShardingSpec.parse({text!r})"

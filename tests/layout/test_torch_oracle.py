@@ -27,10 +27,8 @@ from torch.distributed.tensor._utils import (
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from shardspec import DeviceMesh, Layout, ShardingSpec
 from shardspec.boxes import box_shape
-from shardspec.layout.layout import Layout
-from shardspec.layout.spec import ShardingSpec
-from shardspec.mesh.device_mesh import DeviceMesh
 from tests.layout.test_layout import SHAPES, all_specs
 
 MESH_SHAPES = [

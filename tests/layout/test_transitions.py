@@ -6,9 +6,17 @@ from math import prod
 import networkx as nx
 import pytest
 
-from shardspec import CostModel, DeviceMesh, Layout, LayoutConverter, Link, ShardingSpec
+from shardspec import (
+    CostModel,
+    DeviceMesh,
+    Layout,
+    LayoutConverter,
+    Link,
+    ShardingSpec,
+    ShardSpecError,
+)
 from shardspec.comm.steps import Exchange, Permute
-from shardspec.errors import AxisError, LayoutError, ShardSpecError
+from shardspec.errors import AxisError, LayoutError
 from shardspec.layout.transitions import transitions
 
 SLOW, FAST = Link(1.4e-5, 1 / 48e9), Link(3.4e-6, 1 / 362e9)

@@ -1,11 +1,8 @@
 """Profiles as files, as charts, and on the command line; and measured on real processes."""
 
 import json
-import os
 import re
 import shlex
-import subprocess
-import sys
 import xml.etree.ElementTree as ET
 from pathlib import Path
 
@@ -13,20 +10,20 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from shardspec import CostModel, DeviceMesh, Layout, LayoutConverter
+from shardspec import CostModel, DeviceMesh, Layout, LayoutConverter, SimulatedCommunicator
 from shardspec.cli.main import cli
-from shardspec.comm.communicator import SimulatedCommunicator
 from shardspec.comm.curves import KINDS
 from shardspec.errors import ProfileError
 from shardspec.profiling.fit import Measurement, fit_links, step_of
 from shardspec.profiling.measure import measure
 from shardspec.profiling.profile import Profile, chart_svg, chart_text
+from tests.jobs import run_command
 from tests.profiling.test_fit import LINKS, SHAPE, times
 
 PLANS = Path(__file__).parents[2] / "docs" / "plans.md"
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def profile():
     measured = times(CostModel(SHAPE, LINKS), noise=lambda index: 1.0 + 0.05 * (index % 3 - 1))
     return Profile(SHAPE, ("dp", "tp"), tuple(measured), {"backend": "gloo", "ranks": "6"})
@@ -216,26 +213,22 @@ def test_measuring_one_process_that_holds_all_devices(monkeypatch):
 @pytest.mark.parametrize(
     ("options", "sizes"),
     [
-        # Sizes up to 256 KiB, as fast as can be; and the command as it stands there.
-        ("--max-bytes 256KiB --repeats 1", 4),
-        pytest.param("", 7, marks=pytest.mark.exhaustive),
+        # Two sizes, as fast as can be; and the command as it stands there.
+        (["--max-bytes", "16KiB", "--repeats", "1"], 2),
+        pytest.param([], 7, marks=pytest.mark.exhaustive),
     ],
 )
-def test_commands_of_the_docs(tmp_path, options, sizes):
+def test_commands_of_the_docs(tmp_path, monkeypatch, options, sizes):
     blocks = re.findall(r"^```sh\n(.*?)^```$", PLANS.read_text("utf-8"), re.MULTILINE | re.DOTALL)
     (block,) = [block for block in blocks if "shardspec profile" in block]
-    bin_first = os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", "")))
-    done, planned = (
-        subprocess.run(
-            shlex.split(line),
-            capture_output=True,
-            text=True,
-            cwd=tmp_path,
-            env={**os.environ, "PATH": bin_first},
-        )
-        for line in block.replace("-o cluster.json", f"-o cluster.json {options}").splitlines()
-    )
-    assert done.returncode == 0, done.stderr
+    profiling, planning = map(shlex.split, block.splitlines())
+    start = ["torchrun", "--nproc_per_node", "4", "-m", "shardspec"]
+    assert profiling[: len(start)] == start
+    assert planning[0] == "shardspec"
+    done, *others = run_command(4, tmp_path, *profiling[len(start) :], *options)
+    assert [done.exit_code, *others] == [0] + [(0, "", "")] * 3, done.stderr
+    monkeypatch.chdir(tmp_path)
+    planned = run(*planning[1:])
     assert [path.name for path in tmp_path.iterdir()] == ["cluster.json"]
     record = json.loads((tmp_path / "cluster.json").read_text("utf-8"))
     measured = [
@@ -256,7 +249,7 @@ def test_commands_of_the_docs(tmp_path, options, sizes):
     assert done.stdout.startswith(profile.table())
     assert chart_text(profile) in done.stdout
     assert f"accuracy: {profile.cost_model.known_error}" in done.stdout
-    assert (planned.returncode, planned.stderr) == (0, "")
+    assert (planned.exit_code, planned.stderr) == (0, "")
     mesh = DeviceMesh(range(4), (2, 2))
     assert CostModel.from_profile(tmp_path / "cluster.json") == profile.cost_model
     source = Layout(mesh, "[S0,R]", (4096, 4096), "float32")
@@ -272,7 +265,7 @@ def test_commands_of_the_docs(tmp_path, options, sizes):
         ({"WORLD_SIZE": "4"}, ("--min-bytes", "1MiB", "--max-bytes", "1MiB"), "more than it"),
     ],
 )
-def test_wrong_usage(monkeypatch, env, args, message):
+def test_a_job_of_another_size_is_wrong_usage(monkeypatch, env, args, message):
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     for name, value in env.items():
         monkeypatch.setenv(name, value)
@@ -286,7 +279,7 @@ def test_places_that_cannot_be_written_are_refused_before_measuring(monkeypatch,
     monkeypatch.setenv("WORLD_SIZE", "4")
     monkeypatch.setenv("RANK", "0")
     done = run("profile", "--mesh", "2x2", "-o", str(tmp_path / "nowhere" / "cluster.json"))
-    assert (done.exit_code, "its directory does not exist" in done.stderr) == (3, True)
+    assert (done.exit_code, "nowhere does not exist; make it first" in done.stderr) == (3, True)
     (tmp_path / "there.json").write_text("mine")
     done = run("profile", "--mesh", "2x2", "-o", str(tmp_path / "there.json"))
     assert (done.exit_code, "exists; choose another name" in done.stderr) == (3, True)

@@ -10,10 +10,9 @@ import types
 import pytest
 import torch
 
-from shardspec.checkpoint.convert import merge, reshard
+from shardspec import DeviceMesh, merge, reshard
 from shardspec.checkpoint.verify import verify_checkpoint
 from shardspec.errors import CheckpointError
-from shardspec.mesh.device_mesh import DeviceMesh
 from tests.checkpoint.formats.reading import assert_same, bits, read_whole
 from tests.real.conftest import DATA
 

@@ -8,9 +8,8 @@ import safetensors
 import torch
 from safetensors.torch import load_file, save_file
 
-from shardspec.checkpoint.convert import merge, reshard
+from shardspec import DeviceMesh, merge, reshard
 from shardspec.errors import LayoutError
-from shardspec.mesh.device_mesh import DeviceMesh
 
 TWO = DeviceMesh(range(2), (2,))
 

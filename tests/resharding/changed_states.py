@@ -14,10 +14,17 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from shardspec import DeviceMesh, DTensor, Layout, ShardingSpec, SimulatedCommunicator
-from shardspec.checkpoint.plan import plan_reshard
+from shardspec import (
+    DeviceMesh,
+    DTensor,
+    Layout,
+    ShardingSpec,
+    ShardSpecError,
+    SimulatedCommunicator,
+    plan_reshard,
+)
 from shardspec.comm.process_group import communicator_of
-from shardspec.errors import LayoutError, ShardSpecError
+from shardspec.errors import LayoutError
 from tests.resharding.states import random_mesh, random_spec, shard_at, wrong_shards
 
 Shards = dict[int, Any]

@@ -95,7 +95,7 @@ def test_on_uniform_links(seeds):
 @pytest.mark.parametrize(
     "seeds", [range(80), pytest.param(range(80, 700), marks=pytest.mark.exhaustive)], ids=len
 )
-def test_between_hosts(seeds):
+def test_between_hosts_least_crosses_and_the_busiest_have_least(seeds):
     """What crosses is least, and of that the busiest sender and receiver have least."""
     tried = 0
     for seed in seeds:

@@ -8,13 +8,12 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
-from shardspec import DeviceMesh, DTensor, ProcessGroupCommunicator
-from shardspec.checkpoint.plan import plan_reshard
+from shardspec import DeviceMesh, DTensor, ProcessGroupCommunicator, plan_reshard
 from shardspec.comm.transports.messages import Messages
 from shardspec.comm.transports.peer_memory import PeerMemory
 from shardspec.errors import CommunicatorError
+from tests.dist.processes import rank_context
 
 pytestmark = pytest.mark.dist
 
@@ -59,8 +58,7 @@ def _rank(rank: int, store: str, reads_peers: bool, told: Any) -> None:
 
 @pytest.mark.parametrize("reads_peers", [True, False])
 def test_out_is_unusable(tmp_path, reads_peers):
-    context = mp.get_context("forkserver")
-    context.set_forkserver_preload(["torch.distributed.tensor", "shardspec.tensor.dtensor"])
+    context = rank_context()
     told = context.Queue()
     args = (str(tmp_path / "store"), reads_peers, told)
     ranks = [context.Process(target=_rank, args=(rank, *args)) for rank in range(3)]

@@ -6,8 +6,7 @@ from math import prod
 import pytest
 import torch
 
-from shardspec import DeviceMesh, DTensor, Layout
-from shardspec.checkpoint.plan import plan_reshard
+from shardspec import DeviceMesh, DTensor, Layout, plan_reshard
 from shardspec.resharding.stages import hosts_of
 from tests.resharding.states import random_case, shard_at, wrong_shards
 

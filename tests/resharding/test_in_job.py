@@ -12,11 +12,17 @@ from safetensors.torch import save_file
 from torch.distributed.device_mesh import DeviceMesh as TorchMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from shardspec import DeviceMesh, DTensor, Layout, load_sharded, save_sharded
-from shardspec.checkpoint.plan import plan_reshard
-from shardspec.comm.process_group import ProcessGroupCommunicator
-from shardspec.errors import ShardSpecError
-from shardspec.resharding.plan import reshard_state
+from shardspec import (
+    DeviceMesh,
+    DTensor,
+    Layout,
+    ProcessGroupCommunicator,
+    ShardSpecError,
+    load_sharded,
+    plan_reshard,
+    reshard_state,
+    save_sharded,
+)
 from tests.dist.processes import run_ranks
 from tests.resharding.changed_states import changed_case, outcome
 from tests.resharding.states import random_case, shard_at, wrong_shards

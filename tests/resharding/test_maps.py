@@ -9,12 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from shardspec import DeviceMesh, DTensor, Layout
-from shardspec.checkpoint.plan import plan_reshard
+from shardspec import DeviceMesh, DTensor, Layout, NameMap, check_map, plan_reshard, trace_map
 from shardspec.errors import LayoutError, SpecSyntaxError
-from shardspec.resharding.maps import check_map
-from shardspec.resharding.name_map import Equation, NameMap
-from shardspec.resharding.trace import trace_map
+from shardspec.resharding.name_map import Equation
 from shardspec.resharding.views import views_of
 from tests.resharding.states import random_mesh, random_spec, wrong_shards
 

@@ -8,10 +8,8 @@ import networkx as nx
 import pytest
 import torch
 
-from shardspec import DeviceMesh, DTensor, Layout
-from shardspec.checkpoint.plan import plan_reshard
+from shardspec import DeviceMesh, DTensor, Layout, plan_reshard, reshard_state
 from shardspec.errors import LayoutError
-from shardspec.resharding.plan import reshard_state
 from tests.resharding.states import random_case, wrong_shards
 
 FOUR = DeviceMesh([2, 0, 3, 1], (2, 2))

@@ -9,12 +9,18 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from shardspec import DeviceMesh, DTensor, Layout
-from shardspec.checkpoint.plan import plan_reshard
+from shardspec import (
+    DeviceMesh,
+    DTensor,
+    Layout,
+    check_map,
+    load_map,
+    map_chain,
+    plan_reshard,
+    shipped_maps,
+)
 from shardspec.cli.main import cli
 from shardspec.errors import LayoutError
-from shardspec.families.maps import load_map, map_chain, shipped_maps
-from shardspec.resharding.maps import check_map
 
 Array = npt.NDArray[np.float32]
 State = dict[str, Array]

@@ -8,10 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from shardspec import DeviceMesh, DTensor, Layout, load_sharded, save_sharded
-from shardspec.checkpoint.plan import plan_reshard
+from shardspec import DeviceMesh, DTensor, Layout, NameMap, load_sharded, plan_reshard, save_sharded
 from shardspec.errors import LayoutError
-from shardspec.resharding.name_map import NameMap
 from shardspec.resharding.transfers import Declared
 from tests.resharding.states import random_case
 

@@ -15,11 +15,10 @@ from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from shardspec import NameMap, map_chain, shipped_maps
 from shardspec.errors import LayoutError
 from shardspec.families.family import shipped_family
-from shardspec.families.maps import map_chain, shipped_maps
 from shardspec.resharding.maps import apply_map
-from shardspec.resharding.name_map import NameMap
 from tests.tools.table import write_rows
 
 _Shapes = dict[str, tuple[int, ...]]

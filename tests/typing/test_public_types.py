@@ -42,7 +42,7 @@ def test_layouts_and_plans() -> None:
     assert_type(table.seconds, npt.NDArray[np.float64])
 
 
-def test_tensors() -> None:
+def test_types_of_tensors() -> None:
     tensor = DTensor(torch.ones(8, 8), MESH, "[S0,R]")
     assert_type(tensor.redistribute("[R,S0]"), DTensor)
     assert_type(tensor.to_global(), torch.Tensor)

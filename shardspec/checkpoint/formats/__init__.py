@@ -41,7 +41,7 @@ MODULES: Final = {
 """Modules in the order in which they are asked: what names of files say most about comes first. A
 module is asked only where a name has one of these texts in it, and imported when it is asked."""
 DEFAULTS: Final = {"file": "safetensors", "directory": "huggingface", "shards": "native"}
-"""By modules: what is written where the caller names no format."""
+"""The modules of the formats that are written if the caller names none."""
 _MOST_TRACKER_BYTES: Final = 4096
 
 Way: TypeAlias = Literal["merged", "sharded"]
@@ -214,9 +214,9 @@ def built_in(names: Collection[str] | None = None) -> Iterator[Format]:
 def installed() -> tuple[Format, ...]:
     """Return the formats of other packages, sorted by the names of their entry points.
 
-    Raises `CheckpointError` if one cannot be loaded, or has a name or extension that is taken.
+    Raises `CheckpointError` if one cannot be loaded, or has the name or extension of another.
     """
-    # Importing it takes as long as reading a small checkpoint.
+    # Imported here, as it takes as long as reading a small checkpoint.
     from importlib.metadata import entry_points
 
     points = sorted(entry_points(group=GROUP), key=lambda point: (point.name, point.value))
@@ -235,7 +235,7 @@ def installed() -> tuple[Format, ...]:
 
 
 def _names(format: Format) -> tuple[str, ...]:
-    """Return what only one format may have."""
+    """Return the name and extensions of a format, which no other format may have."""
     return (format.name, *(format.extensions if format.writes else ()))
 
 
@@ -266,17 +266,17 @@ def format_of(names: Sequence[str]) -> Format | None:
 
 
 def format_called(title: str) -> Format | None:
-    """Return the format of a catalog, by what it is called."""
+    """Return the format with a title, as catalogs have it."""
     return next((format for format in formats() if format.called == title), None)
 
 
 def written_names(way: Way) -> list[str]:
-    """Return the names of the formats that are written that way."""
+    """Return the names of the formats that can be written in a way."""
     return [format.name for format in formats() if way in format.writes]
 
 
 def written_format(name: str, way: Way) -> Format:
-    """Return a format by its name; raises `CheckpointError` if it is not written that way."""
+    """Return a format by its name; raises `CheckpointError` if it cannot be written in a way."""
     format = next((format for format in formats() if format.name == name), None)
     if format is not None and way in format.writes:
         return format
@@ -289,9 +289,9 @@ def written_format(name: str, way: Way) -> Format:
 
 
 def default_format(way: Way, suffix: str = "", *, directory: bool = False) -> Format:
-    """Return what is written where the caller names no format.
+    """Return the format that is written if the caller names none.
 
-    That is the one whose files end in `suffix`, unless a `directory` is wanted.
+    It is the one whose files end in `suffix`, unless a `directory` is to be written.
     """
     if way == "sharded":
         return _module(DEFAULTS["shards"])
@@ -304,7 +304,10 @@ def default_format(way: Way, suffix: str = "", *, directory: bool = False) -> Fo
 def merged_format(
     output: StoragePath, name: str | None, max_shard_bytes: int | None, in_directory: bool
 ) -> Format:
-    """Return the format of an output; `in_directory` says whether it is named as a directory."""
+    """Return the format of a merged output; `in_directory` if its path ends in a slash.
+
+    Raises `CheckpointError` if the format, the limit and the path contradict each other.
+    """
     if name is None:
         suffix = output.suffix.lower()
         by_default = default_format("merged", suffix, directory=in_directory)

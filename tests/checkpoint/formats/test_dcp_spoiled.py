@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
-from shardspec.checkpoint.convert import merge
+from shardspec import merge
 from shardspec.checkpoint.formats import written_names
 from shardspec.checkpoint.inspect import inspect_checkpoint
 from shardspec.checkpoint.open import open_checkpoint
@@ -63,7 +63,7 @@ def test_the_small_one_is_good(small):
     assert_same(read_whole(small.path), small.tensors)
 
 
-def test_unfinished_ones(small):
+def test_saves_that_did_not_finish_are_refused(small):
     os.remove(small.path / ".metadata")
     assert refused(small.path) == (
         f"{small.path}: has no .metadata, which is written last; the save did not finish"
@@ -298,12 +298,12 @@ def grow(metadata, sizes):
 
 def larger_than_its_bytes(metadata):
     length = grow(metadata, (2**40, 2**40))
-    return f"its chunk [0:{2**40}, 0:{2**40}] is said to lie in {length} bytes, which do not hold"
+    return f"its chunk [0:{2**40}, 0:{2**40}] is listed with {length} bytes, which is too few"
 
 
 def far_larger_than_its_bytes(metadata):
     length = grow(metadata, (2**62,) * 60)
-    return f" is said to lie in {length} bytes, which do not hold it; the metadata contradicts"
+    return f" is listed with {length} bytes, which is too few; the metadata contradicts"
 
 
 LIES = (
@@ -347,7 +347,7 @@ def test_plans_do_not_believe_in_sizes(small, tmp_path, sizes):
     ]
     acts.append(partial(inspect_checkpoint, small.path))
     for act in acts:
-        with pytest.raises(CheckpointError, match=f"lie in {length} bytes, which do not hold it"):
+        with pytest.raises(CheckpointError, match=f"is listed with {length} bytes, which is too"):
             act()
 
 

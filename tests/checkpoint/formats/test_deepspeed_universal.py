@@ -10,7 +10,8 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from shardspec import DeviceMesh, merge, reshard
+from shardspec import DeviceMesh, digest, merge, reshard
+from shardspec.checkpoint.digest import read_digests
 from shardspec.checkpoint.verify import verify_checkpoint
 from shardspec.cli.main import cli
 from shardspec.errors import CheckpointError
@@ -35,9 +36,10 @@ def files_in(place):
 def test_every_file_is_what_deepspeed_loads(tmp_path, ranks, stage, gaps, split):
     run, out = tmp_path / "run", tmp_path / "out"
     due = write(run, ranks, stage, ranks, gaps, split)
-    report = universal(run, out)
+    report = universal(run, out, digests=tmp_path / "digests.json")
     assert report.left_out == ()
     assert set(report.files) == files_in(out)
+    assert report.digests == digest(out) == read_digests(tmp_path / "digests.json")
     models = {path.name for path in run.glob("*_model_states.pt")}
     of_all = {f"zero/{n}/{kind or 'fp32'}.pt" for n in NAMES for kind in (*KINDS, "step")}
     beside = set() if stage == 3 else {"zero/cold/fp32.pt", "zero/twin/fp32.pt"}
@@ -352,7 +354,7 @@ def test_other_checkpoints_and_stores_are_refused(tmp_path):
     assert sorted(os.listdir(tmp_path)) == ["one.safetensors", "run"]
 
 
-def test_the_command(tmp_path):
+def test_the_command_writes_for_any_number_of_ranks(tmp_path):
     write(tmp_path / "run", 2, 3, 0)
     run, out = str(tmp_path / "run"), str(tmp_path / "out")
     call = ["reshard", run, "-o", out, "--to", FORMAT]

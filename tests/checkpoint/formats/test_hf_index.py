@@ -6,7 +6,7 @@ import pytest
 import safetensors.torch
 import torch
 
-from shardspec.checkpoint.convert import merge
+from shardspec import merge
 from shardspec.checkpoint.open import open_checkpoint
 from tests.checkpoint.formats.reading import (
     assert_merged_without_torch,

@@ -6,7 +6,7 @@ import shutil
 import pytest
 import torch
 
-from shardspec.checkpoint.convert import merge
+from shardspec import merge
 from shardspec.errors import CheckpointError
 from tests.checkpoint.formats.reading import assert_same, read_whole, refused
 

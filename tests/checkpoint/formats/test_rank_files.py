@@ -10,9 +10,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
+from shardspec import load_sharded, merge, reshard
 from shardspec.checkpoint.catalog import OpaqueValue, replica_keys
-from shardspec.checkpoint.convert import merge, reshard
-from shardspec.checkpoint.load import load_sharded
 from shardspec.checkpoint.open import open_checkpoint
 from shardspec.checkpoint.verify import diff_checkpoints, verify_checkpoint
 from tests.checkpoint.formats.reading import (
@@ -214,7 +213,7 @@ def test_every_set_of_missing_ranks_is_named(ckpt, lost, said):
     assert refused(ckpt) == f"{ckpt}: {due}"
 
 
-def test_swapped_files(ckpt):
+def test_swapped_files_are_refused(ckpt):
     first, second = ckpt / NAME.format(1), ckpt / NAME.format(2)
     first.rename(ckpt / "x")
     second.rename(first)

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from shardspec.checkpoint.convert import merge
+from shardspec import merge
 from shardspec.checkpoint.open import open_checkpoint
 from shardspec.checkpoint.verify import verify_checkpoint
 from tests.checkpoint.formats.reading import (
@@ -51,7 +51,7 @@ def test_tensors_with_attributes(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["model.pt", "model.pth", "pytorch_model.bin", "any name"])
-def test_one_file(tmp_path, name):
+def test_one_file_of_torch_is_read_whole(tmp_path, name):
     path = tmp_path / name
     torch.save({"model": MODEL, "epoch": 3, "args": {"lr": 0.1}}, path)
     due = {f"model.{key}": tensor for key, tensor in MODEL.items()}
@@ -69,7 +69,7 @@ def test_a_directory_with_one_file(tmp_path):
     assert_same(read_whole(tmp_path), MODEL)
 
 
-def test_an_index(tmp_path):
+def test_files_of_torch_with_an_index_are_read_whole(tmp_path):
     ckpt = write(tmp_path / "ckpt")
     assert_same(read_whole(ckpt), MODEL)
     assert_same(read_whole(ckpt / "pytorch_model.bin.index.json"), MODEL)
