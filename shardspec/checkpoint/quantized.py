@@ -403,10 +403,7 @@ def sections(directory: StoragePath) -> Iterator[dict[str, object]]:
     """Yield the parts of configs that say how weights are quantised."""
     for name, whole in _CONFIGS.items():
         stated = json_beside(directory, name)
-        if whole and isinstance(stated, dict):
-            yield stated
-        else:
-            yield from sections_of(stated)
+        yield from [stated] if whole and isinstance(stated, dict) else sections_of(stated)
 
 
 def json_beside(directory: StoragePath, name: str) -> object:

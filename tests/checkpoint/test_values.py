@@ -486,3 +486,18 @@ def test_a_damaged_entry_is_not_copied(tmp_path):
     with pytest.raises(CheckpointError, match=r"CRC-32"):
         merge(place, tmp_path / "c", format="dcp")
     assert not (tmp_path / "c").exists()
+
+
+def test_entries_with_numbers_as_keys_are_compared_one_by_one(tmp_path):
+    """As a save names them, which has no nesting."""
+
+    def state(step):
+        return {"w": torch.ones(2), "state": {0: {"step": step}, 1: {"step": 4, "lr": 0.5}}}
+
+    torch.save(state(3), tmp_path / "a.pt")
+    torch.save(state(7), tmp_path / "b.pt")
+    save_sharded(state(3), tmp_path / "saved")
+    (found,) = diff_checkpoints(tmp_path / "a.pt", tmp_path / "b.pt")
+    assert (found.name, found.problem) == ("state.0.step", "is 3 in the first, 7 in the second")
+    assert list(diff_checkpoints(tmp_path / "a.pt", tmp_path / "saved")) == []
+    assert list(diff_checkpoints(tmp_path / "saved", tmp_path / "a.pt")) == []
