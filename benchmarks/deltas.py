@@ -132,12 +132,12 @@ def main() -> None:
                 "apply": child("--work", "apply", base, out, d),
                 "digest": child("--work", "digest", new),
             }
-            found = turns(commands, out, chosen.rounds)
-            cat = seconds(found["cat"])
+            taken = turns(commands, out, chosen.rounds)
+            cat = seconds(taken["cat"])
             ratios = ", ".join(
-                f"{name} {seconds(runs) / cat:.2f}" for name, runs in found.items() if name != "cat"
+                f"{name} {seconds(runs) / cat:.2f}" for name, runs in taken.items() if name != "cat"
             )
-            peak = max(each.peak_mib for runs in found.values() for each in (*runs, first))
+            peak = max(each.peak_mib for runs in taken.values() for each in (*runs, first))
             print(f"{density:6.0%}: {written / size:7.2%} of the bytes; {ratios}; {peak:.0f} MiB")
 
 

@@ -55,7 +55,7 @@ def save_with_torch(state: State, place: Path) -> None:
 def save_with_dcp(state: State, place: Path) -> None:
     """Save a DCP directory, which is flushed."""
     with warnings.catch_warnings():
-        # It says that it is alone, as it was told.
+        # It warns that it is alone, which no_dist asks for.
         warnings.simplefilter("ignore", UserWarning)
         save_dcp(state, checkpoint_id=place / "dcp", no_dist=True)
 
@@ -83,7 +83,7 @@ SAVES: Final[Mapping[str, Save]] = {
 def measure(state: State, at: Path, memory: Path, rounds: int) -> dict[str, list[float]]:
     """Return the seconds of every turn but the first, which is slower for whoever comes first."""
     num_bytes = sum(tensor.nbytes for tensor in state.values())
-    found: dict[str, list[float]] = {name: [] for name in SAVES}
+    taken: dict[str, list[float]] = {name: [] for name in SAVES}
     for turn in range(1 + rounds):
         for name, save in shuffled(SAVES):
             place = at / "save"
@@ -94,9 +94,9 @@ def measure(state: State, at: Path, memory: Path, rounds: int) -> dict[str, list
             started = time.perf_counter()
             save(state, place)
             if turn:
-                found[name].append(time.perf_counter() - started)
+                taken[name].append(time.perf_counter() - started)
     empty(at / "save")
-    return found
+    return taken
 
 
 def main() -> None:
@@ -121,8 +121,8 @@ def main() -> None:
         tempfile.TemporaryDirectory(dir=chosen.at) as disk,
         tempfile.TemporaryDirectory(dir=chosen.memory) as memory,
     ):
-        found = measure(state, Path(disk), Path(memory), chosen.rounds)
-    best = median(found["shardspec, save_sharded"])
+        taken = measure(state, Path(disk), Path(memory), chosen.rounds)
+    best = median(taken["shardspec, save_sharded"])
     rows = [
         (
             name,
@@ -131,7 +131,7 @@ def main() -> None:
             f"{max(times):.2f}",
             f"{median(times) / best:.2f}",
         )
-        for name, times in found.items()
+        for name, times in taken.items()
     ]
     print(f"{count * tensor_bytes / 2**30:.3f} GiB in {count} tensors, {chosen.rounds} turns, s")
     print(table_text(("", "median", "least", "most", "÷ shardspec"), rows))

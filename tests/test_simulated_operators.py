@@ -1,6 +1,8 @@
 """torch's operators where one process holds the shards of all devices, beside whole tensors."""
 
 import threading
+from itertools import permutations
+from math import inf
 from typing import Any
 
 import pytest
@@ -131,6 +133,25 @@ def test_writes_reach_the_shards():
     assert pending.to_global().tolist() == torch.full((7, 5), 4.0).tolist()
 
 
+def test_earlier_calls_are_told_apart_by_all_that_decides_what_torch_does():
+    """A call that was right is not watched again; one that is written otherwise is."""
+    mesh, mask = DeviceMesh(range(2)), [True, False, True]
+    keys = [[0, 2], (0, 2), mask, [1, 0, 1], (slice(0, 2), 1), 1]
+    for number, pair in enumerate(permutations(keys, 2)):
+        for spec in ("[R,S0]", "[S0,R]"):
+            for key in pair:
+                # Of a size without earlier calls.
+                whole = torch.zeros(3, 20 + number)
+                tensor = Cut(whole, mesh, spec)
+                tensor[key] = whole[key] = 9.0
+                assert torch.equal(tensor.to_global(), whole), (pair, spec)
+    few = torch.tensor([3.0, -4.0])
+    for order in (2.0, inf, 1.0, -1.0, -inf, 0.5):
+        tensor = Cut(few, DeviceMesh(range(3)), "[S0]")
+        for norm in (torch.linalg.vector_norm(tensor, order), torch.norm(tensor, p=order)):
+            torch.testing.assert_close(norm.to_global(), torch.linalg.vector_norm(few, order))
+
+
 WRITES: list[Any] = [
     lambda t: t.mul_(3),
     lambda t: t.__setitem__(1, 5.0),
@@ -230,6 +251,15 @@ def test_what_is_refused_in_a_job_is_refused():
     # Nothing is left of it.
     torch.testing.assert_close((tensor + 1).to_global(), WHOLE + 1)
     assert not dist.is_initialized()
+
+
+@pytest.mark.parametrize("name", ["logsumexp", "amin"])
+def test_shards_that_torch_splits_into_unequal_numbers_are_refused(name):
+    """On three devices one has a row alone; where torch finishes the sum it splits rows by two."""
+    mesh = DeviceMesh(range(6), (3, 2))
+    tensor = cut(WHOLE.float(), mesh, "[S0,R|P1]")
+    with pytest.raises(LayoutError, match=r"where ranks go different ways.*start .* torchrun"):
+        getattr(tensor, name)(1).sum().to_global().backward()
 
 
 def test_a_job_that_has_ended_meanwhile_changes_nothing(tmp_path):

@@ -5,6 +5,7 @@ once; microscaling formats (MX), whose scales are powers of two, need a single o
 up by the upper half of a float32.
 """
 
+from collections.abc import Iterator
 from functools import cache
 from typing import Any, Final, TypeAlias
 
@@ -23,10 +24,9 @@ Scales: TypeAlias = NDArray[Any]
 
 _TABLES: Final = 256
 """Blocks in a lookup at once: with 256 codes each, indices have 16 bits."""
-_ROWS: Final = 8
-"""Rows in a lookup at once, so that indices stay in the cache."""
-_STRIP: Final = 2048
-"""The same of blocks of a microscaling format."""
+_EIGHT: Final = np.uint16(8)
+_AT_ONCE: Final = 1 << 16
+"""Numbers in a lookup at once, so that indices stay in the cache."""
 _LARGEST: Final = np.float32(448)
 """Of float8_e4m3fn."""
 
@@ -40,8 +40,8 @@ def stored_as(values: NDArray[np.float32], dtype: str) -> RawNumbers:
 @cache
 def _values(dtype: str) -> NDArray[np.float32]:
     """Return the number of each code of 8 bits."""
-    found: NDArray[np.float32] = numbers(np.arange(256, dtype=np.uint8), dtype)
-    return found
+    values: NDArray[np.float32] = numbers(np.arange(256, dtype=np.uint8), dtype)
+    return values
 
 
 def powers_of_two(codes: Codes) -> NDArray[np.float32]:
@@ -60,20 +60,33 @@ def _products(dtype: str, four: bool) -> RawNumbers:
     if four:
         values = FOUR_BITS.real.take(np.stack([every & 15, every >> 4], axis=1).ravel())
     with np.errstate(over="ignore"):
-        found = stored_as(powers_of_two(every)[:, None] * values, dtype)
-    return found.view(f"u{found.shape[1] // 256 * found.itemsize}").ravel()
+        products = stored_as(powers_of_two(every)[:, None] * values, dtype)
+    return products.view(f"u{products.shape[1] // 256 * products.itemsize}").ravel()
+
+
+def _look_up(table: RawNumbers, index: NDArray[np.uint16], out: RawNumbers) -> None:
+    """Fill `out`, a matrix, with entries of a table; an entry may be two numbers."""
+    if out.flags.c_contiguous:
+        table.take(index.reshape(-1), out=out.reshape(-1).view(table.dtype), mode="clip")
+    else:
+        out[...] = table.take(index, mode="clip").view(out.dtype).reshape(out.shape)
+
+
+def _strips(height: int, width: int) -> Iterator[slice]:
+    """Yield rows of a matrix that are worked on at once."""
+    step = max(1, _AT_ONCE // max(1, width))
+    for row in range(0, height, step):
+        yield slice(row, min(row + step, height))
 
 
 def from_mx(codes: Codes, scales: Codes, out: RawNumbers, dtype: str, *, four: bool) -> None:
     """Fill `out`, a matrix, with the numbers of codes of a microscaling format."""
-    table, height = _products(dtype, four), max(1, _STRIP // max(1, scales.shape[1]))
-    for row in range(0, len(codes), height):
-        some = slice(row, row + height)
-        high = scales[some].reshape(-1, 1).astype(np.uint16) << np.uint16(8)
-        index = codes[some].reshape(len(high), -1).astype(np.uint16)
+    table = _products(dtype, four)
+    for rows in _strips(*out.shape):
+        high = scales[rows].reshape(-1, 1).astype(np.uint16) << _EIGHT
+        index = codes[rows].reshape(len(high), -1).astype(np.uint16)
         index |= high
-        found = table.take(index, mode="clip")
-        out[some] = found.view(out.dtype).reshape(out[some].shape)
+        _look_up(table, index, out[rows])
 
 
 def from_scaled(
@@ -96,36 +109,31 @@ def from_scaled(
         Of the codes, and of `out`.
     """
     (row, column), (high, wide) = at, block
-    values, dtype = _values(dtypes[0]), dtypes[1]
-    bands = max(1, _ROWS // high)
-    """Rows of blocks that are looked up at once."""
-    step = max(1, _TABLES // bands)
-    tables = high * wide >= _TABLES
-    eight = np.uint16(8)
-    for left in range(column // wide, -(-(column + codes.shape[1]) // wide), step):
-        columns = slice(max(left * wide - column, 0), (left + step) * wide - column)
-        across = (np.arange(*columns.indices(codes.shape[1])) + column) // wide - left
-        right = across.astype(np.uint16) << eight
-        for first in range(row // high, -(-(row + len(codes)) // high), bands):
-            top, end = max(first * high - row, 0), min((first + bands) * high - row, len(codes))
-            some = scales[first : first + bands, left : left + step]
-            if tables:
-                with np.errstate(all="ignore"):
-                    table = stored_as(some.reshape(-1, 1) * values, dtype).ravel()
-            for lo in range(top, end, _ROWS):
-                part = codes[lo : min(lo + _ROWS, end), columns]
-                down = ((np.arange(lo, lo + len(part)) + row) // high - first)[:, None]
-                if tables:
-                    # Ten times as fast as an operation on two dtypes.
-                    index = part.astype(np.uint16)
-                    index |= right
-                    if bands > 1:
-                        index += (down * some.shape[1]).astype(np.uint16) << eight
-                    found = table.take(index, mode="clip")
-                else:
-                    with np.errstate(all="ignore"):
-                        found = stored_as(values.take(part) * some[down, across], dtype)
-                out[lo : lo + len(part), columns] = found
+    (height, width), values, dtype = codes.shape, _values(dtypes[0]), dtypes[1]
+    scales = scales[row // high : -(-(row + height) // high)]
+    scales = scales[:, column // wide : -(-(column + width) // wide)]
+    row, column = row % high, column % wide
+    across = (np.arange(width) + column) // wide
+    if codes.size < _TABLES * scales.size:
+        down = (np.arange(height) + row) // high
+        for rows in _strips(height, width):
+            factors = scales[down[rows]].take(across, axis=1)
+            with np.errstate(all="ignore"):
+                out[rows] = stored_as(values.take(codes[rows]) * factors, dtype)
+        return
+    with np.errstate(all="ignore"):
+        tables = stored_as(scales.reshape(-1, 1) * values, dtype).reshape(*scales.shape, 256)
+    for left in range(0, scales.shape[1], _TABLES):
+        columns = slice(max(left * wide - column, 0), (left + _TABLES) * wide - column)
+        right = (across[columns] - left).astype(np.uint16) << _EIGHT
+        for band, every in enumerate(tables[:, left : left + _TABLES]):
+            top, end = max(band * high - row, 0), min((band + 1) * high - row, height)
+            for rows in _strips(end - top, len(right)):
+                part = codes[top:end][rows, columns]
+                # Ten times as fast as an operation on two dtypes.
+                index = part.astype(np.uint16)
+                index |= right
+                _look_up(every.reshape(-1), index, out[top:end][rows, columns])
 
 
 def _amax(raw: RawNumbers, dtype: str, block: tuple[int, int], where: str) -> NDArray[np.float32]:
@@ -143,13 +151,13 @@ def _amax(raw: RawNumbers, dtype: str, block: tuple[int, int], where: str) -> ND
         sizes = np.maximum.reduceat(sizes, np.arange(0, sizes.shape[1], wide), axis=1)
     if dtype == "bfloat16":
         sizes = sizes.astype(np.uint32) << np.uint32(16)
-    found: NDArray[np.float32] = sizes.view(np.float32)
-    if not np.isfinite(found).all():
+    most: NDArray[np.float32] = sizes.view(np.float32)
+    if not np.isfinite(most).all():
         raise CheckpointError(
             f"{where} has NaN or infinity, which no scale fits; correct the weights, or leave out "
             "the tensor"
         )
-    return found
+    return most
 
 
 def _floats(raw: RawNumbers, dtype: str) -> NDArray[np.float32]:
@@ -182,12 +190,12 @@ def to_scaled(
     across = np.arange(raw.shape[1]) // wide
     for row in range(len(scales)):
         by = factors[row, across]
-        for lo in range(row * high, min((row + 1) * high, len(raw)), _ROWS):
-            some = slice(lo, min(lo + _ROWS, (row + 1) * high))
-            values = _floats(raw[some], dtype)
+        band = raw[row * high : (row + 1) * high]
+        for rows in _strips(*band.shape):
+            values = _floats(band[rows], dtype)
             # In place, since new memory costs as much as the arithmetic.
             (np.multiply if rule == "transformers" else np.divide)(values, by, out=values)
-            codes[some] = narrow(values, "float8_e4m3fn")
+            codes[row * high :][rows] = narrow(values, "float8_e4m3fn")
     return codes, scales
 
 
@@ -208,15 +216,13 @@ def to_mx(raw: RawNumbers, dtype: str, where: str, *, four: bool) -> tuple[Codes
     exponents = (most.view(np.uint32) >> np.uint32(23)).astype(np.int16) - (2 if four else 8)
     scales = np.maximum(exponents, 0).astype(np.uint8)
     codes = np.empty(raw.shape, np.uint8)
-    height = max(1, _STRIP // max(1, scales.shape[1]))
-    for row in range(0, len(raw), height):
-        some = slice(row, row + height)
-        powers = np.int32(127) - scales[some].reshape(-1, 1).astype(np.int32)
-        values = _floats(raw[some], dtype).reshape(len(powers), MX)
+    for rows in _strips(*raw.shape):
+        powers = np.int32(127) - scales[rows].reshape(-1, 1).astype(np.int32)
+        values = _floats(raw[rows], dtype).reshape(len(powers), MX)
         with np.errstate(over="ignore", under="ignore"):
             values *= np.ldexp(np.float32(1), powers)
-        found = round_by(_four_bit_codes(), values) if four else narrow(values, "float8_e4m3fn")
-        codes[some] = found.reshape(codes[some].shape)
+        rounded = round_by(_four_bit_codes(), values) if four else narrow(values, "float8_e4m3fn")
+        codes[rows] = rounded.reshape(codes[rows].shape)
     if four:
         codes = codes[:, 0::2] | codes[:, 1::2] << np.uint8(4)
     return codes, scales

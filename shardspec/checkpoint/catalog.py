@@ -1,20 +1,19 @@
-"""What a checkpoint holds, whatever its format: tensors, and where the bytes of their boxes are."""
+"""What a checkpoint has in any format: tensors, and where the bytes of their boxes are."""
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from itertools import chain, pairwise, product
+from itertools import chain
 from math import prod
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Final, Generic, NamedTuple, Protocol, TypeAlias, TypeVar
 
-from shardspec.boxes import Box, box_size, contains
+from shardspec.boxes import Box, box_size
 from shardspec.checkpoint.storage.from_text import storage_path
 from shardspec.checkpoint.storage.path import StoragePath
 from shardspec.checkpoint.storage.snapshot import Snapshot
 from shardspec.comm.steps import ReduceOp
 from shardspec.dtypes import item_bytes
-from shardspec.errors import CheckpointError
 from shardspec.layout.layout import Layout, LayoutCell, cells_of
 from shardspec.layout.spec import ShardingSpec
 from shardspec.mesh.device_mesh import DeviceMesh
@@ -24,9 +23,7 @@ if TYPE_CHECKING:
     from shardspec.resharding.digests import TensorDigest
 
 ZEROS: Final = storage_path("/dev/zero")
-"""Where boxes are that no file has: they are zeros. It is not opened."""
-_MOST_KNOWN: Final = 64
-"""How many kinds of tensors have their results kept; a model has few kinds."""
+"""The path of boxes that no file stores, since they are zeros; it is never opened."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,21 +38,25 @@ class Digest:
 
 @dataclass(frozen=True, slots=True)
 class Patch:
-    """What a delta changes of a tensor: one zstd frame in a file."""
+    """What a delta changes in a tensor: one zstd frame in a file."""
 
     path: StoragePath
     start: int
     """Position of the first byte in the file."""
     num_bytes: int
+    content_bytes: int
+    """What the frame has when it is decompressed."""
     encoding: str
     checksum_format: str
     checksum: str
-    """Of the whole tensor afterwards."""
+    """Of the whole tensor afterwards, as is the digest."""
+    digest: str | None
+    """None where the delta does not say it."""
 
 
 @dataclass(frozen=True, slots=True)
 class FileBox:
-    """A part of a tensor that is somewhere in a file."""
+    """A part of a tensor in a file; where it starts there need not be known."""
 
     box: Box
     """Which part of the global tensor; never empty."""
@@ -67,11 +68,11 @@ class FileBox:
 
 
 class Computed(Protocol):
-    """Makes the bytes of a tensor of those of others, as if they lay in a file, row-major."""
+    """Makes the bytes of a tensor from those of others, as if they lay in a file, row-major."""
 
     @property
     def reads(self) -> "Mapping[StoragePath, int]":
-        """The files that it is made of, and the bytes of it in each."""
+        """The files that it is made from, and the number of bytes from each."""
 
     def fill(
         self, start: int, steps: Sequence[tuple[int, int, int]], room: memoryview, at: int
@@ -103,8 +104,7 @@ class StoredReduction:
 
 
 _Box_co = TypeVar("_Box_co", bound=FileBox, covariant=True)
-_Box = TypeVar("_Box", bound=FileBox)
-_Found = TypeVar("_Found")
+AnyBox = TypeVar("AnyBox", bound=FileBox)
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +138,7 @@ class StoredTensor(Outline[StoredBox]):
     """A tensor of a checkpoint and the places of all its boxes."""
 
     patches: tuple[Patch, ...] = ()
-    """What deltas change of it, in order."""
+    """What deltas change in it, in order."""
 
 
 AnyOutline: TypeAlias = Outline[FileBox]
@@ -159,11 +159,11 @@ class OpaqueValue:
 
     text: str
     digest: str | None = field(default=None, compare=False)
-    """Of all that it is made of; None if it cannot be compared."""
+    """Digest of everything in it; None if it cannot be compared."""
     tensors: bool = field(default=False, compare=False)
     """Whether there are tensors in it, or may be."""
     inside: bool = field(default=True, compare=False)
-    """False of a mention of what lies beside the checkpoint."""
+    """False if it only mentions something beside the checkpoint."""
 
     def __repr__(self) -> str:
         return self.text if self.text.startswith("<") else f"<{self.text}>"
@@ -188,9 +188,9 @@ def opaque_parts(value: object) -> Iterator[OpaqueValue]:
         yield from chain.from_iterable(map(opaque_parts, value))
 
 
-def distinct(tensor: Outline[_Box]) -> tuple[_Box, ...]:
+def distinct(tensor: Outline[AnyBox]) -> tuple[AnyBox, ...]:
     """Return the boxes of a tensor without replicas: of each part, the one stored first."""
-    first: dict[ReplicaKey, _Box] = {}
+    first: dict[ReplicaKey, AnyBox] = {}
     for stored in tensor.boxes:
         first.setdefault((stored.box, stored.addend), stored)
     return tuple(first.values())
@@ -200,7 +200,7 @@ class FileMetadata(NamedTuple):
     """The metadata of all safetensors files of a checkpoint."""
 
     values: Mapping[str, str] = MappingProxyType({})
-    """What no two files contradict each other on."""
+    """Values on which the files agree."""
     contradictions: Mapping[str, tuple[StoragePath, StoragePath]] = MappingProxyType({})
     """Keys for which two files have different values, and these files."""
 
@@ -214,12 +214,12 @@ class Catalog:
     snapshot: Snapshot | None = None
     """State of its files before they were opened; `open_checkpoint` takes it."""
     below: tuple[Snapshot, ...] = ()
-    """The same of folders below in which some of the files lie, where an index names them."""
+    """The same for directories below with some of the files, where an index names them."""
     file_metadata = FileMetadata()
     beside: tuple[StoragePath, ...] = ()
     """Files beside the weights that are copied with them; `sidecars` finds them."""
     notes: tuple[str, ...] = ()
-    """What was assumed when it was opened, for the user, a line each."""
+    """What was assumed when it was opened: lines for the user."""
     objects: Mapping[str, StoredObject] = MappingProxyType({})
     """Those of `extras` that can be copied into torch's DCP unread."""
     pickled: "Mapping[str, Sequence[StoredTensor]]" = MappingProxyType({})
@@ -233,12 +233,12 @@ class Catalog:
     filled: tuple[str, ...] = ()
     """Names of the tensors that were taken from another checkpoint, since this one lacks them."""
     dropped: Mapping[str, tuple[int, ...]] = MappingProxyType({})
-    """Shapes of tensors that it would have, had what they are made of not been left behind."""
+    """Shapes of the tensors that it lacks because their sources were dropped."""
     keeps_dtype: frozenset[str] = frozenset()
     """Names of tensors that are never cast: codes and scales."""
     quantization: Mapping[str, object] | None = None
-    """What the model's config is to say of how weights are quantised, nothing if it is empty; None
-    where it stays as it is."""
+    """What the model's config should say about quantised weights: nothing if it is empty; None
+    leaves the config as it is."""
 
     def __init__(
         self,
@@ -270,7 +270,7 @@ class Catalog:
         return self._listed[name]
 
     def outline(self, name: str) -> AnyOutline:
-        """Return what is known of a tensor without reading the files of its boxes."""
+        """Return what is known about a tensor without reading the files of its boxes."""
         return self.tensor(name)
 
     def origin(self, name: str) -> Hashable:
@@ -279,29 +279,27 @@ class Catalog:
         return frozenset((box.path, box.offset, box.box, box.computed) for box in boxes)
 
     def as_stored(self) -> "Catalog":
-        """Return the checkpoint with its `objects` whole, though tensors be in them."""
+        """Return the checkpoint with its `objects` whole, even where they have tensors."""
         return self
 
     def copies_agree(self, name: str) -> bool:  # noqa: ARG002  # others know
-        """Say whether digests show that all replicas are equal; reads no more than `outline`."""
+        """Return whether digests show that replicas are equal; reads no more than `outline`."""
         return False
 
-    wants_digests = False
-    """Whether `check_written` is to be given digests."""
+    wants_digests: frozenset[str] = frozenset()
+    """Names of the tensors of which `check_written` is to be given digests."""
 
     def check_written(self, digests: "Mapping[str, TensorDigest]") -> None:
-        """Check the digests of all that was written, before it appears."""
+        """Check the digests of what was written, before it appears."""
 
     def check_unchanged(self) -> None:
         """Check that the files are still those that were opened; to be called after all reads."""
-        if self.snapshot is not None:
-            below = {snapshot.place: snapshot for snapshot in self.below}
-            by_snapshot: dict[StoragePath | None, list[StoragePath]] = {}
-            for path in (*self.files, *self.beside):
-                place = path.parent if path.parent in below else None
-                by_snapshot.setdefault(place, []).append(path)
-            for place, paths in by_snapshot.items():
-                (self.snapshot if place is None else below[place]).check_unchanged(paths)
+        below = {snapshot.place: snapshot for snapshot in self.below}
+        for snapshot in (self.snapshot, *self.below):
+            if snapshot is not None:
+                files = (*self.files, *self.beside)
+                own = (at for at in files if below.get(at.parent, self.snapshot) is snapshot)
+                snapshot.check_unchanged(own)
 
 
 def box_text(box: Box) -> str:
@@ -334,11 +332,11 @@ def replica_keys(layout: Layout, physical_id: int) -> tuple[ReplicaKey, ...]:
 @lru_cache(32)
 def replica_holders(layout: Layout) -> dict[ReplicaKey, tuple[int, ...]]:
     """Return every box that is not empty and the devices that hold it, in the order of the mesh."""
-    found: dict[ReplicaKey, list[int]] = {}
+    holders: dict[ReplicaKey, list[int]] = {}
     for physical_id in layout.mesh.ids:
         for part in replica_keys(layout, physical_id):
-            found.setdefault(part, []).append(physical_id)
-    return {part: tuple(ids) for part, ids in found.items()}
+            holders.setdefault(part, []).append(physical_id)
+    return {part: tuple(ids) for part, ids in holders.items()}
 
 
 @lru_cache(maxsize=1024)
@@ -353,112 +351,20 @@ def row_major_strides(shape: Sequence[int], width: int) -> tuple[int, ...]:
 
 
 def unsharded_tensor(
-    name: str, shape: tuple[int, ...], dtype: str, path: StoragePath, offset: int
+    name: str,
+    shape: tuple[int, ...],
+    dtype: str,
+    path: StoragePath,
+    offset: int,
+    digest: Digest | None = None,
+    strides: tuple[int, ...] | None = None,
+    rank: int = 0,
 ) -> StoredTensor:
-    """Return a tensor that is stored as one row-major box."""
-    boxes = () if 0 in shape else (StoredBox(whole_box(shape), (), 0, path, offset),)
+    """Return a tensor that is stored as one box; see `StoredBox`."""
+    box = StoredBox(whole_box(shape), (), rank, path, offset, digest, strides)
+    boxes = () if 0 in shape else (box,)
     return StoredTensor(name, shape, dtype, None, (), boxes)
 
 
 LazyTensorCache: Final = lru_cache(128)
 """Decorates what looks tensors up: the last ones are kept, for all threads."""
-
-
-# --- whether boxes tile a tensor
-
-Flaw: TypeAlias = tuple[Box, tuple[int, ...]]
-"""A part of a tensor, and the boxes that have it, by their places: none of them, or several."""
-
-
-@lru_cache(_MOST_KNOWN)
-def find_flaw(shape: tuple[int, ...], boxes: tuple[Box, ...]) -> Flaw | None:
-    """Return the first reason why boxes, none of them empty, do not tile a tensor, if any.
-
-    A sweep along the first dim; between two cuts the same boxes are met all the way, and there
-    the remaining dims are swept in turn. A grid of n boxes takes O(n log n) a dim.
-    """
-
-    def sweep(met: Sequence[int], prefix: Box) -> Flaw | None:
-        """Check the part of the tensor that lies in `prefix`, where all boxes of `met` reach."""
-        dim = len(prefix)
-        if not met or dim == len(shape):
-            rest = ((0, size) for size in shape[dim:])
-            return None if len(met) == 1 else ((*prefix, *rest), tuple(met))
-        starts: dict[int, list[int]] = {}
-        cuts = {0, shape[dim]}
-        for place in met:
-            lo, hi = boxes[place][dim]
-            starts.setdefault(lo, []).append(place)
-            cuts.update((lo, hi))
-        active: list[int] = []
-        for lo, hi in pairwise(sorted(cuts)):
-            active = [place for place in active if boxes[place][dim][1] > lo] + starts.get(lo, [])
-            flaw = sweep(active, (*prefix, (lo, hi)))
-            if flaw is not None:
-                return flaw
-        return None
-
-    return None if 0 in shape else sweep(range(len(boxes)), ())
-
-
-def check_tiling(tensor: Outline[_Box]) -> tuple[tuple[_Box, ...], ...]:
-    """Check that the boxes of a tensor tile it, once for every addend that is pending.
-
-    Returns groups of two or more boxes that claim the same part: their bytes must agree.
-    """
-    same: dict[ReplicaKey, list[_Box]] = {}
-    for stored in tensor.boxes:
-        same.setdefault((stored.box, stored.addend), []).append(stored)
-    whole = whole_box(tensor.shape)
-    addends = [pending.addends for pending in tensor.pending]
-    by_addend: dict[tuple[int, ...], list[_Box]] = {
-        addend: [] for addend in product(*map(range, addends))
-    }
-
-    def text(stored: _Box) -> str:
-        return f"rank {stored.rank}'s box {box_text(stored.box)} in {stored.path}"
-
-    for (box, addend), (first, *_) in same.items():
-        problem = ""
-        if len(box) != len(whole) or not contains(whole, box) or any(lo >= hi for lo, hi in box):
-            problem = f"is empty or lies outside the tensor of shape {list(tensor.shape)}"
-        elif addend not in by_addend:
-            problem = f"is addend {list(addend)} of a pending reduction of {addends} addends"
-        if problem:
-            raise CheckpointError(f"tensor {tensor.name!r}: {text(first)} {problem}")
-        by_addend[addend].append(first)
-    for addend, group in by_addend.items():
-        flaw = find_flaw(tensor.shape, tuple(one.box for one in group))
-        if flaw is None:
-            continue
-        part, places = flaw
-        if not places:
-            of = f" of addend {list(addend)}" if addend else ""
-            raise CheckpointError(
-                f"tensor {tensor.name!r} of shape {list(tensor.shape)}: no file holds its "
-                f"part {box_text(part)}{of}; restore the missing file or save again"
-            )
-        one, other = (text(group[place]) for place in places[:2])
-        raise CheckpointError(
-            f"tensor {tensor.name!r}: {one} and {other} overlap in part, which no layout "
-            "gives; the checkpoint contradicts itself"
-        )
-    return tuple(tuple(group) for group in same.values() if len(group) > 1)
-
-
-def memoize_by_boxes(
-    find: Callable[[AnyOutline], _Found],
-) -> Callable[[AnyOutline], _Found]:
-    """Return a function that is called once for outlines that share the same tuple of boxes."""
-    # Keys have the ids of boxes, which the outlines keep alive.
-    known: dict[tuple[object, ...], tuple[AnyOutline, _Found]] = {}
-
-    def found(outline: AnyOutline) -> _Found:
-        key = id(outline.boxes), outline.shape, outline.pending
-        if key not in known:
-            known[key] = outline, find(outline)
-            if len(known) > _MOST_KNOWN:
-                del known[next(iter(known))]
-        return known[key][1]
-
-    return found

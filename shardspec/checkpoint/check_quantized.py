@@ -30,8 +30,8 @@ def quantised_in(source: Catalog) -> Quantised:
         source = source.base
     outlines = map(source.outline, source.names)
     tensors = {outline.name: (outline.shape, outline.dtype) for outline in outlines}
-    given = source.quantization
-    stated = list(sections(source.home)) if given is None else [given] if given else []
+    section = source.quantization
+    stated = list(sections(source.home)) if section is None else [section] if section else []
     return quantised(tensors, stated_by(stated, source.file_metadata.values))
 
 
@@ -74,14 +74,14 @@ def _check_casts(
 
 
 def check_blocks(
-    source: Catalog, layouts: Mapping[str, Layout], known: Quantised | None = None
+    source: Catalog, layouts: Mapping[str, Layout], quantized: Quantised | None = None
 ) -> None:
     """Refuse layouts, by name in a checkpoint, that cut a tensor inside a block.
 
     A scale is also refused if its cut leaves a device without the scales of its codes. Devices that
     hold no scale at all are allowed: they gather before they compute.
     """
-    blocks = (known or quantised_in(source)).blocks
+    blocks = (quantized or quantised_in(source)).blocks
     if not blocks:
         return
     flaw_of, scales_flaw_of = lru_cache(1024)(_flaw), lru_cache(1024)(_scales_flaw)
@@ -95,8 +95,8 @@ def check_blocks(
             continue
         origins = {origin for origin, _ in _origins(source, name, ())} & blocks.keys()
         for device in layout.mesh.ids if origins else ():
-            held = [box for box in layout.local_boxes(device) if all(a < b for a, b in box)]
-            for origin, boxes in _origins(source, name, held):
+            parts = [box for box in layout.local_boxes(device) if all(a < b for a, b in box)]
+            for origin, boxes in _origins(source, name, parts):
                 if origin in origins:
                     shape, sides = _shape_of(source, origin), blocks[origin].sides
                     _refuse(name, layout, _flaw_of_boxes(boxes, shape, sides), origin)
@@ -126,11 +126,11 @@ def grid_layout(layout: Layout, sides: Shape, dtype: str = "float32") -> Layout 
         return None
     for device in layout.mesh.ids:
         pairs = zip(layout.intervals(device), grid.intervals(device), strict=True)
-        for (held, scales), size, side in zip(pairs, layout.global_shape, every, strict=True):
-            some = [(lo, hi) for lo, hi in held if lo < hi]
-            same = [(lo // side, -(-hi // side)) for lo, hi in some]
-            if _flaw_of_side(some, size, side) or same != [
-                one for one in scales if one[0] < one[1]
+        for (intervals, scales), size, side in zip(pairs, layout.global_shape, every, strict=True):
+            filled = [(lo, hi) for lo, hi in intervals if lo < hi]
+            same = [(lo // side, -(-hi // side)) for lo, hi in filled]
+            if _flaw_of_side(filled, size, side) or same != [
+                interval for interval in scales if interval[0] < interval[1]
             ]:
                 return None
     return grid
@@ -160,9 +160,9 @@ def _in_blocks(layout: Layout, dim: int, side: int) -> str | None:
     blocks = DimSpec(cut.axes, cut.parts, lcm(cut.block, side))
     other = layout.with_spec(layout.spec.with_dims({dim: blocks}))
     intervals = [other.intervals(device)[dim] for device in layout.mesh.ids]
-    if any(lo == hi for held in intervals for lo, hi in held):
+    if any(lo == hi for some in intervals for lo, hi in some):
         return None
-    flaws = (_flaw_of_side(held, layout.global_shape[dim], side) for held in intervals)
+    flaws = (_flaw_of_side(some, layout.global_shape[dim], side) for some in intervals)
     return None if any(flaws) else str(other.labelled_spec)
 
 
@@ -170,8 +170,8 @@ def _flaw(layout: Layout, sides: Shape) -> tuple[int, int, int, int] | None:
     """Return the first cut inside a block: its dim, the interval, and the side of the block."""
     for dim, (size, side) in enumerate(zip(layout.global_shape, sides, strict=True)):
         if side > 1 and layout.spec.dim_specs[dim].axes:
-            for held in {layout.intervals(device)[dim]: None for device in layout.mesh.ids}:
-                if flaw := _flaw_of_side(held, size, side):
+            for intervals in {layout.intervals(device)[dim]: None for device in layout.mesh.ids}:
+                if flaw := _flaw_of_side(intervals, size, side):
                     return dim, *flaw, side
     return None
 
@@ -197,22 +197,22 @@ def _flaw_of_boxes(
 
 def _joined(boxes: Iterable[Box]) -> list[Box]:
     """Join boxes that differ along one dim, where they meet."""
-    found = list(boxes)
-    for dim in range(len(found[0]) if found else 0):
+    result = list(boxes)
+    for dim in range(len(result[0]) if result else 0):
 
         def rest(box: Box, dim: int = dim) -> Box:
             return (*box[:dim], *box[dim + 1 :])
 
         joined: list[Box] = []
-        for _, alike in groupby(sorted(found, key=lambda box: (rest(box), box[dim])), key=rest):
+        for _, alike in groupby(sorted(result, key=lambda box: (rest(box), box[dim])), key=rest):
             start = len(joined)
             for box in alike:
                 if len(joined) > start and joined[-1][dim][1] >= box[dim][0]:
                     (lo, hi), (_, end) = joined.pop()[dim], box[dim]
                     box = (*box[:dim], (lo, max(hi, end)), *box[dim + 1 :])
                 joined.append(box)
-        found = joined
-    return found
+        result = joined
+    return result
 
 
 def _origins(
@@ -238,15 +238,15 @@ def _scales_flaw(layout: Layout, scales: Layout, sides: Shape) -> tuple[int, ...
     if not any(cut.axes for cut in scales.spec.dim_specs):
         return None
     for device in layout.mesh.ids:
-        held = scales.intervals(device) if device in scales.mesh else ()
-        if not held or any(lo == hi for side in held for lo, hi in side):
+        held_scales = scales.intervals(device) if device in scales.mesh else ()
+        if not held_scales or any(lo == hi for side in held_scales for lo, hi in side):
             continue
         for dim, codes in enumerate(layout.intervals(device)):
             size, count = layout.global_shape[dim], scales.global_shape[dim]
             finer = max(1, count // max(1, size))
             for lo, hi in codes if count > 1 else ():
                 start, end = lo * finer // sides[dim], -(-hi * finer // sides[dim])
-                if lo < hi and not any(a <= start and end <= b for a, b in held[dim]):
+                if lo < hi and not any(a <= start and end <= b for a, b in held_scales[dim]):
                     return device, dim, lo, hi, start, end
     return None
 
@@ -266,12 +266,12 @@ def check_stored_plan(
     source: Catalog, plan: ReshardPlan, names: Names | None, dtype: object
 ) -> None:
     """Refuse a plan that reads a checkpoint and does quantised tensors harm."""
-    known = quantised_in(source)
-    if not known.why:
+    quantized = quantised_in(source)
+    if not quantized.why:
         return
-    _check_casts(plan, known.why, dtype, source)
+    _check_casts(plan, quantized.why, dtype, source)
     layouts = {move.target_name: move.target for move in plan.moves}
-    check_blocks(mapped(source, names, dropped=plan.dropped), layouts, known)
+    check_blocks(mapped(source, names, dropped=plan.dropped), layouts, quantized)
 
 
 def check_plan(plan: ReshardPlan, dtype: object) -> None:
@@ -281,9 +281,9 @@ def check_plan(plan: ReshardPlan, dtype: object) -> None:
     """
     moves = {move.source_name: move for move in plan.moves}
     tensors = {name: (move.source.global_shape, move.source.dtype) for name, move in moves.items()}
-    known = quantised(tensors, Stated())
-    _check_casts(plan, known.why, dtype)
+    quantized = quantised(tensors, Stated())
+    _check_casts(plan, quantized.why, dtype)
     for move in plan.moves:
-        blocks = known.blocks.get(move.source_name)
+        blocks = quantized.blocks.get(move.source_name)
         if blocks and move.view is None and _flaw(move.source, blocks.sides) is None:
             _refuse(move.target_name, move.target, _flaw(move.target, blocks.sides))

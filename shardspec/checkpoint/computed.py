@@ -1,7 +1,7 @@
-"""Tensors whose bytes are made of others' when they are read, a part at a time.
+"""Tensors whose bytes are computed from those of other tensors when they are read, part by part.
 
-To all that reads, maps and writes they are matrices in a file. What is made is kept for a while,
-since it is made in larger parts than it is read in.
+Whatever reads, maps or writes them sees matrices in a file. What is computed is kept for a while,
+since it is computed in larger parts than it is read.
 """
 
 from abc import ABC, abstractmethod
@@ -22,27 +22,29 @@ from shardspec.checkpoint.catalog import (
     StoredBox,
     StoredTensor,
     distinct,
+    whole_box,
 )
 from shardspec.checkpoint.read_boxes import Buffers, Checks, read_box_into
 from shardspec.checkpoint.storage.path import StoragePath
 from shardspec.checkpoint.storage.reading import OpenFiles
 from shardspec.dtypes import item_bytes
+from shardspec.layout.spec import ShardingSpec
 
-_MOST_BYTES: Final = 4 << 20
-"""Of a part that is made at once, where it is read with steps."""
+_MOST_BYTES: Final = 256 << 10
+"""Of a part that is made apart and copied: it fits the L2 cache of common CPUs."""
 _Made = TypeVar("_Made")
 
 
 class Recent:
-    """What was made last, of a bounded size; for all threads."""
+    """The results that were used last, of a bounded size; all threads share them."""
 
     def __init__(self, most_bytes: int) -> None:
-        self._most, self._held = most_bytes, 0
+        self._most_bytes, self._num_bytes = most_bytes, 0
         self._lock = Lock()
         self._made: OrderedDict[object, tuple[Any, int]] = OrderedDict()
 
     def get(self, key: object, make: Callable[[], tuple[_Made, int]]) -> _Made:
-        """Return what has a key; it is made, with its size, if it is not there any more."""
+        """Return the result of a key; it is made, with its size, if it is not kept any more."""
         with self._lock:
             if key in self._made:
                 self._made.move_to_end(key)
@@ -52,9 +54,9 @@ class Recent:
         with self._lock:
             if key not in self._made:
                 self._made[key] = made, num_bytes
-                self._held += num_bytes
-            while self._held > self._most and len(self._made) > 1:
-                self._held -= self._made.popitem(last=False)[1][1]
+                self._num_bytes += num_bytes
+            while self._num_bytes > self._most_bytes and len(self._made) > 1:
+                self._num_bytes -= self._made.popitem(last=False)[1][1]
         return made
 
 
@@ -64,7 +66,7 @@ class Source:
     def __init__(self, tensor: StoredTensor, spare: list[Buffers], matrix_dims: int = 2) -> None:
         self.tensor, self._checks = tensor, Checks(tensor)
         self._spare = spare
-        """Memory that no thread uses just now; all tensors of a checkpoint share it."""
+        """Memory that no thread uses at the moment; all tensors of a checkpoint share it."""
         self._dims = len(tensor.shape) - matrix_dims
 
     def rows(self, matrix: int, lo: int, hi: int, columns: Box = ()) -> NDArray[Any]:
@@ -78,8 +80,8 @@ class Source:
     def read(self, box: Box) -> NDArray[Any]:
         """Return the numbers of a box as unsigned integers."""
         sides = [hi - lo for lo, hi in box]
-        found = np.empty(sides, f"u{item_bytes(self.tensor.dtype)}")
-        room = found.reshape(-1).view(np.uint8).data
+        values = np.empty(sides, f"u{item_bytes(self.tensor.dtype)}")
+        room = values.reshape(-1).view(np.uint8).data
         try:
             buffers = self._spare.pop()
         except IndexError:
@@ -87,20 +89,20 @@ class Source:
         with OpenFiles() as files:
             read_box_into(self.tensor, box, room, files, buffers, self._checks)
         self._spare.append(buffers)
-        return found
+        return values
 
 
 def bytes_in_files(outlines: Sequence[AnyOutline]) -> dict[StoragePath, int]:
     """Return the files that tensors lie in, and their bytes in each."""
-    found: dict[StoragePath, int] = {}
+    sizes: dict[StoragePath, int] = {}
     for outline in outlines:
         for stored in distinct(outline):
             computed = stored.computed if isinstance(stored, StoredBox) else None
             reads = {stored.path: outline.bytes_of(stored)}
             for path, num_bytes in (computed.reads if computed else reads).items():
                 if path != ZEROS:
-                    found[path] = found.get(path, 0) + num_bytes
-    return found
+                    sizes[path] = sizes.get(path, 0) + num_bytes
+    return sizes
 
 
 class ComputedMatrices(ABC):
@@ -109,12 +111,12 @@ class ComputedMatrices(ABC):
     def __init__(
         self, rows: int, columns: int, dtype: str, reads: Mapping[StoragePath, int]
     ) -> None:
-        self.columns, self._type = columns, np.dtype(f"u{item_bytes(dtype)}")
-        self._rows, self._reads = max(1, rows), reads
+        self.rows, self.columns, self.dtype, self._reads = rows, columns, dtype, reads
+        self._type = np.dtype(f"u{item_bytes(dtype)}")
 
     @property
     def reads(self) -> Mapping[StoragePath, int]:
-        """The files that it is made of, and the bytes of it in each."""
+        """The files that it is computed from, and its bytes in each."""
         return self._reads
 
     @abstractmethod
@@ -127,64 +129,49 @@ class ComputedMatrices(ABC):
         """Fill a block with a part; see `BlockPart`."""
         width = self._type.itemsize
         wide = self.columns * width
-        row, column = divmod(start, wide)
+        row, column = start // wide, start % wide // width
         *outer, (run, _, _) = steps
-        entries = [*outer, (run // width, width, width)]
-        down: list[tuple[int, int, int]] = []
-        across: list[tuple[int, int, int]] = []
-        """Per step the count, and how far it leads: here, in rows or columns, and in the block."""
-        for place, (count, step, inside) in enumerate(entries):
-            if step >= wide:
-                down.append((count, step // wide, inside))
-                continue
-            of_row, here = wide // step, -(-(wide - column) // step)
-            """How many are in a row, and in the first one."""
-            if count <= here:
-                across.append((count, step // width, inside))
-            elif here == of_row and count % of_row == 0:
-                down.append((count // of_row, 1, of_row * inside))
-                across.append((of_row, step // width, inside))
-            else:
-                cut = here if here < of_row else count - count % of_row
-                for first, some in ((0, cut), (cut, count - cut)):
-                    part = [*entries[:place], (some, step, inside), *entries[place + 1 :]]
-                    part.append((width, 1, 1))
-                    self.fill(start + first * step, part, room, at + first * inside)
-                return
-        down, across = ([one for one in some if one[0] > 1] for some in (down, across))
-        high = 1 + sum((count - 1) * by for count, by, _ in down)
-        length = 1 + sum((count - 1) * by for count, by, _ in across)
-        if high * length * width > max(_MOST_BYTES, wide) and down:
-            (count, by, inside), *rest = down
-            halves = (0, count // 2), (count // 2, count - count // 2)
-            others = [(count, by * wide, i) for count, by, i in rest]
-            others += [(count, by * width, i) for count, by, i in across]
-            for first, some in halves:
-                part = [(some, by * wide, inside), *others, (width, 1, 1)]
-                self.fill(start + first * by * wide, part, room, at + first * inside)
+        if not column and run % wide == 0:
+            outer, run = [*outer, (run // wide, wide, wide)], wide
+        entries = [step for step in (*outer, (run // width, width, width)) if step[0] > 1]
+        down = [step for step in entries if step[1] >= wide]
+        across = [step for step in entries if step[1] < wide]
+        high = 1 + (start + sum((count - 1) * by for count, by, _ in entries)) // wide - row
+        length = 1 + sum((count - 1) * by for count, by, _ in across) // width
+        within = column + length <= self.columns and not any(by % wide for _, by, _ in down)
+        if not within:  # whole rows are made
+            column, length = 0, self.columns
+        dense = (
+            [by for _, by, _ in down] in ([], [wide]),
+            [by for _, by, _ in across] in ([], [width]),
+        )
+        if within and all(dense):
+            strides = [steps_in[0][2] if steps_in else width for steps_in in (down, across)]
+            block = np.ndarray((high, length), self._type, room, at, strides)
+            self._make_rows(row, column, block)
             return
-        numbers = [(by, inside) for _, by, inside in across]
-        if numbers in ([], [(1, width)]) and [by for _, by, _ in down] in ([], [1]):
-            stride = down[0][2] if down else length * width
-            block = np.ndarray((high, length), self._type, room, at, (stride, width))
-            self._parts(row, column // width, block)
+        if high * length * width > _MOST_BYTES and high > 1:
+            (count, by, inside), *rest = entries
+            for first, many in ((0, count // 2), (count // 2, count - count // 2)):
+                part = [(many, by, inside), *rest, (width, 1, 1)]
+                self.fill(start + first * by, part, room, at + first * inside)
             return
         made = np.empty((high, length), self._type)
-        self._parts(row, column // width, made)
-        counts = [many for many, _, _ in (*down, *across)]
-        inner = [inside for _, _, inside in (*down, *across)]
-        lies = [by * length * width for _, by, _ in down] + [by * width for _, by, _ in across]
-        block = np.ndarray(counts, self._type, room, at, inner)
-        np.copyto(block, np.ndarray(counts, self._type, made.data, 0, lies))
+        self._make_rows(row, column, made)
+        counts, steps_there, steps_in = zip(*entries, strict=True)
+        lies = [by // wide * length * width + by % wide for by in steps_there]
+        first = start - row * wide - column * width
+        block = np.ndarray(counts, self._type, room, at, steps_in)
+        np.copyto(block, np.ndarray(counts, self._type, made.data, first, lies))
 
-    def _parts(self, row: int, column: int, out: NDArray[Any]) -> None:
+    def _make_rows(self, row: int, column: int, out: NDArray[Any]) -> None:
         """Fill `out` with what lies in one matrix after the other."""
         done = 0
         while done < len(out):
-            matrix, first = divmod(row + done, self._rows)
-            some = min(len(out) - done, self._rows - first)
-            self.make(matrix, first, column, out[done : done + some])
-            done += some
+            matrix, first = divmod(row + done, self.rows)
+            count = min(len(out) - done, self.rows - first)
+            self.make(matrix, first, column, out[done : done + count])
+            done += count
 
 
 class ComputedCatalog(Catalog, ABC):
@@ -206,6 +193,23 @@ class ComputedCatalog(Catalog, ABC):
     @abstractmethod
     def _look_up(self, name: str) -> StoredTensor:
         """Return a tensor that is made."""
+
+    def _made_tensor(
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        dtype: str,
+        spec: ShardingSpec | None,
+        source: StoredTensor,
+        made: ComputedMatrices,
+        strides: tuple[int, ...] | None = None,
+    ) -> StoredTensor:
+        """Return a tensor whose bytes are made, most of them of those of a source."""
+        if 0 in shape:
+            return StoredTensor(name, shape, dtype, spec, (), ())
+        first = source.boxes[0]
+        box = StoredBox(whole_box(shape), (), first.rank, first.path, 0, None, strides, made)
+        return StoredTensor(name, shape, dtype, spec, (), (box,))
 
     def tensor(self, name: str) -> StoredTensor:
         """Return a tensor, one that is made or one of the checkpoint."""

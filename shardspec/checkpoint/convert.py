@@ -1,54 +1,36 @@
 """Converting checkpoints: merged into global tensors, or resharded for the ranks of a mesh.
 
-Both choose tensors and lay out the files for them. The rest is the same for all formats: check that
-the output can be made and may be written, plan the copies, execute them, commit.
+First all is settled that needs no data (`prepare`): tensors are chosen, a format lays out files for
+them, and both ends are checked. Then copies are planned, carried out and committed (`output`).
 """
 
 import os
 import time
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
+from glob import escape
 from hashlib import sha256
 from pathlib import PurePath
-from typing import TypeAlias, Unpack
+from typing import Unpack
 
 from isal.isal_zlib import crc32_combine
 
-from shardspec.boxes import box_size
-from shardspec.checkpoint.agree import Processes
-from shardspec.checkpoint.catalog import (
-    ZEROS,
-    AnyOutline,
-    Catalog,
-    Computed,
-    StoredBox,
-    check_tiling,
-    distinct,
-    memoize_by_boxes,
-)
-from shardspec.checkpoint.destination import Destination, check_destination
-from shardspec.checkpoint.digest import check_digests_file, write_digests
+from shardspec.checkpoint.catalog import Catalog
+from shardspec.checkpoint.digest import check_digests_file, digest, write_digests
+from shardspec.checkpoint.formats import Format, written_format
 from shardspec.checkpoint.mapped import Names
-from shardspec.checkpoint.options import WriteKeywords, WriteOptions
+from shardspec.checkpoint.open import as_catalog
+from shardspec.checkpoint.options import WriteKeywords, WriteOptions, WriteReport
 from shardspec.checkpoint.output import Output
-from shardspec.checkpoint.read_boxes import check_replicas
-from shardspec.checkpoint.report import WriteReport
-from shardspec.checkpoint.select import Asked, laid_out
+from shardspec.checkpoint.prepare import Prepared, prepared_output
 from shardspec.checkpoint.storage.from_text import storage_path
-from shardspec.checkpoint.storage.path import StoragePath
-from shardspec.checkpoint.storage.reading import OpenFiles
-from shardspec.checkpoint.targets import OutputTensor, Target
-from shardspec.dtypes import item_bytes
-from shardspec.errors import CheckpointError
+from shardspec.checkpoint.targets import Target
+from shardspec.comm.together import Processes
 from shardspec.layout.layout import Layout
 from shardspec.layout.rules import Rules
 from shardspec.mesh.device_mesh import DeviceMesh
 from shardspec.resharding.digests import Digests, TensorDigest
-
-_Place: TypeAlias = tuple[StoragePath, Computed | None]
-"""A file, and what is made of it."""
 
 
 def merge(
@@ -161,8 +143,16 @@ def merge(
     >>> report.tensors, report.num_bytes
     (1, 144)
     """
-    how = WriteOptions(dtype=dtype, overwrite=overwrite, **options)
-    return _converted(directory, output, Asked("merged", format, how, names, limit=max_shard_bytes))
+    how = WriteOptions(
+        way="merged",
+        format=format,
+        max_shard_bytes=max_shard_bytes,
+        dtype=dtype,
+        names=names,
+        overwrite=overwrite,
+        **options,
+    )
+    return _converted(directory, output, how)
 
 
 def reshard(
@@ -220,70 +210,52 @@ def reshard(
     >>> len(report.files)
     5
     """
-    how = WriteOptions(dtype=dtype, overwrite=overwrite, **options)
-    asked = Asked("sharded", format, how, names, device_mesh, rules, like)
-    return _converted(directory, output, asked)
+    how = WriteOptions(
+        way="sharded",
+        format=format,
+        device_mesh=device_mesh,
+        rules=rules,
+        like=like,
+        dtype=dtype,
+        names=names,
+        overwrite=overwrite,
+        **options,
+    )
+    return _converted(directory, output, how)
 
 
 def _converted(
-    checkpoint: PurePath | str | Catalog, place: PurePath | str, asked: Asked
+    checkpoint: PurePath | str | Catalog, place: PurePath | str, options: WriteOptions
 ) -> WriteReport:
     """Check that an output can be made of a checkpoint and may be written, and write it."""
     started = time.monotonic()
-    options, output = asked.options, storage_path(place)
+    output = storage_path(place)
     if isinstance(place, str) and place.endswith(("/", os.sep)):
-        asked = asked._replace(directory=True)
+        options = replace(options, in_directory=True)
     digests_file = None if options.digests is None else storage_path(options.digests)
     processes = Processes(None if options.dry_run else options.communicator)
 
-    def prepared(save: str) -> tuple[Catalog, Target, Destination, WriteReport]:
-        if options.threads < 1:
-            raise CheckpointError(f"{options.threads} threads write nothing; give at least 1")
-        if not output.shared and processes.size > 1:
-            raise CheckpointError(
-                f"{output}: memory:// is the memory of one process, and others do not see it; "
-                "start one process"
-            )
-        source, target, format = laid_out(checkpoint, output, asked, save)
-        destination = Destination(output)
-        if processes.rank == 0:
-            destination = check_destination(output, source, target, options.overwrite)
-            if digests_file is not None:
-                check_digests_file(digests_file, output, overwrite=options.overwrite)
-        reads = _check_tensors(source, target.tensors, options.verify, processes)
-        report = WriteReport(
-            path=output.public(),
-            format=format,
-            read=source.format,
-            reads={
-                str(path).removeprefix(f"{source.directory}{os.sep}"): num_bytes
-                for path, num_bytes in sorted(reads.items())
-            },
-            tensors=len(target.tensors)
-            + sum(len(source.pickled.get(n, ())) for n in target.carried),
-            writes={file.name: file.num_bytes for file in target.files},
-            left_out=_left_out(source, target),
-            sidecars=target.sidecars,
-            weight_files=sum(bool(file.extents) for file in target.files),
-            not_copied=target.not_copied,
-            filled=source.filled,
-            sharding=target.sharding if options.dry_run else {},
-        )
-        return source, target, destination, report
+    def prepare(save: str) -> Prepared:
+        prepared = prepared_output(checkpoint, output, options, processes, save)
+        if digests_file is not None and processes.rank == 0:
+            check_digests_file(digests_file, output, overwrite=options.overwrite)
+        return prepared
 
     with processes.failing_together():
         save = processes.gather(os.urandom(8).hex())[0]
-        source, target, destination, report = processes.agree(lambda: prepared(save))
+        prepared = processes.agree(lambda: prepare(save))
+        report = prepared.report
         if not options.dry_run:
-            processes.check_same(lambda: _facts(source, target, report, options))
-            begun = Output(source, target, destination.path, options, processes)
-            written = begun.write(destination)
+            processes.check_same(lambda: _facts(prepared, options))
+            begun = Output(*prepared[:3], options, processes)
+            written = begun.write()
             crc = 0
             for _, num_bytes, value in written:
                 crc = int(crc32_combine(crc, value, num_bytes))
             digests = None
             if digests_file is not None:
-                digests = _digests(target, begun)
+                to = written_format(report.format, options.way)
+                digests = processes.agree(lambda: _digests(prepared.target, begun, to))
                 write = partial(write_digests, digests_file, digests, overwrite=options.overwrite)
                 processes.agree(lambda: write() if processes.rank == 0 else None)
             report = replace(
@@ -297,20 +269,24 @@ def _converted(
     return replace(report, seconds=time.monotonic() - started)
 
 
-def _digests(target: Target, output: Output) -> Digests:
-    """Return the digests of what was written; of tensors that share bytes, one was."""
-    found = {}
+def _digests(target: Target, output: Output, format: Format) -> Digests:
+    """Return the digests of what was written; tensors that share bytes were written once."""
+    digests = {}
     for tensor in target.tensors:
         empty = TensorDigest(tensor.dtype, tensor.shape)
         written = target.same.get(tensor.name, tensor.name)
-        found[tensor.name] = output.tensor_digests.get(written, empty)
-    return Digests(found)
+        digests[tensor.name] = output.tensor_digests.get(written, empty)
+    if format.whole_run:
+        # Files that are copied whole have tensors too.
+        names = [name for name in as_catalog(output.path).names if name not in digests]
+        if names:
+            digests |= digest(output.path, include=list(map(escape, names)))
+    return Digests(digests)
 
 
-def _facts(
-    source: Catalog, target: Target, report: WriteReport, options: WriteOptions
-) -> dict[str, str]:
+def _facts(prepared: Prepared, options: WriteOptions) -> dict[str, str]:
     """Return what several processes that write one output have to agree on."""
+    source, target, _, report = prepared
     facts = {
         "output": str(storage_path(report.path).absolute()),
         "checkpoint": str(source.directory.absolute()),
@@ -326,56 +302,3 @@ def _facts(
             f"{file.num_bytes} bytes with layout {layout.hexdigest()[:8]}"
         )
     return facts
-
-
-def _left_out(source: Catalog, target: Target) -> tuple[str, ...]:
-    """Return the names of what is not carried along."""
-    left = sorted(source.extras.keys() - target.carried)
-    metadata = source.file_metadata
-    if (metadata.values.keys() | metadata.contradictions.keys()) - target.carried:
-        left.append("__metadata__")
-    return tuple(left)
-
-
-def _check_tensors(
-    source: Catalog, tensors: Sequence[OutputTensor], verify: bool, processes: Processes
-) -> Counter[StoragePath]:
-    """Check that boxes tile every tensor, and copies agree; return the bytes to read by file."""
-    copies_of = memoize_by_boxes(check_tiling)
-    elements_of = memoize_by_boxes(_elements_by_file)
-    # Tensors that are sharded alike share one count.
-    counts: dict[int, Counter[_Place]] = {}
-    widths: Counter[int] = Counter()
-    with OpenFiles() as files:
-        for place, name in enumerate(sorted({tensor.source for tensor in tensors})):
-            outline = source.outline(name)
-            unsure = copies_of(outline) and not (verify and source.copies_agree(name))
-            # Each of several processes compares its share.
-            if unsure and place % processes.size == processes.rank:
-                tensor = source.tensor(name)
-                for group in check_tiling(tensor):
-                    check_replicas(tensor, group, files, trust_digests=verify)
-            elements = elements_of(outline)
-            counts[id(elements)] = elements
-            widths[id(elements)] += item_bytes(outline.dtype)
-    reads: Counter[StoragePath] = Counter()
-    made: dict[int, Mapping[StoragePath, int]] = {}
-    """By the reads themselves: codes and scales are made of the same."""
-    for key, elements in counts.items():
-        for (path, computed), size in elements.items():
-            if computed is None:
-                reads[path] += size * widths[key]
-            else:
-                made[id(computed.reads)] = computed.reads
-    for files_read in made.values():
-        reads.update(files_read)
-    return reads
-
-
-def _elements_by_file(outline: AnyOutline) -> Counter[_Place]:
-    sizes: Counter[_Place] = Counter()
-    for stored in distinct(outline):
-        computed = stored.computed if isinstance(stored, StoredBox) else None
-        if stored.path != ZEROS:
-            sizes[stored.path, computed] += box_size(stored.box)
-    return sizes

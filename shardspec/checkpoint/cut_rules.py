@@ -25,7 +25,7 @@ from typing import Final, NamedTuple, TypeAlias
 from shardspec.checkpoint.catalog import StoredTensor, replica_keys
 from shardspec.checkpoint.storage.path import StoragePath
 from shardspec.checkpoint.torch_files import states
-from shardspec.checkpoint.torch_files.states import TorchState, of_two_saves
+from shardspec.checkpoint.torch_files.states import TorchState, mismatch_error
 from shardspec.checkpoint.torch_files.values import TorchTensor
 from shardspec.errors import CheckpointError, InputFileError, LayoutError, ShardSpecError
 from shardspec.input_files import read_input_file
@@ -51,7 +51,7 @@ _FUSED_QKV: Final = re.compile(r".*query_key_value\.(weight|bias)", re.DOTALL)
 
 
 def read_toml(path: PurePath) -> dict[str, object]:
-    """Read a small TOML file of rules; raises `CheckpointError` where it is none."""
+    """Read a small TOML file of rules; raises `CheckpointError` if it is not one."""
     try:
         return tomllib.loads(read_input_file(path, _MOST_BYTES).decode("utf-8-sig"))
     except InputFileError as error:
@@ -63,8 +63,9 @@ def read_toml(path: PurePath) -> dict[str, object]:
         ) from None
 
 
-def cut_rules(rules: CutRules, stated_by: str = "rules") -> dict[str, RuleSpec]:
+def cut_rules(rules: CutRules) -> dict[str, RuleSpec]:
     """Return rules as specs, in which the parts are proportions."""
+    stated_by = "rules"
     if isinstance(rules, PurePath | str):
         rules, stated_by = read_toml(PurePath(rules)), str(rules)
     return {
@@ -89,12 +90,12 @@ def _rule(value: object, what: str) -> RuleSpec:
             rule = RuleSpec.of(spec)
         except ShardSpecError as error:
             raise CheckpointError(f"{what}: {error}") from None
-        found = rule.spec
+        whole = rule.spec
         cut = DimSpec((_AXIS,), tuple(map(Part, parts)) if len(parts) > 1 else ())
-        known = found.is_plain and not found.partials and {*found.axes} <= {_AXIS}
-        if known and (found.axes or cut.is_plain):
-            cuts = dict.fromkeys(found.dim_partition_dict, cut)
-            return replace(rule, spec=ShardingSpec(found.dims, cuts))
+        over_tp = whole.is_plain and not whole.partials and {*whole.axes} <= {_AXIS}
+        if over_tp and (whole.axes or cut.is_plain):
+            cuts = dict.fromkeys(whole.dim_partition_dict, cut)
+            return replace(rule, spec=ShardingSpec(whole.dims, cuts))
     raise CheckpointError(
         f"{what} is {value!r:.80}; give a spec in quotes, over the axis {_AXIS} alone and with "
         "nothing pending, or a table of spec and parts: the number of parts of the sharded dim, or "
@@ -103,7 +104,7 @@ def _rule(value: object, what: str) -> RuleSpec:
 
 
 class SourceRules(NamedTuple):
-    """What says how tensors are sharded: rules of the caller, and then those of families."""
+    """Rules that say how tensors are sharded: the caller's, and then those of families."""
 
     own: Mapping[str, RuleSpec]
     shipped: Mapping[str, RuleSpec]
@@ -133,7 +134,7 @@ class SourceRules(NamedTuple):
 
 
 class ModelChunk(NamedTuple):
-    """Layers that follow each other in one stage: what each tensor parallel rank holds of them."""
+    """Layers that follow each other in one stage: the state of each tensor parallel rank."""
 
     states: Sequence[TorchState]
     first_rank: int = 0
@@ -158,14 +159,14 @@ def merged_tensors(chunks: Sequence[ModelChunk], rules: SourceRules) -> dict[str
             if match := _EXPERT.match(name):
                 number = int(match[2]) + chunk.expert_rank * experts
                 name = f"{match[1]}{number}{match[3]}"
-            found = _tensor(name, local_name, chunk, rules)
-            known = tensors.setdefault(name, found)
-            if known is not found:
-                if _said(known) != _said(found):
+            tensor = _tensor(name, local_name, chunk, rules)
+            first = tensors.setdefault(name, tensor)
+            if first is not tensor:
+                if _kind_text(first) != _kind_text(tensor):
                     what, before = f"tensor {name!r}", "an earlier stage"
                     path = chunk.states[0].path
-                    raise of_two_saves(path, what, _said(found), before, _said(known))
-                tensors[name] = replace(known, boxes=known.boxes + found.boxes)
+                    raise mismatch_error(path, what, _kind_text(tensor), before, _kind_text(first))
+                tensors[name] = replace(first, boxes=first.boxes + tensor.boxes)
         if chunk.expert_rank + 1 == chunk.expert_ranks:
             layers_before.update({before: count for (before, _), count in layers.items()})
     try:
@@ -176,19 +177,19 @@ def merged_tensors(chunks: Sequence[ModelChunk], rules: SourceRules) -> dict[str
 
 
 def _count(chunk: ModelChunk, pattern: re.Pattern[str], what: str) -> dict[tuple[str, str], int]:
-    """Return how many layers or experts a chunk has of each list; all count from 0."""
+    """Return how many layers or experts each list of a chunk has; all count from 0."""
     numbers: dict[tuple[str, str], set[int]] = {}
     for match in filter(None, map(pattern.match, chunk.states[0].tensors)):
         numbers.setdefault((match[1], match[3]), set()).add(int(match[2]))
-    for (before, after), found in numbers.items():
-        missing = min(set(range(len(found))) - found, default=None)
+    for (before, after), counted in numbers.items():
+        missing = min(set(range(len(counted))) - counted, default=None)
         if missing is not None:
             raise CheckpointError(
                 f"{chunk.states[0].path}: has no {what} {before}{missing}{after}, but "
-                f"{before}{max(found)}{after}; each file counts its {what}s from 0, so that this "
+                f"{before}{max(counted)}{after}; each file counts its {what}s from 0, so that this "
                 "one was changed, restore it"
             )
-    return {key: len(found) for key, found in numbers.items()}
+    return {key: len(counted) for key, counted in numbers.items()}
 
 
 def _count_experts(chunk: ModelChunk) -> int:
@@ -214,15 +215,15 @@ def _count_experts(chunk: ModelChunk) -> int:
 
 def _tensor(name: str, local_name: str, chunk: ModelChunk, rules: SourceRules) -> StoredTensor:
     """Return a tensor of one chunk, by its global name, with what every rank holds."""
-    held = [(state.path, *state.tensors[local_name]) for state in chunk.states]
-    first_path, first, _ = held[0]
-    for path, local, _ in held:
-        if _said(local) != _said(first):
+    shards = [(state.path, *state.tensors[local_name]) for state in chunk.states]
+    first_path, first, _ = shards[0]
+    for path, local, _ in shards:
+        if _kind_text(local) != _kind_text(first):
             what = f"tensor {local_name!r}"
-            raise of_two_saves(path, what, _said(local), first_path, _said(first))
+            raise mismatch_error(path, what, _kind_text(local), first_path, _kind_text(first))
     dims, shape = len(first.shape), list(first.shape)
     rule = spec = ShardingSpec(dims)
-    if len(held) > 1:
+    if len(shards) > 1:
         rule = rules.find(name, dims, first_path)
     for dim in rule.dim_partition_dict:
         parts = [part.size for part in rule.dim_specs[dim].parts] or [1]
@@ -231,20 +232,20 @@ def _tensor(name: str, local_name: str, chunk: ModelChunk, rules: SourceRules) -
                 f"tensor {name!r}: dim {dim} has {shape[dim]} elements in {first_path}, which "
                 f"cannot be made of parts {parts}; correct its rule"
             )
-        shape[dim] *= len(held)
+        shape[dim] *= len(shards)
         unit = shape[dim] // sum(parts)
         sizes = tuple(Part(unit * part) for part in parts if unit)
         spec = ShardingSpec(dims, {dim: DimSpec((0,), sizes if len(sizes) > 1 else ())})
-    ranks = range(chunk.first_rank, chunk.first_rank + len(held))
+    ranks = range(chunk.first_rank, chunk.first_rank + len(shards))
     layout = Layout(DeviceMesh(ranks), spec, shape, first.dtype)
     boxes = tuple(
         states.stored_box_of_rank(layout, rank, part, path, place)
-        for rank, (path, _, place) in zip(ranks, held, strict=True)
+        for rank, (path, _, place) in zip(ranks, shards, strict=True)
         for part in replica_keys(layout, rank)
     )
-    told = spec if rule.is_plain else None
-    return StoredTensor(name, layout.global_shape, first.dtype, told, (), boxes)
+    stated = spec if rule.is_plain else None
+    return StoredTensor(name, layout.global_shape, first.dtype, stated, (), boxes)
 
 
-def _said(one: StoredTensor | TorchTensor) -> str:
-    return f"{one.dtype} of shape {list(one.shape)}"
+def _kind_text(tensor: StoredTensor | TorchTensor) -> str:
+    return f"{tensor.dtype} of shape {list(tensor.shape)}"

@@ -17,20 +17,21 @@ from typing import Any, Final, Literal, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from shardspec.checkpoint.catalog import Catalog, StoredTensor, check_tiling, whole_box
-from shardspec.checkpoint.checksums import Hash, extra, new_hash
+from shardspec.checkpoint.catalog import Catalog, whole_box
 from shardspec.checkpoint.convert import merge
 from shardspec.checkpoint.delta_chain import DELTA_INDEX, with_deltas
-from shardspec.checkpoint.destination import check_destination
-from shardspec.checkpoint.formats.registry import default_format
+from shardspec.checkpoint.formats import default_format
 from shardspec.checkpoint.mapped import require_finished
 from shardspec.checkpoint.open import as_catalog
-from shardspec.checkpoint.read_boxes import Buffers, Checks, Progress, read_box
-from shardspec.checkpoint.report import WriteReport
+from shardspec.checkpoint.options import WriteReport
+from shardspec.checkpoint.patches import Hash, extra, new_hash
+from shardspec.checkpoint.prepare import check_destination
+from shardspec.checkpoint.read_boxes import Buffers, Progress, read_whole
 from shardspec.checkpoint.storage.from_text import storage_path
 from shardspec.checkpoint.storage.path import Staging, StoragePath, WriteAt
 from shardspec.checkpoint.storage.reading import OpenFiles
 from shardspec.checkpoint.targets import Target
+from shardspec.checkpoint.tiling import check_tiling
 from shardspec.dtypes import item_bytes
 from shardspec.errors import CheckpointError
 from shardspec.resharding.digests import Digests, TensorDigest
@@ -42,6 +43,8 @@ Checksum: TypeAlias = Literal["xxh3-128", "adler32"]
 _FILE_NAME: Final = "model-00000-of-00001.safetensors"
 _MOST_VERSION: Final = 999_999
 _LEVEL: Final = 1
+_WINDOW_LOG: Final = 17
+"""128 KiB: what is compressed, and what readers decompress, stays in the CPU's cache."""
 _MOST_POSITIONS: Final = 1 << 32
 """Positions are numbers of 32 bits."""
 
@@ -150,8 +153,6 @@ def delta(
             dict.fromkeys(names, 0), True, overwrite, DELTA_INDEX, replaced, destination.identity
         )
         with destination.path.stage(output_files) as staged:
-            for name in set(old.names) - writer.changed:
-                writer.digest_unchanged(name)
             if writer.changed:
                 with staged.file(_FILE_NAME) as write:
                     writer.write(write)
@@ -161,10 +162,11 @@ def delta(
                 "delta_encoding": encoding,
                 "compression_format": "zstd",
                 "checksum_format": checksum,
-                "base_digest": writer.digest_of(0),
-                "digest": writer.digest_of(1),
+                "base_digest": Digests(writer.digests[0]).value,
+                "digest": Digests(writer.digests[1]).value,
+                "tensor_digests": {name: writer.digests[1][name].value for name in writer.changed},
             }
-            weight_map = dict.fromkeys(sorted(writer.changed), _FILE_NAME)
+            weight_map = dict.fromkeys(writer.changed, _FILE_NAME)
             index = {"metadata": about, "weight_map": weight_map}
             old.check_unchanged()
             now.check_unchanged()
@@ -231,12 +233,11 @@ def apply_delta(
 def _check_alike(old: Catalog, now: Catalog) -> None:
     """Check that both have the same tensors, whole and finished."""
     remedy = "publish a full checkpoint"
-    for one, other in ((old, now), (now, old)):
-        if missing := sorted(set(one.names) - set(other.names)):
+    for side, other in ((old, now), (now, old)):
+        if missing := sorted(set(side.names) - set(other.names)):
             raise CheckpointError(
                 f"{other.directory}: lacks {first_of([*map(shown, missing)])}, which "
-                f"{one.directory} has; "
-                f"{remedy}"
+                f"{side.directory} has; {remedy}"
             )
     for name in old.names:
         a, b = old.outline(name), now.outline(name)
@@ -269,11 +270,7 @@ class _Writer:
         self.digests: tuple[dict[str, TensorDigest], dict[str, TensorDigest]] = ({}, {})
         self.changed_bytes = self.end = self.done = 0
         self.total = sum(old.outline(name).num_bytes for name in old.names)
-        self.changed = {name for name in old.names if self._differs(name)}
-
-    def digest_of(self, side: int) -> str:
-        """Return the digest of a side's tensors."""
-        return Digests(self.digests[side]).value
+        self.changed = [name for name in old.names if not self._same(name)]
 
     def report(self) -> DeltaReport:
         """Return what was compared and written."""
@@ -284,30 +281,21 @@ class _Writer:
             self.total,
             self.changed_bytes,
             self.end,
-            self.digest_of(1),
+            Digests(self.digests[1]).value,
         )
-
-    def digest_unchanged(self, name: str) -> None:
-        """Digest a tensor that is the same in both."""
-        outline = self.sides[0].outline(name)
-        value, at = TensorDigest(outline.dtype, outline.shape), 0
-        for block in _whole(self.sides[0].tensor(name), self.files, self.buffers[0]):
-            value = value.with_bytes(block, whole_box(outline.shape), at)
-            at += len(block) // item_bytes(outline.dtype)
-            self._advance(len(block))
-        for digests in self.digests:
-            digests[name] = value
 
     def write(self, write: WriteAt) -> None:
         """Write the frames of all that changed, and last the header, for which there is room."""
         room = 64 + sum(2 * len(json.dumps(name)) + 160 for name in self.changed)
         room += -room % 8
         entries, checksums = {}, {}
-        for name in sorted(self.changed):
-            size, plain = self._encoded(name)
-            packer = extra("zstandard").ZstdCompressor(level=_LEVEL).compressobj(size=size)
+        zstandard = extra("zstandard")
+        how = zstandard.ZstdCompressionParameters.from_level(_LEVEL, window_log=_WINDOW_LOG)
+        for name in self.changed:
+            size, content = self._encoded(name)
+            packer = zstandard.ZstdCompressor(compression_params=how).compressobj(size=size)
             begin, checksum = self.end, new_hash(self.checksum, self.path)
-            for data in self._packed(packer, plain(checksum)):
+            for data in self._packed(packer, content(checksum)):
                 write(8 + room + self.end, data)
                 self.end += len(data)
             shape = [self.end - begin]
@@ -318,43 +306,55 @@ class _Writer:
         write(0, struct.pack("<Q", room) + text.ljust(room))
 
     @staticmethod
-    def _packed(packer: Any, plain: Iterator[NDArray[np.uint8]]) -> Iterator[bytes]:  # noqa: ANN401
-        for block in plain:
+    def _packed(packer: Any, content: Iterator[NDArray[np.uint8]]) -> Iterator[bytes]:  # noqa: ANN401
+        for block in content:
             yield packer.compress(block)
         yield packer.flush()
 
     def _blocks(self, name: str) -> Iterator[tuple[NDArray[np.uint8], NDArray[np.uint8]]]:
-        """Yield the bytes of a tensor in both, block by block."""
+        """Yield the bytes of a tensor in both, block by block, each valid until the next."""
         readers = [
-            _whole(side.tensor(name), self.files, buffers)
+            read_whole(side.tensor(name), self.files, buffers)
             for side, buffers in zip(self.sides, self.buffers, strict=True)
         ]
-        yield from zip(*readers, strict=True)
+        for old, now in zip(*readers, strict=True):
+            yield np.frombuffer(old, np.uint8), np.frombuffer(now, np.uint8)
 
-    def _differs(self, name: str) -> bool:
-        return any(not np.array_equal(old, now) for old, now in self._blocks(name))
+    def _same(self, name: str) -> bool:
+        """Return whether a tensor is the same in both; then its digest is noted."""
+        outline, at = self.sides[0].outline(name), 0
+        value = TensorDigest(outline.dtype, outline.shape)
+        for old, now in self._blocks(name):
+            if not np.array_equal(old, now):
+                return False
+            value = value.with_bytes(old, whole_box(outline.shape), at)
+            at += len(old) // item_bytes(outline.dtype)
+        for digests in self.digests:
+            digests[name] = value
+        self._advance(outline.num_bytes)
+        return True
 
     def _digested(self, name: str) -> Iterator[tuple[NDArray[np.uint8], NDArray[np.uint8]]]:
         """Yield the blocks of a tensor that changed; digest both sides on the way."""
         outline, at = self.sides[0].outline(name), 0
-        sums = [TensorDigest(outline.dtype, outline.shape) for _ in range(2)]
+        values = [TensorDigest(outline.dtype, outline.shape) for _ in self.sides]
         for pair in self._blocks(name):
             for side, block in enumerate(pair):
-                sums[side] = sums[side].with_bytes(block, whole_box(outline.shape), at)
+                values[side] = values[side].with_bytes(block, whole_box(outline.shape), at)
             yield pair
             at += len(pair[0]) // item_bytes(outline.dtype)
             self._advance(len(pair[0]))
-        for digests, value in zip(self.digests, sums, strict=True):
+        for digests, value in zip(self.digests, values, strict=True):
             digests[name] = value
 
     def _encoded(self, name: str) -> tuple[int, Callable[[Hash], Iterator[NDArray[np.uint8]]]]:
-        """Return how many plain bytes a frame has, and what yields them."""
+        """Return how many bytes the content of a frame has, and what yields them."""
         num_bytes = self.sides[0].outline(name).num_bytes
 
         def xor(checksum: Hash) -> Iterator[NDArray[np.uint8]]:
             for old, now in self._digested(name):
                 checksum.update(now)
-                differences = old ^ now
+                differences = np.bitwise_xor(old, now, out=old)
                 self.changed_bytes += int(np.count_nonzero(differences))
                 yield differences
 
@@ -391,11 +391,3 @@ class _Writer:
         self.done += num_bytes
         if self.progress is not None:
             self.progress(self.done, self.total)
-
-
-def _whole(tensor: StoredTensor, files: OpenFiles, buffers: Buffers) -> Iterator[NDArray[np.uint8]]:
-    """Yield the bytes of a tensor in row-major order, each valid until the next."""
-    checks = Checks(tensor)
-    for block, _ in read_box(tensor, whole_box(tensor.shape), files, buffers, checks):
-        yield np.frombuffer(block, np.uint8)
-    checks.finish(files)

@@ -3,17 +3,17 @@
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import PurePath
 from typing import Final, NamedTuple
 
 from shardspec.checkpoint.catalog import AnyOutline, Catalog, Patch, StoredTensor
-from shardspec.checkpoint.checksums import new_hash
+from shardspec.checkpoint.computed import ComputedCatalog
 from shardspec.checkpoint.formats.safetensors import read_header
-from shardspec.checkpoint.patches import check_frame
+from shardspec.checkpoint.patches import check_fits, content_bytes, new_hash
 from shardspec.checkpoint.storage.from_text import storage_path
 from shardspec.checkpoint.storage.path import StoragePath, file_inside
-from shardspec.checkpoint.storage.reading import OpenFiles
-from shardspec.checkpoint.strict_json import checked, read_json
+from shardspec.checkpoint.storage.strict_json import checked, read_json
 from shardspec.errors import CheckpointError
 from shardspec.resharding.digests import Digests, TensorDigest
 from shardspec.text import shown
@@ -30,7 +30,7 @@ class _Delta(NamedTuple):
     version: str
     base_version: str
     digest: str | None
-    """Of what it makes, and below of what it is for; deltas of others do not say."""
+    """Of what it makes; deltas of others do not say it, nor that of their base."""
     base_digest: str | None
     patches: Mapping[str, Patch]
 
@@ -43,59 +43,60 @@ def read_delta(place: StoragePath) -> _Delta:
     encoding = about.get("delta_encoding")
     if encoding is None:
         raise CheckpointError(f"{place}: is a full checkpoint, not a delta; name it as the base")
-    for key, given, known in (
-        ("delta_encoding", encoding, ("xor", "overwrite")),
-        ("compression_format", about.get("compression_format"), ("zstd",)),
-    ):
-        if given not in known:
+    for key, read in (("delta_encoding", ("xor", "overwrite")), ("compression_format", ("zstd",))):
+        if about.get(key) not in read:
             raise CheckpointError(
-                f"{index}: has {key} {shown(given)}, but {' and '.join(known)} is read"
+                f"{index}: has {key} {shown(about.get(key))}, but {' and '.join(read)} is read"
             )
     version, base = (_version(about.get(key), index) for key in ("version", "base_version"))
     checksum = checked(about.get("checksum_format"), str, index, "checksum_format")
     digits = len(new_hash(checksum, index).hexdigest())
-    homes = checked(stated.get("weight_map"), dict, index, "weight_map")
-    found: dict[str, Patch] = {}
-    there = {name for name in place.names() if name.endswith(".safetensors")}
-    if there != set(homes.values()) or not all(isinstance(home, str) for home in homes.values()):
-        differ = sorted(there ^ {str(home) for home in homes.values()})
+    file_of = checked(stated.get("weight_map"), dict, index, "weight_map")
+    values = checked(about.get("tensor_digests", {}), dict, index, "tensor_digests")
+    patches: dict[str, Patch] = {}
+    files = {name for name in place.names() if name.endswith(".safetensors")}
+    if differ := sorted(files ^ set(map(str, file_of.values()))):
         raise CheckpointError(
             f"{index}: its weight_map and the files beside it do not agree on {shown(differ[0])}; "
             "each file is a plain name ending in .safetensors, and no other lies there"
         )
-    for home in sorted(there):
-        with file_inside(place, home, index).open() as file:
+    for file_name in sorted(files):
+        with file_inside(place, file_name, index).open() as file:
             header = read_header(file)
-        names = {name for name, at in homes.items() if at == home}
-        if differ := sorted(names ^ {entry.name for entry in header.entries}):
-            raise CheckpointError(
-                f"{index}: its weight_map and {home} do not agree on tensor {shown(differ[0])}; "
-                "publish it again"
-            )
-        for entry in header.entries:
-            value = header.metadata.get(entry.name, "")
-            if (entry.dtype, entry.shape) != ("uint8", (entry.num_bytes,)):
+            names = {name for name, at in file_of.items() if at == file_name}
+            if differ := sorted(names ^ {entry.name for entry in header.entries}):
                 raise CheckpointError(
-                    f"{file.path}: {shown(entry.name)} is {list(entry.shape)} {entry.dtype}, but "
-                    "frames are bytes; this is not a delta"
+                    f"{index}: its weight_map and {file_name} do not agree on tensor "
+                    f"{shown(differ[0])}; publish it again"
                 )
-            if not re.fullmatch(f"[0-9a-f]{{{digits}}}", value):
-                raise CheckpointError(
-                    f"{file.path}: {shown(entry.name)} has no {checksum} of {digits} digits in the "
-                    "metadata; publish it again"
+            for entry in header.entries:
+                value = header.metadata.get(entry.name, "")
+                if (entry.dtype, entry.shape) != ("uint8", (entry.num_bytes,)):
+                    raise CheckpointError(
+                        f"{file.path}: {shown(entry.name)} is {list(entry.shape)} {entry.dtype}, "
+                        "but frames are bytes; this is not a delta"
+                    )
+                if not re.fullmatch(f"[0-9a-f]{{{digits}}}", value):
+                    raise CheckpointError(
+                        f"{file.path}: {shown(entry.name)} has no {checksum} of {digits} digits in "
+                        "the metadata; publish it again"
+                    )
+                patches[entry.name] = Patch(
+                    file.path,
+                    entry.offset,
+                    entry.num_bytes,
+                    content_bytes(entry.name, entry.offset, entry.num_bytes, file),
+                    encoding,
+                    checksum,
+                    value,
+                    _text(values.get(entry.name)),
                 )
-            found[entry.name] = Patch(
-                file.path, entry.offset, entry.num_bytes, encoding, checksum, value
-            )
-    own, of_base = (about.get(key) for key in ("digest", "base_digest"))
-    return _Delta(
-        place,
-        version,
-        base,
-        own if isinstance(own, str) else None,
-        of_base if isinstance(of_base, str) else None,
-        found,
-    )
+    digest, base_digest = (_text(about.get(key)) for key in ("digest", "base_digest"))
+    return _Delta(place, version, base, digest, base_digest, patches)
+
+
+def _text(stated: object) -> str | None:
+    return stated if isinstance(stated, str) else None
 
 
 def _version(stated: object, index: StoragePath) -> str:
@@ -115,88 +116,91 @@ def with_deltas(base: Catalog, deltas: Sequence[PurePath | str]) -> Catalog:
     chain = [read_delta(storage_path(place)) for place in deltas]
     if not chain:
         return base
-    seen = {chain[0].base_version: "the base"}
-    for before, one in zip((None, *chain), chain, strict=False):
-        if before is not None:
-            if one.base_version != before.version:
-                raise CheckpointError(
-                    f"{one.place}: makes version {one.version} of {one.base_version}, but "
-                    f"{before.place} before it makes {before.version}; name all deltas in order"
-                )
-            if None not in (one.base_digest, before.digest) and one.base_digest != before.digest:
-                raise CheckpointError(
-                    f"{one.place}: was made of a checkpoint with digest {one.base_digest}, but "
-                    f"{before.place} makes one with {before.digest}; they are of different runs"
-                )
-        if one.version in seen:
+    for before, after in pairwise(chain):
+        if after.base_version != before.version:
             raise CheckpointError(
-                f"{one.place}: makes version {one.version}, which {seen[one.version]} is already; "
-                "name each delta once"
+                f"{after.place}: makes version {after.version} of {after.base_version}, but "
+                f"{before.place} before it makes {before.version}; name all deltas in order"
             )
-        seen[one.version] = str(one.place)
+        if None not in (after.base_digest, before.digest) and after.base_digest != before.digest:
+            raise CheckpointError(
+                f"{after.place}: was made of a checkpoint with digest {after.base_digest}, but "
+                f"{before.place} makes one with {before.digest}; they are of different runs"
+            )
+    made_by = {chain[0].base_version: "the base"}
+    for change in chain:
+        if change.version in made_by:
+            raise CheckpointError(
+                f"{change.place}: makes version {change.version}, which "
+                f"{made_by[change.version]} is already; name each delta once"
+            )
+        made_by[change.version] = str(change.place)
     patches: dict[str, tuple[Patch, ...]] = {}
-    with OpenFiles() as files:
-        for one in chain:
-            for name, patch in one.patches.items():
-                if name not in base.names:
-                    raise CheckpointError(
-                        f"{one.place}: has tensor {shown(name)}, which {base.directory} lacks; it "
-                        "is for another checkpoint, or one under other names"
-                    )
-                outline = base.outline(name)
-                if outline.pending:
-                    raise CheckpointError(
-                        f"tensor {name!r} of {base.directory} has a reduction pending, so that no "
-                        "delta can be for it; merge the checkpoint first"
-                    )
-                check_frame(name, patch, outline.num_bytes, files.file(patch.path))
-                patches[name] = (*patches.get(name, ()), patch)
+    for change in chain:
+        for name, patch in change.patches.items():
+            if name not in base.names:
+                raise CheckpointError(
+                    f"{change.place}: has tensor {shown(name)}, which {base.directory} lacks; it "
+                    "is for another checkpoint, or one under other names"
+                )
+            outline = base.outline(name)
+            if outline.pending:
+                raise CheckpointError(
+                    f"tensor {name!r} of {base.directory} has a reduction pending, so that no "
+                    "delta can be for it; merge the checkpoint first"
+                )
+            check_fits(name, patch, outline.num_bytes)
+            patches[name] = (*patches.get(name, ()), patch)
     return DeltaCatalog(base, patches, chain)
 
 
-class DeltaCatalog(Catalog):
+class DeltaCatalog(ComputedCatalog):
     """A checkpoint with deltas on it."""
 
     def __init__(
         self, base: Catalog, patches: Mapping[str, tuple[Patch, ...]], chain: Sequence[_Delta]
     ) -> None:
-        super().__init__(
-            base.format, base.directory, base.names, base.files, base.mesh, base.extras
-        )
-        self.snapshot, self.below, self.beside = base.snapshot, base.below, base.beside
-        self.file_metadata, self.notes, self.paths = base.file_metadata, base.notes, base.paths
-        self._base, self._patches, self._chain = base, patches, chain
-        self.wants_digests = chain[-1].digest is not None
+        super().__init__(base, (), patches)
+        self._patches, self._chain = patches, chain
+        self._stated: dict[str, TensorDigest] = {}
+        for name, (*_, last) in patches.items():
+            # A checksum of 32 bits does not show that the digest is as stated.
+            if last.digest is not None and last.checksum_format == "xxh3-128":
+                outline = base.outline(name)
+                stated = TensorDigest.of_value(last.digest, outline.shape, outline.dtype)
+                self._stated[name] = stated
+        if chain[-1].digest is not None:
+            self.wants_digests = frozenset(self.names) - self._stated.keys()
 
-    def tensor(self, name: str) -> StoredTensor:
-        """Return a tensor, with what deltas change."""
-        found = self._base.tensor(name)
-        return replace(found, patches=self._patches[name]) if name in self._patches else found
+    def _look_up(self, name: str) -> StoredTensor:
+        """Return a tensor with what deltas change."""
+        return replace(self.base.tensor(name), patches=self._patches[name])
 
     def outline(self, name: str) -> AnyOutline:
-        """Return what is known of a tensor."""
-        return self._base.outline(name)
+        """Return the outline of a tensor, which deltas do not change."""
+        return self.base.outline(name)
 
     def origin(self, name: str) -> tuple[object, ...]:
         """Return what is equal for tensors of the same bytes and deltas."""
-        return self._base.origin(name), self._patches.get(name)
+        return self.base.origin(name), self._patches.get(name)
 
     def copies_agree(self, name: str) -> bool:
         """Say whether digests show that all replicas are equal."""
-        return self._base.copies_agree(name)
-
-    def check_unchanged(self) -> None:
-        """Check that the files of the base are still those that were opened."""
-        self._base.check_unchanged()
+        return self.base.copies_agree(name)
 
     def check_written(self, digests: Mapping[str, TensorDigest]) -> None:
-        """Compare what was made with what the last delta says, where all of it was."""
+        """Compare what was made with what the last delta says of it.
+
+        Tensors that changed have the digests that it states, for their checksums were right.
+        """
         last = self._chain[-1]
-        every = {}
-        for name in self.names:
+        if last.digest is None:
+            return
+        every = {**digests, **self._stated}
+        for name in set(self.names) - every.keys():  # what is empty is not written
             outline = self.outline(name)
-            every[name] = digests.get(name, TensorDigest(outline.dtype, outline.shape))
-        if last.digest is not None and (value := Digests(every).value) != last.digest:
+            every[name] = TensorDigest(outline.dtype, outline.shape)
+        if (value := Digests(every).value) != last.digest:
             raise CheckpointError(
                 f"{self.directory}: with the deltas on it has digest {value}, but {last.place} "
                 f"makes {last.digest}; name the checkpoint of version {self._chain[0].base_version}"

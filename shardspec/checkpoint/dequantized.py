@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardspec.checkpoint.blocks import from_mx, from_scaled, powers_of_two
-from shardspec.checkpoint.catalog import Catalog, StoredBox, StoredTensor, check_tiling, whole_box
+from shardspec.checkpoint.catalog import Catalog, StoredTensor, whole_box
 from shardspec.checkpoint.check_quantized import quantised_in
 from shardspec.checkpoint.choice import Choice
 from shardspec.checkpoint.computed import (
@@ -25,6 +25,7 @@ from shardspec.checkpoint.numeric import numbers
 from shardspec.checkpoint.quantized import of_computed, sections, sections_of
 from shardspec.checkpoint.read_boxes import Buffers
 from shardspec.checkpoint.schemes import MX, Coded, coded, schemes_in
+from shardspec.checkpoint.tiling import check_tiling
 from shardspec.dtypes import dtype_name, item_bytes
 from shardspec.errors import QuantisedError
 from shardspec.text import Argument
@@ -79,8 +80,8 @@ class _Numbers(ComputedMatrices):
 
     def _kept(self, key: object, read: Any) -> NDArray[Any]:  # noqa: ANN401
         def made() -> tuple[NDArray[Any], int]:
-            found = read()
-            return found, found.nbytes
+            values = read()
+            return values, values.nbytes
 
         return self._recent.get((self._name, key), made)
 
@@ -106,8 +107,8 @@ class _Numbers(ComputedMatrices):
             raw = self._scales.read(whole_box(tensor.shape)).reshape(-1, *grid)[matrix]
         if tensor.dtype in ("uint8", "float8_e8m0fnu"):
             return powers_of_two(raw)
-        found = numbers(np.ascontiguousarray(raw).view(np.uint8), tensor.dtype)
-        return found.astype(np.float32).reshape(grid)
+        scales = numbers(np.ascontiguousarray(raw).view(np.uint8), tensor.dtype)
+        return scales.astype(np.float32).reshape(grid)
 
 
 class DequantisedCatalog(ComputedCatalog):
@@ -133,12 +134,8 @@ class DequantisedCatalog(ComputedCatalog):
                 row * weight.rows * prod(weight.lead[at + 1 :]) for at in range(len(weight.lead))
             ]
             strides, spec = (*lead, width, row), None
-        if 0 in shape:
-            return StoredTensor(name, shape, self._dtype, spec, (), ())
         made = _Numbers(name, weight, (codes, scales), self._dtype, self._recent, self._spare)
-        first = codes.boxes[0]
-        box = StoredBox(whole_box(shape), (), first.rank, first.path, 0, None, strides, made)
-        return StoredTensor(name, shape, self._dtype, spec, (), (box,))
+        return self._made_tensor(name, shape, self._dtype, spec, codes, made, strides)
 
 
 def dequantised(
@@ -158,24 +155,25 @@ def dequantised(
         If scales of what `choice` wants are missing or do not fit, or no block size is stated.
     """
     target = None if dtype is None else dtype_name(dtype)
-    known = quantised_in(source) if target in _INTO else None
-    if target is None or known is None or not known.why:
+    quantized = quantised_in(source) if target in _INTO else None
+    if target is None or quantized is None or not quantized.why:
         return source
     outlines = map(source.outline, source.names)
     tensors = {outline.name: (outline.shape, outline.dtype) for outline in outlines}
     stated = list(sections(source.home)) or list(sections_of(config))
     schemes = schemes_in(stated)
     weights: dict[str, Coded] = {}
-    for name in known.why:
-        found = coded(name, tensors, schemes)
-        if isinstance(found, tuple) and found[0] != name and found[0] in tensors:
-            found = f"{found[0]!r} lies there too"
-        if isinstance(found, tuple):
-            weights[found[0]] = found[1]
-        elif isinstance(found, str) and (choice is None or choice.wants(name)):
+    for name in quantized.why:
+        result = coded(name, tensors, schemes)
+        weight = result[0] if isinstance(result, tuple) else name
+        if weight != name and weight in tensors:
+            result = f"{weight!r} is in the checkpoint too"
+        if isinstance(result, tuple):
+            weights[weight] = result[1]
+        elif result is not None and (choice is None or choice.wants(name)):
             raise QuantisedError(
                 f"{source.directory}: cannot cast to {target}: tensor {name!r} is quantised "
-                f"({known.why[name]}), and {found}; leave out ",
+                f"({quantized.why[name]}), and {result}; leave out ",
                 Argument("dtype"),
                 ", exclude these tensors, or mend the checkpoint",
             )
@@ -183,11 +181,11 @@ def dequantised(
         return source
     layers = {name.rpartition(".")[0] for name in weights}
     gone = {name for weight in weights.values() for name in (weight.codes, weight.scales)}
-    for name in known.why:
+    for name in quantized.why:
         match = _OF_LAYER.fullmatch(name)
         if match is not None and match[1] in layers:
             gone.add(name)
     made = DequantisedCatalog(source, weights, gone, "float32" if target == "float64" else target)
-    made.keeps_dtype |= {name for name in known.why if name not in gone and of_computed(name)}
+    made.keeps_dtype |= {name for name in quantized.why if name not in gone and of_computed(name)}
     made.quantization = {}
     return made

@@ -1,60 +1,65 @@
 """Digests of checkpoints and of state dicts; what a file of digests is, read and written."""
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import PurePath
-from typing import Any, Final, TypeAlias, Unpack
+from typing import TYPE_CHECKING, Any, Final, TypeAlias, Unpack
 
 import numpy as np
 from numpy.typing import NDArray
 
-from shardspec.boxes import Box, box_shape, box_size
+from shardspec.boxes import box_shape
 from shardspec.checkpoint import rank_state
-from shardspec.checkpoint.agree import agree
 from shardspec.checkpoint.catalog import (
+    ZEROS,
     Catalog,
     StoredBox,
     StoredTensor,
-    check_tiling,
     row_major_strides,
     whole_box,
 )
-from shardspec.checkpoint.choice import Choice, Patterns, Selection, check_drop
-from shardspec.checkpoint.mapped import Names, mapped_choice, require_finished, target_boxes
+from shardspec.checkpoint.choice import Choice, Patterns, Selection, check_drop, select
+from shardspec.checkpoint.mapped import (
+    MappedCatalog,
+    Names,
+    mapped,
+    mapped_choice,
+    require_finished,
+)
 from shardspec.checkpoint.open import as_catalog
 from shardspec.checkpoint.read_boxes import (
     Buffers,
-    Checks,
     Progress,
-    check_replicas,
-    read_box,
+    read_whole,
     stretches,
 )
-from shardspec.checkpoint.select import select
 from shardspec.checkpoint.storage.from_text import storage_path
-from shardspec.checkpoint.storage.path import StoragePath, output_exists
+from shardspec.checkpoint.storage.path import StoragePath, check_new_file
 from shardspec.checkpoint.storage.reading import OpenFiles
-from shardspec.checkpoint.strict_json import read_json
+from shardspec.checkpoint.storage.strict_json import read_json
 from shardspec.checkpoint.targets import assign_boxes
+from shardspec.checkpoint.tiling import check_replicas, check_tiling
 from shardspec.comm.communicator import Communicator
+from shardspec.comm.together import agree
 from shardspec.dtypes import item_bytes
 from shardspec.errors import CheckpointError, LayoutError
 from shardspec.layout.layout import Layout
-from shardspec.layout.spec import ShardingSpec
 from shardspec.resharding.digests import LANES, Digests, TensorDigest, digests_of_json
-from shardspec.resharding.maps import apply_map, dropped_by
-from shardspec.resharding.name_map import Equation, NameMap
-from shardspec.resharding.view_parts import parts_of_view
+from shardspec.resharding.maps import dropped_by
+from shardspec.resharding.name_map import NameMap
 from shardspec.text import Argument
+
+if TYPE_CHECKING:
+    import torch
 
 _MOST_BYTES: Final = 1 << 30
 _MOST_VALUES: Final = 100_000_000
-_SOMEWHERE: Final = storage_path("memory")
-"""Stands for memory, where boxes have places in files."""
+_STATE: Final = storage_path("the state dict")
+"""Stands for a directory where tensors are in memory. Nothing is opened there."""
 
-_Places: TypeAlias = Mapping[str, Sequence[Equation]]
-"""By the name of a tensor, what becomes of it."""
+_Shards: TypeAlias = "Mapping[StoragePath, torch.Tensor]"
+"""What lies under the paths of boxes in memory."""
 
 
 def digest(
@@ -70,7 +75,7 @@ def digest(
 
     It depends on names, dtypes, shapes and bits of the tensors alone: not on sharding, files and
     formats. `docs/digest.md` has the formula. In a job, every rank of a state dict's mesh calls
-    this and gets the same; nothing but three numbers a tensor moves.
+    this and gets the same; each sends three numbers a tensor.
 
     Parameters
     ----------
@@ -124,40 +129,32 @@ def digest(
 def _of_checkpoint(
     source: Catalog, choice: Choice, seed: int, progress: Progress | None
 ) -> Digests:
-    wanted = select(source, choice) if source.names else []
-    total, done = sum(one.num_bytes for one in wanted), 0
-    for one in wanted:
-        require_finished(source.outline(one.source))
-    found: dict[str, TensorDigest] = {}
+    chosen = select(source, choice) if source.names else []
+    names = {tensor.name: tensor.source for tensor in chosen}
+    outlines = [source.outline(name) for name in names.values()]
+    for outline in outlines:
+        require_finished(outline)
+    total, done = sum(outline.num_bytes for outline in outlines), 0
+    digests: dict[str, TensorDigest] = {}
     buffers = Buffers()
     with OpenFiles() as files:
-        every = (source.tensor(one.source) for one in wanted)
-        ahead = (at for tensor in every for at in stretches(tensor, whole_box(tensor.shape)))
+        tensors = map(source.tensor, names.values())
+        ahead = (at for tensor in tensors for at in stretches(tensor, whole_box(tensor.shape)))
         files.will_read(source.directory, ahead)
-        for one in wanted:
-            tensor = source.tensor(one.source)
+        for name, stored_name in names.items():
+            tensor = source.tensor(stored_name)
             for group in check_tiling(tensor):
                 check_replicas(tensor, group, files, trust_digests=True)
-            digested = TensorDigest(tensor.dtype, tensor.shape, seed=seed)
-            for block, at in _blocks(tensor, files, buffers):
-                digested = digested.with_bytes(block, whole_box(tensor.shape), at)
+            value, at = TensorDigest(tensor.dtype, tensor.shape, seed=seed), 0
+            for block in read_whole(tensor, files, buffers):
+                value = value.with_bytes(block, whole_box(tensor.shape), at)
+                at += len(block) // item_bytes(tensor.dtype)
                 done += len(block)
                 if progress is not None:
                     progress(done, total)
-            found[one.name] = digested
+            digests[name] = value
         source.check_unchanged()
-    return Digests(found, seed)
-
-
-def _blocks(
-    tensor: StoredTensor, files: OpenFiles, buffers: Buffers
-) -> Iterator[tuple[memoryview, int]]:
-    """Yield the bytes of a tensor in row-major order, and the number of the first element."""
-    checks, at = Checks(tensor), 0
-    for block, _ in read_box(tensor, whole_box(tensor.shape), files, buffers, checks):
-        yield block, at
-        at += len(block) // item_bytes(tensor.dtype)
-    checks.finish(files)
+    return Digests(digests, seed)
 
 
 # --- state dicts
@@ -177,28 +174,81 @@ def _of_state(
             "this on its ranks alone"
         )
 
-    def described() -> tuple[rank_state.Described, dict[str, TensorDigest], _Places]:
-        found = rank_state.describe(state, chosen)
-        require_no_sums(found.layouts)
-        return found, *_target(found.layouts, names, drop, seed)
+    def described() -> tuple[rank_state.Described, Catalog, _Shards]:
+        what = rank_state.describe(state, chosen)
+        require_no_sums(what.layouts)
+        source, shards = _in_memory(what, chosen)
+        return what, _named(source, names, drop), shards
 
-    what, sums, equations = agree(chosen, described)
+    what, source, shards = agree(chosen, described)
     rank_state.check_same_state(what, chosen, "first")
     rank_state.check_replicas_of_ranks(what, chosen)
-    boxes = assign_boxes(chosen.mesh, what.layouts)
 
     def digested() -> dict[str, TensorDigest]:
-        found = dict(sums)
-        for rank in chosen.addressable:
-            for entry in boxes[rank]:
-                numbers = what.bits_of(entry.tensor, rank, entry.box)
-                for name, some, box in _placed(numbers, entry.box, entry.tensor, equations):
-                    found[name] += TensorDigest.of_box(
-                        some, box, found[name].shape, found[name].dtype, seed
-                    )
-        return found
+        digests = {}
+        for name in source.names:
+            tensor = source.tensor(name)
+            total = TensorDigest(tensor.dtype, tensor.shape, seed=seed)
+            for stored in tensor.boxes:
+                # Padding is the same on all ranks: the first counts it.
+                if stored.path != ZEROS or chosen.mesh.ids[0] in chosen.addressable:
+                    bits = _bits(stored, shards, item_bytes(tensor.dtype))
+                    total += TensorDigest.of_box(bits, stored.box, tensor.shape, tensor.dtype, seed)
+            digests[name] = total
+        return digests
 
     return add_up(agree(chosen, digested), chosen, seed)
+
+
+def _in_memory(what: rank_state.Described, chosen: Communicator) -> tuple[Catalog, _Shards]:
+    """Return a state dict as a checkpoint of the boxes that this process counts.
+
+    Each box has a path of its own, under which the shard comes that it lies in.
+    """
+    shards: dict[StoragePath, torch.Tensor] = {}
+    boxes: dict[str, list[StoredBox]] = {name: [] for name in what.layouts}
+    entries = assign_boxes(chosen.mesh, what.layouts)
+    for rank in chosen.addressable:
+        for name, box, *_ in entries[rank]:
+            layout = what.layouts[name]
+            shard = rank_state.box_of_shard(what.shards[name][rank], layout, rank, box)
+            path = _STATE / str(len(shards))
+            shards[path] = shard
+            strides = tuple(step * item_bytes(layout.dtype) for step in shard.stride())
+            boxes[name].append(StoredBox(box, (), rank, path, 0, strides=strides))
+    tensors = {
+        name: StoredTensor(name, layout.global_shape, layout.dtype, None, (), tuple(boxes[name]))
+        for name, layout in what.layouts.items()
+    }
+    return Catalog("state dict", _STATE, tensors, ()), shards
+
+
+def _named(source: Catalog, names: Names | None, drop: Patterns) -> Catalog:
+    """Return a state dict in memory as what a map makes of it."""
+    if names is None:
+        check_drop(Choice(drop=drop))
+        return source
+    dropped = dropped_by(drop, {name: source.outline(name).shape for name in source.names})
+    if isinstance(names, NameMap):
+        return MappedCatalog(source, names, dropped, {})
+    if isinstance(names, Mapping):
+        return mapped(source, names, dropped=dropped)
+    raise LayoutError(
+        f"names= is a {type(names).__name__}; of a state dict give one NameMap, as load_map "
+        "makes, or a dict of new names"
+    )
+
+
+def _bits(stored: StoredBox, shards: _Shards, width: int) -> NDArray[np.generic]:
+    """Return the bits of a box in memory, in its own order."""
+    from shardspec.tensor.shards import bits_of
+
+    shape = box_shape(stored.box)
+    if stored.path == ZEROS:
+        return np.broadcast_to(np.zeros((), f"u{width}"), shape)
+    shard = shards[stored.path]
+    steps = [step // width for step in stored.strides or row_major_strides(shape, width)]
+    return bits_of(shard.as_strided(shape, steps, shard.storage_offset() + stored.offset // width))
 
 
 def require_no_sums(layouts: Mapping[str, Layout]) -> None:
@@ -211,114 +261,38 @@ def require_no_sums(layouts: Mapping[str, Layout]) -> None:
             )
 
 
-def empty_digest(layout: Layout) -> TensorDigest:
-    """Return the digest of no element of a tensor."""
-    return TensorDigest(layout.dtype, layout.global_shape)
-
-
-def _target(
-    layouts: Mapping[str, Layout], names: Names | None, drop: Patterns, seed: int
-) -> tuple[dict[str, TensorDigest], _Places]:
-    """Return digests of nothing for the tensors that a map makes, and its equations by source."""
-    shapes = {name: layout.global_shape for name, layout in layouts.items()}
-    if names is None:
-        check_drop(Choice(drop=drop))
-        names = {}
-    if isinstance(names, Mapping):
-        if unknown := sorted(names.keys() - shapes.keys()):
-            raise LayoutError(f"names= maps {unknown[0]!r}, which the state dict lacks")
-        names = NameMap(tuple(((old,), (names.get(old, old),)) for old in shapes))
-    if not isinstance(names, NameMap):
-        raise LayoutError(
-            f"names= is a {type(names).__name__}; of a state dict give one NameMap, as load_map "
-            "makes, or a dict of new names"
-        )
-    dropped = dropped_by(drop, shapes)
-    found, _, report = apply_map(names, shapes, dropped)
-    report.require_total()
-    sums: dict[str, TensorDigest] = {}
-    equations: dict[str, list[Equation]] = {}
-    for equation in report.equations:
-        dtype = layouts[equation.source].dtype
-        empty = TensorDigest(dtype, found[equation.target], seed=seed)
-        if sums.setdefault(equation.target, empty).dtype != dtype:
-            raise LayoutError(
-                f"the map makes {equation.target!r} of {sums[equation.target].dtype} and of "
-                f"{dtype}; cast one of them first"
-            )
-        equations.setdefault(equation.source, []).append(equation)
-    for name, side in names.padding(found):
-        factors = sorted(factor for dim in side.dims for factor in dim)
-        whole = tuple((0, factor.length) for factor in factors)
-        for box, *_ in parts_of_view(side, whole, [0] * len(whole)) if box_size(whole) else ():
-            sums[name] = sums[name].with_zeros(box)
-    return sums, equations
-
-
-def _placed(
-    numbers: NDArray[np.generic], box: Box, name: str, equations: _Places
-) -> Iterator[tuple[str, NDArray[np.generic], Box]]:
-    """Yield which boxes of the targets a box of a tensor is, with their elements."""
-    width = numbers.itemsize
-    stored = StoredBox(box, (), 0, _SOMEWHERE, 0)
-    for equation in equations.get(name, ()):
-        flat = np.ascontiguousarray(numbers)
-        for part in target_boxes(equation.view, stored, width):
-            shape = box_shape(part.box)
-            strides = part.strides or row_major_strides(shape, width)
-            yield (
-                equation.target,
-                np.ndarray(shape, flat.dtype, flat, part.offset, strides),
-                part.box,
-            )
-
-
 def add_up(mine: Mapping[str, TensorDigest], communicator: Communicator, seed: int = 0) -> Digests:
-    """Return the sums of what all processes of a mesh have; every one of them calls this."""
-    if set(communicator.addressable) == set(communicator.mesh.ids):
-        return Digests(mine, seed)
-    import torch
-    import torch.distributed as dist
-
-    from shardspec.tensor.dtensor import DTensor
-
-    names, width = sorted(mine), LANES + 1
-    sums = np.array([mine[name].sums for name in names], np.uint64).reshape(-1)
-    mesh = communicator.mesh
-    pending = ShardingSpec(1, {}, partial=dict.fromkeys(range(mesh.ndim), "sum"))
-    layout = Layout(mesh, pending, sums.shape, "int64")
-    # NCCL moves no memory of the host.
-    on_host = "gloo" in dist.get_backend_config()
-    shard = torch.from_numpy(sums.view(np.int64)).to("cpu" if on_host else "cuda")
-    shards = dict.fromkeys(communicator.addressable, shard)
-    whole = DTensor.from_shards(shards, layout, communicator).redistribute("[R]").to_local()
-    found = whole.cpu().numpy().view(np.uint64).reshape(-1, width).tolist()
-    return Digests(
-        {n: replace(mine[n], sums=tuple(s)) for n, s in zip(names, found, strict=True)}, seed
-    )
+    """Return the sums of the digests of all processes of a mesh; every one of them calls this."""
+    names, (first, *others) = sorted(mine), communicator.addressable
+    sums = np.array([mine[name].sums for name in names], np.uint64)
+    own: dict[int, bytes | None] = {first: sums.tobytes(), **dict.fromkeys(others, None)}
+    gathered = communicator.gather(own).values()
+    every = [np.frombuffer(data, np.uint64) for data in gathered if data is not None]
+    totals = np.sum(every, axis=0, dtype=np.uint64).reshape(len(names), LANES + 1)
+    digests = {
+        n: replace(mine[n], sums=tuple(s)) for n, s in zip(names, totals.tolist(), strict=True)
+    }
+    return Digests(digests, seed)
 
 
 # --- files of digests
 
 
 def read_digests(path: PurePath | str) -> Digests:
-    """Read a file of digests; CheckpointError if it is none."""
+    """Read a file of digests; CheckpointError for any other file."""
     place = storage_path(path)
     return digests_of_json(read_json(place, "digests", _MOST_BYTES, _MOST_VALUES), str(place))
 
 
 def check_digests_file(path: StoragePath, output: StoragePath | None, *, overwrite: bool) -> None:
     """Check that a file of digests can be written, before anything else is."""
-    if path.taken() and not overwrite:
-        raise output_exists(path)
     if output is not None and output.absolute() in (path.absolute(), *path.absolute().parents):
         raise CheckpointError(
             f"{path}: the digests would lie in the output {output}, which is replaced as a whole; "
             "put them beside it, with ",
             Argument("digests"),
         )
-    if problem := "is a directory; name a file" if path.is_dir() else path.refusal():
-        raise CheckpointError(f"{path}: {problem}")
+    check_new_file(path, overwrite=overwrite)
 
 
 def write_digests(path: StoragePath, digests: Digests, *, overwrite: bool) -> None:

@@ -13,6 +13,7 @@ from shardspec.checkpoint.catalog import AnyOutline, Catalog
 from shardspec.checkpoint.layers import groups_of, natural_order
 from shardspec.checkpoint.open import as_catalog
 from shardspec.checkpoint.storage.path import StoragePath
+from shardspec.checkpoint.tiling import check_tiling, memoize_by_boxes
 from shardspec.dtypes import item_bytes
 from shardspec.layout.layout import Layout
 
@@ -37,12 +38,12 @@ class Group(NamedTuple):
     num_bytes: int
 
 
-def _holders(held: Iterable[tuple[Box, int]], num_ranks: int = 0) -> RowHolders:
-    """Return who holds what; of `num_ranks` ranks, if they are known."""
-    found: dict[Box, dict[int, None]] = {}
-    for box, rank in held:
-        found.setdefault(box, {})[rank] = None
-    cells = {box: tuple(ranks) for box, ranks in found.items()}
+def _holders(boxes: Iterable[tuple[Box, int]], num_ranks: int = 0) -> RowHolders:
+    """Return which ranks hold which boxes; `num_ranks` is 0 if not known."""
+    ranks_of: dict[Box, dict[int, None]] = {}
+    for box, rank in boxes:
+        ranks_of.setdefault(box, {})[rank] = None
+    cells = {box: tuple(ranks) for box, ranks in ranks_of.items()}
     busy = len({rank for ranks in cells.values() for rank in ranks})
     uneven = len(set(map(box_shape, cells))) > 1 or 0 < busy < num_ranks
     return RowHolders(cells, any(len(ranks) > 1 for ranks in cells.values()), uneven)
@@ -59,7 +60,7 @@ _layout_of = lru_cache(maxsize=1024)(Layout)  # many tensors are sharded alike
 
 @dataclass(frozen=True, slots=True)
 class CheckpointSummary:
-    """A checkpoint, or some of its tensors; it is asked each time for what describes these."""
+    """A checkpoint, or some of its tensors, which are looked up each time."""
 
     source: Catalog
     names: tuple[str, ...]
@@ -78,14 +79,14 @@ class CheckpointSummary:
         return sum(tensor.num_bytes for tensor in self.outlines)
 
     def groups(self) -> "dict[str, Group]":
-        """Return what the parts of the model have, by how the names of their tensors begin."""
-        found = {}
+        """Return sums over the parts of the model, by how the names of their tensors begin."""
+        groups = {}
         for group, names in groups_of(self.names).items():
             tensors = list(map(self.source.outline, names))
             parameters = sum(prod(tensor.shape) for tensor in tensors)
             num_bytes = sum(tensor.num_bytes for tensor in tensors)
-            found[group] = Group(len(tensors), parameters, num_bytes)
-        return found
+            groups[group] = Group(len(tensors), parameters, num_bytes)
+        return groups
 
     def layout(self, tensor: AnyOutline) -> Layout | None:
         """Return how a tensor is sharded over the mesh that wrote it, if the format says both."""
@@ -188,7 +189,7 @@ def inspect_checkpoint(directory: PurePath | str | Catalog) -> CheckpointSummary
     """Return what a checkpoint holds; its metadata is checked, its data is not read."""
     source = as_catalog(directory)
     summary = CheckpointSummary(source, tuple(natural_order(source.names)), {})
-    check = catalog.memoize_by_boxes(catalog.check_tiling)  # many tensors are sharded alike
+    check = memoize_by_boxes(check_tiling)  # many tensors are sharded alike
     for tensor in summary.outlines:
         summary.layout(tensor)
         check(tensor)

@@ -1,4 +1,4 @@
-"""Names of tensors as people read them: in the order of their numbers, and layers put together."""
+"""Names of tensors as people read them: numbers in order, and alike layers in one line."""
 
 import re
 from collections import defaultdict
@@ -131,14 +131,14 @@ def prefix_change(names: Collection[str], others: Collection[str]) -> tuple[str,
     for other in others:
         for end in _ends(other):
             ending.setdefault(end, other)
-    known = set(others)
+    every_other = set(others)
     for name in natural_order(names)[:_TRIED_NAMES]:
         shared = next((end for end in _ends(name) if end in ending), None)
         if shared is None:
             continue
         old, new = name.removesuffix(shared), ending[shared].removesuffix(shared)
         renamed = {new + each.removeprefix(old) for each in names if each.startswith(old)}
-        if len(renamed & known) == min(len(names), len(others)):
+        if len(renamed & every_other) == min(len(names), len(others)):
             return old, new
     return None
 

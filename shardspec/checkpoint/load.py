@@ -11,19 +11,22 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple, Unpack
 
 from shardspec.boxes import Box, box_size
-from shardspec.checkpoint import rank_state, select
-from shardspec.checkpoint.agree import agree
-from shardspec.checkpoint.catalog import Catalog, StoredTensor, check_tiling
-from shardspec.checkpoint.check_quantized import check_blocks
-from shardspec.checkpoint.choice import Choice, Selection
+from shardspec.checkpoint import rank_state
+from shardspec.checkpoint.catalog import Catalog, StoredTensor
+from shardspec.checkpoint.check_quantized import check_blocks, refuse_casts
+from shardspec.checkpoint.choice import Choice, Selection, check_dropped, plain_names, select
 from shardspec.checkpoint.mapped import Names
 from shardspec.checkpoint.numbers_of import mapped_source
 from shardspec.checkpoint.open import as_catalog
 from shardspec.checkpoint.read_boxes import Buffers, Checks, read_box_into, stretches
+from shardspec.checkpoint.sharding import layouts_by_rules
 from shardspec.checkpoint.state_dict import LEFT_OUT, spread, unflatten
 from shardspec.checkpoint.storage.reading import OpenFiles
 from shardspec.checkpoint.targets import OutputTensor
+from shardspec.checkpoint.tiling import check_tiling
 from shardspec.comm.communicator import Communicator
+from shardspec.comm.together import agree
+from shardspec.dtypes import dtype_name
 from shardspec.errors import AxisError, CheckpointError, LayoutError
 from shardspec.layout.layout import Layout, SpecLike, resolve_axes
 from shardspec.layout.spec import ShardingSpec
@@ -167,7 +170,7 @@ def _opened(
 
         catalog = with_deltas(catalog, deltas)
     if all_of_it:
-        select.check_dropped(catalog, choice, (), None)
+        check_dropped(catalog, choice, (), None)
     return mapped_source(catalog, names, choice)
 
 
@@ -186,15 +189,22 @@ class Reading(NamedTuple):
     """Entries of the result that are not read."""
 
 
+def _selected(source: Catalog, choice: Choice) -> list[OutputTensor]:
+    wanted = select(source, choice) if source.names else []
+    if choice.dtype is not None:
+        refuse_casts(source, [tensor.source for tensor in wanted], dtype_name(choice.dtype))
+    return wanted
+
+
 def _plan_by_rules(
     source: Catalog, choice: Choice, mesh: DeviceMesh, rules: Mapping[str, SpecLike]
 ) -> Reading:
-    wanted = select.select(source, choice) if source.names else []
+    wanted = _selected(source, choice)
     old = {tensor.name: tensor.source for tensor in wanted}
     as_saved = partial(_spec_as_saved, source, mesh, bool(rules))
     renamed, values, kept = dict(old), {}, {}
     if source.restored:
-        for name, new in select.plain(source.extras, choice).items():
+        for name, new in plain_names(source.extras, choice).items():
             if new in old:
                 raise CheckpointError(
                     f"tensor {old[new]!r} and value {name!r} would both be named {new!r}; rename "
@@ -206,7 +216,7 @@ def _plan_by_rules(
     paths |= kept
     # Names that contradict each other are refused before anything is read.
     unflatten(paths, lambda _: None)
-    layouts = select.layouts_by_rules(mesh, rules, wanted, as_saved)
+    layouts = layouts_by_rules(mesh, rules, wanted, as_saved)
     check_blocks(source, {old[name]: layout for name, layout in layouts.items()})
     return Reading(source, old, layouts, paths=paths, found=values)
 
@@ -239,10 +249,10 @@ def _plan_into(
     source: Catalog, choice: Choice, into: Mapping[str, Any], communicator: Communicator
 ) -> Reading:
     state = rank_state.describe(into, communicator)
-    wanted = select.select(source, choice) if source.names else []
+    wanted = _selected(source, choice)
     names = {tensor.name: tensor.source for tensor in wanted}
     read_as = {tensor.name: (tensor.shape, tensor.dtype) for tensor in wanted}
-    values = {new: source.extras[name] for name, new in select.plain(source.extras, choice).items()}
+    values = {new: source.extras[name] for name, new in plain_names(source.extras, choice).items()}
     # Other formats keep lists of dicts whole.
     values |= spread(values, {})[0]
     flat = state.flat

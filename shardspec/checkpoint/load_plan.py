@@ -7,11 +7,10 @@ from pathlib import PurePath
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shardspec.boxes import Box
-from shardspec.checkpoint import rank_state, select
-from shardspec.checkpoint.agree import agree
+from shardspec.checkpoint import rank_state
 from shardspec.checkpoint.catalog import Catalog, distinct
 from shardspec.checkpoint.check_quantized import check_stored_plan
-from shardspec.checkpoint.choice import Choice, Patterns
+from shardspec.checkpoint.choice import Choice, Patterns, check_dropped
 from shardspec.checkpoint.load import Reading, read_shards
 from shardspec.checkpoint.mapped import Names, Naming, configured, mapped, require_finished
 from shardspec.checkpoint.numbers_of import config_of, with_numbers
@@ -19,6 +18,7 @@ from shardspec.checkpoint.open import as_catalog, open_checkpoint
 from shardspec.checkpoint.storage.path import StoragePath
 from shardspec.checkpoint.transfers import file_numbers, file_regions
 from shardspec.comm.communicator import Communicator
+from shardspec.comm.together import agree
 from shardspec.dtypes import dtype_name
 from shardspec.errors import CheckpointError, LayoutError
 from shardspec.layout.layout import Layout
@@ -204,7 +204,7 @@ def plan_stored(
     """Plan how devices read a checkpoint, by one map or several; see `plan_reshard`."""
     if isinstance(target, tuple):
         meshes = [target[0]]
-        select.check_dropped(source, Choice(drop=drop), (), None)
+        check_dropped(source, Choice(drop=drop), (), None)
     else:
         meshes = [layout.mesh for layout in layouts_of(target).values()]
     if dtype is not None:

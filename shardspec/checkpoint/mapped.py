@@ -4,18 +4,16 @@ An equation between views says where in a source tensor the elements of a target
 box of the source is a few boxes of the target, each with strides of its own in the same file.
 """
 
-import json
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from itertools import islice
-from typing import Final, TypeAlias
+from typing import TypeAlias
 
 from shardspec.boxes import Box, box_shape, box_size
 from shardspec.checkpoint import catalog
 from shardspec.checkpoint.choice import Choice, check_drop, wanted_names
-from shardspec.checkpoint.storage.path import file_inside
+from shardspec.checkpoint.quantized import json_beside
 from shardspec.dtypes import item_bytes
 from shardspec.errors import LayoutError
 from shardspec.resharding.maps import apply_map
@@ -24,25 +22,23 @@ from shardspec.resharding.view_parts import MOST_PIECES, bounded, parts_of_view
 from shardspec.resharding.views import TensorView, View
 from shardspec.text import shown
 
-_MOST_CONFIG_BYTES: Final = 2**24
-
 
 class Naming(ABC):
-    """Finds the maps that a checkpoint goes through from what it holds."""
+    """Chooses the maps for a checkpoint by what is in it."""
 
     __slots__ = ()
     config: Mapping[str, object]
     """That of the model."""
 
     def with_dtype(self, dtype: object) -> "Naming":  # noqa: ARG002  # others read more
-        """Return the same where what is quantised is to be made a dtype."""
+        """Return the same for output in a dtype, where quantised tensors are dequantised."""
         return self
 
     @abstractmethod
     def applied(
         self, source: catalog.Catalog, choice: Choice | None, dropped: Collection[str]
     ) -> catalog.Catalog:
-        """Return a checkpoint as what the maps make of it."""
+        """Return a checkpoint with the maps applied."""
 
 
 Names: TypeAlias = NameMap | Mapping[str, str] | Sequence[NameMap] | Naming
@@ -56,7 +52,7 @@ def mapped(
     *,
     dropped: Collection[str] = (),
 ) -> catalog.Catalog:
-    """Return a checkpoint as what a map makes of it; as it is without one.
+    """Return a checkpoint with a map applied; as it is without one.
 
     What `choice` does not want, and what is `dropped`, the map need not use. Raises LayoutError if
     the map is not total for these tensors, has no use for some, is for models of another type, or
@@ -87,7 +83,7 @@ def mapped(
 def mapped_choice(
     source: catalog.Catalog, names: Names | None, choice: Choice
 ) -> tuple[catalog.Catalog, Choice]:
-    """Return a checkpoint as what a map makes of what is chosen, and what is left to choose of it.
+    """Return a checkpoint with a map applied to what is chosen, and what remains to be chosen.
 
     Raises LayoutError as `mapped` does, and if tensors are to be dropped without a map.
     """
@@ -103,7 +99,7 @@ def through(
     dropped: Mapping[str, Shape],
     extras: Mapping[str, object],
 ) -> catalog.Catalog:
-    """Return a checkpoint as what maps, one after the other, make of what is not dropped."""
+    """Return a checkpoint with maps applied in turn to what is not dropped."""
     for name_map in maps:
         source = MappedCatalog(source, configured(source, name_map), dropped, extras)
         dropped = dict(source.dropped)
@@ -111,7 +107,7 @@ def through(
 
 
 def configured(source: catalog.Catalog, names: NameMap) -> NameMap:
-    """Return a map with what the config.json beside a checkpoint says.
+    """Return a map with the sizes that the config.json beside a checkpoint gives.
 
     Raises LayoutError if that is of a model that the map is not for.
     """
@@ -121,15 +117,7 @@ def configured(source: catalog.Catalog, names: NameMap) -> NameMap:
 
 def config_beside(source: catalog.Catalog) -> dict[str, object] | None:
     """Return what the config.json beside a checkpoint says, if there is one that can be read."""
-    home = source.home
-    path = home / "config.json"
-    if not path.is_file():
-        return None
-    with file_inside(home, path.name, home).open() as file:
-        text = file.read(0, min(file.num_bytes, _MOST_CONFIG_BYTES))
-    config: object = None
-    with suppress(ValueError, RecursionError):
-        config = json.loads(text)
+    config = json_beside(source.home, "config.json")
     return config if isinstance(config, dict) else None
 
 
@@ -150,7 +138,7 @@ def boxes_in_source(view: View, box: Box) -> Iterator[Box]:
 
 
 class MappedCatalog(catalog.Catalog):
-    """A checkpoint as a map makes it; boxes are made on demand."""
+    """A checkpoint with a map applied; boxes are mapped on demand."""
 
     def __init__(
         self,
@@ -161,7 +149,7 @@ class MappedCatalog(catalog.Catalog):
     ) -> None:
         outlines = {name: source.outline(name) for name in source.names if name not in dropped}
         shapes = {name: outline.shape for name, outline in outlines.items()}
-        found, behind, report = apply_map(names, {**shapes, **dropped}, dropped)
+        targets, behind, report = apply_map(names, {**shapes, **dropped}, dropped)
         if not report.equations:
             first = ", ".join(map(shown, source.names[:3]))
             raise LayoutError(
@@ -181,17 +169,17 @@ class MappedCatalog(catalog.Catalog):
             require_finished(outline)
             self._equations.setdefault(equation.target, []).append(equation)
         self._padding: dict[str, list[TensorView]] = {}
-        for target, side in names.padding(found):
+        for target, side in names.padding(targets):
             if target not in self._equations:
                 raise LayoutError(f"the map fills {target!r} with zeros alone; leave it out")
             self._padding.setdefault(target, []).append(side)
         home = source.directory
         super().__init__(source.format, home, self._equations, source.files, source.mesh, extras)
-        self.snapshot, self.dropped = source.snapshot, behind
+        self.snapshot, self.below, self.dropped = source.snapshot, source.below, behind
         self.quantization = source.quantization
         kept = (e.target for e in report.equations if e.source in source.keeps_dtype)
         self.keeps_dtype = frozenset(kept)
-        self._source, self._shapes = source, found
+        self._source, self._shapes = source, targets
         self._tensors = catalog.LazyTensorCache(self._look_up)
 
     @property
@@ -230,9 +218,9 @@ class MappedCatalog(catalog.Catalog):
 def target_boxes(view: View, stored: catalog.StoredBox, width: int) -> Iterator[catalog.StoredBox]:
     """Yield the boxes of the target that a stored box of the source is."""
     strides = stored.strides or catalog.row_major_strides(box_shape(stored.box), width)
-    held = [[side] for side in stored.box]
+    sides = [[side] for side in stored.box]
     for box in view.source.boxes(stored.box, len(view.shape)):
-        steps, at = view.source.in_memory(strides, held, [lo for lo, _ in box])
+        steps, at = view.source.in_memory(strides, sides, [lo for lo, _ in box])
         for part, by, before in parts_of_view(view.target, box, steps):
             plain = catalog.row_major_strides(box_shape(part), width)
             flat = all(n == 1 or a == b for n, a, b in zip(box_shape(part), by, plain, strict=True))

@@ -1,6 +1,5 @@
 """A checkpoint under the names that a model has elsewhere, given the model's config alone."""
 
-import json
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -16,17 +15,17 @@ from shardspec.checkpoint.open import as_catalog
 from shardspec.checkpoint.storage.from_text import storage_path
 from shardspec.checkpoint.storage.path import StoragePath
 from shardspec.checkpoint.verify import diff_checkpoints
-from shardspec.errors import CheckpointError, InputFileError, LayoutError
-from shardspec.families.family import NamesOf, family_of, text_config
+from shardspec.errors import CheckpointError, LayoutError
+from shardspec.families.family import NamesOf, family_of
 from shardspec.families.maps import chain_of, refuse
 from shardspec.families.model import Model, model_of
-from shardspec.families.recognise import Recognised, outer_prefix, recognise
-from shardspec.input_files import read_input_file
+from shardspec.families.recognise import Recognised, recognise
+from shardspec.input_files import read_json_object
 from shardspec.resharding.name_map import NameMap
 from shardspec.resharding.patterns import filled
+from shardspec.resharding.sizes import text_config
 from shardspec.text import Argument, shown
 
-_MOST_CONFIG_BYTES: Final = 1 << 24
 _OPTIMIZER: Final = re.compile(r"(chained_\d+\.)?optimizer\..*", re.DOTALL)
 """What Megatron-core calls the state of an optimizer, which is no tensor of the model."""
 
@@ -58,9 +57,7 @@ class ModelNames(Naming):
         with _about_input():
             model, names = self._model(), _weights(wanted_names(source, choice))
             _refuse_quantised(source, names)
-            prefix = outer_prefix(model, names)
-            found = recognise(model, _inner(names, prefix), source.directory)
-            return found._replace(prefix=prefix)
+            return recognise(model, names, source.directory)
 
     def applied(
         self, source: catalog.Catalog, choice: Choice | None, dropped: Collection[str]
@@ -80,37 +77,36 @@ class ModelNames(Naming):
             extras = {name: value for name, value in extras.items() if choice.wants(name)}
         _refuse_quantised(source, wanted)
         gone = {name: source.outline(name).shape for name in source.names if name not in wanted}
-        behind = {*weights} - wanted
-        if prefix := outer_prefix(model, wanted):
-            rules = ((name, name.removeprefix(prefix)) for name in wanted)
-            renamed = NameMap(tuple(((one,), (other,)) for one, other in rules))
+        # What the user leaves behind is not absent.
+        recognised = recognise(model, wanted, source.directory, behind={*weights} - wanted)
+        if recognised.prefix:
+            inner = {name: name.removeprefix(recognised.prefix) for name in wanted}
+            renamed = NameMap(tuple(((old,), (new,)) for old, new in inner.items()))
             source = through(source, [renamed], gone, extras)
-            wanted, behind = _inner(wanted, prefix), _inner(behind, prefix)
-            gone = dict(source.dropped)
-        # What the user leaves behind counts as there.
-        found = recognise(model, wanted, source.directory, behind=behind)
-        for place in (found.format, self.names):
+            wanted, gone = {*inner.values()}, dict(source.dropped)
+        for place in (recognised.format, self.names):
             refuse(model, place)
-        if found.absent and self.fill_from is None:
-            side = found.absent[0].side[:1]
+        if recognised.absent and self.fill_from is None:
+            side = recognised.absent[0].side[:1]
             name = filled(side, next(model.instances(side[0])))[0]
-            rest = len(found.absent) - 1
+            rest = len(recognised.absent) - 1
             raise LayoutError(
                 f"{source.directory} lacks {shown(name)}{f' and {rest} more' if rest else ''}, "
                 f"which a model of the family {model.family.name!r} has by the config; correct the "
                 "config, or take what is lacking from the original checkpoint with ",
                 Argument("fill_from"),
             )
-        _check_copies(source, model, found.format, self.names)
-        _check_padding(source, model, found.format, text_config(self.config))
+        _check_copies(source, model, recognised.format, self.names)
+        _check_padding(source, model, recognised.format, text_config(self.config))
         with _about_model(source, model):
             if self.fill_from is None:
-                maps = chain_of(model, found.format, self.names, wanted)
+                maps = chain_of(model, recognised.format, self.names, wanted)
                 made = through(source, maps, gone, extras)
             else:
-                apart = {tensor.side for tensor in found.absent}
-                there = (tensor for tensor in model.tensors if tensor.side not in apart)
-                maps = chain_of(replace(model, tensors=tuple(there)), found.format, "hf", wanted)
+                absent = {tensor.side for tensor in recognised.absent}
+                present = (tensor for tensor in model.tensors if tensor.side not in absent)
+                part = replace(model, tensors=tuple(present))
+                maps = chain_of(part, recognised.format, "hf", wanted)
                 made = self._filled(through(source, maps, gone, extras), model, self.fill_from)
         made.described_in = self.home
         return made
@@ -122,8 +118,8 @@ class ModelNames(Naming):
         others = {*origin.names} - {*part.names} - {*part.dropped}
         expected = model.shapes()
         lacking = {name: (origin, name) for name in others if name in expected}
-        known = {name: (part, name) for name in part.names} | lacking
-        made = through(Assembled(part, known), chain_of(model, "hf", self.names), {}, part.extras)
+        tensors = {name: (part, name) for name in part.names} | lacking
+        made = through(Assembled(part, tensors), chain_of(model, "hf", self.names), {}, part.extras)
         added = [*lacking]
         if self.names == "hf":
             beside = others - lacking.keys() - {tensor.side[0] for tensor in model.copies}
@@ -180,23 +176,18 @@ def model_names(
     """
     home = None
     if isinstance(model, Mapping):
-        config: object = model
+        config = {**model}
     else:
         place = Path(model)
         if place.is_dir():
             place = place / "config.json"
-        try:
-            config = json.loads(read_input_file(place, _MOST_CONFIG_BYTES))
-        except (ValueError, RecursionError) as error:
-            raise InputFileError(f"{place}: cannot be read: {error}") from None
+        config = read_json_object(place)
         # What lies beside a file of another name need not be of this model.
         home = storage_path(str(place.parent)) if place.name == "config.json" else None
-    if not isinstance(config, dict | Mapping):
-        raise InputFileError(f"{model}: holds no JSON object")
     with _about_input():
         family_of(config)
     origin = None if fill_from is None else as_catalog(fill_from)
-    return ModelNames(dict(config), names, home, origin)
+    return ModelNames(config, names, home, origin)
 
 
 @contextmanager
@@ -231,8 +222,8 @@ class Assembled(catalog.Catalog):
         parts: Mapping[str, tuple[catalog.Catalog, str]],
     ) -> None:
         self._parts = parts
-        self._catalogs = tuple({id(one): one for one, _ in parts.values()}.values())
-        files = dict.fromkeys(path for one in self._catalogs for path in one.files)
+        self._catalogs = tuple({id(owner): owner for owner, _ in parts.values()}.values())
+        files = dict.fromkeys(path for owner in self._catalogs for path in owner.files)
         super().__init__(source.format, source.directory, parts.keys(), files, None, source.extras)
 
     def tensor(self, name: str) -> catalog.StoredTensor:
@@ -249,11 +240,6 @@ class Assembled(catalog.Catalog):
 def _weights(names: Iterable[str]) -> list[str]:
     """Return names without those of an optimizer's state."""
     return [name for name in names if not _OPTIMIZER.fullmatch(name)]
-
-
-def _inner(names: Iterable[str], prefix: str) -> set[str]:
-    """Return names without what stands before them."""
-    return {name.removeprefix(prefix) for name in names}
 
 
 def _refuse_quantised(source: catalog.Catalog, names: Collection[str]) -> None:
@@ -291,19 +277,19 @@ def _check_padding(
 def _check_copies(source: catalog.Catalog, model: Model, format: str, target: str) -> None:
     """Raise CheckpointError if a tensor that only repeats another one says something else."""
     place = "megatron" if target in ("megatron", "torch_dist", "sharded") else target
-    repeated = [one for one in model.tensors if one.copy_of and one.places.get(place, ()) is None]
+    repeated = [own for own in model.tensors if own.copy_of and own.places.get(place, ()) is None]
     for tensor in (*model.copies, *repeated):
         other = model.named(tensor.copy_of)
         keys = ("file", "live") if format == "hf" else (format,)
         for key in keys:
-            one, two = tensor.places[key], other.places[key]
-            if one is None or two is None or not {one[0], two[0]} <= {*source.names}:
+            own, copied = tensor.places[key], other.places[key]
+            if own is None or copied is None or not {own[0], copied[0]} <= {*source.names}:
                 continue
-            if source.origin(one[0]) == source.origin(two[0]):
+            if source.origin(own[0]) == source.origin(copied[0]):
                 continue
-            pair = (Assembled(source, {two[0]: (source, name)}) for name in (one[0], two[0]))
+            pair = (Assembled(source, {copied[0]: (source, name)}) for name in (own[0], copied[0]))
             for _ in diff_checkpoints(*pair):
                 raise CheckpointError(
-                    f"{source.directory}: {shown(one[0])} is to repeat {shown(two[0])} by the "
+                    f"{source.directory}: {shown(own[0])} is to repeat {shown(copied[0])} by the "
                     "config, but differs from it; correct the config"
                 )

@@ -103,8 +103,8 @@ def round_by(table: NDArray[Any], values: NDArray[np.float32]) -> NDArray[Any]:
     odd |= bits
     odd >>= np.uint32(16)
     # Three times as fast as an index in brackets.
-    found: NDArray[Any] = table.take(odd.astype(np.uint16), mode="clip")
-    return found
+    rounded: NDArray[Any] = table.take(odd.astype(np.uint16), mode="clip")
+    return rounded
 
 
 @cache
@@ -124,7 +124,7 @@ def _eight_bit_codes(dtype: str) -> Bytes:
 
 
 def narrow(values: NDArray[Any], dtype: str) -> Bytes:
-    """Return the bytes of numbers in a dtype, rounded to nearest, ties to even.
+    """Return numbers as bytes of a dtype, rounded to nearest, ties to even.
 
     For bfloat16 and for numbers of eight bits, which have a sign, `values` are float32.
     """

@@ -1,28 +1,64 @@
-"""From a path to a checkpoint that can be read, whatever wrote it."""
+"""Opens checkpoints: finds out which format a path has, and what of it to read."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import islice
 from pathlib import PurePath
 from typing import Final, NamedTuple
 
 from shardspec.checkpoint.catalog import Catalog
-from shardspec.checkpoint.format import FileStart, Format, OpenOptions
-from shardspec.checkpoint.formats.registry import built_in, format_of, formats, installed
-from shardspec.checkpoint.parts import not_read, part_of_several, part_text
-from shardspec.checkpoint.runs import Newest
+from shardspec.checkpoint.formats import (
+    FileStart,
+    Format,
+    Newest,
+    OpenOptions,
+    built_in,
+    format_of,
+    formats,
+    installed,
+)
+from shardspec.checkpoint.layers import natural_order
 from shardspec.checkpoint.storage.from_text import storage_path
 from shardspec.checkpoint.storage.path import StoragePath, reason
 from shardspec.checkpoint.storage.snapshot import Snapshot
+from shardspec.checkpoint.torch_files.parts import part_of_several, part_text
 from shardspec.errors import CheckpointError
 from shardspec.text import Argument, first_of
 
 _HEAD_BYTES: Final = 16
 _DEPTH: Final = 2
 _MOST_DIRECTORIES: Final = 256
-"""Directories that are searched: a wrong path may be that of a whole disk."""
+"""Most directories that are searched: a wrong path may be that of a whole disk."""
 _SHOWN: Final = 3
+_WHOLE_TENSORS: Final = "load it with the tool that wrote it, and save whole tensors as safetensors"
+_NOT_READ: Final = (
+    (
+        "orbax (OCDBT)",
+        r"_CHECKPOINT_METADATA|manifest\.ocdbt|ocdbt\.process_\d+|_sharding",
+        _WHOLE_TENSORS,
+    ),
+    (
+        "zarr, as Megatron-core had it before torch_dist",
+        r"\.zarray|\.zgroup",
+        "load it with Megatron, and save it as torch_dist",
+    ),
+    ("Flax", r"flax_model.*\.msgpack", _WHOLE_TENSORS),
+    (
+        "TensorFlow",
+        r"tf_model.*\.h5|model\.ckpt.*\.(index|meta)|saved_model\.pb",
+        _WHOLE_TENSORS,
+    ),
+    ("llama.cpp (GGUF)", r".*\.gguf", "name the checkpoint that it was made of"),
+    ("NeMo", r".*\.nemo", "unpack it with tar -xf FILE, and name the directory in it"),
+    (
+        "the optimizer of data parallel ranks, in buckets (Megatron's distrib_optim.pt)",
+        r"distrib_optim\.pt",
+        "name the model beside it, or save optimizers as torch_dist",
+    ),
+)
+"""What is recognised and not read: its name, its files, and what helps."""
 
 
 class _Place(NamedTuple):
@@ -103,29 +139,29 @@ def _reported(place: StoragePath) -> Iterator[None]:
 
 
 def _find(place: StoragePath, named: Newest | None = None, run: Format | None = None) -> _Place:
-    """Find out what a path is, perhaps the checkpoint that counts in a `run`."""
+    """Return the checkpoint at a path; `named` says that it is the newest one of a `run`."""
     if "\0" in str(place):
         raise CheckpointError(f"{str(place)!r}: a path cannot hold a NUL; check it")
     try:
-        there = place.names()
+        names = place.names()
     except NotADirectoryError:
         return _find_file(place)
     except FileNotFoundError:
         raise CheckpointError(f"{place}: there is no such checkpoint; check the path") from None
-    if not there:
+    if not names:
         raise CheckpointError(f"{place}: is empty, so there is no checkpoint in it; check the path")
-    format = format_of(there) or (run if named and named.of_run else None)
+    format = format_of(names) or (run if named and named.of_run else None)
     if format is not None and named is not None:
         return _Place(place, place, format, named.note)
     if format is not None:
-        return _find_in(place, there, format)
-    for name in there:
-        part = part_of_several(name, lambda: there)
+        return _find_in(place, names, format)
+    for name in names:
+        part = part_of_several(name, lambda: names)
         if part is not None:
             raise CheckpointError(f"{place}: {name} is {part_text(part)}")
-    problem = not_read(there) or _nearby(place, there)
+    problem = _not_read(names) or _nearby(place, names)
     if not problem:
-        *others, last = dict.fromkeys(one.known_by for one in formats() if one.known_by)
+        *others, last = dict.fromkeys(other.known_by for other in formats() if other.known_by)
         problem = (
             f"has no {', '.join(others)} or {last}; this is not a checkpoint of a format that is "
             "known, or its save did not finish"
@@ -133,28 +169,29 @@ def _find(place: StoragePath, named: Newest | None = None, run: Format | None = 
     raise CheckpointError(f"{place}: {problem}")
 
 
-def _find_in(place: StoragePath, there: Sequence[str], format: Format) -> _Place:
+def _find_in(place: StoragePath, names: Sequence[str], format: Format) -> _Place:
     """Return the checkpoint in a directory of a format, which may be that of a run."""
-    newest = None if format.newest is None else format.newest(place, there)
+    newest = None if format.newest is None else format.newest(place, names)
     if newest is None:
         return _Place(place, place, format)
     return _find(newest.place, newest, format)
 
 
 def _find_file(place: StoragePath) -> _Place:
-    """Find out what a file is, or is a part of."""
-    if problem := not_read((place.name,)):
+    """Return the checkpoint that a file is, or is a part of."""
+    if problem := _not_read((place.name,)):
         raise CheckpointError(f"{place}: {problem}")
     with place.open() as file:
         start = FileStart(
             place.name, file.read(0, min(file.num_bytes, _HEAD_BYTES)), file.num_bytes
         )
-    for asked in built_in, installed:
+    names = (place.name,)
+    for asked in partial(built_in, names), installed:
         for format in asked():
             directory = format.directory_of(place)
             if directory is not None:
-                there = directory.names()
-                return _find_in(directory, there, format)
+                siblings = directory.names()
+                return _find_in(directory, siblings, format)
         for format in asked():
             # The name says more than how a file begins: many formats use zips.
             if place.name.endswith(format.extensions) and format.reads_file(start):
@@ -171,39 +208,44 @@ def _find_file(place: StoragePath) -> _Place:
 
 
 def _alone(place: StoragePath, format: Format) -> _Place:
-    """Return what is at a file, which may name others beside it."""
+    """Return the checkpoint that a file is, perhaps with others beside it."""
     return _Place(place, place.parent if format.names_others(place.name) else place, format)
 
 
-def _nearby(place: StoragePath, there: Sequence[str]) -> str:
-    """Return which checkpoints lie in a directory that is none, or which files could be ones."""
+def _nearby(place: StoragePath, names: Sequence[str]) -> str:
+    """Return which checkpoints lie below a directory, or which files in it could be one."""
     start = "is not a checkpoint itself, but there"
     level = [place]
     # In a store every look would be a request.
     for _ in range(0 if place.requests else _DEPTH):
         below = (at / name for at in level for name in _names(at) if not name.startswith("."))
         level = list(islice((path for path in below if path.is_dir()), _MOST_DIRECTORIES))
-        known = [(path, at.called) for path in level if (at := format_of(_names(path)))]
-        if len(known) == 1:
-            return f"{start} is one in it: name {known[0][0]} ({known[0][1]})"
-        if known:
+        checkpoints = [(path, at.called) for path in level if (at := format_of(_names(path)))]
+        if len(checkpoints) == 1:
+            return f"{start} is one in it: name {checkpoints[0][0]} ({checkpoints[0][1]})"
+        if checkpoints:
             return f"{start} are some in it: " + _some(
-                [f"{path.relative_to(place)} ({name})" for path, name in known]
+                [f"{path.relative_to(place)} ({name})" for path, name in checkpoints]
             )
-    files = [name for name in there if name.endswith((".pt", ".pth", ".bin", ".ckpt"))]
+    files = [name for name in names if name.endswith((".pt", ".pth", ".bin", ".ckpt"))]
     return f"{start} are files of torch in it: {_some(files)}" if files else ""
 
 
-def _some(found: Sequence[str]) -> str:
-    return f"{first_of(found, _SHOWN)}; name one of them"
+def _some(names: Sequence[str]) -> str:
+    return f"{first_of(names, _SHOWN)}; name one of them"
 
 
 def _names(directory: StoragePath) -> list[str]:
     """Return the names in a directory; step-9 comes before step-10."""
     try:
-        return sorted(
-            directory.names(),
-            key=lambda name: re.sub(r"[0-9]{1,18}", lambda number: number[0].zfill(18), name),
-        )
+        return natural_order(directory.names())
     except OSError:
         return []
+
+
+def _not_read(names: Sequence[str]) -> str | None:
+    """Return what a directory with these names, or a file, is that is not read, and what helps."""
+    for kind, pattern, remedy in _NOT_READ:
+        if any(re.fullmatch(pattern, name) for name in names):
+            return f"is of {kind}, which is not read; {remedy}"
+    return None

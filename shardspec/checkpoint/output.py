@@ -18,10 +18,9 @@ from typing import TYPE_CHECKING, Final, TypeAlias
 
 from isal.isal_zlib import crc32_combine
 
-from shardspec.checkpoint.agree import Processes
 from shardspec.checkpoint.catalog import Catalog, distinct
-from shardspec.checkpoint.destination import Destination
 from shardspec.checkpoint.options import WriteOptions
+from shardspec.checkpoint.prepare import Destination
 from shardspec.checkpoint.read_boxes import (
     BLOCK_BYTES,
     Buffers,
@@ -30,9 +29,10 @@ from shardspec.checkpoint.read_boxes import (
     read_box,
     stretches,
 )
-from shardspec.checkpoint.storage.path import Staged, Staging, StoragePath, WriteAt
+from shardspec.checkpoint.storage.path import Staged, Staging, WriteAt
 from shardspec.checkpoint.storage.reading import AHEAD_BYTES, OpenFiles, prefetch_map
 from shardspec.checkpoint.targets import Extent, RawBytes, Target
+from shardspec.comm.together import Processes
 from shardspec.dtypes import is_cast, item_bytes
 from shardspec.errors import CheckpointError
 from shardspec.resharding.digests import TensorDigest
@@ -46,7 +46,7 @@ _TASK_BYTES: Final = 32 << 20
 _TASKS_AHEAD: Final = 2
 """Per thread."""
 _ROUND_BYTES: Final = 4 << 30
-"""About so much does each of several processes copy before it hears how the others fare."""
+"""About how much each process copies before it hears whether the others have failed."""
 _MAX_OPEN: Final = 128
 """Files that a thread has open to be written."""
 
@@ -107,29 +107,29 @@ class Output:
         self,
         source: Catalog,
         target: Target,
-        path: StoragePath,
+        destination: Destination,
         options: WriteOptions,
         processes: Processes,
     ) -> None:
-        self.source, self.target, self.path = source, target, path
-        self.whole_files = path.whole_files
+        self.source, self.target, self.destination = source, target, destination
+        self.path = destination.path
+        self.whole_files = self.path.whole_files
         self.options, self.processes = options, processes
         self.digested = options.verify or target.digested
         """Whether the CRC-32 of what is written is computed."""
-        self._digesting = options.digests is not None or source.wants_digests
         self.losses: CastLosses | None = None
         self.tensor_digests: dict[str, TensorDigest] = {}
-        """Of what was written, if they are wanted."""
+        """Digests of what was written, if they are wanted."""
         self._crcs = [array("I", bytes(4 * len(file.extents))) for file in target.files]
         """CRC-32 of every extent of every file, if they are computed."""
         self._file_crcs: dict[str, int] = {}
-        """Those of the files that are complete."""
+        """The same for whole files that are complete."""
         rank, size = processes.rank, processes.size
         self._tasks = partial(plan_tasks, target, rank, size, whole_files=self.whole_files)
         self._left: Counter[str] = Counter()
         """How many extents of each tensor are still to be copied."""
         self._checks: dict[str, Checks] = {}
-        """Of the tensors of which some extents are copied."""
+        """Those of the tensors that are partly copied."""
         self._done = self._total = tasks = 0
         for task in self._tasks():
             tasks += 1
@@ -147,14 +147,14 @@ class Output:
         self._failed, self._lock = Event(), Lock()
 
     @contextmanager
-    def _begun(self, destination: Destination) -> Iterator[None]:
-        """Stage all files, or join the process that has; they appear at the end of the block."""
+    def _begun(self) -> Iterator[None]:
+        """Stage all files, or join the process that has; the end of the block publishes them."""
         processes, directory = self.processes, self.target.directory
         files = {file.name: file.num_bytes for file in self.target.files}
         listing = None if self.target.listing is None else self.target.listing.name
         if listing is not None:
             files[listing] = 0
-        output = Staging(files, directory, self.options.overwrite, listing, *destination[1:])
+        output = Staging(files, directory, self.options.overwrite, listing, *self.destination[1:])
 
         def begin(token: object = None) -> object:
             staged = self.path.stage(output) if first else self.path.join(output, token)
@@ -170,11 +170,11 @@ class Output:
     def _extent(self, at: tuple[int, int]) -> Extent:
         return self.target.files[at[0]].extents[at[1]]
 
-    def write(self, destination: Destination) -> Written:
+    def write(self) -> Written:
         """Write all files; the first of several processes completes the output."""
         processes, first = self.processes, self.processes.rank == 0
         with ExitStack() as stack:
-            stack.enter_context(self._begun(destination))
+            stack.enter_context(self._begun())
             self._run()
             crcs = [
                 (file, number, self._crcs[file][number])
@@ -183,8 +183,8 @@ class Output:
             ]
             copied = processes.gather((crcs, self._file_crcs, self.losses, self.tensor_digests))
             for *_, digests in copied[: processes.rank] + copied[processes.rank + 1 :]:
-                for name, one in digests.items():
-                    self._add_digest(name, one)
+                for name, digested in digests.items():
+                    self._add_digest(name, digested)
             self._staged.published = not first
             written = processes.agree(lambda: self._finish(copied) if first else [])
             # Here the output appears under its name.
@@ -208,8 +208,7 @@ class Output:
                 self._complete(number)
             written.append((name, num_bytes, self._file_crcs[name]))
         self.source.check_unchanged()
-        if self.source.wants_digests:
-            self.source.check_written(self.tensor_digests)
+        self.source.check_written(self.tensor_digests)
         if self.target.listing is not None:
             written.append(self._write_listing(*self.target.listing))
         return written
@@ -245,7 +244,7 @@ class Output:
         with prefetch_map(self._tasks(), work, ahead, threads) as done:
             try:
                 for _ in range(self._rounds):
-                    self.processes.agree(lambda: self._finish_tasks(done))
+                    self.processes.agree(lambda: list(islice(done, self._tasks_per_round)))
                 if self.processes.size > 1:
                     self.processes.agree(self.source.check_unchanged)
             except BaseException:
@@ -270,11 +269,6 @@ class Output:
                 for offset, data in self._blocks(file, number, files, buffers):
                     writers[file](offset, data)
 
-    def _finish_tasks(self, done: Iterator[None]) -> None:
-        """Wait for the tasks of a round."""
-        for _ in islice(done, self._tasks_per_round):
-            pass
-
     def _blocks(self, file: int, number: int, files: OpenFiles, buffers: Buffers) -> _Blocks:
         """Yield what goes into a file, and where; note the CRC-32 of all if it is computed.
 
@@ -286,15 +280,16 @@ class Output:
             new = Checks(stored, distinct(stored))
             checks = self._checks.setdefault(tensor.source, new)
         casts = is_cast(stored.dtype, tensor.dtype)
-        digested = TensorDigest(tensor.dtype, tensor.shape) if self._digesting else None
+        wanted = self.options.digests is not None or tensor.source in self.source.wants_digests
+        digested = TensorDigest(tensor.dtype, tensor.shape) if wanted else None
         crc = done = 0
-        for block, known in read_box(stored, box, files, buffers, checks):
+        for block, stored_crc in read_box(stored, box, files, buffers, checks):
             data = self._cast(block, stored.dtype, tensor.dtype, tensor.name) if casts else block
             # After a cast, a block may be longer.
             for part in (data[n : n + BLOCK_BYTES] for n in range(0, len(data), BLOCK_BYTES)):
                 of_part = 0
                 if self.digested:
-                    of_part = crc32(part) if known is None or casts else known
+                    of_part = crc32(part) if stored_crc is None or casts else stored_crc
                 yield at, part
                 if digested is not None:
                     digested = digested.with_bytes(part, box, done // item_bytes(tensor.dtype))

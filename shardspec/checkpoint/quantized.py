@@ -46,7 +46,7 @@ _CONFIGS: Final = {
     "quantization_config.json": True,
     "params.json": False,
 }
-"""Files that say how weights are quantised, and whether all of one does."""
+"""Files that say how weights are quantised, and whether the whole file does."""
 SECTIONS: Final = frozenset({"quantization_config", "quantization", "compression_config"})
 QUANTISED_BY: Final = frozenset(name for name, whole in _CONFIGS.items() if whole)
 """Files that say nothing else."""
@@ -145,19 +145,19 @@ class Stated(NamedTuple):
     sizes: frozenset[int] = frozenset()
     """Of blocks and groups, in numbers."""
     last: Shape = ()
-    """Blocks of the last dims, where all weights of 8 bits have such."""
+    """Block of the last dims, where all weights of 8 bits have the same."""
     bits: frozenset[int] = frozenset()
     whole_rows: bool = False
     """Whether some tensors or rows have one scale."""
     reordered: bool | None = None
     """Whether the rows of a group lie anywhere; None where nothing says it."""
     torchao: Mapping[str, tuple[Shape, str]] = {}
-    """Codes to their block in numbers, and torchao's class; without a block where it is not known
-    how the codes lie."""
+    """Codes to their block in numbers, and torchao's class; the block is empty where the order of
+    the codes is not known."""
 
     @property
     def own_order(self) -> bool:
-        """Whether codes lie in an order that is not known here."""
+        """Whether codes lie in an order that shardspec does not know."""
         return any(map(_OWN_ORDER.fullmatch, self.methods))
 
 
@@ -195,8 +195,8 @@ def stated_by(stated: Sequence[object], metadata: Mapping[str, str]) -> Stated:
             if key in ("quant_method", "quant_algo", "format", "checkpoint_format")
             and isinstance(value, str)
         ),
-        sizes=frozenset(size for some in sizes for size in some),
-        last=next((some for some in sizes if len(some) == 2), ()),
+        sizes=frozenset(size for numbers in sizes for size in numbers),
+        last=next((numbers for numbers in sizes if len(numbers) == 2), ()),
         bits=frozenset(bits for key, value in pairs if key in _BITS for bits in _numbers(value)),
         whole_rows=any(
             (key == "strategy" and value in ("tensor", "channel", "token"))
@@ -240,19 +240,19 @@ def quantised(tensors: Mapping[str, tuple[Shape, str]], stated: Stated) -> Quant
             if inside or of_computed(name):
                 why.setdefault(name, "the config says that weights are quantised")
     blocks = {}
-    alone = {other for given in companions.values() for _, other in given} - companions.keys()
+    alone = {other for group in companions.values() for _, other in group} - companions.keys()
     for name in why.keys() - alone:
         shape, dtype = tensors[name]
-        given = [(kind, other, tensors[other][0]) for kind, other in companions.get(name, ())]
-        if any(kind.grid for kind, *_ in given) or _NARROW.fullmatch(dtype):
-            found = _blocks(name, shape, dtype, given, stated)
-            if found.scales or any(side > 1 for side in found.sides):
-                blocks[name] = found
+        group = [(kind, other, tensors[other][0]) for kind, other in companions.get(name, ())]
+        if any(kind.grid for kind, *_ in group) or _NARROW.fullmatch(dtype):
+            cuts = _blocks(name, shape, dtype, group, stated)
+            if cuts.scales or any(side > 1 for side in cuts.sides):
+                blocks[name] = cuts
     return Quantised(dict(sorted(why.items())), blocks)
 
 
 def _codes_of(name: str, tensors: Mapping[str, tuple[Shape, str]]) -> tuple[str, _Companion | None]:
-    """Return the codes that a tensor goes with, and as what; no kind if it goes with none."""
+    """Return the codes that a tensor belongs to, and as what; no kind if it belongs to none."""
     for kind in _COMPANIONS:
         match = kind.name.fullmatch(name)
         if match is None:
@@ -280,14 +280,14 @@ def _blocks(
     name: str,
     shape: Shape,
     dtype: str,
-    given: Sequence[tuple[_Companion, str, Shape]],
+    companions: Sequence[tuple[_Companion, str, Shape]],
     stated: Stated,
 ) -> Blocks:
     """Return where codes may be cut: all elements of a dim are between cuts if it is not cut."""
     last = name.rpartition(".")[2]
     if name in stated.torchao:
         return Blocks(_torchao_block(shape, dtype, *stated.torchao[name]))
-    grids = [(kind, other, grid) for kind, other, grid in given if kind.grid]
+    grids = [(kind, other, grid) for kind, other, grid in companions if kind.grid]
     by_order = stated.own_order or last in ("W_q", "codes", "trellis", "Qidxs", "q_weight")
     if by_order or last in ("indices", "dense_weights"):
         return Blocks(shape)
@@ -302,18 +302,18 @@ def _blocks(
     scales = []
     for kind, other, grid in grids:
         if kind.flat:
-            found = _of_runs(shape, prod(grid), nested=other.endswith("nested_absmax"))
+            sides = _of_runs(shape, prod(grid), nested=other.endswith("nested_absmax"))
         elif name.endswith("_blocks") and grid == shape[:-1]:
-            found = (*block[1:], shape[-1])
+            sides = (*block[1:], shape[-1])
         else:
-            found = _of_grid(shape, dtype, grid, stated)
+            sides = _of_grid(shape, dtype, grid, stated)
             if last == "_data" and any(a > b for a, b in zip(grid, shape, strict=False)):
                 return Blocks(shape)
             if len(grid) == len(shape):
-                scales.append((other, found))
-        block = tuple(map(lcm, block, found))
-    # GPTQ: which group a row is of is said in g_idx.
-    indexed = any(other.endswith("g_idx") for _, other, _ in given)
+                scales.append((other, sides))
+        block = tuple(map(lcm, block, sides))
+    # GPTQ: g_idx says which group a row belongs to.
+    indexed = any(other.endswith("g_idx") for _, other, _ in companions)
     along = 0 if last == "qweight" else len(shape) - 1
     if indexed and stated.reordered is not False and block[along] > 1:
         block = (*block[:along], shape[along], *block[along + 1 :])
@@ -321,7 +321,7 @@ def _blocks(
 
 
 def _of_grid(shape: Shape, dtype: str, grid: Shape, stated: Stated) -> Shape:
-    """Return the block, given the shape of scales: a number for each block along each dim."""
+    """Return the block, given the shape of the scales: one number for each block."""
     if len(grid) != len(shape):
         grid = tuple(count for count in grid if count > 1)
         rest = iter(shape)
@@ -334,7 +334,7 @@ def _of_grid(shape: Shape, dtype: str, grid: Shape, stated: Stated) -> Shape:
 
 
 def _side(size: int, count: int, dtype: str, stated: Stated) -> int:
-    """Return the elements along a dim that share one of so many scales.
+    """Return how many elements along a dim share a scale, if there are `count` scales.
 
     Where nothing states it, a cut has to suit every number that the shapes allow for: blocks of a
     power of two, and blocks that divide the dim.
@@ -391,7 +391,7 @@ def _torchao(metadata: Mapping[str, str]) -> Iterator[tuple[str, tuple[Shape, st
             continue
         data, names = described.get("_data"), described.get("_tensor_data_names")
         home, _, weight = key.rpartition(".")
-        # Of the others scales lie as the codes do.
+        # Scales of the other classes lie as their codes do.
         if not (isinstance(data, dict) and isinstance(names, list) and "qdata" in names):
             continue
         if data.get("is_swizzled_scales") is not False:
@@ -402,14 +402,19 @@ def _torchao(metadata: Mapping[str, str]) -> Iterator[tuple[str, tuple[Shape, st
 def sections(directory: StoragePath) -> Iterator[dict[str, object]]:
     """Yield the parts of configs that say how weights are quantised."""
     for name, whole in _CONFIGS.items():
-        if not (directory / name).is_file():
-            continue
-        with file_inside(directory, name, directory).open() as file:
-            stated = _json(file.read(0, min(file.num_bytes, _MOST_CONFIG_BYTES)))
+        stated = json_beside(directory, name)
         if whole and isinstance(stated, dict):
             yield stated
         else:
             yield from sections_of(stated)
+
+
+def json_beside(directory: StoragePath, name: str) -> object:
+    """Return what a JSON file in a directory says; None if none is there that can be read."""
+    if not (directory / name).is_file():
+        return None
+    with file_inside(directory, name, directory).open() as file:
+        return _json(file.read(0, min(file.num_bytes, _MOST_CONFIG_BYTES)))
 
 
 def sections_of(config: object) -> Iterator[dict[str, object]]:

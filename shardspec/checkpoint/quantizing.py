@@ -11,10 +11,7 @@ from numpy.typing import NDArray
 from shardspec.checkpoint.blocks import to_mx, to_scaled
 from shardspec.checkpoint.catalog import (
     Catalog,
-    StoredBox,
     StoredTensor,
-    check_tiling,
-    whole_box,
 )
 from shardspec.checkpoint.check_quantized import quantised_in
 from shardspec.checkpoint.choice import Choice, Patterns, wanted_names
@@ -29,6 +26,7 @@ from shardspec.checkpoint.numeric import cast
 from shardspec.checkpoint.quantized import Shape, sections, sections_of
 from shardspec.checkpoint.read_boxes import Buffers
 from shardspec.checkpoint.schemes import MX, QUANTIZATIONS, ScaleRule
+from shardspec.checkpoint.tiling import check_tiling
 from shardspec.dtypes import dtype_name, is_cast, is_floating, item_bytes, packed
 from shardspec.errors import CheckpointError, DTypeError
 from shardspec.families.linear import LinearLayers, is_listed, module_of
@@ -70,7 +68,8 @@ def quantise_of(kind: str | None, rule: str | None, include: Patterns | None) ->
             f"scales of {kind} by the rule {shown(rule)} are not known; for fp8-128x128 there are "
             f"{' and '.join(rules)}, and the scales of others are powers of two"
         )
-    return Quantise(kind, next((one for one in rules if one == rule), "transformers"), include)
+    scale_rule = next((other for other in rules if other == rule), "transformers")
+    return Quantise(kind, scale_rule, include)
 
 
 class _Weight(NamedTuple):
@@ -103,15 +102,15 @@ class _Quantiser:
         self.height = max(1, _TILE // (high * self.width)) * high
         self.reads = bytes_in_files((tensor,))
 
-    def tile(self, matrix: int, row: int, column: int, *, scales: bool = False) -> NDArray[Any]:
+    def tile(self, matrix: int, row: int, column: int, *, scales: bool) -> NDArray[Any]:
         """Return the codes of the tile that begins at a row and a column, or its scales."""
         key = self.weight.source, matrix, row, column
 
         def made() -> tuple[NDArray[Any], int]:
             both = self._quantised(matrix, row, column)
             # Whichever is read first, the other is to be there.
-            for kept, found in zip(self._kept, both, strict=True):
-                kept.get(key, partial(_sized, found))
+            for kept, result in zip(self._kept, both, strict=True):
+                kept.get(key, partial(_sized, result))
             return _sized(both[scales])
 
         return self._kept[scales].get(key, made)
@@ -121,8 +120,8 @@ class _Quantiser:
         rows = row, min(row + self.height, weight.rows)
         columns = column, min(column + self.width, weight.columns)
         if weight.transposed:
-            some = self._source.rows(matrix, *columns, (rows,))
-            raw = np.ascontiguousarray(some.T)
+            columns_first = self._source.rows(matrix, *columns, (rows,))
+            raw = np.ascontiguousarray(columns_first.T)
         else:
             raw = self._source.rows(matrix, *rows, (columns,))
         dtype = self._source.tensor.dtype
@@ -141,60 +140,30 @@ def _sized(made: NDArray[Any]) -> tuple[NDArray[Any], int]:
     return made, made.nbytes
 
 
-class _Codes(ComputedMatrices):
-    """The codes of a weight."""
+class _CodesOrScales(ComputedMatrices):
+    """The codes of a weight, or its scales."""
 
-    def __init__(self, quantiser: _Quantiser) -> None:
+    def __init__(self, quantiser: _Quantiser, *, scales: bool) -> None:
         weight = quantiser.weight
-        self._half = 2 if quantiser.four else 1
-        super().__init__(weight.rows, weight.columns // self._half, "uint8", quantiser.reads)
-        self._quantiser = quantiser
+        self.each = quantiser.block if scales else (1, 2 if quantiser.four else 1)
+        """Rows and columns of the weight that become one element."""
+        high, wide = self.each
+        dtype = "float32" if high > 1 else "uint8"
+        sides = -(-weight.rows // high), -(-weight.columns // wide)
+        super().__init__(*sides, dtype, quantiser.reads)
+        self._quantiser, self._scales = quantiser, scales
 
     def make(self, matrix: int, row: int, column: int, out: NDArray[Any]) -> None:
         """Fill `out` with a part of a matrix, from a row and a column on."""
-        tiles, width = self._quantiser, self._quantiser.width // self._half
-        _from_tiles(out, (row, column), (tiles.height, width), partial(self._tile, matrix))
-
-    def _tile(self, matrix: int, row: int, column: int) -> NDArray[Any]:
-        return self._quantiser.tile(matrix, row, column * self._half)
-
-
-class _Scales(ComputedMatrices):
-    """The scales of a weight."""
-
-    def __init__(self, quantiser: _Quantiser) -> None:
-        weight, (high, wide) = quantiser.weight, quantiser.block
-        grid = -(-weight.rows // high), -(-weight.columns // wide)
-        super().__init__(*grid, "float32" if high > 1 else "uint8", quantiser.reads)
-        self._quantiser = quantiser
-
-    def make(self, matrix: int, row: int, column: int, out: NDArray[Any]) -> None:
-        """Fill `out` with a part of a matrix, from a row and a column on."""
-        tiles, (high, wide) = self._quantiser, self._quantiser.block
-        size = tiles.height // high, tiles.width // wide
-        _from_tiles(out, (row, column), size, partial(self._tile, matrix))
-
-    def _tile(self, matrix: int, row: int, column: int) -> NDArray[Any]:
-        high, wide = self._quantiser.block
-        found = self._quantiser.tile(matrix, row * high, column * wide, scales=True)
-        return found.view(f"u{found.itemsize}")
-
-
-def _from_tiles(
-    out: NDArray[Any],
-    at: tuple[int, int],
-    size: tuple[int, int],
-    tile: Any,  # noqa: ANN401
-) -> None:
-    """Fill `out`, part of a matrix from a place on, from tiles of a size."""
-    row, column = at
-    high, wide = size
-    for top in range(row // high * high, row + out.shape[0], high):
-        for left in range(column // wide * wide, column + out.shape[1], wide):
-            inner = tile(top, left)[max(row - top, 0) :, max(column - left, 0) :]
-            part = out[max(top - row, 0) :, max(left - column, 0) :]
-            sides = tuple(map(min, inner.shape, part.shape))
-            part[: sides[0], : sides[1]] = inner[: sides[0], : sides[1]]
+        tiles, (high, wide) = self._quantiser, self.each
+        down, across = tiles.height // high, tiles.width // wide
+        for top in range(row // down * down, row + out.shape[0], down):
+            for left in range(column // across * across, column + out.shape[1], across):
+                tile = tiles.tile(matrix, top * high, left * wide, scales=self._scales)
+                inner = tile.view(out.dtype)[max(row - top, 0) :, max(column - left, 0) :]
+                part = out[max(top - row, 0) :, max(left - column, 0) :]
+                sides = tuple(map(min, inner.shape, part.shape))
+                part[: sides[0], : sides[1]] = inner[: sides[0], : sides[1]]
 
 
 class QuantisedCatalog(ComputedCatalog):
@@ -222,23 +191,14 @@ class QuantisedCatalog(ComputedCatalog):
         source = self.base.tensor(weight.source)
         check_tiling(source)
         quantiser = _Quantiser(weight, source, self._how, self._dtype, self._recent, self._spare)
-        made: ComputedMatrices = _Codes(quantiser) if is_codes else _Scales(quantiser)
-        high, wide = quantiser.block
-        grid = -(-weight.rows // high), -(-weight.columns // wide)
-        if is_codes:
-            dtype = "uint8" if quantiser.four else "float8_e4m3fn"
-            inner: Shape = (weight.rows, made.columns)
-            if quantiser.four and weight.transposed:
-                inner = (*grid, MX // 2)
-        else:
-            dtype, inner = "float32" if high > 1 else "uint8", grid
+        made = _CodesOrScales(quantiser, scales=not is_codes)
+        dtype = "float8_e4m3fn" if is_codes and not quantiser.four else made.dtype
+        inner: Shape = (made.rows, made.columns)
+        if is_codes and quantiser.four and weight.transposed:
+            inner = (weight.rows, weight.columns // MX, MX // 2)
         shape = (*weight.lead, *inner)
         spec = source.spec if is_codes and shape == source.shape else None
-        if 0 in shape:
-            return StoredTensor(name, shape, dtype, spec, (), ())
-        first = source.boxes[0]
-        box = StoredBox(whole_box(shape), (), first.rank, first.path, 0, None, None, made)
-        return StoredTensor(name, shape, dtype, spec, (), (box,))
+        return self._made_tensor(name, shape, dtype, spec, source, made)
 
 
 def quantised_as(

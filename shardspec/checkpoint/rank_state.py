@@ -1,4 +1,4 @@
-"""What each rank holds of a state dict, and that all ranks agree on it before anything is done."""
+"""Which shards of a state dict each rank has; all ranks agree on it before anything is done."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -8,7 +8,6 @@ from operator import itemgetter
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 
 from shardspec.boxes import Box
-from shardspec.checkpoint.agree import agree, check_same
 from shardspec.checkpoint.catalog import box_text, replica_holders
 from shardspec.checkpoint.formats.safetensors import encode_header
 from shardspec.checkpoint.read_boxes import crc32
@@ -16,6 +15,7 @@ from shardspec.checkpoint.state_dict import FlatState, Leaf, flatten
 from shardspec.comm.agreement import on_all_ranks
 from shardspec.comm.communicator import Communicator
 from shardspec.comm.steps import ReduceOp
+from shardspec.comm.together import agree, check_same
 from shardspec.errors import CheckpointError, DTypeError
 from shardspec.layout.layout import Layout, LayoutCell
 from shardspec.layout.picture import ids_text
@@ -25,9 +25,7 @@ from shardspec.resharding.state import leaves
 from shardspec.text import counted
 
 if TYPE_CHECKING:
-    import numpy as np
     import torch
-    from numpy.typing import NDArray
 
 Replicas: TypeAlias = Literal["equal", "first"]
 """What copies of a box on several ranks have to be, or which of them is saved."""
@@ -43,12 +41,6 @@ class Described:
     shards: Mapping[str, Mapping[int, "torch.Tensor"]]
     layouts: Mapping[str, Layout]
 
-    def bits_of(self, name: str, rank: int, box: Box) -> "NDArray[np.generic]":
-        """Return one of a rank's boxes as the bits of its elements."""
-        from shardspec.tensor.shards import bits_of
-
-        return bits_of(box_of_shard(self.shards[name][rank], self.layouts[name], rank, box))
-
     def bytes_of(self, name: str, rank: int, box: Box) -> Iterator[memoryview]:
         """Yield the bytes of one of a rank's boxes, row-major; copied only where they lie apart."""
         import torch
@@ -62,24 +54,26 @@ class Described:
 
 
 def communicator_of_state(state_dict: Mapping[str, Any]) -> Communicator:
-    """Return who holds a state dict: by the largest mesh, of which the others are slices.
+    """Return the communicator of a state dict: that of the largest mesh; others are its slices.
 
-    All ranks of the job are told of an error.
+    An error is raised on all ranks of the job.
     """
     from torch.distributed.tensor import DTensor as TorchDTensor
 
     from shardspec.comm.process_group import communicator_of, telling_job
     from shardspec.tensor.dtensor import DTensor
 
-    found: dict[object, Communicator] = {}
+    communicators: dict[object, Communicator] = {}
     with telling_job():
         for _, value in leaves(state_dict):
             if isinstance(value, DTensor):
-                found[value.layout.mesh] = value.communicator
-            elif isinstance(value, TorchDTensor) and value.device_mesh not in found:
-                found[value.device_mesh] = communicator_of(DeviceMesh.from_torch(value.device_mesh))
-    if found:
-        return max(found.values(), key=lambda communicator: communicator.mesh.size())
+                communicators[value.layout.mesh] = value.communicator
+            elif isinstance(value, TorchDTensor) and value.device_mesh not in communicators:
+                communicators[value.device_mesh] = communicator_of(
+                    DeviceMesh.from_torch(value.device_mesh)
+                )
+    if communicators:
+        return max(communicators.values(), key=lambda communicator: communicator.mesh.size())
     return communicator_of(world_mesh())
 
 
@@ -91,7 +85,7 @@ def world_mesh() -> DeviceMesh:
 
 
 def describe(state_dict: Mapping[str, Any], communicator: Communicator) -> Described:
-    """Check every value, and say how it is laid out."""
+    """Check every value, and return the layouts of tensors."""
     flat = flatten(state_dict)
     shards, layouts = {}, {}
     for name, value in sorted(flat.tensors.items(), key=itemgetter(0)):
@@ -132,7 +126,7 @@ def _shards_of(
 
 
 def on_larger_mesh(layout: Layout, mesh: DeviceMesh) -> Layout | None:
-    """Return a layout on a mesh of which its own is a slice; None if it is none."""
+    """Return a layout on a larger mesh; None if its own mesh is not a slice of that."""
     if layout.mesh == mesh:
         return layout
     axes = _axes_on(layout.mesh, mesh)
@@ -214,25 +208,25 @@ def check_replicas_of_ranks(what: Described, communicator: Communicator) -> None
 
     def crcs() -> dict[int, list[int]]:
         """Return by rank the CRC-32 of each of its shared boxes, in the order of `shared`."""
-        found: dict[int, list[int]] = {rank: [] for rank in communicator.addressable}
+        crcs_of: dict[int, list[int]] = {rank: [] for rank in communicator.addressable}
         # A plain tensor is one object for all devices of this process.
-        known: dict[tuple[int, Box], int] = {}
+        digested: dict[tuple[int, Box], int] = {}
         for name, box, ranks in shared:
-            for rank in found.keys() & ranks:
+            for rank in crcs_of.keys() & ranks:
                 key = id(what.shards[name][rank]), box
-                if key not in known:
+                if key not in digested:
                     pieces = what.bytes_of(name, rank, box)
-                    known[key] = reduce(lambda crc, piece: crc32(piece, crc), pieces, 0)
-                found[rank].append(known[key])
-        return found
+                    digested[key] = reduce(lambda crc, piece: crc32(piece, crc), pieces, 0)
+                crcs_of[rank].append(digested[key])
+        return crcs_of
 
     gathered = communicator.gather(agree(communicator, crcs))
-    left = {rank: iter(found) for rank, found in gathered.items()}
+    remaining = {rank: iter(values) for rank, values in gathered.items()}
     differ: dict[str, str] = {}
     for name, box, ranks in shared:
         groups: dict[int, list[int]] = {}
         for rank in ranks:
-            groups.setdefault(next(left[rank]), []).append(rank)
+            groups.setdefault(next(remaining[rank]), []).append(rank)
         if len(groups) > 1 and name not in differ:
             texts = [f"rank{'s' * (len(g) > 1)} {ids_text(g)}" for g in groups.values()]
             whose = ", another on ".join(texts[:3]) + (", and more" if texts[3:] else "")

@@ -5,7 +5,7 @@ by the system (copy_file_range), and the bytes can be checked on the way. Memory
 the size of a tensor.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
 from itertools import product
@@ -27,7 +27,7 @@ from shardspec.checkpoint.catalog import (
     row_major_strides,
     whole_box,
 )
-from shardspec.checkpoint.storage.path import FileStretch, StoragePath
+from shardspec.checkpoint.storage.path import FileStretch, SourceFile, StoragePath
 from shardspec.checkpoint.storage.reading import OpenFiles
 from shardspec.comm.senders import overlaps
 from shardspec.dtypes import item_bytes
@@ -38,13 +38,12 @@ if TYPE_CHECKING:
 
 BLOCK_BYTES: Final = 1 << 20
 """Most bytes that are copied at once: they fit the L2 cache of common CPUs."""
-_TORCH_SUFFIXES: Final = (".pt", ".pth", ".bin")
 _LONG_ROW: Final = 2048
 """Bytes from which rows are copied one by one, and not by numpy."""
 _PAGE: Final = 4096
 """Shorter gaps are read along: the system reads whole pages anyway."""
 _MAX_SPANS: Final = 64
-"""Spans of a box kept apart; there are more where columns are read of which not all are wanted."""
+"""Most separate spans of one box; reading some of its columns makes more."""
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
 Progress: TypeAlias = Callable[[int, int], None]
@@ -59,6 +58,14 @@ _Spans: TypeAlias = dict[int, tuple[int, int]]
 def crc32(data: Buffer, value: int = 0) -> int:
     """Return the CRC-32 of bytes (that of zlib and zip), going on from `value`."""
     return int(_crc32(data, value))
+
+
+def crc32_of(file: SourceFile, start: int, num_bytes: int) -> int:
+    """Return the CRC-32 of a stretch of a file."""
+    value, end = 0, start + num_bytes
+    for at in range(start, end, BLOCK_BYTES):
+        value = crc32(file.read(at, min(BLOCK_BYTES, end - at)), value)
+    return value
 
 
 def crc_text(value: int) -> str:
@@ -79,8 +86,8 @@ def pieces(files: OpenFiles, stretch: FileStretch) -> Iterator[tuple[int, memory
 class Checks:
     """Checks the digests of the boxes of one tensor while they are read, by threads, in any order.
 
-    `finish` reads what was not read yet. Without it, a box of which some bytes are never read, or
-    that is read in many pieces at once, is not checked.
+    `finish` reads what was not read yet. Without it, a box that is not read in full, or that is
+    read in many pieces at once, is not checked.
     """
 
     def __init__(self, tensor: StoredTensor, boxes: Iterable[StoredBox] | None = None) -> None:
@@ -105,12 +112,12 @@ class Checks:
         digest, length = stored.digest, memoryview(data).nbytes
         assert digest is not None, "only those with a digest are checked"
         key, end = (stored.path, digest), start + length
-        found = value = crc32(data)
+        crc = value = crc32(data)
         with self._lock:
             spans = self._open[key][1] if key in self._open else None
             # Gaps between the rows of one box are read as the rows of another.
             if spans is None or any(at < end and start < to for at, (to, _) in spans.items()):
-                return found
+                return crc
             before = next((at for at, (to, _) in spans.items() if to == start), None)
             if before is not None:
                 start, value = before, int(crc32_combine(spans.pop(before)[1], value, length))
@@ -130,7 +137,7 @@ class Checks:
             elif len(spans) > _MAX_SPANS:
                 spans.clear()
                 self._late[key] = self._open.pop(key)
-        return found
+        return crc
 
     def finish(self, files: OpenFiles) -> None:
         """Read the rest of the boxes that are not checked yet, and check them."""
@@ -146,7 +153,7 @@ class Checks:
 
 
 class BlockPart(NamedTuple):
-    """What a stored box holds of a block: bytes that lie in its file and in the block by steps."""
+    """The part of a block that a stored box has, with the steps between bytes in file and block."""
 
     stored: StoredBox
     start: int  # position of its first byte in the file
@@ -175,7 +182,7 @@ class BlockPart(NamedTuple):
 
 
 def block_part(stored: StoredBox, shared: Box, block: Box, width: int) -> BlockPart:
-    """Return where a box that a stored one and a block share lies; an element takes `width`."""
+    """Return where the box shared by a stored box and a block lies; `width` is in bytes."""
     inside = row_major_strides(box_shape(block), width)
     lies = stored.strides or row_major_strides(box_shape(stored.box), width)
     start, at = stored.offset, 0
@@ -204,9 +211,9 @@ def cut(
     Yields the bytes of each block, and its parts in stored boxes: of all addends that are pending.
     """
     width = item_bytes(tensor.dtype)
-    stored = [one for one in distinct(tensor) if intersect(one.box, target) is not None]
+    stored = [holder for holder in distinct(tensor) if intersect(holder.box, target) is not None]
     blocks = chunks(target, most // width)
-    for block, met in overlaps([one.box for one in stored], blocks):
+    for block, met in overlaps([holder.box for holder in stored], blocks):
         parts = [block_part(stored[number], shared, block, width) for number, shared in met]
         yield box_size(block) * width, parts
 
@@ -224,7 +231,7 @@ def stretches(tensor: StoredTensor, target: Box) -> Iterator[FileStretch]:
 
 
 class Buffers:
-    """Memory for one thread that copies: for a block of the target, and for what is put into it."""
+    """Memory of one thread: for a block of the target, and for what is copied into it."""
 
     def __init__(self) -> None:
         self.block = memoryview(bytearray(BLOCK_BYTES))
@@ -279,7 +286,7 @@ def _read_patched(
     checks: Checks | None,
     out: memoryview | None,
 ) -> Iterator[tuple[memoryview, None]]:
-    """Read a box of a tensor with deltas on it: all of the tensor is read, in order."""
+    """Read a box of a tensor that deltas change: the whole tensor is read, in order."""
     import numpy as np
 
     from shardspec.checkpoint.patches import Patching
@@ -319,6 +326,14 @@ def read_box_into(
     """Read one box of a tensor into flat memory; as `read_box`."""
     for _ in read_box(tensor, target, files, buffers, checks, out):
         pass
+
+
+def read_whole(tensor: StoredTensor, files: OpenFiles, buffers: Buffers) -> Iterator[memoryview]:
+    """Yield the bytes of a tensor in order, each block valid until the next; check digests."""
+    checks = Checks(tensor)
+    for block, _ in read_box(tensor, whole_box(tensor.shape), files, buffers, checks):
+        yield block
+    checks.finish(files)
 
 
 def _reduce(
@@ -393,79 +408,3 @@ def _spread(part: BlockPart, data: memoryview, room: memoryview) -> None:
     counts, steps, steps_in = zip(*outer, strict=True)
     source = np.ndarray(counts, item, data, 0, steps)
     np.copyto(np.ndarray(counts, item, room, part.at, steps_in), source)
-
-
-# --- the same box of two tensors
-
-
-def element_index(box: Box, element: int) -> tuple[int, ...]:
-    """Return where in the global tensor an element of a box lies."""
-    index: list[int] = []
-    for lo, hi in reversed(box):
-        element, at = divmod(element, hi - lo)
-        index.insert(0, lo + at)
-    return tuple(index)
-
-
-def read_both(
-    a: StoredTensor, b: StoredTensor, box: Box, files: OpenFiles
-) -> Iterator[tuple[Box, memoryview, memoryview]]:
-    """Yield the blocks of a box that both tensors have, and their bytes, valid until the next."""
-    buffers, most = Buffers(), max(item_bytes(a.dtype), item_bytes(b.dtype))
-    rooms = [memoryview(bytearray(BLOCK_BYTES)) for _ in range(2)]
-    for block in chunks(box, BLOCK_BYTES // most):
-        found = []
-        for tensor, room in zip((a, b), rooms, strict=True):
-            found.append(room[: box_size(block) * item_bytes(tensor.dtype)])
-            read_box_into(tensor, block, found[-1], files, buffers)
-        yield block, found[0], found[1]
-
-
-def check_replicas(
-    tensor: StoredTensor,
-    group: Sequence[StoredBox],
-    files: OpenFiles,
-    *,
-    trust_digests: bool = False,
-) -> None:
-    """Compare the elements of boxes that claim the same part of a tensor, bit by bit.
-
-    With `trust_digests`, those whose digests are equal are equal, without being read.
-    """
-    # Each by itself, wherever its elements lie in its file.
-    by_itself = replace(tensor, pending=(), patches=())
-    alone = [replace(by_itself, boxes=(replace(box, addend=()),)) for box in group]
-    first = group[0]
-    for other, of_other in zip(group[1:], alone[1:], strict=True):
-        if trust_digests and _same_digest(first, other, tensor.bytes_of(first)):
-            continue
-        for block, a, b in read_both(alone[0], of_other, first.box, files):
-            if a.tobytes() == b.tobytes():
-                continue
-            at = next(at for at, (x, y) in enumerate(zip(a, b, strict=True)) if x != y)
-            index = element_index(block, at // item_bytes(tensor.dtype))
-            remedy = "keep the right one of the two"
-            if first.path.suffix in _TORCH_SUFFIXES and first.box == whole_box(tensor.shape):
-                remedy += (
-                    " if they should be equal, as plain tensors are on all ranks; if each rank has "
-                    "a part, save it as a DTensor, and what is its own under a name for each rank"
-                )
-            elif len(tensor.shape) == 1 and first.path.suffix == ".distcp":
-                remedy += (
-                    "; but if ranks have saved flat parts of their own under one name, as FSDP1's "
-                    "local optimizer states are, keep all, and save them in a run of as many ranks "
-                    "with FSDP.optim_state_dict"
-                )
-            raise CheckpointError(
-                f"tensor {tensor.name!r}: ranks {first.rank} and {other.rank} claim different data "
-                f"for box {box_text(first.box)}, first at index {list(index)}, in "
-                f"{first.path} and {other.path}; {remedy}"
-            )
-
-
-def _same_digest(a: StoredBox, b: StoredBox, num_bytes: int) -> bool:
-    """Return whether both have a digest of just their bytes, in the same order, and it is equal."""
-    if a.digest is None or b.digest is None or a.strides != b.strides:
-        return False
-    whole = a.digest.num_bytes == b.digest.num_bytes == num_bytes
-    return whole and a.digest.crc32 == b.digest.crc32

@@ -10,16 +10,14 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import PurePath
-from typing import Any, Literal, NamedTuple, overload
+from typing import Any, Literal, overload
 
 from shardspec.boxes import Box
 from shardspec.checkpoint import rank_state
-from shardspec.checkpoint.agree import agree
 from shardspec.checkpoint.background import PendingSave, StoreCommunicator, copied
 from shardspec.checkpoint.digest import (
     add_up,
     check_digests_file,
-    empty_digest,
     require_no_sums,
     write_digests,
 )
@@ -32,6 +30,7 @@ from shardspec.checkpoint.storage.from_text import storage_path
 from shardspec.checkpoint.storage.path import StoragePath, is_temporary, reason
 from shardspec.checkpoint.targets import BoxEntry, FileEntry, OutputFile, OutputTensor, assign_boxes
 from shardspec.comm.communicator import Communicator
+from shardspec.comm.together import agree
 from shardspec.dtypes import item_bytes
 from shardspec.errors import CheckpointError, OutputExistsError
 from shardspec.resharding.digests import TensorDigest
@@ -139,18 +138,18 @@ def save_sharded(
         return PendingSave() if asynchronous else None
     place, mesh = storage_path(directory), chosen.mesh
     file = None if digests is None else storage_path(digests)
-    to = _To(place, overwrite, replicas, file)
+    save_to = partial(_save, place, overwrite, replicas, file)
     leader = mesh.ids[0] in chosen.addressable
 
     def described() -> Described:
-        found = rank_state.describe(state_dict, chosen)
+        state = rank_state.describe(state_dict, chosen)
         if leader and not overwrite:
             _check_free(place)
-        if to.digests is not None:
-            require_no_sums(found.layouts)
+        if file is not None:
+            require_no_sums(state.layouts)
             if leader:
-                check_digests_file(to.digests, None, overwrite=overwrite)
-        return found
+                check_digests_file(file, None, overwrite=overwrite)
+        return state
 
     with chosen.telling():
         if replicas not in ("equal", "first"):
@@ -162,44 +161,45 @@ def save_sharded(
         tokens = chosen.gather(dict.fromkeys(chosen.addressable, os.urandom(8).hex()))
         save = tokens[mesh.ids[0]]
         if not asynchronous:
-            _save(what, to, save, chosen)
+            save_to(what, save, chosen)
             return None
         what = agree(chosen, lambda: copied(what))
         alone = set(chosen.addressable) == set(mesh.ids)
         talking = chosen if alone else StoreCommunicator(chosen, save)
-        chosen.pending = pending = PendingSave(lambda: _save(what, to, save, talking))
+        chosen.pending = pending = PendingSave(lambda: save_to(what, save, talking))
         return pending
 
 
-class _To(NamedTuple):
-    """Where and how a state dict is saved."""
-
-    path: StoragePath
-    overwrite: bool
-    replicas: Replicas
-    digests: StoragePath | None
-
-
-def _save(what: Described, to: _To, save: str, chosen: Communicator) -> None:
-    path, overwrite, replicas, digests = to
+def _save(
+    path: StoragePath,
+    overwrite: bool,
+    replicas: Replicas,
+    digests: StoragePath | None,
+    what: Described,
+    save: str,
+    chosen: Communicator,
+) -> None:
     mesh = chosen.mesh
     leader = mesh.ids[0] in chosen.addressable
     rank_state.check_same_state(what, chosen, replicas)
     if replicas == "equal":
         rank_state.check_replicas_of_ranks(what, chosen)
     # The system unlocks the directory when a process is killed.
-    with ExitStack() as held:
-        locked = agree(chosen, lambda: leader and _claim(path, overwrite, held))
+    with ExitStack() as lock:
+        locked = agree(chosen, lambda: leader and _claim(path, overwrite, lock))
         boxes = assign_boxes(mesh, what.layouts, spread=replicas == "equal")
         # A device without boxes writes no file.
         mine = [rank for rank in chosen.addressable if boxes[rank]]
         names = [native.shard_name(rank, save) for rank in mine]
-        sums = {} if digests is None else {n: empty_digest(at) for n, at in what.layouts.items()}
+        sums = {
+            name: TensorDigest(layout.dtype, layout.global_shape)
+            for name, layout in (() if digests is None else what.layouts.items())
+        }
         try:
             written = agree(
                 chosen, lambda: _write_shards(path, {r: boxes[r] for r in mine}, what, save, sums)
             )
-            found = None if digests is None else add_up(sums, chosen)
+            digested = None if digests is None else add_up(sums, chosen)
             gathered = chosen.gather({rank: written.get(rank) for rank in chosen.addressable})
             files = tuple(file for rank in mesh.ids if (file := gathered[rank]) is not None)
             flat = what.flat
@@ -208,8 +208,8 @@ def _save(what: Described, to: _To, save: str, chosen: Communicator) -> None:
             _remove(path, names)
             raise
         try:
-            if digests is not None and found is not None:
-                write = partial(write_digests, digests, found, overwrite=overwrite)
+            if digests is not None and digested is not None:
+                write = partial(write_digests, digests, digested, overwrite=overwrite)
                 agree(chosen, lambda: write() if leader else None)
             older = agree(chosen, lambda: _publish(path, info) if leader else [])
         except CheckpointError:  # other errors may come when it is published
@@ -231,13 +231,13 @@ def _check_free(path: StoragePath) -> None:
         )
 
 
-def _claim(path: StoragePath, overwrite: bool, held: ExitStack) -> bool:
+def _claim(path: StoragePath, overwrite: bool, lock: ExitStack) -> bool:
     """Make the directory and lock it, unless there is a save in it that is to be kept.
 
     Returns whether no other save is at work there: stores and some file systems have no locks.
     """
     path.make_directory()
-    locked = held.enter_context(path.locked())
+    locked = lock.enter_context(path.locked())
     if locked is False:
         raise CheckpointError(
             f"{path}: another run is saving there; wait for that one, or choose another directory"
@@ -324,7 +324,7 @@ def _publish(path: StoragePath, info: native.ShardingInfo) -> Sequence[str]:
 
 
 def _superseded(path: StoragePath, names: Iterable[str], keep: Collection[str]) -> Iterator[str]:
-    """Yield files of saves that no info names any more, by their names and headers."""
+    """Yield files of older saves that no info names any more, told by names and headers."""
     for name in names:
         if is_temporary(name):
             yield name
@@ -336,9 +336,9 @@ def _superseded(path: StoragePath, names: Iterable[str], keep: Collection[str]) 
             entry = place.look(follow_links=False)
             if entry is not None and entry.kind == "file":
                 with place.open() as file:
-                    said = read_header(file).metadata
+                    metadata = read_header(file).metadata
                 rank, save = shard.groups()
-                if said.items() >= native.shard_metadata(save, int(rank)).items():
+                if metadata.items() >= native.shard_metadata(save, int(rank)).items():
                     yield name
 
 

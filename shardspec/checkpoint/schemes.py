@@ -12,7 +12,7 @@ compressed-tensors     W, W_scale: a tensor, a row, ``group_size`` or ``block_st
 mxfp4 (gpt-oss)        W_blocks, W_scales: 32 along the last dim, of the transposed W
 =====================  =======================================================================
 
-Sizes of blocks are read here, and never follow from shapes.
+Sizes of blocks are always read from the config, and never derived from shapes.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -68,10 +68,10 @@ class Scheme(NamedTuple):
     """One way to quantise weights."""
 
     codes: str
-    """What is behind the name of a weight in that of its codes."""
+    """Suffix that the name of the codes adds to that of the weight."""
     scales: str
     block: tuple[int, int]
-    """Rows and columns that share a scale; 0 for all there are."""
+    """Rows and columns that share a scale; 0 stands for all rows or columns."""
     scale_dtypes: tuple[str, ...] = _FLOATS
     four: bool = False
     """Whether codes have 4 bits, two in a byte, the lower first."""
@@ -97,7 +97,7 @@ class Coded(NamedTuple):
 
     @property
     def matrices(self) -> int:
-        """How many there are."""
+        """How many matrices."""
         return prod(self.lead)
 
     @property
@@ -120,7 +120,7 @@ class Coded(NamedTuple):
 
 
 def schemes_in(sections: Iterable[Mapping[str, object]]) -> tuple[Scheme, ...]:
-    """Return the schemes that parts of configs state, and that are known here."""
+    """Return the schemes that parts of configs state, as far as they can be dequantised."""
     return tuple(dict.fromkeys(scheme for section in sections for scheme in _schemes(section)))
 
 
@@ -188,7 +188,7 @@ def coded(
     """Return the weight that a tensor has the codes of, and how it lies.
 
     Returns text that says what is wrong if its scales do not fit it, or None if it has no codes
-    of a kind that is known here. `tensors` are name to shape and dtype.
+    of a scheme that can be dequantised. `tensors` maps names to shapes and dtypes.
     """
     shape, dtype = tensors[name]
     if name.endswith(_SCALES):
@@ -198,15 +198,15 @@ def coded(
         weight = name.removesuffix(scheme.codes)
         if dtype not in scheme.code_dtypes or not name.endswith(scheme.codes):
             continue
-        found = _fitted(name, weight, shape, scheme)
-        if found is None:
+        fitted = _fitted(name, weight, shape, scheme)
+        if fitted is None:
             problem = problem or f"its shape {list(shape)} is none of {scheme.codes[1:]} of 32"
             continue
-        wrong = _wrong(found, tensors)
+        wrong = _wrong(fitted, tensors)
         if wrong is None:
-            return weight, found
-        # The scales that are there say which of several schemes it is of.
-        problem = wrong if problem is None or found.scales in tensors else problem
+            return weight, fitted
+        # If there are several schemes, the names of the scales tell which one applies.
+        problem = wrong if problem is None or fitted.scales in tensors else problem
     if problem is None and (dtype in _EIGHT_BITS or name.endswith("_blocks")):
         problem = "no config that lies beside it states the block that shares a scale"
     return problem

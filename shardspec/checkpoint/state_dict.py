@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from math import isfinite
 from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeGuard
 
+from shardspec.checkpoint.storage.strict_json import is_size
 from shardspec.errors import CheckpointError
 from shardspec.resharding.state import (
     MAX_DEPTH,
@@ -69,12 +70,21 @@ def flatten(state: Mapping[str, object]) -> FlatState:
 
 def _check_keys(path: KeyPath) -> None:
     for depth, key in enumerate(path):
-        kinds = str | int | Place if depth else str
-        if not isinstance(key, kinds) or isinstance(key, bool):
+        if not _is_key(key, depth):
             raise CheckpointError(
                 f"the key {key!r} at {keys_text(path)} is a {type(key).__name__}; name tensors by "
                 "text, and values inside of dicts by text and whole numbers"
             )
+
+
+def _is_key(key: object, depth: int) -> bool:
+    kinds = str | int | Place if depth else str
+    return isinstance(key, kinds) and not isinstance(key, bool)
+
+
+def is_path(keys: tuple[object, ...]) -> TypeGuard[KeyPath]:
+    """Return whether keys, as `leaves` yields them, are such as `save_sharded` takes."""
+    return 0 < len(keys) <= MAX_DEPTH and all(_is_key(key, at) for at, key in enumerate(keys))
 
 
 def spread(
@@ -87,24 +97,29 @@ def spread(
     >>> spread({"groups": [{"lr": 1}]}, {})
     ({'groups.0.lr': 1}, {'groups.0.lr': ('groups', (0,), 'lr')})
     """
-    found: dict[str, object] = {}
+    parts_by_name: dict[str, object] = {}
     keys = dict(paths)
     for name, value in values.items():
         at = paths.get(name, (name,))
-        parts = list(leaves(value, at))
-        if not all(is_path(path) for path, _ in parts):
-            parts = [(at, value)]  # keys of other kinds: `flatten` takes none
-        for path, part in parts:
+        for path, part in saved_leaves(value, at):
             inner = name if path == at else dotted_name(path)
-            if inner in found:
+            if inner in parts_by_name:
                 raise CheckpointError(
                     f"two values would both be named {inner!r}, that at {keys_text(path)} and "
                     "another; exclude one"
                 )
-            found[inner] = part
+            parts_by_name[inner] = part
             if path != (inner,):
                 keys[inner] = path
-    return found, {name: path for name, path in keys.items() if name in found or name not in values}
+    return parts_by_name, {
+        name: path for name, path in keys.items() if name in parts_by_name or name not in values
+    }
+
+
+def saved_leaves(value: object, path: KeyPath) -> list[tuple[KeyPath, object]]:
+    """Return what `leaves` yields, or the whole value if it has keys that `flatten` refuses."""
+    parts = list(leaves(value, path))
+    return parts if all(is_path(keys) for keys, _ in parts) else [(path, value)]
 
 
 def encode_value(value: object, name: str = "", depth: int = 0) -> object:
@@ -171,16 +186,6 @@ def decode_value(value: object) -> object:
     raise ValueError("is not an encoded value")
 
 
-def is_path(keys: tuple[object, ...]) -> TypeGuard[KeyPath]:
-    """Return whether keys, as `leaves` yields them, are such as `save_sharded` takes."""
-    kinds = (str | int | Place if depth else str for depth in range(len(keys)))
-    right = all(
-        isinstance(key, kind) and not isinstance(key, bool)
-        for key, kind in zip(keys, kinds, strict=True)
-    )
-    return right and 0 < len(keys) <= MAX_DEPTH
-
-
 def encode_path(path: KeyPath) -> list[object]:
     """Return keys as JSON has them: a position in a list is a list of one."""
     return [list(key) if isinstance(key, tuple) else key for key in path]
@@ -188,18 +193,15 @@ def encode_path(path: KeyPath) -> list[object]:
 
 def decode_path(path: object) -> KeyPath:
     """Return the keys that `encode_path` has encoded; raises ValueError for anything else."""
-    if not isinstance(path, list) or not path[:1] or len(path) > MAX_DEPTH:
+    if not isinstance(path, list) or not path or len(path) > MAX_DEPTH:
         raise ValueError("is not a list of keys")
-    found: list[str | int | tuple[int]] = []
-    for key in path:
-        match key:
-            case str() | int() if not isinstance(key, bool) and (found or isinstance(key, str)):
-                found.append(key)
-            case [int(place)] if not isinstance(place, bool) and place >= 0 and found:
-                found.append(Place((place,)))
-            case _:
-                raise ValueError(f"has the key {key!r:.60}, but keys are text or whole numbers")
-    return tuple(found)
+    keys: list[Any] = []
+    for depth, key in enumerate(path):
+        is_place = isinstance(key, list) and len(key) == 1 and is_size(key[0])
+        keys.append(Place(key) if is_place else key)
+        if not _is_key(keys[-1], depth):
+            raise ValueError(f"has the key {key!r:.60}, but keys are text or whole numbers")
+    return tuple(keys)
 
 
 class _Node(dict[Any, Any]):
@@ -226,15 +228,15 @@ def unflatten(paths: Mapping[str, KeyPath], of: Callable[[str], object]) -> dict
                 "restore the sharding info of the checkpoint"
             )
         node[path[-1]] = of(name)
-    found = _nested(root)
-    return {} if found is LEFT_OUT else found
+    nested = _nested(root)
+    return {} if nested is LEFT_OUT else nested
 
 
 def _nested(node: Any) -> Any:  # noqa: ANN401  # dicts, lists, values
     if not isinstance(node, _Node):
         return node
-    found = {key: _nested(value) for key, value in node.items()}
-    kept = {key: value for key, value in found.items() if value is not LEFT_OUT}
+    items = {key: _nested(value) for key, value in node.items()}
+    kept = {key: value for key, value in items.items() if value is not LEFT_OUT}
     if any(isinstance(key, tuple) for key in node):
         places = [(place,) for place in range(len(node))]
         if node.keys() != set(places):

@@ -1,25 +1,48 @@
-"""What an output consists of, as plain values: files, and which boxes of which tensors they hold.
+"""What an output consists of, as plain values: files, and the boxes of tensors in them.
 
 A format says what goes where. How the bytes get there, are checked and committed is the same for
-all formats.
+all formats, as is what goes along of the files beside the weights.
 """
 
+import json
+import re
 from array import array
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import lru_cache, partial
 from types import MappingProxyType
 from typing import Final, NamedTuple, TypeAlias
 
 from shardspec.boxes import Box, box_shape, box_size
-from shardspec.checkpoint.catalog import replica_holders, whole_box
-from shardspec.checkpoint.storage.path import StoragePath
+from shardspec.checkpoint.catalog import Catalog, replica_holders, whole_box
+from shardspec.checkpoint.quantized import QUANTISED_BY, SECTIONS
+from shardspec.checkpoint.storage.path import StoragePath, file_inside
+from shardspec.checkpoint.storage.strict_json import parse_json
 from shardspec.comm.senders import whole_senders
 from shardspec.dtypes import item_bytes
+from shardspec.errors import CheckpointError
 from shardspec.layout.layout import Layout
 from shardspec.mesh.device_mesh import DeviceMesh
 from shardspec.resharding.state import KeyPath
+from shardspec.text import Argument
 
 _PIECE_BYTES: Final = 1 << 20
+_CONFIG: Final = "config.json"
+_OF_MODELS: Final = frozenset({_CONFIG, "adapter_config.json"})
+_HUGGING_FACE: Final = re.compile(
+    r"(\w{1,60}_)?config\.json|params\.json|chat_template\.\w{1,10}"
+    r"|(tokenizer|tekken|special_tokens_map|added_tokens|normalizer|emoji|encoder)\.json"
+    r"|((entity|target)_)?vocab(-src|-tgt)?\.(json|txt|bpe)|(word_\w{1,20}|byte_maps)\.json"
+    r"|merges\.txt|dict\.txt|bpe\.codes|prophetnet\.tokenizer|[\w.-]{1,60}\.(tiktoken|spm)"
+    r"|(tokenizer|spiece|sentencepiece(\.bpe)?|spm(_char)?|tiktoken)\.model(\.v\w{1,10})?"
+    r"|(configuration|modeling|tokenization|(image_|video_)?processing|feature_extraction)_\w{1,60}"
+    r"\.py"
+)
+"""Of `transformers` and PEFT: configs, the files of every tokenizer, and code."""
+_OWN_CODE: Final = b'"auto_map"'
+"""Says in a config that a model brings code, which may import what lies beside it."""
+_MOST_BYTES: Final = 2**28
+"""Of one file; tokenizers have some ten million."""
+WITHOUT_SIDECARS: Final = Argument("sidecars", value=False)
 
 
 class BoxEntry(NamedTuple):
@@ -80,7 +103,7 @@ class Extent(NamedTuple):
 
 
 class RawBytes(NamedTuple):
-    """Bytes of a file that are no tensor's, such as a header."""
+    """Bytes of a file that belong to no tensor, such as a header."""
 
     offset: int
     data: bytes | Callable[[], bytes]
@@ -94,8 +117,8 @@ class RawBytes(NamedTuple):
 Trailer: TypeAlias = Callable[[Sequence[int]], Iterable[RawBytes]]
 """Returns the bytes of a file that depend on the CRC-32 of its extents, in ascending order.
 
-It is given a list that is filled meanwhile: bytes behind an extent may be made, when they are due,
-of the CRC-32 of the extents before."""
+It is given a list that is filled meanwhile: bytes that follow an extent may be made from the CRC-32
+of the extents before them."""
 
 
 class OutputFile(NamedTuple):
@@ -113,17 +136,21 @@ class OutputFile(NamedTuple):
         return self.num_bytes - sum(extent.num_bytes for extent in self.extents)
 
 
+def copied_bytes(path: StoragePath, start: int, num_bytes: int, offset: int) -> list[RawBytes]:
+    """Return bytes of another file, to be written at `offset`; they are read by then."""
+
+    def piece(at: int) -> bytes:
+        with path.open() as file:
+            return file.read(start + at, min(_PIECE_BYTES, num_bytes - at))
+
+    return [RawBytes(offset + at, partial(piece, at)) for at in range(0, num_bytes, _PIECE_BYTES)]
+
+
 def copied_file(path: StoragePath, name: str) -> OutputFile:
-    """Return a file that holds what another one does; it is read when it is written."""
+    """Return a file with the content of another one, which is read while this one is written."""
     with path.open() as file:
         size = file.num_bytes
-
-    def piece(start: int) -> bytes:
-        with path.open() as file:
-            return file.read(start, min(_PIECE_BYTES, size - start))
-
-    raw = [RawBytes(start, partial(piece, start)) for start in range(0, size, _PIECE_BYTES)]
-    return OutputFile(name, size, raw, ())
+    return OutputFile(name, size, copied_bytes(path, 0, size, 0), ())
 
 
 Write: TypeAlias = Callable[[bytes], object]
@@ -177,8 +204,9 @@ def assign_boxes(
 ) -> dict[int, list[BoxEntry]]:
     """Choose the device that stores each box, among those that hold it.
 
-    Every rank computes the same answer: boxes of one holder first, then the others from the largest
-    down, each to the holder that has the fewest bytes so far, or without `spread` to the first.
+    Every rank computes the same answer. Boxes with a single holder come first, then the others from
+    the largest down: each for the holder with the fewest bytes so far, or without `spread` for the
+    first.
     Returns for every device its boxes, by tensor name.
 
     >>> mesh = DeviceMesh(range(2), (2,))
@@ -207,7 +235,7 @@ def assign_boxes(
         order, whole_senders(((shared[n], sizes[n]) for n in order), load), strict=True
     ):
         chosen[number] = rank
-    found: dict[int, list[BoxEntry]] = {rank: [] for rank in mesh.ids}
+    assigned: dict[int, list[BoxEntry]] = {rank: [] for rank in mesh.ids}
     several = iter(chosen)
     for name in names:
         parts = [
@@ -215,5 +243,98 @@ def assign_boxes(
             for part, ranks in parts_of(tensors[name]).items()
         ]
         for part, rank in sorted(parts):
-            found[rank].append(BoxEntry(name, *part))
-    return found
+            assigned[rank].append(BoxEntry(name, *part))
+    return assigned
+
+
+# --- files beside the weights, which tools need to load them
+
+
+def add_sidecars(
+    source: Catalog, target: Target, sidecars: Callable[[StoragePath, Collection[str]], set[str]]
+) -> Target:
+    """Return an output with the files that lie beside the weights of a checkpoint.
+
+    Into a directory go those that `sidecars` names; of what lies beside a single file, or describes
+    the model elsewhere, those of a model. How weights are quantised is in a config in any case.
+    """
+    elsewhere = source.described_in is not None
+    directory = source.home if source.described_in is None else source.described_in
+    whole = not elsewhere and directory == source.directory
+    weights = (file for file in source.files if directory in file.parents)
+    beside = {*directory.names()} - {file.relative_to(directory).parts[0] for file in weights}
+    wanted: set[str] = set()
+    if target.directory and (whole or elsewhere or beside & _OF_MODELS):
+        wanted = (sidecars if whole else model_sidecars)(directory, beside)
+    section = source.quantization
+    if section is not None:
+        wanted -= QUANTISED_BY
+    elif elsewhere and not _has_codes(target):
+        section = {}
+    taken = {file.name for file in target.files}
+    files = []
+    for name in sorted(wanted):
+        path = file_inside(directory, name, directory)
+        if not path.is_file():
+            continue
+        file = copied_file(path, name)
+        problem = ""
+        if name in taken:
+            problem = "lies beside the weights, but the output has a file of that name already"
+        elif file.num_bytes > _MOST_BYTES:
+            problem = f"has {file.num_bytes} bytes, more than the {_MOST_BYTES} of a sidecar"
+        if problem:
+            raise CheckpointError(
+                f"{path}: {problem}; leave such files behind with ", WITHOUT_SIDECARS
+            )
+        if name == _CONFIG and section is not None:
+            file = _restated(file, path, section)
+        files.append(file)
+    names = tuple(file.name for file in files)
+    not_copied: tuple[str, ...] = ()
+    if whole:
+        # Of a single file, the state was taken without what lies beside it.
+        source.beside = tuple(directory / name for name in names)
+        others = sorted(beside.difference(names))
+        not_copied = tuple(f"{name}/" if (directory / name).is_dir() else name for name in others)
+    if section and target.directory and _CONFIG not in {*taken, *names}:
+        data = json.dumps({"quantization_config": section}, indent=2).encode()
+        files.append(OutputFile(_CONFIG, len(data), [RawBytes(0, data)], ()))
+    return target._replace(files=(*target.files, *files), sidecars=names, not_copied=not_copied)
+
+
+def _has_codes(target: Target) -> bool:
+    dtypes = (extent.tensor.dtype for file in target.files for extent in file.extents)
+    return any(dtype.startswith(("float8", "uint8", "int8")) for dtype in dtypes)
+
+
+def _restated(file: OutputFile, path: StoragePath, section: Mapping[str, object]) -> OutputFile:
+    """Return a config that says of how weights are quantised what a section does, or nothing."""
+    data = b"".join(raw.made() for raw in file.raw)
+    config = parse_json(data, path, "config")
+    if isinstance(config, dict):
+        parts = [part for part in (config, config.get("text_config")) if isinstance(part, dict)]
+        stated = [(part, key) for part in parts for key in SECTIONS & part.keys()]
+        for part, key in stated:
+            del part[key]
+        if section:
+            config["quantization_config"] = section
+        if section or stated:
+            data = json.dumps(config, indent=2).encode()
+    return OutputFile(file.name, len(data), [RawBytes(0, data)], ())
+
+
+def model_sidecars(directory: StoragePath, names: Collection[str]) -> set[str]:
+    """Return which of the files in a directory are of a model of Hugging Face's."""
+    sidecars = {name for name in names if _HUGGING_FACE.fullmatch(name)}
+    if any(_has_code(directory, name) for name in sidecars if name.endswith("config.json")):
+        sidecars |= {name for name in names if name.endswith(".py")}
+    return sidecars
+
+
+def _has_code(directory: StoragePath, name: str) -> bool:
+    path = file_inside(directory, name, directory)
+    if not path.is_file():
+        return False
+    with path.open() as file:
+        return _OWN_CODE in file.read(0, min(file.num_bytes, _MOST_BYTES))

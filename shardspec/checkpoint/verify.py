@@ -16,31 +16,29 @@ from shardspec.checkpoint.catalog import (
     OpaqueValue,
     StoredBox,
     StoredTensor,
-    check_tiling,
     is_plain_entry,
     opaque_parts,
     row_major_strides,
     whole_box,
 )
-from shardspec.checkpoint.choice import Choice, Patterns, Renames
-from shardspec.checkpoint.formats.registry import format_called
+from shardspec.checkpoint.choice import Choice, Patterns, Renames, renamed_names, select
+from shardspec.checkpoint.formats import format_called
 from shardspec.checkpoint.inspect import other_text
 from shardspec.checkpoint.numeric import numbers
 from shardspec.checkpoint.open import as_catalog
 from shardspec.checkpoint.read_boxes import (
     Checks,
     Progress,
-    check_replicas,
-    element_index,
     pieces,
-    read_both,
 )
-from shardspec.checkpoint.select import renamed_names, select
+from shardspec.checkpoint.state_dict import saved_leaves
 from shardspec.checkpoint.storage.path import FileStretch
 from shardspec.checkpoint.storage.reading import OpenFiles
+from shardspec.checkpoint.tiling import check_replicas, check_tiling, element_index, read_both
 from shardspec.dtypes import is_floating, item_bytes, packed
 from shardspec.errors import CheckpointError
 from shardspec.layout.picture import ids_text
+from shardspec.resharding.state import dotted_name
 
 _MOST_TEXT: Final = 60
 """Characters that are shown of a value that is not a tensor."""
@@ -61,9 +59,9 @@ class VerifyReport:
 
     def to_json(self) -> dict[str, object]:
         """Return the report as plain values."""
-        found = {**asdict(self), "directory": str(self.directory), "bytes": self.num_bytes}
-        del found["num_bytes"]
-        return found
+        facts = {**asdict(self), "directory": str(self.directory), "bytes": self.num_bytes}
+        del facts["num_bytes"]
+        return facts
 
 
 def verify_checkpoint(
@@ -100,7 +98,7 @@ def verify_checkpoint(
                 with listing():
                     if stored.digest is None:
                         for _ in pieces(files, stretch):
-                            pass  # it can be read, which is all that can be said
+                            pass  # without a digest, all that can be checked is that it is read
                     else:
                         Checks(tensor, [stored]).finish(files)
                 done += tensor.bytes_of(stored)
@@ -154,7 +152,7 @@ class Difference:
     one_side: bool = False
     """Whether only one of the checkpoints has it."""
     extent: "DiffExtent | None" = None
-    """How much of the tensor differs; None if shapes, dtypes or names do."""
+    """How much of the tensor differs; None if shapes, dtypes or names differ."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,11 +188,11 @@ def total_extent(extents: Iterable[DiffExtent]) -> DiffExtent:
     """Return the extent of several tensors together."""
     every = list(extents)
     return DiffExtent(
-        sum(one.elements for one in every),
-        sum(one.differing for one in every),
-        max((one.max_abs for one in every), default=0.0),
-        max((one.max_rel for one in every), default=0.0),
-        (sum(one.nans[0] for one in every), sum(one.nans[1] for one in every)),
+        sum(extent.elements for extent in every),
+        sum(extent.differing for extent in every),
+        max((extent.max_abs for extent in every), default=0.0),
+        max((extent.max_rel for extent in every), default=0.0),
+        (sum(extent.nans[0] for extent in every), sum(extent.nans[1] for extent in every)),
     )
 
 
@@ -228,10 +226,10 @@ def diff_checkpoints(
     for name, value in (("atol", atol), ("rtol", rtol)):
         if not (isfinite(value) and value >= 0):
             raise CheckpointError(f"{name} {value!r} is not a tolerance; give a number from 0")
-    left, right = as_catalog(a), as_catalog(b)
+    first, second = as_catalog(a), as_catalog(b)
     choice = Choice(include=include, exclude=exclude, rename=rename)
-    old, others = names_to_compare(left, right, choice)
-    sizes = {name: left.outline(source).num_bytes for name, source in old.items()}
+    old, others = names_to_compare(first, second, choice)
+    sizes = {name: first.outline(source).num_bytes for name, source in old.items()}
     total, done = sum(sizes.values()), 0
 
     def compared(num_bytes: int) -> None:
@@ -240,20 +238,20 @@ def diff_checkpoints(
 
     with OpenFiles() as files:
         for name in sorted(old.keys() | others):
-            found: Difference | None
+            difference: Difference | None
             if name in old and name in others:
-                x, y = left.tensor(old[name]), right.tensor(name)
-                found = _difference(name, x, y, atol, rtol, files, compared)
+                x, y = first.tensor(old[name]), second.tensor(name)
+                difference = _difference(name, x, y, atol, rtol, files, compared)
             else:
-                where = (left if name in old else right).directory
-                found = Difference(name, f"is only in {where}", one_side=True)
-            if found is not None:
-                yield found
+                where = (first if name in old else second).directory
+                difference = Difference(name, f"is only in {where}", one_side=True)
+            if difference is not None:
+                yield difference
             done += sizes.get(name, 0)
             compared(0)
-    yield from _different_values(left, right, choice, atol, rtol)
-    left.check_unchanged()
-    right.check_unchanged()
+    yield from _different_values(first, second, choice, atol, rtol)
+    first.check_unchanged()
+    second.check_unchanged()
 
 
 def values_to_compare(
@@ -275,29 +273,13 @@ def _kept(*sources: Catalog) -> set[str]:
 
 
 def _entries(values: Mapping[str, object]) -> dict[str, object]:
-    """Return entries without nesting, which formats keep otherwise; no mentions of other files."""
+    """Return entries without nesting, which depends on the format; no mentions of other files."""
     return {
-        name: leaf
-        for key, value in values.items()
+        dotted_name(path): leaf
+        for name, value in values.items()
         if not (isinstance(value, OpaqueValue) and not value.inside)
-        for name, leaf in _leaves(key, value)
+        for path, leaf in saved_leaves(value, (name,))
     }
-
-
-def _leaves(name: str, value: object) -> Iterator[tuple[str, object]]:
-    if _is_nested(value):
-        for key, inner in value.items():
-            yield from _leaves(f"{name}.{key}", inner)
-    elif isinstance(value, list) and any(map(_is_nested, value)):
-        # As torch flattens state dicts: the param_groups of an optimizer.
-        for place, inner in enumerate(value):
-            yield from _leaves(f"{name}.{place}", inner)
-    else:
-        yield name, value
-
-
-def _is_nested(value: object) -> TypeGuard[dict[str, object]]:
-    return isinstance(value, dict) and bool(value) and all(isinstance(key, str) for key in value)
 
 
 def _different_values(
@@ -390,13 +372,13 @@ def _difference(
         return None
     extent = replace(total_extent(extents), elements=prod(x.shape))
     ranks = _holders(x, index), _holders(y, index)
-    one, other = (f"(rank{'s' * (len(on) > 1)} {ids_text(on)})" for on in ranks)
-    text = f"differs first at index {list(index)}: {first.format(one, other)}; {extent}"
+    holders, other_holders = (f"(rank{'s' * (len(on) > 1)} {ids_text(on)})" for on in ranks)
+    text = f"differs first at index {list(index)}: {first.format(holders, other_holders)}; {extent}"
     return Difference(name, text, index, ranks, extent=extent)
 
 
 def _values_text(x: StoredTensor, y: StoredTensor, raw: Sequence[NDArray[np.uint8]]) -> str:
-    """Return one element of both as text, with places for who holds it."""
+    """Return an element of both as text, with placeholders for the ranks that hold it."""
     values = [
         repr(numbers(of, tensor.dtype)[0].item()) for of, tensor in zip(raw, (x, y), strict=True)
     ]
@@ -410,19 +392,12 @@ def _extent(
     x: StoredTensor, y: StoredTensor, a: NDArray[np.uint8], b: NDArray[np.uint8]
 ) -> DiffExtent:
     """Return how much elements differ, which are given as bytes."""
-    one, other = numbers(a.reshape(-1), x.dtype), numbers(b.reshape(-1), y.dtype)
-    if one.dtype.kind in "iu":
-        apart, sizes = _apart(one, other).astype(np.float64), np.abs(other.astype(np.float64))
-        nans = np.zeros((2, len(one)), np.bool_)
-    else:
-        wide = np.complex128 if one.dtype.kind == "c" else np.float64
-        one, other = one.astype(wide), other.astype(wide)
-        nans = np.stack([np.isnan(one), np.isnan(other)])
-        with np.errstate(invalid="ignore", over="ignore"):
-            apart, sizes = np.abs(one - other), np.abs(other)
+    first, second = numbers(a.reshape(-1), x.dtype), numbers(b.reshape(-1), y.dtype)
+    apart, sizes = _distances(first, second)
+    nans = first != first, second != second
     with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
         relative = np.where(apart == 0, 0.0, apart / sizes)
-    numeric = ~nans.any(0)
+    numeric = ~(nans[0] | nans[1])
     relative = np.where(np.isnan(relative), np.inf, relative)  # between infinities
     return DiffExtent(
         len(a),
@@ -439,24 +414,28 @@ def _is_real(dtype: str) -> bool:
 
 def _holders(tensor: StoredTensor, index: Sequence[int]) -> tuple[int, ...]:
     """Return the ranks whose boxes hold an element."""
-    found = {
+    ranks = {
         stored.rank
         for stored in tensor.boxes
         if all(lo <= at < hi for at, (lo, hi) in zip(index, stored.box, strict=True))
     }
-    return tuple(sorted(found))
+    return tuple(sorted(ranks))
 
 
 def _close(x: NDArray[Any], y: NDArray[Any], atol: float, rtol: float) -> NDArray[np.bool_]:
+    apart, sizes = _distances(x, y)
+    with np.errstate(invalid="ignore", over="ignore"):
+        within: NDArray[np.bool_] = np.isfinite(sizes) & (apart <= atol + rtol * sizes)
+        same: NDArray[np.bool_] = (x == y) | ((x != x) & (y != y))
+    return within | same
+
+
+def _distances(x: NDArray[Any], y: NDArray[Any]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Return how far numbers are apart, and how large the second ones are."""
     if x.dtype.kind in "iu":
-        close: NDArray[np.bool_] = _apart(x, y) <= atol + rtol * np.abs(y.astype(np.float64))
-        return close
+        # In float64, 2**53 and the number after it are one. Without signs, what wraps wraps back.
+        a, b = x.astype(np.uint64), y.astype(np.uint64)
+        return np.where(x > y, a - b, b - a).astype(np.float64), np.abs(y.astype(np.float64))
     wide = np.complex128 if x.dtype.kind == "c" else np.float64
-    return np.isclose(x.astype(wide), y.astype(wide), rtol=rtol, atol=atol, equal_nan=True)
-
-
-def _apart(x: NDArray[Any], y: NDArray[Any]) -> NDArray[np.uint64]:
-    """Return how far integers are apart."""
-    # In float64, 2**53 and the number after it are one. Without signs, what wraps wraps back.
-    one, other = x.astype(np.uint64), y.astype(np.uint64)
-    return np.where(x > y, one - other, other - one)
+    with np.errstate(invalid="ignore", over="ignore"):
+        return np.abs(x.astype(wide) - y.astype(wide)), np.abs(y.astype(wide))

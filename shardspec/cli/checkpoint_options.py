@@ -1,6 +1,5 @@
 """Options of the commands that read checkpoints."""
 
-import json
 import os
 import re
 from collections import Counter
@@ -13,7 +12,7 @@ import click
 from shardspec.cli.options import FILE_PATH, PLACE, Kind, grouped, refuse_if
 from shardspec.cli.output import say
 from shardspec.errors import CheckpointError, InputFileError, LayoutError
-from shardspec.input_files import read_input_file
+from shardspec.input_files import read_json_object
 from shardspec.text import shown
 
 if TYPE_CHECKING:
@@ -24,7 +23,6 @@ if TYPE_CHECKING:
     from shardspec.mesh.device_mesh import DeviceMesh
     from shardspec.resharding.name_map import NameMap
 
-_MOST_BYTES: Final = 64 << 20  # of a file of shapes or sizes
 _EMBEDDING: Final = "embedding.word_embeddings.weight"
 
 
@@ -38,25 +36,26 @@ def _as_path(text: str) -> PurePath:
 
 CHECKPOINT: Final = Kind("CKPT", _as_path, "file")  # a path, or a URL such as ``s3://bucket/model``
 OTHER: Final = Kind("OTHER", _as_path, "file")
+checkpoint_argument: Final = click.argument("checkpoint", type=CHECKPOINT, metavar="CKPT")
 
 
 @dataclass(frozen=True, slots=True)
 class SourceOptions:
-    """What a user says about a checkpoint whose format does not say it."""
+    """What a user states about a checkpoint whose format does not record it."""
 
     ranks: int | None
     source_rules: Path | None
 
     def open(self, *paths: PurePath | None) -> "list[Catalog]":
-        """Open checkpoints; what is remarkable about them goes to stderr."""
+        """Open checkpoints, and print their notes to stderr."""
         from shardspec.checkpoint.open import open_checkpoints
 
         named = [path for path in paths if path is not None]
-        found = open_checkpoints(named, ranks=self.ranks, source_rules=self.source_rules)
-        for catalog in found:
+        catalogs = open_checkpoints(named, ranks=self.ranks, source_rules=self.source_rules)
+        for catalog in catalogs:
             for note in catalog.notes:
                 say(f"note: {catalog.directory}: {note}", err=True)
-        return found
+        return catalogs
 
 
 source_options: Final = grouped(
@@ -66,12 +65,12 @@ source_options: Final = grouped(
         "--ranks",
         metavar="N",
         type=click.IntRange(1),
-        help="How many ranks wrote the checkpoint, for formats that do not say it.",
+        help="How many ranks wrote the checkpoint, for formats that do not record it.",
     ),
     click.option(
         "--source-rules",
         type=FILE_PATH,
-        help="TOML file that says how the ranks shard tensors, for formats that do not say it and "
+        help="TOML file of how the ranks shard tensors, for formats that do not record it and "
         "names that the library does not know.",
     ),
 )
@@ -88,7 +87,7 @@ def _expression(text: str) -> str:
 def _choice(
     include: tuple[str, ...], exclude: tuple[str, ...], rename: tuple[tuple[str, str], ...]
 ) -> dict[str, Any]:
-    """Return which tensors are meant, and what they are called, as arguments of `merge`."""
+    """Return the patterns and renames of a command, as keyword arguments of `merge`."""
     return {"include": include or None, "exclude": exclude, "rename": rename}
 
 
@@ -118,7 +117,7 @@ choice_options: Final = grouped(
 
 
 def _rules(rules: tuple[Path, ...], rule: tuple[tuple[str, str], ...]) -> dict[str, str] | None:
-    """Return pattern to spec, in the order in which they count; None if no rules were given."""
+    """Return pattern to spec, in the order in which they apply; None if no rules were given."""
     if len(rules) > 1:
         raise click.UsageError(
             "--rules is given twice; put the rules in one file, or add some by --rule"
@@ -127,7 +126,7 @@ def _rules(rules: tuple[Path, ...], rule: tuple[tuple[str, str], ...]) -> dict[s
     for pattern, count in Counter(pattern for pattern, _ in pairs).items():
         refuse_if(
             count > 1,
-            f"the pattern {shown(pattern)} has {count} rules, of which one counts; "
+            f"the pattern {shown(pattern)} has {count} rules, but only one applies; "
             "leave the others out",
         )
     return dict(pairs) or None
@@ -151,7 +150,10 @@ rule_options: Final = grouped(
 
 
 def read_rules(path: Path) -> dict[str, str]:
-    """Read rules from a TOML file: one line a pattern, ``"*.weight" = "[S0,R]"``."""
+    """Return the rules in a TOML file: one line a pattern, ``"*.weight" = "[S0,R]"``.
+
+    Raises `CheckpointError` if it cannot be read, or a rule is not a spec in quotes.
+    """
     from shardspec.checkpoint.cut_rules import read_toml
 
     rules = {}
@@ -167,7 +169,7 @@ def read_rules(path: Path) -> dict[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class MapOptions:
-    """The map that a checkpoint's tensors go through."""
+    """How the tensors of a checkpoint are renamed and reshaped: by a map, or by a model."""
 
     map: str | None
     sizes: Path | None
@@ -178,41 +180,35 @@ class MapOptions:
     fill_from: PurePath | None
 
     def config(self, checkpoint: PurePath) -> Path:
-        """Return where the model's config is."""
+        """Return the path of the model's config."""
         assert self.model is not None, "the caller asks"
-        here = self.model == Path() and not (self.model / "config.json").is_file()
-        return Path(str(checkpoint)) if here else self.model
+        beside = self.model == Path() and not (self.model / "config.json").is_file()
+        return Path(str(checkpoint)) if beside else self.model
 
-    def of_model(self, checkpoint: PurePath, *, stacked: bool = False) -> "ModelNames | None":
-        """Return the names of a model for the tensors of a checkpoint, if a model is given.
+    def read(
+        self, checkpoint: PurePath, *, stacked: bool = False
+    ) -> "ModelNames | tuple[NameMap, ...] | None":
+        """Return what gives the tensors of a checkpoint other names; None if nothing does.
 
-        Of Megatron-core, `stacked` takes the names of its own checkpoints.
+        That is a model, or maps to be applied in order. Of Megatron-core, `stacked` takes the names
+        of its own checkpoints. Options that contradict each other are a `click.UsageError`.
         """
+        of_map = self.sizes is not None or self.reverse_map
         if self.model is None:
-            if self.names is not None or self.fill_from is not None:
-                raise click.UsageError("--names and --fill-from are of a model; give it by --model")
+            text = "--names and --fill-from are of a model; give it by --model"
+            refuse_if(self.names is not None or self.fill_from is not None, text)
+            if self.map is not None:
+                return read_maps(self.map, self.sizes, reverse=self.reverse_map)
+            text = "--sizes, --reverse-map and --drop are of a map; give it by --map"
+            refuse_if(of_map or bool(self.drop), text)
             return None
-        if self.map is not None or self.sizes is not None or self.reverse_map:
-            raise click.UsageError(
-                "--model says how tensors are named; leave out --map, --sizes and --reverse-map"
-            )
+        text = "--model says how tensors are named; leave out --map, --sizes and --reverse-map"
+        refuse_if(self.map is not None or of_map, text)
         from shardspec.checkpoint.model_names import model_names
 
         names: NamesOf = self.names or "hf"
         names = "torch_dist" if stacked and names == "megatron" else names
         return model_names(self.config(checkpoint), names, fill_from=self.fill_from)
-
-    def read(self) -> "tuple[NameMap, ...]":
-        """Return the maps to be taken one after the other."""
-        if self.model is not None:
-            return ()
-        if self.map is not None:
-            return read_maps(self.map, self.sizes, reverse=self.reverse_map)
-        if self.sizes is not None or self.reverse_map or self.drop:
-            raise click.UsageError(
-                "--sizes, --reverse-map and --drop are of a map; give it by --map"
-            )
-        return ()
 
 
 sizes_option: Final = click.option(
@@ -225,8 +221,8 @@ drop_option: Final = click.option(
     "--drop",
     metavar="PATTERN",
     multiple=True,
-    help="Leave tensors of CKPT behind whose name matches, although the map has no use for them; "
-    "may be given several times.",
+    help="Leave out tensors of CKPT whose names match, although the map does not use them; may be "
+    "given several times.",
 )
 map_options: Final = grouped(
     "maps",
@@ -244,8 +240,8 @@ map_options: Final = grouped(
         "--model",
         metavar="DIR",
         type=click.Path(path_type=Path, exists=True),
-        help="The model's directory, or its config.json: it says which tensors there are and how "
-        "each is named, and its config and tokenizer go along.",
+        help="The model's directory, or its config.json: which tensors the model has and how each "
+        "is named follow from it, and its config and tokenizer are copied.",
     ),
     click.option(
         "--names",
@@ -257,7 +253,7 @@ map_options: Final = grouped(
         "--fill-from",
         metavar="ORIGIN",
         type=OTHER,
-        help="The original checkpoint, from which is taken what CKPT lacks of the model.",
+        help="The original checkpoint: tensors of the model that CKPT lacks are taken from it.",
     ),
 )
 
@@ -271,11 +267,12 @@ layout_option: Final = click.option(
 
 
 def check_layout(maps: MapOptions, rules: dict[str, str] | None) -> None:
-    """Raise `click.UsageError` if what is given beside a layout does not go with it."""
+    """Raise `click.UsageError` if other options contradict ``--layout``."""
+    of_map = maps.map is not None or maps.sizes is not None or maps.reverse_map
     refuse_if(
-        maps.model is None or bool(rules) or maps.names is not None,
+        maps.model is None or bool(rules) or maps.names is not None or of_map,
         "--layout says how the model of --model is named and sharded; give --model, and leave "
-        "out --names, --rules and --rule",
+        "out --names, --map, --sizes, --reverse-map, --rules and --rule",
     )
 
 
@@ -299,24 +296,12 @@ def under_layout(
 
 
 def read_maps(name: str, sizes: Path | None, *, reverse: bool) -> "tuple[NameMap, ...]":
-    """Return maps given by name or file, with the sizes of a model's config."""
+    """Return the maps of a name or file, with the sizes of a model's config."""
     from shardspec.families.maps import map_chain
     from shardspec.resharding.name_map import NameMap
 
-    config = {} if sizes is None else read_config(sizes)
+    config = {} if sizes is None else read_json_object(sizes)
     if Path(name).suffix or os.path.exists(name):
-        found = NameMap.load(name).with_sizes(config)
-        return (found.reversed() if reverse else found,)
+        name_map = NameMap.load(name).with_sizes(config)
+        return (name_map.reversed() if reverse else name_map,)
     return map_chain(name, config, reverse=reverse)
-
-
-def read_config(path: Path) -> dict[str, object]:
-    """Return the object that a JSON file holds; `InputFileError` if it holds none."""
-    data = read_input_file(path, _MOST_BYTES)
-    try:
-        found = json.loads(data)
-    except (ValueError, RecursionError) as error:
-        raise InputFileError(f"{path}: cannot be read: {error}") from None
-    if not isinstance(found, dict):
-        raise InputFileError(f"{path}: holds no JSON object")
-    return found

@@ -22,30 +22,22 @@ from shardspec.checkpoint.verify import (
     values_to_compare,
     verify_checkpoint,
 )
+from shardspec.cli import checkpoint_options as ckpt
 from shardspec.cli import options as opts
-from shardspec.cli.checkpoint_options import (
-    CHECKPOINT,
-    OTHER,
-    MapOptions,
-    SourceOptions,
-    choice_options,
-    map_options,
-    source_options,
-)
 from shardspec.cli.output import name_text, path_text, progress_bar, say, say_json
 from shardspec.errors import CheckpointError
 from shardspec.text import bytes_text, counted, printable, shown, table_text
 
 _NOT_THE_SAME: Final = 3
-"""Exit code where there are flaws or differences."""
+"""Exit code for flaws and differences."""
 _TOLERANCE: Final = opts.Kind("NUMBER", opts.parse_number)
 
 
 @click.command(cls=opts.Command)
-@click.argument("checkpoint", type=CHECKPOINT, metavar="CKPT")
+@ckpt.checkpoint_argument
 @click.option(
     "--against",
-    type=OTHER,
+    type=ckpt.OTHER,
     help="Compare the bits of every tensor with this checkpoint or safetensors file too.",
 )
 @click.option(
@@ -55,25 +47,25 @@ _TOLERANCE: Final = opts.Kind("NUMBER", opts.parse_number)
     help="Compare digests with this file of 'shardspec digest', merge, reshard or save_sharded.",
 )
 @click.option("--all", "every", is_flag=True, help="List all flaws, not only the first.")
-@map_options
-@choice_options
-@source_options
-@opts.json_option("Print what was found as JSON, all flaws.")
+@ckpt.map_options
+@ckpt.choice_options
+@ckpt.source_options
+@opts.json_option("Print all flaws as JSON.")
 def verify_command(
     checkpoint: PurePath,
     against: PurePath | None,
     digests_file: PurePath | None,
     every: bool,
-    maps: MapOptions,
+    maps: ckpt.MapOptions,
     choice: dict[str, Any],
-    source: SourceOptions,
+    source: ckpt.SourceOptions,
     as_json: bool,
 ) -> None:
-    """Check that every byte of CKPT is there and, where digests were saved, as it was saved.
+    """Check that the checkpoint CKPT is complete and matches the digests stored in it, if any.
 
-    Boxes tile every tensor, files are complete, replicas agree. Exits with 3 at a flaw.
-    With --against, patterns choose and name the tensors that are compared, as by diff; with
-    --digests also a map.
+    Boxes must tile every tensor, files be complete, and replicas agree. The exit code is 3 if there
+    is a flaw. With --against, patterns choose and rename the tensors to compare, as for diff; with
+    --digests, a map or a model may rename them too.
 
     Examples:
       shardspec verify ckpt
@@ -88,22 +80,20 @@ def verify_command(
     opts.refuse_if(chosen, "patterns choose what is compared; give --against or --digests too")
     both = against is not None and digests_file is not None
     opts.refuse_if(both, "give --against or --digests, not both")
-    opts.refuse_if(
-        maps.map is not None and digests_file is None, "--map is for --digests; give it too"
-    )
-    names, expected = (
-        maps.read() or None,
-        None if digests_file is None else read_digests(digests_file),
-    )
+    renames = maps.map is not None or maps.model is not None
+    text = "--map and --model are for --digests; give it too"
+    opts.refuse_if(renames and digests_file is None, text)
+    expected = None if digests_file is None else read_digests(digests_file)
     every |= as_json
     catalog, *others = source.open(checkpoint, against)
+    names = maps.read(catalog.home)
     with progress_bar(not as_json, "verify") as progress:
         report = verify_checkpoint(catalog, every=every, progress=progress)
     flaws = list(report.flaws)
     for catalog_b in others:
         with progress_bar(not as_json, "compare") as progress:
-            found = diff_checkpoints(catalog, catalog_b, **choice, progress=progress)
-            for difference in found:
+            differences = diff_checkpoints(catalog, catalog_b, **choice, progress=progress)
+            for difference in differences:
                 flaws.append(f"{difference.kind} {shown(difference.name)} {difference.problem}")
                 if not every:
                     raise CheckpointError(f"{checkpoint} and {against}: {flaws[-1]}")
@@ -140,16 +130,16 @@ def verify_command(
 
 
 @click.command(cls=opts.Command)
-@click.argument("a", type=CHECKPOINT, metavar="A")
-@click.argument("b", type=CHECKPOINT, metavar="B")
+@click.argument("a", type=ckpt.CHECKPOINT, metavar="A")
+@click.argument("b", type=ckpt.CHECKPOINT, metavar="B")
 @click.option(
     "--atol", type=_TOLERANCE, default="0", help="Ignore absolute differences up to NUMBER."
 )
 @click.option("--rtol", type=_TOLERANCE, default="0", help="Ignore differences up to NUMBER × |B|.")
 @click.option("--stats", is_flag=True, help="Print the share of elements that differ, by group.")
-@choice_options
-@source_options
-@opts.json_option("Print what was found as JSON.")
+@ckpt.choice_options
+@ckpt.source_options
+@opts.json_option("Print all differences as JSON.")
 def diff_command(
     a: PurePath,
     b: PurePath,
@@ -157,18 +147,17 @@ def diff_command(
     rtol: float,
     stats: bool,
     choice: dict[str, Any],
-    source: SourceOptions,
+    source: ckpt.SourceOptions,
     as_json: bool,
 ) -> None:
-    """Compare two checkpoints of any formats tensor by tensor; exits with 3 if they differ.
+    """Compare two checkpoints of any formats tensor by tensor; the exit code is 3 if they differ.
 
-    Says of each tensor where it differs first, how many elements do and by how much.
+    Prints for each tensor the first difference, the number of elements that differ, and by how
+    much. Values beside the tensors are compared too, if both formats can store them.
 
-    Values beside the tensors are compared too, where both formats have places for such.
-
-    Without tolerances bits are compared: equal NaNs are the same, 0 and -0 are not. With any, NaN
-    is the same as any NaN, and floating point numbers of two dtypes are compared too. Tensors of A
-    are chosen and renamed as by merge; what the patterns leave out is not looked for in B.
+    Without tolerances, bits are compared: NaNs with equal bits are the same, 0 and -0 are not. With
+    a tolerance, all NaNs are the same, and floating point numbers of two dtypes are compared too.
+    Tensors of A are chosen and renamed as for merge; B may lack those that patterns leave out.
 
     Examples:
       shardspec diff ckpt model.safetensors
@@ -177,62 +166,61 @@ def diff_command(
       shardspec diff ckpt model-bf16.safetensors --rtol 1e-2
       shardspec diff ckpt model.safetensors --include 'model.*' --rename '^model[.]' ''
     """
-    one, other = source.open(a, b)
+    catalog_a, catalog_b = source.open(a, b)
     wanted = Choice(**choice)
-    chosen, others = names_to_compare(one, other, wanted)
-    values, other_values = values_to_compare(one, other, wanted)
+    chosen, names_b = names_to_compare(catalog_a, catalog_b, wanted)
+    values, other_values = values_to_compare(catalog_a, catalog_b, wanted)
     with progress_bar(not as_json, "diff") as progress:
         options = {**choice, "atol": atol, "rtol": rtol}
-        found = list(diff_checkpoints(one, other, **options, progress=progress))
-    count, value_count = len(chosen.keys() | others), len(values.keys() | other_values.keys())
+        differences = list(diff_checkpoints(catalog_a, catalog_b, **options, progress=progress))
+    count, value_count = len(chosen.keys() | names_b), len(values.keys() | other_values.keys())
     beside = counted(value_count, "value")
-    sizes = {name: prod(one.outline(old).shape) for name, old in chosen.items() if name in others}
-    extents = {difference.name: difference.extent for difference in found if difference.extent}
+    shared = {name: catalog_a.outline(old) for name, old in chosen.items() if name in names_b}
+    sizes = {name: prod(outline.shape) for name, outline in shared.items()}
+    extents = {each.name: each.extent for each in differences if each.extent}
     groups = _changes(sizes, extents)
-    rename = prefix_change(chosen, others)
+    rename = prefix_change(chosen, names_b)
     if as_json:
-        differences = list(map(asdict, found))
+        records = list(map(asdict, differences))
         counts = {"tensors": count, "values": value_count}
         more = {"groups": {name: change._asdict() for name, change in groups.items()}}
         expression = None if rename is None else [f"^{re.escape(rename[0])}", rename[1]]
-        rest = {"differences": differences, "rename": expression, **(more if stats else {})}
+        rest = {"differences": records, "rename": expression, **(more if stats else {})}
         say_json({"a": str(a), "b": str(b), **counts, **rest})
-        if found:
-            click.get_current_context().exit(_NOT_THE_SAME)
-        return
-    for line in _difference_lines(found):
-        say(line)
-    if rename is not None:
-        words = shlex.join(["--rename", f"^{re.escape(rename[0])}", rename[1]])
-        say(f"the names differ in how they begin; compare with {words}")
-    if stats:
-        rows = [
-            [name_text(name), f"{one.differing} of {one.tensors}", f"{one.share:.3%}", one.largest]
-            for name, one in groups.items()
-        ]
-        say(table_text(["group", "tensors differ", "elements differ", "by up to"], rows))
-    if found:
-        differing = sum(difference.kind == "tensor" for difference in found)
+    else:
+        for line in _difference_lines(differences):
+            say(line)
+        if rename is not None:
+            words = shlex.join(["--rename", f"^{re.escape(rename[0])}", rename[1]])
+            say(f"the names differ in how they begin; compare with {words}")
+        if stats:
+            rows = [
+                [name_text(group), f"{x.differing} of {x.tensors}", f"{x.share:.3%}", x.largest]
+                for group, x in groups.items()
+            ]
+            say(table_text(["group", "tensors differ", "elements differ", "by up to"], rows))
+    if differences and not as_json:
+        differing = sum(difference.kind == "tensor" for difference in differences)
         total = f"{differing} of {counted(count, 'tensor')}"
         if value_count:
-            total += f" and {len(found) - differing} of {beside}"
-        total += f" differ{'s' if len(found) == 1 else ''}"
+            total += f" and {len(differences) - differing} of {beside}"
+        total += f" differ{'s' if len(differences) == 1 else ''}"
         if extents:
             extent = replace(total_extent(extents.values()), elements=sum(sizes.values()))
             total += f": {extent}"
         say(total)
-    else:
-        num_bytes = sum(one.outline(name).num_bytes for name in chosen.values())
+    elif not as_json:
+        num_bytes = sum(catalog_a.outline(name).num_bytes for name in chosen.values())
         end = f", and {beside}" if value_count else ""
         say(f"no difference: {counted(len(chosen), 'tensor')}, {bytes_text(num_bytes)}{end}")
-    if found:
+    if differences:
         click.get_current_context().exit(_NOT_THE_SAME)
 
 
-def _difference_lines(found: Iterable[Difference]) -> Iterator[str]:
-    """Yield what differs; names that are on one side only come last, those of layers in one."""
+def _difference_lines(differences: Iterable[Difference]) -> Iterator[str]:
+    """Yield a line for each difference; names on one side only come last, layers in one line."""
     alone: dict[str, dict[str, str]] = {"tensor": {}, "value": {}}
-    for difference in found:
+    for difference in differences:
         if difference.one_side:
             alone[difference.kind][difference.name] = difference.problem
         else:
@@ -247,56 +235,56 @@ def _difference_lines(found: Iterable[Difference]) -> Iterator[str]:
 
 
 class _Change(NamedTuple):
-    """How much of a group of tensors differs."""
+    """How much a group of tensors differs."""
 
     tensors: int
     differing: int
     share: float
-    """Of the elements that were compared."""
+    """The share of the compared elements that differ."""
     largest: str
 
 
 def _changes(sizes: Mapping[str, int], extents: Mapping[str, DiffExtent]) -> dict[str, _Change]:
-    """Return by group how much of the tensors that both checkpoints have differs."""
-    found = {}
+    """Return, by group, how much the tensors that both checkpoints have differ."""
+    changes = {}
     for group, names in groups_of(sizes).items():
         changed = [extents[name] for name in names if name in extents]
         extent = total_extent(changed)
         share = extent.differing / max(sum(sizes[name] for name in names), 1)
         largest = amount_text(extent) if changed else ""
-        found[group] = _Change(len(names), len(changed), share, largest)
-    return found
+        changes[group] = _Change(len(names), len(changed), share, largest)
+    return changes
 
 
 @click.command(cls=opts.Command)
-@click.argument("checkpoint", type=CHECKPOINT, metavar="CKPT")
-@opts.output_option("A file for the digest of every tensor; 'shardspec verify' takes it.")
+@ckpt.checkpoint_argument
+@opts.output_option("Write the digest of every tensor to a file, for 'shardspec verify'.")
 @click.option(
     "--seed",
     type=click.IntRange(0, 2**64 - 1),
     default=0,
-    help="Choose other keys; digests are compared with those of the same seed.",
+    help="Use other keys; only digests of the same seed can be compared.",
 )
-@map_options
-@source_options
-@choice_options
+@ckpt.map_options
+@ckpt.source_options
+@ckpt.choice_options
 @opts.overwrite_option
 @opts.json_option("Print all digests as JSON.")
 def digest_command(
     checkpoint: PurePath,
     output: PurePath | None,
     seed: int,
-    maps: MapOptions,
-    source: SourceOptions,
+    maps: ckpt.MapOptions,
+    source: ckpt.SourceOptions,
     choice: dict[str, Any],
     overwrite: bool,
     as_json: bool,
 ) -> None:
-    """Digest the tensors of the checkpoint CKPT, whatever its format and sharding.
+    """Digest the tensors of the checkpoint CKPT, independently of its format and sharding.
 
-    Equal weights have equal digests: sharded or merged, in any format and, by way of a map, under
-    the names of another model. Prints one value of all tensors. Digests detect accidents; they are
-    not signatures.
+    Equal weights have equal digests: sharded or merged, in any format and, with a map or a model,
+    under other names. Prints one value for all tensors. Digests detect accidents; they are not
+    signatures.
 
     Examples:
       shardspec digest ckpt
@@ -309,15 +297,17 @@ def digest_command(
     place = None if output is None else storage_path(output)
     if place is not None:
         check_digests_file(place, None, overwrite=overwrite)
-    names = maps.read() or None
     (catalog,) = source.open(checkpoint)
+    names = maps.read(catalog.home)
     with progress_bar(not as_json, "digest") as progress:
-        found = digest(catalog, names=names, drop=maps.drop, seed=seed, progress=progress, **choice)
+        digests = digest(
+            catalog, names=names, drop=maps.drop, seed=seed, progress=progress, **choice
+        )
     if place is not None:
-        write_digests(place, found, overwrite=overwrite)
+        write_digests(place, digests, overwrite=overwrite)
     if as_json:
-        say_json(found.to_json())
+        say_json(digests.to_json())
     else:
-        size = bytes_text(sum(one.num_bytes for one in found.values()))
-        what = f"{counted(len(found), 'tensor')}, {size}"
-        say(f"{path_text(checkpoint)}: {what}, digest {found.value}")
+        size = bytes_text(sum(entry.num_bytes for entry in digests.values()))
+        what = f"{counted(len(digests), 'tensor')}, {size}"
+        say(f"{path_text(checkpoint)}: {what}, digest {digests.value}")

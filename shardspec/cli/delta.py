@@ -1,7 +1,7 @@
-"""The commands about what changed: `shardspec delta` and `shardspec apply`."""
+"""The commands about deltas between checkpoints: `shardspec delta` and `shardspec apply`."""
 
 from pathlib import PurePath
-from typing import Final, Literal
+from typing import TYPE_CHECKING, Final
 
 import click
 
@@ -10,8 +10,11 @@ from shardspec.cli import options as opts
 from shardspec.cli.output import path_text, progress_bar, say, say_json
 from shardspec.text import bytes_text, counted
 
-_READERS: Final = {"slime": "xxh3-128", "modelexpress": "adler32"}
-"""Who reads deltas, and the checksums that they take."""
+if TYPE_CHECKING:
+    from shardspec.checkpoint.delta import Checksum, Encoding
+
+_CHECKSUMS: "Final[dict[str, Checksum]]" = {"slime": "xxh3-128", "modelexpress": "adler32"}
+"""The readers of deltas, and the checksum that each expects."""
 
 
 @click.command(cls=opts.Command)
@@ -27,17 +30,17 @@ _READERS: Final = {"slime": "xxh3-128", "modelexpress": "adler32"}
 @click.option(
     "--for",
     "reader",
-    type=click.Choice(list(_READERS)),
+    type=click.Choice(list(_CHECKSUMS)),
     default="slime",
     show_default=True,
-    help="Who is to read it: checksums are xxh3-128 for slime, adler32 for ModelExpress.",
+    help="The reader: checksums are xxh3-128 for slime, adler32 for ModelExpress.",
 )
 @click.option(
     "--encoding",
     type=click.Choice(("xor", "overwrite")),
     default="xor",
     show_default=True,
-    help="Of what changed: XOR, or positions and values, which slime alone reads.",
+    help="How changes are encoded: as XOR, or as positions and values, which only slime reads.",
 )
 @ckpt.map_options
 @ckpt.source_options
@@ -50,16 +53,16 @@ def delta_command(
     version: int,
     base_version: int | None,
     reader: str,
-    encoding: Literal["xor", "overwrite"],
+    encoding: "Encoding",
     maps: ckpt.MapOptions,
     source: ckpt.SourceOptions,
     overwrite: bool,
     as_json: bool,
 ) -> None:
-    """Write what changed from the checkpoint BASE to NEW, in the layout of slime and ModelExpress.
+    """Write the changes from the checkpoint BASE to NEW, as slime and ModelExpress read them.
 
-    Both may be of any format and sharding. Where NEW has the names of another model, a map makes
-    those of BASE of them.
+    Both may be of any format and sharding. If NEW has other names than BASE, a map or a model gives
+    its tensors those of BASE.
 
     Examples:
       shardspec delta model step_1 -o weight_v000001 --version 1
@@ -74,16 +77,16 @@ def delta_command(
         reader == "modelexpress" and encoding != "xor", "ModelExpress reads the encoding xor alone"
     )
     before, after = source.open(base, new)
-    names = maps.read()
+    renamed, _ = mapped_choice(after, maps.read(after.home), Choice(drop=maps.drop))
     with progress_bar(not as_json, "delta") as progress:
         report = delta(
             before,
-            mapped_choice(after, names or None, Choice(drop=maps.drop))[0],
+            renamed,
             output,
             version=version,
             base_version=base_version,
             encoding=encoding,
-            checksum="adler32" if reader == "modelexpress" else "xxh3-128",
+            checksum=_CHECKSUMS[reader],
             overwrite=overwrite,
             progress=progress,
         )
@@ -120,10 +123,10 @@ def apply_command(
     overwrite: bool,
     as_json: bool,
 ) -> None:
-    """Write the checkpoint BASE with deltas on it, in order; OUT appears when it is complete.
+    """Write the checkpoint BASE with deltas applied in order; OUT appears when it is complete.
 
-    Versions have to follow each other, checksums to be right, and, where shardspec has written the
-    deltas, BASE to be the checkpoint that the first was made of.
+    Versions must follow each other and checksums match. Of deltas that shardspec has written, BASE
+    must be the checkpoint that the first one was made from.
 
     Examples:
       shardspec apply model weight_v000001 weight_v000002 -o model_v2

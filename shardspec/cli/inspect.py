@@ -13,29 +13,25 @@ import click
 from shardspec.checkpoint.catalog import AnyOutline, box_text
 from shardspec.checkpoint.inspect import CheckpointSummary, inspect_checkpoint, other_text
 from shardspec.checkpoint.layers import repeated_layers
+from shardspec.cli import checkpoint_options as ckpt
 from shardspec.cli import options as opts
-from shardspec.cli.checkpoint_options import (
-    CHECKPOINT,
-    SourceOptions,
-    source_options,
-)
 from shardspec.cli.output import name_text, path_text, say, say_json, say_parts
 from shardspec.errors import CheckpointError
 from shardspec.layout.layout import Layout
 from shardspec.layout.picture import Picture, ids_text
 from shardspec.text import bytes_text, counted, shown, table_lines, table_text
 
-_MOST_CELLS: Final = 1024
+_MAX_CELLS: Final = 1024
 """Boxes of the largest picture."""
-_MOST_VALUE: Final = 60
-"""Characters that are shown of a value that is not a tensor."""
+_MAX_VALUE: Final = 60
+"""Characters shown of a value that is not a tensor."""
 _INDEX: Final = opts.numbers_kind(
     "I,J,…", "index", "give one position for each of the first dims, as in 17 or 3,0"
 )
 
 
 @click.command(cls=opts.Command)
-@click.argument("checkpoint", type=CHECKPOINT, metavar="CKPT")
+@ckpt.checkpoint_argument
 @click.option(
     "--tensor",
     metavar="PATTERN",
@@ -44,16 +40,16 @@ _INDEX: Final = opts.numbers_kind(
 @click.option(
     "--index",
     type=_INDEX,
-    help="Say which ranks hold this element, row or block of the tensors that match.",
+    help="Print which ranks hold this element, row or block of the tensors that match.",
 )
 @click.option("--picture", is_flag=True, help="Draw how the tensors that match are sharded.")
 @click.option(
     "--only",
     type=click.Choice(("replicated", "uneven")),
-    help="Only tensors of which several ranks hold the same, or whose boxes differ in shape.",
+    help="Only tensors with equal boxes on several ranks, or with boxes of different shapes.",
 )
-@click.option("--full", is_flag=True, help="A row for every tensor, also where layers are alike.")
-@source_options
+@click.option("--full", is_flag=True, help="A row for every tensor, even if layers are alike.")
+@ckpt.source_options
 @opts.json_option("Print everything as JSON.")
 def inspect_command(
     checkpoint: PurePath,
@@ -62,15 +58,15 @@ def inspect_command(
     picture: bool,
     only: str | None,
     full: bool,
-    source: SourceOptions,
+    source: ckpt.SourceOptions,
     as_json: bool,
 ) -> None:
     """Show mesh, tensors, specs and sizes of the checkpoint CKPT, and what each rank stored.
 
-    Reads what describes the checkpoint, the header of every file where that does, and checks that
-    all of it agrees; no data. Tensors of layers that are alike share a row, as
-    layers.{0..31}.up.weight. Of several ranks that hold the same, some formats store what one
-    holds, and show that one.
+    Reads the metadata of the checkpoint, and the header of every file if the format has headers,
+    and checks that they agree; reads no data. Tensors of layers that are alike share a row, as
+    layers.{0..31}.up.weight. If several ranks hold the same box, some formats store that of one
+    rank, and only this one is shown.
 
     Examples:
       shardspec inspect ckpt
@@ -82,7 +78,7 @@ def inspect_command(
       shardspec inspect ckpt --json
     """
     unnamed = (index is not None or picture) and tensor is None and only is None
-    opts.refuse_if(unnamed, "--index and --picture are about some tensors; name them: --tensor")
+    opts.refuse_if(unnamed, "--index and --picture need some tensors; name them with --tensor")
     (catalog,) = source.open(checkpoint)
     summary = _chosen(inspect_checkpoint(catalog), tensor, only)
     if only is not None and not as_json and not (summary.names and (index or picture or tensor)):
@@ -99,25 +95,25 @@ def inspect_command(
 
 
 def _chosen(summary: CheckpointSummary, pattern: str | None, only: str | None) -> CheckpointSummary:
-    """Return a summary of the tensors that match both."""
+    """Return a summary of the tensors that match the pattern and are, say, ``uneven``."""
     names = summary.names
     if pattern is not None:
         names = tuple(name for name in names if fnmatchcase(name, pattern))
         if not names:
             first = ", ".join(map(shown, summary.names[:3]))
-            there = f"the names start with {first}" if first else "it has no tensors"
+            hint = f"the names start with {first}" if first else "it has no tensors"
             raise CheckpointError(
-                f"{summary.source.directory}: no tensor matches {shown(pattern)}; {there}"
+                f"{summary.source.directory}: no tensor matches {shown(pattern)}; {hint}"
             )
     summary = replace(summary, names=names)
     if only is None:
         return summary
-    alike = (one.name for one in summary.outlines if getattr(summary.holders(one), only))
-    return replace(summary, names=tuple(alike))
+    fitting = (tensor.name for tensor in summary.outlines if getattr(summary.holders(tensor), only))
+    return replace(summary, names=tuple(fitting))
 
 
 def _json(summary: CheckpointSummary) -> Iterator[str]:
-    """Yield the JSON text of a summary in pieces: of 100,000 tensors, all of it takes 200 MiB."""
+    """Yield the JSON of a summary in pieces; that of 100,000 tensors would take 200 MiB at once."""
     yield f'{json.dumps(summary.facts())[:-1]}, "tensors": ['
     for at, name in enumerate(summary.names):
         yield f"{', ' if at else ''}{json.dumps(summary.tensor_facts(name))}"
@@ -125,42 +121,42 @@ def _json(summary: CheckpointSummary) -> Iterator[str]:
 
 
 def _say_holders(summary: CheckpointSummary, index: tuple[int, ...], as_json: bool) -> None:
-    """Print who holds a part of the tensors."""
-    # A pattern may take in biases beside matrices: those that have no such index do not count.
-    found = [
+    """Print which ranks hold the part of the tensors at an index."""
+    # A pattern may match biases beside matrices: tensors that lack the index are skipped.
+    holders = [
         (tensor.name, box, ranks)
         for tensor in summary.outlines
         if len(index) <= len(tensor.shape)
         for box, ranks in summary.holders(tensor).cells.items()
         if all(lo <= at < hi for at, (lo, hi) in zip(index, box, strict=False))
     ]
-    if summary.names and not found:
+    if summary.names and not holders:
         tensor = next(summary.outlines)
         raise CheckpointError(
             f"tensor {tensor.name!r}: index {list(index)} does not lie in the shape "
             f"{list(tensor.shape)}"
         )
     if as_json:
-        holders = [
+        records = [
             {"name": name, "box": [list(side) for side in box], "ranks": list(ranks)}
-            for name, box, ranks in found
+            for name, box, ranks in holders
         ]
-        say_json({"index": list(index), "holders": holders})
+        say_json({"index": list(index), "holders": records})
         return
-    for name, box, ranks in found:
+    for name, box, ranks in holders:
         who = f"rank{'s' if len(ranks) > 1 else ''} {ids_text(ranks)}"
         say(f"{name_text(name)}[{', '.join(map(str, index))}]: {who}, in {box_text(box)}")
 
 
 def _picture(summary: CheckpointSummary, name: str) -> str:
-    """Draw who holds what; a table of boxes where they make up no grid."""
+    """Return a drawing of which rank holds which box; a table if the boxes form no grid."""
     tensor = summary.source.outline(name)
     layout = summary.layout(tensor)
     if layout is not None:
         return f"{name_text(name)}\n{layout.picture()}"
     cells = summary.holders(tensor).cells
     sides = [{box[dim] for box in cells} for dim in range(len(tensor.shape))]
-    if prod(map(len, sides)) != len(cells) or len(cells) > _MOST_CELLS:
+    if prod(map(len, sides)) != len(cells) or len(cells) > _MAX_CELLS:
         return _boxes(summary, name)
     return Picture(f"{_title(tensor, layout)} {list(tensor.shape)}", cells).text()
 
@@ -168,14 +164,13 @@ def _picture(summary: CheckpointSummary, name: str) -> str:
 def _overview(
     summary: CheckpointSummary, full: bool, only: str | None = None, of: int = 0
 ) -> Iterator[str]:
-    """Yield the lines about a checkpoint; those about its tensors if `only` some of them count."""
+    """Yield the lines about a checkpoint; with `only`, those about its tensors."""
     count, mesh, format = len(summary.names), summary.source.mesh, summary.source.format
     groups = summary.groups()
     if only is None:
         parameters = sum(group.parameters for group in groups.values())
-        facts = f"{counted(count, 'tensor')}, {_parameters(parameters)}"
-        facts += f", {bytes_text(summary.num_bytes)}"
-        facts += f", in the format of {format}"
+        facts = f"{counted(count, 'tensor')}, {parameters:,} parameter{'s' * (parameters != 1)}"
+        facts += f", {bytes_text(summary.num_bytes)}, in the format of {format}"
         if mesh is not None:
             facts += f", saved on mesh {mesh} ({counted(mesh.size(), 'device')})"
     else:
@@ -220,24 +215,21 @@ def _overview(
         yield ""
         values = sorted(summary.extras.items())
         rows = [
-            [name_text(name), name_text(other_text(value, _MOST_VALUE))] for name, value in values
+            [name_text(name), name_text(other_text(value, _MAX_VALUE))] for name, value in values
         ]
         yield from table_lines(["other entry", "value"], lambda: rows)
 
 
-def _parameters(number: int) -> str:
-    return f"{number:,} parameter{'' if number == 1 else 's'}"
-
-
 def _rows(summary: CheckpointSummary, full: bool) -> list[list[str]]:
-    """Return the rows of a table of tensors: one for every tensor, or for layers that are alike."""
-    known: dict[Layout | None, tuple[str, ...]] = {}  # most of 100,000 tensors share a layout
+    """Return the rows of the table of tensors; those of layers that are alike in one."""
+    # Most of 100,000 tensors share a layout.
+    row_of_layout: dict[Layout | None, tuple[str, ...]] = {}
     cells: dict[str, tuple[str, ...]] = {}
     for tensor in summary.outlines:
         layout = summary.layout(tensor)
-        row = known.get(layout) or _cells(summary, tensor, layout)
+        row = row_of_layout.get(layout) or _cells(summary, tensor, layout)
         if layout is not None:
-            known[layout] = row
+            row_of_layout[layout] = row
         cells[tensor.name] = row
     if full:
         return [[name_text(name), "", *row] for name, row in cells.items()]
@@ -250,7 +242,7 @@ def _rows(summary: CheckpointSummary, full: bool) -> list[list[str]]:
 def _cells(
     summary: CheckpointSummary, tensor: AnyOutline, layout: Layout | None
 ) -> tuple[str, ...]:
-    """Return the row of a tensor without its name."""
+    """Return the row of a tensor, without its name."""
     holders = summary.holders(tensor)
     remarks = [word for word in ("replicated", "uneven") if getattr(holders, word)]
     if layout is None and len(holders.cells) > 1:

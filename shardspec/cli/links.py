@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING
 
 import click
 
-from shardspec.checkpoint.storage.path import output_exists
+from shardspec.checkpoint.storage.from_text import storage_path
+from shardspec.checkpoint.storage.path import check_new_file
 from shardspec.cli import options as opts
 from shardspec.cli.options import BYTES, FILE_PATH, MeshShape
 from shardspec.cli.output import path_text, say, say_json, write_file
 from shardspec.comm.presets import PRESETS, LinkPreset
-from shardspec.errors import ProfileError
 from shardspec.mesh.device_mesh import DeviceMesh
 from shardspec.text import bytes_text, shown, table_text
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 @click.command(cls=opts.Command)
 @opts.json_option("Print everything as JSON.")
 def presets_command(as_json: bool) -> None:
-    """Show the links that --links knows, where their numbers come from and what they hold for.
+    """Show the presets of --links, the sources of their numbers, and what they are valid for.
 
     Rates are in 10^9 bytes a second, in one direction, per device.
 
@@ -57,7 +57,7 @@ def presets_command(as_json: bool) -> None:
         say(_note("from", f"{preset.source}; read {preset.read_on}"))
     say(
         "\nLatency and rate are those of one message. Where collectives were measured, fitted "
-        "curves price\nthem; their errors stand with every plan. This project measured none of "
+        "curves price\nthem, and plans state the errors of these. This project measured none of "
         "them."
     )
 
@@ -99,9 +99,9 @@ def profile_command(
     """Measure the links of a cluster: how long steps take on the processes of this job.
 
     Run it under torchrun, one process a device. It times every kind of collective along each axis
-    of the mesh and along every group of axes, over sizes that grow fourfold, and fits two lines to
-    each, one of low latency and one of high rate. What has no such curve is priced by a latency and
-    a rate per axis, of links of every group's own or of one bus that all devices share.
+    of the mesh and along every group of axes, for sizes that grow fourfold, and fits two lines to
+    each, one of low latency and one of high rate. Other steps are priced by a latency and a rate
+    per axis, either with links for each group or with one bus that all devices share.
 
     Examples:
       torchrun --nproc_per_node 8 -m shardspec profile --mesh 2x4 -o cluster.json
@@ -112,16 +112,16 @@ def profile_command(
     devices = opts.plain_mesh(mesh)
     if world != devices.size():
         start = f"torchrun --nproc_per_node {devices.size()} -m shardspec profile --mesh {devices}"
-        found = f"this job has {world} processes" if world else "this is not a job"
+        problem = f"this job has {world} processes" if world else "this is not a job"
         raise click.UsageError(
-            f"mesh {devices} has {devices.size()} devices, but {found}; start it as in '{start} -o "
-            f"{path_text(output)}', or over several hosts"
+            f"mesh {devices} has {devices.size()} devices, but {problem}; start it as in '{start} "
+            f"-o {path_text(output)}', or over several hosts"
         )
     if not 4 <= min_bytes < max_bytes:
         raise click.UsageError("--min-bytes must be at least 4, and --max-bytes more than it")
     if rank == 0:
         for path in filter(None, (output, plot)):
-            _check_place(path, overwrite)
+            check_new_file(storage_path(path), overwrite=overwrite)
     sizes = [min_bytes]
     while sizes[-1] * 4 < max_bytes:
         sizes.append(sizes[-1] * 4)
@@ -139,19 +139,11 @@ def profile_command(
 
 
 def _environment(name: str) -> int:
-    """Return a number that torchrun has set, 0 outside of a job."""
+    """Return a number that torchrun has set; 0 outside a job."""
     text = os.environ.get(name, "0")
     if not (text.isascii() and text.isdecimal() and len(text) < 10):
         raise click.UsageError(f"{name}={shown(text)} is not a number; start it with torchrun")
     return int(text)
-
-
-def _check_place(path: Path, overwrite: bool) -> None:
-    """Refuse before measuring what could not be written afterwards."""
-    if not path.resolve().parent.is_dir():
-        raise ProfileError(f"{path}: its directory does not exist; make it first")
-    if path.exists() and (path.is_dir() or not overwrite):
-        raise output_exists(path)
 
 
 def _measure(mesh: DeviceMesh, sizes: list[int], repeats: int, *, show: bool) -> "Profile":

@@ -1,7 +1,7 @@
 """The command `shardspec`, and the one place where errors become a line and an exit code.
 
-Exit codes: 0 done, 1 nowhere to print, 2 wrong usage (an option, a spec, a mesh), 3 a checkpoint, a
-file of arguments or an output that cannot be used, 130 interrupted, 143 told to end.
+Exit codes: 0 success, 1 stdout cannot be written, 2 wrong usage (an option, a spec, a mesh), 3 a
+checkpoint, an input file or an output that cannot be used, 130 interrupted, 143 terminated.
 """
 
 import gc
@@ -44,7 +44,7 @@ _COMMANDS: Final[Mapping[str, tuple[str, str]]] = {
     "presets": ("links", "Show the links that --links knows, with their sources."),
     "profile": ("links", "Measure the links of a cluster, under torchrun."),
 }
-"""Name to the module with the command, and a line of help, so that help imports none of them."""
+"""Name to the module of the command and its line of help, so that the help imports no module."""
 
 _TASKS: Final[Mapping[str, str]] = {
     "plan": "Plan and price conversions",
@@ -54,26 +54,26 @@ _TASKS: Final[Mapping[str, str]] = {
     "delta": "Publish what changed",
     "write": "Merge and reshard checkpoints",
     "maps": "Move whole models",
-    "links": "Know the links",
+    "links": "Show and measure links",
 }
-"""Module to what its commands are for."""
+"""The title in the help of the commands of each module."""
 
 _OPTIONS: Final[Mapping[str, str]] = {
     "device_mesh": "--mesh",
     "max_shard_bytes": "--max-shard-size",
     "names": "--map",
 }
-"""Arguments of the library whose options have other names."""
-_MOST_CHARACTERS: Final = 2000  # in an error, which may quote an argument
+"""Options whose names differ from those of the library's arguments."""
+_MAX_CHARACTERS: Final = 2000  # in an error, which may quote an argument
 _NO_OUTPUT: Final = 1
 _USAGE: Final = 2
 _BAD_INPUT: Final = 3
 _BY_SIGNAL: Final = 128
-"""Plus the number of a signal: the exit code of what it has ended, as in shells."""
+"""Added to the number of the signal that ended the command, as in shells."""
 
 
 class _LazyGroup(click.Group):
-    """Imports a command when it is called, so that each starts as fast as it can."""
+    """Imports the module of a command when that is called, so that every command starts fast."""
 
     def list_commands(self, _ctx: click.Context) -> list[str]:
         return list(_COMMANDS)
@@ -87,14 +87,14 @@ class _LazyGroup(click.Group):
         return command
 
     def format_commands(self, _ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """List the commands by task: those of one module stand together."""
+        """List the commands by task, which is that of their module."""
         width = max(map(len, _COMMANDS))
         for module, group in groupby(_COMMANDS.items(), key=lambda command: command[1][0]):
             with formatter.section(_TASKS[module]):
                 formatter.write_dl([(name.ljust(width), text) for name, (_, text) in group])
 
     def invoke(self, ctx: click.Context) -> object:
-        """Run a command; an interrupt is an error that is reported like others."""
+        """Run a command; an interrupt is reported like an error."""
         try:
             return super().invoke(ctx)
         except KeyboardInterrupt as error:
@@ -127,13 +127,13 @@ class _LazyGroup(click.Group):
             text = "".join(map(option_text, error.parts))
             code = _fail(text, _BAD_INPUT if bad_input else _USAGE)
         except OSError as error:
-            # Errors of files have been caught where these are used; what is left is printing.
-            code = _fail(f"cannot print what is to be said: {error.strerror}", _NO_OUTPUT)
+            # Errors of files are caught where these are used, so this one is of stdout.
+            code = _fail(f"cannot write to stdout: {error.strerror}", _NO_OUTPUT)
         sys.exit(code or 0)
 
 
 def option_text(part: TextPart) -> str:
-    """Return a part of a message, an argument as the option for it."""
+    """Return a part of an error message; an argument of the library as its option."""
     if isinstance(part, str):
         return part
     option = part.name.replace("_", "-")
@@ -142,10 +142,10 @@ def option_text(part: TextPart) -> str:
 
 
 def _fail(message: str, code: int) -> int:
-    """Print an error in one line, with escapes for the terminal."""
+    """Print an error in one line, with control characters escaped, and return its exit code."""
     text = printable(message)
-    if len(text) > _MOST_CHARACTERS:
-        text = f"{text[: _MOST_CHARACTERS // 2]} … {text[-_MOST_CHARACTERS // 2 :]}"
+    if len(text) > _MAX_CHARACTERS:
+        text = f"{text[: _MAX_CHARACTERS // 2]} … {text[-_MAX_CHARACTERS // 2 :]}"
     click.echo(f"Error: {text}", err=True)
     return code
 
@@ -162,13 +162,13 @@ def cli() -> None:
 
 def main() -> None:
     """Run the command line; the entry point of the package."""
-    # What a command reads stays until its end: collecting cycles over and over would take as long
-    # as reading the description of a large checkpoint.
+    # What a command reads is in use until its end. Collecting cycles often would take as long as
+    # reading the metadata of a large checkpoint.
     gc.freeze()
     gc.set_threshold(100_000, 50, 50)
-    # SIGTERM is handled as an interrupt, so that temporary files are removed on the way out.
+    # Handled as an interrupt, so that temporary files are removed.
     signal.signal(signal.SIGTERM, _interrupt)
-    # A terminal that cannot show '→' shows '?' rather than a traceback.
+    # A terminal that cannot encode '→' shows '?'.
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")

@@ -1,4 +1,4 @@
-"""The commands about models on paper: `shardspec check-map` and `shardspec plan-state`."""
+"""The commands that read no data of models: `shardspec check-map` and `shardspec plan-state`."""
 
 import os
 from collections.abc import Sequence
@@ -11,12 +11,13 @@ from shardspec.cli import checkpoint_options as ckpt
 from shardspec.cli import options as opts
 from shardspec.cli.output import path_text, say, say_json, write_file
 from shardspec.errors import InputFileError, LayoutError
+from shardspec.input_files import read_json_object
 from shardspec.mesh.device_mesh import DeviceMesh
 from shardspec.text import counted, shown
 
 if TYPE_CHECKING:
     from shardspec.checkpoint.catalog import Catalog
-    from shardspec.checkpoint.load_plan import StoredPlan
+    from shardspec.layout.layout import Layout
     from shardspec.resharding.maps import MapReport
     from shardspec.resharding.name_map import NameMap
 
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 @click.command(cls=opts.Command)
 @click.argument("map", metavar="MAP", type=opts.PLACE)
 @click.option("--source", type=opts.PLACE, required=True, help="A checkpoint, or a file of shapes.")
-@click.option("--target", type=opts.PLACE, help="The same, of what is to be written.")
+@click.option("--target", type=opts.PLACE, help="The same, of the output.")
 @ckpt.sizes_option
 @click.option("--reverse", is_flag=True, help="Check the map the other way round.")
 @ckpt.drop_option
@@ -40,25 +41,29 @@ def check_map_command(
 ) -> None:
     """Check that a name map writes every target element exactly once, and uses all of the source.
 
-    Exit code 3 says that it does not, or that the source lacks what the map names; the first holes
-    and overlaps, and what has no use, are printed.
+    The exit code is 3 if it does not, or if the source lacks a tensor that the map names; the first
+    holes and overlaps, and unused tensors, are printed.
 
     Examples:
       shardspec check-map map.toml --source ckpt --target shapes.json
       shardspec check-map llama-hf-to-megatron --sizes config.json --source ckpt
 
-    MAP is a TOML file, or the name of a map that comes with shardspec, as llama-hf-to-megatron or,
-    by way of hf, llama-megatron-to-fused. A file of shapes has names and lists of sizes:
+    MAP is a TOML file, or the name of a built-in map, such as llama-hf-to-megatron or, through hf,
+    llama-megatron-to-fused. A file of shapes has names and lists of sizes:
     {"embed.weight": [32000, 4096]}. Without --target, the names and shapes that the map implies are
     checked, and printed with --json.
     """
+    from shardspec.checkpoint.mapped import configured
     from shardspec.resharding.maps import apply_map, dropped_by, report_of
 
     before, catalog = _shapes(source)
     dropped = dropped_by(drop, before)
-    *firsts, last = _configured(catalog, ckpt.read_maps(map, sizes, reverse=reverse))
-    for one in firsts:
-        between, dropped, report = apply_map(one, before, dropped)
+    maps: Sequence[NameMap] = ckpt.read_maps(map, sizes, reverse=reverse)
+    if catalog is not None:
+        maps = [configured(catalog, name_map) for name_map in maps]
+    *firsts, last = maps
+    for name_map in firsts:
+        between, dropped, report = apply_map(name_map, before, dropped)
         _refuse_losses(report)
         before = {**between, **dropped}
     if target is None:
@@ -92,47 +97,40 @@ def _refuse_losses(report: "MapReport") -> None:
         raise InputFileError(*error.parts) from None
 
 
-def _configured(catalog: "Catalog | None", maps: "Sequence[NameMap]") -> "list[NameMap]":
-    """Return maps with what the config.json beside a checkpoint says."""
-    from shardspec.checkpoint.mapped import configured
-
-    return list(maps) if catalog is None else [configured(catalog, one) for one in maps]
-
-
 def _shapes(place: str) -> "tuple[dict[str, tuple[int, ...]], Catalog | None]":
-    """Return shapes by name, of a checkpoint or of a file of shapes; and the checkpoint."""
+    """Return the shapes in a checkpoint or a file of shapes by name, and the checkpoint."""
     from shardspec.checkpoint.open import open_checkpoint
 
     if not (place.endswith(".json") and os.path.exists(place)):
         catalog = open_checkpoint(place)
         return {name: catalog.outline(name).shape for name in catalog.names}, catalog
-    found = {}
-    for name, sizes in ckpt.read_config(Path(place)).items():
+    shapes = {}
+    for name, sizes in read_json_object(Path(place)).items():
         if not isinstance(sizes, list) or not all(type(n) is int and n >= 0 for n in sizes):
             raise InputFileError(f"{place}: {shown(name)} has {shown(sizes)}, not a list of sizes")
-        found[name] = tuple(sizes)
-    return found, None
+        shapes[name] = tuple(sizes)
+    return shapes, None
 
 
 @click.command(cls=opts.Command)
-@click.argument("checkpoint", type=ckpt.CHECKPOINT, metavar="CKPT")
+@ckpt.checkpoint_argument
 @opts.cluster_options
 @ckpt.rule_options
 @ckpt.map_options
 @ckpt.layout_option
-@click.option("--dtype", metavar="NAME", help="What floating-point tensors become.")
-@click.option("--max-bytes", type=opts.BYTES, help="Bytes in buckets of each device.")
+@click.option("--dtype", metavar="NAME", help="Cast floating-point tensors to this dtype.")
+@click.option("--max-bytes", type=opts.BYTES, help="Limit the bytes in buckets of each device.")
 @click.option(
     "--transfers",
     type=click.Path(path_type=Path),
     metavar="DIR",
-    help="Write there which bytes each device reads from where.",
+    help="Write which bytes each device reads from which file into this directory.",
 )
 @ckpt.source_options
 @click.option(
     "--html",
     type=opts.FILE_PATH,
-    help="Draw who sends how much to whom, and write the page here.",
+    help="Draw which file sends how much to which device, as an HTML page.",
 )
 @opts.overwrite_option
 @opts.json_option("Print the plan as JSON.")
@@ -150,9 +148,9 @@ def plan_state_command(
     overwrite: bool,
     as_json: bool,
 ) -> None:
-    """Plan on paper how the devices of a mesh get a model from the checkpoint CKPT.
+    """Plan how the devices of a mesh read a model from the checkpoint CKPT.
 
-    Says which device reads how much from which files. No tensor is read.
+    Prints which device reads how much from which files. No tensor is read.
 
     Examples:
       shardspec plan-state ckpt --mesh 8 --rules rules.toml
@@ -162,19 +160,26 @@ def plan_state_command(
       shardspec plan-state ckpt --mesh 8 --rules rules.toml --transfers rows/
       shardspec plan-state ckpt --mesh 8 --rules rules.toml --html plan.html
     """
+    from shardspec.checkpoint.load_plan import plan_stored
     from shardspec.checkpoint.transfers import file_regions, write_transfers
     from shardspec.resharding.picture import plan_html
 
     if layout is not None:
         ckpt.check_layout(maps, rules)
-        found = _plan_layout(checkpoint, cluster, maps, layout, dtype, max_bytes, source)
+        mesh = None if cluster.mesh is None else opts.plain_mesh(cluster.mesh, cluster.ids)
+        (catalog,) = source.open(checkpoint)
+        catalog, target = _under_layout(catalog, layout, maps, mesh, dtype)
+        planned = plan_stored(catalog, target, None, dtype, max_bytes)
     else:
-        found = _plan_rules(checkpoint, cluster, rules, maps, dtype, max_bytes, source)
-    catalog, plan, _, files = found
-    # Drawn before anything is written: a plan may be too large for it.
+        mesh = _with_links(cluster)
+        (catalog,) = source.open(checkpoint)
+        names = maps.read(catalog.home)
+        planned = plan_stored(catalog, (mesh, rules or {}), names, dtype, max_bytes, maps.drop)
+    catalog, plan, _, files = planned
+    # Drawn before anything is written: a plan may be too large to draw.
     page = "" if html is None else plan_html(plan, files)
     if transfers is not None:
-        write_transfers(plan, transfers, file_regions(catalog, found.first), files)
+        write_transfers(plan, transfers, file_regions(catalog, planned.first), files)
     if html is not None:
         write_file(html, page, overwrite=overwrite)
     if as_json:
@@ -186,59 +191,38 @@ def plan_state_command(
             say(f"{path_text(html)}: who sends what to whom; open it")
 
 
-def _plan_rules(
-    checkpoint: PurePath,
-    cluster: opts.ClusterOptions,
-    rules: dict[str, str] | None,
-    maps: ckpt.MapOptions,
-    dtype: str | None,
-    max_bytes: int | None,
-    source: ckpt.SourceOptions,
-) -> "StoredPlan":
-    """Plan how devices get a model, by rules."""
-    from shardspec.checkpoint.load_plan import plan_stored
-
+def _with_links(cluster: opts.ClusterOptions) -> DeviceMesh:
+    """Return the mesh of a cluster with its links, if any were given."""
     mesh, model = cluster.build()
-    if cluster.links is not None or cluster.profile is not None:
-        mesh = DeviceMesh(
-            mesh.ids,
-            mesh.shape,
-            axis_names=mesh.axis_names,
-            mesh_alpha=[link.latency_s + link.start_s for link in model.links],
-            mesh_beta=[link.seconds_per_byte for link in model.links],
-        )
-    (catalog,) = source.open(checkpoint)
-    names = maps.of_model(catalog.home) or maps.read() or None
-    return plan_stored(catalog, (mesh, rules or {}), names, dtype, max_bytes, maps.drop)
+    if cluster.links is None and cluster.profile is None:
+        return mesh
+    return DeviceMesh(
+        mesh.ids,
+        mesh.shape,
+        axis_names=mesh.axis_names,
+        mesh_alpha=[link.latency_s + link.start_s for link in model.links],
+        mesh_beta=[link.seconds_per_byte for link in model.links],
+    )
 
 
-def _plan_layout(
-    checkpoint: PurePath,
-    cluster: opts.ClusterOptions,
-    maps: ckpt.MapOptions,
+def _under_layout(
+    catalog: "Catalog",
     layout: str,
+    maps: ckpt.MapOptions,
+    mesh: DeviceMesh | None,
     dtype: str | None,
-    max_bytes: int | None,
-    source: ckpt.SourceOptions,
-) -> "StoredPlan":
-    """Plan how devices get a model, by a layout."""
+) -> "tuple[Catalog, dict[str, Layout]]":
+    """Return a checkpoint under the names of a layout, and the layout of each of its tensors."""
     from shardspec.checkpoint.choice import Choice
-    from shardspec.checkpoint.load_plan import plan_stored
-    from shardspec.checkpoint.numbers_of import with_numbers
+    from shardspec.checkpoint.numbers_of import mapped_source
     from shardspec.dtypes import dtype_name, is_cast, keeps_dtype
     from shardspec.layout.layout import Layout
 
-    (catalog,) = source.open(checkpoint)
-    mesh = None if cluster.mesh is None else opts.plain_mesh(cluster.mesh, cluster.ids)
     named, layouts = ckpt.under_layout(layout, maps, catalog, mesh)
-    chosen = Choice(drop=maps.drop)
-    catalog = with_numbers(catalog, dtype, chosen, named.config)
-    catalog = named.with_dtype(dtype).applied(catalog, chosen, ())
-    wanted = None if dtype is None else dtype_name(dtype)
+    catalog, _ = mapped_source(catalog, named, Choice(dtype=dtype, drop=maps.drop))
     target = {}
     for name in catalog.names:
-        own = catalog.outline(name).dtype
-        cast = wanted is not None and is_cast(own, wanted) and not keeps_dtype(name)
-        one = layouts[name]
-        target[name] = Layout(one.mesh, one.spec, one.global_shape, wanted if cast else own)
-    return plan_stored(catalog, target, None, dtype, max_bytes)
+        at, own = layouts[name], catalog.outline(name).dtype
+        casts = dtype is not None and is_cast(own, dtype_name(dtype)) and not keeps_dtype(name)
+        target[name] = Layout(at.mesh, at.spec, at.global_shape, dtype if casts else own)
+    return catalog, target

@@ -1,4 +1,4 @@
-"""Arguments and options that several commands have: what reads their texts, and decorators."""
+"""Arguments and options that several commands share: parsers of their texts, and decorators."""
 
 import inspect
 import math
@@ -28,15 +28,15 @@ from shardspec.text import bytes_text, printable, seconds_text, shown
 
 T = TypeVar("T")
 MeshShape: TypeAlias = tuple[tuple[int, ...], tuple[str, ...] | None]
-"""Devices along each axis, and the names of the axes where they have any."""
+"""Devices along each axis, and the names of the axes, if any."""
 Run: TypeAlias = Callable[..., None]
-"""What a command does, given its arguments and options by name."""
+"""The function of a command, which takes arguments and options by name."""
 Decorator: TypeAlias = Callable[[Run], Run]
 
 _VERBOSE: Final = "shardspec.verbose"
-"""Where a context keeps what the user said."""
+"""Key in a click context's `meta`: whether ``--verbose`` was given."""
 MAX_DEVICES: Final = 2**20
-"""A larger mesh is taken for a typing error; its ids alone would fill the memory."""
+"""Larger meshes are refused as typing errors; their ids alone would fill the memory."""
 _MAX_SIZE: Final = 2**63 - 1
 _UNITS: Final[Mapping[str, int]] = {"": 1, "b": 1} | {
     **{f"{letter}ib": 2 ** (10 * power) for power, letter in enumerate("kmgt", 1)},
@@ -45,7 +45,7 @@ _UNITS: Final[Mapping[str, int]] = {"": 1, "b": 1} | {
 
 
 def parse_mesh(text: str) -> MeshShape:
-    """Read a mesh: sizes as in ``2x4``, or named axes as in ``dp=2,tp=4``."""
+    """Parse a mesh: sizes as in ``2x4``, or named axes as in ``dp=2,tp=4``."""
     names: tuple[str, ...] | None = None
     sizes = text.lower().split("x")
     if "=" in text:
@@ -60,7 +60,7 @@ def parse_mesh(text: str) -> MeshShape:
 
 
 def parse_shape(text: str) -> tuple[int, ...]:
-    """Read a tensor's shape as in ``4096x1024``; an empty text is a scalar."""
+    """Parse a tensor's shape as in ``4096x1024``; an empty text is a scalar."""
     if not text.strip():
         return ()
     remedy = 'give sizes as in 4096x4096, or "" for a scalar'
@@ -71,7 +71,7 @@ def parse_shape(text: str) -> tuple[int, ...]:
 
 
 def parse_number(text: str, remedy: str = "give one as in 1e-5") -> float:
-    """Read a finite number from 0."""
+    """Parse a finite number that is not negative."""
     try:
         number = float(text)
     except ValueError:
@@ -82,7 +82,7 @@ def parse_number(text: str, remedy: str = "give one as in 1e-5") -> float:
 
 
 def parse_numbers(text: str) -> tuple[float, ...]:
-    """Read finite numbers from 0, separated by commas."""
+    """Parse seconds, separated by commas: finite numbers that are not negative."""
     remedy = "give them as in 1e-5,3e-6"
     numbers = tuple(parse_number(part.strip(), remedy) for part in text.split(","))
     if None in map(seconds, numbers):
@@ -91,7 +91,7 @@ def parse_numbers(text: str) -> tuple[float, ...]:
 
 
 def parse_links(text: str) -> tuple[str, ...]:
-    """Read names of link presets, separated by commas; `MeshError` if one is not known."""
+    """Parse names of link presets, separated by commas; raises `MeshError` for unknown ones."""
     names = tuple(part.strip() for part in text.split(","))
     for name in names:
         link_preset(name)
@@ -99,17 +99,17 @@ def parse_links(text: str) -> tuple[str, ...]:
 
 
 def parse_bytes(text: str) -> int:
-    """Read a size in bytes, perhaps with a unit of 1,000 or of 1,024: ``64MiB``, ``1.5 kB``."""
-    found = re.fullmatch(r"([0-9]{1,18}(?:\.[0-9]{1,18})?)\s*([A-Za-z]*)", text.strip())
-    if found is None or found[2].lower() not in _UNITS:
+    """Parse a size in bytes, perhaps with a decimal or binary unit: ``64MiB``, ``1.5 kB``."""
+    match = re.fullmatch(r"([0-9]{1,18}(?:\.[0-9]{1,18})?)\s*([A-Za-z]*)", text.strip())
+    if match is None or match[2].lower() not in _UNITS:
         raise ValueError(
             f"{shown(text)} is not a size; give bytes as in 1000000, or as in 64MiB or 1.5GB"
         )
-    return math.floor(float(found[1]) * _UNITS[found[2].lower()])
+    return math.floor(float(match[1]) * _UNITS[match[2].lower()])
 
 
 def _memory_rate(text: str) -> float:
-    """Read a rate above 0 in GB/s; 0.0 for ``preset``, infinity for ``none``."""
+    """Parse a rate above 0 in GB/s; 0.0 for ``preset``, infinity for ``none``."""
     if text in ("preset", "none"):
         return 0.0 if text == "preset" else math.inf
     rate = 0.0
@@ -123,7 +123,7 @@ def _memory_rate(text: str) -> float:
 def _whole_numbers(what: str, remedy: str, text: str, parts: list[str]) -> tuple[int, ...]:
     numbers = []
     for digits in map(str.strip, parts):
-        # int() also takes '1_000' and digits of other scripts, and refuses thousands of digits.
+        # int() also accepts '1_000' and digits of other scripts, and fails on thousands of digits.
         if not (digits.isascii() and digits.isdecimal()):
             raise ValueError(
                 f"{what} {shown(text)}: {shown(digits)} is not a whole number; {remedy}"
@@ -137,34 +137,34 @@ def _whole_numbers(what: str, remedy: str, text: str, parts: list[str]) -> tuple
 
 
 class Kind(click.ParamType[Any]):
-    """What an argument is: its name in the help, and what reads its text."""
+    """A type of arguments: its name in the help, and the function that parses a text.
+
+    `completes` is ``"file"`` if the shell completes names of files.
+    """
 
     def __init__(self, name: str, read: Callable[[str], object], completes: str = "") -> None:
-        self.name = name
-        self.read = read
-        self.completes = completes
-        """What a shell completes it by: ``"file"``, or nothing."""
+        self.name, self.read, self.completes = name, read, completes
 
     def shell_complete(
         self, _ctx: click.Context, _param: click.Parameter, incomplete: str
     ) -> list[CompletionItem]:
-        """Let the shell complete names of files and directories."""
+        """Have the shell complete names of files and directories."""
         return [CompletionItem(incomplete, type=self.completes)] if self.completes else []
 
     def convert(
         self, value: str, param: click.Parameter | None, ctx: click.Context | None
     ) -> object:
-        """Read a text; a `ValueError` says what is wrong."""
+        """Return the parsed value of a text; a `ValueError` is a usage error."""
         try:
             return self.read(value)
         except (CheckpointError, ProfileError):
-            raise  # of another exit code: what is named is bad, not how
+            raise  # of another exit code: the file is bad, not the usage
         except (ValueError, DTypeError) as error:
             self.fail(str(error), param, ctx)
 
 
 def numbers_kind(name: str, what: str, remedy: str) -> Kind:
-    """Return a list of whole numbers, with the words for one that is none."""
+    """Return the kind of a list of whole numbers; `what` and `remedy` are for its errors."""
     return Kind(name, lambda text: _whole_numbers(what, remedy, text, text.split(",")))
 
 
@@ -178,35 +178,23 @@ SHAPE: Final = Kind("SIZES", parse_shape)
 
 
 class Command(click.Command):
-    """A command whose docstring may end in examples, which stand below the options in its help.
-
-    Every command takes ``--quiet`` and ``--verbose``.
-    """
+    """A command with ``--quiet`` and ``--verbose``; its help ends with the docstring's examples."""
 
     def __init__(self, name: str | None, *, help: str, **more: Any) -> None:  # noqa: ANN401
         text, _, examples = inspect.cleandoc(help).partition("\n\nExamples:\n")
         paragraphs = f"Examples:\n{examples}".split("\n\n")
         epilog = "\n\n".join(f"\b\n{paragraph}" for paragraph in paragraphs)
         super().__init__(name, help=text, epilog=epilog, **more)
+        option = partial(click.Option, is_flag=True, expose_value=False)
+        quiet = "Print only errors; the exit code gives the answer."
+        verbose = "Print time, memory and the traceback of an error to stderr."
         self.params += [
-            click.Option(
-                ["-q", "--quiet"],
-                is_flag=True,
-                expose_value=False,
-                callback=partial(_keep, QUIET),
-                help="Print only errors; the exit code gives the answer.",
-            ),
-            click.Option(
-                ["-v", "--verbose"],
-                is_flag=True,
-                expose_value=False,
-                callback=partial(_keep, _VERBOSE),
-                help="Print time, memory and the traceback of an error to stderr.",
-            ),
+            option(["-q", "--quiet"], callback=partial(_keep, QUIET), help=quiet),
+            option(["-v", "--verbose"], callback=partial(_keep, _VERBOSE), help=verbose),
         ]
 
     def invoke(self, ctx: click.Context) -> object:
-        """Run; what is verbose goes to stderr."""
+        """Run the command; with ``--verbose``, time, memory and tracebacks go to stderr."""
         if not ctx.meta.get(_VERBOSE):
             return super().invoke(ctx)
         start = time.monotonic()
@@ -226,9 +214,9 @@ def _keep(key: str, ctx: click.Context, _: click.Parameter, value: object) -> No
 
 
 def grouped(name: str, made_of: Callable[..., object], *options: Decorator) -> Decorator:
-    """Return a decorator that adds options, which a command takes as one argument.
+    """Return a decorator that adds options and passes them to the command as one argument.
 
-    `made_of` makes the argument of their values; its parameters are called as the options are.
+    The argument is what `made_of` returns; its parameters have the names of the options.
     """
     parameters = inspect.signature(made_of).parameters
 
@@ -244,17 +232,17 @@ def grouped(name: str, made_of: Callable[..., object], *options: Decorator) -> D
 
 
 def stacked(*options: Decorator) -> Decorator:
-    """Return one decorator that adds options in this order."""
+    """Return a decorator that adds several options in this order."""
     return lambda run: reduce(lambda decorated, option: option(decorated), reversed(options), run)
 
 
 def refuse_if(wrong: bool, text: str) -> None:
-    """Raise `click.UsageError` if options do not go together."""
+    """Raise `click.UsageError` if options contradict each other."""
     if wrong:
         raise click.UsageError(text)
 
 
-# Options that several commands have
+# --- options that several commands share
 
 
 def json_option(help: str = "Print JSON.") -> Decorator:
@@ -268,7 +256,7 @@ def output_option(help: str, **more: Any) -> Decorator:  # noqa: ANN401
 
 
 def mesh_option(more: str = "", *, required: bool = False) -> Decorator:
-    """Return the option for the mesh that a command is about."""
+    """Return the option for the mesh of a command."""
     text = f"Devices along each axis, outermost first: 2x4, or with names dp=2,tp=4{more}."
     return click.option("--mesh", type=MESH, required=required, help=text)
 
@@ -298,7 +286,7 @@ def plain_mesh(
     ids: tuple[int, ...] | None = None,
     **links: Any,  # noqa: ANN401
 ) -> DeviceMesh:
-    """Return a mesh, without links unless they are given; ids are counted from 0 by default."""
+    """Return a mesh with these links, by default none; ids count from 0 by default."""
     shape, names = mesh
     numbers = range(math.prod(shape)) if ids is None else ids
     return DeviceMesh(numbers, shape, axis_names=names, **links)
@@ -306,7 +294,7 @@ def plain_mesh(
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterOptions:
-    """A mesh, and its links."""
+    """A mesh and its links."""
 
     mesh: MeshShape | None = None
     ids: tuple[int, ...] | None = None
@@ -318,9 +306,9 @@ class ClusterOptions:
     profile: Profiled | None = None
 
     def build(self) -> tuple[DeviceMesh, CostModel]:
-        """Return the mesh, and the cost model of its links.
+        """Return the mesh and the cost model of its links.
 
-        Options that contradict each other or leave something open are a `click.UsageError`.
+        Raises `click.UsageError` if options contradict each other or are incomplete.
         """
         profile, links, given = self.profile, self.links, self.alpha is not None
         refuse_if(given != (self.beta is not None), "give both --alpha and --beta, or neither")
@@ -342,8 +330,8 @@ class ClusterOptions:
             return plain_mesh(mesh, self.ids), CostModel(*arguments)
         if self.mesh is None:
             raise click.UsageError("give --mesh, or --profile with the profile of a mesh")
-        known = links or (() if given else (DEFAULT_PRESET,))
-        nothing = self.memory == 0 and not known
+        presets = links or (() if given else (DEFAULT_PRESET,))
+        nothing = self.memory == 0 and not presets
         refuse_if(nothing, "--memory preset is for --links; give the rate in GB/s")
         axes = len(self.mesh[0])
         devices = plain_mesh(
@@ -356,7 +344,7 @@ class ClusterOptions:
         names = _per_axis("--links", links, axes)
         model = CostModel.from_presets(devices, names) if names else CostModel.of_mesh(devices)
         if self.memory is not None:
-            copy_s = 2 / (self.memory * 1e9) if self.memory else preset_copy_s(known)
+            copy_s = 2 / (self.memory * 1e9) if self.memory else preset_copy_s(presets)
             model = replace(model, copy_s=copy_s)
         return devices, model
 
@@ -390,8 +378,8 @@ cluster_options: Final = grouped(
     click.option(
         "--memory",
         type=Kind("RATE", _memory_rate),
-        help="The rate of a device's memory in 10^9 bytes a second, by which local copies are "
-        "priced: 'preset', that of --links (the default where it is known), or 'none'.",
+        help="The rate of a device's memory in 10^9 bytes a second, which prices local copies; "
+        "'preset' for that of --links (the default if they have one), or 'none'.",
     ),
     click.option(
         "--profile",
@@ -407,7 +395,7 @@ def _sizes(mesh: MeshShape) -> str:
 
 
 def _per_axis(name: str, values: tuple[T, ...] | None, axes: int) -> tuple[T, ...] | None:
-    """Return a value for each axis, of as many or of one for all."""
+    """Return a value for each axis, given as many values or one for all."""
     if values is None or len(values) == axes:
         return values
     if len(values) == 1:

@@ -1,4 +1,4 @@
-"""What commands print and write: lines that are safe to print, files, progress."""
+"""What commands print and write: lines with control characters escaped, files, progress bars."""
 
 import json
 import sys
@@ -6,35 +6,31 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path, PurePath
-from typing import Final, TypeAlias
+from typing import Final
 
 import click
 
 from shardspec.text import printable
 
-ProgressBar: TypeAlias = Callable[[int, int], None]
-"""Called with the number of bytes that are done, and of all."""
-
-
 QUIET: Final = "shardspec.quiet"
-"""Where a context keeps whether nothing is to be printed."""
+"""Key in a click context's `meta`: whether ``--quiet`` was given."""
 
 
 def is_quiet() -> bool:
-    """Whether the command that runs prints nothing but errors."""
+    """Return whether the current command prints nothing but errors."""
     context = click.get_current_context(silent=True)
     return context is not None and bool(context.meta.get(QUIET))
 
 
 def say(text: str, *, err: bool = False) -> None:
-    """Print lines, with escapes for what could upset a terminal."""
+    """Print lines, with control characters escaped."""
     if is_quiet():
         return
     click.echo(printable(text, keep="\n"), err=err)
 
 
 def say_styled(text: str, *, nl: bool = True) -> None:
-    """Print a text as it is: it has colours, or is known to be safe."""
+    """Print a text unchanged: it has colours, or no control characters."""
     if not is_quiet():
         click.echo(text, nl=nl)
 
@@ -45,29 +41,29 @@ def say_json(record: object) -> None:
 
 
 def say_parts(parts: Iterable[str], between: str = "\n") -> None:
-    """Print a text that may be long as it is made, with escapes for what could upset a terminal."""
+    """Print the parts of a long text while they are made, with control characters escaped."""
     if is_quiet():
         return
     parts, first = iter(parts), True
-    while some := list(islice(parts, 256)):
-        text = printable(between.join(some), keep="\n")
+    while batch := list(islice(parts, 256)):
+        text = printable(between.join(batch), keep="\n")
         click.echo(text if first else between + text, nl=False)
         first = False
     click.echo()
 
 
 def name_text(name: str) -> str:
-    """Return a name that cannot upset the terminal, and that is seen."""
+    """Return a name with control characters escaped; ``''`` if it is empty."""
     return printable(name) or "''"
 
 
 def path_text(path: PurePath | str) -> str:
-    """Return a path for a line: its name may hold anything."""
+    """Return a path with control characters escaped, line breaks too."""
     return printable(str(path))
 
 
 def write_file(path: Path, text: str, *, overwrite: bool) -> None:
-    """Write a file that appears when it is complete; `CheckpointError` if that cannot be."""
+    """Write a file that appears once it is complete; raises `CheckpointError` if it cannot."""
     from shardspec.checkpoint.storage.from_text import storage_path
 
     content = text.encode()
@@ -75,12 +71,12 @@ def write_file(path: Path, text: str, *, overwrite: bool) -> None:
 
 
 @contextmanager
-def progress_bar(shows: bool, title: str) -> Iterator[ProgressBar | None]:
-    """Yield a callback that draws a bar on the terminal, or None."""
+def progress_bar(shows: bool, title: str) -> Iterator[Callable[[int, int], None] | None]:
+    """Yield a callback that updates a progress bar, given bytes done and in all; None if quiet."""
     if not (shows and sys.stderr.isatty()) or is_quiet():
         yield None
         return
-    # Imported here, so that scripts start faster.
+    # Imported here, as scripts show no bar and start faster without.
     from rich import progress as rich
     from rich.console import Console
 

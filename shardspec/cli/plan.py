@@ -1,4 +1,4 @@
-"""The commands that price conversions on paper: `shardspec plan` and `shardspec cost`."""
+"""The commands that plan and price conversions: `shardspec plan` and `shardspec cost`."""
 
 import csv
 import io
@@ -28,7 +28,7 @@ from shardspec.layout.plan import (
 from shardspec.mesh.device_mesh import DeviceMesh
 from shardspec.text import bytes_text, counted, printable, seconds_text, shown, table_text
 
-_MOST_ALTERNATIVES: Final = 100
+_MAX_ALTERNATIVES: Final = 100
 
 
 @click.command(cls=opts.Command)
@@ -56,13 +56,13 @@ _MOST_ALTERNATIVES: Final = 100
 @click.option(
     "--alternatives",
     metavar="COUNT",
-    type=click.IntRange(1, _MOST_ALTERNATIVES),
-    help="Show so many of the next best plans too.",
+    type=click.IntRange(1, _MAX_ALTERNATIVES),
+    help="Also show this many of the next best plans.",
 )
 @click.option(
     "--explain",
     is_flag=True,
-    help="Show what the plan avoids: finishing reductions, gathering everything, then slicing.",
+    help="Compare with the naive plan: finish reductions, gather everything, then slice.",
 )
 @opts.json_option("Print the plan as JSON.")
 def plan_command(
@@ -80,8 +80,8 @@ def plan_command(
 ) -> None:
     """Plan the cheapest conversion of a tensor from the spec FROM to the spec TO.
 
-    Works on paper: it needs no process group, no GPU and no tensor. Without --links, or
-    --alpha and --beta, nodes of eight H100 are assumed; the plan's last lines say so.
+    Needs no process group, no GPU and no tensor. Without --links, or --alpha and --beta, nodes of
+    eight H100 are assumed, as the last lines of the plan say.
 
     Examples:
       shardspec plan "[S0,R]" "[R,S01]" --mesh 2x4 --shape 4096x4096 --dtype bf16
@@ -97,7 +97,7 @@ def plan_command(
     the mesh, S01 over axis 0 and inside each block over axis 1. |P0 is a pending sum over axis 0.
     """
     devices, model = cluster.build()
-    here = Layout(devices, source, shape, dtype)
+    before = Layout(devices, source, shape, dtype)
     opts.refuse_if(not target_mesh and target_ids is not None, "--target-ids needs --target-mesh")
     opts.refuse_if(
         target_mesh is not None and max_bytes is not None,
@@ -107,12 +107,12 @@ def plan_command(
     if target_mesh is not None:
         devices = opts.plain_mesh(target_mesh, target_ids)
         target_model = _model_of_target(devices, model)
-    there = Layout(devices, target, shape, dtype)
+    after = Layout(devices, target, shape, dtype)
     converter = LayoutConverter(model, target_model=target_model)
     count = 1 + (alternatives or 0)
-    plans = converter.alternatives(here, there, count, max_bytes=max_bytes)
+    plans = converter.alternatives(before, after, count, max_bytes=max_bytes)
     best, *others = plans
-    naive = naive_plan(here, there, best.model, best.target_model) if explain else None
+    naive = naive_plan(before, after, best.model, best.target_model) if explain else None
     if as_json:
         record = best.as_dict()
         if max_bytes is not None:
@@ -136,7 +136,7 @@ def plan_command(
 
 
 def _model_of_target(mesh: DeviceMesh, model: CostModel) -> CostModel:
-    """Return the links of the source's mesh, or the slowest of them, for that of the target."""
+    """Return a cost model for the target's mesh, with the links of the source's or the slowest."""
     shape, links = mesh.shape, model.links
     fits = len(shape) == len(links) and not any(
         n % x.per_node for n, x in zip(shape, links, strict=True)
@@ -149,34 +149,34 @@ def _model_of_target(mesh: DeviceMesh, model: CostModel) -> CostModel:
 
 
 def _beside(plan: ConversionPlan, best: ConversionPlan) -> dict[str, object]:
-    """Return what is a plan's own, and its seconds as a multiple of the best plan's."""
+    """Return the members of a plan's JSON that differ between plans, and its cost ÷ the best's."""
     record = plan.as_dict()
     own = {key: record[key] for key in ("steps", "cost_seconds", "bytes_received", "peak_bytes")}
     return own | {"ratio": plan.cost_seconds / best.cost_seconds if best.cost_seconds else None}
 
 
 def _with_option(text: str) -> str:
-    """Return what a plan says, with the option that its links are given by."""
+    """Return the text of a plan, with the name of the option for links."""
     return text.replace("no links given", "no --links given")
 
 
 def _styled(text: str) -> str:
-    """Make the title stand out and the assumptions stand back; click does so on terminals only."""
+    """Return a plan's text with its title bold and its assumptions dim, if on a terminal."""
     first, *lines = printable(text, keep="\n").split("\n")
     aside = ("per device; ", "accuracy: ", "nothing to do: ")
     styled = (click.style(line, dim=True) if line.startswith(aside) else line for line in lines)
     return "\n".join([click.style(first, bold=True), *styled])
 
 
-_MOST_PAIRS: Final = 1_000_000
-_MOST_CHARACTERS: Final = 1 << 16  # in a line of the file
+_MAX_PAIRS: Final = 1_000_000
+_MAX_CHARACTERS: Final = 1 << 16  # in a line of the file
 
 _COLUMNS: Final = ("source", "target", "cost_seconds", "bytes_received", "peak_bytes")
-"""Of CSV, and of a pair in JSON."""
+"""Columns of the CSV, and members of a pair in JSON."""
 
 _Pair: TypeAlias = tuple[str, str, str]  # two specs, and where they are from, for errors
 _Cost: TypeAlias = tuple[dict[str, object], list[str], tuple[StepError, ...]]
-"""The cost of a pair as numbers and as text, and the known errors."""
+"""The cost of a pair as JSON and as a row, and the known errors of its steps."""
 
 
 @click.command(cls=opts.Command)
@@ -201,9 +201,9 @@ def cost_command(
     as_csv: bool,
     as_json: bool,
 ) -> None:
-    """Say what the cheapest plan costs from each spec FROM to the spec TO after it.
+    """Print the cost of the cheapest plan from each spec FROM to the spec TO after it.
 
-    Works on paper, as 'shardspec plan' does, which also shows the steps.
+    'shardspec plan' also shows the steps.
 
     Examples:
       shardspec cost "[S0,R]" "[R,S0]" "[S01,R]" "[S10,R]" --mesh 2x4 --shape 4096x4096 --dtype bf16
@@ -252,37 +252,37 @@ def cost_command(
 
 
 def _pairs(specs: Sequence[str], file: str | None) -> Iterator[_Pair]:
-    """Yield the pairs of the arguments, and one per line; blanks in brackets belong to a spec."""
+    """Yield the pairs of the arguments and of the file; blanks in brackets belong to a spec."""
     for number, (source, target) in enumerate(zip(specs[::2], specs[1::2], strict=True), 1):
         yield source, target, f"pair {number}"
     origin, pairs = "standard input" if file == "-" else path_text(file or ""), 0
     for number, line in enumerate(() if file is None else _lines(file), 1):
         place = f"{origin}, line {number}"
-        if len(line) > _MOST_CHARACTERS:
-            raise InputFileError(f"{place}: is longer than {_MOST_CHARACTERS:,} characters")
+        if len(line) > _MAX_CHARACTERS:
+            raise InputFileError(f"{place}: is longer than {_MAX_CHARACTERS:,} characters")
         text = line.partition("#")[0].strip()
         if not text:
             continue
-        found = re.findall(r"\[[^\]]*\]|\S+", text)
-        if len(found) != 2:
+        pair = re.findall(r"\[[^\]]*\]|\S+", text)
+        if len(pair) != 2:
             raise LayoutError(
-                f"{place}: {counted(len(found), 'spec')} where two are needed, FROM and TO: "
+                f"{place}: {counted(len(pair), 'spec')} where two are needed, FROM and TO: "
                 f"{text[:200]}"
             )
         pairs += 1
-        if pairs > _MOST_PAIRS:
+        if pairs > _MAX_PAIRS:
             raise InputFileError(
-                f"{place}: more than {_MOST_PAIRS:,} pairs; price them in several runs"
+                f"{place}: more than {_MAX_PAIRS:,} pairs; price them in several runs"
             )
-        yield found[0], found[1], place
+        yield pair[0], pair[1], place
 
 
 def _lines(file: str) -> Iterator[str]:
-    """Yield the lines of a file; neither it nor a line may have an end."""
+    """Yield the lines of a file, which may be endless, as may be its lines."""
     try:
-        # Bytes that are no text become a character that no spec has, an error with its line.
+        # Bytes that are not UTF-8 become a character that no spec has: an error with its line.
         with click.open_file(file, encoding="utf-8-sig", errors="replace") as opened:
-            while line := opened.readline(_MOST_CHARACTERS + 1):
+            while line := opened.readline(_MAX_CHARACTERS + 1):
                 yield line
     except OSError as error:
         raise InputFileError(
@@ -297,7 +297,7 @@ def _price(
     shape: tuple[int, ...],
     dtype: str,
 ) -> list[_Cost]:
-    """Return what pairs cost; many are few different ones, each of which is planned once."""
+    """Return the cost of every pair; equal pairs are planned once."""
     layout = cache(lambda spec: Layout(mesh, spec, shape, dtype))
     cost = cache(lambda source, target: _cost(converter.plan(source, target)))
     costs = []
@@ -308,7 +308,7 @@ def _price(
             problem = f"{place}: {error.problem}"
             raise SpecSyntaxError(problem, error.text, error.position) from None
         except ShardSpecError as error:
-            # Of the same exit code, whichever error it is: wrong usage.
+            # All of these are wrong usage, and have one exit code.
             raise LayoutError(f"{place}: {error}") from error
     return costs
 

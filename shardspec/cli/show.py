@@ -20,7 +20,7 @@ from shardspec.layout.picture import Paint, box_rgb
 from shardspec.mesh.device_mesh import DeviceMesh
 from shardspec.text import bytes_text, counted, printable
 
-_MOST_DEVICES: Final = 4096
+_MAX_DEVICES: Final = 4096
 _LINKS: Final = ("h100-nvswitch", "ib-ndr-per-gpu", "ib-ndr-per-gpu,h100-nvswitch")
 
 
@@ -43,23 +43,23 @@ def show_command(
 ) -> None:
     """Show which devices hold which part of a tensor that is sharded as SPEC.
 
-    In the terminal every box has a colour of its own; where the output is piped it is plain.
+    In a terminal every box has its own colour; piped output is plain.
 
     Examples:
       shardspec show "[S01,R]" --mesh 2x2 --shape 4x4
       shardspec show "[S(tp),S(dp)]" --mesh dp=2,tp=4 --shape 1001x64 -o layout.svg
       shardspec show "[S0,S1,S2]" --mesh 2x2x2 --shape 4x4x5 -o layout.html
     """
-    _check_devices(mesh, _MOST_DEVICES)
+    _check_devices(mesh, _MAX_DEVICES)
     layout = Layout(opts.plain_mesh(mesh, ids), spec, shape, dtype)
     if output is None:
         say_styled(layout.drawing().text(_paint()))
         wide = max(map(len, layout.picture().splitlines()))
-        here = shutil.get_terminal_size().columns
-        if sys.stdout.isatty() and wide > here:
+        columns = shutil.get_terminal_size().columns
+        if sys.stdout.isatty() and wide > columns:
             say(
-                f"the picture is {wide} columns wide, this terminal {here}: give -o layout.svg, or "
-                "pipe it to 'less -S'",
+                f"the picture is {wide} columns wide, this terminal {columns}: give -o layout.svg, "
+                "or pipe it to 'less -S'",
                 err=True,
             )
         return
@@ -72,13 +72,13 @@ def show_command(
 
 
 def _paint() -> Paint:
-    """Return a function that colours a piece of a cell, with the colours of this terminal.
+    """Return a function that colours a piece of a cell in the colours that this terminal has.
 
-    Click leaves them out where the output is no terminal.
+    Click removes them if stdout is not a terminal.
     """
     if os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb":
         return lambda _box, text: text
-    # Terminals with more than 256 colours say so; others would show anything.
+    # Terminals with more than 256 colours set this; others show arbitrary colours.
     if os.environ.get("COLORTERM", "") in ("truecolor", "24bit"):
         return lambda box, text: click.style(text, fg="black", bg=box_rgb(box))
     from rich.color import Color, ColorSystem
@@ -89,18 +89,18 @@ def _paint() -> Paint:
     return lambda box, text: click.style(text, fg=16, bg=nearest(box))
 
 
-def _check_devices(mesh: MeshShape, most: int) -> None:
-    # Before the mesh is made: its ids alone may be a million.
+def _check_devices(mesh: MeshShape, limit: int) -> None:
+    # Before the mesh is made: it may have a million ids.
     devices = prod(mesh[0])
-    text = f"a mesh of {devices} devices is too large to draw; up to {most} can be"
-    opts.refuse_if(devices > most, text)
+    text = f"a mesh of {devices} devices is too large to draw; the limit is {limit}"
+    opts.refuse_if(devices > limit, text)
 
 
 _Words: TypeAlias = Callable[[str, DeviceMesh, tuple[int, ...] | None], str]
 
 
 def _languages() -> dict[str, _Words]:
-    """Return what writes a spec, given a mesh and perhaps a shape, by the name of the library."""
+    """Return, by library, the function that writes a spec for a mesh and perhaps a shape."""
     from shardspec.interop import notations
 
     return {
@@ -133,7 +133,7 @@ def convert_command(
 ) -> None:
     """Write the spec SPEC in the notation of other libraries.
 
-    Where a notation cannot express a part of it, this says so; nothing is approximated.
+    If a notation cannot express the spec, the reason is printed; nothing is approximated.
 
     Examples:
       shardspec convert "[S10,R]" --mesh x=2,y=2
@@ -147,18 +147,18 @@ def convert_command(
         text = languages[to](spec, devices, shape)
         say(json.dumps({to: text}) if as_json else text)
         return
-    said, refused = dict.fromkeys(languages, ""), {}
+    texts, refused = dict.fromkeys(languages, ""), {}
     for name, words in languages.items():
         try:
-            said[name] = words(spec, devices, shape)
+            texts[name] = words(spec, devices, shape)
         except LossyConversionError as error:
             refused[name] = str(error)
     if as_json:
-        say_json({**said, **dict.fromkeys(refused), "refused": refused})
+        say_json({**texts, **dict.fromkeys(refused), "refused": refused})
         return
-    for name, found in said.items():
-        text = printable(found or f"– {refused[name]}")
-        say_styled(f"{name:<10}{text if found else click.style(text, dim=True)}")
+    for name, notation in texts.items():
+        text = printable(notation or f"– {refused[name]}")
+        say_styled(f"{name:<10}{text if notation else click.style(text, dim=True)}")
 
 
 def _parse_output(text: str) -> Path:
@@ -179,7 +179,7 @@ def _parse_output(text: str) -> Path:
     "--dims",
     metavar="COUNT",
     type=click.IntRange(0),
-    help="Dims of the tensor, where no FROM and TO are given.",
+    help="Dims of the tensor, if FROM and TO are not given.",
 )
 @click.option(
     "--shape",
@@ -203,10 +203,10 @@ def graph_command(
     overwrite: bool,
     as_json: bool,
 ) -> None:
-    """Draw which step leads from which spec to which, with the plan from FROM to TO marked.
+    """Draw which steps lead from which spec to which, with the plan from FROM to TO marked.
 
     A spec is a node, and each slice, gather, all-to-all or reduction an edge. Permute and exchange
-    join any two specs with nothing pending; they are drawn where the plan takes them.
+    join any two specs with nothing pending; they are drawn if they are part of the plan.
 
     Examples:
       shardspec graph --mesh 2x2 --dims 2
@@ -285,11 +285,11 @@ def explore_command(
     output: Path,
     overwrite: bool,
 ) -> None:
-    """Write one page in which to pick conversions and to watch their plans step by step.
+    """Write a page in which to pick conversions and watch their plans step by step.
 
-    The page holds every pair of layouts of the meshes and tensors, planned here: sums that are
-    pending, the next best plans and the naive one included. It opens in any browser, by itself,
-    without a network. Up to 32 devices a mesh, 3 dims a tensor and 50,000 conversions can be shown.
+    The page holds the plans between all layouts of the meshes and tensors, including pending sums,
+    the next best plans and the naive plan. It opens in any browser without a network. Limits are 32
+    devices a mesh, 3 dims a tensor and 50,000 conversions.
 
     Examples:
       shardspec explore -o page.html
@@ -298,13 +298,13 @@ def explore_command(
     """
     from shardspec.explorer.page import MAX_PAGE_DEVICES, explorer_page
 
-    for one in mesh:
-        _check_devices(one, MAX_PAGE_DEVICES)
-    meshes = [opts.plain_mesh(one) for one in dict.fromkeys(mesh)]
+    for shape_and_names in mesh:
+        _check_devices(shape_and_names, MAX_PAGE_DEVICES)
+    meshes = list(map(opts.plain_mesh, dict.fromkeys(mesh)))
     links = tuple(dict.fromkeys(links))
     if not links:
-        known, axes = map(opts.parse_links, _LINKS), {one.ndim for one in meshes}
-        links = tuple(names for names in known if len(names) in {1, *axes})
+        defaults, counts = map(opts.parse_links, _LINKS), {1, *(each.ndim for each in meshes)}
+        links = tuple(names for names in defaults if len(names) in counts)
     page = explorer_page(meshes, tuple(dict.fromkeys(shape)), links, dtype)
     write_file(output, page, overwrite=overwrite)
     size, on = bytes_text(len(page.encode())), ", ".join(map(str, meshes))

@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING, Any, Final, get_args
 import click
 
 from shardspec.checkpoint import convert as conversion
-from shardspec.checkpoint.agree import Processes
 from shardspec.checkpoint.choice import Choice
-from shardspec.checkpoint.format import Way
-from shardspec.checkpoint.formats.registry import (
+from shardspec.checkpoint.formats import (
+    Way,
     default_format,
     formats,
     written_format,
@@ -22,11 +21,12 @@ from shardspec.checkpoint.formats.registry import (
 )
 from shardspec.checkpoint.layers import repeated_layers
 from shardspec.checkpoint.numbers_of import with_numbers
-from shardspec.checkpoint.report import WriteReport
+from shardspec.checkpoint.options import WriteReport
 from shardspec.checkpoint.schemes import QUANTIZATIONS, ScaleRule
 from shardspec.cli import checkpoint_options as ckpt
 from shardspec.cli import options as opts
 from shardspec.cli.output import path_text, progress_bar, say, say_json
+from shardspec.comm.together import Processes
 from shardspec.errors import CheckpointError
 from shardspec.mesh.device_mesh import DeviceMesh
 from shardspec.text import (
@@ -42,21 +42,19 @@ from shardspec.text import (
 
 if TYPE_CHECKING:
     from shardspec.checkpoint.catalog import Catalog
-    from shardspec.checkpoint.model_names import ModelNames
     from shardspec.comm.communicator import Communicator
     from shardspec.layout.layout import Layout
-    from shardspec.resharding.name_map import NameMap
 
-_SHOWN: Final = 3
-"""Names of what was left out."""
-_SHOWN_BESIDE: Final = 10
-"""Names of what was not copied."""
-_MOST_ROWS: Final = 32
-"""Files in a table."""
+_MAX_LEFT_OUT: Final = 3
+"""Names shown of entries that were left out."""
+_MAX_NOT_COPIED: Final = 10
+"""Names shown of files that were not copied."""
+_MAX_ROWS: Final = 32
+"""Files shown in a table."""
 
 
 def _usable_cores() -> int:
-    """Return this process's share of the cores that it may use, 4 at most."""
+    """Return this process's share of the usable cores, at most 4."""
     processes = os.environ.get("LOCAL_WORLD_SIZE", "")  # of torchrun
     share = int(processes) if processes.isdecimal() else 1
     return max(1, min(4, len(os.sched_getaffinity(0)) // max(1, share)))
@@ -70,7 +68,7 @@ def _size(text: str) -> int:
 
 
 class _FormatName(click.ParamType[str]):
-    """The name of a format that is written; other packages are looked for when one is given."""
+    """The name of a format to write; installed packages are searched when one is given."""
 
     name = "format"
 
@@ -81,23 +79,23 @@ class _FormatName(click.ParamType[str]):
         return click.Choice(written_names(self.way))
 
     def get_metavar(self, param: click.Parameter, ctx: click.Context) -> str | None:
-        """Return the names, as a choice shows them."""
+        """Return the names as a choice in the help."""
         return self._choice().get_metavar(param, ctx)
 
     def convert(
         self, value: object, param: click.Parameter | None, ctx: click.Context | None
     ) -> str:
-        """Return one of the names."""
+        """Return the name; fails if no format of that name is written this way."""
         if not any(format.name == value for format in formats()):
             return self._choice().convert(value, param, ctx)
         try:
             return written_format(str(value), self.way).name
-        except CheckpointError as error:  # it is only read, and says what to write instead
+        except CheckpointError as error:  # it is only read; the error names another
             self.fail(str(error), param, ctx)
 
 
 def _unless(name: str, help: str) -> opts.Decorator:
-    """Return an option that makes an argument of this name false, which is true otherwise."""
+    """Return the option ``--no-NAME``, which makes the argument of this name False."""
     option = f"--no-{name}"
     return click.option(option, name, is_flag=True, flag_value=False, default=True, help=help)
 
@@ -115,39 +113,39 @@ _write_options: Final = opts.stacked(
     click.option(
         "--quantize",
         type=click.Choice(list(QUANTIZATIONS)),
-        help="Quantise the weights of linear layers, as the model's family says which these are.",
+        help="Quantise the weights of linear layers; the model's family says which these are.",
     ),
     click.option(
         "--scale-rule",
         type=click.Choice(get_args(ScaleRule)),
-        help="How a scale of fp8-128x128 comes from the largest size in its block: numbers are "
-        "multiplied with 448 · (1 / amax), which is the default, or divided by amax / 448.",
+        help="How a scale of fp8-128x128 follows from the largest absolute value in its block: "
+        "numbers are multiplied by 448 · (1 / amax) (default), or divided by amax / 448.",
     ),
     click.option(
         "--quantize-include",
         multiple=True,
         metavar="PATTERN",
-        help="Quantise the tensors whose names in OUT match, and no others; may be given "
-        "several times.",
+        help="Quantise only tensors whose names in OUT match; may be given several times.",
     ),
     click.option(
         "--threads",
         metavar="N",
         type=click.IntRange(1),
         default=_usable_cores(),
-        help="Copy with N threads; by default one a usable core, 4 at most.",
+        help="Copy with N threads; by default one for each usable core, at most 4.",
     ),
     click.option(
         "--strict-cast",
         is_flag=True,
-        help="Refuse a cast that turns numbers into infinity, 0 or NaN; else they are counted.",
+        help="Refuse a cast that turns numbers into infinity, 0 or NaN; by default these are "
+        "counted.",
     ),
     opts.overwrite_option,
-    _unless("verify", "Do not compare bytes with the digests that were saved."),
+    _unless("verify", "Do not compare bytes with the digests in the checkpoint."),
     click.option(
         "--dry-run",
         is_flag=True,
-        help="Check the headers of CKPT, say what would be done, and stop.",
+        help="Check the headers of CKPT and print what would be written, without writing it.",
     ),
     _unless(
         "sidecars",
@@ -160,12 +158,12 @@ _write_options: Final = opts.stacked(
     ),
     opts.json_option("Print what was written as JSON."),
 )
-"""What `merge` and `reshard` have in common, but for the target."""
+"""The options that `merge` and `reshard` share."""
 
 
 @contextmanager
 def _processes() -> "Iterator[Communicator | None]":
-    """Meet the other processes that torchrun has started; None if there are none."""
+    """Yield a communicator of the processes of torchrun; None if there is only one."""
     size = os.environ.get("WORLD_SIZE", "")
     if "TORCHELASTIC_RUN_ID" not in os.environ or not size.isdecimal() or int(size) < 2:
         yield None
@@ -193,27 +191,27 @@ def _write(
     stacked: bool = False,
     **how: Any,  # noqa: ANN401  # as `merge` and `reshard` take it
 ) -> None:
-    """Have a checkpoint written, with a bar while that takes time, and say what was written.
+    """Write an output with a progress bar, and print a report.
 
-    `convert` is given the checkpoints at `places`; `stacked` says that Megatron-core would stack
-    layers and experts in the output.
+    `convert` is called with the checkpoints at `places`. `stacked` says whether Megatron-core would
+    stack layers and experts in the output.
     """
     title = click.get_current_context().info_name or ""
     how["quantize_include"] = how["quantize_include"] or None
     with _processes() as communicator:
         with Processes(communicator).failing_together():
-            names: ModelNames | tuple[NameMap, ...] | None = maps.read() or None
             sources = source.open(*places)
-            model = maps.of_model(sources[0].home, stacked=stacked)
-            if model is not None:
-                names = model
-        # Of several processes the first one says it.
+            names = maps.read(sources[0].home, stacked=stacked)
+        # Of several processes the first one prints.
         silent = communicator is not None and 0 not in communicator.addressable
-        if model is not None and not silent:
+        if maps.model is not None and not silent:
+            from shardspec.checkpoint.model_names import ModelNames
+
+            assert isinstance(names, ModelNames)
             chosen = Choice(**choice, drop=maps.drop)
-            numbers = with_numbers(sources[0], how["dtype"], chosen, model.config)
-            seen = model.recognised(numbers, chosen).text
-            say(f"note: {sources[0].directory}: has the names of {seen}", err=True)
+            numbers = with_numbers(sources[0], how["dtype"], chosen, names.config)
+            recognised = names.recognised(numbers, chosen).text
+            say(f"note: {sources[0].directory}: has the names of {recognised}", err=True)
         with progress_bar(not (silent or as_json), title) as progress:
             report = convert(
                 *sources,
@@ -249,42 +247,42 @@ def _report_text(report: WriteReport) -> str:
     if not report.written:
         ends = (report.reads.items(), "read"), (report.writes.items(), "written")
         for files, did in ends:
-            rows = [[path_text(name), bytes_text(size)] for name, size in islice(files, _MOST_ROWS)]
-            if len(files) > _MOST_ROWS:
-                rows.append([f"… and {len(files) - _MOST_ROWS} more", ""])
+            rows = [[path_text(name), bytes_text(size)] for name, size in islice(files, _MAX_ROWS)]
+            if len(files) > _MAX_ROWS:
+                rows.append([f"… and {len(files) - _MAX_ROWS} more", ""])
             lines.append(table_text(["file", did], rows))
         if report.sharding:
             lines.append(_sharding_text(report.sharding))
     if report.cast_losses:
         lines.append(f"numbers that the cast did not keep: {report.cast_losses}")
     if report.left_out:
-        some = first_of([*map(shown, report.left_out)], _SHOWN)
-        lines.append(f"not written (not tensors): {some}; see 'shardspec inspect'")
+        names = first_of([*map(shown, report.left_out)], _MAX_LEFT_OUT)
+        lines.append(f"not written (not tensors): {names}; see 'shardspec inspect'")
     if report.filled:
         lines.append(f"taken from elsewhere: {', '.join(map(shown, report.filled))}")
     if report.not_copied:
-        some = first_of([*map(shown, report.not_copied)], _SHOWN_BESIDE)
-        lines.append(f"not copied, though beside the weights: {some}")
+        names = first_of([*map(shown, report.not_copied)], _MAX_NOT_COPIED)
+        lines.append(f"not copied, though beside the weights: {names}")
     if report.sidecars:
         lines.append(f"also copied: {', '.join(map(printable, report.sidecars))}")
     return "\n".join(lines)
 
 
 def _sharding_text(sharding: Mapping[str, tuple[str, str]]) -> str:
-    """Return a table of how tensors would be sharded, and by which rules; layers in one row."""
+    """Return a table of how tensors would be sharded by which rules; layers share a row."""
     rows = []
     for title, names in repeated_layers(sharding):
         rule, spec = sharding[names[0]]
         rows.append([title, rule or "none, so replicated", spec])
     by_rules = any(rule for rule, _ in sharding.values())
     header = ["tensor", "rule", "spec"]
-    if not by_rules:  # no rules were given: as in another checkpoint, or all are replicated
+    if not by_rules:  # sharded as another checkpoint, or replicated
         header, rows = header[::2], [row[::2] for row in rows]
     return table_text(header, rows, text_from=0)
 
 
 @click.command(cls=opts.Command)
-@click.argument("checkpoint", type=ckpt.CHECKPOINT, metavar="CKPT")
+@ckpt.checkpoint_argument
 @opts.output_option(
     "The file to write; a directory for the formats huggingface and dcp.",
     type=opts.PLACE,
@@ -303,7 +301,7 @@ def _sharding_text(sharding: Mapping[str, tuple[str, str]]) -> str:
     type=opts.Kind("SIZE", _size),
     help="Limit the bytes of tensors in a file: 5GB, 500MiB.",
 )
-@_unless("metadata", "Leave out what safetensors files say in their metadata.")
+@_unless("metadata", "Leave out the metadata of safetensors files.")
 @_write_options
 def merge_command(
     checkpoint: PurePath,
@@ -315,7 +313,7 @@ def merge_command(
 ) -> None:
     """Write the global tensors of the checkpoint CKPT into one file, or files of a limited size.
 
-    CKPT may be of any format that can be read. Checks first that headers agree with files, that
+    CKPT may be of any format that can be read. First checks that headers agree with files, that
     the boxes of every tensor tile it and that replicas agree; finishes pending reductions. OUT
     appears when it is complete.
 
@@ -332,7 +330,7 @@ def merge_command(
     if to is None and limit is None and suffix:
         opts.refuse_if(
             not any(suffix in format.extensions for format in formats() if format.writes),
-            f"{shown(output)}: no format is known whose files end in {shown(suffix)}; give --to "
+            f"{shown(output)}: no format has files that end in {shown(suffix)}; give --to "
             f"({', '.join(written_names('merged'))}), or a name that ends in .safetensors or .pt",
         )
     convert = partial(
@@ -343,7 +341,7 @@ def merge_command(
 
 
 @click.command(cls=opts.Command)
-@click.argument("checkpoint", type=ckpt.CHECKPOINT, metavar="CKPT")
+@ckpt.checkpoint_argument
 @opts.output_option("The directory to write.", type=opts.PLACE, metavar="OUT", required=True)
 @click.option(
     "--mesh",
@@ -353,20 +351,21 @@ def merge_command(
 @ckpt.rule_options
 @ckpt.layout_option
 @click.option(
-    "--like", type=ckpt.OTHER, help="Shard as this checkpoint, which has a mesh and specs."
+    "--like", type=ckpt.OTHER, help="Shard like this checkpoint, which has a mesh and specs."
 )
 @click.option(
     "--to",
     type=_FormatName("sharded"),
     default=default_format("sharded").name,
     show_default=True,
-    help="The format of OUT: shardspec's own, that of torch.distributed.checkpoint, or of a run of "
-    "DeepSpeed's ZeRO its Universal Checkpoint, for any number of ranks.",
+    help="The format of OUT: shardspec's own, that of torch.distributed.checkpoint or, for a run "
+    "of DeepSpeed's ZeRO, its Universal Checkpoint, for any number of ranks.",
 )
 @click.option(
     "--drop-values",
     is_flag=True,
-    help="Leave out entries that OUT has no place for, such as pickled objects; else an error.",
+    help="Leave out entries that OUT cannot store, such as pickled objects; by default these are "
+    "an error.",
 )
 @_write_options
 def reshard_command(
@@ -412,8 +411,8 @@ def reshard_command(
     alone = mesh is None and like is None and maps.model is not None and layout is None
     if alone and not whole_run:
         mesh = ((1,), None)
-    one = layout is None and (mesh is None) == (like is None)
-    opts.refuse_if(not whole_run and one, "give either --mesh, with rules, or --like")
+    neither_or_both = layout is None and (mesh is None) == (like is None)
+    opts.refuse_if(not whole_run and neither_or_both, "give either --mesh, with rules, or --like")
     opts.refuse_if(
         like is not None and rules is not None,
         "--like says how to shard; leave out --rules and --rule",

@@ -66,10 +66,8 @@ def _stage(
         dtype_of=lambda _: shard.dtype,
         source=dict.fromkeys(range(count), shard),
         source_region=lambda piece, strides, device: _within(
-            piece.box, transfers.held[device], strides
+            piece.box, transfers.boxes_before[device], strides
         ),
-        num_places=count,
-        num_dims=shard.dim(),
         one_by_one=True,
     )
     if op is None:

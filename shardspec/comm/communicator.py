@@ -102,6 +102,9 @@ class SimulatedCommunicator(Communicator):
     {0: tensor([0, 1]), 1: tensor([2, 3]), 2: tensor([0, 1]), 3: tensor([2, 3])}
     """
 
+    def __reduce__(self) -> tuple[type["SimulatedCommunicator"], tuple[DeviceMesh]]:
+        return SimulatedCommunicator, (self.mesh,)  # without the pending save
+
     @property
     def addressable(self) -> tuple[int, ...]:
         """Every device of the mesh."""
@@ -117,7 +120,7 @@ class SimulatedCommunicator(Communicator):
         for device in self.addressable:
             schedule = transfers.of(device)
             parts = [
-                (box, shards[peer][slices_within(box, schedule.held[peer])])
+                (box, shards[peer][slices_within(box, schedule.boxes_before[peer])])
                 for peer, box in schedule.incoming
             ]
             result = shards[device].new_empty(box_shape(schedule.after))

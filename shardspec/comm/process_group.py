@@ -138,15 +138,9 @@ class ProcessGroupCommunicator(Communicator):
 
         Shards that are cast on the way travel as messages.
         """
-        return self._transport(self._channel, "" if casts else device)
-
-    def _transport(self, channel: Channel, device: str) -> Transport:
-        memory = self._memory.get(channel) if device == "cpu" else None
+        channel = self._channel_of([self.mesh])
+        memory = self._memory.get(channel) if device == "cpu" and not casts else None
         return memory or Messages(channel.tag + 1)
-
-    @property
-    def _channel(self) -> Channel:
-        return self._channel_of([self.mesh])
 
     def _channel_of(self, meshes: Iterable[DeviceMesh]) -> Channel:
         """Return the channel that the thread is in, else its channel for the given meshes."""
@@ -183,7 +177,7 @@ class ProcessGroupCommunicator(Communicator):
         # Peers read raw memory, so pending conjugation and negation are resolved first.
         shard = shards[self._rank].detach().resolve_conj().resolve_neg()
         if shard.is_meta:
-            return {self._rank: shard.new_empty(box_shape(transfers.box_after(self._rank)))}
+            return {self._rank: shard.new_empty(box_shape(transfers.of(self._rank).after))}
         home = shard.device
         with self._locked(home.type) as channel:
             if f"{home.type}:gloo" in dist.get_backend_config():
@@ -196,8 +190,7 @@ class ProcessGroupCommunicator(Communicator):
             if group and has_collective(schedule, shard.dtype):
                 result = run_collective(schedule, shard, group)
             else:
-                transport = self._transport(channel, shard.device.type)
-                result = carry_out(transport, schedule, shard)
+                result = carry_out(self.transport(shard.device.type), schedule, shard)
         return {self._rank: result.to(home)}
 
     def on(self, mesh: DeviceMesh) -> "ProcessGroupCommunicator":

@@ -56,11 +56,11 @@ def checked_result(what: object, result: torch.Tensor) -> Iterator[None]:
     noise = torch.randint(1, 256, flat.shape, generator=seeded, dtype=torch.uint8).to(flat.device)
     flat.copy_(noise)
     yield
-    left, width = flat == noise, max(_WINDOW_BYTES, result.element_size())
-    if len(left) < width:
+    unwritten, width = flat == noise, max(_WINDOW_BYTES, result.element_size())
+    if len(unwritten) < width:
         return
-    windows = left.unfold(0, width, width).all(dim=1)
-    if bool(windows.any()) or bool(left[-width:].all()):
+    windows = unwritten.unfold(0, width, width).all(dim=1)
+    if bool(windows.any()) or bool(unwritten[-width:].all()):
         raise CommunicatorError(
             f"{what} left {int(windows.sum())} of {len(windows)} windows of a result of shape "
             f"{tuple(result.shape)} and {result.dtype} unwritten; this is a defect of shardspec"

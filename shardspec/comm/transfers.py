@@ -145,7 +145,7 @@ class DeviceTransfers:
     device: int
     members: tuple[int, ...]
     """The devices that transfer data among themselves, in the same order on all of them."""
-    held: Mapping[int, Box]
+    boxes_before: Mapping[int, Box]
     """The box of each device before the step."""
     after: Box
     """The box of this device after the step."""
@@ -159,7 +159,7 @@ class DeviceTransfers:
     @property
     def before(self) -> Box:
         """The box of this device before the step."""
-        return self.held[self.device]
+        return self.boxes_before[self.device]
 
     @property
     def op(self) -> ReduceOp | None:
@@ -182,9 +182,8 @@ class Transfers:
     Examples
     --------
     >>> from shardspec.comm.steps import AllGather
-    >>> rows, whole = {5: ((0, 2),), 9: ((2, 3),)}, {5: ((0, 3),), 9: ((0, 3),)}
-    >>> gather = Transfers.between(AllGather(0, (0,)), DeviceMesh([5, 9], (2,)), rows, whole)
-    >>> gather.of(9).incoming
+    >>> rows, whole = (((0, 2),), ((2, 3),)), (((0, 3),), ((0, 3),))
+    >>> Transfers(AllGather(0, (0,)), DeviceMesh([5, 9], (2,)), rows, whole).of(9).incoming
     [(5, ((0, 2),)), (9, ((2, 3),))]
     """
 
@@ -206,18 +205,6 @@ class Transfers:
     def __reduce__(self) -> tuple[type["Transfers"], tuple[object, ...]]:
         # Rebuilt rather than restored: hashes of text differ from process to process.
         return Transfers, (self.step, self.mesh, self.before, self.after)
-
-    @classmethod
-    def between(
-        cls, step: Step, mesh: DeviceMesh, before: Mapping[int, Box], after: Mapping[int, Box]
-    ) -> "Transfers":
-        """Return the transfers of a step from the boxes of devices, by physical id."""
-        ends = (tuple(boxes[device] for device in mesh.ids) for boxes in (before, after))
-        return cls(step, mesh, *ends)
-
-    def box_after(self, device: int) -> Box:
-        """Return the box of a device after the step."""
-        return self.after[self.mesh.ids.index(device)]
 
     def of(self, device: int) -> DeviceTransfers:
         """Return what a device sends and receives.

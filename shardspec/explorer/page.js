@@ -1,5 +1,5 @@
-// The tables are made by shardspec/explorer/tables.py, which says what stands in them. Nothing here
-// computes a price: prices of plans are sums of those of their moves, in the order of the moves.
+// The tables are made and described by shardspec/explorer/page.py. Nothing here computes a price:
+// prices of plans are sums of those of their moves, in the order of the moves.
 
 const tables = JSON.parse(document.getElementById("tables").textContent);
 const element = (id) => document.getElementById(id);
@@ -11,7 +11,7 @@ const STEP_MS = 1800;
 // ---------------------------------------------------------------- numbers as the library shows them
 
 function short(value) {
-  // Like "%.4g": four digits, ties to the even one, zeros at the end left out.
+  // Like "%.4g": four digits, ties to even, without trailing zeros.
   if (value === 0) return "0";
   let [digits, power] = value.toExponential(3).split("e");
   const exact = value.toExponential(60).split("e")[0];
@@ -103,7 +103,7 @@ function pickShape(number) {
 }
 
 function keepSpecs(from, to) {
-  // The same specs where there are such, else a conversion that has something to show.
+  // The same specs if they exist, else a conversion with at least one move.
   const { specs } = tensor();
   const last = specs.filter((_, at) => tensor().pending[at].length === 0).length - 1;
   state.source = specs.includes(from) ? specs.indexOf(from) : last;
@@ -112,7 +112,7 @@ function keepSpecs(from, to) {
 }
 
 function pickPlan(number) {
-  // What is pending can be finished, but not started: a target that asks for that is changed.
+  // Pending sums can be finished, but not started: a target with others is changed.
   if (entry(state.source, state.target) === null) state.target = 0;
   state.plan = number;
   state.at = 0;
@@ -261,13 +261,13 @@ function put(name, cell) {
 }
 
 function look(cell) {
-  // Say which conversion the mouse or the focus is on.
+  // Show the conversion at the mouse or the focus.
   put(".looked", cell === document.activeElement ? cell : null);
   element("looked").textContent = cell === null ? "" : cell.getAttribute("aria-label");
 }
 
 function wander(cell, key) {
-  // To the next cell in a direction; where layouts cannot be reached there is none, and it is passed.
+  // To the next cell in a direction; conversions that do not exist have no cell and are skipped.
   const [source, target] = cell.dataset.pair.split(",").map(Number);
   const last = tensor().specs.length - 1;
   const [down, right] = { ArrowUp: [-1, 0], ArrowDown: [1, 0], ArrowLeft: [0, -1], ArrowRight: [0, 1] }[key] ?? [0, 0];
@@ -283,7 +283,7 @@ function wander(cell, key) {
   return cell;
 }
 
-// ---------------------------------------------------------------- hands on
+// ---------------------------------------------------------------- events
 
 const chosen = (event) => Number(event.target.value);
 element("pick").addEventListener("submit", (event) => event.preventDefault());
@@ -315,7 +315,7 @@ matrix.addEventListener("keydown", (event) => {
   else {
     const next = wander(cell, event.key);
     if (next === null) return;
-    // The tab key comes back to where one was.
+    // The tab key returns to the same cell.
     cell.tabIndex = -1;
     next.tabIndex = 0;
     next.focus();

@@ -1,6 +1,6 @@
 "use strict";
-// The picture of a plan: devices with what they hold, and boxes on their way. What is picked and the
-// tables are in page.js, which comes after this.
+// The picture of a plan: devices with their boxes, and boxes on the way. The picked conversion and
+// the tables are in page.js, which comes after this.
 
 // ---------------------------------------------------------------- the picture
 
@@ -12,7 +12,7 @@ function sidesOf(box) {
 }
 
 function shared(one, other) {
-  // What two boxes have in common, or null.
+  // The overlap of two boxes, or null.
   const box = one.map((end, at) => (at % 2 ? Math.min(end, other[at]) : Math.max(end, other[at])));
   return sidesOf(box).every(([lo, hi]) => lo < hi) ? box : null;
 }
@@ -24,7 +24,7 @@ function boxText(box) {
 }
 
 function setUpPicture() {
-  // Cells of the tensor end where some box of the plan ends. Their colour says where they are from.
+  // Cells of the tensor end where some box of the plan ends. Their colour shows their position.
   const { shape, boxes } = tensor();
   const cuts = shape.map((size, dim) => {
     const ends = new Set([0, size]);
@@ -85,7 +85,7 @@ function cardsOf(devices, across, height) {
 }
 
 function rectsOf(box) {
-  // Where a box lies in a card: one rectangle, or for three dims one in each slab of the first.
+  // The place of a box in a card: one rectangle, or for three dims one in each slab of the first.
   const { flat, rows, columns, slabs, slabWidth, height } = geometry;
   const sides = sidesOf(box);
   const [[top, bottom], [left, right]] = flat ? [[0, 1], sides[0]] : sides.slice(-2);
@@ -144,7 +144,7 @@ function piecesOf(move) {
   const pieces = [];
   move[MOVE.senders].forEach((senders, to) => {
     boxes[move[MOVE.from]].forEach((held, from) => {
-      // A bit for each sender; shifts of this language would take that of device 31 for a sign.
+      // A bit for each sender; JavaScript's shifts would treat that of device 31 as a sign.
       if (Math.floor(senders / 2 ** from) % 2 === 0) return;
       const box = shared(held, boxes[move[MOVE.to]][to]);
       if (box !== null) pieces.push({ from, to, box });
@@ -208,7 +208,7 @@ function drawPicture(anew = false) {
 }
 
 function together(spec) {
-  // The whole tensor, and in each box the devices that hold it; those of a pending sum with a +.
+  // The whole tensor, with the devices of each box in it; joined by a + for a pending sum.
   const { boxes, pending, specs } = tensor();
   const { x, y, zoom } = geometry.whole;
   const holders = new Map();
@@ -223,7 +223,7 @@ function together(spec) {
     const size = Math.max(6, room) / zoom;
     const frame =
       `<rect class="${followed ? "edge bold" : "edge"}" x="${left}" y="${top}" width="${w}" height="${h}"/>`;
-    // Rows too low for letters have none: which device holds them stands below each card.
+    // Rows too low for text have none: the devices are listed below each card.
     return room < 5 ? frame : (
       `${frame}<text class="ids" style="font-size:${size}px" x="${left + w / 2}" y="${top + h / 2 + size * 0.35}" ` +
       `text-anchor="middle">${text}</text>`
@@ -248,8 +248,8 @@ function idsText(ids, sign) {
 }
 
 function shownPieces(move) {
-  // What has an arrow: all that moves, or what one device sends and gets; of too many the first
-  // device's alone, since nobody could follow the others.
+  // The boxes with an arrow: all that move, or those that one device sends and receives; if there
+  // are too many, only those of the first device.
   const travelling = piecesOf(move).filter(({ from, to }) => from !== to);
   const crowded = state.follow < 0 && travelling.length > MOST_ARROWS;
   const one = crowded ? 0 : state.follow;
@@ -267,7 +267,7 @@ function arrows(move) {
   return shown
     .map(({ from, to, box }) => {
       const [[x1, y1], [x2, y2]] = [centre(from, box), centre(to, box)];
-      // Bent, so that the way there and the way back are two lines.
+      // Bent, so that both directions are visible.
       const [bx, by] = [(x1 + x2) / 2 - (y2 - y1) * 0.14, (y1 + y2) / 2 + (x2 - x1) * 0.14];
       return `<path class="arrow" style="opacity:${faint}" marker-end="url(#tip)" d="M${x1} ${y1}Q${bx} ${by} ${x2} ${y2}"/>`;
     })
@@ -298,7 +298,7 @@ function describe(now, step, move) {
     `${list(came, ({ from }) => `from ${from}`)}; it gives ${list(went, ({ to }) => `to ${to}`)}.`;
 }
 
-// ---------------------------------------------------------------- moving on
+// ---------------------------------------------------------------- animation
 
 let running = null;
 
@@ -315,14 +315,14 @@ function run(until) {
   const tick = (time) => {
     const passed = (time - running.last) / STEP_MS;
     if (still.matches) {
-      // No motion wanted: one layout after the other.
+      // With reduced motion: one layout after the other.
       if (passed >= 1) {
         running.last = time;
         state.at = Math.min(Math.floor(state.at) + 1, until);
       }
     } else {
       running.last = time;
-      // After a pause of the browser it goes on from where it was.
+      // After a pause of the browser, continue from the same position.
       state.at = Math.min(state.at + Math.min(Math.max(passed, 0), 0.1), until);
     }
     drawPicture();

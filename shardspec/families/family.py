@@ -9,7 +9,8 @@ from importlib.resources import files
 from typing import Any, Final, Literal, NamedTuple, TypeAlias, cast
 
 from shardspec.errors import LayoutError, SpecSyntaxError
-from shardspec.resharding.patterns import Side, placeholders
+from shardspec.resharding.patterns import Side, form_of, placeholders
+from shardspec.resharding.sizes import text_config
 from shardspec.resharding.views import parse_view
 from shardspec.text import Argument, shown
 
@@ -52,6 +53,11 @@ class Row(NamedTuple):
     copy_of: str = ""
     """The tensor that it repeats."""
 
+    @property
+    def sides(self) -> dict[str, Side | None]:
+        """Its name, view and slices by place, and in the files of transformers (``hf``)."""
+        return {"hf": self.side, **self.places}
+
 
 class Family(NamedTuple):
     """A family of models."""
@@ -78,8 +84,8 @@ def family_names() -> tuple[str, ...]:
     >>> "qwen3-moe" in family_names()
     True
     """
-    found = (file.name for file in files("shardspec.families").iterdir())
-    stems = (name.removesuffix(".toml") for name in found if name.endswith(".toml"))
+    names = (file.name for file in files("shardspec.families").iterdir())
+    stems = (name.removesuffix(".toml") for name in names if name.endswith(".toml"))
     return tuple(sorted(stem.replace("_", "-") for stem in stems))
 
 
@@ -168,15 +174,16 @@ class _Reader:
         for key, value in given.items():
             if key not in _HEADS:
                 raise self.wrong(key, f"{shown(key)} is no part of a family")
-            kind, said = _HEADS[key]
+            kind, expected = _HEADS[key]
             if not isinstance(value, kind):
-                raise self.wrong(key, f"{key} is {said}, not {shown(value)}")
+                raise self.wrong(key, f"{key} is {expected}, not {shown(value)}")
             if key in ("model_types", "without") and not all(isinstance(v, str) for v in value):
                 raise self.wrong(key, f"{key} is a list of texts, not {shown(value)}")
-            for one in value if key == "unused" else ():
-                pair = [one, ""] if isinstance(one, str) else one
+            for entry in value if key == "unused" else ():
+                pair = [entry, ""] if isinstance(entry, str) else entry
                 if not (isinstance(pair, list) and [type(v) for v in pair] == [str, str]):
-                    raise self.wrong(key, f"unused has {shown(one)}; give a name, or it and a size")
+                    problem = f"unused has {shown(entry)}; give a name, or it and a size"
+                    raise self.wrong(key, problem)
             for place in {*value} - {"all", *PLACES} if key == "refused" else ():
                 raise self.wrong(str(place), f"{shown(place)} is no place; say megatron or fused")
 
@@ -184,7 +191,7 @@ class _Reader:
         """Raise LayoutError if two rows are the same tensor in some place."""
         seen = set()
         for row in rows:
-            for place, side in {"hf": row.side, **row.places}.items():
+            for place, side in row.sides.items():
                 key = place, side, row.layers, row.when
                 if side is not None and key in seen:
                     name = row.side[0]
@@ -208,52 +215,52 @@ class _Reader:
         )
         if unknown := sorted(cut.keys() - PLACES):
             raise self.wrong(name, f"{shown(name)} is cut in {unknown[0]!r}, which is no place")
-        if unknown := [one for one in cut.values() if one not in CUTS]:
+        if unknown := [text for text in cut.values() if text not in CUTS]:
             raise self.wrong(
                 name, f"{shown(name)} is cut by {unknown[0]!r}; choose among {', '.join(CUTS)}"
             )
         whole = (name, *texts)
         places: dict[str, Side | None] = {}
         for place in PLACES:
-            given = entry.get(place)
-            if isinstance(given, str):
-                places[place] = (given, *texts)
-            elif isinstance(given, list) and all(isinstance(text, str) for text in given):
-                places[place] = tuple(given)
-            elif given is not None:
+            side = entry.get(place)
+            if isinstance(side, str):
+                places[place] = (side, *texts)
+            elif isinstance(side, list) and all(isinstance(text, str) for text in side):
+                places[place] = tuple(side)
+            elif side is not None:
                 raise self.wrong(name, f"{place} of {shown(name)} is a name, a view and slices")
         places.setdefault("file", whole)
         places.setdefault("live", places["file"])
         places.setdefault("fused", places["file"])
         places.setdefault("megatron", None)
-        when = tuple(one.strip() for one in str(entry.get("when", "")).split(",") if one.strip())
+        when = tuple(text.strip() for text in str(entry.get("when", "")).split(",") if text.strip())
         return Row(whole, cut, places, when, entry.get("in", ""), entry.get("copy_of", ""))
 
     def check(self, row: Row, family: Family) -> None:
         """Raise LayoutError if a row is not as its family says."""
         name = row.side[0]
-        for place, side in {"hf": row.side, **row.places}.items():
+        for place, side in row.sides.items():
             if side is None:
                 if not (row.copy_of or "megatron" in family.refused):
                     raise self.wrong(name, f"{shown(name)} has no place in {place}")
                 continue
             try:
-                factors = [one for dim in parse_view(side[1]) for one in dim]
+                factors = [factor for dim in parse_view(side[1]) for factor in dim]
             except SpecSyntaxError as error:
                 raise self.wrong(name, f"{shown(name)}: {error.problem}") from None
             words = {*family.sizes, *_words_of_config(family)}
-            if unknown := [one for one in factors if one not in words]:
+            if unknown := [factor for factor in factors if factor not in words]:
                 raise self.wrong(name, f"{shown(name)} names {unknown[0]!r}, which is no size")
             for text in side[2:]:
                 sliced = _SLICED.match(text)
                 if sliced is None or sliced[1] not in factors:
                     raise self.wrong(name, f"{shown(name)}: {shown(text)} is no slice of its view")
-            for one in sorted(placeholders(name)):
-                if f"{{{one}}}" not in words:
-                    raise self.wrong(name, f"{shown(name)}: no size says how many {{{one}}} are")
-                if one not in placeholders(" ".join(side)):
-                    raise self.wrong(name, f"{shown(name)} has no {{{one}}} in {place}")
-        if row.copy_of and row.copy_of not in {one.side[0] for one in family.rows["model"]}:
+            for number in sorted(placeholders(name)):
+                if f"{{{number}}}" not in words:
+                    raise self.wrong(name, f"{shown(name)}: no size says how many {{{number}}} are")
+                if number not in placeholders(" ".join(side)):
+                    raise self.wrong(name, f"{shown(name)} has no {{{number}}} in {place}")
+        if row.copy_of and row.copy_of not in {other.side[0] for other in family.rows["model"]}:
             raise self.wrong(name, f"{shown(name)} repeats {shown(row.copy_of)}, which is no row")
         for word in row.when:
             size = word.removeprefix("not ")
@@ -267,12 +274,6 @@ def _words_of_config(family: Family) -> set[str]:
     return {word for text in family.sizes.values() for word in text.replace("*", " ").split()}
 
 
-def text_config(config: Mapping[str, object]) -> dict[str, object]:
-    """Return a config in which that of its language model comes first."""
-    inner = config.get("text_config")
-    return {**config, **(inner if isinstance(inner, Mapping) else {})}
-
-
 def family_of(config: Mapping[str, object]) -> Family:
     """Return the family of a model by its config.
 
@@ -281,16 +282,16 @@ def family_of(config: Mapping[str, object]) -> Family:
     LayoutError
         If there is none for the config's model_type.
     """
-    given = [part.get("model_type") for part in (config, text_config(config))]
-    for model_type in given:
+    model_types = [part.get("model_type") for part in (config, text_config(config))]
+    for model_type in model_types:
         for name in family_names():
             family = shipped_family(name)
             if model_type in family.model_types:
                 return family
-    if given == [None, None]:
+    if model_types == [None, None]:
         raise LayoutError("the config has no model_type, which says the family of its tensors")
     raise LayoutError(
-        f"there is no family for models of type {shown(given[0])}; there are "
+        f"there is no family for models of type {shown(model_types[0])}; there are "
         f"{', '.join(family_names())}; give a map of your own instead, as ",
         Argument("names"),
     )
@@ -301,6 +302,15 @@ def rows_in(family: Family) -> Iterator[tuple[str, Row]]:
     for table, rows in family.rows.items():
         for row in rows:
             yield table, row
+
+
+def forms_in(family: Family) -> Iterator[tuple[str, Row, Side]]:
+    """Yield what every row is called in every place, without numbers, and its side there."""
+    for table, row in rows_in(family):
+        for place, side in row.sides.items():
+            if side is not None:
+                prefix = family.prefix["megatron" if place == "megatron" else "hf"]
+                yield form_of(("" if table == "model" else prefix) + side[0]), row, side
 
 
 def moe_layers(config: Mapping[str, object], count: int) -> Sequence[int]:

@@ -1,6 +1,5 @@
 """How trainers and engines shard a model: the layout of each tensor, from its family's rows."""
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from math import gcd, prod
 from pathlib import Path
@@ -8,16 +7,16 @@ from typing import Final, NamedTuple
 
 from shardspec.comm.steps import ReduceOp
 from shardspec.dtypes import keeps_dtype
-from shardspec.errors import InputFileError, LayoutError
-from shardspec.families.family import NamesOf, family_of, text_config
+from shardspec.errors import LayoutError
+from shardspec.families.family import NamesOf, family_of
 from shardspec.families.model import model_of
 from shardspec.families.plans import TensorPlan, plan_specs
-from shardspec.input_files import read_input_file
+from shardspec.input_files import read_json_object
 from shardspec.layout.layout import Layout
 from shardspec.layout.spec import DimSpec, Part, ShardingSpec
 from shardspec.mesh.device_mesh import Axis, DeviceMesh
 from shardspec.resharding.patterns import Side, filled, placeholders
-from shardspec.resharding.sizes import known_sizes
+from shardspec.resharding.sizes import known_sizes, text_config
 from shardspec.resharding.views import factors_of, parse_view
 from shardspec.text import shown
 
@@ -37,7 +36,6 @@ _PLACES: Final[Mapping[str, NamesOf]] = {
 _DATA_AXES: Final = {"dp", "ddp", "data", "replicate", "dp_replicate"}
 _ROUND_UP: Final = 64
 """Engines pad a vocabulary to a multiple of so many rows."""
-_MOST_BYTES: Final = 1 << 24
 
 
 class ParsedLayout(NamedTuple):
@@ -89,8 +87,8 @@ def parse_layout(text: str) -> ParsedLayout:
         key, equals, value = word.strip().partition("=")
         key, value = (key, value) if equals else (alone, key)
         if key not in _KEYS[kind] or key in sizes:
-            known = ", ".join(sorted(_KEYS[kind]))
-            raise LayoutError(f"layout {shown(text)}: {shown(word)} is not once one of {known}")
+            keys = ", ".join(sorted(_KEYS[kind]))
+            raise LayoutError(f"layout {shown(text)}: {shown(word)} is not once one of {keys}")
         if key == "spec" and value in ("local", "te"):
             local = value == "local"
         elif key == "layers" and all(map(str.isdecimal, value.split("+"))):
@@ -145,7 +143,8 @@ def model_layouts(
     [S(tp){8,8,8},R]
     """
     if not isinstance(config, Mapping):
-        config = _read(Path(config))
+        place = Path(config)
+        config = read_json_object(place / "config.json" if place.is_dir() else place)
     parsed = parse_layout(layout)
     return _Sharded(config, parsed, device_mesh, dtype).layouts()
 
@@ -158,23 +157,12 @@ def padded_config(
     Engines pad it by a rule of their own; Megatron-core as the config states it, or else to the
     `rows` that a checkpoint of it has.
     """
-    found, vocab = {**config}, text_config(config).get("vocab_size")
+    padded, vocab = {**config}, text_config(config).get("vocab_size")
     if parsed.kind == "vllm" and isinstance(vocab, int):
-        found["padded_vocab"] = -(-vocab // _ROUND_UP) * _ROUND_UP
+        padded["padded_vocab"] = -(-vocab // _ROUND_UP) * _ROUND_UP
     elif parsed.kind == "megatron" and rows is not None:
-        found.setdefault("padded_vocab", rows)
-    return found
-
-
-def _read(place: Path) -> dict[str, object]:
-    place = place / "config.json" if place.is_dir() else place
-    try:
-        config = json.loads(read_input_file(place, _MOST_BYTES))
-    except (ValueError, RecursionError) as error:
-        raise InputFileError(f"{place}: cannot be read: {error}") from None
-    if not isinstance(config, dict):
-        raise InputFileError(f"{place}: holds no JSON object")
-    return config
+        padded.setdefault("padded_vocab", rows)
+    return padded
 
 
 class _Sharded:
@@ -239,10 +227,10 @@ class _Sharded:
         if kind == "hf-tp":
             head = self._known.get("qk", self._known.get("d", 0))
             plan = plan_specs(text_config(self._config), self._tp, head)
-        found = {}
+        layouts = {}
         for target in self._targets():
             dims = parse_view(target.view)
-            shape = tuple(prod(self._known[one] for one in factors) for factors in dims)
+            shape = tuple(prod(self._known[factor] for factor in factors) for factors in dims)
             spec: ShardingSpec | None = None
             if kind == "fsdp":
                 spec = ShardingSpec(len(shape), {0: DimSpec(("dp",))} if shape else {})
@@ -256,8 +244,8 @@ class _Sharded:
                 assert spec is not None, "every kind has its rule"
                 mesh = self._mesh(target, layer, experts=self._is_expert(target, dims))
                 dtype = "float32" if keeps_dtype(name) else self._dtype
-                found[name] = Layout(mesh, spec, shape, dtype)
-        return found
+                layouts[name] = Layout(mesh, spec, shape, dtype)
+        return layouts
 
     def _targets(self) -> Iterator[_Target]:
         """Yield the tensors of the place that the layout is about."""
@@ -273,7 +261,7 @@ class _Sharded:
             name, view, *slices = side
             if place == "sharded" and ".local_experts.{e}." in name:
                 name, view = name.replace(".local_experts.{e}.", ".experts."), f"e {view}"
-            slices = [one for one in slices if "{e}" not in one]
+            slices = [text for text in slices if "{e}" not in text]
             cut = tensor.cut.get("fused" if place == "fused" else "megatron", "replicated")
             if cut == "vocab" and place != "live":
                 view = view.replace("v", "padded_vocab", 1)
@@ -326,7 +314,7 @@ class _Sharded:
     ) -> tuple[Part, ...]:
         """Return the pieces of a dim that are cut alone; none if it is one piece."""
         first, *rest = dims[dim]
-        width = prod(self._known[one] for one in rest)
+        width = prod(self._known[name] for name in rest)
         by = "etp" if self._parsed.kind == "megatron" and size == self._etp != self._tp else "tp"
         if {"heads", "kv-heads"} & {cut for _, cut in target.rows}:
             heads = self._known.get("n", self._known.get("num_attention_heads", 0))

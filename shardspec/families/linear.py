@@ -6,15 +6,16 @@ from fnmatch import fnmatchcase
 from typing import Final
 
 from shardspec.errors import LayoutError
-from shardspec.families.family import family_of, rows_in, text_config
+from shardspec.families.family import family_of, forms_in
 from shardspec.resharding.patterns import form_of
+from shardspec.resharding.sizes import text_config
 from shardspec.resharding.views import parse_view
 
 _OTHERS: Final = re.compile(
     r"(.*[._])?(\w*embed\w*|\w*norm\w*|\w*router\w*|\w*head|ln_\w+|w[tp]e|score|classifier|eh_proj"
     r"|(shared_expert_)?gate|output_layer)(\.weight)?"
 )
-"""Names of matrices that are of no linear layer, or of one that stays as it is."""
+"""Names of matrices that belong to no linear layer, or to one that is not quantised."""
 
 
 class LinearLayers:
@@ -25,17 +26,15 @@ class LinearLayers:
         self.model_type = text_config(config).get("model_type")
         try:
             family = family_of(config)
-        except LayoutError:  # other models: by what such layers are called
+        except LayoutError:  # other models: the usual names of linear layers decide
             return
-        self._forms = set()
-        for table, row in rows_in(family):
-            if {"vocab", "replicated", "summed"} & set(row.cut.values()):
-                continue
-            for place, side in {"hf": row.side, **row.places}.items():
-                if side is None or side[0].endswith("bias") or len(parse_view(side[1])) < 2:
-                    continue
-                prefix = family.prefix["megatron" if place == "megatron" else "hf"]
-                self._forms.add(form_of(("" if table == "model" else prefix) + side[0]))
+        self._forms = {
+            form
+            for form, row, (name, view, *_) in forms_in(family)
+            if not {"vocab", "replicated", "summed"} & {*row.cut.values()}
+            and not name.endswith("bias")
+            and len(parse_view(view)) > 1
+        }
 
     def __contains__(self, name: object) -> bool:
         if self._forms is None:
@@ -55,7 +54,9 @@ def is_listed(name: str, modules: Collection[str]) -> bool:
     True
     """
     module = module_of(name)
-    expressions = [one.removeprefix("re:") for one in modules if one.startswith("re:")]
-    if any(re.match(one, module) for one in expressions):
-        return True
-    return any(fnmatchcase(module, one) or fnmatchcase(module, f"{one}.*") for one in modules)
+    return any(
+        re.match(pattern.removeprefix("re:"), module)
+        if pattern.startswith("re:")
+        else fnmatchcase(module, pattern) or fnmatchcase(module, f"{pattern}.*")
+        for pattern in modules
+    )

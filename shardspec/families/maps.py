@@ -1,7 +1,7 @@
 """Maps between the names of a model in files, in memory, in Megatron-core and in engines.
 
 All go by the names of files of transformers. A source of which tensors have several spellings is
-first given one of them: what is missing then, the next map misses.
+first given one of them: the next map reports what is missing.
 """
 
 import re
@@ -14,6 +14,7 @@ from shardspec.families.family import family_names, shipped_family
 from shardspec.families.model import Model, model_of
 from shardspec.resharding.name_map import NameMap
 from shardspec.resharding.patterns import Side, filled
+from shardspec.resharding.sizes import check_model_type
 from shardspec.resharding.views import parse_view
 
 FORMATS: Final = ("hf", "live", "megatron", "torch_dist", "fused")
@@ -109,10 +110,10 @@ def map_chain(
     >>> [len(map_chain(name)) for name in ("llama-hf-to-fused", "llama-megatron-to-fused")]
     [1, 3]
     """
-    found = _NAME.fullmatch(name)
-    if found is None or found[2] == found[3] or found[1] not in family_names():
+    match = _NAME.fullmatch(name)
+    if match is None or match[2] == match[3] or match[1] not in family_names():
         raise _no_map(name)
-    model, *ends = found.groups()
+    model, *ends = match.groups()
     source, target = reversed(ends) if reverse else ends
     return chain_of(_model(model, sizes), source, target)
 
@@ -156,12 +157,12 @@ def chain_of(
 def spellings(model: Model, source: str) -> dict[str, list[str]]:
     """Return every name or pattern that each tensor of a format may have, by its own name."""
     map_ = _from_spellings(model, source) or _same(model, source)
-    found: dict[str, list[str]] = {}
+    spelled: dict[str, list[str]] = {}
     for left, right in map_.rules:
-        found.setdefault(right[0], []).append(left[0])
+        spelled.setdefault(right[0], []).append(left[0])
     for side in map_.unused:
-        found.setdefault(side[0], []).append(side[0])
-    return found
+        spelled.setdefault(side[0], []).append(side[0])
+    return spelled
 
 
 def refuse(model: Model, place: str) -> None:
@@ -196,9 +197,9 @@ def forth(model: Model, place: str) -> NameMap:
 
 def back(model: Model, place: str) -> NameMap:
     """Return the map from the names of a place to those of files."""
-    found = forth(model, place).reversed()
+    reverse = forth(model, place).reversed()
     # How far a vocabulary was padded, its tensor says.
-    sizes = {name: size for name, size in found.sizes.items() if name != "padded_vocab"}
+    sizes = {name: size for name, size in reverse.sizes.items() if name != "padded_vocab"}
     copies = []
     for tensor in model.tensors:
         if tensor.places[place] is None:
@@ -208,7 +209,7 @@ def back(model: Model, place: str) -> NameMap:
             copies.append(((side[0], view, "padded_vocab[:vocab_size]"), tensor.side))
     unused = [side for side, _ in _unused(model, place)]
     return replace(
-        found, rules=(*found.rules, *copies), sizes=sizes, unused=(*found.unused, *unused)
+        reverse, rules=(*reverse.rules, *copies), sizes=sizes, unused=(*reverse.unused, *unused)
     )
 
 
@@ -222,10 +223,10 @@ def _no_map(name: str) -> LayoutError:
 
 
 def _model(family: str, sizes: Mapping[str, object] | None) -> Model:
-    found = shipped_family(family)
+    shipped = shipped_family(family)
     # Whose config it is, is checked before its words are read.
-    NameMap((), model_types=found.model_types).with_sizes(sizes or {})
-    return model_of(found, sizes or {})
+    check_model_type(sizes or {}, shipped.model_types)
+    return model_of(shipped, sizes or {})
 
 
 def _map(
@@ -277,22 +278,21 @@ def _pair(own: Side, other: Side) -> tuple[Side, Side]:
 
 
 def _same(model: Model, place: str) -> NameMap:
-    """Return the map that changes nothing, and shows that all is there."""
+    """Return the map that changes nothing, and checks that every tensor exists."""
     if place == "hf":
         sides = [(tensor.side[:2], tensor.group) for tensor in model.tensors]
         unused = _unused(model, "hf")
     else:
-        found = forth(model, place)
-        sides = [(side, None) for side in dict.fromkeys(right[:1] for _, right in found.rules)]
+        to_place = forth(model, place)
+        sides = [(side, None) for side in dict.fromkeys(right[:1] for _, right in to_place.rules)]
         unused = _unused(model, place)
     groups = {at: group for at, (_, group) in enumerate(sides) if group is not None}
     return _map(model, [(side, side) for side, _ in sides], unused=unused, groups=groups)
 
 
 def _from_spellings(model: Model, source: str) -> NameMap | None:
-    """Return the map to one spelling from any; None if there is but one."""
+    """Return the map from any spelling to our own; None if there is only one."""
     rules: list[tuple[Side, Side]] = []
-    plain = 0
     if source in _MEGATRON:
         for own, others in _tensors(model):
             rules.append((own, own))
@@ -313,28 +313,25 @@ def _from_spellings(model: Model, source: str) -> NameMap | None:
         names = {side[:1]: None for side in sides if side is not None}
         for (name,) in names:
             rules.append(((name,), (name,)))
-            # SGLang has the names of vLLM but for some, so each is replaced alone.
+            # SGLang names some tensors otherwise than vLLM, so each word is replaced alone.
             rules += [((other,), (name,)) for other in _respelled(name, _ENGINES)]
-        plain = len(names)
-        if len(rules) == plain:
-            return None
     rules = list(dict.fromkeys(rules))
     if all(left == right for left, right in rules):
         return None
-    found = _map(model, rules, unused=_unused(model, place) if place == "hf" else ())
+    to_own = _map(model, rules, unused=_unused(model, place) if place == "hf" else ())
     by_itself = {at: left[0] for at, (left, _) in enumerate(rules)}
     copies = () if place == "hf" else [(side, side) for side, _ in _unused(model, place)]
     by_itself |= {len(rules) + at: side[0] for at, (side, _) in enumerate(copies)}
-    return replace(found, rules=(*rules, *copies), optional=by_itself)
+    return replace(to_own, rules=(*rules, *copies), optional=by_itself)
 
 
 def _is_spelled(map_: NameMap, names: Iterable[str]) -> bool:
     """Whether all names are those that a map leads to, and no longer ones."""
     shapes: dict[str, tuple[int, ...]] = dict.fromkeys(names, ())
-    kept = tuple((one[:1], one[:1]) for one, other in map_.rules if one == other)
+    kept = tuple((left[:1], left[:1]) for left, right in map_.rules if left == right)
     matched: set[str] = set()
     for bound, (left, _) in zip(replace(map_, rules=kept).bindings(shapes), kept, strict=True):
-        matched.update(filled(left[:1], one)[0] for one in bound)
+        matched.update(filled(left[:1], numbers)[0] for numbers in bound)
     return shapes.keys() <= matched
 
 
@@ -353,8 +350,8 @@ def _placed(model: Model, *, stacked: bool) -> NameMap:
         side, plain = others[0] if stacked else (own, own)
         rules.append((plain, side))
     sizes = {"l": model.sizes["{i}"], "e": model.sizes.get("{e}", 1)}
-    found = _map(model, rules, unused=_unused(model, "megatron"), groups=optional)
-    return replace(found, sizes={**model.sizes, **sizes})
+    map_ = _map(model, rules, unused=_unused(model, "megatron"), groups=optional)
+    return replace(map_, sizes={**model.sizes, **sizes})
 
 
 def _tensors(model: Model) -> Iterator[tuple[Side, list[tuple[Side, Side]]]]:
@@ -413,7 +410,7 @@ def _stacks(name: str, dims: str, model: Model) -> Iterator[Side]:
 
 def _respelled(name: str, words: Iterable[tuple[str, str]]) -> list[str]:
     """Return a name with some words replaced, by every choice of them."""
-    found = [name]
+    spelled = [name]
     for old, new in words:
-        found += [one.replace(old, new) for one in found if old in one]
-    return list(dict.fromkeys(found))[1:]
+        spelled += [spelling.replace(old, new) for spelling in spelled if old in spelling]
+    return list(dict.fromkeys(spelled))[1:]

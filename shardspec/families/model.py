@@ -7,10 +7,10 @@ from math import prod
 from typing import Final, NamedTuple
 
 from shardspec.errors import LayoutError
-from shardspec.families.family import Family, Row, moe_layers, text_config
+from shardspec.families.family import Family, Row, moe_layers
 from shardspec.resharding.name_map import Shape
 from shardspec.resharding.patterns import Side, filled, placeholders
-from shardspec.resharding.sizes import config_sizes, known_sizes, unknown_root
+from shardspec.resharding.sizes import config_sizes, known_sizes, text_config, unknown_root
 from shardspec.resharding.views import parse_view
 from shardspec.text import Argument, shown
 
@@ -26,7 +26,7 @@ class Tensor(NamedTuple):
     places: Mapping[str, Side | None]
     cut: Mapping[str, str]
     group: str | None = None
-    """Which size says whether it is there, where the sizes do not."""
+    """The size that decides whether it exists, where that size is not known."""
     copy_of: str = ""
     """The name of the tensor that it repeats."""
 
@@ -38,10 +38,10 @@ class Model:
     family: Family
     sizes: Mapping[str, int | str]
     whole: bool
-    """Whether the sizes are a whole config, so that each tensor is known to be there or not."""
+    """Whether the sizes are a whole config, which says exactly which tensors exist."""
     tensors: tuple[Tensor, ...]
     copies: tuple[Tensor, ...]
-    """Heads that are tied: they may be there, and say nothing new."""
+    """Tied heads: a checkpoint may have them too, as copies."""
     numbers: Mapping[str, Sequence[int]]
     """What placeholders stand for, where that is not all numbers from 0 on."""
 
@@ -55,10 +55,10 @@ class Model:
         return replace(self, numbers={"dense": (), **self.numbers})
 
     def named(self, name: str) -> Tensor:
-        """Return the tensor of a name, or that of which it is a copy if it is not there."""
+        """Return the tensor of a name, or the one that it copies if the model lacks the copy."""
         every = {tensor.side[0]: tensor for tensor in (*self.tensors, *self.copies)}
-        there = {tensor.side[0] for tensor in self.tensors}
-        while name not in there:
+        own = {tensor.side[0] for tensor in self.tensors}
+        while name not in own:
             name = every[name].copy_of
         return every[name]
 
@@ -79,16 +79,16 @@ class Model:
         >>> model_of(shipped_family("llama"), config).shapes()["lm_head.weight"]
         (32, 8)
         """
-        known, found = known_sizes(self.sizes), {}
+        known, shapes = known_sizes(self.sizes), {}
         for tensor in self.tensors:
             dims = parse_view(tensor.side[1])
-            for factor in (one for factors in dims for one in factors):
+            for factor in (name for factors in dims for name in factors):
                 if factor not in known:
                     raise _unsaid(self.family, unknown_root(factor, self.sizes))
-            shape = tuple(prod(known[one] for one in factors) for factors in dims)
+            shape = tuple(prod(known[name] for name in factors) for factors in dims)
             for numbers in self.instances(tensor.side[0]):
-                found[filled(tensor.side[:1], numbers)[0]] = shape
-        return found
+                shapes[filled(tensor.side[:1], numbers)[0]] = shape
+        return shapes
 
 
 def model_of(family: Family, sizes: Mapping[str, object]) -> Model:
@@ -101,12 +101,12 @@ def model_of(family: Family, sizes: Mapping[str, object]) -> Model:
     """
     if "all" in family.refused:
         raise LayoutError(family.refused["all"])
-    given = config_sizes(sizes)
-    every: dict[str, int | str] = {**family.sizes, **family.defaults, **given}
+    stated = config_sizes(sizes)
+    every: dict[str, int | str] = {**family.sizes, **family.defaults, **stated}
     known = known_sizes(every)
     count = known.get("{i}")
     if count is None or text_config(sizes).get("model_type") is None:
-        return _partly(family, {**family.sizes, **given})
+        return _partly(family, {**family.sizes, **stated})
     if not 0 < count < 10**6:
         raise LayoutError(f"the config says that there are {count} layers; correct it")
     sparse = moe_layers({**known, **sizes}, count)
@@ -116,7 +116,7 @@ def model_of(family: Family, sizes: Mapping[str, object]) -> Model:
         "dense": sorted(set(range(count)) - set(sparse)),
     }
     words = {
-        kind: f"{{{kind}}}" if 0 < len(some) < count else "{i}" for kind, some in kinds.items()
+        kind: f"{{{kind}}}" if 0 < len(layers) < count else "{i}" for kind, layers in kinds.items()
     }
     used = {row.layers for row in family.rows["layer"]}
     mixed = {
@@ -147,8 +147,8 @@ def model_of(family: Family, sizes: Mapping[str, object]) -> Model:
         inner = [row for row in family.rows["layer"] if row.layers != "dense"]
         both = (family.rows["mtp"], {**prefix, "fused": prefix["hf"]}), (inner, block)
         for rows, before in both:
-            there = (row for row in rows if _exists(family, row, known, every))
-            tensors += [_tensor(row, before) for row in there]
+            existing = (row for row in rows if _exists(family, row, known, every))
+            tensors += [_tensor(row, before) for row in existing]
     numbers: dict[str, Sequence[int]] = {**mixed, **({"i": range(count)} if further else {})}
     return Model(family, every, True, tuple(tensors), tuple(copies), numbers)
 

@@ -55,7 +55,7 @@ def megatron_rules(*, gated: bool) -> dict[str, object]:
     >>> megatron_rules(gated=False)["*attention.dense.weight"]
     '[R,S(tp)]'
     """
-    found: dict[str, object] = dict(_OF_EVERY_MODEL)
+    rules: dict[str, object] = dict(_OF_EVERY_MODEL)
     halves = set()
     for family in map(shipped_family, family_names()):
         for _, row in rows_in(family):
@@ -68,11 +68,11 @@ def megatron_rules(*, gated: bool) -> dict[str, object]:
             for old, new in (("", ""), *_OLD):
                 if old in name:
                     pattern = f"*{name.replace(old, new)}"
-                    found[pattern] = _spec(cut, len(dims))
+                    rules[pattern] = _spec(cut, len(dims))
                     halves |= {pattern} if "two" in dims[0] else set()
     for pattern in halves if gated else ():
-        found[pattern] = {"spec": found[pattern], "parts": 2}
-    return found
+        rules[pattern] = {"spec": rules[pattern], "parts": 2}
+    return rules
 
 
 @lru_cache(1)
@@ -84,7 +84,7 @@ def meta_rules() -> dict[str, object]:
     """
     rows = {row.side[0]: row for _, row in rows_in(shipped_family("llama"))}
     cuts = {pattern: rows[name] for pattern, name in _META.items()}
-    found: dict[str, object] = {"rope.freqs": "[R]"}
+    rules: dict[str, object] = {"rope.freqs": "[R]"}
     for pattern, row in cuts.items():
-        found[pattern] = _spec(row.cut["megatron"], len(parse_view(row.side[1])))
-    return found
+        rules[pattern] = _spec(row.cut["megatron"], len(parse_view(row.side[1])))
+    return rules

@@ -96,19 +96,19 @@ class RedistributeCost:
             return tuple(of_side)
 
         every = [(numbered(sources), numbered(targets)) for sources, targets in edges]
-        distinct = {ends: tuple(map(np.unique, ends)) for ends in every}
+        distinct = {edge: tuple(map(np.unique, edge)) for edge in every}
         pairs = [
-            (specs[a], specs[b]) for left, right in distinct.values() for a in left for b in right
+            (specs[a], specs[b]) for starts, ends in distinct.values() for a in starts for b in ends
         ]
         prices = self.many(*zip(*pairs, strict=True)) if pairs else np.zeros(0)
-        tables, start = {}, 0
-        for ends, (left, right) in distinct.items():
-            own = prices[start : start + len(left) * len(right)].reshape(len(left), len(right))
-            table = own[np.ix_(np.searchsorted(left, ends[0]), np.searchsorted(right, ends[1]))]
+        tables, first = {}, 0
+        for edge, (starts, ends) in distinct.items():
+            own = prices[first : first + len(starts) * len(ends)].reshape(len(starts), len(ends))
+            table = own[np.ix_(np.searchsorted(starts, edge[0]), np.searchsorted(ends, edge[1]))]
             table.flags.writeable = False
-            tables[ends] = table
-            start += own.size
-        return [tables[ends] for ends in every]
+            tables[edge] = table
+            first += own.size
+        return [tables[edge] for edge in every]
 
     def _microseconds(self, source: Layout, target: Layout) -> float:
         starts = set(target.spec.partials) - set(source.spec.partials)

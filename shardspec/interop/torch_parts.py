@@ -24,11 +24,6 @@ def parts_of(tensor: torch.Tensor) -> list[torch.Tensor]:
     return list(tensor._local_tensors.values()) if isinstance(tensor, LocalTensor) else [tensor]
 
 
-def has_all_ranks(tensor: torch.Tensor) -> bool:
-    """Return whether the tensor has the shards of all ranks."""
-    return isinstance(tensor, LocalTensor)
-
-
 def like_parts(tensor: torch.Tensor, parts: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return parts in the form of another tensor: a single part, or several joined."""
     return joined(parts) if isinstance(tensor, LocalTensor) else parts[0]

@@ -1,7 +1,7 @@
 """Modules whose parameters and activations are sharded by rules."""
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any, TypeAlias
@@ -14,7 +14,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from shardspec.comm.process_group import communicator_of
 from shardspec.errors import LayoutError
 from shardspec.interop.torch_dtensor import in_our_words
-from shardspec.layout.layout import Layout, SpecLike, is_own_spec, resolve_axes
+from shardspec.layout.layout import Layout, SpecLike, checked_mesh, is_own_spec, resolve_axes
 from shardspec.layout.placements import check_count, own_placements
 from shardspec.layout.rules import match_rules, winning_patterns
 from shardspec.layout.spec import ShardingSpec
@@ -93,53 +93,37 @@ def distribute_module(
         rules = {"up.weight": "[S(tp),R]", "up.bias": "[S(tp)]", "down.weight": "[R,S(tp)]"}
         distribute_module(block, mesh, rules, inputs_as("[S(dp),R]"), outputs_as("[S(dp),R]"))
     """
-    before, after = _hooks(input_fn, output_fn, device_mesh)
-    if rules is not None and partition_fn is not None:
-        raise LayoutError("give either rules or a partition_fn: both say how to shard")
-    if callable(rules):
-        rules, partition_fn = None, rules
-    if partition_fn is not None:
-        _partition(module, device_mesh, partition_fn)
-    tensors = list(_tensors(module))
-    shapes = {name: tuple(tensor.shape) for name, _, _, tensor in tensors}
-    matched = match_rules(rules or {}, shapes, device_mesh)
-    specs = {name: resolve_axes(spec, device_mesh) for name, spec in matched.items()}
-    shared: dict[int, tuple[str, ShardingSpec]] = {}
-    for name, _, _, tensor in tensors:
-        spec = specs.get(name, ShardingSpec(tensor.dim()))
-        if spec.partials:
-            raise LayoutError(
-                f"tensor {name!r} cannot be sharded as {matched[name]}: a parameter has no "
-                "reduction pending"
-            )
-        other, first = shared.setdefault(id(tensor), (name, spec))
-        if first != spec:
-            raise LayoutError(
-                f"{other!r} and {name!r} are one tensor, but the rules shard it as {first} and as "
-                f"{spec}; give both the same"
-            )
-        Layout(device_mesh, spec, tensor.shape, tensor.dtype)
-    watched = _matched_modules(module, outputs or {}, device_mesh)
-    made: dict[int, torch.Tensor] = {}
-    for name, owned, own_name, tensor in tensors:
-        if id(tensor) not in made:
-            made[id(tensor)] = _sharded(tensor, device_mesh, specs.get(name), src_rank)
-        # Like torch's distribute_module: a parameter of another class cannot be assigned.
-        owned[own_name] = made[id(tensor)]
-    for submodule in module.modules():
-        if isinstance(submodule, _DropoutNd):
-            dropout = _DropoutHooks()
-            submodule.register_forward_pre_hook(dropout.before)
-            submodule.register_forward_hook(dropout.after)
-        elif isinstance(submodule, nn.Embedding):
-            submodule.register_forward_hook(_finish_masked)
-    for submodule, output_spec in watched:
-        hook = partial(_redistribute_output, output_spec, device_mesh)
-        submodule.register_forward_hook(hook)
-    if before is not None:
-        module.register_forward_pre_hook(before)
-    if after is not None:
-        module.register_forward_hook(after)
+    with communicator_of(checked_mesh(device_mesh)).telling():
+        before, after = _hooks(input_fn, output_fn, device_mesh)
+        if rules is not None and partition_fn is not None:
+            raise LayoutError("give either rules or a partition_fn: both say how to shard")
+        if callable(rules):
+            rules, partition_fn = None, rules
+        if partition_fn is not None:
+            _partition(module, device_mesh, partition_fn)
+        tensors = list(_tensors(module))
+        specs = _specs(tensors, rules or {}, device_mesh)
+        watched = _matched_modules(module, outputs or {}, device_mesh)
+        made: dict[int, torch.Tensor] = {}
+        for name, owned, own_name, tensor in tensors:
+            if id(tensor) not in made:
+                made[id(tensor)] = _sharded(tensor, device_mesh, specs.get(name), src_rank)
+            # Like torch's distribute_module: a parameter of another class cannot be assigned.
+            owned[own_name] = made[id(tensor)]
+        for submodule in module.modules():
+            if isinstance(submodule, _DropoutNd):
+                dropout = _DropoutHooks()
+                submodule.register_forward_pre_hook(dropout.before)
+                submodule.register_forward_hook(dropout.after)
+            elif isinstance(submodule, nn.Embedding):
+                submodule.register_forward_hook(_finish_masked)
+        for submodule, output_spec in watched:
+            hook = partial(_redistribute_output, output_spec, device_mesh)
+            submodule.register_forward_hook(hook)
+        if before is not None:
+            module.register_forward_pre_hook(before)
+        if after is not None:
+            module.register_forward_hook(after)
     return module
 
 
@@ -166,7 +150,7 @@ def _hooks(
 def _partition(module: nn.Module, mesh: DeviceMesh, partition_fn: PartitionFn) -> None:
     """Let a function replace parameters; raises `LayoutError` if it distributes nothing."""
     takes_mesh = _takes(partition_fn, "partition_fn", "name, module, mesh", "name, module")
-    with communicator_of(mesh).telling(), stand_ins():
+    with stand_ins():
         for name, submodule in list(module.named_modules()):
             partition_fn(name, submodule, *([mesh] if takes_mesh else []))
         tensors = [tensor for _, _, _, tensor in _tensors(module)]
@@ -294,6 +278,33 @@ def _tensors(module: nn.Module) -> Iterator[tuple[str, dict[str, Any], str, torc
             for own_name, tensor in owned.items():
                 if tensor is not None:
                     yield f"{prefix}.{own_name}" if prefix else own_name, owned, own_name, tensor
+
+
+def _specs(
+    tensors: Sequence[tuple[str, dict[str, Any], str, torch.Tensor]],
+    rules: Mapping[str, SpecLike],
+    mesh: DeviceMesh,
+) -> dict[str, ShardingSpec]:
+    """Return the spec of each tensor that rules match; raises `LayoutError` if one does not fit."""
+    shapes = {name: tuple(tensor.shape) for name, _, _, tensor in tensors}
+    matched = match_rules(rules, shapes, mesh)
+    specs = {name: resolve_axes(spec, mesh) for name, spec in matched.items()}
+    shared: dict[int, tuple[str, ShardingSpec]] = {}
+    for name, _, _, tensor in tensors:
+        spec = specs.get(name, ShardingSpec(tensor.dim()))
+        if spec.partials:
+            raise LayoutError(
+                f"tensor {name!r} cannot be sharded as {matched[name]}: a parameter has no "
+                "reduction pending"
+            )
+        other, first = shared.setdefault(id(tensor), (name, spec))
+        if first != spec:
+            raise LayoutError(
+                f"{other!r} and {name!r} are one tensor, but the rules shard it as {first} and as "
+                f"{spec}; give both the same"
+            )
+        Layout(mesh, spec, tensor.shape, tensor.dtype)
+    return specs
 
 
 def _matched_modules(

@@ -108,8 +108,8 @@ def fit_curve(
     curve = fit(times)
     errors = [(size, abs(curve.seconds(size) / seconds - 1)) for size, seconds in other]
     for place, (size, seconds) in enumerate(times) if len(times) > 2 else ():
-        left = fit([*times[:place], *times[place + 1 :]])
-        errors.append((size, abs(left.seconds(size) / seconds - 1)))
+        without = fit([*times[:place], *times[place + 1 :]])
+        errors.append((size, abs(without.seconds(size) / seconds - 1)))
     return replace(curve, errors=bands(errors))
 
 

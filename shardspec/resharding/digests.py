@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
 from math import prod
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -46,8 +46,10 @@ _MASK: Final = 2**64 - 1
 _VALUE: Final = re.compile(f"[0-9a-f]{{{16 * LANES}}}")
 _COVER_BLOCK: Final = 4096
 """Indices of a dim whose keys are kept."""
-_TILE_BYTES: Final = 1024
-"""Of a row, where the last dim lies apart in memory."""
+_TILE_BYTES: Final = 1 << 20
+"""The same where the last dim lies apart in memory, and is put in order."""
+_TILE_ROW_BYTES: Final = 2048
+"""Of a row of such a tile."""
 
 _Words = NDArray[np.uint64]
 
@@ -98,38 +100,39 @@ class TensorDigest:
                 f"an array of {list(array.shape)} {array.dtype} is not box {list(box)} of a tensor "
                 f"of {list(sizes)} {name}; give the elements of the box"
             )
-        found = cls(name, sizes, seed=seed)
-        straight = not box or array.strides[-1] == array.itemsize or array.shape[-1] == 1
-        for part in _tiles(box, array.itemsize, straight=straight):
-            some = array[slices_within(part, box)]
-            # Another order of memory is copied as it is first: a tile then lies in the cache.
-            some = some if straight else np.ascontiguousarray(some.copy("K"))
-            found = found._with(some.view(f"u{array.itemsize}"), part)
-        return found
+        return cls(name, sizes, seed=seed)._with(array, box)
+
+    @classmethod
+    def of_value(
+        cls, value: str, shape: tuple[int, ...], dtype: str, seed: int = 0
+    ) -> "TensorDigest":
+        """Return the digest of a whole tensor by its value; CheckpointError if that is not one."""
+        if not _VALUE.fullmatch(value):
+            raise CheckpointError(f"{shown(value)} is not a digest of {16 * LANES} hex digits")
+        lanes = (int(value[at : at + 16], 16) for at in range(0, 16 * LANES, 16))
+        return cls(dtype, shape, (*lanes, _cover(tuple((0, n) for n in shape), seed)), seed)
 
     def with_bytes(
         self, data: "NDArray[np.uint8] | memoryview", box: Box, start: int = 0
     ) -> "TensorDigest":
         """Add elements of a box, from the one at `start` in row-major order, by their bytes."""
-        width = item_bytes(self.dtype)
-        flat = np.frombuffer(data, f"u{width}")
-        found, at = self, 0
+        flat = np.frombuffer(data, f"u{item_bytes(self.dtype)}")
+        digest, at = self, 0
         for part in row_major_boxes(box_shape(box), start, start + len(flat)):
             inside = tuple((lo + a, lo + b) for (lo, _), (a, b) in zip(box, part, strict=True))
             size = box_size(part)
-            found = found._with(flat[at : at + size].reshape(box_shape(part)), inside)
+            digest = digest._with(flat[at : at + size].reshape(box_shape(part)), inside)
             at += size
-        return found
-
-    def with_zeros(self, box: Box) -> "TensorDigest":
-        """Add a box of zeros."""
-        *lanes, cover = self.sums
-        return replace(self, sums=(*lanes, (cover + _cover(box, self.seed)) & _MASK))
+        return digest
 
     def _with(self, array: NDArray[np.generic], box: Box) -> "TensorDigest":
-        more = *_lanes(array, box, self.shape, self.seed), _cover(box, self.seed)
-        sums = tuple((a + b) & _MASK for a, b in zip(self.sums, more, strict=True))
-        return replace(self, sums=sums)
+        """Add the elements of a box."""
+        lanes = _lanes(array.view(f"u{array.itemsize}"), box, self.shape, self.seed)
+        return self._plus((*lanes.tolist(), _cover(box, self.seed)))
+
+    def _plus(self, sums: Iterable[int]) -> "TensorDigest":
+        added = tuple((a + b) & _MASK for a, b in zip(self.sums, sums, strict=True))
+        return replace(self, sums=added)
 
     def __add__(self, other: "TensorDigest") -> "TensorDigest":
         if (self.dtype, self.shape, self.seed) != (other.dtype, other.shape, other.seed):
@@ -137,8 +140,7 @@ class TensorDigest:
                 f"digests of {self._kind()} and of {other._kind()} do not add up; digest parts of "
                 "one tensor with one seed"
             )
-        sums = tuple((a + b) & _MASK for a, b in zip(self.sums, other.sums, strict=True))
-        return replace(self, sums=sums)
+        return self._plus(other.sums)
 
     def _kind(self) -> str:
         return f"{list(self.shape)} {self.dtype}" + (f" with seed {self.seed}" if self.seed else "")
@@ -184,13 +186,13 @@ class Digests(Mapping[str, TensorDigest]):
     """
 
     def __init__(self, tensors: Mapping[str, TensorDigest], seed: int = 0) -> None:
-        for name, one in tensors.items():
-            if one.seed != seed:
+        for name, digest in tensors.items():
+            if digest.seed != seed:
                 raise LayoutError(
-                    f"the digest of {name!r} has seed {one.seed}, the others {seed}; digest all "
+                    f"the digest of {name!r} has seed {digest.seed}, the others {seed}; digest all "
                     "with one"
                 )
-            if not one.complete:
+            if not digest.complete:
                 raise LayoutError(
                     f"the digest of {name!r} is not of every element once; add up those of boxes "
                     "that tile the tensor"
@@ -213,11 +215,11 @@ class Digests(Mapping[str, TensorDigest]):
     @property
     def value(self) -> str:
         """One value of them all, 32 hexadecimal digits: of names, dtypes, shapes and values."""
-        found = hashlib.sha256()
-        for name, one in self.items():
-            row = [name, to_safetensors(one.dtype), list(one.shape), one.value]
-            found.update(f"{json.dumps(row, separators=(',', ':'))}\n".encode())
-        return found.hexdigest()[:32]
+        lines = hashlib.sha256()
+        for name, digest in self.items():
+            row = [name, to_safetensors(digest.dtype), list(digest.shape), digest.value]
+            lines.update(f"{json.dumps(row, separators=(',', ':'))}\n".encode())
+        return lines.hexdigest()[:32]
 
     def differences(self, other: "Digests") -> list[str]:
         """Return what is not the same in another one, a line each."""
@@ -226,63 +228,60 @@ class Digests(Mapping[str, TensorDigest]):
                 f"digests with seed {self.seed} and with seed {other.seed} cannot be compared; "
                 "digest both with one"
             )
-        found = []
+        lines = []
         for name in sorted({*self, *other}):
             if name not in self or name not in other:
-                found.append(
-                    f"tensor {shown(name)} is only in the {'second' if name in other else 'first'}"
-                )
+                side = "second" if name in other else "first"
+                lines.append(f"tensor {shown(name)} is only in the {side}")
             elif problem := self[name].difference(other[name]):
-                found.append(f"tensor {shown(name)} {problem}")
-        return found
+                lines.append(f"tensor {shown(name)} {problem}")
+        return lines
 
     def require_same(self, other: "Digests") -> None:
         """Raise CheckpointError if anything is not the same in another one."""
-        if found := self.differences(other):
-            more = f" (and {counted(len(found) - 1, 'other tensor')})" if found[1:] else ""
-            raise CheckpointError(f"{found[0]}{more}")
+        first, *others = self.differences(other) or [""]
+        more = f" (and {counted(len(others), 'other tensor')})" if others else ""
+        if first:
+            raise CheckpointError(first + more)
 
     def to_json(self) -> dict[str, object]:
         """Return them as plain values, as a file of digests has them."""
-        tensors = {
-            name: {"dtype": to_safetensors(one.dtype), "shape": list(one.shape), "value": one.value}
-            for name, one in self.items()
-        }
+        tensors = {}
+        for name, digest in self.items():
+            dtype = to_safetensors(digest.dtype)
+            tensors[name] = {"dtype": dtype, "shape": list(digest.shape), "value": digest.value}
         return {"format": DIGEST_FORMAT, "seed": self.seed, "value": self.value, "tensors": tensors}
 
 
-def digests_of_json(found: object, where: str) -> Digests:
-    """Read what a file of digests has; CheckpointError if `Digests.to_json` gives no such thing."""
+def digests_of_json(stored: object, where: str) -> Digests:
+    """Return digests as `Digests.to_json` writes them; CheckpointError if a file has others."""
 
     def wrong(problem: str) -> CheckpointError:
         return CheckpointError(f"{where}: {problem}; make it anew with 'shardspec digest'")
 
-    if not isinstance(found, dict) or found.get("format") != DIGEST_FORMAT:
-        said = found.get("format") if isinstance(found, dict) else found
-        raise wrong(f"has format {shown(said)}, but digests of {DIGEST_FORMAT!r} are read")
-    seed, entries = found.get("seed"), found.get("tensors")
+    if not isinstance(stored, dict) or stored.get("format") != DIGEST_FORMAT:
+        other = stored.get("format") if isinstance(stored, dict) else stored
+        raise wrong(f"has format {shown(other)}, but digests of {DIGEST_FORMAT!r} are read")
+    seed, entries = stored.get("seed"), stored.get("tensors")
     if type(seed) is not int or not 0 <= seed <= _MASK or not isinstance(entries, dict):
         raise wrong("has no seed from 0 to 2^64 - 1, or no tensors")
     tensors = {}
     for name, entry in entries.items():
-        said = entry if isinstance(entry, dict) else {}
-        shape, value = said.get("shape"), said.get("value")
+        fields = entry if isinstance(entry, dict) else {}
+        shape = fields.get("shape")
         sizes = isinstance(shape, list) and all(type(n) is int and 0 <= n < 2**63 for n in shape)
         if not (isinstance(shape, list) and sizes and prod(shape) < 2**63):
             raise wrong(f"{shown(name)} has no shape")
-        if not (isinstance(value, str) and _VALUE.fullmatch(value)):
-            raise wrong(f"{shown(name)} has no value of {16 * LANES} hexadecimal digits")
         try:
-            dtype = from_safetensors(str(said.get("dtype")))
-        except DTypeError as error:
+            dtype = from_safetensors(str(fields.get("dtype")))
+            value = str(fields.get("value"))
+            tensors[name] = TensorDigest.of_value(value, tuple(shape), dtype, seed)
+        except (DTypeError, CheckpointError) as error:
             raise wrong(f"{shown(name)}: {error}") from None
-        lanes = [int(value[at : at + 16], 16) for at in range(0, 16 * LANES, 16)]
-        cover = _cover(tuple((0, size) for size in shape), seed)
-        tensors[name] = TensorDigest(dtype, tuple(shape), (*lanes, cover), seed)
     digests = Digests(tensors, seed)
-    if found.get("value") != digests.value:
+    if stored.get("value") != digests.value:
         raise wrong(
-            f"its value is {shown(found.get('value'))}, but its tensors give {digests.value}"
+            f"its value is {shown(stored.get('value'))}, but its tensors give {digests.value}"
         )
     return digests
 
@@ -342,7 +341,24 @@ def _outer(intervals: Box, sizes: Iterable[int]) -> _Words:
     return numbers
 
 
-def _lanes(array: NDArray[np.generic], box: Box, shape: tuple[int, ...], seed: int) -> list[int]:
+def _lanes(array: NDArray[np.generic], box: Box, shape: tuple[int, ...], seed: int) -> _Words:
+    """Return what the elements of a box add to the lanes."""
+    straight = not box or array.strides[-1] == array.itemsize or array.shape[-1] == 1
+    lanes = np.zeros(LANES, np.uint64)
+    for tile in _tiles(box, array.itemsize, straight=straight):
+        part = array[slices_within(tile, box)]
+        if not straight:
+            row_major = np.empty(part.shape, part.dtype)
+            for piece in chunks(tile, _STEP_BYTES // array.itemsize):
+                inside = slices_within(piece, tile)
+                # Copied in its own order of memory first, it lies in the cache.
+                row_major[inside] = part[inside].copy("K")
+            part = row_major
+        lanes += _tile_lanes(part, tile, shape, seed)
+    return lanes
+
+
+def _tile_lanes(array: NDArray[np.generic], box: Box, shape: tuple[int, ...], seed: int) -> _Words:
     """Return what a box that is not empty adds to the lanes."""
     if not shape:
         array, box, shape = array.reshape(1), ((0, 1),), (1,)
@@ -350,37 +366,27 @@ def _lanes(array: NDArray[np.generic], box: Box, shape: tuple[int, ...], seed: i
     rows, inner = _outer(box[:dim], shape[:dim]), shape[dim + 1 :]
     (lo, hi), size = box[dim], prod(inner)
     if box_shape(box[dim + 1 :]) != inner:
-        # Gaps between what it has of a row are filled with zeros, which add nothing.
-        whole = np.zeros((*array.shape[: dim + 1], *inner), array.dtype)
-        rest = box[dim + 1 :]
-        held: Any = (..., *slices_within(rest, tuple((0, size) for size in inner)))
-        whole[held] = array
-        array = whole
+        # Gaps between the elements of a row are filled with zeros, which add nothing.
+        filled = np.zeros((*array.shape[: dim + 1], *inner), array.dtype)
+        filled[(..., *slices_within(box[dim + 1 :], tuple((0, size) for size in inner)))] = array
+        array = filled
     first, last = lo * size, hi * size
     part = array.reshape(len(rows), last - first)
     per = _SEGMENT_BYTES // array.itemsize
     segments = -(-prod(shape[dim:]) // per)
-    lanes = [0] * LANES
+    lanes = np.zeros(LANES, np.uint64)
     up = min(last, -(-first // per) * per)
     for a, b in pairwise((first, up, max(up, last // per * per), last)):
         if a < b:
             several = max(1, (b - a) // per)
             block = part[:, a - first : b - first].reshape(-1, (b - a) // several)
-            numbers = _segments(rows, segments, a // per, several)
-            for lane, value in enumerate(_block_lanes(block, a % per, numbers, seed)):
-                lanes[lane] = (lanes[lane] + value) & _MASK
+            places = np.arange(a // per, a // per + several, dtype=np.uint64)
+            numbers = (rows[:, None] * np.uint64(segments) + places).ravel()
+            lanes += _block_lanes(block, a % per, numbers, seed)
     return lanes
 
 
-def _segments(rows: _Words, segments: int, first: int, several: int) -> _Words:
-    """Return the numbers of some segments of each row."""
-    if segments == 1:
-        return rows
-    places = np.arange(first, first + several, dtype=np.uint64)
-    return (rows[:, None] * np.uint64(segments) + places).ravel()
-
-
-def _block_lanes(block: NDArray[np.generic], at: int, numbers: _Words, seed: int) -> list[int]:
+def _block_lanes(block: NDArray[np.generic], at: int, numbers: _Words, seed: int) -> _Words:
     """Return the lanes of segments, or the same part of each, from the element `at` on."""
     width, (count, length) = block.itemsize, block.shape
     first, last = at * width // 8, -(-(at + length) * width // 8)
@@ -403,15 +409,16 @@ def _block_lanes(block: NDArray[np.generic], at: int, numbers: _Words, seed: int
             np.einsum("rw,w->r", words, keys[2 * lane], out=sums)
             sums += np.einsum("rw,w->r", high, keys[2 * lane + 1])
     total *= _keys(numbers, range(_ROWS, _WORDS), seed)
-    return [int(lane.sum(dtype=np.uint64)) for lane in total]
+    lanes: _Words = total.sum(1, dtype=np.uint64)
+    return lanes
 
 
 def _cover(box: Box, seed: int) -> int:
     """Return the cover of a box: a product over the dims, each a sum over its side."""
-    found = 1
+    cover = 1
     for dim, (lo, hi) in enumerate(box):
-        found = found * _side(dim, lo, hi, seed) & _MASK
-    return found
+        cover = cover * _side(dim, lo, hi, seed) & _MASK
+    return cover
 
 
 @lru_cache(1024)
@@ -440,7 +447,7 @@ def _key_sums(dim: int, seed: int) -> _Words:
 def _tiles(box: Box, width: int, *, straight: bool) -> Iterator[Box]:
     """Cut a box so that temporary copies are small: narrow where its last dim lies apart."""
     (lo, hi) = box[-1] if box else (0, 1)
-    columns = (hi - lo if straight else _TILE_BYTES // width) or 1
+    columns = (hi - lo if straight else _TILE_ROW_BYTES // width) or 1
     for at in range(lo, hi, columns):
         sides = ((at, min(at + columns, hi)),) if box else ()
-        yield from chunks((*box[:-1], *sides), (_CHUNK_BYTES if straight else _STEP_BYTES) // width)
+        yield from chunks((*box[:-1], *sides), (_CHUNK_BYTES if straight else _TILE_BYTES) // width)

@@ -1,6 +1,5 @@
 """Carrying a reshard plan out: by the transport of a job, or between devices of one process."""
 
-import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -12,7 +11,7 @@ import torch.distributed as dist
 from shardspec.comm.agreement import description, on_all_ranks
 from shardspec.comm.communicator import Communicator
 from shardspec.comm.process_group import ProcessGroupCommunicator
-from shardspec.comm.transfers import Piece, message_bytes
+from shardspec.comm.transfers import Piece
 from shardspec.comm.transports.stage import Stage, Transport, Wave
 from shardspec.errors import CommunicatorError, LayoutError, ShardSpecError
 from shardspec.mesh.device_mesh import DeviceMesh
@@ -28,7 +27,7 @@ from shardspec.resharding.given import (
     shape_and_dtype,
     torch_dtype,
 )
-from shardspec.resharding.receipts import Receipt, WantedReceipt, receipt_of
+from shardspec.resharding.receipts import Receipt, receipt_of
 from shardspec.resharding.stages import region_of
 from shardspec.tensor.dtensor import DTensor
 from shardspec.text import counted
@@ -36,7 +35,12 @@ from shardspec.text import counted
 
 @torch.no_grad()
 def run_reshard(
-    plan: StateCopies, state: State, out: State | None = None, wanted: WantedReceipt | None = None
+    plan: StateCopies,
+    state: State,
+    out: State | None = None,
+    *,
+    receipt: bool = False,
+    version: int | None = None,
 ) -> tuple[dict[str, Any], Receipt | None]:
     """Convert a state dict; see `shardspec.resharding.plan.ReshardPlan.run`."""
     if dist.is_available() and dist.is_initialized():
@@ -45,7 +49,7 @@ def run_reshard(
         mesh = DeviceMesh(plan.devices, (len(plan.devices),))
         communicator = ProcessGroupCommunicator.of(mesh)
         with communicator.telling(plan.meshes):
-            return _run_in_job(plan, state, out, communicator, wanted)
+            return _run_in_job(plan, state, out, communicator, receipt=receipt, version=version)
     given = given_to(plan, state, out, plan.devices, alone=False)
     ties = agreed_ties(plan, [given.told])
     values = agreed_values(plan, {0: given.told.values})
@@ -58,32 +62,18 @@ def run_reshard(
     for number in range(len(moving.stages)):
         _move_here({device: one.stage(number) for device, one in held.items()})
     results = _results(plan, ties, held, given) | values
-    if wanted is None:
+    if not receipt:
         return results, None
-    with _marking(given, f"version {wanted.version} did not arrive"):
-        return results, receipt_of(plan, ties, held, lambda found: found, wanted)
+    with _marking(given, f"version {version} did not arrive"):
+        return results, receipt_of(plan, ties, held, lambda values: values, version)
 
 
 def _move_here(stages: Mapping[int, Stage]) -> None:
     """Carry out a stage for all devices of this process."""
-    waves = {device: list(stage.waves(sys.maxsize)) for device, stage in stages.items()}
-    received = {
-        (sender, device): iter(
-            [wave.receives[sender] for wave in waves[device] if sender in wave.receives]
-        )
-        for device, stage in stages.items()
-        for sender in stage.senders
-    }
-    for device, stage in stages.items():
-        for wave in waves[device]:
-            stage.copy(wave.receives.get(device, ()))
-    for device, stage in stages.items():
-        for wave in waves[device]:
-            for peer, message in wave.sends.items():
-                where = stage.source[message[0].places[0]].device
-                bucket = torch.empty(message_bytes(message), dtype=torch.uint8, device=where)
-                stage.pack(message, bucket)
-                stages[peer].unpack(next(received[device, peer]), bucket)
+    for stage in stages.values():
+        for wave in stage.waves(None):
+            for sender, message in wave.receives.items():
+                stage.copy(message, stages[sender])
 
 
 def _run_in_job(
@@ -91,7 +81,9 @@ def _run_in_job(
     state: State,
     out: State | None,
     communicator: ProcessGroupCommunicator,
-    wanted: WantedReceipt | None,
+    *,
+    receipt: bool,
+    version: int | None,
 ) -> tuple[dict[str, Any], Receipt | None]:
     rank = dist.get_rank()
     given: Given | None = None
@@ -104,8 +96,8 @@ def _run_in_job(
         cause, told = error, Told(_problem(error), b"", {}, (), 0, False)
     # Held by one thread at a time, and compared on all ranks before the first byte.
     facts = {"reshard plan": plan.digest[:12]}
-    if wanted is not None:
-        facts["with a receipt of version"] = str(wanted.version)
+    if receipt:
+        facts["with a receipt of version"] = str(version)
     words = description(facts)
     with communicator.conversion(words, device_type, plan.meshes, {rank: told}) as (home, every):
         _require_no_problem({peer: one.problem for peer, one in every.items()}, cause)
@@ -127,7 +119,7 @@ def _run_in_job(
         try:
             transport.move(one.stage(number) for number in range(len(moving.stages)))
         except (CommunicatorError, RuntimeError) as error:
-            to = "" if wanted is None else f", to version {wanted.version},"
+            to = f", to version {version}," if receipt else ""
             why = f"reshard plan {plan.digest[:12]}{to} failed on the way, so `out` is half written"
             for value in (given.out or {}).values():
                 if isinstance(value, DTensor):
@@ -135,10 +127,10 @@ def _run_in_job(
             raise CommunicatorError(f"{why}; the job cannot go on: {error}") from error
         held = {rank: one}
         results = _results(plan, ties, held, given) | values
-        if wanted is None:
+        if not receipt:
             return results, None
-        with _marking(given, f"version {wanted.version} did not arrive"):
-            return results, receipt_of(plan, ties, held, communicator.gather, wanted)
+        with _marking(given, f"version {version} did not arrive"):
+            return results, receipt_of(plan, ties, held, communicator.gather, version)
 
 
 @contextmanager
@@ -266,9 +258,6 @@ class DeviceShards:
     def stage(self, number: int) -> Stage:
         """Return what the device does in a stage of the plan, of which later ones pass on."""
         streams = self.plan.stages[number].streams(self.device)
-        dims = (
-            len(layout.global_shape) for m in self.plan.moves for layout in (m.source, m.target)
-        )
         name = f"reshard plan {self.plan.digest[:12]}" + (f" stage {number}" if number else "")
         return Stage(
             name,
@@ -281,8 +270,6 @@ class DeviceShards:
             partial(self._region, of_source=False),
             partial(self._dtype, number),
             partial(self._waves, number),
-            len(self.plan.moves),
-            max(dims, default=0),
         )
 
     def _region(

@@ -93,7 +93,7 @@ def given_to(
     filled: dict[int, dict[str, torch.Tensor]] = {}
     for device in devices:
         read[device] = {
-            name: _shard(name, repr(name), layout, device, state, alone=alone)
+            name: shard_of(name, repr(name), layout, device, state, alone=alone)
             for name, layout in sources.items()
             if device in layout.mesh
         }
@@ -145,10 +145,10 @@ def _layout_text(layout: Layout) -> str:
     return f"{layout} with ids {some(layout.mesh.ids)}"
 
 
-def _shard(
+def shard_of(
     name: str, label: str, layout: Layout, device: int, values: State, *, alone: bool
 ) -> torch.Tensor:
-    """Return the shard of a tensor, if it is as the plan says."""
+    """Return the shard of a tensor, if it is as the plan says; LayoutError if not."""
     if name not in values:
         where = "the state dict" if label == repr(name) else "out"
         raise LayoutError(f"tensor {name!r} is missing from {where}")
@@ -189,7 +189,7 @@ def _shard(
 
 def _writable(name: str, layout: Layout, device: int, out: State, *, alone: bool) -> torch.Tensor:
     label = f"out[{name!r}]"
-    shard = _shard(name, label, layout, device, out, alone=alone)
+    shard = shard_of(name, label, layout, device, out, alone=alone)
     if shard.is_conj() or shard.is_neg():
         raise LayoutError(f"{label} is a view that conjugates or negates; give a clone")
     if shard.is_inference() and not torch.is_inference_mode_enabled():

@@ -128,7 +128,7 @@ class ReshardPlan(StateCopies):
             raise it too when they are read.
         """
         from shardspec.resharding.execute import run_reshard
-        from shardspec.resharding.receipts import Receipt, WantedReceipt
+        from shardspec.resharding.receipts import Receipt
 
         if self.files:
             raise LayoutError(
@@ -136,7 +136,7 @@ class ReshardPlan(StateCopies):
             )
         if version is not None and not receipt:
             raise LayoutError(f"version={version} is for a receipt; give receipt=True too")
-        filled, found = run_reshard(self, state, out, WantedReceipt(version) if receipt else None)
+        filled, found = run_reshard(self, state, out, receipt=receipt, version=version)
         # A rank outside all meshes has nothing to receive.
         return (filled, found or Receipt(version, Digests({}))) if receipt else filled
 

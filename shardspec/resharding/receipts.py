@@ -9,7 +9,7 @@ import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import torch
 
@@ -72,30 +72,24 @@ class OfDevice(Protocol):
     target: dict[int, torch.Tensor]
 
 
-class WantedReceipt(NamedTuple):
-    """Says that a receipt is wanted."""
-
-    version: int | None
-
-
 def receipt_of(
     every: StateCopies,
     ties: Groups,
-    held: Mapping[int, OfDevice],
+    shards: Mapping[int, OfDevice],
     gather: Gather,
-    wanted: WantedReceipt,
+    version: int | None,
 ) -> Receipt:
-    """Compare what left with what arrived; all processes call this.
+    """Compare what was sent with what arrived; all processes call this.
 
     Of `ties` the first was moved. Raises CommunicatorError on every rank if a tensor did not arrive
     as it was sent, or its replicas differ.
     """
-    plan, version = every.without_ties(ties), wanted.version
-    ends = {device: _Ends(plan, one) for device, one in held.items()}
+    plan = every.without_ties(ties)
+    ends = {device: _Ends(plan, of_device) for device, of_device in shards.items()}
     gathered = gather({device: end.hashes() for device, end in ends.items()})
-    left = {pair: value for sent, *_ in gathered.values() for pair, value in sent.items()}
-    arrived = {pair: value for _, got, _ in gathered.values() for pair, value in got.items()}
-    wrong = {pair for pair in left.keys() | arrived if left.get(pair) != arrived.get(pair)}
+    sent = {pair: value for hashes, *_ in gathered.values() for pair, value in hashes.items()}
+    arrived = {pair: value for _, hashes, _ in gathered.values() for pair, value in hashes.items()}
+    wrong = {pair for pair in sent.keys() | arrived if sent.get(pair) != arrived.get(pair)}
     if wrong:
         details = gather({device: end.details(wrong) for device, end in ends.items()})
         raise on_all_ranks(CommunicatorError(_problem(plan, wrong, details, version)))
@@ -110,54 +104,50 @@ def receipt_of(
 class _Ends:
     """The digests of what one device has sent and received."""
 
-    def __init__(self, plan: StateCopies, one: OfDevice) -> None:
-        self.plan, self.device = plan, one.device
-        self.left: dict[Pair, ByPlace] = {}
+    def __init__(self, plan: StateCopies, shards: OfDevice) -> None:
+        self.plan, self.shards, self.device = plan, shards, shards.device
+        self.sent: dict[Pair, ByPlace] = {}
         self.arrived: dict[Pair, ByPlace] = {}
         self.boxes: dict[tuple[str, Box], TensorDigest] = {}
         """What arrived, by tensor and box of this device."""
-        for place, shard in one.target.items():
+        self._of_copies: dict[tuple[bool, int, Box], TensorDigest] = {}
+        """What is sent, perhaps to several devices."""
+        for place, shard in shards.target.items():
             name, layout = plan.moves[place].target_name, plan.moves[place].target
-            for box in _boxes_of(layout, one.device):
+            for box in _boxes_of(layout, self.device):
                 digest = TensorDigest(layout.dtype, layout.global_shape)
                 if name in plan.padded:  # with what no tensor of the source fills
                     shape, steps, at = region_of(
-                        layout, None, box, tuple(shard.stride()), one.device, of_source=False
+                        layout, None, box, tuple(shard.stride()), self.device, of_source=False
                     )
                     region = shard.as_strided(shape, steps, shard.storage_offset() + at)
-                    digest = _of_region(region, box, digest)
+                    digest = _with_region(digest, region, box)
                 self.boxes[name, box] = digest
-        known: dict[tuple[bool, int, Box], TensorDigest] = {}
-        for copy in plan.kept(one.device):
-            self._add((0, one.device, one.device), copy, one, known)
+        for copy in plan.kept(self.device):
+            self._add((0, self.device, self.device), copy)
         for number, stage in enumerate(plan.stages):
-            for (sender, receiver), copies in stage.streams(one.device).items():
+            for (sender, receiver), copies in stage.streams(self.device).items():
                 for copy in copies:
-                    self._add((number, sender, receiver), copy, one, known)
+                    self._add((number, sender, receiver), copy)
 
-    def _add(
-        self,
-        pair: Pair,
-        copy: StateCopy,
-        one: OfDevice,
-        known: dict[tuple[bool, int, Box], TensorDigest],
-    ) -> None:
+    def _add(self, pair: Pair, copy: StateCopy) -> None:
         stage, sender, receiver = pair
         for place in copy.places:
             if sender == self.device:
                 key = stage > 0, place, copy.box
-                if key not in known:
-                    shards = one.target if stage else one.source
+                if key not in self._of_copies:
+                    shards = self.shards.target if stage else self.shards.source
                     parts = self._parts(shards[place], place, copy.box, of_source=not stage)
-                    known[key] = self._sum(place, parts)
-                _add_to(self.left.setdefault(pair, {}), place, known[key])
+                    self._of_copies[key] = self._sum(place, parts)
+                _add_to(self.sent.setdefault(pair, {}), place, self._of_copies[key])
             if receiver == self.device:
-                here = list(self._parts(one.target[place], place, copy.box, of_source=False))
-                digest = self._sum(place, here)
+                shard = self.shards.target[place]
+                arrived = list(self._parts(shard, place, copy.box, of_source=False))
+                digest = self._sum(place, arrived)
                 _add_to(self.arrived.setdefault(pair, {}), place, digest)
-                self._arrived(place, here, digest)
+                self._add_to_boxes(place, arrived, digest)
 
-    def _arrived(
+    def _add_to_boxes(
         self, place: int, parts: list[tuple[torch.Tensor, Box]], digest: TensorDigest
     ) -> None:
         """Add parts to the boxes of this device; `digest` is of all, as it travelled."""
@@ -171,7 +161,7 @@ class _Ends:
             return
         for region, part in parts:
             key = name, next(box for box in boxes if contains(box, part))
-            self.boxes[key] = _of_region(region, part, self.boxes[key])
+            self.boxes[key] = _with_region(self.boxes[key], region, part)
 
     def _parts(
         self, shard: torch.Tensor, place: int, box: Box, *, of_source: bool
@@ -188,38 +178,38 @@ class _Ends:
     def _sum(self, place: int, parts: Iterable[tuple[torch.Tensor, Box]]) -> TensorDigest:
         move = self.plan.moves[place]
         dtype = torch_dtype(move.wire_dtype)
-        found = TensorDigest(move.wire_dtype, move.target.global_shape)
+        digest = TensorDigest(move.wire_dtype, move.target.global_shape)
         for region, part in parts:
-            found = _of_region(region.to(dtype), part, found)
-        return found
+            digest = _with_region(digest, region.to(dtype), part)
+        return digest
 
     def hashes(
         self,
     ) -> tuple[dict[Pair, str], dict[Pair, str], dict[tuple[str, Box], TensorDigest]]:
-        """Return one hash for what was sent to each device, and received; and what is here now."""
-
-        def hashed(found: ByPlace) -> str:
-            text = repr([(place, one.sums) for place, one in sorted(found.items())])
-            return hashlib.sha256(text.encode()).hexdigest()[:32]
-
-        left = {pair: hashed(found) for pair, found in self.left.items()}
-        return left, {pair: hashed(found) for pair, found in self.arrived.items()}, self.boxes
+        """Return a hash of what went to each device, one of what came from each, and all boxes."""
+        sent = {pair: _hash(by_place) for pair, by_place in self.sent.items()}
+        return sent, {pair: _hash(digests) for pair, digests in self.arrived.items()}, self.boxes
 
     def details(self, wrong: set[Pair]) -> tuple[dict[Pair, ByPlace], dict[Pair, ByPlace]]:
         """Return all digests of some pairs."""
         return (
-            {pair: found for pair, found in self.left.items() if pair in wrong},
-            {pair: found for pair, found in self.arrived.items() if pair in wrong},
+            {pair: digests for pair, digests in self.sent.items() if pair in wrong},
+            {pair: digests for pair, digests in self.arrived.items() if pair in wrong},
         )
 
 
-def _add_to(found: ByPlace, place: int, digest: TensorDigest) -> None:
-    found[place] = found[place] + digest if place in found else digest
+def _hash(digests: ByPlace) -> str:
+    text = repr([(place, digest.sums) for place, digest in sorted(digests.items())])
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
-def _of_region(region: torch.Tensor, box: Box, more: TensorDigest) -> TensorDigest:
+def _add_to(digests: ByPlace, place: int, digest: TensorDigest) -> None:
+    digests[place] = digests[place] + digest if place in digests else digest
+
+
+def _with_region(digest: TensorDigest, region: torch.Tensor, box: Box) -> TensorDigest:
     """Add the elements of a box."""
-    return more + TensorDigest.of_box(bits_of(region), box, more.shape, more.dtype)
+    return digest + TensorDigest.of_box(bits_of(region), box, digest.shape, digest.dtype)
 
 
 def _problem(
@@ -232,11 +222,11 @@ def _problem(
     problems = []
     for pair in sorted(wrong):
         _, sender, receiver = pair
-        left, arrived = details[sender][0].get(pair, {}), details[receiver][1].get(pair, {})
-        for place in sorted(left.keys() | arrived):
-            sent, got = left.get(place), arrived.get(place)
-            if sent != got:
-                values = [one.value if one else "nothing" for one in (sent, got)]
+        all_sent, all_arrived = details[sender][0].get(pair, {}), details[receiver][1].get(pair, {})
+        for place in sorted(all_sent.keys() | all_arrived):
+            sent, arrived = all_sent.get(place), all_arrived.get(place)
+            if sent != arrived:
+                values = [digest.value if digest else "nothing" for digest in (sent, arrived)]
                 problems.append(
                     f"tensor {plan.moves[place].target_name!r} did not arrive at device {receiver} "
                     f"as device {sender} has sent it: {values[0]} left and {values[1]} arrived"
@@ -259,11 +249,11 @@ def _boxes_of(layout: Layout, device: int) -> list[Box]:
 
 @lru_cache(256)
 def _holders(layout: Layout) -> dict[Box, tuple[int, ...]]:
-    found: dict[Box, tuple[int, ...]] = {}
+    holders: dict[Box, tuple[int, ...]] = {}
     for device in layout.mesh.ids:
         for box in _boxes_of(layout, device):
-            found[box] = (*found.get(box, ()), device)
-    return found
+            holders[box] = (*holders.get(box, ()), device)
+    return holders
 
 
 def _whole(
@@ -272,13 +262,12 @@ def _whole(
     version: int | None,
 ) -> dict[str, TensorDigest]:
     """Return the digests of whole tensors; replicas of a box are equal."""
-    found: dict[str, TensorDigest] = {}
+    whole: dict[str, TensorDigest] = {}
     for name, layout in {move.target_name: move.target for move in plan.moves}.items():
         total = TensorDigest(layout.dtype, layout.global_shape)
         for box, (first, *others) in _holders(layout).items():
-            due = boxes[first][name, box]
             for other in others:
-                if boxes[other][name, box] != due:
+                if boxes[other][name, box] != boxes[first][name, box]:
                     raise on_all_ranks(
                         CommunicatorError(
                             f"version {version}: tensor {name!r} differs on devices {first} and "
@@ -286,6 +275,6 @@ def _whole(
                             "sync again"
                         )
                     )
-            total += due
-        found[name] = total
-    return found
+            total += boxes[first][name, box]
+        whole[name] = total
+    return whole

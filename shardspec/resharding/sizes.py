@@ -69,22 +69,26 @@ def in_words_of_config(text: str, sizes: Mapping[str, int | str]) -> str:
     return _WORD.sub(longer, text)
 
 
+def text_config(config: Mapping[str, object]) -> dict[str, object]:
+    """Return a config in which that of its language model comes first."""
+    inner = config.get("text_config")
+    return {**config, **(inner if isinstance(inner, Mapping) else {})}
+
+
 def config_sizes(config: Mapping[str, object]) -> dict[str, int]:
     """Return the whole numbers of a model's config, of its ``text_config`` first; yes is 1.
 
     >>> config_sizes({"model_type": "x", "text_config": {"hidden_size": 8}, "tie": False})
     {'tie': 0, 'hidden_size': 8}
     """
-    text = config.get("text_config")
-    every = {**config, **(text if isinstance(text, Mapping) else {})}
-    return {str(name): int(size) for name, size in every.items() if isinstance(size, int)}
+    every = text_config(config).items()
+    return {str(name): int(size) for name, size in every if isinstance(size, int)}
 
 
 def check_model_type(config: Mapping[str, object], model_types: tuple[str, ...]) -> None:
     """Raise LayoutError if a config is of a model that a map is not for."""
-    text = config.get("text_config")
-    parts = (config, text if isinstance(text, Mapping) else {})
-    given = [part["model_type"] for part in parts if isinstance(part.get("model_type"), str)]
+    types = (part.get("model_type") for part in (config, text_config(config)))
+    given = [model_type for model_type in types if isinstance(model_type, str)]
     if model_types and given and not set(given) & set(model_types):
         raise LayoutError(
             f"the config is of a model of type {shown(given[0])}, the map is for "

@@ -315,10 +315,11 @@ class DTensor(Differentiable):
         >>> t.redistribute("[S0]", device_mesh=DeviceMesh([1, 2], (2,))).shards
         {1: tensor([0, 1]), 2: tensor([2, 3])}
         """
+        to: object = self.device_mesh if device_mesh is None else device_mesh
         if device_mesh is None and isinstance(sharding_spec, DeviceMesh | TorchMesh):
-            sharding_spec, device_mesh = None, checked_mesh(sharding_spec)
-        mesh = self.device_mesh if device_mesh is None else checked_mesh(device_mesh)
-        with telling(self.communicator, self.device_mesh, mesh):
+            sharding_spec, to = None, sharding_spec
+        with telling(self.communicator, self.device_mesh, to):
+            mesh = checked_mesh(to)
             if isinstance(sharding_spec, DeviceMesh) or isinstance(placements, DeviceMesh):
                 raise LayoutError("redistribute: give one mesh, before the placements or by name")
             spec = chosen_spec(sharding_spec, placements)
@@ -330,9 +331,9 @@ class DTensor(Differentiable):
     @outside_graphs
     def convert(self, plan: ConversionPlan) -> "DTensor":
         """Return the tensor converted by a plan from its layout; see `redistribute`."""
-        if plan.source != self.layout:
-            raise LayoutError(f"the plan starts from {plan.source}, but this is {self.layout}")
-        with telling(self.communicator, plan.source.mesh, plan.target.mesh):
+        with telling(self.communicator, self.device_mesh, plan.target.mesh):
+            if plan.source != self.layout:
+                raise LayoutError(f"the plan starts from {plan.source}, but this is {self.layout}")
             if plan.source == plan.target and self._torch is not None:
                 from shardspec.interop.torch_dtensor import alias_in_layout
 

@@ -21,7 +21,7 @@ from shardspec.comm.communicator import Communicator
 from shardspec.comm.process_group import communicator_of
 from shardspec.dtypes import dtype_name
 from shardspec.errors import DTypeError, LayoutError
-from shardspec.layout.layout import SpecLike, chosen_spec
+from shardspec.layout.layout import SpecLike, checked_mesh, chosen_spec
 from shardspec.layout.spec import ShardingSpec
 from shardspec.mesh.device_mesh import DeviceMesh
 from shardspec.tensor.compiling import outside_graphs
@@ -69,11 +69,7 @@ def _made(
 
     `given` must be the same on all ranks. `name` is that of the public function, for errors.
     """
-    for unknown in options.keys() - Options.__annotations__.keys():
-        keywords = ", ".join(Options.__annotations__)
-        raise TypeError(f"{name}() has no keyword {unknown!r}; it takes {keywords}")
-    if "device_mesh" not in options:
-        raise TypeError(f"{name}() needs device_mesh=, whose devices make the tensor")
+    communicator = _communicator(name, options)
     device_mesh, device = options["device_mesh"], options.get("device")
     # The layout checks what the sizes are.
     shape: Any = size[0] if len(size) == 1 and isinstance(size[0], Sequence) else size
@@ -81,7 +77,6 @@ def _made(
     spec = ShardingSpec(len(shape)) if spec is None else spec
     dtype = options.get("dtype") or default or torch.get_default_dtype()
     layout = new_layout(device_mesh, spec, shape, dtype)
-    communicator = options.get("communicator") or communicator_of(device_mesh)
     if given is not None:
         what = "what the tensor is made from"
         check_copies(communicator, dict.fromkeys(communicator.addressable, given), what)
@@ -92,6 +87,16 @@ def _made(
         fill(box, shards[rank])
         shards[rank].requires_grad_(options.get("requires_grad", False))
     return DTensor.from_shards(shards, layout, communicator)
+
+
+def _communicator(name: str, options: Options) -> Communicator:
+    """Return the communicator of a new tensor; raises `TypeError` for unknown keywords."""
+    for unknown in options.keys() - Options.__annotations__.keys():
+        keywords = ", ".join(Options.__annotations__)
+        raise TypeError(f"{name}() has no keyword {unknown!r}; it takes {keywords}")
+    if "device_mesh" not in options:
+        raise TypeError(f"{name}() needs device_mesh=, whose devices make the tensor")
+    return options.get("communicator") or communicator_of(checked_mesh(options["device_mesh"]))
 
 
 def empty(*size: _Size, **options: Unpack[Options]) -> DTensor:
@@ -230,19 +235,20 @@ def _random(
     generator: torch.Generator | None,
     options: Options,
 ) -> DTensor:
-    dtype = dtype_name(options.get("dtype") or torch.get_default_dtype())
-    if dtype not in _BITS:
-        raise DTypeError(
-            f"random numbers of {dtype}: make them of one of {', '.join(_BITS)}, and convert them"
-        )
-    tensor = _made(name, size, lambda *_: None, options)
-    device = options.get("device")
-    if device is not None and torch.device(device).type == "meta":
-        return tensor
-    addressable = tensor.communicator.addressable
-    drawn = int(torch.randint(2**63 - 1, (), generator=generator))
-    # Ranks may have drawn from generators in other states.
-    seeds = tensor.communicator.gather(dict.fromkeys(addressable, drawn))
+    communicator = _communicator(name, options)
+    with communicator.telling():
+        dtype = dtype_name(options.get("dtype") or torch.get_default_dtype())
+        if dtype not in _BITS:
+            raise DTypeError(
+                f"random numbers of {dtype}: make them of one of {', '.join(_BITS)}, and convert "
+                "them"
+            )
+        tensor = _made(name, size, lambda *_: None, options)
+        if torch.device(options.get("device") or "cpu").type == "meta":
+            return tensor
+        drawn = int(torch.randint(2**63 - 1, (), generator=generator))
+        # Ranks may have drawn from generators in other states.
+        seeds = communicator.gather(dict.fromkeys(communicator.addressable, drawn))
     seed = seeds.get(tensor.device_mesh.ids[0], drawn)
     shape = tuple(tensor.shape) or (1,)  # a scalar is a vector of one number
     for rank, shard in tensor.shards.items():

@@ -7,7 +7,7 @@ from torch.distributed.tensor import DTensor as TorchDTensor
 from shardspec.comm.process_group import communicator_of
 from shardspec.errors import LayoutError
 from shardspec.interop.torch_dtensor import in_our_words, torch_dtensor
-from shardspec.layout.layout import SpecLike
+from shardspec.layout.layout import SpecLike, checked_mesh
 from shardspec.mesh.device_mesh import DeviceMesh
 from shardspec.tensor.compiling import outside_graphs
 from shardspec.tensor.dtensor import DTensor
@@ -59,16 +59,20 @@ def redistribute(
             f"redistribute takes a DTensor of torch, not a {type(tensor).__name__}; one of ours "
             "has a method of that name"
         )
-    source, on = DeviceMesh.from_torch(tensor.device_mesh), device_mesh or tensor.device_mesh
-    if isinstance(on, TorchMesh):
-        target, torch_mesh = DeviceMesh.from_torch(on), on
-    elif (on.ids, on.shape) == (source.ids, source.shape):
-        source, target, torch_mesh = on, on, tensor.device_mesh
-    else:
-        target, torch_mesh = on, on.to_torch(tensor.device_mesh.device_type)
+    source = DeviceMesh.from_torch(tensor.device_mesh)
+    grid = source.ids, source.shape
+    target: object = tensor.device_mesh if device_mesh is None else device_mesh
+    torch_mesh = target if isinstance(target, TorchMesh) else None
+    if torch_mesh is not None:
+        target = DeviceMesh.from_torch(torch_mesh)
+    elif isinstance(target, DeviceMesh) and (target.ids, target.shape) == grid:
+        source, torch_mesh = target, tensor.device_mesh
     with telling(communicator_of(source), source, target):
+        mesh = checked_mesh(target)
+        if torch_mesh is None:
+            torch_mesh = mesh.to_torch(tensor.device_mesh.device_type)
         ours = DTensor.from_torch(in_our_words(tensor), device_mesh=source)
-        result = ours.redistribute(placements_or_spec, device_mesh=target)
+        result = ours.redistribute(placements_or_spec, device_mesh=mesh)
     if result.layout == ours.layout and torch_mesh == tensor.device_mesh:
         return result.to_torch()
     outside = torch.empty(0, dtype=tensor.dtype, device=tensor.device)

@@ -85,7 +85,7 @@ def _conversion(
 
 
 def telling(
-    communicator: Communicator, source: DeviceMesh, target: DeviceMesh
+    communicator: Communicator, source: DeviceMesh, target: object
 ) -> AbstractContextManager[None]:
     """Send errors to all ranks of both meshes; see `Communicator.telling`."""
     # If the target is no mesh, which is an error, only the source's ranks are informed.

@@ -114,7 +114,10 @@ def _in_job(rank: int, place: str) -> list[str]:
     whole = torch.arange(24.0).view(6, 4)
     for number in range(3):
         w = DTensor(whole + number, mesh, "[S0,R]")
-        pending = save_sharded({"w": w, "n": number}, f"{place}/{number}", asynchronous=True)
+        file = f"{place}/{number}.json"
+        pending = save_sharded(
+            {"w": w, "n": number}, f"{place}/{number}", asynchronous=True, digests=file
+        )
         w.to_local().zero_()
         # The groups are free meanwhile.
         w.redistribute("[R,S0]")
@@ -141,7 +144,8 @@ def test_all_ranks_save_in_the_background(tmp_path: Path) -> None:
     assert run_ranks(4, tmp_path, _in_job, str(tmp_path)) == [[], [], [], []]
     whole = torch.arange(24.0).view(6, 4)
     for number in range(3):
-        assert digest(tmp_path / str(number)) == digest({"w": whole + number})
+        due = digest({"w": whole + number})
+        assert digest(tmp_path / str(number)) == read_digests(tmp_path / f"{number}.json") == due
     assert not (tmp_path / "next").exists()
 
 

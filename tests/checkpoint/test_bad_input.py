@@ -170,7 +170,7 @@ def test_a_box_that_the_layout_does_not_give(tmp_path):
     made = handmade(sample())
     made.file(4)["boxes"]["w"]["box"] = [[4, 8], [4, 7]]
     assert (
-        "tensor 'w': rank 4 is said to hold box [4:8, 4:7], but under spec [S0,S1] it holds "
+        "tensor 'w': rank 4 is stated to hold box [4:8, 4:7], but under spec [S0,S1] it holds "
         "[4:8, 3:6]; the info contradicts itself"
     ) in refused(made.write(tmp_path / "ckpt"))
     made = handmade({"p": ("[S0|P1]", {(i,): np.zeros(4, np.int32) for i in range(3)})})
@@ -332,9 +332,15 @@ def drop(*keys):
             drop("files", 1, "boxes", "w", "box"),
             "files[1].boxes['w'] should have a box of [low, high] pairs",
         ),
-        (put("files", 1, "boxes", "w", "box", [[0, 4]]), "is said to hold box [0:4], but under"),
-        (put("files", 1, "boxes", "w", "box", [[0, 9], [3, 6]]), "is said to hold box [0:9, 3:6]"),
-        (put("files", 1, "boxes", "w", "box", [[4, 4], [3, 6]]), "is said to hold box [4:4, 3:6]"),
+        (put("files", 1, "boxes", "w", "box", [[0, 4]]), "is stated to hold box [0:4], but under"),
+        (
+            put("files", 1, "boxes", "w", "box", [[0, 9], [3, 6]]),
+            "is stated to hold box [0:9, 3:6]",
+        ),
+        (
+            put("files", 1, "boxes", "w", "box", [[4, 4], [3, 6]]),
+            "is stated to hold box [4:4, 3:6]",
+        ),
         (put("files", 1, "boxes", "w", "box", [[0, 4, 5], [3, 6]]), "[low, high] pairs, an addend"),
         (put("files", 1, "boxes", "w", "box", {}), "[low, high] pairs, an addend"),
         (put("files", 1, "boxes", "w", "box", [[0, True], [3, 6]]), "[low, high] pairs, an addend"),

@@ -101,6 +101,8 @@ def test_files_are_laid_out_as_others_read_them(place):
     )
     assert about["base_digest"] == digest(state(1)).value
     assert about["digest"] == digest(state(2)).value
+    changed = {name: digest(state(2))[name].value for name in ("a", "b", "large")}
+    assert about["tensor_digests"] == changed
     assert index["weight_map"] == dict.fromkeys(
         ("a", "b", "large"), "model-00000-of-00001.safetensors"
     )
@@ -140,6 +142,28 @@ def test_loading_reads_base_and_deltas_at_once(place):
     into = {"large": torch.zeros(700, 1000, dtype=torch.bfloat16)}
     load_sharded(place / "v0", into=into, deltas=chain(place, 2, "overwrite-adler32"))
     assert torch.equal(into["large"], state(2)["large"])
+
+
+def test_loading_with_deltas_makes_the_state_dict_that_was_saved(tmp_path):
+    old, new = (
+        {"model": {"a": state(version)["a"]}, "step": 7, "lists": [1, [2]]} for version in (0, 1)
+    )
+    save_sharded(old, tmp_path / "old")
+    save_sharded(new, tmp_path / "new")
+    delta(tmp_path / "old", tmp_path / "new", tmp_path / "d", version=1)
+    loaded = load_sharded(tmp_path / "old", DeviceMesh([0], (1,)), deltas=[tmp_path / "d"])
+    assert (loaded["step"], loaded["lists"]) == (7, [1, [2]])
+    assert torch.equal(loaded["model"]["a"].to_local(), new["model"]["a"])
+
+
+def test_tied_tensors_are_each_changed_or_kept(tmp_path):
+    w, kept = torch.randn(5, 4), torch.randn(3)
+    for name, value in (("old", w), ("new", w * 2)):
+        torch.save({"a": value, "b": value, "c": kept, "d": kept}, tmp_path / f"{name}.pt")
+    delta(tmp_path / "old.pt", tmp_path / "new.pt", tmp_path / "d", version=1)
+    for out in ("out", "out.safetensors"):
+        apply_delta(tmp_path / "old.pt", [tmp_path / "d"], tmp_path / out)
+        assert digest(tmp_path / out) == digest(tmp_path / "new.pt")
 
 
 def test_chains_with_gaps_circles_and_other_orders_are_refused(place, tmp_path):
@@ -272,13 +296,34 @@ ALL = dict.fromkeys(("a", "large"), FILE)
         ({"entries": {"a": np.zeros(30, np.uint8)}}, "is damaged"),
         ({"entries": {"a": np.zeros((3, 4), np.uint8)}}, "this is not a delta"),
         ({"about": {"digest": "0" * 32}}, "has digest"),
+        ({"about": {"tensor_digests": {"a": "0" * 32}}}, "has digest"),
+        ({"about": {"tensor_digests": {"a": "0" * 31}}}, "is not a digest"),
+        ({"about": {"tensor_digests": {"a": 0}}}, None),
+        ({"about": {"tensor_digests": []}}, "tensor_digests"),
+        ({"about": {"tensor_digests": None}}, None),
     ],
 )
 def test_what_a_delta_says_is_checked(place, tmp_path, changes, problem):
     bad = rewritten(place / "xor-xxh3-128-1", tmp_path / "bad", **changes)
+    if problem is None:
+        apply_delta(place / "v0", [bad], tmp_path / "out")
+        assert digest(tmp_path / "out") == digest(state(1))
+        return
     with pytest.raises(CheckpointError, match=problem):
         apply_delta(place / "v0", [bad], tmp_path / "out")
     assert os.listdir(tmp_path) == ["bad"]
+
+
+def test_a_stated_digest_counts_only_beside_a_checksum_that_shows_it(place, tmp_path):
+    """An adler32 may be right by accident, so the digest of such a tensor is computed."""
+    for kind in ("xor-xxh3-128", "xor-adler32"):
+        about = json.loads((place / f"{kind}-1" / INDEX).read_text())["metadata"]
+        wrong = about["tensor_digests"] | {"a": "0" * 32}
+        rewritten(place / f"{kind}-1", tmp_path / kind, about={"tensor_digests": wrong})
+    with pytest.raises(CheckpointError, match="has digest"):
+        apply_delta(place / "v0", [tmp_path / "xor-xxh3-128"], tmp_path / "out")
+    apply_delta(place / "v0", [tmp_path / "xor-adler32"], tmp_path / "out")
+    assert digest(tmp_path / "out") == digest(state(1))
 
 
 def places(count, at, values):

@@ -21,6 +21,7 @@ from shardspec import (
     reshard,
     save_sharded,
 )
+from shardspec.checkpoint.open import open_checkpoint
 from shardspec.cli.main import cli
 from shardspec.errors import CheckpointError, LayoutError
 from tests.resharding.test_shipped import CASES, SIZES, V
@@ -268,3 +269,24 @@ def test_a_map_that_cuts_a_tensor_into_millions_of_pieces_is_refused(tmp_path):
     with pytest.raises(LayoutError, match="more than 1,048,576 pieces"):
         merge(tmp_path / "a.safetensors", tmp_path / "b.safetensors", names=NameMap.parse(text))
     assert not (tmp_path / "b.safetensors").exists()
+
+
+def test_files_in_folders_that_an_index_names_count_as_those_beside_it(tmp_path):
+    """Under other names they were taken for removed."""
+    home = tmp_path / "model"
+    (home / "deep").mkdir(parents=True)
+    save_file({"a": torch.arange(3.0)}, home / "a.safetensors")
+    save_file({"b": torch.arange(4.0)}, home / "deep" / "b.safetensors")
+    index = {"weight_map": {"a": "a.safetensors", "b": "deep/b.safetensors"}}
+    (home / "model.safetensors.index.json").write_text(json.dumps(index))
+    merge(home, tmp_path / "out.safetensors", names={"b": "c"})
+    found = load_file(tmp_path / "out.safetensors")
+    assert {name: tensor.tolist() for name, tensor in found.items()} == {
+        "a": [0, 1, 2],
+        "c": [0, 1, 2, 3],
+    }
+    source = open_checkpoint(home)
+    save_file({"b": torch.ones(4)}, home / "deep" / "b.safetensors")
+    with pytest.raises(CheckpointError, match=r"b\.safetensors: changed while it was read"):
+        merge(source, tmp_path / "again.safetensors", names={"b": "c"})
+    assert not (tmp_path / "again.safetensors").exists()

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from shardspec import DeviceMesh, merge, reshard
-from shardspec.checkpoint.formats.registry import formats
+from shardspec.checkpoint.formats import formats
 from shardspec.checkpoint.open import open_checkpoint, open_checkpoints
 from shardspec.errors import CheckpointError
 from tests.checkpoint.handmade import handmade
@@ -25,6 +25,12 @@ def ckpt(tmp_path):
 def dcp(ckpt, tmp_path):
     reshard(ckpt, tmp_path / "dcp", device_mesh=DeviceMesh(range(2), (2,)), format="dcp")
     return tmp_path / "dcp"
+
+
+@pytest.fixture
+def file(ckpt, tmp_path):
+    merge(ckpt, tmp_path / "w.safetensors")
+    return tmp_path / "w.safetensors"
 
 
 def refused(path, **options):
@@ -49,8 +55,9 @@ print("numpy" in sys.modules)
 @pytest.mark.parametrize(
     ("form", "needed", "others"),
     [
-        ("ckpt", "native", ("dcp", "megatron", "torch_files")),
+        ("ckpt", "native", ("dcp", "megatron", "unpickler")),
         ("dcp", "dcp", ("megatron", "rank_files", "torch_file")),
+        ("file", "safetensors", ("native", "dcp", "megatron", "torch_file", "unpickler")),
     ],
 )
 def test_only_what_a_format_needs_is_imported(request, form, needed, others):
@@ -73,8 +80,7 @@ def test_a_file_of_a_checkpoint_means_all_of_it(ckpt, dcp):
 def test_what_one_rank_saved_is_not_taken_for_whole_tensors(ckpt):
     shard = min(ckpt.glob("*.safetensors"))
     assert refused(shard) == (
-        f"{shard}: holds what one rank has saved, which may be parts of tensors; name its "
-        f"directory, {ckpt}"
+        f"{shard}: has the tensors of one rank, which may be parts; name its directory, {ckpt}"
     )
 
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from shardspec import DeviceMesh, SimulatedCommunicator
-from shardspec.checkpoint.agree import agree
 from shardspec.checkpoint.storage.from_text import storage_path
+from shardspec.comm.together import agree
 from shardspec.errors import CheckpointError, OutputExistsError
 
 

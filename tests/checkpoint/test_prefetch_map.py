@@ -163,9 +163,9 @@ def test_without_more_threads_all_goes_on(monkeypatch, possible):
 
 def test_stores_that_threads_share_are_asked_for_many_at_once(counted, tmp_path):
     assert storage_path(tmp_path).files_ahead() == 0
-    assert storage_path(tmp_path).files_ahead(here=3) == 3
-    assert storage_path(counted).files_ahead(here=3) == 0
-    assert storage_path("together://x").files_ahead(here=3) == 7
+    assert storage_path(tmp_path).files_ahead(local=3) == 3
+    assert storage_path(counted).files_ahead(local=3) == 0
+    assert storage_path("together://x").files_ahead(local=3) == 7
 
 
 def test_threads_have_one_store_where_it_is_made_for_that():

@@ -74,7 +74,7 @@ def told(state):
     """Return what a file says."""
     with storage_path(state.path).open() as file:
         tensors = {
-            name: (tensor, tensor_place(tensor, file, state.found))
+            name: (tensor, tensor_place(tensor, file, state.archive))
             for name, tensor in state.tensors.items()
         }
     return tensors, state.extras
@@ -93,7 +93,7 @@ def test_all_ranks_are_read_as_they_are_alone(saved, form, kinds):
         assert list(state.tensors) == list(alone.tensors)
     assert len({id(state.tensors) for state in read}) == kinds
     # Their directories are kept as often.
-    assert len({id(state.found.directory) for state in read}) == kinds
+    assert len({id(state.archive.directory) for state in read}) == kinds
 
 
 def test_what_ranks_tell_of_themselves_is_kept(saved):

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from shardspec.checkpoint.strict_json import parse_json
+from shardspec.checkpoint.storage.strict_json import parse_json
 from shardspec.errors import CheckpointError
 
 MANY = ",".join(f'"k{n:05}":{{"é":[{n},"}}{{"]}}' for n in range(2_000)).encode()

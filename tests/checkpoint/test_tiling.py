@@ -14,13 +14,12 @@ from shardspec.checkpoint.catalog import (
     StoredBox,
     StoredReduction,
     StoredTensor,
-    check_tiling,
-    find_flaw,
     replica_holders,
     replica_keys,
     stored_reductions,
 )
 from shardspec.checkpoint.storage.local import LocalPath
+from shardspec.checkpoint.tiling import check_tiling, find_flaw
 from shardspec.errors import CheckpointError
 
 

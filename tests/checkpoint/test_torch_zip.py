@@ -196,7 +196,7 @@ def test_records_that_contradict_the_directory_are_refused(path, change, message
 def test_a_name_twice(path):
     with pytest.warns(UserWarning, match="Duplicate name"):
         data = rezipped(replaced("data/1", (None, None), (None, None)))
-    assert "record b'archive/data/1' is there twice" in refused(path, data)
+    assert "record b'archive/data/1' is listed twice" in refused(path, data)
 
 
 # --- files of other kinds
@@ -218,4 +218,4 @@ def test_an_empty_file(path):
 
 @pytest.mark.parametrize("data", [b"x", b"PK", b"\x93NUMPY" * 50, b"\0" * 5000])
 def test_what_torch_never_wrote(path, data):
-    assert refused(path, data).startswith("is nothing that torch.save writes (it starts with ")
+    assert refused(path, data).startswith("is not a file of torch.save (it starts with ")

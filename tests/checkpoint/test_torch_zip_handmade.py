@@ -70,7 +70,7 @@ LIES = {
         "has no record 'data/0'; it is damaged",
     ),
     "a name that is longer": ({"name": lambda _, v: v + b"!" * 60}, "runs into"),
-    "no archive": ({"name": to(b"x")}, "is there twice"),
+    "no archive": ({"name": to(b"x")}, "is listed twice"),
 }
 
 

@@ -19,9 +19,9 @@ from shardspec import DeviceMesh, DTensor, merge, save_sharded
 from shardspec.checkpoint.catalog import Catalog, StoredBox, StoredTensor
 from shardspec.checkpoint.numeric import numbers
 from shardspec.checkpoint.open import open_checkpoint
-from shardspec.checkpoint.read_boxes import check_replicas
 from shardspec.checkpoint.storage.local import LocalPath
 from shardspec.checkpoint.storage.reading import OpenFiles
+from shardspec.checkpoint.tiling import check_replicas
 from shardspec.checkpoint.verify import Difference, DiffExtent, diff_checkpoints, verify_checkpoint
 from shardspec.cli.main import cli
 from shardspec.errors import CheckpointError

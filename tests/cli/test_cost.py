@@ -216,7 +216,7 @@ def test_a_file_of_pairs_that_cannot_be_read(file, message):
 
 
 def test_more_pairs_than_are_priced_at_once(monkeypatch):
-    monkeypatch.setattr("shardspec.cli.plan._MOST_PAIRS", 3)
+    monkeypatch.setattr("shardspec.cli.plan._MAX_PAIRS", 3)
     result = CliRunner().invoke(
         cli, ["cost", "--pairs", "-", *TENSOR], input="[R,R] [S0,R]\n" * 5, prog_name="shardspec"
     )

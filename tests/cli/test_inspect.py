@@ -66,8 +66,8 @@ def test_who_holds_a_row(ckpt):
         "holders": [{"name": "w", "box": [[0, 4], [6, 7]], "ranks": [0]}],
     }
     for bad, code, problem in [
-        (("--index", "5"), 2, "name them: --tensor"),
-        (("--picture",), 2, "name them: --tensor"),
+        (("--index", "5"), 2, "name them with --tensor"),
+        (("--picture",), 2, "name them with --tensor"),
         (("--tensor", "w", "--index", "8"), 3, "index [8] does not lie in the shape [8, 7]"),
         (("--tensor", "b", "--index", "0,0"), 3, "index [0, 0] does not lie in the shape [7]"),
         (("--tensor", "b", "--index", "-1"), 2, "'-1' is not a whole number"),

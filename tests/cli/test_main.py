@@ -83,7 +83,7 @@ def test_help_lists_commands_by_task():
         "Publish what changed": ["delta", "apply"],
         "Merge and reshard checkpoints": ["merge", "reshard"],
         "Move whole models": ["check-map", "plan-state"],
-        "Know the links": ["presets", "profile"],
+        "Show and measure links": ["presets", "profile"],
     }
 
 
@@ -244,7 +244,7 @@ def test_a_full_disk_behind_the_output_is_one_line(tmp_path):
     with open("/dev/full", "w") as full:
         ended = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
     assert ended.returncode == 1
-    assert ended.stderr == "Error: cannot print what is to be said: No space left on device\n"
+    assert ended.stderr == "Error: cannot write to stdout: No space left on device\n"
 
 
 KILLED = """

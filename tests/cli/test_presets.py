@@ -35,7 +35,7 @@ def test_each_preset_has_its_source_and_what_it_is_valid_for():
         assert f" {preset.name} for {preset.valid_for}" in plain
         assert f" from {preset.source}; read {preset.read_on}" in plain
     assert "nothing was published; published at 512 B to 512 MiB from " in plain
-    assert plain.endswith("errors stand with every plan. This project measured none of them.")
+    assert plain.endswith("plans state the errors of these. This project measured none of them.")
 
 
 def test_json():

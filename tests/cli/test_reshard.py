@@ -166,7 +166,7 @@ def test_rules_of_which_one_would_not_count_are_refused(tmp_path):
     to = ("-o", tmp_path / "out", "--mesh", "2", "--rules", rules)
     for more, problem in [
         (("--rules", rules), "--rules is given twice; put the rules in one file"),
-        (("--rule", "*", "[...]"), "the pattern '*' has 2 rules, of which one counts"),
+        (("--rule", "*", "[...]"), "the pattern '*' has 2 rules, but only one applies"),
         (("--rule", "**", "[...]"), "rule '*' has no effect, since later rules win and '**'"),
         (("--rule", "embed", "[...,...]"), "rule 'embed': '...' may stand once in a spec"),
     ]:

@@ -139,7 +139,7 @@ def test_notebooks_show_the_picture():
     [
         ((*ROWS, "-o", "layout.png"), 2, "ends in .svg or .html"),
         ((*ROWS, "-o", "nowhere/layout.svg"), 3, "cannot be written"),
-        (("[S0]", "--mesh", "100x100", "--shape", "4"), 2, "too large to draw; up to 4096 can be"),
+        (("[S0]", "--mesh", "100x100", "--shape", "4"), 2, "too large to draw; the limit is 4096"),
         (("[S0,R]", "--mesh", "2", "--shape", "4"), 2, "is for 2 dims, but the tensor"),
     ],
 )

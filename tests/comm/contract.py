@@ -290,7 +290,9 @@ def crossing(communicator: Communicator, dtype: torch.dtype) -> list[str]:
         device: whole[slices_within(rows[device], ((0, 7), (0, 6)))].clone()
         for device in communicator.addressable
     }
-    transfers = Transfers.between(Exchange(()), communicator.mesh, rows, columns)
+    ids = communicator.mesh.ids
+    before, after = (tuple(boxes[device] for device in ids) for boxes in (rows, columns))
+    transfers = Transfers(Exchange(()), communicator.mesh, before, after)
     results = communicator.run(transfers, shards)
     assert tuple(results) == communicator.addressable
     return [

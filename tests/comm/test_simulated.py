@@ -1,7 +1,10 @@
+import pickle
+from copy import deepcopy
+
 import pytest
 import torch
 
-from shardspec import DeviceMesh, SimulatedCommunicator
+from shardspec import DeviceMesh, DTensor, SimulatedCommunicator, save_sharded
 from shardspec.layout.moving import transfers_of
 from tests.comm.contract import Case, CommunicatorContract, complaints, crossing
 
@@ -31,3 +34,15 @@ def test_an_exchange_between_two_meshes():
     communicator = SimulatedCommunicator(DeviceMesh([2, 0, 3, 1], (4,)))
     for dtype in (torch.int64, torch.bfloat16, torch.bool):
         assert crossing(communicator, dtype) == []
+
+
+def test_a_tensor_is_copied_and_pickled_while_it_is_saved(tmp_path):
+    mesh = DeviceMesh(range(2))
+    communicator = SimulatedCommunicator(mesh)
+    tensor = DTensor(torch.arange(4), mesh, "[S0]", communicator=communicator)
+    communicator.pending = save_sharded({"t": tensor}, tmp_path / "saved", asynchronous=True)
+    assert communicator.pending is not None
+    for copied in (deepcopy(tensor), pickle.loads(pickle.dumps(tensor))):
+        assert copied.to_global().tolist() == [0, 1, 2, 3]
+        assert copied.communicator.pending is None
+    communicator.pending.wait()

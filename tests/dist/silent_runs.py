@@ -299,6 +299,21 @@ def left_alone(rank: int, mesh: DeviceMesh) -> list[str]:
     return refusals
 
 
+def after_earlier_calls(mesh: DeviceMesh) -> None:
+    """Dtypes follow autocast and the default dtype, whatever they were in earlier calls."""
+    tensor, numbers = Cut(TABLE.float(), mesh, "[S0,R]"), Cut(torch.arange(5), mesh, "[S0]")
+    for _ in range(2):
+        assert (tensor @ tensor.T).dtype == (numbers / 2).dtype == torch.float32
+    with torch.autocast("cpu", torch.bfloat16):
+        product = tensor @ tensor.T
+    torch.set_default_dtype(torch.float64)
+    half = numbers / 2
+    torch.set_default_dtype(torch.float32)
+    assert (product.dtype, half.dtype) == (torch.bfloat16, torch.float64)
+    same(half, torch.arange(5).double() / 2)
+    assert product.to_global().dtype == torch.bfloat16
+
+
 def silent(rank: int, mesh: DeviceMesh) -> list[str]:
     """Assert all of it on a mesh of 2x2; return the refusals."""
     line = DeviceMesh(range(4), (4,))
@@ -311,4 +326,5 @@ def silent(rank: int, mesh: DeviceMesh) -> list[str]:
     extrema_of_few(line)
     extrema_of_few(mesh)
     on_flattened_axes(mesh)
+    after_earlier_calls(mesh)
     return refusals

@@ -215,7 +215,7 @@ def _leave(rank: int, communicator: Any, *_: Any) -> None:
     shard = torch.full(box_shape(before[rank]), float(rank))
     if rank == 2:
         time.sleep(0.3)
-    transfers = Transfers.between(Exchange((0,)), MESH, before, after)
+    transfers = Transfers(Exchange((0,)), MESH, tuple(before.values()), tuple(after.values()))
     (got,) = communicator.run(transfers, {rank: shard}).values()
     assert got.sum() == (1 * 20 + 2 * 25 if rank == 0 else 0)
 
@@ -258,6 +258,7 @@ def _stopped(rank: int, communicator: Any, *_: Any) -> None:
     before = {0: everything, 1: nothing, 2: nothing}
     after = {0: nothing, 1: everything, 2: nothing}
     shard = torch.ones(box_shape(before[rank]))
+    transfers = Transfers(Exchange((0,)), MESH, tuple(before.values()), tuple(after.values()))
     read = peer_memory.read_rows
 
     def late(*given: Any) -> None:
@@ -268,7 +269,7 @@ def _stopped(rank: int, communicator: Any, *_: Any) -> None:
         _fork(4 * TIMEOUT_S)
     try:
         with mock.patch.object(peer_memory, "read_rows", late):
-            communicator.run(Transfers.between(Exchange((0,)), MESH, before, after), {rank: shard})
+            communicator.run(transfers, {rank: shard})
     finally:
         shard.zero_()
         if rank == 0:

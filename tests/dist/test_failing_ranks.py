@@ -16,9 +16,11 @@ from shardspec import (
     DTensor,
     LayoutConverter,
     ProcessGroupCommunicator,
+    distribute_module,
     distribute_tensor,
     load_sharded,
     plan_reshard,
+    rand,
     redistribute,
     reshard_state,
     save_sharded,
@@ -104,6 +106,16 @@ def _cases(rank: int, place: Path) -> Iterator[tuple[str, str, Callable[[], obje
     both = [Shard(0)] if bad else None
     act4 = lambda: distribute_tensor(WHOLE, MESH, "[S0,R]", placements=both)  # noqa: E731
     yield "distribute, both", "give one of the two", act4
+    odd: Any = 3 if bad else MESH
+    yield "odd mesh", "is a int", lambda: tensor.redistribute("[R,S0]", device_mesh=odd)
+    yield "torch's, odd mesh", "is a int", lambda: redistribute(by_torch, [Shard(1)], odd)
+    ends = LayoutConverter().plan(tensor.layout.with_spec("[R,S0]" if bad else "[S0,R]"), "[R,R]")
+    yield "convert", "the plan starts from", lambda: tensor.convert(ends)
+    dtype = torch.int64 if bad else torch.float32
+    yield "rand", "random numbers of int64", lambda: rand(6, device_mesh=MESH, dtype=dtype)
+    rule = {"none" if bad else "weight": "[S0,R]"}
+    layer = torch.nn.Linear(2, 6)
+    yield "module", "'none'", lambda: distribute_module(layer, MESH, rule)
     yield "from_local", "got a list", lambda: DTensor.from_local(given, MESH, "[R,R|P0]")
     there = place / "there"
     yield "save", "'mine'", lambda: save_sharded(failing(mine), there)

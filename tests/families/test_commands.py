@@ -69,6 +69,43 @@ def test_to_megatron_and_back_with_config_and_tokenizer(tmp_path):
         assert (tmp_path / "out" / name).read_text() == (folder / name).read_text()
 
 
+def test_digests_and_deltas_are_of_the_tensors_under_the_names_of_a_model(tmp_path):
+    folder, arrays = saved(tmp_path / "hf", "qwen3")
+    run(
+        "merge",
+        folder,
+        "-o",
+        tmp_path / "megatron.safetensors",
+        "--model",
+        folder,
+        "--names",
+        "megatron",
+    )
+    renamed = ("--model", folder)
+    plain = run("digest", folder, "-o", tmp_path / "digests.json").rpartition(" ")[2]
+    megatron = tmp_path / "megatron.safetensors"
+    assert run("digest", megatron, *renamed).rpartition(" ")[2] == plain
+    assert run("digest", megatron).rpartition(" ")[2] != plain
+    run("verify", megatron, "--digests", tmp_path / "digests.json", *renamed)
+    run("verify", megatron, "--digests", tmp_path / "digests.json", code=3)
+    assert "give it too" in run("verify", megatron, *renamed, code=2)
+    first = min(arrays)
+    arrays[first] = arrays[first] + 1
+    save_file(arrays, tmp_path / "base.safetensors")
+    made = run(
+        "delta",
+        tmp_path / "base.safetensors",
+        megatron,
+        "-o",
+        tmp_path / "d",
+        "--version",
+        1,
+        *renamed,
+    )
+    assert f"1 of {len(arrays)} tensors changed" in made
+    assert "give it by --model" in run("digest", megatron, "--names", "hf", code=2)
+
+
 def test_layers_that_predict_further_tokens_and_copies_of_the_embedding(tmp_path):
     folder, arrays = saved(tmp_path / "hf", "deepseek_v3", num_nextn_predict_layers=1)
     for copy, origin in (("embed_tokens", "model.embed_tokens"), ("shared_head.head", "lm_head")):
@@ -209,6 +246,7 @@ def test_who_reads_what_under_a_layout(tmp_path):
         run(*call, "--mesh", "2")
         run(*call, "--mesh", "3", code=3)
     assert "there is no layout" in run(*call[:-1], "foo:2", code=3)
+    assert "out --names, --map" in run(*call, "--map", "llama-hf-to-fused", code=2)
 
 
 @pytest.mark.parametrize(

@@ -279,7 +279,7 @@ def test_places_that_cannot_be_written_are_refused_before_measuring(monkeypatch,
     monkeypatch.setenv("WORLD_SIZE", "4")
     monkeypatch.setenv("RANK", "0")
     done = run("profile", "--mesh", "2x2", "-o", str(tmp_path / "nowhere" / "cluster.json"))
-    assert (done.exit_code, "its directory does not exist" in done.stderr) == (3, True)
+    assert (done.exit_code, "nowhere does not exist; make it first" in done.stderr) == (3, True)
     (tmp_path / "there.json").write_text("mine")
     done = run("profile", "--mesh", "2x2", "-o", str(tmp_path / "there.json"))
     assert (done.exit_code, "exists; choose another name" in done.stderr) == (3, True)

@@ -147,6 +147,13 @@ def _in_job(rank: int) -> list[str]:
     cut = DTensor(w, mesh, "[S0,R]")
     if digest({"w": cut}) != digest_alone({"w": w}):
         wrong.append("digest of a state dict")
+    parts = {"q": torch.randn(8, 5), "k": torch.randn(8, 5), "up": torch.randn(4, 6)}
+    for value in parts.values():
+        torch.distributed.broadcast(value, 0)
+    fused = {name: DTensor(value, mesh, "[S0,R]") for name, value in parts.items()}
+    map_ = NameMap.parse(FUSED)
+    if digest(fused, names=map_) != digest_alone(parts, names=map_):
+        wrong.append("digest of a state dict under other names, with padding")
     plan = plan_reshard({"w": cut}, (DeviceMesh([3, 2], (2,)), {"w": "[R,S0]"}))
     try:
         plan.run({"w": cut}, receipt=True, version=7 + (rank == 1))
@@ -164,12 +171,12 @@ def _in_job(rank: int) -> list[str]:
     return wrong
 
 
-def digest_alone(whole):
+def digest_alone(whole, **how):
     """Digests in this process."""
     from shardspec import SimulatedCommunicator
 
     alone = SimulatedCommunicator(DeviceMesh([0], (1,)))
-    return digest(whole, communicator=alone)
+    return digest(whole, communicator=alone, **how)
 
 
 @pytest.mark.dist

@@ -21,12 +21,40 @@ from shardspec import model_layouts
 from tests.tools.commands import in_process, leave
 from tests.tools.language_models import answers, loaded
 from tests.tools.megatron_gpt import gpt, is_latent, randomised
-from tests.tools.megatron_models_checkpoints import load, megatron_answers, on_a_cpu, sharded
+from tests.tools.megatron_models_checkpoints import (
+    CLOSE,
+    load,
+    megatron_answers,
+    on_a_cpu,
+    sharded,
+)
 from tests.tools.megatron_world import pieces_of, same_bits
-from tests.tools.models_checkpoints import MODELS, type_of
-from tests.tools.table import LOGITS, MEGATRON, Cell, write_rows
+from tests.tools.models_checkpoints import MODELS, there_and_back, type_of
+from tests.tools.table import FUSED, LOGITS, MEGATRON, THERE_AND_BACK, Cell, write_rows
 
-_CLOSE = 1e-5
+_OLDER: dict[str, dict[str, Any]] = {
+    "gpt2": {
+        "vocab_size": 96,
+        "n_embd": 64,
+        "n_layer": 3,
+        "n_head": 8,
+        "n_positions": 64,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    },
+    "gpt_neox": {
+        "vocab_size": 96,
+        "hidden_size": 64,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 8,
+        "intermediate_size": 112,
+        "max_position_embeddings": 64,
+        # Megatron's layers are not parallel.
+        "use_parallel_residual": False,
+    },
+}
+"""Families that transformers does not shard on ranks, or not by heads."""
+_MODELS = {**MODELS, **_OLDER}
 _WITHOUT = ("gemma3_text", "olmo2")
 """Families of whose layers Megatron-core lacks some."""
 _AHEAD = ("deepseek_v3", "glm4_moe")
@@ -49,7 +77,7 @@ def local(name: str) -> str:
 def saved_model(label: str, folder: Path) -> torch.Tensor:
     """Save a model whose norms are far from 1; return its logits."""
     torch.manual_seed(1)
-    config = AutoConfig.for_model(type_of(label), **MODELS[label])
+    config = AutoConfig.for_model(type_of(label), **_MODELS[label])
     if label == "qwen3_moe":
         config.norm_topk_prob = True
     model = AutoModelForCausalLM.from_config(config)
@@ -136,7 +164,7 @@ def look_ahead(label: str, place: Path) -> None:
 
 
 def layout_of(label: str) -> str:
-    experts = any("expert" in word for word in MODELS[label])
+    experts = any("expert" in word for word in _MODELS[label])
     return f"megatron:tp=2,{'ep=2,etp=1,' if experts else ''}spec=local"
 
 
@@ -197,11 +225,15 @@ def main(place: Path, rows_file: str, labels: list[str]) -> None:
         print(f"{label}: logits apart by {found[label]:.1e}", file=sys.stderr)
         if label in _AHEAD:
             look_ahead(label, place / label)
+        if label in _OLDER:
+            hf = place / label / "hf"
+            there_and_back(hf, place / label / "ways", answers(loaded(hf)), ("megatron", "fused"))
+            cells += [Cell(label, column, "bits, logits") for column in (THERE_AND_BACK, FUSED)]
         run, whole = place / label / "layout", place / label / "layout.safetensors"
         folder = place / label / "hf"
         in_process("reshard", folder, "-o", run, "--model", folder, "--layout", layout_of(label))
         in_process("merge", run, "-o", whole)
-    assert max(found.values()) < _CLOSE, json.dumps(found)
+    assert max(found.values()) < CLOSE, json.dumps(found)
     parallel_state.destroy_model_parallel()
     spawn(held, (labels, place), nprocs=2)
     for label in labels:
@@ -213,6 +245,6 @@ def main(place: Path, rows_file: str, labels: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    built = [label for label in MODELS if label not in _WITHOUT]
+    built = [label for label in _MODELS if label not in _WITHOUT]
     main(Path(sys.argv[1]), sys.argv[2], sys.argv[3:] or built)
     leave()

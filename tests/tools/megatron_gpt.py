@@ -41,6 +41,14 @@ def is_latent(config: PretrainedConfig) -> bool:
     return hasattr(config, "kv_lora_rank")
 
 
+_LAYER_NORMS = {
+    "gpt2": "layer_norm_epsilon",
+    "gpt_neox": "layer_norm_eps",
+    "starcoder2": "norm_epsilon",
+}
+"""Models whose norms have biases and whose feed-forward has no gate, and what they call epsilon."""
+
+
 def _experts(config: PretrainedConfig, count: int) -> dict[str, Any]:
     """Return how tokens are sent to experts, and which layers have some."""
     layers = range(config.num_hidden_layers)
@@ -81,14 +89,16 @@ def _attention(config: PretrainedConfig) -> dict[str, Any]:
     kind = config.model_type
     bias = kind in ("qwen2", "starcoder2") or (kind == "glm4_moe" and config.attention_bias)
     return {
-        "num_query_groups": config.num_key_value_heads,
+        "num_query_groups": getattr(config, "num_key_value_heads", None),
         "kv_channels": head,
         "add_qkv_bias": bias,
         "qk_layernorm": kind.startswith("qwen3") or getattr(config, "use_qk_norm", False),
     }
 
 
-def gpt(config: PretrainedConfig, *, tp: int = 1, ep: int = 1, ahead: int = 0) -> GPTModel:
+def gpt(
+    config: PretrainedConfig, *, tp: int = 1, ep: int = 1, ahead: int = 0, padded_vocab: int = 0
+) -> GPTModel:
     """Build Megatron's model of the same sizes, for some ranks, with layers that look ahead."""
     more = _attention(config)
     words = ("num_local_experts", "n_routed_experts", "num_experts")
@@ -99,20 +109,21 @@ def gpt(config: PretrainedConfig, *, tp: int = 1, ep: int = 1, ahead: int = 0) -
         more |= {"softmax_type": "learnable", "activation_func": quick_gelu}
         more |= {"glu_linear_offset": 1.0, "activation_func_clamp_value": 7.0}
     norms, epsilon = "RMSNorm", "rms_norm_eps"
-    if not (gated := config.model_type != "starcoder2"):
-        norms, epsilon = "LayerNorm", "norm_epsilon"
-        more["activation_func"] = partial(gelu, approximate="tanh")
+    if not (gated := config.model_type not in _LAYER_NORMS):
+        norms, epsilon = "LayerNorm", _LAYER_NORMS[config.model_type]
+        exact = config.model_type == "gpt_neox"
+        more["activation_func"] = gelu if exact else partial(gelu, approximate="tanh")
     kind = MLATransformerConfig if is_latent(config) else TransformerConfig
     layers = kind(
         **{"activation_func": silu, **more},
         num_layers=config.num_hidden_layers,
         hidden_size=config.hidden_size,
         num_attention_heads=config.num_attention_heads,
-        ffn_hidden_size=config.intermediate_size,
+        ffn_hidden_size=getattr(config, "intermediate_size", None),
         tensor_model_parallel_size=tp,
         mtp_num_layers=ahead or None,
         gated_linear_unit=gated,
-        add_bias_linear=config.model_type in ("gpt_oss", "starcoder2"),
+        add_bias_linear=getattr(config, "mlp_bias", config.model_type == "gpt_oss" or not gated),
         normalization=norms,
         layernorm_epsilon=getattr(config, epsilon),
         use_cpu_initialization=True,
@@ -127,16 +138,17 @@ def gpt(config: PretrainedConfig, *, tp: int = 1, ep: int = 1, ahead: int = 0) -
     block = get_gpt_decoder_block_spec(layers, use_transformer_engine=False, normalization=norms)
     for spec in block.layer_specs if is_latent(config) else ():
         spec.submodules.self_attention.submodules.core_attention = _Attention
-    rope = config.rope_parameters
+    positions: dict[str, Any] = {}
+    if rope := getattr(config, "rope_parameters", None):
+        positions = {"position_embedding_type": "rope", "rotary_base": rope["rope_theta"]}
+        positions["rotary_percent"] = rope.get("partial_rotary_factor", 1)
     return GPTModel(
         layers,
         block,
-        vocab_size=config.vocab_size,
+        vocab_size=padded_vocab or config.vocab_size,
         max_sequence_length=config.max_position_embeddings,
         share_embeddings_and_output_weights=config.tie_word_embeddings,
-        position_embedding_type="rope",
-        rotary_base=rope["rope_theta"],
-        rotary_percent=rope.get("partial_rotary_factor", 1),
+        **positions,
         mtp_block_spec=get_gpt_mtp_block_spec(layers, block, use_transformer_engine=False)
         if ahead
         else None,

@@ -1,1 +1,366 @@
-"""Checkpoints as others write them: one file of code for each format that can be read."""
+"""What a format is, the same members for all of them, and which formats there are.
+
+Each module of this folder but `model_files` is a format and has it under the name `FORMAT`. Another
+package has one by an entry point of the group ``shardspec.formats`` that leads to a `Format`. Those
+that come along are asked first, so a package does not change how they are read, and modules are
+imported as they are asked.
+"""
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
+from pathlib import PurePath
+from typing import TYPE_CHECKING, Final, Literal, NamedTuple, TypeAlias
+
+from shardspec.checkpoint.catalog import Catalog
+from shardspec.checkpoint.storage.path import StoragePath, file_inside
+from shardspec.checkpoint.targets import Carried, OutputTensor, Target, model_sidecars
+from shardspec.errors import CheckpointError
+from shardspec.layout.layout import Layout
+from shardspec.mesh.device_mesh import DeviceMesh
+from shardspec.text import Argument
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
+
+GROUP: Final = "shardspec.formats"
+MODULES: Final = {
+    "safetensors": (".safetensors",),
+    "native": ("sharding_info.json",),
+    "dcp": (".metadata", ".distcp"),
+    "megatron": ("mp_rank_", "iter_", "latest_checkpointed_iteration.txt", "model_optim_rng.pt"),
+    "dcp_hf": ("shard-",),
+    "huggingface": (".safetensors",),
+    "deepspeed_universal": ("mp_rank_",),
+    "deepspeed": ("zero", "global_step"),
+    "meta": ("consolidated.",),
+    "rank_files": ("rank",),
+    "torch_file": (".pt", ".bin"),
+}
+"""Modules in the order in which they are asked: what names of files say most about comes first. A
+module is asked only where a name has one of these texts in it, and imported when it is asked."""
+DEFAULTS: Final = {"file": "safetensors", "directory": "huggingface", "shards": "native"}
+"""The modules of the formats that are written if the caller names none."""
+_MOST_TRACKER_BYTES: Final = 4096
+
+Way: TypeAlias = Literal["merged", "sharded"]
+"""How an output is written: whole tensors, by `merge`, or shards of a mesh, by `reshard`."""
+
+
+class OpenOptions(NamedTuple):
+    """What a caller says about a checkpoint whose format does not say it."""
+
+    ranks: int | None = None
+    """How many ranks have written it."""
+    source_rules: Mapping[str, object] | PurePath | str | None = None
+    """How they have sharded tensors: pattern of names to spec, or a TOML file of such."""
+
+
+class FileStart(NamedTuple):
+    """How a file begins."""
+
+    name: str
+    head: bytes
+    """Its first 16 bytes."""
+    num_bytes: int
+
+    @property
+    def is_zip(self) -> bool:
+        """Whether it is a zip, and not a safetensors file with a header of just such a length."""
+        return self.head.startswith(b"PK\3\4") and self.head[8:9] != b"{"
+
+
+class Wanted(NamedTuple):
+    """What an output is to hold."""
+
+    name: str
+    """Of the output: the last part of its path."""
+    way: Way
+    tensors: Sequence[OutputTensor]
+    """Sorted by their names in the output."""
+    carried: Carried
+    """Entries that are not tensors."""
+    mesh: DeviceMesh
+    """The devices to shard for; one device where tensors are written whole."""
+    layouts: Mapping[str, Layout]
+    """How each tensor is sharded over them, by its name in the output; nothing pending."""
+    save: str
+    """Names this save: 16 hexadecimal digits, another text for each."""
+    metadata: bool = True
+    """Whether the metadata of safetensors files goes along."""
+    sidecars: bool = True
+    """Whether the files beside the weights do."""
+    max_shard_bytes: int | None = None
+    """Most bytes of tensors in a file, where the format takes a limit."""
+
+
+class Newest(NamedTuple):
+    """The checkpoint that counts in the directory of a run."""
+
+    place: StoragePath
+    note: str
+    """For the user: how it was found."""
+    of_run: bool = False
+    """Whether it is in the format of the run, if the names in it show no format."""
+
+
+def never(_: object) -> bool:
+    """Return False."""
+    return False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Format:
+    """A way to write checkpoints: a module of `formats` has one under the name `FORMAT`.
+
+    The first three members are needed to read it, `lay_out` and `writes` to write it.
+
+    Examples
+    --------
+    >>> from shardspec.checkpoint.formats import formats
+    >>> [format.name for format in formats() if format.recognises(["model.safetensors"])]
+    ['huggingface']
+    """
+
+    name: str
+    """As `merge(format=)` and the command line name it."""
+    recognises: Callable[[Collection[str]], bool]
+    """Returns whether a directory with these names is of this format."""
+    open: Callable[[StoragePath, OpenOptions], Catalog]
+    """Reads what describes a checkpoint at a directory or file, and not its data."""
+    lay_out: Callable[[Catalog, Wanted], Target] | None = None
+    """Returns the files of an output, and which boxes they hold; None if it is only read."""
+    writes: tuple[Way, ...] = ()
+    """How `lay_out` can be asked to write."""
+    title: str = ""
+    """As text calls it, and the catalogs that `open` returns; by default its name."""
+    extensions: tuple[str, ...] = ()
+    """How the names of files end that are checkpoints by themselves. If it has any, whole tensors
+    are written into one such file, else into a directory."""
+    owns: Callable[[str], bool] = never
+    """Returns whether a relative name in a directory of this format is of a file of its own, beside
+    those that its catalog lists: such files are replaced when the checkpoint is."""
+    sidecars: Callable[[StoragePath, Collection[str]], set[str]] = model_sidecars
+    """Returns which files of a directory belong to the checkpoint in it beside the weights, given
+    their names; they are copied into outputs that are directories."""
+    keeps: Literal["tensors", "notes", "values", "objects"] = "values"
+    """What it has beside tensors: nothing; notes of a run; entries of the state dict that are plain
+    values; or all entries, which are then copied as they are stored."""
+    limits_files: bool = False
+    """Whether `lay_out` takes `Wanted.max_shard_bytes`."""
+    stacks_layers: bool = False
+    """Whether Megatron-core saves in it, with a tensor for each weight of all layers."""
+    whole_run: str = ""
+    """What text calls an output that is made of all that a run has saved, for any number of ranks,
+    so that nothing is chosen, named or sharded; empty if it is not."""
+    instead: str = ""
+    """If it is only read: what to write instead."""
+    reads_file: Callable[[FileStart], bool] = never
+    """Returns whether a file is a checkpoint by itself, or names the others of one."""
+    names_others: Callable[[str], bool] = never
+    """Returns whether the other files of a checkpoint lie beside a file of this name."""
+    part_of: Callable[[StoragePath], StoragePath | None] | None = None
+    """Returns the directory of the checkpoint that a file is a part of. By default that is the
+    directory of any file whose name is recognised, if `reads_file` is not given."""
+    newest: Callable[[StoragePath, Sequence[str]], Newest | None] | None = None
+    """Returns the checkpoint that counts in a directory with these names, if it is of a run."""
+    nested: bool = False
+    """Whether files lie in directories below."""
+    takes: tuple[str, ...] = ()
+    """The `OpenOptions` that `open` heeds; others are refused."""
+    known_by: str = ""
+    """Example of a file in its directories, for errors."""
+
+    @property
+    def called(self) -> str:
+        """What text calls it."""
+        return self.title or self.name
+
+    @property
+    def one_file(self) -> bool:
+        """Whether whole tensors are written into one file."""
+        return bool(self.extensions)
+
+    def directory_of(self, path: StoragePath) -> StoragePath | None:
+        """Return the directory that a file stands for; None if it stands for itself."""
+        if self.part_of is not None:
+            return self.part_of(path)
+        is_part = self.reads_file is never and self.recognises((path.name,))
+        return path.parent if is_part else None
+
+
+@cache
+def _module(name: str) -> Format:
+    format: object = import_module(f"shardspec.checkpoint.formats.{name}").FORMAT
+    assert isinstance(format, Format), name
+    return format
+
+
+def formats(names: Collection[str] | None = None) -> Iterator[Format]:
+    """Yield all formats in the order in which they are asked, or those that may have such names."""
+    yield from built_in(names)
+    yield from installed()
+
+
+def built_in(names: Collection[str] | None = None) -> Iterator[Format]:
+    """Yield the formats that come along, or of these the ones that may have such names."""
+    for module, markers in MODULES.items():
+        if names is None or any(marker in name for marker in markers for name in names):
+            yield _module(module)
+
+
+@cache
+def installed() -> tuple[Format, ...]:
+    """Return the formats of other packages, sorted by the names of their entry points.
+
+    Raises `CheckpointError` if one cannot be loaded, or has the name or extension of another.
+    """
+    # Imported here, as it takes as long as reading a small checkpoint.
+    from importlib.metadata import entry_points
+
+    points = sorted(entry_points(group=GROUP), key=lambda point: (point.name, point.value))
+    others = list(built_in()) if points else []
+    for point in points:
+        format = _loaded(point)
+        taken = {name for other in others for name in _names(other)}
+        for name in _names(format):
+            if name in taken:
+                raise CheckpointError(
+                    f"{_called(point)}: {name!r} is taken by another format; uninstall one of the "
+                    "packages"
+                )
+        others.append(format)
+    return tuple(others[len(MODULES) :])
+
+
+def _names(format: Format) -> tuple[str, ...]:
+    """Return the name and extensions of a format, which no other format may have."""
+    return (format.name, *(format.extensions if format.writes else ()))
+
+
+def _loaded(point: "EntryPoint") -> Format:
+    try:
+        format: object = point.load()
+    except Exception as error:  # importing another package may raise anything
+        raise CheckpointError(
+            f"{_called(point)} cannot be loaded ({type(error).__name__}: {error}); mend or "
+            "uninstall that package"
+        ) from error
+    if not isinstance(format, Format):
+        raise CheckpointError(
+            f"{_called(point)} leads to a {type(format).__name__}; it should lead to a "
+            "shardspec.checkpoint.formats.Format"
+        )
+    return format
+
+
+def _called(point: "EntryPoint") -> str:
+    package = "" if point.dist is None else f" of the package {point.dist.name}"
+    return f"the format {point.name!r}{package}"
+
+
+def format_of(names: Sequence[str]) -> Format | None:
+    """Return the format of a directory with these names."""
+    return next((format for format in formats(names) if format.recognises(names)), None)
+
+
+def format_called(title: str) -> Format | None:
+    """Return the format with a title, as catalogs have it."""
+    return next((format for format in formats() if format.called == title), None)
+
+
+def written_names(way: Way) -> list[str]:
+    """Return the names of the formats that can be written in a way."""
+    return [format.name for format in formats() if way in format.writes]
+
+
+def written_format(name: str, way: Way) -> Format:
+    """Return a format by its name; raises `CheckpointError` if it cannot be written in a way."""
+    format = next((format for format in formats() if format.name == name), None)
+    if format is not None and way in format.writes:
+        return format
+    problem = f"there is no format {name!r}"
+    if format is not None:
+        other = "is not for whole tensors" if way == "merged" else "is not for shards"
+        problem = f"the format {name!r} {other if format.writes else 'is only read'}"
+        problem += f"; {format.instead}" if format.instead else ""
+    raise CheckpointError(f"{problem}; choose one of {', '.join(written_names(way))}")
+
+
+def default_format(way: Way, suffix: str = "", *, directory: bool = False) -> Format:
+    """Return the format that is written if the caller names none.
+
+    It is the one whose files end in `suffix`, unless a `directory` is to be written.
+    """
+    if way == "sharded":
+        return _module(DEFAULTS["shards"])
+    for format in formats() if suffix and not directory else ():
+        if suffix.lower() in format.extensions and way in format.writes:
+            return format
+    return _module(DEFAULTS["directory" if directory else "file"])
+
+
+def merged_format(
+    output: StoragePath, name: str | None, max_shard_bytes: int | None, in_directory: bool
+) -> Format:
+    """Return the format of a merged output; `in_directory` if its path ends in a slash.
+
+    Raises `CheckpointError` if the format, the limit and the path contradict each other.
+    """
+    if name is None:
+        suffix = output.suffix.lower()
+        by_default = default_format("merged", suffix, directory=in_directory)
+        limited = max_shard_bytes is not None and suffix not in by_default.extensions
+        chosen = default_format("merged", directory=True) if limited else by_default
+    else:
+        chosen = written_format(name, "merged")
+    if max_shard_bytes is not None and (max_shard_bytes < 1 or not chosen.limits_files):
+        other = default_format("merged", directory=True).name
+        raise CheckpointError(
+            f"{output}: a limit of {max_shard_bytes} bytes a file (",
+            Argument("max_shard_bytes"),
+            f") is not for the format {chosen.name!r}, or below 1; leave it out, or choose the "
+            f"format {other!r} and name a directory",
+        )
+    if in_directory and chosen.one_file:
+        raise CheckpointError(
+            f"{output}/: is named as a directory, but the format {chosen.name!r} is one file; "
+            "leave out the slash, or choose another format"
+        )
+    return chosen
+
+
+# --- directories of runs, which hold several checkpoints
+
+
+def named_by(
+    tracker: StoragePath, names: Collection[str], folders_of: Callable[[str], Sequence[str]]
+) -> Newest:
+    """Return the checkpoint that a file of a run names.
+
+    `folders_of` returns the names that a directory may have for what the file says. Raises
+    `CheckpointError` if none of them is among `names`.
+    """
+    run = tracker.parent
+    path = file_inside(run, tracker.name, run)
+    with path.open() as file:
+        text = file.read(0, min(file.num_bytes, _MOST_TRACKER_BYTES)).strip().decode("latin1")
+    name = next((name for name in folders_of(text) if name in names), "")
+    if not name or not file_inside(run, name, path).is_dir():
+        raise CheckpointError(
+            f"{path}: says {text!r:.200}, but no such checkpoint is beside it; name the "
+            "directory of the checkpoint itself"
+        )
+    return Newest(run / name, f"reading {name}, which {tracker.name} names")
+
+
+def only_one(run: StoragePath, checkpoints: Sequence[str], tracker: str) -> Newest:
+    """Return the one checkpoint in a run without a `tracker`; raises CheckpointError if several."""
+    if len(checkpoints) != 1:
+        raise CheckpointError(
+            f"{run}: has the checkpoints {', '.join(checkpoints) or '(none)'} and no {tracker} "
+            "that says which counts; name the directory of one"
+        )
+    place = file_inside(run, checkpoints[0], run)
+    return Newest(place, f"reading {checkpoints[0]}, which is the only one")

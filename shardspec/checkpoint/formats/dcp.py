@@ -1,13 +1,13 @@
 """Directories of `torch.distributed.checkpoint`: ``.metadata`` and ``*.distcp`` files.
 
 The metadata, a pickle, lists the chunks of every tensor and the file that stores each. A chunk is a
-small zip, in which the tensor's bytes are read in place. No file names its rank, and the metadata
-has no digests: a file in the place of another is found by the lengths, shapes and dtypes of its
-chunks. **Swapped or copied files whose chunks agree in these cannot be told apart.**
+small zip, in which the tensor's bytes are read in place. Files do not name their rank, and the
+metadata has no digests: a file in the place of another is detected by the lengths, shapes and
+dtypes of its chunks. **Swapped or copied files whose chunks agree in these cannot be detected.**
 
-Megatron-core's ``torch_dist`` is such a directory. Before 0.13 its distributed optimizer stores
-tensors **flat**: each data parallel rank has a stretch of a block of the tensor, which is listed
-with one dim for each fragmented axis and one for the elements of a block. Source: metadata.py,
+Megatron-core's ``torch_dist`` is such a directory. Before version 0.13 its distributed optimizer
+stores tensors **flat**: each data parallel rank has a range of a block of the tensor, listed with
+one dim for each fragmented axis and one for the elements of a block. Source: metadata.py,
 planner.py, filesystem.py, default_planner.py of torch/distributed/checkpoint; strategies/torch.py
 and resharding.py of megatron/core/dist_checkpointing.
 """
@@ -24,13 +24,12 @@ from typing import Final, NamedTuple
 from shardspec.boxes import box_shape
 from shardspec.checkpoint import catalog
 from shardspec.checkpoint.catalog import FileBox, Outline, StoredBox, StoredObject, box_text
-from shardspec.checkpoint.format import Format, OpenOptions, Wanted
-from shardspec.checkpoint.read_boxes import crc32
-from shardspec.checkpoint.sidecars import WITHOUT_SIDECARS, model_sidecars
+from shardspec.checkpoint.formats import Format, OpenOptions, Wanted
+from shardspec.checkpoint.read_boxes import crc32_of, crc_text
 from shardspec.checkpoint.storage.path import SourceFile, StoragePath, file_inside
 from shardspec.checkpoint.storage.reading import prefetch_map
-from shardspec.checkpoint.strict_json import parse_json
-from shardspec.checkpoint.targets import Target
+from shardspec.checkpoint.storage.strict_json import parse_json
+from shardspec.checkpoint.targets import WITHOUT_SIDECARS, Target, model_sidecars
 from shardspec.checkpoint.torch_files import unpickler, values
 from shardspec.checkpoint.torch_files.dcp_metadata import (
     METADATA_NAME,
@@ -42,7 +41,6 @@ from shardspec.checkpoint.torch_files.dcp_metadata import (
 from shardspec.checkpoint.torch_files.dcp_target import dcp_target
 from shardspec.checkpoint.torch_files.dtensors import read_torch
 from shardspec.checkpoint.torch_files.states import (
-    ARGUMENT_NAMES,
     StateTensor,
     flat_contents,
     plain_value,
@@ -57,20 +55,21 @@ from shardspec.resharding.state import KeyPath
 
 _OF_A_RANK: Final = re.compile(r"__(\d{1,9})_\d+\.distcp")
 _OWN_METADATA: Final = re.compile(r"__\d+\.metadata")
-"""What each rank writes with use_collectives=False."""
+"""The metadata of one rank, written with use_collectives=False."""
 _OBJECT_OF_MEGATRON: Final = re.compile(r"/shard_[0-9.]+_[0-9.]+\Z")
-"""End of the names of Megatron-core's objects, such as ``/shard_0.1_4.2``."""
+"""The end of the names of Megatron-core's objects, such as ``/shard_0.1_4.2``."""
 _MEGATRON: Final = frozenset(("common.pt", "metadata.json"))
-"""Of Megatron-core; one of them alone is something else."""
+"""Files beside the weights that Megatron-core writes; it writes both."""
 _LIGHTNING: Final = "meta.pt"
-_PIECE_BYTES: Final = 1 << 20
+_MAX_METADATA_BYTES: Final = 1 << 20
+"""Bytes read of Megatron-core's ``metadata.json``."""
 _OF_OPTIMIZER: Final = re.compile(r"optimizer\.state\.(exp_avg|exp_avg_sq|param|fp32_param)\.")
 
 
 class _DcpCatalog(catalog.Catalog):
-    """A directory of torch's; nested names are joined by dots, as torch does.
+    """The tensors and values of such a directory; nested names are joined by dots, as torch does.
 
-    Tensors that are pickled within entries are among its tensors; `as_stored` has these entries.
+    Tensors that are pickled within entries count as tensors; in `as_stored`, the entries are whole.
     """
 
     def __init__(
@@ -82,20 +81,20 @@ class _DcpCatalog(catalog.Catalog):
         objects: Mapping[str, StoredObject],
         as_stored: "_DcpCatalog | None" = None,
     ) -> None:
-        held = tensors.keys() | inside.tensors.keys()
+        names = tensors.keys() | inside.tensors.keys()
         listed = (directory / METADATA_NAME, *files)
-        super().__init__(FORMAT.called, directory, held, listed, None, inside.values)
+        super().__init__(FORMAT.called, directory, names, listed, None, inside.values)
         self._outlines, self._inside, self.objects = tensors, inside, objects
         self._tensors = catalog.LazyTensorCache(self._look_up)
         self._as_stored = as_stored or self
 
     def as_stored(self) -> catalog.Catalog:
-        """Return the checkpoint with its entries whole."""
+        """Return the checkpoint with pickled entries whole."""
         self._as_stored.snapshot = self.snapshot
         return self._as_stored
 
     def outline(self, name: str) -> Outline[FileBox]:
-        """Return a tensor by the metadata alone."""
+        """Return a tensor as the metadata describes it."""
         if (pickled := self._inside.tensors.get(name)) is not None:
             return pickled
         return self._outlines[name]
@@ -105,7 +104,7 @@ class _DcpCatalog(catalog.Catalog):
         return self._inside.tensors.get(name) or self._tensors(name)
 
     def origin(self, name: str) -> Hashable:
-        """Return where its chunks lie, by the metadata."""
+        """Return the places of a tensor's chunks in the metadata."""
         if name in self._inside.tensors:
             return super().origin(name)
         boxes = self._outlines[name].boxes
@@ -121,31 +120,31 @@ class _DcpCatalog(catalog.Catalog):
 def _read_chunk(outline: Outline[StoredChunk], chunk: StoredChunk) -> StoredBox:
     what = f"{chunk.path}: tensor {outline.name!r}, box {box_text(chunk.box)}"
     with chunk.path.open() as file:
-        found = read_torch_zip(file, chunk.place.offset, chunk.place.num_bytes, what)
-        value = read_torch(found, found.pickle(file))
-        said, due = f"a {type(value).__name__}", f"{list(chunk.stored)} of {outline.dtype}"
+        archive = read_torch_zip(file, chunk.place.offset, chunk.place.num_bytes, what)
+        value = read_torch(archive, archive.pickle(file))
+        actual, expected = f"a {type(value).__name__}", f"{list(chunk.stored)} of {outline.dtype}"
         if isinstance(value, values.TorchTensor) and value.placed is None:
-            said = f"{list(value.shape)} of {value.dtype}"
-        if not isinstance(value, values.TorchTensor) or said != due:
+            actual = f"{list(value.shape)} of {value.dtype}"
+        if not isinstance(value, values.TorchTensor) or actual != expected:
             raise CheckpointError(
-                f"{what}: is {said} there, but {METADATA_NAME} says {due}; the file is from "
+                f"{what}: is {actual} there, but {METADATA_NAME} says {expected}; the file is from "
                 "another save, restore the right one"
             )
-        place = tensor_place(value, file, found)
+        place = tensor_place(value, file, archive)
     if place.strides is not None and chunk.stored != box_shape(chunk.box):
-        raise CheckpointError(f"{what}: a stretch of a flat tensor has strides; it is damaged")
+        raise CheckpointError(f"{what}: a range of a flat tensor has strides; it is damaged")
     at = place.offset + chunk.start * item_bytes(outline.dtype)
     return StoredBox(chunk.box, (), chunk.rank, chunk.path, at, place.digest, place.strides)
 
 
 class _Inside(NamedTuple):
-    """What the pickles of entries hold, by names joined with dots."""
+    """The contents of pickled entries, by names joined with dots."""
 
     tensors: Mapping[str, catalog.StoredTensor]
     values: Mapping[str, object]
     paths: Mapping[str, KeyPath]
-    of: Mapping[str, Sequence[catalog.StoredTensor]]
-    """The tensors by entries."""
+    of_entry: Mapping[str, Sequence[catalog.StoredTensor]]
+    """The tensors in each entry."""
 
 
 def _look_inside(
@@ -154,64 +153,62 @@ def _look_inside(
     taken: Collection[str],
     ranks: Mapping[StoragePath, int],
 ) -> _Inside:
-    """Read the pickles of entries; `taken` are the names of tensors beside them."""
+    """Return the contents of pickled entries; `taken` are the names of tensors beside them."""
     tensors: dict[str, catalog.StoredTensor] = {}
     others: dict[str, object] = {}
     paths: dict[str, KeyPath] = {}
-    of: dict[str, list[catalog.StoredTensor]] = {}
-    known = taken, tensors, others
+    of_entry: dict[str, list[catalog.StoredTensor]] = {}
+    groups = taken, tensors, others
     for name, place in entries.items():
         at = keys.get(name, (name,))
         with place.path.open() as file:
-            found = read_torch_zip(file, *place[1:], f"{place.path}: entry {name!r}")
+            archive = read_torch_zip(file, *place[1:], f"{place.path}: entry {name!r}")
             try:
-                value = read_torch(found, found.pickle(file), ARGUMENT_NAMES)
+                value = read_torch(archive, archive.pickle(file))
                 if _OBJECT_OF_MEGATRON.search(name):
-                    # Megatron loads these by name; they are of no use to others.
-                    plain = plain_value(value, found)
+                    # Only Megatron uses these, by name.
+                    plain = plain_value(value, archive)
                     if not catalog.is_plain_entry(plain):
                         plain = catalog.OpaqueValue("an object of Megatron", _digest(file, place))
                     others[name] = plain
                     continue
-                held = flat_contents(value, at, place.path)
-                for inner in (*held.tensors, *held.others):
-                    if any(inner in held_names for held_names in known) or (
+                contents = flat_contents(value, at, place.path)
+                for inner in (*contents.tensors, *contents.others):
+                    if any(inner in names for names in groups) or (
                         inner != name and inner in entries
                     ):
                         raise unpickler.PickleError(f"{inner!r} is another entry, or in one")
             except unpickler.PickleError as error:
-                # It can be copied, but who knows what is in it.
+                # It can be copied, but may have any contents.
                 text = f"a pickle that is not read: {error}"
                 others[name] = catalog.OpaqueValue(text, _digest(file, place), tensors=True)
                 continue
-            for inner, tensor in held.tensors.items():
+            for inner, tensor in contents.tensors.items():
                 if tensor.shape == tensor.global_shape:
-                    whole = StateTensor(tensor, tensor_place(tensor, file, found))
+                    whole = StateTensor(tensor, tensor_place(tensor, file, archive))
                     tensors[inner] = whole_tensor(inner, place.path, whole, ranks[place.path])
-                    of.setdefault(name, []).append(tensors[inner])
+                    of_entry.setdefault(name, []).append(tensors[inner])
                 else:
                     text = f"a part of a tensor of shape {list(tensor.global_shape)}"
                     others[inner] = catalog.OpaqueValue(text, _digest(file, place), tensors=True)
-            for inner, part in held.others.items():
-                plain = plain_value(part, found)
+            for inner, part in contents.others.items():
+                plain = plain_value(part, archive)
                 if isinstance(plain, catalog.OpaqueValue) and plain.digest is None:
                     plain = replace(plain, digest=_digest(file, place))
                 others[inner] = plain
-            paths |= held.paths
-    return _Inside(tensors, others, paths, of)
+            paths |= contents.paths
+    return _Inside(tensors, others, paths, of_entry)
 
 
 def _digest(file: SourceFile, place: StoredObject) -> str:
-    """Return a digest of all bytes of an entry."""
-    crc, end = 0, place.offset + place.num_bytes
-    for start in range(place.offset, end, _PIECE_BYTES):
-        crc = crc32(file.read(start, min(_PIECE_BYTES, end - start)), crc)
-    return f"{place.num_bytes} bytes of CRC-32 {crc:08x}"
+    """Return a digest of the bytes of an entry."""
+    crc = crc32_of(file, place.offset, place.num_bytes)
+    return f"{place.num_bytes} bytes of CRC-32 {crc_text(crc)}"
 
 
 @unpickler.no_collection()
 def _open(directory: StoragePath, _: OpenOptions) -> catalog.Catalog:
-    """Read the metadata, and check that its files exist and have the right length."""
+    """Read the metadata, and check that its files exist and have the right lengths."""
     path = file_inside(directory, METADATA_NAME, directory)
     if not path.exists():
         why = "which is written last; the save did not finish"
@@ -223,10 +220,10 @@ def _open(directory: StoragePath, _: OpenOptions) -> catalog.Catalog:
     for place in places.values():
         by_file.setdefault(place.path, []).append(place)
     files = sorted(by_file, key=attrgetter("name"))
-    said = map(_OF_A_RANK.fullmatch, (file.name for file in files))
+    matches = map(_OF_A_RANK.fullmatch, (file.name for file in files))
     ranks = {
         file: int(match[1]) if match else number
-        for number, (file, match) in enumerate(zip(files, said, strict=True))
+        for number, (file, match) in enumerate(zip(files, matches, strict=True))
     }
     tensors: dict[str, Outline[StoredChunk]] = {}
     others: dict[str, StoredObject] = {}
@@ -244,7 +241,7 @@ def _open(directory: StoragePath, _: OpenOptions) -> catalog.Catalog:
                 case _:
                     raise ValueError("an entry needs a name and a kind")
         except (TypeError, ValueError) as error:
-            # Those of Python itself say nothing of the file.
+            # The text of a TypeError is Python's, and not about the file.
             problem = "it is not as torch writes it" if isinstance(error, TypeError) else error
             raise CheckpointError(
                 f"{path}: {name!r:.200}: {problem}; the metadata contradicts itself, save again"
@@ -259,20 +256,20 @@ def _open(directory: StoragePath, _: OpenOptions) -> catalog.Catalog:
                 "it with Megatron's own tools to fully_reshardable"
             )
     for file in files:
-        # Of replicas that older versions were told to keep, only one place is listed.
+        # Of replicas, which older versions could keep, only one place is listed.
         _check_file(file, by_file[file], exact=not repeated)
-    unread = {name: _unread(found) for name, found in tensors.items() if not _is_read(found)}
-    tensors = {name: found for name, found in tensors.items() if name not in unread}
+    unread = {name: _unread(tensor) for name, tensor in tensors.items() if not _is_read(tensor)}
+    tensors = {name: tensor for name, tensor in tensors.items() if name not in unread}
     whole = _DcpCatalog(
         directory, tensors, files, _Inside({}, {**others, **unread}, {}, {}), others
     )
     whole.paths = {name: keys[name] for name in (*tensors, *others) if name in keys}
     inside = _look_inside(others, keys, {*tensors, *unread}, ranks)
     inside = inside._replace(values={**inside.values, **unread})
-    whole.pickled = inside.of
-    found = _DcpCatalog(directory, tensors, files, inside, {}, whole)
-    found.paths = {**{name: keys[name] for name in tensors if name in keys}, **inside.paths}
-    return found
+    whole.pickled = inside.of_entry
+    opened = _DcpCatalog(directory, tensors, files, inside, {}, whole)
+    opened.paths = {**{name: keys[name] for name in tensors if name in keys}, **inside.paths}
+    return opened
 
 
 def _is_read(outline: Outline[StoredChunk]) -> bool:
@@ -284,7 +281,7 @@ def _is_read(outline: Outline[StoredChunk]) -> bool:
 
 
 def _unread(outline: Outline[StoredChunk]) -> catalog.OpaqueValue:
-    """Return what stands for a tensor of a dtype that is not supported."""
+    """Return the value that represents a tensor of an unsupported dtype."""
     chunks = sorted((chunk.place for chunk in outline.boxes), key=attrgetter("path", "offset"))
     digests = [str(outline.shape)]
     for place in chunks:
@@ -320,15 +317,11 @@ def _check_file(path: StoragePath, places: Sequence[StoredObject], *, exact: boo
 
 def _recognises(names: Collection[str]) -> bool:
     parts = (_OF_A_RANK, _OWN_METADATA)
-    return METADATA_NAME in names or any(one.fullmatch(name) for one in parts for name in names)
-
-
-def _owns(name: str) -> bool:
-    return _recognises((name,))
+    return METADATA_NAME in names or any(own.fullmatch(name) for own in parts for name in names)
 
 
 def _sidecars(directory: StoragePath, names: Collection[str]) -> set[str]:
-    """Return the files of a model, and those that Megatron-core and Lightning write beside it."""
+    """Return the files of a model, and those of Megatron-core and Lightning beside them."""
     run = {_LIGHTNING, *(_MEGATRON if set(names) >= _MEGATRON else ())}
     return model_sidecars(directory, names) | run.intersection(names)
 
@@ -340,22 +333,22 @@ def _lay_out(source: catalog.Catalog, wanted: Wanted) -> Target:
     return dcp_target(wanted.mesh, wanted.tensors, wanted.layouts, kept.values, kept.paths)
 
 
-def _check_megatron(source: catalog.Catalog, there: frozenset[str]) -> None:
-    """Check that Megatron-core can load what is written, if it has written what is read."""
+def _check_megatron(source: catalog.Catalog, names: frozenset[str]) -> None:
+    """Check that Megatron-core can load the output, if it has written the source."""
     directory, megatron = source.directory, any(map(_OBJECT_OF_MEGATRON.search, source.objects))
-    said: object = None
-    if "metadata.json" in there:
+    stated: object = None
+    if "metadata.json" in names:
         path = file_inside(directory, "metadata.json", directory)
         with path.open() as file:
-            data = file.read(0, min(file.num_bytes, _PIECE_BYTES))
+            data = file.read(0, min(file.num_bytes, _MAX_METADATA_BYTES))
         # Other tools have files of this name too.
         if megatron or b'"sharded_backend"' in data:
-            said = parse_json(data, path, "description")
-    if said is None and not megatron:
+            stated = parse_json(data, path, "description")
+    if stated is None and not megatron:
         return
-    backend = said.get("sharded_backend") if isinstance(said, dict) else None
+    backend = stated.get("sharded_backend") if isinstance(stated, dict) else None
     problem = f"metadata.json says sharded_backend {backend!r}, and not 'torch_dist'"
-    if missing := min(_MEGATRON - there, default=""):
+    if missing := min(_MEGATRON - names, default=""):
         problem = f"{missing} is missing"
     if missing or backend != "torch_dist":
         raise CheckpointError(
@@ -374,7 +367,7 @@ FORMAT: Final = Format(
     open=_open,
     lay_out=_lay_out,
     writes=("merged", "sharded"),
-    owns=_owns,
+    owns=lambda name: _recognises((name,)),
     sidecars=_sidecars,
     keeps="objects",
     stacks_layers=True,

@@ -2,14 +2,14 @@
 
 With ``HuggingFaceStorageWriter(save_distributed=True)``, rank r writes
 ``shard-{r+1:05}-model-{i:05}-of-{n:05}.safetensors`` for every i of the n files of the merged model
-for which it has something. **Nothing says how large the tensors are, nor how many ranks there
-were.** So the extent of the boxes counts as the shape only if one of these confirms it:
+of which it has tensors. **Neither the shapes of tensors nor the number of ranks is recorded.** So
+the extent of the boxes is taken for the shape only if one of these confirms it:
 
-- the caller says how many ranks have written files (`ranks`), and as many are there;
-- the shards of several ranks, whose numbers and boxes leave no gap and whose sizes are those of
-  `torch.chunk` for as many ranks or an axis of theirs; a note tells the user of the assumption;
-- merged tensors of the same names, shapes and dtypes above the shards, whose folder is called
-  ``sharded``: torch writes them with ``enable_consolidation=True``.
+- the caller states how many ranks have written files (`ranks`), and as many are there;
+- there are shards of several ranks, whose numbers and boxes leave no gap and whose sizes are those
+  of `torch.chunk` for that many ranks or one of their axes; a note states the assumption;
+- the folder is called ``sharded``, and merged tensors of the same names, shapes and dtypes lie
+  above it: torch writes them with ``enable_consolidation=True``.
 
 Source: hf_storage.py and _hf_utils.py of torch/distributed/checkpoint, torch 2.8 to 2.13.
 """
@@ -24,13 +24,12 @@ from shardspec.checkpoint.catalog import (
     StoredBox,
     StoredTensor,
     box_text,
-    check_tiling,
 )
-from shardspec.checkpoint.format import Format, OpenOptions
-from shardspec.checkpoint.formats import huggingface, safetensors
-from shardspec.checkpoint.model_files import is_data_file, is_index
+from shardspec.checkpoint.formats import Format, OpenOptions, huggingface, safetensors
+from shardspec.checkpoint.formats.model_files import is_data_file, is_index
 from shardspec.checkpoint.storage.path import StoragePath, file_inside
 from shardspec.checkpoint.storage.reading import prefetch_map
+from shardspec.checkpoint.tiling import check_tiling
 from shardspec.errors import CheckpointError
 from shardspec.text import Argument
 
@@ -42,7 +41,7 @@ _SHARD: Final = re.compile(r"shard-(\d+)-model-(\d+)-of-(\d+)\.safetensors")
 
 
 def _open(directory: StoragePath, options: OpenOptions) -> Catalog:
-    """Read the header and the offsets of every shard, and check what the shapes rest on."""
+    """Read the header and offsets of every shard, and check that the shapes are confirmed."""
     ranks = options.ranks
     names = [name for name in directory.names() if is_data_file(name)]
     shards: _Shards = {}
@@ -51,9 +50,9 @@ def _open(directory: StoragePath, options: OpenOptions) -> Catalog:
         if match := _SHARD.fullmatch(name):
             number, model, count = map(int, match.groups())
             first, models = first or name, models or count
-            known = shards.setdefault((number, model), file_inside(directory, name, directory))
-            if known.name != name or number < 1 or not 1 <= model <= count == models:
-                other = known.name if known.name != name else first
+            path = shards.setdefault((number, model), file_inside(directory, name, directory))
+            if path.name != name or number < 1 or not 1 <= model <= count == models:
+                other = path.name if path.name != name else first
                 raise CheckpointError(
                     f"{directory}: {other} and {name} cannot be of one save; move that of the "
                     "other save away"
@@ -68,21 +67,21 @@ def _open(directory: StoragePath, options: OpenOptions) -> Catalog:
     home, merged = directory.resolved(), None
     beside = home.parent.names() if home.name == "sharded" else []
     if any(is_index(name) or is_data_file(name) for name in beside):
-        # The merged model that torch has written above the shards.
-        whole = huggingface.open_model(home.parent)
+        # torch has written the merged model above the shards.
+        whole = huggingface.open_model(home.parent, options)
         merged = dict(zip(whole.names, map(whole.tensor, whole.names), strict=True))
-        said, due = (
-            {name: f"{found.dtype} of shape {list(found.shape)}" for name, found in held.items()}
-            for held in (tensors, merged)
+        in_shards, in_merged = (
+            {name: f"{x.dtype} of shape {list(x.shape)}" for name, x in group.items()}
+            for group in (tensors, merged)
         )
-        for name in sorted(said.keys() | due.keys()):
-            if said.get(name) != due.get(name):
+        for name in sorted(in_shards.keys() | in_merged.keys()):
+            if in_shards.get(name) != in_merged.get(name):
                 raise CheckpointError(
-                    f"tensor {name!r} is {said.get(name, 'absent')} in the shards and "
-                    f"{due.get(name, 'absent')} in the merged files above them; a shard is "
+                    f"tensor {name!r} is {in_shards.get(name, 'absent')} in the shards and "
+                    f"{in_merged.get(name, 'absent')} in the merged files above them; a shard is "
                     "missing, or the two are not of one save"
                 )
-    found = Catalog(FORMAT.called, directory, tensors, tuple(shards.values()))
+    catalog = Catalog(FORMAT.called, directory, tensors, tuple(shards.values()))
     numbers = {number for number, _ in shards}
     if merged is None or ranks is not None:
         _check_ranks(directory, numbers, ranks)
@@ -98,15 +97,15 @@ def _open(directory: StoragePath, options: OpenOptions) -> Catalog:
         for tensor in tensors.values():
             check_tiling(tensor)
             _check_chunks(directory, tensor, count)
-        found.notes = (
+        catalog.notes = (
             f"assuming that {count} ranks wrote it: their shards leave no gap, but no file "
             "says that there was no later one; give the number of ranks to have it checked",
         )
-    return found
+    return catalog
 
 
 def _read(shards: _Shards) -> dict[str, StoredTensor]:
-    """Return the tensors, as large as their boxes reach."""
+    """Return the tensors, with the extent of their boxes as the shape."""
     boxes: dict[str, dict[Box, StoredBox]] = {}
     reach: dict[str, tuple[tuple[int, ...], str, StoragePath]] = {}
     depth = next(iter(shards.values())).files_ahead()
@@ -127,9 +126,9 @@ def _read(shards: _Shards) -> dict[str, StoredTensor]:
                     )
                 reach[name] = tuple(map(max, before, ends)), dtype, other
                 box = tuple(zip(offsets[name], ends, strict=True))
-                held = StoredBox(box, (), number - 1, path, offset)
-                first = boxes.setdefault(name, {}).setdefault(box, held)
-                if first is not held:
+                stored = StoredBox(box, (), number - 1, path, offset)
+                first = boxes.setdefault(name, {}).setdefault(box, stored)
+                if first is not stored:
                     raise CheckpointError(
                         f"tensor {name!r}: {first.path} and {path} both hold its box "
                         f"{box_text(box)}, which torch stores once; one is a copy, restore the "
@@ -143,25 +142,25 @@ def _read(shards: _Shards) -> dict[str, StoredTensor]:
     }
 
 
-def _check_ranks(directory: StoragePath, known: set[int], ranks: int | None) -> None:
-    """Compare the ranks that are there with how many there were; refuse if nothing says that."""
-    count = len(known)
-    missing = min(set(range(1, max(ranks or 0, *known, 0) + 1)) - known, default=None)
+def _check_ranks(directory: StoragePath, numbers: set[int], ranks: int | None) -> None:
+    """Check the number of ranks that have files; refuse if it cannot be confirmed."""
+    count = len(numbers)
+    missing = min(set(range(1, max(ranks or 0, *numbers, 0) + 1)) - numbers, default=None)
     if ranks is None:
-        certain, due = missing is None and count > 1, "no file says how many ranks there were"
+        certain, stated = missing is None and count > 1, "no file says how many ranks there were"
     else:
-        certain, due = count == ranks, f"{ranks} are said to have written some"
+        certain, stated = count == ranks, f"{ranks} are stated to have written some"
     if not certain:
         lacks = "" if missing is None else f"; shard {missing} is not there"
         raise CheckpointError(
-            f"{directory}: holds shards of {count} rank{'s' * (count > 1)}, but {due}{lacks}; "
+            f"{directory}: holds shards of {count} rank{'s' * (count > 1)}, but {stated}{lacks}; "
             "restore what is missing, or say how many ranks had something to write: ",
             Argument("ranks", count),
         )
 
 
 def _check_chunks(directory: StoragePath, tensor: StoredTensor, ranks: int) -> None:
-    """Check that a tensor sharded along one dim is sharded as `torch.chunk` does for the ranks."""
+    """Check that a tensor sharded along one dim has the shards of `torch.chunk` for the ranks."""
     dims = range(len(tensor.shape))
     sharded = {d for box in tensor.boxes for d in dims if box.box[d] != (0, tensor.shape[d])}
     if len(sharded) != 1:

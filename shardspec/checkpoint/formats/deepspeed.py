@@ -1,20 +1,20 @@
-"""DeepSpeed's ZeRO checkpoints, stages 1 to 3: what `zero_to_fp32.py` reads, and the moments.
+"""DeepSpeed's ZeRO checkpoints, stages 1 to 3: the weights, as `zero_to_fp32.py`, and the moments.
 
-Every rank has written ``[bf16_]zero_pp_rank_R_mp_rank_00_optim_states.pt`` with **flat** fp32
-tensors, one for each group of parameters, and the optimizer's moments of the same lengths.
+Every rank writes ``[bf16_]zero_pp_rank_R_mp_rank_00_optim_states.pt`` with **flat** fp32 tensors,
+one for each group of parameters, and the optimizer's moments of the same lengths.
 ``[zero_pp_rank_R_]mp_rank_00_model_states.pt``, one file in stages 1 and 2 and one for each rank in
-stage 3, has names and shapes in the order in which the parameters lie (``param_shapes``).
+stage 3, has the names and shapes of the parameters in their order (``param_shapes``).
 
 - Stages 1 and 2: the flat tensors of the ranks, joined, hold a group, with padding at the end, and
   perhaps after each parameter (``param_alignment_paddings``).
 - Stage 3: a rank has ceil(elements / ranks) elements of each parameter, all at the same place.
   Groups follow each other; a parameter may begin in one and end in the next.
 
-A stretch of a flat tensor is a few boxes of the parameter. Tensors are the parameters under their
-names, as fp32; frozen ones and buffers as they are stored; tied ones; and ``optimizer.KIND.NAME``
-for each KIND that the optimizer keeps (``exp_avg``, ``exp_avg_sq``, ``step``). **Swapped files of
-stage 3 cannot be detected**; those of stages 1 and 2 say where they belong
-(``param_slice_mappings``), unless the run had ``round_robin_gradients``.
+A range of a flat tensor is a few boxes of the parameter. Tensors are the parameters under their
+names, as fp32; frozen parameters and buffers as they are stored; tied ones; and
+``optimizer.KIND.NAME`` for each KIND that the optimizer keeps (``exp_avg``, ``exp_avg_sq``,
+``step``). **Swapped files of stage 3 cannot be detected**; those of stages 1 and 2 record their
+place (``param_slice_mappings``), unless the run had ``round_robin_gradients``.
 """
 
 import re
@@ -26,20 +26,18 @@ from math import prod
 from typing import Final, NamedTuple, TypeAlias
 
 from shardspec.checkpoint.catalog import Catalog, StoredBox, StoredTensor
-from shardspec.checkpoint.format import Format, OpenOptions
-from shardspec.checkpoint.parts import DEEPSPEED, EXPERTS, PARTS, PIPELINE, part_text
-from shardspec.checkpoint.runs import Newest, named_by, only_one
+from shardspec.checkpoint.formats import Format, Newest, OpenOptions, named_by, only_one
 from shardspec.checkpoint.storage.path import StoragePath, file_inside
+from shardspec.checkpoint.torch_files.parts import DEEPSPEED, EXPERTS, PARTS, PIPELINE, part_text
 from shardspec.checkpoint.torch_files.states import (
     StateTensor,
     TorchState,
     check_no_copies,
-    of_two_saves,
+    mismatch_error,
     read_torch_states,
 )
 from shardspec.checkpoint.torch_files.unpickler import Record
 from shardspec.checkpoint.torch_files.zero import (
-    DEEPSPEED_NAMES,
     MODULE,
     OPTIMIZER,
     TO_UNIVERSAL,
@@ -60,7 +58,7 @@ OPTIMIZER_FILE: Final = re.compile(
 )
 MODEL_FILE: Final = re.compile(r"(?:zero_pp_rank_(\d{1,6})_)?mp_rank_(\d{2,6})_model_states\.pt")
 _OF_RANK: Final = re.compile(rf"(?!mp_){MODEL_FILE.pattern}")
-"""A single file of model states of all ranks may be of a run without ZeRO."""
+"""A file of one rank; a single file of model states may be of a run without ZeRO."""
 _STEP: Final = re.compile(r"global_step\d+")
 _SCRIPT: Final = "zero_to_fp32.py"
 _TRACKER: Final = "latest"
@@ -74,23 +72,23 @@ _PARALLEL: Final = re.compile(
     r"(?:layer_.*|.*expert_\d.*|.*mp_rank_\d*[1-9]\d*_(?:model|optim))_states\.pt"
 )
 _WEIGHT: Final = ""
-"""The kind of flat tensors that hold parameters; other kinds are the optimizer's."""
+"""The kind of flat tensors that hold parameters; other kinds are states of the optimizer."""
 
 
 class _Run(NamedTuple):
-    """What the ranks have saved."""
+    """The files of all ranks."""
 
     stage: int
     optimizers: Sequence[TorchState]
-    models: Sequence[TorchState]  # one for each rank with stage 3, else one
+    models: Sequence[TorchState]  # with stage 3 one for each rank, else one
 
 
 _ByRank: TypeAlias = dict[tuple[str, int], dict[int, StateTensor]]
-"""By kind and group what each rank has."""
+"""The tensors of each kind and group, by rank."""
 
 
 def _open(directory: StoragePath, _: OpenOptions) -> Catalog:
-    """Read what describes the files of all ranks; not their data."""
+    """Read the descriptions of tensors in the files of all ranks; not their data."""
     run = _read_run(directory)
     parameters, needed = _parameters(run)
     flat, scalars = _kept(run)
@@ -98,18 +96,18 @@ def _open(directory: StoragePath, _: OpenOptions) -> Catalog:
     _check_slices(run, parameters, lines[_WEIGHT])
     tensors = untrained(run.models, run.stage)
     of_groups = _scalars(run, scalars)
-    for one in parameters:
-        group = one.group
+    for parameter in parameters:
+        group = parameter.group
         if run.stage == 3:
-            weights = lines[_WEIGHT][0]
-            group = bisect_right(weights, one.span.start, key=lambda piece: piece.span.start) - 1
+            weights, start = lines[_WEIGHT][0], parameter.span.start
+            group = bisect_right(weights, start, key=lambda piece: piece.span.start) - 1
         kept = of_groups.get(group, {}) | {
-            kind: tensor_of(one, line, run.stage)
+            kind: tensor_of(parameter, line, run.stage)
             for kind, line in lines.items()
             if run.stage == 3 or group in line
         }
         for kind, tensor in kept.items():
-            name = f"optimizer.{kind}.{one.name}" if kind else one.name
+            name = f"optimizer.{kind}.{parameter.name}" if kind else parameter.name
             tensors[name] = replace(tensor, name=name)
     model = run.models[0]
     add_tied(model, tensors)
@@ -125,20 +123,20 @@ def _open(directory: StoragePath, _: OpenOptions) -> Catalog:
 
 
 def _read_run(place: StoragePath) -> _Run:
-    """Return what all ranks saved, in their order, if all is there and of one save."""
-    there = place.names()
+    """Return the files of all ranks in order; raises CheckpointError unless they are one save."""
+    names = place.names()
     for kind in (EXPERTS, PIPELINE):
-        part = next(filter(PARTS[kind][0].fullmatch, there), None)
+        part = next(filter(PARTS[kind][0].fullmatch, names), None)
         if part is not None:
             raise CheckpointError(f"{place}: {part} is {part_text(kind)}")
-    parallel = next(filter(_PARALLEL.fullmatch, there), None)
+    parallel = next(filter(_PARALLEL.fullmatch, names), None)
     if parallel is not None:
         raise CheckpointError(
             f"{place}: {parallel} is of a run with tensor parallel ranks, which is not read; make "
             f"a Universal Checkpoint of it: {TO_UNIVERSAL}"
         )
-    paths = _files(place, there, OPTIMIZER_FILE, None)
-    optimizers = read_torch_states(paths, DEEPSPEED_NAMES)
+    paths = _files(place, names, OPTIMIZER_FILE, None)
+    optimizers = read_torch_states(paths)
     stage, ranks = _number(optimizers[0], "zero_stage"), len(optimizers)
     if stage not in (1, 2, 3):
         raise CheckpointError(
@@ -147,77 +145,80 @@ def _read_run(place: StoragePath) -> _Run:
         )
     for state in optimizers:
         if (own := _number(state, "zero_stage")) != stage:
-            raise of_two_saves(state.path, "zero_stage", own, optimizers[0].path, stage)
-        # Before other files are looked at: they may be all there where the last of these is not.
+            raise mismatch_error(state.path, "zero_stage", own, optimizers[0].path, stage)
+        # Before other files are checked: they may be complete when the last of these is missing.
         _check_ranks(state, "partition_count", _number(state, "partition_count") or ranks, ranks)
-    due = list(range(ranks)) if stage == 3 else [-1]
-    models = read_torch_states(_files(place, there, MODEL_FILE, due), DEEPSPEED_NAMES)
+    expected = list(range(ranks)) if stage == 3 else [-1]
+    models = read_torch_states(_files(place, names, MODEL_FILE, expected))
     first = models[0]
-    alike = [(one, key) for one in models for key in ("ds_version", "global_steps", "param_shapes")]
-    for state, key in (*alike, *((one, "ds_version") for one in optimizers)):
-        said, told = state.extras.get(key), first.extras.get(key)
-        if said != told:
-            raise of_two_saves(state.path, key, said, first.path, told)
+    shared = list(product(models, ("ds_version", "global_steps", "param_shapes")))
+    for state, key in (*shared, *product(optimizers, ("ds_version",))):
+        value, first_value = state.extras.get(key), first.extras.get(key)
+        if value != first_value:
+            raise mismatch_error(state.path, key, value, first.path, first_value)
     for state in models:
         _check_ranks(state, "dp_world_size", state.extras.get("dp_world_size", ranks), ranks)
     check_no_copies(optimizers)
     return _Run(stage, optimizers, models)
 
 
-def _check_ranks(state: TorchState, key: str, said: object, ranks: int) -> None:
-    """Raise CheckpointError if a file says that there were not as many ranks as there are files."""
-    if said != ranks:
-        more = isinstance(said, int) and said > ranks
+def _check_ranks(state: TorchState, key: str, stated: object, ranks: int) -> None:
+    """Raise CheckpointError if a file states another number of ranks than there are files."""
+    if stated != ranks:
+        more = isinstance(stated, int) and stated > ranks
         raise CheckpointError(
-            f"{state.path}: {key} is {said!s:.60}, but {state.path.parent} has files of {ranks} "
+            f"{state.path}: {key} is {stated!s:.60}, but {state.path.parent} has files of {ranks} "
             f"ranks; {'restore the others' if more else 'move those of another save away'}"
         )
 
 
 def _files(
-    place: StoragePath, there: Sequence[str], pattern: re.Pattern[str], due: list[int] | None
+    place: StoragePath, names: Sequence[str], pattern: re.Pattern[str], expected: list[int] | None
 ) -> list[StoragePath]:
-    """Return the files of a kind by rank, -1 for a file of all; by default all that are there."""
-    found: dict[int, str] = {}
+    """Return the files of a kind for the expected ranks, by default all up to the largest.
+
+    Rank -1 stands for a file of all ranks. Raises CheckpointError if one is missing or too many.
+    """
+    by_rank: dict[int, str] = {}
     odd = None
-    for match in filter(None, map(pattern.fullmatch, there)):
-        if found.setdefault(-1 if match[1] is None else int(match[1]), match[0]) != match[0]:
+    for match in filter(None, map(pattern.fullmatch, names)):
+        if by_rank.setdefault(-1 if match[1] is None else int(match[1]), match[0]) != match[0]:
             odd = match[0]
-    due = list(range(1 + max(found, default=0))) if due is None else due
-    models = list(filter(MODEL_FILE.fullmatch, there))
-    if not found and pattern is OPTIMIZER_FILE and models:
+    expected = list(range(1 + max(by_rank, default=0))) if expected is None else expected
+    models = list(filter(MODEL_FILE.fullmatch, names))
+    if not by_rank and pattern is OPTIMIZER_FILE and models:
         raise CheckpointError(
             f"{place}: has no optimizer states of ZeRO (…_optim_states.pt); restore them, or if "
             f"the run was without ZeRO, name {place / models[0]}"
         )
-    for rank in due:
-        if rank not in found:
+    for rank in expected:
+        if rank not in by_rank:
             kind = "optim" if pattern is OPTIMIZER_FILE else "model"
             start = f"zero_pp_rank_{rank}_" if rank >= 0 else ""
             raise CheckpointError(
                 f"{place}: {start}mp_rank_00_{kind}_states.pt is missing; restore it"
             )
-    odd = next((found[rank] for rank in found if rank not in due), odd)
+    odd = next((by_rank[rank] for rank in by_rank if rank not in expected), odd)
     if odd is not None:
         raise CheckpointError(f"{place}: {odd} is not of the save of the other files; move it away")
-    return [file_inside(place, found[rank], place) for rank in due]
+    return [file_inside(place, by_rank[rank], place) for rank in expected]
 
 
 def _number(state: TorchState, key: str) -> int | None:
-    """Return a number of an optimizer's state, however DeepSpeed has wrapped it."""
+    """Return a number of an optimizer's state, which may be in a list or an enum."""
     value = state.extras.get(f"{OPTIMIZER}.{key}")
     values = value.args if isinstance(value, Record) else value
     values = values if isinstance(values, list | tuple) else [values]
-    return max((one for one in values if type(one) is int), default=None)
+    return max((number for number in values if type(number) is int), default=None)
 
 
 def _parameters(run: _Run) -> tuple[list[Parameter], list[int]]:
-    """Return where parameters lie, and the length of each line that they need."""
+    """Return the place of each parameter, and the length that each line of tensors must have."""
     optimizer, model, ranks = run.optimizers[0], run.models[0], len(run.optimizers)
     groups = model.extras.get("param_shapes")
-    said = optimizer.extras.get(f"{OPTIMIZER}.param_alignment_paddings")
-    paddings = said if isinstance(said, list) and run.stage < 3 else []
-    found: list[Parameter] = []
+    stated = optimizer.extras.get(f"{OPTIMIZER}.param_alignment_paddings")
+    paddings = stated if isinstance(stated, list) and run.stage < 3 else []
+    parameters: list[Parameter] = []
     needed: list[int] = []
     at = 0
     for number, group in enumerate(groups if isinstance(groups, list) else [groups]):
@@ -232,14 +233,14 @@ def _parameters(run: _Run) -> tuple[list[Parameter], list[int]]:
             )
         for (name, shape), gap in zip(shapes.items(), gaps, strict=True):
             count = -(-prod(shape) // ranks) if run.stage == 3 else prod(shape)
-            found.append(Parameter(name, shape, number, range(at, at + count)))
+            parameters.append(Parameter(name, shape, number, range(at, at + count)))
             at += count + gap
         needed.append(at)
-    return found, [at] * ranks if run.stage == 3 else needed
+    return parameters, [at] * ranks if run.stage == 3 else needed
 
 
 def _kept(run: _Run) -> tuple[_ByRank, _ByRank]:
-    """Return what the optimizers' files have of parameters: flat tensors, and scalars."""
+    """Return the tensors of parameters in the optimizers' files: flat ones, and scalars."""
     flat: _ByRank = {}
     scalars: _ByRank = {}
     dtypes: dict[str, str] = {}
@@ -250,20 +251,23 @@ def _kept(run: _Run) -> tuple[_ByRank, _ByRank]:
                 continue
             kind = match[2] if match.re is _STATE else _WEIGHT
             shape, dtype = tensor.local.shape, tensor.local.dtype
-            found = flat if shape or kind == _WEIGHT else scalars
-            if found is flat:
-                due = dtypes.setdefault(kind, dtype)
-                if len(shape) != 1 or tensor.place.strides or dtype != due:
+            by_rank = flat if shape or kind == _WEIGHT else scalars
+            if by_rank is flat:
+                first_dtype = dtypes.setdefault(kind, dtype)
+                if len(shape) != 1 or tensor.place.strides or dtype != first_dtype:
                     raise CheckpointError(
-                        f"{state.path}: {name} is {dtype} of shape {list(shape)}, but flat tensors "
-                        f"of {due} are due; the file was changed, restore it"
+                        f"{state.path}: {name} is {dtype} of shape {list(shape)}, but should be a "
+                        f"flat tensor of {first_dtype}; the file was changed, restore it"
                     )
-            found.setdefault((kind, int(match[1])), {})[rank] = tensor
+            by_rank.setdefault((kind, int(match[1])), {})[rank] = tensor
     return flat, scalars
 
 
 def _lines(run: _Run, flat: _ByRank, needed: Sequence[int]) -> dict[str, ZeroLines]:
-    """Return the flat tensors of every kind in order; all have the lengths that are needed."""
+    """Return the flat tensors of every kind in order.
+
+    Raises CheckpointError if one is missing, or does not have the length that parameters need.
+    """
     stage, ranks = run.stage, len(run.optimizers)
     count = sum(kind == _WEIGHT for kind, _ in flat)
     groups = range(max(count, 1 if stage == 3 else len(needed)))
@@ -279,19 +283,19 @@ def _lines(run: _Run, flat: _ByRank, needed: Sequence[int]) -> dict[str, ZeroLin
             if stage == 3:
                 start = line[-1].span.stop if line else 0
                 rest = needed[rank] - start
-                due = {rest if first is None or group == groups[-1] else first.local.shape[0]}
+                lengths = {rest if first is None or group == groups[-1] else first.local.shape[0]}
             else:
-                # Behind the last parameter ranks have padding, or leave it out.
+                # Padding after the last parameter may be missing.
                 share = -(-total // (2 * ranks)) * 2
                 start = rank * share
-                due = {share, min(max(0, total - start), share)}
+                lengths = {share, min(max(0, total - start), share)}
             part = parts.get(rank)
-            if part is None or part.local.shape[0] not in due:
+            if part is None or part.local.shape[0] not in lengths:
                 length = 0 if part is None else part.local.shape[0]
                 raise CheckpointError(
                     f"{state.path}: the flat {kind or 'fp32'} tensor of group {group} has {length} "
-                    f"elements, but {min(due)} are due by param_shapes; it was padded or cut off, "
-                    "or these are of another save; restore the files of one"
+                    f"elements, but by param_shapes it should have {min(lengths)}; it was padded "
+                    "or cut off, or these are of another save; restore the files of one"
                 )
             span = range(start, start + part.local.shape[0])
             line.append(FlatPiece(rank, state.path, part, span))
@@ -299,22 +303,23 @@ def _lines(run: _Run, flat: _ByRank, needed: Sequence[int]) -> dict[str, ZeroLin
 
 
 def _check_slices(run: _Run, parameters: Sequence[Parameter], weights: ZeroLines) -> None:
-    """Compare where parameters lie with what ranks of stages 1 and 2 say of their parts of them."""
-    # With round_robin_gradients ranks say where they lay before DeepSpeed changed their order.
+    """Compare the places of parameters with those that ranks of stages 1 and 2 record."""
+    # With round_robin_gradients these are from before DeepSpeed changed their order.
     round_robin = "ds_config.zero_optimization.round_robin_gradients"
     if run.stage == 3 or run.models[0].extras.get(round_robin) is True:
         return
-    known = {(one.group, one.name): one for one in parameters}
+    by_name = {(parameter.group, parameter.name): parameter for parameter in parameters}
     for rank, state in enumerate(run.optimizers):
-        said = state.extras.get(f"{OPTIMIZER}.param_slice_mappings")
-        for group, slices in enumerate(said if isinstance(said, list) else ()):
+        stated = state.extras.get(f"{OPTIMIZER}.param_slice_mappings")
+        for group, slices in enumerate(stated if isinstance(stated, list) else ()):
             for name, note in slices.items() if isinstance(slices, dict) else ():
-                due = None
-                if one := known.get((group, name)):
+                expected = None
+                if parameter := by_name.get((group, name)):
                     piece = weights[group][rank].span
-                    lo = max(one.span.start, piece.start)
-                    due = lo - piece.start, min(one.span.stop, piece.stop) - lo
-                if not isinstance(note, Record) or due != (note.get("start"), note.get("numel")):
+                    lo = max(parameter.span.start, piece.start)
+                    expected = lo - piece.start, min(parameter.span.stop, piece.stop) - lo
+                own = isinstance(note, Record) and (note.get("start"), note.get("numel"))
+                if own != expected:
                     raise CheckpointError(
                         f"{state.path}: says that its part of {name!r} lies elsewhere than that of "
                         f"rank {rank} does; the file is of another rank or save, restore it"
@@ -322,8 +327,11 @@ def _check_slices(run: _Run, parameters: Sequence[Parameter], weights: ZeroLines
 
 
 def _scalars(run: _Run, scalars: _ByRank) -> dict[int, dict[str, StoredTensor]]:
-    """Return what the optimizer keeps of a group, such as its step; all ranks have the same."""
-    found: dict[int, dict[str, StoredTensor]] = {}
+    """Return the scalars that the optimizer keeps by group, such as steps.
+
+    Raises CheckpointError unless all ranks have the same.
+    """
+    by_group: dict[int, dict[str, StoredTensor]] = {}
     for (kind, group), parts in scalars.items():
         boxes: list[StoredBox] = []
         values = []
@@ -338,25 +346,25 @@ def _scalars(run: _Run, scalars: _ByRank) -> dict[int, dict[str, StoredTensor]]:
             values.append(value)
             if value != values[0]:
                 what = f"the {kind} of group {group}"
-                raise of_two_saves(path, what, value, run.optimizers[0].path, values[0])
+                raise mismatch_error(path, what, value, run.optimizers[0].path, values[0])
         dtype = parts[0].local.dtype
-        found.setdefault(group, {})[kind] = StoredTensor(kind, (), dtype, None, (), tuple(boxes))
-    return found
+        by_group.setdefault(group, {})[kind] = StoredTensor(kind, (), dtype, None, (), tuple(boxes))
+    return by_group
 
 
 def _recognises(names: Collection[str]) -> bool:
     patterns = (_STEP, OPTIMIZER_FILE, _OF_RANK)
-    return _SCRIPT in names or any(one.fullmatch(name) for one in patterns for name in names)
+    return _SCRIPT in names or any(kind.fullmatch(name) for kind in patterns for name in names)
 
 
-def _newest(place: StoragePath, there: Sequence[str]) -> Newest | None:
-    """Return the checkpoint that `latest` names in a run, or the only one."""
-    if any(OPTIMIZER_FILE.fullmatch(name) or MODEL_FILE.fullmatch(name) for name in there):
+def _newest(place: StoragePath, names: Sequence[str]) -> Newest | None:
+    """Return the checkpoint that the file `latest` of a run names, or the only one."""
+    if any(OPTIMIZER_FILE.fullmatch(name) or MODEL_FILE.fullmatch(name) for name in names):
         return None
-    if _TRACKER in there:
-        # The files of model states alone may be of other tools.
-        return named_by(place / _TRACKER, there, lambda text: [text])._replace(of_run=True)
-    folders = (place / name for name in there if (place / name).is_dir())
+    if _TRACKER in names:
+        # Files of model states alone may be of other tools.
+        return named_by(place / _TRACKER, names, lambda text: [text])._replace(of_run=True)
+    folders = (place / name for name in names if (place / name).is_dir())
     saves = [at.name for at in folders if _recognises(at.names())]
     return only_one(place, saves, _TRACKER)._replace(of_run=True)
 

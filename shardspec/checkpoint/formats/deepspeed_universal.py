@@ -1,46 +1,43 @@
 """DeepSpeed's Universal Checkpoints, as ``ds_to_universal`` makes them of a ZeRO run; both ways.
 
 - ``zero/NAME/fp32.pt`` has a whole parameter; ``exp_avg.pt``, ``exp_avg_sq.pt`` and ``step.pt``
-  beside it have what the optimizer keeps of it. Those of stage 3 are flat, as the engine loads
-  them.
-- ``zero/optimizer_state.pt``: what rank 0 keeps besides, such as learning rates and the loss
-  scaler, without its flat tensors.
-- The model's files as they are, with the names and shapes that are due: one file, or of stage 3 one
-  for each rank, with its part of the frozen parameters.
+  beside it have its states in the optimizer. Those of stage 3 are flat, as the engine loads them.
+- ``zero/optimizer_state.pt``: the other states of rank 0's optimizer, such as learning rates and
+  the loss scaler, without flat tensors.
+- The model's files, unchanged, with the names and shapes of parameters: one file, or with stage 3
+  one for each rank, with its part of the frozen parameters.
 - ``latest_universal`` names the directory itself, for ``engine.load_checkpoint(OUT)``.
 
-Tensors have the names that they have in the run's own checkpoint. Tied parameters are the one that
-they are tied to: their own fp32.pt has the rounded values of the model. Source: ds_to_universal.py
+Tensors have the names of the run's own checkpoint. Tied parameters are read as the one that they
+are tied to: their own fp32.pt has the rounded values of the model. Source: ds_to_universal.py
 and universal_checkpoint.py of deepspeed/checkpoint; engine.py, base_optimizer.py and zero/stage3.py
 of deepspeed/runtime.
 """
 
 import os
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from math import prod
 from typing import Final
 
 from shardspec.checkpoint.catalog import Catalog, StoredTensor
-from shardspec.checkpoint.format import Format, OpenOptions, Wanted
-from shardspec.checkpoint.formats import deepspeed
+from shardspec.checkpoint.formats import Format, OpenOptions, Wanted, deepspeed
 from shardspec.checkpoint.formats.deepspeed import MODEL_FILE, OPTIMIZER_FILE
 from shardspec.checkpoint.storage.path import SourceFile, StoragePath, file_inside
 from shardspec.checkpoint.storage.reading import prefetch_map
 from shardspec.checkpoint.targets import OutputFile, OutputTensor, RawBytes, Target, copied_file
 from shardspec.checkpoint.torch_files.dtensors import read_torch
 from shardspec.checkpoint.torch_files.states import (
-    ARGUMENT_NAMES,
     StateTensor,
-    of_two_saves,
+    mismatch_error,
     read_torch_states,
     state_file,
     whole_tensor,
 )
+from shardspec.checkpoint.torch_files.unpickler import record_class
 from shardspec.checkpoint.torch_files.values import TorchTensor, tensor_place
 from shardspec.checkpoint.torch_files.writer import Archive, PickledCall, pickle_into, tensor_value
 from shardspec.checkpoint.torch_files.zero import (
-    DEEPSPEED_NAMES,
     OPTIMIZER,
     TO_UNIVERSAL,
     add_tied,
@@ -63,11 +60,26 @@ _STEP: Final = "step"
 _MOMENTS: Final = ("exp_avg", "exp_avg_sq")
 _KEPT: Final = re.compile(r"optimizer\.(\w+)\.(.+)", re.DOTALL)
 _CAST: Final = ("float32", "bfloat16", "float16")
-"""What is written as fp32 though it is not trained."""
+"""Dtypes of tensors that are written as fp32 although they are not trained."""
 _FLAT: Final = ("fp32_flat_groups", "single_partition_of_fp32_groups", "param_slice_mappings")
 _PLAIN_NAME: Final = re.compile(r"(?!\.\.?\Z|optimizer_state\.pt\Z)[^/\\\0]+", re.DOTALL)
-_MOST_NAME_BYTES: Final = 255
-_MOST_PIECES: Final = 1_000_000  # of a pickle; records may hold the same part many times over
+_CARRIED: Final = {
+    name: record_class(name)
+    for name in (
+        "deepspeed.runtime.zero.config.ZeroStageEnum",
+        "deepspeed.utils.tensor_fragment.fragment_address",
+        "deepspeed.runtime.fp16.loss_scaler.LossScaler",
+        "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
+        *("argparse.Namespace", "types.SimpleNamespace"),
+        *("pathlib.Path", "pathlib.PosixPath", "pathlib._local.Path", "pathlib._local.PosixPath"),
+        *("datetime.datetime", "datetime.timedelta", "numpy.ndarray", "numpy.dtype"),
+        *("numpy.core.multiarray._reconstruct", "numpy._core.multiarray._reconstruct"),
+        *("numpy.core.multiarray.scalar", "numpy._core.multiarray.scalar"),
+    )
+}
+"""Classes of objects in an optimizer's state that are written as they were read."""
+_MAX_NAME_BYTES: Final = 255
+_MAX_PIECES: Final = 1_000_000  # of a pickle; records may hold the same part many times over
 
 
 def _full_name(kind: str, name: str) -> str:
@@ -75,15 +87,15 @@ def _full_name(kind: str, name: str) -> str:
 
 
 def _open(directory: StoragePath, _: OpenOptions) -> Catalog:
-    """Read what describes the tensors of all files; not their data."""
+    """Read the descriptions of tensors in all files; not their data."""
     matches = sorted(
         filter(None, map(MODEL_FILE.fullmatch, directory.names())),
         key=lambda match: (int(match[2]), int(match[1] or 0)),
     )
     paths = [file_inside(directory, match[0], directory) for match in matches]
-    models = read_torch_states(paths, DEEPSPEED_NAMES)
+    models = read_torch_states(paths)
     first = models[0]
-    # There is a model's file of every tensor parallel rank, or of stage 3 of every rank.
+    # Every tensor parallel rank has a model's file; with stage 3 every rank has one.
     whole = len({match[2] for match in matches}) == 1
     stage3 = whole and all(match[1] for match in matches)
     count = first.extras.get("dp_world_size", len(models)) if stage3 else len(models)
@@ -93,16 +105,16 @@ def _open(directory: StoragePath, _: OpenOptions) -> Catalog:
             f"{directory}: was saved by {count!r:.60} ranks, but {len(models)} have a file "
             "…_model_states.pt here; restore what is missing"
         )
-    due: dict[str, tuple[int, ...]] = {}
+    shapes: dict[str, tuple[int, ...]] = {}
     for model in models:
         groups = model.extras.get("param_shapes")
         for group in groups if isinstance(groups, list) else ():
-            due.update(shapes_of(model, group))
+            shapes.update(shapes_of(model, group))
     zero = file_inside(directory, "zero", directory)
-    files, tensors = _tensors(zero, due if stage3 else {})
-    kinds = sorted({kind for name, kind in files if name in due} | {_WEIGHT})
-    for name, shape in due.items():
-        # Tensor parallel ranks say the shapes of their parts.
+    files, tensors = _tensors(zero, shapes if stage3 else {})
+    kinds = sorted({kind for name, kind in files if name in shapes} | {_WEIGHT})
+    for name, shape in shapes.items():
+        # Tensor parallel ranks record the shapes of their parts.
         like = shape if whole else None
         for kind in kinds:
             if (name, kind) not in files:
@@ -112,8 +124,8 @@ def _open(directory: StoragePath, _: OpenOptions) -> Catalog:
                 continue  # a number for all elements
             like = stored.shape if like is None else like
             if stored.shape != like:
-                said = f"its shape by {kind}.pt"
-                raise of_two_saves(zero / name, said, stored.shape, first.path.name, like)
+                what = f"its shape by {kind}.pt"
+                raise mismatch_error(zero / name, what, stored.shape, first.path.name, like)
     others = untrained(models if stage3 else models[:1], 3 if stage3 else 2)
     lacking = min(others.keys() - tensors.keys(), default=None)
     if not whole and lacking is not None:
@@ -131,7 +143,7 @@ def _open(directory: StoragePath, _: OpenOptions) -> Catalog:
 def _tensors(
     zero: StoragePath, flat: Mapping[str, tuple[int, ...]]
 ) -> tuple[dict[tuple[str, str], StoragePath], dict[str, StoredTensor]]:
-    """Return the files by parameter and kind, and their tensors; those of `flat` take its shape."""
+    """Return the files by parameter and kind, and their tensors; `flat` has shapes of flat ones."""
     files = {
         (folder.name, name.removesuffix(".pt")): file_inside(folder, name, folder)
         for folder in map(zero.joinpath, zero.names())
@@ -140,10 +152,10 @@ def _tensors(
         if name.endswith(".pt")
     }
     tensors = {}
-    with prefetch_map(files.values(), _read, zero.files_ahead()) as found:
-        for ((name, kind), path), held in zip(files.items(), found, strict=True):
-            if held is not None:
-                local, place = held
+    with prefetch_map(files.values(), _read, zero.files_ahead()) as states:
+        for ((name, kind), path), state in zip(files.items(), states, strict=True):
+            if state is not None:
+                local, place = state
                 shape = flat.get(name, local.shape)
                 if not place.strides and local.shape == (prod(shape),):
                     local = local._replace(shape=shape)
@@ -153,25 +165,25 @@ def _tensors(
 
 
 def _read(path: StoragePath) -> StateTensor | None:
-    """Return the tensor in a file; None where it has a plain number."""
+    """Return the tensor in a file; None if it has a plain number instead."""
     with path.open() as file:
-        found = read_torch_zip(file)
-        value = read_torch(found, found.pickle(file), DEEPSPEED_NAMES)
+        archive = read_torch_zip(file)
+        value = read_torch(archive, archive.pickle(file))
         if isinstance(value, dict):
             value = value.get("param")
         if isinstance(value, TorchTensor) and value.placed is None:
-            return StateTensor(value, tensor_place(value, file, found))
+            return StateTensor(value, tensor_place(value, file, archive))
     if isinstance(value, int | float):
         return None
     raise CheckpointError(f"{path}: holds no tensor; restore the file")
 
 
 def _lay_out(source: Catalog, _: Wanted) -> Target:
-    """Return the tensors and files of the Universal Checkpoint of a ZeRO run: all that it has."""
+    """Return the Universal Checkpoint of a whole ZeRO run."""
     _check_source(source)
     models = [path for path in source.files if MODEL_FILE.fullmatch(path.name)]
     stage3 = all(path.name.startswith("zero_pp") for path in models)
-    (first,) = read_torch_states(models[:1], DEEPSPEED_NAMES)
+    (first,) = read_torch_states(models[:1])
     shapes = first.extras["param_shapes"]
     groups = [list(map(str, group)) for group in shapes] if isinstance(shapes, list) else []
     kinds: dict[str, set[str]] = {name: set() for group in groups for name in group}
@@ -201,19 +213,19 @@ def _lay_out(source: Catalog, _: Wanted) -> Target:
             value = ({"cat_dim": 0} if trained else {}) | {"param": value}
         files.append(state_file(_file_name(source, owner, kind), value, [tensor]))
     every = set().union(*kinds.values())
-    for name, found in sorted(kinds.items()):
-        if found != every:
+    for name, own in sorted(kinds.items()):
+        if own != every:
             raise CheckpointError(
-                f"{source.directory}: the optimizer keeps {', '.join(sorted(every - found))} of "
+                f"{source.directory}: the optimizer keeps {', '.join(sorted(every - own))} of "
                 f"other parameters, but not of {name!r}, and DeepSpeed loads all or none; save "
                 "again when every group of parameters has been updated"
             )
     for number, group in enumerate(groups if not stage3 else ()):
-        # Some optimizers keep steps as numbers, one for all of a group.
+        # Some optimizers keep a step as a number, one for each group.
         step = source.extras.get(f"{OPTIMIZER}.base_optimizer_state.state.{number}.{_STEP}")
         if type(step) in (int, float):
             files += [state_file(_file_name(source, name, _STEP), step) for name in group]
-    # Those of the optimizers come by rank.
+    # Files of optimizers are in the order of ranks.
     optimizer = next(p for p in source.files if OPTIMIZER_FILE.fullmatch(p.name))
     files.append(_optimizer_file(optimizer, stage3))
     files += [copied_file(path, path.name) for path in models]
@@ -222,7 +234,7 @@ def _lay_out(source: Catalog, _: Wanted) -> Target:
 
 
 def _check_source(source: Catalog) -> None:
-    """Refuse a source that is not a ZeRO run, or that has rules for joining parameters."""
+    """Raise CheckpointError unless the source is a ZeRO run without rules that join parameters."""
     if source.format != deepspeed.FORMAT.called:
         raise CheckpointError(
             f"{source.directory}: is in the format of {source.format}, but a Universal Checkpoint "
@@ -230,64 +242,63 @@ def _check_source(source: Catalog) -> None:
         )
     for key, value in source.extras.items():
         start, _, rest = key.partition(".")
-        said = start == "universal_checkpoint_info" and rest != "universal_checkpoint_version"
-        if (said or "autoep" in start) and value:
+        has_rules = start == "universal_checkpoint_info" and rest != "universal_checkpoint_version"
+        if (has_rules or "autoep" in start) and value:
             raise CheckpointError(
-                f"{source.directory}: its {key} has rules of how parameters are put together, "
-                f"which are not read here; use {TO_UNIVERSAL}"
+                f"{source.directory}: its {key} has rules for joining parameters, which are not "
+                f"read; use {TO_UNIVERSAL}"
             )
 
 
 def _file_name(source: Catalog, owner: str, kind: str) -> str:
-    """Return the name of a file of a parameter, below the output."""
-    if not _PLAIN_NAME.fullmatch(owner) or len(os.fsencode(owner)) > _MOST_NAME_BYTES:
+    """Return the name of a parameter's file, relative to the output."""
+    if not _PLAIN_NAME.fullmatch(owner) or len(os.fsencode(owner)) > _MAX_NAME_BYTES:
         raise CheckpointError(
             f"{source.directory}: the parameter {owner!r:.300} would need a directory of that "
-            "name, which there cannot be; rename it in the model and save again"
+            "name, which is impossible; rename it in the model and save again"
         )
     return f"zero/{owner}/{kind}.pt"
 
 
 def _optimizer_file(path: StoragePath, stage3: bool) -> OutputFile:
-    """Return the file of what a rank's optimizer keeps besides the tensors of parameters."""
+    """Return the file of an optimizer's states other than the tensors of parameters."""
     with path.open() as file:
-        known = {**ARGUMENT_NAMES, **DEEPSPEED_NAMES}
-        found = read_torch_zip(file)
-        value = read_torch(found, found.pickle(file), known)
+        archive = read_torch_zip(file)
+        value = read_torch(archive, archive.pickle(file), _CARRIED)
         inner = OPTIMIZER if stage3 else "base_optimizer_state"
         match value:
-            case {"optimizer_state_dict": dict() as held}:
-                base = held.get(inner)
+            case {"optimizer_state_dict": dict() as saved}:
+                base = saved.get(inner)
             case _:
-                held, base = {}, None
+                saved, base = {}, None
         if not isinstance(base, dict) or not isinstance(states := base.get("state"), dict):
             raise CheckpointError(
                 f"{path}: has no state and param_groups of the optimizer in one dict, which "
                 "DeepSpeed loads; save it again with a later DeepSpeed"
             )
-        kept = {key: one for key, one in held.items() if key not in (*_FLAT, inner)}
+        kept = {key: entry for key, entry in saved.items() if key not in (*_FLAT, inner)}
         if stage3:
-            kept[inner] = base | {"state": {n: _without_flat(one) for n, one in states.items()}}
+            kept[inner] = base | {"state": {n: _without_flat(entry) for n, entry in states.items()}}
         paddings = kept.get("group_paddings")
         if isinstance(paddings, list):
             kept["group_paddings"] = [0] * len(paddings)  # whole parameters have none
         kept["param_groups"] = base.get("param_groups")
-        return _rewritten(kept, file, found)
+        return _rewritten(kept, file, archive)
 
 
 def _without_flat(state: object) -> object:
-    """Return what an optimizer keeps of a group without its flat tensors."""
+    """Return the optimizer's state of a group without flat tensors."""
     if not isinstance(state, dict):
         return state
     return {k: v for k, v in state.items() if not isinstance(v, TorchTensor) or not v.shape}
 
 
-def _rewritten(value: object, file: SourceFile, found: TorchZip) -> OutputFile:
-    """Return the file of a value that was read from another one, with the tensors in it."""
+def _rewritten(value: object, file: SourceFile, archive: TorchZip) -> OutputFile:
+    """Return the file of a value from another file, with the tensors in it."""
     storages: list[tuple[str, bytes]] = []
 
     def stored(tensor: TorchTensor) -> PickledCall:
-        at = tensor_place(tensor, file, found)
+        at = tensor_place(tensor, file, archive)
         if at.strides is not None or tensor.placed is not None:
             kind = "DTensor" if tensor.placed else "tensor that is not contiguous"
             raise CheckpointError(f"a {kind} cannot be carried along")
@@ -299,7 +310,7 @@ def _rewritten(value: object, file: SourceFile, found: TorchZip) -> OutputFile:
 
     def write(piece: bytes) -> None:
         pieces.append(piece)
-        if len(pieces) > _MOST_PIECES:
+        if len(pieces) > _MAX_PIECES:
             raise CheckpointError("a value of so many parts cannot be carried along")
 
     try:
@@ -308,19 +319,15 @@ def _rewritten(value: object, file: SourceFile, found: TorchZip) -> OutputFile:
         raise CheckpointError(
             f"{file.path}: besides the tensors of parameters, {error}; use {TO_UNIVERSAL}"
         ) from None
-    archive = Archive(b"".join(pieces), storages)
-    raw = (RawBytes(0, archive.head),)
-    return OutputFile(_OPTIMIZER_STATE, archive.num_bytes, raw, ())
-
-
-def _recognises(names: Collection[str]) -> bool:
-    return "zero" in names and any(map(MODEL_FILE.fullmatch, names))
+    rewritten = Archive(b"".join(pieces), storages)
+    raw = (RawBytes(0, rewritten.head),)
+    return OutputFile(_OPTIMIZER_STATE, rewritten.num_bytes, raw, ())
 
 
 FORMAT: Final = Format(
     name="deepspeed-universal",
     title="DeepSpeed Universal Checkpoint",
-    recognises=_recognises,
+    recognises=lambda names: "zero" in names and any(map(MODEL_FILE.fullmatch, names)),
     open=_open,
     lay_out=_lay_out,
     writes=("sharded",),

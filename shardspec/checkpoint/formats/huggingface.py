@@ -1,8 +1,8 @@
 """Hugging Face's checkpoints: directories of safetensors files, with an index if there are several.
 
 The index, ``{"metadata": ..., "weight_map": {tensor name: file name}}``, is compared with the
-headers of the files, but for `total_size`: writers count tied tensors once or twice. `model_files`
-says which files are read.
+headers of the files, except `total_size`: writers count tied tensors once or twice. `model_files`
+finds the files.
 
 Sources: ``save_pretrained`` of transformers; ``split_torch_state_dict_into_shards`` of
 huggingface_hub.
@@ -14,21 +14,25 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Final
 
 from shardspec.checkpoint.catalog import Catalog
-from shardspec.checkpoint.format import DEFAULT, FileStart, Format, OpenOptions, Wanted
-from shardspec.checkpoint.formats import safetensors
-from shardspec.checkpoint.formats.safetensors import METADATA, output_file
-from shardspec.checkpoint.model_files import (
+from shardspec.checkpoint.formats import (
+    Format,
+    OpenOptions,
+    Wanted,
+    safetensors,
+)
+from shardspec.checkpoint.formats.model_files import (
     files_of_index,
     find_safetensors,
     is_data_file,
     is_index,
 )
+from shardspec.checkpoint.formats.safetensors import METADATA, output_file
 from shardspec.checkpoint.storage.path import StoragePath
 from shardspec.checkpoint.targets import Listing, OutputTensor, Target
 
 INDEX_NAME: Final = "model.safetensors.index.json"
 _SHARD_BYTES: Final = 5 * 10**9
-"""Most bytes of tensors in a file, as transformers has it."""
+"""The default limit of bytes of tensors in a file, that of transformers."""
 _ADAPTER: Final = "adapter_model.safetensors"
 _OWN: Final = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json")
 
@@ -37,8 +41,8 @@ def _recognises(names: Collection[str]) -> bool:
     return any(is_index(name) or is_data_file(name) for name in names)
 
 
-def open_model(place: StoragePath, _: OpenOptions = DEFAULT) -> Catalog:
-    """Read an index, or the one of a directory, or where it has none all its safetensors files."""
+def open_model(place: StoragePath, _: OpenOptions) -> Catalog:
+    """Read an index or that of a directory; without an index, all safetensors files in it."""
     if is_index(place.name) and not place.is_dir():
         return safetensors.open_files(place.parent, files_of_index(place))
     return safetensors.open_files(place, find_safetensors(place))
@@ -46,7 +50,7 @@ def open_model(place: StoragePath, _: OpenOptions = DEFAULT) -> Catalog:
 
 def _lay_out(source: Catalog, wanted: Wanted) -> Target:
     metadata = safetensors.agreed_metadata(source, wanted)
-    # PEFT expects its own name, also where the adapter was resharded in between.
+    # PEFT expects its own name, even if the adapter was resharded in between.
     adapter = {file.name for file in source.files} == {_ADAPTER} or (
         (source.home / "adapter_config.json").is_file()
         and not (source.home / "config.json").is_file()
@@ -63,9 +67,10 @@ def huggingface_target(
     metadata: Mapping[str, str] = METADATA,
     alone: str = "model.safetensors",
 ) -> Target:
-    """Return the output that is a directory of safetensors files with an index.
+    """Return an output directory of safetensors files with an index.
 
-    A file has at most `max_shard_bytes` of tensors, or one tensor. A single file is named `alone`.
+    A file has at most `max_shard_bytes` of tensors, or one tensor. A single file is named `alone`
+    and has no index.
     """
     shards: list[list[OutputTensor]] = [[]]
     filled = 0
@@ -91,10 +96,6 @@ def huggingface_target(
     return Target(written, True, tensors, listing)
 
 
-def _reads_file(start: FileStart) -> bool:
-    return is_index(start.name) is not None
-
-
 FORMAT: Final = Format(
     name="huggingface",
     title="safetensors",
@@ -105,7 +106,7 @@ FORMAT: Final = Format(
     owns=lambda name: _OWN.fullmatch(name) is not None,
     keeps="tensors",
     limits_files=True,
-    reads_file=_reads_file,
+    reads_file=lambda start: is_index(start.name) is not None,
     names_others=lambda name: is_index(name) is not None,
     known_by="an index, *.safetensors",
 )

@@ -1,15 +1,15 @@
 """Megatron-LM's checkpoints, ``mp_rank_XX[_YYY][_ZZZ]/model_optim_rng.pt``.
 
-XX is the tensor parallel rank, YYY the pipeline stage and ZZZ the expert parallel rank, which
-stands without YYY where there are no stages. Tensors are sharded by the rules of
-`families/rank_rules.py`; the arguments say whether feed-forward layers are gated. Source:
+XX is the tensor parallel rank, YYY the pipeline stage and ZZZ the expert parallel rank; without
+stages, YYY is omitted. Tensors are sharded by the rules of `families/rank_rules.py`; whether
+feed-forward layers are gated follows from the run's arguments. Source:
 megatron/training/checkpointing.py.
 
 With a virtual pipeline (``model0``, ``model1``) the first chunks of all stages come before the
-second ones. The arguments say how many ranks and layers there are; without them the caller has to
-(``ranks``). They also hold the global rank, by which swapped and copied files are found. Without it
-copies are found by the digests of torch's zips; **that files of equal shapes were swapped cannot be
-told**. The optimizer has no names for its tensors: it is listed among the `extras`.
+second ones. The arguments record the numbers of ranks and layers; without them the caller must give
+``ranks``. They also record the global rank, by which swapped and copied files are detected. Without
+it copies are detected by the digests of torch's zips; **swapped files of equal shapes cannot be
+detected**. The optimizer has no names for its tensors: it is listed among the `extras`.
 """
 
 import re
@@ -22,17 +22,16 @@ from typing import Final, TypeAlias
 from shardspec.boxes import box_shape
 from shardspec.checkpoint import cut_rules
 from shardspec.checkpoint.catalog import Catalog, OpaqueValue
-from shardspec.checkpoint.format import Format, OpenOptions
-from shardspec.checkpoint.runs import Newest, named_by, only_one
+from shardspec.checkpoint.formats import Format, Newest, OpenOptions, named_by, only_one
 from shardspec.checkpoint.storage.path import StoragePath, file_inside
 from shardspec.checkpoint.torch_files.states import (
     TorchState,
     check_no_copies,
-    of_two_saves,
+    mismatch_error,
     plain_value,
     read_torch_states,
 )
-from shardspec.checkpoint.torch_files.unpickler import PickledNames, Record, record_class
+from shardspec.checkpoint.torch_files.unpickler import Record
 from shardspec.errors import CheckpointError
 from shardspec.families.rank_rules import megatron_rules
 from shardspec.mesh.device_mesh import DeviceMesh
@@ -44,7 +43,7 @@ _RANK: Final = re.compile(r"mp_rank_(\d{2,6})(?:_(\d{3,6}))?(?:_(\d{3,6}))?")
 _ITERATION: Final = re.compile(r"iter_\d{7,12}|release")
 _NUMBERED: Final = re.compile(r"iter_\d{7,12}")
 _VERL_STEP: Final = "global_step_"
-"""Checkpoints in a run of verl, which has a tracker as Megatron has."""
+"""Start of the names of checkpoints in a run of verl, which has a tracker like Megatron's."""
 _RANKS: Final = "tensor_model_parallel_size"
 _STAGES: Final = "pipeline_model_parallel_size"
 _EXPERTS: Final = "expert_model_parallel_size"
@@ -55,30 +54,11 @@ _DECODER: Final = re.compile(
 )
 
 _Files: TypeAlias = Mapping[tuple[int, int, int], TorchState]
-"""What ranks saved, by stage, expert parallel rank and tensor parallel rank, in this order."""
-
-_KINDS: Final = {
-    "megatron.core.enums": "ModelType Fp8Recipe Fp4Recipe",
-    "megatron.core.transformer.enums": (
-        "AttnBackend AttnMaskType AttnType LayerType ModelType CudaGraphScope"
-    ),
-    "megatron.core.rerun_state_machine": "RerunDiagnostic RerunMode RerunState",
-    "megatron.legacy.model.enums": "ModelType",
-    "megatron.model.enums": "ModelType AttnMaskType PositionEmbeddingType",
-    "megatron.enums": "PositionEmbeddingType",
-    "signal": "Signals",
-    "_io": "BytesIO",
-}
-_NAMES: Final[PickledNames] = {
-    f"{home}.{kind}": record_class(f"{home}.{kind}")
-    for home, kinds in _KINDS.items()
-    for kind in kinds.split()
-}
-"""What arguments and states of Megatron name besides tensors."""
+"""The files of ranks, by stage, expert parallel rank and tensor parallel rank, in this order."""
 
 
 def _argument(state: TorchState, name: str) -> object:
-    """Return an argument of the run, None if the file does not say it."""
+    """Return an argument of the run; None if the file does not have it."""
     args = state.extras.get("args")
     return args.get(name) if isinstance(args, Record) else None
 
@@ -90,44 +70,44 @@ def _number(state: TorchState, name: str) -> int | None:
 
 
 def _open(directory: StoragePath, options: OpenOptions) -> Catalog:
-    """Read what describes the models in the files of all ranks; not their data."""
+    """Read the descriptions of tensors in the files of all ranks; not their data."""
     files = _read(directory)
     states = list(files.values())
     stages, experts, tensor_ranks = (1 + last for last in max(files))
     models = _models(states)
-    due = {
+    expected = {
         _RANKS: tensor_ranks,
         _STAGES: stages,
         _EXPERTS: experts,
         "expert_tensor_parallel_size": tensor_ranks,
         "virtual_pipeline_model_parallel_size": len(models),
     }
-    _check_one_save(directory, states, due, options.ranks)
+    _check_one_save(directory, states, expected, options.ranks)
     ordered = _ordered(states)
     chunks = []
     for model, stage, expert in product(models, range(stages), range(experts)):
         first = (stage * experts + expert) * tensor_ranks
-        held = [
+        chunk_states = [
             state._replace(
                 tensors={
-                    name.removeprefix(f"{model}."): found
-                    for name, found in state.tensors.items()
+                    name.removeprefix(f"{model}."): tensor
+                    for name, tensor in state.tensors.items()
                     if name.startswith(f"{model}.") and not name.endswith(_EXTRA)
                 }
             )
             for state in states[first : first + tensor_ranks]
         ]
-        chunks.append(cut_rules.ModelChunk(held, first, expert, experts))
+        chunks.append(cut_rules.ModelChunk(chunk_states, first, expert, experts))
     tensors = cut_rules.merged_tensors(chunks, _rules(options.source_rules, states[0]))
     layers = {match.groups() for match in map(_DECODER.match, tensors) if match}
-    said = _number(states[0], "num_layers")
-    if said not in (None, len(layers)) and len({stack for stack, _ in layers}) == 1:
+    num_layers = _number(states[0], "num_layers")
+    if num_layers not in (None, len(layers)) and len({stack for stack, _ in layers}) == 1:
         where = f"the stages of {directory}"
-        raise of_two_saves(states[0].path, "num_layers", said, where, len(layers))
+        raise mismatch_error(states[0].path, "num_layers", num_layers, where, len(layers))
     if not ordered:
         boxes = ((tensor.shape, box) for tensor in tensors.values() for box in tensor.boxes)
         sharded = {box.path for shape, box in boxes if box_shape(box.box) != shape}
-        for chosen in range(experts):  # experts may have started alike on all of their ranks
+        for chosen in range(experts):  # experts may have equal weights on all of their ranks
             check_no_copies(
                 state
                 for (_, expert, rank), state in files.items()
@@ -144,33 +124,33 @@ def _open(directory: StoragePath, options: OpenOptions) -> Catalog:
 
 
 def _read(place: StoragePath) -> _Files:
-    """Return what all ranks saved."""
-    found: dict[tuple[int, int, int], str] = {}
+    """Return the files of all ranks; raises CheckpointError unless they are of one save."""
+    folders: dict[tuple[int, int, int], str] = {}
     counts = set()
     for name in place.names():
         if match := _RANK.fullmatch(name):
             rank, *more = (int(number) for number in match.groups() if number is not None)
             stage, expert, *_ = *more, 0, 0
             counts.add(len(more))
-            other = found.setdefault((stage, expert, rank), name)
+            other = folders.setdefault((stage, expert, rank), name)
             if other != name or len(counts) > 1:
                 raise CheckpointError(
-                    f"{place}: {min(found.values())} and {name} cannot be of one save; move those "
-                    "of the other away"
+                    f"{place}: {min(folders.values())} and {name} cannot be of one save; move "
+                    "those of the other away"
                 )
     (count,) = counts
     paths = {}
     # Up to the first that is missing: names may claim any number.
-    ranges = (range(1 + max(numbers)) for numbers in zip(*found, strict=True))
+    ranges = (range(1 + max(numbers)) for numbers in zip(*folders, strict=True))
     for stage, expert, rank in product(*ranges):
         name = "_".join((f"mp_rank_{rank:02d}", *(f"{n:03d}" for n in (stage, expert)[:count])))
-        folder = file_inside(place, found.get((stage, expert, rank), name), place)
+        folder = file_inside(place, folders.get((stage, expert, rank), name), place)
         path = file_inside(folder, _FILE, folder) if folder.exists() else folder
         if not path.exists():
             raise CheckpointError(f"{path}: is missing; restore it")
         paths[stage, expert, rank] = path
-    states = read_torch_states([*paths.values()], _NAMES)
-    # A name with two numbers does not say whether the second is a stage or an expert parallel rank.
+    states = read_torch_states([*paths.values()])
+    # The second of two numbers in a name may be a stage or an expert parallel rank.
     staged, shared = (_number(states[0], name) or 1 for name in (_STAGES, _EXPERTS))
     if count == 1 and staged == 1 < shared:
         paths = {(0, stage, rank): path for (stage, _, rank), path in paths.items()}
@@ -181,10 +161,10 @@ def _models(states: Sequence[TorchState]) -> list[str]:
     """Return the keys of the models in the files, in the order of their layers."""
     keys: set[str] = set()
     for state in states:
-        for name, found in state.tensors.items():
+        for name, tensor in state.tensors.items():
             if match := _MODEL.fullmatch(name):
                 keys.add(match[1])
-                if found.local.placed is not None:
+                if tensor.local.placed is not None:
                     raise CheckpointError(
                         f"{state.path}: tensor {name!r} is a DTensor, which Megatron does not "
                         "write in this format; save it again with torch.distributed.checkpoint"
@@ -192,64 +172,64 @@ def _models(states: Sequence[TorchState]) -> list[str]:
     ordered = ["model"] if keys == {"model"} else [f"model{i}" for i in range(len(keys))]
     if not keys or set(ordered) != keys:
         raise CheckpointError(
-            f"{states[0].path}: has the models {', '.join(sorted(keys)) or '(none)'}, but model, "
-            "or model0, model1 and so on, are due; the file was changed, restore it"
+            f"{states[0].path}: has the models {', '.join(sorted(keys)) or '(none)'}, but should "
+            "have model, or model0, model1 and so on; the file was changed, restore it"
         )
     return ordered
 
 
 def _check_one_save(
-    place: StoragePath, states: Sequence[TorchState], due: Mapping[str, int], ranks: int | None
+    place: StoragePath, states: Sequence[TorchState], expected: Mapping[str, int], ranks: int | None
 ) -> None:
-    """Check that all files of a save are there, by its arguments or by what the caller says."""
+    """Check that all files of one save are there, by its arguments or the caller's `ranks`."""
     if ranks not in (None, len(states)):
         remedy = "restore the others, or " if ranks and ranks > len(states) else ""
         raise CheckpointError(
-            f"{place}: holds the files of {len(states)} ranks, but {ranks} are said to have "
+            f"{place}: holds the files of {len(states)} ranks, but {ranks} are stated to have "
             f"written some; {remedy}correct the number"
         )
     first = states[0]
     for state in states:
-        for name, count in due.items():
-            if (said := _number(state, name)) not in (None, count):
+        for name, count in expected.items():
+            if (stated := _number(state, name)) not in (None, count):
                 raise CheckpointError(
-                    f"{state.path}: was saved with {name} {said}, but the files are of {count}; "
+                    f"{state.path}: was saved with {name} {stated}, but the files are of {count}; "
                     "restore what is missing"
                 )
         for key in ("iteration", "checkpoint_version"):
-            one, other = first.extras.get(key), state.extras.get(key)
-            if {type(one), type(other)} <= {int, float} and one != other:
-                raise of_two_saves(state.path, key, other, first.path, one)
+            first_value, value = first.extras.get(key), state.extras.get(key)
+            if {type(first_value), type(value)} <= {int, float} and first_value != value:
+                raise mismatch_error(state.path, key, value, first.path, first_value)
     if ranks is None and None in (_number(first, _RANKS), _number(first, _STAGES)):
         raise CheckpointError(
             f"{first.path}: does not say how many ranks there were (it has no args), so that "
-            "later ones may be missing without a trace; if there were none, say so: ",
+            "files of later ranks may be missing; if there were none, confirm it with ",
             Argument("ranks", len(states)),
         )
 
 
 def _ordered(states: Sequence[TorchState]) -> bool:
-    """Check that files are in the order of the ranks that wrote them; False if they say none."""
-    said = [rank for state in states if (rank := _number(state, "rank")) is not None]
-    if len(said) < len(states) or not any(said):
+    """Check that files are in the order of their ranks; return False if they record none."""
+    ranks = [rank for state in states if (rank := _number(state, "rank")) is not None]
+    if len(ranks) < len(states) or not any(ranks):
         return False
-    for (one, a), (other, b) in pairwise(zip(states, said, strict=True)):
+    for (earlier, a), (later, b) in pairwise(zip(states, ranks, strict=True)):
         if a >= b:
             raise CheckpointError(
-                f"{one.path}: was saved by rank {a}, and {other.path} by rank {b}; the files are "
-                "swapped, copied or not of one save, restore their places"
+                f"{earlier.path}: was saved by rank {a}, and {later.path} by rank {b}; the files "
+                "are swapped, copied or not of one save, restore their places"
             )
     return True
 
 
 def _rules(rules: cut_rules.CutRules, state: TorchState) -> cut_rules.SourceRules:
-    """Return the rules of the caller and those that are shipped for such a model."""
+    """Return the rules of the caller and the built-in rules for such a model."""
     shipped, gated = (cut_rules.cut_rules(megatron_rules(gated=halves)) for halves in (False, True))
     swiglu = _argument(state, "swiglu")
     if swiglu is True or _argument(state, "quick_geglu") is True:
         shipped = gated
     elif swiglu is not False:
-        # Nothing is said of tensors on which the two differ.
+        # Tensors for which the two differ have no rule.
         shipped = {name: rule for name, rule in shipped.items() if gated.get(name) == rule}
     version = state.extras.get("checkpoint_version", 0)
     old = isinstance(version, int | float) and version < 1
@@ -257,7 +237,7 @@ def _rules(rules: cut_rules.CutRules, state: TorchState) -> cut_rules.SourceRule
 
 
 def _others(states: Sequence[TorchState]) -> dict[str, object]:
-    """Return entries that are not tensors of the model; those of each rank are only counted."""
+    """Return entries that are not tensors of the model; entries of every rank are only counted."""
     counts: Counter[str] = Counter()
     for state in states:
         for name in (*state.tensors, *state.extras):
@@ -267,8 +247,8 @@ def _others(states: Sequence[TorchState]) -> dict[str, object]:
                 counts[_EXTRA[1:]] += 1
     others: dict[str, object] = {}
     for key, count in counts.items():
-        said = f"{count} entries in the files of {len(states)} ranks, not read"
-        others[key] = OpaqueValue(said)
+        text = f"{count} entries in the files of {len(states)} ranks, not read"
+        others[key] = OpaqueValue(text)
         if key in states[0].extras:
             value = states[0].extras[key]
             if isinstance(value, Record) and isinstance(value.state, dict):  # arguments
@@ -288,18 +268,18 @@ def _part_of(path: StoragePath) -> StoragePath | None:
     return path.parent if _recognises((path.name,)) else None
 
 
-def _newest(place: StoragePath, there: Sequence[str]) -> Newest | None:
+def _newest(place: StoragePath, names: Sequence[str]) -> Newest | None:
     """Return the checkpoint that the tracker of a run names, or the only one."""
-    if any(map(_RANK.fullmatch, there)):
+    if any(map(_RANK.fullmatch, names)):
         return None
-    if _TRACKER in there:
-        return named_by(place / _TRACKER, there, _folders)
-    checkpoints = [name for name in there if _ITERATION.fullmatch(name)]
+    if _TRACKER in names:
+        return named_by(place / _TRACKER, names, _folders)
+    checkpoints = [name for name in names if _ITERATION.fullmatch(name)]
     return None if checkpoints in ([], ["release"]) else only_one(place, checkpoints, _TRACKER)
 
 
 def _folders(text: str) -> list[str]:
-    """Return the directories that a tracker's text may mean."""
+    """Return the directories that the text of a tracker may stand for."""
     if text.isdecimal() and text.isascii():
         return [f"iter_{int(text):07d}", f"{_VERL_STEP}{int(text)}"]
     return [text] if _ITERATION.fullmatch(text) else []

@@ -1,11 +1,10 @@
 """Meta's checkpoints of LLaMA: ``consolidated.NN.pth``, one a rank, and ``params.json``.
 
-The number of ranks follows from shapes: the norms have all of the model's width, and
-``attention.wo`` of each rank its share of the columns. **That two files were swapped cannot be
-told.**
+The number of ranks follows from shapes: norms have the model's width, and ``attention.wo`` of each
+rank its share of the columns. **Swapped files cannot be detected.**
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Final
 
 from shardspec.checkpoint.catalog import Catalog, StoredTensor
@@ -15,11 +14,11 @@ from shardspec.checkpoint.cut_rules import (
     cut_rules,
     merged_tensors,
 )
-from shardspec.checkpoint.format import Format, OpenOptions
+from shardspec.checkpoint.formats import Format, OpenOptions
 from shardspec.checkpoint.formats.torch_file import open_torch_file
-from shardspec.checkpoint.parts import META, META_FILE
 from shardspec.checkpoint.storage.path import StoragePath, file_inside
-from shardspec.checkpoint.strict_json import read_json
+from shardspec.checkpoint.storage.strict_json import read_json
+from shardspec.checkpoint.torch_files.parts import META, META_FILE
 from shardspec.checkpoint.torch_files.states import check_no_copies, plain_value, read_torch_states
 from shardspec.errors import CheckpointError
 from shardspec.families.rank_rules import meta_rules
@@ -27,7 +26,7 @@ from shardspec.layout.rules import RuleSpec
 from shardspec.mesh.device_mesh import DeviceMesh
 
 _PARAMS: Final = "params.json"
-_MOST_BYTES: Final = 1 << 20
+_MAX_BYTES: Final = 1 << 20
 _WIDTH: Final = "norm.weight"
 _SHARE: Final = "layers.0.attention.wo.weight"
 _TOKENS: Final = "tok_embeddings.weight"
@@ -35,14 +34,14 @@ _KEYS: Final = "layers.0.attention.wk.weight"
 
 
 def _open(directory: StoragePath, options: OpenOptions) -> Catalog:
-    """Read what describes the tensors in the files of all ranks; not their data."""
+    """Read the descriptions of tensors in the files of all ranks; not their data."""
     names = directory.names()
-    found = {int(match[1]): name for name in names if (match := META_FILE.fullmatch(name))}
-    paths = tuple(file_inside(directory, found[rank], directory) for rank in sorted(found))
+    by_rank = {int(match[1]): name for name in names if (match := META_FILE.fullmatch(name))}
+    paths = tuple(file_inside(directory, by_rank[rank], directory) for rank in sorted(by_rank))
     states = read_torch_states(paths)
     shapes = {name: tensor.local.shape for name, tensor in states[0].tensors.items()}
     width, share = shapes.get(_WIDTH, ()), shapes.get(_SHARE, ())
-    if sorted(found) == [0] and not (width and share):
+    if sorted(by_rank) == [0] and not (width and share):
         return open_torch_file(paths[0])
     if len(width) != 1 or len(share) != 2 or not share[1] or width[0] % share[1]:
         raise CheckpointError(
@@ -51,11 +50,11 @@ def _open(directory: StoragePath, options: OpenOptions) -> Catalog:
             "model, and save a whole state dict"
         )
     ranks = width[0] // share[1]
-    if sorted(found) != list(range(ranks)):
-        missing = [f"consolidated.{n:02d}.pth" for n in range(ranks) if n not in found]
+    if sorted(by_rank) != list(range(ranks)):
+        missing = [f"consolidated.{n:02d}.pth" for n in range(ranks) if n not in by_rank]
         remedy = f"restore {missing[0]}" if missing else f"move those from {ranks} on away"
         raise CheckpointError(
-            f"{directory}: has {len(found)} files consolidated.NN.pth, but by the shapes in them "
+            f"{directory}: has {len(by_rank)} files consolidated.NN.pth, but by the shapes in them "
             f"{ranks} ranks wrote one each; {remedy}"
         )
     check_no_copies(states)
@@ -76,36 +75,32 @@ def _open(directory: StoragePath, options: OpenOptions) -> Catalog:
 
 
 def _params(path: StoragePath, tensors: Mapping[str, StoredTensor]) -> dict[str, object]:
-    """Read what the model is said to be, and compare it with the tensors."""
-    params = read_json(path, _PARAMS, _MOST_BYTES)
+    """Return the parameters of the model; raises CheckpointError if the tensors contradict them."""
+    params = read_json(path, _PARAMS, _MAX_BYTES)
     rows = {name: tensor.shape[0] for name, tensor in tensors.items() if tensor.shape}
     heads, width = params.get("n_heads"), rows[_WIDTH]
-    due: dict[str, int | None] = {
+    implied: dict[str, int | None] = {
         "dim": width,
         "n_layers": len({name.split(".")[1] for name in tensors if name.startswith("layers.")}),
     }
     if type(heads) is int and heads > 0 and _KEYS in rows:
-        due["n_kv_heads"] = rows[_KEYS] * heads // width
+        implied["n_kv_heads"] = rows[_KEYS] * heads // width
     if params.get("vocab_size") != -1:
-        due["vocab_size"] = rows.get("output.weight")
-    for key, value in due.items():
-        said = params.get(key)
-        if type(said) is int and value is not None and said != value:
+        implied["vocab_size"] = rows.get("output.weight")
+    for key, value in implied.items():
+        stated = params.get(key)
+        if type(stated) is int and value is not None and stated != value:
             raise CheckpointError(
-                f"{path}: says {key} {said}, but the tensors in the files make up {value}; a file "
-                "is missing or of another model, or ranks share heads, which is not read"
+                f"{path}: says {key} {stated}, but the tensors in the files make up {value}; a "
+                "file is missing or of another model, or ranks share heads, which is not read"
             )
     return params
-
-
-def _recognises(names: Collection[str]) -> bool:
-    return any(map(META_FILE.fullmatch, names))
 
 
 FORMAT: Final = Format(
     name="meta",
     title=META,
-    recognises=_recognises,
+    recognises=lambda names: any(map(META_FILE.fullmatch, names)),
     open=_open,
     instead="Meta's code loads the format 'torch' on one device, as consolidated.00.pth",
     keeps="notes",

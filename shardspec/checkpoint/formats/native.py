@@ -1,6 +1,6 @@
 """shardspec's own format, read and written: `sharding_info.json` and a safetensors file a rank.
 
-The info says the mesh, how each tensor is sharded, and which file holds which boxes. See
+The info records the mesh, the spec of each tensor, and which file holds which boxes. See
 ``docs/format.md``.
 """
 
@@ -18,11 +18,10 @@ from typing import Any, Final, NamedTuple
 from shardspec.boxes import box_size
 from shardspec.checkpoint import catalog, state_dict, targets
 from shardspec.checkpoint.catalog import Catalog, ReplicaKey, StoredBox, StoredTensor
-from shardspec.checkpoint.format import Format, OpenOptions, Wanted
-from shardspec.checkpoint.formats import safetensors
+from shardspec.checkpoint.formats import Format, OpenOptions, Wanted, safetensors
 from shardspec.checkpoint.storage.path import StoragePath, file_inside
 from shardspec.checkpoint.storage.reading import prefetch_map
-from shardspec.checkpoint.strict_json import checked, fields, is_size, read_json
+from shardspec.checkpoint.storage.strict_json import checked, fields, is_size, read_json
 from shardspec.checkpoint.targets import BoxEntry, FileEntry, OutputFile, OutputTensor, Target
 from shardspec.dtypes import from_safetensors, item_bytes, to_safetensors
 from shardspec.errors import CheckpointError, ShardSpecError, SpecSyntaxError
@@ -38,12 +37,12 @@ INFO_NAME: Final = "sharding_info.json"
 _FORMAT: Final = "shardspec"
 _SHARD: Final = re.compile(r"shard-(\d{5,})-([0-9a-f]{16})\.safetensors")
 is_shard: Final = _SHARD.fullmatch
-"""Says whether a file name is that of the shards of a rank."""
+"""Matches the names of files with the shards of a rank."""
 _CRC: Final = re.compile("[0-9a-f]{8}")
-_MOST_SPEC: Final = 4096
-_MOST_BYTES: Final = 2 << 30
+_MAX_SPEC: Final = 4096
+_MAX_BYTES: Final = 2 << 30
 """A checkpoint of 10,000 tensors on 1,024 ranks takes some 50 MB, and 6 million values."""
-_MOST_VALUES: Final = 100_000_000
+_MAX_VALUES: Final = 100_000_000
 _MESH: Final = {"ids": tuple, "shape": tuple, "axis_names": object}
 _TENSOR: Final = {"shape": tuple, "dtype": str, "spec": str}
 _FILE: Final = {"name": str, "rank": int, "bytes": int, "boxes": dict}
@@ -53,7 +52,7 @@ class ShardingInfo(NamedTuple):
     """A whole checkpoint: the mesh, the layout of each tensor, and which file holds which boxes."""
 
     save: str
-    """Names this save; every file of it carries the same text in its metadata."""
+    """The id of this save, which is in the metadata of all its files."""
     mesh: DeviceMesh
     tensors: Mapping[str, Layout]
     files: tuple[FileEntry, ...]
@@ -66,7 +65,7 @@ class ShardingInfo(NamedTuple):
 
 
 def info_lines(info: ShardingInfo) -> Iterator[str]:
-    """Yield the text of `sharding_info.json`, which has a line for each tensor and box."""
+    """Yield the text of `sharding_info.json`, with a line for each tensor and box."""
     ids, shape, axis_names = info.mesh.ids, info.mesh.shape, info.mesh.axis_names
     mesh = {"ids": ids, "shape": shape, "axis_names": axis_names}
     tensors = (
@@ -85,27 +84,27 @@ def info_lines(info: ShardingInfo) -> Iterator[str]:
         yield f'{"," if place else ""}\n  {head[:-1]}, "boxes": {text}}}'
     yield "\n]" if info.files else "]"
     for key, (encode, _) in _NAMED.items():
-        if found := getattr(info, key):
-            encoded = ((name, encode(value, name)) for name, value in found.items())
+        if members := getattr(info, key):
+            encoded = ((name, encode(value, name)) for name, value in members.items())
             yield f',\n"{key}": {_members(encoded)}'
     yield "\n}\n"
 
 
 def _boxes_json(entries: Iterable[BoxEntry]) -> object:
-    """Return what stands for the boxes of a tensor: an object, or of several a list of them."""
-    found = []
+    """Return the JSON of a tensor's boxes: an object for one box, a list of objects for several."""
+    boxes = []
     for entry in entries:
         box: dict[str, object] = {"box": entry.box}
         if entry.addend:
             box["addend"] = entry.addend
         if entry.crc32 is not None:
             box["crc32"] = f"{entry.crc32:08x}"
-        found.append(box)
-    return found[0] if len(found) == 1 else found
+        boxes.append(box)
+    return boxes[0] if len(boxes) == 1 else boxes
 
 
 def _members(items: Iterable[tuple[str, object]], indent: str = "  ") -> str:
-    """Return the text of an object with a line for each member."""
+    """Return the JSON of an object with a line for each member."""
     lines = ",\n".join(f"{indent}{_dump(name)}: {_dump(value)}" for name, value in items)
     return f"{{\n{lines}\n{indent[2:]}}}" if lines else "{}"
 
@@ -123,7 +122,7 @@ def read_info(directory: StoragePath) -> ShardingInfo:
             "this is not a checkpoint; save again"
         )
     shrink = partial(_box_entry, {})
-    stated = read_json(path, "sharding info", _MOST_BYTES, _MOST_VALUES, shrink)
+    stated = read_json(path, "sharding info", _MAX_BYTES, _MAX_VALUES, shrink)
     form, version = fields(stated, {"format": str, "version": int}, path, "")
     if (form, version) != (_FORMAT, VERSION):
         raise CheckpointError(
@@ -131,8 +130,8 @@ def read_info(directory: StoragePath) -> ShardingInfo:
             f"{_FORMAT!r} version {VERSION}; upgrade shardspec, or restore a damaged file"
         )
     kinds = {"save": str, "mesh": dict, "tensors": dict, "files": list}
-    save, said, tensors, files = fields(stated, kinds, path, "")
-    ids, shape, axes = fields(said, _MESH, path, "mesh")
+    save, stated_mesh, tensors, files = fields(stated, kinds, path, "")
+    ids, shape, axes = fields(stated_mesh, _MESH, path, "mesh")
     for axis in () if axes is None else checked(axes, list, path, "mesh.axis_names"):
         checked(axis, str, path, "mesh.axis_names")
     try:
@@ -147,7 +146,7 @@ def read_info(directory: StoragePath) -> ShardingInfo:
     for name, count in Counter(entry.name for entry in entries).most_common(1):
         if count > 1:
             raise CheckpointError(f"{path}: files repeats the file name {name!r}")
-    if isinstance(values := stated.get("values"), BoxEntry):  # that are named as a box has them
+    if isinstance(values := stated.get("values"), BoxEntry):  # values with the names of a box's
         stated["values"] = json.loads(_dump(_boxes_json([values])))
     decoded: dict[str, dict[str, Any]] = {}
     for key, (_, decode) in _NAMED.items():
@@ -167,24 +166,24 @@ def read_info(directory: StoragePath) -> ShardingInfo:
 def _parse_tensors(
     tensors: Mapping[str, object], mesh: DeviceMesh, path: StoragePath
 ) -> dict[str, Layout]:
-    """Return the layouts; tensors that are sharded alike have one object."""
-    known: dict[tuple[object, ...], Layout] = {}
+    """Return the layouts by tensor; equal layouts are one object."""
+    layout_of: dict[tuple[object, ...], Layout] = {}
     layouts = {}
     for name, value in tensors.items():
         key = f"tensors[{name!r}]"
         shape, code, spec = kind = tuple(fields(value, _TENSOR, path, key))
-        if kind not in known:
+        if kind not in layout_of:
             try:
-                if len(shape) > safetensors.MAX_DIMS or len(spec) > _MOST_SPEC:
+                if len(shape) > safetensors.MAX_DIMS or len(spec) > _MAX_SPEC:
                     raise CheckpointError(
                         f"has {len(shape)} dims and a spec of {len(spec)} characters, at most "
-                        f"{safetensors.MAX_DIMS} and {_MOST_SPEC} make sense"
+                        f"{safetensors.MAX_DIMS} and {_MAX_SPEC} make sense"
                     )
-                known[kind] = Layout(mesh, spec, shape, from_safetensors(code))
+                layout_of[kind] = Layout(mesh, spec, shape, from_safetensors(code))
             except ShardSpecError as error:
                 problem = error.problem if isinstance(error, SpecSyntaxError) else error
                 raise CheckpointError(f"{path}: {key} of spec {shown(spec)}: {problem}") from None
-        layouts[name] = known[kind]
+        layouts[name] = layout_of[kind]
     return layouts
 
 
@@ -196,11 +195,11 @@ def _parse_file(
         raise CheckpointError(f"{path}: {key}.rank is {rank}, which is not a device of the mesh")
     entries = []
     for tensor in list(boxes):
-        said = boxes.pop(tensor)
+        stated = boxes.pop(tensor)
         at = f"{key}.boxes[{tensor!r}]"
         if tensor not in layouts:
             raise CheckpointError(f"{path}: {at} is of a tensor that 'tensors' does not list")
-        for entry in said if isinstance(said, list) and said else (said,):
+        for entry in stated if isinstance(stated, list) and stated else (stated,):
             if not isinstance(entry, BoxEntry):
                 raise CheckpointError(
                     f"{path}: {at} should have a box of [low, high] pairs, an addend of whole "
@@ -212,7 +211,7 @@ def _parse_file(
 
 
 def _box_entry(shared: dict[ReplicaKey, ReplicaKey], value: dict[str, Any]) -> object:
-    """Return the JSON of a box as an entry, which is smaller; any other object as it is."""
+    """Return the JSON of a box as an entry, which takes less memory; other objects unchanged."""
     box, addend, crc = value.get("box"), value.get("addend", [0]), value.get("crc32", "0" * 8)
     try:
         if isinstance(box, list) and isinstance(addend, list) and addend and _CRC.fullmatch(crc):
@@ -236,11 +235,11 @@ _NAMED: Final[Mapping[str, tuple[Callable[[Any, str], object], Callable[[object]
     "paths": (lambda path, _: state_dict.encode_path(path), state_dict.decode_path),
     "file_metadata": (lambda text, _: text, _text),
 }
-"""Members of the info, left out where they are empty: how their values are written and read."""
+"""Members of the info that are omitted if empty: how their values are written and read."""
 
 
 def _open(directory: StoragePath, _: OpenOptions) -> Catalog:
-    """Read the sharding info and the header of every file, and check that they agree."""
+    """Read the sharding info and the headers of all files, and check that they agree."""
     info = read_info(directory)
     info_path = directory / INFO_NAME
     paths = [file_inside(directory, file.name, info_path) for file in info.files]
@@ -258,31 +257,31 @@ def _open(directory: StoragePath, _: OpenOptions) -> Catalog:
         pending, stored = catalog.stored_reductions(at), tuple(boxes.pop(name))
         tensors[name] = StoredTensor(name, at.global_shape, at.dtype, at.spec, pending, stored)
     files = (info_path, *paths)
-    found = Catalog(FORMAT.called, directory, tensors, files, info.mesh, info.values)
-    found.file_metadata, found.paths = catalog.FileMetadata(info.file_metadata), info.paths
-    found.restored = True
-    return found
+    opened = Catalog(FORMAT.called, directory, tensors, files, info.mesh, info.values)
+    opened.file_metadata, opened.paths = catalog.FileMetadata(info.file_metadata), info.paths
+    opened.restored = True
+    return opened
 
 
 def _check_boxes(info: ShardingInfo, directory: StoragePath) -> None:
-    """Check that ranks hold what the specs give them, and that every box is in some file."""
-    held: dict[str, list[tuple[int, ReplicaKey]]] = {name: [] for name in info.tensors}
+    """Check that each rank holds boxes that its specs give it, and that every box is in a file."""
+    parts_of: dict[str, list[tuple[int, ReplicaKey]]] = {name: [] for name in info.tensors}
     for file in info.files:
         for entry in file.boxes:
-            held[entry.tensor].append((file.rank, (entry.box, entry.addend)))
-    known = set()
+            parts_of[entry.tensor].append((file.rank, (entry.box, entry.addend)))
+    seen = set()
     for name, layout in info.tensors.items():
-        stored = held.pop(name)
+        stored = parts_of.pop(name)
         alike = layout, tuple(stored)
-        if alike in known:
+        if alike in seen:
             continue
-        known.add(alike)
+        seen.add(alike)
         holders = catalog.replica_holders(layout)
         for rank, part in stored:
             if rank not in holders.get(part, ()):
                 own = " and ".join(map(_part_text, catalog.replica_keys(layout, rank))) or "nothing"
                 raise CheckpointError(
-                    f"{directory / INFO_NAME}: tensor {name!r}: rank {rank} is said to hold box "
+                    f"{directory / INFO_NAME}: tensor {name!r}: rank {rank} is stated to hold box "
                     f"{_part_text(part)}, but under spec {layout.spec} it holds {own}; the info "
                     "contradicts itself"
                 )
@@ -301,47 +300,47 @@ def _part_text(part: ReplicaKey) -> str:
 def _stored_boxes(
     path: StoragePath, file: FileEntry, info: ShardingInfo
 ) -> list[tuple[str, StoredBox]]:
-    """Return the boxes of a file by tensor; its header is read, and agrees with the info."""
+    """Return the boxes of a file by tensor; raises CheckpointError if its header disagrees."""
     if not path.exists():
         raise CheckpointError(
             f"{path}: the file of rank {file.rank} is missing; restore it or save again"
         )
     with path.open() as opened:
         header = safetensors.read_header(opened)
-    said = {"bytes": header.file_bytes, **header.metadata}
-    for key, due in {"bytes": file.num_bytes, **shard_metadata(info.save, file.rank)}.items():
-        if said.get(key) != due:
+    actual = {"bytes": header.file_bytes, **header.metadata}
+    for key, expected in {"bytes": file.num_bytes, **shard_metadata(info.save, file.rank)}.items():
+        if actual.get(key) != expected:
             raise CheckpointError(
-                f"{path}: {key} is {said.get(key)!r} but {INFO_NAME} says {due!r}; the file was "
-                "changed or belongs elsewhere, restore the right one"
+                f"{path}: {key} is {actual.get(key)!r} but {INFO_NAME} says {expected!r}; the file "
+                "was changed or belongs elsewhere, restore the right one"
             )
-    held = {name: list(group) for name, group in groupby(file.boxes, attrgetter("tensor"))}
+    entries_of = {name: list(group) for name, group in groupby(file.boxes, attrgetter("tensor"))}
     listed = {
         name: (info.tensors[name].dtype, targets.stored_shape([entry.box for entry in entries]))
-        for name, entries in held.items()
+        for name, entries in entries_of.items()
     }
     stored = {name: (dtype, shape) for name, dtype, shape, *_ in header.entries}
     for name, _ in sorted(stored.items() ^ listed.items()):
-        has, due = (
+        has, expected = (
             f"{side[name][0]} of shape {list(side[name][1])}" if name in side else "nothing"
             for side in (stored, listed)
         )
         raise CheckpointError(
-            f"{path}: holds tensor {shown(name, 200)} as {has}, but {INFO_NAME} says {due}; the "
-            "file was changed, restore it"
+            f"{path}: holds tensor {shown(name, 200)} as {has}, but {INFO_NAME} says {expected}; "
+            "the file was changed, restore it"
         )
-    found = []
+    boxes = []
     for name, dtype, _, offset, _ in header.entries:
-        for _, box, addend, crc32 in held[name]:
+        for _, box, addend, crc32 in entries_of[name]:
             num_bytes = box_size(box) * item_bytes(dtype)
             digest = None if crc32 is None else catalog.Digest(crc32, offset, num_bytes)
-            found.append((name, StoredBox(box, addend, file.rank, path, offset, digest)))
+            boxes.append((name, StoredBox(box, addend, file.rank, path, offset, digest)))
             offset += num_bytes
-    return found
+    return boxes
 
 
 def shard_metadata(save: str, rank: int) -> dict[str, str]:
-    """Return what every file says about itself, so that a stray file is found out."""
+    """Return the metadata of the file of a rank, by which files of other saves are detected."""
     return {"format": "pt", "shardspec.rank": str(rank), safetensors.SAVE_KEY: save}
 
 
@@ -354,15 +353,15 @@ def shard_file(
     tensors: Mapping[str, OutputTensor], boxes: Iterable[BoxEntry], rank: int, save: str
 ) -> OutputFile:
     """Return the file of a rank, given its boxes by the names of their tensors."""
-    held, slots, extents = {}, [], []
+    boxes_of, slots, extents = {}, [], []
     for name, entries in groupby(boxes, attrgetter("tensor")):
-        held[name] = [entry.box for entry in entries]
-        shape = targets.stored_shape(held[name])
+        boxes_of[name] = [entry.box for entry in entries]
+        shape = targets.stored_shape(boxes_of[name])
         slots.append((name, tensors[name].dtype, shape))
     head, header = safetensors.encode_header(slots, shard_metadata(save, rank))
     for entry in header.entries:
         offset = entry.offset
-        for box in held[entry.name]:
+        for box in boxes_of[entry.name]:
             extents.append(targets.Extent(tensors[entry.name], box, offset))
             offset += extents[-1].num_bytes
     raw = (targets.RawBytes(0, head),)
@@ -378,9 +377,9 @@ def sharded_target(
     values: Mapping[str, object] = MappingProxyType({}),
     paths: Mapping[str, KeyPath] = MappingProxyType({}),
 ) -> Target:
-    """Return the output that is a checkpoint as the ranks of a mesh would save it.
+    """Return the checkpoint that the ranks of a mesh would save.
 
-    Layouts by name in the output have no reductions pending; `save` names this save in its files.
+    `layouts`, by name in the output, have no pending reductions. `save` is the id of the save,
     `values` are plain, and `paths` the keys of tensors and values.
     """
     values, paths = state_dict.spread(values, paths)
@@ -417,7 +416,7 @@ def sharded_target(
 
 
 def _entry(rank: int, file: OutputFile, crcs: Sequence[int]) -> FileEntry:
-    """Return what the info says of a file; it lists boxes in the order of their names."""
+    """Return the entry of a file in the info, with boxes in the order of their names."""
     boxes = [
         BoxEntry(extent.tensor.name, extent.box, (), crc)
         for extent, crc in zip(file.extents, crcs, strict=True)

@@ -1,20 +1,20 @@
 """Directories with one file of `torch.save` per rank, as trainers and RL stacks write them.
 
-**The names.** The end of a file's name tells its family and rank: ``rank``, perhaps ``_`` or ``-``,
-a number, and ``.pt``, ``.pth`` or ``.bin``; ``world_size_W_`` may precede it. What is left in front
+**Names.** The end of a file's name gives its family and rank: ``rank``, perhaps ``_`` or ``-``,
+a number, and ``.pt``, ``.pth`` or ``.bin``; ``world_size_W_`` may precede it. The rest in front
 is the family and must be empty or end in ``_``, ``-`` or ``.``. So ``model_world_size_4_rank_2.pt``
 (verl) is rank 2 of 4 of the family ``model``, and ``rank-2.pt`` is rank 2 of the family without a
-name. The family ``model`` is read if there is one, else the only one there is; other families are
-listed among the extras. A path to a file means its family.
+name. The family ``model`` is read if there is one, else the only family; other families are
+listed among the extras. The path of a file stands for its family.
 
-**The ranks.** All W files must be there. Where no name says W, it is one more than the largest rank
-found in the names or in any mesh.
+**Ranks.** All W files must exist. If names do not have W, it is one more than the largest rank in
+the names or in any mesh.
 
-**The tensors.** What a rank holds of a DTensor follows from the mesh, the placements and the shard
+**Tensors.** The part of a DTensor on a rank follows from the mesh, the placements and the shard
 order saved with it (FSDP2, tensor parallel, both (``_StridedShard``), HSDP, pending sums). Plain
-tensors have to be whole and alike on all ranks. All ranks must agree on names, shapes, dtypes and
-placements, and every copy is kept, to be compared. torch notes in each mesh which rank saved it,
-so swapped files are found; where only plain tensors were saved, nothing depends on it.
+tensors must be whole and equal on all ranks. All ranks must agree on names, shapes, dtypes and
+placements, and every copy is kept for comparison. torch records in each mesh which rank saved it,
+so swapped files are detected; if only plain tensors were saved, their order does not matter.
 """
 
 import re
@@ -25,7 +25,7 @@ from typing import Final, NamedTuple, TypeAlias
 
 from shardspec.checkpoint import catalog
 from shardspec.checkpoint.catalog import replica_keys
-from shardspec.checkpoint.format import Format, OpenOptions
+from shardspec.checkpoint.formats import Format, OpenOptions
 from shardspec.checkpoint.rank_state import on_larger_mesh
 from shardspec.checkpoint.storage.path import StoragePath, file_inside
 from shardspec.checkpoint.storage.reading import HeaderFiles, prefetch_map
@@ -56,7 +56,7 @@ _AHEAD: Final = 3  # files of this machine that are read while one is parsed
 
 
 class _RankFile(NamedTuple):
-    """What the name of a file says."""
+    """The rank in the name of a file, and the number of ranks, if it has that."""
 
     name: str
     world: int | None
@@ -64,7 +64,7 @@ class _RankFile(NamedTuple):
 
 
 def _open(place: StoragePath, _: OpenOptions) -> "RankFilesCheckpoint":
-    """Read the files of all ranks of the model in a directory, or of the family of a file."""
+    """Read the files of all ranks: of the model in a directory, or of the family of a file."""
     whole = place.is_dir()
     directory, chosen = (place, None) if whole else (place.parent, place.name)
     families: dict[str, list[_RankFile]] = {}
@@ -96,9 +96,9 @@ def _open(place: StoragePath, _: OpenOptions) -> "RankFilesCheckpoint":
     states = read_states(
         (file_inside(directory, file.name, directory), file.rank) for file in files
     )
-    held = {id(state.tensors): state.tensors for state in states}
-    placed = (tensor.placed for tensors in held.values() for tensor in tensors.values())
-    meshes = {id(one.mesh): one.mesh for one in placed if one is not None}
+    distinct = {id(state.tensors): state.tensors for state in states}
+    placed = (tensor.placed for tensors in distinct.values() for tensor in tensors.values())
+    meshes = {id(at.mesh): at.mesh for at in placed if at is not None}
     last = max(files[-1].rank, *(max(mesh.ids) for mesh in meshes.values()), 0)
     _check_ranks(directory, files, max(last + 1, world or 0))
     extras = _others(states)
@@ -110,7 +110,7 @@ def _open(place: StoragePath, _: OpenOptions) -> "RankFilesCheckpoint":
 
 
 def _check_ranks(directory: StoragePath, files: list[_RankFile], world: int) -> None:
-    """Check that there is one file of each of so many ranks, and no other."""
+    """Check that there is one file of each of `world` ranks, and no other."""
     count = Counter(file.rank for file in files)
     missing = list(islice((rank for rank in range(world) if rank not in count), _SHOWN + 1))
     odd = [file.name for file in files if file.rank >= world or count[file.rank] > 1]
@@ -118,68 +118,68 @@ def _check_ranks(directory: StoragePath, files: list[_RankFile], world: int) -> 
     if missing:
         are, them = ("s", "them") if len(missing) > 1 else ("", "it")
         problems.append(
-            f"the file{are} of rank{are} {_some(missing)} of {world} {'are' if are else 'is'} "
-            f"missing; restore {them}"
+            f"the file{are} of rank{are} {_abbreviated(missing)} of {world} "
+            f"{'are' if are else 'is'} missing; restore {them}"
         )
     if odd:
         problems.append(
-            f"{_some(odd)}: not of a rank from 0 to {world - 1}, or of one that has two files; "
-            "move away what is of another save"
+            f"{_abbreviated(odd)}: not of a rank from 0 to {world - 1}, or of one that has two "
+            "files; move away what is of another save"
         )
     if problems:
         raise CheckpointError(f"{directory}: {'; '.join(problems)}")
 
 
-def _some(values: Sequence[object]) -> str:
+def _abbreviated(values: Sequence[object]) -> str:
     return ", ".join(map(str, values[:_SHOWN])) + ", …" * (len(values) > _SHOWN)
 
 
-# --- what the files hold
+# --- contents of the files
 
 
 class RankState(NamedTuple):
-    """What the file of one rank holds."""
+    """The contents of the file of one rank."""
 
     path: StoragePath
-    rank: int  # as the name of the file says
-    tensors: Mapping[str, TorchTensor]  # one object for all files that say the same of tensors
+    rank: int  # in the name of the file
+    tensors: Mapping[str, TorchTensor]  # one object for all files with equal descriptions
     extras: Mapping[str, object]  # everything else, as plain values
     paths: Mapping[str, KeyPath]  # the keys of those names that are not keys themselves
-    found: TorchZip
+    archive: TorchZip
 
 
 def read_states(files: Iterable[tuple[StoragePath, int]]) -> list[RankState]:
-    """Return what describes the state in files of `torch.save`, each with its rank."""
+    """Return the contents of files of `torch.save`, each with its rank; tensors are not read."""
     files = list(files)
     ahead = files[0][0].files_ahead(_AHEAD) if files else 0
     screened = alike_screen()
     distinct: list[tuple[Mapping[str, TorchTensor], Directory]] = []
     states: list[RankState] = []
     with no_collection(), prefetch_map([path for path, _ in files], _look, ahead) as looks:
-        for (path, rank), (found, data) in zip(files, looks, strict=True):
-            held = torch_states.read_contents(found, data, None, rank, screened)
-            tensors = held.tensors
-            contents = tensors, found.directory
-            known = next((other for other in distinct if other == contents), None)
-            if known is None:
+        for (path, rank), (archive, data) in zip(files, looks, strict=True):
+            read = torch_states.read_contents(archive, data, rank, screened)
+            tensors = read.tensors
+            description = tensors, archive.directory
+            same = next((other for other in distinct if other == description), None)
+            if same is None:
                 for tensor in tensors.values():
-                    check_record(tensor, found)
-                distinct.append(known := contents)
-            found.directory = known[1]
-            plain = {name: torch_states.plain_value(x, found) for name, x in held.others.items()}
-            states.append(RankState(path, rank, known[0], plain, held.paths, found))
+                    check_record(tensor, archive)
+                distinct.append(same := description)
+            archive.directory = same[1]
+            plain = {name: torch_states.plain_value(x, archive) for name, x in read.others.items()}
+            states.append(RankState(path, rank, same[0], plain, read.paths, archive))
     return states
 
 
 def _look(path: StoragePath) -> tuple[TorchZip, bytes]:
     """Return the directory of a file, and its pickle."""
     with path.open() as file:
-        found = read_torch_zip(file)
-        return found, found.pickle(file)
+        archive = read_torch_zip(file)
+        return archive, archive.pickle(file)
 
 
 def _others(states: Sequence[RankState]) -> dict[str, object]:
-    """Return the plain values: one that all ranks share, or else one per rank."""
+    """Return the plain values by name: the one that all ranks share, or one for each rank."""
     others: dict[str, object] = {}
     for name in dict.fromkeys(name for state in states for name in state.extras):
         by_rank = {state.rank: state.extras[name] for state in states if name in state.extras}
@@ -192,55 +192,55 @@ def _others(states: Sequence[RankState]) -> dict[str, object]:
     return others
 
 
-# --- the tensors, on which all ranks have to agree, and of which each holds its part
+# --- tensors, on which all ranks must agree
 
 _Groups: TypeAlias = Sequence[Sequence[RankState]]
-"""Ranks by what they hold: those of a group hold the same object."""
+"""The ranks in groups with equal descriptions of tensors, which are one object."""
 
 
 def _layouts_of(groups: _Groups, everywhere: DeviceMesh) -> dict[str, tuple[Layout, ...]]:
-    """Return the layout of every tensor, as each group says; a plain one is on `everywhere`."""
+    """Return the layouts of every tensor in each group; plain tensors are on `everywhere`."""
     first = groups[0][0]
     torch_states.check_same_names((group[0].path, group[0].tensors) for group in groups)
-    known: dict[Hashable, Layout] = {}
-    right: set[Hashable] = set()
+    made: dict[Hashable, Layout] = {}
+    checked: set[Hashable] = set()
 
     def layout_of(name: str, group: Sequence[RankState]) -> Layout:
         tensor, placed = group[0].tensors[name], group[0].tensors[name].placed
         key = placed, tensor.global_shape, tensor.dtype
-        if key not in known:
+        if key not in made:
             mesh, spec = everywhere, ShardingSpec(len(tensor.shape), {})
             try:
                 if placed is not None:
                     mesh, order = placed.mesh, dict(placed.shard_order or ()) or None
                     spec = spec_of_placements(placed.placements, placed.shape, mesh.shape, order)
-                known[key] = Layout(mesh, spec, tensor.global_shape, tensor.dtype)
+                made[key] = Layout(mesh, spec, tensor.global_shape, tensor.dtype)
             except ShardSpecError as error:
                 raise CheckpointError(f"{group[0].path}: tensor {name!r}: {error}") from None
-        layout = known[key]
+        layout = made[key]
         # Tensors of a group that are sharded alike are checked once.
         part = key, tensor.shape, id(group[0].tensors)
-        if placed is not None and part not in right:
+        if placed is not None and part not in checked:
             for state in group:
                 _check_part(state, name, layout)
-            right.add(part)
+            checked.add(part)
         return layout
 
     layouts = {}
     for name in sorted(first.tensors):
-        layouts[name] = found = tuple(layout_of(name, group) for group in groups)
-        for layout, group in zip(found, groups, strict=True):
+        layouts[name] = of_groups = tuple(layout_of(name, group) for group in groups)
+        for layout, group in zip(of_groups, groups, strict=True):
             # Ranks may name different slices of one mesh.
-            if layout is not found[0] and str(layout) != str(found[0]):
+            if layout is not of_groups[0] and str(layout) != str(of_groups[0]):
                 raise CheckpointError(
-                    f"tensor {name!r} is {found[0]} in {first.path}, but {layout} in "
+                    f"tensor {name!r} is {of_groups[0]} in {first.path}, but {layout} in "
                     f"{group[0].path}; the files are not of one save"
                 )
     return layouts
 
 
 def _check_part(state: RankState, name: str, layout: Layout) -> None:
-    """Make sure that a rank could have saved what its file holds of a DTensor."""
+    """Check that a rank could have saved the part of a DTensor in its file."""
     local, placed = state.tensors[name].shape, state.tensors[name].placed
     saver = None if placed is None else placed.saver
     if saver is not None or state.rank not in layout.mesh:
@@ -249,33 +249,33 @@ def _check_part(state: RankState, name: str, layout: Layout) -> None:
             f"{state.path}: tensor {name!r} was saved by {wrote}, not by rank {state.rank} as the "
             "name of the file says; the file belongs elsewhere, restore its name"
         )
-    due = layout.local_shape(state.rank)
-    if due != local:
+    expected = layout.local_shape(state.rank)
+    if expected != local:
         raise CheckpointError(
             f"{state.path}: rank {state.rank} holds a part of shape {list(local)} of tensor "
-            f"{name!r}, but of {layout} it has {list(due)}; the file contradicts itself"
+            f"{name!r}, but of {layout} it has {list(expected)}; the file contradicts itself"
         )
 
 
 def _spec_on(
     mesh: DeviceMesh | None, layouts: Sequence[Layout], groups: _Groups
 ) -> ShardingSpec | None:
-    """Return how a tensor is sharded over the mesh of all ranks, though it may be on slices of it.
+    """Return the spec of a tensor on the mesh of all ranks, of which its own may be a slice.
 
-    It counts only if it gives every rank exactly the boxes that the rank has stored.
+    Returns None if no spec gives every rank exactly the boxes that the rank has stored.
     """
     if mesh is None:
         return None
-    one = layouts[0]
-    over_all = on_larger_mesh(one, mesh)
-    if over_all is None and not one.spec.axes:
-        over_all = Layout(mesh, one.spec, one.global_shape, one.dtype)
-    held = {
+    first = layouts[0]
+    over_all = on_larger_mesh(first, mesh)
+    if over_all is None and not first.spec.axes:
+        over_all = Layout(mesh, first.spec, first.global_shape, first.dtype)
+    stored = {
         state.rank: replica_keys(layout, state.rank)
         for layout, group in zip(layouts, groups, strict=True)
         for state in group
     }
-    if over_all is None or any(held[rank] != replica_keys(over_all, rank) for rank in mesh.ids):
+    if over_all is None or any(stored[rank] != replica_keys(over_all, rank) for rank in mesh.ids):
         return None
     return over_all.spec
 
@@ -297,13 +297,13 @@ class RankFilesCheckpoint(catalog.Catalog):
         everywhere = DeviceMesh([state.rank for state in states], (len(states),))
         self._layouts = _layouts_of(groups, everywhere)
         distinct = dict.fromkeys(self._layouts.values())
-        # Plain tensors do not say what mesh there was.
+        # Plain tensors have no mesh.
         same = (layouts[0].mesh for layouts in distinct if len({at.mesh for at in layouts}) == 1)
-        whole = (one for one in same if one.size() == len(states) and one is not everywhere)
+        whole = (mesh for mesh in same if mesh.size() == len(states) and mesh is not everywhere)
         mesh = next(whole, None)
         self._specs = {layouts: _spec_on(mesh, layouts, groups) for layouts in distinct}
         self._boxes: dict[tuple[Layout, ...], tuple[catalog.FileBox, ...]] = {}
-        self._glances = HeaderFiles()
+        self._header_files = HeaderFiles()
         self._tensors = catalog.LazyTensorCache(self._look_up)
         # Names inside nested dicts and lists are joined by dots.
         paths = (state.path for state in states)
@@ -311,7 +311,7 @@ class RankFilesCheckpoint(catalog.Catalog):
         self.paths = states[0].paths
 
     def outline(self, name: str) -> catalog.Outline[catalog.FileBox]:
-        """Return a tensor by what the pickles say."""
+        """Return a tensor as the pickles describe it."""
         layouts = self._layouts[name]
         if layouts not in self._boxes:
             self._boxes[layouts] = tuple(
@@ -329,12 +329,12 @@ class RankFilesCheckpoint(catalog.Catalog):
 
     def _look_up(self, name: str) -> catalog.StoredTensor:
         def look(state: RankState) -> TensorPlace:
-            with self._glances.file(state.path) as file:
-                return tensor_place(state.tensors[name], file, state.found)
+            with self._header_files.file(state.path) as file:
+                return tensor_place(state.tensors[name], file, state.archive)
 
         # The headers of empty parts are checked too.
-        with prefetch_map(self._states, look, self.directory.files_ahead()) as found:
-            places = dict(zip((state.rank for state in self._states), found, strict=True))
+        with prefetch_map(self._states, look, self.directory.files_ahead()) as in_order:
+            places = dict(zip((state.rank for state in self._states), in_order, strict=True))
         outline, layouts = self.outline(name), self._layouts[name]
         boxes = (
             torch_states.stored_box_of_rank(
@@ -343,32 +343,32 @@ class RankFilesCheckpoint(catalog.Catalog):
             )
             for part in outline.boxes
         )
-        told = outline.shape, outline.dtype, outline.spec, outline.pending
-        return catalog.StoredTensor(name, *told, tuple(boxes))
+        facts = outline.shape, outline.dtype, outline.spec, outline.pending
+        return catalog.StoredTensor(name, *facts, tuple(boxes))
 
     def origin(self, name: str) -> Hashable:
-        """Return where in storages the ranks have it."""
+        """Return the tensor's places in the storages of the ranks."""
         tensors = [group[0].tensors[name] for group in self._groups]
         return tuple(
             None if 0 in tensor.shape else (tensor.storage.key, tensor.start) for tensor in tensors
         )
 
     def copies_agree(self, name: str) -> bool:
-        """Say whether all that hold the same part note the same CRC-32 for it."""
+        """Return whether the CRC-32 of equal parts in all files are equal."""
         for tensor in (group[0].tensors[name] for group in self._groups):
             alone = row_major(tensor.shape, tensor.strides) and not tensor.is_part
             if not alone and 0 not in tensor.shape:
-                # The CRC-32 is of something else than the tensor.
+                # The CRC-32 is not of this tensor alone.
                 return False
         crcs = {
-            state.rank: state.found.record(f"data/{state.tensors[name].storage.key}").crc32
+            state.rank: state.archive.record(f"data/{state.tensors[name].storage.key}").crc32
             for state in self._states
         }
         first: dict[catalog.ReplicaKey, int] = {}
         for part in self.outline(name).boxes:
-            known = first.setdefault((part.box, part.addend), part.rank)
+            first_rank = first.setdefault((part.box, part.addend), part.rank)
             crc = crcs[part.rank]
-            if known != part.rank and (crc is None or crc != crcs[known]):
+            if first_rank != part.rank and (crc is None or crc != crcs[first_rank]):
                 return False
         return True
 

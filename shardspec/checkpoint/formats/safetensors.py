@@ -1,7 +1,7 @@
 """safetensors files, each a checkpoint by itself.
 
 A file is 8 bytes with the length of the header (little endian), the header (JSON), and the bytes
-of the tensors; all that the specification asks of a header is checked.
+of the tensors. Every rule of the specification for headers is checked.
 
 Source: https://github.com/huggingface/safetensors, section "Format".
 """
@@ -19,11 +19,11 @@ from shardspec.checkpoint.catalog import (
     unsharded_tensor,
     whole_box,
 )
-from shardspec.checkpoint.format import FileStart, Format, OpenOptions, Wanted, never
-from shardspec.checkpoint.model_files import ModelFiles, check_alone, is_data_file
+from shardspec.checkpoint.formats import FileStart, Format, OpenOptions, Wanted, never
+from shardspec.checkpoint.formats.model_files import ModelFiles, check_alone, is_data_file
 from shardspec.checkpoint.storage.path import SourceFile, StoragePath
 from shardspec.checkpoint.storage.reading import prefetch_map
-from shardspec.checkpoint.strict_json import checked, fields, parse_json
+from shardspec.checkpoint.storage.strict_json import checked, fields, parse_json
 from shardspec.checkpoint.targets import (
     Extent,
     OutputFile,
@@ -36,25 +36,25 @@ from shardspec.errors import CheckpointError, DTypeError
 from shardspec.text import Argument, shown
 
 METADATA: Final = {"format": "pt"}
-"""What transformers and others expect in a file."""
+"""The metadata that transformers and other tools expect in a file."""
 SAVE_KEY: Final = "shardspec.save"
-"""Metadata key of the files of shardspec's own format: which save they are of."""
+"""Metadata key of the id of the save, in files of shardspec's own format."""
 MAX_DIMS: Final = 64
-"""Most dims of a tensor, as in numpy and torch."""
+"""The limit of dims of a tensor, that of numpy and torch."""
 _MAX_HEADER_BYTES: Final = 100_000_000
-"""The limit of the format."""
+"""The limit that the format sets."""
 _METADATA: Final = "__metadata__"
 _FIELDS: Final = {"dtype": str, "shape": tuple, "data_offsets": tuple}
 _ORDER: Final = (
     *("U64", "I64", "F64", "C64", "F32", "U32", "I32", "BF16", "F16", "U16", "I16"),
     *("F8_E5M2FNUZ", "F8_E4M3FNUZ", "F8_E8M0", "F8_E4M3", "F8_E5M2", "I8", "U8", "F4", "BOOL"),
 )
-"""Order of the tensors in a file, as safetensors 0.8 writes it: wide dtypes first, so that every
-tensor starts at a multiple of its item size; by name within a dtype."""
+"""Order of the dtypes in a file, as safetensors 0.8 writes it: wide ones first, so that every
+tensor starts at a multiple of its item size. Tensors of one dtype are sorted by name."""
 _INFO: Final = "DCP_SHARDING_INFO"
 _VERSION: Final = "DCP_VERSION"
 _OWN_KEYS: Final = frozenset(("format", _INFO, _VERSION))
-"""Metadata of one file, which other files with the same tensors need not share."""
+"""Metadata keys that may differ between the files of one checkpoint."""
 
 
 TensorSlot: TypeAlias = tuple[str, str, tuple[int, ...]]
@@ -68,14 +68,14 @@ class HeaderEntry(NamedTuple):
     dtype: str
     """torch's name of the element type."""
     shape: tuple[int, ...]
-    """In elements as torch counts them; a header counts numbers, of which F4 has two in a byte."""
+    """In elements of torch; a header counts numbers, of which F4 has two in an element."""
     offset: int
     """Position of the first byte, from the start of the file."""
     num_bytes: int
 
 
 class Header(NamedTuple):
-    """What a file holds; the entries are in the order of their bytes."""
+    """The tensors of a file in the order of their bytes, its metadata and its size."""
 
     entries: Sequence[HeaderEntry]
     metadata: Mapping[str, str]
@@ -84,7 +84,7 @@ class Header(NamedTuple):
 
 
 def read_header(file: SourceFile) -> Header:
-    """Read and check the header of an open file."""
+    """Return the header of an open file; raises CheckpointError if it breaks a rule."""
     path, file_bytes = file.path, file.num_bytes
     if not file_bytes:
         raise CheckpointError(f"{path}: is empty; restore it")
@@ -111,22 +111,22 @@ def read_header(file: SourceFile) -> Header:
                 f"{path}: {what} should have {', '.join(_FIELDS)} but has {shown(list(value))}"
             )
         try:
-            dtype, shape, due = _in_elements(code, shape)
+            dtype, shape, num_bytes = _in_elements(code, shape)
         except DTypeError as error:
             raise CheckpointError(f"{path}: {what}: {error}") from None
-        if len(span) != 2 or span[1] - span[0] != due:
+        if len(span) != 2 or span[1] - span[0] != num_bytes:
             raise CheckpointError(
-                f"{path}: {what} of shape {list(shape)} and dtype {dtype} takes {due} bytes, "
+                f"{path}: {what} of shape {list(shape)} and dtype {dtype} takes {num_bytes} bytes, "
                 f"which its data_offsets {shown(list(span))} do not span"
             )
-        entries.append(HeaderEntry(name, dtype, shape, 8 + length + span[0], due))
+        entries.append(HeaderEntry(name, dtype, shape, 8 + length + span[0], num_bytes))
     entries.sort(key=lambda entry: (entry.offset, entry.num_bytes))
     end = 8 + length
     for entry in entries:
         if entry.offset != end:
             raise CheckpointError(
-                f"{path}: tensor {shown(entry.name, 200)} starts at byte {entry.offset} where "
-                f"{end} is due; the data {'overlaps' if entry.offset < end else 'has a hole'}"
+                f"{path}: tensor {shown(entry.name, 200)} starts at byte {entry.offset} instead of "
+                f"{end}; the data {'overlaps' if entry.offset < end else 'has a hole'}"
             )
         end += entry.num_bytes
     if end != file_bytes:
@@ -139,7 +139,7 @@ def read_header(file: SourceFile) -> Header:
 
 @lru_cache(1024)
 def _in_elements(code: str, shape: tuple[int, ...]) -> tuple[str, tuple[int, ...], int]:
-    """Return torch's name of a dtype, the shape as torch counts it, and the number of bytes."""
+    """Return torch's name of a dtype, the shape in elements of torch, and the number of bytes."""
     dtype = from_safetensors(code)
     numbers = packed(dtype)
     if len(shape) > MAX_DIMS or (numbers > 1 and (not shape or shape[-1] % numbers)):
@@ -153,7 +153,10 @@ def _in_elements(code: str, shape: tuple[int, ...]) -> tuple[str, tuple[int, ...
 
 
 def encode_header(slots: Iterable[TensorSlot], metadata: Mapping[str, str]) -> tuple[bytes, Header]:
-    """Return the bytes of a file before its data, as safetensors writes them, and what they say."""
+    """Return the bytes before the data of a file, as safetensors writes them, and the header.
+
+    Raises CheckpointError for a name or shape that the format cannot express.
+    """
     ordered = sorted(slots, key=lambda slot: (_ORDER.index(to_safetensors(slot[1])), slot[0]))
     described: dict[str, object] = {_METADATA: dict(metadata)} if metadata else {}
     placed, end = [], 0
@@ -194,7 +197,7 @@ def encode_header(slots: Iterable[TensorSlot], metadata: Mapping[str, str]) -> t
 
 
 def open_files(place: StoragePath, model: ModelFiles) -> Catalog:
-    """Return the catalog of files that hold whole tensors."""
+    """Return the catalog of files with whole tensors."""
     tensors: dict[str, StoredTensor] = {}
     home: dict[str, StoragePath] = {}
     stated: dict[str, tuple[str, StoragePath]] = {}
@@ -203,8 +206,8 @@ def open_files(place: StoragePath, model: ModelFiles) -> Catalog:
         for path, header in zip(model.files, headers, strict=True):
             if model.index_path is None and SAVE_KEY in header.metadata:
                 raise CheckpointError(
-                    f"{path}: holds what one rank has saved, which may be parts of tensors; name "
-                    f"its directory, {path.parent}"
+                    f"{path}: has the tensors of one rank, which may be parts; name its directory, "
+                    f"{path.parent}"
                     if place == path
                     else f"{place}: has no sharding_info.json, which is written last; the save did "
                     "not finish, or that file was lost; save again"
@@ -234,7 +237,7 @@ def open_files(place: StoragePath, model: ModelFiles) -> Catalog:
 
 
 def _whole_header(path: StoragePath) -> Header:
-    """Return the header of a file that should hold whole tensors."""
+    """Return the header of a file; raises CheckpointError if it has parts of tensors."""
     header, offsets = read_offsets(path)
     for name, first in (offsets or {}).items():
         if any(first):
@@ -247,9 +250,9 @@ def _whole_header(path: StoragePath) -> Header:
 
 
 def read_offsets(path: StoragePath) -> tuple[Header, dict[str, tuple[int, ...]] | None]:
-    """Read a header, and per tensor its first index in the global one; None if no note says it.
+    """Return a header, and the offsets in the global tensors by name; None if it records none.
 
-    The note is JSON in the metadata, ``{tensor name: {"saved_offsets": [index per dim]}}``.
+    Offsets are JSON in the metadata, ``{tensor name: {"saved_offsets": [index per dim]}}``.
     Source: torch/distributed/checkpoint/filesystem.py, torch 2.8 to 2.13.
     """
     with path.open() as file:
@@ -259,8 +262,8 @@ def read_offsets(path: StoragePath) -> tuple[Header, dict[str, tuple[int, ...]] 
         return header, None
     if version != "1.0":
         raise CheckpointError(
-            f"{path}: its metadata says {_VERSION} {version!r}, but '1.0' is the one that can be "
-            "read; save again with a torch that writes it"
+            f"{path}: its metadata has {_VERSION} {version!r}, but only '1.0' can be read; save "
+            "again with a version of torch that writes it"
         )
     notes = checked(parse_json(text.encode(), path, _INFO), dict, path, _INFO)
     for name in sorted(notes.keys() ^ {entry.name for entry in header.entries}):
@@ -272,13 +275,13 @@ def read_offsets(path: StoragePath) -> tuple[Header, dict[str, tuple[int, ...]] 
     offsets: dict[str, tuple[int, ...]] = {}
     for entry in header.entries:
         what = f"{_INFO}[{entry.name!r}]"
-        (found,) = fields(notes[entry.name], {"saved_offsets": tuple}, path, what)
-        if len(found) != len(entry.shape):
+        (saved,) = fields(notes[entry.name], {"saved_offsets": tuple}, path, what)
+        if len(saved) != len(entry.shape):
             raise CheckpointError(
-                f"{path}: {what}.saved_offsets is {list(found)}, but the tensor has shape "
+                f"{path}: {what}.saved_offsets is {list(saved)}, but the tensor has shape "
                 f"{list(entry.shape)}; the file was changed, restore it"
             )
-        offsets[entry.name] = found
+        offsets[entry.name] = saved
     return header, offsets
 
 
@@ -297,7 +300,10 @@ def output_file(
 
 
 def agreed_metadata(source: Catalog, wanted: Wanted) -> dict[str, str]:
-    """Return the metadata of the files of a source that goes along; nothing if none is wanted."""
+    """Return the metadata of the source's files to copy into the output.
+
+    Raises CheckpointError if two files have different metadata under one key.
+    """
     if not wanted.metadata:
         return {}
     for key, (first, other) in source.file_metadata.contradictions.items():

@@ -1,8 +1,8 @@
 """Files of `torch.save` with whole models: one alone, or several with an index or numbers.
 
 ``pytorch_model.bin.index.json`` is read by the rules of ``model.safetensors.index.json``: index and
-files are compared both ways. A file with DTensors is one rank's part. It is read alone only where
-the part is the whole, as on a mesh of one device.
+files are compared both ways. A file with DTensors is the part of one rank. It is read alone only if
+the part is the whole tensor, as on a mesh of one device.
 """
 
 import re
@@ -10,8 +10,8 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Final
 
 from shardspec.checkpoint.catalog import Catalog, StoredTensor
-from shardspec.checkpoint.format import FileStart, Format, OpenOptions, Wanted
-from shardspec.checkpoint.model_files import (
+from shardspec.checkpoint.formats import FileStart, Format, OpenOptions, Wanted
+from shardspec.checkpoint.formats.model_files import (
     BIN_NAME,
     ModelFiles,
     check_alone,
@@ -20,7 +20,9 @@ from shardspec.checkpoint.model_files import (
     is_bin_index,
     is_numbered_bin,
 )
-from shardspec.checkpoint.parts import (
+from shardspec.checkpoint.storage.path import StoragePath
+from shardspec.checkpoint.targets import OutputTensor, Target
+from shardspec.checkpoint.torch_files.parts import (
     DEEPSPEED,
     EXPERTS,
     META,
@@ -28,8 +30,6 @@ from shardspec.checkpoint.parts import (
     part_of_several,
     part_text,
 )
-from shardspec.checkpoint.storage.path import StoragePath
-from shardspec.checkpoint.targets import OutputTensor, Target
 from shardspec.checkpoint.torch_files.states import (
     TorchState,
     plain_value,
@@ -55,7 +55,7 @@ def _reads_file(start: FileStart) -> bool:
 
 
 def open_torch_file(path: StoragePath) -> Catalog:
-    """Read what describes the state in one file; not its data. Parts of tensors are refused."""
+    """Return the catalog of one file; raises CheckpointError if it has parts of tensors."""
     check_alone(path)
     kind = part_of_several(path.name, lambda: path.parent.names())
     if kind is not None:
@@ -64,7 +64,7 @@ def open_torch_file(path: StoragePath) -> Catalog:
 
 
 def _open(place: StoragePath, _: OpenOptions) -> Catalog:
-    """Read a file, or an index, or of a directory the index, the one file or all numbered ones."""
+    """Read a file, or the files of an index, or those of the model in a directory."""
     if place.is_dir():
         return _opened(place, find_bins(place))
     if is_bin_index(place.name):
@@ -79,7 +79,7 @@ def _open(place: StoragePath, _: OpenOptions) -> Catalog:
 
 
 def _opened(place: StoragePath, model: ModelFiles) -> Catalog:
-    """Return the catalog of files that hold whole tensors."""
+    """Return the catalog of files with whole tensors."""
     tensors: dict[str, StoredTensor] = {}
     others: dict[str, object] = {}
     keys: dict[str, KeyPath] = {}
@@ -88,10 +88,10 @@ def _opened(place: StoragePath, model: ModelFiles) -> Catalog:
         kind = _part_by_content(state)
         if kind is not None:
             raise CheckpointError(f"{path}: is {part_text(kind)}")
-        for name, found in state.tensors.items():
+        for name, tensor in state.tensors.items():
             if name not in wanted:
                 continue  # the index sends it to another file
-            shape, whole = found.local.shape, found.local.global_shape
+            shape, whole = tensor.local.shape, tensor.local.global_shape
             if shape != whole:
                 raise CheckpointError(
                     f"{path}: holds a part of shape {list(shape)} of tensor {name!r} of shape "
@@ -103,7 +103,7 @@ def _opened(place: StoragePath, model: ModelFiles) -> Catalog:
                     f"{path}: holds tensor {name!r}, which another file of the same model does "
                     "too; move the one that is of another save away"
                 )
-            tensors[name] = whole_tensor(name, path, found)
+            tensors[name] = whole_tensor(name, path, tensor)
         others.update(
             (name, plain_value(value, state.archive)) for name, value in state.extras.items()
         )
@@ -114,12 +114,12 @@ def _opened(place: StoragePath, model: ModelFiles) -> Catalog:
 
 
 def _part_by_content(state: TorchState) -> str | None:
-    """Say which kind of part of a checkpoint a file is, if what it holds shows that it is one."""
+    """Return which kind of part of a checkpoint a file is, by its contents; None if it is whole."""
     shapes = state.extras.get("param_shapes")
     for group in shapes if isinstance(shapes, list) else ():
         for name, shape in group.items() if isinstance(group, dict) else ():
-            found = state.tensors.get(f"module.{name}")
-            if found is not None and found.local.shape != shape:
+            tensor = state.tensors.get(f"module.{name}")
+            if tensor is not None and tensor.local.shape != shape:
                 return DEEPSPEED
     ranks = state.extras.get("mp_world_size")
     if "ds_version" in state.extras and isinstance(ranks, int) and ranks > 1:
@@ -139,9 +139,9 @@ def torch_target(
     others: Mapping[str, object],
     same: Mapping[str, str],
 ) -> Target:
-    """Return the output that is one file for torch.load, with `others`, plain values.
+    """Return an output of one file for torch.load; `others` are plain values.
 
-    `same` is the name of a tensor to that of another, listed before it, whose storage it shares.
+    `same` maps the name of a tensor to that of an earlier one whose storage it shares.
     """
     keys: dict[str, str] = {}
     stored: list[OutputTensor] = []
@@ -159,9 +159,9 @@ def torch_target(
 
 
 def _tied(source: Catalog, wanted: Sequence[OutputTensor]) -> dict[str, str]:
-    """Return the tensors that share storage: name to the first name of the same bytes.
+    """Return the tensors that share bytes in the files: name to the first name of the same bytes.
 
-    Tensors that lie elsewhere in the files do not count, whatever their values.
+    Tensors with equal values at different places are not among them.
     """
     by_place: dict[object, list[OutputTensor]] = {}
     for tensor in wanted:

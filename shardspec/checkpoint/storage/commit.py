@@ -1,23 +1,23 @@
 """Outputs that appear whole or not at all.
 
-An output NAME is written by these steps. All names are beside it; they are opened without following
-links, by the descriptor of their directory.
+An output NAME is written by these steps. Other names are beside it; they are opened without
+following links, by the descriptor of their directory.
 
-1. Lock ``.NAME.shardspec-lock``, a file of this user. If another run has locked it, end.
-2. Remove ``.NAME.shardspec-staging``, which a killed run may have left, and make it anew: a file of
+1. Lock ``.NAME.shardspec-lock``, a file of this user. If another run has locked it, stop.
+2. Remove ``.NAME.shardspec-staging``, which a killed run may have left, and create it: a file of
    mode 0600, or a directory of mode 0700.
-3. Fill it. All that is in it is opened through its descriptor, also without following links, so
-   that nobody who may write to the same directory can redirect a write.
-4. Check that what is to be replaced is still what it was. Give the new files its modes and owners,
-   and flush them and their directories to the disk.
+3. Fill it. Everything in it is opened through its descriptor, without following links, so that
+   other users of the directory cannot redirect a write.
+4. Check that the output to replace is unchanged. Give the new files its modes and owners, and flush
+   them and their directories to the disk.
 5. Rename the staged output to NAME, and flush the directory. A directory exchanges names with the
-   one that it replaces. Where the system cannot do that, that one is ``.NAME.shardspec-old`` for a
+   one that it replaces. If the system cannot do that, the old one is ``.NAME.shardspec-old`` for a
    moment; if the run is killed then, the next one gives it its name back.
-6. Remove what was replaced, then the lock.
+6. Remove the replaced output, then the lock.
 
-A run that is killed before step 5 leaves the old output, or none; then the new one. What else it
-leaves is removed by the next run. Where the file system has no locks, the names of step 2 are
-unpredictable, so that two runs do not share them, and what is left stays.
+A run that is killed before step 5 leaves the old output, or none; after it, the new one. The next
+run removes other leftovers. If the file system has no locks, the names of step 2 are unpredictable,
+so that two runs do not share them, and leftovers stay.
 """
 
 import os
@@ -44,7 +44,7 @@ _ATTEMPTS: Final = 10
 
 
 class StagedFiles:
-    """What is written by the steps above: a file, or a directory of files."""
+    """An output that is written by these steps: a file, or a directory of files."""
 
     published = False
 
@@ -53,11 +53,11 @@ class StagedFiles:
     ) -> None:
         self.path, self.fd, self._directory = path, fd, directory
         self.place = path.with_name(name)
-        """Its name until then, which somebody else may give to something else."""
+        """Its path until it is published."""
         self.token = self.place, stamp
 
     def create(self, name: str, num_bytes: int) -> None:
-        """Make a file of a size: a full disk is reported before anything is written."""
+        """Create a file of a size; raises if the disk is full."""
         with self.path.errors("written", _more(num_bytes)):
             fd = self._open(name, descriptors.NEW_FILE)
             try:
@@ -67,7 +67,7 @@ class StagedFiles:
 
     @contextmanager
     def file(self, name: str) -> Iterator[WriteAt]:
-        """Write a file at any positions; several threads may."""
+        """Write a file at any positions, by any number of threads."""
         with self.path.errors("written"):
             fd = self._open(name, descriptors.FILE)
         try:
@@ -81,9 +81,9 @@ class StagedFiles:
 
 @contextmanager
 def staged_output(path: StoragePath, output: Staging) -> Iterator[StagedFiles]:
-    """Make files to fill, which get their name at the end of the block.
+    """Create files to fill, which are published at the end of the block.
 
-    Raises a `CheckpointError` if another run is writing the output, or has replaced it.
+    Raises `CheckpointError` if another run is writing the output, or has replaced it.
     """
     directory, overwrite, identity = output.directory, output.overwrite, output.identity
     with _opened_parent(path) as parent, _locked(parent, path) as stem:
@@ -92,7 +92,7 @@ def staged_output(path: StoragePath, output: Staging) -> Iterator[StagedFiles]:
             _recover(parent, path, staging, older)
             _check_same(parent, path, identity)
         with _made(parent, staging, path, directory=directory) as fd:
-            # By its time, others tell it from one that a killed run has left elsewhere.
+            # Processes that join recognise it by its time: a killed run may have left another.
             stamp = int.from_bytes(os.urandom(4)) >> 1
             staged = StagedFiles(path, staging, fd, directory=directory, stamp=stamp)
             for name, num_bytes in output.files.items():
@@ -120,7 +120,7 @@ def staged_output(path: StoragePath, output: Staging) -> Iterator[StagedFiles]:
 def joined_output(
     path: StoragePath, output: Staging, token: tuple[StoragePath, int]
 ) -> Iterator[StagedFiles]:
-    """Open what another process of the same user has staged."""
+    """Open the output that another process of the same user has staged."""
     place, stamp = token
     flags = descriptors.INNER if output.directory else descriptors.FILE
     with ExitStack() as stack:
@@ -134,7 +134,7 @@ def joined_output(
         at = os.fstat(fd)
         if at.st_uid != os.geteuid():
             raise CheckpointError(f"{path}: {place.name} beside it belongs to another user")
-        # A killed run may have left one of the same name on a disk of this machine.
+        # A killed run may have left a file of the same name on a disk of this machine.
         if int(at.st_mtime) != stamp:
             raise CheckpointError(
                 f"{path}: what the first process has begun is not seen here, but another file of "
@@ -145,9 +145,9 @@ def joined_output(
 
 @contextmanager
 def _locked(parent: int, path: StoragePath) -> Iterator[str]:
-    """Lock an output by a file beside it; yield what the names of this run start with.
+    """Lock an output by a file beside it; yield the prefix of the names of this run.
 
-    Raises a `CheckpointError` if another run has the lock.
+    Raises `CheckpointError` if another run has the lock.
     """
     stem = f".{path.name}.shardspec"
     name = f"{stem}-lock"
@@ -161,7 +161,7 @@ def _locked(parent: int, path: StoragePath) -> Iterator[str]:
                 raise CheckpointError(
                     f"{path}: another run is writing it; wait for that one, or choose another name"
                 )
-            # The run that had it before may have removed it since it was opened.
+            # The run that had the lock before may have removed the file since it was opened.
             if not descriptors.is_same(parent, name, fd):
                 continue
             if locked is None:
@@ -181,11 +181,11 @@ def _locked(parent: int, path: StoragePath) -> Iterator[str]:
             return
         finally:
             os.close(fd)
-    raise CheckpointError(f"{path}: {name} beside it is removed again and again; remove it")
+    raise CheckpointError(f"{path}: {name} beside it is removed repeatedly; write elsewhere")
 
 
 def _check_own(parent: int, name: str, path: StoragePath) -> bool:
-    """Return whether there is a file or directory of a name; refuse links and those of others."""
+    """Return whether a file or directory exists; raises CheckpointError for others' and links."""
     with path.errors("written"):
         try:
             at = os.stat(name, dir_fd=parent, follow_symlinks=False)
@@ -201,21 +201,21 @@ def _check_own(parent: int, name: str, path: StoragePath) -> bool:
 
 
 def _recover(parent: int, path: StoragePath, staging: str, older: str) -> None:
-    """Bring what a killed run has left to an end: the old output, or the new one, is there."""
+    """Finish or undo the steps of a killed run, and remove its leftovers."""
     if _check_own(parent, older, path) and not os.path.lexists(path):
         os.rename(older, path.name, src_dir_fd=parent, dst_dir_fd=parent)
-    for left in (staging, older):
-        if _check_own(parent, left, path):
-            descriptors.remove(parent, left)
-            if _check_own(parent, left, path):
+    for name in (staging, older):
+        if _check_own(parent, name, path):
+            descriptors.remove(parent, name)
+            if _check_own(parent, name, path):
                 raise CheckpointError(
-                    f"{path}: {left} beside it is of a run that was killed, and cannot be removed "
+                    f"{path}: {name} beside it is of a run that was killed, and cannot be removed "
                     "from here; remove it"
                 )
 
 
 def _check_same(parent: int, path: StoragePath, identity: Identity | None) -> None:
-    """Check that the directory to replace is still the one that was looked at."""
+    """Raise CheckpointError if the directory to replace is no longer the one that was checked."""
     old = descriptors.stat_of(parent, path.name)
     if identity not in (None, () if old is None else (old.st_dev, old.st_ino)):
         raise CheckpointError(
@@ -226,8 +226,8 @@ def _check_same(parent: int, path: StoragePath, identity: Identity | None) -> No
 def _exchange(
     parent: int, staging: str, older: str, path: StoragePath, replaced: frozenset[str], fd: int
 ) -> None:
-    """Give a staged directory the name of an older one, which is removed."""
-    left = staging
+    """Give a staged directory the name of an older one, and remove that."""
+    leftover = staging
     with descriptors.opened(path.name, parent) as old:
         if descriptors.lock(old) is False:
             raise CheckpointError(f"{path}: another run is saving there; wait for that one")
@@ -240,8 +240,8 @@ def _exchange(
             )
         descriptors.give_modes(fd, old, descriptors.common_mode(old, replaced))
         if not descriptors.renameat2(parent, staging, path, descriptors.EXCHANGE):
-            # Between these two, neither has the name; both are complete on the disk.
-            left = older
+            # Between the two renames nothing has the name; both are complete on the disk.
+            leftover = older
             os.rename(path.name, older, src_dir_fd=parent, dst_dir_fd=parent)
             try:
                 os.rename(staging, path.name, src_dir_fd=parent, dst_dir_fd=parent)
@@ -249,10 +249,10 @@ def _exchange(
                 os.rename(older, path.name, src_dir_fd=parent, dst_dir_fd=parent)
                 raise
         _check_named(parent, path, fd)
-        # What cannot be removed takes room and does no harm.
+        # A directory that cannot be removed takes room and does no harm.
         with suppress(OSError):
-            if descriptors.is_same(parent, left, old):
-                descriptors.remove(parent, left)
+            if descriptors.is_same(parent, leftover, old):
+                descriptors.remove(parent, leftover)
 
 
 def write_atomically(
@@ -263,7 +263,7 @@ def write_atomically(
     overwrite: bool,
     mode_of: str | None = None,
 ) -> None:
-    """Write a file of some pieces, which appears when it is complete; see `StoragePath.write`."""
+    """Write a file from pieces, which appears once it is complete; see `StoragePath.write`."""
     name = f".shardspec-{'' if mode_of is None else 'save-'}{os.urandom(8).hex()}.tmp"
     with (
         _opened_parent(path) as parent,
@@ -277,7 +277,7 @@ def write_atomically(
             done += len(piece)
         older = descriptors.mode_at(parent, mode_of or path.name, fd)
         if mode_of and older and older[0] not in (os.geteuid(), os.fstat(parent).st_uid):
-            older = None  # another user may have put it there
+            older = None  # another user may have created it
         descriptors.give_mode(fd, older)
         os.fsync(fd)
         _rename(parent, name, path, fd, overwrite)
@@ -289,7 +289,7 @@ def _more(num_bytes: int) -> str:
 
 @contextmanager
 def _made(parent: int, name: str, path: StoragePath, *, directory: bool = False) -> Iterator[int]:
-    """Make an empty file or directory, which is removed unless it has another name in the end."""
+    """Create an empty file or directory, which is removed unless it has been renamed."""
     with path.errors("written"):
         if directory:
             os.mkdir(name, 0o700, dir_fd=parent)
@@ -304,7 +304,7 @@ def _made(parent: int, name: str, path: StoragePath, *, directory: bool = False)
     try:
         yield fd
     finally:
-        # By now it has its name, or an error is on its way that says more.
+        # It has been renamed, or an error with more details is being raised.
         with suppress(OSError):
             if descriptors.is_same(parent, name, fd):
                 descriptors.remove(parent, name)
@@ -323,15 +323,15 @@ def _opened_parent(path: StoragePath) -> Iterator[int]:
 
 
 def _rename(parent: int, name: str, path: StoragePath, fd: int, overwrite: bool) -> None:
-    """Give a file or directory its final name."""
+    """Give a file or directory its final name; raises OutputExistsError if that is taken."""
     if overwrite:
         os.rename(name, path.name, src_dir_fd=parent, dst_dir_fd=parent)
     elif not descriptors.renameat2(parent, name, path, descriptors.NO_REPLACE):
         try:
-            # Unlike a rename, this fails where the name was taken meanwhile.
+            # Unlike a rename, a link fails if the name was taken meanwhile.
             os.link(name, path.name, src_dir_fd=parent, dst_dir_fd=parent)
         except OSError:
-            # This file system has no hard links, or it is a directory.
+            # The file system has no hard links, or this is a directory.
             if os.path.lexists(path):
                 raise output_exists(path) from None
             os.rename(name, path.name, src_dir_fd=parent, dst_dir_fd=parent)
@@ -339,10 +339,10 @@ def _rename(parent: int, name: str, path: StoragePath, fd: int, overwrite: bool)
 
 
 def _check_named(parent: int, path: StoragePath, fd: int) -> None:
-    """Flush the directory of what was renamed; check that it has its name."""
+    """Flush the directory after a rename; raises CheckpointError if the name leads elsewhere."""
     descriptors.sync(parent)
     if not descriptors.is_same(parent, path.name, fd):
         raise CheckpointError(
-            f"{path}: somebody else has put something else under this name; write to a directory "
+            f"{path}: another user has put another file under this name; write to a directory "
             "that only you can change"
         )

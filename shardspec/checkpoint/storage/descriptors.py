@@ -1,6 +1,6 @@
-"""Files and directories of this machine, by descriptors: opened, walked, locked, renamed, flushed.
+"""System calls on files and directories by descriptors: open, walk, lock, rename, flush.
 
-What is in a directory is named relative to its descriptor, and links are not followed.
+Names are relative to the descriptor of their directory, and links are not followed.
 """
 
 import errno
@@ -23,8 +23,8 @@ NEW_FILE: Final = FILE | os.O_CREAT | os.O_EXCL
 NO_REPLACE: Final = 1
 EXCHANGE: Final = 2
 _WRITE_BYTES: Final = 128 << 10
-"""Bytes written to a disk by one call, as `cat` does. Linux makes the pages of its cache no larger
-than that: small ones are more work, and large ones can be slow to get."""
+"""Bytes written by one call, as `cat` does. Linux makes the pages of its cache no larger: small
+pages are more work, and large ones can be slow to allocate."""
 
 Mode: TypeAlias = tuple[int, int, int]
 """User, group and mode of a file or directory."""
@@ -32,7 +32,7 @@ Mode: TypeAlias = tuple[int, int, int]
 
 @contextmanager
 def opened(name: PurePath | str, parent: int | None = None, flags: int = INNER) -> Iterator[int]:
-    """Open something, by default a directory, for the length of a block."""
+    """Open a file or directory, by default a directory, for the length of a block."""
     fd = os.open(name, flags, dir_fd=parent)
     try:
         yield fd
@@ -41,23 +41,23 @@ def opened(name: PurePath | str, parent: int | None = None, flags: int = INNER) 
 
 
 def open_below(fd: int, name: str, flags: int) -> int:
-    """Open a file below a directory, following no links; directories above a new one are made."""
+    """Open a file below a directory without following links; parents of a new one are created."""
     *above, last = name.split("/")
     if not {"", ".", ".."}.isdisjoint((*above, last)):
         raise CheckpointError(f"{name!r} does not name a file in a directory; choose another")
-    with ExitStack() as held:
+    with ExitStack() as opened_above:
         for part in above:
             if flags & os.O_CREAT:
                 with suppress(FileExistsError):
                     os.mkdir(part, 0o700, dir_fd=fd)
-            fd = held.enter_context(opened(part, fd))
+            fd = opened_above.enter_context(opened(part, fd))
         return os.open(last, flags, 0o600, dir_fd=fd)
 
 
 def names_below(fd: int) -> Iterator[str]:
-    """Yield the relative names of all that is in a directory and below it.
+    """Yield the relative names of all files below a directory.
 
-    Directories count if they are empty; their names end in a slash.
+    Empty directories are among them; their names end in a slash.
     """
     for above, inner, names, at in os.fwalk(".", onerror=_refuse, dir_fd=fd):
         if not (inner or names) and above != ".":
@@ -69,17 +69,17 @@ def names_below(fd: int) -> Iterator[str]:
 
 
 def reserve(fd: int, num_bytes: int) -> None:
-    """Give a new file its size, if the file system says that it has room now."""
-    # posix_fallocate would promise it, but is slow in memory and makes disks do the work twice.
+    """Give a new file its size; raises OSError if the file system has less free space."""
+    # posix_fallocate would reserve it, but is slow in memory and makes disks write twice.
     room = os.fstatvfs(fd)
-    # Some file systems count nothing.
+    # Some file systems report no sizes.
     if room.f_blocks and room.f_bfree * room.f_frsize < num_bytes:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     os.ftruncate(fd, num_bytes)
 
 
 def lock(fd: int) -> bool | None:
-    """Lock a file or directory; False if another process has it, None where there are no locks."""
+    """Lock a file or directory; False if another process has, None if there are no locks."""
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -98,7 +98,7 @@ def is_same(parent: int, name: str, fd: int) -> bool:
 
 
 def read_fully(fd: int, buffer: memoryview, offset: int) -> int:
-    """Fill a buffer from a file; return how many bytes are missing at the end of the file."""
+    """Fill a buffer from a file; return how many bytes are missing as the file ends."""
     done = 0
     while done < len(buffer):
         count = os.preadv(fd, [buffer[done:] if done else buffer], offset + done)
@@ -117,7 +117,7 @@ def write_all(fd: int, data: memoryview, offset: int, path: StoragePath) -> None
 
 
 def renameat2(parent: int, name: str, path: StoragePath, flag: int) -> bool:
-    """Rename with a flag of Linux (renameat2); return whether the file system knows it."""
+    """Rename with a flag of Linux (renameat2); return False if the file system lacks it."""
     import ctypes
 
     call = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
@@ -151,7 +151,7 @@ def stat_of(parent: int, name: str) -> os.stat_result | None:
 
 
 def mode_at(parent: int, name: str, fd: int) -> Mode | None:
-    """Return the mode of what has a name, if it is a file or directory as what is open is."""
+    """Return the mode of a file or directory, if it is of the same kind as an open one."""
     at = stat_of(parent, name)
     if at is None or stat.S_IFMT(at.st_mode) != stat.S_IFMT(os.fstat(fd).st_mode):
         return None
@@ -159,9 +159,9 @@ def mode_at(parent: int, name: str, fd: int) -> Mode | None:
 
 
 def common_mode(directory: int, names: Iterable[str]) -> Mode | None:
-    """Return a mode that allows nobody more than any of some files does."""
-    known = (stat_of(directory, name) for name in sorted(names))
-    files = [at for at in known if at is not None and stat.S_ISREG(at.st_mode)]
+    """Return the strictest mode of some files, with the owner of the first one."""
+    stats = (stat_of(directory, name) for name in sorted(names))
+    files = [at for at in stats if at is not None and stat.S_ISREG(at.st_mode)]
     mode = 0o777
     for at in files:
         mode &= at.st_mode
@@ -169,7 +169,7 @@ def common_mode(directory: int, names: Iterable[str]) -> Mode | None:
 
 
 def give_mode(fd: int, old: Mode | None) -> None:
-    """Give something new the mode of what it replaces, and its owner where the system allows it."""
+    """Give a new file the mode of the old one, and its owner if the system allows it."""
     if old is None:
         usual = 0o777 if stat.S_ISDIR(os.fstat(fd).st_mode) else 0o666
         os.fchmod(fd, usual & ~_umask())
@@ -182,7 +182,7 @@ def give_mode(fd: int, old: Mode | None) -> None:
 
 
 def _umask() -> int:
-    # Setting it to learn it would change it for other threads meanwhile.
+    # os.umask would change it for other threads meanwhile.
     with suppress(OSError, ValueError, IndexError):
         status = Path("/proc/self/status").read_text("utf-8")
         return int(status.partition("\nUmask:")[2].split()[0], 8)
@@ -192,7 +192,7 @@ def _umask() -> int:
 
 
 def give_modes(new: int, older: int | None, common: Mode | None) -> None:
-    """Give all in a directory modes as in an older one, new names the common one; flush it."""
+    """Give all files in a directory their modes in an older one, or a common mode; flush them."""
     for above, _, names, fd in os.fwalk(".", topdown=False, onerror=_refuse, dir_fd=new):
         for name in names:
             with opened(name, fd, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC) as file:
@@ -208,6 +208,6 @@ def _refuse(error: OSError) -> None:
 
 
 def sync(fd: int) -> None:
-    """Flush the names in a directory to the disk, where the file system can do that."""
+    """Flush the names in a directory to the disk, if the file system can do that."""
     with suppress(OSError):
         os.fsync(fd)

@@ -1,4 +1,4 @@
-"""From how a user names a place to the storage that has it."""
+"""The storage of a path or URL."""
 
 import re
 from pathlib import PurePath
@@ -13,7 +13,7 @@ _SCHEME: Final = re.compile(r"[a-z][a-z0-9+.-]*")
 
 
 def storage_path(place: PurePath | str) -> StoragePath:
-    """Return a place, in an object store if it is given as a URL; text may not be empty.
+    """Return a path in its storage, an object store for a URL; raises CheckpointError if empty.
 
     >>> storage_path("s3://a/b"), storage_path("file:///tmp/a"), storage_path("a:/b")
     (ObjectPath('s3://a/b'), LocalPath('/tmp/a'), LocalPath('a:/b'))

@@ -1,4 +1,4 @@
-"""Files of this machine, by their paths."""
+"""Storage on this machine."""
 
 import os
 import stat
@@ -29,7 +29,7 @@ class LocalFile(SourceFile):
 
     def read_into(self, buffer: memoryview, offset: int) -> None:
         """Fill a buffer with bytes from a position in the file."""
-        # Called so often that a context manager would cost time.
+        # Called so often that a context manager would be too slow.
         try:
             missing = descriptors.read_fully(self._fd, buffer, offset)
         except OSError as error:
@@ -55,7 +55,7 @@ class LocalPath(StoragePath):
     nests = True
 
     def look(self, *, follow_links: bool = True) -> Entry | None:
-        """Return what has this name; None if there is nothing."""
+        """Return the file or directory of this name; None if there is none."""
         try:
             at = os.stat(self, follow_symlinks=follow_links)
         except FileNotFoundError:
@@ -66,7 +66,7 @@ class LocalPath(StoragePath):
         return Entry("file" if stat.S_ISREG(at.st_mode) else "other", at.st_size, identity)
 
     def list(self) -> dict[str, Entry]:
-        """Return what is in a directory, by name; links that lead nowhere are left out."""
+        """Return the entries of a directory by name, without broken links."""
         entries = {}
         for name in os.listdir(self):
             try:
@@ -82,25 +82,25 @@ class LocalPath(StoragePath):
         return sorted(os.listdir(self))
 
     def names_below(self) -> Iterator[str]:
-        """Yield the relative names of all that is in a directory and below it."""
+        """Yield the relative names of all files in a directory; those of directories end in /."""
         with descriptors.opened(self) as fd:
             yield from descriptors.names_below(fd)
 
     def taken(self) -> bool:
-        """Return whether the name is in use, be it by a link that leads nowhere."""
+        """Return whether the name is in use, even by a broken link."""
         return os.path.lexists(self)
 
     def absolute(self) -> Self:
-        """Return the place by a name that does not depend on the working directory."""
+        """Return a path that does not depend on the working directory."""
         return type(self)(os.getcwd(), self)
 
     def resolved(self) -> Self:
-        """Return the place with links resolved."""
-        # Not Path.resolve, which raises where links lead in a circle.
+        """Return the path with links resolved."""
+        # Path.resolve raises for circular links.
         return type(self)(os.path.realpath(self))
 
     def leads_outside(self) -> StoragePath | None:
-        """Return where a link leads that may not be followed."""
+        """Return the target of a link that may not be followed; None otherwise."""
         if not os.path.islink(self):
             return None
         real, home = self.resolved(), self.parent.resolved()
@@ -120,8 +120,8 @@ class LocalPath(StoragePath):
     join = commit.joined_output
 
     def output(self) -> Self:
-        """Return the place that an output of this name is written to, links resolved."""
-        # Somebody else's link may lead to any file of this user.
+        """Return the path that an output of this name is written to, with links resolved."""
+        # Another user's link may lead to any file of this user.
         if os.path.islink(self):
             owner = os.lstat(self).st_uid
             if owner not in (os.geteuid(), 0):
@@ -132,20 +132,20 @@ class LocalPath(StoragePath):
         return self.resolved()
 
     def refusal(self) -> str:
-        """Return why nothing can be made here; empty if it can."""
+        """Return why nothing can be created here; empty if it can."""
         if os.access(self.parent, os.W_OK | os.X_OK, effective_ids=True):
             return ""
         state = "is not writable" if self.parent.is_dir() else "does not exist"
         return f"its directory {self.parent} {state}; make it first, or write elsewhere"
 
     def make_directory(self) -> None:
-        """Make a directory, and those above it, if it is not there."""
+        """Make the directory and its parents if they do not exist."""
         with self.errors("made a directory"):
             os.makedirs(self, exist_ok=True)
 
     @contextmanager
     def locked(self) -> Iterator[bool | None]:
-        """Lock a directory until the end of the block, or of this process."""
+        """Lock the directory until the end of the block, or of this process."""
         with self.errors("read"):
             fd = os.open(self, descriptors.DIRECTORY)
         try:
@@ -154,6 +154,6 @@ class LocalPath(StoragePath):
             os.close(fd)
 
     def unlink(self) -> None:
-        """Remove a file; it is no error if there is none."""
+        """Remove the file if it exists."""
         with self.errors("removed"):
             Path(self).unlink(missing_ok=True)

@@ -1,7 +1,7 @@
-"""Ranges of objects in a store: near ones are joined, and requested ahead of reading.
+"""Ranges of objects in a store: near ranges are joined, and requested ahead of reading.
 
-A request to a store takes as long as transferring some megabytes. So what will be read next is
-requested in batches while the last one is in use.
+A request to a store takes as long as transferring some megabytes. So the next ranges are requested
+in batches while the last batch is in use.
 """
 
 from collections import deque
@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
 MAX_REQUEST_BYTES: Final = 4 << 20
 _MIN_REQUEST_BYTES: Final = 64 << 10
-"""A header and what is around it arrive at once. Shorter gaps between stretches are read along."""
+"""The smallest request, for a header and what is around it. Shorter gaps are read along."""
 _SEQUENTIAL_BYTES: Final = 512 << 10
-"""Bytes requested at least by a reader that goes on where it stopped."""
+"""The smallest request of a sequential reader."""
 _BATCHES: Final = 3
 """Batches of requests in flight."""
 _BATCH_STRETCHES: Final = 1024
@@ -37,7 +37,7 @@ class ObjectFile(SourceFile):
         super().__init__(path, num_bytes)
         self._kept = (-_MIN_REQUEST_BYTES, b"")
         """Position and bytes of the last range; one value, as threads may share the file."""
-        # Kept, as other threads may get another one from fsspec.
+        # fsspec may return another store to other threads.
         self._store = store
 
     def read_into(self, buffer: memoryview, offset: int) -> None:
@@ -53,12 +53,12 @@ class ObjectFile(SourceFile):
         """Do nothing: each range is a request of its own."""
 
     def _range_at(self, at: int, needed: int) -> tuple[int, bytes]:
-        """Return bytes around a position of a file in a store, and where they start."""
+        """Return the start and bytes of a range with a position."""
         start, data = self._kept
         if start <= at < start + len(data):
             return start, data
-        if self.requested is not None and (found := self.requested.find(self.path, at)):
-            return found
+        if self.requested is not None and (arrived := self.requested.find(self.path, at)):
+            return arrived
         # Rows of columns are read along with the gaps between them.
         goes_on = 0 <= at - start - len(data) < _MIN_REQUEST_BYTES
         least = _SEQUENTIAL_BYTES if goes_on else _MIN_REQUEST_BYTES
@@ -74,7 +74,7 @@ class ObjectFile(SourceFile):
             )
         if len(data) < max(end - at, 1):
             raise self.cut_short(at + len(data), needed)
-        # All of a long range is in use at once; of this one only its end is kept.
+        # A long range is used up at once; only its end is remembered.
         self._kept = (at, data) if len(data) <= _SEQUENTIAL_BYTES else (end, b"")
         return at, data
 
@@ -86,8 +86,8 @@ _Ranges: TypeAlias = dict[str, list[tuple[int, int, int]]]
 class RangePrefetcher:
     """Requests stretches of files in a store before they are read, for one thread.
 
-    They are requested in batches, and read in the same order. An error among the stretches ends
-    them: the reader will meet the same error.
+    They are requested in batches, and read in the same order. If the iterator raises an error,
+    prefetching stops: the reader will meet the same error.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class RangePrefetcher:
         from concurrent.futures import ThreadPoolExecutor
 
         self._store = store
-        self._left: Iterator[FileStretch] = (
+        self._stretches: Iterator[FileStretch] = (
             FileStretch(path, at, min(MAX_REQUEST_BYTES, start + num_bytes - at))
             for path, start, num_bytes in stretches
             for at in range(start, start + num_bytes, MAX_REQUEST_BYTES)
@@ -110,11 +110,11 @@ class RangePrefetcher:
         self._request()
 
     def find(self, path: StoragePath, start: int) -> tuple[int, bytes] | None:
-        """Return where the range that holds a byte starts, and its bytes; None if there is none."""
+        """Return the start and bytes of the range with a byte; None if it was not requested."""
         for count, (ranges, answers) in enumerate(self._pending):
             for first, end, index in ranges.get(str(path), ()):
                 if first <= start < end:
-                    # Earlier batches have been read, or will not be.
+                    # Earlier batches are no longer needed.
                     for _ in range(count):
                         self._pending.popleft()
                     self._request()
@@ -128,7 +128,7 @@ class RangePrefetcher:
 
     def close(self) -> None:
         """Make no more requests."""
-        self._left = iter(())
+        self._stretches = iter(())
         self._pending.clear()
         self._pool.shutdown(wait=False, cancel_futures=True)
 
@@ -137,11 +137,11 @@ class RangePrefetcher:
 
         while len(self._pending) < _BATCHES:
             batch: list[FileStretch] = []
-            left = self._batch_bytes
+            room = self._batch_bytes
             with suppress(CheckpointError, StopIteration):
-                while left > 0 and len(batch) < _BATCH_STRETCHES:
-                    batch.append(next(self._left))
-                    left -= batch[-1].num_bytes
+                while room > 0 and len(batch) < _BATCH_STRETCHES:
+                    batch.append(next(self._stretches))
+                    room -= batch[-1].num_bytes
             if not batch:
                 return
             paths, starts, ends = merge_offset_ranges(
@@ -154,7 +154,7 @@ class RangePrefetcher:
             ranges: _Ranges = {}
             for index, (path, start, end) in enumerate(zip(paths, starts, ends, strict=True)):
                 ranges.setdefault(path, []).append((start, end, index))
-            # Where the system allows no more threads, nothing is requested ahead.
+            # If the system allows no more threads, nothing is requested ahead.
             with suppress(RuntimeError):
                 answers = self._pool.submit(self._store.cat_ranges, paths, starts, ends)
                 self._pending.append((ranges, answers))

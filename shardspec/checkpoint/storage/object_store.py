@@ -1,11 +1,11 @@
-"""Objects in a store, by their URLs.
+"""Storage in object stores, by URLs.
 
-fsspec reaches it. It knows the stores, and takes keys and endpoints from the environment or its own
-settings. It is imported when the first URL is given.
+fsspec connects to the stores, with keys and endpoints from the environment or its own settings. It
+is imported with the first URL.
 
-An output counts once all of it has arrived. A file of a new name is uploaded under it. One whose
-name is taken is uploaded beside the old one, and in the end the store copies it over that in one
-step.
+An output is complete once all of it has arrived. A file with a new name is uploaded under that
+name. If the name is taken, it is uploaded beside the old file, and in the end the store copies it
+over that in one step.
 """
 
 import os
@@ -34,16 +34,15 @@ if TYPE_CHECKING:
 
 _PART_BYTES: Final = 8 << 20
 _MAX_PARTS: Final = 9_000
-"""S3 takes 10,000 parts; a file of more than 72 GB is uploaded in larger ones."""
+"""S3 accepts 10,000 parts; a file of more than 72 GB is uploaded in larger parts."""
 _IDENTITY_KEYS: Final = (
     *("name", "size", "ETag", "etag", "md5Hash", "checksum", "generation"),
     *("VersionId", "version_id"),
     *("LastModified", "last_modified", "mtime", "updated", "created", "mtimeMs"),
 )
-"""What stores say of an object that tells it from others, and from one written later under its
-name."""
+"""Facts of stores about an object that differ for other objects, and for later ones of its name."""
 _FILES_AT_ONCE: Final = 8
-"""Files in a store that are opened at once: each takes several requests, one after another."""
+"""Files in a store that are opened at once: each takes several requests in sequence."""
 
 
 class ObjectPath(StoragePath):
@@ -57,12 +56,12 @@ class ObjectPath(StoragePath):
     __slots__ = ()
     requests = whole_files = True
     nests = False
-    # What fsspec's stores raise of Python's own errors; the last for calls that a store lacks.
+    # Built-in exceptions of fsspec's stores; the last for operations that a store lacks.
     _refusals = (OSError, ValueError, NotImplementedError)
 
     def __str__(self) -> str:
         if not self.parts:
-            return "."  # the parent of all, for pathlib
+            return "."  # the top parent, for pathlib
         scheme, *rest = self.parts
         return f"{scheme}//{'/'.join(rest)}"
 
@@ -71,7 +70,7 @@ class ObjectPath(StoragePath):
 
     @property
     def store(self) -> "AbstractFileSystem":
-        """The file system of fsspec, which is cached."""
+        """The cached file system of fsspec; raises CheckpointError if a package is missing."""
         scheme = self.parts[0].rstrip(":")
         if scheme in ("http", "https"):
             raise CheckpointError(f"{self}: a web server does not list its files; download them")
@@ -95,33 +94,33 @@ class ObjectPath(StoragePath):
 
     @property
     def _threads_share(self) -> bool:
-        """Whether all threads share the store; otherwise each has its own connection."""
+        """Whether threads share the store; otherwise each has its own connection."""
         return bool(self.store.async_impl)
 
     def _info(self) -> dict[str, Any] | None:
-        """Return what the store says about it; None if there is nothing."""
+        """Return the store's facts about the object; None if there is none."""
         store = self.store
         with self.errors("read"):
             for _ in range(2):
                 try:
                     info: dict[str, Any] = store.info(str(self))
                 except FileNotFoundError as error:
-                    # Not just the file is missing, but the bucket.
+                    # The bucket is missing, not just the object.
                     if "bucket" in str(error).lower().split():
                         raise
                 else:
                     return info
-                # It may have been written since the store was last asked.
+                # It may have been written since the last request.
                 store.invalidate_cache(str(self.parent))
         return None
 
     def look(self, *, follow_links: bool = True) -> Entry | None:  # noqa: ARG002  # there are none
-        """Return what has this name; None if there is nothing."""
+        """Return the object or directory of this name; None if there is none."""
         info = self._info()
         return None if info is None else _entry(info)
 
     def list(self) -> dict[str, Entry]:
-        """Return what is in a directory, by name."""
+        """Return the entries of a directory by name."""
         store, own = self.store, str(self)
         store.invalidate_cache(own)
         info = self._info()
@@ -138,12 +137,12 @@ class ObjectPath(StoragePath):
         return {name.rpartition("/")[2]: _entry(entry) for name, entry in entries.items()}
 
     def names_below(self) -> Iterator[str]:
-        """Yield the names of all that is in a directory."""
+        """Yield the names of all entries of a directory; those of directories end in /."""
         for name, entry in self.list().items():
             yield name if entry.kind == "file" else f"{name}/"
 
     def taken(self) -> bool:
-        """Return whether there is something of that name; a directory may be an empty mark."""
+        """Return whether the name is in use; an empty object may mark a directory."""
         entry = self.look()
         return entry is not None and (entry.kind != "directory" or bool(self.list()))
 
@@ -157,10 +156,10 @@ class ObjectPath(StoragePath):
         return ObjectFile(self, entry.num_bytes, self.store)
 
     def request(self, stretches: Iterable[FileStretch], max_bytes: int) -> Requested | None:
-        """Request stretches ahead, if threads share the store."""
+        """Prefetch stretches, if threads share the store."""
         return RangePrefetcher(self.store, stretches, max_bytes) if self._threads_share else None
 
-    def files_ahead(self, here: int = 0) -> int:  # noqa: ARG002  # of this machine
+    def files_ahead(self, local: int = 0) -> int:  # noqa: ARG002  # of this machine
         """Return how many files to open ahead of the one in use."""
         return _FILES_AT_ONCE - 1 if self._threads_share else 0
 
@@ -172,7 +171,7 @@ class ObjectPath(StoragePath):
         overwrite: bool,
         mode_of: str | None = None,  # noqa: ARG002  # files have none
     ) -> None:
-        """Upload a file of some pieces."""
+        """Upload a file from pieces."""
         with upload(self, num_bytes, overwrite=overwrite) as append:
             for piece in pieces:
                 append(piece)
@@ -180,13 +179,13 @@ class ObjectPath(StoragePath):
     @contextmanager
     def stage(self, output: Staging) -> Iterator[Staged]:
         """Begin an output, which is complete at the end of the block."""
-        there = frozenset[str]()
+        names = frozenset[str]()
         if output.overwrite and output.directory:
             with suppress(FileNotFoundError):
-                there = frozenset(self.list())
+                names = frozenset(self.list())
         elif output.overwrite and self.is_file():
-            there = frozenset({self.name})
-        taken = [name for name in output.files if name in there]
+            names = frozenset({self.name})
+        taken = [name for name in output.files if name in names]
         # Old and new ones side by side could be taken for one checkpoint.
         mixed = output.directory and any(name != output.listing for name in taken)
         if mixed and output.listing is not None and output.listing not in taken:
@@ -194,10 +193,10 @@ class ObjectPath(StoragePath):
         staged = _Uploads(self, output, (taken, os.urandom(8).hex()))
         with staged.removed_on_failure():
             yield staged
-            # What goes, beside files of the same names: also what killed runs have left.
-            old = output.replaced & there | {name for name in there if is_temporary(name)}
+            # Files to remove, besides those of the same names: also leftovers of killed runs.
+            old = output.replaced & names | {name for name in names if is_temporary(name)}
             if mixed:
-                in_the_way = {name for name in old if _is_list(name)} | there & output.files.keys()
+                in_the_way = {name for name in old if _is_list(name)} | names & output.files.keys()
                 staged.remove(in_the_way)
                 staged.made.extend(map(staged.final, taken))
             for name in taken:
@@ -214,11 +213,11 @@ class ObjectPath(StoragePath):
 
     @property
     def shared(self) -> bool:
-        """Whether other processes see what is written."""
+        """Whether other processes see the files of this storage."""
         return self.parts[0] != "memory:"
 
     def unlink(self) -> None:
-        """Remove a file; it is no error if there is none."""
+        """Remove the object if it exists."""
         store = self.store
         with self.errors("removed"), suppress(FileNotFoundError):
             store.rm_file(str(self))
@@ -238,7 +237,7 @@ def _entry(info: dict[str, Any]) -> Entry:
 def kept_store(root: str, pid: int) -> "AbstractFileSystem | None":  # noqa: ARG001  # a fork has its own
     """Return fsspec's store for a scheme and bucket, if threads can share it.
 
-    fsspec up to 2026.4 keeps one for each thread, and each would connect again.
+    fsspec up to 2026.4 makes a store for each thread, which would connect again.
     """
     from fsspec.core import url_to_fs
 
@@ -299,7 +298,7 @@ def upload(
 
 
 class _Uploads:
-    """An output whose files are uploaded, each by one thread of one of several processes."""
+    """An output of uploaded files, each by one thread of one of several processes."""
 
     published = False
 
@@ -307,13 +306,13 @@ class _Uploads:
         self.token = token
         self._path, self._output = path, output
         self._taken, self._mark = token
-        """The names that an older file has, and what marks those of files uploaded beside it."""
+        """The names of older files, and a mark in the names of files uploaded beside them."""
         self.made: list[ObjectPath] = []
-        """What was uploaded so far; removed on failure."""
+        """The files uploaded so far; removed on failure."""
 
     @contextmanager
     def file(self, name: str) -> Iterator[WriteAt]:
-        """Upload a file from start to end; it is there at the end of the block."""
+        """Upload a file from start to end; it exists at the end of the block."""
         place, end = self._uploaded_as(name), 0
         with upload(place, self._output.files[name], overwrite=self._output.overwrite) as append:
 
@@ -333,7 +332,7 @@ class _Uploads:
                 )
 
     def final(self, name: str) -> ObjectPath:
-        """Return where a file belongs."""
+        """Return the final path of a file."""
         return self._path / name if self._output.directory else self._path
 
     def _uploaded_as(self, name: str) -> ObjectPath:
@@ -343,17 +342,17 @@ class _Uploads:
         return final.with_name(f".{final.name}.{self._mark}.shardspec-tmp")
 
     def move(self, name: str) -> None:
-        """Move a file to where it belongs; the store copies it in one step."""
+        """Move a file to its final path; the store copies it in one step."""
         source, target = self._uploaded_as(name), self.final(name)
         with target.errors("replaced"):
             target.store.cp_file(str(source), str(target))
         target.store.invalidate_cache(str(target.parent))
-        # The file has its name; if the other one stays, it only takes room.
+        # A copy that cannot be removed only takes room.
         with suppress(CheckpointError):
             source.unlink()
 
     def remove(self, names: Iterable[str]) -> None:
-        """Remove files, first those that say what the others are."""
+        """Remove files, first those that list others."""
         for name in sorted(names, key=lambda name: (not _is_list(name), name)):
             self.final(name).unlink()
 
@@ -363,7 +362,7 @@ class _Uploads:
         try:
             yield
         except BaseException as error:
-            # In the end the first process may have published, unless all say that one has failed.
+            # Near the end the first process may have published, unless all agree on a failure.
             if not self.published or isinstance(error, CheckpointError):
                 for file in self.made:
                     with suppress(CheckpointError):
@@ -372,5 +371,5 @@ class _Uploads:
 
 
 def _is_list(name: str) -> bool:
-    """Return whether a file says what the others are: without it, none counts."""
+    """Return whether a file lists the others, which are useless without it."""
     return name.endswith((".json", ".metadata"))

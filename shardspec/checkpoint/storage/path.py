@@ -1,8 +1,8 @@
-"""What checkpoints ask of a storage: the files of a place are listed, read, written and replaced.
+"""What a storage can do with a path: list, read, write and replace files.
 
-A `StoragePath` is the path of a file or directory that knows its storage. Its text, parts, parents
-and ``/`` are those of `pathlib.PurePosixPath`. A storage is one module with a subclass: `local`, or
-`object_store`; `storage_path` chooses it by how a user names the place.
+A `StoragePath` is the path of a file or directory with the operations of its storage. Text, parts,
+parents and ``/`` are those of `pathlib.PurePosixPath`. Each storage is a module with a subclass,
+`local` or `object_store`; `storage_path` chooses one by the text that a user gives.
 """
 
 import re
@@ -19,23 +19,23 @@ _TEMPORARY: Final = re.compile(r"\.shardspec-save-[0-9a-f]{16}\.tmp|\..*\.shards
 _MAX_ERROR_CHARS: Final = 300
 
 Identity: TypeAlias = tuple[object, ...]
-"""What changes when a file is written again: device, inode, size and time of modification; for an
-object in a store its name, size, ETag and times."""
+"""A value that changes when a file is written again: device, inode, size and modification time; for
+an object in a store its name, size, ETag and times."""
 WriteAt: TypeAlias = Callable[[int, bytes | memoryview], object]
 """Writes bytes at a position in a file."""
 
 
 class Entry(NamedTuple):
-    """What has a name in a storage."""
+    """A file or directory in a storage."""
 
     kind: Literal["file", "directory", "other"]
     num_bytes: int
     identity: Identity
-    """Files of which `list`, or `look`, returns the same one are the same file."""
+    """Equal for the same, unchanged file."""
 
 
 class FileStretch(NamedTuple):
-    """Bytes of a file."""
+    """A range of bytes of a file."""
 
     path: "StoragePath"
     start: int
@@ -46,7 +46,7 @@ class Requested(Protocol):
     """Stretches that were requested before they are read."""
 
     def find(self, path: "StoragePath", start: int) -> tuple[int, bytes] | None:
-        """Return where the range that holds a byte starts, and its bytes; None if there is none."""
+        """Return the start and bytes of the range with a byte; None if it was not requested."""
 
     def close(self) -> None:
         """Make no more requests."""
@@ -60,7 +60,7 @@ class SourceFile(ABC):
     def __init__(self, path: "StoragePath", num_bytes: int) -> None:
         self.path, self.num_bytes = path, num_bytes
         self.requested: Requested | None = None
-        """Where bytes are looked for first."""
+        """Ranges that may have arrived already."""
 
     @abstractmethod
     def read_into(self, buffer: memoryview, offset: int) -> None:
@@ -76,7 +76,7 @@ class SourceFile(ABC):
         return bytes(data)
 
     def cut_short(self, end: int, needed: int) -> CheckpointError:
-        """Return the error for a file that ends before the bytes that are needed."""
+        """Return the error for a file that ends before `needed` bytes."""
         return CheckpointError(
             f"{self.path}: ends at byte {end}, but bytes up to {needed} are needed; it was cut "
             "short while being read"
@@ -90,59 +90,59 @@ class SourceFile(ABC):
 
 
 class Staging(NamedTuple):
-    """An output that is to be written: one file, or a directory of files."""
+    """An output to write: one file, or a directory of files."""
 
     files: Mapping[str, int]
-    """Names relative to the output, and about how many bytes each gets."""
+    """Names relative to the output, and the approximate sizes."""
     directory: bool
     overwrite: bool
     listing: str | None = None
     """The file that lists the others; it is written last."""
     replaced: frozenset[str] = frozenset()
-    """All files in a directory that is replaced; with others, it is kept."""
+    """The files that a directory may have if it is replaced; with others, it is kept."""
     identity: Identity | None = None
-    """That of the directory to replace, empty if there is none; None if it is not known."""
+    """The identity of the directory to replace, empty if there is none; None to skip the check."""
 
 
 class Staged(Protocol):
-    """An output that is being written and has no name yet."""
+    """An output that is being written and does not have its name yet."""
 
     published: bool
-    """Set in a process that has joined, once the first one may have given it its name."""
+    """Set in a process that has joined, once the first process may have published the output."""
 
     @property
     def token(self) -> Any:  # noqa: ANN401  # each storage has its own
-        """What other processes join it by."""
+        """The value that other processes pass to `join`."""
 
     def file(self, name: str) -> AbstractContextManager[WriteAt]:
-        """Write a file, from start to end where `StoragePath.whole_files` says so."""
+        """Write a file; from start to end if `StoragePath.whole_files` is set."""
 
 
 class StoragePath(PurePosixPath, ABC):
-    """The path of a file or directory in a storage; there need not be any."""
+    """The path of a file or directory in a storage, which need not exist."""
 
     __slots__ = ()
 
     requests: ClassVar[bool]
-    """Whether each look is a request to another machine."""
+    """Whether each `look` is a request to another machine."""
     whole_files: ClassVar[bool]
     """Whether an output's files are written from start to end, each by one thread."""
     nests: ClassVar[bool]
-    """Whether an output may have files in directories below."""
+    """Whether an output may have files in subdirectories."""
     _refusals: ClassVar[tuple[type[Exception], ...]] = (OSError,)
-    """Errors of Python's that mean that the storage refuses."""
+    """Built-in exceptions by which the storage refuses an operation."""
 
     # --- looking
 
     @abstractmethod
     def look(self, *, follow_links: bool = True) -> Entry | None:
-        """Return what has this name; None if there is nothing. May raise an OSError."""
+        """Return the file or directory of this name; None if there is none. May raise OSError."""
 
     @abstractmethod
     def list(self) -> dict[str, Entry]:
-        """Return what is in a directory, by name.
+        """Return the entries of a directory by name.
 
-        Raises FileNotFoundError or NotADirectoryError if there is no directory of that name.
+        Raises FileNotFoundError or NotADirectoryError if there is no directory of this name.
         """
 
     def names(self) -> Sequence[str]:
@@ -154,15 +154,15 @@ class StoragePath(PurePosixPath, ABC):
         """Yield the relative names of all files in a directory; those of directories end in /."""
 
     def exists(self) -> bool:
-        """Return whether there is something of that name."""
+        """Return whether something has this name."""
         return self._kind() is not None
 
     def is_dir(self) -> bool:
-        """Return whether there is a directory of that name."""
+        """Return whether there is a directory of this name."""
         return self._kind() == "directory"
 
     def is_file(self) -> bool:
-        """Return whether there is a file of that name."""
+        """Return whether there is a file of this name."""
         return self._kind() == "file"
 
     def _kind(self) -> str | None:
@@ -173,38 +173,38 @@ class StoragePath(PurePosixPath, ABC):
         return entry and entry.kind
 
     def taken(self) -> bool:
-        """Return whether the name is in use, be it by a link that leads nowhere."""
+        """Return whether the name is in use, even by a broken link."""
         return self.exists()
 
     def absolute(self) -> Self:
-        """Return the place by a name that does not depend on the working directory."""
+        """Return a path that does not depend on the working directory."""
         return self
 
     def resolved(self) -> Self:
-        """Return the place with links resolved."""
+        """Return the path with links resolved."""
         return self
 
     def leads_outside(self) -> "StoragePath | None":
-        """Return where a file of a checkpoint leads if it is a link that may not be followed."""
+        """Return the target of a link in a checkpoint that may not be followed; None otherwise."""
         return None
 
     def public(self) -> PurePath:
-        """Return the place as users get it: a `Path` if it is on this machine."""
+        """Return the path as users get it: a `Path` if it is on this machine."""
         return self
 
     # --- reading
 
     @abstractmethod
     def open(self) -> SourceFile:
-        """Open a regular file; `CheckpointError` if it is none."""
+        """Open a regular file; raises `CheckpointError` for anything else."""
 
     def request(self, stretches: Iterable[FileStretch], max_bytes: int) -> Requested | None:  # noqa: ARG002
-        """Request stretches of files in this directory ahead of reading, where that helps."""
+        """Prefetch stretches of files in this directory; None if the storage does not."""
         return None
 
-    def files_ahead(self, here: int = 0) -> int:
-        """Return how many files to open ahead of the one in use; `here` for this machine's."""
-        return here
+    def files_ahead(self, local: int = 0) -> int:
+        """Return how many files to open ahead of the one in use; `local` on this machine."""
+        return local
 
     # --- writing
 
@@ -217,64 +217,64 @@ class StoragePath(PurePosixPath, ABC):
         overwrite: bool,
         mode_of: str | None = None,
     ) -> None:
-        """Write a file of some pieces, which appears when it is complete and will last.
+        """Write a file from pieces, which appears once it is complete and flushed.
 
         It gets mode and owner of the file that it replaces, or of the one beside it that `mode_of`
-        names, where files have them. If an exception is raised, such as an `OutputExistsError`,
-        nothing of it stays.
+        names, if files have these. If an exception is raised, such as an `OutputExistsError`,
+        nothing is left.
         """
 
     @abstractmethod
     def stage(self, output: Staging) -> AbstractContextManager[Staged]:
-        """Begin an output here, which appears at the end of the block.
+        """Begin an output of this name, which appears at the end of the block.
 
-        If an exception is raised, what was written is removed, and what was there is kept.
+        If an exception is raised, the output is removed, and an older one is kept.
         """
 
     @abstractmethod
     def join(self, output: Staging, token: Any) -> AbstractContextManager[Staged]:  # noqa: ANN401
-        """Open what another process of the same user has staged here."""
+        """Open the output that another process of the same user has staged."""
 
     def output(self) -> Self:
-        """Return the place that an output of this name is written to, links resolved.
+        """Return the path that an output of this name is written to, with links resolved.
 
-        Raises a `CheckpointError` if following the name would trust another user.
+        Raises `CheckpointError` if the name is a link of another user.
         """
         return self
 
     def refusal(self) -> str:
-        """Return why nothing can be made here, such as a missing directory; empty if it can."""
+        """Return why nothing can be created here, such as a missing directory; empty if it can."""
         return ""
 
     @property
     def shared(self) -> bool:
-        """Whether other processes see what is written."""
+        """Whether other processes see the files of this storage."""
         return True
 
     def make_directory(self) -> None:  # stores make it with the first file
-        """Make a directory, and those above it, if it is not there."""
+        """Make the directory and its parents if they do not exist."""
 
     @contextmanager
     def locked(self) -> Iterator[bool | None]:
-        """Lock a directory; yields False if another run has it, None where there are no locks."""
+        """Lock the directory; yields False if another run has the lock, None without locks."""
         yield None
 
     @abstractmethod
     def unlink(self) -> None:
-        """Remove a file; it is no error if there is none."""
+        """Remove the file if it exists."""
 
     @contextmanager
     def errors(self, done: str, more: str = "") -> Iterator[None]:
-        """Turn errors of the storage into a `CheckpointError`: what cannot be <done>.
+        """Convert errors of the storage into a `CheckpointError`: "cannot be <done>".
 
-        Stores also raise errors of their own libraries, which are not known here. Errors that
-        Python raises for bugs, such as a TypeError, are not converted.
+        Libraries of stores raise errors without a common class. Built-in exceptions for bugs, such
+        as TypeError, are not converted.
         """
         try:
             yield
         except ShardSpecError:
             raise
-        except Exception as error:  # of a store's library, whose errors have no common class
+        except Exception as error:
             if type(error).__module__ == "builtins" and not isinstance(error, self._refusals):
                 raise
             raise CheckpointError(f"{self}: cannot be {done}: {_text(error)}{more}") from None
@@ -285,9 +285,9 @@ def file_inside(
 ) -> StoragePath:
     """Return the path of a file that a checkpoint names, which must be in its directory.
 
-    It may be a link: to a file inside the directory or to one of the same name, or from a folder of
-    links to the ``blobs`` of a hub cache. Files of `weights`, which are opened only as such, may
-    also be in directories below, and links to any file.
+    It may be a link to a file in the directory, to one of the same name, or, in a hub cache, to one
+    of its ``blobs``. Files of `weights` may also be in subdirectories, and be links to any file.
+    Raises `CheckpointError` for other names and links.
     """
     parts = name.split("/") if weights else [name]
     if any(part in ("", ".", "..") or any(c in part for c in "/\\\0") for part in parts):
@@ -312,18 +312,26 @@ def output_exists(path: PurePath) -> OutputExistsError:
     )
 
 
+def check_new_file(path: StoragePath, *, overwrite: bool) -> None:
+    """Raise a `CheckpointError` if a file of this name cannot be written."""
+    if path.taken() and not overwrite:
+        raise output_exists(path)
+    if problem := "is a directory; name a file" if path.is_dir() else path.refusal():
+        raise CheckpointError(f"{path}: {problem}")
+
+
 def is_temporary(name: str) -> bool:
-    """Return whether a file has a name that only runs that were killed leave."""
+    """Return whether a name is one of temporary files, which only killed runs leave."""
     return _TEMPORARY.fullmatch(name) is not None
 
 
 def reason(error: OSError) -> str:
-    """Return why the system refused, without its number and file name."""
+    """Return the system's reason for an error, without number and file name."""
     return error.strerror or str(error)
 
 
 def _text(error: Exception) -> str:
-    """Return an error message in one line, with its class where it says no more than the path."""
+    """Return an error message in one line, with its class if the message is a single word."""
     text = " ".join((reason(error) if isinstance(error, OSError) else str(error)).split())
     if " " not in text:
         text = f"{type(error).__name__}: {text}" if text else type(error).__name__

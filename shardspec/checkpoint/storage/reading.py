@@ -1,4 +1,4 @@
-"""Files that are read: several are looked into at once, and of many a few are open."""
+"""Reading many files: some are opened ahead, and few are open at once."""
 
 from collections import OrderedDict, deque
 from collections.abc import Callable, Generator, Iterable, Iterator
@@ -12,7 +12,7 @@ _Item = TypeVar("_Item")
 _Found = TypeVar("_Found")
 
 AHEAD_BYTES: Final = 24 << 20
-"""Bytes of a store that are requested, or have arrived and were not read yet."""
+"""Bytes of a store that are requested and were not read yet."""
 _MAX_OPEN: Final = 64
 _MAX_HEADER_FILES: Final = 256
 
@@ -26,18 +26,18 @@ def prefetch_map(
 ) -> Generator[Iterator[_Found], None, None]:
     """Yield an iterator over the results of a call for every item, in order.
 
-    Threads, by default `ahead`, make calls up to `ahead` of the result in use; with 0 the caller's
-    makes them. An exception is raised when the result of its item is due. Calls that are running at
-    the end of the block are waited for only if `workers` is given.
+    Threads, by default `ahead` of them, make up to `ahead` calls before their results are used;
+    with 0 the calling thread makes each. An exception is raised in place of the result of its item.
+    Calls that run at the end of the block are waited for only if `workers` is given.
 
-    >>> with prefetch_map("abc", str.upper, 2) as found:
-    ...     list(found)
+    >>> with prefetch_map("abc", str.upper, 2) as results:
+    ...     list(results)
     ['A', 'B', 'C']
     """
     if ahead < 1:
         yield map(look, items)
         return
-    # Importing it takes as long as copying 10 MiB.
+    # Imported here, as it takes as long as copying 10 MiB.
     from concurrent.futures import ThreadPoolExecutor
 
     pool = ThreadPoolExecutor(workers or ahead, "shardspec-prefetch")
@@ -45,11 +45,11 @@ def prefetch_map(
 
     def results() -> Iterator[_Found]:
         for item in items:
-            due: Callable[[], _Found] = partial(look, item)
-            # Where the system allows no more threads, the caller's thread makes the call.
+            call: Callable[[], _Found] = partial(look, item)
+            # If the system allows no more threads, the calling thread makes the call.
             with suppress(RuntimeError):
-                due = pool.submit(look, item).result
-            pending.append(due)
+                call = pool.submit(look, item).result
+            pending.append(call)
             if len(pending) > ahead:
                 yield pending.popleft()()
         while pending:
@@ -60,7 +60,7 @@ def prefetch_map(
     finally:
         running = True
         while running:
-            # However often the user interrupts, calls that are waited for end.
+            # Further interrupts do not cut the waiting short.
             with suppress(KeyboardInterrupt):
                 pool.shutdown(wait=workers is not None, cancel_futures=True)
                 running = False
@@ -70,26 +70,26 @@ class OpenFiles:
     """Source files that one thread reads; of many, the one used least recently is closed."""
 
     def __init__(self) -> None:
-        self._held: OrderedDict[StoragePath, SourceFile] = OrderedDict()
+        self._files: OrderedDict[StoragePath, SourceFile] = OrderedDict()
         self._requested: Requested | None = None
 
     def will_read(
         self, directory: StoragePath, stretches: Iterable[FileStretch], max_bytes: int = AHEAD_BYTES
     ) -> None:
-        """Prefetch what will be read, in this order, in place of what was requested before."""
+        """Prefetch these ranges, in order, in place of those requested before."""
         if self._requested is not None:
             self._requested.close()
         self._requested = directory.request(stretches, max_bytes)
 
     def file(self, path: StoragePath) -> SourceFile:
         """Return an open file; valid until the next call."""
-        if path in self._held:
-            self._held.move_to_end(path)
+        if path in self._files:
+            self._files.move_to_end(path)
         else:
-            while len(self._held) >= _MAX_OPEN:
-                self._held.popitem(last=False)[1].close()
-            self._held[path] = path.open()
-        file = self._held[path]
+            while len(self._files) >= _MAX_OPEN:
+                self._files.popitem(last=False)[1].close()
+            self._files[path] = path.open()
+        file = self._files[path]
         file.requested = self._requested
         return file
 
@@ -99,12 +99,12 @@ class OpenFiles:
     def __exit__(self, *_: object) -> None:
         if self._requested is not None:
             self._requested.close()
-        while self._held:
-            self._held.popitem()[1].close()
+        while self._files:
+            self._files.popitem()[1].close()
 
 
 class HeaderFiles:
-    """Opens files for short reads, by any number of threads; keeps those that cost requests."""
+    """Opens files for short reads, by any number of threads; files in stores stay open."""
 
     def __init__(self) -> None:
         self._kept: Callable[[StoragePath], SourceFile] = lru_cache(maxsize=_MAX_HEADER_FILES)(

@@ -1,4 +1,4 @@
-"""Whether files were written while they were read."""
+"""Detects files that are written while they are read."""
 
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
@@ -8,16 +8,16 @@ from shardspec.errors import CheckpointError
 
 
 class Snapshot(NamedTuple):
-    """The files of a place, and their identities; taken before a checkpoint is opened.
+    """The identities of files, taken before a checkpoint is opened.
 
-    `check_unchanged` is called once everything has been read: files that were written meanwhile may
-    have been read half old and half new.
+    `check_unchanged` is called after all reads: of files that were written meanwhile, old and new
+    parts may have been read.
     """
 
     place: StoragePath
     """A file, or a directory."""
     nested: bool
-    """Whether directories below count."""
+    """Whether files in subdirectories are included."""
     files: Mapping[StoragePath, Identity]
 
     @classmethod
@@ -26,7 +26,7 @@ class Snapshot(NamedTuple):
         return cls(place, nested, _identities(place, nested))
 
     def check_unchanged(self, files: Iterable[StoragePath]) -> None:
-        """Check that files are the same as in the snapshot."""
+        """Raise CheckpointError if a file has changed since the snapshot."""
         now = _identities(self.place, self.nested)
         for path in files:
             if path not in now or now[path] != self.files.get(path):
@@ -38,13 +38,13 @@ class Snapshot(NamedTuple):
 
 
 def _identities(place: StoragePath, nested: bool) -> dict[StoragePath, Identity]:
-    """Return the identities of the files in a directory; a file stands for itself."""
+    """Return the identities of the files in a directory, or of one file."""
     try:
         entries = {place / name: entry for name, entry in place.list().items()}
     except NotADirectoryError:
         entry = place.look()
         return {} if entry is None else {place: entry.identity}
-    except OSError:  # the reader of the checkpoint reports it
+    except OSError:  # opening the checkpoint reports it
         return {}
     files: dict[StoragePath, Identity] = {}
     for path, entry in entries.items():

@@ -1,4 +1,4 @@
-"""The ``.metadata`` of torch's distributed checkpoints: which chunks of tensors lie where.
+"""The ``.metadata`` of torch's distributed checkpoints: the chunks of tensors, and their places.
 
 It is a pickle. Source: metadata.py and filesystem.py of torch/distributed/checkpoint;
 strategies/torch.py and resharding.py of megatron/core/dist_checkpointing.
@@ -15,7 +15,7 @@ from shardspec.boxes import Box, box_size, row_major_boxes
 from shardspec.checkpoint.catalog import FileBox, Outline, StoredObject, box_text
 from shardspec.checkpoint.state_dict import is_path
 from shardspec.checkpoint.storage.path import StoragePath, file_inside
-from shardspec.checkpoint.strict_json import is_size
+from shardspec.checkpoint.storage.strict_json import is_size
 from shardspec.checkpoint.torch_files import unpickler, values
 from shardspec.checkpoint.torch_files.unpickler import Global, Record, made_by, record_class
 from shardspec.dtypes import dtype_name, item_bytes
@@ -24,18 +24,18 @@ from shardspec.resharding.state import KeyPath, Place
 
 METADATA_NAME: Final = ".metadata"
 Places: TypeAlias = dict[tuple[str, tuple[int, ...] | None], StoredObject]
-"""Where entries are stored, by their names and, of a chunk, its offsets."""
+"""The places of entries, by name and, for a chunk, its offsets."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoredChunk(FileBox):
-    """A box of a tensor, and the chunk that has it."""
+    """A box of a tensor, and the chunk that contains it."""
 
     place: StoredObject
     stored: tuple[int, ...]
     """Shape of the chunk."""
     start: int = 0
-    """Elements of the chunk before the box: a stretch of a flat tensor may be several boxes."""
+    """Elements of the chunk before the box: a range of a flat tensor may be several boxes."""
 
 
 _HOME: Final = "torch.distributed.checkpoint"
@@ -48,7 +48,7 @@ _KINDS: Final = {
     # Of torch 2.2 and before.
     "torch.distributed._shard.sharded_tensor.metadata": "TensorProperties MEM_FORMAT_ENCODING",
     f"{_HOME}.filesystem": "_StorageInfo _StoragePrefix",
-    # The plans by which ranks wrote, which Megatron-core 0.10 to 0.16 keeps; they are not needed.
+    # The plans of the ranks that saved, which Megatron-core 0.10 to 0.16 keeps; not used.
     f"{_HOME}.planner": "SavePlan WriteItem WriteItemType TensorWriteData BytesIOWriteData",
     "megatron.core.dist_checkpointing.strategies.torch": "MCoreMetadata MCoreSavePlan",
     # Where the checkpoint was written; not used.
@@ -59,25 +59,25 @@ _ENUMS: Final = ("_MEM_FORMAT_ENCODING", "MEM_FORMAT_ENCODING", "WriteItemType")
 
 
 def _member(*args: object) -> Record:
-    """Stand for a member of an enum, as Python 3.11.0 to 3.11.3 pickle them."""
+    """Return a record for a member of an enum, as Python 3.11.0 to 3.11.3 pickle them."""
     match args:
         case (Global() as kind, str() as name) if kind.name in _ENUMS:
             return Record(name)
     raise ValueError(
-        "only members of known enums are taken by name; nothing of it was run. If you trust its "
+        "only members of known enums are read by name; nothing of it was run. If you trust its "
         "writer, save it again as a state dict of tensors and plain values"
     )
 
 
 class _Size(tuple[int, ...]):
-    """What a call of torch.Size makes: checked numbers."""
+    """The result of a call of torch.Size: checked numbers."""
 
     __slots__ = ()
 
 
 @lru_cache(1 << 17)
 def _size(value: object = ()) -> _Size:
-    """Many tensors are sharded alike: equal arguments are checked once, and kept once."""
+    """Return checked sizes; equal ones, of which there are many, are one object."""
     return _Size(values.sizes_of(value))
 
 
@@ -96,12 +96,12 @@ _NAMES: Final[unpickler.PickledNames] = {
 def read_metadata(
     path: StoragePath,
 ) -> tuple[dict[object, object], Places, dict[object, object], dict[str, KeyPath]]:
-    """Return the entries, where they are stored, and what Megatron-core says of flat tensors.
+    """Return the entries, their places, and Megatron-core's facts about flat tensors.
 
-    The last are the keys of entries in the nested state dict that was saved.
+    The last value has the keys of entries in the nested state dict that was saved.
     """
     with path.open() as file:
-        data = file.read(0, min(file.num_bytes, unpickler.MOST_PICKLE_BYTES + 1))
+        data = file.read(0, min(file.num_bytes, unpickler.MAX_PICKLE_BYTES + 1))
     root = unpickler.unpickle(data, _NAMES, path, "metadata")
     if not isinstance(root, Record) or root.name not in ("Metadata", "MCoreMetadata"):
         raise CheckpointError(f"{path}: is not metadata of a torch distributed checkpoint")
@@ -112,7 +112,7 @@ def read_metadata(
 
 
 def _keys(planned: object) -> Iterator[tuple[str, KeyPath]]:
-    """Yield the names of entries that are not keys themselves, and the keys that torch notes."""
+    """Yield the names of entries that are not keys themselves, and the keys in the metadata."""
     for name, keys in planned.items() if isinstance(planned, dict) else ():
         # To torch, a number is a position in a list.
         if is_text(name) and isinstance(keys, tuple) and keys != (name,):
@@ -122,7 +122,7 @@ def _keys(planned: object) -> Iterator[tuple[str, KeyPath]]:
 
 
 def _places(storage: Mapping[Any, Any], path: StoragePath) -> Places:
-    """Return where each entry is stored."""
+    """Return the place of each entry."""
     places: Places = {}
     files: dict[str, StoragePath] = {}
     for index, info in storage.items():
@@ -131,8 +131,8 @@ def _places(storage: Mapping[Any, Any], path: StoragePath) -> Places:
             name, at, file = key["fqn"], key.get("offset"), place["relative_path"]
             start, size = place["offset"], place["length"]
             offsets = None if at is None else _sizes(at)
-            known = file in files or is_text(file)
-            if not (known and isinstance(name, str) and is_size(start) and is_size(size)):
+            named = file in files or is_text(file)
+            if not (named and isinstance(name, str) and is_size(start) and is_size(size)):
                 raise ValueError
         except (AttributeError, KeyError, TypeError, ValueError):
             raise CheckpointError(
@@ -153,7 +153,10 @@ def _places(storage: Mapping[Any, Any], path: StoragePath) -> Places:
 def outline_of(
     name: str, entry: Record, places: Places, ranks: Mapping[StoragePath, int], flat: object
 ) -> tuple[Outline[StoredChunk], bool]:
-    """Return what the metadata says of a tensor, and whether it lists a chunk twice."""
+    """Return a tensor as the metadata describes it, and whether that lists a chunk twice.
+
+    Raises ValueError or TypeError if the metadata contradicts itself.
+    """
     match entry.get("properties"), entry.get("chunks"):
         case (Record(state=(Global(name=dtype), *_)), list() as listed):
             shape, item = values.sizes_of(entry.get("size")), 0
@@ -163,7 +166,7 @@ def outline_of(
     with suppress(DTypeError):
         dtype = dtype_name(dtype)
         item = item_bytes(dtype)
-    found: dict[Box, StoredChunk] = {}
+    by_box: dict[Box, StoredChunk] = {}
     repeated = False
     for chunk in listed:
         if not isinstance(chunk, Record):
@@ -177,12 +180,12 @@ def outline_of(
             raise ValueError(f"no file holds its chunk {box_text(box)}")
         if prod(sizes) * item > place.num_bytes:
             raise ValueError(
-                f"its chunk {box_text(box)} is said to lie in {place.num_bytes} bytes, which do "
-                "not hold it"
+                f"its chunk {box_text(box)} is listed with {place.num_bytes} bytes, which is too "
+                "few"
             )
-        repeated |= box in found
-        found[box] = StoredChunk(box, (), ranks[place.path], place.path, place, sizes)
-    chunks = tuple(found.values())
+        repeated |= box in by_box
+        by_box[box] = StoredChunk(box, (), ranks[place.path], place.path, place, sizes)
+    chunks = tuple(by_box.values())
     if flat in (None, {}):
         return Outline(name, shape, dtype, None, (), chunks), repeated
     match flat:
@@ -215,7 +218,7 @@ def _box(offsets: tuple[int, ...], sizes: tuple[int, ...], shape: tuple[int, ...
 
 
 def is_text(name: object) -> TypeGuard[str]:
-    """Return whether a name can be written: a pickle may hold half characters."""
+    """Return whether a name is text that can be encoded: a pickle may have lone surrogates."""
     try:
         return isinstance(name, str) and name.encode() is not None
     except UnicodeEncodeError:
@@ -225,7 +228,7 @@ def is_text(name: object) -> TypeGuard[str]:
 def unflattened(
     flat: tuple[int, ...], shape: tuple[int, ...], chunk: Box
 ) -> Iterator[tuple[Box, int]]:
-    """Yield the boxes that a chunk of a flat tensor holds, each with the elements before it.
+    """Yield the boxes in a chunk of a flat tensor, each with the number of elements before it.
 
     >>> list(unflattened((2, 1, 6), (4, 3), ((1, 2), (0, 1), (2, 6))))
     [(((2, 3), (2, 3)), 0), (((3, 4), (0, 3)), 1)]
@@ -237,8 +240,8 @@ def unflattened(
     several = any(end - start != 1 for start, end in at)
     if len(counts) != len(shape) or whole != shape or prod(block) != elements or several:
         raise ValueError(
-            f"it is said to be flat, {list(flat)}, of shape {list(shape)}, which is not made of "
-            f"such blocks, or its chunk {box_text(chunk)} is of several"
+            f"it is listed as flat, {list(flat)}, with shape {list(shape)}, which is not made of "
+            f"such blocks, or its chunk {box_text(chunk)} is in several"
         )
     done = 0
     for inner in row_major_boxes(block, lo, hi):

@@ -12,8 +12,6 @@ from typing import Final, TypeAlias
 from shardspec.boxes import Box, box_shape
 from shardspec.checkpoint import targets
 from shardspec.checkpoint.catalog import StoredObject
-from shardspec.checkpoint.read_boxes import crc32
-from shardspec.checkpoint.storage.path import SourceFile
 from shardspec.checkpoint.torch_files import writer
 from shardspec.checkpoint.torch_files.dcp_metadata import METADATA_NAME
 from shardspec.checkpoint.torch_files.states import state_file
@@ -24,7 +22,6 @@ from shardspec.layout.layout import Layout
 from shardspec.mesh.device_mesh import DeviceMesh
 from shardspec.resharding.state import KeyPath
 
-_PIECE_BYTES: Final = 1 << 20
 _MODULE: Final = "torch.distributed.checkpoint.metadata"
 _INFO: Final = Name("torch.distributed.checkpoint.filesystem", "_StorageInfo")
 
@@ -39,10 +36,11 @@ def dcp_target(
     others: Mapping[str, object],
     paths: Mapping[str, KeyPath] = MappingProxyType({}),
 ) -> targets.Target:
-    """Return the output that is a directory which `torch.distributed.checkpoint.load` reads.
+    """Return an output directory that `torch.distributed.checkpoint.load` reads.
 
-    `layouts`, by name in the output, have no pending reductions. `others` are not tensors; they are
-    stored in the file of the first device. `paths` are the keys of both in a nested state dict.
+    `layouts`, by name in the output, have no pending reductions. `others` are entries that are not
+    tensors, stored in the file of the first device. `paths` are the keys of both in a nested state
+    dict.
     """
     by_name = {tensor.name: tensor for tensor in tensors}
     for name in chain(by_name, others):
@@ -55,7 +53,7 @@ def dcp_target(
         file, end = f"__{rank}_0.distcp", 0
         extents: list[targets.Extent] = []
         raw: list[targets.RawBytes] = []
-        # Released one by one: together they take as much memory as what is made of them.
+        # Entries are released rank by rank: they take as much memory as the extents.
         for entry in assigned.pop(rank):
             tensor = by_name[entry.tensor]
             archive = _archive(box_shape(entry.box), tensor.dtype)
@@ -65,7 +63,7 @@ def dcp_target(
             end += archive.num_bytes
         for name, value in others.items() if rank == mesh.ids[0] else ():
             start = end
-            raw.extend(_raw_value(value, start))
+            raw += _raw_value(value, start)
             if isinstance(value, StoredObject):
                 end += value.num_bytes
             else:
@@ -83,13 +81,13 @@ def dcp_target(
 
 @lru_cache(64)  # a model has few shapes
 def _archive(shape: tuple[int, ...], dtype: str) -> targets.OutputFile:
-    """Return what torch.save writes for a tensor; it depends on shape and dtype only."""
+    """Return the file that torch.save writes for a tensor; it depends on shape and dtype only."""
     tensor = targets.OutputTensor("", "", shape, dtype)
     return state_file("", writer.tensor_value(shape, dtype, "0"), [tensor])
 
 
 def _trailer(extents: Sequence[targets.Extent], crcs: Sequence[int]) -> Iterator[targets.RawBytes]:
-    """Yield what follows tensors, made when it is written: a kilobyte for each."""
+    """Yield the bytes after tensors, a kilobyte each; they are made when they are written."""
 
     def after(number: int, extent: targets.Extent) -> bytes:
         archive = _archive(box_shape(extent.box), extent.tensor.dtype)
@@ -102,36 +100,23 @@ def _trailer(extents: Sequence[targets.Extent], crcs: Sequence[int]) -> Iterator
         yield targets.RawBytes(end, partial(after, number, extent))
 
 
-def _raw_value(value: object, start: int) -> Iterator[targets.RawBytes]:
-    """Yield what is written, from a byte on, for a value that is not a tensor."""
+def _raw_value(value: object, start: int) -> list[targets.RawBytes]:
+    """Return the bytes, from a position on, of a value that is not a tensor."""
     if not isinstance(value, StoredObject):
-        for raw in state_file("", value).raw:
-            yield raw._replace(offset=start + raw.offset)
-        return
-    path, offset, num_bytes = value
+        return [raw._replace(offset=start + raw.offset) for raw in state_file("", value).raw]
+    first, *rest = targets.copied_bytes(*value, start)
 
-    def piece(at: int) -> bytes:
-        with path.open() as file:
-            if not at:
-                _check_records(file, value)
-            return file.read(offset + at, min(_PIECE_BYTES, num_bytes - at))
+    def checked() -> bytes:
+        with value.path.open() as file:
+            archive = read_torch_zip(file, value.offset, value.num_bytes)
+            if not all(archive.is_intact(file, name) for name in archive.directory):
+                raise CheckpointError(
+                    f"{value.path}: the object at byte {value.offset} is damaged (CRC-32); "
+                    "restore it"
+                )
+        return first.made()
 
-    for at in range(0, num_bytes, _PIECE_BYTES):
-        yield targets.RawBytes(start + at, partial(piece, at))
-
-
-def _check_records(file: SourceFile, value: StoredObject) -> None:
-    """Compare the bytes of an object with its CRC-32."""
-    found = read_torch_zip(file, value.offset, value.num_bytes)
-    for name in found.directory:
-        record, start = found.record(name), found.start(file, name)
-        crc, end = 0, start + record.num_bytes
-        for at in range(start, end, _PIECE_BYTES):
-            crc = crc32(file.read(at, min(_PIECE_BYTES, end - at)), crc)
-        if record.crc32 not in (None, crc):
-            raise CheckpointError(
-                f"{value.path}: the object at byte {value.offset} is damaged (CRC-32); restore it"
-            )
+    return [first._replace(data=checked), *rest]
 
 
 def _metadata(
@@ -140,7 +125,7 @@ def _metadata(
     values: Mapping[str, _Place],
     paths: Mapping[str, KeyPath],
 ) -> Made:
-    """Return the content of `.metadata`; its items are made as they are written."""
+    """Return the content of `.metadata`; its items are made when they are written."""
 
     def made(kind: str, **state: object) -> Made:
         return Made(Name(_MODULE, kind), state or None)
@@ -170,13 +155,13 @@ def _metadata(
         return made("MetadataIndex", **index), Made(_INFO, info)
 
     def keys(name: str) -> tuple[str | int, ...]:
-        """Return the keys of an entry as torch has them: whole numbers are places in lists."""
+        """Return the keys of an entry as torch writes them: numbers are positions in lists."""
         path = paths.get(name, (name,))
         return tuple(key[0] if isinstance(key, tuple) else str(key) for key in path)
 
     def places() -> Iterator[tuple[Made, Made]]:
-        for name, found in chunks.items():
-            for number, (box, place) in enumerate(found):
+        for name, of_tensor in chunks.items():
+            for number, (box, place) in enumerate(of_tensor):
                 yield stored(place, fqn=name, index=number, offset=size(lo for lo, _ in box))
         for name, place in values.items():
             yield stored(place, fqn=name, index=None)

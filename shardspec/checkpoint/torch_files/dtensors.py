@@ -1,7 +1,7 @@
-"""What `torch.save` wrote, with the DTensors in it: the local tensor, global shape and placements.
+"""Values that `torch.save` wrote, with DTensors: local tensor, global shape and placements.
 
-How torch keeps the mesh of a DTensor has changed twice: as a tensor of ids, as one layout over a
-list of ids, and as one such layout per axis. All are read. Source: ``device_mesh.py``,
+torch has changed twice how it stores the mesh of a DTensor: as a tensor of ids, as one layout over
+a list of ids, and as one such layout per axis. All three are read. Source: ``device_mesh.py``,
 ``_mesh_layout.py`` and ``tensor/_dtensor_spec.py`` of ``torch/distributed``. A `ValueError` here is
 reported as a call in the pickle with wrong arguments.
 """
@@ -11,7 +11,7 @@ from collections.abc import Callable
 from functools import lru_cache
 from itertools import chain, product
 from math import prod
-from typing import Final, get_args
+from typing import Final, TypeGuard, get_args
 
 from shardspec.checkpoint.torch_files.unpickler import (
     Foreign,
@@ -38,42 +38,43 @@ from shardspec.dtypes import item_bytes
 from shardspec.layout.placements import Placement, Split
 from shardspec.mesh.device_mesh import DeviceMesh
 
-_MOST_DEVICES: Final = 1 << 20
-_MOST_NESTED: Final = 256
+_MAX_DEVICES: Final = 1 << 20
+_MAX_NESTED: Final = 256
+_LAYOUTS: Final = ("_MeshLayout", "_FlatLayout")
 _FROM_TYPE: Final = "torch._tensor._rebuild_from_type_v2"
 _WRAPPER: Final = TORCH_NAMES["torch._utils._rebuild_wrapper_subclass"]
 _PLAIN: Final = TORCH_NAMES["torch.Tensor"]
 
 
 def read_torch(
-    found: TorchZip,
+    archive: TorchZip,
     data: bytes,
     more: PickledNames | None = None,
     rank: int | None = None,
     screened: Callable[[bytes], None] = screen,
 ) -> object:
-    """Read what `torch.save` wrote, with a `TorchTensor` where each tensor or DTensor was.
+    """Return the value that `torch.save` wrote, with a `TorchTensor` for each tensor or DTensor.
 
-    `data` is its pickle. `more` are names beyond `TORCH_NAMES` that are records; objects of others
-    are `Foreign`. `rank` wrote it, if that is known: torch up to 2.10 needs it to tell which slice
-    of a mesh a DTensor was on.
+    `data` is its pickle. `more` are names of records beyond `TORCH_NAMES`; objects of other classes
+    are `Foreign`. `rank` is the rank that wrote it: for torch up to 2.10 the slice of a mesh that a
+    DTensor was on follows from it.
     """
-    from_type = made_by(_FROM_TYPE, _DTensors(found, rank).from_type)
+    from_type = made_by(_FROM_TYPE, _DTensors(archive, rank).from_type)
     names = {**TORCH_NAMES, **(more or {}), _FROM_TYPE: from_type}
-    return unpickle(data, names, found.what, "pickle", storage_of, screened, foreign=True)
+    return unpickle(data, names, archive.what, "pickle", storage_of, screened, foreign=True)
 
 
 class _DTensors:
-    """Builds the DTensors of one file; a mesh that many of them share is read once."""
+    """Makes the DTensors of one file; a mesh that many of them share is read once."""
 
-    def __init__(self, found: TorchZip, rank: int | None) -> None:
-        self._found = found
+    def __init__(self, archive: TorchZip, rank: int | None) -> None:
+        self._archive = archive
         self._rank = rank
         self._meshes: dict[Record, tuple[DeviceMesh, int | None]] = {}
-        """Every mesh that a DTensor was on, and who saved it, where it says so."""
+        """The mesh of each record, and the rank that saved it, if recorded."""
 
     def from_type(self, function: object, kind: object, inner: object, state: object) -> object:
-        """Build what ``_rebuild_from_type_v2`` would: a DTensor, or a tensor with attributes."""
+        """Return what ``_rebuild_from_type_v2`` makes: a DTensor, or a tensor with attributes."""
         if not (
             isinstance(function, Global) and isinstance(kind, Global) and isinstance(inner, tuple)
         ):
@@ -85,28 +86,27 @@ class _DTensors:
                 raise ValueError(f"{kind.name} is not a tensor")
             return function(*inner)
         members: dict[object, object] = {}
-        # Its dict, and its slots beside it where it has some.
+        # The state is the object's dict, or a pair of that and its slots.
         for part in state if isinstance(state, tuple) else (state,):
             if isinstance(part, dict):
                 members |= part
             elif part is not None:
                 raise ValueError("the state of a tensor is not a dict")
         spec, local = members.get("_spec"), members.get("_local_tensor")
-        if kind.name != "DTensor" or not isinstance(spec, Record):
+        if kind.name != "DTensor" or not _is_record(spec, "DTensorSpec"):
             raise ValueError(f"a {kind.name} is not a DTensor with a spec")
         if isinstance(local, UnreadTensor):
             return local
         mesh, placements = spec.get("mesh"), spec.get("placements")
         if (
             not isinstance(local, TorchTensor)
-            or not isinstance(mesh, Record)
-            or mesh.name != "DeviceMesh"
+            or not _is_record(mesh, "DeviceMesh")
             or not isinstance(placements, (tuple, list))
         ):
             raise ValueError("a DTensor lacks its local tensor, its mesh or its placements")
         if mesh not in self._meshes:
             made = self._mesh(mesh)
-            # The rank that saved it, or at least its place in the mesh, may be noted.
+            # The rank that saved it, or its place in the mesh, may be recorded.
             writer, at = mesh.get("_rank"), _position(mesh, made.shape)
             if not isinstance(writer, int):
                 writer = None if at is None else made.ids[at]
@@ -128,11 +128,11 @@ class _DTensors:
         if not isinstance(ids, tuple) and isinstance(listed, TorchTensor):
             ids = self._ids(listed)
         if (
-            not isinstance(layout, Record)
+            not _is_record(layout, *_LAYOUTS)
             or not isinstance(ids, tuple)
             or {*map(type, ids)} != {int}
         ):
-            raise ValueError("a mesh lacks its ids; its version of torch is not known")
+            raise ValueError("a mesh lacks its ids; its version of torch is unknown")
         axes = _axes(layout)
         shape = tuple(prod(sizes) for sizes, _ in axes)
         if not 0 < prod(shape) <= len(ids):
@@ -140,7 +140,7 @@ class _DTensors:
         offsets = _offsets(*(tuple(chain(*parts)) for parts in zip(*axes, strict=True)))
         first = 0
         if prod(shape) < len(ids):
-            # A slice of a larger mesh: the one with the rank that wrote it.
+            # A slice of a larger mesh: the slice with the rank that wrote the file.
             rank = self._rank if mesh.get("_rank") is None else mesh.get("_rank")
             at = _position(mesh, shape)
             if at is None or rank not in ids:
@@ -154,31 +154,36 @@ class _DTensors:
         return _make_mesh(tuple(ids[first + offset] for offset in offsets), shape, axis_names)
 
     def _ids(self, tensor: TorchTensor) -> tuple[int, ...]:
-        """Read a small tensor of ids, with all of its storage, which other tensors may share."""
+        """Return the ids in a small tensor, whose storage other tensors may share."""
         letter = {"int32": "i", "int64": "q"}.get(tensor.dtype)
         name = f"data/{tensor.storage.key}"
-        num_bytes = self._found.record(name).num_bytes
-        most = 0 < prod(tensor.shape) <= _MOST_DEVICES and num_bytes <= 8 * _MOST_DEVICES
+        num_bytes = self._archive.record(name).num_bytes
+        most = 0 < prod(tensor.shape) <= _MAX_DEVICES and num_bytes <= 8 * _MAX_DEVICES
         if letter is None or not most:
             raise ValueError(f"a mesh of shape {list(tensor.shape)} and dtype {tensor.dtype}")
-        check_record(tensor, self._found)
-        with self._found.path.open() as file:
-            data = self._found.read(file, name)
+        check_record(tensor, self._archive)
+        with self._archive.path.open() as file:
+            data = self._archive.read(file, name)
         # Little endian, as everything that is read.
         ids = struct.unpack(f"<{num_bytes // item_bytes(tensor.dtype)}{letter}", data)
         return tuple(ids[tensor.start + at] for at in _offsets(tensor.shape, tensor.strides))
 
 
-@lru_cache(_MOST_NESTED)
+def _is_record(value: object, *names: str) -> TypeGuard[Record]:
+    """Return whether an object is of a listed class with one of these names."""
+    return isinstance(value, Record) and value.name in names
+
+
+@lru_cache(_MAX_NESTED)
 def _make_mesh(
     ids: tuple[int, ...], shape: tuple[int, ...], axis_names: tuple[str, ...] | None
 ) -> DeviceMesh:
-    """Return one mesh for all files that say the same."""
+    """Return a mesh, one object for equal arguments."""
     return DeviceMesh(ids, shape, axis_names=axis_names)
 
 
 def _position(mesh: Record, shape: tuple[int, ...]) -> int | None:
-    """Return the place, in row-major order, of the rank that saved a mesh, if it is known."""
+    """Return the row-major position of the rank that saved a mesh; None if it is not recorded."""
     coordinate = mesh.get("_coordinate_on_dim")
     if not isinstance(coordinate, tuple | list) or len(coordinate) != len(shape):
         return None
@@ -191,46 +196,46 @@ def _position(mesh: Record, shape: tuple[int, ...]) -> int | None:
 
 
 def _offsets(sizes: tuple[int, ...], strides: tuple[int, ...]) -> list[int]:
-    """Return what every element, in row-major order, adds to the place of the first."""
+    """Return the offset of every element from the first one, in row-major order."""
     steps = zip(sizes, strides, strict=True)
     return list(map(sum, product(*([stride * at for at in range(n)] for n, stride in steps))))
 
 
 def _axes(layout: Record) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Return, for each axis of a mesh, sizes and strides in a list of ids; it may have several."""
+    """Return the sizes and strides of each axis of a mesh in a list of ids."""
     axes, shape, stride = map(layout.get, ("axes", "shape", "stride"))
     parts: list[tuple[object, ...]] = [(shape, stride)]
     if isinstance(axes, tuple):
         parts = [
-            (part.get("shape"), part.get("stride")) if isinstance(part, Record) else (None, None)
+            (part.get("shape"), part.get("stride")) if _is_record(part, *_LAYOUTS) else (None, None)
             for part in axes
         ]
     elif isinstance(shape, tuple) and isinstance(stride, tuple):
         parts = list(zip(shape, stride, strict=True))
-    found = [(_flat(sizes), _flat(strides)) for sizes, strides in parts]
-    for sizes, strides in found:
+    flattened = [(_flat(sizes), _flat(strides)) for sizes, strides in parts]
+    for sizes, strides in flattened:
         if len(sizes) != len(strides):
             raise ValueError(f"an axis of a mesh has sizes {list(sizes)}, strides {list(strides)}")
-    return found
+    return flattened
 
 
 def _flat(value: object) -> tuple[int, ...]:
-    """Return the numbers of nested tuples; few of them, however they are nested."""
-    found: list[object] = []
+    """Return the numbers in nested tuples; raises ValueError if there are too many."""
+    numbers: list[object] = []
     todo = [value]
-    for _ in range(_MOST_NESTED):
+    for _ in range(_MAX_NESTED):
         if not todo:
-            return sizes_of(found)
+            return sizes_of(numbers)
         part = todo.pop()
         if isinstance(part, tuple):
             todo.extend(reversed(part))
         else:
-            found.append(part)
+            numbers.append(part)
     raise ValueError("the layout of a mesh is too deep")
 
 
-# One object for all placements that are alike, which are then compared at once.
-_split: Final = lru_cache(_MOST_NESTED)(Split)
+# Equal placements are one object, so that comparing them is fast.
+_split: Final = lru_cache(_MAX_NESTED)(Split)
 
 
 _OPS: Final[dict[str, ReduceOp]] = {op: op for op in get_args(ReduceOp)} | {"product": "prod"}
@@ -259,7 +264,7 @@ def _shard_order(value: object) -> tuple[tuple[int, tuple[int, ...]], ...] | Non
         return None
     order = []
     for entry in value if isinstance(value, (tuple, list)) else (value,):
-        match entry.args if isinstance(entry, Record) else entry:
+        match entry.args if _is_record(entry, "ShardOrderEntry") else entry:
             case int() as dim, tuple() as axes:
                 order.append((dim, sizes_of(axes)))
             case _:

@@ -1,15 +1,14 @@
-"""What a file of `torch.save` holds: the state dict in its pickle, read and written without torch.
+"""State dicts in files of `torch.save`, read and written without torch.
 
-Nested dicts are flattened with dots, and lists that hold tensors with dots and numbers, so that
+Nested dicts are flattened with dots, and lists that contain tensors with dots and numbers, so that
 ``{"optim": {"state": [{"step": t}]}}`` has the tensor ``optim.state.0.step``. Two entries with the
-same flat name are refused. Source of the rule: ``flatten_state_dict`` of
-torch/distributed/checkpoint/_nested_dict.py, which DCP applies to what it saves.
+same flat name are refused. The rule is that of ``flatten_state_dict`` of
+torch/distributed/checkpoint/_nested_dict.py, which DCP applies when it saves.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from hashlib import sha256
 from itertools import islice
-from math import prod
 from typing import Any, Final, NamedTuple
 
 from shardspec.boxes import box_shape
@@ -19,6 +18,8 @@ from shardspec.checkpoint.catalog import (
     StoredBox,
     StoredTensor,
     is_plain_entry,
+    row_major_strides,
+    unsharded_tensor,
     whole_box,
 )
 from shardspec.checkpoint.state_dict import is_path
@@ -29,10 +30,8 @@ from shardspec.checkpoint.torch_files.dtensors import read_torch
 from shardspec.checkpoint.torch_files.unpickler import (
     Foreign,
     Global,
-    PickledNames,
     PickleError,
     Record,
-    record_class,
     screen,
 )
 from shardspec.checkpoint.torch_files.values import (
@@ -49,49 +48,36 @@ from shardspec.checkpoint.torch_files.zip_reader import TorchZip, read_torch_zip
 from shardspec.dtypes import item_bytes
 from shardspec.errors import CheckpointError
 from shardspec.layout.layout import Layout, LayoutCell
-from shardspec.resharding.state import KeyPath, Place
+from shardspec.resharding.state import KeyPath, Place, dotted_name
 
-_MOST_PARTS: Final = 4 << 20
-_MOST_DEPTH: Final = 64
-_MOST_PLAIN_PARTS: Final = 100_000
-_MOST_PLAIN_DEPTH: Final = 100
-_MOST_PLAIN_BYTES: Final = 1 << 20
-"""Larger ones, as of data loaders, would fill the memory; DCP's are copied as they are stored."""
-_MOST_OPAQUE_PARTS: Final = 1 << 17
-
-ARGUMENT_NAMES: Final[PickledNames] = {
-    name: record_class(name)
-    for name in (
-        *("argparse.Namespace", "types.SimpleNamespace"),
-        *("pathlib.Path", "pathlib.PosixPath", "pathlib._local.Path", "pathlib._local.PosixPath"),
-        *("datetime.datetime", "datetime.timedelta", "numpy.ndarray", "numpy.dtype"),
-        *("numpy.core.multiarray._reconstruct", "numpy._core.multiarray._reconstruct"),
-        *("numpy.core.multiarray.scalar", "numpy._core.multiarray.scalar"),
-    )
-}
-"""What trainers save beside tensors: arguments, paths, times, numpy's random state. None of it is
-made; records stand for it."""
+_MAX_PARTS: Final = 4 << 20
+_MAX_DEPTH: Final = 64
+_MAX_PLAIN_PARTS: Final = 100_000
+_MAX_PLAIN_DEPTH: Final = 100
+_MAX_PLAIN_BYTES: Final = 1 << 20
+"""Larger bytes, such as states of data loaders, would fill the memory; DCP's are copied unread."""
+_MAX_OPAQUE_PARTS: Final = 1 << 17
 
 
 class StateTensor(NamedTuple):
-    """What a file holds of a tensor, and where its bytes are."""
+    """A tensor in a file, and the place of its bytes."""
 
     local: TorchTensor
     place: TensorPlace
 
 
 class TorchState(NamedTuple):
-    """What one file holds."""
+    """The contents of one file."""
 
     path: StoragePath
     tensors: Mapping[str, StateTensor]
-    extras: Mapping[str, object]  # everything else, as the pickle has it
+    extras: Mapping[str, object]  # all other entries, as they were unpickled
     paths: Mapping[str, KeyPath]  # the keys of those names that are not keys themselves
     archive: TorchZip
 
 
 class Contents(NamedTuple):
-    """What a pickle describes, by flat names."""
+    """The contents of a pickle, by flat names."""
 
     tensors: dict[str, TorchTensor]
     others: dict[str, object]
@@ -99,42 +85,39 @@ class Contents(NamedTuple):
     """The keys of those names that are not keys themselves."""
 
 
-def read_torch_states(
-    paths: Sequence[StoragePath], more: PickledNames | None = None
-) -> list[TorchState]:
-    """Read what describes the states in files of `torch.save`; not their data.
+def read_torch_states(paths: Sequence[StoragePath]) -> list[TorchState]:
+    """Return the contents of files of `torch.save`; the bytes of tensors are not read.
 
-    `more` are names that may be in them beyond those of tensors and `ARGUMENT_NAMES`.
+    Raises CheckpointError if one is damaged, or is not of a state dict.
     """
 
     def look(path: StoragePath) -> TorchState:
         with path.open() as file:
-            found = read_torch_zip(file)
-            held = read_contents(found, found.pickle(file), more)
+            archive = read_torch_zip(file)
+            contents = read_contents(archive, archive.pickle(file))
             tensors = {
-                name: StateTensor(tensor, tensor_place(tensor, file, found))
-                for name, tensor in held.tensors.items()
+                name: StateTensor(tensor, tensor_place(tensor, file, archive))
+                for name, tensor in contents.tensors.items()
             }
-        return TorchState(path, tensors, held.others, held.paths, found)
+        return TorchState(path, tensors, contents.others, contents.paths, archive)
 
     with prefetch_map(paths, look, paths[0].files_ahead()) as states:
         return list(states)
 
 
 def read_contents(
-    found: TorchZip,
+    archive: TorchZip,
     data: bytes,
-    more: PickledNames | None = None,
     rank: int | None = None,
     screened: Callable[[bytes], None] = screen,
 ) -> Contents:
-    """Return the tensors that a pickle describes, and other entries, by flat names."""
-    value = read_torch(found, data, {**ARGUMENT_NAMES, **(more or {})}, rank, screened)
+    """Return the contents of a pickle; see `read_torch` for the parameters."""
+    value = read_torch(archive, data, rank=rank, screened=screened)
     if not isinstance(value, dict):
         raise CheckpointError(
-            f"{found.path}: holds {_kind_of(value)}, not a dict of tensors; save a state dict"
+            f"{archive.path}: holds {_kind_of(value)}, not a dict of tensors; save a state dict"
         )
-    return flat_contents(value, (), found.path)
+    return flat_contents(value, (), archive.path)
 
 
 def _kind_of(value: object) -> str:
@@ -145,12 +128,15 @@ def _kind_of(value: object) -> str:
 
 
 def flat_contents(value: object, at: KeyPath, path: StoragePath) -> Contents:
-    """Return the tensors and other entries of a value that is found by the keys `at`."""
+    """Return the contents of a value whose keys in the state dict are `at`.
+
+    Raises PickleError if two entries get one flat name, or the value nests too deep.
+    """
     contents = Contents({}, {}, {})
     tensors, others, paths = contents
     seen: set[str] = set()
-    for keys, part in _leaves(at, value, len(at), iter(range(_MOST_PARTS)), path):
-        name = ".".join(str(key[0]) if isinstance(key, Place) else str(key) for key in keys)
+    for keys, part in _leaves(at, value, len(at), iter(range(_MAX_PARTS)), path):
+        name = dotted_name(keys)
         if name in tensors or name in others:
             raise PickleError(
                 f"{path}: two entries have the name {name!r} once their dicts are joined "
@@ -170,66 +156,66 @@ def flat_contents(value: object, at: KeyPath, path: StoragePath) -> Contents:
 
 
 def _leaves(
-    at: tuple[Any, ...], value: object, depth: int, left: Iterator[int], path: StoragePath
+    at: tuple[Any, ...], value: object, depth: int, budget: Iterator[int], path: StoragePath
 ) -> Iterator[tuple[tuple[Any, ...], object]]:
-    """Yield the parts of nested dicts, and of lists that hold tensors, with their keys.
+    """Yield the parts of nested dicts, and of lists that contain tensors, with their keys.
 
-    `left` bounds how many are visited.
+    Each visit to a part takes an item of `budget`.
     """
-    _visit(depth, left, path)
+    _visit(depth, budget, path)
     parts: Iterable[tuple[object, object]]
     if isinstance(value, dict) and (value or not depth):
         parts = value.items()
-    elif isinstance(value, list | tuple) and _holds_tensors(value, depth, left, path):
+    elif isinstance(value, list | tuple) and _holds_tensors(value, depth, budget, path):
         parts = ((Place((place,)), part) for place, part in enumerate(value))
     else:
         yield at, value
         return
     for key, part in parts:
         if isinstance(part, TorchTensor):
-            _visit(depth + 1, left, path)
+            _visit(depth + 1, budget, path)
             yield (*at, key), part
         else:
-            yield from _leaves((*at, key), part, depth + 1, left, path)
+            yield from _leaves((*at, key), part, depth + 1, budget, path)
 
 
-def _holds_tensors(value: object, depth: int, left: Iterator[int], path: StoragePath) -> bool:
-    _visit(depth, left, path)
+def _holds_tensors(value: object, depth: int, budget: Iterator[int], path: StoragePath) -> bool:
+    _visit(depth, budget, path)
     if isinstance(value, TorchTensor | UnreadTensor):
         return True
     parts = value if isinstance(value, (list, tuple)) else ()
     if isinstance(value, dict):
         parts = tuple(value.values())
-    return any(_holds_tensors(part, depth + 1, left, path) for part in parts)
+    return any(_holds_tensors(part, depth + 1, budget, path) for part in parts)
 
 
-def _visit(depth: int, left: Iterator[int], path: StoragePath) -> None:
-    if depth > _MOST_DEPTH or next(left, None) is None:
+def _visit(depth: int, budget: Iterator[int], path: StoragePath) -> None:
+    if depth > _MAX_DEPTH or next(budget, None) is None:
         raise PickleError(
-            f"{path}: its dicts nest more than {_MOST_DEPTH} deep or repeat themselves without "
+            f"{path}: its dicts nest more than {_MAX_DEPTH} deep or repeat themselves without "
             "end; save a plain state dict"
         )
 
 
-def plain_value(value: object, found: TorchZip | None = None) -> object:
-    """Return a value as None, numbers, texts, bytes, lists, tuples, dicts, and `OpaqueValue`s.
+def plain_value(value: object, archive: TorchZip | None = None) -> object:
+    """Return a value made of None, numbers, texts, bytes, lists, tuples, dicts and `OpaqueValue`s.
 
-    `found` is the zip whose pickle it was read of; by that, tensors in objects are compared.
+    `archive` is the zip that it was read from; objects with tensors are compared by its CRC-32.
     """
-    parts = iter(range(_MOST_OPAQUE_PARTS))
+    parts = iter(range(_MAX_OPAQUE_PARTS))
     try:
-        return _plain(value, _MOST_PLAIN_DEPTH, iter(range(_MOST_PLAIN_PARTS)), parts, found)
+        return _plain(value, _MAX_PLAIN_DEPTH, iter(range(_MAX_PLAIN_PARTS)), parts, archive)
     except OverflowError:
         text = f"a {type(value).__name__} of many or deeply nested parts"
-        return _opaque(text, value, iter(range(_MOST_OPAQUE_PARTS)), found)
+        return _opaque(text, value, iter(range(_MAX_OPAQUE_PARTS)), archive)
 
 
 def _plain(
     value: object,
     depth: int,
-    left: Iterator[int],
+    budget: Iterator[int],
     of_opaque: Iterator[int],
-    found: TorchZip | None,
+    archive: TorchZip | None,
 ) -> object:
     match value:
         case TorchTensor():
@@ -240,16 +226,16 @@ def _plain(
             text = f"{value}, not read and not run"
         case Global() | Record() | Complex():
             text = str(value)
-        case bytes() if len(value) > _MOST_PLAIN_BYTES:
+        case bytes() if len(value) > _MAX_PLAIN_BYTES:
             text = f"{len(value)} bytes"
         case None | bool() | int() | float() | str() | bytes():
             return value
         case list() | tuple() | dict():
-            if depth < 0 or len(list(islice(left, len(value)))) < len(value):
+            if depth < 0 or len(list(islice(budget, len(value)))) < len(value):
                 raise OverflowError
 
             def each(parts: Iterable[object]) -> list[object]:
-                return [_plain(part, depth - 1, left, of_opaque, found) for part in parts]
+                return [_plain(part, depth - 1, budget, of_opaque, archive) for part in parts]
 
             if not isinstance(value, dict):
                 return each(value) if isinstance(value, list) else tuple(each(value))
@@ -259,13 +245,15 @@ def _plain(
             text = f"a dict with keys such as {keys[0]}"
         case _:
             text = type(value).__name__
-    return _opaque(text, value, of_opaque, found)
+    return _opaque(text, value, of_opaque, archive)
 
 
-def _opaque(text: str, value: object, left: Iterator[int], found: TorchZip | None) -> OpaqueValue:
-    """Return what stands for a value, with a digest of all its parts in a fixed order.
+def _opaque(
+    text: str, value: object, budget: Iterator[int], archive: TorchZip | None
+) -> OpaqueValue:
+    """Return a placeholder for a value, with a digest of all its parts in a fixed order.
 
-    `left` bounds how many are visited: a value may have itself as a part.
+    Each part takes an item of `budget`: a value may contain itself.
     """
     digest, tensors, exact, todo = sha256(), False, True, [value]
     while todo:
@@ -276,21 +264,21 @@ def _opaque(text: str, value: object, left: Iterator[int], found: TorchZip | Non
             case TorchTensor() | TorchStorage():
                 tensors = True
                 storage = part if isinstance(part, TorchStorage) else part.storage
-                crc = found and found.record(f"data/{storage.key}").crc32
+                crc = archive and archive.record(f"data/{storage.key}").crc32
                 exact &= crc is not None
                 looks = (*part[:4], part.placed) if isinstance(part, TorchTensor) else ()
                 shown = storage.dtype, storage.size, looks, crc
             case UnreadTensor():
                 tensors = True
-                where = part.storage and found and found.record(f"data/{part.storage[0]}").crc32
+                where = part.storage and archive and archive.record(f"data/{part.storage[0]}").crc32
                 exact &= part.storage is None or where is not None
                 shown = part.storage and part.storage[1], part.looks, where
             case Global():
                 shown = part.path
-            case Foreign():
-                shown, inner = type(part).path, part.parts
             case Record():
                 shown, inner = type(part).path, (part.args, part.state)
+                if isinstance(part, Foreign):
+                    inner = (*inner, part.more)
             case dict():
                 inner = [*part, *part.values()]
             case list() | tuple():
@@ -301,28 +289,26 @@ def _opaque(text: str, value: object, left: Iterator[int], found: TorchZip | Non
                 exact = False
         line = f"{type(part).__name__} {len(inner)} {shown!r}\n"
         digest.update(line.encode("utf-8", "surrogatepass"))
-        if len(list(islice(left, len(inner)))) < len(inner):
+        if len(list(islice(budget, len(inner)))) < len(inner):
             return OpaqueValue(text, None, tensors=True)
         todo.extend(inner)
     return OpaqueValue(text, digest.hexdigest() if exact else None, tensors)
 
 
-def whole_tensor(name: str, path: StoragePath, found: StateTensor, rank: int = 0) -> StoredTensor:
-    """Return a tensor that is whole in one file, that of a rank."""
-    shape = found.local.shape
-    boxes = () if 0 in shape else (StoredBox(whole_box(shape), (), rank, path, *found.place),)
-    return StoredTensor(name, shape, found.local.dtype, None, (), boxes)
+def whole_tensor(name: str, path: StoragePath, tensor: StateTensor, rank: int = 0) -> StoredTensor:
+    """Return a tensor that is whole in the file of one rank."""
+    return unsharded_tensor(name, tensor.local.shape, tensor.local.dtype, path, *tensor.place, rank)
 
 
 def stored_box_of_rank(
     layout: Layout, rank: int, part: ReplicaKey, path: StoragePath, local: TensorPlace
 ) -> StoredBox:
-    """Return one of the boxes of a rank, whose shard is at `local`."""
+    """Return the place of one box of a rank, whose shard is at `local`."""
     box, addend = part
     offset, digest, strides = local
     if not layout.spec.is_plain:
         shape, item = layout.local_shape(rank), item_bytes(layout.dtype)
-        steps = strides or tuple(item * prod(shape[dim + 1 :]) for dim in range(len(shape)))
+        steps = strides or row_major_strides(shape, item)
         index = LayoutCell(layout, box).index(rank)
         offset += sum(side.start * step for side, step in zip(index, steps, strict=True))
         in_order = row_major(box_shape(box), tuple(step // item for step in steps))
@@ -330,19 +316,19 @@ def stored_box_of_rank(
     return StoredBox(box, addend, rank, path, offset, digest, strides)
 
 
-def of_two_saves(
-    path: StoragePath, what: str, said: object, other: StoragePath | str, due: object
+def mismatch_error(
+    path: StoragePath, what: str, value: object, other: StoragePath | str, other_value: object
 ) -> CheckpointError:
-    """Return the error that one file says something else than another, or than others together."""
+    """Return the error for a value that differs between a file and another one, or all others."""
     return CheckpointError(
-        f"{path}: {what} is {said!s:.60}, but {due!s:.60} in {other}; the files are not of one "
-        "save, restore those of one"
+        f"{path}: {what} is {value!s:.60}, but {other_value!s:.60} in {other}; the files are not "
+        "of one save, restore those of one"
     )
 
 
-def check_same_names(held: Iterable[tuple[StoragePath, Mapping[str, object]]]) -> None:
-    """Check that the files of all ranks hold tensors of the same names."""
-    (first_path, first), *others = held
+def check_same_names(files: Iterable[tuple[StoragePath, Mapping[str, object]]]) -> None:
+    """Raise CheckpointError unless the files of all ranks have tensors of the same names."""
+    (first_path, first), *others = files
     for path, tensors in others:
         odd = min(first.keys() ^ tensors.keys(), default=None)
         if odd is not None:
@@ -353,10 +339,10 @@ def check_same_names(held: Iterable[tuple[StoragePath, Mapping[str, object]]]) -
 
 
 def check_no_copies(states: Iterable[TorchState]) -> None:
-    """Refuse a rank's file that is that of another, by the digests of torch's zips."""
+    """Raise CheckpointError if the files of two ranks have equal digests of all tensors."""
     seen: dict[frozenset[tuple[str, int]], StoragePath] = {}
     for state in states:
-        digests = [(name, found.place.digest) for name, found in state.tensors.items()]
+        digests = [(name, tensor.place.digest) for name, tensor in state.tensors.items()]
         key = frozenset((name, digest.crc32) for name, digest in digests if digest is not None)
         other = seen.setdefault(key, state.path)
         if other != state.path and len(key) == len(state.tensors):
@@ -367,7 +353,7 @@ def check_no_copies(states: Iterable[TorchState]) -> None:
 
 
 def state_file(name: str, value: object, tensors: Sequence[OutputTensor] = ()) -> OutputFile:
-    """Return the file of a value; the storages that it names ``0``, ``1``, ... are tensors'."""
+    """Return the file of a value; its storages ``0``, ``1``, ... are those of `tensors`."""
     sizes = ((str(number), tensor.num_bytes) for number, tensor in enumerate(tensors))
     archive = Archive(pickled(value), sizes)
     extents = tuple(

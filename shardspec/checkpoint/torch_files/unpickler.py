@@ -1,9 +1,9 @@
 """Pickles read without importing or calling anything that they name.
 
-Python's own unpickler reads them. It looks every name up in a list that the format gives. There a
-name stands for an inert class of ours, which keeps its arguments or makes a plain value of them. No
-instruction can change these classes, or what was made of checked arguments: they refuse a state.
-Other names are refused, or stand for `Foreign` objects, which keep what they are given.
+Python's own unpickler reads them, and looks names up in a list. There a name stands for an inert
+class of ours, which keeps its arguments or makes a plain value of them. No instruction can change
+these classes, or values made of checked arguments: they refuse a state. Names that are not listed
+are refused, or stand for `Foreign` objects, which keep their arguments and items.
 
 The unpickler trusts sizes and lengths, and hashes keys of any depth. So `screen` follows the
 instructions first, without building anything. Lib/pickletools.py of CPython describes them.
@@ -20,21 +20,21 @@ from typing import Any, ClassVar, Final, Never, Self, TypeAlias
 from shardspec.errors import CheckpointError
 from shardspec.text import printable, shown
 
-MOST_PICKLE_BYTES: Final = 256 << 20
-"""Of some two million chunks of tensors; more would fill the memory."""
+MAX_PICKLE_BYTES: Final = 256 << 20
+"""Some two million chunks of tensors; larger ones would fill the memory."""
 _FREE_BYTES: Final = 48 << 20
 _BYTES_A_BYTE: Final = 20
-"""Memory that a pickle may take: so much, and so much for each of its bytes."""
+"""The memory that a pickle may take: a fixed amount, and an amount for each of its bytes."""
 _COSTS: Final = {b"}\x8f": 232, b"]t\x85\x86\x87R\x81Q": 72}
 """Roughly the memory for what an instruction makes; others take some 10 times their bytes."""
-_MOST_MARKS: Final = 10_000
-_MOST_INT_BYTES: Final = 64
-_MOST_KEY_PARTS: Final = 66
-_MOST_ALIKE: Final = 10_000
-"""Tuples as keys, and numbers of more than 64 bits: they could all be given the same hash."""
+_MAX_MARKS: Final = 10_000
+_MAX_INT_BYTES: Final = 64
+_MAX_KEY_PARTS: Final = 66
+_MAX_ALIKE: Final = 10_000
+"""Limit of tuples as keys, and of numbers of more than 64 bits: they could have equal hashes."""
 
-_MOST_FOREIGN: Final = 1000
-"""Names of one pickle that are not on the list: each takes a kilobyte."""
+_MAX_FOREIGN: Final = 1000
+"""Limit of names in a pickle that are not on the list: each takes a kilobyte."""
 
 _STARTS: Final = (b"\x80\2", b"\x80\3", b"\x80\4", b"\x80\5")
 _PUSHES: Final = frozenset(b"N\x88\x89)]}\x8fGKMJ")
@@ -43,33 +43,29 @@ _SIZES: Final = {b"Kqh\x8cC\x8a": 1, b"M": 2, b"JrjXB\x8b": 4, b"G\x8d\x95": 8}
 _ARGUMENT_BYTES: Final = [
     sum(n for codes, n in _SIZES.items() if code in codes) for code in range(256)
 ]
-"""Of a number behind an instruction, which may count the bytes behind it."""
-_MOST_KNOWN: Final = 8
-_MOST_KNOWN_BYTES: Final = 8 << 20
+"""Bytes of the number after each instruction; the number may be the length of what follows."""
+_MAX_KNOWN: Final = 8
+_MAX_KNOWN_BYTES: Final = 8 << 20
 
 
 class RefusedError(Exception):
-    """What is wrong with a pickle; `unpickle` says where."""
+    """The problem of a pickle; `unpickle` adds its place."""
 
 
 class PickleError(CheckpointError):
-    """A pickle is not read: it is damaged, too large, or has what no checkpoint needs."""
-
-
-class UnlistedNameError(PickleError):
-    """A pickle is intact, as far as it was read, but has a name that is not on the list."""
+    """A pickle is damaged, too large, or has names or instructions that no checkpoint needs."""
 
 
 def screen(data: bytes, fixed: bytearray | None = None) -> None:
-    """Refuse a pickle that would take much time or memory, or uses what no checkpoint needs.
+    """Raise RefusedError for a pickle that takes too much time or memory, or has odd instructions.
 
-    Sets those bytes of `fixed` to 0 that could be any others without changing the answer.
+    Sets bytes of `fixed` to 0 whose values make no difference.
     """
-    if len(data) > MOST_PICKLE_BYTES:
-        raise RefusedError(f"has {len(data)} bytes, past the limit of {MOST_PICKLE_BYTES}")
+    if len(data) > MAX_PICKLE_BYTES:
+        raise RefusedError(f"has {len(data)} bytes, past the limit of {MAX_PICKLE_BYTES}")
     if not data.startswith(_STARTS):
         raise RefusedError("is not a pickle of protocol 2 to 5; it is damaged")
-    # Bytes inside of texts and numbers are counted too.
+    # An upper bound: bytes inside texts and numbers are counted too.
     cost = sum(each * data.count(code) for codes, each in _COSTS.items() for code in codes)
     if cost > _FREE_BYTES + _BYTES_A_BYTE * len(data):
         raise RefusedError(
@@ -84,12 +80,12 @@ def screen(data: bytes, fixed: bytearray | None = None) -> None:
 
 
 def _follow(data: bytes, fixed: bytearray | None) -> None:  # noqa: C901  # a case an opcode
-    """Follow the instructions; of each value only the number of its parts, as a tuple, is kept."""
+    """Follow the instructions; the stack has the number of parts of each value, as a tuple."""
     stack, memo = bytearray(), bytearray()
     marks: list[int] = []
     sizes, number, push, number_it = _ARGUMENT_BYTES, int.from_bytes, stack.append, memo.append
     at, alike = 2, 0
-    # In the order of how often metadata has them.
+    # Most frequent instructions of metadata first.
     while True:
         code = data[at]
         at += 1
@@ -115,14 +111,14 @@ def _follow(data: bytes, fixed: bytearray | None) -> None:  # noqa: C901  # a ca
                 raise RefusedError("has large or nested tuples as arguments")
         elif code == 0x28:  # MARK
             marks.append(len(stack))
-            if len(marks) > _MOST_MARKS:
-                raise RefusedError(f"nests more than {_MOST_MARKS} deep")
+            if len(marks) > _MAX_MARKS:
+                raise RefusedError(f"nests more than {_MAX_MARKS} deep")
         elif code in b"su\x90\x91":  # SETITEM, SETITEMS, ADDITEMS, FROZENSET
             first = len(stack) - 2 if code == 0x73 else marks.pop()
             keys = stack[first :: 2 if code in b"su" else 1]
             if keys and max(keys) > 1:
                 alike += len(keys)
-                if max(keys) > _MOST_KEY_PARTS or alike > _MOST_ALIKE:
+                if max(keys) > _MAX_KEY_PARTS or alike > _MAX_ALIKE:
                     raise RefusedError("has large or nested tuples, or many of them, as keys")
             stack[first:] = b"\1" if code == 0x91 else b""
         elif code in b"ab":  # APPEND, BUILD
@@ -156,7 +152,7 @@ def _follow(data: bytes, fixed: bytearray | None) -> None:  # noqa: C901  # a ca
                     fixed[at - count : at] = bytes(count)
                 if code in b"\x8a\x8b" and count > 8:
                     alike += 1
-                    if count > _MOST_INT_BYTES or alike > _MOST_ALIKE:
+                    if count > _MAX_INT_BYTES or alike > _MAX_ALIKE:
                         raise RefusedError(f"holds a whole number of {count} bytes; it is damaged")
                 push(1)
         else:
@@ -167,24 +163,24 @@ def _follow(data: bytes, fixed: bytearray | None) -> None:  # noqa: C901  # a ca
 
 
 def alike_screen() -> Callable[[bytes], None]:
-    """Return a `screen` for pickles that mostly differ in numbers and texts, as those of ranks."""
-    # Length, the bytes as a number, and 255 for each byte that has to be the same.
+    """Return a faster `screen` for pickles that differ mostly in numbers and texts, as of ranks."""
+    # Length, the bytes as a number, and 255 for each byte that must be the same.
     passed: list[tuple[int, int, int]] = []
 
     def screen_alike(data: bytes) -> None:
         value = int.from_bytes(data, "little")
-        if any(len(data) == n and not (value ^ known) & due for n, known, due in passed):
+        if any(len(data) == n and not (value ^ earlier) & mask for n, earlier, mask in passed):
             return
         fixed = bytearray(b"\xff") * len(data)
         screen(data, fixed)
-        if len(passed) < _MOST_KNOWN and len(data) < _MOST_KNOWN_BYTES:
+        if len(passed) < _MAX_KNOWN and len(data) < _MAX_KNOWN_BYTES:
             passed.append((len(data), value, int.from_bytes(fixed, "little")))
 
     return screen_alike
 
 
 class Global(type):
-    """What a name in a pickle stands for: an inert class of ours."""
+    """The inert class that a name in a pickle stands for."""
 
     name: str
     path: str  # module and name
@@ -206,11 +202,11 @@ class Global(type):
 
 
 PickledNames: TypeAlias = Mapping[str, Global]
-"""Full names, such as ``torch.float32``, and what they stand for."""
+"""Full names, such as ``torch.float32``, to the classes that they stand for."""
 
 
 class Record(metaclass=Global):
-    """Stands for an object: its class's name, arguments and state; compared by identity."""
+    """Stands for an object: the name of its class, arguments and state; compared by identity."""
 
     __slots__ = ("args", "state")
 
@@ -238,32 +234,30 @@ class Record(metaclass=Global):
 
 
 class UnsupportedError(ValueError):
-    """What a pickle describes is whole, but not read; the text says what to do."""
+    """An intact value that cannot be read; the message has the remedy."""
 
 
 class Foreign(Record):
-    """Stands for an object of a class that is not on the list, and for what is made of it."""
+    """Stands for an object of a class that is not on the list, and for results of calling it."""
 
     __slots__ = ("more",)
 
     more: list[object] | None
-    """What it was given after it was made."""
+    """Its items, and further states."""
 
     def __new__(cls, *args: object) -> Self:  # noqa: D102  # described by its class
         made = super().__new__(cls, *args)
         made.more = None
         return made
 
-    @property
-    def parts(self) -> tuple[object, ...]:
-        """All that it was given."""
-        return (*self.args, *(self.more or ()))
-
     def __setstate__(self, state: object) -> None:
-        self.append(state)
+        if self.state is None:
+            self.state = state
+        else:
+            self.append(state)
 
     def __call__(self, *args: object) -> Self:
-        """Stand for the result of a call."""
+        """Return an object that stands for the result of a call."""
         return type(self)(self, *args)
 
     def __setitem__(self, key: object, value: object) -> None:
@@ -296,12 +290,12 @@ def record_class(path: str, name: str = "") -> Global:
 
 
 def foreign_class(path: str) -> Global:
-    """Return what a name that is not on the list stands for."""
+    """Return the class that a name that is not on the list stands for."""
     return Global(path, (Foreign,), {})
 
 
 def made_by(name: str, function: Callable[..., object]) -> Global:
-    """Return what calls a function with a pickle's arguments; it may refuse with `ValueError`."""
+    """Return a class whose calls are those of a function, which may raise `ValueError`."""
 
     def make(_: type, *args: object) -> object:
         try:
@@ -320,7 +314,7 @@ def made_by(name: str, function: Callable[..., object]) -> Global:
 
 
 def mere_name(name: str) -> Global:
-    """Return what may be named, but not called."""
+    """Return a class that a pickle may name, but not call."""
 
     def refuse(*_: object) -> Never:
         raise RefusedError(f"calls {name}, which is not a function; nothing was run")
@@ -329,7 +323,7 @@ def mere_name(name: str) -> Global:
 
 
 def _no_storage(value: object) -> Never:
-    # A nested value could hold itself many times over, so only its type is named.
+    # A nested value could contain itself many times, so only its type is named.
     text = shown(value, 60) if isinstance(value, str | int) else f"a {type(value).__name__}"
     raise RefusedError(f"refers to {text}, outside of itself; it is damaged")
 
@@ -340,28 +334,25 @@ class _Unpickler(pickle.Unpickler):
         data: bytes,
         names: PickledNames,
         persistent: Callable[[object], object],
-        what: str,
         *,
         foreign: bool,
     ) -> None:
         super().__init__(io.BytesIO(data))
-        self._names, self._persistent, self._what = names, persistent, what
-        self._foreign: dict[str, Global] | None = {} if foreign else None
+        self._names, self._persistent = dict(names), persistent
+        self._more_names = _MAX_FOREIGN if foreign else 0
 
     def find_class(self, module: str, name: str) -> Any:  # noqa: ANN401  # as its parent
         path = f"{module}.{name}"
-        found = self._names.get(path)
-        if found is None and self._foreign is not None:
-            found = self._foreign.get(path)
-            if found is None and len(self._foreign) < _MOST_FOREIGN:
-                found = self._foreign[path] = foreign_class(path)
-        if found is None:
-            raise UnlistedNameError(
-                f"{self._what} names {printable(f'{module}.{name:.200}'):.200}, which does not "
-                "belong in a checkpoint; nothing of it was run. If you trust its writer, save it "
-                "again as a state dict of tensors and plain values"
-            )
-        return found
+        if path not in self._names:
+            if not self._more_names:
+                raise RefusedError(
+                    f"names {printable(f'{module}.{name:.200}'):.200}, which does not belong in a "
+                    "checkpoint; nothing of it was run. If you trust its writer, save it again as "
+                    "a state dict of tensors and plain values"
+                )
+            self._more_names -= 1
+            self._names[path] = foreign_class(path)
+        return self._names[path]
 
     def persistent_load(self, pid: object) -> object:
         try:
@@ -400,19 +391,16 @@ def unpickle(
     *,
     foreign: bool = False,
 ) -> object:
-    """Return the value that a pickle describes, made of what `names` has for its names.
+    """Return the value of a pickle, in which the classes of `names` stand for those that it names.
 
-    Errors say that `what` (``"metadata"``) in `path` is damaged. `persistent` is asked for what the
-    pickle refers to outside of itself. A name that is not listed stands for `Foreign` objects with
-    `foreign`, and raises `UnlistedNameError` without.
+    `path` and `what` (``"metadata"``) are for errors. `persistent` resolves references to objects
+    outside the pickle. Names that are not listed stand for `Foreign` objects if `foreign` is set,
+    and are refused otherwise. Raises PickleError if the pickle is refused or damaged.
     """
     try:
         screened(data)
         with no_collection():
-            where = f"{path}: the {what}"
-            return _Unpickler(data, names, persistent, where, foreign=foreign).load()
-    except UnlistedNameError:
-        raise
+            return _Unpickler(data, names, persistent, foreign=foreign).load()
     except RefusedError as error:
         problem = str(error)
     except UnicodeDecodeError:

@@ -1,6 +1,6 @@
 """Tensors as `torch.save` describes them: shapes, placements, and the record with the bytes.
 
-The names that torch writes for tensors, parameters, storages, dtypes and DTensors are on a list;
+The names that torch writes for tensors, parameters, storages, dtypes and DTensors are listed here;
 nothing is imported or called. Source: ``torch/_utils.py`` (``_rebuild_*``), ``torch/storage.py``,
 ``torch/serialization.py`` (``persistent_id``), ``torch/distributed/tensor``; torch 2.4 to 2.13.
 """
@@ -27,16 +27,16 @@ from shardspec.errors import CheckpointError, DTypeError
 from shardspec.layout.placements import Placement
 from shardspec.mesh.device_mesh import DeviceMesh
 
-_MOST_DIMS: Final = 64
-_MOST_SIZE: Final = 2**63 - 1
+_MAX_DIMS: Final = 64
+_MAX_SIZE: Final = 2**63 - 1
 
 
 class TorchStorage(NamedTuple):
-    """A storage: a record of bytes, ``data/<key>``, that tensors look into."""
+    """A storage: a record of bytes, ``data/<key>``, that tensors are views of."""
 
     key: str
-    dtype: str  # of its elements; ``"uint8"`` where it has none of its own
-    size: int  # its elements
+    dtype: str  # of its elements; ``"uint8"`` if it has no dtype
+    size: int  # in elements
 
 
 class Placed(NamedTuple):
@@ -46,13 +46,13 @@ class Placed(NamedTuple):
     mesh: DeviceMesh
     placements: tuple[Placement, ...]  # one per mesh axis
     shard_order: tuple[tuple[int, tuple[int, ...]], ...] | None
-    """Where torch says so: per dim the axes that split it, the major one first."""
+    """Per dim the axes that shard it, major first; None if not recorded."""
     saver: int | None = None
-    """The rank that saved it, where its mesh says so and it is not the one it was read for."""
+    """The rank that saved it, if it is recorded and differs from that of the file."""
 
 
 class TorchTensor(NamedTuple):
-    """A tensor: how it looks into a storage."""
+    """A tensor as a view of a storage."""
 
     dtype: str
     shape: tuple[int, ...]  # of a DTensor, that of the local tensor
@@ -61,39 +61,39 @@ class TorchTensor(NamedTuple):
     storage: TorchStorage
     placed: Placed | None = None  # None if it is not a DTensor
     digested: bool = True
-    """Whether the digest of its storage is checked with it; of several views with one only."""
+    """Whether the digest of its storage is checked with it: once for several views."""
 
     @property
     def global_shape(self) -> tuple[int, ...]:
-        """Sizes of the tensor of which this is all or a part."""
+        """Sizes of the global tensor, of which this may be a shard."""
         return self.shape if self.placed is None else self.placed.shape
 
     @property
     def is_part(self) -> bool:
-        """Whether its storage has more bytes than it."""
+        """Whether its storage has further bytes."""
         size, dtype = self.storage.size, self.storage.dtype
         return prod(self.shape) * item_bytes(self.dtype) < size * item_bytes(dtype)
 
 
 @dataclass(frozen=True, slots=True)
 class UnreadTensor:
-    """A tensor, or a storage, that is not read; other entries of its file are."""
+    """A tensor or storage of a kind that is not read."""
 
     why: str
     looks: tuple[object, ...] = ()
-    """What else the pickle says of it."""
+    """Its sizes, strides and the like, to compare it with others."""
     storage: tuple[str, str] | None = None
-    """The key of its storage, and of what kind this is."""
+    """The key and kind of its storage."""
 
 
 class Complex(str):
-    """A complex number, written; its hash cannot be chosen, as that of a number could."""
+    """A complex number as text: a pickle could choose numbers with equal hashes."""
 
     __slots__ = ()
 
 
 class TensorPlace(NamedTuple):
-    """Where a tensor's bytes are in its file: what a `StoredBox` needs to know."""
+    """The place of a tensor's bytes in its file: the last fields of a `StoredBox`."""
 
     offset: int
     digest: Digest | None  # of the whole storage, where torch took it
@@ -102,21 +102,21 @@ class TensorPlace(NamedTuple):
 
 
 def row_major(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
-    """Say whether elements follow each other; strides of dims of size 1 do not matter."""
-    due = 1
+    """Return whether elements are contiguous; strides of dims of size 1 do not matter."""
+    expected = 1
     for size, stride in zip(reversed(shape), reversed(strides), strict=True):
         if size != 1:
-            if stride != due and 0 not in shape:
+            if stride != expected and 0 not in shape:
                 return False
-            due *= size
+            expected *= size
     return True
 
 
-def tensor_place(tensor: TorchTensor, file: SourceFile, found: TorchZip) -> TensorPlace:
-    """Return where a tensor's bytes are; the header of its record is read and checked."""
-    check_record(tensor, found)
+def tensor_place(tensor: TorchTensor, file: SourceFile, archive: TorchZip) -> TensorPlace:
+    """Return the place of a tensor's bytes; the header of its record is read and checked."""
+    check_record(tensor, archive)
     name = f"data/{tensor.storage.key}"
-    start, record = found.start(file, name), found.record(name)
+    start, record = archive.start(file, name), archive.record(name)
     size = item_bytes(tensor.dtype)
     in_order = row_major(tensor.shape, tensor.strides)
     strides = None if in_order else tuple(step * size for step in tensor.strides)
@@ -125,32 +125,32 @@ def tensor_place(tensor: TorchTensor, file: SourceFile, found: TorchZip) -> Tens
     return TensorPlace(start + tensor.start * size, digest, strides)
 
 
-def check_record(tensor: TorchTensor, found: TorchZip) -> None:
-    """Compare what pickle and directory say of a tensor; nothing is read."""
+def check_record(tensor: TorchTensor, archive: TorchZip) -> None:
+    """Raise CheckpointError if a tensor does not fit its record in the directory."""
     storage, start = tensor.storage, tensor.start
-    num_bytes = found.record(f"data/{storage.key}").num_bytes
+    num_bytes = archive.record(f"data/{storage.key}").num_bytes
     if num_bytes != storage.size * item_bytes(storage.dtype):
         raise CheckpointError(
-            f"{found.what}: record data/{storage.key:.40} has {num_bytes} bytes, but the "
+            f"{archive.what}: record data/{storage.key:.40} has {num_bytes} bytes, but the "
             f"pickle says {storage.size} elements of {storage.dtype}; the file is damaged"
         )
     last = start + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.strides, strict=True))
     if 0 not in tensor.shape and (last + 1) * item_bytes(tensor.dtype) > num_bytes:
         raise CheckpointError(
-            f"{found.what}: a tensor of shape {list(tensor.shape)} and strides "
+            f"{archive.what}: a tensor of shape {list(tensor.shape)} and strides "
             f"{list(tensor.strides)} from element {start} reaches past its storage of "
             f"{num_bytes} bytes; the file is damaged"
         )
 
 
-# --- what the names on the list make; `made_by` says of which the arguments are wrong
+# --- functions that stand for torch's; they raise ValueError for wrong arguments
 
 
 def sizes_of(value: object = ()) -> tuple[int, ...]:
-    """Return a tuple or list of whole numbers from 0."""
-    if isinstance(value, (tuple, list)) and len(value) <= _MOST_DIMS:
+    """Return sizes as a tuple; raises ValueError for anything but whole numbers from 0."""
+    if isinstance(value, (tuple, list)) and len(value) <= _MAX_DIMS:
         for size in value:
-            if type(size) is not int or not 0 <= size <= _MOST_SIZE:
+            if type(size) is not int or not 0 <= size <= _MAX_SIZE:
                 break
         else:
             return tuple(value)
@@ -158,7 +158,7 @@ def sizes_of(value: object = ()) -> tuple[int, ...]:
 
 
 def storage_of(value: object) -> TorchStorage | UnreadTensor:
-    """Return the storage that a reference means."""
+    """Return the storage of a persistent id."""
     match value:
         case ("storage", Global(name=name), str() as key, str(), int() as size) if size >= 0:
             dtype = _STORAGE_DTYPES.get(name)
@@ -183,7 +183,7 @@ def _rebuild(
     if not isinstance(storage, TorchStorage | UnreadTensor):
         raise ValueError("a tensor needs a storage")
     sizes, steps = sizes_of(shape), sizes_of(strides)
-    if len(sizes) != len(steps) or type(start) is not int or not 0 <= start <= _MOST_SIZE:
+    if len(sizes) != len(steps) or type(start) is not int or not 0 <= start <= _MAX_SIZE:
         raise ValueError("a tensor needs a stride for every dim and a place in its storage")
     lazily: tuple[str, ...] = ()
     if isinstance(metadata, dict):
@@ -206,13 +206,13 @@ def _rebuild_v3(*args: object) -> TorchTensor | UnreadTensor:
     if not isinstance(dtype, Global) or not dtype.name.startswith("torch."):
         raise ValueError("a dtype is named as torch.…")
     try:
-        known = dtype_name(dtype.name)
+        supported = dtype_name(dtype.name)
     except DTypeError:
         if isinstance(storage, TorchStorage):
             why = f"a tensor of {dtype.name}, which is not supported; cast it"
             storage = UnreadTensor(why, (storage.size,), (storage.key, dtype.name))
-        known = None
-    return _rebuild(storage, start, shape, strides, metadata=metadata, dtype=known)
+        supported = None
+    return _rebuild(storage, start, shape, strides, metadata=metadata, dtype=supported)
 
 
 def _on_meta(_: object, shape: object, strides: object, *__: object) -> UnreadTensor:
@@ -221,7 +221,7 @@ def _on_meta(_: object, shape: object, strides: object, *__: object) -> UnreadTe
 
 
 def _dict(*args: object) -> StateDict:
-    """Return an ordered or default dict, which is empty when it is made, or a counter."""
+    """Return an ordered or default dict, which is empty at first, or a counter."""
     match args:
         case ({} as counts,):
             return StateDict(counts)
@@ -231,7 +231,7 @@ def _dict(*args: object) -> StateDict:
 
 
 def _encoded(text: object, encoding: object = "latin1") -> bytes:
-    """Return bytes as protocol 2 writes them: as text, one character a byte."""
+    """Return the bytes of a text: protocol 2 writes them so, a character for each byte."""
     if not isinstance(text, str) or encoding != "latin1":
         raise ValueError("bytes are written as text in latin1")
     return text.encode("latin1")
@@ -264,7 +264,7 @@ STORAGES: Final = dict(zip(_DTYPES.split(), _KINDS.split(), strict=True))
 """Dtypes that have a storage of their own, ``torch.<KIND>Storage``."""
 _STORAGE_DTYPES: Final[Mapping[str, str]] = {
     **{f"torch.{kind}Storage": dtype for dtype, kind in STORAGES.items()},
-    # Its size is in bytes, and the tensor has a dtype of its own.
+    # Their sizes are in bytes; the tensors have dtypes.
     **dict.fromkeys(("torch.UntypedStorage", "torch.storage.UntypedStorage"), "uint8"),
 }
 _BUILTINS: Final = ("builtins", "__builtin__")
@@ -284,7 +284,7 @@ _FUNCTIONS: Final[Mapping[str, Callable[..., object]]] = {
     "torch.distributed._shard.sharded_tensor.api.ShardedTensor": _sharded,
     "torch.distributed._shard.sharded_tensor.shard.Shard": _sharded,
     **{f"{home}.complex": _complex for home in _BUILTINS},
-    # Protocol 2 has empty ones only so.
+    # Protocol 2 writes empty bytes so.
     **{f"{home}.bytes": _no_bytes for home in _BUILTINS},
 }
 _DTENSOR_HOMES: Final = (
@@ -293,7 +293,7 @@ _DTENSOR_HOMES: Final = (
     *("torch.distributed.tensor.placement_types", "torch.distributed._tensor.placement_types"),
     *("torch.distributed.tensor._dtensor_spec", "torch.distributed._tensor._dtensor_spec"),
 )
-"""Every path at which a version of torch had parts of DTensors."""
+"""The modules in which versions of torch have the parts of DTensors."""
 
 
 def _named(homes: Iterable[str], names: str, suffix: str = "") -> Iterable[str]:
@@ -307,7 +307,7 @@ _MERE_NAMES: Final = (
     *_named(("torch",), "float8_e4m3fnuz float8_e5m2fnuz float8_e8m0fnu float4_e2m1fn_x2 bool"),
     *_named(("torch",), "complex32 complex64 complex128 int8 int16 int32 int64 uint8 uint16"),
     *_named(("torch",), "uint32 uint64"),
-    # What a defaultdict may be said to make.
+    # Factories of defaultdicts.
     *_named(_BUILTINS, "list dict int long float str unicode bool tuple"),
 )
 _RECORDS: Final = (
@@ -322,4 +322,4 @@ TORCH_NAMES: Final[PickledNames] = {
     **{path: made_by(path, function) for path, function in _FUNCTIONS.items()},
     **{path: record_class(path, path.rpartition(".")[2]) for path in _RECORDS},
 }
-"""Every name that torch writes for tensors, DTensors and plain values."""
+"""The names that torch writes for tensors, DTensors and plain values."""

@@ -1,10 +1,10 @@
-"""What `torch.save` writes, planned without torch: a pickle, in a zip whose tensors come later.
+"""Files of `torch.save`, laid out without torch: a pickle, in a zip whose tensors come later.
 
-Python's own pickler imports what it names; this one writes the few instructions that a state dict
-and torch's checkpoint metadata need. In the zip nothing is compressed, and every record starts at a
-multiple of 64 bytes. The CRC-32 of a record is written after it and in the directory at the end, so
-that a file can be written from its start on. Every byte between records is where torch has it, as
-torch may compute where they lie instead of looking
+Python's own pickler imports the classes that it names; this one writes the few instructions that a
+state dict and torch's checkpoint metadata need. The zip is not compressed, and every record starts
+at a multiple of 64 bytes. The CRC-32 of a record is written after it and in the directory at the
+end, so that a file can be written from start to end. Every byte between records is where torch
+writes it, as torch may compute the places of records
 (`torch.utils.serialization.config.load.calculate_storage_offsets`). Source: Lib/pickletools.py of
 CPython; APPNOTE.TXT of PKWARE, 4.3 to 4.5; torch/serialization.py, torch/_utils.py,
 caffe2/serialize/inline_container.cc and third_party/miniz of torch.
@@ -27,7 +27,7 @@ from shardspec.errors import CheckpointError
 
 
 class Name(NamedTuple):
-    """Something that is found by its module and name."""
+    """A reference to a class or function by its module and name."""
 
     module: str
     name: str
@@ -41,20 +41,20 @@ class PickledCall(NamedTuple):
 
 
 class Made(NamedTuple):
-    """An object of a class, made without a call, and its state."""
+    """An object that is made without a call, and its state."""
 
     kind: object
     state: object = None
 
 
 class Outside(NamedTuple):
-    """A reference to something outside of the pickle, such as a storage."""
+    """A persistent id: a reference to an object outside the pickle, such as a storage."""
 
     key: tuple[object, ...]
 
 
 class Pairs(NamedTuple):
-    """A dict with keys that Python cannot hash here, or too large to hold all items at once."""
+    """A dict with unhashable keys, or too large for all items to be in memory."""
 
     items: Iterable[tuple[object, object]]
 
@@ -62,8 +62,8 @@ class Pairs(NamedTuple):
 def pickled(value: object) -> bytes:
     """Return a value as a pickle of protocol 2, which torch's files have.
 
-    It is None, a number, text, bytes, a tuple, list or dict of such, one of the values above, or
-    what was read of a name or object; `CheckpointError` if it is something else.
+    It may be None, a number, text, bytes, one of the values above, a name or object that was read
+    from a pickle, or a tuple, list or dict of these. Raises `CheckpointError` for anything else.
     """
     out = BytesIO()
     pickle_into(value, out.write)
@@ -78,14 +78,14 @@ def pickle_into(  # noqa: C901  # a case a type
     out: Callable[[bytes], object],
     stored: Callable[[TorchTensor], object] | None = None,
 ) -> None:
-    """Write a value piece by piece, as `pickled` does; tensors that were read as `stored` says."""
-    # Texts and names are written once and then referred to by their numbers.
-    known: dict[object, int] = {}
+    """Write a value piece by piece, as `pickled` does; `stored` maps tensors that were read."""
+    # Texts and names are written once and then referred to by numbers.
+    numbers: dict[object, int] = {}
 
     def put(value: object) -> None:  # noqa: C901
         match value:
             case None | bool() | int() | float():
-                # A subclass would be written by its name.
+                # Python would write a subclass by its name.
                 if isinstance(value, int | float) and not isinstance(value, bool):
                     value = int(value) if isinstance(value, int) else float(value)
                 if isinstance(value, int) and value.bit_length() >= 8 * 255:
@@ -95,16 +95,16 @@ def pickle_into(  # noqa: C901  # a case a type
                 # Without the protocol and the end.
                 out(pickle.dumps(value, 2)[2:-1])
             case str() | Name() if not isinstance(value, Complex):
-                if value in known:
-                    out(_numbered(b"h", b"j", known[value]))
+                if value in numbers:
+                    out(_numbered(b"h", b"j", numbers[value]))
                     return
                 if isinstance(value, Name):
                     out(b"c" + _utf8(value.module) + b"\n" + _utf8(value.name) + b"\n")
                 else:
                     data = _utf8(value)
                     out(b"X" + struct.pack("<I", len(data)) + data)
-                out(_numbered(b"q", b"r", len(known)))
-                known[value] = len(known)
+                out(_numbered(b"q", b"r", len(numbers)))
+                numbers[value] = len(numbers)
             case Pairs(items):
                 out(b"}(")
                 for key, item in items:
@@ -127,7 +127,7 @@ def pickle_into(  # noqa: C901  # a case a type
             case TorchTensor() if stored is not None:
                 put(stored(value))
             case bytes():
-                # As Python writes them: protocol 2 has no instruction for bytes.
+                # Protocol 2 has no instruction for bytes; Python writes them so.
                 put(PickledCall(Name("_codecs", "encode"), (value.decode("latin-1"), "latin1")))
             case tuple() | list():
                 # The mark of a list follows the list; short tuples need none.
@@ -170,11 +170,11 @@ def _utf8(text: str) -> bytes:
 
 
 check_text: Final[Callable[[str], object]] = _utf8
-"""Raises `CheckpointError` if a text cannot be written."""
+"""Raises `CheckpointError` if a text cannot be encoded."""
 
 
 def tensor_value(shape: Sequence[int], dtype: str, key: str) -> PickledCall:
-    """Return a tensor as torch pickles it, its bytes in the record `data/<key>`."""
+    """Return a tensor as torch pickles it, with its bytes in the record `data/<key>`."""
     sizes = tuple(shape)
     strides = tuple(prod(max(1, n) for n in sizes[dim + 1 :]) for dim in range(len(sizes)))
     count = prod(sizes)
@@ -202,7 +202,7 @@ _UTF8: Final = 1 << 11  # flag: of names
 
 
 class _Record(NamedTuple):
-    """A file of the archive; the CRC-32 of a tensor is not known yet."""
+    """A file of the archive; the CRC-32 of a tensor is None."""
 
     name: bytes
     num_bytes: int
@@ -213,7 +213,7 @@ class _Record(NamedTuple):
         return _UTF8 | (_FOLLOWED if self.num_bytes else 0)
 
     def sizes_64(self) -> bytes:
-        """Return, as an extra field, size and position where they do not fit 32 bits."""
+        """Return an extra field with size and position, if they do not fit 32 bits."""
         big = [self.num_bytes, self.num_bytes] if self.num_bytes >= _BIG else []
         big += [self.header] if self.header >= _BIG else []
         return struct.pack(f"<HH{len(big)}Q", 1, 8 * len(big), *big) if big else b""
@@ -221,14 +221,14 @@ class _Record(NamedTuple):
     def before(self) -> bytes:
         """Return its header, padded so that its bytes are aligned."""
         extra = self.sizes_64()
-        # torch marks its padding so.
+        # torch's padding has this mark.
         room = -(self.header + 30 + len(self.name) + len(extra) + 4) % _ALIGNMENT
         extra += struct.pack("<2sH", b"FB", room) + b"Z" * room
         numbers = (_VERSION, self.flags(), 0, 0, 0, 0, 0, 0, len(self.name), len(extra))
         return struct.pack("<4s5H3I2H", b"PK\x03\x04", *numbers) + self.name + extra
 
     def after(self, value: int) -> bytes:
-        """Return what follows it: its CRC-32 and size; nothing if it is empty."""
+        """Return the bytes after it: its CRC-32 and size; none if it is empty."""
         if not self.num_bytes:
             return b""
         sizes = "2Q" if self.sizes_64() else "2I"
@@ -244,39 +244,38 @@ class _Record(NamedTuple):
 
 
 class Archive:
-    """What `torch.save` writes: a pickle and the storages that it refers to.
+    """The zip of `torch.save`: a pickle and the storages that it refers to.
 
-    Of each storage there are its key, and its bytes, or only their number: a tensor's, which come
-    later.
+    A storage is a key and its bytes, or the number of bytes of a tensor, which come later.
     """
 
     def __init__(self, data: bytes, storages: Iterable[tuple[str, int | bytes]]) -> None:
         self._records: list[_Record] = []
         self._gaps: list[tuple[_Record, int, bytearray]] = []
-        """Of each tensor the record, where it starts, and what comes between it and the next."""
-        self._head = known = bytearray()
+        """The record of each tensor, its start, and the bytes between it and the next."""
+        self._head = literal = bytearray()
         self._end = 0
-        for name, held in (
+        for name, body in (
             *(("data.pkl", data), (".format_version", b"1"), (".storage_alignment", b"64")),
             ("byteorder", b"little"),
-            *((f"data/{key}", held) for key, held in storages),
+            *((f"data/{key}", body) for key, body in storages),
             ("version", b"3\n"),
         ):
-            size, value = (held, None) if isinstance(held, int) else (len(held), crc32(held))
+            size, value = (body, None) if isinstance(body, int) else (len(body), crc32(body))
             record = _Record(f"archive/{name}".encode(), size, self._end, value)
             self._records.append(record)
-            known += record.before()
+            literal += record.before()
             start = self._end + len(record.before())
             self._end = start + size + len(record.after(0))
-            if isinstance(held, int):
-                known = bytearray()
-                self._gaps.append((record, start, known))
+            if isinstance(body, int):
+                literal = bytearray()
+                self._gaps.append((record, start, literal))
             else:
-                known += held + record.after(crc32(held))
+                literal += body + record.after(crc32(body))
 
     @property
     def places(self) -> list[int]:
-        """Where in the file the bytes of each tensor go."""
+        """The positions of the bytes of each tensor in the file."""
         return [start for _, start, _ in self._gaps]
 
     @cached_property
@@ -286,25 +285,25 @@ class Archive:
 
     @cached_property
     def head(self) -> bytes:
-        """The bytes up to the first tensor, or all if there is none."""
+        """The bytes up to the first tensor; all bytes if there is none."""
         return bytes(self._head) + (b"" if self._gaps else self._directory(()))
 
     def late(self, crcs: Sequence[int]) -> Iterator[RawBytes]:
-        """Yield what follows tensors, given the CRC-32 of each; a `Trailer`."""
+        """Yield the bytes after tensors, given the CRC-32 of each; a `Trailer`."""
 
         def after(number: int) -> bytes:
-            record, _, known = self._gaps[number]
+            record, _, literal = self._gaps[number]
             last = number + 1 == len(self._gaps)
-            return record.after(crcs[number]) + known + (self._directory(crcs) if last else b"")
+            return record.after(crcs[number]) + literal + (self._directory(crcs) if last else b"")
 
         for number, (record, start, _) in enumerate(self._gaps):
             yield RawBytes(start + record.num_bytes, partial(after, number))
 
     def _directory(self, crcs: Sequence[int]) -> bytes:
-        """Return the end of the archive: in 64 bits, and what older readers look for."""
-        left = iter(crcs)
+        """Return the end of the archive: the directory, and its place in 64 and in 32 bits."""
+        remaining = iter(crcs)
         joined = b"".join(
-            record.listed(next(left) if record.crc32 is None else record.crc32)
+            record.listed(next(remaining) if record.crc32 is None else record.crc32)
             for record in self._records
         )
         count, size, start = len(self._records), len(joined), self._end

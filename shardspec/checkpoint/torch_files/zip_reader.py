@@ -1,9 +1,9 @@
-"""The zip that `torch.save` writes: where every record is, without reading any of them.
+"""The zip that `torch.save` writes: the places of its records, which are not read.
 
 Records are stored uncompressed and aligned by padding, so that a tensor's bytes can be read in
-place. `zipfile` reads the directory at the end. What torch never writes is refused: compression,
-records that share bytes or a name. A record's own header only says where its bytes start.
-Source: PKWARE's APPNOTE.TXT 6.3.10, and ``caffe2/serialize/inline_container.cc`` of torch.
+place. `zipfile` reads the directory at the end. Compression, and records that share bytes or a
+name, are refused, as torch never writes them. A record's own header only gives the start of its
+bytes. Source: PKWARE's APPNOTE.TXT 6.3.10, and ``caffe2/serialize/inline_container.cc`` of torch.
 """
 
 import io
@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from typing import Final, NamedTuple, TypeAlias
 from zipfile import ZIP_STORED, BadZipFile, ZipFile, ZipInfo
 
-from shardspec.checkpoint.read_boxes import crc32
+from shardspec.checkpoint.read_boxes import crc32, crc32_of
 from shardspec.checkpoint.storage.path import SourceFile, StoragePath
-from shardspec.checkpoint.torch_files.unpickler import MOST_PICKLE_BYTES, PickleError
+from shardspec.checkpoint.torch_files.unpickler import MAX_PICKLE_BYTES, PickleError
 from shardspec.errors import CheckpointError
 
 _LOCAL: Final = struct.Struct("<4s2x2H16x2H")
@@ -25,39 +25,39 @@ _ENDS_BYTES: Final = 56 + _LOCATOR_BYTES + _END_BYTES  # what follows the direct
 _UTF8_FLAG: Final = 1 << 11
 _ENCRYPTED: Final = 1 | 1 << 6 | 1 << 13
 _TAIL_BYTES: Final = 2048
-"""Read at once from the end; it holds the whole directory of a single tensor."""
-_MOST_DIRECTORY_BYTES: Final = 16 << 20
-"""Of some 150,000 records; more than that would fill the memory."""
+"""Read at once from the end, enough for the directory of a single tensor."""
+_MAX_DIRECTORY_BYTES: Final = 16 << 20
+"""Some 150,000 records; larger ones would fill the memory."""
 _OLD: Final = b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19"
-"""A pickle of the number 0x1950a86a20f9469cfc6c: what torch wrote before version 1.6."""
+"""A pickle of the number 0x1950a86a20f9469cfc6c, the start of files of torch before 1.6."""
 
 
 class TorchRecord(NamedTuple):
-    """What the directory says of a record; positions are those in the file."""
+    """A record as the directory lists it; positions are in the file."""
 
     full_name: bytes
     header: int
     limit: int  # where the next record starts
     num_bytes: int
-    crc32: int | None  # None where torch was told not to take it
+    crc32: int | None  # None if torch was configured not to compute it
 
 
 Directory: TypeAlias = dict[str, tuple[int, int, int, int]]
-"""Names without the archive's; each with its number, header, limit and size."""
+"""Names of records, without that of the archive, to number, header, limit and size."""
 
 
 @dataclass(slots=True)
 class TorchZip:
-    """What a stretch of a file holds that `torch.save` wrote; made by `read_torch_zip`."""
+    """A zip of `torch.save` in a file or a part of one; made by `read_torch_zip`."""
 
     path: StoragePath
-    what: str  # what it is, for errors
-    archive: bytes
-    directory: Directory  # may be one object for files with an equal one
+    what: str  # its name in errors
+    archive: bytes  # the directory in which all records are
+    directory: Directory  # files with equal directories may share one object
     crcs: "array[int]"  # of every record by its number
 
     def record(self, name: str) -> TorchRecord:
-        """Return what is known of a record, such as ``data/0``, without reading anything."""
+        """Return a record, such as ``data/0``, as the directory lists it."""
         if name not in self.directory:
             raise CheckpointError(f"{self.what}: has no record {name!r:.100}; it is damaged")
         number, header, limit, num_bytes = self.directory[name]
@@ -66,7 +66,7 @@ class TorchZip:
         return TorchRecord(full, header, limit, num_bytes, value)
 
     def start(self, file: SourceFile, name: str) -> int:
-        """Return where the bytes of a record start; its own header is read and checked."""
+        """Return the position of a record's bytes; its own header is read and checked."""
         record = self.record(name)
         head = file.read(record.header, _LOCAL.size + len(record.full_name))
         signature, flags, method, name_bytes, extra_bytes = _LOCAL.unpack_from(head)
@@ -84,6 +84,11 @@ class TorchZip:
             )
         return start
 
+    def is_intact(self, file: SourceFile, name: str) -> bool:
+        """Return whether the bytes of a record have its CRC-32, if that was taken."""
+        record, start = self.record(name), self.start(file, name)
+        return record.crc32 in (None, crc32_of(file, start, record.num_bytes))
+
     def read(self, file: SourceFile, name: str) -> bytes:
         """Return the bytes of a record, compared with their CRC-32."""
         record = self.record(name)
@@ -96,11 +101,11 @@ class TorchZip:
         return data
 
     def pickle(self, file: SourceFile) -> bytes:
-        """Return the bytes of its pickle."""
+        """Return the bytes of the pickle."""
         size = self.record("data.pkl").num_bytes
-        if size > MOST_PICKLE_BYTES:
+        if size > MAX_PICKLE_BYTES:
             raise PickleError(
-                f"{self.what}: its pickle has {size} bytes, past the limit of {MOST_PICKLE_BYTES}; "
+                f"{self.what}: its pickle has {size} bytes, past the limit of {MAX_PICKLE_BYTES}; "
                 "save tensors as tensors, not as lists"
             )
         return self.read(file, "data.pkl")
@@ -109,10 +114,10 @@ class TorchZip:
 def read_torch_zip(
     file: SourceFile, offset: int = 0, num_bytes: int | None = None, what: str | None = None
 ) -> TorchZip:
-    """Read the directory of what `torch.save` wrote into a stretch of a file, or into all of it.
+    """Read the directory of a zip of `torch.save` in a file or a part of one.
 
-    Errors call it `what`, or by its path. Raises `CheckpointError` if it is no such zip, is
-    truncated, damaged, compressed or encrypted, or has two records that share bytes or a name.
+    `what` is its name in errors, by default the path. Raises `CheckpointError` if it is no such
+    zip, truncated, damaged, compressed or encrypted, or if two records share bytes or a name.
     """
     what = what or str(file.path)
     num_bytes = file.num_bytes - offset if num_bytes is None else num_bytes
@@ -126,9 +131,9 @@ def read_torch_zip(
     if len(tail) < _END_BYTES or tail[-_END_BYTES:][:4] != b"PK\5\6":
         raise CheckpointError(f"{what}: {_no_zip(file.read(offset, min(num_bytes, 512)))}")
     count, size = struct.unpack_from("<HL", tail, len(tail) - _END_BYTES + 10)
-    if size > _MOST_DIRECTORY_BYTES:
+    if size > _MAX_DIRECTORY_BYTES:
         raise CheckpointError(
-            f"{what}: its directory has {size} bytes, past the limit of {_MOST_DIRECTORY_BYTES}; "
+            f"{what}: its directory has {size} bytes, past the limit of {_MAX_DIRECTORY_BYTES}; "
             "save in fewer records"
         )
     if size + _ENDS_BYTES > len(tail):
@@ -137,7 +142,7 @@ def read_torch_zip(
     try:
         with ZipFile(io.BytesIO(tail)) as opened:
             infos, end = opened.infolist(), opened.start_dir
-    # What zipfile raises for a damaged directory; the second for a version that it does not know.
+    # Errors of zipfile for a damaged directory; the second for an unknown version.
     except (BadZipFile, NotImplementedError, ValueError, OSError, struct.error) as error:
         raise _contradiction(what, error) from None
     is_64 = tail[-_END_BYTES - _LOCATOR_BYTES :].startswith(b"PK\6\7")
@@ -145,23 +150,23 @@ def read_torch_zip(
         raise _contradiction(what, f"it has {len(infos)} lines, not {count}")
     # zipfile counts from the start of the tail, so the positions of records are negative.
     at = offset + num_bytes - len(tail)
-    found = _checked(file.path, what, infos, offset, at, end)
-    if "constants.pkl" in found.directory:
+    archive = _checked(file.path, what, infos, offset, at, end)
+    if "constants.pkl" in archive.directory:
         raise CheckpointError(
             f"{what}: is a TorchScript program, not a checkpoint; save the state dict of the "
             "module: torch.save(torch.jit.load(path).state_dict(), new_path)"
         )
-    if "byteorder" in found.directory:
-        record = found.record("byteorder")
-        # The usual order is known by its CRC-32 and need not be read.
+    if "byteorder" in archive.directory:
+        record = archive.record("byteorder")
+        # The usual order is recognised by its CRC-32, without reading it.
         if (record.num_bytes, record.crc32) != (6, crc32(b"little")):
-            order = found.read(file, "byteorder") if record.num_bytes <= 16 else b"?"
+            order = archive.read(file, "byteorder") if record.num_bytes <= 16 else b"?"
             if order != b"little":
                 raise CheckpointError(
                     f"{what}: was written on a machine with byte order {order!r}; load it with "
                     "torch.load and save it again on a little-endian one"
                 )
-    return found
+    return archive
 
 
 def _contradiction(what: str, problem: object) -> CheckpointError:
@@ -171,7 +176,7 @@ def _contradiction(what: str, problem: object) -> CheckpointError:
 
 
 def _no_zip(head: bytes) -> str:
-    """Say what a file is that does not end as a zip of torch does."""
+    """Return the problem of a file that does not end like a zip of torch, by its first bytes."""
     again = "load it with torch.load and save it again"
     if head.startswith(b"PK\3\4"):
         return "does not end as torch.save ends a file; it was cut short, restore it"
@@ -181,15 +186,15 @@ def _no_zip(head: bytes) -> str:
         return f"is in the tar format that torch wrote before version 0.2; {again}"
     if not head:
         return "is empty; restore it"
-    return f"is nothing that torch.save writes (it starts with {head[:4]!r}); check the file"
+    return f"is not a file of torch.save (it starts with {head[:4]!r}); check the file"
 
 
 def _checked(
     path: StoragePath, what: str, infos: list[ZipInfo], first: int, at: int, end: int
 ) -> TorchZip:
-    """Return the records; no two may share a byte or a name.
+    """Return the zip with these records; raises CheckpointError if two share a byte or a name.
 
-    The zip starts at byte `first` of the file. zipfile counted from byte `at` on, and found the
+    The zip starts at byte `first` of the file. zipfile counted from byte `at`, and found the
     directory at `end`.
     """
     infos.sort(key=lambda info: info.header_offset)
@@ -215,7 +220,7 @@ def _checked(
         elif folder != archive:
             problem = f"belongs to another archive than {archive!r:.100}"
         elif key in directory:
-            problem = "is there twice"
+            problem = "is listed twice"
         if problem is not None:
             raise _contradiction(what, f"record {name!r:.100} {problem}")
         directory[key] = number, header, at + limit, size

@@ -85,7 +85,7 @@ class Messages:
             works = start_messages(leaving, landing, self.tag)
 
         def finish() -> None:
-            stage.copy(wave.receives.get(stage.device, ()))
+            stage.copy(wave.receives.get(stage.device, ()), stage)
             with errors_named(stage.name, stage.readers | stage.senders):
                 for work in works:
                     work.wait()

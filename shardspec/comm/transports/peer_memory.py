@@ -11,9 +11,10 @@ import os
 import pickle
 import time
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -23,7 +24,7 @@ from shardspec.comm.agreement import NOTE_ROOM, Address, Connection, Note, faile
 from shardspec.comm.region import Ints, Region
 from shardspec.comm.results import libc
 from shardspec.comm.transfers import Message
-from shardspec.comm.transports.stage import ShardsByPlace, Stage
+from shardspec.comm.transports.stage import Stage
 from shardspec.errors import CommunicatorError
 
 BUFFER_BYTES: Final = 1 << 20
@@ -88,13 +89,17 @@ def readable(addresses: Mapping[int, Address]) -> frozenset[int]:
     return frozenset(peers)
 
 
+Table: TypeAlias = Mapping[int, tuple[int, int, tuple[int, ...]]]
+"""By place, the address, span and strides of a shard, in bytes."""
+
+
 class Arrays(NamedTuple):
     """Arrays of one shape at a peer, and their targets here; regions are relative to the bases."""
 
     source: Region
     target: Region
-    source_bases: Ints
-    target_bases: Ints
+    source_bases: Sequence[int]
+    target_bases: Sequence[int]
 
 
 class PeerMemory:
@@ -113,19 +118,16 @@ class PeerMemory:
         """Fill targets; see `Transport.move`. Only addends need buffers."""
         rank = self._rank
         for stage in stages:
-            mine = _table(stage, stage.source)
+            regions = {place: Region.of(shard) for place, shard in stage.source.items()}
+            mine = {place: (at.address, at.span, at.strides) for place, at in regions.items()}
             with self._serving(stage, mine) as table_of:
-                filled = _table(stage, stage.target)
                 for wave in stage.waves(2 * BUFFER_BYTES if stage.is_combined else None):
-                    if stage.is_combined:
-                        filled = _table(stage, stage.target)
                     # torch does not notice these writes by itself.
                     increment_version(list(stage.target.values()))
                     # Devices start with different peers, to spread the load.
                     for peer in sorted(wave.receives, key=lambda peer: (peer < rank, peer)):
                         theirs = mine if peer == rank else table_of(peer)
-                        pieces = wave.receives[peer]
-                        self._fill_from(peer, _arrays(stage, pieces, peer, theirs, filled))
+                        self._fill_from(peer, _arrays(stage, wave.receives[peer], peer, theirs))
 
     def _fill_from(self, peer: int, arrays: Iterable[Arrays]) -> None:
         """Read arrays of few runs in one call, and others one at a time."""
@@ -137,9 +139,7 @@ class PeerMemory:
                 theirs.append(_rows(np.add.outer(source_bases, source.runs(run)), run))
                 ours.append(_rows(np.add.outer(target_bases, target.runs(run)), run))
                 continue
-            for source_base, target_base in zip(
-                source_bases.tolist(), target_bases.tolist(), strict=True
-            ):
+            for source_base, target_base in zip(source_bases, target_bases, strict=True):
                 moved = source._replace(address=source.address + source_base)
                 place = target._replace(address=target.address + target_base)
                 if peer == self._rank:
@@ -154,14 +154,14 @@ class PeerMemory:
         return False
 
     @contextmanager
-    def _serving(self, stage: Stage, mine: Ints) -> Iterator[Callable[[int], Ints]]:
+    def _serving(self, stage: Stage, mine: Table) -> Iterator[Callable[[int], Table]]:
         """Let others read until they are done; yield a function that returns a peer's table.
 
         The function waits until the peer's memory may be read.
         """
         name, readers, peers = stage.name, stage.readers, stage.readers | stage.senders
         deadline, step = time.monotonic() + self._timeout_s, zlib.crc32(name.encode())
-        tables: dict[int, Ints] = {}
+        tables: dict[int, Table] = {}
 
         def expect(kind: str, peer: int) -> bytes:
             note = self._connections[peer].receive(deadline)
@@ -171,17 +171,15 @@ class PeerMemory:
                 raise CommunicatorError(f"rank {peer} carries out another step")
             return note.content
 
-        def table_of(peer: int) -> Ints:
+        def table_of(peer: int) -> Table:
             if peer not in tables:
-                shape, content = pickle.loads(expect("readable", peer))
-                if shape != mine.shape:
-                    raise CommunicatorError(f"rank {peer} has tensors of other dims")
-                if isinstance(content, bytes):
-                    tables[peer] = np.frombuffer(content, np.int64).reshape(shape)
-                else:
-                    region, tables[peer] = Region(*content), np.empty_like(mine)
-                    self.fetch(peer, region, Region.of(torch.from_numpy(tables[peer])))
+                table = pickle.loads(expect("readable", peer))
+                if isinstance(table, Region):
+                    pickled = torch.empty(table.shape, dtype=torch.uint8)
+                    self.fetch(peer, table, Region.of(pickled))
                     check_serving(peer)
+                    table = pickle.loads(pickled.numpy().tobytes())
+                tables[peer] = table
             return tables[peer]
 
         def check_serving(peer: int) -> None:
@@ -191,10 +189,11 @@ class PeerMemory:
                 raise CommunicatorError(f"rank {peer} has ended or given up this step")
 
         try:
-            # A short table travels in the note.
-            short = mine.nbytes <= NOTE_ROOM // 2
-            where = mine.tobytes() if short else tuple(Region.of(torch.from_numpy(mine)))
-            note = Note("readable", step, content=pickle.dumps((mine.shape, where)))
+            content = pickle.dumps(mine)
+            memory = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+            if len(content) > NOTE_ROOM // 2:  # only a short table travels in the note
+                content = pickle.dumps(Region.of(memory))
+            note = Note("readable", step, content=content)
             for peer in readers:
                 self._connections[peer].send(note)
             yield table_of
@@ -235,36 +234,25 @@ class PeerMemory:
                 target.tensor().copy_(source._replace(address=staged.data_ptr()).tensor())
 
 
-def _table(stage: Stage, shards: ShardsByPlace) -> Ints:
-    """Return (places, 2 + dims): address, span and strides of each shard, in bytes."""
-    width = 2 + stage.num_dims
-    rows = [[0] * width for _ in range(stage.num_places)]
-    for place, shard in shards.items():
-        item = shard.element_size()
-        strides = [stride * item for stride in shard.stride()]
-        row = [shard.data_ptr(), Region.of(shard).span, *strides]
-        rows[place][: len(row)] = row
-    return np.array(rows, dtype=np.int64).reshape(stage.num_places, width)
-
-
-def _arrays(stage: Stage, pieces: Message, peer: int, theirs: Ints, ours: Ints) -> Iterator[Arrays]:
-    """Yield the arrays of a message at a peer with their targets here, from both tables."""
+def _arrays(stage: Stage, pieces: Message, peer: int, theirs: Table) -> Iterator[Arrays]:
+    """Yield the arrays of a message at a peer, by its table, with their targets here."""
     for piece in pieces:
-        tables = [table[np.asarray(piece.places)] for table in (theirs, ours)]
-        strides = np.stack([table[:, 2:] for table in tables], axis=1)
-        same = len(strides) == 1 or not (strides != strides[0]).any()
-        for row in strides[:1] if same else np.unique(strides, axis=0):
-            alike = slice(None) if same else (strides == row).all(axis=(1, 2))
-            source_strides, target_strides = (tuple(side) for side in row.tolist())
+        item = stage.dtype_of(piece).itemsize
+        alike: defaultdict[tuple[tuple[int, ...], ...], list[tuple[int, ...]]] = defaultdict(list)
+        for place in piece.places:
+            (address, span, strides), shard = theirs[place], stage.target[place]
+            alike[strides, shard.stride()].append((address, shard.data_ptr(), span))
+        for (strides, own_strides), places in alike.items():
+            own_steps = tuple(stride * item for stride in own_strides)
             ends = (
-                stage.source_region(piece, source_strides, peer),
-                stage.target_region(piece, target_strides, stage.device),
+                stage.source_region(piece, strides, peer),
+                stage.target_region(piece, own_steps, stage.device),
             )
-            item = stage.dtype_of(piece).itemsize
             source, target = (Region(at, shape, steps, item) for shape, steps, at in ends)
-            if (tables[0][alike, 1] < source.address + source.span).any():
+            source_bases, target_bases, spans = zip(*places, strict=True)
+            if min(spans) < source.address + source.span:
                 raise CommunicatorError(f"rank {peer} holds smaller shards than are expected")
-            yield Arrays(source, target, tables[0][alike, 0], tables[1][alike, 0])
+            yield Arrays(source, target, source_bases, target_bases)
 
 
 @contextmanager

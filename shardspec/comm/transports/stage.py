@@ -48,10 +48,6 @@ class Stage:
     """The dtype in which the elements of a piece travel."""
     waves: Callable[[int | None], Iterable[Wave]]
     """Returns the waves, given the most bytes in buffers; for None a single wave of whole boxes."""
-    num_places: int
-    """The number of tensors, the same on all devices."""
-    num_dims: int
-    """The most dims of any of the tensors."""
     one_by_one: bool = False
     """Whether a wave must end before the next is requested, because results are combined then."""
     is_combined: bool = False
@@ -83,10 +79,10 @@ class Stage:
             for boxed, part in sides:
                 part.copy_(boxed)
 
-    def copy(self, message: Message) -> None:
-        """Copy boxes that the device has itself from the source into the target."""
+    def copy(self, message: Message, sender: "Stage") -> None:
+        """Copy boxes of a device of this process, perhaps this one, into the target."""
         for piece in message:
-            ends = (self.parts(piece, of_source=of_source) for of_source in (True, False))
+            ends = sender.parts(piece, of_source=True), self.parts(piece, of_source=False)
             for source_part, target_part in zip(*ends, strict=True):
                 target_part.copy_(source_part)
 

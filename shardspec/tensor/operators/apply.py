@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -17,7 +17,7 @@ from torch.distributed.tensor.experimental import implicit_replication
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
 from shardspec.errors import LayoutError
-from shardspec.interop.torch_dtensor import local_of, torch_dtensor
+from shardspec.interop.torch_dtensor import layout_of, local_of, torch_dtensor
 from shardspec.interop.torch_parts import parts_of, shard_memory
 from shardspec.layout.layout import Layout
 from shardspec.layout.spec import ShardingSpec
@@ -26,7 +26,7 @@ from shardspec.tensor.operators.call import (
     Function,
     RandomDraws,
     Result,
-    is_limit_of_simulation,
+    earlier_calls,
     run_call,
 )
 from shardspec.tensor.operators.conditions import is_mean, layout_facts, never_merge_gathers
@@ -36,14 +36,15 @@ from shardspec.tensor.operators.simulated import (
     each_draws,
     simulated_mesh,
     untracked,
+    within_limits,
 )
 from shardspec.tensor.operators.tensor import TensorLike
 from shardspec.tensor.operators.watch import is_alias, specs_text
 from shardspec.tensor.run import copies_of
 from shardspec.tensor.shards import check_copies
 
-_DECISIVE: Final = (int, float, torch.dtype, type(None))
-"""Arguments that, with layouts, determine the layout of a result; of floats only the type does."""
+_DECISIVE: Final = (TensorLike, int, float, torch.dtype, type(None))
+"""Arguments by which earlier calls are looked up at once."""
 _DROPOUT_PLACE: Final = 4
 """The position of the probability among the arguments of attention."""
 _RANDOM: Final = re.compile(
@@ -56,11 +57,9 @@ _RANDOM: Final = re.compile(
 
 def apply(function: Function, args: Sequence[object], kwargs: Mapping[str, object]) -> Any:  # noqa: ANN401
     """Call a torch function with DTensors among its arguments, which may be nested."""
-    results = None if kwargs else _results_of(function, args)
-    if results:
-        result = _at_once(function, args, results)
-        if result is not None:
-            return result
+    result = None if kwargs else _at_once(function, args)
+    if result is not None:
+        return result
     leaves, structure = tree_flatten((tuple(args), dict(kwargs)))
     call = Call(function, args, kwargs, leaves, structure)
     tensors, name = call.tensors, call.shown
@@ -80,72 +79,50 @@ def apply(function: Function, args: Sequence[object], kwargs: Mapping[str, objec
     facts = [layout_facts(tensor.layout) for tensor in tensors]
     if is_mean(name, kwargs) and any(each.is_sharded for each in facts):
         return apply(function, args, {**kwargs, "reduction": "none"}).mean()
+    # torch would give plain tensors DTensors as gradients.
+    plain = {id(leaf): _replicated(leaf, first) for leaf in leaves if _has_gradient(leaf)}
+    call = replace(call, leaves=[plain.get(id(leaf), leaf) for leaf in leaves])
     if first.is_simulated:
         return _in_simulation(call)
-    merge_gathers = not any(each.is_uneven_over_axes for each in facts)
-    return _in_job(call, results if merge_gathers else None, merge_gathers=merge_gathers)
+    if any(each.is_uneven_over_axes for each in facts):
+        never_merge_gathers(first.to_torch().device_mesh)
+    return _in_job(call)
 
 
-@lru_cache(maxsize=4096, typed=True)
-def _results(*_call: object) -> dict[bool, Layout]:
-    """Return a mutable record of the layouts of results that torch computed without help.
+def _at_once(function: Function, args: Sequence[object]) -> TensorLike | None:
+    """Return the result of a call in a job that needed no help earlier; None otherwise.
 
-    The key says whether gradients were tracked. Calls with the same arguments share a record.
-    """
-    return {}
-
-
-def _results_of(function: Function, args: Sequence[object]) -> dict[bool, Layout] | None:
-    """Return `_results` of a call in a job; None if its result depends on other arguments."""
-    key: list[object] = []
-    for arg in args:
-        if isinstance(arg, TensorLike):
-            if arg.is_copied_part or arg.is_simulated:
-                return None
-            key.append(arg.layout)
-        elif isinstance(arg, _DECISIVE):
-            key.append(float if isinstance(arg, float) else arg)
-        else:
-            return None
-    return _results(function, *key)
-
-
-def _at_once(
-    function: Function, args: Sequence[object], layouts: Mapping[bool, Layout]
-) -> TensorLike | None:
-    """Return the result of a call known to be correct on its layouts; None otherwise.
-
-    None as well if the result shares memory.
+    None as well if the call depends on other arguments, or the result shares memory.
     """
     ours = [arg for arg in args if isinstance(arg, TensorLike)]
-    theirs = [arg.to_torch() if isinstance(arg, TensorLike) else arg for arg in args]
-    tensors = [tensor for tensor in theirs if isinstance(tensor, TorchDTensor)]
-    layout = layouts.get(torch.is_grad_enabled() and any(t.requires_grad for t in tensors))
-    if layout is None:
+    if any(tensor.is_copied_part or tensor.is_simulated for tensor in ours) or not all(
+        isinstance(arg, _DECISIVE) for arg in args
+    ):
         return None
+    tracked = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in ours)
+    layouts = [tensor.layout for tensor in ours]
+    if not earlier_calls(function, args, {}, layouts, tracked=tracked).is_plain:
+        return None
+    theirs = [arg.to_torch() if isinstance(arg, TensorLike) else arg for arg in args]
     with implicit_replication():
         result = function(*theirs)
-    if any(is_alias(result, tensor) for tensor in tensors):
+    if any(is_alias(result, tensor) for tensor in theirs if isinstance(tensor, TorchDTensor)):
         return None
+    # Autocast and the default dtype may differ from those of earlier calls.
+    layout = layout_of(result, ours[0].layout.mesh)
     return ours[0]._made(layout, ours[0].communicator, None, result)
 
 
-def _in_job(
-    call: Call,
-    results: dict[bool, Layout] | None,
-    *,
-    merge_gathers: bool,
-) -> Any:  # noqa: ANN401
+def _in_job(call: Call) -> Any:  # noqa: ANN401
     """Carry out a call on the shards of this rank; the other ranks do the same."""
     first = call.tensors[0]
-    mesh = first.to_torch().device_mesh
-    if not merge_gathers:
-        never_merge_gathers(mesh)
-    theirs = {id(leaf): _in_torch(leaf, first) for leaf in call.leaves}
-    tensors = {number: leaf for number, leaf in theirs.items() if isinstance(leaf, TorchDTensor)}
-    tracked = torch.is_grad_enabled() and any(t.requires_grad for t in tensors.values())
+    tensors = {id(tensor): tensor.to_torch() for tensor in call.tensors}
+    others = [leaf for leaf in call.leaves if isinstance(leaf, TorchDTensor)]
+    tracked = torch.is_grad_enabled() and any(
+        tensor.requires_grad for tensor in (*tensors.values(), *others)
+    )
     drawing: RandomDraws | None = None
-    if mesh.device_type == "cpu" and _draws(call):
+    if first.to_torch().device_mesh.device_type == "cpu" and _draws(call):
         drawing = partial(_drawing, first, _source(call.kwargs.get("generator")))
 
     def ours(leaf: object) -> object:
@@ -158,22 +135,15 @@ def _in_job(
         wrapped.is_copied_part = leaf.is_copied_part
         return wrapped
 
-    result = run_call(call, tensors, tracked=tracked, drawing=drawing)
-    if results is not None and isinstance(result, Result) and result.is_plain and not drawing:
-        results[tracked] = result.layout
-    return tree_map(ours, result)
+    return tree_map(ours, run_call(call, tensors, tracked=tracked, drawing=drawing))
 
 
 def _in_simulation(call: Call) -> Any:  # noqa: ANN401
     """Carry out a call on the shards of all devices."""
     first = call.tensors[0]
     mesh, made = first.layout.mesh, first._made
-    plain = {id(leaf): _replicated(leaf, first) for leaf in call.leaves if _has_gradient(leaf)}
     # Random numbers of devices come from separate generators.
-    leaves = [
-        None if isinstance(leaf, torch.Generator) else plain.get(id(leaf), leaf)
-        for leaf in call.leaves
-    ]
+    leaves = [None if isinstance(leaf, torch.Generator) else leaf for leaf in call.leaves]
     inner = replace(call, leaves=leaves)
     tensors = list({id(tensor): tensor for tensor in inner.tensors}.values())
     shards = [list(tensor.shards.values()) for tensor in tensors]
@@ -191,17 +161,9 @@ def _in_simulation(call: Call) -> Any:  # noqa: ANN401
             id(tensor): torch_dtensor(local, tensor.layout, torch_mesh)
             for tensor, local in zip(tensors, locals_, strict=True)
         }
-        try:
+        specs = specs_text(str(tensor.layout.labelled_spec) for tensor in tensors)
+        with within_limits(call.shown, specs):
             returned = run_call(inner, given, tracked=tracked, frozen=tracked, drawing=drawing)
-        except AssertionError as error:
-            if not is_limit_of_simulation(error):
-                raise
-            specs = specs_text(str(tensor.layout.labelled_spec) for tensor in tensors)
-            raise LayoutError(
-                f"{call.shown}: torch {torch.__version__} cannot simulate it on {specs}, "
-                "where ranks go different ways; redistribute first, or start the program with "
-                "torchrun"
-            ) from None
         results[:] = [returned]
         return [local_of(each.tensor) for each in tree_leaves(results) if _is_new(each)]
 
@@ -229,10 +191,7 @@ def _in_simulation(call: Call) -> Any:  # noqa: ANN401
 
 
 def _has_gradient(leaf: object) -> bool:
-    """Return whether this is a plain tensor, here a scalar, whose gradient is tracked.
-
-    As it is, torch would give it a DTensor as gradient.
-    """
+    """Return whether this is a plain tensor, here a scalar, whose gradient is tracked."""
     if isinstance(leaf, TorchDTensor) or not isinstance(leaf, torch.Tensor):
         return False
     return leaf.requires_grad and torch.is_grad_enabled()
@@ -240,23 +199,14 @@ def _has_gradient(leaf: object) -> bool:
 
 def _replicated(leaf: torch.Tensor, first: TensorLike) -> TensorLike:
     """Return a plain scalar tensor as a replicated DTensor."""
-    mesh = first.layout.mesh
-    shards = dict(zip(mesh.ids, copies_of(leaf, len(mesh.ids)), strict=True))
-    return first._made(Layout(mesh, ShardingSpec(0), (), leaf.dtype), first.communicator, shards)
+    devices = first.communicator.addressable
+    shards = dict(zip(devices, copies_of(leaf, len(devices)), strict=True))
+    layout = Layout(first.layout.mesh, ShardingSpec(0), (), leaf.dtype)
+    return first._made(layout, first.communicator, shards)
 
 
 def _is_new(leaf: object) -> bool:
     return isinstance(leaf, Result) and leaf.given is None
-
-
-def _in_torch(leaf: Any, first: TensorLike) -> Any:  # noqa: ANN401
-    """Return an argument as torch's DTensor if it is one of ours or needs a gradient."""
-    if isinstance(leaf, TensorLike):
-        return leaf.to_torch()
-    if not _has_gradient(leaf):
-        return leaf
-    layout = Layout(first.layout.mesh, ShardingSpec(0), (), leaf.dtype)
-    return torch_dtensor(leaf, layout, first.to_torch().device_mesh)
 
 
 def _check_out(name: str, sharded: Sequence[TensorLike], out: object) -> None:

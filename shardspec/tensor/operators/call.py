@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from math import inf
+from math import inf, isinf
 from typing import Any, Final, TypeAlias
 
 import torch
@@ -23,12 +23,13 @@ from torch.utils._pytree import TreeSpec, tree_leaves, tree_map, tree_unflatten
 
 from shardspec.errors import LayoutError, ShardSpecError
 from shardspec.interop.torch_dtensor import in_our_words, is_strided, layout_of, torch_dtensor
-from shardspec.interop.torch_parts import has_all_ranks, like_parts, parts_of, shard_memory
+from shardspec.interop.torch_parts import like_parts, parts_of, shard_memory
 from shardspec.layout.layout import Layout
 from shardspec.layout.spec import ShardingSpec
-from shardspec.tensor.operators.conditions import arguments_for
+from shardspec.tensor.operators.conditions import arguments_for, layout_facts
+from shardspec.tensor.operators.simulated import is_branch_of_rank
 from shardspec.tensor.operators.tensor import TensorLike
-from shardspec.tensor.operators.watch import Watch, is_alias, is_copy_of, specs_text, was_right
+from shardspec.tensor.operators.watch import Watch, is_alias, is_copy_of, specs_text
 
 _REFUSALS: Final = (RuntimeError, ValueError, AssertionError, TypeError, IndexError)
 """The errors that torch raises if it cannot propagate a layout."""
@@ -45,11 +46,6 @@ Function: TypeAlias = Callable[..., Any]
 RandomDraws: TypeAlias = Callable[[], AbstractContextManager[None]]
 
 
-def name_of(function: Function) -> str:
-    """Return the name of a function of torch."""
-    return getattr(function, "__name__", str(function))
-
-
 @dataclass(frozen=True, slots=True)
 class Call:
     """A torch function and its arguments, with DTensors of ours among their leaves."""
@@ -63,7 +59,7 @@ class Call:
     @property
     def name(self) -> str:
         """The function's name."""
-        return name_of(self.function)
+        return getattr(self.function, "__name__", str(self.function))
 
     @property
     def shown(self) -> str:
@@ -108,8 +104,34 @@ class Result:
     """The argument that was returned; None for a new tensor."""
     is_copied_part: bool = False
     """See `TensorLike`."""
+
+
+@dataclass(slots=True)
+class Earlier:
+    """The experience with a function on certain layouts."""
+
+    is_right: bool = False
+    """Whether torch was correct without help, so that it need not be watched."""
     is_plain: bool = False
-    """Whether torch computed it correctly without help, in new memory."""
+    """Whether it also returned one tensor in new memory, which can be taken as it is."""
+
+
+def earlier_calls(
+    function: Function,
+    args: Sequence[object],
+    kwargs: Mapping[str, object],
+    layouts: Sequence[Layout],
+    *,
+    tracked: bool,
+) -> Earlier:
+    """Return the mutable record of calls with which torch does the same, given their layouts."""
+    options = [*kwargs, *map(_key, kwargs.values())]
+    return _record(function, tracked, *map(_key, args), *options, *layouts)
+
+
+@lru_cache(maxsize=4096)
+def _record(*_call: object) -> Earlier:
+    return Earlier()
 
 
 class _InTorch:
@@ -120,10 +142,7 @@ class _InTorch:
         self._call, self.mesh, self.shown = call, first.layout.mesh, call.shown
         self.leaves = [tensors.get(id(leaf), leaf) for leaf in call.leaves]
         self.tensors = [leaf for leaf in self.leaves if isinstance(leaf, TorchDTensor)]
-        addressable = first.communicator.addressable
-        self._devices = (
-            self.mesh.ids if has_all_ranks(shard_memory(self.tensors[0])) else addressable
-        )
+        self._devices = first.communicator.addressable
 
     def result(self, tensors: Iterable[torch.Tensor]) -> Any:  # noqa: ANN401
         """Call the function with other tensors in place of the DTensors."""
@@ -182,6 +201,16 @@ class _InTorch:
             f"{self._call.shown} is not possible on {self.specs()}: {reason}; redistribute first"
         )
 
+    def made_new(self, made: object, result: object) -> bool:
+        """Return whether torch made one tensor in new memory, which was taken as it is."""
+        return (
+            isinstance(result, Result)
+            and result.tensor is made
+            and all(pending.op in ("sum", "avg") for pending in result.layout.spec.partials)
+            and not any(is_alias(result.tensor, tensor) for tensor in self.tensors)
+            and not any(layout_facts(layout).is_uneven_over_axes for layout in self.layouts())
+        )
+
     def checked(self, result: Result) -> Result:
         """Return the result; raises `LayoutError` if a shard's shape contradicts its layout."""
         for device, part in zip(self._devices, parts_of(result.tensor._local_tensor), strict=False):
@@ -230,7 +259,7 @@ def run_call(
         new for new, tensor in zip(given, in_torch.tensors, strict=True) if new is not tensor
     ]
     strided = any(map(is_strided, in_torch.tensors))
-    earlier = was_right(call.function, tracked, *call.kwargs, *map(_key, in_torch.leaves), *layouts)
+    earlier = earlier_calls(call.function, call.args, call.kwargs, layouts, tracked=tracked)
     watch = None
     if strided or copies or frozen or not earlier.is_right:
         watch = Watch(call.shown, [*copies, *replaced], frozen=in_torch.tensors if frozen else ())
@@ -258,7 +287,7 @@ def run_call(
         if call.sets_part and (lost or _NEEDS_WHOLE in str(error)) and not copies:
             _set_in_whole(in_torch)
             return None
-        if isinstance(error, ShardSpecError) or is_limit_of_simulation(error):
+        if isinstance(error, ShardSpecError) or is_branch_of_rank(error):
             raise
         refusal = in_torch.refusal(error)
         if refusal is not None:
@@ -293,21 +322,12 @@ def run_call(
             or any(is_alias(leaf, copy) for copy in (*copies, *replaced))
             or (spoken is not leaf and any(is_alias(leaf, t) for t in in_torch.tensors))
         )
-        is_plain = (
-            earlier.is_right
-            and spoken is leaf
-            and not (strided or copies or replaced or call.name in _ATTENTION)
-            and all(pending.op in ("sum", "avg") for pending in layout.spec.partials)
-            and not any(is_alias(leaf, tensor) for tensor in in_torch.tensors)
-        )
-        return in_torch.checked(Result(layout, spoken, None, is_copied_part, is_plain))
+        return in_torch.checked(Result(layout, spoken, None, is_copied_part))
 
-    return tree_map(described, result)
-
-
-def is_limit_of_simulation(error: Exception) -> bool:
-    """Return whether torch failed because simulated ranks would take different branches."""
-    return isinstance(error, AssertionError) and not any(isinstance(a, str) for a in error.args)
+    returned = tree_map(described, result)
+    helped = strided or copies or replaced or drawing or call.name in _ATTENTION
+    earlier.is_plain = earlier.is_right and not helped and in_torch.made_new(result, returned)
+    return returned
 
 
 def _check_gradient(call: Call) -> None:
@@ -330,13 +350,22 @@ def _check_gradient(call: Call) -> None:
     )
 
 
-def _key(leaf: object) -> object:
-    """Return the part of an argument that, besides its layout, determines the operations."""
-    if isinstance(leaf, slice):
-        return leaf.start, leaf.stop, leaf.step
-    if isinstance(leaf, torch.Tensor):
-        return leaf.dtype
-    return type(leaf) if isinstance(leaf, float | complex) or leaf.__hash__ is None else leaf
+def _key(value: object) -> object:
+    """Return the part of an argument that, besides its layout, determines the operations.
+
+    Of floats it is the type, and what decides whether a norm of that order needs a largest element.
+    """
+    if isinstance(value, torch.Tensor | TensorLike):
+        return type(value), value.dtype
+    if isinstance(value, list | tuple):
+        return type(value), *map(_key, value)
+    if isinstance(value, slice):
+        return slice, *map(_key, (value.start, value.stop, value.step))
+    if isinstance(value, float):
+        return float, value < 0, isinf(value)
+    has_value = value.__hash__ is not None and not isinstance(value, complex)
+    # The type as well: True equals 1, but selects otherwise.
+    return type(value), value if has_value else None
 
 
 def _set_in_whole(in_torch: _InTorch) -> None:

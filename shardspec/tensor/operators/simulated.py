@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from itertools import chain, count
+from traceback import walk_tb
 from typing import Any, Final, TypeAlias
 
 import torch
@@ -21,6 +22,7 @@ from torch.distributed._local_tensor import LocalTensorMode, local_tensor_mode
 from torch.distributed.device_mesh import DeviceMesh as TorchMesh
 from torch.distributed.tensor.experimental import implicit_replication
 
+from shardspec.errors import LayoutError
 from shardspec.interop.torch_dtensor import counted_with
 from shardspec.interop.torch_parts import joined, parts_of
 from shardspec.mesh.device_mesh import DeviceMesh
@@ -33,6 +35,7 @@ LocalFunction: TypeAlias = Callable[[Locals], Locals]
 
 _SIMULATING: Final = threading.RLock()
 """Locked while torch treats this process as a job."""
+_SIMULATION: Final = LocalTensorMode.__module__
 _NAMES: Final = count(1)
 _NAMES_EACH: Final = 1 << 32
 
@@ -126,6 +129,26 @@ def simulating(mesh: DeviceMesh, device_type: str) -> Iterator[None]:
 def simulated_mesh(mesh: DeviceMesh, device_type: str) -> TorchMesh:
     """Return torch's mesh in the simulated job, where ranks are numbered as devices of the mesh."""
     return _job_of(mesh, device_type)[1]
+
+
+def is_branch_of_rank(error: Exception) -> bool:
+    """Return whether torch failed because simulated ranks would take different branches."""
+    return isinstance(error, AssertionError) and not any(isinstance(a, str) for a in error.args)
+
+
+@contextmanager
+def within_limits(name: str, specs: str = "these layouts") -> Iterator[None]:
+    """Refuse what torch cannot simulate, such as shards that are split into unequal numbers."""
+    try:
+        yield
+    except (AssertionError, AttributeError) as error:
+        frame, _ = list(walk_tb(error.__traceback__))[-1]
+        if not (is_branch_of_rank(error) or frame.f_globals["__name__"] == _SIMULATION):
+            raise
+        raise LayoutError(
+            f"{name}: torch {torch.__version__} cannot simulate it on {specs}, where ranks go "
+            "different ways; redistribute first, or start the program with torchrun"
+        ) from None
 
 
 @contextmanager
@@ -245,7 +268,8 @@ def _gradients(
     ]
     sources = [each for each, is_wanted in zip(inputs, wanted, strict=True) if is_wanted]
     results = [result for result in function(inputs) if result.requires_grad]
-    with implicit_replication(), Watch(name, (), back=True):
+    back = f"{name} on the way back"
+    with within_limits(back), implicit_replication(), Watch(name, (), back=True):
         gradients = torch.autograd.grad(
             results, sources, tensors[len(inputs) :], create_graph=again, allow_unused=True
         )

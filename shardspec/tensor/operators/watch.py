@@ -4,8 +4,6 @@ All of it is decided from layouts, so that every rank refuses alike.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import lru_cache
 from math import inf
 from typing import Final
 
@@ -52,20 +50,6 @@ def is_alias(view: torch.Tensor, base: torch.Tensor) -> bool:
     """Return whether torch considers two tensors to share memory."""
     # torch's stubs lack it.
     return bool(torch._C._is_alias_of(view, base))  # type: ignore[attr-defined]
-
-
-@dataclass(slots=True)
-class Earlier:
-    """The experience with a function on certain layouts."""
-
-    is_right: bool = False
-    """Whether it was correct without help, so that it need not be watched."""
-
-
-@lru_cache(maxsize=4096, typed=True)
-def was_right(*_call: object) -> Earlier:
-    """Return the mutable record of earlier calls with the same arguments."""
-    return Earlier()
 
 
 # torch leaves the methods of TorchDispatchMode untyped.

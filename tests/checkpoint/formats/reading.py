@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from shardspec.checkpoint.catalog import check_tiling
 from shardspec.checkpoint.open import open_checkpoint
-from shardspec.checkpoint.read_boxes import Buffers, Checks, check_replicas, read_box_into
+from shardspec.checkpoint.read_boxes import Buffers, Checks, read_box_into
 from shardspec.checkpoint.storage.reading import OpenFiles
+from shardspec.checkpoint.tiling import check_replicas, check_tiling
 from shardspec.dtypes import item_bytes
 from shardspec.errors import CheckpointError
 

@@ -10,8 +10,9 @@ import torch
 from click.testing import CliRunner
 
 from shardspec import DeviceMesh, load_sharded, merge, reshard
-from shardspec.checkpoint.formats.registry import (
+from shardspec.checkpoint.formats import (
     MODULES,
+    built_in,
     default_format,
     format_called,
     formats,
@@ -289,6 +290,126 @@ def test_a_format_that_is_only_read_says_what_to_write_instead(tmp_path, name):
         assert done.exit_code == 2
         assert f"the format '{name}' is only read; " in done.output
     assert not (tmp_path / "out").exists()
+
+
+# --- which checkpoint a file or directory leads to
+
+# Formats of directories whose files are no checkpoints by themselves, and of these whether a name
+# says that a file is a part. The files of a Universal Checkpoint have names of other formats.
+LEADING = {
+    **dict.fromkeys(["shardspec", "dcp", "dcp-huggingface", "megatron", "deepspeed", "meta"], True),
+    "deepspeed-universal": False,
+}
+
+
+@pytest.mark.parametrize("name", LEADING)
+def test_a_file_that_is_a_part_leads_to_its_checkpoint(sources, tmp_path, name):
+    options = {}
+    if name in READ:
+        place = tmp_path / "in"
+        _, options = READ[name](place)
+    else:
+        place, _ = write(sources, tmp_path, name, "sharded")
+    form = next(form for form in formats() if form.name == name)
+    whole = open_checkpoint(place, **options)
+    leading = [file for file in whole.files if form.directory_of(file) is not None]
+    assert bool(leading) == LEADING[name]
+    for file in leading:
+        assert form.directory_of(file) == whole.directory
+        found = open_checkpoint(str(file), **options)
+        assert (found.format, found.directory, found.names) == (
+            whole.format,
+            whole.directory,
+            whole.names,
+        )
+    # One of another name, and one of that name in a directory of another name, lead nowhere.
+    other = whole.directory / "notes.md"
+    assert form.directory_of(other) is None
+    assert {form.directory_of(file.parent.parent / "x" / file.name) for file in leading} <= {
+        None,
+        whole.directory.parent / "x",
+    }
+
+
+def test_files_that_are_checkpoints_lead_to_no_directory(sources, tmp_path):
+    assert {form.name for form in formats()} - LEADING.keys() == {
+        *("safetensors", "huggingface", "torch", "rank-files", "npz")
+    }
+    for name, way in (("safetensors", "merged"), ("huggingface", "merged"), ("torch", "merged")):
+        (tmp_path / name).mkdir()
+        out, _ = write(sources, tmp_path / name, name, way)
+        for file in open_checkpoint(out).files:
+            assert [form.directory_of(file) for form in formats()] == [None] * (len(MODULES) + 1)
+            assert file in open_checkpoint(str(file)).files
+
+
+NESTED = """
+from shardspec.checkpoint.catalog import Catalog, unsharded_tensor
+from shardspec.checkpoint.formats import Format
+
+def open_raw(place, options):
+    file = place / "parts" / "w.raw"
+    return Catalog("raw", place, {"w": unsharded_tensor("w", (3,), "int8", file, 0)}, [file])
+
+FORMAT = Format(
+    name="raw",
+    recognises=lambda names: "parts" in names,
+    open=open_raw,
+    part_of=lambda path: path.parent.parent if path.parent.name == "parts" else None,
+    nested=True,
+    instead="nothing else is",
+    known_by="parts",
+)
+"""
+
+
+def test_a_file_may_be_a_part_of_a_checkpoint_of_another_package(tmp_path, path):
+    (tmp_path / "nested_format.py").write_text(NESTED)
+    path(tmp_path, install(tmp_path / "more", {"raw": "nested_format:FORMAT"}, "some-package"))
+    (tmp_path / "in" / "parts").mkdir(parents=True)
+    for file in ("in/parts/w.raw", "in/w.raw"):
+        (tmp_path / file).write_bytes(b"\1\2\3")
+    for place in (tmp_path / "in", tmp_path / "in" / "parts" / "w.raw"):
+        source = open_checkpoint(place)
+        assert (source.format, source.directory.name, source.names) == ("raw", "in", ("w",))
+        assert_same(read_whole(place), {"w": torch.tensor([1, 2, 3], dtype=torch.int8)})
+    with pytest.raises(CheckpointError, match=r"w\.raw: is neither a safetensors file nor one"):
+        open_checkpoint(tmp_path / "in" / "w.raw")
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ["model.safetensors"],
+        ["model.fp16.safetensors.index.json"],
+        ["model.safetensors-00001-of-00002"],
+        ["sharding_info.json"],
+        [".metadata"],
+        ["__3_0.distcp"],
+        ["__0.metadata"],
+        ["mp_rank_00_001"],
+        ["iter_0000100"],
+        ["latest_checkpointed_iteration.txt"],
+        ["shard-00001-model-00001-of-00002.safetensors"],
+        ["zero", "mp_rank_00_model_states.pt"],
+        ["zero_to_fp32.py"],
+        ["global_step12"],
+        ["bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt"],
+        ["zero_pp_rank_0_mp_rank_00_model_states.pt"],
+        ["consolidated.00.pth"],
+        ["model_world_size_2_rank_1.pt"],
+        ["rank1.bin"],
+        ["pytorch_model.bin"],
+        ["pytorch_model-00001-of-00002.bin"],
+        ["pytorch_model.bin.index.json"],
+    ],
+    ids=" ".join,
+)
+def test_modules_that_are_asked_are_all_that_recognise_names(names):
+    every = [form.name for form in built_in() if form.recognises(names)]
+    assert every
+    assert [form.name for form in built_in(names) if form.recognises(names)] == every
+    assert len(list(built_in(names))) < len(MODULES) / 2
 
 
 # --- the registry

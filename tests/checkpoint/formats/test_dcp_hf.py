@@ -153,7 +153,7 @@ def test_every_set_of_missing_shards_is_refused(copied, name, lost):
         f"restore what is missing, or say how many ranks had something to write: ranks={len(left)}"
     )
     assert refused(ckpt, ranks=4) == (
-        f"{held}4 are said to have written some; shard {missing} is not there; {remedy}"
+        f"{held}4 are stated to have written some; shard {missing} is not there; {remedy}"
     )
     if missing < left[-1]:
         assert refused(ckpt) == (
@@ -251,8 +251,8 @@ def respoil(ckpt, change, rank=2):
     [
         (
             lambda s: s.metadata.update(DCP_VERSION="2.0"),
-            "{path}: its metadata says DCP_VERSION '2.0', but '1.0' is the one that can be read; "
-            "save again with a torch that writes it",
+            "{path}: its metadata has DCP_VERSION '2.0', but only '1.0' can be read; "
+            "save again with a version of torch that writes it",
         ),
         (
             lambda s: s.metadata.pop("DCP_SHARDING_INFO"),

@@ -14,7 +14,7 @@ import torch
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
 from shardspec import merge
-from shardspec.checkpoint.formats.registry import written_names
+from shardspec.checkpoint.formats import written_names
 from shardspec.checkpoint.inspect import inspect_checkpoint
 from shardspec.checkpoint.open import open_checkpoint
 from shardspec.errors import CheckpointError
@@ -305,12 +305,12 @@ def grow(metadata, sizes):
 
 def larger_than_its_bytes(metadata):
     length = grow(metadata, (2**40, 2**40))
-    return f"its chunk [0:{2**40}, 0:{2**40}] is said to lie in {length} bytes, which do not hold"
+    return f"its chunk [0:{2**40}, 0:{2**40}] is listed with {length} bytes, which is too few"
 
 
 def far_larger_than_its_bytes(metadata):
     length = grow(metadata, (2**62,) * 60)
-    return f" is said to lie in {length} bytes, which do not hold it; the metadata contradicts"
+    return f" is listed with {length} bytes, which is too few; the metadata contradicts"
 
 
 LIES = (
@@ -354,7 +354,7 @@ def test_plans_do_not_believe_in_sizes(small, tmp_path, sizes):
     ]
     acts.append(partial(inspect_checkpoint, small.path))
     for act in acts:
-        with pytest.raises(CheckpointError, match=f"lie in {length} bytes, which do not hold it"):
+        with pytest.raises(CheckpointError, match=f"is listed with {length} bytes, which is too"):
             act()
 
 

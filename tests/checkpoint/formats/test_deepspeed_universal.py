@@ -10,7 +10,8 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from shardspec import DeviceMesh, merge, reshard
+from shardspec import DeviceMesh, digest, merge, reshard
+from shardspec.checkpoint.digest import read_digests
 from shardspec.checkpoint.verify import verify_checkpoint
 from shardspec.cli.main import cli
 from shardspec.errors import CheckpointError
@@ -35,9 +36,10 @@ def files_in(place):
 def test_every_file_is_what_deepspeed_loads(tmp_path, ranks, stage, gaps, split):
     run, out = tmp_path / "run", tmp_path / "out"
     due = write(run, ranks, stage, ranks, gaps, split)
-    report = universal(run, out)
+    report = universal(run, out, digests=tmp_path / "digests.json")
     assert report.left_out == ()
     assert set(report.files) == files_in(out)
+    assert report.digests == digest(out) == read_digests(tmp_path / "digests.json")
     models = {path.name for path in run.glob("*_model_states.pt")}
     of_all = {f"zero/{n}/{kind or 'fp32'}.pt" for n in NAMES for kind in (*KINDS, "step")}
     beside = set() if stage == 3 else {"zero/cold/fp32.pt", "zero/twin/fp32.pt"}

@@ -45,11 +45,11 @@ def test_files_without_arguments_want_to_be_counted(saved):
     ckpt = saved / "told" / "iter_0000010"
     assert refused(ckpt) == (
         f"{ckpt}/mp_rank_00_000/model_optim_rng.pt: does not say how many ranks there were (it has "
-        "no args), so that later ones may be missing without a trace; if there were none, say so: "
-        "ranks=6"
+        "no args), so that files of later ranks may be missing; if there were none, confirm it "
+        "with ranks=6"
     )
     assert refused(ckpt, ranks=8) == (
-        f"{ckpt}: holds the files of 6 ranks, but 8 are said to have written some; restore the "
+        f"{ckpt}: holds the files of 6 ranks, but 8 are stated to have written some; restore the "
         "others, or correct the number"
     )
     # Whether the first layers are gated is not said either.
@@ -199,13 +199,13 @@ def test_a_rank_that_contradicts_the_others(tmp_path, change, problem):
     [
         (
             lambda s: s.update(model1=s["model"]),
-            "{0}: has the models model, model1, but model, or model0, model1 and so on, are due; "
-            "the file was changed, restore it",
+            "{0}: has the models model, model1, but should have model, or model0, model1 and so "
+            "on; the file was changed, restore it",
         ),
         (
             lambda s: s.update(model3=s.pop("model")),
-            "{0}: has the models model3, but model, or model0, model1 and so on, are due; the file "
-            "was changed, restore it",
+            "{0}: has the models model3, but should have model, or model0, model1 and so on; the "
+            "file was changed, restore it",
         ),
         (
             lambda s: s["model"].update({"decoder.layers.7.x": torch.ones(1)}),

@@ -43,7 +43,7 @@ def parse_json(
     file: PurePath,
     what: str,
     most_values: int = _MOST_VALUES,
-    shrink: Callable[[dict[str, Any]], object] = lambda found: found,
+    shrink: Callable[[dict[str, Any]], object] = lambda value: value,
 ) -> object:
     """Return the value that bytes hold as JSON, in which no key is repeated; `what` names it.
 
@@ -55,22 +55,22 @@ def parse_json(
         raise CheckpointError(f"{file}: {text}") from None
 
     def without_repeats(pairs: list[tuple[str, object]]) -> object:
-        found = dict(pairs)
-        if len(found) != len(pairs):
+        value = dict(pairs)
+        if len(value) != len(pairs):
             ((twice, _),) = Counter(key for key, _ in pairs).most_common(1)
             fail(f"has the key {shown(twice)} twice")
-        return shrink(found)
+        return shrink(value)
 
     if sum(map(data.count, (b"[", b"{", b","))) > most_values:
         fail(f"has more than {most_values} values")
     try:
-        found: object = json.loads(
+        value: object = json.loads(
             data.decode(),
             object_pairs_hook=without_repeats,
             parse_constant=lambda text: fail(f"holds {text}, which is not JSON"),
         )
         if _SURROGATE.search(data):
-            json.dumps(found, ensure_ascii=False).encode()
+            json.dumps(value, ensure_ascii=False).encode()
     except CheckpointError:
         raise
     except UnicodeDecodeError as error:
@@ -83,7 +83,7 @@ def parse_json(
         fail("nests too deep")
     except ValueError:  # Python's limit on the digits of a number
         fail("holds a number of thousands of digits")
-    return found
+    return value
 
 
 def checked(value: object, kind: type[_Kind], file: PurePath, key: str) -> _Kind:
@@ -122,5 +122,5 @@ def read_json(path: StoragePath, what: str, most_bytes: int, *more: Any) -> dict
                 f"{path}: has {file.num_bytes} bytes, past the {most_bytes} that it may have; it "
                 "is damaged, restore it"
             )
-        found = parse_json(file.read(0, file.num_bytes), path, what, *more)
-    return checked(found, dict, path, f"the {what}")
+        value = parse_json(file.read(0, file.num_bytes), path, what, *more)
+    return checked(value, dict, path, f"the {what}")

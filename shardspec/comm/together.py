@@ -35,7 +35,7 @@ def agree(communicator: Communicator, act: Callable[[], T]) -> T:
         cause = error
         failure = isinstance(error, OutputExistsError), failure_text(error)
     failures = communicator.gather(dict.fromkeys(communicator.addressable, failure))
-    failed = {rank: found for rank, found in failures.items() if found is not None}
+    failed = {rank: problem for rank, problem in failures.items() if problem is not None}
     if cause is not None and not isinstance(cause, _FAILURES):
         raise on_all_ranks(cause)
     if failed:

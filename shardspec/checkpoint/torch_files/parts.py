@@ -1,7 +1,4 @@
-"""Names of files that are not read alone, or not at all, and what helps.
-
-Formats of torch files import this: such a file may be one of several ranks' of another format.
-"""
+"""Names of torch files that are not read alone, since ranks have one each, and what helps."""
 
 import re
 from collections.abc import Callable, Iterable
@@ -41,43 +38,6 @@ PARTS: Final = {
 }
 """Formats with a file for each rank: pattern of the files, and what helps. A file whose number is 0
 may be the only one."""
-
-_WHOLE_TENSORS: Final = "load it with the tool that wrote it, and save whole tensors as safetensors"
-_NOT_READ: Final = (
-    (
-        "orbax (OCDBT)",
-        r"_CHECKPOINT_METADATA|manifest\.ocdbt|ocdbt\.process_\d+|_sharding",
-        _WHOLE_TENSORS,
-    ),
-    (
-        "zarr, as Megatron-core had it before torch_dist",
-        r"\.zarray|\.zgroup",
-        "load it with Megatron, and save it as torch_dist",
-    ),
-    ("Flax", r"flax_model.*\.msgpack", _WHOLE_TENSORS),
-    (
-        "TensorFlow",
-        r"tf_model.*\.h5|model\.ckpt.*\.(index|meta)|saved_model\.pb",
-        _WHOLE_TENSORS,
-    ),
-    ("llama.cpp (GGUF)", r".*\.gguf", "name the checkpoint that it was made of"),
-    ("NeMo", r".*\.nemo", "unpack it with tar -xf FILE, and name the directory in it"),
-    (
-        "the optimizer of data parallel ranks, in buckets (Megatron's distrib_optim.pt)",
-        r"distrib_optim\.pt",
-        "name the model beside it, or save optimizers as torch_dist",
-    ),
-)
-"""What is recognised and not read: its name, its files, and what helps."""
-
-
-def not_read(names: Iterable[str]) -> str | None:
-    """Return what a directory with these names, or a file, is that is not read, and what helps."""
-    there = tuple(names)
-    for kind, pattern, remedy in _NOT_READ:
-        if any(re.fullmatch(pattern, name) for name in there):
-            return f"is of {kind}, which is not read; {remedy}"
-    return None
 
 
 def part_of_several(name: str, beside: Callable[[], Iterable[str]]) -> str | None:

@@ -26,7 +26,7 @@ from typing import Final, NamedTuple
 
 from shardspec.checkpoint.storage.path import StoragePath, file_inside
 from shardspec.checkpoint.storage.snapshot import Snapshot
-from shardspec.checkpoint.strict_json import checked, field, read_json
+from shardspec.checkpoint.storage.strict_json import checked, field, read_json
 from shardspec.errors import CheckpointError
 from shardspec.text import shown
 
@@ -90,23 +90,23 @@ class ModelFiles(NamedTuple):
     below: tuple[Snapshot, ...] = ()
     """The folders below in which some of the files lie."""
     notes: tuple[str, ...] = ()
-    """For the user: what seems to be odd."""
+    """For the user: what looks odd."""
 
     @property
     def paths(self) -> tuple[StoragePath, ...]:
         """The index, if there is one, and the files."""
         return (*self.files,) if self.index_path is None else (self.index_path, *self.files)
 
-    def wanted(self, path: StoragePath, held: Collection[str]) -> Collection[str]:
-        """Return which of the tensors that a file holds are read from it.
+    def wanted(self, path: StoragePath, stored: Collection[str]) -> Collection[str]:
+        """Return which of the tensors in a file are read from it.
 
         Raises `CheckpointError` if it lacks one that the index sends to it, or holds one that the
         index does not know.
         """
         if self.index_path is None:
-            return held
+            return stored
         listed = self.files[path]
-        for name in sorted(listed - set(held)) or sorted(set(held) - self.names):
+        for name in sorted(listed - set(stored)) or sorted(set(stored) - self.names):
             verb, lists = ("lacks", "lists") if name in listed else ("holds", "does not list")
             raise CheckpointError(
                 f"{path}: {verb} tensor {name!r}, which {self.index_path.name} {lists} for it; "
@@ -126,9 +126,9 @@ def _place(name: str) -> _Place:
 
 def find_safetensors(directory: StoragePath) -> ModelFiles:
     """Return the files of the model in a folder with safetensors files."""
-    there = directory.names()
-    indexes, names = list(filter(is_index, there)), list(filter(is_data_file, there))
-    _check_no_bin_model(directory, there, {_place(name).model for name in (indexes or names)})
+    every_name = directory.names()
+    indexes, names = list(filter(is_index, every_name)), list(filter(is_data_file, every_name))
+    _check_no_bin_model(directory, every_name, {_place(name).model for name in (indexes or names)})
     if indexes:
         return _by_only_index(directory, indexes, names)
     models = _models(names)
@@ -144,8 +144,8 @@ def find_safetensors(directory: StoragePath) -> ModelFiles:
 
 def find_bins(directory: StoragePath) -> ModelFiles:
     """Return the files of the model in a folder with ``.bin`` files."""
-    there = directory.names()
-    indexes, names = list(filter(is_bin_index, there)), list(filter(is_bin_file, there))
+    every_name = directory.names()
+    indexes, names = list(filter(is_bin_index, every_name)), list(filter(is_bin_file, every_name))
     if indexes:
         return _by_only_index(directory, indexes, names)
     if BIN_NAME in names:
@@ -158,7 +158,7 @@ def find_bins(directory: StoragePath) -> ModelFiles:
 
 
 def _without_index(directory: StoragePath, names: Sequence[str]) -> ModelFiles:
-    """Return all these files, if no number is missing."""
+    """Return these files; raises `CheckpointError` if a number is missing."""
     if not names:
         # There were some when the format was found.
         raise CheckpointError(
@@ -176,14 +176,14 @@ def _models(names: Iterable[str]) -> dict[str, list[tuple[str, int]]]:
 
     Numbers of two counts, or of some files only, are of two models.
     """
-    found: dict[tuple[str, int], list[tuple[str, int]]] = {}
+    files_of: dict[tuple[str, int], list[tuple[str, int]]] = {}
     for name in names:
         model, _, count = _place(name)
-        found.setdefault((model, count), []).append((name, count))
-    several = {model for model, _ in found if sum(key[0] == model for key in found) > 1}
+        files_of.setdefault((model, count), []).append((name, count))
+    several = {model for model, _ in files_of if sum(key[0] == model for key in files_of) > 1}
     return {
         f"{model} of {count}" if model in several and count else model: files
-        for (model, count), files in found.items()
+        for (model, count), files in files_of.items()
     }
 
 
@@ -201,13 +201,13 @@ def _check_numbers(directory: StoragePath, files: Sequence[tuple[str, int]]) -> 
                 "another save away"
             )
     first = 0 if 0 in by_number and count not in by_number else 1
-    due = range(first, first + count)
-    for missing in (number for number in due if number not in by_number):
+    expected = range(first, first + count)
+    for missing in (number for number in expected if number not in by_number):
         raise CheckpointError(
             f"{directory}: {_sibling(files[0][0], missing)} is missing, by the numbers of the "
             "others; restore it"
         )
-    for odd in (name for number, name in by_number.items() if number not in due):
+    for odd in (name for number, name in by_number.items() if number not in expected):
         raise CheckpointError(
             f"{directory}: {odd} has a number that is not from 1 to {count}; it belongs elsewhere, "
             "move it away"
@@ -231,12 +231,12 @@ def _several_models(directory: StoragePath, names: Sequence[str]) -> CheckpointE
     return CheckpointError(f"{directory}: holds several models, {some}; {remedy}")
 
 
-def _check_no_bin_model(directory: StoragePath, there: Iterable[str], models: Set[str]) -> None:
+def _check_no_bin_model(directory: StoragePath, names: Iterable[str], models: Set[str]) -> None:
     """Refuse a folder whose ``.bin`` files are another model than its safetensors files.
 
     transformers looks for no other safetensors than ``model`` before it reads ``pytorch_model``.
     """
-    for name in there if _MODEL not in models else ():
+    for name in names if _MODEL not in models else ():
         is_of_model = is_bin_index(name) or is_bin_file(name)
         if is_of_model and _place(name).model.removeprefix(_BIN_PREFIX) not in models:
             others = (f"{model}.safetensors" for model in sorted(models))
@@ -255,13 +255,13 @@ def _by_only_index(
             f"{directory}: has the indexes {', '.join(indexes)}; name the one to read instead of "
             "the directory"
         )
-    found = files_of_index(file_inside(directory, indexes[0], directory))
-    named = {path.name for path in found.files if path.parent == directory}
+    model_files = files_of_index(file_inside(directory, indexes[0], directory))
+    named = {path.name for path in model_files.files if path.parent == directory}
     model = _place(indexes[0]).model
     for name in names:
         if name not in named and _place(name)[:2] in ((model, None), (_MODEL, None)):
             raise _several_models(directory, [name, indexes[0]])
-    return found
+    return model_files
 
 
 def files_of_index(index: StoragePath) -> ModelFiles:
@@ -333,8 +333,8 @@ def check_alone(path: StoragePath) -> None:
     is_listing = is_bin_index if is_bin_file(path.name) else is_index
     if number is None or count < 2 or not (is_bin_file(path.name) or is_data_file(path.name)):
         return
-    there = path.parent.names()
-    indexes = (name for name in there if is_listing(name) and _place(name).model == model)
+    siblings = path.parent.names()
+    indexes = (name for name in siblings if is_listing(name) and _place(name).model == model)
     index = next(indexes, None)
     place = f"directory, {path.parent}" if index is None else f"index, {path.parent / index}"
     raise CheckpointError(
