@@ -8,8 +8,9 @@ PY := $(VENV)/bin/python
 STAMP := $(VENV)/.ready
 LOG := $(VENV)/setup.log
 # One process more than there are cores, as some tests wait; those of a file share what they set up.
+# Files begin in the order of tests/conftest.py.
 WORKERS := $(shell echo $$(( `getconf _NPROCESSORS_ONLN` + 1 )))
-PYTEST := $(PY) -m pytest -n $(WORKERS) --maxprocesses 8 --dist loadfile
+PYTEST := $(PY) -m pytest -n $(WORKERS) --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 # Interpreters to try, in this order; `make setup PYTHON=/path/to/python3.12` names one.
 PYTHON ?= python3.11 python3
 

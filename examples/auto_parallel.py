@@ -306,8 +306,8 @@ def main() -> None:
     if in_job:
         mesh = DeviceMesh(range(4), (2, 2), init_process_group=True)
         communicator = ProcessGroupCommunicator.of(mesh)
-        sizes = [1 << k for k in range(14, 23, 2)]
-        times = measure(communicator, sizes, 5, device=torch.device("cpu"))
+        sizes = [1 << k for k in range(14, 23, 4)]
+        times = measure(communicator, sizes, 3, device=torch.device("cpu"))
         shared = communicator.gather(dict.fromkeys(communicator.addressable, times))
         model = Profile(mesh.shape, None, shared[0], {}).cost_model
     else:

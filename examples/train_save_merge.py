@@ -76,14 +76,14 @@ model = NextLetter()
 embedded = {"embed": "[S(dp),R,R]"}
 takes, gives = inputs_as("[S(dp),R]"), outputs_as("[R,R]")
 distribute_module(model, mesh, rules, takes, gives, outputs=embedded)
-adam = torch.optim.Adam(model.parameters(), lr=3e-3)
-for step in range(121):
+adam = torch.optim.Adam(model.parameters(), lr=1.5e-2)
+for step in range(61):
     letters, following = batch(text, step)
     loss = nn.functional.cross_entropy(ask(letters), following)
     loss.backward()  # type: ignore[no-untyped-call]  # untyped in torch
     adam.step()
     adam.zero_grad()
-    if rank == 0 and step % 40 == 0:
+    if rank == 0 and step % 20 == 0:
         print(f"step {step:3}: loss {loss.item():.3f}", flush=True)
 
 with torch.no_grad():

@@ -16,7 +16,7 @@ data = Path(sys.argv[1]).read_bytes()
 def peak():
     return int(re.search(r"VmHWM:\\s*(\\d+)", Path("/proc/self/status").read_text())[1]) / 1024
 used = peak()
-started = time.monotonic()
+started = time.process_time()
 try:
     value = unpickle(data, {"a.Thing": record_class("Thing")}, Path("x"), "pickle")
     print("read")
@@ -26,7 +26,7 @@ except CheckpointError as error:
 more = peak() - used
 print(more)
 assert more < 200, more
-assert time.monotonic() - started < 20
+assert time.process_time() - started < 20
 """
 
 

@@ -285,28 +285,6 @@ def test_progress_counts_every_byte_once(tmp_path):
         assert seen[-1][0] == 2 * w.nbytes + 20
 
 
-LEAN = """
-import sys
-from pathlib import Path
-from shardspec.cli.main import cli
-out = Path(sys.argv[2])
-for line in (["merge", sys.argv[1], "-o", sys.argv[2]], ["inspect", sys.argv[1]],
-             ["verify", sys.argv[1]], ["diff", sys.argv[1], sys.argv[2]]):
-    try:
-        cli(line)
-    except SystemExit as end:
-        assert end.code == 0, line
-    assert "torch" not in sys.modules, line
-"""
-
-
-def test_no_command_imports_torch(tmp_path):
-    ckpt = save(tmp_path / "ckpt", w=(torch.arange(7.0).bfloat16(), "[S1]"))
-    command = [sys.executable, "-c", LEAN, str(ckpt), str(tmp_path / "m")]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (0, "")
-
-
 def test_copies_are_compared_element_by_element_however_they_lie(tmp_path):
     """A transposed copy is the same; what lies beyond the gaps of a stretched one counts too."""
     array = np.arange(6, dtype=np.int32).reshape(2, 3)

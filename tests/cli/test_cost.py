@@ -3,8 +3,6 @@
 import csv
 import io
 import json
-import subprocess
-import sys
 import time
 from itertools import product
 
@@ -277,17 +275,3 @@ def test_help_has_examples_that_run(tmp_path, monkeypatch):
         assert words[:2] == ["shardspec", "cost"]
         result = run(*words[2:])
         assert (result.exit_code, result.stderr) == (0, ""), line
-
-
-def test_needs_no_torch():
-    args = ["cost", "[S0,R]", "[R,R]", *TENSOR]
-    script = (
-        "import sys\n"
-        "from shardspec.cli.main import cli\n"
-        f"try: cli({args})\n"
-        "except SystemExit as end: assert not end.code, end.code\n"
-        "assert 'torch' not in sys.modules\n"
-    )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout == run(*args[1:]).stdout

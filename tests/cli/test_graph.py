@@ -1,8 +1,6 @@
 """The command `shardspec graph`."""
 
 import json
-import subprocess
-import sys
 
 import pytest
 from click.testing import CliRunner
@@ -152,16 +150,3 @@ def test_help_has_examples_that_run(tmp_path, monkeypatch):
         result = run(*words[2:])
         assert (result.exit_code, result.stderr) == (0, ""), line
     assert {path.name for path in tmp_path.iterdir()} == {"graph.dot", "path.dot"}
-
-
-def test_needs_no_torch():
-    script = (
-        "import sys\n"
-        "from shardspec.cli.main import cli\n"
-        f"try: cli(['graph', *{PLAIN}])\n"
-        "except SystemExit as end: assert not end.code, end.code\n"
-        "assert 'torch' not in sys.modules\n"
-    )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout == run(*PLAIN).stdout

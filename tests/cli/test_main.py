@@ -313,3 +313,29 @@ def test_commands_import_only_what_they_need(tmp_path, args, imported):
         text=True,
     )
     assert (ended.returncode, ended.stderr) == (0, f"{imported}\n")
+
+
+WITHOUT_TORCH = """
+import sys
+from shardspec.cli.main import cli
+for line in sys.argv[1:]:
+    try:
+        cli(line.split(), prog_name="shardspec")
+    except SystemExit as end:
+        assert not end.code, line
+    assert "torch" not in sys.modules, line
+"""
+
+
+def test_planning_and_drawing_need_no_torch():
+    lines = [
+        "plan [S0,R] [R,S01] --mesh 2x4 --shape 4096x4096 --dtype bf16",
+        "cost [S0,R] [R,R] --mesh 2x3 --shape 7x5 --dtype bf16",
+        "graph --mesh 2x3 --dims 2",
+        "show [S0,R] --mesh 2x3 --shape 7x5",
+        "presets",
+    ]
+    command = [sys.executable, "-c", WITHOUT_TORCH, *lines]
+    ended = subprocess.run(command, capture_output=True, text=True)
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert ended.stdout == "".join(run(*line.split()).stdout for line in lines)

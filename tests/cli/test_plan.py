@@ -1,8 +1,6 @@
 """The command `shardspec plan`."""
 
 import json
-import subprocess
-import sys
 
 import pytest
 from click.testing import CliRunner
@@ -440,16 +438,3 @@ def test_help_has_examples_that_run():
         assert words[:2] == ["shardspec", "plan"]
         result = run(*words[2:])
         assert (result.exit_code, result.stderr) == (0, ""), line
-
-
-def test_needs_no_torch():
-    script = (
-        "import sys\n"
-        "from shardspec.cli.main import cli\n"
-        f"try: cli(['plan', *{README_EXAMPLE}])\n"
-        "except SystemExit as end: assert not end.code, end.code\n"
-        "assert 'torch' not in sys.modules\n"
-    )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout == run(*README_EXAMPLE).stdout

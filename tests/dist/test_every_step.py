@@ -1,6 +1,6 @@
 """Single steps, torch's own conversions and gradients on eight real processes, started once.
 
-`make test` takes every sixth step, and `make exhaustive` takes all.
+`make test` takes every twelfth step, and `make exhaustive` takes all.
 """
 
 from collections.abc import Sequence
@@ -200,7 +200,7 @@ def everything(rank: int, sampled: int) -> dict[str, Any]:
     }
 
 
-@pytest.fixture(scope="module", params=[6, pytest.param(1, marks=pytest.mark.exhaustive)])
+@pytest.fixture(scope="module", params=[12, pytest.param(1, marks=pytest.mark.exhaustive)])
 def sampled(request):
     return request.param
 

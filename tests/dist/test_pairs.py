@@ -67,30 +67,35 @@ def _convert(rank: int, jobs: list[Any]) -> tuple[int, int, list[str]]:
     return tried, by_torch, wrong
 
 
-def test_pairs_on_four_processes(tmp_path):
+SAMPLED = pytest.mark.parametrize("rarely", [2, pytest.param(1, marks=pytest.mark.exhaustive)])
+
+
+@SAMPLED
+def test_pairs_on_four_processes(tmp_path, rarely):
     jobs = [
         (range(4), (2, 2), (8, 12), 1),
         ([2, 0, 3, 1], (2, 2), (7, 5), 1),
-        (range(4), (2, 2), (5, 3, 7), 3),
+        (range(4), (2, 2), (5, 3, 7), 3 * rarely),
         (range(4), (4,), (1, 9), 1),
     ]
     for tried, by_torch, wrong in run_ranks(4, tmp_path, _convert, jobs):
         assert wrong == []
-        assert tried == 121 + 121 + 121 + 9
+        assert tried == 121 + 121 + -(-121 // rarely) + 9
         assert by_torch >= 100
 
 
-def test_pairs_on_eight_processes(tmp_path):
+@SAMPLED
+def test_pairs_on_eight_processes(tmp_path, rarely):
     jobs = [
-        (range(8), (2, 4), (16, 8), 3),
-        ([6, 1, 7, 0, 3, 2, 5, 4], (2, 4), (13, 5), 7),
-        (range(8), (2, 2, 2), (7, 11), 80),
-        ([6, 1, 7, 0, 3, 2, 5, 4], (2, 2, 2), (5, 3, 9), 601),
+        (range(8), (2, 4), (16, 8), 3 * rarely),
+        ([6, 1, 7, 0, 3, 2, 5, 4], (2, 4), (13, 5), 7 * rarely),
+        (range(8), (2, 2, 2), (7, 11), 80 * rarely),
+        ([6, 1, 7, 0, 3, 2, 5, 4], (2, 2, 2), (5, 3, 9), 601 * rarely),
     ]
     for tried, by_torch, wrong in run_ranks(8, tmp_path, _convert, jobs):
         assert wrong == []
-        assert tried == 41 + 18 + 31 + 19
-        assert by_torch >= 45
+        assert tried == sum(-(-pairs // rarely) for pairs in (41, 18, 31, 19))
+        assert by_torch >= 40 // rarely
 
 
 def _reduce(rank: int) -> list[str]:

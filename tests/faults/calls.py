@@ -4,10 +4,12 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import chdir
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from random import Random
 from typing import Final
 
+from click import Context
 from click.testing import CliRunner
 
 from shardspec.cli.main import cli
@@ -21,6 +23,17 @@ _MOST_SECONDS: Final = 10
 """Of the processor, for one call."""
 _ALL: Final = 3000
 _SOME: Final = 120
+
+_IMPORTED: Final = (
+    *("networkx", "numpy", "rich.console", "rich.progress", "rich.table"),
+    *(
+        "shardspec.checkpoint.convert",
+        "shardspec.checkpoint.inspect",
+        "shardspec.checkpoint.verify",
+    ),
+    *("shardspec.explorer.page", "shardspec.families.maps", "shardspec.interop.notations"),
+    *("shardspec.layout.converter", "shardspec.layout.dot", "shardspec.layout.picture"),
+)
 
 _ODD: Final = (
     "",
@@ -287,6 +300,11 @@ def calls(place: Path, whole: bool) -> Iterator[Case]:
     place.joinpath("map.toml").write_text(
         '[[map]]\nsource = ["w{i}", "(a b) c"]\ntarget = ["v.{i}", "(b a) c"]\n'
     )
+    # What commands import lies in memory before they are forked.
+    for name in cli.list_commands(Context(cli)):
+        cli.get_command(Context(cli), name)
+    for name in _IMPORTED:
+        import_module(name)
     random = _Random(20)
     for number in range(_ALL if whole else _SOME):
         random.begin()

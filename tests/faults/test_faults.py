@@ -9,6 +9,8 @@ from tests.faults.prepare import prepare
 from tests.faults.rows import ROWS
 from tests.faults.run import run_rows
 
+pytestmark = pytest.mark.dist
+
 
 @pytest.fixture(scope="module")
 def counts(tmp_path_factory):

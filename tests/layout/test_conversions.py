@@ -14,7 +14,6 @@ from shardspec import (
     ShardingSpec,
     SimulatedCommunicator,
 )
-from shardspec.comm.steps import ReduceOp
 from shardspec.layout.graph import explore, spec_of
 from shardspec.layout.moving import transfers_of
 
@@ -100,66 +99,6 @@ def test_every_pair_of_three_axes(ids, mesh_shape, shape, pairs):
 )
 def test_every_pair_with_every_kind_of_dtype(dtype):
     assert wrong_pairs(DeviceMesh(range(6), (2, 3)), (7, 5), dtype) == (121, [])
-
-
-def result_of(op: ReduceOp, addends: torch.Tensor) -> torch.Tensor:
-    match op:
-        case "sum":
-            return addends.sum(0)
-        case "avg":
-            return addends.mean(0)
-        case "prod":
-            return addends.prod(0)
-        case "min":
-            return addends.amin(0)
-        case "max":
-            return addends.amax(0)
-
-
-@pytest.mark.parametrize("op", ["sum", "avg", "min", "max", "prod"])
-@pytest.mark.parametrize("shape", [(6, 12), (7, 5), (1, 2)])
-@pytest.mark.parametrize("pending", [(0,), (1,), (0, 1)], ids=str)
-@pytest.mark.parametrize("mesh_shape", [(2, 3), (1, 2), (2, 1), (1, 1)], ids=str)
-def test_every_pair_with_a_pending_source(op, shape, pending, mesh_shape):
-    """Every source with `pending`, and every target with nothing or a part of it still pending."""
-    mesh = DeviceMesh(range(prod(mesh_shape)), mesh_shape)
-    count = prod(mesh.shape[axis] for axis in pending)
-    generator = torch.Generator().manual_seed(7)
-    addends = torch.randint(-2, 3, (count, *shape), generator=generator).double()
-    whole = result_of(op, addends)
-    sources = [
-        ShardingSpec(spec.dims, spec.dim_partition_dict, partial=dict.fromkeys(pending, op))
-        for spec in every_spec(2, 2)
-        if not set(spec.axes) & set(pending)
-    ]
-    wrong, tried = [], 0
-    for source in sources:
-        layout = Layout(mesh, source, shape, torch.float64)
-        held = {}
-        for device in mesh.ids:
-            at = mesh.coordinates(device)
-            index = 0
-            for axis in pending:
-                index = index * mesh.shape[axis] + at[axis]
-            held[device] = shards_of(addends[index], layout)[device]
-        start = DTensor.from_shards(held, layout, SimulatedCommunicator(mesh))
-        for target in every_spec(2, 2):
-            tried += 1
-            got = start.redistribute(target).shards
-            wanted = shards_of(whole, layout.with_spec(target))
-            if any(
-                not torch.allclose(got[device], wanted[device], rtol=1e-12, atol=0)
-                for device in mesh.ids
-            ):
-                wrong.append(f"{source} → {target}")
-        kept = start.redistribute(source.with_dims({0: [], 1: []}))
-        assert kept.sharding_spec.partials == source.partials
-        tried += 1
-        if not torch.allclose(kept.to_global(), whole, rtol=1e-12, atol=0):
-            wrong.append(f"{source} → {kept.sharding_spec}")
-    assert tried == len(sources) * 12
-    assert len(sources) == {1: 3, 2: 1}[len(pending)]
-    assert wrong == []
 
 
 @pytest.mark.parametrize(

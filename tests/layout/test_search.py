@@ -223,7 +223,7 @@ for a, b in [("[S(v,w),R|P(z)]", "[R,S(x)]"), ("[S01,S23,S4]", "[S4,S01,R]")]:
 
 def test_processes_that_plan_alone_find_the_same_plans():
     texts = set()
-    for seed in ("0", "1", "4242"):
+    for seed in ("0", "4242"):
         environment = {**os.environ, "PYTHONHASHSEED": seed}
         done = subprocess.run(
             [sys.executable, "-c", SCRIPT],

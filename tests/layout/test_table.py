@@ -25,7 +25,7 @@ FAST, SLOW = Link(3.4e-6, 1 / 362e9), Link(1.4e-5, 1 / 48e9)
         ((2, 1), (7, 5)),
         ((1, 1), (7, 5)),
         pytest.param((1, 3, 2), (600, 36), marks=pytest.mark.exhaustive),
-        ((1, 3, 2), (7, 5)),
+        pytest.param((1, 3, 2), (7, 5), marks=pytest.mark.exhaustive),
     ],
 )
 def test_the_table_is_what_the_converter_says(mesh_shape, shape, link_model):

@@ -17,7 +17,7 @@ FOUR = DeviceMesh([2, 0, 3, 1], (2, 2))
 
 @pytest.mark.parametrize("max_bytes", [None, 4096])
 @pytest.mark.parametrize(
-    "seeds", [range(600), pytest.param(range(600, 5600), marks=pytest.mark.exhaustive)], ids=len
+    "seeds", [range(300), pytest.param(range(300, 5600), marks=pytest.mark.exhaustive)], ids=len
 )
 def test_random_state_dicts_on_simulated_devices(max_bytes, seeds):
     tensors = 0
@@ -30,7 +30,7 @@ def test_random_state_dicts_on_simulated_devices(max_bytes, seeds):
         assert wrong_shards(whole, target, got, devices) == [], seed
         assert sum(plan.sent.values()) == sum(plan.received.values())
         tensors += len(whole)
-    assert tensors > 1000
+    assert tensors > 1.5 * len(seeds)
 
 
 def test_out_is_filled_in_place_again_and_again():
