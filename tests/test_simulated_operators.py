@@ -136,7 +136,7 @@ def test_writes_reach_the_shards():
 def test_earlier_calls_are_told_apart_by_all_that_decides_what_torch_does():
     """A call that was right is not watched again; one that is written otherwise is."""
     mesh, mask = DeviceMesh(range(2)), [True, False, True]
-    keys = [[0, 2], (0, 2), mask, [1, 0, 1], (slice(0, 2), 1), 1]
+    keys: list[Any] = [[0, 2], (0, 2), mask, [1, 0, 1], (slice(0, 2), 1), 1]
     for number, pair in enumerate(permutations(keys, 2)):
         for spec in ("[R,S0]", "[S0,R]"):
             for key in pair:
