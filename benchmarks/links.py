@@ -151,6 +151,7 @@ def exchange_row(machine: str, fitted: Sequence[Curve]) -> str:
     They are the least for which no exchange is cheaper than the all-gather or all-to-all that
     sends as much, among as many devices as were measured.
     """
+    fitted = [replace(curve, lines=rounded(curve)) for curve in fitted]
     costs = []  # lines over the bytes that a device receives
     for kind in ("all-gather", "all-to-all"):
         for n in range(2, 1 + max(curve.devices for curve in fitted)):
@@ -164,6 +165,14 @@ def exchange_row(machine: str, fitted: Sequence[Curve]) -> str:
         for size in (0.0, *starmap(crossing, combinations(lines, 2)))
     )
     return f"{MACHINES[machine]} gb_per_s {rate} start_us {ceil(start * 2e6) / 2:g}"
+
+
+def rounded(curve: Curve) -> tuple[Line, ...]:
+    """Return the lines of a curve as rows have them."""
+    return tuple(
+        (float(f"{fixed * 1e6:.2f}") / 1e6, float(f"{slope * 1e12:.4g}") / 1e12)
+        for fixed, slope in curve.lines
+    )
 
 
 def crossing(first: Line, second: Line) -> float:
