@@ -246,14 +246,10 @@ class Digests(Mapping[str, TensorDigest]):
 
     def to_json(self) -> dict[str, object]:
         """Return them as plain values, as a file of digests has them."""
-        tensors = {
-            name: {
-                "dtype": to_safetensors(digest.dtype),
-                "shape": list(digest.shape),
-                "value": digest.value,
-            }
-            for name, digest in self.items()
-        }
+        tensors = {}
+        for name, digest in self.items():
+            dtype = to_safetensors(digest.dtype)
+            tensors[name] = {"dtype": dtype, "shape": list(digest.shape), "value": digest.value}
         return {"format": DIGEST_FORMAT, "seed": self.seed, "value": self.value, "tensors": tensors}
 
 
@@ -384,17 +380,10 @@ def _tile_lanes(array: NDArray[np.generic], box: Box, shape: tuple[int, ...], se
         if a < b:
             several = max(1, (b - a) // per)
             block = part[:, a - first : b - first].reshape(-1, (b - a) // several)
-            numbers = _segments(rows, segments, a // per, several)
+            places = np.arange(a // per, a // per + several, dtype=np.uint64)
+            numbers = (rows[:, None] * np.uint64(segments) + places).ravel()
             lanes += _block_lanes(block, a % per, numbers, seed)
     return lanes
-
-
-def _segments(rows: _Words, segments: int, first: int, several: int) -> _Words:
-    """Return the numbers of some segments of each row."""
-    if segments == 1:
-        return rows
-    places = np.arange(first, first + several, dtype=np.uint64)
-    return (rows[:, None] * np.uint64(segments) + places).ravel()
 
 
 def _block_lanes(block: NDArray[np.generic], at: int, numbers: _Words, seed: int) -> _Words:
@@ -420,7 +409,8 @@ def _block_lanes(block: NDArray[np.generic], at: int, numbers: _Words, seed: int
             np.einsum("rw,w->r", words, keys[2 * lane], out=sums)
             sums += np.einsum("rw,w->r", high, keys[2 * lane + 1])
     total *= _keys(numbers, range(_ROWS, _WORDS), seed)
-    return total.sum(1, dtype=np.uint64)
+    lanes: _Words = total.sum(1, dtype=np.uint64)
+    return lanes
 
 
 def _cover(box: Box, seed: int) -> int:
