@@ -226,8 +226,9 @@ def main(place: Path, rows_file: str, labels: list[str]) -> None:
         if label in _AHEAD:
             look_ahead(label, place / label)
         if label in _OLDER:
-            hf = place / label / "hf"
-            there_and_back(hf, place / label / "ways", answers(loaded(hf)), ("megatron", "fused"))
+            hf, ways = place / label / "hf", place / label / "ways"
+            ways.mkdir()
+            there_and_back(hf, ways, answers(loaded(hf)), ("megatron", "fused"))
             cells += [Cell(label, column, "bits, logits") for column in (THERE_AND_BACK, FUSED)]
         run, whole = place / label / "layout", place / label / "layout.safetensors"
         folder = place / label / "hf"
