@@ -40,8 +40,8 @@ def stored_as(values: NDArray[np.float32], dtype: str) -> RawNumbers:
 @cache
 def _values(dtype: str) -> NDArray[np.float32]:
     """Return the number of each code of 8 bits."""
-    found: NDArray[np.float32] = numbers(np.arange(256, dtype=np.uint8), dtype)
-    return found
+    values: NDArray[np.float32] = numbers(np.arange(256, dtype=np.uint8), dtype)
+    return values
 
 
 def powers_of_two(codes: Codes) -> NDArray[np.float32]:
@@ -60,8 +60,8 @@ def _products(dtype: str, four: bool) -> RawNumbers:
     if four:
         values = FOUR_BITS.real.take(np.stack([every & 15, every >> 4], axis=1).ravel())
     with np.errstate(over="ignore"):
-        found = stored_as(powers_of_two(every)[:, None] * values, dtype)
-    return found.view(f"u{found.shape[1] // 256 * found.itemsize}").ravel()
+        products = stored_as(powers_of_two(every)[:, None] * values, dtype)
+    return products.view(f"u{products.shape[1] // 256 * products.itemsize}").ravel()
 
 
 def _look_up(table: RawNumbers, index: NDArray[np.uint16], out: RawNumbers) -> None:
@@ -151,13 +151,13 @@ def _amax(raw: RawNumbers, dtype: str, block: tuple[int, int], where: str) -> ND
         sizes = np.maximum.reduceat(sizes, np.arange(0, sizes.shape[1], wide), axis=1)
     if dtype == "bfloat16":
         sizes = sizes.astype(np.uint32) << np.uint32(16)
-    found: NDArray[np.float32] = sizes.view(np.float32)
-    if not np.isfinite(found).all():
+    most: NDArray[np.float32] = sizes.view(np.float32)
+    if not np.isfinite(most).all():
         raise CheckpointError(
             f"{where} has NaN or infinity, which no scale fits; correct the weights, or leave out "
             "the tensor"
         )
-    return found
+    return most
 
 
 def _floats(raw: RawNumbers, dtype: str) -> NDArray[np.float32]:
@@ -221,8 +221,8 @@ def to_mx(raw: RawNumbers, dtype: str, where: str, *, four: bool) -> tuple[Codes
         values = _floats(raw[rows], dtype).reshape(len(powers), MX)
         with np.errstate(over="ignore", under="ignore"):
             values *= np.ldexp(np.float32(1), powers)
-        found = round_by(_four_bit_codes(), values) if four else narrow(values, "float8_e4m3fn")
-        codes[rows] = found.reshape(codes[rows].shape)
+        rounded = round_by(_four_bit_codes(), values) if four else narrow(values, "float8_e4m3fn")
+        codes[rows] = rounded.reshape(codes[rows].shape)
     if four:
         codes = codes[:, 0::2] | codes[:, 1::2] << np.uint8(4)
     return codes, scales

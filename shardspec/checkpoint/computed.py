@@ -1,7 +1,7 @@
-"""Tensors whose bytes are made of others' when they are read, a part at a time.
+"""Tensors whose bytes are computed from those of other tensors when they are read, part by part.
 
-To all that reads, maps and writes they are matrices in a file. What is made is kept for a while,
-since it is made in larger parts than it is read in.
+Whatever reads, maps or writes them sees matrices in a file. What is computed is kept for a while,
+since it is computed in larger parts than it is read.
 """
 
 from abc import ABC, abstractmethod
@@ -36,15 +36,15 @@ _Made = TypeVar("_Made")
 
 
 class Recent:
-    """What was made last, of a bounded size; for all threads."""
+    """The results that were used last, of a bounded size; all threads share them."""
 
     def __init__(self, most_bytes: int) -> None:
-        self._most, self._held = most_bytes, 0
+        self._most_bytes, self._num_bytes = most_bytes, 0
         self._lock = Lock()
         self._made: OrderedDict[object, tuple[Any, int]] = OrderedDict()
 
     def get(self, key: object, make: Callable[[], tuple[_Made, int]]) -> _Made:
-        """Return what has a key; it is made, with its size, if it is not there any more."""
+        """Return the result of a key; it is made, with its size, if it is not kept any more."""
         with self._lock:
             if key in self._made:
                 self._made.move_to_end(key)
@@ -54,9 +54,9 @@ class Recent:
         with self._lock:
             if key not in self._made:
                 self._made[key] = made, num_bytes
-                self._held += num_bytes
-            while self._held > self._most and len(self._made) > 1:
-                self._held -= self._made.popitem(last=False)[1][1]
+                self._num_bytes += num_bytes
+            while self._num_bytes > self._most_bytes and len(self._made) > 1:
+                self._num_bytes -= self._made.popitem(last=False)[1][1]
         return made
 
 
@@ -66,7 +66,7 @@ class Source:
     def __init__(self, tensor: StoredTensor, spare: list[Buffers], matrix_dims: int = 2) -> None:
         self.tensor, self._checks = tensor, Checks(tensor)
         self._spare = spare
-        """Memory that no thread uses just now; all tensors of a checkpoint share it."""
+        """Memory that no thread uses at the moment; all tensors of a checkpoint share it."""
         self._dims = len(tensor.shape) - matrix_dims
 
     def rows(self, matrix: int, lo: int, hi: int, columns: Box = ()) -> NDArray[Any]:
@@ -80,8 +80,8 @@ class Source:
     def read(self, box: Box) -> NDArray[Any]:
         """Return the numbers of a box as unsigned integers."""
         sides = [hi - lo for lo, hi in box]
-        found = np.empty(sides, f"u{item_bytes(self.tensor.dtype)}")
-        room = found.reshape(-1).view(np.uint8).data
+        values = np.empty(sides, f"u{item_bytes(self.tensor.dtype)}")
+        room = values.reshape(-1).view(np.uint8).data
         try:
             buffers = self._spare.pop()
         except IndexError:
@@ -89,20 +89,20 @@ class Source:
         with OpenFiles() as files:
             read_box_into(self.tensor, box, room, files, buffers, self._checks)
         self._spare.append(buffers)
-        return found
+        return values
 
 
 def bytes_in_files(outlines: Sequence[AnyOutline]) -> dict[StoragePath, int]:
     """Return the files that tensors lie in, and their bytes in each."""
-    found: dict[StoragePath, int] = {}
+    sizes: dict[StoragePath, int] = {}
     for outline in outlines:
         for stored in distinct(outline):
             computed = stored.computed if isinstance(stored, StoredBox) else None
             reads = {stored.path: outline.bytes_of(stored)}
             for path, num_bytes in (computed.reads if computed else reads).items():
                 if path != ZEROS:
-                    found[path] = found.get(path, 0) + num_bytes
-    return found
+                    sizes[path] = sizes.get(path, 0) + num_bytes
+    return sizes
 
 
 class ComputedMatrices(ABC):
@@ -116,7 +116,7 @@ class ComputedMatrices(ABC):
 
     @property
     def reads(self) -> Mapping[StoragePath, int]:
-        """The files that it is made of, and the bytes of it in each."""
+        """The files that it is computed from, and its bytes in each."""
         return self._reads
 
     @abstractmethod
@@ -146,14 +146,14 @@ class ComputedMatrices(ABC):
             [by for _, by, _ in across] in ([], [width]),
         )
         if within and all(dense):
-            strides = [some[0][2] if some else width for some in (down, across)]
+            strides = [steps_in[0][2] if steps_in else width for steps_in in (down, across)]
             block = np.ndarray((high, length), self._type, room, at, strides)
             self._make_rows(row, column, block)
             return
         if high * length * width > _MOST_BYTES and high > 1:
             (count, by, inside), *rest = entries
-            for first, some in ((0, count // 2), (count // 2, count - count // 2)):
-                part = [(some, by, inside), *rest, (width, 1, 1)]
+            for first, many in ((0, count // 2), (count // 2, count - count // 2)):
+                part = [(many, by, inside), *rest, (width, 1, 1)]
                 self.fill(start + first * by, part, room, at + first * inside)
             return
         made = np.empty((high, length), self._type)
@@ -169,9 +169,9 @@ class ComputedMatrices(ABC):
         done = 0
         while done < len(out):
             matrix, first = divmod(row + done, self.rows)
-            some = min(len(out) - done, self.rows - first)
-            self.make(matrix, first, column, out[done : done + some])
-            done += some
+            count = min(len(out) - done, self.rows - first)
+            self.make(matrix, first, column, out[done : done + count])
+            done += count
 
 
 class ComputedCatalog(Catalog, ABC):

@@ -80,8 +80,8 @@ class _Numbers(ComputedMatrices):
 
     def _kept(self, key: object, read: Any) -> NDArray[Any]:  # noqa: ANN401
         def made() -> tuple[NDArray[Any], int]:
-            found = read()
-            return found, found.nbytes
+            values = read()
+            return values, values.nbytes
 
         return self._recent.get((self._name, key), made)
 
@@ -107,8 +107,8 @@ class _Numbers(ComputedMatrices):
             raw = self._scales.read(whole_box(tensor.shape)).reshape(-1, *grid)[matrix]
         if tensor.dtype in ("uint8", "float8_e8m0fnu"):
             return powers_of_two(raw)
-        found = numbers(np.ascontiguousarray(raw).view(np.uint8), tensor.dtype)
-        return found.astype(np.float32).reshape(grid)
+        scales = numbers(np.ascontiguousarray(raw).view(np.uint8), tensor.dtype)
+        return scales.astype(np.float32).reshape(grid)
 
 
 class DequantisedCatalog(ComputedCatalog):
@@ -155,24 +155,25 @@ def dequantised(
         If scales of what `choice` wants are missing or do not fit, or no block size is stated.
     """
     target = None if dtype is None else dtype_name(dtype)
-    known = quantised_in(source) if target in _INTO else None
-    if target is None or known is None or not known.why:
+    quantized = quantised_in(source) if target in _INTO else None
+    if target is None or quantized is None or not quantized.why:
         return source
     outlines = map(source.outline, source.names)
     tensors = {outline.name: (outline.shape, outline.dtype) for outline in outlines}
     stated = list(sections(source.home)) or list(sections_of(config))
     schemes = schemes_in(stated)
     weights: dict[str, Coded] = {}
-    for name in known.why:
-        found = coded(name, tensors, schemes)
-        if isinstance(found, tuple) and found[0] != name and found[0] in tensors:
-            found = f"{found[0]!r} lies there too"
-        if isinstance(found, tuple):
-            weights[found[0]] = found[1]
-        elif isinstance(found, str) and (choice is None or choice.wants(name)):
+    for name in quantized.why:
+        result = coded(name, tensors, schemes)
+        weight = result[0] if isinstance(result, tuple) else name
+        if weight != name and weight in tensors:
+            result = f"{weight!r} is in the checkpoint too"
+        if isinstance(result, tuple):
+            weights[weight] = result[1]
+        elif result is not None and (choice is None or choice.wants(name)):
             raise QuantisedError(
                 f"{source.directory}: cannot cast to {target}: tensor {name!r} is quantised "
-                f"({known.why[name]}), and {found}; leave out ",
+                f"({quantized.why[name]}), and {result}; leave out ",
                 Argument("dtype"),
                 ", exclude these tensors, or mend the checkpoint",
             )
@@ -180,11 +181,11 @@ def dequantised(
         return source
     layers = {name.rpartition(".")[0] for name in weights}
     gone = {name for weight in weights.values() for name in (weight.codes, weight.scales)}
-    for name in known.why:
+    for name in quantized.why:
         match = _OF_LAYER.fullmatch(name)
         if match is not None and match[1] in layers:
             gone.add(name)
     made = DequantisedCatalog(source, weights, gone, "float32" if target == "float64" else target)
-    made.keeps_dtype |= {name for name in known.why if name not in gone and of_computed(name)}
+    made.keeps_dtype |= {name for name in quantized.why if name not in gone and of_computed(name)}
     made.quantization = {}
     return made

@@ -40,7 +40,7 @@ class QuantisingPlan(ReshardPlan):
     @cached_property
     def digest(self) -> str:
         """What is equal on ranks whose plans are; hexadecimal."""
-        names = [[name for name, *_ in one] for one in (self.by_senders, self.by_receivers)]
+        names = [[name for name, *_ in weights] for weights in (self.by_senders, self.by_receivers)]
         return hashlib.sha256(f"{super().digest} {names}".encode()).hexdigest()
 
     def run(  # type: ignore[override]  # what arrives is not what was sent, so there is no receipt
@@ -62,34 +62,34 @@ class QuantisingPlan(ReshardPlan):
         dist = torch.distributed
         if dist.is_available() and dist.is_initialized() and dist.get_rank() not in self.devices:
             return super().run(state, out)
-        given, filled = flat_state(state), None if out is None else flat_state(out)
+        values, filled = flat_state(state), None if out is None else flat_state(out)
         arriving = {}
         with telling_job(self.devices), torch.no_grad():
             for name, layout, grid in self.by_senders:
-                if name in given:
-                    codes, scales = _quantised(name, given.pop(name), layout, grid)
-                    given |= {name: codes, name + _SCALES: scales}
+                if name in values:
+                    codes, scales = _quantised(name, values.pop(name), layout, grid)
+                    values |= {name: codes, name + _SCALES: scales}
             for name, layout, _ in self.by_receivers if filled is not None else ():
-                held = communicator_of(layout.mesh).addressable
+                devices = communicator_of(layout.mesh).addressable
                 dtype = getattr(torch, layout.dtype)
-                shards = {d: torch.empty(layout.local_shape(d), dtype=dtype) for d in held}
+                shards = {d: torch.empty(layout.local_shape(d), dtype=dtype) for d in devices}
                 arriving[name] = DTensor.from_shards(shards, layout)
         lacking = {name + end for name in arriving for end in ("", _SCALES)}
         rest = filled and {name: value for name, value in filled.items() if name not in lacking}
-        found = super().run(given, None if rest is None else {**rest, **arriving})
+        results = super().run(values, None if rest is None else {**rest, **arriving})
         with telling_job(self.devices), torch.no_grad():
             for name, layout, grid in self.by_receivers:
-                if name not in found:
+                if name not in results:
                     continue
-                made = _quantised(name, found.pop(name), layout, grid)
+                made = _quantised(name, results.pop(name), layout, grid)
                 for key, tensor in zip((name, name + _SCALES), made, strict=True):
                     if filled is None:
-                        found[key] = tensor
+                        results[key] = tensor
                         continue
-                    found[key] = filled[key]
+                    results[key] = filled[key]
                     for device, shard in _shards(key, filled[key], tensor.layout).items():
                         shard.copy_(tensor.shards[device])
-        return found
+        return results
 
     def transfers(
         self,
@@ -136,7 +136,7 @@ def plan_quantised(
         before = grid_layout(move.source, (_SIDE, _SIDE)) if whole else None
         if before is not None:
             senders.append((move.source_name, move.source, before))
-            codes = [_with_dtype(one, "float8_e4m3fn") for one in (move.source, after)]
+            codes = [_with_dtype(layout, "float8_e4m3fn") for layout in (move.source, after)]
             moves.append(replace(move, source=codes[0], target=codes[1]))
             # Where blocks are cut, all scales are everywhere.
             shape = before.global_shape
@@ -178,8 +178,8 @@ def _quantised(name: str, value: object, layout: Layout, grid: Layout) -> tuple[
     pairs = {d: _in_blocks(name, shard) for d, shard in _shards(name, value, layout).items()}
     layouts = _with_dtype(layout, "float8_e4m3fn"), grid
     codes, scales = (
-        DTensor.from_shards({d: pair[at] for d, pair in pairs.items()}, one)
-        for at, one in enumerate(layouts)
+        DTensor.from_shards({d: pair[at] for d, pair in pairs.items()}, of_part)
+        for at, of_part in enumerate(layouts)
     )
     return codes, scales
 

@@ -68,7 +68,8 @@ def quantise_of(kind: str | None, rule: str | None, include: Patterns | None) ->
             f"scales of {kind} by the rule {shown(rule)} are not known; for fp8-128x128 there are "
             f"{' and '.join(rules)}, and the scales of others are powers of two"
         )
-    return Quantise(kind, next((one for one in rules if one == rule), "transformers"), include)
+    scale_rule = next((other for other in rules if other == rule), "transformers")
+    return Quantise(kind, scale_rule, include)
 
 
 class _Weight(NamedTuple):
@@ -108,8 +109,8 @@ class _Quantiser:
         def made() -> tuple[NDArray[Any], int]:
             both = self._quantised(matrix, row, column)
             # Whichever is read first, the other is to be there.
-            for kept, found in zip(self._kept, both, strict=True):
-                kept.get(key, partial(_sized, found))
+            for kept, result in zip(self._kept, both, strict=True):
+                kept.get(key, partial(_sized, result))
             return _sized(both[scales])
 
         return self._kept[scales].get(key, made)
@@ -119,8 +120,8 @@ class _Quantiser:
         rows = row, min(row + self.height, weight.rows)
         columns = column, min(column + self.width, weight.columns)
         if weight.transposed:
-            some = self._source.rows(matrix, *columns, (rows,))
-            raw = np.ascontiguousarray(some.T)
+            columns_first = self._source.rows(matrix, *columns, (rows,))
+            raw = np.ascontiguousarray(columns_first.T)
         else:
             raw = self._source.rows(matrix, *rows, (columns,))
         dtype = self._source.tensor.dtype
