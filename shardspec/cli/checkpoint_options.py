@@ -179,6 +179,18 @@ class MapOptions:
     names: "NamesOf | None"
     fill_from: PurePath | None
 
+    def __post_init__(self) -> None:
+        """Refuse options that contradict each other, before a checkpoint is opened."""
+        of_map = self.sizes is not None or self.reverse_map
+        if self.model is None:
+            text = "--names and --fill-from are of a model; give it by --model"
+            refuse_if(self.names is not None or self.fill_from is not None, text)
+            text = "--sizes, --reverse-map and --drop are of a map; give it by --map"
+            refuse_if(self.map is None and (of_map or bool(self.drop)), text)
+        else:
+            text = "--model says how tensors are named; leave out --map, --sizes and --reverse-map"
+            refuse_if(self.map is not None or of_map, text)
+
     def config(self, checkpoint: PurePath) -> Path:
         """Return the path of the model's config."""
         assert self.model is not None, "the caller asks"
@@ -191,19 +203,12 @@ class MapOptions:
         """Return what gives the tensors of a checkpoint other names; None if nothing does.
 
         That is a model, or maps to be applied in order. Of Megatron-core, `stacked` takes the names
-        of its own checkpoints. Options that contradict each other are a `click.UsageError`.
+        of its own checkpoints.
         """
-        of_map = self.sizes is not None or self.reverse_map
         if self.model is None:
-            text = "--names and --fill-from are of a model; give it by --model"
-            refuse_if(self.names is not None or self.fill_from is not None, text)
-            if self.map is not None:
-                return read_maps(self.map, self.sizes, reverse=self.reverse_map)
-            text = "--sizes, --reverse-map and --drop are of a map; give it by --map"
-            refuse_if(of_map or bool(self.drop), text)
-            return None
-        text = "--model says how tensors are named; leave out --map, --sizes and --reverse-map"
-        refuse_if(self.map is not None or of_map, text)
+            if self.map is None:
+                return None
+            return read_maps(self.map, self.sizes, reverse=self.reverse_map)
         from shardspec.checkpoint.model_names import model_names
 
         names: NamesOf = self.names or "hf"

@@ -100,7 +100,7 @@ NORM = "model.norm.weight"
         (other_moment, r"exp_avg.pt is \(63,\), but \(64,\) in mp_rank_00"),
         (
             lambda place: (place / "zero" / NORM / "fp32.pt").write_bytes(b"PK"),
-            "nothing that torch.save writes",
+            "is not a file of torch.save",
         ),
         (lambda place: torch.save("x", place / "zero" / NORM / "fp32.pt"), "holds no tensor"),
     ],
