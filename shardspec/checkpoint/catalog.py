@@ -287,7 +287,7 @@ class Catalog:
         return False
 
     wants_digests: frozenset[str] = frozenset()
-    """Names of the tensors of which `check_written` is to be given digests."""
+    """Names of the tensors whose digests `check_written` needs."""
 
     def check_written(self, digests: "Mapping[str, TensorDigest]") -> None:
         """Check the digests of what was written, before it appears."""

@@ -1,6 +1,6 @@
 """Deltas: what changed from one checkpoint to the next, in the layout of slime and ModelExpress.
 
-A directory of a version has an index, whose metadata says which version it makes of which, and a
+A directory holds one delta: an index, whose metadata names the old and the new version, and a
 safetensors file with an entry for each tensor that changed: one zstd frame, of the XOR of old and
 new bytes, or of the positions and values of bytes that differ. The checksums of the new states are
 in the file's metadata. What the format lacks is in the index's metadata too, where others ignore
@@ -57,7 +57,7 @@ class DeltaReport:
     tensors: int
     """Of the checkpoint."""
     changed: int
-    """Tensors of which anything changed."""
+    """Tensors with changes."""
     num_bytes: int
     """Of all tensors."""
     changed_bytes: int

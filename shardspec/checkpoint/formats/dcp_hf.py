@@ -1,8 +1,8 @@
 """torch DCP in Hugging Face format: safetensors files per rank, with the offsets of their boxes.
 
 With ``HuggingFaceStorageWriter(save_distributed=True)``, rank r writes
-``shard-{r+1:05}-model-{i:05}-of-{n:05}.safetensors`` for every i of the n files of the merged model
-of which it has tensors. **Neither the shapes of tensors nor the number of ranks is recorded.** So
+``shard-{r+1:05}-model-{i:05}-of-{n:05}.safetensors`` for each file i of n of the merged model
+whose tensors it has. **Neither the shapes of tensors nor the number of ranks is recorded.** So
 the extent of the boxes is taken for the shape only if one of these confirms it:
 
 - the caller states how many ranks have written files (`ranks`), and as many are there;

@@ -311,7 +311,9 @@ def _rewritten(value: object, file: SourceFile, archive: TorchZip) -> OutputFile
     def write(piece: bytes) -> None:
         pieces.append(piece)
         if len(pieces) > _MAX_PIECES:
-            raise CheckpointError("a value of so many parts cannot be carried along")
+            raise CheckpointError(
+                f"a value has more than {_MAX_PIECES:,} parts, the limit for a copy"
+            )
 
     try:
         pickle_into(value, write, stored)

@@ -260,7 +260,7 @@ def _check_part(state: RankState, name: str, layout: Layout) -> None:
 def _spec_on(
     mesh: DeviceMesh | None, layouts: Sequence[Layout], groups: _Groups
 ) -> ShardingSpec | None:
-    """Return the spec of a tensor on the mesh of all ranks, of which its own may be a slice.
+    """Return the spec of a tensor on the mesh of all ranks; its own mesh may be a slice of it.
 
     Returns None if no spec gives every rank exactly the boxes that the rank has stored.
     """

@@ -68,7 +68,7 @@ class HeaderEntry(NamedTuple):
     dtype: str
     """torch's name of the element type."""
     shape: tuple[int, ...]
-    """In elements of torch; a header counts numbers, of which F4 has two in an element."""
+    """In elements of torch; a header counts numbers, and an element of F4 holds two."""
     offset: int
     """Position of the first byte, from the start of the file."""
     num_bytes: int

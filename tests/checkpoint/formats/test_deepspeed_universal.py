@@ -295,7 +295,7 @@ def named(new):
         (optimizer(keep_buf), "keeps momentum_buffer of"),
         (optimizer(never_updated), "and DeepSpeed loads all or none"),
         (optimizer(with_a_view), "besides the tensors of parameters, a tensor that is not"),
-        (optimizer(with_an_endless_value), "a value of so many parts cannot be carried along"),
+        (optimizer(with_an_endless_value), "more than 1,000,000 parts, the limit for a copy"),
         (optimizer(with_a_complex_number), "is a Complex, which cannot be carried along"),
         (model(with_rules), "use python -m deepspeed.checkpoint.ds_to_universal"),
         (model(of_experts), "use python -m deepspeed.checkpoint.ds_to_universal"),
