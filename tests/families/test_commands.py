@@ -246,7 +246,7 @@ def test_who_reads_what_under_a_layout(tmp_path):
         run(*call, "--mesh", "2")
         run(*call, "--mesh", "3", code=3)
     assert "there is no layout" in run(*call[:-1], "foo:2", code=3)
-    assert "out --names, --map" in run(*call, "--map", "llama-hf-to-fused", code=2)
+    assert "leave out --map" in run(*call, "--map", "llama-hf-to-fused", code=2)
 
 
 @pytest.mark.parametrize(
