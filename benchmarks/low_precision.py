@@ -67,12 +67,13 @@ def experts(place: Path, mebibytes: int) -> None:
     """Write experts of gpt-oss, whose rows are columns of what is made of them."""
     random = np.random.default_rng(1)
     side = 2880
-    count = max(1, mebibytes * 2**20 // (2 * side * side))
+    count = max(1, mebibytes * 2**20 // (4 * 2 * side * side))
     shape = (count, side, side // 32, 16)
-    tensors = {
-        "mlp.experts.down_proj_blocks": random.integers(0, 256, shape, dtype=np.uint8),
-        "mlp.experts.down_proj_scales": random.integers(100, 130, shape[:-1], dtype=np.uint8),
-    }
+    tensors = {}
+    for layer in range(4):
+        name = f"layers.{layer}.mlp.experts.down_proj"
+        tensors[f"{name}_blocks"] = random.integers(0, 256, shape, dtype=np.uint8)
+        tensors[f"{name}_scales"] = random.integers(100, 130, shape[:-1], dtype=np.uint8)
     (place / "gpt-oss").mkdir()
     save_file(tensors, place / "gpt-oss" / "model.safetensors")
     config = {"quantization_config": {"quant_method": "mxfp4"}}

@@ -84,7 +84,7 @@ def from_mx(codes: Codes, scales: Codes, out: RawNumbers, dtype: str, *, four: b
     table = _products(dtype, four)
     for rows in _strips(*out.shape):
         high = scales[rows].reshape(-1, 1).astype(np.uint16) << _EIGHT
-        index = codes[rows].reshape(len(high), -1).astype(np.uint16)
+        index = codes[rows].astype(np.uint16).reshape(len(high), -1)
         index |= high
         _look_up(table, index, out[rows])
 
