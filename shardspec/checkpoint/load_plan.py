@@ -3,7 +3,8 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from glob import escape
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from shardspec.boxes import Box
 from shardspec.checkpoint import rank_state
@@ -31,6 +32,8 @@ from shardspec.text import shown
 
 if TYPE_CHECKING:
     import torch
+
+NO_COPY: Final = "this plan quantises, which no copy of bytes does; quantise before, and plan that"
 
 
 def stored_layouts(
@@ -64,9 +67,12 @@ class CheckpointReader:
     """By which map, if by one."""
     dequantised_to: str | None
     """The dtype of numbers in place of codes; None where codes are read."""
+    quantises: bool = False
+    """Whether codes and scales are made of weights; tensors of the plan then have new names."""
 
     def __str__(self) -> str:
-        return f"reads the checkpoint {self.checkpoint}"
+        quantises = " and quantises weights" if self.quantises else ""
+        return f"reads the checkpoint {self.checkpoint}{quantises}"
 
     def run(
         self, plan: ReshardPlan, state: Mapping[str, object], out: Mapping[str, object] | None
@@ -97,13 +103,20 @@ class CheckpointReader:
 
     def regions(self, plan: ReshardPlan) -> dict[str, list[FileRegion]]:
         """Return where tensors lie in the files of the checkpoint."""
+        if self.quantises:
+            raise LayoutError(NO_COPY)
         return file_regions(self._opened(plan), min(plan.files, default=0))
 
     def _opened(self, plan: ReshardPlan) -> Catalog:
         """Open the checkpoint, which is as the plan says."""
-        source = with_numbers(
-            open_checkpoint(self.checkpoint), self.dequantised_to, Choice(drop=plan.dropped)
-        )
+        source = open_checkpoint(self.checkpoint)
+        if self.quantises:
+            from shardspec.checkpoint.quantizing import with_codes
+
+            source = with_codes(source, self.names, plan.dropped)
+        else:
+            dropped = Choice(drop=[*map(escape, plan.dropped)])
+            source = with_numbers(source, self.dequantised_to, dropped)
         now, _ = stored_layouts(source, min(plan.files, default=0))
         for move in plan.moves:
             if now.get(move.source_name) != move.source:
@@ -122,7 +135,9 @@ class CheckpointReader:
     ) -> Reading:
         """Open the checkpoint; it, and what is filled, are as the plan says."""
         names = {name: name for name in layouts}
-        source = mapped(self._opened(plan), self.names, dropped=plan.dropped)
+        source = self._opened(plan)
+        if not self.quantises:
+            source = mapped(source, self.names, dropped=plan.dropped)
         reading = Reading(source, names, layouts)
         if out is None:
             return reading
