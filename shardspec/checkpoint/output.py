@@ -207,7 +207,7 @@ class Output:
             if name not in self._file_crcs:
                 self._complete(number)
             written.append((name, num_bytes, self._file_crcs[name]))
-        self.source.check_unchanged()
+        self.source.check_unchanged(self.target.beside)
         self.source.check_written(self.tensor_digests)
         if self.target.listing is not None:
             written.append(self._write_listing(*self.target.listing))
