@@ -113,7 +113,7 @@ class CheckpointReader:
         if self.quantises:
             from shardspec.checkpoint.quantizing import with_codes
 
-            source = with_codes(source, self.names, plan.dropped)
+            source = with_codes(source, self.names, None, plan.dropped)
         else:
             dropped = Choice(drop=[*map(escape, plan.dropped)])
             source = with_numbers(source, self.dequantised_to, dropped)

@@ -131,8 +131,10 @@ def test_weights_that_are_not_finite_or_quantised_already():
     with pytest.raises(LayoutError, match="has NaN or infinity"):
         plan.run(state)
     codes = {NAME: Layout(TWO, "[S0,R]", (256, 128), "float8_e4m3fn")}
-    with pytest.raises(DTypeError, match="is quantised already"):
-        plan_reshard(codes, (TWO, {}), dtype="fp8-128x128")
+    codes[f"{NAME}_scale_inv"] = Layout(TWO, "[S0,R]", (2, 1), "float32")
+    for target in ((TWO, {}), codes):
+        with pytest.raises(DTypeError, match="is quantised already"):
+            plan_reshard(codes, target, dtype="fp8-128x128")
 
 
 def test_stacks_and_empty_shards():
@@ -190,6 +192,7 @@ def model(tmp_path):
     tensors["mlp.experts.gate_up_proj"] = weights((3, 256, 200))
     tensors |= {"embed.weight": weights((6, 4)), "layers.0.norm.weight": weights((9,))}
     tensors |= {"layers.0.up_proj.bias": weights((6,)), "layers.9.up_proj.weight": weights((0, 4))}
+    tensors |= {"layers.8.up_proj.weight": weights((4, 0))}
     return written(tmp_path / "model", tensors)
 
 
@@ -319,5 +322,5 @@ def test_what_a_config_lists_is_not_quantised_nor_what_is_dropped_read(tmp_path)
         "a.q.weight",
     ]
     for option, says in (({"drop": "no.*"}, "'no.*'"), ({"names": {"no": "a"}}, "'no', which")):
-        with pytest.raises(LayoutError, match=says):
+        with pytest.raises((CheckpointError, LayoutError), match=says):
             plan_reshard(source, (TWO, {}), dtype="fp8-128x128", **option)
