@@ -173,7 +173,7 @@ def plan_quantised_load(
     source = with_codes(stored, names, Choice(drop=drop))
     target, stated = _apart(target, ())
     _, plan, _, files = plan_stored(source.base, target, None, None, max_bytes)
-    layouts, _ = stored_layouts(source, min(files, default=0))
+    layouts, _, padded = stored_layouts(source, min(files, default=0))
     after = {move.target_name: move.target for move in plan.moves}
     for scales in {*source.names} - {*source.base.names}:
         name = scales.removesuffix(_SCALES)
@@ -183,7 +183,7 @@ def plan_quantised_load(
     dropped = tuple(sorted({*stored.names} - origins(source.base)))
     names = dict(names) if isinstance(names, Mapping) else names
     reader = CheckpointReader(checkpoint, names, None, quantises=True)
-    return replace(plan, dropped=dropped, executor=reader)
+    return replace(plan, padded=tuple(sorted(padded)), dropped=dropped, executor=reader)
 
 
 def _apart(
