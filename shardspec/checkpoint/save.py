@@ -184,7 +184,7 @@ def _save(
 ) -> None:
     mesh = chosen.mesh
     leader = mesh.ids[0] in chosen.addressable
-    rank_state.check_same_state(what, chosen, replicas)
+    rank_state.check_same_state(what, chosen, replicas, digests)
     if replicas == "equal":
         rank_state.check_replicas_of_ranks(what, chosen)
     # The system unlocks the directory when a process is killed.

@@ -1,7 +1,7 @@
 """Reading checkpoints byte by byte: against their digests, or tensor by tensor with another one."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from math import isfinite, prod
 from pathlib import PurePath
@@ -309,8 +309,9 @@ def _different_values(
 def _alike(x: object, y: object, atol: float, rtol: float) -> bool:
     """Return whether two values are the same; without tolerances, equal bits."""
     if (atol or rtol) and _is_number(x) and _is_number(y):
-        near = _close(np.array([float(x)]), np.array([float(y)]), atol, rtol)
-        return x == y or bool(near.all())
+        with suppress(OverflowError):  # whole numbers may be too large for a float
+            near = _close(np.array([float(x)]), np.array([float(y)]), atol, rtol)
+            return x == y or bool(near.all())
     if type(x) is not type(y):
         return False
     match x, y:
