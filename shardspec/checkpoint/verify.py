@@ -260,7 +260,7 @@ def values_to_compare(
     """Return the entries that are compared and are not tensors, by the names in the second."""
     if "tensors" in _kept(a, b):
         return {}, {}
-    names = renamed_names([name for name in a.extras if choice.wants(name)], choice.rename)
+    names, _ = renamed_names([name for name in a.extras if choice.wants(name)], choice.rename)
     first = {new: a.extras[name] for name, new in names.items()}
     second = {n: value for n, value in b.extras.items() if n in first or choice.wants(n)}
     return _entries(first), _entries(second)
