@@ -1,6 +1,7 @@
 """What torch's DTensor gets wrong without a word, done right or refused, as a rank does it."""
 
-from itertools import product
+from itertools import permutations, product
+from math import inf
 from typing import Any
 
 import pytest
@@ -237,6 +238,15 @@ def extrema_of_few(mesh: DeviceMesh, every: int) -> None:
             same(call(Cut(LINE[:length], mesh, "[S0]")), call(LINE[:length]))
 
 
+def norms_after_others(mesh: DeviceMesh) -> None:
+    """A norm is right, whatever was the order of the norm before it."""
+    for number, (first, second) in enumerate(permutations((2.0, 0.0, inf, -1.0), 2)):
+        whole = torch.arange(-3.0, 4.0 + number)  # of a length without earlier calls
+        for order in (first, first, second):
+            norm = torch.linalg.vector_norm(Cut(whole, mesh, "[S0]"), order)
+            same(norm, torch.linalg.vector_norm(whole, order))
+
+
 def on_flattened_axes(mesh: DeviceMesh) -> None:
     """Uneven shards over two axes are gathered as they lie, forwards and on the way back."""
     mesh.to_torch()["dp", "tp"]._flatten("both")
@@ -322,6 +332,7 @@ def silent(rank: int, mesh: DeviceMesh, every: int) -> list[str]:
     beside_pending_sums(rank, mesh, every)
     extrema_of_few(line, every)
     extrema_of_few(mesh, every)
+    norms_after_others(line)
     on_flattened_axes(mesh)
     after_earlier_calls(mesh)
     return refusals
