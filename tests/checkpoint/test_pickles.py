@@ -66,6 +66,7 @@ PLAIN = st.recursive(
         | st.tuples(parts, parts, parts, parts)
         | st.dictionaries(st.text() | st.integers(-(2**40), 2**40), parts)
     ),
+    max_leaves=20,
 )
 
 

@@ -5,7 +5,7 @@ import torch
 
 from shardspec import DeviceMesh, DTensor, Layout, NameMap, plan_reshard
 from shardspec.errors import DTypeError, LayoutError
-from tests.checkpoint.test_low_precision import fp8_of, same_bytes, weights
+from tests.checkpoint.test_quantising import fp8_of, same_bytes, weights
 
 TWO, THREE = DeviceMesh(range(2), (2,)), DeviceMesh([5, 7, 6], (3,))
 NAME = "layers.0.mlp.up_proj.weight"
