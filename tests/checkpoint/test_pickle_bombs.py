@@ -47,7 +47,7 @@ def bombs(share):
         "marks": (b"(" * ((8 << 20) // share), "nests more than 10000 deep"),
         "records": (b"(ca\nThing\nq\0" + b"h\0)\x81" * ((2 << 20) // share) + b"t", "read"),
         "records with states": (
-            b"(ca\nThing\nq\0" + b"h\0)\x81}K\1K\1sb" * ((1 << 20) // share) + b"t",
+            b"(ca\nThing\nq\0" + b"h\0)\x81}K\1K\1sb" * (1 << 20) + b"t",
             "makes larger objects than",
         ),
         "tuples in tuples": (b")" + b"\x85" * ((8 << 20) // share), "makes larger objects than"),
@@ -79,7 +79,7 @@ def bombs(share):
             "is not as pickle writes it",
         ),
         "small dicts": (
-            b"(" + b"}K\1K\1s" * ((1 << 20) // share) + b"t",
+            b"(" + b"}K\1K\1s" * (1 << 20) + b"t",
             "makes larger objects than",
         ),
         "a thousand laughs as a key": (b"}" + laughs(200) + b"K\1s", "large or nested tuples"),

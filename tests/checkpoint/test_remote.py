@@ -154,15 +154,19 @@ def test_errors_of_stores_are_one_line(url, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_stores_that_do_not_answer(forms):
+@pytest.mark.parametrize("step", [3, pytest.param(1, marks=pytest.mark.exhaustive)])
+def test_stores_that_do_not_answer(forms, step):
     silent = {"AWS_ENDPOINT_URL": "http://127.0.0.1:9"}
     nobody = {"AWS_ACCESS_KEY_ID": "", "AWS_SECRET_ACCESS_KEY": "", "HOME": str(forms)}
     calls = (["verify", "s3://models/x"], ["merge", forms / "own", "-o", "s3://models/none"])
     imports = "import s3fs\nfrom shardspec.cli.main import main"
-    ends = run_forked(
-        imports, "main()", [*calls] * 2, environments=[silent] * 2 + [nobody] * 2, together=True
-    )
-    causes = ["Could not connect"] * 2 + ["locate credentials"] * 2
+    runs = [
+        (call, environment, due)
+        for environment, due in ((silent, "Could not connect"), (nobody, "locate credentials"))
+        for call in calls
+    ][::step]
+    words, environments, causes = zip(*runs, strict=True)
+    ends = run_forked(imports, "main()", words, environments=environments, together=True)
     for end, due in zip(ends, causes, strict=True):
         assert (end.returncode, end.stdout) == (3, ""), end
         assert len(end.stderr.splitlines()) == 1

@@ -46,7 +46,6 @@ def test_what_is_written_is_what_is_written_here(forms, root, tmp_path):
 
 @pytest.mark.parametrize("root", ROOTS, indirect=True)
 def test_what_is_there_is_kept_or_replaced_as_a_whole(forms, root):
-    store = fsspec.core.url_to_fs(root)[0]
     merge(forms / "own", f"{root}/a.safetensors")
     merge(forms / "own", f"{root}/hub", max_shard_bytes=100)
     kinds: dict[str, dict[str, Any]] = {"a.safetensors": {}, "hub": {"max_shard_bytes": 900}}
@@ -69,8 +68,17 @@ def test_what_is_there_is_kept_or_replaced_as_a_whole(forms, root):
     assert not any("model" in name for name in names(f"{root}/hub"))
     merge(forms / "hub", f"{root}/hub", format="dcp", overwrite=True)
     assert open_checkpoint(f"{root}/hub").format == "torch distributed checkpoint"
-    strangers = ("notes.txt", "data.safetensors", "more/notes.txt")
-    for stranger in strangers if root.startswith("memory") else strangers[2:]:
+
+
+ALL_ROOTS = [pytest.param(at, marks=[pytest.mark.exhaustive] * (at[:2] == "s3")) for at in ROOTS]
+
+
+@pytest.mark.parametrize("root", ALL_ROOTS, indirect=True)
+def test_what_is_of_no_checkpoint_or_of_the_source_is_kept(forms, root):
+    store = fsspec.core.url_to_fs(root)[0]
+    merge(forms / "own", f"{root}/a.safetensors")
+    merge(forms / "hub", f"{root}/hub", format="dcp")
+    for stranger in ("notes.txt", "data.safetensors", "more/notes.txt"):
         store.pipe_file(f"{root}/hub/{stranger}", b"mine")
         before = names(root)
         named = "more/" if "/" in stranger else stranger

@@ -98,6 +98,12 @@ def write(sources, place, name, way, **options):
     return out, due
 
 
+def check_whole(out, due):
+    """Check the tensors that an output should hold."""
+    whole = read_whole(out)
+    assert_same({key: whole[key] for key in due}, due)
+
+
 def below(place):
     """Return the files of an output."""
     return [place] if place.is_file() else sorted(at for at in place.rglob("*") if at.is_file())
@@ -133,7 +139,7 @@ def test_only_its_own_files_are_replaced(sources, tmp_path, name, way):
     first = {file: file.read_bytes() for file in below(out)}
     beside = out.parent if out.is_file() else out
     (beside / "notes.md").write_text("mine")
-    assert_same({key: read_whole(out)[key] for key in due}, due)
+    check_whole(out, due)
     if out.is_dir():
         with pytest.raises(
             CheckpointError, match=r"holds 'notes\.md', which no checkpoint there owns"
@@ -145,7 +151,7 @@ def test_only_its_own_files_are_replaced(sources, tmp_path, name, way):
         write(sources, tmp_path, name, way)
     write(sources, tmp_path, name, way, overwrite=True)
     assert (beside / "notes.md").exists() == out.is_file()
-    assert_same({key: read_whole(out)[key] for key in due}, due)
+    check_whole(out, due)
     assert len(below(out)) == len(first)
 
 
@@ -170,7 +176,7 @@ def test_a_file_that_is_cut_short_or_missing_is_noticed(sources, tmp_path, name,
     assert files
     # Of many files that are alike some.
     refuse_spoiled(out, files[:: -(-len(files) // 8)])
-    assert_same({key: read_whole(out)[key] for key in due}, due)
+    check_whole(out, due)
 
 
 @each_written
