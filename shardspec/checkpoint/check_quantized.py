@@ -24,10 +24,15 @@ from shardspec.resharding.plan import ReshardPlan
 from shardspec.text import Argument
 
 
-def quantised_in(source: Catalog) -> Quantised:
-    """Return which tensors of a checkpoint are quantised; of a mapped one, of what is mapped."""
+def _unmapped(source: Catalog) -> Catalog:
     while isinstance(source, MappedCatalog):
         source = source.base
+    return source
+
+
+def quantised_in(source: Catalog) -> Quantised:
+    """Return which tensors of a checkpoint are quantised; of a mapped one, of what is mapped."""
+    source = _unmapped(source)
     outlines = map(source.outline, source.names)
     tensors = {outline.name: (outline.shape, outline.dtype) for outline in outlines}
     section = source.quantization
@@ -62,6 +67,15 @@ def _refuse_cast(
             )
 
 
+def refuse_quantised(why: Mapping[str, str], names: Iterable[str]) -> None:
+    """Refuse to quantise tensors that are quantised."""
+    for name in names:
+        if name in why:
+            raise DTypeError(
+                f"tensor {name!r} is quantised already ({why[name]}); leave out ", Argument("dtype")
+            )
+
+
 def _check_casts(
     plan: ReshardPlan, why: Mapping[str, str], dtype: object, source: Catalog | None = None
 ) -> None:
@@ -85,8 +99,9 @@ def check_blocks(
     if not blocks:
         return
     flaw_of, scales_flaw_of = lru_cache(1024)(_flaw), lru_cache(1024)(_scales_flaw)
+    stored = _unmapped(source)
     for name, layout in layouts.items():
-        if not isinstance(source, MappedCatalog):
+        if stored is source:
             if name in blocks:
                 _refuse(name, layout, flaw_of(layout, blocks[name].sides))
                 for other, sides in blocks[name].scales:
@@ -98,7 +113,7 @@ def check_blocks(
             parts = [box for box in layout.local_boxes(device) if all(a < b for a, b in box)]
             for origin, boxes in _origins(source, name, parts):
                 if origin in origins:
-                    shape, sides = _shape_of(source, origin), blocks[origin].sides
+                    shape, sides = stored.outline(origin).shape, blocks[origin].sides
                     _refuse(name, layout, _flaw_of_boxes(boxes, shape, sides), origin)
 
 
@@ -227,10 +242,9 @@ def _origins(
         yield from _origins(source.base, equation.source, inner)
 
 
-def _shape_of(source: Catalog, name: str) -> Shape:
-    while isinstance(source, MappedCatalog):
-        source = source.base
-    return source.outline(name).shape
+def origins(source: Catalog) -> set[str]:
+    """Return the names of the stored tensors that those of a mapped checkpoint are made from."""
+    return {origin for name in source.names for origin, _ in _origins(source, name, ())}
 
 
 def _scales_flaw(layout: Layout, scales: Layout, sides: Shape) -> tuple[int, ...] | None:

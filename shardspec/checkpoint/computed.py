@@ -18,7 +18,7 @@ from shardspec.checkpoint.catalog import (
     ZEROS,
     AnyOutline,
     Catalog,
-    LazyTensorCache,
+    DerivedCatalog,
     StoredBox,
     StoredTensor,
     distinct,
@@ -174,25 +174,17 @@ class ComputedMatrices(ABC):
             done += count
 
 
-class ComputedCatalog(Catalog, ABC):
+class ComputedCatalog(DerivedCatalog):
     """A checkpoint in which some tensors are made of others."""
 
     def __init__(self, base: Catalog, gone: Collection[str], made: Collection[str]) -> None:
         names = {*base.names} - {*gone} | {*made}
-        home = base.directory
-        super().__init__(base.format, home, names, base.files, base.mesh, base.extras)
-        self.base, self._made = base, frozenset(made)
+        super().__init__(base, names, base.extras, base.mesh)
+        self._made = frozenset(made)
         self._spare: list[Buffers] = []
-        self._tensors = LazyTensorCache(self._look_up)
-        self.snapshot, self.below, self.beside = base.snapshot, base.below, base.beside
-        self.file_metadata, self.notes, self.paths = base.file_metadata, base.notes, base.paths
-        self.restored, self.dropped, self.filled = base.restored, base.dropped, base.filled
-        self.described_in, self.keeps_dtype = base.described_in, base.keeps_dtype
-        self.quantization = base.quantization
-
-    @abstractmethod
-    def _look_up(self, name: str) -> StoredTensor:
-        """Return a tensor that is made."""
+        self.keeps_dtype, self.file_metadata = base.keeps_dtype, base.file_metadata
+        self.restored, self.paths, self.described_in = base.restored, base.paths, base.described_in
+        self.dropped, self.filled = base.dropped, base.filled
 
     def _made_tensor(
         self,
@@ -213,11 +205,11 @@ class ComputedCatalog(Catalog, ABC):
 
     def tensor(self, name: str) -> StoredTensor:
         """Return a tensor, one that is made or one of the checkpoint."""
-        return self._tensors(name) if name in self._made else self.base.tensor(name)
+        return super().tensor(name) if name in self._made else self.base.tensor(name)
 
     def outline(self, name: str) -> AnyOutline:
         """Return what is known of a tensor without reading the files of its boxes."""
-        return self._tensors(name) if name in self._made else self.base.outline(name)
+        return super().outline(name) if name in self._made else self.base.outline(name)
 
     def origin(self, name: str) -> Hashable:
         """Return a key that is equal for tensors at the same places."""
