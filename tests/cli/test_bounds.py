@@ -150,15 +150,16 @@ ACROSS = ["plan", "[R,S2,R,S013]", "[S12,S0,R,R]", "--mesh", "4x1x1x1", "--targe
 
 def large(dims, size, axes):
     """Return calls for tensors and meshes that are large, in several ways."""
-    many = "".join(map(str, range(axes)))
+    many, line = "".join(map(str, range(axes))), f"{size // 8}x{size // 8}"
+    wide = ["--shape", "65536"]
     return [
         [*ACROSS, "--shape", "4x4x11x8"],
         [*ACROSS, "--shape", "4x4x11x8", "--max-bytes", "1"],
         ["plan", "[S0]", "[S1]", "--mesh", f"{size}x{size}", "--shape", f"{size * size}"],
         ["plan", "[S0,R]", "[R,S10]", "--mesh", "x".join("2" * 16), "--shape", "65536x4"],
         ["plan", f"[R|P{many}]", "[S0]", "--mesh", "x".join("2" * axes), "--shape", "4096"],
-        ["plan", "[S01]", "[S0]", "--mesh", "128x128", "--target-mesh", "128", "--shape", "65536"],
-        ["plan", "[S01]", "[R]", "--mesh", "64x64", "--target-mesh", "64x64", "--shape", "65536"],
+        ["plan", "[S01]", "[S0]", "--mesh", line, "--target-mesh", f"{size // 8}", *wide],
+        ["plan", "[S01]", "[R]", "--mesh", "64x64", "--target-mesh", "64x64", *wide],
         [
             "cost",
             f"[S0,S12,{'R,' * (dims - 3)}S3]",
@@ -176,7 +177,7 @@ def large(dims, size, axes):
 
 @pytest.mark.parametrize(
     ("dims", "size", "axes"),
-    [(30, 512, 8), pytest.param(64, 1024, 10, marks=pytest.mark.exhaustive)],
+    [(18, 512, 7), pytest.param(64, 1024, 10, marks=pytest.mark.exhaustive)],
 )
 def test_time_and_memory_are_bounded(dims, size, axes):
     calls = large(dims, size, axes)
@@ -203,11 +204,8 @@ with open("/proc/self/statm") as file:
 @pytest.mark.parametrize("count", [3, pytest.param(8, marks=pytest.mark.exhaustive)])
 def test_many_plans_between_meshes_keep_little(count):
     """What is remembered of tensors of one rank, each of which takes some 50 MiB to plan."""
-    once, often = (
-        int(done.stdout.splitlines()[-1]) for done in run_forked(IMPORTS, KEPT, [[1], [count]])
-    )
-    assert often < 300
-    assert often - once < 30 * (count - 1)
+    (done,) = run_forked(IMPORTS, KEPT, [[count]])
+    assert int(done.stdout.splitlines()[-1]) < 80 + 27 * count
 
 
 def test_reading_ids_takes_time_in_proportion():
