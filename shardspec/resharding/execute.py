@@ -61,20 +61,16 @@ def run_reshard(
         each.allocate()
         each.clear()
     for number in range(len(moving.stages)):
-        _move_here({device: each.stage(number) for device, each in shards.items()})
+        stages = {device: each.stage(number) for device, each in shards.items()}
+        for stage in stages.values():
+            for wave in stage.waves(None):
+                for sender, message in wave.receives.items():
+                    stage.copy(message, stages[sender])
     results = _results(plan, ties, shards, given) | values
     if not receipt:
         return results, None
     with _marking(given, f"version {version} did not arrive"):
         return results, receipt_of(plan, ties, shards, lambda message: message, version)
-
-
-def _move_here(stages: Mapping[int, Stage]) -> None:
-    """Carry out a stage for all devices of this process."""
-    for stage in stages.values():
-        for wave in stage.waves(None):
-            for sender, message in wave.receives.items():
-                stage.copy(message, stages[sender])
 
 
 def _run_in_job(
