@@ -67,6 +67,15 @@ def _refuse_cast(
             )
 
 
+def refuse_quantised(why: Mapping[str, str], names: Iterable[str]) -> None:
+    """Refuse to quantise tensors that are quantised."""
+    for name in names:
+        if name in why:
+            raise DTypeError(
+                f"tensor {name!r} is quantised already ({why[name]}); leave out ", Argument("dtype")
+            )
+
+
 def _check_casts(
     plan: ReshardPlan, why: Mapping[str, str], dtype: object, source: Catalog | None = None
 ) -> None:
@@ -231,6 +240,11 @@ def _origins(
     for equation in source.equations(name):
         inner = [part for box in boxes for part in boxes_in_source(equation.view, box)]
         yield from _origins(source.base, equation.source, inner)
+
+
+def origins(source: Catalog) -> set[str]:
+    """Return the names of the stored tensors that those of a mapped checkpoint are made from."""
+    return {origin for name in source.names for origin, _ in _origins(source, name, ())}
 
 
 def _scales_flaw(layout: Layout, scales: Layout, sides: Shape) -> tuple[int, ...] | None:

@@ -82,12 +82,6 @@ class GraphDrawing:
         return frozenset(end for edge in self.path for end in (edge.before, edge.after))
 
     @property
-    def kinds(self) -> tuple[str, ...]:
-        """The kinds of step that are drawn, in the order of `COLOURS`."""
-        drawn = {edge.kind for edge in (*self.edges, *self.path)}
-        return tuple(kind for kind in COLOURS if kind in drawn)
-
-    @property
     def beside_path(self) -> list[DrawnEdge]:
         """The edges that are not on the path."""
         marked = {(edge.before, edge.after) for edge in self.path}

@@ -12,6 +12,7 @@ from typing import NamedTuple, TypeAlias
 import torch
 from torch.distributed.tensor import DTensor as TorchDTensor
 
+from shardspec.comm.together import Failure
 from shardspec.errors import LayoutError
 from shardspec.interop.torch_dtensor import local_of
 from shardspec.layout.layout import Layout
@@ -38,7 +39,7 @@ class DeviceGiven(NamedTuple):
 class Statement(NamedTuple):
     """What a process tells the others of a state dict before anything moves."""
 
-    problem: str
+    failure: Failure | None
     """What is not as the plan says; then all else is empty."""
     values: bytes
     """Plain values by the names of the target, pickled."""
@@ -111,7 +112,7 @@ def given_to(
         for (device, shards), out in zip(read.items(), filled.values(), strict=True)
     }
     statement = Statement(
-        "", pickle.dumps(kept), tied, shared, len(plan.stages), flat_out is not None
+        None, pickle.dumps(kept), tied, shared, len(plan.stages), flat_out is not None
     )
     return Given(given, list(state), flat_out, statement)
 

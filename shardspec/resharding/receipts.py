@@ -9,6 +9,7 @@ import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from math import nan
 from typing import Any, Protocol, TypeAlias
 
 import torch
@@ -17,7 +18,7 @@ from shardspec.boxes import Box, box_shape, box_size, contains
 from shardspec.comm.agreement import on_all_ranks
 from shardspec.errors import CommunicatorError
 from shardspec.layout.layout import Layout, LayoutCell, cells_of
-from shardspec.resharding.copies import Groups, StateCopies
+from shardspec.resharding.copies import Groups, StateCopies, TensorMove
 from shardspec.resharding.digests import Digests, TensorDigest
 from shardspec.resharding.given import torch_dtype
 from shardspec.resharding.stages import StateCopy, region_of
@@ -156,7 +157,8 @@ class _Ends:
         boxes = _boxes_of(layout, self.device)
         if name in self.plan.padded:
             return
-        if len(boxes) == 1 and layout.dtype == digest.dtype:
+        as_sent = layout.dtype == digest.dtype and not _has_cast_nans(move, parts)
+        if len(boxes) == 1 and as_sent:
             self.boxes[name, boxes[0]] += digest
             return
         for region, part in parts:
@@ -180,7 +182,10 @@ class _Ends:
         dtype = torch_dtype(move.wire_dtype)
         digest = TensorDigest(move.wire_dtype, move.target.global_shape)
         for region, part in parts:
-            digest = _with_region(digest, region.to(dtype), part)
+            sent = region.to(dtype)
+            if _has_cast_nans(move, [(sent, part)]):
+                sent = torch.where(sent.isnan(), sent.new_full((), nan), sent)
+            digest = _with_region(digest, sent, part)
         return digest
 
     def hashes(
@@ -196,6 +201,12 @@ class _Ends:
             {pair: digests for pair, digests in self.sent.items() if pair in wrong},
             {pair: digests for pair, digests in self.arrived.items() if pair in wrong},
         )
+
+
+def _has_cast_nans(move: TensorMove, parts: Iterable[tuple[torch.Tensor, Box]]) -> bool:
+    """Whether there are NaNs that have been cast: their bits depend on how memory was read."""
+    casts = move.source.dtype != move.target.dtype
+    return casts and any(bool(region.isnan().any()) for region, _ in parts)
 
 
 def _hash(digests: ByPlace) -> str:

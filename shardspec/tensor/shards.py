@@ -11,11 +11,12 @@ from numpy.typing import NDArray
 
 from shardspec.comm.agreement import description
 from shardspec.comm.communicator import Communicator
+from shardspec.comm.process_group import communicator_of
 from shardspec.comm.steps import Exchange
 from shardspec.dtypes import dtype_name
-from shardspec.errors import LayoutError
+from shardspec.errors import CommunicatorError, LayoutError
 from shardspec.layout.converter import LayoutConverter
-from shardspec.layout.layout import Layout, SpecLike
+from shardspec.layout.layout import Layout, SpecLike, checked_mesh
 from shardspec.layout.moving import transfers_of
 from shardspec.layout.spec import ShardingSpec
 from shardspec.mesh.device_mesh import DeviceMesh
@@ -28,6 +29,29 @@ _UNSIGNED: Final = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32, 8: torch.u
 """Unsigned dtypes by their size in bytes."""
 _SENT_ONCE_BYTES: Final = 1 << 20
 """The least bytes for which the source sends each element once and an all-gather makes copies."""
+
+
+def communicator_for(
+    communicator: Communicator | None, mesh: DeviceMesh, needs_shards: str = ""
+) -> Communicator:
+    """Return the communicator, by default that of the mesh.
+
+    Raises `LayoutError` if it is for another mesh, and `CommunicatorError` on a rank outside the
+    mesh if the caller `needs_shards`.
+    """
+    mesh = checked_mesh(mesh)
+    chosen = communicator_of(mesh) if communicator is None else communicator
+    if chosen.mesh != mesh:
+        raise LayoutError(
+            f"the communicator is for mesh {chosen.mesh} with ids {chosen.mesh.ids}, the tensor on "
+            f"mesh {mesh} with ids {mesh.ids}"
+        )
+    if needs_shards and not chosen.addressable:
+        raise CommunicatorError(
+            f"this rank is not part of mesh {mesh} with ids {mesh.ids}; only its ranks "
+            f"{needs_shards}"
+        )
+    return chosen
 
 
 def new_layout(

@@ -199,6 +199,10 @@ def test_plans_that_transformers_could_load_but_not_run_are_refused():
         ("foo:3", "there is no layout 'foo:3'; give one of hf-tp:N"),
         ("megatron:tp=2,x=3", "'x=3' is not once one of"),
         ("megatron:tp=0", "'tp=0' is not a number from 1 on"),
+        pytest.param("hf-tp:" + "9" * 5000, "is not a number from 1 on", id="long number"),
+        pytest.param(
+            "megatron:layers=" + "9" * 5000, "is not a number from 1 on", id="long layers"
+        ),
         ("megatron:tp=3", "do not divide by tp=3"),
         ("megatron:pp=2", "3 layers do not lie in pp=2 stages"),
         ("megatron:pp=2,layers=2+2", "3 layers do not lie in pp=2 stages of 2, 2"),

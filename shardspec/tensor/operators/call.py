@@ -353,7 +353,8 @@ def _check_gradient(call: Call) -> None:
 def _key(value: object) -> object:
     """Return the part of an argument that, besides its layout, determines the operations.
 
-    Of floats it is the type, and what decides whether a norm of that order needs a largest element.
+    Of floats it is the type, and the sign and whether they are infinite: norms of these orders need
+    a largest element, count elements, or add them up.
     """
     if isinstance(value, torch.Tensor | TensorLike):
         return type(value), value.dtype
@@ -362,7 +363,7 @@ def _key(value: object) -> object:
     if isinstance(value, slice):
         return slice, *map(_key, (value.start, value.stop, value.step))
     if isinstance(value, float):
-        return float, value < 0, isinf(value)
+        return float, (value > 0) - (value < 0), isinf(value)
     has_value = value.__hash__ is not None and not isinstance(value, complex)
     # The type as well: True equals 1, but selects otherwise.
     return type(value), value if has_value else None
