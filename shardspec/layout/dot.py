@@ -56,9 +56,6 @@ class DrawnEdge:
         """Whether it is a permute or an exchange, for which the graph has no edges."""
         return isinstance(self.step, Permute | Exchange)
 
-    def __str__(self) -> str:
-        return f"{self.before} → {self.after}: {self.text}"
-
 
 @dataclass(frozen=True, slots=True)
 class GraphDrawing:
