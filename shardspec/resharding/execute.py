@@ -25,12 +25,11 @@ from shardspec.resharding.given import (
     agreed_ties,
     agreed_values,
     given_to,
-    shape_and_dtype,
-    torch_dtype,
 )
 from shardspec.resharding.receipts import Receipt, receipt_of
 from shardspec.resharding.stages import region_of
 from shardspec.tensor.dtensor import DTensor
+from shardspec.tensor.shards import shape_and_dtype, torch_dtype
 from shardspec.text import counted
 
 

@@ -59,10 +59,11 @@ def test_the_outer_axis_is_dearer_than_the_inner_one():
 def test_links_are_those_of_the_running_job():
     """An equal mesh of torch in an earlier job may have stood for one with other links."""
     costs = []
-    for links in ({"mesh_alpha": (1e-3, 1e-3), "mesh_beta": (1e-6, 1e-6)}, {}):
+    for alpha, beta in (((1e-3, 1e-3), (1e-6, 1e-6)), (None, None)):
         dist.destroy_process_group()
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=16)
-        mesh = DeviceMesh(range(16), (2, 8), **links).to_torch("cpu")
+        ours = DeviceMesh(range(16), (2, 8), mesh_alpha=alpha, mesh_beta=beta)
+        mesh = ours.to_torch("cpu")
         whole, rows = ((Replicate(), last) for last in (Replicate(), Shard(0)))
         ends = (DTensorSpec(mesh, each, tensor_meta=META) for each in (rows, whole))
         costs.append(redistribute_cost(*ends))
