@@ -5,7 +5,7 @@ addend for each coordinate on it. Values are whole numbers small enough that eve
 reducing them gives the same bits.
 """
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations, permutations, product
@@ -138,6 +138,14 @@ def routed(source: Layout, target: Layout) -> Iterator[Move]:
     yield Move(Exchange(axes), source, target)
     if Counter(source.boxes().values()) == Counter(target.boxes().values()):
         yield Move(Permute(axes), source, target)
+
+
+def of_each_kind(moves: Iterable[Move], every: int) -> list[Move]:
+    """Return every so many of the moves of each kind of step."""
+    kinds: dict[type[Step], list[Move]] = defaultdict(list)
+    for move in moves:
+        kinds[type(move.step)].append(move)
+    return [move for alike in kinds.values() for move in alike[::every]]
 
 
 def partial_specs(

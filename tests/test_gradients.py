@@ -17,20 +17,26 @@ WHOLE = (torch.arange(35.0) * 0.37).sin().reshape(7, 5).double()
 
 
 MESHES = [
-    (MESH, 121),
-    (DeviceMesh([1, 0], (1, 2)), 121),
-    (DeviceMesh([1, 0], (2, 1)), 121),
-    (DeviceMesh([0], (1, 1)), 121),
-    (DeviceMesh([3, 0, 5, 2, 1, 4], (1, 3, 2)), 46),
+    MESH,
+    DeviceMesh([1, 0], (1, 2)),
+    DeviceMesh([1, 0], (2, 1)),
+    DeviceMesh([0], (1, 1)),
+    DeviceMesh([3, 0, 5, 2, 1, 4], (1, 3, 2)),
 ]
+EACH_MESH = pytest.mark.parametrize("mesh", MESHES, ids=lambda mesh: str(mesh.shape))
+SAMPLED = pytest.mark.parametrize(
+    "sampled", [True, pytest.param(False, marks=pytest.mark.exhaustive)], ids=["sampled", "all"]
+)
 
 
-def pairs_on(mesh: DeviceMesh) -> list[tuple[ShardingSpec, ShardingSpec]]:
-    """Return all pairs of specs on a mesh of two axes, and every 53rd or so on one of three."""
+def pairs_on(mesh: DeviceMesh, sampled: bool) -> list[tuple[ShardingSpec, ShardingSpec]]:
+    """Return pairs of specs, evenly spread: all on two axes and many on three, or fewer."""
     specs = [spec_of(state) for state in explore(mesh.ndim, ShardingSpec(2)).nodes]
     specs.sort(key=str)
     pairs = list(product(specs, specs))
-    return pairs if mesh.ndim < 3 else pairs[::53]
+    if mesh.ndim == 2:
+        return pairs[:: {1: 7, 2: 5, 6: 3}[mesh.size()] if sampled else 1]
+    return pairs[:: 151 if sampled else 7]
 
 
 AUTOGRAD: Any = torch.autograd  # whose functions are typed for torch's tensors alone
@@ -40,25 +46,20 @@ def loss_of(whole: torch.Tensor) -> torch.Tensor:
     return (whole**3 * torch.arange(35).reshape(7, 5)).sum()
 
 
-def expected_gradient() -> torch.Tensor:
-    whole = WHOLE.clone().requires_grad_()
-    loss_of(whole).backward()
-    assert whole.grad is not None
-    return whole.grad
+(GRADIENT,) = torch.autograd.grad(loss_of(LEAF := WHOLE.clone().requires_grad_()), [LEAF])
 
 
-@pytest.mark.parametrize(("mesh", "pairs"), MESHES, ids=str)
-def test_derivatives_through_every_pair_of_specs(mesh, pairs):
+@SAMPLED
+@EACH_MESH
+def test_derivatives_through_pairs_of_specs(mesh, sampled):
     """First and second derivatives; the third of this loss is that of the convention too."""
     weights = torch.arange(35).reshape(7, 5)
-    tried = pairs_on(mesh)
-    assert len(tried) == pairs
-    for source, target in tried:
+    for source, target in pairs_on(mesh, sampled):
         leaf = DTensor(WHOLE.clone().requires_grad_(), mesh, source)
         shards = list(leaf.shards.values())
         loss = loss_of(leaf.redistribute(target).to_global())
         first = torch.autograd.grad(loss, shards, create_graph=True)
-        wanted = DTensor(expected_gradient(), mesh, source).shards.values()
+        wanted = DTensor(GRADIENT, mesh, source).shards.values()
         for found, expected in zip(first, wanted, strict=True):
             torch.testing.assert_close(found, expected, rtol=0, atol=0)
         # Another path leads to the leaf: 3x²w + x², of which the gradient is 6xw + 2x.
@@ -76,9 +77,9 @@ def test_derivatives_through_every_pair_of_specs(mesh, pairs):
             torch.testing.assert_close(found, expected)
 
 
-@pytest.mark.parametrize(("mesh", "_"), MESHES, ids=str)
+@EACH_MESH
 @pytest.mark.parametrize("op", ["sum", "avg"])
-def test_second_derivatives_by_differences(mesh, _, op):
+def test_second_derivatives_by_differences(mesh, op):
     """Numerical ones, of addends that are all pending and of what is sharded after."""
     axes = "".join(map(str, range(mesh.ndim)))
 
@@ -88,7 +89,8 @@ def test_second_derivatives_by_differences(mesh, _, op):
         return tensor.redistribute("[S0,R]").redistribute("[R,S0]").to_global().sin()
 
     def addend(_: int) -> torch.Tensor:
-        return torch.rand(3, 2, dtype=torch.float64, generator=generator, requires_grad=True)
+        shape = {(2, 3): (3, 1), (1, 3, 2): (2, 1)}.get(mesh.shape, (3, 2))
+        return torch.rand(shape, dtype=torch.float64, generator=generator, requires_grad=True)
 
     generator = torch.Generator().manual_seed(5)
     addends = tuple(map(addend, mesh.ids))
@@ -128,7 +130,7 @@ def test_every_pair_with_a_pending_source(op, pending):
         t = DTensor.from_local(shards, MESH, spec, global_shape=(7, 5))
         loss_of(t.redistribute(target).to_global()).backward()
         factor = 1 / count if op == "avg" else 1.0
-        wanted = DTensor(expected_gradient() * factor, MESH, source)
+        wanted = DTensor(GRADIENT * factor, MESH, source)
         for device in MESH.ids:
             torch.testing.assert_close(shards[device].grad, wanted.shards[device])
 
@@ -150,17 +152,16 @@ def test_a_loss_in_parts_by_grad_spec(source, target):
     total.backward()
     grad = leaf.grad
     assert grad is not None
-    wanted = DTensor(expected_gradient(), MESH, source)
+    wanted = DTensor(GRADIENT, MESH, source)
     for device in MESH.ids:
         torch.testing.assert_close(grad.shards[device], wanted.shards[device])
 
 
-@pytest.mark.parametrize("sizes", [(1, 1), (1, 2), (2, 1), (1, 3, 2)], ids=str)
+@SAMPLED
+@pytest.mark.parametrize("mesh", MESHES[1:], ids=lambda mesh: str(mesh.shape))
 @pytest.mark.parametrize("op", ["sum", "avg"])
-def test_axes_of_one(op, sizes):
-    mesh = DeviceMesh(range(prod(sizes)), sizes)
-    specs = [spec_of(s) for s in explore(mesh.ndim, ShardingSpec(2)).nodes]
-    for source, target in list(product(specs, specs))[:: 1 if mesh.ndim == 2 else 17]:
+def test_pending_sources_with_axes_of_one(op, mesh, sampled):
+    for source, target in pairs_on(mesh, sampled):
         free = [axis for axis in range(mesh.ndim) if axis not in source.axes]
         spec = ShardingSpec(2, source.dim_partition_dict, partial=dict.fromkeys(free, op))
         count = prod(mesh.shape[axis] for axis in free)
@@ -168,7 +169,7 @@ def test_axes_of_one(op, sizes):
         shards = {d: shard.requires_grad_() for d, shard in leaf.shards.items()}
         t = DTensor.from_local(shards, mesh, spec, global_shape=(7, 5))
         loss_of(t.redistribute(target).to_global()).backward()
-        wanted = DTensor(expected_gradient() / (count if op == "avg" else 1), mesh, source)
+        wanted = DTensor(GRADIENT / (count if op == "avg" else 1), mesh, source)
         for device in mesh.ids:
             torch.testing.assert_close(shards[device].grad, wanted.shards[device])
 
@@ -225,7 +226,7 @@ def test_a_gradient_may_arrive_as_a_mean():
     total.backward()
     grad = leaf.grad
     assert grad is not None
-    wanted = DTensor(expected_gradient(), MESH, "[S0,R]")
+    wanted = DTensor(GRADIENT, MESH, "[S0,R]")
     for device in MESH.ids:
         torch.testing.assert_close(grad.shards[device], wanted.shards[device])
 

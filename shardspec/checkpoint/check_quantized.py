@@ -24,10 +24,15 @@ from shardspec.resharding.plan import ReshardPlan
 from shardspec.text import Argument
 
 
-def quantised_in(source: Catalog) -> Quantised:
-    """Return which tensors of a checkpoint are quantised; of a mapped one, of what is mapped."""
+def _unmapped(source: Catalog) -> Catalog:
     while isinstance(source, MappedCatalog):
         source = source.base
+    return source
+
+
+def quantised_in(source: Catalog) -> Quantised:
+    """Return which tensors of a checkpoint are quantised; of a mapped one, of what is mapped."""
+    source = _unmapped(source)
     outlines = map(source.outline, source.names)
     tensors = {outline.name: (outline.shape, outline.dtype) for outline in outlines}
     section = source.quantization
@@ -94,8 +99,9 @@ def check_blocks(
     if not blocks:
         return
     flaw_of, scales_flaw_of = lru_cache(1024)(_flaw), lru_cache(1024)(_scales_flaw)
+    stored = _unmapped(source)
     for name, layout in layouts.items():
-        if not isinstance(source, MappedCatalog):
+        if stored is source:
             if name in blocks:
                 _refuse(name, layout, flaw_of(layout, blocks[name].sides))
                 for other, sides in blocks[name].scales:
@@ -107,7 +113,7 @@ def check_blocks(
             parts = [box for box in layout.local_boxes(device) if all(a < b for a, b in box)]
             for origin, boxes in _origins(source, name, parts):
                 if origin in origins:
-                    shape, sides = _shape_of(source, origin), blocks[origin].sides
+                    shape, sides = stored.outline(origin).shape, blocks[origin].sides
                     _refuse(name, layout, _flaw_of_boxes(boxes, shape, sides), origin)
 
 
@@ -239,12 +245,6 @@ def _origins(
 def origins(source: Catalog) -> set[str]:
     """Return the names of the stored tensors that those of a mapped checkpoint are made from."""
     return {origin for name in source.names for origin, _ in _origins(source, name, ())}
-
-
-def _shape_of(source: Catalog, name: str) -> Shape:
-    while isinstance(source, MappedCatalog):
-        source = source.base
-    return source.outline(name).shape
 
 
 def _scales_flaw(layout: Layout, scales: Layout, sides: Shape) -> tuple[int, ...] | None:

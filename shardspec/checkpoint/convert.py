@@ -292,7 +292,7 @@ def _facts(prepared: Prepared, options: WriteOptions) -> dict[str, str]:
         "checkpoint": str(source.directory.absolute()),
         "format": report.format,
     }
-    for option in ("strict_cast", "overwrite", "verify"):
+    for option in ("strict_cast", "overwrite", "verify", "digests"):
         facts[f"option {option}"] = str(getattr(options, option))
     for file in target.files:
         layout = sha256()

@@ -1,10 +1,11 @@
 """Reshard plans that quantise, on senders whose cuts fall on blocks, else on receivers."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final, Never
 
 from shardspec.checkpoint.check_quantized import grid_layout, origins, refuse_quantised
+from shardspec.checkpoint.choice import Choice
 from shardspec.checkpoint.load_plan import NO_COPY, CheckpointReader, plan_stored, stored_layouts
 from shardspec.checkpoint.open import as_catalog
 from shardspec.checkpoint.quantized import Stated, quantised
@@ -14,7 +15,6 @@ from shardspec.families.linear import LinearLayers
 from shardspec.layout.layout import Layout
 from shardspec.layout.spec import ShardingSpec
 from shardspec.resharding.copies import TensorMove
-from shardspec.resharding.maps import dropped_by
 from shardspec.resharding.name_map import NameMap
 from shardspec.resharding.plan import (
     ReshardPlan,
@@ -107,7 +107,7 @@ def plan_quantised(
 
     Raises LayoutError if neither the source nor the target of a weight is cut at blocks.
     """
-    target, stated = _apart(target)
+    target, stated = _apart(target, flat_state(source))
     plan = plan_state(source, target, names, None, max_bytes, drop)
     tensors = {m.source_name: (m.source.global_shape, m.source.dtype) for m in plan.moves}
     refuse_quantised(quantised(tensors, Stated()).why, tensors)
@@ -170,11 +170,10 @@ def plan_quantised_load(
     from shardspec.checkpoint.quantizing import with_codes
 
     stored = as_catalog(checkpoint)
-    shapes = {name: stored.outline(name).shape for name in stored.names}
-    source = with_codes(stored, names, dropped_by(drop, shapes))
-    target, stated = _apart(target)
+    source = with_codes(stored, names, Choice(drop=drop))
+    target, stated = _apart(target, ())
     _, plan, _, files = plan_stored(source.base, target, None, None, max_bytes)
-    layouts, _ = stored_layouts(source, min(files, default=0))
+    layouts, _, padded = stored_layouts(source, min(files, default=0))
     after = {move.target_name: move.target for move in plan.moves}
     for scales in {*source.names} - {*source.base.names}:
         name = scales.removesuffix(_SCALES)
@@ -184,15 +183,17 @@ def plan_quantised_load(
     dropped = tuple(sorted({*stored.names} - origins(source.base)))
     names = dict(names) if isinstance(names, Mapping) else names
     reader = CheckpointReader(checkpoint, names, None, quantises=True)
-    return replace(plan, dropped=dropped, executor=reader)
+    return replace(plan, padded=tuple(sorted(padded)), dropped=dropped, executor=reader)
 
 
-def _apart(target: ReshardTarget) -> tuple[ReshardTarget, dict[str, Layout]]:
-    """Return a target of weights alone, and the layouts of their scales, if it states them."""
+def _apart(
+    target: ReshardTarget, source: Collection[str]
+) -> tuple[ReshardTarget, dict[str, Layout]]:
+    """Return a target without scales that the source lacks, and the layouts of these."""
     if isinstance(target, tuple):
         return target, {}
     flat = flat_state(target)
-    scales = {name + _SCALES for name in flat} & flat.keys()
+    scales = ({name + _SCALES for name in flat} & flat.keys()) - {*source}
     rest = {name: value for name, value in flat.items() if name not in scales}
     return rest, layouts_of({name: flat[name] for name in scales})
 

@@ -100,7 +100,7 @@ class _Quantiser:
         self.block = (128, 128) if how.kind == "fp8-128x128" else (1, MX)
         self._source, self._dtype, self._kept = Source(tensor, spare), dtype, kept
         high, wide = self.block
-        self.width = min(-(-weight.columns // wide) * wide, _TILE // high)
+        self.width = max(wide, min(-(-weight.columns // wide) * wide, _TILE // high))
         self.height = max(1, _TILE // (high * self.width)) * high
         self.reads = bytes_in_files((tensor,))
 
@@ -203,13 +203,17 @@ class QuantisedCatalog(ComputedCatalog):
         return self._made_tensor(name, shape, dtype, spec, source, made)
 
 
-def with_codes(source: Catalog, names: Names | None, dropped: Collection[str]) -> QuantisedCatalog:
+def with_codes(
+    source: Catalog, names: Names | None, choice: Choice | None, dropped: Collection[str] = ()
+) -> QuantisedCatalog:
     """Return a checkpoint under new names, with codes of FP8 in place of linear layers.
 
-    Raises DTypeError if what is not dropped is quantised already.
+    Raises DTypeError if what is chosen and not dropped is quantised already.
     """
     config, how = config_of(source, names), Quantise("fp8-128x128")
-    source = mapped(source, {} if dropped and names is None else names, dropped=dropped)
+    if names is None and (dropped or (choice is not None and choice.drop)):
+        names = {}
+    source = mapped(source, names, choice, dropped=dropped)
     refuse_quantised(quantised_in(source).why, sorted(origins(source)))
     weights, _ = _weights(source, source.names, how, config)
     return QuantisedCatalog(source, weights, {weight.source for weight in weights}, how, None)

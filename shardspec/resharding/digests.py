@@ -115,10 +115,10 @@ class TensorDigest:
     def with_bytes(
         self, data: "NDArray[np.uint8] | memoryview", box: Box, start: int = 0
     ) -> "TensorDigest":
-        """Add elements of a box, from the one at `start` in row-major order, by their bytes."""
+        """Add elements of a box, from the byte `start` of the row-major box on, by their bytes."""
         flat = np.frombuffer(data, f"u{item_bytes(self.dtype)}")
-        digest, at = self, 0
-        for part in row_major_boxes(box_shape(box), start, start + len(flat)):
+        digest, at, first = self, 0, start // flat.itemsize
+        for part in row_major_boxes(box_shape(box), first, first + len(flat)):
             inside = tuple((lo + a, lo + b) for (lo, _), (a, b) in zip(box, part, strict=True))
             size = box_size(part)
             digest = digest._with(flat[at : at + size].reshape(box_shape(part)), inside)

@@ -421,7 +421,8 @@ def check_move(move: TensorMove) -> None:
             f"{name!r} is {before.global_shape} in the source and {after.global_shape} in the "
             "target"
         )
-    if before.dtype != after.dtype and not is_cast(before.dtype, after.dtype):
+    dtypes = before.dtype, after.dtype
+    if dtypes[0] != dtypes[1] and not (is_cast(*dtypes) and is_cast(*reversed(dtypes))):
         raise LayoutError(
             f"{name!r} is {before.dtype} in the source and {after.dtype} in the target; only "
             "floating-point dtypes are cast"

@@ -2,6 +2,7 @@
 
 import json
 import pickle
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +17,11 @@ from shardspec import (
     plan_reshard,
     save_sharded,
 )
+from shardspec.checkpoint.load_plan import plan_stored
+from shardspec.checkpoint.open import open_checkpoint
+from shardspec.checkpoint.transfers import file_regions
 from shardspec.errors import CheckpointError, DTypeError, LayoutError
+from shardspec.resharding.transfers import transfer_rows
 from tests.checkpoint.test_low_precision import (
     FP8,
     SHAPES,
@@ -131,8 +136,11 @@ def test_weights_that_are_not_finite_or_quantised_already():
     with pytest.raises(LayoutError, match="has NaN or infinity"):
         plan.run(state)
     codes = {NAME: Layout(TWO, "[S0,R]", (256, 128), "float8_e4m3fn")}
-    with pytest.raises(DTypeError, match="is quantised already"):
-        plan_reshard(codes, (TWO, {}), dtype="fp8-128x128")
+    codes[f"{NAME}_scale_inv"] = Layout(TWO, "[S0,R]", (2, 1), "float32")
+    targets: list[Any] = [(TWO, {}), codes]
+    for target in targets:
+        with pytest.raises(DTypeError, match="is quantised already"):
+            plan_reshard(codes, target, dtype="fp8-128x128")
 
 
 def test_stacks_and_empty_shards():
@@ -190,6 +198,7 @@ def model(tmp_path):
     tensors["mlp.experts.gate_up_proj"] = weights((3, 256, 200))
     tensors |= {"embed.weight": weights((6, 4)), "layers.0.norm.weight": weights((9,))}
     tensors |= {"layers.0.up_proj.bias": weights((6,)), "layers.9.up_proj.weight": weights((0, 4))}
+    tensors |= {"layers.8.up_proj.weight": weights((4, 0))}
     return written(tmp_path / "model", tensors)
 
 
@@ -308,6 +317,45 @@ def test_names_maps_and_families_of_a_checkpoint(tmp_path):
         plan_reshard(folder, layouts, names=names, dtype="fp8-128x128")
 
 
+def test_what_a_map_pads_is_of_no_file(tmp_path):
+    name_map = NameMap.parse(
+        "[sizes]\nrows = 150\nhigh = 300\n"
+        + "".join(
+            f'[[map]]\nsource = ["{name}", "r c"]\ntarget = ["{name}", "high c", "high[:rows]"]\n'
+            f'[[zeros]]\ntarget = ["{name}", "high c", "high[rows:]"]\n'
+            for name in ("embed.weight", "up.weight")
+        )
+    )
+    tensors = {"embed.weight": weights((150, 6)), "up.weight": weights((150, 200))}
+    source = written(tmp_path / "model", tensors)
+    plan = plan_reshard(source, (THREE, {"*": "[S0,R]"}), names=name_map, dtype="fp8-128x128")
+    require_same(plan.run({}), wanted_of(source, tmp_path / "out", names=name_map))
+    assert (plan.files, plan.padded) == ({8}, ("embed.weight",))
+    # Nor is it where another map goes before the last.
+    again = NameMap.parse(
+        '[[map]]\nsource = "embed.weight"\ntarget = "embed.w"\n'
+        '[[map]]\nsource = "up.weight"\ntarget = "up.w"\n'
+    )
+    catalog, plan, _, files = plan_stored(
+        open_checkpoint(source), (TWO, {}), [name_map, again], None, None
+    )
+    assert (plan.padded, files) == (("embed.w", "up.w"), {2: "model.safetensors"})
+    rows = transfer_rows(plan, 1, files=file_regions(catalog, 2))
+    memory = {
+        plan.moves[place].target_name: bytearray(300 * (6, 200)[place] * 2) for place in (0, 1)
+    }
+    stored = (source / "model.safetensors").read_bytes()
+    for row in rows:
+        target = memory[plan.moves[row["tensor"]].target_name]
+        for step in range(row["count"]):
+            at = int(row["target_offset"] + step * row["target_step"])
+            start = int(row["source_offset"] + step * row["source_step"])
+            target[at : at + row["run_bytes"]] = stored[start : start + row["run_bytes"]]
+    for name, tensor in tensors.items():
+        made = torch.frombuffer(memory[name.replace("weight", "w")], dtype=torch.bfloat16)
+        assert made.equal(torch.nn.functional.pad(tensor, (0, 0, 0, 150)).flatten())
+
+
 def test_what_a_config_lists_is_not_quantised_nor_what_is_dropped_read(tmp_path):
     tensors = {f"a.{name}.weight": weights((130, 4)) for name in "pqr"}
     source = written(tmp_path / "model", tensors, {"modules_to_not_convert": ["a.q"]})
@@ -319,5 +367,5 @@ def test_what_a_config_lists_is_not_quantised_nor_what_is_dropped_read(tmp_path)
         "a.q.weight",
     ]
     for option, says in (({"drop": "no.*"}, "'no.*'"), ({"names": {"no": "a"}}, "'no', which")):
-        with pytest.raises(LayoutError, match=says):
+        with pytest.raises((CheckpointError, LayoutError), match=says):
             plan_reshard(source, (TWO, {}), dtype="fp8-128x128", **option)

@@ -303,6 +303,15 @@ def test_tolerances_are_for_numbers_beside_tensors_too(tmp_path):
     assert [found.name for found in diff_checkpoints(a, b, atol=0.0005)] == ["n"]
 
 
+def test_whole_numbers_too_large_for_a_float_are_compared_as_they_are(tmp_path):
+    a, b = (
+        save_as("own", {"w": torch.ones(2), "n": 10**400 + more}, tmp_path / str(more))
+        for more in (0, 1)
+    )
+    assert [found.name for found in diff_checkpoints(a, b, atol=1.0)] == ["n"]
+    assert list(diff_checkpoints(a, a, atol=1.0)) == []
+
+
 @pytest.mark.parametrize("kind", ["dcp", "dcp unflattened", "torch", "own"])
 def test_training_resumes_after_resharding(tmp_path, kind):
     torch.manual_seed(0)

@@ -107,7 +107,10 @@ def test_under_torchrun(printed, tmp_path):
     assert output == printed("dtensor_tour.py", 2)
 
 
-@pytest.mark.parametrize("world", [2, 4, 8])
+LARGE = pytest.param(8, marks=pytest.mark.exhaustive)
+
+
+@pytest.mark.parametrize("world", [2, 4, LARGE])
 def test_dtensor_tour(printed, world):
     output = printed("dtensor_tour.py", world)
     if world == 4:
@@ -171,7 +174,7 @@ def test_tensor_parallel_mlp(printed):
     assert held == "parameters here: 8,320 of 33,088"
 
 
-@pytest.mark.parametrize("world", [4, 8])
+@pytest.mark.parametrize("world", [4, LARGE])
 def test_hsdp(printed, world):
     output = printed("hsdp.py", world)
     rows = 48 // (world // 2)

@@ -38,7 +38,7 @@ def test_pairs_and_every_bound(mesh, shape, every):
     bounds = np.unique(live)
     best = [chains(np.where(live <= bound, move, np.inf)) for bound in bounds]
     converter = LayoutConverter(CostModel(mesh, links))
-    layouts = layouts_of(brute)
+    layouts = layouts_of(brute, shape)
     pairs = [
         (i, j)
         for i, (_, pending) in enumerate(brute.states)

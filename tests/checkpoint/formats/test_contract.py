@@ -88,7 +88,7 @@ def write(sources, place, name, way, **options):
     """Write a format; return the output and the tensors that it should hold."""
     form = written_format(name, way)
     source, due = sources[kind(name, way)]
-    out = place / f"out{form.extensions[0] if form.one_file and way == 'merged' else ''}"
+    out = place / f"out{form.extensions[0] if form.extensions and way == 'merged' else ''}"
     if form.whole_run:
         reshard(source, out, format=name, **options)
     elif way == "merged":
