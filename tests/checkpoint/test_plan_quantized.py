@@ -22,15 +22,8 @@ from shardspec.checkpoint.open import open_checkpoint
 from shardspec.checkpoint.transfers import file_regions
 from shardspec.errors import CheckpointError, DTypeError, LayoutError
 from shardspec.resharding.transfers import transfer_rows
-from tests.checkpoint.test_low_precision import (
-    FP8,
-    SHAPES,
-    fp8_of,
-    merged,
-    same_bytes,
-    weights,
-    written,
-)
+from tests.checkpoint.test_low_precision import FP8, SHAPES, merged, written
+from tests.checkpoint.test_quantising import fp8_of, same_bytes, weights
 from tests.families.test_commands import saved
 
 TWO, THREE = DeviceMesh(range(2), (2,)), DeviceMesh([5, 7, 6], (3,))
