@@ -93,13 +93,13 @@ class CheckpointReader:
                         f"a plan that {self} takes nothing else; pass an empty state dict, as in "
                         "plan.run({})"
                     )
-                given = None if out is None else flat_state(out)
+                into = None if out is None else flat_state(out)
                 facts = {"reshard plan": plan.digest[:12]}
                 check_same(chosen, facts, "make the same plan on every rank")
                 own = {name: layout for name, layout in layouts.items() if layout.mesh == mesh}
-                reading = agree(chosen, partial(self._reading, plan, given, own, chosen))
+                reading = agree(chosen, partial(self._reading, plan, into, own, chosen))
                 read = agree(chosen, partial(read_shards, reading, chosen))
-                filled = {**filled, **(read if given is None else {n: given[n] for n in read})}
+                filled = {**filled, **(read if into is None else {n: into[n] for n in read})}
         return {name: filled[name] for name in layouts if name in filled}
 
     def regions(self, plan: ReshardPlan) -> dict[str, list[FileRegion]]:
@@ -144,15 +144,15 @@ class CheckpointReader:
             return reading
         if missing := [name for name in layouts if name not in out]:
             raise LayoutError(f"tensor {shown(missing[0])} is missing from the state dict")
-        given = rank_state.describe({name: out[name] for name in layouts}, communicator)
+        described = rank_state.describe({name: out[name] for name in layouts}, communicator)
         for name, layout in layouts.items():
-            if given.layouts[name] != layout:
+            if described.layouts[name] != layout:
                 raise LayoutError(
-                    f"out[{name!r}] is laid out as {given.layouts[name]}, in the plan as {layout}; "
-                    "give it as the plan says"
+                    f"out[{name!r}] is laid out as {described.layouts[name]}, in the plan as "
+                    f"{layout}; give it as the plan says"
                 )
-        _check_apart(given.shards)
-        return reading._replace(shards=given.shards)
+        _check_apart(described.shards)
+        return reading._replace(shards=described.shards)
 
 
 def _check_apart(shards: "Mapping[str, Mapping[int, torch.Tensor]]") -> None:

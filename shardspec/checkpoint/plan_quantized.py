@@ -58,14 +58,14 @@ class Quantiser:
         dist = torch.distributed
         if dist.is_available() and dist.is_initialized() and dist.get_rank() not in plan.devices:
             return {}
-        given, filled = flat_state(state), None if out is None else flat_state(out)
+        tensors, filled = flat_state(state), None if out is None else flat_state(out)
         targets = {move.target_name: move.target for move in plan.moves}
         arriving = {}
         with telling_job(plan.devices), torch.no_grad():
             for name, layout, grid in self.by_senders:
-                if name in given:
-                    codes, scales = _quantised(name, given.pop(name), layout, grid)
-                    given |= {name: codes, name + _SCALES: scales}
+                if name in tensors:
+                    codes, scales = _quantised(name, tensors.pop(name), layout, grid)
+                    tensors |= {name: codes, name + _SCALES: scales}
             for name in plan.quantised if filled is not None else ():
                 layout = targets[name]
                 devices = communicator_of(layout.mesh).addressable
@@ -74,7 +74,7 @@ class Quantiser:
                 arriving[name] = DTensor.from_shards(shards, layout)
         lacking = {name + end for name in arriving for end in ("", _SCALES)}
         rest = filled and {name: value for name, value in filled.items() if name not in lacking}
-        result, _ = run_reshard(plan, given, None if rest is None else {**rest, **arriving})
+        result, _ = run_reshard(plan, tensors, None if rest is None else {**rest, **arriving})
         with telling_job(plan.devices), torch.no_grad():
             for name in plan.quantised:
                 if name not in result:
@@ -140,7 +140,7 @@ def plan_quantised(
             if (other := stated.pop(scales, grid)) != grid:
                 raise LayoutError(
                     f"tensor {scales!r} is made where {name!r} arrives, and laid out as {grid}, "
-                    f"in the target as {other}; leave it out there, or make both alike"
+                    f"but the target states {other}; leave it out of the target, or make both alike"
                 )
             receivers.append(name)
             moves += group
@@ -148,7 +148,7 @@ def plan_quantised(
             raise LayoutError(
                 f"tensor {name!r}: neither {move.source.spec} in the source nor {after.spec} in "
                 f"the target cuts {list(after.global_shape)} at multiples of {_SIDE}, the side of "
-                "a block that shares a scale; cut one of them there, or leave out dtype="
+                "a block that shares a scale; cut one of them at these, or leave out dtype="
             )
     if stated:
         raise LayoutError(f"the source lacks {first_of([*map(shown, sorted(stated))])}")
