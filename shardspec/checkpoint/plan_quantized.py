@@ -24,7 +24,7 @@ from shardspec.resharding.plan import (
     plan_state,
 )
 from shardspec.resharding.state import flat_state
-from shardspec.text import first_of, shown
+from shardspec.text import Argument, first_of, shown
 
 if TYPE_CHECKING:
     import torch
@@ -110,7 +110,8 @@ def plan_quantised(
     target, stated = _apart(target, flat_state(source))
     plan = plan_state(source, target, names, None, max_bytes, drop)
     tensors = {m.source_name: (m.source.global_shape, m.source.dtype) for m in plan.moves}
-    refuse_quantised(quantised(tensors, Stated()).why, tensors)
+    why = quantised(tensors, Stated()).why
+    refuse_quantised(why, tensors, "leave out ", Argument("dtype"))
     moves: list[TensorMove] = []
     senders: list[tuple[str, Layout, Layout]] = []
     receivers: list[str] = []
@@ -173,17 +174,17 @@ def plan_quantised_load(
     source = with_codes(stored, names, Choice(drop=drop))
     target, stated = _apart(target, ())
     _, plan, _, files = plan_stored(source.base, target, None, None, max_bytes)
-    layouts, _, padded = stored_layouts(source, min(files, default=0))
+    layouts, _ = stored_layouts(source, min(files, default=0))
     after = {move.target_name: move.target for move in plan.moves}
     for scales in {*source.names} - {*source.base.names}:
         name = scales.removesuffix(_SCALES)
         after[name] = _with_dtype(after[name], layouts[name].dtype)
         after[scales] = _grid(after[name]) or _everywhere(after[name], layouts[scales])
     plan = plan_state(layouts, {**after, **stated}, None, None, max_bytes)
-    dropped = tuple(sorted({*stored.names} - origins(source.base)))
+    dropped = tuple(sorted({*stored.names} - origins(source.base, source.base.names)))
     names = dict(names) if isinstance(names, Mapping) else names
     reader = CheckpointReader(checkpoint, names, None, quantises=True)
-    return replace(plan, padded=tuple(sorted(padded)), dropped=dropped, executor=reader)
+    return replace(plan, dropped=dropped, executor=reader)
 
 
 def _apart(

@@ -20,11 +20,10 @@ from shardspec.errors import CommunicatorError
 from shardspec.layout.layout import Layout, LayoutCell, cells_of
 from shardspec.resharding.copies import Groups, StateCopies, TensorMove
 from shardspec.resharding.digests import Digests, TensorDigest
-from shardspec.resharding.given import torch_dtype
 from shardspec.resharding.stages import StateCopy, region_of
 from shardspec.resharding.view_parts import parts_of_view
 from shardspec.resharding.views import identity_view
-from shardspec.tensor.shards import bits_of
+from shardspec.tensor.shards import bits_of, torch_dtype
 from shardspec.text import counted
 
 Pair: TypeAlias = tuple[int, int, int]

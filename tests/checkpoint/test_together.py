@@ -305,8 +305,8 @@ def test_shares_fill_every_slot_once(shapes, size, limit, whole_files):
             for file, number in task:
                 extent = target.files[file].extents[number]
                 filled[file][extent.offset :][: extent.num_bytes] += 1
-    for slots, file in zip(wanted, target.files, strict=True):
-        for extent in file.extents:
+    for slots, output in zip(wanted, target.files, strict=True):
+        for extent in output.extents:
             slots[extent.offset :][: extent.num_bytes] += 1
     for slots, given_slots in zip(wanted, filled, strict=True):
         assert slots.tolist() == given_slots.tolist()

@@ -84,7 +84,7 @@ def test_whole_numbers_are_compared_as_such(tmp_path, dtype, tolerance):
     """In float64, 2**53 and 2**53 + 1 are one number."""
     atol, rtol = tolerance
     info = torch.iinfo(dtype)
-    some = (info.min, info.min + 1, 0, 1, 5, 2**53, 2**53 + 1, info.max - 1, info.max)
+    some = (info.min, info.min + 1, 0, 5, 2**53, 2**53 + 1, info.max)
     pairs = list(product([number for number in some if number <= info.max], repeat=2))
     apart = [abs(x - y) > atol + rtol * abs(y) for x, y in pairs]
     for side, name in enumerate("ab"):

@@ -17,6 +17,7 @@ import shardspec.cli
 from shardspec.cli.main import cli, option_text
 from shardspec.text import Argument
 from tests.checkpoint.handmade import handmade, sample
+from tests.forked import run_forked
 from tests.sources import FILES, ROOT, nodes_of
 
 # Whatever a module beside these calls a command.
@@ -276,11 +277,13 @@ def test_python_m_shardspec_is_the_same_command():
     assert (ended.returncode, ended.stdout) == (0, f"shardspec {version('shardspec')}\n")
 
 
-LIGHT = """
+STARTED = """
 import sys
 import shardspec.cli
 from shardspec.cli.main import cli, option_text
 from shardspec.text import Argument
+"""
+LIGHT = """
 try:
     cli(sys.argv[1:])
 except SystemExit as end:
@@ -290,30 +293,24 @@ print(sorted(heavy), file=sys.stderr)
 """
 
 
-@pytest.mark.parametrize(
-    ("args", "imported"),
-    [
-        (["-h"], []),
-        (["merge", "-h"], []),
-        (["merge", "CKPT", "-o", "OUT"], []),
-        (["merge", "PENDING", "-o", "OUT", "--json"], []),
-        (["inspect", "CKPT", "--json"], []),
-        (["inspect", "CKPT"], ["rich"]),
-    ],
-)
-def test_commands_import_only_what_they_need(tmp_path, args, imported):
+def test_commands_import_only_what_they_need(tmp_path):
     addends = {(i,): array for i, (_, array) in enumerate([sample()["w"]] * 2)}
     places = {
         "CKPT": handmade(sample()).write(tmp_path / "ckpt"),
         "PENDING": handmade({"p": ("[R,S1|P0]", addends)}).write(tmp_path / "pending"),
         "OUT": tmp_path / "out",
     }
-    ended = subprocess.run(
-        [sys.executable, "-c", LIGHT, *(str(places.get(arg, arg)) for arg in args)],
-        capture_output=True,
-        text=True,
-    )
-    assert (ended.returncode, ended.stderr) == (0, f"{imported}\n")
+    imported = {
+        ("-h",): "[]",
+        ("merge", "-h"): "[]",
+        ("merge", "CKPT", "-o", "OUT"): "[]",
+        ("merge", "PENDING", "-o", "OUT", "--json", "--overwrite"): "[]",
+        ("inspect", "CKPT", "--json"): "[]",
+        ("inspect", "CKPT"): "['rich']",
+    }
+    runs = ([places.get(word, word) for word in words] for words in imported)
+    for words, ended in zip(imported, run_forked(STARTED, LIGHT, runs), strict=True):
+        assert (ended.returncode, ended.stderr) == (0, f"{imported[words]}\n"), words
 
 
 WITHOUT_TORCH = """
