@@ -190,6 +190,9 @@ def test_what_only_one_process_finds_out_ends_all(ckpt, tmp_path):
         "option verify: rank 0 has ": [
             partial(merge, ckpt, out, verify=verify) for verify in (True, True, False)
         ],
+        "option dry_run: rank 0 has ": [
+            partial(merge, ckpt, out, dry_run=dry_run) for dry_run in (False, True, False)
+        ],
         "option digests: rank 0 has ": [
             partial(merge, ckpt, out, digests=digests)
             for digests in (None, tmp_path / "digests.json", None)
