@@ -93,7 +93,7 @@ def test_on_uniform_links(seeds):
 
 
 @pytest.mark.parametrize(
-    "seeds", [range(28), pytest.param(range(28, 700), marks=pytest.mark.exhaustive)], ids=len
+    "seeds", [range(44), pytest.param(range(44, 700), marks=pytest.mark.exhaustive)], ids=len
 )
 def test_between_hosts_least_crosses_and_the_busiest_have_least(seeds):
     """What crosses is least, and of that the busiest sender and receiver have least."""
@@ -117,4 +117,4 @@ def test_between_hosts_least_crosses_and_the_busiest_have_least(seeds):
                 moved[pair[end]] += num_bytes * (host[pair[0]] != host[pair[1]])
             assert max(moved.values()) <= 1.02 * least_busiest(+totals) + 4, (seed, end)
         tried += 1
-    assert tried > len(seeds) / 4
+    assert tried > len(seeds) / 6

@@ -224,7 +224,7 @@ def mutated(random_: random.Random) -> str:
     return "\n".join(lines)
 
 
-@pytest.mark.parametrize("count", [200, pytest.param(10_000, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("count", [400, pytest.param(10_000, marks=pytest.mark.exhaustive)])
 def test_faults_are_found_by_the_check_or_by_the_loader(count):
     wanted = expected()
     random_ = random.Random(count + 3)
