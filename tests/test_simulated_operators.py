@@ -1,7 +1,7 @@
 """torch's operators where one process holds the shards of all devices, beside whole tensors."""
 
 import threading
-from itertools import permutations
+from itertools import permutations, product
 from math import inf
 from typing import Any
 
@@ -67,8 +67,8 @@ def test_every_spec_gives_what_one_process_gives(name, shape):
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_operators_give_what_one_process_gives(name):
     """The specs that differ most; the others are exhausted elsewhere."""
-    for spec in ("[S0,S1]", "[S01,R]", "[R,S1|P0]"):
-        why = tried(name, MESHES[2, 3], spec)
+    for shape, spec in (((2, 3), "[S01,R]"), ((2, 2), "[R,S1|P0]")):
+        why = tried(name, MESHES[shape], spec)
         assert not why or (name == "flatten" and "redistribute" in why), (spec, why)
 
 
@@ -113,7 +113,7 @@ def test_views_of_the_shape_of_a_tensor_with_dims_or_without():
 
 def test_writes_reach_the_shards():
     mesh = MESHES[2, 3]
-    for spec in ("[S0,R]", "[R,S1]", "[R,R]", "[S01,R]"):
+    for spec in ("[R,R]", "[S01,R]"):
         tensor, whole = Cut(WHOLE, mesh, spec), WHOLE.clone()
         places = {device: shard.data_ptr() for device, shard in tensor.shards.items()}
         for each in (tensor, whole):
@@ -138,13 +138,13 @@ def test_earlier_calls_are_told_apart_by_all_that_decides_what_torch_does():
     mesh, mask = DeviceMesh(range(2)), [True, False, True]
     keys: list[Any] = [[0, 2], (0, 2), mask, [1, 0, 1], (slice(0, 2), 1), 1]
     for number, pair in enumerate(permutations(keys, 2)):
-        for spec in ("[R,S0]", "[S0,R]"):
-            for key in pair:
-                # Of a size without earlier calls.
-                whole = torch.zeros(3, 20 + number)
-                tensor = Cut(whole, mesh, spec)
-                tensor[key] = whole[key] = 9.0
-                assert torch.equal(tensor.to_global(), whole), (pair, spec)
+        spec = ("[R,S0]", "[S0,R]")[number % 2]
+        for key in pair:
+            # Of a size without earlier calls.
+            whole = torch.zeros(3, 20 + number)
+            tensor = Cut(whole, mesh, spec)
+            tensor[key] = whole[key] = 9.0
+            assert torch.equal(tensor.to_global(), whole), (pair, spec)
     few = torch.tensor([3.0, -4.0])
     for order in (2.0, inf, 1.0, -1.0, -inf, 0.5):
         tensor = Cut(few, DeviceMesh(range(3)), "[S0]")
@@ -212,13 +212,13 @@ def test_replicas_draw_the_same_numbers():
 
 
 def test_extrema_where_any_device_has_nothing():
-    for length in range(1, 8):
+    meshes = MESHES[2, 3], DeviceMesh(range(6), (3, 2))
+    cases = list(product(range(1, 8), meshes, ("[S01,R]", "[S0,S1]")))
+    for length, mesh, spec in cases[::3]:
         whole = WHOLE[:length]
-        for mesh in (MESHES[2, 3], DeviceMesh(range(6), (3, 2))):
-            for spec in ("[S01,R]", "[S0,S1]"):
-                tensor = Cut(whole, mesh, spec)
-                assert tensor.amax(0).to_global().tolist() == whole.amax(0).tolist()
-                assert tensor.argmin(0).to_global().tolist() == whole.argmin(0).tolist()
+        tensor = Cut(whole, mesh, spec)
+        assert tensor.amax(0).to_global().tolist() == whole.amax(0).tolist()
+        assert tensor.argmin(0).to_global().tolist() == whole.argmin(0).tolist()
 
 
 def test_what_is_refused_in_a_job_is_refused():
@@ -267,13 +267,13 @@ def test_a_job_that_has_ended_meanwhile_changes_nothing(tmp_path):
     mesh = DeviceMesh(range(4), (2, 2))
     left, right = torch.arange(15.0).reshape(5, 3), torch.arange(6.0).reshape(3, 2)
 
-    def product():
+    def multiplied():
         return (DTensor(left, mesh, "[S0,R]") @ DTensor(right, mesh, "[S01,R]")).full_tensor()
 
-    assert torch.equal(product(), left @ right)
+    assert torch.equal(multiplied(), left @ right)
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/at", rank=0, world_size=1)
     dist.destroy_process_group()  # torch forgets the names of all groups
-    assert torch.equal(product(), left @ right)
+    assert torch.equal(multiplied(), left @ right)
 
 
 def test_threads_take_turns():

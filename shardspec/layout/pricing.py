@@ -316,6 +316,7 @@ def _rows(
             yield batch, *routing.lines(ends, np.tile(space.list_index, (len(batch), 1)))
 
 
+@lru_cache(maxsize=1024)
 def pair_prices(source: Layout, target: Layout, model: CostModel) -> tuple[float, float]:
     """Return the seconds of a permute and of an exchange on one mesh; inf if not applicable."""
     ends = state_of(source.spec)[0], state_of(target.spec)[0]

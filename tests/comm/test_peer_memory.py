@@ -33,10 +33,11 @@ def arrays_of(numbers: np.ndarray) -> list[np.ndarray]:
 @pytest.mark.parametrize("dtype", ["int8", "int16", "complex128"])
 def test_every_order_and_gap_on_both_sides(shape, dtype):
     numbers = (np.arange(np.prod(shape)).reshape(shape) % 113).astype(dtype)
-    for source in arrays_of(numbers):
-        for target in arrays_of(np.zeros_like(numbers)):
-            read(os.getpid(), region(source), region(target))
-            assert (target == numbers).all()
+    pairs = list(product(arrays_of(numbers), arrays_of(np.zeros_like(numbers))))
+    for source, target in pairs[:: 11 if len(pairs) > 1000 else 1]:
+        target[...] = 0
+        read(os.getpid(), region(source), region(target))
+        assert (target == numbers).all()
 
 
 def test_scalars_and_repeated_elements():

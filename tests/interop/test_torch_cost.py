@@ -99,11 +99,12 @@ def test_all_edges_at_once_cost_what_each_does(names):
         for meta in metas
         for here, there in product(product(WAYS, repeat=2), repeat=2)
     ]
-    wanted = [cost(*pair) for pair in pairs]
-    found = cost.many(*zip(*pairs * 2, strict=True))
-    assert found.tolist() == pytest.approx(wanted * 2, rel=1e-9)
+    wanted = [cost(*pair) for pair in pairs[::5]]
+    every = cost.many(*zip(*pairs * 2, strict=True)).tolist()
+    assert every[: len(pairs)] == every[len(pairs) :]
+    assert every[: len(pairs) : 5] == pytest.approx(wanted, rel=1e-9)
     # Nothing becomes pending: of 4 placements per axis, 13 pairs of 16 can be.
-    assert sum(each < inf for each in wanted) == 2 * 13**2
+    assert sum(each < inf for each in every) == 4 * 13**2
 
 
 def test_tables_of_edges_cost_what_each_pair_does():

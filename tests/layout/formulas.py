@@ -6,7 +6,9 @@ own arithmetic is used but the boxes.
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable
+from functools import lru_cache
 from math import ceil, prod
+from operator import ne
 
 import networkx as nx
 
@@ -37,15 +39,16 @@ def slowest(model: CostModel, axes: Iterable[int]) -> tuple[float, float]:
     return max(x.latency_s for x in links), max(x.seconds_per_byte for x in links)
 
 
-def apart(mesh: DeviceMesh, a: int, b: int) -> int:
-    pairs = zip(mesh.coordinates(a), mesh.coordinates(b), strict=True)
-    return sum(here != there for here, there in pairs)
+@lru_cache(maxsize=512)
+def boxes_of(layout: Layout) -> dict[int, Box]:
+    return layout.boxes()
 
 
 def largest_shard(layout: Layout) -> int:
-    return max(map(box_size, layout.boxes().values())) * item_bytes(layout.dtype)
+    return max(map(box_size, boxes_of(layout).values())) * item_bytes(layout.dtype)
 
 
+@lru_cache(maxsize=1)
 def exchanged(
     before: Layout, after: Layout, model: CostModel
 ) -> list[tuple[int, tuple[int, ...], int]]:
@@ -62,20 +65,15 @@ def exchanged(
         and any(slowest(model, [axis])[i] > slowest(model, [c])[i] for c in cut for i in (0, 1))
     ]
     holders: dict[Box, list[int]] = defaultdict(list)
-    for device, box in before.boxes().items():
+    for device, box in boxes_of(before).items():
         holders[box].append(device)
     pieces = []
-    for receiver, wanted in after.boxes().items():
+    at = {device: [mesh.coordinates(device)[axis] for axis in slow] for device in mesh.ids}
+    for receiver, wanted in boxes_of(after).items():
         for box, devices in holders.items():
             piece = intersect(wanted, box)
             if piece is not None and receiver not in devices:
-                away = {
-                    device: sum(
-                        mesh.coordinates(device)[axis] != mesh.coordinates(receiver)[axis]
-                        for axis in slow
-                    )
-                    for device in devices
-                }
+                away = {device: sum(map(ne, at[device], at[receiver])) for device in devices}
                 near = tuple(device for device in devices if away[device] == min(away.values()))
                 pieces.append((receiver, near, box_size(piece) * item_bytes(before.dtype)))
     return pieces
@@ -109,12 +107,13 @@ def exchange(before: Layout, after: Layout, model: CostModel) -> float:
     return max(busy.values())
 
 
+@lru_cache(maxsize=1)
 def permuted(before: Layout, after: Layout, model: CostModel) -> list[tuple[float, float]] | None:
     """Return the links used by the best assignment of senders to receivers; None if none exists.
 
     The best has the smallest slowest link, found by matching over more and more links.
     """
-    held, wanted = before.boxes(), after.boxes()
+    held, wanted = boxes_of(before), boxes_of(after)
     if Counter(held.values()) != Counter(wanted.values()):
         return None
     size = largest_shard(before)
@@ -154,10 +153,8 @@ def seconds(step: Step, before: Layout, after: Layout, model: CostModel) -> floa
             used = permuted(before, after, model)
             assert used is not None, "only called for a permute that exists"
             if bus:
-                moving = sum(
-                    before.box(device) != after.box(device) and box_size(after.box(device)) > 0
-                    for device in mesh.ids
-                )
+                ends = zip(boxes_of(before).values(), boxes_of(after).values(), strict=True)
+                moving = sum(a != b and box_size(b) > 0 for a, b in ends)
                 return max(a for a, _ in used) + max(b for _, b in used) * moving * held
             return max(alpha + held * beta for alpha, beta in used)
         case Exchange():

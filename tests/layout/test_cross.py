@@ -100,17 +100,18 @@ def by_hand(before, after, model):
 
 
 def _cases():
-    """Small even sizes, most larger ones, and three axes, which have many specs, are exhaustive."""
+    """Yield meshes, shapes, and one of how many pairs is planned.
+
+    Even sizes but for one, and three axes, which have many specs, are exhaustive.
+    """
     for name, shape in product(PAIRS, [(12, 12), (512, 256), (5, 7)]):
-        even = ("one axis", "permuted", "fewer", "overlapping", "axes of one")
-        rest = shape == (12, 12) or name == "to axes of one"
-        rest |= shape == (512, 256) and name not in even
-        marks = [pytest.mark.exhaustive] if rest else []
-        yield pytest.param(name, shape, marks=marks, id=f"{name}-{shape}")
+        if name != "to axes of one" and (shape == (5, 7) or (name, shape[0]) == ("one axis", 512)):
+            yield pytest.param(name, shape, 5, id=f"{name}-{shape} sampled")
+        yield pytest.param(name, shape, 1, marks=pytest.mark.exhaustive, id=f"{name}-{shape}")
 
 
-@pytest.mark.parametrize(("name", "shape"), list(_cases()))
-def test_plan_is_the_cheapest_of_all_ways(name, shape):
+@pytest.mark.parametrize(("name", "shape", "every"), list(_cases()))
+def test_plan_is_the_cheapest_of_all_ways(name, shape, every):
     here, there = PAIRS[name]
     models = CostModel.of_mesh(here), CostModel.of_mesh(there)
     model = common_model(here, there, *models)
@@ -118,15 +119,18 @@ def test_plan_is_the_cheapest_of_all_ways(name, shape):
     leave = [Layout(here, spec, shape, "f32") for spec in plain_specs(2, here.ndim)]
     arrive = [Layout(there, spec, shape, "f32") for spec in plain_specs(2, there.ndim)]
     across = {(a, b): by_hand(a, b, model) for a, b in product(leave, arrive)}
-    for (a, b), seconds in across.items():
-        assert exchange_seconds(a, b, model) == pytest.approx(seconds, rel=1e-12)
-    inside = {(a, b): converter.cost(a, b) for side in (leave, arrive) for a in side for b in side}
+    some = list(across)[::every]
+    for a, b in some:
+        assert exchange_seconds(a, b, model) == pytest.approx(across[a, b], rel=1e-12)
+    pairs = [pair for side in (leave, arrive) for pair in product(side, repeat=2)]
+    seconds_of_pairs = converter.costs(*zip(*pairs, strict=True)).tolist()
+    inside = dict(zip(pairs, seconds_of_pairs, strict=True))
     # Whatever is done before, an exchange is followed by the cheapest way on from where it ends.
     at = {
         (source, b): min(inside[source, a] + across[a, b] for a in leave)
         for source, b in product(leave, arrive)
     }
-    for source, target in across:
+    for source, target in some:
         best = min(at[source, b] + inside[b, target] for b in arrive)
         plan = converter.plan(source, target)
         assert plan.cost_seconds == pytest.approx(best, rel=1e-9, abs=2e-11)
@@ -137,20 +141,19 @@ def test_plan_is_the_cheapest_of_all_ways(name, shape):
 
 def test_what_is_pending_is_finished_before_the_way_across():
     here, there = PAIRS["more"]
-    for spec in partial_specs(2, 2, ops=("sum",)):
+    for spec, target in list(product(partial_specs(2, 2, ops=("sum",)), plain_specs(2, 2)))[::4]:
         source = Layout(here, spec, (12, 12), "f32")
-        for target in plain_specs(2, 2):
-            plan = LayoutConverter().plan(source, Layout(there, target, (12, 12), "f32"))
-            kinds = [type(step) for step in plan.steps]
-            assert kinds.count(Exchange) >= 1
-            finished = [i for i, kind in enumerate(kinds) if kind in (AllReduce, ReduceScatter)]
-            crossing = next(
-                i
-                for i in range(len(kinds))
-                if plan.layouts[i].mesh == here and plan.layouts[i + 1].mesh == there
-            )
-            assert finished
-            assert max(finished) < crossing
+        plan = LayoutConverter().plan(source, Layout(there, target, (12, 12), "f32"))
+        kinds = [type(step) for step in plan.steps]
+        assert kinds.count(Exchange) >= 1
+        finished = [i for i, kind in enumerate(kinds) if kind in (AllReduce, ReduceScatter)]
+        crossing = next(
+            i
+            for i in range(len(kinds))
+            if plan.layouts[i].mesh == here and plan.layouts[i + 1].mesh == there
+        )
+        assert finished
+        assert max(finished) < crossing
 
 
 def test_nothing_moves_where_the_same_devices_hold_the_same_boxes():

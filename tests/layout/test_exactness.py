@@ -5,6 +5,7 @@ over models and sizes, so that each is looked at under some of them.
 """
 
 from functools import cache
+from itertools import product
 from math import prod
 
 import numpy as np
@@ -136,16 +137,21 @@ def check_table(mesh, shape, name):
     return found.size
 
 
+def _tensors():
+    """Yield every other pair of space and size, so that all of both are tried; else the rest."""
+    for (place, (mesh, dims)), (size, num_bytes) in product(enumerate(SPACES), enumerate(SIZES)):
+        marks = [pytest.mark.exhaustive] if (place + place // 2 + size) % 2 else []
+        yield pytest.param(mesh, dims, num_bytes, marks=marks)
+
+
 @pytest.mark.parametrize("name", EACH_MODEL)
-@pytest.mark.parametrize("num_bytes", SIZES)
-@pytest.mark.parametrize(("mesh", "dims"), SPACES)
+@pytest.mark.parametrize(("mesh", "dims", "num_bytes"), list(_tensors()))
 def test_every_conversion_in_the_table_is_the_optimum(mesh, dims, num_bytes, name):
     assert check_table(mesh, even_shape(dims, num_bytes), name) in (121, 361, 2401, 11236)
 
 
 @pytest.mark.parametrize("name", EACH_MODEL)
-@pytest.mark.parametrize("num_bytes", SIZES)
-@pytest.mark.parametrize(("mesh", "dims"), SPACES)
+@pytest.mark.parametrize(("mesh", "dims", "num_bytes"), list(_tensors()))
 def test_plans_are_the_optimum_with_sums_pending_too(mesh, dims, num_bytes, name):
     rarely = 12 if len(mesh) < 3 else 96
     first = MODELS.index(name) * len(SIZES) + SIZES.index(num_bytes)
@@ -156,7 +162,7 @@ def test_plans_are_the_optimum_with_sums_pending_too(mesh, dims, num_bytes, name
 @pytest.mark.parametrize("name", EACH_MODEL)
 @pytest.mark.parametrize(("mesh", "shape"), UNEVEN)
 def test_plans_of_uneven_shapes_are_optimal(mesh, shape, name):
-    rarely = 1 if len(mesh) < 3 and len(shape) < 3 else 16
+    rarely = 3 if len(mesh) < 3 and len(shape) < 3 else 48
     check_plans(mesh, shape, name, rarely, MODELS.index(name))
     check_table(mesh, shape, name)
 
@@ -164,7 +170,7 @@ def test_plans_of_uneven_shapes_are_optimal(mesh, shape, name):
 @pytest.mark.parametrize(("mesh", "shape"), [((2, 4), (4096, 4096)), ((2, 2, 2), (64, 24, 512))])
 def test_copies_are_priced_in_plans_and_tables(mesh, shape):
     check_table(mesh, shape, "copies")
-    check_plans(mesh, shape, "copies", 1 if len(mesh) < 3 else 96)
+    check_plans(mesh, shape, "copies", 4 if len(mesh) < 3 else 288)
 
 
 @pytest.mark.parametrize(

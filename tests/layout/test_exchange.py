@@ -109,27 +109,28 @@ def priced(before, after, model):
     return step_seconds(exchange(before, after, model), before, after, model)
 
 
-@pytest.mark.parametrize(
-    ("mesh", "shape"),
-    [
-        # Three axes have very many pairs.
-        pytest.param(*case, marks=[pytest.mark.exhaustive] if case[0] == (2, 1, 3) else [])
-        for shape in [(24, 48), (1536, 3072), (12288, 6144)]
-        for case in product(SMALL, [shape])
-    ],
-    ids=str,
+SAMPLED = pytest.mark.parametrize(
+    "sampled", [True, pytest.param(False, marks=pytest.mark.exhaustive)], ids=["sampled", "all"]
 )
-def test_no_choice_of_senders_is_better(mesh, shape):
+
+
+def some_pairs(mesh, shape, sampled):
+    """Return pairs of layouts, all on two devices and few on three axes."""
+    pairs = list(product(layouts(mesh, shape), repeat=2))
+    return pairs[:: {(1, 2): 1, (2, 1, 3): 37}.get(mesh, 4) if sampled else 1]
+
+
+@SAMPLED
+@pytest.mark.parametrize("shape", [(24, 48), (1536, 3072), (12288, 6144)], ids=str)
+@pytest.mark.parametrize("mesh", SMALL, ids=str)
+def test_no_choice_of_senders_is_better(mesh, shape, sampled):
     model = CostModel(mesh, (UNIFORM,) * len(mesh))
-    ends = layouts(mesh, shape)
-    pairs = 0
-    for before, after in product(ends, repeat=2):
-        bound = least(before, after)
-        if bound:
-            assert priced(before, after, model) == pytest.approx(bound, rel=1e-9)
-            assert routed(before, after, model) == pytest.approx(bound, rel=1e-9)
-            pairs += 1
-    assert pairs == {(2, 3): 92, (2, 4): 92, (1, 2): 56, (2, 1, 3): 1880}[mesh]
+    pairs = [(*pair, bound) for pair in some_pairs(mesh, shape, sampled) if (bound := least(*pair))]
+    for before, after, bound in pairs:
+        assert priced(before, after, model) == pytest.approx(bound, rel=1e-9)
+        assert routed(before, after, model) == pytest.approx(bound, rel=1e-9)
+    moving = {(2, 3): 92, (2, 4): 92, (1, 2): 56, (2, 1, 3): 1880}[mesh]
+    assert len(pairs) > 10 if sampled else len(pairs) == moving
 
 
 def test_the_busiest_device_of_uneven_replicas():
@@ -144,10 +145,10 @@ def test_the_busiest_device_of_uneven_replicas():
 @pytest.mark.parametrize("links", [(UNIFORM,) * 3, TIERS], ids=["uniform", "tiers"])
 @pytest.mark.parametrize("shape", [(96, 192), (7, 5), (12288, 6144)], ids=str)
 @pytest.mark.parametrize("mesh", SMALL, ids=str)
-def test_what_is_priced_is_what_travels(mesh, shape, links):
+@SAMPLED
+def test_what_is_priced_is_what_travels(mesh, shape, links, sampled):
     model = CostModel(mesh, links[: len(mesh)])
-    every = 1 if len(mesh) < 3 else 7
-    for before, after in list(product(layouts(mesh, shape), repeat=2))[::every]:
+    for before, after in some_pairs(mesh, shape, sampled):
         seconds = routed(before, after, model)
         if seconds:
             # Where cuts are uneven, replicas send as much as each other up to an element or so.
@@ -172,7 +173,7 @@ def test_large_meshes_are_within_two_percent(mesh):
     ends = layouts(mesh, (49152, 49152))
     pairs = list(product(ends, repeat=2))
     Random(0).shuffle(pairs)
-    few = [pair for pair in pairs if something_moves(*pair)][:20]
+    few = [pair for pair in pairs if something_moves(*pair)][:8]
     for before, after in few:
         bound = least(before, after)
         assert bound <= priced(before, after, model) * (1 + 1e-9) <= bound * 1.02
@@ -189,7 +190,7 @@ def test_between_meshes_too(ids, shapes):
     there = DeviceMesh(range(ids[1], ids[2]), shapes[1])
     both = common_mesh(here, there)
     model = CostModel(both.shape, (UNIFORM,) * both.ndim)
-    for spec, then in list(product(plain_specs(2, 2), repeat=2))[::3]:
+    for spec, then in list(product(plain_specs(2, 2), repeat=2))[::10]:
         before = Layout(here, spec, (49152, 49152), "int8")
         after = Layout(there, then, (49152, 49152), "int8")
         bound = least(before, after)

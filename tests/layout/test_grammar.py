@@ -2,7 +2,7 @@ import json
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardspec import ShardingSpec
@@ -57,6 +57,7 @@ def test_the_texts_are_well_formed_where_only_the_axes_are_wrong():
         assert str(caught.value) == start + "a mesh axis can cut a tensor only once"
 
 
+@settings(max_examples=100)
 @given(st.text(alphabet="[]RSP0123(),|avgtp minx", max_size=14))
 def test_any_text_is_either_read_or_refused_at_a_place_within_it(text):
     position = 0
@@ -79,6 +80,7 @@ TOKENS = [
 ]
 
 
+@settings(max_examples=100)
 @given(st.sampled_from(TOKENS), st.lists(st.tuples(st.integers(0, 40), st.sampled_from(" \t\n"))))
 def test_blanks_between_the_tokens_mean_nothing(tokens, blanks):
     pieces = list(tokens)

@@ -6,7 +6,7 @@ from math import prod
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardspec import DeviceMesh, Layout, ShardingSpec
@@ -149,6 +149,7 @@ def test_a_scalar_is_whole_everywhere():
     assert layout.max_local_bytes == layout.global_bytes == 8
 
 
+@settings(max_examples=100)
 @given(
     st.lists(st.integers(0, 50), max_size=4).map(tuple),
     st.lists(st.integers(1, 4), min_size=1, max_size=5).map(tuple),

@@ -18,8 +18,10 @@ SLOW, FAST = Link(1.4e-5, 1 / 48e9), Link(3.4e-6, 1 / 362e9)
     ("mesh", "shape", "every"),
     [
         pytest.param((2, 2, 2), (64, 64), 11, marks=pytest.mark.exhaustive),
-        ((2, 3), (7, 5), 3),
-        ((2, 2, 2), (13, 5), 151),
+        ((2, 3), (7, 5), 10),
+        ((2, 2, 2), (13, 5), 451),
+        pytest.param((2, 3), (7, 5), 1, marks=pytest.mark.exhaustive),
+        pytest.param((2, 2, 2), (13, 5), 37, marks=pytest.mark.exhaustive),
         pytest.param((2, 2, 2), (16, 16, 16), 157, marks=pytest.mark.exhaustive),
     ],
     ids=str,

@@ -112,10 +112,11 @@ def test_every_table_lines_up_and_every_json_parses():
             plan = LayoutConverter(MODEL).plan(layout.with_spec(source), target)
             assert json.loads(plan.to_json()) == plan.as_dict()
             assert json.loads(plan.to_json(indent=2)) == plan.as_dict()
-            lines = str(plan).splitlines()
+            text = str(plan)
+            lines = text.splitlines()
             if plan.steps:
                 assert len(lines) == 7 + len(plan.steps)
                 assert len(lines[2]) == max(map(len, lines[1:-2])), plan
-                assert all(str(after.spec) in str(plan) for after in plan.layouts)
+                assert all(str(after.spec) in text for after in plan.layouts)
             plans += 1
     assert plans == 121 + 18

@@ -4,7 +4,7 @@ import pickle
 from typing import get_args
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardspec import DimSpec, ShardingSpec, ShardSpecError
@@ -33,6 +33,7 @@ def specs(draw):
     return ShardingSpec(dims, cuts, partial=partial)
 
 
+@settings(max_examples=100)
 @given(specs())
 def test_the_text_reads_back_as_the_same_spec(spec):
     assert ShardingSpec.parse(str(spec)) == spec
@@ -43,6 +44,7 @@ def test_the_text_reads_back_as_the_same_spec(spec):
     assert eval(repr(spec)) == spec
 
 
+@settings(max_examples=100)
 @given(specs())
 def test_the_parts_make_the_same_spec(spec):
     assert ShardingSpec(spec.dims, spec.dim_partition_dict, partial=spec.partial) == spec

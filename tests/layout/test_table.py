@@ -42,24 +42,6 @@ def test_the_table_is_what_the_converter_says(mesh_shape, shape, link_model):
             )
 
 
-def test_four_axes_and_the_triangle_inequality():
-    mesh = DeviceMesh(range(16), (2, 2, 2, 2))
-    model = CostModel(mesh.shape, (SLOW, SLOW, FAST, FAST))
-    converter = LayoutConverter(model)
-    table = converter.cost_table(mesh, (64,) * 4, "bf16")
-    assert table.seconds.shape == (1457, 1457)
-    assert (np.diag(table.seconds) == 0).all()
-    for middle in range(0, 1457, 41):
-        detour = table.seconds[:, [middle]] + table.seconds[[middle]]
-        assert (table.seconds <= detour * (1 + 1e-12) + 1e-18).all()
-    generator = np.random.default_rng(5)
-    for row, column in generator.integers(0, 1457, (25, 2)):
-        layout = Layout(mesh, table.labels[row], (64,) * 4, "bf16")
-        assert table.seconds[row, column] == pytest.approx(
-            converter.cost(layout, table.labels[column]), rel=1e-9, abs=2e-11
-        )
-
-
 @pytest.mark.parametrize("shape", [(600, 36), (7, 5)])
 def test_bytes_are_those_of_the_plans_and_sums_may_be_pending(shape):
     """Every pair, against the plan: seconds, bytes received, peak; inf where there is none."""
@@ -198,15 +180,20 @@ def test_orbits_are_permutations_of_alike_axes_too():
     ("mesh_shape", "shape"),
     [
         ((2, 4, 2, 4), (64, 128, 192, 64)),
+        pytest.param((2, 2, 2, 2), (64,) * 4, marks=pytest.mark.exhaustive),
         pytest.param((8, 8, 8), (513, 4096, 100), marks=pytest.mark.exhaustive),
     ],
 )
-def test_large_meshes_have_tables(mesh_shape, shape):
-    """Dims that divide evenly, and dims that do not; what a plan says is in the table."""
+def test_tables_of_large_meshes_have_the_plans_and_no_detour_is_cheaper(mesh_shape, shape):
+    """Dims that divide evenly, and dims that do not."""
     mesh = DeviceMesh(range(prod(mesh_shape)), mesh_shape)
     model = CostModel(mesh_shape, (SLOW, *[FAST] * (len(mesh_shape) - 1)))
     table = LayoutConverter(model).cost_table(mesh, shape, "bf16")
     assert len(table.labels) == count_states(len(mesh_shape), len(shape), 0)
+    assert (np.diag(table.seconds) == 0).all()
+    for middle in range(0, len(table.labels), 79):
+        detour = table.seconds[:, [middle]] + table.seconds[[middle]]
+        assert (table.seconds <= detour * (1 + 1e-12) + 1e-18).all()
     generator = np.random.default_rng(7)
     for row, column in generator.integers(0, len(table.labels), (12, 2)):
         layout = Layout(mesh, table.labels[row], shape, "bf16")

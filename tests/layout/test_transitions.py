@@ -38,14 +38,15 @@ def converter_on(shape):
         ((2,), "[]", ()),
     ],
 )
-def test_shortest_paths_take_as_long_as_plans(shape, start, sizes):
-    """Every pair of specs with the source's sums: seconds of the path, of the plan, and none."""
+@pytest.mark.parametrize("sampled", [True, pytest.param(False, marks=pytest.mark.exhaustive)])
+def test_shortest_paths_take_as_long_as_plans(shape, start, sizes, sampled):
+    """Pairs of specs with the source's sums: seconds of the path, of the plan, and none."""
     mesh, converter = DeviceMesh(range(prod(shape)), shape), converter_on(shape)
     layout = Layout(mesh, start.replace("(2)", "2"), sizes, "bf16")
     graph = converter.graph(layout)
     lengths = dict(nx.all_pairs_dijkstra_path_length(graph, weight="seconds"))
-    reached = 0
-    for source, target in product(graph, graph):
+    reached, pairs = 0, list(product(graph, graph))
+    for source, target in pairs[:: (11 if len(pairs) > 1000 else 2) if sampled else 1]:
         if target not in lengths[source]:
             with pytest.raises(LayoutError, match="a conversion only finishes reductions"):
                 converter.plan(layout.with_spec(source), target)
@@ -53,7 +54,7 @@ def test_shortest_paths_take_as_long_as_plans(shape, start, sizes):
         plan = converter.plan(layout.with_spec(source), target)
         assert lengths[source][target] == pytest.approx(plan.cost_seconds, rel=1e-9, abs=2e-11)
         reached += 1
-    assert reached >= len(graph)
+    assert reached >= len(graph) / 2
 
 
 def test_an_edge_is_the_cheapest_single_step_with_its_price_and_bytes():

@@ -76,7 +76,7 @@ def random_layouts(seed: int, *, tiers: bool) -> tuple[dict[str, Layout], dict[s
 
 
 @pytest.mark.parametrize(
-    "seeds", [range(25), pytest.param(range(25, 500), marks=pytest.mark.exhaustive)], ids=len
+    "seeds", [range(10), pytest.param(range(10, 500), marks=pytest.mark.exhaustive)], ids=len
 )
 def test_on_uniform_links(seeds):
     for seed in seeds:
@@ -93,7 +93,7 @@ def test_on_uniform_links(seeds):
 
 
 @pytest.mark.parametrize(
-    "seeds", [range(80), pytest.param(range(80, 700), marks=pytest.mark.exhaustive)], ids=len
+    "seeds", [range(44), pytest.param(range(44, 700), marks=pytest.mark.exhaustive)], ids=len
 )
 def test_between_hosts_least_crosses_and_the_busiest_have_least(seeds):
     """What crosses is least, and of that the busiest sender and receiver have least."""
@@ -117,4 +117,4 @@ def test_between_hosts_least_crosses_and_the_busiest_have_least(seeds):
                 moved[pair[end]] += num_bytes * (host[pair[0]] != host[pair[1]])
             assert max(moved.values()) <= 1.02 * least_busiest(+totals) + 4, (seed, end)
         tried += 1
-    assert tried > 20
+    assert tried > len(seeds) / 6

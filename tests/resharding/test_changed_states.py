@@ -8,7 +8,7 @@ from tests.resharding.changed_states import changed_case, outcome
 
 
 @pytest.mark.parametrize(
-    "seeds", [range(500), pytest.param(range(500, 20_000), marks=pytest.mark.exhaustive)], ids=len
+    "seeds", [range(160), pytest.param(range(160, 20_000), marks=pytest.mark.exhaustive)], ids=len
 )
 def test_changed_state_dicts_on_simulated_devices(seeds):
     ends: Counter[str] = Counter()

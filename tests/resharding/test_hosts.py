@@ -21,28 +21,28 @@ def cluster(ids, shape) -> DeviceMesh:
 
 def lacking(shapes, source, target, number) -> dict[int, int]:
     """Return by host the bytes that its devices lack, by sets of elements."""
-    found = dict.fromkeys(number.values(), 0)
+    lacked = dict.fromkeys(number.values(), 0)
     for name, shape in shapes.items():
         index = torch.arange(prod(shape)).reshape(shape)
-        for host in found:
+        have, want = (
+            {device: set(shard_at(index, at, device).flatten().tolist()) for device in at.mesh.ids}
+            for at in (source[name], target[name])
+        )
+        for host in lacked:
             inside = [device for device, of in number.items() if of == host]
-            have, want = (
-                {
-                    element
-                    for device in inside
-                    if device in layout.mesh
-                    for element in shard_at(index, layout, device).flatten().tolist()
-                }
-                for layout in (source[name], target[name])
-            )
-            found[host] += len(want - have) * getattr(torch, source[name].dtype).itemsize
-    return found
+            missing = set[int]().union(*(want.get(device, ()) for device in inside))
+            missing = missing.difference(*(have.get(device, ()) for device in inside))
+            lacked[host] += len(missing) * getattr(torch, source[name].dtype).itemsize
+    return lacked
 
 
-def test_nothing_comes_twice_in_random_state_dicts():
+@pytest.mark.parametrize(
+    "seeds", [range(400), pytest.param(range(400, 1500), marks=pytest.mark.exhaustive)], ids=len
+)
+def test_nothing_comes_twice_in_random_state_dicts(seeds):
     """To a device, nor to a host: counted by sets of elements."""
     stages = [0, 0, 0]
-    for seed in range(1500):
+    for seed in seeds:
         whole, source, target = random_case(seed, ids=8)
         plan = plan_reshard(source, target)
         shapes = {name: tensor.shape for name, tensor in whole.items()}
@@ -56,8 +56,8 @@ def test_nothing_comes_twice_in_random_state_dicts():
         if len(plan.stages) == 2:
             assert crossing == least, seed
         stages[len(plan.stages)] += 1
-    assert stages[1] > 50
-    assert stages[2] > 50
+    assert stages[1] > len(seeds) / 30
+    assert stages[2] > len(seeds) / 30
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "float64"])
