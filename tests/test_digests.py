@@ -138,7 +138,7 @@ def test_pieces_of_bytes_add_up_wherever_they_end():
     x = np.random.default_rng(2).integers(0, 2**16, box_shape(box), np.uint16)
     data, found = memoryview(x.tobytes()), TensorDigest("bfloat16", shape)
     for start, end in ((0, 1), (1, 281), (281, 2000), (2000, 4200)):
-        found = found.with_bytes(data[2 * start : 2 * end], box, start)
+        found = found.with_bytes(data[2 * start : 2 * end], box, 2 * start)
     assert found == TensorDigest.of_box(x, box, shape, "bfloat16")
 
 
@@ -257,6 +257,8 @@ def test_what_does_not_belong_together_is_refused():
     ):
         with pytest.raises(LayoutError, match="give the elements of the box"):
             TensorDigest.of_box(numbers, box, (4, 3), dtype)
+    with pytest.raises(LayoutError, match=r"an array of .* >i4 is not"):
+        TensorDigest.of_box(numbers.astype(">i4"), ((0, 2), (0, 3)), (4, 3), "int32")
     with pytest.raises(LayoutError, match="has seed 0, the others 5"):
         Digests({"w": a}, 5)
 

@@ -4,14 +4,12 @@ import ast
 import inspect
 from dataclasses import fields
 from importlib import import_module
-from pathlib import Path
 
 import pytest
 
-import shardspec
 from shardspec.checkpoint.formats import DEFAULTS, MODULES, Format, built_in
+from tests.sources import ROOT, nodes_of
 
-ROOT = Path(shardspec.__file__).parent
 HOME = ROOT / "checkpoint" / "formats"
 ELSEWHERE = sorted({*ROOT.glob("checkpoint/*.py"), *ROOT.glob("cli/*.py")})
 NAMES = {text for form in built_in() for text in (form.name, form.called)}
@@ -27,13 +25,12 @@ NOT_FORMATS = {
 
 def texts(path):
     """Yield the string constants of a module that are not docstrings."""
-    tree = ast.parse(path.read_text("utf-8"))
     docs = {
         id(node.value)
-        for node in ast.walk(tree)
+        for node in nodes_of(path)
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
     }
-    for node in ast.walk(tree):
+    for node in nodes_of(path):
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docs:
             yield node.value
 
@@ -59,7 +56,7 @@ def test_other_modules_import_formats_by_the_registry():
     """But for the format of `save_sharded`, and headers of safetensors files and deltas."""
     importers = set()
     for path in ELSEWHERE:
-        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+        for node in nodes_of(path):
             if not isinstance(node, ast.ImportFrom) or "checkpoint.formats" not in str(node.module):
                 continue
             home = str(node.module).partition("checkpoint.formats")[2].strip(".")

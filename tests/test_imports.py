@@ -6,14 +6,13 @@ import subprocess
 import sys
 from functools import cache
 from importlib import import_module
-from pathlib import Path
 
 import networkx as nx
 import pytest
 
 import shardspec
+from tests.sources import ROOT, nodes_of, tree_of
 
-ROOT = Path(shardspec.__file__).parent
 # Lowest first. A module may import from layers below its own, and from its own folder.
 LAYERS = [
     {"text"},
@@ -71,6 +70,7 @@ WITH_TENSORS = {
     "shardspec.tensor.redistribute",
 }
 MODULES = sorted(module.name for module in pkgutil.walk_packages([str(ROOT)], prefix="shardspec."))
+KNOWN = frozenset(MODULES)
 
 
 def source(module):
@@ -86,22 +86,22 @@ def imported(node):
     assert node.module is not None
     assert node.level == 0
     names = [f"{node.module}.{alias.name}" for alias in node.names]
-    return [name if name in MODULES else node.module for name in names]
+    return [name if name in KNOWN else node.module for name in names]
 
 
-def imports(tree):
+def imports(node, at_once=True):
     """Yield every import as (module, whether it runs when the importing module is imported)."""
-    late = {
-        inner
-        for node in ast.walk(tree)
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
-        or (isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING")
-        for inner in ast.walk(node)
-    }
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import | ast.ImportFrom):
-            for name in imported(node):
-                yield name, node not in late
+    if isinstance(node, ast.Import | ast.ImportFrom):
+        for name in imported(node):
+            yield name, at_once
+    elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+        at_once = False
+    elif isinstance(node, ast.If):
+        at_once &= ast.unparse(node.test) != "TYPE_CHECKING"
+    for inner in ast.iter_child_nodes(node):
+        # Whatever holds statements; expressions import nothing.
+        if isinstance(inner, ast.stmt | ast.excepthandler | ast.match_case):
+            yield from imports(inner, at_once)
 
 
 @cache
@@ -109,7 +109,7 @@ def edges():
     return [
         (module, name, at_once)
         for module in MODULES
-        for name, at_once in imports(ast.parse(source(module).read_text("utf-8")))
+        for name, at_once in imports(tree_of(source(module)))
     ]
 
 
@@ -236,7 +236,7 @@ def is_command(function):
 def test_functions_have_few_parameters():
     many, counted = {}, 0
     for module in MODULES:
-        for node in ast.walk(ast.parse(source(module).read_text("utf-8"))):
+        for node in nodes_of(source(module)):
             if isinstance(node, ast.FunctionDef) and not is_command(node):
                 counted += 1
                 if len(parameters(node)) > MOST_PARAMETERS:
@@ -252,7 +252,7 @@ ONE_MEANING = {"FORMAT", "Floats", "Ints", "Shape", "T"}
 def test_a_public_name_has_one_meaning():
     homes: dict[str, set[str]] = {}
     for module in MODULES:
-        for node in ast.parse(source(module).read_text("utf-8")).body:
+        for node in tree_of(source(module)).body:
             match node:
                 case ast.FunctionDef(name=name) | ast.ClassDef(name=name):
                     homes.setdefault(name, set()).add(module)

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.sources import FILES, nodes_of
+
 ROOT = Path(__file__).parent.parent
 # Installed by those who need them.
 OPTIONAL = {"torch", "fsspec", "xxhash", "zstandard"}
@@ -24,8 +26,8 @@ def named(requirements):
 
 def test_what_is_imported_is_what_is_required():
     imported = set()
-    for path in (ROOT / "shardspec").rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+    for path in FILES:
+        for node in nodes_of(path):
             if isinstance(node, ast.Import):
                 imported |= {alias.name.partition(".")[0] for alias in node.names}
             elif isinstance(node, ast.ImportFrom):

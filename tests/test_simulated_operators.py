@@ -232,6 +232,7 @@ def test_what_is_refused_in_a_job_is_refused():
         ),
         (lambda: F.relu(tensor * 1, inplace=True), "relu would write in place"),
         (lambda: tensor + torch.ones(7, 5), "a plain tensor of shape"),
+        (lambda: torch.tensor(1.0).add_(tensor.detach().sum()), "would write a DTensor to a plain"),
         (lambda: tensor + Cut(WHOLE, MESHES[2, 3], "[S0,R]"), "another on mesh 2x3"),
         (lambda: tensor.view(35), "Cannot flatten unevenly sharded tensor"),
         (lambda: torch.cdist(tensor, tensor), "do it on to_global()"),

@@ -87,9 +87,9 @@ def test_a_table_without_rows_has_its_head():
 
 def test_a_table_of_many_rows_is_made_soon():
     started = time.process_time()
-    text = table_text(["name", "size"], [[f"layer.{at}", str(at)] for at in range(100_000)])
-    assert time.process_time() - started < 10
+    text = table_text(["name", "size"], [[f"layer.{at}", str(at)] for at in range(20_000)])
+    assert time.process_time() - started < 2
     lines = text.splitlines()
     assert lines[0] == f"{'name':11}   {'size':>5}"
     assert lines[2] == f"{'layer.0':11}   {'0':>5}"
-    assert lines[-1] == "layer.99999   99999"
+    assert lines[-1] == "layer.19999   19999"

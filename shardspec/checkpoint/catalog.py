@@ -1,5 +1,6 @@
 """What a checkpoint has in any format: tensors, and where the bytes of their boxes are."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -208,7 +209,8 @@ class FileMetadata(NamedTuple):
 class Catalog:
     """A checkpoint that is open for reading.
 
-    Most formats list all tensors when it is opened; for others a subclass looks each up.
+    Most formats list all tensors when it is opened; for others a subclass looks each up, and the
+    last ones are kept.
     """
 
     snapshot: Snapshot | None = None
@@ -216,8 +218,6 @@ class Catalog:
     below: tuple[Snapshot, ...] = ()
     """The same for directories below with some of the files, where an index names them."""
     file_metadata = FileMetadata()
-    beside: tuple[StoragePath, ...] = ()
-    """Files beside the weights that are copied with them; `sidecars` finds them."""
     notes: tuple[str, ...] = ()
     """What was assumed when it was opened: lines for the user."""
     objects: Mapping[str, StoredObject] = MappingProxyType({})
@@ -252,6 +252,7 @@ class Catalog:
         self.format, self.directory, self.mesh = format, directory, mesh
         self.names = tuple(sorted(tensors))
         self._listed = tensors if isinstance(tensors, Mapping) else {}
+        self._tensors = lru_cache(128)(self._look_up)
         self.files = tuple(files)
         self._extras = extras or {}
 
@@ -267,6 +268,9 @@ class Catalog:
 
     def tensor(self, name: str) -> StoredTensor:
         """Return one of the tensors that `names` lists."""
+        return self._tensors(name)
+
+    def _look_up(self, name: str) -> StoredTensor:
         return self._listed[name]
 
     def outline(self, name: str) -> AnyOutline:
@@ -292,14 +296,39 @@ class Catalog:
     def check_written(self, digests: "Mapping[str, TensorDigest]") -> None:
         """Check the digests of what was written, before it appears."""
 
-    def check_unchanged(self) -> None:
-        """Check that the files are still those that were opened; to be called after all reads."""
+    def check_unchanged(self, beside: Iterable[StoragePath] = ()) -> None:
+        """Check that the files are still those that were opened, and what lies `beside` them too.
+
+        To be called after all reads.
+        """
+        files = (*self.files, *beside)
         below = {snapshot.place: snapshot for snapshot in self.below}
         for snapshot in (self.snapshot, *self.below):
             if snapshot is not None:
-                files = (*self.files, *self.beside)
                 own = (at for at in files if below.get(at.parent, self.snapshot) is snapshot)
                 snapshot.check_unchanged(own)
+
+
+class DerivedCatalog(Catalog, ABC):
+    """A checkpoint whose tensors are made of those of another one, when they are looked up."""
+
+    def __init__(
+        self,
+        base: Catalog,
+        names: Iterable[str],
+        extras: Mapping[str, object],
+        mesh: DeviceMesh | None = None,
+    ) -> None:
+        super().__init__(base.format, base.directory, names, base.files, mesh, extras)
+        self.base, self.quantization = base, base.quantization
+
+    @abstractmethod
+    def _look_up(self, name: str) -> StoredTensor:
+        """Return a tensor that is made."""
+
+    def check_unchanged(self, beside: Iterable[StoragePath] = ()) -> None:
+        """Check that the files of the other one are still those that were opened."""
+        self.base.check_unchanged(beside)
 
 
 def box_text(box: Box) -> str:
@@ -364,7 +393,3 @@ def unsharded_tensor(
     box = StoredBox(whole_box(shape), (), rank, path, offset, digest, strides)
     boxes = () if 0 in shape else (box,)
     return StoredTensor(name, shape, dtype, None, (), boxes)
-
-
-LazyTensorCache: Final = lru_cache(128)
-"""Decorates what looks tensors up: the last ones are kept, for all threads."""

@@ -17,17 +17,22 @@ from shardspec.checkpoint.quantized import (
     stated_by,
 )
 from shardspec.dtypes import dtype_name
-from shardspec.errors import DTypeError, LayoutError, ShardSpecError
+from shardspec.errors import DTypeError, LayoutError, QuantisedError, ShardSpecError
 from shardspec.layout.layout import Layout
 from shardspec.layout.spec import DimSpec, Part, ShardingSpec
 from shardspec.resharding.plan import ReshardPlan
-from shardspec.text import Argument
+from shardspec.text import Argument, TextPart
+
+
+def _unmapped(source: Catalog) -> Catalog:
+    while isinstance(source, MappedCatalog):
+        source = source.base
+    return source
 
 
 def quantised_in(source: Catalog) -> Quantised:
     """Return which tensors of a checkpoint are quantised; of a mapped one, of what is mapped."""
-    while isinstance(source, MappedCatalog):
-        source = source.base
+    source = _unmapped(source)
     outlines = map(source.outline, source.names)
     tensors = {outline.name: (outline.shape, outline.dtype) for outline in outlines}
     section = source.quantization
@@ -62,6 +67,13 @@ def _refuse_cast(
             )
 
 
+def refuse_quantised(why: Mapping[str, str], names: Iterable[str], *remedy: TextPart) -> None:
+    """Refuse to quantise tensors of which something shows why they are quantised."""
+    if again := why.keys() & {*names}:
+        name = min(again)
+        raise QuantisedError(f"tensor {name!r} is quantised already ({why[name]}); ", *remedy)
+
+
 def _check_casts(
     plan: ReshardPlan, why: Mapping[str, str], dtype: object, source: Catalog | None = None
 ) -> None:
@@ -85,8 +97,9 @@ def check_blocks(
     if not blocks:
         return
     flaw_of, scales_flaw_of = lru_cache(1024)(_flaw), lru_cache(1024)(_scales_flaw)
+    stored = _unmapped(source)
     for name, layout in layouts.items():
-        if not isinstance(source, MappedCatalog):
+        if stored is source:
             if name in blocks:
                 _refuse(name, layout, flaw_of(layout, blocks[name].sides))
                 for other, sides in blocks[name].scales:
@@ -98,7 +111,7 @@ def check_blocks(
             parts = [box for box in layout.local_boxes(device) if all(a < b for a, b in box)]
             for origin, boxes in _origins(source, name, parts):
                 if origin in origins:
-                    shape, sides = _shape_of(source, origin), blocks[origin].sides
+                    shape, sides = stored.outline(origin).shape, blocks[origin].sides
                     _refuse(name, layout, _flaw_of_boxes(boxes, shape, sides), origin)
 
 
@@ -227,10 +240,9 @@ def _origins(
         yield from _origins(source.base, equation.source, inner)
 
 
-def _shape_of(source: Catalog, name: str) -> Shape:
-    while isinstance(source, MappedCatalog):
-        source = source.base
-    return source.outline(name).shape
+def origins(source: Catalog, names: Iterable[str]) -> set[str]:
+    """Return the names of the stored tensors that some of a mapped checkpoint are made from."""
+    return {origin for name in names for origin, _ in _origins(source, name, ())}
 
 
 def _scales_flaw(layout: Layout, scales: Layout, sides: Shape) -> tuple[int, ...] | None:

@@ -112,7 +112,7 @@ def select(source: Catalog, choice: Choice) -> list[OutputTensor]:
     """
     target = None if choice.dtype is None else _float_dtype(choice.dtype)
     names = wanted_names(source, choice)
-    renamed, idle = _renamed(names, choice.rename)
+    renamed, idle = renamed_names(names, choice.rename)
     for pattern in idle:
         if not any(re.search(pattern, name) for name in source.extras):
             raise CheckpointError(
@@ -140,8 +140,8 @@ def _float_dtype(dtype: str) -> str:
     return name
 
 
-def _renamed(names: Sequence[str], renames: Renames) -> tuple[dict[str, str], list[str]]:
-    """Return the new name of every tensor, and the expressions that match none."""
+def renamed_names(names: Sequence[str], renames: Renames) -> tuple[dict[str, str], list[str]]:
+    """Return the new name of each, and the expressions that match none."""
     pairs = list(renames.items()) if isinstance(renames, Mapping) else renames
     matched: set[str] = set()
     renamed: dict[str, str] = {}
@@ -168,11 +168,6 @@ def _renamed(names: Sequence[str], renames: Renames) -> tuple[dict[str, str], li
         if name and not new:
             raise CheckpointError(f"tensor {name!r} would have no name left; rename it otherwise")
     return renamed, [pattern for pattern, _ in pairs if names and pattern not in matched]
-
-
-def renamed_names(names: Sequence[str], renames: Renames) -> dict[str, str]:
-    """Return the new name of each."""
-    return _renamed(names, renames)[0]
 
 
 def carried_values(
@@ -262,4 +257,4 @@ def plain_names(others: Mapping[str, object], choice: Choice) -> dict[str, str]:
     wanted = [
         name for name, value in others.items() if is_plain_entry(value) and choice.wants(name)
     ]
-    return renamed_names(wanted, choice.rename)
+    return renamed_names(wanted, choice.rename)[0]

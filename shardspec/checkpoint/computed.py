@@ -6,9 +6,9 @@ since it is computed in larger parts than it is read.
 
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from threading import Lock
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,7 +18,7 @@ from shardspec.checkpoint.catalog import (
     ZEROS,
     AnyOutline,
     Catalog,
-    LazyTensorCache,
+    DerivedCatalog,
     StoredBox,
     StoredTensor,
     distinct,
@@ -32,7 +32,6 @@ from shardspec.layout.spec import ShardingSpec
 
 _MOST_BYTES: Final = 256 << 10
 """Of a part that is made apart and copied: it fits the L2 cache of common CPUs."""
-_Made = TypeVar("_Made")
 
 
 class Recent:
@@ -41,23 +40,23 @@ class Recent:
     def __init__(self, most_bytes: int) -> None:
         self._most_bytes, self._num_bytes = most_bytes, 0
         self._lock = Lock()
-        self._made: OrderedDict[object, tuple[Any, int]] = OrderedDict()
+        self._made: OrderedDict[object, NDArray[Any]] = OrderedDict()
 
-    def get(self, key: object, make: Callable[[], tuple[_Made, int]]) -> _Made:
-        """Return the result of a key; it is made, with its size, if it is not kept any more."""
+    def get(self, key: object) -> NDArray[Any] | None:
+        """Return the result of a key, if it is kept."""
         with self._lock:
             if key in self._made:
                 self._made.move_to_end(key)
-                kept: _Made = self._made[key][0]
-                return kept
-        made, num_bytes = make()
+            return self._made.get(key)
+
+    def keep(self, key: object, made: NDArray[Any]) -> None:
+        """Keep a result, in place of those that were not used for longest."""
         with self._lock:
             if key not in self._made:
-                self._made[key] = made, num_bytes
-                self._num_bytes += num_bytes
+                self._made[key] = made
+                self._num_bytes += made.nbytes
             while self._num_bytes > self._most_bytes and len(self._made) > 1:
-                self._num_bytes -= self._made.popitem(last=False)[1][1]
-        return made
+                self._num_bytes -= self._made.popitem(last=False)[1].nbytes
 
 
 class Source:
@@ -174,25 +173,17 @@ class ComputedMatrices(ABC):
             done += count
 
 
-class ComputedCatalog(Catalog, ABC):
+class ComputedCatalog(DerivedCatalog):
     """A checkpoint in which some tensors are made of others."""
 
     def __init__(self, base: Catalog, gone: Collection[str], made: Collection[str]) -> None:
         names = {*base.names} - {*gone} | {*made}
-        home = base.directory
-        super().__init__(base.format, home, names, base.files, base.mesh, base.extras)
-        self.base, self._made = base, frozenset(made)
+        super().__init__(base, names, base.extras, base.mesh)
+        self._made = frozenset(made)
         self._spare: list[Buffers] = []
-        self._tensors = LazyTensorCache(self._look_up)
-        self.snapshot, self.below, self.beside = base.snapshot, base.below, base.beside
-        self.file_metadata, self.notes, self.paths = base.file_metadata, base.notes, base.paths
-        self.restored, self.dropped, self.filled = base.restored, base.dropped, base.filled
-        self.described_in, self.keeps_dtype = base.described_in, base.keeps_dtype
-        self.quantization = base.quantization
-
-    @abstractmethod
-    def _look_up(self, name: str) -> StoredTensor:
-        """Return a tensor that is made."""
+        self.keeps_dtype, self.file_metadata = base.keeps_dtype, base.file_metadata
+        self.restored, self.paths, self.described_in = base.restored, base.paths, base.described_in
+        self.dropped, self.filled = base.dropped, base.filled
 
     def _made_tensor(
         self,
@@ -213,11 +204,11 @@ class ComputedCatalog(Catalog, ABC):
 
     def tensor(self, name: str) -> StoredTensor:
         """Return a tensor, one that is made or one of the checkpoint."""
-        return self._tensors(name) if name in self._made else self.base.tensor(name)
+        return super().tensor(name) if name in self._made else self.base.tensor(name)
 
     def outline(self, name: str) -> AnyOutline:
         """Return what is known of a tensor without reading the files of its boxes."""
-        return self._tensors(name) if name in self._made else self.base.outline(name)
+        return super().outline(name) if name in self._made else self.base.outline(name)
 
     def origin(self, name: str) -> Hashable:
         """Return a key that is equal for tensors at the same places."""

@@ -32,7 +32,6 @@ from shardspec.checkpoint.storage.path import Staging, StoragePath, WriteAt
 from shardspec.checkpoint.storage.reading import OpenFiles
 from shardspec.checkpoint.targets import Target
 from shardspec.checkpoint.tiling import check_tiling
-from shardspec.dtypes import item_bytes
 from shardspec.errors import CheckpointError
 from shardspec.resharding.digests import Digests, TensorDigest
 from shardspec.text import first_of, shown
@@ -328,7 +327,7 @@ class _Writer:
             if not np.array_equal(old, now):
                 return False
             value = value.with_bytes(old, whole_box(outline.shape), at)
-            at += len(old) // item_bytes(outline.dtype)
+            at += len(old)
         for digests in self.digests:
             digests[name] = value
         self._advance(outline.num_bytes)
@@ -342,7 +341,7 @@ class _Writer:
             for side, block in enumerate(pair):
                 values[side] = values[side].with_bytes(block, whole_box(outline.shape), at)
             yield pair
-            at += len(pair[0]) // item_bytes(outline.dtype)
+            at += len(pair[0])
             self._advance(len(pair[0]))
         for digests, value in zip(self.digests, values, strict=True):
             digests[name] = value

@@ -166,8 +166,13 @@ class DeltaCatalog(ComputedCatalog):
         for name, (*_, last) in patches.items():
             # A checksum of 32 bits does not show that the digest is as stated.
             if last.digest is not None and last.checksum_format == "xxh3-128":
-                outline = base.outline(name)
-                stated = TensorDigest.of_value(last.digest, outline.shape, outline.dtype)
+                at = base.outline(name)
+                try:
+                    stated = TensorDigest.of_value(last.digest, at.shape, at.dtype)
+                except CheckpointError as error:
+                    raise CheckpointError(
+                        f"{last.path.parent}: tensor {shown(name)}: {error}; publish it again"
+                    ) from None
                 self._stated[name] = stated
         if chain[-1].digest is not None:
             self.wants_digests = frozenset(self.names) - self._stated.keys()

@@ -1,16 +1,15 @@
 """A checkpoint with numbers where weights are quantised; they are made when they are read."""
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
-from math import prod
 from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from shardspec.checkpoint.blocks import from_mx, from_scaled, powers_of_two
-from shardspec.checkpoint.catalog import Catalog, StoredTensor, whole_box
+from shardspec.checkpoint.catalog import Catalog, StoredTensor, row_major_strides, whole_box
 from shardspec.checkpoint.check_quantized import quantised_in
 from shardspec.checkpoint.choice import Choice
 from shardspec.checkpoint.computed import (
@@ -78,12 +77,12 @@ class _Numbers(ComputedMatrices):
                 )
             done += len(part)
 
-    def _kept(self, key: object, read: Any) -> NDArray[Any]:  # noqa: ANN401
-        def made() -> tuple[NDArray[Any], int]:
-            values = read()
-            return values, values.nbytes
-
-        return self._recent.get((self._name, key), made)
+    def _kept(self, key: object, read: Callable[[], NDArray[Any]]) -> NDArray[Any]:
+        kept = self._recent.get((self._name, key))
+        if kept is None:
+            kept = read()
+            self._recent.keep((self._name, key), kept)
+        return kept
 
     def _from_mx(
         self, codes: NDArray[Any], scales: NDArray[Any], column: int, out: NDArray[Any]
@@ -128,12 +127,9 @@ class DequantisedCatalog(ComputedCatalog):
             check_tiling(tensor)
         shape, spec, strides = weight.shape, codes.spec, None
         if weight.scheme.transposed:
-            width = item_bytes(self._dtype)
-            row = width * weight.columns
-            lead = [
-                row * weight.rows * prod(weight.lead[at + 1 :]) for at in range(len(weight.lead))
-            ]
-            strides, spec = (*lead, width, row), None
+            lies = *weight.lead, weight.rows, weight.columns
+            *lead, row, column = row_major_strides(lies, item_bytes(self._dtype))
+            strides, spec = (*lead, column, row), None
         made = _Numbers(name, weight, (codes, scales), self._dtype, self._recent, self._spare)
         return self._made_tensor(name, shape, self._dtype, spec, codes, made, strides)
 

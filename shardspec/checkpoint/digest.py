@@ -148,7 +148,7 @@ def _of_checkpoint(
             value, at = TensorDigest(tensor.dtype, tensor.shape, seed=seed), 0
             for block in read_whole(tensor, files, buffers):
                 value = value.with_bytes(block, whole_box(tensor.shape), at)
-                at += len(block) // item_bytes(tensor.dtype)
+                at += len(block)
                 done += len(block)
                 if progress is not None:
                     progress(done, total)

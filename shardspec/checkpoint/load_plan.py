@@ -3,11 +3,12 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from glob import escape
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from shardspec.boxes import Box
 from shardspec.checkpoint import rank_state
-from shardspec.checkpoint.catalog import Catalog, distinct
+from shardspec.checkpoint.catalog import ZEROS, Catalog, distinct
 from shardspec.checkpoint.check_quantized import check_stored_plan
 from shardspec.checkpoint.choice import Choice, Patterns, check_dropped
 from shardspec.checkpoint.load import Reading, read_shards
@@ -32,14 +33,16 @@ from shardspec.text import shown
 if TYPE_CHECKING:
     import torch
 
+NO_COPY: Final = "this plan quantises, which no copy of bytes does; quantise before, and plan that"
+
 
 def stored_layouts(
     place: Catalog | StoragePath, first: int
 ) -> tuple[dict[str, StoredLayout], dict[int, str]]:
     """Return where a checkpoint has its tensors, and the names of its files by number.
 
-    Files are numbered from `first` on, behind the ids of all devices. Raises LayoutError if a
-    reduction is pending.
+    Files are numbered from `first` on, behind the ids of all devices; ``/dev/zero`` is one where a
+    map fills tensors with zeros. Raises LayoutError if a reduction is pending.
     """
     catalog = as_catalog(place)
     outlines = [catalog.outline(name) for name in catalog.names]
@@ -52,7 +55,8 @@ def stored_layouts(
         for box in distinct(tensor):
             boxes.setdefault(numbers[box.path], []).append(box.box)
         layouts[tensor.name] = StoredLayout(files, boxes, tensor.shape, tensor.dtype)
-    return layouts, {number: path.name for path, number in numbers.items()}
+    names = {number: str(p) if p == ZEROS else p.name for p, number in numbers.items()}
+    return layouts, names
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,9 +68,12 @@ class CheckpointReader:
     """By which map, if by one."""
     dequantised_to: str | None
     """The dtype of numbers in place of codes; None where codes are read."""
+    quantises: bool = False
+    """Whether codes and scales are made of weights; tensors of the plan then have new names."""
 
     def __str__(self) -> str:
-        return f"reads the checkpoint {self.checkpoint}"
+        quantises = " and quantises weights" if self.quantises else ""
+        return f"reads the checkpoint {self.checkpoint}{quantises}"
 
     def run(
         self, plan: ReshardPlan, state: Mapping[str, object], out: Mapping[str, object] | None
@@ -86,24 +93,31 @@ class CheckpointReader:
                         f"a plan that {self} takes nothing else; pass an empty state dict, as in "
                         "plan.run({})"
                     )
-                given = None if out is None else flat_state(out)
+                into = None if out is None else flat_state(out)
                 facts = {"reshard plan": plan.digest[:12]}
                 check_same(chosen, facts, "make the same plan on every rank")
                 own = {name: layout for name, layout in layouts.items() if layout.mesh == mesh}
-                reading = agree(chosen, partial(self._reading, plan, given, own, chosen))
+                reading = agree(chosen, partial(self._reading, plan, into, own, chosen))
                 read = agree(chosen, partial(read_shards, reading, chosen))
-                filled = {**filled, **(read if given is None else {n: given[n] for n in read})}
+                filled = {**filled, **(read if into is None else {n: into[n] for n in read})}
         return {name: filled[name] for name in layouts if name in filled}
 
     def regions(self, plan: ReshardPlan) -> dict[str, list[FileRegion]]:
         """Return where tensors lie in the files of the checkpoint."""
+        if self.quantises:
+            raise LayoutError(NO_COPY)
         return file_regions(self._opened(plan), min(plan.files, default=0))
 
     def _opened(self, plan: ReshardPlan) -> Catalog:
         """Open the checkpoint, which is as the plan says."""
-        source = with_numbers(
-            open_checkpoint(self.checkpoint), self.dequantised_to, Choice(drop=plan.dropped)
-        )
+        source = open_checkpoint(self.checkpoint)
+        if self.quantises:
+            from shardspec.checkpoint.quantizing import with_codes
+
+            source = with_codes(source, self.names, None, plan.dropped)
+        else:
+            dropped = Choice(drop=[*map(escape, plan.dropped)])
+            source = with_numbers(source, self.dequantised_to, dropped)
         now, _ = stored_layouts(source, min(plan.files, default=0))
         for move in plan.moves:
             if now.get(move.source_name) != move.source:
@@ -122,21 +136,23 @@ class CheckpointReader:
     ) -> Reading:
         """Open the checkpoint; it, and what is filled, are as the plan says."""
         names = {name: name for name in layouts}
-        source = mapped(self._opened(plan), self.names, dropped=plan.dropped)
+        source = self._opened(plan)
+        if not self.quantises:
+            source = mapped(source, self.names, dropped=plan.dropped)
         reading = Reading(source, names, layouts)
         if out is None:
             return reading
         if missing := [name for name in layouts if name not in out]:
             raise LayoutError(f"tensor {shown(missing[0])} is missing from the state dict")
-        given = rank_state.describe({name: out[name] for name in layouts}, communicator)
+        described = rank_state.describe({name: out[name] for name in layouts}, communicator)
         for name, layout in layouts.items():
-            if given.layouts[name] != layout:
+            if described.layouts[name] != layout:
                 raise LayoutError(
-                    f"out[{name!r}] is laid out as {given.layouts[name]}, in the plan as {layout}; "
-                    "give it as the plan says"
+                    f"out[{name!r}] is laid out as {described.layouts[name]}, in the plan as "
+                    f"{layout}; give it as the plan says"
                 )
-        _check_apart(given.shards)
-        return reading._replace(shards=given.shards)
+        _check_apart(described.shards)
+        return reading._replace(shards=described.shards)
 
 
 def _check_apart(shards: "Mapping[str, Mapping[int, torch.Tensor]]") -> None:

@@ -137,7 +137,7 @@ def boxes_in_source(view: View, box: Box) -> Iterator[Box]:
             yield part
 
 
-class MappedCatalog(catalog.Catalog):
+class MappedCatalog(catalog.DerivedCatalog):
     """A checkpoint with a map applied; boxes are mapped on demand."""
 
     def __init__(
@@ -173,34 +173,20 @@ class MappedCatalog(catalog.Catalog):
             if target not in self._equations:
                 raise LayoutError(f"the map fills {target!r} with zeros alone; leave it out")
             self._padding.setdefault(target, []).append(side)
-        home = source.directory
-        super().__init__(source.format, home, self._equations, source.files, source.mesh, extras)
-        self.snapshot, self.below, self.dropped = source.snapshot, source.below, behind
-        self.quantization = source.quantization
+        super().__init__(source, self._equations, extras, source.mesh)
         kept = (e.target for e in report.equations if e.source in source.keeps_dtype)
-        self.keeps_dtype = frozenset(kept)
-        self._source, self._shapes = source, targets
-        self._tensors = catalog.LazyTensorCache(self._look_up)
-
-    @property
-    def base(self) -> catalog.Catalog:
-        """The checkpoint that is mapped."""
-        return self._source
+        self.keeps_dtype, self.dropped, self._shapes = frozenset(kept), behind, targets
 
     def equations(self, name: str) -> Sequence[Equation]:
         """Return what a tensor of the target is made of."""
         return self._equations[name]
-
-    def tensor(self, name: str) -> catalog.StoredTensor:
-        """Return a tensor of the target, whose boxes are parts of stored ones."""
-        return self._tensors(name)
 
     def _look_up(self, name: str) -> catalog.StoredTensor:
         width = item_bytes(self._dtypes[name])
         parts_of_files = (
             box
             for equation in self._equations[name]
-            for stored in self._source.tensor(equation.source).boxes
+            for stored in self.base.tensor(equation.source).boxes
             for box in target_boxes(equation.view, stored, width)
         )
         boxes = list(islice(parts_of_files, MOST_PIECES + 1))

@@ -213,7 +213,7 @@ def _about_model(source: catalog.Catalog, model: Model) -> Iterator[None]:
         ) from None
 
 
-class Assembled(catalog.Catalog):
+class Assembled(catalog.DerivedCatalog):
     """Tensors of several checkpoints, each under a name of its own."""
 
     def __init__(
@@ -221,19 +221,22 @@ class Assembled(catalog.Catalog):
         source: catalog.Catalog,
         parts: Mapping[str, tuple[catalog.Catalog, str]],
     ) -> None:
+        super().__init__(source, parts.keys(), source.extras)
         self._parts = parts
-        self._catalogs = tuple({id(owner): owner for owner, _ in parts.values()}.values())
-        files = dict.fromkeys(path for owner in self._catalogs for path in owner.files)
-        super().__init__(source.format, source.directory, parts.keys(), files, None, source.extras)
+        self._others = {owner: None for owner, _ in parts.values() if owner is not source}
+        more = (path for owner in self._others for path in owner.files)
+        self.files = tuple(dict.fromkeys((*self.files, *more)))
+        kept = (name for name, (owner, old) in parts.items() if old in owner.keeps_dtype)
+        self.keeps_dtype = frozenset(kept)
 
-    def tensor(self, name: str) -> catalog.StoredTensor:
-        """Return a tensor, as the checkpoint that has it does."""
+    def _look_up(self, name: str) -> catalog.StoredTensor:
         source, old = self._parts[name]
         return replace(source.tensor(old), name=name)
 
-    def check_unchanged(self) -> None:
+    def check_unchanged(self, beside: Iterable[StoragePath] = ()) -> None:
         """Check that no file of any of the checkpoints has changed since it was opened."""
-        for source in self._catalogs:
+        super().check_unchanged(beside)
+        for source in self._others:
             source.check_unchanged()
 
 

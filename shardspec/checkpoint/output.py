@@ -33,7 +33,7 @@ from shardspec.checkpoint.storage.path import Staged, Staging, WriteAt
 from shardspec.checkpoint.storage.reading import AHEAD_BYTES, OpenFiles, prefetch_map
 from shardspec.checkpoint.targets import Extent, RawBytes, Target
 from shardspec.comm.together import Processes
-from shardspec.dtypes import is_cast, item_bytes
+from shardspec.dtypes import is_cast
 from shardspec.errors import CheckpointError
 from shardspec.resharding.digests import TensorDigest
 from shardspec.text import Argument
@@ -207,7 +207,7 @@ class Output:
             if name not in self._file_crcs:
                 self._complete(number)
             written.append((name, num_bytes, self._file_crcs[name]))
-        self.source.check_unchanged()
+        self.source.check_unchanged(self.target.beside)
         self.source.check_written(self.tensor_digests)
         if self.target.listing is not None:
             written.append(self._write_listing(*self.target.listing))
@@ -292,7 +292,7 @@ class Output:
                     of_part = crc32(part) if stored_crc is None or casts else stored_crc
                 yield at, part
                 if digested is not None:
-                    digested = digested.with_bytes(part, box, done // item_bytes(tensor.dtype))
+                    digested = digested.with_bytes(part, box, done)
                 done += len(part)
                 crc = int(crc32_combine(crc, of_part, len(part)))
                 at += len(part)

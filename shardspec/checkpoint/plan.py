@@ -4,7 +4,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import PurePath
 
 from shardspec.checkpoint.storage.from_text import storage_path
-from shardspec.errors import LayoutError
 from shardspec.resharding.name_map import NameMap
 from shardspec.resharding.plan import ReshardPlan, ReshardTarget, known_to_all, plan_state
 
@@ -40,7 +39,8 @@ def plan_reshard(
         What floating-point tensors become, where `target` is a mesh and rules; quantised weights of
         a checkpoint are dequantised to it. Or ``"fp8-128x128"``: weights of linear layers, by their
         names, become codes of float8_e4m3fn and scales, which are quantised on the sender where its
-        cuts fall on blocks, else on the receiver.
+        cuts fall on blocks, else on the receiver; those of a checkpoint as they are read, to the
+        bytes that `merge` writes with ``quantize=``.
     max_bytes
         Bytes in buckets for sending, and as many for receiving, on each device; 256 MiB by
         default.
@@ -68,13 +68,10 @@ def plan_reshard(
     if not isinstance(target, tuple):
         target = known_to_all(target)
     if dtype == "fp8-128x128":
-        from shardspec.checkpoint.plan_quantized import plan_quantised
+        from shardspec.checkpoint.plan_quantized import plan_quantised, plan_quantised_load
 
         if isinstance(source, str | PurePath):
-            raise LayoutError(
-                f"{source}: a checkpoint is quantised as it is written; reshard it with "
-                f"quantize={dtype!r}, and plan that"
-            )
+            return plan_quantised_load(storage_path(source), target, names, max_bytes, drop)
         return plan_quantised(known_to_all(source), target, names, max_bytes, drop)
     if isinstance(source, str | PurePath):
         # State dicts in memory need nothing of it.

@@ -1,27 +1,37 @@
 """Reshard plans that quantise, on senders whose cuts fall on blocks, else on receivers."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final, Never
 
-from shardspec.checkpoint.check_quantized import grid_layout
+from shardspec.checkpoint.check_quantized import grid_layout, origins, refuse_quantised
+from shardspec.checkpoint.choice import Choice
+from shardspec.checkpoint.load_plan import NO_COPY, CheckpointReader, plan_stored, stored_layouts
+from shardspec.checkpoint.open import as_catalog
 from shardspec.checkpoint.quantized import Stated, quantised
-from shardspec.errors import DTypeError, LayoutError
+from shardspec.checkpoint.storage.path import StoragePath
+from shardspec.errors import LayoutError
 from shardspec.families.linear import LinearLayers
 from shardspec.layout.layout import Layout
 from shardspec.layout.spec import ShardingSpec
 from shardspec.resharding.copies import TensorMove
 from shardspec.resharding.name_map import NameMap
-from shardspec.resharding.plan import ReshardPlan, ReshardTarget, plan_state
+from shardspec.resharding.plan import (
+    ReshardPlan,
+    ReshardTarget,
+    check_move,
+    layouts_of,
+    plan_state,
+)
 from shardspec.resharding.state import flat_state
+from shardspec.text import Argument, first_of, shown
 
 if TYPE_CHECKING:
     import torch
 
-FP8_BLOCKS: Final = "fp8-128x128"
 _SIDE: Final = 128
 _SCALES: Final = "_scale_inv"
-_WEIGHTS: Final = ("bfloat16", "float16", "float32")
+_WEIGHTS: Final = frozenset({"bfloat16", "float16", "float32", "float64"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,14 +58,14 @@ class Quantiser:
         dist = torch.distributed
         if dist.is_available() and dist.is_initialized() and dist.get_rank() not in plan.devices:
             return {}
-        given, filled = flat_state(state), None if out is None else flat_state(out)
+        tensors, filled = flat_state(state), None if out is None else flat_state(out)
         targets = {move.target_name: move.target for move in plan.moves}
         arriving = {}
         with telling_job(plan.devices), torch.no_grad():
             for name, layout, grid in self.by_senders:
-                if name in given:
-                    codes, scales = _quantised(name, given.pop(name), layout, grid)
-                    given |= {name: codes, name + _SCALES: scales}
+                if name in tensors:
+                    codes, scales = _quantised(name, tensors.pop(name), layout, grid)
+                    tensors |= {name: codes, name + _SCALES: scales}
             for name in plan.quantised if filled is not None else ():
                 layout = targets[name]
                 devices = communicator_of(layout.mesh).addressable
@@ -64,7 +74,7 @@ class Quantiser:
                 arriving[name] = DTensor.from_shards(shards, layout)
         lacking = {name + end for name in arriving for end in ("", _SCALES)}
         rest = filled and {name: value for name, value in filled.items() if name not in lacking}
-        result, _ = run_reshard(plan, given, None if rest is None else {**rest, **arriving})
+        result, _ = run_reshard(plan, tensors, None if rest is None else {**rest, **arriving})
         with telling_job(plan.devices), torch.no_grad():
             for name in plan.quantised:
                 if name not in result:
@@ -83,9 +93,7 @@ class Quantiser:
 
     def regions(self, plan: ReshardPlan) -> Never:  # noqa: ARG002  # as of others
         """Raise LayoutError: what copies bytes does not quantise."""
-        raise LayoutError(
-            "this plan quantises, which no copy of bytes does; quantise before, and plan that"
-        )
+        raise LayoutError(NO_COPY)
 
 
 def plan_quantised(
@@ -99,10 +107,11 @@ def plan_quantised(
 
     Raises LayoutError if neither the source nor the target of a weight is cut at blocks.
     """
+    target, stated = _apart(target, flat_state(source))
     plan = plan_state(source, target, names, None, max_bytes, drop)
     tensors = {m.source_name: (m.source.global_shape, m.source.dtype) for m in plan.moves}
-    for name, why in quantised(tensors, Stated()).why.items():
-        raise DTypeError(f"tensor {name!r} is quantised already ({why}); leave out dtype=")
+    why = quantised(tensors, Stated()).why
+    refuse_quantised(why, tensors, "leave out ", Argument("dtype"))
     moves: list[TensorMove] = []
     senders: list[tuple[str, Layout, Layout]] = []
     receivers: list[str] = []
@@ -111,35 +120,89 @@ def plan_quantised(
         groups.setdefault(move.target_name, []).append(move)
     linear = LinearLayers({})
     for name, group in groups.items():
-        (move, *others), after = group, group[0].target
-        many = len(after.global_shape) >= 2 and after.dtype in _WEIGHTS
-        if not (many and name in linear):
+        dtypes, after = {move.source.dtype for move in group}, group[0].target
+        if name not in linear or len(after.global_shape) < 2 or dtypes - _WEIGHTS:
             moves += group
             continue
-        grid = _grid(after)
-        whole = not others and move.view is None and move.source.dtype in _WEIGHTS
-        before = _grid(move.source) if whole else None
+        # Codes are those of the numbers in the source, whatever dtype the target has.
+        after = _with_dtype(after, "float32" if len(dtypes) > 1 else dtypes.pop())
+        move, *others = group = [replace(move, target=after) for move in group]
+        grid, scales = _grid(after), name + _SCALES
+        before = _grid(move.source) if not others and move.view is None else None
         if before is not None:
             senders.append((move.source_name, move.source, before))
             codes = [_with_dtype(layout, "float8_e4m3fn") for layout in (move.source, after)]
             moves.append(replace(move, source=codes[0], target=codes[1]))
-            # Where blocks are cut, all scales are everywhere.
-            shape = before.global_shape
-            grid = grid or Layout(after.mesh, ShardingSpec(len(shape)), shape, "float32")
-            ends = move.source_name + _SCALES, name + _SCALES
-            moves.append(TensorMove(*ends, before, grid))
+            grid = stated.pop(scales, grid) or _everywhere(after, before)
+            moves.append(TensorMove(move.source_name + _SCALES, scales, before, grid))
+            check_move(moves[-1])
         elif grid is not None:
+            if (other := stated.pop(scales, grid)) != grid:
+                raise LayoutError(
+                    f"tensor {scales!r} is made where {name!r} arrives, and laid out as {grid}, "
+                    f"but the target states {other}; leave it out of the target, or make both alike"
+                )
             receivers.append(name)
             moves += group
         else:
             raise LayoutError(
                 f"tensor {name!r}: neither {move.source.spec} in the source nor {after.spec} in "
                 f"the target cuts {list(after.global_shape)} at multiples of {_SIDE}, the side of "
-                "a block that shares a scale; cut one of them there, or leave out dtype="
+                "a block that shares a scale; cut one of them at these, or leave out dtype="
             )
+    if stated:
+        raise LayoutError(f"the source lacks {first_of([*map(shown, sorted(stated))])}")
     moves.sort(key=lambda move: (move.target_name, move.source_name))
     by = Quantiser(tuple(senders))
     return replace(plan, moves=tuple(moves), quantised=tuple(receivers), executor=by)
+
+
+def plan_quantised_load(
+    checkpoint: StoragePath,
+    target: ReshardTarget,
+    names: Mapping[str, str] | NameMap | None,
+    max_bytes: int | None,
+    drop: str | Sequence[str],
+) -> ReshardPlan:
+    """Plan how devices read a checkpoint, with weights of linear layers in FP8 there.
+
+    Files are cut nowhere, so these are quantised as they are read, wherever the target is cut.
+    """
+    from shardspec.checkpoint.quantizing import with_codes
+
+    stored = as_catalog(checkpoint)
+    source = with_codes(stored, names, Choice(drop=drop))
+    target, stated = _apart(target, ())
+    _, plan, _, files = plan_stored(source.base, target, None, None, max_bytes)
+    layouts, _ = stored_layouts(source, min(files, default=0))
+    after = {move.target_name: move.target for move in plan.moves}
+    for scales in {*source.names} - {*source.base.names}:
+        name = scales.removesuffix(_SCALES)
+        after[name] = _with_dtype(after[name], layouts[name].dtype)
+        after[scales] = _grid(after[name]) or _everywhere(after[name], layouts[scales])
+    plan = plan_state(layouts, {**after, **stated}, None, None, max_bytes)
+    dropped = tuple(sorted({*stored.names} - origins(source.base, source.base.names)))
+    names = dict(names) if isinstance(names, Mapping) else names
+    reader = CheckpointReader(checkpoint, names, None, quantises=True)
+    return replace(plan, dropped=dropped, executor=reader)
+
+
+def _apart(
+    target: ReshardTarget, source: Collection[str]
+) -> tuple[ReshardTarget, dict[str, Layout]]:
+    """Return a target without scales that the source lacks, and the layouts of these."""
+    if isinstance(target, tuple):
+        return target, {}
+    flat = flat_state(target)
+    scales = ({name + _SCALES for name in flat} & flat.keys()) - {*source}
+    rest = {name: value for name, value in flat.items() if name not in scales}
+    return rest, layouts_of({name: flat[name] for name in scales})
+
+
+def _everywhere(weight: Layout, scales: Layout) -> Layout:
+    """Return a layout in which devices have all scales, where blocks of the weight are cut."""
+    shape = scales.global_shape
+    return Layout(weight.mesh, ShardingSpec(len(shape)), shape, scales.dtype)
 
 
 def _grid(weight: Layout) -> Layout | None:

@@ -155,11 +155,6 @@ class Stated(NamedTuple):
     """Codes to their block in numbers, and torchao's class; the block is empty where the order of
     the codes is not known."""
 
-    @property
-    def own_order(self) -> bool:
-        """Whether codes lie in an order that shardspec does not know."""
-        return any(map(_OWN_ORDER.fullmatch, self.methods))
-
 
 class Blocks(NamedTuple):
     """Where codes may be cut."""
@@ -288,8 +283,9 @@ def _blocks(
     if name in stated.torchao:
         return Blocks(_torchao_block(shape, dtype, *stated.torchao[name]))
     grids = [(kind, other, grid) for kind, other, grid in companions if kind.grid]
-    by_order = stated.own_order or last in ("W_q", "codes", "trellis", "Qidxs", "q_weight")
-    if by_order or last in ("indices", "dense_weights"):
+    # Codes of these lie in an order that is not known.
+    by_order = last in ("W_q", "codes", "trellis", "Qidxs", "q_weight", "indices", "dense_weights")
+    if by_order or any(map(_OWN_ORDER.fullmatch, stated.methods)):
         return Blocks(shape)
     block = tuple(1 for _ in shape)
     if not grids:

@@ -1,8 +1,7 @@
 """A checkpoint whose matrices are quantised: codes and scales are made when they are read."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from fnmatch import fnmatchcase
-from functools import partial
 from typing import Any, Final, NamedTuple, get_args
 
 import numpy as np
@@ -13,7 +12,7 @@ from shardspec.checkpoint.catalog import (
     Catalog,
     StoredTensor,
 )
-from shardspec.checkpoint.check_quantized import quantised_in
+from shardspec.checkpoint.check_quantized import origins, quantised_in, refuse_quantised
 from shardspec.checkpoint.choice import Choice, Patterns, wanted_names
 from shardspec.checkpoint.computed import (
     ComputedCatalog,
@@ -22,6 +21,8 @@ from shardspec.checkpoint.computed import (
     Source,
     bytes_in_files,
 )
+from shardspec.checkpoint.mapped import Names, mapped
+from shardspec.checkpoint.numbers_of import config_of
 from shardspec.checkpoint.numeric import cast
 from shardspec.checkpoint.quantized import Shape, sections, sections_of
 from shardspec.checkpoint.read_boxes import Buffers
@@ -98,22 +99,21 @@ class _Quantiser:
         self.block = (128, 128) if how.kind == "fp8-128x128" else (1, MX)
         self._source, self._dtype, self._kept = Source(tensor, spare), dtype, kept
         high, wide = self.block
-        self.width = min(-(-weight.columns // wide) * wide, _TILE // high)
+        self.width = max(wide, min(-(-weight.columns // wide) * wide, _TILE // high))
         self.height = max(1, _TILE // (high * self.width)) * high
         self.reads = bytes_in_files((tensor,))
 
     def tile(self, matrix: int, row: int, column: int, *, scales: bool) -> NDArray[Any]:
         """Return the codes of the tile that begins at a row and a column, or its scales."""
         key = self.weight.source, matrix, row, column
-
-        def made() -> tuple[NDArray[Any], int]:
-            both = self._quantised(matrix, row, column)
-            # Whichever is read first, the other is to be there.
-            for kept, result in zip(self._kept, both, strict=True):
-                kept.get(key, partial(_sized, result))
-            return _sized(both[scales])
-
-        return self._kept[scales].get(key, made)
+        kept = self._kept[scales].get(key)
+        if kept is not None:
+            return kept
+        both = self._quantised(matrix, row, column)
+        # Whichever is read first, the other is to be there.
+        for recent, made in zip(self._kept, both, strict=True):
+            recent.keep(key, made)
+        return both[scales]
 
     def _quantised(self, matrix: int, row: int, column: int) -> tuple[NDArray[Any], NDArray[Any]]:
         weight = self.weight
@@ -134,10 +134,6 @@ class _Quantiser:
         if self.block == (1, MX):
             return to_mx(raw, dtype, where, four=self.four)
         return to_scaled(raw, dtype, self.block, self.how.rule, where)
-
-
-def _sized(made: NDArray[Any]) -> tuple[NDArray[Any], int]:
-    return made, made.nbytes
 
 
 class _CodesOrScales(ComputedMatrices):
@@ -201,6 +197,23 @@ class QuantisedCatalog(ComputedCatalog):
         return self._made_tensor(name, shape, dtype, spec, source, made)
 
 
+def with_codes(
+    source: Catalog, names: Names | None, choice: Choice | None, dropped: Collection[str] = ()
+) -> QuantisedCatalog:
+    """Return a checkpoint under new names, with codes of FP8 in place of linear layers.
+
+    Raises DTypeError if what is chosen and not dropped is quantised already.
+    """
+    config, how = config_of(source, names), Quantise("fp8-128x128")
+    if names is None and (dropped or (choice is not None and choice.drop)):
+        names = {}
+    source = mapped(source, names, choice, dropped=dropped)
+    why = quantised_in(source).why
+    refuse_quantised(why, origins(source, source.names), "leave out ", Argument("dtype"))
+    weights, _ = _weights(source, source.names, how, config)
+    return QuantisedCatalog(source, weights, {weight.source for weight in weights}, how, None)
+
+
 def quantised_as(
     source: Catalog,
     how: Quantise | None,
@@ -219,16 +232,31 @@ def quantised_as(
     if how is None:
         return source
     wanted = wanted_names(source, choice)
-    why = quantised_in(source).why
-    for name in wanted if why else ():
-        if name in why:
-            raise CheckpointError(
-                f"{source.directory}: tensor {name!r} is quantised already ({why[name]}); "
-                "dequantise it on the way with ",
-                Argument("dtype", value="bf16"),
-                ", or leave out ",
-                Argument("quantize"),
-            )
+    remedy = "dequantise it on the way with ", Argument("dtype", value="bf16"), ", or leave out "
+    refuse_quantised(
+        quantised_in(source).why, origins(source, wanted), *remedy, Argument("quantize")
+    )
+    weights, others = _weights(source, wanted, how, config)
+    if not weights:
+        raise CheckpointError(
+            f"{source.directory}: no tensor is known as the weight of a linear layer; name those "
+            "to quantise with ",
+            Argument("quantize_include"),
+        )
+    gone = {*source.names} - {*wanted} | {weight.source for weight in weights}
+    made = QuantisedCatalog(source, weights, gone, how, choice.dtype)
+    key = "modules_to_not_convert"
+    section = _GPT_OSS if any(weight.transposed for weight in weights) else QUANTIZATIONS[how.kind]
+    if "config_groups" in section:
+        key = "ignore"
+    made.quantization = {**section, key: sorted({*others})}
+    return made
+
+
+def _weights(
+    source: Catalog, names: Iterable[str], how: Quantise, config: Mapping[str, object] | None
+) -> tuple[list[_Weight], list[str]]:
+    """Return the weights to quantise, and the modules of other matrices."""
     linear = LinearLayers(config or {})
     gpt_oss = how.kind == "mxfp4" and linear.model_type == "gpt_oss"
     stated = [*sections(source.home), *sections_of(config)]
@@ -242,7 +270,7 @@ def quantised_as(
         if isinstance(module, str)
     ]
     weights, others = [], []
-    for name in wanted:
+    for name in names:
         outline = source.outline(name)
         shape = outline.shape
         plain = is_floating(outline.dtype) and not outline.dtype.startswith("complex")
@@ -267,17 +295,4 @@ def quantised_as(
                 Argument("quantize_include"),
             )
         weights.append(_Weight(name, shape[:-2], rows, columns, transposed))
-    if not weights:
-        raise CheckpointError(
-            f"{source.directory}: no tensor is known as the weight of a linear layer; name those "
-            "to quantise with ",
-            Argument("quantize_include"),
-        )
-    gone = {*source.names} - {*wanted} | {weight.source for weight in weights}
-    made = QuantisedCatalog(source, weights, gone, how, choice.dtype)
-    key = "modules_to_not_convert"
-    section = _GPT_OSS if gpt_oss else QUANTIZATIONS[how.kind]
-    if "config_groups" in section:
-        key = "ignore"
-    made.quantization = {**section, key: sorted({*others})}
-    return made
+    return weights, others

@@ -190,9 +190,11 @@ def _facts(what: Described, mesh: DeviceMesh, replicas: Replicas) -> dict[str, s
     return {**mesh_and_replicas, **tensors, **values}
 
 
-def check_same_state(what: Described, communicator: Communicator, replicas: Replicas) -> None:
-    """Raise on every rank if not all of them have the same tensors and values."""
-    facts = _facts(what, communicator.mesh, replicas)
+def check_same_state(
+    what: Described, communicator: Communicator, replicas: Replicas, digests: object = None
+) -> None:
+    """Raise on every rank if not all have the same tensors, values and file of `digests`."""
+    facts = {**_facts(what, communicator.mesh, replicas), "option digests": str(digests)}
     check_same(communicator, facts, "save the same on every rank")
 
 

@@ -32,7 +32,6 @@ from shardspec.checkpoint.storage.path import StoragePath, is_temporary, reason
 from shardspec.checkpoint.targets import BoxEntry, FileEntry, OutputFile, OutputTensor, assign_boxes
 from shardspec.comm.communicator import Communicator
 from shardspec.comm.together import agree
-from shardspec.dtypes import item_bytes
 from shardspec.errors import CheckpointError, OutputExistsError
 from shardspec.resharding.digests import TensorDigest
 from shardspec.text import Argument
@@ -184,7 +183,7 @@ def _save(
 ) -> None:
     mesh = chosen.mesh
     leader = mesh.ids[0] in chosen.addressable
-    rank_state.check_same_state(what, chosen, replicas)
+    rank_state.check_same_state(what, chosen, replicas, digests)
     if replicas == "equal":
         rank_state.check_replicas_of_ranks(what, chosen)
     # The system unlocks the directory when a process is killed.
@@ -292,8 +291,7 @@ def _pieces(
         for piece in what.bytes_of(tensor.name, rank, box):
             crc = crc32(piece, crc)
             if tensor.name in sums:
-                start = at // item_bytes(tensor.dtype)
-                sums[tensor.name] = sums[tensor.name].with_bytes(piece, box, start)
+                sums[tensor.name] = sums[tensor.name].with_bytes(piece, box, at)
             at += len(piece)
             yield piece
         crcs[tensor.name, box] = crc

@@ -16,7 +16,6 @@ Sizes of blocks are always read from the config, and never derived from shapes.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
-from math import prod
 from typing import Final, Literal, NamedTuple, TypeAlias
 
 from shardspec.checkpoint.quantized import Shape
@@ -94,11 +93,6 @@ class Coded(NamedTuple):
     """Sizes of the dims before those of the matrices."""
     rows: int
     columns: int
-
-    @property
-    def matrices(self) -> int:
-        """How many matrices."""
-        return prod(self.lead)
 
     @property
     def grid(self) -> tuple[int, int]:

@@ -59,7 +59,12 @@ def flatten(state: Mapping[str, object]) -> FlatState:
     values: dict[str, object] = {}
     paths: dict[str, KeyPath] = {}
     for name, path, value in named_leaves(state):
-        _check_keys(path)
+        for depth, key in enumerate(path):
+            if not _is_key(key, depth):
+                raise CheckpointError(
+                    f"the key {key!r} at {keys_text(path)} is a {type(key).__name__}; name tensors "
+                    "by text, and values inside of dicts by text and whole numbers"
+                )
         if path != (name,):
             paths[name] = path
         if is_tensor(value):
@@ -73,15 +78,6 @@ def flatten(state: Mapping[str, object]) -> FlatState:
                 "torch.tensor"
             )
     return FlatState(tensors, values, paths)
-
-
-def _check_keys(path: KeyPath) -> None:
-    for depth, key in enumerate(path):
-        if not _is_key(key, depth):
-            raise CheckpointError(
-                f"the key {key!r} at {keys_text(path)} is a {type(key).__name__}; name tensors by "
-                "text, and values inside of dicts by text and whole numbers"
-            )
 
 
 def _is_key(key: object, depth: int) -> bool:

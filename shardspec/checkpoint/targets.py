@@ -187,7 +187,8 @@ class Target(NamedTuple):
     digested: bool = False  # whether the format needs the CRC-32 of every extent
     carried: frozenset[str] = frozenset()  # names of the source's plain values that go along
     sidecars: tuple[str, ...] = ()  # names of the files beside the weights that go along
-    not_copied: tuple[str, ...] = ()  # and of what stays behind
+    beside: tuple[StoragePath, ...] = ()  # those of them that were there when it was opened
+    not_copied: tuple[str, ...] = ()  # names of what stays behind
     sharding: Mapping[str, tuple[str, str]] = MappingProxyType({})
     """Tensor to the rule for it, empty where none matches, and its spec; if it is for a mesh."""
     same: Mapping[str, str] = MappingProxyType({})
@@ -291,16 +292,16 @@ def add_sidecars(
             file = _restated(file, path, section)
         files.append(file)
     names = tuple(file.name for file in files)
-    not_copied: tuple[str, ...] = ()
-    if whole:
-        # Of a single file, the state was taken without what lies beside it.
-        source.beside = tuple(directory / name for name in names)
-        others = sorted(beside.difference(names))
-        not_copied = tuple(f"{name}/" if (directory / name).is_dir() else name for name in others)
+    others = sorted(beside.difference(names)) if whole else ()
+    not_copied = tuple(f"{name}/" if (directory / name).is_dir() else name for name in others)
+    # Of a single file, the state was taken without what lies beside it.
+    seen = tuple(directory / name for name in names) if whole else ()
     if section and target.directory and _CONFIG not in {*taken, *names}:
         data = json.dumps({"quantization_config": section}, indent=2).encode()
         files.append(OutputFile(_CONFIG, len(data), [RawBytes(0, data)], ()))
-    return target._replace(files=(*target.files, *files), sidecars=names, not_copied=not_copied)
+    return target._replace(
+        files=(*target.files, *files), sidecars=names, beside=seen, not_copied=not_copied
+    )
 
 
 def _has_codes(target: Target) -> bool:

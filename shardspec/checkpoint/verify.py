@@ -1,7 +1,7 @@
 """Reading checkpoints byte by byte: against their digests, or tensor by tensor with another one."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from math import isfinite, prod
 from pathlib import PurePath
@@ -260,7 +260,7 @@ def values_to_compare(
     """Return the entries that are compared and are not tensors, by the names in the second."""
     if "tensors" in _kept(a, b):
         return {}, {}
-    names = renamed_names([name for name in a.extras if choice.wants(name)], choice.rename)
+    names, _ = renamed_names([name for name in a.extras if choice.wants(name)], choice.rename)
     first = {new: a.extras[name] for name, new in names.items()}
     second = {n: value for n, value in b.extras.items() if n in first or choice.wants(n)}
     return _entries(first), _entries(second)
@@ -309,8 +309,9 @@ def _different_values(
 def _alike(x: object, y: object, atol: float, rtol: float) -> bool:
     """Return whether two values are the same; without tolerances, equal bits."""
     if (atol or rtol) and _is_number(x) and _is_number(y):
-        near = _close(np.array([float(x)]), np.array([float(y)]), atol, rtol)
-        return x == y or bool(near.all())
+        with suppress(OverflowError):  # whole numbers may be too large for a float
+            near = _close(np.array([float(x)]), np.array([float(y)]), atol, rtol)
+            return x == y or bool(near.all())
     if type(x) is not type(y):
         return False
     match x, y:

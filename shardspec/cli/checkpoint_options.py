@@ -273,9 +273,8 @@ layout_option: Final = click.option(
 
 def check_layout(maps: MapOptions, rules: dict[str, str] | None) -> None:
     """Raise `click.UsageError` if other options contradict ``--layout``."""
-    of_map = maps.map is not None or maps.sizes is not None or maps.reverse_map
     refuse_if(
-        maps.model is None or bool(rules) or maps.names is not None or of_map,
+        maps.model is None or bool(rules) or maps.names is not None,
         "--layout says how the model of --model is named and sharded; give --model, and leave "
         "out --names, --map, --sizes, --reverse-map, --rules and --rule",
     )

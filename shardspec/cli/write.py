@@ -173,7 +173,7 @@ def _processes() -> "Iterator[Communicator | None]":
     from shardspec.comm.process_group import ProcessGroupCommunicator
 
     starts = not dist.is_initialized()
-    communicator = ProcessGroupCommunicator.create(DeviceMesh(range(int(size))), "cpu")
+    communicator = ProcessGroupCommunicator.of(DeviceMesh("cpu", range(int(size))))
     try:
         yield communicator
     finally:
@@ -202,16 +202,16 @@ def _write(
         with Processes(communicator).failing_together():
             sources = source.open(*places)
             names = maps.read(sources[0].home, stacked=stacked)
-        # Of several processes the first one prints.
-        silent = communicator is not None and 0 not in communicator.addressable
-        if maps.model is not None and not silent:
-            from shardspec.checkpoint.model_names import ModelNames
+            # Of several processes the first one prints.
+            silent = communicator is not None and 0 not in communicator.addressable
+            if maps.model is not None and not silent:
+                from shardspec.checkpoint.model_names import ModelNames
 
-            assert isinstance(names, ModelNames)
-            chosen = Choice(**choice, drop=maps.drop)
-            numbers = with_numbers(sources[0], how["dtype"], chosen, names.config)
-            recognised = names.recognised(numbers, chosen).text
-            say(f"note: {sources[0].directory}: has the names of {recognised}", err=True)
+                assert isinstance(names, ModelNames)
+                chosen = Choice(**choice, drop=maps.drop)
+                numbers = with_numbers(sources[0], how["dtype"], chosen, names.config)
+                recognised = names.recognised(numbers, chosen).text
+                say(f"note: {sources[0].directory}: has the names of {recognised}", err=True)
         with progress_bar(not (silent or as_json), title) as progress:
             report = convert(
                 *sources,

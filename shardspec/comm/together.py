@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from hashlib import sha256
-from typing import Final, TypeVar
+from typing import Final, NamedTuple, TypeVar
 
 from shardspec.comm.agreement import failure_text, on_all_ranks
 from shardspec.comm.communicator import Communicator
@@ -17,6 +17,14 @@ _LONG: Final = 200
 _FAILURES: Final = (ShardSpecError, OSError, RuntimeError, ValueError, TypeError, MemoryError)
 """What reading, writing and torch raise. Other errors are raised unchanged where they happened, and
 fail the other ranks too."""
+
+
+class Failure(NamedTuple):
+    """What a rank tells the others of an error."""
+
+    kind: type[ShardSpecError]
+    """The error that all raise."""
+    text: str
 
 
 def agree(communicator: Communicator, act: Callable[[], T]) -> T:
@@ -33,18 +41,25 @@ def agree(communicator: Communicator, act: Callable[[], T]) -> T:
         done.append(act())
     except Exception as error:  # or the other ranks would wait for this one
         cause = error
-        failure = isinstance(error, OutputExistsError), failure_text(error)
+        kind = OutputExistsError if isinstance(error, OutputExistsError) else CheckpointError
+        failure = Failure(kind, failure_text(error))
     failures = communicator.gather(dict.fromkeys(communicator.addressable, failure))
-    failed = {rank: problem for rank, problem in failures.items() if problem is not None}
+    raise_first(failures, cause)
+    return done[0]
+
+
+def raise_first(failures: Mapping[int, Failure | None], cause: Exception | None) -> None:
+    """Raise the first failure, on every rank the same; return if no rank has failed.
+
+    `cause` is the error of this rank, which is raised unchanged if it is none of `_FAILURES`.
+    """
     if cause is not None and not isinstance(cause, _FAILURES):
         raise on_all_ranks(cause)
-    if failed:
-        rank, (exists, text) = next(iter(failed.items()))
-        everywhere = len(failed) == len(failures) and len(set(failed.values())) == 1
-        message = text if everywhere else f"rank {rank}: {text}"
-        kind = OutputExistsError if exists else CheckpointError
-        raise on_all_ranks(kind(message)) from cause
-    return done[0]
+    for rank, failure in failures.items():
+        if failure is not None:
+            everywhere = len(set(failures.values())) == 1
+            text = failure.text if everywhere else f"rank {rank}: {failure.text}"
+            raise on_all_ranks(failure.kind(text)) from cause
 
 
 def check_same(communicator: Communicator, facts: Mapping[str, str], remedy: str) -> None:

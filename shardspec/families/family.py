@@ -31,7 +31,7 @@ _HEADS: Final[Mapping[str, tuple[Any, str]]] = {
     **dict.fromkeys(("prefix", "sizes", "defaults", "refused"), (dict, "a table")),
     "like": (str, "the name of a family"),
 }
-"""What a family says beside its rows, and of which kind it is."""
+"""What a family says beside its rows: the type of each value, and its name in errors."""
 _SLICED: Final = re.compile(r"(\w+)\[")
 
 _Table: TypeAlias = Mapping[str, object]
@@ -133,7 +133,8 @@ def read_family(text: str, name: str) -> Family:
             and not any(fnmatchcase(row.side[0], pattern) for pattern in without)
         ]
         rows[table] = (*kept, *own)
-    unused = [(one, "") if isinstance(one, str) else tuple(one) for one in given.get("unused", [])]
+    entries = given.get("unused", [])
+    unused = [(entry, "") if isinstance(entry, str) else tuple(entry) for entry in entries]
 
     def merged(key: str) -> dict[str, str]:
         old = getattr(base, key) if base else {}

@@ -1,5 +1,6 @@
 """How trainers and engines shard a model: the layout of each tensor, from its family's rows."""
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from math import gcd, prod
 from pathlib import Path
@@ -91,9 +92,9 @@ def parse_layout(text: str) -> ParsedLayout:
             raise LayoutError(f"layout {shown(text)}: {shown(word)} is not once one of {keys}")
         if key == "spec" and value in ("local", "te"):
             local = value == "local"
-        elif key == "layers" and all(map(str.isdecimal, value.split("+"))):
+        elif key == "layers" and re.fullmatch(r"\d{1,6}(\+\d{1,6})*", value):
             layers = tuple(map(int, value.split("+")))
-        elif value.isdecimal() and 0 < int(value) < 2**20:
+        elif re.fullmatch(r"\d{1,6}", value) and int(value):
             sizes[key] = int(value)
         else:
             raise LayoutError(f"layout {shown(text)}: {shown(word)} is not a number from 1 on")

@@ -1,6 +1,6 @@
 """Maps between the names of a model in files, in memory, in Megatron-core and in engines.
 
-All go by the names of files of transformers. A source of which tensors have several spellings is
+All go by the names of files of transformers. A source whose tensors have several spellings is
 first given one of them: the next map reports what is missing.
 """
 
@@ -149,7 +149,7 @@ def chain_of(
         maps.append(forth(model, "fused"))
     if target in ("hf", "live"):
         place = "file" if target == "hf" else "live"
-        if any(tensor.places[place] != tensor.side for tensor in model.tensors):
+        if not maps or any(tensor.places[place] != tensor.side for tensor in model.tensors):
             maps.append(forth(model, place))
     return tuple(maps)
 
@@ -281,13 +281,12 @@ def _same(model: Model, place: str) -> NameMap:
     """Return the map that changes nothing, and checks that every tensor exists."""
     if place == "hf":
         sides = [(tensor.side[:2], tensor.group) for tensor in model.tensors]
-        unused = _unused(model, "hf")
     else:
         to_place = forth(model, place)
         sides = [(side, None) for side in dict.fromkeys(right[:1] for _, right in to_place.rules)]
-        unused = _unused(model, place)
     groups = {at: group for at, (_, group) in enumerate(sides) if group is not None}
-    return _map(model, [(side, side) for side, _ in sides], unused=unused, groups=groups)
+    rules = [(side, side) for side, _ in sides]
+    return _map(model, rules, unused=_unused(model, place), groups=groups)
 
 
 def _from_spellings(model: Model, source: str) -> NameMap | None:

@@ -154,7 +154,7 @@ def model_of(family: Family, sizes: Mapping[str, object]) -> Model:
 
 
 def _partly(family: Family, sizes: Mapping[str, int | str]) -> Model:
-    """Return a model of which the sizes do not say which tensors there are."""
+    """Return a model whose sizes do not say exactly which tensors it has."""
     rows = [(table, row) for table in ("model", "layer") for row in family.rows[table]]
     names = [row.side[0] for _, row in rows]
     depends = any(row.layers or len(row.when) > 1 or "not " in str(row.when) for _, row in rows)

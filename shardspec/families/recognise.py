@@ -25,7 +25,7 @@ class Recognised(NamedTuple):
     format: str
     """``hf``, ``megatron`` or ``fused``."""
     absent: tuple[Tensor, ...]
-    """Tensors of the model of which the source has none."""
+    """Tensors of the model that the source lacks."""
     prefix: str = ""
     """What stands before all of them."""
 

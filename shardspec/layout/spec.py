@@ -341,5 +341,5 @@ def _spec_of(notation: Notation) -> ShardingSpec:
 
 @functools.lru_cache(maxsize=1024)
 def _parsed(text: str) -> ShardingSpec:
-    """Return the spec of a short text, of which models with many tensors have few."""
+    """Return the spec of a short text; models with many tensors have few different ones."""
     return _spec_of(read_notation(text))

@@ -4,7 +4,7 @@ import math
 import operator
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Final, Protocol, TypeAlias, cast
+from typing import Any, Final, Protocol, TypeAlias, TypedDict, cast
 
 from shardspec.errors import AxisError, LayoutError, MeshError
 from shardspec.text import counted, shown
@@ -17,6 +17,15 @@ class _HasToList(Protocol):
 
 
 Ids: TypeAlias = _HasToList | Iterable[object]
+
+
+class TorchWords(TypedDict, total=False):
+    """Arguments of a mesh under torch's names."""
+
+    device_type: str | None
+    mesh: Ids | None
+    mesh_dim_names: Sequence[str] | None
+
 
 SECONDS: Final = (1e-100, 1e9)
 """The least and the most seconds accepted per message or byte, besides 0."""
@@ -110,7 +119,7 @@ def by_number(what: str, given: object) -> dict[Any, Any]:
     return result
 
 
-def ids_and_shape(ids: Ids) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def _ids_and_shape(ids: Ids) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return the ids in row-major order, and the shape of their nesting.
 
     Raises `MeshError` if they form no grid, repeat, or are not whole numbers from 0.
@@ -137,6 +146,70 @@ def ids_and_shape(ids: Ids) -> tuple[tuple[int, ...], tuple[int, ...]]:
         ((repeated, _),) = Counter(plain_ids).most_common(1)
         raise MeshError(f"device id {repeated} appears more than once; every id must be distinct")
     return plain_ids, tuple(shape)
+
+
+def grid_of(
+    physical_mesh_id: Ids | None,
+    mesh_shape: Ids | None,
+    logical_mesh_id: Ids | None,
+    words: TorchWords,
+) -> tuple[tuple[int, ...], tuple[int, ...], str | None]:
+    """Return the ids, the shape and the device type that the arguments of a mesh say.
+
+    They are spelled as here or as in torch, where the device type comes first. Raises `MeshError`
+    if they contradict each other, and `TypeError` for other words.
+    """
+    if unknown := words.keys() - TorchWords.__annotations__.keys():
+        raise TypeError(f"DeviceMesh() has no argument {min(unknown)!r}")
+    device_type, mesh = words.get("device_type"), words.get("mesh")
+    if isinstance(physical_mesh_id, str):
+        given = [ids for ids in (mesh_shape, mesh) if ids is not None]
+        if device_type is not None or logical_mesh_id is not None or len(given) != 1:
+            raise MeshError(
+                f"DeviceMesh({shown(physical_mesh_id)}, ...): a device type is followed by the "
+                "ids, nested as the mesh is, as in DeviceMesh('cuda', [[0, 1], [2, 3]])"
+            )
+        device_type, physical_mesh_id, mesh_shape = physical_mesh_id, given[0], None
+    elif mesh is not None and physical_mesh_id is None:
+        physical_mesh_id = mesh
+    elif mesh is not None or physical_mesh_id is None:
+        raise MeshError("give the device ids once, as in DeviceMesh([[0, 1], [2, 3]])")
+    if device_type is not None and not (
+        isinstance(device_type, str) and device_type.isalnum() and device_type[0].isalpha()
+    ):
+        raise MeshError(
+            f"device type {shown(device_type)}: give a name without an index, as 'cpu' or 'cuda'"
+        )
+    ids, shape = physical, _ = _ids_and_shape(physical_mesh_id)
+    if logical_mesh_id is not None:
+        ids, shape = _ids_and_shape(logical_mesh_id)
+        if set(ids) != set(physical):
+            raise MeshError(
+                f"logical_mesh_id holds the ids {some(sorted(ids))} but physical_mesh_id "
+                f"holds {some(sorted(physical))}; give the same ids in both"
+            )
+    if mesh_shape is not None:
+        sizes = whole_numbers(mesh_shape)
+        if sizes is None:
+            raise MeshError(
+                f"mesh_shape {shown(mesh_shape)}: give a sequence of whole numbers, as in (2, 4)"
+            )
+        if logical_mesh_id is not None and sizes != shape:
+            raise MeshError(
+                f"mesh_shape {sizes} differs from the shape {shape} of logical_mesh_id; give "
+                "one of the two"
+            )
+        shape = sizes
+    if not shape or min(shape) < 1:
+        raise MeshError(
+            f"mesh shape {shown(shape)}: need at least one axis, each of at least 1 device"
+        )
+    if math.prod(shape) != len(ids):
+        raise MeshError(
+            f"mesh shape {'x'.join(map(shown, shape))} has {shown(math.prod(shape))} places "
+            f"but {len(ids)} device ids were given"
+        )
+    return ids, shape, device_type
 
 
 def _per_axis(

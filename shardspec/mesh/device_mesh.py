@@ -4,7 +4,6 @@ An *axis* is always a mesh axis and a *dim* always a tensor dimension. A mesh is
 owns no process group, so that planning needs no job, no GPU and no rank.
 """
 
-import math
 import os
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -12,17 +11,17 @@ from dataclasses import dataclass, field
 from functools import partial
 from html import escape
 from itertools import product
-from typing import TYPE_CHECKING, Any, Final, Literal, NoReturn, TypedDict, Unpack, get_args
+from typing import TYPE_CHECKING, Any, Final, Literal, NoReturn, Unpack, get_args
 
 from shardspec.errors import AxisError, MeshError, NotTorchMeshError
 from shardspec.mesh.device_ids import (
     Ids,
+    TorchWords,
     checked_links,
     checked_names,
-    ids_and_shape,
+    grid_of,
     some,
     whole_number,
-    whole_numbers,
 )
 from shardspec.text import counted, html_table, shown
 
@@ -37,14 +36,6 @@ LinkModel = Literal["ring", "shared-bus"]
 _MAX_SHOWN: Final = 1024
 """The most devices of a mesh that notebooks show."""
 _PASS_TORCHS: Final = "this is a shardspec mesh; pass mesh.to_torch() to torch functions"
-
-
-class TorchWords(TypedDict, total=False):
-    """Arguments of a mesh under torch's names."""
-
-    device_type: str | None
-    mesh: Ids | None
-    mesh_dim_names: Sequence[str] | None
 
 
 @dataclass(frozen=True, slots=True, init=False, repr=False)
@@ -130,59 +121,8 @@ class DeviceMesh:
         init_process_group: bool = False,
         **words: Unpack[TorchWords],
     ) -> None:
-        if unknown := words.keys() - TorchWords.__annotations__.keys():
-            raise TypeError(f"DeviceMesh() has no argument {min(unknown)!r}")
-        device_type, mesh = words.get("device_type"), words.get("mesh")
+        ids, shape, device_type = grid_of(physical_mesh_id, mesh_shape, logical_mesh_id, words)
         mesh_dim_names = words.get("mesh_dim_names")
-        if isinstance(physical_mesh_id, str):
-            given = [ids for ids in (mesh_shape, mesh) if ids is not None]
-            if device_type is not None or logical_mesh_id is not None or len(given) != 1:
-                raise MeshError(
-                    f"DeviceMesh({shown(physical_mesh_id)}, ...): a device type is followed by the "
-                    "ids, nested as the mesh is, as in DeviceMesh('cuda', [[0, 1], [2, 3]])"
-                )
-            device_type, physical_mesh_id, mesh_shape = physical_mesh_id, given[0], None
-        elif mesh is not None and physical_mesh_id is None:
-            physical_mesh_id = mesh
-        elif mesh is not None or physical_mesh_id is None:
-            raise MeshError("give the device ids once, as in DeviceMesh([[0, 1], [2, 3]])")
-        if device_type is not None and not (
-            isinstance(device_type, str) and device_type.isalnum() and device_type[0].isalpha()
-        ):
-            raise MeshError(
-                f"device type {shown(device_type)}: give a name without an index, as 'cpu' or "
-                "'cuda'"
-            )
-        ids, shape = physical, _ = ids_and_shape(physical_mesh_id)
-        if logical_mesh_id is not None:
-            ids, shape = ids_and_shape(logical_mesh_id)
-            if set(ids) != set(physical):
-                raise MeshError(
-                    f"logical_mesh_id holds the ids {some(sorted(ids))} but physical_mesh_id "
-                    f"holds {some(sorted(physical))}; give the same ids in both"
-                )
-        if mesh_shape is not None:
-            sizes = whole_numbers(mesh_shape)
-            if sizes is None:
-                raise MeshError(
-                    f"mesh_shape {shown(mesh_shape)}: give a sequence of whole numbers, as in "
-                    "(2, 4)"
-                )
-            if logical_mesh_id is not None and sizes != shape:
-                raise MeshError(
-                    f"mesh_shape {sizes} differs from the shape {shape} of logical_mesh_id; give "
-                    "one of the two"
-                )
-            shape = sizes
-        if not shape or min(shape) < 1:
-            raise MeshError(
-                f"mesh shape {shown(shape)}: need at least one axis, each of at least 1 device"
-            )
-        if math.prod(shape) != len(ids):
-            raise MeshError(
-                f"mesh shape {'x'.join(map(shown, shape))} has {shown(math.prod(shape))} places "
-                f"but {len(ids)} device ids were given"
-            )
         if link_model not in get_args(LinkModel):
             raise MeshError(f"link_model {shown(link_model)}: use one of {get_args(LinkModel)}")
         if axis_names is not None and mesh_dim_names is not None:

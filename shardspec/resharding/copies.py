@@ -83,9 +83,11 @@ class TensorMove:
 
     @property
     def wire_dtype(self) -> str:
-        """The dtype in which elements travel: the smaller one, so that casts save bytes."""
-        both = (self.source.dtype, self.target.dtype)
-        return min(both, key=item_bytes)
+        """The dtype in which elements travel: the smaller one, else that of the target.
+
+        So casts save bytes, and what arrives can be cast back to what left.
+        """
+        return min(self.target.dtype, self.source.dtype, key=item_bytes)
 
 
 @dataclass(frozen=True)

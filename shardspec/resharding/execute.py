@@ -8,12 +8,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shardspec.comm.agreement import description, on_all_ranks
+from shardspec.comm.agreement import description, failure_text
 from shardspec.comm.communicator import Communicator
 from shardspec.comm.process_group import ProcessGroupCommunicator
+from shardspec.comm.together import Failure, raise_first
 from shardspec.comm.transfers import Piece
 from shardspec.comm.transports.stage import Stage, Transport, Wave
-from shardspec.errors import CommunicatorError, LayoutError, ShardSpecError
+from shardspec.errors import CommunicatorError, LayoutError
 from shardspec.mesh.device_mesh import DeviceMesh
 from shardspec.resharding.copies import Groups, StateCopies
 from shardspec.resharding.given import (
@@ -24,12 +25,11 @@ from shardspec.resharding.given import (
     agreed_ties,
     agreed_values,
     given_to,
-    shape_and_dtype,
-    torch_dtype,
 )
 from shardspec.resharding.receipts import Receipt, receipt_of
 from shardspec.resharding.stages import region_of
 from shardspec.tensor.dtensor import DTensor
+from shardspec.tensor.shards import shape_and_dtype, torch_dtype
 from shardspec.text import counted
 
 
@@ -60,20 +60,16 @@ def run_reshard(
         each.allocate()
         each.clear()
     for number in range(len(moving.stages)):
-        _move_here({device: each.stage(number) for device, each in shards.items()})
+        stages = {device: each.stage(number) for device, each in shards.items()}
+        for stage in stages.values():
+            for wave in stage.waves(None):
+                for sender, message in wave.receives.items():
+                    stage.copy(message, stages[sender])
     results = _results(plan, ties, shards, given) | values
     if not receipt:
         return results, None
     with _marking(given, f"version {version} did not arrive"):
         return results, receipt_of(plan, ties, shards, lambda message: message, version)
-
-
-def _move_here(stages: Mapping[int, Stage]) -> None:
-    """Carry out a stage for all devices of this process."""
-    for stage in stages.values():
-        for wave in stage.waves(None):
-            for sender, message in wave.receives.items():
-                stage.copy(message, stages[sender])
 
 
 def _run_in_job(
@@ -93,7 +89,8 @@ def _run_in_job(
         given = given_to(plan, state, out, (rank,), alone=True)
         statement, device_type = given.statement, _device_type(given.devices[rank])
     except Exception as error:  # whatever it is, the other ranks would wait for this one
-        cause, statement = error, Statement(_problem(error), b"", {}, (), 0, False)
+        cause = error
+        statement = Statement(Failure(LayoutError, failure_text(error)), b"", {}, (), 0, False)
     # Held by one thread at a time, and compared on all ranks before the first byte.
     facts = {"reshard plan": plan.digest[:12]}
     if receipt:
@@ -103,8 +100,8 @@ def _run_in_job(
         home,
         statements,
     ):
-        _require_no_problem({peer: of_peer.problem for peer, of_peer in statements.items()}, cause)
-        assert given is not None, "this rank has no problem either"
+        raise_first({peer: of_peer.failure for peer, of_peer in statements.items()}, cause)
+        assert given is not None, "this rank has not failed either"
         values = agreed_values(plan, {peer: of_peer.values for peer, of_peer in statements.items()})
         ties = agreed_ties(plan, statements.values())
         _compare_stages({peer: of_peer.num_stages for peer, of_peer in statements.items()})
@@ -119,14 +116,12 @@ def _run_in_job(
         if reserved or not all(other.fills for other in statements.values()):
             communicator.gather({rank: None})  # if a rank had no memory for it, all hear of it
         own.clear()
+        to = f", to version {version}," if receipt else ""
+        why = f"reshard plan {plan.digest[:12]}{to} failed on the way, so `out` is half written"
         try:
-            transport.move(own.stage(number) for number in range(len(moving.stages)))
+            with _marking(given, why):
+                transport.move(own.stage(number) for number in range(len(moving.stages)))
         except (CommunicatorError, RuntimeError) as error:
-            to = f", to version {version}," if receipt else ""
-            why = f"reshard plan {plan.digest[:12]}{to} failed on the way, so `out` is half written"
-            for value in (given.out or {}).values():
-                if isinstance(value, DTensor):
-                    value.mark_unusable(f"{why}: {error}")
             raise CommunicatorError(f"{why}; the job cannot go on: {error}") from error
         shards = {rank: own}
         results = _results(plan, ties, shards, given) | values
@@ -160,23 +155,6 @@ def _device_type(given: DeviceGiven) -> str:
             f"{first} is on {device_type} and {second} on {other_type}; move them to one kind"
         )
     return next(iter(names), "")
-
-
-def _problem(error: Exception) -> str:
-    kind = "" if isinstance(error, LayoutError) else f"{type(error).__name__}: "
-    return f"{kind}{error}"
-
-
-def _require_no_problem(problems: Mapping[int, str], cause: Exception | None) -> None:
-    """Raise the same on every rank if one has a problem; an error not of ours where it was."""
-    failed = {peer: problem for peer, problem in problems.items() if problem}
-    if cause is not None and not isinstance(cause, ShardSpecError):
-        raise on_all_ranks(cause)  # they have heard of it
-    if failed:
-        peer, problem = next(iter(failed.items()))
-        everywhere = len(set(problems.values())) == 1
-        text = problem if everywhere else f"rank {peer}: {problem}"
-        raise on_all_ranks(LayoutError(text)) from cause
 
 
 def _compare_stages(counts: Mapping[int, int]) -> None:

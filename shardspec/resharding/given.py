@@ -6,12 +6,12 @@ others since, of another layout or dtype, tied or apart, elsewhere in memory, or
 
 import pickle
 from collections.abc import Iterable, Mapping, Sequence
-from functools import cache, lru_cache
 from typing import NamedTuple, TypeAlias
 
 import torch
 from torch.distributed.tensor import DTensor as TorchDTensor
 
+from shardspec.comm.together import Failure
 from shardspec.errors import LayoutError
 from shardspec.interop.torch_dtensor import local_of
 from shardspec.layout.layout import Layout
@@ -20,7 +20,7 @@ from shardspec.resharding.copies import Groups, StateCopies
 from shardspec.resharding.memory import has_memory, memory_overlaps, overlaps_itself, same_memory
 from shardspec.resharding.state import flat_state, is_plain, plain_key, same_shards, stated_layout
 from shardspec.tensor.dtensor import DTensor
-from shardspec.tensor.shards import check_dense
+from shardspec.tensor.shards import check_dense, shape_and_dtype
 from shardspec.text import first_of, shown
 
 State: TypeAlias = Mapping[str, object]
@@ -38,7 +38,7 @@ class DeviceGiven(NamedTuple):
 class Statement(NamedTuple):
     """What a process tells the others of a state dict before anything moves."""
 
-    problem: str
+    failure: Failure | None
     """What is not as the plan says; then all else is empty."""
     values: bytes
     """Plain values by the names of the target, pickled."""
@@ -111,7 +111,7 @@ def given_to(
         for (device, shards), out in zip(read.items(), filled.values(), strict=True)
     }
     statement = Statement(
-        "", pickle.dumps(kept), tied, shared, len(plan.stages), flat_out is not None
+        None, pickle.dumps(kept), tied, shared, len(plan.stages), flat_out is not None
     )
     return Given(given, list(state), flat_out, statement)
 
@@ -319,17 +319,3 @@ def _parted(group: tuple[int, ...], labels: Mapping[int, int]) -> list[tuple[int
         if place in labels:
             parts.setdefault(labels[place], []).append(place)
     return [tuple(part) for part in parts.values() if len(part) > 1]
-
-
-@cache
-def torch_dtype(name: str) -> torch.dtype:
-    """Return torch's dtype of a name."""
-    dtype = getattr(torch, name)
-    assert isinstance(dtype, torch.dtype), name
-    return dtype
-
-
-@lru_cache(maxsize=4096)
-def shape_and_dtype(layout: Layout, device: int) -> tuple[tuple[int, ...], torch.dtype]:
-    """Return what the shard of a device is like."""
-    return layout.local_shape(device), torch_dtype(layout.dtype)

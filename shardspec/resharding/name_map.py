@@ -249,7 +249,7 @@ class NameMap:
                 _bounded(count + prod(map(len, rows.values())))
                 every = [binding]
                 for name, numbers in rows.items():
-                    every = [{**one, name: number} for one in every for number in numbers]
+                    every = [{**before, name: number} for before in every for number in numbers]
                 bound += every
                 count += len(every)
             bindings_of_rules.append(bound)

@@ -83,6 +83,10 @@ class ReshardPlan(StateCopies):
 
         return plan_svg(self)
 
+    def __str__(self) -> str:
+        """Return the plan as a table, and what is done beside copies."""
+        return self.text({}) if self.executor is None else f"{self.text({})}\n{self.executor}"
+
     def _repr_html_(self) -> str:
         """Draw the plan where notebooks show it."""
         return notebook_html(self.svg, str(self), len(self.devices))
@@ -267,7 +271,7 @@ def plan_state(
         tuple(moves), limit, tuple(values), tuple(sorted(padded)), tuple(left_behind)
     )
     for places in plan.kinds.values():
-        _check(plan.moves[places[0]])
+        check_move(plan.moves[places[0]])
     if bound is not None:
         _ = plan.bucket_bytes  # raises where it is too small
     return plan
@@ -409,14 +413,16 @@ def _mapped(
     ]
 
 
-def _check(move: TensorMove) -> None:
+def check_move(move: TensorMove) -> None:
+    """Refuse a move between shapes or dtypes that do not fit, or of a pending reduction."""
     name, before, after = move.source_name, move.source, move.target
     if move.view is None and before.global_shape != after.global_shape:
         raise LayoutError(
             f"{name!r} is {before.global_shape} in the source and {after.global_shape} in the "
             "target"
         )
-    if before.dtype != after.dtype and not is_cast(before.dtype, after.dtype):
+    dtypes = before.dtype, after.dtype
+    if dtypes[0] != dtypes[1] and not (is_cast(*dtypes) and is_cast(*reversed(dtypes))):
         raise LayoutError(
             f"{name!r} is {before.dtype} in the source and {after.dtype} in the target; only "
             "floating-point dtypes are cast"

@@ -35,6 +35,7 @@ from shardspec.tensor.shards import (
     added_up,
     check_dense,
     check_shards,
+    communicator_for,
     facts_of,
     new_layout,
     shards_of,
@@ -99,7 +100,7 @@ class DTensor(Differentiable):
         src_rank: int | None = 0,
         communicator: Communicator | None = None,
     ) -> None:
-        chosen = _checked(communicator, device_mesh)
+        chosen = communicator_for(communicator, device_mesh)
         with torch.no_grad(), chosen.telling():
             check_dense(tensor)
             spec = chosen_spec(sharding_spec, placements)
@@ -126,7 +127,7 @@ class DTensor(Differentiable):
         It does not communicate. Raises `LayoutError` if a shard is missing, or its shape or dtype
         is not that of the layout.
         """
-        chosen = _checked(communicator, layout.mesh)
+        chosen = communicator_for(communicator, layout.mesh)
         devices = chosen.addressable
         check_shards(layout, {d: facts_of(shards[d]) if d in shards else None for d in devices})
         return cls._made(layout, chosen, {device: shards[device] for device in devices})
@@ -183,7 +184,7 @@ class DTensor(Differentiable):
         >>> DTensor.from_local(halves, mesh, "[R|P0]").to_global()
         tensor([4., 6.])
         """
-        chosen = _checked(communicator, device_mesh, "hold shards")
+        chosen = communicator_for(communicator, device_mesh, "hold shards")
         devices = chosen.addressable
         with chosen.telling():
             shards = dict(local) if isinstance(local, Mapping) else {devices[0]: local}
@@ -350,7 +351,7 @@ class DTensor(Differentiable):
         Differentiable; every rank must compute the same loss from the result. Raises
         `CommunicatorError` on a rank outside the mesh.
         """
-        _checked(self.communicator, self.device_mesh, "can gather the tensor")
+        communicator_for(self.communicator, self.device_mesh, "can gather the tensor")
         return first_of_copies(self.redistribute(ShardingSpec(self.dim())).shards)
 
     def full_tensor(self) -> torch.Tensor:
@@ -382,7 +383,7 @@ def distribute_tensor(
     >>> distribute_tensor(torch.ones(5), DeviceMesh("cpu", [0, 1]), [Shard(0)]).to_local(1)
     tensor([1., 1.])
     """
-    chosen = _checked(communicator, device_mesh)
+    chosen = communicator_for(communicator, device_mesh)
     with chosen.telling():
         spec = chosen_spec(sharding_spec, placements)
         result = _already_distributed(tensor, device_mesh, spec)
@@ -415,26 +416,3 @@ def _already_distributed(tensor: object, mesh: DeviceMesh, spec: SpecLike | None
             f"the tensor is distributed already, as {layout}; its redistribute method converts it"
         )
     return tensor
-
-
-def _checked(
-    communicator: Communicator | None, mesh: DeviceMesh, needs_shards: str = ""
-) -> Communicator:
-    """Return the communicator, by default that of the mesh.
-
-    Raises `LayoutError` if it is for another mesh, and `CommunicatorError` on a rank outside the
-    mesh if the caller `needs_shards`.
-    """
-    mesh = checked_mesh(mesh)
-    chosen = communicator_of(mesh) if communicator is None else communicator
-    if chosen.mesh != mesh:
-        raise LayoutError(
-            f"the communicator is for mesh {chosen.mesh} with ids {chosen.mesh.ids}, the tensor on "
-            f"mesh {mesh} with ids {mesh.ids}"
-        )
-    if needs_shards and not chosen.addressable:
-        raise CommunicatorError(
-            f"this rank is not part of mesh {mesh} with ids {mesh.ids}; only its ranks "
-            f"{needs_shards}"
-        )
-    return chosen

@@ -18,15 +18,14 @@ import torch
 
 from shardspec.boxes import Box, box_shape
 from shardspec.comm.communicator import Communicator
-from shardspec.comm.process_group import communicator_of
 from shardspec.dtypes import dtype_name
 from shardspec.errors import DTypeError, LayoutError
-from shardspec.layout.layout import SpecLike, checked_mesh, chosen_spec
+from shardspec.layout.layout import SpecLike, chosen_spec
 from shardspec.layout.spec import ShardingSpec
 from shardspec.mesh.device_mesh import DeviceMesh
 from shardspec.tensor.compiling import outside_graphs
 from shardspec.tensor.dtensor import DTensor
-from shardspec.tensor.shards import check_copies, new_layout
+from shardspec.tensor.shards import check_copies, communicator_for, new_layout
 
 _BITS: Final = {"float64": 53, "float32": 24, "float16": 11, "bfloat16": 8}
 """Bits of a uniform random number: the precision of the dtype, so that none is rounded up to 1."""
@@ -96,7 +95,7 @@ def _communicator(name: str, options: Options) -> Communicator:
         raise TypeError(f"{name}() has no keyword {unknown!r}; it takes {keywords}")
     if "device_mesh" not in options:
         raise TypeError(f"{name}() needs device_mesh=, whose devices make the tensor")
-    return options.get("communicator") or communicator_of(checked_mesh(options["device_mesh"]))
+    return communicator_for(options.get("communicator"), options["device_mesh"])
 
 
 def empty(*size: _Size, **options: Unpack[Options]) -> DTensor:

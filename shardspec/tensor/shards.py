@@ -3,6 +3,7 @@
 import hashlib
 import os
 from collections.abc import Mapping, Sequence
+from functools import cache, lru_cache
 from typing import Final, TypeAlias
 
 import numpy as np
@@ -11,11 +12,12 @@ from numpy.typing import NDArray
 
 from shardspec.comm.agreement import description
 from shardspec.comm.communicator import Communicator
+from shardspec.comm.process_group import communicator_of
 from shardspec.comm.steps import Exchange
 from shardspec.dtypes import dtype_name
-from shardspec.errors import LayoutError
+from shardspec.errors import CommunicatorError, LayoutError
 from shardspec.layout.converter import LayoutConverter
-from shardspec.layout.layout import Layout, SpecLike
+from shardspec.layout.layout import Layout, SpecLike, checked_mesh
 from shardspec.layout.moving import transfers_of
 from shardspec.layout.spec import ShardingSpec
 from shardspec.mesh.device_mesh import DeviceMesh
@@ -30,6 +32,29 @@ _SENT_ONCE_BYTES: Final = 1 << 20
 """The least bytes for which the source sends each element once and an all-gather makes copies."""
 
 
+def communicator_for(
+    communicator: Communicator | None, mesh: DeviceMesh, needs_shards: str = ""
+) -> Communicator:
+    """Return the communicator, by default that of the mesh.
+
+    Raises `LayoutError` if it is for another mesh, and `CommunicatorError` on a rank outside the
+    mesh if the caller `needs_shards`.
+    """
+    mesh = checked_mesh(mesh)
+    chosen = communicator_of(mesh) if communicator is None else communicator
+    if chosen.mesh != mesh:
+        raise LayoutError(
+            f"the communicator is for mesh {chosen.mesh} with ids {chosen.mesh.ids}, the tensor on "
+            f"mesh {mesh} with ids {mesh.ids}"
+        )
+    if needs_shards and not chosen.addressable:
+        raise CommunicatorError(
+            f"this rank is not part of mesh {mesh} with ids {mesh.ids}; only its ranks "
+            f"{needs_shards}"
+        )
+    return chosen
+
+
 def new_layout(
     mesh: DeviceMesh, spec: SpecLike, global_shape: Sequence[int], dtype: torch.dtype
 ) -> Layout:
@@ -41,6 +66,20 @@ def new_layout(
             "per device; give each device's addend to DTensor.from_local"
         )
     return layout
+
+
+@cache
+def torch_dtype(name: str) -> torch.dtype:
+    """Return torch's dtype of a name."""
+    dtype = getattr(torch, name)
+    assert isinstance(dtype, torch.dtype), name
+    return dtype
+
+
+@lru_cache(maxsize=4096)
+def shape_and_dtype(layout: Layout, device: int) -> tuple[tuple[int, ...], torch.dtype]:
+    """Return what the shard of a device is like."""
+    return layout.local_shape(device), torch_dtype(layout.dtype)
 
 
 def facts_of(shard: torch.Tensor) -> Facts:

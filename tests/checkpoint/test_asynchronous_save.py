@@ -1,17 +1,25 @@
 """Saves in the background: what was copied is saved, by all ranks or by none."""
 
 import os
-import subprocess
-import sys
+import resource
+import signal
+import time
+from contextlib import nullcontext
+from datetime import timedelta
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from shardspec import DeviceMesh, DTensor, digest, load_sharded, save_sharded
+from shardspec.checkpoint import save
 from shardspec.checkpoint.digest import read_digests
-from shardspec.errors import CheckpointError, OutputExistsError
-from tests.dist.processes import run_ranks
+from shardspec.checkpoint.storage.local import LocalPath
+from shardspec.errors import CheckpointError, CommunicatorError, OutputExistsError
+from tests.dist.processes import rank_context, run_ranks
 
 MESH = DeviceMesh(range(4), (2, 2))
 
@@ -63,54 +71,41 @@ def test_what_is_known_at_once_is_raised_at_once(tmp_path):
     assert os.listdir(tmp_path) == ["a"]
 
 
-def script(text, *args):
-    done = subprocess.run(
-        [sys.executable, "-c", text, *map(str, args)], capture_output=True, text=True
-    )
-    return done.returncode, done.stdout, done.stderr
+def _open(_, place: str) -> bool:
+    """End the process while its save is open."""
+    write = LocalPath.write
+
+    def slow(*args: Any, **how: Any) -> None:
+        time.sleep(0.3)
+        write(*args, **how)
+
+    patch.object(LocalPath, "write", slow).start()
+    return save_sharded({"w": torch.ones(5)}, place, asynchronous=True).done
 
 
-OPEN = """
-import sys, time, torch
-from shardspec import save_sharded
-from shardspec.checkpoint.storage.local import LocalPath
-write = LocalPath.write
-def slow(*args, **how):
-    time.sleep(0.3)
-    write(*args, **how)
-LocalPath.write = slow
-pending = save_sharded({"w": torch.ones(5)}, sys.argv[1], asynchronous=True)
-print(pending.done)
-"""
-FULL = """
-import resource, signal, sys, torch
-from shardspec import save_sharded
-from shardspec.errors import CheckpointError
-signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
-pending = save_sharded({"w": torch.ones(5000)}, sys.argv[1], asynchronous=True)
-try:
-    pending.wait()
-except CheckpointError as error:
-    print(error)
-"""
+def _full(_, place: str) -> str:
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
+    with pytest.raises(CheckpointError) as caught:
+        save_sharded({"w": torch.ones(5000)}, place, asynchronous=True).wait()
+    return str(caught.value)
 
 
 def test_a_process_with_an_open_save_ends_after_it(tmp_path):
-    assert script(OPEN, tmp_path / "a") == (0, "False\n", "")
-    assert digest(tmp_path / "a") == digest({"w": torch.ones(5)})
+    place = tmp_path / "a"
+    assert run_ranks(1, tmp_path, _open, str(place), backend=None) == [False]
+    assert digest(place) == digest({"w": torch.ones(5)})
 
 
 def test_a_disk_without_room_leaves_nothing_that_counts(tmp_path):
-    code, said, _ = script(FULL, tmp_path / "a")
-    assert code == 0
-    assert "cannot be written" in said
+    (text,) = run_ranks(1, tmp_path, _full, str(tmp_path / "a"), backend=None)
+    assert "cannot be written" in text
     assert os.listdir(tmp_path / "a") == []
 
 
 def _in_job(rank: int, place: str) -> list[str]:
     wrong = []
-    mesh = DeviceMesh(range(4), (4,))
+    mesh = DeviceMesh(range(2))
     whole = torch.arange(24.0).view(6, 4)
     for number in range(3):
         w = DTensor(whole + number, mesh, "[S0,R]")
@@ -141,7 +136,7 @@ def _in_job(rank: int, place: str) -> list[str]:
 
 @pytest.mark.dist
 def test_all_ranks_save_in_the_background(tmp_path: Path) -> None:
-    assert run_ranks(4, tmp_path, _in_job, str(tmp_path)) == [[], [], [], []]
+    assert run_ranks(2, tmp_path, _in_job, str(tmp_path)) == [[], []]
     whole = torch.arange(24.0).view(6, 4)
     for number in range(3):
         due = digest({"w": whole + number})
@@ -149,39 +144,40 @@ def test_all_ranks_save_in_the_background(tmp_path: Path) -> None:
     assert not (tmp_path / "next").exists()
 
 
-DIES = """
-import datetime, os, sys, torch
-import torch.distributed as dist
-from shardspec import DeviceMesh, DTensor, save_sharded
-from shardspec.errors import ShardSpecError
-import shardspec.checkpoint.save as save
-rank, place = int(sys.argv[1]), sys.argv[2]
-dist.init_process_group(
-    "gloo", init_method=f"file://{place}/meeting", rank=rank, world_size=2,
-    timeout=datetime.timedelta(seconds=5),
-)
-if rank == 1:
-    save._write_shards = lambda *_: os._exit(9)
-w = DTensor(torch.ones(4), DeviceMesh(range(2), (2,)), "[S0]")
-pending = save_sharded({"w": w}, f"{place}/out", asynchronous=True)
-try:
-    pending.wait()
-    print("saved")
-except ShardSpecError as error:
-    print(type(error).__name__, error)
-os._exit(0)
-"""
+def _dies(rank: int, place: Path) -> str:
+    """Save together with a rank that is killed while it writes."""
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{place}/meeting",
+        rank=rank,
+        world_size=2,
+        timeout=timedelta(seconds=3),
+    )
+    w = DTensor(torch.ones(4), DeviceMesh(range(2), (2,)), "[S0]")
+    dies = patch.object(save, "_write_shards", lambda *_: os._exit(9))
+    with dies if rank == 1 else nullcontext():
+        pending = save_sharded({"w": w}, place / "out", asynchronous=True)
+        with pytest.raises(CommunicatorError) as caught:
+            pending.wait()
+    return str(caught.value)
+
+
+def _answer(rank: int, place: Path, answers: Any) -> None:
+    answers.put(_dies(rank, place))
+    answers.close()
+    answers.join_thread()
+    os._exit(0)
 
 
 @pytest.mark.dist
 def test_a_rank_that_is_killed_fails_the_save(tmp_path):
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", DIES, str(rank), tmp_path], stdout=subprocess.PIPE, text=True
-        )
-        for rank in range(2)
-    ]
-    said = [rank.communicate(timeout=100)[0] for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [0, 9]
-    assert said[0].startswith("CommunicatorError rank 1 did not join an asynchronous save")
+    context = rank_context()
+    answers = context.Queue()
+    ranks = [context.Process(target=_answer, args=(rank, tmp_path, answers)) for rank in range(2)]
+    for process in ranks:
+        process.start()
+    assert answers.get(timeout=100).startswith("rank 1 did not join an asynchronous save")
+    for process in ranks:
+        process.join()
+    assert [process.exitcode for process in ranks] == [0, 9]
     assert not (tmp_path / "out" / "sharding_info.json").exists()

@@ -78,7 +78,7 @@ def stored_tensor(path, shape, cuts, dtype):
     return array, StoredTensor("w", shape, dtype, None, (), store(path, array, cuts))
 
 
-@settings(max_examples=500)
+@settings(max_examples=150)
 @given(cut_tensors())
 def test_any_box_out_of_any_grid(tmp_path_factory, drawn):
     shape, cuts, target, dtype, num_bytes = drawn

@@ -2,8 +2,6 @@
 
 import json
 import os
-import signal
-import subprocess
 import sys
 
 import numpy as np
@@ -144,28 +142,6 @@ def test_loading_reads_base_and_deltas_at_once(place):
     assert torch.equal(into["large"], state(2)["large"])
 
 
-def test_loading_with_deltas_makes_the_state_dict_that_was_saved(tmp_path):
-    old, new = (
-        {"model": {"a": state(version)["a"]}, "step": 7, "lists": [1, [2]]} for version in (0, 1)
-    )
-    save_sharded(old, tmp_path / "old")
-    save_sharded(new, tmp_path / "new")
-    delta(tmp_path / "old", tmp_path / "new", tmp_path / "d", version=1)
-    loaded = load_sharded(tmp_path / "old", DeviceMesh([0], (1,)), deltas=[tmp_path / "d"])
-    assert (loaded["step"], loaded["lists"]) == (7, [1, [2]])
-    assert torch.equal(loaded["model"]["a"].to_local(), state(1)["a"])
-
-
-def test_tied_tensors_are_each_changed_or_kept(tmp_path):
-    w, kept = torch.randn(5, 4), torch.randn(3)
-    for name, value in (("old", w), ("new", w * 2)):
-        torch.save({"a": value, "b": value, "c": kept, "d": kept}, tmp_path / f"{name}.pt")
-    delta(tmp_path / "old.pt", tmp_path / "new.pt", tmp_path / "d", version=1)
-    for out in ("out", "out.safetensors"):
-        apply_delta(tmp_path / "old.pt", [tmp_path / "d"], tmp_path / out)
-        assert digest(tmp_path / out) == digest(tmp_path / "new.pt")
-
-
 def test_chains_with_gaps_circles_and_other_orders_are_refused(place, tmp_path):
     one, two, three = chain(place)
     wrong = [
@@ -297,7 +273,7 @@ ALL = dict.fromkeys(("a", "large"), FILE)
         ({"entries": {"a": np.zeros((3, 4), np.uint8)}}, "this is not a delta"),
         ({"about": {"digest": "0" * 32}}, "has digest"),
         ({"about": {"tensor_digests": {"a": "0" * 32}}}, "has digest"),
-        ({"about": {"tensor_digests": {"a": "0" * 31}}}, "is not a digest"),
+        ({"about": {"tensor_digests": {"a": "0" * 31}}}, "bad: tensor 'a': .* not a digest"),
         ({"about": {"tensor_digests": {"a": 0}}}, None),
         ({"about": {"tensor_digests": []}}, "tensor_digests"),
         ({"about": {"tensor_digests": None}}, None),
@@ -426,90 +402,3 @@ def test_a_missing_package_is_named(place, tmp_path, monkeypatch):
             with pytest.raises(CheckpointError, match=rf"{name}: pip install"):
                 delta(place / "v0", place / "v1", tmp_path / "d", version=1)
     assert os.listdir(tmp_path) == []
-
-
-UNFUSED = """
-[[map]]
-source = ["qkv", "(p r) c", "p[:q]"]
-target = ["q", "(q r) c"]
-[[map]]
-source = ["qkv", "(p r) c", "p[q:]"]
-target = ["k", "(k r) c"]
-[sizes]
-p = 6
-q = 4
-r = 2
-"""
-
-
-def test_names_of_the_trainer_become_those_of_the_base(tmp_path):
-    (tmp_path / "m.toml").write_text(UNFUSED)
-    q, k = torch.randn(8, 3), torch.randn(4, 3)
-    save_sharded({"q": q, "k": k}, tmp_path / "base")
-    k = k + 1
-    save_sharded({"qkv": DTensor(torch.cat([q, k]), MESH, "[S0,S1]")}, tmp_path / "new")
-    done = run(
-        "delta",
-        tmp_path / "base",
-        tmp_path / "new",
-        "-o",
-        tmp_path / "d",
-        "--version",
-        1,
-        "--map",
-        tmp_path / "m.toml",
-    )
-    assert done.exit_code == 0, done.output
-    apply_delta(tmp_path / "base", [tmp_path / "d"], tmp_path / "out")
-    assert digest(tmp_path / "out") == digest({"q": q, "k": k})
-
-
-KILLED = """
-import os, signal, sys
-from shardspec.checkpoint.storage import descriptors
-left, write_all = int(sys.argv[1]), descriptors.write_all
-def counted(fd, data, offset, path):
-    global left
-    left -= 1
-    if not left:
-        os.kill(os.getpid(), signal.SIGKILL)
-    write_all(fd, data, offset, path)
-descriptors.write_all = counted
-from shardspec import apply_delta, delta
-at = sys.argv[2]
-if sys.argv[3] == "apply":
-    apply_delta(f"{at}/old.safetensors", [f"{at}/d"], f"{at}/new.safetensors", overwrite=True)
-else:
-    delta(f"{at}/v0", f"{at}/v1", f"{at}/made", version=7, overwrite=True)
-print("done")
-"""
-
-
-def test_a_run_that_is_killed_at_any_write_leaves_the_old_or_the_new(place, tmp_path):
-    merge(place / "v0", tmp_path / "old.safetensors")
-    for version in (0, 1):
-        save_sharded(state(version), tmp_path / f"v{version}")
-    delta(tmp_path / "v0", tmp_path / "v1", tmp_path / "d", version=1)
-    for what in ("apply", "delta"):
-        out = tmp_path / ("new.safetensors" if what == "apply" else "made")
-        if what == "apply":
-            merge(place / "v3", out, format="safetensors")
-        else:
-            delta(tmp_path / "v0", tmp_path / "v1", out, version=6)
-        old = digest(out).value if what == "apply" else (out / INDEX).read_text()
-        for number in range(1, 99):
-            done = subprocess.run(
-                [sys.executable, "-c", KILLED, str(number), tmp_path, what],
-                capture_output=True,
-                text=True,
-            )
-            if done.returncode == 0:
-                break
-            assert done.returncode == -signal.SIGKILL, done.stderr
-            assert (digest(out).value if what == "apply" else (out / INDEX).read_text()) == old
-        assert number > 3
-        if what == "apply":
-            assert digest(out) == digest(state(1))
-        else:
-            apply_delta(tmp_path / "v0", [out], tmp_path / "again")
-            assert digest(tmp_path / "again") == digest(state(1))

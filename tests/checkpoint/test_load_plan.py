@@ -5,8 +5,9 @@ import pickle
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file, save_file
 
-from shardspec import DeviceMesh, DTensor, Layout, NameMap, plan_reshard, save_sharded
+from shardspec import DeviceMesh, DTensor, Layout, NameMap, merge, plan_reshard, save_sharded
 from shardspec.errors import CheckpointError, LayoutError
 from tests.dist.processes import run_ranks
 from tests.resharding.states import random_case, wrong_shards
@@ -39,8 +40,9 @@ def checkpoint(tmp_path, whole):
     return tmp_path / "c"
 
 
-def test_random_state_dicts(tmp_path):
-    for seed in range(40):
+@pytest.mark.parametrize("every", [3, pytest.param(1, marks=pytest.mark.exhaustive)])
+def test_random_state_dicts(tmp_path, every):
+    for seed in range(0, 40, every):
         whole, source, target = random_case(seed, ids=8)
         state = {n: DTensor(w, source[n].mesh, source[n].spec) for n, w in whole.items()}
         save_sharded(state, tmp_path / f"{seed}")
@@ -76,6 +78,15 @@ def test_maps_dtypes_and_several_meshes(checkpoint, whole):
     assert wrong_shards({"v": whole["v"]}, apart, got, FOUR.ids) == []
 
 
+def test_names_with_brackets_are_left_behind_by_their_letters(tmp_path):
+    codes = {"a[0].weight": torch.zeros(4, 4).to(torch.float8_e4m3fn), "b": torch.ones(3)}
+    save_file(codes, tmp_path / "a.safetensors")
+    for dtype in ("bfloat16", "fp8-128x128"):
+        plan = plan_reshard(tmp_path / "a.safetensors", (THREE, {}), dtype=dtype, drop="a*")
+        assert plan.dropped == ("a[0].weight",)
+        assert list(plan.run({})) == ["b"]
+
+
 def test_what_is_refused(checkpoint, whole):
     plan = plan_reshard(checkpoint, (THREE, {}))
     with pytest.raises(LayoutError, match="pass an empty state dict"):
@@ -107,7 +118,26 @@ def test_what_is_refused(checkpoint, whole):
         plan.run({})
 
 
-def _in_job(rank: int, place: str, whole: dict[str, torch.Tensor]) -> list[str]:
+def _quantised_in_job(rank: int, place: str) -> list[str]:
+    """Return which shards of codes and scales differ from what `merge` wrote."""
+    serving = DeviceMesh([2, 0], (2,))
+    wanted = load_file(f"{place}.safetensors")
+    plan = plan_reshard(place, (serving, {"*.weight": "[S0,R]"}), dtype="fp8-128x128")
+    target = {move.target_name: move.target for move in plan.moves}
+    got = plan.run({})
+    assert got.keys() == (wanted.keys() if rank in serving else set())
+    differing = wrong_shards(wanted, target, got, [rank])
+    plan.run({}, got)
+    infinite = plan_reshard(f"{place}-inf", (serving, {"up.weight": "[S0,R]"}), dtype="fp8-128x128")
+    if rank in serving:  # one of them alone reads what is not finite
+        with pytest.raises(CheckpointError, match="has NaN or infinity") as error:
+            infinite.run({})
+        assert "\n" not in str(error.value)
+    return [*differing, *wrong_shards(wanted, target, got, [rank])]
+
+
+def _in_job(rank: int, place: str, whole: dict[str, torch.Tensor], weights: str) -> list[str]:
+    assert _quantised_in_job(rank, weights) == []
     serving = DeviceMesh([2, 0], (2,))
     plan = plan_reshard(place, (serving, {"*": "[R,S0]"}))
     got = plan.run({})
@@ -125,4 +155,10 @@ def _in_job(rank: int, place: str, whole: dict[str, torch.Tensor]) -> list[str]:
 
 @pytest.mark.dist
 def test_in_a_job(tmp_path, checkpoint, whole):
-    assert run_ranks(3, tmp_path, _in_job, str(checkpoint), whole) == [["q", "v"], [], ["q", "v"]]
+    weights = {"up.weight": torch.randn(260, 130), "down.weight": torch.randn(300, 7)}
+    save_sharded({n: DTensor(w, FOUR, "[S0,S1]") for n, w in weights.items()}, tmp_path / "w")
+    merge(tmp_path / "w", tmp_path / "w.safetensors", quantize="fp8-128x128")
+    weights["up.weight"][-1, -1] = float("nan")
+    save_sharded(weights, tmp_path / "w-inf")
+    done = run_ranks(3, tmp_path, _in_job, str(checkpoint), whole, str(tmp_path / "w"))
+    assert done == [["q", "v"], [], ["q", "v"]]

@@ -8,7 +8,7 @@ import pytest
 
 from shardspec import DeviceMesh, SimulatedCommunicator
 from shardspec.checkpoint.storage.from_text import storage_path
-from shardspec.comm.together import agree
+from shardspec.comm.together import Failure, agree
 from shardspec.errors import CheckpointError, OutputExistsError
 
 
@@ -114,11 +114,11 @@ class Ranks(SimulatedCommunicator):
 
 
 def test_a_failure_elsewhere_is_raised_here():
-    ranks = Ranks({2: (False, "disk full")})
+    ranks = Ranks({2: Failure(CheckpointError, "disk full")})
     with pytest.raises(CheckpointError, match=r"^rank 2: disk full$"):
         agree(ranks, lambda: 5)
     with pytest.raises(OutputExistsError, match=r"^rank 0: exists$"):
-        agree(Ranks({0: (True, "exists")}), lambda: 5)
+        agree(Ranks({0: Failure(OutputExistsError, "exists")}), lambda: 5)
     assert agree(Ranks({}), lambda: 5) == 5
 
 
@@ -127,8 +127,9 @@ def test_a_failure_here_is_named_and_keeps_its_cause():
     with pytest.raises(CheckpointError, match=r"^rank 1: RuntimeError: out of memory$") as caught:
         agree(Ranks({}), fail(error))
     assert caught.value.__cause__ is error
+    others = Ranks({2: Failure(CheckpointError, "another's")})
     with pytest.raises(CheckpointError, match=r"^rank 1: mine$"):
-        agree(Ranks({2: (False, "another's")}), fail(CheckpointError("mine")))
+        agree(others, fail(CheckpointError("mine")))
 
 
 def test_a_failure_everywhere_names_no_rank():

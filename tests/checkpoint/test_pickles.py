@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardspec.checkpoint.torch_files.unpickler import (
@@ -66,9 +66,11 @@ PLAIN = st.recursive(
         | st.tuples(parts, parts, parts, parts)
         | st.dictionaries(st.text() | st.integers(-(2**40), 2**40), parts)
     ),
+    max_leaves=20,
 )
 
 
+@settings(max_examples=100)
 @given(PLAIN, st.sampled_from([3, 4, 5]))
 def test_plain_values_come_back(value, protocol):
     found = read(pickle.dumps(value, protocol))

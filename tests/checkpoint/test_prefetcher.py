@@ -200,11 +200,13 @@ def test_every_byte_is_asked_for_once(many, shared, tmp_path, form):
     url, out = f"{shared}/{form}", tmp_path / "out.safetensors"
     upload(many / form, url)
     due = NUM_BYTES + AROUND_BYTES[form]
-    for verify, dtype, names in (
+    merges = (
         (True, None, list(STATE_OF_MANY)),
         (False, None, list(STATE_OF_MANY)),
         (True, "float16", ["rows", "whole"]),
-    ):
+    )
+    # Whether the output is verified makes no difference to what the forms are asked for.
+    for verify, dtype, names in merges if form == "own" else merges[1:]:
         asked_for = asked(
             partial(merge, url, out, overwrite=True, verify=verify, dtype=dtype, include=names)
         )

@@ -122,6 +122,11 @@ def disagreeing(directory, mesh):
     )
     assert len(set(found)) == 1
     assert "replicas: rank 3 has 'equal' but rank 1 has 'first'" in str(found[0])
+    digests = directory / "digests.json" if rank == 1 else None
+    part = {"w": state(mesh)["w"]}
+    found = on_every_rank(mesh, lambda: save_sharded(part, directory / "ckpt", digests=digests))
+    assert len(set(found)) == 1
+    assert "option digests: rank 3 has None but rank 1 has" in str(found[0])
     bad = state(mesh) | ({"x": {1}} if rank == 1 else {"x": torch.ones(1)})
     found = on_every_rank(mesh, lambda: save_sharded(bad, directory / "ckpt"))
     assert len(set(found)) == 1

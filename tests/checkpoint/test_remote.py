@@ -29,6 +29,7 @@ from tests.checkpoint.stores import (
     failed,
     upload,
 )
+from tests.forked import run_forked
 
 pytestmark = pytest.mark.usefixtures("s3")
 
@@ -153,27 +154,23 @@ def test_errors_of_stores_are_one_line(url, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_stores_that_do_not_answer(forms):
-    program = [sys.executable, "-m", "shardspec"]
-    silent = {**os.environ, "AWS_ENDPOINT_URL": "http://127.0.0.1:9"}
-    nobody = {k: v for k, v in os.environ.items() if "KEY" not in k} | {"HOME": str(forms)}
+@pytest.mark.parametrize("step", [3, pytest.param(1, marks=pytest.mark.exhaustive)])
+def test_stores_that_do_not_answer(forms, step):
+    silent = {"AWS_ENDPOINT_URL": "http://127.0.0.1:9"}
+    nobody = {"AWS_ACCESS_KEY_ID": "", "AWS_SECRET_ACCESS_KEY": "", "HOME": str(forms)}
+    calls = (["verify", "s3://models/x"], ["merge", forms / "own", "-o", "s3://models/none"])
+    imports = "import s3fs\nfrom shardspec.cli.main import main"
     runs = [
-        subprocess.Popen(
-            [*program, *args], env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-        )
-        for env in (silent, nobody)
-        for args in (
-            ["verify", "s3://models/x"],
-            ["merge", str(forms / "own"), "-o", "s3://models/none"],
-        )
-    ]
-    said = [run.communicate() for run in runs]
-    assert [run.returncode for run in runs] == [3] * 4, said
-    causes = ["Could not connect"] * 2 + ["locate credentials"] * 2
-    for (out, err), due in zip(said, causes, strict=True):
-        assert out == ""
-        assert len(err.splitlines()) == 1
-        assert due in err
+        (call, environment, due)
+        for environment, due in ((silent, "Could not connect"), (nobody, "locate credentials"))
+        for call in calls
+    ][::step]
+    words, environments, causes = zip(*runs, strict=True)
+    ends = run_forked(imports, "main()", words, environments=environments, together=True)
+    for end, due in zip(ends, causes, strict=True):
+        assert (end.returncode, end.stdout) == (3, ""), end
+        assert len(end.stderr.splitlines()) == 1
+        assert due in end.stderr
 
 
 def test_a_url_is_no_file_of_this_machine():

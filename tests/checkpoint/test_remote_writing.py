@@ -3,8 +3,6 @@
 import io
 import re
 import signal
-import subprocess
-import sys
 from typing import Any
 
 import fsspec
@@ -22,6 +20,7 @@ from shardspec.checkpoint.verify import verify_checkpoint
 from shardspec.errors import CheckpointError, OutputExistsError
 from tests.checkpoint.formats.reading import assert_same, read_whole, refused
 from tests.checkpoint.stores import MESH, ROOTS, RULES, STATE, CountingStore, failed, names, upload
+from tests.forked import run_forked
 
 pytestmark = pytest.mark.usefixtures("s3")
 
@@ -47,7 +46,6 @@ def test_what_is_written_is_what_is_written_here(forms, root, tmp_path):
 
 @pytest.mark.parametrize("root", ROOTS, indirect=True)
 def test_what_is_there_is_kept_or_replaced_as_a_whole(forms, root):
-    store = fsspec.core.url_to_fs(root)[0]
     merge(forms / "own", f"{root}/a.safetensors")
     merge(forms / "own", f"{root}/hub", max_shard_bytes=100)
     kinds: dict[str, dict[str, Any]] = {"a.safetensors": {}, "hub": {"max_shard_bytes": 900}}
@@ -70,6 +68,16 @@ def test_what_is_there_is_kept_or_replaced_as_a_whole(forms, root):
     assert not any("model" in name for name in names(f"{root}/hub"))
     merge(forms / "hub", f"{root}/hub", format="dcp", overwrite=True)
     assert open_checkpoint(f"{root}/hub").format == "torch distributed checkpoint"
+
+
+ALL_ROOTS = [pytest.param(at, marks=[pytest.mark.exhaustive] * (at[:2] == "s3")) for at in ROOTS]
+
+
+@pytest.mark.parametrize("root", ALL_ROOTS, indirect=True)
+def test_what_is_of_no_checkpoint_or_of_the_source_is_kept(forms, root):
+    store = fsspec.core.url_to_fs(root)[0]
+    merge(forms / "own", f"{root}/a.safetensors")
+    merge(forms / "hub", f"{root}/hub", format="dcp")
     for stranger in ("notes.txt", "data.safetensors", "more/notes.txt"):
         store.pipe_file(f"{root}/hub/{stranger}", b"mine")
         before = names(root)
@@ -129,9 +137,13 @@ def test_source_bytes_that_were_changed_are_found(forms):
     assert store.list_multipart_uploads("models") == []
 
 
-KILLED = """
+IMPORTS = """
 import os, signal, sys
+import s3fs
 from shardspec.checkpoint.convert import merge
+from shardspec.checkpoint.storage import object_store
+"""
+KILLED = """
 # What is started in the background by a shell is told to ignore it.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 def progress(done, total):
@@ -150,23 +162,17 @@ def test_killed_runs_leave_the_old_or_none(tmp_path):
     safetensors.torch.save_file(state, source)
     for name in ("replaced", "kept"):
         store.pipe_file(f"{root}/{name}", b"the old one")
-    runs = {
-        (name, how): subprocess.Popen(
-            [sys.executable, "-c", KILLED, source, f"{root}/{name}", how, size],
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for name, how, size in (
-            ("new", "SIGKILL", "0"),
-            ("replaced", "SIGKILL", "0"),
-            ("kept", "SIGINT", "0"),
-            ("hub", "SIGINT", "4000000"),
-            ("cut", "SIGKILL", "4000000"),
-        )
-    }
-    ended = {key: run.communicate()[1] for key, run in runs.items()}
-    for (name, how), said in ended.items():
-        assert runs[name, how].returncode == -getattr(signal, how), (name, said)
+    runs = (
+        ("new", "SIGKILL", 0),
+        ("replaced", "SIGKILL", 0),
+        ("kept", "SIGINT", 0),
+        ("hub", "SIGINT", 4_000_000),
+        ("cut", "SIGKILL", 4_000_000),
+    )
+    words = [(source, f"{root}/{name}", how, size) for name, how, size in runs]
+    ends = run_forked(IMPORTS, KILLED, words, together=True)
+    for (name, how, _), end in zip(runs, ends, strict=True):
+        assert end.returncode == -getattr(signal, how), (name, end)
     left = [name for name in names(root) if not name.startswith("cut/")]
     assert left == ["kept", "replaced"]
     for name in left:

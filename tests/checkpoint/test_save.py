@@ -2,8 +2,7 @@
 
 import json
 import os
-import subprocess
-import sys
+import resource
 from typing import Any
 
 import numpy as np
@@ -28,6 +27,7 @@ from shardspec.checkpoint.storage.local import LocalPath
 from shardspec.checkpoint.targets import assign_boxes
 from shardspec.dtypes import item_bytes
 from shardspec.errors import CheckpointError, OutputExistsError
+from tests.faults.forks import Fork
 
 MESH = DeviceMesh([4, 1, 0, 5, 3, 2], (2, 3), axis_names=("dp", "tp"))
 
@@ -345,21 +345,6 @@ def test_a_directory_that_cannot_be_made(tmp_path):
         save_sharded({"a": torch.ones(3)}, tmp_path / "file" / "in")
 
 
-FULL = """
-import resource, sys, torch
-from shardspec import DTensor, DeviceMesh, save_sharded
-from shardspec.errors import CheckpointError
-rows, names = int(sys.argv[2]), int(sys.argv[3])
-state = {f"{n:0400d}": torch.ones(0) for n in range(names)}
-state["w"] = DTensor(torch.zeros(rows, 100), DeviceMesh(range(4), (4,)), "[S0,R]")
-resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))
-try:
-    save_sharded(state, sys.argv[1], overwrite=True)
-except CheckpointError as error:
-    print(error)
-"""
-
-
 @pytest.mark.parametrize(
     ("rows", "names", "file"),
     [(500, 0, "shard-0000"), (4, 100, "sharding_info.json")],  # what no longer fits
@@ -367,14 +352,16 @@ except CheckpointError as error:
 def test_a_full_disk_keeps_the_older_save(tmp_path, rows, names, file):
     save_sharded({"old": torch.ones(1)}, tmp_path)
     before = names_in(tmp_path)
-    ended = subprocess.run(
-        [sys.executable, "-c", FULL, tmp_path, str(rows), str(names)],
-        capture_output=True,
-        text=True,
-    )
-    assert ended.stderr == ""
-    assert ended.stdout.startswith(f"{tmp_path}/{file}")
-    assert "cannot be written: File too large" in ended.stdout
+    state: dict[str, object] = {f"{n:0400d}": torch.ones(0) for n in range(names)}
+    state["w"] = DTensor(torch.zeros(rows, 100), DeviceMesh(range(4), (4,)), "[S0,R]")
+
+    def full():
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))
+        save_sharded(state, tmp_path, overwrite=True)
+
+    end = Fork(full).end()
+    assert end.startswith(f"Error: {tmp_path}/{file}")
+    assert "cannot be written: File too large" in end
     assert names_in(tmp_path) == before
     assert load_sharded(tmp_path)["old"].to_global().tolist() == [1.0]
 

@@ -1,33 +1,21 @@
 """Storages are known by their members alone: one module each, and nobody asks which one it is."""
 
 import ast
-from functools import cache
-from pathlib import Path
 
 import pytest
 
-import shardspec
 from shardspec.checkpoint.storage.from_text import storage_path
 from shardspec.checkpoint.storage.local import LocalPath
 from shardspec.checkpoint.storage.object_store import ObjectPath
 from shardspec.checkpoint.storage.path import StoragePath
+from tests.sources import FILES, ROOT, nodes_of
 
-ROOT = Path(shardspec.__file__).parent
 STORAGE = ROOT / "checkpoint" / "storage"
-
-
-@cache
-def modules():
-    return {path: ast.parse(path.read_text("utf-8")) for path in sorted(ROOT.rglob("*.py"))}
 
 
 def using(matches):
     """Return the modules of which some node matches, by their names in the package."""
-    return {
-        str(path.relative_to(ROOT))
-        for path, tree in modules().items()
-        if any(map(matches, ast.walk(tree)))
-    }
+    return {str(path.relative_to(ROOT)) for path in FILES if any(map(matches, nodes_of(path)))}
 
 
 def names_in(node):
@@ -36,12 +24,14 @@ def names_in(node):
     }
 
 
+STORAGES = {at.__name__ for at in (StoragePath, LocalPath, ObjectPath)}
+
+
 def asks_for_a_storage(node):
     asked = {"isinstance", "issubclass", "type"}
-    storages = {at.__name__ for at in (StoragePath, LocalPath, ObjectPath)}
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in asked:
-        return bool(storages & names_in(node))
-    return isinstance(node, ast.MatchClass) and bool(storages & names_in(node.cls))
+        return bool(STORAGES & names_in(node))
+    return isinstance(node, ast.MatchClass) and bool(STORAGES & names_in(node.cls))
 
 
 def imports_fsspec(node):
@@ -68,8 +58,9 @@ def test_only_the_calls_of_the_local_storage_refuse_links():
 
 
 def test_a_storage_is_imported_by_the_modules_that_choose_it():
+    one = {f"shardspec.checkpoint.storage.{name}" for name in ("object_store", "local")}
+
     def imports_one(node):
-        one = {f"shardspec.checkpoint.storage.{name}" for name in ("object_store", "local")}
         return isinstance(node, ast.ImportFrom) and node.module in one
 
     assert using(imports_one) == {"checkpoint/storage/from_text.py"}

@@ -5,7 +5,7 @@ from itertools import product
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardspec import DeviceMesh, Layout
@@ -40,6 +40,7 @@ def boxes_in_a_tensor(draw):
     return shape, draw(st.lists(box, max_size=6))
 
 
+@settings(max_examples=120)
 @given(boxes_in_a_tensor())
 def test_flaws_are_those_that_painting_finds(drawn):
     shape, boxes = drawn
@@ -60,6 +61,7 @@ def test_flaws_are_those_that_painting_finds(drawn):
             assert len(places) != 1
 
 
+@settings(max_examples=120)
 @given(st.lists(st.tuples(st.integers(1, 6), st.integers(1, 4)), max_size=3), st.randoms())
 def test_grids_tile_and_grids_less_one_box_do_not(sides, random):
     shape, parts = [s for s, _ in sides], [min(s, p) for s, p in sides]

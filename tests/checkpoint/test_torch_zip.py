@@ -90,18 +90,23 @@ def test_a_file_without_checksums_has_no_digests(path):
         assert record(read_torch_zip(file), file, "0").crc32 is None
 
 
-def test_cut_at_every_byte(path):
+EVERY = pytest.mark.parametrize("every", [5, pytest.param(1, marks=pytest.mark.exhaustive)])
+
+
+@EVERY
+def test_cut_at_every_byte(path, every):
     data = saved(STATE)
-    for size in range(len(data)):
+    for size in range(0, len(data), every):
         assert refused(path, data[:size])
 
 
-def test_any_byte_changed_is_told_or_does_not_matter(path):
+@EVERY
+def test_any_byte_changed_is_told_or_does_not_matter(path, every):
     """The digests of torch cover the bytes of tensors, and those of the pickle."""
     data = saved(STATE)
     draw = random.Random(3)
     told = 0
-    for at in range(len(data)):
+    for at in range(0, len(data), every):
         other = data[:at] + bytes([data[at] ^ (1 + draw.randrange(255))]) + data[at + 1 :]
         path.write_bytes(other)
         with storage_path(path).open() as file:
@@ -116,7 +121,7 @@ def test_any_byte_changed_is_told_or_does_not_matter(path):
             for place, good in zip(records, due().values(), strict=True):
                 data_then = file.read(place.offset, place.num_bytes)
                 assert data_then == good or place.crc32 != crc32(data_then)
-    assert told > 500
+    assert told > 500 / every
 
 
 # --- zips that others write
@@ -147,12 +152,12 @@ def test_compressed_records_are_refused(path):
 
 
 def test_a_zip_that_unpacks_to_much_more_is_refused(path):
-    """A zip that would unpack to 10,000 times its size is refused by its directory."""
-    for method in (zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA):
+    """A zip that would unpack to many times its size is refused by its directory."""
+    for method in (zipfile.ZIP_DEFLATED, zipfile.ZIP_LZMA):
         buffer = io.BytesIO()
         with zipfile.ZipFile(buffer, "w", method) as zipped:
-            zipped.writestr("archive/data.pkl", b"\x80\x02" + b"N0" * (5 << 20) + b"N.")
-        assert len(buffer.getvalue()) < 1 << 17
+            zipped.writestr("archive/data.pkl", b"\x80\x02" + b"N0" * (1 << 20) + b"N.")
+        assert len(buffer.getvalue()) < 1 << 15
         assert "is compressed (method" in refused(path, buffer.getvalue())
 
 

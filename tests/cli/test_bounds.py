@@ -1,8 +1,6 @@
 """Whatever is asked: one clear line, bounded time and memory, nothing raw on the terminal."""
 
 import json
-import subprocess
-import sys
 import time
 
 import pytest
@@ -10,6 +8,7 @@ from click.testing import CliRunner
 
 from shardspec.cli.main import cli
 from tests.checkpoint.handmade import handmade, sample
+from tests.forked import run_forked
 
 HUGE = f"[S({'9' * 5000})]"
 RAW = "a\x1b[31m\x07\u202e\u2066\x9b"
@@ -132,74 +131,67 @@ def test_an_error_is_no_longer_than_a_screen():
     assert len(result.stderr) < 2100
 
 
-def measured(*args):
-    """Run in a process of its own; return the exit code, stderr, CPU seconds and peak MiB."""
-    script = (
-        "import resource, sys\n"
-        "from shardspec.cli.main import cli\n"
-        "try:\n"
-        "    cli(sys.argv[1:], prog_name='shardspec')\n"
-        "finally:\n"
-        "    used = resource.getrusage(resource.RUSAGE_SELF)\n"
-        # Its own: ru_maxrss counts that of the process it was forked from.
-        "    peak = int(open('/proc/self/status').read().split('VmHWM:')[1].split()[0])\n"
-        "    print(used.ru_utime + used.ru_stime, peak >> 10, file=sys.stderr)\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", script, *args],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-        timeout=100,
-    )
-    *lines, last = done.stderr.splitlines()
-    seconds, memory = last.split()
-    return done.returncode, "\n".join(lines), float(seconds), int(memory)
-
-
-DIMS = 64
+IMPORTS = """
+import resource, sys
+from shardspec.cli.main import cli
+import shardspec.cli.links, shardspec.cli.plan, shardspec.cli.show
+"""
+MEASURED = """
+try:
+    cli(sys.argv[1:], prog_name="shardspec")
+finally:
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    # Its own: ru_maxrss counts that of the process it was forked from.
+    peak = int(open("/proc/self/status").read().split("VmHWM:")[1].split()[0])
+    print(used.ru_utime + used.ru_stime, peak >> 10, file=sys.stderr)
+"""
 ACROSS = ["plan", "[R,S2,R,S013]", "[S12,S0,R,R]", "--mesh", "4x1x1x1", "--target-mesh", "2x2x2"]
 
 
-@pytest.mark.parametrize(
-    "args",
-    [
+def large(dims, size, axes):
+    """Return calls for tensors and meshes that are large, in several ways."""
+    many, line = "".join(map(str, range(axes))), f"{size // 8}x{size // 8}"
+    wide = ["--shape", "65536"]
+    return [
         [*ACROSS, "--shape", "4x4x11x8"],
         [*ACROSS, "--shape", "4x4x11x8", "--max-bytes", "1"],
-        ["plan", "[S0]", "[S1]", "--mesh", "1024x1024", "--shape", "1048576"],
+        ["plan", "[S0]", "[S1]", "--mesh", f"{size}x{size}", "--shape", f"{size * size}"],
         ["plan", "[S0,R]", "[R,S10]", "--mesh", "x".join("2" * 16), "--shape", "65536x4"],
-        ["plan", "[R|P0123456789]", "[S0]", "--mesh", "x".join("2" * 10), "--shape", "4096"],
-        ["plan", "[S01]", "[S0]", "--mesh", "128x128", "--target-mesh", "128", "--shape", "65536"],
-        ["plan", "[S01]", "[R]", "--mesh", "64x64", "--target-mesh", "64x64", "--shape", "65536"],
+        ["plan", f"[R|P{many}]", "[S0]", "--mesh", "x".join("2" * axes), "--shape", "4096"],
+        ["plan", "[S01]", "[S0]", "--mesh", line, "--target-mesh", f"{size // 8}", *wide],
+        ["plan", "[S01]", "[R]", "--mesh", "64x64", "--target-mesh", "64x64", *wide],
         [
             "cost",
-            f"[S0,S12,{'R,' * (DIMS - 3)}S3]",
-            f"[{'R,' * (DIMS - 1)}R]",
-            f"[S0,S12,{'R,' * (DIMS - 3)}S3]",
-            f"[R,S21,S3,S0{',R' * (DIMS - 4)}]",
-            *["--mesh", "4x2x2x2", "--shape", "x".join(["2"] * 60 + ["1"] * 4)],
+            f"[S0,S12,{'R,' * (dims - 3)}S3]",
+            f"[{'R,' * (dims - 1)}R]",
+            f"[S0,S12,{'R,' * (dims - 3)}S3]",
+            f"[R,S21,S3,S0{',R' * (dims - 4)}]",
+            *["--mesh", "4x2x2x2", "--shape", "x".join(["2"] * (dims - 4) + ["1"] * 4)],
         ],
         ["plan", "[R]", "[R]", "--mesh", "x".join("1" * 5000), "--shape", "4"],
         ["plan", "[S2*2,S1|P0]", "[R,R]", "--mesh", "2x64x1024", "--shape", "1x3"],
         ["show", "[S0]", "--mesh", "4096", "--shape", "4096"],
         ["graph", "--mesh", "x".join("1" * 40), "--dims", "40"],
-    ],
-    ids=lambda args: " ".join(args)[:40],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("dims", "size", "axes"),
+    [(18, 512, 7), pytest.param(64, 1024, 10, marks=pytest.mark.exhaustive)],
 )
-def test_time_and_memory_are_bounded(args):
-    code, message, seconds, memory = measured(*args)
-    assert code in (0, 2), message
-    assert message.count("\n") == 0
-    assert seconds < 10
-    assert memory < 500
+def test_time_and_memory_are_bounded(dims, size, axes):
+    calls = large(dims, size, axes)
+    for args, done in zip(calls, run_forked(IMPORTS, MEASURED, calls), strict=True):
+        *lines, last = done.stderr.splitlines()
+        assert done.returncode in (0, 2), (args, done.stderr)
+        assert len(lines) <= 1, args
+        seconds, memory = map(float, last.split())
+        assert seconds < 10, args
+        assert memory < 500, args
 
 
-def test_many_plans_between_meshes_keep_little():
-    """What is remembered of 8 tensors of one rank, each of which takes some 50 MiB to plan."""
-    script = f"""
-import resource
-from shardspec.cli.main import cli
-for size in range(8):
+KEPT = f"""
+for size in range(int(sys.argv[1])):
     try:
         cli([*{ACROSS!r}, "--shape", f"4x4x{{11 + size}}x8", "--json"], prog_name="shardspec")
     except SystemExit as end:
@@ -207,10 +199,13 @@ for size in range(8):
 with open("/proc/self/statm") as file:
     print(int(file.read().split()[1]) * resource.getpagesize() >> 20)
 """
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, check=True
-    )
-    assert int(done.stdout.splitlines()[-1]) < 300
+
+
+@pytest.mark.parametrize("count", [3, pytest.param(8, marks=pytest.mark.exhaustive)])
+def test_many_plans_between_meshes_keep_little(count):
+    """What is remembered of tensors of one rank, each of which takes some 50 MiB to plan."""
+    (done,) = run_forked(IMPORTS, KEPT, [[count]])
+    assert int(done.stdout.splitlines()[-1]) < 80 + 27 * count
 
 
 def test_reading_ids_takes_time_in_proportion():

@@ -33,9 +33,17 @@ def tables(path):
     return json.loads(found[1])
 
 
-def test_without_options_there_is_something_to_pick(tmp_path):
+@pytest.mark.parametrize(
+    ("options", "line", "grid"),
+    [
+        # Of what cannot be added up there are fewer layouts.
+        (["--dtype", "float8_e4m3fn"], 3**2, 11**2),
+        pytest.param([], 13, 223, marks=pytest.mark.exhaustive),
+    ],
+)
+def test_without_options_there_is_something_to_pick(tmp_path, options, line, grid):
     path = tmp_path / "page.html"
-    done = run("-o", str(path))
+    done = run("-o", str(path), *options)
     assert done.exit_code == 0, done.output
     assert done.output.startswith(f"{path}: every conversion on 4, 2x2, 2x4, ")
     # As the documentation says; 4,092 conversions.
@@ -52,7 +60,7 @@ def test_without_options_there_is_something_to_pick(tmp_path):
         for row in of_links
         for plans in row
     )
-    assert pairs == 3 * (2 * 13 + 3 * 223 + 3 * 223)
+    assert pairs == 3 * (2 * line + 3 * grid + 3 * grid)
 
 
 def test_help_says_the_limits():

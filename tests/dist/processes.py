@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
@@ -23,6 +24,7 @@ def _rank(
     out: Any,
     backend: str | None,
 ) -> None:
+    torch.set_num_threads(1)  # the ranks share few cores
     try:
         if backend:
             dist.init_process_group(

@@ -1,5 +1,7 @@
 """What torch's DTensor gets wrong without a word, done right or refused, as a rank does it."""
 
+from itertools import permutations, product
+from math import inf
 from typing import Any
 
 import pytest
@@ -31,7 +33,7 @@ def pending(whole: torch.Tensor, rank: int, mesh: DeviceMesh) -> Any:
     return DTensor.from_local(addend, mesh, spec, global_shape=whole.shape)
 
 
-def means(mesh: DeviceMesh) -> None:
+def means(mesh: DeviceMesh, every: int) -> None:
     """A mean is that of all elements, however many are on a device; so is its gradient."""
     signs = torch.tensor([1.0, -1, 1, -1, 1]).double()
     losses: list[Any] = [
@@ -44,19 +46,18 @@ def means(mesh: DeviceMesh) -> None:
         nn.SmoothL1Loss(),
         nn.SoftMarginLoss(),
     ]
-    for place, loss in enumerate(losses):
-        for spec in ("[S0]", "[S1]", "[S01]"):
-            ours, whole = Cut(LINE.clone().requires_grad_(), mesh, spec), LINE.clone()
-            whole.requires_grad_()
-            more = (Cut(signs, mesh, spec), signs) if place > 5 else ()
-            result, wanted = loss(ours, *more[:1]), loss(whole, *more[1:])
-            same(result, wanted)
-            result.backward()
-            wanted.backward()
-            same(ours.grad, whole.grad)
+    for loss, spec in list(product(losses, ("[S0]", "[S1]", "[S01]")))[::every]:
+        ours, whole = Cut(LINE.clone().requires_grad_(), mesh, spec), LINE.clone()
+        whole.requires_grad_()
+        more = (Cut(signs, mesh, spec), signs) if loss in losses[6:] else ()
+        result, wanted = loss(ours, *more[:1]), loss(whole, *more[1:])
+        same(result, wanted)
+        result.backward()
+        wanted.backward()
+        same(ours.grad, whole.grad)
 
 
-def writes_to_parts(mesh: DeviceMesh) -> list[str]:
+def writes_to_parts(mesh: DeviceMesh, every: int) -> list[str]:
     """What is set in a tensor is in it; other writes to gathered parts are refused."""
     refusals = []
 
@@ -68,15 +69,16 @@ def writes_to_parts(mesh: DeviceMesh) -> list[str]:
     def ones(spec: str) -> tuple[Any, torch.Tensor]:
         return Cut(torch.ones(5, 3), mesh, spec), torch.ones(5, 3)
 
-    for spec in ("[S0,R]", "[R,S0]", "[S01,R]", "[S0,S1]", "[S10,R]", "[R,R]"):
-        for part in ((0, 1), slice(1, 4), (slice(None), -1), (slice(0, 5, 2), slice(1, None))):
-            ours, whole = ones(spec)
-            place = ours.to_local().data_ptr()
-            for _ in range(2):  # what was once found out is remembered
-                ours[part] = 9.0 if part == (0, 1) else ours[part] * 2
-                whole[part] = 9.0 if part == (0, 1) else whole[part] * 2
-                same(ours, whole)
-            assert ours.to_local().data_ptr() == place
+    specs = ("[S0,R]", "[R,S0]", "[S01,R]", "[S0,S1]", "[S10,R]", "[R,R]")
+    parts: Any = ((0, 1), slice(1, 4), (slice(None), -1), (slice(0, 5, 2), slice(1, None)))
+    for spec, part in list(product(specs, parts))[::every]:
+        ours, whole = ones(spec)
+        place = ours.to_local().data_ptr()
+        for _ in range(2):  # what was once found out is remembered
+            ours[part] = 9.0 if part == (0, 1) else ours[part] * 2
+            whole[part] = 9.0 if part == (0, 1) else whole[part] * 2
+            same(ours, whole)
+        assert ours.to_local().data_ptr() == place
     takes: list[Any] = [
         lambda t: t[:2],
         lambda t: t[0],
@@ -91,18 +93,15 @@ def writes_to_parts(mesh: DeviceMesh) -> list[str]:
         lambda t: F.relu(t, inplace=True),
         lambda t: torch.add(t.clone(), 1, out=t),
     ]
-    for take in takes:
-        for write in writes:
-            ours, whole = ones("[S0,R]")
+    ways = product(takes, writes, ("[S0,R]", "[R,S0]", "[R,R]"))
+    for take, write, spec in list(ways)[::every]:
+        ours, whole = ones(spec)
+        if spec == "[S0,R]":
             refused(lambda: write(take(ours)))  # noqa: B023
-            same(ours, whole)
-        for write in writes:
-            for spec in ("[R,S0]", "[R,R]"):
-                ours, whole = ones(spec)
-                if take is not takes[-1] or spec == "[R,R]":
-                    write(take(ours))
-                    write(take(whole))
-                    same(ours, whole)
+        elif take is not takes[-1] or spec == "[R,R]":
+            write(take(ours))
+            write(take(whole))
+        same(ours, whole)
     ours, whole = ones("[R,S0]")
     refused(ours.flatten().mul_, 3)
     refused(ours.index_add_, 1, Cut(torch.tensor([0, 1]), mesh, "[R]"), ours[:, :2])
@@ -140,17 +139,18 @@ KEYS: list[Any] = [
 ]
 
 
-def numbers_in_parts(mesh: DeviceMesh) -> list[str]:
+def numbers_in_parts(mesh: DeviceMesh, every: int) -> list[str]:
     """Parts of any kind are set to a number, which torch has no rule for, and masks are whole."""
     numbers = (9.0, torch.tensor(4.0).double(), Cut(torch.tensor(7.0).double(), mesh, "[]"))
-    for spec in ("[S0,R]", "[R,S0]", "[S01,R]", "[S1,S0]", "[R,R]"):
-        for place, key in enumerate(KEYS):
-            ours, whole = Cut(TABLE.clone(), mesh, spec), TABLE.clone()
-            number = numbers[place % 3]
-            ours[key(ours) if callable(key) else key] = number
-            number = number.to_global() if isinstance(number, DTensor) else number
-            whole[key(whole) if callable(key) else key] = number
-            same(ours, whole)
+    specs = ("[S0,R]", "[R,S0]", "[S01,R]", "[S1,S0]", "[R,R]")
+    for spec, (place, key) in list(product(specs, enumerate(KEYS)))[::every]:
+        ours, whole = Cut(TABLE.clone(), mesh, spec), TABLE.clone()
+        number = numbers[place % 3]
+        ours[key(ours) if callable(key) else key] = number
+        number = number.to_global() if isinstance(number, DTensor) else number
+        whole[key(whole) if callable(key) else key] = number
+        same(ours, whole)
+    for spec in specs:
         ours, whole = Cut(TABLE.clone(), mesh, spec), TABLE.clone()
         with pytest.raises(
             IndexError, match="index 9 is out of bounds for dimension 0 with size 5"
@@ -185,7 +185,7 @@ def gradients_of_writes(mesh: DeviceMesh) -> None:
         same(grads[1], grads[0])
 
 
-def beside_pending_sums(rank: int, mesh: DeviceMesh) -> None:
+def beside_pending_sums(rank: int, mesh: DeviceMesh, every: int) -> None:
     """Numbers and tensors without dims are added once, in whichever order they come."""
     number = iter(range(2, 60))
     kinds: list[Any] = [
@@ -200,14 +200,12 @@ def beside_pending_sums(rank: int, mesh: DeviceMesh) -> None:
         lambda t, n: t * n + n,
         lambda t, n: (t + 0).remainder(n),
     ]
-    for call in calls:
-        for first in kinds:
-            for second in kinds:
-                whole = torch.arange(float(next(number, 7) + 1)).double()
-                for kind in (first, second):
-                    n = kind(3)
-                    plain = n.to_global() if isinstance(n, DTensor) else n
-                    same(call(pending(whole, rank, mesh), n), call(whole, plain))
+    for call, *both in list(product(calls, kinds, kinds))[::every]:
+        whole = torch.arange(float(next(number, 7) + 1)).double()
+        for kind in both:
+            n = kind(3)
+            plain = n.to_global() if isinstance(n, DTensor) else n
+            same(call(pending(whole, rank, mesh), n), call(whole, plain))
     total = pending(LINE, rank, mesh)
     total += torch.tensor(10)
     same(total, LINE + 10)
@@ -220,7 +218,7 @@ def beside_pending_sums(rank: int, mesh: DeviceMesh) -> None:
     same(cosine(*given), cosine(eye, eye, target))
 
 
-def extrema_of_few(mesh: DeviceMesh) -> None:
+def extrema_of_few(mesh: DeviceMesh, every: int) -> None:
     """An extremum is that of what there is, where a device has nothing."""
     calls: list[Any] = [
         lambda t: t.max(),
@@ -235,10 +233,18 @@ def extrema_of_few(mesh: DeviceMesh) -> None:
         lambda t: torch.linalg.norm(t, float("-inf")),
         lambda t: torch.linalg.vector_norm(t, -2),
     ]
-    for length in (1, 3, 5):
-        for call in calls:
-            for _ in range(2):
-                same(call(Cut(LINE[:length], mesh, "[S0]")), call(LINE[:length]))
+    for length, call in list(product((1, 3, 5), calls))[::every]:
+        for _ in range(2):
+            same(call(Cut(LINE[:length], mesh, "[S0]")), call(LINE[:length]))
+
+
+def norms_after_others(mesh: DeviceMesh) -> None:
+    """A norm is right, whatever was the order of the norm before it."""
+    for number, (first, second) in enumerate(permutations((2.0, 0.0, inf, -1.0), 2)):
+        whole = torch.arange(-3.0, 4.0 + number)  # of a length without earlier calls
+        for order in (first, first, second):
+            norm = torch.linalg.vector_norm(Cut(whole, mesh, "[S0]"), order)
+            same(norm, torch.linalg.vector_norm(whole, order))
 
 
 def on_flattened_axes(mesh: DeviceMesh) -> None:
@@ -314,17 +320,19 @@ def after_earlier_calls(mesh: DeviceMesh) -> None:
     assert product.to_global().dtype == torch.bfloat16
 
 
-def silent(rank: int, mesh: DeviceMesh) -> list[str]:
-    """Assert all of it on a mesh of 2x2; return the refusals."""
+def silent(rank: int, mesh: DeviceMesh, every: int) -> list[str]:
+    """Assert all of it, or every so-manieth case, on a mesh of 2x2; return the refusals."""
     line = DeviceMesh(range(4), (4,))
-    means(mesh)
-    refusals = [*writes_to_parts(mesh), *numbers_in_parts(mesh), *left_alone(rank, mesh)]
+    means(mesh, every)
+    refusals = writes_to_parts(mesh, every) + numbers_in_parts(mesh, every)
+    refusals += left_alone(rank, mesh)
     refusals += one_row_on_a_rank(line)
     by_keyword(rank, mesh)
     gradients_of_writes(mesh)
-    beside_pending_sums(rank, mesh)
-    extrema_of_few(line)
-    extrema_of_few(mesh)
+    beside_pending_sums(rank, mesh, every)
+    extrema_of_few(line, every)
+    extrema_of_few(mesh, every)
+    norms_after_others(line)
     on_flattened_axes(mesh)
     after_earlier_calls(mesh)
     return refusals

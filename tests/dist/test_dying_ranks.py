@@ -119,28 +119,39 @@ def _never(rank: int, communicator: Any, move: Any, out: Any) -> None:
     _step(communicator, move, rank)
 
 
-def seen_by_the_others(
-    tmp_path: Path,
-    work: Callable[..., None],
-    move: tuple[Step, str, str],
-    reads_peers: bool | None,
-    timeout_s: float = TIMEOUT_S,
-) -> tuple[list[Any], Any]:
-    """Run three ranks, of which one fails, and return what the others saw and when it failed."""
-    context = rank_context()
-    out = context.SimpleQueue()
-    args = (str(tmp_path / "store"), work, move, reads_peers, timeout_s, out)
-    ranks = [context.Process(target=_rank, args=(rank, *args)) for rank in range(3)]
-    try:
-        for process in ranks:
+class _Job:
+    """Three ranks, of which one fails."""
+
+    def __init__(
+        self,
+        place: Path,
+        work: Callable[..., None],
+        move: tuple[Step, str, str],
+        reads_peers: bool | None,
+        timeout_s: float = TIMEOUT_S,
+    ) -> None:
+        context = rank_context()
+        self._out = context.SimpleQueue()
+        args = (str(place / "store"), work, move, reads_peers, timeout_s, self._out)
+        self._ranks = [context.Process(target=_rank, args=(rank, *args)) for rank in range(3)]
+        for process in self._ranks:
             process.start()
-        told = dict(out.get() for _ in ranks)
-    finally:
-        for process in ranks:
-            process.kill()
-            process.join()
-    assert set(told) == {0, 1, 2}
-    return [told[rank] for rank in (0, 2)], told[VICTIM]
+
+    def seen(self) -> tuple[list[Any], Any]:
+        """Return what the others saw and when the one failed."""
+        try:
+            told = dict(self._out.get() for _ in self._ranks)
+        finally:
+            for process in self._ranks:
+                process.kill()
+                process.join()
+        assert set(told) == {0, 1, 2}
+        return [told[rank] for rank in (0, 2)], told[VICTIM]
+
+
+def seen_by_the_others(place: Path, *job: Any) -> tuple[list[Any], Any]:
+    """Run three ranks, of which one fails, and return what the others saw and when it failed."""
+    return _Job(place, *job).seen()
 
 
 # By whether peers are read, and whether the rank never comes. Whoever notices first gives up, and
@@ -155,15 +166,8 @@ SAID = {
 }
 
 
-@pytest.mark.timeout(60)
-@pytest.mark.parametrize("reads_peers", [True, False], ids=["reading", "messages"])
-@pytest.mark.parametrize(
-    ("work", "move"),
-    [(_between, ALL_TO_ALL), (_inside, SCATTER), (_inside, SUM), (_never, REDUCE)],
-    ids=["between", "inside", "inside, all-reduce", "never"],
-)
-def test_the_others_are_told(tmp_path, work, move, reads_peers):
-    seen, failed_at = seen_by_the_others(tmp_path, work, move, reads_peers)
+def check_told(seen, failed_at, work, move, reads_peers):
+    """Check what the others say of a rank that ends, or never comes, and when."""
     never = work is _never
     for rank, error in zip((0, 2), seen, strict=True):
         assert error.kind is CommunicatorError
@@ -175,9 +179,27 @@ def test_the_others_are_told(tmp_path, work, move, reads_peers):
         assert error.at - failed_at > 0.9 * TIMEOUT_S or not never
 
 
-def test_a_rank_that_never_joins(tmp_path):
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("reads_peers", [True, False], ids=["reading", "messages"])
+@pytest.mark.parametrize(
+    ("work", "move"),
+    [(_between, ALL_TO_ALL), (_inside, SCATTER), (_inside, SUM)],
+    ids=["between", "inside", "inside, all-reduce"],
+)
+def test_the_others_are_told(tmp_path, work, move, reads_peers):
+    seen, failed_at = seen_by_the_others(tmp_path, work, move, reads_peers)
+    check_told(seen, failed_at, work, move, reads_peers)
+
+
+@pytest.mark.parametrize("reads_peers", [True, False], ids=["reading", "messages"])
+def test_the_others_are_told_of_one_that_never_comes(waited, reads_peers):
+    seen, failed_at = waited["reading" if reads_peers else "messages"]
+    check_told(seen, failed_at, _never, REDUCE, reads_peers)
+
+
+def test_a_rank_that_never_joins(waited):
     """The first step of a mesh, in which the processes of a host look for each other."""
-    seen, failed_at = seen_by_the_others(tmp_path, _never, GATHER, None)
+    seen, failed_at = waited["never joins"]
     for others, error in zip(("1, 2", "0, 1"), seen, strict=True):
         assert error.kind is CommunicatorError
         assert error.text.startswith(
@@ -196,8 +218,8 @@ def _convert(rank: int, communicator: Any, _move: Any, out: Any) -> None:
     tensor.redistribute("[R,S0]")
 
 
-def test_a_rank_that_never_says_what_to_convert(tmp_path):
-    seen, failed_at = seen_by_the_others(tmp_path, _convert, GATHER, True)
+def test_a_rank_that_never_says_what_to_convert(waited):
+    seen, failed_at = waited["says nothing"]
     # Whoever gives up first has gone for the other one.
     assert any(error.text.startswith("rank 1 did not say what to convert") for error in seen)
     for error in seen:
@@ -276,8 +298,22 @@ def _stopped(rank: int, communicator: Any, *_: Any) -> None:
             time.sleep(2 * TIMEOUT_S)  # the memory of the shard stays, so it can be read
 
 
-def test_a_reader_that_comes_too_late_is_told(tmp_path):
-    (zero, two), one = seen_by_the_others(tmp_path, _stopped, GATHER, True)
+@pytest.fixture(scope="module")
+def waited(tmp_path_factory):
+    """Return what was seen in jobs that mostly wait, and so run at once."""
+    ways: dict[str, tuple[Any, ...]] = {
+        "too late": (_stopped, GATHER, True),
+        "reading": (_never, REDUCE, True),
+        "messages": (_never, REDUCE, False),
+        "never joins": (_never, GATHER, None),
+        "says nothing": (_convert, GATHER, True),
+    }
+    jobs = {name: _Job(tmp_path_factory.mktemp("job"), *way) for name, way in ways.items()}
+    return {name: job.seen() for name, job in jobs.items()}
+
+
+def test_a_reader_that_comes_too_late_is_told(waited):
+    (zero, two), one = waited["too late"]
     assert two is None
     assert "rank 1 did not come in time" in zero.text
     assert "rank 0 has ended or given up" in one.text

@@ -2,12 +2,13 @@
 
 Linux keeps the most memory that a process has had, and forgets it when told to (man 5 proc,
 `clear_refs`).
+
+`make test` measures each step in one way, and `make exhaustive` in all three.
 """
 
 import ctypes
 import os
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -50,6 +51,8 @@ STEPS: list[tuple[Step, str, str]] = [
     (Permute((0, 1)), "[R,S0]", "[R,S1]"),
     (Exchange((0, 1)), "[R,S01]", "[S1,R]"),
 ]
+WAYS = [(True, False), (True, True), (False, True)]
+"""Whether peers are read, and whether the shard has gaps in memory."""
 
 
 def _status(field: str) -> int:
@@ -75,37 +78,32 @@ def _grown(
     return _status("VmHWM") - start
 
 
-def _measure(rank: int) -> list[tuple[str, bool, int, int]]:
+def _measure(rank: int, every: int) -> list[tuple[str, bool, int, int]]:
     torch.set_num_threads(1)
     os.environ.pop("SHARDSPEC_CHECK", None)  # it takes memory of its own
-    found = []
+    measured = []
     for reads_peers in (True, False):
         communicator = ProcessGroupCommunicator(MESH, reads_peers=reads_peers)
         assert communicator.addressable == (rank,)
-        for step, source, target in STEPS:
-            for shape in ((256, 256), SHAPE):  # what is loaded when first used is not counted
-                before = Layout(MESH, source, shape, "float32")
-                plan = ConversionPlan(
-                    (step,), (before, before.with_spec(target)), CostModel.of_mesh(MESH)
-                )
-                for gaps in (False, True) if reads_peers else (True,):
+        for number, (step, source, target) in enumerate(STEPS):
+            for _, gaps in (way for way in WAYS[number % every :: every] if way[0] == reads_peers):
+                for shape in ((256, 256), SHAPE):  # what is loaded when first used is not counted
+                    before = Layout(MESH, source, shape, "float32")
+                    plan = ConversionPlan(
+                        (step,), (before, before.with_spec(target)), CostModel.of_mesh(MESH)
+                    )
                     grown = _grown(communicator, step, before, plan.target, gaps)
-                    if shape == SHAPE:
-                        held = before.max_local_bytes
-                        name = f"{step}{' with gaps' if gaps else ''}"
-                        found.append((name, reads_peers, grown, plan.live_bytes[0] - held))
-    return found
+                planned = plan.live_bytes[0] - before.max_local_bytes
+                name = f"{step}{' with gaps' if gaps else ''}"
+                measured.append((name, reads_peers, grown, planned))
+    return measured
 
 
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory) -> list[Any]:
-    return run_ranks(4, tmp_path_factory.mktemp("memory"), _measure)
-
-
-def test_no_step_needs_more_than_the_plan_says(ranks):
-    for rank, found in enumerate(ranks):
-        assert len(found) == 3 * len(STEPS)
-        for name, reads_peers, grown, planned in found:
+@pytest.mark.parametrize("every", [len(WAYS), pytest.param(1, marks=pytest.mark.exhaustive)])
+def test_no_step_needs_more_than_the_plan_says(tmp_path, every):
+    for rank, measured in enumerate(run_ranks(4, tmp_path, _measure, every)):
+        assert len(measured) == len(WAYS) * len(STEPS) // every
+        for name, reads_peers, grown, planned in measured:
             # Shards are of 16 to 64 MiB, so a whole one too much would show.
             assert planned - MIB <= grown, (rank, name, reads_peers)
             assert grown <= planned + ALLOWED[reads_peers], (rank, name, reads_peers)

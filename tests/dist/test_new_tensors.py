@@ -5,6 +5,7 @@ import io
 import os
 import pickle
 from functools import cache
+from itertools import product
 from typing import Any
 
 import pytest
@@ -48,8 +49,8 @@ def own(rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     return numbers(rank, shape[::-1]).permute(*reversed(range(len(shape)))).to(dtype)
 
 
-def one_source(rank: int, reads_peers: bool) -> tuple[int, list[str]]:
-    """Every spec on every mesh gets the boxes of one rank's tensor."""
+def one_source(rank: int, reads_peers: bool, every: int) -> tuple[int, list[str]]:
+    """Every spec on every mesh, or a part of them, gets the boxes of one rank's tensor."""
     tried, wrong = 0, []
     for mesh in MESHES:
         if rank not in mesh.ids:
@@ -63,7 +64,7 @@ def one_source(rank: int, reads_peers: bool) -> tuple[int, list[str]]:
         for number, shape in enumerate(SHAPES):
             # Of the large one a third.
             specs = plain_specs(len(shape), mesh.ndim)[:: 3 if len(shape) == 3 else 1]
-            for place, spec in enumerate(specs):
+            for place, spec in list(enumerate(specs))[::every]:
                 dtype = [torch.float32, torch.bool, torch.bfloat16, torch.complex64][place % 4]
                 source = (place + number) % mesh.size()
                 tensor = own(rank, shape, dtype).requires_grad_(dtype == torch.float32)
@@ -79,14 +80,6 @@ def one_source(rank: int, reads_peers: bool) -> tuple[int, list[str]]:
                 if shard.requires_grad != tensor.requires_grad:
                     wrong.append(f"gradient: {spec} of {shape} on {mesh.ids}")
     return tried, wrong
-
-
-@pytest.mark.parametrize("reads_peers", [True, False])
-def test_boxes_come_from_one_rank(tmp_path, reads_peers):
-    found = run_ranks(4, tmp_path, one_source, reads_peers)
-    assert [wrong for _, wrong in found] == [[]] * 4
-    # 11 specs of two dims and 7 of three on a mesh of two axes; 3 and 2 on one of a single axis.
-    assert [tried for tried, _ in found] == [51, 91, 91, 91]
 
 
 def ways_in(rank: int) -> dict[str, Any]:
@@ -108,9 +101,9 @@ def ways_in(rank: int) -> dict[str, Any]:
     return found
 
 
-def test_every_way_in_has_a_source(tmp_path):
+def test_every_way_in_has_a_source(ranks_in):
     """As in the first example of the README, with numbers that are not seeded alike."""
-    ranks = run_ranks(4, tmp_path, ways_in)
+    ranks = ranks_in("ways in")
     torch.manual_seed(0)
     whole = torch.rand(4, 6)
     for rank, found in enumerate(ranks):
@@ -158,8 +151,8 @@ def refused(rank: int) -> dict[str, str]:
     }
 
 
-def test_what_cannot_be_made(tmp_path):
-    for rank, found in enumerate(run_ranks(4, tmp_path, refused)):
+def test_what_cannot_be_made(ranks_in):
+    for rank, found in enumerate(ranks_in("refused")):
         assert "rank 2 asks for another conversion than rank 0" in found["shape"]
         assert "[4, 7] where rank 0 has [4, 6]" in found["shape"]
         assert "float64 where rank 0 has float32" in found["dtype"]
@@ -250,20 +243,19 @@ def without_data(rank: int) -> list[str]:
     return wrong
 
 
-def test_meta_tensors_in_a_job(tmp_path):
-    assert run_ranks(4, tmp_path, without_data) == [[]] * 4
+def test_meta_tensors_in_a_job(ranks_in):
+    assert ranks_in("meta") == [[]] * 4
 
 
-def second_derivatives(rank: int) -> tuple[int, list[str]]:
-    """Through every second conversion, by both ways that bytes go, and through torch's DTensor."""
+def second_derivatives(rank: int, every: int) -> tuple[int, list[str]]:
+    """Through some conversions, by both ways that bytes go, and through torch's DTensor."""
     tried, wrong = 0, []
     whole = (torch.arange(35.0) * 0.37).sin().reshape(7, 5).double()
     wanted = 18 * whole**3
     for shape in ((2, 2), (1, 4), (4, 1)):
         mesh = DeviceMesh([2, 0, 3, 1], shape)
-        for number, (source, target) in enumerate(
-            [(a, b) for a in plain_specs(2, 2) for b in plain_specs(2, 2)][:: 2 + sum(shape)]
-        ):
+        pairs = list(product(plain_specs(2, 2), repeat=2))[:: every * (2 + sum(shape))]
+        for number, (source, target) in enumerate(pairs):
             communicator = (
                 ProcessGroupCommunicator(mesh, reads_peers=False)
                 if number % 2
@@ -290,10 +282,41 @@ def second_derivatives(rank: int) -> tuple[int, list[str]]:
     return tried, wrong
 
 
-def test_second_derivatives_in_a_job(tmp_path):
-    found = run_ranks(4, tmp_path, second_derivatives)
+def play(rank: int, every: int) -> dict[str, Any]:
+    return {
+        "reading": one_source(rank, True, every),
+        "messages": one_source(rank, False, every),
+        "ways in": ways_in(rank),
+        "meta": without_data(rank),
+        "second derivatives": second_derivatives(rank, every),
+        "refused": refused(rank),
+    }
+
+
+@pytest.fixture(scope="module", params=[4, pytest.param(1, marks=pytest.mark.exhaustive)])
+def every(request):
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def ranks_in(tmp_path_factory, every):
+    """Return what each rank has returned from a part of the one job."""
+    ranks = run_ranks(4, tmp_path_factory.mktemp("job"), play, every)
+    return lambda part: [parts[part] for parts in ranks]
+
+
+@pytest.mark.parametrize("way", ["reading", "messages"])
+def test_boxes_come_from_one_rank(ranks_in, every, way):
+    found = ranks_in(way)
     assert [wrong for _, wrong in found] == [[]] * 4
-    assert {tried for tried, _ in found} == {21 + 18 + 18}
+    # 11 specs of two dims and 7 of three on a mesh of two axes; 3 and 2 on one of a single axis.
+    assert [tried for tried, _ in found] == {1: [51, 91, 91, 91], 4: [15, 26, 26, 26]}[every]
+
+
+def test_second_derivatives_in_a_job(ranks_in, every):
+    found = ranks_in("second derivatives")
+    assert [wrong for _, wrong in found] == [[]] * 4
+    assert {tried for tried, _ in found} == {{1: 21 + 18 + 18, 4: 6 + 5 + 5}[every]}
 
 
 def test_a_simulated_tensor_is_copied_and_stored():

@@ -1,10 +1,12 @@
 """The communicator over torch.distributed: the contract, on six real processes.
 
 Once with processes that read each other's memory, once with everything sent by messages.
+`make test` runs a third of the cases in each way, and `make exhaustive` all in both.
 """
 
 import os
 import time
+from collections.abc import Sequence
 from itertools import product
 
 import pytest
@@ -21,10 +23,10 @@ from tests.dist.processes import run_ranks
 pytestmark = pytest.mark.dist
 
 
-def _run_cases(rank: int, reads_peers: bool):
+def _run_cases(rank: int, reads_peers: bool, cases: Sequence[Case]):
     results = {}
     made: dict[DeviceMesh, ProcessGroupCommunicator] = {}
-    for case in CASES:
+    for case in cases:
         if case.mesh not in made:
             made[case.mesh] = ProcessGroupCommunicator(case.mesh, reads_peers=reads_peers)
         communicator = made[case.mesh]
@@ -34,7 +36,8 @@ def _run_cases(rank: int, reads_peers: bool):
             assert communicator.run(transfers_of(case.step, before, after), {}) == {}
             assert communicator.gather({}) == {}
             continue
-        shards, copies = {rank: case.shards()[rank]}, {rank: case.shards()[rank]}
+        shard = case.shards()[rank]
+        shards, copies = {rank: shard}, {rank: shard.clone()}
         got = communicator.run(transfers_of(case.step, before, after), shards)
         raw = got[rank].reshape(-1).view(torch.uint8).numpy().tobytes()
         results[case.name] = (
@@ -65,8 +68,8 @@ def _first_steps(rank: int) -> list[str]:
     return wrong + (["read"] if communicator.reads_peers else [])
 
 
-def _run_all(rank: int):
-    results = {reads_peers: _run_cases(rank, reads_peers) for reads_peers in (True, False)}
+def _run_all(rank: int, every: int):
+    results = {way: _run_cases(rank, way, CASES[way % every :: every]) for way in (False, True)}
     four = DeviceMesh([2, 0, 3, 1], (4,))
     crossed = [
         crossing(ProcessGroupCommunicator(four, reads_peers=reads_peers), dtype)
@@ -94,9 +97,27 @@ def _run_all(rank: int):
     return results, list(gathered.items()), same, outside
 
 
+EVERY = 3
+
+
+@pytest.fixture(scope="module", params=[EVERY, pytest.param(1, marks=pytest.mark.exhaustive)])
+def every(request):
+    return request.param
+
+
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory):
-    return run_ranks(6, tmp_path_factory.mktemp("contract"), _run_all)
+def ranks(tmp_path_factory, every):
+    return run_ranks(6, tmp_path_factory.mktemp("contract"), _run_all, every)
+
+
+def sampled(reads_peers: bool) -> pytest.MarkDecorator:
+    """Parametrize by the cases of a way, with the job that has run them."""
+    cases = [pytest.param(EVERY, case, id=case.name) for case in CASES[reads_peers::EVERY]]
+    cases += [
+        pytest.param(1, case, id=f"{case.name}, all", marks=pytest.mark.exhaustive)
+        for case in CASES
+    ]
+    return pytest.mark.parametrize(("every", "case"), cases, scope="module")
 
 
 class TestReadingPeers(CommunicatorContract):
@@ -105,6 +126,10 @@ class TestReadingPeers(CommunicatorContract):
     @pytest.fixture(autouse=True)
     def _started(self, ranks):
         self.ranks = ranks
+
+    @sampled(reads_peers=True)
+    def test_a_step_gives_every_device_its_shard(self, case: Case):
+        super().test_a_step_gives_every_device_its_shard(case)
 
     def results(self, case: Case):
         found = {}
@@ -121,6 +146,10 @@ class TestReadingPeers(CommunicatorContract):
 
 class TestByMessages(TestReadingPeers):
     reads_peers = False
+
+    @sampled(reads_peers=False)
+    def test_a_step_gives_every_device_its_shard(self, case: Case):
+        super().test_a_step_gives_every_device_its_shard(case)
 
 
 def test_gather_returns_every_value_in_the_order_of_the_mesh(ranks):

@@ -1,4 +1,7 @@
-"""What torch's DTensor gets wrong without a word is right or refused, in a job of four."""
+"""What torch's DTensor gets wrong without a word is right or refused, in a job of four.
+
+`make test` tries every seventh case, and `make exhaustive` all.
+"""
 
 import pytest
 import torch
@@ -10,13 +13,14 @@ from tests.dist.silent_runs import silent
 pytestmark = pytest.mark.dist
 
 
-def play(rank):
+def play(rank, every):
     torch.set_num_threads(1)
-    return silent(rank, init_device_mesh("cpu", (2, 2), axis_names=("dp", "tp")))
+    return silent(rank, init_device_mesh("cpu", (2, 2), axis_names=("dp", "tp")), every)
 
 
-def test_it_is_right_or_refused_alike_on_every_rank(tmp_path):
-    refusals, *others = run_ranks(4, tmp_path, play)
+@pytest.mark.parametrize("every", [7, pytest.param(1, marks=pytest.mark.exhaustive)])
+def test_it_is_right_or_refused_alike_on_every_rank(tmp_path, every):
+    refusals, *others = run_ranks(4, tmp_path, play, every)
     assert len(refusals) > 20
     assert all(more == refusals for more in others)
     remedies = ("redistribute first", "distribute_tensor", "without out=")

@@ -27,7 +27,7 @@ from tests.dist.processes import run_ranks
 
 pytestmark = pytest.mark.dist
 
-TIMES = 15
+TIMES = 5
 NAMED = [DeviceMesh(range(2), axis_names=(name,)) for name in ("a", "b", "c")]
 LINKED = [
     DeviceMesh(range(2), mesh_alpha=[0], mesh_beta=[1]),

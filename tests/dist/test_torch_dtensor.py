@@ -1,4 +1,8 @@
-"""Our tensors and torch's in a job of four: one storage, one history of gradients."""
+"""Our tensors and torch's in a job of four: one storage, one history of gradients.
+
+`make test` tries every fifth conversion with gradients and two random graphs, `make exhaustive`
+all of the one and six of the other.
+"""
 
 from itertools import product
 
@@ -27,7 +31,7 @@ from shardspec.errors import CommunicatorError, LayoutError, LossyConversionErro
 from shardspec.interop.notations import to_shard_order
 from shardspec.layout.graph import explore, spec_of
 from tests.conversions import index_of
-from tests.dist.autograd_scenes import SCENES
+from tests.dist.autograd_scenes import SCENES, random_graphs
 from tests.dist.processes import run_ranks
 
 pytestmark = pytest.mark.dist
@@ -126,12 +130,12 @@ def orders_beside_placements(rank, mesh):
         assert torch.equal(redistribute(theirs, "[R,S01]").full_tensor(), even)
 
 
-def gradients_pass_both_ways(rank, mesh):
+def gradients_pass_both_ways(rank, mesh, every):
     weights = torch.arange(35.0).reshape(7, 5).double()
     expected = 3 * WHOLE**2 * weights
     # torch's leaf, through our conversion, to a loss on our side.
     cuts: list[list[Placement]] = [[Shard(0), Replicate()], [Shard(1), Shard(0)]]
-    for source, target in product(cuts, SPECS[::2]):
+    for source, target in list(product(cuts, SPECS))[::every]:
         leaf = torch_distribute(WHOLE, mesh.to_torch(), source).requires_grad_()
         ours = DTensor.from_torch(leaf)
         assert (ours.requires_grad, ours.grad) == (True, None)
@@ -143,7 +147,7 @@ def gradients_pass_both_ways(rank, mesh):
         assert grad is not None
         torch.testing.assert_close(grad.to_global(), expected)
     # Our leaf, through torch's operations, twice.
-    for spec in SPECS:
+    for spec in SPECS[::every]:
         start = DTensor(WHOLE.clone().requires_grad_(), mesh, spec)
         factors = DTensor(weights, mesh, spec).to_torch()
         for _ in range(2):
@@ -239,20 +243,21 @@ def refused(mesh):
     ]
 
 
-def play(rank):
+def play(rank, every, seeds):
     torch.set_num_threads(1)
     mesh = init_device_mesh("cpu", (2, 2), axis_names=("dp", "tp"))
     for scene in (
         storage_is_shared,
         what_torch_has_cut,
         orders_beside_placements,
-        gradients_pass_both_ways,
         torch_code_gets_our_plans,
         parts_are_strided_shards,
         *SCENES,
     ):
         scene(rank, mesh)
         dist.barrier()
+    gradients_pass_both_ways(rank, mesh, every)
+    random_graphs(range(seeds), mesh)
     return refused(mesh)
 
 
@@ -277,9 +282,13 @@ def parts_are_strided_shards(_, mesh):
             DTensor(tall, mesh, spec).to_torch()
 
 
-@pytest.fixture(scope="module")
-def refusals(tmp_path_factory):
-    return run_ranks(4, tmp_path_factory.mktemp("job"), play)
+SAMPLE = pytest.param((5, 2), id="sample")
+ALL = pytest.param((1, 6), id="all", marks=pytest.mark.exhaustive)
+
+
+@pytest.fixture(scope="module", params=[SAMPLE, ALL])
+def refusals(request, tmp_path_factory):
+    return run_ranks(4, tmp_path_factory.mktemp("job"), play, *request.param)
 
 
 REFUSALS = [

@@ -1,9 +1,11 @@
-"""The seed example of the field, as written there, under torchrun."""
-
-import subprocess
-import sys
+"""The seed example of the field, as written there, in a job of four; and under torchrun."""
 
 import pytest
+import torch
+
+from shardspec import DeviceMesh, DTensor
+from shardspec.errors import CommunicatorError
+from tests.jobs import run_examples, run_python
 
 pytestmark = pytest.mark.dist
 
@@ -22,36 +24,37 @@ rows = d_tensor.to_local().shape[0]
 print(f"rank {dist.get_rank()} {d_tensor.sharding_spec} holds {rows} rows\\n", end="", flush=True)
 dist.destroy_process_group()
 """
+PRINTED = [
+    "rank 0 [S0,R] holds 3 rows",
+    "rank 1 [S0,R] holds 3 rows",
+    "rank 2 [S0,R] holds 2 rows",
+    "rank 3 [S0,R] holds 2 rows",
+]
 
 
-def test_the_seed_example(tmp_path):
+@pytest.fixture
+def seed(tmp_path):
     script = tmp_path / "seed.py"
     script.write_text(SEED)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=4"]
-    done = subprocess.run([*command, str(script)], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    lines = sorted(line for line in done.stdout.splitlines() if line.startswith("rank"))
-    assert lines == [
-        "rank 0 [S0,R] holds 3 rows",
-        "rank 1 [S0,R] holds 3 rows",
-        "rank 2 [S0,R] holds 2 rows",
-        "rank 3 [S0,R] holds 2 rows",
-    ]
+    return script
 
 
-def test_a_job_that_did_not_start_torch_distributed_is_told_so(tmp_path):
-    script = tmp_path / "forgot.py"
-    script.write_text(
-        "import torch\nfrom shardspec import DeviceMesh, DTensor\n"
-        "DTensor(torch.ones(4), DeviceMesh(range(2), (2,)), '[S0]')\n"
-    )
-    done = subprocess.run(
-        [sys.executable, str(script)],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        env={"WORLD_SIZE": "2", "RANK": "0", "PATH": ""},
-    )
-    assert done.returncode == 1
-    assert "one of 2 processes of a job" in done.stderr
-    assert "init_process_group=True" in done.stderr
+def test_the_seed_example(seed, tmp_path):
+    (output,) = run_examples(4, tmp_path, [(seed,)])
+    assert sorted(output.splitlines()) == PRINTED
+
+
+@pytest.mark.exhaustive
+def test_the_seed_example_under_torchrun(seed, tmp_path):
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=4")
+    output, _ = run_python(*torchrun, seed, cwd=tmp_path)
+    assert sorted(output.splitlines()) == PRINTED
+
+
+def test_a_job_that_did_not_start_torch_distributed_is_told_so(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(CommunicatorError) as caught:
+        DTensor(torch.ones(4), DeviceMesh(range(2), (2,)), "[S0]")
+    assert "one of 2 processes of a job" in str(caught.value)
+    assert "init_process_group=True" in str(caught.value)

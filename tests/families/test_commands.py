@@ -1,7 +1,6 @@
 """One command for a model: names, sizes, config and tokenizer come from its directory."""
 
 import json
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +14,11 @@ from safetensors.torch import save_file as save_torch
 
 from shardspec import (
     DeviceMesh,
-    Layout,
     load_sharded,
     merge,
-    model_layouts,
     model_names,
     plan_reshard,
 )
-from shardspec.checkpoint.open import open_checkpoint
 from shardspec.cli.main import cli
 from shardspec.errors import CheckpointError
 from tests.families.test_shapes import HF, model
@@ -231,148 +227,6 @@ def test_a_config_no_longer_says_that_weights_are_quantised(tmp_path):
     run("merge", folder, "-o", f"{tmp_path}/out/", "--model", home)
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config == HF["qwen3"]["config"]
-
-
-def test_who_reads_what_under_a_layout(tmp_path):
-    folder, _ = saved(tmp_path / "hf", "qwen3_moe")
-    for layout in ("vllm:tp=2,ep=2", "megatron:tp=2,ep=2,etp=1", "fsdp:2"):
-        call = ("plan-state", folder, "--model", folder / "config.json", "--layout", layout)
-        plan = json.loads(run(*call, "--json"))
-        layouts = model_layouts(HF["qwen3_moe"]["config"], layout, dtype="float32")
-        for rank in range(2):
-            held = (one for one in layouts.values() if rank in one.mesh.ids)
-            num_bytes = sum(4 * prod(one.local_shape(rank)) for one in held)
-            assert plan["received"][str(rank)] == num_bytes, layout
-        run(*call, "--mesh", "2")
-        run(*call, "--mesh", "3", code=3)
-    assert "there is no layout" in run(*call[:-1], "foo:2", code=3)
-    assert "leave out --map" in run(*call, "--map", "llama-hf-to-fused", code=2)
-
-
-@pytest.mark.parametrize(
-    ("layout", "mesh", "to"),
-    [
-        ("vllm:tp=2,ep=2", "2", "shardspec"),
-        ("vllm:tp=2,ep=4,dp=2", "dp=2,tp=2", "shardspec"),
-        ("megatron:tp=2,ep=2,etp=1", "2", "shardspec"),
-        ("megatron:tp=2,ep=2,etp=1,dp=2", "4", "shardspec"),
-        ("megatron:tp=2,ep=2,etp=1,pp=3", "6", "dcp"),
-        ("fsdp:3", "3", "shardspec"),
-    ],
-)
-def test_resharding_by_a_layout_gives_every_device_what_the_layout_says(tmp_path, layout, mesh, to):
-    folder, arrays = saved(tmp_path / "hf", "qwen3_moe")
-    call = ("reshard", folder, "-o", tmp_path / "run", "--model", folder, "--layout", layout)
-    run(*call, "--to", to)
-    layouts = model_layouts(HF["qwen3_moe"]["config"], layout)
-    run(*call, "--to", to, "--mesh", mesh, "--overwrite")
-    catalog = open_checkpoint(tmp_path / "run")
-    assert {*catalog.names} == layouts.keys()
-    for name, wanted in layouts.items():
-        outline = catalog.outline(name)
-        assert outline.shape == wanted.global_shape
-        boxes = {box for device in wanted.mesh.ids for box in wanted.local_boxes(device)}
-        assert {stored.box for stored in outline.boxes} == {box for box in boxes if prod_of(box)}
-        if to == "shardspec":
-            assert outline.spec is not None
-            assert catalog.mesh is not None
-            again = Layout(catalog.mesh, outline.spec, outline.shape, outline.dtype)
-            for device in wanted.mesh.ids:
-                assert again.local_boxes(device) == wanted.local_boxes(device), name
-    run("merge", tmp_path / "run", "-o", f"{tmp_path}/back/", "--model", folder)
-    same(tmp_path / "back", arrays)
-    assert (tmp_path / "run" / "tokenizer.json").exists()
-
-
-def prod_of(box: tuple[tuple[int, int], ...]) -> int:
-    return prod(high - low for low, high in box)
-
-
-def test_a_layout_that_no_mesh_can_stand_for_needs_a_format_of_boxes(tmp_path):
-    folder, _ = saved(tmp_path / "hf", "qwen3_moe")
-    call = ("reshard", folder, "-o", tmp_path / "run", "--model", folder, "--layout")
-    said = run(*call, "megatron:tp=1,pp=3", code=3)
-    assert "'dcp'" in said
-    assert "is for 2 devices, the mesh has 3" in run(*call, "vllm:tp=2", "--mesh", "3", code=3)
-    for beside in (("--names", "fused"), ("--rule", "*", "[R]"), ("--like", folder)):
-        assert "leave out" in run(*call, "vllm:tp=2", *beside, code=2)
-    said = run("reshard", folder, "-o", tmp_path / "run", "--layout", "vllm:tp=2", code=2)
-    assert "give --model" in said
-    assert not (tmp_path / "run").exists()
-
-
-@pytest.mark.parametrize(
-    ("changes", "layout", "says"),
-    [
-        ({"num_key_value_heads": 3, "num_attention_heads": 6}, "vllm:tp=2", "3 key-value heads"),
-        (
-            {"num_key_value_heads": 3, "num_attention_heads": 6},
-            "megatron:tp=2",
-            "3 key-value heads",
-        ),
-        ({"vocab_size": 101}, "megatron:tp=2", "padded_vocab"),
-        ({}, "vllm:tp=2,ep=2,dp=3", "are over all 6 ranks"),
-        ({"num_experts": 7}, "vllm:tp=2,ep=2", "7 experts do not divide by ep=2"),
-        ({"num_experts": 7}, "megatron:ep=2", "7 experts do not divide by ep=2"),
-        ({"moe_intermediate_size": 13}, "megatron:tp=2", "do not divide by"),
-        ({"num_hidden_layers": 4}, "megatron:pp=3", "4 layers do not lie in pp=3 stages"),
-    ],
-)
-def test_sizes_that_do_not_divide_are_refused_before_anything_is_written(
-    tmp_path, changes, layout, says
-):
-    folder, _ = saved(tmp_path / "hf", "qwen3_moe", **changes)
-    for command in (("reshard", folder, "-o", tmp_path / "run"), ("plan-state", folder)):
-        said = run(*command, "--model", folder, "--layout", layout, code=3)
-        *notes, problem = said.splitlines()
-        assert says in problem
-        assert all(note.startswith("note: ") for note in notes)
-    assert not (tmp_path / "run").exists()
-
-
-def test_a_stated_padding_of_the_vocabulary_divides(tmp_path):
-    folder, arrays = saved(tmp_path / "hf", "qwen3", vocab_size=101, padded_vocab=104)
-    call = ("reshard", folder, "-o", tmp_path / "run", "--model", folder)
-    run(*call, "--layout", "megatron:tp=2")
-    found = open_checkpoint(tmp_path / "run").outline("output_layer.weight")
-    assert found.shape[0] == 104
-    run("merge", tmp_path / "run", "-o", f"{tmp_path}/back/", "--model", folder)
-    same(tmp_path / "back", arrays)
-
-
-def test_from_one_trainer_to_another_and_to_an_engine_with_a_padded_vocabulary(tmp_path):
-    folder, arrays = saved(tmp_path / "hf", "qwen3", vocab_size=101)
-    padded = {**HF["qwen3"]["config"], "vocab_size": 101, "padded_vocab": 104}
-    (tmp_path / "padded.json").write_text(json.dumps(padded))
-    model = ("--model", tmp_path / "padded.json")
-    run("reshard", folder, "-o", tmp_path / "run", *model, "--layout", "megatron:tp=2")
-    for layout, name, rows in (
-        ("megatron:tp=4", "output_layer.weight", 104),
-        ("vllm:tp=2", "lm_head.weight", 128),
-        ("fsdp:2", "lm_head.weight", 101),
-    ):
-        call = ("--model", folder, "--layout", layout)
-        run("reshard", tmp_path / "run", "-o", tmp_path / layout, *call)
-        run("plan-state", tmp_path / "run", *call)
-        assert open_checkpoint(tmp_path / layout).outline(name).shape[0] == rows
-        run("merge", tmp_path / layout, "-o", f"{tmp_path}/{layout}-back/", "--model", folder)
-        same(tmp_path / f"{layout}-back", arrays)
-
-
-def test_a_vocabulary_that_no_padding_makes_is_refused(tmp_path):
-    folder, _ = saved(tmp_path / "hf", "qwen3", vocab_size=300)
-    refusals: dict[str, tuple[int, dict[int, bool]]] = {
-        "megatron:tp=1": (300, {299: True, 296: True}),
-        "vllm:tp=1": (320, {257: False, 255: True}),
-    }
-    for layout, (rows, vocabs) in refusals.items():
-        run("reshard", folder, "-o", tmp_path / layout, "--model", folder, "--layout", layout)
-        for vocab, refused in vocabs.items():
-            config = {**HF["qwen3"]["config"], "vocab_size": vocab}
-            (tmp_path / "config.json").write_text(json.dumps(config))
-            call = ("merge", tmp_path / layout, "-o", f"{tmp_path}/{layout}-{vocab}/")
-            said = run(*call, "--model", tmp_path / "config.json", code=3 if refused else 0)
-            assert (f"which no padding makes {rows}" in said) == refused
 
 
 def test_an_index_that_lists_tensors_of_no_file_is_refused(tmp_path):

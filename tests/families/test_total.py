@@ -30,19 +30,25 @@ def names_of(config: dict[str, object], state: Shapes, target: NamesOf) -> set[s
     return {*model_names(config, target).applied(source, Choice(), ()).names}
 
 
-def states(name: str) -> list[tuple[Shapes, NamesOf]]:
-    """Return a model as it is called in two places, the next families' in others, and where to."""
+def states(name: str, count: int) -> list[tuple[Shapes, NamesOf]]:
+    """Return a model as it is called in places, the next families' in others, and where to."""
     own, files = model(HF[name]["config"]), shapes(HF[name]["files"])
     elsewhere = {"megatron", "torch_dist", "sharded"} if "megatron" in own.family.refused else set()
-    at = 2 * [*HF].index(name)
+    at = count * [*HF].index(name)
     ways = [way for way in (WAYS * 6)[at:] if not elsewhere.intersection(way)]
-    return [(through(chain_of(own, "hf", source), files), target) for source, target in ways[:2]]
+    return [
+        (through(chain_of(own, "hf", source), files), target) for source, target in ways[:count]
+    ]
 
 
+COUNTS = pytest.mark.parametrize("count", [1, pytest.param(2, marks=pytest.mark.exhaustive)])
+
+
+@COUNTS
 @pytest.mark.parametrize("name", HF)
-def test_what_is_missing_is_an_error_in_every_direction(name):
+def test_what_is_missing_is_an_error_in_every_direction(name, count):
     config = HF[name]["config"]
-    for state, target in states(name):
+    for state, target in states(name, count):
         assert names_of(config, state, target)
         last = f".{config['num_hidden_layers'] - 1}."
         lost = [{one} for one in Random(name).sample(sorted(state), 2)]
@@ -53,10 +59,11 @@ def test_what_is_missing_is_an_error_in_every_direction(name):
                 names_of(config, less, target)
 
 
+@COUNTS
 @pytest.mark.parametrize("name", HF)
-def test_what_is_strange_is_an_error_that_names_its_families(name):
+def test_what_is_strange_is_an_error_that_names_its_families(name, count):
     config = HF[name]["config"]
-    for state, target in states(name):
+    for state, target in states(name, count):
         last = config["num_hidden_layers"]
         more = {key.replace(f".{last - 1}.", f".{last}.", 1): shape for key, shape in state.items()}
         if more.keys() != state.keys():

@@ -22,7 +22,7 @@ __all__ = ["calls"]
 _MOST_SECONDS: Final = 10
 """Of the processor, for one call."""
 _ALL: Final = 3000
-_SOME: Final = 120
+_SOME: Final = 60
 
 _IMPORTED: Final = (
     *("networkx", "numpy", "rich.console", "rich.progress", "rich.table"),

@@ -157,6 +157,6 @@ def losses(place: Path, whole: bool) -> Iterator[Case]:
                 report.require_total()
             for name, source in ((there, shapes), (f"{model}-{way}-to-hf", here)):
                 cases = list(_spoiled(source, config))
-                for label, spoiled, said in cases if whole else random.sample(cases, 2):
+                for label, spoiled, said in cases if whole else random.sample(cases, 1):
                     act = partial(_lost, name, spoiled, said, place)
                     yield Case(f"{name} {label}", act)

@@ -1,8 +1,6 @@
 """What cases spoil without torch, written with it."""
 
 import shutil
-import subprocess
-import sys
 import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -16,7 +14,8 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from shardspec import DeviceMesh, DTensor, save_sharded
 from tests.faults.bits import CUTS, DTYPES
 from tests.faults.harness import Row
-from tests.faults.rank_samples import MESHES, SHORT, mesh_name
+from tests.faults.rank_jobs import save_ranks
+from tests.faults.rank_samples import MESHES, SHORT
 from tests.faults.samples import arrays
 
 __all__ = ["prepare"]
@@ -69,25 +68,12 @@ def every_dtype(place: Path) -> None:
         save_sharded(cut, place / f"saved{number}")
 
 
-def rank_files(place: Path, meshes: Sequence[tuple[int, ...]]) -> None:
-    """Let ranks on each mesh save in every form."""
-    names = map(mesh_name, meshes)
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.faults.rank_jobs", str(place), *names],
-        cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
-    )
-    if done.returncode:
-        raise RuntimeError(f"the ranks did not save: {done.stderr}")
-
-
 def prepare(rows: Sequence[Row], folder: Path, *, whole: bool) -> None:
     """Fill the folders of those rows that need it, for all their cases or for the sample."""
     known: dict[str, Callable[[Path], object]] = {
         "torch_files": torch_files,
         "every_dtype": every_dtype,
-        "rank_files": partial(rank_files, meshes=MESHES if whole else SHORT),
+        "rank_files": partial(save_ranks, meshes=MESHES if whole else SHORT),
     }
     made: dict[str, Path] = {}
     for row in rows:

@@ -381,4 +381,4 @@ def lookalikes(place: Path, whole: bool) -> Iterator[Case]:
 
 def _step(whole: bool) -> int:
     """Return how many cases go by for one of the sample; no multiple of the kinds in turn."""
-    return 1 if whole else 4
+    return 1 if whole else 9

@@ -1,29 +1,22 @@
-"""Checkpoints of many ranks as torch writes them, with notes of what lies in each of their files.
-
-``python -m tests.faults.rank_jobs FOLDER MESHES`` makes a folder per mesh, such as ``2x3``, with a
-folder per form. Ranks are forks of one process, so that torch is imported once.
-"""
+"""Checkpoints of many ranks as torch writes them, with notes of what lies in their files."""
 
 import json
 import logging
-import os
 import pickle
-import sys
 import warnings
 from argparse import Namespace
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch._dynamo  # ranks would import it one by one, at their first operation
-import torch.distributed as dist
 from safetensors import safe_open
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
-from torch.multiprocessing.spawn import start_processes
 
+from tests.dist.processes import run_ranks
 from tests.faults.rank_samples import (
     ARRAYS,
     CUTS,
@@ -35,19 +28,18 @@ from tests.faults.rank_samples import (
     parts_of,
 )
 
-__all__: list[str] = []
+__all__ = ["save_ranks"]
 
 
 def _placements(axes: tuple[int | None, ...]) -> tuple[Placement, ...]:
     return tuple(Replicate() if dim is None else Shard(dim) for dim in axes)
 
 
-def _save(rank: int, folder: str, shape: tuple[int, ...], world: int) -> None:
+def _save(rank: int, folder: Path, shape: tuple[int, ...], world: int) -> None:
     warnings.simplefilter("ignore")
     logging.getLogger("torch.distributed").setLevel(logging.ERROR)
     torch.set_num_threads(1)
-    where = os.path.join(folder, mesh_name(shape))
-    dist.init_process_group("gloo", init_method=f"file://{where}/meet", rank=rank, world_size=world)
+    where = folder / mesh_name(shape)
     mesh = init_device_mesh("cpu", shape)
     whole = {name: torch.from_numpy(array) for name, array in ARRAYS.items()}
     state = {
@@ -59,13 +51,12 @@ def _save(rank: int, folder: str, shape: tuple[int, ...], world: int) -> None:
         ("unsaid", f"rank-{rank}.pt", state),
         ("plain", f"rank_{rank}.pth", whole),
     ):
-        place = Path(where, form, "ckpt")
+        place = where / form / "ckpt"
         place.mkdir(parents=True, exist_ok=True)
         torch.save(held, place / name)
-    save(state, checkpoint_id=os.path.join(where, "dcp", "ckpt"))
-    writer = HuggingFaceStorageWriter(os.path.join(where, "hf", "ckpt"), save_distributed=True)
+    save(state, checkpoint_id=where / "dcp" / "ckpt")
+    writer = HuggingFaceStorageWriter(str(where / "hf" / "ckpt"), save_distributed=True)
     save(state, storage_writer=writer)
-    dist.destroy_process_group()
 
 
 def _dcp_notes(folder: Path) -> dict[str, list[Stored]]:
@@ -127,21 +118,15 @@ def _parted(folder: Path, count: int) -> None:
     (place / "pytorch_model.bin.index.json").write_text(text)
 
 
-def main(folder: Path, meshes: list[tuple[int, ...]]) -> None:
-    """Save on each mesh in every form."""
+def save_ranks(folder: Path, meshes: Sequence[tuple[int, ...]]) -> None:
+    """Let ranks on each mesh save in every form, into a folder per mesh, with a folder per form."""
     for shape in meshes:
         place = folder / mesh_name(shape)
         place.mkdir()
         world = torch.Size(shape).numel()
-        args = (str(folder), shape, world)
-        start_processes(_save, args, nprocs=world, start_method="fork")
-        (place / "meet").unlink(missing_ok=True)
+        run_ranks(world, place, _save, folder, shape, world)
         _parted(place, world)
         notes = {"dcp": _dcp_notes(place / "dcp" / "ckpt"), "hf": _hf_notes(place / "hf" / "ckpt")}
         (place / "notes.json").write_text(json.dumps(notes))
         if shape in MEGATRON:
             _megatron(place, *MEGATRON[shape])
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), [tuple(map(int, name.split("x"))) for name in sys.argv[2:]])

@@ -7,6 +7,7 @@ import tarfile
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from random import Random
 from typing import Final
 
 import numpy as np
@@ -23,11 +24,12 @@ _CUTS: Final = 16
 
 
 def files(place: Path, whole: bool) -> Iterator[Case]:
-    """Yield the cases of each checkpoint, or every ninth of them."""
+    """Yield the cases of each checkpoint, or two of each kind."""
+    random = Random(9)
     with tarfile.open(_DATA / "deepspeed.tar.xz") as archive:
         archive.extractall(place, filter="data")
     due = json.loads((_DATA / "deepspeed.json").read_text("utf-8"))
-    cases = [case for name in due for case in _cases(place / name, due[name])]
+    kinds = [kind for name in due for kind in _cases(place / name, due[name])]
     for archive_name in _MEGATRON:
         with tarfile.open(_DATA / f"megatron-{archive_name}.tar.xz") as archive:
             archive.extractall(place, filter="data")
@@ -36,22 +38,27 @@ def files(place: Path, whole: bool) -> Iterator[Case]:
         out = place / f"{source.name}.safetensors"
         code, _, error = command(["merge", source, "-o", out])
         assert code == 0, error
-        cases += _cases(source, _shown(out))
-    yield from cases[:: 1 if whole else 9]
+        kinds += _cases(source, _shown(out))
+    for cases in kinds:
+        yield from cases if whole else random.sample(cases, min(2, len(cases)))
 
 
-def _cases(source: Path, due: dict[str, list[object]]) -> Iterator[Case]:
+def _cases(source: Path, due: dict[str, list[object]]) -> tuple[list[Case], ...]:
+    """Return the cases of one checkpoint by their kind: missing, cut, in the place of another."""
     found = {path for kind in ("*.pt*", "*.distcp", ".metadata") for path in source.rglob(kind)}
     # What may be left out, or says nothing that is compared.
     left = ("optimizer_state", "common")
     held = sorted(path.relative_to(source) for path in found if path.stem not in left)
-
+    missing: list[Case] = []
+    cuts: list[Case] = []
+    replaced: list[Case] = []
     for path in held:
-        yield Case(f"{source.name}, {path} missing", partial(_act, source, due, path, None))
+        act = partial(_act, source, due, path)
+        missing.append(Case(f"{source.name}, {path} missing", partial(act, None)))
         data = (source / path).read_bytes()
         for part in range(_CUTS):
             cut = data[: len(data) * part // _CUTS]
-            yield Case(f"{source.name}, {path} cut", partial(_act, source, due, path, cut))
+            cuts.append(Case(f"{source.name}, {path} cut", partial(act, cut)))
         # Those of parameters may be of equal shapes.
         for other in held if source.name != "universal" else ():
             over = (source / other).read_bytes()
@@ -59,7 +66,8 @@ def _cases(source: Path, due: dict[str, list[object]]) -> Iterator[Case]:
             alike = path.suffix == ".distcp" and len(over) == len(data)
             if other != path and other.suffix == path.suffix and not alike:
                 label = f"{source.name}, {other} over {path}"
-                yield Case(label, partial(_act, source, due, path, over))
+                replaced.append(Case(label, partial(act, over)))
+    return missing, cuts, replaced
 
 
 def _act(source: Path, due: dict[str, list[object]], path: Path, data: bytes | None) -> None:

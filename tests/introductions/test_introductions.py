@@ -1,4 +1,4 @@
-"""The programs of this folder, in jobs of one, two, four and eight processes."""
+"""The programs of this folder, in a job of two; in others of any size by `make exhaustive`."""
 
 from pathlib import Path
 
@@ -28,6 +28,9 @@ def all_programs(rank: int, place: str) -> bool:
     return True
 
 
-@pytest.mark.parametrize("world", [1, 2, 4, pytest.param(8, marks=pytest.mark.exhaustive)])
+OTHERS = (pytest.param(world, marks=pytest.mark.exhaustive) for world in (1, 4, 8))
+
+
+@pytest.mark.parametrize("world", [2, *OTHERS])
 def test_what_the_introductions_have_their_readers_type(world, tmp_path):
     assert run_ranks(world, tmp_path, all_programs, str(tmp_path)) == [True] * world

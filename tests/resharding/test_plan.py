@@ -207,6 +207,10 @@ def bad_calls():
     yield "the target lacks 'w'", {"w": w}, {}, {}
     yield "the source lacks 'v'", {}, {"v": w}, {}
     yield "(4, 6) in the source", {"w": w}, {"w": Layout(FOUR, "[R]", (4,), "float32")}, {}
+    for dtype in ("int32", "complex64"):
+        whole = Layout(FOUR, "[S0,R]", (4, 6), dtype)
+        yield "only floating-point dtypes are cast", {"w": w}, {"w": whole}, {}
+        yield "only floating-point dtypes are cast", {"w": whole}, {"w": w}, {}
     yield "reduction pending", {"w": w.with_spec("[S0,R|P1]")}, {"w": w}, {}
     yield "is a object", {"w": object()}, {"w": w}, {}
     yield "would both be named 'a.w'", {"a": {"w": w}, "a.w": w}, {"a.w": w}, {}

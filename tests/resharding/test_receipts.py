@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import contextmanager
+from itertools import permutations
 from pathlib import Path
 from unittest.mock import patch
 
@@ -70,6 +71,19 @@ def test_a_cast_has_the_digests_of_what_it_made():
         )
         assert receipt.digests == digest(got)
         assert receipt.digests["w"].dtype == {"bf16": "bfloat16"}.get(dtype, dtype)
+
+
+def test_casts_between_dtypes_of_one_width_and_casts_of_nan_arrive():
+    for before, after in permutations((torch.float32, torch.float16, torch.bfloat16), 2):
+        value = torch.linspace(-7e4, 7e4, 24).view(4, 6).t().to(before)  # too large for float16
+        value[3] = torch.nan
+        halves = dict(enumerate(value.chunk(2)))
+        state = {"w": DTensor.from_local(halves, DeviceMesh([0, 1]), "[S0,R]")}
+        plan = plan_reshard(state, (OTHER, {"w": "[R,S0]"}), dtype=after)
+        got, receipt = plan.run(state, receipt=True)
+        assert receipt.digests == digest(got)
+        cast = got["w"].to_global()
+        torch.testing.assert_close(cast, value.to(after), rtol=0, atol=0, equal_nan=True)
 
 
 def test_fused_and_tied_tensors_have_digests_of_the_target():

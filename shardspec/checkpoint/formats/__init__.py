@@ -177,11 +177,6 @@ class Format:
         """What text calls it."""
         return self.title or self.name
 
-    @property
-    def one_file(self) -> bool:
-        """Whether whole tensors are written into one file."""
-        return bool(self.extensions)
-
     def directory_of(self, path: StoragePath) -> StoragePath | None:
         """Return the directory that a file stands for; None if it stands for itself."""
         if self.part_of is not None:
@@ -323,7 +318,7 @@ def merged_format(
             f") is not for the format {chosen.name!r}, or below 1; leave it out, or choose the "
             f"format {other!r} and name a directory",
         )
-    if in_directory and chosen.one_file:
+    if in_directory and chosen.extensions:
         raise CheckpointError(
             f"{output}/: is named as a directory, but the format {chosen.name!r} is one file; "
             "leave out the slash, or choose another format"

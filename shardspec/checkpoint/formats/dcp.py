@@ -85,7 +85,6 @@ class _DcpCatalog(catalog.Catalog):
         listed = (directory / METADATA_NAME, *files)
         super().__init__(FORMAT.called, directory, names, listed, None, inside.values)
         self._outlines, self._inside, self.objects = tensors, inside, objects
-        self._tensors = catalog.LazyTensorCache(self._look_up)
         self._as_stored = as_stored or self
 
     def as_stored(self) -> catalog.Catalog:
@@ -99,10 +98,6 @@ class _DcpCatalog(catalog.Catalog):
             return pickled
         return self._outlines[name]
 
-    def tensor(self, name: str) -> catalog.StoredTensor:
-        """Return a tensor; the headers of its chunks are read and checked against the metadata."""
-        return self._inside.tensors.get(name) or self._tensors(name)
-
     def origin(self, name: str) -> Hashable:
         """Return the places of a tensor's chunks in the metadata."""
         if name in self._inside.tensors:
@@ -111,6 +106,9 @@ class _DcpCatalog(catalog.Catalog):
         return frozenset((chunk.path, chunk.place.offset, chunk.box) for chunk in boxes)
 
     def _look_up(self, name: str) -> catalog.StoredTensor:
+        """Return a tensor; the headers of its chunks are read and checked against the metadata."""
+        if (pickled := self._inside.tensors.get(name)) is not None:
+            return pickled
         outline = self._outlines[name]
         read = partial(_read_chunk, outline)
         with prefetch_map(outline.boxes, read, self.directory.files_ahead()) as boxes:

@@ -304,7 +304,6 @@ class RankFilesCheckpoint(catalog.Catalog):
         self._specs = {layouts: _spec_on(mesh, layouts, groups) for layouts in distinct}
         self._boxes: dict[tuple[Layout, ...], tuple[catalog.FileBox, ...]] = {}
         self._header_files = HeaderFiles()
-        self._tensors = catalog.LazyTensorCache(self._look_up)
         # Names inside nested dicts and lists are joined by dots.
         paths = (state.path for state in states)
         super().__init__(FORMAT.called, directory, self._layouts, paths, mesh, others)
@@ -323,11 +322,9 @@ class RankFilesCheckpoint(catalog.Catalog):
         pending, boxes = catalog.stored_reductions(layouts[0]), self._boxes[layouts]
         return catalog.Outline(name, shape, dtype, self._specs[layouts], pending, boxes)
 
-    def tensor(self, name: str) -> catalog.StoredTensor:
-        """Return a tensor; the headers of its records in all files are read and checked."""
-        return self._tensors(name)
-
     def _look_up(self, name: str) -> catalog.StoredTensor:
+        """Return a tensor; the headers of its records in all files are read and checked."""
+
         def look(state: RankState) -> TensorPlace:
             with self._header_files.file(state.path) as file:
                 return tensor_place(state.tensors[name], file, state.archive)

@@ -41,6 +41,8 @@ from shardspec.errors import CheckpointError
 from shardspec.text import shown
 
 _ATTEMPTS: Final = 10
+_FLUSH_BYTES: Final = 8 << 20
+"""Written before the disk is to begin with them, which would else wait for the end of the file."""
 
 
 class StagedFiles:
@@ -71,7 +73,17 @@ class StagedFiles:
         with self.path.errors("written"):
             fd = self._open(name, descriptors.FILE)
         try:
-            yield lambda at, data: descriptors.write_all(fd, memoryview(data), at, self.path)
+            new_bytes = 0
+
+            def write(at: int, data: bytes | memoryview) -> None:
+                nonlocal new_bytes
+                descriptors.write_all(fd, memoryview(data), at, self.path)
+                new_bytes += len(data)
+                if new_bytes >= _FLUSH_BYTES:
+                    new_bytes = 0
+                    descriptors.begin_flush(fd)
+
+            yield write
         finally:
             os.close(fd)
 

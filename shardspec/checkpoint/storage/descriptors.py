@@ -116,6 +116,15 @@ def write_all(fd: int, data: memoryview, offset: int, path: StoragePath) -> None
             done += os.pwrite(fd, data[done : done + _WRITE_BYTES], offset + done)
 
 
+def begin_flush(fd: int) -> None:
+    """Let the disk begin with what was written to a file, where the system can (Linux)."""
+    import ctypes
+
+    call = getattr(ctypes.CDLL(None), "sync_file_range", None)
+    if call is not None:
+        call(fd, ctypes.c_int64(0), ctypes.c_int64(0), 2)  # SYNC_FILE_RANGE_WRITE
+
+
 def renameat2(parent: int, name: str, path: StoragePath, flag: int) -> bool:
     """Rename with a flag of Linux (renameat2); return False if the file system lacks it."""
     import ctypes

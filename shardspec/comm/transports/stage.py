@@ -67,17 +67,13 @@ class Stage:
 
     def pack(self, message: Message, bucket: torch.Tensor) -> None:
         """Copy boxes of the source into the buffer of a message."""
-        for piece in message:
-            sides = zip(self._seen(piece, bucket), self.parts(piece, of_source=True), strict=True)
-            for boxed, part in sides:
-                boxed.copy_(part)
+        for boxed, part in self._pairs(message, bucket, of_source=True):
+            boxed.copy_(part)
 
     def unpack(self, message: Message, bucket: torch.Tensor) -> None:
         """Copy the boxes of a message from its buffer into the target."""
-        for piece in message:
-            sides = zip(self._seen(piece, bucket), self.parts(piece, of_source=False), strict=True)
-            for boxed, part in sides:
-                part.copy_(boxed)
+        for boxed, part in self._pairs(message, bucket, of_source=False):
+            part.copy_(boxed)
 
     def copy(self, message: Message, sender: "Stage") -> None:
         """Copy boxes of a device of this process, perhaps this one, into the target."""
@@ -86,14 +82,16 @@ class Stage:
             for source_part, target_part in zip(*ends, strict=True):
                 target_part.copy_(source_part)
 
-    def _seen(self, piece: Piece, bucket: torch.Tensor) -> Iterator[torch.Tensor]:
-        """Yield views of a message's buffer, one per tensor of a piece."""
-        dtype, shape = self.dtype_of(piece), box_shape(piece.box)
-        typed = bucket.view(dtype)
-        strides = torch.empty(shape, device="meta").stride()
-        for number in range(len(piece.places)):
-            at = (piece.start + number * piece.step) // dtype.itemsize
-            yield typed.as_strided(shape, strides, at)
+    def _pairs(
+        self, message: Message, bucket: torch.Tensor, *, of_source: bool
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Yield each box of a message: views of its buffer, and of the shard."""
+        for piece in message:
+            dtype, shape = self.dtype_of(piece), box_shape(piece.box)
+            typed, strides = bucket.view(dtype), torch.empty(shape, device="meta").stride()
+            for number, part in enumerate(self.parts(piece, of_source=of_source)):
+                at = (piece.start + number * piece.step) // dtype.itemsize
+                yield typed.as_strided(shape, strides, at), part
 
 
 class Transport(Protocol):

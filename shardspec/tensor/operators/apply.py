@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, TypeGuard
 
 import torch
 from torch.distributed.tensor import DTensor as TorchDTensor
@@ -67,6 +67,11 @@ def apply(function: Function, args: Sequence[object], kwargs: Mapping[str, objec
     out = kwargs.get("out")
     if out is not None:
         _check_out(name, tensors, out)
+    if call.writes and any(map(_is_plain, args[:1])):
+        raise LayoutError(
+            f"{name} would write a DTensor to a plain tensor; make this a DTensor too, by "
+            "distribute_tensor, or take to_global() of the other"
+        )
     if torch.is_grad_enabled() and (call.writes or out is not None):
         for leaf in tree_leaves((args[:1], out)):
             if isinstance(leaf, TensorLike) and leaf.is_leaf_with_gradient():
@@ -80,7 +85,11 @@ def apply(function: Function, args: Sequence[object], kwargs: Mapping[str, objec
     if is_mean(name, kwargs) and any(each.is_sharded for each in facts):
         return apply(function, args, {**kwargs, "reduction": "none"}).mean()
     # torch would give plain tensors DTensors as gradients.
-    plain = {id(leaf): _replicated(leaf, first) for leaf in leaves if _has_gradient(leaf)}
+    plain = {
+        id(leaf): _replicated(leaf, first)
+        for leaf in leaves
+        if _is_plain(leaf) and leaf.requires_grad and torch.is_grad_enabled()
+    }
     call = replace(call, leaves=[plain.get(id(leaf), leaf) for leaf in leaves])
     if first.is_simulated:
         return _in_simulation(call)
@@ -190,11 +199,8 @@ def _in_simulation(call: Call) -> Any:  # noqa: ANN401
     return tree_map(ours, results[0])
 
 
-def _has_gradient(leaf: object) -> bool:
-    """Return whether this is a plain tensor, here a scalar, whose gradient is tracked."""
-    if isinstance(leaf, TorchDTensor) or not isinstance(leaf, torch.Tensor):
-        return False
-    return leaf.requires_grad and torch.is_grad_enabled()
+def _is_plain(leaf: object) -> TypeGuard[torch.Tensor]:
+    return isinstance(leaf, torch.Tensor) and not isinstance(leaf, TorchDTensor)
 
 
 def _replicated(leaf: torch.Tensor, first: TensorLike) -> TensorLike:
@@ -238,7 +244,7 @@ def _check_leaf(name: str, leaf: object, first: TensorLike) -> None:
     elif isinstance(leaf, TorchDTensor):
         if leaf.device_mesh != first.to_torch().device_mesh:
             other = f"is a torch DTensor on {leaf.device_mesh}"
-    elif isinstance(leaf, torch.Tensor):
+    elif _is_plain(leaf):
         if leaf.dim() > 0:
             raise LayoutError(
                 f"{name}: a plain tensor of shape {tuple(leaf.shape)} is mixed with a DTensor; "

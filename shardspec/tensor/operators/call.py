@@ -30,6 +30,7 @@ from shardspec.tensor.operators.conditions import arguments_for, layout_facts
 from shardspec.tensor.operators.simulated import is_branch_of_rank
 from shardspec.tensor.operators.tensor import TensorLike
 from shardspec.tensor.operators.watch import Watch, is_alias, is_copy_of, specs_text
+from shardspec.tensor.shards import shape_and_dtype
 
 _REFUSALS: Final = (RuntimeError, ValueError, AssertionError, TypeError, IndexError)
 """The errors that torch raises if it cannot propagate a layout."""
@@ -215,7 +216,7 @@ class _InTorch:
         """Return the result; raises `LayoutError` if a shard's shape contradicts its layout."""
         for device, part in zip(self._devices, parts_of(result.tensor._local_tensor), strict=False):
             shape = tuple(part.shape)
-            if shape != _local_shape(result.layout, device):
+            if shape != shape_and_dtype(result.layout, device)[0]:
                 raise LayoutError(
                     f"{self._call.shown}: torch {torch.__version__} made a shard of shape {shape} "
                     f"on rank {device} of a tensor of layout {result.layout}; redistribute first, "
@@ -353,7 +354,8 @@ def _check_gradient(call: Call) -> None:
 def _key(value: object) -> object:
     """Return the part of an argument that, besides its layout, determines the operations.
 
-    Of floats it is the type, and what decides whether a norm of that order needs a largest element.
+    Of floats it is the type, and the sign and whether they are infinite: norms of these orders need
+    a largest element, count elements, or add them up.
     """
     if isinstance(value, torch.Tensor | TensorLike):
         return type(value), value.dtype
@@ -362,7 +364,7 @@ def _key(value: object) -> object:
     if isinstance(value, slice):
         return slice, *map(_key, (value.start, value.stop, value.step))
     if isinstance(value, float):
-        return float, value < 0, isinf(value)
+        return float, (value > 0) - (value < 0), isinf(value)
     has_value = value.__hash__ is not None and not isinstance(value, complex)
     # The type as well: True equals 1, but selects otherwise.
     return type(value), value if has_value else None
@@ -405,8 +407,3 @@ def _keep_layout_of_gradient(written: Sequence[TorchDTensor]) -> None:
             to = [Replicate() if p.is_partial() else p for p in base.placements]
             # torch leaves register_hook untyped.
             base.register_hook(partial(TorchDTensor.redistribute, placements=to))  # type: ignore[no-untyped-call]
-
-
-@lru_cache(maxsize=4096)
-def _local_shape(layout: Layout, device: int) -> tuple[int, ...]:
-    return layout.local_shape(device)

@@ -12,7 +12,6 @@ from click.testing import CliRunner
 from shardspec import DeviceMesh, load_sharded, merge, reshard
 from shardspec.checkpoint.formats import (
     MODULES,
-    built_in,
     default_format,
     format_called,
     formats,
@@ -88,7 +87,7 @@ def write(sources, place, name, way, **options):
     """Write a format; return the output and the tensors that it should hold."""
     form = written_format(name, way)
     source, due = sources[kind(name, way)]
-    out = place / f"out{form.extensions[0] if form.one_file and way == 'merged' else ''}"
+    out = place / f"out{form.extensions[0] if form.extensions and way == 'merged' else ''}"
     if form.whole_run:
         reshard(source, out, format=name, **options)
     elif way == "merged":
@@ -97,6 +96,12 @@ def write(sources, place, name, way, **options):
         rules = {"of.*": "[S10,R]", "empty": "[S0,S1]", "none": "[S1,R,R]"}
         reshard(source, out, device_mesh=MESH, rules=rules, format=name, **options)
     return out, due
+
+
+def check_whole(out, due):
+    """Check the tensors that an output should hold."""
+    whole = read_whole(out)
+    assert_same({key: whole[key] for key in due}, due)
 
 
 def below(place):
@@ -134,7 +139,7 @@ def test_only_its_own_files_are_replaced(sources, tmp_path, name, way):
     first = {file: file.read_bytes() for file in below(out)}
     beside = out.parent if out.is_file() else out
     (beside / "notes.md").write_text("mine")
-    assert_same({key: read_whole(out)[key] for key in due}, due)
+    check_whole(out, due)
     if out.is_dir():
         with pytest.raises(
             CheckpointError, match=r"holds 'notes\.md', which no checkpoint there owns"
@@ -146,7 +151,7 @@ def test_only_its_own_files_are_replaced(sources, tmp_path, name, way):
         write(sources, tmp_path, name, way)
     write(sources, tmp_path, name, way, overwrite=True)
     assert (beside / "notes.md").exists() == out.is_file()
-    assert_same({key: read_whole(out)[key] for key in due}, due)
+    check_whole(out, due)
     assert len(below(out)) == len(first)
 
 
@@ -169,8 +174,9 @@ def test_a_file_that_is_cut_short_or_missing_is_noticed(sources, tmp_path, name,
     out, due = write(sources, tmp_path, name, way)
     files = [Path(file) for file in open_checkpoint(out).files]
     assert files
-    refuse_spoiled(out, files)
-    assert_same({key: read_whole(out)[key] for key in due}, due)
+    # Of many files that are alike some.
+    refuse_spoiled(out, files[:: -(-len(files) // 8)])
+    check_whole(out, due)
 
 
 @each_written
@@ -377,41 +383,6 @@ def test_a_file_may_be_a_part_of_a_checkpoint_of_another_package(tmp_path, path)
         open_checkpoint(tmp_path / "in" / "w.raw")
 
 
-@pytest.mark.parametrize(
-    "names",
-    [
-        ["model.safetensors"],
-        ["model.fp16.safetensors.index.json"],
-        ["model.safetensors-00001-of-00002"],
-        ["sharding_info.json"],
-        [".metadata"],
-        ["__3_0.distcp"],
-        ["__0.metadata"],
-        ["mp_rank_00_001"],
-        ["iter_0000100"],
-        ["latest_checkpointed_iteration.txt"],
-        ["shard-00001-model-00001-of-00002.safetensors"],
-        ["zero", "mp_rank_00_model_states.pt"],
-        ["zero_to_fp32.py"],
-        ["global_step12"],
-        ["bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt"],
-        ["zero_pp_rank_0_mp_rank_00_model_states.pt"],
-        ["consolidated.00.pth"],
-        ["model_world_size_2_rank_1.pt"],
-        ["rank1.bin"],
-        ["pytorch_model.bin"],
-        ["pytorch_model-00001-of-00002.bin"],
-        ["pytorch_model.bin.index.json"],
-    ],
-    ids=" ".join,
-)
-def test_modules_that_are_asked_are_all_that_recognise_names(names):
-    every = [form.name for form in built_in() if form.recognises(names)]
-    assert every
-    assert [form.name for form in built_in(names) if form.recognises(names)] == every
-    assert len(list(built_in(names))) < len(MODULES) / 2
-
-
 # --- the registry
 
 
@@ -456,14 +427,3 @@ def test_a_package_that_spoils_the_registry_is_named(tmp_path, path, points, pro
     # What comes along is read and written as before.
     merge(tmp_path / "in.pt", tmp_path / "hub", format="huggingface")
     assert_same(read_whole(tmp_path / "hub"), {"w": torch.ones(2)})
-
-
-def test_a_header_that_begins_like_a_zip(tmp_path):
-    """Of 19,280 bytes, whose length is written as b"PK"."""
-    file = tmp_path / "x.safetensors"
-    for pad in range(19_000, 19_280):
-        safetensors.torch.save_file({"w": torch.ones(2)}, file, {"k": "x" * pad})
-        if file.read_bytes().startswith(b"PK"):
-            break
-    assert file.read_bytes()[:3] == b"PK\0"
-    assert_same(read_whole(file), {"w": torch.ones(2)})

@@ -1,11 +1,9 @@
 """Directories of torch.distributed.checkpoint that are unfinished, cut, changed, or lie."""
 
 import os
-import pickle
 import random
-import shutil
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -16,45 +14,9 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from shardspec import merge
 from shardspec.checkpoint.formats import written_names
 from shardspec.checkpoint.inspect import inspect_checkpoint
-from shardspec.checkpoint.open import open_checkpoint
 from shardspec.errors import CheckpointError
+from tests.checkpoint.formats.conftest import Small
 from tests.checkpoint.formats.reading import assert_same, bits, read_whole, refused
-from tests.checkpoint.formats.torch_jobs import save_alone
-
-
-@dataclass
-class Small:
-    """A checkpoint of one process, and what was saved."""
-
-    path: Path
-    tensors: dict[str, torch.Tensor]
-
-    def metadata(self):
-        with open(os.path.join(self.path, ".metadata"), "rb") as file:
-            return pickle.load(file)
-
-    def write(self, metadata):
-        with open(os.path.join(self.path, ".metadata"), "wb") as file:
-            pickle.dump(metadata, file)
-
-
-@pytest.fixture(scope="module")
-def original(tmp_path_factory):
-    path = tmp_path_factory.mktemp("small") / "ckpt"
-    tensors = {
-        "a": torch.arange(6.0).view(2, 3).bfloat16(),
-        "b": torch.tensor(7),
-        "c": torch.arange(12.0).view(3, 4).t(),
-        "e": torch.empty(0, 3),
-    }
-    save_alone({"m": tensors, "step": 5}, path)
-    return Small(path, {f"m.{name}": tensor for name, tensor in tensors.items()})
-
-
-@pytest.fixture
-def small(original, tmp_path):
-    shutil.copytree(original.path, tmp_path / "ckpt")
-    return Small(tmp_path / "ckpt", original.tensors)
 
 
 def test_the_small_one_is_good(small):
@@ -78,8 +40,8 @@ def test_saves_that_did_not_finish_are_refused(small):
 # --- the metadata cut, changed, and lying
 
 
-EVERY = pytest.mark.parametrize("every", [3, pytest.param(1, marks=pytest.mark.exhaustive)])
-"""`make test` takes every third byte, and `make exhaustive` takes all."""
+EVERY = pytest.mark.parametrize("every", [7, pytest.param(1, marks=pytest.mark.exhaustive)])
+"""`make test` takes every seventh byte, and `make exhaustive` takes all."""
 
 
 @EVERY
@@ -273,7 +235,7 @@ def number_as_name(metadata):
 
 def own_class(metadata):
     metadata.planner_data = Small(Path(), {})
-    return f".metadata: the metadata names {__name__}.Small, which does not"
+    return f".metadata: the metadata names {Small.__module__}.Small, which does not"
 
 
 def own_function(metadata):
@@ -397,62 +359,3 @@ def test_files_that_are_none(small, tmp_path, kind):
         path.mkdir()
     message = refused(small.path)
     assert "outside the checkpoint" in message if kind == "link" else "not a regular" in message
-
-
-# --- the files cut and changed
-
-
-def test_files_cut_at_every_so_many_bytes(small):
-    path = small.path / "__0_0.distcp"
-    data = path.read_bytes()
-    for size in range(0, len(data), 37):
-        path.write_bytes(data[:size])
-        assert refused(small.path).startswith(f"{path}: has {size} bytes, but .metadata lists")
-
-
-@pytest.mark.parametrize("count", [400, pytest.param(1500, marks=pytest.mark.exhaustive)])
-def test_any_byte_of_a_file_changed_is_told_or_does_not_matter(small, count):
-    path = small.path / "__0_0.distcp"
-    data = path.read_bytes()
-    draw = random.Random(13)
-    told = 0
-    places = draw.sample(range(len(data)), count)
-    for at in places:
-        path.write_bytes(data[:at] + bytes([data[at] ^ (1 + draw.randrange(255))]) + data[at + 1 :])
-        found = read_or_none(small.path)
-        if found is None:
-            told += 1
-            continue
-        assert_same(found, small.tensors)
-    # Padding, time stamps and records that say nothing of tensors make up the rest.
-    assert count // 8 < told < count - count // 15
-
-
-def test_chunks_that_say_the_same_are_each_compared(tmp_path):
-    """Pickles of the same bytes are read once; what they say is held against every chunk."""
-    values = {name: torch.arange(6.0).view(2, 3) + 10 * n for n, name in enumerate("abc")}
-    save_alone(values, tmp_path / "ckpt")
-    small = Small(tmp_path / "ckpt", values)
-    assert_same(read_whole(small.path), values)
-    metadata = small.metadata()
-    entry = metadata.state_dict_metadata["b"]
-    entry.properties = replace(entry.properties, dtype=torch.int32)
-    small.write(metadata)
-    source = open_checkpoint(small.path)
-    assert [source.tensor(name).dtype for name in "ac"] == ["float32", "float32"]
-    with pytest.raises(
-        CheckpointError, match=r"'b'.* is \[2, 3\] of float32 there, but .* of int32"
-    ):
-        source.tensor("b")
-    # The pickle of the last one is damaged, whatever others of its bytes said.
-    index = index_of(metadata, "c")
-    item = metadata.storage_data[index]
-    path = small.path / item.relative_path
-    data = bytearray(path.read_bytes())
-    at = data.index(b"FloatStorage", item.offset)
-    data[at] ^= 1
-    path.write_bytes(data)
-    source = open_checkpoint(small.path)
-    assert source.tensor("a").shape == (2, 3)
-    with pytest.raises(CheckpointError, match=r"tensor 'c', .* are not as saved \(CRC-32\)"):
-        source.tensor("c")

@@ -90,10 +90,11 @@ def test_every_set_of_missing_files_is_refused(run, name):
     refused_by_command(place)
 
 
+@pytest.mark.parametrize("every", [3, pytest.param(1, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("name", ["zero2", "zero3", "tiny1", "tiny2", "tiny3"])
-def test_every_file_over_another_is_refused(run, name):
+def test_every_file_over_another_is_refused(run, name, every):
     place = run(name)
-    for path, other in permutations(files(place), 2):
+    for path, other in list(permutations(files(place), 2))[::every]:
         if name[-1] == "3" and "model" in path.name and "model" in other.name:
             # Where nothing is frozen, all ranks' files say the same.
             continue
@@ -177,12 +178,13 @@ def shapes_that_do_not_add_up(shapes):
     yield None
 
 
+@pytest.mark.parametrize("every", [3, pytest.param(1, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_param_shapes_that_do_not_add_up_are_refused(run, stage):
+def test_param_shapes_that_do_not_add_up_are_refused(run, stage, every):
     place = run(f"tiny{stage}")
     models = [path for path in files(place) if "model" in path.name]
     shapes = torch.load(models[0], weights_only=True)["param_shapes"]
-    for wrong in shapes_that_do_not_add_up(shapes):
+    for wrong in list(shapes_that_do_not_add_up(shapes))[::every]:
         if wrong == shapes:
             continue
         for path in models:

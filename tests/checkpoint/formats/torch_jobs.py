@@ -136,12 +136,11 @@ def play(rank, directory, world):
             dist.barrier()
 
 
-def run_jobs(directory):
-    """Save with each way to cut, into folders of their names."""
-    for world in sorted({ranks for ranks, _ in JOBS.values()}):
-        place = directory / f"ranks-{world}"
-        place.mkdir()
-        run_ranks(world, place, play, directory, world)
+def run_jobs(directory, world):
+    """Save with each way to cut for so many ranks, into folders of their names."""
+    place = directory / f"ranks-{world}"
+    place.mkdir()
+    run_ranks(world, place, play, directory, world)
 
 
 def save_alone(state, path):

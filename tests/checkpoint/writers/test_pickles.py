@@ -31,8 +31,9 @@ def nested(of):
         lambda inner: st.one_of(
             st.lists(inner),
             st.lists(inner, max_size=5).map(tuple),
-            st.dictionaries(st.text(max_size=2).filter(str.isascii), inner),
+            st.dictionaries(st.text(st.characters(max_codepoint=127), max_size=2), inner),
         ),
+        max_leaves=20,
     )
 
 
