@@ -1,4 +1,4 @@
-"""Plans as text, alike in every process; `python -m tests.layout.plan_texts` prints them."""
+"""Plans as text, which every process finds alike; as a module that is run it prints them."""
 
 from collections.abc import Iterator
 from itertools import product
