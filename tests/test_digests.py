@@ -257,6 +257,8 @@ def test_what_does_not_belong_together_is_refused():
     ):
         with pytest.raises(LayoutError, match="give the elements of the box"):
             TensorDigest.of_box(numbers, box, (4, 3), dtype)
+    with pytest.raises(LayoutError, match=r"an array of .* >i4 is not"):
+        TensorDigest.of_box(numbers.astype(">i4"), ((0, 2), (0, 3)), (4, 3), "int32")
     with pytest.raises(LayoutError, match="has seed 0, the others 5"):
         Digests({"w": a}, 5)
 

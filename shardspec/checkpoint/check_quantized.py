@@ -17,11 +17,11 @@ from shardspec.checkpoint.quantized import (
     stated_by,
 )
 from shardspec.dtypes import dtype_name
-from shardspec.errors import DTypeError, LayoutError, ShardSpecError
+from shardspec.errors import DTypeError, LayoutError, QuantisedError, ShardSpecError
 from shardspec.layout.layout import Layout
 from shardspec.layout.spec import DimSpec, Part, ShardingSpec
 from shardspec.resharding.plan import ReshardPlan
-from shardspec.text import Argument
+from shardspec.text import Argument, TextPart
 
 
 def _unmapped(source: Catalog) -> Catalog:
@@ -67,13 +67,11 @@ def _refuse_cast(
             )
 
 
-def refuse_quantised(why: Mapping[str, str], names: Iterable[str]) -> None:
-    """Refuse to quantise tensors that are quantised."""
-    for name in names:
-        if name in why:
-            raise DTypeError(
-                f"tensor {name!r} is quantised already ({why[name]}); leave out ", Argument("dtype")
-            )
+def refuse_quantised(why: Mapping[str, str], names: Iterable[str], *remedy: TextPart) -> None:
+    """Refuse to quantise tensors of which something shows why they are quantised."""
+    if again := why.keys() & {*names}:
+        name = min(again)
+        raise QuantisedError(f"tensor {name!r} is quantised already ({why[name]}); ", *remedy)
 
 
 def _check_casts(
@@ -242,9 +240,9 @@ def _origins(
         yield from _origins(source.base, equation.source, inner)
 
 
-def origins(source: Catalog) -> set[str]:
-    """Return the names of the stored tensors that those of a mapped checkpoint are made from."""
-    return {origin for name in source.names for origin, _ in _origins(source, name, ())}
+def origins(source: Catalog, names: Iterable[str]) -> set[str]:
+    """Return the names of the stored tensors that some of a mapped checkpoint are made from."""
+    return {origin for name in names for origin, _ in _origins(source, name, ())}
 
 
 def _scales_flaw(layout: Layout, scales: Layout, sides: Shape) -> tuple[int, ...] | None:

@@ -6,9 +6,9 @@ since it is computed in larger parts than it is read.
 
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from threading import Lock
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,7 +32,6 @@ from shardspec.layout.spec import ShardingSpec
 
 _MOST_BYTES: Final = 256 << 10
 """Of a part that is made apart and copied: it fits the L2 cache of common CPUs."""
-_Made = TypeVar("_Made")
 
 
 class Recent:
@@ -41,23 +40,23 @@ class Recent:
     def __init__(self, most_bytes: int) -> None:
         self._most_bytes, self._num_bytes = most_bytes, 0
         self._lock = Lock()
-        self._made: OrderedDict[object, tuple[Any, int]] = OrderedDict()
+        self._made: OrderedDict[object, NDArray[Any]] = OrderedDict()
 
-    def get(self, key: object, make: Callable[[], tuple[_Made, int]]) -> _Made:
-        """Return the result of a key; it is made, with its size, if it is not kept any more."""
+    def get(self, key: object) -> NDArray[Any] | None:
+        """Return the result of a key, if it is kept."""
         with self._lock:
             if key in self._made:
                 self._made.move_to_end(key)
-                kept: _Made = self._made[key][0]
-                return kept
-        made, num_bytes = make()
+            return self._made.get(key)
+
+    def keep(self, key: object, made: NDArray[Any]) -> None:
+        """Keep a result, in place of those that were not used for longest."""
         with self._lock:
             if key not in self._made:
-                self._made[key] = made, num_bytes
-                self._num_bytes += num_bytes
+                self._made[key] = made
+                self._num_bytes += made.nbytes
             while self._num_bytes > self._most_bytes and len(self._made) > 1:
-                self._num_bytes -= self._made.popitem(last=False)[1][1]
-        return made
+                self._num_bytes -= self._made.popitem(last=False)[1].nbytes
 
 
 class Source:

@@ -233,7 +233,7 @@ def _converted(
     if isinstance(place, str) and place.endswith(("/", os.sep)):
         options = replace(options, in_directory=True)
     digests_file = None if options.digests is None else storage_path(options.digests)
-    processes = Processes(None if options.dry_run else options.communicator)
+    processes = Processes(options.communicator)
 
     def prepare(save: str) -> Prepared:
         prepared = prepared_output(checkpoint, output, options, processes, save)
@@ -245,8 +245,8 @@ def _converted(
         save = processes.gather(os.urandom(8).hex())[0]
         prepared = processes.agree(lambda: prepare(save))
         report = prepared.report
+        processes.check_same(lambda: _facts(prepared, options))
         if not options.dry_run:
-            processes.check_same(lambda: _facts(prepared, options))
             begun = Output(*prepared[:3], options, processes)
             written = begun.write()
             crc = 0
@@ -292,7 +292,7 @@ def _facts(prepared: Prepared, options: WriteOptions) -> dict[str, str]:
         "checkpoint": str(source.directory.absolute()),
         "format": report.format,
     }
-    for option in ("strict_cast", "overwrite", "verify", "digests"):
+    for option in ("dry_run", "strict_cast", "overwrite", "verify", "digests"):
         facts[f"option {option}"] = str(getattr(options, option))
     for file in target.files:
         layout = sha256()

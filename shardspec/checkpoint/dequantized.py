@@ -1,7 +1,7 @@
 """A checkpoint with numbers where weights are quantised; they are made when they are read."""
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from typing import Any, Final
 
@@ -77,12 +77,12 @@ class _Numbers(ComputedMatrices):
                 )
             done += len(part)
 
-    def _kept(self, key: object, read: Any) -> NDArray[Any]:  # noqa: ANN401
-        def made() -> tuple[NDArray[Any], int]:
-            values = read()
-            return values, values.nbytes
-
-        return self._recent.get((self._name, key), made)
+    def _kept(self, key: object, read: Callable[[], NDArray[Any]]) -> NDArray[Any]:
+        kept = self._recent.get((self._name, key))
+        if kept is None:
+            kept = read()
+            self._recent.keep((self._name, key), kept)
+        return kept
 
     def _from_mx(
         self, codes: NDArray[Any], scales: NDArray[Any], column: int, out: NDArray[Any]

@@ -38,29 +38,25 @@ NO_COPY: Final = "this plan quantises, which no copy of bytes does; quantise bef
 
 def stored_layouts(
     place: Catalog | StoragePath, first: int
-) -> tuple[dict[str, StoredLayout], dict[int, str], frozenset[str]]:
-    """Return where a checkpoint has its tensors, the names of its files by number, and its zeros.
+) -> tuple[dict[str, StoredLayout], dict[int, str]]:
+    """Return where a checkpoint has its tensors, and the names of its files by number.
 
-    Those are the names of tensors that are zero where no file has them. Files are numbered from
-    `first` on, behind the ids of all devices. Raises LayoutError if a reduction is pending.
+    Files are numbered from `first` on, behind the ids of all devices; ``/dev/zero`` is one where a
+    map fills tensors with zeros. Raises LayoutError if a reduction is pending.
     """
     catalog = as_catalog(place)
     outlines = [catalog.outline(name) for name in catalog.names]
     numbers = file_numbers(catalog, first)
     files = DeviceMesh(list(numbers.values()) or [first])
     layouts: dict[str, StoredLayout] = {}
-    padded = set[str]()
     for tensor in outlines:
         require_finished(tensor)
         boxes: dict[int, list[Box]] = {}
         for box in distinct(tensor):
-            if box.path == ZEROS:
-                padded.add(tensor.name)
-            else:
-                boxes.setdefault(numbers[box.path], []).append(box.box)
+            boxes.setdefault(numbers[box.path], []).append(box.box)
         layouts[tensor.name] = StoredLayout(files, boxes, tensor.shape, tensor.dtype)
-    names = {number: path.name for path, number in numbers.items()}
-    return layouts, names, frozenset(padded)
+    names = {number: str(p) if p == ZEROS else p.name for p, number in numbers.items()}
+    return layouts, names
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,13 +93,13 @@ class CheckpointReader:
                         f"a plan that {self} takes nothing else; pass an empty state dict, as in "
                         "plan.run({})"
                     )
-                given = None if out is None else flat_state(out)
+                into = None if out is None else flat_state(out)
                 facts = {"reshard plan": plan.digest[:12]}
                 check_same(chosen, facts, "make the same plan on every rank")
                 own = {name: layout for name, layout in layouts.items() if layout.mesh == mesh}
-                reading = agree(chosen, partial(self._reading, plan, given, own, chosen))
+                reading = agree(chosen, partial(self._reading, plan, into, own, chosen))
                 read = agree(chosen, partial(read_shards, reading, chosen))
-                filled = {**filled, **(read if given is None else {n: given[n] for n in read})}
+                filled = {**filled, **(read if into is None else {n: into[n] for n in read})}
         return {name: filled[name] for name in layouts if name in filled}
 
     def regions(self, plan: ReshardPlan) -> dict[str, list[FileRegion]]:
@@ -122,7 +118,7 @@ class CheckpointReader:
         else:
             dropped = Choice(drop=[*map(escape, plan.dropped)])
             source = with_numbers(source, self.dequantised_to, dropped)
-        now, *_ = stored_layouts(source, min(plan.files, default=0))
+        now, _ = stored_layouts(source, min(plan.files, default=0))
         for move in plan.moves:
             if now.get(move.source_name) != move.source:
                 raise CheckpointError(
@@ -148,15 +144,15 @@ class CheckpointReader:
             return reading
         if missing := [name for name in layouts if name not in out]:
             raise LayoutError(f"tensor {shown(missing[0])} is missing from the state dict")
-        given = rank_state.describe({name: out[name] for name in layouts}, communicator)
+        described = rank_state.describe({name: out[name] for name in layouts}, communicator)
         for name, layout in layouts.items():
-            if given.layouts[name] != layout:
+            if described.layouts[name] != layout:
                 raise LayoutError(
-                    f"out[{name!r}] is laid out as {given.layouts[name]}, in the plan as {layout}; "
-                    "give it as the plan says"
+                    f"out[{name!r}] is laid out as {described.layouts[name]}, in the plan as "
+                    f"{layout}; give it as the plan says"
                 )
-        _check_apart(given.shards)
-        return reading._replace(shards=given.shards)
+        _check_apart(described.shards)
+        return reading._replace(shards=described.shards)
 
 
 def _check_apart(shards: "Mapping[str, Mapping[int, torch.Tensor]]") -> None:
@@ -225,11 +221,9 @@ def plan_stored(
             source, drop = mapped(source, firsts, Choice(drop=drop)), ()
     # Files are numbered behind the ids of all devices.
     behind = max((device for mesh in meshes for device in mesh.ids), default=-1) + 1
-    stored, files, zeros = stored_layouts(source, behind)
+    stored, files = stored_layouts(source, behind)
     own = names if isinstance(names, Mapping | NameMap) else None
     plan = plan_state(stored, target, own, dtype, max_bytes, drop, source.dropped)
-    filled = {move.target_name for move in plan.moves if move.source_name in zeros}
-    plan = replace(plan, padded=tuple(sorted({*plan.padded, *filled})))
     check_stored_plan(source, plan, own, dtype)
     return StoredPlan(source, plan, own, files)
 

@@ -24,7 +24,7 @@ from shardspec.resharding.plan import (
     plan_state,
 )
 from shardspec.resharding.state import flat_state
-from shardspec.text import first_of, shown
+from shardspec.text import Argument, first_of, shown
 
 if TYPE_CHECKING:
     import torch
@@ -58,14 +58,14 @@ class Quantiser:
         dist = torch.distributed
         if dist.is_available() and dist.is_initialized() and dist.get_rank() not in plan.devices:
             return {}
-        given, filled = flat_state(state), None if out is None else flat_state(out)
+        tensors, filled = flat_state(state), None if out is None else flat_state(out)
         targets = {move.target_name: move.target for move in plan.moves}
         arriving = {}
         with telling_job(plan.devices), torch.no_grad():
             for name, layout, grid in self.by_senders:
-                if name in given:
-                    codes, scales = _quantised(name, given.pop(name), layout, grid)
-                    given |= {name: codes, name + _SCALES: scales}
+                if name in tensors:
+                    codes, scales = _quantised(name, tensors.pop(name), layout, grid)
+                    tensors |= {name: codes, name + _SCALES: scales}
             for name in plan.quantised if filled is not None else ():
                 layout = targets[name]
                 devices = communicator_of(layout.mesh).addressable
@@ -74,7 +74,7 @@ class Quantiser:
                 arriving[name] = DTensor.from_shards(shards, layout)
         lacking = {name + end for name in arriving for end in ("", _SCALES)}
         rest = filled and {name: value for name, value in filled.items() if name not in lacking}
-        result, _ = run_reshard(plan, given, None if rest is None else {**rest, **arriving})
+        result, _ = run_reshard(plan, tensors, None if rest is None else {**rest, **arriving})
         with telling_job(plan.devices), torch.no_grad():
             for name in plan.quantised:
                 if name not in result:
@@ -110,7 +110,8 @@ def plan_quantised(
     target, stated = _apart(target, flat_state(source))
     plan = plan_state(source, target, names, None, max_bytes, drop)
     tensors = {m.source_name: (m.source.global_shape, m.source.dtype) for m in plan.moves}
-    refuse_quantised(quantised(tensors, Stated()).why, tensors)
+    why = quantised(tensors, Stated()).why
+    refuse_quantised(why, tensors, "leave out ", Argument("dtype"))
     moves: list[TensorMove] = []
     senders: list[tuple[str, Layout, Layout]] = []
     receivers: list[str] = []
@@ -139,7 +140,7 @@ def plan_quantised(
             if (other := stated.pop(scales, grid)) != grid:
                 raise LayoutError(
                     f"tensor {scales!r} is made where {name!r} arrives, and laid out as {grid}, "
-                    f"in the target as {other}; leave it out there, or make both alike"
+                    f"but the target states {other}; leave it out of the target, or make both alike"
                 )
             receivers.append(name)
             moves += group
@@ -147,7 +148,7 @@ def plan_quantised(
             raise LayoutError(
                 f"tensor {name!r}: neither {move.source.spec} in the source nor {after.spec} in "
                 f"the target cuts {list(after.global_shape)} at multiples of {_SIDE}, the side of "
-                "a block that shares a scale; cut one of them there, or leave out dtype="
+                "a block that shares a scale; cut one of them at these, or leave out dtype="
             )
     if stated:
         raise LayoutError(f"the source lacks {first_of([*map(shown, sorted(stated))])}")
@@ -173,17 +174,17 @@ def plan_quantised_load(
     source = with_codes(stored, names, Choice(drop=drop))
     target, stated = _apart(target, ())
     _, plan, _, files = plan_stored(source.base, target, None, None, max_bytes)
-    layouts, _, padded = stored_layouts(source, min(files, default=0))
+    layouts, _ = stored_layouts(source, min(files, default=0))
     after = {move.target_name: move.target for move in plan.moves}
     for scales in {*source.names} - {*source.base.names}:
         name = scales.removesuffix(_SCALES)
         after[name] = _with_dtype(after[name], layouts[name].dtype)
         after[scales] = _grid(after[name]) or _everywhere(after[name], layouts[scales])
     plan = plan_state(layouts, {**after, **stated}, None, None, max_bytes)
-    dropped = tuple(sorted({*stored.names} - origins(source.base)))
+    dropped = tuple(sorted({*stored.names} - origins(source.base, source.base.names)))
     names = dict(names) if isinstance(names, Mapping) else names
     reader = CheckpointReader(checkpoint, names, None, quantises=True)
-    return replace(plan, padded=tuple(sorted(padded)), dropped=dropped, executor=reader)
+    return replace(plan, dropped=dropped, executor=reader)
 
 
 def _apart(

@@ -2,7 +2,6 @@
 
 from collections.abc import Collection, Iterable, Mapping
 from fnmatch import fnmatchcase
-from functools import partial
 from typing import Any, Final, NamedTuple, get_args
 
 import numpy as np
@@ -107,15 +106,14 @@ class _Quantiser:
     def tile(self, matrix: int, row: int, column: int, *, scales: bool) -> NDArray[Any]:
         """Return the codes of the tile that begins at a row and a column, or its scales."""
         key = self.weight.source, matrix, row, column
-
-        def made() -> tuple[NDArray[Any], int]:
-            both = self._quantised(matrix, row, column)
-            # Whichever is read first, the other is to be there.
-            for kept, result in zip(self._kept, both, strict=True):
-                kept.get(key, partial(_sized, result))
-            return _sized(both[scales])
-
-        return self._kept[scales].get(key, made)
+        kept = self._kept[scales].get(key)
+        if kept is not None:
+            return kept
+        both = self._quantised(matrix, row, column)
+        # Whichever is read first, the other is to be there.
+        for recent, made in zip(self._kept, both, strict=True):
+            recent.keep(key, made)
+        return both[scales]
 
     def _quantised(self, matrix: int, row: int, column: int) -> tuple[NDArray[Any], NDArray[Any]]:
         weight = self.weight
@@ -136,10 +134,6 @@ class _Quantiser:
         if self.block == (1, MX):
             return to_mx(raw, dtype, where, four=self.four)
         return to_scaled(raw, dtype, self.block, self.how.rule, where)
-
-
-def _sized(made: NDArray[Any]) -> tuple[NDArray[Any], int]:
-    return made, made.nbytes
 
 
 class _CodesOrScales(ComputedMatrices):
@@ -214,7 +208,8 @@ def with_codes(
     if names is None and (dropped or (choice is not None and choice.drop)):
         names = {}
     source = mapped(source, names, choice, dropped=dropped)
-    refuse_quantised(quantised_in(source).why, sorted(origins(source)))
+    why = quantised_in(source).why
+    refuse_quantised(why, origins(source, source.names), "leave out ", Argument("dtype"))
     weights, _ = _weights(source, source.names, how, config)
     return QuantisedCatalog(source, weights, {weight.source for weight in weights}, how, None)
 
@@ -237,16 +232,10 @@ def quantised_as(
     if how is None:
         return source
     wanted = wanted_names(source, choice)
-    why = quantised_in(source).why
-    for name in wanted if why else ():
-        if name in why:
-            raise CheckpointError(
-                f"{source.directory}: tensor {name!r} is quantised already ({why[name]}); "
-                "dequantise it on the way with ",
-                Argument("dtype", value="bf16"),
-                ", or leave out ",
-                Argument("quantize"),
-            )
+    remedy = "dequantise it on the way with ", Argument("dtype", value="bf16"), ", or leave out "
+    refuse_quantised(
+        quantised_in(source).why, origins(source, wanted), *remedy, Argument("quantize")
+    )
     weights, others = _weights(source, wanted, how, config)
     if not weights:
         raise CheckpointError(

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shardspec.boxes import box_shape
-from shardspec.checkpoint.catalog import ZEROS, Catalog, distinct, row_major_strides
+from shardspec.checkpoint.catalog import Catalog, distinct, row_major_strides
 from shardspec.checkpoint.storage.from_text import storage_path
 from shardspec.checkpoint.storage.path import StoragePath
 from shardspec.dtypes import item_bytes
@@ -27,7 +27,7 @@ INDEX: Final = "transfers.json"
 def file_numbers(catalog: Catalog, first: int) -> dict[StoragePath, int]:
     """Return the files of a checkpoint, numbered from `first` on, behind the ids of all devices."""
     outlines = (catalog.outline(name) for name in catalog.names)
-    paths = sorted({box.path for tensor in outlines for box in tensor.boxes} - {ZEROS})
+    paths = sorted({box.path for tensor in outlines for box in tensor.boxes})
     return {path: first + at for at, path in enumerate(paths)}
 
 
@@ -51,7 +51,6 @@ def file_regions(catalog: Catalog, first: int) -> dict[str, list[FileRegion]]:
                 or row_major_strides(box_shape(stored.box), item_bytes(tensor.dtype)),
             )
             for stored in distinct(tensor)
-            if stored.path != ZEROS
         ]
     return regions
 

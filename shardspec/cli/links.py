@@ -151,10 +151,12 @@ def _measure(mesh: DeviceMesh, sizes: list[int], repeats: int, *, show: bool) ->
     import torch.distributed as dist
 
     from shardspec.comm.process_group import ProcessGroupCommunicator
+    from shardspec.mesh.job import start
     from shardspec.profiling.measure import measure
     from shardspec.profiling.profile import Profile
 
-    communicator = ProcessGroupCommunicator.create(mesh)
+    start(mesh)
+    communicator = ProcessGroupCommunicator.of(mesh)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     with click.progressbar(length=1000, label="measuring", file=sys.stderr, hidden=not show) as bar:
 

@@ -173,7 +173,7 @@ def _processes() -> "Iterator[Communicator | None]":
     from shardspec.comm.process_group import ProcessGroupCommunicator
 
     starts = not dist.is_initialized()
-    communicator = ProcessGroupCommunicator.create(DeviceMesh(range(int(size))), "cpu")
+    communicator = ProcessGroupCommunicator.of(DeviceMesh("cpu", range(int(size))))
     try:
         yield communicator
     finally:

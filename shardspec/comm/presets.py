@@ -215,4 +215,3 @@ ASSUMED: Final = "assumed "
 """The prefix of names of links that are assumed rather than given."""
 DEFAULT_PRESET: Final = "h100-nvswitch"
 """The preset of nodes that is assumed by default."""
-DEFAULT_LINK: Final = replace(link_preset(DEFAULT_PRESET), name=ASSUMED + DEFAULT_PRESET)

@@ -54,8 +54,8 @@ _ACCELERATOR: Final = threading.RLock()
 class ProcessGroupCommunicator(Communicator):
     """A `Communicator` that holds the shard of one rank.
 
-    Physical ids are global ranks. Use `create` or `of` rather than the constructor, so that a mesh
-    has one communicator per job. Copies and pickles stand for the job's communicator of the mesh.
+    Physical ids are global ranks. Use `of` rather than the constructor, so that a mesh has one
+    communicator per job. Copies and pickles stand for the job's communicator of the mesh.
 
     Parameters
     ----------
@@ -93,15 +93,6 @@ class ProcessGroupCommunicator(Communicator):
         self._ids = zlib.crc32(repr(sorted(mesh.ids)).encode())
         self._may_be_read = reads_peers
         self._memory: dict[Channel, PeerMemory | None] = {}
-
-    @classmethod
-    def create(cls, mesh: DeviceMesh, device_type: str | None = None) -> "ProcessGroupCommunicator":
-        """Initialise `torch.distributed` under torchrun if need be, and return `of` the mesh.
-
-        NCCL serves CUDA tensors where there is CUDA and `device_type` is not ``"cpu"``.
-        """
-        start(mesh, device_type)
-        return cls.of(mesh)
 
     @classmethod
     def of(cls, mesh: DeviceMesh) -> "ProcessGroupCommunicator":

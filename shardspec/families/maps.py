@@ -149,7 +149,7 @@ def chain_of(
         maps.append(forth(model, "fused"))
     if target in ("hf", "live"):
         place = "file" if target == "hf" else "live"
-        if any(tensor.places[place] != tensor.side for tensor in model.tensors):
+        if not maps or any(tensor.places[place] != tensor.side for tensor in model.tensors):
             maps.append(forth(model, place))
     return tuple(maps)
 

@@ -46,11 +46,8 @@ def layout_of_spec(spec: DTensorSpec) -> Layout:
     """Return the layout of a spec of torch's planners; raises what `layout_of` raises."""
     if spec.tensor_meta is None:
         raise LayoutError(f"{spec} is of no tensor; give it a tensor_meta with shape and dtype")
-    mesh, meta = _mesh_of(spec.mesh), spec.tensor_meta
+    mesh, meta = DeviceMesh.from_torch(spec.mesh), spec.tensor_meta
     return _layout(mesh, spec.placements, _order_of(spec), meta.shape, meta.dtype)
-
-
-_mesh_of = lru_cache(maxsize=64)(DeviceMesh.from_torch)
 
 
 def _order_of(spec: DTensorSpec) -> tuple[tuple[int, tuple[int, ...]], ...] | None:

@@ -51,14 +51,6 @@ class DrawnEdge:
         """The kind of step, as `COLOURS` has it."""
         return step_kind(self.step)
 
-    @property
-    def routed(self) -> bool:
-        """Whether it is a permute or an exchange, for which the graph has no edges."""
-        return isinstance(self.step, Permute | Exchange)
-
-    def __str__(self) -> str:
-        return f"{self.before} → {self.after}: {self.text}"
-
 
 @dataclass(frozen=True, slots=True)
 class GraphDrawing:
@@ -187,7 +179,7 @@ def _dot_edge(edge: DrawnEdge, *, faded: bool) -> str:
         style = [f'color="{colour}"', f'fontcolor="{colour}"', f"label={_quoted(text)}"]
     if edge.number:
         style.append("penwidth=3")
-    if edge.routed:
+    if isinstance(edge.step, Permute | Exchange):  # the graph has no such edges
         style.append("style=dashed")
     return f"  {_quoted(edge.before)} -> {_quoted(edge.after)} [{', '.join(style)}];"
 

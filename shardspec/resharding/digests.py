@@ -37,19 +37,19 @@ LANES: Final = 2
 _ROW_BYTES: Final = 1024
 """Trailing dims are joined until a row has so many."""
 _SEGMENT_BYTES: Final = 1 << 14
-"""Longer rows count as several."""
+"""Longer rows are cut into segments."""
 _STEP_BYTES: Final = 1 << 18
 """Multiplied at once, in the CPU's cache."""
 _CHUNK_BYTES: Final = 1 << 22
-"""Of an array in memory: temporary copies are no larger."""
+"""Largest part of an array that is copied at once."""
 _MASK: Final = 2**64 - 1
 _VALUE: Final = re.compile(f"[0-9a-f]{{{16 * LANES}}}")
 _COVER_BLOCK: Final = 4096
-"""Indices of a dim whose keys are kept."""
+"""Indices of a dim that share the key of a block."""
 _TILE_BYTES: Final = 1 << 20
-"""The same where the last dim lies apart in memory, and is put in order."""
+"""The same if elements along the last dim are not adjacent in memory, and are put in order."""
 _TILE_ROW_BYTES: Final = 2048
-"""Of a row of such a tile."""
+"""Length of a row of such a tile."""
 
 _Words = NDArray[np.uint64]
 
@@ -77,7 +77,7 @@ class TensorDigest:
     sums: tuple[int, ...] = (0,) * (LANES + 1)
     """Both lanes, and the cover."""
     seed: int = 0
-    """Which keys."""
+    """Selects the keys."""
 
     @classmethod
     def of_box(
@@ -90,12 +90,13 @@ class TensorDigest:
     ) -> "TensorDigest":
         """Return the digest of one box, given its elements, or numbers with their bits.
 
-        Raises LayoutError if the array is not of the box's shape and the dtype's width, or the box
-        does not lie in the tensor.
+        Raises LayoutError if the array does not have the box's shape, the dtype's width and the
+        byte order of this machine, or the box does not lie in the tensor.
         """
         name, sizes = dtype_name(dtype), tuple(shape)
         fits = len(box) == len(sizes) and contains(tuple((0, n) for n in sizes), box)
-        if not fits or array.shape != box_shape(box) or array.itemsize != item_bytes(name):
+        same = array.shape == box_shape(box) and array.itemsize == item_bytes(name)
+        if not fits or not same or not array.dtype.isnative:
             raise LayoutError(
                 f"an array of {list(array.shape)} {array.dtype} is not box {list(box)} of a tensor "
                 f"of {list(sizes)} {name}; give the elements of the box"
@@ -106,7 +107,7 @@ class TensorDigest:
     def of_value(
         cls, value: str, shape: tuple[int, ...], dtype: str, seed: int = 0
     ) -> "TensorDigest":
-        """Return the digest of a whole tensor by its value; CheckpointError if that is not one."""
+        """Return the digest of a whole tensor with a value; CheckpointError if that is invalid."""
         if not _VALUE.fullmatch(value):
             raise CheckpointError(f"{shown(value)} is not a digest of {16 * LANES} hex digits")
         lanes = (int(value[at : at + 16], 16) for at in range(0, 16 * LANES, 16))
@@ -161,7 +162,7 @@ class TensorDigest:
         return self.sums[-1] == _cover(tuple((0, size) for size in self.shape), self.seed)
 
     def difference(self, other: "TensorDigest") -> str:
-        """Say what is not the same in another one; empty if nothing is."""
+        """Return how another digest differs, as text; empty if it is equal."""
         if (self.dtype, self.shape) != (other.dtype, other.shape):
             return f"is {self._kind()} in one and {other._kind()} in the other"
         if self.value != other.value:
@@ -214,7 +215,7 @@ class Digests(Mapping[str, TensorDigest]):
 
     @property
     def value(self) -> str:
-        """One value of them all, 32 hexadecimal digits: of names, dtypes, shapes and values."""
+        """One value for all tensors, 32 hexadecimal digits: of names, dtypes, shapes and values."""
         lines = hashlib.sha256()
         for name, digest in self.items():
             row = [name, to_safetensors(digest.dtype), list(digest.shape), digest.value]
@@ -222,7 +223,7 @@ class Digests(Mapping[str, TensorDigest]):
         return lines.hexdigest()[:32]
 
     def differences(self, other: "Digests") -> list[str]:
-        """Return what is not the same in another one, a line each."""
+        """Return the differences from other digests, a line each."""
         if self.seed != other.seed:
             raise CheckpointError(
                 f"digests with seed {self.seed} and with seed {other.seed} cannot be compared; "
@@ -238,14 +239,14 @@ class Digests(Mapping[str, TensorDigest]):
         return lines
 
     def require_same(self, other: "Digests") -> None:
-        """Raise CheckpointError if anything is not the same in another one."""
+        """Raise CheckpointError if other digests differ."""
         first, *others = self.differences(other) or [""]
         more = f" (and {counted(len(others), 'other tensor')})" if others else ""
         if first:
             raise CheckpointError(first + more)
 
     def to_json(self) -> dict[str, object]:
-        """Return them as plain values, as a file of digests has them."""
+        """Return plain values, as in a file of digests."""
         tensors = {}
         for name, digest in self.items():
             dtype = to_safetensors(digest.dtype)
@@ -268,13 +269,12 @@ def digests_of_json(stored: object, where: str) -> Digests:
     tensors = {}
     for name, entry in entries.items():
         fields = entry if isinstance(entry, dict) else {}
-        shape = fields.get("shape")
+        shape, value = fields.get("shape"), str(fields.get("value"))
         sizes = isinstance(shape, list) and all(type(n) is int and 0 <= n < 2**63 for n in shape)
         if not (isinstance(shape, list) and sizes and prod(shape) < 2**63):
             raise wrong(f"{shown(name)} has no shape")
         try:
             dtype = from_safetensors(str(fields.get("dtype")))
-            value = str(fields.get("value"))
             tensors[name] = TensorDigest.of_value(value, tuple(shape), dtype, seed)
         except (DTypeError, CheckpointError) as error:
             raise wrong(f"{shown(name)}: {error}") from None
@@ -306,26 +306,26 @@ _COVER: Final = 3 * LANES
 
 @lru_cache(64)
 def _start(stream: int, seed: int) -> int:
-    """Return the state in which SplitMix64 starts for a stream of keys."""
+    """Return the first state of SplitMix64 for a stream of keys."""
     before = np.array([(seed + (stream + 1) * _GAMMA) & _MASK], np.uint64)
     return int(_mixed(before)[0])
 
 
 def _keys(numbers: _Words, streams: Iterable[int], seed: int) -> _Words:
-    """Return odd keys of numbers, a row a stream."""
+    """Return odd keys of numbers, a row for each stream."""
     starts = np.array([[(_start(stream, seed) + _GAMMA) & _MASK] for stream in streams], np.uint64)
     return _mixed(starts + numbers * np.uint64(_GAMMA)) | np.uint64(1)
 
 
 @lru_cache(8)
 def _word_keys(seed: int) -> _Words:
-    """Return for both lanes the keys of words of 64 bits, and of their upper halves besides."""
+    """Return, for each lane, the keys of words of 64 bits and those of their upper halves."""
     places = np.arange(_SEGMENT_BYTES // 8, dtype=np.uint64)
     return _keys(places, range(_WORDS, _COVER), seed)
 
 
 def _joined_from(shape: tuple[int, ...], width: int) -> int:
-    """Return the first of the trailing dims that make up a row."""
+    """Return the first of the trailing dims that form a row."""
     dim = len(shape) - 1
     while dim > 0 and prod(shape[dim:]) * width < _ROW_BYTES:
         dim -= 1
@@ -342,20 +342,20 @@ def _outer(intervals: Box, sizes: Iterable[int]) -> _Words:
 
 
 def _lanes(array: NDArray[np.generic], box: Box, shape: tuple[int, ...], seed: int) -> _Words:
-    """Return what the elements of a box add to the lanes."""
+    """Return the lanes of the elements of a box."""
     width, lanes = array.itemsize, np.zeros(LANES, np.uint64)
-    straight = not box or array.strides[-1] == width or array.shape[-1] == 1
+    adjacent = not box or array.strides[-1] == width or array.shape[-1] == 1
     (lo, hi) = box[-1] if box else (0, 1)
-    columns = (hi - lo if straight else _TILE_ROW_BYTES // width) or 1
-    most = (_CHUNK_BYTES if straight else _TILE_BYTES) // width
+    columns = (hi - lo if adjacent else _TILE_ROW_BYTES // width) or 1
+    limit = (_CHUNK_BYTES if adjacent else _TILE_BYTES) // width
     strips = ((*box[:-1], (at, min(at + columns, hi)))[: len(box)] for at in range(lo, hi, columns))
-    for tile in chain.from_iterable(chunks(strip, most) for strip in strips):
+    for tile in chain.from_iterable(chunks(strip, limit) for strip in strips):
         part = array[slices_within(tile, box)]
-        if not straight:
+        if not adjacent:
             row_major = np.empty(part.shape, part.dtype)
             for piece in chunks(tile, _STEP_BYTES // width):
                 inside = slices_within(piece, tile)
-                # Copied in its own order of memory first, it lies in the cache.
+                # A copy in the order of memory comes first, to be in the cache.
                 row_major[inside] = part[inside].copy("K")
             part = row_major
         lanes += _tile_lanes(part, tile, shape, seed)
@@ -363,51 +363,51 @@ def _lanes(array: NDArray[np.generic], box: Box, shape: tuple[int, ...], seed: i
 
 
 def _tile_lanes(array: NDArray[np.generic], box: Box, shape: tuple[int, ...], seed: int) -> _Words:
-    """Return what a box that is not empty adds to the lanes."""
+    """Return the lanes of a box that is not empty, given row-major."""
     if not shape:
         array, box, shape = array.reshape(1), ((0, 1),), (1,)
     dim = _joined_from(shape, array.itemsize)
     rows, inner = _outer(box[:dim], shape[:dim]), shape[dim + 1 :]
     (lo, hi), size = box[dim], prod(inner)
     if box_shape(box[dim + 1 :]) != inner:
-        # Gaps between the elements of a row are filled with zeros, which add nothing.
+        # Zeros between the elements of a row add nothing.
         filled = np.zeros((*array.shape[: dim + 1], *inner), array.dtype)
         inside = slices_within(box[dim + 1 :], tuple((0, size) for size in inner))
         filled[(slice(None),) * (dim + 1) + inside] = array
         array = filled
     first, last = lo * size, hi * size
     part = array.reshape(len(rows), last - first)
-    per = _SEGMENT_BYTES // array.itemsize
-    segments = -(-prod(shape[dim:]) // per)
+    per_segment = _SEGMENT_BYTES // array.itemsize
+    segments = -(-prod(shape[dim:]) // per_segment)
     lanes = np.zeros(LANES, np.uint64)
-    up = min(last, -(-first // per) * per)
-    for a, b in pairwise((first, up, max(up, last // per * per), last)):
+    boundary = min(last, -(-first // per_segment) * per_segment)
+    for a, b in pairwise((first, boundary, max(boundary, last // per_segment * per_segment), last)):
         if a < b:
-            several = max(1, (b - a) // per)
-            block = part[:, a - first : b - first].reshape(-1, (b - a) // several)
-            places = np.arange(a // per, a // per + several, dtype=np.uint64)
+            whole = max(1, (b - a) // per_segment)
+            block = part[:, a - first : b - first].reshape(-1, (b - a) // whole)
+            places = np.arange(a // per_segment, a // per_segment + whole, dtype=np.uint64)
             numbers = (rows[:, None] * np.uint64(segments) + places).ravel()
-            lanes += _block_lanes(block, a % per, numbers, seed)
+            lanes += _block_lanes(block, a % per_segment, numbers, seed)
     return lanes
 
 
 def _block_lanes(block: NDArray[np.generic], at: int, numbers: _Words, seed: int) -> _Words:
-    """Return the lanes of segments, or the same part of each, from the element `at` on."""
+    """Return the lanes of segments, or of the same part of each, from the element `at` on."""
     width, (count, length) = block.itemsize, block.shape
     first, last = at * width // 8, -(-(at + length) * width // 8)
     keys = _word_keys(seed)[:, first:last]
     step = max(1, _STEP_BYTES // (8 * (last - first)))
-    straight = at * width % 8 == 0 and length * width % 8 == 0
-    room = np.zeros((0 if straight else min(step, count), (last - first) * 8 // width), block.dtype)
+    aligned = at * width % 8 == 0 and length * width % 8 == 0
+    room = np.zeros((0 if aligned else min(step, count), (last - first) * 8 // width), block.dtype)
     begin = at - first * 8 // width
     total = np.zeros((LANES, count), np.uint64)
     upper = np.empty((min(step, count), last - first), np.uint64)
     for start in range(0, count, step):
-        some = block[start : start + step]
-        if not straight:
-            room[: len(some), begin : begin + length] = some
-            some = room[: len(some)]
-        words = some.view(np.uint64)
+        rows = block[start : start + step]
+        if not aligned:
+            room[: len(rows), begin : begin + length] = rows
+            rows = room[: len(rows)]
+        words = rows.view(np.uint64)
         high = np.right_shift(words, np.uint64(32), out=upper[: len(words)])
         for lane in range(LANES):
             sums = total[lane, start : start + step]
@@ -428,7 +428,7 @@ def _cover(box: Box, seed: int) -> int:
 
 @lru_cache(1024)
 def _side(dim: int, lo: int, hi: int, seed: int) -> int:
-    """Return the sum of the keys of indices: of each its block's, times that of its place there."""
+    """Return the sum of the keys of indices: that of the block times that of the place in it."""
     before = _key_sums(dim, seed)
     total = 0
     first, last = lo // _COVER_BLOCK, -(-hi // _COVER_BLOCK)
@@ -443,7 +443,7 @@ def _side(dim: int, lo: int, hi: int, seed: int) -> int:
 
 @lru_cache(64)
 def _key_sums(dim: int, seed: int) -> _Words:
-    """Return the sums of the keys of the first places in a block."""
+    """Return the running sums of the keys of the places in a block."""
     places = np.arange(_COVER_BLOCK, dtype=np.uint64)
     keys = _keys(places, (_COVER + 2 * dim + 1,), seed)[0]
     return np.concatenate([np.zeros(1, np.uint64), np.cumsum(keys, dtype=np.uint64)])

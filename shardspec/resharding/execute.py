@@ -25,12 +25,11 @@ from shardspec.resharding.given import (
     agreed_ties,
     agreed_values,
     given_to,
-    shape_and_dtype,
-    torch_dtype,
 )
 from shardspec.resharding.receipts import Receipt, receipt_of
 from shardspec.resharding.stages import region_of
 from shardspec.tensor.dtensor import DTensor
+from shardspec.tensor.shards import shape_and_dtype, torch_dtype
 from shardspec.text import counted
 
 
@@ -117,12 +116,12 @@ def _run_in_job(
         if reserved or not all(other.fills for other in statements.values()):
             communicator.gather({rank: None})  # if a rank had no memory for it, all hear of it
         own.clear()
+        to = f", to version {version}," if receipt else ""
+        why = f"reshard plan {plan.digest[:12]}{to} failed on the way, so `out` is half written"
         try:
-            transport.move(own.stage(number) for number in range(len(moving.stages)))
+            with _marking(given, why):
+                transport.move(own.stage(number) for number in range(len(moving.stages)))
         except (CommunicatorError, RuntimeError) as error:
-            to = f", to version {version}," if receipt else ""
-            why = f"reshard plan {plan.digest[:12]}{to} failed on the way, so `out` is half written"
-            _mark_unusable(given, f"{why}: {error}")
             raise CommunicatorError(f"{why}; the job cannot go on: {error}") from error
         shards = {rank: own}
         results = _results(plan, ties, shards, given) | values
@@ -138,14 +137,10 @@ def _marking(given: Given, why: str) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        _mark_unusable(given, f"{why}: {error}")
+        for value in (given.out or {}).values():
+            if isinstance(value, DTensor):
+                value.mark_unusable(f"{why}: {error}")
         raise
-
-
-def _mark_unusable(given: Given, why: str) -> None:
-    for value in (given.out or {}).values():
-        if isinstance(value, DTensor):
-            value.mark_unusable(why)
 
 
 def _device_type(given: DeviceGiven) -> str:

@@ -6,7 +6,6 @@ others since, of another layout or dtype, tied or apart, elsewhere in memory, or
 
 import pickle
 from collections.abc import Iterable, Mapping, Sequence
-from functools import cache, lru_cache
 from typing import NamedTuple, TypeAlias
 
 import torch
@@ -21,7 +20,7 @@ from shardspec.resharding.copies import Groups, StateCopies
 from shardspec.resharding.memory import has_memory, memory_overlaps, overlaps_itself, same_memory
 from shardspec.resharding.state import flat_state, is_plain, plain_key, same_shards, stated_layout
 from shardspec.tensor.dtensor import DTensor
-from shardspec.tensor.shards import check_dense
+from shardspec.tensor.shards import check_dense, shape_and_dtype
 from shardspec.text import first_of, shown
 
 State: TypeAlias = Mapping[str, object]
@@ -320,17 +319,3 @@ def _parted(group: tuple[int, ...], labels: Mapping[int, int]) -> list[tuple[int
         if place in labels:
             parts.setdefault(labels[place], []).append(place)
     return [tuple(part) for part in parts.values() if len(part) > 1]
-
-
-@cache
-def torch_dtype(name: str) -> torch.dtype:
-    """Return torch's dtype of a name."""
-    dtype = getattr(torch, name)
-    assert isinstance(dtype, torch.dtype), name
-    return dtype
-
-
-@lru_cache(maxsize=4096)
-def shape_and_dtype(layout: Layout, device: int) -> tuple[tuple[int, ...], torch.dtype]:
-    """Return what the shard of a device is like."""
-    return layout.local_shape(device), torch_dtype(layout.dtype)

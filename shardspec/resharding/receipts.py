@@ -1,8 +1,8 @@
-"""Receipts of a sync: digests of what left each sender and of what arrived, compared on all ranks.
+"""Receipts of a sync: digests of what was sent and of what arrived, compared on all ranks.
 
-Of each message's boxes both ends take digests by their places in the target's tensors. First only
-one hash a pair of devices travels; where these differ, all of the pair's digests do. What arrived
-adds up to digests of whole tensors, and so tells replicas apart that differ.
+Sender and receiver digest the boxes of each message by their places in the tensors of the target.
+They exchange one hash for each pair of devices, and all digests of a pair if its hashes differ. The
+digests of what arrived add up to those of whole tensors, which shows replicas that differ.
 """
 
 import hashlib
@@ -20,11 +20,10 @@ from shardspec.errors import CommunicatorError
 from shardspec.layout.layout import Layout, LayoutCell, cells_of
 from shardspec.resharding.copies import Groups, StateCopies, TensorMove
 from shardspec.resharding.digests import Digests, TensorDigest
-from shardspec.resharding.given import torch_dtype
 from shardspec.resharding.stages import StateCopy, region_of
 from shardspec.resharding.view_parts import parts_of_view
 from shardspec.resharding.views import identity_view
-from shardspec.tensor.shards import bits_of
+from shardspec.tensor.shards import bits_of, torch_dtype
 from shardspec.text import counted
 
 Pair: TypeAlias = tuple[int, int, int]
@@ -36,7 +35,7 @@ Gather: TypeAlias = Callable[[dict[int, Any]], dict[int, Any]]
 
 @dataclass(frozen=True, slots=True)
 class Receipt:
-    """What arrived in a sync, the same on every rank: it is what left, element by element.
+    """The digests of what arrived in a sync, equal on every rank; it is what was sent.
 
     Examples
     --------
@@ -52,7 +51,7 @@ class Receipt:
     """
 
     version: int | None
-    """The caller's number of what was sent."""
+    """The number that the caller gave to what was sent."""
     digests: Digests
     """Of the tensors of the target."""
 
@@ -60,8 +59,8 @@ class Receipt:
         """Raise CommunicatorError unless this is the receipt of a version."""
         if self.version != version:
             raise CommunicatorError(
-                f"version {self.version} has arrived here, not {version}; sync again before this "
-                "is read"
+                f"version {self.version} has arrived here, not {version}; sync again before "
+                "reading it"
             )
 
 
@@ -82,8 +81,8 @@ def receipt_of(
 ) -> Receipt:
     """Compare what was sent with what arrived; all processes call this.
 
-    Of `ties` the first was moved. Raises CommunicatorError on every rank if a tensor did not arrive
-    as it was sent, or its replicas differ.
+    Only the first tensor of each of `ties` was moved. Raises CommunicatorError on every rank if a
+    tensor did not arrive as it was sent, or its replicas differ.
     """
     plan = every.without_ties(ties)
     ends = {device: _Ends(plan, of_device) for device, of_device in shards.items()}
@@ -117,7 +116,7 @@ class _Ends:
             name, layout = plan.moves[place].target_name, plan.moves[place].target
             for box in _boxes_of(layout, self.device):
                 digest = TensorDigest(layout.dtype, layout.global_shape)
-                if name in plan.padded:  # with what no tensor of the source fills
+                if name in plan.padded:  # zeros come from no tensor of the source
                     shape, steps, at = region_of(
                         layout, None, box, tuple(shard.stride()), self.device, of_source=False
                     )
@@ -151,7 +150,7 @@ class _Ends:
     def _add_to_boxes(
         self, place: int, parts: list[tuple[torch.Tensor, Box]], digest: TensorDigest
     ) -> None:
-        """Add parts to the boxes of this device; `digest` is of all, as it travelled."""
+        """Add parts to the boxes of this device; `digest` is that of all parts, as sent."""
         move = self.plan.moves[place]
         name, layout = move.target_name, move.target
         boxes = _boxes_of(layout, self.device)
@@ -168,7 +167,7 @@ class _Ends:
     def _parts(
         self, shard: torch.Tensor, place: int, box: Box, *, of_source: bool
     ) -> Iterator[tuple[torch.Tensor, Box]]:
-        """Yield the regions of a shard that a copy's box is, with the boxes of the target."""
+        """Yield the regions of a shard that form the box of a copy, with boxes of the target."""
         move = self.plan.moves[place]
         layout = move.source if of_source else move.target
         view = move.view or identity_view(layout.global_shape)
@@ -229,7 +228,7 @@ def _problem(
     details: Mapping[int, tuple[Mapping[Pair, ByPlace], Mapping[Pair, ByPlace]]],
     version: int | None,
 ) -> str:
-    """Say which tensor did not arrive as it was sent, from whom, and where."""
+    """Return which tensor did not arrive as it was sent, from and to which device, as text."""
     problems = []
     for pair in sorted(wrong):
         _, sender, receiver = pair
@@ -250,10 +249,10 @@ def _problem(
 
 @lru_cache(4096)
 def _boxes_of(layout: Layout, device: int) -> list[Box]:
-    """Return the boxes of a device that are not empty, each the same or apart on other devices."""
+    """Return the boxes of a device that are not empty; two of all devices are equal or disjoint."""
     if layout.spec.is_plain:
         boxes = [layout.box(device)]
-    else:  # where one part is replicated, it may join the one before it
+    else:  # parts are kept apart, as one that is replicated may adjoin another
         boxes = [LayoutCell(layout, cell).box(device) for cell in cells_of(layout)]
     return [box for box in boxes if box_size(box)]
 
@@ -272,7 +271,7 @@ def _whole(
     boxes: Mapping[int, Mapping[tuple[str, Box], TensorDigest]],
     version: int | None,
 ) -> dict[str, TensorDigest]:
-    """Return the digests of whole tensors; replicas of a box are equal."""
+    """Return the digests of whole tensors; raises CommunicatorError if replicas differ."""
     whole: dict[str, TensorDigest] = {}
     for name, layout in {move.target_name: move.target for move in plan.moves}.items():
         total = TensorDigest(layout.dtype, layout.global_shape)

@@ -3,6 +3,7 @@
 import hashlib
 import os
 from collections.abc import Mapping, Sequence
+from functools import cache, lru_cache
 from typing import Final, TypeAlias
 
 import numpy as np
@@ -65,6 +66,20 @@ def new_layout(
             "per device; give each device's addend to DTensor.from_local"
         )
     return layout
+
+
+@cache
+def torch_dtype(name: str) -> torch.dtype:
+    """Return torch's dtype of a name."""
+    dtype = getattr(torch, name)
+    assert isinstance(dtype, torch.dtype), name
+    return dtype
+
+
+@lru_cache(maxsize=4096)
+def shape_and_dtype(layout: Layout, device: int) -> tuple[tuple[int, ...], torch.dtype]:
+    """Return what the shard of a device is like."""
+    return layout.local_shape(device), torch_dtype(layout.dtype)
 
 
 def facts_of(shard: torch.Tensor) -> Facts:

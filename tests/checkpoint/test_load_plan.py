@@ -5,7 +5,7 @@ import pickle
 import pytest
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from shardspec import DeviceMesh, DTensor, Layout, NameMap, merge, plan_reshard, save_sharded
 from shardspec.errors import CheckpointError, LayoutError
@@ -76,6 +76,15 @@ def test_maps_dtypes_and_several_meshes(checkpoint, whole):
     assert list(got) == ["a", "v"]
     assert wrong_shards({"a": whole["q"]}, apart, got, THREE.ids) == []
     assert wrong_shards({"v": whole["v"]}, apart, got, FOUR.ids) == []
+
+
+def test_names_with_brackets_are_left_behind_by_their_letters(tmp_path):
+    codes = {"a[0].weight": torch.zeros(4, 4).to(torch.float8_e4m3fn), "b": torch.ones(3)}
+    save_file(codes, tmp_path / "a.safetensors")
+    for dtype in ("bfloat16", "fp8-128x128"):
+        plan = plan_reshard(tmp_path / "a.safetensors", (THREE, {}), dtype=dtype, drop="a*")
+        assert plan.dropped == ("a[0].weight",)
+        assert list(plan.run({})) == ["b"]
 
 
 def test_what_is_refused(checkpoint, whole):

@@ -268,6 +268,15 @@ def test_checkpoints_that_are_quantised_or_not_finite_are_refused(tmp_path):
     source = written(tmp_path / "codes", codes | {"down.weight": weight}, FP8)
     with pytest.raises(DTypeError, match=r"'up.weight' is quantised already .*; leave out dtype="):
         plan_reshard(source, (TWO, {}), dtype="fp8-128x128")
+    # What a map renames is no less quantised.
+    for how in ({"names": {"up.weight": "x.weight"}}, {}):
+        for call in (
+            lambda how=how: plan_reshard(source, (TWO, {}), dtype="fp8-128x128", **how),
+            lambda how=how: wanted_of(source, tmp_path / "no", **how),
+        ):
+            with pytest.raises(DTypeError, match=r"'up.weight' is quantised already"):
+                call()
+    assert not (tmp_path / "no.safetensors").exists()
     # What is left behind may be.
     plan = plan_reshard(source, (TWO, {}), dtype="fp8-128x128", drop=["up.*"])
     assert plan.dropped == ("up.weight", "up.weight_scale_inv")
@@ -311,7 +320,7 @@ def test_names_maps_and_families_of_a_checkpoint(tmp_path):
         plan_reshard(folder, layouts, names=names, dtype="fp8-128x128")
 
 
-def test_what_a_map_pads_is_of_no_file(tmp_path):
+def test_what_a_map_fills_with_zeros(tmp_path):
     name_map = NameMap.parse(
         "[sizes]\nrows = 150\nhigh = 300\n"
         + "".join(
@@ -324,30 +333,23 @@ def test_what_a_map_pads_is_of_no_file(tmp_path):
     source = written(tmp_path / "model", tensors)
     plan = plan_reshard(source, (THREE, {"*": "[S0,R]"}), names=name_map, dtype="fp8-128x128")
     require_same(plan.run({}), wanted_of(source, tmp_path / "out", names=name_map))
-    assert (plan.files, plan.padded) == ({8}, ("embed.weight",))
-    # Nor is it where another map goes before the last.
-    again = NameMap.parse(
-        '[[map]]\nsource = "embed.weight"\ntarget = "embed.w"\n'
-        '[[map]]\nsource = "up.weight"\ntarget = "up.w"\n'
-    )
+    # What reads rows finds zeros in the file of that name.
+    same = NameMap.parse("".join(f'[[map]]\nsource = "{n}"\ntarget = "{n}"\n' for n in tensors))
     catalog, plan, _, files = plan_stored(
-        open_checkpoint(source), (TWO, {}), [name_map, again], None, None
+        open_checkpoint(source), (TWO, {}), [name_map, same], None, None
     )
-    assert (plan.padded, files) == (("embed.w", "up.w"), {2: "model.safetensors"})
-    rows = transfer_rows(plan, 1, files=file_regions(catalog, 2))
-    memory = {
-        plan.moves[place].target_name: bytearray(300 * (6, 200)[place] * 2) for place in (0, 1)
-    }
-    stored = (source / "model.safetensors").read_bytes()
-    for row in rows:
-        target = memory[plan.moves[row["tensor"]].target_name]
-        for step in range(row["count"]):
-            at = int(row["target_offset"] + step * row["target_step"])
-            start = int(row["source_offset"] + step * row["source_step"])
-            target[at : at + row["run_bytes"]] = stored[start : start + row["run_bytes"]]
+    assert files == {2: "/dev/zero", 3: "model.safetensors"}
+    made = {name: bytearray(2 * tensor.numel() * 2) for name, tensor in tensors.items()}
+    for row in transfer_rows(plan, 1, files=file_regions(catalog, 2)):
+        target = made[plan.moves[row["tensor"]].target_name]
+        with (source / files[int(row["sender"])]).open("rb") as file:
+            for step in range(row["count"]):
+                file.seek(int(row["source_offset"] + step * row["source_step"]))
+                at = int(row["target_offset"] + step * row["target_step"])
+                target[at : at + row["run_bytes"]] = file.read(int(row["run_bytes"]))
     for name, tensor in tensors.items():
-        made = torch.frombuffer(memory[name.replace("weight", "w")], dtype=torch.bfloat16)
-        assert made.equal(torch.nn.functional.pad(tensor, (0, 0, 0, 150)).flatten())
+        wanted = torch.nn.functional.pad(tensor, (0, 0, 0, 150))
+        assert torch.frombuffer(made[name], dtype=torch.bfloat16).equal(wanted.flatten())
 
 
 def test_what_a_config_lists_is_not_quantised_nor_what_is_dropped_read(tmp_path):

@@ -190,6 +190,9 @@ def test_what_only_one_process_finds_out_ends_all(ckpt, tmp_path):
         "option verify: rank 0 has ": [
             partial(merge, ckpt, out, verify=verify) for verify in (True, True, False)
         ],
+        "option dry_run: rank 0 has ": [
+            partial(merge, ckpt, out, dry_run=dry_run) for dry_run in (False, True, False)
+        ],
         "option digests: rank 0 has ": [
             partial(merge, ckpt, out, digests=digests)
             for digests in (None, tmp_path / "digests.json", None)
@@ -302,8 +305,8 @@ def test_shares_fill_every_slot_once(shapes, size, limit, whole_files):
             for file, number in task:
                 extent = target.files[file].extents[number]
                 filled[file][extent.offset :][: extent.num_bytes] += 1
-    for slots, file in zip(wanted, target.files, strict=True):
-        for extent in file.extents:
+    for slots, output in zip(wanted, target.files, strict=True):
+        for extent in output.extents:
             slots[extent.offset :][: extent.num_bytes] += 1
     for slots, given_slots in zip(wanted, filled, strict=True):
         assert slots.tolist() == given_slots.tolist()

@@ -11,7 +11,7 @@ from click.testing import CliRunner
 
 from shardspec import CostModel, DeviceMesh, Layout, LayoutConverter
 from shardspec.cli.main import cli
-from shardspec.comm.presets import DEFAULT_LINK, link_preset
+from shardspec.comm.presets import link_preset
 
 TENSOR = ["--mesh", "2x3", "--shape", "7x5", "--dtype", "bf16"]
 SPECS = ["[R,R]", "[S0,R]", "[R,S01]", "[S10,R]", "[S1,S0]"]
@@ -48,7 +48,7 @@ def test_json_of_many_pairs():
         "shape": [7, 5],
         "dtype": "bfloat16",
         "link_model": "ring",
-        "links": [DEFAULT_LINK.as_dict()] * 2,
+        "links": [link_preset("h100-nvswitch").as_dict() | {"name": "assumed h100-nvswitch"}] * 2,
         "known_error": json.loads(result.stdout)["known_error"],
         "pairs": expected(PAIRS),
     }

@@ -92,7 +92,7 @@ def test_a_plan_of_a_checkpoint_by_its_path(checkpoint):
         "w": Layout(mesh, rules["w"], (8, 6), "float32"),
         "b": Layout(mesh, "[R]", (12,), "float32"),
     }
-    source, *_ = stored_layouts(open_checkpoint(checkpoint), 10)
+    source, _ = stored_layouts(open_checkpoint(checkpoint), 10)
     for place in (checkpoint, str(checkpoint)):
         for target in ((mesh, rules), layouts):
             plan = plan_reshard(place, target)

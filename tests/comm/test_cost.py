@@ -14,7 +14,7 @@ from shardspec import (
     plan_reshard,
 )
 from shardspec.comm.curves import bytes_received
-from shardspec.comm.presets import DEFAULT_LINK
+from shardspec.comm.presets import assumed_links
 from shardspec.comm.steps import AllGather, AllReduce, AllToAll, ReduceScatter, Slice
 from shardspec.errors import LayoutError, MeshError
 from shardspec.layout.graph import explore, spec_of
@@ -110,13 +110,13 @@ def test_the_model_of_a_mesh():
         (2, 4), (Link(1e-5, 2e-11), Link(2e-6, 3e-12)), "ring"
     )
     bus = DeviceMesh(range(8), (2, 4), link_model="shared-bus")
-    assert CostModel.of_mesh(bus) == CostModel((2, 4), (DEFAULT_LINK,) * 2, "shared-bus")
+    assert CostModel.of_mesh(bus) == CostModel((2, 4), assumed_links(bus), "shared-bus")
 
 
 def test_links_in_words():
     assert str(SLOW) == "slow: 10 µs, 50 GB/s"
     assert str(Link(0.0, 0.0)) == "given: 0 µs, free"
-    assert str(DEFAULT_LINK) == (
+    assert str(assumed_links(DeviceMesh(range(2)))[0]) == (
         "assumed h100-nvswitch (measured for 2, 4, 8 devices; otherwise 23 µs + 249 GB/s)"
     )
 

@@ -1,6 +1,6 @@
 """Real processes: tensors move to other meshes, and ranks that disagree are told so.
 
-`make test` tries about ten conversions of each pair of meshes, and `make exhaustive` forty.
+`make test` tries about six conversions of each pair of meshes, and `make exhaustive` forty.
 """
 
 from itertools import product
@@ -144,7 +144,7 @@ def _both(rank: int, most: int) -> tuple[tuple[int, list[str]], list[tuple[str, 
     return _move(rank, most), _disagree(rank)
 
 
-@pytest.fixture(scope="module", params=[10, pytest.param(40, marks=pytest.mark.exhaustive)])
+@pytest.fixture(scope="module", params=[6, pytest.param(40, marks=pytest.mark.exhaustive)])
 def most(request):
     return request.param
 

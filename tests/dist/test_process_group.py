@@ -110,7 +110,7 @@ def ranks(tmp_path_factory, every):
     return run_ranks(6, tmp_path_factory.mktemp("contract"), _run_all, every)
 
 
-def sampled(reads_peers: bool):
+def sampled(reads_peers: bool) -> pytest.MarkDecorator:
     """Parametrize by the cases of a way, with the job that has run them."""
     cases = [pytest.param(EVERY, case, id=case.name) for case in CASES[reads_peers::EVERY]]
     cases += [

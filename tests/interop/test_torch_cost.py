@@ -56,6 +56,20 @@ def test_the_outer_axis_is_dearer_than_the_inner_one():
     assert outer > 1.5 * redistribute_cost(*ends)
 
 
+def test_links_are_those_of_the_running_job():
+    """An equal mesh of torch in an earlier job may have stood for one with other links."""
+    costs = []
+    for alpha, beta in (((1e-3, 1e-3), (1e-6, 1e-6)), (None, None)):
+        dist.destroy_process_group()
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=16)
+        ours = DeviceMesh(range(16), (2, 8), mesh_alpha=alpha, mesh_beta=beta)
+        mesh = ours.to_torch("cpu")
+        whole, rows = ((Replicate(), last) for last in (Replicate(), Shard(0)))
+        ends = (DTensorSpec(mesh, each, tensor_meta=META) for each in (rows, whole))
+        costs.append(redistribute_cost(*ends))
+    assert costs[0] > 1000 * costs[1] > 0
+
+
 def test_what_torch_cannot_convert_has_no_price():
     whole = spec(Replicate(), Replicate())
     assert redistribute_cost(spec(Shard(0), Shard(1)), spec(Partial(), Shard(1))) == inf

@@ -6,7 +6,6 @@ from math import prod
 
 import numpy as np
 import torch
-from scipy.optimize import linprog
 
 from shardspec import DeviceMesh, DimSpec, Layout, ShardingSpec
 from shardspec.layout.spec import Part
@@ -90,6 +89,9 @@ def wrong_shards(
 
 def least_busiest(totals: Mapping[tuple[int, ...], int]) -> float:
     """Return the load of the busiest holder under the best division, by linear programming."""
+    # Imported here: the ranks of jobs import this module too, and scipy takes them half a second.
+    from scipy.optimize import linprog
+
     pairs = [(number, one) for number, holders in enumerate(totals) for one in holders]
     given = np.array([[place == number for place, _ in pairs] for number in range(len(totals))])
     ones = sorted({one for _, one in pairs})

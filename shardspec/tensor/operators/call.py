@@ -30,6 +30,7 @@ from shardspec.tensor.operators.conditions import arguments_for, layout_facts
 from shardspec.tensor.operators.simulated import is_branch_of_rank
 from shardspec.tensor.operators.tensor import TensorLike
 from shardspec.tensor.operators.watch import Watch, is_alias, is_copy_of, specs_text
+from shardspec.tensor.shards import shape_and_dtype
 
 _REFUSALS: Final = (RuntimeError, ValueError, AssertionError, TypeError, IndexError)
 """The errors that torch raises if it cannot propagate a layout."""
@@ -215,7 +216,7 @@ class _InTorch:
         """Return the result; raises `LayoutError` if a shard's shape contradicts its layout."""
         for device, part in zip(self._devices, parts_of(result.tensor._local_tensor), strict=False):
             shape = tuple(part.shape)
-            if shape != _local_shape(result.layout, device):
+            if shape != shape_and_dtype(result.layout, device)[0]:
                 raise LayoutError(
                     f"{self._call.shown}: torch {torch.__version__} made a shard of shape {shape} "
                     f"on rank {device} of a tensor of layout {result.layout}; redistribute first, "
@@ -406,8 +407,3 @@ def _keep_layout_of_gradient(written: Sequence[TorchDTensor]) -> None:
             to = [Replicate() if p.is_partial() else p for p in base.placements]
             # torch leaves register_hook untyped.
             base.register_hook(partial(TorchDTensor.redistribute, placements=to))  # type: ignore[no-untyped-call]
-
-
-@lru_cache(maxsize=4096)
-def _local_shape(layout: Layout, device: int) -> tuple[int, ...]:
-    return layout.local_shape(device)

@@ -15,6 +15,7 @@ from shardspec.layout.layout import Layout
 from shardspec.layout.spec import ShardingSpec
 from shardspec.mesh.device_mesh import DeviceMesh
 from shardspec.tensor.compiling import outside_graphs
+from shardspec.tensor.shards import torch_dtype
 
 # Importing torch's DTensor takes as long as the rest of torch, so it is imported when needed.
 if TYPE_CHECKING:
@@ -123,9 +124,7 @@ class TensorLike:
     @property
     def dtype(self) -> torch.dtype:
         """Element type."""
-        dtype = getattr(torch, self.layout.dtype)
-        assert isinstance(dtype, torch.dtype)
-        return dtype
+        return torch_dtype(self.layout.dtype)
 
     @property
     def device_mesh(self) -> DeviceMesh:
