@@ -30,8 +30,15 @@ for number, (args, environment) in enumerate(runs):
             os.dup2(os.open(f"{number}.{kind}", os.O_WRONLY | os.O_CREAT), descriptor)
         os.environ.update(environment)
         sys.argv[1:] = args
-        exec(code, names)
-        sys.exit()
+        status = 0
+        try:
+            exec(code, names)
+        except SystemExit as end:
+            status = end.code if isinstance(end.code, int) else end.code is not None
+        sys.stdout.flush()
+        sys.stderr.flush()
+        # What it has in memory need not be taken apart.
+        os._exit(status)
     children[child] = number
     if not together:
         wait()

@@ -183,7 +183,8 @@ def test_scales_that_a_target_states():
 def model(tmp_path):
     """Save weights with ragged blocks, and what is not quantised."""
     tensors = {
-        f"layers.{number}.up_proj.weight": weights(shape) for number, shape in enumerate(SHAPES)
+        f"layers.{number}.up_proj.weight": weights(shape)
+        for number, shape in enumerate(((576, 700), *SHAPES[1:]))
     }
     tensors["layers.0.down_proj.weight"] = weights((260, 130)).clamp(-6e4, 6e4).half()
     tensors["layers.1.down_proj.weight"] = weights((130, 260), torch.float32)

@@ -34,14 +34,14 @@ def tables(path):
 
 
 @pytest.mark.parametrize(
-    ("options", "line", "grid"),
+    ("options", "links", "line", "grid"),
     [
         # Of what cannot be added up there are fewer layouts.
-        (["--dtype", "float8_e4m3fn"], 3**2, 11**2),
-        pytest.param([], 13, 223, marks=pytest.mark.exhaustive),
+        (["--dtype", "float8_e4m3fn", "--links", "unit"], (1, 1), 3**2, 11**2),
+        pytest.param([], (2, 3), 13, 223, marks=pytest.mark.exhaustive),
     ],
 )
-def test_without_options_there_is_something_to_pick(tmp_path, options, line, grid):
+def test_without_options_there_is_something_to_pick(tmp_path, options, links, line, grid):
     path = tmp_path / "page.html"
     done = run("-o", str(path), *options)
     assert done.exit_code == 0, done.output
@@ -50,7 +50,7 @@ def test_without_options_there_is_something_to_pick(tmp_path, options, line, gri
     assert path.stat().st_size < 400_000
     data = tables(path)
     assert [mesh["name"] for mesh in data["meshes"]] == ["4", "2x2", "2x4"]
-    assert [len(mesh["links"]) for mesh in data["meshes"]] == [2, 3, 3]
+    assert [len(mesh["links"]) for mesh in data["meshes"]] == [links[0], links[1], links[1]]
     assert all(len(mesh["tensors"]) == 3 for mesh in data["meshes"])
     pairs = sum(
         plans is not None
@@ -60,7 +60,7 @@ def test_without_options_there_is_something_to_pick(tmp_path, options, line, gri
         for row in of_links
         for plans in row
     )
-    assert pairs == 3 * (2 * line + 3 * grid + 3 * grid)
+    assert pairs == 3 * (links[0] * line + 2 * links[1] * grid)
 
 
 def test_help_says_the_limits():

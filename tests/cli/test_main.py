@@ -279,6 +279,7 @@ def test_python_m_shardspec_is_the_same_command():
 
 STARTED = """
 import sys
+import numpy
 import shardspec.cli
 from shardspec.cli.main import cli, option_text
 from shardspec.text import Argument

@@ -22,7 +22,7 @@ __all__ = ["calls"]
 _MOST_SECONDS: Final = 10
 """Of the processor, for one call."""
 _ALL: Final = 3000
-_SOME: Final = 60
+_SOME: Final = 30
 
 _IMPORTED: Final = (
     *("networkx", "numpy", "rich.console", "rich.progress", "rich.table"),
@@ -276,8 +276,7 @@ _COMMANDS: Final[dict[str, tuple[list[Callable[[_Random], str]], _Values, _Value
 }
 
 
-def _arguments(random: _Random, place: Path) -> list[str]:
-    command = random.choice([*_COMMANDS, "plan", "plan", "cost", "cost", "graph"])
+def _arguments(random: _Random, command: str, place: Path) -> list[str]:
     words, mostly, seldom = _COMMANDS[command]
     args = [word(random) for word in words]
     for chance, options in ((0.95, mostly), (0.08, seldom)):
@@ -306,9 +305,13 @@ def calls(place: Path, whole: bool) -> Iterator[Case]:
     for name in _IMPORTED:
         import_module(name)
     random = _Random(20)
+    each = list(_COMMANDS)
+    often = [*each, "plan", "plan", "cost", "cost", "graph"]
     for number in range(_ALL if whole else _SOME):
         random.begin()
-        args = _arguments(random, place)
+        # Of the sample each twice.
+        command = random.choice(often) if whole else each[number % len(each)]
+        args = _arguments(random, command, place)
         yield Case(
             f"call {number}: {' '.join(args)[:400]!r}", partial(_in_its_own_process, args, place)
         )
