@@ -3,7 +3,8 @@
 import os
 import resource
 import signal
-import time
+import subprocess
+import sys
 from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
@@ -17,7 +18,6 @@ import torch.distributed as dist
 from shardspec import DeviceMesh, DTensor, digest, load_sharded, save_sharded
 from shardspec.checkpoint import save
 from shardspec.checkpoint.digest import read_digests
-from shardspec.checkpoint.storage.local import LocalPath
 from shardspec.errors import CheckpointError, CommunicatorError, OutputExistsError
 from tests.dist.processes import rank_context, run_ranks
 
@@ -71,16 +71,18 @@ def test_what_is_known_at_once_is_raised_at_once(tmp_path):
     assert os.listdir(tmp_path) == ["a"]
 
 
-def _open(_, place: str) -> bool:
-    """End the process while its save is open."""
-    write = LocalPath.write
-
-    def slow(*args: Any, **how: Any) -> None:
-        time.sleep(0.3)
-        write(*args, **how)
-
-    patch.object(LocalPath, "write", slow).start()
-    return save_sharded({"w": torch.ones(5)}, place, asynchronous=True).done
+OPEN = """
+import sys, time, torch
+from shardspec import save_sharded
+from shardspec.checkpoint.storage.local import LocalPath
+write = LocalPath.write
+def slow(*args, **how):
+    time.sleep(0.3)
+    write(*args, **how)
+LocalPath.write = slow
+pending = save_sharded({"w": torch.ones(5)}, sys.argv[1], asynchronous=True)
+print(pending.done)
+"""
 
 
 def _full(_, place: str) -> str:
@@ -92,9 +94,10 @@ def _full(_, place: str) -> str:
 
 
 def test_a_process_with_an_open_save_ends_after_it(tmp_path):
-    place = tmp_path / "a"
-    assert run_ranks(1, tmp_path, _open, str(place), backend=None) == [False]
-    assert digest(place) == digest({"w": torch.ones(5)})
+    command = [sys.executable, "-c", OPEN, tmp_path / "a"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "False\n", "")
+    assert digest(tmp_path / "a") == digest({"w": torch.ones(5)})
 
 
 def test_a_disk_without_room_leaves_nothing_that_counts(tmp_path):
@@ -151,7 +154,7 @@ def _dies(rank: int, place: Path) -> str:
         init_method=f"file://{place}/meeting",
         rank=rank,
         world_size=2,
-        timeout=timedelta(seconds=3),
+        timeout=timedelta(seconds=5),
     )
     w = DTensor(torch.ones(4), DeviceMesh(range(2), (2,)), "[S0]")
     dies = patch.object(save, "_write_shards", lambda *_: os._exit(9))
