@@ -1,11 +1,12 @@
 """Time and memory of dequantising and quantising, beside `cat` of the 16-bit numbers.
 
-Run ``python -m benchmarks.low_precision [MIB]``. Each way is measured five times, in turn with
-`cat` of the file of 16-bit numbers; shown are medians of the ratios, and the most memory that a
-process of its own takes.
+Run ``python -m benchmarks.low_precision [MIB [THREADS]]``. Each way is measured five times, in turn
+with `cat` of the file of 16-bit numbers; shown are medians of the ratios, and the most memory that
+a process of its own takes. By default there are as many threads as the command takes.
 """
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -25,7 +26,7 @@ WIDE = 4096
 RUNS = 5
 
 
-def main(mebibytes: int) -> None:
+def main(mebibytes: int, threads: int) -> None:
     with tempfile.TemporaryDirectory() as folder:
         place = Path(folder)
         numbers = made(place, mebibytes)
@@ -37,9 +38,10 @@ def main(mebibytes: int) -> None:
             ways[f"quantise {kind}"] = ("plain", {"quantize": kind})
         for kind in (*KINDS, "gpt-oss"):
             ways[f"dequantise {kind}"] = (kind, {"dtype": "bf16"})
-        print(f"{mebibytes} MiB of bf16, times `cat`, one thread; peak of a process")
+        print(f"{mebibytes} MiB of bf16, times `cat`; {threads} threads; peak of a process")
         for name, (source, how) in ways.items():
-            times, most = ratio(place, numbers, source, how), peak(place, source, how)
+            times = ratio(place, numbers, source, how, threads)
+            most = peak(place, source, how, threads)
             print(f"{name:24} {times:5.2f}  {most} MiB")
 
 
@@ -86,12 +88,13 @@ def timed(act: Callable[[], object]) -> float:
     return time.perf_counter() - begun
 
 
-def ratio(place: Path, numbers: Path, source: str, how: dict[str, str]) -> float:
+def ratio(place: Path, numbers: Path, source: str, how: dict[str, str], threads: int) -> float:
     """Return the median of the time beside that of `cat`."""
 
     def write() -> None:
         # The checker does not know which keyword has which of the texts.
-        merge(place / source, place / "out.safetensors", overwrite=True, verify=False, **how)  # type: ignore[arg-type]
+        out = place / "out.safetensors"
+        merge(place / source, out, overwrite=True, verify=False, threads=threads, **how)  # type: ignore[arg-type]
 
     def cat() -> None:
         subprocess.run(f"cat {numbers} > {place}/copy && sync {place}/copy", shell=True, check=True)
@@ -100,11 +103,11 @@ def ratio(place: Path, numbers: Path, source: str, how: dict[str, str]) -> float
     return median(timed(write) / timed(cat) for _ in range(RUNS))
 
 
-def peak(place: Path, source: str, how: dict[str, str]) -> int:
+def peak(place: Path, source: str, how: dict[str, str], threads: int) -> int:
     """Return the most memory that a process of its own takes, in MiB."""
     arguments = [word for name, value in how.items() for word in (f"--{name}", value)]
     command = [sys.executable, "-m", "shardspec", "merge", str(place / source), "--overwrite"]
-    command += ["-o", str(place / "out.safetensors"), "--threads", "1", *arguments]
+    command += ["-o", str(place / "out.safetensors"), "--threads", str(threads), *arguments]
     code = "import resource, subprocess, sys; subprocess.run(sys.argv[1:], check=True, stdout=-3); "
     code += "print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss >> 10)"
     done = subprocess.run([sys.executable, "-c", code, *command], capture_output=True, check=True)
@@ -112,4 +115,6 @@ def peak(place: Path, source: str, how: dict[str, str]) -> int:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]) if len(sys.argv) > 1 else 256)
+    usual = 256, min(4, len(os.sched_getaffinity(0)))
+    given = [int(word) for word in sys.argv[1:]]
+    main(*(*given, *usual[len(given) :]))
