@@ -128,7 +128,7 @@ LOOK_UPS = [
 ]
 VIEWS = [
     _of("view", lambda a: a.view(2, 4, 6), EVEN, refused=True),
-    _of("reshape", lambda a: a.reshape(48), EVEN),
+    _of("reshape", lambda a: a.reshape(48), EVEN, refused=True),
     _of("flatten", lambda a: a.flatten(1), (4, 2, 6)),
     _of("unflatten", lambda a: a.unflatten(1, (2, 3)), EVEN, refused=True),
     _of("transpose", lambda a: a.transpose(0, 1), ODD),
@@ -187,7 +187,14 @@ IN_PLACE = [
         ODD,
         refused=True,
     ),
-    _of("add out", lambda a, b: torch.add(a, b, out=torch.empty_like(a)), ODD, ODD, gradient=False),
+    _of(
+        "add out",
+        lambda a, b: torch.add(a, b, out=torch.empty_like(a)),
+        ODD,
+        ODD,
+        gradient=False,
+        refused=True,
+    ),
     _of("exp out", lambda a: torch.exp(a, out=torch.zeros_like(a)), ODD, gradient=False),
 ]
 ATTENTION = [
