@@ -304,7 +304,7 @@ ON_THE_WAY_BACK = (
 
 
 def test_as_on_one_whole_tensor(outcomes, extent):
-    wrong = {}
+    wrong: dict[tuple[str, object], str] = {}
     for outcome, operation in product(outcomes, TABLE[:: extent[1]]):
         told = {specs: text for (name, specs), text in outcome.items() if name == operation.name}
         assert told
