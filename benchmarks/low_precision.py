@@ -92,8 +92,8 @@ def ratio(place: Path, numbers: Path, source: str, how: dict[str, str], threads:
     """Return the median of the time beside that of `cat`."""
 
     def write() -> None:
-        # The checker does not know which keyword has which of the texts.
         out = place / "out.safetensors"
+        # The checker does not know which keyword has which of the texts.
         merge(place / source, out, overwrite=True, verify=False, threads=threads, **how)  # type: ignore[arg-type]
 
     def cat() -> None:

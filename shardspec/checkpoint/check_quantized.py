@@ -68,7 +68,7 @@ def _refuse_cast(
 
 
 def refuse_quantised(why: Mapping[str, str], names: Iterable[str], *remedy: TextPart) -> None:
-    """Refuse to quantise tensors of which something shows why they are quantised."""
+    """Refuse to quantise what is quantised already; `why` maps such tensors to what shows it."""
     if again := why.keys() & {*names}:
         name = min(again)
         raise QuantisedError(f"tensor {name!r} is quantised already ({why[name]}); ", *remedy)

@@ -62,7 +62,7 @@ class ModelNames(Naming):
     def applied(
         self, source: catalog.Catalog, choice: Choice | None, dropped: Collection[str]
     ) -> catalog.Catalog:
-        """Return a checkpoint under these names, of which `choice` may leave some behind."""
+        """Return a checkpoint under these names; `choice` may leave tensors behind."""
         with _about_input():
             return self._applied(source, choice, dropped)
 
@@ -166,7 +166,7 @@ def model_names(
     Raises
     ------
     CheckpointError, InputFileError
-        If the config cannot be read, or is of a model of which the family is not known.
+        If the config cannot be read, or its model belongs to no known family.
 
     Examples
     --------

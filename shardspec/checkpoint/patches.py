@@ -112,7 +112,7 @@ def content_bytes(name: str, start: int, num_bytes: int, file: SourceFile) -> in
 
 
 def check_fits(name: str, patch: Patch, num_bytes: int) -> None:
-    """Raise CheckpointError if what a frame holds is not for a tensor of so many bytes."""
+    """Raise CheckpointError if the content of a frame does not fit a tensor of `num_bytes`."""
     where, size = f"{patch.path}: the frame of tensor {shown(name)}", patch.content_bytes
     count, rest = divmod(size - 4, 5)
     if size != num_bytes if patch.encoding == "xor" else rest or not 0 <= count <= num_bytes:

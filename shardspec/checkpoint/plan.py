@@ -29,9 +29,9 @@ def plan_reshard(
         Name to `Layout`, or a state dict of DTensors, shardspec's or torch's; or the path of a
         checkpoint.
     target
-        The same but for a checkpoint, or a mesh and rules: name pattern to spec, what no pattern
-        matches is replicated. Meshes may be any: the same, grown, shrunk, permuted, disjoint or
-        overlapping ones.
+        The same, without a checkpoint, or a mesh and rules from name patterns to specs; tensors
+        that no pattern matches are replicated. Meshes may be any: the same, grown, shrunk,
+        permuted, disjoint or overlapping ones.
     names
         Name in the source to name in the target, for those that differ; or a `NameMap`, which
         also fuses, splits, stacks, transposes and pads.

@@ -160,7 +160,7 @@ class Blocks(NamedTuple):
     """Where codes may be cut."""
 
     sides: Shape
-    """Along each dim cuts lie at multiples of so many elements, or at the end."""
+    """Cuts along a dim lie at multiples of its side, or at the end."""
     scales: tuple[tuple[str, Shape], ...] = ()
     """Companions with as many dims: along each dim, how many elements share one of its numbers."""
 
@@ -355,7 +355,7 @@ def _side(size: int, count: int, dtype: str, stated: Stated) -> int:
 
 
 def _of_runs(shape: Shape, count: int, *, nested: bool) -> Shape:
-    """Return the block where so many runs of elements, row by row, have a number each."""
+    """Return the block if `count` runs of elements, row by row, have a number each."""
     total = prod(shape)
     powers = [256] if nested else [1 << power for power in range(total.bit_length() + 1)]
     run = next((size for size in powers if -(-total // size) == count), total)

@@ -38,7 +38,7 @@ _GPT_OSS: Final = {"quant_method": "mxfp4"}
 _SKIPPED: Final = ("modules_to_not_convert", "ignored_layers", "ignore", "exclude_modules")
 """Where configs list what is not quantised."""
 _TILE: Final = 1 << 20
-"""Most numbers that are quantised at once, but for a block."""
+"""Numbers quantised at once; more only where a single block is larger."""
 _CODE_BYTES: Final = 16 << 20
 _SCALE_BYTES: Final = 8 << 20
 """Codes and scales that are kept until they are read."""

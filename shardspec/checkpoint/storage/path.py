@@ -274,7 +274,7 @@ class StoragePath(PurePosixPath, ABC):
             yield
         except ShardSpecError:
             raise
-        except Exception as error:
+        except Exception as error:  # clients of stores raise errors of their own
             if type(error).__module__ == "builtins" and not isinstance(error, self._refusals):
                 raise
             raise CheckpointError(f"{self}: cannot be {done}: {_text(error)}{more}") from None
