@@ -20,7 +20,7 @@ from shardspec import (
     ReshardPlan,
     ShardingSpec,
 )
-from shardspec.checkpoint.options import WriteReport
+from shardspec.checkpoint.convert.options import WriteReport
 from shardspec.layout.table import CostTable
 
 MESH = DeviceMesh(range(4), (2, 2), axis_names=("dp", "tp"))
