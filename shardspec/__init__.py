@@ -38,13 +38,10 @@ if TYPE_CHECKING:
     from shardspec.mesh.device_mesh import DeviceMesh as DeviceMesh
     from shardspec.parallel.distribute import distribute_module as distribute_module
     from shardspec.resharding.digests import Digests as Digests
-    from shardspec.resharding.digests import TensorDigest as TensorDigest
     from shardspec.resharding.maps import check_map as check_map
     from shardspec.resharding.name_map import NameMap as NameMap
     from shardspec.resharding.plan import ReshardPlan as ReshardPlan
     from shardspec.resharding.plan import reshard_state as reshard_state
-    from shardspec.resharding.receipts import Receipt as Receipt
-    from shardspec.resharding.trace import trace_map as trace_map
     from shardspec.tensor.dtensor import DTensor as DTensor
     from shardspec.tensor.dtensor import distribute_tensor as distribute_tensor
     from shardspec.tensor.factories import arange as arange
@@ -78,14 +75,12 @@ _NAMES: Final = {
     "layout.spec": ("DimSpec", "ShardingSpec"),
     "mesh.device_mesh": ("DeviceMesh",),
     "parallel.distribute": ("distribute_module",),
-    "resharding.digests": ("Digests", "TensorDigest"),
+    "resharding.digests": ("Digests",),
     "resharding.maps": ("check_map",),
     "resharding.name_map": ("NameMap",),
     "resharding.plan": ("ReshardPlan", "reshard_state"),
     "families.layouts": ("model_layouts",),
-    "resharding.receipts": ("Receipt",),
     "families.maps": ("load_map", "map_chain", "shipped_maps"),
-    "resharding.trace": ("trace_map",),
     "tensor.dtensor": ("DTensor", "distribute_tensor"),
     "tensor.factories": ("arange", "empty", "full", "ones", "rand", "randn", "zeros"),
     "tensor.redistribute": ("redistribute",),

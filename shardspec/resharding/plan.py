@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, overload
 from shardspec.dtypes import dtype_name, is_cast, is_floating, keeps_dtype
 from shardspec.errors import LayoutError
 from shardspec.layout.layout import Layout
-from shardspec.layout.picture import notebook_html
 from shardspec.layout.rules import Rules, match_rules
 from shardspec.layout.spec import ShardingSpec
 from shardspec.mesh.device_ids import bound_of_bytes
@@ -77,19 +76,9 @@ class ReshardPlan(StateCopies):
     executor: Executor | None = None
     """What carries the plan out; None for copies between devices alone."""
 
-    def svg(self) -> str:
-        """Draw who sends how much to whom; raises LayoutError for more than 256 of either."""
-        from shardspec.resharding.picture import plan_svg
-
-        return plan_svg(self)
-
     def __str__(self) -> str:
         """Return the plan as a table, and what is done beside copies."""
         return self.text({}) if self.executor is None else f"{self.text({})}\n{self.executor}"
-
-    def _repr_html_(self) -> str:
-        """Draw the plan where notebooks show it."""
-        return notebook_html(self.svg, str(self), len(self.devices))
 
     @overload
     def run(

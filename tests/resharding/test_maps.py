@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from shardspec import DeviceMesh, DTensor, Layout, NameMap, check_map, plan_reshard, trace_map
+from examples.trace_map import trace_map
+from shardspec import DeviceMesh, DTensor, Layout, NameMap, check_map, plan_reshard
 from shardspec.errors import LayoutError, SpecSyntaxError
 from shardspec.resharding.name_map import Equation
 from shardspec.resharding.views import views_of
