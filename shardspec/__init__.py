@@ -38,10 +38,10 @@ if TYPE_CHECKING:
     from shardspec.mesh.device_mesh import DeviceMesh as DeviceMesh
     from shardspec.parallel.distribute import distribute_module as distribute_module
     from shardspec.resharding.digests import Digests as Digests
-    from shardspec.resharding.maps import check_map as check_map
     from shardspec.resharding.name_map import NameMap as NameMap
     from shardspec.resharding.plan import ReshardPlan as ReshardPlan
     from shardspec.resharding.plan import reshard_state as reshard_state
+    from shardspec.resharding.total import check_map as check_map
     from shardspec.tensor.dtensor import DTensor as DTensor
     from shardspec.tensor.dtensor import distribute_tensor as distribute_tensor
     from shardspec.tensor.factories import arange as arange
@@ -76,7 +76,7 @@ _NAMES: Final = {
     "mesh.device_mesh": ("DeviceMesh",),
     "parallel.distribute": ("distribute_module",),
     "resharding.digests": ("Digests",),
-    "resharding.maps": ("check_map",),
+    "resharding.total": ("check_map",),
     "resharding.name_map": ("NameMap",),
     "resharding.plan": ("ReshardPlan", "reshard_state"),
     "families.layouts": ("model_layouts",),

@@ -18,8 +18,8 @@ from shardspec.text import counted, shown
 if TYPE_CHECKING:
     from shardspec.checkpoint.catalog import Catalog
     from shardspec.layout.layout import Layout
-    from shardspec.resharding.maps import MapReport
     from shardspec.resharding.name_map import NameMap
+    from shardspec.resharding.total import MapReport
 
 
 @click.command(cls=opts.Command)
@@ -54,7 +54,7 @@ def check_map_command(
     checked, and printed with --json.
     """
     from shardspec.checkpoint.select.mapped import configured
-    from shardspec.resharding.maps import apply_map, dropped_by, report_of
+    from shardspec.resharding.total import apply_map, dropped_by, report_of
 
     before, catalog = _shapes(source)
     dropped = dropped_by(drop, before)

@@ -14,9 +14,9 @@ from shardspec.mesh.device_ids import bound_of_bytes
 from shardspec.mesh.device_mesh import DeviceMesh
 from shardspec.resharding.copies import MAX_BYTES, StateCopies, TensorMove
 from shardspec.resharding.digests import Digests
-from shardspec.resharding.maps import apply_map, dropped_by, report_of
 from shardspec.resharding.name_map import NameMap, Shape
 from shardspec.resharding.state import flat_state, is_plain, required_layout
+from shardspec.resharding.total import apply_map, dropped_by, report_of
 from shardspec.resharding.transfers import Declared, End, FileRegion, Rows, transfer_rows
 from shardspec.text import counted, first_of, shown
 
