@@ -49,6 +49,7 @@ _TITLES = {
 
 _BESIDE = {
     "Ready rules for modules": ("parallel.distribute", "parallel.rules"),
+    "Links, plans and parts of specs": ("comm.curves", "layout.plan", "layout.spec"),
     "Steps of plans": ("comm.steps",),
     "Other notations": ("interop.notations", "interop.torch_dtensor"),
     "What a trace holds": ("tracing",),

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from shardspec.checkpoint.save import save_sharded as save_sharded
     from shardspec.comm.communicator import SimulatedCommunicator as SimulatedCommunicator
     from shardspec.comm.cost import CostModel as CostModel
-    from shardspec.comm.curves import Link as Link
     from shardspec.comm.process_group import ProcessGroupCommunicator as ProcessGroupCommunicator
     from shardspec.comm.process_group import init_device_mesh as init_device_mesh
     from shardspec.errors import ShardSpecError as ShardSpecError
@@ -31,9 +30,7 @@ if TYPE_CHECKING:
     from shardspec.families.maps import shipped_maps as shipped_maps
     from shardspec.layout.converter import LayoutConverter as LayoutConverter
     from shardspec.layout.layout import Layout as Layout
-    from shardspec.layout.plan import ConversionPlan as ConversionPlan
     from shardspec.layout.rules import match_rules as match_rules
-    from shardspec.layout.spec import DimSpec as DimSpec
     from shardspec.layout.spec import ShardingSpec as ShardingSpec
     from shardspec.mesh.device_mesh import DeviceMesh as DeviceMesh
     from shardspec.parallel.distribute import distribute_module as distribute_module
@@ -68,14 +65,12 @@ _NAMES: Final = {
     "checkpoint.save": ("save_sharded",),
     "comm.communicator": ("SimulatedCommunicator",),
     "comm.cost": ("CostModel",),
-    "comm.curves": ("Link",),
     "comm.process_group": ("ProcessGroupCommunicator", "init_device_mesh"),
     "errors": ("ShardSpecError",),
     "layout.converter": ("LayoutConverter",),
     "layout.layout": ("Layout",),
-    "layout.plan": ("ConversionPlan",),
     "layout.rules": ("match_rules",),
-    "layout.spec": ("DimSpec", "ShardingSpec"),
+    "layout.spec": ("ShardingSpec",),
     "mesh.device_mesh": ("DeviceMesh",),
     "parallel.distribute": ("distribute_module",),
     "resharding.digests": ("Digests", "TensorDigest"),
