@@ -9,16 +9,16 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
-    from shardspec.checkpoint.background import PendingSave as PendingSave
-    from shardspec.checkpoint.convert import merge as merge
-    from shardspec.checkpoint.convert import reshard as reshard
-    from shardspec.checkpoint.delta import apply_delta as apply_delta
-    from shardspec.checkpoint.delta import delta as delta
-    from shardspec.checkpoint.digest import digest as digest
-    from shardspec.checkpoint.load import load_sharded as load_sharded
-    from shardspec.checkpoint.model_names import model_names as model_names
-    from shardspec.checkpoint.plan import plan_reshard as plan_reshard
-    from shardspec.checkpoint.save import save_sharded as save_sharded
+    from shardspec.checkpoint.compare.digest import digest as digest
+    from shardspec.checkpoint.convert.merge import merge as merge
+    from shardspec.checkpoint.convert.merge import reshard as reshard
+    from shardspec.checkpoint.deltas.make import apply_delta as apply_delta
+    from shardspec.checkpoint.deltas.make import delta as delta
+    from shardspec.checkpoint.job.background import PendingSave as PendingSave
+    from shardspec.checkpoint.job.load import load_sharded as load_sharded
+    from shardspec.checkpoint.job.plan import plan_reshard as plan_reshard
+    from shardspec.checkpoint.job.save import save_sharded as save_sharded
+    from shardspec.checkpoint.select.model_names import model_names as model_names
     from shardspec.comm.communicator import SimulatedCommunicator as SimulatedCommunicator
     from shardspec.comm.cost import CostModel as CostModel
     from shardspec.comm.process_group import ProcessGroupCommunicator as ProcessGroupCommunicator
@@ -55,14 +55,14 @@ if TYPE_CHECKING:
     from shardspec.tracing import trace as trace
 
 _NAMES: Final = {
-    "checkpoint.background": ("PendingSave",),
-    "checkpoint.convert": ("merge", "reshard"),
-    "checkpoint.delta": ("apply_delta", "delta"),
-    "checkpoint.digest": ("digest",),
-    "checkpoint.load": ("load_sharded",),
-    "checkpoint.model_names": ("model_names",),
-    "checkpoint.plan": ("plan_reshard",),
-    "checkpoint.save": ("save_sharded",),
+    "checkpoint.job.background": ("PendingSave",),
+    "checkpoint.convert.merge": ("merge", "reshard"),
+    "checkpoint.deltas.make": ("apply_delta", "delta"),
+    "checkpoint.compare.digest": ("digest",),
+    "checkpoint.job.load": ("load_sharded",),
+    "checkpoint.select.model_names": ("model_names",),
+    "checkpoint.job.plan": ("plan_reshard",),
+    "checkpoint.job.save": ("save_sharded",),
     "comm.communicator": ("SimulatedCommunicator",),
     "comm.cost": ("CostModel",),
     "comm.process_group": ("ProcessGroupCommunicator", "init_device_mesh"),

@@ -14,7 +14,7 @@ from typing import Final, NamedTuple, TypeAlias
 
 from shardspec.boxes import Box, box_shape, box_size
 from shardspec.checkpoint.catalog import Catalog, replica_holders, whole_box
-from shardspec.checkpoint.quantized import QUANTISED_BY, SECTIONS
+from shardspec.checkpoint.quantization.detect import QUANTISED_BY, SECTIONS
 from shardspec.checkpoint.storage.path import StoragePath, file_inside
 from shardspec.checkpoint.storage.strict_json import parse_json
 from shardspec.comm.senders import whole_senders

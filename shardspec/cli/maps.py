@@ -53,7 +53,7 @@ def check_map_command(
     {"embed.weight": [32000, 4096]}. Without --target, the names and shapes that the map implies are
     checked, and printed with --json.
     """
-    from shardspec.checkpoint.mapped import configured
+    from shardspec.checkpoint.select.mapped import configured
     from shardspec.resharding.maps import apply_map, dropped_by, report_of
 
     before, catalog = _shapes(source)
@@ -160,8 +160,8 @@ def plan_state_command(
       shardspec plan-state ckpt --mesh 8 --rules rules.toml --transfers rows/
       shardspec plan-state ckpt --mesh 8 --rules rules.toml --html plan.html
     """
-    from shardspec.checkpoint.load_plan import plan_stored
-    from shardspec.checkpoint.transfers import file_regions, write_transfers
+    from shardspec.checkpoint.job.load_plan import plan_stored
+    from shardspec.checkpoint.job.rows import file_regions, write_transfers
     from shardspec.resharding.picture import plan_html
 
     if layout is not None:
@@ -213,8 +213,8 @@ def _under_layout(
     dtype: str | None,
 ) -> "tuple[Catalog, dict[str, Layout]]":
     """Return a checkpoint under the names of a layout, and the layout of each of its tensors."""
-    from shardspec.checkpoint.choice import Choice
-    from shardspec.checkpoint.numbers_of import mapped_source
+    from shardspec.checkpoint.quantization.numbers_of import mapped_source
+    from shardspec.checkpoint.select.choice import Choice
     from shardspec.dtypes import dtype_name, is_cast, keeps_dtype
     from shardspec.layout.layout import Layout
 

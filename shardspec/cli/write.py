@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any, Final, get_args
 
 import click
 
-from shardspec.checkpoint import convert as conversion
-from shardspec.checkpoint.choice import Choice
+from shardspec.checkpoint.compare.layers import repeated_layers
+from shardspec.checkpoint.convert import merge as conversion
+from shardspec.checkpoint.convert.options import WriteReport
 from shardspec.checkpoint.formats import (
     Way,
     default_format,
@@ -19,10 +20,9 @@ from shardspec.checkpoint.formats import (
     written_format,
     written_names,
 )
-from shardspec.checkpoint.layers import repeated_layers
-from shardspec.checkpoint.numbers_of import with_numbers
-from shardspec.checkpoint.options import WriteReport
-from shardspec.checkpoint.schemes import QUANTIZATIONS, ScaleRule
+from shardspec.checkpoint.quantization.numbers_of import with_numbers
+from shardspec.checkpoint.quantization.schemes import QUANTIZATIONS, ScaleRule
+from shardspec.checkpoint.select.choice import Choice
 from shardspec.cli import checkpoint_options as ckpt
 from shardspec.cli import options as opts
 from shardspec.cli.output import path_text, progress_bar, say, say_json
@@ -205,7 +205,7 @@ def _write(
             # Of several processes the first one prints.
             silent = communicator is not None and 0 not in communicator.addressable
             if maps.model is not None and not silent:
-                from shardspec.checkpoint.model_names import ModelNames
+                from shardspec.checkpoint.select.model_names import ModelNames
 
                 assert isinstance(names, ModelNames)
                 chosen = Choice(**choice, drop=maps.drop)

@@ -7,14 +7,14 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from shardspec.checkpoint.choice import Choice
-from shardspec.checkpoint.delta import delta
-from shardspec.checkpoint.delta_chain import with_deltas
-from shardspec.checkpoint.dequantized import dequantised
-from shardspec.checkpoint.mapped import mapped
-from shardspec.checkpoint.model_names import Assembled
+from shardspec.checkpoint.deltas.apply import with_deltas
+from shardspec.checkpoint.deltas.make import delta
 from shardspec.checkpoint.open import open_checkpoint
-from shardspec.checkpoint.quantizing import quantise_of, quantised_as
+from shardspec.checkpoint.quantization.dequantize import dequantised
+from shardspec.checkpoint.quantization.quantize import quantise_of, quantised_as
+from shardspec.checkpoint.select.choice import Choice
+from shardspec.checkpoint.select.mapped import mapped
+from shardspec.checkpoint.select.model_names import Assembled
 from shardspec.errors import CheckpointError
 
 

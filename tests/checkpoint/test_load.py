@@ -18,8 +18,8 @@ from shardspec import (
     reshard,
     save_sharded,
 )
+from shardspec.checkpoint.boxes.copy import Buffers, read_box_into
 from shardspec.checkpoint.open import open_checkpoint
-from shardspec.checkpoint.read_boxes import Buffers, read_box_into
 from shardspec.checkpoint.storage.reading import OpenFiles
 from shardspec.errors import CheckpointError, LayoutError
 from tests.checkpoint.handmade import all_specs, handmade, sample

@@ -21,8 +21,8 @@ from shardspec import (
 )
 from shardspec.boxes import box_size
 from shardspec.checkpoint.catalog import replica_keys
+from shardspec.checkpoint.compare.inspect import inspect_checkpoint
 from shardspec.checkpoint.formats.native import info_lines, read_info
-from shardspec.checkpoint.inspect import inspect_checkpoint
 from shardspec.checkpoint.storage.local import LocalPath
 from shardspec.checkpoint.targets import assign_boxes
 from shardspec.dtypes import item_bytes

@@ -8,7 +8,7 @@ import torch
 from click.testing import CliRunner
 
 from shardspec import DeviceMesh, DTensor, Layout, load_sharded, plan_reshard, save_sharded
-from shardspec.checkpoint.load_plan import stored_layouts
+from shardspec.checkpoint.job.load_plan import stored_layouts
 from shardspec.checkpoint.open import open_checkpoint
 from shardspec.cli.main import cli
 

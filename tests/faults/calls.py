@@ -27,9 +27,9 @@ _SOME: Final = 30
 _IMPORTED: Final = (
     *("networkx", "numpy", "rich.console", "rich.progress", "rich.table"),
     *(
-        "shardspec.checkpoint.convert",
-        "shardspec.checkpoint.inspect",
-        "shardspec.checkpoint.verify",
+        "shardspec.checkpoint.convert.merge",
+        "shardspec.checkpoint.compare.inspect",
+        "shardspec.checkpoint.compare.verify",
     ),
     *("shardspec.explorer.page", "shardspec.families.maps", "shardspec.interop.notations"),
     *("shardspec.layout.converter", "shardspec.layout.dot", "shardspec.layout.picture"),

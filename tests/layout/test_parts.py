@@ -21,7 +21,7 @@ from shardspec import (
     reshard,
     save_sharded,
 )
-from shardspec.checkpoint.verify import verify_checkpoint
+from shardspec.checkpoint.compare.verify import verify_checkpoint
 from shardspec.errors import (
     AxisError,
     CheckpointError,

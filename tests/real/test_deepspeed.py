@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from shardspec import DeviceMesh, merge, reshard
-from shardspec.checkpoint.verify import verify_checkpoint
+from shardspec.checkpoint.compare.verify import verify_checkpoint
 from shardspec.errors import CheckpointError
 from tests.checkpoint.formats.reading import assert_same, bits, read_whole
 from tests.real.conftest import DATA

@@ -19,6 +19,7 @@ from itertools import product
 from typing import Final, TypeAlias
 
 from shardspec.boxes import Box, box_size
+from shardspec.checkpoint.boxes.coverage import check_tiling
 from shardspec.checkpoint.catalog import (
     Catalog,
     StoredBox,
@@ -29,7 +30,6 @@ from shardspec.checkpoint.formats import Format, OpenOptions, huggingface, safet
 from shardspec.checkpoint.formats.model_files import is_data_file, is_index
 from shardspec.checkpoint.storage.path import StoragePath, file_inside
 from shardspec.checkpoint.storage.reading import prefetch_map
-from shardspec.checkpoint.tiling import check_tiling
 from shardspec.errors import CheckpointError
 from shardspec.text import Argument
 

@@ -26,7 +26,7 @@ from typing import Final, NamedTuple, TypeAlias
 from shardspec.checkpoint import catalog
 from shardspec.checkpoint.catalog import replica_keys
 from shardspec.checkpoint.formats import Format, OpenOptions
-from shardspec.checkpoint.rank_state import on_larger_mesh
+from shardspec.checkpoint.job.rank_state import on_larger_mesh
 from shardspec.checkpoint.storage.path import StoragePath, file_inside
 from shardspec.checkpoint.storage.reading import HeaderFiles, prefetch_map
 from shardspec.checkpoint.torch_files import states as torch_states

@@ -10,6 +10,7 @@ import torch
 from click.testing import CliRunner
 
 from shardspec import DeviceMesh, load_sharded, merge, reshard
+from shardspec.checkpoint.compare.verify import verify_checkpoint
 from shardspec.checkpoint.formats import (
     MODULES,
     default_format,
@@ -20,7 +21,6 @@ from shardspec.checkpoint.formats import (
     written_names,
 )
 from shardspec.checkpoint.open import open_checkpoint
-from shardspec.checkpoint.verify import verify_checkpoint
 from shardspec.cli.main import cli
 from shardspec.errors import CheckpointError
 from tests.checkpoint.formats import test_deepspeed, test_meta

@@ -6,7 +6,7 @@ from math import ceil
 import pytest
 import torch
 
-from shardspec.checkpoint.verify import verify_checkpoint
+from shardspec.checkpoint.compare.verify import verify_checkpoint
 from tests.checkpoint.formats.reading import assert_same, read_whole, refused
 
 KINDS = ("", "exp_avg", "exp_avg_sq")

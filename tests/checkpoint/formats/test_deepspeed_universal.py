@@ -11,8 +11,8 @@ import torch
 from click.testing import CliRunner
 
 from shardspec import DeviceMesh, digest, merge, reshard
-from shardspec.checkpoint.digest import read_digests
-from shardspec.checkpoint.verify import verify_checkpoint
+from shardspec.checkpoint.compare.digest import read_digests
+from shardspec.checkpoint.compare.verify import verify_checkpoint
 from shardspec.cli.main import cli
 from shardspec.errors import CheckpointError
 from tests.checkpoint.formats.reading import assert_same, bits, read_whole
