@@ -139,7 +139,7 @@ def _format(output: StoragePath, options: WriteOptions) -> Format:
         return merged_format(output, options.format, options.max_shard_bytes, options.in_directory)
     name = options.format
     format = default_format("sharded") if name is None else written_format(name, "sharded")
-    check_sharding(options, format.whole_run)
+    check_sharding(options)
     return format
 
 
@@ -181,12 +181,9 @@ def _laid_out(
     if choice.dtype is not None:
         refuse_casts(source, [tensor.source for tensor in tensors], dtype_name(choice.dtype))
     mesh, layouts = ON_ONE_DEVICE, dict[str, Layout]()
-    if "sharded" in format.writes and not format.whole_run:
+    if "sharded" in format.writes:
         mesh, layouts = sharding_of(source, options, tensors)
-    if format.whole_run:
-        carried = Carried(frozenset(source.extras), {}, {})
-    else:
-        carried = carried_values(source, choice, tensors, objects=format.keeps == "objects")
+    carried = carried_values(source, choice, tensors, objects=format.keeps == "objects")
     if format.keeps == "tensors":
         carried = Carried(frozenset(), {}, {})
     # Whole tensors are what a merge is for: it may lose other entries.
