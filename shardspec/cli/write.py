@@ -107,13 +107,13 @@ _write_options: Final = opts.stacked(
     click.option(
         "--dtype",
         metavar="DTYPE",
-        help="Cast floating point tensors to this dtype, such as bf16; quantised weights are "
-        "dequantised to it.",
+        help="Cast floating point tensors to this dtype, such as bf16; quantized weights are "
+        "dequantized to it.",
     ),
     click.option(
         "--quantize",
         type=click.Choice(list(QUANTIZATIONS)),
-        help="Quantise the weights of linear layers; the model's family says which these are.",
+        help="Quantize the weights of linear layers; the model's family says which these are.",
     ),
     click.option(
         "--scale-rule",
@@ -125,7 +125,7 @@ _write_options: Final = opts.stacked(
         "--quantize-include",
         multiple=True,
         metavar="PATTERN",
-        help="Quantise only tensors whose names in OUT match; may be given several times.",
+        help="Quantize only tensors whose names in OUT match; may be given several times.",
     ),
     click.option(
         "--threads",

@@ -61,7 +61,7 @@ def merge(
     max_shard_bytes
         Most bytes of tensors in a file of the format ``"huggingface"``; 5 GB by default.
     dtype
-        Cast floating point tensors to this dtype; quantised weights are dequantised to it.
+        Cast floating point tensors to this dtype; quantized weights are dequantized to it.
     names
         A map to the tensors of another model: a `NameMap`, a list of them to be applied in turn, or
         new names. It has to have a use for every tensor that is to be written. `include` and
@@ -81,14 +81,14 @@ def merge(
     drop
         Shell patterns of names whose tensors the map need not use.
     quantize
-        Quantise the weights of linear layers: ``"fp8-128x128"``, ``"mxfp8"`` or ``"mxfp4"``. Which
+        Quantize the weights of linear layers: ``"fp8-128x128"``, ``"mxfp8"`` or ``"mxfp4"``. Which
         these are, says the family of the model by its config, or else their names.
     scale_rule
         How a scale of ``"fp8-128x128"`` comes from the largest size in its block, amax:
         ``"transformers"``, which multiplies numbers with 448 · (1 / amax), is the default;
         ``"amax/448"`` divides them by that.
     quantize_include
-        Shell patterns of names of the output: what matches any is quantised, and nothing else.
+        Shell patterns of names of the output: what matches any is quantized, and nothing else.
     drop_values
         Allow to lose entries that the format has no place for, which is an error otherwise; `merge`
         loses those without tensors in any case. Both formats of shards keep plain values (None,

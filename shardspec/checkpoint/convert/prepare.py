@@ -146,18 +146,18 @@ def _format(output: StoragePath, options: WriteOptions) -> Format:
 def _opened(
     checkpoint: PurePath | str | Catalog, options: WriteOptions, format: Format
 ) -> tuple[Catalog, Choice]:
-    """Open a checkpoint, mapped and quantised as wanted; return what remains to be chosen too."""
+    """Open a checkpoint, mapped and quantized as wanted; return what remains to be chosen too."""
     source, names = as_catalog(checkpoint), options.names
     choice: Choice = options
-    quantise = options.quantize, options.scale_rule, options.quantize_include
-    if any(value is not None for value in (names, options.dtype, *quantise)):
+    quantize = options.quantize, options.scale_rule, options.quantize_include
+    if any(value is not None for value in (names, options.dtype, *quantize)):
         config = config_of(source, names)
         source, choice = mapped_source(source, names, options)
-        if quantise != (None, None, None):
-            from shardspec.checkpoint.quantization.quantize import quantise_of, quantised_as
+        if quantize != (None, None, None):
+            from shardspec.checkpoint.quantization.quantize import quantize_of, quantized_as
 
-            how = quantise_of(*quantise)
-            source = quantised_as(source, how, options if names is None else Choice(), config)
+            how = quantize_of(*quantize)
+            source = quantized_as(source, how, options if names is None else Choice(), config)
             choice = options.after_map() if options.quantize is not None else choice
     else:
         check_drop(options)

@@ -7,7 +7,7 @@ from typing import Final
 from shardspec.checkpoint.catalog import Catalog
 from shardspec.checkpoint.convert.options import WriteOptions
 from shardspec.checkpoint.open import as_catalog
-from shardspec.checkpoint.quantization.cuts import check_blocks, grid_layout, quantised_in
+from shardspec.checkpoint.quantization.cuts import check_blocks, grid_layout, quantized_in
 from shardspec.checkpoint.targets import OutputTensor
 from shardspec.errors import CheckpointError, LayoutError, ShardSpecError
 from shardspec.layout.common_mesh import on_common_mesh
@@ -136,7 +136,7 @@ def _of_scales(
     winners = winning_patterns(list(rules), layouts)
     new = {tensor.source: tensor.name for tensor in tensors}
     grids: dict[str, Layout] = {}
-    for codes, blocks in quantised_in(source).blocks.items():
+    for codes, blocks in quantized_in(source).blocks.items():
         for scales, sides in blocks.scales:
             if {codes, scales} <= new.keys() and new[scales] not in winners:
                 grid = grid_layout(layouts[new[codes]], sides, layouts[new[scales]].dtype)
