@@ -67,7 +67,8 @@ def _public_names() -> str:
         return (known.index(part) if part in known else len(known), part)
 
     lines = []
-    for (_, part), names in groupby(sorted(shardspec.__all__, key=place), key=place):
+    ours = [name for name, home in shardspec._HOME.items() if home.startswith("shardspec.")]
+    for (_, part), names in groupby(sorted(ours, key=place), key=place):
         lines += [f"## {_TITLES.get(part, part.replace('_', ' ').capitalize())}", ""]
         for name in names:
             lines += _entry(shardspec._HOME[name], name)

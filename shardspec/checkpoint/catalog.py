@@ -216,7 +216,7 @@ class Catalog:
     keeps_dtype: frozenset[str] = frozenset()
     """Names of tensors that are never cast: codes and scales."""
     quantization: Mapping[str, object] | None = None
-    """What the model's config should say about quantised weights: nothing if it is empty; None
+    """What the model's config should say about quantized weights: nothing if it is empty; None
     leaves the config as it is."""
 
     def __init__(

@@ -74,7 +74,7 @@ def load_sharded(
     communicator
         Who moves shards; as for `DTensor`.
     dtype
-        Cast floating point tensors to this dtype, to which quantised weights are dequantised;
+        Cast floating point tensors to this dtype, to which quantized weights are dequantized;
         tensors of `into` have it.
 
     Other Parameters
