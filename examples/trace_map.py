@@ -175,7 +175,7 @@ def _view(block: Ints, box: Box, source: Shape, target: Sequence[int]) -> View |
 
 def fuse(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Join q, k and v by heads, as a loader of an engine does."""
-    heads = [state[name].unflatten(0, (2, -1)) for name in ("q", "k", "v")]
+    heads = [state[name].view(2, -1, 3) for name in ("q", "k", "v")]
     return {"qkv": torch.cat(heads, 1).flatten(0, 1), "norm": state["norm"]}
 
 
