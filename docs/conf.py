@@ -52,6 +52,7 @@ _TITLES = {
 
 _BESIDE = {
     "Ready rules for modules": ("parallel.distribute", "parallel.rules"),
+    "Links, plans and parts of specs": ("comm.curves", "layout.plan", "layout.spec"),
     "Steps of plans": ("comm.steps",),
     "Other notations": ("interop.notations", "interop.torch_dtensor"),
     "What a trace holds": ("tracing",),
@@ -104,11 +105,13 @@ def _commands() -> str:
     """Return a section for each command, with its help."""
     group = click.Context(cli, info_name="shardspec", max_content_width=100)
     lines = []
-    for name in cli.list_commands(group):
-        command = cli.get_command(group, name)
-        assert command is not None
-        context = click.Context(command, group, name, max_content_width=100, terminal_width=100)
-        lines += [f"## shardspec {name}", "", "```text", command.get_help(context), "```", ""]
+    commands = {name: cli.get_command(group, name) for name in cli.list_commands(group)}
+    for name, command in commands.items():
+        members = command.commands if isinstance(command, click.Group) else {}
+        for words, each in [(name, command), *((f"{name} {m}", c) for m, c in members.items())]:
+            assert each is not None
+            context = click.Context(each, group, words, max_content_width=100, terminal_width=100)
+            lines += [f"## shardspec {words}", "", "```text", each.get_help(context), "```", ""]
     return "\n".join(lines)
 
 

@@ -16,7 +16,6 @@ from shardspec.checkpoint.job.save import save_sharded as save_sharded
 from shardspec.checkpoint.select.model_names import model_names as model_names
 from shardspec.comm.communicator import SimulatedCommunicator as SimulatedCommunicator
 from shardspec.comm.cost import CostModel as CostModel
-from shardspec.comm.curves import Link as Link
 from shardspec.comm.process_group import ProcessGroupCommunicator as ProcessGroupCommunicator
 from shardspec.comm.process_group import init_device_mesh as init_device_mesh
 from shardspec.errors import ShardSpecError as ShardSpecError
@@ -26,9 +25,7 @@ from shardspec.families.maps import map_chain as map_chain
 from shardspec.families.maps import shipped_maps as shipped_maps
 from shardspec.layout.converter import LayoutConverter as LayoutConverter
 from shardspec.layout.layout import Layout as Layout
-from shardspec.layout.plan import ConversionPlan as ConversionPlan
 from shardspec.layout.rules import match_rules as match_rules
-from shardspec.layout.spec import DimSpec as DimSpec
 from shardspec.layout.spec import ShardingSpec as ShardingSpec
 from shardspec.mesh.device_mesh import DeviceMesh as DeviceMesh
 from shardspec.parallel.distribute import distribute_module as distribute_module
