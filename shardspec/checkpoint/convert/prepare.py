@@ -102,6 +102,7 @@ def prepared_output(
         destination = check_destination(output, source, target, options.overwrite)
     names = (tensor.source for tensor in target.tensors)
     reads = check_tensors(source, names, options.verify, processes)
+    pickled = source.facts.pickled
     report = WriteReport(
         path=output.public(),
         format=format.name,
@@ -110,13 +111,13 @@ def prepared_output(
             str(path).removeprefix(f"{source.directory}{os.sep}"): num_bytes
             for path, num_bytes in sorted(reads.items())
         },
-        tensors=len(target.tensors) + sum(len(source.pickled.get(n, ())) for n in target.carried),
+        tensors=len(target.tensors) + sum(len(pickled.get(n, ())) for n in target.carried),
         writes={file.name: file.num_bytes for file in target.files},
         left_out=_left_out(source, target),
         sidecars=target.sidecars,
         weight_files=sum(bool(file.extents) for file in target.files),
         not_copied=target.not_copied,
-        filled=source.filled,
+        filled=source.facts.filled,
         sharding=target.sharding if options.dry_run else {},
     )
     return Prepared(source, target, destination, report)
@@ -125,7 +126,7 @@ def prepared_output(
 def _left_out(source: Catalog, target: Target) -> tuple[str, ...]:
     """Return the names of the entries that the output lacks."""
     names = sorted(source.extras.keys() - target.carried)
-    metadata = source.file_metadata
+    metadata = source.facts.file_metadata
     if (metadata.values.keys() | metadata.contradictions.keys()) - target.carried:
         names.append("__metadata__")
     return tuple(names)
@@ -140,7 +141,7 @@ def _format(output: StoragePath, options: WriteOptions) -> Format:
         return merged_format(output, options.format, options.max_shard_bytes, options.in_directory)
     name = options.format
     format = default_format("sharded") if name is None else written_format(name, "sharded")
-    check_sharding(options, format.whole_run)
+    check_sharding(options)
     return format
 
 
@@ -182,12 +183,9 @@ def _laid_out(
     if choice.dtype is not None:
         refuse_casts(source, [tensor.source for tensor in tensors], dtype_name(choice.dtype))
     mesh, layouts = ON_ONE_DEVICE, dict[str, Layout]()
-    if "sharded" in format.writes and not format.whole_run:
+    if "sharded" in format.writes:
         mesh, layouts = sharding_of(source, options, tensors)
-    if format.whole_run:
-        carried = Carried(frozenset(source.extras), {}, {})
-    else:
-        carried = carried_values(source, choice, tensors, objects=format.keeps == "objects")
+    carried = carried_values(source, choice, tensors, objects=format.keeps == "objects")
     if format.keeps == "tensors":
         carried = Carried(frozenset(), {}, {})
     # Whole tensors are what a merge is for: it may lose other entries.

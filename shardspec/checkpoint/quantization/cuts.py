@@ -21,7 +21,7 @@ def quantized_in(source: Catalog) -> Quantized:
     while isinstance(source, MappedCatalog):
         source = source.base
     outlines = map(source.outline, source.names)
-    section = source.quantization
+    section = source.facts.quantization
     stated = sections(source.home) if section is None else [section] if section else ()
     return find_quantized({each.name: (each.shape, each.dtype) for each in outlines}, stated)
 
@@ -38,7 +38,7 @@ def refuse_casts(source: Catalog, names: Iterable[str], dtype: str) -> None:
     """Refuse to cast tensors of which some are quantized: a model of one dtype has no codes."""
     why = quantized_in(source).why
     for name in names if why else ():
-        if name not in source.keeps_dtype:
+        if name not in source.facts.keeps_dtype:
             _refuse_cast(origins(source, [name]), why, dtype, "exclude these tensors")
 
 
