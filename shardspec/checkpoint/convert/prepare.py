@@ -101,6 +101,7 @@ def prepared_output(
         destination = check_destination(output, source, target, options.overwrite)
     names = (tensor.source for tensor in target.tensors)
     reads = check_tensors(source, names, options.verify, processes)
+    pickled = source.facts.pickled
     report = WriteReport(
         path=output.public(),
         format=format.name,
@@ -109,13 +110,13 @@ def prepared_output(
             str(path).removeprefix(f"{source.directory}{os.sep}"): num_bytes
             for path, num_bytes in sorted(reads.items())
         },
-        tensors=len(target.tensors) + sum(len(source.pickled.get(n, ())) for n in target.carried),
+        tensors=len(target.tensors) + sum(len(pickled.get(n, ())) for n in target.carried),
         writes={file.name: file.num_bytes for file in target.files},
         left_out=_left_out(source, target),
         sidecars=target.sidecars,
         weight_files=sum(bool(file.extents) for file in target.files),
         not_copied=target.not_copied,
-        filled=source.filled,
+        filled=source.facts.filled,
         sharding=target.sharding if options.dry_run else {},
     )
     return Prepared(source, target, destination, report)
@@ -124,7 +125,7 @@ def prepared_output(
 def _left_out(source: Catalog, target: Target) -> tuple[str, ...]:
     """Return the names of the entries that the output lacks."""
     names = sorted(source.extras.keys() - target.carried)
-    metadata = source.file_metadata
+    metadata = source.facts.file_metadata
     if (metadata.values.keys() | metadata.contradictions.keys()) - target.carried:
         names.append("__metadata__")
     return tuple(names)

@@ -155,7 +155,7 @@ def sharding_of(
     else:
         mesh = options.device_mesh or ON_ONE_DEVICE
         layouts = layouts_by_rules(mesh, options.rules or {}, tensors)
-        if source.quantization:
+        if source.facts.quantization:
             layouts |= _of_scales(source, options.rules or {}, tensors, layouts)
     if options.way == "sharded":
         check_blocks(source, {tensor.source: layouts[tensor.name] for tensor in tensors})

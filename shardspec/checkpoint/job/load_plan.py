@@ -223,7 +223,7 @@ def plan_stored(
     behind = max((device for mesh in meshes for device in mesh.ids), default=-1) + 1
     stored, files = stored_layouts(source, behind)
     own = names if isinstance(names, Mapping | NameMap) else None
-    plan = plan_state(stored, target, own, dtype, max_bytes, drop, source.dropped)
+    plan = plan_state(stored, target, own, dtype, max_bytes, drop, source.facts.dropped)
     check_stored_plan(source, plan, own, dtype)
     return StoredPlan(source, plan, own, files)
 

@@ -35,9 +35,9 @@ def quantized_in(source: Catalog) -> Quantized:
     source = _unmapped(source)
     outlines = map(source.outline, source.names)
     tensors = {outline.name: (outline.shape, outline.dtype) for outline in outlines}
-    section = source.quantization
+    section = source.facts.quantization
     stated = list(sections(source.home)) if section is None else [section] if section else []
-    return find_quantized(tensors, stated_by(stated, source.file_metadata.values))
+    return find_quantized(tensors, stated_by(stated, source.facts.file_metadata.values))
 
 
 def refuse_casts(source: Catalog, names: Iterable[str], dtype: str) -> None:
@@ -48,7 +48,7 @@ def refuse_casts(source: Catalog, names: Iterable[str], dtype: str) -> None:
     """
     why = quantized_in(source).why
     for name in names if why else ():
-        if name in source.keeps_dtype:
+        if name in source.facts.keeps_dtype:
             continue
         _refuse_cast(source, name, why, dtype, "exclude these tensors")
 

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any, Final
 
@@ -182,6 +183,6 @@ def dequantized(
         if match is not None and match[1] in layers:
             gone.add(name)
     made = DequantizedCatalog(source, weights, gone, "float32" if target == "float64" else target)
-    made.keeps_dtype |= {name for name in quantized.why if name not in gone and of_computed(name)}
-    made.quantization = {}
-    return made
+    scales = {name for name in quantized.why if name not in gone and of_computed(name)}
+    keeps = made.facts.keeps_dtype | scales
+    return made.with_facts(replace(made.facts, keeps_dtype=keeps, quantization={}))

@@ -1,6 +1,7 @@
 """A checkpoint whose matrices are quantized: codes and scales are made when they are read."""
 
 from collections.abc import Collection, Iterable, Mapping
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import Any, Final, NamedTuple, get_args
 
@@ -180,7 +181,8 @@ class QuantizedCatalog(ComputedCatalog):
                 self._weights[weight.source + end] = weight, is_codes
         super().__init__(base, gone, self._weights.keys())
         self._recent = Recent(_CODE_BYTES), Recent(_SCALE_BYTES)
-        self.keeps_dtype |= self._weights.keys()
+        keeps = self.facts.keeps_dtype | self._weights.keys()
+        self.facts = replace(self.facts, keeps_dtype=keeps)
 
     def _look_up(self, name: str) -> StoredTensor:
         weight, is_codes = self._weights[name]
@@ -249,8 +251,8 @@ def quantized_as(
     section = _GPT_OSS if any(weight.transposed for weight in weights) else QUANTIZATIONS[how.kind]
     if "config_groups" in section:
         key = "ignore"
-    made.quantization = {**section, key: sorted({*others})}
-    return made
+    section = {**section, key: sorted({*others})}
+    return made.with_facts(replace(made.facts, quantization=section))
 
 
 def _weights(
