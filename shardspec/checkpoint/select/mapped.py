@@ -17,8 +17,8 @@ from shardspec.checkpoint.select.choice import Choice, check_drop, wanted_names
 from shardspec.checkpoint.state_dict import fitting_paths
 from shardspec.dtypes import item_bytes
 from shardspec.errors import LayoutError
-from shardspec.resharding.maps import apply_map
 from shardspec.resharding.name_map import Equation, NameMap, Shape
+from shardspec.resharding.total import apply_map
 from shardspec.resharding.view_parts import MOST_PIECES, bounded, parts_of_view
 from shardspec.resharding.views import TensorView, View
 from shardspec.text import shown
