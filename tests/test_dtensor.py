@@ -79,6 +79,7 @@ def test_one_tensor_is_the_shard_of_every_device_of_one_process():
     t = DTensor.from_local(local, MESH, placements=[Shard(0), Replicate()])
     assert t.shape == (4, 5)
     (3 * t.to_global()).sum().backward()
+    assert local.grad is not None
     assert torch.equal(local.grad, torch.full((2, 5), 3.0))
     with torch.no_grad():
         t.to_local(4).zero_()
@@ -115,7 +116,7 @@ def test_shards_that_do_not_fit_are_refused():
     with refused(LayoutError, "dict with one shard for each"):
         DTensor.from_local({4: WHOLE}, MESH, "[R,R]")
     with refused(LayoutError, "dict of shards", "Layout and dict"):
-        DTensor.from_shards(t.layout, t.shards)
+        DTensor.from_shards(t.layout, t.shards)  # type: ignore[arg-type]
     with refused(LayoutError, "shape \\(5,\\)", "2 dims"):
         DTensor.from_local(dict.fromkeys(MESH.ids, torch.ones(5)), MESH, "[R,R]")
     with refused(LayoutError, "communicator is for mesh 2"):
