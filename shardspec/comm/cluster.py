@@ -5,7 +5,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import combinations
 from math import gcd
-from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -15,9 +14,6 @@ from shardspec.errors import MeshError
 from shardspec.mesh.device_ids import some, whole_number
 from shardspec.mesh.device_mesh import DeviceMesh
 from shardspec.text import shown
-
-Groups: TypeAlias = tuple[tuple[int, ...], ...]
-"""Devices by host."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +51,7 @@ class Cluster:
     inside: Link
     between: Link | None = None
     per_node: int | None = None
-    hosts: Groups = field(default=(), hash=False)
+    hosts: tuple[tuple[int, ...], ...] = field(default=(), hash=False)
     copy_s: float = 0.0
     _host_of: Mapping[int, int] = field(init=False, compare=False, repr=False)
 
@@ -169,7 +165,7 @@ def slowest_link(links: Iterable[Link], name: str) -> Link:
     )
 
 
-def joined(parts: Sequence[tuple[Cluster, Sequence[int]]]) -> Cluster:
+def joined_clusters(parts: Sequence[tuple[Cluster, Sequence[int]]]) -> Cluster:
     """Return what several clusters, each with the devices it is about, say of all of them.
 
     Raises MeshError if two of them contradict each other about two devices.

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from shardspec.comm import curves, presets
-from shardspec.comm.cluster import Cluster, cluster_of_axes, joined, slowest_link
+from shardspec.comm.cluster import Cluster, cluster_of_axes, joined_clusters, slowest_link
 from shardspec.comm.curves import Band, Curve, Line, Link, Measured, share, whole
 from shardspec.comm.profile_file import read_profile
 from shardspec.comm.steps import Exchange, Permute, Step
@@ -97,7 +97,7 @@ class CostModel:
     @classmethod
     def of_mesh(cls, mesh: DeviceMesh, links: Links | None = None) -> "CostModel":
         """Return the model of `links`, of a mesh's own, or by default of hosts of eight H100."""
-        return models_of([mesh], links)[mesh]
+        return models_on([mesh], links)[mesh]
 
     @classmethod
     def of_cluster(cls, mesh: DeviceMesh, cluster: Cluster) -> "CostModel":
@@ -125,7 +125,7 @@ class CostModel:
         """Return the model of links that ``shardspec links list`` shows: one an axis, or one.
 
         If more devices share a link inside nodes than fit in a node, they fill several nodes in
-        the order of their ids, joined by `LinkPreset.between`.
+        the order of their ids, joined_clusters by `LinkPreset.between`.
 
         `copies` says whether local copies are priced too; by default they are if a preset has the
         rate of the devices' memory. Raises `MeshError` for an unknown preset, if no preset has a
@@ -384,7 +384,7 @@ class CostModel:
         return start + messages * alpha, float(received) * beta
 
 
-def models_of(
+def models_on(
     meshes: Sequence[DeviceMesh], links: Links | None = None
 ) -> dict[DeviceMesh, CostModel]:
     """Return the cost model of each mesh; all of them share one cluster.
@@ -402,7 +402,7 @@ def cluster_of(meshes: Sequence[DeviceMesh], links: Links | None = None) -> Clus
     >>> cluster.crosses(0, 7), cluster.crosses(7, 8), cluster.per_node
     (False, True, 8)
     """
-    cluster = next(iter(models_of(meshes, links).values())).cluster
+    cluster = next(iter(models_on(meshes, links).values())).cluster
     assert cluster is not None, "every model of a mesh has one"
     return cluster
 
@@ -436,7 +436,7 @@ def _models_of(
         elif mesh not in said:
             said[mesh] = _on_cluster(mesh, each if each is not None else next(iter(whole), None))
     clusters = [(model.cluster, mesh.ids) for mesh, model in said.items() if model.cluster]
-    cluster = joined(clusters)
+    cluster = joined_clusters(clusters)
     return tuple((mesh, replace(said[mesh], cluster=cluster)) for mesh in meshes)
 
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy.typing as npt
 
-from shardspec.comm.cost import CostModel, Links, models_of
+from shardspec.comm.cost import CostModel, Links, models_on
 from shardspec.comm.steps import ReduceOp, Slice
 from shardspec.errors import LayoutError
 from shardspec.layout import graph
@@ -115,7 +115,7 @@ class LayoutConverter:
         meshes = source.mesh, goal.mesh
         given = self.cost_model, self.target_model
         if None in given:
-            models = models_of([m for m, g in zip(meshes, given, strict=True) if not g], self.links)
+            models = models_on([m for m, g in zip(meshes, given, strict=True) if not g], self.links)
             given = given[0] or models[source.mesh], given[1] or models[goal.mesh]
         model, target_model = (_fitting(g, m) for g, m in zip(given, meshes, strict=True) if g)
         other = None if source.mesh == goal.mesh else target_model

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from shardspec import CostModel, DeviceMesh, Layout, LayoutConverter
-from shardspec.comm.cost import models_of
+from shardspec.comm.cost import models_on
 from shardspec.comm.curves import Link
 from shardspec.comm.steps import AllReduce, Exchange, ReduceScatter
 from shardspec.errors import LayoutError
@@ -130,7 +130,7 @@ def _cases():
 @pytest.mark.parametrize(("name", "shape", "every"), list(_cases()))
 def test_plan_is_the_cheapest_of_all_ways(name, shape, every):
     here, there = PAIRS[name]
-    model = common_model(here, there, *models_of([here, there]).values())
+    model = common_model(here, there, *models_on([here, there]).values())
     converter = LayoutConverter()
     leave = [Layout(here, spec, shape, "f32") for spec in plain_specs(2, here.ndim)]
     arrive = [Layout(there, spec, shape, "f32") for spec in plain_specs(2, there.ndim)]
