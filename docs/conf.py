@@ -1,8 +1,11 @@
-"""How the pages under docs/ become a site: `make docs`, strictly and without a network."""
+"""Settings of sphinx, which builds the site from docs/ without a network: `make docs`."""
 
+import subprocess
+import sys
 from importlib import import_module
 from inspect import isclass
 from itertools import groupby
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
@@ -112,8 +115,18 @@ def _commands() -> str:
     return "\n".join(lines)
 
 
+def _draw_links() -> None:
+    """Draw the picture that docs/plans.md shows and that is not kept in the repository."""
+    root = Path(__file__).parent.parent
+    command = ["benchmarks.links", "benchmarks/nccl-single-node.csv", "--plot", "docs/links.svg"]
+    subprocess.run(
+        [sys.executable, "-m", *command], cwd=root, check=True, stdout=subprocess.DEVNULL
+    )
+
+
 def setup(app: "Sphinx") -> None:
-    """Put the public names, and the help of commands, where pages say so."""
+    """Draw what is not kept; put the public names and the help of commands where pages say so."""
+    _draw_links()
 
     def fill(_app: "Sphinx", name: str, source: list[str]) -> None:
         if name == "commands":
