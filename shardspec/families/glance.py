@@ -78,7 +78,8 @@ class Glance:
     optimizer: str = ""
 
     def _rows(self) -> list[tuple[str, ...]]:
-        rows, before = [], ""
+        rows: list[tuple[str, ...]] = []
+        before = ""
         for group in self.groups:
             held = [group.bytes_by_rank.get(rank, 0) for rank in self.ranks]
             name, before = "" if group.name == before else group.name, group.name
