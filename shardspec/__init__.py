@@ -19,11 +19,8 @@ if TYPE_CHECKING:
     from shardspec.checkpoint.model_names import model_names as model_names
     from shardspec.checkpoint.plan import plan_reshard as plan_reshard
     from shardspec.checkpoint.save import save_sharded as save_sharded
-    from shardspec.comm.communicator import SimulatedCommunicator as SimulatedCommunicator
     from shardspec.comm.cost import CostModel as CostModel
     from shardspec.comm.curves import Link as Link
-    from shardspec.comm.process_group import ProcessGroupCommunicator as ProcessGroupCommunicator
-    from shardspec.comm.process_group import init_device_mesh as init_device_mesh
     from shardspec.errors import ShardSpecError as ShardSpecError
     from shardspec.families.layouts import model_layouts as model_layouts
     from shardspec.families.maps import load_map as load_map
@@ -36,6 +33,7 @@ if TYPE_CHECKING:
     from shardspec.layout.spec import DimSpec as DimSpec
     from shardspec.layout.spec import ShardingSpec as ShardingSpec
     from shardspec.mesh.device_mesh import DeviceMesh as DeviceMesh
+    from shardspec.mesh.initialization import init_device_mesh as init_device_mesh
     from shardspec.parallel.distribute import distribute_module as distribute_module
     from shardspec.resharding.digests import Digests as Digests
     from shardspec.resharding.digests import TensorDigest as TensorDigest
@@ -66,10 +64,8 @@ _NAMES: Final = {
     "checkpoint.model_names": ("model_names",),
     "checkpoint.plan": ("plan_reshard",),
     "checkpoint.save": ("save_sharded",),
-    "comm.communicator": ("SimulatedCommunicator",),
     "comm.cost": ("CostModel",),
     "comm.curves": ("Link",),
-    "comm.process_group": ("ProcessGroupCommunicator", "init_device_mesh"),
     "errors": ("ShardSpecError",),
     "layout.converter": ("LayoutConverter",),
     "layout.layout": ("Layout",),
@@ -77,6 +73,7 @@ _NAMES: Final = {
     "layout.rules": ("match_rules",),
     "layout.spec": ("DimSpec", "ShardingSpec"),
     "mesh.device_mesh": ("DeviceMesh",),
+    "mesh.initialization": ("init_device_mesh",),
     "parallel.distribute": ("distribute_module",),
     "resharding.digests": ("Digests", "TensorDigest"),
     "resharding.maps": ("check_map",),

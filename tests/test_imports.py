@@ -33,12 +33,12 @@ LAYERS = [
     {"__main__"},
 ]
 WITH_TENSORS = {
-    "shardspec.comm.carry_out",
-    "shardspec.comm.channel",
-    "shardspec.comm.region",
+    "shardspec.comm.execute",
+    "shardspec.comm.notes",
     "shardspec.comm.transports.collectives",
     "shardspec.comm.transports.messages",
     "shardspec.comm.transports.peer_memory",
+    "shardspec.comm.transports.selection",
     "shardspec.comm.transports.stage",
     "shardspec.comm.process_group",
     "shardspec.comm.results",
@@ -49,6 +49,7 @@ WITH_TENSORS = {
     "shardspec.interop.torch_cost",
     "shardspec.interop.torch_dtensor",
     "shardspec.interop.torch_parts",
+    "shardspec.mesh.initialization",
     "shardspec.mesh.job",
     "shardspec.tensor.operators.apply",
     "shardspec.tensor.operators.call",

@@ -12,16 +12,9 @@ import torch
 from scipy.optimize import linprog
 from scipy.sparse import lil_array
 
-from shardspec import (
-    ConversionPlan,
-    CostModel,
-    DeviceMesh,
-    Layout,
-    Link,
-    SimulatedCommunicator,
-    trace,
-)
+from shardspec import ConversionPlan, CostModel, DeviceMesh, Layout, Link, trace
 from shardspec.boxes import Box, box_size, intersect
+from shardspec.comm.communicator import SimulatedCommunicator
 from shardspec.comm.steps import Exchange
 from shardspec.layout.cross import common_mesh, exchange_seconds
 from shardspec.layout.graph import state_of
