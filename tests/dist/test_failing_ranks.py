@@ -24,7 +24,7 @@ from shardspec import (
     reshard_state,
     save_sharded,
 )
-from shardspec.checkpoint import load
+from shardspec.checkpoint.job import load
 from shardspec.checkpoint.storage.local import LocalPath
 from shardspec.comm import process_group
 from shardspec.comm.process_group import ProcessGroupCommunicator

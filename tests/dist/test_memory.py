@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from shardspec import ConversionPlan, CostModel, DeviceMesh, Layout
+from shardspec import CostModel, DeviceMesh, Layout
 from shardspec.comm.process_group import ProcessGroupCommunicator
 from shardspec.comm.steps import (
     AllGather,
@@ -28,6 +28,7 @@ from shardspec.comm.steps import (
 from shardspec.comm.transports.messages import STAGED_BYTES
 from shardspec.comm.transports.peer_memory import BUFFER_BYTES
 from shardspec.layout.moving import transfers_of
+from shardspec.layout.plan import ConversionPlan
 from tests.dist.processes import communicator_by, run_ranks
 
 pytestmark = pytest.mark.dist
