@@ -38,7 +38,6 @@ WITH_TENSORS = {
     "shardspec.comm.transports.collectives",
     "shardspec.comm.transports.messages",
     "shardspec.comm.transports.peer_memory",
-    "shardspec.comm.transports.selection",
     "shardspec.comm.transports.stage",
     "shardspec.comm.process_group",
     "shardspec.comm.results",
