@@ -2,14 +2,14 @@
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, Final
 
-from shardspec.comm.transports.messages import Messages
-from shardspec.comm.transports.peer_memory import PeerMemory
-from shardspec.comm.transports.stage import Transport
 from shardspec.errors import CommunicatorError
 
-_NAMES = ("memory", "messages")
+if TYPE_CHECKING:
+    from shardspec.comm.transports.stage import Transport
+
+_NAMES: Final = ("memory", "messages")
 
 
 def transport_name() -> str:
@@ -30,11 +30,14 @@ def connect(
     gather: Callable[[Any], Mapping[int, Any]],
     known: dict[int, Any],
     timeout_s: float,
-) -> Callable[[], Transport]:
+) -> Callable[[], "Transport"]:
     """Return a function that returns the transport of CPU tensors; all ranks of a mesh call this.
 
     It is "memory" only if all ranks ask for it, share a host and can read each other.
     """
+    from shardspec.comm.transports.messages import Messages
+    from shardspec.comm.transports.peer_memory import PeerMemory
+
     allowed = name == "memory"
     memory = PeerMemory.connect(rank, peers, gather, known, timeout_s, allowed=allowed)
     return Messages if memory is None else lambda: memory
