@@ -54,7 +54,7 @@ def run_conversion(
                 if isinstance(step, Exchange):
                     # On the way back, other axes cut the source.
                     exchange = exchange_to(before, after, plan.model_between(before, after))
-                    step = replace(step, apart=exchange.apart)
+                    step = replace(step, apart=exchange.apart, per_node=exchange.per_node)
             started = time.perf_counter()
             if step is not None:
                 shards = run_step(step, communicator, shards, before, after, device)
