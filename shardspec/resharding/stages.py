@@ -260,18 +260,20 @@ def _with_centers(far: Iterable[_Far], cluster: Cluster) -> Iterator[_Far]:
     A box that goes to n hosts is sent n times: once by a host that has it, and n - 1 times by any.
     """
     several = [item for item in far if len(item.receivers) > 1]
-    yield from (item for item in far if len(item.receivers) == 1)
-    sources = [tuple(sorted(cluster.by_host(item.copy.holders))) for item in several]
-    demands = [(hosts, item.copy.num_bytes) for hosts, item in zip(sources, several, strict=True)]
+    once = [item for item in far if len(item.receivers) == 1]
+    yield from once
+    sources = [tuple(sorted(cluster.by_host(item.copy.holders))) for item in (*several, *once)]
+    sizes = [item.copy.num_bytes for item in (*several, *once)]
+    demands = list(zip(sources, sizes, strict=True))
     # The items are as long as what is sent again, so that shares of one are shares of the other.
     again = [
         (
             item.copy._replace(item_bytes=item.copy.item_bytes * (len(item.receivers) - 1)),
             (*hosts, *sorted(item.receivers)),
         )
-        for hosts, item in zip(sources, several, strict=True)
+        for hosts, item in zip(sources, several, strict=False)
     ]
-    for item, hosts, parts in zip(several, sources, _shared(again, demands), strict=True):
+    for item, hosts, parts in zip(several, sources, _shared(again, demands), strict=False):
         for part, host in parts:
             copy = part._replace(item_bytes=item.copy.item_bytes)
             if host in hosts:
