@@ -25,7 +25,6 @@ from shardspec.checkpoint.catalog import (
 )
 from shardspec.checkpoint.storage.path import StoragePath
 from shardspec.checkpoint.storage.reading import OpenFiles
-from shardspec.comm.together import Processes
 from shardspec.dtypes import item_bytes
 from shardspec.errors import CheckpointError
 
@@ -213,9 +212,7 @@ def _same_digest(a: StoredBox, b: StoredBox, num_bytes: int) -> bool:
 # --- all tensors of an output
 
 
-def check_tensors(
-    source: Catalog, names: Iterable[str], verify: bool, processes: Processes
-) -> Counter[StoragePath]:
+def check_tensors(source: Catalog, names: Iterable[str], verify: bool) -> Counter[StoragePath]:
     """Check that boxes tile every tensor, and copies agree; return the bytes to read by file."""
     copies_of = memoize_by_boxes(check_tiling)
     elements_of = memoize_by_boxes(_elements_by_file)
@@ -223,11 +220,9 @@ def check_tensors(
     counts: dict[int, Counter[_Place]] = {}
     widths: Counter[int] = Counter()
     with OpenFiles() as files:
-        for place, name in enumerate(sorted({*names})):
+        for name in sorted({*names}):
             outline = source.outline(name)
-            unsure = copies_of(outline) and not (verify and source.copies_agree(name))
-            # Each of several processes compares its share.
-            if unsure and place % processes.size == processes.rank:
+            if copies_of(outline) and not (verify and source.copies_agree(name)):
                 tensor = source.tensor(name)
                 for group in check_tiling(tensor):
                     check_replicas(tensor, group, files, trust_digests=verify)

@@ -24,7 +24,7 @@ import os
 import stat
 import warnings
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from itertools import islice
 from typing import Final
 
@@ -35,7 +35,6 @@ from shardspec.checkpoint.storage.path import (
     StoragePath,
     WriteAt,
     output_exists,
-    reason,
 )
 from shardspec.errors import CheckpointError
 from shardspec.text import shown
@@ -48,15 +47,8 @@ _FLUSH_BYTES: Final = 8 << 20
 class StagedFiles:
     """An output that is written by these steps: a file, or a directory of files."""
 
-    published = False
-
-    def __init__(
-        self, path: StoragePath, name: str, fd: int, *, directory: bool, stamp: int
-    ) -> None:
+    def __init__(self, path: StoragePath, fd: int, *, directory: bool) -> None:
         self.path, self.fd, self._directory = path, fd, directory
-        self.place = path.with_name(name)
-        """Its path until it is published."""
-        self.token = self.place, stamp
 
     def create(self, name: str, num_bytes: int) -> None:
         """Create a file of a size; raises if the disk is full."""
@@ -104,16 +96,10 @@ def staged_output(path: StoragePath, output: Staging) -> Iterator[StagedFiles]:
             _recover(parent, path, staging, older)
             _check_same(parent, path, identity)
         with _made(parent, staging, path, directory=directory) as fd:
-            # Processes that join recognise it by its time: a killed run may have left another.
-            stamp = int.from_bytes(os.urandom(4)) >> 1
-            staged = StagedFiles(path, staging, fd, directory=directory, stamp=stamp)
+            staged = StagedFiles(path, fd, directory=directory)
             for name, num_bytes in output.files.items():
                 staged.create(name, num_bytes)
-            with suppress(OSError):
-                os.utime(fd, (stamp, stamp))
             yield staged
-            with suppress(OSError):
-                os.utime(fd)
             with path.errors("written"):
                 _check_same(parent, path, identity)
                 old = descriptors.stat_of(parent, path.name) if directory and overwrite else None
@@ -126,33 +112,6 @@ def staged_output(path: StoragePath, output: Staging) -> Iterator[StagedFiles]:
                     descriptors.give_mode(fd, descriptors.mode_at(parent, path.name, fd))
                     os.fsync(fd)
                 _rename(parent, staging, path, fd, overwrite and not directory)
-
-
-@contextmanager
-def joined_output(
-    path: StoragePath, output: Staging, token: tuple[StoragePath, int]
-) -> Iterator[StagedFiles]:
-    """Open the output that another process of the same user has staged."""
-    place, stamp = token
-    flags = descriptors.INNER if output.directory else descriptors.FILE
-    with ExitStack() as stack:
-        try:
-            fd = stack.enter_context(descriptors.opened(place, flags=flags))
-        except OSError as error:
-            raise CheckpointError(
-                f"{path}: what the first process has begun is not seen here ({reason(error)}); "
-                "write to a directory that all processes share"
-            ) from None
-        at = os.fstat(fd)
-        if at.st_uid != os.geteuid():
-            raise CheckpointError(f"{path}: {place.name} beside it belongs to another user")
-        # A killed run may have left a file of the same name on a disk of this machine.
-        if int(at.st_mtime) != stamp:
-            raise CheckpointError(
-                f"{path}: what the first process has begun is not seen here, but another file of "
-                "its name; write to a directory that all processes share"
-            )
-        yield StagedFiles(path, place.name, fd, directory=output.directory, stamp=stamp)
 
 
 @contextmanager

@@ -117,7 +117,6 @@ class LocalPath(StoragePath):
 
     write = commit.write_atomically
     stage = commit.staged_output
-    join = commit.joined_output
 
     def output(self) -> Self:
         """Return the path that an output of this name is written to, with links resolved."""
