@@ -232,14 +232,16 @@ def _exchange(
                 "move that, and run again"
             )
         _finish_all(staging, path)
-        if not system_calls.renameat2(staging, path, system_calls.EXCHANGE):
-            # Between the two renames nothing has the name; both are complete on the disk.
-            os.rename(path, older)
-            try:
-                os.rename(staging, path)
-            except BaseException:
-                os.rename(older, path)
-                raise
+        if system_calls.renameat2(staging, path, system_calls.EXCHANGE):
+            system_calls.sync(path.parent)
+            return
+        # Between the two renames nothing has the name; both are complete on the disk.
+        os.rename(path, older)
+        try:
+            os.rename(staging, path)
+        except BaseException:
+            os.rename(older, path)
+            raise
         system_calls.sync(path.parent)
         with suppress(OSError):
             system_calls.remove(older)
