@@ -358,8 +358,8 @@ class _Unpickler:
                 state, made = stack.pop(), stack[-1]
                 if not isinstance(made, (Record, Global, StateDict)):
                     raise TypeError
-                kind = type(made)
-                kind.__setstate__(made, state)
+                inert: Any = type(made)
+                inert.__setstate__(made, state)
             elif code == 0x51:  # BINPERSID
                 stack[-1] = self._outside(stack[-1])
             elif code == 0x93:  # STACK_GLOBAL
