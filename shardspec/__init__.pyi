@@ -30,13 +30,10 @@ from shardspec.layout.spec import ShardingSpec as ShardingSpec
 from shardspec.mesh.device_mesh import DeviceMesh as DeviceMesh
 from shardspec.parallel.distribute import distribute_module as distribute_module
 from shardspec.resharding.digests import Digests as Digests
-from shardspec.resharding.digests import TensorDigest as TensorDigest
-from shardspec.resharding.maps import check_map as check_map
 from shardspec.resharding.name_map import NameMap as NameMap
 from shardspec.resharding.plan import ReshardPlan as ReshardPlan
 from shardspec.resharding.plan import reshard_state as reshard_state
-from shardspec.resharding.receipts import Receipt as Receipt
-from shardspec.resharding.trace import trace_map as trace_map
+from shardspec.resharding.total import check_map as check_map
 from shardspec.tensor.dtensor import DTensor as DTensor
 from shardspec.tensor.dtensor import distribute_tensor as distribute_tensor
 from shardspec.tensor.factories import arange as arange

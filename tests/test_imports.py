@@ -65,7 +65,6 @@ WITH_TENSORS = {
     "shardspec.resharding.given",
     "shardspec.resharding.memory",
     "shardspec.resharding.receipts",
-    "shardspec.resharding.trace",
     "shardspec.tensor.shards",
     "shardspec.tensor.redistribute",
 }

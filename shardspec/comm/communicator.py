@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from shardspec.boxes import box_shape, slices_within
 from shardspec.comm.transfers import Transfers
+from shardspec.errors import MeshError
 from shardspec.mesh.device_mesh import DeviceMesh
+from shardspec.text import shown
 
 if TYPE_CHECKING:
     import torch
@@ -30,6 +32,8 @@ class Communicator(ABC):
     """
 
     def __init__(self, mesh: DeviceMesh) -> None:
+        if not isinstance(mesh, DeviceMesh):
+            raise MeshError(f"{shown(mesh)} is no mesh; give a DeviceMesh of the devices")
         self.mesh = mesh
         """The devices of the communicator."""
         self.pending: Waiting | None = None

@@ -26,7 +26,6 @@ from shardspec.checkpoint.formats import (
 )
 from shardspec.checkpoint.open import as_catalog, open_checkpoint
 from shardspec.checkpoint.quantization.cuts import refuse_casts
-from shardspec.checkpoint.quantization.numbers_of import config_of, mapped_source
 from shardspec.checkpoint.select.choice import (
     Choice,
     carried_values,
@@ -34,6 +33,8 @@ from shardspec.checkpoint.select.choice import (
     check_dropped,
     select,
 )
+from shardspec.checkpoint.select.dequantized import mapped_source
+from shardspec.checkpoint.select.mapped import config_of
 from shardspec.checkpoint.storage.path import (
     Entry,
     Identity,

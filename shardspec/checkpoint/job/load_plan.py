@@ -13,9 +13,16 @@ from shardspec.checkpoint.job.load import Reading, read_shards
 from shardspec.checkpoint.job.rows import file_numbers, file_regions
 from shardspec.checkpoint.open import as_catalog, open_checkpoint
 from shardspec.checkpoint.quantization.cuts import check_stored_plan
-from shardspec.checkpoint.quantization.numbers_of import config_of, with_numbers
 from shardspec.checkpoint.select.choice import Choice, Patterns, check_dropped
-from shardspec.checkpoint.select.mapped import Names, Naming, configured, mapped, require_finished
+from shardspec.checkpoint.select.dequantized import with_numbers
+from shardspec.checkpoint.select.mapped import (
+    Names,
+    Naming,
+    config_of,
+    configured,
+    mapped,
+    require_finished,
+)
 from shardspec.checkpoint.storage.path import StoragePath
 from shardspec.comm.communicator import Communicator
 from shardspec.comm.together import agree, check_same
