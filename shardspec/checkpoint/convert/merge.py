@@ -11,14 +11,13 @@ from dataclasses import replace
 from pathlib import PurePath
 from typing import Unpack
 
-from isal.isal_zlib import crc32_combine
-
 from shardspec.checkpoint.catalog import Catalog
 from shardspec.checkpoint.compare.digest import check_digests_file, write_digests
 from shardspec.checkpoint.convert.options import WriteKeywords, WriteOptions, WriteReport
 from shardspec.checkpoint.convert.output import Output
 from shardspec.checkpoint.convert.prepare import prepared_output
 from shardspec.checkpoint.select.mapped import Names
+from shardspec.checkpoint.storage.checksums import crc32_combine
 from shardspec.checkpoint.storage.from_text import storage_path
 from shardspec.checkpoint.targets import Target
 from shardspec.layout.layout import Layout
@@ -231,7 +230,7 @@ def _converted(
         written = begun.write()
         crc = 0
         for _, num_bytes, value in written:
-            crc = int(crc32_combine(crc, value, num_bytes))
+            crc = crc32_combine(crc, value, num_bytes)
         digests = None
         if digests_file is not None:
             digests = _digests(prepared.target, begun)

@@ -15,19 +15,11 @@ from operator import itemgetter
 from threading import Event, Lock
 from typing import TYPE_CHECKING, Final, TypeAlias
 
-from isal.isal_zlib import crc32_combine
-
-from shardspec.checkpoint.boxes.copy import (
-    BLOCK_BYTES,
-    Buffers,
-    Checks,
-    crc32,
-    read_box,
-    stretches,
-)
+from shardspec.checkpoint.boxes.copy import Buffers, Checks, read_box, stretches
 from shardspec.checkpoint.catalog import Catalog, distinct
 from shardspec.checkpoint.convert.options import WriteOptions
 from shardspec.checkpoint.convert.prepare import Destination
+from shardspec.checkpoint.storage.checksums import BLOCK_BYTES, crc32, crc32_combine
 from shardspec.checkpoint.storage.path import Staged, Staging, WriteAt
 from shardspec.checkpoint.storage.reading import AHEAD_BYTES, OpenFiles, prefetch_map
 from shardspec.checkpoint.targets import Extent, RawBytes, Target
@@ -225,7 +217,7 @@ class Output:
                 if digested is not None:
                     digested = digested.with_bytes(part, box, done)
                 done += len(part)
-                crc = int(crc32_combine(crc, of_part, len(part)))
+                crc = crc32_combine(crc, of_part, len(part))
                 at += len(part)
                 self._advance(len(part))
         self._crcs[file][number] = crc
@@ -287,7 +279,7 @@ class Output:
                         write(*block)
                     num_bytes, crc = file.extents[piece].num_bytes, crcs[piece]
                 value = crc32(bytes(offset - end), value)
-                value = int(crc32_combine(value, crc, num_bytes))
+                value = crc32_combine(value, crc, num_bytes)
                 end = offset + num_bytes
         self._file_crcs[file.name] = value if self.digested else 0
         self._advance(file.other_bytes)

@@ -26,7 +26,6 @@ from typing import Final, NamedTuple, TypeAlias
 from shardspec.checkpoint import catalog
 from shardspec.checkpoint.catalog import replica_keys
 from shardspec.checkpoint.formats import Format, OpenOptions
-from shardspec.checkpoint.job.rank_state import on_larger_mesh
 from shardspec.checkpoint.storage.path import StoragePath, file_inside
 from shardspec.checkpoint.storage.reading import HeaderFiles, prefetch_map
 from shardspec.checkpoint.torch_files import states as torch_states
@@ -40,6 +39,7 @@ from shardspec.checkpoint.torch_files.values import (
 )
 from shardspec.checkpoint.torch_files.zip_reader import Directory, TorchZip, read_torch_zip
 from shardspec.errors import CheckpointError, ShardSpecError
+from shardspec.layout.common_mesh import on_larger_mesh
 from shardspec.layout.layout import Layout
 from shardspec.layout.placements import spec_of_placements
 from shardspec.layout.spec import ShardingSpec
