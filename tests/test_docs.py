@@ -97,12 +97,13 @@ def test_every_command_has_its_place_on_the_page_of_commands():
     assert "<!-- commands -->" in (DOCS / "commands.md").read_text("utf-8")
     text = module_of("conf")._commands()
     sections = dict(
-        re.findall(r"^## shardspec (\S+)\n\n```text\n(.*?)\n```", text, re.M | re.DOTALL)
+        re.findall(r"^## shardspec ([^\n]+)\n\n```text\n(.*?)\n```", text, re.M | re.DOTALL)
     )
-    assert list(sections) == cli.list_commands(click.Context(cli))
+    commands = cli.list_commands(click.Context(cli))
+    assert list(dict.fromkeys(name.split()[0] for name in sections)) == commands
     for name, usage in sections.items():
         assert usage.startswith(f"Usage: shardspec {name} ")
-        assert "--quiet" in usage
+        assert ("--quiet" in usage) != (f"{name} list" in sections or f"{name} make" in sections)
         assert "Examples:" in usage
         assert not re.findall(r"^ +--\S+ [A-Z]+_", usage, re.MULTILINE)  # a name of the code
 

@@ -38,24 +38,6 @@ class Digest:
 
 
 @dataclass(frozen=True, slots=True)
-class Patch:
-    """What a delta changes in a tensor: one zstd frame in a file."""
-
-    path: StoragePath
-    start: int
-    """Position of the first byte in the file."""
-    num_bytes: int
-    content_bytes: int
-    """What the frame has when it is decompressed."""
-    encoding: str
-    checksum_format: str
-    checksum: str
-    """Of the whole tensor afterwards, as is the digest."""
-    digest: str | None
-    """None where the delta does not say it."""
-
-
-@dataclass(frozen=True, slots=True)
 class FileBox:
     """A part of a tensor in a file; where it starts there need not be known."""
 
@@ -137,9 +119,6 @@ class Outline(Generic[_Box_co]):
 @dataclass(frozen=True, slots=True)
 class StoredTensor(Outline[StoredBox]):
     """A tensor of a checkpoint and the places of all its boxes."""
-
-    patches: tuple[Patch, ...] = ()
-    """What deltas change in it, in order."""
 
 
 AnyOutline: TypeAlias = Outline[FileBox]
@@ -237,7 +216,7 @@ class Catalog:
     keeps_dtype: frozenset[str] = frozenset()
     """Names of tensors that are never cast: codes and scales."""
     quantization: Mapping[str, object] | None = None
-    """What the model's config should say about quantised weights: nothing if it is empty; None
+    """What the model's config should say about quantized weights: nothing if it is empty; None
     leaves the config as it is."""
 
     def __init__(

@@ -82,7 +82,7 @@ def refuse_removed(ctx: click.Context, words: str) -> None:
     """Raise `click.UsageError` with the remedy if a command, option or value has gone."""
     place = " ".join([*ctx.command_path.split()[1:], words])
     for pattern, remedy in REMOVED.items():
-        if fnmatchcase(place, pattern):
+        if ("--" in pattern) == words.startswith("-") and fnmatchcase(place, pattern):
             raise click.UsageError(f"{words} has gone; {remedy}", ctx)
 
 

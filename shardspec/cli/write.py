@@ -312,8 +312,7 @@ def merge_command(
     {"type": ckpt.OTHER},
 )
 @opts.to.but(
-    "The format of OUT: shardspec's own, that of torch.distributed.checkpoint or, for a run of "
-    "DeepSpeed's ZeRO, its Universal Checkpoint, for any number of ranks.",
+    "The format of OUT: shardspec's own, or that of torch.distributed.checkpoint.",
     type=_FormatName("sharded"),
     default=default_format("sharded").name,
     show_default=True,
@@ -347,7 +346,6 @@ def reshard_command(
       shardspec reshard ckpt -o sharded --like other_ckpt
       shardspec reshard ckpt -o out --mesh 2 --rules r.toml --model hf --names fused
       shardspec reshard ckpt -o served --model config.json --layout vllm:tp=8,ep=8
-      shardspec reshard zero_run -o universal --to deepspeed-universal
 
     A file of rules has a line for each pattern of names; the last one that matches counts:
       "*" = "[S0,...]"             the first dim of every tensor, however many it has
@@ -355,21 +353,15 @@ def reshard_command(
     What no rule matches is replicated on every device. --dry-run shows what each tensor gets.
     """
     format = written_format(to, "sharded")
-    whole_run = format.whole_run
-    refuse_if(
-        whole_run != "" and any(given is not None for given in (mesh, like, rules, layout)),
-        f"{whole_run} is for any number of ranks; leave out --mesh, --rules, --rule, --layout and "
-        "--like",
-    )
     maps: ckpt.MapOptions = options["maps"]
     if layout is not None:
         ckpt.check_layout(maps, rules)
         refuse_if(like is not None, "--layout says how to shard; leave out --like")
     alone = mesh is None and like is None and maps.model is not None and layout is None
-    if alone and not whole_run:
+    if alone:
         mesh = ((1,), None)
     neither_or_both = layout is None and (mesh is None) == (like is None)
-    refuse_if(not whole_run and neither_or_both, "give either --mesh, with rules, or --like")
+    refuse_if(neither_or_both, "give either --mesh, with rules, or --like")
     refuse_if(
         like is not None and rules is not None,
         "--like says how to shard; leave out --rules and --rule",

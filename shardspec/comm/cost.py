@@ -101,7 +101,7 @@ class CostModel:
     def from_presets(
         cls, mesh: DeviceMesh, names: Sequence[str], *, copies: bool | None = None
     ) -> "CostModel":
-        """Return the model of links that ``shardspec presets`` lists, one per axis or one for all.
+        """Return the model of links that ``shardspec links list`` shows: one an axis, or one.
 
         If more devices share a link inside nodes than fit in a node, they fill several nodes in
         the order of their ids, joined by `LinkPreset.between`.

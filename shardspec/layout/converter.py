@@ -10,6 +10,7 @@ from shardspec.comm.cost import CostModel
 from shardspec.comm.steps import ReduceOp, Slice
 from shardspec.errors import LayoutError
 from shardspec.layout import graph
+from shardspec.layout.dot import dot_text
 from shardspec.layout.layout import Layout, OwnSpec, SpecLike
 from shardspec.layout.plan import ConversionPlan, Move
 from shardspec.layout.pricing import Prices, prices_to_search, states_of
@@ -189,6 +190,22 @@ class LayoutConverter:
         (AllGather(dim=0, axes=(0,)), 8192)
         """
         return priced_graph(layout, self._model_of(layout.mesh))
+
+    def to_dot(self, layout: Layout, target: Layout | SpecLike | None = None) -> str:
+        """Return the priced transition graph in Graphviz's language, as ``dot -Tsvg`` draws it.
+
+        With a target, the plan from `layout` to it is in bold; permutes and exchanges are drawn
+        only there, since they join any two specs. Raises what `graph` and `plan` raise.
+
+        Examples
+        --------
+        >>> from shardspec import DeviceMesh
+        >>> layout = Layout(DeviceMesh(range(2), (2,)), "[S0]", (8,), "f32")
+        >>> print(LayoutConverter().to_dot(layout, "[R]").splitlines()[-2])
+          "[S0]" -> "[R]" [label="all-gather dim 0 over 0, 6.49 µs", color="#0072b2", penwidth=3];
+        """
+        plan = None if target is None else self.plan(layout, target)
+        return dot_text(layout, self._model_of(layout.mesh), plan)
 
     def cost(self, source: Layout, target: Layout | SpecLike) -> float:
         """Return the modelled seconds of the cheapest plan; raises what `plan` raises.

@@ -198,7 +198,7 @@ class ReshardPlan(StateCopies):
         Raises
         ------
         LayoutError
-            If the device is not in the plan, a tensor is cast or quantised on the way, or strides
+            If the device is not in the plan, a tensor is cast or quantized on the way, or strides
             are missing for a device, or let elements overlap.
 
         Examples

@@ -1,4 +1,4 @@
-"""Quantised tensors are kept as they are: not cast, and not cut inside what shares a scale."""
+"""Quantized tensors are kept as they are: not cast, and not cut inside what shares a scale."""
 
 import json
 from typing import Any
@@ -31,7 +31,7 @@ def zeros(dtype, *shape):
 
 
 def written(place, tensors, config=None, name="model.safetensors"):
-    """Write tensors, given as dtype and sizes, and a config with a quantisation beside them."""
+    """Write tensors, given as dtype and sizes, and a config with a quantization beside them."""
     place.mkdir(exist_ok=True)
     save_file({key: zeros(*value) for key, value in tensors.items()}, place / name)
     if config is not None:
@@ -134,11 +134,11 @@ def test_neither_codes_nor_scales_are_cast(tmp_path, scheme):
     for name in tensors:
         # Each alone: where the rest of it is left out.
         if any(dtype.startswith(("float", "bfloat")) for dtype, *_ in tensors.values()):
-            with pytest.raises(DTypeError, match="is quantised"):
+            with pytest.raises(DTypeError, match="is quantized"):
                 merge(source, tmp_path / "out.safetensors", dtype="float64", include=[name])
-    with pytest.raises(DTypeError, match=r"is quantised.*; leave out dtype="):
+    with pytest.raises(DTypeError, match=r"is quantized.*; leave out dtype="):
         reshard(source, tmp_path / "out", device_mesh=TWO, dtype="bf16")
-    with pytest.raises(DTypeError, match=r"is quantised.*; leave out dtype="):
+    with pytest.raises(DTypeError, match=r"is quantized.*; leave out dtype="):
         plan_reshard(source, (TWO, {}), dtype="bf16")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model"]
     merge(source, tmp_path / "norm.safetensors", dtype="float64", exclude=list(tensors))
@@ -163,9 +163,9 @@ def test_at_the_command_line_a_cast_is_one_line(tmp_path):
         if args[0] == "plan-state":
             remedy = "give these their own dtypes"
         assert done.stderr == (
-            "Error: cannot cast to bfloat16: tensor 'a.weight._data' is quantised "
+            "Error: cannot cast to bfloat16: tensor 'a.weight._data' is quantized "
             "('a.weight._scale' goes with it), and codes and scales mean something only as they "
-            f"are; leave out --dtype, {remedy}, or dequantise first with the tool that wrote them\n"
+            f"are; leave out --dtype, {remedy}, or dequantize first with the tool that wrote them\n"
         )
 
 
@@ -194,7 +194,7 @@ def test_what_only_looks_alike_is_cast(tmp_path):
 def test_a_config_marks_modules_of_unknown_names(tmp_path):
     tensors = {"a.strange": ("uint8", 8, 8), "a.factors": ("float16", 8), "a.bias": ("float32", 8)}
     source = written(tmp_path / "model", {**tensors, **NORM}, {"quant_method": "new"})
-    with pytest.raises(DTypeError, match=r"'a\.factors' is quantised \(the config says"):
+    with pytest.raises(DTypeError, match=r"'a\.factors' is quantized \(the config says"):
         merge(source, tmp_path / "out.safetensors", dtype="bf16")
     merge(source, tmp_path / "out.safetensors", dtype="bf16", include=["a.bias", "norm.*"])
     written(tmp_path / "model", {**tensors, **NORM})
@@ -213,10 +213,10 @@ def test_plans_between_layouts_in_memory():
 
     targets: list[tuple[DeviceMesh, dict[str, str]]] = [(TWO, {}), (DeviceMesh(range(4), (4,)), {})]
     for target in targets:
-        with pytest.raises(DTypeError, match="is quantised"):
+        with pytest.raises(DTypeError, match="is quantized"):
             plan_reshard(state("[R,R]"), target, dtype="bf16")
     for dtypes in (("bfloat16", "float32"), ("float8_e4m3fn", "bfloat16")):
-        with pytest.raises(DTypeError, match="is quantised"):
+        with pytest.raises(DTypeError, match="is quantized"):
             plan_reshard(state("[R,R]"), state("[R,R]", dtypes))
     norm = {**state("[S0,R]"), "norm": Layout(TWO, "[R]", (4,), "bfloat16")}
     assert len(plan_reshard(state("[R,R]"), norm).moves) == 3
@@ -319,9 +319,9 @@ def test_blocks_are_whole_through_maps(tmp_path):
     ):
         with pytest.raises(ShardSpecError, match=r"0:64 of 'a\.weight', inside a block of 128"):
             act()
-    with pytest.raises(DTypeError, match=r"'a\.weight' is quantised"):
+    with pytest.raises(DTypeError, match=r"'a\.weight' is quantized"):
         plan_reshard(source, (four, {}), names=fused, dtype="bf16")
-    with pytest.raises(DTypeError, match=r"'a\.weight' is quantised"):
+    with pytest.raises(DTypeError, match=r"'a\.weight' is quantized"):
         merge(source, tmp_path / "m.safetensors", names=fused, dtype="bf16")
 
 

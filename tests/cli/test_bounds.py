@@ -104,7 +104,9 @@ def test_names_in_what_is_printed_are_escaped(tmp_path):
         result = run(*args)
         assert result.exit_code == code, result.stderr
         assert is_safe(result.stdout + result.stderr), args
-        assert ESCAPED in result.stdout + result.stderr or "--only" in args or args[1:] == [ckpt, out]
+        assert (
+            ESCAPED in result.stdout + result.stderr or "--only" in args or args[1:] == [ckpt, out]
+        )
     listed = run("inspect", ckpt, "--json")
     assert listed.stdout.isascii()
     assert [tensor["name"] for tensor in json.loads(listed.stdout)["tensors"]] == [f"{RAW}\n.w"]

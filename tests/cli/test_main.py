@@ -24,7 +24,7 @@ TOP = cli.list_commands(click.Context(cli))
 
 def leaves(group=cli, path=()):
     """Return the commands that do something, by the words that call them."""
-    found = {}
+    found: dict[tuple[str, ...], click.Command] = {}
     for name in group.list_commands(click.Context(group)):
         command = group.get_command(click.Context(group), name)
         inner = isinstance(command, click.Group)

@@ -4,16 +4,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shardspec import (
-    CostModel,
-    DeviceMesh,
-    Layout,
-    LayoutConverter,
-    Link,
-    ShardingSpec,
-    plan_reshard,
-)
-from shardspec.comm.curves import bytes_received
+from shardspec import CostModel, DeviceMesh, Layout, LayoutConverter, ShardingSpec, plan_reshard
+from shardspec.comm.curves import Link, bytes_received
 from shardspec.comm.presets import assumed_links
 from shardspec.comm.steps import AllGather, AllReduce, AllToAll, ReduceScatter, Slice
 from shardspec.errors import LayoutError, MeshError

@@ -10,8 +10,8 @@ from typing import get_args
 import numpy as np
 import pytest
 
-from shardspec import CostModel, DeviceMesh, Layout, LayoutConverter, Link, ShardSpecError
-from shardspec.comm.curves import KINDS
+from shardspec import CostModel, DeviceMesh, Layout, LayoutConverter, ShardSpecError
+from shardspec.comm.curves import KINDS, Link
 from shardspec.comm.presets import PRESETS, Basis, Confidence, link_preset
 from shardspec.comm.steps import Exchange, Permute
 from shardspec.errors import MeshError

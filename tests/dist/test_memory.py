@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from shardspec import ConversionPlan, CostModel, DeviceMesh, Layout, ProcessGroupCommunicator
+from shardspec import CostModel, DeviceMesh, Layout, ProcessGroupCommunicator
 from shardspec.comm.steps import (
     AllGather,
     AllReduce,
@@ -27,6 +27,7 @@ from shardspec.comm.steps import (
 from shardspec.comm.transports.messages import STAGED_BYTES
 from shardspec.comm.transports.peer_memory import BUFFER_BYTES
 from shardspec.layout.moving import transfers_of
+from shardspec.layout.plan import ConversionPlan
 from tests.dist.processes import run_ranks
 
 pytestmark = pytest.mark.dist

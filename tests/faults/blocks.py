@@ -1,4 +1,4 @@
-"""Cuts through quantised tensors, judged by what each scheme says of single numbers.
+"""Cuts through quantized tensors, judged by what each scheme says of single numbers.
 
 For every number of a weight a scheme says where its code lies, and which scales and zero points it
 is made with. Codes that have one of these in common belong together, unless it is one for a whole
@@ -29,7 +29,7 @@ _BYTES: Final = {"U8": 1, "I8": 1, "F8_E4M3": 1, "F16": 2, "F32": 4, "I32": 4, "
 
 @dataclass(frozen=True)
 class Scheme:
-    """A way to quantise; `e`, `i`, `j` are expert, row and column of the weight."""
+    """A way to quantize; `e`, `i`, `j` are expert, row and column of the weight."""
 
     name: str
     codes: str

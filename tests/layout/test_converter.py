@@ -5,7 +5,8 @@ from itertools import pairwise, product
 
 import pytest
 
-from shardspec import CostModel, DeviceMesh, Layout, LayoutConverter, Link, ShardingSpec
+from shardspec import CostModel, DeviceMesh, Layout, LayoutConverter, ShardingSpec
+from shardspec.comm.curves import Link
 from shardspec.comm.steps import (
     AllGather,
     AllReduce,

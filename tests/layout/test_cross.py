@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from shardspec import CostModel, DeviceMesh, Layout, LayoutConverter, Link
+from shardspec import CostModel, DeviceMesh, Layout, LayoutConverter
+from shardspec.comm.curves import Link
 from shardspec.comm.steps import AllReduce, Exchange, ReduceScatter
 from shardspec.errors import LayoutError
 from shardspec.layout.cross import (

@@ -1,4 +1,4 @@
-"""Quantised checkpoints are kept to the bit, and not cut through their blocks."""
+"""Quantized checkpoints are kept to the bit, and not cut through their blocks."""
 
 import json
 import math

@@ -54,7 +54,7 @@ def model_shapes(model_type: str) -> tuple[dict[str, Any], _Shapes]:
 
 
 def forms(shapes: _Shapes) -> dict[str, _Shapes]:
-    """Return a state as it is, and as tools make it that quantise, adapt or wrap models."""
+    """Return a state as it is, and as tools make it that quantize, adapt or wrap models."""
     found = {"": shapes}
     for form, (suffix, name, kept) in _OTHER_FORMS.items():
         every = [old for old in shapes if old.endswith(suffix)]

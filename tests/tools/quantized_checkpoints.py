@@ -1,4 +1,4 @@
-"""Models that torchao and bitsandbytes have quantised, merged and resharded, and loaded again."""
+"""Models that torchao and bitsandbytes have quantized, merged and resharded, and loaded again."""
 
 import sys
 from importlib.metadata import version
@@ -52,7 +52,7 @@ def main(place: Path, rows_file: str) -> None:
         )
         model.save_pretrained(here / "saved", max_shard_size="60KB")
         wanted = answers(loaded(here / "saved"))
-        assert not torch.equal(wanted, answers(plain)), "it is quantised"
+        assert not torch.equal(wanted, answers(plain)), "it is quantized"
         assert len(list((here / "saved").glob("*.safetensors"))) > 1
         shardspec("verify", here / "saved")
         shardspec("merge", here / "saved", "-o", f"{here}/merged/")
@@ -67,7 +67,7 @@ def main(place: Path, rows_file: str) -> None:
             assert "share a scale" in said, said
             assert not (here / "cut").exists()
         said = shardspec("merge", here / "saved", "-o", here / "cast", "--dtype", "bf16", code=2)
-        assert "is quantised" in said, said
+        assert "is quantized" in said, said
         tool, _, how = kind.partition(" ")
         rows.append(
             Row(

@@ -139,25 +139,25 @@ def _format(output: StoragePath, options: WriteOptions) -> Format:
         return merged_format(output, options.format, options.max_shard_bytes, options.in_directory)
     name = options.format
     format = default_format("sharded") if name is None else written_format(name, "sharded")
-    check_sharding(options, format.whole_run)
+    check_sharding(options)
     return format
 
 
 def _opened(
     checkpoint: PurePath | str | Catalog, options: WriteOptions, format: Format
 ) -> tuple[Catalog, Choice]:
-    """Open a checkpoint, mapped and quantised as wanted; return what remains to be chosen too."""
+    """Open a checkpoint, mapped and quantized as wanted; return what remains to be chosen too."""
     source, names = as_catalog(checkpoint), options.names
     choice: Choice = options
-    quantise = options.quantize, options.scale_rule, options.quantize_include
-    if any(value is not None for value in (names, options.dtype, *quantise)):
+    quantize = options.quantize, options.scale_rule, options.quantize_include
+    if any(value is not None for value in (names, options.dtype, *quantize)):
         config = config_of(source, names)
         source, choice = mapped_source(source, names, options)
-        if quantise != (None, None, None):
-            from shardspec.checkpoint.quantization.quantize import quantise_of, quantised_as
+        if quantize != (None, None, None):
+            from shardspec.checkpoint.quantization.quantize import quantize_of, quantized_as
 
-            how = quantise_of(*quantise)
-            source = quantised_as(source, how, options if names is None else Choice(), config)
+            how = quantize_of(*quantize)
+            source = quantized_as(source, how, options if names is None else Choice(), config)
             choice = options.after_map() if options.quantize is not None else choice
     else:
         check_drop(options)
@@ -181,12 +181,9 @@ def _laid_out(
     if choice.dtype is not None:
         refuse_casts(source, [tensor.source for tensor in tensors], dtype_name(choice.dtype))
     mesh, layouts = ON_ONE_DEVICE, dict[str, Layout]()
-    if "sharded" in format.writes and not format.whole_run:
+    if "sharded" in format.writes:
         mesh, layouts = sharding_of(source, options, tensors)
-    if format.whole_run:
-        carried = Carried(frozenset(source.extras), {}, {})
-    else:
-        carried = carried_values(source, choice, tensors, objects=format.keeps == "objects")
+    carried = carried_values(source, choice, tensors, objects=format.keeps == "objects")
     if format.keeps == "tensors":
         carried = Carried(frozenset(), {}, {})
     # Whole tensors are what a merge is for: it may lose other entries.

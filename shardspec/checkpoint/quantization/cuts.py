@@ -1,4 +1,4 @@
-"""Casts and cuts that quantised tensors do not stand are refused, before anything is written."""
+"""Casts and cuts that quantized tensors do not stand are refused, before anything is written."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
@@ -8,16 +8,16 @@ from math import lcm
 from shardspec.boxes import Box
 from shardspec.checkpoint.catalog import Catalog
 from shardspec.checkpoint.quantization.detect import (
-    Quantised,
+    Quantized,
     Shape,
     Stated,
-    quantised,
+    find_quantized,
     sections,
     stated_by,
 )
 from shardspec.checkpoint.select.mapped import MappedCatalog, Names, boxes_in_source, mapped
 from shardspec.dtypes import dtype_name
-from shardspec.errors import DTypeError, LayoutError, QuantisedError, ShardSpecError
+from shardspec.errors import DTypeError, LayoutError, QuantizedError, ShardSpecError
 from shardspec.layout.layout import Layout
 from shardspec.layout.spec import DimSpec, Part, ShardingSpec
 from shardspec.resharding.plan import ReshardPlan
@@ -30,23 +30,23 @@ def _unmapped(source: Catalog) -> Catalog:
     return source
 
 
-def quantised_in(source: Catalog) -> Quantised:
-    """Return which tensors of a checkpoint are quantised; of a mapped one, of what is mapped."""
+def quantized_in(source: Catalog) -> Quantized:
+    """Return which tensors of a checkpoint are quantized; of a mapped one, of what is mapped."""
     source = _unmapped(source)
     outlines = map(source.outline, source.names)
     tensors = {outline.name: (outline.shape, outline.dtype) for outline in outlines}
     section = source.quantization
     stated = list(sections(source.home)) if section is None else [section] if section else []
-    return quantised(tensors, stated_by(stated, source.file_metadata.values))
+    return find_quantized(tensors, stated_by(stated, source.file_metadata.values))
 
 
 def refuse_casts(source: Catalog, names: Iterable[str], dtype: str) -> None:
-    """Refuse to cast a choice of tensors in which some are quantised.
+    """Refuse to cast a choice of tensors in which some are quantized.
 
     Also where only others would change: what is asked for is a model of one dtype, which codes are
     not.
     """
-    why = quantised_in(source).why
+    why = quantized_in(source).why
     for name in names if why else ():
         if name in source.keeps_dtype:
             continue
@@ -60,24 +60,24 @@ def _refuse_cast(
     for origin in origins:
         if origin in why:
             raise DTypeError(
-                f"cannot cast to {dtype}: tensor {origin!r} is quantised ({why[origin]}), and "
+                f"cannot cast to {dtype}: tensor {origin!r} is quantized ({why[origin]}), and "
                 "codes and scales mean something only as they are; leave out ",
                 Argument("dtype"),
-                f", {remedy}, or dequantise first with the tool that wrote them",
+                f", {remedy}, or dequantize first with the tool that wrote them",
             )
 
 
-def refuse_quantised(why: Mapping[str, str], names: Iterable[str], *remedy: TextPart) -> None:
-    """Refuse to quantise what is quantised already; `why` maps such tensors to what shows it."""
+def refuse_quantized(why: Mapping[str, str], names: Iterable[str], *remedy: TextPart) -> None:
+    """Refuse to quantize what is quantized already; `why` maps such tensors to what shows it."""
     if again := why.keys() & {*names}:
         name = min(again)
-        raise QuantisedError(f"tensor {name!r} is quantised already ({why[name]}); ", *remedy)
+        raise QuantizedError(f"tensor {name!r} is quantized already ({why[name]}); ", *remedy)
 
 
 def _check_casts(
     plan: ReshardPlan, why: Mapping[str, str], dtype: object, source: Catalog | None = None
 ) -> None:
-    """Refuse a plan that casts quantised tensors; or all tensors, where some are quantised."""
+    """Refuse a plan that casts quantized tensors; or all tensors, where some are quantized."""
     for move in plan.moves:
         after = move.target.dtype
         if dtype is not None or move.source.dtype != after:
@@ -86,14 +86,14 @@ def _check_casts(
 
 
 def check_blocks(
-    source: Catalog, layouts: Mapping[str, Layout], quantized: Quantised | None = None
+    source: Catalog, layouts: Mapping[str, Layout], quantized: Quantized | None = None
 ) -> None:
     """Refuse layouts, by name in a checkpoint, that cut a tensor inside a block.
 
     A scale is also refused if its cut leaves a device without the scales of its codes. Devices that
     hold no scale at all are allowed: they gather before they compute.
     """
-    blocks = (quantized or quantised_in(source)).blocks
+    blocks = (quantized or quantized_in(source)).blocks
     if not blocks:
         return
     flaw_of, scales_flaw_of = lru_cache(1024)(_flaw), lru_cache(1024)(_scales_flaw)
@@ -277,8 +277,8 @@ def _refuse_scales(
 def check_stored_plan(
     source: Catalog, plan: ReshardPlan, names: Names | None, dtype: object
 ) -> None:
-    """Refuse a plan that reads a checkpoint and does quantised tensors harm."""
-    quantized = quantised_in(source)
+    """Refuse a plan that reads a checkpoint and does quantized tensors harm."""
+    quantized = quantized_in(source)
     if not quantized.why:
         return
     _check_casts(plan, quantized.why, dtype, source)
@@ -287,13 +287,13 @@ def check_stored_plan(
 
 
 def check_plan(plan: ReshardPlan, dtype: object) -> None:
-    """Refuse a plan between layouts in memory that does quantised tensors harm.
+    """Refuse a plan between layouts in memory that does quantized tensors harm.
 
     Where the source is cut inside a block, whoever has the parts gathers before it computes.
     """
     moves = {move.source_name: move for move in plan.moves}
     tensors = {name: (move.source.global_shape, move.source.dtype) for name, move in moves.items()}
-    quantized = quantised(tensors, Stated())
+    quantized = find_quantized(tensors, Stated())
     _check_casts(plan, quantized.why, dtype)
     for move in plan.moves:
         blocks = quantized.blocks.get(move.source_name)

@@ -1,4 +1,4 @@
-"""A checkpoint with numbers where weights are quantised; they are made when they are read."""
+"""A checkpoint with numbers where weights are quantized; they are made when they are read."""
 
 import re
 from collections.abc import Callable, Collection, Mapping
@@ -20,13 +20,13 @@ from shardspec.checkpoint.boxes.derived import (
 from shardspec.checkpoint.boxes.numeric import numbers
 from shardspec.checkpoint.catalog import Catalog, StoredTensor, row_major_strides, whole_box
 from shardspec.checkpoint.quantization.blocks import from_mx, from_scaled, powers_of_two
-from shardspec.checkpoint.quantization.cuts import quantised_in
+from shardspec.checkpoint.quantization.cuts import quantized_in
 from shardspec.checkpoint.quantization.detect import of_computed, sections, sections_of
 from shardspec.checkpoint.quantization.schemes import MX, Coded, coded, schemes_in
 from shardspec.checkpoint.select.choice import Choice
 from shardspec.checkpoint.select.mapped import require_finished
 from shardspec.dtypes import dtype_name, item_bytes
-from shardspec.errors import QuantisedError
+from shardspec.errors import QuantizedError
 from shardspec.text import Argument
 
 _INTO: Final = ("bfloat16", "float16", "float32", "float64")
@@ -35,7 +35,7 @@ _CHUNK_BYTES: Final = 2 << 20
 _KEPT_BYTES: Final = 24 << 20
 """Codes that are kept: those of an expert, as it is transposed strip by strip."""
 _OF_LAYER: Final = re.compile(r"(.+)\.(input|output|activation)_scale(_ub)?")
-"""Scales of what goes in and out of a layer whose weights are quantised."""
+"""Scales of what goes in and out of a layer whose weights are quantized."""
 
 
 class _Numbers(ComputedMatrices):
@@ -110,8 +110,8 @@ class _Numbers(ComputedMatrices):
         return scales.astype(np.float32).reshape(grid)
 
 
-class DequantisedCatalog(ComputedCatalog):
-    """A checkpoint whose quantised weights are numbers."""
+class DequantizedCatalog(ComputedCatalog):
+    """A checkpoint whose quantized weights are numbers."""
 
     def __init__(
         self, base: Catalog, weights: Mapping[str, Coded], gone: Collection[str], dtype: str
@@ -134,7 +134,7 @@ class DequantisedCatalog(ComputedCatalog):
         return self._made_tensor(name, shape, self._dtype, spec, codes, made, strides)
 
 
-def dequantised(
+def dequantized(
     source: Catalog,
     dtype: object,
     choice: Choice | None = None,
@@ -147,11 +147,11 @@ def dequantised(
 
     Raises
     ------
-    QuantisedError
+    QuantizedError
         If scales of what `choice` wants are missing or do not fit, or no block size is stated.
     """
     target = None if dtype is None else dtype_name(dtype)
-    quantized = quantised_in(source) if target in _INTO else None
+    quantized = quantized_in(source) if target in _INTO else None
     if target is None or quantized is None or not quantized.why:
         return source
     outlines = map(source.outline, source.names)
@@ -167,8 +167,8 @@ def dequantised(
         if isinstance(result, tuple):
             weights[weight] = result[1]
         elif result is not None and (choice is None or choice.wants(name)):
-            raise QuantisedError(
-                f"{source.directory}: cannot cast to {target}: tensor {name!r} is quantised "
+            raise QuantizedError(
+                f"{source.directory}: cannot cast to {target}: tensor {name!r} is quantized "
                 f"({quantized.why[name]}), and {result}; leave out ",
                 Argument("dtype"),
                 ", exclude these tensors, or mend the checkpoint",
@@ -181,7 +181,7 @@ def dequantised(
         match = _OF_LAYER.fullmatch(name)
         if match is not None and match[1] in layers:
             gone.add(name)
-    made = DequantisedCatalog(source, weights, gone, "float32" if target == "float64" else target)
+    made = DequantizedCatalog(source, weights, gone, "float32" if target == "float64" else target)
     made.keeps_dtype |= {name for name in quantized.why if name not in gone and of_computed(name)}
     made.quantization = {}
     return made

@@ -1,6 +1,6 @@
-r"""Which tensors are quantised: codes, what gives them a meaning, and where blocks share a scale.
+r"""Which tensors are quantized: codes, what gives them a meaning, and where blocks share a scale.
 
-A quantised weight is a tensor of codes and companions: scales, zero points, tables. Recognised are
+A quantized weight is a tensor of codes and companions: scales, zero points, tables. Recognised are
 companions by their names, dtypes that exist for codes only, and what the files beside the weights
 say (``quantization_config`` in ``config.json``, also nested). Sizes of blocks are stated there, or
 follow from the shapes of scales where these leave no choice:
@@ -46,9 +46,9 @@ _CONFIGS: Final = {
     "quantization_config.json": True,
     "params.json": False,
 }
-"""Files that say how weights are quantised, and whether the whole file does."""
+"""Files that say how weights are quantized, and whether the whole file does."""
 SECTIONS: Final = frozenset({"quantization_config", "quantization", "compression_config"})
-QUANTISED_BY: Final = frozenset(name for name, whole in _CONFIGS.items() if whole)
+QUANTIZED_BY: Final = frozenset(name for name, whole in _CONFIGS.items() if whole)
 """Files that say nothing else."""
 _SIZES: Final = re.compile(r"(q_|weight_)?group_size|(weight_)?block_(size|structure)|blocksize")
 _BITS: Final = ("bits", "num_bits", "w_bit", "nbits", "weight_bits")
@@ -133,12 +133,12 @@ _MAYBE: Final = re.compile(
 _OF_COMPUTED: Final = re.compile(
     r"(.+[._])?([qkv]|prob|input|output|activation)(_cache|_proj)?_scale"
 )
-"""Scales of what a quantised model computes."""
+"""Scales of what a quantized model computes."""
 _KNOWN_TORCHAO: Final = ("Int8Tensor", "Float8Tensor", "IntxUnpackedToInt8Tensor", "Int4Tensor")
 
 
 class Stated(NamedTuple):
-    """What files beside the weights, and their metadata, say of how weights are quantised."""
+    """What files beside the weights, and their metadata, say of how weights are quantized."""
 
     anything: bool = False
     methods: frozenset[str] = frozenset()
@@ -165,7 +165,7 @@ class Blocks(NamedTuple):
     """Companions with as many dims: along each dim, how many elements share one of its numbers."""
 
 
-class Quantised(NamedTuple):
+class Quantized(NamedTuple):
     """The tensors of a checkpoint that mean nothing alone."""
 
     why: Mapping[str, str]
@@ -203,12 +203,12 @@ def stated_by(stated: Sequence[object], metadata: Mapping[str, str]) -> Stated:
     )
 
 
-def quantised(tensors: Mapping[str, tuple[Shape, str]], stated: Stated) -> Quantised:
-    """Return which tensors, name to shape and dtype, are quantised, and where these may be cut.
+def find_quantized(tensors: Mapping[str, tuple[Shape, str]], stated: Stated) -> Quantized:
+    """Return which tensors, name to shape and dtype, are quantized, and where these may be cut.
 
     >>> tensors = {"w": ((256, 256), "float8_e4m3fn"), "w_scale_inv": ((2, 2), "float32")}
-    >>> quantised({**tensors, "norm": ((256,), "float32")}, Stated())
-    Quantised(why={'w': "'w_scale_inv' goes with it", 'w_scale_inv': "it goes with 'w'"},\
+    >>> find_quantized({**tensors, "norm": ((256,), "float32")}, Stated())
+    Quantized(why={'w': "'w_scale_inv' goes with it", 'w_scale_inv': "it goes with 'w'"},\
  blocks={'w': Blocks(sides=(128, 128), scales=(('w_scale_inv', (128, 128)),))})
     """
     why: dict[str, str] = {}
@@ -233,7 +233,7 @@ def quantised(tensors: Mapping[str, tuple[Shape, str]], stated: Stated) -> Quant
         for name in tensors:
             inside = name.rpartition(".")[0] in homes and not name.endswith("bias")
             if inside or of_computed(name):
-                why.setdefault(name, "the config says that weights are quantised")
+                why.setdefault(name, "the config says that weights are quantized")
     blocks = {}
     alone = {other for group in companions.values() for _, other in group} - companions.keys()
     for name in why.keys() - alone:
@@ -243,7 +243,7 @@ def quantised(tensors: Mapping[str, tuple[Shape, str]], stated: Stated) -> Quant
             cuts = _blocks(name, shape, dtype, group, stated)
             if cuts.scales or any(side > 1 for side in cuts.sides):
                 blocks[name] = cuts
-    return Quantised(dict(sorted(why.items())), blocks)
+    return Quantized(dict(sorted(why.items())), blocks)
 
 
 def _codes_of(name: str, tensors: Mapping[str, tuple[Shape, str]]) -> tuple[str, _Companion | None]:
@@ -264,7 +264,7 @@ def _codes_of(name: str, tensors: Mapping[str, tuple[Shape, str]]) -> tuple[str,
 
 
 def of_computed(name: str) -> bool:
-    """Return whether a tensor has the name of a scale of what a quantised model computes."""
+    """Return whether a tensor has the name of a scale of what a quantized model computes."""
     return _OF_COMPUTED.fullmatch(name) is not None
 
 
@@ -396,7 +396,7 @@ def _torchao(metadata: Mapping[str, str]) -> Iterator[tuple[str, tuple[Shape, st
 
 
 def sections(directory: StoragePath) -> Iterator[dict[str, object]]:
-    """Yield the parts of configs that say how weights are quantised."""
+    """Yield the parts of configs that say how weights are quantized."""
     for name, whole in _CONFIGS.items():
         stated = json_beside(directory, name)
         yield from [stated] if whole and isinstance(stated, dict) else sections_of(stated)
@@ -411,7 +411,7 @@ def json_beside(directory: StoragePath, name: str) -> object:
 
 
 def sections_of(config: object) -> Iterator[dict[str, object]]:
-    """Yield the parts of a config that say how weights are quantised."""
+    """Yield the parts of a config that say how weights are quantized."""
     for key, value in _pairs(config):
         if key in SECTIONS and isinstance(value, dict):
             yield value

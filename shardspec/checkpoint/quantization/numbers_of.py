@@ -10,7 +10,7 @@ from shardspec.checkpoint.select.mapped import Names, Naming, config_beside, map
 def mapped_source(source: Catalog, names: Names | None, choice: Choice) -> tuple[Catalog, Choice]:
     """Return what a map makes of a checkpoint, and what is left to choose of it.
 
-    Before, what is quantised becomes numbers if a dtype is wanted.
+    Before, what is quantized becomes numbers if a dtype is wanted.
     """
     if choice.dtype is not None:
         source = with_numbers(source, choice.dtype, choice, config_of(source, names))
@@ -28,9 +28,9 @@ def with_numbers(
     if dtype is None:
         return source
     # Importing numpy takes as long as copying 200 MiB, and a plain copy needs none.
-    from shardspec.checkpoint.quantization.dequantize import dequantised
+    from shardspec.checkpoint.quantization.dequantize import dequantized
 
-    return dequantised(source, dtype, choice, config)
+    return dequantized(source, dtype, choice, config)
 
 
 def config_of(source: Catalog, names: Names | None) -> Mapping[str, object] | None:

@@ -1,4 +1,4 @@
-"""How a config says that weights are quantised, for the schemes that can be dequantised.
+"""How a config says that weights are quantized, for the schemes that can be dequantized.
 
 =====================  =======================================================================
 config                 codes, scales, block
@@ -55,7 +55,7 @@ QUANTIZATIONS: Final[Mapping[str, Mapping[str, object]]] = {
         },
     },
 }
-"""What a config says of weights that are quantised so."""
+"""What a config says of weights that are quantized so."""
 _FLOATS: Final = ("float32", "bfloat16")
 _POWERS: Final = ("float8_e8m0fnu", "uint8")
 """Dtypes of scales that are powers of two."""
@@ -64,7 +64,7 @@ _SCALES: Final = ("scale", "scales", "scale_inv", "scale_2")
 
 
 class Scheme(NamedTuple):
-    """One way to quantise weights."""
+    """One way to quantize weights."""
 
     codes: str
     """Suffix that the name of the codes adds to that of the weight."""
@@ -114,7 +114,7 @@ class Coded(NamedTuple):
 
 
 def schemes_in(sections: Iterable[Mapping[str, object]]) -> tuple[Scheme, ...]:
-    """Return the schemes that parts of configs state, as far as they can be dequantised."""
+    """Return the schemes that parts of configs state, as far as they can be dequantized."""
     return tuple(dict.fromkeys(scheme for section in sections for scheme in _schemes(section)))
 
 
@@ -182,7 +182,7 @@ def coded(
     """Return the weight that a tensor has the codes of, and how it lies.
 
     Returns text that says what is wrong if its scales do not fit it, or None if it has no codes
-    of a scheme that can be dequantised. `tensors` maps names to shapes and dtypes.
+    of a scheme that can be dequantized. `tensors` maps names to shapes and dtypes.
     """
     shape, dtype = tensors[name]
     if name.endswith(_SCALES):

@@ -31,7 +31,7 @@ class Naming(ABC):
     """That of the model."""
 
     def with_dtype(self, dtype: object) -> "Naming":  # noqa: ARG002  # others read more
-        """Return the same for output in a dtype, where quantised tensors are dequantised."""
+        """Return the same for output in a dtype, where quantized tensors are dequantized."""
         return self
 
     @abstractmethod

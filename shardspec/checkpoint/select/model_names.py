@@ -10,7 +10,7 @@ from typing import Final
 from shardspec.checkpoint import catalog
 from shardspec.checkpoint.compare.verify import diff_checkpoints
 from shardspec.checkpoint.open import as_catalog
-from shardspec.checkpoint.quantization.cuts import quantised_in
+from shardspec.checkpoint.quantization.cuts import quantized_in
 from shardspec.checkpoint.select.choice import Choice, wanted_names
 from shardspec.checkpoint.select.mapped import Naming, through
 from shardspec.checkpoint.storage.from_text import storage_path
@@ -45,18 +45,18 @@ class ModelNames(Naming):
     fill_from: catalog.Catalog | None
 
     def with_dtype(self, dtype: object) -> Naming:
-        """Return the same where what is quantised is to be made a dtype."""
+        """Return the same where what is quantized is to be made a dtype."""
         if self.fill_from is None:
             return self
-        from shardspec.checkpoint.quantization.dequantize import dequantised
+        from shardspec.checkpoint.quantization.dequantize import dequantized
 
-        return replace(self, fill_from=dequantised(self.fill_from, dtype, config=self.config))
+        return replace(self, fill_from=dequantized(self.fill_from, dtype, config=self.config))
 
     def recognised(self, source: catalog.Catalog, choice: Choice) -> Recognised:
         """Return what the tensors of a checkpoint are called that are wanted."""
         with _about_input():
             model, names = self._model(), _weights(wanted_names(source, choice))
-            _refuse_quantised(source, names)
+            _refuse_quantized(source, names)
             return recognise(model, names, source.directory)
 
     def applied(
@@ -75,7 +75,7 @@ class ModelNames(Naming):
         if choice is not None:
             wanted &= {*wanted_names(source, choice)}
             extras = {name: value for name, value in extras.items() if choice.wants(name)}
-        _refuse_quantised(source, wanted)
+        _refuse_quantized(source, wanted)
         gone = {name: source.outline(name).shape for name in source.names if name not in wanted}
         # What the user leaves behind is not absent.
         recognised = recognise(model, wanted, source.directory, behind={*weights} - wanted)
@@ -126,7 +126,7 @@ class ModelNames(Naming):
             every = {name: (made, name) for name in made.names}
             made = Assembled(part, every | {name: (origin, name) for name in beside})
             added += beside
-        _refuse_quantised(origin, added)
+        _refuse_quantized(origin, added)
         made.filled = tuple(sorted(added))
         return made
 
@@ -245,13 +245,13 @@ def _weights(names: Iterable[str]) -> list[str]:
     return [name for name in names if not _OPTIMIZER.fullmatch(name)]
 
 
-def _refuse_quantised(source: catalog.Catalog, names: Collection[str]) -> None:
+def _refuse_quantized(source: catalog.Catalog, names: Collection[str]) -> None:
     """Raise LayoutError if codes, or what gives them a meaning, are among the names."""
-    why = quantised_in(source).why
+    why = quantized_in(source).why
     for name in sorted(why.keys() & {*names}):
         raise LayoutError(
-            f"{source.directory}: {shown(name)} is quantised ({why[name]}), and the names of a "
-            "model are for its 16- or 32-bit weights; dequantise them on the way with ",
+            f"{source.directory}: {shown(name)} is quantized ({why[name]}), and the names of a "
+            "model are for its 16- or 32-bit weights; dequantize them on the way with ",
             Argument("dtype", value="bf16"),
         )
 
