@@ -33,9 +33,8 @@ LAYERS = [
     {"__main__"},
 ]
 WITH_TENSORS = {
-    "shardspec.comm.carry_out",
-    "shardspec.comm.channel",
-    "shardspec.comm.region",
+    "shardspec.comm.execute",
+    "shardspec.comm.notes",
     "shardspec.comm.transports.collectives",
     "shardspec.comm.transports.messages",
     "shardspec.comm.transports.peer_memory",
@@ -49,6 +48,7 @@ WITH_TENSORS = {
     "shardspec.interop.torch_cost",
     "shardspec.interop.torch_dtensor",
     "shardspec.interop.torch_parts",
+    "shardspec.mesh.initialization",
     "shardspec.mesh.job",
     "shardspec.tensor.operators.apply",
     "shardspec.tensor.operators.call",
@@ -65,7 +65,6 @@ WITH_TENSORS = {
     "shardspec.resharding.given",
     "shardspec.resharding.memory",
     "shardspec.resharding.receipts",
-    "shardspec.resharding.trace",
     "shardspec.tensor.shards",
     "shardspec.tensor.redistribute",
 }

@@ -259,15 +259,16 @@ def add_sidecars(
     Into a directory go those that `sidecars` names; of what lies beside a single file, or describes
     the model elsewhere, those of a model. How weights are quantized is in a config in any case.
     """
-    elsewhere = source.described_in is not None
-    directory = source.home if source.described_in is None else source.described_in
+    described_in = source.facts.described_in
+    elsewhere = described_in is not None
+    directory = source.home if described_in is None else described_in
     whole = not elsewhere and directory == source.directory
     weights = (file for file in source.files if directory in file.parents)
     beside = {*directory.names()} - {file.relative_to(directory).parts[0] for file in weights}
     wanted: set[str] = set()
     if target.directory and (whole or elsewhere or beside & _OF_MODELS):
         wanted = (sidecars if whole else model_sidecars)(directory, beside)
-    section = source.quantization
+    section = source.facts.quantization
     if section is not None:
         wanted -= QUANTIZED_BY
     elif elsewhere and not _has_codes(target):

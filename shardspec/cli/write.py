@@ -19,9 +19,9 @@ from shardspec.checkpoint.formats import (
     written_format,
     written_names,
 )
-from shardspec.checkpoint.quantization.numbers_of import with_numbers
 from shardspec.checkpoint.quantization.schemes import QUANTIZATIONS
 from shardspec.checkpoint.select.choice import Choice
+from shardspec.checkpoint.select.dequantized import with_numbers
 from shardspec.cli import checkpoint_options as ckpt
 from shardspec.cli import options as opts
 from shardspec.cli.command import Command, Option, flag, refuse_if, stacked, unless

@@ -85,6 +85,6 @@ def test_what_configs_say_of_codes_goes_with_the_numbers_that_are_made_of_them(t
     other = open_checkpoint(written(tmp_path / "other"))
     made = Assembled(numbers, {n: (numbers, n) for n in numbers.names} | {"v": (other, "w")})
     for source in (numbers, made, mapped(made, {"v": "x"})):
-        assert source.quantization == {}
-        assert source.keeps_dtype == {"k_scale"}
-    assert open_checkpoint(base).quantization is None
+        assert source.facts.quantization == {}
+        assert source.facts.keeps_dtype == {"k_scale"}
+    assert open_checkpoint(base).facts.quantization is None

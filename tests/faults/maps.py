@@ -1,14 +1,14 @@
 """Models with a tensor, a layer or an expert missing, or one too much, under the shipped maps."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Final
 
 from shardspec import ShardSpecError, map_chain
-from shardspec.resharding.maps import apply_map
+from shardspec.resharding.total import apply_map
 from tests.faults.checks import one_line
 from tests.faults.harness import Case
 
@@ -134,7 +134,7 @@ def _spoiled(shapes: _Shapes, config: dict[str, object]) -> Iterator[tuple[str, 
     yield "another type", shapes, {**config, "model_type": "gemma2"}
 
 
-def _lost(name: str, shapes: _Shapes, config: object) -> None:
+def _lost(name: str, shapes: _Shapes, config: Mapping[str, object]) -> None:
     try:
         for map_ in map_chain(name, config):
             shapes, _, report = apply_map(map_, shapes, {})
@@ -145,7 +145,7 @@ def _lost(name: str, shapes: _Shapes, config: object) -> None:
         raise AssertionError("is taken")
 
 
-def losses(place: Path, whole: bool) -> Iterator[Case]:
+def losses(_place: Path, whole: bool) -> Iterator[Case]:
     """Lose something of every family in every direction."""
     random = Random(8)
     for model, make in _MODELS.items():

@@ -18,7 +18,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from shardspec import NameMap, map_chain, shipped_maps
 from shardspec.errors import LayoutError
 from shardspec.families.family import shipped_family
-from shardspec.resharding.maps import apply_map
+from shardspec.resharding.total import apply_map
 from tests.tools.table import write_rows
 
 _Shapes = dict[str, tuple[int, ...]]

@@ -26,7 +26,6 @@ from shardspec.checkpoint.formats import (
 )
 from shardspec.checkpoint.open import as_catalog, open_checkpoint
 from shardspec.checkpoint.quantization.cuts import refuse_casts
-from shardspec.checkpoint.quantization.numbers_of import config_of, mapped_source
 from shardspec.checkpoint.select.choice import (
     Choice,
     carried_values,
@@ -34,6 +33,8 @@ from shardspec.checkpoint.select.choice import (
     check_dropped,
     select,
 )
+from shardspec.checkpoint.select.dequantized import mapped_source
+from shardspec.checkpoint.select.mapped import config_of
 from shardspec.checkpoint.storage.path import (
     Entry,
     Identity,
@@ -101,6 +102,7 @@ def prepared_output(
         destination = check_destination(output, source, target, options.overwrite)
     names = (tensor.source for tensor in target.tensors)
     reads = check_tensors(source, names, options.verify, processes)
+    pickled = source.facts.pickled
     report = WriteReport(
         path=output.public(),
         format=format.name,
@@ -109,13 +111,13 @@ def prepared_output(
             str(path).removeprefix(f"{source.directory}{os.sep}"): num_bytes
             for path, num_bytes in sorted(reads.items())
         },
-        tensors=len(target.tensors) + sum(len(source.pickled.get(n, ())) for n in target.carried),
+        tensors=len(target.tensors) + sum(len(pickled.get(n, ())) for n in target.carried),
         writes={file.name: file.num_bytes for file in target.files},
         left_out=_left_out(source, target),
         sidecars=target.sidecars,
         weight_files=sum(bool(file.extents) for file in target.files),
         not_copied=target.not_copied,
-        filled=source.filled,
+        filled=source.facts.filled,
         sharding=target.sharding if options.dry_run else {},
     )
     return Prepared(source, target, destination, report)
@@ -124,7 +126,7 @@ def prepared_output(
 def _left_out(source: Catalog, target: Target) -> tuple[str, ...]:
     """Return the names of the entries that the output lacks."""
     names = sorted(source.extras.keys() - target.carried)
-    metadata = source.file_metadata
+    metadata = source.facts.file_metadata
     if (metadata.values.keys() | metadata.contradictions.keys()) - target.carried:
         names.append("__metadata__")
     return tuple(names)

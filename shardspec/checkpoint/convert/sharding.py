@@ -137,10 +137,10 @@ def _of_scales(
     new = {tensor.source: tensor.name for tensor in tensors}
     grids: dict[str, Layout] = {}
     for codes, blocks in quantized_in(source).blocks.items():
-        for scales, sides in blocks.scales:
-            if {codes, scales} <= new.keys() and new[scales] not in winners:
-                grid = grid_layout(layouts[new[codes]], sides, layouts[new[scales]].dtype)
-                grids |= {} if grid is None else {new[scales]: grid}
+        scales = blocks.scales
+        if {codes, scales} <= new.keys() and new[scales] not in winners:
+            grid = grid_layout(layouts[new[codes]], blocks.sides, layouts[new[scales]].dtype)
+            grids |= {} if grid is None else {new[scales]: grid}
     return grids
 
 
@@ -155,7 +155,7 @@ def sharding_of(
     else:
         mesh = options.device_mesh or ON_ONE_DEVICE
         layouts = layouts_by_rules(mesh, options.rules or {}, tensors)
-        if source.quantization:
+        if source.facts.quantization:
             layouts |= _of_scales(source, options.rules or {}, tensors, layouts)
     if options.way == "sharded":
         check_blocks(source, {tensor.source: layouts[tensor.name] for tensor in tensors})

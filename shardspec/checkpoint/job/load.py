@@ -18,8 +18,8 @@ from shardspec.checkpoint.convert.sharding import layouts_by_rules
 from shardspec.checkpoint.job import rank_state
 from shardspec.checkpoint.open import as_catalog
 from shardspec.checkpoint.quantization.cuts import check_blocks, refuse_casts
-from shardspec.checkpoint.quantization.numbers_of import mapped_source
 from shardspec.checkpoint.select.choice import Choice, Selection, check_dropped, plain_names, select
+from shardspec.checkpoint.select.dequantized import mapped_source
 from shardspec.checkpoint.select.mapped import Names
 from shardspec.checkpoint.state_dict import LEFT_OUT, spread, unflatten
 from shardspec.checkpoint.storage.reading import OpenFiles
@@ -189,7 +189,7 @@ def _plan_by_rules(
     old = {tensor.name: tensor.source for tensor in wanted}
     as_saved = partial(_spec_as_saved, source, mesh, bool(rules))
     renamed, values, kept = dict(old), {}, {}
-    if source.restored:
+    if source.facts.restored:
         for name, new in plain_names(source.extras, choice).items():
             if new in old:
                 raise CheckpointError(
@@ -197,7 +197,7 @@ def _plan_by_rules(
                     "them apart"
                 )
             renamed[new], values[new] = name, source.extras[name]
-        kept = {n: path for n, path in source.paths.items() if renamed.get(n, n) == n}
+        kept = {n: path for n, path in source.facts.paths.items() if renamed.get(n, n) == n}
     paths: dict[str, KeyPath] = {name: (name,) for name in sorted(renamed)}
     paths |= kept
     # Names that contradict each other are refused before anything is read.
@@ -247,7 +247,11 @@ def _plan_into(
         ("value", flat.values, values),
     ):
         for name in of_state:
-            if choice.wants(name) and name not in of_checkpoint and name not in source.dropped:
+            if (
+                choice.wants(name)
+                and name not in of_checkpoint
+                and name not in source.facts.dropped
+            ):
                 raise CheckpointError(
                     f"{source.directory}: has no {kind} {name!r}; leave it out of what is loaded "
                     "into, exclude it, or rename one"

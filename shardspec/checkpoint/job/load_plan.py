@@ -13,9 +13,16 @@ from shardspec.checkpoint.job.load import Reading, read_shards
 from shardspec.checkpoint.job.rows import file_numbers, file_regions
 from shardspec.checkpoint.open import as_catalog, open_checkpoint
 from shardspec.checkpoint.quantization.cuts import check_stored_plan
-from shardspec.checkpoint.quantization.numbers_of import config_of, with_numbers
 from shardspec.checkpoint.select.choice import Choice, Patterns, check_dropped
-from shardspec.checkpoint.select.mapped import Names, Naming, configured, mapped, require_finished
+from shardspec.checkpoint.select.dequantized import with_numbers
+from shardspec.checkpoint.select.mapped import (
+    Names,
+    Naming,
+    config_of,
+    configured,
+    mapped,
+    require_finished,
+)
 from shardspec.checkpoint.storage.path import StoragePath
 from shardspec.comm.communicator import Communicator
 from shardspec.comm.together import agree, check_same
@@ -223,7 +230,7 @@ def plan_stored(
     behind = max((device for mesh in meshes for device in mesh.ids), default=-1) + 1
     stored, files = stored_layouts(source, behind)
     own = names if isinstance(names, Mapping | NameMap) else None
-    plan = plan_state(stored, target, own, dtype, max_bytes, drop, source.dropped)
+    plan = plan_state(stored, target, own, dtype, max_bytes, drop, source.facts.dropped)
     check_stored_plan(source, plan, own, dtype)
     return StoredPlan(source, plan, own, files)
 

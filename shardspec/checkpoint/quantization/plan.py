@@ -12,7 +12,7 @@ from shardspec.checkpoint.job.load_plan import (
 )
 from shardspec.checkpoint.open import as_catalog
 from shardspec.checkpoint.quantization.cuts import grid_layout, origins, refuse_quantized
-from shardspec.checkpoint.quantization.detect import Stated, find_quantized
+from shardspec.checkpoint.quantization.detect import find_quantized
 from shardspec.checkpoint.select.choice import Choice
 from shardspec.checkpoint.storage.path import StoragePath
 from shardspec.errors import LayoutError
@@ -115,7 +115,7 @@ def plan_quantized(
     target, stated = _apart(target, flat_state(source))
     plan = plan_state(source, target, names, None, max_bytes, drop)
     tensors = {m.source_name: (m.source.global_shape, m.source.dtype) for m in plan.moves}
-    why = find_quantized(tensors, Stated()).why
+    why = find_quantized(tensors).why
     refuse_quantized(why, tensors, "leave out ", Argument("dtype"))
     moves: list[TensorMove] = []
     senders: list[tuple[str, Layout, Layout]] = []

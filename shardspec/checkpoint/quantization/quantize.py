@@ -1,7 +1,9 @@
 """A checkpoint whose matrices are quantized: codes and scales are made when they are read."""
 
 from collections.abc import Collection, Iterable, Mapping
+from dataclasses import replace
 from fnmatch import fnmatchcase
+from functools import cache
 from typing import Any, Final, NamedTuple, get_args
 
 import numpy as np
@@ -16,18 +18,25 @@ from shardspec.checkpoint.boxes.derived import (
     Source,
     bytes_in_files,
 )
-from shardspec.checkpoint.boxes.numeric import cast
+from shardspec.checkpoint.boxes.numeric import (
+    FOUR_BITS,
+    Bytes,
+    RawNumbers,
+    cast,
+    narrow,
+    nearest_codes,
+    round_by,
+    strips,
+)
 from shardspec.checkpoint.catalog import (
     Catalog,
     StoredTensor,
 )
-from shardspec.checkpoint.quantization.blocks import to_mx, to_scaled
 from shardspec.checkpoint.quantization.cuts import origins, quantized_in, refuse_quantized
-from shardspec.checkpoint.quantization.detect import Shape, sections, sections_of
-from shardspec.checkpoint.quantization.numbers_of import config_of
-from shardspec.checkpoint.quantization.schemes import MX, QUANTIZATIONS, ScaleRule
+from shardspec.checkpoint.quantization.detect import sections, sections_of
+from shardspec.checkpoint.quantization.schemes import MX, QUANTIZATIONS, ScaleRule, Shape
 from shardspec.checkpoint.select.choice import Choice, Patterns, wanted_names
-from shardspec.checkpoint.select.mapped import Names, mapped
+from shardspec.checkpoint.select.mapped import Names, config_of, mapped
 from shardspec.dtypes import dtype_name, is_cast, is_floating, item_bytes, packed
 from shardspec.errors import CheckpointError, DTypeError
 from shardspec.families.linear import LinearLayers, is_listed, module_of
@@ -42,6 +51,101 @@ _TILE: Final = 1 << 20
 _CODE_BYTES: Final = 16 << 20
 _SCALE_BYTES: Final = 8 << 20
 """Codes and scales that are kept until they are read."""
+
+_LARGEST: Final = np.float32(448)
+"""Of float8_e4m3fn."""
+
+
+def _amax(raw: RawNumbers, dtype: str, block: tuple[int, int], where: str) -> NDArray[np.float32]:
+    """Return the largest size in each block of a matrix; CheckpointError if one is not finite."""
+    # Sizes are in the order of their bits.
+    if dtype == "bfloat16":
+        sizes = raw & np.uint16(0x7FFF)
+    else:
+        sizes = np.ascontiguousarray(raw).view(np.uint32) & np.uint32(0x7FFFFFFF)
+    high, wide = block
+    if high > 1:
+        bands = [sizes[row : row + high].max(axis=0) for row in range(0, len(sizes), high)]
+        sizes = np.stack(bands)
+    if wide > 1:
+        sizes = np.maximum.reduceat(sizes, np.arange(0, sizes.shape[1], wide), axis=1)
+    if dtype == "bfloat16":
+        sizes = sizes.astype(np.uint32) << np.uint32(16)
+    most: NDArray[np.float32] = sizes.view(np.float32)
+    if not np.isfinite(most).all():
+        raise CheckpointError(
+            f"{where} has NaN or infinity, which no scale fits; correct the weights, or leave out "
+            "the tensor"
+        )
+    return most
+
+
+def _floats(raw: RawNumbers, dtype: str) -> NDArray[np.float32]:
+    if dtype == "bfloat16":
+        return (raw.astype(np.uint32) << np.uint32(16)).view(np.float32)
+    return raw.view(np.float32).copy()
+
+
+def to_scaled(
+    raw: RawNumbers, dtype: str, block: tuple[int, int], rule: ScaleRule, where: str
+) -> tuple[Bytes, NDArray[np.float32]]:
+    """Return numbers of bfloat16 or float32, whole blocks of a matrix, as float8_e4m3fn and scales.
+
+    A scale is what codes are multiplied with to get the numbers back. By the rule ``transformers``
+    numbers are multiplied with 448 · (1 / amax), both rounded, and the scale is 1 over that; by
+    ``amax/448`` they are divided by this scale. Where all of a block is 0, or too small for its
+    scale to be a float32, the scale is 1.
+    """
+    high, wide = block
+    most = _amax(raw, dtype, block, where)
+    with np.errstate(all="ignore"):
+        if rule == "transformers":
+            factors = np.float32(1) / most * _LARGEST
+            factors = np.where((most > 0) & np.isfinite(factors), factors, np.float32(1))
+            scales = np.float32(1) / factors
+        else:
+            scales = most / _LARGEST
+            scales = factors = np.where(scales > 0, scales, np.float32(1))
+    codes = np.empty(raw.shape, np.uint8)
+    across = np.arange(raw.shape[1]) // wide
+    for row in range(len(scales)):
+        by = factors[row, across]
+        band = raw[row * high : (row + 1) * high]
+        for rows in strips(*band.shape):
+            values = _floats(band[rows], dtype)
+            # In place, since new memory costs as much as the arithmetic.
+            (np.multiply if rule == "transformers" else np.divide)(values, by, out=values)
+            codes[row * high :][rows] = narrow(values, "float8_e4m3fn")
+    return codes, scales
+
+
+@cache
+def _four_bit_codes() -> Bytes:
+    """Return the code of 4 bits (e2m1) for the upper half of every float32."""
+    codes = np.minimum(nearest_codes(FOUR_BITS.real[:8]), 7)
+    return np.where(np.arange(1 << 16) >> 15, codes | 8, codes).astype(np.uint8)
+
+
+def to_mx(raw: RawNumbers, dtype: str, where: str, *, four: bool) -> tuple[Bytes, Bytes]:
+    """Return numbers of bfloat16 or float32 as codes of a microscaling format, and scales.
+
+    The scale is two to the floor of log2(amax), less the largest exponent of the codes; what is too
+    large then becomes the largest code.
+    """
+    most = _amax(raw, dtype, (1, MX), where)
+    exponents = (most.view(np.uint32) >> np.uint32(23)).astype(np.int16) - (2 if four else 8)
+    scales = np.maximum(exponents, 0).astype(np.uint8)
+    codes = np.empty(raw.shape, np.uint8)
+    for rows in strips(*raw.shape):
+        powers = np.int32(127) - scales[rows].reshape(-1, 1).astype(np.int32)
+        values = _floats(raw[rows], dtype).reshape(len(powers), MX)
+        with np.errstate(over="ignore", under="ignore"):
+            values *= np.ldexp(np.float32(1), powers)
+        rounded = round_by(_four_bit_codes(), values) if four else narrow(values, "float8_e4m3fn")
+        codes[rows] = rounded.reshape(codes[rows].shape)
+    if four:
+        codes = codes[:, 0::2] | codes[:, 1::2] << np.uint8(4)
+    return codes, scales
 
 
 class Quantize(NamedTuple):
@@ -180,7 +284,8 @@ class QuantizedCatalog(ComputedCatalog):
                 self._weights[weight.source + end] = weight, is_codes
         super().__init__(base, gone, self._weights.keys())
         self._recent = Recent(_CODE_BYTES), Recent(_SCALE_BYTES)
-        self.keeps_dtype |= self._weights.keys()
+        keeps = self.facts.keeps_dtype | self._weights.keys()
+        self.facts = replace(self.facts, keeps_dtype=keeps)
 
     def _look_up(self, name: str) -> StoredTensor:
         weight, is_codes = self._weights[name]
@@ -249,8 +354,8 @@ def quantized_as(
     section = _GPT_OSS if any(weight.transposed for weight in weights) else QUANTIZATIONS[how.kind]
     if "config_groups" in section:
         key = "ignore"
-    made.quantization = {**section, key: sorted({*others})}
-    return made
+    section = {**section, key: sorted({*others})}
+    return made.with_facts(replace(made.facts, quantization=section))
 
 
 def _weights(

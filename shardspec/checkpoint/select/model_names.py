@@ -83,7 +83,7 @@ class ModelNames(Naming):
             inner = {name: name.removeprefix(recognised.prefix) for name in wanted}
             renamed = NameMap(tuple(((old,), (new,)) for old, new in inner.items()))
             source = through(source, [renamed], gone, extras)
-            wanted, gone = {*inner.values()}, dict(source.dropped)
+            wanted, gone = {*inner.values()}, dict(source.facts.dropped)
         for place in (recognised.format, self.names):
             refuse(model, place)
         if recognised.absent and self.fill_from is None:
@@ -108,14 +108,13 @@ class ModelNames(Naming):
                 part = replace(model, tensors=tuple(present))
                 maps = chain_of(part, recognised.format, "hf", wanted)
                 made = self._filled(through(source, maps, gone, extras), model, self.fill_from)
-        made.described_in = self.home
-        return made
+        return made.with_facts(replace(made.facts, described_in=self.home))
 
     def _filled(
         self, part: catalog.Catalog, model: Model, origin: catalog.Catalog
     ) -> catalog.Catalog:
         """Return part of a model with what it lacks, and what the family does not know of."""
-        others = {*origin.names} - {*part.names} - {*part.dropped}
+        others = {*origin.names} - {*part.names} - {*part.facts.dropped}
         expected = model.shapes()
         lacking = {name: (origin, name) for name in others if name in expected}
         tensors = {name: (part, name) for name in part.names} | lacking
@@ -127,8 +126,7 @@ class ModelNames(Naming):
             made = Assembled(part, every | {name: (origin, name) for name in beside})
             added += beside
         _refuse_quantized(origin, added)
-        made.filled = tuple(sorted(added))
-        return made
+        return made.with_facts(replace(made.facts, filled=tuple(sorted(added))))
 
     def _model(self) -> Model:
         model = model_of(family_of(self.config), self.config)
@@ -221,13 +219,13 @@ class Assembled(catalog.DerivedCatalog):
         source: catalog.Catalog,
         parts: Mapping[str, tuple[catalog.Catalog, str]],
     ) -> None:
-        super().__init__(source, parts.keys(), source.extras)
+        kept = (name for name, (owner, old) in parts.items() if old in owner.facts.keeps_dtype)
+        facts = replace(source.facts, keeps_dtype=frozenset(kept))
+        super().__init__(source, parts.keys(), source.extras, facts=facts)
         self._parts = parts
         self._others = {owner: None for owner, _ in parts.values() if owner is not source}
         more = (path for owner in self._others for path in owner.files)
         self.files = tuple(dict.fromkeys((*self.files, *more)))
-        kept = (name for name, (owner, old) in parts.items() if old in owner.keeps_dtype)
-        self.keeps_dtype = frozenset(kept)
 
     def _look_up(self, name: str) -> catalog.StoredTensor:
         source, old = self._parts[name]
