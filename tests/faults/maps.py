@@ -111,7 +111,9 @@ def _neox(_: str) -> _Shapes:
 _MODELS: Final = {**dict.fromkeys(_CONFIGS, _llama), "gpt2": _gpt2, "gpt-neox": _neox}
 
 
-def _spoiled(shapes: _Shapes, config: dict[str, object]) -> Iterator[tuple[str, _Shapes, object]]:
+def _spoiled(
+    shapes: _Shapes, config: dict[str, object]
+) -> Iterator[tuple[str, _Shapes, dict[str, object]]]:
     """Yield every loss: what it is, and what then is there, with which config."""
     for name in shapes:
         yield f"without {name}", {n: s for n, s in shapes.items() if n != name}, config
