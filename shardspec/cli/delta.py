@@ -1,7 +1,7 @@
 """The commands `shardspec delta make` and `shardspec delta apply`."""
 
 from pathlib import PurePath
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import click
 
@@ -12,7 +12,7 @@ from shardspec.cli.output import path_text, progress_bar, say, say_json
 from shardspec.text import bytes_text, counted
 
 if TYPE_CHECKING:
-    from shardspec.checkpoint.deltas.make import Checksum, Encoding
+    from shardspec.checkpoint.deltas.make import Checksum
 
 _CHECKSUMS: "Final[dict[str, Checksum]]" = {"slime": "xxh3-128", "modelexpress": "adler32"}
 """The readers of deltas, and the checksum that each expects."""
@@ -60,14 +60,11 @@ def make_command(
     base: PurePath,
     new: PurePath,
     output: PurePath,
-    version: int,
-    base_version: int | None,
     reader: str,
-    encoding: "Encoding",
     maps: ckpt.MapOptions,
     source: ckpt.SourceOptions,
-    overwrite: bool,
     as_json: bool,
+    **how: Any,  # noqa: ANN401  # as `delta` takes it
 ) -> None:
     """Write the changes from the checkpoint BASE to NEW, as slime and ModelExpress read them.
 
@@ -83,23 +80,13 @@ def make_command(
     from shardspec.checkpoint.select.choice import Choice
     from shardspec.checkpoint.select.mapped import mapped_choice
 
-    refuse_if(
-        reader == "modelexpress" and encoding != "xor", "ModelExpress reads the encoding xor alone"
-    )
+    wrong = reader == "modelexpress" and how["encoding"] != "xor"
+    refuse_if(wrong, "ModelExpress reads the encoding xor alone")
     before, after = source.open(base, new)
     renamed, _ = mapped_choice(after, maps.read(after.home), Choice(drop=maps.drop))
     with progress_bar(not as_json, "delta") as progress:
-        report = delta(
-            before,
-            renamed,
-            output,
-            version=version,
-            base_version=base_version,
-            encoding=encoding,
-            checksum=_CHECKSUMS[reader],
-            overwrite=overwrite,
-            progress=progress,
-        )
+        checksum = _CHECKSUMS[reader]
+        report = delta(before, renamed, output, checksum=checksum, progress=progress, **how)
     if as_json:
         say_json(report.to_json())
         return
