@@ -51,10 +51,8 @@ _MAX_ROWS: Final = 32
 
 
 def _usable_cores() -> int:
-    """Return this process's share of the usable cores, at most 4."""
-    processes = os.environ.get("LOCAL_WORLD_SIZE", "")  # of torchrun
-    share = int(processes) if processes.isdecimal() else 1
-    return max(1, min(4, len(os.sched_getaffinity(0)) // max(1, share)))
+    """Return the number of usable cores, at most 4."""
+    return min(4, len(os.sched_getaffinity(0)))
 
 
 def _size(text: str) -> int:
@@ -144,14 +142,16 @@ _write_options: Final = stacked(
 """The options that `merge` and `reshard` share; each is an argument of both in the library."""
 
 
-def _refuse_jobs(command: str) -> None:
-    """Raise `click.UsageError` if torchrun has started several of this process."""
-    size = os.environ.get("WORLD_SIZE", "")
-    if "TORCHELASTIC_RUN_ID" in os.environ and size.isdecimal() and int(size) > 1:
-        raise click.UsageError(
-            f"{command} runs in one process, with --threads; start it without torchrun, or let "
-            "the job call load_sharded and save_sharded"
-        )
+def _refuse_jobs(title: str) -> None:
+    """Refuse to run in several processes of torchrun; the first one says why."""
+    if "TORCHELASTIC_RUN_ID" not in os.environ or os.environ.get("WORLD_SIZE", "1") == "1":
+        return
+    if os.environ.get("RANK", "0") != "0":
+        raise SystemExit(2)
+    raise click.UsageError(
+        f"{title} runs in one process, with --threads: start it without torchrun, or call "
+        "load_sharded and save_sharded in the job"
+    )
 
 
 def _write(

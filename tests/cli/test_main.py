@@ -159,17 +159,6 @@ def test_what_has_gone_is_answered_by_its_remedy(args, remedy):
     assert remedy in result.stderr
 
 
-@pytest.mark.parametrize("command", ["merge", "reshard"])
-def test_a_job_of_several_processes_is_refused(command, tmp_path, monkeypatch):
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "one")
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    ckpt = handmade(sample()).write(tmp_path / "ckpt")
-    result = run(command, ckpt, "-o", tmp_path / "out", *(["--like", ckpt] * (command[0] == "r")))
-    assert (result.exit_code, result.stdout, result.stderr.count("\n")) == (2, "", 1)
-    assert "without torchrun" in result.stderr
-    assert [path.name for path in tmp_path.iterdir()] == ["ckpt"]
-
-
 SMALL = {
     "plan": ["[S0,R]", "[R,R]", "--mesh", "2", "--shape", "4x4"],
     "cost": ["[S0,R]", "[R,R]", "--mesh", "2", "--shape", "4x4"],
