@@ -86,7 +86,7 @@ def refuse_removed(ctx: click.Context, words: str) -> None:
             raise click.UsageError(f"{words} has gone; {remedy}", ctx)
 
 
-class Group(click.Group):
+class CommandGroup(click.Group):
     """A group of commands; those that have gone are answered by a remedy."""
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:

@@ -7,7 +7,7 @@ import click
 
 from shardspec.cli import checkpoint_options as ckpt
 from shardspec.cli import options as opts
-from shardspec.cli.command import Command, Group, Option, refuse_if
+from shardspec.cli.command import Command, CommandGroup, Option, refuse_if
 from shardspec.cli.output import path_text, progress_bar, say, say_json
 from shardspec.text import bytes_text, counted
 
@@ -18,7 +18,7 @@ _CHECKSUMS: "Final[dict[str, Checksum]]" = {"slime": "xxh3-128", "modelexpress":
 """The readers of deltas, and the checksum that each expects."""
 
 
-@click.group(cls=Group)
+@click.group(cls=CommandGroup)
 def delta_command() -> None:
     """Write what changed from one checkpoint to the next, and apply it."""
 

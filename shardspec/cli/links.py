@@ -13,7 +13,7 @@ import click
 from shardspec.checkpoint.storage.from_text import storage_path
 from shardspec.checkpoint.storage.path import check_new_file
 from shardspec.cli import options as opts
-from shardspec.cli.command import Command, Group, Option
+from shardspec.cli.command import Command, CommandGroup, Option
 from shardspec.cli.options import BYTES, MeshShape
 from shardspec.cli.output import path_text, say, say_json, write_file
 from shardspec.comm.presets import PRESETS, LinkPreset
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from shardspec.profiling.profile import Profile
 
 
-@click.group(cls=Group)
+@click.group(cls=CommandGroup)
 def links_command() -> None:
     """List the links that --links knows, with their sources."""
 

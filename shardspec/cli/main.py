@@ -16,7 +16,7 @@ from typing import Any, Final, Never
 
 import click
 
-from shardspec.cli.command import COMMON, Group
+from shardspec.cli.command import COMMON, CommandGroup
 from shardspec.errors import (
     CheckpointError,
     InputFileError,
@@ -64,7 +64,7 @@ _BY_SIGNAL: Final = 128
 """Added to the number of the signal that ended the command, as in shells."""
 
 
-class _LazyGroup(Group):
+class _LazyGroup(CommandGroup):
     """Imports the module of a command when that is called, so that every command starts fast."""
 
     def list_commands(self, _ctx: click.Context) -> list[str]:
