@@ -151,7 +151,7 @@ class DTensor(Differentiable):
                 "from_local for a shard, or distribute_tensor for a global tensor"
             )
         layout = layout_of(tensor, device_mesh)
-        result = cls._made(layout, communicator_of(layout.mesh), None, tensor)
+        result = cls._of_torch(tensor, layout, communicator_of(layout.mesh))
         check_shards(layout, {d: facts_of(shard) for d, shard in result.shards.items()})
         return result
 
@@ -203,7 +203,9 @@ class DTensor(Differentiable):
         shape = added_up(device_mesh, spec, facts) if global_shape is None else global_shape
         layout = Layout(device_mesh, spec, shape, dtype)
         check_shards(layout, facts)
-        return cls._made(layout, chosen, {device: shards[device] for device in devices})
+        result = cls._made(layout, chosen, {device: shards[device] for device in devices})
+        result.is_given = True
+        return result
 
     def _wrap(self, tensor: "TorchDTensor") -> Self:
         from shardspec.interop.torch_dtensor import is_strided, layout_of
@@ -211,7 +213,21 @@ class DTensor(Differentiable):
         if is_strided(tensor):
             # torch splits uneven strided shards by a different rule.
             return self.from_torch(tensor, device_mesh=self.device_mesh)
-        return self._made(layout_of(tensor, self.device_mesh), self.communicator, None, tensor)
+        return self._of_torch(tensor, layout_of(tensor, self.device_mesh), self.communicator)
+
+    @classmethod
+    def _of_torch(cls, tensor: "TorchDTensor", layout: Layout, communicator: Communicator) -> Self:
+        devices = communicator.addressable
+        if not (tensor.requires_grad and torch.is_grad_enabled() and devices):
+            return cls._made(layout, communicator, None, tensor)
+        from shardspec.interop.torch_dtensor import local_of
+
+        # Autograd tracks shards, so these get the history.
+        shards = {device: local_of(tensor) for device in devices}
+        if tensor.is_leaf:
+            for shard in shards.values():
+                shard.retain_grad()
+        return cls._made(layout, communicator, shards)
 
     @classmethod
     @outside_graphs
@@ -232,8 +248,7 @@ class DTensor(Differentiable):
         return apply(function, args, kwargs or {})
 
     def __reduce__(self) -> tuple[object, ...]:
-        # torch copies only leaves.
-        leaf = self._own() is None and self.is_leaf
+        leaf = self._torch is not None and self.is_leaf  # torch copies only leaves
         shards = {
             device: shard.detach().requires_grad_(shard.requires_grad) if leaf else shard
             for device, shard in self.shards.items()
@@ -335,14 +350,13 @@ class DTensor(Differentiable):
         with telling(self.communicator, self.device_mesh, plan.target.mesh):
             if plan.source != self.layout:
                 raise LayoutError(f"the plan starts from {plan.source}, but this is {self.layout}")
-            if plan.source == plan.target and self._torch is not None:
-                from shardspec.interop.torch_dtensor import alias_in_layout
-
-                return self._view(alias_in_layout)
             communicator = self.communicator.on(plan.target.mesh)
             tracked = torch.is_grad_enabled() and self.requires_grad
             shards = convert(plan, self.communicator, self.shards, tracked=tracked)
-            return DTensor.from_shards(shards, plan.target, communicator)
+            result = DTensor.from_shards(shards, plan.target, communicator)
+            if plan.source == plan.target:
+                result.become_part_of(self)
+            return result
 
     @outside_graphs
     def to_global(self) -> torch.Tensor:
