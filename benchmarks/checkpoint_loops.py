@@ -16,7 +16,7 @@ from typing import Final
 
 from isal.isal_zlib import crc32
 
-from shardspec.checkpoint.read_boxes import BLOCK_BYTES
+from shardspec.checkpoint.boxes.copy import BLOCK_BYTES
 
 __all__ = ["main"]
 

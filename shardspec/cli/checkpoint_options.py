@@ -17,7 +17,7 @@ from shardspec.text import shown
 
 if TYPE_CHECKING:
     from shardspec.checkpoint.catalog import Catalog
-    from shardspec.checkpoint.model_names import ModelNames
+    from shardspec.checkpoint.select.model_names import ModelNames
     from shardspec.families.family import NamesOf
     from shardspec.layout.layout import Layout
     from shardspec.mesh.device_mesh import DeviceMesh
@@ -53,7 +53,7 @@ class SourceOptions:
         named = [path for path in paths if path is not None]
         catalogs = open_checkpoints(named, ranks=self.ranks, source_rules=self.source_rules)
         for catalog in catalogs:
-            for note in catalog.notes:
+            for note in catalog.facts.notes:
                 say(f"note: {catalog.directory}: {note}", err=True)
         return catalogs
 
@@ -154,7 +154,7 @@ def read_rules(path: Path) -> dict[str, str]:
 
     Raises `CheckpointError` if it cannot be read, or a rule is not a spec in quotes.
     """
-    from shardspec.checkpoint.cut_rules import read_toml
+    from shardspec.checkpoint.formats.cut_rules import read_toml
 
     rules = {}
     for pattern, spec in read_toml(path).items():
@@ -209,7 +209,7 @@ class MapOptions:
             if self.map is None:
                 return None
             return read_maps(self.map, self.sizes, reverse=self.reverse_map)
-        from shardspec.checkpoint.model_names import model_names
+        from shardspec.checkpoint.select.model_names import model_names
 
         names: NamesOf = self.names or "hf"
         names = "torch_dist" if stacked and names == "megatron" else names
@@ -284,7 +284,7 @@ def under_layout(
     layout: str, maps: MapOptions, source: "Catalog", mesh: "DeviceMesh | None"
 ) -> "tuple[ModelNames, dict[str, Layout]]":
     """Return the names of the model's tensors under a layout, and how each is sharded."""
-    from shardspec.checkpoint.model_names import model_names
+    from shardspec.checkpoint.select.model_names import model_names
     from shardspec.families.layouts import model_layouts, padded_config, parse_layout
 
     embedding = (name for name in source.names if name.endswith(_EMBEDDING))

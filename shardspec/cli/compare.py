@@ -10,9 +10,8 @@ from typing import Any, Final, NamedTuple
 
 import click
 
-from shardspec.checkpoint.choice import Choice
-from shardspec.checkpoint.layers import groups_of, prefix_change, repeated_layers
-from shardspec.checkpoint.verify import (
+from shardspec.checkpoint.compare.layers import groups_of, prefix_change, repeated_layers
+from shardspec.checkpoint.compare.verify import (
     Difference,
     DiffExtent,
     amount_text,
@@ -22,6 +21,7 @@ from shardspec.checkpoint.verify import (
     values_to_compare,
     verify_checkpoint,
 )
+from shardspec.checkpoint.select.choice import Choice
 from shardspec.cli import checkpoint_options as ckpt
 from shardspec.cli import options as opts
 from shardspec.cli.output import name_text, path_text, progress_bar, say, say_json
@@ -74,7 +74,7 @@ def verify_command(
       shardspec verify ckpt --against model.safetensors --exclude 'optim.*'
       shardspec verify ckpt --digests digests.json
     """
-    from shardspec.checkpoint.digest import digest, read_digests
+    from shardspec.checkpoint.compare.digest import digest, read_digests
 
     chosen = against is None and digests_file is None and any(choice.values())
     opts.refuse_if(chosen, "patterns choose what is compared; give --against or --digests too")
@@ -291,7 +291,7 @@ def digest_command(
       shardspec digest ckpt -o digests.json
       shardspec digest megatron_ckpt --map llama-hf-to-megatron --reverse-map --sizes config.json
     """
-    from shardspec.checkpoint.digest import check_digests_file, digest, write_digests
+    from shardspec.checkpoint.compare.digest import check_digests_file, digest, write_digests
     from shardspec.checkpoint.storage.from_text import storage_path
 
     place = None if output is None else storage_path(output)

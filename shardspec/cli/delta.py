@@ -11,7 +11,7 @@ from shardspec.cli.output import path_text, progress_bar, say, say_json
 from shardspec.text import bytes_text, counted
 
 if TYPE_CHECKING:
-    from shardspec.checkpoint.delta import Checksum, Encoding
+    from shardspec.checkpoint.deltas.make import Checksum, Encoding
 
 _CHECKSUMS: "Final[dict[str, Checksum]]" = {"slime": "xxh3-128", "modelexpress": "adler32"}
 """The readers of deltas, and the checksum that each expects."""
@@ -69,9 +69,9 @@ def delta_command(
       shardspec delta model step_1 -o weight_v000001 --version 1 --for modelexpress
       shardspec delta hf iter_0000100 -o weight_v000001 --version 1 --map llama-megatron-to-hf
     """
-    from shardspec.checkpoint.choice import Choice
-    from shardspec.checkpoint.delta import delta
-    from shardspec.checkpoint.mapped import mapped_choice
+    from shardspec.checkpoint.deltas.make import delta
+    from shardspec.checkpoint.select.choice import Choice
+    from shardspec.checkpoint.select.mapped import mapped_choice
 
     opts.refuse_if(
         reader == "modelexpress" and encoding != "xor", "ModelExpress reads the encoding xor alone"
@@ -132,7 +132,7 @@ def apply_command(
       shardspec apply model weight_v000001 weight_v000002 -o model_v2
       shardspec apply model.safetensors weight_v000001 -o new.safetensors --threads 2
     """
-    from shardspec.checkpoint.delta import apply_delta
+    from shardspec.checkpoint.deltas.make import apply_delta
 
     (catalog,) = source.open(base)
     with progress_bar(not as_json, "apply") as progress:

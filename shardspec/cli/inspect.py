@@ -11,8 +11,8 @@ from typing import Final
 import click
 
 from shardspec.checkpoint.catalog import AnyOutline, box_text
-from shardspec.checkpoint.inspect import CheckpointSummary, inspect_checkpoint, other_text
-from shardspec.checkpoint.layers import repeated_layers
+from shardspec.checkpoint.compare.inspect import CheckpointSummary, inspect_checkpoint, other_text
+from shardspec.checkpoint.compare.layers import repeated_layers
 from shardspec.cli import checkpoint_options as ckpt
 from shardspec.cli import options as opts
 from shardspec.cli.output import name_text, path_text, say, say_json, say_parts

@@ -6,8 +6,8 @@ Every plan that moves data consists of such copies. Holders and receivers are de
   (`shardspec.comm.transfers`);
 - ``plan_reshard`` does so for a whole state dict (`shardspec.resharding.stages`);
 - ``load_sharded``, and a plan whose source is a checkpoint, copy from files to devices
-  (`shardspec.checkpoint.load`);
-- ``merge`` and ``reshard`` copy from files to files (`shardspec.checkpoint.output`);
+  (`shardspec.checkpoint.job.load`);
+- ``merge`` and ``reshard`` copy from files to files (`shardspec.checkpoint.convert.output`);
 - ``save_sharded`` copies from devices to files (`shardspec.checkpoint.targets`).
 
 All ask two questions. Which holders have a wanted box? `overlaps` answers this lazily, one wanted

@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 
 from shardspec import DeviceMesh, DTensor, digest, load_sharded, save_sharded
-from shardspec.checkpoint import save
-from shardspec.checkpoint.digest import read_digests
+from shardspec.checkpoint.compare.digest import read_digests
+from shardspec.checkpoint.job import save
 from shardspec.errors import CheckpointError, CommunicatorError, OutputExistsError
 from tests.dist.processes import rank_context, run_ranks
 

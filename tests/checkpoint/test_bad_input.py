@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from shardspec import load_sharded, merge
-from shardspec.checkpoint.inspect import inspect_checkpoint
+from shardspec.checkpoint.compare.inspect import inspect_checkpoint
 from shardspec.cli.main import cli
 from shardspec.errors import CheckpointError
 from tests.checkpoint.handmade import handmade, sample

@@ -13,8 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardspec.boxes import slices_within
-from shardspec.checkpoint.catalog import Digest, StoredBox, StoredTensor
-from shardspec.checkpoint.read_boxes import (
+from shardspec.checkpoint.boxes.copy import (
     Buffers,
     Checks,
     block_part,
@@ -22,6 +21,7 @@ from shardspec.checkpoint.read_boxes import (
     read_box,
     read_box_into,
 )
+from shardspec.checkpoint.catalog import Digest, StoredBox, StoredTensor
 from shardspec.checkpoint.storage.local import LocalPath
 from shardspec.checkpoint.storage.reading import OpenFiles
 from shardspec.errors import CheckpointError

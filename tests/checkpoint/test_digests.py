@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from shardspec import DeviceMesh, DTensor, load_sharded, merge, reshard, save_sharded
+from shardspec.checkpoint.boxes.copy import Checks
 from shardspec.checkpoint.catalog import Digest, StoredBox, StoredTensor
+from shardspec.checkpoint.compare.verify import verify_checkpoint
 from shardspec.checkpoint.open import open_checkpoint
-from shardspec.checkpoint.read_boxes import Checks
 from shardspec.checkpoint.storage.local import LocalPath
 from shardspec.checkpoint.storage.reading import OpenFiles
-from shardspec.checkpoint.verify import verify_checkpoint
 from shardspec.errors import CheckpointError
 from tests.checkpoint.handmade import handmade, sample
 

@@ -5,7 +5,7 @@ from itertools import product
 
 import pytest
 
-from shardspec.checkpoint.layers import groups_of, natural_order, repeated_layers
+from shardspec.checkpoint.compare.layers import groups_of, natural_order, repeated_layers
 
 
 def expanded(title):

@@ -1,8 +1,8 @@
 """What follows from the boxes that tensors have in common is found once."""
 
+from shardspec.checkpoint.boxes.coverage import memoize_by_boxes
 from shardspec.checkpoint.catalog import FileBox, Outline, StoredReduction
 from shardspec.checkpoint.storage.local import LocalPath
-from shardspec.checkpoint.tiling import memoize_by_boxes
 
 
 def test_what_follows_from_boxes_in_common():

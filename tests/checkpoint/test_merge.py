@@ -289,8 +289,8 @@ def test_a_file_that_cannot_grow(tmp_path, when, spec):
 
 MEMORY = """
 import resource, sys
-from shardspec.checkpoint.convert import merge
-from shardspec.checkpoint.convert import reshard
+from shardspec.checkpoint.convert.merge import merge
+from shardspec.checkpoint.convert.merge import reshard
 merge(sys.argv[1], sys.argv[2])
 assert "torch" not in sys.modules and "networkx" not in sys.modules
 print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024)
@@ -358,8 +358,8 @@ def metadata_of(path):
 
 
 def test_what_files_say_besides_tensors_goes_along(tmp_path):
-    quantised = {"format": "pt", "w1": '{"_type": "Int8Tensor"}', "shared": "yes"}
-    parts = [quantised, {"format": "np", "shared": "yes"}, None]
+    quantized = {"format": "pt", "w1": '{"_type": "Int8Tensor"}', "shared": "yes"}
+    parts = [quantized, {"format": "np", "shared": "yes"}, None]
     source = written_in_parts(tmp_path / "in", parts)
     due = {"format": "pt", "w1": '{"_type": "Int8Tensor"}', "shared": "yes"}
     assert merge(source, tmp_path / "out.safetensors").left_out == ()

@@ -12,12 +12,12 @@ import torch
 from safetensors.torch import load_file
 
 from shardspec import DeviceMesh, DTensor, load_sharded, merge, reshard, save_sharded
+from shardspec.checkpoint.compare.verify import diff_checkpoints, verify_checkpoint
 from shardspec.checkpoint.open import open_checkpoint
 from shardspec.checkpoint.storage.from_text import storage_path
 from shardspec.checkpoint.storage.object_ranges import RangePrefetcher
 from shardspec.checkpoint.storage.path import FileStretch
 from shardspec.checkpoint.storage.reading import OpenFiles
-from shardspec.checkpoint.verify import diff_checkpoints, verify_checkpoint
 from shardspec.errors import CheckpointError
 from tests.checkpoint.formats.reading import assert_same, read_whole
 from tests.checkpoint.stores import FORMS, STATE, CountingStore, SharedStore, upload

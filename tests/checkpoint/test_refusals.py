@@ -11,7 +11,7 @@ import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from shardspec.checkpoint.verify import verify_checkpoint
+from shardspec.checkpoint.compare.verify import verify_checkpoint
 from tests.checkpoint.formats.reading import assert_same, read_whole, refused
 from tests.faults.checks import command
 

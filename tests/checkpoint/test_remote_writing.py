@@ -13,10 +13,10 @@ from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from shardspec import DeviceMesh, DTensor, load_sharded, merge, reshard, save_sharded
+from shardspec.checkpoint.compare.verify import verify_checkpoint
 from shardspec.checkpoint.open import open_checkpoint
 from shardspec.checkpoint.storage.object_store import ObjectPath
 from shardspec.checkpoint.storage.object_store import upload as uploaded
-from shardspec.checkpoint.verify import verify_checkpoint
 from shardspec.errors import CheckpointError, OutputExistsError
 from tests.checkpoint.formats.reading import assert_same, read_whole, refused
 from tests.checkpoint.stores import MESH, ROOTS, RULES, STATE, CountingStore, failed, names, upload
@@ -140,7 +140,7 @@ def test_source_bytes_that_were_changed_are_found(forms):
 IMPORTS = """
 import os, signal, sys
 import s3fs
-from shardspec.checkpoint.convert import merge
+from shardspec.checkpoint.convert.merge import merge
 from shardspec.checkpoint.storage import object_store
 """
 KILLED = """

@@ -9,8 +9,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from shardspec import DeviceMesh, DTensor, Layout, load_sharded, merge, reshard, save_sharded
-from shardspec.checkpoint.cut_rules import cut_rules
-from shardspec.checkpoint.verify import verify_checkpoint
+from shardspec.checkpoint.compare.verify import verify_checkpoint
+from shardspec.checkpoint.formats.cut_rules import cut_rules
 from shardspec.cli.checkpoint_options import read_rules
 from shardspec.errors import CheckpointError, LayoutError, OutputExistsError
 from tests.checkpoint.handmade import all_specs

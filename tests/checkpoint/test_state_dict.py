@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from shardspec import load_sharded, save_sharded
+from shardspec.checkpoint.compare.verify import verify_checkpoint
 from shardspec.checkpoint.open import open_checkpoint
 from shardspec.checkpoint.state_dict import (
     decode_path,
@@ -16,7 +17,6 @@ from shardspec.checkpoint.state_dict import (
     flatten,
     unflatten,
 )
-from shardspec.checkpoint.verify import verify_checkpoint
 from shardspec.errors import CheckpointError
 from shardspec.resharding.state import leaves
 

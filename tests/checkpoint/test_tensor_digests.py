@@ -19,7 +19,7 @@ from shardspec import (
     reshard,
     save_sharded,
 )
-from shardspec.checkpoint.digest import read_digests
+from shardspec.checkpoint.compare.digest import read_digests
 from shardspec.cli.main import cli
 from shardspec.errors import CheckpointError, LayoutError, OutputExistsError
 

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from shardspec import DeviceMesh, Layout
 from shardspec.boxes import split_interval
+from shardspec.checkpoint.boxes.coverage import check_tiling, find_flaw
 from shardspec.checkpoint.catalog import (
     StoredBox,
     StoredReduction,
@@ -19,7 +20,6 @@ from shardspec.checkpoint.catalog import (
     stored_reductions,
 )
 from shardspec.checkpoint.storage.local import LocalPath
-from shardspec.checkpoint.tiling import check_tiling, find_flaw
 from shardspec.errors import CheckpointError
 
 

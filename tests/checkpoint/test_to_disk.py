@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from shardspec import merge, save_sharded
-from shardspec.checkpoint import output
+from shardspec.checkpoint.convert import output
 from shardspec.checkpoint.storage.descriptors import write_all
 from shardspec.checkpoint.storage.local import LocalPath
 from shardspec.errors import CheckpointError

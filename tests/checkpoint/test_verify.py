@@ -11,13 +11,13 @@ import torch
 from click.testing import CliRunner
 
 from shardspec import DeviceMesh, DTensor, save_sharded
+from shardspec.checkpoint.boxes.coverage import check_replicas
+from shardspec.checkpoint.boxes.numeric import numbers
 from shardspec.checkpoint.catalog import Catalog, StoredBox, StoredTensor
-from shardspec.checkpoint.numeric import numbers
+from shardspec.checkpoint.compare.verify import DiffExtent, diff_checkpoints, verify_checkpoint
 from shardspec.checkpoint.open import open_checkpoint
 from shardspec.checkpoint.storage.local import LocalPath
 from shardspec.checkpoint.storage.reading import OpenFiles
-from shardspec.checkpoint.tiling import check_replicas
-from shardspec.checkpoint.verify import DiffExtent, diff_checkpoints, verify_checkpoint
 from shardspec.cli.main import cli
 from shardspec.errors import CheckpointError
 from tests.checkpoint.handmade import handmade, sample

@@ -10,8 +10,8 @@ import torch
 from click.testing import CliRunner
 
 from shardspec import merge
+from shardspec.checkpoint.compare.verify import Difference, diff_checkpoints
 from shardspec.checkpoint.open import open_checkpoint
-from shardspec.checkpoint.verify import Difference, diff_checkpoints
 from shardspec.cli.main import cli
 from shardspec.errors import CheckpointError
 from tests.checkpoint.test_verify import flip, save

@@ -9,7 +9,7 @@ from click.testing import CliRunner
 
 from shardspec import merge
 from shardspec.checkpoint.catalog import OpaqueValue
-from shardspec.checkpoint.inspect import inspect_checkpoint, other_text
+from shardspec.checkpoint.compare.inspect import inspect_checkpoint, other_text
 from shardspec.cli.main import cli
 from tests.checkpoint.handmade import handmade, sample
 

@@ -8,7 +8,7 @@ import torch
 from click.testing import CliRunner
 
 from shardspec import DeviceMesh, DTensor, Layout, load_sharded, plan_reshard, save_sharded
-from shardspec.checkpoint.load_plan import stored_layouts
+from shardspec.checkpoint.job.load_plan import stored_layouts
 from shardspec.checkpoint.open import open_checkpoint
 from shardspec.cli.main import cli
 
@@ -97,20 +97,6 @@ def test_a_plan_of_a_checkpoint_by_its_path(checkpoint):
         for target in ((mesh, rules), layouts):
             plan = plan_reshard(place, target)
             assert plan.moves == plan_reshard(source, target).moves
-
-
-def test_the_plan_is_drawn_on_a_page(checkpoint, tmp_path):
-    page = tmp_path / "plan.html"
-    drawn = run(checkpoint, "--mesh", "2", "--rule", "*", "[S0,...]", "--html", page)
-    plain = run(checkpoint, "--mesh", "2", "--rule", "*", "[S0,...]")
-    assert drawn[1] == f"{plain[1]}{page}: who sends what to whom; open it\n"
-    assert drawn[0] == 0
-    text = page.read_text("utf-8")
-    assert "<svg" in text
-    assert ".safetensors → 1: " in text
-    again = run(checkpoint, "--mesh", "2", "--html", page)
-    assert (again[0], "exists" in again[1]) == (3, True)
-    assert run(checkpoint, "--mesh", "2", "--html", page, "--overwrite")[0] == 0
 
 
 def test_transfers_are_written_for_every_device_and_the_index_last(checkpoint, tmp_path):

@@ -13,8 +13,8 @@ for name in (
     "torch.distributed.tensor.parallel",
     # The first operation on torch's DTensors imports it, which takes longest of all.
     "torch._dynamo",
-    "shardspec.checkpoint.convert",
-    "shardspec.checkpoint.save",
+    "shardspec.checkpoint.convert.merge",
+    "shardspec.checkpoint.job.save",
     "shardspec.comm.process_group",
     "shardspec.layout.converter",
     "shardspec.tensor.dtensor",

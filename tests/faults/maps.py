@@ -9,7 +9,7 @@ from random import Random
 from typing import Final
 
 from shardspec import map_chain
-from shardspec.resharding.maps import apply_map
+from shardspec.resharding.total import apply_map
 from tests.faults.checks import command, one_line
 from tests.faults.harness import Case
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from shardspec import DeviceMesh, merge, reshard
-from shardspec.checkpoint.verify import diff_checkpoints, verify_checkpoint
+from shardspec.checkpoint.compare.verify import diff_checkpoints, verify_checkpoint
 from tests.faults.checks import raised
 from tests.faults.samples import SPECS, plain
 
@@ -116,13 +116,13 @@ def _reshard(source: Path, out: Path, overwrite: bool) -> object:
 
 
 def _loaded(source: Path) -> "dict[str, DTensor]":
-    from shardspec.checkpoint.load import load_sharded
+    from shardspec.checkpoint.job.load import load_sharded
 
     return load_sharded(source, _MESH, SPECS)
 
 
 def _save(source: Path, out: Path, overwrite: bool) -> None:
-    from shardspec.checkpoint.save import save_sharded
+    from shardspec.checkpoint.job.save import save_sharded
 
     save_sharded(_loaded(source), out, overwrite=overwrite)
 

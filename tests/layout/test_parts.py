@@ -11,7 +11,6 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
 from shardspec import (
     DeviceMesh,
-    DimSpec,
     DTensor,
     Layout,
     LayoutConverter,
@@ -22,7 +21,7 @@ from shardspec import (
     reshard,
     save_sharded,
 )
-from shardspec.checkpoint.verify import verify_checkpoint
+from shardspec.checkpoint.compare.verify import verify_checkpoint
 from shardspec.errors import (
     AxisError,
     CheckpointError,
@@ -31,7 +30,7 @@ from shardspec.errors import (
     SpecSyntaxError,
 )
 from shardspec.layout.placements import placements_of
-from shardspec.layout.spec import Part
+from shardspec.layout.spec import DimSpec, Part
 
 SHAPE = (12, 6)
 WHOLE = torch.arange(prod(SHAPE)).reshape(SHAPE)

@@ -18,7 +18,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from shardspec import NameMap, map_chain, shipped_maps
 from shardspec.errors import LayoutError
 from shardspec.families.family import shipped_family
-from shardspec.resharding.maps import apply_map
+from shardspec.resharding.total import apply_map
 from tests.tools.table import write_rows
 
 _Shapes = dict[str, tuple[int, ...]]
@@ -54,7 +54,7 @@ def model_shapes(model_type: str) -> tuple[dict[str, Any], _Shapes]:
 
 
 def forms(shapes: _Shapes) -> dict[str, _Shapes]:
-    """Return a state as it is, and as tools make it that quantise, adapt or wrap models."""
+    """Return a state as it is, and as tools make it that quantize, adapt or wrap models."""
     found = {"": shapes}
     for form, (suffix, name, kept) in _OTHER_FORMS.items():
         every = [old for old in shapes if old.endswith(suffix)]

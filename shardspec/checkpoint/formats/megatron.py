@@ -20,9 +20,8 @@ from itertools import pairwise, product
 from typing import Final, TypeAlias
 
 from shardspec.boxes import box_shape
-from shardspec.checkpoint import cut_rules
 from shardspec.checkpoint.catalog import Catalog, OpaqueValue
-from shardspec.checkpoint.formats import Format, Newest, OpenOptions, named_by, only_one
+from shardspec.checkpoint.formats import Format, Newest, OpenOptions, cut_rules, named_by, only_one
 from shardspec.checkpoint.storage.path import StoragePath, file_inside
 from shardspec.checkpoint.torch_files.states import (
     TorchState,

@@ -8,13 +8,13 @@ from collections.abc import Mapping
 from typing import Final
 
 from shardspec.checkpoint.catalog import Catalog, StoredTensor
-from shardspec.checkpoint.cut_rules import (
+from shardspec.checkpoint.formats import Format, OpenOptions
+from shardspec.checkpoint.formats.cut_rules import (
     ModelChunk,
     SourceRules,
     cut_rules,
     merged_tensors,
 )
-from shardspec.checkpoint.formats import Format, OpenOptions
 from shardspec.checkpoint.formats.torch_file import open_torch_file
 from shardspec.checkpoint.storage.path import StoragePath, file_inside
 from shardspec.checkpoint.storage.strict_json import read_json

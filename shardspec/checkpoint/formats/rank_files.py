@@ -26,7 +26,7 @@ from typing import Final, NamedTuple, TypeAlias
 from shardspec.checkpoint import catalog
 from shardspec.checkpoint.catalog import replica_keys
 from shardspec.checkpoint.formats import Format, OpenOptions
-from shardspec.checkpoint.rank_state import on_larger_mesh
+from shardspec.checkpoint.job.rank_state import on_larger_mesh
 from shardspec.checkpoint.storage.path import StoragePath, file_inside
 from shardspec.checkpoint.storage.reading import HeaderFiles, prefetch_map
 from shardspec.checkpoint.torch_files import states as torch_states
@@ -306,8 +306,8 @@ class RankFilesCheckpoint(catalog.Catalog):
         self._header_files = HeaderFiles()
         # Names inside nested dicts and lists are joined by dots.
         paths = (state.path for state in states)
-        super().__init__(FORMAT.called, directory, self._layouts, paths, mesh, others)
-        self.paths = states[0].paths
+        facts = catalog.CheckpointFacts(paths=states[0].paths)
+        super().__init__(FORMAT.called, directory, self._layouts, paths, mesh, others, facts)
 
     def outline(self, name: str) -> catalog.Outline[catalog.FileBox]:
         """Return a tensor as the pickles describe it."""

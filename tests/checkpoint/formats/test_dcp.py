@@ -18,9 +18,9 @@ from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 
 from shardspec import DeviceMesh, merge, reshard
 from shardspec.checkpoint.catalog import OpaqueValue
+from shardspec.checkpoint.compare.verify import diff_checkpoints, verify_checkpoint
 from shardspec.checkpoint.formats import format_of
 from shardspec.checkpoint.open import open_checkpoint
-from shardspec.checkpoint.verify import diff_checkpoints, verify_checkpoint
 from shardspec.errors import CheckpointError
 from tests.checkpoint.formats.reading import (
     assert_merged_without_torch,

@@ -12,8 +12,8 @@ import torch
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
 from shardspec import merge
+from shardspec.checkpoint.compare.inspect import inspect_checkpoint
 from shardspec.checkpoint.formats import written_names
-from shardspec.checkpoint.inspect import inspect_checkpoint
 from shardspec.errors import CheckpointError
 from tests.checkpoint.formats.conftest import Small
 from tests.checkpoint.formats.reading import assert_same, bits, read_whole, refused

@@ -7,7 +7,7 @@ import torch
 
 from shardspec import merge
 from shardspec.checkpoint.catalog import OpaqueValue
-from shardspec.checkpoint.cut_rules import cut_rules
+from shardspec.checkpoint.formats.cut_rules import cut_rules
 from shardspec.checkpoint.open import open_checkpoint
 from shardspec.errors import CheckpointError
 from tests.checkpoint.formats.megatron_files import LAYERS, core, legacy, number, write

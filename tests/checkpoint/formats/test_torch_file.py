@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from shardspec import merge
+from shardspec.checkpoint.compare.verify import verify_checkpoint
 from shardspec.checkpoint.open import open_checkpoint
-from shardspec.checkpoint.verify import verify_checkpoint
 from tests.checkpoint.formats.reading import (
     assert_merged_without_torch,
     assert_same,

@@ -1,0 +1,1 @@
+"""Boxes of stored tensors: coverage, copies, arithmetic."""

@@ -1,0 +1,369 @@
+"""Reading boxes of tensors out of stored boxes, block by block, and checking their digests.
+
+All goes through a buffer that fits the CPU's cache: for files in memory this is faster than a copy
+by the system (copy_file_range), and the bytes can be checked on the way. Memory does not grow with
+the size of a tensor.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from itertools import product
+from math import prod
+from threading import Lock
+from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias
+
+from isal.isal_zlib import crc32 as _crc32
+from isal.isal_zlib import crc32_combine
+
+from shardspec.boxes import Box, box_shape, box_size, chunks, intersect
+from shardspec.checkpoint.catalog import (
+    ZEROS,
+    Digest,
+    StoredBox,
+    StoredTensor,
+    box_text,
+    distinct,
+    row_major_strides,
+    whole_box,
+)
+from shardspec.checkpoint.storage.path import FileStretch, SourceFile, StoragePath
+from shardspec.checkpoint.storage.reading import OpenFiles
+from shardspec.comm.senders import overlaps
+from shardspec.dtypes import item_bytes
+from shardspec.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from shardspec.checkpoint.boxes.numeric import Bytes
+
+BLOCK_BYTES: Final = 1 << 20
+"""Most bytes that are copied at once: they fit the L2 cache of common CPUs."""
+_LONG_ROW: Final = 2048
+"""Bytes from which rows are copied one by one, and not by numpy."""
+_PAGE: Final = 4096
+"""Shorter gaps are read along: the system reads whole pages anyway."""
+_MAX_SPANS: Final = 64
+"""Most separate spans of one box; reading some of its columns makes more."""
+
+Buffer: TypeAlias = bytes | bytearray | memoryview
+Progress: TypeAlias = Callable[[int, int], None]
+"""Called with the bytes that are done so far and the bytes to do in all."""
+_Seen: TypeAlias = Callable[[int, memoryview], int]
+"""Called with what was read: its position in the file, and its bytes."""
+_Key: TypeAlias = tuple[StoragePath, Digest]
+_Spans: TypeAlias = dict[int, tuple[int, int]]
+"""First byte to the end and the CRC-32; no two touch."""
+
+
+def crc32(data: Buffer, value: int = 0) -> int:
+    """Return the CRC-32 of bytes (that of zlib and zip), going on from `value`."""
+    return int(_crc32(data, value))
+
+
+def crc32_of(file: SourceFile, start: int, num_bytes: int) -> int:
+    """Return the CRC-32 of a stretch of a file."""
+    value, end = 0, start + num_bytes
+    for at in range(start, end, BLOCK_BYTES):
+        value = crc32(file.read(at, min(BLOCK_BYTES, end - at)), value)
+    return value
+
+
+def crc_text(value: int) -> str:
+    """Write a CRC-32 as the eight digits under which it is stored and shown."""
+    return f"{value:08x}"
+
+
+def pieces(files: OpenFiles, stretch: FileStretch) -> Iterator[tuple[int, memoryview]]:
+    """Yield bytes of a file piece by piece, each valid until the next, and where it lies."""
+    room = memoryview(bytearray(min(BLOCK_BYTES, stretch.num_bytes)))
+    end = stretch.start + stretch.num_bytes
+    for at in range(stretch.start, end, BLOCK_BYTES):
+        data = room[: end - at]
+        files.file(stretch.path).read_into(data, at)
+        yield at, data
+
+
+class Checks:
+    """Checks the digests of the boxes of one tensor while they are read, by threads, in any order.
+
+    `finish` reads what was not read yet. Without it, a box that is not read in full, or that is
+    read in many pieces at once, is not checked.
+    """
+
+    def __init__(self, tensor: StoredTensor, boxes: Iterable[StoredBox] | None = None) -> None:
+        self._tensor = tensor
+        self._lock = Lock()
+        # Boxes inside one digested stretch, such as parts of a storage, are checked together.
+        self._open: dict[_Key, tuple[StoredBox, _Spans]] = {}
+        self._late: dict[_Key, tuple[StoredBox, _Spans]] = {}
+        """Those read in too many pieces."""
+        for stored in tensor.boxes if boxes is None else boxes:
+            if stored.digest is not None:
+                self._open.setdefault((stored.path, stored.digest), (stored, {}))
+
+    def __contains__(self, stored: StoredBox) -> bool:
+        return (stored.path, stored.digest) in self._open
+
+    def add(self, stored: StoredBox, start: int, data: Buffer) -> int:
+        """Take in bytes from a position in the file of a box; return their CRC-32.
+
+        Raises `CheckpointError` if they complete the box and its digest is another.
+        """
+        digest, length = stored.digest, memoryview(data).nbytes
+        assert digest is not None, "only those with a digest are checked"
+        key, end = (stored.path, digest), start + length
+        crc = value = crc32(data)
+        with self._lock:
+            spans = self._open[key][1] if key in self._open else None
+            # Gaps between the rows of one box are read as the rows of another.
+            if spans is None or any(at < end and start < to for at, (to, _) in spans.items()):
+                return crc
+            before = next((at for at, (to, _) in spans.items() if to == start), None)
+            if before is not None:
+                start, value = before, int(crc32_combine(spans.pop(before)[1], value, length))
+            if end in spans:
+                at, (end, tail) = end, spans.pop(end)
+                value = int(crc32_combine(value, tail, end - at))
+            spans[start] = end, value
+            if (start, end) == (digest.start, digest.start + digest.num_bytes):
+                del self._open[key]
+                if value != digest.crc32:
+                    raise CheckpointError(
+                        f"tensor {self._tensor.name!r}: rank {stored.rank}'s box "
+                        f"{box_text(stored.box)} in {stored.path} has CRC-32 {crc_text(value)}, "
+                        f"but {crc_text(digest.crc32)} was saved; its bytes were changed, restore "
+                        "the file or save again"
+                    )
+            elif len(spans) > _MAX_SPANS:
+                spans.clear()
+                self._late[key] = self._open.pop(key)
+        return crc
+
+    def finish(self, files: OpenFiles) -> None:
+        """Read the rest of the boxes that are not checked yet, and check them."""
+        self._open |= self._late
+        for (path, digest), (stored, spans) in list(self._open.items()):
+            at, last = digest.start, digest.start + digest.num_bytes
+            for start, end in (*sorted((a, b) for a, (b, _) in spans.items()), (last, last)):
+                for place, data in pieces(files, FileStretch(path, at, start - at)):
+                    self.add(stored, place, data)
+                at = end
+            if not digest.num_bytes:
+                self.add(stored, at, b"")
+
+
+class BlockPart(NamedTuple):
+    """The part of a block that a stored box has, with the steps between bytes in file and block."""
+
+    stored: StoredBox
+    start: int  # position of its first byte in the file
+    at: int  # the same in the block
+    steps: tuple[tuple[int, int, int], ...]
+    """How many along a dim, and the bytes from one to the next in the file and in the block; the
+    longest way in the file first, a row of bytes last."""
+
+    @property
+    def span(self) -> int:
+        """Bytes from the first to the last one in the file."""
+        return 1 + sum((count - 1) * step for count, step, _ in self.steps)
+
+    @property
+    def contiguous(self) -> bool:
+        """Whether it is one stretch of its file."""
+        return self.span == prod(count for count, _, _ in self.steps)
+
+    def rows(self, lo: int, hi: int) -> "BlockPart":
+        """Return some of the first dim; of one row that dim is left out."""
+        (_, step, step_in), *inner = self.steps
+        first = [(hi - lo, step, step_in)] if hi - lo > 1 else []
+        return BlockPart(
+            self.stored, self.start + lo * step, self.at + lo * step_in, (*first, *inner)
+        )
+
+
+def block_part(stored: StoredBox, shared: Box, block: Box, width: int) -> BlockPart:
+    """Return where the box shared by a stored box and a block lies; `width` is in bytes."""
+    inside = row_major_strides(box_shape(block), width)
+    lies = stored.strides or row_major_strides(box_shape(stored.box), width)
+    start, at = stored.offset, 0
+    dims = []
+    for (lo, hi), (first, _), (outer, _), step, step_in in zip(
+        shared, stored.box, block, lies, inside, strict=True
+    ):
+        start += (lo - first) * step
+        at += (lo - outer) * step_in
+        dims.append((hi - lo, step, step_in))
+    steps = [(width, 1, 1)]
+    for count, step, step_in in sorted(dims, key=lambda dim: dim[1]):
+        inner, by, by_in = steps[-1]
+        if (step, step_in) == (inner * by, inner * by_in):
+            steps[-1] = (count * inner, by, by_in)
+        elif count > 1:
+            steps.append((count, step, step_in))
+    return BlockPart(stored, start, at, tuple(reversed(steps)))
+
+
+def cut(
+    tensor: StoredTensor, target: Box, most: int = BLOCK_BYTES
+) -> Iterator[tuple[int, list[BlockPart]]]:
+    """Cut a box of a tensor into blocks of at most so many bytes, a multiple of every item size.
+
+    Yields the bytes of each block, and its parts in stored boxes: of all addends that are pending.
+    """
+    width = item_bytes(tensor.dtype)
+    stored = [holder for holder in distinct(tensor) if intersect(holder.box, target) is not None]
+    blocks = chunks(target, most // width)
+    for block, met in overlaps([holder.box for holder in stored], blocks):
+        parts = [block_part(stored[number], shared, block, width) for number, shared in met]
+        yield box_size(block) * width, parts
+
+
+def stretches(tensor: StoredTensor, target: Box) -> Iterator[FileStretch]:
+    """Yield what will be read for a box of a tensor, in that order, where that is contiguous.
+
+    Addends of a pending reduction are left out.
+    """
+    for _, parts in () if tensor.pending else cut(tensor, target):
+        for part in parts:
+            stored = part.stored
+            if part.contiguous and stored.path != ZEROS and stored.computed is None:
+                yield FileStretch(stored.path, part.start, part.span)
+
+
+class Buffers:
+    """Memory of one thread: for a block of the target, and for what is copied into it."""
+
+    def __init__(self) -> None:
+        self.block = memoryview(bytearray(BLOCK_BYTES))
+        self.scratch = memoryview(bytearray(BLOCK_BYTES))
+
+
+def read_box(
+    tensor: StoredTensor,
+    target: Box,
+    files: OpenFiles,
+    buffers: Buffers,
+    checks: Checks | None = None,
+    out: memoryview | None = None,
+) -> Iterator[tuple[memoryview, int | None]]:
+    """Read one box of a tensor in order; yield blocks, and their CRC-32 if it was computed.
+
+    The stored boxes tile the tensor (`check_tiling`). Pending reductions are finished. A block is
+    valid until the next one is read, or a part of `out`, which is flat and as long as the box.
+    """
+    at = 0
+    for num_bytes, parts in cut(tensor, target, len(buffers.block)):
+        room = buffers.block[:num_bytes] if out is None else out[at : at + num_bytes]
+
+        def read(part: BlockPart, room: memoryview = room) -> int | None:
+            """Return the CRC-32 of a part that was read in one go, if it was taken."""
+            stored = part.stored
+            if stored.computed is not None:
+                stored.computed.fill(part.start, part.steps, room, part.at)
+                return None
+            seen = None if checks is None or stored not in checks else partial(checks.add, stored)
+            read_into = _zeros if stored.path == ZEROS else files.file(stored.path).read_into
+            return _read(read_into, part, room, buffers.scratch, seen)
+
+        crc = None
+        if tensor.pending:
+            _reduce(tensor, parts, room, read)
+        else:
+            for part in parts:
+                crc = read(part)
+        yield room, crc if len(parts) == 1 else None
+        at += num_bytes
+
+
+def read_box_into(
+    tensor: StoredTensor,
+    target: Box,
+    out: memoryview,
+    files: OpenFiles,
+    buffers: Buffers,
+    checks: Checks | None = None,
+) -> None:
+    """Read one box of a tensor into flat memory; as `read_box`."""
+    for _ in read_box(tensor, target, files, buffers, checks, out):
+        pass
+
+
+def read_whole(tensor: StoredTensor, files: OpenFiles, buffers: Buffers) -> Iterator[memoryview]:
+    """Yield the bytes of a tensor in order, each block valid until the next; check digests."""
+    checks = Checks(tensor)
+    for block, _ in read_box(tensor, whole_box(tensor.shape), files, buffers, checks):
+        yield block
+    checks.finish(files)
+
+
+def _reduce(
+    tensor: StoredTensor,
+    parts: list[BlockPart],
+    room: memoryview,
+    read: Callable[[BlockPart], object],
+) -> None:
+    """Combine all addends of a block of a pending tensor."""
+    import numpy as np
+
+    from shardspec.checkpoint.boxes.numeric import reduce
+
+    numbers = np.frombuffer(room, np.uint8)
+
+    def addends() -> "Iterator[Bytes]":
+        for addend in product(*(range(pending.addends) for pending in tensor.pending)):
+            for part in parts:
+                if part.stored.addend == addend:
+                    read(part)
+            yield numbers
+
+    reduce(tensor.dtype, tensor.pending, addends(), numbers)
+
+
+def _zeros(buffer: memoryview, offset: int) -> None:  # noqa: ARG001  # as that of a file
+    buffer[:] = bytes(len(buffer))
+
+
+def _read(
+    read_into: Callable[[memoryview, int], None],
+    part: BlockPart,
+    room: memoryview,
+    scratch: memoryview,
+    seen: _Seen | None,
+) -> int | None:
+    """Read a part into its block; return the CRC-32 of a single row if it was taken."""
+    (count, step, _), *inner = part.steps
+    if not inner:
+        data = room[part.at : part.at + count]
+        read_into(data, part.start)
+        return None if seen is None else seen(part.start, data)
+    span, gap = 1, 0
+    for length, by, _ in reversed(part.steps):
+        gap = max(gap, by - span)
+        span += (length - 1) * by
+    if span <= len(scratch) and gap < _PAGE:
+        read_into(scratch[:span], part.start)
+        if seen is not None:
+            seen(part.start, scratch[:span])
+        _spread(part, scratch, room)
+        return None
+    rows = max(1, min(len(scratch) // step, count - 1)) if gap < _PAGE else 1
+    for lo in range(0, count, rows):
+        _read(read_into, part.rows(lo, min(lo + rows, count)), room, scratch, seen)
+    return None
+
+
+def _spread(part: BlockPart, data: memoryview, room: memoryview) -> None:
+    """Copy the bytes of a file from the first of a part on to their places in its block."""
+    *outer, (width, _, _) = part.steps
+    # Importing numpy takes as long as copying 200 MiB, and long rows need none.
+    if len(outer) == 1 and width >= _LONG_ROW:
+        ((count, step, step_in),) = outer
+        for row in range(count):
+            at, start = part.at + row * step_in, row * step
+            room[at : at + width] = data[start : start + width]
+        return
+    import numpy as np
+
+    item = np.dtype(f"u{width}" if width in (1, 2, 4, 8) else f"V{width}")
+    counts, steps, steps_in = zip(*outer, strict=True)
+    source = np.ndarray(counts, item, data, 0, steps)
+    np.copyto(np.ndarray(counts, item, room, part.at, steps_in), source)

@@ -1,0 +1,257 @@
+"""Whether the boxes of a tensor tile it, and those that claim the same part have the same bytes."""
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import lru_cache
+from itertools import pairwise, product
+from typing import Final, TypeAlias, TypeVar
+
+from shardspec.boxes import Box, box_size, chunks, contains
+from shardspec.checkpoint.boxes.copy import BLOCK_BYTES, Buffers, read_box_into
+from shardspec.checkpoint.catalog import (
+    ZEROS,
+    AnyBox,
+    AnyOutline,
+    Catalog,
+    Computed,
+    Outline,
+    ReplicaKey,
+    StoredBox,
+    StoredTensor,
+    box_text,
+    distinct,
+    whole_box,
+)
+from shardspec.checkpoint.storage.path import StoragePath
+from shardspec.checkpoint.storage.reading import OpenFiles
+from shardspec.comm.together import Processes
+from shardspec.dtypes import item_bytes
+from shardspec.errors import CheckpointError
+
+_MOST_KINDS: Final = 64
+"""How many kinds of tensors have their results kept; a model has few kinds."""
+_TORCH_SUFFIXES: Final = (".pt", ".pth", ".bin")
+
+_Result = TypeVar("_Result")
+_Place: TypeAlias = tuple[StoragePath, Computed | None]
+"""A file, and what is made of it."""
+Flaw: TypeAlias = tuple[Box, tuple[int, ...]]
+"""A part of a tensor, and the boxes that have it, by their places: none of them, or several."""
+
+
+@lru_cache(_MOST_KINDS)
+def find_flaw(shape: tuple[int, ...], boxes: tuple[Box, ...]) -> Flaw | None:
+    """Return the first reason why boxes, none of them empty, do not tile a tensor, if any.
+
+    A sweep along the first dim; between two cuts the same boxes are met all the way, and there
+    the remaining dims are swept in turn. A grid of n boxes takes O(n log n) a dim.
+    """
+
+    def sweep(met: Sequence[int], prefix: Box) -> Flaw | None:
+        """Check the part of the tensor that lies in `prefix`, where all boxes of `met` reach."""
+        dim = len(prefix)
+        if not met or dim == len(shape):
+            rest = ((0, size) for size in shape[dim:])
+            return None if len(met) == 1 else ((*prefix, *rest), tuple(met))
+        starts: dict[int, list[int]] = {}
+        cuts = {0, shape[dim]}
+        for place in met:
+            lo, hi = boxes[place][dim]
+            starts.setdefault(lo, []).append(place)
+            cuts.update((lo, hi))
+        active: list[int] = []
+        for lo, hi in pairwise(sorted(cuts)):
+            active = [place for place in active if boxes[place][dim][1] > lo] + starts.get(lo, [])
+            flaw = sweep(active, (*prefix, (lo, hi)))
+            if flaw is not None:
+                return flaw
+        return None
+
+    return None if 0 in shape else sweep(range(len(boxes)), ())
+
+
+def check_tiling(tensor: Outline[AnyBox]) -> tuple[tuple[AnyBox, ...], ...]:
+    """Check that the boxes of a tensor tile it, once for every addend that is pending.
+
+    Returns groups of two or more boxes that claim the same part: their bytes must agree.
+    """
+    same: dict[ReplicaKey, list[AnyBox]] = {}
+    for stored in tensor.boxes:
+        same.setdefault((stored.box, stored.addend), []).append(stored)
+    whole = whole_box(tensor.shape)
+    addends = [pending.addends for pending in tensor.pending]
+    by_addend: dict[tuple[int, ...], list[AnyBox]] = {
+        addend: [] for addend in product(*map(range, addends))
+    }
+
+    def text(stored: AnyBox) -> str:
+        return f"rank {stored.rank}'s box {box_text(stored.box)} in {stored.path}"
+
+    for (box, addend), (first, *_) in same.items():
+        problem = ""
+        if len(box) != len(whole) or not contains(whole, box) or any(lo >= hi for lo, hi in box):
+            problem = f"is empty or lies outside the tensor of shape {list(tensor.shape)}"
+        elif addend not in by_addend:
+            problem = f"is addend {list(addend)} of a pending reduction of {addends} addends"
+        if problem:
+            raise CheckpointError(f"tensor {tensor.name!r}: {text(first)} {problem}")
+        by_addend[addend].append(first)
+    for addend, group in by_addend.items():
+        flaw = find_flaw(tensor.shape, tuple(stored.box for stored in group))
+        if flaw is None:
+            continue
+        part, places = flaw
+        if not places:
+            of = f" of addend {list(addend)}" if addend else ""
+            raise CheckpointError(
+                f"tensor {tensor.name!r} of shape {list(tensor.shape)}: no file holds its "
+                f"part {box_text(part)}{of}; restore the missing file or save again"
+            )
+        one_box, other_box = (text(group[place]) for place in places[:2])
+        raise CheckpointError(
+            f"tensor {tensor.name!r}: {one_box} and {other_box} overlap in part, which no layout "
+            "gives; the checkpoint contradicts itself"
+        )
+    return tuple(tuple(group) for group in same.values() if len(group) > 1)
+
+
+def memoize_by_boxes(
+    find: Callable[[AnyOutline], _Result],
+) -> Callable[[AnyOutline], _Result]:
+    """Return a function that is called once for outlines that share the same tuple of boxes."""
+    # Keys have the ids of boxes, which the outlines keep alive.
+    results: dict[tuple[object, ...], tuple[AnyOutline, _Result]] = {}
+
+    def memoized(outline: AnyOutline) -> _Result:
+        key = id(outline.boxes), outline.shape, outline.pending
+        if key not in results:
+            results[key] = outline, find(outline)
+            if len(results) > _MOST_KINDS:
+                del results[next(iter(results))]
+        return results[key][1]
+
+    return memoized
+
+
+# --- the same box of two tensors
+
+
+def element_index(box: Box, element: int) -> tuple[int, ...]:
+    """Return the global index of an element of a box."""
+    index: list[int] = []
+    for lo, hi in reversed(box):
+        element, at = divmod(element, hi - lo)
+        index.insert(0, lo + at)
+    return tuple(index)
+
+
+def read_both(
+    a: StoredTensor, b: StoredTensor, box: Box, files: OpenFiles
+) -> Iterator[tuple[Box, memoryview, memoryview]]:
+    """Yield the blocks of a box that both tensors have, and their bytes, valid until the next."""
+    buffers, most = Buffers(), max(item_bytes(a.dtype), item_bytes(b.dtype))
+    rooms = [memoryview(bytearray(BLOCK_BYTES)) for _ in range(2)]
+    for block in chunks(box, BLOCK_BYTES // most):
+        blocks = []
+        for tensor, room in zip((a, b), rooms, strict=True):
+            blocks.append(room[: box_size(block) * item_bytes(tensor.dtype)])
+            read_box_into(tensor, block, blocks[-1], files, buffers)
+        yield block, blocks[0], blocks[1]
+
+
+def check_replicas(
+    tensor: StoredTensor,
+    group: Sequence[StoredBox],
+    files: OpenFiles,
+    *,
+    trust_digests: bool = False,
+) -> None:
+    """Compare, bit by bit, boxes that claim the same part of a tensor.
+
+    With `trust_digests`, those whose digests are equal are equal, without being read.
+    """
+    # Each by itself, wherever its elements lie in its file.
+    by_itself = replace(tensor, pending=())
+    alone = [replace(by_itself, boxes=(replace(box, addend=()),)) for box in group]
+    first = group[0]
+    for other, of_other in zip(group[1:], alone[1:], strict=True):
+        if trust_digests and _same_digest(first, other, tensor.bytes_of(first)):
+            continue
+        for block, a, b in read_both(alone[0], of_other, first.box, files):
+            if a.tobytes() == b.tobytes():
+                continue
+            at = next(at for at, (x, y) in enumerate(zip(a, b, strict=True)) if x != y)
+            index = element_index(block, at // item_bytes(tensor.dtype))
+            remedy = "keep the right one of the two"
+            if first.path.suffix in _TORCH_SUFFIXES and first.box == whole_box(tensor.shape):
+                remedy += (
+                    " if they should be equal, as plain tensors are on all ranks; if each rank has "
+                    "a part, save it as a DTensor, and what is its own under a name for each rank"
+                )
+            elif len(tensor.shape) == 1 and first.path.suffix == ".distcp":
+                remedy += (
+                    "; but if ranks have saved flat parts of their own under one name, as FSDP1's "
+                    "local optimizer states are, keep all, and save them in a run of as many ranks "
+                    "with FSDP.optim_state_dict"
+                )
+            raise CheckpointError(
+                f"tensor {tensor.name!r}: ranks {first.rank} and {other.rank} claim different data "
+                f"for box {box_text(first.box)}, first at index {list(index)}, in "
+                f"{first.path} and {other.path}; {remedy}"
+            )
+
+
+def _same_digest(a: StoredBox, b: StoredBox, num_bytes: int) -> bool:
+    """Return whether both have equal digests of just their bytes, stored in the same order."""
+    if a.digest is None or b.digest is None or a.strides != b.strides:
+        return False
+    whole = a.digest.num_bytes == b.digest.num_bytes == num_bytes
+    return whole and a.digest.crc32 == b.digest.crc32
+
+
+# --- all tensors of an output
+
+
+def check_tensors(
+    source: Catalog, names: Iterable[str], verify: bool, processes: Processes
+) -> Counter[StoragePath]:
+    """Check that boxes tile every tensor, and copies agree; return the bytes to read by file."""
+    copies_of = memoize_by_boxes(check_tiling)
+    elements_of = memoize_by_boxes(_elements_by_file)
+    # Tensors that are sharded alike share one count.
+    counts: dict[int, Counter[_Place]] = {}
+    widths: Counter[int] = Counter()
+    with OpenFiles() as files:
+        for place, name in enumerate(sorted({*names})):
+            outline = source.outline(name)
+            unsure = copies_of(outline) and not (verify and source.copies_agree(name))
+            # Each of several processes compares its share.
+            if unsure and place % processes.size == processes.rank:
+                tensor = source.tensor(name)
+                for group in check_tiling(tensor):
+                    check_replicas(tensor, group, files, trust_digests=verify)
+            elements = elements_of(outline)
+            counts[id(elements)] = elements
+            widths[id(elements)] += item_bytes(outline.dtype)
+    reads: Counter[StoragePath] = Counter()
+    made: dict[int, Mapping[StoragePath, int]] = {}
+    """By the reads themselves: codes and scales are made of the same."""
+    for key, elements in counts.items():
+        for (path, computed), size in elements.items():
+            if computed is None:
+                reads[path] += size * widths[key]
+            else:
+                made[id(computed.reads)] = computed.reads
+    for files_read in made.values():
+        reads.update(files_read)
+    return reads
+
+
+def _elements_by_file(outline: AnyOutline) -> Counter[_Place]:
+    sizes: Counter[_Place] = Counter()
+    for stored in distinct(outline):
+        computed = stored.computed if isinstance(stored, StoredBox) else None
+        if stored.path != ZEROS:
+            sizes[stored.path, computed] += box_size(stored.box)
+    return sizes

@@ -1,0 +1,216 @@
+"""Tensors whose bytes are computed from those of other tensors when they are read, part by part.
+
+Whatever reads, maps or writes them sees matrices in a file. What is computed is kept for a while,
+since it is computed in larger parts than it is read.
+"""
+
+from abc import ABC, abstractmethod
+from collections import OrderedDict
+from collections.abc import Collection, Hashable, Mapping, Sequence
+from threading import Lock
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardspec.boxes import Box
+from shardspec.checkpoint.boxes.copy import Buffers, Checks, read_box_into
+from shardspec.checkpoint.catalog import (
+    ZEROS,
+    AnyOutline,
+    Catalog,
+    DerivedCatalog,
+    StoredBox,
+    StoredTensor,
+    distinct,
+    whole_box,
+)
+from shardspec.checkpoint.storage.path import StoragePath
+from shardspec.checkpoint.storage.reading import OpenFiles
+from shardspec.dtypes import item_bytes
+from shardspec.layout.spec import ShardingSpec
+
+_MOST_BYTES: Final = 256 << 10
+"""Of a part that is made apart and copied: it fits the L2 cache of common CPUs."""
+
+
+class Recent:
+    """The results that were used last, of a bounded size; all threads share them."""
+
+    def __init__(self, most_bytes: int) -> None:
+        self._most_bytes, self._num_bytes = most_bytes, 0
+        self._lock = Lock()
+        self._made: OrderedDict[object, NDArray[Any]] = OrderedDict()
+
+    def get(self, key: object) -> NDArray[Any] | None:
+        """Return the result of a key, if it is kept."""
+        with self._lock:
+            if key in self._made:
+                self._made.move_to_end(key)
+            return self._made.get(key)
+
+    def keep(self, key: object, made: NDArray[Any]) -> None:
+        """Keep a result, in place of those that were not used for longest."""
+        with self._lock:
+            if key not in self._made:
+                self._made[key] = made
+                self._num_bytes += made.nbytes
+            while self._num_bytes > self._most_bytes and len(self._made) > 1:
+                self._num_bytes -= self._made.popitem(last=False)[1].nbytes
+
+
+class Source:
+    """A tensor of a checkpoint as matrices, those of the last two dims, or rows of one."""
+
+    def __init__(self, tensor: StoredTensor, spare: list[Buffers], matrix_dims: int = 2) -> None:
+        self.tensor, self._checks = tensor, Checks(tensor)
+        self._spare = spare
+        """Memory that no thread uses at the moment; all tensors of a checkpoint share it."""
+        self._dims = len(tensor.shape) - matrix_dims
+
+    def rows(self, matrix: int, lo: int, hi: int, columns: Box = ()) -> NDArray[Any]:
+        """Return some rows of a matrix, perhaps some columns of them, as unsigned integers."""
+        shape = self.tensor.shape
+        lead = np.unravel_index(matrix, shape[: self._dims]) if self._dims > 0 else ()
+        inner = columns or tuple((0, size) for size in shape[self._dims + 1 :])
+        box = (*((int(at), int(at) + 1) for at in lead), (lo, hi), *inner)
+        return self.read(box).reshape(hi - lo, -1)
+
+    def read(self, box: Box) -> NDArray[Any]:
+        """Return the numbers of a box as unsigned integers."""
+        sides = [hi - lo for lo, hi in box]
+        values = np.empty(sides, f"u{item_bytes(self.tensor.dtype)}")
+        room = values.reshape(-1).view(np.uint8).data
+        try:
+            buffers = self._spare.pop()
+        except IndexError:
+            buffers = Buffers()
+        with OpenFiles() as files:
+            read_box_into(self.tensor, box, room, files, buffers, self._checks)
+        self._spare.append(buffers)
+        return values
+
+
+def bytes_in_files(outlines: Sequence[AnyOutline]) -> dict[StoragePath, int]:
+    """Return the files that tensors lie in, and their bytes in each."""
+    sizes: dict[StoragePath, int] = {}
+    for outline in outlines:
+        for stored in distinct(outline):
+            computed = stored.computed if isinstance(stored, StoredBox) else None
+            reads = {stored.path: outline.bytes_of(stored)}
+            for path, num_bytes in (computed.reads if computed else reads).items():
+                if path != ZEROS:
+                    sizes[path] = sizes.get(path, 0) + num_bytes
+    return sizes
+
+
+class ComputedMatrices(ABC):
+    """Matrices, one below the other, whose numbers are made when they are read."""
+
+    def __init__(
+        self, rows: int, columns: int, dtype: str, reads: Mapping[StoragePath, int]
+    ) -> None:
+        self.rows, self.columns, self.dtype, self._reads = rows, columns, dtype, reads
+        self._type = np.dtype(f"u{item_bytes(dtype)}")
+
+    @property
+    def reads(self) -> Mapping[StoragePath, int]:
+        """The files that it is computed from, and its bytes in each."""
+        return self._reads
+
+    @abstractmethod
+    def make(self, matrix: int, row: int, column: int, out: NDArray[Any]) -> None:
+        """Fill `out` with a part of a matrix, from a row and a column on."""
+
+    def fill(
+        self, start: int, steps: Sequence[tuple[int, int, int]], room: memoryview, at: int
+    ) -> None:
+        """Fill a block with a part; see `BlockPart`."""
+        width = self._type.itemsize
+        wide = self.columns * width
+        row, column = start // wide, start % wide // width
+        *outer, (run, _, _) = steps
+        if not column and run % wide == 0:
+            outer, run = [*outer, (run // wide, wide, wide)], wide
+        entries = [step for step in (*outer, (run // width, width, width)) if step[0] > 1]
+        down = [step for step in entries if step[1] >= wide]
+        across = [step for step in entries if step[1] < wide]
+        high = 1 + (start + sum((count - 1) * by for count, by, _ in entries)) // wide - row
+        length = 1 + sum((count - 1) * by for count, by, _ in across) // width
+        within = column + length <= self.columns and not any(by % wide for _, by, _ in down)
+        if not within:  # whole rows are made
+            column, length = 0, self.columns
+        dense = (
+            [by for _, by, _ in down] in ([], [wide]),
+            [by for _, by, _ in across] in ([], [width]),
+        )
+        if within and all(dense):
+            strides = [steps_in[0][2] if steps_in else width for steps_in in (down, across)]
+            block = np.ndarray((high, length), self._type, room, at, strides)
+            self._make_rows(row, column, block)
+            return
+        if high * length * width > _MOST_BYTES and high > 1:
+            (count, by, inside), *rest = entries
+            for first, many in ((0, count // 2), (count // 2, count - count // 2)):
+                part = [(many, by, inside), *rest, (width, 1, 1)]
+                self.fill(start + first * by, part, room, at + first * inside)
+            return
+        made = np.empty((high, length), self._type)
+        self._make_rows(row, column, made)
+        counts, steps_there, steps_in = zip(*entries, strict=True)
+        lies = [by // wide * length * width + by % wide for by in steps_there]
+        first = start - row * wide - column * width
+        block = np.ndarray(counts, self._type, room, at, steps_in)
+        np.copyto(block, np.ndarray(counts, self._type, made.data, first, lies))
+
+    def _make_rows(self, row: int, column: int, out: NDArray[Any]) -> None:
+        """Fill `out` with what lies in one matrix after the other."""
+        done = 0
+        while done < len(out):
+            matrix, first = divmod(row + done, self.rows)
+            count = min(len(out) - done, self.rows - first)
+            self.make(matrix, first, column, out[done : done + count])
+            done += count
+
+
+class ComputedCatalog(DerivedCatalog):
+    """A checkpoint in which some tensors are made of others."""
+
+    def __init__(self, base: Catalog, gone: Collection[str], made: Collection[str]) -> None:
+        names = {*base.names} - {*gone} | {*made}
+        super().__init__(base, names, base.extras, base.mesh)
+        self._made = frozenset(made)
+        self._spare: list[Buffers] = []
+
+    def _made_tensor(
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        dtype: str,
+        spec: ShardingSpec | None,
+        source: StoredTensor,
+        made: ComputedMatrices,
+        strides: tuple[int, ...] | None = None,
+    ) -> StoredTensor:
+        """Return a tensor whose bytes are made, most of them of those of a source."""
+        if 0 in shape:
+            return StoredTensor(name, shape, dtype, spec, (), ())
+        first = source.boxes[0]
+        box = StoredBox(whole_box(shape), (), first.rank, first.path, 0, None, strides, made)
+        return StoredTensor(name, shape, dtype, spec, (), (box,))
+
+    def tensor(self, name: str) -> StoredTensor:
+        """Return a tensor, one that is made or one of the checkpoint."""
+        return super().tensor(name) if name in self._made else self.base.tensor(name)
+
+    def outline(self, name: str) -> AnyOutline:
+        """Return what is known of a tensor without reading the files of its boxes."""
+        return super().outline(name) if name in self._made else self.base.outline(name)
+
+    def origin(self, name: str) -> Hashable:
+        """Return a key that is equal for tensors at the same places."""
+        return super().origin(name) if name in self._made else self.base.origin(name)
+
+    def copies_agree(self, name: str) -> bool:
+        """Say whether digests show that all replicas are equal."""
+        return name not in self._made and self.base.copies_agree(name)

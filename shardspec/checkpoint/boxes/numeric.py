@@ -1,0 +1,245 @@
+"""Arithmetic on stored bytes, with numpy alone: numbers of every dtype, casts and reductions.
+
+Only floating point numbers are cast. Short ones are made from float32, as torch makes them: a
+float64 is rounded to float32 first. Sums of short floats are kept in float32 and rounded once.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, astuple, dataclass
+from functools import cache
+from math import prod
+from operator import add
+from typing import Any, Final, Self, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardspec.checkpoint.catalog import StoredReduction
+from shardspec.comm.steps import ReduceOp
+from shardspec.dtypes import packed
+
+Bytes: TypeAlias = NDArray[np.uint8]
+RawNumbers: TypeAlias = NDArray[Any]
+"""Numbers of any dtype as unsigned integers of its size."""
+
+# dtype: (bits of the fraction, bias, whether its only NaN is what would be -0)
+_EIGHT_BITS: Final = {
+    "float8_e4m3fn": (3, 7, False),
+    "float8_e5m2": (2, 15, False),
+    "float8_e4m3fnuz": (3, 8, True),
+    "float8_e5m2fnuz": (2, 16, True),
+}
+_E4M3FN_LIMIT: Final = 464
+"""What is larger does not round to 448, the largest number of float8_e4m3fn."""
+_UPPER_HALVES: Final = np.arange(1 << 16, dtype=np.uint32) << np.uint32(16)
+"""The upper half of every float32, followed by zeros."""
+_AT_ONCE: Final = 1 << 16
+"""Numbers in a lookup at once, so that indices stay in the cache."""
+FOUR_BITS: Final = np.array(
+    [0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.complex64
+)
+"""The numbers of OCP's 4-bit floating point (e2m1), by their code."""
+
+
+def strips(height: int, width: int) -> Iterator[slice]:
+    """Yield rows of a matrix that are worked on at once."""
+    step = max(1, _AT_ONCE // max(1, width))
+    for row in range(0, height, step):
+        yield slice(row, min(row + step, height))
+
+
+def numbers(raw: Bytes, dtype: str) -> NDArray[Any]:
+    """Return the numbers that bytes hold; those that numpy has no type for as float32.
+
+    Two numbers in one byte, the low half first, are one complex number.
+    """
+    if dtype == "bfloat16":
+        # bfloat16 is the upper half of a float32.
+        return (raw.view(np.uint16).astype(np.uint32) << np.uint32(16)).view(np.float32)
+    if packed(dtype) > 1:
+        # A pair is one element; as a complex number it is compared like any other.
+        pairs: NDArray[Any] = FOUR_BITS[raw & 15] + np.complex64(1j) * FOUR_BITS[raw >> 4]
+        return pairs
+    if dtype.startswith("float8"):
+        return _eight_bit_table(dtype)[raw]
+    return raw.view(np.dtype(dtype))
+
+
+@cache
+def _eight_bit_table(dtype: str) -> NDArray[np.float32]:
+    """Return the number of each of the 256 bytes (OCP 8-bit floating point, and the fnuz kinds)."""
+    code = np.arange(256)
+    if dtype == "float8_e8m0fnu":
+        table = np.ldexp(1.0, code - 127)
+        table[255] = np.nan
+        return table.astype(np.float32)
+    fraction_bits, bias, fnuz = _EIGHT_BITS[dtype]
+    # Without its sign it is a float32 with another bias.
+    unsigned = code & 0x7F
+    size = (unsigned << (23 - fraction_bits)).astype(np.uint32).view(np.float32)
+    size = np.ldexp(size, 127 - bias)
+    if dtype == "float8_e5m2":
+        size[unsigned == 0x7C] = np.inf
+        size[unsigned > 0x7C] = np.nan
+    elif not fnuz:
+        size[unsigned == 0x7F] = np.nan
+    table = np.where(code < 128, size, -size)
+    if fnuz:
+        table[0x80] = np.nan
+    return table
+
+
+def nearest_codes(table: NDArray[np.float32]) -> NDArray[np.intp]:
+    """Return which of ascending numbers from 0 on is nearest to the size of each upper half.
+
+    Ties go to even places. What is larger is nearest to one more number, a step behind the last.
+    """
+    values = _UPPER_HALVES.view(np.float32)
+    size = np.where(np.isnan(values), np.float32(np.inf), np.abs(values))
+    grid = np.append(table, 2 * table[-1] - table[-2]).astype(np.float64)
+    halfway = (grid[:-1] + grid[1:]) / 2
+    code: NDArray[np.intp] = np.searchsorted(halfway, size)
+    code += (code % 2 == 1) & (size == np.append(halfway, np.inf)[code])
+    return code
+
+
+def round_by(table: NDArray[Any], values: NDArray[np.float32]) -> NDArray[Any]:
+    """Return what a table has for the upper half of each number.
+
+    The last bit of that is set if any of the lower half is, which rounds as the whole would.
+    """
+    bits = values.view(np.uint32)
+    odd = bits & np.uint32(0xFFFF)
+    odd += np.uint32(0xFFFF)  # the next bit is set if any was
+    odd |= bits
+    odd >>= np.uint32(16)
+    # Three times as fast as an index in brackets.
+    rounded: NDArray[Any] = table.take(odd.astype(np.uint16), mode="clip")
+    return rounded
+
+
+@cache
+def _eight_bit_codes(dtype: str) -> Bytes:
+    """Return the byte for the upper half of every float32, rounded to nearest, ties to even."""
+    fnuz = _EIGHT_BITS[dtype][2]
+    values = _UPPER_HALVES.view(np.float32)
+    table = _eight_bit_table(dtype)[:128]
+    finite = table[np.isfinite(table)]
+    code = nearest_codes(finite)
+    largest = len(finite) - 1
+    over = 0x80 if fnuz else 0x7C if dtype == "float8_e5m2" else largest
+    code = np.where(code > largest, over, code)
+    code = np.where(np.isnan(values), 0x80 if fnuz else 0x7F, code)
+    negative = np.signbit(values) & ~(fnuz & (code == 0))
+    return np.where(negative, code | 0x80, code).astype(np.uint8)
+
+
+def narrow(values: NDArray[Any], dtype: str) -> Bytes:
+    """Return numbers as bytes of a dtype, rounded to nearest, ties to even.
+
+    For bfloat16 and for numbers of eight bits, which have a sign, `values` are float32.
+    """
+    if dtype != "bfloat16" and not dtype.startswith("float8"):
+        return values.astype(np.dtype(dtype), copy=False).view(np.uint8)
+    if dtype != "bfloat16":
+        return round_by(_eight_bit_codes(dtype), values)
+    bits = values.view(np.uint32)
+    rounded = bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))
+    # Rounding could carry a NaN into infinity; torch writes this NaN instead.
+    half = np.where(np.isnan(values), np.uint32(0x7FC0), rounded >> np.uint32(16))
+    return half.astype(np.uint16).view(np.uint8)
+
+
+@dataclass(frozen=True, slots=True)
+class CastLosses:
+    """How many numbers a cast did not keep, not counting rounding."""
+
+    overflows: int = 0
+    """Too large for the dtype: now infinite, or its largest number where it has no infinity."""
+    underflows: int = 0
+    """Too small for it: not 0 before, 0 now."""
+    nans: int = 0
+    """NaN now, and not before."""
+
+    def __add__(self, other: Self) -> "CastLosses":
+        """Return the losses of both."""
+        return CastLosses(*map(add, astuple(self), astuple(other)))
+
+    def __bool__(self) -> bool:
+        """Whether there is any."""
+        return any(astuple(self))
+
+    def __str__(self) -> str:
+        """Say it in words."""
+        words = "too large", "too small (now 0)", "made NaN"
+        counts = zip(astuple(self), words, strict=True)
+        return ", ".join(f"{count} {what}" for count, what in counts if count) or "none"
+
+    def to_json(self) -> dict[str, int]:
+        """Return the counts by name."""
+        return asdict(self)
+
+
+def cast(data: memoryview, source: str, target: str) -> tuple[memoryview, CastLosses]:
+    """Return bytes of floating point numbers in another dtype, as torch would cast them.
+
+    What is too large for float8_e4m3fn becomes its largest number, 448.
+
+    >>> cast(memoryview(np.float32([1, 1e-9, 7e4])), "float32", "float16")[1]
+    CastLosses(overflows=1, underflows=1, nans=0)
+    """
+    values = numbers(np.frombuffer(data, np.uint8), source)
+    with np.errstate(all="ignore"):
+        wide = values if target in ("float32", "float64") else values.astype(np.float32, copy=False)
+        raw = narrow(wide, target)
+    return raw.data, _losses(values, numbers(raw, target), target)
+
+
+def _losses(before: NDArray[Any], after: NDArray[Any], target: str) -> CastLosses:
+    """Count what a cast did not keep: infinities, zeros and NaNs stay what they are."""
+
+    def more(is_so: Callable[[NDArray[Any]], NDArray[np.bool_]]) -> int:
+        return int(np.count_nonzero(is_so(after))) - int(np.count_nonzero(is_so(before)))
+
+    if target == "float8_e4m3fn":
+        # Its largest number takes what rounds to it, and whatever is larger.
+        overflows = int(np.count_nonzero(np.abs(before) > _E4M3FN_LIMIT))
+    else:
+        overflows = max(more(np.isinf), 0)
+    return CastLosses(overflows, more(lambda x: x == 0), max(more(np.isnan), 0))
+
+
+_UFUNCS: Final[dict[ReduceOp, np.ufunc]] = {
+    "sum": np.add,
+    "avg": np.add,
+    "prod": np.multiply,
+    "min": np.minimum,
+    "max": np.maximum,
+}
+
+
+def reduce(
+    dtype: str, pending: Sequence[StoredReduction], addends: Iterable[Bytes], out: Bytes
+) -> None:
+    """Combine the addends of a block, in a dtype for which `Layout` allows it.
+
+    Several pending reductions are all of one operation, or sums and means. The memory of an addend
+    may be used again for the next one, and for the result.
+    """
+    combine = _UFUNCS[pending[0].op]
+    divisor = prod(p.addends for p in pending if p.op == "avg")
+    total: NDArray[Any] | None = None
+    # Overflow and NaN are results like others, as they are in torch.
+    with np.errstate(all="ignore"):
+        for raw in addends:
+            addend = numbers(raw, dtype)
+            if dtype == "float16":
+                addend = addend.astype(np.float32)
+            if total is None:
+                total = addend.copy()
+            else:
+                combine(total, addend, out=total)
+        assert total is not None, "a reduction has at least one addend"
+        if divisor != 1:
+            total /= divisor
+        out[:] = narrow(total, dtype)

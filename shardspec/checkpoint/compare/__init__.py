@@ -1,0 +1,1 @@
+"""Checkpoints inspected, verified, compared and digested."""

@@ -1,0 +1,306 @@
+"""Digests of checkpoints and of state dicts; what a file of digests is, read and written."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import PurePath
+from typing import TYPE_CHECKING, Any, Final, TypeAlias, Unpack
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardspec.boxes import box_shape
+from shardspec.checkpoint.boxes.copy import (
+    Buffers,
+    Progress,
+    read_whole,
+    stretches,
+)
+from shardspec.checkpoint.boxes.coverage import check_replicas, check_tiling
+from shardspec.checkpoint.catalog import (
+    ZEROS,
+    Catalog,
+    StoredBox,
+    StoredTensor,
+    row_major_strides,
+    whole_box,
+)
+from shardspec.checkpoint.job import rank_state
+from shardspec.checkpoint.open import as_catalog
+from shardspec.checkpoint.select.choice import Choice, Patterns, Selection, check_drop, select
+from shardspec.checkpoint.select.mapped import (
+    MappedCatalog,
+    Names,
+    mapped,
+    mapped_choice,
+    require_finished,
+)
+from shardspec.checkpoint.storage.from_text import storage_path
+from shardspec.checkpoint.storage.path import StoragePath, check_new_file
+from shardspec.checkpoint.storage.reading import OpenFiles
+from shardspec.checkpoint.storage.strict_json import read_json
+from shardspec.checkpoint.targets import assign_boxes
+from shardspec.comm.communicator import Communicator
+from shardspec.comm.together import agree
+from shardspec.dtypes import item_bytes
+from shardspec.errors import CheckpointError, LayoutError
+from shardspec.layout.layout import Layout
+from shardspec.resharding.digests import LANES, Digests, TensorDigest, digests_of_json
+from shardspec.resharding.name_map import NameMap
+from shardspec.resharding.total import dropped_by
+from shardspec.text import Argument
+
+if TYPE_CHECKING:
+    import torch
+
+_MOST_BYTES: Final = 1 << 30
+_MOST_VALUES: Final = 100_000_000
+_STATE: Final = storage_path("the state dict")
+"""Stands for a directory where tensors are in memory. Nothing is opened there."""
+
+_Shards: TypeAlias = "Mapping[StoragePath, torch.Tensor]"
+"""What lies under the paths of boxes in memory."""
+
+
+def digest(
+    source: Mapping[str, Any] | PurePath | str | Catalog,
+    *,
+    names: Names | None = None,
+    seed: int = 0,
+    communicator: Communicator | None = None,
+    progress: Progress | None = None,
+    **selection: Unpack[Selection],
+) -> Digests:
+    """Return the digest of every tensor of a checkpoint or state dict, however it is sharded.
+
+    It depends on names, dtypes, shapes and bits of the tensors alone: not on sharding, files and
+    formats. `docs/digest.md` has the formula. In a job, every rank of a state dict's mesh calls
+    this and gets the same; each sends three numbers a tensor.
+
+    Parameters
+    ----------
+    source
+        A checkpoint in any format that `open_checkpoint` reads, or one that is open; or a state
+        dict as `save_sharded` takes it, whose plain values do not count.
+    names, drop
+        Digests are those of the tensors that a map makes, as for `merge`; of a state dict it is one
+        `NameMap`, or new names.
+    seed
+        Chooses the keys, for those who distrust fixed ones.
+    communicator
+        Who holds a state dict, as for `save_sharded`.
+    progress
+        Called with the bytes of a checkpoint that are read so far, and in all.
+
+    Other Parameters
+    ----------------
+    include, exclude, rename
+        Which tensors of a checkpoint, and under which names, as for `merge`.
+
+    Raises
+    ------
+    LayoutError
+        If a reduction of a checkpoint is pending, or the map does not fit it.
+    CheckpointError
+        If a checkpoint is damaged, boxes do not tile a tensor, or replicas differ. Of a state dict
+        any of these, on every rank.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from shardspec import DTensor, DeviceMesh
+    >>> w = torch.arange(12.0).view(4, 3)
+    >>> cut = DTensor(w, DeviceMesh(range(4), (2, 2)), "[S0,S1]")
+    >>> digest({"w": w}) == digest({"w": cut})
+    True
+    """
+    if type(seed) is not int or not 0 <= seed < 2**64:
+        raise LayoutError(f"seed={seed!r} is not a whole number from 0 to 2^64 - 1; leave it out")
+    choice = Choice(**selection)
+    if isinstance(source, Mapping):
+        if progress is not None or not replace(choice, drop=()).is_all:
+            raise LayoutError("include, exclude, rename and progress are for checkpoints")
+        chosen = communicator or rank_state.communicator_of_state(source)
+        with chosen.telling():
+            return _of_state(source, names, choice.drop, seed, chosen)
+    return _of_checkpoint(*mapped_choice(as_catalog(source), names, choice), seed, progress)
+
+
+def _of_checkpoint(
+    source: Catalog, choice: Choice, seed: int, progress: Progress | None
+) -> Digests:
+    chosen = select(source, choice) if source.names else []
+    names = {tensor.name: tensor.source for tensor in chosen}
+    outlines = [source.outline(name) for name in names.values()]
+    for outline in outlines:
+        require_finished(outline)
+    total, done = sum(outline.num_bytes for outline in outlines), 0
+    digests: dict[str, TensorDigest] = {}
+    buffers = Buffers()
+    with OpenFiles() as files:
+        tensors = map(source.tensor, names.values())
+        ahead = (at for tensor in tensors for at in stretches(tensor, whole_box(tensor.shape)))
+        files.will_read(source.directory, ahead)
+        for name, stored_name in names.items():
+            tensor = source.tensor(stored_name)
+            for group in check_tiling(tensor):
+                check_replicas(tensor, group, files, trust_digests=True)
+            value, at = TensorDigest(tensor.dtype, tensor.shape, seed=seed), 0
+            for block in read_whole(tensor, files, buffers):
+                value = value.with_bytes(block, whole_box(tensor.shape), at)
+                at += len(block)
+                done += len(block)
+                if progress is not None:
+                    progress(done, total)
+            digests[name] = value
+        source.check_unchanged()
+    return Digests(digests, seed)
+
+
+# --- state dicts
+
+
+def _of_state(
+    state: Mapping[str, Any],
+    names: Names | None,
+    drop: Patterns,
+    seed: int,
+    chosen: Communicator,
+) -> Digests:
+    if not chosen.addressable:
+        mesh = chosen.mesh
+        raise LayoutError(
+            f"this rank is not in mesh {mesh} of ids {mesh.ids}, which holds the state dict; call "
+            "this on its ranks alone"
+        )
+
+    def described() -> tuple[rank_state.Described, Catalog, _Shards]:
+        what = rank_state.describe(state, chosen)
+        require_no_sums(what.layouts)
+        source, shards = _in_memory(what, chosen)
+        return what, _named(source, names, drop), shards
+
+    what, source, shards = agree(chosen, described)
+    rank_state.check_same_state(what, chosen, "first")
+    rank_state.check_replicas_of_ranks(what, chosen)
+
+    def digested() -> dict[str, TensorDigest]:
+        digests = {}
+        for name in source.names:
+            tensor = source.tensor(name)
+            total = TensorDigest(tensor.dtype, tensor.shape, seed=seed)
+            for stored in tensor.boxes:
+                # Padding is the same on all ranks: the first counts it.
+                if stored.path != ZEROS or chosen.mesh.ids[0] in chosen.addressable:
+                    bits = _bits(stored, shards, item_bytes(tensor.dtype))
+                    total += TensorDigest.of_box(bits, stored.box, tensor.shape, tensor.dtype, seed)
+            digests[name] = total
+        return digests
+
+    return add_up(agree(chosen, digested), chosen, seed)
+
+
+def _in_memory(what: rank_state.Described, chosen: Communicator) -> tuple[Catalog, _Shards]:
+    """Return a state dict as a checkpoint of the boxes that this process counts.
+
+    Each box has a path of its own, under which the shard comes that it lies in.
+    """
+    shards: dict[StoragePath, torch.Tensor] = {}
+    boxes: dict[str, list[StoredBox]] = {name: [] for name in what.layouts}
+    entries = assign_boxes(chosen.mesh, what.layouts)
+    for rank in chosen.addressable:
+        for name, box, *_ in entries[rank]:
+            layout = what.layouts[name]
+            shard = rank_state.box_of_shard(what.shards[name][rank], layout, rank, box)
+            path = _STATE / str(len(shards))
+            shards[path] = shard
+            strides = tuple(step * item_bytes(layout.dtype) for step in shard.stride())
+            boxes[name].append(StoredBox(box, (), rank, path, 0, strides=strides))
+    tensors = {
+        name: StoredTensor(name, layout.global_shape, layout.dtype, None, (), tuple(boxes[name]))
+        for name, layout in what.layouts.items()
+    }
+    return Catalog("state dict", _STATE, tensors, ()), shards
+
+
+def _named(source: Catalog, names: Names | None, drop: Patterns) -> Catalog:
+    """Return a state dict in memory as what a map makes of it."""
+    if names is None:
+        check_drop(Choice(drop=drop))
+        return source
+    dropped = dropped_by(drop, {name: source.outline(name).shape for name in source.names})
+    if isinstance(names, NameMap):
+        return MappedCatalog(source, names, dropped, {})
+    if isinstance(names, Mapping):
+        return mapped(source, names, dropped=dropped)
+    raise LayoutError(
+        f"names= is a {type(names).__name__}; of a state dict give one NameMap, as load_map "
+        "makes, or a dict of new names"
+    )
+
+
+def _bits(stored: StoredBox, shards: _Shards, width: int) -> NDArray[np.generic]:
+    """Return the bits of a box in memory, in its own order."""
+    from shardspec.tensor.shards import bits_of
+
+    shape = box_shape(stored.box)
+    if stored.path == ZEROS:
+        return np.broadcast_to(np.zeros((), f"u{width}"), shape)
+    shard = shards[stored.path]
+    steps = [step // width for step in stored.strides or row_major_strides(shape, width)]
+    return bits_of(shard.as_strided(shape, steps, shard.storage_offset() + stored.offset // width))
+
+
+def require_no_sums(layouts: Mapping[str, Layout]) -> None:
+    """Raise LayoutError if the reduction of a tensor is pending."""
+    for name, layout in layouts.items():
+        if layout.spec.partials:
+            raise LayoutError(
+                f"{name!r} is laid out as {layout.spec}, with a reduction pending, so it has no "
+                f"digest yet; finish it, with redistribute({str(layout.spec.without_partial())!r})"
+            )
+
+
+def add_up(mine: Mapping[str, TensorDigest], communicator: Communicator, seed: int = 0) -> Digests:
+    """Return the sums of the digests of all processes of a mesh; every one of them calls this."""
+    names, (first, *others) = sorted(mine), communicator.addressable
+    sums = np.array([mine[name].sums for name in names], np.uint64)
+    own: dict[int, bytes | None] = {first: sums.tobytes(), **dict.fromkeys(others, None)}
+    gathered = communicator.gather(own).values()
+    every = [np.frombuffer(data, np.uint64) for data in gathered if data is not None]
+    totals = np.sum(every, axis=0, dtype=np.uint64).reshape(len(names), LANES + 1)
+    digests = {
+        n: replace(mine[n], sums=tuple(s)) for n, s in zip(names, totals.tolist(), strict=True)
+    }
+    return Digests(digests, seed)
+
+
+# --- files of digests
+
+
+def read_digests(path: PurePath | str) -> Digests:
+    """Read a file of digests; CheckpointError for any other file."""
+    place = storage_path(path)
+    return digests_of_json(read_json(place, "digests", _MOST_BYTES, _MOST_VALUES), str(place))
+
+
+def check_digests_file(path: StoragePath, output: StoragePath | None, *, overwrite: bool) -> None:
+    """Check that a file of digests can be written, before anything else is."""
+    if output is not None and output.absolute() in (path.absolute(), *path.absolute().parents):
+        raise CheckpointError(
+            f"{path}: the digests would lie in the output {output}, which is replaced as a whole; "
+            "put them beside it, with ",
+            Argument("digests"),
+        )
+    check_new_file(path, overwrite=overwrite)
+
+
+def write_digests(path: StoragePath, digests: Digests, *, overwrite: bool) -> None:
+    """Write a file of digests, a line a tensor."""
+    record = digests.to_json()
+    tensors = record.pop("tensors")
+    assert isinstance(tensors, dict), "by name"
+    lines = ",\n".join(f"  {json.dumps(n)}: {json.dumps(entry)}" for n, entry in tensors.items())
+    head = "".join(f'"{key}": {json.dumps(value)},\n' for key, value in record.items())
+    text = f'{{\n{head}"tensors": {{\n{lines}\n}}\n}}\n'.encode()
+    path.write(len(text), [text], overwrite=overwrite)

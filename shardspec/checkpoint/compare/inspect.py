@@ -1,0 +1,196 @@
+"""What is in a checkpoint, without its data."""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from math import prod
+from pathlib import PurePath
+from typing import Any, NamedTuple
+
+from shardspec.boxes import Box, box_shape, box_size
+from shardspec.checkpoint import catalog
+from shardspec.checkpoint.boxes.coverage import check_tiling, memoize_by_boxes
+from shardspec.checkpoint.catalog import AnyOutline, Catalog
+from shardspec.checkpoint.compare.layers import groups_of, natural_order
+from shardspec.checkpoint.open import as_catalog
+from shardspec.checkpoint.storage.path import StoragePath
+from shardspec.dtypes import item_bytes
+from shardspec.layout.layout import Layout
+
+
+class RowHolders(NamedTuple):
+    """Which ranks hold which boxes: by the layout if it is known, else as stored."""
+
+    cells: Mapping[Box, tuple[int, ...]]
+    """Every box that is not empty, and its ranks."""
+    replicated: bool
+    """Whether any box has several ranks."""
+    uneven: bool
+    """Whether boxes differ in shape, or, by a layout, some ranks hold none while others do."""
+
+
+class Group(NamedTuple):
+    """Some of the tensors of a checkpoint."""
+
+    tensors: int
+    parameters: int
+    """Elements of all of them."""
+    num_bytes: int
+
+
+def _holders(boxes: Iterable[tuple[Box, int]], num_ranks: int = 0) -> RowHolders:
+    """Return which ranks hold which boxes; `num_ranks` is 0 if not known."""
+    ranks_of: dict[Box, dict[int, None]] = {}
+    for box, rank in boxes:
+        ranks_of.setdefault(box, {})[rank] = None
+    cells = {box: tuple(ranks) for box, ranks in ranks_of.items()}
+    busy = len({rank for ranks in cells.values() for rank in ranks})
+    uneven = len(set(map(box_shape, cells))) > 1 or 0 < busy < num_ranks
+    return RowHolders(cells, any(len(ranks) > 1 for ranks in cells.values()), uneven)
+
+
+@lru_cache(maxsize=64)
+def _holders_by(layout: Layout) -> RowHolders:
+    ids = layout.mesh.ids
+    return _holders(((box, i) for i in ids for box, _ in catalog.replica_keys(layout, i)), len(ids))
+
+
+_layout_of = lru_cache(maxsize=1024)(Layout)  # many tensors are sharded alike
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointSummary:
+    """A checkpoint, or some of its tensors, which are looked up each time."""
+
+    source: Catalog
+    names: tuple[str, ...]
+    """The tensors that count, in natural order: ``layers.2`` before ``layers.10``."""
+    extras: Mapping[str, object]
+    """Entries that are not tensors."""
+
+    @property
+    def outlines(self) -> Iterator[AnyOutline]:
+        """Shape, dtype and boxes of every tensor."""
+        return map(self.source.outline, self.names)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all whole tensors: about the size of the merged file."""
+        return sum(tensor.num_bytes for tensor in self.outlines)
+
+    def groups(self) -> "dict[str, Group]":
+        """Return sums over the parts of the model, by how the names of their tensors begin."""
+        groups = {}
+        for group, names in groups_of(self.names).items():
+            tensors = list(map(self.source.outline, names))
+            parameters = sum(prod(tensor.shape) for tensor in tensors)
+            num_bytes = sum(tensor.num_bytes for tensor in tensors)
+            groups[group] = Group(len(tensors), parameters, num_bytes)
+        return groups
+
+    def layout(self, tensor: AnyOutline) -> Layout | None:
+        """Return how a tensor is sharded over the mesh that wrote it, if the format says both."""
+        if self.source.mesh is None or tensor.spec is None:
+            return None
+        return _layout_of(self.source.mesh, tensor.spec, tensor.shape, tensor.dtype)
+
+    def holders(self, tensor: AnyOutline) -> RowHolders:
+        """Return every box and the ranks that hold it."""
+        layout = self.layout(tensor)
+        if layout is not None:
+            return _holders_by(layout)
+        return _holders((stored.box, stored.rank) for stored in tensor.boxes)
+
+    @property
+    def rank_files(self) -> list[tuple[int, int, str | None]]:
+        """Each device of the mesh, or each that stored any; bytes it stored, and in which file."""
+        # Many tensors share one tuple of boxes.
+        alike: dict[int, tuple[Sequence[catalog.FileBox], int]] = {}
+        for tensor in self.outlines:
+            _, width = alike.get(id(tensor.boxes), ((), 0))
+            alike[id(tensor.boxes)] = tensor.boxes, width + item_bytes(tensor.dtype)
+        mesh, directory = self.source.mesh, self.source.directory
+        stored: dict[int, dict[StoragePath, int]] = {n: {} for n in (mesh.ids if mesh else ())}
+        for boxes, width in alike.values():
+            for box in boxes:
+                files = stored.setdefault(box.rank, {})
+                files[box.path] = files.get(box.path, 0) + width * box_size(box.box)
+        rows: list[tuple[int, int, str | None]] = []
+        for rank in sorted(stored) if mesh is None else stored:
+            named = {_file(path, directory): size for path, size in stored[rank].items()}
+            rows += [(rank, named[file], file) for file in natural_order(named)]
+            rows += [] if named else [(rank, 0, None)]
+        return rows
+
+    @property
+    def bytes_by_rank(self) -> dict[int, int]:
+        """Bytes of the boxes that each device of the mesh stored."""
+        sizes: dict[int, int] = {}
+        for rank, num_bytes, _ in self.rank_files:
+            sizes[rank] = sizes.get(rank, 0) + num_bytes
+        return sizes
+
+    def facts(self) -> dict[str, object]:
+        """Return all but the tensors as plain values."""
+        source, mesh, groups = self.source, self.source.mesh, self.groups()
+        return {
+            "directory": str(source.directory),
+            "format": source.format,
+            "mesh": mesh and {"ids": mesh.ids, "shape": mesh.shape, "axis_names": mesh.axis_names},
+            "bytes": self.num_bytes,
+            "parameters": sum(group.parameters for group in groups.values()),
+            "groups": {name: group._asdict() for name, group in groups.items()},
+            "ranks": [
+                {"rank": rank, "bytes": num_bytes, "file": file}
+                for rank, num_bytes, file in self.rank_files
+            ],
+            "others": {name: other_text(value) for name, value in self.extras.items()},
+        }
+
+    def tensor_facts(self, name: str) -> dict[str, Any]:
+        """Return a tensor and all its boxes as plain values; may read headers."""
+        tensor = self.source.tensor(name)
+        holders = self.holders(tensor)
+        return {
+            "name": name,
+            "shape": list(tensor.shape),
+            "dtype": tensor.dtype,
+            "spec": None if tensor.spec is None else str(tensor.spec),
+            "bytes": tensor.num_bytes,
+            "stored_bytes": sum(map(tensor.bytes_of, tensor.boxes)),
+            "replicated": holders.replicated,
+            "uneven": holders.uneven,
+            "boxes": [
+                {
+                    "box": [list(side) for side in box.box],
+                    "addend": list(box.addend),
+                    "rank": box.rank,
+                    "file": _file(box.path, self.source.directory),
+                    "offset": box.offset,
+                    "bytes": tensor.bytes_of(box),
+                }
+                for box in tensor.boxes
+            ],
+        }
+
+
+@lru_cache(maxsize=1024)
+def _file(path: StoragePath, directory: StoragePath) -> str:
+    return str(path.relative_to(directory)) if directory in path.parents else path.name
+
+
+def other_text(value: object, most: int = 200) -> str:
+    """Return a value that is not a tensor as text of at most `most` characters."""
+    text = value.text if isinstance(value, catalog.OpaqueValue) else repr(value)
+    return text if len(text) <= most else f"{text[: most - 1]}…"
+
+
+def inspect_checkpoint(directory: PurePath | str | Catalog) -> CheckpointSummary:
+    """Return what a checkpoint holds; its metadata is checked, its data is not read."""
+    source = as_catalog(directory)
+    summary = CheckpointSummary(source, tuple(natural_order(source.names)), {})
+    check = memoize_by_boxes(check_tiling)  # many tensors are sharded alike
+    for tensor in summary.outlines:
+        summary.layout(tensor)
+        check(tensor)
+    return replace(summary, extras=source.extras)

@@ -1,0 +1,1 @@
+"""Deltas between checkpoints."""

@@ -1,0 +1,1 @@
+"""Saving and loading in a running job."""

@@ -1,0 +1,337 @@
+"""Loading: a plan whose holders are files, carried out by reading.
+
+Every rank reads what its own devices are to hold, and casts where the plan says so. Of copies in
+several files the first is read: if they differed, a model would otherwise be mixed from several.
+"""
+
+from collections.abc import Mapping
+from functools import partial
+from pathlib import PurePath
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, NamedTuple, Unpack
+
+from shardspec.boxes import Box, box_size
+from shardspec.checkpoint.boxes.copy import Buffers, Checks, read_box_into, stretches
+from shardspec.checkpoint.boxes.coverage import check_tiling
+from shardspec.checkpoint.catalog import Catalog, StoredTensor
+from shardspec.checkpoint.convert.sharding import layouts_by_rules
+from shardspec.checkpoint.job import rank_state
+from shardspec.checkpoint.open import as_catalog
+from shardspec.checkpoint.quantization.cuts import check_blocks, refuse_casts
+from shardspec.checkpoint.select.choice import Choice, Selection, check_dropped, plain_names, select
+from shardspec.checkpoint.select.dequantized import mapped_source
+from shardspec.checkpoint.select.mapped import Names
+from shardspec.checkpoint.state_dict import LEFT_OUT, spread, unflatten
+from shardspec.checkpoint.storage.reading import OpenFiles
+from shardspec.checkpoint.targets import OutputTensor
+from shardspec.comm.communicator import Communicator
+from shardspec.comm.together import agree
+from shardspec.dtypes import dtype_name
+from shardspec.errors import AxisError, CheckpointError, LayoutError
+from shardspec.layout.layout import Layout, SpecLike, resolve_axes
+from shardspec.layout.spec import ShardingSpec
+from shardspec.mesh.device_mesh import DeviceMesh
+from shardspec.resharding.state import KeyPath
+
+if TYPE_CHECKING:
+    import torch
+
+
+def load_sharded(
+    directory: PurePath | str | Catalog,
+    device_mesh: DeviceMesh | None = None,
+    rules: Mapping[str, SpecLike] | None = None,
+    *,
+    into: Mapping[str, Any] | None = None,
+    names: Names | None = None,
+    communicator: Communicator | None = None,
+    dtype: str | None = None,
+    **selection: Unpack[Selection],
+) -> dict[str, Any]:
+    """Read a checkpoint into this or another mesh and other specs; every rank calls it.
+
+    Parameters
+    ----------
+    directory
+        A checkpoint in any format that `open_checkpoint` reads, or one that is open.
+    device_mesh
+        The devices to load into; by default the mesh that was saved.
+    rules
+        Name pattern to spec, as `match_rules` takes them. A tensor that no pattern matches is
+        sharded as it was saved: over axes of the same names where both meshes name theirs, else of
+        the same numbers. Given any patterns, it is replicated if the checkpoint does not say how it
+        was sharded.
+    into
+        A state dict, as `save_sharded` takes it, whose tensors are filled in place, instead of a
+        mesh and rules: DTensors, also torch's, get their shards. Each has the shape and dtype that
+        was saved. Other tensors of the checkpoint are not read. A rank that holds nothing gives
+        ``{}``, or does not call this.
+    names
+        Makes the tensors of another model of those that were saved: a `NameMap`, a list of maps to
+        be applied in order, or new names. It has to have a use for every tensor; `rename`, rules
+        and `into` have the names that it gives. How the checkpoint was sharded says nothing of
+        these tensors: give rules.
+    communicator
+        Who moves shards; as for `DTensor`.
+    dtype
+        Cast floating point tensors to this dtype, to which quantized weights are dequantized;
+        tensors of `into` have it.
+
+    Other Parameters
+    ----------------
+    include, exclude, rename
+        Which tensors and values are loaded, and under which names, as for `merge`; rules and `into`
+        have the new names. What these patterns leave out stays as it is in `into`.
+    drop
+        Shell patterns of names in the checkpoint whose tensors `names` need not use.
+
+    Returns
+    -------
+    dict
+        Name to DTensor, sorted by name, in the memory of the CPU; pending reductions are finished.
+        A nested state dict that `save_sharded` has written comes back nested, with its plain
+        values; renamed entries are at the top. With `into`, that state dict: the same tensors, and
+        the values of the checkpoint.
+
+    Raises
+    ------
+    CheckpointError
+        On every rank, if any rank cannot read what it needs, or the checkpoint contradicts itself,
+        or the rules do not fit, or `into` has what the checkpoint has not. Tensors of `into` may
+        then be partly filled.
+
+    Examples
+    --------
+    >>> import tempfile, torch
+    >>> from shardspec import DTensor, save_sharded
+    >>> path = tempfile.mkdtemp()
+    >>> w = DTensor(torch.arange(6).view(3, 2), DeviceMesh(range(2), (2,)), "[S0,R]")
+    >>> save_sharded({"w": w}, path)
+    >>> load_sharded(path, DeviceMesh(range(6), (2, 3)), {"*": "[S1,S0]"})["w"].to_local(5)
+    tensor([[5]])
+    >>> state = {"w": torch.zeros(3, 2, dtype=torch.int64)}
+    >>> load_sharded(path, into=state)["w"] is state["w"]
+    True
+    >>> state["w"].tolist()
+    [[0, 1], [2, 3], [4, 5]]
+    """
+    from shardspec.comm.process_group import communicator_of
+
+    wanted = Choice(dtype=dtype, **selection)
+    alone = rank_state.world_mesh().size() == 1
+    if into is not None and not (into or device_mesh or rules or alone):
+        return {}  # which ranks read, one that holds nothing does not know
+    if into is not None:
+        chosen = communicator or rank_state.communicator_of_state(into)
+    else:
+        chosen = communicator or communicator_of(device_mesh or rank_state.world_mesh())
+    with chosen.telling():
+        if into is not None and (device_mesh is not None or rules):
+            raise LayoutError("give either a state dict to load into, or a mesh and rules")
+        # In a job all ranks find out together whether each of them can open the checkpoint.
+        source, choice = agree(
+            chosen, lambda: _opened(directory, names, wanted, all_of_it=into is None)
+        )
+        if into is not None:
+            plan = agree(chosen, lambda: _plan_into(source, choice, into, chosen))
+        else:
+            target = device_mesh or (communicator.mesh if communicator else source.mesh)
+            if target is None:
+                raise LayoutError(
+                    f"{directory}: the checkpoint does not say which mesh wrote it; give the mesh "
+                    "to load into (device_mesh=)"
+                )
+            chosen = communicator or communicator_of(target)
+            plan = agree(chosen, lambda: _plan_by_rules(source, choice, target, rules or {}))
+        values = {**agree(chosen, lambda: read_shards(plan, chosen)), **plan.values}
+        return unflatten(plan.paths, lambda name: values.get(name, LEFT_OUT))
+
+
+def _opened(
+    directory: PurePath | str | Catalog,
+    names: Names | None,
+    choice: Choice,
+    *,
+    all_of_it: bool,
+) -> tuple[Catalog, Choice]:
+    catalog = as_catalog(directory)
+    if all_of_it:
+        check_dropped(catalog, choice, (), None)
+    return mapped_source(catalog, names, choice)
+
+
+class Reading(NamedTuple):
+    """What is read, and where it goes."""
+
+    source: Catalog
+    names: Mapping[str, str]
+    """Name of each tensor to that in the checkpoint."""
+    layouts: Mapping[str, Layout]
+    shards: "Mapping[str, Mapping[int, torch.Tensor]] | None" = None
+    """Those to fill; by default new DTensors are made."""
+    paths: Mapping[str, KeyPath] = MappingProxyType({})
+    """Keys of all entries in the nested result."""
+    values: Mapping[str, object] = MappingProxyType({})
+    """Entries of the result that are not read."""
+
+
+def _selected(source: Catalog, choice: Choice) -> list[OutputTensor]:
+    wanted = select(source, choice) if source.names else []
+    if choice.dtype is not None:
+        refuse_casts(source, [tensor.source for tensor in wanted], dtype_name(choice.dtype))
+    return wanted
+
+
+def _plan_by_rules(
+    source: Catalog, choice: Choice, mesh: DeviceMesh, rules: Mapping[str, SpecLike]
+) -> Reading:
+    wanted = _selected(source, choice)
+    old = {tensor.name: tensor.source for tensor in wanted}
+    as_saved = partial(_spec_as_saved, source, mesh, bool(rules))
+    renamed, values, kept = dict(old), {}, {}
+    if source.facts.restored:
+        for name, new in plain_names(source.extras, choice).items():
+            if new in old:
+                raise CheckpointError(
+                    f"tensor {old[new]!r} and value {name!r} would both be named {new!r}; rename "
+                    "them apart"
+                )
+            renamed[new], values[new] = name, source.extras[name]
+        kept = {n: path for n, path in source.facts.paths.items() if renamed.get(n, n) == n}
+    paths: dict[str, KeyPath] = {name: (name,) for name in sorted(renamed)}
+    paths |= kept
+    # Names that contradict each other are refused before anything is read.
+    unflatten(paths, lambda _: None)
+    layouts = layouts_by_rules(mesh, rules, wanted, as_saved)
+    check_blocks(source, {old[name]: layout for name, layout in layouts.items()})
+    return Reading(source, old, layouts, paths=paths, values=values)
+
+
+def _spec_as_saved(
+    source: Catalog, mesh: DeviceMesh, replicated: bool, tensor: OutputTensor
+) -> ShardingSpec:
+    """Return how a tensor was sharded, for another mesh; replicated if nothing says how."""
+    spec, saved = source.outline(tensor.source).spec, source.mesh
+    if spec is None or saved is None:
+        if replicated:
+            return ShardingSpec(len(tensor.shape))
+        raise LayoutError(
+            f"tensor {tensor.source!r} was saved without a spec; say in rules how to shard "
+            "tensors; what matches none of them is then replicated"
+        )
+    spec = by_axes = spec.without_partial()
+    if saved.axis_names is not None and mesh.axis_names is not None:
+        by_axes = spec.with_axes(lambda axis: saved.axis_label(saved.axis(axis)))
+    try:
+        return resolve_axes(by_axes, mesh)
+    except AxisError as error:
+        raise LayoutError(
+            f"tensor {tensor.source!r} was saved as {spec} on mesh {saved}: {error}; give a rule "
+            "with a spec that fits"
+        ) from None
+
+
+def _plan_into(
+    source: Catalog, choice: Choice, into: Mapping[str, Any], communicator: Communicator
+) -> Reading:
+    state = rank_state.describe(into, communicator)
+    wanted = _selected(source, choice)
+    names = {tensor.name: tensor.source for tensor in wanted}
+    read_as = {tensor.name: (tensor.shape, tensor.dtype) for tensor in wanted}
+    values = {new: source.extras[name] for name, new in plain_names(source.extras, choice).items()}
+    # Other formats keep lists of dicts whole.
+    values |= spread(values, {})[0]
+    flat = state.flat
+    for kind, of_state, of_checkpoint in (
+        ("tensor", state.layouts, names),
+        ("value", flat.values, values),
+    ):
+        for name in of_state:
+            if (
+                choice.wants(name)
+                and name not in of_checkpoint
+                and name not in source.facts.dropped
+            ):
+                raise CheckpointError(
+                    f"{source.directory}: has no {kind} {name!r}; leave it out of what is loaded "
+                    "into, exclude it, or rename one"
+                )
+    layouts = {name: layout for name, layout in state.layouts.items() if name in names}
+    for name, layout in layouts.items():
+        shape, dtype = read_as[name]
+        if (shape, dtype) != (layout.global_shape, layout.dtype):
+            raise CheckpointError(
+                f"tensor {name!r} is {list(layout.global_shape)} {layout.dtype}, but the "
+                f"checkpoint has {list(shape)} {dtype}; make them alike"
+            )
+        if layout.spec.partials:
+            raise LayoutError(
+                f"tensor {name!r}: spec {layout.spec} has pending reductions, but a loaded tensor "
+                "has none; redistribute it first"
+            )
+    check_blocks(source, {names[name]: layout for name, layout in layouts.items()})
+    result = {**flat.tensors, **{name: values.get(name, old) for name, old in flat.values.items()}}
+    paths = {name: flat.paths.get(name, (name,)) for name in result}
+    return Reading(source, names, layouts, state.shards, paths, result)
+
+
+def read_shards(plan: Reading, communicator: Communicator) -> dict[str, Any]:
+    """Read the shards of this process, into tensors that are given or into new DTensors."""
+    import torch
+
+    from shardspec.tensor.dtensor import DTensor
+
+    loaded: dict[str, Any] = {}
+    buffers, devices = Buffers(), communicator.addressable
+    with OpenFiles() as files, torch.no_grad():
+        files.will_read(
+            plan.source.directory,
+            (
+                stretch
+                for name, layout in plan.layouts.items()
+                for box in dict.fromkeys(box for d in devices for box in layout.local_boxes(d))
+                for stretch in stretches(plan.source.tensor(plan.names[name]), box)
+            ),
+        )
+        for name, layout in plan.layouts.items():
+            tensor = plan.source.tensor(plan.names[name])
+            check_tiling(tensor)
+            dtype = getattr(torch, layout.dtype)
+            shards: Mapping[int, torch.Tensor] = (
+                {device: torch.empty(layout.local_shape(device), dtype=dtype) for device in devices}
+                if plan.shards is None
+                else plan.shards[name]
+            )
+            read: dict[tuple[Box, ...], torch.Tensor] = {}
+            for device in devices:
+                boxes, shard = tuple(layout.local_boxes(device)), shards[device].detach()
+                if (same := read.setdefault(boxes, shard)) is not shard:
+                    shard.copy_(same)
+                    continue
+                for box in boxes:
+                    part = rank_state.box_of_shard(shard, layout, device, box)
+                    _fill(part, tensor, box, files, buffers)
+            loaded[name] = (
+                DTensor.from_shards(shards, layout, communicator) if plan.shards is None else shards
+            )
+    plan.source.check_unchanged()
+    return loaded
+
+
+def _fill(
+    shard: "torch.Tensor", tensor: StoredTensor, box: Box, files: OpenFiles, buffers: Buffers
+) -> None:
+    """Read a box into a tensor, straight into its memory where that is flat and of this host."""
+    import torch
+
+    if not box_size(box):
+        return
+    stored = getattr(torch, tensor.dtype)
+    flat = shard.device.type == "cpu" and shard.is_contiguous() and shard.dtype == stored
+    in_place = flat and not (shard.is_conj() or shard.is_neg())
+    room = shard if in_place else torch.empty(shard.shape, dtype=stored)
+    out = room.view(-1).view(torch.uint8).numpy().data
+    torch.autograd.graph.increment_version(shard)  # torch does not see what is read into it
+    read_box_into(tensor, box, out, files, buffers, checks=Checks(tensor))
+    if not in_place:
+        shard.copy_(room)

@@ -1,0 +1,251 @@
+"""Reshard plans whose source is a checkpoint: holders are files, and devices read."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from glob import escape
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+from shardspec.boxes import Box
+from shardspec.checkpoint.catalog import ZEROS, Catalog, distinct
+from shardspec.checkpoint.job import rank_state
+from shardspec.checkpoint.job.load import Reading, read_shards
+from shardspec.checkpoint.job.rows import file_numbers, file_regions
+from shardspec.checkpoint.open import as_catalog, open_checkpoint
+from shardspec.checkpoint.quantization.cuts import check_stored_plan
+from shardspec.checkpoint.select.choice import Choice, Patterns, check_dropped
+from shardspec.checkpoint.select.dequantized import with_numbers
+from shardspec.checkpoint.select.mapped import (
+    Names,
+    Naming,
+    config_of,
+    configured,
+    mapped,
+    require_finished,
+)
+from shardspec.checkpoint.storage.path import StoragePath
+from shardspec.comm.communicator import Communicator
+from shardspec.comm.together import agree, check_same
+from shardspec.dtypes import dtype_name
+from shardspec.errors import CheckpointError, LayoutError
+from shardspec.layout.layout import Layout
+from shardspec.mesh.device_mesh import DeviceMesh
+from shardspec.resharding.copies import StoredLayout
+from shardspec.resharding.name_map import NameMap
+from shardspec.resharding.plan import ReshardPlan, ReshardTarget, layouts_of, plan_state
+from shardspec.resharding.state import flat_state
+from shardspec.resharding.transfers import FileRegion
+from shardspec.text import shown
+
+if TYPE_CHECKING:
+    import torch
+
+NO_COPY: Final = "this plan quantizes, which no copy of bytes does; quantize before, and plan that"
+
+
+def stored_layouts(
+    place: Catalog | StoragePath, first: int
+) -> tuple[dict[str, StoredLayout], dict[int, str]]:
+    """Return where a checkpoint has its tensors, and the names of its files by number.
+
+    Files are numbered from `first` on, behind the ids of all devices; ``/dev/zero`` is one where a
+    map fills tensors with zeros. Raises LayoutError if a reduction is pending.
+    """
+    catalog = as_catalog(place)
+    outlines = [catalog.outline(name) for name in catalog.names]
+    numbers = file_numbers(catalog, first)
+    files = DeviceMesh(list(numbers.values()) or [first])
+    layouts: dict[str, StoredLayout] = {}
+    for tensor in outlines:
+        require_finished(tensor)
+        boxes: dict[int, list[Box]] = {}
+        for box in distinct(tensor):
+            boxes.setdefault(numbers[box.path], []).append(box.box)
+        layouts[tensor.name] = StoredLayout(files, boxes, tensor.shape, tensor.dtype)
+    names = {number: str(p) if p == ZEROS else p.name for p, number in numbers.items()}
+    return layouts, names
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointReader:
+    """Carries out plans whose source is a checkpoint: devices read what they are to hold."""
+
+    checkpoint: StoragePath
+    names: Mapping[str, str] | NameMap | None = field(compare=False)
+    """By which map, if by one."""
+    dequantized_to: str | None
+    """The dtype of numbers in place of codes; None where codes are read."""
+    quantizes: bool = False
+    """Whether codes and scales are made of weights; tensors of the plan then have new names."""
+
+    def __str__(self) -> str:
+        quantizes = " and quantizes weights" if self.quantizes else ""
+        return f"reads the checkpoint {self.checkpoint}{quantizes}"
+
+    def run(
+        self, plan: ReshardPlan, state: Mapping[str, object], out: Mapping[str, object] | None
+    ) -> dict[str, Any]:
+        """Read what the plan says; see `ReshardPlan.run`."""
+        from shardspec.comm.process_group import communicator_of
+
+        layouts = {move.target_name: move.target for move in plan.moves}
+        filled: Mapping[str, object] = {}
+        for mesh in dict.fromkeys(layout.mesh for layout in layouts.values()):
+            chosen = communicator_of(mesh)
+            if not chosen.addressable:
+                continue
+            with chosen.telling():
+                if state:
+                    raise LayoutError(
+                        f"a plan that {self} takes nothing else; pass an empty state dict, as in "
+                        "plan.run({})"
+                    )
+                into = None if out is None else flat_state(out)
+                facts = {"reshard plan": plan.digest[:12]}
+                check_same(chosen, facts, "make the same plan on every rank")
+                own = {name: layout for name, layout in layouts.items() if layout.mesh == mesh}
+                reading = agree(chosen, partial(self._reading, plan, into, own, chosen))
+                read = agree(chosen, partial(read_shards, reading, chosen))
+                filled = {**filled, **(read if into is None else {n: into[n] for n in read})}
+        return {name: filled[name] for name in layouts if name in filled}
+
+    def regions(self, plan: ReshardPlan) -> dict[str, list[FileRegion]]:
+        """Return where tensors lie in the files of the checkpoint."""
+        if self.quantizes:
+            raise LayoutError(NO_COPY)
+        return file_regions(self._opened(plan), min(plan.files, default=0))
+
+    def _opened(self, plan: ReshardPlan) -> Catalog:
+        """Open the checkpoint, which is as the plan says."""
+        source = open_checkpoint(self.checkpoint)
+        if self.quantizes:
+            from shardspec.checkpoint.quantization.quantize import with_codes
+
+            source = with_codes(source, self.names, None, plan.dropped)
+        else:
+            dropped = Choice(drop=[*map(escape, plan.dropped)])
+            source = with_numbers(source, self.dequantized_to, dropped)
+        now, _ = stored_layouts(source, min(plan.files, default=0))
+        for move in plan.moves:
+            if now.get(move.source_name) != move.source:
+                raise CheckpointError(
+                    f"{self.checkpoint}: tensor {move.source_name!r} is not as it was when the "
+                    "plan was made; make the plan again"
+                )
+        return source
+
+    def _reading(
+        self,
+        plan: ReshardPlan,
+        out: Mapping[str, object] | None,
+        layouts: Mapping[str, Layout],
+        communicator: Communicator,
+    ) -> Reading:
+        """Open the checkpoint; it, and what is filled, are as the plan says."""
+        names = {name: name for name in layouts}
+        source = self._opened(plan)
+        if not self.quantizes:
+            source = mapped(source, self.names, dropped=plan.dropped)
+        reading = Reading(source, names, layouts)
+        if out is None:
+            return reading
+        if missing := [name for name in layouts if name not in out]:
+            raise LayoutError(f"tensor {shown(missing[0])} is missing from the state dict")
+        described = rank_state.describe({name: out[name] for name in layouts}, communicator)
+        for name, layout in layouts.items():
+            if described.layouts[name] != layout:
+                raise LayoutError(
+                    f"out[{name!r}] is laid out as {described.layouts[name]}, in the plan as "
+                    f"{layout}; give it as the plan says"
+                )
+        _check_apart(described.shards)
+        return reading._replace(shards=described.shards)
+
+
+def _check_apart(shards: "Mapping[str, Mapping[int, torch.Tensor]]") -> None:
+    """Refuse tensors to be filled that overlap in part; tied ones are the same memory."""
+    from shardspec.resharding.memory import memory_overlaps, overlaps_itself
+
+    filled = {(name, device): shard for name, of in shards.items() for device, shard in of.items()}
+    for (name, _), shard in filled.items():
+        if overlaps_itself(shard):
+            raise LayoutError(
+                f"elements of out[{name!r}] share memory, as those of an expanded tensor do; give "
+                "a clone"
+            )
+    for overlap in memory_overlaps({}, filled):
+        if not overlap.same:
+            names = sorted((overlap.written[0], overlap.other[0]))
+            raise LayoutError(
+                f"out[{names[0]!r}] and out[{names[1]!r}] share memory; give each a tensor of its "
+                "own"
+            )
+
+
+class StoredPlan(NamedTuple):
+    """A plan from a checkpoint."""
+
+    source: Catalog
+    """What the tensors of the plan are stored in."""
+    plan: ReshardPlan
+    names: Mapping[str, str] | NameMap | None
+    """By which map, if by one; earlier ones have made the source."""
+    files: dict[int, str]
+    """Names by number."""
+
+    @property
+    def first(self) -> int:
+        """The number of the first file."""
+        return min(self.files, default=0)
+
+
+def plan_stored(
+    source: Catalog,
+    target: ReshardTarget,
+    names: Names | None,
+    dtype: object,
+    max_bytes: int | None,
+    drop: Patterns = (),
+) -> StoredPlan:
+    """Plan how devices read a checkpoint, by one map or several; see `plan_reshard`."""
+    if isinstance(target, tuple):
+        meshes = [target[0]]
+        check_dropped(source, Choice(drop=drop), (), None)
+    else:
+        meshes = [layout.mesh for layout in layouts_of(target).values()]
+    if dtype is not None:
+        source = with_numbers(source, dtype, Choice(drop=drop), config_of(source, names))
+        names = names.with_dtype(dtype) if isinstance(names, Naming) else names
+    chain = names if isinstance(names, Sequence) else ()
+    if isinstance(names, Naming):
+        source, names, drop = names.applied(source, Choice(drop=drop), ()), None, ()
+    elif isinstance(names, NameMap):
+        names = configured(source, names)
+    elif chain:
+        *firsts, names = (configured(source, name_map) for name_map in chain)
+        if firsts:
+            # What is dropped has the names of the checkpoint, and the last map those in between.
+            source, drop = mapped(source, firsts, Choice(drop=drop)), ()
+    # Files are numbered behind the ids of all devices.
+    behind = max((device for mesh in meshes for device in mesh.ids), default=-1) + 1
+    stored, files = stored_layouts(source, behind)
+    own = names if isinstance(names, Mapping | NameMap) else None
+    plan = plan_state(stored, target, own, dtype, max_bytes, drop, source.facts.dropped)
+    check_stored_plan(source, plan, own, dtype)
+    return StoredPlan(source, plan, own, files)
+
+
+def plan_load(
+    checkpoint: StoragePath,
+    target: ReshardTarget,
+    names: Mapping[str, str] | NameMap | None,
+    dtype: object,
+    max_bytes: int | None,
+    drop: Patterns = (),
+) -> ReshardPlan:
+    """Plan how devices read a checkpoint; see `plan_reshard`."""
+    source = as_catalog(checkpoint)
+    _, plan, own, _ = plan_stored(source, target, names, dtype, max_bytes, drop)
+    own = dict(own) if isinstance(own, Mapping) else own
+    numbers = None if dtype is None else dtype_name(dtype)
+    return replace(plan, executor=CheckpointReader(checkpoint, own, numbers))

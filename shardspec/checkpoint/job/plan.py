@@ -1,0 +1,87 @@
+"""Plans of whole state dicts, whether they lie in memory or in a checkpoint."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import PurePath
+
+from shardspec.checkpoint.storage.from_text import storage_path
+from shardspec.resharding.name_map import NameMap
+from shardspec.resharding.plan import ReshardPlan, ReshardTarget, known_to_all, plan_state
+
+
+def plan_reshard(
+    source: Mapping[str, object] | PurePath | str,
+    target: ReshardTarget,
+    *,
+    names: Mapping[str, str] | NameMap | None = None,
+    dtype: object = None,
+    max_bytes: int | None = None,
+    drop: str | Sequence[str] = (),
+) -> ReshardPlan:
+    """Plan how a state dict gets from its layouts to others.
+
+    In a job all ranks call this with the state dicts that they have, ``{}`` where they hold
+    nothing: layouts travel from the ranks that have them, and every rank gets the same plan. A plan
+    from layouts, or from a checkpoint, needs no job and no other rank.
+
+    Parameters
+    ----------
+    source
+        Name to `Layout`, or a state dict of DTensors, shardspec's or torch's; or the path of a
+        checkpoint.
+    target
+        The same, without a checkpoint, or a mesh and rules from name patterns to specs; tensors
+        that no pattern matches are replicated. Meshes may be any: the same, grown, shrunk,
+        permuted, disjoint or overlapping ones.
+    names
+        Name in the source to name in the target, for those that differ; or a `NameMap`, which
+        also fuses, splits, stacks, transposes and pads.
+    dtype
+        What floating-point tensors become, where `target` is a mesh and rules; quantized weights of
+        a checkpoint are dequantized to it. Or ``"fp8-128x128"``: weights of linear layers, by their
+        names, become codes of float8_e4m3fn and scales, which are quantized on the sender where its
+        cuts fall on blocks, else on the receiver; those of a checkpoint as they are read, to the
+        bytes that `merge` writes with ``quantize=``.
+    max_bytes
+        Bytes in buckets for sending, and as many for receiving, on each device; 256 MiB by
+        default.
+    drop
+        Shell patterns of names of the source whose tensors are left behind. A map has to have a use
+        for all others.
+
+    Raises
+    ------
+    LayoutError
+        If names are missing on either side, shapes differ, ranks lay out a tensor in different
+        ways, a reduction is pending, or `max_bytes` is too small; if a map has no use for a tensor,
+        names one that the source lacks, or is for models of another type than the checkpoint's
+        ``config.json`` says.
+
+    Examples
+    --------
+    >>> from shardspec import DeviceMesh, Layout
+    >>> mesh = DeviceMesh(range(4), (2, 2))
+    >>> source = {"w": Layout(mesh, "[S0,R]", (8, 6), "float32")}
+    >>> plan = plan_reshard(source, (DeviceMesh([1, 5], (2,)), {"w": "[R,S0]"}))
+    >>> dict(plan.sent), dict(plan.received)
+    ({0: 24, 1: 24, 2: 48, 3: 48, 5: 0}, {0: 0, 1: 48, 2: 0, 3: 0, 5: 96})
+    """
+    if not isinstance(target, tuple):
+        target = known_to_all(target)
+    if dtype == "fp8-128x128":
+        from shardspec.checkpoint.quantization.plan import plan_quantized, plan_quantized_load
+
+        if isinstance(source, str | PurePath):
+            return plan_quantized_load(storage_path(source), target, names, max_bytes, drop)
+        return plan_quantized(known_to_all(source), target, names, max_bytes, drop)
+    if isinstance(source, str | PurePath):
+        # State dicts in memory need nothing of it.
+        from shardspec.checkpoint.job.load_plan import plan_load
+
+        return plan_load(storage_path(source), target, names, dtype, max_bytes, drop)
+    plan = plan_state(known_to_all(source), target, names, dtype, max_bytes, drop)
+    dtypes = {layout.dtype for source, target, _ in plan.kinds for layout in (source, target)}
+    if len(dtypes) > 1 or not dtypes <= {"float32", "bfloat16", "float16", "float64"}:
+        from shardspec.checkpoint.quantization.cuts import check_plan
+
+        check_plan(plan, dtype)
+    return plan

@@ -1,0 +1,250 @@
+"""Which shards of a state dict each rank has; all ranks agree on it before anything is done."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import lru_cache, reduce
+from itertools import permutations
+from operator import itemgetter
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
+
+from shardspec.boxes import Box
+from shardspec.checkpoint.boxes.copy import crc32
+from shardspec.checkpoint.catalog import box_text, replica_holders
+from shardspec.checkpoint.formats.safetensors import encode_header
+from shardspec.checkpoint.state_dict import FlatState, Leaf, flatten
+from shardspec.comm.agreement import on_all_ranks
+from shardspec.comm.communicator import Communicator
+from shardspec.comm.steps import ReduceOp
+from shardspec.comm.together import agree, check_same
+from shardspec.errors import CheckpointError, DTypeError
+from shardspec.layout.layout import Layout, LayoutCell
+from shardspec.layout.picture import ids_text
+from shardspec.layout.spec import DimSpec, ShardingSpec
+from shardspec.mesh.device_mesh import Axis, DeviceMesh
+from shardspec.resharding.state import leaves
+from shardspec.text import counted
+
+if TYPE_CHECKING:
+    import torch
+
+Replicas: TypeAlias = Literal["equal", "first"]
+"""What copies of a box on several ranks have to be, or which of them is saved."""
+_PIECE_BYTES: Final = 1 << 20
+"""Digested and written at once, while it is in the CPU's cache."""
+
+
+@dataclass(frozen=True, slots=True)
+class Described:
+    """A state dict; by name the shard of every addressable device, and the layout."""
+
+    flat: FlatState
+    shards: Mapping[str, Mapping[int, "torch.Tensor"]]
+    layouts: Mapping[str, Layout]
+
+    def bytes_of(self, name: str, rank: int, box: Box) -> Iterator[memoryview]:
+        """Yield the bytes of one of a rank's boxes, row-major; copied only where they lie apart."""
+        import torch
+
+        part = box_of_shard(self.shards[name][rank], self.layouts[name], rank, box).detach()
+        plain = part.resolve_conj().resolve_neg().cpu().contiguous()
+        # Strides are set, not kept: a single element counts as contiguous whatever its stride.
+        data = plain.as_strided((plain.numel(),), (1,)).view(torch.uint8).numpy().data
+        for at in range(0, len(data), _PIECE_BYTES):
+            yield data[at : at + _PIECE_BYTES]
+
+
+def communicator_of_state(state_dict: Mapping[str, Any]) -> Communicator:
+    """Return the communicator of a state dict: that of the largest mesh; others are its slices.
+
+    An error is raised on all ranks of the job.
+    """
+    from torch.distributed.tensor import DTensor as TorchDTensor
+
+    from shardspec.comm.process_group import communicator_of, telling_job
+    from shardspec.tensor.dtensor import DTensor
+
+    communicators: dict[object, Communicator] = {}
+    with telling_job():
+        for _, value in leaves(state_dict):
+            if isinstance(value, DTensor):
+                communicators[value.layout.mesh] = value.communicator
+            elif isinstance(value, TorchDTensor) and value.device_mesh not in communicators:
+                communicators[value.device_mesh] = communicator_of(
+                    DeviceMesh.from_torch(value.device_mesh)
+                )
+    if communicators:
+        return max(communicators.values(), key=lambda communicator: communicator.mesh.size())
+    return communicator_of(world_mesh())
+
+
+def world_mesh() -> DeviceMesh:
+    """Return the mesh of all ranks of the job; without one, of this process alone."""
+    import torch.distributed as dist
+
+    return DeviceMesh(range(dist.get_world_size() if dist.is_initialized() else 1))
+
+
+def describe(state_dict: Mapping[str, Any], communicator: Communicator) -> Described:
+    """Check every value, and return the layouts of tensors."""
+    flat = flatten(state_dict)
+    shards, layouts = {}, {}
+    for name, value in sorted(flat.tensors.items(), key=itemgetter(0)):
+        shards[name], layouts[name] = _shards_of(name, value, communicator)
+    # Names that no file can carry are refused here, even those of tensors that have no boxes.
+    slots = ((name, at.dtype, at.global_shape) for name, at in layouts.items())
+    encode_header(slots, {})
+    encode_header(((name, "int8", ()) for name in flat.values), {})
+    return Described(flat, shards, layouts)
+
+
+def _shards_of(
+    name: str, value: Leaf, communicator: Communicator
+) -> tuple[Mapping[int, "torch.Tensor"], Layout]:
+    from torch.distributed.tensor import DTensor as TorchDTensor
+
+    from shardspec.tensor.dtensor import DTensor
+
+    mesh = communicator.mesh
+    if isinstance(value, TorchDTensor):
+        value = DTensor.from_torch(value)
+    for shard in value.shards.values() if isinstance(value, DTensor) else (value,):
+        _check_plain(name, shard)
+    if not isinstance(value, DTensor):
+        try:
+            layout = Layout(mesh, ShardingSpec(value.dim()), value.shape, value.dtype)
+        except DTypeError as error:
+            raise CheckpointError(f"tensor {name!r}: {error}") from None
+        return dict.fromkeys(communicator.addressable, value), layout
+    larger = on_larger_mesh(value.layout, mesh)
+    if larger is None or not set(communicator.addressable) <= value.shards.keys():
+        own = value.layout.mesh
+        raise CheckpointError(
+            f"tensor {name!r} is on mesh {own} with ids {own.ids}, but the save is on mesh {mesh} "
+            f"with ids {mesh.ids}; convert it to one mesh first"
+        )
+    return value.shards, larger
+
+
+def on_larger_mesh(layout: Layout, mesh: DeviceMesh) -> Layout | None:
+    """Return a layout on a larger mesh; None if its own mesh is not a slice of that."""
+    if layout.mesh == mesh:
+        return layout
+    axes = _axes_on(layout.mesh, mesh)
+    if axes is None:
+        return None
+    spec = layout.spec
+    cuts: dict[int, DimSpec] = {}
+    for dim, cut in enumerate(spec.dim_specs):
+        by = tuple(axes[int(axis)] for axis in cut.axes if axis in axes)
+        # Along axes of one device nothing is sharded, nor does a part have several shares.
+        cuts[dim] = DimSpec(by, cut.parts, cut.block) if by else DimSpec()
+    pending: dict[Axis, ReduceOp] = {
+        axes[int(p.axis)]: p.op for p in spec.partials if p.axis in axes
+    }
+    onto_mesh = ShardingSpec(spec.dims, cuts, partial=pending)
+    return Layout(mesh, onto_mesh, layout.global_shape, layout.dtype)
+
+
+@lru_cache(maxsize=64)
+def _axes_on(own: DeviceMesh, mesh: DeviceMesh) -> dict[int, int] | None:
+    """Return the axis of a mesh for each longer axis of its slice; None if it is not a slice."""
+    first, longer = own.ids[0], [axis for axis, size in enumerate(own.shape) if size > 1]
+    shape = [own.shape[axis] for axis in longer]
+    for onto in permutations(range(mesh.ndim), len(longer)) if first in mesh.ids else ():
+        alike = [mesh.shape[axis] for axis in onto] == shape
+        if alike and tuple(mesh.group(first, onto)) == tuple(own.ids):
+            return dict(zip(longer, onto, strict=True))
+    return None
+
+
+def _check_plain(name: str, tensor: "torch.Tensor") -> None:
+    """Refuse tensors that do not have their elements in memory, one after the other."""
+    import torch
+
+    remedy = ""
+    if tensor.is_meta:
+        remedy = "leave it out, or give it values"
+    elif tensor.layout is not torch.strided or tensor.is_quantized:
+        remedy = f"save its {'dequantize()' if tensor.is_quantized else 'to_dense()'}"
+    elif type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+        remedy = "save the plain tensors that it is made of"
+    if remedy:
+        raise CheckpointError(
+            f"tensor {name!r} is a {type(tensor).__module__}.{type(tensor).__name__}, no plain "
+            f"dense tensor ({tensor.layout}, on {tensor.device}); {remedy}"
+        )
+
+
+def _facts(what: Described, mesh: DeviceMesh, replicas: Replicas) -> dict[str, str]:
+    """Return what all ranks have to agree on, each with the words that say what it is."""
+    at = {name: f" at {path}" for name, path in what.flat.paths.items()}
+    tensors = {
+        f"tensor {name!r}": f"{x.spec} of {list(x.global_shape)} {x.dtype}{at.get(name, '')}"
+        for name, x in what.layouts.items()
+    }
+    values = {
+        f"value {name!r}": (repr(x) if replicas == "equal" else "a value") + at.get(name, "")
+        for name, x in what.flat.values.items()
+    }
+    mesh_and_replicas = {"the mesh": f"{mesh} of ids {mesh.ids}", "replicas": repr(replicas)}
+    return {**mesh_and_replicas, **tensors, **values}
+
+
+def check_same_state(
+    what: Described, communicator: Communicator, replicas: Replicas, digests: object = None
+) -> None:
+    """Raise on every rank if not all have the same tensors, values and file of `digests`."""
+    facts = {**_facts(what, communicator.mesh, replicas), "option digests": str(digests)}
+    check_same(communicator, facts, "save the same on every rank")
+
+
+def check_replicas_of_ranks(what: Described, communicator: Communicator) -> None:
+    """Raise on every rank if copies of a box on several ranks differ, by their CRC-32."""
+    holders = lru_cache(None)(replica_holders)
+    shared = [
+        (name, box, ranks)
+        for name, layout in what.layouts.items()
+        for (box, _), ranks in holders(layout).items()
+        if len(ranks) > 1
+    ]
+
+    def crcs() -> dict[int, list[int]]:
+        """Return by rank the CRC-32 of each of its shared boxes, in the order of `shared`."""
+        crcs_of: dict[int, list[int]] = {rank: [] for rank in communicator.addressable}
+        # A plain tensor is one object for all devices of this process.
+        digested: dict[tuple[int, Box], int] = {}
+        for name, box, ranks in shared:
+            for rank in crcs_of.keys() & ranks:
+                key = id(what.shards[name][rank]), box
+                if key not in digested:
+                    pieces = what.bytes_of(name, rank, box)
+                    digested[key] = reduce(lambda crc, piece: crc32(piece, crc), pieces, 0)
+                crcs_of[rank].append(digested[key])
+        return crcs_of
+
+    gathered = communicator.gather(agree(communicator, crcs))
+    remaining = {rank: iter(values) for rank, values in gathered.items()}
+    differ: dict[str, str] = {}
+    for name, box, ranks in shared:
+        groups: dict[int, list[int]] = {}
+        for rank in ranks:
+            groups.setdefault(next(remaining[rank]), []).append(rank)
+        if len(groups) > 1 and name not in differ:
+            texts = [f"rank{'s' * (len(g) > 1)} {ids_text(g)}" for g in groups.values()]
+            whose = ", another on ".join(texts[:3]) + (", and more" if texts[3:] else "")
+            differ[name] = f"its copies of box {box_text(box)} differ: one is on {whose}"
+    for name, problem in differ.items():
+        more = f" ({counted(len(differ) - 1, 'other tensor')} too)" if len(differ) > 1 else ""
+        raise on_all_ranks(
+            CheckpointError(
+                f"tensor {name!r}: {problem}{more}; make them equal, or shard the tensor by what "
+                'differs, or save that of the first rank with replicas="first"'
+            )
+        )
+
+
+def box_of_shard(shard: "torch.Tensor", layout: Layout, rank: int, box: Box) -> "torch.Tensor":
+    """Return one of the boxes of a rank's shard, which is all of it unless there are parts."""
+    if layout.spec.is_plain:
+        return shard
+    return shard[LayoutCell(layout, box).index(rank)]

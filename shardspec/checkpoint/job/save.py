@@ -1,0 +1,350 @@
+"""Saving: each rank writes its shards into a file of its own, the sharding info comes last.
+
+Five steps, after each of which all ranks go on or fail together: describe what is to be saved,
+compare the copies that several ranks hold, claim the directory, write the files, publish the info.
+"""
+
+import errno
+import os
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from functools import partial
+from pathlib import PurePath
+from typing import Any, Literal, overload
+
+from shardspec.boxes import Box
+from shardspec.checkpoint.boxes.copy import crc32
+from shardspec.checkpoint.compare.digest import (
+    add_up,
+    check_digests_file,
+    require_no_sums,
+    write_digests,
+)
+from shardspec.checkpoint.formats import native
+from shardspec.checkpoint.formats.native import INFO_NAME, is_shard
+from shardspec.checkpoint.formats.safetensors import read_header
+from shardspec.checkpoint.job import rank_state
+from shardspec.checkpoint.job.background import PendingSave, StoreCommunicator, copied
+from shardspec.checkpoint.job.rank_state import Described, Replicas
+from shardspec.checkpoint.state_dict import encode_value
+from shardspec.checkpoint.storage.from_text import storage_path
+from shardspec.checkpoint.storage.path import StoragePath, is_temporary, reason
+from shardspec.checkpoint.targets import BoxEntry, FileEntry, OutputFile, OutputTensor, assign_boxes
+from shardspec.comm.communicator import Communicator
+from shardspec.comm.together import agree
+from shardspec.errors import CheckpointError, OutputExistsError
+from shardspec.resharding.digests import TensorDigest
+from shardspec.text import Argument
+
+
+@overload
+def save_sharded(
+    state_dict: Mapping[str, Any],
+    directory: PurePath | str,
+    *,
+    overwrite: bool = False,
+    replicas: Replicas = "equal",
+    communicator: Communicator | None = None,
+    digests: PurePath | str | None = None,
+    asynchronous: Literal[False] = False,
+) -> None: ...
+@overload
+def save_sharded(
+    state_dict: Mapping[str, Any],
+    directory: PurePath | str,
+    *,
+    overwrite: bool = False,
+    replicas: Replicas = "equal",
+    communicator: Communicator | None = None,
+    digests: PurePath | str | None = None,
+    asynchronous: Literal[True],
+) -> PendingSave: ...
+def save_sharded(
+    state_dict: Mapping[str, Any],
+    directory: PurePath | str,
+    *,
+    overwrite: bool = False,
+    replicas: Replicas = "equal",
+    communicator: Communicator | None = None,
+    digests: PurePath | str | None = None,
+    asynchronous: bool = False,
+) -> PendingSave | None:
+    """Write a checkpoint; every rank calls it with its shards of the same tensors.
+
+    Each rank writes one file with its boxes; a box that several ranks hold is written by one of
+    them. The sharding info follows when all files are on the disk, so a directory without it is an
+    unfinished save. Pending reductions are saved as they are, addend by addend.
+
+    Parameters
+    ----------
+    state_dict
+        Name to tensor: DTensors, those of `torch.distributed.tensor` too, and plain tensors, which
+        count as the same on every device of the mesh. Dicts and lists may be nested, and may hold
+        numbers, text and None, as the state dict of an optimizer does; `load_sharded` returns the
+        same nesting. All DTensors are on one mesh, or on slices of it.
+    directory
+        Where to write, the same place for every rank; made if it does not exist. It may be the
+        URL of an object store, where saves to one place do not see each other.
+    overwrite
+        Replace the save that is there. The old one stays whole until the new one is; of its files
+        only shards that a save has written are removed.
+    replicas
+        With ``"equal"`` the copies of a box on several ranks are compared by their digests, plain
+        tensors and values too, and nothing is saved if they differ. With ``"first"`` they may
+        differ, as statistics of batch norms do, and that of the first rank is saved.
+    communicator
+        Who the ranks are; by default that of the DTensors, and without any the running job, or
+        this process alone.
+    digests
+        A file to write digests of all tensors to, as `digest` finds them; they are of the bytes
+        that are written anyway.
+    asynchronous
+        Copy everything into memory, return a `PendingSave`, and write in the background. Nothing
+        counts as saved until all ranks have written. The next save waits for this one, and raises
+        its error if there was one.
+
+    Returns
+    -------
+    PendingSave or None
+        With `asynchronous`, what to wait for.
+
+    Raises
+    ------
+    OutputExistsError
+        On every rank, if the directory holds a finished save and `overwrite` is not set.
+    CheckpointError
+        On every rank, if another save is at work there, any rank fails, copies differ, or ranks do
+        not agree on names, shapes, dtypes, specs and values. What this save wrote is removed again,
+        and an older save is kept.
+    CommunicatorError
+        If this is a rank of a job that has not initialised `torch.distributed`.
+
+    Examples
+    --------
+    >>> import tempfile, torch
+    >>> from shardspec import DTensor, DeviceMesh, load_sharded
+    >>> mesh = DeviceMesh(range(4), (2, 2))
+    >>> w = DTensor(torch.arange(6).view(3, 2), mesh, "[S0,R]")
+    >>> path = tempfile.mkdtemp()
+    >>> save_sharded({"model": {"w": w}, "step": 7}, path)
+    >>> state = load_sharded(path)
+    >>> state["model"]["w"]
+    DTensor([S0,R] of [3, 2] int64 on 2x2; holds the shards of devices 0, 1, 2, 3)
+    >>> state["step"]
+    7
+    """
+    chosen = communicator or rank_state.communicator_of_state(state_dict)
+    if not chosen.addressable:
+        return PendingSave() if asynchronous else None
+    place, mesh = storage_path(directory), chosen.mesh
+    file = None if digests is None else storage_path(digests)
+    save_to = partial(_save, place, overwrite, replicas, file)
+    leader = mesh.ids[0] in chosen.addressable
+
+    def described() -> Described:
+        state = rank_state.describe(state_dict, chosen)
+        for name, value in state.flat.values.items():
+            encode_value(value, name)  # refuses what has no place in the info
+        if leader and not overwrite:
+            _check_free(place)
+        if file is not None:
+            require_no_sums(state.layouts)
+            if leader:
+                check_digests_file(file, None, overwrite=overwrite)
+        return state
+
+    with chosen.telling():
+        if replicas not in ("equal", "first"):
+            raise CheckpointError(f"replicas is {replicas!r}; choose 'equal' or 'first'")
+        before, chosen.pending = chosen.pending, None
+        if before is not None:
+            before.wait()
+        what = agree(chosen, described)
+        tokens = chosen.gather(dict.fromkeys(chosen.addressable, os.urandom(8).hex()))
+        save = tokens[mesh.ids[0]]
+        if not asynchronous:
+            save_to(what, save, chosen)
+            return None
+        what = agree(chosen, lambda: copied(what))
+        alone = set(chosen.addressable) == set(mesh.ids)
+        talking = chosen if alone else StoreCommunicator(chosen, save)
+        chosen.pending = pending = PendingSave(lambda: save_to(what, save, talking))
+        return pending
+
+
+def _save(
+    path: StoragePath,
+    overwrite: bool,
+    replicas: Replicas,
+    digests: StoragePath | None,
+    what: Described,
+    save: str,
+    chosen: Communicator,
+) -> None:
+    mesh = chosen.mesh
+    leader = mesh.ids[0] in chosen.addressable
+    rank_state.check_same_state(what, chosen, replicas, digests)
+    if replicas == "equal":
+        rank_state.check_replicas_of_ranks(what, chosen)
+    # The system unlocks the directory when a process is killed.
+    with ExitStack() as lock:
+        locked = agree(chosen, lambda: leader and _claim(path, overwrite, lock))
+        boxes = assign_boxes(mesh, what.layouts, spread=replicas == "equal")
+        # A device without boxes writes no file.
+        mine = [rank for rank in chosen.addressable if boxes[rank]]
+        names = [native.shard_name(rank, save) for rank in mine]
+        sums = {
+            name: TensorDigest(layout.dtype, layout.global_shape)
+            for name, layout in (() if digests is None else what.layouts.items())
+        }
+        try:
+            written = agree(
+                chosen, lambda: _write_shards(path, {r: boxes[r] for r in mine}, what, save, sums)
+            )
+            digested = None if digests is None else add_up(sums, chosen)
+            gathered = chosen.gather({rank: written.get(rank) for rank in chosen.addressable})
+            files = tuple(file for rank in mesh.ids if (file := gathered[rank]) is not None)
+            flat = what.flat
+            info = native.ShardingInfo(save, mesh, what.layouts, files, flat.values, flat.paths)
+        except BaseException:
+            _remove(path, names)
+            raise
+        try:
+            if digests is not None and digested is not None:
+                write = partial(write_digests, digests, digested, overwrite=overwrite)
+                agree(chosen, lambda: write() if leader else None)
+            older = agree(chosen, lambda: _publish(path, info) if leader else [])
+        except CheckpointError:  # other errors may come when it is published
+            _remove(path, names)
+            raise
+        if leader:
+            # Without a lock only what the older info names is known to be of no other save.
+            with suppress(OSError):
+                older = path.names() if locked else older
+            _remove(path, _superseded(path, older, keep={file.name for file in files}))
+
+
+def _check_free(path: StoragePath) -> None:
+    """Refuse a directory with a finished save."""
+    if (path / INFO_NAME).taken():
+        raise OutputExistsError(
+            f"{path}: holds a finished save; choose another directory, or replace it with ",
+            Argument("overwrite", value=True),
+        )
+
+
+def _claim(path: StoragePath, overwrite: bool, lock: ExitStack) -> bool:
+    """Make the directory and lock it, unless there is a save in it that is to be kept.
+
+    Returns whether no other save is at work there: stores and some file systems have no locks.
+    """
+    path.make_directory()
+    locked = lock.enter_context(path.locked())
+    if locked is False:
+        raise CheckpointError(
+            f"{path}: another run is saving there; wait for that one, or choose another directory"
+        )
+    if not overwrite:
+        _check_free(path)
+    return locked is True
+
+
+def _write_shards(
+    path: StoragePath,
+    boxes: Mapping[int, Sequence[BoxEntry]],
+    what: Described,
+    save: str,
+    sums: dict[str, TensorDigest],
+) -> dict[int, FileEntry]:
+    """Write the files of this process; return their boxes, each with its CRC-32, by rank.
+
+    Digests of what is written are added to `sums`, where tensors have any there.
+    """
+    # Made by the first rank; asking again makes a network file system look.
+    path.make_directory()
+    tensors = {
+        name: OutputTensor(name, name, layout.global_shape, layout.dtype)
+        for name, layout in what.layouts.items()
+    }
+    written = {}
+    for rank, entries in boxes.items():
+        file, crcs = native.shard_file(tensors, entries, rank, save), dict[tuple[str, Box], int]()
+        pieces = _pieces(file, rank, what, crcs, sums)
+        place = path / file.name
+        place.write(file.num_bytes, pieces, overwrite=False, mode_of=INFO_NAME)
+        stored = [entry._replace(crc32=crcs[entry.tensor, entry.box]) for entry in entries]
+        written[rank] = FileEntry(file.name, rank, file.num_bytes, stored)
+    return written
+
+
+def _pieces(
+    file: OutputFile,
+    rank: int,
+    what: Described,
+    crcs: dict[tuple[str, Box], int],
+    sums: dict[str, TensorDigest],
+) -> Iterator[bytes | memoryview]:
+    """Yield the bytes of a file, and note the CRC-32 of each of its boxes."""
+    yield from (raw.made() for raw in file.raw)
+    for tensor, box, _ in file.extents:
+        crc = at = 0
+        for piece in what.bytes_of(tensor.name, rank, box):
+            crc = crc32(piece, crc)
+            if tensor.name in sums:
+                sums[tensor.name] = sums[tensor.name].with_bytes(piece, box, at)
+            at += len(piece)
+            yield piece
+        crcs[tensor.name, box] = crc
+
+
+def _publish(path: StoragePath, info: native.ShardingInfo) -> Sequence[str]:
+    """Write the sharding info, which makes the save count; return the files of the older one."""
+    for file in info.files:
+        place = path / file.name
+        entry, why = None, os.strerror(errno.ENOENT)
+        try:
+            entry = place.look()
+        except OSError as error:
+            why = reason(error)
+        if entry is None:
+            raise CheckpointError(
+                f"{place}: rank {file.rank} has written this file, but the first rank of the mesh "
+                f"does not see it ({why}); save to a directory that all ranks share"
+            )
+        if entry.num_bytes != file.num_bytes:
+            raise CheckpointError(
+                f"{place}: has {entry.num_bytes} bytes, but rank {file.rank} has written "
+                f"{file.num_bytes}; another program has changed it, save again"
+            )
+    older: Sequence[str] = []
+    with suppress(CheckpointError):  # one that cannot be read names nothing that could be removed
+        older = [file.name for file in native.read_info(path).files]
+    text = "".join(native.info_lines(info)).encode()
+    (path / INFO_NAME).write(len(text), [text], overwrite=True, mode_of=INFO_NAME)
+    return older
+
+
+def _superseded(path: StoragePath, names: Iterable[str], keep: Collection[str]) -> Iterator[str]:
+    """Yield files of older saves that no info names any more, told by names and headers."""
+    for name in names:
+        if is_temporary(name):
+            yield name
+        shard = is_shard(name)
+        if shard is None or name in keep:
+            continue
+        with suppress(CheckpointError, OSError):
+            place = path / name
+            entry = place.look(follow_links=False)
+            if entry is not None and entry.kind == "file":
+                with place.open() as file:
+                    metadata = read_header(file).metadata
+                rank, save = shard.groups()
+                if metadata.items() >= native.shard_metadata(save, int(rank)).items():
+                    yield name
+
+
+def _remove(path: StoragePath, names: Iterable[str]) -> None:
+    """Remove files that no info names; one that stays takes room and does no harm."""
+    for name in names:
+        with suppress(OSError, CheckpointError):
+            (path / name).unlink()

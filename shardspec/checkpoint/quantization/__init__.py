@@ -1,0 +1,1 @@
+"""Quantized weights: schemes, cuts, casts both ways."""

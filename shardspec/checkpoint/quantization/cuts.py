@@ -1,0 +1,208 @@
+"""Refuses casts and cuts that would corrupt quantized tensors, before anything is written."""
+
+from collections.abc import Iterable, Mapping
+from functools import lru_cache
+from math import lcm
+
+from shardspec.checkpoint.catalog import Catalog
+from shardspec.checkpoint.quantization.detect import Blocks, Quantized, find_quantized, sections
+from shardspec.checkpoint.quantization.schemes import Shape
+from shardspec.checkpoint.select.mapped import MappedCatalog, Names, mapped
+from shardspec.dtypes import dtype_name
+from shardspec.errors import DTypeError, LayoutError, QuantizedError, ShardSpecError
+from shardspec.layout.layout import Layout
+from shardspec.layout.spec import DimSpec, Part
+from shardspec.resharding.plan import ReshardPlan
+from shardspec.text import Argument, TextPart
+
+
+def quantized_in(source: Catalog) -> Quantized:
+    """Return the quantized tensors of a checkpoint; for a mapped one, those that it maps."""
+    while isinstance(source, MappedCatalog):
+        source = source.base
+    outlines = map(source.outline, source.names)
+    section = source.facts.quantization
+    stated = sections(source.home) if section is None else [section] if section else ()
+    return find_quantized({each.name: (each.shape, each.dtype) for each in outlines}, stated)
+
+
+def origins(source: Catalog, names: Iterable[str]) -> set[str]:
+    """Return the names of the stored tensors that tensors of a mapped checkpoint are made from."""
+    if not isinstance(source, MappedCatalog):
+        return {*names}
+    equations = (equation for name in names for equation in source.equations(name))
+    return origins(source.base, (equation.source for equation in equations))
+
+
+def refuse_casts(source: Catalog, names: Iterable[str], dtype: str) -> None:
+    """Refuse to cast tensors of which some are quantized: a model of one dtype has no codes."""
+    why = quantized_in(source).why
+    for name in names if why else ():
+        if name not in source.facts.keeps_dtype:
+            _refuse_cast(origins(source, [name]), why, dtype, "exclude these tensors")
+
+
+def _refuse_cast(names: Iterable[str], why: Mapping[str, str], dtype: str, remedy: str) -> None:
+    for name in sorted(why.keys() & {*names}):
+        raise DTypeError(
+            f"cannot cast to {dtype}: tensor {name!r} is quantized ({why[name]}), and codes and "
+            "scales mean something only as they are; leave out ",
+            Argument("dtype"),
+            f", {remedy}, or dequantize first with the tool that wrote them",
+        )
+
+
+def refuse_quantized(why: Mapping[str, str], names: Iterable[str], *remedy: TextPart) -> None:
+    """Refuse to quantize again; `why` maps quantized tensors to what shows it."""
+    for name in sorted(why.keys() & {*names}):
+        raise QuantizedError(f"tensor {name!r} is quantized already ({why[name]}); ", *remedy)
+
+
+def check_blocks(
+    source: Catalog, layouts: Mapping[str, Layout], quantized: Quantized | None = None
+) -> None:
+    """Refuse layouts, by name in a checkpoint, that cut codes inside blocks, or scales otherwise.
+
+    Tensors that a map makes of codes are not cut at all, unless it only renames them.
+    """
+    blocks = (quantized or quantized_in(source)).blocks
+    renamed = {_origin(source, name): layout for name, layout in layouts.items()} if blocks else {}
+    for name, layout in layouts.items() if blocks else ():
+        origin = _origin(source, name)
+        if origin in blocks:
+            _refuse_cuts(name, layout, blocks[origin], renamed)
+        elif not origin and origins(source, [name]) & blocks.keys():
+            _refuse_cuts(name, layout, Blocks(layout.global_shape), {})
+
+
+def _origin(source: Catalog, name: str) -> str:
+    """Return the name of the stored tensor that a tensor is; empty if a map made it."""
+    while isinstance(source, MappedCatalog):
+        (equation, *others) = source.equations(name)
+        if others or equation.view.source != equation.view.target:
+            return ""
+        source, name = source.base, equation.source
+    return name
+
+
+def _refuse_cuts(name: str, layout: Layout, blocks: Blocks, layouts: Mapping[str, Layout]) -> None:
+    for dim, (size, side) in enumerate(zip(layout.global_shape, blocks.sides, strict=True)):
+        for lo, hi in _cuts(layout, dim) if side > 1 else ():
+            if lo % side or (hi % side and hi != size):
+                what, remedy = "codes that are not cut along this dim", "replicate it"
+                if side < size:
+                    what = f"a block of {side} elements that share a scale"
+                    remedy = f"cut at multiples of {side}, as {_in_blocks(layout, dim, side)}"
+                raise LayoutError(
+                    f"tensor {name!r}: spec {layout.spec} cuts dim {dim} at {lo}:{hi}, inside "
+                    f"{what}; cut another dim, or {remedy}"
+                )
+    scales = layouts.get(blocks.scales)
+    if scales is not None and not _cut_alike(layout, scales, blocks.sides):
+        raise LayoutError(
+            f"tensor {name!r}: spec {layout.spec} cuts it otherwise than {scales.spec} its scales "
+            f"{blocks.scales!r}; cut both alike, or replicate the scales"
+        )
+
+
+def _in_blocks(layout: Layout, dim: int, side: int) -> str:
+    """Return the spec with cuts of a dim at multiples of a side."""
+    cut = layout.spec.dim_specs[dim]
+    blocks = DimSpec(cut.axes, cut.parts, lcm(cut.block, side))
+    return str(layout.spec.with_dims({dim: blocks}))
+
+
+@lru_cache(1024)
+def _cuts(layout: Layout, dim: int) -> list[tuple[int, int]]:
+    """Return the distinct intervals of a dim on devices, without empty ones."""
+    if not layout.spec.dim_specs[dim].axes:
+        return []
+    every = {each for device in layout.mesh.ids for each in layout.intervals(device)[dim]}
+    return sorted((lo, hi) for lo, hi in every if lo < hi)
+
+
+@lru_cache(1024)
+def _cut_alike(layout: Layout, scales: Layout, sides: Shape) -> bool:
+    """Return True if no scale is on another device than its codes, unless all devices have it."""
+    dims = len(sides) if len(scales.global_shape) == len(sides) else 0
+    for dim in range(dims):
+        if scales.spec.dim_specs[dim].axes and scales.global_shape[dim] > 1:
+            side = sides[dim]
+            for device in layout.mesh.ids:
+                own = [(lo // side, -(-hi // side)) for lo, hi in layout.intervals(device)[dim]]
+                held = scales.intervals(device)[dim] if device in scales.mesh else ()
+                if _filled(own) != _filled(held):
+                    return False
+    return True
+
+
+def _filled(intervals: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    return [(lo, hi) for lo, hi in intervals if lo < hi]
+
+
+def grid_layout(layout: Layout, sides: Shape, dtype: str = "float32") -> Layout | None:
+    """Return how scales lie, cut as what they belong to is; None if that is cut inside of blocks.
+
+    Blocks have sides along the last dims.
+
+    >>> from shardspec import DeviceMesh
+    >>> weight = Layout(DeviceMesh(range(2)), "[R,S0]", (300, 512), "bfloat16")
+    >>> grid_layout(weight, (128, 128)).local_shape(1)
+    (3, 2)
+    """
+    shape, cuts = list(layout.global_shape), {}
+    every = (*(1 for _ in shape[len(sides) :]), *sides)
+    for dim, side in enumerate(every):
+        shape[dim] = -(-shape[dim] // side)
+        cut = layout.spec.dim_specs[dim]
+        if cut.axes and side > 1:
+            parts = tuple(Part(-(-part.size // side), part.shares) for part in cut.parts)
+            cuts[dim] = DimSpec(cut.axes, parts, max(1, cut.block // side))
+    try:
+        grid = Layout(layout.mesh, layout.spec.with_dims(cuts), shape, dtype)
+    except ShardSpecError:
+        return None
+    for device in layout.mesh.ids:
+        pairs = zip(layout.intervals(device), grid.intervals(device), every, strict=True)
+        for own, scales, side in pairs:
+            # A cut inside of a block gives a fraction, which equals no interval of the grid.
+            if [(lo / side, -(-hi // side)) for lo, hi in _filled(own)] != _filled(scales):
+                return None
+    return grid
+
+
+def check_stored_plan(
+    source: Catalog, plan: ReshardPlan, names: Names | None, dtype: object
+) -> None:
+    """Refuse a plan that reads a checkpoint and would corrupt quantized tensors."""
+    quantized = quantized_in(source)
+    if not quantized.why:
+        return
+    _check_casts(plan, quantized.why, dtype, source)
+    layouts = {move.target_name: move.target for move in plan.moves}
+    check_blocks(mapped(source, names, dropped=plan.dropped), layouts, quantized)
+
+
+def check_plan(plan: ReshardPlan, dtype: object) -> None:
+    """Refuse a plan between layouts in memory that would corrupt quantized tensors."""
+    moves = {move.source_name: move for move in plan.moves}
+    tensors = {name: (move.source.global_shape, move.source.dtype) for name, move in moves.items()}
+    quantized = find_quantized(tensors)
+    _check_casts(plan, quantized.why, dtype)
+    for move in plan.moves:
+        # Where the source is cut inside blocks, devices gather before they compute.
+        blocks = quantized.blocks.get(move.source_name)
+        if blocks and move.view is None and grid_layout(move.source, blocks.sides) is not None:
+            _refuse_cuts(move.target_name, move.target, blocks, {})
+
+
+def _check_casts(
+    plan: ReshardPlan, why: Mapping[str, str], dtype: object, source: Catalog | None = None
+) -> None:
+    """Refuse a plan that casts quantized tensors; or all tensors, where some are quantized."""
+    for move in plan.moves:
+        after = move.target.dtype
+        if dtype is not None or move.source.dtype != after:
+            names = {move.source_name} if source is None else origins(source, [move.source_name])
+            wanted = after if dtype is None else dtype_name(dtype)
+            _refuse_cast(names, why, wanted, "give these their own dtypes")

@@ -1,0 +1,203 @@
+"""Detects quantized tensors, and where their codes may be cut.
+
+Tensors are recognized by the names of scales and zero points beside narrow codes, by dtypes that
+exist for codes only, and by what configs state. Codes of the schemes in `schemes` are cut between
+blocks; those of other schemes are moved whole.
+"""
+
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
+from typing import Final, NamedTuple
+
+from shardspec.checkpoint.quantization.schemes import USUAL, Coded, Shape, coded, schemes_in
+from shardspec.checkpoint.storage.path import StoragePath, file_inside
+
+_MOST_CONFIG_BYTES: Final = 1 << 24
+SECTIONS: Final = frozenset({"quantization_config", "quantization", "compression_config"})
+QUANTIZED_BY: Final = frozenset(
+    {
+        "hf_quant_config.json",
+        "quantize_config.json",
+        "quant_config.json",
+        "quantization_config.json",
+    }
+)
+"""Files about nothing but how weights are quantized."""
+_CONFIGS: Final = ("config.json", *sorted(QUANTIZED_BY), "params.json")
+
+_NARROW: Final = re.compile(r"u?int(8|16|32)|float[48]_.*")
+"""Dtypes in which codes are stored."""
+_CODES_ALONE: Final = re.compile(r"float[48]_.*")
+"""Dtypes whose numbers are codes, whatever is beside them."""
+_CODES_WITH_SCALES: Final = re.compile(r"u?int\d+|float[48]_.*")
+"""Dtypes of tensors with a name of codes that have scales beside them."""
+_CODES_NAME: Final = re.compile(
+    r"q?weight|_?weight_(packed|qdata|q)|_data|W_q|codes|q_weight|indices|trellis|Qidxs"
+    r"|dense_weights|state\d"
+)
+"""Names of codes in a module that has scales."""
+_STEM: Final = re.compile(r"(.+)_(packed|blocks|qdata|q)")
+_COMPANION: Final = re.compile(
+    r"(?P<base>.+?)[._]_?(?P<kind>(weight_)?scale_inv|(nested_)?absmax\d?|(nested_)?quant_map"
+    r"|quant_state\..+|qmap\d|SCB|qzeros"
+    r"|weight_(scales?|scale_2|global_scale|zero_points?|zeros?|shape|bitmask|g_idx)"
+    r"|scales?|scale_2|scale_weight|scale_input|pre_quant_scale|shift|zeros?|zero_?points?|q?biases"
+    r"|(input|output|activation)_(global_)?scale(_ub)?|g_idx|weight_format|codebooks?|centroids"
+    r"|tables2?|meta|nbits|suh|svh|SU|SV|q_(scale(_max)?|groups|group_map|perm|invperm))"
+)
+"""Names of tensors that give codes their meaning."""
+_ENOUGH: Final = re.compile(
+    r"weight_.*|.*scale_inv|.*absmax\d?|.*quant_map|quant_state.*|qmap\d|SCB|qzeros"
+)
+"""Kinds whose names say enough; others count beside narrow codes."""
+_OF_COMPUTED: Final = re.compile(
+    r"(.+[._])?([qkv]|prob|input|output|activation)(_cache|_proj)?_scale"
+)
+"""Scales of what a quantized model computes."""
+
+
+class Blocks(NamedTuple):
+    """Places where codes may be cut."""
+
+    sides: Shape
+    """Cuts along a dim are at multiples of its side, or at the end."""
+    scales: str = ""
+    """Name of the tensor with a number for each block or row; empty if cuts leave it whole."""
+
+
+class Quantized(NamedTuple):
+    """The tensors of a checkpoint that have no meaning alone."""
+
+    why: Mapping[str, str]
+    """Name of each to what shows it."""
+    blocks: Mapping[str, Blocks]
+    """Tensors that may not be cut anywhere."""
+
+
+def find_quantized(
+    tensors: Mapping[str, tuple[Shape, str]], sections: Iterable[Mapping[str, object]] = ()
+) -> Quantized:
+    """Return which tensors, name to shape and dtype, are quantized; `sections` are of configs.
+
+    >>> tensors = {"w": ((256, 256), "float8_e4m3fn"), "w_scale_inv": ((2, 2), "float32")}
+    >>> find_quantized({**tensors, "norm": ((256,), "float32")})
+    Quantized(why={'w': "'w_scale_inv' goes with it", 'w_scale_inv': "it goes with 'w'"},\
+ blocks={'w': Blocks(sides=(128, 128), scales='w_scale_inv')})
+    """
+    sections = list(sections)
+    why = _named(tensors)
+    for name, (_, dtype) in tensors.items():
+        if _CODES_ALONE.fullmatch(dtype):
+            why.setdefault(name, f"{dtype} numbers are codes, whose scales are elsewhere")
+    if sections:
+        homes = {
+            name.rpartition(".")[0]
+            for name, (shape, dtype) in tensors.items()
+            if shape and _NARROW.fullmatch(dtype)
+        } - {""}
+        for name in tensors:
+            inside = name.rpartition(".")[0] in homes and not name.endswith("bias")
+            if inside or of_computed(name):
+                why.setdefault(name, "the config says that weights are quantized")
+    schemes = schemes_in(sections) if sections else USUAL
+    found = {name: coded(name, tensors, schemes) for name in why}
+    known = {name: each[1] for name, each in found.items() if isinstance(each, tuple)}
+    scales = {weight.scales for weight in known.values()}
+    blocks = {name: _blocks(weight, tensors[name][0]) for name, weight in known.items()}
+    for name in why.keys() - known.keys() - scales:
+        shape, dtype = tensors[name]
+        sides = shape
+        if _CODES_ALONE.fullmatch(dtype) and why[name].startswith(dtype):
+            # The scales may be in another file; without a config nothing says that there are any.
+            both = (each.block for each in schemes if sections and not each.codes)
+            last = next(both, shape if sections else (1, 1))[-len(shape) :]
+            sides = (*(1 for _ in shape[len(last) :]), *last)
+        if not of_computed(name):
+            blocks[name] = Blocks(tuple(max(1, side) for side in sides))
+    blocks = {name: at for name, at in blocks.items() if at.scales or max(at.sides, default=1) > 1}
+    return Quantized(dict(sorted(why.items())), dict(sorted(blocks.items())))
+
+
+def _named(tensors: Mapping[str, tuple[Shape, str]]) -> dict[str, str]:
+    """Return the tensors whose names show that they are quantized, and what shows it."""
+    homes: dict[str, list[str]] = {}
+    for name, (shape, dtype) in tensors.items():
+        if shape and _CODES_WITH_SCALES.fullmatch(dtype):
+            module, _, last = name.rpartition(".")
+            stem = _STEM.fullmatch(name)
+            bases = {name, stem[1] if stem else name}
+            if _CODES_NAME.fullmatch(last):
+                bases.add(module)
+            for base in bases:
+                homes.setdefault(base, []).append(name)
+    why: dict[str, str] = {}
+    for name in tensors:
+        match = _COMPANION.fullmatch(name)
+        if match is None:
+            continue
+        base, enough = match["base"], _ENOUGH.fullmatch(match["kind"])
+        places = [f"{base}.weight", base] if match["kind"].startswith("weight_") else [base]
+        codes = [code for at in places for code in homes.get(at, ()) if code != name]
+        if not codes and enough:
+            codes = [at for at in places if at in tensors]
+        if not codes and not enough:
+            continue
+        why[name] = f"it goes with {codes[0]!r}" if codes else "its name is that of scales of codes"
+        for code in codes:
+            why.setdefault(code, f"{name!r} goes with it")
+    return why
+
+
+def _blocks(weight: Coded, shape: Shape) -> Blocks:
+    """Return where codes of a known scheme may be cut."""
+    lead = tuple(1 for _ in weight.lead)
+    if weight.scheme.codes == "_blocks":
+        return Blocks((*lead, 1, 1, shape[-1]))
+    high, wide = weight.scheme.block
+    sides = high or 1, max(1, wide // (1 + weight.scheme.four))
+    return Blocks((*lead, *sides), weight.scales if high else "")
+
+
+def of_computed(name: str) -> bool:
+    """Return True if a tensor has the name of a scale of what a quantized model computes."""
+    return _OF_COMPUTED.fullmatch(name) is not None
+
+
+# --- configs
+
+
+def sections(directory: StoragePath) -> Iterator[dict[str, object]]:
+    """Yield the parts of configs in a directory that say how weights are quantized."""
+    for name in _CONFIGS:
+        config = json_beside(directory, name)
+        if name in QUANTIZED_BY and isinstance(config, dict):
+            yield config
+        else:
+            yield from sections_of(config)
+
+
+def sections_of(config: object) -> Iterator[dict[str, object]]:
+    """Yield the parts of a config, also nested ones, that say how weights are quantized."""
+    below = [config]
+    while below:
+        value = below.pop()
+        if isinstance(value, list):
+            below += value
+        for key, inner in value.items() if isinstance(value, dict) else ():
+            if key in SECTIONS and isinstance(inner, dict):
+                yield inner
+            else:
+                below.append(inner)
+
+
+def json_beside(directory: StoragePath, name: str) -> object:
+    """Return the content of a JSON file in a directory; None if there is none to be read."""
+    if not (directory / name).is_file():
+        return None
+    with file_inside(directory, name, directory).open() as file:
+        data = file.read(0, min(file.num_bytes, _MOST_CONFIG_BYTES))
+    with suppress(ValueError, RecursionError):
+        return json.loads(data)
+    return None

@@ -1,0 +1,1 @@
+"""Tensors and names that a conversion takes."""

@@ -1,0 +1,30 @@
+"""Checkpoints as requested: dequantized if a dtype is requested, then mapped to other names."""
+
+from collections.abc import Mapping
+
+from shardspec.checkpoint.catalog import Catalog
+from shardspec.checkpoint.select.choice import Choice
+from shardspec.checkpoint.select.mapped import Names, Naming, config_of, mapped_choice
+
+
+def mapped_source(source: Catalog, names: Names | None, choice: Choice) -> tuple[Catalog, Choice]:
+    """Return a checkpoint, dequantized and mapped as requested, and the options left to apply."""
+    if choice.dtype is not None:
+        source = with_numbers(source, choice.dtype, choice, config_of(source, names))
+        names = names.with_dtype(choice.dtype) if isinstance(names, Naming) else names
+    return mapped_choice(source, names, choice)
+
+
+def with_numbers(
+    source: Catalog,
+    dtype: object,
+    choice: Choice | None = None,
+    config: Mapping[str, object] | None = None,
+) -> Catalog:
+    """Return a checkpoint with numbers in place of codes, if a dtype is requested."""
+    if dtype is None:
+        return source
+    # Importing numpy takes as long as copying 200 MiB, and a plain copy needs none.
+    from shardspec.checkpoint.quantization.dequantize import dequantized
+
+    return dequantized(source, dtype, choice, config)
