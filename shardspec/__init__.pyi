@@ -14,10 +14,7 @@ from shardspec.checkpoint.job.load import load_sharded as load_sharded
 from shardspec.checkpoint.job.plan import plan_reshard as plan_reshard
 from shardspec.checkpoint.job.save import save_sharded as save_sharded
 from shardspec.checkpoint.select.model_names import model_names as model_names
-from shardspec.comm.communicator import SimulatedCommunicator as SimulatedCommunicator
 from shardspec.comm.cost import CostModel as CostModel
-from shardspec.comm.process_group import ProcessGroupCommunicator as ProcessGroupCommunicator
-from shardspec.comm.process_group import init_device_mesh as init_device_mesh
 from shardspec.errors import ShardSpecError as ShardSpecError
 from shardspec.families.layouts import model_layouts as model_layouts
 from shardspec.families.maps import load_map as load_map
@@ -28,6 +25,7 @@ from shardspec.layout.layout import Layout as Layout
 from shardspec.layout.rules import match_rules as match_rules
 from shardspec.layout.spec import ShardingSpec as ShardingSpec
 from shardspec.mesh.device_mesh import DeviceMesh as DeviceMesh
+from shardspec.mesh.initialization import init_device_mesh as init_device_mesh
 from shardspec.parallel.distribute import distribute_module as distribute_module
 from shardspec.resharding.digests import Digests as Digests
 from shardspec.resharding.name_map import NameMap as NameMap

@@ -2,7 +2,8 @@ import pytest
 import torch
 from torch.distributed.tensor import Partial, Replicate, Shard
 
-from shardspec import DeviceMesh, DTensor, Layout, SimulatedCommunicator, distribute_tensor
+from shardspec import DeviceMesh, DTensor, Layout, distribute_tensor
+from shardspec.comm.communicator import SimulatedCommunicator
 from shardspec.errors import AxisError, CommunicatorError, LayoutError
 
 MESH = DeviceMesh([4, 0, 5, 2, 1, 3], (2, 3), axis_names=("dp", "tp"))

@@ -13,7 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh as TorchMesh
 from torch.distributed.tensor import DTensor as TorchDTensor
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
-from shardspec import DeviceMesh, DTensor, Layout, ProcessGroupCommunicator, ShardingSpec
+from shardspec import DeviceMesh, DTensor, Layout, ShardingSpec
+from shardspec.comm.process_group import ProcessGroupCommunicator
 from shardspec.comm.steps import AllReduce, ReduceOp
 from shardspec.layout.moving import transfers_of
 from tests.conversions import (

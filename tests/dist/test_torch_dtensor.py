@@ -23,10 +23,10 @@ from shardspec import (
     Layout,
     ShardingSpec,
     ShardSpecError,
-    SimulatedCommunicator,
     init_device_mesh,
     redistribute,
 )
+from shardspec.comm.communicator import SimulatedCommunicator
 from shardspec.errors import CommunicatorError, LayoutError, LossyConversionError
 from shardspec.interop.notations import to_placements
 from shardspec.layout.graph import explore, spec_of

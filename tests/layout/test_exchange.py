@@ -12,8 +12,9 @@ import torch
 from scipy.optimize import linprog
 from scipy.sparse import lil_array
 
-from shardspec import CostModel, DeviceMesh, Layout, SimulatedCommunicator, trace
+from shardspec import CostModel, DeviceMesh, Layout, trace
 from shardspec.boxes import Box, box_size, intersect
+from shardspec.comm.communicator import SimulatedCommunicator
 from shardspec.comm.curves import Link
 from shardspec.comm.steps import Exchange
 from shardspec.layout.cross import common_mesh, exchange_seconds

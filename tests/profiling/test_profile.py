@@ -9,8 +9,9 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from shardspec import CostModel, DeviceMesh, Layout, LayoutConverter, SimulatedCommunicator
+from shardspec import CostModel, DeviceMesh, Layout, LayoutConverter
 from shardspec.cli.main import cli
+from shardspec.comm.communicator import SimulatedCommunicator
 from shardspec.comm.curves import KINDS
 from shardspec.errors import ProfileError
 from shardspec.profiling.fit import Measurement, fit_links, step_of
