@@ -38,6 +38,7 @@ make a group of each number, as ``"moe {i}"`` for layers that may lack experts.
 """
 
 import re
+from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -377,6 +378,16 @@ class NameMap:
                 "them"
             )
         return in_words_of_config(error.problem, self.sizes)
+
+
+class MapChooser(ABC):
+    """Chooses maps by the names of the tensors that a source has."""
+
+    __slots__ = ()
+
+    @abstractmethod
+    def maps_for(self, names: Collection[str]) -> tuple[NameMap, ...]:
+        """Return the maps to apply in turn; LayoutError if the names are of no model."""
 
 
 def _bounded(count: int) -> None:

@@ -1,7 +1,7 @@
 """Digests of checkpoints and of state dicts; what a file of digests is, read and written."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any, Final, Unpack
@@ -43,7 +43,7 @@ from shardspec.comm.together import agree
 from shardspec.dtypes import item_bytes
 from shardspec.errors import CheckpointError, LayoutError
 from shardspec.resharding.digests import LANES, Digests, TensorDigest, digests_of_json
-from shardspec.resharding.name_map import NameMap
+from shardspec.resharding.name_map import MapChooser, NameMap
 from shardspec.resharding.total import dropped_by
 from shardspec.text import Argument
 
@@ -198,13 +198,20 @@ def _named(source: Catalog, names: Names | None, drop: Patterns) -> Catalog:
         check_drop(Choice(drop=drop))
         return source
     dropped = dropped_by(drop, {name: source.outline(name).shape for name in source.names})
+    if isinstance(names, MapChooser):
+        names = names.maps_for([name for name in source.names if name not in dropped])
     if isinstance(names, NameMap):
-        return MappedCatalog(source, names, dropped, {})
+        names = (names,)
+    if isinstance(names, Sequence) and names and all(isinstance(m, NameMap) for m in names):
+        for map_ in names:
+            source = MappedCatalog(source, map_, dropped, {})
+            dropped = dict(source.facts.dropped)
+        return source
     if isinstance(names, Mapping):
         return mapped(source, names, dropped=dropped)
     raise LayoutError(
-        f"names= is a {type(names).__name__}; of a state dict give one NameMap, as load_map "
-        "makes, or a dict of new names"
+        f"names= is a {type(names).__name__}; give model_names(), a NameMap, several in order, or "
+        "a dict of new names"
     )
 
 

@@ -4,7 +4,7 @@ An equation between views says where in a source tensor the elements of a target
 box of the source is a few boxes of the target, each with strides of its own in the same file.
 """
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
@@ -17,14 +17,14 @@ from shardspec.checkpoint.state.state_dict import fitting_paths
 from shardspec.checkpoint.storage.strict_json import json_beside
 from shardspec.dtypes import item_bytes
 from shardspec.errors import LayoutError
-from shardspec.resharding.name_map import Equation, NameMap, Shape
+from shardspec.resharding.name_map import Equation, MapChooser, NameMap, Shape
 from shardspec.resharding.total import apply_map
 from shardspec.resharding.view_parts import MOST_PIECES, bounded, parts_of_view
 from shardspec.resharding.views import TensorView, View
 from shardspec.text import shown
 
 
-class Naming(ABC):
+class Naming(MapChooser):
     """Chooses the maps for a checkpoint by what is in it."""
 
     __slots__ = ()

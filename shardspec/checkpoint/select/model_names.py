@@ -66,6 +66,23 @@ class ModelNames(Naming):
         with _about_input():
             return self._applied(source, choice, dropped)
 
+    def maps_for(self, names: Collection[str]) -> tuple[NameMap, ...]:
+        """Return the maps from the names of a state dict in memory to these."""
+        if self.fill_from is not None:
+            raise LayoutError("fill_from= is for checkpoints; give all tensors in the state dict")
+        model, where = self._model(), "the state dict"
+        recognised = recognise(model, _weights(names), where)
+        if recognised.absent:
+            side = recognised.absent[0].side[:1]
+            name = filled(side, next(model.instances(side[0])))[0]
+            raise LayoutError(f"the state dict lacks {shown(name)}, which the config says it has")
+        for place in (recognised.format, self.names):
+            refuse(model, place)
+        inner = [name.removeprefix(recognised.prefix) for name in names]
+        renamed = NameMap(tuple(((name,), (new,)) for name, new in zip(names, inner, strict=True)))
+        maps = chain_of(model, recognised.format, self.names, inner)
+        return (renamed, *maps) if recognised.prefix else maps
+
     def _applied(
         self, source: catalog.Catalog, choice: Choice | None, dropped: Collection[str]
     ) -> catalog.Catalog:
