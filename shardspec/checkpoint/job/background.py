@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from copy import deepcopy
 from dataclasses import replace
 from threading import Event, Thread
-from typing import TYPE_CHECKING, Final, Never, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Never, TypeVar
 
 from shardspec.checkpoint.job.rank_state import Described
 from shardspec.comm.communicator import Communicator
