@@ -26,9 +26,6 @@ if TYPE_CHECKING:
     from shardspec.comm.process_group import init_device_mesh as init_device_mesh
     from shardspec.errors import ShardSpecError as ShardSpecError
     from shardspec.families.layouts import model_layouts as model_layouts
-    from shardspec.families.maps import load_map as load_map
-    from shardspec.families.maps import map_chain as map_chain
-    from shardspec.families.maps import shipped_maps as shipped_maps
     from shardspec.layout.converter import LayoutConverter as LayoutConverter
     from shardspec.layout.layout import Layout as Layout
     from shardspec.layout.plan import ConversionPlan as ConversionPlan
@@ -84,7 +81,6 @@ _NAMES: Final = {
     "resharding.plan": ("ReshardPlan", "reshard_state"),
     "families.layouts": ("model_layouts",),
     "resharding.receipts": ("Receipt",),
-    "families.maps": ("load_map", "map_chain", "shipped_maps"),
     "resharding.trace": ("trace_map",),
     "tensor.dtensor": ("DTensor", "distribute_tensor"),
     "tensor.factories": ("arange", "empty", "full", "ones", "rand", "randn", "zeros"),

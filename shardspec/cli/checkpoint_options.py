@@ -1,6 +1,5 @@
 """Options of the commands that read checkpoints."""
 
-import os
 import re
 from collections import Counter
 from dataclasses import dataclass, replace
@@ -197,9 +196,7 @@ class MapOptions:
         beside = self.model == Path() and not (self.model / "config.json").is_file()
         return Path(str(checkpoint)) if beside else self.model
 
-    def read(
-        self, checkpoint: PurePath, *, stacked: bool = False
-    ) -> "ModelNames | tuple[NameMap, ...] | None":
+    def read(self, checkpoint: PurePath, *, stacked: bool = False) -> "ModelNames | NameMap | None":
         """Return what gives the tensors of a checkpoint other names; None if nothing does.
 
         That is a model, or maps to be applied in order. Of Megatron-core, `stacked` takes the names
@@ -299,13 +296,10 @@ def under_layout(
     return replace(named, config=config), layouts
 
 
-def read_maps(name: str, sizes: Path | None, *, reverse: bool) -> "tuple[NameMap, ...]":
-    """Return the maps of a name or file, with the sizes of a model's config."""
-    from shardspec.families.maps import map_chain
+def read_maps(name: str, sizes: Path | None, *, reverse: bool) -> "NameMap":
+    """Return the map of a file, with the sizes of a model's config."""
     from shardspec.resharding.name_map import NameMap
 
     config = {} if sizes is None else read_json_object(sizes)
-    if Path(name).suffix or os.path.exists(name):
-        name_map = NameMap.load(name).with_sizes(config)
-        return (name_map.reversed() if reverse else name_map,)
-    return map_chain(name, config, reverse=reverse)
+    name_map = NameMap.load(name).with_sizes(config)
+    return name_map.reversed() if reverse else name_map

@@ -1,7 +1,6 @@
 """The commands that read no data of models: `shardspec check-map` and `shardspec plan-state`."""
 
 import os
-from collections.abc import Sequence
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING
 
@@ -19,7 +18,6 @@ if TYPE_CHECKING:
     from shardspec.checkpoint.catalog import Catalog
     from shardspec.layout.layout import Layout
     from shardspec.resharding.maps import MapReport
-    from shardspec.resharding.name_map import NameMap
 
 
 @click.command(cls=opts.Command)
@@ -46,10 +44,8 @@ def check_map_command(
 
     Examples:
       shardspec check-map map.toml --source ckpt --target shapes.json
-      shardspec check-map llama-hf-to-megatron --sizes config.json --source ckpt
 
-    MAP is a TOML file, or the name of a built-in map, such as llama-hf-to-megatron or, through hf,
-    llama-megatron-to-fused. A file of shapes has names and lists of sizes:
+    MAP is a TOML file. A file of shapes has names and lists of sizes:
     {"embed.weight": [32000, 4096]}. Without --target, the names and shapes that the map implies are
     checked, and printed with --json.
     """
@@ -58,14 +54,9 @@ def check_map_command(
 
     before, catalog = _shapes(source)
     dropped = dropped_by(drop, before)
-    maps: Sequence[NameMap] = ckpt.read_maps(map, sizes, reverse=reverse)
+    last = ckpt.read_maps(map, sizes, reverse=reverse)
     if catalog is not None:
-        maps = [configured(catalog, name_map) for name_map in maps]
-    *firsts, last = maps
-    for name_map in firsts:
-        between, dropped, report = apply_map(name_map, before, dropped)
-        _refuse_losses(report)
-        before = {**between, **dropped}
+        last = configured(catalog, last)
     if target is None:
         after, _, report = apply_map(last, before, dropped)
     else:

@@ -210,8 +210,8 @@ def _write(
                 assert isinstance(names, ModelNames)
                 chosen = Choice(**choice, drop=maps.drop)
                 numbers = with_numbers(sources[0], how["dtype"], chosen, names.config)
-                recognised = names.recognised(numbers, chosen).text
-                say(f"note: {sources[0].directory}: has the names of {recognised}", err=True)
+                for note in names.notes(numbers, chosen):
+                    say(f"note: {sources[0].directory}: {note}", err=True)
         with progress_bar(not (silent or as_json), title) as progress:
             report = convert(
                 *sources,

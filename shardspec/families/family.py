@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import lru_cache
 from importlib.resources import files
-from typing import Any, Final, Literal, NamedTuple, TypeAlias, cast
+from typing import Any, Final, Literal, NamedTuple, TypeAlias
 
 from shardspec.errors import LayoutError, SpecSyntaxError
 from shardspec.resharding.patterns import Side, form_of, placeholders
@@ -68,11 +68,12 @@ class Family(NamedTuple):
     """What stands before the names of a layer's tensors, by ``hf`` and ``megatron``."""
     rows: Mapping[str, tuple[Row, ...]]
     """Of the whole ``model``, of each ``layer``, and of each layer behind the last (``mtp``)."""
-    unused: tuple[tuple[str, str], ...]
-    """Names that go nowhere, on purpose; the second is the size at which they do."""
+    unused: tuple[str, ...]
+    """Names of tensors that files may contain and that go nowhere."""
     sizes: Mapping[str, str]
+    """Sizes in words of the config, or of other sizes; also of keys that a config has as null."""
     defaults: Mapping[str, str]
-    """What holds if a whole config does not say it."""
+    """Values of transformers' class for keys that a config leaves out."""
     refused: Mapping[str, str]
     """Why there is no way to or from a place; of ``all`` of them."""
 
@@ -133,8 +134,6 @@ def read_family(text: str, name: str) -> Family:
             and not any(fnmatchcase(row.side[0], pattern) for pattern in without)
         ]
         rows[table] = (*kept, *own)
-    entries = given.get("unused", [])
-    unused = [(entry, "") if isinstance(entry, str) else tuple(entry) for entry in entries]
 
     def merged(key: str) -> dict[str, str]:
         old = getattr(base, key) if base else {}
@@ -146,7 +145,7 @@ def read_family(text: str, name: str) -> Family:
         tuple(given.get("model_types", [])),
         merged("prefix"),
         rows,
-        (*(base.unused if base else ()), *cast(list[tuple[str, str]], unused)),
+        (*(base.unused if base else ()), *given.get("unused", [])),
         sizes,
         merged("defaults"),
         refused,
@@ -178,13 +177,9 @@ class _Reader:
             kind, expected = _HEADS[key]
             if not isinstance(value, kind):
                 raise self.wrong(key, f"{key} is {expected}, not {shown(value)}")
-            if key in ("model_types", "without") and not all(isinstance(v, str) for v in value):
+            texts = key in ("model_types", "without", "unused")
+            if texts and not all(isinstance(text, str) for text in value):
                 raise self.wrong(key, f"{key} is a list of texts, not {shown(value)}")
-            for entry in value if key == "unused" else ():
-                pair = [entry, ""] if isinstance(entry, str) else entry
-                if not (isinstance(pair, list) and [type(v) for v in pair] == [str, str]):
-                    problem = f"unused has {shown(entry)}; give a name, or it and a size"
-                    raise self.wrong(key, problem)
             for place in {*value} - {"all", *PLACES} if key == "refused" else ():
                 raise self.wrong(str(place), f"{shown(place)} is no place; say megatron or fused")
 

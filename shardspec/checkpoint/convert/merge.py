@@ -23,7 +23,6 @@ from shardspec.checkpoint.convert.output import Output
 from shardspec.checkpoint.convert.prepare import Prepared, prepared_output
 from shardspec.checkpoint.formats import Format, written_format
 from shardspec.checkpoint.open import as_catalog
-from shardspec.checkpoint.select.mapped import Names
 from shardspec.checkpoint.storage.from_text import storage_path
 from shardspec.checkpoint.targets import Target
 from shardspec.comm.together import Processes
@@ -31,6 +30,7 @@ from shardspec.layout.layout import Layout
 from shardspec.layout.rules import Rules
 from shardspec.mesh.device_mesh import DeviceMesh
 from shardspec.resharding.digests import Digests, TensorDigest
+from shardspec.resharding.name_map import Names
 
 
 def merge(

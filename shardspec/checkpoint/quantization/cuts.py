@@ -15,11 +15,12 @@ from shardspec.checkpoint.quantization.detect import (
     sections,
     stated_by,
 )
-from shardspec.checkpoint.select.mapped import MappedCatalog, Names, boxes_in_source, mapped
+from shardspec.checkpoint.select.mapped import MappedCatalog, boxes_in_source, mapped
 from shardspec.dtypes import dtype_name
 from shardspec.errors import DTypeError, LayoutError, QuantisedError, ShardSpecError
 from shardspec.layout.layout import Layout
 from shardspec.layout.spec import DimSpec, Part, ShardingSpec
+from shardspec.resharding.name_map import Names
 from shardspec.resharding.plan import ReshardPlan
 from shardspec.text import Argument, TextPart
 

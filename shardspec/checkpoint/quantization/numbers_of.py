@@ -4,7 +4,8 @@ from collections.abc import Mapping
 
 from shardspec.checkpoint.catalog import Catalog
 from shardspec.checkpoint.select.choice import Choice
-from shardspec.checkpoint.select.mapped import Names, Naming, config_beside, mapped_choice
+from shardspec.checkpoint.select.mapped import CatalogNaming, config_beside, mapped_choice
+from shardspec.resharding.name_map import Names
 
 
 def mapped_source(source: Catalog, names: Names | None, choice: Choice) -> tuple[Catalog, Choice]:
@@ -14,7 +15,7 @@ def mapped_source(source: Catalog, names: Names | None, choice: Choice) -> tuple
     """
     if choice.dtype is not None:
         source = with_numbers(source, choice.dtype, choice, config_of(source, names))
-        names = names.with_dtype(choice.dtype) if isinstance(names, Naming) else names
+        names = names.with_dtype(choice.dtype) if isinstance(names, CatalogNaming) else names
     return mapped_choice(source, names, choice)
 
 
@@ -35,4 +36,4 @@ def with_numbers(
 
 def config_of(source: Catalog, names: Names | None) -> Mapping[str, object] | None:
     """Return the config of a model: that by which it is named, or which lies beside it."""
-    return names.config if isinstance(names, Naming) else config_beside(source)
+    return names.config if isinstance(names, CatalogNaming) else config_beside(source)

@@ -27,10 +27,11 @@ from shardspec.checkpoint.quantization.detect import Shape, sections, sections_o
 from shardspec.checkpoint.quantization.numbers_of import config_of
 from shardspec.checkpoint.quantization.schemes import MX, QUANTIZATIONS, ScaleRule
 from shardspec.checkpoint.select.choice import Choice, Patterns, wanted_names
-from shardspec.checkpoint.select.mapped import Names, mapped
+from shardspec.checkpoint.select.mapped import mapped
 from shardspec.dtypes import dtype_name, is_cast, is_floating, item_bytes, packed
 from shardspec.errors import CheckpointError, DTypeError
 from shardspec.families.linear import LinearLayers, is_listed, module_of
+from shardspec.resharding.name_map import Names
 from shardspec.text import Argument, shown
 
 _GPT_OSS: Final = {"quant_method": "mxfp4"}
