@@ -18,7 +18,7 @@ PYTHON ?= python3.11 python3
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lint test exhaustive compat docs dist cuda demo faults clean again
+.PHONY: help setup lint test exhaustive compat docs dist release-check cuda demo faults clean again
 
 help:
 	@echo 'make setup       make .venv and install the pinned dependencies (only when they changed)'
@@ -29,6 +29,7 @@ help:
 	@echo 'make cuda        the tests that need a GPU, by the Python that CUDA_PYTHON names'
 	@echo 'make docs        setup, then the site of docs/ in build/docs, by .venv-docs'
 	@echo 'make dist        setup, then a wheel and an sdist in dist/, installed and tried, with torch and without'
+	@echo 'make release-check  the same from the sources as a release has them, and twine check'
 	@echo 'make demo        setup, then save, merge and compare real weights (examples/minilm.py)'
 	@echo 'make faults      setup, then every fault of docs/faults.md, and its table'
 	@echo 'make clean       remove the environments, caches and what the demo wrote'
@@ -107,7 +108,7 @@ exhaustive: setup
 
 # Environments of their own for what few people need: they see the packages of .venv, and have
 # those of one extra besides.
-.venv-docs/.ready .venv-compat/.ready .venv-tools/.ready: .venv-%/.ready: $(STAMP)
+.venv-docs/.ready .venv-compat/.ready .venv-tools/.ready .venv-release/.ready: .venv-%/.ready: $(STAMP)
 	rm -rf .venv-$*
 	$(PY) -m venv --without-pip .venv-$*
 	$(PY) -c 'import sys, sysconfig; print(sysconfig.get_path("purelib"))' \
@@ -123,7 +124,6 @@ compat: .venv-compat/.ready .venv-tools/.ready
 
 # All pages anew (-E): those that did not change have the others in their navigation.
 docs: .venv-docs/.ready
-	.venv-docs/bin/python -m benchmarks.links benchmarks/nccl-single-node.csv --plot docs/links.svg >/dev/null
 	.venv-docs/bin/python -m sphinx -q -W --keep-going -E -b html -d build/doctrees docs build/docs
 	.venv-docs/bin/python -m shardspec explore --overwrite -o build/docs/page.html
 
@@ -131,6 +131,9 @@ docs: .venv-docs/.ready
 DIST_PYTHONS ?= python3.12 python3.13
 dist: setup
 	$(PY) -m tests.distribution $(DIST_PYTHONS)
+
+release-check: .venv-release/.ready
+	.venv-release/bin/python -m tests.distribution --release $(DIST_PYTHONS)
 
 # `make setup` pins torch's CPU build, so these run where torch has CUDA.
 CUDA_PYTHON ?= python3
@@ -144,6 +147,6 @@ faults: setup
 	$(PY) -m tests.faults --whole
 
 clean:
-	rm -rf $(VENV) .venv-docs .venv-compat .venv-tools build dist shardspec.egg-info demo-output
+	rm -rf $(VENV) .venv-docs .venv-compat .venv-tools .venv-release build dist shardspec.egg-info demo-output
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

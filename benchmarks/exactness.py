@@ -19,7 +19,8 @@ from math import isfinite, prod
 import click
 import numpy as np
 
-from shardspec import CostModel, DeviceMesh, Layout, LayoutConverter, Link, ShardingSpec
+from shardspec import CostModel, DeviceMesh, Layout, LayoutConverter, ShardingSpec
+from shardspec.comm.curves import Link
 from shardspec.errors import LayoutError
 from shardspec.text import table_text
 from tests.layout.brute_force import Brute, Model, chains

@@ -21,6 +21,7 @@ from dataclasses import asdict, dataclass
 from math import prod
 from pathlib import Path
 from typing import Any, Final
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -31,8 +32,9 @@ from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 from torch.distributed.tensor._redistribute import use_min_cost_redistribution_plan
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from shardspec import DeviceMesh, DTensor, Layout, LayoutConverter, ProcessGroupCommunicator
+from shardspec import DeviceMesh, DTensor, Layout, LayoutConverter
 from shardspec.boxes import slices_within
+from shardspec.comm.process_group import ProcessGroupCommunicator
 
 __all__ = ["PAIRS", "Row", "main"]
 
@@ -212,10 +214,9 @@ def _rank(rank: int, world: int, store: str, options: argparse.Namespace, out: A
         TorchMesh("cpu", ids, mesh_dim_names=tuple(f"{name}{axis}" for axis in range(len(shape))))
         for name in ("default", "graph")
     ]
-    communicators = [
-        ProcessGroupCommunicator.of(mesh),
-        ProcessGroupCommunicator(mesh, reads_peers=False),
-    ]
+    communicators = [ProcessGroupCommunicator.of(mesh)]
+    with mock.patch.dict(os.environ, SHARDSPEC_TRANSPORT="messages"):
+        communicators.append(ProcessGroupCommunicator(mesh))
     rows, columns = options.size
     whole = (torch.arange(rows * columns) % 1021).to(torch.float32).reshape(rows, columns)
     found = []

@@ -1,4 +1,4 @@
-"""Time and memory of dequantising and quantising, beside `cat` of the 16-bit numbers.
+"""Time and memory of dequantizing and quantizing, beside `cat` of the 16-bit numbers.
 
 Run ``python -m benchmarks.low_precision [MIB [THREADS]]``. Each way is measured five times, in turn
 with `cat` of the file of 16-bit numbers; shown are medians of the ratios, and the most memory that
@@ -35,9 +35,9 @@ def main(mebibytes: int, threads: int) -> None:
         experts(place, mebibytes)
         ways: dict[str, tuple[str, dict[str, str]]] = {}
         for kind in KINDS:
-            ways[f"quantise {kind}"] = ("plain", {"quantize": kind})
+            ways[f"quantize {kind}"] = ("plain", {"quantize": kind})
         for kind in (*KINDS, "gpt-oss"):
-            ways[f"dequantise {kind}"] = (kind, {"dtype": "bf16"})
+            ways[f"dequantize {kind}"] = (kind, {"dtype": "bf16"})
         print(f"{mebibytes} MiB of bf16, times `cat`; {threads} threads; peak of a process")
         for name, (source, how) in ways.items():
             times = ratio(place, numbers, source, how, threads)

@@ -25,7 +25,8 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh as TorchMesh
 from torch.distributed.tensor import DTensor as TorchDTensor
 
-from shardspec import DeviceMesh, DTensor, Layout, ShardingSpec, SimulatedCommunicator
+from shardspec import DeviceMesh, DTensor, Layout, ShardingSpec
+from shardspec.comm.communicator import SimulatedCommunicator
 from shardspec.interop.notations import to_placements
 from shardspec.text import table_text
 from tests.conversions import (

@@ -8,6 +8,7 @@ from 1,024 to 512 devices; ``--copy MIB`` compares a state dict with a copy thro
 """
 
 import argparse
+import os
 import resource
 import statistics
 import sys
@@ -21,6 +22,7 @@ from multiprocessing import shared_memory
 from multiprocessing.queues import SimpleQueue
 from pathlib import Path
 from typing import TypeAlias, TypeVar
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -30,8 +32,10 @@ from torch.distributed.tensor import DTensor as TorchDTensor
 
 from benchmarks.execution import placements_of
 from benchmarks.state_models import ROWS, Row, deepseek, specs_of
-from shardspec import DeviceMesh, Layout, ProcessGroupCommunicator, ReshardPlan, plan_reshard
+from shardspec import DeviceMesh, Layout, ReshardPlan, plan_reshard
 from shardspec.boxes import Box, box_size, intersect, slices_within
+from shardspec.comm.process_group import ProcessGroupCommunicator
+from shardspec.mesh.job import current_job
 
 __all__ = ["main"]
 
@@ -160,15 +164,17 @@ def _run(plan: ReshardPlan, state: State, out: State) -> None:
 def _by_messages(plan: ReshardPlan, state: State, out: State) -> None:
     """Run a plan as it runs where no process may read another one's memory."""
     mesh = DeviceMesh(plan.devices, (len(plan.devices),))
+    communicators = current_job().communicators
     usual = ProcessGroupCommunicator.of(mesh)
-    _without_reading(mesh).substitute()
+    communicators[mesh] = _without_reading(mesh)
     plan.run(state, out)
-    usual.substitute()
+    communicators[mesh] = usual
 
 
 @cache
 def _without_reading(mesh: DeviceMesh) -> ProcessGroupCommunicator:
-    return ProcessGroupCommunicator(mesh, reads_peers=False)
+    with mock.patch.dict(os.environ, SHARDSPEC_TRANSPORT="messages"):
+        return ProcessGroupCommunicator(mesh)
 
 
 def _timed(run: Run) -> float:

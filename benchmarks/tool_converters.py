@@ -140,17 +140,6 @@ CONVERTERS = (
         ("merge", "--to", "huggingface", "--exclude", "optimizer.*"),
         "model.safetensors",
     ),
-    Converter(
-        "DeepSpeed ZeRO-2, `ds_to_universal`",
-        make_zero2,
-        "from types import SimpleNamespace as to; from pathlib import Path;"
-        " from deepspeed.checkpoint.ds_to_universal import main;"
-        " tag = Path(source, Path(source, 'latest').read_text());"
-        " main(to(input_folder=str(tag), output_folder=out, num_extract_workers=4, strict=True,"
-        " num_merge_workers=2, keep_temp_folder=False, inject_missing_state=True))",
-        ("reshard", "--to", "deepspeed-universal"),
-        "zero",
-    ),
 )
 
 

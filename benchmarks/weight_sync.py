@@ -24,7 +24,8 @@ from torch.distributed.tensor import DTensor as TorchDTensor
 from torch.distributed.tensor import Shard
 
 from benchmarks.state import in_processes
-from shardspec import DeviceMesh, Layout, TensorDigest, plan_reshard, save_sharded
+from shardspec import DeviceMesh, Layout, plan_reshard, save_sharded
+from shardspec.resharding.digests import TensorDigest
 from shardspec.tensor.shards import bits_of
 from shardspec.text import table_text
 

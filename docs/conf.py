@@ -1,8 +1,11 @@
-"""How the pages under docs/ become a site: `make docs`, strictly and without a network."""
+"""Settings of sphinx, which builds the site from docs/ without a network: `make docs`."""
 
+import subprocess
+import sys
 from importlib import import_module
 from inspect import isclass
 from itertools import groupby
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
@@ -49,6 +52,7 @@ _TITLES = {
 
 _BESIDE = {
     "Ready rules for modules": ("parallel.distribute", "parallel.rules"),
+    "Links, plans and parts of specs": ("comm.curves", "layout.plan", "layout.spec"),
     "Steps of plans": ("comm.steps",),
     "Other notations": ("interop.notations", "interop.torch_dtensor"),
     "What a trace holds": ("tracing",),
@@ -66,7 +70,8 @@ def _public_names() -> str:
         return (known.index(part) if part in known else len(known), part)
 
     lines = []
-    for (_, part), names in groupby(sorted(shardspec.__all__, key=place), key=place):
+    ours = [name for name, home in shardspec._HOME.items() if home.startswith("shardspec.")]
+    for (_, part), names in groupby(sorted(ours, key=place), key=place):
         lines += [f"## {_TITLES.get(part, part.replace('_', ' ').capitalize())}", ""]
         for name in names:
             lines += _entry(shardspec._HOME[name], name)
@@ -100,16 +105,28 @@ def _commands() -> str:
     """Return a section for each command, with its help."""
     group = click.Context(cli, info_name="shardspec", max_content_width=100)
     lines = []
-    for name in cli.list_commands(group):
-        command = cli.get_command(group, name)
-        assert command is not None
-        context = click.Context(command, group, name, max_content_width=100, terminal_width=100)
-        lines += [f"## shardspec {name}", "", "```text", command.get_help(context), "```", ""]
+    commands = {name: cli.get_command(group, name) for name in cli.list_commands(group)}
+    for name, command in commands.items():
+        members = command.commands if isinstance(command, click.Group) else {}
+        for words, each in [(name, command), *((f"{name} {m}", c) for m, c in members.items())]:
+            assert each is not None
+            context = click.Context(each, group, words, max_content_width=100, terminal_width=100)
+            lines += [f"## shardspec {words}", "", "```text", each.get_help(context), "```", ""]
     return "\n".join(lines)
 
 
+def _draw_links() -> None:
+    """Draw the picture that docs/plans.md shows and that is not kept in the repository."""
+    root = Path(__file__).parent.parent
+    command = ["benchmarks.links", "benchmarks/nccl-single-node.csv", "--plot", "docs/links.svg"]
+    subprocess.run(
+        [sys.executable, "-m", *command], cwd=root, check=True, stdout=subprocess.DEVNULL
+    )
+
+
 def setup(app: "Sphinx") -> None:
-    """Put the public names, and the help of commands, where pages say so."""
+    """Draw what is not kept; put the public names and the help of commands where pages say so."""
+    _draw_links()
 
     def fill(_app: "Sphinx", name: str, source: list[str]) -> None:
         if name == "commands":

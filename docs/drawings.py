@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
-from shardspec import DeviceMesh, Layout, LayoutConverter, plan_reshard
+from shardspec import DeviceMesh, Layout, LayoutConverter
 from shardspec.layout.picture import row_svg
 
 IMAGES: Final = Path(__file__).parent / "images"
@@ -35,26 +35,12 @@ def specs(texts: Sequence[str], per_row: int) -> str:
     return row_svg(pictures, per_row=per_row)
 
 
-def weight_sync() -> str:
-    """Return who sends what to whom when a trainer gives its weights to a generator."""
-    trainer = DeviceMesh(range(8), (4, 2), axis_names=("dp", "tp"))
-    generator = DeviceMesh(range(8, 12), axis_names=("tp",))
-    state = {
-        "up.weight": Layout(trainer, "[S(tp,dp),R]", (11008, 4096), "bf16"),
-        "down.weight": Layout(trainer, "[S(dp),S(tp)]", (4096, 11008), "bf16"),
-        "norm.weight": Layout(trainer, "[S(dp)]", (4096,), "bf16"),
-    }
-    rules = {"up.weight": "[S(tp),R]", "down.weight": "[R,S(tp)]"}
-    return plan_reshard(state, (generator, rules)).svg()
-
-
 DRAWINGS: Final[Mapping[str, Callable[[], str]]] = {
     "layout.svg": layout,
     "conversion.svg": conversion,
     "one-axis.svg": lambda: specs(["[R,R]", "[S(dp),R]", "[R,S(tp)]"], 3),
     "two-axes.svg": lambda: specs(["[S(dp),S(tp)]", "[S(dp,tp),R]", "[S(tp,dp),R]"], 3),
     "pending.svg": lambda: specs(["[S(dp),R|P(tp)]", "[S(dp),R]"], 2),
-    "weight-sync.svg": weight_sync,
 }
 """File name to what draws it."""
 

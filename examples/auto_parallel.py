@@ -21,7 +21,8 @@ from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import coo_array
 from torch import fx, nn
 
-from shardspec import CostModel, DeviceMesh, DTensor, Layout, LayoutConverter, Link
+from shardspec import CostModel, DeviceMesh, DTensor, Layout, LayoutConverter
+from shardspec.comm.curves import Link
 from shardspec.comm.process_group import ProcessGroupCommunicator
 from shardspec.layout.table import CostTable
 from shardspec.profiling.measure import measure

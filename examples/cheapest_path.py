@@ -5,7 +5,8 @@ python examples/cheapest_path.py
 
 from dataclasses import replace
 
-from shardspec import CostModel, DeviceMesh, Layout, LayoutConverter, Link
+from shardspec import CostModel, DeviceMesh, Layout, LayoutConverter
+from shardspec.comm.curves import Link
 
 # A gradient of which every device along axis "dp" holds one addend: a sum over dp is pending. We
 # want the finished sum on all 8 devices.

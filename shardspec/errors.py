@@ -106,8 +106,8 @@ class ProfileError(ShardSpecError, ValueError):
     """A measured profile is missing, damaged, or does not fit its use."""
 
 
-class QuantisedError(CheckpointError, DTypeError):
-    """The scales or parameters of a quantised checkpoint are missing, or do not fit its codes."""
+class QuantizedError(CheckpointError, DTypeError):
+    """The scales or parameters of a quantized checkpoint are missing, or do not fit its codes."""
 
 
 class OutputExistsError(CheckpointError, FileExistsError):

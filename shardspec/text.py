@@ -76,6 +76,16 @@ def first_of(texts: Sequence[str], most: int = 1) -> str:
     return f"{', '.join(texts[:most])}{more}"
 
 
+def ranks_text(ranks: Iterable[int]) -> str:
+    """Return the names of some ranks, shortened if there are many.
+
+    >>> ranks_text([3, 1, 3]), ranks_text([4]), ranks_text(range(20))
+    ('ranks 1, 3', 'rank 4', 'ranks 0, 1, 2, 3, 4, 5, 6, 7 and 12 more')
+    """
+    names = [*map(str, sorted(set(ranks)))]
+    return f"rank{'' if len(names) == 1 else 's'} {first_of(names, 8)}"
+
+
 def table_text(
     header: Sequence[str],
     rows: Sequence[Sequence[str]],

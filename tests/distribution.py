@@ -1,11 +1,15 @@
-"""The wheel and the sdist, installed where nothing else is, run the quick starts of the README.
+"""Builds the wheel and the sdist, and runs the README's quick starts where they are installed.
 
-``python -m tests.distribution [PYTHON …]`` builds both into ``dist/``. The wheel is installed
-without torch into a new environment of each interpreter that runs, by default this one and
-``python3.12`` and ``python3.13``; into that of this one also with torch, and from the sdist.
+``python -m tests.distribution [--release] [PYTHON …]`` builds both into ``dist/``. The wheel is
+installed without torch into a new environment of each interpreter that runs, by default this one,
+``python3.12`` and ``python3.13``; into that of this one also with torch, and from the sdist. With
+``--release`` they are built from the committed files, with the links of the README made absolute,
+and ``twine`` checks them.
 """
 
+import configparser
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -51,13 +55,40 @@ def try_pages(python, *options):
         run(python, "-I", PAGE_BLOCKS, ROOT / "README.md", *options, cwd=place)
 
 
-def main(pythons):
+def absolute_links(page, source):
+    """Return a page whose links into the repository work where a package index shows it."""
+    page = re.sub(r"(!\[[^]]*\]\()(?!https?:|#)", rf"\1{source}/raw/main/", page)
+    page = re.sub(r'(src(?:set)?=")(?!https?:)', rf"\1{source}/raw/main/", page)
+    return re.sub(r"(?<!!)(\[[^]]*\]\()(?!https?:|#)", rf"\1{source}/blob/main/", page)
+
+
+def release_sources(place):
+    """Copy the committed files to a folder, with the README that a release has."""
+    archive = subprocess.run(["git", "archive", "HEAD"], cwd=ROOT, check=True, capture_output=True)
+    subprocess.run(["tar", "-x"], cwd=place, check=True, input=archive.stdout)
+    settings = configparser.ConfigParser()
+    settings.read(place / "setup.cfg", "utf-8")
+    urls = dict(
+        line.split(" = ") for line in settings["metadata"]["project_urls"].split("\n") if line
+    )
+    readme = place / "README.md"
+    readme.write_text(absolute_links(readme.read_text("utf-8"), urls["Source"]), "utf-8")
+    if "example.org" in urls["Source"]:
+        print("setup.cfg: project_urls are placeholders; fill them in before a release")
+    return place
+
+
+def main(pythons, *, release=False):
     """Build, install and try; the first failure ends it."""
     dist = ROOT / "dist"
     for old in dist.glob("shardspec-*"):
         old.unlink()
-    run(sys.executable, "-m", "build", "--outdir", dist, ROOT)
+    with tempfile.TemporaryDirectory() as sources:
+        place = release_sources(Path(sources)) if release else ROOT
+        run(sys.executable, "-m", "build", "--outdir", dist, place)
     (wheel,), (sdist,) = dist.glob("*.whl"), dist.glob("*.tar.gz")
+    if release:
+        run(sys.executable, "-m", "twine", "check", "--strict", wheel, sdist)
     with tempfile.TemporaryDirectory() as temporary:
         place = Path(temporary)
         for python in [sys.executable, *pythons]:
@@ -77,4 +108,5 @@ def main(pythons):
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:] or ["python3.12", "python3.13"])
+    others = [word for word in sys.argv[1:] if word != "--release"]
+    main(others or ["python3.12", "python3.13"], release="--release" in sys.argv)

@@ -8,11 +8,11 @@ from math import prod
 import numpy as np
 import pytest
 
-from shardspec import Digests, TensorDigest
+from shardspec import Digests
 from shardspec.boxes import box_shape
 from shardspec.dtypes import item_bytes
 from shardspec.errors import CheckpointError, LayoutError
-from shardspec.resharding.digests import digests_of_json
+from shardspec.resharding.digests import TensorDigest, digests_of_json
 from tests.test_readme import ROOT
 
 MASK = 2**64 - 1

@@ -60,11 +60,11 @@ def test_snippets_and_commands_print_what_is_shown(folder, name):
 def test_links_between_pages_lead_somewhere():
     pages = sorted(DOCS.glob("*.md"))
     assert len(pages) >= 10
-    makefile = (DOCS.parent / "Makefile").read_text("utf-8")
+    settings = (DOCS / "conf.py").read_text("utf-8")
     for page in pages:
         for link in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text("utf-8")):
             if not link.startswith("https:"):
-                made = f"docs/{link}" in makefile  # `make docs` draws it
+                made = f"docs/{link}" in settings  # sphinx draws it
                 assert made or (DOCS / link).is_file(), (page.name, link)
 
 
@@ -97,12 +97,13 @@ def test_every_command_has_its_place_on_the_page_of_commands():
     assert "<!-- commands -->" in (DOCS / "commands.md").read_text("utf-8")
     text = module_of("conf")._commands()
     sections = dict(
-        re.findall(r"^## shardspec (\S+)\n\n```text\n(.*?)\n```", text, re.M | re.DOTALL)
+        re.findall(r"^## shardspec ([^\n]+)\n\n```text\n(.*?)\n```", text, re.M | re.DOTALL)
     )
-    assert list(sections) == cli.list_commands(click.Context(cli))
+    commands = cli.list_commands(click.Context(cli))
+    assert list(dict.fromkeys(name.split()[0] for name in sections)) == commands
     for name, usage in sections.items():
         assert usage.startswith(f"Usage: shardspec {name} ")
-        assert "--quiet" in usage
+        assert ("--quiet" in usage) != (f"{name} list" in sections or f"{name} make" in sections)
         assert "Examples:" in usage
         assert not re.findall(r"^ +--\S+ [A-Z]+_", usage, re.MULTILINE)  # a name of the code
 
@@ -122,7 +123,8 @@ def test_every_public_name_has_its_place_in_the_reference():
     conf = module_of("conf")
     text = conf._public_names()
     assert "<!-- public names -->" in (DOCS / "reference.md").read_text("utf-8")
-    for name, home in shardspec._HOME.items():
+    ours = {name: home for name, home in shardspec._HOME.items() if home.startswith("shardspec.")}
+    for name, home in ours.items():
         assert re.search(rf"\.\. auto(class|function):: {home}\.{name}$", text, re.MULTILINE)
         assert "\nExamples\n--------\n" in (inspect.getdoc(getattr(shardspec, name)) or ""), name
     assert "<!-- names beside -->" in (DOCS / "reference.md").read_text("utf-8")

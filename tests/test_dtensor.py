@@ -1,7 +1,9 @@
 import pytest
 import torch
+from torch.distributed.tensor import Partial, Replicate, Shard
 
-from shardspec import DeviceMesh, DTensor, Layout, SimulatedCommunicator, distribute_tensor
+from shardspec import DeviceMesh, DTensor, Layout, distribute_tensor
+from shardspec.comm.communicator import SimulatedCommunicator
 from shardspec.errors import AxisError, CommunicatorError, LayoutError
 
 MESH = DeviceMesh([4, 0, 5, 2, 1, 3], (2, 3), axis_names=("dp", "tp"))
@@ -16,10 +18,7 @@ def test_a_whole_tensor_is_cut_into_the_boxes_of_its_layout():
     assert t.device_mesh == MESH
     assert t.dim() == 2
     assert not t.requires_grad
-    assert repr(t) == (
-        "DTensor([S1,S0] of [7, 5] float32 on dp=2,tp=3; holds the shards of devices "
-        "4, 0, 5, 2, 1, 3)"
-    )
+    assert repr(t) == f"DTensor([S1,S0] of [7, 5] float32 on dp=2,tp=3; values:\n{WHOLE!r})"
     assert t.to_local(4).tolist() == WHOLE[0:3, 0:3].tolist()
     assert t.to_local(3).tolist() == WHOLE[6:7, 3:5].tolist()
     assert torch.equal(t.to_global(), WHOLE)
@@ -75,6 +74,26 @@ def refused(error, *words):
     return pytest.raises(error, match="(?s)" + ".*".join(words))
 
 
+def test_one_tensor_is_the_shard_of_every_device_of_one_process():
+    """As each rank of a job gives its own: gradients are those of the first, writes stay apart."""
+    local = torch.ones(2, 5, requires_grad=True)
+    t = DTensor.from_local(local, MESH, placements=[Shard(0), Replicate()])
+    assert t.shape == (4, 5)
+    (3 * t.to_global()).sum().backward()
+    assert local.grad is not None
+    assert torch.equal(local.grad, torch.full((2, 5), 3.0))
+    with torch.no_grad():
+        t.to_local(4).zero_()
+    assert t.to_global().sum() == 10
+
+
+def test_a_tensor_shows_its_values_or_those_of_a_shard():
+    pending = DTensor.from_local(torch.tensor(2.0), MESH, placements=[Partial(), Replicate()])
+    assert "sum over axis 0 is pending; addend of device 4:\ntensor(2.)" in repr(pending)
+    large = DTensor(torch.ones(70, 50), MESH, "[S0,R]")
+    assert repr(large).endswith(f"shard of device 4:\n{torch.ones(35, 50)!r})")
+
+
 def test_shards_that_do_not_fit_are_refused():
     t = DTensor(WHOLE, MESH, "[S0,R]")
     with refused(LayoutError, r"\[S0\]", "1 dim", "2 dims"):
@@ -97,8 +116,8 @@ def test_shards_that_do_not_fit_are_refused():
         DTensor.from_shards({}, t.layout)
     with refused(LayoutError, "dict with one shard for each"):
         DTensor.from_local({4: WHOLE}, MESH, "[R,R]")
-    with refused(LayoutError, "dict with one shard for each"):
-        DTensor.from_local(WHOLE, MESH, "[R,R]")
+    with refused(LayoutError, "dict of shards", "Layout and dict"):
+        DTensor.from_shards(t.layout, t.shards)  # type: ignore[arg-type]
     with refused(LayoutError, "shape \\(5,\\)", "2 dims"):
         DTensor.from_local(dict.fromkeys(MESH.ids, torch.ones(5)), MESH, "[R,R]")
     with refused(LayoutError, "communicator is for mesh 2"):

@@ -22,7 +22,7 @@ BUILT_IN = {
     "NotTorchMeshError": AttributeError,
     "OutputExistsError": FileExistsError,
     "ProfileError": ValueError,
-    "QuantisedError": ValueError,
+    "QuantizedError": ValueError,
     "ShardSpecError": Exception,
     "SpecSyntaxError": ValueError,
 }

@@ -20,6 +20,7 @@ ALONE: dict[Path, tuple[str, ...]] = {
     EXAMPLES / "auto_parallel.py": (),
     EXAMPLES / "delta_sync.py": ("--width", "128"),
     EXAMPLES / "other_meshes.py": (),
+    EXAMPLES / "trace_map.py": (),
 }
 """Those that are run in no job, with their arguments."""
 
@@ -54,7 +55,7 @@ def test_all_examples_are_tried_here():
     files = ("test_examples.py", "dist/test_examples.py", "test_minilm.py")
     tried = "".join((EXAMPLES.parent / "tests" / file).read_text("utf-8") for file in files)
     names = [path.name for path in sorted(EXAMPLES.glob("*.py"))]
-    assert len(names) == 18
+    assert len(names) == 19
     for name in names:
         assert f'EXAMPLES / "{name}"' in tried, name
 
@@ -70,6 +71,12 @@ def test_first_layout(printed):
         "device 3 holds [[3.0], [7.0], [11.0], [15.0]]\n"
         "together they are the matrix again: True\n"
     )
+
+
+def test_trace_map(printed):
+    lines = printed["trace_map.py"].splitlines()
+    assert lines[:3] == ["q → qkv[0:4 | 0:3]", "k → qkv[4:6 | 0:3]", "v → qkv[6:8 | 0:3]"]
+    assert len(lines) == 7
 
 
 def test_cheapest_path(printed):

@@ -52,7 +52,7 @@ def test_every_module_of_formats_has_one():
 
 @pytest.mark.parametrize("path", ELSEWHERE, ids=lambda path: f"{path.parent.name}/{path.name}")
 def test_no_other_module_names_a_format(path):
-    assert {"safetensors", "dcp", "deepspeed-universal", "Megatron-LM"} <= NAMES
+    assert {"safetensors", "dcp", "deepspeed", "Megatron-LM"} <= NAMES
     named = {text for text in texts(path) if text in NAMES}
     assert named == {text for name, text in NOT_FORMATS if name == path.name}
 

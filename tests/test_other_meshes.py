@@ -5,7 +5,8 @@ from itertools import product
 import pytest
 import torch
 
-from shardspec import DeviceMesh, DTensor, Layout, LayoutConverter, SimulatedCommunicator
+from shardspec import DeviceMesh, DTensor, Layout, LayoutConverter
+from shardspec.comm.communicator import SimulatedCommunicator
 from shardspec.errors import LayoutError
 from tests.conversions import (
     partial_specs,

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.distribution import absolute_links
 from tests.sources import FILES, nodes_of
 
 ROOT = Path(__file__).parent.parent
@@ -72,3 +73,11 @@ def test_everything_is_pinned_once():
         needed |= named(extra)
     needed |= named(options()["options"]["install_requires"])
     assert {name.lower() for name in needed} <= set(names)
+
+
+def test_links_of_the_readme_are_absolute_in_a_release():
+    page = '![a](docs/a.svg) [b](docs/b.md#c) [c](https://d) [e](#f) <img src="docs/g.png">'
+    assert absolute_links(page, "https://h") == (
+        "![a](https://h/raw/main/docs/a.svg) [b](https://h/blob/main/docs/b.md#c) [c](https://d) "
+        '[e](#f) <img src="https://h/raw/main/docs/g.png">'
+    )

@@ -2,12 +2,13 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import chain
 from math import prod
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Final, Generic, NamedTuple, Protocol, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Final, Generic, NamedTuple, Protocol, Self, TypeAlias, TypeVar
 
 from shardspec.boxes import Box, box_size
 from shardspec.checkpoint.storage.from_text import storage_path
@@ -35,24 +36,6 @@ class Digest:
     start: int
     """Position of the first byte in the file."""
     num_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class Patch:
-    """What a delta changes in a tensor: one zstd frame in a file."""
-
-    path: StoragePath
-    start: int
-    """Position of the first byte in the file."""
-    num_bytes: int
-    content_bytes: int
-    """What the frame has when it is decompressed."""
-    encoding: str
-    checksum_format: str
-    checksum: str
-    """Of the whole tensor afterwards, as is the digest."""
-    digest: str | None
-    """None where the delta does not say it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,9 +121,6 @@ class Outline(Generic[_Box_co]):
 class StoredTensor(Outline[StoredBox]):
     """A tensor of a checkpoint and the places of all its boxes."""
 
-    patches: tuple[Patch, ...] = ()
-    """What deltas change in it, in order."""
-
 
 AnyOutline: TypeAlias = Outline[FileBox]
 """Of a tensor whose boxes need not have places."""
@@ -206,39 +186,52 @@ class FileMetadata(NamedTuple):
     """Keys for which two files have different values, and these files."""
 
 
+NO_METADATA: Final = FileMetadata()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointFacts:
+    """Everything that is known of a checkpoint besides its tensors and values.
+
+    A catalog made of another one passes it on whole, and replaces what names tensors.
+    """
+
+    snapshot: Snapshot | None = None
+    """State of the files before they were opened; `open_checkpoint` takes it."""
+    below: tuple[Snapshot, ...] = ()
+    """The same for directories below with some of the files, where an index names them."""
+    file_metadata: FileMetadata = NO_METADATA
+    notes: tuple[str, ...] = ()
+    """Assumptions made when it was opened: lines for the user."""
+    objects: Mapping[str, StoredObject] = field(default_factory=dict)
+    """Those of `extras` that can be copied into torch's DCP unread."""
+    pickled: Mapping[str, Sequence[StoredTensor]] = field(default_factory=dict)
+    """Tensors within `objects` that are copied whole, and are not among its tensors."""
+    restored: bool = False
+    """True if the format stores nesting and plain values."""
+    paths: Mapping[str, KeyPath] = field(default_factory=dict)
+    """Keys of tensors and values in a nested state dict, where their names are not the keys."""
+    described_in: StoragePath | None = None
+    """Directory of the model's config and tokenizer, if not the one of the checkpoint."""
+    filled: tuple[str, ...] = ()
+    """Names of the tensors that were taken from another checkpoint, since this one lacks them."""
+    dropped: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    """Shapes of the tensors that it lacks because their sources were dropped."""
+    keeps_dtype: frozenset[str] = frozenset()
+    """Names of tensors that are never cast: codes and scales."""
+    quantization: Mapping[str, object] | None = None
+    """Section for the model's config about quantized weights: empty removes it, None keeps it."""
+
+
+NO_FACTS: Final = CheckpointFacts()
+
+
 class Catalog:
     """A checkpoint that is open for reading.
 
     Most formats list all tensors when it is opened; for others a subclass looks each up, and the
     last ones are kept.
     """
-
-    snapshot: Snapshot | None = None
-    """State of its files before they were opened; `open_checkpoint` takes it."""
-    below: tuple[Snapshot, ...] = ()
-    """The same for directories below with some of the files, where an index names them."""
-    file_metadata = FileMetadata()
-    notes: tuple[str, ...] = ()
-    """What was assumed when it was opened: lines for the user."""
-    objects: Mapping[str, StoredObject] = MappingProxyType({})
-    """Those of `extras` that can be copied into torch's DCP unread."""
-    pickled: "Mapping[str, Sequence[StoredTensor]]" = MappingProxyType({})
-    """Tensors within `objects` that are copied whole, and are not among its tensors."""
-    restored = False
-    """Whether loading makes the state dict that was saved again: nested, and with plain values."""
-    paths: Mapping[str, KeyPath] = MappingProxyType({})
-    """The keys of tensors and values in a nested state dict, where their names are not the keys."""
-    described_in: StoragePath | None = None
-    """A directory with the model's config and tokenizer, if not the one of the checkpoint."""
-    filled: tuple[str, ...] = ()
-    """Names of the tensors that were taken from another checkpoint, since this one lacks them."""
-    dropped: Mapping[str, tuple[int, ...]] = MappingProxyType({})
-    """Shapes of the tensors that it lacks because their sources were dropped."""
-    keeps_dtype: frozenset[str] = frozenset()
-    """Names of tensors that are never cast: codes and scales."""
-    quantization: Mapping[str, object] | None = None
-    """What the model's config should say about quantised weights: nothing if it is empty; None
-    leaves the config as it is."""
 
     def __init__(
         self,
@@ -248,13 +241,20 @@ class Catalog:
         files: Iterable[StoragePath],
         mesh: DeviceMesh | None = None,
         extras: Mapping[str, object] | None = None,
+        facts: CheckpointFacts = NO_FACTS,
     ) -> None:
-        self.format, self.directory, self.mesh = format, directory, mesh
+        self.format, self.directory, self.mesh, self.facts = format, directory, mesh, facts
         self.names = tuple(sorted(tensors))
         self._listed = tensors if isinstance(tensors, Mapping) else {}
         self._tensors = lru_cache(128)(self._look_up)
         self.files = tuple(files)
         self._extras = extras or {}
+
+    def with_facts(self, facts: CheckpointFacts) -> Self:
+        """Return the same checkpoint with other facts."""
+        other = copy(self)
+        other.facts = facts
+        return other
 
     @property
     def home(self) -> StoragePath:
@@ -302,15 +302,19 @@ class Catalog:
         To be called after all reads.
         """
         files = (*self.files, *beside)
-        below = {snapshot.place: snapshot for snapshot in self.below}
-        for snapshot in (self.snapshot, *self.below):
+        first, others = self.facts.snapshot, self.facts.below
+        below = {snapshot.place: snapshot for snapshot in others}
+        for snapshot in (first, *others):
             if snapshot is not None:
-                own = (at for at in files if below.get(at.parent, self.snapshot) is snapshot)
+                own = (at for at in files if below.get(at.parent, first) is snapshot)
                 snapshot.check_unchanged(own)
 
 
 class DerivedCatalog(Catalog, ABC):
-    """A checkpoint whose tensors are made of those of another one, when they are looked up."""
+    """A view of another checkpoint, whose tensors are made of it when they are looked up.
+
+    It has the facts of the other one, but those that name tensors where names change.
+    """
 
     def __init__(
         self,
@@ -318,9 +322,11 @@ class DerivedCatalog(Catalog, ABC):
         names: Iterable[str],
         extras: Mapping[str, object],
         mesh: DeviceMesh | None = None,
+        facts: CheckpointFacts | None = None,
     ) -> None:
-        super().__init__(base.format, base.directory, names, base.files, mesh, extras)
-        self.base, self.quantization = base, base.quantization
+        facts = base.facts if facts is None else facts
+        super().__init__(base.format, base.directory, names, base.files, mesh, extras, facts)
+        self.base = base
 
     @abstractmethod
     def _look_up(self, name: str) -> StoredTensor:

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from itertools import islice
 from pathlib import PurePath
@@ -123,9 +124,8 @@ def _open(at: _Place, options: OpenOptions) -> Catalog:
     snapshot = Snapshot.of(at.home, nested=at.format.nested)
     with _reported(at.place):
         opened = at.format.open(at.place, options)
-    opened.snapshot = snapshot
-    opened.notes += (at.note,) if at.note else ()
-    return opened
+    notes = (*opened.facts.notes, *([at.note] if at.note else ()))
+    return opened.with_facts(replace(opened.facts, snapshot=snapshot, notes=notes))
 
 
 @contextmanager

@@ -5,7 +5,7 @@ and whole numbers, so that the nesting comes back.
 """
 
 from base64 import b64decode, b64encode
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from math import isfinite
@@ -205,6 +205,23 @@ def decode_path(path: object) -> KeyPath:
         if not _is_key(keys[-1], depth):
             raise ValueError(f"has the key {key!r:.60}, but keys are text or whole numbers")
     return tuple(keys)
+
+
+def fitting_paths(
+    paths: Mapping[str, KeyPath], names: Collection[str], beside: Iterable[str] = ()
+) -> dict[str, KeyPath]:
+    """Return the keys of these names, or of none if the names `beside` them do not fit in.
+
+    Where a list lacks items, because tensors were renamed or excluded, every name is a key.
+    """
+    kept = {name: path for name, path in paths.items() if name in names}
+    if not kept:
+        return {}
+    try:
+        unflatten({name: kept.get(name, (name,)) for name in (*names, *beside)}, lambda _: None)
+    except CheckpointError:
+        return {}
+    return kept
 
 
 class _Node(dict[Any, Any]):

@@ -14,7 +14,7 @@ from typing import Final, NamedTuple, TypeAlias
 
 from shardspec.boxes import Box, box_shape, box_size
 from shardspec.checkpoint.catalog import Catalog, replica_holders, whole_box
-from shardspec.checkpoint.quantization.detect import QUANTISED_BY, SECTIONS
+from shardspec.checkpoint.quantization.detect import QUANTIZED_BY, SECTIONS
 from shardspec.checkpoint.storage.path import StoragePath, file_inside
 from shardspec.checkpoint.storage.strict_json import parse_json
 from shardspec.comm.senders import whole_senders
@@ -257,19 +257,20 @@ def add_sidecars(
     """Return an output with the files that lie beside the weights of a checkpoint.
 
     Into a directory go those that `sidecars` names; of what lies beside a single file, or describes
-    the model elsewhere, those of a model. How weights are quantised is in a config in any case.
+    the model elsewhere, those of a model. How weights are quantized is in a config in any case.
     """
-    elsewhere = source.described_in is not None
-    directory = source.home if source.described_in is None else source.described_in
+    described_in = source.facts.described_in
+    elsewhere = described_in is not None
+    directory = source.home if described_in is None else described_in
     whole = not elsewhere and directory == source.directory
     weights = (file for file in source.files if directory in file.parents)
     beside = {*directory.names()} - {file.relative_to(directory).parts[0] for file in weights}
     wanted: set[str] = set()
     if target.directory and (whole or elsewhere or beside & _OF_MODELS):
         wanted = (sidecars if whole else model_sidecars)(directory, beside)
-    section = source.quantization
+    section = source.facts.quantization
     if section is not None:
-        wanted -= QUANTISED_BY
+        wanted -= QUANTIZED_BY
     elif elsewhere and not _has_codes(target):
         section = {}
     taken = {file.name for file in target.files}
@@ -310,7 +311,7 @@ def _has_codes(target: Target) -> bool:
 
 
 def _restated(file: OutputFile, path: StoragePath, section: Mapping[str, object]) -> OutputFile:
-    """Return a config that says of how weights are quantised what a section does, or nothing."""
+    """Return a config that says of how weights are quantized what a section does, or nothing."""
     data = b"".join(raw.made() for raw in file.raw)
     config = parse_json(data, path, "config")
     if isinstance(config, dict):

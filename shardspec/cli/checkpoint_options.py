@@ -52,7 +52,7 @@ class SourceOptions:
         named = [path for path in paths if path is not None]
         catalogs = open_checkpoints(named, ranks=self.ranks, source_rules=self.source_rules)
         for catalog in catalogs:
-            for note in catalog.notes:
+            for note in catalog.facts.notes:
                 say(f"note: {catalog.directory}: {note}", err=True)
         return catalogs
 

@@ -1,4 +1,4 @@
-"""The commands about links of clusters: `shardspec presets` and `shardspec profile`."""
+"""The commands about links of clusters: `shardspec links` and `shardspec profile`."""
 
 import os
 import platform
@@ -13,7 +13,7 @@ import click
 from shardspec.checkpoint.storage.from_text import storage_path
 from shardspec.checkpoint.storage.path import check_new_file
 from shardspec.cli import options as opts
-from shardspec.cli.options import BYTES, FILE_PATH, MeshShape
+from shardspec.cli.options import BYTES, MeshShape
 from shardspec.cli.output import path_text, say, say_json, write_file
 from shardspec.comm.presets import PRESETS, LinkPreset
 from shardspec.mesh.device_mesh import DeviceMesh
@@ -23,16 +23,21 @@ if TYPE_CHECKING:
     from shardspec.profiling.profile import Profile
 
 
-@click.command(cls=opts.Command)
+@click.group(epilog="\b\nExamples:\n  shardspec links list")
+def links_command() -> None:
+    """List the links that --links knows."""
+
+
+@links_command.command("list", cls=opts.Command)
 @opts.json_option("Print everything as JSON.")
-def presets_command(as_json: bool) -> None:
+def list_links(as_json: bool) -> None:
     """Show the presets of --links, the sources of their numbers, and what they are valid for.
 
     Rates are in 10^9 bytes a second, in one direction, per device.
 
     Examples:
-      shardspec presets
-      shardspec presets --json
+      shardspec links list
+      shardspec links list --json
     """
     presets = PRESETS.values()
     if as_json:
@@ -76,7 +81,6 @@ def _sizes(preset: LinkPreset) -> str:
 @click.command(cls=opts.Command)
 @opts.mesh_option(required=True)
 @opts.output_option("Where to write the profile.", required=True)
-@click.option("--plot", type=FILE_PATH, help="Draw it as SVG too.")
 @click.option("--min-bytes", type=BYTES, default="4KiB", show_default=True)
 @click.option("--max-bytes", type=BYTES, default="16MiB", show_default=True)
 @click.option(
@@ -90,7 +94,6 @@ def _sizes(preset: LinkPreset) -> str:
 def profile_command(
     mesh: MeshShape,
     output: Path,
-    plot: Path | None,
     min_bytes: int,
     max_bytes: int,
     repeats: int,
@@ -120,20 +123,15 @@ def profile_command(
     if not 4 <= min_bytes < max_bytes:
         raise click.UsageError("--min-bytes must be at least 4, and --max-bytes more than it")
     if rank == 0:
-        for path in filter(None, (output, plot)):
-            check_new_file(storage_path(path), overwrite=overwrite)
+        check_new_file(storage_path(output), overwrite=overwrite)
     sizes = [min_bytes]
     while sizes[-1] * 4 < max_bytes:
         sizes.append(sizes[-1] * 4)
     profile = _measure(devices, [*sizes, max_bytes], repeats, show=rank == 0)
     if rank:
         return
-    from shardspec.profiling.profile import chart_svg, chart_text
-
     write_file(output, profile.to_json(), overwrite=overwrite)
-    if plot is not None:
-        write_file(plot, chart_svg(profile), overwrite=overwrite)
-    say(f"{profile.table()}\n\n{chart_text(profile)}\n")
+    say(profile.table())
     say(f"accuracy: {profile.cost_model.known_error}")
     say(f"{path_text(output)}: the links of mesh {devices}, {profile.cost_model.link_model} model")
 

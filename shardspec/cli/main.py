@@ -28,8 +28,6 @@ _COMMANDS: Final[Mapping[str, tuple[str, str]]] = {
     "plan": ("plan", "Plan the cheapest conversion between two specs, on paper."),
     "cost": ("plan", "Price conversions between many pairs of specs."),
     "show": ("show", "Show which devices hold which part of a tensor."),
-    "convert": ("show", "Write a spec in the notation of torch, JAX and others."),
-    "graph": ("show", "Draw the specs and the steps among them, and a plan's path."),
     "explore": ("show", "Write a page in which to watch conversions."),
     "inspect": ("inspect", "Show mesh, tensors, specs and sizes of a checkpoint."),
     "verify": ("compare", "Check that a checkpoint is complete and as it was saved."),
@@ -41,14 +39,14 @@ _COMMANDS: Final[Mapping[str, tuple[str, str]]] = {
     "reshard": ("write", "Write a checkpoint as another mesh would have saved it."),
     "check-map": ("maps", "Check that a name map writes every target element exactly once."),
     "plan-state": ("maps", "Plan how a mesh gets a model from a checkpoint."),
-    "presets": ("links", "Show the links that --links knows, with their sources."),
+    "links": ("links", "List the links that --links knows."),
     "profile": ("links", "Measure the links of a cluster, under torchrun."),
 }
 """Name to the module of the command and its line of help, so that the help imports no module."""
 
 _TASKS: Final[Mapping[str, str]] = {
     "plan": "Plan and price conversions",
-    "show": "Draw and translate specs",
+    "show": "Draw layouts and plans",
     "inspect": "Look into checkpoints",
     "compare": "Check and compare checkpoints",
     "delta": "Publish what changed",

@@ -8,7 +8,7 @@ import click
 
 from shardspec.cli import checkpoint_options as ckpt
 from shardspec.cli import options as opts
-from shardspec.cli.output import path_text, say, say_json, write_file
+from shardspec.cli.output import say, say_json
 from shardspec.errors import InputFileError, LayoutError
 from shardspec.input_files import read_json_object
 from shardspec.mesh.device_mesh import DeviceMesh
@@ -17,7 +17,7 @@ from shardspec.text import counted, shown
 if TYPE_CHECKING:
     from shardspec.checkpoint.catalog import Catalog
     from shardspec.layout.layout import Layout
-    from shardspec.resharding.maps import MapReport
+    from shardspec.resharding.total import MapReport
 
 
 @click.command(cls=opts.Command)
@@ -50,7 +50,7 @@ def check_map_command(
     checked, and printed with --json.
     """
     from shardspec.checkpoint.select.mapped import configured
-    from shardspec.resharding.maps import apply_map, dropped_by, report_of
+    from shardspec.resharding.total import apply_map, dropped_by, report_of
 
     before, catalog = _shapes(source)
     dropped = dropped_by(drop, before)
@@ -118,12 +118,6 @@ def _shapes(place: str) -> "tuple[dict[str, tuple[int, ...]], Catalog | None]":
     help="Write which bytes each device reads from which file into this directory.",
 )
 @ckpt.source_options
-@click.option(
-    "--html",
-    type=opts.FILE_PATH,
-    help="Draw which file sends how much to which device, as an HTML page.",
-)
-@opts.overwrite_option
 @opts.json_option("Print the plan as JSON.")
 def plan_state_command(
     checkpoint: PurePath,
@@ -135,8 +129,6 @@ def plan_state_command(
     max_bytes: int | None,
     transfers: Path | None,
     source: ckpt.SourceOptions,
-    html: Path | None,
-    overwrite: bool,
     as_json: bool,
 ) -> None:
     """Plan how the devices of a mesh read a model from the checkpoint CKPT.
@@ -149,11 +141,9 @@ def plan_state_command(
       shardspec plan-state ckpt --mesh 8 --map llama-hf-to-fused --sizes config.json
       shardspec plan-state ckpt --model config.json --layout vllm:tp=8,ep=8
       shardspec plan-state ckpt --mesh 8 --rules rules.toml --transfers rows/
-      shardspec plan-state ckpt --mesh 8 --rules rules.toml --html plan.html
     """
     from shardspec.checkpoint.job.load_plan import plan_stored
     from shardspec.checkpoint.job.rows import file_regions, write_transfers
-    from shardspec.resharding.picture import plan_html
 
     if layout is not None:
         ckpt.check_layout(maps, rules)
@@ -167,19 +157,13 @@ def plan_state_command(
         names = maps.read(catalog.home)
         planned = plan_stored(catalog, (mesh, rules or {}), names, dtype, max_bytes, maps.drop)
     catalog, plan, _, files = planned
-    # Drawn before anything is written: a plan may be too large to draw.
-    page = "" if html is None else plan_html(plan, files)
     if transfers is not None:
         write_transfers(plan, transfers, file_regions(catalog, planned.first), files)
-    if html is not None:
-        write_file(html, page, overwrite=overwrite)
     if as_json:
         named = {str(number): name for number, name in files.items()}
         say_json({**plan.as_dict(), "files": named})
     else:
         say(plan.text(files))
-        if html is not None:
-            say(f"{path_text(html)}: who sends what to whom; open it")
 
 
 def _with_links(cluster: opts.ClusterOptions) -> DeviceMesh:
@@ -204,8 +188,8 @@ def _under_layout(
     dtype: str | None,
 ) -> "tuple[Catalog, dict[str, Layout]]":
     """Return a checkpoint under the names of a layout, and the layout of each of its tensors."""
-    from shardspec.checkpoint.quantization.numbers_of import mapped_source
     from shardspec.checkpoint.select.choice import Choice
+    from shardspec.checkpoint.select.dequantized import mapped_source
     from shardspec.dtypes import dtype_name, is_cast, keeps_dtype
     from shardspec.layout.layout import Layout
 

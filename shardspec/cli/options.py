@@ -368,7 +368,7 @@ cluster_options: Final = grouped(
         "--links",
         type=PRESET_NAMES,
         help="Known links in place of --alpha and --beta, per axis or one for all: "
-        "ib-ndr-per-gpu,h100-nvswitch. 'shardspec presets' lists them.",
+        "ib-ndr-per-gpu,h100-nvswitch. 'shardspec links list' lists them.",
     ),
     click.option(
         "--link-model",

@@ -17,14 +17,9 @@ from shardspec.comm.curves import Link
 from shardspec.errors import InputFileError, LayoutError, ShardSpecError, SpecSyntaxError
 from shardspec.layout.converter import LayoutConverter
 from shardspec.layout.layout import Layout
-from shardspec.layout.plan import (
-    ConversionPlan,
-    StepError,
-    difference_text,
-    errors_text,
-    naive_plan,
-    plans_table,
-)
+from shardspec.layout.naive import naive_plan
+from shardspec.layout.plan import ConversionPlan, StepError, errors_text
+from shardspec.layout.plan_text import difference_text, plans_table
 from shardspec.mesh.device_mesh import DeviceMesh
 from shardspec.text import bytes_text, counted, printable, seconds_text, shown, table_text
 

@@ -1,24 +1,20 @@
-"""The commands that draw and translate: `shardspec show`, `convert`, `graph` and `explore`."""
+"""The commands that draw: `shardspec show` and `shardspec explore`."""
 
-import json
 import os
 import shutil
 import sys
-from collections.abc import Callable
 from math import prod
 from pathlib import Path
-from typing import Final, TypeAlias
+from typing import Final
 
 import click
 
 from shardspec.cli import options as opts
 from shardspec.cli.options import MeshShape
-from shardspec.cli.output import path_text, say, say_json, say_styled, write_file
-from shardspec.errors import LossyConversionError
+from shardspec.cli.output import path_text, say, say_styled, write_file
 from shardspec.layout.layout import Layout
 from shardspec.layout.picture import Paint, box_rgb
-from shardspec.mesh.device_mesh import DeviceMesh
-from shardspec.text import bytes_text, counted, printable
+from shardspec.text import bytes_text
 
 _MAX_DEVICES: Final = 4096
 _LINKS: Final = ("h100-nvswitch", "ib-ndr-per-gpu", "ib-ndr-per-gpu,h100-nvswitch")
@@ -96,160 +92,6 @@ def _check_devices(mesh: MeshShape, limit: int) -> None:
     opts.refuse_if(devices > limit, text)
 
 
-_Words: TypeAlias = Callable[[str, DeviceMesh, tuple[int, ...] | None], str]
-
-
-def _languages() -> dict[str, _Words]:
-    """Return, by library, the function that writes a spec for a mesh and perhaps a shape."""
-    from shardspec.interop import notations
-
-    return {
-        "torch": lambda spec, mesh, _: notations.placements_text(spec, mesh),
-        "jax": notations.partition_spec_text,
-        "shardy": lambda spec, mesh, _: (
-            f"{notations.shardy_text(spec, mesh)}   {notations.shardy_mesh_text(mesh)}"
-        ),
-        "oneflow": lambda spec, mesh, _: notations.sbp_text(spec, mesh),
-        "colossal": lambda spec, mesh, _: str(notations.to_colossal(spec, mesh)),
-    }
-
-
-@click.command(cls=opts.Command)
-@click.argument("spec", metavar="SPEC")
-@opts.mesh_option(required=True)
-@click.option(
-    "--to",
-    type=click.Choice(["torch", "jax", "shardy", "oneflow", "colossal"]),
-    help="The library; all of them if left out.",
-)
-@click.option(
-    "--shape",
-    type=opts.SHAPE,
-    help="Sizes of the tensor, 4096x4096, to check that JAX can shard them so.",
-)
-@opts.json_option()
-def convert_command(
-    spec: str, mesh: MeshShape, to: str | None, shape: tuple[int, ...] | None, as_json: bool
-) -> None:
-    """Write the spec SPEC in the notation of other libraries.
-
-    If a notation cannot express the spec, the reason is printed; nothing is approximated.
-
-    Examples:
-      shardspec convert "[S10,R]" --mesh x=2,y=2
-      shardspec convert "[S(x),R|P(y)]" --mesh x=2,y=2 --to jax
-      shardspec convert "[S01,R]" --mesh x=2,y=4 --to jax --shape 4096x4096
-    """
-    devices, languages = opts.plain_mesh(mesh), _languages()
-    if shape is not None:
-        Layout(devices, spec, shape, "float32")  # the spec must fit the tensor
-    if to is not None:
-        text = languages[to](spec, devices, shape)
-        say(json.dumps({to: text}) if as_json else text)
-        return
-    texts, refused = dict.fromkeys(languages, ""), {}
-    for name, words in languages.items():
-        try:
-            texts[name] = words(spec, devices, shape)
-        except LossyConversionError as error:
-            refused[name] = str(error)
-    if as_json:
-        say_json({**texts, **dict.fromkeys(refused), "refused": refused})
-        return
-    for name, notation in texts.items():
-        text = printable(notation or f"– {refused[name]}")
-        say_styled(f"{name:<10}{text if notation else click.style(text, dim=True)}")
-
-
-def _parse_output(text: str) -> Path:
-    path = Path(text)
-    if path.suffix.lower() not in (".dot", ".gv"):
-        dot = path.with_suffix(".dot").name
-        raise ValueError(
-            f"{text}: give a name that ends in .dot or .gv; Graphviz makes pictures of it: "
-            f"'dot -Tsvg {dot} -o {path.stem}.svg'"
-        )
-    return path
-
-
-@click.command(cls=opts.Command)
-@click.argument("specs", metavar="[FROM TO]", nargs=-1)
-@opts.cluster_options
-@click.option(
-    "--dims",
-    metavar="COUNT",
-    type=click.IntRange(0),
-    help="Dims of the tensor, if FROM and TO are not given.",
-)
-@click.option(
-    "--shape",
-    type=opts.SHAPE,
-    help='Sizes of the global tensor, for the path: 4096x4096; "" for a scalar.',
-)
-@opts.dtype_option()
-@opts.output_option(
-    "Write FILE.dot, for Graphviz; without it DOT is printed.",
-    type=opts.Kind("FILE", _parse_output),
-)
-@opts.overwrite_option
-@opts.json_option("Print nodes, edges and path as JSON.")
-def graph_command(
-    specs: tuple[str, ...],
-    cluster: opts.ClusterOptions,
-    dims: int | None,
-    shape: tuple[int, ...] | None,
-    dtype: str,
-    output: Path | None,
-    overwrite: bool,
-    as_json: bool,
-) -> None:
-    """Draw which steps lead from which spec to which, with the plan from FROM to TO marked.
-
-    A spec is a node, and each slice, gather, all-to-all or reduction an edge. Permute and exchange
-    join any two specs with nothing pending; they are drawn if they are part of the plan.
-
-    Examples:
-      shardspec graph --mesh 2x2 --dims 2
-      shardspec graph --mesh dp=2,tp=4 --dims 2 -o graph.dot
-      shardspec graph "[S10,R]" "[R,S1]" --mesh 2x4 --shape 4096x4096 --dtype bf16 -o path.dot
-      shardspec graph "[R|P0]" "[S0]" --mesh 2 --shape 64 --links unit --json
-
-    With Graphviz, 'dot -Tsvg path.dot -o path.svg' makes a picture. In Python,
-    LayoutConverter().graph(layout) returns the graph with the price of every step.
-    """
-    from shardspec.layout.converter import LayoutConverter
-    from shardspec.layout.dot import dot_text, draw_graph
-    from shardspec.layout.transitions import transitions
-
-    devices, model = cluster.build()
-    plan = None
-    if specs:
-        text = f"{counted(len(specs), 'spec')} where two are needed, FROM and TO"
-        opts.refuse_if(len(specs) != 2, text)
-        if shape is None:
-            raise click.UsageError("a path from FROM to TO depends on the tensor; give its --shape")
-        opts.refuse_if(dims is not None, "--dims follows from FROM and TO; leave it out")
-        source, dims = Layout(devices, specs[0], shape, dtype), len(shape)
-        plan = LayoutConverter(model).plan(source, source.with_spec(specs[1]))
-    elif dims is None:
-        raise click.UsageError("nothing to draw; give --dims, or FROM, TO and --shape")
-    elif shape is not None:
-        raise click.UsageError("--shape is for the path; give FROM and TO too, or leave it out")
-    pending = plan.source.spec.partial if plan is not None else {}
-    drawing = draw_graph(transitions(devices, dims, pending), devices, dims, plan)
-    text = dot_text(drawing)
-    if output is not None:
-        write_file(output, text, overwrite=overwrite)
-    if as_json:
-        say_json(drawing.as_dict())
-    elif output is None:
-        say_styled(text, nl=False)
-    else:
-        say(f"{path_text(output)}: {drawing.title}")
-        if drawing.known_error:
-            say(f"accuracy: {drawing.known_error}")
-
-
 @click.command(cls=opts.Command)
 @click.option(
     "--mesh",
@@ -272,7 +114,7 @@ def graph_command(
     type=opts.PRESET_NAMES,
     multiple=True,
     help="Links to pick, one preset for all axes or one per axis; may be given several times. "
-    f"'shardspec presets' lists them.  [default: {', then '.join(_LINKS)}]",
+    f"'shardspec links list' lists them.  [default: {', then '.join(_LINKS)}]",
 )
 @opts.dtype_option("bfloat16")
 @opts.output_option("Write the page here.", required=True)

@@ -20,9 +20,9 @@ from shardspec.checkpoint.formats import (
     written_format,
     written_names,
 )
-from shardspec.checkpoint.quantization.numbers_of import with_numbers
 from shardspec.checkpoint.quantization.schemes import QUANTIZATIONS, ScaleRule
 from shardspec.checkpoint.select.choice import Choice
+from shardspec.checkpoint.select.dequantized import with_numbers
 from shardspec.cli import checkpoint_options as ckpt
 from shardspec.cli import options as opts
 from shardspec.cli.output import path_text, progress_bar, say, say_json
@@ -107,13 +107,13 @@ _write_options: Final = opts.stacked(
     click.option(
         "--dtype",
         metavar="DTYPE",
-        help="Cast floating point tensors to this dtype, such as bf16; quantised weights are "
-        "dequantised to it.",
+        help="Cast floating point tensors to this dtype, such as bf16; quantized weights are "
+        "dequantized to it.",
     ),
     click.option(
         "--quantize",
         type=click.Choice(list(QUANTIZATIONS)),
-        help="Quantise the weights of linear layers; the model's family says which these are.",
+        help="Quantize the weights of linear layers; the model's family says which these are.",
     ),
     click.option(
         "--scale-rule",
@@ -125,7 +125,7 @@ _write_options: Final = opts.stacked(
         "--quantize-include",
         multiple=True,
         metavar="PATTERN",
-        help="Quantise only tensors whose names in OUT match; may be given several times.",
+        help="Quantize only tensors whose names in OUT match; may be given several times.",
     ),
     click.option(
         "--threads",
@@ -358,8 +358,7 @@ def merge_command(
     type=_FormatName("sharded"),
     default=default_format("sharded").name,
     show_default=True,
-    help="The format of OUT: shardspec's own, that of torch.distributed.checkpoint or, for a run "
-    "of DeepSpeed's ZeRO, its Universal Checkpoint, for any number of ranks.",
+    help="The format of OUT: shardspec's own, or that of torch.distributed.checkpoint.",
 )
 @click.option(
     "--drop-values",
@@ -390,7 +389,6 @@ def reshard_command(
       shardspec reshard ckpt -o sharded --like other_ckpt
       shardspec reshard ckpt -o out --mesh 2 --rules r.toml --map llama-hf-to-fused --sizes c.json
       shardspec reshard ckpt -o served --model config.json --layout vllm:tp=8,ep=8
-      shardspec reshard zero_run -o universal --to deepspeed-universal
 
     A file of rules has a line for each pattern of names; the last one that matches counts:
       "*" = "[S0,...]"             the first dim of every tensor, however many it has
@@ -398,21 +396,15 @@ def reshard_command(
     What no rule matches is replicated on every device. --dry-run shows what each tensor gets.
     """
     format = written_format(to, "sharded")
-    whole_run = format.whole_run
-    opts.refuse_if(
-        whole_run != "" and any(given is not None for given in (mesh, like, rules, layout)),
-        f"{whole_run} is for any number of ranks; leave out --mesh, --rules, --rule, --layout and "
-        "--like",
-    )
     maps: ckpt.MapOptions = options["maps"]
     if layout is not None:
         ckpt.check_layout(maps, rules)
         opts.refuse_if(like is not None, "--layout says how to shard; leave out --like")
     alone = mesh is None and like is None and maps.model is not None and layout is None
-    if alone and not whole_run:
+    if alone:
         mesh = ((1,), None)
     neither_or_both = layout is None and (mesh is None) == (like is None)
-    opts.refuse_if(not whole_run and neither_or_both, "give either --mesh, with rules, or --like")
+    opts.refuse_if(neither_or_both, "give either --mesh, with rules, or --like")
     opts.refuse_if(
         like is not None and rules is not None,
         "--like says how to shard; leave out --rules and --rule",

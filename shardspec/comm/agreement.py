@@ -1,29 +1,13 @@
-"""Notes that ranks exchange before data moves, and the check that they agree.
+"""Notes that ranks exchange before data moves, and the check that they agree."""
 
-Processes of one host are connected by Unix sockets, which the system closes when a process ends.
-The process id is watched too, so that peers notice at once. The same sockets coordinate reads of
-peers' memory.
-"""
-
-import ctypes
 import hashlib
 import json
-import os
 import pickle
-import secrets
-import select
-import socket
-import struct
-import sys
-import time
-import weakref
-from collections.abc import Iterable, Mapping
-from contextlib import suppress
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Final, NamedTuple, TypeVar
 
 from shardspec.errors import CommunicatorError, ShardSpecError
-from shardspec.text import first_of
+from shardspec.text import ranks_text
 
 E = TypeVar("E", bound=BaseException)
 
@@ -34,39 +18,15 @@ ORDER_RULE: Final = "every rank of the mesh must call the same conversions in th
 _HALF: Final = 120
 """Characters shown of each end of a long word."""
 _ON_ALL_RANKS: Final = "_shardspec_on_all_ranks"
-_LATE: Final = "did not come in time (the timeout is that of the process group)"
-
-
-def ranks_text(peers: Iterable[int]) -> str:
-    """Return the names of some ranks, shortened if there are many.
-
-    >>> ranks_text([3, 1, 3]), ranks_text([4]), ranks_text(range(20))
-    ('ranks 1, 3', 'rank 4', 'ranks 0, 1, 2, 3, 4, 5, 6, 7 and 12 more')
-    """
-    ranks = sorted(set(peers))
-    return f"rank{'' if len(ranks) == 1 else 's'} {first_of([*map(str, ranks)], 8)}"
-
-
-class Address(NamedTuple):
-    """Where other processes of the same host can reach a process."""
-
-    host: str
-    """An identifier of the kernel and its namespaces."""
-    pid: int
-    socket: str
-    probe: int
-    """The address of the socket's name in its memory; 0 if its memory must not be read."""
 
 
 class Note(NamedTuple):
-    """A message to all other ranks of a mesh before a conversion, or to a peer within a step."""
+    """A message to all other ranks of a mesh before a conversion or a gather."""
 
     kind: str
-    """"conversion", "value" (to be gathered) or "failed"; in a step "readable" or "done"."""
-    ids: int
-    """Checksum of the ranks that exchange notes, or of the step."""
-    number: int = 0
-    """How many notes these ranks have exchanged before."""
+    """"conversion", "value" (to be gathered) or "failed"."""
+    members: int
+    """The ranks that exchange notes, as a bit set."""
     device: str = ""
     """Device type of the rank's shards; empty if it has none."""
     content: bytes = b""
@@ -74,12 +34,10 @@ class Note(NamedTuple):
     value: bytes = b""
     """The start of a pickled value, which may differ from rank to rank."""
     length: int = 0
-    """Bytes of the whole value."""
-    address: Address | None = None
-    """Set while the ranks of a mesh are not connected yet."""
+    """Bytes of the complete value."""
 
     def pack(self) -> bytes:
-        """Return the note in at most `NOTE_BYTES`."""
+        """Return the note in at most `NOTE_BYTES`, and a bit for each rank of the job."""
         return pickle.dumps(tuple(self))
 
     @classmethod
@@ -88,16 +46,26 @@ class Note(NamedTuple):
         return cls(*pickle.loads(data))
 
     @property
+    def ranks(self) -> frozenset[int]:
+        """The ranks that exchange notes."""
+        bits = range(self.members.bit_length())
+        return frozenset(rank for rank in bits if self.members >> rank & 1)
+
+    @property
     def failure(self) -> str:
         """The rank's error if it has failed, else an empty text."""
         return self.content.decode(errors="replace") if self.kind == "failed" else ""
 
+    def is_like(self, other: "Note") -> bool:
+        """Return whether two ranks are about to do the same."""
+        return self[:2] == other[:2] and self.content == other.content
+
     def __str__(self) -> str:
         if self.kind != "conversion":
-            return f"gathers value {self.number}" if self.kind == "value" else "carries out a step"
+            return f"gathers a value of {ranks_text(self.ranks)}"
         words = json.loads(self.content)
         text = ", ".join(f"{name} {word}" for name, word in words.items() if name != "digest")
-        return f"asks for conversion {self.number} ({text})"
+        return f"asks for a conversion ({text})"
 
 
 def description(words: Mapping[str, str]) -> bytes:
@@ -146,7 +114,7 @@ def check_agreement(notes: Mapping[int, Note]) -> str:
         if note.failure:
             raise on_all_ranks(failed(peer, note))
     for peer, note in notes.items():
-        if note.content != mine.content or note[:3] != mine[:3]:
+        if not note.is_like(mine):
             difference = _difference(first, mine, peer, note)
             raise on_all_ranks(CommunicatorError(f"{difference}; {ORDER_RULE}"))
     holders = {note.device: rank for rank, note in notes.items() if note.device}
@@ -181,131 +149,3 @@ def _difference(first: int, mine: Note, other: int, note: Note) -> str:
         f"{differing or 'they differ in a part too long to show'}; rank {first} {mine}, rank "
         f"{other} {note}"
     )
-
-
-class Connection:
-    """A socket to a process of this host that detects the end of the process at once."""
-
-    def __init__(self, peer: int, pid: int, connected: socket.socket) -> None:
-        self.peer, self.pid, self._socket = peer, pid, connected
-        # A forked child of the peer keeps the socket open, but not the process id.
-        process = os.pidfd_open(pid)
-        self._inbox, self._ended = select.poll(), select.poll()
-        for poll, event in ((self._inbox, select.POLLIN), (self._ended, select.POLLRDHUP)):
-            poll.register(connected, event)
-            poll.register(process, select.POLLIN)
-        self.close = weakref.finalize(self, _close, connected, process, os.getpid())
-
-    def send(self, note: Note) -> None:
-        """Send a note without waiting; if the peer has ended, `receive` raises that."""
-        with suppress(OSError):
-            self._socket.send(note.pack())
-
-    def receive(self, deadline: float) -> Note:
-        """Return the next note of the peer, waiting until `deadline` (of `time.monotonic`).
-
-        Raises `CommunicatorError` if none comes in time, or the peer has ended.
-        """
-        message = b""
-        if self.close.alive:
-            if not self._inbox.poll(max(0.0, deadline - time.monotonic()) * 1e3):
-                raise CommunicatorError(f"rank {self.peer} {_LATE}")
-            with suppress(OSError):  # the process has ended and nothing is left to read
-                message = self._socket.recv(NOTE_BYTES, socket.MSG_DONTWAIT)
-        if not message:
-            raise CommunicatorError(f"rank {self.peer} has ended or given up an earlier step")
-        return Note.unpack(message)
-
-    def last_words(self) -> str:
-        """Return the error of a peer that has sent one not yet received, else an empty text."""
-        with suppress(CommunicatorError):
-            while True:
-                note = self.receive(0.0)
-                if note.failure:
-                    return str(failed(self.peer, note))
-        return ""
-
-    def has_ended(self) -> bool:
-        """Return whether the peer has ended or given up, even if it left unread messages."""
-        return not self.close.alive or bool(self._ended.poll(0))
-
-
-def _close(connected: socket.socket, process: int, owner: int) -> None:
-    if os.getpid() == owner:
-        with suppress(OSError):  # closing alone is not enough: a forked child keeps it open
-            connected.shutdown(socket.SHUT_RDWR)
-    connected.close()
-    os.close(process)
-
-
-class Listener:
-    """A socket on which other processes of this host connect, and a probe of readable memory."""
-
-    def __init__(self, *, is_read: bool = True) -> None:
-        name = f"shardspec-{os.getpid()}-{secrets.token_hex(8)}"
-        self._name = ctypes.create_string_buffer(name.encode())
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._socket.bind("\0" + name)  # the zero: an abstract name, without a file
-        self._socket.listen(1024)
-        probe = ctypes.addressof(self._name) if is_read else 0
-        self.address = Address(this_host(), os.getpid(), name, probe)
-
-    def __enter__(self) -> "Listener":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._socket.close()
-
-    def connect(
-        self, me: int, peers: Mapping[int, Address], deadline: float
-    ) -> dict[int, Connection]:
-        """Return connections to some ranks of this host, all of which call this too."""
-        earlier = {peer: at for peer, at in peers.items() if peer < me}
-        made = {peer: _reached(peer, at.pid, calling=at.socket) for peer, at in earlier.items()}
-        waiting = {at.pid: peer for peer, at in peers.items() if peer > me}
-        while waiting:
-            self._socket.settimeout(max(1e-6, deadline - time.monotonic()))
-            try:
-                connected, _ = self._socket.accept()
-            except TimeoutError:
-                raise CommunicatorError(f"{ranks_text(waiting.values())} {_LATE}") from None
-            # The kernel identifies the caller, so no other process can pose as a rank.
-            credentials = connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
-            pid, _, _ = struct.unpack("3i", credentials)
-            if pid in waiting:
-                peer = waiting.pop(pid)
-                made[peer] = _reached(peer, pid, connected)
-            else:
-                connected.close()
-        return made
-
-
-def _reached(
-    peer: int, pid: int, connected: socket.socket | None = None, *, calling: str = ""
-) -> Connection:
-    """Return a connection to a process, over an accepted socket or by its socket's name.
-
-    Raises `CommunicatorError` if the process cannot be reached.
-    """
-    connected = connected or socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    try:
-        if calling:
-            connected.connect("\0" + calling)
-        return Connection(peer, pid, connected)
-    except OSError as error:  # it may have ended since
-        connected.close()
-        raise CommunicatorError(
-            f"rank {peer} cannot be reached on this host: {error.strerror}"
-        ) from error
-
-
-def this_host() -> str:
-    """Return an identifier of the kernel and its pid and network namespaces; empty off Linux."""
-    if sys.platform != "linux":
-        return ""
-    try:
-        os.close(os.pidfd_open(os.getpid()))
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return " ".join([boot, *(os.readlink(f"/proc/self/ns/{name}") for name in ("pid", "net"))])
-    except OSError:
-        return ""

@@ -1,13 +1,15 @@
-"""Communicators, which carry out steps; the simulated one holds all devices in one process."""
+"""Communicators, which execute steps; the simulated one holds all devices in one process."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from shardspec.boxes import box_shape, slices_within
 from shardspec.comm.transfers import Transfers
+from shardspec.errors import MeshError
 from shardspec.mesh.device_mesh import DeviceMesh
+from shardspec.text import shown
 
 if TYPE_CHECKING:
     import torch
@@ -30,6 +32,8 @@ class Communicator(ABC):
     """
 
     def __init__(self, mesh: DeviceMesh) -> None:
+        if not isinstance(mesh, DeviceMesh):
+            raise MeshError(f"{shown(mesh)} is no mesh; give a DeviceMesh of the devices")
         self.mesh = mesh
         """The devices of the communicator."""
         self.pending: Waiting | None = None
@@ -44,7 +48,7 @@ class Communicator(ABC):
     def run(
         self, transfers: Transfers, shards: Mapping[int, "torch.Tensor"]
     ) -> dict[int, "torch.Tensor"]:
-        """Carry out one step on the addressable shards; return new contiguous tensors."""
+        """Execute one step on the addressable shards; return new contiguous tensors."""
 
     @abstractmethod
     def on(self, mesh: DeviceMesh) -> "Communicator":
@@ -54,7 +58,6 @@ class Communicator(ABC):
         self,
         content: bytes,  # noqa: ARG002
         device: str,
-        meshes: Iterable[DeviceMesh] = (),  # noqa: ARG002
         values: Mapping[int, T] | None = None,
     ) -> AbstractContextManager[tuple[str, Mapping[int, T]]]:
         """Enter a conversion, within which steps are run, once all processes agree on it.
@@ -63,15 +66,13 @@ class Communicator(ABC):
         short values need no further exchange.
 
         `content` is a `shardspec.comm.agreement.description` of the conversion, and `device` the
-        device type of this process's shards, empty if it has none. `meshes` are the source's and
-        the target's, by default this mesh; they separate the conversions of different threads.
-        Every process raises `CommunicatorError` if one passes different content or does not
-        answer, or if another thread is in a conversion between these meshes. A single process
-        always agrees.
+        device type of this process's shards, empty if it has none. Every process raises
+        `CommunicatorError` if one passes different content or does not answer. So does a process
+        of which another thread is in a conversion. A single process always agrees.
         """
         return nullcontext((device, values or {}))
 
-    def telling(self, meshes: Iterable[DeviceMesh] = ()) -> AbstractContextManager[None]:  # noqa: ARG002
+    def telling(self) -> AbstractContextManager[None]:
         """Send any error raised within the block to the other processes.
 
         Instead of waiting for this process they raise a `CommunicatorError` that names it. Of
@@ -113,7 +114,7 @@ class SimulatedCommunicator(Communicator):
     def run(
         self, transfers: Transfers, shards: Mapping[int, "torch.Tensor"]
     ) -> dict[int, "torch.Tensor"]:
-        """Carry out one step; see `Communicator.run`."""
+        """Execute one step; see `Communicator.run`."""
         from shardspec.comm.results import checked_result, combine_into
 
         results = {}

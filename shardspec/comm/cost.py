@@ -7,6 +7,7 @@ unpack (`shardspec.comm.curves.copies`) are added.
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from itertools import chain, combinations, product
 from math import prod
 from operator import gt
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from shardspec.comm import curves, presets
+from shardspec.comm.cluster import Cluster, cluster_of_axes, joined_clusters, slowest_link
 from shardspec.comm.curves import Band, Curve, Line, Link, Measured, share, whole
 from shardspec.comm.profile_file import read_profile
 from shardspec.comm.steps import Exchange, Permute, Step
@@ -22,6 +24,8 @@ from shardspec.mesh.device_ids import SECONDS_RULE, seconds, whole_numbers
 from shardspec.mesh.device_mesh import DeviceMesh, LinkModel
 from shardspec.text import shown
 
+Links: TypeAlias = str | Sequence[str] | Cluster
+"""The name of a preset, one name per axis, or a cluster."""
 Tier: TypeAlias = tuple[tuple[Link, int], ...]
 """Links inside nodes, or between them, with the number of devices of a group that each joins."""
 
@@ -41,6 +45,8 @@ class CostModel:
         Curves of collectives along axes of this mesh, which take precedence over links.
     copy_s
         Seconds in which a device copies one byte locally; 0 ignores local copies.
+    cluster
+        The links by device ids, which price conversions between meshes; None if unknown.
 
     Raises
     ------
@@ -60,6 +66,7 @@ class CostModel:
     link_model: LinkModel = "ring"
     measured: Measured = field(default=(), hash=False)
     copy_s: float = 0.0
+    cluster: Cluster | None = field(default=None, hash=False)
 
     def __post_init__(self) -> None:
         shape = whole_numbers(self.mesh_shape)
@@ -88,23 +95,37 @@ class CostModel:
         object.__setattr__(self, "copy_s", copy_s)
 
     @classmethod
-    def of_mesh(cls, mesh: DeviceMesh) -> "CostModel":
-        """Return the model of a mesh's own links, or by default of nodes of eight H100."""
-        if mesh.mesh_alpha is None or mesh.mesh_beta is None:
-            # The memory of a machine with a shared bus is unknown.
-            ring = mesh.link_model == "ring"
-            copy_s = presets.preset_copy_s([presets.DEFAULT_PRESET]) if ring else 0.0
-            return cls(mesh.shape, presets.assumed_links(mesh), mesh.link_model, copy_s=copy_s)
-        return cls(mesh.shape, tuple(map(Link, mesh.mesh_alpha, mesh.mesh_beta)), mesh.link_model)
+    def of_mesh(cls, mesh: DeviceMesh, links: Links | None = None) -> "CostModel":
+        """Return the model of `links`, of a mesh's own, or by default of hosts of eight H100."""
+        return models_on([mesh], links)[mesh]
+
+    @classmethod
+    def of_cluster(cls, mesh: DeviceMesh, cluster: Cluster) -> "CostModel":
+        """Return the model of a mesh on a cluster, whose devices share hosts by their ids.
+
+        Raises `MeshError` if hosts cut an axis of the mesh unevenly.
+
+        >>> cluster = Cluster(Link(3e-6, 3e-12, "NVLink"), Link(1e-5, 2e-11, "network"), 8)
+        >>> CostModel.of_cluster(DeviceMesh(range(16), (4, 4)), cluster).group([0])
+        (2, 2)
+        """
+        bus = mesh.link_model == "shared-bus"
+        links = (cluster.inside,) * mesh.ndim if bus else cluster.axis_links(mesh)
+        if links is None:
+            raise MeshError(
+                f"hosts of {cluster.per_node} devices, by ids, cut an axis of mesh {mesh} unevenly "
+                f"(ids {min(mesh.ids)} to {max(mesh.ids)}); choose another per_node, or other ids"
+            )
+        return cls(mesh.shape, links, mesh.link_model, copy_s=cluster.copy_s, cluster=cluster)
 
     @classmethod
     def from_presets(
         cls, mesh: DeviceMesh, names: Sequence[str], *, copies: bool | None = None
     ) -> "CostModel":
-        """Return the model of links that ``shardspec presets`` lists, one per axis or one for all.
+        """Return the model of links that ``shardspec links list`` shows: one an axis, or one.
 
         If more devices share a link inside nodes than fit in a node, they fill several nodes in
-        the order of their ids, joined by `LinkPreset.between`.
+        the order of their ids, joined_clusters by `LinkPreset.between`.
 
         `copies` says whether local copies are priced too; by default they are if a preset has the
         rate of the devices' memory. Raises `MeshError` for an unknown preset, if no preset has a
@@ -125,9 +146,10 @@ class CostModel:
                 "or one for all"
             )
         names *= mesh.ndim // len(names)
-        links = presets.links_of(mesh, names)
+        links, cluster = presets.links_of(mesh, names)
         copy_s = 0.0 if copies is False else presets.preset_copy_s(names, required=bool(copies))
-        return cls(mesh.shape, links, mesh.link_model, copy_s=copy_s)
+        cluster = replace(cluster, copy_s=copy_s)
+        return cls(mesh.shape, links, mesh.link_model, copy_s=copy_s, cluster=cluster)
 
     @classmethod
     def from_profile(cls, path: str | Path) -> "CostModel":
@@ -360,3 +382,80 @@ class CostModel:
         alpha = max(link.latency_s for link, _ in tier)
         beta = max(self._per_byte(link) for link, _ in tier)
         return start + messages * alpha, float(received) * beta
+
+
+def models_on(
+    meshes: Sequence[DeviceMesh], links: Links | None = None
+) -> dict[DeviceMesh, CostModel]:
+    """Return the cost model of each mesh; all of them share one cluster.
+
+    `links` are those of all meshes; by default each has its own, and a mesh without links those of
+    the others. Raises `MeshError` if links do not fit a mesh, or contradict each other.
+    """
+    return dict(_models_of(tuple(dict.fromkeys(meshes)), _hashable(links)))
+
+
+def cluster_of(meshes: Sequence[DeviceMesh], links: Links | None = None) -> Cluster:
+    """Return the cluster of some meshes: which links, and which of their devices share a host.
+
+    >>> cluster = cluster_of([DeviceMesh(range(8)), DeviceMesh(range(8, 16))])
+    >>> cluster.crosses(0, 7), cluster.crosses(7, 8), cluster.per_node
+    (False, True, 8)
+    """
+    cluster = next(iter(models_on(meshes, links).values())).cluster
+    assert cluster is not None, "every model of a mesh has one"
+    return cluster
+
+
+def _hashable(links: Links | None) -> str | tuple[str, ...] | Cluster | None:
+    return links if links is None or isinstance(links, str | Cluster) else tuple(links)
+
+
+@lru_cache(maxsize=256)
+def _models_of(
+    meshes: tuple[DeviceMesh, ...], links: str | tuple[str, ...] | Cluster | None
+) -> tuple[tuple[DeviceMesh, CostModel], ...]:
+    said: dict[DeviceMesh, CostModel] = {}
+    stated = {mesh: links if links is not None else mesh.links for mesh in meshes}
+    whole = [each for each in stated.values() if isinstance(each, str | Cluster)]
+    axes = [mesh for mesh in meshes if stated[mesh] is None and mesh.mesh_alpha is not None]
+    own = [tuple(map(Link, mesh.mesh_alpha or (), mesh.mesh_beta or ())) for mesh in axes]
+    rings = [(m, each) for m, each in zip(axes, own, strict=True) if m.link_model == "ring"]
+    shared = cluster_of_axes(*zip(*rings, strict=True)) if rings else None
+    for mesh, of_mesh in zip(axes, own, strict=True):
+        cluster = shared if mesh.link_model == "ring" else Cluster(slowest_link(of_mesh, "bus"))
+        said[mesh] = CostModel(mesh.shape, of_mesh, mesh.link_model, cluster=cluster)
+    for mesh in meshes:
+        each = stated[mesh]
+        if isinstance(each, tuple) and len(each) in (1, mesh.ndim):
+            said[mesh] = CostModel.from_presets(mesh, each)
+        elif isinstance(each, tuple):
+            raise MeshError(
+                f"{len(each)} links for the {mesh.ndim} axes of mesh {mesh}; give one per axis"
+            )
+        elif mesh not in said:
+            said[mesh] = _on_cluster(mesh, each if each is not None else next(iter(whole), None))
+    clusters = [(model.cluster, mesh.ids) for mesh, model in said.items() if model.cluster]
+    cluster = joined_clusters(clusters)
+    return tuple((mesh, replace(said[mesh], cluster=cluster)) for mesh in meshes)
+
+
+def _on_cluster(mesh: DeviceMesh, links: object) -> CostModel:
+    """Return the model of a mesh on a cluster or on the preset of a name, by default the assumed.
+
+    Where nothing is said and hosts do not divide the mesh evenly, every axis joins hosts.
+    """
+    if isinstance(links, Cluster):
+        return CostModel.of_cluster(mesh, links)
+    if isinstance(links, str):
+        return CostModel.from_presets(mesh, [links])
+    if links is not None:
+        raise MeshError(f"links are {shown(links)}; give a preset, one per axis, or a Cluster")
+    cluster = presets.assumed_cluster()
+    if mesh.link_model == "shared-bus":  # the memory of such a machine is unknown
+        cluster = Cluster(cluster.inside)
+    elif cluster.axis_links(mesh) is None:
+        assert cluster.between is not None
+        between = (cluster.between,) * mesh.ndim
+        return CostModel(mesh.shape, between, copy_s=cluster.copy_s, cluster=cluster)
+    return CostModel.of_cluster(mesh, cluster)

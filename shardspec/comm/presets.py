@@ -9,14 +9,11 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from math import prod
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final, Literal, TypeAlias
 
-import numpy as np
-import numpy.typing as npt
-
+from shardspec.comm.cluster import Cluster, slowest_link
 from shardspec.comm.curves import Band, Curve, Link
 from shardspec.errors import MeshError
 from shardspec.mesh.device_mesh import DeviceMesh
@@ -78,18 +75,54 @@ def link_preset(name: str) -> Link:
     return Link(latency, seconds_per_byte, name, start, preset.curves, preset.port, room=room)
 
 
-def links_of(mesh: DeviceMesh, names: Sequence[str]) -> tuple[Link, ...]:
-    """Return the link of each axis of a mesh, by the names of presets.
+def links_of(mesh: DeviceMesh, names: Sequence[str]) -> tuple[tuple[Link, ...], Cluster]:
+    """Return the link of each axis of a mesh, by the names of presets, and the hosts they imply.
 
-    If axes inside nodes have more devices together than a node, they fill several nodes in the
-    order of their ids. Raises `MeshError` if nodes do not cut every axis evenly, or if the link
+    If axes inside hosts have more devices together than a host, they fill several hosts in the
+    order of their ids. Raises `MeshError` if hosts do not cut every axis evenly, or if the link
     between them is unknown.
     """
-    links = _links_by_node(mesh, tuple(names))
-    if links is not None:
-        return links
-    name = next(name for name in names if PRESETS[name].between or not PRESETS[name].port)
-    raise MeshError(
+    links = list(map(link_preset, names))
+    inner = [axis for axis, link in enumerate(links) if not link.port]
+    joining = next((link for link in links if link.port), None)
+    if not inner:
+        return tuple(links), Cluster(links[0], joining, per_node=1)
+    near = slowest_link([links[axis] for axis in inner], "slowest inside hosts")
+    room = min(filter(None, (links[axis].room for axis in inner)), default=0)
+    part = mesh.slice_with(mesh.ids[0], inner)
+    hosts = mesh.groups(inner)
+    between = PRESETS[names[inner[0]]].between
+    if mesh.link_model == "shared-bus" or (not room and joining is None):
+        return tuple(links), Cluster(near)
+    if joining is not None and (not room or part.size() <= room):
+        by_ids = max(map(len, hosts))
+        aligned = len({device // by_ids for device in mesh.ids}) == len(hosts) and all(
+            len({device // by_ids for device in host}) == 1 for host in hosts
+        )
+        numbered = (by_ids, ()) if aligned else (None, hosts)
+        cluster = Cluster(near, joining, *numbered)
+    else:
+        joining = joining or (link_preset(between) if between else None)
+        cluster = Cluster(near, joining, room if joining else None)
+        found = cluster.axis_links(part)
+        if found is None or (joining is None and part.size() > room):
+            raise _unknown_hosts(mesh, names[inner[0]])
+        for axis, link in zip(inner, found, strict=True):
+            if link.port:
+                within = links[axis] if link.within is not None else None
+                links[axis] = replace(link, within=within)
+    # Data that leaves a host also passes the device's link inside the host.
+    slowest = near.seconds_per_byte
+    through = (
+        replace(link, seconds_per_byte=max(link.seconds_per_byte, slowest)) if link.port else link
+        for link in links
+    )
+    return tuple(through), cluster
+
+
+def _unknown_hosts(mesh: DeviceMesh, name: str) -> MeshError:
+    """Return the error of a mesh that is not in one host and fills several unevenly."""
+    return MeshError(
         f"the nodes of mesh {mesh} are unknown: ids {min(mesh.ids)} to {max(mesh.ids)} are not in "
         f"one node of {PRESETS[name].devices[1]} by {name}, and "
         + ("do not fill nodes evenly" if PRESETS[name].between else "nothing joins such nodes")
@@ -97,76 +130,38 @@ def links_of(mesh: DeviceMesh, names: Sequence[str]) -> tuple[Link, ...]:
     )
 
 
-@lru_cache(maxsize=256)
-def assumed_links(mesh: DeviceMesh) -> tuple[Link, ...]:
-    """Return the links assumed by default: those of H100 nodes, joined by InfiniBand.
+@lru_cache(maxsize=64)
+def preset_cluster(name: str, between: str | None = None, per_node: int | None = None) -> Cluster:
+    """Return the cluster of a preset inside hosts, and of another between them.
 
-    If ids do not fill nodes evenly, every axis has the link between nodes.
+    By default the vendor's: `LinkPreset.between`, and as many devices a host as the preset allows.
     """
-    links = _links_by_node(mesh, (DEFAULT_PRESET,) * mesh.ndim)
-    if links is None:
-        links = (link_preset(str(PRESETS[DEFAULT_PRESET].between)),) * mesh.ndim
-    return tuple(replace(link, name=ASSUMED + link.name) for link in links)
+    inside, joining = link_preset(name), between or PRESETS[name].between
+    copy_s = preset_copy_s([name], required=False)
+    if inside.port:
+        if between is not None or (per_node or 1) != 1:
+            raise MeshError(f"{name} joins hosts; name the links inside a host first")
+        return Cluster(inside, inside, 1, copy_s=copy_s)
+    number = per_node or inside.room
+    if per_node is not None and inside.room is not None and per_node > inside.room:
+        raise MeshError(f"per_node is {per_node}, but {name} joins at most {inside.room} devices")
+    if joining is None and per_node is None:
+        return Cluster(inside, copy_s=copy_s)
+    if joining is None or not number:
+        raise MeshError(f"the hosts of {name} are unknown; give both between= and per_node=")
+    return Cluster(inside, link_preset(joining), number, copy_s=copy_s)
 
 
-def _links_by_node(mesh: DeviceMesh, names: tuple[str, ...]) -> tuple[Link, ...] | None:
-    """Return the links of axes; None if it is unknown which devices are in one node.
-
-    A shared bus is always within one node.
-    """
-    links = list(map(link_preset, names))
-    if mesh.link_model == "shared-bus":
-        return tuple(links)
-    limits = [link.room for link in links]
-    room = min(filter(None, limits), default=0)
-    joining = next((link for link in links if link.port), None)
-    # One group of the devices that differ only along axes inside nodes; axes of one device join
-    # none, and may be more than an array has dims.
-    wide = [axis for axis, size in enumerate(mesh.shape) if size > 1]
-    block = np.array(mesh.ids).reshape([mesh.shape[axis] for axis in wide])
-    block = block[tuple(slice(None) if limits[axis] else slice(1) for axis in wide)]
-    named = joining is not None and block.size <= room
-    if room and not named and np.ptp(block) >= room:
-        per_node = _devices_per_node(block, room)
-        for place, axis in enumerate(wide):
-            if not limits[axis] or (per_node and per_node[place] == mesh.shape[axis]):
-                continue
-            between = PRESETS[names[axis]].between
-            if per_node is None or (joining is None and between is None):
-                return None
-            within, count = links[axis], per_node[place]
-            joined = joining or link_preset(str(between))
-            links[axis] = replace(joined, per_node=count, within=within if count > 1 else None)
-    # Data that leaves a node also passes the device's link inside the node.
-    inside = max(
-        (link_preset(n).seconds_per_byte for n, x in zip(names, limits, strict=True) if x),
-        default=0.0,
+@lru_cache(maxsize=1)
+def assumed_cluster() -> Cluster:
+    """Return the cluster assumed by default: hosts of eight H100, joined by InfiniBand."""
+    cluster = preset_cluster(DEFAULT_PRESET)
+    inside, between = (
+        replace(link, name=ASSUMED + link.name)
+        for link in (cluster.inside, cluster.between)
+        if link
     )
-    return tuple(
-        replace(link, seconds_per_byte=max(link.seconds_per_byte, inside)) if link.port else link
-        for link in links
-    )
-
-
-def _devices_per_node(ids: npt.NDArray[np.int64], room: int) -> tuple[int, ...] | None:
-    """Return the number of devices of a node along each axis; None if nodes differ in that.
-
-    Nodes are counted from id 0, or else from the smallest id.
-
-    >>> _devices_per_node(np.arange(16).reshape(4, 4), 8), _devices_per_node(np.arange(12), 8)
-    ((2, 4), None)
-    """
-    for first in (0, int(ids.min())):
-        nodes = np.unique((ids - first) // room, return_inverse=True)[1].reshape(ids.shape)
-        along = [np.moveaxis(nodes, a, 0).reshape(n, -1)[:, 0] for a, n in enumerate(ids.shape)]
-        each = [np.unique(line, return_inverse=True, return_counts=True) for line in along]
-        places, counts = [place for _, place, _ in each], [count for *_, count in each]
-        labels = np.ravel_multi_index(np.ix_(*places), tuple(map(len, counts)))
-        pairs = np.unique(nodes * labels.size + labels).size
-        even = all((count == count[0]).all() for count in counts)
-        if even and pairs == nodes.max() + 1 == prod(map(len, counts)):
-            return tuple(int(count[0]) for count in counts)
-    return None
+    return replace(cluster, inside=inside, between=between)
 
 
 def preset_copy_s(names: Sequence[str], *, required: bool = True) -> float:

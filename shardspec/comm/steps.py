@@ -83,6 +83,8 @@ class Exchange:
     """Mesh axes that shard otherwise afterwards, ascending; empty between different meshes."""
     apart: tuple[int, ...] = ()
     """Mesh axes so slow that replicas along them do not share the sending; the nearest send."""
+    per_node: int = 0
+    """Devices that share a host, by ids: replicas of the receiver's host send; 0 if any does."""
 
 
 Step: TypeAlias = Slice | AllGather | AllToAll | ReduceScatter | AllReduce | Permute | Exchange

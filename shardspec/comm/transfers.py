@@ -64,6 +64,13 @@ def distance_on(mesh: DeviceMesh, axes: Sequence[int] | None = None) -> Distance
     return lambda a, b: sum(map(ne, at[a], at[b]))
 
 
+def distance_of(step: Exchange, mesh: DeviceMesh) -> Distance:
+    """Return the distance by which the senders of an exchange are chosen."""
+    if hosted := step.per_node:
+        return lambda a, b: (a != b) + (a // hosted != b // hosted)
+    return distance_on(mesh, step.apart)
+
+
 def exchange_routes(
     before: Mapping[int, Box], after: Mapping[int, Box], distance: Distance
 ) -> list[Transfer]:
@@ -259,7 +266,7 @@ def _routes(transfers: Transfers) -> tuple[dict[int, Parts], dict[int, Parts]]:
     """Return what each device receives, and what it sends, including the part that it keeps."""
     step, ends = transfers.step, _boxes(transfers)
     if isinstance(step, Exchange):
-        moves = exchange_routes(*ends, distance_on(transfers.mesh, step.apart))
+        moves = exchange_routes(*ends, distance_of(step, transfers.mesh))
     else:
         moves = permute_routes(*ends, distance_on(transfers.mesh))
     incoming: dict[int, Parts] = defaultdict(list)

@@ -65,7 +65,7 @@ function facts(numbers, source) {
   };
 }
 
-const kindColour = (kind) => (kind === "exchange" ? "var(--ink)" : tables.colours[kind]);
+const kindColor = (kind) => (kind === "exchange" ? "var(--ink)" : tables.colors[kind]);
 
 function escaped(text) {
   return String(text).replace(/[&<>"]/g, (c) => ({ "&": "&amp;", "<": "&lt;", ">": "&gt;", '"': "&quot;" })[c]);
@@ -170,7 +170,7 @@ function renderRoute() {
   const parts = [`<li><button type="button" class="at" data-at="0">${escaped(specs[state.source])}</button></li>`];
   now.moves.forEach((move, at) => {
     parts.push(
-      `<li><button type="button" class="step" data-play="${at}" style="--kind:${kindColour(move[MOVE.kind])}">` +
+      `<li><button type="button" class="step" data-play="${at}" style="--kind:${kindColor(move[MOVE.kind])}">` +
       `<span>${escaped(move[MOVE.text])}</span><small>${secondsText(now.times[at])} · receives ` +
       `${bytesText(move[MOVE.received])} · holds ${bytesText(move[MOVE.live])}</small></button></li>` +
       `<li><button type="button" class="at" data-at="${at + 1}">${escaped(specs[move[MOVE.to]])}</button></li>`,
@@ -190,7 +190,7 @@ function renderPlans() {
     .map((each, at) => {
       const name = (at === 0 ? "cheapest" : `${at + 1}.`) + (at === naive ? " (naive)" : "");
       const steps = each.moves.map((move) =>
-        `<span class="kind" style="--kind:${kindColour(move[MOVE.kind])}"></span>${escaped(move[MOVE.text])}`);
+        `<span class="kind" style="--kind:${kindColor(move[MOVE.kind])}"></span>${escaped(move[MOVE.text])}`);
       const through = each.specs.slice(1, -1).map((spec) => `<span class="spec">${escaped(specs[spec])}</span>`);
       return (
         `<tr class="${at === state.plan ? "picked" : ""}"><td><label><input type="radio" name="plan" ` +

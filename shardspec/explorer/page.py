@@ -19,11 +19,11 @@ from shardspec.comm.steps import Step
 from shardspec.dtypes import dtype_name
 from shardspec.errors import DTypeError, LayoutError
 from shardspec.layout.converter import LayoutConverter
-from shardspec.layout.dot import COLOURS, step_kind
 from shardspec.layout.graph import count_states, space_of, spec_of
 from shardspec.layout.layout import Layout
 from shardspec.layout.moving import transfers_of
-from shardspec.layout.plan import ConversionPlan, naive_plan, step_text
+from shardspec.layout.naive import naive_plan
+from shardspec.layout.plan import STEP_COLORS, ConversionPlan, step_kind, step_text
 from shardspec.mesh.device_mesh import DeviceMesh
 
 MAX_PAGE_DEVICES: Final = 32
@@ -54,7 +54,7 @@ def explorer_page(
     _check(meshes, shapes, links)
     data = {
         "dtype": name,
-        "colours": dict(COLOURS),
+        "colors": dict(STEP_COLORS),
         "meshes": [_mesh_tables(mesh, shapes, models_of(mesh, links), name) for mesh in meshes],
     }
     text = json.dumps(data, ensure_ascii=False, separators=(",", ":"))

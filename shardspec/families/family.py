@@ -5,6 +5,7 @@ import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import lru_cache
+from importlib.metadata import EntryPoint, entry_points
 from importlib.resources import files
 from typing import Any, Final, Literal, NamedTuple, TypeAlias
 
@@ -14,6 +15,8 @@ from shardspec.resharding.sizes import text_config
 from shardspec.resharding.views import parse_view
 from shardspec.text import Argument, shown
 
+GROUP: Final = "shardspec.families"
+"""Entry points of other packages: each leads to the text of a family's TOML."""
 CUTS: Final = (
     *("vocab", "heads", "kv-heads", "columns", "rows", "replicated"),
     *("latent", "summed"),
@@ -79,23 +82,52 @@ class Family(NamedTuple):
 
 
 @lru_cache(1)
-def family_names() -> tuple[str, ...]:
-    """Return the names of the families that come with shardspec.
-
-    >>> "qwen3-moe" in family_names()
-    True
-    """
+def _built_in() -> tuple[str, ...]:
     names = (file.name for file in files("shardspec.families").iterdir())
     stems = (name.removesuffix(".toml") for name in names if name.endswith(".toml"))
     return tuple(sorted(stem.replace("_", "-") for stem in stems))
 
 
+@lru_cache(1)
+def _others() -> dict[str, EntryPoint]:
+    points = {point.name: point for point in entry_points(group=GROUP)}
+    return {name: points[name] for name in sorted(points.keys() - {*_built_in()})}
+
+
+def family_names() -> tuple[str, ...]:
+    """Return the names of all families: shardspec's own, then those of other packages.
+
+    >>> "qwen3-moe" in family_names()
+    True
+    """
+    return (*_built_in(), *_others())
+
+
 @lru_cache(64)
 def shipped_family(name: str) -> Family:
-    """Return a family that comes with shardspec; LayoutError if there is none of that name."""
-    if name not in family_names():
+    """Return the family of a name.
+
+    Raises
+    ------
+    LayoutError
+        If there is none of that name, or another package's cannot be loaded.
+    """
+    if name in _built_in():
+        place = files("shardspec.families") / f"{name.replace('-', '_')}.toml"
+        return read_family(place.read_text("utf-8"), name)
+    if name not in _others():
         raise LayoutError(f"there is no family {name!r}; choose among {', '.join(family_names())}")
-    text = (files("shardspec.families") / f"{name.replace('-', '_')}.toml").read_text("utf-8")
+    try:
+        text: object = _others()[name].load()
+    except Exception as error:  # importing another package may raise anything
+        text, problem = None, f"{type(error).__name__}: {error}"
+    else:
+        problem = f"it is a {type(text).__name__}, not text"
+    if not isinstance(text, str):
+        raise LayoutError(
+            f"the family {name!r} of another package cannot be loaded ({problem}); correct or "
+            "uninstall it"
+        )
     return read_family(text, name)
 
 

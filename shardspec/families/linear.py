@@ -15,7 +15,7 @@ _OTHERS: Final = re.compile(
     r"(.*[._])?(\w*embed\w*|\w*norm\w*|\w*router\w*|\w*head|ln_\w+|w[tp]e|score|classifier|eh_proj"
     r"|(shared_expert_)?gate|output_layer)(\.weight)?"
 )
-"""Names of matrices that belong to no linear layer, or to one that is not quantised."""
+"""Names of matrices that belong to no linear layer, or to one that is not quantized."""
 
 
 class LinearLayers:

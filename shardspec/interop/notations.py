@@ -1,22 +1,19 @@
-"""Specs in the notations of torch, JAX, Shardy, OneFlow and Colossal-AI, and chunks of checkpoints.
+"""Translates specs to and from the notations of torch, JAX and Colossal-AI.
 
 Only functions that take or return placements of torch need one of these libraries. What the other
 notation cannot express is a `LossyConversionError`; an axis that the mesh lacks, an `AxisError`.
 """
 
-import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from math import prod
-from typing import TYPE_CHECKING, Any, Final, TypeAlias, get_args
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from shardspec.boxes import box_shape
 from shardspec.comm.steps import ReduceOp
 from shardspec.errors import LayoutError, LossyConversionError
 from shardspec.layout import placements as own
-from shardspec.layout.graph import count_states, space_of, spec_of
 from shardspec.layout.layout import Layout, OwnSpec, resolve_axes
 from shardspec.layout.spec import ShardingSpec
 from shardspec.mesh.device_mesh import Axis, DeviceMesh
@@ -26,12 +23,9 @@ if TYPE_CHECKING:
 
 SpecEntry: TypeAlias = str | tuple[str, ...] | None
 """What a PartitionSpec of JAX has for one dim."""
-AxisChunk: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]
-"""Offsets and sizes, one entry a dim; as in torch's `ChunkStorageMetadata`."""
 
 _COLOSSAL: Final[tuple[list[int], ...]] = ([], [0], [1], [0, 1])
 """R, S0, S1 and S01, the only ones in colossalai/tensor/d_tensor/sharding_spec.py."""
-_MOST_SPECS: Final = 20_000
 
 
 def _resolved(
@@ -63,77 +57,38 @@ def to_placements(spec: OwnSpec, mesh: DeviceMesh) -> tuple["Placement", ...]:
     >>> to_placements("[S10,R]", DeviceMesh(range(4), (2, 2)))
     (_StridedShard(dim=0, sf=2), Shard(dim=0))
     """
-    from torch.distributed.tensor import placement_types
+    from torch.distributed.tensor.placement_types import Partial, Replicate, Shard, _StridedShard
 
-    return tuple(
-        getattr(placement_types, kind)(*args, **options)
-        for kind, args, options in _calls(spec, mesh)
-    )
+    def in_torch(placement: own.Placement) -> "Placement":
+        match placement:
+            case None:
+                return Replicate()
+            case own.Split(dim, 1):
+                return Shard(dim)
+            case own.Split(dim, factor):
+                return _StridedShard(dim, split_factor=factor)
+            case op:
+                return Partial("product" if op == "prod" else op)
 
-
-def to_shard_order(
-    spec: OwnSpec, mesh: DeviceMesh
-) -> tuple[tuple["Placement", ...], dict[int, tuple[int, ...]]]:
-    """Return torch's placements without strides, and per sharded dim its axes, major first.
-
-    ``DTensorSpec.shard_order`` has them as ``ShardOrderEntry(dim, axes)``.
-    """
-    from torch.distributed.tensor.placement_types import Shard, _StridedShard
-
-    resolved = _resolved("torch's order of axes", spec, mesh, get_args(ReduceOp))
-    placements = tuple(
-        Shard(placement.dim) if isinstance(placement, _StridedShard) else placement
-        for placement in to_placements(resolved, mesh)
-    )
-    order = resolved.dim_partition_dict.items()
-    return placements, {dim: tuple(map(int, axes)) for dim, axes in order}
+    resolved = resolve_axes(ShardingSpec.of(spec), mesh)
+    return tuple(map(in_torch, own.placements_of(resolved, mesh.shape)))
 
 
 def from_placements(
-    placements: Sequence["Placement"],
-    dims: int | Sequence[int],
-    mesh: DeviceMesh,
-    *,
-    shard_order: Mapping[int, Sequence[int]] | None = None,
+    placements: Sequence["Placement"], dims: int | Sequence[int], mesh: DeviceMesh
 ) -> ShardingSpec:
     """Return the spec that torch's placements, one per mesh axis, describe.
 
     `dims` is the number of dims, or the shape of the tensor, which gives the sizes where a
-    `_StridedShard` means parts, ``S0{8,8}``. `shard_order` is ``DTensorSpec.shard_order`` as a
-    dict. Raises as `spec_of_placements` does, and `LossyConversionError` for a masked or scaled
-    partial.
+    `_StridedShard` means parts, ``S0{8,8}``. Raises as `spec_of_placements` does, and
+    `LossyConversionError` for a masked or scaled partial.
     """
     given = own.own_placements(placements)
     if given is None:
         raise LayoutError(
             f"placements are a {type(placements).__name__}; give a list, one per axis"
         )
-    return own.spec_of_placements(given, dims, mesh.shape, shard_order)
-
-
-def placements_text(spec: OwnSpec, mesh: DeviceMesh) -> str:
-    """Return the Python source of torch's placements; works without torch."""
-    texts = (
-        f"{kind}({', '.join([*map(json.dumps, args), *(f'{k}={v}' for k, v in options.items())])})"
-        for kind, args, options in _calls(spec, mesh)
-    )
-    return f"[{', '.join(texts)}]"
-
-
-def _calls(
-    spec: OwnSpec, mesh: DeviceMesh
-) -> Iterator[tuple[str, tuple[int | str, ...], dict[str, int]]]:
-    """Yield the name of torch's class, and its arguments, for every mesh axis."""
-    for placement in own.placements_of(resolve_axes(ShardingSpec.of(spec), mesh), mesh.shape):
-        match placement:
-            case None:
-                yield "Replicate", (), {}
-            case own.Split(dim, 1):
-                yield "Shard", (dim,), {}
-            case own.Split(dim, factor):
-                yield "_StridedShard", (dim,), {"split_factor": factor}
-            case op:
-                yield "Partial", ("product" if op == "prod" else op,), {}
+    return own.spec_of_placements(given, dims, mesh.shape)
 
 
 def to_partition_spec(
@@ -236,74 +191,12 @@ def to_jax_mesh(mesh: DeviceMesh, devices: Iterable[Any]) -> tuple[NDArray[Any],
     return grid.reshape(mesh.shape), _jax_names(mesh)
 
 
-def partition_spec_text(
-    spec: OwnSpec, mesh: DeviceMesh, global_shape: Sequence[int] | None = None
-) -> str:
-    """Return the Python source of JAX's PartitionSpec; see `to_partition_spec`."""
-    entries, unreduced = to_partition_spec(spec, mesh, global_shape)
-    words = [repr(entry) for entry in entries]
-    if unreduced:
-        words.append(f"unreduced={{{', '.join(map(repr, sorted(unreduced)))}}}")
-    return f"P({', '.join(words)})"
-
-
 def _jax_names(mesh: DeviceMesh) -> tuple[str, ...]:
     if mesh.axis_names is None:
         raise LossyConversionError(
             f"JAX knows mesh axes by name, but mesh {mesh} has none; name them, as in x=2,y=2"
         )
     return mesh.axis_names
-
-
-def shardy_text(spec: OwnSpec, mesh: DeviceMesh) -> str:
-    """Return the sharding attribute of Shardy, the partitioner of MLIR, with all dims closed.
-
-    Examples
-    --------
-    >>> mesh = DeviceMesh(range(4), (2, 2), axis_names=("x", "y"))
-    >>> shardy_text("[S(x),R|P(y)]", mesh)
-    '#sdy.sharding<@mesh, [{"x"}, {}], unreduced={"y"}>'
-    """
-    resolved, names = _resolved("Shardy", spec, mesh), _shardy_names(mesh)
-
-    def named(axes: Iterable[Axis]) -> str:
-        return "{" + ", ".join(f'"{names[int(axis)]}"' for axis in axes) + "}"
-
-    dims = ", ".join(named(dim_spec.axes) for dim_spec in resolved.dim_specs)
-    pending = [partial.axis for partial in resolved.partials]
-    unreduced = f", unreduced={named(pending)}" if pending else ""
-    return f"#sdy.sharding<@mesh, [{dims}]{unreduced}>"
-
-
-def shardy_mesh_text(mesh: DeviceMesh) -> str:
-    """Return the mesh that `shardy_text` refers to."""
-    sizes = zip(_shardy_names(mesh), mesh.shape, strict=True)
-    axes = ", ".join(f'"{name}"={size}' for name, size in sizes)
-    in_order = mesh.ids == tuple(range(mesh.size()))
-    ids = "" if in_order else f", device_ids=[{', '.join(map(str, mesh.ids))}]"
-    return f"sdy.mesh @mesh = <[{axes}]{ids}>"
-
-
-def _shardy_names(mesh: DeviceMesh) -> Sequence[str]:
-    return mesh.axis_names or [f"axis_{axis}" for axis in range(mesh.ndim)]
-
-
-def sbp_text(spec: OwnSpec, mesh: DeviceMesh) -> str:
-    """Return the SBP signature of OneFlow: per mesh axis ``S(dim)``, ``B`` or ``P``."""
-    resolved = _resolved("OneFlow", spec, mesh)
-    for dim, axes in resolved.dim_partition_dict.items():
-        if axes != sorted(axes, key=int):
-            raise LossyConversionError(
-                f"spec {spec}: OneFlow splits dim {dim} over axes {sorted(axes, key=int)} from "
-                f"left to right only, not over {axes}"
-            )
-
-    def word(placement: own.Placement) -> str:
-        if isinstance(placement, own.Split):
-            return f"S({placement.dim})"
-        return "P" if placement else "B"
-
-    return f"({','.join(map(word, own.placements_of(resolved, mesh.shape)))})"
 
 
 def to_colossal(spec: OwnSpec, mesh: DeviceMesh) -> dict[int, list[int]]:
@@ -322,47 +215,3 @@ def to_colossal(spec: OwnSpec, mesh: DeviceMesh) -> dict[int, list[int]]:
 def from_colossal(dim_partition_dict: Mapping[int, Sequence[int]], dims: int) -> ShardingSpec:
     """Return the spec of Colossal-AI's ``dim_partition_dict``."""
     return ShardingSpec(dims, {dim: list(axes) for dim, axes in dim_partition_dict.items()})
-
-
-def to_chunks(layout: Layout) -> dict[int, AxisChunk]:
-    """Return the chunk of every device; a pending reduction is refused."""
-    if layout.spec.partials:
-        raise LossyConversionError(
-            f"{layout.spec}: chunks cannot say that a reduction is pending; finish it first"
-        )
-    return {
-        device: (tuple(lo for lo, _ in box), box_shape(box))
-        for device, box in layout.boxes().items()
-    }
-
-
-def from_chunks(
-    chunks: Mapping[int, AxisChunk], mesh: DeviceMesh, global_shape: Sequence[int], dtype: object
-) -> Layout:
-    """Return the layout whose devices hold these chunks; offsets of empty chunks do not matter.
-
-    If several specs shard the tensor so, the one with the fewest sharded dims is chosen. A
-    `LayoutError` says that the chunks are not those of the mesh's devices, or that the mesh has too
-    many axes to try all specs; a `LossyConversionError`, that no spec has these chunks.
-    """
-    if set(chunks) != set(mesh.ids):
-        raise LayoutError(
-            f"chunks of the devices {sorted(chunks)} for a mesh of the devices {sorted(mesh.ids)}"
-        )
-    shape = tuple(global_shape)
-    count = count_states(mesh.ndim, len(shape), 0)
-    if count > _MOST_SPECS:
-        raise LayoutError(f"mesh {mesh} has {count} specs for {len(shape)} dims, too many to try")
-    wanted = _filled({device: (tuple(at), tuple(sizes)) for device, (at, sizes) in chunks.items()})
-    for state in space_of(mesh.ndim, len(shape), ()).states:
-        layout = Layout(mesh, spec_of(state), shape, dtype)
-        if _filled(to_chunks(layout)) == wanted:
-            return layout
-    raise LossyConversionError(
-        f"no spec on mesh {mesh} shards a tensor of shape {list(shape)} into these chunks: "
-        f"{dict(list(chunks.items())[:4])}{' …' if len(chunks) > 4 else ''}"
-    )
-
-
-def _filled(chunks: Mapping[int, AxisChunk]) -> dict[int, AxisChunk]:
-    return {device: chunk for device, chunk in chunks.items() if 0 not in chunk[1]}

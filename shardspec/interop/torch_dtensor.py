@@ -24,6 +24,7 @@ from shardspec.errors import LayoutError, LossyConversionError
 from shardspec.interop.notations import from_placements, to_placements
 from shardspec.interop.torch_parts import parts_of
 from shardspec.layout.layout import Layout
+from shardspec.layout.placements import own_placements, spec_of_placements
 from shardspec.mesh.device_mesh import DeviceMesh
 from shardspec.mesh.job import device_type_of
 
@@ -68,7 +69,8 @@ def _layout(
     dtype: torch.dtype,
 ) -> Layout:
     kept = None if order is None else dict(order)
-    return Layout(mesh, from_placements(placements, shape, mesh, shard_order=kept), shape, dtype)
+    spec = spec_of_placements(own_placements(placements), shape, mesh.shape, kept)
+    return Layout(mesh, spec, shape, dtype)
 
 
 def is_strided(tensor: TorchDTensor) -> bool:

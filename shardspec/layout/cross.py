@@ -13,16 +13,15 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from math import inf, prod
-from operator import ne
 from typing import Final, TypeAlias
 
 import numpy as np
 
 from shardspec.boxes import Box, box_size, intersect
+from shardspec.comm.cluster import Cluster, slowest_link
 from shardspec.comm.cost import CostModel
-from shardspec.comm.curves import Link
 from shardspec.comm.steps import Exchange
-from shardspec.comm.transfers import distance_on, exchange_routes
+from shardspec.comm.transfers import distance_of, exchange_routes
 from shardspec.dtypes import item_bytes
 from shardspec.errors import LayoutError
 from shardspec.layout.graph import (
@@ -72,36 +71,49 @@ def common_model(a: DeviceMesh, b: DeviceMesh, model_a: CostModel, model_b: Cost
     mesh = common_mesh(a, b)
     if mesh in (a, b):
         return model_a if mesh == a else model_b
-    links = (*model_a.links, *model_b.links)
-    slowest = Link(
-        max(link.latency_s for link in links),
-        max(link.seconds_per_byte for link in links),
-        "slowest of both meshes",
-        max(link.start_s for link in links),
-    )
     both_on_bus = model_a.link_model == model_b.link_model == "shared-bus"
     link_model: LinkModel = "shared-bus" if both_on_bus else "ring"
     copy_s = max(model_a.copy_s, model_b.copy_s)
-    return CostModel(mesh.shape, (slowest,), link_model, copy_s=copy_s)
+    cluster = None if both_on_bus or model_a.cluster != model_b.cluster else model_a.cluster
+    links = (*model_a.links, *model_b.links)
+    if cluster is not None:
+        crossing = len(cluster.by_host(mesh.ids)) > 1
+        links = (cluster.inside, *([cluster.between] if crossing and cluster.between else []))
+    slowest = slowest_link(links, "slowest of both meshes")
+    return CostModel(mesh.shape, (slowest,), link_model, copy_s=copy_s, cluster=cluster)
 
 
 def exchange_to(
     before: Layout, after: Layout, model: CostModel, target_model: CostModel | None = None
 ) -> Exchange:
     """Return the exchange between two layouts; the models price the meshes of `before`, `after`."""
-    same_mesh = before.mesh == after.mesh
-    if not same_mesh and target_model is not None:
-        model = common_model(before.mesh, after.mesh, model, target_model)
-    plain = same_mesh and before.spec.is_plain and after.spec.is_plain
+    if before.mesh != after.mesh:
+        if target_model is not None:
+            model = common_model(before.mesh, after.mesh, model, target_model)
+        return _crossing(before.mesh, after.mesh, model)
+    plain = before.spec.is_plain and after.spec.is_plain
     cut = map(int, before.spec.axes) if plain else range(len(model.links))
-    return Exchange(tuple(range(before.mesh.ndim)) if same_mesh else (), model.apart(cut))
+    return Exchange(tuple(range(before.mesh.ndim)), model.apart(cut))
+
+
+@lru_cache(maxsize=64)
+def _crossing(a: DeviceMesh, b: DeviceMesh, model: CostModel) -> Exchange:
+    """Return the exchange between two meshes, given the model of their common mesh."""
+    cluster = _cluster_of(a, b, model)
+    if cluster and cluster.per_node:
+        hosts = [set(cluster.by_host(mesh.ids)) for mesh in (a, b)]
+        # Where no host has devices of both, all holders are equally far.
+        nearest = hosts[0] & hosts[1] and len(hosts[0] | hosts[1]) > 1
+        return Exchange((), (), cluster.per_node if nearest else 0)
+    return Exchange((), model.apart(range(len(model.links))))
 
 
 def exchange_seconds(before: Layout, after: Layout, model: CostModel) -> float:
     """Return the modelled seconds of an exchange; `model` is that of the `common_mesh`."""
-    mesh, item = _checked_mesh(before, after), item_bytes(before.dtype)
+    _checked_mesh(before, after)
+    meshes, item = (before.mesh, after.mesh), item_bytes(before.dtype)
     ends = ((old.boxes(), new.boxes()) for old, new in _cells(before, after))
-    return sum(_boxes_seconds(have, wanted, mesh, model, item) for have, wanted in ends)
+    return sum(_boxes_seconds(have, wanted, meshes, model, item) for have, wanted in ends)
 
 
 def received_bytes(before: Layout, after: Layout) -> int:
@@ -152,7 +164,11 @@ def _checked_mesh(before: Layout, after: Layout) -> DeviceMesh:
 
 
 def _boxes_seconds(
-    have: Boxes, wanted: Boxes, mesh: DeviceMesh, model: CostModel, item: int
+    have: Boxes,
+    wanted: Boxes,
+    meshes: tuple[DeviceMesh, DeviceMesh],
+    model: CostModel,
+    item: int,
 ) -> float:
     """Return the modelled seconds of an exchange of boxes; an element has `item` bytes."""
     pieces = _count_pieces(have, wanted)
@@ -164,15 +180,14 @@ def _boxes_seconds(
     busy: dict[tuple[str, int], float] = defaultdict(float)
     peers: Counter[tuple[str, int]] = Counter()
     latency = per_byte = moved = 0.0
-    links: dict[tuple[bool, ...], tuple[float, float]] = {}
-    at = {device: mesh.coordinates(device) for device in mesh.ids}
-    for move in exchange_routes(have, wanted, distance_on(mesh, model.apart(range(mesh.ndim)))):
+    link, distance = (
+        _pair_link(meshes, model),
+        distance_of(_crossing(*meshes, model), common_mesh(*meshes)),
+    )
+    for move in exchange_routes(have, wanted, distance):
         if move.src == move.dst:
             continue
-        differ = tuple(map(ne, at[move.src], at[move.dst]))
-        if differ not in links:
-            links[differ] = model.slowest([axis for axis, other in enumerate(differ) if other])
-        alpha, beta = links[differ]
+        alpha, beta = link(move.src, move.dst)
         num_bytes = box_size(move.box) * item
         latency, per_byte, moved = max(latency, alpha), max(per_byte, beta), moved + num_bytes
         for end in (("sends", move.src), ("receives", move.dst)):
@@ -184,6 +199,27 @@ def _boxes_seconds(
     if model.link_model == "shared-bus":
         seconds = max(peers.values()) * latency + moved * per_byte
     return model.start_s + seconds + model.copy_s * _max_live_elements(have, wanted) * item
+
+
+def _cluster_of(a: DeviceMesh, b: DeviceMesh, model: CostModel) -> Cluster | None:
+    """Return the cluster that prices pairs of devices; None if the axes of the mesh do."""
+    cluster = model.cluster
+    if a == b or cluster is None or model.link_model != "ring":
+        return None
+    # The axes of a mesh with links of their own tell more than the hosts that follow from them.
+    return cluster if cluster.per_node or common_mesh(a, b) not in (a, b) else None
+
+
+def _pair_link(
+    meshes: tuple[DeviceMesh, DeviceMesh], model: CostModel
+) -> Callable[[int, int], tuple[float, float]]:
+    """Return a function of two devices: seconds a message, and seconds a byte, between them."""
+    if (cluster := _cluster_of(*meshes, model)) is not None:
+        return cluster.link
+    mesh = common_mesh(*meshes)
+    at = {device: mesh.coordinates(device) for device in mesh.ids}
+    slowest = cache(model.slowest)
+    return lambda a, b: slowest(tuple(np.flatnonzero(np.not_equal(at[a], at[b])).tolist()))
 
 
 def _count_pieces(have: Boxes, wanted: Boxes) -> int:
@@ -251,10 +287,8 @@ def cheapest_crossing(
     can be considered. On larger meshes the tensor crosses without a change of spec, or the best of
     the pairs that were priced is returned. Raises `LayoutError` for too many devices or pieces.
     """
-    mesh, model = (
-        common_mesh(source.mesh, target.mesh),
-        common_model(source.mesh, target.mesh, *models),
-    )
+    meshes = source.mesh, target.mesh
+    mesh, model = common_mesh(*meshes), common_model(*meshes, *models)
     if mesh.size() > _MAX_DEVICES:
         raise LayoutError(
             f"the two meshes have {mesh.size():,} devices together; conversions between meshes are "
@@ -284,7 +318,7 @@ def cheapest_crossing(
         if key not in seconds:
             listed += mesh.size() + _count_pieces(before, after)
             try:
-                seconds[key] = _boxes_seconds(before, after, mesh, model, item) + TIE_SECONDS
+                seconds[key] = _boxes_seconds(before, after, meshes, model, item) + TIE_SECONDS
             except LayoutError as error:
                 seconds[key] = inf
                 too_many.append(error)
@@ -348,7 +382,11 @@ def _least_exchange(leaving: _Side, arriving: _Side, model: CostModel) -> Floats
         lacking = wanted.copy()
         lacking[:, at_b] -= kept
         amount[row] = lacking.sum(axis=1) if on_bus else lacking.max(axis=1)
-    alpha = min(link.latency_s for link in model.links) + model.start_s
-    beta = min(link.seconds_per_byte for link in model.links)
+    numbers = [(link.latency_s, link.seconds_per_byte) for link in model.links]
+    if (cluster := _cluster_of(*meshes, model)) is not None:
+        hosts = [set(cluster.by_host(mesh.ids)) for mesh in meshes]
+        numbers = [cluster.far, *([cluster.near] if hosts[0] & hosts[1] else [])]
+    alpha, beta = map(min, zip(*numbers, strict=True))
+    alpha += model.start_s
     least: Floats = (amount > 0) * alpha + amount * item_bytes(leaving.layout.dtype) * beta
     return least

@@ -1,9 +1,8 @@
-"""Conversion plans: the ordered steps between two layouts with their costs; the naive plan."""
+"""Conversion plans: the ordered steps between two layouts with their costs."""
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from fractions import Fraction
 from html import escape
 from itertools import pairwise
 from typing import Final, TypeAlias
@@ -23,15 +22,12 @@ from shardspec.comm.steps import (
 from shardspec.layout.cross import (
     common_model,
     exchange_seconds,
-    exchange_to,
     live_bytes,
     received_bytes,
 )
-from shardspec.layout.graph import state_of
 from shardspec.layout.layout import Layout
 from shardspec.layout.picture import notebook_html, row_svg
 from shardspec.layout.pricing import pair_prices
-from shardspec.layout.spec import ShardingSpec
 from shardspec.text import bytes_text, seconds_text, table_text
 
 Move: TypeAlias = tuple[Step, Layout]
@@ -303,6 +299,23 @@ def step_text(step: Step) -> str:
     return _WORDS[type(step)].format(step)
 
 
+def step_kind(step: Step) -> str:
+    """Return the kind of a step in words, a key of `STEP_COLORS`."""
+    return step_text(step).split()[0]
+
+
+STEP_COLORS: Final[Mapping[str, str]] = {
+    "slice": "#56b4e9",
+    "all-gather": "#0072b2",
+    "all-to-all": "#d55e00",
+    "reduce-scatter": "#009e73",
+    "all-reduce": "#cc79a7",
+    "permute": "#b58900",
+    "exchange": "#222222",
+}
+"""Colors by kind of step; most people who see few colors can tell these apart."""
+
+
 _WORDS: Final = {
     Slice: "slice dim {0.dim}",
     AllGather: "all-gather dim {0.dim}",
@@ -312,125 +325,3 @@ _WORDS: Final = {
     Permute: "permute",
     Exchange: "exchange",
 }
-
-
-def route_text(plan: ConversionPlan) -> str:
-    """Return the steps of a plan in a line: 'reduce-scatter tp, all-gather (dp,tp)'."""
-    each = []
-    for step, before, _ in plan.moves:
-        labels = before.mesh.axis_labels(step.axes)
-        axes = labels[0] if len(labels) == 1 else f"({','.join(labels)})"
-        each.append(f"{step_text(step).split()[0]} {axes}" if labels else step_text(step))
-    return ", ".join(each) or "nothing to do"
-
-
-def plans_table(plans: Sequence[ConversionPlan], names: Sequence[str]) -> str:
-    """Return a text table of plans between the same layouts; the first is the reference."""
-    best = plans[0].cost_seconds
-    rows = [
-        [
-            name,
-            route_text(plan),
-            ", ".join(str(layout.labelled_spec) for layout in plan.layouts[1:-1]),
-            bytes_text(plan.bytes_received),
-            seconds_text(plan.cost_seconds),
-            f"{plan.cost_seconds / best:.2f}×" if best else "",
-            bytes_text(plan.peak_bytes),
-        ]
-        for name, plan in zip(names, plans, strict=True)
-    ]
-    header = ["plan", "steps", "through", "receives", "time", "ratio", "peak"]
-    return table_text(header, rows, numbers_from=3)
-
-
-def naive_plan(
-    source: Layout, target: Layout, model: CostModel, target_model: CostModel | None = None
-) -> ConversionPlan:
-    """Return the plan that all-reduces, all-gathers every sharded dim, and slices to the target.
-
-    To another mesh, the gathered tensor crosses whole and is sliced on the target's mesh.
-    Reductions that are pending in the target too stay pending.
-    """
-    moves: list[Move] = []
-    if source.mesh != target.mesh:
-        whole = ShardingSpec(source.spec.dims)
-        gathered = target.with_spec(whole)
-        moves += naive_moves(source, whole, model)
-        moves.append((exchange_to(source, gathered, model, target_model), gathered))
-        moves += naive_moves(gathered, target.spec, target_model or model)
-    elif source != target:
-        moves += naive_moves(source, target.spec, model)
-    return ConversionPlan.of_moves(source, moves, model, target_model)
-
-
-def naive_moves(source: Layout, target: ShardingSpec, model: CostModel) -> Iterator[Move]:
-    """Yield moves that finish reductions, gather every sharded dim and slice to the target."""
-    for step, layout in finishing_moves(source, target):
-        yield step, layout
-        source = layout
-    spec = source.spec
-    if not (spec.is_plain and target.is_plain):
-        for after in (ShardingSpec(spec.dims, partial=spec.partial), target):
-            if after != spec:
-                reached = source.with_spec(after)
-                yield exchange_to(source, reached, model), reached
-                spec = after
-        return
-    for dim, cut in enumerate(state_of(spec)[0]):
-        if cut:
-            spec = spec.with_dims({dim: ()})
-            yield AllGather(dim, cut), source.with_spec(spec)
-    for dim, cut in enumerate(state_of(target)[0]):
-        if cut:
-            spec = spec.with_dims({dim: cut})
-            yield Slice(dim, cut), source.with_spec(spec)
-
-
-def finishing_moves(source: Layout, target: ShardingSpec) -> Iterator[Move]:
-    """Yield moves that all-reduce what is pending in the source but not in the target."""
-    spec = source.spec
-    ending = [partial for partial in spec.partials if partial not in target.partials]
-    for op in sorted({partial.op for partial in ending}):
-        axes = tuple(int(partial.axis) for partial in ending if partial.op == op)
-        spec = spec.without_partial(axes)
-        yield AllReduce(axes, op), source.with_spec(spec)
-
-
-def difference_text(plan: ConversionPlan, naive: ConversionPlan) -> str:
-    """Say in a sentence what a plan avoids, and how much of it."""
-    if not plan.steps:
-        return "nothing to do, and nothing to avoid"
-    if plan.communicating == naive.communicating:
-        return "this is the naive plan: here no other is cheaper"
-    whole = any(layout.spec.dim_partition_dict == {} for layout in plan.layouts)
-    lead = "takes another way" if whole else "avoids gathering the whole tensor"
-    return (
-        f"{lead}: {_speed(plan.cost_seconds, naive.cost_seconds)}, "
-        f"receives {_share(plan.bytes_received, naive.bytes_received, 'of the bytes')}, "
-        f"holds {_share(plan.peak_bytes, naive.peak_bytes, 'at its peak')}"
-    )
-
-
-def _speed(seconds: float, naive: float) -> str:
-    if abs(seconds - naive) < 0.005 * naive:
-        return "about as fast"
-    if seconds == 0:
-        return "free"
-    if seconds < naive:
-        return f"{naive / seconds:.3g}× faster"
-    return f"{seconds / naive:.3g}× slower" if naive else "slower, for the naive plan is free"
-
-
-def _share(amount: int, naive: int, of_what: str) -> str:
-    """Return a part in words: a small fraction where it is close to one, else in per cent."""
-    if amount == naive:
-        return "as many bytes" if of_what == "of the bytes" else "as much at its peak"
-    if amount == 0:
-        return "nothing"
-    if amount > naive:
-        return f"{amount / naive:.3g}× {of_what.replace('of ', '')}" if naive else "more"
-    share = Fraction(amount, naive)
-    close = share.limit_denominator(64)
-    if close and abs(close - share) <= share / 200 and close.numerator <= 9 and close < 1:
-        return f"{close} {of_what}"
-    return f"{float(share):.0%} {of_what}".replace("%", " %")

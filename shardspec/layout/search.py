@@ -13,7 +13,8 @@ from shardspec.errors import LayoutError
 from shardspec.layout import graph
 from shardspec.layout.cross import cheapest_crossing, exchange_to
 from shardspec.layout.layout import Layout
-from shardspec.layout.plan import ConversionPlan, Move, finishing_moves, naive_moves
+from shardspec.layout.naive import finishing_moves, naive_moves
+from shardspec.layout.plan import ConversionPlan, Move
 from shardspec.layout.pricing import (
     changed_axes,
     exchange_between,

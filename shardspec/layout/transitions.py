@@ -1,40 +1,21 @@
-"""The transition graph as a value of networkx, priced for one tensor or without prices."""
+"""The transition graph as a value of networkx, priced for one tensor."""
 
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from shardspec.comm.cost import CostModel
-from shardspec.comm.steps import ReduceOp, Step
+from shardspec.comm.steps import Step
 from shardspec.errors import LayoutError
-from shardspec.layout.graph import MAX_STATES, Cuts, count_states, explore, spec_of, state_of
-from shardspec.layout.layout import Layout, resolve_axes
+from shardspec.layout.graph import MAX_STATES, Cuts, spec_of, state_of
+from shardspec.layout.layout import Layout
 from shardspec.layout.pricing import states_of
-from shardspec.layout.spec import ShardingSpec
 from shardspec.layout.table import bytes_of_moves, table_prices
-from shardspec.mesh.device_mesh import Axis, DeviceMesh
+from shardspec.mesh.device_mesh import DeviceMesh
 from shardspec.text import counted
 
 if TYPE_CHECKING:
     import networkx as nx
-
-
-def transitions(
-    mesh: DeviceMesh, dims: int, pending: dict[Axis, ReduceOp] | None = None
-) -> "nx.DiGraph":
-    """Return the graph of all specs of a tensor of `dims` dims, with a `step` on each edge.
-
-    Nodes are `ShardingSpec` with numbered axes. Raises `LayoutError` for more than 1,500 of them.
-
-    >>> graph = transitions(DeviceMesh(range(6), (2, 3)), 2)
-    >>> graph.number_of_nodes(), graph.number_of_edges()
-    (11, 48)
-    """
-    import networkx as nx
-
-    spec = resolve_axes(ShardingSpec(dims, partial=pending or {}), mesh)
-    _check_size(count_states(mesh.ndim, dims, len(spec.partials)), mesh, dims)
-    return nx.relabel_nodes(explore(mesh.ndim, spec), spec_of)
 
 
 def priced_graph(tensor: Layout, model: CostModel) -> "nx.DiGraph":

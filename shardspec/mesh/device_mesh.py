@@ -6,7 +6,7 @@ owns no process group, so that planning needs no job, no GPU and no rank.
 
 import os
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from html import escape
@@ -64,6 +64,10 @@ class DeviceMesh:
     link_model
         ``"ring"``: every axis has dedicated links. ``"shared-bus"``: all devices share one bus, as
         processes on one host do, and the total of the bytes moved counts.
+    links
+        The links of the cluster in place of `mesh_alpha` and `mesh_beta`: the name of a preset or
+        a file of ``shardspec links import``, one name an axis, or a
+        `shardspec.comm.cluster.Cluster`; read when something is priced.
     init_process_group
         Also make the `torch.distributed` groups of this mesh. Every rank of the mesh must then
         construct it. See `shardspec.comm.process_group.ProcessGroupCommunicator`.
@@ -105,6 +109,7 @@ class DeviceMesh:
     mesh_alpha: tuple[float, ...] | None
     mesh_beta: tuple[float, ...] | None
     link_model: LinkModel
+    links: Hashable
     _position: Mapping[int, int] = field(compare=False, repr=False)
     _hash: int = field(compare=False, repr=False)
 
@@ -118,6 +123,7 @@ class DeviceMesh:
         *,
         axis_names: Sequence[str] | None = None,
         link_model: LinkModel = "ring",
+        links: Hashable | Sequence[str] = None,
         init_process_group: bool = False,
         **words: Unpack[TorchWords],
     ) -> None:
@@ -132,7 +138,14 @@ class DeviceMesh:
         beta = checked_links("mesh_beta", mesh_beta, shape)
         if (alpha is None) != (beta is None):
             raise MeshError("give both mesh_alpha and mesh_beta, or neither")
-        identity = (ids, shape, names, alpha, beta, link_model)
+        links = tuple(links) if isinstance(links, list) else links
+        if isinstance(links, tuple) and len(links) > len(shape):
+            raise MeshError(
+                f"{len(links)} links for {counted(len(shape), 'axis', 'axes')}; give one per axis"
+            )
+        if links is not None and alpha is not None:
+            raise MeshError("give links, or mesh_alpha and mesh_beta, not both")
+        identity = (ids, shape, names, alpha, beta, link_model, links)
         values = (*identity, {id_: place for place, id_ in enumerate(ids)}, hash(identity))
         for name, value in zip(self.__dataclass_fields__, values, strict=True):
             object.__setattr__(self, name, value)
@@ -148,12 +161,13 @@ class DeviceMesh:
     def __reduce__(self) -> tuple[object, ...]:
         # Rebuilt rather than restored: hashes of text differ from process to process.
         names, model = self.axis_names, self.link_model
-        made = partial(DeviceMesh, axis_names=names, link_model=model)
+        made = partial(DeviceMesh, axis_names=names, link_model=model, links=self.links)
         return made, (self.ids, self.shape, None, self.mesh_alpha, self.mesh_beta)
 
     def __repr__(self) -> str:
         ids = f"range({len(self.ids)})" if self.ids == tuple(range(len(self.ids))) else None
         usual = {"axis_names": None, "mesh_alpha": None, "mesh_beta": None, "link_model": "ring"}
+        usual |= {"links": None}
         options = [
             f", {name}={value!r}"
             for name, default in usual.items()
@@ -301,7 +315,9 @@ class DeviceMesh:
             for name in ("mesh_alpha", "mesh_beta", "axis_names")
         }
         shape = [self.shape[axis] for axis in axes]
-        return DeviceMesh(self.group(physical_id, axes), shape, link_model=self.link_model, **kept)
+        links = tuple(self.links[a] for a in axes) if isinstance(self.links, tuple) else self.links
+        kept |= {"link_model": self.link_model, "links": links}
+        return DeviceMesh(self.group(physical_id, axes), shape, **kept)
 
     @classmethod
     def from_torch(cls, torch_mesh: "TorchMesh") -> "DeviceMesh":
@@ -356,7 +372,10 @@ class DeviceMesh:
             for name in ("mesh_alpha", "mesh_beta")
         }
         names = None if mesh_dim_name is None else [mesh_dim_name]
-        return DeviceMesh(self.ids, axis_names=names, link_model=self.link_model, **slowest)
+        links = None if isinstance(self.links, tuple) else self.links
+        return DeviceMesh(
+            self.ids, axis_names=names, link_model=self.link_model, links=links, **slowest
+        )
 
     def get_group(self, mesh_dim: Axis | None = None) -> "dist.ProcessGroup":
         """Return the calling rank's group along an axis, by default the only one."""

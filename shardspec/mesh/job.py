@@ -6,7 +6,6 @@ groups that torch has made.
 
 import atexit
 import os
-import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -16,6 +15,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh as TorchMesh
+from torch.distributed.distributed_c10d import Store, _get_default_store
 
 from shardspec.errors import CommunicatorError, MeshError
 
@@ -47,10 +47,10 @@ class Job:
     """The group for notes between ranks if the default group has only NCCL."""
     communicators: dict[_Mesh, Any] = field(default_factory=dict)
     """The communicators of `shardspec.comm.process_group`, by mesh."""
-    channels: dict[frozenset[_Mesh], Any] = field(default_factory=dict)
-    """Its channels, by the meshes of a thread; the key of the main thread's is empty."""
-    thread: threading.local = field(default_factory=threading.local)
-    """The `channel` of the thread's conversion, and whether the thread is `telling`."""
+    notes: Any = None
+    """The `shardspec.comm.notes.Notes` of the process."""
+    connections: dict[int, Any] = field(default_factory=dict)
+    """What a transport keeps of its peers, by rank."""
     joined: dict[_Mesh, None] = field(default_factory=dict)
     """Meshes whose groups have been made, in this order."""
     torch_meshes: list[tuple[_Mesh, TorchMesh]] = field(default_factory=list)
@@ -70,7 +70,6 @@ class Job:
         """Make the gloo group if the default group has only NCCL; every rank calls this."""
         if not self.gloo and dist.get_world_size() > 1 and _is_nccl_alone():
             self.gloo = dist.new_group(backend="gloo")
-            self.channels.clear()  # existing channels use the default group
 
     def torch_mesh(self, mesh: _Mesh, device_type: str | None = None) -> TorchMesh | None:
         """Return the existing torch mesh of a mesh, for a device type or any; None without one."""
@@ -110,6 +109,11 @@ def current_job() -> Job:
         # interpreter; if that is being finalised, torch aborts the process.
         atexit.register(time.sleep, _RELEASE_SECONDS)
     return job
+
+
+def job_store() -> Store:
+    """Return the store by which the processes of the running job have met."""
+    return _get_default_store()
 
 
 def job_of(mesh: _Mesh) -> Job:

@@ -107,13 +107,13 @@ class StateCopies:
     """Tensors of the target that are zero where no tensor of the source fills them."""
     dropped: tuple[str, ...] = ()
     """Tensors of the source that are left behind."""
-    quantised: tuple[str, ...] = ()
+    quantized: tuple[str, ...] = ()
     """Tensors of the target that become codes and scales where they arrive."""
 
     @cached_property
     def digest(self) -> str:
         """What is equal on ranks whose plans are; hexadecimal."""
-        names = self.values, self.padded, self.dropped, *self.quantised
+        names = self.values, self.padded, self.dropped, *self.quantized
         digest = hashlib.sha256(repr((self.max_bytes, *names)).encode())
         texts = {layout: repr(_facts(layout)) for layout in self._layouts}
         for move in self.moves:

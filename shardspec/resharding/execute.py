@@ -48,7 +48,7 @@ def run_reshard(
             return {}, None
         mesh = DeviceMesh(plan.devices, (len(plan.devices),))
         communicator = ProcessGroupCommunicator.of(mesh)
-        with communicator.telling(plan.meshes):
+        with communicator.telling():
             return _run_in_job(plan, state, out, communicator, receipt=receipt, version=version)
     given = given_to(plan, state, out, plan.devices, alone=False)
     ties = agreed_ties(plan, [given.statement])
@@ -96,7 +96,7 @@ def _run_in_job(
     if receipt:
         facts["with a receipt of version"] = str(version)
     words = description(facts)
-    with communicator.conversion(words, device_type, plan.meshes, {rank: statement}) as (
+    with communicator.conversion(words, device_type, {rank: statement}) as (
         home,
         statements,
     ):
@@ -119,10 +119,10 @@ def _run_in_job(
         to = f", to version {version}," if receipt else ""
         why = f"reshard plan {plan.digest[:12]}{to} failed on the way, so `out` is half written"
         try:
-            with _marking(given, why):
+            with _marking(given, why), communicator.moving(transport):
                 transport.move(own.stage(number) for number in range(len(moving.stages)))
         except (CommunicatorError, RuntimeError) as error:
-            raise CommunicatorError(f"{why}; the job cannot go on: {error}") from error
+            raise CommunicatorError(f"{why}: {error}") from error
         shards = {rank: own}
         results = _results(plan, ties, shards, given) | values
         if not receipt:

@@ -12,8 +12,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from shardspec.comm.region import Region
-
 K = TypeVar("K")
 
 _MAX_WORK: Final = 100_000
@@ -39,9 +37,14 @@ def has_memory(tensor: torch.Tensor) -> bool:
         return True
     if tensor.is_meta:
         return False
-    size = tensor.nbytes if tensor.is_contiguous() else Region.of(tensor).span
     start = tensor.storage_offset() * tensor.element_size()
-    return start + size <= tensor.untyped_storage().nbytes()
+    return start + _span_bytes(tensor) <= tensor.untyped_storage().nbytes()
+
+
+def _span_bytes(tensor: torch.Tensor) -> int:
+    """Return the bytes from the first element to the end of the last one, gaps included."""
+    reach = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return (reach + 1) * tensor.element_size()
 
 
 def overlaps_itself(tensor: torch.Tensor) -> bool:
@@ -82,8 +85,7 @@ def _spans(tensors: Mapping[K, torch.Tensor], *, written: bool) -> Iterator[_Spa
     for key, tensor in tensors.items():
         if tensor.numel():
             start = tensor.data_ptr()
-            size = tensor.nbytes if tensor.is_contiguous() else Region.of(tensor).span
-            yield _Span(start, start + size, key, tensor, written)
+            yield _Span(start, start + _span_bytes(tensor), key, tensor, written)
 
 
 def memory_overlaps(
@@ -123,13 +125,13 @@ class _Interface:
     """An array at an address, as numpy takes it."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        region = Region.of(tensor)
+        item = tensor.element_size()
         self.__array_interface__ = {
             "version": 3,
-            "data": (region.address, True),
-            "typestr": f"|V{region.item_bytes}",
-            "shape": region.shape,
-            "strides": region.strides,
+            "data": (tensor.data_ptr(), True),
+            "typestr": f"|V{item}",
+            "shape": tuple(tensor.shape),
+            "strides": tuple(stride * item for stride in tensor.stride()),
         }
 
 

@@ -8,16 +8,15 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, overload
 from shardspec.dtypes import dtype_name, is_cast, is_floating, keeps_dtype
 from shardspec.errors import LayoutError
 from shardspec.layout.layout import Layout
-from shardspec.layout.picture import notebook_html
 from shardspec.layout.rules import Rules, match_rules
 from shardspec.layout.spec import ShardingSpec
 from shardspec.mesh.device_ids import bound_of_bytes
 from shardspec.mesh.device_mesh import DeviceMesh
 from shardspec.resharding.copies import MAX_BYTES, StateCopies, TensorMove
 from shardspec.resharding.digests import Digests
-from shardspec.resharding.maps import apply_map, dropped_by, report_of
 from shardspec.resharding.name_map import NameMap, Shape
 from shardspec.resharding.state import flat_state, is_plain, required_layout
+from shardspec.resharding.total import apply_map, dropped_by, report_of
 from shardspec.resharding.transfers import Declared, End, FileRegion, Rows, transfer_rows
 from shardspec.text import counted, first_of, shown
 
@@ -77,19 +76,9 @@ class ReshardPlan(StateCopies):
     executor: Executor | None = None
     """What carries the plan out; None for copies between devices alone."""
 
-    def svg(self) -> str:
-        """Draw who sends how much to whom; raises LayoutError for more than 256 of either."""
-        from shardspec.resharding.picture import plan_svg
-
-        return plan_svg(self)
-
     def __str__(self) -> str:
         """Return the plan as a table, and what is done beside copies."""
         return self.text({}) if self.executor is None else f"{self.text({})}\n{self.executor}"
-
-    def _repr_html_(self) -> str:
-        """Draw the plan where notebooks show it."""
-        return notebook_html(self.svg, str(self), len(self.devices))
 
     @overload
     def run(
@@ -198,7 +187,7 @@ class ReshardPlan(StateCopies):
         Raises
         ------
         LayoutError
-            If the device is not in the plan, a tensor is cast or quantised on the way, or strides
+            If the device is not in the plan, a tensor is cast or quantized on the way, or strides
             are missing for a device, or let elements overlap.
 
         Examples

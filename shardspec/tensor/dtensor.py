@@ -7,14 +7,14 @@ same box must receive the same gradient. They do if every rank computes the same
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Final, Self
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh as TorchMesh
 
 from shardspec.comm.communicator import Communicator
 from shardspec.comm.process_group import communicator_of
-from shardspec.errors import CommunicatorError, LayoutError
+from shardspec.errors import CommunicatorError, LayoutError, ShardSpecError
 from shardspec.layout.converter import LayoutConverter
 from shardspec.layout.layout import Layout, SpecLike, checked_mesh, chosen_spec, spec_on
 from shardspec.layout.plan import ConversionPlan
@@ -36,6 +36,7 @@ from shardspec.tensor.shards import (
     check_dense,
     check_shards,
     communicator_for,
+    copies_for,
     facts_of,
     new_layout,
     shards_of,
@@ -43,6 +44,9 @@ from shardspec.tensor.shards import (
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor as TorchDTensor
+
+_SHOWN_ELEMENTS: Final = 1000
+"""As torch: a larger tensor is shown by a shard."""
 
 
 class DTensor(Differentiable):
@@ -127,6 +131,11 @@ class DTensor(Differentiable):
         It does not communicate. Raises `LayoutError` if a shard is missing, or its shape or dtype
         is not that of the layout.
         """
+        if not isinstance(layout, Layout) or not isinstance(shards, Mapping):
+            raise LayoutError(
+                "from_shards takes a dict of shards by device id, then a Layout; got "
+                f"{type(shards).__name__} and {type(layout).__name__}"
+            )
         chosen = communicator_for(communicator, layout.mesh)
         devices = chosen.addressable
         check_shards(layout, {d: facts_of(shards[d]) if d in shards else None for d in devices})
@@ -170,10 +179,11 @@ class DTensor(Differentiable):
         """Return a DTensor of shards that the devices already hold; every rank calls this.
 
         `local` is this rank's shard, or a dict of the shards of all addressable devices by physical
-        id. Shards are not copied, and gradients flow back to them. Spec or placements are as for
-        `DTensor`, except that reductions may be pending. The global shape is by default the sum of
-        the shards' sizes. Raises `LayoutError`, on every rank, if the shape or dtype of any rank's
-        shard is not that of the layout.
+        id. Where one process holds all devices, one tensor is the shard of the first, and the
+        others get copies of it. Other shards are not copied, and gradients flow back to them. Spec
+        or placements are as for `DTensor`, except that reductions may be pending. The global shape
+        is by default the sum of the shards' sizes. Raises `LayoutError`, on every rank, if the
+        shape or dtype of any rank's shard is not that of the layout.
 
         Examples
         --------
@@ -187,7 +197,7 @@ class DTensor(Differentiable):
         chosen = communicator_for(communicator, device_mesh, "hold shards")
         devices = chosen.addressable
         with chosen.telling():
-            shards = dict(local) if isinstance(local, Mapping) else {devices[0]: local}
+            shards = dict(local) if isinstance(local, Mapping) else copies_for(devices, local)
             if set(shards) != set(devices):
                 raise LayoutError(
                     f"shards given for the devices {sorted(shards)}, but this process holds the "
@@ -241,24 +251,46 @@ class DTensor(Differentiable):
         return DTensor.from_shards, (shards, self.layout, self.communicator)
 
     def __repr__(self) -> str:
-        devices = self.communicator.addressable
-        shards = {0: "no shards", 1: f"the shard of device {listed(devices)}"}
-        several = f"the shards of devices {listed(devices)}"
-        return f"DTensor({self.layout}; holds {shards.get(len(devices), several)})"
+        head = f"DTensor({self.layout}"
+        for pending in self.layout.spec.partials:
+            head += f"; {pending.op} over axis {pending.axis} is pending"
+        try:
+            shards = self.shards
+        except ShardSpecError as error:
+            return f"{head}; {error})"
+        if not shards:
+            return f"{head}; no shards in this process)"
+        mesh, spec = self.device_mesh, self.layout.spec
+        if set(shards) == set(mesh.ids) and not spec.partials and self.numel() <= _SHOWN_ELEMENTS:
+            with torch.no_grad():
+                return f"{head}; values:\n{self.to_global().detach()!r})"
+        device = next(iter(shards))
+        what = "addend" if spec.partials else "shard"
+        return f"{head}; {what} of device {device}:\n{shards[device].detach()!r})"
 
     @outside_graphs
     def to_local(
-        self, physical_id: int | None = None, *, grad_spec: SpecLike | None = None
+        self,
+        physical_id: int | None = None,
+        *,
+        grad_spec: SpecLike | None = None,
+        grad_placements: SpecLike | None = None,
     ) -> torch.Tensor:
         """Return the shard of this rank, or of one of the devices that this process holds.
 
-        `grad_spec` is the layout of a gradient that will arrive incomplete: the same dims with a
-        sum or mean pending over the axes along which each device computes a part of the loss.
-        Raises `CommunicatorError` if the shard is not in this process, or no device is named and
-        the process holds several, and `LayoutError` if `grad_spec` shards the tensor in another
-        way.
+        `grad_spec`, or torch's word `grad_placements`, is the layout of a gradient that will arrive
+        incomplete: the same dims with a sum or mean pending over the axes along which each device
+        computes a part of the loss. Raises `CommunicatorError` if the shard is not in this process,
+        or no device is named and the process holds several, and `LayoutError` if `grad_spec` shards
+        the tensor in another way.
         """
         shards = self.shards
+        grad_spec = chosen_spec(grad_spec, grad_placements)
+        if not shards:
+            raise CommunicatorError(
+                f"this rank is not in mesh {self.device_mesh} with ids "
+                f"{listed(self.device_mesh.ids)}, so it has no shard; call to_local on its ranks"
+            )
         device = next(iter(shards)) if physical_id is None and len(shards) == 1 else physical_id
         if device is None or device not in shards:
             remedy = f"name one, as in to_local({self.device_mesh.ids[0]})"

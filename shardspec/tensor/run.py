@@ -54,7 +54,7 @@ def run_conversion(
                 if isinstance(step, Exchange):
                     # On the way back, other axes cut the source.
                     exchange = exchange_to(before, after, plan.model_between(before, after))
-                    step = replace(step, apart=exchange.apart)
+                    step = replace(step, apart=exchange.apart, per_node=exchange.per_node)
             started = time.perf_counter()
             if step is not None:
                 shards = run_step(step, communicator, shards, before, after, device)
@@ -80,8 +80,7 @@ def _conversion(
     mesh = common_mesh(plan.source.mesh, plan.target.mesh)
     device = next((shard.device.type for shard in shards.values()), "")
     content = _described(plan.source, plan.target, plan.steps, note)
-    meshes = plan.source.mesh, plan.target.mesh
-    return communicator.on(mesh).conversion(content, device, meshes)
+    return communicator.on(mesh).conversion(content, device)
 
 
 def telling(
@@ -90,7 +89,7 @@ def telling(
     """Send errors to all ranks of both meshes; see `Communicator.telling`."""
     # If the target is no mesh, which is an error, only the source's ranks are informed.
     other = target if isinstance(target, DeviceMesh) else source
-    return communicator.on(common_mesh(source, other)).telling((source, other))
+    return communicator.on(common_mesh(source, other)).telling()
 
 
 @lru_cache(maxsize=4096)

@@ -108,6 +108,17 @@ def check_shards(layout: Layout, facts: Mapping[int, Facts | None]) -> None:
             )
 
 
+def copies_for(devices: Sequence[int], shard: torch.Tensor) -> dict[int, torch.Tensor]:
+    """Return a shard for the first device, and copies of it for the others.
+
+    Copies are separate leaves, so the gradient of `shard` is that of the first device.
+    """
+    check_dense(shard)
+    first, *others = devices
+    copies = {d: shard.detach().clone().requires_grad_(shard.requires_grad) for d in others}
+    return {first: shard, **copies}
+
+
 def added_up(mesh: DeviceMesh, spec: ShardingSpec, facts: Mapping[int, Facts]) -> tuple[int, ...]:
     """Return the global shape: the sum of the shards' sizes along the axes that shard each dim.
 

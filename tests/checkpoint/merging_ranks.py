@@ -9,8 +9,9 @@ from typing import Any, TypeAlias
 
 import torch.distributed as dist
 
-from shardspec import DeviceMesh, ProcessGroupCommunicator, ShardSpecError
+from shardspec import DeviceMesh, ShardSpecError
 from shardspec.checkpoint.convert.options import WriteReport
+from shardspec.comm.process_group import ProcessGroupCommunicator
 
 __all__ = ["answer", "answer_in_job", "end_self", "write_all"]
 

@@ -7,29 +7,15 @@ from itertools import count
 import torch
 
 from shardspec import (
-    DeviceMesh,
     DTensor,
     apply_delta,
     delta,
     digest,
-    load_sharded,
     merge,
     save_sharded,
 )
 from tests.checkpoint.test_delta import INDEX, MESH, run, state
 from tests.faults.forks import DONE, KILLED, Fork
-
-
-def test_loading_with_deltas_makes_the_state_dict_that_was_saved(tmp_path):
-    old, new = (
-        {"model": {"a": state(version)["a"]}, "step": 7, "lists": [1, [2]]} for version in (0, 1)
-    )
-    save_sharded(old, tmp_path / "old")
-    save_sharded(new, tmp_path / "new")
-    delta(tmp_path / "old", tmp_path / "new", tmp_path / "d", version=1)
-    loaded = load_sharded(tmp_path / "old", DeviceMesh([0], (1,)), deltas=[tmp_path / "d"])
-    assert (loaded["step"], loaded["lists"]) == (7, [1, [2]])
-    assert torch.equal(loaded["model"]["a"].to_local(), state(1)["a"])
 
 
 def test_tied_tensors_are_each_changed_or_kept(tmp_path):

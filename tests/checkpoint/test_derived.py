@@ -10,8 +10,8 @@ from safetensors.torch import save_file
 from shardspec.checkpoint.deltas.apply import with_deltas
 from shardspec.checkpoint.deltas.make import delta
 from shardspec.checkpoint.open import open_checkpoint
-from shardspec.checkpoint.quantization.dequantize import dequantised
-from shardspec.checkpoint.quantization.quantize import quantise_of, quantised_as
+from shardspec.checkpoint.quantization.dequantize import dequantized
+from shardspec.checkpoint.quantization.quantize import quantize_of, quantized_as
 from shardspec.checkpoint.select.choice import Choice
 from shardspec.checkpoint.select.mapped import mapped
 from shardspec.checkpoint.select.model_names import Assembled
@@ -29,8 +29,8 @@ def base(tmp_path):
     return written(tmp_path / "base")
 
 
-def quantised(source):
-    return quantised_as(source, quantise_of("fp8-128x128", None, "w"), Choice())
+def find_quantized(source):
+    return quantized_as(source, quantize_of("fp8-128x128", None, "w"), Choice())
 
 
 def filled(source, other):
@@ -43,12 +43,12 @@ def test_a_file_that_changes_is_noticed_whatever_is_made_of_its_checkpoint(tmp_p
     ways = {
         "opened": lambda a, _: a,
         "mapped": lambda a, _: mapped(a, {"w": "x"}),
-        "quantised": lambda a, _: quantised(a),
+        "quantized": lambda a, _: find_quantized(a),
         "with a delta": lambda a, _: with_deltas(a, [tmp_path / "delta"]),
         "filled": filled,
         "filling": lambda a, b: filled(b, a),
         "filled, mapped": lambda a, b: mapped(filled(a, b), {"v": "x"}),
-        "filled, mapped, quantised": lambda a, b: quantised(mapped(filled(a, b), {"v": "x"})),
+        "filled, mapped, quantized": lambda a, b: find_quantized(mapped(filled(a, b), {"v": "x"})),
         "mapped, filled": lambda a, b: filled(mapped(a, {}), b),
     }
     for way, make in ways.items():
@@ -62,7 +62,7 @@ def test_a_file_that_changes_is_noticed_whatever_is_made_of_its_checkpoint(tmp_p
 
 def test_what_lies_beside_the_weights_is_checked_too(base):
     (base / "config.json").write_text("{}")
-    made = quantised(mapped(open_checkpoint(base), {}))
+    made = find_quantized(mapped(open_checkpoint(base), {}))
     beside = [made.directory / "config.json"]
     made.check_unchanged(beside)
     (base / "config.json").write_text("{ }")
@@ -81,10 +81,10 @@ def test_what_configs_say_of_codes_goes_with_the_numbers_that_are_made_of_them(t
         "k_scale": torch.ones(1),
     }
     save_file(codes, base / "model.safetensors")
-    numbers = dequantised(open_checkpoint(base), "bf16")
+    numbers = dequantized(open_checkpoint(base), "bf16")
     other = open_checkpoint(written(tmp_path / "other"))
     made = Assembled(numbers, {n: (numbers, n) for n in numbers.names} | {"v": (other, "w")})
     for source in (numbers, made, mapped(made, {"v": "x"})):
-        assert source.quantization == {}
-        assert source.keeps_dtype == {"k_scale"}
-    assert open_checkpoint(base).quantization is None
+        assert source.facts.quantization == {}
+        assert source.facts.keeps_dtype == {"k_scale"}
+    assert open_checkpoint(base).facts.quantization is None

@@ -118,7 +118,7 @@ def test_what_is_refused(checkpoint, whole):
         plan.run({})
 
 
-def _quantised_in_job(rank: int, place: str) -> list[str]:
+def _quantized_in_job(rank: int, place: str) -> list[str]:
     """Return which shards of codes and scales differ from what `merge` wrote."""
     serving = DeviceMesh([2, 0], (2,))
     wanted = load_file(f"{place}.safetensors")
@@ -137,7 +137,7 @@ def _quantised_in_job(rank: int, place: str) -> list[str]:
 
 
 def _in_job(rank: int, place: str, whole: dict[str, torch.Tensor], weights: str) -> list[str]:
-    assert _quantised_in_job(rank, weights) == []
+    assert _quantized_in_job(rank, weights) == []
     serving = DeviceMesh([2, 0], (2,))
     plan = plan_reshard(place, (serving, {"*": "[R,S0]"}))
     got = plan.run({})

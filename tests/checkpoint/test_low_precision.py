@@ -1,4 +1,4 @@
-"""Quantised weights become numbers, and numbers codes, bit for bit as torch's formulas say."""
+"""Quantized weights become numbers, and numbers codes, bit for bit as torch's formulas say."""
 
 import json
 from typing import Any
@@ -255,7 +255,7 @@ def test_maps_and_cuts_of_numbers_that_are_codes_in_files(tmp_path, kind):
         equal(loaded[name].full_tensor(), tensor)
 
 
-def test_loads_and_plans_of_what_is_quantised_in_a_checkpoint(tmp_path):
+def test_loads_and_plans_of_what_is_quantized_in_a_checkpoint(tmp_path):
     codes, scales = codes_of((300, 200)).view(torch.float8_e4m3fn), torch.rand(3, 2)
     norm = torch.rand(8)
     tensors = {"a.weight": codes, "a.weight_scale_inv": scales, "norm": norm}
@@ -347,7 +347,7 @@ def test_scales_that_are_missing_or_do_not_fit_are_refused(tmp_path, kind):
         lambda: load_sharded(source, TWO, {}, dtype="bf16"),
         lambda: plan_reshard(str(source), (TWO, {}), dtype="bf16"),
     ):
-        with pytest.raises(CheckpointError, match=f"'a.weight' is quantised .*{says}"):
+        with pytest.raises(CheckpointError, match=f"'a.weight' is quantized .*{says}"):
             act()
     done = run("merge", source, "-o", f"{tmp_path}/out/", "--dtype", "bf16")
     assert done.exit_code == 3

@@ -358,8 +358,8 @@ def metadata_of(path):
 
 
 def test_what_files_say_besides_tensors_goes_along(tmp_path):
-    quantised = {"format": "pt", "w1": '{"_type": "Int8Tensor"}', "shared": "yes"}
-    parts = [quantised, {"format": "np", "shared": "yes"}, None]
+    quantized = {"format": "pt", "w1": '{"_type": "Int8Tensor"}', "shared": "yes"}
+    parts = [quantized, {"format": "np", "shared": "yes"}, None]
     source = written_in_parts(tmp_path / "in", parts)
     due = {"format": "pt", "w1": '{"_type": "Int8Tensor"}', "shared": "yes"}
     assert merge(source, tmp_path / "out.safetensors").left_out == ()

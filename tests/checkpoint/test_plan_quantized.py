@@ -1,4 +1,4 @@
-"""Plans that quantise weights: in memory where cuts fall on blocks, of a checkpoint anywhere."""
+"""Plans that quantize weights: in memory where cuts fall on blocks, of a checkpoint anywhere."""
 
 import json
 import pickle
@@ -23,7 +23,7 @@ from shardspec.checkpoint.select.mapped import mapped
 from shardspec.errors import CheckpointError, DTypeError, LayoutError
 from shardspec.resharding.transfers import transfer_rows
 from tests.checkpoint.test_low_precision import FP8, SHAPES, merged, written
-from tests.checkpoint.test_quantising import fp8_of, same_bytes, weights
+from tests.checkpoint.test_quantize import fp8_of, same_bytes, weights
 from tests.families.maps import load_map
 from tests.families.test_commands import saved
 
@@ -53,13 +53,13 @@ def state_of(tensor, spec, mesh=TWO):
     ],
 )
 @pytest.mark.parametrize("given", [False, True])
-def test_weights_are_quantised_where_cuts_fall_on_blocks(before, after, sender, given):
+def test_weights_are_quantized_where_cuts_fall_on_blocks(before, after, sender, given):
     shape = (640, 512) if "640" in before or "340" in before or "512" in before else (512, 512)
     shape = (640, 512) if "256" in after else shape
     weight = weights(shape)
     state = state_of(weight, before)
     plan = plan_reshard(state, (THREE, {NAME: after}), dtype="fp8-128x128")
-    assert plan.quantised == (() if sender else (NAME,))
+    assert plan.quantized == (() if sender else (NAME,))
     travelling = {move.source.dtype for move in plan.moves if move.target_name == NAME}
     assert travelling == {"float8_e4m3fn" if sender else "bfloat16"}
     codes, scales = fp8_of(weight, "transformers")
@@ -83,14 +83,14 @@ def test_weights_are_quantised_where_cuts_fall_on_blocks(before, after, sender, 
             for lo, hi in held:
                 if lo < hi:
                     assert any(a <= lo // 128 and -(-hi // 128) <= b for a, b in numbers)
-    assert str(plan).splitlines()[-1] == "quantises weights"
-    with pytest.raises(LayoutError, match="this plan quantises"):
+    assert str(plan).splitlines()[-1] == "quantizes weights"
+    with pytest.raises(LayoutError, match="this plan quantizes"):
         plan.transfers(5)
     with pytest.raises(LayoutError, match="gives no receipt"):
         plan.run(state, receipt=True)
 
 
-def test_half_the_bytes_travel_if_senders_quantise():
+def test_half_the_bytes_travel_if_senders_quantize():
     source = {NAME: Layout(TWO, "[S0,R]", (512, 1024), "bfloat16")}
     target = DeviceMesh([8], (1,)), {NAME: "[R,R]"}
     plan = plan_reshard(source, target, dtype="fp8-128x128")
@@ -105,7 +105,7 @@ def test_cuts_inside_of_blocks_on_both_sides_are_refused():
     assert plan_reshard(source, (DeviceMesh(range(3)), {NAME: "[S0,R]"}), dtype="fp8-128x128")
 
 
-def test_what_a_map_makes_is_quantised_where_it_arrives():
+def test_what_a_map_makes_is_quantized_where_it_arrives():
     halves = {"gate": weights((256, 128)), "up": weights((256, 128)) * 2}
     state = {name: DTensor(tensor, TWO, "[S0,R]") for name, tensor in halves.items()}
     names = NameMap.parse(
@@ -115,14 +115,14 @@ def test_what_a_map_makes_is_quantised_where_it_arrives():
     )
     rules = {"fc1.weight": "[S0{256,256},R]"}
     plan = plan_reshard(state, (TWO, rules), names=names, dtype="fp8-128x128")
-    assert plan.quantised == ("fc1.weight",)
+    assert plan.quantized == ("fc1.weight",)
     found = plan.run(state)
     codes, scales = fp8_of(torch.cat(list(halves.values())), "transformers")
     same_bytes(found["fc1.weight"].full_tensor(), codes)
     same_bytes(found["fc1.weight_scale_inv"].full_tensor(), scales)
 
 
-def test_weights_that_are_not_finite_or_quantised_already():
+def test_weights_that_are_not_finite_or_quantized_already():
     weight = weights((256, 128))
     weight[200, 100] = float("nan")
     state = {NAME: DTensor(weight, TWO, "[S0,R]")}
@@ -133,7 +133,7 @@ def test_weights_that_are_not_finite_or_quantised_already():
     codes[f"{NAME}_scale_inv"] = Layout(TWO, "[S0,R]", (2, 1), "float32")
     targets: list[Any] = [(TWO, {}), codes]
     for target in targets:
-        with pytest.raises(DTypeError, match="is quantised already"):
+        with pytest.raises(DTypeError, match="is quantized already"):
             plan_reshard(codes, target, dtype="fp8-128x128")
 
 
@@ -182,7 +182,7 @@ def test_scales_that_a_target_states():
 
 @pytest.fixture
 def model(tmp_path):
-    """Save weights with ragged blocks, and what is not quantised."""
+    """Save weights with ragged blocks, and what is not quantized."""
     tensors = {
         f"layers.{number}.up_proj.weight": weights(shape)
         for number, shape in enumerate(((576, 700), *SHAPES[1:]))
@@ -208,7 +208,7 @@ def require_same(made, wanted):
 
 
 @pytest.mark.parametrize("cut", ["[S0,...]", "[...,S0]", "[R,...]"])
-def test_a_checkpoint_is_quantised_to_what_merge_writes_wherever_it_is_cut(tmp_path, model, cut):
+def test_a_checkpoint_is_quantized_to_what_merge_writes_wherever_it_is_cut(tmp_path, model, cut):
     wanted = wanted_of(model, tmp_path / "merged")
     target = THREE, {"layers.*proj.weight": cut, "mlp.*": cut, "embed.*": "[S0,R]"}
     plan = plan_reshard(model, target, dtype="fp8-128x128", max_bytes=1 << 16)
@@ -240,13 +240,13 @@ def test_a_checkpoint_is_quantised_to_what_merge_writes_wherever_it_is_cut(tmp_p
     }
 
 
-def test_what_a_plan_that_quantises_a_checkpoint_says(model):
+def test_what_a_plan_that_quantizes_a_checkpoint_says(model):
     plan = plan_reshard(str(model), (TWO, {}), dtype="fp8-128x128")
     assert plan != plan_reshard(model, (TWO, {}))
-    assert str(plan).splitlines()[-1] == f"reads the checkpoint {model} and quantises weights"
+    assert str(plan).splitlines()[-1] == f"reads the checkpoint {model} and quantizes weights"
     for call, says in (
-        (lambda: plan.transfers(0), "this plan quantises, which no copy of bytes does"),
-        (lambda: plan.run({}, receipt=True), "quantises weights gives no receipt"),
+        (lambda: plan.transfers(0), "this plan quantizes, which no copy of bytes does"),
+        (lambda: plan.run({}, receipt=True), "quantizes weights gives no receipt"),
         (lambda: plan.run({"w": 1}), "pass an empty state dict"),
     ):
         with pytest.raises(LayoutError, match=says) as error:
@@ -255,7 +255,7 @@ def test_what_a_plan_that_quantises_a_checkpoint_says(model):
     tensors = load_file(model / "model.safetensors")
     for changed, says in (
         (torch.zeros(4, 4), "is not as it was"),
-        (torch.zeros(SHAPES[1]).to(torch.float8_e4m3fn), "is quantised already"),
+        (torch.zeros(SHAPES[1]).to(torch.float8_e4m3fn), "is quantized already"),
     ):
         tensors["layers.1.up_proj.weight"] = changed
         save_file(tensors, model / "model.safetensors")
@@ -263,19 +263,19 @@ def test_what_a_plan_that_quantises_a_checkpoint_says(model):
             plan.run({})
 
 
-def test_checkpoints_that_are_quantised_or_not_finite_are_refused(tmp_path):
+def test_checkpoints_that_are_quantized_or_not_finite_are_refused(tmp_path):
     weight = weights((256, 128))
     codes = {"up.weight": weight.to(torch.float8_e4m3fn), "up.weight_scale_inv": torch.ones(2, 1)}
     source = written(tmp_path / "codes", codes | {"down.weight": weight}, FP8)
-    with pytest.raises(DTypeError, match=r"'up.weight' is quantised already .*; leave out dtype="):
+    with pytest.raises(DTypeError, match=r"'up.weight' is quantized already .*; leave out dtype="):
         plan_reshard(source, (TWO, {}), dtype="fp8-128x128")
-    # What a map renames is no less quantised.
+    # What a map renames is no less quantized.
     for how in ({"names": {"up.weight": "x.weight"}}, {}):
         for call in (
             lambda how=how: plan_reshard(source, (TWO, {}), dtype="fp8-128x128", **how),
             lambda how=how: wanted_of(source, tmp_path / "no", **how),
         ):
-            with pytest.raises(DTypeError, match=r"'up.weight' is quantised already"):
+            with pytest.raises(DTypeError, match=r"'up.weight' is quantized already"):
                 call()
     assert not (tmp_path / "no.safetensors").exists()
     # What is left behind may be.
@@ -353,7 +353,7 @@ def test_what_a_map_fills_with_zeros(tmp_path):
         assert torch.frombuffer(made[name], dtype=torch.bfloat16).equal(wanted.flatten())
 
 
-def test_what_a_config_lists_is_not_quantised_nor_what_is_dropped_read(tmp_path):
+def test_what_a_config_lists_is_not_quantized_nor_what_is_dropped_read(tmp_path):
     tensors = {f"a.{name}.weight": weights((130, 4)) for name in "pqr"}
     source = written(tmp_path / "model", tensors, {"modules_to_not_convert": ["a.q"]})
     plan = plan_reshard(source, (TWO, {"a.*": "[S0,R]"}), dtype="fp8-128x128", drop="a.r.*")

@@ -20,7 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.testing._internal.distributed.fake_pg import _create_fake_pg
 
-from shardspec import DeviceMesh, DTensor, SimulatedCommunicator, merge, reshard, save_sharded
+from shardspec import DeviceMesh, DTensor, merge, reshard, save_sharded
 from shardspec.checkpoint.convert.output import plan_tasks
 from shardspec.checkpoint.formats.huggingface import huggingface_target
 from shardspec.checkpoint.open import open_checkpoint
@@ -29,6 +29,7 @@ from shardspec.checkpoint.storage.local import LocalPath
 from shardspec.checkpoint.storage.path import Staging
 from shardspec.checkpoint.targets import OutputTensor
 from shardspec.cli.main import cli
+from shardspec.comm.communicator import SimulatedCommunicator
 from shardspec.errors import CheckpointError
 from tests.checkpoint.merging_ranks import answer_in_job, end_self, write_all
 from tests.checkpoint.writers.states import save, state

@@ -26,11 +26,9 @@ def is_safe(text):
 @pytest.mark.parametrize(
     "args",
     [
-        ["convert", HUGE, "--mesh", "2"],
         ["show", HUGE, "--mesh", "2", "--shape", "4"],
         ["plan", HUGE, "[R]", "--mesh", "2", "--shape", "4"],
         ["cost", "[R]", HUGE, "--mesh", "2", "--shape", "4"],
-        ["graph", HUGE, "[R]", "--mesh", "2", "--shape", "4"],
     ],
     ids=lambda args: args[0],
 )
@@ -67,10 +65,8 @@ def test_such_a_number_in_a_rule_or_a_checkpoint(tmp_path):
         (["plan", "[R]", "[R]", "--mesh", f"{RAW}=2", "--shape", "4"], 2),
         (["cost", "--pairs", RAW, "--mesh", "2", "--shape", "4"], 3),
         (["cost", "[R]", RAW, "--mesh", "2", "--shape", "4"], 2),
-        (["convert", "[R]", "--mesh", "2", "--to", RAW], 2),
         (["show", "[R]", "--mesh", "2", "--shape", "4", "-o", f"/no/{RAW}.svg"], 3),
         (["show", "[R]", "--mesh", "2", "--shape", "4", "-o", RAW], 2),
-        (["graph", "--mesh", "2", "--dims", "1", "-o", f"/no/{RAW}.dot"], 3),
         (["explore", "--mesh", "2", "--shape", "4", "-o", f"/no/{RAW}"], 3),
         (["inspect", RAW], 3),
         (["verify", f"{RAW}\nError: all is well"], 3),
@@ -104,7 +100,6 @@ def test_names_in_what_is_printed_are_escaped(tmp_path):
         (["diff", ckpt, other], 3),
         (["verify", ckpt, "--against", other, "--all"], 3),
         (["show", "[R]", "--mesh", "2", "--shape", "4", "-o", tmp_path / f"{RAW}.svg"], 0),
-        (["graph", "--mesh", "2", "--dims", "1", "-o", tmp_path / f"{RAW}2.dot"], 0),
         (["explore", "--mesh", "2", "--shape", "4", "-o", tmp_path / f"{RAW}.html"], 0),
     ]:
         result = run(*args)
@@ -171,7 +166,6 @@ def large(dims, size, axes):
         ["plan", "[R]", "[R]", "--mesh", "x".join("1" * 5000), "--shape", "4"],
         ["plan", "[S2*2,S1|P0]", "[R,R]", "--mesh", "2x64x1024", "--shape", "1x3"],
         ["show", "[S0]", "--mesh", "4096", "--shape", "4096"],
-        ["graph", "--mesh", "x".join("1" * 40), "--dims", "40"],
     ]
 
 

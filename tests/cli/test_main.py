@@ -44,12 +44,12 @@ def test_commands_called_from_python_let_go_of_what_they_made():
     """Only a process that ends leaves cycles of objects alone, and freezes what there is."""
     before = gc.get_freeze_count()
     for _ in range(3):
-        assert run("presets").exit_code == 0
+        assert run("links", "list").exit_code == 0
     assert gc.get_freeze_count() == before
 
 
 def test_the_commands_known_at_first_are_there():
-    assert {"cost", "graph", "inspect", "merge", "plan", "presets"} < set(COMMANDS)
+    assert {"cost", "inspect", "links", "merge", "plan"} < set(COMMANDS)
 
 
 def test_the_help_of_each_command_agrees_with_its_line_in_the_list_and_has_examples():
@@ -79,13 +79,13 @@ def test_help_lists_commands_by_task():
     }
     assert found == {
         "Plan and price conversions": ["plan", "cost"],
-        "Draw and translate specs": ["show", "convert", "graph", "explore"],
+        "Draw layouts and plans": ["show", "explore"],
         "Look into checkpoints": ["inspect"],
         "Check and compare checkpoints": ["verify", "diff", "digest"],
         "Publish what changed": ["delta", "apply"],
         "Merge and reshard checkpoints": ["merge", "reshard"],
         "Move whole models": ["check-map", "plan-state"],
-        "Show and measure links": ["presets", "profile"],
+        "Show and measure links": ["links", "profile"],
     }
 
 
@@ -93,9 +93,7 @@ SMALL = {
     "plan": ["[S0,R]", "[R,R]", "--mesh", "2", "--shape", "4x4"],
     "cost": ["[S0,R]", "[R,R]", "--mesh", "2", "--shape", "4x4"],
     "show": ["[S0,R]", "--mesh", "2", "--shape", "4x4"],
-    "convert": ["[S0,R]", "--mesh", "2"],
-    "graph": ["[S0,R]", "[R,R]", "--mesh", "2", "--shape", "4x4"],
-    "presets": [],
+    "links": ["list"],
 }
 
 
@@ -330,9 +328,8 @@ def test_planning_and_drawing_need_no_torch():
     lines = [
         "plan [S0,R] [R,S01] --mesh 2x4 --shape 4096x4096 --dtype bf16",
         "cost [S0,R] [R,R] --mesh 2x3 --shape 7x5 --dtype bf16",
-        "graph --mesh 2x3 --dims 2",
         "show [S0,R] --mesh 2x3 --shape 7x5",
-        "presets",
+        "links list",
     ]
     command = [sys.executable, "-c", WITHOUT_TORCH, *lines]
     ended = subprocess.run(command, capture_output=True, text=True)

@@ -9,7 +9,8 @@ from shardspec import CostModel, DeviceMesh, Layout, LayoutConverter
 from shardspec.cli.main import cli
 from shardspec.cli.options import parse_bytes
 from shardspec.comm.presets import PRESETS
-from shardspec.layout.plan import difference_text, naive_plan
+from shardspec.layout.naive import naive_plan
+from shardspec.layout.plan_text import difference_text
 
 README_EXAMPLE = ["[S0,R]", "[R,S01]", "--mesh", "2x4", "--shape", "4096x4096", "--dtype", "bf16"]
 

@@ -99,20 +99,6 @@ def test_a_plan_of_a_checkpoint_by_its_path(checkpoint):
             assert plan.moves == plan_reshard(source, target).moves
 
 
-def test_the_plan_is_drawn_on_a_page(checkpoint, tmp_path):
-    page = tmp_path / "plan.html"
-    drawn = run(checkpoint, "--mesh", "2", "--rule", "*", "[S0,...]", "--html", page)
-    plain = run(checkpoint, "--mesh", "2", "--rule", "*", "[S0,...]")
-    assert drawn[1] == f"{plain[1]}{page}: who sends what to whom; open it\n"
-    assert drawn[0] == 0
-    text = page.read_text("utf-8")
-    assert "<svg" in text
-    assert ".safetensors → 1: " in text
-    again = run(checkpoint, "--mesh", "2", "--html", page)
-    assert (again[0], "exists" in again[1]) == (3, True)
-    assert run(checkpoint, "--mesh", "2", "--html", page, "--overwrite")[0] == 0
-
-
 def test_transfers_are_written_for_every_device_and_the_index_last(checkpoint, tmp_path):
     code, text = run(
         checkpoint, "--mesh", "3", "--rule", "w", "[S0,R]", "--transfers", tmp_path / "t"

@@ -5,7 +5,6 @@ import pytest
 from shardspec.comm.agreement import (
     NOTE_BYTES,
     NOTE_ROOM,
-    Address,
     Note,
     check_agreement,
     description,
@@ -15,12 +14,12 @@ from shardspec.errors import CommunicatorError
 
 def note(words: dict[str, str] | None = None, **changed) -> Note:
     content = description(words or {"source": "[S0]", "target": "[R]"})
-    facts = {"ids": 7, "number": 3, "device": "cpu", "length": len(content), "content": content}
+    facts = {"members": 7, "device": "cpu", "length": len(content), "content": content}
     return Note(**{"kind": "conversion", **facts, **changed})
 
 
 def test_a_note_comes_back_from_its_bytes():
-    for given in (note(), note(kind="value", device=""), note(number=10**12)):
+    for given in (note(), note(kind="value", device=""), note(members=1 << 500)):
         packed = given.pack()
         assert len(packed) <= NOTE_BYTES
         assert Note.unpack(packed) == given
@@ -28,9 +27,9 @@ def test_a_note_comes_back_from_its_bytes():
 
 
 def test_the_longest_content_fits():
-    address = Address("h" * 200, 2**22, "s" * 40, 2**63)
-    given = note(content=b"x", value=b"y" * (NOTE_ROOM - 1), length=10_000, address=address)
-    assert len(given.pack()) <= NOTE_BYTES
+    ranks = 4096
+    given = note(members=1 << ranks - 1, value=b"y" * NOTE_ROOM, content=b"", length=10_000)
+    assert len(given.pack()) <= NOTE_BYTES + ranks // 8
     assert Note.unpack(given.pack()) == given
 
 
@@ -48,17 +47,17 @@ def test_where_shards_are():
         (
             note({"source": "[S0]", "target": "[S1]"}),
             "rank 5 asks for another conversion than rank 2: target [S1] where rank 2 has [R]; "
-            "rank 2 asks for conversion 3 (source [S0], target [R]), rank 5 asks for conversion 3 "
+            "rank 2 asks for a conversion (source [S0], target [R]), rank 5 asks for a conversion "
             "(source [S0], target [S1]); every rank",
         ),
         (
-            note(number=4),
-            "rank 5 asks for conversion 4 (source [S0], target [R]), but rank 2 asks for "
-            "conversion 3 (source",
+            note(members=3, words={"source": "[S0]", "target": "[R]", "mesh": "2"}),
+            "rank 5 asks for another conversion than rank 2",
         ),
-        (note(kind="value"), "rank 5 gathers value 3, but rank 2 asks for conversion 3 (source"),
-        (Note("readable", 9), "rank 5 carries out a step, but rank 2 asks for conv"),
-        (Note("done", 9), "rank 5 carries out a step, but rank 2 asks for conv"),
+        (
+            note(kind="value"),
+            "rank 5 gathers a value of ranks 0, 1, 2, but rank 2 asks for a conversion (source",
+        ),
     ],
 )
 def test_what_differs_is_named(other, said):

@@ -4,17 +4,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shardspec import (
-    CostModel,
-    DeviceMesh,
-    Layout,
-    LayoutConverter,
-    Link,
-    ShardingSpec,
-    plan_reshard,
-)
-from shardspec.comm.curves import bytes_received
-from shardspec.comm.presets import assumed_links
+from shardspec import CostModel, DeviceMesh, Layout, LayoutConverter, ShardingSpec, plan_reshard
+from shardspec.comm.curves import Link, bytes_received
+from shardspec.comm.presets import assumed_cluster
 from shardspec.comm.steps import AllGather, AllReduce, AllToAll, ReduceScatter, Slice
 from shardspec.errors import LayoutError, MeshError
 from shardspec.layout.graph import explore, spec_of
@@ -106,17 +98,17 @@ def test_bytes_received_are_rounded_up():
 
 def test_the_model_of_a_mesh():
     given = DeviceMesh(range(8), (2, 4), mesh_alpha=(1e-5, 2e-6), mesh_beta=(2e-11, 3e-12))
-    assert CostModel.of_mesh(given) == CostModel(
-        (2, 4), (Link(1e-5, 2e-11), Link(2e-6, 3e-12)), "ring"
-    )
+    assert CostModel.of_mesh(given).links == (Link(1e-5, 2e-11), Link(2e-6, 3e-12))
     bus = DeviceMesh(range(8), (2, 4), link_model="shared-bus")
-    assert CostModel.of_mesh(bus) == CostModel((2, 4), assumed_links(bus), "shared-bus")
+    inside = assumed_cluster().inside
+    assert CostModel.of_mesh(bus).links == (inside, inside)
+    assert CostModel.of_mesh(bus).copy_s == 0
 
 
 def test_links_in_words():
     assert str(SLOW) == "slow: 10 µs, 50 GB/s"
     assert str(Link(0.0, 0.0)) == "given: 0 µs, free"
-    assert str(assumed_links(DeviceMesh(range(2)))[0]) == (
+    assert str(assumed_cluster().inside) == (
         "assumed h100-nvswitch (measured for 2, 4, 8 devices; otherwise 23 µs + 249 GB/s)"
     )
 

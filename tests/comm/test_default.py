@@ -2,8 +2,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardspec import DeviceMesh, DTensor, ProcessGroupCommunicator, SimulatedCommunicator
-from shardspec.comm.process_group import communicator_of
+from shardspec import DeviceMesh, DTensor
+from shardspec.comm.communicator import SimulatedCommunicator
+from shardspec.comm.process_group import ProcessGroupCommunicator, communicator_of
 from shardspec.errors import CommunicatorError
 
 MESH = DeviceMesh(range(4), (2, 2))

@@ -7,7 +7,8 @@ from math import prod
 import pytest
 import torch
 
-from shardspec import DeviceMesh, Layout, SimulatedCommunicator
+from shardspec import DeviceMesh, Layout
+from shardspec.comm.communicator import SimulatedCommunicator
 from shardspec.comm.steps import Exchange, Permute, ReduceOp
 from tests.conversions import (
     Move,

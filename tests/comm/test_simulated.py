@@ -4,7 +4,8 @@ from copy import deepcopy
 import pytest
 import torch
 
-from shardspec import DeviceMesh, DTensor, SimulatedCommunicator, save_sharded
+from shardspec import DeviceMesh, DTensor, save_sharded
+from shardspec.comm.communicator import SimulatedCommunicator
 from shardspec.layout.moving import transfers_of
 from tests.comm.contract import Case, CommunicatorContract, complaints, crossing
 

@@ -6,8 +6,9 @@ from itertools import islice, permutations, product
 import pytest
 import torch
 
-from shardspec import CostModel, DeviceMesh, Layout, Link
+from shardspec import CostModel, DeviceMesh, Layout
 from shardspec.boxes import box_size, contains
+from shardspec.comm.curves import Link
 from shardspec.comm.steps import AllGather, AllReduce, Exchange, Permute, Slice
 from shardspec.comm.transfers import distance_on, exchange_routes, permute_routes
 from shardspec.layout.moving import transfers_of

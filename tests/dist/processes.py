@@ -1,5 +1,6 @@
 """Real processes that talk over gloo, started once for many checks."""
 
+import os
 import queue
 import sys
 import time
@@ -7,12 +8,29 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-__all__ = ["rank_context", "run_ranks"]
+from shardspec import DeviceMesh
+from shardspec.comm.process_group import ProcessGroupCommunicator
+from shardspec.mesh.job import current_job
+
+__all__ = ["communicator_by", "rank_context", "run_ranks", "substitute"]
+
+
+def communicator_by(mesh: DeviceMesh, *, reads_peers: bool) -> ProcessGroupCommunicator:
+    """Return a communicator that reads peers' memory, or one that sends messages."""
+    name = "memory" if reads_peers else "messages"
+    with mock.patch.dict(os.environ, SHARDSPEC_TRANSPORT=name):
+        return ProcessGroupCommunicator(mesh)
+
+
+def substitute(communicator: ProcessGroupCommunicator) -> None:
+    """Make a communicator the one that the job uses for its mesh."""
+    current_job().communicators[communicator.mesh] = communicator
 
 
 def _rank(

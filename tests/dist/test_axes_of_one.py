@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from shardspec import DeviceMesh, DTensor, Layout, ProcessGroupCommunicator
+from shardspec import DeviceMesh, DTensor, Layout
+from shardspec.comm.process_group import ProcessGroupCommunicator
 from shardspec.comm.steps import ReduceOp
 from tests.conversions import (
     OPS,
@@ -25,7 +26,7 @@ from tests.conversions import (
     stack_of,
     targets_of,
 )
-from tests.dist.processes import run_ranks
+from tests.dist.processes import communicator_by, run_ranks
 
 pytestmark = pytest.mark.dist
 
@@ -106,12 +107,12 @@ def _run(rank: int, sampled: int) -> tuple[dict[tuple[str, bool], tuple[int, Any
     found, wrong = {}, []
     for (name, mesh), reads_peers in product(MESHES.items(), (True, False)):
         if rank in mesh:
-            communicator = ProcessGroupCommunicator(mesh, reads_peers=reads_peers)
+            communicator = communicator_by(mesh, reads_peers=reads_peers)
             found[name, reads_peers] = _steps(name, mesh, communicator, sampled)
             wrong += _conversions(rank, mesh, communicator, sampled)
-            assert communicator.reads_peers == (reads_peers and mesh.size() > 1)
+            assert (communicator.transport_name == "memory") == (reads_peers and mesh.size() > 1)
         else:
-            ProcessGroupCommunicator(mesh, reads_peers=reads_peers)
+            communicator_by(mesh, reads_peers=reads_peers)
     return found, wrong + _crossing(rank)
 
 

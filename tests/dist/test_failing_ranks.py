@@ -15,7 +15,6 @@ from shardspec import (
     DeviceMesh,
     DTensor,
     LayoutConverter,
-    ProcessGroupCommunicator,
     distribute_module,
     distribute_tensor,
     load_sharded,
@@ -28,7 +27,8 @@ from shardspec import (
 from shardspec.checkpoint.job import load
 from shardspec.checkpoint.storage.local import LocalPath
 from shardspec.comm import process_group
-from tests.dist.processes import run_ranks
+from shardspec.comm.process_group import ProcessGroupCommunicator
+from tests.dist.processes import communicator_by, run_ranks, substitute
 
 pytestmark = pytest.mark.dist
 
@@ -131,15 +131,15 @@ def _cases(rank: int, place: Path) -> Iterator[tuple[str, str, Callable[[], obje
     yield "plan of files", "'mine'", lambda: from_files.run({}, failing(mine, out))
     ones = torch.ones(6, 2, requires_grad=True)
     loss = DTensor(ones, MESH, "[S0,R]").redistribute("[R,S0]").to_local().sum()
-    back = lambda: patched(process_group, "carry_out", loss.backward, room)  # noqa: E731
-    if ProcessGroupCommunicator.of(MESH).reads_peers:
+    back = lambda: patched(process_group, "execute", loss.backward, room)  # noqa: E731
+    if ProcessGroupCommunicator.of(MESH).transport_name == "memory":
         # Last: a rank that fails within a step leaves connections closed.
         yield "a step back", "no room", back
 
 
 def _fail(rank: int, place: Path, reads_peers: bool) -> list[str]:
     torch.set_num_threads(1)
-    ProcessGroupCommunicator(MESH, reads_peers=reads_peers).substitute()
+    substitute(communicator_by(MESH, reads_peers=reads_peers))
     wrong: list[str] = []
     for name, words, act in _cases(rank, place / str(reads_peers)):
         start, said = time.monotonic(), "nothing"

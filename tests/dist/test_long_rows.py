@@ -4,9 +4,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from shardspec import DeviceMesh, Layout, ProcessGroupCommunicator
+from shardspec import DeviceMesh, Layout
 from tests.conversions import Move, collectives, partial_specs, plain_specs, routed, run_moves
-from tests.dist.processes import run_ranks
+from tests.dist.processes import communicator_by, run_ranks
 
 pytestmark = pytest.mark.dist
 
@@ -26,13 +26,13 @@ def moves(shape: tuple[int, ...]) -> Iterator[Move]:
 def _run(rank: int, every: int) -> list[tuple[int, tuple[str, ...]]]:
     found = []
     for reads_peers in (True, False):
-        communicator = ProcessGroupCommunicator(MESH, reads_peers=reads_peers)
+        communicator = communicator_by(MESH, reads_peers=reads_peers)
         for at, shape in enumerate(SHAPES):
             for gaps in (False, True):
                 some = list(moves(shape))[at + 2 * gaps :: every]
                 outcome = run_moves(communicator, some, with_gaps=gaps)
                 found.append((outcome.shards, outcome.wrong))
-        assert communicator.reads_peers == reads_peers
+        assert (communicator.transport_name == "memory") == reads_peers
         assert communicator.addressable == (rank,)
     return found
 

@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from shardspec import ConversionPlan, CostModel, DeviceMesh, Layout, ProcessGroupCommunicator
+from shardspec import CostModel, DeviceMesh, Layout
+from shardspec.comm.process_group import ProcessGroupCommunicator
 from shardspec.comm.steps import (
     AllGather,
     AllReduce,
@@ -27,7 +28,8 @@ from shardspec.comm.steps import (
 from shardspec.comm.transports.messages import STAGED_BYTES
 from shardspec.comm.transports.peer_memory import BUFFER_BYTES
 from shardspec.layout.moving import transfers_of
-from tests.dist.processes import run_ranks
+from shardspec.layout.plan import ConversionPlan
+from tests.dist.processes import communicator_by, run_ranks
 
 pytestmark = pytest.mark.dist
 
@@ -83,7 +85,7 @@ def _measure(rank: int, every: int) -> list[tuple[str, bool, int, int]]:
     os.environ.pop("SHARDSPEC_CHECK", None)  # it takes memory of its own
     measured = []
     for reads_peers in (True, False):
-        communicator = ProcessGroupCommunicator(MESH, reads_peers=reads_peers)
+        communicator = communicator_by(MESH, reads_peers=reads_peers)
         assert communicator.addressable == (rank,)
         for number, (step, source, target) in enumerate(STEPS):
             for _, gaps in (way for way in WAYS[number % every :: every] if way[0] == reads_peers):

@@ -17,15 +17,15 @@ from torch.distributed.tensor import DTensor as TorchDTensor
 from shardspec import (
     DeviceMesh,
     DTensor,
-    ProcessGroupCommunicator,
     ShardingSpec,
     ShardSpecError,
     distribute_module,
     distribute_tensor,
     full,
 )
+from shardspec.comm.process_group import ProcessGroupCommunicator
 from tests.conversions import plain_specs
-from tests.dist.processes import run_ranks
+from tests.dist.processes import communicator_by, run_ranks
 
 pytestmark = pytest.mark.dist
 
@@ -59,7 +59,7 @@ def one_source(rank: int, reads_peers: bool, every: int) -> tuple[int, list[str]
         communicator = (
             ProcessGroupCommunicator.of(mesh)
             if reads_peers
-            else ProcessGroupCommunicator(mesh, reads_peers=False)
+            else communicator_by(mesh, reads_peers=False)
         )
         for number, shape in enumerate(SHAPES):
             # Of the large one a third.
@@ -190,7 +190,7 @@ def copies(_: int) -> list[str]:
         "computed": DTensor.from_torch((cut.to_torch() * 1).detach()),
         "parameter": DTensor.from_torch(parameter),
         "other way": DTensor(
-            whole, mesh, "[S0,R]", communicator=ProcessGroupCommunicator(mesh, reads_peers=False)
+            whole, mesh, "[S0,R]", communicator=communicator_by(mesh, reads_peers=False)
         ),
     }
     wrong = []
@@ -257,7 +257,7 @@ def second_derivatives(rank: int, every: int) -> tuple[int, list[str]]:
         pairs = list(product(plain_specs(2, 2), repeat=2))[:: every * (2 + sum(shape))]
         for number, (source, target) in enumerate(pairs):
             communicator = (
-                ProcessGroupCommunicator(mesh, reads_peers=False)
+                communicator_by(mesh, reads_peers=False)
                 if number % 2
                 else ProcessGroupCommunicator.of(mesh)
             )

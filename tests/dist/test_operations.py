@@ -15,14 +15,8 @@ import torch.nn.functional as F
 from torch.distributed.tensor import DTensor as TorchDTensor
 from torch.distributed.tensor.experimental import implicit_replication
 
-from shardspec import (
-    DeviceMesh,
-    DTensor,
-    Layout,
-    ShardSpecError,
-    SimulatedCommunicator,
-    init_device_mesh,
-)
+from shardspec import DeviceMesh, DTensor, Layout, ShardSpecError, init_device_mesh
+from shardspec.comm.communicator import SimulatedCommunicator
 from shardspec.errors import CommunicatorError
 from tests.conversions import index_of
 from tests.dist.operation_runs import Cut, the_table

@@ -11,7 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardspec import DeviceMesh, DTensor, Layout, ProcessGroupCommunicator, ShardSpecError
+from shardspec import DeviceMesh, DTensor, Layout, ShardSpecError
+from shardspec.comm.process_group import ProcessGroupCommunicator
 from shardspec.comm.steps import Exchange
 from shardspec.comm.transfers import exchange_routes
 from shardspec.errors import CommunicatorError, LayoutError

@@ -13,14 +13,18 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardspec import DeviceMesh, DTensor, Layout, ProcessGroupCommunicator
+from shardspec import DeviceMesh, DTensor, Layout
+from shardspec.comm.process_group import ProcessGroupCommunicator
 from shardspec.comm.steps import AllReduce, ReduceOp
 from shardspec.errors import CommunicatorError
 from shardspec.layout.moving import transfers_of
 from tests.comm.contract import CASES, Case, CommunicatorContract, complaints, crossing
-from tests.dist.processes import run_ranks
+from tests.dist.processes import communicator_by, run_ranks, substitute
 
 pytestmark = pytest.mark.dist
+
+
+TRANSPORT = {True: "memory", False: "messages"}
 
 
 def _run_cases(rank: int, reads_peers: bool, cases: Sequence[Case]):
@@ -28,7 +32,7 @@ def _run_cases(rank: int, reads_peers: bool, cases: Sequence[Case]):
     made: dict[DeviceMesh, ProcessGroupCommunicator] = {}
     for case in cases:
         if case.mesh not in made:
-            made[case.mesh] = ProcessGroupCommunicator(case.mesh, reads_peers=reads_peers)
+            made[case.mesh] = communicator_by(case.mesh, reads_peers=reads_peers)
         communicator = made[case.mesh]
         before, after = case.layouts
         if rank not in case.mesh:
@@ -46,7 +50,7 @@ def _run_cases(rank: int, reads_peers: bool, cases: Sequence[Case]):
             got[rank].dtype,
             complaints(shards, copies, got)[rank],
         )
-    assert {made[mesh].reads_peers for mesh in made if rank in mesh} == {reads_peers}
+    assert {made[mesh].transport_name for mesh in made if rank in mesh} == {TRANSPORT[reads_peers]}
     return results
 
 
@@ -57,7 +61,7 @@ def _first_steps(rank: int) -> list[str]:
     for reads_peers, pending in product((True, False, rank != 2), ops):
         # Of two rows on three devices one has none, and nothing to reduce with its neighbour.
         mesh = DeviceMesh(range(6), (3, 2))
-        communicator = ProcessGroupCommunicator(mesh, reads_peers=reads_peers)
+        communicator = communicator_by(mesh, reads_peers=reads_peers)
         before = Layout(mesh, f"[S0,R|P{pending}1]", (2, 5), "float32")
         shard = torch.full(before.local_shape(rank), 2.0)
         step, after = AllReduce((1,), pending), before.with_spec("[S0,R]")
@@ -65,14 +69,14 @@ def _first_steps(rank: int) -> list[str]:
         if got.tolist() != (shard * (2 if pending == "sum" else 1)).tolist():
             wrong.append(f"{pending} {reads_peers}: {got}")
     # The last two communicators: one rank does not let itself be read.
-    return wrong + (["read"] if communicator.reads_peers else [])
+    return wrong + (["read"] if communicator.transport_name == "memory" else [])
 
 
 def _run_all(rank: int, every: int):
     results = {way: _run_cases(rank, way, CASES[way % every :: every]) for way in (False, True)}
     four = DeviceMesh([2, 0, 3, 1], (4,))
     crossed = [
-        crossing(ProcessGroupCommunicator(four, reads_peers=reads_peers), dtype)
+        crossing(communicator_by(four, reads_peers=reads_peers), dtype)
         for reads_peers in (True, False)
         for dtype in (torch.int64, torch.bfloat16, torch.bool)
     ]
@@ -173,7 +177,7 @@ def test_without_a_job():
 
 def _convert_in_a_forked_child(_: int, reads_peers: bool) -> str:
     mesh = DeviceMesh(range(2), (2,))
-    ProcessGroupCommunicator(mesh, reads_peers=reads_peers).substitute()
+    substitute(communicator_by(mesh, reads_peers=reads_peers))
     tensor = DTensor(torch.arange(4.0), mesh, "[S0]")
     reader, writer = os.pipe()
     child = os.fork()

@@ -23,12 +23,12 @@ from shardspec import (
     Layout,
     ShardingSpec,
     ShardSpecError,
-    SimulatedCommunicator,
     init_device_mesh,
     redistribute,
 )
+from shardspec.comm.communicator import SimulatedCommunicator
 from shardspec.errors import CommunicatorError, LayoutError, LossyConversionError
-from shardspec.interop.notations import to_shard_order
+from shardspec.interop.notations import to_placements
 from shardspec.layout.graph import explore, spec_of
 from tests.conversions import index_of
 from tests.dist.autograd_scenes import SCENES, random_graphs
@@ -112,7 +112,11 @@ def orders_beside_placements(rank, mesh):
     even = torch.arange(48.0).reshape(8, 6)
     for spec in SPECS:
         layout = Layout(mesh, spec, (8, 6), "f32")
-        placements, order = to_shard_order(spec, mesh)
+        placements = tuple(
+            Shard(each.dim) if isinstance(each, _StridedShard) else each
+            for each in to_placements(spec, mesh)
+        )
+        order = {d: tuple(map(int, axes)) for d, axes in layout.spec.dim_partition_dict.items()}
         theirs = TorchDTensor(
             even[index_of(layout, rank)].clone(),
             DTensorSpec(

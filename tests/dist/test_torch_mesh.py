@@ -8,7 +8,8 @@ from torch.distributed.device_mesh import init_device_mesh as torch_init
 from torch.distributed.tensor import DTensor as TorchDTensor
 from torch.distributed.tensor import Shard
 
-from shardspec import DeviceMesh, ProcessGroupCommunicator, ShardSpecError, init_device_mesh
+from shardspec import DeviceMesh, ShardSpecError, init_device_mesh
+from shardspec.comm.process_group import ProcessGroupCommunicator
 from shardspec.errors import AxisError, CommunicatorError
 from shardspec.mesh.job import current_job
 from tests.dist.processes import run_ranks

@@ -2,8 +2,9 @@
 
 from itertools import pairwise
 
-from shardspec import CostModel, LayoutConverter, Link
+from shardspec import CostModel, LayoutConverter
 from shardspec.boxes import intersect
+from shardspec.comm.curves import Link
 from shardspec.explorer.page import all_layouts
 from shardspec.layout.moving import transfers_of
 from tests.explorer.test_page import DTYPE, MESHES

@@ -11,7 +11,8 @@ from shardspec.boxes import box_size
 from shardspec.cli.main import cli
 from shardspec.explorer.page import all_layouts, count_conversions, models_of
 from shardspec.layout.moving import transfers_of
-from shardspec.layout.plan import naive_plan, step_text
+from shardspec.layout.naive import naive_plan
+from shardspec.layout.plan import step_text
 from shardspec.text import bytes_text, seconds_text
 from tests.explorer.browser import Browser
 

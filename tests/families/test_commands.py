@@ -218,12 +218,12 @@ def test_biases_of_routers_stay_float32(tmp_path):
     assert dtypes["model.norm.weight"] == "bfloat16"
 
 
-def test_a_config_no_longer_says_that_weights_are_quantised(tmp_path):
+def test_a_config_no_longer_says_that_weights_are_quantized(tmp_path):
     folder, _ = saved(tmp_path / "hf", "qwen3")
-    quantised = HF["qwen3"]["config"] | {"quantization_config": {"quant_method": "fp8"}}
+    quantized = HF["qwen3"]["config"] | {"quantization_config": {"quant_method": "fp8"}}
     home = tmp_path / "released"
     home.mkdir()
-    (home / "config.json").write_text(json.dumps(quantised))
+    (home / "config.json").write_text(json.dumps(quantized))
     run("merge", folder, "-o", f"{tmp_path}/out/", "--model", home)
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config == HF["qwen3"]["config"]
@@ -270,7 +270,7 @@ def test_loading_under_other_names(tmp_path):
 
 
 def low_precision(place: Path, folder: Path, kind: str) -> dict[str, torch.Tensor]:
-    """Save a quantised model; return what its weights come to in bfloat16."""
+    """Save a quantized model; return what its weights come to in bfloat16."""
     run("merge", folder, "-o", f"{place}/", "--quantize", kind, "--dtype", "bf16")
     run("merge", place, "-o", f"{place}.safetensors", "--dtype", "bf16")
     found: dict[str, torch.Tensor] = load_torch(f"{place}.safetensors")
@@ -281,7 +281,7 @@ def low_precision(place: Path, folder: Path, kind: str) -> dict[str, torch.Tenso
     ("name", "kind"),
     [("deepseek_v3", "fp8-128x128"), ("gpt_oss", "mxfp4"), ("qwen3_moe", "mxfp8")],
 )
-def test_quantised_models_are_dequantised_on_the_way(tmp_path, name, kind):
+def test_quantized_models_are_dequantized_on_the_way(tmp_path, name, kind):
     sizes = {
         "gpt_oss": {"hidden_size": 64, "intermediate_size": 32},
         "qwen3_moe": {"intermediate_size": 64, "moe_intermediate_size": 32},
@@ -301,7 +301,7 @@ def test_quantised_models_are_dequantised_on_the_way(tmp_path, name, kind):
         assert shapes[f"{experts}_scales"] == [count, columns, rows // 32]
         assert sum(n.endswith("_blocks") for n in shapes) == 2 * 2
     way = ("--model", tmp_path / "low", "--names", "megatron")
-    assert "is quantised" in run("merge", tmp_path / "low", "-o", f"{tmp_path}/no/", *way, code=3)
+    assert "is quantized" in run("merge", tmp_path / "low", "-o", f"{tmp_path}/no/", *way, code=3)
     run("merge", tmp_path / "low", "-o", f"{tmp_path}/run/", *way, "--dtype", "bf16")
     run("merge", tmp_path / "run", "-o", f"{tmp_path}/back/", "--model", tmp_path / "low")
     found = load_torch(tmp_path / "back" / "model.safetensors")
@@ -314,7 +314,7 @@ def test_quantised_models_are_dequantised_on_the_way(tmp_path, name, kind):
     run("plan-state", tmp_path / "low", "--model", tmp_path / "low/config.json", *layout)
 
 
-def test_what_is_taken_from_a_quantised_original_is_dequantised(tmp_path):
+def test_what_is_taken_from_a_quantized_original_is_dequantized(tmp_path):
     folder, _ = saved(tmp_path / "hf", "deepseek_v3")
     wanted = low_precision(tmp_path / "low", folder, "fp8-128x128")
     lacking = {name for name in wanted if name.endswith("kv_b_proj.weight")}
@@ -323,13 +323,13 @@ def test_what_is_taken_from_a_quantised_original_is_dequantised(tmp_path):
     save_torch(trained, tmp_path / "trained" / "model.safetensors")
     way = ("--model", folder, "--fill-from", tmp_path / "low")
     call = ("merge", tmp_path / "trained", "-o", f"{tmp_path}/out/", *way)
-    assert "is quantised" in run(*call, code=3)
+    assert "is quantized" in run(*call, code=3)
     run(*call, "--dtype", "bf16")
     found = load_torch(tmp_path / "out" / "model.safetensors")
     assert all(found[name].equal(wanted[name]) for name in lacking)
 
 
-def test_quantised_weights_are_refused_with_the_reason(tmp_path):
+def test_quantized_weights_are_refused_with_the_reason(tmp_path):
     folder, arrays = saved(tmp_path / "hf", "qwen3")
     name = "model.layers.0.self_attn.q_proj.weight"
     codes: dict[str, Any] = {
@@ -339,5 +339,5 @@ def test_quantised_weights_are_refused_with_the_reason(tmp_path):
     save_file(arrays | codes, folder / "model.safetensors")
     for names in ("hf", "megatron", "fused"):
         call = ("merge", folder, "-o", f"{tmp_path}/out/", "--model", folder, "--names", names)
-        assert "is quantised" in run(*call, code=3)
+        assert "is quantized" in run(*call, code=3)
     assert not (tmp_path / "out").exists()

@@ -32,7 +32,7 @@ def test_what_is_excluded_is_not_written_under_the_same_names(tmp_path):
     written = load_file(tmp_path / "out.safetensors")
     assert written.keys() == arrays.keys() - {name}
     assert all((written[n] == arrays[n]).all() for n in written)
-    assert catalog.described_in is None
+    assert catalog.facts.described_in is None
 
 
 def test_a_config_that_does_not_fit_is_refused_for_the_same_names(tmp_path):

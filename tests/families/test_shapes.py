@@ -20,7 +20,7 @@ from shardspec.families.maps import chain_of
 from shardspec.families.model import Model, model_of
 from shardspec.families.plans import TensorPlan
 from shardspec.families.recognize import recognize
-from shardspec.resharding.maps import apply_map
+from shardspec.resharding.total import apply_map
 
 Shapes = dict[str, tuple[int, ...]]
 SAMPLES = json.loads((Path(__file__).parent / "shapes.json").read_text())

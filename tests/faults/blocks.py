@@ -1,8 +1,9 @@
-"""Cuts through quantised tensors, judged by what each scheme says of single numbers.
+"""Cuts through quantized tensors, judged by what each scheme says of single numbers.
 
 For every number of a weight a scheme says where its code lies, and which scales and zero points it
 is made with. Codes that have one of these in common belong together, unless it is one for a whole
-tensor or row; a cut is right if no device gets a part of what belongs together.
+tensor or row; a cut is right if no device gets a part of what belongs together. Codes of schemes
+that shardspec does not read are right only as a whole.
 """
 
 import json
@@ -29,7 +30,7 @@ _BYTES: Final = {"U8": 1, "I8": 1, "F8_E4M3": 1, "F16": 2, "F32": 4, "I32": 4, "
 
 @dataclass(frozen=True)
 class Scheme:
-    """A way to quantise; `e`, `i`, `j` are expert, row and column of the weight."""
+    """A way to quantize; `e`, `i`, `j` are expert, row and column of the weight."""
 
     name: str
     codes: str
@@ -42,6 +43,11 @@ class Scheme:
     """The scales and zero points of a number, but for those of whole rows."""
     config: dict[str, object] = field(default_factory=dict)
     metadata: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def known(self) -> bool:
+        """Whether shardspec reads it."""
+        return self.name.startswith(("FP8", "MXFP4")) or self.tensors[self.codes][0] == "F8_E4M3"
 
     def together(self) -> np.ndarray:
         """Return for each code the least of those that belong together with it."""
@@ -143,9 +149,10 @@ def _packed(rows: int, cols: int, group: int, *, zeros: bool) -> Scheme:
 
 def _alone(rows: int, cols: int, kind: str) -> Scheme:
     """Return schemes with one scale for a tensor or a row, which are cut anywhere."""
+    floats = _weights("tensor", num_bits=8, type="float")
     kinds: dict[str, tuple[str, dict[str, tuple[str, Index]], dict[str, object]]] = {
         "channel": ("I8", {"a.weight_scale": ("F32", (rows, 1))}, _weights("channel")),
-        "tensor": ("F8_E4M3", {"a.weight_scale": ("F32", (1,))}, _weights("tensor")),
+        "tensor": ("F8_E4M3", {"a.weight_scale": ("F32", (1,))}, floats),
         "scalar": (
             "F8_E4M3",
             {"a.weight_scale": ("F32", ()), "a.input_scale": ("F32", ())},
@@ -342,6 +349,8 @@ def blocks(place: Path, whole: bool) -> Iterator[Case]:
                         (np.bincount(part, minlength=together.size) == counts)[part].all()
                         for part in parts
                     )
+                    if not scheme.known:
+                        right = all(len(part) in (0, together.size) for part in parts)
                     act = partial(_act, home, scheme, where, f"[{','.join(spec)}]", devices, right)
                     cases.append(Case(f"{scheme.name}, config {where}, {spec} on {devices}", act))
     yield from cases[:: 1 if whole else 37]

@@ -196,11 +196,10 @@ _CKPT: Final = _any_of("PLACE/a.safetensors", "PLACE/b.safetensors", "PLACE", "P
 _RULES: Final = _any_of(
     "PLACE/none", "PLACE/rules.toml", "PLACE/good.toml", "PLACE/good.toml", "PLACE/a.safetensors"
 )
-_MAP: Final = _any_of("llama-hf-to-megatron", "PLACE/map.toml", "PLACE/rules.toml", "PLACE", "none")
+_MAP: Final = _any_of("PLACE/map.toml", "PLACE/map.toml", "PLACE/rules.toml", "PLACE", "none")
 
 _COMMANDS: Final[dict[str, tuple[list[Callable[[_Random], str]], _Values, _Values]]] = {
     # Arguments, options that are mostly given, and those that now and then are.
-    "convert": ([_spec], {"--mesh": _axes}, {"--shape": _shape, "--json": None}),
     "show": ([_spec], {"--mesh": _axes, "--shape": _shape}, {"--ids": _ids, "-o": _OUT}),
     "cost": (
         [_spec, _spec],
@@ -227,13 +226,8 @@ _COMMANDS: Final[dict[str, tuple[list[Callable[[_Random], str]], _Values, _Value
             "--json": None,
         },
     ),
-    "graph": (
-        [],
-        {"--mesh": _axes},
-        {**_CLUSTER, **_TENSOR, "--dims": _small, "-o": _OUT, "--overwrite": None, "--json": None},
-    ),
     "explore": ([], {"--mesh": _size, "--shape": _size, "-o": _OUT}, {"--links": _LINKS}),
-    "presets": ([], {}, {"--json": None}),
+    "links": ([_any_of("list", "none")], {}, {"--json": None}),
     "plan-state": (
         [_CKPT],
         {"--mesh": _axes, "--rules": _RULES},
@@ -306,7 +300,7 @@ def calls(place: Path, whole: bool) -> Iterator[Case]:
         import_module(name)
     random = _Random(20)
     each = list(_COMMANDS)
-    often = [*each, "plan", "plan", "cost", "cost", "graph"]
+    often = [*each, "plan", "plan", "cost", "cost"]
     for number in range(_ALL if whole else _SOME):
         random.begin()
         # Of the sample each twice.

@@ -136,7 +136,7 @@ ROWS: Final = (
     ),
     Row(
         "blocks",
-        "cuts through the blocks of quantised tensors",
+        "cuts through the blocks of quantized tensors",
         blocks.blocks,
         ends="refused if it parts a block",
     ),

@@ -59,8 +59,7 @@ def _cases(source: Path, due: dict[str, list[object]]) -> tuple[list[Case], ...]
         for part in range(_CUTS):
             cut = data[: len(data) * part // _CUTS]
             cuts.append(Case(f"{source.name}, {path} cut", partial(act, cut)))
-        # Those of parameters may be of equal shapes.
-        for other in held if source.name != "universal" else ():
+        for other in held:
             over = (source / other).read_bytes()
             # Chunks of equal shapes may be swapped in a DCP directory: see the document.
             alike = path.suffix == ".distcp" and len(over) == len(data)

@@ -8,7 +8,8 @@ from math import factorial, inf, prod
 import networkx as nx
 import pytest
 
-from shardspec import CostModel, DeviceMesh, Layout, LayoutConverter, Link, ShardingSpec
+from shardspec import CostModel, DeviceMesh, Layout, LayoutConverter, ShardingSpec
+from shardspec.comm.curves import Link
 from shardspec.comm.steps import Slice
 from shardspec.errors import LayoutError
 from shardspec.layout.graph import explore

@@ -6,14 +6,8 @@ from math import prod
 import pytest
 import torch
 
-from shardspec import (
-    DeviceMesh,
-    DTensor,
-    Layout,
-    LayoutConverter,
-    ShardingSpec,
-    SimulatedCommunicator,
-)
+from shardspec import DeviceMesh, DTensor, Layout, LayoutConverter, ShardingSpec
+from shardspec.comm.communicator import SimulatedCommunicator
 from shardspec.layout.graph import explore, spec_of
 
 

@@ -11,7 +11,8 @@ from math import prod
 import numpy as np
 import pytest
 
-from shardspec import CostModel, DeviceMesh, Layout, LayoutConverter, Link, ShardingSpec
+from shardspec import CostModel, DeviceMesh, Layout, LayoutConverter, ShardingSpec
+from shardspec.comm.curves import Link
 from shardspec.errors import MeshError
 from tests.layout.brute_force import Brute, Model
 

@@ -12,21 +12,15 @@ import torch
 from scipy.optimize import linprog
 from scipy.sparse import lil_array
 
-from shardspec import (
-    ConversionPlan,
-    CostModel,
-    DeviceMesh,
-    Layout,
-    Link,
-    SimulatedCommunicator,
-    trace,
-)
+from shardspec import CostModel, DeviceMesh, Layout, trace
 from shardspec.boxes import Box, box_size, intersect
+from shardspec.comm.communicator import SimulatedCommunicator
+from shardspec.comm.curves import Link
 from shardspec.comm.steps import Exchange
 from shardspec.layout.cross import common_mesh, exchange_seconds
 from shardspec.layout.graph import state_of
 from shardspec.layout.moving import transfers_of
-from shardspec.layout.plan import step_seconds
+from shardspec.layout.plan import ConversionPlan, step_seconds
 from shardspec.layout.pricing import exchange_between
 from shardspec.tensor.run import run_conversion
 from tests.conversions import plain_specs

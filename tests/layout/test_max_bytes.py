@@ -5,7 +5,8 @@ from math import isfinite
 import numpy as np
 import pytest
 
-from shardspec import CostModel, DeviceMesh, Layout, LayoutConverter, Link
+from shardspec import CostModel, DeviceMesh, Layout, LayoutConverter
+from shardspec.comm.curves import Link
 from shardspec.comm.steps import Slice
 from shardspec.errors import LayoutError
 from tests.layout.brute_force import Brute, Model, chains

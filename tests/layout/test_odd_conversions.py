@@ -4,7 +4,8 @@ from itertools import product
 
 import pytest
 
-from shardspec import DeviceMesh, DTensor, Layout, SimulatedCommunicator
+from shardspec import DeviceMesh, DTensor, Layout
+from shardspec.comm.communicator import SimulatedCommunicator
 from tests.conversions import plain_specs, same_bits, shard_of, stack_of, strided
 
 MESHES = [

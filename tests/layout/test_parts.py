@@ -11,7 +11,6 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
 from shardspec import (
     DeviceMesh,
-    DimSpec,
     DTensor,
     Layout,
     LayoutConverter,
@@ -31,7 +30,7 @@ from shardspec.errors import (
     SpecSyntaxError,
 )
 from shardspec.layout.placements import placements_of
-from shardspec.layout.spec import Part
+from shardspec.layout.spec import DimSpec, Part
 
 SHAPE = (12, 6)
 WHOLE = torch.arange(prod(SHAPE)).reshape(SHAPE)

@@ -11,7 +11,8 @@ from math import prod
 
 import pytest
 
-from shardspec import DeviceMesh, DTensor, Layout, SimulatedCommunicator
+from shardspec import DeviceMesh, DTensor, Layout
+from shardspec.comm.communicator import SimulatedCommunicator
 from tests.conversions import (
     OPS,
     partial_specs,

@@ -9,10 +9,10 @@ import torch
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, ShardOrderEntry
 from torch.distributed.tensor.placement_types import Partial, Replicate, Shard, _StridedShard
 
-from shardspec import DeviceMesh, DimSpec, Layout, ShardingSpec
+from shardspec import DeviceMesh, Layout, ShardingSpec
 from shardspec.errors import LayoutError, LossyConversionError
 from shardspec.layout.placements import Split, placements_of, spec_of_placements
-from shardspec.layout.spec import Part
+from shardspec.layout.spec import DimSpec, Part
 from tests.conversions import partial_specs, plain_specs
 
 

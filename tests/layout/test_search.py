@@ -13,7 +13,8 @@ import networkx as nx
 import numpy as np
 import pytest
 
-from shardspec import CostModel, DeviceMesh, Layout, LayoutConverter, Link, ShardingSpec
+from shardspec import CostModel, DeviceMesh, Layout, LayoutConverter, ShardingSpec
+from shardspec.comm.curves import Link
 from shardspec.comm.steps import Exchange, Permute, Slice
 from shardspec.layout.graph import (
     cheapest_path,
@@ -24,7 +25,7 @@ from shardspec.layout.graph import (
     state_of,
     successors,
 )
-from shardspec.layout.plan import naive_plan
+from shardspec.layout.naive import naive_plan
 from tests.layout import formulas
 from tests.layout.plan_texts import plan_texts
 

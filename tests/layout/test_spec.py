@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardspec import DimSpec, ShardingSpec, ShardSpecError
+from shardspec import ShardingSpec, ShardSpecError
 from shardspec.comm.steps import ReduceOp
 from shardspec.errors import AxisError
-from shardspec.layout.spec import Partial
+from shardspec.layout.spec import DimSpec, Partial
 
 AXES = [*range(14), "dp", "tp", "R", "S0", "P", "_x", "é"]
 OPS = get_args(ReduceOp)

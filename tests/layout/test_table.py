@@ -4,7 +4,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shardspec import CostModel, DeviceMesh, Layout, LayoutConverter, Link
+from shardspec import CostModel, DeviceMesh, Layout, LayoutConverter
+from shardspec.comm.curves import Link
 from shardspec.errors import LayoutError
 from shardspec.layout.graph import count_states, distances, orbits, space_of, spec_of
 

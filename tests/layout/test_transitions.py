@@ -6,18 +6,11 @@ from math import prod
 import networkx as nx
 import pytest
 
-from shardspec import (
-    CostModel,
-    DeviceMesh,
-    Layout,
-    LayoutConverter,
-    Link,
-    ShardingSpec,
-    ShardSpecError,
-)
+from shardspec import CostModel, DeviceMesh, Layout, LayoutConverter, ShardingSpec, ShardSpecError
+from shardspec.comm.curves import Link
 from shardspec.comm.steps import Exchange, Permute
-from shardspec.errors import AxisError, LayoutError
-from shardspec.layout.transitions import transitions
+from shardspec.errors import LayoutError
+from shardspec.layout.graph import explore, spec_of
 
 SLOW, FAST = Link(1.4e-5, 1 / 48e9), Link(3.4e-6, 1 / 362e9)
 
@@ -72,16 +65,9 @@ def test_an_edge_is_the_cheapest_single_step_with_its_price_and_bytes():
             assert edge["bytes"] == plan.bytes_received
             assert edge["seconds"] == pytest.approx(plan.cost_seconds)
     assert {Permute, Exchange} <= kinds
-    plain = transitions(mesh, 2)
-    assert set(plain) == set(graph)
-    routed = {
-        ends
-        for *ends, step in graph.edges(data="step")
-        if isinstance(step, Permute | Exchange)
-        for ends in [tuple(ends)]
-    }
-    assert set(plain.edges) - set(graph.edges) == set()
-    assert set(graph.edges) - routed <= set(plain.edges)
+    plain = explore(2, layout.spec)
+    assert {spec_of(state) for state in plain} == set(graph)
+    assert {(spec_of(a), spec_of(b)) for a, b in plain.edges} <= set(graph.edges)
 
 
 def test_what_has_no_graph():
@@ -93,8 +79,6 @@ def test_what_has_no_graph():
     parts = Layout(DeviceMesh(range(2), (2,)), "[S0{4,2}]", (6,), "f32")
     with pytest.raises(ShardSpecError, match="the transition graph"):
         LayoutConverter().graph(parts)
-    with pytest.raises(AxisError):
-        transitions(DeviceMesh(range(2), (2,)), 1, {3: "sum"})
 
 
 def test_the_spec_of_the_layout_says_only_what_is_pending():

@@ -5,8 +5,8 @@ from statistics import median
 
 import pytest
 
-from shardspec import CostModel, Link
-from shardspec.comm.curves import KINDS
+from shardspec import CostModel
+from shardspec.comm.curves import KINDS, Link
 from shardspec.errors import ProfileError
 from shardspec.profiling.fit import Measurement, fit_links, step_of
 from shardspec.profiling.profile import Profile

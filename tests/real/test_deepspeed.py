@@ -73,52 +73,11 @@ def test_weights_are_what_zero_to_fp32_gives(real, name):
     assert verify_checkpoint(place, every=True).flaws == ()
 
 
-def test_a_universal_checkpoint_is_what_its_files_hold(real):
-    assert described(read_whole(real("deepspeed") / "universal")) == DUE["universal"]
-
-
-def drop(name):
-    return lambda place: (place / "zero" / name).unlink()
-
-
-def other_moment(place):
-    path = place / "zero" / NORM / "exp_avg.pt"
-    torch.save({"param": torch.zeros(63), "cat_dim": 0}, path)
-
-
-NORM = "model.norm.weight"
-
-
-@pytest.mark.parametrize(
-    ("change", "told"),
-    [
-        *(
-            (drop(f"{NORM}/{kind}.pt"), f"{kind}.pt: is missing")
-            for kind in ("fp32", "exp_avg", "step")
-        ),
-        (lambda place: shutil.rmtree(place / "zero" / NORM), "is missing"),
-        (other_moment, r"exp_avg.pt is \(63,\), but \(64,\) in mp_rank_00"),
-        (
-            lambda place: (place / "zero" / NORM / "fp32.pt").write_bytes(b"PK"),
-            "is not a file of torch.save",
-        ),
-        (lambda place: torch.save("x", place / "zero" / NORM / "fp32.pt"), "holds no tensor"),
-    ],
-)
-def test_a_universal_checkpoint_that_is_not_whole_is_refused(real, tmp_path, change, told):
-    place = shutil.copytree(real("deepspeed") / "universal", tmp_path / "run")
-    change(place)
-    with pytest.raises(CheckpointError, match=told) as caught:
-        merge(place, tmp_path / "out.safetensors")
-    assert len(str(caught.value).splitlines()) == 1
-    assert [path.name for path in tmp_path.iterdir()] == ["run"]
-
-
 def test_metas_files_are_what_was_put_together_by_hand(real):
     assert described(read_whole(real("deepspeed") / "meta")) == DUE["meta"]
 
 
-@pytest.mark.parametrize("name", ["zero2", "zero3", "universal", "meta"])
+@pytest.mark.parametrize("name", ["zero2", "zero3", "meta"])
 def test_resharded_it_has_the_same_tensors(real, tmp_path, name):
     mesh = DeviceMesh(range(4), (4,), axis_names=("tp",))
     rules = {"layers.*.wk.weight" if name == "meta" else "model.*.k_proj.weight": "[R,S(tp)]"}
@@ -130,21 +89,6 @@ def test_resharded_it_has_the_same_tensors(real, tmp_path, name):
         drop_values=name.startswith("zero"),  # the loss scaler and the like are objects
     )
     assert_same(read_whole(tmp_path / "out"), read_whole(real("deepspeed") / name))
-
-
-@pytest.mark.usefixtures("deepspeed")
-@pytest.mark.parametrize("name", ["zero2", "zero3"])
-def test_a_universal_checkpoint_of_it_has_the_same_tensors(real, tmp_path, name):
-    place, out = real("deepspeed") / name, tmp_path / "out"
-    reshard(place, out, format="deepspeed-universal")
-    assert_same(read_whole(out), read_whole(place))
-    held = torch.load(out / "zero" / "optimizer_state.pt", weights_only=False)
-    path = place / "global_step2" / optimizer(0)
-    due = torch.load(path, weights_only=False)["optimizer_state_dict"]
-    inner = due.get("base_optimizer_state", due.get("optimizer_state_dict"))
-    assert held["param_groups"] == inner["param_groups"]
-    assert vars(held["loss_scaler"]) == vars(due["loss_scaler"]) != {}
-    assert held["zero_stage"] is due["zero_stage"]
 
 
 def test_moments_are_those_of_the_parameters(real):

@@ -212,7 +212,7 @@ def test_the_checkpoint_of_a_run_that_counts_is_read_and_named(real, tmp_path):
         for path in (run, tracker):
             found = open_checkpoint(path)
             assert (found.directory, found.format) == (run / name, "torch distributed checkpoint")
-            assert found.notes == (f"reading {name}, which {tracker.name} names",)
+            assert found.facts.notes == (f"reading {name}, which {tracker.name} names",)
     result = CliRunner().invoke(cli, ["merge", str(run), "-o", str(tmp_path / "out.safetensors")])
     assert result.exit_code == 0
     assert result.stderr == (

@@ -14,15 +14,8 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from shardspec import (
-    DeviceMesh,
-    DTensor,
-    Layout,
-    ShardingSpec,
-    ShardSpecError,
-    SimulatedCommunicator,
-    plan_reshard,
-)
+from shardspec import DeviceMesh, DTensor, Layout, ShardingSpec, ShardSpecError, plan_reshard
+from shardspec.comm.communicator import SimulatedCommunicator
 from shardspec.comm.process_group import communicator_of
 from shardspec.errors import LayoutError
 from tests.resharding.states import random_mesh, random_spec, shard_at, wrong_shards

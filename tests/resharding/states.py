@@ -7,8 +7,8 @@ from math import prod
 import numpy as np
 import torch
 
-from shardspec import DeviceMesh, DimSpec, Layout, ShardingSpec
-from shardspec.layout.spec import Part
+from shardspec import DeviceMesh, Layout, ShardingSpec
+from shardspec.layout.spec import DimSpec, Part
 from tests.layout.test_parts import indices
 
 SHAPES = ((1,), (2,), (3,), (4,), (1, 2), (2, 1), (2, 2), (2, 3), (2, 1, 3))

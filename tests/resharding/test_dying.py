@@ -9,11 +9,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardspec import DeviceMesh, DTensor, ProcessGroupCommunicator, plan_reshard
+from shardspec import DeviceMesh, DTensor, plan_reshard
 from shardspec.comm.transports.messages import Messages
 from shardspec.comm.transports.peer_memory import PeerMemory
 from shardspec.errors import CommunicatorError
-from tests.dist.processes import rank_context
+from tests.dist.processes import communicator_by, rank_context, substitute
 
 pytestmark = pytest.mark.dist
 
@@ -32,7 +32,7 @@ def _rank(rank: int, store: str, reads_peers: bool, told: Any) -> None:
         world_size=3,
         timeout=timedelta(seconds=20),
     )
-    ProcessGroupCommunicator(MESH, reads_peers=reads_peers).substitute()
+    substitute(communicator_by(MESH, reads_peers=reads_peers))
     state = {"w": DTensor(torch.arange(36.0).reshape(6, 6), MESH, "[S0,R]")}
     out = {"w": DTensor(torch.zeros(6, 6), MESH, "[R,S0]")}
     plan = plan_reshard(state, {"w": out["w"].layout})

@@ -16,14 +16,13 @@ from shardspec import (
     DeviceMesh,
     DTensor,
     Layout,
-    ProcessGroupCommunicator,
     ShardSpecError,
     load_sharded,
     plan_reshard,
     reshard_state,
     save_sharded,
 )
-from tests.dist.processes import run_ranks
+from tests.dist.processes import communicator_by, run_ranks, substitute
 from tests.resharding.changed_states import changed_case, outcome
 from tests.resharding.states import random_case, shard_at, wrong_shards
 
@@ -41,7 +40,7 @@ def _random_cases(rank: int, seeds: Sequence[int], world: int = WORLD) -> tuple[
         plan = plan_reshard(source, target, max_bytes=(None, 4096)[seed % 2])
         if seed % 3 == 0:  # by messages, also where memory of peers may be read
             devices = DeviceMesh(plan.devices, (len(plan.devices),))
-            ProcessGroupCommunicator(devices, reads_peers=False).substitute()
+            substitute(communicator_by(devices, reads_peers=False))
         mesh = next(iter(source.values())).mesh
         inside = rank in mesh
         state = {n: shard_at(w, source[n], rank) for n, w in whole.items()} if inside else {}
@@ -245,8 +244,8 @@ def _old_values(place: Path) -> list[str]:
     save_sharded(state, place)
     said = []
     for way in ("reading", "messages", "files", "into"):
-        ways = ProcessGroupCommunicator(mesh, reads_peers=way == "reading")
-        ways.substitute()
+        ways = communicator_by(mesh, reads_peers=way == "reading")
+        substitute(ways)
         held = torch.ones(12)
         out = {"w": DTensor.from_local(held, mesh, "[R]")}
         given = torch.ones(12, requires_grad=True)

@@ -2,6 +2,7 @@
 
 import random
 import re
+import runpy
 from collections.abc import Mapping
 from typing import Any
 
@@ -9,11 +10,14 @@ import numpy as np
 import pytest
 import torch
 
-from shardspec import DeviceMesh, DTensor, Layout, NameMap, check_map, plan_reshard, trace_map
+from shardspec import DeviceMesh, DTensor, Layout, NameMap, check_map, plan_reshard
 from shardspec.errors import LayoutError, SpecSyntaxError
 from shardspec.resharding.name_map import Equation
 from shardspec.resharding.views import views_of
+from tests.jobs import EXAMPLES
 from tests.resharding.states import random_mesh, random_spec, wrong_shards
+
+trace_map = runpy.run_path(str(EXAMPLES / "trace_map.py"))["trace_map"]
 
 TEXT = """
 [sizes]

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from shardspec import DeviceMesh, Layout, ProcessGroupCommunicator, plan_reshard
-from tests.dist.processes import run_ranks
+from shardspec import DeviceMesh, Layout, plan_reshard
+from tests.dist.processes import communicator_by, run_ranks, substitute
 
 pytestmark = pytest.mark.dist
 
@@ -33,7 +33,7 @@ def _grown(rank: int) -> list[tuple[int, int, int, int]]:
     os.environ.pop("SHARDSPEC_CHECK", None)  # it takes memory of its own
     found = []
     for max_bytes, reads_peers in product(BUCKETS, (False, True)):
-        ProcessGroupCommunicator(MESH, reads_peers=reads_peers).substitute()
+        substitute(communicator_by(MESH, reads_peers=reads_peers))
         for rows in (32, ROWS):  # what is loaded when first used is not counted
             names = [f"w{number}" for number in range(6)]
             before = {name: Layout(MESH, "[S0,R]", (rows, 3072), "float32") for name in names}

@@ -187,7 +187,7 @@ def _in_job(rank: int) -> list[str]:
 
 def digest_alone(whole, **how):
     """Digests in this process."""
-    from shardspec import SimulatedCommunicator
+    from shardspec.comm.communicator import SimulatedCommunicator
 
     alone = SimulatedCommunicator(DeviceMesh([0], (1,)))
     return digest(whole, communicator=alone, **how)

@@ -20,8 +20,6 @@ RUNS = [
     (2, "round_robin"),
 ]
 RANKS = 2
-RESUMED_RANKS = 3
-UNIVERSAL = [(stage, kind) for stage, kind in RUNS if kind != "round_robin"]
 TRAINED = {"embed.weight", "gain", "middle.bias", "middle.weight", "norm.bias", "norm.weight"}
 MOMENTS = ("exp_avg", "exp_avg_sq")
 Tensors = dict[str, torch.Tensor]
@@ -49,37 +47,22 @@ class Tiny(torch.nn.Module):
         return out
 
 
-def job(place: Path, *, resumed: bool) -> None:
-    """Train two steps of AdamW with every stage, on each rank of the job, and save.
-
-    Or load the Universal Checkpoints, DeepSpeed's and ours, and train and save a third.
-    """
+def job(place: Path) -> None:
+    """Train two steps of AdamW with every stage, on each rank of the job, and save."""
     import deepspeed
 
     # This op would be compiled for minutes, and gloo does the same; an earlier build that was
     # stopped leaves a lock for which it would wait without an end.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed(dist_backend="gloo")
-    if resumed:
-        for stage, kind in UNIVERSAL:
-            run = place / f"zero{stage}-{kind}"
-            theirs, ours = (run.with_name(f"{run.name}-{at}") for at in ("uni", "written"))
-            for home, tag, out in ((place, theirs.name, theirs), (ours, None, ours)):
-                # Other weights, so that those of the checkpoint are seen to be loaded.
-                engine = engine_of(stage, kind, seed=7, universal=True)
-                assert engine.load_checkpoint(str(home), tag=tag)[0]
-                assert engine.global_steps == 2
-                train(engine, kind, [2])
-                engine.save_checkpoint(str(out.with_name(f"{out.name}-resumed")), tag="last")
-    else:
-        for stage, kind in RUNS:
-            engine = engine_of(stage, kind, seed=1)
-            train(engine, kind, range(2))
-            engine.save_checkpoint(str(place / f"zero{stage}-{kind}"))
+    for stage, kind in RUNS:
+        engine = engine_of(stage, kind, seed=1)
+        train(engine, kind, range(2))
+        engine.save_checkpoint(str(place / f"zero{stage}-{kind}"))
     leave()
 
 
-def engine_of(stage: int, kind: str, seed: int, *, universal: bool = False) -> Any:
+def engine_of(stage: int, kind: str, seed: int) -> Any:
     """Return an engine of DeepSpeed for the model, with AdamW."""
     import deepspeed
 
@@ -92,17 +75,11 @@ def engine_of(stage: int, kind: str, seed: int, *, universal: bool = False) -> A
         # So few elements that one rank has none.
         {"params": [model.gain], "weight_decay": 0.0},
     ]
-    if universal:
-        # Where a rank has none of a group, DeepSpeed stops while it loads; with stage 3 it lets all
-        # groups have one step, which each of them counts on.
-        groups[1:] = [{"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0}]
-        groups = [{"params": trained}] if stage == 3 else groups
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 2,
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
         "bf16": {"enabled": kind == "bf16"},
-        "checkpoint": {"load_universal": universal},
         "zero_optimization": {
             "stage": stage,
             "reduce_scatter": False,
@@ -129,10 +106,10 @@ def environment() -> dict[str, str]:
     return {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
 
 
-def run_job(what: str, ranks: int, place: Path) -> None:
+def run_job(place: Path) -> None:
     """Run the job on some ranks."""
-    call = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
-    call += ["--standalone", "-m", "tests.tools.deepspeed_checkpoints", what, str(place)]
+    call = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(RANKS)]
+    call += ["--standalone", "-m", "tests.tools.deepspeed_checkpoints", "job", str(place)]
     subprocess.run(call, env=environment(), timeout=400, check=True)
 
 
@@ -206,95 +183,12 @@ def compared(run: Path) -> None:
     # It makes fp32 of what is frozen.
     same({name: merged[name].float() for name in common}, common)
 
-    shardspec("merge", universal, "-o", f"{universal}.safetensors")
-    again = load_file(f"{universal}.safetensors")
-    due = common | {name: found.float() for name, found in weights.items()}
-    same({name: again[name].float() for name in due}, due)
-
-
-def written(run: Path) -> None:
-    """Write a Universal Checkpoint of a run; compare its files with those of ds_to_universal."""
-    theirs, ours = (run.with_name(f"{run.name}-{at}") for at in ("uni", "written"))
-    shardspec("reshard", run, "-o", ours, "--to", "deepspeed-universal")
-    shardspec("verify", ours)
-    found, due = (
-        {str(path.relative_to(at)): path for path in at.glob("**/*.pt")} for at in (ours, theirs)
-    )
-    # Of stage 3 it drops the steps, which lie in optimizer_state.pt too.
-    steps = {f"zero/{name}/step.pt" for name in TRAINED} if run.name.startswith("zero3") else set()
-    assert found.keys() ^ due.keys() == steps, found.keys() ^ due.keys()
-    for name, path in due.items():
-        if name.endswith("_model_states.pt"):
-            assert found[name].read_bytes() == path.read_bytes(), name
-            continue
-        one, other = (torch.load(at, weights_only=False) for at in (found[name], path))
-        if name == "zero/optimizer_state.pt" and run.name.startswith("zero3"):
-            # Nobody loads the flat tensors of rank 0 that it leaves there.
-            del other["fp32_flat_groups"]
-            for state in other["optimizer_state_dict"]["state"].values():
-                del state["exp_avg"], state["exp_avg_sq"]
-        if name == "zero/head.weight/fp32.pt":
-            # It has the rounded values of the model; ours are the masters of what it is tied to.
-            one["param"] = one["param"].to(torch.bfloat16 if "bf16" in run.name else None).float()
-        assert plain(one) == plain(other), name
-
-
-def plain(value: Any) -> object:  # of a pickle
-    """Return a value of which parts are equal only if all their bits and types are."""
-    if isinstance(value, torch.Tensor):
-        bits = value.contiguous().reshape(-1).view(torch.uint8).tolist()
-        return str(value.dtype), tuple(value.shape), bits
-    if isinstance(value, dict):
-        return {key: plain(one) for key, one in value.items()}
-    if isinstance(value, list | tuple):
-        return type(value), [plain(one) for one in value]
-    if type(value).__module__.startswith("deepspeed") and hasattr(value, "__dict__"):
-        return type(value), plain(vars(value))
-    return type(value), value
-
-
-def resumed_equally(run: Path) -> None:
-    """Compare what engines have saved that went on from DeepSpeed's files and from ours."""
-    theirs, ours = (run.with_name(f"{run.name}-{at}-resumed") / "last" for at in ("uni", "written"))
-    names = sorted(path.name for path in theirs.glob("*.pt"))
-    assert len([name for name in names if name.endswith("optim_states.pt")]) == RESUMED_RANKS
-    assert names == sorted(path.name for path in ours.glob("*.pt"))
-    for name in names:
-        one, other = (torch.load(at / name, weights_only=False) for at in (ours, theirs))
-        for held in (one, other):
-            # Not trained, not loaded, and of stage 3 with memory behind them that nobody has set.
-            held.pop("frozen_param_fragments", None)
-        assert plain(one) == plain(other), name
-    merged = []
-    for at in (run, ours):
-        shardspec("merge", at, "-o", f"{ours}.safetensors", "--overwrite")
-        merged.append(load_file(f"{ours}.safetensors"))
-    before, after = merged
-    assert all(before[f"optimizer.step.{name}"] == 2 for name in TRAINED)
-    assert all(after[f"optimizer.step.{name}"] == 3 for name in TRAINED)
-    for name in TRAINED:
-        # One step of AdamW from there, and not from the beginning.
-        change = (after[name] - before[name]).abs().max()
-        assert 0 < change < 0.02, (name, change)
-
 
 def main(place: Path, rows_file: str) -> None:
-    run_job("job", RANKS, place)
+    run_job(place)
     for stage, kind in RUNS:
         compared(place / f"zero{stage}-{kind}")
         print(f"ZeRO {stage}, {kind}: equal", file=sys.stderr)
-    for stage, kind in UNIVERSAL:
-        written(place / f"zero{stage}-{kind}")
-    for stage in (1, 2):
-        # Where ds_to_universal goes wrong: the tensors are those of the run without it.
-        ours, due = (place / f"zero{stage}-{kind}-written" for kind in ("round_robin", "fp32"))
-        shardspec("reshard", place / f"zero{stage}-round_robin", "-o", ours, "--to",
-                  "deepspeed-universal")  # fmt: skip
-        same(read_universal(ours), read_universal(due))
-    run_job("resume", RESUMED_RANKS, place)
-    for stage, kind in UNIVERSAL:
-        resumed_equally(place / f"zero{stage}-{kind}")
-        print(f"ZeRO {stage}, {kind}: resumed equally", file=sys.stderr)
     tool = ("DeepSpeed", version("deepspeed"))
     what = "fp32, and bf16 with fp32 masters; three groups, frozen, buffer, tied"
     by = "weights: yes, by `zero_to_fp32.py`; moments: yes, by `ds_to_universal`"
@@ -302,21 +196,15 @@ def main(place: Path, rows_file: str) -> None:
         "yes, by `zero_to_fp32.py` and a run without it; `ds_to_universal` takes parameters from "
         "where they do not lie"
     )
-    wrote = "`--to deepspeed-universal`: the tensors of a run without it"
-    loaded = (
-        "`--to deepspeed-universal`: the files of `ds_to_universal`",
-        "yes, on 3 ranks; the next step is that from its own",
-    )
     rows = [
         Row(*tool, f"ZeRO 1, 2, 3 on 2 ranks: {what}", "yes", by, "no", ""),
-        Row(*tool, "ZeRO 1, 2 with `round_robin_gradients`", "yes", robin, wrote, ""),
-        Row(*tool, "Universal Checkpoints of all stages", "yes", "yes, by its own files", *loaded),
+        Row(*tool, "ZeRO 1, 2 with `round_robin_gradients`", "yes", robin, "no", ""),
     ]
     write_rows(rows_file, rows)
 
 
 if __name__ == "__main__":
-    if sys.argv[1] in ("job", "resume"):
-        job(Path(sys.argv[2]), resumed=sys.argv[1] == "resume")
+    if sys.argv[1] == "job":
+        job(Path(sys.argv[2]))
     else:
         main(Path(sys.argv[1]), sys.argv[2])

@@ -16,7 +16,7 @@ from shardspec.errors import LayoutError
 from shardspec.families.family import family_names, family_of, shipped_family
 from shardspec.families.maps import chain_of
 from shardspec.families.model import model_of
-from shardspec.resharding.maps import apply_map
+from shardspec.resharding.total import apply_map
 from tests.tools.models_checkpoints import MODELS, type_of
 from tests.tools.table import write_rows
 
@@ -86,7 +86,7 @@ def variants(config: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
 def main(rows_file: str) -> None:
     tried, wrong = 0, []
     seen = set()
-    every = {label: MODELS[label] for label in MODELS} | _OTHERS
+    every = {**MODELS, **_OTHERS}
     for label, sizes in every.items():
         model_type = type_of(label)
         seen.add(model_type)

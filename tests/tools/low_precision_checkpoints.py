@@ -51,14 +51,14 @@ def fp8(place: Path) -> None:
     low = load_file(place / "fp8-low" / "model.safetensors")
     shardspec("merge", place / "fp8-low", "-o", place / "fp8.safetensors", "--dtype", "bf16")
     back = load_file(place / "fp8.safetensors")
-    quantise, dequantise = Fp8Quantize(CONFIG), Fp8Dequantize(CONFIG)
+    quantize, dequantize = Fp8Quantize(CONFIG), Fp8Dequantize(CONFIG)
     for name, tensor in tensors.items():
         rows, columns = tensor.shape
-        theirs = quantise._quantize_one(name, padded(tensor))
+        theirs = quantize._quantize_one(name, padded(tensor))
         codes, scales = theirs[name], theirs[f"{name}_scale_inv"]
         same(low[name], codes[:rows, :columns], name)
         assert torch.equal(low[f"{name}_scale_inv"], scales), name
-        numbers = dequantise._dequantize_one(codes, scales, torch.bfloat16)
+        numbers = dequantize._dequantize_one(codes, scales, torch.bfloat16)
         same(back[name], numbers[:rows, :columns], name)
 
 

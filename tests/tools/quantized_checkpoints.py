@@ -1,4 +1,4 @@
-"""Models that torchao and bitsandbytes have quantised, merged and resharded, and loaded again."""
+"""Models that torchao and bitsandbytes have quantized, merged and resharded, and loaded again."""
 
 import sys
 from importlib.metadata import version
@@ -27,7 +27,7 @@ CUT = {
     "torchao int8 in groups": ("*.k_proj._weight_qdata", "[R,S0]"),
     "bitsandbytes nf4": ("*.k_proj.weight", "[S0,R]"),
 }
-"""Cuts through blocks over three ranks: of 32 columns, and of 32 bytes."""
+"""Cuts of codes over three ranks."""
 
 
 # The kernels of bitsandbytes for CPUs take multiples of 32.
@@ -52,7 +52,7 @@ def main(place: Path, rows_file: str) -> None:
         )
         model.save_pretrained(here / "saved", max_shard_size="60KB")
         wanted = answers(loaded(here / "saved"))
-        assert not torch.equal(wanted, answers(plain)), "it is quantised"
+        assert not torch.equal(wanted, answers(plain)), "it is quantized"
         assert len(list((here / "saved").glob("*.safetensors"))) > 1
         shardspec("verify", here / "saved")
         shardspec("merge", here / "saved", "-o", f"{here}/merged/")
@@ -64,16 +64,16 @@ def main(place: Path, rows_file: str) -> None:
         if kind in CUT:
             cut = ("--mesh", "3", "--rule", *CUT[kind])
             said = shardspec("reshard", here / "saved", "-o", here / "cut", *cut, code=2)
-            assert "share a scale" in said, said
+            assert "replicate it" in said, said
             assert not (here / "cut").exists()
         said = shardspec("merge", here / "saved", "-o", here / "cast", "--dtype", "bf16", code=2)
-        assert "is quantised" in said, said
+        assert "is quantized" in said, said
         tool, _, how = kind.partition(" ")
         rows.append(
             Row(
                 *(tool, version(tool), f"{how} of a LLaMA, several safetensors files"),
                 *("yes", "yes, by the logits", "`--to huggingface`"),
-                "yes, by transformers: the logits are equal; a cut through a block is refused"
+                "yes, by transformers: the logits are equal; a cut of the codes is refused"
                 if kind in CUT
                 else "yes, by transformers: the logits are equal",
             )

@@ -113,9 +113,8 @@ def tensor_parallel(place: Path) -> None:
     (run,) = (place / "tensor-parallel").glob("global_step*")
     refusal = shardspec("merge", run, "-o", place / "no.safetensors", code=3)
     run_remedy(refusal, run, place / "universal")
-    shardspec("merge", place / "universal", "-o", place / "universal.safetensors")
-    merged = load_file(place / "universal.safetensors")
-    weights = {k: v for k, v in merged.items() if not k.startswith("optimizer.")}
+    files = (place / "universal" / "zero").glob("*/fp32.pt")
+    weights = {at.parent.name: torch.load(at, weights_only=True)["param"] for at in files}
     due = torch.load(place / "llama-0.pt", weights_only=True)
     # The engine made the weights bfloat16, and the masters of these; no step has changed them.
     same({k: weights[k].bfloat16() for k in due}, {k: v.bfloat16() for k, v in due.items()})

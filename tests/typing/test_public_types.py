@@ -10,7 +10,6 @@ import torch
 
 import shardspec
 from shardspec import (
-    ConversionPlan,
     CostModel,
     DeviceMesh,
     DTensor,
@@ -21,6 +20,7 @@ from shardspec import (
     ShardingSpec,
 )
 from shardspec.checkpoint.convert.options import WriteReport
+from shardspec.layout.plan import ConversionPlan
 from shardspec.layout.table import CostTable
 
 MESH = DeviceMesh(range(4), (2, 2), axis_names=("dp", "tp"))

@@ -6,7 +6,6 @@ the size of a tensor.
 """
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
 from functools import partial
 from itertools import product
 from math import prod
@@ -16,7 +15,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias
 from isal.isal_zlib import crc32 as _crc32
 from isal.isal_zlib import crc32_combine
 
-from shardspec.boxes import Box, box_shape, box_size, chunks, intersect, slices_within
+from shardspec.boxes import Box, box_shape, box_size, chunks, intersect
 from shardspec.checkpoint.catalog import (
     ZEROS,
     Digest,
@@ -251,9 +250,6 @@ def read_box(
     The stored boxes tile the tensor (`check_tiling`). Pending reductions are finished. A block is
     valid until the next one is read, or a part of `out`, which is flat and as long as the box.
     """
-    if tensor.patches:
-        yield from _read_patched(tensor, target, files, buffers, checks, out)
-        return
     at = 0
     for num_bytes, parts in cut(tensor, target, len(buffers.block)):
         room = buffers.block[:num_bytes] if out is None else out[at : at + num_bytes]
@@ -276,43 +272,6 @@ def read_box(
                 crc = read(part)
         yield room, crc if len(parts) == 1 else None
         at += num_bytes
-
-
-def _read_patched(
-    tensor: StoredTensor,
-    target: Box,
-    files: OpenFiles,
-    buffers: Buffers,
-    checks: Checks | None,
-    out: memoryview | None,
-) -> Iterator[tuple[memoryview, None]]:
-    """Read a box of a tensor that deltas change: the whole tensor is read, in order."""
-    import numpy as np
-
-    from shardspec.checkpoint.deltas.frames import Patching
-
-    plain, whole, width = (
-        replace(tensor, patches=()),
-        whole_box(tensor.shape),
-        item_bytes(tensor.dtype),
-    )
-    patching, at, done = Patching(tensor, files), 0, 0
-    blocks = read_box(plain, whole, files, buffers, checks)
-    for (block, _), box in zip(blocks, chunks(whole, len(buffers.block) // width), strict=True):
-        patching.apply(block, at)
-        at += len(block)
-        if (shared := intersect(box, target)) is None:
-            continue
-        if shared != box:
-            numbers = np.frombuffer(block, f"u{width}").reshape(box_shape(box))
-            inside = numbers[slices_within(shared, box)]
-            block = np.ascontiguousarray(inside).reshape(-1).view(np.uint8).data
-        if out is not None:
-            out[done : done + len(block)] = block
-            block = out[done : done + len(block)]
-            done += len(block)
-        yield block, None
-    patching.finish()
 
 
 def read_box_into(

@@ -172,7 +172,7 @@ def check_replicas(
     With `trust_digests`, those whose digests are equal are equal, without being read.
     """
     # Each by itself, wherever its elements lie in its file.
-    by_itself = replace(tensor, pending=(), patches=())
+    by_itself = replace(tensor, pending=())
     alone = [replace(by_itself, boxes=(replace(box, addend=()),)) for box in group]
     first = group[0]
     for other, of_other in zip(group[1:], alone[1:], strict=True):

@@ -181,9 +181,6 @@ class ComputedCatalog(DerivedCatalog):
         super().__init__(base, names, base.extras, base.mesh)
         self._made = frozenset(made)
         self._spare: list[Buffers] = []
-        self.keeps_dtype, self.file_metadata = base.keeps_dtype, base.file_metadata
-        self.restored, self.paths, self.described_in = base.restored, base.paths, base.described_in
-        self.dropped, self.filled = base.dropped, base.filled
 
     def _made_tensor(
         self,

@@ -4,7 +4,7 @@ Only floating point numbers are cast. Short ones are made from float32, as torch
 float64 is rounded to float32 first. Sums of short floats are kept in float32 and rounded once.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, astuple, dataclass
 from functools import cache
 from math import prod
@@ -19,6 +19,8 @@ from shardspec.comm.steps import ReduceOp
 from shardspec.dtypes import packed
 
 Bytes: TypeAlias = NDArray[np.uint8]
+RawNumbers: TypeAlias = NDArray[Any]
+"""Numbers of any dtype as unsigned integers of its size."""
 
 # dtype: (bits of the fraction, bias, whether its only NaN is what would be -0)
 _EIGHT_BITS: Final = {
@@ -31,10 +33,19 @@ _E4M3FN_LIMIT: Final = 464
 """What is larger does not round to 448, the largest number of float8_e4m3fn."""
 _UPPER_HALVES: Final = np.arange(1 << 16, dtype=np.uint32) << np.uint32(16)
 """The upper half of every float32, followed by zeros."""
+_AT_ONCE: Final = 1 << 16
+"""Numbers in a lookup at once, so that indices stay in the cache."""
 FOUR_BITS: Final = np.array(
     [0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.complex64
 )
 """The numbers of OCP's 4-bit floating point (e2m1), by their code."""
+
+
+def strips(height: int, width: int) -> Iterator[slice]:
+    """Yield rows of a matrix that are worked on at once."""
+    step = max(1, _AT_ONCE // max(1, width))
+    for row in range(0, height, step):
+        yield slice(row, min(row + step, height))
 
 
 def numbers(raw: Bytes, dtype: str) -> NDArray[Any]:

@@ -46,8 +46,8 @@ from shardspec.dtypes import item_bytes
 from shardspec.errors import CheckpointError, LayoutError
 from shardspec.layout.layout import Layout
 from shardspec.resharding.digests import LANES, Digests, TensorDigest, digests_of_json
-from shardspec.resharding.maps import dropped_by
 from shardspec.resharding.name_map import NameMap, Names, Naming
+from shardspec.resharding.total import dropped_by
 from shardspec.text import Argument
 
 if TYPE_CHECKING:

@@ -9,7 +9,6 @@ import time
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
-from glob import escape
 from hashlib import sha256
 from pathlib import PurePath
 from typing import Unpack
@@ -17,12 +16,10 @@ from typing import Unpack
 from isal.isal_zlib import crc32_combine
 
 from shardspec.checkpoint.catalog import Catalog
-from shardspec.checkpoint.compare.digest import check_digests_file, digest, write_digests
+from shardspec.checkpoint.compare.digest import check_digests_file, write_digests
 from shardspec.checkpoint.convert.options import WriteKeywords, WriteOptions, WriteReport
 from shardspec.checkpoint.convert.output import Output
 from shardspec.checkpoint.convert.prepare import Prepared, prepared_output
-from shardspec.checkpoint.formats import Format, written_format
-from shardspec.checkpoint.open import as_catalog
 from shardspec.checkpoint.storage.from_text import storage_path
 from shardspec.checkpoint.targets import Target
 from shardspec.comm.together import Processes
@@ -64,7 +61,7 @@ def merge(
     max_shard_bytes
         Most bytes of tensors in a file of the format ``"huggingface"``; 5 GB by default.
     dtype
-        Cast floating point tensors to this dtype; quantised weights are dequantised to it.
+        Cast floating point tensors to this dtype; quantized weights are dequantized to it.
     names
         A map to the tensors of another model: a `NameMap`, a list of them to be applied in turn, or
         new names. It has to have a use for every tensor that is to be written. `include` and
@@ -84,14 +81,14 @@ def merge(
     drop
         Shell patterns of names whose tensors the map need not use.
     quantize
-        Quantise the weights of linear layers: ``"fp8-128x128"``, ``"mxfp8"`` or ``"mxfp4"``. Which
+        Quantize the weights of linear layers: ``"fp8-128x128"``, ``"mxfp8"`` or ``"mxfp4"``. Which
         these are, says the family of the model by its config, or else their names.
     scale_rule
         How a scale of ``"fp8-128x128"`` comes from the largest size in its block, amax:
         ``"transformers"``, which multiplies numbers with 448 · (1 / amax), is the default;
         ``"amax/448"`` divides them by that.
     quantize_include
-        Shell patterns of names of the output: what matches any is quantised, and nothing else.
+        Shell patterns of names of the output: what matches any is quantized, and nothing else.
     drop_values
         Allow to lose entries that the format has no place for, which is an error otherwise; `merge`
         loses those without tensors in any case. Both formats of shards keep plain values (None,
@@ -185,9 +182,7 @@ def reshard(
         A checkpoint to take mesh and specs from, by name, in place of the two above; or the layout
         of each tensor, as `model_layouts` returns them.
     format
-        shardspec's own, which is the default, that of `torch.distributed.checkpoint`, or
-        ``"deepspeed-universal"``, which any number of ranks loads. That one is made of a whole run
-        of DeepSpeed's ZeRO, without mesh and rules.
+        shardspec's own, which is the default, or that of `torch.distributed.checkpoint`.
     dtype, names, overwrite
         As for `merge`, as are all other parameters.
 
@@ -254,8 +249,7 @@ def _converted(
                 crc = int(crc32_combine(crc, value, num_bytes))
             digests = None
             if digests_file is not None:
-                to = written_format(report.format, options.way)
-                digests = processes.agree(lambda: _digests(prepared.target, begun, to))
+                digests = processes.agree(lambda: _digests(prepared.target, begun))
                 write = partial(write_digests, digests_file, digests, overwrite=options.overwrite)
                 processes.agree(lambda: write() if processes.rank == 0 else None)
             report = replace(
@@ -269,18 +263,13 @@ def _converted(
     return replace(report, seconds=time.monotonic() - started)
 
 
-def _digests(target: Target, output: Output, format: Format) -> Digests:
+def _digests(target: Target, output: Output) -> Digests:
     """Return the digests of what was written; tensors that share bytes were written once."""
     digests = {}
     for tensor in target.tensors:
         empty = TensorDigest(tensor.dtype, tensor.shape)
         written = target.same.get(tensor.name, tensor.name)
         digests[tensor.name] = output.tensor_digests.get(written, empty)
-    if format.whole_run:
-        # Files that are copied whole have tensors too.
-        names = [name for name in as_catalog(output.path).names if name not in digests]
-        if names:
-            digests |= digest(output.path, include=list(map(escape, names)))
     return Digests(digests)
 
 

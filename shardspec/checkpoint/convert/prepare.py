@@ -26,7 +26,6 @@ from shardspec.checkpoint.formats import (
 )
 from shardspec.checkpoint.open import as_catalog, open_checkpoint
 from shardspec.checkpoint.quantization.cuts import refuse_casts
-from shardspec.checkpoint.quantization.numbers_of import config_of, mapped_source
 from shardspec.checkpoint.select.choice import (
     Choice,
     carried_values,
@@ -34,6 +33,8 @@ from shardspec.checkpoint.select.choice import (
     check_dropped,
     select,
 )
+from shardspec.checkpoint.select.dequantized import mapped_source
+from shardspec.checkpoint.select.mapped import config_of
 from shardspec.checkpoint.storage.path import (
     Entry,
     Identity,
@@ -101,6 +102,7 @@ def prepared_output(
         destination = check_destination(output, source, target, options.overwrite)
     names = (tensor.source for tensor in target.tensors)
     reads = check_tensors(source, names, options.verify, processes)
+    pickled = source.facts.pickled
     report = WriteReport(
         path=output.public(),
         format=format.name,
@@ -109,13 +111,13 @@ def prepared_output(
             str(path).removeprefix(f"{source.directory}{os.sep}"): num_bytes
             for path, num_bytes in sorted(reads.items())
         },
-        tensors=len(target.tensors) + sum(len(source.pickled.get(n, ())) for n in target.carried),
+        tensors=len(target.tensors) + sum(len(pickled.get(n, ())) for n in target.carried),
         writes={file.name: file.num_bytes for file in target.files},
         left_out=_left_out(source, target),
         sidecars=target.sidecars,
         weight_files=sum(bool(file.extents) for file in target.files),
         not_copied=target.not_copied,
-        filled=source.filled,
+        filled=source.facts.filled,
         sharding=target.sharding if options.dry_run else {},
     )
     return Prepared(source, target, destination, report)
@@ -124,7 +126,7 @@ def prepared_output(
 def _left_out(source: Catalog, target: Target) -> tuple[str, ...]:
     """Return the names of the entries that the output lacks."""
     names = sorted(source.extras.keys() - target.carried)
-    metadata = source.file_metadata
+    metadata = source.facts.file_metadata
     if (metadata.values.keys() | metadata.contradictions.keys()) - target.carried:
         names.append("__metadata__")
     return tuple(names)
@@ -139,25 +141,25 @@ def _format(output: StoragePath, options: WriteOptions) -> Format:
         return merged_format(output, options.format, options.max_shard_bytes, options.in_directory)
     name = options.format
     format = default_format("sharded") if name is None else written_format(name, "sharded")
-    check_sharding(options, format.whole_run)
+    check_sharding(options)
     return format
 
 
 def _opened(
     checkpoint: PurePath | str | Catalog, options: WriteOptions, format: Format
 ) -> tuple[Catalog, Choice]:
-    """Open a checkpoint, mapped and quantised as wanted; return what remains to be chosen too."""
+    """Open a checkpoint, mapped and quantized as wanted; return what remains to be chosen too."""
     source, names = as_catalog(checkpoint), options.names
     choice: Choice = options
-    quantise = options.quantize, options.scale_rule, options.quantize_include
-    if any(value is not None for value in (names, options.dtype, *quantise)):
+    quantize = options.quantize, options.scale_rule, options.quantize_include
+    if any(value is not None for value in (names, options.dtype, *quantize)):
         config = config_of(source, names)
         source, choice = mapped_source(source, names, options)
-        if quantise != (None, None, None):
-            from shardspec.checkpoint.quantization.quantize import quantise_of, quantised_as
+        if quantize != (None, None, None):
+            from shardspec.checkpoint.quantization.quantize import quantize_of, quantized_as
 
-            how = quantise_of(*quantise)
-            source = quantised_as(source, how, options if names is None else Choice(), config)
+            how = quantize_of(*quantize)
+            source = quantized_as(source, how, options if names is None else Choice(), config)
             choice = options.after_map() if options.quantize is not None else choice
     else:
         check_drop(options)
@@ -181,12 +183,9 @@ def _laid_out(
     if choice.dtype is not None:
         refuse_casts(source, [tensor.source for tensor in tensors], dtype_name(choice.dtype))
     mesh, layouts = ON_ONE_DEVICE, dict[str, Layout]()
-    if "sharded" in format.writes and not format.whole_run:
+    if "sharded" in format.writes:
         mesh, layouts = sharding_of(source, options, tensors)
-    if format.whole_run:
-        carried = Carried(frozenset(source.extras), {}, {})
-    else:
-        carried = carried_values(source, choice, tensors, objects=format.keeps == "objects")
+    carried = carried_values(source, choice, tensors, objects=format.keeps == "objects")
     if format.keeps == "tensors":
         carried = Carried(frozenset(), {}, {})
     # Whole tensors are what a merge is for: it may lose other entries.

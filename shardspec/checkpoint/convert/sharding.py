@@ -7,7 +7,7 @@ from typing import Final
 from shardspec.checkpoint.catalog import Catalog
 from shardspec.checkpoint.convert.options import WriteOptions
 from shardspec.checkpoint.open import as_catalog
-from shardspec.checkpoint.quantization.cuts import check_blocks, grid_layout, quantised_in
+from shardspec.checkpoint.quantization.cuts import check_blocks, grid_layout, quantized_in
 from shardspec.checkpoint.targets import OutputTensor
 from shardspec.errors import CheckpointError, LayoutError, ShardSpecError
 from shardspec.layout.common_mesh import on_common_mesh
@@ -104,14 +104,10 @@ def layouts_given(
 # --- of an output
 
 
-def check_sharding(options: WriteOptions, whole: str) -> None:
-    """Check that a mesh, or a checkpoint to shard like, is given where the format needs one.
-
-    A format that has all that a run has saved is called `whole`.
-    """
+def check_sharding(options: WriteOptions) -> None:
+    """Check that either a mesh or a checkpoint to shard like is given."""
     mesh: object = options.device_mesh
     rules, like = options.rules, options.like
-    unchanged = options.is_all and not (options.quantize or options.names)
     problem: tuple[TextPart, ...] = ()
     if like is not None and (mesh is not None or rules is not None):
         problem = ("give either a checkpoint to shard like, or a mesh and rules",)
@@ -120,14 +116,7 @@ def check_sharding(options: WriteOptions, whole: str) -> None:
             f"a {type(mesh).__name__} is not a mesh to shard for; give a DeviceMesh, as of "
             "DeviceMesh(range(8), (2, 4))",
         )
-    elif whole and (mesh is not None or like is not None or rules or not unchanged):
-        problem = (
-            f"{whole} has all tensors of a run as they were saved, for any number of ranks; "
-            "leave out the mesh, the rules, the checkpoint to shard like, ",
-            *(Argument("dtype"), ", ", Argument("include"), ", ", Argument("exclude"), ", "),
-            *(Argument("rename"), " and ", Argument("names")),
-        )
-    elif not whole and mesh is None and like is None:
+    elif mesh is None and like is None:
         problem = (
             "give the mesh to shard for, ",
             Argument("device_mesh"),
@@ -147,11 +136,11 @@ def _of_scales(
     winners = winning_patterns(list(rules), layouts)
     new = {tensor.source: tensor.name for tensor in tensors}
     grids: dict[str, Layout] = {}
-    for codes, blocks in quantised_in(source).blocks.items():
-        for scales, sides in blocks.scales:
-            if {codes, scales} <= new.keys() and new[scales] not in winners:
-                grid = grid_layout(layouts[new[codes]], sides, layouts[new[scales]].dtype)
-                grids |= {} if grid is None else {new[scales]: grid}
+    for codes, blocks in quantized_in(source).blocks.items():
+        scales = blocks.scales
+        if {codes, scales} <= new.keys() and new[scales] not in winners:
+            grid = grid_layout(layouts[new[codes]], blocks.sides, layouts[new[scales]].dtype)
+            grids |= {} if grid is None else {new[scales]: grid}
     return grids
 
 
@@ -166,7 +155,7 @@ def sharding_of(
     else:
         mesh = options.device_mesh or ON_ONE_DEVICE
         layouts = layouts_by_rules(mesh, options.rules or {}, tensors)
-        if source.quantization:
+        if source.facts.quantization:
             layouts |= _of_scales(source, options.rules or {}, tensors, layouts)
     if options.way == "sharded":
         check_blocks(source, {tensor.source: layouts[tensor.name] for tensor in tensors})

@@ -1,18 +1,27 @@
-"""What deltas say of themselves, and a checkpoint with a chain of them on it."""
+"""Reads chains of deltas, and makes the bytes of a checkpoint with the chain applied."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import PurePath
+from threading import Lock
 from typing import Final, NamedTuple
 
-from shardspec.checkpoint.boxes.derived import ComputedCatalog
-from shardspec.checkpoint.catalog import AnyOutline, Catalog, Patch, StoredTensor
-from shardspec.checkpoint.deltas.frames import check_fits, content_bytes, new_hash
+from shardspec.checkpoint.boxes.copy import Buffers, read_whole
+from shardspec.checkpoint.boxes.derived import ComputedCatalog, bytes_in_files
+from shardspec.checkpoint.catalog import Catalog, StoredBox, StoredTensor, whole_box
+from shardspec.checkpoint.deltas.frames import (
+    Patch,
+    Patching,
+    check_fits,
+    content_bytes,
+    new_hash,
+)
 from shardspec.checkpoint.formats.safetensors import read_header
 from shardspec.checkpoint.storage.from_text import storage_path
 from shardspec.checkpoint.storage.path import StoragePath, file_inside
+from shardspec.checkpoint.storage.reading import OpenFiles
 from shardspec.checkpoint.storage.strict_json import checked, read_json
 from shardspec.errors import CheckpointError
 from shardspec.resharding.digests import Digests, TensorDigest
@@ -178,20 +187,19 @@ class DeltaCatalog(ComputedCatalog):
             self.wants_digests = frozenset(self.names) - self._stated.keys()
 
     def _look_up(self, name: str) -> StoredTensor:
-        """Return a tensor with what deltas change."""
-        return replace(self.base.tensor(name), patches=self._patches[name])
-
-    def outline(self, name: str) -> AnyOutline:
-        """Return the outline of a tensor, which deltas do not change."""
-        return self.base.outline(name)
+        """Return a tensor whose bytes are made by applying deltas."""
+        base, patches = self.base.tensor(name), self._patches[name]
+        if not base.boxes:
+            return base
+        first = base.boxes[0]
+        box = StoredBox(
+            whole_box(base.shape), (), first.rank, first.path, 0, computed=_Stream(base, patches)
+        )
+        return replace(base, spec=None, boxes=(box,))
 
     def origin(self, name: str) -> tuple[object, ...]:
         """Return what is equal for tensors of the same bytes and deltas."""
         return self.base.origin(name), self._patches.get(name)
-
-    def copies_agree(self, name: str) -> bool:
-        """Say whether digests show that all replicas are equal."""
-        return self.base.copies_agree(name)
 
     def check_written(self, digests: Mapping[str, TensorDigest]) -> None:
         """Compare what was made with what the last delta says of it.
@@ -210,3 +218,61 @@ class DeltaCatalog(ComputedCatalog):
                 f"{self.directory}: with the deltas on it has digest {value}, but {last.place} "
                 f"makes {last.digest}; name the checkpoint of version {self._chain[0].base_version}"
             )
+
+
+class _Stream:
+    """Bytes of a tensor with deltas applied: frames can only be read from their beginning.
+
+    Reading on continues the stream; reading an earlier byte begins it again.
+    """
+
+    def __init__(self, tensor: StoredTensor, patches: Sequence[Patch]) -> None:
+        self._tensor, self._patches, self._lock = tensor, patches, Lock()
+        self._blocks: Iterator[memoryview] = iter(())
+        self._rest, self._at = memoryview(b""), tensor.num_bytes
+
+    @property
+    def reads(self) -> Mapping[StoragePath, int]:
+        """Bytes that are read, by file."""
+        sizes = bytes_in_files([self._tensor])
+        for patch in self._patches:
+            sizes[patch.path] = sizes.get(patch.path, 0) + patch.num_bytes
+        return sizes
+
+    def fill(
+        self, start: int, steps: Sequence[tuple[int, int, int]], room: memoryview, at: int
+    ) -> None:
+        """Fill a block with a part of the tensor; see `BlockPart`."""
+        (count, step, step_in), *inner = steps
+        if inner:
+            for number in range(count):
+                self.fill(start + number * step, inner, room, at + number * step_in)
+            return
+        with self._lock:
+            if start < self._at:
+                self._blocks, self._rest, self._at = self._applied(), memoryview(b""), 0
+            self._take(start - self._at, None)
+            self._take(count, room[at : at + count])
+            if self._at == self._tensor.num_bytes:
+                next(self._blocks, None)  # compares checksums
+
+    def _take(self, count: int, room: memoryview | None) -> None:
+        """Take the next bytes of the stream, into memory if there is any."""
+        done = 0
+        while done < count:
+            self._rest = self._rest or next(self._blocks)
+            piece, self._rest = self._rest[: count - done], self._rest[count - done :]
+            if room is not None:
+                room[done : done + len(piece)] = piece
+            done += len(piece)
+        self._at += count
+
+    def _applied(self) -> Iterator[memoryview]:
+        """Yield all bytes in order, then compare their checksum."""
+        with OpenFiles() as files:
+            patching, at = Patching(self._tensor, self._patches, files), 0
+            for block in read_whole(self._tensor, files, Buffers()):
+                patching.apply(block, at)
+                at += len(block)
+                yield block
+            patching.finish()

@@ -4,7 +4,8 @@ Frames are decompressed as the tensor is read, block by block, so memory does no
 """
 
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from importlib import import_module
 from types import ModuleType
 from typing import Any, Final, Protocol, TypeAlias
@@ -12,8 +13,8 @@ from typing import Any, Final, Protocol, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from shardspec.checkpoint.catalog import Patch, StoredTensor
-from shardspec.checkpoint.storage.path import SourceFile
+from shardspec.checkpoint.catalog import StoredTensor
+from shardspec.checkpoint.storage.path import SourceFile, StoragePath
 from shardspec.checkpoint.storage.reading import OpenFiles
 from shardspec.errors import CheckpointError
 from shardspec.text import shown
@@ -29,6 +30,24 @@ _WINDOW_BYTES: Final = 1 << 27
 
 _Change: TypeAlias = Callable[[NDArray[np.uint8], int], object]
 """What one delta does to a tensor: called with its blocks in order, and where each starts."""
+
+
+@dataclass(frozen=True, slots=True)
+class Patch:
+    """Changes that a delta makes to a tensor: one zstd frame in a file."""
+
+    path: StoragePath
+    start: int
+    """Position of the first byte in the file."""
+    num_bytes: int
+    content_bytes: int
+    """Bytes of the frame after decompression."""
+    encoding: str
+    checksum_format: str
+    checksum: str
+    """Checksum of the whole changed tensor."""
+    digest: str | None
+    """Digest of the whole changed tensor; None if the delta does not contain it."""
 
 
 class Hash(Protocol):
@@ -127,16 +146,16 @@ def check_fits(name: str, patch: Patch, num_bytes: int) -> None:
 
 
 class Patching:
-    """Changes the bytes of a tensor, which come in order, as its patches say."""
+    """Applies patches to the bytes of a tensor, which come in order."""
 
-    def __init__(self, tensor: StoredTensor, files: OpenFiles) -> None:
-        self._name, self._last = tensor.name, tensor.patches[-1]
+    def __init__(self, tensor: StoredTensor, patches: Sequence[Patch], files: OpenFiles) -> None:
+        self._name, self._last = tensor.name, patches[-1]
         self._hash = new_hash(self._last.checksum_format, self._last.path)
         self._changes: list[_Change] = [
             _Xor(_Frame(tensor.name, patch, files))
             if patch.encoding == "xor"
             else _Overwrite(tensor, patch, files)
-            for patch in tensor.patches
+            for patch in patches
         ]
 
     def apply(self, block: memoryview, start: int) -> None:

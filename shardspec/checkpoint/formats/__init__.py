@@ -32,7 +32,6 @@ MODULES: Final = {
     "megatron": ("mp_rank_", "iter_", "latest_checkpointed_iteration.txt", "model_optim_rng.pt"),
     "dcp_hf": ("shard-",),
     "huggingface": (".safetensors",),
-    "deepspeed_universal": ("mp_rank_",),
     "deepspeed": ("zero", "global_step"),
     "meta": ("consolidated.",),
     "rank_files": ("rank",),
@@ -151,9 +150,6 @@ class Format:
     """Whether `lay_out` takes `Wanted.max_shard_bytes`."""
     stacks_layers: bool = False
     """Whether Megatron-core saves in it, with a tensor for each weight of all layers."""
-    whole_run: str = ""
-    """What text calls an output that is made of all that a run has saved, for any number of ranks,
-    so that nothing is chosen, named or sharded; empty if it is not."""
     instead: str = ""
     """If it is only read: what to write instead."""
     reads_file: Callable[[FileStart], bool] = never

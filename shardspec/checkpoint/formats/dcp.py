@@ -78,19 +78,20 @@ class _DcpCatalog(catalog.Catalog):
         tensors: Mapping[str, Outline[StoredChunk]],
         files: Sequence[StoragePath],
         inside: "_Inside",
-        objects: Mapping[str, StoredObject],
+        facts: catalog.CheckpointFacts,
         as_stored: "_DcpCatalog | None" = None,
     ) -> None:
         names = tensors.keys() | inside.tensors.keys()
         listed = (directory / METADATA_NAME, *files)
-        super().__init__(FORMAT.called, directory, names, listed, None, inside.values)
-        self._outlines, self._inside, self.objects = tensors, inside, objects
-        self._as_stored = as_stored or self
+        super().__init__(FORMAT.called, directory, names, listed, None, inside.values, facts)
+        self._outlines, self._inside, self._as_stored = tensors, inside, as_stored
 
     def as_stored(self) -> catalog.Catalog:
         """Return the checkpoint with pickled entries whole."""
-        self._as_stored.snapshot = self.snapshot
-        return self._as_stored
+        whole = self._as_stored
+        if whole is None:
+            return self
+        return whole.with_facts(replace(whole.facts, snapshot=self.facts.snapshot))
 
     def outline(self, name: str) -> Outline[FileBox]:
         """Return a tensor as the metadata describes it."""
@@ -258,16 +259,15 @@ def _open(directory: StoragePath, _: OpenOptions) -> catalog.Catalog:
         _check_file(file, by_file[file], exact=not repeated)
     unread = {name: _unread(tensor) for name, tensor in tensors.items() if not _is_read(tensor)}
     tensors = {name: tensor for name, tensor in tensors.items() if name not in unread}
-    whole = _DcpCatalog(
-        directory, tensors, files, _Inside({}, {**others, **unread}, {}, {}), others
-    )
-    whole.paths = {name: keys[name] for name in (*tensors, *others) if name in keys}
     inside = _look_inside(others, keys, {*tensors, *unread}, ranks)
     inside = inside._replace(values={**inside.values, **unread})
-    whole.pickled = inside.of_entry
-    opened = _DcpCatalog(directory, tensors, files, inside, {}, whole)
-    opened.paths = {**{name: keys[name] for name in tensors if name in keys}, **inside.paths}
-    return opened
+    paths = {name: keys[name] for name in (*tensors, *others) if name in keys}
+    facts = catalog.CheckpointFacts(objects=others, pickled=inside.of_entry, paths=paths)
+    outside = _Inside({}, {**others, **unread}, {}, {})
+    whole = _DcpCatalog(directory, tensors, files, outside, facts)
+    paths = {**{name: keys[name] for name in tensors if name in keys}, **inside.paths}
+    facts = catalog.CheckpointFacts(paths=paths)
+    return _DcpCatalog(directory, tensors, files, inside, facts, whole)
 
 
 def _is_read(outline: Outline[StoredChunk]) -> bool:
@@ -333,7 +333,8 @@ def _lay_out(source: catalog.Catalog, wanted: Wanted) -> Target:
 
 def _check_megatron(source: catalog.Catalog, names: frozenset[str]) -> None:
     """Check that Megatron-core can load the output, if it has written the source."""
-    directory, megatron = source.directory, any(map(_OBJECT_OF_MEGATRON.search, source.objects))
+    directory = source.directory
+    megatron = any(map(_OBJECT_OF_MEGATRON.search, source.facts.objects))
     stated: object = None
     if "metadata.json" in names:
         path = file_inside(directory, "metadata.json", directory)

@@ -22,6 +22,7 @@ from shardspec.boxes import Box, box_size
 from shardspec.checkpoint.boxes.coverage import check_tiling
 from shardspec.checkpoint.catalog import (
     Catalog,
+    CheckpointFacts,
     StoredBox,
     StoredTensor,
     box_text,
@@ -81,7 +82,7 @@ def _open(directory: StoragePath, options: OpenOptions) -> Catalog:
                     f"{in_merged.get(name, 'absent')} in the merged files above them; a shard is "
                     "missing, or the two are not of one save"
                 )
-    catalog = Catalog(FORMAT.called, directory, tensors, tuple(shards.values()))
+    facts = CheckpointFacts()
     numbers = {number for number, _ in shards}
     if merged is None or ranks is not None:
         _check_ranks(directory, numbers, ranks)
@@ -97,11 +98,12 @@ def _open(directory: StoragePath, options: OpenOptions) -> Catalog:
         for tensor in tensors.values():
             check_tiling(tensor)
             _check_chunks(directory, tensor, count)
-        catalog.notes = (
+        note = (
             f"assuming that {count} ranks wrote it: their shards leave no gap, but no file "
-            "says that there was no later one; give the number of ranks to have it checked",
+            "says that there was no later one; give the number of ranks to have it checked"
         )
-    return catalog
+        facts = CheckpointFacts(notes=(note,))
+    return Catalog(FORMAT.called, directory, tensors, tuple(shards.values()), facts=facts)
 
 
 def _read(shards: _Shards) -> dict[str, StoredTensor]:

@@ -125,6 +125,11 @@ def _open(directory: StoragePath, _: OpenOptions) -> Catalog:
 def _read_run(place: StoragePath) -> _Run:
     """Return the files of all ranks in order; raises CheckpointError unless they are one save."""
     names = place.names()
+    if "zero" in names:
+        raise CheckpointError(
+            f"{place}: is a Universal Checkpoint, which is not read; name the run that DeepSpeed "
+            "made it of"
+        )
     for kind in (EXPERTS, PIPELINE):
         part = next(filter(PARTS[kind][0].fullmatch, names), None)
         if part is not None:
@@ -132,8 +137,8 @@ def _read_run(place: StoragePath) -> _Run:
     parallel = next(filter(_PARALLEL.fullmatch, names), None)
     if parallel is not None:
         raise CheckpointError(
-            f"{place}: {parallel} is of a run with tensor parallel ranks, which is not read; make "
-            f"a Universal Checkpoint of it: {TO_UNIVERSAL}"
+            f"{place}: {parallel} is of a run with tensor parallel ranks, which is not read; "
+            f"DeepSpeed joins them: {TO_UNIVERSAL}; each zero/NAME/fp32.pt then has one tensor"
         )
     paths = _files(place, names, OPTIMIZER_FILE, None)
     optimizers = read_torch_states(paths)
@@ -354,6 +359,8 @@ def _scalars(run: _Run, scalars: _ByRank) -> dict[int, dict[str, StoredTensor]]:
 
 def _recognises(names: Collection[str]) -> bool:
     patterns = (_STEP, OPTIMIZER_FILE, _OF_RANK)
+    if "zero" in names and any(map(MODEL_FILE.fullmatch, names)):
+        return True  # a Universal Checkpoint, which is refused
     return _SCRIPT in names or any(kind.fullmatch(name) for kind in patterns for name in names)
 
 
@@ -374,7 +381,7 @@ FORMAT: Final = Format(
     title=DEEPSPEED,
     recognises=_recognises,
     open=_open,
-    instead="'deepspeed-universal' writes it for any number of ranks, by reshard",
+    instead="for any number of ranks DeepSpeed makes a Universal Checkpoint of it",
     keeps="notes",
     newest=_newest,
     known_by="zero_pp_rank_0_…_states.pt",

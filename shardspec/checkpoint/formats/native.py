@@ -257,10 +257,9 @@ def _open(directory: StoragePath, _: OpenOptions) -> Catalog:
         pending, stored = catalog.stored_reductions(at), tuple(boxes.pop(name))
         tensors[name] = StoredTensor(name, at.global_shape, at.dtype, at.spec, pending, stored)
     files = (info_path, *paths)
-    opened = Catalog(FORMAT.called, directory, tensors, files, info.mesh, info.values)
-    opened.file_metadata, opened.paths = catalog.FileMetadata(info.file_metadata), info.paths
-    opened.restored = True
-    return opened
+    metadata = catalog.FileMetadata(info.file_metadata)
+    facts = catalog.CheckpointFacts(file_metadata=metadata, paths=info.paths, restored=True)
+    return Catalog(FORMAT.called, directory, tensors, files, info.mesh, info.values, facts)
 
 
 def _check_boxes(info: ShardingInfo, directory: StoragePath) -> None:
@@ -425,7 +424,7 @@ def _entry(rank: int, file: OutputFile, crcs: Sequence[int]) -> FileEntry:
 
 
 def _lay_out(source: Catalog, wanted: Wanted) -> Target:
-    of_files, kept = source.file_metadata.values, wanted.carried
+    of_files, kept = source.facts.file_metadata.values, wanted.carried
     for name, layout in wanted.layouts.items():
         if layout.mesh != wanted.mesh:
             raise CheckpointError(

@@ -306,8 +306,8 @@ class RankFilesCheckpoint(catalog.Catalog):
         self._header_files = HeaderFiles()
         # Names inside nested dicts and lists are joined by dots.
         paths = (state.path for state in states)
-        super().__init__(FORMAT.called, directory, self._layouts, paths, mesh, others)
-        self.paths = states[0].paths
+        facts = catalog.CheckpointFacts(paths=states[0].paths)
+        super().__init__(FORMAT.called, directory, self._layouts, paths, mesh, others, facts)
 
     def outline(self, name: str) -> catalog.Outline[catalog.FileBox]:
         """Return a tensor as the pickles describe it."""

@@ -14,6 +14,7 @@ from typing import Final, NamedTuple, TypeAlias
 
 from shardspec.checkpoint.catalog import (
     Catalog,
+    CheckpointFacts,
     FileMetadata,
     StoredTensor,
     unsharded_tensor,
@@ -228,12 +229,12 @@ def open_files(place: StoragePath, model: ModelFiles) -> Catalog:
                 first, other = stated.setdefault(key, (text, path))
                 if first != text and key not in _OWN_KEYS:
                     contradictions.setdefault(key, (other, path))
-    catalog = Catalog(FORMAT.called, place, tensors, model.paths)
-    catalog.notes, catalog.below = model.notes, model.below
     left_out = contradictions.keys() | _OWN_KEYS
     agreed = {key: text for key, (text, _) in stated.items() if key not in left_out}
-    catalog.file_metadata = FileMetadata(agreed, contradictions)
-    return catalog
+    facts = CheckpointFacts(
+        notes=model.notes, below=model.below, file_metadata=FileMetadata(agreed, contradictions)
+    )
+    return Catalog(FORMAT.called, place, tensors, model.paths, facts=facts)
 
 
 def _whole_header(path: StoragePath) -> Header:
@@ -306,14 +307,14 @@ def agreed_metadata(source: Catalog, wanted: Wanted) -> dict[str, str]:
     """
     if not wanted.metadata:
         return {}
-    for key, (first, other) in source.file_metadata.contradictions.items():
+    for key, (first, other) in source.facts.file_metadata.contradictions.items():
         raise CheckpointError(
             f"{source.directory}: {first.name} and {other.name} have different metadata under "
             f"{shown(key, 100)}, and one output cannot have both; leave all such metadata out "
             "with ",
             Argument("metadata", value=False),
         )
-    return dict(source.file_metadata.values)
+    return dict(source.facts.file_metadata.values)
 
 
 def _open(path: StoragePath, _: OpenOptions) -> Catalog:

@@ -9,7 +9,7 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Final
 
-from shardspec.checkpoint.catalog import Catalog, StoredTensor
+from shardspec.checkpoint.catalog import Catalog, CheckpointFacts, StoredTensor
 from shardspec.checkpoint.formats import FileStart, Format, OpenOptions, Wanted
 from shardspec.checkpoint.formats.model_files import (
     BIN_NAME,
@@ -108,9 +108,8 @@ def _opened(place: StoragePath, model: ModelFiles) -> Catalog:
             (name, plain_value(value, state.archive)) for name, value in state.extras.items()
         )
         keys.update(state.paths)
-    catalog = Catalog(FORMAT.called, place, tensors, model.paths, None, others)
-    catalog.notes, catalog.below, catalog.paths = model.notes, model.below, keys
-    return catalog
+    facts = CheckpointFacts(notes=model.notes, below=model.below, paths=keys)
+    return Catalog(FORMAT.called, place, tensors, model.paths, None, others, facts)
 
 
 def _part_by_content(state: TorchState) -> str | None:

@@ -4,7 +4,7 @@ Every rank reads what its own devices are to hold, and casts where the plan says
 several files the first is read: if they differed, a model would otherwise be mixed from several.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 from pathlib import PurePath
 from types import MappingProxyType
@@ -18,8 +18,8 @@ from shardspec.checkpoint.convert.sharding import layouts_by_rules
 from shardspec.checkpoint.job import rank_state
 from shardspec.checkpoint.open import as_catalog
 from shardspec.checkpoint.quantization.cuts import check_blocks, refuse_casts
-from shardspec.checkpoint.quantization.numbers_of import mapped_source
 from shardspec.checkpoint.select.choice import Choice, Selection, check_dropped, plain_names, select
+from shardspec.checkpoint.select.dequantized import mapped_source
 from shardspec.checkpoint.state_dict import LEFT_OUT, spread, unflatten
 from shardspec.checkpoint.storage.reading import OpenFiles
 from shardspec.checkpoint.targets import OutputTensor
@@ -44,7 +44,6 @@ def load_sharded(
     *,
     into: Mapping[str, Any] | None = None,
     names: Names | None = None,
-    deltas: Sequence[PurePath | str] = (),
     communicator: Communicator | None = None,
     dtype: str | None = None,
     **selection: Unpack[Selection],
@@ -72,13 +71,10 @@ def load_sharded(
         be applied in order, or new names. It has to have a use for every tensor; `rename`, rules
         and `into` have the names that it gives. How the checkpoint was sharded says nothing of
         these tensors: give rules.
-    deltas
-        Directories of deltas on the checkpoint, in order, as `apply_delta` takes them; both are
-        read at once. The checksums of tensors that changed are compared.
     communicator
         Who moves shards; as for `DTensor`.
     dtype
-        Cast floating point tensors to this dtype, to which quantised weights are dequantised;
+        Cast floating point tensors to this dtype, to which quantized weights are dequantized;
         tensors of `into` have it.
 
     Other Parameters
@@ -134,7 +130,7 @@ def load_sharded(
             raise LayoutError("give either a state dict to load into, or a mesh and rules")
         # In a job all ranks find out together whether each of them can open the checkpoint.
         source, choice = agree(
-            chosen, lambda: _opened(directory, deltas, names, wanted, all_of_it=into is None)
+            chosen, lambda: _opened(directory, names, wanted, all_of_it=into is None)
         )
         if into is not None:
             plan = agree(chosen, lambda: _plan_into(source, choice, into, chosen))
@@ -153,22 +149,12 @@ def load_sharded(
 
 def _opened(
     directory: PurePath | str | Catalog,
-    deltas: Sequence[PurePath | str],
     names: Names | None,
     choice: Choice,
     *,
     all_of_it: bool,
 ) -> tuple[Catalog, Choice]:
     catalog = as_catalog(directory)
-    if deltas:
-        if names is not None:
-            raise LayoutError(
-                "deltas have the names of the checkpoint, and names= gives others; apply the "
-                "deltas first, with apply_delta"
-            )
-        from shardspec.checkpoint.deltas.apply import with_deltas
-
-        catalog = with_deltas(catalog, deltas)
     if all_of_it:
         check_dropped(catalog, choice, (), None)
     return mapped_source(catalog, names, choice)
@@ -203,7 +189,7 @@ def _plan_by_rules(
     old = {tensor.name: tensor.source for tensor in wanted}
     as_saved = partial(_spec_as_saved, source, mesh, bool(rules))
     renamed, values, kept = dict(old), {}, {}
-    if source.restored:
+    if source.facts.restored:
         for name, new in plain_names(source.extras, choice).items():
             if new in old:
                 raise CheckpointError(
@@ -211,7 +197,7 @@ def _plan_by_rules(
                     "them apart"
                 )
             renamed[new], values[new] = name, source.extras[name]
-        kept = {n: path for n, path in source.paths.items() if renamed.get(n, n) == n}
+        kept = {n: path for n, path in source.facts.paths.items() if renamed.get(n, n) == n}
     paths: dict[str, KeyPath] = {name: (name,) for name in sorted(renamed)}
     paths |= kept
     # Names that contradict each other are refused before anything is read.
@@ -261,7 +247,11 @@ def _plan_into(
         ("value", flat.values, values),
     ):
         for name in of_state:
-            if choice.wants(name) and name not in of_checkpoint and name not in source.dropped:
+            if (
+                choice.wants(name)
+                and name not in of_checkpoint
+                and name not in source.facts.dropped
+            ):
                 raise CheckpointError(
                     f"{source.directory}: has no {kind} {name!r}; leave it out of what is loaded "
                     "into, exclude it, or rename one"

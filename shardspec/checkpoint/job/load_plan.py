@@ -13,9 +13,15 @@ from shardspec.checkpoint.job.load import Reading, read_shards
 from shardspec.checkpoint.job.rows import file_numbers, file_regions
 from shardspec.checkpoint.open import as_catalog, open_checkpoint
 from shardspec.checkpoint.quantization.cuts import check_stored_plan
-from shardspec.checkpoint.quantization.numbers_of import config_of, with_numbers
 from shardspec.checkpoint.select.choice import Choice, Patterns, check_dropped
-from shardspec.checkpoint.select.mapped import CatalogNaming, configured, mapped, require_finished
+from shardspec.checkpoint.select.dequantized import with_numbers
+from shardspec.checkpoint.select.mapped import (
+    CatalogNaming,
+    config_of,
+    configured,
+    mapped,
+    require_finished,
+)
 from shardspec.checkpoint.storage.path import StoragePath
 from shardspec.comm.communicator import Communicator
 from shardspec.comm.together import agree, check_same
@@ -33,7 +39,7 @@ from shardspec.text import shown
 if TYPE_CHECKING:
     import torch
 
-NO_COPY: Final = "this plan quantises, which no copy of bytes does; quantise before, and plan that"
+NO_COPY: Final = "this plan quantizes, which no copy of bytes does; quantize before, and plan that"
 
 
 def stored_layouts(
@@ -66,14 +72,14 @@ class CheckpointReader:
     checkpoint: StoragePath
     names: Mapping[str, str] | NameMap | None = field(compare=False)
     """By which map, if by one."""
-    dequantised_to: str | None
+    dequantized_to: str | None
     """The dtype of numbers in place of codes; None where codes are read."""
-    quantises: bool = False
+    quantizes: bool = False
     """Whether codes and scales are made of weights; tensors of the plan then have new names."""
 
     def __str__(self) -> str:
-        quantises = " and quantises weights" if self.quantises else ""
-        return f"reads the checkpoint {self.checkpoint}{quantises}"
+        quantizes = " and quantizes weights" if self.quantizes else ""
+        return f"reads the checkpoint {self.checkpoint}{quantizes}"
 
     def run(
         self, plan: ReshardPlan, state: Mapping[str, object], out: Mapping[str, object] | None
@@ -104,20 +110,20 @@ class CheckpointReader:
 
     def regions(self, plan: ReshardPlan) -> dict[str, list[FileRegion]]:
         """Return where tensors lie in the files of the checkpoint."""
-        if self.quantises:
+        if self.quantizes:
             raise LayoutError(NO_COPY)
         return file_regions(self._opened(plan), min(plan.files, default=0))
 
     def _opened(self, plan: ReshardPlan) -> Catalog:
         """Open the checkpoint, which is as the plan says."""
         source = open_checkpoint(self.checkpoint)
-        if self.quantises:
+        if self.quantizes:
             from shardspec.checkpoint.quantization.quantize import with_codes
 
             source = with_codes(source, self.names, None, plan.dropped)
         else:
             dropped = Choice(drop=[*map(escape, plan.dropped)])
-            source = with_numbers(source, self.dequantised_to, dropped)
+            source = with_numbers(source, self.dequantized_to, dropped)
         now, _ = stored_layouts(source, min(plan.files, default=0))
         for move in plan.moves:
             if now.get(move.source_name) != move.source:
@@ -137,7 +143,7 @@ class CheckpointReader:
         """Open the checkpoint; it, and what is filled, are as the plan says."""
         names = {name: name for name in layouts}
         source = self._opened(plan)
-        if not self.quantises:
+        if not self.quantizes:
             source = mapped(source, self.names, dropped=plan.dropped)
         reading = Reading(source, names, layouts)
         if out is None:
@@ -217,7 +223,7 @@ def plan_stored(
     behind = max((device for mesh in meshes for device in mesh.ids), default=-1) + 1
     stored, files = stored_layouts(source, behind)
     own = names if isinstance(names, Mapping | NameMap) else None
-    plan = plan_state(stored, target, own, dtype, max_bytes, drop, source.dropped)
+    plan = plan_state(stored, target, own, dtype, max_bytes, drop, source.facts.dropped)
     check_stored_plan(source, plan, own, dtype)
     return StoredPlan(source, plan, own, files)
 

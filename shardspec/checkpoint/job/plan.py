@@ -36,9 +36,9 @@ def plan_reshard(
         Name in the source to name in the target, for those that differ; or a `NameMap`, which
         also fuses, splits, stacks, transposes and pads.
     dtype
-        What floating-point tensors become, where `target` is a mesh and rules; quantised weights of
-        a checkpoint are dequantised to it. Or ``"fp8-128x128"``: weights of linear layers, by their
-        names, become codes of float8_e4m3fn and scales, which are quantised on the sender where its
+        What floating-point tensors become, where `target` is a mesh and rules; quantized weights of
+        a checkpoint are dequantized to it. Or ``"fp8-128x128"``: weights of linear layers, by their
+        names, become codes of float8_e4m3fn and scales, which are quantized on the sender where its
         cuts fall on blocks, else on the receiver; those of a checkpoint as they are read, to the
         bytes that `merge` writes with ``quantize=``.
     max_bytes
@@ -68,11 +68,11 @@ def plan_reshard(
     if not isinstance(target, tuple):
         target = known_to_all(target)
     if dtype == "fp8-128x128":
-        from shardspec.checkpoint.quantization.plan import plan_quantised, plan_quantised_load
+        from shardspec.checkpoint.quantization.plan import plan_quantized, plan_quantized_load
 
         if isinstance(source, str | PurePath):
-            return plan_quantised_load(storage_path(source), target, names, max_bytes, drop)
-        return plan_quantised(known_to_all(source), target, names, max_bytes, drop)
+            return plan_quantized_load(storage_path(source), target, names, max_bytes, drop)
+        return plan_quantized(known_to_all(source), target, names, max_bytes, drop)
     if isinstance(source, str | PurePath):
         # State dicts in memory need nothing of it.
         from shardspec.checkpoint.job.load_plan import plan_load

@@ -1,119 +1,144 @@
-"""Casts and cuts that quantised tensors do not stand are refused, before anything is written."""
+"""Refuses casts and cuts that would corrupt quantized tensors, before anything is written."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from functools import lru_cache
-from itertools import groupby
 from math import lcm
 
-from shardspec.boxes import Box
 from shardspec.checkpoint.catalog import Catalog
-from shardspec.checkpoint.quantization.detect import (
-    Quantised,
-    Shape,
-    Stated,
-    quantised,
-    sections,
-    stated_by,
-)
-from shardspec.checkpoint.select.mapped import MappedCatalog, boxes_in_source, mapped
+from shardspec.checkpoint.quantization.detect import Blocks, Quantized, find_quantized, sections
+from shardspec.checkpoint.quantization.schemes import Shape
+from shardspec.checkpoint.select.mapped import MappedCatalog, mapped
 from shardspec.dtypes import dtype_name
-from shardspec.errors import DTypeError, LayoutError, QuantisedError, ShardSpecError
+from shardspec.errors import DTypeError, LayoutError, QuantizedError, ShardSpecError
 from shardspec.layout.layout import Layout
-from shardspec.layout.spec import DimSpec, Part, ShardingSpec
+from shardspec.layout.spec import DimSpec, Part
 from shardspec.resharding.name_map import Names
 from shardspec.resharding.plan import ReshardPlan
 from shardspec.text import Argument, TextPart
 
 
-def _unmapped(source: Catalog) -> Catalog:
+def quantized_in(source: Catalog) -> Quantized:
+    """Return the quantized tensors of a checkpoint; for a mapped one, those that it maps."""
     while isinstance(source, MappedCatalog):
         source = source.base
-    return source
-
-
-def quantised_in(source: Catalog) -> Quantised:
-    """Return which tensors of a checkpoint are quantised; of a mapped one, of what is mapped."""
-    source = _unmapped(source)
     outlines = map(source.outline, source.names)
-    tensors = {outline.name: (outline.shape, outline.dtype) for outline in outlines}
-    section = source.quantization
-    stated = list(sections(source.home)) if section is None else [section] if section else []
-    return quantised(tensors, stated_by(stated, source.file_metadata.values))
+    section = source.facts.quantization
+    stated = sections(source.home) if section is None else [section] if section else ()
+    return find_quantized({each.name: (each.shape, each.dtype) for each in outlines}, stated)
+
+
+def origins(source: Catalog, names: Iterable[str]) -> set[str]:
+    """Return the names of the stored tensors that tensors of a mapped checkpoint are made from."""
+    if not isinstance(source, MappedCatalog):
+        return {*names}
+    equations = (equation for name in names for equation in source.equations(name))
+    return origins(source.base, (equation.source for equation in equations))
 
 
 def refuse_casts(source: Catalog, names: Iterable[str], dtype: str) -> None:
-    """Refuse to cast a choice of tensors in which some are quantised.
-
-    Also where only others would change: what is asked for is a model of one dtype, which codes are
-    not.
-    """
-    why = quantised_in(source).why
+    """Refuse to cast tensors of which some are quantized: a model of one dtype has no codes."""
+    why = quantized_in(source).why
     for name in names if why else ():
-        if name in source.keeps_dtype:
-            continue
-        _refuse_cast(source, name, why, dtype, "exclude these tensors")
+        if name not in source.facts.keeps_dtype:
+            _refuse_cast(origins(source, [name]), why, dtype, "exclude these tensors")
 
 
-def _refuse_cast(
-    source: Catalog | None, name: str, why: Mapping[str, str], dtype: str, remedy: str
-) -> None:
-    origins = [name] if source is None else [origin for origin, _ in _origins(source, name, ())]
-    for origin in origins:
-        if origin in why:
-            raise DTypeError(
-                f"cannot cast to {dtype}: tensor {origin!r} is quantised ({why[origin]}), and "
-                "codes and scales mean something only as they are; leave out ",
-                Argument("dtype"),
-                f", {remedy}, or dequantise first with the tool that wrote them",
-            )
+def _refuse_cast(names: Iterable[str], why: Mapping[str, str], dtype: str, remedy: str) -> None:
+    for name in sorted(why.keys() & {*names}):
+        raise DTypeError(
+            f"cannot cast to {dtype}: tensor {name!r} is quantized ({why[name]}), and codes and "
+            "scales mean something only as they are; leave out ",
+            Argument("dtype"),
+            f", {remedy}, or dequantize first with the tool that wrote them",
+        )
 
 
-def refuse_quantised(why: Mapping[str, str], names: Iterable[str], *remedy: TextPart) -> None:
-    """Refuse to quantise what is quantised already; `why` maps such tensors to what shows it."""
-    if again := why.keys() & {*names}:
-        name = min(again)
-        raise QuantisedError(f"tensor {name!r} is quantised already ({why[name]}); ", *remedy)
-
-
-def _check_casts(
-    plan: ReshardPlan, why: Mapping[str, str], dtype: object, source: Catalog | None = None
-) -> None:
-    """Refuse a plan that casts quantised tensors; or all tensors, where some are quantised."""
-    for move in plan.moves:
-        after = move.target.dtype
-        if dtype is not None or move.source.dtype != after:
-            wanted = after if dtype is None else dtype_name(dtype)
-            _refuse_cast(source, move.source_name, why, wanted, "give these their own dtypes")
+def refuse_quantized(why: Mapping[str, str], names: Iterable[str], *remedy: TextPart) -> None:
+    """Refuse to quantize again; `why` maps quantized tensors to what shows it."""
+    for name in sorted(why.keys() & {*names}):
+        raise QuantizedError(f"tensor {name!r} is quantized already ({why[name]}); ", *remedy)
 
 
 def check_blocks(
-    source: Catalog, layouts: Mapping[str, Layout], quantized: Quantised | None = None
+    source: Catalog, layouts: Mapping[str, Layout], quantized: Quantized | None = None
 ) -> None:
-    """Refuse layouts, by name in a checkpoint, that cut a tensor inside a block.
+    """Refuse layouts, by name in a checkpoint, that cut codes inside blocks, or scales otherwise.
 
-    A scale is also refused if its cut leaves a device without the scales of its codes. Devices that
-    hold no scale at all are allowed: they gather before they compute.
+    Tensors that a map makes of codes are not cut at all, unless it only renames them.
     """
-    blocks = (quantized or quantised_in(source)).blocks
-    if not blocks:
-        return
-    flaw_of, scales_flaw_of = lru_cache(1024)(_flaw), lru_cache(1024)(_scales_flaw)
-    stored = _unmapped(source)
-    for name, layout in layouts.items():
-        if stored is source:
-            if name in blocks:
-                _refuse(name, layout, flaw_of(layout, blocks[name].sides))
-                for other, sides in blocks[name].scales:
-                    if other in layouts and (flaw := scales_flaw_of(layout, layouts[other], sides)):
-                        _refuse_scales(name, layout, other, layouts[other].spec, flaw)
-            continue
-        origins = {origin for origin, _ in _origins(source, name, ())} & blocks.keys()
-        for device in layout.mesh.ids if origins else ():
-            parts = [box for box in layout.local_boxes(device) if all(a < b for a, b in box)]
-            for origin, boxes in _origins(source, name, parts):
-                if origin in origins:
-                    shape, sides = stored.outline(origin).shape, blocks[origin].sides
-                    _refuse(name, layout, _flaw_of_boxes(boxes, shape, sides), origin)
+    blocks = (quantized or quantized_in(source)).blocks
+    renamed = {_origin(source, name): layout for name, layout in layouts.items()} if blocks else {}
+    for name, layout in layouts.items() if blocks else ():
+        origin = _origin(source, name)
+        if origin in blocks:
+            _refuse_cuts(name, layout, blocks[origin], renamed)
+        elif not origin and origins(source, [name]) & blocks.keys():
+            _refuse_cuts(name, layout, Blocks(layout.global_shape), {})
+
+
+def _origin(source: Catalog, name: str) -> str:
+    """Return the name of the stored tensor that a tensor is; empty if a map made it."""
+    while isinstance(source, MappedCatalog):
+        (equation, *others) = source.equations(name)
+        if others or equation.view.source != equation.view.target:
+            return ""
+        source, name = source.base, equation.source
+    return name
+
+
+def _refuse_cuts(name: str, layout: Layout, blocks: Blocks, layouts: Mapping[str, Layout]) -> None:
+    for dim, (size, side) in enumerate(zip(layout.global_shape, blocks.sides, strict=True)):
+        for lo, hi in _cuts(layout, dim) if side > 1 else ():
+            if lo % side or (hi % side and hi != size):
+                what, remedy = "codes that are not cut along this dim", "replicate it"
+                if side < size:
+                    what = f"a block of {side} elements that share a scale"
+                    remedy = f"cut at multiples of {side}, as {_in_blocks(layout, dim, side)}"
+                raise LayoutError(
+                    f"tensor {name!r}: spec {layout.spec} cuts dim {dim} at {lo}:{hi}, inside "
+                    f"{what}; cut another dim, or {remedy}"
+                )
+    scales = layouts.get(blocks.scales)
+    if scales is not None and not _cut_alike(layout, scales, blocks.sides):
+        raise LayoutError(
+            f"tensor {name!r}: spec {layout.spec} cuts it otherwise than {scales.spec} its scales "
+            f"{blocks.scales!r}; cut both alike, or replicate the scales"
+        )
+
+
+def _in_blocks(layout: Layout, dim: int, side: int) -> str:
+    """Return the spec with cuts of a dim at multiples of a side."""
+    cut = layout.spec.dim_specs[dim]
+    blocks = DimSpec(cut.axes, cut.parts, lcm(cut.block, side))
+    return str(layout.spec.with_dims({dim: blocks}))
+
+
+@lru_cache(1024)
+def _cuts(layout: Layout, dim: int) -> list[tuple[int, int]]:
+    """Return the distinct intervals of a dim on devices, without empty ones."""
+    if not layout.spec.dim_specs[dim].axes:
+        return []
+    every = {each for device in layout.mesh.ids for each in layout.intervals(device)[dim]}
+    return sorted((lo, hi) for lo, hi in every if lo < hi)
+
+
+@lru_cache(1024)
+def _cut_alike(layout: Layout, scales: Layout, sides: Shape) -> bool:
+    """Return True if no scale is on another device than its codes, unless all devices have it."""
+    dims = len(sides) if len(scales.global_shape) == len(sides) else 0
+    for dim in range(dims):
+        if scales.spec.dim_specs[dim].axes and scales.global_shape[dim] > 1:
+            side = sides[dim]
+            for device in layout.mesh.ids:
+                own = [(lo // side, -(-hi // side)) for lo, hi in layout.intervals(device)[dim]]
+                held = scales.intervals(device)[dim] if device in scales.mesh else ()
+                if _filled(own) != _filled(held):
+                    return False
+    return True
+
+
+def _filled(intervals: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    return [(lo, hi) for lo, hi in intervals if lo < hi]
 
 
 def grid_layout(layout: Layout, sides: Shape, dtype: str = "float32") -> Layout | None:
@@ -139,147 +164,19 @@ def grid_layout(layout: Layout, sides: Shape, dtype: str = "float32") -> Layout 
     except ShardSpecError:
         return None
     for device in layout.mesh.ids:
-        pairs = zip(layout.intervals(device), grid.intervals(device), strict=True)
-        for (intervals, scales), size, side in zip(pairs, layout.global_shape, every, strict=True):
-            filled = [(lo, hi) for lo, hi in intervals if lo < hi]
-            same = [(lo // side, -(-hi // side)) for lo, hi in filled]
-            if _flaw_of_side(filled, size, side) or same != [
-                interval for interval in scales if interval[0] < interval[1]
-            ]:
+        pairs = zip(layout.intervals(device), grid.intervals(device), every, strict=True)
+        for own, scales, side in pairs:
+            # A cut inside of a block gives a fraction, which equals no interval of the grid.
+            if [(lo / side, -(-hi // side)) for lo, hi in _filled(own)] != _filled(scales):
                 return None
     return grid
-
-
-def _refuse(
-    name: str, layout: Layout, flaw: tuple[int, int, int, int] | None, origin: str = ""
-) -> None:
-    if flaw is None:
-        return
-    dim, lo, hi, side = flaw
-    what = f"a block of {side} elements that share a scale"
-    remedy = "cut another dim, or over fewer devices"
-    if not origin and side >= layout.global_shape[dim]:
-        what = "codes that share a scale, or whose order is not known, all along the dim"
-        remedy = "cut another dim, or replicate it"
-    better = None if origin else _in_blocks(layout, dim, side)
-    if better is not None:
-        remedy = f"cut at multiples of {side}, as {better}"
-    where = f"dim {dim} at {lo}:{hi}" + (f" of {origin!r}" if origin else "")
-    raise LayoutError(f"tensor {name!r}: spec {layout.spec} cuts {where}, inside {what}; {remedy}")
-
-
-def _in_blocks(layout: Layout, dim: int, side: int) -> str | None:
-    """Return a spec that cuts a dim at blocks, if each device gets some then."""
-    cut = layout.spec.dim_specs[dim]
-    blocks = DimSpec(cut.axes, cut.parts, lcm(cut.block, side))
-    other = layout.with_spec(layout.spec.with_dims({dim: blocks}))
-    intervals = [other.intervals(device)[dim] for device in layout.mesh.ids]
-    if any(lo == hi for some in intervals for lo, hi in some):
-        return None
-    flaws = (_flaw_of_side(some, layout.global_shape[dim], side) for some in intervals)
-    return None if any(flaws) else str(other.labelled_spec)
-
-
-def _flaw(layout: Layout, sides: Shape) -> tuple[int, int, int, int] | None:
-    """Return the first cut inside a block: its dim, the interval, and the side of the block."""
-    for dim, (size, side) in enumerate(zip(layout.global_shape, sides, strict=True)):
-        if side > 1 and layout.spec.dim_specs[dim].axes:
-            for intervals in {layout.intervals(device)[dim]: None for device in layout.mesh.ids}:
-                if flaw := _flaw_of_side(intervals, size, side):
-                    return dim, *flaw, side
-    return None
-
-
-def _flaw_of_side(
-    intervals: Sequence[tuple[int, int]], size: int, side: int
-) -> tuple[int, int] | None:
-    for lo, hi in intervals:
-        if lo < hi and (lo % side or (hi % side and hi != size)):
-            return lo, hi
-    return None
-
-
-def _flaw_of_boxes(
-    boxes: Iterable[Box], shape: Shape, sides: Shape
-) -> tuple[int, int, int, int] | None:
-    for box in _joined(boxes):
-        for dim, (interval, size, side) in enumerate(zip(box, shape, sides, strict=True)):
-            if flaw := _flaw_of_side([interval], size, side):
-                return dim, *flaw, side
-    return None
-
-
-def _joined(boxes: Iterable[Box]) -> list[Box]:
-    """Join boxes that differ along one dim, where they meet."""
-    result = list(boxes)
-    for dim in range(len(result[0]) if result else 0):
-
-        def rest(box: Box, dim: int = dim) -> Box:
-            return (*box[:dim], *box[dim + 1 :])
-
-        joined: list[Box] = []
-        for _, alike in groupby(sorted(result, key=lambda box: (rest(box), box[dim])), key=rest):
-            start = len(joined)
-            for box in alike:
-                if len(joined) > start and joined[-1][dim][1] >= box[dim][0]:
-                    (lo, hi), (_, end) = joined.pop()[dim], box[dim]
-                    box = (*box[:dim], (lo, max(hi, end)), *box[dim + 1 :])
-                joined.append(box)
-        result = joined
-    return result
-
-
-def _origins(
-    source: Catalog, name: str, boxes: Sequence[Box]
-) -> Iterator[tuple[str, Sequence[Box]]]:
-    """Yield the stored tensors that a mapped one is made from, each with the boxes it gives."""
-    if not isinstance(source, MappedCatalog):
-        yield name, boxes
-        return
-    for equation in source.equations(name):
-        inner = [part for box in boxes for part in boxes_in_source(equation.view, box)]
-        yield from _origins(source.base, equation.source, inner)
-
-
-def origins(source: Catalog, names: Iterable[str]) -> set[str]:
-    """Return the names of the stored tensors that some of a mapped checkpoint are made from."""
-    return {origin for name in names for origin, _ in _origins(source, name, ())}
-
-
-def _scales_flaw(layout: Layout, scales: Layout, sides: Shape) -> tuple[int, ...] | None:
-    """Return the first device that lacks scales of its codes but has others: where, and which."""
-    if not any(cut.axes for cut in scales.spec.dim_specs):
-        return None
-    for device in layout.mesh.ids:
-        held_scales = scales.intervals(device) if device in scales.mesh else ()
-        if not held_scales or any(lo == hi for side in held_scales for lo, hi in side):
-            continue
-        for dim, codes in enumerate(layout.intervals(device)):
-            size, count = layout.global_shape[dim], scales.global_shape[dim]
-            finer = max(1, count // max(1, size))
-            for lo, hi in codes if count > 1 else ():
-                start, end = lo * finer // sides[dim], -(-hi * finer // sides[dim])
-                if lo < hi and not any(a <= start and end <= b for a, b in held_scales[dim]):
-                    return device, dim, lo, hi, start, end
-    return None
-
-
-def _refuse_scales(
-    name: str, layout: Layout, other: str, spec: ShardingSpec, flaw: tuple[int, ...]
-) -> None:
-    device, dim, lo, hi, start, end = flaw
-    raise LayoutError(
-        f"tensor {name!r}: spec {layout.spec} gives device {device} {lo}:{hi} of dim {dim}, whose "
-        f"numbers in {other!r} are {start}:{end}, but {spec} gives it others of these; cut both "
-        f"alike, or replicate {other!r}"
-    )
 
 
 def check_stored_plan(
     source: Catalog, plan: ReshardPlan, names: Names | None, dtype: object
 ) -> None:
-    """Refuse a plan that reads a checkpoint and does quantised tensors harm."""
-    quantized = quantised_in(source)
+    """Refuse a plan that reads a checkpoint and would corrupt quantized tensors."""
+    quantized = quantized_in(source)
     if not quantized.why:
         return
     _check_casts(plan, quantized.why, dtype, source)
@@ -288,15 +185,25 @@ def check_stored_plan(
 
 
 def check_plan(plan: ReshardPlan, dtype: object) -> None:
-    """Refuse a plan between layouts in memory that does quantised tensors harm.
-
-    Where the source is cut inside a block, whoever has the parts gathers before it computes.
-    """
+    """Refuse a plan between layouts in memory that would corrupt quantized tensors."""
     moves = {move.source_name: move for move in plan.moves}
     tensors = {name: (move.source.global_shape, move.source.dtype) for name, move in moves.items()}
-    quantized = quantised(tensors, Stated())
+    quantized = find_quantized(tensors)
     _check_casts(plan, quantized.why, dtype)
     for move in plan.moves:
+        # Where the source is cut inside blocks, devices gather before they compute.
         blocks = quantized.blocks.get(move.source_name)
-        if blocks and move.view is None and _flaw(move.source, blocks.sides) is None:
-            _refuse(move.target_name, move.target, _flaw(move.target, blocks.sides))
+        if blocks and move.view is None and grid_layout(move.source, blocks.sides) is not None:
+            _refuse_cuts(move.target_name, move.target, blocks, {})
+
+
+def _check_casts(
+    plan: ReshardPlan, why: Mapping[str, str], dtype: object, source: Catalog | None = None
+) -> None:
+    """Refuse a plan that casts quantized tensors; or all tensors, where some are quantized."""
+    for move in plan.moves:
+        after = move.target.dtype
+        if dtype is not None or move.source.dtype != after:
+            names = {move.source_name} if source is None else origins(source, [move.source_name])
+            wanted = after if dtype is None else dtype_name(dtype)
+            _refuse_cast(names, why, wanted, "give these their own dtypes")

@@ -1,8 +1,9 @@
-"""A checkpoint with numbers where weights are quantised; they are made when they are read."""
+"""A checkpoint with numbers where weights are quantized; they are made when they are read."""
 
 import re
 from collections.abc import Callable, Collection, Mapping
-from functools import partial
+from dataclasses import replace
+from functools import cache, partial
 from typing import Any, Final
 
 import numpy as np
@@ -17,16 +18,15 @@ from shardspec.checkpoint.boxes.derived import (
     Source,
     bytes_in_files,
 )
-from shardspec.checkpoint.boxes.numeric import numbers
+from shardspec.checkpoint.boxes.numeric import FOUR_BITS, Bytes, RawNumbers, narrow, numbers, strips
 from shardspec.checkpoint.catalog import Catalog, StoredTensor, row_major_strides, whole_box
-from shardspec.checkpoint.quantization.blocks import from_mx, from_scaled, powers_of_two
-from shardspec.checkpoint.quantization.cuts import quantised_in
+from shardspec.checkpoint.quantization.cuts import quantized_in
 from shardspec.checkpoint.quantization.detect import of_computed, sections, sections_of
 from shardspec.checkpoint.quantization.schemes import MX, Coded, coded, schemes_in
 from shardspec.checkpoint.select.choice import Choice
 from shardspec.checkpoint.select.mapped import require_finished
 from shardspec.dtypes import dtype_name, item_bytes
-from shardspec.errors import QuantisedError
+from shardspec.errors import QuantizedError
 from shardspec.text import Argument
 
 _INTO: Final = ("bfloat16", "float16", "float32", "float64")
@@ -35,7 +35,109 @@ _CHUNK_BYTES: Final = 2 << 20
 _KEPT_BYTES: Final = 24 << 20
 """Codes that are kept: those of an expert, as it is transposed strip by strip."""
 _OF_LAYER: Final = re.compile(r"(.+)\.(input|output|activation)_scale(_ub)?")
-"""Scales of what goes in and out of a layer whose weights are quantised."""
+"""Scales of what goes in and out of a layer whose weights are quantized."""
+
+_TABLES: Final = 256
+"""Blocks in a lookup at once: with 256 codes each, indices have 16 bits."""
+_EIGHT: Final = np.uint16(8)
+
+
+def stored_as(values: NDArray[np.float32], dtype: str) -> RawNumbers:
+    """Return numbers in a dtype, rounded once."""
+    with np.errstate(all="ignore"):
+        return narrow(np.ascontiguousarray(values), dtype).view(f"u{item_bytes(dtype)}")
+
+
+@cache
+def _values(dtype: str) -> NDArray[np.float32]:
+    """Return the number of each code of 8 bits."""
+    values: NDArray[np.float32] = numbers(np.arange(256, dtype=np.uint8), dtype)
+    return values
+
+
+def powers_of_two(codes: Bytes) -> NDArray[np.float32]:
+    """Return scales of microscaling formats: two to a power, or NaN."""
+    return _values("float8_e8m0fnu").take(codes)
+
+
+@cache
+def _products(dtype: str, four: bool) -> RawNumbers:
+    """Return what the scales of a microscaling format times the codes are.
+
+    Two codes of 4 bits are one index, and their numbers one element, that of the lower bits first.
+    """
+    every = np.arange(256, dtype=np.uint8)
+    values = _values("float8_e4m3fn")
+    if four:
+        values = FOUR_BITS.real.take(np.stack([every & 15, every >> 4], axis=1).ravel())
+    with np.errstate(over="ignore"):
+        products = stored_as(powers_of_two(every)[:, None] * values, dtype)
+    return products.view(f"u{products.shape[1] // 256 * products.itemsize}").ravel()
+
+
+def _look_up(table: RawNumbers, index: NDArray[np.uint16], out: RawNumbers) -> None:
+    """Fill `out`, a matrix, with entries of a table; an entry may be two numbers."""
+    if out.flags.c_contiguous:
+        table.take(index.reshape(-1), out=out.reshape(-1).view(table.dtype), mode="clip")
+    else:
+        out[...] = table.take(index, mode="clip").view(out.dtype).reshape(out.shape)
+
+
+def from_mx(codes: Bytes, scales: Bytes, out: RawNumbers, dtype: str, *, four: bool) -> None:
+    """Fill `out`, a matrix, with the numbers of codes of a microscaling format."""
+    table = _products(dtype, four)
+    for rows in strips(*out.shape):
+        high = scales[rows].reshape(-1, 1).astype(np.uint16) << _EIGHT
+        index = codes[rows].astype(np.uint16).reshape(len(high), -1)
+        index |= high
+        _look_up(table, index, out[rows])
+
+
+def from_scaled(
+    codes: Bytes,
+    scales: NDArray[np.float32],
+    at: tuple[int, int],
+    block: tuple[int, int],
+    out: RawNumbers,
+    dtypes: tuple[str, str],
+) -> None:
+    """Fill `out` with the numbers of codes, part of a matrix from a row and a column on.
+
+    Parameters
+    ----------
+    scales
+        Those of the whole matrix.
+    block
+        Rows and columns that share one.
+    dtypes
+        Of the codes, and of `out`.
+    """
+    (row, column), (high, wide) = at, block
+    (height, width), values, dtype = codes.shape, _values(dtypes[0]), dtypes[1]
+    scales = scales[row // high : -(-(row + height) // high)]
+    scales = scales[:, column // wide : -(-(column + width) // wide)]
+    row, column = row % high, column % wide
+    across = (np.arange(width) + column) // wide
+    if codes.size < _TABLES * scales.size:
+        down = (np.arange(height) + row) // high
+        for rows in strips(height, width):
+            factors = scales[down[rows]].take(across, axis=1)
+            with np.errstate(all="ignore"):
+                out[rows] = stored_as(values.take(codes[rows]) * factors, dtype)
+        return
+    with np.errstate(all="ignore"):
+        tables = stored_as(scales.reshape(-1, 1) * values, dtype).reshape(*scales.shape, 256)
+    for left in range(0, scales.shape[1], _TABLES):
+        columns = slice(max(left * wide - column, 0), (left + _TABLES) * wide - column)
+        right = (across[columns] - left).astype(np.uint16) << _EIGHT
+        for band, every in enumerate(tables[:, left : left + _TABLES]):
+            top, end = max(band * high - row, 0), min((band + 1) * high - row, height)
+            for rows in strips(end - top, len(right)):
+                part = codes[top:end][rows, columns]
+                # Ten times as fast as an operation on two dtypes.
+                index = part.astype(np.uint16)
+                index |= right
+                _look_up(every.reshape(-1), index, out[top:end][rows, columns])
 
 
 class _Numbers(ComputedMatrices):
@@ -110,8 +212,8 @@ class _Numbers(ComputedMatrices):
         return scales.astype(np.float32).reshape(grid)
 
 
-class DequantisedCatalog(ComputedCatalog):
-    """A checkpoint whose quantised weights are numbers."""
+class DequantizedCatalog(ComputedCatalog):
+    """A checkpoint whose quantized weights are numbers."""
 
     def __init__(
         self, base: Catalog, weights: Mapping[str, Coded], gone: Collection[str], dtype: str
@@ -134,7 +236,7 @@ class DequantisedCatalog(ComputedCatalog):
         return self._made_tensor(name, shape, self._dtype, spec, codes, made, strides)
 
 
-def dequantised(
+def dequantized(
     source: Catalog,
     dtype: object,
     choice: Choice | None = None,
@@ -147,11 +249,11 @@ def dequantised(
 
     Raises
     ------
-    QuantisedError
+    QuantizedError
         If scales of what `choice` wants are missing or do not fit, or no block size is stated.
     """
     target = None if dtype is None else dtype_name(dtype)
-    quantized = quantised_in(source) if target in _INTO else None
+    quantized = quantized_in(source) if target in _INTO else None
     if target is None or quantized is None or not quantized.why:
         return source
     outlines = map(source.outline, source.names)
@@ -167,8 +269,8 @@ def dequantised(
         if isinstance(result, tuple):
             weights[weight] = result[1]
         elif result is not None and (choice is None or choice.wants(name)):
-            raise QuantisedError(
-                f"{source.directory}: cannot cast to {target}: tensor {name!r} is quantised "
+            raise QuantizedError(
+                f"{source.directory}: cannot cast to {target}: tensor {name!r} is quantized "
                 f"({quantized.why[name]}), and {result}; leave out ",
                 Argument("dtype"),
                 ", exclude these tensors, or mend the checkpoint",
@@ -181,7 +283,7 @@ def dequantised(
         match = _OF_LAYER.fullmatch(name)
         if match is not None and match[1] in layers:
             gone.add(name)
-    made = DequantisedCatalog(source, weights, gone, "float32" if target == "float64" else target)
-    made.keeps_dtype |= {name for name in quantized.why if name not in gone and of_computed(name)}
-    made.quantization = {}
-    return made
+    made = DequantizedCatalog(source, weights, gone, "float32" if target == "float64" else target)
+    scales = {name for name in quantized.why if name not in gone and of_computed(name)}
+    keeps = made.facts.keeps_dtype | scales
+    return made.with_facts(replace(made.facts, keeps_dtype=keeps, quantization={}))

@@ -1,4 +1,4 @@
-"""Reshard plans that quantise, on senders whose cuts fall on blocks, else on receivers."""
+"""Reshard plans that quantize, on senders whose cuts fall on blocks, else on receivers."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -11,8 +11,8 @@ from shardspec.checkpoint.job.load_plan import (
     stored_layouts,
 )
 from shardspec.checkpoint.open import as_catalog
-from shardspec.checkpoint.quantization.cuts import grid_layout, origins, refuse_quantised
-from shardspec.checkpoint.quantization.detect import Stated, quantised
+from shardspec.checkpoint.quantization.cuts import grid_layout, origins, refuse_quantized
+from shardspec.checkpoint.quantization.detect import find_quantized
 from shardspec.checkpoint.select.choice import Choice
 from shardspec.checkpoint.storage.path import StoragePath
 from shardspec.errors import LayoutError
@@ -40,15 +40,15 @@ _WEIGHTS: Final = frozenset({"bfloat16", "float16", "float32", "float64"})
 
 
 @dataclass(frozen=True, slots=True)
-class Quantiser:
+class Quantizer:
     """Carries out plans whose target has codes and scales for the weights of linear layers."""
 
     by_senders: tuple[tuple[str, Layout, Layout], ...]
-    """Weights of the source that are quantised before they travel: their layouts, and those of
+    """Weights of the source that are quantized before they travel: their layouts, and those of
     their scales."""
 
     def __str__(self) -> str:
-        return "quantises weights"
+        return "quantizes weights"
 
     def run(
         self, plan: ReshardPlan, state: Mapping[str, object], out: Mapping[str, object] | None
@@ -69,9 +69,9 @@ class Quantiser:
         with telling_job(plan.devices), torch.no_grad():
             for name, layout, grid in self.by_senders:
                 if name in tensors:
-                    codes, scales = _quantised(name, tensors.pop(name), layout, grid)
+                    codes, scales = _quantized(name, tensors.pop(name), layout, grid)
                     tensors |= {name: codes, name + _SCALES: scales}
-            for name in plan.quantised if filled is not None else ():
+            for name in plan.quantized if filled is not None else ():
                 layout = targets[name]
                 devices = communicator_of(layout.mesh).addressable
                 dtype = getattr(torch, layout.dtype)
@@ -81,12 +81,12 @@ class Quantiser:
         rest = filled and {name: value for name, value in filled.items() if name not in lacking}
         result, _ = run_reshard(plan, tensors, None if rest is None else {**rest, **arriving})
         with telling_job(plan.devices), torch.no_grad():
-            for name in plan.quantised:
+            for name in plan.quantized:
                 if name not in result:
                     continue
                 scales_at = _grid(targets[name])
                 assert scales_at is not None, "the plan cuts it at blocks"
-                made = _quantised(name, result.pop(name), targets[name], scales_at)
+                made = _quantized(name, result.pop(name), targets[name], scales_at)
                 for key, tensor in zip((name, name + _SCALES), made, strict=True):
                     if filled is None:
                         result[key] = tensor
@@ -97,11 +97,11 @@ class Quantiser:
         return result
 
     def regions(self, plan: ReshardPlan) -> Never:  # noqa: ARG002  # as of others
-        """Raise LayoutError: what copies bytes does not quantise."""
+        """Raise LayoutError: what copies bytes does not quantize."""
         raise LayoutError(NO_COPY)
 
 
-def plan_quantised(
+def plan_quantized(
     source: Mapping[str, object],
     target: ReshardTarget,
     names: Mapping[str, str] | NameMap | None,
@@ -115,8 +115,8 @@ def plan_quantised(
     target, stated = _apart(target, flat_state(source))
     plan = plan_state(source, target, names, None, max_bytes, drop)
     tensors = {m.source_name: (m.source.global_shape, m.source.dtype) for m in plan.moves}
-    why = quantised(tensors, Stated()).why
-    refuse_quantised(why, tensors, "leave out ", Argument("dtype"))
+    why = find_quantized(tensors).why
+    refuse_quantized(why, tensors, "leave out ", Argument("dtype"))
     moves: list[TensorMove] = []
     senders: list[tuple[str, Layout, Layout]] = []
     receivers: list[str] = []
@@ -158,11 +158,11 @@ def plan_quantised(
     if stated:
         raise LayoutError(f"the source lacks {first_of([*map(shown, sorted(stated))])}")
     moves.sort(key=lambda move: (move.target_name, move.source_name))
-    by = Quantiser(tuple(senders))
-    return replace(plan, moves=tuple(moves), quantised=tuple(receivers), executor=by)
+    by = Quantizer(tuple(senders))
+    return replace(plan, moves=tuple(moves), quantized=tuple(receivers), executor=by)
 
 
-def plan_quantised_load(
+def plan_quantized_load(
     checkpoint: StoragePath,
     target: ReshardTarget,
     names: Mapping[str, str] | NameMap | None,
@@ -171,7 +171,7 @@ def plan_quantised_load(
 ) -> ReshardPlan:
     """Plan how devices read a checkpoint, with weights of linear layers in FP8 there.
 
-    Files are cut nowhere, so these are quantised as they are read, wherever the target is cut.
+    Files are cut nowhere, so these are quantized as they are read, wherever the target is cut.
     """
     from shardspec.checkpoint.quantization.quantize import with_codes
 
@@ -188,7 +188,7 @@ def plan_quantised_load(
     plan = plan_state(layouts, {**after, **stated}, None, None, max_bytes)
     dropped = tuple(sorted({*stored.names} - origins(source.base, source.base.names)))
     names = dict(names) if isinstance(names, Mapping) else names
-    reader = CheckpointReader(checkpoint, names, None, quantises=True)
+    reader = CheckpointReader(checkpoint, names, None, quantizes=True)
     return replace(plan, dropped=dropped, executor=reader)
 
 
@@ -229,7 +229,7 @@ def _shards(name: str, value: object, layout: Layout) -> "dict[int, torch.Tensor
     return {d: shard_of(name, repr(name), layout, d, values, alone=alone) for d in devices}
 
 
-def _quantised(name: str, value: object, layout: Layout, grid: Layout) -> tuple[Any, Any]:
+def _quantized(name: str, value: object, layout: Layout, grid: Layout) -> tuple[Any, Any]:
     """Return a weight as a DTensor of codes and one of scales."""
     from shardspec.tensor.dtensor import DTensor
 

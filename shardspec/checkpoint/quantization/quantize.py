@@ -1,7 +1,9 @@
-"""A checkpoint whose matrices are quantised: codes and scales are made when they are read."""
+"""A checkpoint whose matrices are quantized: codes and scales are made when they are read."""
 
 from collections.abc import Collection, Iterable, Mapping
+from dataclasses import replace
 from fnmatch import fnmatchcase
+from functools import cache
 from typing import Any, Final, NamedTuple, get_args
 
 import numpy as np
@@ -16,18 +18,25 @@ from shardspec.checkpoint.boxes.derived import (
     Source,
     bytes_in_files,
 )
-from shardspec.checkpoint.boxes.numeric import cast
+from shardspec.checkpoint.boxes.numeric import (
+    FOUR_BITS,
+    Bytes,
+    RawNumbers,
+    cast,
+    narrow,
+    nearest_codes,
+    round_by,
+    strips,
+)
 from shardspec.checkpoint.catalog import (
     Catalog,
     StoredTensor,
 )
-from shardspec.checkpoint.quantization.blocks import to_mx, to_scaled
-from shardspec.checkpoint.quantization.cuts import origins, quantised_in, refuse_quantised
-from shardspec.checkpoint.quantization.detect import Shape, sections, sections_of
-from shardspec.checkpoint.quantization.numbers_of import config_of
-from shardspec.checkpoint.quantization.schemes import MX, QUANTIZATIONS, ScaleRule
+from shardspec.checkpoint.quantization.cuts import origins, quantized_in, refuse_quantized
+from shardspec.checkpoint.quantization.detect import sections, sections_of
+from shardspec.checkpoint.quantization.schemes import MX, QUANTIZATIONS, ScaleRule, Shape
 from shardspec.checkpoint.select.choice import Choice, Patterns, wanted_names
-from shardspec.checkpoint.select.mapped import mapped
+from shardspec.checkpoint.select.mapped import config_of, mapped
 from shardspec.dtypes import dtype_name, is_cast, is_floating, item_bytes, packed
 from shardspec.errors import CheckpointError, DTypeError
 from shardspec.families.linear import LinearLayers, is_listed, module_of
@@ -37,24 +46,119 @@ from shardspec.text import Argument, shown
 _GPT_OSS: Final = {"quant_method": "mxfp4"}
 """The same of gpt-oss, whose experts alone are: their rows are the columns of the weights."""
 _SKIPPED: Final = ("modules_to_not_convert", "ignored_layers", "ignore", "exclude_modules")
-"""Where configs list what is not quantised."""
+"""Where configs list what is not quantized."""
 _TILE: Final = 1 << 20
-"""Numbers quantised at once; more only where a single block is larger."""
+"""Numbers quantized at once; more only where a single block is larger."""
 _CODE_BYTES: Final = 16 << 20
 _SCALE_BYTES: Final = 8 << 20
 """Codes and scales that are kept until they are read."""
 
+_LARGEST: Final = np.float32(448)
+"""Of float8_e4m3fn."""
 
-class Quantise(NamedTuple):
-    """How weights are to be quantised; see `merge`."""
+
+def _amax(raw: RawNumbers, dtype: str, block: tuple[int, int], where: str) -> NDArray[np.float32]:
+    """Return the largest size in each block of a matrix; CheckpointError if one is not finite."""
+    # Sizes are in the order of their bits.
+    if dtype == "bfloat16":
+        sizes = raw & np.uint16(0x7FFF)
+    else:
+        sizes = np.ascontiguousarray(raw).view(np.uint32) & np.uint32(0x7FFFFFFF)
+    high, wide = block
+    if high > 1:
+        bands = [sizes[row : row + high].max(axis=0) for row in range(0, len(sizes), high)]
+        sizes = np.stack(bands)
+    if wide > 1:
+        sizes = np.maximum.reduceat(sizes, np.arange(0, sizes.shape[1], wide), axis=1)
+    if dtype == "bfloat16":
+        sizes = sizes.astype(np.uint32) << np.uint32(16)
+    most: NDArray[np.float32] = sizes.view(np.float32)
+    if not np.isfinite(most).all():
+        raise CheckpointError(
+            f"{where} has NaN or infinity, which no scale fits; correct the weights, or leave out "
+            "the tensor"
+        )
+    return most
+
+
+def _floats(raw: RawNumbers, dtype: str) -> NDArray[np.float32]:
+    if dtype == "bfloat16":
+        return (raw.astype(np.uint32) << np.uint32(16)).view(np.float32)
+    return raw.view(np.float32).copy()
+
+
+def to_scaled(
+    raw: RawNumbers, dtype: str, block: tuple[int, int], rule: ScaleRule, where: str
+) -> tuple[Bytes, NDArray[np.float32]]:
+    """Return numbers of bfloat16 or float32, whole blocks of a matrix, as float8_e4m3fn and scales.
+
+    A scale is what codes are multiplied with to get the numbers back. By the rule ``transformers``
+    numbers are multiplied with 448 · (1 / amax), both rounded, and the scale is 1 over that; by
+    ``amax/448`` they are divided by this scale. Where all of a block is 0, or too small for its
+    scale to be a float32, the scale is 1.
+    """
+    high, wide = block
+    most = _amax(raw, dtype, block, where)
+    with np.errstate(all="ignore"):
+        if rule == "transformers":
+            factors = np.float32(1) / most * _LARGEST
+            factors = np.where((most > 0) & np.isfinite(factors), factors, np.float32(1))
+            scales = np.float32(1) / factors
+        else:
+            scales = most / _LARGEST
+            scales = factors = np.where(scales > 0, scales, np.float32(1))
+    codes = np.empty(raw.shape, np.uint8)
+    across = np.arange(raw.shape[1]) // wide
+    for row in range(len(scales)):
+        by = factors[row, across]
+        band = raw[row * high : (row + 1) * high]
+        for rows in strips(*band.shape):
+            values = _floats(band[rows], dtype)
+            # In place, since new memory costs as much as the arithmetic.
+            (np.multiply if rule == "transformers" else np.divide)(values, by, out=values)
+            codes[row * high :][rows] = narrow(values, "float8_e4m3fn")
+    return codes, scales
+
+
+@cache
+def _four_bit_codes() -> Bytes:
+    """Return the code of 4 bits (e2m1) for the upper half of every float32."""
+    codes = np.minimum(nearest_codes(FOUR_BITS.real[:8]), 7)
+    return np.where(np.arange(1 << 16) >> 15, codes | 8, codes).astype(np.uint8)
+
+
+def to_mx(raw: RawNumbers, dtype: str, where: str, *, four: bool) -> tuple[Bytes, Bytes]:
+    """Return numbers of bfloat16 or float32 as codes of a microscaling format, and scales.
+
+    The scale is two to the floor of log2(amax), less the largest exponent of the codes; what is too
+    large then becomes the largest code.
+    """
+    most = _amax(raw, dtype, (1, MX), where)
+    exponents = (most.view(np.uint32) >> np.uint32(23)).astype(np.int16) - (2 if four else 8)
+    scales = np.maximum(exponents, 0).astype(np.uint8)
+    codes = np.empty(raw.shape, np.uint8)
+    for rows in strips(*raw.shape):
+        powers = np.int32(127) - scales[rows].reshape(-1, 1).astype(np.int32)
+        values = _floats(raw[rows], dtype).reshape(len(powers), MX)
+        with np.errstate(over="ignore", under="ignore"):
+            values *= np.ldexp(np.float32(1), powers)
+        rounded = round_by(_four_bit_codes(), values) if four else narrow(values, "float8_e4m3fn")
+        codes[rows] = rounded.reshape(codes[rows].shape)
+    if four:
+        codes = codes[:, 0::2] | codes[:, 1::2] << np.uint8(4)
+    return codes, scales
+
+
+class Quantize(NamedTuple):
+    """How weights are to be quantized; see `merge`."""
 
     kind: str
     rule: ScaleRule = "transformers"
     include: Patterns | None = None
 
 
-def quantise_of(kind: str | None, rule: str | None, include: Patterns | None) -> Quantise | None:
-    """Return how to quantise, if at all; DTypeError if it is not known, or nothing is."""
+def quantize_of(kind: str | None, rule: str | None, include: Patterns | None) -> Quantize | None:
+    """Return how to quantize, if at all; DTypeError if it is not known, or nothing is."""
     if kind is None:
         for argument, value in (("scale_rule", rule), ("quantize_include", include)):
             if value is not None:
@@ -62,7 +166,7 @@ def quantise_of(kind: str | None, rule: str | None, include: Patterns | None) ->
         return None
     if kind not in QUANTIZATIONS:
         raise DTypeError(
-            f"{shown(kind)} is no way to quantise; choose among {', '.join(QUANTIZATIONS)}"
+            f"{shown(kind)} is no way to quantize; choose among {', '.join(QUANTIZATIONS)}"
         )
     rules: tuple[ScaleRule, ...] = get_args(ScaleRule)
     if rule is not None and (rule not in rules or kind != "fp8-128x128"):
@@ -71,11 +175,11 @@ def quantise_of(kind: str | None, rule: str | None, include: Patterns | None) ->
             f"{' and '.join(rules)}, and the scales of others are powers of two"
         )
     scale_rule: ScaleRule = next((other for other in rules if other == rule), "transformers")
-    return Quantise(kind, scale_rule, include)
+    return Quantize(kind, scale_rule, include)
 
 
 class _Weight(NamedTuple):
-    """A weight that is quantised."""
+    """A weight that is quantized."""
 
     source: str
     lead: Shape
@@ -84,14 +188,14 @@ class _Weight(NamedTuple):
     transposed: bool
 
 
-class _Quantiser:
-    """Quantises one weight, a tile at a time."""
+class _Quantizer:
+    """Quantizes one weight, a tile at a time."""
 
     def __init__(
         self,
         weight: _Weight,
         tensor: StoredTensor,
-        how: Quantise,
+        how: Quantize,
         dtype: str | None,
         kept: tuple[Recent, Recent],
         spare: list[Buffers],
@@ -110,13 +214,13 @@ class _Quantiser:
         kept = self._kept[scales].get(key)
         if kept is not None:
             return kept
-        both = self._quantised(matrix, row, column)
+        both = self._quantized(matrix, row, column)
         # Whichever is read first, the other is to be there.
         for recent, made in zip(self._kept, both, strict=True):
             recent.keep(key, made)
         return both[scales]
 
-    def _quantised(self, matrix: int, row: int, column: int) -> tuple[NDArray[Any], NDArray[Any]]:
+    def _quantized(self, matrix: int, row: int, column: int) -> tuple[NDArray[Any], NDArray[Any]]:
         weight = self.weight
         rows = row, min(row + self.height, weight.rows)
         columns = column, min(column + self.width, weight.columns)
@@ -140,19 +244,19 @@ class _Quantiser:
 class _CodesOrScales(ComputedMatrices):
     """The codes of a weight, or its scales."""
 
-    def __init__(self, quantiser: _Quantiser, *, scales: bool) -> None:
-        weight = quantiser.weight
-        self.each = quantiser.block if scales else (1, 2 if quantiser.four else 1)
+    def __init__(self, quantizer: _Quantizer, *, scales: bool) -> None:
+        weight = quantizer.weight
+        self.each = quantizer.block if scales else (1, 2 if quantizer.four else 1)
         """Rows and columns of the weight that become one element."""
         high, wide = self.each
         dtype = "float32" if high > 1 else "uint8"
         sides = -(-weight.rows // high), -(-weight.columns // wide)
-        super().__init__(*sides, dtype, quantiser.reads)
-        self._quantiser, self._scales = quantiser, scales
+        super().__init__(*sides, dtype, quantizer.reads)
+        self._quantizer, self._scales = quantizer, scales
 
     def make(self, matrix: int, row: int, column: int, out: NDArray[Any]) -> None:
         """Fill `out` with a part of a matrix, from a row and a column on."""
-        tiles, (high, wide) = self._quantiser, self.each
+        tiles, (high, wide) = self._quantizer, self.each
         down, across = tiles.height // high, tiles.width // wide
         for top in range(row // down * down, row + out.shape[0], down):
             for left in range(column // across * across, column + out.shape[1], across):
@@ -163,12 +267,12 @@ class _CodesOrScales(ComputedMatrices):
                 part[: sides[0], : sides[1]] = inner[: sides[0], : sides[1]]
 
 
-class QuantisedCatalog(ComputedCatalog):
+class QuantizedCatalog(ComputedCatalog):
     """A checkpoint in which weights are codes and scales."""
 
     def __init__(
         self, base: Catalog, weights: Collection[_Weight], gone: Collection[str],
-        how: Quantise, dtype: str | None,
+        how: Quantize, dtype: str | None,
     ) -> None:  # fmt: skip
         self._how, self._dtype = how, None if dtype is None else dtype_name(dtype)
         self._weights: dict[str, tuple[_Weight, bool]] = {}
@@ -181,17 +285,18 @@ class QuantisedCatalog(ComputedCatalog):
                 self._weights[weight.source + end] = weight, is_codes
         super().__init__(base, gone, self._weights.keys())
         self._recent = Recent(_CODE_BYTES), Recent(_SCALE_BYTES)
-        self.keeps_dtype |= self._weights.keys()
+        keeps = self.facts.keeps_dtype | self._weights.keys()
+        self.facts = replace(self.facts, keeps_dtype=keeps)
 
     def _look_up(self, name: str) -> StoredTensor:
         weight, is_codes = self._weights[name]
         source = self.base.tensor(weight.source)
         check_tiling(source)
-        quantiser = _Quantiser(weight, source, self._how, self._dtype, self._recent, self._spare)
-        made = _CodesOrScales(quantiser, scales=not is_codes)
-        dtype = "float8_e4m3fn" if is_codes and not quantiser.four else made.dtype
+        quantizer = _Quantizer(weight, source, self._how, self._dtype, self._recent, self._spare)
+        made = _CodesOrScales(quantizer, scales=not is_codes)
+        dtype = "float8_e4m3fn" if is_codes and not quantizer.four else made.dtype
         inner: Shape = (made.rows, made.columns)
-        if is_codes and quantiser.four and weight.transposed:
+        if is_codes and quantizer.four and weight.transposed:
             inner = (weight.rows, weight.columns // MX, MX // 2)
         shape = (*weight.lead, *inner)
         spec = source.spec if is_codes and shape == source.shape else None
@@ -200,24 +305,24 @@ class QuantisedCatalog(ComputedCatalog):
 
 def with_codes(
     source: Catalog, names: Names | None, choice: Choice | None, dropped: Collection[str] = ()
-) -> QuantisedCatalog:
+) -> QuantizedCatalog:
     """Return a checkpoint under new names, with codes of FP8 in place of linear layers.
 
-    Raises DTypeError if what is chosen and not dropped is quantised already.
+    Raises DTypeError if what is chosen and not dropped is quantized already.
     """
-    config, how = config_of(source, names), Quantise("fp8-128x128")
+    config, how = config_of(source, names), Quantize("fp8-128x128")
     if names is None and (dropped or (choice is not None and choice.drop)):
         names = {}
     source = mapped(source, names, choice, dropped=dropped)
-    why = quantised_in(source).why
-    refuse_quantised(why, origins(source, source.names), "leave out ", Argument("dtype"))
+    why = quantized_in(source).why
+    refuse_quantized(why, origins(source, source.names), "leave out ", Argument("dtype"))
     weights, _ = _weights(source, source.names, how, config)
-    return QuantisedCatalog(source, weights, {weight.source for weight in weights}, how, None)
+    return QuantizedCatalog(source, weights, {weight.source for weight in weights}, how, None)
 
 
-def quantised_as(
+def quantized_as(
     source: Catalog,
-    how: Quantise | None,
+    how: Quantize | None,
     choice: Choice,
     config: Mapping[str, object] | None = None,
 ) -> Catalog:
@@ -228,36 +333,36 @@ def quantised_as(
     Raises
     ------
     CheckpointError
-        If what is chosen is quantised already, or nothing of it can be.
+        If what is chosen is quantized already, or nothing of it can be.
     """
     if how is None:
         return source
     wanted = wanted_names(source, choice)
-    remedy = "dequantise it on the way with ", Argument("dtype", value="bf16"), ", or leave out "
-    refuse_quantised(
-        quantised_in(source).why, origins(source, wanted), *remedy, Argument("quantize")
+    remedy = "dequantize it on the way with ", Argument("dtype", value="bf16"), ", or leave out "
+    refuse_quantized(
+        quantized_in(source).why, origins(source, wanted), *remedy, Argument("quantize")
     )
     weights, others = _weights(source, wanted, how, config)
     if not weights:
         raise CheckpointError(
             f"{source.directory}: no tensor is known as the weight of a linear layer; name those "
-            "to quantise with ",
+            "to quantize with ",
             Argument("quantize_include"),
         )
     gone = {*source.names} - {*wanted} | {weight.source for weight in weights}
-    made = QuantisedCatalog(source, weights, gone, how, choice.dtype)
+    made = QuantizedCatalog(source, weights, gone, how, choice.dtype)
     key = "modules_to_not_convert"
     section = _GPT_OSS if any(weight.transposed for weight in weights) else QUANTIZATIONS[how.kind]
     if "config_groups" in section:
         key = "ignore"
-    made.quantization = {**section, key: sorted({*others})}
-    return made
+    section = {**section, key: sorted({*others})}
+    return made.with_facts(replace(made.facts, quantization=section))
 
 
 def _weights(
-    source: Catalog, names: Iterable[str], how: Quantise, config: Mapping[str, object] | None
+    source: Catalog, names: Iterable[str], how: Quantize, config: Mapping[str, object] | None
 ) -> tuple[list[_Weight], list[str]]:
-    """Return the weights to quantise, and the modules of other matrices."""
+    """Return the weights to quantize, and the modules of other matrices."""
     linear = LinearLayers(config or {})
     gpt_oss = how.kind == "mxfp4" and linear.model_type == "gpt_oss"
     stated = [*sections(source.home), *sections_of(config)]
@@ -291,7 +396,7 @@ def _weights(
         if how.kind != "fp8-128x128" and columns % MX:
             raise CheckpointError(
                 f"{source.directory}: tensor {name!r} has {columns} numbers along the dim that "
-                f"blocks of {how.kind} lie along, which is not a multiple of {MX}; quantise it "
+                f"blocks of {how.kind} lie along, which is not a multiple of {MX}; quantize it "
                 "otherwise, or choose others with ",
                 Argument("quantize_include"),
             )

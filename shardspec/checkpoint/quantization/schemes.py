@@ -1,4 +1,4 @@
-"""How a config says that weights are quantised, for the schemes that can be dequantised.
+"""How a config says that weights are quantized, for the schemes that can be dequantized.
 
 =====================  =======================================================================
 config                 codes, scales, block
@@ -18,9 +18,9 @@ Sizes of blocks are always read from the config, and never derived from shapes.
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Final, Literal, NamedTuple, TypeAlias
 
-from shardspec.checkpoint.quantization.detect import Shape
 from shardspec.text import shown
 
+Shape: TypeAlias = tuple[int, ...]
 ScaleRule: TypeAlias = Literal["transformers", "amax/448"]
 """How a scale comes from the largest size in a block; see `merge`."""
 MX: Final = 32
@@ -55,7 +55,7 @@ QUANTIZATIONS: Final[Mapping[str, Mapping[str, object]]] = {
         },
     },
 }
-"""What a config says of weights that are quantised so."""
+"""What a config says of weights that are quantized so."""
 _FLOATS: Final = ("float32", "bfloat16")
 _POWERS: Final = ("float8_e8m0fnu", "uint8")
 """Dtypes of scales that are powers of two."""
@@ -64,7 +64,7 @@ _SCALES: Final = ("scale", "scales", "scale_inv", "scale_2")
 
 
 class Scheme(NamedTuple):
-    """One way to quantise weights."""
+    """One way to quantize weights."""
 
     codes: str
     """Suffix that the name of the codes adds to that of the weight."""
@@ -76,6 +76,8 @@ class Scheme(NamedTuple):
     """Whether codes have 4 bits, two in a byte, the lower first."""
     transposed: bool = False
     """Whether rows of codes are columns of the weight."""
+    stacked: bool = True
+    """Whether a tensor may have several matrices."""
 
     @property
     def code_dtypes(self) -> tuple[str, ...]:
@@ -113,8 +115,34 @@ class Coded(NamedTuple):
         return (*self.lead, *(reversed(sides) if self.scheme.transposed else sides))
 
 
+_MX: Final = Scheme("", "_scale", (1, MX), _POWERS)
+_ROWS: Final = Scheme("", "_scale", (1, 0))
+_BLOCKS: Final = Scheme("", "_scale_inv", (128, 128))
+_BY_KEY: Final[Mapping[tuple[str, str], tuple[Scheme, ...]]] = {
+    ("quant_method", "fbgemm_fp8"): (_ROWS._replace(stacked=False),),
+    ("quant_algo", "fp8_per_channel_per_token"): (_ROWS,),
+    ("quant_algo", "fp8"): (Scheme("", "_scale", (0, 0)),),
+    ("quant_algo", "fp8_pb_wo"): (_BLOCKS, _BLOCKS._replace(scales="_scale")),
+    ("quant_algo", "mxfp8"): (_MX,),
+    ("quant_method", "mxfp4"): (
+        Scheme("_blocks", "_scales", (1, MX), _POWERS, four=True, transposed=True),
+    ),
+}
+"""Schemes without parameters, by the key and value of a config that name them."""
+USUAL: Final = (
+    _BLOCKS._replace(scale_dtypes=(*_FLOATS, *_POWERS)),
+    _MX._replace(scales="_scale_inv"),
+    Scheme("", "_scale", (0, 0)),
+    _ROWS,
+    _MX,
+    Scheme("_packed", "_scale", (1, MX), _POWERS, four=True),
+    *_BY_KEY["quant_method", "mxfp4"],
+)
+"""Schemes that cuts of tensors without a config assume, if the shapes of the scales fit them."""
+
+
 def schemes_in(sections: Iterable[Mapping[str, object]]) -> tuple[Scheme, ...]:
-    """Return the schemes that parts of configs state, as far as they can be dequantised."""
+    """Return the schemes that sections of configs state and that can be dequantized."""
     return tuple(dict.fromkeys(scheme for section in sections for scheme in _schemes(section)))
 
 
@@ -123,17 +151,10 @@ def _schemes(section: Mapping[str, object]) -> Iterator[Scheme]:
     if isinstance(inner, Mapping):  # of hf_quant_config.json
         section = {"quant_method": "modelopt", **inner}
     method = str(section.get("quant_method", "")).lower()
-    algorithm = str(section.get("quant_algo", "")).lower()
+    for key in ("quant_method", "quant_algo"):
+        yield from _BY_KEY.get((key, str(section.get(key, "")).lower()), ())
     if method in ("fp8", "mxfp8"):
         yield from _of_fp8(section, mx=method == "mxfp8")
-    elif method == "fbgemm_fp8" or algorithm == "fp8_per_channel_per_token":
-        yield Scheme("", "_scale", (1, 0))
-    elif algorithm == "fp8":
-        yield Scheme("", "_scale", (0, 0))
-    elif algorithm == "mxfp8":
-        yield Scheme("", "_scale", (1, MX), _POWERS)
-    elif method == "mxfp4":
-        yield Scheme("_blocks", "_scales", (1, MX), _POWERS, four=True, transposed=True)
     elif method == "compressed-tensors":
         groups = section.get("config_groups")
         for group in groups.values() if isinstance(groups, Mapping) else ():
@@ -182,7 +203,7 @@ def coded(
     """Return the weight that a tensor has the codes of, and how it lies.
 
     Returns text that says what is wrong if its scales do not fit it, or None if it has no codes
-    of a scheme that can be dequantised. `tensors` maps names to shapes and dtypes.
+    of a scheme that can be dequantized. `tensors` maps names to shapes and dtypes.
     """
     shape, dtype = tensors[name]
     if name.endswith(_SCALES):
@@ -222,6 +243,8 @@ def _wrong(weight: Coded, tensors: Mapping[str, tuple[Shape, str]]) -> str | Non
     scheme = weight.scheme
     if weight.scales not in tensors:
         return f"its scales {shown(weight.scales)} are missing"
+    if weight.lead and not scheme.stacked:
+        return "stacked experts of fbgemm_fp8 have scales on an axis that nothing states"
     shape, dtype = tensors[weight.scales]
     if dtype not in scheme.scale_dtypes:
         return (
@@ -230,14 +253,21 @@ def _wrong(weight: Coded, tensors: Mapping[str, tuple[Shape, str]]) -> str | Non
         )
     if scheme.scale_dtypes == _POWERS and weight.columns % scheme.block[1]:
         return f"its last dim, {weight.columns}, is not a multiple of {scheme.block[1]}"
-    wanted = (*weight.lead, *weight.grid)
-    same = shape == wanted
-    if 0 in scheme.block:  # tools leave dims of 1 out
-        same = [n for n in shape if n > 1] == [n for n in wanted if n > 1]
-    if not same:
+    if not _fits(shape, weight):
         high, wide = weight.block
         return (
             f"its scales {shown(weight.scales)} are {list(shape)}, where blocks of {high}x{wide} "
-            f"have {list(wanted)}"
+            f"have {[*weight.lead, *weight.grid]}"
         )
     return None
+
+
+def _fits(shape: Shape, weight: Coded) -> bool:
+    """Return True if scales have the shape of the grid, or one that tools write in its place."""
+    lead, (rows, columns) = weight.lead, weight.grid
+    forms = [(*lead, rows, columns), (*lead, rows, 1, columns, 1)]
+    if weight.scheme.block == (1, 0):
+        forms.append((*lead, rows))
+    if rows == columns == 1:
+        return [n for n in shape if n > 1] == [n for n in lead if n > 1]
+    return shape in forms

@@ -8,7 +8,7 @@ from itertools import chain
 from typing import TypeAlias, TypedDict
 
 from shardspec.checkpoint.catalog import Catalog, OpaqueValue, is_plain_entry, opaque_parts
-from shardspec.checkpoint.state_dict import unflatten
+from shardspec.checkpoint.state_dict import fitting_paths
 from shardspec.checkpoint.targets import Carried, OutputTensor
 from shardspec.dtypes import dtype_name, is_cast, is_floating, keeps_dtype, packed
 from shardspec.errors import CheckpointError, DTypeError, LayoutError
@@ -122,7 +122,7 @@ def select(source: Catalog, choice: Choice) -> list[OutputTensor]:
     wanted = []
     for name in names:
         tensor = source.outline(name)
-        stays = keeps_dtype(name) or name in source.keeps_dtype
+        stays = keeps_dtype(name) or name in source.facts.keeps_dtype
         casts = target is not None and is_cast(tensor.dtype, target) and not stays
         dtype = target if target and casts else tensor.dtype
         wanted.append(OutputTensor(renamed[name], name, tensor.shape, dtype))
@@ -178,12 +178,12 @@ def carried_values(
     With `objects`, those that only torch could unpickle are copied as they are stored. Raises
     CheckpointError if two entries would have one name.
     """
-    objects_by_name = source.objects if objects else {}
+    objects_by_name = source.facts.objects if objects else {}
     names = plain_names({**source.extras, **dict.fromkeys(objects_by_name)}, choice)
     values = {new: objects_by_name.get(name, source.extras[name]) for name, new in names.items()}
     target = None if choice.dtype is None else _float_dtype(choice.dtype)
     for name in names if target else ():
-        for tensor in source.pickled.get(name, ()):
+        for tensor in source.facts.pickled.get(name, ()):
             if target and is_cast(tensor.dtype, target):
                 raise CheckpointError(
                     f"{source.directory}: entry {name!r} is copied as it is stored, and tensor "
@@ -198,12 +198,8 @@ def carried_values(
                 "apart"
             )
     old |= {new: name for name, new in names.items()}
-    paths = {n: path for n, path in source.paths.items() if old.get(n) == n}
-    if paths:
-        try:
-            unflatten({name: paths.get(name, (name,)) for name in old}, lambda _: None)
-        except CheckpointError:  # a list lacks items that were left out
-            paths = {}
+    unchanged = {name for name, source_name in old.items() if name == source_name}
+    paths = fitting_paths(source.facts.paths, unchanged, old)
     return Carried(frozenset(names), values, paths)
 
 

@@ -9,14 +9,15 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
 
-from shardspec.boxes import Box, box_shape, box_size
+from shardspec.boxes import box_shape, box_size
 from shardspec.checkpoint import catalog
 from shardspec.checkpoint.quantization.detect import json_beside
 from shardspec.checkpoint.select.choice import Choice, check_drop, wanted_names
+from shardspec.checkpoint.state_dict import fitting_paths
 from shardspec.dtypes import item_bytes
 from shardspec.errors import LayoutError
-from shardspec.resharding.maps import apply_map
 from shardspec.resharding.name_map import Equation, NameMap, Names, Naming, Shape
+from shardspec.resharding.total import apply_map
 from shardspec.resharding.view_parts import MOST_PIECES, bounded, parts_of_view
 from shardspec.resharding.views import TensorView, View
 from shardspec.text import shown
@@ -96,7 +97,7 @@ def through(
     """Return a checkpoint with maps applied in turn to what is not dropped."""
     for name_map in maps:
         source = MappedCatalog(source, configured(source, name_map), dropped, extras)
-        dropped = dict(source.dropped)
+        dropped = dict(source.facts.dropped)
     return source
 
 
@@ -115,6 +116,11 @@ def config_beside(source: catalog.Catalog) -> dict[str, object] | None:
     return config if isinstance(config, dict) else None
 
 
+def config_of(source: catalog.Catalog, names: Names | None) -> Mapping[str, object] | None:
+    """Return the config of a model: that of its names, else the one beside the checkpoint."""
+    return names.config if isinstance(names, CatalogNaming) else config_beside(source)
+
+
 def require_finished(tensor: catalog.Outline[catalog.FileBox]) -> None:
     """Raise LayoutError if a tensor is stored with a reduction pending."""
     if tensor.pending:
@@ -122,13 +128,6 @@ def require_finished(tensor: catalog.Outline[catalog.FileBox]) -> None:
             f"{tensor.name!r} is stored with a reduction pending; merge or reshard the checkpoint "
             "first, which finishes it"
         )
-
-
-def boxes_in_source(view: View, box: Box) -> Iterator[Box]:
-    """Yield the boxes of the source that a box of the target is made of."""
-    for inner in view.target.boxes(box, len(view.shape)):
-        for part, *_ in parts_of_view(view.source, inner, [0] * len(view.shape)):
-            yield part
 
 
 class MappedCatalog(catalog.DerivedCatalog):
@@ -167,9 +166,18 @@ class MappedCatalog(catalog.DerivedCatalog):
             if target not in self._equations:
                 raise LayoutError(f"the map fills {target!r} with zeros alone; leave it out")
             self._padding.setdefault(target, []).append(side)
-        super().__init__(source, self._equations, extras, source.mesh)
-        kept = (e.target for e in report.equations if e.source in source.keeps_dtype)
-        self.keeps_dtype, self.dropped, self._shapes = frozenset(kept), behind, targets
+        self._shapes = targets
+        facts = source.facts
+        kept = (e.target for e in report.equations if e.source in facts.keeps_dtype)
+        facts = replace(
+            facts,
+            keeps_dtype=frozenset(kept),
+            dropped=behind,
+            paths=fitting_paths(facts.paths, extras, self._equations),
+            objects={name: facts.objects[name] for name in facts.objects if name in extras},
+            pickled={name: facts.pickled[name] for name in facts.pickled if name in extras},
+        )
+        super().__init__(source, self._equations, extras, source.mesh, facts)
 
     def equations(self, name: str) -> Sequence[Equation]:
         """Return what a tensor of the target is made of."""

@@ -11,7 +11,7 @@ from shardspec.checkpoint import catalog
 from shardspec.checkpoint.boxes.copy import Buffers, read_box
 from shardspec.checkpoint.compare.verify import diff_checkpoints
 from shardspec.checkpoint.open import as_catalog
-from shardspec.checkpoint.quantization.cuts import quantised_in
+from shardspec.checkpoint.quantization.cuts import quantized_in
 from shardspec.checkpoint.select.choice import Choice, wanted_names
 from shardspec.checkpoint.select.mapped import CatalogNaming, through
 from shardspec.checkpoint.storage.from_text import storage_path
@@ -31,6 +31,7 @@ from shardspec.text import Argument, counted, shown
 
 _OPTIMIZER: Final = re.compile(r"(\w+\.)?optim(izer)?(_\w+|s|izers)?\..*", re.DOTALL)
 """Names of an optimizer's state: of Megatron-core, FSDP2 and those who call it ``optimizer``."""
+
 
 class _Way(NamedTuple):
     """The maps from a source to a model."""
@@ -64,16 +65,16 @@ class ModelNames(CatalogNaming):
         """Return the same for output in a dtype, where quantized tensors are dequantized."""
         if self.fill_from is None:
             return self
-        from shardspec.checkpoint.quantization.dequantize import dequantised
+        from shardspec.checkpoint.quantization.dequantize import dequantized
 
-        return replace(self, fill_from=dequantised(self.fill_from, dtype, config=self.config))
+        return replace(self, fill_from=dequantized(self.fill_from, dtype, config=self.config))
 
     def notes(self, source: catalog.Catalog, choice: Choice) -> list[str]:
         """Return what a user should know of the names of a checkpoint, a line each."""
         with _about_input():
             every = wanted_names(source, choice)
             names = _weights(every)
-            _refuse_quantised(source, names)
+            _refuse_quantized(source, names)
             shapes = {name: source.outline(name).shape for name in names}
             found = recognize(self._model(), shapes, source.directory)
             require_known(self._model(), found, source.directory)
@@ -122,14 +123,14 @@ class ModelNames(CatalogNaming):
         if choice is not None:
             wanted &= {*wanted_names(source, choice)}
             extras = {name: value for name, value in extras.items() if choice.wants(name)}
-        _refuse_quantised(source, wanted)
+        _refuse_quantized(source, wanted)
         gone = {name: source.outline(name).shape for name in source.names if name not in wanted}
         shapes = {name: source.outline(name).shape for name in wanted}
         way = self._way(shapes, source.directory, behind={*weights} - wanted)
         model = way.model
         if way.renamed is not None:
             source = through(source, [way.renamed], gone, extras)
-            gone = dict(source.dropped)
+            gone = dict(source.facts.dropped)
         _check_copies(source, model, way.format, self.names)
         for name, rows in self._lost_rows(shapes, way).items():
             if not _alike(source.tensor(name), rows.start):
@@ -143,8 +144,7 @@ class ModelNames(CatalogNaming):
             made = through(source, way.maps, gone, extras)
             if self.fill_from is not None:
                 made = self._filled(made, model, self.fill_from)
-        made.described_in = self.home
-        return made
+        return made.with_facts(replace(made.facts, described_in=self.home))
 
     def _way(
         self, shapes: Mapping[str, Shape], where: object, behind: Collection[str] = ()
@@ -220,7 +220,7 @@ class ModelNames(CatalogNaming):
         own = _without(model, found)
         chain = chain_of(own, found.format, "hf", found.known.values())
         files = through(origin, (NameMap(rules), *chain), gone, {})
-        lacking = {*files.names} - {*part.names} - {*part.dropped}
+        lacking = {*files.names} - {*part.names} - {*part.facts.dropped}
         tensors = {name: (part, name) for name in part.names}
         tensors |= {name: (files, name) for name in lacking}
         made = through(Assembled(part, tensors), chain_of(model, "hf", self.names), {}, part.extras)
@@ -237,9 +237,8 @@ class ModelNames(CatalogNaming):
             every = {name: (made, name) for name in made.names}
             made = Assembled(made, every | {new: (origin, name) for new, name in beside.items()})
         raw = [old for old, new in found.known.items() if new in lacking or new not in files.names]
-        _refuse_quantised(origin, [*raw, *beside.values()])
-        made.filled = tuple(sorted((*added, *beside)))
-        return made
+        _refuse_quantized(origin, [*raw, *beside.values()])
+        return made.with_facts(replace(made.facts, filled=tuple(sorted((*added, *beside)))))
 
     def _model(self) -> Model:
         return model_of(family_of(self.config), self.config)
@@ -330,13 +329,13 @@ class Assembled(catalog.DerivedCatalog):
         source: catalog.Catalog,
         parts: Mapping[str, tuple[catalog.Catalog, str]],
     ) -> None:
-        super().__init__(source, parts.keys(), source.extras)
+        kept = (name for name, (owner, old) in parts.items() if old in owner.facts.keeps_dtype)
+        facts = replace(source.facts, keeps_dtype=frozenset(kept))
+        super().__init__(source, parts.keys(), source.extras, facts=facts)
         self._parts = parts
         self._others = {owner: None for owner, _ in parts.values() if owner is not source}
         more = (path for owner in self._others for path in owner.files)
         self.files = tuple(dict.fromkeys((*self.files, *more)))
-        kept = (name for name, (owner, old) in parts.items() if old in owner.keeps_dtype)
-        self.keeps_dtype = frozenset(kept)
 
     def _look_up(self, name: str) -> catalog.StoredTensor:
         source, old = self._parts[name]
@@ -371,13 +370,13 @@ def _respelled(model: Model, spelling: Spelling) -> list[NameMap]:
     return [NameMap(rules, model.sizes, numbers=model.numbers)]
 
 
-def _refuse_quantised(source: catalog.Catalog, names: Collection[str]) -> None:
+def _refuse_quantized(source: catalog.Catalog, names: Collection[str]) -> None:
     """Raise LayoutError if codes, or what gives them a meaning, are among the names."""
-    why = quantised_in(source).why
+    why = quantized_in(source).why
     for name in sorted(why.keys() & {*names}):
         raise LayoutError(
-            f"{source.directory}: {shown(name)} is quantised ({why[name]}), and the names of a "
-            "model are for its 16- or 32-bit weights; dequantise them on the way with ",
+            f"{source.directory}: {shown(name)} is quantized ({why[name]}), and the names of a "
+            "model are for its 16- or 32-bit weights; dequantize them on the way with ",
             Argument("dtype", value="bf16"),
         )
 

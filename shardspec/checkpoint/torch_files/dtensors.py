@@ -16,7 +16,6 @@ from typing import Final, TypeGuard, get_args
 from shardspec.checkpoint.torch_files.unpickler import (
     Foreign,
     Global,
-    PickledNames,
     Record,
     UnsupportedError,
     made_by,
@@ -49,18 +48,16 @@ _PLAIN: Final = TORCH_NAMES["torch.Tensor"]
 def read_torch(
     archive: TorchZip,
     data: bytes,
-    more: PickledNames | None = None,
     rank: int | None = None,
     screened: Callable[[bytes], None] = screen,
 ) -> object:
     """Return the value that `torch.save` wrote, with a `TorchTensor` for each tensor or DTensor.
 
-    `data` is its pickle. `more` are names of records beyond `TORCH_NAMES`; objects of other classes
-    are `Foreign`. `rank` is the rank that wrote it: for torch up to 2.10 the slice of a mesh that a
-    DTensor was on follows from it.
+    `data` is its pickle. Objects of classes beyond `TORCH_NAMES` are `Foreign`. `rank` is the rank
+    that wrote it: for torch up to 2.10 the slice of a mesh that a DTensor was on follows from it.
     """
     from_type = made_by(_FROM_TYPE, _DTensors(archive, rank).from_type)
-    names = {**TORCH_NAMES, **(more or {}), _FROM_TYPE: from_type}
+    names = {**TORCH_NAMES, _FROM_TYPE: from_type}
     return unpickle(data, names, archive.what, "pickle", storage_of, screened, foreign=True)
 
 

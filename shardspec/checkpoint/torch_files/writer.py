@@ -20,8 +20,7 @@ from typing import Final, NamedTuple
 
 from shardspec.checkpoint.boxes.copy import crc32
 from shardspec.checkpoint.targets import RawBytes
-from shardspec.checkpoint.torch_files.unpickler import Foreign, Global, Record
-from shardspec.checkpoint.torch_files.values import STORAGES, Complex, TorchTensor
+from shardspec.checkpoint.torch_files.values import STORAGES, Complex
 from shardspec.dtypes import item_bytes
 from shardspec.errors import CheckpointError
 
@@ -62,8 +61,8 @@ class Pairs(NamedTuple):
 def pickled(value: object) -> bytes:
     """Return a value as a pickle of protocol 2, which torch's files have.
 
-    It may be None, a number, text, bytes, one of the values above, a name or object that was read
-    from a pickle, or a tuple, list or dict of these. Raises `CheckpointError` for anything else.
+    It may be None, a number, text, bytes, one of the values above, or a tuple, list or dict of
+    these. Raises `CheckpointError` for anything else.
     """
     out = BytesIO()
     pickle_into(value, out.write)
@@ -73,16 +72,12 @@ def pickled(value: object) -> bytes:
 _SHORT_TUPLES: Final = {0: (b")", b""), 1: (b"", b"\x85"), 2: (b"", b"\x86"), 3: (b"", b"\x87")}
 
 
-def pickle_into(  # noqa: C901  # a case a type
-    value: object,
-    out: Callable[[bytes], object],
-    stored: Callable[[TorchTensor], object] | None = None,
-) -> None:
-    """Write a value piece by piece, as `pickled` does; `stored` maps tensors that were read."""
+def pickle_into(value: object, out: Callable[[bytes], object]) -> None:  # a case a type
+    """Write a value piece by piece, as `pickled` does."""
     # Texts and names are written once and then referred to by numbers.
     numbers: dict[object, int] = {}
 
-    def put(value: object) -> None:  # noqa: C901
+    def put(value: object) -> None:
         match value:
             case None | bool() | int() | float():
                 # Python would write a subclass by its name.
@@ -124,8 +119,6 @@ def pickle_into(  # noqa: C901  # a case a type
             case Outside(key):
                 put(key)
                 out(b"Q")
-            case TorchTensor() if stored is not None:
-                put(stored(value))
             case bytes():
                 # Protocol 2 has no instruction for bytes; Python writes them so.
                 put(PickledCall(Name("_codecs", "encode"), (value.decode("latin-1"), "latin1")))
@@ -140,12 +133,6 @@ def pickle_into(  # noqa: C901  # a case a type
                 out(end)
             case Mapping():
                 put(Pairs(value.items()))
-            case Global() if Foreign not in value.__mro__:
-                put(Name(*value.path.rsplit(".", 1)))
-            case Record(args=(), state=state) if not isinstance(value, Foreign):
-                put(Made(type(value), state))
-            case Record(args=args, state=None) if not isinstance(value, Foreign):
-                put(PickledCall(type(value), args))
             case _:
                 raise CheckpointError(
                     f"{value!r:.60} is a {type(value).__name__}, which cannot be carried along"

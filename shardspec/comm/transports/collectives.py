@@ -23,10 +23,9 @@ _SUMMED: Final = frozenset({torch.float32, torch.float64, torch.int32, torch.int
 def run_collective(
     schedule: DeviceTransfers, shard: torch.Tensor, group: dist.ProcessGroup
 ) -> torch.Tensor:
-    """Carry out a step that `has_collective` on CUDA tensors by NCCL's collective; see `carry_out`.
+    """Execute a step that `has_collective` on CUDA tensors by NCCL's collective; see `execute`.
 
-    It is faster than sends and receives. gloo's are not used: they carry no tag, so threads would
-    be mixed up.
+    It is faster than sends and receives.
     """
     step, result = schedule.step, shard.new_empty(box_shape(schedule.after))
     with checked_result(step, result), errors_named(str(step), schedule.peers):

@@ -13,11 +13,13 @@ from typing import Final, TypeAlias
 import torch
 import torch.distributed as dist
 
-from shardspec.comm.agreement import ranks_text
 from shardspec.comm.transfers import Message, message_bytes
 from shardspec.comm.transports.stage import Stage, Wave
 from shardspec.errors import CommunicatorError
+from shardspec.text import ranks_text
 
+_TAG: Final = 0x5AD5
+"""A tag of the library's own: programs use small ones."""
 STAGED_BYTES: Final = 16 << 20
 """The most bytes in buffers on the CPU, half for sending and half for receiving; with more than 32
 peers, half a MiB per peer."""
@@ -32,13 +34,20 @@ Finish: TypeAlias = Callable[[], None]
 
 @dataclass(slots=True, eq=False)
 class Messages:
-    """A `Transport` by sends and receives; its tag separates threads, except with NCCL."""
+    """A `Transport` by sends and receives."""
 
-    tag: int
     free: list[torch.Tensor] = field(default_factory=list)
     """Unused buckets, for later messages."""
     bucket_bytes: int = 0
     """The least size of a bucket."""
+
+    @property
+    def name(self) -> str:
+        """The name of the transport."""
+        return "messages"
+
+    def close(self) -> None:
+        """Do nothing: peers notice when the process ends, or at the timeout of the group."""
 
     def move(self, stages: Iterable[Stage]) -> None:
         """Fill targets; see `Transport.move`."""
@@ -82,7 +91,7 @@ class Messages:
                 stage.pack(message, whole)
             leaving.append((peer, whole))
         with errors_named(stage.name, stage.readers | stage.senders):
-            works = start_messages(leaving, landing, self.tag)
+            works = _start_messages(leaving, landing)
 
         def finish() -> None:
             stage.copy(wave.receives.get(stage.device, ()), stage)
@@ -134,12 +143,10 @@ def _whole(stage: Stage, message: Message, *, of_source: bool) -> torch.Tensor |
     return part if is_contiguous and is_in_place else None
 
 
-def start_messages(
-    sends: Addressed, receives: Addressed, tag: int, group: dist.ProcessGroup | None = None
-) -> list[dist.Work]:
+def _start_messages(sends: Addressed, receives: Addressed) -> list[dist.Work]:
     """Post sends and receives of contiguous tensors, as bytes of any dtype; skip empty ones."""
     ops = [
-        dist.P2POp(act, as_bytes(tensor), peer, group, tag)
+        dist.P2POp(act, as_bytes(tensor), peer, None, _TAG)
         for act, addressed in ((dist.irecv, receives), (dist.isend, sends))
         for peer, tensor in addressed
         if tensor.numel()
@@ -159,15 +166,9 @@ def errors_named(what: str, peers: Iterable[int]) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:  # DistBackendError and the other errors of torch
-        raise failed_with(what, peers, cause_of(error)) from error
-
-
-def failed_with(what: object, peers: Iterable[int], why: str) -> CommunicatorError:
-    """Return the error for something that failed between some ranks."""
-    return CommunicatorError(
-        f"{what} with {ranks_text(peers)} failed: {why}; the job cannot go on, see what these "
-        "ranks say"
-    )
+        raise CommunicatorError(
+            f"{what} with {ranks_text(peers)} failed: {cause_of(error)}"
+        ) from error
 
 
 def cause_of(error: RuntimeError) -> str:

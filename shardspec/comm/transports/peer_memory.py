@@ -1,31 +1,40 @@
 """A transport that reads the memory of peers on one host, by `process_vm_readv` (Linux, man 2).
 
-A device sends its readers the address of its shard; they copy what they need and answer when they
-are done. Processes first compare kernel and namespaces (`agreement.Address`) and try to read each
-other, which is allowed within one user unless Yama or a container's filter forbids it.
+A device tells its readers where a table of its shards is; they copy what they need and answer when
+they are done. Processes first compare kernel and namespaces and try to read each other, which is
+allowed within one user unless Yama or a container's filter forbids it. Pipes coordinate the reads:
+a process writes to those of its peers, which it opens below ``/proc``.
 """
 
 import ctypes
 import errno
 import os
 import pickle
+import secrets
+import select
+import struct
+import sys
 import time
+import weakref
 import zlib
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from typing import Final, NamedTuple, TypeAlias
+from contextlib import suppress
+from itertools import pairwise
+from math import prod
+from pathlib import Path
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch.autograd.graph import increment_version
 
-from shardspec.comm.agreement import NOTE_ROOM, Address, Connection, Note, failed, ranks_text
-from shardspec.comm.region import Ints, Region
 from shardspec.comm.results import libc
 from shardspec.comm.transfers import Message
 from shardspec.comm.transports.stage import Stage
 from shardspec.errors import CommunicatorError
+from shardspec.text import ranks_text
 
 BUFFER_BYTES: Final = 1 << 20
 """The most bytes staged at once, and half of the addends combined at once: about the size of a
@@ -38,6 +47,77 @@ _RUN_BYTES: Final = 6 << 10
 """One extra iovec costs as much as copying this many bytes: 0.4 µs."""
 _FEW_RUNS: Final = 128
 """Arrays of at most this many runs are read together in one call."""
+_SIGNAL: Final = struct.Struct("<4Q")
+"""A kind, a checksum of the step, and the address and bytes of a table."""
+GIVEN_UP, _READABLE, _DONE = range(3)
+_FLAGS: Final = os.O_NONBLOCK | os.O_CLOEXEC
+_DTYPES: Final = (torch.uint8, torch.int16, torch.int32, torch.int64, torch.complex128)
+_BY_WIDTH: Final = {dtype.itemsize: dtype for dtype in _DTYPES}
+
+Ints: TypeAlias = npt.NDArray[np.int64]
+Table: TypeAlias = Mapping[int, tuple[int, int, tuple[int, ...]]]
+"""By place, the address, span and strides of a shard, in bytes."""
+
+
+class Region(NamedTuple):
+    """An array in the memory of a process; strides in bytes."""
+
+    address: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    item_bytes: int
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> "Region":
+        """Return the region of a tensor."""
+        item = tensor.element_size()
+        strides = tuple(stride * item for stride in tensor.stride())
+        return cls(tensor.data_ptr(), tuple(tensor.shape), strides, item)
+
+    def tensor(self) -> torch.Tensor:
+        """Return an array of this process, as integers; it has to outlive the tensor."""
+        memory = (ctypes.c_char * self.span).from_address(self.address)
+        steps = [stride // self.item_bytes for stride in self.strides]
+        flat = torch.frombuffer(memory, dtype=_BY_WIDTH[self.item_bytes])
+        return flat.as_strided(self.shape, steps)
+
+    def part(self, dim: int, start: int, stop: int) -> "Region":
+        """Return the region of the indices from `start` to `stop` of a dim."""
+        shape = (*self.shape[:dim], stop - start, *self.shape[dim + 1 :])
+        return self._replace(address=self.address + start * self.strides[dim], shape=shape)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all elements."""
+        return prod(self.shape) * self.item_bytes
+
+    @property
+    def span(self) -> int:
+        """Bytes from the first element to the end of the last one, gaps included."""
+        reach = sum((n - 1) * s for n, s in zip(self.shape, self.strides, strict=True))
+        return reach + self.item_bytes if prod(self.shape) else 0
+
+    @property
+    def run_bytes(self) -> int:
+        """Bytes before the first gap."""
+        run = self.item_bytes
+        for size, stride in zip(reversed(self.shape), reversed(self.strides), strict=True):
+            if size != 1 and stride != run:
+                break
+            run *= size
+        return run
+
+    def rows(self, run: int) -> Ints:
+        """Return the kernel's ``iovec`` array: address and length of every run of `run` bytes."""
+        starts: Ints = np.full(1, self.address, dtype=np.int64)
+        inner, dims = self.item_bytes, list(zip(self.shape, self.strides, strict=True))
+        # Inner dims without gaps count as one, which is cut into runs.
+        while dims and (dims[-1][0] == 1 or dims[-1][1] == inner):
+            inner *= dims.pop()[0]
+        for size, stride in [*dims, (inner // run, run)]:
+            if size > 1:
+                starts = np.add.outer(starts, np.arange(size, dtype=np.int64) * stride).ravel()
+        return np.stack([starts, np.full_like(starts, run)], axis=1)
 
 
 def read(pid: int, source: Region, target: Region) -> None:
@@ -46,15 +126,7 @@ def read(pid: int, source: Region, target: Region) -> None:
     Raises `OSError` if the process has ended, may not be read, or has no such memory.
     """
     run = min(source.run_bytes, target.run_bytes)
-    ours, theirs = (_rows(region.runs(run), run) for region in (target, source))
-    read_rows(pid, ours, theirs)
-
-
-def _rows(addresses: Ints, length: int) -> Ints:
-    """Return the kernel's ``iovec`` array: a row of address and length per run."""
-    rows: Ints = np.full((addresses.size, 2), length, dtype=np.int64)
-    rows[:, 0] = addresses.ravel()
-    return rows
+    read_rows(pid, target.rows(run), source.rows(run))
 
 
 def read_rows(pid: int, ours: Ints, theirs: Ints) -> None:
@@ -75,22 +147,106 @@ def read_rows(pid: int, ours: Ints, theirs: Ints) -> None:
             raise OSError(code, os.strerror(code))
 
 
-def readable(addresses: Mapping[int, Address]) -> frozenset[int]:
-    """Return the peers whose memory can be read, as tried on the name of each one's socket."""
-    peers = set()
-    for peer, other in addresses.items():
-        name = other.socket.encode()
-        got = ctypes.create_string_buffer(len(name))
-        target = Region(ctypes.addressof(got), (len(name),), (1,), 1)
+def read_bytes(pid: int, address: int, length: int) -> bytes:
+    """Return bytes from the memory of another process; raises `OSError`, see `read`."""
+    got = np.empty(length, dtype=np.uint8)
+    ours = Region(got.ctypes.data, (length,), (1,), 1)
+    read(pid, ours._replace(address=address), ours)
+    return got.tobytes()
+
+
+class Offer(NamedTuple):
+    """The offer of a process to let its peers on the same host read its memory."""
+
+    host: str
+    """An identifier of the kernel and its namespaces."""
+    pid: int
+    probe: int
+    """An address at which `token` is in memory."""
+    token: bytes
+    pipes: Mapping[int, int]
+    """File descriptors, by rank, to which that rank writes signals."""
+
+    def is_readable(self) -> bool:
+        """Return whether this process can read the memory of the other."""
+        try:
+            return read_bytes(self.pid, self.probe, len(self.token)) == self.token
+        except OSError:
+            return False
+
+
+class Connection:
+    """A pair of pipes between two processes; the end of the other process is noticed at once."""
+
+    def __init__(self, peer: int, pid: int, inbox: int, outbox: int) -> None:
+        self.peer, self.pid, self._inbox, self._outbox = peer, pid, inbox, outbox
+        # A forked child of the peer keeps the pipes open, but not the process id.
+        process = os.pidfd_open(pid)
+        self._pending: deque[tuple[int, ...]] = deque()
+        self._has_ended = False
+        self._poll = select.poll()
+        for descriptor in (inbox, process):
+            self._poll.register(descriptor, select.POLLIN)
+        self._free = weakref.finalize(self, _close, inbox, outbox, process)
+
+    def send(self, kind: int, step: int = 0, address: int = 0, length: int = 0) -> None:
+        """Send a signal without waiting; if the peer has ended, `receive` raises that."""
         with suppress(OSError):
-            read(other.pid, target._replace(address=other.probe), target)
-            if got.raw == name:
-                peers.add(peer)
-    return frozenset(peers)
+            os.write(self._outbox, _SIGNAL.pack(kind, step, address, length))
+
+    def receive(self, kind: int, step: int, deadline: float) -> tuple[int, ...]:
+        """Return address and bytes of the next signal, by `deadline` (of `time.monotonic`).
+
+        Raises `CommunicatorError` if none comes in time, the peer has ended, or does another step.
+        """
+        if not self._pending:
+            self._take(max(0.0, deadline - time.monotonic()))
+        if not self._pending:
+            self.check()
+            raise CommunicatorError(
+                f"rank {self.peer} did not come in time (the timeout is that of the process group)"
+            )
+        found = self._pending.popleft()
+        if found[:2] != (kind, step):
+            raise CommunicatorError(f"rank {self.peer} executes another step")
+        return found[2:]
+
+    def check(self) -> None:
+        """Raise `CommunicatorError` if the peer has ended or given up.
+
+        A failing peer says so before it frees its memory, so data read before the check is valid.
+        """
+        self._take(0.0)
+        if self._has_ended:
+            raise CommunicatorError(f"rank {self.peer} has ended or given up this step")
+
+    def _take(self, seconds: float) -> None:
+        """Take the signals that have come; wait for the first one at most."""
+        while not self._has_ended and self._poll.poll(seconds * 1e3):
+            signal = b""
+            with suppress(BlockingIOError):  # the process has ended, and nothing is left to read
+                signal = os.read(self._inbox, _SIGNAL.size)
+            self._has_ended = not signal or _SIGNAL.unpack(signal)[0] == GIVEN_UP
+            if not self._has_ended:
+                self._pending.append(_SIGNAL.unpack(signal))
+            seconds = 0.0
 
 
-Table: TypeAlias = Mapping[int, tuple[int, int, tuple[int, ...]]]
-"""By place, the address, span and strides of a shard, in bytes."""
+def _close(*descriptors: int) -> None:
+    for descriptor in descriptors:
+        os.close(descriptor)
+
+
+def this_host() -> str:
+    """Return an identifier of the kernel and its pid and network namespaces; empty off Linux."""
+    if sys.platform != "linux":
+        return ""
+    try:
+        os.close(os.pidfd_open(os.getpid()))
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return " ".join([boot, *(os.readlink(f"/proc/self/ns/{name}") for name in ("pid", "net"))])
+    except OSError:
+        return ""
 
 
 class Arrays(NamedTuple):
@@ -105,8 +261,8 @@ class Arrays(NamedTuple):
 class PeerMemory:
     """A `Transport` between processes that can all read each other's memory.
 
-    A process sends the addresses of its tensors once they are readable, and every reader answers
-    when it is done. Waiting for a peer ends after `timeout_s`.
+    A process sends the address of its table once its tensors are readable, and every reader
+    answers when it is done. Waiting for a peer ends after `timeout_s`.
     """
 
     def __init__(self, rank: int, connections: Mapping[int, Connection], timeout_s: float) -> None:
@@ -114,30 +270,112 @@ class PeerMemory:
         self._pids = {rank: os.getpid(), **{peer: at.pid for peer, at in connections.items()}}
         self._buffer = torch.empty(BUFFER_BYTES, dtype=torch.uint8)
 
+    @classmethod
+    def connect(
+        cls,
+        rank: int,
+        peers: Sequence[int],
+        gather: Callable[[Any], Mapping[int, Any]],
+        known: dict[int, Connection],
+        timeout_s: float,
+        *,
+        allowed: bool,
+    ) -> "PeerMemory | None":
+        """Return the transport if all ranks share a host, allow it and can read each other.
+
+        All ranks of a mesh call this. `gather` returns a value of every rank; `known` has the
+        connections of this process by rank, and gets the new ones.
+        """
+        host, token = this_host() if allowed else "", np.frombuffer(secrets.token_bytes(16), "u1")
+        pipes = {peer: os.pipe2(_FLAGS) for peer in peers if host and peer not in known}
+        try:
+            fds = {peer: write for peer, (_, write) in pipes.items()}
+            mine = Offer(host, os.getpid(), token.ctypes.data, token.tobytes(), fds)
+            offers = gather(mine)
+            together = bool(host) and all(offer.host == host for offer in offers.values())
+            for peer in pipes if together else ():
+                offer, (inbox, _) = offers[peer], pipes[peer]
+                with suppress(OSError):
+                    path = f"/proc/{offer.pid}/fd/{offer.pipes[rank]}"
+                    outbox = os.open(path, os.O_WRONLY | os.O_NONBLOCK)
+                    known[peer] = Connection(peer, offer.pid, os.dup(inbox), outbox)
+            joined = all(peer in known and offers[peer].is_readable() for peer in peers)
+            # The pipes close after this, when all ranks have tried to open and to read.
+            if not together or not all(gather(joined).values()):
+                return None
+        finally:
+            _close(*(end for pipe in pipes.values() for end in pipe))
+        return cls(rank, {peer: known[peer] for peer in peers}, timeout_s)
+
+    @property
+    def name(self) -> str:
+        """The name of the transport."""
+        return "memory"
+
+    def close(self) -> None:
+        """Tell all peers that this rank gives up."""
+        for connection in self._connections.values():
+            connection.send(GIVEN_UP)
+
+    def reserve(self, first: Callable[[], tuple[int, int]], like: torch.Tensor) -> bool:  # noqa: ARG002
+        """Return False: no buffers are needed; see `Transport.reserve`."""
+        return False
+
     def move(self, stages: Iterable[Stage]) -> None:
         """Fill targets; see `Transport.move`. Only addends need buffers."""
-        rank = self._rank
         for stage in stages:
-            regions = {place: Region.of(shard) for place, shard in stage.source.items()}
-            mine = {place: (at.address, at.span, at.strides) for place, at in regions.items()}
-            with self._serving(stage, mine) as table_of:
-                for wave in stage.waves(2 * BUFFER_BYTES if stage.is_combined else None):
-                    # torch does not notice these writes by itself.
-                    increment_version(list(stage.target.values()))
-                    # Devices start with different peers, to spread the load.
-                    for peer in sorted(wave.receives, key=lambda peer: (peer < rank, peer)):
-                        theirs = mine if peer == rank else table_of(peer)
-                        self._fill_from(peer, _arrays(stage, wave.receives[peer], peer, theirs))
+            try:
+                self._move(stage)
+            except CommunicatorError as error:
+                peers = ranks_text(stage.readers | stage.senders)
+                raise CommunicatorError(
+                    f"{stage.name} with {peers} failed: {error}"
+                ) from error.__cause__
 
-    def _fill_from(self, peer: int, arrays: Iterable[Arrays]) -> None:
+    def _move(self, stage: Stage) -> None:
+        rank, deadline = self._rank, time.monotonic() + self._timeout_s
+        step = zlib.crc32(stage.name.encode())
+        regions = {place: Region.of(shard) for place, shard in stage.source.items()}
+        tables = {rank: {place: (r.address, r.span, r.strides) for place, r in regions.items()}}
+        served = np.frombuffer(pickle.dumps(tables[rank]), dtype=np.uint8)
+        for peer in stage.readers:
+            self._connections[peer].send(_READABLE, step, served.ctypes.data, len(served))
+        for wave in stage.waves(2 * BUFFER_BYTES if stage.is_combined else None):
+            # torch does not notice these writes by itself.
+            increment_version(list(stage.target.values()))
+            # Devices start with different peers, to spread the load.
+            for peer in sorted(wave.receives, key=lambda peer: (peer < rank, peer)):
+                try:
+                    if peer not in tables:
+                        place = self._connections[peer].receive(_READABLE, step, deadline)
+                        table = read_bytes(self._pids[peer], *place)
+                        self._connections[peer].check()
+                        tables[peer] = pickle.loads(table)
+                    self._fill(peer, _arrays(stage, wave.receives[peer], peer, tables[peer]))
+                except OSError as error:
+                    why = "it has ended" if error.errno == errno.ESRCH else error.strerror
+                    raise CommunicatorError(
+                        f"the memory of rank {peer} cannot be read: {why}"
+                    ) from error
+        for peer in tables.keys() - {rank}:
+            self._connections[peer].check()
+            self._connections[peer].send(_DONE, step)
+        for peer in stage.readers:
+            self._connections[peer].receive(_DONE, step, deadline)
+
+    def _fill(self, peer: int, arrays: Iterable[Arrays]) -> None:
         """Read arrays of few runs in one call, and others one at a time."""
         nothing: Ints = np.zeros((0, 2), dtype=np.int64)
         ours, theirs = [nothing], [nothing]
         for source, target, source_bases, target_bases in arrays:
             run, size = min(source.run_bytes, target.run_bytes), source.num_bytes
             if size <= min(BUFFER_BYTES, _FEW_RUNS * run):
-                theirs.append(_rows(np.add.outer(source_bases, source.runs(run)), run))
-                ours.append(_rows(np.add.outer(target_bases, target.runs(run)), run))
+                for rows, region, bases in (
+                    (theirs, source, source_bases),
+                    (ours, target, target_bases),
+                ):
+                    steps = np.array([[base, 0] for base in bases])[:, None]
+                    rows.append((region.rows(run) + steps).reshape(-1, 2))
                 continue
             for source_base, target_base in zip(source_bases, target_bases, strict=True):
                 moved = source._replace(address=source.address + source_base)
@@ -146,92 +384,25 @@ class PeerMemory:
                     place.tensor().copy_(moved.tensor())
                 else:
                     self.fetch(peer, moved, place)
-        with _naming(peer):
-            read_rows(self._pids[peer], np.concatenate(ours), np.concatenate(theirs))
-
-    def reserve(self, first: Callable[[], tuple[int, int]], like: torch.Tensor) -> bool:  # noqa: ARG002
-        """Return False: no buffers are needed; see `Transport.reserve`."""
-        return False
-
-    @contextmanager
-    def _serving(self, stage: Stage, mine: Table) -> Iterator[Callable[[int], Table]]:
-        """Let others read until they are done; yield a function that returns a peer's table.
-
-        The function waits until the peer's memory may be read.
-        """
-        name, readers, peers = stage.name, stage.readers, stage.readers | stage.senders
-        deadline, step = time.monotonic() + self._timeout_s, zlib.crc32(name.encode())
-        tables: dict[int, Table] = {}
-
-        def expect(kind: str, peer: int) -> bytes:
-            note = self._connections[peer].receive(deadline)
-            if note.failure:
-                raise failed(peer, note)
-            if (note.kind, note.ids) != (kind, step):
-                raise CommunicatorError(f"rank {peer} carries out another step")
-            return note.content
-
-        def table_of(peer: int) -> Table:
-            if peer not in tables:
-                table = pickle.loads(expect("readable", peer))
-                if isinstance(table, Region):
-                    pickled = torch.empty(table.shape, dtype=torch.uint8)
-                    self.fetch(peer, table, Region.of(pickled))
-                    check_serving(peer)
-                    table = pickle.loads(pickled.numpy().tobytes())
-                tables[peer] = table
-            return tables[peer]
-
-        def check_serving(peer: int) -> None:
-            # A failing peer closes its connections before it frees its memory, so data read from a
-            # peer with open connections is valid.
-            if self._connections[peer].has_ended():
-                raise CommunicatorError(f"rank {peer} has ended or given up this step")
-
-        try:
-            content = pickle.dumps(mine)
-            memory = torch.frombuffer(bytearray(content), dtype=torch.uint8)
-            if len(content) > NOTE_ROOM // 2:  # only a short table travels in the note
-                content = pickle.dumps(Region.of(memory))
-            note = Note("readable", step, content=content)
-            for peer in readers:
-                self._connections[peer].send(note)
-            yield table_of
-            for peer in tables:
-                check_serving(peer)
-                self._connections[peer].send(Note("done", step))
-            for peer in readers:
-                expect("done", peer)
-        except BaseException as error:
-            ended = [peer for peer in peers if self._connections[peer].has_ended()]
-            failures = [at.last_words() for at in map(self._connections.__getitem__, peers)]
-            for connection in self._connections.values():
-                connection.close()
-            if not isinstance(error, CommunicatorError):
-                raise
-            gone = f"; {ranks_text(ended)} have ended or given up" if len(ended) > 1 else ""
-            # Prefer the error of a failed rank to that of ranks that gave up because of it.
-            why = next(filter(None, failures), f"{error}{gone}")
-            raise CommunicatorError(
-                f"{name} with {ranks_text(peers)} failed: {why}"
-            ) from error.__cause__
+        read_rows(self._pids[peer], np.concatenate(ours), np.concatenate(theirs))
 
     def fetch(self, peer: int, source: Region, target: Region) -> None:
-        """Copy an array of a peer, run by run, or whole stretches with gaps if runs are short."""
+        """Copy an array of a peer, run by run, or including the gaps if runs are short."""
         pid, runs = self._pids[peer], source.num_bytes // min(source.run_bytes, target.run_bytes)
         far_apart = runs == 1 or source.span >= runs * _RUN_BYTES
         most = MOST_BYTES if far_apart else BUFFER_BYTES
         if (source.num_bytes if far_apart else source.span) > most:
-            for half in source.halves():
-                self.fetch(peer, source.part(half), target.part(half))
-            return
-        with _naming(peer):
-            if far_apart:
-                read(pid, source, target)
-            else:
-                staged = self._buffer[: source.span]
-                read(pid, Region(source.address, (source.span,), (1,), 1), Region.of(staged))
-                target.tensor().copy_(source._replace(address=staged.data_ptr()).tensor())
+            sizes, steps = source.shape, source.strides
+            widest = max(range(len(sizes)), key=lambda dim: (sizes[dim] - 1) * steps[dim])
+            cuts = 0, sizes[widest] // 2, sizes[widest]
+            for ends in pairwise(cuts):
+                self.fetch(peer, source.part(widest, *ends), target.part(widest, *ends))
+        elif far_apart:
+            read(pid, source, target)
+        else:
+            staged = self._buffer[: source.span]
+            read(pid, Region(source.address, (source.span,), (1,), 1), Region.of(staged))
+            target.tensor().copy_(source._replace(address=staged.data_ptr()).tensor())
 
 
 def _arrays(stage: Stage, pieces: Message, peer: int, theirs: Table) -> Iterator[Arrays]:
@@ -251,15 +422,5 @@ def _arrays(stage: Stage, pieces: Message, peer: int, theirs: Table) -> Iterator
             source, target = (Region(at, shape, steps, item) for shape, steps, at in ends)
             source_bases, target_bases, spans = zip(*places, strict=True)
             if min(spans) < source.address + source.span:
-                raise CommunicatorError(f"rank {peer} holds smaller shards than are expected")
+                raise CommunicatorError(f"rank {peer} has smaller shards than are expected")
             yield Arrays(source, target, source_bases, target_bases)
-
-
-@contextmanager
-def _naming(peer: int) -> Iterator[None]:
-    """Turn an `OSError` into a `CommunicatorError` that names the rank that cannot be read."""
-    try:
-        yield
-    except OSError as error:
-        why = "it has ended" if error.errno == errno.ESRCH else error.strerror
-        raise CommunicatorError(f"the memory of rank {peer} cannot be read: {why}") from error

@@ -97,6 +97,13 @@ class Stage:
 class Transport(Protocol):
     """Moves bytes between devices; all devices of a stage call it together."""
 
+    @property
+    def name(self) -> str:
+        """The name of the transport, as in ``SHARDSPEC_TRANSPORT``."""
+
+    def close(self) -> None:
+        """Give up: peers that wait for this rank raise an error, if the transport can tell them."""
+
     def move(self, stages: Iterable[Stage]) -> None:
         """Fill the targets of stages, one stage after the other, while serving other devices.
 

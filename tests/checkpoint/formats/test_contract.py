@@ -64,33 +64,27 @@ def _plugin(path, tmp_path):
 
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory):
-    """What outputs are made of: tensors of every dtype, those that NumPy has, and a run of ZeRO."""
+    """What outputs are made of: tensors of every dtype; those that NumPy has."""
     at = tmp_path_factory.mktemp("sources")
     whole = {**state(), "one": torch.ones(1, 1), "none": torch.zeros(3, 0, 2, dtype=torch.int8)}
     of_numpy = {n: t for n, t in whole.items() if not any(kind in n for kind in NOT_OF_NUMPY)}
     save(at / "every", whole)
     save(at / "numpy", of_numpy)
-    run = test_deepspeed.write(at / "run", 2, 2, 1)
-    run["cold"] = run["cold"].float()  # written so for tools of DeepSpeed
-    places = {"every": whole, "numpy": of_numpy, "run": run}
+    places = {"every": whole, "numpy": of_numpy}
     return {name: (at / name, due) for name, due in places.items()}
 
 
-def kind(name, way):
+def kind(name):
     """Return which source a format can be written of."""
-    if written_format(name, way).whole_run:
-        return "run"
     return "numpy" if name == "npz" else "every"
 
 
 def write(sources, place, name, way, **options):
     """Write a format; return the output and the tensors that it should hold."""
     form = written_format(name, way)
-    source, due = sources[kind(name, way)]
+    source, due = sources[kind(name)]
     out = place / f"out{form.extensions[0] if form.extensions and way == 'merged' else ''}"
-    if form.whole_run:
-        reshard(source, out, format=name, **options)
-    elif way == "merged":
+    if way == "merged":
         merge(source, out, format=name, **options)
     else:
         rules = {"of.*": "[S10,R]", "empty": "[S0,S1]", "none": "[S1,R,R]"}
@@ -122,12 +116,12 @@ def test_what_is_written_is_read(sources, tmp_path, name, way):
     form = written_format(name, way)
     assert source.format == form.called
     assert verify_checkpoint(out).flaws == ()
-    if way == "sharded" and not form.whole_run:
+    if way == "sharded":
         merge(out, tmp_path / "a.safetensors")
-        merge(sources[kind(name, way)][0], tmp_path / "b.safetensors")
+        merge(sources[kind(name)][0], tmp_path / "b.safetensors")
         same = [(tmp_path / f"{one}.safetensors").read_bytes() for one in "ab"]
         assert same[0] == same[1]
-    names = ["cold"] if form.whole_run else ["one", "step"]
+    names = ["one", "step"]
     loaded = load_sharded(out, DeviceMesh(range(1)), {names[0]: "[R,R]"}, include=names)
     whole = {key: tensor.to_local(0) for key, tensor in loaded.items()}
     assert_same(whole, {key: due[key] for key in whole})
@@ -187,11 +181,6 @@ def test_what_a_format_cannot_have_is_refused_before_anything_is_written(tmp_pat
         act = merge if way == "merged" else partial(reshard, device_mesh=MESH)
         with pytest.raises(CheckpointError, match="NumPy has no bfloat16, of 'w'; cast it"):
             act(tmp_path / "in.pt", tmp_path / "out", format=name)
-    elif written_format(name, way).whole_run:
-        with pytest.raises(
-            CheckpointError, match="is in the format of torch file, but a Universal"
-        ):
-            reshard(tmp_path / "in.pt", tmp_path / "out", format=name)
     elif way == "sharded":
         with pytest.raises(CheckpointError, match="give the mesh to shard for, device_mesh="):
             reshard(tmp_path / "in.pt", tmp_path / "out", format=name)
@@ -300,12 +289,8 @@ def test_a_format_that_is_only_read_says_what_to_write_instead(tmp_path, name):
 
 # --- which checkpoint a file or directory leads to
 
-# Formats of directories whose files are no checkpoints by themselves, and of these whether a name
-# says that a file is a part. The files of a Universal Checkpoint have names of other formats.
-LEADING = {
-    **dict.fromkeys(["shardspec", "dcp", "dcp-huggingface", "megatron", "deepspeed", "meta"], True),
-    "deepspeed-universal": False,
-}
+# Formats of directories whose files are no checkpoints by themselves; their names say so.
+LEADING = ["shardspec", "dcp", "dcp-huggingface", "megatron", "deepspeed", "meta"]
 
 
 @pytest.mark.parametrize("name", LEADING)
@@ -319,7 +304,7 @@ def test_a_file_that_is_a_part_leads_to_its_checkpoint(sources, tmp_path, name):
     form = next(form for form in formats() if form.name == name)
     whole = open_checkpoint(place, **options)
     leading = [file for file in whole.files if form.directory_of(file) is not None]
-    assert bool(leading) == LEADING[name]
+    assert leading
     for file in leading:
         assert form.directory_of(file) == whole.directory
         found = open_checkpoint(str(file), **options)
@@ -338,7 +323,7 @@ def test_a_file_that_is_a_part_leads_to_its_checkpoint(sources, tmp_path, name):
 
 
 def test_files_that_are_checkpoints_lead_to_no_directory(sources, tmp_path):
-    assert {form.name for form in formats()} - LEADING.keys() == {
+    assert {form.name for form in formats()} - {*LEADING} == {
         *("safetensors", "huggingface", "torch", "rank-files", "npz")
     }
     for name, way in (("safetensors", "merged"), ("huggingface", "merged"), ("torch", "merged")):

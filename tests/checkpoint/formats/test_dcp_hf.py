@@ -130,8 +130,8 @@ def test_the_merged_model_confirms_the_shapes(saved, tmp_path):
 @pytest.mark.parametrize("name", ["line", "square"])
 def test_shards_that_fit_together_are_read_and_what_was_assumed_is_said(saved, name):
     assert_same(read_whole(saved / name), read_whole(saved / name, ranks=4))
-    assert open_checkpoint(saved / name, ranks=4).notes == ()
-    assert open_checkpoint(saved / name).notes == (
+    assert open_checkpoint(saved / name, ranks=4).facts.notes == ()
+    assert open_checkpoint(saved / name).facts.notes == (
         "assuming that 4 ranks wrote it: their shards leave no gap, but no file says that "
         "there was no later one; give the number of ranks to have it checked",
     )
@@ -165,7 +165,7 @@ def test_every_set_of_missing_shards_is_refused(copied, name, lost):
         assert "no file holds its part" in refused(ckpt)
     else:
         # Nothing in such files tells them from a smaller model; the user is told what was assumed.
-        (note,) = open_checkpoint(ckpt).notes
+        (note,) = open_checkpoint(ckpt).facts.notes
         assert note.startswith(f"assuming that {len(left)} ranks wrote it")
 
 

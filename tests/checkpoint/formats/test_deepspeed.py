@@ -152,31 +152,9 @@ def test_every_flat_tensor_that_is_longer_or_shorter_is_refused(tmp_path, stage,
         path.write_bytes(held)
 
 
-@pytest.mark.parametrize("ranks", [1, 3, 12])
-def test_a_universal_checkpoint_of_stage_3_has_flat_tensors(tmp_path, ranks):
+def test_a_universal_checkpoint_is_refused(tmp_path):
     place = tmp_path / "run"
-    due = write(place, ranks, 3, 0)
-    for path in place.glob("*optim_states.pt"):
-        path.unlink()
-    for at in range(len(SHAPES)):
-        folder = place / "zero" / f"p{at}"
-        folder.mkdir(parents=True)
-        for kind in KINDS:
-            name = f"optimizer.{kind}.p{at}" if kind else f"p{at}"
-            torch.save(due[name].reshape(-1).clone(), folder / f"{kind or 'fp32'}.pt")
-        del due[f"optimizer.step.p{at}"]
-    assert_same(read_whole(place), due)
-    path = place / "zero" / "p7" / "exp_avg.pt"
-    for flat in (torch.ones(10), torch.ones(12)):
-        torch.save(flat, path)
-        assert refused(place).endswith("the files are not of one save, restore those of one")
-    torch.save(due["optimizer.exp_avg.p7"].clone(), path)
-    for rank in range(ranks if ranks > 1 else 0):
-        model = place / f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt"
-        held = model.read_bytes()
-        model.unlink()
-        assert refused(place) == (
-            f"{place}: was saved by {ranks} ranks, but {ranks - 1} have a file "
-            "…_model_states.pt here; restore what is missing"
-        )
-        model.write_bytes(held)
+    place.mkdir()
+    torch.save({"module": {}}, place / "mp_rank_00_model_states.pt")
+    (place / "zero").mkdir()
+    assert "name the run that DeepSpeed made it of" in refused(place)

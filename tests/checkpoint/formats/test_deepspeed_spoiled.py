@@ -257,9 +257,9 @@ def test_what_a_path_of_a_run_means(run, name):
         found = open_checkpoint(path)
         assert found.directory == place / TAG
         told = path.parent in (place, place.parent) and path != place / TAG
-        assert found.notes == ((f"reading {TAG}, which latest names",) if told else ())
+        assert found.facts.notes == ((f"reading {TAG}, which latest names",) if told else ())
     (place / "latest").unlink()
-    assert open_checkpoint(place).notes == (f"reading {TAG}, which is the only one",)
+    assert open_checkpoint(place).facts.notes == (f"reading {TAG}, which is the only one",)
 
 
 @pytest.mark.parametrize("name", ["zero2", "zero3"])

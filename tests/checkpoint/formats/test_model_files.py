@@ -179,7 +179,7 @@ def test_an_index_of_a_part_of_the_numbers_leaves_a_note(tmp_path):
     overlay = save(tmp_path / "overlay.safetensors", B)
     write_index(tmp_path / "model.safetensors.index.json", {"a": first.name, "b": overlay.name})
     assert_same(read_whole(tmp_path), A | B)
-    assert open_checkpoint(tmp_path).notes == (
+    assert open_checkpoint(tmp_path).facts.notes == (
         f"model.safetensors.index.json names files of 2, but not {second.name}, which is not there "
         "either",
     )
@@ -241,7 +241,7 @@ def test_files_that_no_tool_takes_for_a_model_are_one_with_a_note(tmp_path):
     for name, tensors in (("layers", A), ("embedding", B)):
         save(tmp_path / f"{name}.safetensors", tensors)
     assert_same(read_whole(tmp_path), A | B)
-    assert open_checkpoint(tmp_path).notes == (
+    assert open_checkpoint(tmp_path).facts.notes == (
         "took all 2 files for one model, as no index says more: embedding.safetensors, "
         "layers.safetensors",
     )

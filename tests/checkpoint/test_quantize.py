@@ -132,7 +132,7 @@ LINEAR = {name for name in MODEL if name.endswith("_proj.weight")}
 
 
 @pytest.mark.parametrize("kind", ["fp8-128x128", "mxfp8", "mxfp4"])
-def test_linear_layers_are_quantised_and_the_config_says_so(tmp_path, kind):
+def test_linear_layers_are_quantized_and_the_config_says_so(tmp_path, kind):
     tensors = {name: weights(shape) for name, shape in MODEL.items()}
     source = written(tmp_path / "model", tensors)
     (source / "config.json").write_text(json.dumps({"hidden_size": 128}))
@@ -159,16 +159,16 @@ def test_linear_layers_are_quantised_and_the_config_says_so(tmp_path, kind):
     assert again.keys() == low.keys()
     for name, tensor in low.items():
         same_bytes(again[name], tensor)
-    # What is quantised already has its scales.
+    # What is quantized already has its scales.
     done = run("merge", tmp_path / "low", "-o", f"{tmp_path}/twice/", "--quantize", kind)
     assert done.exit_code == 3
-    assert "is quantised already" in done.stderr
+    assert "is quantized already" in done.stderr
     assert not (tmp_path / "twice").exists()
     other = merged(tmp_path / "low", tmp_path / "o.safetensors", quantize="mxfp8", dtype="bf16")
     assert {name for name in other if other[name].dtype == torch.float8_e4m3fn} == LINEAR
 
 
-def test_patterns_say_what_is_quantised(tmp_path):
+def test_patterns_say_what_is_quantized(tmp_path):
     source = written(tmp_path / "model", {name: weights(shape) for name, shape in MODEL.items()})
     how: dict[str, Any] = {"quantize": "fp8-128x128", "quantize_include": ["*embed*", "*gate*"]}
     found = merged(source, tmp_path / "out.safetensors", exclude="lm_head*", **how)
@@ -183,7 +183,7 @@ def test_patterns_say_what_is_quantised(tmp_path):
 
 @pytest.mark.parametrize("kind", ["fp8-128x128", "mxfp8", "mxfp4"])
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
-def test_weights_that_are_not_finite_are_not_quantised(tmp_path, kind, value):
+def test_weights_that_are_not_finite_are_not_quantized(tmp_path, kind, value):
     weight = weights((260, 160))
     weight[259, 159] = value
     source = written(tmp_path / "model", {"a.weight": weight})
@@ -193,7 +193,7 @@ def test_weights_that_are_not_finite_are_not_quantised(tmp_path, kind, value):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model"]
 
 
-def test_quantised_cuts_fall_on_blocks_or_are_refused(tmp_path):
+def test_quantized_cuts_fall_on_blocks_or_are_refused(tmp_path):
     weight = weights((512, 416))
     source = written(tmp_path / "model", {"a.weight": weight})
     codes, scales = fp8_of(weight, "transformers")
@@ -219,14 +219,14 @@ def test_quantised_cuts_fall_on_blocks_or_are_refused(tmp_path):
 @pytest.mark.parametrize(
     ("how", "says"),
     [
-        ({"quantize": "int8"}, "'int8' is no way to quantise"),
+        ({"quantize": "int8"}, "'int8' is no way to quantize"),
         ({"scale_rule": "transformers"}, "is for quantize"),
         ({"quantize_include": "*"}, "is for quantize"),
         ({"quantize": "mxfp8", "scale_rule": "amax/448"}, "by the rule 'amax/448' are not known"),
         ({"quantize": "fp8-128x128", "scale_rule": "mine"}, "by the rule 'mine' are not known"),
     ],
 )
-def test_ways_to_quantise_that_are_not_known(tmp_path, how, says):
+def test_ways_to_quantize_that_are_not_known(tmp_path, how, says):
     source = written(tmp_path / "model", {"a.weight": weights((4, 32))})
     with pytest.raises(DTypeError, match=says):
         merge(source, tmp_path / "out.safetensors", **how)

@@ -1,4 +1,4 @@
-"""Carries out a step on one device over any transport; checks and reduces results."""
+"""Executes a step on one device over any transport; checks and reduces results."""
 
 from collections.abc import Iterable, Iterator
 from functools import partial
@@ -17,10 +17,8 @@ LEAST_BYTES: Final = 256 << 10
 """The shortest chunk; shorter messages would cost more time than they save memory."""
 
 
-def carry_out(
-    transport: Transport, transfers: DeviceTransfers, shard: torch.Tensor
-) -> torch.Tensor:
-    """Carry out a step on one device while serving the others; return its new shard."""
+def execute(transport: Transport, transfers: DeviceTransfers, shard: torch.Tensor) -> torch.Tensor:
+    """Execute a step on one device while serving the others; return its new shard."""
     if isinstance(transfers.step, AllReduce):
         return _all_reduce(transport, transfers, shard)
     result = empty_hugepages(shard, box_shape(transfers.after))

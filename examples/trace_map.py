@@ -1,4 +1,6 @@
-"""Deriving a map from a loader: run it on tensors whose values are their own places.
+"""Derives a name map from a loader by running it on tensors that contain their own places.
+
+python examples/trace_map.py
 
 A function that only moves elements, run on tensors that hold the numbers 0, 1, 2, ... leaves in
 every place of its results the number of the element that belongs in it. What comes out is
@@ -169,3 +171,21 @@ def _view(block: Ints, box: Box, source: Shape, target: Sequence[int]) -> View |
     sides = enumerate(zip(target, box, strict=True))
     target_dims = tuple((Factor(dim, size, lo, hi - lo),) for dim, (size, (lo, hi)) in sides)
     return View(tuple(shape), TensorView(tuple(source_dims)), TensorView(target_dims))
+
+
+def fuse(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Join q, k and v by heads, as a loader of an engine does."""
+    heads = [state[name].view(2, -1, 3) for name in ("q", "k", "v")]
+    return {"qkv": torch.cat(heads, 1).flatten(0, 1), "norm": state["norm"]}
+
+
+def main() -> None:
+    """Trace a loader and print its equations."""
+    shapes = {"q": (8, 3), "k": (4, 3), "v": (4, 3), "norm": (3,)}
+    for source, target, view in trace_map(fuse, shapes):
+        dims = [", ".join(f"{f.start}:{f.start + f.length}" for f in d) for d in view.target.dims]
+        print(f"{source} → {target}[{' | '.join(dims)}]")
+
+
+if __name__ == "__main__":
+    main()

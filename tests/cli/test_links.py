@@ -1,4 +1,4 @@
-"""The command `shardspec presets`."""
+"""The command `shardspec links list`."""
 
 import json
 import re
@@ -10,7 +10,7 @@ from shardspec.comm.presets import PRESETS
 
 
 def run(*args):
-    return CliRunner().invoke(cli, ["presets", *args], prog_name="shardspec")
+    return CliRunner().invoke(cli, ["links", "list", *args], prog_name="shardspec")
 
 
 def test_the_table():

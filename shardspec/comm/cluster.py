@@ -1,0 +1,238 @@
+"""A cluster: its links inside and between hosts, and which device ids share a host."""
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import combinations
+from math import gcd
+
+import numpy as np
+import numpy.typing as npt
+
+from shardspec.comm.curves import Line, Link
+from shardspec.errors import MeshError
+from shardspec.mesh.device_ids import some, whole_number
+from shardspec.mesh.device_mesh import DeviceMesh
+from shardspec.text import shown
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """The links of a cluster, and how many devices share a host, counted by ids.
+
+    Parameters
+    ----------
+    inside
+        The link between devices of one host.
+    between
+        The link between devices of different hosts; None if there is a single host.
+    per_node
+        Devices of a host: ids 0 to ``per_node - 1`` share one, and so on. None if all devices
+        share one, or if `hosts` has them.
+    hosts
+        The ids of each host, where their order does not tell; each other device is alone.
+    copy_s
+        Seconds in which a device reads and writes a byte of its memory; 0 leaves copies out.
+
+    Raises
+    ------
+    MeshError
+        If `per_node` is not a whole number from 1, or the link between hosts is missing.
+
+    Examples
+    --------
+    >>> nvlink, network = Link(3e-6, 1 / 362e9, "NVLink"), Link(1e-5, 1 / 48e9, "network")
+    >>> cluster = Cluster(nvlink, network, per_node=8)
+    >>> cluster.host(7), cluster.host(8), cluster.crosses(7, 8), cluster.link(0, 7) == (
+    ...     nvlink.latency_s, nvlink.seconds_per_byte)
+    (0, 1, True, True)
+    """
+
+    inside: Link
+    between: Link | None = None
+    per_node: int | None = None
+    hosts: tuple[tuple[int, ...], ...] = field(default=(), hash=False)
+    copy_s: float = 0.0
+    _host_of: Mapping[int, int] = field(init=False, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        number = whole_number(self.per_node)
+        if self.per_node is not None and (number is None or number < 1):
+            raise MeshError(f"per_node is {shown(self.per_node)}; give a whole number from 1")
+        if self.between is None and (number or self.hosts):
+            raise MeshError("several hosts have no link between them; give between=")
+        host_of = {device: number for number, ids in enumerate(self.hosts) for device in ids}
+        object.__setattr__(self, "per_node", number)
+        object.__setattr__(self, "_host_of", host_of)
+
+    def host(self, device: int) -> int:
+        """Return a number for the host of a device, equal for devices that share it."""
+        if self.per_node is not None:
+            return device // self.per_node
+        # Negative numbers are those of devices that no host lists.
+        return self._host_of.get(device, -1 - device) if self.hosts else 0
+
+    def by_host(self, devices: Iterable[int]) -> dict[int, tuple[int, ...]]:
+        """Return the devices of every host, in the given order."""
+        found: dict[int, list[int]] = defaultdict(list)
+        for device in devices:
+            found[self.host(device)].append(device)
+        return {host: tuple(ids) for host, ids in found.items()}
+
+    def crosses(self, a: int, b: int) -> bool:
+        """Return whether two devices are on different hosts."""
+        return self.host(a) != self.host(b)
+
+    def link(self, a: int, b: int) -> Line:
+        """Return the seconds a message, and the seconds a byte, between two devices."""
+        return self.far if self.crosses(a, b) else self.near
+
+    @property
+    def near(self) -> Line:
+        """Seconds a message, and seconds a byte, inside a host."""
+        return self.inside.latency_s, self.inside.seconds_per_byte
+
+    @property
+    def far(self) -> Line:
+        """Seconds a message, and seconds a byte, between hosts, through both links."""
+        if self.between is None:
+            return self.near
+        sharing = self.per_node or max(map(len, self.hosts), default=1)
+        per_byte = self.between.seconds_per_byte * (sharing if self.between.port == "node" else 1)
+        return self.between.latency_s, max(per_byte, self.inside.seconds_per_byte)
+
+    @property
+    def start_s(self) -> float:
+        """Seconds that a step takes to start."""
+        return max(link.start_s for link in (self.inside, self.between) if link is not None)
+
+    def axis_links(self, mesh: DeviceMesh) -> tuple[Link, ...] | None:
+        """Return the link of each axis of a mesh; None if hosts cut an axis unevenly.
+
+        >>> one, two = Link(0.0, 1e-12, "one"), Link(0.0, 1e-11, "two", port="device")
+        >>> links = Cluster(one, two, 8).axis_links(DeviceMesh(range(16), (4, 4)))
+        >>> [(link.name, link.per_node) for link in links]
+        [('two', 2), ('one', 1)]
+        """
+        hosts = np.array([self.host(device) for device in mesh.ids], dtype=np.int64)
+        if self.between is None or not hosts.size or (hosts == hosts[0]).all():
+            return (self.inside,) * mesh.ndim
+        wide = [axis for axis, size in enumerate(mesh.shape) if size > 1]
+        counts = _devices_per_host(hosts.reshape([mesh.shape[axis] for axis in wide]))
+        if counts is None:
+            return None
+        far = replace(
+            self.between,
+            seconds_per_byte=max(self.between.seconds_per_byte, self.inside.seconds_per_byte),
+            port=self.between.port or "device",
+        )
+        links = [self.inside] * mesh.ndim
+        for axis, count in zip(wide, counts, strict=True):
+            if count < mesh.shape[axis]:
+                within = self.inside if count > 1 else None
+                links[axis] = replace(far, per_node=count, within=within)
+        return tuple(links)
+
+
+def _devices_per_host(hosts: npt.NDArray[np.int64]) -> tuple[int, ...] | None:
+    """Return how many devices of an axis share a host, given the host of each device.
+
+    A host that is used in part counts with what is used of it. None if hosts cut an axis unevenly.
+
+    >>> _devices_per_host(np.arange(16).reshape(4, 4) // 8), _devices_per_host(np.arange(12) // 8)
+    ((2, 4), (4,))
+    >>> _devices_per_host(np.arange(8) // 3) is None
+    True
+    """
+    shares = []
+    for axis, size in enumerate(hosts.shape):
+        lines = np.moveaxis(hosts, axis, -1).reshape(-1, size)
+        counts = {n for row in np.unique(lines, axis=0) for n in Counter(row.tolist()).values()}
+        shares.append(gcd(*counts))
+        if shares[-1] < min(counts):
+            return None
+    return tuple(shares)
+
+
+def slowest_link(links: Iterable[Link], name: str) -> Link:
+    """Return a link with the largest numbers of several."""
+    links = list(links)
+    return Link(
+        max(link.latency_s for link in links),
+        max(link.seconds_per_byte for link in links),
+        name,
+        max(link.start_s for link in links),
+    )
+
+
+def joined_clusters(parts: Sequence[tuple[Cluster, Sequence[int]]]) -> Cluster:
+    """Return what several clusters, each with the devices it is about, say of all of them.
+
+    Raises MeshError if two of them contradict each other about two devices.
+    """
+    clusters = list(dict.fromkeys(cluster for cluster, _ in parts))
+    if len(clusters) == 1 and (clusters[0].per_node or not clusters[0].hosts):
+        return clusters[0]
+    for (one, ids), (other, others) in combinations(parts, 2):
+        shared = [device for device in ids if device in set(others)]
+        pairs = {(one.host(device), other.host(device)): device for device in shared}
+        for side in (0, 1):
+            seen: dict[int, int] = {}
+            for pair, device in pairs.items():
+                if (first := seen.setdefault(pair[side], device)) != device:
+                    raise MeshError(
+                        f"devices {first} and {device} share a host by the links of one mesh and "
+                        "not by those of another; give links= for both"
+                    )
+    host_of: dict[int, int] = {}
+    for cluster, ids in parts:
+        for devices in cluster.by_host(ids).values():
+            known = next((host_of[each] for each in devices if each in host_of), min(devices))
+            host_of |= dict.fromkeys(devices, known)
+    groups: dict[int, list[int]] = defaultdict(list)
+    for device, host in sorted(host_of.items()):
+        groups[host].append(device)
+    hosts = tuple(map(tuple, groups.values()))
+    between = [cluster.between or cluster.inside for cluster in clusters]
+    return Cluster(
+        slowest_link([cluster.inside for cluster in clusters], "slowest of all meshes"),
+        slowest_link(between, "slowest of all meshes"),
+        hosts=hosts,
+        copy_s=max(cluster.copy_s for cluster in clusters),
+    )
+
+
+def cluster_of_axes(meshes: Sequence[DeviceMesh], links: Sequence[Sequence[Link]]) -> Cluster:
+    """Return the cluster of meshes whose axes have links of their own.
+
+    An axis with a faster link than the slowest one joins devices of a host, even where the slow
+    axis has one device. Raises MeshError if the same devices have different links on two meshes.
+    """
+    each = [
+        (link, mesh, axis)
+        for mesh, of_mesh in zip(meshes, links, strict=True)
+        for axis, link in enumerate(of_mesh)
+    ]
+    speeds: dict[frozenset[int], Line] = {}
+    for link, mesh, axis in each:
+        numbers = link.latency_s, link.seconds_per_byte
+        for group in mesh.groups([axis]) if mesh.shape[axis] > 1 else ():
+            if speeds.setdefault(frozenset(group), numbers) != numbers:
+                raise MeshError(
+                    f"devices {some(group)} have different links on two meshes; give them the same"
+                )
+    slowest = max(link.seconds_per_byte for link, *_ in each)
+    fast = [item for item in each if item[0].seconds_per_byte < slowest]
+    number = {device: device for mesh in meshes for device in mesh.ids}
+    for _, mesh, axis in fast:
+        for group in mesh.groups([axis]):
+            met = {number[device] for device in group}
+            number = {device: min(met) if of in met else of for device, of in number.items()}
+    groups: dict[int, list[int]] = defaultdict(list)
+    for device, host in sorted(number.items()):
+        groups[host].append(device)
+    every = slowest_link([link for link, *_ in each], "slowest of all axes")
+    if not fast:
+        return Cluster(every)
+    near = slowest_link([link for link, *_ in fast], "slowest inside hosts")
+    return Cluster(near, every, hosts=tuple(map(tuple, groups.values())))

@@ -1,0 +1,369 @@
+"""Proves that a name map writes all of a target exactly once, and loses nothing of a source.
+
+Every tensor that the map names must exist: numbers run from 0 to the largest that the source has,
+unless a size says how far. Tensors that a model may lack belong to a group, whose tensors are
+present together or absent together. Then the elements that equations cover are counted.
+"""
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from functools import lru_cache
+from itertools import product
+from math import prod
+from typing import Final, NamedTuple, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from shardspec.errors import LayoutError
+from shardspec.resharding.name_map import Equation, NameMap, Shape
+from shardspec.resharding.patterns import Binding, Side, filled, placeholders
+from shardspec.resharding.views import Factor, TensorView
+from shardspec.text import Argument, first_of, shown
+
+_SHOWN: Final = 3
+_MAX_CELLS: Final = 1 << 24
+"""Cells of the grid in which the views of a tensor are counted."""
+
+Index: TypeAlias = tuple[int, ...]
+_Ints: TypeAlias = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class MapReport:
+    """What a map does with every element."""
+
+    equations: tuple[Equation, ...]
+    problems: tuple[str, ...]
+    """Why it is not total; empty if all that it names exists, and every element of the target is
+    written exactly once."""
+    unused: tuple[str, ...]
+    """Tensors of the source some of whose elements go nowhere by mistake."""
+
+    def __bool__(self) -> bool:
+        return not (self.problems or self.unused)
+
+    def require_total(self) -> None:
+        """Raise LayoutError, which names the first problems, unless the report has none."""
+        faults = []
+        if self.problems:
+            rest = f" (and {len(self.problems) - 1} more)" if len(self.problems) > 1 else ""
+            faults.append(f"the map is not total: {self.problems[0]}{rest}")
+        if self.unused:
+            names = first_of([*map(shown, self.unused)], _SHOWN)
+            faults.append(
+                f"the map has no use for {names}, in whole or in part; take a map that has, or "
+                "leave tensors behind by name with "
+            )
+        if faults:
+            raise LayoutError("; ".join(faults), *[Argument("drop")] * bool(self.unused))
+
+
+def check_map(
+    map_: NameMap,
+    source: Mapping[str, Shape],
+    target: Mapping[str, Shape],
+    *,
+    drop: str | Sequence[str] = (),
+) -> MapReport:
+    r"""Prove that a map writes every element of the target exactly once, and loses nothing.
+
+    All that the map names must exist, and all that exists must be named. Indices along each
+    dim that an equation covers are compared as sets; an equation covers the product of these. So
+    the proof shares nothing with how elements are moved.
+
+    Parameters
+    ----------
+    map_
+        The map.
+    source, target
+        Name to global shape.
+    drop
+        Shell patterns of names of the source that are left behind.
+
+    Raises
+    ------
+    LayoutError
+        If a view does not fit a tensor, or a pattern matches nothing.
+
+    Examples
+    --------
+    >>> map_ = NameMap.parse('[[map]]\nsource = "a"\ntarget = ["b", "x", "x[:2]"]')
+    >>> check_map(map_, {"a": (2,)}, {"b": (3,)}).problems
+    ("'b': nothing is written at index (2,)",)
+    """
+    return report_of(map_, source, target, dropped_by(drop, source))
+
+
+def dropped_by(patterns: str | Sequence[str], source: Mapping[str, Shape]) -> dict[str, Shape]:
+    """Return the tensors that patterns leave behind; LayoutError if one matches nothing."""
+    dropped: dict[str, Shape] = {}
+    for pattern in (patterns,) if isinstance(patterns, str) else patterns:
+        alike = {name: shape for name, shape in source.items() if fnmatchcase(name, pattern)}
+        if not alike:
+            first = ", ".join(map(shown, sorted(source)[:_SHOWN])) or "nothing: it is empty"
+            raise LayoutError(
+                f"nothing matches the pattern {shown(pattern)} of what is dropped; the names "
+                f"start with {first}"
+            )
+        dropped |= alike
+    return dropped
+
+
+class Mapped(NamedTuple):
+    """What a map makes of a source."""
+
+    shapes: dict[str, Shape]
+    """Of the target, by name."""
+    dropped: dict[str, Shape]
+    """Tensors of the target that are left behind, since all that would make them was."""
+    report: MapReport
+
+
+def apply_map(map_: NameMap, source: Mapping[str, Shape], dropped: Mapping[str, Shape]) -> Mapped:
+    """Return what a map makes of a source, some of whose tensors are left behind."""
+    every = map_.target_shapes(source)
+    shapes = map_.target_shapes(source, without=dropped.keys()) if dropped else every
+    behind = {name: shape for name, shape in every.items() if name not in shapes}
+    return Mapped(shapes, behind, report_of(map_, source, shapes, dropped))
+
+
+def report_of(
+    map_: NameMap,
+    source: Mapping[str, Shape],
+    target: Mapping[str, Shape],
+    dropped: Mapping[str, Shape],
+) -> MapReport:
+    """Check a map; what is dropped is in the source too."""
+    bindings = map_.bindings(source)
+    sought = [
+        _Sought(side, map_.optional.get(place), bound)
+        for place, ((side, _), bound) in enumerate(zip(map_.rules, bindings, strict=True))
+    ]
+    equations = tuple(e for e in map_.equations(source, target) if e.source not in dropped)
+    written: dict[str, list[tuple[str, TensorView]]] = {name: [] for name in target}
+    read: dict[str, list[TensorView]] = {name: [] for name in source if name not in dropped}
+    for equation in equations:
+        written[equation.target].append((equation.source, equation.view.target))
+        read[equation.source].append(equation.view.source)
+    for name, side in map_.padding(target):
+        written[name].append(("padding", side))
+    for name, side in map_.dropped({name: source[name] for name in read}):
+        read[name].append(side)
+    problems = list(_missing(sought, map_.known_sizes(), map_.sizes, map_.numbers))
+    for name, parts in written.items():
+        twice, empty = find_faults(target[name], tuple(side for _, side in parts))
+        if twice is not None:
+            first, second, *_ = (writer for writer, side in parts if covers(side, twice))
+            problems.append(f"{name!r}: both {first!r} and {second!r} are written at index {twice}")
+        elif empty is not None:
+            problems.append(f"{name!r}: nothing is written at index {empty}")
+    unused = (
+        name
+        for name, sides in read.items()
+        if find_faults(source[name], tuple(sides)).hole is not None
+    )
+    return MapReport(equations, tuple(problems), tuple(unused))
+
+
+class Faults(NamedTuple):
+    """The first indices, in row-major order, that are not covered exactly once."""
+
+    overlap: Index | None
+    """Covered by several views."""
+    hole: Index | None
+    """Covered by none."""
+
+
+def covers(side: TensorView, index: Index) -> bool:
+    """Return True if a view covers an index."""
+    for at, factors in zip(index, side.dims, strict=True):
+        for factor in reversed(factors):
+            at, place = divmod(at, factor.size)
+            if not factor.start <= place < factor.start + factor.length:
+                return False
+    return True
+
+
+@lru_cache(4096)  # layers are alike
+def find_faults(shape: tuple[int, ...], sides: tuple[TensorView, ...]) -> Faults:
+    """Return the first index that several views cover, and the first that none covers.
+
+    Every view covers all or nothing between two neighboring ends of intervals, so each dim is cut
+    at these ends and one count stands for a cell.
+
+    >>> halves = tuple(TensorView(((Factor(0, 4, lo, 3),),)) for lo in (0, 1))
+    >>> find_faults((4,), halves)
+    Faults(overlap=(1,), hole=None)
+    """
+    if 0 in shape:
+        return Faults(None, None)
+    intervals = [[_intervals(factors) for factors in side.dims] for side in sides]
+    ends = [
+        _distinct(np.concatenate([[0, size], *(np.ravel(side[dim]) for side in intervals)]))
+        for dim, size in enumerate(shape)
+    ]
+    cells = [len(each) - 1 for each in ends]
+    if prod(cells) > _MAX_CELLS:
+        raise LayoutError(
+            f"{len(sides):,} equations cut a tensor of {list(shape)} too finely to be checked; cut "
+            "it into fewer and larger parts"
+        )
+    counts = np.zeros(cells, np.uint32)
+    for side in intervals:
+        inside = []
+        for at, (starts, stops) in zip(ends, side, strict=True):
+            last = np.searchsorted(starts, at[:-1], "right")
+            inside.append(at[:-1] < np.concatenate([[0], stops])[last])
+        counts[np.ix_(*inside)] += 1
+
+    def first(wrong: npt.NDArray[np.bool_]) -> Index | None:
+        cell = np.unravel_index(int(wrong.argmax()), wrong.shape) if shape else ()
+        found = tuple(int(at[place]) for at, place in zip(ends, cell, strict=True))
+        return found if wrong[cell] else None
+
+    return Faults(first(counts > 1), first(counts == 0))
+
+
+def _distinct(numbers: _Ints) -> _Ints:
+    """Return the distinct numbers, ascending; they come in long sorted runs."""
+    numbers = np.sort(numbers, kind="stable")
+    distinct: _Ints = numbers[np.concatenate([[True], numbers[1:] != numbers[:-1]])]
+    return distinct
+
+
+def _intervals(factors: Sequence[Factor]) -> _Ints:
+    """Return the starts and the ends of the intervals of a dim that a view covers, ascending."""
+    starts, stops, width = np.array([0]), np.array([1]), 1
+    for factor in reversed(factors):
+        first = factor.start * width
+        if not factor.length:
+            return np.empty((2, 0), np.int64)
+        if len(starts) == 1 and (starts[0], stops[0]) == (0, width):
+            starts, stops = np.array([first]), np.array([first + factor.length * width])
+        elif factor.length * len(starts) > _MAX_CELLS:
+            raise LayoutError(
+                "an equation cuts a dim too finely to be checked; cut it into larger parts"
+            )
+        else:
+            steps = first + np.arange(factor.length) * width
+            starts, stops = (np.add.outer(steps, each).ravel() for each in (starts, stops))
+        width *= factor.size
+    return np.stack([starts, stops])
+
+
+class _Sought(NamedTuple):
+    """A rule, and the numbers of the tensors that it matches in the source."""
+
+    side: Side
+    """The end of the source."""
+    group: str | None
+    """What it may lack as a whole; placeholders in it make groups of their own."""
+    bindings: Sequence[Binding]
+
+
+def _missing(
+    rules: Sequence[_Sought],
+    as_numbers: Mapping[str, int],
+    sizes: Mapping[str, int | str],
+    numbers: Mapping[str, Collection[int]] | None = None,
+) -> Iterator[str]:
+    """Yield what is missing or too much, a line per rule or group.
+
+    Parameters
+    ----------
+    rules
+        What is looked for, and what the source has.
+    as_numbers, sizes
+        Sizes as numbers, and as they are given; ``{i}`` is how many numbers `i` stands for.
+    numbers
+        Which ones, where these are not all from 0 on.
+    """
+    counts: dict[str, int] = {}
+    for rule in rules:
+        for name in placeholders(rule.side[0]):
+            counts.setdefault(name, 1)
+        for binding in rule.bindings:
+            for name, number in binding.items():
+                counts[name] = max(counts.get(name, 1), number + 1)
+    given = {name: as_numbers[f"{{{name}}}"] for name in counts if f"{{{name}}}" in as_numbers}
+    for rule in rules:
+        for binding in rule.bindings:
+            for name in given.keys() & binding.keys():
+                if binding[name] >= given[name]:
+                    yield (
+                        f"the source has {_named(rule.side, binding)}, but {{{name}}} ends at "
+                        f"{given[name] - 1}, as {_origin(name, sizes)} is {given[name]}"
+                    )
+                    return
+    counts |= given
+    ranges: dict[str, Collection[int]] = {name: range(count) for name, count in counts.items()}
+    ranges |= numbers or {}
+    groups = _groups(rules)
+    for rule in rules:
+        if rule.group is None or as_numbers.get(rule.group, 0) > 0:
+            if (lost := _first_missing(rule, {}, rule.bindings, ranges)) is not None:
+                yield f"the source lacks {_named(rule.side, lost)}, which the map names"
+            continue
+        parts = _by_part(rule)
+        for group, part in groups[rule.group].items():
+            lost = _first_missing(rule, part, parts.get(group, ()), ranges)
+            if lost is not None:
+                yield (
+                    f"the source lacks {_named(rule.side, lost)}, but has others that the map "
+                    "wants together with it"
+                )
+                break
+
+
+def _groups(rules: Sequence[_Sought]) -> dict[str, dict[tuple[int, ...], Binding]]:
+    """Return, per group, for which numbers of its placeholders some of its tensors exist."""
+    groups: dict[str, dict[tuple[int, ...], Binding]] = {}
+    for rule in rules:
+        if rule.group is not None:
+            present = groups.setdefault(rule.group, {})
+            names = sorted(placeholders(rule.group))
+            for numbers in _by_part(rule):
+                present[numbers] = dict(zip(names, numbers, strict=True))
+    return groups
+
+
+def _by_part(rule: _Sought) -> dict[tuple[int, ...], list[Binding]]:
+    names = sorted(placeholders(rule.group or ""))
+    parts: dict[tuple[int, ...], list[Binding]] = {}
+    for binding in rule.bindings:
+        parts.setdefault(tuple(binding.get(name, 0) for name in names), []).append(binding)
+    return parts
+
+
+def _first_missing(
+    rule: _Sought, part: Binding, bindings: Sequence[Binding], every: Mapping[str, Collection[int]]
+) -> Binding | None:
+    """Return the first numbers within a part of all that a rule does not match."""
+    names = (
+        sorted(rule.bindings[0])
+        if rule.bindings
+        else sorted(placeholders(rule.side[0]) | set(part))
+    )
+    ranges = [
+        range(part[name], part[name] + 1) if name in part else every.get(name, range(1))
+        for name in names
+    ]
+    if len(bindings) == prod(map(len, ranges)):
+        return None
+    present = {tuple(binding[name] for name in names) for binding in bindings}
+    lost = next((numbers for numbers in product(*ranges) if numbers not in present), None)
+    return None if lost is None else dict(zip(names, lost, strict=True))
+
+
+def _named(side: Side, binding: Binding) -> str:
+    """Return the name of a tensor, and which row of a stack is meant."""
+    own = placeholders(side[0])
+    rows = [f"{{{name}}} = {number}" for name, number in binding.items() if name not in own]
+    return " at ".join([repr(filled(side[:1], binding)[0]), ", ".join(rows)][: 1 + bool(rows)])
+
+
+def _origin(name: str, sizes: Mapping[str, int | str]) -> str:
+    size = sizes[f"{{{name}}}"]
+    return size if isinstance(size, str) else f"the size {{{name}}}"
