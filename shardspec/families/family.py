@@ -15,7 +15,7 @@ from shardspec.resharding.sizes import text_config
 from shardspec.resharding.views import parse_view
 from shardspec.text import Argument, shown
 
-GROUP: Final = "shardspec.families"
+_ENTRY_POINTS: Final = "shardspec.families"
 """Entry points of other packages: each leads to the text of a family's TOML."""
 CUTS: Final = (
     *("vocab", "heads", "kv-heads", "columns", "rows", "replicated"),
@@ -90,7 +90,7 @@ def _built_in() -> tuple[str, ...]:
 
 @lru_cache(1)
 def _others() -> dict[str, EntryPoint]:
-    points = {point.name: point for point in entry_points(group=GROUP)}
+    points = {point.name: point for point in entry_points(group=_ENTRY_POINTS)}
     return {name: points[name] for name in sorted(points.keys() - {*_built_in()})}
 
 

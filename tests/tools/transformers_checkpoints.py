@@ -145,7 +145,7 @@ def names_in_memory(model: torch.nn.Module, place: Path, wanted: torch.Tensor) -
 def main(place: Path, rows_file: str) -> None:
     transformers.utils.logging.disable_progress_bar()
     for label, config in CONFIGS.items():
-        model_type, here = label.split(",")[0], place / label.replace(", ", "-").replace(" ", "-")
+        here = place / label.replace(", ", "-").replace(" ", "-")
         model = model_of(config)
         wanted = answers(model)
         folder = here / "hf"
