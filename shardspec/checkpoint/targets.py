@@ -14,7 +14,6 @@ from typing import Final, NamedTuple, TypeAlias
 
 from shardspec.boxes import Box, box_shape, box_size
 from shardspec.checkpoint.catalog import Catalog, replica_holders, whole_box
-from shardspec.checkpoint.quantization.detect import QUANTIZED_BY, SECTIONS
 from shardspec.checkpoint.storage.path import StoragePath, file_inside
 from shardspec.checkpoint.storage.strict_json import parse_json
 from shardspec.comm.senders import whole_senders
@@ -40,6 +39,16 @@ _HUGGING_FACE: Final = re.compile(
 """Of `transformers` and PEFT: configs, the files of every tokenizer, and code."""
 _OWN_CODE: Final = b'"auto_map"'
 """Says in a config that a model brings code, which may import what lies beside it."""
+SECTIONS: Final = frozenset({"quantization_config", "quantization", "compression_config"})
+QUANTIZED_BY: Final = frozenset(
+    {
+        "hf_quant_config.json",
+        "quantize_config.json",
+        "quant_config.json",
+        "quantization_config.json",
+    }
+)
+"""Files about nothing but how weights are quantized."""
 _MOST_BYTES: Final = 2**28
 """Of one file; tokenizers have some ten million."""
 WITHOUT_SIDECARS: Final = Argument("sidecars", value=False)

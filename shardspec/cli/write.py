@@ -1,8 +1,7 @@
 """The commands that write checkpoints: `shardspec merge` and `shardspec reshard`."""
 
 import os
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from functools import partial
 from itertools import islice
 from pathlib import PurePath
@@ -26,9 +25,7 @@ from shardspec.checkpoint.select.dequantized import with_numbers
 from shardspec.cli import checkpoint_options as ckpt
 from shardspec.cli import options as opts
 from shardspec.cli.output import path_text, progress_bar, say, say_json
-from shardspec.comm.together import Processes
 from shardspec.errors import CheckpointError
-from shardspec.mesh.device_mesh import DeviceMesh
 from shardspec.text import (
     bytes_text,
     counted,
@@ -42,7 +39,6 @@ from shardspec.text import (
 
 if TYPE_CHECKING:
     from shardspec.checkpoint.catalog import Catalog
-    from shardspec.comm.communicator import Communicator
     from shardspec.layout.layout import Layout
 
 _MAX_LEFT_OUT: Final = 3
@@ -54,10 +50,8 @@ _MAX_ROWS: Final = 32
 
 
 def _usable_cores() -> int:
-    """Return this process's share of the usable cores, at most 4."""
-    processes = os.environ.get("LOCAL_WORLD_SIZE", "")  # of torchrun
-    share = int(processes) if processes.isdecimal() else 1
-    return max(1, min(4, len(os.sched_getaffinity(0)) // max(1, share)))
+    """Return the number of usable cores, at most 4."""
+    return min(4, len(os.sched_getaffinity(0)))
 
 
 def _size(text: str) -> int:
@@ -161,24 +155,16 @@ _write_options: Final = opts.stacked(
 """The options that `merge` and `reshard` share."""
 
 
-@contextmanager
-def _processes() -> "Iterator[Communicator | None]":
-    """Yield a communicator of the processes of torchrun; None if there is only one."""
-    size = os.environ.get("WORLD_SIZE", "")
-    if "TORCHELASTIC_RUN_ID" not in os.environ or not size.isdecimal() or int(size) < 2:
-        yield None
+def _refuse_jobs(title: str) -> None:
+    """Refuse to run in several processes of torchrun; the first one says why."""
+    if "TORCHELASTIC_RUN_ID" not in os.environ or os.environ.get("WORLD_SIZE", "1") == "1":
         return
-    import torch.distributed as dist
-
-    from shardspec.comm.process_group import ProcessGroupCommunicator
-
-    starts = not dist.is_initialized()
-    communicator = ProcessGroupCommunicator.of(DeviceMesh("cpu", range(int(size))))
-    try:
-        yield communicator
-    finally:
-        if starts:
-            dist.destroy_process_group()
+    if os.environ.get("RANK", "0") != "0":
+        raise SystemExit(2)
+    raise click.UsageError(
+        f"{title} runs in one process, with --threads: start it without torchrun, or call "
+        "load_sharded and save_sharded in the job"
+    )
 
 
 def _write(
@@ -198,33 +184,22 @@ def _write(
     """
     title = click.get_current_context().info_name or ""
     how["quantize_include"] = how["quantize_include"] or None
-    with _processes() as communicator:
-        with Processes(communicator).failing_together():
-            sources = source.open(*places)
-            names = maps.read(sources[0].home, stacked=stacked)
-            # Of several processes the first one prints.
-            silent = communicator is not None and 0 not in communicator.addressable
-            if maps.model is not None and not silent:
-                from shardspec.checkpoint.select.model_names import ModelNames
+    _refuse_jobs(title)
+    sources = source.open(*places)
+    names = maps.read(sources[0].home, stacked=stacked)
+    if maps.model is not None:
+        from shardspec.checkpoint.select.model_names import ModelNames
 
-                assert isinstance(names, ModelNames)
-                chosen = Choice(**choice, drop=maps.drop)
-                numbers = with_numbers(sources[0], how["dtype"], chosen, names.config)
-                for note in names.notes(numbers, chosen):
-                    say(f"note: {sources[0].directory}: {note}", err=True)
-        with progress_bar(not (silent or as_json), title) as progress:
-            report = convert(
-                *sources,
-                names=names,
-                drop=maps.drop,
-                progress=progress,
-                communicator=communicator,
-                **choice,
-                **how,
-            )
-    if as_json and not silent:
+        assert isinstance(names, ModelNames)
+        chosen = Choice(**choice, drop=maps.drop)
+        numbers = with_numbers(sources[0], how["dtype"], chosen, names.config)
+        for note in names.notes(numbers, chosen):
+            say(f"note: {sources[0].directory}: {note}", err=True)
+    with progress_bar(not as_json, title) as progress:
+        report = convert(*sources, names=names, drop=maps.drop, progress=progress, **choice, **how)
+    if as_json:
         say_json(report.to_json())
-    elif not silent:
+    else:
         say(_report_text(report))
 
 
@@ -323,7 +298,6 @@ def merge_command(
       shardspec merge ckpt -o model --max-shard-size 5GB --threads 2
       shardspec merge ckpt -o model.pt
       shardspec merge ckpt -o model.safetensors --overwrite --json
-      torchrun --nproc_per_node 4 -m shardspec merge ckpt -o model.safetensors
     """
     limit = max_shard_size
     suffix = "" if output.endswith("/") else PurePath(output).suffix.lower()
