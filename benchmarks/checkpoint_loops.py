@@ -16,7 +16,7 @@ from typing import Final
 
 from isal.isal_zlib import crc32
 
-from shardspec.checkpoint.boxes.copy import BLOCK_BYTES
+from shardspec.checkpoint.storage.checksums import BLOCK_BYTES
 
 __all__ = ["main"]
 

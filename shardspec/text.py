@@ -1,10 +1,13 @@
 """Sizes, times and tables as text, and text that is safe to print."""
 
+import re
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
 from itertools import chain, repeat
-from typing import TypeAlias
+from typing import Final, TypeAlias
+
+_DIGITS: Final = re.compile(r"(\d+)", re.ASCII)
 
 
 def bytes_text(num_bytes: float) -> str:
@@ -185,3 +188,19 @@ class Argument:
 
 TextPart: TypeAlias = str | Argument
 """A part of the message of an error."""
+
+
+def natural_order(names: Iterable[str]) -> list[str]:
+    """Sort names with their numbers as numbers.
+
+    >>> natural_order(["layers.10.w", "layers.2.w", "embed"])
+    ['embed', 'layers.2.w', 'layers.10.w']
+    """
+
+    def key(name: str) -> tuple[list[str | tuple[int, str]], str]:
+        parts = _DIGITS.split(name)
+        digits = (part.lstrip("0") for part in parts)
+        # Python reads no number of more than 4,300 digits.
+        return [(len(n), n) if at % 2 else parts[at] for at, n in enumerate(digits)], name
+
+    return sorted(names, key=key)

@@ -10,7 +10,6 @@ from pathlib import PurePath
 from typing import Final, NamedTuple
 
 from shardspec.checkpoint.catalog import Catalog
-from shardspec.checkpoint.compare.layers import natural_order
 from shardspec.checkpoint.formats import (
     FileStart,
     Format,
@@ -26,7 +25,7 @@ from shardspec.checkpoint.storage.path import StoragePath, reason
 from shardspec.checkpoint.storage.snapshot import Snapshot
 from shardspec.checkpoint.torch_files.parts import part_of_several, part_text
 from shardspec.errors import CheckpointError
-from shardspec.text import Argument, first_of
+from shardspec.text import Argument, first_of, natural_order
 
 _HEAD_BYTES: Final = 16
 _DEPTH: Final = 2

@@ -1,14 +1,12 @@
 """Several processes that do one thing: all of them go on, or all raise the same error."""
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from hashlib import sha256
 from typing import Final, NamedTuple, TypeVar
 
 from shardspec.comm.agreement import failure_text, on_all_ranks
 from shardspec.comm.communicator import Communicator
-from shardspec.errors import CheckpointError, CommunicatorError, OutputExistsError, ShardSpecError
+from shardspec.errors import CheckpointError, OutputExistsError, ShardSpecError
 
 T = TypeVar("T")
 
@@ -83,67 +81,3 @@ def check_same(communicator: Communicator, facts: Mapping[str, str], remedy: str
         text = every[rank].get(key, f"no such {key.split()[0]}")
         has.append(f"rank {rank} has {text[:_LONG]}{'…' if len(text) > _LONG else ''}")
     raise on_all_ranks(CheckpointError(f"{key}: {' but '.join(has)}; {remedy}"))
-
-
-@dataclass(frozen=True, slots=True)
-class Processes:
-    """The processes that write one output: those of a communicator, or this one alone.
-
-    Raises a `CommunicatorError` if this process is not one of them.
-    """
-
-    communicator: Communicator | None = None
-
-    def __post_init__(self) -> None:
-        if self.communicator is not None and not self.communicator.addressable:
-            mesh = self.communicator.mesh
-            raise CommunicatorError(
-                f"this process is not in mesh {mesh} of ids {mesh.ids}, whose processes share the "
-                "work; call this on those only"
-            )
-
-    @property
-    def rank(self) -> int:
-        """The place of this process among them."""
-        at = self.communicator
-        return 0 if at is None else at.mesh.ids.index(at.addressable[0])
-
-    @property
-    def size(self) -> int:
-        """How many there are."""
-        at = self.communicator
-        return 1 if at is None else at.mesh.size() // len(at.addressable)
-
-    def agree(self, act: Callable[[], T]) -> T:
-        """Do something in every process; see `agree`. A single one raises its error unchanged."""
-        if self.communicator is None or self.size == 1:
-            return act()
-        return agree(self.communicator, act)
-
-    def gather(self, value: T) -> list[T]:
-        """Return the values of all processes in their order."""
-        if self.communicator is None or self.size == 1:
-            return [value]
-        ranks = self.communicator.addressable
-        return list(self.communicator.gather(dict.fromkeys(ranks, value)).values())
-
-    def check_same(self, facts: Callable[[], Mapping[str, str]]) -> None:
-        """Raise in every process if they have been called with different arguments."""
-        if self.communicator is not None and self.size > 1:
-            every = "call it with the same arguments in every process"
-            check_same(self.communicator, self.agree(facts), every)
-
-    @contextmanager
-    def failing_together(self) -> Iterator[None]:
-        """Let the others know of an error; raise it when all have left the block."""
-        if self.communicator is None or self.size == 1:
-            yield
-            return
-        try:
-            with self.communicator.telling():
-                yield
-        except BaseException:
-            # Once a process ends with an error, torchrun ends those that still remove files.
-            with suppress(CommunicatorError):
-                self.gather(None)
-            raise

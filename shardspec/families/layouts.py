@@ -10,6 +10,7 @@ from shardspec.comm.steps import ReduceOp
 from shardspec.dtypes import keeps_dtype
 from shardspec.errors import LayoutError
 from shardspec.families.family import NamesOf, family_of
+from shardspec.families.glance import ModelLayouts
 from shardspec.families.model import model_of
 from shardspec.families.plans import TensorPlan, plan_specs
 from shardspec.input_files import read_json_object
@@ -107,7 +108,7 @@ def model_layouts(
     *,
     device_mesh: DeviceMesh | None = None,
     dtype: object = "bfloat16",
-) -> dict[str, Layout]:
+) -> ModelLayouts:
     """Return how each tensor of a model is sharded by a trainer or an engine.
 
     Parameters
@@ -126,9 +127,10 @@ def model_layouts(
 
     Returns
     -------
-    dict
-        Name to layout: as models of transformers have them in memory, as Megatron-core saves them
-        with numbered layers, or as vLLM does.
+    ModelLayouts
+        Name to layout, which prints as a summary by kind of tensor. Names are as models of
+        transformers have them in memory, as Megatron-core saves them with numbered layers, or as
+        vLLM has them.
 
     Raises
     ------
@@ -221,14 +223,15 @@ class _Sharded:
                 )
         return dp or 1
 
-    def layouts(self) -> dict[str, Layout]:
+    def layouts(self) -> ModelLayouts:
         """Return name to layout."""
         kind = self._parsed.kind
         plan: TensorPlan | None = None
         if kind == "hf-tp":
             head = self._known.get("qk", self._known.get("d", 0))
             plan = plan_specs(text_config(self._config), self._tp, head)
-        layouts = {}
+        layouts: dict[str, Layout] = {}
+        padding: dict[str, int] = {}
         for target in self._targets():
             dims = parse_view(target.view)
             shape = tuple(prod(self._known[factor] for factor in factors) for factors in dims)
@@ -246,7 +249,9 @@ class _Sharded:
                 mesh = self._mesh(target, layer, experts=self._is_expert(target, dims))
                 dtype = "float32" if keeps_dtype(name) else self._dtype
                 layouts[name] = Layout(mesh, spec, shape, dtype)
-        return layouts
+                if dims and tuple(dims[0]) == ("padded_vocab",):
+                    padding[name] = (shape[0] - self._known["v"]) * prod(shape[1:])
+        return ModelLayouts(layouts, padding)
 
     def _targets(self) -> Iterator[_Target]:
         """Yield the tensors of the place that the layout is about."""

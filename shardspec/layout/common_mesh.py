@@ -2,12 +2,14 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
-from itertools import accumulate, pairwise
+from functools import lru_cache
+from itertools import accumulate, pairwise, permutations
 from operator import mul
 
+from shardspec.comm.steps import ReduceOp
 from shardspec.layout.layout import Layout
 from shardspec.layout.spec import DimSpec, ShardingSpec
-from shardspec.mesh.device_mesh import DeviceMesh
+from shardspec.mesh.device_mesh import Axis, DeviceMesh
 
 
 def on_common_mesh(layouts: Mapping[str, Layout]) -> tuple[DeviceMesh, dict[str, Layout]]:
@@ -77,3 +79,35 @@ def _finer(cut: DimSpec, mesh: DeviceMesh, fine: list[tuple[int, int]]) -> tuple
     """Return the finer axes that together replace the axes of a dim."""
     places = [_between(mesh, mesh.axis(axis)) for axis in cut.axes]
     return tuple(at for within in places for at, (low, _) in enumerate(fine) if low in within)
+
+
+def on_larger_mesh(layout: Layout, mesh: DeviceMesh) -> Layout | None:
+    """Return a layout on a larger mesh; None if its own mesh is not a slice of that."""
+    if layout.mesh == mesh:
+        return layout
+    axes = _axes_on(layout.mesh, mesh)
+    if axes is None:
+        return None
+    spec = layout.spec
+    cuts: dict[int, DimSpec] = {}
+    for dim, cut in enumerate(spec.dim_specs):
+        by = tuple(axes[int(axis)] for axis in cut.axes if axis in axes)
+        # Along axes of one device nothing is sharded, nor does a part have several shares.
+        cuts[dim] = DimSpec(by, cut.parts, cut.block) if by else DimSpec()
+    pending: dict[Axis, ReduceOp] = {
+        axes[int(p.axis)]: p.op for p in spec.partials if p.axis in axes
+    }
+    onto_mesh = ShardingSpec(spec.dims, cuts, partial=pending)
+    return Layout(mesh, onto_mesh, layout.global_shape, layout.dtype)
+
+
+@lru_cache(maxsize=64)
+def _axes_on(own: DeviceMesh, mesh: DeviceMesh) -> dict[int, int] | None:
+    """Return the axis of a mesh for each longer axis of its slice; None if it is not a slice."""
+    first, longer = own.ids[0], [axis for axis, size in enumerate(own.shape) if size > 1]
+    shape = [own.shape[axis] for axis in longer]
+    for onto in permutations(range(mesh.ndim), len(longer)) if first in mesh.ids else ():
+        alike = [mesh.shape[axis] for axis in onto] == shape
+        if alike and tuple(mesh.group(first, onto)) == tuple(own.ids):
+            return dict(zip(longer, onto, strict=True))
+    return None

@@ -5,7 +5,8 @@ from itertools import product
 
 import pytest
 
-from shardspec.checkpoint.compare.layers import groups_of, natural_order, repeated_layers
+from shardspec.checkpoint.compare.layers import groups_of, repeated_layers
+from shardspec.text import natural_order
 
 
 def expanded(title):
@@ -63,3 +64,10 @@ def test_no_names_have_no_layers():
 def test_groups_are_few(names, groups):
     found = groups_of(names)
     assert {group: len(of) for group, of in found.items()} == groups
+
+
+def test_numbers_of_any_length_are_in_order():
+    long = "9" * 5000
+    assert natural_order([f"w.1{long}", f"w.{long}", "w.007", "w.10"]) == [
+        *("w.007", "w.10", f"w.{long}", f"w.1{long}")
+    ]

@@ -51,12 +51,6 @@ def test_only_object_stores_know_fsspec():
     assert using(imports_fsspec) == of_stores
 
 
-def test_only_the_calls_of_the_local_storage_refuse_links():
-    flags = {"O_NOFOLLOW"}
-    found = using(lambda node: isinstance(node, ast.Attribute) and node.attr in flags)
-    assert found == {"checkpoint/storage/descriptors.py"}
-
-
 def test_a_storage_is_imported_by_the_modules_that_choose_it():
     one = {f"shardspec.checkpoint.storage.{name}" for name in ("object_store", "local")}
 

@@ -8,8 +8,8 @@ import torch
 
 from shardspec import merge, save_sharded
 from shardspec.checkpoint.convert import output
-from shardspec.checkpoint.storage.descriptors import write_all
 from shardspec.checkpoint.storage.local import LocalPath
+from shardspec.checkpoint.storage.system_calls import write_all
 from shardspec.errors import CheckpointError
 
 MIB = bytes(range(256)) * 4096

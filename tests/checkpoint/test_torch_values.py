@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from shardspec.checkpoint.boxes.copy import crc32
+from shardspec.checkpoint.storage.checksums import crc32
 from shardspec.checkpoint.storage.from_text import storage_path
 from shardspec.checkpoint.torch_files.dtensors import read_torch
 from shardspec.checkpoint.torch_files.unpickler import Foreign, Record

@@ -7,7 +7,7 @@ import zipfile
 import pytest
 import torch
 
-from shardspec.checkpoint.boxes.copy import crc32
+from shardspec.checkpoint.storage.checksums import crc32
 from shardspec.checkpoint.storage.from_text import storage_path
 from shardspec.checkpoint.storage.local import LocalPath
 from shardspec.checkpoint.torch_files.dtensors import read_torch

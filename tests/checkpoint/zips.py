@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import pytest
 
-from shardspec.checkpoint.boxes.copy import crc32
+from shardspec.checkpoint.storage.checksums import crc32
 from shardspec.checkpoint.storage.from_text import storage_path
 from shardspec.checkpoint.storage.local import LocalFile
 from shardspec.checkpoint.torch_files.dtensors import read_torch

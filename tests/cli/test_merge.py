@@ -18,7 +18,6 @@ from shardspec import merge, save_sharded
 from shardspec.cli.main import cli
 from shardspec.errors import CheckpointError
 from tests.checkpoint.handmade import handmade, sample
-from tests.jobs import run_command
 
 
 def run(*args):
@@ -101,15 +100,24 @@ def test_says_what_a_cast_did_not_keep_and_refuses_it_if_asked(tmp_path):
     assert json.loads(result.stdout)["cast"] == {"overflows": 0, "underflows": 0, "nans": 0}
 
 
-@pytest.mark.dist
-def test_several_processes_add_up_what_casts_did_not_keep(tmp_path):
-    save_sharded(LOSSY, tmp_path / "ckpt")
-    args = ("merge", "ckpt", "-o", "out", "--dtype", "fp16", "--json")
-    first, second = run_command(2, tmp_path, *args)
-    assert (first.exit_code, first.stderr) == (0, "")
-    assert second == (0, "", "")
-    losses = json.loads(first.stdout)["cast"]
-    assert losses == {"overflows": 3201, "underflows": 1, "nans": 0}
+def test_several_processes_of_torchrun_are_refused_in_one_line(tmp_path, monkeypatch):
+    ckpt = handmade(sample()).write(tmp_path / "ckpt")
+    for name, value in {"TORCHELASTIC_RUN_ID": "x", "WORLD_SIZE": "2", "RANK": "0"}.items():
+        monkeypatch.setenv(name, value)
+    result = run(ckpt, "-o", tmp_path / "out")
+    assert result.exit_code == 2
+    assert "without torchrun" in result.stderr
+    assert "load_sharded and save_sharded" in result.stderr
+    monkeypatch.setenv("RANK", "1")
+    result = run(ckpt, "-o", tmp_path / "out")
+    assert (result.exit_code, result.output) == (2, "")
+    assert not (tmp_path / "out").exists()
+    # Processes of other launchers are not told apart from single ones, nor those of one process.
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert run(ckpt, "-o", tmp_path / "out").exit_code == 0
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID")
+    assert run(ckpt, "-o", tmp_path / "out", "--overwrite").exit_code == 0
 
 
 def test_quiet(tmp_path):

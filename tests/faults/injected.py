@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
-from shardspec.checkpoint.storage import descriptors
+from shardspec.checkpoint.storage import system_calls
 from tests.faults.checks import one_line
 from tests.faults.forks import DONE, KILLED, Fork
 from tests.faults.harness import Case
@@ -87,8 +87,8 @@ class _Wrapped:
             setattr(os, name, partial(self._call, name, getattr(os, name)))
         if "rename" in self._names:
             # Called by its address, not through `os`.
-            call = partial(self._call, "renameat2", descriptors.renameat2)
-            vars(descriptors)["renameat2"] = call
+            call = partial(self._call, "renameat2", system_calls.renameat2)
+            vars(system_calls)["renameat2"] = call
 
     def _call(self, name: str, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self._left -= 1

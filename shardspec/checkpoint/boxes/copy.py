@@ -12,9 +12,6 @@ from math import prod
 from threading import Lock
 from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias
 
-from isal.isal_zlib import crc32 as _crc32
-from isal.isal_zlib import crc32_combine
-
 from shardspec.boxes import Box, box_shape, box_size, chunks, intersect
 from shardspec.checkpoint.catalog import (
     ZEROS,
@@ -26,7 +23,14 @@ from shardspec.checkpoint.catalog import (
     row_major_strides,
     whole_box,
 )
-from shardspec.checkpoint.storage.path import FileStretch, SourceFile, StoragePath
+from shardspec.checkpoint.storage.checksums import (
+    BLOCK_BYTES,
+    Buffer,
+    crc32,
+    crc32_combine,
+    crc_text,
+)
+from shardspec.checkpoint.storage.path import FileStretch, StoragePath
 from shardspec.checkpoint.storage.reading import OpenFiles
 from shardspec.comm.senders import overlaps
 from shardspec.dtypes import item_bytes
@@ -35,8 +39,6 @@ from shardspec.errors import CheckpointError
 if TYPE_CHECKING:
     from shardspec.checkpoint.boxes.numeric import Bytes
 
-BLOCK_BYTES: Final = 1 << 20
-"""Most bytes that are copied at once: they fit the L2 cache of common CPUs."""
 _LONG_ROW: Final = 2048
 """Bytes from which rows are copied one by one, and not by numpy."""
 _PAGE: Final = 4096
@@ -44,7 +46,6 @@ _PAGE: Final = 4096
 _MAX_SPANS: Final = 64
 """Most separate spans of one box; reading some of its columns makes more."""
 
-Buffer: TypeAlias = bytes | bytearray | memoryview
 Progress: TypeAlias = Callable[[int, int], None]
 """Called with the bytes that are done so far and the bytes to do in all."""
 _Seen: TypeAlias = Callable[[int, memoryview], int]
@@ -52,24 +53,6 @@ _Seen: TypeAlias = Callable[[int, memoryview], int]
 _Key: TypeAlias = tuple[StoragePath, Digest]
 _Spans: TypeAlias = dict[int, tuple[int, int]]
 """First byte to the end and the CRC-32; no two touch."""
-
-
-def crc32(data: Buffer, value: int = 0) -> int:
-    """Return the CRC-32 of bytes (that of zlib and zip), going on from `value`."""
-    return int(_crc32(data, value))
-
-
-def crc32_of(file: SourceFile, start: int, num_bytes: int) -> int:
-    """Return the CRC-32 of a stretch of a file."""
-    value, end = 0, start + num_bytes
-    for at in range(start, end, BLOCK_BYTES):
-        value = crc32(file.read(at, min(BLOCK_BYTES, end - at)), value)
-    return value
-
-
-def crc_text(value: int) -> str:
-    """Write a CRC-32 as the eight digits under which it is stored and shown."""
-    return f"{value:08x}"
 
 
 def pieces(files: OpenFiles, stretch: FileStretch) -> Iterator[tuple[int, memoryview]]:
@@ -119,10 +102,10 @@ class Checks:
                 return crc
             before = next((at for at, (to, _) in spans.items() if to == start), None)
             if before is not None:
-                start, value = before, int(crc32_combine(spans.pop(before)[1], value, length))
+                start, value = before, crc32_combine(spans.pop(before)[1], value, length)
             if end in spans:
                 at, (end, tail) = end, spans.pop(end)
-                value = int(crc32_combine(value, tail, end - at))
+                value = crc32_combine(value, tail, end - at)
             spans[start] = end, value
             if (start, end) == (digest.start, digest.start + digest.num_bytes):
                 del self._open[key]

@@ -8,7 +8,7 @@ from itertools import pairwise, product
 from typing import Final, TypeAlias, TypeVar
 
 from shardspec.boxes import Box, box_size, chunks, contains
-from shardspec.checkpoint.boxes.copy import BLOCK_BYTES, Buffers, read_box_into
+from shardspec.checkpoint.boxes.copy import Buffers, read_box_into
 from shardspec.checkpoint.catalog import (
     ZEROS,
     AnyBox,
@@ -23,9 +23,9 @@ from shardspec.checkpoint.catalog import (
     distinct,
     whole_box,
 )
+from shardspec.checkpoint.storage.checksums import BLOCK_BYTES
 from shardspec.checkpoint.storage.path import StoragePath
 from shardspec.checkpoint.storage.reading import OpenFiles
-from shardspec.comm.together import Processes
 from shardspec.dtypes import item_bytes
 from shardspec.errors import CheckpointError
 
@@ -213,9 +213,7 @@ def _same_digest(a: StoredBox, b: StoredBox, num_bytes: int) -> bool:
 # --- all tensors of an output
 
 
-def check_tensors(
-    source: Catalog, names: Iterable[str], verify: bool, processes: Processes
-) -> Counter[StoragePath]:
+def check_tensors(source: Catalog, names: Iterable[str], verify: bool) -> Counter[StoragePath]:
     """Check that boxes tile every tensor, and copies agree; return the bytes to read by file."""
     copies_of = memoize_by_boxes(check_tiling)
     elements_of = memoize_by_boxes(_elements_by_file)
@@ -223,11 +221,9 @@ def check_tensors(
     counts: dict[int, Counter[_Place]] = {}
     widths: Counter[int] = Counter()
     with OpenFiles() as files:
-        for place, name in enumerate(sorted({*names})):
+        for name in sorted({*names}):
             outline = source.outline(name)
-            unsure = copies_of(outline) and not (verify and source.copies_agree(name))
-            # Each of several processes compares its share.
-            if unsure and place % processes.size == processes.rank:
+            if copies_of(outline) and not (verify and source.copies_agree(name)):
                 tensor = source.tensor(name)
                 for group in check_tiling(tensor):
                     check_replicas(tensor, group, files, trust_digests=verify)

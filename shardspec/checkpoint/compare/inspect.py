@@ -11,11 +11,12 @@ from shardspec.boxes import Box, box_shape, box_size
 from shardspec.checkpoint import catalog
 from shardspec.checkpoint.boxes.coverage import check_tiling, memoize_by_boxes
 from shardspec.checkpoint.catalog import AnyOutline, Catalog
-from shardspec.checkpoint.compare.layers import groups_of, natural_order
+from shardspec.checkpoint.compare.layers import groups_of
 from shardspec.checkpoint.open import as_catalog
 from shardspec.checkpoint.storage.path import StoragePath
 from shardspec.dtypes import item_bytes
 from shardspec.layout.layout import Layout
+from shardspec.text import natural_order
 
 
 class RowHolders(NamedTuple):

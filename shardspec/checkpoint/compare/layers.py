@@ -7,8 +7,8 @@ from itertools import chain, product
 from typing import Final, NamedTuple, TypeAlias
 
 from shardspec.layout.picture import ids_text
+from shardspec.text import natural_order
 
-_DIGITS: Final = re.compile(r"(\d+)", re.ASCII)
 _NUMBER: Final = re.compile(r"(?<![^.])(0|[1-9][0-9]{0,8})(?![^.])")
 """A component of a name that counts something, such as the 12 of ``layers.12.up.weight``."""
 _NUMBERED: Final = "(numbered)"
@@ -17,20 +17,6 @@ _MAX_GROUPS: Final = 12
 _TRIED_NAMES: Final = 8
 
 _Numbers: TypeAlias = tuple[int, ...]
-
-
-def natural_order(names: Iterable[str]) -> list[str]:
-    """Sort names with their numbers as numbers.
-
-    >>> natural_order(["layers.10.w", "layers.2.w", "embed"])
-    ['embed', 'layers.2.w', 'layers.10.w']
-    """
-
-    def key(name: str) -> tuple[list[str | int], str]:
-        parts = _DIGITS.split(name)
-        return [int(part) if at % 2 else part for at, part in enumerate(parts)], name
-
-    return sorted(names, key=key)
 
 
 class Repeated(NamedTuple):

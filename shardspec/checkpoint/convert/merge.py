@@ -8,22 +8,18 @@ import os
 import time
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
-from hashlib import sha256
 from pathlib import PurePath
 from typing import Unpack
-
-from isal.isal_zlib import crc32_combine
 
 from shardspec.checkpoint.catalog import Catalog
 from shardspec.checkpoint.compare.digest import check_digests_file, write_digests
 from shardspec.checkpoint.convert.options import WriteKeywords, WriteOptions, WriteReport
 from shardspec.checkpoint.convert.output import Output
-from shardspec.checkpoint.convert.prepare import Prepared, prepared_output
+from shardspec.checkpoint.convert.prepare import prepared_output
 from shardspec.checkpoint.select.mapped import Names
+from shardspec.checkpoint.storage.checksums import crc32_combine
 from shardspec.checkpoint.storage.from_text import storage_path
 from shardspec.checkpoint.targets import Target
-from shardspec.comm.together import Processes
 from shardspec.layout.layout import Layout
 from shardspec.layout.rules import Rules
 from shardspec.mesh.device_mesh import DeviceMesh
@@ -111,9 +107,6 @@ def merge(
         and Lightning's ``meta.pt``.
     progress
         Called with the bytes written so far and in all.
-    communicator
-        Whose processes share the work, as `ProcessGroupCommunicator.of(mesh)`; by default this one
-        does it alone. All of them call this with the same arguments, on one file system or store.
     digests
         A file to write digests of the output's tensors to, as `digest` finds them; they are of the
         bytes that are written anyway.
@@ -228,38 +221,28 @@ def _converted(
     if isinstance(place, str) and place.endswith(("/", os.sep)):
         options = replace(options, in_directory=True)
     digests_file = None if options.digests is None else storage_path(options.digests)
-    processes = Processes(options.communicator)
-
-    def prepare(save: str) -> Prepared:
-        prepared = prepared_output(checkpoint, output, options, processes, save)
-        if digests_file is not None and processes.rank == 0:
-            check_digests_file(digests_file, output, overwrite=options.overwrite)
-        return prepared
-
-    with processes.failing_together():
-        save = processes.gather(os.urandom(8).hex())[0]
-        prepared = processes.agree(lambda: prepare(save))
-        report = prepared.report
-        processes.check_same(lambda: _facts(prepared, options))
-        if not options.dry_run:
-            begun = Output(*prepared[:3], options, processes)
-            written = begun.write()
-            crc = 0
-            for _, num_bytes, value in written:
-                crc = int(crc32_combine(crc, value, num_bytes))
-            digests = None
-            if digests_file is not None:
-                digests = processes.agree(lambda: _digests(prepared.target, begun))
-                write = partial(write_digests, digests_file, digests, overwrite=options.overwrite)
-                processes.agree(lambda: write() if processes.rank == 0 else None)
-            report = replace(
-                report,
-                writes={name: num_bytes for name, num_bytes, _ in written},
-                crc32=crc if begun.digested else None,
-                cast_losses=begun.losses,
-                written=True,
-                digests=digests,
-            )
+    prepared = prepared_output(checkpoint, output, options, os.urandom(8).hex())
+    if digests_file is not None:
+        check_digests_file(digests_file, output, overwrite=options.overwrite)
+    report = prepared.report
+    if not options.dry_run:
+        begun = Output(*prepared[:3], options)
+        written = begun.write()
+        crc = 0
+        for _, num_bytes, value in written:
+            crc = crc32_combine(crc, value, num_bytes)
+        digests = None
+        if digests_file is not None:
+            digests = _digests(prepared.target, begun)
+            write_digests(digests_file, digests, overwrite=options.overwrite)
+        report = replace(
+            report,
+            writes={name: num_bytes for name, num_bytes, _ in written},
+            crc32=crc if begun.digested else None,
+            cast_losses=begun.losses,
+            written=True,
+            digests=digests,
+        )
     return replace(report, seconds=time.monotonic() - started)
 
 
@@ -271,23 +254,3 @@ def _digests(target: Target, output: Output) -> Digests:
         written = target.same.get(tensor.name, tensor.name)
         digests[tensor.name] = output.tensor_digests.get(written, empty)
     return Digests(digests)
-
-
-def _facts(prepared: Prepared, options: WriteOptions) -> dict[str, str]:
-    """Return what several processes that write one output have to agree on."""
-    source, target, _, report = prepared
-    facts = {
-        "output": str(storage_path(report.path).absolute()),
-        "checkpoint": str(source.directory.absolute()),
-        "format": report.format,
-    }
-    for option in ("dry_run", "strict_cast", "overwrite", "verify", "digests"):
-        facts[f"option {option}"] = str(getattr(options, option))
-    for file in target.files:
-        layout = sha256()
-        for tensor, box, offset in file.extents:
-            layout.update(repr((tensor, box, offset)).encode("utf-8", "surrogatepass"))
-        facts[f"file {file.name!r}"] = (
-            f"{file.num_bytes} bytes with layout {layout.hexdigest()[:8]}"
-        )
-    return facts

@@ -5,12 +5,12 @@ from dataclasses import dataclass, field
 from pathlib import PurePath
 from typing import TYPE_CHECKING
 
-from shardspec.checkpoint.boxes.copy import Progress, crc_text
+from shardspec.checkpoint.boxes.copy import Progress
 from shardspec.checkpoint.catalog import Catalog
 from shardspec.checkpoint.formats import Way
 from shardspec.checkpoint.select.choice import Choice, Patterns, Selection
 from shardspec.checkpoint.select.mapped import Names
-from shardspec.comm.communicator import Communicator
+from shardspec.checkpoint.storage.checksums import crc_text
 from shardspec.layout.layout import Layout
 from shardspec.layout.rules import Rules
 from shardspec.mesh.device_mesh import DeviceMesh
@@ -34,7 +34,6 @@ class WriteKeywords(Selection, total=False):
     dry_run: bool
     sidecars: bool
     progress: Progress | None
-    communicator: Communicator | None
     digests: PurePath | str | None
 
 
@@ -64,7 +63,6 @@ class WriteOptions(Choice):
     dry_run: bool = False
     sidecars: bool = True
     progress: Progress | None = None
-    communicator: Communicator | None = None
     digests: PurePath | str | None = None
 
 

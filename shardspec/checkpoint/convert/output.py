@@ -8,31 +8,21 @@ is complete, and a file that it replaces stays until then.
 import heapq
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from functools import partial
-from itertools import islice
 from operator import itemgetter
 from threading import Event, Lock
 from typing import TYPE_CHECKING, Final, TypeAlias
 
-from isal.isal_zlib import crc32_combine
-
-from shardspec.checkpoint.boxes.copy import (
-    BLOCK_BYTES,
-    Buffers,
-    Checks,
-    crc32,
-    read_box,
-    stretches,
-)
+from shardspec.checkpoint.boxes.copy import Buffers, Checks, read_box, stretches
 from shardspec.checkpoint.catalog import Catalog, distinct
 from shardspec.checkpoint.convert.options import WriteOptions
 from shardspec.checkpoint.convert.prepare import Destination
+from shardspec.checkpoint.storage.checksums import BLOCK_BYTES, crc32, crc32_combine
 from shardspec.checkpoint.storage.path import Staged, Staging, WriteAt
 from shardspec.checkpoint.storage.reading import AHEAD_BYTES, OpenFiles, prefetch_map
 from shardspec.checkpoint.targets import Extent, RawBytes, Target
-from shardspec.comm.together import Processes
 from shardspec.dtypes import is_cast
 from shardspec.errors import CheckpointError
 from shardspec.resharding.digests import TensorDigest
@@ -45,48 +35,29 @@ _TASK_BYTES: Final = 32 << 20
 """Least bytes of the tensors that a thread takes at once."""
 _TASKS_AHEAD: Final = 2
 """Per thread."""
-_ROUND_BYTES: Final = 4 << 30
-"""About how much each process copies before it hears whether the others have failed."""
 _MAX_OPEN: Final = 128
 """Files that a thread has open to be written."""
 
 Written: TypeAlias = list[tuple[str, int, int]]
 """Name, bytes and CRC-32 of files."""
-_Copied: TypeAlias = tuple[
-    list[tuple[int, int, int]], dict[str, int], "CastLosses | None", dict[str, TensorDigest]
-]
-"""What a process has copied: file, number and CRC-32 of extents; the CRC-32 of the files that are
-complete; what casts lost; digests of the parts of tensors."""
-
-
 Extents: TypeAlias = list[tuple[int, int]]
 """What a thread copies in turn: for each the number of a file, and of an extent in it."""
 
 
-def plan_tasks(
-    target: Target, rank: int = 0, size: int = 1, *, whole_files: bool = False
-) -> Iterator[Extents]:
-    """Yield the tasks of one of several processes: all extents of a few tensors, or of one file.
-
-    Processes have about equal shares of all bytes.
-    """
+def plan_tasks(target: Target, *, whole_files: bool = False) -> Iterator[Extents]:
+    """Yield tasks: all extents of a few tensors, or of one file."""
     # Extents as single numbers: there may be ten million.
     groups: dict[object, array[int]] = {}
     for number, file in enumerate(target.files):
         for place, extent in enumerate(file.extents):
             key = number if whole_files else extent.tensor.source
             groups.setdefault(key, array("q")).append(number << 32 | place)
-    total = sum(extent.num_bytes for file in target.files for extent in file.extents)
-    before = task_bytes = 0
+    task_bytes = 0
     task: Extents = []
     for codes in groups.values():
         extents = [divmod(code, 1 << 32) for code in codes]
-        num_bytes = sum(target.files[file].extents[place].num_bytes for file, place in extents)
-        # A group goes to the process in whose share its middle is.
-        if min(size - 1, (2 * before + num_bytes) * size // (2 * max(1, total))) == rank:
-            task += extents
-            task_bytes += num_bytes
-        before += num_bytes
+        task += extents
+        task_bytes += sum(target.files[file].extents[at].num_bytes for file, at in extents)
         if task and (whole_files or task_bytes >= _TASK_BYTES):
             yield task
             task, task_bytes = [], 0
@@ -99,7 +70,7 @@ _Blocks: TypeAlias = Iterator[tuple[int, memoryview]]
 
 
 class Output:
-    """An output that is being written; all threads of this process share it."""
+    """An output that is being written; all threads share it."""
 
     _staged: Staged
 
@@ -109,12 +80,11 @@ class Output:
         target: Target,
         destination: Destination,
         options: WriteOptions,
-        processes: Processes,
     ) -> None:
         self.source, self.target, self.destination = source, target, destination
         self.path = destination.path
         self.whole_files = self.path.whole_files
-        self.options, self.processes = options, processes
+        self.options = options
         self.digested = options.verify or target.digested
         """Whether the CRC-32 of what is written is computed."""
         self.losses: CastLosses | None = None
@@ -124,8 +94,7 @@ class Output:
         """CRC-32 of every extent of every file, if they are computed."""
         self._file_crcs: dict[str, int] = {}
         """The same for whole files that are complete."""
-        rank, size = processes.rank, processes.size
-        self._tasks = partial(plan_tasks, target, rank, size, whole_files=self.whole_files)
+        self._tasks = partial(plan_tasks, target, whole_files=self.whole_files)
         self._left: Counter[str] = Counter()
         """How many extents of each tensor are still to be copied."""
         self._checks: dict[str, Checks] = {}
@@ -138,70 +107,29 @@ class Output:
                 self._total += extent.num_bytes
             if self.whole_files:
                 self._total += target.files[task[0][0]].other_bytes
-        if not rank:
-            whole = (file for file in target.files if not (self.whole_files and file.extents))
-            self._total += sum(file.other_bytes for file in whole)
-        self._rounds = 1 + sum(file.num_bytes for file in target.files) // (size * _ROUND_BYTES)
-        self._tasks_per_round = -(-tasks // self._rounds)
+        whole = (file for file in target.files if not (self.whole_files and file.extents))
+        self._total += sum(file.other_bytes for file in whole)
         self._threads = max(1, min(options.threads, tasks))
         self._failed, self._lock = Event(), Lock()
-
-    @contextmanager
-    def _begun(self) -> Iterator[None]:
-        """Stage all files, or join the process that has; the end of the block publishes them."""
-        processes, directory = self.processes, self.target.directory
-        files = {file.name: file.num_bytes for file in self.target.files}
-        listing = None if self.target.listing is None else self.target.listing.name
-        if listing is not None:
-            files[listing] = 0
-        output = Staging(files, directory, self.options.overwrite, listing, *self.destination[1:])
-
-        def begin(token: object = None) -> object:
-            staged = self.path.stage(output) if first else self.path.join(output, token)
-            self._staged = stack.enter_context(staged)
-            return self._staged.token
-
-        first = processes.rank == 0
-        with ExitStack() as stack:
-            token = processes.gather(processes.agree(lambda: begin() if first else None))[0]
-            processes.agree(lambda: None if first else begin(token))
-            yield
 
     def _extent(self, at: tuple[int, int]) -> Extent:
         return self.target.files[at[0]].extents[at[1]]
 
     def write(self) -> Written:
-        """Write all files; the first of several processes completes the output."""
-        processes, first = self.processes, self.processes.rank == 0
-        with ExitStack() as stack:
-            stack.enter_context(self._begun())
+        """Write all files and publish the output; return the files."""
+        files = {file.name: file.num_bytes for file in self.target.files}
+        listing = None if self.target.listing is None else self.target.listing.name
+        if listing is not None:
+            files[listing] = 0
+        output = Staging(
+            files, self.target.directory, self.options.overwrite, listing, *self.destination[1:]
+        )
+        with self.path.stage(output) as self._staged:
             self._run()
-            crcs = [
-                (file, number, self._crcs[file][number])
-                for task in (self._tasks() if processes.size > 1 else ())
-                for file, number in task
-            ]
-            copied = processes.gather((crcs, self._file_crcs, self.losses, self.tensor_digests))
-            for *_, digests in copied[: processes.rank] + copied[processes.rank + 1 :]:
-                for name, digested in digests.items():
-                    self._add_digest(name, digested)
-            self._staged.published = not first
-            written = processes.agree(lambda: self._finish(copied) if first else [])
-            # Here the output appears under its name.
-            processes.agree(lambda: stack.close() if first else None)
-        return processes.gather(written)[0]
+            return self._finish()
 
-    def _finish(self, copied: Sequence[_Copied]) -> Written:
-        """Complete the files, that which lists the others last, and return all of them.
-
-        `copied` is what each of the processes has copied, this one first.
-        """
-        for crcs, files, losses, _ in copied[1:]:
-            for file, number, crc in crcs:
-                self._crcs[file][number] = crc
-            self._file_crcs.update(files)
-            if losses is not None:
-                self.losses = losses if self.losses is None else self.losses + losses
+    def _finish(self) -> Written:
+        """Complete the files, that which lists the others last, and return all of them."""
         written = []
         for number, (name, num_bytes, *_) in enumerate(self.target.files):
             if name not in self._file_crcs:
@@ -214,10 +142,7 @@ class Output:
         return written
 
     def _run(self) -> None:
-        """Do all tasks of this process, in threads; the first that fails stops the others.
-
-        Where another process fails, this one stops at the end of a round.
-        """
+        """Do all tasks, in threads; the first that fails stops the others."""
         threads = self._threads
         spare = [Buffers() for _ in range(threads)]
 
@@ -243,16 +168,14 @@ class Output:
         ahead = _TASKS_AHEAD * threads if threads > 1 else 0
         with prefetch_map(self._tasks(), work, ahead, threads) as done:
             try:
-                for _ in range(self._rounds):
-                    self.processes.agree(lambda: list(islice(done, self._tasks_per_round)))
-                if self.processes.size > 1:
-                    self.processes.agree(self.source.check_unchanged)
+                for _ in done:
+                    pass
             except BaseException:
                 self._failed.set()
                 raise
 
     def _copy(self, task: Extents, files: OpenFiles, buffers: Buffers) -> None:
-        """Do a task of this process."""
+        """Do one task."""
         if self.whole_files:
             ((whole, _), *_) = task
             self._complete(whole, lambda number: self._blocks(whole, number, files, buffers))
@@ -294,7 +217,7 @@ class Output:
                 if digested is not None:
                     digested = digested.with_bytes(part, box, done)
                 done += len(part)
-                crc = int(crc32_combine(crc, of_part, len(part)))
+                crc = crc32_combine(crc, of_part, len(part))
                 at += len(part)
                 self._advance(len(part))
         self._crcs[file][number] = crc
@@ -356,7 +279,7 @@ class Output:
                         write(*block)
                     num_bytes, crc = file.extents[piece].num_bytes, crcs[piece]
                 value = crc32(bytes(offset - end), value)
-                value = int(crc32_combine(value, crc, num_bytes))
+                value = crc32_combine(value, crc, num_bytes)
                 end = offset + num_bytes
         self._file_crcs[file.name] = value if self.digested else 0
         self._advance(file.other_bytes)

@@ -43,7 +43,6 @@ from shardspec.checkpoint.storage.path import (
     output_exists,
 )
 from shardspec.checkpoint.targets import Carried, Target, add_sidecars
-from shardspec.comm.together import Processes
 from shardspec.dtypes import dtype_name
 from shardspec.errors import CheckpointError, ShardSpecError
 from shardspec.layout.layout import Layout
@@ -81,27 +80,16 @@ def prepared_output(
     checkpoint: PurePath | str | Catalog,
     output: StoragePath,
     options: WriteOptions,
-    processes: Processes,
     save: str,
 ) -> Prepared:
-    """Check that an output can be made of a checkpoint and may be written; `save` names this save.
-
-    Each of several processes calls this; the first looks at the destination.
-    """
+    """Check that an output can be made and may be written; `save` names this save."""
     if options.threads < 1:
         raise CheckpointError(f"{options.threads} threads write nothing; give at least 1")
-    if not output.shared and processes.size > 1:
-        raise CheckpointError(
-            f"{output}: memory:// is the memory of one process, and others do not see it; "
-            "start one process"
-        )
     format = _format(output, options)
     source, target = _laid_out(checkpoint, output, options, format, save)
-    destination = Destination(output)
-    if processes.rank == 0:
-        destination = check_destination(output, source, target, options.overwrite)
+    destination = check_destination(output, source, target, options.overwrite)
     names = (tensor.source for tensor in target.tensors)
-    reads = check_tensors(source, names, options.verify, processes)
+    reads = check_tensors(source, names, options.verify)
     pickled = source.facts.pickled
     report = WriteReport(
         path=output.public(),
@@ -209,8 +197,14 @@ def _laid_out(
         winners = winning_patterns(list(options.rules or {}), layouts)
         chosen = {n: (winners.get(n, ""), str(at.labelled_spec)) for n, at in layouts.items()}
         target = target._replace(sharding=chosen)
+    if options.quantize is not None and not (target.directory and options.sidecars):
+        raise CheckpointError(
+            f"{output}: without a config.json nothing states the blocks of {options.quantize}; "
+            "name a directory, as model/, and write the files beside the weights"
+        )
     if options.sidecars:
-        target = add_sidecars(source, target, format.sidecars)
+        dtype = None if choice.dtype is None else dtype_name(choice.dtype)
+        target = add_sidecars(source, target, format.sidecars, dtype)
     if not output.nests and any("/" in file.name for file in target.files):
         raise CheckpointError(
             f"{output}: the format {format.name!r} has files in directories, which are not written "

@@ -23,9 +23,9 @@ from typing import Final, NamedTuple
 
 from shardspec.boxes import box_shape
 from shardspec.checkpoint import catalog
-from shardspec.checkpoint.boxes.copy import crc32_of, crc_text
 from shardspec.checkpoint.catalog import FileBox, Outline, StoredBox, StoredObject, box_text
 from shardspec.checkpoint.formats import Format, OpenOptions, Wanted
+from shardspec.checkpoint.storage.checksums import crc32_of, crc_text
 from shardspec.checkpoint.storage.path import SourceFile, StoragePath, file_inside
 from shardspec.checkpoint.storage.reading import prefetch_map
 from shardspec.checkpoint.storage.strict_json import parse_json

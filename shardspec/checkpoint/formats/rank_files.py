@@ -26,11 +26,10 @@ from typing import Final, NamedTuple, TypeAlias
 from shardspec.checkpoint import catalog
 from shardspec.checkpoint.catalog import replica_keys
 from shardspec.checkpoint.formats import Format, OpenOptions
-from shardspec.checkpoint.job.rank_state import on_larger_mesh
 from shardspec.checkpoint.storage.path import StoragePath, file_inside
 from shardspec.checkpoint.storage.reading import HeaderFiles, prefetch_map
 from shardspec.checkpoint.torch_files import states as torch_states
-from shardspec.checkpoint.torch_files.unpickler import alike_screen, no_collection
+from shardspec.checkpoint.torch_files.unpickler import no_collection
 from shardspec.checkpoint.torch_files.values import (
     TensorPlace,
     TorchTensor,
@@ -40,6 +39,7 @@ from shardspec.checkpoint.torch_files.values import (
 )
 from shardspec.checkpoint.torch_files.zip_reader import Directory, TorchZip, read_torch_zip
 from shardspec.errors import CheckpointError, ShardSpecError
+from shardspec.layout.common_mesh import on_larger_mesh
 from shardspec.layout.layout import Layout
 from shardspec.layout.placements import spec_of_placements
 from shardspec.layout.spec import ShardingSpec
@@ -152,12 +152,11 @@ def read_states(files: Iterable[tuple[StoragePath, int]]) -> list[RankState]:
     """Return the contents of files of `torch.save`, each with its rank; tensors are not read."""
     files = list(files)
     ahead = files[0][0].files_ahead(_AHEAD) if files else 0
-    screened = alike_screen()
     distinct: list[tuple[Mapping[str, TorchTensor], Directory]] = []
     states: list[RankState] = []
     with no_collection(), prefetch_map([path for path, _ in files], _look, ahead) as looks:
         for (path, rank), (archive, data) in zip(files, looks, strict=True):
-            read = torch_states.read_contents(archive, data, rank, screened)
+            read = torch_states.read_contents(archive, data, rank)
             tensors = read.tensors
             description = tensors, archive.directory
             same = next((other for other in distinct if other == description), None)

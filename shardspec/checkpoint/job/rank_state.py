@@ -3,24 +3,23 @@
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache, reduce
-from itertools import permutations
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 
 from shardspec.boxes import Box
-from shardspec.checkpoint.boxes.copy import crc32
 from shardspec.checkpoint.catalog import box_text, replica_holders
 from shardspec.checkpoint.formats.safetensors import encode_header
 from shardspec.checkpoint.state_dict import FlatState, Leaf, flatten
+from shardspec.checkpoint.storage.checksums import crc32
 from shardspec.comm.agreement import on_all_ranks
 from shardspec.comm.communicator import Communicator
-from shardspec.comm.steps import ReduceOp
 from shardspec.comm.together import agree, check_same
 from shardspec.errors import CheckpointError, DTypeError
+from shardspec.layout.common_mesh import on_larger_mesh
 from shardspec.layout.layout import Layout, LayoutCell
 from shardspec.layout.picture import ids_text
-from shardspec.layout.spec import DimSpec, ShardingSpec
-from shardspec.mesh.device_mesh import Axis, DeviceMesh
+from shardspec.layout.spec import ShardingSpec
+from shardspec.mesh.device_mesh import DeviceMesh
 from shardspec.resharding.state import leaves
 from shardspec.text import counted
 
@@ -123,38 +122,6 @@ def _shards_of(
             f"with ids {mesh.ids}; convert it to one mesh first"
         )
     return value.shards, larger
-
-
-def on_larger_mesh(layout: Layout, mesh: DeviceMesh) -> Layout | None:
-    """Return a layout on a larger mesh; None if its own mesh is not a slice of that."""
-    if layout.mesh == mesh:
-        return layout
-    axes = _axes_on(layout.mesh, mesh)
-    if axes is None:
-        return None
-    spec = layout.spec
-    cuts: dict[int, DimSpec] = {}
-    for dim, cut in enumerate(spec.dim_specs):
-        by = tuple(axes[int(axis)] for axis in cut.axes if axis in axes)
-        # Along axes of one device nothing is sharded, nor does a part have several shares.
-        cuts[dim] = DimSpec(by, cut.parts, cut.block) if by else DimSpec()
-    pending: dict[Axis, ReduceOp] = {
-        axes[int(p.axis)]: p.op for p in spec.partials if p.axis in axes
-    }
-    onto_mesh = ShardingSpec(spec.dims, cuts, partial=pending)
-    return Layout(mesh, onto_mesh, layout.global_shape, layout.dtype)
-
-
-@lru_cache(maxsize=64)
-def _axes_on(own: DeviceMesh, mesh: DeviceMesh) -> dict[int, int] | None:
-    """Return the axis of a mesh for each longer axis of its slice; None if it is not a slice."""
-    first, longer = own.ids[0], [axis for axis, size in enumerate(own.shape) if size > 1]
-    shape = [own.shape[axis] for axis in longer]
-    for onto in permutations(range(mesh.ndim), len(longer)) if first in mesh.ids else ():
-        alike = [mesh.shape[axis] for axis in onto] == shape
-        if alike and tuple(mesh.group(first, onto)) == tuple(own.ids):
-            return dict(zip(longer, onto, strict=True))
-    return None
 
 
 def _check_plain(name: str, tensor: "torch.Tensor") -> None:

@@ -13,7 +13,6 @@ from pathlib import PurePath
 from typing import Any, Literal, overload
 
 from shardspec.boxes import Box
-from shardspec.checkpoint.boxes.copy import crc32
 from shardspec.checkpoint.compare.digest import (
     add_up,
     check_digests_file,
@@ -27,6 +26,7 @@ from shardspec.checkpoint.job import rank_state
 from shardspec.checkpoint.job.background import PendingSave, StoreCommunicator, copied
 from shardspec.checkpoint.job.rank_state import Described, Replicas
 from shardspec.checkpoint.state_dict import encode_value
+from shardspec.checkpoint.storage.checksums import crc32
 from shardspec.checkpoint.storage.from_text import storage_path
 from shardspec.checkpoint.storage.path import StoragePath, is_temporary, reason
 from shardspec.checkpoint.targets import BoxEntry, FileEntry, OutputFile, OutputTensor, assign_boxes

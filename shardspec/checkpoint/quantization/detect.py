@@ -5,26 +5,15 @@ exist for codes only, and by what configs state. Codes of the schemes in `scheme
 blocks; those of other schemes are moved whole.
 """
 
-import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import suppress
 from typing import Final, NamedTuple
 
 from shardspec.checkpoint.quantization.schemes import USUAL, Coded, Shape, coded, schemes_in
-from shardspec.checkpoint.storage.path import StoragePath, file_inside
+from shardspec.checkpoint.storage.path import StoragePath
+from shardspec.checkpoint.storage.strict_json import json_beside
+from shardspec.checkpoint.targets import QUANTIZED_BY, SECTIONS
 
-_MOST_CONFIG_BYTES: Final = 1 << 24
-SECTIONS: Final = frozenset({"quantization_config", "quantization", "compression_config"})
-QUANTIZED_BY: Final = frozenset(
-    {
-        "hf_quant_config.json",
-        "quantize_config.json",
-        "quant_config.json",
-        "quantization_config.json",
-    }
-)
-"""Files about nothing but how weights are quantized."""
 _CONFIGS: Final = ("config.json", *sorted(QUANTIZED_BY), "params.json")
 
 _NARROW: Final = re.compile(r"u?int(8|16|32)|float[48]_.*")
@@ -190,14 +179,3 @@ def sections_of(config: object) -> Iterator[dict[str, object]]:
                 yield inner
             else:
                 below.append(inner)
-
-
-def json_beside(directory: StoragePath, name: str) -> object:
-    """Return the content of a JSON file in a directory; None if there is none to be read."""
-    if not (directory / name).is_file():
-        return None
-    with file_inside(directory, name, directory).open() as file:
-        data = file.read(0, min(file.num_bytes, _MOST_CONFIG_BYTES))
-    with suppress(ValueError, RecursionError):
-        return json.loads(data)
-    return None

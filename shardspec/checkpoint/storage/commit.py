@@ -1,13 +1,11 @@
 """Outputs that appear whole or not at all.
 
-An output NAME is written by these steps. Other names are beside it; they are opened without
-following links, by the descriptor of their directory.
+An output NAME is written by these steps. Other names are beside it.
 
-1. Lock ``.NAME.shardspec-lock``, a file of this user. If another run has locked it, stop.
-2. Remove ``.NAME.shardspec-staging``, which a killed run may have left, and create it: a file of
-   mode 0600, or a directory of mode 0700.
-3. Fill it. Everything in it is opened through its descriptor, without following links, so that
-   other users of the directory cannot redirect a write.
+1. Lock ``.NAME.shardspec-lock``. If another run has locked it, stop.
+2. Remove ``.NAME.shardspec-staging``, which a killed run may have left, and create it for this user
+   alone: a file, or a directory.
+3. Fill it.
 4. Check that the output to replace is unchanged. Give the new files its modes and owners, and flush
    them and their directories to the disk.
 5. Rename the staged output to NAME, and flush the directory. A directory exchanges names with the
@@ -24,18 +22,20 @@ import os
 import stat
 import warnings
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
+from functools import reduce
 from itertools import islice
+from operator import and_
+from pathlib import PurePath
 from typing import Final
 
-from shardspec.checkpoint.storage import descriptors
+from shardspec.checkpoint.storage import system_calls
 from shardspec.checkpoint.storage.path import (
     Identity,
     Staging,
     StoragePath,
     WriteAt,
     output_exists,
-    reason,
 )
 from shardspec.errors import CheckpointError
 from shardspec.text import shown
@@ -48,47 +48,48 @@ _FLUSH_BYTES: Final = 8 << 20
 class StagedFiles:
     """An output that is written by these steps: a file, or a directory of files."""
 
-    published = False
-
-    def __init__(
-        self, path: StoragePath, name: str, fd: int, *, directory: bool, stamp: int
-    ) -> None:
-        self.path, self.fd, self._directory = path, fd, directory
-        self.place = path.with_name(name)
-        """Its path until it is published."""
-        self.token = self.place, stamp
+    def __init__(self, path: StoragePath, place: StoragePath, *, directory: bool) -> None:
+        self._path, self.place, self._directory = path, place, directory
 
     def create(self, name: str, num_bytes: int) -> None:
         """Create a file of a size; raises if the disk is full."""
-        with self.path.errors("written", _more(num_bytes)):
-            fd = self._open(name, descriptors.NEW_FILE)
+        with self._path.errors("written", _more(num_bytes)):
+            place = self._at(name)
+            if self._directory:
+                os.makedirs(place.parent, 0o700, exist_ok=True)
+            flags = system_calls.NEW_FILE if self._directory else system_calls.FILE
+            fd = os.open(place, flags, 0o600)
             try:
-                descriptors.reserve(fd, num_bytes)
+                system_calls.reserve(fd, num_bytes)
             finally:
                 os.close(fd)
 
     @contextmanager
     def file(self, name: str) -> Iterator[WriteAt]:
         """Write a file at any positions, by any number of threads."""
-        with self.path.errors("written"):
-            fd = self._open(name, descriptors.FILE)
+        with self._path.errors("written"):
+            fd = os.open(self._at(name), system_calls.FILE)
         try:
             new_bytes = 0
 
             def write(at: int, data: bytes | memoryview) -> None:
                 nonlocal new_bytes
-                descriptors.write_all(fd, memoryview(data), at, self.path)
+                system_calls.write_all(fd, memoryview(data), at, self._path)
                 new_bytes += len(data)
                 if new_bytes >= _FLUSH_BYTES:
                     new_bytes = 0
-                    descriptors.begin_flush(fd)
+                    system_calls.begin_flush(fd)
 
             yield write
         finally:
             os.close(fd)
 
-    def _open(self, name: str, flags: int) -> int:
-        return descriptors.open_below(self.fd, name, flags) if self._directory else os.dup(self.fd)
+    def _at(self, name: str) -> StoragePath:
+        if not self._directory:
+            return self.place
+        if not {"", ".", ".."}.isdisjoint(name.split("/")):
+            raise CheckpointError(f"{name!r} does not name a file in a directory; choose another")
+        return self.place / name
 
 
 @contextmanager
@@ -97,84 +98,55 @@ def staged_output(path: StoragePath, output: Staging) -> Iterator[StagedFiles]:
 
     Raises `CheckpointError` if another run is writing the output, or has replaced it.
     """
-    directory, overwrite, identity = output.directory, output.overwrite, output.identity
-    with _opened_parent(path) as parent, _locked(parent, path) as stem:
-        staging, older = f"{stem}-staging", f"{stem}-old"
+    directory = output.directory
+    with _locked(path) as stem:
+        staging, older = path.with_name(f"{stem}-staging"), path.with_name(f"{stem}-old")
         with path.errors("written"):
-            _recover(parent, path, staging, older)
-            _check_same(parent, path, identity)
-        with _made(parent, staging, path, directory=directory) as fd:
-            # Processes that join recognise it by its time: a killed run may have left another.
-            stamp = int.from_bytes(os.urandom(4)) >> 1
-            staged = StagedFiles(path, staging, fd, directory=directory, stamp=stamp)
+            _recover(path, staging, older)
+            _check_same(path, output.identity)
+        try:
+            staged = StagedFiles(path, staging, directory=directory)
+            with path.errors("written"):
+                if directory:
+                    os.mkdir(staging, 0o700)
+                else:
+                    os.close(os.open(staging, system_calls.NEW_FILE, 0o600))
             for name, num_bytes in output.files.items():
                 staged.create(name, num_bytes)
-            with suppress(OSError):
-                os.utime(fd, (stamp, stamp))
             yield staged
-            with suppress(OSError):
-                os.utime(fd)
             with path.errors("written"):
-                _check_same(parent, path, identity)
-                old = descriptors.stat_of(parent, path.name) if directory and overwrite else None
-                if old is not None:
-                    _exchange(parent, staging, older, path, output.replaced, fd)
-                    return
-                if directory:
-                    descriptors.give_modes(fd, None, None)
+                _check_same(path, output.identity)
+                if directory and output.overwrite and path.taken():
+                    _exchange(staging, older, path, output.replaced)
                 else:
-                    descriptors.give_mode(fd, descriptors.mode_at(parent, path.name, fd))
-                    os.fsync(fd)
-                _rename(parent, staging, path, fd, overwrite and not directory)
+                    _finish_all(staging, None if directory else path)
+                    _rename(staging, path, output.overwrite and not directory)
+        finally:
+            # What an error leaves, or what has exchanged names with the output.
+            with suppress(OSError):
+                system_calls.remove(staging)
 
 
 @contextmanager
-def joined_output(
-    path: StoragePath, output: Staging, token: tuple[StoragePath, int]
-) -> Iterator[StagedFiles]:
-    """Open the output that another process of the same user has staged."""
-    place, stamp = token
-    flags = descriptors.INNER if output.directory else descriptors.FILE
-    with ExitStack() as stack:
-        try:
-            fd = stack.enter_context(descriptors.opened(place, flags=flags))
-        except OSError as error:
-            raise CheckpointError(
-                f"{path}: what the first process has begun is not seen here ({reason(error)}); "
-                "write to a directory that all processes share"
-            ) from None
-        at = os.fstat(fd)
-        if at.st_uid != os.geteuid():
-            raise CheckpointError(f"{path}: {place.name} beside it belongs to another user")
-        # A killed run may have left a file of the same name on a disk of this machine.
-        if int(at.st_mtime) != stamp:
-            raise CheckpointError(
-                f"{path}: what the first process has begun is not seen here, but another file of "
-                "its name; write to a directory that all processes share"
-            )
-        yield StagedFiles(path, place.name, fd, directory=output.directory, stamp=stamp)
-
-
-@contextmanager
-def _locked(parent: int, path: StoragePath) -> Iterator[str]:
+def _locked(path: StoragePath) -> Iterator[str]:
     """Lock an output by a file beside it; yield the prefix of the names of this run.
 
     Raises `CheckpointError` if another run has the lock.
     """
     stem = f".{path.name}.shardspec"
-    name = f"{stem}-lock"
+    place = path.with_name(f"{stem}-lock")
     for _ in range(_ATTEMPTS):
-        _check_own(parent, name, path)
+        _check_own(path, place)
         with path.errors("written"):
-            fd = os.open(name, descriptors.FILE | os.O_CREAT | os.O_NONBLOCK, 0o600, dir_fd=parent)
+            fd = os.open(place, system_calls.FILE | os.O_CREAT | os.O_NONBLOCK, 0o600)
         try:
-            locked = descriptors.lock(fd)
+            locked = system_calls.lock(fd)
             if locked is False:
                 raise CheckpointError(
                     f"{path}: another run is writing it; wait for that one, or choose another name"
                 )
             # The run that had the lock before may have removed the file since it was opened.
-            if not descriptors.is_same(parent, name, fd):
+            if not _is_same(place, fd):
                 continue
             if locked is None:
                 warnings.warn(
@@ -188,47 +160,57 @@ def _locked(parent: int, path: StoragePath) -> Iterator[str]:
                 yield stem
             finally:
                 with suppress(OSError):
-                    if descriptors.is_same(parent, name, fd):
-                        os.unlink(name, dir_fd=parent)
+                    os.unlink(place)
             return
         finally:
             os.close(fd)
-    raise CheckpointError(f"{path}: {name} beside it is removed repeatedly; write elsewhere")
+    raise CheckpointError(f"{path}: {place.name} beside it is removed repeatedly; write elsewhere")
 
 
-def _check_own(parent: int, name: str, path: StoragePath) -> bool:
+def _is_same(place: StoragePath, fd: int) -> bool:
+    with suppress(FileNotFoundError):
+        return os.path.samestat(os.lstat(place), os.fstat(fd))
+    return False
+
+
+def _check_own(path: StoragePath, place: StoragePath) -> bool:
     """Return whether a file or directory exists; raises CheckpointError for others' and links."""
     with path.errors("written"):
-        try:
-            at = os.stat(name, dir_fd=parent, follow_symlinks=False)
-        except FileNotFoundError:
-            return False
+        at = _stat(place)
+    if at is None:
+        return False
     usual = stat.S_ISREG(at.st_mode) or stat.S_ISDIR(at.st_mode)
     if not usual or at.st_uid != os.geteuid():
         what = f"belongs to user id {at.st_uid}" if usual else "is no file of a run"
         raise CheckpointError(
-            f"{path}: {name} beside it {what}; remove it, or choose another name or directory"
+            f"{path}: {place.name} beside it {what}; remove it, or choose another name or directory"
         )
     return True
 
 
-def _recover(parent: int, path: StoragePath, staging: str, older: str) -> None:
+def _stat(place: PurePath | None) -> os.stat_result | None:
+    with suppress(FileNotFoundError, NotADirectoryError):
+        return None if place is None else os.lstat(place)
+    return None
+
+
+def _recover(path: StoragePath, staging: StoragePath, older: StoragePath) -> None:
     """Finish or undo the steps of a killed run, and remove its leftovers."""
-    if _check_own(parent, older, path) and not os.path.lexists(path):
-        os.rename(older, path.name, src_dir_fd=parent, dst_dir_fd=parent)
-    for name in (staging, older):
-        if _check_own(parent, name, path):
-            descriptors.remove(parent, name)
-            if _check_own(parent, name, path):
+    if _check_own(path, older) and not path.taken():
+        os.rename(older, path)
+    for left in (staging, older):
+        if _check_own(path, left):
+            system_calls.remove(left)
+            if left.taken():
                 raise CheckpointError(
-                    f"{path}: {name} beside it is of a run that was killed, and cannot be removed "
-                    "from here; remove it"
+                    f"{path}: {left.name} beside it is of a run that was killed, and cannot be "
+                    "removed from here; remove it"
                 )
 
 
-def _check_same(parent: int, path: StoragePath, identity: Identity | None) -> None:
+def _check_same(path: StoragePath, identity: Identity | None) -> None:
     """Raise CheckpointError if the directory to replace is no longer the one that was checked."""
-    old = descriptors.stat_of(parent, path.name)
+    old = _stat(path)
     if identity not in (None, () if old is None else (old.st_dev, old.st_ino)):
         raise CheckpointError(
             f"{path}: another run has replaced it meanwhile; run again to replace that"
@@ -236,35 +218,58 @@ def _check_same(parent: int, path: StoragePath, identity: Identity | None) -> No
 
 
 def _exchange(
-    parent: int, staging: str, older: str, path: StoragePath, replaced: frozenset[str], fd: int
+    staging: StoragePath, older: StoragePath, path: StoragePath, replaced: frozenset[str]
 ) -> None:
-    """Give a staged directory the name of an older one, and remove that."""
-    leftover = staging
-    with descriptors.opened(path.name, parent) as old:
-        if descriptors.lock(old) is False:
+    """Give a staged directory the name of an older one."""
+    fd = os.open(path, system_calls.DIRECTORY)
+    try:
+        if system_calls.lock(fd) is False:
             raise CheckpointError(f"{path}: another run is saving there; wait for that one")
-        if late := sorted(
-            islice((name for name in descriptors.names_below(old) if name not in replaced), 3)
-        ):
+        late = (name for name in path.names_below() if name not in replaced)
+        if some := sorted(islice(late, 3)):
             raise CheckpointError(
-                f"{path}: {', '.join(map(shown, late))} was put there meanwhile and would be lost; "
+                f"{path}: {', '.join(map(shown, some))} was put there meanwhile and would be lost; "
                 "move that, and run again"
             )
-        descriptors.give_modes(fd, old, descriptors.common_mode(old, replaced))
-        if not descriptors.renameat2(parent, staging, path, descriptors.EXCHANGE):
-            # Between the two renames nothing has the name; both are complete on the disk.
-            leftover = older
-            os.rename(path.name, older, src_dir_fd=parent, dst_dir_fd=parent)
-            try:
-                os.rename(staging, path.name, src_dir_fd=parent, dst_dir_fd=parent)
-            except BaseException:
-                os.rename(older, path.name, src_dir_fd=parent, dst_dir_fd=parent)
-                raise
-        _check_named(parent, path, fd)
-        # A directory that cannot be removed takes room and does no harm.
+        _finish_all(staging, path)
+        if system_calls.renameat2(staging, path, system_calls.EXCHANGE):
+            system_calls.sync(path.parent)
+            return
+        # Between the two renames nothing has the name; both are complete on the disk.
+        os.rename(path, older)
+        try:
+            os.rename(staging, path)
+        except BaseException:
+            os.rename(older, path)
+            raise
+        system_calls.sync(path.parent)
         with suppress(OSError):
-            if descriptors.is_same(parent, leftover, old):
-                descriptors.remove(parent, leftover)
+            system_calls.remove(older)
+    finally:
+        os.close(fd)
+
+
+def _finish_all(staging: StoragePath, old: StoragePath | None) -> None:
+    """Give all that is staged its final mode, and flush it.
+
+    The mode is that of the file it replaces, or else the strictest of those in the old directory.
+    """
+    strictest = None
+    if not staging.is_dir():
+        system_calls.finish(staging, _stat(old))
+        return
+    if old is not None:
+        files = [_stat(old / name) for name in sorted(old.names_below())]
+        stats = [at for at in files if at is not None and stat.S_ISREG(at.st_mode)]
+        if stats:
+            mode = reduce(and_, (stat.S_IMODE(at.st_mode) for at in stats), 0o777)
+            strictest = stats[0].st_uid, stats[0].st_gid, mode
+    for above, _, names in os.walk(staging, topdown=False):
+        at = None if old is None else old / os.path.relpath(above, staging)
+        for name in names:
+            before = None if at is None else _stat(at / name)
+            system_calls.finish(PurePath(above, name), before, strictest)
+        system_calls.finish(PurePath(above), _stat(at))
 
 
 def write_atomically(
@@ -276,85 +281,46 @@ def write_atomically(
     mode_of: str | None = None,
 ) -> None:
     """Write a file from pieces, which appears once it is complete; see `StoragePath.write`."""
-    name = f".shardspec-{'' if mode_of is None else 'save-'}{os.urandom(8).hex()}.tmp"
-    with (
-        _opened_parent(path) as parent,
-        _made(parent, name, path) as fd,
-        path.errors("written", _more(num_bytes)),
-    ):
-        descriptors.reserve(fd, num_bytes)
-        done = 0
-        for piece in pieces:
-            descriptors.write_all(fd, memoryview(piece), done, path)
-            done += len(piece)
-        older = descriptors.mode_at(parent, mode_of or path.name, fd)
-        if mode_of and older and older[0] not in (os.geteuid(), os.fstat(parent).st_uid):
-            older = None  # another user may have created it
-        descriptors.give_mode(fd, older)
-        os.fsync(fd)
-        _rename(parent, name, path, fd, overwrite)
+    kind = "" if mode_of is None else "save-"
+    place = path.with_name(f".shardspec-{kind}{os.urandom(8).hex()}.tmp")
+    with path.errors("written", _more(num_bytes)):
+        fd = os.open(place, system_calls.NEW_FILE, 0o600)
+        try:
+            system_calls.reserve(fd, num_bytes)
+            done = 0
+            for piece in pieces:
+                system_calls.write_all(fd, memoryview(piece), done, path)
+                done += len(piece)
+            older = _stat(path.with_name(mode_of or path.name))
+            if (
+                mode_of
+                and older
+                and older.st_uid not in (os.geteuid(), os.stat(path.parent).st_uid)
+            ):
+                older = None  # another user may have created it
+            system_calls.finish(place, older)
+            _rename(place, path, overwrite)
+        finally:
+            os.close(fd)
+            with suppress(OSError):
+                system_calls.remove(place)
 
 
 def _more(num_bytes: int) -> str:
     return f" ({num_bytes} bytes are needed); make room or write elsewhere"
 
 
-@contextmanager
-def _made(parent: int, name: str, path: StoragePath, *, directory: bool = False) -> Iterator[int]:
-    """Create an empty file or directory, which is removed unless it has been renamed."""
-    with path.errors("written"):
-        if directory:
-            os.mkdir(name, 0o700, dir_fd=parent)
-        try:
-            fd = os.open(
-                name, descriptors.INNER if directory else descriptors.NEW_FILE, 0o600, dir_fd=parent
-            )
-        except OSError:
-            with suppress(OSError):
-                os.rmdir(name, dir_fd=parent)
-            raise
-    try:
-        yield fd
-    finally:
-        # It has been renamed, or an error with more details is being raised.
-        with suppress(OSError):
-            if descriptors.is_same(parent, name, fd):
-                descriptors.remove(parent, name)
-        os.close(fd)
-
-
-@contextmanager
-def _opened_parent(path: StoragePath) -> Iterator[int]:
-    """Open the directory of an output."""
-    with path.errors("written"):
-        parent = os.open(path.parent, descriptors.DIRECTORY)
-    try:
-        yield parent
-    finally:
-        os.close(parent)
-
-
-def _rename(parent: int, name: str, path: StoragePath, fd: int, overwrite: bool) -> None:
+def _rename(place: StoragePath, path: StoragePath, overwrite: bool) -> None:
     """Give a file or directory its final name; raises OutputExistsError if that is taken."""
     if overwrite:
-        os.rename(name, path.name, src_dir_fd=parent, dst_dir_fd=parent)
-    elif not descriptors.renameat2(parent, name, path, descriptors.NO_REPLACE):
+        os.rename(place, path)
+    elif not system_calls.renameat2(place, path, system_calls.NO_REPLACE):
         try:
             # Unlike a rename, a link fails if the name was taken meanwhile.
-            os.link(name, path.name, src_dir_fd=parent, dst_dir_fd=parent)
+            os.link(place, path)
         except OSError:
             # The file system has no hard links, or this is a directory.
-            if os.path.lexists(path):
+            if path.taken():
                 raise output_exists(path) from None
-            os.rename(name, path.name, src_dir_fd=parent, dst_dir_fd=parent)
-    _check_named(parent, path, fd)
-
-
-def _check_named(parent: int, path: StoragePath, fd: int) -> None:
-    """Flush the directory after a rename; raises CheckpointError if the name leads elsewhere."""
-    descriptors.sync(parent)
-    if not descriptors.is_same(parent, path.name, fd):
-        raise CheckpointError(
-            f"{path}: another user has put another file under this name; write to a directory "
-            "that only you can change"
-        )
+            os.rename(place, path)
+    system_calls.sync(path.parent)

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Self
 
-from shardspec.checkpoint.storage import commit, descriptors
+from shardspec.checkpoint.storage import commit, system_calls
 from shardspec.checkpoint.storage.path import (
     Entry,
     SourceFile,
@@ -31,7 +31,7 @@ class LocalFile(SourceFile):
         """Fill a buffer with bytes from a position in the file."""
         # Called so often that a context manager would be too slow.
         try:
-            missing = descriptors.read_fully(self._fd, buffer, offset)
+            missing = system_calls.read_fully(self._fd, buffer, offset)
         except OSError as error:
             raise CheckpointError(f"{self.path}: cannot be read: {reason(error)}") from None
         if missing:
@@ -83,8 +83,12 @@ class LocalPath(StoragePath):
 
     def names_below(self) -> Iterator[str]:
         """Yield the relative names of all files in a directory; those of directories end in /."""
-        with descriptors.opened(self) as fd:
-            yield from descriptors.names_below(fd)
+        for above, inner, names in os.walk(self, onerror=_refuse):
+            at = os.path.relpath(above, self)
+            if not (inner or names) and at != ".":
+                yield f"{at}/"
+            links = [name for name in inner if os.path.islink(f"{above}/{name}")]
+            yield from (os.path.normpath(f"{at}/{name}") for name in names + links)
 
     def taken(self) -> bool:
         """Return whether the name is in use, even by a broken link."""
@@ -117,7 +121,6 @@ class LocalPath(StoragePath):
 
     write = commit.write_atomically
     stage = commit.staged_output
-    join = commit.joined_output
 
     def output(self) -> Self:
         """Return the path that an output of this name is written to, with links resolved."""
@@ -147,9 +150,9 @@ class LocalPath(StoragePath):
     def locked(self) -> Iterator[bool | None]:
         """Lock the directory until the end of the block, or of this process."""
         with self.errors("read"):
-            fd = os.open(self, descriptors.DIRECTORY)
+            fd = os.open(self, system_calls.DIRECTORY)
         try:
-            yield descriptors.lock(fd)
+            yield system_calls.lock(fd)
         finally:
             os.close(fd)
 
@@ -157,3 +160,7 @@ class LocalPath(StoragePath):
         """Remove the file if it exists."""
         with self.errors("removed"):
             Path(self).unlink(missing_ok=True)
+
+
+def _refuse(error: OSError) -> None:
+    raise error

@@ -190,7 +190,7 @@ class ObjectPath(StoragePath):
         mixed = output.directory and any(name != output.listing for name in taken)
         if mixed and output.listing is not None and output.listing not in taken:
             taken.append(output.listing)
-        staged = _Uploads(self, output, (taken, os.urandom(8).hex()))
+        staged = _Uploads(self, output, taken)
         with staged.removed_on_failure():
             yield staged
             # Files to remove, besides those of the same names: also leftovers of killed runs.
@@ -203,18 +203,6 @@ class ObjectPath(StoragePath):
                 staged.move(name)
             if output.directory:
                 staged.remove(old - output.files.keys())
-
-    @contextmanager
-    def join(self, output: Staging, token: tuple[Sequence[str], str]) -> Iterator[Staged]:
-        """Take part in the uploads of another process."""
-        staged = _Uploads(self, output, token)
-        with staged.removed_on_failure():
-            yield staged
-
-    @property
-    def shared(self) -> bool:
-        """Whether other processes see the files of this storage."""
-        return self.parts[0] != "memory:"
 
     def unlink(self) -> None:
         """Remove the object if it exists."""
@@ -298,15 +286,12 @@ def upload(
 
 
 class _Uploads:
-    """An output of uploaded files, each by one thread of one of several processes."""
+    """An output of uploaded files, each by one thread."""
 
-    published = False
-
-    def __init__(self, path: ObjectPath, output: Staging, token: tuple[Sequence[str], str]) -> None:
-        self.token = token
-        self._path, self._output = path, output
-        self._taken, self._mark = token
-        """The names of older files, and a mark in the names of files uploaded beside them."""
+    def __init__(self, path: ObjectPath, output: Staging, taken: Sequence[str]) -> None:
+        self._path, self._output, self._taken = path, output, taken
+        self._mark = os.urandom(8).hex()
+        """In the names of files that are uploaded beside older ones."""
         self.made: list[ObjectPath] = []
         """The files uploaded so far; removed on failure."""
 
@@ -358,15 +343,13 @@ class _Uploads:
 
     @contextmanager
     def removed_on_failure(self) -> Iterator[None]:
-        """Remove what this process has uploaded if the block fails."""
+        """Remove what was uploaded if the block fails."""
         try:
             yield
-        except BaseException as error:
-            # Near the end the first process may have published, unless all agree on a failure.
-            if not self.published or isinstance(error, CheckpointError):
-                for file in self.made:
-                    with suppress(CheckpointError):
-                        file.unlink()
+        except BaseException:
+            for file in self.made:
+                with suppress(CheckpointError):
+                    file.unlink()
             raise
 
 

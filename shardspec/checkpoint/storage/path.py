@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import PurePath, PurePosixPath
-from typing import Any, ClassVar, Final, Literal, NamedTuple, Protocol, Self, TypeAlias
+from typing import ClassVar, Final, Literal, NamedTuple, Protocol, Self, TypeAlias
 
 from shardspec.errors import CheckpointError, OutputExistsError, ShardSpecError
 from shardspec.text import Argument
@@ -106,13 +106,6 @@ class Staging(NamedTuple):
 
 class Staged(Protocol):
     """An output that is being written and does not have its name yet."""
-
-    published: bool
-    """Set in a process that has joined, once the first process may have published the output."""
-
-    @property
-    def token(self) -> Any:  # noqa: ANN401  # each storage has its own
-        """The value that other processes pass to `join`."""
 
     def file(self, name: str) -> AbstractContextManager[WriteAt]:
         """Write a file; from start to end if `StoragePath.whole_files` is set."""
@@ -231,10 +224,6 @@ class StoragePath(PurePosixPath, ABC):
         If an exception is raised, the output is removed, and an older one is kept.
         """
 
-    @abstractmethod
-    def join(self, output: Staging, token: Any) -> AbstractContextManager[Staged]:  # noqa: ANN401
-        """Open the output that another process of the same user has staged."""
-
     def output(self) -> Self:
         """Return the path that an output of this name is written to, with links resolved.
 
@@ -245,11 +234,6 @@ class StoragePath(PurePosixPath, ABC):
     def refusal(self) -> str:
         """Return why nothing can be created here, such as a missing directory; empty if it can."""
         return ""
-
-    @property
-    def shared(self) -> bool:
-        """Whether other processes see the files of this storage."""
-        return True
 
     def make_directory(self) -> None:  # stores make it with the first file
         """Make the directory and its parents if they do not exist."""

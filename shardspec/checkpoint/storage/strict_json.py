@@ -4,10 +4,11 @@ import json
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import PurePath
 from typing import Any, Final, Never, TypeVar, cast
 
-from shardspec.checkpoint.storage.path import StoragePath
+from shardspec.checkpoint.storage.path import StoragePath, file_inside
 from shardspec.errors import CheckpointError
 from shardspec.text import shown
 
@@ -16,6 +17,7 @@ _Kind = TypeVar("_Kind")
 _MOST_VALUES: Final = 10_000_000
 """Values in one text: a safetensors header of a million tensors has fewer. Each takes up to 72
 bytes of memory."""
+_MOST_CONFIG_BYTES: Final = 1 << 24
 _SURROGATE: Final = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
@@ -124,3 +126,14 @@ def read_json(path: StoragePath, what: str, most_bytes: int, *more: Any) -> dict
             )
         value = parse_json(file.read(0, file.num_bytes), path, what, *more)
     return checked(value, dict, path, f"the {what}")
+
+
+def json_beside(directory: StoragePath, name: str) -> object:
+    """Return the content of a JSON file in a directory; None if there is none to be read."""
+    if not (directory / name).is_file():
+        return None
+    with file_inside(directory, name, directory).open() as file:
+        data = file.read(0, min(file.num_bytes, _MOST_CONFIG_BYTES))
+    with suppress(ValueError, RecursionError):
+        return json.loads(data)
+    return None

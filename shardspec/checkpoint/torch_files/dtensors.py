@@ -7,7 +7,6 @@ reported as a call in the pickle with wrong arguments.
 """
 
 import struct
-from collections.abc import Callable
 from functools import lru_cache
 from itertools import chain, product
 from math import prod
@@ -19,7 +18,6 @@ from shardspec.checkpoint.torch_files.unpickler import (
     Record,
     UnsupportedError,
     made_by,
-    screen,
     unpickle,
 )
 from shardspec.checkpoint.torch_files.values import (
@@ -49,7 +47,6 @@ def read_torch(
     archive: TorchZip,
     data: bytes,
     rank: int | None = None,
-    screened: Callable[[bytes], None] = screen,
 ) -> object:
     """Return the value that `torch.save` wrote, with a `TorchTensor` for each tensor or DTensor.
 
@@ -58,7 +55,7 @@ def read_torch(
     """
     from_type = made_by(_FROM_TYPE, _DTensors(archive, rank).from_type)
     names = {**TORCH_NAMES, _FROM_TYPE: from_type}
-    return unpickle(data, names, archive.what, "pickle", storage_of, screened, foreign=True)
+    return unpickle(data, names, archive.what, "pickle", storage_of, foreign=True)
 
 
 class _DTensors:

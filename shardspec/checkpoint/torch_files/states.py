@@ -6,7 +6,7 @@ same flat name are refused. The rule is that of ``flatten_state_dict`` of
 torch/distributed/checkpoint/_nested_dict.py, which DCP applies when it saves.
 """
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from hashlib import sha256
 from itertools import islice
 from typing import Any, Final, NamedTuple
@@ -32,7 +32,6 @@ from shardspec.checkpoint.torch_files.unpickler import (
     Global,
     PickleError,
     Record,
-    screen,
 )
 from shardspec.checkpoint.torch_files.values import (
     Complex,
@@ -109,10 +108,9 @@ def read_contents(
     archive: TorchZip,
     data: bytes,
     rank: int | None = None,
-    screened: Callable[[bytes], None] = screen,
 ) -> Contents:
     """Return the contents of a pickle; see `read_torch` for the parameters."""
-    value = read_torch(archive, data, rank=rank, screened=screened)
+    value = read_torch(archive, data, rank=rank)
     if not isinstance(value, dict):
         raise CheckpointError(
             f"{archive.path}: holds {_kind_of(value)}, not a dict of tensors; save a state dict"

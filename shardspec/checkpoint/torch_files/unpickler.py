@@ -1,17 +1,15 @@
 """Pickles read without importing or calling anything that they name.
 
-Python's own unpickler reads them, and looks names up in a list. There a name stands for an inert
-class of ours, which keeps its arguments or makes a plain value of them. No instruction can change
-these classes, or values made of checked arguments: they refuse a state. Names that are not listed
-are refused, or stand for `Foreign` objects, which keep their arguments and items.
-
-The unpickler trusts sizes and lengths, and hashes keys of any depth. So `screen` follows the
-instructions first, without building anything. Lib/pickletools.py of CPython describes them.
+One loop follows the instructions that checkpoints need and refuses others. A name stands for an
+inert class of ours from a list, which keeps its arguments or makes a plain value of them. No
+instruction can change these classes, or values made of checked arguments: they refuse a state.
+Names that are not listed are refused, or stand for `Foreign` objects, which keep their arguments
+and items. Bounds on bytes, instructions, nesting and keys keep a pickle from filling the memory or
+taking long. Lib/pickletools.py of CPython describes the instructions.
 """
 
 import gc
-import io
-import pickle
+import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import PurePath
@@ -21,7 +19,8 @@ from shardspec.errors import CheckpointError
 from shardspec.text import printable, shown
 
 MAX_PICKLE_BYTES: Final = 256 << 20
-"""Some two million chunks of tensors; larger ones would fill the memory."""
+_MAX_STEPS: Final = 150_000_000
+"""Instructions of some two million chunks of tensors."""
 _FREE_BYTES: Final = 48 << 20
 _BYTES_A_BYTE: Final = 20
 """The memory that a pickle may take: a fixed amount, and an amount for each of its bytes."""
@@ -32,20 +31,21 @@ _MAX_INT_BYTES: Final = 64
 _MAX_KEY_PARTS: Final = 66
 _MAX_ALIKE: Final = 10_000
 """Limit of tuples as keys, and of numbers of more than 64 bits: they could have equal hashes."""
-
 _MAX_FOREIGN: Final = 1000
 """Limit of names in a pickle that are not on the list: each takes a kilobyte."""
-
-_STARTS: Final = (b"\x80\2", b"\x80\3", b"\x80\4", b"\x80\5")
-_PUSHES: Final = frozenset(b"N\x88\x89)]}\x8fGKMJ")
-"""Instructions that push a constant, a number or an empty container."""
 _SIZES: Final = {b"Kqh\x8cC\x8a": 1, b"M": 2, b"JrjXB\x8b": 4, b"G\x8d\x95": 8}
 _ARGUMENT_BYTES: Final = [
     sum(n for codes, n in _SIZES.items() if code in codes) for code in range(256)
 ]
 """Bytes of the number after each instruction; the number may be the length of what follows."""
-_MAX_KNOWN: Final = 8
-_MAX_KNOWN_BYTES: Final = 8 << 20
+_CONSTANTS: Final[dict[int, object]] = {0x4E: None, 0x29: (), 0x88: True, 0x89: False}
+_EMPTY: Final[dict[int, Callable[[], object]]] = {0x7D: dict, 0x5D: list, 0x8F: set}
+_TAKES: Final = dict.fromkeys(b"tue\x90\x91", 0) | {0x85: 1, 0x86: 2, 0x87: 3, 0x73: 2, 0x61: 1}
+"""Values that an instruction takes from the stack; 0 for all after the last mark."""
+_DOUBLE: Final = struct.Struct(">d")
+_STARTS: Final = (b"\x80\2", b"\x80\3", b"\x80\4", b"\x80\5")
+_DAMAGED: Final = "is not as pickle writes it; it is damaged, restore it"
+_TOO_MUCH: Final = "needs more memory or time than a checkpoint does"
 
 
 class RefusedError(Exception):
@@ -54,129 +54,6 @@ class RefusedError(Exception):
 
 class PickleError(CheckpointError):
     """A pickle is damaged, too large, or has names or instructions that no checkpoint needs."""
-
-
-def screen(data: bytes, fixed: bytearray | None = None) -> None:
-    """Raise RefusedError for a pickle that takes too much time or memory, or has odd instructions.
-
-    Sets bytes of `fixed` to 0 whose values make no difference.
-    """
-    if len(data) > MAX_PICKLE_BYTES:
-        raise RefusedError(f"has {len(data)} bytes, past the limit of {MAX_PICKLE_BYTES}")
-    if not data.startswith(_STARTS):
-        raise RefusedError("is not a pickle of protocol 2 to 5; it is damaged")
-    # An upper bound: bytes inside texts and numbers are counted too.
-    cost = sum(each * data.count(code) for codes, each in _COSTS.items() for code in codes)
-    if cost > _FREE_BYTES + _BYTES_A_BYTE * len(data):
-        raise RefusedError(
-            f"makes larger objects than {len(data)} bytes of a real one would; it is made to fill "
-            "the memory"
-        )
-    try:
-        _follow(data, fixed)
-    except (IndexError, ValueError):
-        problem = "ends too early, or takes away what is not there; it is damaged"
-        raise RefusedError(problem) from None
-
-
-def _follow(data: bytes, fixed: bytearray | None) -> None:  # noqa: C901  # a case an opcode
-    """Follow the instructions; the stack has the number of parts of each value, as a tuple."""
-    stack, memo = bytearray(), bytearray()
-    marks: list[int] = []
-    sizes, number, push, number_it = _ARGUMENT_BYTES, int.from_bytes, stack.append, memo.append
-    at, alike = 2, 0
-    # Most frequent instructions of metadata first.
-    while True:
-        code = data[at]
-        at += 1
-        if code == 0x94:  # MEMOIZE
-            number_it(stack[-1])
-        elif code == 0x68:  # BINGET
-            push(memo[data[at]])
-            at += 1
-        elif code in _PUSHES:
-            push(1)
-            if fixed is not None:
-                fixed[at : at + sizes[code]] = bytes(sizes[code])
-            at += sizes[code]
-        elif code in b"t\x85\x86\x87":  # TUPLE, TUPLE1 to TUPLE3
-            first = marks.pop() if code == 0x74 else 0x84 - code
-            parts = 1 + sum(stack[first:])
-            del stack[first:]
-            push(parts if parts < 255 else 255)
-        elif code in b"R\x81":  # REDUCE, NEWOBJ: the result may be one of the arguments
-            parts = stack.pop()
-            stack[-1] = parts - 1 or 1
-            if parts == 255:
-                raise RefusedError("has large or nested tuples as arguments")
-        elif code == 0x28:  # MARK
-            marks.append(len(stack))
-            if len(marks) > _MAX_MARKS:
-                raise RefusedError(f"nests more than {_MAX_MARKS} deep")
-        elif code in b"su\x90\x91":  # SETITEM, SETITEMS, ADDITEMS, FROZENSET
-            first = len(stack) - 2 if code == 0x73 else marks.pop()
-            keys = stack[first :: 2 if code in b"su" else 1]
-            if keys and max(keys) > 1:
-                alike += len(keys)
-                if max(keys) > _MAX_KEY_PARTS or alike > _MAX_ALIKE:
-                    raise RefusedError("has large or nested tuples, or many of them, as keys")
-            stack[first:] = b"\1" if code == 0x91 else b""
-        elif code in b"ab":  # APPEND, BUILD
-            stack.pop()
-        elif code == 0x65:  # APPENDS
-            del stack[marks.pop() :]
-        elif code == 0x93:  # STACK_GLOBAL
-            stack[-2:] = b"\1"
-        elif code == 0x51:  # BINPERSID
-            stack[-1] = 1
-        elif code == 0x63:  # GLOBAL: two lines
-            at = data.index(b"\n", data.index(b"\n", at) + 1) + 1
-            push(1)
-        elif code == 0x2E:  # STOP
-            if len(stack) != 1 or marks:
-                raise RefusedError("does not end with one value; it is damaged")
-            return
-        elif sizes[code]:
-            at += sizes[code]
-            count = number(data[at - sizes[code] : at], "little")
-            if code == 0x6A:  # LONG_BINGET
-                push(memo[count])
-            elif code in b"qr":  # BINPUT, LONG_BINPUT
-                if count > len(memo):
-                    # Writers number from 0 without gaps; the unpickler makes room up to the number.
-                    raise RefusedError(f"numbers an object {count} after {len(memo)} of them")
-                memo[count : count + 1] = (stack[-1],)
-            elif code != 0x95:  # not FRAME, but texts, bytes and long numbers
-                at += count
-                if fixed is not None and code in b"X\x8c" and at < len(data):
-                    fixed[at - count : at] = bytes(count)
-                if code in b"\x8a\x8b" and count > 8:
-                    alike += 1
-                    if count > _MAX_INT_BYTES or alike > _MAX_ALIKE:
-                        raise RefusedError(f"holds a whole number of {count} bytes; it is damaged")
-                push(1)
-        else:
-            raise RefusedError(
-                f"uses instruction {bytes((code,))!r} at byte {at - 1}, which no checkpoint needs; "
-                "nothing of it was run"
-            )
-
-
-def alike_screen() -> Callable[[bytes], None]:
-    """Return a faster `screen` for pickles that differ mostly in numbers and texts, as of ranks."""
-    # Length, the bytes as a number, and 255 for each byte that must be the same.
-    passed: list[tuple[int, int, int]] = []
-
-    def screen_alike(data: bytes) -> None:
-        value = int.from_bytes(data, "little")
-        if any(len(data) == n and not (value ^ earlier) & mask for n, earlier, mask in passed):
-            return
-        fixed = bytearray(b"\xff") * len(data)
-        screen(data, fixed)
-        if len(passed) < _MAX_KNOWN and len(data) < _MAX_KNOWN_BYTES:
-            passed.append((len(data), value, int.from_bytes(fixed, "little")))
-
-    return screen_alike
 
 
 class Global(type):
@@ -272,7 +149,7 @@ class Foreign(Record):
         self.more = [] if self.more is None else self.more
         self.more.extend(items)
 
-    add = append
+    update = extend
 
 
 class StateDict(dict[object, object]):
@@ -328,7 +205,9 @@ def _no_storage(value: object) -> Never:
     raise RefusedError(f"refers to {text}, outside of itself; it is damaged")
 
 
-class _Unpickler(pickle.Unpickler):
+class _Unpickler:
+    """Makes the value of one pickle."""
+
     def __init__(
         self,
         data: bytes,
@@ -337,11 +216,13 @@ class _Unpickler(pickle.Unpickler):
         *,
         foreign: bool,
     ) -> None:
-        super().__init__(io.BytesIO(data))
-        self._names, self._persistent = dict(names), persistent
+        self._data, self._names, self._persistent = data, dict(names), persistent
         self._more_names = _MAX_FOREIGN if foreign else 0
+        self._alike = 0
+        """Tuples as keys and long numbers so far."""
 
-    def find_class(self, module: str, name: str) -> Any:  # noqa: ANN401  # as its parent
+    def _named(self, module: object, name: object) -> Global:
+        _require(isinstance(module, str) and isinstance(name, str))
         path = f"{module}.{name}"
         if path not in self._names:
             if not self._more_names:
@@ -354,7 +235,7 @@ class _Unpickler(pickle.Unpickler):
             self._names[path] = foreign_class(path)
         return self._names[path]
 
-    def persistent_load(self, pid: object) -> object:
+    def _outside(self, pid: object) -> object:
         try:
             return self._persistent(pid)
         except UnsupportedError as error:
@@ -362,11 +243,154 @@ class _Unpickler(pickle.Unpickler):
         except ValueError as error:
             raise RefusedError(f"refers to something outside of itself: {error}") from None
 
+    def _check_keys(self, keys: list[Any]) -> None:
+        """Refuse keys whose hashes would take long, or many that could have equal ones."""
+        for key in keys:
+            if type(key) is tuple:
+                self._count_alike()
+                todo, parts = [key], 0
+                while todo:
+                    part = todo.pop()
+                    parts += len(part)
+                    if parts > _MAX_KEY_PARTS:
+                        raise RefusedError(_TOO_MUCH)
+                    todo += [inner for inner in part if type(inner) is tuple]
 
-_DAMAGED: Final = (
-    *(pickle.UnpicklingError, EOFError, LookupError, TypeError, ValueError, AttributeError),
+    def _count_alike(self) -> None:
+        self._alike += 1
+        if self._alike > _MAX_ALIKE:
+            raise RefusedError(_TOO_MUCH)
+
+    def _long(self, data: bytes, count: int) -> int:
+        if count > 8:
+            self._count_alike()
+        if count > _MAX_INT_BYTES:
+            raise RefusedError(_TOO_MUCH)
+        return int.from_bytes(data, "little", signed=True)
+
+    def _fill(self, target: object, items: list[Any], code: int) -> None:
+        """Add items to a dict (SETITEM, SETITEMS), list (APPEND, APPENDS) or set (ADDITEMS)."""
+        if code in b"ae" and isinstance(target, (list, Foreign)):
+            target.extend(items)
+        elif code in b"su" and isinstance(target, (dict, Foreign)):
+            keys = items[::2]
+            self._check_keys(keys)
+            target.update(zip(keys, items[1::2], strict=True))
+        elif code == 0x90 and isinstance(target, (set, Foreign)):
+            self._check_keys(items)
+            target.update(items)
+        else:
+            raise TypeError
+
+    def load(self) -> object:  # noqa: C901  # a case an opcode
+        """Return the value; raises RefusedError, or one of `_ODD`."""
+        data = self._data
+        # An upper bound: bytes inside texts and numbers are counted too.
+        cost = sum(each * data.count(code) for codes, each in _COSTS.items() for code in codes)
+        if len(data) > MAX_PICKLE_BYTES or cost > _FREE_BYTES + _BYTES_A_BYTE * len(data):
+            raise RefusedError(_TOO_MUCH)
+        _require(data.startswith(_STARTS))
+        stack: list[Any] = []
+        memo: list[Any] = []
+        marks: list[int] = []
+        push, memoize, sizes, number = stack.append, memo.append, _ARGUMENT_BYTES, int.from_bytes
+        at = 2
+        # What reaches past the end meets no further instruction. Most frequent ones come first.
+        for _ in range(_MAX_STEPS):
+            code = data[at]
+            at += 1
+            if size := sizes[code]:
+                count = data[at] if size == 1 else number(data[at : at + size], "little")
+                at += size
+                if code in b"hj":  # BINGET, LONG_BINGET
+                    push(memo[count])
+                elif code in b"KM":  # BININT1, BININT2
+                    push(count)
+                elif code in b"qr":  # BINPUT, LONG_BINPUT
+                    if count == len(memo):
+                        memoize(stack[-1])
+                    else:
+                        memo[count] = stack[-1]
+                elif code in b"\x8cX\x8d":  # texts
+                    push(data[at : at + count].decode("utf-8", "surrogatepass"))
+                    at += count
+                elif code == 0x4A:  # BININT
+                    push(count - ((count & 1 << 31) << 1))
+                elif code == 0x47:  # BINFLOAT
+                    push(_DOUBLE.unpack(data[at - 8 : at])[0])
+                elif code in b"CB":  # bytes
+                    push(data[at : at + count])
+                    at += count
+                elif code in b"\x8a\x8b":  # LONG1, LONG4
+                    push(self._long(data[at : at + count], count))
+                    at += count
+                else:  # FRAME
+                    _require(at + count <= len(data))
+            elif code == 0x94:  # MEMOIZE
+                memoize(stack[-1])
+            elif code in _CONSTANTS:
+                push(_CONSTANTS[code])
+            elif code in _EMPTY:
+                push(_EMPTY[code]())
+            elif code == 0x28:  # MARK
+                marks.append(len(stack))
+                if len(marks) > _MAX_MARKS:
+                    raise RefusedError(_TOO_MUCH)
+            elif code in _TAKES:  # the items of tuples and containers
+                first = len(stack) - _TAKES[code] if _TAKES[code] else marks.pop()
+                _require(first >= 0)
+                items = stack[first:]
+                del stack[first:]
+                if code in b"t\x85\x86\x87":
+                    push(tuple(items))
+                elif code == 0x91:  # FROZENSET
+                    self._check_keys(items)
+                    push(frozenset(items))
+                else:
+                    self._fill(stack[-1], items, code)
+            elif code in b"R\x81":  # REDUCE, NEWOBJ
+                args, kind = stack.pop(), stack[-1]
+                called = isinstance(kind, Global) or (code == 0x52 and isinstance(kind, Foreign))
+                if type(args) is not tuple or not called:
+                    raise TypeError
+                stack[-1] = kind(*args) if code == 0x52 else kind.__new__(kind, *args)
+            elif code == 0x62:  # BUILD
+                state, made = stack.pop(), stack[-1]
+                if not isinstance(made, (Record, Global, StateDict)):
+                    raise TypeError
+                inert: Any = type(made)
+                inert.__setstate__(made, state)
+            elif code == 0x51:  # BINPERSID
+                stack[-1] = self._outside(stack[-1])
+            elif code == 0x93:  # STACK_GLOBAL
+                name = stack.pop()
+                stack[-1] = self._named(stack[-1], name)
+            elif code == 0x63:  # GLOBAL: two lines
+                middle = data.index(b"\n", at)
+                end = data.index(b"\n", middle + 1)
+                push(self._named(data[at:middle].decode(), data[middle + 1 : end].decode()))
+                at = end + 1
+            elif code == 0x2E:  # STOP
+                _require(len(stack) == 1 and not marks)
+                return stack[0]
+            else:
+                raise RefusedError(
+                    f"uses instruction {bytes((code,))!r} at byte {at - 1}, which no checkpoint "
+                    "needs; nothing of it was run"
+                )
+        raise RefusedError(_TOO_MUCH)
+
+
+def _require(fits: bool) -> None:
+    if not fits:
+        raise RefusedError(_DAMAGED)
+
+
+_ODD: Final = (
+    *(LookupError, TypeError, ValueError, AttributeError, struct.error),
     *(ArithmeticError, RecursionError, MemoryError),
 )
+"""Errors that a damaged pickle leads to."""
 
 
 @contextmanager
@@ -387,7 +411,6 @@ def unpickle(
     path: PurePath | str,
     what: str,
     persistent: Callable[[object], object] = _no_storage,
-    screened: Callable[[bytes], None] = screen,
     *,
     foreign: bool = False,
 ) -> object:
@@ -398,13 +421,12 @@ def unpickle(
     and are refused otherwise. Raises PickleError if the pickle is refused or damaged.
     """
     try:
-        screened(data)
         with no_collection():
             return _Unpickler(data, names, persistent, foreign=foreign).load()
     except RefusedError as error:
         problem = str(error)
     except UnicodeDecodeError:
         problem = "holds text that is not UTF-8; it is damaged"
-    except _DAMAGED:  # in Python's own words
-        problem = "is not as pickle writes it; it is damaged, restore it"
+    except _ODD:
+        problem = _DAMAGED
     raise PickleError(f"{path}: the {what} {problem}")

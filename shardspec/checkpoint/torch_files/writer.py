@@ -18,7 +18,7 @@ from io import BytesIO
 from math import prod
 from typing import Final, NamedTuple
 
-from shardspec.checkpoint.boxes.copy import crc32
+from shardspec.checkpoint.storage.checksums import crc32
 from shardspec.checkpoint.targets import RawBytes
 from shardspec.checkpoint.torch_files.values import STORAGES, Complex
 from shardspec.dtypes import item_bytes

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Final, NamedTuple, TypeAlias
 from zipfile import ZIP_STORED, BadZipFile, ZipFile, ZipInfo
 
-from shardspec.checkpoint.boxes.copy import crc32, crc32_of
+from shardspec.checkpoint.storage.checksums import crc32, crc32_of
 from shardspec.checkpoint.storage.path import SourceFile, StoragePath
 from shardspec.checkpoint.torch_files.unpickler import MAX_PICKLE_BYTES, PickleError
 from shardspec.errors import CheckpointError
