@@ -37,10 +37,11 @@ from shardspec.checkpoint.quantization.cuts import origins, quantized_in, refuse
 from shardspec.checkpoint.quantization.detect import sections, sections_of
 from shardspec.checkpoint.quantization.schemes import MX, QUANTIZATIONS, ScaleRule, Shape
 from shardspec.checkpoint.select.choice import Choice, Patterns, wanted_names
-from shardspec.checkpoint.select.mapped import Names, config_of, mapped
+from shardspec.checkpoint.select.mapped import config_of, mapped
 from shardspec.dtypes import dtype_name, is_cast, is_floating, item_bytes, packed
 from shardspec.errors import CheckpointError, DTypeError
 from shardspec.families.linear import LinearLayers, SkippedModules, is_other, module_of
+from shardspec.resharding.name_map import Names
 from shardspec.text import Argument, shown
 
 _GPT_OSS: Final = {"quant_method": "mxfp4"}
