@@ -435,7 +435,7 @@ def _unread(name: str, shape: Shape, how: Quantize, *, gpt_oss: bool) -> str:
     if len(shape) > 2 and not gpt_oss:
         return (
             f"stacks matrices, which transformers does not read in {how.kind}; store experts one "
-            "by one, as --model with --names hf does"
+            "by one, as transformers' files have them"
         )
     if how.include is not None and is_other(name) and not name.endswith(("head", "head.weight")):
         return f"is no linear layer by its name, and transformers does not read it in {how.kind}"
