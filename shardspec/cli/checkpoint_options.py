@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 
-from shardspec.cli.options import FILE_PATH, PLACE, Kind, grouped, refuse_if
+from shardspec.cli.options import FILE_PATH, PLACE, ExistingPath, Kind, grouped, refuse_if
 from shardspec.cli.output import say
 from shardspec.errors import CheckpointError, InputFileError, LayoutError
 from shardspec.input_files import read_json_object
@@ -219,7 +219,7 @@ class MapOptions:
 sizes_option: Final = click.option(
     "--sizes",
     metavar="JSON",
-    type=click.Path(path_type=Path, exists=True, dir_okay=False),
+    type=ExistingPath(path_type=Path, exists=True, dir_okay=False),
     help="The model's config.json, whose numbers the map may name; the one beside CKPT counts too.",
 )
 drop_option: Final = click.option(
@@ -244,7 +244,7 @@ map_options: Final = grouped(
     click.option(
         "--model",
         metavar="DIR",
-        type=click.Path(path_type=Path, exists=True),
+        type=ExistingPath(path_type=Path, exists=True),
         help="The model's directory, or its config.json: which tensors the model has and how each "
         "is named follow from it, and its config and tokenizer are copied.",
     ),

@@ -43,7 +43,7 @@ _TOLERANCE: Final = opts.Kind("NUMBER", opts.parse_number)
 @click.option(
     "--digests",
     "digests_file",
-    type=opts.FILE_PATH,
+    type=opts.STORED_FILE,
     help="Compare digests with this file of 'shardspec digest', merge, reshard or save_sharded.",
 )
 @click.option("--all", "every", is_flag=True, help="List all flaws, not only the first.")
@@ -258,7 +258,9 @@ def _changes(sizes: Mapping[str, int], extents: Mapping[str, DiffExtent]) -> dic
 
 @click.command(cls=opts.Command)
 @ckpt.checkpoint_argument
-@opts.output_option("Write the digest of every tensor to a file, for 'shardspec verify'.")
+@opts.output_option(
+    "Write the digest of every tensor to a file, for 'shardspec verify'.", type=opts.STORED_FILE
+)
 @click.option(
     "--seed",
     type=click.IntRange(0, 2**64 - 1),

@@ -20,7 +20,9 @@ _CHECKSUMS: "Final[dict[str, Checksum]]" = {"slime": "xxh3-128", "modelexpress":
 @click.command(cls=opts.Command)
 @click.argument("base", type=ckpt.CHECKPOINT, metavar="BASE")
 @click.argument("new", type=ckpt.CHECKPOINT, metavar="NEW")
-@opts.output_option("The directory to write, as weight_v000001.", required=True)
+@opts.output_option(
+    "The directory to write, as weight_v000001.", type=opts.STORED_FILE, required=True
+)
 @click.option("--version", type=click.IntRange(0, 999_999), required=True, help="That of NEW.")
 @click.option(
     "--base-version",
@@ -103,7 +105,7 @@ def delta_command(
 
 @click.command(cls=opts.Command)
 @click.argument("base", type=ckpt.CHECKPOINT, metavar="BASE")
-@click.argument("deltas", type=opts.FILE_PATH, metavar="DELTA...", nargs=-1, required=True)
+@click.argument("deltas", type=opts.STORED_FILE, metavar="DELTA...", nargs=-1, required=True)
 @opts.output_option(
     "The file to write if it ends in .safetensors, else a directory.",
     type=str,

@@ -2,6 +2,7 @@
 
 import inspect
 import math
+import os
 import re
 import resource
 import time
@@ -10,7 +11,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial, reduce, wraps
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any, Final, TypeAlias, TypeVar, get_args
 
 import click
@@ -168,8 +169,37 @@ def numbers_kind(name: str, what: str, remedy: str) -> Kind:
     return Kind(name, lambda text: _whole_numbers(what, remedy, text, text.split(",")))
 
 
+def _local(text: str) -> Path:
+    if "://" in text:
+        raise ValueError(f"{shown(text)}: this takes a file of this machine, and no URL; copy it")
+    return Path(text)
+
+
+class ExistingPath(click.Path):
+    """A file or directory of this machine."""
+
+    def convert(
+        self,
+        value: "str | os.PathLike[str]",
+        param: click.Parameter | None,
+        ctx: click.Context | None,
+    ) -> "str | bytes | os.PathLike[str]":
+        """Return the path; a URL is a usage error."""
+        if "://" in str(value):
+            self.fail(f"{shown(str(value))}: give a path of this machine, and no URL", param, ctx)
+        return super().convert(value, param, ctx)
+
+
+def _stored(text: str) -> PurePath:
+    from shardspec.checkpoint.storage.from_text import storage_path
+
+    return storage_path(text) if "://" in text else Path(text)
+
+
 BYTES: Final = Kind("SIZE", parse_bytes)
-FILE_PATH: Final = Kind("FILE", Path, "file")
+FILE_PATH: Final = Kind("FILE", _local, "file")
+STORED_FILE: Final = Kind("FILE", _stored, "file")
+"""A path, or a URL of an object store."""
 PLACE: Final = Kind("CKPT", str, "file")
 IDS: Final = numbers_kind("IDS", "ids", "give them as in 3,1,0,2")
 MESH: Final = Kind("SHAPE", parse_mesh)

@@ -147,7 +147,7 @@ _write_options: Final = opts.stacked(
     ),
     click.option(
         "--digests",
-        type=opts.FILE_PATH,
+        type=opts.STORED_FILE,
         help="Write digests of OUT's tensors to this file, for 'shardspec verify --digests'.",
     ),
     opts.json_option("Print what was written as JSON."),
