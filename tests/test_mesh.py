@@ -243,7 +243,7 @@ def test_ids_that_are_no_ids():
         "device id -2 is negative; ids are global rank numbers from 0"
     )
     assert mesh_error([0, 1.5], (2,)) == "device id 1.5 is not a whole number"
-    assert mesh_error(torch.tensor([0.0, 1.0])) == "device id 0.0 is not a whole number"
+    assert mesh_error(torch.tensor([0.0, 1.5])) == "device id 1.5 is not a whole number"
     assert mesh_error([True, False]) == "device id True is not a whole number"
     assert mesh_error(["01"]) == "device id '01' is not a whole number"
     assert mesh_error([[0, 1], [2]]) == "the device ids form no grid: rows differ in length"
@@ -312,7 +312,8 @@ def test_a_flat_mesh_has_the_same_ids_and_the_slowest_link():
 
 def test_what_torchs_functions_ask_for_is_refused_in_a_sentence():
     mesh = DeviceMesh(range(4), (2, 2))
-    for name in ("device_type", "_get_root_mesh", "_flatten", "_dim_group_names"):
+    assert mesh.device_type == "cpu"
+    for name in ("_get_root_mesh", "_flatten", "_dim_group_names"):
         with pytest.raises(MeshError) as caught:
             getattr(mesh, name)
         assert str(caught.value) == (
@@ -443,3 +444,24 @@ def test_questions_about_places_the_mesh_lacks():
 def test_a_shape_is_a_sequence_of_whole_numbers(shape):
     with pytest.raises(MeshError, match="give a sequence of whole numbers, as in"):
         DeviceMesh(range(8), shape)
+
+
+def test_ids_in_a_tensor_of_floats():
+    """`torch.Tensor([...])` has them, as programs of Colossal-AI write it."""
+    assert DeviceMesh(torch.Tensor([0, 1, 2, 3]), (2, 2)) == DeviceMesh(range(4), (2, 2))
+    assert DeviceMesh(np.array([[0.0, 1.0]])) == DeviceMesh([[0, 1]])
+    for ids in (torch.Tensor([0, 1.5]), [0.0, 1.0]):
+        with pytest.raises(MeshError, match="is not a whole number"):
+            DeviceMesh(ids)
+
+
+def test_links_of_a_mesh():
+    mesh = DeviceMesh(range(8), (2, 4), links=["ib-ndr-per-gpu", "h100-nvswitch"])
+    assert mesh.submesh({0: 1}).links == ("h100-nvswitch",)
+    assert mesh.flatten().links is None
+    assert pickle.loads(pickle.dumps(mesh)) == mesh != DeviceMesh(range(8), (2, 4))
+    assert eval(repr(mesh)) == mesh
+    with pytest.raises(MeshError, match="3 links for 2 axes"):
+        DeviceMesh(range(8), (2, 4), links=("unit",) * 3)
+    with pytest.raises(MeshError, match="not both"):
+        DeviceMesh(range(2), mesh_alpha=(1e-6,), mesh_beta=(1e-9,), links="unit")

@@ -11,6 +11,7 @@ from typing import Final
 
 import numpy as np
 import numpy.typing as npt
+from torch.distributed.tensor import Partial
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from shardspec.comm.cost import CostModel
@@ -39,18 +40,26 @@ class RedistributeCost:
     def __call__(self, current_spec: DTensorSpec, target_spec: DTensorSpec) -> float:
         """Return the microseconds of the cheapest plan from one spec to another.
 
-        As in torch, it is inf if the meshes differ, if there is no plan (the target has a pending
+        As in torch, the tensor is that of the current spec, and a masked sum costs what a sum
+        does. It is inf if the meshes differ, if there is no plan (the target has a pending
         reduction that the current spec lacks), or if a spec cannot express the placements.
 
         Raises
         ------
         LayoutError
-            If a spec has no `tensor_meta`, or the specs are of different tensors.
+            If the current spec has no `tensor_meta`, or the target is of another tensor.
         """
-        if current_spec.mesh != target_spec.mesh:
+        ends = zip(current_spec.placements, target_spec.placements, strict=True)
+        if current_spec.mesh != target_spec.mesh or any(b.is_partial() and a != b for a, b in ends):
             return inf
+        meta = target_spec.tensor_meta or current_spec.tensor_meta
+        specs = [current_spec, DTensorSpec(target_spec.mesh, target_spec.placements, meta)]
+        if target_spec.tensor_meta is not None:
+            specs[1] = target_spec  # with its order of axes
+        if not all(map(_has_plain_sums, specs)):
+            specs = list(map(_with_sums, specs))
         try:
-            source, target = layout_of_spec(current_spec), layout_of_spec(target_spec)
+            source, target = map(layout_of_spec, specs)
         except LossyConversionError:
             return inf
         return self._microseconds(source, target)
@@ -64,6 +73,10 @@ class RedistributeCost:
         pairs take seconds. The values are those of single calls, except that it raises
         `LossyConversionError` for placements that a spec cannot express.
         """
+        every = {id(spec): spec for spec in (*sources, *targets)}.values()
+        if not all(spec.tensor_meta and _has_plain_sums(spec) for spec in every):
+            each = zip(sources, targets, strict=True)
+            return np.fromiter((self(a, b) for a, b in each), np.float64, count=len(sources))
         seconds = pair_costs(
             sources,
             targets,
@@ -115,6 +128,20 @@ class RedistributeCost:
         if starts or source.mesh != target.mesh:
             return inf
         return self.converter.cost(source, target) * 1e6
+
+
+def _has_plain_sums(spec: DTensorSpec) -> bool:
+    """Return whether a `ShardingSpec` can express the pending reductions together."""
+    pending = [placement for placement in spec.placements if placement.is_partial()]
+    ops = {placement.reduce_op for placement in pending if type(placement) is Partial}
+    known = all(type(placement) is Partial for placement in pending) and "premul_sum" not in ops
+    return known and (len(ops) < 2 or ops <= {"sum", "avg"})
+
+
+def _with_sums(spec: DTensorSpec) -> DTensorSpec:
+    """Return a spec of the same price: masked, scaled and mixed reductions move what sums do."""
+    placements = tuple(Partial() if p.is_partial() else p for p in spec.placements)
+    return DTensorSpec(spec.mesh, placements, spec.tensor_meta)
 
 
 def _facts(spec: DTensorSpec) -> tuple[object, ...]:

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from functools import cache, lru_cache, partial
 from itertools import pairwise
+from math import inf
 from typing import Final
 
 import numpy as np
@@ -109,9 +110,14 @@ def _moves_by_graph(source: Layout, target: Layout, model: CostModel) -> list[Mo
 
     To bound the search, axes that neither end uses stay unused, and of the dims that are whole at
     both ends only the longest are sharded. If `_MAX_EDGES` steps find no better path, the moves
-    are those of `_moves_without_search`.
+    are those of `_moves_without_search`, or the naive ones.
     """
-    sure = _moves_without_search(source, target, model)
+    ways = (
+        _moves_without_search(source, target, model),
+        list(naive_moves(source, target.spec, model)),
+    )
+    plans = [ConversionPlan.of_moves(source, moves, model).cost_seconds for moves in ways]
+    seconds, sure = min(plans), list(ways[plans[1] < plans[0]])
     start, goal = graph.state_of(source.spec), graph.state_of(target.spec)
     axes = {int(axis) for axis in (*source.spec.axes, *target.spec.axes)}
     cut = [any(cuts) for cuts in zip(start[0], goal[0], strict=True)]
@@ -129,7 +135,6 @@ def _moves_by_graph(source: Layout, target: Layout, model: CostModel) -> list[Mo
         num_bytes = shard_bytes(state[0])
         return min(fixed + num_bytes * slope for fixed, slope in lines(step)) + graph.TIE_SECONDS
 
-    seconds = ConversionPlan.of_moves(source, sure, model).cost_seconds
     bound = seconds + graph.TIE_SECONDS * len(sure)
     path = graph.cheapest_path(edges, start, goal, price, bound, _MAX_EDGES)
     if not path:
@@ -153,7 +158,16 @@ def _moves_without_search(
     if finished.spec.partials:
         return list(naive_moves(source, target.spec, model))
     ends = graph.state_of(finished.spec)[0], graph.state_of(target.spec)[0]
+    added = [(dim, a, b) for dim, (a, b) in enumerate(zip(*ends, strict=True)) if a != b]
+    if all(b[: len(a)] == a for _, a, b in added):
+        layout = finished
+        for dim, before, after in added:
+            layout = layout.with_spec(layout.spec.with_dims({dim: after}))
+            moves.append((Slice(dim, after[len(before) :]), layout))
+        return moves
     permute, exchange = pair_prices(finished, target, model)
+    if min(permute, exchange) == inf:  # every device has what it needs, but no slice cuts it so
+        return [*moves, *naive_moves(finished, target.spec, model)]
     if permute <= exchange:
         return [*moves, (Permute(changed_axes(*ends)), target)]
     return [*moves, (exchange_between(*ends, model), target)]

@@ -53,7 +53,7 @@ def _part(given: object) -> Part:
     return Part(size, shares)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class DimSpec:
     """How one tensor dim is sharded: the mesh axes that split it, the major one first.
 
@@ -92,6 +92,9 @@ class DimSpec:
         parts = f"{{{','.join(map(str, self.parts))}}}" if self.parts else ""
         block = f"*{self.block}" if self.block > 1 else ""
         return f"S{_axes_text(self.axes)}{parts}{block}" if self.axes else "R"
+
+    def __repr__(self) -> str:
+        return str(self)  # as in Colossal-AI, so that a list of them prints as [S0, R]
 
 
 CutLike: TypeAlias = Sequence[Axis] | Mapping[str, Any] | DimSpec
@@ -144,6 +147,8 @@ class ShardingSpec:
         ``{"axes": [0], "parts": [4096, "1024/2"], "block": 128}``.
     partial
         Mesh axis to the operation of a reduction pending over it; likewise.
+    dim_size
+        Colossal-AI's name for `dims`.
 
     Raises
     ------
@@ -169,11 +174,15 @@ class ShardingSpec:
 
     def __init__(
         self,
-        dims: int,
+        dims: int | None = None,
         dim_partition_dict: Mapping[int, CutLike] | Mapping[str, CutLike] | None = None,
         *,
         partial: Mapping[Axis, ReduceOp] | None = None,
+        dim_size: int | None = None,
     ) -> None:
+        if (dims is None) == (dim_size is None):
+            raise AxisError("give the number of dims once, as in ShardingSpec(2, {0: [0]})")
+        dims = dim_size if dims is None else dims
         count = whole_number(dims)
         if count is None or not 0 <= count <= _MAX_DIMS:
             raise AxisError(f"a tensor cannot have {shown(dims)} dims, only 0 to {_MAX_DIMS}")
@@ -255,9 +264,9 @@ class ShardingSpec:
         return {dim: list(cut.axes) for dim, cut in enumerate(self.dim_specs) if cut.axes}
 
     @property
-    def sharding_sequence(self) -> tuple[DimSpec, ...]:
+    def sharding_sequence(self) -> list[DimSpec]:
         """One `DimSpec` per tensor dim, as Colossal-AI calls it."""
-        return self.dim_specs
+        return list(self.dim_specs)
 
     @property
     def partial(self) -> dict[Axis, ReduceOp]:

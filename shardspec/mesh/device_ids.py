@@ -126,6 +126,7 @@ def _ids_and_shape(ids: Ids) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """
     shape: list[int] = []
     level = [_plain(ids)]
+    from_tensor = level[0] is not ids
     while level and all(isinstance(item, Iterable) and not isinstance(item, str) for item in level):
         rows = [list(cast(Iterable[object], item)) for item in level]
         if len({len(row) for row in rows}) != 1:
@@ -134,6 +135,10 @@ def _ids_and_shape(ids: Ids) -> tuple[tuple[int, ...], tuple[int, ...]]:
         if len(shape) > _MOST_AXES:
             raise MeshError(f"the device ids are nested more than {_MOST_AXES} deep")
         level = [_plain(item) for row in rows for item in row]
+    if from_tensor:  # tensors of floats are torch's default
+        level = [
+            int(item) if isinstance(item, float) and item.is_integer() else item for item in level
+        ]
     plain_ids = whole_numbers(level)
     if plain_ids is None:
         wrong = next(item for item in level if whole_number(item) is None)

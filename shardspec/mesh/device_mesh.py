@@ -219,11 +219,20 @@ class DeviceMesh:
         """
         return len(self.ids) if mesh_dim is None else self.shape[self.axis(mesh_dim)]
 
+    @property
+    def device_type(self) -> str:
+        """The device type in the running job: that which the mesh was made with, else "cpu"."""
+        if "torch" not in sys.modules:
+            return "cpu"
+        from shardspec.mesh.job import device_type_of
+
+        return device_type_of(self)
+
     if not TYPE_CHECKING:  # otherwise type checkers would accept every attribute
 
         def __getattr__(self, name: str) -> NoReturn:
-            # torch's functions read this attribute of a mesh, or private ones.
-            if name == "device_type" or (name[0] == "_" and name[:2] != "__"):
+            # torch's functions read private attributes of a mesh.
+            if name[0] == "_" and name[:2] != "__":
                 raise NotTorchMeshError(_PASS_TORCHS)
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
@@ -343,13 +352,13 @@ class DeviceMesh:
 
         return to_torch(self, device_type)
 
-    def __getitem__(self, axis_names: str | tuple[str, ...]) -> "DeviceMesh":
+    def __getitem__(self, axis_names: str | Sequence[str]) -> "DeviceMesh":
         """Return the mesh along named axes, in this order, that contains the calling rank.
 
         See `submesh` for slices that need no rank.
         """
         names = (axis_names,) if isinstance(axis_names, str) else axis_names
-        if not isinstance(names, tuple) or not all(isinstance(name, str) for name in names):
+        if not isinstance(names, tuple | list) or not all(isinstance(name, str) for name in names):
             raise AxisError(f"mesh[{axis_names!r}]: slice a mesh by axis names, as in mesh['tp']")
         axes = [self.axis(name) for name in names]
         from shardspec.mesh.job import rank_in

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
-from typing import Final, TypeAlias
+from typing import Final
 
 from shardspec.boxes import Box
 from shardspec.comm.cost import CostModel
@@ -35,9 +35,6 @@ MAX_BYTES: Final = 256 << 20
 """What buckets of a device hold by default: so much for sending and so much for receiving."""
 _MOST_ROWS: Final = 32
 """Devices in a table."""
-
-Groups: TypeAlias = tuple[tuple[int, ...], ...]
-"""Places in a plan's moves, two or more in each group."""
 
 
 @dataclass(frozen=True, slots=True, init=False)
@@ -139,33 +136,6 @@ class StateCopies:
         for place, move in enumerate(self.moves):
             kinds.setdefault((move.source, move.target, move.view), []).append(place)
         return kinds
-
-    @cached_property
-    def alike(self) -> tuple[tuple[int, ...], ...]:
-        """Places in `moves` of tensors that go the same way, two at least, and fill targets alone.
-
-        If tensors of these are one in the source, it travels once.
-        """
-        fills = Counter(move.target_name for move in self.moves)
-        alone = (
-            tuple(place for place in places if fills[self.moves[place].target_name] == 1)
-            for places in self.kinds.values()
-        )
-        return tuple(places for places in alone if len(places) > 1)
-
-    def without_ties(self, ties: Groups) -> "StateCopies":
-        """Return the plan in which the first of each group of places stands for all of it."""
-        if not ties:
-            return self
-        if ties not in self._tied:
-            others = {place for group in ties for place in group[1:]}
-            moves = tuple(move for place, move in enumerate(self.moves) if place not in others)
-            self._tied[ties] = StateCopies(moves, self.max_bytes, padded=self.padded)
-        return self._tied[ties]
-
-    @cached_property
-    def _tied(self) -> dict[Groups, "StateCopies"]:
-        return {}
 
     @property
     def _layouts(self) -> set[Layout]:

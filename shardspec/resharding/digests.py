@@ -128,6 +128,8 @@ class TensorDigest:
 
     def _with(self, array: NDArray[np.generic], box: Box) -> "TensorDigest":
         """Add the elements of a box."""
+        if not box_size(box):  # a dim without elements, beside others of any length
+            return self
         lanes = _lanes(array.view(f"u{array.itemsize}"), box, self.shape, self.seed)
         return self._plus((*lanes.tolist(), _cover(box, self.seed)))
 
@@ -377,6 +379,8 @@ def _tile_lanes(array: NDArray[np.generic], box: Box, shape: tuple[int, ...], se
         array = filled
     first, last = lo * size, hi * size
     part = array.reshape(len(rows), last - first)
+    if part.strides[-1] != array.itemsize:  # a column, as one row
+        part = np.ascontiguousarray(part)
     per_segment = _SEGMENT_BYTES // array.itemsize
     segments = -(-prod(shape[dim:]) // per_segment)
     lanes = np.zeros(LANES, np.uint64)
@@ -420,6 +424,8 @@ def _block_lanes(block: NDArray[np.generic], at: int, numbers: _Words, seed: int
 
 def _cover(box: Box, seed: int) -> int:
     """Return the cover of a box: a product over the dims, each a sum over its side."""
+    if not box_size(box):
+        return 0
     cover = 1
     for dim, (lo, hi) in enumerate(box):
         cover = cover * _side(dim, lo, hi, seed) & _MASK

@@ -16,15 +16,16 @@ from shardspec.comm.transfers import Piece
 from shardspec.comm.transports.stage import Stage, Transport, Wave
 from shardspec.errors import CommunicatorError, LayoutError
 from shardspec.mesh.device_mesh import DeviceMesh
-from shardspec.resharding.copies import Groups, StateCopies
+from shardspec.resharding.copies import StateCopies
 from shardspec.resharding.given import (
     DeviceGiven,
     Given,
     State,
     Statement,
-    agreed_ties,
     agreed_values,
+    check_equal,
     given_to,
+    unequal_pair,
 )
 from shardspec.resharding.receipts import Receipt, receipt_of
 from shardspec.resharding.stages import region_of
@@ -45,31 +46,35 @@ def run_reshard(
     """Convert a state dict; see `shardspec.resharding.plan.ReshardPlan.run`."""
     if dist.is_available() and dist.is_initialized():
         if dist.get_rank() not in plan.devices:
+            if receipt:
+                raise LayoutError(
+                    f"rank {dist.get_rank()} is on none of the plan's meshes, so nothing arrives "
+                    "that a receipt could prove; call it without receipt= there"
+                )
             return {}, None
         mesh = DeviceMesh(plan.devices, (len(plan.devices),))
         communicator = ProcessGroupCommunicator.of(mesh)
         with communicator.telling():
             return _run_in_job(plan, state, out, communicator, receipt=receipt, version=version)
     given = given_to(plan, state, out, plan.devices, alone=False)
-    ties = agreed_ties(plan, [given.statement])
+    check_equal(unequal_pair(plan, given.statement.shared, given.devices.values()))
     values = agreed_values(plan, {0: given.statement.values})
-    moving = plan.without_ties(ties)
-    shards = {device: DeviceShards(moving, device, each) for device, each in given.devices.items()}
+    shards = {device: DeviceShards(plan, device, each) for device, each in given.devices.items()}
     # Devices may share what is filled.
     for each in shards.values():
         each.allocate()
         each.clear()
-    for number in range(len(moving.stages)):
+    for number in range(len(plan.stages)):
         stages = {device: each.stage(number) for device, each in shards.items()}
         for stage in stages.values():
             for wave in stage.waves(None):
                 for sender, message in wave.receives.items():
                     stage.copy(message, stages[sender])
-    results = _results(plan, ties, shards, given) | values
+    results = _results(plan, shards, given) | values
     if not receipt:
         return results, None
     with _marking(given, f"version {version} did not arrive"):
-        return results, receipt_of(plan, ties, shards, lambda message: message, version)
+        return results, receipt_of(plan, shards, lambda message: message, version)
 
 
 def _run_in_job(
@@ -90,7 +95,7 @@ def _run_in_job(
         statement, device_type = given.statement, _device_type(given.devices[rank])
     except Exception as error:  # whatever it is, the other ranks would wait for this one
         cause = error
-        statement = Statement(Failure(LayoutError, failure_text(error)), b"", {}, (), 0, False)
+        statement = Statement(Failure(LayoutError, failure_text(error)), b"", (), 0, False)
     # Held by one thread at a time, and compared on all ranks before the first byte.
     facts = {"reshard plan": plan.digest[:12]}
     if receipt:
@@ -103,12 +108,11 @@ def _run_in_job(
         raise_first({peer: of_peer.failure for peer, of_peer in statements.items()}, cause)
         assert given is not None, "this rank has not failed either"
         values = agreed_values(plan, {peer: of_peer.values for peer, of_peer in statements.items()})
-        ties = agreed_ties(plan, statements.values())
         _compare_stages({peer: of_peer.num_stages for peer, of_peer in statements.items()})
-        moving = plan.without_ties(ties)
-        if ties and moving.hosts is not None:
-            _compare_stages(communicator.gather({rank: len(moving.stages)}))
-        own = DeviceShards(moving, rank, given.devices[rank])
+        if pairs := sorted({pair for other in statements.values() for pair in other.shared}):
+            unequal = communicator.gather({rank: unequal_pair(plan, pairs, given.devices.values())})
+            check_equal(next((pair for pair in unequal.values() if pair is not None), None))
+        own = DeviceShards(plan, rank, given.devices[rank])
         own.allocate()
         casts = any(move.source.dtype != move.target.dtype for move in plan.moves)
         transport = communicator.transport(home, casts=casts)
@@ -120,15 +124,15 @@ def _run_in_job(
         why = f"reshard plan {plan.digest[:12]}{to} failed on the way, so `out` is half written"
         try:
             with _marking(given, why), communicator.moving(transport):
-                transport.move(own.stage(number) for number in range(len(moving.stages)))
+                transport.move(own.stage(number) for number in range(len(plan.stages)))
         except (CommunicatorError, RuntimeError) as error:
             raise CommunicatorError(f"{why}: {error}") from error
         shards = {rank: own}
-        results = _results(plan, ties, shards, given) | values
+        results = _results(plan, shards, given) | values
         if not receipt:
             return results, None
         with _marking(given, f"version {version} did not arrive"):
-            return results, receipt_of(plan, ties, shards, communicator.gather, version)
+            return results, receipt_of(plan, shards, communicator.gather, version)
 
 
 @contextmanager
@@ -169,13 +173,12 @@ def _compare_stages(counts: Mapping[int, int]) -> None:
 
 
 def _results(
-    plan: StateCopies, ties: Groups, of_devices: Mapping[int, "DeviceShards"], given: Given
+    plan: StateCopies, of_devices: Mapping[int, "DeviceShards"], given: Given
 ) -> dict[str, Any]:
-    """Return what was filled, in the order of the state dict; of `ties` the first was moved."""
+    """Return what was filled, in the order of the state dict."""
     filled: dict[str, Any] = {}
     communicators: dict[DeviceMesh, Communicator] = {}
-    moved = next(iter(of_devices.values())).plan.moves
-    for place, move in enumerate(moved):
+    for place, move in enumerate(plan.moves):
         shards = {
             d: shard_of.target[place]
             for d, shard_of in of_devices.items()
@@ -188,15 +191,6 @@ def _results(
             made = DTensor.from_shards(shards, move.target, communicators.get(mesh))
             communicators[mesh] = made.communicator
             filled[move.target_name] = made
-    for first, *others in ties:
-        name, *names = (plan.moves[place].target_name for place in (first, *others))
-        for other in names if name in filled else ():
-            filled[other] = filled[name] if given.out is None else given.out[other]
-            for device in given.devices.values():
-                both = [device.out[n] for n in (other, name) if n in device.out]
-                # They are the same memory, or apart.
-                if both and both[0].data_ptr() != both[1].data_ptr():
-                    both[0].copy_(both[1])
     places = {name: place for place, name in enumerate(given.names)}
     order = {m.target_name: places.get(m.source_name, len(places)) for m in plan.moves}
     return dict(sorted(filled.items(), key=lambda item: order[item[0]]))

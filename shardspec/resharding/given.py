@@ -1,13 +1,13 @@
-"""What a state dict gives to a plan that runs, compared with what it was planned with.
+"""Checks that a state dict still matches the plan that is about to run.
 
-Nothing of the state dict that a plan was made with is taken for granted: tensors may have become
-others since, of another layout or dtype, tied or apart, elsewhere in memory, or none.
+Layouts, dtypes and memory may have changed since planning, so all are checked again.
 """
 
 import pickle
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
+import numpy as np
 import torch
 from torch.distributed.tensor import DTensor as TorchDTensor
 
@@ -16,11 +16,11 @@ from shardspec.errors import LayoutError
 from shardspec.interop.torch_dtensor import local_of
 from shardspec.layout.layout import Layout
 from shardspec.mesh.device_ids import some
-from shardspec.resharding.copies import Groups, StateCopies
-from shardspec.resharding.memory import has_memory, memory_overlaps, overlaps_itself, same_memory
+from shardspec.resharding.copies import StateCopies, TensorMove
+from shardspec.resharding.memory import has_memory, memory_overlaps, overlaps_itself
 from shardspec.resharding.state import flat_state, is_plain, plain_key, same_shards, stated_layout
 from shardspec.tensor.dtensor import DTensor
-from shardspec.tensor.shards import check_dense, shape_and_dtype
+from shardspec.tensor.shards import bits_of, check_dense, shape_and_dtype
 from shardspec.text import first_of, shown
 
 State: TypeAlias = Mapping[str, object]
@@ -42,10 +42,8 @@ class Statement(NamedTuple):
     """What is not as the plan says; then all else is empty."""
     values: bytes
     """Plain values by the names of the target, pickled."""
-    tied: Mapping[int, Groups]
-    """By device, places whose shards of the source are the same memory."""
-    shared: Groups
-    """Places whose shards to be filled are the same memory."""
+    shared: tuple[tuple[str, str], ...]
+    """Names of the target whose shards in `out` are the same memory."""
     num_stages: int
     """Stages of the plan, which follow from prices: other processors might round otherwise."""
     fills: bool
@@ -103,16 +101,14 @@ def given_to(
             if flat_out is not None and device in layout.mesh
         }
     shared = _shared(plan, read, filled) if flat_out is not None else ()
-    tied = {device: _tied(plan, shards) for device, shards in read.items()}
     kept = {new: state[name] for name, new in plan.values if name in state}
     given = {
         # The values themselves are to lie in memory.
         device: DeviceGiven({n: s.resolve_conj().resolve_neg() for n, s in shards.items()}, out)
         for (device, shards), out in zip(read.items(), filled.values(), strict=True)
     }
-    statement = Statement(
-        None, pickle.dumps(kept), tied, shared, len(plan.stages), flat_out is not None
-    )
+    values_bytes = pickle.dumps(kept)
+    statement = Statement(None, values_bytes, shared, len(plan.stages), flat_out is not None)
     return Given(given, list(state), flat_out, statement)
 
 
@@ -203,27 +199,14 @@ def _writable(name: str, layout: Layout, device: int, out: State, *, alone: bool
     return shard
 
 
-def _tied(plan: StateCopies, shards: Mapping[str, torch.Tensor]) -> Groups:
-    """Return places that go the same way, and whose shards are the same memory."""
-    groups: list[tuple[int, ...]] = []
-    for places in plan.alike:
-        having = {place: shards.get(plan.moves[place].source_name) for place in places}
-        groups += same_memory({n: s for n, s in having.items() if s is not None and s.numel()})
-    return tuple(groups)
-
-
 def _shared(
     plan: StateCopies,
     read: Mapping[int, Mapping[str, torch.Tensor]],
     filled: Mapping[int, Mapping[str, torch.Tensor]],
-) -> Groups:
-    """Return pairs of places whose results are the same memory; refuse all other overlaps.
-
-    This is right if both are given the same data: copies of one tensor, or tied tensors.
-    """
-    alike = {plan.moves[place].target_name: at for at in plan.alike for place in at}
+) -> tuple[tuple[str, str], ...]:
+    """Return pairs of names of `out` that are the same tensor; LayoutError for other overlaps."""
     layouts = {move.target_name: move.target for move in plan.moves}
-    shared: set[tuple[int, ...]] = set()
+    shared: set[tuple[str, str]] = set()
     flat_read, flat_filled = (
         {(device, name): shard for device, shards in of.items() for name, shard in shards.items()}
         for of in (read, filled)
@@ -235,8 +218,7 @@ def _shared(
                 f"out[{name!r}] shares memory with the source, {other!r}; give tensors of its own"
             )
         boxes = (layouts[n].intervals(d) for d, n in (overlap.written, overlap.other))
-        tied = name == other or (name in alike and alike[name] == alike.get(other))
-        if not (overlap.same and tied and next(boxes) == next(boxes)):
+        if not overlap.same or next(boxes) != next(boxes):
             first, second = sorted((name, other))
             where = "" if name != other else f" of devices {other_device} and {device}"
             raise LayoutError(
@@ -244,9 +226,42 @@ def _shared(
                 "its own"
             )
         if name != other:
-            pair = [n for n in alike[name] if plan.moves[n].target_name in (name, other)]
-            shared.add(tuple(pair))
+            shared.add((min(name, other), max(name, other)))
     return tuple(sorted(shared))
+
+
+def unequal_pair(
+    plan: StateCopies, pairs: Iterable[tuple[str, str]], devices: Iterable[DeviceGiven]
+) -> tuple[str, str] | None:
+    """Return the first pair of names of the target whose sources differ on some devices.
+
+    Sources are compared shard by shard, so those with other layouts differ.
+    """
+    moves: dict[str, list[TensorMove]] = {}
+    for move in plan.moves:
+        moves.setdefault(move.target_name, []).append(move)
+    devices = list(devices)
+    for pair in pairs:
+        ours, theirs = (moves[name] for name in pair)
+        ways = [[(m.source, m.target, m.view) for m in each] for each in (ours, theirs)]
+        if ways[0] != ways[1]:
+            return pair
+        for first, second in zip(ours, theirs, strict=True):
+            for device in devices:
+                shards = (device.source.get(move.source_name) for move in (first, second))
+                both = [bits_of(shard) for shard in shards if shard is not None]
+                if both and not np.array_equal(both[0], both[1]):
+                    return pair
+    return None
+
+
+def check_equal(pair: tuple[str, str] | None) -> None:
+    """Raise LayoutError for a pair of names of `out` that are one tensor, but get two."""
+    if pair is not None:
+        raise LayoutError(
+            f"out[{pair[0]!r}] and out[{pair[1]!r}] are one tensor, but differ in the source; give "
+            "each a tensor of its own"
+        )
 
 
 def agreed_values(plan: StateCopies, pickled: Mapping[int, bytes]) -> dict[str, object]:
@@ -279,43 +294,3 @@ def agreed_values(plan: StateCopies, pickled: Mapping[int, bytes]) -> dict[str, 
                     f"rank {peer}; make them equal, or leave it out"
                 )
     return values
-
-
-def agreed_ties(plan: StateCopies, statements: Iterable[Statement]) -> Groups:
-    """Return places of tensors that are one in the source: on every device with elements of them.
-
-    Raises LayoutError if tensors of `out` are the same memory somewhere and these are not.
-    """
-    statements = list(statements)
-    labels = {
-        device: {place: number for number, group in enumerate(groups) for place in group}
-        for statement in statements
-        for device, groups in statement.tied.items()
-    }
-    ties: list[tuple[int, ...]] = []
-    for places in plan.alike:
-        layout = plan.moves[places[0]].source
-        groups = [] if 0 in layout.global_shape else [places]
-        for device in layout.mesh.ids:
-            shape, _ = shape_and_dtype(layout, device)
-            if groups and 0 not in shape:
-                groups = [part for group in groups for part in _parted(group, labels[device])]
-        ties += groups
-    group_of = {place: group for group in ties for place in group}
-    for first, second in sorted({pair for statement in statements for pair in statement.shared}):
-        if second not in group_of.get(first, ()):
-            names = [plan.moves[place].target_name for place in (first, second)]
-            raise LayoutError(
-                f"out[{names[0]!r}] and out[{names[1]!r}] share memory, but the state dict has two "
-                "tensors for them; give each a tensor of its own"
-            )
-    return tuple(ties)
-
-
-def _parted(group: tuple[int, ...], labels: Mapping[int, int]) -> list[tuple[int, ...]]:
-    """Return the parts of a group, two places or more each, that a device sees as one tensor."""
-    parts: dict[int, list[int]] = {}
-    for place in group:
-        if place in labels:
-            parts.setdefault(labels[place], []).append(place)
-    return [tuple(part) for part in parts.values() if len(part) > 1]

@@ -138,15 +138,3 @@ class _Interface:
 def _array(tensor: torch.Tensor) -> npt.NDArray[np.void]:
     """Return an array over the memory of a tensor, which is only compared, never read."""
     return np.asarray(_Interface(tensor))
-
-
-def same_memory(tensors: Mapping[K, torch.Tensor]) -> list[tuple[K, ...]]:
-    """Return groups of keys, two or more each, whose tensors are the same memory."""
-    by_address: dict[int, list[K]] = {}
-    for key, tensor in tensors.items():
-        by_address.setdefault(tensor.data_ptr(), []).append(key)
-    groups: dict[Hashable, list[K]] = {}
-    for keys in by_address.values():
-        for key in keys if len(keys) > 1 else ():
-            groups.setdefault(memory_of(tensors[key]), []).append(key)
-    return [tuple(group) for group in groups.values() if len(group) > 1]

@@ -13,7 +13,6 @@ from shardspec.layout.spec import ShardingSpec
 from shardspec.mesh.device_ids import bound_of_bytes
 from shardspec.mesh.device_mesh import DeviceMesh
 from shardspec.resharding.copies import MAX_BYTES, StateCopies, TensorMove
-from shardspec.resharding.digests import Digests
 from shardspec.resharding.name_map import NameMap, Shape
 from shardspec.resharding.state import flat_state, is_plain, required_layout
 from shardspec.resharding.total import apply_map, dropped_by, report_of
@@ -119,8 +118,9 @@ class ReshardPlan(StateCopies):
         out
             What is filled, by the names of the target; by default new tensors are made.
         receipt
-            Also return a `Receipt`: digests of what left and of what arrived are compared on every
-            rank, and those of the target's tensors are in it.
+            Also return a `shardspec.resharding.receipts.Receipt`: digests of the source and of what
+            arrived are compared on every rank, and those of the target's tensors are in it. A rank
+            of no mesh gets none.
         version
             The caller's number of what is sent, the same on every rank; it is in the receipt.
 
@@ -135,7 +135,7 @@ class ReshardPlan(StateCopies):
         ------
         LayoutError
             If a tensor is missing or is not as the plan says, on any rank; on all ranks, before
-            anything is sent.
+            anything is sent. On a rank of no mesh if it asks for a receipt.
         CheckpointError
             If a checkpoint cannot be read, or has changed since the plan was made.
         CommunicatorError
@@ -144,7 +144,6 @@ class ReshardPlan(StateCopies):
             raise it too when they are read.
         """
         from shardspec.resharding.execute import run_reshard
-        from shardspec.resharding.receipts import Receipt
 
         if version is not None and not receipt:
             raise LayoutError(f"version={version} is for a receipt; give receipt=True too")
@@ -155,8 +154,7 @@ class ReshardPlan(StateCopies):
                 )
             return self.executor.run(self, state, out)
         filled, arrived = run_reshard(self, state, out, receipt=receipt, version=version)
-        # A rank outside all meshes has nothing to receive.
-        return (filled, arrived or Receipt(version, Digests({}))) if receipt else filled
+        return filled if arrived is None else (filled, arrived)
 
     def transfers(
         self, device: int, end: End = "receiver", *, strides: Declared | None = None

@@ -1,41 +1,37 @@
-"""Receipts of a sync: digests of what was sent and of what arrived, compared on all ranks.
+"""Receipts of a sync: digests of what arrived, compared on all ranks with those of the source.
 
-Sender and receiver digest the boxes of each message by their places in the tensors of the target.
-They exchange one hash for each pair of devices, and all digests of a pair if its hashes differ. The
-digests of what arrived add up to those of whole tensors, which shows replicas that differ.
+Every device digests its shards of the source as the target is to have them, with names, dtype and
+padding applied, and its shards of the target. Digests of boxes add up to those of whole tensors, so
+the way by which a box came does not count. Replicas are compared on both sides.
 """
 
-import hashlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from math import nan
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Final, NamedTuple, Protocol, TypeAlias
 
 import torch
 
-from shardspec.boxes import Box, box_shape, box_size, contains
+from shardspec.boxes import Box, box_shape, box_size, chunks, slices_within
 from shardspec.comm.agreement import on_all_ranks
 from shardspec.errors import CommunicatorError
 from shardspec.layout.layout import Layout, LayoutCell, cells_of
-from shardspec.resharding.copies import Groups, StateCopies, TensorMove
-from shardspec.resharding.digests import Digests, TensorDigest
-from shardspec.resharding.stages import StateCopy, region_of
+from shardspec.resharding.copies import StateCopies, TensorMove
+from shardspec.resharding.digests import LANES, Digests, TensorDigest
+from shardspec.resharding.stages import region_of
 from shardspec.resharding.view_parts import parts_of_view
 from shardspec.resharding.views import identity_view
 from shardspec.tensor.shards import bits_of, torch_dtype
-from shardspec.text import counted
 
-Pair: TypeAlias = tuple[int, int, int]
-"""A stage of the plan, a sender and a receiver."""
-ByPlace: TypeAlias = dict[int, TensorDigest]
-"""Digests of some boxes of tensors, by their places in the plan."""
 Gather: TypeAlias = Callable[[dict[int, Any]], dict[int, Any]]
+_CHUNK: Final = 1 << 20
+"""Elements that are cast at once."""
 
 
 @dataclass(frozen=True, slots=True)
 class Receipt:
-    """The digests of what arrived in a sync, equal on every rank; it is what was sent.
+    """The digests of the tensors of the target, equal on every rank and to those of the source.
 
     Examples
     --------
@@ -53,7 +49,7 @@ class Receipt:
     version: int | None
     """The number that the caller gave to what was sent."""
     digests: Digests
-    """Of the tensors of the target."""
+    """Digests of the tensors of the target, by name."""
 
     def require(self, version: int) -> None:
         """Raise CommunicatorError unless this is the receipt of a version."""
@@ -72,184 +68,125 @@ class OfDevice(Protocol):
     target: dict[int, torch.Tensor]
 
 
+class _Boxes(NamedTuple):
+    """Digests of the boxes of one device, by the tensor's place or name, and by box."""
+
+    source: dict[tuple[int, Box], TensorDigest]
+    target: dict[tuple[str, Box], TensorDigest]
+    raw: dict[tuple[str, Box], TensorDigest]
+    """The same of the target, where NaNs have other bits than they are compared with."""
+
+
 def receipt_of(
-    every: StateCopies,
-    ties: Groups,
-    shards: Mapping[int, OfDevice],
-    gather: Gather,
-    version: int | None,
+    plan: StateCopies, shards: Mapping[int, OfDevice], gather: Gather, version: int | None
 ) -> Receipt:
-    """Compare what was sent with what arrived; all processes call this.
+    """Compare the source with what arrived; all processes call this.
 
-    Only the first tensor of each of `ties` was moved. Raises CommunicatorError on every rank if a
-    tensor did not arrive as it was sent, or its replicas differ.
+    Raises CommunicatorError on every rank if a tensor did not arrive as the source has it, or its
+    replicas differ.
     """
-    plan = every.without_ties(ties)
-    ends = {device: _Ends(plan, of_device) for device, of_device in shards.items()}
-    gathered = gather({device: end.hashes() for device, end in ends.items()})
-    sent = {pair: value for hashes, *_ in gathered.values() for pair, value in hashes.items()}
-    arrived = {pair: value for _, hashes, _ in gathered.values() for pair, value in hashes.items()}
-    wrong = {pair for pair in sent.keys() | arrived if sent.get(pair) != arrived.get(pair)}
-    if wrong:
-        details = gather({device: end.details(wrong) for device, end in ends.items()})
-        raise on_all_ranks(CommunicatorError(_problem(plan, wrong, details, version)))
-    whole = _whole(plan, {device: boxes for device, (*_, boxes) in gathered.items()}, version)
-    for first, *others in ties:
-        for other in others:
-            same = whole[every.moves[first].target_name]
-            whole.setdefault(every.moves[other].target_name, same)
-    return Receipt(version, Digests(whole))
+    boxes: dict[int, _Boxes] = gather({d: _boxes(plan, held) for d, held in shards.items()})
 
+    def fail(name: str, problem: str) -> Exception:
+        text = f"version {version}: tensor {name!r} {problem}, and sync again"
+        return on_all_ranks(CommunicatorError(text))
 
-class _Ends:
-    """The digests of what one device has sent and received."""
-
-    def __init__(self, plan: StateCopies, shards: OfDevice) -> None:
-        self.plan, self.shards, self.device = plan, shards, shards.device
-        self.sent: dict[Pair, ByPlace] = {}
-        self.arrived: dict[Pair, ByPlace] = {}
-        self.boxes: dict[tuple[str, Box], TensorDigest] = {}
-        """What arrived, by tensor and box of this device."""
-        self._of_copies: dict[tuple[bool, int, Box], TensorDigest] = {}
-        """What is sent, perhaps to several devices."""
-        for place, shard in shards.target.items():
-            name, layout = plan.moves[place].target_name, plan.moves[place].target
-            for box in _boxes_of(layout, self.device):
-                digest = TensorDigest(layout.dtype, layout.global_shape)
-                if name in plan.padded:  # zeros come from no tensor of the source
-                    shape, steps, at = region_of(
-                        layout, None, box, tuple(shard.stride()), self.device, of_source=False
+    sent: dict[str, TensorDigest] = {}
+    arrived: dict[str, TensorDigest] = {}
+    raw: dict[str, TensorDigest] = {}
+    for place, move in enumerate(plan.moves):
+        name, target = move.target_name, move.target
+        zero = TensorDigest(target.dtype, target.global_shape)
+        for box, holders in _holders(move.source).items():
+            first, *others = holders
+            for other in others:
+                if boxes[first].source[place, box] != boxes[other].source[place, box]:
+                    raise fail(
+                        move.source_name,
+                        f"differs on devices {first} and {other} of the source; make them equal",
                     )
-                    region = shard.as_strided(shape, steps, shard.storage_offset() + at)
-                    digest = _with_region(digest, region, box)
-                self.boxes[name, box] = digest
-        for copy in plan.kept(self.device):
-            self._add((0, self.device, self.device), copy)
-        for number, stage in enumerate(plan.stages):
-            for (sender, receiver), copies in stage.streams(self.device).items():
-                for copy in copies:
-                    self._add((number, sender, receiver), copy)
-
-    def _add(self, pair: Pair, copy: StateCopy) -> None:
-        stage, sender, receiver = pair
-        for place in copy.places:
-            if sender == self.device:
-                key = stage > 0, place, copy.box
-                if key not in self._of_copies:
-                    shards = self.shards.target if stage else self.shards.source
-                    parts = self._parts(shards[place], place, copy.box, of_source=not stage)
-                    self._of_copies[key] = self._sum(place, parts)
-                _add_to(self.sent.setdefault(pair, {}), place, self._of_copies[key])
-            if receiver == self.device:
-                shard = self.shards.target[place]
-                arrived = list(self._parts(shard, place, copy.box, of_source=False))
-                digest = self._sum(place, arrived)
-                _add_to(self.arrived.setdefault(pair, {}), place, digest)
-                self._add_to_boxes(place, arrived, digest)
-
-    def _add_to_boxes(
-        self, place: int, parts: list[tuple[torch.Tensor, Box]], digest: TensorDigest
-    ) -> None:
-        """Add parts to the boxes of this device; `digest` is that of all parts, as sent."""
-        move = self.plan.moves[place]
-        name, layout = move.target_name, move.target
-        boxes = _boxes_of(layout, self.device)
-        if name in self.plan.padded:
-            return
-        as_sent = layout.dtype == digest.dtype and not _has_cast_nans(move, parts)
-        if len(boxes) == 1 and as_sent:
-            self.boxes[name, boxes[0]] += digest
-            return
-        for region, part in parts:
-            key = name, next(box for box in boxes if contains(box, part))
-            self.boxes[key] = _with_region(self.boxes[key], region, part)
-
-    def _parts(
-        self, shard: torch.Tensor, place: int, box: Box, *, of_source: bool
-    ) -> Iterator[tuple[torch.Tensor, Box]]:
-        """Yield the regions of a shard that form the box of a copy, with boxes of the target."""
-        move = self.plan.moves[place]
-        layout = move.source if of_source else move.target
-        view = move.view or identity_view(layout.global_shape)
-        strides = tuple(shard.stride())
-        _, steps, at = region_of(layout, view, box, strides, self.device, of_source=of_source)
-        for part, by, before in parts_of_view(view.target, box, steps):
-            yield shard.as_strided(box_shape(part), by, shard.storage_offset() + at + before), part
-
-    def _sum(self, place: int, parts: Iterable[tuple[torch.Tensor, Box]]) -> TensorDigest:
-        move = self.plan.moves[place]
-        dtype = torch_dtype(move.wire_dtype)
-        digest = TensorDigest(move.wire_dtype, move.target.global_shape)
-        for region, part in parts:
-            sent = region.to(dtype)
-            if _has_cast_nans(move, [(sent, part)]):
-                sent = torch.where(sent.isnan(), sent.new_full((), nan), sent)
-            digest = _with_region(digest, sent, part)
-        return digest
-
-    def hashes(
-        self,
-    ) -> tuple[dict[Pair, str], dict[Pair, str], dict[tuple[str, Box], TensorDigest]]:
-        """Return a hash of what went to each device, one of what came from each, and all boxes."""
-        sent = {pair: _hash(by_place) for pair, by_place in self.sent.items()}
-        return sent, {pair: _hash(digests) for pair, digests in self.arrived.items()}, self.boxes
-
-    def details(self, wrong: set[Pair]) -> tuple[dict[Pair, ByPlace], dict[Pair, ByPlace]]:
-        """Return all digests of some pairs."""
-        return (
-            {pair: digests for pair, digests in self.sent.items() if pair in wrong},
-            {pair: digests for pair, digests in self.arrived.items() if pair in wrong},
-        )
+            sent[name] = sent.get(name, zero) + boxes[first].source[place, box]
+        sent.setdefault(name, zero)
+        if name in arrived:
+            continue
+        arrived[name] = raw[name] = zero
+        for box, (first, *others) in _holders(target).items():
+            for other in others:
+                if boxes[first].target[name, box] != boxes[other].target[name, box]:
+                    raise fail(
+                        name, f"differs on devices {first} and {other} of the target; check both"
+                    )
+            arrived[name] += boxes[first].target[name, box]
+            key = name, box
+            raw[name] += boxes[first].raw.get(key, boxes[first].target[key])
+    for name, digest in sent.items():
+        # Padding is zero, which adds nothing but to the cover.
+        sums = LANES if name in plan.padded else LANES + 1
+        if digest.sums[:sums] != arrived[name].sums[:sums]:
+            values = f"its digest is {digest.value} there and {arrived[name].value} here"
+            raise fail(name, f"did not arrive as the source has it: {values}; check the links")
+    return Receipt(version, Digests(raw))
 
 
-def _has_cast_nans(move: TensorMove, parts: Iterable[tuple[torch.Tensor, Box]]) -> bool:
-    """Whether there are NaNs that have been cast: their bits depend on how memory was read."""
+def _boxes(plan: StateCopies, shards: OfDevice) -> _Boxes:
+    """Return the digests of the boxes of one device."""
+    found = _Boxes({}, {}, {})
+    cast = {m.target_name for m in plan.moves if m.source.dtype != m.target.dtype}
+    for place, shard in shards.source.items():
+        move = plan.moves[place]
+        for box in _boxes_of(move.source, shards.device):
+            digest = TensorDigest(move.target.dtype, move.target.global_shape)
+            for region, part in _as_target(move, shard, box, shards.device):
+                digest = _added(digest, region, part)
+            found.source[place, box] = digest
+    for place, shard in shards.target.items():
+        name, layout = plan.moves[place].target_name, plan.moves[place].target
+        for box in _boxes_of(layout, shards.device):
+            if (name, box) in found.target:
+                continue
+            zero = TensorDigest(layout.dtype, layout.global_shape)
+            strides = tuple(shard.stride())
+            shape, steps, at = region_of(layout, None, box, strides, shards.device, of_source=False)
+            region = shard.as_strided(shape, steps, shard.storage_offset() + at)
+            digest = _added(zero, region, box)
+            if name in cast and bool(region.isnan().any()):
+                found.raw[name, box] = digest
+                digest = _added(zero, _equal_nans(region), box)
+            found.target[name, box] = digest
+    return found
+
+
+def _as_target(
+    move: TensorMove, shard: torch.Tensor, box: Box, device: int
+) -> Iterator[tuple[torch.Tensor, Box]]:
+    """Yield the elements of a box of the source as the target has them, with its boxes."""
+    view = move.view or identity_view(move.source.global_shape)
     casts = move.source.dtype != move.target.dtype
-    return casts and any(bool(region.isnan().any()) for region, _ in parts)
+    strides = tuple(shard.stride())
+    for inner in view.source.boxes(box, len(view.shape)):
+        _, steps, at = region_of(move.source, view, inner, strides, device, of_source=True)
+        for part, by, before in parts_of_view(view.target, inner, steps):
+            region = shard.as_strided(box_shape(part), by, shard.storage_offset() + at + before)
+            if not casts:
+                yield region, part
+                continue
+            for piece in chunks(part, _CHUNK):
+                made = region[slices_within(piece, part)].to(torch_dtype(move.target.dtype))
+                yield _equal_nans(made), piece
 
 
-def _hash(digests: ByPlace) -> str:
-    text = repr([(place, digest.sums) for place, digest in sorted(digests.items())])
-    return hashlib.sha256(text.encode()).hexdigest()[:32]
+def _equal_nans(values: torch.Tensor) -> torch.Tensor:
+    """Return values with the same bits in every NaN: a cast may give several."""
+    return torch.where(values.isnan(), values.new_full((), nan), values)
 
 
-def _add_to(digests: ByPlace, place: int, digest: TensorDigest) -> None:
-    digests[place] = digests[place] + digest if place in digests else digest
-
-
-def _with_region(digest: TensorDigest, region: torch.Tensor, box: Box) -> TensorDigest:
-    """Add the elements of a box."""
+def _added(digest: TensorDigest, region: torch.Tensor, box: Box) -> TensorDigest:
     return digest + TensorDigest.of_box(bits_of(region), box, digest.shape, digest.dtype)
-
-
-def _problem(
-    plan: StateCopies,
-    wrong: set[Pair],
-    details: Mapping[int, tuple[Mapping[Pair, ByPlace], Mapping[Pair, ByPlace]]],
-    version: int | None,
-) -> str:
-    """Return which tensor did not arrive as it was sent, from and to which device, as text."""
-    problems = []
-    for pair in sorted(wrong):
-        _, sender, receiver = pair
-        all_sent, all_arrived = details[sender][0].get(pair, {}), details[receiver][1].get(pair, {})
-        for place in sorted(all_sent.keys() | all_arrived):
-            sent, arrived = all_sent.get(place), all_arrived.get(place)
-            if sent != arrived:
-                values = [digest.value if digest else "nothing" for digest in (sent, arrived)]
-                problems.append(
-                    f"tensor {plan.moves[place].target_name!r} did not arrive at device {receiver} "
-                    f"as device {sender} has sent it: {values[0]} left and {values[1]} arrived"
-                )
-    more = (
-        f" (and {counted(len(problems) - 1, 'other box', 'other boxes')})" if problems[1:] else ""
-    )
-    return f"version {version}: {problems[0]}{more}; sync again"
 
 
 @lru_cache(4096)
 def _boxes_of(layout: Layout, device: int) -> list[Box]:
-    """Return the boxes of a device that are not empty; two of all devices are equal or disjoint."""
+    """Return the nonempty boxes of a device; those of two devices are equal or disjoint."""
     if layout.spec.is_plain:
         boxes = [layout.box(device)]
     else:  # parts are kept apart, as one that is replicated may adjoin another
@@ -264,27 +201,3 @@ def _holders(layout: Layout) -> dict[Box, tuple[int, ...]]:
         for box in _boxes_of(layout, device):
             holders[box] = (*holders.get(box, ()), device)
     return holders
-
-
-def _whole(
-    plan: StateCopies,
-    boxes: Mapping[int, Mapping[tuple[str, Box], TensorDigest]],
-    version: int | None,
-) -> dict[str, TensorDigest]:
-    """Return the digests of whole tensors; raises CommunicatorError if replicas differ."""
-    whole: dict[str, TensorDigest] = {}
-    for name, layout in {move.target_name: move.target for move in plan.moves}.items():
-        total = TensorDigest(layout.dtype, layout.global_shape)
-        for box, (first, *others) in _holders(layout).items():
-            for other in others:
-                if boxes[other][name, box] != boxes[first][name, box]:
-                    raise on_all_ranks(
-                        CommunicatorError(
-                            f"version {version}: tensor {name!r} differs on devices {first} and "
-                            f"{other}, since replicas of the source did; make them equal, and "
-                            "sync again"
-                        )
-                    )
-            total += boxes[first][name, box]
-        whole[name] = total
-    return whole

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh as TorchMesh
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor._collective_utils import redistribute_cost as torchs
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
-from torch.distributed.tensor.placement_types import _StridedShard
+from torch.distributed.tensor.placement_types import _MaskPartial, _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from shardspec import CostModel, DeviceMesh, Layout, LayoutConverter
@@ -130,3 +130,34 @@ def test_tables_of_edges_cost_what_each_pair_does():
     assert cost.tables([]) == []
     with pytest.raises(LayoutError, match="need one shape and dtype"):
         cost.tables([ends, (ends[0], others[1])])
+
+
+def test_a_target_without_meta_is_of_the_current_tensor():
+    here = spec(Shard(0), Replicate())
+    for placement in (Replicate(), Shard(1)):
+        bare = spec(placement, Replicate(), meta=None)
+        full = spec(placement, Replicate())
+        assert redistribute_cost(here, bare) == redistribute_cost(here, full)
+        assert redistribute_cost.many([here], [bare]).tolist() == [redistribute_cost(here, full)]
+    with pytest.raises(LayoutError, match="tensor_meta"):
+        redistribute_cost(spec(Shard(0), Replicate(), meta=None), here)
+
+
+def test_masked_and_mixed_sums_cost_what_sums_do():
+    masked = _MaskPartial(offset_shape=torch.Size((4096, 1024)), offset_dim=0)
+    plain = spec(Replicate(), Partial())
+    for ends in ((Replicate(), Replicate()), (Replicate(), Shard(1)), (Shard(1), Shard(0))):
+        target = spec(*ends)
+        price = redistribute_cost(plain, target)
+        assert redistribute_cost(spec(Replicate(), masked), target) == price
+        assert redistribute_cost.many([spec(Replicate(), masked)], [target]).tolist() == [price]
+    both = spec(Partial("max"), Partial("sum"))
+    whole = spec(Replicate(), Replicate())
+    sums = spec(Partial(), Partial())
+    assert redistribute_cost(both, whole) == redistribute_cost(sums, whole)
+    half = redistribute_cost(both, spec(Partial("max"), Replicate()))
+    assert half == redistribute_cost(plain, whole)
+    for pending in (spec(Replicate(), masked), both):
+        assert redistribute_cost(pending, pending) == 0
+        assert redistribute_cost(whole, pending) == inf
+    assert redistribute_cost(both, spec(Partial("sum"), Replicate())) == inf

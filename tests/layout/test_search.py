@@ -274,3 +274,31 @@ def test_every_kind_of_step_is_the_best_somewhere():
         kinds |= {type(step).__name__ for step in plan.steps}
     everything = {"Slice", "AllGather", "AllToAll", "ReduceScatter", "AllReduce"}
     assert kinds == everything | {Exchange.__name__, Permute.__name__}
+
+
+def test_no_plan_is_impossible_while_another_is_not():
+    """Every pair on small meshes, also of short and uneven dims."""
+    for shape, sizes in product([(2,), (2, 2), (1, 3)], [(4, 4), (3, 1), (0, 2)]):
+        mesh = DeviceMesh(range(prod(shape)), shape)
+        start = Layout(mesh, "[R,R|P0]" if len(shape) == 1 else "[R,R|P01]", sizes, "f32")
+        specs = [spec_of(state) for state in explore(mesh.ndim, start.spec)]
+        for source, target in product(specs, repeat=2):
+            if set(target.partials) <= set(source.partials):
+                plan = LayoutConverter().plan(start.with_spec(source), target)
+                assert plan.cost_seconds < inf, (shape, sizes, source, target)
+
+
+@pytest.mark.parametrize(("axes", "dims"), [(6, 2), (6, 3)])
+def test_sums_over_many_axes_end_in_plans_that_can_be_run(axes, dims):
+    """On meshes whose specs are too many for a matrix, without a search through all of them."""
+    random = np.random.default_rng(3)
+    mesh = DeviceMesh(range(2**axes), (2,) * axes)
+    for number in range(3):
+        order = random.permutation(axes).tolist()
+        at = int(random.integers(0, axes + 1))
+        source = ShardingSpec(dims, {0: order[:at]}, partial=dict.fromkeys(order[at:], "sum"))
+        goal = ShardingSpec(dims, {dims - 1: order[: random.integers(0, 3)]})
+        plan = LayoutConverter().plan(Layout(mesh, source, (8 - number % 4,) * dims, "f32"), goal)
+        assert plan.cost_seconds < inf, (source, goal)
+        naive = naive_plan(plan.source, plan.target, plan.model).cost_seconds
+        assert plan.cost_seconds <= naive * (1 + 1e-9), (source, goal)

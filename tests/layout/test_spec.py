@@ -102,7 +102,8 @@ def test_the_order_in_which_partials_are_given_means_nothing():
 def test_views_of_a_spec():
     spec = ShardingSpec.parse("[S10,R,S(tp)|P2]")
     assert spec.dims == 3
-    assert spec.sharding_sequence == (DimSpec((1, 0)), DimSpec(), DimSpec(("tp",)))
+    assert spec.sharding_sequence == [DimSpec((1, 0)), DimSpec(), DimSpec(("tp",))]
+    assert str(spec.sharding_sequence) == "[S10, R, S(tp)]"
     assert [str(dim) for dim in spec.sharding_sequence] == ["S10", "R", "S(tp)"]
     assert spec.dim_partition_dict == {0: [1, 0], 2: ["tp"]}
     assert spec.partial == {2: "sum"}
@@ -214,3 +215,10 @@ def test_reductions_that_are_none_or_do_not_commute():
                     f"pending reductions {sorted([a, b])} do not commute, so their result depends "
                     "on the order; finish one before starting the other (sum and avg may be mixed)"
                 )
+
+
+def test_the_number_of_dims_under_both_names():
+    assert ShardingSpec(dim_size=2, dim_partition_dict={0: [0]}) == ShardingSpec(2, {0: [0]})
+    for numbers in ((None, None), (2, 2)):
+        with pytest.raises(AxisError, match="give the number of dims once"):
+            ShardingSpec(numbers[0], dim_size=numbers[1])

@@ -22,6 +22,7 @@ from shardspec import (
     reshard_state,
     save_sharded,
 )
+from shardspec.errors import LayoutError
 from tests.dist.processes import communicator_by, run_ranks, substitute
 from tests.resharding.changed_states import changed_case, outcome
 from tests.resharding.states import random_case, shard_at, wrong_shards
@@ -178,20 +179,31 @@ def _changed(rank: int, seeds: Sequence[int]) -> dict[int, tuple[str, list[str],
 
 
 def _tied(rank: int) -> list[object]:
-    """Tied tensors of which some ranks of the job hold nothing."""
-    mesh, whole = DeviceMesh(range(3)), torch.arange(4.0)
+    """Fill one tensor of two names, of which some ranks hold nothing; then from unequal sources."""
+    mesh, target, whole = DeviceMesh(range(3)), DeviceMesh([4, 3, 0]), torch.arange(4.0)
     layout = Layout(mesh, "[S0]", (4,), "float32")
     state: dict[str, object] = {}
     if rank in mesh:
         w = DTensor(whole, mesh, "[S0]")
         state = {"embed": w, "head": w} if rank else {"head": w, "embed": w}
-    plan = plan_reshard(state, (DeviceMesh([4, 3, 0]), {"*": "[R]"}))
+    plan = plan_reshard(state, (target, {"*": "[R]"}))
     got = plan.run(state)
     values = [got[name].shards[rank].tolist() for name in sorted(got)]
-    if rank == 1:  # holds elements, which are copies there
+    out: dict[str, object] = {}
+    if rank in target:
+        shard = torch.zeros(4)
+        out = {"embed": shard, "head": shard}
+    if rank == 1:  # a copy with the same values
         state["head"] = DTensor.from_shards({rank: whole[2:].clone()}, layout)
-    again = plan.run(state)
-    return [values, *(found["head"] is found["embed"] for found in (got, again) if found)]
+    plan.run(state, out)
+    values += [shard.tolist() for shard in out.values() if isinstance(shard, torch.Tensor)]
+    if rank == 1:
+        state["head"] = DTensor.from_shards({rank: -whole[2:]}, layout)
+    try:
+        plan.run(state, out)
+        return [values, "taken"]
+    except LayoutError as error:
+        return [values, "are one tensor, but differ" in str(error)]
 
 
 def _plain_tensors(rank: int) -> tuple[list[Any], str]:
@@ -310,7 +322,10 @@ def test_in_a_job(tmp_path, every):
     assert _refused([changed for _, _, _, (changed, _, _) in results]) > 10 // every
     tied, values = ([found[at] for _, _, _, found in results] for at in (1, 2))
     whole = [0.0, 1.0, 2.0, 3.0]
-    assert tied == [[[whole, whole], True, False] if r in (0, 3, 4) else [[]] for r in range(WORLD)]
+    assert tied == [
+        [[whole] * 4, True] if r in (0, 3, 4) else [[], True if r in (1, 2) else "taken"]
+        for r in range(WORLD)
+    ]
     for found, said in values:
         assert found == [["decay", "decay"], ["decay", "x"], 0.5]
         assert said == [

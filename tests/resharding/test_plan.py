@@ -122,42 +122,40 @@ def test_what_is_still_to_be_conjugated():
         plan.run({"w": source}, out)
 
 
-def test_tied_tensors_travel_once():
+def test_a_tied_tensor_travels_under_each_of_its_names():
     w = DTensor(torch.arange(24.0).reshape(4, 6), FOUR, "[S0,S1]")
-    state = {"words": w, "head": w, "other": DTensor(torch.zeros(4, 6), FOUR, "[S0,S1]")}
+    state = {"words": w, "head": w}
     there = DeviceMesh([7, 3], (2,))
     plan = plan_reshard(state, (there, {"*": "[S0,R]"}))
     # Device 3 has the left half of the rows that it gets.
-    assert plan.received == {0: 0, 1: 0, 2: 0, 3: 3 * 24, 7: 3 * 48}
-    (tie,) = plan.alike
-    assert [plan.moves[place].target_name for place in tie] == ["head", "other", "words"]
-    assert plan.without_ties(((0, 2),)).received == {0: 0, 1: 0, 2: 0, 3: 2 * 24, 7: 2 * 48}
+    assert plan.received == {0: 0, 1: 0, 2: 0, 3: 2 * 24, 7: 2 * 48}
     got = plan.run(state)
-    assert got["head"] is got["words"]
     assert torch.equal(got["head"].to_global(), w.to_global())
-    out = {name: DTensor(torch.ones(4, 6), there, "[S0,R]") for name in state}
-    plan.run(state, out)
-    assert torch.equal(out["head"].to_global(), w.to_global())
-    assert out["head"].shards[7].data_ptr() != out["words"].shards[7].data_ptr()
-    # To other layouts each travels.
-    apart = plan_reshard(state, (there, {"words": "[S0,R]", "head": "[R,S0]"}))
-    assert apart.alike == ()
-    assert torch.equal(apart.run(state)["head"].to_global(), w.to_global())
+    assert torch.equal(got["words"].to_global(), w.to_global())
 
 
-def test_what_is_tied_is_a_fact_of_the_state_dict_that_runs():
+@pytest.mark.parametrize("dtype", [None, "bf16"])
+def test_two_names_of_out_may_be_one_tensor_if_the_source_has_them_equal(dtype):
     w = DTensor(torch.arange(24.0).reshape(4, 6), FOUR, "[S0,S1]")
+    same = DTensor(w.to_global().clone(), FOUR, "[S0,S1]")
     other = DTensor(-w.to_global(), FOUR, "[S0,S1]")
-    plans = [plan_reshard({"a": w, "b": b}, (FOUR, {})) for b in (w, other)]
-    assert plans[0] == plans[1]
-    out = DTensor(torch.ones(4, 6), FOUR, "[R,R]")
-    for plan in plans:
-        got = plan.run({"a": w, "b": other})
-        assert torch.equal(got["b"].to_global(), other.to_global())
-        assert plan.run({"b": w, "a": w}, {"a": out, "b": out}) == {"a": out, "b": out}
-        assert torch.equal(out.to_global(), w.to_global())
-        with pytest.raises(LayoutError, match=r"out\['a'\] and out\['b'\] share memory, but"):
-            plan.run({"a": w, "b": other}, {"a": out, "b": out})
+    otherwise = DTensor(w.to_global(), FOUR, "[S1,S0]")
+    out = DTensor(torch.ones(4, 6, dtype=plan_dtype(dtype)), FOUR, "[R,R]")
+    for second in (w, same):
+        plan = plan_reshard({"a": w, "b": second}, (FOUR, {}), dtype=dtype)
+        got, receipt = plan.run({"a": w, "b": second}, {"a": out, "b": out}, receipt=True)
+        assert got == {"a": out, "b": out}
+        assert torch.equal(out.to_global().float(), w.to_global())
+        assert receipt.digests["a"] == receipt.digests["b"]
+    for second in (other, otherwise):
+        plan = plan_reshard({"a": w, "b": second}, (FOUR, {}), dtype=dtype)
+        with pytest.raises(LayoutError, match=r"out\['a'\] and out\['b'\] are one tensor"):
+            plan.run({"a": w, "b": second}, {"a": out, "b": out})
+        assert torch.equal(out.to_global().float(), w.to_global())
+
+
+def plan_dtype(name):
+    return torch.float32 if name is None else torch.bfloat16
 
 
 def test_the_order_of_names_does_not_count():
@@ -281,7 +279,7 @@ def test_a_state_that_is_not_as_planned_is_refused_before_out_is_touched():
     other = DTensor(torch.ones(4, 6), FOUR, "[S0,S1]")
     given = {"a": good, "b": other}
     once = DTensor(torch.full((4, 6), 7.0), FOUR, "[S0,S1]")
-    with pytest.raises(LayoutError, match=r"out\['a'\] and out\['b'\] share memory, but the state"):
+    with pytest.raises(LayoutError, match="are one tensor"):
         two.run(given, {"a": once, "b": once})
     assert torch.equal(once.to_global(), torch.full((4, 6), 7.0))
     flat = {rank: torch.zeros(12) for rank in range(4)}

@@ -104,27 +104,55 @@ def test_fused_and_tied_tensors_have_digests_of_the_target():
 def spoiled(what: Callable[[torch.Tensor], object], device: int):
     """Spoil what a device has received, before receipts are compared."""
 
-    def spoiling(plan, ties, held, gather, wanted):
+    def spoiling(plan, held, gather, wanted):
         if device in held:
             what(held[device].target[0])
-        return receipt_of(plan, ties, held, gather, wanted)
+        return receipt_of(plan, held, gather, wanted)
 
     with patch.object(execute, "receipt_of", spoiling):
         yield
 
 
-def test_a_mismatch_names_tensor_sender_and_receiver_and_spoils_what_is_read():
+def test_a_mismatch_names_the_tensor_and_spoils_what_is_read():
     state = {"w": DTensor(torch.randn(6, 4), MESH, "[S0,R]")}
     plan = plan_reshard(state, (DeviceMesh([8, 9], (2,)), {"w": "[R,S0]"}))
     out = plan.run(state)
-    named = (
-        r"^version 5: tensor 'w' did not arrive at device 9 as device [01] has sent it: "
-        r"[0-9a-f]{32} left and [0-9a-f]{32} arrived.*; sync again$"
-    )
+    named = r"^version 5: tensor 'w' did not arrive .*[0-9a-f]{32}.*[0-9a-f]{32}.* sync again$"
     with spoiled(lambda t: t[0].add_(1), 9), pytest.raises(CommunicatorError, match=named):
         plan.run(state, out, receipt=True, version=5)
     with pytest.raises(CommunicatorError, match="version 5 did not arrive"):
         out["w"].to_local(8)
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("float32", "float32"),
+        ("float32", "float64"),
+        ("float32", "bfloat16"),
+        ("bfloat16", "float32"),
+        ("bfloat16", "float16"),
+        ("int64", "int64"),
+    ],
+)
+def test_every_flipped_bit_is_seen(before, after):
+    """Any bit of any replica, also where the target is wider than the bytes that travelled."""
+    types = [getattr(torch, name) for name in (before, after)]
+    value = torch.arange(-12, 12).reshape(6, 4).to(types[0])
+    state = {"w": DTensor(value, MESH, "[S0,R]")}
+    layout = Layout(DeviceMesh([7, 8, 9, 5], (2, 2)), "[R,S1]", (6, 4), after)
+    plan = plan_reshard(state, {"w": layout})
+    width = types[1].itemsize
+    for place, bit in [(n % (12 * width), n % 8) for n in range(0, 96 * width, 5)]:
+
+        def flip(t, place=place, bit=bit):
+            data = t.contiguous().view(-1).view(torch.uint8)
+            data[place] ^= 1 << bit
+            t.copy_(data.view(t.dtype).view(t.shape))
+
+        for device in (7, 9):
+            with spoiled(flip, device), pytest.raises(CommunicatorError, match="tensor 'w' d"):
+                plan.run(state, receipt=True)
 
 
 def test_replicas_of_the_source_that_differ_are_named():
@@ -153,9 +181,13 @@ def _in_job(rank: int) -> list[str]:
         plan = plan_reshard(source, target)
         inside = rank in next(iter(source.values())).mesh
         state = {n: shard_at(w, source[n], rank) for n, w in whole.items()} if inside else {}
-        _, receipt = plan.run(state, receipt=True, version=seed)
-        if rank in plan.devices and receipt.digests != digest_alone(whole):
-            wrong.append(f"{seed}: {receipt.digests}")
+        try:
+            _, receipt = plan.run(state, receipt=True, version=seed)
+            if rank not in plan.devices or receipt.digests != digest_alone(whole):
+                wrong.append(f"{seed}: {receipt.digests}")
+        except LayoutError as error:
+            if rank in plan.devices or "none of the plan's meshes" not in str(error):
+                wrong.append(str(error))
     mesh = DeviceMesh(range(4), (4,))
     w = torch.arange(24.0).view(6, 4)
     cut = DTensor(w, mesh, "[S0,R]")
@@ -180,7 +212,7 @@ def _in_job(rank: int) -> list[str]:
             plan.run({"w": cut}, out, receipt=True, version=9)
             wrong.append("a spoiled tensor was taken")
         except CommunicatorError as error:
-            wrong += [] if "'w' did not arrive at device 2" in str(error) else [str(error)]
+            wrong += [] if "'w' did not arrive" in str(error) else [str(error)]
     plan.run({"w": cut}, receipt=True, version=10)
     return wrong
 
