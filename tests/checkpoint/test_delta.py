@@ -350,6 +350,7 @@ def run(*args):
 def test_the_commands_write_and_apply(place, tmp_path):
     done = run(
         "delta",
+        "make",
         place / "v0",
         place / "v1",
         "-o",
@@ -363,13 +364,13 @@ def test_the_commands_write_and_apply(place, tmp_path):
     assert "2 of 6 tensors changed" in done.output
     about = json.loads((tmp_path / "d" / INDEX).read_text())["metadata"]
     assert (about["checksum_format"], about["delta_encoding"]) == ("adler32", "xor")
-    done = run(
-        "apply", place / "v0", tmp_path / "d", place / "xor-xxh3-128-2", "-o", tmp_path / "out"
-    )
+    deltas = (tmp_path / "d", place / "xor-xxh3-128-2")
+    done = run("delta", "apply", place / "v0", *deltas, "-o", tmp_path / "out")
     assert done.exit_code == 0, done.output
     assert "with 2 deltas on" in done.output
     assert digest(tmp_path / "out") == digest(state(2))
     gap = run(
+        "delta",
         "apply",
         place / "v0",
         place / "xor-xxh3-128-2",
@@ -381,6 +382,8 @@ def test_the_commands_write_and_apply(place, tmp_path):
     assert (
         run(
             "delta",
+            "make",
+            "make",
             place / "v0",
             place / "v1",
             "-o",
@@ -394,8 +397,8 @@ def test_the_commands_write_and_apply(place, tmp_path):
         ).exit_code
         == 2
     )
-    assert run("delta", place / "v0", place / "v1", "-o", tmp_path / "e").exit_code == 2
-    assert run("apply", place / "v0", "-o", tmp_path / "e").exit_code == 2
+    assert run("delta", "make", place / "v0", place / "v1", "-o", tmp_path / "e").exit_code == 2
+    assert run("delta", "apply", place / "v0", "-o", tmp_path / "e").exit_code == 2
 
 
 def test_a_missing_package_is_named(place, tmp_path, monkeypatch):
