@@ -7,11 +7,16 @@ a spec, a mesh), 3 a checkpoint, an input file or an output that cannot be used,
 
 import gc
 import io
+import json
+import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from importlib import import_module
+from pathlib import Path
 from types import FrameType
 from typing import Any, Final, Never
 
@@ -137,11 +142,19 @@ def option_text(part: TextPart) -> str:
 
 
 def _fail(message: str, code: int) -> int:
-    """Print an error in one line, with control characters escaped, and return its exit code."""
+    """Print an error in one line, with control characters escaped, and return its exit code.
+
+    Under torchrun the line also goes to a file, from which torchrun prints it last.
+    """
     text = printable(message)
     if len(text) > _MAX_CHARACTERS:
         text = f"{text[: _MAX_CHARACTERS // 2]} … {text[-_MAX_CHARACTERS // 2 :]}"
     click.echo(f"Error: {text}", err=True)
+    report = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if report:
+        content = json.dumps({"message": f"Error: {text}", "timestamp": int(time.time())})
+        with suppress(OSError):
+            Path(report).write_text(content, encoding="utf-8")
     return code
 
 
