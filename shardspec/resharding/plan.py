@@ -245,8 +245,7 @@ def plan_state(
         ]
     else:
         raise LayoutError(
-            f"names= is a {type(names).__name__}; give one NameMap, as load_map makes, or a dict "
-            "of new names"
+            f"names= is a {type(names).__name__}; give a NameMap or a dict of new names"
         )
     # All ranks have the same plan, in whatever order they list names.
     moves.sort(key=lambda move: (move.target_name, move.source_name))
