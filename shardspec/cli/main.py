@@ -11,6 +11,7 @@ import json
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -178,6 +179,7 @@ def main() -> None:
     gc.set_threshold(100_000, 50, 50)
     # Handled as an interrupt, so that temporary files are removed.
     signal.signal(signal.SIGTERM, _interrupt)
+    sys.unraisablehook = _interrupt_again
     # A terminal that cannot encode '→' shows '?'.
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
@@ -187,3 +189,11 @@ def main() -> None:
 
 def _interrupt(number: int, _frame: FrameType | None) -> None:
     raise KeyboardInterrupt(number)
+
+
+def _interrupt_again(ignored: "sys.UnraisableHookArgs") -> None:
+    """Repeat an interrupt that came during a callback, where Python ignores exceptions."""
+    if issubclass(ignored.exc_type, KeyboardInterrupt):
+        threading.Timer(0.01, signal.raise_signal, [signal.SIGTERM]).start()
+    else:
+        sys.__unraisablehook__(ignored)
