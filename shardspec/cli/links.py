@@ -13,6 +13,7 @@ import click
 from shardspec.checkpoint.storage.from_text import storage_path
 from shardspec.checkpoint.storage.path import check_new_file
 from shardspec.cli import options as opts
+from shardspec.cli.command import Command, CommandGroup, Option
 from shardspec.cli.options import BYTES, MeshShape
 from shardspec.cli.output import path_text, say, say_json, write_file
 from shardspec.comm.presets import PRESETS, LinkPreset
@@ -23,13 +24,13 @@ if TYPE_CHECKING:
     from shardspec.profiling.profile import Profile
 
 
-@click.group(epilog="\b\nExamples:\n  shardspec links list")
+@click.group(cls=CommandGroup)
 def links_command() -> None:
-    """List the links that --links knows."""
+    """List the links that --links knows, with their sources."""
 
 
-@links_command.command("list", cls=opts.Command)
-@opts.json_option("Print everything as JSON.")
+@links_command.command("list", cls=Command)
+@opts.as_json.but("Print everything as JSON.")
 def list_links(as_json: bool) -> None:
     """Show the presets of --links, the sources of their numbers, and what they are valid for.
 
@@ -78,19 +79,23 @@ def _sizes(preset: LinkPreset) -> str:
     return f"; published at {least}" if least == most else f"; published at {least} to {most}"
 
 
-@click.command(cls=opts.Command)
-@opts.mesh_option(required=True)
-@opts.output_option("Where to write the profile.", required=True)
-@click.option("--min-bytes", type=BYTES, default="4KiB", show_default=True)
-@click.option("--max-bytes", type=BYTES, default="16MiB", show_default=True)
-@click.option(
-    "--repeats",
-    type=click.IntRange(1, 10_000),
-    default=5,
-    show_default=True,
-    help="Minimum repetitions per measurement.",
+@click.command(cls=Command)
+@opts.mesh.but(required=True)
+@opts.output.but("Where to write the profile.")
+@Option(
+    "min_bytes",
+    "Running",
+    "The smallest size to measure.",
+    {"type": BYTES, "default": "4KiB", "show_default": True},
 )
-@opts.overwrite_option
+@opts.max_bytes.but("The largest size to measure.", default="16MiB", show_default=True)
+@Option(
+    "repeats",
+    "Running",
+    "Minimum repetitions per measurement.",
+    {"type": click.IntRange(1, 10_000), "default": 5, "show_default": True},
+)
+@opts.overwrite
 def profile_command(
     mesh: MeshShape,
     output: Path,
