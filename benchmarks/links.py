@@ -45,7 +45,7 @@ MACHINES = {
 WITHOUT_PRESET = {"l40s"}
 """Machines whose times are in the file too, but devices are on PCIe in many ways."""
 OTHER = {"h100_sxm": "h200_sxm", "h200_sxm": "h100_sxm"}
-"""Machines with the same links, measured with another NCCL version."""
+"""Machines with the same links. Their NCCL versions are not known: rows contradict the labels."""
 KIND = {
     "all_gather": "all-gather",
     "reduce_scatter": "reduce-scatter",

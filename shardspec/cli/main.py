@@ -39,7 +39,7 @@ _COMMANDS: Final[Mapping[str, tuple[str, str]]] = {
     "reshard": ("write", "Write a checkpoint as another mesh would have saved it."),
     "check-map": ("maps", "Check that a name map writes every target element exactly once."),
     "plan-state": ("maps", "Plan how a mesh gets a model from a checkpoint."),
-    "links": ("links", "List the links that --links knows."),
+    "links": ("links", "List the links that --links knows, or import measured ones."),
     "profile": ("links", "Measure the links of a cluster, under torchrun."),
 }
 """Name to the module of the command and its line of help, so that the help imports no module."""

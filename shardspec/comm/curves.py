@@ -60,6 +60,8 @@ class Curve:
     errors: Errors = _UNKNOWN
     left_out: Errors = _UNKNOWN
     """The errors if this number of devices is priced from its neighbours instead."""
+    nodes: int = 1
+    """Hosts that the devices are on, as many on each."""
 
     def seconds(self, num_bytes: float) -> float:
         """Return the seconds for a buffer of `num_bytes`."""
