@@ -22,9 +22,6 @@ class Operation:
     gradient: bool = True
     layouts: tuple[tuple[str, ...], ...] = ()
     """Layouts to try, where not any will do."""
-    refused: bool = False
-    """Whether torch refuses some layouts: those that cut what it makes a view of, and sums pending
-    in what it writes to, forwards or backwards."""
 
 
 def _of(name: str, function: Callable[..., Any], *shapes: Shape, **more: Any) -> Operation:
@@ -95,8 +92,8 @@ REDUCTIONS = [
     _of("argmax", lambda a: a.argmax(1), ODD, gradient=False),
     _of("var", lambda a: a.var(0), EVEN),
     _of("logsumexp", lambda a: a.logsumexp(1), ODD),
-    _of("norm", lambda a: a.norm(), EVEN, refused=True),
-    _of("vector norm", lambda a: torch.linalg.vector_norm(a, dim=1), EVEN, refused=True),
+    _of("norm", lambda a: a.norm(), EVEN),
+    _of("vector norm", lambda a: torch.linalg.vector_norm(a, dim=1), EVEN),
     _of("cumsum", lambda a: a.cumsum(0), EVEN),
     _of("any", lambda a: (a > 1).any(), ODD, gradient=False),
     _of("topk", lambda a: a.topk(2, 1), EVEN),
@@ -112,37 +109,36 @@ NORMALISATIONS = [
         EVEN,
         (6,),
         layouts=(("[S0,R]", "[R]"), ("[S01,R]", "[S0]"), ("[R,S1]", "[R]")),
-        refused=True,
     ),
-    _of("normalize", lambda a: F.normalize(a, dim=1), EVEN, refused=True),
+    _of("normalize", lambda a: F.normalize(a, dim=1), EVEN),
     _of("cross_entropy", lambda a, i: F.cross_entropy(a, i), (8, 5), (8,), integers=(1,)),
     _of("mean square", lambda a, b: ((a - b) ** 2).mean(), EVEN, EVEN),
     _of("mse_loss", F.mse_loss, ODD, ODD),
     _of("smooth_l1_loss", lambda a, b: F.smooth_l1_loss(a, b, beta=0.5), ODD, ODD),
 ]
 LOOK_UPS = [
-    _of("embedding", F.embedding, (4, 3), (5, 6), integers=(0,), refused=True),
+    _of("embedding", F.embedding, (4, 3), (5, 6), integers=(0,)),
     _of("gather", lambda a, i: a.gather(1, i), (8, 5), (8, 2), integers=(1,)),
     _of("index_select", lambda a, i: a.index_select(0, i), (5, 6), (4,), integers=(1,)),
     _of("indexing", lambda a, i: a[i], (5, 6), (4,), integers=(1,)),
 ]
 VIEWS = [
-    _of("view", lambda a: a.view(2, 4, 6), EVEN, refused=True),
-    _of("reshape", lambda a: a.reshape(48), EVEN, refused=True),
+    _of("view", lambda a: a.view(2, 4, 6), EVEN),
+    _of("reshape", lambda a: a.reshape(48), EVEN),
     _of("flatten", lambda a: a.flatten(1), (4, 2, 6)),
-    _of("unflatten", lambda a: a.unflatten(1, (2, 3)), EVEN, refused=True),
+    _of("unflatten", lambda a: a.unflatten(1, (2, 3)), EVEN),
     _of("transpose", lambda a: a.transpose(0, 1), ODD),
     _of("permute", lambda a: a.permute(2, 0, 1), (4, 2, 6)),
     _of("T", lambda a: a.T, ODD),
     _of("unsqueeze", lambda a: a.unsqueeze(1), ODD),
-    _of("squeeze", lambda a: a.squeeze(1), (7, 1, 5), refused=True),
+    _of("squeeze", lambda a: a.squeeze(1), (7, 1, 5)),
     _of("expand", lambda a: a.expand(3, 7, 5), ODD),
     _of("slice", lambda a: a[1:5, 2:], EVEN),
     _of("select", lambda a: a[2], EVEN),
     _of("narrow", lambda a: a.narrow(0, 2, 4), EVEN),
     _of("split", lambda a: a.split(3, 1), EVEN),
     _of("chunk", lambda a: torch.chunk(a, 2, 0), EVEN),
-    _of("unbind", lambda a: list(a), (3, 4), refused=True),
+    _of("unbind", lambda a: list(a), (3, 4)),
     _of("cat", lambda a, b: torch.cat([a, b], 1), ODD, (7, 2)),
     _of("stack", lambda a, b: torch.stack([a, b]), ODD, ODD),
     _of("flip", lambda a: a.flip(0), ODD),
@@ -161,12 +157,6 @@ def _in_place(a: Any, b: Any) -> Any:
     return c
 
 
-def _through_a_view(a: Any) -> Any:
-    c = a.clone()
-    c.view(2, 4, 6).mul_(3)
-    return c * c
-
-
 def _copy(a: Any, b: Any) -> Any:
     c = torch.empty_like(a)
     assert c.copy_(b) is c
@@ -175,9 +165,8 @@ def _copy(a: Any, b: Any) -> Any:
 
 IN_PLACE = [
     _of("in place", _in_place, ODD, ODD),
-    _of("relu in place", lambda a: F.relu(a * 2, inplace=True), ODD, refused=True),
-    _of("clamp in place", lambda a: (a * 1).clamp_(min=0), ODD, refused=True),
-    _of("through a view", _through_a_view, EVEN, refused=True),
+    _of("relu in place", lambda a: F.relu(a * 2, inplace=True), ODD),
+    _of("clamp in place", lambda a: (a * 1).clamp_(min=0), ODD),
     _of("copy in place", _copy, ODD, ODD),
     _of("zero in place", lambda a: a.clone().zero_() + a, ODD),
     _of(
@@ -185,7 +174,6 @@ IN_PLACE = [
         lambda a, b: (a * 1).masked_fill_(b > 0, 0.5),
         ODD,
         ODD,
-        refused=True,
     ),
     _of(
         "add out",
@@ -193,7 +181,6 @@ IN_PLACE = [
         ODD,
         ODD,
         gradient=False,
-        refused=True,
     ),
     _of("exp out", lambda a: torch.exp(a, out=torch.zeros_like(a)), ODD, gradient=False),
 ]

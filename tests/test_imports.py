@@ -47,16 +47,14 @@ WITH_TENSORS = {
     "shardspec.tensor.for_modules",
     "shardspec.interop.torch_cost",
     "shardspec.interop.torch_dtensor",
-    "shardspec.interop.torch_parts",
     "shardspec.mesh.initialization",
     "shardspec.mesh.job",
     "shardspec.tensor.operators.apply",
     "shardspec.tensor.operators.call",
-    "shardspec.tensor.operators.conditions",
     "shardspec.tensor.operators.gradients",
-    "shardspec.tensor.operators.simulated",
+    "shardspec.tensor.operators.lookups",
+    "shardspec.tensor.operators.propagate",
     "shardspec.tensor.operators.tensor",
-    "shardspec.tensor.operators.watch",
     "shardspec.parallel.distribute",
     "shardspec.parallel.rules",
     "shardspec.profiling.measure",
@@ -141,8 +139,8 @@ def test_imports_go_downwards(module):
 
 # The rooms of checkpoint/, lowest first; single modules where they are apart from their room.
 ROOMS = [
-    *("storage", "catalog", "boxes", "targets", "state_dict", "torch_files", "formats", "open"),
-    *("select", "quantization", "select.dequantized", "job.rank_state", "compare"),
+    *("storage", "catalog", "boxes", "targets", "state.state_dict", "torch_files", "formats"),
+    *("open", "select", "quantization", "select.dequantized", "state", "compare"),
     *("select.model_names", "convert", "deltas", "job", "quantization.plan", "job.plan"),
 ]
 

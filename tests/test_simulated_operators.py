@@ -1,8 +1,7 @@
 """torch's operators where one process holds the shards of all devices, beside whole tensors."""
 
 import threading
-from itertools import permutations, product
-from math import inf
+from itertools import product
 from typing import Any
 
 import pytest
@@ -11,7 +10,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from shardspec import DeviceMesh, DTensor, ShardSpecError
-from shardspec.errors import LayoutError, MeshError
+from shardspec.errors import LayoutError
 from tests.conversions import index_of
 from tests.simulated_tensors import all_specs, check
 from tests.simulated_tensors import cut as cut_as_it_is
@@ -40,8 +39,6 @@ FUNCTIONS: dict[str, Any] = {
     "amax": lambda a: a.amax(0),
     "mean of a loss": lambda a: F.l1_loss(a, 2 * a.detach()),
 }
-REFUSED = {"flatten": 12, "view": 1, "matmul": 1, "linear": 1}
-"""Operations that torch refuses on some layouts."""
 
 
 def cut(whole: torch.Tensor, mesh: DeviceMesh, spec: str) -> Any:
@@ -59,17 +56,14 @@ def tried(name: str, mesh: DeviceMesh, spec: str) -> str:
 def test_every_spec_gives_what_one_process_gives(name, shape):
     specs = all_specs(2)
     assert len(specs) == len(set(specs)) == 18
-    refusals = [tried(name, MESHES[shape], spec) for spec in specs]
-    assert all("redistribute" in why and "\n" not in why for why in refusals if why)
-    assert len([why for why in refusals if why]) <= REFUSED.get(name, 0), refusals
+    assert [tried(name, MESHES[shape], spec) for spec in specs] == [""] * 18
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_operators_give_what_one_process_gives(name):
     """The specs that differ most; the others are exhausted elsewhere."""
     for shape, spec in (((2, 3), "[S01,R]"), ((2, 2), "[R,S1|P0]")):
-        why = tried(name, MESHES[shape], spec)
-        assert not why or (name == "flatten" and "redistribute" in why), (spec, why)
+        assert not tried(name, MESHES[shape], spec), spec
 
 
 def test_second_derivatives():
@@ -123,7 +117,8 @@ def test_writes_reach_the_shards():
             each[:, 1] = torch.tensor(5)
             each[each > 0.5] = 0
             each[[0, 6]] = 2
-            each.view(7, 5).mul_(2)
+            if spec == "[R,R]":
+                each.view(7, 5).mul_(2)
             torch.mul(each, 3, out=each)
         assert torch.equal(tensor.to_global(), whole)
         assert {device: shard.data_ptr() for device, shard in tensor.shards.items()} == places
@@ -131,25 +126,6 @@ def test_writes_reach_the_shards():
     pending = DTensor.from_local(shares, mesh, "[R,R|P0]")
     pending.fill_(4)
     assert pending.to_global().tolist() == torch.full((7, 5), 4.0).tolist()
-
-
-def test_earlier_calls_are_told_apart_by_all_that_decides_what_torch_does():
-    """A call that was right is not watched again; one that is written otherwise is."""
-    mesh, mask = DeviceMesh(range(2)), [True, False, True]
-    keys: list[Any] = [[0, 2], (0, 2), mask, [1, 0, 1], (slice(0, 2), 1), 1]
-    for number, pair in enumerate(permutations(keys, 2)):
-        spec = ("[R,S0]", "[S0,R]")[number % 2]
-        for key in pair:
-            # Of a size without earlier calls.
-            whole = torch.zeros(3, 20 + number)
-            tensor = Cut(whole, mesh, spec)
-            tensor[key] = whole[key] = 9.0
-            assert torch.equal(tensor.to_global(), whole), (pair, spec)
-    few = torch.tensor([3.0, -4.0])
-    for order in (2.0, inf, 1.0, -1.0, -inf, 0.5):
-        tensor = Cut(few, DeviceMesh(range(3)), "[S0]")
-        for norm in (torch.linalg.vector_norm(tensor, order), torch.norm(tensor, p=order)):
-            torch.testing.assert_close(norm.to_global(), torch.linalg.vector_norm(few, order))
 
 
 WRITES: list[Any] = [
@@ -183,7 +159,9 @@ def test_a_backward_that_needs_old_values_is_refused(write):
 def test_a_backward_sees_writes_to_views_of_tracked_tensors():
     leaf, other = (Cut(WHOLE.clone().requires_grad_(), MESHES[2, 2], "[S0,R]") for _ in range(2))
     loss = (leaf * other).sum().to_global()
-    leaf.t().detach().zero_()
+    with pytest.raises(LayoutError, match="gathered into a copy"):
+        leaf.t().detach().zero_()
+    leaf.detach().zero_()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
 
@@ -223,44 +201,27 @@ def test_extrema_where_any_device_has_nothing():
 
 def test_what_is_refused_in_a_job_is_refused():
     mesh = MESHES[2, 2]
-    tensor = cut(WHOLE, mesh, "[S0,R]")
+    tensor = Cut(WHOLE.clone().requires_grad_(), mesh, "[S0,R]")
     refusals: list[tuple[Any, str]] = [
         (lambda: tensor.add_(1), "would write to a leaf"),
-        (
-            lambda: (tensor * 1).mul_(2),
-            "write in place where gradients are tracked, which needs one",
-        ),
-        (lambda: F.relu(tensor * 1, inplace=True), "relu would write in place"),
         (lambda: tensor + torch.ones(7, 5), "a plain tensor of shape"),
         (lambda: torch.tensor(1.0).add_(tensor.detach().sum()), "would write a DTensor to a plain"),
         (lambda: tensor + Cut(WHOLE, MESHES[2, 3], "[S0,R]"), "another on mesh 2x3"),
-        (lambda: tensor.view(35), "Cannot flatten unevenly sharded tensor"),
-        (lambda: torch.cdist(tensor, tensor), "do it on to_global()"),
-        (lambda: tensor.amax(), "computes a wrong gradient"),
         (lambda: tensor.detach()[:2].zero_(), "gathered into a copy"),
-        (lambda: torch.eye(4, 4, out=Cut(torch.ones(4, 4), mesh, "[S0,R]")), "out="),
+        (lambda: tensor.detach().t_(), "would change the shape"),
     ]
     for call, words in refusals:
         with pytest.raises(LayoutError) as caught:
             call()
         assert words in str(caught.value)
         assert "\n" not in str(caught.value)
-    with pytest.raises(MeshError, match="numbers the ranks of a group upwards"):
-        Cut(WHOLE, DeviceMesh([1, 0, 2, 3], (2, 2)), "[S0,R]") + 1
+    descending = Cut(WHOLE, DeviceMesh([1, 0, 2, 3], (2, 2)), "[S0,R]")
+    torch.testing.assert_close((descending @ descending.T).to_global(), WHOLE @ WHOLE.T)
     with pytest.raises(ShardSpecError, match="one process per device"):
         tensor.to_torch()
     # Nothing is left of it.
     torch.testing.assert_close((tensor + 1).to_global(), WHOLE + 1)
     assert not dist.is_initialized()
-
-
-@pytest.mark.parametrize("name", ["logsumexp", "amin"])
-def test_shards_that_torch_splits_into_unequal_numbers_are_refused(name):
-    """On three devices one has a row alone; where torch finishes the sum it splits rows by two."""
-    mesh = DeviceMesh(range(6), (3, 2))
-    tensor = cut(WHOLE.float(), mesh, "[S0,R|P1]")
-    with pytest.raises(LayoutError, match=r"where ranks go different ways.*start .* torchrun"):
-        getattr(tensor, name)(1).sum().to_global().backward()
 
 
 def test_a_job_that_has_ended_meanwhile_changes_nothing(tmp_path):

@@ -26,6 +26,10 @@ from shardspec.text import Argument
 
 _PIECE_BYTES: Final = 1 << 20
 _CONFIG: Final = "config.json"
+_STATE_DTYPES: Final = frozenset({_CONFIG, "generation_config.json"})
+"""Files whose configs state the dtype of weights, also nested: ``dtype`` or ``torch_dtype``."""
+_WEIGHTS: Final = frozenset({"float64", "float32", "bfloat16", "float16"})
+"""Dtypes of weights, by the names that configs have for them."""
 _OF_MODELS: Final = frozenset({_CONFIG, "adapter_config.json"})
 _HUGGING_FACE: Final = re.compile(
     r"(\w{1,60}_)?config\.json|params\.json|chat_template\.\w{1,10}"
@@ -261,12 +265,16 @@ def assign_boxes(
 
 
 def add_sidecars(
-    source: Catalog, target: Target, sidecars: Callable[[StoragePath, Collection[str]], set[str]]
+    source: Catalog,
+    target: Target,
+    sidecars: Callable[[StoragePath, Collection[str]], set[str]],
+    dtype: str | None = None,
 ) -> Target:
     """Return an output with the files that lie beside the weights of a checkpoint.
 
     Into a directory go those that `sidecars` names; of what lies beside a single file, or describes
-    the model elsewhere, those of a model. How weights are quantized is in a config in any case.
+    the model elsewhere, those of a model. How weights are quantized is in a config in any case,
+    and configs state the `dtype` of the weights, if they state any.
     """
     described_in = source.facts.described_in
     elsewhere = described_in is not None
@@ -282,6 +290,8 @@ def add_sidecars(
         wanted -= QUANTIZED_BY
     elif elsewhere and not _has_codes(target):
         section = {}
+    if dtype is None and elsewhere:
+        dtype = _one_dtype(target)
     taken = {file.name for file in target.files}
     files = []
     for name in sorted(wanted):
@@ -298,8 +308,9 @@ def add_sidecars(
             raise CheckpointError(
                 f"{path}: {problem}; leave such files behind with ", WITHOUT_SIDECARS
             )
-        if name == _CONFIG and section is not None:
-            file = _restated(file, path, section)
+        of_model = name in _STATE_DTYPES and dtype is not None
+        if of_model or (name == _CONFIG and section is not None):
+            file = _restated(file, path, section if name == _CONFIG else None, dtype)
         files.append(file)
     names = tuple(file.name for file in files)
     others = sorted(beside.difference(names)) if whole else ()
@@ -319,18 +330,42 @@ def _has_codes(target: Target) -> bool:
     return any(dtype.startswith(("float8", "uint8", "int8")) for dtype in dtypes)
 
 
-def _restated(file: OutputFile, path: StoragePath, section: Mapping[str, object]) -> OutputFile:
-    """Return a config that says of how weights are quantized what a section does, or nothing."""
+def _one_dtype(target: Target) -> str | None:
+    """Return the dtype of the floating point weights of an output, if all have the same."""
+    dtypes = {tensor.dtype for tensor in target.tensors if tensor.dtype in _WEIGHTS}
+    return dtypes.pop() if len(dtypes) == 1 else None
+
+
+def _restated(
+    file: OutputFile, path: StoragePath, section: Mapping[str, object] | None, dtype: str | None
+) -> OutputFile:
+    """Return a config that states a section about quantization, and a dtype, of an output.
+
+    An empty section removes the one that is there; None keeps it, as it does the dtype.
+    """
     data = b"".join(raw.made() for raw in file.raw)
     config = parse_json(data, path, "config")
     if isinstance(config, dict):
+        changed = False
         parts = [part for part in (config, config.get("text_config")) if isinstance(part, dict)]
-        stated = [(part, key) for part in parts for key in SECTIONS & part.keys()]
-        for part, key in stated:
-            del part[key]
+        for each in parts if section is not None else ():
+            for key in SECTIONS & each.keys():
+                changed = True
+                del each[key]
         if section:
-            config["quantization_config"] = section
-        if section or stated:
+            config["quantization_config"], changed = section, True
+        below: list[object] = [config] if dtype is not None else []
+        while below:
+            part = below.pop()
+            if not isinstance(part, dict):
+                continue
+            for key, value in part.items():
+                known = isinstance(value, str) and value.removeprefix("torch.") in _WEIGHTS
+                if key in ("dtype", "torch_dtype") and known and value != dtype:
+                    part[key], changed = dtype, True
+                elif key not in SECTIONS:
+                    below.append(value)
+        if changed:
             data = json.dumps(config, indent=2).encode()
     return OutputFile(file.name, len(data), [RawBytes(0, data)], ())
 

@@ -1,6 +1,5 @@
 """Options of the commands that read checkpoints."""
 
-import os
 import re
 from collections import Counter
 from dataclasses import dataclass, replace
@@ -9,7 +8,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 
-from shardspec.cli.options import FILE_PATH, PLACE, Kind, grouped, refuse_if
+from shardspec.cli.command import Option, grouped, refuse_if
+from shardspec.cli.options import FILE_PATH, Kind
 from shardspec.cli.output import say
 from shardspec.errors import CheckpointError, InputFileError, LayoutError
 from shardspec.input_files import read_json_object
@@ -35,6 +35,7 @@ def _as_path(text: str) -> PurePath:
 
 
 CHECKPOINT: Final = Kind("CKPT", _as_path, "file")  # a path, or a URL such as ``s3://bucket/model``
+OUTPUT: Final = Kind("FILE", _as_path, "file")
 OTHER: Final = Kind("OTHER", _as_path, "file")
 checkpoint_argument: Final = click.argument("checkpoint", type=CHECKPOINT, metavar="CKPT")
 
@@ -61,17 +62,18 @@ class SourceOptions:
 source_options: Final = grouped(
     "source",
     SourceOptions,
-    click.option(
-        "--ranks",
-        metavar="N",
-        type=click.IntRange(1),
-        help="How many ranks wrote the checkpoint, for formats that do not record it.",
+    Option(
+        "ranks",
+        "Input",
+        "How many ranks wrote the checkpoint, for formats that do not record it.",
+        {"metavar": "N", "type": click.IntRange(1)},
     ),
-    click.option(
-        "--source-rules",
-        type=FILE_PATH,
-        help="TOML file of how the ranks shard tensors, for formats that do not record it and "
-        "names that the library does not know.",
+    Option(
+        "source_rules",
+        "Input",
+        "TOML file of how the ranks shard tensors, for formats that do not record it and names "
+        "that the library does not know.",
+        {"type": FILE_PATH},
     ),
 )
 
@@ -91,27 +93,28 @@ def _choice(
     return {"include": include or None, "exclude": exclude, "rename": rename}
 
 
+_SEVERAL: Final = {"metavar": "PATTERN", "multiple": True}
+
 choice_options: Final = grouped(
     "choice",
     _choice,
-    click.option(
-        "--include",
-        metavar="PATTERN",
-        multiple=True,
-        help="Only tensors whose name matches (as in a shell); may be given several times.",
+    Option(
+        "include",
+        "Input",
+        "Only tensors whose name matches (as in a shell); may be given several times.",
+        _SEVERAL,
     ),
-    click.option(
-        "--exclude",
-        metavar="PATTERN",
-        multiple=True,
-        help="No tensors whose name matches; may be given several times.",
+    Option(
+        "exclude",
+        "Input",
+        "No tensors whose name matches; may be given several times.",
+        _SEVERAL,
     ),
-    click.option(
-        "--rename",
-        metavar="REGEX NEW",
-        multiple=True,
-        type=(Kind("REGEX", _expression), str),
-        help="Replace the first match of REGEX in every name by NEW; may be given several times.",
+    Option(
+        "rename",
+        "Names",
+        "Replace the first match of REGEX in every name by NEW; may be given several times.",
+        {"metavar": "REGEX NEW", "multiple": True, "type": (Kind("REGEX", _expression), str)},
     ),
 )
 
@@ -135,16 +138,18 @@ def _rules(rules: tuple[Path, ...], rule: tuple[tuple[str, str], ...]) -> dict[s
 rule_options: Final = grouped(
     "rules",
     _rules,
-    click.option(
-        "--rules", type=FILE_PATH, multiple=True, help="TOML file with name patterns and specs."
+    Option(
+        "rules",
+        "Output",
+        "TOML file with name patterns and specs.",
+        {"type": FILE_PATH, "multiple": True},
     ),
-    click.option(
-        "--rule",
-        metavar="PATTERN SPEC",
-        multiple=True,
-        nargs=2,
-        help="One more rule, after those of the file; may be given several times. The last rule "
-        "that matches a tensor counts.",
+    Option(
+        "rule",
+        "Output",
+        "One more rule, after those of the file; may be given several times. The last rule that "
+        "matches a tensor counts.",
+        {"metavar": "PATTERN SPEC", "multiple": True, "nargs": 2},
     ),
 )
 
@@ -171,9 +176,7 @@ def read_rules(path: Path) -> dict[str, str]:
 class MapOptions:
     """How the tensors of a checkpoint are renamed and reshaped: by a map, or by a model."""
 
-    map: str | None
-    sizes: Path | None
-    reverse_map: bool
+    map: Path | None
     drop: tuple[str, ...]
     model: Path | None
     names: "NamesOf | None"
@@ -181,15 +184,15 @@ class MapOptions:
 
     def __post_init__(self) -> None:
         """Refuse options that contradict each other, before a checkpoint is opened."""
-        of_map = self.sizes is not None or self.reverse_map
-        if self.model is None:
-            text = "--names and --fill-from are of a model; give it by --model"
-            refuse_if(self.names is not None or self.fill_from is not None, text)
-            text = "--sizes, --reverse-map and --drop are of a map; give it by --map"
-            refuse_if(self.map is None and (of_map or bool(self.drop)), text)
-        else:
-            text = "--model says how tensors are named; leave out --map, --sizes and --reverse-map"
-            refuse_if(self.map is not None or of_map, text)
+        alone = self.names is not None or self.fill_from is not None
+        refuse_if(
+            alone and (self.model is None or self.map is not None),
+            "--names and --fill-from are of a model; give --model, without --map",
+        )
+        refuse_if(
+            self.model is None and self.map is None and bool(self.drop),
+            "--drop is of a map or a model; give --map or --model, or use --exclude",
+        )
 
     def config(self, checkpoint: PurePath) -> Path:
         """Return the path of the model's config."""
@@ -197,18 +200,19 @@ class MapOptions:
         beside = self.model == Path() and not (self.model / "config.json").is_file()
         return Path(str(checkpoint)) if beside else self.model
 
-    def read(
-        self, checkpoint: PurePath, *, stacked: bool = False
-    ) -> "ModelNames | tuple[NameMap, ...] | None":
+    def read(self, checkpoint: PurePath, *, stacked: bool = False) -> "ModelNames | NameMap | None":
         """Return what gives the tensors of a checkpoint other names; None if nothing does.
 
-        That is a model, or maps to be applied in order. Of Megatron-core, `stacked` takes the names
-        of its own checkpoints.
+        That is a model or a map, which may name sizes of the model. Of Megatron-core, `stacked`
+        takes the names of its own checkpoints.
         """
+        if self.map is not None:
+            from shardspec.resharding.name_map import NameMap
+
+            config = {} if self.model is None else read_json_object(_config_file(self.model))
+            return NameMap.load(self.map).with_sizes(config)
         if self.model is None:
-            if self.map is None:
-                return None
-            return read_maps(self.map, self.sizes, reverse=self.reverse_map)
+            return None
         from shardspec.checkpoint.select.model_names import model_names
 
         names: NamesOf = self.names or "hf"
@@ -216,67 +220,65 @@ class MapOptions:
         return model_names(self.config(checkpoint), names, fill_from=self.fill_from)
 
 
-sizes_option: Final = click.option(
-    "--sizes",
-    metavar="JSON",
-    type=click.Path(path_type=Path, exists=True, dir_okay=False),
-    help="The model's config.json, whose numbers the map may name; the one beside CKPT counts too.",
-)
-drop_option: Final = click.option(
-    "--drop",
-    metavar="PATTERN",
-    multiple=True,
-    help="Leave out tensors of CKPT whose names match, although the map does not use them; may be "
-    "given several times.",
-)
+def _config_file(model: Path) -> Path:
+    return model / "config.json" if model.is_dir() else model
+
+
 map_options: Final = grouped(
     "maps",
     MapOptions,
-    click.option(
-        "--map",
-        metavar="MAP",
-        type=PLACE,
-        help="A name map: a TOML file or the name of a built-in one.",
+    Option(
+        "map",
+        "Names",
+        "A name map of your own, a TOML file. Sizes that it names are those of the config.json "
+        "beside CKPT, or of --model.",
+        {"type": FILE_PATH},
     ),
-    sizes_option,
-    click.option("--reverse-map", is_flag=True, help="Take the map the other way round."),
-    drop_option,
-    click.option(
-        "--model",
-        metavar="DIR",
-        type=click.Path(path_type=Path, exists=True),
-        help="The model's directory, or its config.json: which tensors the model has and how each "
-        "is named follow from it, and its config and tokenizer are copied.",
+    Option(
+        "drop",
+        "Names",
+        "Leave out tensors of CKPT whose names match, although the map or the model does not use "
+        "them; may be given several times.",
+        _SEVERAL,
     ),
-    click.option(
-        "--names",
-        type=click.Choice(("hf", "megatron", "fused")),
-        help="Whose names the tensors get: those of transformers' files (default), of "
-        "Megatron-core, or of engines that serve fused matrices.",
+    Option(
+        "model",
+        "Names",
+        "The model's directory, or its config.json: which tensors the model has and how each is "
+        "named follow from it, and its config and tokenizer are copied.",
+        {"metavar": "DIR", "type": click.Path(path_type=Path, exists=True)},
     ),
-    click.option(
-        "--fill-from",
-        metavar="ORIGIN",
-        type=OTHER,
-        help="The original checkpoint: tensors of the model that CKPT lacks are taken from it.",
+    Option(
+        "names",
+        "Names",
+        "Whose names the tensors get: those of transformers' files (default), of Megatron-core, "
+        "or of engines that serve fused matrices.",
+        {"type": click.Choice(("hf", "megatron", "fused"))},
+    ),
+    Option(
+        "fill_from",
+        "Names",
+        "The original checkpoint: tensors of the model that CKPT lacks are taken from it.",
+        {"metavar": "ORIGIN", "type": OTHER},
     ),
 )
 
 
-layout_option: Final = click.option(
-    "--layout",
-    metavar="LAYOUT",
-    help="How a trainer or an engine shards the model of --model, in place of rules: hf-tp:N, "
-    "fsdp:N, megatron:tp=2,ep=4,etp=1,pp=2 or vllm:tp=8,ep=8.",
+layout_option: Final = Option(
+    "layout",
+    "Output",
+    "How a trainer or an engine shards the model of --model, in place of rules: hf-tp:N, fsdp:N, "
+    "megatron:tp=2,ep=4,etp=1,pp=2 or vllm:tp=8,ep=8.",
+    {"metavar": "LAYOUT"},
 )
 
 
 def check_layout(maps: MapOptions, rules: dict[str, str] | None) -> None:
     """Raise `click.UsageError` if other options contradict ``--layout``."""
     refuse_if(
-        maps.model is None or bool(rules) or maps.names is not None,
+        maps.model is None or bool(rules) or maps.names is not None or maps.map is not None,
         "--layout says how the model of --model is named and sharded; give --model, and leave "
-        "out --names, --map, --sizes, --reverse-map, --rules and --rule",
+        "out --names, --map, --rules and --rule",
     )
 
 
@@ -297,15 +299,3 @@ def under_layout(
     except LayoutError as error:
         raise InputFileError(*error.parts) from None
     return replace(named, config=config), layouts
-
-
-def read_maps(name: str, sizes: Path | None, *, reverse: bool) -> "tuple[NameMap, ...]":
-    """Return the maps of a name or file, with the sizes of a model's config."""
-    from shardspec.families.maps import map_chain
-    from shardspec.resharding.name_map import NameMap
-
-    config = {} if sizes is None else read_json_object(sizes)
-    if Path(name).suffix or os.path.exists(name):
-        name_map = NameMap.load(name).with_sizes(config)
-        return (name_map.reversed() if reverse else name_map,)
-    return map_chain(name, config, reverse=reverse)

@@ -24,37 +24,31 @@ from shardspec.checkpoint.compare.verify import (
 from shardspec.checkpoint.select.choice import Choice
 from shardspec.cli import checkpoint_options as ckpt
 from shardspec.cli import options as opts
+from shardspec.cli.command import Command, Option, flag, refuse_if
 from shardspec.cli.output import name_text, path_text, progress_bar, say, say_json
 from shardspec.errors import CheckpointError
 from shardspec.text import bytes_text, counted, printable, shown, table_text
 
-_NOT_THE_SAME: Final = 3
-"""Exit code for flaws and differences."""
+_DIFFERENT: Final = 1
+"""Exit code of `diff` for differences."""
+_FLAWED: Final = 3
+"""Exit code of `verify` for flaws."""
 _TOLERANCE: Final = opts.Kind("NUMBER", opts.parse_number)
 
 
-@click.command(cls=opts.Command)
+@click.command(cls=Command)
 @ckpt.checkpoint_argument
-@click.option(
-    "--against",
-    type=ckpt.OTHER,
-    help="Compare the bits of every tensor with this checkpoint or safetensors file too.",
+@opts.digests.but(
+    "Compare digests with this file of 'shardspec digest', merge, reshard or save_sharded."
 )
-@click.option(
-    "--digests",
-    "digests_file",
-    type=opts.FILE_PATH,
-    help="Compare digests with this file of 'shardspec digest', merge, reshard or save_sharded.",
-)
-@click.option("--all", "every", is_flag=True, help="List all flaws, not only the first.")
+@flag("every", "Output", "List all flaws, not only the first.", "--all")
 @ckpt.map_options
 @ckpt.choice_options
 @ckpt.source_options
-@opts.json_option("Print all flaws as JSON.")
+@opts.as_json.but("Print all flaws as JSON.")
 def verify_command(
     checkpoint: PurePath,
-    against: PurePath | None,
-    digests_file: PurePath | None,
+    digests: PurePath | None,
     every: bool,
     maps: ckpt.MapOptions,
     choice: dict[str, Any],
@@ -64,82 +58,78 @@ def verify_command(
     """Check that the checkpoint CKPT is complete and matches the digests stored in it, if any.
 
     Boxes must tile every tensor, files be complete, and replicas agree. The exit code is 3 if there
-    is a flaw. With --against, patterns choose and rename the tensors to compare, as for diff; with
-    --digests, a map or a model may rename them too.
+    is a flaw. With --digests, patterns, a map or a model choose and rename the tensors to compare.
 
     Examples:
       shardspec verify ckpt
       shardspec verify ckpt --all --json
-      shardspec verify ckpt --against model.safetensors
-      shardspec verify ckpt --against model.safetensors --exclude 'optim.*'
       shardspec verify ckpt --digests digests.json
+      shardspec verify iter_0000100 --digests digests.json --model hf
     """
     from shardspec.checkpoint.compare.digest import digest, read_digests
 
-    chosen = against is None and digests_file is None and any(choice.values())
-    opts.refuse_if(chosen, "patterns choose what is compared; give --against or --digests too")
-    both = against is not None and digests_file is not None
-    opts.refuse_if(both, "give --against or --digests, not both")
-    renames = maps.map is not None or maps.model is not None
-    text = "--map and --model are for --digests; give it too"
-    opts.refuse_if(renames and digests_file is None, text)
-    expected = None if digests_file is None else read_digests(digests_file)
+    chosen = any(choice.values()) or maps.map is not None or maps.model is not None
+    refuse_if(
+        chosen and digests is None,
+        "patterns, --map and --model choose what is compared with --digests; give it too",
+    )
+    expected = None if digests is None else read_digests(digests)
     every |= as_json
-    catalog, *others = source.open(checkpoint, against)
+    (catalog,) = source.open(checkpoint)
     names = maps.read(catalog.home)
     with progress_bar(not as_json, "verify") as progress:
         report = verify_checkpoint(catalog, every=every, progress=progress)
     flaws = list(report.flaws)
-    for catalog_b in others:
-        with progress_bar(not as_json, "compare") as progress:
-            differences = diff_checkpoints(catalog, catalog_b, **choice, progress=progress)
-            for difference in differences:
-                flaws.append(f"{difference.kind} {shown(difference.name)} {difference.problem}")
-                if not every:
-                    raise CheckpointError(f"{checkpoint} and {against}: {flaws[-1]}")
     if expected is not None and not flaws:
         how = {"names": names, "drop": maps.drop, "seed": expected.seed, **choice}
         with progress_bar(not as_json, "digest") as progress:
             flaws += digest(catalog, progress=progress, **how).differences(expected)
         if flaws and not every:
-            raise CheckpointError(f"{checkpoint} and {digests_file}: {flaws[0]}")
+            raise CheckpointError(f"{checkpoint} and {digests}: {flaws[0]}")
     if as_json:
         say_json({**report.to_json(), "flaws": flaws})
     else:
         for flaw in flaws:
             say(printable(flaw))
-        other = against or digests_file
         if not report.num_bytes:
-            digests = "no data to check"
+            stored = "no data to check"
         elif report.digested_bytes == report.num_bytes:
-            digests = "all with digests"
+            stored = "all with digests"
         elif report.digested_bytes:
-            digests = f"{bytes_text(report.digested_bytes)} of them with digests"
+            stored = f"{bytes_text(report.digested_bytes)} of them with digests"
         else:
-            digests = "no digests stored"
-            digests += ", so altered bytes cannot be detected" if digests_file is None else ""
+            stored = "no digests stored"
+            stored += ", so altered bytes cannot be detected" if digests is None else ""
         part = "what was chosen is " if choice["include"] or choice["exclude"] else ""
-        same = "" if other is None or flaws else f", and {part}the same as {path_text(other)}"
+        same = "" if digests is None or flaws else f", and {part}the same as {path_text(digests)}"
         say(
             f"{path_text(checkpoint)}: {counted(report.tensors, 'tensor')} in "
             f"{counted(report.boxes, 'box', 'boxes')}, {bytes_text(report.num_bytes)}, "
-            f"{digests}; {counted(len(flaws), 'problem') if flaws else 'no problems found'}{same}"
+            f"{stored}; {counted(len(flaws), 'problem') if flaws else 'no problems found'}{same}"
         )
     if flaws:
-        click.get_current_context().exit(_NOT_THE_SAME)
+        click.get_current_context().exit(_FLAWED)
 
 
-@click.command(cls=opts.Command)
+@click.command(cls=Command)
 @click.argument("a", type=ckpt.CHECKPOINT, metavar="A")
 @click.argument("b", type=ckpt.CHECKPOINT, metavar="B")
-@click.option(
-    "--atol", type=_TOLERANCE, default="0", help="Ignore absolute differences up to NUMBER."
+@Option(
+    "atol",
+    "Precision",
+    "Ignore absolute differences up to NUMBER.",
+    {"type": _TOLERANCE, "default": "0"},
 )
-@click.option("--rtol", type=_TOLERANCE, default="0", help="Ignore differences up to NUMBER × |B|.")
-@click.option("--stats", is_flag=True, help="Print the share of elements that differ, by group.")
+@Option(
+    "rtol",
+    "Precision",
+    "Ignore differences up to NUMBER × |B|.",
+    {"type": _TOLERANCE, "default": "0"},
+)
+@flag("stats", "Output", "Print the share of elements that differ, by group.")
 @ckpt.choice_options
 @ckpt.source_options
-@opts.json_option("Print all differences as JSON.")
+@opts.as_json.but("Print all differences as JSON.")
 def diff_command(
     a: PurePath,
     b: PurePath,
@@ -150,7 +140,7 @@ def diff_command(
     source: ckpt.SourceOptions,
     as_json: bool,
 ) -> None:
-    """Compare two checkpoints of any formats tensor by tensor; the exit code is 3 if they differ.
+    """Compare two checkpoints of any formats tensor by tensor; the exit code is 1 if they differ.
 
     Prints for each tensor the first difference, the number of elements that differ, and by how
     much. Values beside the tensors are compared too, if both formats can store them.
@@ -214,7 +204,7 @@ def diff_command(
         end = f", and {beside}" if value_count else ""
         say(f"no difference: {counted(len(chosen), 'tensor')}, {bytes_text(num_bytes)}{end}")
     if differences:
-        click.get_current_context().exit(_NOT_THE_SAME)
+        click.get_current_context().exit(_DIFFERENT)
 
 
 def _difference_lines(differences: Iterable[Difference]) -> Iterator[str]:
@@ -256,20 +246,24 @@ def _changes(sizes: Mapping[str, int], extents: Mapping[str, DiffExtent]) -> dic
     return changes
 
 
-@click.command(cls=opts.Command)
+@click.command(cls=Command)
 @ckpt.checkpoint_argument
-@opts.output_option("Write the digest of every tensor to a file, for 'shardspec verify'.")
-@click.option(
-    "--seed",
-    type=click.IntRange(0, 2**64 - 1),
-    default=0,
-    help="Use other keys; only digests of the same seed can be compared.",
+@opts.output.but(
+    "Write the digest of every tensor to a file or URL, for 'shardspec verify'.",
+    type=ckpt.OUTPUT,
+    required=False,
+)
+@Option(
+    "seed",
+    "Running",
+    "Use other keys; only digests of the same seed can be compared.",
+    {"type": click.IntRange(0, 2**64 - 1), "default": 0},
 )
 @ckpt.map_options
 @ckpt.source_options
 @ckpt.choice_options
-@opts.overwrite_option
-@opts.json_option("Print all digests as JSON.")
+@opts.overwrite
+@opts.as_json.but("Print all digests as JSON.")
 def digest_command(
     checkpoint: PurePath,
     output: PurePath | None,

@@ -1,63 +1,70 @@
-"""The commands about deltas between checkpoints: `shardspec delta` and `shardspec apply`."""
+"""The commands `shardspec delta make` and `shardspec delta apply`."""
 
 from pathlib import PurePath
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import click
 
 from shardspec.cli import checkpoint_options as ckpt
 from shardspec.cli import options as opts
+from shardspec.cli.command import Command, CommandGroup, Option, refuse_if
 from shardspec.cli.output import path_text, progress_bar, say, say_json
 from shardspec.text import bytes_text, counted
 
 if TYPE_CHECKING:
-    from shardspec.checkpoint.deltas.make import Checksum, Encoding
+    from shardspec.checkpoint.deltas.make import Checksum
 
 _CHECKSUMS: "Final[dict[str, Checksum]]" = {"slime": "xxh3-128", "modelexpress": "adler32"}
 """The readers of deltas, and the checksum that each expects."""
 
 
-@click.command(cls=opts.Command)
+@click.group(cls=CommandGroup)
+def delta_command() -> None:
+    """Write what changed from one checkpoint to the next, and apply it."""
+
+
+@delta_command.command("make", cls=Command)
 @click.argument("base", type=ckpt.CHECKPOINT, metavar="BASE")
 @click.argument("new", type=ckpt.CHECKPOINT, metavar="NEW")
-@opts.output_option("The directory to write, as weight_v000001.", required=True)
-@click.option("--version", type=click.IntRange(0, 999_999), required=True, help="That of NEW.")
-@click.option(
-    "--base-version",
-    type=click.IntRange(0, 999_999),
-    help="That of BASE; by default the one before.",
+@opts.output.but("The directory or URL to write, as weight_v000001.", type=ckpt.OUTPUT)
+@Option(
+    "version",
+    "Output",
+    "That of NEW.",
+    {"type": click.IntRange(0, 999_999), "required": True},
 )
-@click.option(
-    "--for",
+@Option(
+    "base_version",
+    "Output",
+    "That of BASE; by default the one before.",
+    {"type": click.IntRange(0, 999_999)},
+)
+@Option(
     "reader",
-    type=click.Choice(list(_CHECKSUMS)),
-    default="slime",
-    show_default=True,
-    help="The reader: checksums are xxh3-128 for slime, adler32 for ModelExpress.",
+    "Output",
+    "The reader: checksums are xxh3-128 for slime, adler32 for ModelExpress.",
+    {"type": click.Choice(list(_CHECKSUMS)), "default": "slime", "show_default": True},
+    ("--for",),
 )
-@click.option(
-    "--encoding",
-    type=click.Choice(("xor", "overwrite")),
-    default="xor",
-    show_default=True,
-    help="How changes are encoded: as XOR, or as positions and values, which only slime reads.",
+@Option(
+    "encoding",
+    "Output",
+    "How changes are encoded: as XOR, or as positions and values, which only slime reads.",
+    {"type": click.Choice(("xor", "overwrite")), "default": "xor", "show_default": True},
 )
 @ckpt.map_options
 @ckpt.source_options
-@opts.overwrite_option
-@opts.json_option("Print what was written as JSON.")
-def delta_command(
+@opts.overwrite
+@opts.as_json.but("Print what was written as JSON.")
+def make_command(
     base: PurePath,
     new: PurePath,
     output: PurePath,
-    version: int,
-    base_version: int | None,
     reader: str,
-    encoding: "Encoding",
     maps: ckpt.MapOptions,
     source: ckpt.SourceOptions,
-    overwrite: bool,
     as_json: bool,
+    **how: Any,  # noqa: ANN401  # as `delta` takes it
 ) -> None:
     """Write the changes from the checkpoint BASE to NEW, as slime and ModelExpress read them.
 
@@ -65,31 +72,21 @@ def delta_command(
     its tensors those of BASE.
 
     Examples:
-      shardspec delta model step_1 -o weight_v000001 --version 1
-      shardspec delta model step_1 -o weight_v000001 --version 1 --for modelexpress
-      shardspec delta hf iter_0000100 -o weight_v000001 --version 1 --map llama-megatron-to-hf
+      shardspec delta make model step_1 -o weight_v000001 --version 1
+      shardspec delta make model step_1 -o weight_v000001 --version 1 --for modelexpress
+      shardspec delta make hf iter_0000100 -o weight_v000001 --version 1 --model hf
     """
     from shardspec.checkpoint.deltas.make import delta
     from shardspec.checkpoint.select.choice import Choice
     from shardspec.checkpoint.select.mapped import mapped_choice
 
-    opts.refuse_if(
-        reader == "modelexpress" and encoding != "xor", "ModelExpress reads the encoding xor alone"
-    )
+    wrong = reader == "modelexpress" and how["encoding"] != "xor"
+    refuse_if(wrong, "ModelExpress reads the encoding xor alone")
     before, after = source.open(base, new)
     renamed, _ = mapped_choice(after, maps.read(after.home), Choice(drop=maps.drop))
     with progress_bar(not as_json, "delta") as progress:
-        report = delta(
-            before,
-            renamed,
-            output,
-            version=version,
-            base_version=base_version,
-            encoding=encoding,
-            checksum=_CHECKSUMS[reader],
-            overwrite=overwrite,
-            progress=progress,
-        )
+        checksum = _CHECKSUMS[reader]
+        report = delta(before, renamed, output, checksum=checksum, progress=progress, **how)
     if as_json:
         say_json(report.to_json())
         return
@@ -101,19 +98,18 @@ def delta_command(
     )
 
 
-@click.command(cls=opts.Command)
+@delta_command.command("apply", cls=Command)
 @click.argument("base", type=ckpt.CHECKPOINT, metavar="BASE")
-@click.argument("deltas", type=opts.FILE_PATH, metavar="DELTA...", nargs=-1, required=True)
-@opts.output_option(
+@click.argument("deltas", type=ckpt.CHECKPOINT, metavar="DELTA...", nargs=-1, required=True)
+@opts.output.but(
     "The file to write if it ends in .safetensors, else a directory.",
-    type=str,
+    type=opts.PLACE,
     metavar="OUT",
-    required=True,
 )
-@click.option("--threads", metavar="N", type=click.IntRange(1), default=1, help="Copy with N.")
+@opts.threads.but(default=1)
 @ckpt.source_options
-@opts.overwrite_option
-@opts.json_option("Print what was written as JSON.")
+@opts.overwrite
+@opts.as_json.but("Print what was written as JSON.")
 def apply_command(
     base: PurePath,
     deltas: tuple[PurePath, ...],
@@ -129,8 +125,8 @@ def apply_command(
     must be the checkpoint that the first one was made from.
 
     Examples:
-      shardspec apply model weight_v000001 weight_v000002 -o model_v2
-      shardspec apply model.safetensors weight_v000001 -o new.safetensors --threads 2
+      shardspec delta apply model weight_v000001 weight_v000002 -o model_v2
+      shardspec delta apply model.safetensors weight_v000001 -o new.safetensors --threads 2
     """
     from shardspec.checkpoint.deltas.make import apply_delta
 

@@ -15,6 +15,7 @@ from shardspec.checkpoint.compare.inspect import CheckpointSummary, inspect_chec
 from shardspec.checkpoint.compare.layers import repeated_layers
 from shardspec.cli import checkpoint_options as ckpt
 from shardspec.cli import options as opts
+from shardspec.cli.command import Command, Option, flag, refuse_if
 from shardspec.cli.output import name_text, path_text, say, say_json, say_parts
 from shardspec.errors import CheckpointError
 from shardspec.layout.layout import Layout
@@ -30,27 +31,30 @@ _INDEX: Final = opts.numbers_kind(
 )
 
 
-@click.command(cls=opts.Command)
+@click.command(cls=Command)
 @ckpt.checkpoint_argument
-@click.option(
-    "--tensor",
-    metavar="PATTERN",
-    help="Only tensors whose name matches (*, ? and [abc] as in a shell), with all their boxes.",
+@Option(
+    "tensor",
+    "Input",
+    "Only tensors whose name matches (*, ? and [abc] as in a shell), with all their boxes.",
+    {"metavar": "PATTERN"},
 )
-@click.option(
-    "--index",
-    type=_INDEX,
-    help="Print which ranks hold this element, row or block of the tensors that match.",
+@Option(
+    "index",
+    "Output",
+    "Print which ranks hold this element, row or block of the tensors that match.",
+    {"type": _INDEX},
 )
-@click.option("--picture", is_flag=True, help="Draw how the tensors that match are sharded.")
-@click.option(
-    "--only",
-    type=click.Choice(("replicated", "uneven")),
-    help="Only tensors with equal boxes on several ranks, or with boxes of different shapes.",
+@flag("picture", "Output", "Draw how the tensors that match are sharded.")
+@Option(
+    "only",
+    "Input",
+    "Only tensors with equal boxes on several ranks, or with boxes of different shapes.",
+    {"type": click.Choice(("replicated", "uneven"))},
 )
-@click.option("--full", is_flag=True, help="A row for every tensor, even if layers are alike.")
+@flag("full", "Output", "A row for every tensor, even if layers are alike.")
 @ckpt.source_options
-@opts.json_option("Print everything as JSON.")
+@opts.as_json.but("Print everything as JSON.")
 def inspect_command(
     checkpoint: PurePath,
     tensor: str | None,
@@ -78,7 +82,7 @@ def inspect_command(
       shardspec inspect ckpt --json
     """
     unnamed = (index is not None or picture) and tensor is None and only is None
-    opts.refuse_if(unnamed, "--index and --picture need some tensors; name them with --tensor")
+    refuse_if(unnamed, "--index and --picture need some tensors; name them with --tensor")
     (catalog,) = source.open(checkpoint)
     summary = _chosen(inspect_checkpoint(catalog), tensor, only)
     if only is not None and not as_json and not (summary.names and (index or picture or tensor)):

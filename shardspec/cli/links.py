@@ -13,6 +13,7 @@ import click
 from shardspec.checkpoint.storage.from_text import storage_path
 from shardspec.checkpoint.storage.path import check_new_file
 from shardspec.cli import options as opts
+from shardspec.cli.command import Command, CommandGroup, Option
 from shardspec.cli.options import BYTES, FILE_PATH, MeshShape
 from shardspec.cli.output import path_text, say, say_json, write_file
 from shardspec.comm.cluster_file import cluster_text
@@ -24,13 +25,13 @@ if TYPE_CHECKING:
     from shardspec.profiling.profile import Profile
 
 
-@click.group(epilog="\b\nExamples:\n  shardspec links list")
+@click.group(cls=CommandGroup)
 def links_command() -> None:
     """List the links that --links knows, or import measured ones."""
 
 
-@links_command.command("list", cls=opts.Command)
-@opts.json_option("Print everything as JSON.")
+@links_command.command("list", cls=Command)
+@opts.as_json.but("Print everything as JSON.")
 def list_links(as_json: bool) -> None:
     """Show the presets of --links, the sources of their numbers, and what they are valid for.
 
@@ -68,12 +69,12 @@ def list_links(as_json: bool) -> None:
     )
 
 
-@links_command.command("import", cls=opts.Command)
+@links_command.command("import", cls=Command)
 @click.argument("logs", metavar="LOG...", nargs=-1, required=True, type=FILE_PATH)
-@opts.output_option("Where to write the file of links.", required=True)
-@click.option("--nodes", type=click.IntRange(1), help="Hosts of the runs, if names do not tell.")
-@click.option("--between", metavar="PRESET", help="The link between hosts, if no log has it.")
-@opts.overwrite_option
+@opts.output.but("Where to write the file of links.")
+@Option("nodes", "Input", "Hosts of the runs, if logs do not tell.", {"type": click.IntRange(1)})
+@opts.between.but("The link between hosts, if no log has it.")
+@opts.overwrite
 def import_links(
     logs: tuple[Path, ...], output: Path, nodes: int | None, between: str | None, overwrite: bool
 ) -> None:
@@ -111,19 +112,23 @@ def _sizes(preset: LinkPreset) -> str:
     return f"; published at {least}" if least == most else f"; published at {least} to {most}"
 
 
-@click.command(cls=opts.Command)
-@opts.mesh_option(required=True)
-@opts.output_option("Where to write the profile.", required=True)
-@click.option("--min-bytes", type=BYTES, default="4KiB", show_default=True)
-@click.option("--max-bytes", type=BYTES, default="16MiB", show_default=True)
-@click.option(
-    "--repeats",
-    type=click.IntRange(1, 10_000),
-    default=5,
-    show_default=True,
-    help="Minimum repetitions per measurement.",
+@click.command(cls=Command)
+@opts.mesh.but(required=True)
+@opts.output.but("Where to write the profile.")
+@Option(
+    "min_bytes",
+    "Running",
+    "The smallest size to measure.",
+    {"type": BYTES, "default": "4KiB", "show_default": True},
 )
-@opts.overwrite_option
+@opts.max_bytes.but("The largest size to measure.", default="16MiB", show_default=True)
+@Option(
+    "repeats",
+    "Running",
+    "Minimum repetitions per measurement.",
+    {"type": click.IntRange(1, 10_000), "default": 5, "show_default": True},
+)
+@opts.overwrite
 def profile_command(
     mesh: MeshShape,
     output: Path,

@@ -1,7 +1,8 @@
 """The command `shardspec`, and the one place where errors become a line and an exit code.
 
-Exit codes: 0 success, 1 stdout cannot be written, 2 wrong usage (an option, a spec, a mesh), 3 a
-checkpoint, an input file or an output that cannot be used, 130 interrupted, 143 terminated.
+Exit codes: 0 success, 1 checkpoints differ or stdout cannot be written, 2 wrong usage (an option,
+a spec, a mesh), 3 a checkpoint, an input file or an output that cannot be used, 130 interrupted,
+143 terminated.
 """
 
 import gc
@@ -10,12 +11,12 @@ import signal
 import sys
 from collections.abc import Mapping, Sequence
 from importlib import import_module
-from itertools import groupby
 from types import FrameType
 from typing import Any, Final, Never
 
 import click
 
+from shardspec.cli.command import COMMON, CommandGroup
 from shardspec.errors import (
     CheckpointError,
     InputFileError,
@@ -29,32 +30,25 @@ _COMMANDS: Final[Mapping[str, tuple[str, str]]] = {
     "cost": ("plan", "Price conversions between many pairs of specs."),
     "show": ("show", "Show which devices hold which part of a tensor."),
     "explore": ("show", "Write a page in which to watch conversions."),
+    "links": ("links", "List the links that --links knows, or import measured ones."),
+    "profile": ("links", "Measure the links of a cluster, under torchrun."),
     "inspect": ("inspect", "Show mesh, tensors, specs and sizes of a checkpoint."),
     "verify": ("compare", "Check that a checkpoint is complete and as it was saved."),
     "diff": ("compare", "Compare two checkpoints tensor by tensor."),
     "digest": ("compare", "Digest tensors, however they are sharded and stored."),
-    "delta": ("delta", "Write what changed from one checkpoint to the next."),
-    "apply": ("delta", "Write a checkpoint with deltas on it."),
     "merge": ("write", "Write the global tensors of a checkpoint into files."),
     "reshard": ("write", "Write a checkpoint as another mesh would have saved it."),
-    "check-map": ("maps", "Check that a name map writes every target element exactly once."),
-    "plan-state": ("maps", "Plan how a mesh gets a model from a checkpoint."),
-    "links": ("links", "List the links that --links knows, or import measured ones."),
-    "profile": ("links", "Measure the links of a cluster, under torchrun."),
+    "delta": ("delta", "Write what changed between checkpoints, and apply it."),
+    "plan-state": ("plan_state", "Plan how a mesh gets a model from a checkpoint."),
 }
 """Name to the module of the command and its line of help, so that the help imports no module."""
 
 _TASKS: Final[Mapping[str, str]] = {
     "plan": "Plan and price conversions",
-    "show": "Draw layouts and plans",
     "inspect": "Look into checkpoints",
-    "compare": "Check and compare checkpoints",
-    "delta": "Publish what changed",
-    "write": "Merge and reshard checkpoints",
-    "maps": "Move whole models",
-    "links": "Show and measure links",
+    "merge": "Write checkpoints",
 }
-"""The title in the help of the commands of each module."""
+"""The first command of each section of the help, and the section's title."""
 
 _OPTIONS: Final[Mapping[str, str]] = {
     "device_mesh": "--mesh",
@@ -70,26 +64,28 @@ _BY_SIGNAL: Final = 128
 """Added to the number of the signal that ended the command, as in shells."""
 
 
-class _LazyGroup(click.Group):
+class _LazyGroup(CommandGroup):
     """Imports the module of a command when that is called, so that every command starts fast."""
 
     def list_commands(self, _ctx: click.Context) -> list[str]:
         return list(_COMMANDS)
 
-    def get_command(self, _ctx: click.Context, cmd_name: str) -> click.Command | None:
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in _COMMANDS:
-            return None
+            return super().get_command(ctx, cmd_name)
         module = import_module(f"shardspec.cli.{_COMMANDS[cmd_name][0]}")
         command = getattr(module, f"{cmd_name.replace('-', '_')}_command")
         assert isinstance(command, click.Command)
         return command
 
     def format_commands(self, _ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """List the commands by task, which is that of their module."""
+        """List the commands by task."""
         width = max(map(len, _COMMANDS))
-        for module, group in groupby(_COMMANDS.items(), key=lambda command: command[1][0]):
-            with formatter.section(_TASKS[module]):
-                formatter.write_dl([(name.ljust(width), text) for name, (_, text) in group])
+        rows = [(name.ljust(width), text) for name, (_, text) in _COMMANDS.items()]
+        starts = [list(_COMMANDS).index(name) for name in _TASKS]
+        for title, start, end in zip(_TASKS.values(), starts, [*starts[1:], None], strict=True):
+            with formatter.section(title):
+                formatter.write_dl(rows[start:end])
 
     def invoke(self, ctx: click.Context) -> object:
         """Run a command; an interrupt is reported like an error."""
@@ -156,6 +152,9 @@ def _fail(message: str, code: int) -> int:
 @click.version_option(package_name="shardspec", message="%(prog)s %(version)s")
 def cli() -> None:
     """Sharding specs for tensors: plan conversions, look into sharded checkpoints, merge them."""
+
+
+cli.params += COMMON
 
 
 def main() -> None:

@@ -1,41 +1,30 @@
 """Arguments and options that several commands share: parsers of their texts, and decorators."""
 
-import inspect
 import math
 import re
-import resource
-import time
-import traceback
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import partial, reduce, wraps
 from pathlib import Path
 from typing import Any, Final, TypeAlias, TypeVar, get_args
 
 import click
 from click.shell_completion import CompletionItem
 
-from shardspec.cli.output import QUIET
+from shardspec.cli.command import Option, flag, grouped, refuse_if
 from shardspec.comm.cluster_file import read_cluster
 from shardspec.comm.cost import CostModel
 from shardspec.comm.presets import DEFAULT_PRESET, link_preset, preset_cluster, preset_copy_s
 from shardspec.comm.profile_file import Profiled, read_profile
 from shardspec.dtypes import dtype_name
-from shardspec.errors import CheckpointError, DTypeError, ProfileError, ShardSpecError
+from shardspec.errors import CheckpointError, DTypeError, ProfileError
 from shardspec.mesh.device_ids import SECONDS_RULE, seconds
 from shardspec.mesh.device_mesh import DeviceMesh, LinkModel
-from shardspec.text import bytes_text, printable, seconds_text, shown
+from shardspec.text import shown
 
 T = TypeVar("T")
 MeshShape: TypeAlias = tuple[tuple[int, ...], tuple[str, ...] | None]
 """Devices along each axis, and the names of the axes, if any."""
-Run: TypeAlias = Callable[..., None]
-"""The function of a command, which takes arguments and options by name."""
-Decorator: TypeAlias = Callable[[Run], Run]
-
-_VERBOSE: Final = "shardspec.verbose"
-"""Key in a click context's `meta`: whether ``--verbose`` was given."""
 MAX_DEVICES: Final = 2**20
 """Larger meshes are refused as typing errors; their ids alone would fill the memory."""
 _MAX_SIZE: Final = 2**63 - 1
@@ -181,107 +170,58 @@ PRESET_NAMES: Final = Kind("PRESETS", parse_links)
 SHAPE: Final = Kind("SIZES", parse_shape)
 
 
-class Command(click.Command):
-    """A command with ``--quiet`` and ``--verbose``; its help ends with the docstring's examples."""
-
-    def __init__(self, name: str | None, *, help: str, **more: Any) -> None:  # noqa: ANN401
-        text, _, examples = inspect.cleandoc(help).partition("\n\nExamples:\n")
-        paragraphs = f"Examples:\n{examples}".split("\n\n")
-        epilog = "\n\n".join(f"\b\n{paragraph}" for paragraph in paragraphs)
-        super().__init__(name, help=text, epilog=epilog, **more)
-        option = partial(click.Option, is_flag=True, expose_value=False)
-        quiet = "Print only errors; the exit code gives the answer."
-        verbose = "Print time, memory and the traceback of an error to stderr."
-        self.params += [
-            option(["-q", "--quiet"], callback=partial(_keep, QUIET), help=quiet),
-            option(["-v", "--verbose"], callback=partial(_keep, _VERBOSE), help=verbose),
-        ]
-
-    def invoke(self, ctx: click.Context) -> object:
-        """Run the command; with ``--verbose``, time, memory and tracebacks go to stderr."""
-        if not ctx.meta.get(_VERBOSE):
-            return super().invoke(ctx)
-        start = time.monotonic()
-        try:
-            return super().invoke(ctx)
-        except ShardSpecError:
-            click.echo(printable(traceback.format_exc(), keep="\n"), err=True, nl=False)
-            raise
-        finally:
-            peak = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-            seconds_taken = seconds_text(time.monotonic() - start)
-            click.echo(f"took {seconds_taken}, {bytes_text(peak)} of memory at most", err=True)
-
-
-def _keep(key: str, ctx: click.Context, _: click.Parameter, value: object) -> None:
-    ctx.meta[key] = value
-
-
-def grouped(name: str, made_of: Callable[..., object], *options: Decorator) -> Decorator:
-    """Return a decorator that adds options and passes them to the command as one argument.
-
-    The argument is what `made_of` returns; its parameters have the names of the options.
-    """
-    parameters = inspect.signature(made_of).parameters
-
-    def decorate(run: Run) -> Run:
-        @wraps(run)
-        def call(**given: Any) -> None:  # noqa: ANN401
-            values = {parameter: given.pop(parameter) for parameter in parameters}
-            run(**given, **{name: made_of(**values)})
-
-        return stacked(*options)(call)
-
-    return decorate
-
-
-def stacked(*options: Decorator) -> Decorator:
-    """Return a decorator that adds several options in this order."""
-    return lambda run: reduce(lambda decorated, option: option(decorated), reversed(options), run)
-
-
-def refuse_if(wrong: bool, text: str) -> None:
-    """Raise `click.UsageError` if options contradict each other."""
-    if wrong:
-        raise click.UsageError(text)
-
-
 # --- options that several commands share
 
-
-def json_option(help: str = "Print JSON.") -> Decorator:
-    """Return the option to print JSON."""
-    return click.option("--json", "as_json", is_flag=True, help=help)
-
-
-def output_option(help: str, **more: Any) -> Decorator:  # noqa: ANN401
-    """Return the option that names the output."""
-    return click.option("-o", "--output", help=help, **{"type": FILE_PATH, **more})
-
-
-def mesh_option(more: str = "", *, required: bool = False) -> Decorator:
-    """Return the option for the mesh of a command."""
-    text = f"Devices along each axis, outermost first: 2x4, or with names dp=2,tp=4{more}."
-    return click.option("--mesh", type=MESH, required=required, help=text)
-
-
-def dtype_option(default: str = "float32") -> Decorator:
-    """Return the option for an element type."""
-    kind, text = Kind("NAME", dtype_name), "Element type: bf16, float32, int8, …"
-    return click.option("--dtype", type=kind, default=default, show_default=True, help=text)
-
-
-ids_option: Final = click.option(
-    "--ids", type=IDS, help="Physical ids in row-major order, 3,1,0,2; counted from 0 if left out."
+as_json: Final = flag("as_json", "Output", "Print JSON.", "--json")
+output: Final = Option(
+    "output", "Output", "The output.", {"type": FILE_PATH, "required": True}, ("-o", "--output")
 )
-overwrite_option: Final = click.option(
-    "--overwrite", is_flag=True, help="Replace the output if it exists."
+overwrite: Final = flag("overwrite", "Output", "Replace the output if it exists.")
+mesh: Final = Option(
+    "mesh",
+    "Input",
+    "Devices along each axis, outermost first: 2x4, or with names dp=2,tp=4.",
+    {"type": MESH},
 )
-shape_option: Final = click.option(
-    "--shape",
-    type=SHAPE,
-    required=True,
-    help='Sizes of the global tensor: 4096x4096; "" for a scalar.',
+ids: Final = Option(
+    "ids", "Input", "Physical ids in row-major order, 3,1,0,2; by default from 0.", {"type": IDS}
+)
+shape: Final = Option(
+    "shape",
+    "Input",
+    'Sizes of the global tensor: 4096x4096; "" for a scalar.',
+    {"type": SHAPE, "required": True},
+)
+dtype: Final = Option(
+    "dtype",
+    "Input",
+    "Element type: bf16, float32, int8, …",
+    {"type": Kind("NAME", dtype_name), "default": "float32", "show_default": True},
+)
+links: Final = Option(
+    "links",
+    "Input",
+    "Known links in place of --alpha and --beta, per axis or one for all: "
+    "ib-ndr-per-gpu,h100-nvswitch. 'shardspec links list' lists them; or a file of 'shardspec links import'.",
+    {"type": PRESET_NAMES},
+)
+between: Final = Option(
+    "between",
+    "Input",
+    "The link between hosts, by default the vendor's, where --links names one preset.",
+    {"metavar": "PRESET"},
+)
+per_node: Final = Option(
+    "per_node",
+    "Input",
+    "Devices that share a host, in the order of ids; by default those of the preset.",
+    {"type": click.IntRange(1, MAX_DEVICES)},
+)
+to: Final = Option("to", "Output", "The format of OUT.")
+digests: Final = Option("digests", "Input", "A file of digests.", {"type": FILE_PATH})
+max_bytes: Final = Option("max_bytes", "Running", "Limit the bytes of a device.", {"type": BYTES})
+threads: Final = Option(
+    "threads", "Running", "Copy with N threads.", {"metavar": "N", "type": click.IntRange(1)}
 )
 
 
@@ -362,51 +302,42 @@ class ClusterOptions:
 cluster_options: Final = grouped(
     "cluster",
     ClusterOptions,
-    mesh_option("; that of the profile if left out"),
-    ids_option,
-    click.option(
-        "--alpha",
-        type=Kind("SECONDS", parse_numbers),
-        help="Start-up latency of a message, per axis (1e-5,3e-6) or one for all.",
+    mesh,
+    ids,
+    Option(
+        "alpha",
+        "Input",
+        "Start-up latency of a message, per axis (1e-5,3e-6) or one for all.",
+        {"type": Kind("SECONDS", parse_numbers)},
     ),
-    click.option(
-        "--beta",
-        type=Kind("SECONDS", parse_numbers),
-        help="Transfer time of a byte, per axis or one for all; 4e-11 is 25 GB/s.",
+    Option(
+        "beta",
+        "Input",
+        "Transfer time of a byte, per axis or one for all; 4e-11 is 25 GB/s.",
+        {"type": Kind("SECONDS", parse_numbers)},
     ),
-    click.option(
-        "--links",
-        type=PRESET_NAMES,
-        help="Known links in place of --alpha and --beta, per axis or one for all: "
-        "ib-ndr-per-gpu,h100-nvswitch. 'shardspec links list' lists them. Or a file of "
-        "'shardspec links import'.",
+    links,
+    between,
+    per_node,
+    Option(
+        "link_model",
+        "Input",
+        "Each group has links of its own (ring, the default), or all devices share one bus.",
+        {"type": click.Choice(get_args(LinkModel))},
     ),
-    click.option(
-        "--between",
-        metavar="PRESET",
-        help="The link between hosts, by default the vendor's, where --links names one preset.",
-    ),
-    click.option(
-        "--per-node",
-        type=click.IntRange(1, MAX_DEVICES),
-        help="Devices that share a host, in the order of ids; by default those of the preset.",
-    ),
-    click.option(
-        "--link-model",
-        type=click.Choice(get_args(LinkModel)),
-        help="Each group has links of its own (ring, the default), or all devices share one bus.",
-    ),
-    click.option(
-        "--memory",
-        type=Kind("RATE", _memory_rate),
-        help="The rate of a device's memory in 10^9 bytes a second, which prices local copies; "
+    Option(
+        "memory",
+        "Input",
+        "The rate of a device's memory in 10^9 bytes a second, which prices local copies; "
         "'preset' for that of --links (the default if they have one), or 'none'.",
+        {"type": Kind("RATE", _memory_rate)},
     ),
-    click.option(
-        "--profile",
-        type=Kind("FILE", read_profile, "file"),
-        help="Links as 'shardspec profile' measured them, in place of --alpha, --beta, --links "
-        "and --link-model.",
+    Option(
+        "profile",
+        "Input",
+        "Links, and the mesh, as 'shardspec profile' measured them, in place of --alpha, --beta, "
+        "--links and --link-model.",
+        {"type": Kind("FILE", read_profile, "file")},
     ),
 )
 

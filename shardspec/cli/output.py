@@ -14,6 +14,8 @@ from shardspec.text import printable
 
 QUIET: Final = "shardspec.quiet"
 """Key in a click context's `meta`: whether ``--quiet`` was given."""
+VERBOSE: Final = "shardspec.verbose"
+"""Key in a click context's `meta`: whether ``--verbose`` was given."""
 
 
 def is_quiet() -> bool:

@@ -11,6 +11,7 @@ from typing import Final, TypeAlias
 import click
 
 from shardspec.cli import options as opts
+from shardspec.cli.command import Command, Option, flag, refuse_if
 from shardspec.cli.output import path_text, say, say_json, say_styled
 from shardspec.comm.cost import CostModel
 from shardspec.comm.curves import Link
@@ -26,40 +27,37 @@ from shardspec.text import bytes_text, counted, printable, seconds_text, shown, 
 _MAX_ALTERNATIVES: Final = 100
 
 
-@click.command(cls=opts.Command)
+@click.command(cls=Command)
 @click.argument("source", metavar="FROM")
 @click.argument("target", metavar="TO")
 @opts.cluster_options
-@opts.shape_option
-@opts.dtype_option()
-@click.option(
-    "--target-mesh",
-    type=opts.MESH,
-    help="Another mesh for TO; its links are those of --mesh where both have as many axes, else "
-    "the slowest of them.",
+@opts.shape
+@opts.dtype
+@Option(
+    "target_mesh",
+    "Input",
+    "Another mesh for TO; its links are those of --mesh where both have as many axes, else the "
+    "slowest of them.",
+    {"type": opts.MESH},
 )
-@click.option(
-    "--target-ids",
-    type=opts.IDS,
-    help="Physical ids of the target mesh; counted from 0 if left out.",
+@Option(
+    "target_ids", "Input", "Physical ids of the target mesh; by default from 0.", {"type": opts.IDS}
 )
-@click.option(
-    "--max-bytes",
-    type=opts.BYTES,
-    help="Only plans in which no device holds more than SIZE: 64MiB, 1.5GB, or a number of bytes.",
+@opts.max_bytes.but(
+    "Only plans in which no device holds more than SIZE: 64MiB, 1.5GB, or a number of bytes."
 )
-@click.option(
-    "--alternatives",
-    metavar="COUNT",
-    type=click.IntRange(1, _MAX_ALTERNATIVES),
-    help="Also show this many of the next best plans.",
+@Option(
+    "alternatives",
+    "Output",
+    "Also show this many of the next best plans.",
+    {"metavar": "COUNT", "type": click.IntRange(1, _MAX_ALTERNATIVES)},
 )
-@click.option(
-    "--explain",
-    is_flag=True,
-    help="Compare with the naive plan: finish reductions, gather everything, then slice.",
+@flag(
+    "explain",
+    "Output",
+    "Compare with the naive plan: finish reductions, gather everything, then slice.",
 )
-@opts.json_option("Print the plan as JSON.")
+@opts.as_json.but("Print the plan as JSON.")
 def plan_command(
     source: str,
     target: str,
@@ -93,8 +91,8 @@ def plan_command(
     """
     devices, model = cluster.build()
     before = Layout(devices, source, shape, dtype)
-    opts.refuse_if(not target_mesh and target_ids is not None, "--target-ids needs --target-mesh")
-    opts.refuse_if(
+    refuse_if(not target_mesh and target_ids is not None, "--target-ids needs --target-mesh")
+    refuse_if(
         target_mesh is not None and max_bytes is not None,
         "--max-bytes bounds conversions on one mesh; leave it out, or --target-mesh",
     )
@@ -174,19 +172,19 @@ _Cost: TypeAlias = tuple[dict[str, object], list[str], tuple[StepError, ...]]
 """The cost of a pair as JSON and as a row, and the known errors of its steps."""
 
 
-@click.command(cls=opts.Command)
+@click.command(cls=Command)
 @click.argument("specs", metavar="[FROM TO]...", nargs=-1)
-@click.option(
-    "--pairs",
-    metavar="FILE",
-    type=click.Path(allow_dash=True),
-    help="Pairs from a file, one per line, after those of the arguments; '-' for standard input.",
+@Option(
+    "pairs",
+    "Input",
+    "Pairs from a file, one per line, after those of the arguments; '-' for standard input.",
+    {"metavar": "FILE", "type": click.Path(allow_dash=True)},
 )
 @opts.cluster_options
-@opts.shape_option
-@opts.dtype_option()
-@click.option("--csv", "as_csv", is_flag=True, help="Print CSV: seconds and bytes.")
-@opts.json_option()
+@opts.shape
+@opts.dtype
+@flag("as_csv", "Output", "Print CSV: seconds and bytes.", "--csv")
+@opts.as_json
 def cost_command(
     specs: tuple[str, ...],
     pairs: str | None,
@@ -208,11 +206,11 @@ def cost_command(
     A line of the file holds two specs with blanks between them; '#' starts a comment. Up to a
     million pairs are priced at once.
     """
-    opts.refuse_if(as_csv and as_json, "give --csv or --json, not both")
+    refuse_if(as_csv and as_json, "give --csv or --json, not both")
     if len(specs) % 2:
         raise click.UsageError(f"specs come in pairs FROM TO; {shown(specs[-1])} has no TO")
     nothing = not specs and pairs is None
-    opts.refuse_if(nothing, "nothing to price; give specs in pairs FROM TO, or --pairs FILE")
+    refuse_if(nothing, "nothing to price; give specs in pairs FROM TO, or --pairs FILE")
     mesh, model = cluster.build()
     costs = _price(LayoutConverter(model), _pairs(specs, pairs), mesh, shape, dtype)
     distinct = {id(cost): cost for cost in costs}

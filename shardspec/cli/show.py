@@ -10,6 +10,7 @@ from typing import Final
 import click
 
 from shardspec.cli import options as opts
+from shardspec.cli.command import Command, refuse_if
 from shardspec.cli.options import MeshShape
 from shardspec.cli.output import path_text, say, say_styled, write_file
 from shardspec.layout.layout import Layout
@@ -20,14 +21,14 @@ _MAX_DEVICES: Final = 4096
 _LINKS: Final = ("h100-nvswitch", "ib-ndr-per-gpu", "ib-ndr-per-gpu,h100-nvswitch")
 
 
-@click.command(cls=opts.Command)
+@click.command(cls=Command)
 @click.argument("spec", metavar="SPEC")
-@opts.mesh_option(required=True)
-@opts.ids_option
-@opts.shape_option
-@opts.dtype_option()
-@opts.output_option("Write a picture instead: FILE ends in .svg or .html.")
-@opts.overwrite_option
+@opts.mesh.but(required=True)
+@opts.ids
+@opts.shape
+@opts.dtype
+@opts.output.but("Write a picture instead: FILE ends in .svg or .html.", required=False)
+@opts.overwrite
 def show_command(
     spec: str,
     mesh: MeshShape,
@@ -89,36 +90,31 @@ def _check_devices(mesh: MeshShape, limit: int) -> None:
     # Before the mesh is made: it may have a million ids.
     devices = prod(mesh[0])
     text = f"a mesh of {devices} devices is too large to draw; the limit is {limit}"
-    opts.refuse_if(devices > limit, text)
+    refuse_if(devices > limit, text)
 
 
-@click.command(cls=opts.Command)
-@click.option(
-    "--mesh",
-    type=opts.MESH,
+@click.command(cls=Command)
+@opts.mesh.but(
+    "A mesh to pick, 2x4 or dp=2,tp=4; may be given several times.",
     multiple=True,
     default=("4", "2x2", "2x4"),
     show_default=True,
-    help="A mesh to pick, 2x4 or dp=2,tp=4; may be given several times.",
 )
-@click.option(
-    "--shape",
-    type=opts.SHAPE,
+@opts.shape.but(
+    "A tensor to pick, of 1 to 3 dims; may be given several times.",
+    required=False,
     multiple=True,
     default=("4096x4096", "64x64", "6x7"),
     show_default=True,
-    help="A tensor to pick, of 1 to 3 dims; may be given several times.",
 )
-@click.option(
-    "--links",
-    type=opts.PRESET_NAMES,
-    multiple=True,
-    help="Links to pick, one preset for all axes or one per axis; may be given several times. "
+@opts.links.but(
+    "Links to pick, one preset for all axes or one per axis; may be given several times. "
     f"'shardspec links list' lists them.  [default: {', then '.join(_LINKS)}]",
+    multiple=True,
 )
-@opts.dtype_option("bfloat16")
-@opts.output_option("Write the page here.", required=True)
-@opts.overwrite_option
+@opts.dtype.but(default="bfloat16")
+@opts.output.but("Write the page here.")
+@opts.overwrite
 def explore_command(
     mesh: tuple[MeshShape, ...],
     shape: tuple[tuple[int, ...], ...],

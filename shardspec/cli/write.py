@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from itertools import islice
 from pathlib import PurePath
-from typing import TYPE_CHECKING, Any, Final, get_args
+from typing import TYPE_CHECKING, Any, Final
 
 import click
 
@@ -19,11 +19,12 @@ from shardspec.checkpoint.formats import (
     written_format,
     written_names,
 )
-from shardspec.checkpoint.quantization.schemes import QUANTIZATIONS, ScaleRule
+from shardspec.checkpoint.quantization.schemes import QUANTIZATIONS
 from shardspec.checkpoint.select.choice import Choice
 from shardspec.checkpoint.select.dequantized import with_numbers
 from shardspec.cli import checkpoint_options as ckpt
 from shardspec.cli import options as opts
+from shardspec.cli.command import Command, Option, flag, refuse_if, stacked, unless
 from shardspec.cli.output import path_text, progress_bar, say, say_json
 from shardspec.errors import CheckpointError
 from shardspec.text import (
@@ -88,71 +89,57 @@ class _FormatName(click.ParamType[str]):
             self.fail(str(error), param, ctx)
 
 
-def _unless(name: str, help: str) -> opts.Decorator:
-    """Return the option ``--no-NAME``, which makes the argument of this name False."""
-    option = f"--no-{name}"
-    return click.option(option, name, is_flag=True, flag_value=False, default=True, help=help)
-
-
-_write_options: Final = opts.stacked(
+_write_options: Final = stacked(
     ckpt.map_options,
     ckpt.source_options,
     ckpt.choice_options,
-    click.option(
-        "--dtype",
-        metavar="DTYPE",
-        help="Cast floating point tensors to this dtype, such as bf16; quantized weights are "
+    opts.dtype.but(
+        "Cast floating point tensors to this dtype, such as bf16; quantized weights are "
         "dequantized to it.",
+        type=str,
+        metavar="DTYPE",
+        default=None,
+        show_default=False,
+    ).under("Precision"),
+    Option(
+        "quantize",
+        "Precision",
+        "Quantize the weights of linear layers; the model's family says which these are.",
+        {"type": click.Choice(list(QUANTIZATIONS))},
     ),
-    click.option(
-        "--quantize",
-        type=click.Choice(list(QUANTIZATIONS)),
-        help="Quantize the weights of linear layers; the model's family says which these are.",
+    Option(
+        "quantize_include",
+        "Precision",
+        "Quantize only tensors whose names in OUT match; may be given several times.",
+        {"multiple": True, "metavar": "PATTERN"},
     ),
-    click.option(
-        "--scale-rule",
-        type=click.Choice(get_args(ScaleRule)),
-        help="How a scale of fp8-128x128 follows from the largest absolute value in its block: "
-        "numbers are multiplied by 448 · (1 / amax) (default), or divided by amax / 448.",
+    flag(
+        "strict_cast",
+        "Precision",
+        "Refuse a cast that turns numbers into infinity, 0 or NaN; by default these are counted.",
     ),
-    click.option(
-        "--quantize-include",
-        multiple=True,
-        metavar="PATTERN",
-        help="Quantize only tensors whose names in OUT match; may be given several times.",
-    ),
-    click.option(
-        "--threads",
-        metavar="N",
-        type=click.IntRange(1),
-        default=_usable_cores(),
-        help="Copy with N threads; by default one for each usable core, at most 4.",
-    ),
-    click.option(
-        "--strict-cast",
-        is_flag=True,
-        help="Refuse a cast that turns numbers into infinity, 0 or NaN; by default these are "
-        "counted.",
-    ),
-    opts.overwrite_option,
-    _unless("verify", "Do not compare bytes with the digests in the checkpoint."),
-    click.option(
-        "--dry-run",
-        is_flag=True,
-        help="Check the headers of CKPT and print what would be written, without writing it.",
-    ),
-    _unless(
+    opts.overwrite,
+    unless(
         "sidecars",
+        "Output",
         "Do not copy the files next to the weights, such as config.json and a tokenizer.",
     ),
-    click.option(
-        "--digests",
-        type=opts.FILE_PATH,
-        help="Write digests of OUT's tensors to this file, for 'shardspec verify --digests'.",
+    opts.digests.but(
+        "Write digests of OUT's tensors to this file, for 'shardspec verify --digests'."
+    ).under("Output"),
+    opts.as_json.but("Print what was written as JSON."),
+    opts.threads.but(
+        "Copy with N threads; by default one for each usable core, at most 4.",
+        default=_usable_cores(),
     ),
-    opts.json_option("Print what was written as JSON."),
+    unless("verify", "Running", "Do not compare bytes with the digests in the checkpoint."),
+    flag(
+        "dry_run",
+        "Running",
+        "Check CKPT's headers and the map, and print what would be written, without writing it.",
+    ),
 )
-"""The options that `merge` and `reshard` share."""
+"""The options that `merge` and `reshard` share; each is an argument of both in the library."""
 
 
 def _refuse_jobs(title: str) -> None:
@@ -183,18 +170,18 @@ def _write(
     stack layers and experts in the output.
     """
     title = click.get_current_context().info_name or ""
-    how["quantize_include"] = how["quantize_include"] or None
     _refuse_jobs(title)
+    how["quantize_include"] = how["quantize_include"] or None
     sources = source.open(*places)
     names = maps.read(sources[0].home, stacked=stacked)
-    if maps.model is not None:
+    if maps.model is not None and maps.map is None:
         from shardspec.checkpoint.select.model_names import ModelNames
 
         assert isinstance(names, ModelNames)
         chosen = Choice(**choice, drop=maps.drop)
         numbers = with_numbers(sources[0], how["dtype"], chosen, names.config)
-        recognised = names.recognised(numbers, chosen).text
-        say(f"note: {sources[0].directory}: has the names of {recognised}", err=True)
+        recognized = names.recognised(numbers, chosen).text
+        say(f"note: {sources[0].directory}: has the names of {recognized}", err=True)
     with progress_bar(not as_json, title) as progress:
         report = convert(*sources, names=names, drop=maps.drop, progress=progress, **choice, **how)
     if as_json:
@@ -256,34 +243,31 @@ def _sharding_text(sharding: Mapping[str, tuple[str, str]]) -> str:
     return table_text(header, rows, text_from=0)
 
 
-@click.command(cls=opts.Command)
+@click.command(cls=Command)
 @ckpt.checkpoint_argument
-@opts.output_option(
+@opts.output.but(
     "The file to write; a directory for the formats huggingface and dcp.",
     type=opts.PLACE,
     metavar="OUT",
-    required=True,
 )
-@click.option(
-    "--to",
+@opts.to.but(
+    "The format of OUT: one safetensors file (default), safetensors files with an index (default "
+    "with --max-shard-size, or if OUT ends in /), a file for torch.load (default if OUT ends in "
+    ".pt, .pth or .bin), or a directory for torch.distributed.checkpoint.",
     type=_FormatName("merged"),
-    help="The format of OUT: one safetensors file (default), safetensors files with an index "
-    "(default with --max-shard-size, or if OUT ends in /), a file for torch.load (default if "
-    "OUT ends in .pt, .pth or .bin), or a directory for torch.distributed.checkpoint.",
 )
-@click.option(
-    "--max-shard-size",
-    type=opts.Kind("SIZE", _size),
-    help="Limit the bytes of tensors in a file: 5GB, 500MiB.",
+@Option(
+    "max_shard_size",
+    "Output",
+    "Limit the bytes of tensors in a file: 5GB, 500MiB.",
+    {"type": opts.Kind("SIZE", _size)},
 )
-@_unless("metadata", "Leave out the metadata of safetensors files.")
 @_write_options
 def merge_command(
     checkpoint: PurePath,
     output: str,
     to: str | None,
     max_shard_size: int | None,
-    metadata: bool,
     **options: Any,  # noqa: ANN401  # those of `_write`
 ) -> None:
     """Write the global tensors of the checkpoint CKPT into one file, or files of a limited size.
@@ -298,47 +282,46 @@ def merge_command(
       shardspec merge ckpt -o model --max-shard-size 5GB --threads 2
       shardspec merge ckpt -o model.pt
       shardspec merge ckpt -o model.safetensors --overwrite --json
+      shardspec merge ckpt -o model.safetensors --map map.toml --dry-run      check a map
     """
     limit = max_shard_size
     suffix = "" if output.endswith("/") else PurePath(output).suffix.lower()
     if to is None and limit is None and suffix:
-        opts.refuse_if(
+        refuse_if(
             not any(suffix in format.extensions for format in formats() if format.writes),
             f"{shown(output)}: no format has files that end in {shown(suffix)}; give --to "
             f"({', '.join(written_names('merged'))}), or a name that ends in .safetensors or .pt",
         )
-    convert = partial(
-        conversion.merge, output=output, format=to, max_shard_bytes=limit, metadata=metadata
-    )
+    convert = partial(conversion.merge, output=output, format=to, max_shard_bytes=limit)
     stacked = to is not None and written_format(to, "merged").stacks_layers
     _write(convert, checkpoint, stacked=stacked, **options)
 
 
-@click.command(cls=opts.Command)
+@click.command(cls=Command)
 @ckpt.checkpoint_argument
-@opts.output_option("The directory to write.", type=opts.PLACE, metavar="OUT", required=True)
-@click.option(
-    "--mesh",
-    type=opts.MESH,
-    help="Devices to shard for, outermost axis first: 2x4, or with names dp=2,tp=4.",
+@opts.output.but("The directory to write.", type=opts.PLACE, metavar="OUT")
+@opts.mesh.but("Devices to shard for, outermost axis first: 2x4, or with names dp=2,tp=4.").under(
+    "Output"
 )
 @ckpt.rule_options
 @ckpt.layout_option
-@click.option(
-    "--like", type=ckpt.OTHER, help="Shard like this checkpoint, which has a mesh and specs."
+@Option(
+    "like",
+    "Output",
+    "Shard like this checkpoint, which has a mesh and specs.",
+    {"type": ckpt.OTHER},
 )
-@click.option(
-    "--to",
+@opts.to.but(
+    "The format of OUT: shardspec's own, or that of torch.distributed.checkpoint.",
     type=_FormatName("sharded"),
     default=default_format("sharded").name,
     show_default=True,
-    help="The format of OUT: shardspec's own, or that of torch.distributed.checkpoint.",
 )
-@click.option(
-    "--drop-values",
-    is_flag=True,
-    help="Leave out entries that OUT cannot store, such as pickled objects; by default these are "
-    "an error.",
+@flag(
+    "drop_values",
+    "Output",
+    "Leave out entries that OUT cannot store, such as pickled objects; by default these are an "
+    "error.",
 )
 @_write_options
 def reshard_command(
@@ -361,7 +344,7 @@ def reshard_command(
       shardspec reshard ckpt -o sharded --mesh 4x2 --rules rules.toml
       shardspec reshard model.safetensors -o sharded --mesh tp=4 --rule '*.weight' '[S(tp),...]'
       shardspec reshard ckpt -o sharded --like other_ckpt
-      shardspec reshard ckpt -o out --mesh 2 --rules r.toml --map llama-hf-to-fused --sizes c.json
+      shardspec reshard ckpt -o out --mesh 2 --rules r.toml --model hf --names fused
       shardspec reshard ckpt -o served --model config.json --layout vllm:tp=8,ep=8
 
     A file of rules has a line for each pattern of names; the last one that matches counts:
@@ -373,13 +356,13 @@ def reshard_command(
     maps: ckpt.MapOptions = options["maps"]
     if layout is not None:
         ckpt.check_layout(maps, rules)
-        opts.refuse_if(like is not None, "--layout says how to shard; leave out --like")
+        refuse_if(like is not None, "--layout says how to shard; leave out --like")
     alone = mesh is None and like is None and maps.model is not None and layout is None
     if alone:
         mesh = ((1,), None)
     neither_or_both = layout is None and (mesh is None) == (like is None)
-    opts.refuse_if(neither_or_both, "give either --mesh, with rules, or --like")
-    opts.refuse_if(
+    refuse_if(neither_or_both, "give either --mesh, with rules, or --like")
+    refuse_if(
         like is not None and rules is not None,
         "--like says how to shard; leave out --rules and --rule",
     )

@@ -1,7 +1,7 @@
 """Which tensors are matrices of linear layers, which is what low precision is for."""
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
 from typing import Final
 
@@ -10,12 +10,15 @@ from shardspec.families.family import family_of, forms_in
 from shardspec.resharding.patterns import form_of
 from shardspec.resharding.sizes import text_config
 from shardspec.resharding.views import parse_view
+from shardspec.text import shown
 
 _OTHERS: Final = re.compile(
     r"(.*[._])?(\w*embed\w*|\w*norm\w*|\w*router\w*|\w*head|ln_\w+|w[tp]e|score|classifier|eh_proj"
     r"|(shared_expert_)?gate|output_layer)(\.weight)?"
 )
 """Names of matrices that belong to no linear layer, or to one that is not quantized."""
+_MOST_REPEATS: Final = 4
+"""Repeats in a regular expression of a config: more may take hours to match."""
 
 
 class LinearLayers:
@@ -38,7 +41,7 @@ class LinearLayers:
 
     def __contains__(self, name: object) -> bool:
         if self._forms is None:
-            return not (_OTHERS.fullmatch(str(name)) or str(name).endswith("bias"))
+            return not (is_other(str(name)) or str(name).endswith("bias"))
         return form_of(str(name)) in self._forms
 
 
@@ -47,16 +50,47 @@ def module_of(name: str) -> str:
     return name.removesuffix(".weight")
 
 
-def is_listed(name: str, modules: Collection[str]) -> bool:
-    """Return whether a config's list of modules, or of patterns of them, has that of a weight.
+class SkippedModules:
+    """The modules that configs list as not quantized, in any form that a reader of them takes.
 
-    >>> is_listed("model.layers.3.self_attn.q_proj.weight", ["model.layers.*.self_attn"])
-    True
+    An entry is the start of a module's name, up to a dot, or its end (transformers), a shell
+    pattern (modelopt), or a regular expression after ``re:`` (compressed-tensors).
+
+    >>> skipped = SkippedModules(["down_proj", "model.layers.1", "model.layers.*.self_attn"])
+    >>> [f"model.layers.{name}.weight" in skipped
+    ...  for name in ("1.mlp.up_proj", "11.mlp.up_proj", "11.mlp.down_proj", "3.self_attn.q_proj")]
+    [True, False, True, True]
     """
-    module = module_of(name)
-    return any(
-        re.match(pattern.removeprefix("re:"), module)
-        if pattern.startswith("re:")
-        else fnmatchcase(module, pattern) or fnmatchcase(module, f"{pattern}.*")
-        for pattern in modules
-    )
+
+    def __init__(self, modules: Iterable[str]) -> None:
+        entries = {module for module in modules if module}
+        self._regular = [entry.removeprefix("re:") for entry in entries if entry[:3] == "re:"]
+        plain = [entry for entry in entries if entry[:3] != "re:"]
+        self._patterns = [entry for entry in plain if set(entry) & set("*?[")]
+        self._names = {entry.rstrip(".") for entry in plain}
+        self._ends = tuple(plain)
+        for pattern in self._regular:
+            if len(re.findall(r"[*+{]", pattern)) > _MOST_REPEATS or ")+" in pattern:
+                raise LayoutError(
+                    f"the config skips modules by {shown(pattern)}, which takes too long to match; "
+                    "list them by their names"
+                )
+
+    def __contains__(self, name: object) -> bool:
+        module = module_of(str(name))
+        parts = module.split(".")
+        return (
+            module.endswith(self._ends)
+            or any(".".join(parts[:count]) in self._names for count in range(1, len(parts) + 1))
+            or any(re.match(pattern, module) for pattern in self._regular)
+            or any(
+                fnmatchcase(module, end)
+                for pattern in self._patterns
+                for end in (pattern, f"{pattern}.*", f"*.{pattern}")
+            )
+        )
+
+
+def is_other(name: str) -> bool:
+    """Return True if a matrix has the name of an embedding, a norm, a router, or the like."""
+    return _OTHERS.fullmatch(name) is not None

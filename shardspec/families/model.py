@@ -12,7 +12,7 @@ from shardspec.resharding.name_map import Shape
 from shardspec.resharding.patterns import Side, filled, placeholders
 from shardspec.resharding.sizes import config_sizes, known_sizes, text_config, unknown_root
 from shardspec.resharding.views import parse_view
-from shardspec.text import Argument, shown
+from shardspec.text import shown
 
 MTP: Final = "mtp.layers."
 """What the names of layers that predict further tokens start with in Megatron-core."""
@@ -161,8 +161,7 @@ def _partly(family: Family, sizes: Mapping[str, int | str]) -> Model:
     if depends or len(set(names)) < len(names):
         raise LayoutError(
             f"which tensors a model of the family {family.name!r} has depends on its config; give "
-            "all of its config.json, as ",
-            Argument("sizes"),
+            "all of its config.json"
         )
     none = dict.fromkeys(("hf", "megatron", "fused"), "")
     prefix = {"": none, "layer": {**family.prefix, "fused": family.prefix["hf"]}}

@@ -7,7 +7,7 @@ pending mean gets an n-th here, where torch hands on the gradient of the mean.
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from functools import lru_cache, partial
+from functools import lru_cache
 from math import prod
 from typing import Any
 
@@ -22,7 +22,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardspec.errors import LayoutError, LossyConversionError
 from shardspec.interop.notations import from_placements, to_placements
-from shardspec.interop.torch_parts import parts_of
 from shardspec.layout.layout import Layout
 from shardspec.layout.placements import own_placements, spec_of_placements
 from shardspec.mesh.device_mesh import DeviceMesh
@@ -143,11 +142,11 @@ class _OfShard(torch.autograd.Function):
         shape: torch.Size,
         factor: float,
     ) -> torch.Tensor:
-        ctx.placements, ctx.factor, ctx.is_of_leaf = placements, factor, is_of_leaf(shard)
+        ctx.placements, ctx.factor = placements, factor
         ctx.set_materialize_grads(False)
         order = list(range(len(shape)))
         if shard.dim() == len(shape):  # dims lie in memory as in the shard
-            order.sort(key=parts_of(shard)[0].stride().__getitem__, reverse=True)
+            order.sort(key=shard.stride().__getitem__, reverse=True)
         stride = torch.empty_permuted(shape, order, device="meta").stride()
         return counted_with(
             shard,
@@ -222,13 +221,6 @@ class _Detaching(TorchDispatchMode):  # type: ignore[no-untyped-call]  # untyped
         return self._stand_in
 
 
-def is_of_leaf(tensor: torch.Tensor) -> bool:
-    """Return whether gradients are collected at a tensor, at its base, or at the base's shard."""
-    base = tensor if tensor._base is None else tensor._base
-    is_leaf = any(each.requires_grad and each.is_leaf for each in (tensor, base))
-    return is_leaf or getattr(base.grad_fn, "is_of_leaf", False)
-
-
 def in_our_words(tensor: TorchDTensor) -> TorchDTensor:
     """Return the tensor with placements that a spec can express, in most cases unchanged.
 
@@ -259,20 +251,6 @@ def in_our_words(tensor: TorchDTensor) -> TorchDTensor:
     # torch cannot pass a gradient with a pending sum back to a masked sum; through the shard it
     # arrives finished.
     return _from_shard(local_of(finished), tensor.device_mesh, placements, finished.shape)
-
-
-def alias_in_layout(tensor: torch.Tensor) -> torch.Tensor:
-    """Return another tensor of the same storage, whose gradient arrives complete in its layout."""
-    assert isinstance(tensor, TorchDTensor)
-    if not torch.is_grad_enabled():
-        return tensor.detach()
-    alias: torch.Tensor = torch.ops.aten.alias.default(tensor)
-    if alias.requires_grad:
-        # torch leaves register_hook untyped.
-        alias.register_hook(  # type: ignore[no-untyped-call]
-            partial(TorchDTensor.redistribute, placements=_of_gradient(tensor.placements))
-        )
-    return alias
 
 
 def _of_gradient(placements: Sequence[Placement]) -> tuple[Placement, ...]:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final, Self
 import torch
 from torch.distributed.device_mesh import DeviceMesh as TorchMesh
 
-from shardspec.comm.communicator import Communicator
+from shardspec.comm.communicator import Communicator, SimulatedCommunicator
 from shardspec.comm.process_group import communicator_of
 from shardspec.errors import CommunicatorError, LayoutError, ShardSpecError
 from shardspec.layout.converter import LayoutConverter
@@ -59,7 +59,7 @@ class DTensor(Differentiable):
     ----------
     tensor
         The global tensor; in a job every rank of the mesh gives one of the same shape and dtype.
-        Like torch's, a new DTensor is a leaf: the gradient of `tensor` is not tracked.
+        A new DTensor is a leaf, so the tensor must be one too.
     device_mesh, sharding_spec, placements
         The devices, and a spec, its text, or torch's placements, under either name. By default the
         tensor is replicated.
@@ -74,8 +74,8 @@ class DTensor(Differentiable):
     Raises
     ------
     LayoutError
-        If this is not a dense tensor, the spec does not fit it or has pending reductions (use
-        `from_local`), or `src_rank` is out of range.
+        If this is not a dense tensor or no leaf, the spec does not fit it or has pending reductions
+        (use `from_local`), or `src_rank` is out of range.
     AxisError
         If the mesh lacks an axis of the spec.
     CommunicatorError
@@ -107,6 +107,11 @@ class DTensor(Differentiable):
         chosen = communicator_for(communicator, device_mesh)
         with torch.no_grad(), chosen.telling():
             check_dense(tensor)
+            if tensor.requires_grad and not tensor.is_leaf:
+                raise LayoutError(
+                    "a new DTensor is a leaf, and would cut off the gradient of a computed tensor; "
+                    "give tensor.detach(), or its shards to DTensor.from_local"
+                )
             spec = chosen_spec(sharding_spec, placements)
             spec = ShardingSpec(tensor.dim()) if spec is None else spec
             layout = new_layout(device_mesh, spec, tensor.shape, tensor.dtype)
@@ -136,6 +141,11 @@ class DTensor(Differentiable):
                 "from_shards takes a dict of shards by device id, then a Layout; got "
                 f"{type(shards).__name__} and {type(layout).__name__}"
             )
+        if not isinstance(layout, Layout) or not isinstance(shards, Mapping):
+            raise LayoutError(
+                f"from_shards takes a dict of shards by device, then their layout; got "
+                f"{type(shards).__name__} and {type(layout).__name__}"
+            )
         chosen = communicator_for(communicator, layout.mesh)
         devices = chosen.addressable
         check_shards(layout, {d: facts_of(shards[d]) if d in shards else None for d in devices})
@@ -160,7 +170,7 @@ class DTensor(Differentiable):
                 "from_local for a shard, or distribute_tensor for a global tensor"
             )
         layout = layout_of(tensor, device_mesh)
-        result = cls._made(layout, communicator_of(layout.mesh), None, tensor)
+        result = cls._of_torch(tensor, layout, communicator_of(layout.mesh))
         check_shards(layout, {d: facts_of(shard) for d, shard in result.shards.items()})
         return result
 
@@ -213,7 +223,9 @@ class DTensor(Differentiable):
         shape = added_up(device_mesh, spec, facts) if global_shape is None else global_shape
         layout = Layout(device_mesh, spec, shape, dtype)
         check_shards(layout, facts)
-        return cls._made(layout, chosen, {device: shards[device] for device in devices})
+        result = cls._made(layout, chosen, {device: shards[device] for device in devices})
+        result.is_given = True
+        return result
 
     def _wrap(self, tensor: "TorchDTensor") -> Self:
         from shardspec.interop.torch_dtensor import is_strided, layout_of
@@ -221,7 +233,21 @@ class DTensor(Differentiable):
         if is_strided(tensor):
             # torch splits uneven strided shards by a different rule.
             return self.from_torch(tensor, device_mesh=self.device_mesh)
-        return self._made(layout_of(tensor, self.device_mesh), self.communicator, None, tensor)
+        return self._of_torch(tensor, layout_of(tensor, self.device_mesh), self.communicator)
+
+    @classmethod
+    def _of_torch(cls, tensor: "TorchDTensor", layout: Layout, communicator: Communicator) -> Self:
+        devices = communicator.addressable
+        if not (tensor.requires_grad and torch.is_grad_enabled() and devices):
+            return cls._made(layout, communicator, None, tensor)
+        from shardspec.interop.torch_dtensor import local_of
+
+        # Autograd tracks shards, so these get the history.
+        shards = {device: local_of(tensor) for device in devices}
+        if tensor.is_leaf:
+            for shard in shards.values():
+                shard.retain_grad()
+        return cls._made(layout, communicator, shards)
 
     @classmethod
     @outside_graphs
@@ -242,13 +268,15 @@ class DTensor(Differentiable):
         return apply(function, args, kwargs or {})
 
     def __reduce__(self) -> tuple[object, ...]:
-        # torch copies only leaves.
-        leaf = self._own() is None and self.is_leaf
+        leaf = self._torch is not None and self.is_leaf  # torch copies only leaves
         shards = {
             device: shard.detach().requires_grad_(shard.requires_grad) if leaf else shard
             for device, shard in self.shards.items()
         }
-        return DTensor.from_shards, (shards, self.layout, self.communicator)
+        layout, mesh = self.layout, self.layout.mesh
+        numbers = (mesh.mesh_alpha, mesh.mesh_beta, mesh.axis_names, mesh.link_model, mesh.links)
+        facts = (str(layout.spec), layout.global_shape, layout.dtype)
+        return restored, (shards, (mesh.ids, mesh.shape, *numbers), *facts, self.is_simulated)
 
     def __repr__(self) -> str:
         head = f"DTensor({self.layout}"
@@ -367,14 +395,13 @@ class DTensor(Differentiable):
         with telling(self.communicator, self.device_mesh, plan.target.mesh):
             if plan.source != self.layout:
                 raise LayoutError(f"the plan starts from {plan.source}, but this is {self.layout}")
-            if plan.source == plan.target and self._torch is not None:
-                from shardspec.interop.torch_dtensor import alias_in_layout
-
-                return self._view(alias_in_layout)
             communicator = self.communicator.on(plan.target.mesh)
             tracked = torch.is_grad_enabled() and self.requires_grad
             shards = convert(plan, self.communicator, self.shards, tracked=tracked)
-            return DTensor.from_shards(shards, plan.target, communicator)
+            result = DTensor.from_shards(shards, plan.target, communicator)
+            if plan.source == plan.target:
+                result.become_part_of(self)
+            return result
 
     @outside_graphs
     def to_global(self) -> torch.Tensor:
@@ -389,6 +416,27 @@ class DTensor(Differentiable):
     def full_tensor(self) -> torch.Tensor:
         """Return the global tensor; torch's name for `to_global`."""
         return self.to_global()
+
+
+def restored(
+    shards: Mapping[int, torch.Tensor],
+    mesh: tuple[Any, ...],
+    spec: str,
+    shape: Sequence[int],
+    dtype: str,
+    is_simulated: bool,
+) -> DTensor:
+    """Return a DTensor from plain values, as pickles have them."""
+    ids, mesh_shape, alpha, beta, names, link_model, links = mesh
+    device_mesh = DeviceMesh(
+        ids, mesh_shape, None, alpha, beta, axis_names=names, link_model=link_model, links=links
+    )
+    communicator = SimulatedCommunicator(device_mesh) if is_simulated else None
+    return DTensor.from_shards(shards, Layout(device_mesh, spec, shape, dtype), communicator)
+
+
+# torch.load takes files with DTensors then, without weights_only=False.
+torch.serialization.add_safe_globals([restored])
 
 
 def distribute_tensor(

@@ -256,6 +256,25 @@ def with_gradient_reduced(
     return dict(zip(shards, _apply(_views, run, shards.values()), strict=True))
 
 
+class _Written(torch.autograd.Function):
+    """Memory that was overwritten with a tensor's values, to which the gradient passes."""
+
+    @staticmethod
+    def forward(ctx: Any, memory: torch.Tensor, _new: torch.Tensor) -> torch.Tensor:  # noqa: ANN401, ARG004
+        return memory.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[None, torch.Tensor]:  # noqa: ANN401, ARG004
+        return None, gradient
+
+
+def written(memory: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+    """Return another tensor of the same memory, whose gradient is that of `new`."""
+    # torch leaves Function.apply untyped.
+    result: torch.Tensor = _Written.apply(memory.detach(), new)  # type: ignore[no-untyped-call]
+    return result
+
+
 def with_gradient_shared(tensor: torch.Tensor, count: int) -> torch.Tensor:
     """Return the tensor, with gradients that pass it divided by `count`."""
     if count == 1 or not (tensor.requires_grad and torch.is_grad_enabled()):
@@ -264,9 +283,17 @@ def with_gradient_shared(tensor: torch.Tensor, count: int) -> torch.Tensor:
     return _apply(_views, lambda grads: tuple(map(share, grads)), [tensor])[0]
 
 
-def copies_of(tensor: torch.Tensor, count: int) -> Shards:
-    """Return `count` copies of a tensor; all have equal gradients, of which the first is used."""
-    return _apply(lambda shard: _views(shard * count), lambda copies: _views(copies[:1]), [tensor])
+def copies_of(tensor: torch.Tensor, count: int, *, distinct: bool = False) -> Shards:
+    """Return `count` copies of a tensor; all have equal gradients, of which the first is used.
+
+    The first shares the tensor's memory, and so do the others unless they are `distinct`.
+    """
+
+    def copies(shards: Shards) -> Shards:
+        others = (shards[0].clone() if distinct else shards[0] for _ in range(count - 1))
+        return _views((shards[0], *others))
+
+    return _apply(copies, lambda grads: _views(grads[:1]), [tensor]) if count else ()
 
 
 def first_of_copies(shards: Mapping[int, torch.Tensor]) -> torch.Tensor:

@@ -7,8 +7,9 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
-from shardspec import DeviceMesh, DTensor, Layout, NameMap, merge, plan_reshard, save_sharded
+from shardspec import DeviceMesh, DTensor, Layout, NameMap, plan_reshard, save_sharded
 from shardspec.errors import CheckpointError, LayoutError
+from tests.checkpoint.test_low_precision import merged
 from tests.dist.processes import run_ranks
 from tests.resharding.states import random_case, wrong_shards
 
@@ -157,7 +158,7 @@ def _in_job(rank: int, place: str, whole: dict[str, torch.Tensor], weights: str)
 def test_in_a_job(tmp_path, checkpoint, whole):
     weights = {"up.weight": torch.randn(260, 130), "down.weight": torch.randn(300, 7)}
     save_sharded({n: DTensor(w, FOUR, "[S0,S1]") for n, w in weights.items()}, tmp_path / "w")
-    merge(tmp_path / "w", tmp_path / "w.safetensors", quantize="fp8-128x128")
+    merged(tmp_path / "w", tmp_path / "w.safetensors", quantize="fp8-128x128")
     weights["up.weight"][-1, -1] = float("nan")
     save_sharded(weights, tmp_path / "w-inf")
     done = run_ranks(3, tmp_path, _in_job, str(checkpoint), whole, str(tmp_path / "w"))

@@ -24,7 +24,7 @@ from shardspec import (
 from shardspec.checkpoint.open import open_checkpoint
 from shardspec.cli.main import cli
 from shardspec.errors import CheckpointError, LayoutError
-from tests.resharding.test_shipped import CASES, SIZES, V
+from tests.resharding.test_shipped import CASES, LAYERS, SIZES, V
 
 SQUARE, THREE = DeviceMesh([4, 1, 0, 2], (2, 2)), DeviceMesh([1, 3, 2], (3,))
 
@@ -91,20 +91,6 @@ def test_from_megatron_to_the_serving_form(tmp_path, model):
     assert got.keys() == wanted.keys()
     assert all(np.array_equal(got[n].numpy(), wanted[n]) for n in wanted)
     (tmp_path / "config.json").write_text(json.dumps(sizes))
-    words = [str(tmp_path / "a.safetensors"), "--sizes", str(tmp_path / "config.json")]
-    words += ["--map", f"{model}-megatron-to-fused"]
-    for command in (
-        ["merge", "-o", str(tmp_path / "c.safetensors")],
-        ["plan-state", "--mesh", "2"],
-    ):
-        result = CliRunner().invoke(cli, [*command, *words])
-        assert result.exit_code == 0, result.output
-    assert (tmp_path / "c.safetensors").read_bytes() == (tmp_path / "b.safetensors").read_bytes()
-    words = ["check-map", f"{model}-megatron-to-fused", "--source", *words[:3], "--json"]
-    result = CliRunner().invoke(cli, words)
-    assert result.exit_code == 0, result.output
-    shapes = {n: list(array.shape) for n, array in wanted.items()}
-    assert json.loads(result.output)["target"] == shapes
 
 
 ORDERS = list(permutations("abc"))
@@ -241,8 +227,18 @@ def test_on_the_command_line(tmp_path):
     cut = {n: DTensor(torch.tensor(a), SQUARE, spec_of(a.shape, 3)) for n, a in state.items()}
     save_sharded(cut, tmp_path / "ckpt")
     config = tmp_path / "config.json"
-    config.write_text(json.dumps(SIZES))
-    by = ["--map", "llama-hf-to-fused", "--sizes", config]
+    config.write_text(
+        json.dumps(
+            {
+                **SIZES,
+                "num_hidden_layers": LAYERS,
+                "model_type": "llama",
+                "attention_bias": True,
+                "mlp_bias": True,
+            }
+        )
+    )
+    by = ["--model", config, "--names", "fused"]
 
     def run(*arguments: object) -> None:
         result = CliRunner().invoke(cli, [*map(str, arguments), "--quiet"])
@@ -258,11 +254,9 @@ def test_on_the_command_line(tmp_path):
             q, k, v = np.split(wanted[name], [24, 32])
             mine = np.concatenate([np.split(x, 2)[1] for x in (q, k, v)])
             assert np.array_equal(tensor.shards[1].numpy(), mine)
-    run("merge", tmp_path / "served", "-o", tmp_path / "m.safetensors", *by, "--reverse-map")
+    run("merge", tmp_path / "served", "-o", tmp_path / "m.safetensors", "--model", config)
     for name, tensor in load_file(tmp_path / "m.safetensors").items():
         assert np.array_equal(tensor.numpy(), state[name])
-    result = CliRunner().invoke(cli, ["merge", "x", "-o", "y.pt", "--sizes", str(config)])
-    assert result.exit_code == 2
 
 
 def test_a_map_that_cuts_a_tensor_into_millions_of_pieces_is_refused(tmp_path):

@@ -267,9 +267,5 @@ def test_the_command_writes_digests_that_verify_takes(place, tmp_path):
     every = run("verify", tmp_path / "m.safetensors", "--digests", tmp_path / "d.json", "--all")
     assert every.exit_code == 3
     assert "1 problem" in every.output
-    for wrong in (
-        ["--map", "m.toml"],
-        ["--against", place / "a", "--digests", tmp_path / "d.json"],
-    ):
-        assert run("verify", place / "ckpt", *wrong).exit_code == 2
+    assert run("verify", place / "ckpt", "--map", "m.toml").exit_code == 2
     assert run("verify", place / "ckpt", "--digests", tmp_path / "m.safetensors").exit_code == 3

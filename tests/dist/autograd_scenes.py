@@ -87,7 +87,7 @@ def toggles_and_leaves(_, mesh):
         lambda: leaf.redistribute("[S0,R]").add_(1),
     ]
     for write in writes:
-        with pytest.raises(LayoutError, match="would write to a leaf"):
+        with pytest.raises(LayoutError, match=r"would write to a (leaf|part)"):
             write()
     assert torch.equal(leaf.to_global(), WHOLE)
     # The shard itself gets a history.
@@ -230,7 +230,6 @@ def in_place(_: random.Random, pair: Pair, __: Pair) -> None:
     if not pair[0].is_leaf and pair[0]._base is None:
         for tensor in pair:
             tensor.mul_(1.5)
-            tensor.t().mul_(0.5)
 
 
 def untracked(_: random.Random, pair: Pair, __: Pair) -> Pair:

@@ -21,7 +21,6 @@ def play(rank, every):
 @pytest.mark.parametrize("every", [7, pytest.param(1, marks=pytest.mark.exhaustive)])
 def test_it_is_right_or_refused_alike_on_every_rank(tmp_path, every):
     refusals, *others = run_ranks(4, tmp_path, play, every)
-    assert len(refusals) > 20
+    assert len(refusals) > 5
     assert all(more == refusals for more in others)
-    remedies = ("redistribute first", "distribute_tensor", "without out=")
-    assert all(any(remedy in text for remedy in remedies) for text in refusals)
+    assert all("redistribute first" in text for text in refusals)

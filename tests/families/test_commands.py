@@ -21,6 +21,7 @@ from shardspec import (
 )
 from shardspec.cli.main import cli
 from shardspec.errors import CheckpointError
+from tests.checkpoint.test_low_precision import as_codes
 from tests.families.test_shapes import HF, model
 
 Arrays = dict[str, np.ndarray]
@@ -271,7 +272,7 @@ def test_loading_under_other_names(tmp_path):
 
 def low_precision(place: Path, folder: Path, kind: str) -> dict[str, torch.Tensor]:
     """Save a quantized model; return what its weights come to in bfloat16."""
-    run("merge", folder, "-o", f"{place}/", "--quantize", kind, "--dtype", "bf16")
+    merge(as_codes(folder, kind, dtype="bf16"), f"{place}/")
     run("merge", place, "-o", f"{place}.safetensors", "--dtype", "bf16")
     found: dict[str, torch.Tensor] = load_torch(f"{place}.safetensors")
     return found

@@ -1,13 +1,11 @@
 """The maps that come with shardspec, against the conversions written by hand in numpy."""
 
-import json
 from collections.abc import Callable, Mapping
 
 import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
-from click.testing import CliRunner
 
 from shardspec import (
     DeviceMesh,
@@ -19,7 +17,6 @@ from shardspec import (
     plan_reshard,
     shipped_maps,
 )
-from shardspec.cli.main import cli
 from shardspec.errors import LayoutError
 
 Array = npt.NDArray[np.float32]
@@ -315,35 +312,3 @@ def test_an_unknown_map_is_refused():
     for name in ("gemma-hf-to-fused", "gemma-megatron-to-torch_dist"):
         with pytest.raises(LayoutError, match=f"there is no map '{name}'; choose among"):
             map_chain(name)
-
-
-def test_check_map_on_the_command_line(tmp_path):
-    state, convert = CASES["llama-hf-to-megatron"]
-    files = {}
-    for name, arrays in (("a", state), ("b", convert(state, V))):
-        files[name] = tmp_path / f"{name}.json"
-        files[name].write_text(json.dumps({n: list(array.shape) for n, array in arrays.items()}))
-    config = tmp_path / "config.json"
-    config.write_text(json.dumps({**SIZES, "model_type": "llama", "head_dim": None}))
-    call = ["check-map", "llama-hf-to-megatron", "--sizes", str(config), "--source"]
-
-    def run(*arguments: str) -> tuple[int, str]:
-        result = CliRunner().invoke(cli, [*call, *arguments])
-        return result.exit_code, result.output
-
-    code, text = run(str(files["a"]), "--target", str(files["b"]))
-    assert (code, "written exactly once" in text) == (0, True), text
-    code, text = run(str(files["a"]), "--json")
-    assert json.loads(text)["target"]["output_layer.weight"] == [V, C]
-    shapes = json.loads(files["a"].read_text())
-    del shapes["model.layers.1.self_attn.k_proj.weight"]
-    files["a"].write_text(json.dumps(shapes))
-    code, text = run(str(files["a"]), "--target", str(files["b"]), "--json")
-    assert code == 3
-    problems = json.loads(text.partition("Error")[0])["problems"]
-    assert problems[0].startswith("the source lacks 'model.layers.1.self_attn.k_proj.weight'")
-    row = HEADS // GROUPS * D
-    hole = f"linear_qkv.weight': nothing is written at index ({row}, 0)"
-    assert any(hole in problem for problem in problems)
-    files["a"].write_text('{"w": "x"}')
-    assert run(str(files["a"]))[0] == 3

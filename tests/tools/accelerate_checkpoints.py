@@ -111,7 +111,7 @@ def resumed(place: Path) -> None:
         shutil.rmtree(again / part)
         by = ("--mesh", "3", "--rules", rules, "--to", "dcp")
         shardspec("reshard", place / part, "-o", again / part, *by)
-        shardspec("verify", again / part, "--against", place / part)
+        shardspec("diff", again / part, place / part)
     run_job(again, "resume")
 
 

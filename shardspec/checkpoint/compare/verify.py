@@ -20,6 +20,7 @@ from shardspec.checkpoint.boxes.coverage import (
     check_replicas,
     check_tiling,
     element_index,
+    memoize_by_boxes,
     read_both,
 )
 from shardspec.checkpoint.boxes.numeric import numbers
@@ -37,7 +38,7 @@ from shardspec.checkpoint.compare.inspect import other_text
 from shardspec.checkpoint.formats import format_called
 from shardspec.checkpoint.open import as_catalog
 from shardspec.checkpoint.select.choice import Choice, Patterns, Renames, renamed_names, select
-from shardspec.checkpoint.state_dict import saved_leaves
+from shardspec.checkpoint.state.state_dict import saved_leaves
 from shardspec.checkpoint.storage.path import FileStretch
 from shardspec.checkpoint.storage.reading import OpenFiles
 from shardspec.dtypes import is_floating, item_bytes, packed
@@ -241,6 +242,9 @@ def diff_checkpoints(
         if progress is not None:
             progress(done + num_bytes, total)
 
+    check = memoize_by_boxes(check_tiling)  # many tensors are sharded alike
+    for outline in (*map(first.outline, old.values()), *map(second.outline, others)):
+        check(outline)
     with OpenFiles() as files:
         for name in sorted(old.keys() | others):
             difference: Difference | None
@@ -351,8 +355,9 @@ def _difference(
         return Difference(name, f"has shape {shapes}")
     if x.dtype != y.dtype and not ((atol or rtol) and _is_real(x.dtype) and _is_real(y.dtype)):
         return Difference(name, f"is {x.dtype} in the first, {y.dtype} in the second")
-    check_tiling(x)
-    check_tiling(y)
+    for tensor in (x, y):
+        for group in check_tiling(tensor):
+            check_replicas(tensor, group, files, trust_digests=True)
     done = 0
     first = ""
     index: tuple[int, ...] = ()

@@ -197,8 +197,14 @@ def _laid_out(
         winners = winning_patterns(list(options.rules or {}), layouts)
         chosen = {n: (winners.get(n, ""), str(at.labelled_spec)) for n, at in layouts.items()}
         target = target._replace(sharding=chosen)
+    if options.quantize is not None and not (target.directory and options.sidecars):
+        raise CheckpointError(
+            f"{output}: without a config.json nothing states the blocks of {options.quantize}; "
+            "name a directory, as model/, and write the files beside the weights"
+        )
     if options.sidecars:
-        target = add_sidecars(source, target, format.sidecars)
+        dtype = None if choice.dtype is None else dtype_name(choice.dtype)
+        target = add_sidecars(source, target, format.sidecars, dtype)
     if not output.nests and any("/" in file.name for file in target.files):
         raise CheckpointError(
             f"{output}: the format {format.name!r} has files in directories, which are not written "

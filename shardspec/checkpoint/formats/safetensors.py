@@ -34,7 +34,7 @@ from shardspec.checkpoint.targets import (
 )
 from shardspec.dtypes import from_safetensors, item_bytes, packed, to_safetensors
 from shardspec.errors import CheckpointError, DTypeError
-from shardspec.text import Argument, shown
+from shardspec.text import shown
 
 METADATA: Final = {"format": "pt"}
 """The metadata that transformers and other tools expect in a file."""
@@ -310,9 +310,7 @@ def agreed_metadata(source: Catalog, wanted: Wanted) -> dict[str, str]:
     for key, (first, other) in source.facts.file_metadata.contradictions.items():
         raise CheckpointError(
             f"{source.directory}: {first.name} and {other.name} have different metadata under "
-            f"{shown(key, 100)}, and one output cannot have both; leave all such metadata out "
-            "with ",
-            Argument("metadata", value=False),
+            f"{shown(key, 100)}; make them equal, or call merge(..., metadata=False) in Python"
         )
     return dict(source.facts.file_metadata.values)
 

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from shardspec.boxes import Box
 from shardspec.checkpoint.catalog import ZEROS, Catalog, distinct
-from shardspec.checkpoint.job import rank_state
 from shardspec.checkpoint.job.load import Reading, read_shards
 from shardspec.checkpoint.job.rows import file_numbers, file_regions
 from shardspec.checkpoint.open import as_catalog, open_checkpoint
@@ -23,6 +22,7 @@ from shardspec.checkpoint.select.mapped import (
     mapped,
     require_finished,
 )
+from shardspec.checkpoint.state import rank_state
 from shardspec.checkpoint.storage.path import StoragePath
 from shardspec.comm.communicator import Communicator
 from shardspec.comm.together import agree, check_same

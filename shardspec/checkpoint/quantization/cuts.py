@@ -36,10 +36,20 @@ def origins(source: Catalog, names: Iterable[str]) -> set[str]:
 
 def refuse_casts(source: Catalog, names: Iterable[str], dtype: str) -> None:
     """Refuse to cast tensors of which some are quantized: a model of one dtype has no codes."""
+    refuse_codes(dtype)
     why = quantized_in(source).why
     for name in names if why else ():
         if name not in source.facts.keeps_dtype:
             _refuse_cast(origins(source, [name]), why, dtype, "exclude these tensors")
+
+
+def refuse_codes(dtype: str) -> None:
+    """Refuse a cast to a dtype of codes, whose scales a cast does not make."""
+    if dtype.startswith(("float8", "float4")):
+        raise DTypeError(
+            f"a cast to {dtype} would write codes without scales; quantize with ",
+            *(Argument("quantize"), " of a merge, or cast to bf16"),
+        )
 
 
 def _refuse_cast(names: Iterable[str], why: Mapping[str, str], dtype: str, remedy: str) -> None:
@@ -175,6 +185,8 @@ def check_stored_plan(
     source: Catalog, plan: ReshardPlan, names: Names | None, dtype: object
 ) -> None:
     """Refuse a plan that reads a checkpoint and would corrupt quantized tensors."""
+    if dtype is not None:
+        refuse_codes(dtype_name(dtype))
     quantized = quantized_in(source)
     if not quantized.why:
         return
@@ -185,6 +197,8 @@ def check_stored_plan(
 
 def check_plan(plan: ReshardPlan, dtype: object) -> None:
     """Refuse a plan between layouts in memory that would corrupt quantized tensors."""
+    if dtype is not None:
+        refuse_codes(dtype_name(dtype))
     moves = {move.source_name: move for move in plan.moves}
     tensors = {name: (move.source.global_shape, move.source.dtype) for name, move in moves.items()}
     quantized = find_quantized(tensors)

@@ -4,6 +4,7 @@ import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from functools import cache, partial
+from math import prod
 from typing import Any, Final
 
 import numpy as np
@@ -279,11 +280,15 @@ def dequantized(
         return source
     layers = {name.rpartition(".")[0] for name in weights}
     gone = {name for weight in weights.values() for name in (weight.codes, weight.scales)}
-    for name in quantized.why:
+    kept: set[str] = set()
+    for name in quantized.why.keys() - gone:
         match = _OF_LAYER.fullmatch(name)
-        if match is not None and match[1] in layers:
+        zeros = name.removesuffix("_zero_point") in weights  # symmetric schemes store zeros alone
+        if zeros or (match is not None and match[1] in layers):
             gone.add(name)
+        elif of_computed(name):
+            # Scales of caches have no reader without codes; others might be parameters.
+            (gone if prod(tensors[name][0]) == 1 else kept).add(name)
     made = DequantizedCatalog(source, weights, gone, "float32" if target == "float64" else target)
-    scales = {name for name in quantized.why if name not in gone and of_computed(name)}
-    keeps = made.facts.keeps_dtype | scales
+    keeps = made.facts.keeps_dtype | kept
     return made.with_facts(replace(made.facts, keeps_dtype=keeps, quantization={}))

@@ -1,5 +1,6 @@
 """A checkpoint whose matrices are quantized: codes and scales are made when they are read."""
 
+import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from fnmatch import fnmatchcase
@@ -39,11 +40,13 @@ from shardspec.checkpoint.select.choice import Choice, Patterns, wanted_names
 from shardspec.checkpoint.select.mapped import Names, config_of, mapped
 from shardspec.dtypes import dtype_name, is_cast, is_floating, item_bytes, packed
 from shardspec.errors import CheckpointError, DTypeError
-from shardspec.families.linear import LinearLayers, is_listed, module_of
+from shardspec.families.linear import LinearLayers, SkippedModules, is_other, module_of
 from shardspec.text import Argument, shown
 
 _GPT_OSS: Final = {"quant_method": "mxfp4"}
 """The same of gpt-oss, whose experts alone are: their rows are the columns of the weights."""
+_FUSED: Final = re.compile(r"\b([qkv]|gate|up)_proj\b|\bw[13]\b")
+"""Names of layers that engines fuse with others."""
 _SKIPPED: Final = ("modules_to_not_convert", "ignored_layers", "ignore", "exclude_modules")
 """Where configs list what is not quantized."""
 _TILE: Final = 1 << 20
@@ -154,6 +157,8 @@ class Quantize(NamedTuple):
     kind: str
     rule: ScaleRule = "transformers"
     include: Patterns | None = None
+    in_files: bool = True
+    """False for weights in memory, whose reader takes stacked experts and blocks of any shape."""
 
 
 def quantize_of(kind: str | None, rule: str | None, include: Patterns | None) -> Quantize | None:
@@ -309,7 +314,7 @@ def with_codes(
 
     Raises DTypeError if what is chosen and not dropped is quantized already.
     """
-    config, how = config_of(source, names), Quantize("fp8-128x128")
+    config, how = config_of(source, names), Quantize("fp8-128x128", in_files=False)
     if names is None and (dropped or (choice is not None and choice.drop)):
         names = {}
     source = mapped(source, names, choice, dropped=dropped)
@@ -354,6 +359,12 @@ def quantized_as(
     section = _GPT_OSS if any(weight.transposed for weight in weights) else QUANTIZATIONS[how.kind]
     if "config_groups" in section:
         key = "ignore"
+    listed = SkippedModules(others)
+    if clash := next((each.source for each in weights if each.source in listed), None):
+        raise CheckpointError(
+            f"{source.directory}: the name of {clash!r} begins or ends as that of a module that is "
+            "not quantized, and transformers would not tell them apart; rename one"
+        )
     section = {**section, key: sorted({*others})}
     return made.with_facts(replace(made.facts, quantization=section))
 
@@ -363,17 +374,16 @@ def _weights(
 ) -> tuple[list[_Weight], list[str]]:
     """Return the weights to quantize, and the modules of other matrices."""
     linear = LinearLayers(config or {})
-    gpt_oss = how.kind == "mxfp4" and linear.model_type == "gpt_oss"
+    gpt_oss = linear.model_type == "gpt_oss"
     stated = [*sections(source.home), *sections_of(config)]
-    skipped = [
+    lists = [section.get(key) for section in stated for key in _SKIPPED]
+    skipped = SkippedModules(
         module
-        for section in stated
-        for key in _SKIPPED
-        for modules in [section.get(key)]
+        for modules in lists
         if isinstance(modules, list)
         for module in modules
         if isinstance(module, str)
-    ]
+    )
     weights, others = [], []
     for name in names:
         outline = source.outline(name)
@@ -382,22 +392,50 @@ def _weights(
         if len(shape) < 2 or not plain or packed(outline.dtype) > 1:
             continue
         if how.include is None:
-            chosen = name in linear and not is_listed(name, skipped)
-            chosen = chosen and (not gpt_oss or ".experts." in name)
+            stacked = len(shape) > 2 and "expert" not in name and how.in_files
+            chosen = name in linear and name not in skipped and not stacked
+            chosen = chosen and (not gpt_oss or how.kind != "mxfp4" or ".experts." in name)
         else:
             patterns = [how.include] if isinstance(how.include, str) else how.include
             chosen = any(fnmatchcase(name, pattern) for pattern in patterns)
         if not chosen:
             others.append(module_of(name))
             continue
-        transposed = gpt_oss and len(shape) == 3
+        transposed = gpt_oss and how.kind == "mxfp4" and len(shape) == 3
         rows, columns = reversed(shape[-2:]) if transposed else shape[-2:]
-        if how.kind != "fp8-128x128" and columns % MX:
+        problem = _unread(name, shape, how, gpt_oss=gpt_oss) if how.in_files else ""
+        if not problem and how.kind != "fp8-128x128" and columns % MX:
+            problem = f"has {columns} columns, not a multiple of {MX}"
+        if problem:
             raise CheckpointError(
-                f"{source.directory}: tensor {name!r} has {columns} numbers along the dim that "
-                f"blocks of {how.kind} lie along, which is not a multiple of {MX}; quantize it "
-                "otherwise, or choose others with ",
+                f"{source.directory}: tensor {name!r} {problem}; or choose others with ",
                 Argument("quantize_include"),
             )
         weights.append(_Weight(name, shape[:-2], rows, columns, transposed))
-    return weights, others
+    if not (how.in_files and how.kind == "fp8-128x128"):
+        return weights, others
+    uneven = [weight for weight in weights if weight.rows % 128 or weight.columns % 128]
+    if uneven and (how.include is not None or len(uneven) == len(weights)):
+        raise CheckpointError(
+            f"{source.directory}: 128 does not divide {uneven[0].rows}x{uneven[0].columns} of "
+            f"{uneven[0].source!r}, so transformers would not read it in FP8; choose others with ",
+            *(Argument("quantize_include"), ", or give ", Argument("quantize", value="mxfp8")),
+        )
+    # Engines fuse these matrices, and read all of them in FP8 or none.
+    left = {_FUSED.sub("", weight.source) for weight in uneven}
+    kept = [weight for weight in weights if _FUSED.sub("", weight.source) not in left]
+    return kept, others + [module_of(each.source) for each in weights if each not in kept]
+
+
+def _unread(name: str, shape: Shape, how: Quantize, *, gpt_oss: bool) -> str:
+    """Return why no reader takes a quantized tensor, and a remedy; empty if one does."""
+    if gpt_oss and how.kind != "mxfp4":
+        return f"is of gpt-oss, which transformers reads in mxfp4 but not in {how.kind}; give that"
+    if len(shape) > 2 and not gpt_oss:
+        return (
+            f"stacks matrices, which transformers does not read in {how.kind}; store experts one "
+            "by one, as --model with --names hf does"
+        )
+    if how.include is not None and is_other(name) and not name.endswith(("head", "head.weight")):
+        return f"is no linear layer by its name, and transformers does not read it in {how.kind}"
+    return ""

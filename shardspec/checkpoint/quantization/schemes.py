@@ -60,7 +60,7 @@ _FLOATS: Final = ("float32", "bfloat16")
 _POWERS: Final = ("float8_e8m0fnu", "uint8")
 """Dtypes of scales that are powers of two."""
 _EIGHT_BITS: Final = ("float8_e4m3fn", "float8_e5m2")
-_SCALES: Final = ("scale", "scales", "scale_inv", "scale_2")
+_COMPANIONS: Final = ("scale", "scales", "scale_inv", "scale_2", "zero_point")
 
 
 class Scheme(NamedTuple):
@@ -159,7 +159,9 @@ def _schemes(section: Mapping[str, object]) -> Iterator[Scheme]:
         groups = section.get("config_groups")
         for group in groups.values() if isinstance(groups, Mapping) else ():
             weights = group.get("weights") if isinstance(group, Mapping) else None
-            if isinstance(weights, Mapping) and weights.get("type") == "float":
+            if not isinstance(weights, Mapping) or weights.get("symmetric") is False:
+                continue
+            if weights.get("type") == "float":
                 yield from _of_group(weights, str(group.get("format") or section.get("format")))
 
 
@@ -206,7 +208,7 @@ def coded(
     of a scheme that can be dequantized. `tensors` maps names to shapes and dtypes.
     """
     shape, dtype = tensors[name]
-    if name.endswith(_SCALES):
+    if name.endswith(_COMPANIONS):
         return None
     problem = None
     for scheme in schemes:
@@ -224,6 +226,8 @@ def coded(
         problem = wrong if problem is None or fitted.scales in tensors else problem
     if problem is None and (dtype in _EIGHT_BITS or name.endswith("_blocks")):
         problem = "no config that lies beside it states the block that shares a scale"
+        if f"{name}_zero_point" in tensors:
+            problem = "it has zero points, as asymmetric FP8 has, which is not read"
     return problem
 
 

@@ -8,7 +8,7 @@ from itertools import chain
 from typing import TypeAlias, TypedDict
 
 from shardspec.checkpoint.catalog import Catalog, OpaqueValue, is_plain_entry, opaque_parts
-from shardspec.checkpoint.state_dict import fitting_paths
+from shardspec.checkpoint.state.state_dict import fitting_paths
 from shardspec.checkpoint.targets import Carried, OutputTensor
 from shardspec.dtypes import dtype_name, is_cast, is_floating, keeps_dtype, packed
 from shardspec.errors import CheckpointError, DTypeError, LayoutError

@@ -13,7 +13,7 @@ from typing import TypeAlias
 from shardspec.boxes import box_shape, box_size
 from shardspec.checkpoint import catalog
 from shardspec.checkpoint.select.choice import Choice, check_drop, wanted_names
-from shardspec.checkpoint.state_dict import fitting_paths
+from shardspec.checkpoint.state.state_dict import fitting_paths
 from shardspec.checkpoint.storage.strict_json import json_beside
 from shardspec.dtypes import item_bytes
 from shardspec.errors import LayoutError

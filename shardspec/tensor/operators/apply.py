@@ -1,234 +1,138 @@
-"""Runs torch operations on DTensors by torch's own DTensor; errors name a remedy.
+"""Runs torch functions on DTensors: on shards, by torch's DTensor, or on gathered tensors.
 
-In a job each rank has torch's DTensor of its shard. A process that holds the shards of all devices
-simulates all ranks of a job for the operation, under the same conditions.
+`shardspec.tensor.operators.rules` lists the functions that run on shards or by torch's rules. All
+others gather their arguments, and their results are replicated. A process that holds the shards of
+all devices computes on whole tensors; torch's rules only give the layouts of results. The choice
+depends on layouts alone, so all ranks make the same one.
 """
 
-import re
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import logging
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
-from functools import partial
-from typing import Any, Final, TypeGuard
+from math import prod
+from typing import Any, Final
 
 import torch
 from torch.distributed.tensor import DTensor as TorchDTensor
 from torch.distributed.tensor.experimental import implicit_replication
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
-from shardspec.errors import LayoutError
-from shardspec.interop.torch_dtensor import layout_of, local_of, torch_dtensor
-from shardspec.interop.torch_parts import parts_of, shard_memory
+from shardspec.errors import LayoutError, LossyConversionError
+from shardspec.interop.torch_dtensor import in_our_words
 from shardspec.layout.layout import Layout
 from shardspec.layout.spec import ShardingSpec
-from shardspec.tensor.operators.call import (
-    Call,
-    Function,
-    RandomDraws,
-    Result,
-    earlier_calls,
-    run_call,
-)
-from shardspec.tensor.operators.conditions import is_mean, layout_facts, never_merge_gathers
-from shardspec.tensor.operators.simulated import (
-    Locals,
-    differentiable,
-    each_draws,
-    simulated_mesh,
-    untracked,
-    within_limits,
+from shardspec.tensor.operators.call import Call
+from shardspec.tensor.operators.lookups import LOOKUPS
+from shardspec.tensor.operators.propagate import layouts_by_torch
+from shardspec.tensor.operators.rules import (
+    ALONG,
+    OF_DEVICE,
+    OF_MEMORY,
+    OF_SHAPE,
+    POINTWISE,
+    RANDOM,
+    VIEWS,
+    Named,
+    are_alike,
+    facts_of_layout,
+    named,
+    torch_is_right,
 )
 from shardspec.tensor.operators.tensor import TensorLike
-from shardspec.tensor.operators.watch import is_alias, specs_text
 from shardspec.tensor.run import copies_of
 from shardspec.tensor.shards import check_copies
+from shardspec.tracing import LOGGER
 
-_DECISIVE: Final = (TensorLike, int, float, torch.dtype, type(None))
-"""Arguments by which earlier calls are looked up at once."""
+_REFUSALS: Final = (
+    *(RuntimeError, ValueError, AssertionError, TypeError, IndexError, KeyError),
+    AttributeError,
+)
+"""The errors that torch raises if it cannot propagate a layout."""
+_OPERANDS_OF_WHERE: Final = 3
+"""With fewer it returns indices."""
 _DROPOUT_PLACE: Final = 4
 """The position of the probability among the arguments of attention."""
-_RANDOM: Final = re.compile(
-    "((native|alpha|feature|feature_alpha)_)?dropout_?|dropout[123]d|(rand|randn|randint)_like|"
-    "(bernoulli|rrelu)_?|(normal|uniform|exponential|random|cauchy|log_normal|geometric)_|"
-    "multinomial|poisson|gumbel_softmax"
-)
-"""Names of functions that draw random numbers, besides attention with dropout."""
+_MAY_RETURN_ARGUMENT: Final = ("to", "type_as", "contiguous", "bool", "float", "double", "half")
+"""Functions that return their argument if there is nothing to do."""
+_LOSSES: Final = frozenset({torch.ops.aten._log_softmax.default})
+"""Operations that torch computes otherwise in its `loss_parallel`."""
+_KEYS: Final = (int, slice, type(None), type(...))
+"""What may index a DTensor of torch."""
 
 
-def apply(function: Function, args: Sequence[object], kwargs: Mapping[str, object]) -> Any:  # noqa: ANN401
+def apply(
+    function: Callable[..., Any], args: Sequence[object], kwargs: Mapping[str, object]
+) -> Any:  # noqa: ANN401
     """Call a torch function with DTensors among its arguments, which may be nested."""
-    result = None if kwargs else _at_once(function, args)
-    if result is not None:
-        return result
     leaves, structure = tree_flatten((tuple(args), dict(kwargs)))
-    call = Call(function, args, kwargs, leaves, structure)
-    tensors, name = call.tensors, call.shown
-    first = tensors[0]
-    out = kwargs.get("out")
-    if out is not None:
-        _check_out(name, tensors, out)
-    if call.writes and any(map(_is_plain, args[:1])):
+    names = named(function)
+    first = next(leaf for leaf in leaves if isinstance(leaf, TensorLike))
+    for leaf in tree_leaves([args[:1] if names.writes else (), kwargs.get("out")]):
+        if isinstance(leaf, TorchDTensor) or not isinstance(leaf, torch.Tensor):
+            continue
         raise LayoutError(
-            f"{name} would write a DTensor to a plain tensor; make this a DTensor too, by "
+            f"{names.shown} would write a DTensor to a plain tensor; make this a DTensor too, by "
             "distribute_tensor, or take to_global() of the other"
         )
-    if torch.is_grad_enabled() and (call.writes or out is not None):
-        for leaf in tree_leaves((args[:1], out)):
-            if isinstance(leaf, TensorLike) and leaf.is_leaf_with_gradient():
-                raise LayoutError(
-                    f"{name} would write to a leaf that requires a gradient; do it under "
-                    "torch.no_grad(), or without writing in place"
-                )
-    for leaf in leaves:
-        _check_leaf(name, leaf, first)
-    facts = [layout_facts(tensor.layout) for tensor in tensors]
-    if is_mean(name, kwargs) and any(each.is_sharded for each in facts):
-        return apply(function, args, {**kwargs, "reduction": "none"}).mean()
-    # torch would give plain tensors DTensors as gradients.
-    plain = {
-        id(leaf): _replicated(leaf, first)
-        for leaf in leaves
-        if _is_plain(leaf) and leaf.requires_grad and torch.is_grad_enabled()
-    }
-    call = replace(call, leaves=[plain.get(id(leaf), leaf) for leaf in leaves])
-    if first.is_simulated:
-        return _in_simulation(call)
-    if any(each.is_uneven_over_axes for each in facts):
-        never_merge_gathers(first.to_torch().device_mesh)
-    return _in_job(call)
-
-
-def _at_once(function: Function, args: Sequence[object]) -> TensorLike | None:
-    """Return the result of a call in a job that needed no help earlier; None otherwise.
-
-    None as well if the call depends on other arguments, or the result shares memory.
-    """
-    ours = [arg for arg in args if isinstance(arg, TensorLike)]
-    if any(tensor.is_copied_part or tensor.is_simulated for tensor in ours) or not all(
-        isinstance(arg, _DECISIVE) for arg in args
-    ):
-        return None
-    tracked = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in ours)
-    layouts = [tensor.layout for tensor in ours]
-    if not earlier_calls(function, args, {}, layouts, tracked=tracked).is_plain:
-        return None
-    theirs = [arg.to_torch() if isinstance(arg, TensorLike) else arg for arg in args]
-    with implicit_replication():
-        result = function(*theirs)
-    if any(is_alias(result, tensor) for tensor in theirs if isinstance(tensor, TorchDTensor)):
-        return None
-    # Autocast and the default dtype may differ from those of earlier calls.
-    layout = layout_of(result, ours[0].layout.mesh)
-    return ours[0]._made(layout, ours[0].communicator, None, result)
-
-
-def _in_job(call: Call) -> Any:  # noqa: ANN401
-    """Carry out a call on the shards of this rank; the other ranks do the same."""
-    first = call.tensors[0]
-    tensors = {id(tensor): tensor.to_torch() for tensor in call.tensors}
-    others = [leaf for leaf in call.leaves if isinstance(leaf, TorchDTensor)]
-    tracked = torch.is_grad_enabled() and any(
-        tensor.requires_grad for tensor in (*tensors.values(), *others)
-    )
-    drawing: RandomDraws | None = None
-    if first.to_torch().device_mesh.device_type == "cpu" and _draws(call):
-        drawing = partial(_drawing, first, _source(call.kwargs.get("generator")))
-
-    def ours(leaf: object) -> object:
-        if not isinstance(leaf, Result):
-            return leaf
-        if leaf.given is not None:
-            leaf.given.follow(leaf.tensor)
-            return leaf.given
-        wrapped = first._made(leaf.layout, first.communicator, None, leaf.tensor)
-        wrapped.is_copied_part = leaf.is_copied_part
-        return wrapped
-
-    return tree_map(ours, run_call(call, tensors, tracked=tracked, drawing=drawing))
-
-
-def _in_simulation(call: Call) -> Any:  # noqa: ANN401
-    """Carry out a call on the shards of all devices."""
-    first = call.tensors[0]
-    mesh, made = first.layout.mesh, first._made
-    # Random numbers of devices come from separate generators.
-    leaves = [None if isinstance(leaf, torch.Generator) else leaf for leaf in call.leaves]
-    inner = replace(call, leaves=leaves)
-    tensors = list({id(tensor): tensor for tensor in inner.tensors}.values())
-    shards = [list(tensor.shards.values()) for tensor in tensors]
-    device_type = shards[0][0].device.type
-    tracked = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
-    drawing: RandomDraws | None = None
-    if device_type == "cpu" and _draws(call):
-        seeds = _seeds(first, _source(call.kwargs.get("generator")))
-        drawing = partial(each_draws, list(seeds.values()))
-    results: list[Any] = []
-
-    def function(locals_: Locals) -> Locals:
-        torch_mesh = simulated_mesh(mesh, device_type)
-        given = {
-            id(tensor): torch_dtensor(local, tensor.layout, torch_mesh)
-            for tensor, local in zip(tensors, locals_, strict=True)
-        }
-        specs = specs_text(str(tensor.layout.labelled_spec) for tensor in tensors)
-        with within_limits(call.shown, specs):
-            returned = run_call(inner, given, tracked=tracked, frozen=tracked, drawing=drawing)
-        results[:] = [returned]
-        return [local_of(each.tensor) for each in tree_leaves(results) if _is_new(each)]
-
-    if tracked:
-        locals_ = differentiable(function, call.shown, mesh, shards)
-    else:
-        locals_ = untracked(function, mesh, device_type, shards)
-    new = iter(locals_)
-
-    def ours(leaf: object) -> object:
-        if not isinstance(leaf, Result):
-            return parts_of(leaf)[0] if isinstance(leaf, torch.Tensor) else leaf
-        if leaf.given is None:
-            wrapped = made(
-                leaf.layout, first.communicator, dict(zip(mesh.ids, next(new), strict=True))
-            )
-            wrapped.is_copied_part = leaf.is_copied_part
-            return wrapped
-        if leaf.layout != leaf.given.layout:
-            parts = parts_of(shard_memory(leaf.tensor))
-            leaf.given.adopt(leaf.layout, dict(zip(mesh.ids, parts, strict=True)))
-        return leaf.given
-
-    return tree_map(ours, results[0])
-
-
-def _is_plain(leaf: object) -> TypeGuard[torch.Tensor]:
-    return isinstance(leaf, torch.Tensor) and not isinstance(leaf, TorchDTensor)
-
-
-def _replicated(leaf: torch.Tensor, first: TensorLike) -> TensorLike:
-    """Return a plain scalar tensor as a replicated DTensor."""
-    devices = first.communicator.addressable
-    shards = dict(zip(devices, copies_of(leaf, len(devices)), strict=True))
-    layout = Layout(first.layout.mesh, ShardingSpec(0), (), leaf.dtype)
-    return first._made(layout, first.communicator, shards)
-
-
-def _is_new(leaf: object) -> bool:
-    return isinstance(leaf, Result) and leaf.given is None
-
-
-def _check_out(name: str, sharded: Sequence[TensorLike], out: object) -> None:
-    """Raise `LayoutError` for a sharded ``out=`` of a function without DTensors, as `torch.eye`."""
-    into = [leaf for leaf in tree_leaves(out) if isinstance(leaf, TensorLike)]
-    if len(into) == len(sharded) and any(not layout_facts(t.layout).is_whole for t in into):
+    call = Call(function, names, [_taken(names, x, first) for x in leaves], structure)
+    if names.plain in OF_MEMORY:
         raise LayoutError(
-            f"{name}: torch makes each shard of out= as if it were the whole tensor of layout "
-            f"{into[0].layout}; make a plain tensor, and shard it by distribute_tensor"
+            f"{names.shown}: a sharded tensor has no memory of its own; use to_local()"
         )
+    if names.plain in OF_SHAPE:
+        return call.on({id(first): torch.empty(first.shape, dtype=first.dtype, device="meta")})
+    if names.plain in OF_DEVICE:
+        return call.on({id(first): next(iter(first.shards.values()), torch.empty(0))})
+    for leaf in tree_leaves([args[:1] if names.writes else (), kwargs.get("out")]):
+        if isinstance(leaf, TensorLike):
+            _check_writable(call, leaf)
+    lookup = LOOKUPS.get(function)
+    if lookup is not None:
+        result = lookup(*call.arguments)
+        if result is not None:
+            return result
+    if _shards_correspond(call):
+        return _on_shards(call)
+    if not first.is_simulated and _torch_is_right(call):
+        return _by_torch(call)
+    if first.is_simulated and _torch_is_right(call):
+        return _in_whole(call)
+    if not names.writes and any(facts_of_layout(layout).pending for layout in call.layouts):
+        return _with_sums_finished(call)
+    return _in_whole(call)
 
 
-def _check_leaf(name: str, leaf: object, first: TensorLike) -> None:
-    """Raise `LayoutError` for tensors on other meshes, and plain ones with dims.
+def _with_sums_finished(call: Call) -> Any:  # noqa: ANN401
+    """Call the function again with pending reductions finished, if torch's rule is right then."""
+    done = {
+        id(t): t.redistribute(t.layout.spec.without_partial())
+        for t in call.tensors
+        if t.layout.spec.partials
+    }
+    if "out" in call.arguments[1]:
+        return _in_whole(call)
+    finished = replace(call, leaves=[done.get(id(leaf), leaf) for leaf in call.leaves])
+    result = apply(finished.function, *finished.arguments)
+    for leaf in tree_leaves(result):
+        for tensor in call.tensors:
+            if isinstance(leaf, TensorLike) and id(tensor) in done:
+                base = leaf if leaf.part_of is None else leaf.part_of.base
+                if base is done[id(tensor)]:
+                    leaf.become_part_of(tensor)
+    return result
 
-    The latter may differ between ranks.
+
+# --- which arguments are taken ---
+
+
+def _taken(names: Named, leaf: object, first: TensorLike) -> object:
+    """Return an argument as the function gets it; refuse tensors on other meshes, and plain ones.
+
+    Plain ones with more than one element may differ between ranks.
     """
     mesh, other = first.layout.mesh, ""
     if isinstance(leaf, TensorLike):
@@ -236,72 +140,396 @@ def _check_leaf(name: str, leaf: object, first: TensorLike) -> None:
             other = f"on mesh {leaf.layout.mesh} of ids {leaf.layout.mesh.ids}"
         elif leaf.communicator.addressable != first.communicator.addressable:
             raise LayoutError(
-                f"{name}: one tensor on mesh {mesh} is of a job, and another is simulated in this "
-                "process; give both one communicator"
+                f"{names.shown}: one tensor on mesh {mesh} is of a job, and another is simulated "
+                "in this process; give both one communicator"
             )
-        # torch would convert others to strided shards, for which most of its rules fail.
-        leaf.layout.spec.check_plain("torch's operators")
     elif isinstance(leaf, TorchDTensor):
-        if leaf.device_mesh != first.to_torch().device_mesh:
+        if first.is_simulated or leaf.device_mesh != first.to_torch().device_mesh:
             other = f"is a torch DTensor on {leaf.device_mesh}"
-    elif _is_plain(leaf):
-        if leaf.dim() > 0:
+        else:
+            return first._wrap(in_our_words(leaf))
+    elif isinstance(leaf, torch.Tensor):
+        if leaf.numel() != 1:
             raise LayoutError(
-                f"{name}: a plain tensor of shape {tuple(leaf.shape)} is mixed with a DTensor; "
-                "shard or replicate it first, by distribute_tensor"
+                f"{names.shown}: a plain tensor of shape {tuple(leaf.shape)} is mixed with a "
+                "DTensor; shard or replicate it first, by distribute_tensor"
             )
         copies = dict.fromkeys(first.communicator.addressable, leaf)
-        check_copies(first.communicator, copies, f"{name}: a plain tensor without dims")
+        check_copies(first.communicator, copies, f"{names.shown}: a plain tensor of one element")
+        if leaf.dim() or (leaf.requires_grad and torch.is_grad_enabled()):
+            return _replicated(leaf, first)
     if other:
         raise LayoutError(
-            f"{name}: one tensor is on mesh {mesh} of ids {mesh.ids}, another {other}; bring them "
-            "to one mesh first, by redistribute(device_mesh=)"
+            f"{names.shown}: one tensor is on mesh {mesh} of ids {mesh.ids}, another {other}; "
+            "bring them to one mesh first, by redistribute(device_mesh=)"
         )
+    return leaf
 
 
-def _draws(call: Call) -> bool:
-    if call.name == "scaled_dot_product_attention":
-        place = call.args[_DROPOUT_PLACE] if len(call.args) > _DROPOUT_PLACE else 0
-        return bool(call.kwargs.get("dropout_p", place))
-    return bool(_RANDOM.fullmatch(call.name)) and call.kwargs.get("training") is not False
+def _check_writable(call: Call, tensor: TensorLike) -> None:
+    """Raise `LayoutError` if a write to the tensor would be lost, or would miss a gradient."""
+    tensor.check_current()
+    part, name = tensor.part_of, call.names.shown
+    if torch.is_grad_enabled() and tensor.is_leaf_with_gradient():
+        raise LayoutError(
+            f"{name} would write to a leaf that requires a gradient; do it under "
+            "torch.no_grad(), or without writing in place"
+        )
+    while part is not None:
+        if part.is_copy:
+            raise LayoutError(
+                f"{name} would write to a part that was gathered into a copy, not to the tensor "
+                "itself; assign to the part, as in t[1] = value, or redistribute first"
+            )
+        if torch.is_grad_enabled() and (call.is_tracked or part.base.requires_grad):
+            raise LayoutError(
+                f"{name} would write to a part of a tensor whose gradient is tracked; assign to "
+                "the part, as in t[1] = value, or write under torch.no_grad()"
+            )
+        part = part.base.part_of
 
 
-def _source(generator: object) -> torch.Generator:
-    return generator if isinstance(generator, torch.Generator) else torch.default_generator
+# --- on shards ---
 
 
-def _seeds(tensor: TensorLike, source: torch.Generator) -> dict[int, int]:
-    """Return a seed for each device of this process, equal for devices that hold the same box.
+def _shards_correspond(call: Call) -> bool:
+    """Return whether the function may be called on the shards of each device alone."""
+    plain, tensors = call.names.plain, call.tensors
+    whole = all(facts_of_layout(layout).is_whole for layout in call.layouts)
+    if plain in VIEWS and whole and not call.names.writes:
+        return True  # views of replicas are views on each device
+    if plain in ALONG:
+        args, kwargs = call.arguments
+        dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
+        layout = tensors[0].layout
+        return (
+            len(tensors) == 1
+            and isinstance(dim, int)
+            and -len(layout.global_shape) <= dim < len(layout.global_shape)
+            and not layout.spec.partials
+            and not layout.spec.dim_specs[dim].axes
+        )
+    if plain not in POINTWISE or "out" in call.arguments[1]:
+        return False
+    if plain == "where" and len(call.leaves) < _OPERANDS_OF_WHERE:
+        return False
+    if any(t.layout.spec.partials for t in tensors):
+        return False
+    numbers = [t for t in tensors if not t.layout.global_shape and not t.requires_grad]
+    sharded = tuple(t.layout for t in tensors if t.layout.global_shape) or call.layouts
+    return are_alike(sharded) and len(sharded) + len(numbers) >= len(tensors)
 
-    Seeds are consecutive from a number drawn on the first device of the mesh. On every rank the
-    source advances by one number.
-    """
-    own = int(torch.randint(2**48, (), generator=source))
-    mesh, spec, devices = tensor.layout.mesh, tensor.layout.spec, tensor.communicator.addressable
-    drawn, seeds = tensor.communicator.gather(dict.fromkeys(devices, own)), {}
-    for device in devices:
-        place, coordinates = 0, mesh.coordinates(device)
-        for axis in (int(axis) for dim_spec in spec.dim_specs for axis in dim_spec.axes):
-            place = place * mesh.shape[axis] + coordinates[axis]
-        seeds[device] = drawn[mesh.ids[0]] + place
-    return seeds
+
+def _on_shards(call: Call) -> Any:  # noqa: ANN401
+    """Call the function on the shards of each device; results have the layout of the arguments."""
+    tensors, writes = call.tensors, call.names.writes
+    first = max(tensors, key=lambda t: len(t.layout.global_shape))
+    like, devices = first.layout, first.communicator.addressable
+    # A tracked write goes to a copy, and from there to the shard, which then has its history.
+    copies = call.may_write and not (writes and not call.is_tracked)
+    seed, returned, given = _seed(call), [], []
+    for device in devices or (None,):
+        shards = {id(tensor): _shard(tensor, device) for tensor in tensors}
+        if copies:
+            shards = {key: shard.clone() for key, shard in shards.items()}
+        with _drawing(call, None if seed is None else seed + _place(like, device)):
+            returned.append(tree_flatten(call.on(shards)))
+        given.append(shards)
+
+    def ours(leaves: tuple[object, ...]) -> object:
+        if not isinstance(leaves[0], torch.Tensor):
+            return leaves[0]
+        owner = next((t for t in tensors if given[0][id(t)] is leaves[0]), None)
+        if owner is None:
+            shape = tuple(leaves[0].shape)
+            spec = ShardingSpec(len(shape)) if facts_of_layout(like).is_whole else like.spec
+            shape = shape if facts_of_layout(like).is_whole else like.global_shape
+            layout = Layout(like.mesh, spec, shape, leaves[0].dtype)
+            shards: Any = dict(zip(devices, leaves, strict=False))
+            made = first._made(layout, first.communicator, shards)
+            if call.names.plain in VIEWS and _is_alias(leaves[0], given[0][id(first)]):
+                made.become_part_of(first)
+            return made
+        if writes or (copies and call.names.plain not in _MAY_RETURN_ARGUMENT):
+            if not writes:
+                _check_writable(call, owner)
+            owner.write({d: g[id(owner)] for d, g in zip(devices, given, strict=False)})
+        return owner
+
+    columns = zip(*(leaves for leaves, _ in returned), strict=True)
+    return tree_unflatten(list(map(ours, columns)), returned[0][1])
+
+
+def _shard(tensor: TensorLike, device: int | None) -> torch.Tensor:
+    """Return a device's shard; a rank outside the mesh has one without data."""
+    if device is not None:
+        return tensor.shards[device]
+    shape = tensor.layout.local_shape(tensor.layout.mesh.ids[0])
+    return torch.empty(shape, dtype=tensor.dtype, device="meta")
+
+
+# --- by torch's rules ---
+
+
+def _torch_is_right(call: Call) -> bool:
+    """Return whether torch's rule is right for a call."""
+    plain, (args, kwargs) = call.names.plain, call.arguments
+    if "out" in kwargs or (call.names.writes and plain not in POINTWISE):
+        return False
+    if plain == "where" and len(call.leaves) < _OPERANDS_OF_WHERE:
+        return False
+    if plain == "getitem" and not all(
+        isinstance(key, _KEYS) and not isinstance(key, bool)
+        for key in (args[1] if isinstance(args[1], tuple) else args[1:])
+    ):
+        return False
+    if (
+        plain == "cross_entropy"
+        and TorchDTensor._op_dispatcher._custom_op_handlers.keys() & _LOSSES
+    ):
+        return len(args) > 1 and _is_loss_parallel(args[0].layout, args[1].layout)
+    return torch_is_right(plain, call.layouts)
+
+
+def _is_loss_parallel(logits: Layout, target: Layout) -> bool:
+    """Return whether only the classes of logits are sharded, as torch's `loss_parallel` takes."""
+    classes = 1 if len(logits.global_shape) > 1 else 0
+    cut, facts = logits.spec.dim_specs[classes].axes, facts_of_layout(logits)
+    return (
+        len(cut) == 1
+        and logits.spec.axes == cut
+        and facts.is_even
+        and facts.in_torch
+        and facts_of_layout(target).is_whole
+    )
+
+
+def _by_torch(call: Call) -> Any:  # noqa: ANN401
+    """Call the function on torch's DTensors of this rank's shards; the other ranks do the same."""
+    first, tensors = call.tensors[0], call.tensors
+    theirs = {id(tensor): tensor.to_torch() for tensor in tensors}
+    written = tree_leaves(call.arguments[0][:1])[0] if call.names.writes else None
+    copies = written is not None and call.is_tracked
+    if copies:
+        copy: Any = theirs[id(written)].clone()
+        theirs[id(written)] = copy
+    seed = _seed(call)
+    place = _place(first.layout, next(iter(first.communicator.addressable), None))
+    drawn = None if seed is None else seed + place
+    try:
+        with ExitStack() as stack:
+            stack.enter_context(implicit_replication())  # of plain tensors that torch makes
+            if call.names.plain == "scaled_dot_product_attention" and first.device.type == "cpu":
+                # DTensor has no rule for the fused CPU kernel, but has rules for matrix products.
+                stack.enter_context(sdpa_kernel(SDPBackend.MATH))
+            stack.enter_context(_drawing(call, drawn))
+            result = call.on(theirs)
+        return tree_map(lambda leaf: _ours(call, leaf, theirs, copies), result)
+    except (*_REFUSALS, LossyConversionError, LayoutError):
+        if layouts_by_torch(call, first.to_torch().device_mesh) is not None:
+            raise  # values are the reason, not layouts
+    return _in_whole(call)
+
+
+def _ours(call: Call, leaf: object, theirs: Mapping[int, TorchDTensor], copies: bool) -> object:
+    """Return a result of torch as ours."""
+    if not isinstance(leaf, TorchDTensor):
+        return leaf
+    first, tensors = call.tensors[0], call.tensors
+    owner = next((tensor for tensor in tensors if theirs[id(tensor)] is leaf), None)
+    if owner is None:
+        made = first._wrap(in_our_words(leaf))
+        if call.names.plain in VIEWS:
+            for tensor in tensors:
+                if _is_alias(leaf, theirs[id(tensor)]):
+                    made.become_part_of(tensor)
+        kinds = facts_of_layout(made.layout).pending
+        finished = made.layout.spec.without_partial()
+        return made if kinds <= {"sum", "avg"} else made.redistribute(finished)
+    if call.names.writes:
+        owner.write(first._wrap(leaf).shards if copies else {})
+    return owner
+
+
+def _is_alias(view: torch.Tensor, base: torch.Tensor) -> bool:
+    """Return whether torch considers two tensors to share memory."""
+    # torch's stubs lack it.
+    return bool(torch._C._is_alias_of(view, base))  # type: ignore[attr-defined]
+
+
+# --- on gathered tensors ---
+
+
+class _Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # untyped in torch
+    """Notes which gathered tensors a function writes to, by the schemas of its operations."""
+
+    def __init__(self, call: Call, wholes: Mapping[int, torch.Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # untyped in torch
+        self.written: dict[int, TensorLike] = {}
+        self._call = call
+        self._owners = {_place_in_memory(wholes[id(tensor)]): tensor for tensor in call.tensors}
+
+    def __torch_dispatch__(
+        self,
+        func: Any,  # noqa: ANN401
+        _types: object,
+        args: Sequence[object] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
+        """Carry out an operation, unless it would write where that is refused."""
+        names = [argument.name for argument in func._schema.arguments]
+        given = {**dict(zip(names, args, strict=False)), **(kwargs or {})}
+        for argument in func._schema.arguments:
+            # The schema of batch norm does not say that it writes to its statistics.
+            statistics = argument.name in ("running_mean", "running_var") and given.get("training")
+            if statistics or (argument.alias_info is not None and argument.alias_info.is_write):
+                for leaf in tree_leaves(given.get(argument.name)):
+                    if isinstance(leaf, torch.Tensor) and leaf.numel():
+                        owner = self._owners.get(_place_in_memory(leaf))
+                        if owner is not None and id(owner) not in self.written:
+                            _check_writable(self._call, owner)
+                            self.written[id(owner)] = owner
+        return func(*args, **(kwargs or {}))
+
+
+def _place_in_memory(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr() if not tensor.is_meta else id(tensor)
+
+
+def _in_whole(call: Call) -> Any:  # noqa: ANN401
+    """Call the function on gathered tensors; results are replicated."""
+    tensors = call.tensors
+    first = tensors[0]
+    layouts: Sequence[Layout | None] | None = None
+    if first.is_simulated and _torch_is_right(call):
+        layouts = layouts_by_torch(call)
+    if layouts is None and LOGGER.isEnabledFor(logging.DEBUG):
+        gathered = [layout.title for layout in call.layouts if not facts_of_layout(layout).is_whole]
+        LOGGER.debug("%s: gathered %s", call.names.shown, ", ".join(gathered) or "nothing")
+    wholes = {id(tensor): _whole(tensor) for tensor in tensors}
+    if call.may_write and call.is_tracked:
+        wholes = {key: whole.clone() for key, whole in wholes.items()}
+    writes = _Writes(call, wholes)
+    out = [x for x in tree_leaves(call.arguments[1].get("out")) if isinstance(x, TensorLike)]
+    # While it is watched, torch leaves some tensors as they are that are given as out=.
+    with _drawing(call, _seed(call)), nullcontext() if out else writes:
+        result = call.on(wholes)
+    for owner in [*writes.written.values(), *out]:
+        whole = wholes[id(owner)]
+        if whole.shape != owner.shape:
+            raise LayoutError(
+                f"{call.names.shown} would change the shape of a DTensor of layout {owner.layout} "
+                "in place; use the function that returns a new tensor"
+            )
+        owner.write(_sharded(whole, first, owner.layout).shards)
+    wanted = iter(layouts or ())
+    bases = {_place_in_memory(wholes[id(tensor)]): tensor for tensor in reversed(tensors)}
+
+    def ours(leaf: object) -> object:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        layout = next(wanted, None)
+        owner = next((tensor for tensor in tensors if wholes[id(tensor)] is leaf), None)
+        if owner is not None:
+            return owner
+        made = _sharded(leaf, first, layout)
+        base = bases.get(_place_in_memory(leaf)) if leaf.numel() else None
+        if base is not None:
+            made.become_part_of(base)
+        return made
+
+    return tree_map(ours, result)
+
+
+def _whole(tensor: TensorLike) -> torch.Tensor:
+    """Return the global tensor; without data on a rank outside the mesh."""
+    if tensor.communicator.addressable:
+        whole: torch.Tensor = tensor.to_global()
+        return whole
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+
+
+def _sharded(whole: torch.Tensor, like: TensorLike, wanted: Layout | None) -> TensorLike:
+    """Return a whole tensor in a layout, by default replicated."""
+    mesh = like.layout.mesh
+    if wanted is None or wanted.global_shape != tuple(whole.shape) or not wanted.spec.axes:
+        return _replicated(whole, like)
+    replicas: Any = _replicated(whole, like, distinct=False)
+    pending = {int(p.axis): p.op for p in wanted.spec.partials}
+    wanted = Layout(mesh, wanted.spec, whole.shape, whole.dtype)
+    plain = wanted.spec.without_partial()
+    made: TensorLike = replicas.redistribute(plain)
+    if not pending:
+        return made
+    count = prod(mesh.shape[axis] for axis, op in pending.items() if op == "avg")
+    shards = {}
+    for device, shard in made.shards.items():
+        others = {op for axis, op in pending.items() if mesh.coordinates(device)[axis]}
+        if not others or others & {"min", "max"}:
+            shards[device] = shard if count == 1 else shard * count
+        else:
+            shards[device] = torch.ones_like(shard) if "prod" in others else torch.zeros_like(shard)
+    return like._made(wanted, like.communicator, shards)
+
+
+def _replicated(leaf: torch.Tensor, like: TensorLike, *, distinct: bool = True) -> TensorLike:
+    """Return a tensor that is the same everywhere as a replicated DTensor."""
+    devices = like.communicator.addressable
+    shards = dict(zip(devices, copies_of(leaf, len(devices), distinct=distinct), strict=True))
+    layout = Layout(like.layout.mesh, ShardingSpec(leaf.dim()), leaf.shape, leaf.dtype)
+    return like._made(layout, like.communicator, shards)
+
+
+# --- random numbers ---
+
+
+def _seed(call: Call) -> int | None:
+    """Return a seed that all ranks share; None for a function that draws nothing."""
+    args, kwargs = call.arguments
+    if call.names.plain == "scaled_dot_product_attention":
+        place = args[_DROPOUT_PLACE] if len(args) > _DROPOUT_PLACE else 0
+        draws = bool(kwargs.get("dropout_p", place))
+    else:
+        draws = bool(RANDOM.fullmatch(call.names.name)) and kwargs.get("training") is not False
+    if not draws:
+        return None
+    first = call.tensors[0]
+    own = int(torch.randint(2**48, (), generator=_sources(call)[0]))
+    drawn = first.communicator.gather(dict.fromkeys(first.communicator.addressable, own))
+    return drawn.get(first.layout.mesh.ids[0], own)
+
+
+def _sources(call: Call) -> list[torch.Generator]:
+    """Return the generators that a call may draw from, the given one first."""
+    given = [leaf for leaf in call.leaves if isinstance(leaf, torch.Generator)]
+    devices = {s.device for t in call.tensors for s in t.shards.values() if s.is_cuda}
+    cuda = [torch.cuda.default_generators[device.index or 0] for device in devices]
+    return [*(g for g in given if g.device.type == "cpu"), torch.default_generator, *cuda]
+
+
+def _place(layout: Layout, device: int | None) -> int:
+    """Return a number that is equal for devices that hold the same box."""
+    place, mesh = 0, layout.mesh
+    if device is not None:
+        at = mesh.coordinates(device)
+        for axis in (int(axis) for cut in layout.spec.dim_specs for axis in cut.axes):
+            place = place * mesh.shape[axis] + at[axis]
+    return place
 
 
 @contextmanager
-def _drawing(tensor: TensorLike, source: torch.Generator) -> Iterator[None]:
-    """Let devices draw the same random numbers if and only if they hold the same box.
-
-    torch's DTensor does this only on CUDA. The numbers depend on mesh and spec, unlike those of
-    `shardspec.rand`.
-    """
-    seeds = _seeds(tensor, source)
-    # torch's DTensor always draws from its own generator.
-    after = {each: each.get_state() for each in (source, torch.default_generator)}
-    for seed in seeds.values():
-        for each in after:
-            each.manual_seed(seed)
-    try:
+def _drawing(call: Call, seed: int | None) -> Iterator[None]:
+    """Draw random numbers from a seed; generators afterwards continue where they were."""
+    if seed is None:
         yield
+        return
+    before = {source: source.get_state() for source in _sources(call)}
+    for source in before:
+        source.manual_seed(seed)
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "DTensor random operators may not have complete")
+            yield
     finally:
-        for each, state in after.items():
-            each.set_state(state)
+        for source, state in before.items():
+            source.set_state(state)

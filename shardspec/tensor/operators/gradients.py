@@ -27,40 +27,31 @@ class Differentiable(TensorLike):
 
     @outside_graphs
     def of_gradients(self, gradients: Sequence[torch.Tensor | None]) -> Self | None:
-        """Return the gradients of `nodes` as one tensor without pending reductions.
+        """Return the gradients of the shards as one tensor without pending reductions.
 
         None if all gradients are None. Some missing ones, as of devices whose shards were not used,
         are zero. All addends of a pending reduction have the same gradient.
         """
-        own, present = self._own(), [each for each in gradients if each is not None]
-        if not present:
+        if all(each is None for each in gradients):
             return None
-        if own is None:
-            from shardspec.interop.torch_dtensor import in_our_words
-
-            theirs: Any = present[0]
-            return self._wrap(in_our_words(theirs))
         addends = prod(self.layout.mesh.shape[int(p.axis)] for p in self.layout.spec.partials)
         shards = {
             device: torch.zeros_like(shard) if each is None else with_gradient_shared(each, addends)
-            for (device, shard), each in zip(own.items(), gradients, strict=True)
+            for (device, shard), each in zip(self.shards.items(), gradients, strict=True)
         }
         layout = self.layout.with_spec(self.layout.spec.without_partial())
         return self._made(layout, self.communicator, shards)
 
     def as_gradients(self, gradient: Self) -> tuple[torch.Tensor, ...]:
-        """Return a gradient of this tensor as those of its `nodes`; every rank calls this."""
-        if self._own() is None:
-            return (gradient.to_torch(),)
-        complete = gradient.redistribute(self.layout.spec.without_partial())
-        return tuple(complete.shards.values())
+        """Return a gradient of this tensor as those of its shards; every rank calls this."""
+        complete: Self = gradient.redistribute(self.layout.spec.without_partial())
+        return complete.nodes()
 
     @property
     def grad(self) -> Self | None:
         """The gradient, with nothing pending; None if absent.
 
-        If the tensor was made from torch's, this is the gradient in torch's layout. Gradients
-        accumulate until it is set to None.
+        Gradients accumulate until it is set to None.
         """
         # torch warns if the gradient of a non-leaf is requested.
         return self.of_gradients(
@@ -146,24 +137,20 @@ class Differentiable(TensorLike):
     @outside_graphs
     def view_as(self, other: "torch.Tensor | TensorLike") -> Self:
         """Return a view of the shape of another tensor."""
-        own = self._own()
-        if own is not None and other.shape == self.shape and self.requires_grad:
-            # torch uses this to find where gradients arrive.
-            views = {device: shard.view_as(shard) for device, shard in own.items()}
-            return self._made(self.layout, self.communicator, views)
+        if other.shape == self.shape:  # torch uses this to find where gradients arrive
+            view = self._view(lambda shard: shard.view_as(shard))
+            view.become_part_of(self)
+            return view
         result: Self = self._call(torch.Tensor.view, other.shape)
         return result
 
     @outside_graphs
     def _view(self, view: Callable[[torch.Tensor], torch.Tensor]) -> Self:
-        """Return a view of all elements; of torch's DTensor if it exists, so that it is tracked."""
-        if self._torch is not None:
-            viewed: Any = view(self.to_torch())
-            made = self._made(self.layout, self.communicator, None, viewed)
-            made.is_copied_part = self.is_copied_part
-            return made
+        """Return a view of every shard."""
         shards = {device: view(shard) for device, shard in self.shards.items()}
-        return self._made(self.layout, self.communicator, shards)
+        made = self._made(self.layout, self.communicator, shards)
+        made.part_of = self.part_of
+        return made
 
 
 class _Handles(RemovableHandle):
@@ -201,12 +188,12 @@ def go_back(
     nodes = [s.nodes() if isinstance(s, TensorLike) else (s,) for s in sources]
     inputs = [node for of_source in nodes for node in of_source]
     if function is not torch.autograd.grad:
-        with _watched(function.__name__):
+        with _of_plain_tensors():
             return torch.autograd.backward(
                 outputs, gradients, **given, inputs=inputs if sources else None
             )
     zeros, unused = given.pop("materialize_grads", False), given.pop("allow_unused", None)
-    with _watched(function.__name__):
+    with _of_plain_tensors():
         results_of_torch = iter(
             torch.autograd.grad(outputs, inputs, gradients, **given, allow_unused=True)
         )
@@ -256,8 +243,6 @@ def _started(end: Any, start: Any) -> list[tuple[Any, Any]]:  # noqa: ANN401
         )
     if start is None and end.numel() != 1:
         raise RuntimeError("grad can be implicitly created only for scalar outputs")
-    if end._own() is None:
-        return [(end.to_torch(), start.to_torch() if isinstance(start, TensorLike) else start)]
     complete = end.redistribute(end.layout.spec.without_partial())
     if isinstance(start, TensorLike):
         return list(zip(complete.nodes(), complete.as_gradients(start), strict=True))
@@ -265,14 +250,12 @@ def _started(end: Any, start: Any) -> list[tuple[Any, Any]]:  # noqa: ANN401
 
 
 @contextmanager
-def _watched(name: str) -> Iterator[None]:
-    """Correct or refuse what torch gets wrong in a backward pass; errors name the function."""
+def _of_plain_tensors() -> Iterator[None]:
+    """Let torch's DTensor replicate plain tensors that torch makes on the way back."""
     if not dist.is_initialized():
         yield
         return
     from torch.distributed.tensor.experimental import implicit_replication
 
-    from shardspec.tensor.operators.watch import Watch
-
-    with implicit_replication(), Watch(name, (), back=True):
+    with implicit_replication():
         yield

@@ -1,6 +1,7 @@
 """The base of DTensor: its shards, torch's DTensor of them, operators and methods."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Self
 
@@ -48,39 +49,41 @@ class _SetByModules:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class PartOf:
+    """The tensor that another tensor is a view of, as it was when the view was taken."""
+
+    base: "TensorLike"
+    version: tuple[int, ...]
+    """The base's version."""
+    is_tracked: bool
+    """Whether gradients were tracked for the base."""
+    is_copy: bool
+    """Whether the view was gathered, so that its shards are not in the base's memory."""
+
+
 class TensorLike:
     """Shards with torch's functions, methods and operators, by `tensor.operators.apply`.
 
-    Methods that are not defined here are looked up in `torch.Tensor`. Autograd tracks either the
-    shards, from which torch's DTensor is then derived when operators need it; or torch's DTensor,
-    from which shards are then derived, if this was made from one or that has a newer history.
-    `nodes` returns the tracked tensors; gradients are always requested there.
+    Methods that are not defined here are looked up in `torch.Tensor`. Autograd tracks the shards.
     """
 
-    __slots__ = (
-        "_history",
-        "_made_of",
-        "_shards",
-        "_torch",
-        "communicator",
-        "is_copied_part",
-        "layout",
-    )
+    __slots__ = ("_shards", "_torch", "_writes", "communicator", "is_given", "layout", "part_of")
 
     layout: Layout
     """The layout of the tensor."""
     communicator: Communicator
     """The communicator that moves shards between devices."""
-    is_copied_part: bool
-    """Whether it is a view whose shards torch has copied, so that writes do not reach the base."""
+    part_of: PartOf | None
+    """The tensor that this is a view of; None if it is no view."""
+    is_given: bool
+    """Whether the caller gave the shards, so that the tensor is no leaf even if they are."""
+    _writes: int
+    """How often functions have written to it."""
     _shards: dict[int, torch.Tensor] | str | None
-    """The shards it was made from; None if made from torch's DTensor; an error text if unusable."""
+    """The shards of this process; None until they are needed; an error text if unusable."""
     _torch: "TorchDTensor | None"
     """torch's DTensor of the same storage, once it was needed."""
-    _history: object
-    """The ``grad_fn`` of torch's DTensor when it was made from the shards."""
-    _made_of: object
-    """The state of the shards in autograd at that time."""
     _is_param = _SetByModules()
     persistent = _SetByModules()
 
@@ -91,9 +94,9 @@ class TensorLike:
         shards: dict[int, torch.Tensor] | None,
         tensor: "TorchDTensor | None" = None,
     ) -> None:
-        self.layout, self.communicator, self.is_copied_part = layout, communicator, False
-        self._shards, self._torch = shards, tensor
-        self._history = self._made_of = None
+        self.layout, self.communicator = layout, communicator
+        self._torch, self._shards = tensor, shards
+        self.part_of, self.is_given, self._writes = None, False, 0
 
     def _wrap(self, tensor: "TorchDTensor") -> Self:
         """Return torch's DTensor as an instance of this class, on this tensor's mesh."""
@@ -169,15 +172,15 @@ class TensorLike:
     def __iter__(self) -> Iterator[Any]:
         return iter(self._call(torch.Tensor.unbind, 0))
 
-    @outside_graphs
     def nodes(self) -> tuple[torch.Tensor, ...]:
-        """Return the tensors that autograd tracks for this one; see the class."""
-        own = self._own()
-        return (self.to_torch(),) if own is None else tuple(own.values())
+        """Return the tensors that autograd tracks for this one: its shards."""
+        return tuple(self.shards.values())
 
     @property
     def requires_grad(self) -> bool:
         """Whether gradients are tracked for the shards."""
+        if self._shards is None and self._torch is not None:
+            return self._torch.requires_grad
         return any(node.requires_grad for node in self.nodes())
 
     @requires_grad.setter
@@ -206,43 +209,45 @@ class TensorLike:
         return next((node.output_nr for node in self.nodes()), 0)
 
     def is_leaf_with_gradient(self) -> bool:
-        """Whether gradients are collected at its shards, or at the shards that it is a view of."""
-        from shardspec.interop.torch_dtensor import is_of_leaf
-
-        return any(map(is_of_leaf, self.nodes()))
+        """Whether gradients are collected at its own shards."""
+        return self.requires_grad and self.is_leaf and not self.is_given
 
     def mark_unusable(self, why: str) -> None:
         """Drop shards that were half written when a rank failed; later use raises."""
         self._torch, self._shards = None, why
 
     @property
-    @outside_graphs
     def shards(self) -> dict[int, torch.Tensor]:
         """The shard of every device that this process holds, by physical id."""
-        own = self._own()
-        if own is not None:
-            return own
-        from shardspec.interop.torch_dtensor import local_of
+        self.check_current()
+        if isinstance(self._shards, str):
+            raise CommunicatorError(self._shards)
+        if self._shards is None:
+            from shardspec.interop.torch_dtensor import local_of
 
-        return {device: local_of(self.to_torch()) for device in self.communicator.addressable}
+            assert self._torch is not None, "it is made of shards or of a DTensor of torch"
+            devices = self.communicator.addressable
+            self._shards = {device: local_of(self._torch) for device in devices}
+        return self._shards
 
     @outside_graphs
     def to_torch(self) -> "TorchDTensor":
         """Return the tensor as torch's: the same storage, and gradients flow back.
 
-        It is the same object each time. Every rank of the mesh calls this. Raises
-        `CommunicatorError` if this process simulates the mesh, and `MeshError` or
-        `LossyConversionError` if torch has no such mesh or no such mixture of pending reductions.
+        Every rank of the mesh calls this. Raises `CommunicatorError` if this process simulates the
+        mesh, and `MeshError` or `LossyConversionError` if torch has no such mesh or no such mixture
+        of pending reductions.
         """
-        own = self._own()
-        tracked = torch.is_grad_enabled() and any(s.requires_grad for s in (own or {}).values())
-        seen: list[object] = [torch.is_inference_mode_enabled()]
-        seen += [(shard.requires_grad, shard.grad_fn) for shard in (own or {}).values()]
-        if self._torch is None or (
-            own is not None
-            and (self._made_of != seen or (tracked and not self._torch.requires_grad))
+        self.check_current()
+        if isinstance(self._shards, str):
+            raise CommunicatorError(self._shards)
+        tracked = torch.is_grad_enabled() and self.requires_grad
+        kept = self._torch
+        inference = torch.is_inference_mode_enabled()
+        if kept is None or (
+            self._shards is not None
+            and (kept.requires_grad, kept.is_inference()) != (tracked, inference)
         ):
-            assert own is not None, "it has shards, a DTensor of torch, or both"
             if self.is_simulated:
                 raise CommunicatorError(
                     f"this process simulates mesh {self.device_mesh}, but torch's DTensor needs "
@@ -252,9 +257,10 @@ class TensorLike:
             from shardspec.interop.torch_dtensor import torch_dtensor
 
             outside = torch.empty(0, dtype=self.dtype)
-            self._torch = torch_dtensor(next(iter(own.values()), outside), self.layout)
-            self._history, self._made_of = self._torch.grad_fn, seen
-        return self._torch
+            kept = torch_dtensor(next(iter(self.shards.values()), outside), self.layout)
+            if tracked or not self.requires_grad:
+                self._torch = kept
+        return kept
 
     @property
     def is_simulated(self) -> bool:
@@ -264,30 +270,60 @@ class TensorLike:
             dist.is_initialized() and devices == (dist.get_rank(),)
         )
 
-    def adopt(self, layout: Layout, shards: dict[int, torch.Tensor]) -> None:
-        """Replace layout and shards after a write that changed the layout; the storage stays."""
-        self.layout, self._shards = layout, shards
+    def _memory(self) -> list[torch.Tensor]:
+        """Return tensors of this one's memory: the shards, or torch's DTensor without them."""
+        if isinstance(self._shards, dict):
+            return list(self._shards.values())
+        return [] if self._torch is None else [self._torch]
 
-    def follow(self, tensor: "TorchDTensor") -> None:
-        """Adopt the layout and storage of this tensor's torch counterpart after a write to that."""
-        from shardspec.interop.torch_dtensor import layout_of
+    def _version(self) -> tuple[int, ...]:
+        """Return numbers that change with each write to this tensor's memory."""
+        versions = (0 if each.is_inference() else each._version for each in self._memory())
+        return (self._writes, sum(versions))
 
-        layout = layout_of(tensor, self.device_mesh)
+    def _is_tracked(self) -> bool:
+        return any(each.requires_grad for each in self._memory())
+
+    def become_part_of(self, base: "TensorLike") -> None:
+        """Note that this tensor is a view of another one."""
+        mine, theirs = list(self.shards.values()), list(base.shards.values())
+        is_copy = any(
+            one.untyped_storage().data_ptr() != other.untyped_storage().data_ptr()
+            for one, other in zip(mine, theirs, strict=True)
+        )
+        self.part_of = PartOf(base, base._version(), base._is_tracked(), is_copy)
+
+    def check_current(self) -> None:
+        """Raise `LayoutError` if this is a view that does not see a later write to its base."""
+        part = self.part_of
+        if part is None:
+            return
+        part.base.check_current()
+        gained_history = part.base._is_tracked() and not part.is_tracked
+        if part.version != part.base._version() and (
+            part.is_copy or self._is_tracked() or gained_history
+        ):
+            raise LayoutError(
+                f"a part of shape {tuple(self.shape)} was taken before its tensor of layout "
+                f"{part.base.layout} was written to; take it again"
+            )
+
+    def write(self, shards: Mapping[int, torch.Tensor]) -> None:
+        """Copy values into the shards, whose gradients then flow to `shards`."""
+        from shardspec.tensor.run import written
+
+        own = self.shards
         with torch.no_grad():
-            place = tensor.to_local().data_ptr()
-        own = self._own() or {}
-        if layout != self.layout or any(shard.data_ptr() != place for shard in own.values()):
-            self.layout, self._shards = layout, None
-
-    def _own(self) -> dict[int, torch.Tensor] | None:
-        """Return the shards this was made of; None once torch's tensor has a newer history."""
-        if isinstance(self._shards, str):
-            raise CommunicatorError(self._shards)
-        if self._shards and self._torch is not None and self._torch.grad_fn is not self._history:
-            if any(shard.retains_grad for shard in self._shards.values()):
-                self._torch.retain_grad()
-            self._shards = None
-        return self._shards
+            for device, shard in own.items():
+                new = shards[device]
+                if new.data_ptr() != shard.data_ptr():
+                    shard.copy_(new)
+                elif not shard.is_inference():
+                    torch.autograd.graph.increment_version(shard)
+        self._writes += 1
+        if torch.is_grad_enabled() and any(new.requires_grad for new in shards.values()):
+            self._shards = {device: written(own[device], shards[device]) for device in own}
+            self._torch = None
 
     def __getattr__(self, name: str) -> Any:  # noqa: ANN401
         attribute = None if name.startswith("_") else getattr(torch.Tensor, name, None)

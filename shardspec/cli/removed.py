@@ -1,0 +1,26 @@
+"""Commands, options and values that this version has no longer, and what to type instead."""
+
+from collections.abc import Mapping
+from typing import Final
+
+REMOVED: Final[Mapping[str, str]] = {
+    "apply": "use 'shardspec delta apply BASE DELTA... -o OUT'",
+    "check-map": "use 'shardspec merge CKPT -o OUT --map FILE --dry-run'",
+    "convert": "use shardspec.interop.notations in Python",
+    "delta *": "use 'shardspec delta make BASE NEW -o OUT'",
+    "graph": "use LayoutConverter.to_dot in Python",
+    "presets": "use 'shardspec links list'",
+    "verify --against": "use 'shardspec diff A B'",
+    "plan-state --html": "use --transfers DIR",
+    "profile --plot": "use the table that it prints",
+    "merge --no-metadata": "call merge(..., metadata=False) in Python",
+    "reshard --to deepspeed-universal": "use ds_to_universal.py of DeepSpeed",
+    "* --map *-to-hf": "use --model DIR --names hf",
+    "* --map *-to-megatron": "use --model DIR --names megatron",
+    "* --map *-to-torch_dist": "use --model DIR --names megatron --to dcp",
+    "* --map *-to-fused": "use --model DIR --names fused",
+    "* --reverse-map": "use --model DIR, with --names of the other side",
+    "* --scale-rule": "scales are 448 · (1 / amax), as transformers has them",
+    "* --sizes": "use --model config.json",
+}
+"""A pattern of what was typed after `shardspec`, and its remedy."""
