@@ -202,7 +202,8 @@ links: Final = Option(
     "links",
     "Input",
     "Known links in place of --alpha and --beta, per axis or one for all: "
-    "ib-ndr-per-gpu,h100-nvswitch. 'shardspec links list' lists them; or a file of 'shardspec links import'.",
+    "ib-ndr-per-gpu,h100-nvswitch. 'shardspec links list' lists them; or a file that "
+    "'shardspec links import' wrote.",
     {"type": PRESET_NAMES},
 )
 between: Final = Option(
