@@ -5,15 +5,16 @@ import re
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any, Final, TypeAlias, TypeVar, get_args
 
 import click
 from click.shell_completion import CompletionItem
 
 from shardspec.cli.command import Option, flag, grouped, refuse_if
+from shardspec.comm.cluster_file import read_cluster
 from shardspec.comm.cost import CostModel
-from shardspec.comm.presets import DEFAULT_PRESET, link_preset, preset_copy_s
+from shardspec.comm.presets import DEFAULT_PRESET, link_preset, preset_cluster, preset_copy_s
 from shardspec.comm.profile_file import Profiled, read_profile
 from shardspec.dtypes import dtype_name
 from shardspec.errors import CheckpointError, DTypeError, ProfileError
@@ -80,10 +81,13 @@ def parse_numbers(text: str) -> tuple[float, ...]:
 
 
 def parse_links(text: str) -> tuple[str, ...]:
-    """Parse names of link presets, separated by commas; raises `MeshError` for unknown ones."""
+    """Parse names of link presets, or a file of links; raises `MeshError` for unknown ones."""
     names = tuple(part.strip() for part in text.split(","))
     for name in names:
-        link_preset(name)
+        if name.endswith(".toml") and len(names) == 1:
+            read_cluster(name)
+        else:
+            link_preset(name)
     return names
 
 
@@ -157,8 +161,30 @@ def numbers_kind(name: str, what: str, remedy: str) -> Kind:
     return Kind(name, lambda text: _whole_numbers(what, remedy, text, text.split(",")))
 
 
+def _local(text: str) -> Path:
+    if "://" in text:
+        raise ValueError(f"{shown(text)}: this takes a path of this machine, and no URL; copy it")
+    return Path(text)
+
+
+def _existing(text: str) -> Path:
+    path = _local(text)
+    if not path.exists():
+        raise ValueError(f"path {shown(text)} does not exist; check it")
+    return path
+
+
+def _stored(text: str) -> PurePath:
+    from shardspec.checkpoint.storage.from_text import storage_path
+
+    return storage_path(text) if "://" in text else Path(text)
+
+
 BYTES: Final = Kind("SIZE", parse_bytes)
-FILE_PATH: Final = Kind("FILE", Path, "file")
+FILE_PATH: Final = Kind("FILE", _local, "file")
+EXISTING_PATH: Final = Kind("DIR", _existing, "file")
+STORED_FILE: Final = Kind("FILE", _stored, "file")
+"""A path, or a URL of an object store."""
 PLACE: Final = Kind("CKPT", str, "file")
 IDS: Final = numbers_kind("IDS", "ids", "give them as in 3,1,0,2")
 MESH: Final = Kind("SHAPE", parse_mesh)
@@ -198,11 +224,24 @@ links: Final = Option(
     "links",
     "Input",
     "Known links in place of --alpha and --beta, per axis or one for all: "
-    "ib-ndr-per-gpu,h100-nvswitch. 'shardspec links list' lists them.",
+    "ib-ndr-per-gpu,h100-nvswitch. 'shardspec links list' lists them; or a file that "
+    "'shardspec links import' wrote.",
     {"type": PRESET_NAMES},
 )
+between: Final = Option(
+    "between",
+    "Input",
+    "The link between hosts, by default the vendor's, where --links names one preset.",
+    {"metavar": "PRESET"},
+)
+per_node: Final = Option(
+    "per_node",
+    "Input",
+    "Devices that share a host, in the order of ids; by default those of the preset.",
+    {"type": click.IntRange(1, MAX_DEVICES)},
+)
 to: Final = Option("to", "Output", "The format of OUT.")
-digests: Final = Option("digests", "Input", "A file of digests.", {"type": FILE_PATH})
+digests: Final = Option("digests", "Input", "A file of digests.", {"type": STORED_FILE})
 max_bytes: Final = Option("max_bytes", "Running", "Limit the bytes of a device.", {"type": BYTES})
 threads: Final = Option(
     "threads", "Running", "Copy with N threads.", {"metavar": "N", "type": click.IntRange(1)}
@@ -229,6 +268,8 @@ class ClusterOptions:
     alpha: tuple[float, ...] | None = None
     beta: tuple[float, ...] | None = None
     links: tuple[str, ...] | None = None
+    between: str | None = None
+    per_node: int | None = None
     link_model: LinkModel | None = None
     memory: float | None = None
     profile: Profiled | None = None
@@ -271,6 +312,10 @@ class ClusterOptions:
         )
         names = _per_axis("--links", links, axes)
         model = CostModel.from_presets(devices, names) if names else CostModel.of_mesh(devices)
+        if self.between is not None or self.per_node is not None:
+            refuse_if(len(links or ()) != 1, "--between and --per-node need one name as --links")
+            cluster = preset_cluster(presets[0], self.between, self.per_node)
+            model = CostModel.of_cluster(devices, cluster)
         if self.memory is not None:
             copy_s = 2 / (self.memory * 1e9) if self.memory else preset_copy_s(presets)
             model = replace(model, copy_s=copy_s)
@@ -295,6 +340,8 @@ cluster_options: Final = grouped(
         {"type": Kind("SECONDS", parse_numbers)},
     ),
     links,
+    between,
+    per_node,
     Option(
         "link_model",
         "Input",

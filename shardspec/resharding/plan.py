@@ -14,7 +14,7 @@ from shardspec.layout.spec import ShardingSpec
 from shardspec.mesh.device_ids import bound_of_bytes
 from shardspec.mesh.device_mesh import DeviceMesh
 from shardspec.resharding.copies import MAX_BYTES, StateCopies, TensorMove
-from shardspec.resharding.name_map import Equation, MapChooser, NameMap, Shape
+from shardspec.resharding.name_map import Equation, NameMap, Names, Naming, Shape
 from shardspec.resharding.state import flat_state, is_plain, required_layout
 from shardspec.resharding.total import apply_map, dropped_by, report_of
 from shardspec.resharding.transfers import Declared, End, FileRegion, Rows, transfer_rows
@@ -24,8 +24,6 @@ from shardspec.text import counted, first_of, shown
 if TYPE_CHECKING:
     from shardspec.resharding.receipts import Receipt
 
-Names: TypeAlias = NameMap | Mapping[str, str] | Sequence[NameMap] | MapChooser
-"""A map, several to be applied in order, new names, or `model_names`; other names are kept."""
 ReshardTarget: TypeAlias = Mapping[str, object] | tuple[DeviceMesh, Rules]
 """Layouts by name, or DTensors; or a mesh and rules."""
 
@@ -208,7 +206,7 @@ class ReshardPlan(StateCopies):
 def plan_state(
     source: Mapping[str, object],
     target: ReshardTarget,
-    names: Names | None,
+    names: Names | Sequence[NameMap] | None,
     dtype: object,
     max_bytes: int | None,
     drop: str | Sequence[str] = (),
@@ -227,8 +225,9 @@ def plan_state(
     before = {name: layout for name, layout in before.items() if name not in behind}
     renamed: dict[str, str] = {}
     padded: set[str] = set()
-    if isinstance(names, MapChooser):
-        names = names.maps_for(before)
+    if isinstance(names, Naming):
+        wanted = {name: layout.global_shape for name, layout in before.items()}
+        names = names.maps(wanted, behind=behind)
     if isinstance(names, NameMap):
         names = (names,)
     if isinstance(names, Sequence) and names and all(isinstance(m, NameMap) for m in names):
@@ -277,7 +276,7 @@ def reshard_state(
     rules: Rules,
     *,
     device_mesh: DeviceMesh | None = None,
-    names: Names | None = None,
+    names: Names | Sequence[NameMap] | None = None,
     max_bytes: int | None = None,
 ) -> dict[str, Any]:
     """Convert a state dict of DTensors to the specs that rules name, in one go.

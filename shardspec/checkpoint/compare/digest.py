@@ -1,7 +1,7 @@
 """Digests of checkpoints and of state dicts; what a file of digests is, read and written."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any, Final, Unpack
@@ -27,10 +27,10 @@ from shardspec.checkpoint.open import as_catalog
 from shardspec.checkpoint.select.choice import Choice, Patterns, Selection, check_drop, select
 from shardspec.checkpoint.select.mapped import (
     MappedCatalog,
-    Names,
     mapped,
     mapped_choice,
     require_finished,
+    through,
 )
 from shardspec.checkpoint.state import rank_state
 from shardspec.checkpoint.state.memory import Memory, catalog_of, require_no_sums
@@ -43,7 +43,7 @@ from shardspec.comm.together import agree
 from shardspec.dtypes import item_bytes
 from shardspec.errors import CheckpointError, LayoutError
 from shardspec.resharding.digests import LANES, Digests, TensorDigest, digests_of_json
-from shardspec.resharding.name_map import MapChooser, NameMap
+from shardspec.resharding.name_map import NameMap, Names, Naming
 from shardspec.resharding.total import dropped_by
 from shardspec.text import Argument
 
@@ -75,8 +75,7 @@ def digest(
         A checkpoint in any format that `open_checkpoint` reads, or one that is open; or a state
         dict as `save_sharded` takes it, whose plain values do not count.
     names, drop
-        Digests are those of the tensors that a map makes, as for `merge`; of a state dict it is one
-        `NameMap`, or new names.
+        Digests are those of the tensors that a map makes, as for `merge`; of a state dict too.
     seed
         Chooses the keys, for those who distrust fixed ones.
     communicator
@@ -197,22 +196,15 @@ def _named(source: Catalog, names: Names | None, drop: Patterns) -> Catalog:
     if names is None:
         check_drop(Choice(drop=drop))
         return source
-    dropped = dropped_by(drop, {name: source.outline(name).shape for name in source.names})
-    if isinstance(names, MapChooser):
-        names = names.maps_for([name for name in source.names if name not in dropped])
+    shapes = {name: source.outline(name).shape for name in source.names}
+    dropped = dropped_by(drop, shapes)
+    if isinstance(names, Naming):
+        kept = {name: shape for name, shape in shapes.items() if name not in dropped}
+        maps = names.maps(kept, behind=dropped)
+        return through(source, maps, dropped, {})
     if isinstance(names, NameMap):
-        names = (names,)
-    if isinstance(names, Sequence) and names and all(isinstance(m, NameMap) for m in names):
-        for map_ in names:
-            source = MappedCatalog(source, map_, dropped, {})
-            dropped = dict(source.facts.dropped)
-        return source
-    if isinstance(names, Mapping):
-        return mapped(source, names, dropped=dropped)
-    raise LayoutError(
-        f"names= is a {type(names).__name__}; give model_names(), a NameMap, several in order, or "
-        "a dict of new names"
-    )
+        return MappedCatalog(source, names, dropped, {})
+    return mapped(source, names, dropped=dropped)
 
 
 def _bits(stored: StoredBox, width: int) -> NDArray[np.generic]:

@@ -6,15 +6,15 @@ from pathlib import PurePath
 from shardspec.checkpoint.storage.from_text import storage_path
 from shardspec.comm.cost import Links
 from shardspec.errors import LayoutError
-from shardspec.resharding.name_map import NameMap
-from shardspec.resharding.plan import Names, ReshardPlan, ReshardTarget, known_to_all, plan_state
+from shardspec.resharding.name_map import NameMap, Names
+from shardspec.resharding.plan import ReshardPlan, ReshardTarget, known_to_all, plan_state
 
 
 def plan_reshard(
     source: Mapping[str, object] | PurePath | str,
     target: ReshardTarget,
     *,
-    names: Names | None = None,
+    names: Names | Sequence[NameMap] | None = None,
     dtype: object = None,
     max_bytes: int | None = None,
     drop: str | Sequence[str] = (),
@@ -98,7 +98,7 @@ def plan_reshard(
 def _in_memory(
     source: Mapping[str, object],
     target: ReshardTarget,
-    names: Names | None,
+    names: Names | Sequence[NameMap] | None,
     dtype: object,
     max_bytes: int | None,
     drop: str | Sequence[str],
