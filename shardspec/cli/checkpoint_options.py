@@ -224,6 +224,13 @@ def _config_file(model: Path) -> Path:
     return model / "config.json" if model.is_dir() else model
 
 
+model: Final = Option(
+    "model",
+    "Names",
+    "The model's directory, or its config.json: which tensors the model has and how each is named "
+    "follow from it, and its config and tokenizer are copied.",
+    {"metavar": "DIR", "type": click.Path(path_type=Path, exists=True)},
+)
 map_options: Final = grouped(
     "maps",
     MapOptions,
@@ -241,13 +248,7 @@ map_options: Final = grouped(
         "them; may be given several times.",
         _SEVERAL,
     ),
-    Option(
-        "model",
-        "Names",
-        "The model's directory, or its config.json: which tensors the model has and how each is "
-        "named follow from it, and its config and tokenizer are copied.",
-        {"metavar": "DIR", "type": click.Path(path_type=Path, exists=True)},
-    ),
+    model,
     Option(
         "names",
         "Names",

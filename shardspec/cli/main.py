@@ -7,6 +7,7 @@ a spec, a mesh), 3 a checkpoint, an input file or an output that cannot be used,
 
 import gc
 import io
+import os
 import signal
 import sys
 from collections.abc import Mapping, Sequence
@@ -23,7 +24,7 @@ from shardspec.errors import (
     ProfileError,
     ShardSpecError,
 )
-from shardspec.text import TextPart, printable
+from shardspec.text import TextPart, shortened, terminal_width
 
 _COMMANDS: Final[Mapping[str, tuple[str, str]]] = {
     "plan": ("plan", "Plan the cheapest conversion between two specs, on paper."),
@@ -137,10 +138,11 @@ def option_text(part: TextPart) -> str:
 
 def _fail(message: str, code: int) -> int:
     """Print an error in one line, with control characters escaped, and return its exit code."""
-    text = printable(message)
-    if len(text) > _MAX_CHARACTERS:
-        text = f"{text[: _MAX_CHARACTERS // 2]} … {text[-_MAX_CHARACTERS // 2 :]}"
-    click.echo(f"Error: {text}", err=True)
+    terminal = sys.stderr.isatty()
+    most = 3 * terminal_width() - len("Error: ") if terminal else _MAX_CHARACTERS
+    text = shortened(message, most)
+    plain = bool(os.environ.get("NO_COLOR")) or os.environ.get("TERM") == "dumb"
+    click.echo(f"{'Error:' if plain else click.style('Error:', fg='red')} {text}", err=True)
     return code
 
 
