@@ -174,7 +174,7 @@ def _overview(
     if only is None:
         parameters, moments = summary.parameters()
         facts = f"{counted(count, 'tensor')}, {parameters:,} parameter{'s' * (parameters != 1)}"
-        facts += f", {moments:,} numbers of an optimizer" if moments else ""
+        facts += f", {moments:,} elements of an optimizer" if moments else ""
         facts += f", {bytes_text(summary.num_bytes)}, in the format of {format}"
         if mesh is not None:
             facts += f", saved on mesh {mesh} ({counted(mesh.size(), 'device')})"
@@ -250,7 +250,9 @@ def _rows(summary: CheckpointSummary, full: bool) -> list[list[str]]:
         kind = optimizer_kind(name)
         if kind is not None:
             kinds.setdefault(kind, []).append(name)
-    model = {name: row for name, row in cells.items() if optimizer_kind(name) is None}
+    kinds = {kind: names for kind, names in kinds.items() if len(names) > 1}
+    folded = {name for names in kinds.values() for name in names}
+    model = {name: row for name, row in cells.items() if name not in folded}
     rows = [
         [name_text(title), str(len(names)) if len(names) > 1 else "", *cells[names[0]]]
         for title, names in repeated_layers(model)
