@@ -136,7 +136,9 @@ def verify_command(
     {"type": _TOLERANCE, "default": "0"},
 )
 @flag("stats", "Output", "Print the share of elements that differ, by group.")
-@ckpt.model.but("Compare under the names of this model's files: its directory or config.json.")
+@ckpt.model_option.but(
+    "Compare under the names of this model's files: its directory or config.json."
+)
 @ckpt.choice_options
 @ckpt.source_options
 @opts.as_json.but("Print all differences as JSON.")
