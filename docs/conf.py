@@ -54,6 +54,7 @@ _BESIDE = {
     "Ready rules for modules": ("parallel.distribute", "parallel.rules"),
     "Links, plans and parts of specs": ("comm.curves", "layout.plan", "layout.spec"),
     "Steps of plans": ("comm.steps",),
+    "Communicators": ("comm.communicator", "comm.process_group"),
     "Other notations": ("interop.notations", "interop.torch_dtensor"),
     "What a trace holds": ("tracing",),
     "Kinds of errors": ("errors",),

@@ -54,7 +54,7 @@ def places(local: torch.Tensor) -> list[object]:
 
 @contextmanager
 def naming(what: str) -> Iterator[None]:
-    """Say what every step is that is carried out meanwhile, ours and those of torch's operators."""
+    """Say what every step is that is executed meanwhile, ours and those of torch's operators."""
     torchs = CommDebugMode()  # type: ignore[no-untyped-call]  # untyped in torch
     with shardspec.trace() as trace, torchs:
         yield

@@ -17,9 +17,6 @@ from shardspec.checkpoint.select.model_names import model_names as model_names
 from shardspec.comm.cost import CostModel as CostModel
 from shardspec.errors import ShardSpecError as ShardSpecError
 from shardspec.families.layouts import model_layouts as model_layouts
-from shardspec.families.maps import load_map as load_map
-from shardspec.families.maps import map_chain as map_chain
-from shardspec.families.maps import shipped_maps as shipped_maps
 from shardspec.layout.converter import LayoutConverter as LayoutConverter
 from shardspec.layout.layout import Layout as Layout
 from shardspec.layout.rules import match_rules as match_rules

@@ -139,8 +139,8 @@ def test_imports_go_downwards(module):
 
 # The rooms of checkpoint/, lowest first; single modules where they are apart from their room.
 ROOMS = [
-    *("storage", "catalog", "boxes", "targets", "state_dict", "torch_files", "formats", "open"),
-    *("select", "quantization", "select.dequantized", "job.rank_state", "compare"),
+    *("storage", "catalog", "boxes", "targets", "state.state_dict", "torch_files", "formats"),
+    *("open", "select", "quantization", "select.dequantized", "state", "compare"),
     *("select.model_names", "convert", "deltas", "job", "quantization.plan", "job.plan"),
 ]
 

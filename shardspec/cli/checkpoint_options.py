@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 
 from shardspec.cli.command import Option, grouped, refuse_if
-from shardspec.cli.options import FILE_PATH, Kind
+from shardspec.cli.options import EXISTING_PATH, FILE_PATH, Kind
 from shardspec.cli.output import say
 from shardspec.errors import CheckpointError, InputFileError, LayoutError
 from shardspec.input_files import read_json_object
@@ -224,6 +224,14 @@ def _config_file(model: Path) -> Path:
     return model / "config.json" if model.is_dir() else model
 
 
+model_option: Final = Option(
+    "model",
+    "Names",
+    "The model's directory, or its config.json: which tensors the model has and how each is "
+    "named follow from it, and its config and tokenizer are copied.",
+    {"metavar": "DIR", "type": EXISTING_PATH},
+)
+
 map_options: Final = grouped(
     "maps",
     MapOptions,
@@ -241,13 +249,7 @@ map_options: Final = grouped(
         "them; may be given several times.",
         _SEVERAL,
     ),
-    Option(
-        "model",
-        "Names",
-        "The model's directory, or its config.json: which tensors the model has and how each is "
-        "named follow from it, and its config and tokenizer are copied.",
-        {"metavar": "DIR", "type": click.Path(path_type=Path, exists=True)},
-    ),
+    model_option,
     Option(
         "names",
         "Names",

@@ -7,10 +7,16 @@ a spec, a mesh), 3 a checkpoint, an input file or an output that cannot be used,
 
 import gc
 import io
+import json
+import os
 import signal
 import sys
+import threading
+import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from importlib import import_module
+from pathlib import Path
 from types import FrameType
 from typing import Any, Final, Never
 
@@ -136,11 +142,19 @@ def option_text(part: TextPart) -> str:
 
 
 def _fail(message: str, code: int) -> int:
-    """Print an error in one line, with control characters escaped, and return its exit code."""
+    """Print an error in one line, with control characters escaped, and return its exit code.
+
+    Under torchrun the line also goes to a file, from which torchrun prints it last.
+    """
     text = printable(message)
     if len(text) > _MAX_CHARACTERS:
         text = f"{text[: _MAX_CHARACTERS // 2]} … {text[-_MAX_CHARACTERS // 2 :]}"
     click.echo(f"Error: {text}", err=True)
+    report = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if report:
+        content = json.dumps({"message": f"Error: {text}", "timestamp": int(time.time())})
+        with suppress(OSError):
+            Path(report).write_text(content, encoding="utf-8")
     return code
 
 
@@ -165,6 +179,7 @@ def main() -> None:
     gc.set_threshold(100_000, 50, 50)
     # Handled as an interrupt, so that temporary files are removed.
     signal.signal(signal.SIGTERM, _interrupt)
+    sys.unraisablehook = _interrupt_again
     # A terminal that cannot encode '→' shows '?'.
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
@@ -174,3 +189,11 @@ def main() -> None:
 
 def _interrupt(number: int, _frame: FrameType | None) -> None:
     raise KeyboardInterrupt(number)
+
+
+def _interrupt_again(ignored: "sys.UnraisableHookArgs") -> None:
+    """Repeat an interrupt that came during a callback, where Python ignores exceptions."""
+    if issubclass(ignored.exc_type, KeyboardInterrupt):
+        threading.Timer(0.01, signal.raise_signal, [signal.SIGTERM]).start()
+    else:
+        sys.__unraisablehook__(ignored)

@@ -5,7 +5,7 @@ import re
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any, Final, TypeAlias, TypeVar, get_args
 
 import click
@@ -157,8 +157,30 @@ def numbers_kind(name: str, what: str, remedy: str) -> Kind:
     return Kind(name, lambda text: _whole_numbers(what, remedy, text, text.split(",")))
 
 
+def _local(text: str) -> Path:
+    if "://" in text:
+        raise ValueError(f"{shown(text)}: this takes a path of this machine, and no URL; copy it")
+    return Path(text)
+
+
+def _existing(text: str) -> Path:
+    path = _local(text)
+    if not path.exists():
+        raise ValueError(f"path {shown(text)} does not exist; check it")
+    return path
+
+
+def _stored(text: str) -> PurePath:
+    from shardspec.checkpoint.storage.from_text import storage_path
+
+    return storage_path(text) if "://" in text else Path(text)
+
+
 BYTES: Final = Kind("SIZE", parse_bytes)
-FILE_PATH: Final = Kind("FILE", Path, "file")
+FILE_PATH: Final = Kind("FILE", _local, "file")
+EXISTING_PATH: Final = Kind("DIR", _existing, "file")
+STORED_FILE: Final = Kind("FILE", _stored, "file")
+"""A path, or a URL of an object store."""
 PLACE: Final = Kind("CKPT", str, "file")
 IDS: Final = numbers_kind("IDS", "ids", "give them as in 3,1,0,2")
 MESH: Final = Kind("SHAPE", parse_mesh)
@@ -202,7 +224,7 @@ links: Final = Option(
     {"type": PRESET_NAMES},
 )
 to: Final = Option("to", "Output", "The format of OUT.")
-digests: Final = Option("digests", "Input", "A file of digests.", {"type": FILE_PATH})
+digests: Final = Option("digests", "Input", "A file of digests.", {"type": STORED_FILE})
 max_bytes: Final = Option("max_bytes", "Running", "Limit the bytes of a device.", {"type": BYTES})
 threads: Final = Option(
     "threads", "Running", "Copy with N threads.", {"metavar": "N", "type": click.IntRange(1)}

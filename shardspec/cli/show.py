@@ -10,9 +10,11 @@ from typing import Final
 import click
 
 from shardspec.cli import options as opts
-from shardspec.cli.command import Command, refuse_if
+from shardspec.cli.checkpoint_options import layout_option, model_option
+from shardspec.cli.command import Command, Option, refuse_if
 from shardspec.cli.options import MeshShape
 from shardspec.cli.output import path_text, say, say_styled, write_file
+from shardspec.errors import InputFileError, LayoutError
 from shardspec.layout.layout import Layout
 from shardspec.layout.picture import Paint, box_rgb
 from shardspec.text import bytes_text
@@ -22,36 +24,65 @@ _LINKS: Final = ("h100-nvswitch", "ib-ndr-per-gpu", "ib-ndr-per-gpu,h100-nvswitc
 
 
 @click.command(cls=Command)
-@click.argument("spec", metavar="SPEC")
-@opts.mesh.but(required=True)
+@click.argument("spec", metavar="SPEC", required=False)
+@opts.mesh
 @opts.ids
-@opts.shape
-@opts.dtype
+@opts.shape.but(required=False)
+@opts.dtype.but(
+    "Element type: bf16, int8, …; by default float32, and bf16 of a model.",
+    default=None,
+    show_default=False,
+)
+@model_option.but("Summarize this model, a directory or its config.json, under --layout.")
+@layout_option.but(
+    "How the model is sharded: hf-tp:N, fsdp:N, megatron:tp=2,ep=4,etp=1,pp=2 or vllm:tp=8,ep=8."
+)
+@Option(
+    "optimizer",
+    "Output",
+    "Add the states of this optimizer to the summary of a model.",
+    {"type": click.Choice(("adamw",))},
+)
 @opts.output.but("Write a picture instead: FILE ends in .svg or .html.", required=False)
 @opts.overwrite
 def show_command(
-    spec: str,
-    mesh: MeshShape,
+    spec: str | None,
+    mesh: MeshShape | None,
     ids: tuple[int, ...] | None,
-    shape: tuple[int, ...],
-    dtype: str,
+    shape: tuple[int, ...] | None,
+    dtype: str | None,
+    model: Path | None,
+    layout: str | None,
+    optimizer: str | None,
     output: Path | None,
     overwrite: bool,
 ) -> None:
-    """Show which devices hold which part of a tensor that is sharded as SPEC.
+    """Show which devices hold which part of a tensor that is sharded as SPEC, or of a model.
 
-    In a terminal every box has its own colour; piped output is plain.
+    In a terminal every box has its own color; piped output is plain.
 
     Examples:
       shardspec show "[S01,R]" --mesh 2x2 --shape 4x4
+      shardspec show --model Qwen3-30B-A3B/ --layout megatron:tp=2,pp=2,ep=4 --optimizer adamw
       shardspec show "[S(tp),S(dp)]" --mesh dp=2,tp=4 --shape 1001x64 -o layout.svg
       shardspec show "[S0,S1,S2]" --mesh 2x2x2 --shape 4x4x5 -o layout.html
     """
+    if model is not None or layout is not None or optimizer is not None:
+        refuse_if(
+            model is None or layout is None or any(x is not None for x in (spec, shape, output)),
+            "a model is shown by --model and --layout, without SPEC, --shape and -o",
+        )
+        assert model is not None
+        assert layout is not None
+        _show_model(model, layout, mesh, ids, dtype or "bfloat16", optimizer or "")
+        return
+    if spec is None or mesh is None or shape is None:
+        raise click.UsageError("give SPEC, --mesh and --shape; or --model and --layout")
     _check_devices(mesh, _MAX_DEVICES)
-    layout = Layout(opts.plain_mesh(mesh, ids), spec, shape, dtype)
+    sharded = Layout(opts.plain_mesh(mesh, ids), spec, shape, dtype or "float32")
     if output is None:
-        say_styled(layout.drawing().text(_paint()))
-        wide = max(map(len, layout.picture().splitlines()))
+        say_styled(sharded.drawing().text(_paint()))
+        wide = max(map(len, sharded.picture().splitlines()))
         columns = shutil.get_terminal_size().columns
         if sys.stdout.isatty() and wide > columns:
             say(
@@ -62,10 +93,30 @@ def show_command(
         return
     if output.suffix not in (".svg", ".html"):
         raise click.UsageError(f"{path_text(output)}: give a file that ends in .svg or .html")
-    drawing = layout.drawing()
+    drawing = sharded.drawing()
     drawn = drawing.svg() if output.suffix == ".svg" else drawing.html()
     write_file(output, drawn, overwrite=overwrite)
-    say(f"{path_text(output)}: {layout.title}")
+    say(f"{path_text(output)}: {sharded.title}")
+
+
+def _show_model(
+    model: Path,
+    layout: str,
+    mesh: MeshShape | None,
+    ids: tuple[int, ...] | None,
+    dtype: str,
+    optimizer: str,
+) -> None:
+    """Print the summary of a model under a layout."""
+    from shardspec.families.glance import glance
+    from shardspec.families.layouts import model_layouts
+
+    devices = None if mesh is None else opts.plain_mesh(mesh, ids)
+    try:
+        layouts = model_layouts(model, layout, device_mesh=devices, dtype=dtype)
+        say(str(glance(layouts, optimizer=optimizer)))
+    except LayoutError as error:
+        raise InputFileError(f"{path_text(model)}: ", *error.parts) from None
 
 
 def _paint() -> Paint:

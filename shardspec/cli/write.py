@@ -180,8 +180,8 @@ def _write(
         assert isinstance(names, ModelNames)
         chosen = Choice(**choice, drop=maps.drop)
         numbers = with_numbers(sources[0], how["dtype"], chosen, names.config)
-        recognized = names.recognised(numbers, chosen).text
-        say(f"note: {sources[0].directory}: has the names of {recognized}", err=True)
+        for note in names.notes(numbers, chosen):
+            say(f"note: {sources[0].directory}: {note}", err=True)
     with progress_bar(not as_json, title) as progress:
         report = convert(*sources, names=names, drop=maps.drop, progress=progress, **choice, **how)
     if as_json:

@@ -1,1 +1,1 @@
-"""How data moves: steps, what they cost, and who carries them out."""
+"""Data movement: steps, their cost, and the communicators that execute them."""

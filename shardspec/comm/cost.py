@@ -402,6 +402,10 @@ def cluster_of(meshes: Sequence[DeviceMesh], links: Links | None = None) -> Clus
     >>> cluster.crosses(0, 7), cluster.crosses(7, 8), cluster.per_node
     (False, True, 8)
     """
+    stated = {links if links is not None else mesh.links for mesh in meshes}
+    only = next(iter(stated), None) if len(stated) == 1 else None
+    if isinstance(only, Cluster):  # hosts may cut the axes of a mesh unevenly
+        return only
     cluster = next(iter(models_on(meshes, links).values())).cluster
     assert cluster is not None, "every model of a mesh has one"
     return cluster

@@ -57,6 +57,8 @@ class Notes:
     """The number of notes to skip, by peer: they belong to calls that have failed here."""
     _leaving: list[tuple[torch.Tensor, dist.Work]] = field(default_factory=list)
     """Notes in flight that nobody waits for."""
+    _group: dist.ProcessGroup | None = None
+    _note_bytes: int = field(default_factory=lambda: NOTE_BYTES + dist.get_world_size() // 8)
     _has_spoken: bool = False
     """Whether this rank has written to the store."""
     _given_up: str = ""
@@ -65,13 +67,15 @@ class Notes:
     @property
     def group(self) -> dist.ProcessGroup:
         """The group that carries notes; raises `CommunicatorError` if there is none."""
-        group = self.job.gloo or dist.group.WORLD
-        if group is None or "gloo" not in dist.get_backend_config(group):
-            raise CommunicatorError(
-                "this job has no gloo group for notes between its ranks; make a mesh of all ranks "
-                "first, by init_device_mesh"
-            )
-        return group
+        if self._group is None:
+            group = self.job.gloo or dist.group.WORLD
+            if group is None or "gloo" not in dist.get_backend_config(group):
+                raise CommunicatorError(
+                    "this job has no gloo group for notes between its ranks; make a mesh of all "
+                    "ranks first, by init_device_mesh"
+                )
+            self._group = group
+        return self._group
 
     @property
     def timeout_s(self) -> float:
@@ -218,10 +222,6 @@ class Notes:
         with suppress(RuntimeError):  # a rank may end after its last note
             self._await(peer)
         return Note.unpack(buffer.numpy().tobytes())
-
-    @property
-    def _note_bytes(self) -> int:
-        return NOTE_BYTES + dist.get_world_size() // 8
 
     def _speak(self, text: str, *, failed: bool = False) -> None:
         """Write to the store what other ranks quote if they wait in vain."""

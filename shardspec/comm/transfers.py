@@ -184,7 +184,7 @@ class DeviceTransfers:
 class Transfers:
     """The transfers of one step among the devices of a mesh, as plain data.
 
-    `shardspec.layout.moving` creates them from layouts, and communicators carry them out.
+    `shardspec.layout.moving` creates them from layouts, and communicators execute them.
 
     Examples
     --------

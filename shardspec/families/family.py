@@ -5,8 +5,9 @@ import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import lru_cache
+from importlib.metadata import EntryPoint, entry_points
 from importlib.resources import files
-from typing import Any, Final, Literal, NamedTuple, TypeAlias, cast
+from typing import Any, Final, Literal, NamedTuple, TypeAlias
 
 from shardspec.errors import LayoutError, SpecSyntaxError
 from shardspec.resharding.patterns import Side, form_of, placeholders
@@ -14,6 +15,8 @@ from shardspec.resharding.sizes import text_config
 from shardspec.resharding.views import parse_view
 from shardspec.text import Argument, shown
 
+_ENTRY_POINTS: Final = "shardspec.families"
+"""Entry points of other packages: each leads to the text of a family's TOML."""
 CUTS: Final = (
     *("vocab", "heads", "kv-heads", "columns", "rows", "replicated"),
     *("latent", "summed"),
@@ -68,33 +71,63 @@ class Family(NamedTuple):
     """What stands before the names of a layer's tensors, by ``hf`` and ``megatron``."""
     rows: Mapping[str, tuple[Row, ...]]
     """Of the whole ``model``, of each ``layer``, and of each layer behind the last (``mtp``)."""
-    unused: tuple[tuple[str, str], ...]
-    """Names that go nowhere, on purpose; the second is the size at which they do."""
+    unused: tuple[str, ...]
+    """Names of tensors that files may contain and that go nowhere."""
     sizes: Mapping[str, str]
+    """Sizes in words of the config, or of other sizes; also of keys that a config has as null."""
     defaults: Mapping[str, str]
-    """What holds if a whole config does not say it."""
+    """Values of transformers' class for keys that a config leaves out."""
     refused: Mapping[str, str]
     """Why there is no way to or from a place; of ``all`` of them."""
 
 
 @lru_cache(1)
-def family_names() -> tuple[str, ...]:
-    """Return the names of the families that come with shardspec.
-
-    >>> "qwen3-moe" in family_names()
-    True
-    """
+def _built_in() -> tuple[str, ...]:
     names = (file.name for file in files("shardspec.families").iterdir())
     stems = (name.removesuffix(".toml") for name in names if name.endswith(".toml"))
     return tuple(sorted(stem.replace("_", "-") for stem in stems))
 
 
+@lru_cache(1)
+def _others() -> dict[str, EntryPoint]:
+    points = {point.name: point for point in entry_points(group=_ENTRY_POINTS)}
+    return {name: points[name] for name in sorted(points.keys() - {*_built_in()})}
+
+
+def family_names() -> tuple[str, ...]:
+    """Return the names of all families: shardspec's own, then those of other packages.
+
+    >>> "qwen3-moe" in family_names()
+    True
+    """
+    return (*_built_in(), *_others())
+
+
 @lru_cache(64)
 def shipped_family(name: str) -> Family:
-    """Return a family that comes with shardspec; LayoutError if there is none of that name."""
-    if name not in family_names():
+    """Return the family of a name.
+
+    Raises
+    ------
+    LayoutError
+        If there is none of that name, or another package's cannot be loaded.
+    """
+    if name in _built_in():
+        place = files("shardspec.families") / f"{name.replace('-', '_')}.toml"
+        return read_family(place.read_text("utf-8"), name)
+    if name not in _others():
         raise LayoutError(f"there is no family {name!r}; choose among {', '.join(family_names())}")
-    text = (files("shardspec.families") / f"{name.replace('-', '_')}.toml").read_text("utf-8")
+    try:
+        text: object = _others()[name].load()
+    except Exception as error:  # importing another package may raise anything
+        text, problem = None, f"{type(error).__name__}: {error}"
+    else:
+        problem = f"it is a {type(text).__name__}, not text"
+    if not isinstance(text, str):
+        raise LayoutError(
+            f"the family {name!r} of another package cannot be loaded ({problem}); correct or "
+            "uninstall it"
+        )
     return read_family(text, name)
 
 
@@ -133,8 +166,6 @@ def read_family(text: str, name: str) -> Family:
             and not any(fnmatchcase(row.side[0], pattern) for pattern in without)
         ]
         rows[table] = (*kept, *own)
-    entries = given.get("unused", [])
-    unused = [(entry, "") if isinstance(entry, str) else tuple(entry) for entry in entries]
 
     def merged(key: str) -> dict[str, str]:
         old = getattr(base, key) if base else {}
@@ -146,7 +177,7 @@ def read_family(text: str, name: str) -> Family:
         tuple(given.get("model_types", [])),
         merged("prefix"),
         rows,
-        (*(base.unused if base else ()), *cast(list[tuple[str, str]], unused)),
+        (*(base.unused if base else ()), *given.get("unused", [])),
         sizes,
         merged("defaults"),
         refused,
@@ -178,13 +209,9 @@ class _Reader:
             kind, expected = _HEADS[key]
             if not isinstance(value, kind):
                 raise self.wrong(key, f"{key} is {expected}, not {shown(value)}")
-            if key in ("model_types", "without") and not all(isinstance(v, str) for v in value):
+            texts = key in ("model_types", "without", "unused")
+            if texts and not all(isinstance(text, str) for text in value):
                 raise self.wrong(key, f"{key} is a list of texts, not {shown(value)}")
-            for entry in value if key == "unused" else ():
-                pair = [entry, ""] if isinstance(entry, str) else entry
-                if not (isinstance(pair, list) and [type(v) for v in pair] == [str, str]):
-                    problem = f"unused has {shown(entry)}; give a name, or it and a size"
-                    raise self.wrong(key, problem)
             for place in {*value} - {"all", *PLACES} if key == "refused" else ():
                 raise self.wrong(str(place), f"{shown(place)} is no place; say megatron or fused")
 

@@ -5,23 +5,18 @@ first given one of them: the next map reports what is missing.
 """
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Final
 
 from shardspec.errors import LayoutError
-from shardspec.families.family import family_names, shipped_family
-from shardspec.families.model import Model, model_of
+from shardspec.families.model import Model
 from shardspec.resharding.name_map import NameMap
 from shardspec.resharding.patterns import Side, filled
-from shardspec.resharding.sizes import check_model_type
 from shardspec.resharding.views import parse_view
 
-FORMATS: Final = ("hf", "live", "megatron", "torch_dist", "fused")
-"""In the names of maps."""
 _MEGATRON: Final = ("megatron", "torch_dist", "sharded")
 """Layers are numbered, or stacked where they are alike, or numbered with stacked experts."""
-_NAME: Final = re.compile(f"(.+)-({'|'.join(FORMATS)})-to-({'|'.join(FORMATS)})")
 _LOCAL: Final = (
     ("self_attention.linear_qkv.layer_norm_", "input_layernorm."),
     ("mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm."),
@@ -41,81 +36,6 @@ _ENGINES: Final = (
 )
 """Names of vLLM, and those of SGLang and of older versions."""
 _LOCAL_EXPERT: Final = re.compile(r"(.*\.experts\.)local_experts\.\{e\}\.(linear_fc([12]))\.(\w+)")
-
-
-def shipped_maps() -> tuple[str, ...]:
-    """Return the names of the maps that come with shardspec.
-
-    Examples
-    --------
-    >>> "llama-hf-to-megatron" in shipped_maps()
-    True
-    """
-    return tuple(
-        f"{name}-hf-to-{place}"
-        for name in family_names()
-        for place in ("fused", "megatron")
-        if not {"all", place} & shipped_family(name).refused.keys()
-    )
-
-
-def load_map(name: str, sizes: Mapping[str, object] | None = None) -> NameMap:
-    """Return a map that comes with shardspec.
-
-    Parameters
-    ----------
-    name
-        One of `shipped_maps`.
-    sizes
-        The model's config, or numbers of it such as ``num_attention_heads``. A whole config, with
-        its ``model_type``, says exactly which tensors there are.
-
-    Raises
-    ------
-    LayoutError
-        If there is no such map, the config is of a model of another type, or the tensors of the
-        family depend on a config that is not given.
-
-    Examples
-    --------
-    >>> sizes = {"num_attention_heads": 8, "num_key_value_heads": 2, "hidden_size": 64}
-    >>> load_map("llama-hf-to-megatron", sizes).known_sizes()["head_dim"]
-    8
-    """
-    if name not in shipped_maps():
-        raise _no_map(name)
-    family, _, place = name.rpartition("-hf-to-")
-    return forth(_model(family, sizes), place)
-
-
-def map_chain(
-    name: str, sizes: Mapping[str, object] | None = None, *, reverse: bool = False
-) -> tuple[NameMap, ...]:
-    """Return the maps that lead from one format of a model to another, one after the other.
-
-    A name such as ``"llama-megatron-to-fused"`` is a map to Hugging Face's names and one from them.
-    Megatron-core's tensors may have any of their spellings where it is the source; as a target
-    layers and experts are numbered in ``megatron``. In ``torch_dist`` experts are stacked, and
-    layers where all are alike, which needs their number in `sizes`. From Hugging Face, what models
-    of transformers name otherwise than its files is taken too; ``live`` writes such names.
-
-    Raises
-    ------
-    LayoutError
-        If there is no such map, the config is of a model of another type, or the tensors of the
-        family depend on a config that is not given.
-
-    Examples
-    --------
-    >>> [len(map_chain(name)) for name in ("llama-hf-to-fused", "llama-megatron-to-fused")]
-    [1, 3]
-    """
-    match = _NAME.fullmatch(name)
-    if match is None or match[2] == match[3] or match[1] not in family_names():
-        raise _no_map(name)
-    model, *ends = match.groups()
-    source, target = reversed(ends) if reverse else ends
-    return chain_of(_model(model, sizes), source, target)
 
 
 def chain_of(
@@ -177,22 +97,19 @@ def forth(model: Model, place: str) -> NameMap:
     refuse(model, place)
     rules: list[tuple[Side, Side]] = []
     zeros: list[Side] = []
-    groups, unused = {}, _unused(model, "hf")
+    unused = _unused(model, "hf")
     for tensor in model.tensors:
         side = tensor.places[place]
         if side is None:
-            unused.append((tensor.side[:1], ""))
+            unused.append(tensor.side[:1])
             continue
         left, right = _pair(tensor.side, side)
-        pads = place == "megatron" or (place == "fused" and model.whole)
-        if pads and set(tensor.cut.values()) == {"vocab"}:
+        if place in ("megatron", "fused") and set(tensor.cut.values()) == {"vocab"}:
             view = right[1].replace("v", "padded_vocab", 1)
             right = (right[0], view, "padded_vocab[:vocab_size]")
             zeros.append((right[0], view, "padded_vocab[vocab_size:]"))
-        if tensor.group is not None:
-            groups[len(rules)] = tensor.group
         rules.append((left, right))
-    return _map(model, rules, zeros, unused, groups)
+    return _map(model, rules, zeros, unused)
 
 
 def back(model: Model, place: str) -> NameMap:
@@ -207,58 +124,36 @@ def back(model: Model, place: str) -> NameMap:
             assert side is not None, "a copy is of something that has a place"
             view = side[1].replace("v", "padded_vocab", 1)
             copies.append(((side[0], view, "padded_vocab[:vocab_size]"), tensor.side))
-    unused = [side for side, _ in _unused(model, place)]
-    return replace(
-        reverse, rules=(*reverse.rules, *copies), sizes=sizes, unused=(*reverse.unused, *unused)
-    )
-
-
-def _no_map(name: str) -> LayoutError:
-    family = (_NAME.fullmatch(name) or ("", ""))[1]
-    if family in family_names():
-        for place, why in shipped_family(family).refused.items():
-            if place == "all" or place in name:
-                return LayoutError(why)
-    return LayoutError(f"there is no map {name!r}; choose among {', '.join(shipped_maps())}")
-
-
-def _model(family: str, sizes: Mapping[str, object] | None) -> Model:
-    shipped = shipped_family(family)
-    # Whose config it is, is checked before its words are read.
-    check_model_type(sizes or {}, shipped.model_types)
-    return model_of(shipped, sizes or {})
+    unused = (*reverse.unused, *_unused(model, place))
+    return replace(reverse, rules=(*reverse.rules, *copies), sizes=sizes, unused=unused)
 
 
 def _map(
     model: Model,
     rules: list[tuple[Side, Side]],
     zeros: Iterable[Side] = (),
-    unused: Iterable[tuple[Side, str]] = (),
-    groups: Mapping[int, str] | None = None,
+    unused: Iterable[Side] = (),
 ) -> NameMap:
-    unused = list(unused)
     return NameMap(
         tuple(rules),
         model.sizes,
         tuple(zeros),
-        tuple(side for side, _ in unused),
-        groups or {},
-        {at: unless for at, (_, unless) in enumerate(unused) if unless},
-        model.family.model_types,
-        model.numbers,
+        tuple(unused),
+        model_types=model.family.model_types,
+        numbers=model.numbers,
     )
 
 
-def _unused(model: Model, place: str) -> list[tuple[Side, str]]:
-    """Return what a source may have that goes nowhere, and the size at which it does."""
-    sides: list[tuple[Side, str]] = []
+def _unused(model: Model, place: str) -> list[Side]:
+    """Return the tensors that a source may have and that go nowhere."""
+    sides: list[Side] = []
     if place == "hf":
-        sides = [((name,), unless) for name, unless in model.family.unused]
+        sides = [(name,) for name in model.family.unused]
     elif place == "megatron":
-        sides = [(("rotary_pos_emb.inv_freq",), "")]
+        sides = [("rotary_pos_emb.inv_freq",)]
     for tensor in model.copies:
         side = tensor.side if place == "hf" else tensor.places[place]
-        sides += [] if side is None else [(side[:1], "")]
+        sides += [] if side is None else [side[:1]]
     return sides
 
 
@@ -280,13 +175,11 @@ def _pair(own: Side, other: Side) -> tuple[Side, Side]:
 def _same(model: Model, place: str) -> NameMap:
     """Return the map that changes nothing, and checks that every tensor exists."""
     if place == "hf":
-        sides = [(tensor.side[:2], tensor.group) for tensor in model.tensors]
+        sides = [tensor.side[:2] for tensor in model.tensors]
     else:
         to_place = forth(model, place)
-        sides = [(side, None) for side in dict.fromkeys(right[:1] for _, right in to_place.rules)]
-    groups = {at: group for at, (_, group) in enumerate(sides) if group is not None}
-    rules = [(side, side) for side, _ in sides]
-    return _map(model, rules, unused=_unused(model, place), groups=groups)
+        sides = [*dict.fromkeys(right[:1] for _, right in to_place.rules)]
+    return _map(model, [(side, side) for side in sides], unused=_unused(model, place))
 
 
 def _from_spellings(model: Model, source: str) -> NameMap | None:
@@ -318,10 +211,10 @@ def _from_spellings(model: Model, source: str) -> NameMap | None:
     if all(left == right for left, right in rules):
         return None
     to_own = _map(model, rules, unused=_unused(model, place) if place == "hf" else ())
-    by_itself = {at: left[0] for at, (left, _) in enumerate(rules)}
-    copies = () if place == "hf" else [(side, side) for side, _ in _unused(model, place)]
-    by_itself |= {len(rules) + at: side[0] for at, (side, _) in enumerate(copies)}
-    return replace(to_own, rules=(*rules, *copies), optional=by_itself)
+    copies = () if place == "hf" else [(side, side) for side in _unused(model, place)]
+    every = (*rules, *copies)
+    by_itself = {at: left[0] for at, (left, _) in enumerate(every)}
+    return replace(to_own, rules=every, optional=by_itself)
 
 
 def _is_spelled(map_: NameMap, names: Iterable[str]) -> bool:
@@ -336,20 +229,12 @@ def _is_spelled(map_: NameMap, names: Iterable[str]) -> bool:
 
 def _placed(model: Model, *, stacked: bool) -> NameMap:
     """Return the map from numbered tensors of a model of Megatron-core to where they are saved."""
-    groups: dict[str, str | None] = {}
-    for tensor in model.tensors:
-        side = tensor.places["megatron"]
-        if side is not None:
-            groups[side[0]] = tensor.group
     rules: list[tuple[Side, Side]] = []
-    optional: dict[int, str] = {}
     for own, others in _tensors(model):
-        if (group := groups[own[0]]) is not None:
-            optional[len(rules)] = group
         side, plain = others[0] if stacked else (own, own)
         rules.append((plain, side))
     sizes = {"l": model.sizes["{i}"], "e": model.sizes.get("{e}", 1)}
-    map_ = _map(model, rules, unused=_unused(model, "megatron"), groups=optional)
+    map_ = _map(model, rules, unused=_unused(model, "megatron"))
     return replace(map_, sizes={**model.sizes, **sizes})
 
 

@@ -25,20 +25,16 @@ class Tensor(NamedTuple):
     """In the files of transformers, but for what a family reads from ``file``."""
     places: Mapping[str, Side | None]
     cut: Mapping[str, str]
-    group: str | None = None
-    """The size that decides whether it exists, where that size is not known."""
     copy_of: str = ""
     """The name of the tensor that it repeats."""
 
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """The tensors of a model, as far as its sizes are known."""
+    """The tensors of a model."""
 
     family: Family
     sizes: Mapping[str, int | str]
-    whole: bool
-    """Whether the sizes are a whole config, which says exactly which tensors exist."""
     tensors: tuple[Tensor, ...]
     copies: tuple[Tensor, ...]
     """Tied heads: a checkpoint may have them too, as copies."""
@@ -71,7 +67,7 @@ class Model:
             yield dict(zip(names, numbers, strict=True))
 
     def shapes(self) -> dict[str, Shape]:
-        """Return the names and shapes of all tensors, given a whole config.
+        """Return the names and shapes of all tensors.
 
         >>> from shardspec.families.family import shipped_family
         >>> sizes = {"hidden_size": 8, "num_attention_heads": 2, "intermediate_size": 12}
@@ -91,25 +87,28 @@ class Model:
         return shapes
 
 
-def model_of(family: Family, sizes: Mapping[str, object]) -> Model:
-    """Return the tensors of a model, given its whole config or some numbers of it.
+def model_of(family: Family, config: Mapping[str, object]) -> Model:
+    """Return the tensors of a model by its config.
+
+    Keys that the config leaves out have the defaults of transformers' class.
 
     Raises
     ------
     LayoutError
-        If the family is refused, the config is of another, or says too little.
+        If the family is refused, or a size is missing.
     """
     if "all" in family.refused:
         raise LayoutError(family.refused["all"])
-    stated = config_sizes(sizes)
-    every: dict[str, int | str] = {**family.sizes, **family.defaults, **stated}
+    absent = family.defaults.keys() - text_config(config).keys()
+    defaults = {name: family.defaults[name] for name in absent}
+    every: dict[str, int | str] = {**family.sizes, **defaults, **config_sizes(config)}
     known = known_sizes(every)
     count = known.get("{i}")
-    if count is None or text_config(sizes).get("model_type") is None:
-        return _partly(family, {**family.sizes, **stated})
+    if count is None:
+        raise _unsaid(family, unknown_root("{i}", every))
     if not 0 < count < 10**6:
         raise LayoutError(f"the config says that there are {count} layers; correct it")
-    sparse = moe_layers({**known, **sizes}, count)
+    sparse = moe_layers({**known, **text_config(config)}, count)
     kinds = {
         "": range(count),
         "moe": sparse,
@@ -149,29 +148,15 @@ def model_of(family: Family, sizes: Mapping[str, object]) -> Model:
         for rows, before in both:
             existing = (row for row in rows if _exists(family, row, known, every))
             tensors += [_tensor(row, before) for row in existing]
-    numbers: dict[str, Sequence[int]] = {**mixed, **({"i": range(count)} if further else {})}
-    return Model(family, every, True, tuple(tensors), tuple(copies), numbers)
-
-
-def _partly(family: Family, sizes: Mapping[str, int | str]) -> Model:
-    """Return a model whose sizes do not say exactly which tensors it has."""
-    rows = [(table, row) for table in ("model", "layer") for row in family.rows[table]]
-    names = [row.side[0] for _, row in rows]
-    depends = any(row.layers or len(row.when) > 1 or "not " in str(row.when) for _, row in rows)
-    if depends or len(set(names)) < len(names):
+    factors = {factor for own in tensors for dim in parse_view(own.side[1]) for factor in dim}
+    if "q" in factors and known.get("q") == 0:
+        heads, groups = (known[f"num_{kind}_heads"] for kind in ("attention", "key_value"))
         raise LayoutError(
-            f"which tensors a model of the family {family.name!r} has depends on its config; give "
-            "all of its config.json"
+            f"the config has {heads} attention heads and {groups} key-value heads; give "
+            "num_key_value_heads in it"
         )
-    none = dict.fromkeys(("hf", "megatron", "fused"), "")
-    prefix = {"": none, "layer": {**family.prefix, "fused": family.prefix["hf"]}}
-    tensors = tuple(
-        _tensor(row, prefix["layer" if table == "layer" else ""])._replace(
-            group=row.when[0] if row.when else None
-        )
-        for table, row in rows
-    )
-    return Model(family, sizes, False, tensors, (), {})
+    numbers: dict[str, Sequence[int]] = {**mixed, **({"i": range(count)} if further else {})}
+    return Model(family, every, tuple(tensors), tuple(copies), numbers)
 
 
 def _tensor(row: Row, prefix: Mapping[str, str], layer: str = "{i}") -> Tensor:
@@ -182,7 +167,7 @@ def _tensor(row: Row, prefix: Mapping[str, str], layer: str = "{i}") -> Tensor:
         place: None if side is None else placed(side, prefix.get(place, prefix["hf"]))
         for place, side in row.places.items()
     }
-    return Tensor(placed(row.side, prefix["hf"]), places, row.cut, None, row.copy_of)
+    return Tensor(placed(row.side, prefix["hf"]), places, row.cut, row.copy_of)
 
 
 def _exists(

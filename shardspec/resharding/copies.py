@@ -10,7 +10,8 @@ from math import prod
 from typing import Final
 
 from shardspec.boxes import Box
-from shardspec.comm.cost import CostModel
+from shardspec.comm.cluster import Cluster
+from shardspec.comm.cost import Links, cluster_of
 from shardspec.dtypes import item_bytes
 from shardspec.errors import LayoutError
 from shardspec.layout.layout import Layout
@@ -18,15 +19,13 @@ from shardspec.layout.spec import ShardingSpec
 from shardspec.mesh.device_mesh import DeviceMesh
 from shardspec.resharding.stages import (
     MAX_PEERS,
-    Hosts,
     MoveKind,
     PlanStage,
     Schedule,
     StateCopy,
     copies_of_kinds,
-    crossing_once,
-    hosts_of,
     schedule_of,
+    staged,
 )
 from shardspec.resharding.views import View
 from shardspec.text import bytes_text, counted, seconds_text, table_text
@@ -106,12 +105,14 @@ class StateCopies:
     """Tensors of the source that are left behind."""
     quantized: tuple[str, ...] = ()
     """Tensors of the target that become codes and scales where they arrive."""
+    links: Links | None = None
+    """Links of the cluster; None for those of the meshes, or an assumed preset."""
 
     @cached_property
     def digest(self) -> str:
         """What is equal on ranks whose plans are; hexadecimal."""
         names = self.values, self.padded, self.dropped, *self.quantized
-        digest = hashlib.sha256(repr((self.max_bytes, *names)).encode())
+        digest = hashlib.sha256(repr((self.max_bytes, *names, self.links)).encode())
         texts = {layout: repr(_facts(layout)) for layout in self._layouts}
         for move in self.moves:
             ends = texts[move.source], texts[move.target]
@@ -142,9 +143,14 @@ class StateCopies:
         return {layout for key in self.kinds for layout in key[:2]}
 
     @cached_property
-    def hosts(self) -> Hosts | None:
-        """Which devices share a host, where the links of the meshes tell them apart."""
-        return None if self.files else hosts_of(self.meshes)
+    def cluster(self) -> Cluster:
+        """Links of the meshes, and the devices that share a host."""
+        return cluster_of(sorted(self.meshes, key=lambda mesh: (mesh.ids, mesh.shape)), self.links)
+
+    @cached_property
+    def num_hosts(self) -> int:
+        """Number of hosts of the devices; 1 where a checkpoint is read."""
+        return 1 if self.files else len(set(map(self.cluster.host, self.devices)))
 
     @cached_property
     def _copies(self) -> tuple[list[StateCopy], list[StateCopy]]:
@@ -161,15 +167,22 @@ class StateCopies:
 
     @cached_property
     def stages(self) -> tuple[PlanStage, ...]:
-        """What is copied at once: all; or first to each host what it lacks, then inside of it."""
+        """One stage; or up to three, in which each byte enters a host once and is passed on.
+
+        Those that take least time by the prices.
+        """
         lacking = self._copies[1]
         direct = (PlanStage(lacking),)
-        if self.hosts is None:
+        if self.num_hosts == 1 or not lacking:
             return direct
-        # What is handed on inside lies in the result by then.
+        # What is passed on is in the target by then.
         widths = [item_bytes(move.target.dtype) for move in self.moves]
-        once = crossing_once(lacking, self.hosts.number, widths.__getitem__)
-        return min(once if once[1].traffic else once[:1], direct, key=self._seconds)
+        ways = [(True, True), (False, True), (True, False), (False, False)]
+        once = [
+            staged(lacking, self.cluster, widths.__getitem__, relays=relays, by_host=by_host)
+            for relays, by_host in ways
+        ]
+        return min(*once, direct, key=self._seconds)
 
     @cached_property
     def _schedules(self) -> dict[int, Schedule]:
@@ -209,10 +222,10 @@ class StateCopies:
 
     @property
     def bytes_between_hosts(self) -> int | None:
-        """Bytes that go from one host to another, where the meshes tell which these are."""
-        if self.hosts is None:
+        """Bytes that go from one host to another; None where one host has all devices."""
+        if self.num_hosts == 1:
             return None
-        return sum(size for pair, size in self.traffic.items() if self.hosts.crosses(*pair))
+        return sum(size for pair, size in self.traffic.items() if self.cluster.crosses(*pair))
 
     @cached_property
     def bucket_bytes(self) -> int:
@@ -251,22 +264,18 @@ class StateCopies:
         """Modelled seconds: those of the device that sends or receives longest.
 
         After the time to start each stage, every message costs the latency, and every byte the
-        transfer cost, of the slowest axis of the meshes, or of the slowest that join devices of a
-        host; see `CostModel`.
+        transfer cost, of the link inside a host or of the one between hosts.
         """
         return self._seconds(self.stages)
 
     def _seconds(self, stages: Sequence[PlanStage]) -> float:
-        models = set(map(CostModel.of_mesh, self.meshes))
         stages = [stage for stage in stages if stage.traffic]
-        if not models or not stages:
+        if not self.meshes or not stages:
             return 0.0
-        slowest = [model.slowest(range(len(model.links))) for model in models if model.links]
-        latency = max((alpha for alpha, _ in slowest), default=0.0)
-        per_byte = max((beta for _, beta in slowest), default=0.0)
-        start = max(model.start_s for model in models)
-        link = (lambda _a, _b: (latency, per_byte)) if self.hosts is None else self.hosts.link
-        return sum(start + stage.seconds(link, self.files) for stage in stages)
+        cluster = self.cluster
+        one = cluster.far if len(set(map(cluster.host, self.devices))) > 1 else cluster.near
+        link = (lambda _a, _b: one) if self.files else cluster.link
+        return sum(cluster.start_s + stage.seconds(link, self.files) for stage in stages)
 
     @property
     def meshes(self) -> set[DeviceMesh]:
@@ -329,10 +338,11 @@ class StateCopies:
             f"{counted(len(self.traffic), 'pair')} of devices, "
             f"peak {bytes_text(self.peak_bytes)}, {seconds_text(self.cost_seconds)}"
         )
-        if self.hosts is not None and (between := self.bytes_between_hosts):
-            hosts = counted(len(set(self.hosts.number.values())), "host")
+        if between := self.bytes_between_hosts:
             once = " (each byte once to a host)" if len(self.stages) > 1 else ""
-            lines.append(f"between {hosts} {bytes_text(between)}{once}")
+            over = f" over {self.cluster.between.name}" if self.cluster.between else ""
+            hosts = counted(self.num_hosts, "host")
+            lines.append(f"between {hosts} {bytes_text(between)}{once}{over}")
         return "\n".join(lines)
 
 

@@ -259,7 +259,7 @@ def check_equal(pair: tuple[str, str] | None) -> None:
     """Raise LayoutError for a pair of names of `out` that are one tensor, but get two."""
     if pair is not None:
         raise LayoutError(
-            f"out[{pair[0]!r}] and out[{pair[1]!r}] are one tensor, but differ in the source; give "
+            f"out[{pair[0]!r}] and out[{pair[1]!r}] share memory, but differ in the source; give "
             "each a tensor of its own"
         )
 

@@ -38,6 +38,7 @@ make a group of each number, as ``"moe {i}"`` for layers that may lack experts.
 """
 
 import re
+from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -377,6 +378,40 @@ class NameMap:
                 "them"
             )
         return in_words_of_config(error.problem, self.sizes)
+
+
+class Naming(ABC):
+    """Chooses the name maps for a source by the names and shapes in it; see `model_names`."""
+
+    __slots__ = ()
+
+    @abstractmethod
+    def maps(
+        self,
+        source: Mapping[str, Shape],
+        where: object = "the state dict",
+        behind: Collection[str] = (),
+    ) -> tuple[NameMap, ...]:
+        """Return the maps to apply one after the other.
+
+        Parameters
+        ----------
+        source
+            Name to global shape of the tensors to map.
+        where
+            The source, for errors.
+        behind
+            Names of tensors that the source has too, and that stay behind.
+
+        Raises
+        ------
+        CheckpointError
+            If the tensors are not those that the maps are for.
+        """
+
+
+Names: TypeAlias = NameMap | Mapping[str, str] | Naming
+"""A name map, new names by old ones, or `model_names`; other names are kept."""
 
 
 def _bounded(count: int) -> None:

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, overload
 
+from shardspec.comm.cost import Links
 from shardspec.dtypes import dtype_name, is_cast, is_floating, keeps_dtype
 from shardspec.errors import LayoutError
 from shardspec.layout.layout import Layout
@@ -209,6 +210,7 @@ def plan_state(
     max_bytes: int | None,
     drop: str | Sequence[str] = (),
     dropped: Mapping[str, Shape] | None = None,
+    links: Links | None = None,
 ) -> ReshardPlan:
     """Plan how a state dict, or layouts by name, become others; see `plan_reshard`.
 
@@ -245,8 +247,7 @@ def plan_state(
         ]
     else:
         raise LayoutError(
-            f"names= is a {type(names).__name__}; give one NameMap, as load_map makes, or a dict "
-            "of new names"
+            f"names= is a {type(names).__name__}; give a NameMap or a dict of new names"
         )
     # All ranks have the same plan, in whatever order they list names.
     moves.sort(key=lambda move: (move.target_name, move.source_name))
@@ -255,8 +256,9 @@ def plan_state(
     bound = bound_of_bytes(max_bytes)
     limit = MAX_BYTES if bound is None else bound
     plan = ReshardPlan(
-        tuple(moves), limit, tuple(values), tuple(sorted(padded)), tuple(left_behind)
+        tuple(moves), limit, tuple(values), tuple(sorted(padded)), tuple(left_behind), links=links
     )
+    _ = plan.cluster  # raises where links do not fit the meshes
     for places in plan.kinds.values():
         check_move(plan.moves[places[0]])
     if bound is not None:

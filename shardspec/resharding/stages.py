@@ -1,22 +1,20 @@
-"""Who sends which bytes to whom when many tensors change their layouts, and in which messages.
+"""Routes of a reshard plan: senders, receivers, stages and messages.
 
-Which replica sends a box is decided for all tensors together. Where some devices share a host,
-copies may come in two stages, so that bytes cross between hosts once and are passed on inside.
-Meshes tell hosts by their links: an axis that is faster than the slowest one joins devices of a
-host.
+The sender of a box that has replicas is chosen for all tensors together. Between hosts, copies may
+come in up to three stages, so that bytes enter a host once and are passed on, between hosts and
+inside them.
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from functools import cached_property, lru_cache
 from typing import Final, NamedTuple, TypeAlias
 
 from shardspec.boxes import Box, box_shape, box_size, chunks
+from shardspec.comm.cluster import Cluster
 from shardspec.comm.senders import Holders, Senders, find_copies, overlaps
 from shardspec.comm.transfers import Message, Piece, message_bytes
 from shardspec.layout.layout import Layout, LayoutCell, cells_of
-from shardspec.mesh.device_mesh import DeviceMesh
 from shardspec.resharding.views import TensorView, View, identity_view
 
 MAX_PEERS: Final = 32
@@ -167,83 +165,142 @@ class PlanStage:
         return self._streams[device]
 
 
-@dataclass(frozen=True, slots=True)
-class Hosts:
-    """Devices by host, and what messages cost inside one and between two."""
+class _Far(NamedTuple):
+    """One box that some hosts lack."""
 
-    number: Mapping[int, int]
-    """Device to the host that it is of."""
-    inside: tuple[float, float]
-    """Seconds a message, and seconds a byte."""
-    between: tuple[float, float]
-
-    def crosses(self, sender: int, receiver: int) -> bool:
-        """Whether a message leaves its host."""
-        return self.number.get(sender) != self.number.get(receiver)
-
-    def link(self, sender: int, receiver: int) -> tuple[float, float]:
-        """Return what a message costs, and a byte of it."""
-        return self.between if self.crosses(sender, receiver) else self.inside
+    copy: StateCopy
+    """The copy to one of its receivers."""
+    receivers: dict[int, Holders]
+    """The devices that need the box, by host."""
+    center: int | None = None
+    """The host that gets the box first and passes it on; None if the source sends it to each."""
 
 
-def hosts_of(meshes: Iterable[DeviceMesh]) -> Hosts | None:
-    """Return which devices are joined by faster links than the slowest; None if all or none are."""
-    meshes = list(meshes)
-    links = [
-        (alpha, beta, mesh, axis)
-        for mesh in meshes
-        if mesh.link_model == "ring"
-        for axis, (alpha, beta) in enumerate(
-            zip(mesh.mesh_alpha or (), mesh.mesh_beta or (), strict=True)
-        )
-        if mesh.shape[axis] > 1
-    ]
-    slowest = max((beta for _, beta, _, _ in links), default=0.0)
-    fast = [link for link in links if link[1] < slowest]
-    number = {device: device for mesh in meshes for device in mesh.ids}
-    for _, _, mesh, axis in fast:
-        for group in {mesh.group(device, [axis]) for device in mesh.ids}:
-            met = {number[device] for device in group}
-            number = {device: min(met) if of in met else of for device, of in number.items()}
-    names = {old: new for new, old in enumerate(sorted(set(number.values())))}
-    if not fast or len(names) == 1:
-        return None
-    return Hosts(
-        {device: names[number[device]] for device in sorted(number)},
-        inside=(max(link[0] for link in fast), max(link[1] for link in fast)),
-        between=(max(link[0] for link in links), slowest),
-    )
+def staged(
+    copies: Iterable[StateCopy],
+    cluster: Cluster,
+    width_of: Callable[[int], int],
+    *,
+    relays: bool,
+    by_host: bool,
+) -> tuple[PlanStage, ...]:
+    """Return the same copies in stages, so that each byte enters a host once.
 
-
-def crossing_once(
-    copies: Iterable[StateCopy], host: Mapping[int, int], width_of: Callable[[int], int]
-) -> tuple[PlanStage, PlanStage]:
-    """Return the same copies in two stages, so that no byte goes to a host twice.
-
-    What a host has already its own devices send. What several of its devices want from elsewhere is
-    divided among them in the first stage, so that the busiest of them gets least, and in the second
-    each hands its part to the rest; `width_of` says how wide elements of a tensor are by then.
+    A host whose own devices have a box copies it inside. What several devices of a host need from
+    elsewhere is divided among them, and each passes its part on inside. With `relays`, what several
+    hosts need leaves the source once: every host gets a part of it first, and passes this on to the
+    others, so that hosts share the sending evenly. With `by_host` the busiest host sends least,
+    else the busiest device. `width_of` returns the bytes of an element of a tensor in the target.
     """
-    wanted: dict[tuple[int, Box, int], list[StateCopy]] = {}
+    needed: dict[tuple[int, Box], list[StateCopy]] = {}
     for copy in copies:
-        wanted.setdefault((copy.places[0], copy.box, host[copy.receiver]), []).append(copy)
+        needed.setdefault((copy.places[0], copy.box), []).append(copy)
     near: list[StateCopy] = []
-    far: list[tuple[StateCopy, Holders]] = []
-    for (_, _, number), same in wanted.items():
-        inside_holders = tuple(holder for holder in same[0].holders if host[holder] == number)
-        near += [copy._replace(holders=inside_holders) for copy in same if inside_holders]
-        if not inside_holders:
-            far.append((same[0], tuple(copy.receiver for copy in same)))
-    relays = Senders([(ids, copy.num_bytes) for copy, ids in far])
+    far: list[_Far] = []
+    for same in needed.values():
+        holders = cluster.by_host(same[0].holders)
+        receivers: dict[int, Holders] = {}
+        for copy in same:
+            host = cluster.host(copy.receiver)
+            if host in holders:
+                near.append(copy._replace(holders=holders[host]))
+            else:
+                receivers[host] = (*receivers.get(host, ()), copy.receiver)
+        if receivers:
+            far.append(_Far(same[0], receivers))
+    if relays:
+        far = list(_with_centers(far, cluster))
     across: list[StateCopy] = []
-    inside: list[StateCopy] = []
-    for (copy, receivers), start in zip(far, relays.starts, strict=True):
-        for (relay, box), places in _divided(relays, copy, receivers, start).items():
-            across.append(copy._replace(places=places, box=box, receiver=relay))
-            width = width_of(places[0])
-            others = (device for device in receivers if device != relay)
-            inside += [StateCopy(places, box, (relay,), other, width) for other in others]
-    return PlanStage(across, near), PlanStage(inside)
+    passed: list[StateCopy] = []
+    inside: tuple[list[StateCopy], list[StateCopy]] = [], []
+    if by_host:
+        far = list(_from_one_host(far, cluster))
+    # Parts go to one device of each host; `late` ones come from the host that got them first.
+    first = [(f.copy, f.receivers[f.center]) for f in far if f.center is not None]
+    first += [(f.copy, ids) for f in far if f.center is None for ids in f.receivers.values()]
+    centers = [f for f in far if f.center is not None]
+    late: list[tuple[StateCopy, Holders]] = []
+    for number, parts in enumerate(_shared(first)):
+        for part, relay in parts:
+            across.append(part._replace(receiver=relay))
+            after = part._replace(holders=(relay,), item_bytes=width_of(part.places[0]))
+            inside[0].extend(_to_others(after, first[number][1]))
+            if number < len(centers):
+                receivers, center = centers[number].receivers, centers[number].center
+                late += [(after, ids) for host, ids in receivers.items() if host != center]
+    for (_, ids), parts in zip(late, _shared(late), strict=True):
+        for part, relay in parts:
+            passed.append(part._replace(receiver=relay))
+            inside[1].extend(_to_others(part._replace(holders=(relay,)), ids))
+    stages = PlanStage(across, near), PlanStage(passed, inside[0]), PlanStage(inside[1])
+    return tuple(stage for stage in stages if any(stage.groups))
+
+
+def _to_others(copy: StateCopy, receivers: Holders) -> list[StateCopy]:
+    return [copy._replace(receiver=other) for other in receivers if other != copy.holders[0]]
+
+
+def _shared(
+    items: Sequence[tuple[StateCopy, Holders]], given: Iterable[tuple[Holders, int]] = ()
+) -> Iterator[list[tuple[StateCopy, int]]]:
+    """Yield the parts of each copy, each with one of some numbers, evenly spread over all copies.
+
+    `given` are demands of the same numbers that count too.
+    """
+    fixed = list(given)
+    senders = Senders([*fixed, *((numbers, copy.num_bytes) for copy, numbers in items)])
+    for (copy, numbers), start in zip(items, senders.starts[len(fixed) :], strict=True):
+        shares = _divided(senders, copy, numbers, start)
+        yield [(copy._replace(places=places, box=box), at) for (at, box), places in shares.items()]
+
+
+def _with_centers(far: Iterable[_Far], cluster: Cluster) -> Iterator[_Far]:
+    """Yield parts of boxes that several hosts need, each with the host that passes it on.
+
+    A box that goes to n hosts is sent n times: once by a host that has it, and n - 1 times by any.
+    """
+    several = [item for item in far if len(item.receivers) > 1]
+    once = [item for item in far if len(item.receivers) == 1]
+    yield from once
+    sources = [tuple(sorted(cluster.by_host(item.copy.holders))) for item in (*several, *once)]
+    sizes = [item.copy.num_bytes for item in (*several, *once)]
+    demands = list(zip(sources, sizes, strict=True))
+    # The items are as long as what is sent again, so that shares of one are shares of the other.
+    again = [
+        (
+            item.copy._replace(item_bytes=item.copy.item_bytes * (len(item.receivers) - 1)),
+            (*hosts, *sorted(item.receivers)),
+        )
+        for hosts, item in zip(sources, several, strict=False)
+    ]
+    for item, hosts, parts in zip(several, sources, _shared(again, demands), strict=False):
+        for part, host in parts:
+            copy = part._replace(item_bytes=item.copy.item_bytes)
+            if host in hosts:
+                holders = cluster.by_host(copy.holders)[host]
+                yield _Far(copy._replace(holders=holders), item.receivers)
+            else:
+                yield _Far(copy, item.receivers, host)
+
+
+def _from_one_host(far: Sequence[_Far], cluster: Cluster) -> Iterator[_Far]:
+    """Yield parts of boxes, each of which one host sends; the busiest host sends least."""
+    items = [(item.copy, tuple(sorted(cluster.by_host(item.copy.holders)))) for item in far]
+    times = [1 if item.center is not None else len(item.receivers) for item in far]
+    relayed = [
+        ((item.center,), item.copy.num_bytes * (len(item.receivers) - 1))
+        for item in far
+        if item.center is not None
+    ]
+    weighted = [
+        (copy._replace(item_bytes=copy.item_bytes * count), hosts)
+        for (copy, hosts), count in zip(items, times, strict=True)
+    ]
+    for item, parts in zip(far, _shared(weighted, relayed), strict=True):
+        for part, host in parts:
+            holders = cluster.by_host(item.copy.holders)[host]
+            copy = part._replace(item_bytes=item.copy.item_bytes, holders=holders)
+            yield item._replace(copy=copy)
 
 
 Turn: TypeAlias = tuple[int, int, int]

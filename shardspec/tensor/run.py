@@ -1,4 +1,4 @@
-"""Carries out plans: every step by the communicator of its mesh, and the gradient of each.
+"""Executes plans: every step by the communicator of its mesh, and the gradient of each.
 
 Gradients follow the convention of `torch.distributed.tensor`; see `shardspec.tensor.dtensor`.
 """
@@ -20,9 +20,9 @@ from shardspec.errors import LayoutError
 from shardspec.layout.cross import common_mesh, exchange_to
 from shardspec.layout.layout import Layout, LayoutCell, cells_of
 from shardspec.layout.moving import transfers_of
-from shardspec.layout.plan import ConversionPlan
+from shardspec.layout.plan import ConversionPlan, step_text
 from shardspec.mesh.device_mesh import DeviceMesh
-from shardspec.tracing import StepRecord, log_from_environment, observers
+from shardspec.tracing import StepRecord, is_recording, log_from_environment, record_step
 
 log_from_environment()
 
@@ -34,13 +34,13 @@ def run_conversion(
     *,
     back: bool = False,
 ) -> dict[int, torch.Tensor]:
-    """Carry out the steps of a plan on this process's shards; return the shards of the target.
+    """Execute the steps of a plan on this process's shards; return the shards of the target.
 
     The communicator is that of the source's mesh. With `back`, convert gradients of the target to
     those of the source: the steps are undone in reverse order, and reductions must be sums or
     means.
     """
-    shards, numbers, observing = dict(shards), range(len(plan.steps)), observers()
+    shards, numbers = dict(shards), range(len(plan.steps))
     note = "backward" if back else "forward"
     with (
         telling(communicator, plan.source.mesh, plan.target.mesh),
@@ -57,20 +57,19 @@ def run_conversion(
                     step = replace(step, apart=exchange.apart, per_node=exchange.per_node)
             started = time.perf_counter()
             if step is not None:
-                shards = run_step(step, communicator, shards, before, after, device)
+                with torch.profiler.record_function(f"shardspec: {step_text(step)}"):
+                    shards = run_step(step, communicator, shards, before, after, device)
             if back and isinstance(planned, ReduceScatter | AllReduce) and planned.op == "avg":
                 addends = prod(before.mesh.shape[axis] for axis in planned.axes)
                 shards = {device_id: grad / addends for device_id, grad in shards.items()}
-            if step is not None and observing:
+            if step is not None and is_recording():
                 for shard in shards.values():
                     if shard.is_cuda:
                         torch.cuda.synchronize(shard.device)
                 passed = time.perf_counter() - started
                 ranks = communicator.on(common_mesh(before.mesh, after.mesh)).addressable
                 model = plan.model_between(before, after)
-                record = StepRecord(step, before, after, ranks, started, passed, model, back)
-                for observe in observing:
-                    observe(record)
+                record_step(StepRecord(step, before, after, ranks, passed, model, back))
     return shards
 
 
@@ -125,7 +124,7 @@ def run_step(
     after: Layout,
     device: str,
 ) -> dict[int, torch.Tensor]:
-    """Carry out one step, possibly between two meshes, cell by cell if a spec has parts."""
+    """Execute one step, possibly between two meshes, cell by cell if a spec has parts."""
     plain, local = before.spec.is_plain and after.spec.is_plain, communicator.on(after.mesh)
     if plain and before.mesh == after.mesh:
         return local.run(transfers_of(step, before, after), shards)

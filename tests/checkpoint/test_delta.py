@@ -26,7 +26,7 @@ from shardspec.checkpoint.deltas.apply import with_deltas
 from shardspec.checkpoint.open import open_checkpoint
 from shardspec.checkpoint.storage.reading import OpenFiles
 from shardspec.cli.main import cli
-from shardspec.errors import CheckpointError, OutputExistsError
+from shardspec.errors import CheckpointError, LayoutError, OutputExistsError
 
 INDEX = "model.safetensors.index.json"
 MESH = DeviceMesh(range(4), (2, 2))
@@ -124,6 +124,23 @@ def test_files_are_laid_out_as_others_read_them(place):
             plain
             == np.array([len(at)], "<u4").tobytes() + at.astype("<u4").tobytes() + new[at].tobytes()
         )
+
+
+def test_deltas_of_tensors_in_memory_are_those_of_checkpoints(place, tmp_path):
+    """Plain tensors, and DTensors of which this process has all shards."""
+    new = state(2)
+    new["a"] = DTensor(new["a"], MESH, "[S1,S0]")
+    new["large"] = DTensor(new["large"], MESH, "[R,S01]")
+    new["b"] = new["b"].transpose(0, 2).contiguous().transpose(0, 2)
+    delta(state(1), new, tmp_path / "live", version=2)
+    for file in (place / "xor-xxh3-128-2").iterdir():
+        assert (tmp_path / "live" / file.name).read_bytes() == file.read_bytes()
+    delta(place / "v1", new, tmp_path / "mixed", version=2)
+    assert (tmp_path / "mixed" / INDEX).read_bytes() == (tmp_path / "live" / INDEX).read_bytes()
+    pending = DTensor.from_local(dict.fromkeys(MESH.ids, torch.ones(9)), MESH, "[R|P0]")
+    with pytest.raises(LayoutError, match="pending"):
+        delta(state(1), {**new, "n": pending}, tmp_path / "no", version=2)
+    assert not (tmp_path / "no").exists()
 
 
 def test_where_nothing_changed_there_is_no_file(place, tmp_path):

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from click.testing import CliRunner
+from safetensors.numpy import save_file as save_arrays
 from safetensors.torch import load_file, save_file
 
 from shardspec import (
@@ -15,7 +16,6 @@ from shardspec import (
     DTensor,
     Layout,
     NameMap,
-    load_map,
     load_sharded,
     merge,
     reshard,
@@ -24,7 +24,8 @@ from shardspec import (
 from shardspec.checkpoint.open import open_checkpoint
 from shardspec.cli.main import cli
 from shardspec.errors import CheckpointError, LayoutError
-from tests.resharding.test_shipped import CASES, LAYERS, SIZES, V
+from tests.families.maps import load_map
+from tests.resharding.test_shipped import CASES, V, sizes_of
 
 SQUARE, THREE = DeviceMesh([4, 1, 0, 2], (2, 2)), DeviceMesh([1, 3, 2], (3,))
 
@@ -41,7 +42,7 @@ def spec_of(shape: tuple[int, ...], place: int) -> str:
 def test_every_shipped_map_on_disk(tmp_path, name):
     state, convert = CASES[name]
     vocab = V + 3 * name.endswith("megatron")
-    map_ = load_map(name, {**SIZES, "padded_vocab": vocab})
+    map_ = load_map(name, {**sizes_of(name), "padded_vocab": vocab})
     wanted = convert(state, vocab)
     cut = {
         n: DTensor(torch.tensor(array), SQUARE, spec_of(array.shape, at))
@@ -72,25 +73,31 @@ def test_every_shipped_map_on_disk(tmp_path, name):
 
 
 @pytest.mark.parametrize("model", ["llama", "qwen2", "mixtral", "gpt2", "gpt-neox"])
-def test_from_megatron_to_the_serving_form(tmp_path, model):
-    """Two maps one after the other, by the command too; a padded vocabulary is cut off."""
+def test_by_the_config_alone_from_everywhere_to_everywhere(tmp_path, model):
+    """GPT-2 has the same names in files and in engines, where its matrices are transposed."""
     state, to_megatron = CASES[f"{model}-hf-to-megatron"]
-    wanted = CASES[f"{model}-hf-to-fused"][1](state, V)
-    sizes = {**SIZES, "padded_vocab": V + 2}
-    trained = {n: torch.tensor(array) for n, array in to_megatron(state, V + 2).items()}
-    save_file({n: tensor.contiguous() for n, tensor in trained.items()}, tmp_path / "a.safetensors")
-    merge(
-        tmp_path / "a.safetensors",
-        tmp_path / "b.safetensors",
-        names=[
-            load_map(f"{model}-hf-to-megatron", sizes).reversed(),
-            load_map(f"{model}-hf-to-fused", sizes),
-        ],
-    )
-    got = load_file(tmp_path / "b.safetensors")
-    assert got.keys() == wanted.keys()
-    assert all(np.array_equal(got[n].numpy(), wanted[n]) for n in wanted)
-    (tmp_path / "config.json").write_text(json.dumps(sizes))
+    tied = {"lm_head.weight"} if model == "gpt2" else set()
+    files = {n: array for n, array in state.items() if n not in tied}
+    forms = {
+        "hf": files,
+        "megatron": to_megatron(state, V),
+        "fused": CASES[f"{model}-hf-to-fused"][1](state, V),
+    }
+    config = {**sizes_of(model), "model_type": model.replace("-", "_")}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    for source, target in product(forms, repeat=2):
+        tensors = {n: np.ascontiguousarray(array) for n, array in forms[source].items()}
+        save_arrays(tensors, tmp_path / "a.safetensors")
+        out = tmp_path / f"{source}-{target}.safetensors"
+        words = ["--model", str(tmp_path), "--names", target]
+        result = CliRunner().invoke(
+            cli, ["merge", str(tmp_path / "a.safetensors"), "-o", str(out), *words]
+        )
+        assert result.exit_code == 0, result.output
+        got = load_file(out)
+        assert got.keys() == forms[target].keys(), (source, target)
+        for n, array in forms[target].items():
+            assert np.array_equal(got[n].numpy(), array), (source, target, n)
 
 
 ORDERS = list(permutations("abc"))
@@ -217,7 +224,7 @@ def test_the_name_of_a_map_is_no_map(tmp_path, name):
         lambda: load_sharded(tmp_path / "ckpt", THREE, {}, names=name),
     ):
         # What goes wrong on a rank that loads is an error of the checkpoint on all.
-        with pytest.raises((LayoutError, CheckpointError), match="is text; give a map"):
+        with pytest.raises((LayoutError, CheckpointError), match="give a NameMap"):
             call()
     assert not (tmp_path / "out.safetensors").exists()
 
@@ -227,18 +234,8 @@ def test_on_the_command_line(tmp_path):
     cut = {n: DTensor(torch.tensor(a), SQUARE, spec_of(a.shape, 3)) for n, a in state.items()}
     save_sharded(cut, tmp_path / "ckpt")
     config = tmp_path / "config.json"
-    config.write_text(
-        json.dumps(
-            {
-                **SIZES,
-                "num_hidden_layers": LAYERS,
-                "model_type": "llama",
-                "attention_bias": True,
-                "mlp_bias": True,
-            }
-        )
-    )
-    by = ["--model", config, "--names", "fused"]
+    config.write_text(json.dumps({**sizes_of("llama"), "model_type": "llama"}))
+    by = ["--model", config]
 
     def run(*arguments: object) -> None:
         result = CliRunner().invoke(cli, [*map(str, arguments), "--quiet"])
@@ -246,7 +243,8 @@ def test_on_the_command_line(tmp_path):
 
     qkv = {"*qkv_proj.weight": "[S0{24,8,8},R]", "*gate_up_proj.weight": "[S0{10,10},R]"}
     rules = [word for pair in qkv.items() for word in ("--rule", *pair)]
-    run("reshard", tmp_path / "ckpt", "-o", tmp_path / "served", "--mesh", 2, *rules, *by)
+    call = ["reshard", tmp_path / "ckpt", "-o", tmp_path / "served", "--mesh", 2, *rules, *by]
+    run(*call, "--names", "fused")
     wanted = convert(state, V)
     for name, tensor in load_sharded(tmp_path / "served").items():
         assert np.array_equal(tensor.to_global().numpy(), wanted[name])
@@ -254,7 +252,7 @@ def test_on_the_command_line(tmp_path):
             q, k, v = np.split(wanted[name], [24, 32])
             mine = np.concatenate([np.split(x, 2)[1] for x in (q, k, v)])
             assert np.array_equal(tensor.shards[1].numpy(), mine)
-    run("merge", tmp_path / "served", "-o", tmp_path / "m.safetensors", "--model", config)
+    run("merge", tmp_path / "served", "-o", tmp_path / "m.safetensors", *by)
     for name, tensor in load_file(tmp_path / "m.safetensors").items():
         assert np.array_equal(tensor.numpy(), state[name])
 

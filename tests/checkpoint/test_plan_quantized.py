@@ -13,17 +13,18 @@ from shardspec import (
     DTensor,
     Layout,
     NameMap,
-    load_map,
     plan_reshard,
     save_sharded,
 )
 from shardspec.checkpoint.job.load_plan import plan_stored
 from shardspec.checkpoint.job.rows import file_regions
 from shardspec.checkpoint.open import open_checkpoint
+from shardspec.checkpoint.select.mapped import mapped
 from shardspec.errors import CheckpointError, DTypeError, LayoutError
 from shardspec.resharding.transfers import transfer_rows
 from tests.checkpoint.test_low_precision import FP8, SHAPES, merged, written
 from tests.checkpoint.test_quantize import fp8_of, same_bytes, weights
+from tests.families.maps import load_map
 from tests.families.test_commands import saved
 
 TWO, THREE = DeviceMesh(range(2), (2,)), DeviceMesh([5, 7, 6], (3,))
@@ -336,7 +337,7 @@ def test_what_a_map_fills_with_zeros(tmp_path):
     # What reads rows finds zeros in the file of that name.
     same = NameMap.parse("".join(f'[[map]]\nsource = "{n}"\ntarget = "{n}"\n' for n in tensors))
     catalog, plan, _, files = plan_stored(
-        open_checkpoint(source), (TWO, {}), [name_map, same], None, None
+        mapped(open_checkpoint(source), name_map), (TWO, {}), same, None, None
     )
     assert files == {2: "/dev/zero", 3: "model.safetensors"}
     made = {name: bytearray(2 * tensor.numel() * 2) for name, tensor in tensors.items()}

@@ -14,10 +14,11 @@ from click.testing import CliRunner
 from safetensors.numpy import load_file, save_file
 from torch.distributed.checkpoint.state_dict_saver import save as save_dcp
 
-from shardspec import NameMap, load_map, map_chain, merge
+from shardspec import NameMap, merge
 from shardspec.cli.main import cli
 from shardspec.errors import LayoutError
-from tests.resharding.test_shipped import CASES, EXPERTS, LAYERS, SIZES, State, V
+from tests.families.maps import by_maps, load_map, map_chain
+from tests.resharding.test_shipped import CASES, EXPERTS, LAYERS, State, V, sizes_of
 
 MODELS = [name.removesuffix("-hf-to-megatron") for name in CASES if name.endswith("megatron")]
 VOCAB = V + 6
@@ -26,10 +27,6 @@ LOCAL = {
     "mlp.linear_fc1.layer_norm_": "pre_mlp_layernorm.",
 }
 """What Megatron-core's own layers name otherwise than those of Transformer Engine."""
-
-
-def sizes_of(model: str) -> dict[str, int]:
-    return {**SIZES, "n_layer" if model == "gpt2" else "num_hidden_layers": LAYERS}
 
 
 def stacked(state: State) -> State:
@@ -116,7 +113,7 @@ def test_both_ways(tmp_path, model, every):
     merges.append((source, chain("torch_dist-to-hf", padded, reverse=True), ways["stacked"]))
     # Of one model these, of the next one others.
     for source, maps, wanted in merges[MODELS.index(model) % every :: every]:
-        report = merge(source, out, names=maps(), overwrite=True)
+        report = merge(by_maps(source, maps()), out, overwrite=True)
         assert set(report.left_out) <= {"lm_head.weight"}
         same(out, wanted)
 
@@ -152,8 +149,9 @@ def test_what_a_trainer_saves_of_a_model_of_transformers(tmp_path, model):
         ("torch_dist", stacked(convert(hf, VOCAB))),
         ("fused", CASES[f"{model}-hf-to-fused"][1](hf, V)),
     ):
-        names = map_chain(f"{model}-hf-to-{target}", padded)
-        assert merge(source, out, names=names, overwrite=True).left_out == ()
+        config = sizes_of(model) if target == "fused" else padded
+        names = map_chain(f"{model}-hf-to-{target}", config)
+        assert merge(by_maps(source, names), out, overwrite=True).left_out == ()
         same(out, wanted)
 
 
@@ -164,14 +162,14 @@ def test_a_dcp_of_stacks_with_an_optimizer_on_the_command_line(tmp_path):
     moments = {f"optimizer.state.exp_avg.{name}": array for name, array in stacks.items()}
     both = {name: torch.tensor(array) for name, array in {**stacks, **moments}.items()}
     save_dcp(both, checkpoint_id=tmp_path / "ckpt", no_dist=True)
-    config = tmp_path / "ckpt" / "config.json"
-    more = {"model_type": "llama", "attention_bias": True, "mlp_bias": True, "padded_vocab": VOCAB}
-    config.write_text(json.dumps({**sizes_of("llama"), **more}))
-
-    out = tmp_path / "out/"
-    call = ["merge", str(tmp_path / "ckpt"), "--to", "huggingface", "-o", str(out)]
-    result = CliRunner().invoke(cli, [*call, "--model", str(config)])
+    (tmp_path / "hf").mkdir()
+    config = {**sizes_of("llama"), "model_type": "llama"}
+    (tmp_path / "hf" / "config.json").write_text(json.dumps(config))
+    out = tmp_path / "out"
+    words = ["merge", str(tmp_path / "ckpt"), "-o", f"{out}/", "--model", str(tmp_path / "hf")]
+    result = CliRunner().invoke(cli, words)
     assert result.exit_code == 0, result.output
+    assert f"{len(moments)} tensors of the optimizer's state left out" in result.output
     assert (out / "config.json").exists()
     same(out / "model.safetensors", hf)
 
@@ -180,7 +178,7 @@ def test_stacks_are_refused_by_a_map_of_numbered_layers(tmp_path):
     """Else only the embeddings and the last norm came through."""
     hf, convert = CASES["llama-hf-to-megatron"]
     source = save(stacked(convert(hf, VOCAB)), tmp_path / "stacked.safetensors")
-    map_ = load_map("llama-hf-to-megatron", {**SIZES, "padded_vocab": VOCAB}).reversed()
+    map_ = load_map("llama-hf-to-megatron", {**sizes_of("llama"), "padded_vocab": VOCAB}).reversed()
     with pytest.raises(LayoutError, match=r"lacks 'decoder\.layers\.0\.self_attention"):
         merge(source, tmp_path / "out", names=map_)
     assert not (tmp_path / "out").exists()
@@ -189,7 +187,6 @@ def test_stacks_are_refused_by_a_map_of_numbered_layers(tmp_path):
 @pytest.mark.parametrize(
     ("given", "problem"),
     [
-        ({}, "the size 'num_hidden_layers' is not known"),
         ({"num_hidden_layers": LAYERS + 1}, r"the source lacks 'model\.layers\.2\."),
         ({"num_hidden_layers": LAYERS - 1}, r"has 'model\.layers\.1\..*num_hidden_layers is 1"),
     ],
@@ -197,13 +194,7 @@ def test_stacks_are_refused_by_a_map_of_numbered_layers(tmp_path):
 def test_a_wrong_number_of_layers_is_refused(tmp_path, given, problem):
     hf, _ = CASES["llama-hf-to-megatron"]
     source = save(hf, tmp_path / "hf.safetensors")
-    maps = map_chain("llama-hf-to-torch_dist", {**SIZES, **given})
+    maps = map_chain("llama-hf-to-torch_dist", {**sizes_of("llama"), **given})
     with pytest.raises(LayoutError, match=problem):
-        merge(source, tmp_path / "out", names=maps)
+        merge(by_maps(source, maps), tmp_path / "out")
     assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize("name", ["llama-hf-to-hf", "llama-megatron-to-megatron", "llama"])
-def test_no_way_from_a_format_to_itself(name):
-    with pytest.raises(LayoutError, match="choose among"):
-        map_chain(name, SIZES)

@@ -9,7 +9,7 @@ import torch
 from shardspec import load_sharded, save_sharded
 from shardspec.checkpoint.compare.verify import verify_checkpoint
 from shardspec.checkpoint.open import open_checkpoint
-from shardspec.checkpoint.state_dict import (
+from shardspec.checkpoint.state.state_dict import (
     decode_path,
     decode_value,
     encode_path,

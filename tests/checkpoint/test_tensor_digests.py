@@ -14,14 +14,15 @@ from shardspec import (
     NameMap,
     ShardingSpec,
     digest,
-    load_map,
     merge,
+    model_names,
     reshard,
     save_sharded,
 )
 from shardspec.checkpoint.compare.digest import read_digests
 from shardspec.cli.main import cli
 from shardspec.errors import CheckpointError, LayoutError, OutputExistsError
+from tests.families.maps import load_map
 
 MESH = DeviceMesh(range(6), (2, 3))
 
@@ -179,6 +180,10 @@ def test_names_of_another_model_have_the_digests_that_the_map_makes(tmp_path, na
         == there
     )
     assert digest(tmp_path / "other.safetensors", names=map_.reversed()) == due
+    config = {"model_type": "llama", **sizes}
+    by_config = model_names(config, "fused" if name.endswith("fused") else "megatron")
+    for source in (state, cut(state, "S1"), tmp_path / "hf", tmp_path / "other.safetensors"):
+        assert digest(source, names=by_config) == there
 
 
 PADDED = """

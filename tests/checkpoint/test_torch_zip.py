@@ -7,6 +7,7 @@ import zipfile
 import pytest
 import torch
 
+from shardspec import merge
 from shardspec.checkpoint.storage.checksums import crc32
 from shardspec.checkpoint.storage.from_text import storage_path
 from shardspec.checkpoint.storage.local import LocalPath
@@ -224,3 +225,15 @@ def test_an_empty_file(path):
 @pytest.mark.parametrize("data", [b"x", b"PK", b"\x93NUMPY" * 50, b"\0" * 5000])
 def test_what_torch_never_wrote(path, data):
     assert refused(path, data).startswith("is not a file of torch.save (it starts with ")
+
+
+def test_a_scripted_file_is_named_and_bytes_behind_the_end_are_counted(tmp_path):
+    with pytest.warns(DeprecationWarning, match="deprecated"):
+        torch.jit.script(torch.nn.Linear(2, 2)).save(tmp_path / "scripted.pt")
+    torch.save({"w": torch.ones(2)}, tmp_path / "longer.pt")
+    with (tmp_path / "longer.pt").open("ab") as file:
+        file.write(b"more")
+    for name, said in (("scripted", "TorchScript"), ("longer", "has 4 bytes behind the end")):
+        with pytest.raises(CheckpointError, match=said):
+            merge(tmp_path / f"{name}.pt", tmp_path / "out.safetensors")
+    assert not (tmp_path / "out.safetensors").exists()

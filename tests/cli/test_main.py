@@ -12,6 +12,8 @@ import click
 import numpy as np
 import pytest
 from click.testing import CliRunner
+from fsspec.implementations.memory import MemoryFileSystem
+from safetensors.numpy import load_file, save_file
 
 from shardspec.cli.main import cli, option_text
 from shardspec.text import Argument
@@ -329,9 +331,20 @@ main()
 """
 
 
-def test_being_told_to_end_removes_the_temporary_file(tmp_path):
+IN_A_CALLBACK = KILLED.replace(
+    "    os.kill(os.getpid(), signal.SIGTERM)",
+    """    ended = lambda _: os.kill(os.getpid(), signal.SIGTERM)
+    if not begun:
+        begun.append(weakref.ref(some := Some(), ended))
+        del some
+    time.sleep(0.05)""",
+).replace("import os", "import time, weakref\nclass Some: pass\nbegun = []\nimport os")
+
+
+@pytest.mark.parametrize("script", [KILLED, IN_A_CALLBACK], ids=["anywhere", "in a callback"])
+def test_being_told_to_end_removes_the_temporary_file(tmp_path, script):
     ckpt = handmade(sample()).write(tmp_path / "ckpt")
-    command = [sys.executable, "-c", KILLED, "merge", ckpt, "-o", tmp_path / "out"]
+    command = [sys.executable, "-c", script, "merge", ckpt, "-o", tmp_path / "out"]
     ended = subprocess.run(command, capture_output=True, text=True)
     assert (ended.returncode, ended.stdout) == (143, "")
     assert ended.stderr == "Error: interrupted\n"
@@ -404,3 +417,39 @@ def test_planning_and_drawing_need_no_torch():
     ended = subprocess.run(command, capture_output=True, text=True)
     assert (ended.returncode, ended.stderr) == (0, "")
     assert ended.stdout == "".join(run(*line.split()).stdout for line in lines)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("merge", "CKPT", "-o", "OUT", "--model", "s3://bucket/model"),
+        ("reshard", "CKPT", "-o", "OUT", "--mesh", "2", "--rules", "s3://bucket/rules.toml"),
+    ],
+)
+def test_a_url_where_a_local_file_is_needed_is_refused(tmp_path, words):
+    ckpt = handmade(sample()).write(tmp_path / "ckpt")
+    places = {"CKPT": ckpt, "OUT": tmp_path / "out"}
+    result = run(*(places.get(word, word) for word in words))
+    assert result.exit_code == 2
+    assert "no URL" in result.stderr
+    assert result.stderr.count("\n") == 1
+    assert not (tmp_path / "out").exists()
+
+
+def test_deltas_and_digests_in_a_store(tmp_path):
+    for name, value in (("a", 1.0), ("b", 2.0)):
+        save_file({"w": np.full(8, value, np.float32)}, tmp_path / f"{name}.safetensors")
+    a, b = tmp_path / "a.safetensors", tmp_path / "b.safetensors"
+    result = run("delta", "make", a, b, "-o", "memory://bucket/delta", "--version", "1")
+    assert result.exit_code == 3
+    assert "written to a disk" in result.stderr
+    assert run("delta", "make", a, b, "-o", tmp_path / "delta", "--version", "1").exit_code == 0
+    for path in (tmp_path / "delta").iterdir():
+        MemoryFileSystem().pipe(f"/bucket/delta/{path.name}", path.read_bytes())
+    delta = "memory://bucket/delta"
+    assert run("delta", "apply", a, delta, "-o", tmp_path / "c.safetensors").exit_code == 0
+    np.testing.assert_array_equal(load_file(tmp_path / "c.safetensors")["w"], np.full(8, 2.0))
+    digests = "memory://bucket/digests.json"
+    assert run("digest", b, "-o", digests).exit_code == 0
+    assert run("verify", tmp_path / "c.safetensors", "--digests", digests).exit_code == 0
+    assert run("verify", a, "--digests", digests).exit_code == 3

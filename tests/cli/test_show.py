@@ -1,6 +1,7 @@
 """`shardspec show`: pictures of layouts in the terminal, as SVG and as HTML."""
 
 import fcntl
+import json
 import os
 import pty
 import struct
@@ -13,8 +14,9 @@ from math import prod
 import pytest
 from click.testing import CliRunner
 
-from shardspec import DeviceMesh, Layout
+from shardspec import DeviceMesh, Layout, model_layouts
 from shardspec.cli.main import cli
+from shardspec.families.glance import glance
 
 ROWS = ("[S01,R]", "--mesh", "2x2", "--shape", "4x4")
 
@@ -158,3 +160,42 @@ def test_existing_file_is_kept(tmp_path):
     assert (done.exit_code, path.read_text()) == (3, "mine")
     assert run(*ROWS, "-o", str(path), "--overwrite").exit_code == 0
     assert path.read_text().startswith("<svg ")
+
+
+CONFIG = {"model_type": "llama", "vocab_size": 64, "num_hidden_layers": 4, "hidden_size": 8}
+CONFIG |= {"num_attention_heads": 4, "intermediate_size": 12}
+
+
+def test_a_model_is_summarized(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    words = ("--model", str(tmp_path), "--layout", "megatron:tp=2,pp=2")
+    done = run(*words, "--optimizer", "adamw", "--dtype", "float32")
+    want = glance(model_layouts(CONFIG, words[-1], dtype="float32"), optimizer="adamw")
+    assert (done.output, done.exit_code) == (f"{want}\n", 0)
+    named = run(*words, "--mesh", "2x2", "--ids", "7,5,3,1")
+    # The last stage, of ranks 3 and 1, has the head and one more norm.
+    assert "4 ranks; rank 1 holds most" in named.output
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "names"),
+    [
+        (["--layout", "megatron:tp=3"], 3, ["tp=3"]),
+        (["--layout", "fsdp"], 3, ["fsdp"]),
+        ([], 2, ["--layout"]),
+        (["--layout", "fsdp:2", "--shape", "4"], 2, ["--shape"]),
+        (["--layout", "fsdp:2", "--mesh", "3"], 3, ["3"]),
+        (["--layout", "fsdp:2", "--optimizer", "sgd"], 2, ["sgd", "adamw"]),
+    ],
+)
+def test_what_is_wrong_with_a_model_is_one_line(tmp_path, words, code, names):
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    done = run("--model", str(tmp_path), *words)
+    assert done.exit_code == code
+    assert all(name in done.output for name in names)
+    assert len(done.output.splitlines()) == 1 + ("Usage" in done.output)
+
+
+def test_a_spec_needs_a_mesh_and_a_shape():
+    assert run("[S0]", "--mesh", "2").exit_code == 2
+    assert run().exit_code == 2

@@ -150,7 +150,7 @@ def seen_by_the_others(
 SAID = {
     (True, False): r"(the memory of )?rank [012] (has ended|cannot be read: it has ended)",
     (True, True): r"rank 1 did not come in time|rank [02] has ended or given up",
-    (False, False): r"(Connection closed by peer|Read error|Write error|writev|Socket)",
+    (False, False): r"(Connection closed by peer|Read error|Write error|writev|Socket|Timed out)",
     (False, True): r"(Timed out waiting 2000ms|Connection closed by peer|Read error)",
 }
 

@@ -187,7 +187,7 @@ DIFFERENCES = [
         "shape [8, 9] where rank 0 has [8, 8]",
     ),
     (
-        "rank 1 asks for another conversion than rank 0",
+        "asks for another conversion than rank 0",
         "dtype float32 where rank 0 has float64",
     ),
     ("rank 2 asks for another conversion than rank 0", "mesh 2x4 of ids 0,1,2,3,4,5,6,7"),

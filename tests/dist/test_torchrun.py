@@ -1,7 +1,12 @@
 """The seed example of the field, as written there, in a job of four; and under torchrun."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from shardspec import DeviceMesh, DTensor
 from shardspec.errors import CommunicatorError
@@ -49,6 +54,22 @@ def test_the_seed_example_under_torchrun(seed, tmp_path):
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=4")
     output, _ = run_python(*torchrun, seed, cwd=tmp_path)
     assert sorted(output.splitlines()) == PRINTED
+
+
+def test_an_error_of_a_command_goes_where_torchrun_reads_it(tmp_path):
+    report = tmp_path / "error.json"
+    done = subprocess.run(
+        [sys.executable, "-m", "shardspec", "plan", "[S0]", "[S9]", "--mesh", "2"],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "TORCHELASTIC_ERROR_FILE": str(report)},
+        check=False,
+    )
+    assert done.returncode == 2
+    # torchrun's own reader of these files.
+    failure = ProcessFailure(local_rank=0, pid=1, exitcode=2, error_file=str(report))
+    assert failure.message == done.stderr.strip()
+    assert failure.message.startswith("Error: ")
 
 
 def test_a_job_that_did_not_start_torch_distributed_is_told_so(monkeypatch):

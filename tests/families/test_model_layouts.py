@@ -3,12 +3,11 @@
 import json
 from math import prod
 
+import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
-from shardspec import (
-    Layout,
-    model_layouts,
-)
+from shardspec import Layout, merge, model_layouts, model_names
 from shardspec.checkpoint.open import open_checkpoint
 from tests.families.test_commands import run, same, saved
 from tests.families.test_shapes import HF
@@ -27,7 +26,7 @@ def test_who_reads_what_under_a_layout(tmp_path):
         run(*call, "--mesh", "2")
         run(*call, "--mesh", "3", code=3)
     assert "there is no layout" in run(*call[:-1], "foo:2", code=3)
-    assert "leave out --map" in run(*call, "--map", "llama-hf-to-fused", code=2)
+    assert "--map" in run(*call, "--map", folder / "config.json", code=2)
 
 
 @pytest.mark.parametrize(
@@ -140,17 +139,43 @@ def test_from_one_trainer_to_another_and_to_an_engine_with_a_padded_vocabulary(t
         same(tmp_path / f"{layout}-back", arrays)
 
 
-def test_a_vocabulary_that_no_padding_makes_is_refused(tmp_path):
-    folder, _ = saved(tmp_path / "hf", "qwen3", vocab_size=300)
-    refusals: dict[str, tuple[int, dict[int, bool]]] = {
-        "megatron:tp=1": (300, {299: True, 296: True}),
-        "vllm:tp=1": (320, {257: False, 255: True}),
-    }
-    for layout, (rows, vocabs) in refusals.items():
-        run("reshard", folder, "-o", tmp_path / layout, "--model", folder, "--layout", layout)
-        for vocab, refused in vocabs.items():
-            config = {**HF["qwen3"]["config"], "vocab_size": vocab}
-            (tmp_path / "config.json").write_text(json.dumps(config))
-            call = ("merge", tmp_path / layout, "-o", f"{tmp_path}/{layout}-{vocab}/")
-            said = run(*call, "--model", tmp_path / "config.json", code=3 if refused else 0)
-            assert (f"which no padding makes {rows}" in said) == refused
+@pytest.mark.parametrize("layout", ["megatron:tp=1", "vllm:tp=1"])
+def test_rows_beyond_the_vocabulary_are_dropped_only_if_they_are_padding(tmp_path, layout):
+    folder, arrays = saved(tmp_path / "hf", "qwen3", vocab_size=300)
+    run("reshard", folder, "-o", tmp_path / "run", "--model", folder, "--layout", layout)
+    run("merge", tmp_path / "run", "-o", tmp_path / "same.safetensors", "--model", folder)
+    for vocab in (257, 296, 299):
+        config = tmp_path / f"{vocab}.json"
+        config.write_text(json.dumps({**HF["qwen3"]["config"], "vocab_size": vocab}))
+        call = ("merge", tmp_path / "run", "-o", tmp_path / f"{vocab}.safetensors", "--model")
+        rows = (300 if "megatron" in layout else 320) - vocab
+        said = run(*call, config, code=3)
+        assert f"{rows} rows of " in said
+        assert "drop" in said
+        assert not (tmp_path / f"{vocab}.safetensors").exists()
+        names = model_names(config, drop_rows=True)
+        merge(tmp_path / "run", tmp_path / f"{vocab}.safetensors", names=names)
+        kept = load_file(tmp_path / f"{vocab}.safetensors")
+        for name in ("model.embed_tokens.weight", "lm_head.weight"):
+            assert (kept[name] == arrays[name][:vocab]).all()
+
+
+@pytest.mark.parametrize(("extra", "refused"), [("zero", False), ("equal", False), ("one", True)])
+def test_padding_is_zero_or_rows_that_are_equal(tmp_path, extra, refused):
+    folder, arrays = saved(tmp_path / "hf", "qwen3", vocab_size=30)
+    run(
+        "merge", folder, "-o", tmp_path / "mc.safetensors", "--model", folder, "--names", "megatron"
+    )
+    weights = load_file(tmp_path / "mc.safetensors")
+    for name, rows in (("embedding.word_embeddings.weight", 2), ("output_layer.weight", 1)):
+        more = np.zeros((rows, weights[name].shape[1]), weights[name].dtype)
+        if (extra == "equal" and rows > 1) or (extra == "one" and rows == 1):
+            more += weights[name][7]
+        weights[name] = np.concatenate([weights[name], more])
+    save_file(weights, tmp_path / "padded.safetensors")
+    call = ("merge", tmp_path / "padded.safetensors", "-o", tmp_path / "out.safetensors")
+    said = run(*call, "--model", folder, code=3 if refused else 0)
+    assert ("1 rows of 'output_layer.weight'" in said) == refused
+    if not refused:
+        back = load_file(tmp_path / "out.safetensors")
+        assert all((back[name] == arrays[name]).all() for name in arrays)

@@ -196,7 +196,7 @@ _CKPT: Final = _any_of("PLACE/a.safetensors", "PLACE/b.safetensors", "PLACE", "P
 _RULES: Final = _any_of(
     "PLACE/none", "PLACE/rules.toml", "PLACE/good.toml", "PLACE/good.toml", "PLACE/a.safetensors"
 )
-_MAP: Final = _any_of("llama-hf-to-megatron", "PLACE/map.toml", "PLACE/rules.toml", "PLACE", "none")
+_MAP: Final = _any_of("PLACE/map.toml", "PLACE/map.toml", "PLACE/rules.toml", "PLACE", "none")
 
 _COMMANDS: Final[dict[str, tuple[list[Callable[[_Random], str]], _Values, _Values]]] = {
     # Arguments, options that are mostly given, and those that now and then are.

@@ -8,20 +8,25 @@ import numpy as np
 import torch
 
 from shardspec import DeviceMesh, Layout, ShardingSpec
+from shardspec.comm.cluster import Cluster
+from shardspec.comm.curves import Link
 from shardspec.layout.spec import DimSpec, Part
 from tests.layout.test_parts import indices
 
 SHAPES = ((1,), (2,), (3,), (4,), (1, 2), (2, 1), (2, 2), (2, 3), (2, 1, 3))
-LINKS = ((1e-9, 1e-8), (1e-10, 1e-11))
+INSIDE, BETWEEN = Link(1e-10, 1e-11, "inside"), Link(1e-9, 1e-8, "between")
 DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.bool)
 
 
-def random_mesh(random_: random.Random, ids: int) -> DeviceMesh:
-    """Return a mesh, of which half have links, so that devices share hosts or not."""
+def random_cluster(random_: random.Random) -> Cluster | None:
+    """Return hosts of one to three devices by ids, or in half of the cases nothing."""
+    per_node = random_.choice([None, None, None, 1, 2, 3])
+    return None if per_node is None else Cluster(INSIDE, BETWEEN, per_node)
+
+
+def random_mesh(random_: random.Random, ids: int, links: Cluster | None = None) -> DeviceMesh:
     shape = random_.choice([shape for shape in SHAPES if prod(shape) <= ids])
-    links = [random_.choice(LINKS) for _ in shape] if random_.random() < 0.5 else None
-    alpha, beta = zip(*links, strict=True) if links else (None, None)
-    return DeviceMesh(random_.sample(range(ids), prod(shape)), shape, None, alpha, beta)
+    return DeviceMesh(random_.sample(range(ids), prod(shape)), shape, links=links)
 
 
 def random_spec(random_: random.Random, mesh: DeviceMesh, shape: tuple[int, ...]) -> ShardingSpec:
@@ -50,7 +55,8 @@ def random_case(
 ) -> tuple[dict[str, torch.Tensor], dict[str, Layout], dict[str, Layout]]:
     """Return global tensors, and their layouts before and after."""
     random_ = random.Random(seed)
-    a, b = random_mesh(random_, ids), random_mesh(random_, ids)
+    cluster = random_cluster(random_)
+    a, b = random_mesh(random_, ids, cluster), random_mesh(random_, ids, cluster)
     whole, source, target = {}, {}, {}
     for number in range(random_.randrange(1, 6)):
         name, dims = f"t{number}", random_.randrange(4)

@@ -203,7 +203,7 @@ def _tied(rank: int) -> list[object]:
         plan.run(state, out)
         return [values, "taken"]
     except LayoutError as error:
-        return [values, "are one tensor, but differ" in str(error)]
+        return [values, "share memory, but differ" in str(error)]
 
 
 def _plain_tensors(rank: int) -> tuple[list[Any], str]:

@@ -34,7 +34,7 @@ State = dict[str, torch.Tensor]
 _PADDED = 128
 CLOSE = 1e-5
 """How far logits of two tools may be apart."""
-_MODELS = "`--map (llama, qwen2, mistral, gpt2, gpt-neox, mixtral)"
+_MODELS = "llama, qwen2, mistral, gpt2, gpt-neox, mixtral"
 
 
 def on_a_cpu(rank: int, world: int, store: Path, **experts: int) -> None:
@@ -102,13 +102,13 @@ def to_megatron(model_type: str, folder: Path, place: Path, saved: Path) -> tupl
     place.mkdir()
     sizes = place / "sizes.json"
     sizes.write_text(json.dumps({**config, "padded_vocab": _PADDED}))
-    by = ("--sizes", sizes, "--map")
+    by = ("--model", sizes, "--names", "megatron")
     model = loaded(folder)
     wanted = answers(model)
     vocab = wanted.shape[-1]
 
     one = place / "numbered.safetensors"
-    shardspec("merge", folder, "-o", one, *by, f"{model_type}-hf-to-megatron")
+    shardspec("merge", folder, "-o", one, *by)
     # Without Transformer Engine norms have names of their own in memory.
     words = {"self_attention.linear_qkv.layer_norm_": "input_layernorm."}
     words |= {"mlp.linear_fc1.layer_norm_": "pre_mlp_layernorm."}
@@ -122,7 +122,7 @@ def to_megatron(model_type: str, folder: Path, place: Path, saved: Path) -> tupl
     stacked = place / "stacked"
     # Nor do stacks of it tell the norm before experts from that of a matrix.
     local = ("--rename", "pre_mlp_layernorm[.]", "mlp.linear_fc1.layer_norm_")
-    torch_dist: list[str | Path] = [*by, f"{model_type}-hf-to-torch_dist", "--to", "dcp"]
+    torch_dist: list[str | Path] = [*by, "--to", "dcp"]
     torch_dist += local if model_type == "mixtral" else ()
     shardspec("merge", folder, "-o", stacked, *torch_dist)
     for name in ("common.pt", "metadata.json"):
@@ -135,11 +135,10 @@ def to_megatron(model_type: str, folder: Path, place: Path, saved: Path) -> tupl
     )
 
 
-def from_megatron(model_type: str, saved: Path, place: Path, wanted: torch.Tensor) -> float:
+def from_megatron(saved: Path, place: Path, wanted: torch.Tensor) -> float:
     """Make of what Megatron has saved, with a config.json beside, what transformers loads."""
     shardspec("verify", saved)
-    by = ("--sizes", saved / "config.json", "--map", f"{model_type}-megatron-to-hf")
-    shardspec("merge", saved, "-o", f"{place}/", *by)
+    shardspec("merge", saved, "-o", f"{place}/", "--model", saved)
     return alike(answers(loaded(place)), wanted)
 
 
@@ -172,7 +171,7 @@ def from_two_ranks(place: Path) -> None:
         config.architectures = [type(model_of(config)).__name__]
         config.save_pretrained(saved)
         wanted = megatron_answers(own, config.vocab_size)
-        apart = from_megatron(label, saved, place / f"{label}-hf", wanted)
+        apart = from_megatron(saved, place / f"{label}-hf", wanted)
         print(f"{label}, TP2: logits apart by {apart:.1e}", file=sys.stderr)
 
 
@@ -192,7 +191,7 @@ def main(place: Path, rows_file: str) -> None:
         shutil.copy(folder / "config.json", saved)
         apart = to_megatron(model_type, folder, here / "to", saved)
         wanted = megatron_answers(own, config.vocab_size)
-        back = from_megatron(model_type, saved, here / "from", wanted)
+        back = from_megatron(saved, here / "from", wanted)
         print(
             f"{label}: logits apart by {apart[0]:.1e}, {apart[1]:.1e}, {back:.1e}", file=sys.stderr
         )
@@ -200,13 +199,13 @@ def main(place: Path, rows_file: str) -> None:
     tool = ("Megatron-core", version("megatron-core"))
     rows = [
         Row(
-            *(*tool, f"`torch_dist` by {_MODELS}-megatron-to-hf`, vocabulary padded; TP1, TP2"),
+            *(*tool, f"`torch_dist` of {_MODELS} by `--model`, vocabulary padded; TP1, TP2"),
             *("yes", "by its logits", "`--to huggingface`"),
             "by transformers: its logits are Megatron's, within 1e-5",
         ),
         Row(
             *("transformers", transformers.__version__),
-            f"folders by {_MODELS}-hf-to-megatron` and `-hf-to-torch_dist`, vocabulary padded",
+            "folders of these by `--model --names megatron`, vocabulary padded",
             *("yes", "by their logits", "`--to safetensors`, `--to dcp`"),
             "by Megatron-core: its logits are those of transformers, within 1e-5",
         ),

@@ -84,30 +84,24 @@ def numbered_files(folder: Path, place: Path, wanted: torch.Tensor) -> None:
 
 
 def there_and_back(
-    model: str, target: str, folder: Path, sizes: Path, place: Path, wanted: torch.Tensor
+    target: str, folder: Path, sizes: Path, place: Path, wanted: torch.Tensor
 ) -> None:
-    """Take a shipped map forwards and backwards, proven to be total, on disk."""
+    """Take a model to other names and back, on one rank and on three."""
     place.mkdir()
-    name = f"{model}-hf-to-{target}"
-    by = ("--sizes", sizes)
-    report = json.loads(shardspec("check-map", name, *by, "--source", folder, "--json"))
-    assert report["total"], report
-    assert not report["unused"], report
-    implied = place / "shapes.json"
-    implied.write_text(json.dumps(report["target"]))
-    shardspec("check-map", name, *by, "--source", implied, "--target", folder, "--reverse")
+    by = ("--model", sizes)
+    forth = (*by, "--names", target)
     mapped, back = place / "mapped", place / "back"
-    shardspec("merge", folder, "-o", f"{mapped}/", "--map", name, *by)
-    assert {n: list(shape) for n, shape in shapes_in(mapped).items()} == report["target"]
-    shardspec("merge", mapped, "-o", f"{back}/", "--map", name, "--reverse-map", *by)
+    shardspec("merge", folder, "-o", f"{mapped}/", *forth)
+    shutil.copy(sizes, mapped / "config.json")
+    shardspec("merge", mapped, "-o", f"{back}/", *by)
     assert shapes_in(back) == shapes_in(folder)
+    shutil.copy(folder / "config.json", back)
     same_answers(back, wanted)
-    # The same on three ranks, and back by the name of the other direction.
-    rules = rules_for({n: tuple(s) for n, s in report["target"].items()}, place / "rules.toml")
+    rules = rules_for(shapes_in(mapped), place / "rules.toml")
     cut = ("--mesh", "3", "--rules", rules)
-    shardspec("reshard", folder, "-o", place / "own", *cut, "--map", name, *by)
-    opposite = f"{model}-{target}-to-hf"
-    shardspec("merge", place / "own", "-o", f"{place}/again/", "--map", opposite, *by)
+    shardspec("reshard", folder, "-o", place / "own", *cut, *forth)
+    shardspec("merge", place / "own", "-o", f"{place}/again/", *by)
+    shutil.copy(folder / "config.json", place / "again")
     same_answers(place / "again", wanted)
 
 
@@ -128,7 +122,7 @@ def experts_in_memory(model: torch.nn.Module, place: Path) -> None:
     state = model.state_dict()
     mapped = load_file(place / "fused" / "mapped" / "model.safetensors")
     for layer in range(2):
-        ours = f"model.layers.{layer}.block_sparse_moe.experts."
+        ours = f"model.layers.{layer}.block_sparse_moe.experts.routed_experts."
         theirs = f"model.layers.{layer}.mlp.experts."
         assert torch.equal(mapped[f"{ours}w13_weight"], state[f"{theirs}gate_up_proj"])
         assert torch.equal(mapped[f"{ours}w2_weight"], state[f"{theirs}down_proj"])
@@ -141,22 +135,17 @@ def names_in_memory(model: torch.nn.Module, place: Path, wanted: torch.Tensor) -
     shutil.copy(place / "hf" / "config.json", saved)
     shardspec("merge", saved, "-o", f"{merged}/")
     same_answers(merged, wanted)
-    model_type, by = (
-        place.name.removesuffix("-tied").removesuffix("-with-biases"),
-        ("--sizes", saved / "config.json"),
-    )
     for target in ("fused", "megatron"):
         mapped, back = place / f"of-dcp-{target}", place / f"of-dcp-{target}-back"
-        forth = ("--map", f"{model_type}-hf-to-{target}", *by)
-        shardspec("merge", saved, "-o", f"{mapped}/", *forth)
-        shardspec("merge", mapped, "-o", f"{back}/", *forth, "--reverse-map")
+        shardspec("merge", saved, "-o", f"{mapped}/", "--model", saved, "--names", target)
+        shardspec("merge", mapped, "-o", f"{back}/", "--model", saved)
         same_answers(back, wanted)
 
 
 def main(place: Path, rows_file: str) -> None:
     transformers.utils.logging.disable_progress_bar()
     for label, config in CONFIGS.items():
-        model_type, here = label.split(",")[0], place / label.replace(", ", "-").replace(" ", "-")
+        here = place / label.replace(", ", "-").replace(" ", "-")
         model = model_of(config)
         wanted = answers(model)
         folder = here / "hf"
@@ -168,8 +157,8 @@ def main(place: Path, rows_file: str) -> None:
         sizes = here / "sizes.json"
         config_sizes = json.loads((folder / "config.json").read_text())
         sizes.write_text(json.dumps({**config_sizes, "padded_vocab": 128}))
-        there_and_back(model_type, "megatron", folder, sizes, here / "megatron", wanted)
-        there_and_back(model_type, "fused", folder, folder / "config.json", here / "fused", wanted)
+        there_and_back("megatron", folder, sizes, here / "megatron", wanted)
+        there_and_back("fused", folder, folder / "config.json", here / "fused", wanted)
         if label == "llama":
             fused_as_others_fuse(place, wanted)
             numbered_files(folder, here, wanted)

@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import PurePath
-from typing import TYPE_CHECKING, Any, Final, TypeAlias, Unpack
+from typing import TYPE_CHECKING, Any, Final, Unpack
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,48 +18,40 @@ from shardspec.checkpoint.boxes.copy import (
 )
 from shardspec.checkpoint.boxes.coverage import check_replicas, check_tiling
 from shardspec.checkpoint.catalog import (
-    ZEROS,
     Catalog,
     StoredBox,
-    StoredTensor,
     row_major_strides,
     whole_box,
 )
-from shardspec.checkpoint.job import rank_state
 from shardspec.checkpoint.open import as_catalog
 from shardspec.checkpoint.select.choice import Choice, Patterns, Selection, check_drop, select
 from shardspec.checkpoint.select.mapped import (
     MappedCatalog,
-    Names,
     mapped,
     mapped_choice,
     require_finished,
+    through,
 )
+from shardspec.checkpoint.state import rank_state
+from shardspec.checkpoint.state.memory import Memory, catalog_of, require_no_sums
 from shardspec.checkpoint.storage.from_text import storage_path
 from shardspec.checkpoint.storage.path import StoragePath, check_new_file
 from shardspec.checkpoint.storage.reading import OpenFiles
 from shardspec.checkpoint.storage.strict_json import read_json
-from shardspec.checkpoint.targets import assign_boxes
 from shardspec.comm.communicator import Communicator
 from shardspec.comm.together import agree
 from shardspec.dtypes import item_bytes
 from shardspec.errors import CheckpointError, LayoutError
-from shardspec.layout.layout import Layout
 from shardspec.resharding.digests import LANES, Digests, TensorDigest, digests_of_json
-from shardspec.resharding.name_map import NameMap
+from shardspec.resharding.name_map import NameMap, Names, Naming
 from shardspec.resharding.total import dropped_by
 from shardspec.text import Argument
 
 if TYPE_CHECKING:
-    import torch
+    pass
 
 _MOST_BYTES: Final = 1 << 30
 _MOST_VALUES: Final = 100_000_000
-_STATE: Final = storage_path("the state dict")
-"""Stands for a directory where tensors are in memory. Nothing is opened there."""
-
-_Shards: TypeAlias = "Mapping[StoragePath, torch.Tensor]"
-"""What lies under the paths of boxes in memory."""
 
 
 def digest(
@@ -83,8 +75,7 @@ def digest(
         A checkpoint in any format that `open_checkpoint` reads, or one that is open; or a state
         dict as `save_sharded` takes it, whose plain values do not count.
     names, drop
-        Digests are those of the tensors that a map makes, as for `merge`; of a state dict it is one
-        `NameMap`, or new names.
+        Digests are those of the tensors that a map makes, as for `merge`; of a state dict too.
     seed
         Chooses the keys, for those who distrust fixed ones.
     communicator
@@ -174,13 +165,12 @@ def _of_state(
             "this on its ranks alone"
         )
 
-    def described() -> tuple[rank_state.Described, Catalog, _Shards]:
+    def described() -> tuple[rank_state.Described, Catalog]:
         what = rank_state.describe(state, chosen)
         require_no_sums(what.layouts)
-        source, shards = _in_memory(what, chosen)
-        return what, _named(source, names, drop), shards
+        return what, _named(catalog_of(what, chosen), names, drop)
 
-    what, source, shards = agree(chosen, described)
+    what, source = agree(chosen, described)
     rank_state.check_same_state(what, chosen, "first")
     rank_state.check_replicas_of_ranks(what, chosen)
 
@@ -191,8 +181,9 @@ def _of_state(
             total = TensorDigest(tensor.dtype, tensor.shape, seed=seed)
             for stored in tensor.boxes:
                 # Padding is the same on all ranks: the first counts it.
-                if stored.path != ZEROS or chosen.mesh.ids[0] in chosen.addressable:
-                    bits = _bits(stored, shards, item_bytes(tensor.dtype))
+                padding = stored.computed is None
+                if not padding or chosen.mesh.ids[0] in chosen.addressable:
+                    bits = _bits(stored, item_bytes(tensor.dtype))
                     total += TensorDigest.of_box(bits, stored.box, tensor.shape, tensor.dtype, seed)
             digests[name] = total
         return digests
@@ -200,65 +191,30 @@ def _of_state(
     return add_up(agree(chosen, digested), chosen, seed)
 
 
-def _in_memory(what: rank_state.Described, chosen: Communicator) -> tuple[Catalog, _Shards]:
-    """Return a state dict as a checkpoint of the boxes that this process counts.
-
-    Each box has a path of its own, under which the shard comes that it lies in.
-    """
-    shards: dict[StoragePath, torch.Tensor] = {}
-    boxes: dict[str, list[StoredBox]] = {name: [] for name in what.layouts}
-    entries = assign_boxes(chosen.mesh, what.layouts)
-    for rank in chosen.addressable:
-        for name, box, *_ in entries[rank]:
-            layout = what.layouts[name]
-            shard = rank_state.box_of_shard(what.shards[name][rank], layout, rank, box)
-            path = _STATE / str(len(shards))
-            shards[path] = shard
-            strides = tuple(step * item_bytes(layout.dtype) for step in shard.stride())
-            boxes[name].append(StoredBox(box, (), rank, path, 0, strides=strides))
-    tensors = {
-        name: StoredTensor(name, layout.global_shape, layout.dtype, None, (), tuple(boxes[name]))
-        for name, layout in what.layouts.items()
-    }
-    return Catalog("state dict", _STATE, tensors, ()), shards
-
-
 def _named(source: Catalog, names: Names | None, drop: Patterns) -> Catalog:
     """Return a state dict in memory as what a map makes of it."""
     if names is None:
         check_drop(Choice(drop=drop))
         return source
-    dropped = dropped_by(drop, {name: source.outline(name).shape for name in source.names})
+    shapes = {name: source.outline(name).shape for name in source.names}
+    dropped = dropped_by(drop, shapes)
+    if isinstance(names, Naming):
+        kept = {name: shape for name, shape in shapes.items() if name not in dropped}
+        maps = names.maps(kept, behind=dropped)
+        return through(source, maps, dropped, {})
     if isinstance(names, NameMap):
         return MappedCatalog(source, names, dropped, {})
-    if isinstance(names, Mapping):
-        return mapped(source, names, dropped=dropped)
-    raise LayoutError(
-        f"names= is a {type(names).__name__}; of a state dict give one NameMap, as load_map "
-        "makes, or a dict of new names"
-    )
+    return mapped(source, names, dropped=dropped)
 
 
-def _bits(stored: StoredBox, shards: _Shards, width: int) -> NDArray[np.generic]:
+def _bits(stored: StoredBox, width: int) -> NDArray[np.generic]:
     """Return the bits of a box in memory, in its own order."""
-    from shardspec.tensor.shards import bits_of
-
     shape = box_shape(stored.box)
-    if stored.path == ZEROS:
+    if stored.computed is None:
         return np.broadcast_to(np.zeros((), f"u{width}"), shape)
-    shard = shards[stored.path]
-    steps = [step // width for step in stored.strides or row_major_strides(shape, width)]
-    return bits_of(shard.as_strided(shape, steps, shard.storage_offset() + stored.offset // width))
-
-
-def require_no_sums(layouts: Mapping[str, Layout]) -> None:
-    """Raise LayoutError if the reduction of a tensor is pending."""
-    for name, layout in layouts.items():
-        if layout.spec.partials:
-            raise LayoutError(
-                f"{name!r} is laid out as {layout.spec}, with a reduction pending, so it has no "
-                f"digest yet; finish it, with redistribute({str(layout.spec.without_partial())!r})"
-            )
+    assert isinstance(stored.computed, Memory), "all other boxes are in memory"
+    strides = stored.strides or row_major_strides(shape, width)
+    return stored.computed.bits(shape, strides, stored.offset)
 
 
 def add_up(mine: Mapping[str, TensorDigest], communicator: Communicator, seed: int = 0) -> Digests:

@@ -38,7 +38,7 @@ from shardspec.checkpoint.compare.inspect import other_text
 from shardspec.checkpoint.formats import format_called
 from shardspec.checkpoint.open import as_catalog
 from shardspec.checkpoint.select.choice import Choice, Patterns, Renames, renamed_names, select
-from shardspec.checkpoint.state_dict import saved_leaves
+from shardspec.checkpoint.state.state_dict import saved_leaves
 from shardspec.checkpoint.storage.path import FileStretch
 from shardspec.checkpoint.storage.reading import OpenFiles
 from shardspec.dtypes import is_floating, item_bytes, packed

@@ -16,7 +16,6 @@ from shardspec.checkpoint.compare.digest import check_digests_file, write_digest
 from shardspec.checkpoint.convert.options import WriteKeywords, WriteOptions, WriteReport
 from shardspec.checkpoint.convert.output import Output
 from shardspec.checkpoint.convert.prepare import prepared_output
-from shardspec.checkpoint.select.mapped import Names
 from shardspec.checkpoint.storage.checksums import crc32_combine
 from shardspec.checkpoint.storage.from_text import storage_path
 from shardspec.checkpoint.targets import Target
@@ -24,6 +23,7 @@ from shardspec.layout.layout import Layout
 from shardspec.layout.rules import Rules
 from shardspec.mesh.device_mesh import DeviceMesh
 from shardspec.resharding.digests import Digests, TensorDigest
+from shardspec.resharding.name_map import Names
 
 
 def merge(

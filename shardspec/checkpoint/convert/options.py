@@ -9,12 +9,12 @@ from shardspec.checkpoint.boxes.copy import Progress
 from shardspec.checkpoint.catalog import Catalog
 from shardspec.checkpoint.formats import Way
 from shardspec.checkpoint.select.choice import Choice, Patterns, Selection
-from shardspec.checkpoint.select.mapped import Names
 from shardspec.checkpoint.storage.checksums import crc_text
 from shardspec.layout.layout import Layout
 from shardspec.layout.rules import Rules
 from shardspec.mesh.device_mesh import DeviceMesh
 from shardspec.resharding.digests import Digests
+from shardspec.resharding.name_map import Names
 
 if TYPE_CHECKING:
     from shardspec.checkpoint.boxes.numeric import CastLosses

@@ -9,7 +9,7 @@ it: digests of the base, and of what the delta makes of it.
 
 import json
 import struct
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import PurePath
 from typing import Any, Final, Literal, TypeAlias
@@ -28,6 +28,7 @@ from shardspec.checkpoint.deltas.frames import Hash, extra, new_hash
 from shardspec.checkpoint.formats import default_format
 from shardspec.checkpoint.open import as_catalog
 from shardspec.checkpoint.select.mapped import require_finished
+from shardspec.checkpoint.state.memory import state_catalog
 from shardspec.checkpoint.storage.from_text import storage_path
 from shardspec.checkpoint.storage.path import Staging, StoragePath, WriteAt
 from shardspec.checkpoint.storage.reading import OpenFiles
@@ -72,8 +73,8 @@ class DeltaReport:
 
 
 def delta(
-    base: PurePath | str | Catalog,
-    new: PurePath | str | Catalog,
+    base: PurePath | str | Catalog | Mapping[str, Any],
+    new: PurePath | str | Catalog | Mapping[str, Any],
     output: PurePath | str,
     *,
     version: int,
@@ -88,7 +89,8 @@ def delta(
     Parameters
     ----------
     base, new
-        Checkpoints in any formats and shardings; perhaps `mapped` to the names of the base.
+        Checkpoints in any formats and shardings, perhaps `mapped` to the names of the base; or
+        state dicts whose tensors are in this process: keep a copy of what was published last.
     output
         The directory to write, as ``weight_v000001``.
     version, base_version
@@ -140,7 +142,10 @@ def delta(
         )
     new_hash(checksum, path)
     extra("zstandard")
-    old, now = as_catalog(base), as_catalog(new)
+    old, now = (
+        state_catalog(side) if isinstance(side, Mapping) else as_catalog(side)
+        for side in (base, new)
+    )
     _check_alike(old, now)
     for catalog in (old, now):
         destination = check_destination(path, catalog, Target((), True, ()), overwrite)

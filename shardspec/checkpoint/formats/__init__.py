@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
 from pathlib import PurePath
-from typing import TYPE_CHECKING, Final, Literal, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Final, Literal, NamedTuple, TypeAlias, get_args
 
 from shardspec.checkpoint.catalog import Catalog
 from shardspec.checkpoint.storage.path import StoragePath, file_inside
@@ -19,7 +19,7 @@ from shardspec.checkpoint.targets import Carried, OutputTensor, Target, model_si
 from shardspec.errors import CheckpointError
 from shardspec.layout.layout import Layout
 from shardspec.mesh.device_mesh import DeviceMesh
-from shardspec.text import Argument
+from shardspec.text import Argument, shown
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
@@ -45,6 +45,10 @@ _MOST_TRACKER_BYTES: Final = 4096
 
 Way: TypeAlias = Literal["merged", "sharded"]
 """How an output is written: whole tensors, by `merge`, or shards of a mesh, by `reshard`."""
+
+
+Keeps: TypeAlias = Literal["tensors", "notes", "values", "objects"]
+"""Entries beside tensors that a format has; see `Format.keeps`."""
 
 
 class OpenOptions(NamedTuple):
@@ -143,7 +147,7 @@ class Format:
     sidecars: Callable[[StoragePath, Collection[str]], set[str]] = model_sidecars
     """Returns which files of a directory belong to the checkpoint in it beside the weights, given
     their names; they are copied into outputs that are directories."""
-    keeps: Literal["tensors", "notes", "values", "objects"] = "values"
+    keeps: Keeps = "values"
     """What it has beside tensors: nothing; notes of a run; entries of the state dict that are plain
     values; or all entries, which are then copied as they are stored."""
     limits_files: bool = False
@@ -167,6 +171,18 @@ class Format:
     """The `OpenOptions` that `open` heeds; others are refused."""
     known_by: str = ""
     """Example of a file in its directories, for errors."""
+
+    def __post_init__(self) -> None:
+        if self.keeps not in get_args(Keeps):
+            raise CheckpointError(
+                f"the format {self.name!r} keeps={shown(self.keeps)}; give one of "
+                f"{', '.join(get_args(Keeps))}"
+            )
+        if unknown := set(self.writes) - {*get_args(Way)}:
+            raise CheckpointError(
+                f"the format {self.name!r} writes={shown(min(unknown))}; give "
+                f"{' or '.join(get_args(Way))}"
+            )
 
     @property
     def called(self) -> str:

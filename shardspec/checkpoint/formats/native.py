@@ -16,9 +16,10 @@ from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
 from shardspec.boxes import box_size
-from shardspec.checkpoint import catalog, state_dict, targets
+from shardspec.checkpoint import catalog, targets
 from shardspec.checkpoint.catalog import Catalog, ReplicaKey, StoredBox, StoredTensor
 from shardspec.checkpoint.formats import Format, OpenOptions, Wanted, safetensors
+from shardspec.checkpoint.state import state_dict
 from shardspec.checkpoint.storage.path import StoragePath, file_inside
 from shardspec.checkpoint.storage.reading import prefetch_map
 from shardspec.checkpoint.storage.strict_json import checked, fields, is_size, read_json

@@ -97,6 +97,12 @@ def _open(place: StoragePath, _: OpenOptions) -> "RankFilesCheckpoint":
         (file_inside(directory, file.name, directory), file.rank) for file in files
     )
     distinct = {id(state.tensors): state.tensors for state in states}
+    for name in (name for tensors in distinct.values() for name in tensors):
+        if name.rpartition(".")[2].endswith("_flat_param"):
+            raise CheckpointError(
+                f"{states[0].path}: {shown(name)} is a flat parameter of FSDP1, and no file says "
+                "the shapes in it; save with SHARDED_STATE_DICT or FULL_STATE_DICT"
+            )
     placed = (tensor.placed for tensors in distinct.values() for tensor in tensors.values())
     meshes = {id(at.mesh): at.mesh for at in placed if at is not None}
     last = max(files[-1].rank, *(max(mesh.ids) for mesh in meshes.values()), 0)

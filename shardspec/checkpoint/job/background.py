@@ -14,7 +14,7 @@ from itertools import count
 from threading import Event, Thread
 from typing import TYPE_CHECKING, Any, Final, Never, TypeVar
 
-from shardspec.checkpoint.job.rank_state import Described
+from shardspec.checkpoint.state.rank_state import Described
 from shardspec.comm.communicator import Communicator
 from shardspec.errors import CommunicatorError
 from shardspec.mesh.device_mesh import DeviceMesh

@@ -15,13 +15,12 @@ from shardspec.checkpoint.boxes.copy import Buffers, Checks, read_box_into, stre
 from shardspec.checkpoint.boxes.coverage import check_tiling
 from shardspec.checkpoint.catalog import Catalog, StoredTensor
 from shardspec.checkpoint.convert.sharding import layouts_by_rules
-from shardspec.checkpoint.job import rank_state
 from shardspec.checkpoint.open import as_catalog
 from shardspec.checkpoint.quantization.cuts import check_blocks, refuse_casts
 from shardspec.checkpoint.select.choice import Choice, Selection, check_dropped, plain_names, select
 from shardspec.checkpoint.select.dequantized import mapped_source
-from shardspec.checkpoint.select.mapped import Names
-from shardspec.checkpoint.state_dict import LEFT_OUT, spread, unflatten
+from shardspec.checkpoint.state import rank_state
+from shardspec.checkpoint.state.state_dict import LEFT_OUT, spread, unflatten
 from shardspec.checkpoint.storage.reading import OpenFiles
 from shardspec.checkpoint.targets import OutputTensor
 from shardspec.comm.communicator import Communicator
@@ -31,6 +30,7 @@ from shardspec.errors import AxisError, CheckpointError, LayoutError
 from shardspec.layout.layout import Layout, SpecLike, resolve_axes
 from shardspec.layout.spec import ShardingSpec
 from shardspec.mesh.device_mesh import DeviceMesh
+from shardspec.resharding.name_map import Names
 from shardspec.resharding.state import KeyPath
 
 if TYPE_CHECKING:

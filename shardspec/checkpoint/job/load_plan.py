@@ -1,6 +1,6 @@
 """Reshard plans whose source is a checkpoint: holders are files, and devices read."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from glob import escape
@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from shardspec.boxes import Box
 from shardspec.checkpoint.catalog import ZEROS, Catalog, distinct
-from shardspec.checkpoint.job import rank_state
 from shardspec.checkpoint.job.load import Reading, read_shards
 from shardspec.checkpoint.job.rows import file_numbers, file_regions
 from shardspec.checkpoint.open import as_catalog, open_checkpoint
@@ -16,13 +15,13 @@ from shardspec.checkpoint.quantization.cuts import check_stored_plan
 from shardspec.checkpoint.select.choice import Choice, Patterns, check_dropped
 from shardspec.checkpoint.select.dequantized import with_numbers
 from shardspec.checkpoint.select.mapped import (
-    Names,
-    Naming,
+    CatalogNaming,
     config_of,
     configured,
     mapped,
     require_finished,
 )
+from shardspec.checkpoint.state import rank_state
 from shardspec.checkpoint.storage.path import StoragePath
 from shardspec.comm.communicator import Communicator
 from shardspec.comm.together import agree, check_same
@@ -31,7 +30,7 @@ from shardspec.errors import CheckpointError, LayoutError
 from shardspec.layout.layout import Layout
 from shardspec.mesh.device_mesh import DeviceMesh
 from shardspec.resharding.copies import StoredLayout
-from shardspec.resharding.name_map import NameMap
+from shardspec.resharding.name_map import NameMap, Names
 from shardspec.resharding.plan import ReshardPlan, ReshardTarget, layouts_of, plan_state
 from shardspec.resharding.state import flat_state
 from shardspec.resharding.transfers import FileRegion
@@ -215,17 +214,11 @@ def plan_stored(
         meshes = [layout.mesh for layout in layouts_of(target).values()]
     if dtype is not None:
         source = with_numbers(source, dtype, Choice(drop=drop), config_of(source, names))
-        names = names.with_dtype(dtype) if isinstance(names, Naming) else names
-    chain = names if isinstance(names, Sequence) else ()
-    if isinstance(names, Naming):
+        names = names.with_dtype(dtype) if isinstance(names, CatalogNaming) else names
+    if isinstance(names, CatalogNaming):
         source, names, drop = names.applied(source, Choice(drop=drop), ()), None, ()
     elif isinstance(names, NameMap):
         names = configured(source, names)
-    elif chain:
-        *firsts, names = (configured(source, name_map) for name_map in chain)
-        if firsts:
-            # What is dropped has the names of the checkpoint, and the last map those in between.
-            source, drop = mapped(source, firsts, Choice(drop=drop)), ()
     # Files are numbered behind the ids of all devices.
     behind = max((device for mesh in meshes for device in mesh.ids), default=-1) + 1
     stored, files = stored_layouts(source, behind)

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import PurePath
 
 from shardspec.checkpoint.storage.from_text import storage_path
+from shardspec.comm.cost import Links
 from shardspec.resharding.name_map import NameMap
 from shardspec.resharding.plan import ReshardPlan, ReshardTarget, known_to_all, plan_state
 
@@ -16,6 +17,7 @@ def plan_reshard(
     dtype: object = None,
     max_bytes: int | None = None,
     drop: str | Sequence[str] = (),
+    links: Links | None = None,
 ) -> ReshardPlan:
     """Plan how a state dict gets from its layouts to others.
 
@@ -47,6 +49,10 @@ def plan_reshard(
     drop
         Shell patterns of names of the source whose tensors are left behind. A map has to have a use
         for all others.
+    links
+        The links of the cluster: the name of a preset, one per axis, or a
+        `shardspec.comm.cluster.Cluster`, which says which device ids share a host. By default those
+        of the meshes, or hosts of eight devices.
 
     Raises
     ------
@@ -78,7 +84,7 @@ def plan_reshard(
         from shardspec.checkpoint.job.load_plan import plan_load
 
         return plan_load(storage_path(source), target, names, dtype, max_bytes, drop)
-    plan = plan_state(known_to_all(source), target, names, dtype, max_bytes, drop)
+    plan = plan_state(known_to_all(source), target, names, dtype, max_bytes, drop, links=links)
     dtypes = {layout.dtype for source, target, _ in plan.kinds for layout in (source, target)}
     if len(dtypes) > 1 or not dtypes <= {"float32", "bfloat16", "float16", "float64"}:
         from shardspec.checkpoint.quantization.cuts import check_plan

@@ -16,16 +16,16 @@ from shardspec.boxes import Box
 from shardspec.checkpoint.compare.digest import (
     add_up,
     check_digests_file,
-    require_no_sums,
     write_digests,
 )
 from shardspec.checkpoint.formats import native
 from shardspec.checkpoint.formats.native import INFO_NAME, is_shard
 from shardspec.checkpoint.formats.safetensors import read_header
-from shardspec.checkpoint.job import rank_state
 from shardspec.checkpoint.job.background import PendingSave, StoreCommunicator, copied
-from shardspec.checkpoint.job.rank_state import Described, Replicas
-from shardspec.checkpoint.state_dict import encode_value
+from shardspec.checkpoint.state import rank_state
+from shardspec.checkpoint.state.memory import require_no_sums
+from shardspec.checkpoint.state.rank_state import Described, Replicas
+from shardspec.checkpoint.state.state_dict import encode_value
 from shardspec.checkpoint.storage.checksums import crc32
 from shardspec.checkpoint.storage.from_text import storage_path
 from shardspec.checkpoint.storage.path import StoragePath, is_temporary, reason

@@ -7,11 +7,12 @@ from math import lcm
 from shardspec.checkpoint.catalog import Catalog
 from shardspec.checkpoint.quantization.detect import Blocks, Quantized, find_quantized, sections
 from shardspec.checkpoint.quantization.schemes import Shape
-from shardspec.checkpoint.select.mapped import MappedCatalog, Names, mapped
+from shardspec.checkpoint.select.mapped import MappedCatalog, mapped
 from shardspec.dtypes import dtype_name
 from shardspec.errors import DTypeError, LayoutError, QuantizedError, ShardSpecError
 from shardspec.layout.layout import Layout
 from shardspec.layout.spec import DimSpec, Part
+from shardspec.resharding.name_map import Names
 from shardspec.resharding.plan import ReshardPlan
 from shardspec.text import Argument, TextPart
 

@@ -37,10 +37,11 @@ from shardspec.checkpoint.quantization.cuts import origins, quantized_in, refuse
 from shardspec.checkpoint.quantization.detect import sections, sections_of
 from shardspec.checkpoint.quantization.schemes import MX, QUANTIZATIONS, ScaleRule, Shape
 from shardspec.checkpoint.select.choice import Choice, Patterns, wanted_names
-from shardspec.checkpoint.select.mapped import Names, config_of, mapped
+from shardspec.checkpoint.select.mapped import config_of, mapped
 from shardspec.dtypes import dtype_name, is_cast, is_floating, item_bytes, packed
 from shardspec.errors import CheckpointError, DTypeError
 from shardspec.families.linear import LinearLayers, SkippedModules, is_other, module_of
+from shardspec.resharding.name_map import Names
 from shardspec.text import Argument, shown
 
 _GPT_OSS: Final = {"quant_method": "mxfp4"}
@@ -434,7 +435,7 @@ def _unread(name: str, shape: Shape, how: Quantize, *, gpt_oss: bool) -> str:
     if len(shape) > 2 and not gpt_oss:
         return (
             f"stacks matrices, which transformers does not read in {how.kind}; store experts one "
-            "by one, as --model with --names hf does"
+            "by one, as transformers' files have them"
         )
     if how.include is not None and is_other(name) and not name.endswith(("head", "head.weight")):
         return f"is no linear layer by its name, and transformers does not read it in {how.kind}"

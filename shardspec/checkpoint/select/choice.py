@@ -8,7 +8,7 @@ from itertools import chain
 from typing import TypeAlias, TypedDict
 
 from shardspec.checkpoint.catalog import Catalog, OpaqueValue, is_plain_entry, opaque_parts
-from shardspec.checkpoint.state_dict import fitting_paths
+from shardspec.checkpoint.state.state_dict import fitting_paths
 from shardspec.checkpoint.targets import Carried, OutputTensor
 from shardspec.dtypes import dtype_name, is_cast, is_floating, keeps_dtype, packed
 from shardspec.errors import CheckpointError, DTypeError, LayoutError
@@ -208,7 +208,7 @@ def check_dropped(
 ) -> None:
     """Refuse to lose entries that are not tensors, if they are wanted and not `carried`.
 
-    With `drop` they may be lost, and some are; None allows to lose those without tensors in them.
+    With `drop` they may be lost; None allows to lose those without tensors in them.
     """
     lost = {
         name: parts
@@ -218,12 +218,6 @@ def check_dropped(
         if all(part.inside for part in parts)
         and (drop is not None or any(part.tensors for part in parts))
     }
-    if drop and not lost:
-        raise CheckpointError(
-            f"{source.directory}: no value would be lost, so there is nothing for ",
-            Argument("drop_values", value=True),
-            " to drop; leave it out",
-        )
     if not lost or drop:
         return
     name = min(lost)

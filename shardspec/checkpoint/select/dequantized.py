@@ -4,14 +4,15 @@ from collections.abc import Mapping
 
 from shardspec.checkpoint.catalog import Catalog
 from shardspec.checkpoint.select.choice import Choice
-from shardspec.checkpoint.select.mapped import Names, Naming, config_of, mapped_choice
+from shardspec.checkpoint.select.mapped import CatalogNaming, config_of, mapped_choice
+from shardspec.resharding.name_map import Names
 
 
 def mapped_source(source: Catalog, names: Names | None, choice: Choice) -> tuple[Catalog, Choice]:
     """Return a checkpoint, dequantized and mapped as requested, and the options left to apply."""
     if choice.dtype is not None:
         source = with_numbers(source, choice.dtype, choice, config_of(source, names))
-        names = names.with_dtype(choice.dtype) if isinstance(names, Naming) else names
+        names = names.with_dtype(choice.dtype) if isinstance(names, CatalogNaming) else names
     return mapped_choice(source, names, choice)
 
 

@@ -4,46 +4,41 @@ An equation between views says where in a source tensor the elements of a target
 box of the source is a few boxes of the target, each with strides of its own in the same file.
 """
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
-from typing import TypeAlias
 
 from shardspec.boxes import box_shape, box_size
 from shardspec.checkpoint import catalog
 from shardspec.checkpoint.select.choice import Choice, check_drop, wanted_names
-from shardspec.checkpoint.state_dict import fitting_paths
+from shardspec.checkpoint.state.state_dict import fitting_paths
 from shardspec.checkpoint.storage.strict_json import json_beside
 from shardspec.dtypes import item_bytes
 from shardspec.errors import LayoutError
-from shardspec.resharding.name_map import Equation, NameMap, Shape
+from shardspec.resharding.name_map import Equation, NameMap, Names, Naming, Shape
 from shardspec.resharding.total import apply_map
 from shardspec.resharding.view_parts import MOST_PIECES, bounded, parts_of_view
 from shardspec.resharding.views import TensorView, View
 from shardspec.text import shown
 
 
-class Naming(ABC):
-    """Chooses the maps for a checkpoint by what is in it."""
+class CatalogNaming(Naming):
+    """Chooses the name maps for a checkpoint, and reads of it what a choice depends on."""
 
     __slots__ = ()
     config: Mapping[str, object]
-    """That of the model."""
+    """The config of the model."""
 
-    def with_dtype(self, dtype: object) -> "Naming":  # noqa: ARG002  # others read more
+    @abstractmethod
+    def with_dtype(self, dtype: object) -> "CatalogNaming":
         """Return the same for output in a dtype, where quantized tensors are dequantized."""
-        return self
 
     @abstractmethod
     def applied(
         self, source: catalog.Catalog, choice: Choice | None, dropped: Collection[str]
     ) -> catalog.Catalog:
         """Return a checkpoint with the maps applied."""
-
-
-Names: TypeAlias = NameMap | Mapping[str, str] | Sequence[NameMap] | Naming
-"""A map, several to be applied in order, or new names; other names are kept."""
 
 
 def mapped(
@@ -59,15 +54,14 @@ def mapped(
     the map is not total for these tensors, has no use for some, is for models of another type, or
     mixes dtypes, or a tensor is stored with a reduction pending.
     """
-    if isinstance(names, Naming):
-        return names.applied(source, choice, dropped)
-    given: object = names
-    if isinstance(given, str):
-        raise LayoutError(f"names={shown(given)} is text; give a map, as load_map makes")
-    if not names and names is not None:
-        names = {}
     if names is None:
         return source
+    if isinstance(names, CatalogNaming):
+        return names.applied(source, choice, dropped)
+    if not isinstance(names, NameMap | Mapping):
+        raise LayoutError(
+            f"names= is {shown(names)}; give a NameMap, a dict of new names, or model_names(...)"
+        )
     extras = source.extras
     if choice is not None:
         dropped = {*dropped, *source.names} - {*wanted_names(source, choice)}
@@ -78,7 +72,7 @@ def mapped(
             raise LayoutError(f"names= maps {shown(unknown[0])}, which {source.directory} lacks")
         rules = (((name,), (names.get(name, name),)) for name in source.names)
         return MappedCatalog(source, NameMap(tuple(rules)), shapes, extras)
-    return through(source, [names] if isinstance(names, NameMap) else names, shapes, extras)
+    return through(source, [names], shapes, extras)
 
 
 def mapped_choice(
@@ -124,7 +118,7 @@ def config_beside(source: catalog.Catalog) -> dict[str, object] | None:
 
 def config_of(source: catalog.Catalog, names: Names | None) -> Mapping[str, object] | None:
     """Return the config of a model: that of its names, else the one beside the checkpoint."""
-    return names.config if isinstance(names, Naming) else config_beside(source)
+    return names.config if isinstance(names, CatalogNaming) else config_beside(source)
 
 
 def require_finished(tensor: catalog.Outline[catalog.FileBox]) -> None:

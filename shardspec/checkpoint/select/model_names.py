@@ -5,36 +5,51 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePath
-from typing import Final
+from typing import Final, NamedTuple
 
 from shardspec.checkpoint import catalog
+from shardspec.checkpoint.boxes.copy import Buffers, read_box
 from shardspec.checkpoint.compare.verify import diff_checkpoints
 from shardspec.checkpoint.open import as_catalog
 from shardspec.checkpoint.quantization.cuts import quantized_in
 from shardspec.checkpoint.select.choice import Choice, wanted_names
-from shardspec.checkpoint.select.mapped import Naming, through
+from shardspec.checkpoint.select.mapped import CatalogNaming, through
 from shardspec.checkpoint.storage.from_text import storage_path
 from shardspec.checkpoint.storage.path import StoragePath
+from shardspec.checkpoint.storage.reading import OpenFiles
+from shardspec.dtypes import item_bytes
 from shardspec.errors import CheckpointError, LayoutError
 from shardspec.families.family import NamesOf, family_of
 from shardspec.families.maps import chain_of, refuse
 from shardspec.families.model import Model, model_of
-from shardspec.families.recognise import Recognised, recognise
+from shardspec.families.recognize import Recognized, Spelling, recognize, require_known
 from shardspec.input_files import read_json_object
-from shardspec.resharding.name_map import NameMap
+from shardspec.resharding.name_map import NameMap, Shape
 from shardspec.resharding.patterns import filled
 from shardspec.resharding.sizes import text_config
-from shardspec.text import Argument, shown
+from shardspec.text import Argument, counted, shown
 
-_OPTIMIZER: Final = re.compile(r"(chained_\d+\.)?optimizer\..*", re.DOTALL)
-"""What Megatron-core calls the state of an optimizer, which is no tensor of the model."""
+_OPTIMIZER: Final = re.compile(r"(\w+\.)?optim(izer)?(_\w+|s|izers)?\..*", re.DOTALL)
+"""Names of an optimizer's state: of Megatron-core, FSDP2 and those who call it ``optimizer``."""
 
-_PADDED_TO: Final = tuple(1 << power for power in range(3, 15))
-"""Multiples to which trainers and engines pad a vocabulary; others are stated in the config."""
+
+class _Way(NamedTuple):
+    """The maps from a source to a model."""
+
+    model: Model
+    recognized: Recognized
+    renamed: NameMap | None
+    """New names of tensors that have a prefix, or lack one."""
+    maps: tuple[NameMap, ...]
+    """The maps to apply then, one after the other."""
+
+    @property
+    def format(self) -> str:
+        return self.recognized.format
 
 
 @dataclass(frozen=True, slots=True)
-class ModelNames(Naming):
+class ModelNames(CatalogNaming):
     """Names of a model's tensors, as `names=` takes them; see `model_names`."""
 
     config: Mapping[str, object]
@@ -43,21 +58,54 @@ class ModelNames(Naming):
     """The directory of the config, whose files go along into an output directory; by default those
     beside the checkpoint do."""
     fill_from: catalog.Catalog | None
+    drop_rows: bool = False
+    """True if rows beyond the vocabulary are dropped, whatever they contain."""
 
-    def with_dtype(self, dtype: object) -> Naming:
-        """Return the same where what is quantized is to be made a dtype."""
+    def with_dtype(self, dtype: object) -> "ModelNames":
+        """Return the same for output in a dtype, where quantized tensors are dequantized."""
         if self.fill_from is None:
             return self
         from shardspec.checkpoint.quantization.dequantize import dequantized
 
         return replace(self, fill_from=dequantized(self.fill_from, dtype, config=self.config))
 
-    def recognised(self, source: catalog.Catalog, choice: Choice) -> Recognised:
-        """Return what the tensors of a checkpoint are called that are wanted."""
+    def notes(self, source: catalog.Catalog, choice: Choice) -> list[str]:
+        """Return what a user should know of the names of a checkpoint, a line each."""
         with _about_input():
-            model, names = self._model(), _weights(wanted_names(source, choice))
+            every = wanted_names(source, choice)
+            names = _weights(every)
             _refuse_quantized(source, names)
-            return recognise(model, names, source.directory)
+            shapes = {name: source.outline(name).shape for name in names}
+            found = recognize(self._model(), shapes, source.directory)
+            require_known(self._model(), found, source.directory)
+        notes = [f"has the names of {found.text}"]
+        if len(names) < len(every):
+            count = counted(len(every) - len(names), "tensor")
+            notes.append(f"{count} of the optimizer's state left out")
+        return notes
+
+    def maps(
+        self,
+        source: Mapping[str, Shape],
+        where: object = "the state dict",
+        behind: Collection[str] = (),
+    ) -> tuple[NameMap, ...]:
+        """Return the maps from the tensors of a source to these names."""
+        if self.fill_from is not None:
+            raise LayoutError(
+                "tensors are filled in from another checkpoint in files alone; leave out ",
+                Argument("fill_from"),
+            )
+        with _about_input():
+            way = self._way(source, where, behind)
+            stated = self.config.get("padded_vocab")
+            for name, rows in self._lost_rows(source, way).items():
+                if rows.stop != stated:
+                    raise LayoutError(
+                        f"{where}: {shown(name)} has {rows.stop} rows, and the config says "
+                        f'vocab_size={rows.start}; state "padded_vocab": {rows.stop} in it'
+                    )
+        return way.maps if way.renamed is None else (way.renamed, *way.maps)
 
     def applied(
         self, source: catalog.Catalog, choice: Choice | None, dropped: Collection[str]
@@ -69,7 +117,7 @@ class ModelNames(Naming):
     def _applied(
         self, source: catalog.Catalog, choice: Choice | None, dropped: Collection[str]
     ) -> catalog.Catalog:
-        model, weights = self._model(), _weights(source.names)
+        weights = _weights(source.names)
         wanted = {*weights} - {*dropped}
         extras = source.extras
         if choice is not None:
@@ -77,65 +125,123 @@ class ModelNames(Naming):
             extras = {name: value for name, value in extras.items() if choice.wants(name)}
         _refuse_quantized(source, wanted)
         gone = {name: source.outline(name).shape for name in source.names if name not in wanted}
-        # What the user leaves behind is not absent.
-        recognised = recognise(model, wanted, source.directory, behind={*weights} - wanted)
-        if recognised.prefix:
-            inner = {name: name.removeprefix(recognised.prefix) for name in wanted}
-            renamed = NameMap(tuple(((old,), (new,)) for old, new in inner.items()))
-            source = through(source, [renamed], gone, extras)
-            wanted, gone = {*inner.values()}, dict(source.facts.dropped)
-        for place in (recognised.format, self.names):
+        shapes = {name: source.outline(name).shape for name in wanted}
+        way = self._way(shapes, source.directory, behind={*weights} - wanted)
+        model = way.model
+        if way.renamed is not None:
+            source = through(source, [way.renamed], gone, extras)
+            gone = dict(source.facts.dropped)
+        _check_copies(source, model, way.format, self.names)
+        for name, rows in self._lost_rows(shapes, way).items():
+            if not _alike(source.tensor(name), rows.start):
+                raise LayoutError(
+                    f"{source.directory}: {len(rows)} rows of {shown(name)} beyond "
+                    f"vocab_size={rows.start} are neither zero nor equal; correct the config, or "
+                    "drop them with ",
+                    Argument("drop_rows", value=True),
+                )
+        with _about_model(source, model):
+            made = through(source, way.maps, gone, extras)
+            if self.fill_from is not None:
+                made = self._filled(made, model, self.fill_from)
+        return made.with_facts(replace(made.facts, described_in=self.home))
+
+    def _way(
+        self, shapes: Mapping[str, Shape], where: object, behind: Collection[str] = ()
+    ) -> _Way:
+        """Return the way from tensors to these names, or to files where more are filled in."""
+        model = self._model()
+        # Excluded tensors do not count as missing.
+        found = recognize(model, shapes, where, behind)
+        require_known(model, found, where)
+        for place in (found.format, self.names):
             refuse(model, place)
-        if recognised.absent and self.fill_from is None:
-            side = recognised.absent[0].side[:1]
+        if found.absent and self.fill_from is None:
+            side = found.absent[0].side[:1]
             name = filled(side, next(model.instances(side[0])))[0]
-            rest = len(recognised.absent) - 1
+            rest = len(found.absent) - 1
             raise LayoutError(
-                f"{source.directory} lacks {shown(name)}{f' and {rest} more' if rest else ''}, "
+                f"{where} lacks {shown(name)}{f' and {rest} more' if rest else ''}, "
                 f"which a model of the family {model.family.name!r} has by the config; correct the "
                 "config, or take what is lacking from the original checkpoint with ",
                 Argument("fill_from"),
             )
-        _check_copies(source, model, recognised.format, self.names)
-        _check_padding(source, model, recognised.format, text_config(self.config))
-        with _about_model(source, model):
-            if self.fill_from is None:
-                maps = chain_of(model, recognised.format, self.names, wanted)
-                made = through(source, maps, gone, extras)
-            else:
-                absent = {tensor.side for tensor in recognised.absent}
-                present = (tensor for tensor in model.tensors if tensor.side not in absent)
-                part = replace(model, tensors=tuple(present))
-                maps = chain_of(part, recognised.format, "hf", wanted)
-                made = self._filled(through(source, maps, gone, extras), model, self.fill_from)
-        return made.with_facts(replace(made.facts, described_in=self.home))
+        renamed = None
+        if any(old != new for old, new in found.known.items()):
+            renamed = NameMap(tuple(((old,), (new,)) for old, new in found.known.items()))
+        if self.fill_from is None:
+            maps = chain_of(model, found.format, self.names, found.known.values())
+            if self.names == "hf" and self._is_wrapped:
+                if found.format != "hf":
+                    raise LayoutError(
+                        f"the config is of {shown(self.config.get('model_type'))}, of which "
+                        f"{where} has the language model alone; give the language model's own "
+                        "config, or take the rest from the original with ",
+                        Argument("fill_from"),
+                    )
+                maps = (*maps, *_respelled(model, found.spelling))
+        else:
+            part = _without(model, found)
+            maps = chain_of(part, found.format, "hf", found.known.values())
+        return _Way(model, found, renamed, maps)
+
+    def _lost_rows(self, shapes: Mapping[str, Shape], way: _Way) -> dict[str, range]:
+        """Return the rows beyond the vocabulary that the target lacks, by plain names."""
+        vocab, stacked = text_config(self.config).get("vocab_size"), ("torch_dist", "sharded")
+        kept = way.format == "hf" or (way.format == "megatron" and self.names in stacked)
+        if self.drop_rows or kept or self.names == way.format or not isinstance(vocab, int):
+            return {}
+        sizes = {new: shapes[old][0] for old, new in way.recognized.known.items() if shapes[old]}
+        sides = (
+            tensor.places[way.format]
+            for tensor in way.model.tensors
+            if {*tensor.cut.values()} == {"vocab"}
+        )
+        names = [side[0] for side in sides if side is not None and sizes.get(side[0], 0) > vocab]
+        return {name: range(vocab, sizes[name]) for name in names}
+
+    @property
+    def _is_wrapped(self) -> bool:
+        """True if the config is of a model around the language model."""
+        family = family_of(self.config)
+        return self.config.get("model_type") not in (None, *family.model_types)
 
     def _filled(
         self, part: catalog.Catalog, model: Model, origin: catalog.Catalog
     ) -> catalog.Catalog:
         """Return part of a model with what it lacks, and what the family does not know of."""
-        others = {*origin.names} - {*part.names} - {*part.facts.dropped}
-        expected = model.shapes()
-        lacking = {name: (origin, name) for name in others if name in expected}
-        tensors = {name: (part, name) for name in part.names} | lacking
+        weights = _weights(origin.names)
+        shapes = {name: origin.outline(name).shape for name in weights}
+        found = recognize(model, shapes, origin.directory)
+        gone = {
+            name: origin.outline(name).shape for name in origin.names if name not in found.known
+        }
+        rules = tuple(((old,), (new,)) for old, new in found.known.items())
+        own = _without(model, found)
+        chain = chain_of(own, found.format, "hf", found.known.values())
+        files = through(origin, (NameMap(rules), *chain), gone, {})
+        lacking = {*files.names} - {*part.names} - {*part.facts.dropped}
+        tensors = {name: (part, name) for name in part.names}
+        tensors |= {name: (files, name) for name in lacking}
         made = through(Assembled(part, tensors), chain_of(model, "hf", self.names), {}, part.extras)
-        added = [*lacking]
+        beside: dict[str, str] = {}
+        added = lacking
         if self.names == "hf":
-            beside = others - lacking.keys() - {tensor.side[0] for tensor in model.copies}
+            spelling = found.spelling
+            if self._is_wrapped:
+                made = through(made, _respelled(model, spelling), {}, made.extras)
+                added = {spelling.spelled(name) for name in lacking}
+                beside = {name: name for name in found.strange}
+            else:
+                beside = {name.removeprefix(spelling.outer): name for name in found.strange}
             every = {name: (made, name) for name in made.names}
-            made = Assembled(part, every | {name: (origin, name) for name in beside})
-            added += beside
-        _refuse_quantized(origin, added)
-        return made.with_facts(replace(made.facts, filled=tuple(sorted(added))))
+            made = Assembled(made, every | {new: (origin, name) for new, name in beside.items()})
+        raw = [old for old, new in found.known.items() if new in lacking or new not in files.names]
+        _refuse_quantized(origin, [*raw, *beside.values()])
+        return made.with_facts(replace(made.facts, filled=tuple(sorted((*added, *beside)))))
 
     def _model(self) -> Model:
-        model = model_of(family_of(self.config), self.config)
-        if not model.whole:
-            raise LayoutError(
-                "the config does not say how many layers there are; give all of the model's "
-                "config.json"
-            )
-        return model
+        return model_of(family_of(self.config), self.config)
 
 
 def model_names(
@@ -143,11 +249,12 @@ def model_names(
     names: NamesOf = "hf",
     *,
     fill_from: PurePath | str | catalog.Catalog | None = None,
+    drop_rows: bool = False,
 ) -> ModelNames:
-    """Return the names of a model's tensors, for `names=` of what reads and writes checkpoints.
+    """Return the names of a model's tensors, as `names=` takes them.
 
-    What a checkpoint is called already is recognised by its names. All that the config says is to
-    be there, is, in shapes that fit it, and nothing else.
+    The names of a source are recognized. It must have every tensor that the config implies, in
+    shapes that fit the config, and no others.
 
     Parameters
     ----------
@@ -158,8 +265,11 @@ def model_names(
         ``"megatron"``; ``"torch_dist"``, as Megatron-core saves them, or ``"sharded"``, the same
         with all layers numbered; ``"fused"``, of engines.
     fill_from
-        The original checkpoint, from which is taken what training did not have, such as layers
-        that predict further tokens.
+        The original checkpoint, from which tensors are taken that training did not have, such as
+        layers that predict further tokens.
+    drop_rows
+        Drop the rows of a padded vocabulary beyond ``vocab_size``, even if they are neither zero
+        nor equal to each other.
 
     Raises
     ------
@@ -185,7 +295,7 @@ def model_names(
     with _about_input():
         family_of(config)
     origin = None if fill_from is None else as_catalog(fill_from)
-    return ModelNames(config, names, home, origin)
+    return ModelNames(config, names, home, origin, drop_rows)
 
 
 @contextmanager
@@ -243,6 +353,23 @@ def _weights(names: Iterable[str]) -> list[str]:
     return [name for name in names if not _OPTIMIZER.fullmatch(name)]
 
 
+def _without(model: Model, found: Recognized) -> Model:
+    """Return a model without the tensors that a source lacks."""
+    absent = {tensor.side for tensor in found.absent}
+    present = tuple(tensor for tensor in model.tensors if tensor.side not in absent)
+    return replace(model, tensors=present)
+
+
+def _respelled(model: Model, spelling: Spelling) -> list[NameMap]:
+    """Return the map from the names of files to those of a spelling; none if they are equal."""
+    if spelling.is_plain:
+        return []
+    sides = {tensor.places["file"] or tensor.side: None for tensor in model.tensors}
+    names = dict.fromkeys(side[0] for side in sides)
+    rules = tuple(((name,), (spelling.spelled(name),)) for name in names)
+    return [NameMap(rules, model.sizes, numbers=model.numbers)]
+
+
 def _refuse_quantized(source: catalog.Catalog, names: Collection[str]) -> None:
     """Raise LayoutError if codes, or what gives them a meaning, are among the names."""
     why = quantized_in(source).why
@@ -254,25 +381,19 @@ def _refuse_quantized(source: catalog.Catalog, names: Collection[str]) -> None:
         )
 
 
-def _check_padding(
-    source: catalog.Catalog, model: Model, format: str, config: Mapping[str, object]
-) -> None:
-    """Raise LayoutError if a vocabulary has more rows than padding adds to that of the config."""
-    vocab, stated = (config.get(key) for key in ("vocab_size", "padded_vocab"))
-    if format == "hf" or not isinstance(vocab, int):
-        return
-    for tensor in model.tensors:
-        side = tensor.places[format]
-        if side is None or {*tensor.cut.values()} != {"vocab"} or side[0] not in {*source.names}:
-            continue
-        rows = source.outline(side[0]).shape[0]
-        multiples = (m for m in _PADDED_TO if rows - vocab < m and rows % m == 0)
-        if rows > vocab and rows != stated and not any(multiples):
-            raise LayoutError(
-                f"{source.directory}: {shown(side[0])} has {rows} rows, and the config says "
-                f"vocab_size={vocab}, which no padding makes {rows}; correct the config, or state "
-                f'"padded_vocab": {rows} in it'
-            )
+def _alike(tensor: catalog.StoredTensor, first: int) -> bool:
+    """Return True if the rows of a matrix from one on are equal to each other, or zero."""
+    rows, columns = tensor.shape
+    buffers = Buffers()
+    expected = bytes(columns * item_bytes(tensor.dtype)) if rows - first == 1 else None
+    with OpenFiles() as files:
+        for row in range(first, rows):
+            box = ((row, row + 1), (0, columns))
+            data = b"".join(bytes(block) for block, _ in read_box(tensor, box, files, buffers))
+            if expected not in (None, data):
+                return False
+            expected = data
+    return True
 
 
 def _check_copies(source: catalog.Catalog, model: Model, format: str, target: str) -> None:

@@ -13,7 +13,7 @@ from typing import Any, Final, TypeAlias, TypeGuard
 
 from shardspec.boxes import Box, box_size, row_major_boxes
 from shardspec.checkpoint.catalog import FileBox, Outline, StoredObject, box_text
-from shardspec.checkpoint.state_dict import is_path
+from shardspec.checkpoint.state.state_dict import is_path
 from shardspec.checkpoint.storage.path import StoragePath, file_inside
 from shardspec.checkpoint.storage.strict_json import is_size
 from shardspec.checkpoint.torch_files import unpickler, values

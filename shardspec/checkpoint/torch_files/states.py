@@ -22,7 +22,7 @@ from shardspec.checkpoint.catalog import (
     unsharded_tensor,
     whole_box,
 )
-from shardspec.checkpoint.state_dict import is_path
+from shardspec.checkpoint.state.state_dict import is_path
 from shardspec.checkpoint.storage.path import StoragePath
 from shardspec.checkpoint.storage.reading import prefetch_map
 from shardspec.checkpoint.targets import Extent, OutputFile, OutputTensor, RawBytes

@@ -129,6 +129,12 @@ def read_torch_zip(
     tail_bytes = min(_TAIL_BYTES, num_bytes)
     tail = file.read(offset + num_bytes - tail_bytes, tail_bytes)
     if len(tail) < _END_BYTES or tail[-_END_BYTES:][:4] != b"PK\5\6":
+        end = tail.rfind(b"PK\5\6")
+        if end >= 0 and len(tail) >= end + _END_BYTES:
+            raise CheckpointError(
+                f"{what}: has {len(tail) - end - _END_BYTES} bytes behind the end of its zip; "
+                "remove them, or restore the file"
+            )
         raise CheckpointError(f"{what}: {_no_zip(file.read(offset, min(num_bytes, 512)))}")
     count, size = struct.unpack_from("<HL", tail, len(tail) - _END_BYTES + 10)
     if size > _MAX_DIRECTORY_BYTES:
@@ -150,12 +156,12 @@ def read_torch_zip(
         raise _contradiction(what, f"it has {len(infos)} lines, not {count}")
     # zipfile counts from the start of the tail, so the positions of records are negative.
     at = offset + num_bytes - len(tail)
-    archive = _checked(file.path, what, infos, offset, at, end)
-    if "constants.pkl" in archive.directory:
+    if any(_name(info).partition(b"/")[2] == b"constants.pkl" for info in infos):
         raise CheckpointError(
             f"{what}: is a TorchScript program, not a checkpoint; save the state dict of the "
             "module: torch.save(torch.jit.load(path).state_dict(), new_path)"
         )
+    archive = _checked(file.path, what, infos, offset, at, end)
     if "byteorder" in archive.directory:
         record = archive.record("byteorder")
         # The usual order is recognised by its CRC-32, without reading it.

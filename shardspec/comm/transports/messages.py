@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Final, TypeAlias
+from typing import ClassVar, Final, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -36,15 +36,11 @@ Finish: TypeAlias = Callable[[], None]
 class Messages:
     """A `Transport` by sends and receives."""
 
+    name: ClassVar[str] = "messages"
     free: list[torch.Tensor] = field(default_factory=list)
     """Unused buckets, for later messages."""
     bucket_bytes: int = 0
     """The least size of a bucket."""
-
-    @property
-    def name(self) -> str:
-        """The name of the transport."""
-        return "messages"
 
     def close(self) -> None:
         """Do nothing: peers notice when the process ends, or at the timeout of the group."""

@@ -18,12 +18,11 @@ import time
 import weakref
 import zlib
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from itertools import pairwise
 from math import prod
 from pathlib import Path
-from typing import Any, Final, NamedTuple, TypeAlias
+from typing import Any, ClassVar, Final, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -34,7 +33,6 @@ from shardspec.comm.results import libc
 from shardspec.comm.transfers import Message
 from shardspec.comm.transports.stage import Stage
 from shardspec.errors import CommunicatorError
-from shardspec.text import ranks_text
 
 BUFFER_BYTES: Final = 1 << 20
 """The most bytes staged at once, and half of the addends combined at once: about the size of a
@@ -51,8 +49,8 @@ _SIGNAL: Final = struct.Struct("<4Q")
 """A kind, a checksum of the step, and the address and bytes of a table."""
 GIVEN_UP, _READABLE, _DONE = range(3)
 _FLAGS: Final = os.O_NONBLOCK | os.O_CLOEXEC
-_DTYPES: Final = (torch.uint8, torch.int16, torch.int32, torch.int64, torch.complex128)
-_BY_WIDTH: Final = {dtype.itemsize: dtype for dtype in _DTYPES}
+_INTS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_BY_WIDTH: Final = {**_INTS, 16: torch.complex128}
 
 Ints: TypeAlias = npt.NDArray[np.int64]
 Table: TypeAlias = Mapping[int, tuple[int, int, tuple[int, ...]]]
@@ -70,9 +68,8 @@ class Region(NamedTuple):
     @classmethod
     def of(cls, tensor: torch.Tensor) -> "Region":
         """Return the region of a tensor."""
-        item = tensor.element_size()
-        strides = tuple(stride * item for stride in tensor.stride())
-        return cls(tensor.data_ptr(), tuple(tensor.shape), strides, item)
+        item, steps = tensor.element_size(), tensor.stride()
+        return cls(tensor.data_ptr(), tuple(tensor.shape), tuple(s * item for s in steps), item)
 
     def tensor(self) -> torch.Tensor:
         """Return an array of this process, as integers; it has to outlive the tensor."""
@@ -84,7 +81,11 @@ class Region(NamedTuple):
     def part(self, dim: int, start: int, stop: int) -> "Region":
         """Return the region of the indices from `start` to `stop` of a dim."""
         shape = (*self.shape[:dim], stop - start, *self.shape[dim + 1 :])
-        return self._replace(address=self.address + start * self.strides[dim], shape=shape)
+        return self.moved(start * self.strides[dim])._replace(shape=shape)
+
+    def moved(self, offset: int) -> "Region":
+        """Return a region of the same form so many bytes further."""
+        return self._replace(address=self.address + offset)
 
     @property
     def num_bytes(self) -> int:
@@ -107,9 +108,12 @@ class Region(NamedTuple):
             run *= size
         return run
 
-    def rows(self, run: int) -> Ints:
-        """Return the kernel's ``iovec`` array: address and length of every run of `run` bytes."""
-        starts: Ints = np.full(1, self.address, dtype=np.int64)
+    def rows(self, run: int, bases: Sequence[int] = (0,)) -> Ints:
+        """Return the kernel's ``iovec`` array: address and length of every run of `run` bytes.
+
+        The address is relative to each of `bases`.
+        """
+        starts: Ints = np.array(bases, dtype=np.int64) + self.address
         inner, dims = self.item_bytes, list(zip(self.shape, self.strides, strict=True))
         # Inner dims without gaps count as one, which is cut into runs.
         while dims and (dims[-1][0] == 1 or dims[-1][1] == inner):
@@ -130,10 +134,7 @@ def read(pid: int, source: Region, target: Region) -> None:
 
 
 def read_rows(pid: int, ours: Ints, theirs: Ints) -> None:
-    """Copy runs of bytes from another process, given rows of address and length on both sides.
-
-    Raises `OSError`; see `read`.
-    """
+    """Copy runs of bytes from another process, by rows of address and length; see `read`."""
     library, no_flags = libc(), ctypes.c_ulong(0)
     assert library is not None, "only Linux processes have addresses"
     library.process_vm_readv.restype = ctypes.c_ssize_t
@@ -150,8 +151,7 @@ def read_rows(pid: int, ours: Ints, theirs: Ints) -> None:
 def read_bytes(pid: int, address: int, length: int) -> bytes:
     """Return bytes from the memory of another process; raises `OSError`, see `read`."""
     got = np.empty(length, dtype=np.uint8)
-    ours = Region(got.ctypes.data, (length,), (1,), 1)
-    read(pid, ours._replace(address=address), ours)
+    read_rows(pid, np.array([[got.ctypes.data, length]]), np.array([[address, length]]))
     return got.tobytes()
 
 
@@ -180,8 +180,7 @@ class Connection:
 
     def __init__(self, peer: int, pid: int, inbox: int, outbox: int) -> None:
         self.peer, self.pid, self._inbox, self._outbox = peer, pid, inbox, outbox
-        # A forked child of the peer keeps the pipes open, but not the process id.
-        process = os.pidfd_open(pid)
+        process = os.pidfd_open(pid)  # a forked child keeps the pipes open, but not this
         self._pending: deque[tuple[int, ...]] = deque()
         self._has_ended = False
         self._poll = select.poll()
@@ -249,21 +248,14 @@ def this_host() -> str:
         return ""
 
 
-class Arrays(NamedTuple):
-    """Arrays of one shape at a peer, and their targets here; regions are relative to the bases."""
-
-    source: Region
-    target: Region
-    source_bases: Sequence[int]
-    target_bases: Sequence[int]
-
-
 class PeerMemory:
     """A `Transport` between processes that can all read each other's memory.
 
     A process sends the address of its table once its tensors are readable, and every reader
     answers when it is done. Waiting for a peer ends after `timeout_s`.
     """
+
+    name: ClassVar[str] = "memory"
 
     def __init__(self, rank: int, connections: Mapping[int, Connection], timeout_s: float) -> None:
         self._rank, self._connections, self._timeout_s = rank, connections, timeout_s
@@ -288,29 +280,25 @@ class PeerMemory:
         """
         host, token = this_host() if allowed else "", np.frombuffer(secrets.token_bytes(16), "u1")
         pipes = {peer: os.pipe2(_FLAGS) for peer in peers if host and peer not in known}
+        new: dict[int, Connection] = {}
         try:
             fds = {peer: write for peer, (_, write) in pipes.items()}
-            mine = Offer(host, os.getpid(), token.ctypes.data, token.tobytes(), fds)
-            offers = gather(mine)
+            offers = gather(Offer(host, os.getpid(), token.ctypes.data, token.tobytes(), fds))
             together = bool(host) and all(offer.host == host for offer in offers.values())
             for peer in pipes if together else ():
                 offer, (inbox, _) = offers[peer], pipes[peer]
                 with suppress(OSError):
                     path = f"/proc/{offer.pid}/fd/{offer.pipes[rank]}"
                     outbox = os.open(path, os.O_WRONLY | os.O_NONBLOCK)
-                    known[peer] = Connection(peer, offer.pid, os.dup(inbox), outbox)
-            joined = all(peer in known and offers[peer].is_readable() for peer in peers)
+                    new[peer] = Connection(peer, offer.pid, os.dup(inbox), outbox)
+            joined = new.keys() == pipes.keys() and all(offers[p].is_readable() for p in peers)
             # The pipes close after this, when all ranks have tried to open and to read.
             if not together or not all(gather(joined).values()):
                 return None
         finally:
             _close(*(end for pipe in pipes.values() for end in pipe))
+        known |= new
         return cls(rank, {peer: known[peer] for peer in peers}, timeout_s)
-
-    @property
-    def name(self) -> str:
-        """The name of the transport."""
-        return "memory"
 
     def close(self) -> None:
         """Tell all peers that this rank gives up."""
@@ -327,10 +315,7 @@ class PeerMemory:
             try:
                 self._move(stage)
             except CommunicatorError as error:
-                peers = ranks_text(stage.readers | stage.senders)
-                raise CommunicatorError(
-                    f"{stage.name} with {peers} failed: {error}"
-                ) from error.__cause__
+                raise stage.failed(error) from error.__cause__
 
     def _move(self, stage: Stage) -> None:
         rank, deadline = self._rank, time.monotonic() + self._timeout_s
@@ -351,7 +336,7 @@ class PeerMemory:
                         table = read_bytes(self._pids[peer], *place)
                         self._connections[peer].check()
                         tables[peer] = pickle.loads(table)
-                    self._fill(peer, _arrays(stage, wave.receives[peer], peer, tables[peer]))
+                    self._fill(stage, wave.receives[peer], peer, tables[peer])
                 except OSError as error:
                     why = "it has ended" if error.errno == errno.ESRCH else error.strerror
                     raise CommunicatorError(
@@ -363,28 +348,38 @@ class PeerMemory:
         for peer in stage.readers:
             self._connections[peer].receive(_DONE, step, deadline)
 
-    def _fill(self, peer: int, arrays: Iterable[Arrays]) -> None:
-        """Read arrays of few runs in one call, and others one at a time."""
+    def _fill(self, stage: Stage, pieces: Message, peer: int, theirs: Table) -> None:
+        """Read a message of a peer: arrays of few runs in one call, and others one at a time."""
         nothing: Ints = np.zeros((0, 2), dtype=np.int64)
-        ours, theirs = [nothing], [nothing]
-        for source, target, source_bases, target_bases in arrays:
-            run, size = min(source.run_bytes, target.run_bytes), source.num_bytes
-            if size <= min(BUFFER_BYTES, _FEW_RUNS * run):
-                for rows, region, bases in (
-                    (theirs, source, source_bases),
-                    (ours, target, target_bases),
-                ):
-                    steps = np.array([[base, 0] for base in bases])[:, None]
-                    rows.append((region.rows(run) + steps).reshape(-1, 2))
-                continue
-            for source_base, target_base in zip(source_bases, target_bases, strict=True):
-                moved = source._replace(address=source.address + source_base)
-                place = target._replace(address=target.address + target_base)
-                if peer == self._rank:
-                    place.tensor().copy_(moved.tensor())
-                else:
-                    self.fetch(peer, moved, place)
-        read_rows(self._pids[peer], np.concatenate(ours), np.concatenate(theirs))
+        ours, their_rows = [nothing], [nothing]
+        for piece in pieces:
+            item = stage.dtype_of(piece).itemsize
+            bases: defaultdict[tuple[tuple[int, ...], ...], list[tuple[int, ...]]]
+            bases = defaultdict(list)
+            for place in piece.places:
+                (address, span, strides), shard = theirs[place], stage.target[place]
+                bases[strides, shard.stride()].append((address, shard.data_ptr(), span))
+            for (strides, own_strides), arrays in bases.items():
+                own_steps = tuple(stride * item for stride in own_strides)
+                shape, steps, at = stage.source_region(piece, strides, peer)
+                source = Region(at, shape, steps, item)
+                shape, steps, at = stage.target_region(piece, own_steps, stage.device)
+                target = Region(at, shape, steps, item)
+                source_bases, target_bases, spans = zip(*arrays, strict=True)
+                if min(spans) < source.address + source.span:
+                    raise CommunicatorError(f"rank {peer} has smaller shards than are expected")
+                run, size = min(source.run_bytes, target.run_bytes), source.num_bytes
+                if size <= min(BUFFER_BYTES, _FEW_RUNS * run):
+                    their_rows.append(source.rows(run, source_bases))
+                    ours.append(target.rows(run, target_bases))
+                    continue
+                for moved, placed, _ in arrays:
+                    ends = source.moved(moved), target.moved(placed)
+                    if peer == self._rank:
+                        ends[1].tensor().copy_(ends[0].tensor())
+                    else:
+                        self.fetch(peer, *ends)
+        read_rows(self._pids[peer], np.concatenate(ours), np.concatenate(their_rows))
 
     def fetch(self, peer: int, source: Region, target: Region) -> None:
         """Copy an array of a peer, run by run, or including the gaps if runs are short."""
@@ -392,10 +387,9 @@ class PeerMemory:
         far_apart = runs == 1 or source.span >= runs * _RUN_BYTES
         most = MOST_BYTES if far_apart else BUFFER_BYTES
         if (source.num_bytes if far_apart else source.span) > most:
-            sizes, steps = source.shape, source.strides
-            widest = max(range(len(sizes)), key=lambda dim: (sizes[dim] - 1) * steps[dim])
-            cuts = 0, sizes[widest] // 2, sizes[widest]
-            for ends in pairwise(cuts):
+            widest = int(np.argmax(np.multiply(np.subtract(source.shape, 1), source.strides)))
+            size = source.shape[widest]
+            for ends in ((0, size // 2), (size // 2, size)):
                 self.fetch(peer, source.part(widest, *ends), target.part(widest, *ends))
         elif far_apart:
             read(pid, source, target)
@@ -403,24 +397,3 @@ class PeerMemory:
             staged = self._buffer[: source.span]
             read(pid, Region(source.address, (source.span,), (1,), 1), Region.of(staged))
             target.tensor().copy_(source._replace(address=staged.data_ptr()).tensor())
-
-
-def _arrays(stage: Stage, pieces: Message, peer: int, theirs: Table) -> Iterator[Arrays]:
-    """Yield the arrays of a message at a peer, by its table, with their targets here."""
-    for piece in pieces:
-        item = stage.dtype_of(piece).itemsize
-        alike: defaultdict[tuple[tuple[int, ...], ...], list[tuple[int, ...]]] = defaultdict(list)
-        for place in piece.places:
-            (address, span, strides), shard = theirs[place], stage.target[place]
-            alike[strides, shard.stride()].append((address, shard.data_ptr(), span))
-        for (strides, own_strides), places in alike.items():
-            own_steps = tuple(stride * item for stride in own_strides)
-            ends = (
-                stage.source_region(piece, strides, peer),
-                stage.target_region(piece, own_steps, stage.device),
-            )
-            source, target = (Region(at, shape, steps, item) for shape, steps, at in ends)
-            source_bases, target_bases, spans = zip(*places, strict=True)
-            if min(spans) < source.address + source.span:
-                raise CommunicatorError(f"rank {peer} has smaller shards than are expected")
-            yield Arrays(source, target, source_bases, target_bases)

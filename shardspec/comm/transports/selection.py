@@ -40,4 +40,4 @@ def connect(
 
     allowed = name == "memory"
     memory = PeerMemory.connect(rank, peers, gather, known, timeout_s, allowed=allowed)
-    return Messages if memory is None else lambda: memory
+    return (lambda: memory) if memory else Messages

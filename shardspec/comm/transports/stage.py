@@ -11,6 +11,8 @@ import torch
 
 from shardspec.boxes import box_shape
 from shardspec.comm.transfers import Message, Piece
+from shardspec.errors import CommunicatorError
+from shardspec.text import ranks_text
 
 ShardsByPlace: TypeAlias = Mapping[int, torch.Tensor]
 """The tensors of one device, by place: the number that a tensor has on all devices."""
@@ -52,6 +54,11 @@ class Stage:
     """Whether a wave must end before the next is requested, because results are combined then."""
     is_combined: bool = False
     """Whether waves bring addends, which land in buffers."""
+
+    def failed(self, why: object) -> CommunicatorError:
+        """Return the error for a stage that failed, with its peers."""
+        peers = ranks_text(self.readers | self.senders)
+        return CommunicatorError(f"{self.name} with {peers} failed: {why}")
 
     def parts(self, piece: Piece, *, of_source: bool) -> Iterator[torch.Tensor]:
         """Yield views of the shards, one per tensor of a piece, of the piece's box."""

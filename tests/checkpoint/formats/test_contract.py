@@ -13,10 +13,12 @@ from shardspec import DeviceMesh, load_sharded, merge, reshard
 from shardspec.checkpoint.compare.verify import verify_checkpoint
 from shardspec.checkpoint.formats import (
     MODULES,
+    Format,
     default_format,
     format_called,
     formats,
     installed,
+    never,
     written_format,
     written_names,
 )
@@ -412,3 +414,9 @@ def test_a_package_that_spoils_the_registry_is_named(tmp_path, path, points, pro
     # What comes along is read and written as before.
     merge(tmp_path / "in.pt", tmp_path / "hub", format="huggingface")
     assert_same(read_whole(tmp_path / "hub"), {"w": torch.ones(2)})
+
+
+@pytest.mark.parametrize("words", [{"keeps": "nothing"}, {"writes": ("sharded", "whole")}])
+def test_a_format_with_an_unknown_word_is_refused_when_it_is_made(words):
+    with pytest.raises(CheckpointError, match=r"the format 'mine' .*'(nothing|whole)'"):
+        Format(name="mine", recognises=never, open=next(formats()).open, **words)

@@ -14,6 +14,7 @@ from shardspec import load_sharded, merge, reshard
 from shardspec.checkpoint.catalog import OpaqueValue, replica_keys
 from shardspec.checkpoint.compare.verify import diff_checkpoints, verify_checkpoint
 from shardspec.checkpoint.open import open_checkpoint
+from shardspec.errors import CheckpointError
 from tests.checkpoint.formats.reading import (
     assert_merged_without_torch,
     assert_same,
@@ -382,3 +383,10 @@ def test_flipped_bits_are_found(ckpt):
         file.seek(stored.offset)
         file.write(bytes([byte ^ 4]))
     assert str(stored.path) in refused(ckpt)
+
+
+def test_flat_parameters_of_fsdp1_are_refused(tmp_path):
+    for rank in range(2):
+        torch.save({"layer._flat_param": torch.ones(3)}, tmp_path / f"model_rank_{rank}.pt")
+    with pytest.raises(CheckpointError, match=r"layer\._flat_param.* SHARDED_STATE_DICT"):
+        merge(tmp_path, tmp_path / "out.safetensors")

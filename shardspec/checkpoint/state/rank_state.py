@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 from shardspec.boxes import Box
 from shardspec.checkpoint.catalog import box_text, replica_holders
 from shardspec.checkpoint.formats.safetensors import encode_header
-from shardspec.checkpoint.state_dict import FlatState, Leaf, flatten
+from shardspec.checkpoint.state.state_dict import FlatState, Leaf, flatten
 from shardspec.checkpoint.storage.checksums import crc32
 from shardspec.comm.agreement import on_all_ranks
 from shardspec.comm.communicator import Communicator

@@ -1,0 +1,98 @@
+"""Catalogs of state dicts in memory, which are read like the files of a checkpoint."""
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardspec.checkpoint.catalog import ZEROS, Catalog, StoredBox, StoredTensor
+from shardspec.checkpoint.state import rank_state
+from shardspec.checkpoint.storage.path import StoragePath
+from shardspec.checkpoint.targets import assign_boxes
+from shardspec.comm.communicator import Communicator
+from shardspec.dtypes import item_bytes
+from shardspec.errors import LayoutError
+from shardspec.layout.layout import Layout
+
+if TYPE_CHECKING:
+    import torch
+
+NAME: Final = "state dict"
+"""The format of a catalog in memory."""
+
+
+class Memory:
+    """Bytes of a tensor in memory, in place of those of a file."""
+
+    def __init__(self, tensor: "torch.Tensor") -> None:
+        self._tensor = tensor
+
+    @property
+    def reads(self) -> Mapping[StoragePath, int]:
+        """No files are read."""
+        return {}
+
+    def bits(self, shape: Sequence[int], strides: Sequence[int], start: int) -> NDArray[np.generic]:
+        """Return elements as unsigned numbers; strides and start are in bytes."""
+        from shardspec.tensor.shards import bits_of
+
+        width = self._tensor.element_size()
+        steps = [step // width for step in strides]
+        first = self._tensor.storage_offset() + start // width
+        return bits_of(self._tensor.as_strided(list(shape), steps, first))
+
+    def fill(
+        self, start: int, steps: Sequence[tuple[int, int, int]], room: memoryview, at: int
+    ) -> None:
+        """Fill a block with a part of the tensor; see `BlockPart`."""
+        *outer, (run, _, _) = steps
+        width = self._tensor.element_size()
+        shape = [*(count for count, _, _ in outer), run // width]
+        part = self.bits(shape, [*(step for _, step, _ in outer), width], start)
+        inside = [*(step for _, _, step in outer), width]
+        np.copyto(np.ndarray(shape, part.dtype, room, at, inside), part)
+
+
+def catalog_of(what: rank_state.Described, communicator: Communicator) -> Catalog:
+    """Return a state dict as a checkpoint of the boxes that this process counts."""
+    boxes: dict[str, list[StoredBox]] = {name: [] for name in what.layouts}
+    entries = assign_boxes(communicator.mesh, what.layouts)
+    for rank in communicator.addressable:
+        for name, box, *_ in entries[rank]:
+            layout = what.layouts[name]
+            shard = rank_state.box_of_shard(what.shards[name][rank], layout, rank, box)
+            strides = tuple(step * item_bytes(layout.dtype) for step in shard.stride())
+            stored = StoredBox(box, (), rank, ZEROS, 0, strides=strides, computed=Memory(shard))
+            boxes[name].append(stored)
+    tensors = {
+        name: StoredTensor(name, layout.global_shape, layout.dtype, None, (), tuple(boxes[name]))
+        for name, layout in what.layouts.items()
+    }
+    return Catalog(NAME, ZEROS, tensors, ())
+
+
+def state_catalog(state: Mapping[str, Any]) -> Catalog:
+    """Return a state dict of this process as a checkpoint; plain values are skipped.
+
+    Raises LayoutError if shards are on other ranks or a reduction is pending.
+    """
+    communicator = rank_state.communicator_of_state(state)
+    if set(communicator.addressable) != set(communicator.mesh.ids):
+        raise LayoutError(
+            "the state dict has shards on other ranks; gather it first, with full_tensor(), or "
+            "save it with save_sharded"
+        )
+    what = rank_state.describe(state, communicator)
+    require_no_sums(what.layouts)
+    return catalog_of(what, communicator)
+
+
+def require_no_sums(layouts: Mapping[str, Layout]) -> None:
+    """Raise LayoutError if the reduction of a tensor is pending."""
+    for name, layout in layouts.items():
+        if layout.spec.partials:
+            raise LayoutError(
+                f"{name!r} is laid out as {layout.spec}, with a reduction pending, so it has no "
+                f"digest yet; finish it, with redistribute({str(layout.spec.without_partial())!r})"
+            )
