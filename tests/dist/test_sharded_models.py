@@ -42,7 +42,8 @@ def play(_):
     torch.set_num_threads(1)
     mesh = init_device_mesh("cpu", (2,))
     results: list[Any] = []
-    found = {}
+    found: dict[str, Any] = {}
+    functional: Any = F
     x, tokens = made(mesh, "[R,R,R]", 2, 6, 8), Cut(torch.arange(12).reshape(2, 6), mesh, "[R,R]")
     up, down = made(mesh, "[S0,R]", 16, 8), made(mesh, "[R,S0]", 8, 16)
 
@@ -64,7 +65,7 @@ def play(_):
 
     def attention():
         heads = [F.linear(x, w).view(2, 6, 4, 4).transpose(1, 2) for w in (q, k, v)]
-        mixed = F.scaled_dot_product_attention(*heads, is_causal=True)
+        mixed = functional.scaled_dot_product_attention(*heads, is_causal=True)
         results.append(F.linear(mixed.transpose(1, 2).reshape(2, 6, 16), out) + x.detach())
 
     found["attention"] = (
@@ -73,7 +74,9 @@ def play(_):
     )
     weight = made(mesh, "[S0,R]", 12, 8)
     found["embedding"] = (
-        counted(lambda: results.append(F.embedding(tokens, weight).redistribute("[R,S0,R]"))),
+        counted(
+            lambda: results.append(functional.embedding(tokens, weight).redistribute("[R,S0,R]"))
+        ),
         counted(lambda: results[-1].to_global().sum().backward()),
     )
     logits, labels = made(mesh, "[S0,R]", 6, 5), torch.tensor([0, -100, -100, -100, -100, 3])
