@@ -181,13 +181,14 @@ class MapOptions:
     model: Path | None
     names: "NamesOf | None"
     fill_from: PurePath | None
+    drop_rows: bool
 
     def __post_init__(self) -> None:
         """Refuse options that contradict each other, before a checkpoint is opened."""
-        alone = self.names is not None or self.fill_from is not None
+        alone = self.names is not None or self.fill_from is not None or self.drop_rows
         refuse_if(
             alone and (self.model is None or self.map is not None),
-            "--names and --fill-from are of a model; give --model, without --map",
+            "--names, --fill-from and --drop-rows are of a model; give --model, without --map",
         )
         refuse_if(
             self.model is None and self.map is None and bool(self.drop),
@@ -217,7 +218,9 @@ class MapOptions:
 
         names: NamesOf = self.names or "hf"
         names = "torch_dist" if stacked and names == "megatron" else names
-        return model_names(self.config(checkpoint), names, fill_from=self.fill_from)
+        return model_names(
+            self.config(checkpoint), names, fill_from=self.fill_from, drop_rows=self.drop_rows
+        )
 
 
 def _config_file(model: Path) -> Path:
@@ -263,6 +266,12 @@ map_options: Final = grouped(
         "The original checkpoint: tensors of the model that CKPT lacks are taken from it.",
         {"metavar": "ORIGIN", "type": OTHER},
     ),
+    Option(
+        "drop_rows",
+        "Names",
+        "Drop rows of a padded vocabulary even if they are neither zero nor equal.",
+        {"is_flag": True},
+    ),
 )
 
 
@@ -295,7 +304,12 @@ def under_layout(
     rows = next((source.outline(name).shape[0] for name in embedding), None)
     try:
         parsed = parse_layout(layout)
-        named = model_names(maps.config(source.home), parsed.place, fill_from=maps.fill_from)
+        named = model_names(
+            maps.config(source.home),
+            parsed.place,
+            fill_from=maps.fill_from,
+            drop_rows=maps.drop_rows,
+        )
         config = padded_config(named.config, parsed, rows)
         layouts = model_layouts(config, layout, device_mesh=mesh)
     except LayoutError as error:

@@ -213,8 +213,7 @@ def _from_spellings(model: Model, source: str) -> NameMap | None:
     to_own = _map(model, rules, unused=_unused(model, place) if place == "hf" else ())
     copies = () if place == "hf" else [(side, side) for side in _unused(model, place)]
     every = (*rules, *copies)
-    by_itself = {at: left[0] for at, (left, _) in enumerate(every)}
-    return replace(to_own, rules=every, optional=by_itself)
+    return replace(to_own, rules=every, optional=frozenset(range(len(every))))
 
 
 def _is_spelled(map_: NameMap, names: Iterable[str]) -> bool:

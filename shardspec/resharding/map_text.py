@@ -38,14 +38,13 @@ def read_map(text: str) -> dict[str, Any]:
     types = given.get("model_types", [])
     if not isinstance(types, list) or not all(isinstance(name, str) for name in types):
         raise LayoutError(f'model_types is a list, as in ["llama"]; not {shown(types)}')
-    maps = _tables(given, "map", {"source", "target", "optional"})
+    maps = _tables(given, "map", {"source", "target"})
     unused = _tables(given, "unused", {"source", "unless"})
     return {
         "rules": tuple((_side(table, "source"), _side(table, "target")) for table in maps),
         "sizes": sizes,
         "zeros": tuple(_side(table, "target") for table in _tables(given, "zeros", {"target"})),
         "unused": tuple(_side(table, "source") for table in unused),
-        "optional": _texts(maps, "optional"),
         "unless": _texts(unused, "unless"),
         "model_types": tuple(types),
     }

@@ -20,11 +20,6 @@ A map is read from TOML. Names may have placeholders for numbers, views are thos
     source = ["model.layers.{i}.self_attn.q_proj.weight", "(g q d) c"]
     target = ["decoder.layers.{i}.self_attention.linear_qkv.weight", "(g r d) c", "r[:q]"]
 
-    [[map]]
-    source = "model.layers.{i}.self_attn.o_proj.bias"
-    target = "decoder.layers.{i}.self_attention.linear_proj.bias"
-    optional = "attention_bias" # a model may lack all tensors of this group
-
     [[zeros]]                   # what of a target no source fills: padding
     target = ["output.weight", "v c", "v[vocab_size:]"]
 
@@ -32,9 +27,7 @@ A map is read from TOML. Names may have placeholders for numbers, views are thos
     source = "lm_head.weight"
     unless = "untied"
 
-What a map names must be in the source. Tensors with the same ``optional`` are present together or
-absent together; where that is the name of a size other than 0, they are present. Placeholders in it
-make a group of each number, as ``"moe {i}"`` for layers that may lack experts.
+What a map names must be in the source.
 """
 
 import re
@@ -118,8 +111,8 @@ class NameMap:
     """Sides of the target that are padding."""
     unused: tuple[Side, ...] = ()
     """Sides of the source that go nowhere, on purpose."""
-    optional: Mapping[int, str] = field(default_factory=dict)
-    """Of which group a rule is that a source may lack, by the rule's place."""
+    optional: Collection[int] = frozenset()
+    """Indices of rules whose tensors the source may lack."""
     unless: Mapping[int, str] = field(default_factory=dict)
     """By which size an entry of `unused` does not count, by its place."""
     model_types: tuple[str, ...] = ()

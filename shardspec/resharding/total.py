@@ -1,8 +1,7 @@
 """Proves that a name map writes all of a target exactly once, and loses nothing of a source.
 
 Every tensor that the map names must exist: numbers run from 0 to the largest that the source has,
-unless a size says how far. Tensors that a model may lack belong to a group, whose tensors are
-present together or absent together. Then the elements that equations cover are counted.
+unless a size says how far. Then the elements that equations cover are counted.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -138,7 +137,7 @@ def report_of(
     """Check a map; what is dropped is in the source too."""
     bindings = map_.bindings(source)
     sought = [
-        _Sought(side, map_.optional.get(place), bound)
+        _Sought(side, place in map_.optional, bound)
         for place, ((side, _), bound) in enumerate(zip(map_.rules, bindings, strict=True))
     ]
     equations = tuple(e for e in map_.equations(source, target) if e.source not in dropped)
@@ -258,8 +257,8 @@ class _Sought(NamedTuple):
 
     side: Side
     """The end of the source."""
-    group: str | None
-    """What it may lack as a whole; placeholders in it make groups of their own."""
+    optional: bool
+    """True if the source may lack its tensors."""
     bindings: Sequence[Binding]
 
 
@@ -269,7 +268,7 @@ def _missing(
     sizes: Mapping[str, int | str],
     numbers: Mapping[str, Collection[int]] | None = None,
 ) -> Iterator[str]:
-    """Yield what is missing or too much, a line per rule or group.
+    """Yield what is missing or too much, a line per rule.
 
     Parameters
     ----------
@@ -300,59 +299,18 @@ def _missing(
     counts |= given
     ranges: dict[str, Collection[int]] = {name: range(count) for name, count in counts.items()}
     ranges |= numbers or {}
-    groups = _groups(rules)
     for rule in rules:
-        if rule.group is None or as_numbers.get(rule.group, 0) > 0:
-            if (lost := _first_missing(rule, {}, rule.bindings, ranges)) is not None:
-                yield f"the source lacks {_named(rule.side, lost)}, which the map names"
-            continue
-        parts = _by_part(rule)
-        for group, part in groups[rule.group].items():
-            lost = _first_missing(rule, part, parts.get(group, ()), ranges)
-            if lost is not None:
-                yield (
-                    f"the source lacks {_named(rule.side, lost)}, but has others that the map "
-                    "wants together with it"
-                )
-                break
+        if not rule.optional and (lost := _first_missing(rule, ranges)) is not None:
+            yield f"the source lacks {_named(rule.side, lost)}, which the map names"
 
 
-def _groups(rules: Sequence[_Sought]) -> dict[str, dict[tuple[int, ...], Binding]]:
-    """Return, per group, for which numbers of its placeholders some of its tensors exist."""
-    groups: dict[str, dict[tuple[int, ...], Binding]] = {}
-    for rule in rules:
-        if rule.group is not None:
-            present = groups.setdefault(rule.group, {})
-            names = sorted(placeholders(rule.group))
-            for numbers in _by_part(rule):
-                present[numbers] = dict(zip(names, numbers, strict=True))
-    return groups
-
-
-def _by_part(rule: _Sought) -> dict[tuple[int, ...], list[Binding]]:
-    names = sorted(placeholders(rule.group or ""))
-    parts: dict[tuple[int, ...], list[Binding]] = {}
-    for binding in rule.bindings:
-        parts.setdefault(tuple(binding.get(name, 0) for name in names), []).append(binding)
-    return parts
-
-
-def _first_missing(
-    rule: _Sought, part: Binding, bindings: Sequence[Binding], every: Mapping[str, Collection[int]]
-) -> Binding | None:
-    """Return the first numbers within a part of all that a rule does not match."""
-    names = (
-        sorted(rule.bindings[0])
-        if rule.bindings
-        else sorted(placeholders(rule.side[0]) | set(part))
-    )
-    ranges = [
-        range(part[name], part[name] + 1) if name in part else every.get(name, range(1))
-        for name in names
-    ]
-    if len(bindings) == prod(map(len, ranges)):
+def _first_missing(rule: _Sought, every: Mapping[str, Collection[int]]) -> Binding | None:
+    """Return the first numbers of all that a rule does not match."""
+    names = sorted(rule.bindings[0] if rule.bindings else placeholders(rule.side[0]))
+    ranges = [every.get(name, range(1)) for name in names]
+    if len(rule.bindings) == prod(map(len, ranges)):
         return None
-    present = {tuple(binding[name] for name in names) for binding in bindings}
+    present = {tuple(binding[name] for name in names) for binding in rule.bindings}
     lost = next((numbers for numbers in product(*ranges) if numbers not in present), None)
     return None if lost is None else dict(zip(names, lost, strict=True))
 
