@@ -36,7 +36,7 @@ _COMMANDS: Final[Mapping[str, tuple[str, str]]] = {
     "cost": ("plan", "Price conversions between many pairs of specs."),
     "show": ("show", "Show which devices hold which part of a tensor."),
     "explore": ("show", "Write a page in which to watch conversions."),
-    "links": ("links", "List the links that --links knows, with their sources."),
+    "links": ("links", "List the links that --links knows, or import measured ones."),
     "profile": ("links", "Measure the links of a cluster, under torchrun."),
     "inspect": ("inspect", "Show mesh, tensors, specs and sizes of a checkpoint."),
     "verify": ("compare", "Check that a checkpoint is complete and as it was saved."),
