@@ -14,14 +14,23 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
-from itertools import combinations, pairwise, product, starmap
+from itertools import pairwise, product, starmap
 from math import ceil, floor, log10
 from pathlib import Path
 
 import numpy as np
 
 from shardspec.comm.cost import CostModel
-from shardspec.comm.curves import LARGE, Band, Curve, Line, Link, curve_between, share
+from shardspec.comm.curves import (
+    LARGE,
+    Band,
+    Curve,
+    Line,
+    Link,
+    curve_between,
+    exchange_floor,
+    share,
+)
 from shardspec.comm.presets import PRESETS, link_preset
 from shardspec.comm.steps import AllGather
 from shardspec.profiling.fit import Times, bands, candidate_lines, fit_curve
@@ -36,7 +45,7 @@ MACHINES = {
 WITHOUT_PRESET = {"l40s"}
 """Machines whose times are in the file too, but devices are on PCIe in many ways."""
 OTHER = {"h100_sxm": "h200_sxm", "h200_sxm": "h100_sxm"}
-"""Machines with the same links, measured with another NCCL version."""
+"""Machines with the same links. Their NCCL versions are not known: rows contradict the labels."""
 KIND = {
     "all_gather": "all-gather",
     "reduce_scatter": "reduce-scatter",
@@ -152,18 +161,17 @@ def exchange_row(machine: str, fitted: Sequence[Curve]) -> str:
     sends as much, among as many devices as were measured.
     """
     fitted = [replace(curve, lines=rounded(curve)) for curve in fitted]
-    costs = []  # lines over the bytes that a device receives
-    for kind in ("all-gather", "all-to-all"):
-        for n in range(2, 1 + max(curve.devices for curve in fitted)):
-            curve = curve_between(fitted, kind, n)
-            assert curve is not None, "two devices were measured"
-            costs.append([(fixed, slope / float(share(kind, n))) for fixed, slope in curve.lines])
-    rate = floor(1e-9 / max(min(slope for _, slope in lines) for lines in costs))
-    start = max(
-        min(fixed + (slope - 1e-9 / rate) * size for fixed, slope in lines)
-        for lines in costs
-        for size in (0.0, *starmap(crossing, combinations(lines, 2)))
-    )
+    most = max(curve.devices for curve in fitted)
+    each = product(("all-gather", "all-to-all"), range(2, 1 + most))
+    curves = [curve_between(fitted, kind, n) for kind, n in each]
+    rate = floor(1e-9 / exchange_floor(filter(None, curves))[1])
+    # The start goes with the rounded rate.
+    slower = [
+        replace(curve, lines=((0.0, float(share(curve.kind, curve.devices)) * 1e-9 / rate),))
+        for curve in curves[:1]
+        if curve is not None
+    ]
+    start, _ = exchange_floor([*filter(None, curves), *slower])
     return f"{MACHINES[machine]} gb_per_s {rate} start_us {ceil(start * 2e6) / 2:g}"
 
 
@@ -173,12 +181,6 @@ def rounded(curve: Curve) -> tuple[Line, ...]:
         (float(f"{fixed * 1e6:.2f}") / 1e6, float(f"{slope * 1e12:.4g}") / 1e12)
         for fixed, slope in curve.lines
     )
-
-
-def crossing(first: Line, second: Line) -> float:
-    """Return the size at which two lines cost the same; 0 if at none."""
-    (fixed, slope), (fixed_2, slope_2) = first, second
-    return max(0.0, (fixed_2 - fixed) / (slope - slope_2)) if slope != slope_2 else 0.0
 
 
 def shown(band: Band | None) -> str:

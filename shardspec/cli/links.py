@@ -14,8 +14,9 @@ from shardspec.checkpoint.storage.from_text import storage_path
 from shardspec.checkpoint.storage.path import check_new_file
 from shardspec.cli import options as opts
 from shardspec.cli.command import Command, CommandGroup, Option
-from shardspec.cli.options import BYTES, MeshShape
+from shardspec.cli.options import BYTES, FILE_PATH, MeshShape
 from shardspec.cli.output import path_text, say, say_json, write_file
+from shardspec.comm.cluster_file import cluster_text
 from shardspec.comm.presets import PRESETS, LinkPreset
 from shardspec.mesh.device_mesh import DeviceMesh
 from shardspec.text import bytes_text, shown, table_text
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 
 @click.group(cls=CommandGroup)
 def links_command() -> None:
-    """List the links that --links knows, with their sources."""
+    """List the links that --links knows, or import measured ones."""
 
 
 @links_command.command("list", cls=Command)
@@ -66,6 +67,38 @@ def list_links(as_json: bool) -> None:
         "curves price\nthem, and plans state the errors of these. This project measured none of "
         "them."
     )
+
+
+@links_command.command("import", cls=Command)
+@click.argument("logs", metavar="LOG...", nargs=-1, required=True, type=FILE_PATH)
+@opts.output.but("Where to write the file of links.")
+@Option("nodes", "Input", "Hosts of the runs, if logs do not tell.", {"type": click.IntRange(1)})
+@opts.between.but("The link between hosts, if no log has it.")
+@opts.overwrite
+def import_links(
+    logs: tuple[Path, ...], output: Path, nodes: int | None, between: str | None, overwrite: bool
+) -> None:
+    """Fit the links of a cluster to logs of nccl-tests, and write a file that --links takes.
+
+    Logs are the output of all_gather_perf, reduce_scatter_perf, all_reduce_perf, alltoall_perf and
+    sendrecv_perf with their headers; times out of place count.
+
+    Examples:
+      shardspec links import all_gather.log alltoall.log -o cluster.toml
+      shardspec links import *.log -o cluster.toml --between ib-ndr-per-gpu
+      shardspec plan "[S0,R]" "[R,S0]" --mesh 8 --shape 4096x4096 --links cluster.toml
+    """
+    from shardspec.profiling.nccl_logs import cluster_of_logs, fit_rows, read_log
+
+    if output.suffix != ".toml":
+        raise click.UsageError(f"{path_text(output)}: give a file that ends in .toml")
+    check_new_file(storage_path(output), overwrite=overwrite)
+    read = [read_log(path, nodes) for path in logs]
+    cluster = cluster_of_logs(read, between)
+    write_file(output, cluster_text(cluster), overwrite=overwrite)
+    header = ["collective", "ranks", "hosts", "sizes", "median off", "90th percentile"]
+    say(table_text(header, fit_rows(cluster, read), numbers_from=1))
+    say(f"{path_text(output)}: links of hosts of {cluster.per_node or 'any number of'} devices")
 
 
 def _note(title: str, text: str) -> str:

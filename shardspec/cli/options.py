@@ -12,8 +12,9 @@ import click
 from click.shell_completion import CompletionItem
 
 from shardspec.cli.command import Option, flag, grouped, refuse_if
+from shardspec.comm.cluster_file import read_cluster
 from shardspec.comm.cost import CostModel
-from shardspec.comm.presets import DEFAULT_PRESET, link_preset, preset_copy_s
+from shardspec.comm.presets import DEFAULT_PRESET, link_preset, preset_cluster, preset_copy_s
 from shardspec.comm.profile_file import Profiled, read_profile
 from shardspec.dtypes import dtype_name
 from shardspec.errors import CheckpointError, DTypeError, ProfileError
@@ -80,10 +81,13 @@ def parse_numbers(text: str) -> tuple[float, ...]:
 
 
 def parse_links(text: str) -> tuple[str, ...]:
-    """Parse names of link presets, separated by commas; raises `MeshError` for unknown ones."""
+    """Parse names of link presets, or a file of links; raises `MeshError` for unknown ones."""
     names = tuple(part.strip() for part in text.split(","))
     for name in names:
-        link_preset(name)
+        if name.endswith(".toml") and len(names) == 1:
+            read_cluster(name)
+        else:
+            link_preset(name)
     return names
 
 
@@ -220,8 +224,21 @@ links: Final = Option(
     "links",
     "Input",
     "Known links in place of --alpha and --beta, per axis or one for all: "
-    "ib-ndr-per-gpu,h100-nvswitch. 'shardspec links list' lists them.",
+    "ib-ndr-per-gpu,h100-nvswitch. 'shardspec links list' lists them; or a file that "
+    "'shardspec links import' wrote.",
     {"type": PRESET_NAMES},
+)
+between: Final = Option(
+    "between",
+    "Input",
+    "The link between hosts, by default the vendor's, where --links names one preset.",
+    {"metavar": "PRESET"},
+)
+per_node: Final = Option(
+    "per_node",
+    "Input",
+    "Devices that share a host, in the order of ids; by default those of the preset.",
+    {"type": click.IntRange(1, MAX_DEVICES)},
 )
 to: Final = Option("to", "Output", "The format of OUT.")
 digests: Final = Option("digests", "Input", "A file of digests.", {"type": STORED_FILE})
@@ -251,6 +268,8 @@ class ClusterOptions:
     alpha: tuple[float, ...] | None = None
     beta: tuple[float, ...] | None = None
     links: tuple[str, ...] | None = None
+    between: str | None = None
+    per_node: int | None = None
     link_model: LinkModel | None = None
     memory: float | None = None
     profile: Profiled | None = None
@@ -293,6 +312,10 @@ class ClusterOptions:
         )
         names = _per_axis("--links", links, axes)
         model = CostModel.from_presets(devices, names) if names else CostModel.of_mesh(devices)
+        if self.between is not None or self.per_node is not None:
+            refuse_if(len(links or ()) != 1, "--between and --per-node need one name as --links")
+            cluster = preset_cluster(presets[0], self.between, self.per_node)
+            model = CostModel.of_cluster(devices, cluster)
         if self.memory is not None:
             copy_s = 2 / (self.memory * 1e9) if self.memory else preset_copy_s(presets)
             model = replace(model, copy_s=copy_s)
@@ -317,6 +340,8 @@ cluster_options: Final = grouped(
         {"type": Kind("SECONDS", parse_numbers)},
     ),
     links,
+    between,
+    per_node,
     Option(
         "link_model",
         "Input",

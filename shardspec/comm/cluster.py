@@ -149,7 +149,7 @@ def _devices_per_host(hosts: npt.NDArray[np.int64]) -> tuple[int, ...] | None:
         lines = np.moveaxis(hosts, axis, -1).reshape(-1, size)
         counts = {n for row in np.unique(lines, axis=0) for n in Counter(row.tolist()).values()}
         shares.append(gcd(*counts))
-        if shares[-1] < min(counts):
+        if shares[-1] < min(counts) or shares[-1] == 1 < max(counts):
             return None
     return tuple(shares)
 

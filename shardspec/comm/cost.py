@@ -16,6 +16,7 @@ from typing import TypeAlias
 
 from shardspec.comm import curves, presets
 from shardspec.comm.cluster import Cluster, cluster_of_axes, joined_clusters, slowest_link
+from shardspec.comm.cluster_file import read_cluster
 from shardspec.comm.curves import Band, Curve, Line, Link, Measured, share, whole
 from shardspec.comm.profile_file import read_profile
 from shardspec.comm.steps import Exchange, Permute, Step
@@ -140,6 +141,11 @@ class CostModel:
         ((2, 2), (1, 4), (2, 8))
         """
         names = (names,) if isinstance(names, str) else tuple(names)
+        if len(set(names)) == 1 and names[0].endswith(".toml"):
+            cluster = read_cluster(names[0])
+            return cls.of_cluster(
+                mesh, replace(cluster, copy_s=0.0 if copies is False else cluster.copy_s)
+            )
         if len(names) not in (1, mesh.ndim):
             raise MeshError(
                 f"{len(names)} presets for the {mesh.ndim} axes of mesh {mesh}; give one per axis, "
@@ -308,7 +314,12 @@ class CostModel:
             if along == tuple(axes):
                 return curves.curve_between(measured, kind, self._count(axes))
         inside, across = self._tiers(axes)
-        return None if across else self._curve_inside(kind, inside, self._count(axes))
+        if not across:
+            return self._curve_inside(kind, inside, self._count(axes))
+        # Over several hosts only what was measured on as many hosts and devices.
+        group = kind, self._count(axes), self.group(axes)[0]
+        known = (curve for link, _ in across for curve in link.curves)
+        return next((c for c in known if (c.kind, c.devices, c.nodes) == group), None)
 
     def _curve_inside(self, kind: str, tier: Tier, devices: int) -> Curve | None:
         of_links = {link.curves for link, _ in tier}

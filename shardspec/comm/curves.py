@@ -6,10 +6,10 @@ buffer, as nccl-tests counts them: the gathered or reduced data, or one rank's d
 all-to-all.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
-from itertools import product
+from itertools import combinations, product
 from math import ceil, prod
 from typing import Final, Literal, TypeAlias
 
@@ -60,6 +60,8 @@ class Curve:
     errors: Errors = _UNKNOWN
     left_out: Errors = _UNKNOWN
     """The errors if this number of devices is priced from its neighbours instead."""
+    nodes: int = 1
+    """Hosts that the devices are on, as many on each."""
 
     def seconds(self, num_bytes: float) -> float:
         """Return the seconds for a buffer of `num_bytes`."""
@@ -224,6 +226,34 @@ def lines_between(near: Sequence[Line], far: Sequence[Line], part: float) -> tup
         ((1 - part) * a[0] + part * b[0], (1 - part) * a[1] + part * b[1])
         for a, b in product(near, far)
     )
+
+
+def exchange_floor(curves: Iterable[Curve]) -> Line:
+    """Return the least start and seconds a byte received of an exchange that undercuts no curve.
+
+    Only all-gathers and all-to-alls count, which send as much as an exchange would.
+    """
+    costs = [
+        [(fixed, slope / float(share(curve.kind, curve.devices))) for fixed, slope in curve.lines]
+        for curve in curves
+        if curve.kind in ("all-gather", "all-to-all")
+    ]
+    per_byte = max((min(slope for _, slope in lines) for lines in costs), default=0.0)
+    crossings = (
+        max(0.0, (c - a) / (b - d)) if b != d else 0.0
+        for lines in costs
+        for (a, b), (c, d) in combinations(lines, 2)
+    )
+    sizes = (0.0, *crossings)
+    start = max(
+        (
+            min(fixed + (slope - per_byte) * size for fixed, slope in lines)
+            for lines in costs
+            for size in sizes
+        ),
+        default=0.0,
+    )
+    return max(start, 0.0), per_byte
 
 
 def copies(step: Step, devices: int) -> int:

@@ -136,7 +136,8 @@ def preset_cluster(name: str, between: str | None = None, per_node: int | None =
 
     By default the vendor's: `LinkPreset.between`, and as many devices a host as the preset allows.
     """
-    inside, joining = link_preset(name), between or PRESETS[name].between
+    inside = link_preset(name)
+    joining = between or PRESETS[name].between
     copy_s = preset_copy_s([name], required=False)
     if inside.port:
         if between is not None or (per_node or 1) != 1:
@@ -169,7 +170,8 @@ def preset_copy_s(names: Sequence[str], *, required: bool = True) -> float:
 
     If no preset has a memory rate, raises `MeshError`, or returns 0 if not `required`.
     """
-    rates = [rate for name in names if (rate := PRESETS[name].memory_gb_per_s) is not None]
+    known = [PRESETS[name].memory_gb_per_s for name in names if name in PRESETS]
+    rates = [rate for rate in known if rate is not None]
     if rates or not required:
         return 2 / (min(rates) * 1e9) if rates else 0.0
     having = ", ".join(name for name in PRESETS if PRESETS[name].memory_gb_per_s)

@@ -1,12 +1,13 @@
 """The file of ``shardspec profile``: a mesh, and the links and curves fitted to measured times."""
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 from typing import Any, Final, TypeAlias, get_args
 
-from shardspec.comm.curves import KINDS, Band, Curve, Line, Link, Measured
+from shardspec.comm.curves import KINDS, Band, Curve, Line, Link, Measured, exchange_floor
 from shardspec.errors import ProfileError, ShardSpecError
 from shardspec.input_files import read_input_file
 from shardspec.mesh.device_ids import SECONDS_RULE, seconds
@@ -66,7 +67,23 @@ def _parse(root: Any) -> Profiled:  # noqa: ANN401  # parsed JSON
             _pair(band and Band(*_numbers("errors", band)) for band in record["errors"]),
         )
         curves[axes] = (*curves.get(axes, ()), curve)
-    return mesh, (shape, links, mesh.link_model, tuple(curves.items()))
+    measured = tuple(curves.items())
+    return mesh, (shape, floored(links, mesh, measured), mesh.link_model, measured)
+
+
+def floored(links: Sequence[Link], mesh: DeviceMesh, measured: Measured) -> tuple[Link, ...]:
+    """Return links by which no exchange takes less than the measured collective that sends as much.
+
+    `exchange_floor` has the rule; on a bus the bytes of all devices count.
+    """
+    found = []
+    for axis, link in enumerate(links):
+        along = [curve for axes, group in measured if axis in axes for curve in group]
+        start, per_byte = exchange_floor(along)
+        per_byte /= mesh.size() if mesh.link_model == "shared-bus" else 1
+        slower = max(link.seconds_per_byte, per_byte)
+        found.append(replace(link, start_s=max(link.start_s, start), seconds_per_byte=slower))
+    return tuple(found)
 
 
 def _check(key: str, value: Any, accepted: Iterable[Any]) -> Any:  # noqa: ANN401  # parsed JSON

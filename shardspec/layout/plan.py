@@ -127,9 +127,11 @@ class ConversionPlan:
 
     @property
     def errors(self) -> tuple[StepError, ...]:
-        """The error of the price of every communicating step; None if it was never measured."""
+        """The error of the price of every step that moves bytes; None if it was never measured."""
         errors: list[StepError] = []
         for step, before, after in self.communicating:
+            if not step_bytes(step, before, after):  # as over an axis of one device
+                continue
             model = self.model_between(before, after)
             what, kind = step_text(step), kind_of(step)
             if kind is not None:

@@ -94,6 +94,7 @@ def fit_curve(
     times: Times,
     other: Times = (),
     accepts: Callable[[Curve], bool] = lambda _: True,
+    nodes: int = 1,
 ) -> Curve:
     """Return the best curve for times at two or more sizes that `accepts`, or else the best one.
 
@@ -102,7 +103,8 @@ def fit_curve(
 
     def fit(subset: Times) -> Curve:
         sizes = int(times[0][0]), int(times[-1][0])
-        near = [Curve(kind, devices, lines, sizes) for _, lines in candidate_lines(subset)]
+        found = (lines for _, lines in candidate_lines(subset))
+        near = [Curve(kind, devices, lines, sizes, nodes=nodes) for lines in found]
         return next(filter(accepts, near), near[0])
 
     curve = fit(times)

@@ -4,11 +4,13 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
+from math import prod
 from typing import Final
 
 from shardspec.comm.cost import CostModel
 from shardspec.comm.curves import Line
-from shardspec.comm.profile_file import PROFILE_FORMAT, PROFILE_VERSION
+from shardspec.comm.profile_file import PROFILE_FORMAT, PROFILE_VERSION, floored
+from shardspec.mesh.device_mesh import DeviceMesh
 from shardspec.profiling.fit import Fit, Measurement, curves_of_groups, fit_links, fitted
 from shardspec.text import seconds_text, table_text
 
@@ -46,7 +48,11 @@ class Profile:
     def cost_model(self) -> CostModel:
         """The curves of collectives, with the better fit for steps without a curve."""
         curves = curves_of_groups(self.mesh_shape, self.measurements)
-        return replace(self.fit.model, measured=curves)
+        model = self.fit.model
+        mesh = DeviceMesh(
+            range(prod(self.mesh_shape)), self.mesh_shape, link_model=model.link_model
+        )
+        return replace(model, links=floored(model.links, mesh, curves), measured=curves)
 
     def table(self) -> str:
         """Return the curves, and the links with the errors of each model, as text tables."""
