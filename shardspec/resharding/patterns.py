@@ -30,7 +30,9 @@ def placeholders(text: str) -> set[str]:
 
 
 def check_pattern(name: str) -> None:
-    """Raise LayoutError unless digits of a name tell which placeholder they belong to."""
+    """Raise LayoutError if placeholders are odd, or digits do not tell to which they belong."""
+    if set("{}") & set(_PLACEHOLDER.sub("", name)):
+        raise LayoutError(f"{shown(name)} has a brace that is no placeholder, as {{i}} is one")
     between = _PLACEHOLDER.split(name)[2:-1:2]
     if any(not _DIGITS.sub("", text) for text in between):
         raise LayoutError(

@@ -381,7 +381,7 @@ def _targets(
     layouts = {}
     for name, (shape, own) in outlines.items():
         spec = specs.get(name, ShardingSpec(len(shape), {}))
-        casts = is_floating(own) and not keeps_dtype(name)
+        casts = is_floating(own) and not own.startswith("complex") and not keeps_dtype(name)
         layouts[name] = Layout(mesh, spec, shape, wanted if wanted and casts else own)
     return layouts
 

@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import lru_cache
-from itertools import product
+from itertools import islice, product
 from math import prod
 from typing import Final, NamedTuple, TypeAlias
 
@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shardspec.errors import LayoutError
+from shardspec.mesh.device_ids import whole_numbers
 from shardspec.resharding.name_map import Equation, NameMap, Shape
 from shardspec.resharding.patterns import Binding, Side, filled, placeholders
 from shardspec.resharding.views import Factor, TensorView
@@ -24,6 +25,8 @@ from shardspec.text import Argument, first_of, shown
 _SHOWN: Final = 3
 _MAX_CELLS: Final = 1 << 24
 """Cells of the grid in which the views of a tensor are counted."""
+_MAX_DIMS: Final = 64
+"""Dims of an array of numpy."""
 
 Index: TypeAlias = tuple[int, ...]
 _Ints: TypeAlias = npt.NDArray[np.int64]
@@ -92,6 +95,13 @@ def check_map(
     >>> check_map(map_, {"a": (2,)}, {"b": (3,)}).problems
     ("'b': nothing is written at index (2,)",)
     """
+    for name, shape in (*source.items(), *target.items()):
+        if (
+            not isinstance(shape, Sequence)
+            or whole_numbers(shape) is None
+            or min(shape, default=0) < 0
+        ):
+            raise LayoutError(f"{name!r} has shape {shown(shape)}; give sizes of 0 or more")
     return report_of(map_, source, target, dropped_by(drop, source))
 
 
@@ -198,6 +208,8 @@ def find_faults(shape: tuple[int, ...], sides: tuple[TensorView, ...]) -> Faults
     """
     if 0 in shape:
         return Faults(None, None)
+    if len(shape) > _MAX_DIMS:
+        raise LayoutError(f"a tensor has {len(shape)} dims; maps take at most {_MAX_DIMS}")
     intervals = [[_intervals(factors) for factors in side.dims] for side in sides]
     ends = [
         _distinct(np.concatenate([[0, size], *(np.ravel(side[dim]) for side in intervals)]))
@@ -311,7 +323,9 @@ def _first_missing(rule: _Sought, every: Mapping[str, Collection[int]]) -> Bindi
     if len(rule.bindings) == prod(map(len, ranges)):
         return None
     present = {tuple(binding[name] for name in names) for binding in rule.bindings}
-    lost = next((numbers for numbers in product(*ranges) if numbers not in present), None)
+    # One of the first that exceed what is present is missing, however many there are.
+    near = [[*islice(numbers, len(present) + 1)] for numbers in ranges]
+    lost = next((numbers for numbers in product(*near) if numbers not in present), None)
     return None if lost is None else dict(zip(names, lost, strict=True))
 
 

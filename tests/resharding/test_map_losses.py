@@ -2,6 +2,7 @@
 
 import json
 import re
+import time
 from collections.abc import Mapping
 
 import pytest
@@ -269,3 +270,27 @@ def test_sizes_in_the_words_of_a_config():
     assert "the factors num_key_value_heads head_dim come to" in str(error.value)
     with pytest.raises(LayoutError, match="num_key_value_heads is 0, by which nothing is divided"):
         load_map("llama-hf-to-megatron", {**SIZES, "num_key_value_heads": 0}).known_sizes()
+
+
+@pytest.mark.parametrize("shape", [(-3,), (2.5,), ("x",), (1,) * 1200, 3, None])
+def test_odd_shapes_are_refused(shape):
+    map_ = NameMap.parse('[[map]]\nsource = "a"\ntarget = "b"')
+    with pytest.raises(LayoutError, match=r"shape|dims"):
+        check_map(map_, {"a": shape}, {"b": shape})
+
+
+def test_numbers_without_end_and_odd_braces_are_refused_at_once():
+    started = time.process_time()
+    text = '[[map]]\nsource = "a.{i}.{j}"\ntarget = "b.{i}.{j}"\n[sizes]\n'
+    for sizes, lost in (("i", "a.1.0"), ("j", "a.0.2")):
+        endless = f'{text}"{{{sizes}}}" = {2**63 - 1}\n'
+        shapes = {"a.0.0": (3,), "a.0.1": (3,)}
+        target = {name.replace("a", "b"): shape for name, shape in shapes.items()}
+        problems = check_map(NameMap.parse(endless), shapes, target).problems
+        assert any(lost in problem for problem in problems), problems
+    huge = 2**63 - 1
+    whole = NameMap.parse('[[map]]\nsource = "a"\ntarget = "b"')
+    assert check_map(whole, {"a": (huge,)}, {"b": (huge,)})
+    with pytest.raises(LayoutError, match="brace"):
+        NameMap.parse('[[map]]\nsource = "a.{x²}"\ntarget = "b"')
+    assert time.process_time() - started < 5

@@ -321,3 +321,9 @@ def test_a_device_talks_to_few_peers_at_once():
         assert sum(map(len, schedule.sends.values())) == 79
     got = plan.run({"w": DTensor(whole, mesh, "[S0,R]")})
     assert torch.equal(got["w"].to_global(), whole)
+
+
+def test_complex_tensors_keep_their_dtype():
+    source = {"f": Layout(FOUR, "[S0]", (4,), "complex64"), "w": Layout(FOUR, "[S0]", (4,), "f32")}
+    plan = plan_reshard(source, (FOUR, {}), dtype="bf16")
+    assert [move.target.dtype for move in plan.moves] == ["complex64", "bfloat16"]
