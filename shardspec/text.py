@@ -5,7 +5,13 @@ from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
 from itertools import chain, repeat
+from shutil import get_terminal_size
 from typing import Final, TypeAlias
+
+_LEAST_NAME: Final = 24
+"""Columns of a name that is not shortened further while there are columns to omit."""
+_LEAST_WIDTH: Final = 8
+"""Columns that a shortened name keeps in any case."""
 
 _DIGITS: Final = re.compile(r"(\d+)", re.ASCII)
 
@@ -134,11 +140,14 @@ def table_lines(
     footer: Sequence[str] | None = None,
     numbers: Container[int] = (),
     empty_columns: bool = True,
+    fits: int | None = None,
+    optional: Sequence[int] = (),
 ) -> Iterator[str]:
     """Yield the lines of a table that may be long; `rows` is called twice.
 
     Columns in `numbers` are aligned to the right. Columns that are empty below the header are
-    omitted unless `empty_columns` is set.
+    omitted unless `empty_columns` is set. In a table wider than `fits`, columns of `optional` are
+    omitted in turn, and then the first column is shortened in the middle.
     """
     # rich would take a minute for 100,000 rows.
     widths = [0] * len(header)
@@ -148,7 +157,18 @@ def table_lines(
     for cells in (header, footer or header):
         widths = [max(width, _width(cell)) for width, cell in zip(widths, cells, strict=True)]
 
+    def excess(first: int) -> int:
+        """Return by how much the table is too wide if its first column has this width."""
+        total = first + sum(widths[at] + 3 for at in kept[1:])
+        return 0 if fits is None else max(0, total - fits)
+
+    for at in optional:
+        if at in kept and excess(min(widths[0], _LEAST_NAME)):
+            kept.remove(at)
+    widths[0] = max(min(widths[0], _LEAST_WIDTH), widths[0] - excess(widths[0]))
+
     def line(row: Sequence[str]) -> str:
+        row = [shortened(row[0], widths[0]), *row[1:]]
         cells = ((at, printable(row[at]), " " * (widths[at] - _width(row[at]))) for at in kept)
         return "   ".join(
             pad + cell if at in numbers else cell + pad for at, cell, pad in cells
@@ -161,6 +181,27 @@ def table_lines(
     if footer is not None:
         yield rule
         yield line(footer)
+
+
+def terminal_width() -> int:
+    """Return the columns of the terminal; 80 where there is none."""
+    return get_terminal_size().columns
+
+
+def shortened(text: str, width: int) -> str:
+    """Return a text in printable form, cut in the middle where it is wider than `width` columns.
+
+    >>> shortened("model.layers.17.mlp.up_proj.weight", 20)
+    'model.laye…oj.weight'
+    """
+    text = printable(text)
+    keeps = width - 1
+    while keeps > 0 and _width(text) > width:
+        cut = f"{text[: keeps - keeps // 2]}…{text[len(text) - keeps // 2 :]}"
+        if _width(cut) <= width:
+            return cut
+        keeps -= 1
+    return text
 
 
 def _width(cell: str) -> int:

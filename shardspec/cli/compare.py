@@ -4,12 +4,13 @@ import re
 import shlex
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, replace
-from math import prod
-from pathlib import PurePath
+from math import inf, prod
+from pathlib import Path, PurePath
 from typing import Any, Final, NamedTuple
 
 import click
 
+from shardspec.checkpoint.catalog import AnyOutline
 from shardspec.checkpoint.compare.layers import groups_of, prefix_change, repeated_layers
 from shardspec.checkpoint.compare.verify import (
     Difference,
@@ -27,7 +28,15 @@ from shardspec.cli import options as opts
 from shardspec.cli.command import Command, Option, flag, refuse_if
 from shardspec.cli.output import name_text, path_text, progress_bar, say, say_json
 from shardspec.errors import CheckpointError
-from shardspec.text import bytes_text, counted, printable, shown, table_text
+from shardspec.text import (
+    bytes_text,
+    counted,
+    printable,
+    shown,
+    table_lines,
+    table_text,
+    terminal_width,
+)
 
 _DIFFERENT: Final = 1
 """Exit code of `diff` for differences."""
@@ -127,6 +136,9 @@ def verify_command(
     {"type": _TOLERANCE, "default": "0"},
 )
 @flag("stats", "Output", "Print the share of elements that differ, by group.")
+@ckpt.model_option.but(
+    "Compare under the names of this model's files: its directory or config.json."
+)
 @ckpt.choice_options
 @ckpt.source_options
 @opts.as_json.but("Print all differences as JSON.")
@@ -136,14 +148,17 @@ def diff_command(
     atol: float,
     rtol: float,
     stats: bool,
+    model: Path | None,
     choice: dict[str, Any],
     source: ckpt.SourceOptions,
     as_json: bool,
 ) -> None:
     """Compare two checkpoints of any formats tensor by tensor; the exit code is 1 if they differ.
 
-    Prints for each tensor the first difference, the number of elements that differ, and by how
-    much. Values beside the tensors are compared too, if both formats can store them.
+    Prints a row for each tensor that differs, by how much: the largest first. --json adds the first
+    element that differs, and who holds it. With --model, names of Megatron-core or of engines are
+    compared with those of transformers. Values beside the tensors are compared too, if both formats
+    can store them.
 
     Without tolerances, bits are compared: NaNs with equal bits are the same, 0 and -0 are not. With
     a tolerance, all NaNs are the same, and floating point numbers of two dtypes are compared too.
@@ -157,6 +172,12 @@ def diff_command(
       shardspec diff ckpt model.safetensors --include 'model.*' --rename '^model[.]' ''
     """
     catalog_a, catalog_b = source.open(a, b)
+    if model is not None:
+        from shardspec.checkpoint.select.mapped import mapped_choice
+        from shardspec.checkpoint.select.model_names import model_names
+
+        named = (mapped_choice(x, model_names(model), Choice())[0] for x in (catalog_a, catalog_b))
+        catalog_a, catalog_b = named
     wanted = Choice(**choice)
     chosen, names_b = names_to_compare(catalog_a, catalog_b, wanted)
     values, other_values = values_to_compare(catalog_a, catalog_b, wanted)
@@ -178,11 +199,9 @@ def diff_command(
         rest = {"differences": records, "rename": expression, **(more if stats else {})}
         say_json({"a": str(a), "b": str(b), **counts, **rest})
     else:
-        for line in _difference_lines(differences):
+        others = {name: catalog_b.outline(name) for name in shared}
+        for line in _difference_lines(differences, shared, others):
             say(line)
-        if rename is not None:
-            words = shlex.join(["--rename", f"^{re.escape(rename[0])}", rename[1]])
-            say(f"the names differ in how they begin; compare with {words}")
         if stats:
             rows = [
                 [name_text(group), f"{x.differing} of {x.tensors}", f"{x.share:.3%}", x.largest]
@@ -199,6 +218,11 @@ def diff_command(
             extent = replace(total_extent(extents.values()), elements=sum(sizes.values()))
             total += f": {extent}"
         say(total)
+        if rename is not None:
+            words = shlex.join(["--rename", f"^{re.escape(rename[0])}", rename[1]])
+            say(f"the names differ in how they begin; compare with {words}")
+        elif model is None and chosen and names_b and not shared:
+            say("no name is in both; if they are one model's names, compare with --model DIR")
     elif not as_json:
         num_bytes = sum(catalog_a.outline(name).num_bytes for name in chosen.values())
         end = f", and {beside}" if value_count else ""
@@ -207,14 +231,40 @@ def diff_command(
         click.get_current_context().exit(_DIFFERENT)
 
 
-def _difference_lines(differences: Iterable[Difference]) -> Iterator[str]:
-    """Yield a line for each difference; names on one side only come last, layers in one line."""
+def _difference_lines(
+    differences: Iterable[Difference],
+    first: Mapping[str, AnyOutline],
+    second: Mapping[str, AnyOutline],
+) -> Iterator[str]:
+    """Yield a table of the tensors that differ, the largest difference first.
+
+    Values follow, and names on one side only, layers that are alike in one line.
+    """
     alone: dict[str, dict[str, str]] = {"tensor": {}, "value": {}}
+    tensors: list[Difference] = []
+    values: list[Difference] = []
     for difference in differences:
         if difference.one_side:
             alone[difference.kind][difference.name] = difference.problem
         else:
-            yield f"{difference.kind} {shown(difference.name)} {difference.problem}"
+            (tensors if difference.kind == "tensor" else values).append(difference)
+    sizes = {x.name: inf if x.extent is None else x.extent.max_abs for x in tensors}
+    rows = [
+        _row(each, first[each.name], second[each.name])
+        for each in sorted(tensors, key=lambda each: (-sizes[each.name], each.name))
+    ]
+    if rows:
+        header = ["tensor", "A | B", "largest", "relative", "differ", "of", "NaN"]
+        yield from table_lines(
+            header,
+            lambda: rows,
+            numbers=range(2, 7),
+            empty_columns=False,
+            fits=terminal_width(),
+            optional=(5, 3, 6, 4),
+        )
+    for difference in values:
+        yield f"value {shown(difference.name)} {difference.problem}"
     for kind, problems in alone.items():
         for title, names in repeated_layers(problems):
             problem = problems[names[0]]
@@ -222,6 +272,19 @@ def _difference_lines(differences: Iterable[Difference]) -> Iterator[str]:
                 yield f"{kind} {shown(title)} {problem}"
             else:
                 yield f"{len(names)} {kind}s {shown(title)} {problem.replace('is', 'are', 1)}"
+
+
+def _row(difference: Difference, a: AnyOutline, b: AnyOutline) -> list[str]:
+    """Return the row of a tensor in the table of differences."""
+    kinds = [] if a.dtype == b.dtype else [f"{a.dtype} | {b.dtype}"]
+    kinds += [] if a.shape == b.shape else [f"{list(a.shape)} | {list(b.shape)}"]
+    cells = [name_text(difference.name), ", ".join(kinds)]
+    extent = difference.extent
+    if extent is None:
+        return [*cells, *[""] * 5]
+    nans = "" if not any(extent.nans) else f"{extent.nans[0]:,} | {extent.nans[1]:,}"
+    numbers = [f"{extent.max_abs:.3g}", f"{extent.max_rel:.3g}"]
+    return [*cells, *numbers, f"{extent.differing:,}", f"{extent.elements:,}", nans]
 
 
 class _Change(NamedTuple):

@@ -12,7 +12,7 @@ import click
 
 from shardspec.checkpoint.catalog import AnyOutline, box_text
 from shardspec.checkpoint.compare.inspect import CheckpointSummary, inspect_checkpoint, other_text
-from shardspec.checkpoint.compare.layers import repeated_layers
+from shardspec.checkpoint.compare.layers import optimizer_kind, repeated_layers
 from shardspec.cli import checkpoint_options as ckpt
 from shardspec.cli import options as opts
 from shardspec.cli.command import Command, Option, flag, refuse_if
@@ -20,7 +20,7 @@ from shardspec.cli.output import name_text, path_text, say, say_json, say_parts
 from shardspec.errors import CheckpointError
 from shardspec.layout.layout import Layout
 from shardspec.layout.picture import Picture, ids_text
-from shardspec.text import bytes_text, counted, shown, table_lines, table_text
+from shardspec.text import bytes_text, counted, shown, table_lines, table_text, terminal_width
 
 _MAX_CELLS: Final = 1024
 """Boxes of the largest picture."""
@@ -172,8 +172,9 @@ def _overview(
     count, mesh, format = len(summary.names), summary.source.mesh, summary.source.format
     groups = summary.groups()
     if only is None:
-        parameters = sum(group.parameters for group in groups.values())
+        parameters, moments = summary.parameters()
         facts = f"{counted(count, 'tensor')}, {parameters:,} parameter{'s' * (parameters != 1)}"
+        facts += f", {moments:,} elements of an optimizer" if moments else ""
         facts += f", {bytes_text(summary.num_bytes)}, in the format of {format}"
         if mesh is not None:
             facts += f", saved on mesh {mesh} ({counted(mesh.size(), 'device')})"
@@ -189,7 +190,14 @@ def _overview(
         each = "size each" if any(row[1] for row in rows) else "size"
         header = ["tensor", "count", "spec", "dtype", "shape", each, "remarks"]
         yield ""
-        yield from table_lines(header, lambda: rows, numbers=(1, 4, 5), empty_columns=False)
+        yield from table_lines(
+            header,
+            lambda: rows,
+            numbers=(1, 4, 5),
+            empty_columns=False,
+            fits=terminal_width(),
+            optional=(6, 5, 3),
+        )
     if 1 < len(groups) < len(rows):
         yield ""
         lines = [
@@ -237,10 +245,23 @@ def _rows(summary: CheckpointSummary, full: bool) -> list[list[str]]:
         cells[tensor.name] = row
     if full:
         return [[name_text(name), "", *row] for name, row in cells.items()]
-    return [
+    kinds: dict[str, list[str]] = {}
+    for name in cells:
+        kind = optimizer_kind(name)
+        if kind is not None:
+            kinds.setdefault(kind, []).append(name)
+    kinds = {kind: names for kind, names in kinds.items() if len(names) > 1}
+    folded = {name for names in kinds.values() for name in names}
+    model = {name: row for name, row in cells.items() if name not in folded}
+    rows = [
         [name_text(title), str(len(names)) if len(names) > 1 else "", *cells[names[0]]]
-        for title, names in repeated_layers(cells)
+        for title, names in repeated_layers(model)
     ]
+    for kind, names in kinds.items():
+        dtypes = ", ".join(dict.fromkeys(cells[name][1] for name in names))
+        size = bytes_text(sum(summary.source.outline(name).num_bytes for name in names))
+        rows.append([f"(optimizer: {kind})", str(len(names)), "", dtypes, "", f"{size} in all", ""])
+    return rows
 
 
 def _cells(

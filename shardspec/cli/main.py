@@ -29,7 +29,7 @@ from shardspec.errors import (
     ProfileError,
     ShardSpecError,
 )
-from shardspec.text import TextPart, printable
+from shardspec.text import TextPart, shortened, terminal_width
 
 _COMMANDS: Final[Mapping[str, tuple[str, str]]] = {
     "plan": ("plan", "Plan the cheapest conversion between two specs, on paper."),
@@ -146,10 +146,11 @@ def _fail(message: str, code: int) -> int:
 
     Under torchrun the line also goes to a file, from which torchrun prints it last.
     """
-    text = printable(message)
-    if len(text) > _MAX_CHARACTERS:
-        text = f"{text[: _MAX_CHARACTERS // 2]} … {text[-_MAX_CHARACTERS // 2 :]}"
-    click.echo(f"Error: {text}", err=True)
+    terminal = sys.stderr.isatty()
+    most = 3 * terminal_width() - len("Error: ") if terminal else _MAX_CHARACTERS
+    text = shortened(message, most)
+    plain = bool(os.environ.get("NO_COLOR")) or os.environ.get("TERM") == "dumb"
+    click.echo(f"{'Error:' if plain else click.style('Error:', fg='red')} {text}", err=True)
     report = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if report:
         content = json.dumps({"message": f"Error: {text}", "timestamp": int(time.time())})

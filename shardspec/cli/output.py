@@ -2,20 +2,25 @@
 
 import json
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from itertools import islice
 from pathlib import Path, PurePath
 from typing import Final
 
 import click
 
-from shardspec.text import printable
+from shardspec.text import bytes_text, printable, rate_text, seconds_text
 
 QUIET: Final = "shardspec.quiet"
 """Key in a click context's `meta`: whether ``--quiet`` was given."""
 VERBOSE: Final = "shardspec.verbose"
 """Key in a click context's `meta`: whether ``--verbose`` was given."""
+
+_PROGRESS_S: Final = 10
+"""Seconds between two lines of progress where there is no terminal."""
 
 
 def is_quiet() -> bool:
@@ -72,11 +77,28 @@ def write_file(path: Path, text: str, *, overwrite: bool) -> None:
     storage_path(path).write(len(content), [content], overwrite=overwrite)
 
 
+def _say_progress(title: str, times: list[float], done: int, total: int) -> None:
+    """Print a line of progress every 10 s; `times` are those of the start and of the last line."""
+    now = time.monotonic()
+    if now - times[1] < _PROGRESS_S:
+        return
+    times[1] = now
+    rate = done / (now - times[0])
+    left = f", {seconds_text((total - done) / rate)} left" if rate else ""
+    text = f"{title}: {bytes_text(done)} of {bytes_text(total)}, {rate_text(rate)}{left}"
+    click.echo(text, err=True)
+
+
 @contextmanager
 def progress_bar(shows: bool, title: str) -> Iterator[Callable[[int, int], None] | None]:
     """Yield a callback that updates a progress bar, given bytes done and in all; None if quiet."""
-    if not (shows and sys.stderr.isatty()) or is_quiet():
+    context = click.get_current_context(silent=True)
+    if is_quiet() or not shows:
         yield None
+        return
+    if not sys.stderr.isatty():
+        verbose = context is not None and bool(context.meta.get(VERBOSE))
+        yield partial(_say_progress, title, [time.monotonic()] * 2) if verbose else None
         return
     # Imported here, as scripts show no bar and start faster without.
     from rich import progress as rich

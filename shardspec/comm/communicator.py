@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from shardspec.boxes import box_shape, slices_within
 from shardspec.comm.transfers import Transfers
@@ -15,13 +15,6 @@ if TYPE_CHECKING:
     import torch
 
 T = TypeVar("T")
-
-
-class Waiting(Protocol):
-    """An operation in the background."""
-
-    def wait(self) -> None:
-        """Return once it has ended; raises its error if it failed."""
 
 
 class Communicator(ABC):
@@ -36,8 +29,6 @@ class Communicator(ABC):
             raise MeshError(f"{shown(mesh)} is no mesh; give a DeviceMesh of the devices")
         self.mesh = mesh
         """The devices of the communicator."""
-        self.pending: Waiting | None = None
-        """A save that is running in the background; the next save waits for it."""
 
     @property
     @abstractmethod
@@ -104,7 +95,7 @@ class SimulatedCommunicator(Communicator):
     """
 
     def __reduce__(self) -> tuple[type["SimulatedCommunicator"], tuple[DeviceMesh]]:
-        return SimulatedCommunicator, (self.mesh,)  # without the pending save
+        return SimulatedCommunicator, (self.mesh,)
 
     @property
     def addressable(self) -> tuple[int, ...]:

@@ -268,9 +268,9 @@ class DTensor(Differentiable):
         return apply(function, args, kwargs or {})
 
     def __reduce__(self) -> tuple[object, ...]:
-        leaf = self._torch is not None and self.is_leaf  # torch copies only leaves
+        # torch copies only leaves; of a parameter of torch the shards retain gradients.
         shards = {
-            device: shard.detach().requires_grad_(shard.requires_grad) if leaf else shard
+            device: shard.detach().requires_grad_() if shard.retains_grad else shard
             for device, shard in self.shards.items()
         }
         layout, mesh = self.layout, self.layout.mesh
@@ -458,7 +458,8 @@ def distribute_tensor(
     Examples
     --------
     >>> distribute_tensor(torch.ones(5), DeviceMesh(range(2), (2,)), "[S0]")
-    DTensor([S0] of [5] float32 on 2; holds the shards of devices 0, 1)
+    DTensor([S0] of [5] float32 on 2; values:
+    tensor([1., 1., 1., 1., 1.]))
     >>> from torch.distributed.tensor import Shard
     >>> distribute_tensor(torch.ones(5), DeviceMesh("cpu", [0, 1]), [Shard(0)]).to_local(1)
     tensor([1., 1.])

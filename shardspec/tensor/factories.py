@@ -145,7 +145,9 @@ def zeros(*size: _Size, **options: Unpack[Options]) -> DTensor:
     Examples
     --------
     >>> zeros(2, 3, device_mesh=DeviceMesh(range(2), (2,)), sharding_spec="[R,S0]")
-    DTensor([R,S0] of [2, 3] float32 on 2; holds the shards of devices 0, 1)
+    DTensor([R,S0] of [2, 3] float32 on 2; values:
+    tensor([[0., 0., 0.],
+            [0., 0., 0.]]))
     """
     return _made("zeros", size, lambda _, shard: shard.zero_(), options)
 

@@ -100,6 +100,40 @@ def test_a_process_with_an_open_save_ends_after_it(tmp_path):
     assert digest(tmp_path / "a") == digest({"w": torch.ones(5)})
 
 
+FAILS = """
+import sys, torch
+from shardspec import save_sharded
+pending = save_sharded({"w": torch.ones(5)}, sys.argv[1] + "/file/a", asynchronous=True)
+"""
+
+
+@pytest.mark.parametrize("then", ["", "sys.exit(0)", "import gc; del pending; gc.collect()"])
+def test_an_error_that_nobody_fetched_is_printed_and_fails_the_process(tmp_path, then):
+    (tmp_path / "file").write_text("")
+    command = [sys.executable, "-c", FAILS + then, tmp_path]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "an asynchronous save has failed" in done.stderr
+    assert str(tmp_path / "file") in done.stderr
+
+
+def test_an_error_that_was_fetched_is_not_printed_again(tmp_path):
+    (tmp_path / "file").write_text("")
+    fetch = "try: pending.wait()\nexcept Exception: pass\n"
+    command = [sys.executable, "-c", FAILS + fetch, tmp_path]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_the_next_save_of_other_tensors_waits(tmp_path):
+    mesh = DeviceMesh(range(4), (2, 2))
+    for value in range(3):
+        w = DTensor(torch.full((500, 500), float(value)), mesh, "[S0,S1]")
+        pending = save_sharded({"w": w}, tmp_path / "a", overwrite=True, asynchronous=True)
+    pending.wait()
+    assert digest(tmp_path / "a") == digest({"w": torch.full((500, 500), 2.0)})
+
+
 def test_a_disk_without_room_leaves_nothing_that_counts(tmp_path):
     (text,) = run_ranks(1, tmp_path, _full, str(tmp_path / "a"), backend=None)
     assert "cannot be written" in text
@@ -179,7 +213,7 @@ def test_a_rank_that_is_killed_fails_the_save(tmp_path):
     ranks = [context.Process(target=_answer, args=(rank, tmp_path, answers)) for rank in range(2)]
     for process in ranks:
         process.start()
-    assert answers.get(timeout=100).startswith("rank 1 did not join an asynchronous save")
+    assert answers.get(timeout=100).startswith("a rank ended during an asynchronous save")
     for process in ranks:
         process.join()
     assert [process.exitcode for process in ranks] == [0, 9]

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 from click.testing import CliRunner
+from rich.cells import cell_len
 
 from shardspec import merge
 from shardspec.checkpoint.catalog import OpaqueValue
@@ -15,7 +16,8 @@ from tests.checkpoint.handmade import handmade, sample
 
 
 def run(*args):
-    return CliRunner().invoke(cli, ["inspect", *map(str, args)], prog_name="shardspec")
+    wide = {"COLUMNS": "200"}
+    return CliRunner().invoke(cli, ["inspect", *map(str, args)], prog_name="shardspec", env=wide)
 
 
 @pytest.fixture
@@ -34,8 +36,8 @@ def test_tensors_and_ranks(ckpt):
     assert (result.exit_code, result.stderr) == (0, "")
     lines = [line.split() for line in result.stdout.splitlines()]
     assert result.stdout.splitlines()[0] == (
-        f"{ckpt}: 5 tensors, 71 parameters, 279 B, in the format of shardspec, saved on mesh "
-        "dp=2,tp=3 (6 devices)"
+        f"{ckpt}: 5 tensors, 70 parameters, 1 elements of an optimizer, 279 B, in the format of "
+        "shardspec, saved on mesh dp=2,tp=3 (6 devices)"
     )
     assert ["w", "[S(dp),S(tp)]", "int32", "8×7", "224", "B", "uneven"] in lines
     assert ["p", "[S(dp)|P(tp)]", "float32", "4", "16", "B", "replicated"] in lines
@@ -249,3 +251,21 @@ def test_every_file_of_a_rank_is_listed_with_its_bytes(tmp_path):
     ]
     listed = json.loads(run(tmp_path / "parts", "--json").stdout)["ranks"]
     assert [(row["rank"], row["bytes"]) for row in listed] == [(0, 512), (0, 256)]
+
+
+@pytest.mark.parametrize("columns", [40, 80])
+def test_a_table_fits_the_terminal(tmp_path, columns):
+    tensors = {
+        "x" * 500: ("[R]", np.zeros(3, np.float32)),
+        "模型.权重." + "层" * 60: ("[R]", np.zeros(3, np.float32)),
+        "optim.state.a.exp_avg": ("[R]", np.zeros(3, np.float32)),
+        "optim.state.b.exp_avg": ("[R]", np.zeros(3, np.float32)),
+    }
+    place = handmade(tensors).write(tmp_path / "c")
+    result = CliRunner().invoke(cli, ["inspect", str(place)], env={"COLUMNS": str(columns)})
+    assert result.exit_code == 0
+    assert "6 parameters, 6 elements of an optimizer" in result.stdout
+    table = result.stdout.split("\n\n")[1].splitlines()
+    assert max(map(cell_len, table)) <= columns
+    assert len(table) == 5
+    assert "(optimizer: exp_avg)" in table[-1] or columns == 40

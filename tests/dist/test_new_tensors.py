@@ -163,7 +163,7 @@ def test_what_cannot_be_made(ranks_in):
         assert "that of rank 2 differs from that of rank 0" in found["differs"]
         assert "that of rank 3 differs from that of rank 0" in found["fill"]
         assert (
-            "mul: a plain tensor without dims should be the same on every rank" in found["number"]
+            "mul: a plain tensor of one element should be the same on every rank" in found["number"]
         )
         assert "that of rank 2, 3 differs from that of rank 0" in found["number"]
         assert "a sparse_coo tensor cannot be sharded" in found["sparse"]

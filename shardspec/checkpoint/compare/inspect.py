@@ -11,7 +11,7 @@ from shardspec.boxes import Box, box_shape, box_size
 from shardspec.checkpoint import catalog
 from shardspec.checkpoint.boxes.coverage import check_tiling, memoize_by_boxes
 from shardspec.checkpoint.catalog import AnyOutline, Catalog
-from shardspec.checkpoint.compare.layers import groups_of
+from shardspec.checkpoint.compare.layers import groups_of, optimizer_kind
 from shardspec.checkpoint.open import as_catalog
 from shardspec.checkpoint.storage.path import StoragePath
 from shardspec.dtypes import item_bytes
@@ -89,6 +89,13 @@ class CheckpointSummary:
             groups[group] = Group(len(tensors), parameters, num_bytes)
         return groups
 
+    def parameters(self) -> tuple[int, int]:
+        """Return the elements of the model's tensors, and those of the optimizer's state."""
+        counts = [0, 0]
+        for tensor in self.outlines:
+            counts[optimizer_kind(tensor.name) is not None] += prod(tensor.shape)
+        return counts[0], counts[1]
+
     def layout(self, tensor: AnyOutline) -> Layout | None:
         """Return how a tensor is sharded over the mesh that wrote it, if the format says both."""
         if self.source.mesh is None or tensor.spec is None:
@@ -139,7 +146,8 @@ class CheckpointSummary:
             "format": source.format,
             "mesh": mesh and {"ids": mesh.ids, "shape": mesh.shape, "axis_names": mesh.axis_names},
             "bytes": self.num_bytes,
-            "parameters": sum(group.parameters for group in groups.values()),
+            "parameters": self.parameters()[0],
+            "optimizer_elements": self.parameters()[1],
             "groups": {name: group._asdict() for name, group in groups.items()},
             "ranks": [
                 {"rank": rank, "bytes": num_bytes, "file": file}

@@ -11,6 +11,13 @@ from shardspec.text import natural_order
 
 _NUMBER: Final = re.compile(r"(?<![^.])(0|[1-9][0-9]{0,8})(?![^.])")
 """A component of a name that counts something, such as the 12 of ``layers.12.up.weight``."""
+_MOMENT: Final = re.compile(
+    r"(?:^|\.)(max_exp_avg_sq|exp_avg_sq|exp_avg|momentum_buffer|square_avg|step)(?=\.|$)"
+)
+_OPTIMIZER: Final = re.compile(
+    rf"(?:^|\.)(?:chained_\d+|optim|optimizers?|optimizer_state_dict)\.|{_MOMENT.pattern}"
+)
+"""Names of an optimizer's state, as torch, Megatron and DeepSpeed give them."""
 _NUMBERED: Final = "(numbered)"
 """The group of names that begin with a number."""
 _MAX_GROUPS: Final = 12
@@ -100,6 +107,18 @@ def groups_of(names: Iterable[str]) -> dict[str, list[str]]:
         if len(groups) <= _MAX_GROUPS:
             break
     return groups if paths else {}
+
+
+def optimizer_kind(name: str) -> str | None:
+    """Return which state of an optimizer a tensor is, as ``exp_avg``; None for one of the model.
+
+    >>> optimizer_kind("optim.state.up.weight.exp_avg"), optimizer_kind("up.weight")
+    ('exp_avg', None)
+    """
+    if _OPTIMIZER.search(name) is None:
+        return None
+    kind = _MOMENT.search(name)
+    return "other" if kind is None else kind[1]
 
 
 def prefix_change(names: Collection[str], others: Collection[str]) -> tuple[str, str] | None:

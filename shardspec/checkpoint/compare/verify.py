@@ -383,8 +383,11 @@ def _difference(
         return None
     extent = replace(total_extent(extents), elements=prod(x.shape))
     ranks = _holders(x, index), _holders(y, index)
-    holders, other_holders = (f"(rank{'s' * (len(on) > 1)} {ids_text(on)})" for on in ranks)
-    text = f"differs first at index {list(index)}: {first.format(holders, other_holders)}; {extent}"
+    holders = [
+        f" (rank{'s' * (len(on) > 1)} {ids_text(on)})" if len(tensor.boxes) > 1 else ""
+        for tensor, on in zip((x, y), ranks, strict=True)
+    ]
+    text = f"differs first at index {list(index)}: {first.format(*holders)}; {extent}"
     return Difference(name, text, index, ranks, extent=extent)
 
 
@@ -396,7 +399,7 @@ def _values_text(x: StoredTensor, y: StoredTensor, raw: Sequence[NDArray[np.uint
     if values[0] == values[1]:
         bits = (of[::-1].tobytes().hex() for of in raw)
         values = [f"{value} of bits 0x{of}" for value, of in zip(values, bits, strict=True)]
-    return f"{values[0]} in the first {{}}, {values[1]} in the second {{}}"
+    return f"{values[0]} in the first{{}}, {values[1]} in the second{{}}"
 
 
 def _extent(

@@ -1,16 +1,16 @@
-"""Saves that go on in the background: a copy of a state dict is written while training goes on.
+"""Saves in the background: a copy of a state dict is written while training goes on.
 
-The threads of all ranks talk through the job's store, which they only ask and never wait in: the
-process groups, and the store's clients, are the main threads'.
+The threads of all ranks talk through a gloo group of the save's own, whose connections break at
+once when a rank is killed. The groups of the job belong to the main threads.
 """
 
+import atexit
+import os
 import pickle
-import time
-from base64 import b64decode, b64encode
+import sys
 from collections.abc import Callable, Mapping
 from copy import deepcopy
 from dataclasses import replace
-from itertools import count
 from threading import Event, Thread
 from typing import TYPE_CHECKING, Any, Final, Never, TypeVar
 
@@ -21,17 +21,18 @@ from shardspec.mesh.device_mesh import DeviceMesh
 
 if TYPE_CHECKING:
     import torch
-    from torch._C._distributed_c10d import Store
 
 T = TypeVar("T")
-_PAUSE_S: Final = 0.01
+_OPEN: Final[list["PendingSave"]] = []
+"""Saves since the last one that waited for all: their threads belong to the process, too."""
 
 
 class PendingSave:
     """A save that goes on in the background.
 
     The process does not end before it. An error of it is raised by `wait`, and by the next save of
-    the same communicator.
+    the process; if nobody has waited by then, it is printed when the process ends, which then has
+    exit code 1.
 
     Examples
     --------
@@ -46,20 +47,26 @@ class PendingSave:
     (True, True)
     """
 
-    def __init__(self, save: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, save: Callable[[], None] | None = None, keep: object = None) -> None:
         self._error: BaseException | None = None
+        self._heard, self._pid = False, os.getpid()
+        self._keep = keep
+        """Connections that close after all ranks have read from them."""
         self._done = Event()
-
-        def run() -> None:
-            try:
-                save()
-            except BaseException as error:  # raised where somebody waits
-                self._error = error
-            finally:
-                self._done.set()
-
+        if save is None:
+            self._done.set()
+            return
+        _OPEN.append(self)
         # No daemon: the process ends after it.
-        Thread(target=run, name="shardspec save").start()
+        Thread(target=self._run, args=(save,), name="shardspec save").start()
+
+    def _run(self, save: Callable[[], None]) -> None:
+        try:
+            save()
+        except BaseException as error:  # raised where somebody waits
+            self._error = error
+        finally:
+            self._done.set()
 
     @property
     def done(self) -> bool:
@@ -69,8 +76,34 @@ class PendingSave:
     def wait(self) -> None:
         """Return when all ranks have written, and the save counts; raise its error otherwise."""
         self._done.wait()
+        self._heard = True
         if self._error is not None:
             raise self._error
+
+    @property
+    def unheard(self) -> BaseException | None:
+        """The error of a save of this process for which nobody has waited."""
+        return None if self._heard or self._pid != os.getpid() else self._error
+
+
+def wait_for_open() -> None:
+    """Wait for all earlier saves of this process; raise the error of the first that failed."""
+    saves = list(_OPEN)
+    _OPEN.clear()
+    for save in saves:
+        save.wait()
+
+
+@atexit.register
+def _report_unheard() -> None:
+    """Print errors that nobody has heard, and end the process with exit code 1 if there are any."""
+    errors = [error for save in _OPEN if (error := save.unheard) is not None]
+    for error in errors:
+        print(f"shardspec: an asynchronous save has failed: {error}", file=sys.stderr)
+    if errors:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)  # the interpreter takes no exit code from here
 
 
 def copied(what: Described) -> Described:
@@ -92,13 +125,22 @@ def copied(what: Described) -> Described:
     return replace(what, flat=kept, shards=shards)
 
 
-class StoreCommunicator(Communicator):
-    """Gathers values through the store of a job, for a thread that must not use its groups."""
+class BackgroundCommunicator(Communicator):
+    """Gathers values through a gloo group of its own; made by the main threads of all ranks."""
 
     def __init__(self, communicator: Communicator, name: str) -> None:
+        import torch.distributed as dist
+        from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
+
         super().__init__(communicator.mesh)
-        self._addressable = communicator.addressable
-        self._name, self._numbers = name, count()
+        (device,) = self._addressable = communicator.addressable
+        store = _get_default_store()
+        timeout = store.timeout  # type: ignore[attr-defined]  # torch's stubs lack it
+        self._ids = communicator.mesh.ids
+        place = PrefixStore(f"shardspec/{name}", store)
+        self._group: Any = dist.ProcessGroupGloo(
+            place, self._ids.index(device), len(self._ids), timeout
+        )
 
     @property
     def addressable(self) -> tuple[int, ...]:
@@ -107,27 +149,30 @@ class StoreCommunicator(Communicator):
 
     def gather(self, values: Mapping[int, T]) -> dict[int, T]:
         """Return the value of each device; see `Communicator.gather`."""
-        from torch.distributed.distributed_c10d import _get_default_store
+        import numpy as np
+        import torch
 
-        store, number = _get_default_store(), next(self._numbers)
-        keys = {device: f"shardspec/{self._name}/{number}/{device}" for device in self.mesh.ids}
-        for device in self._addressable:
-            store.set(keys[device], b64encode(pickle.dumps(values[device])).decode())
-            if number > 1:  # all have read what they had to before they came to the last one
-                store.delete_key(f"shardspec/{self._name}/{number - 2}/{device}")
-        return {device: self._read(store, key, device) for device, key in keys.items()}
+        data = np.frombuffer(pickle.dumps(values[self._addressable[0]]), np.uint8)
+        (sizes,) = self._all(torch.tensor([len(data)])).T.tolist()
+        padded = torch.zeros(max(sizes), dtype=torch.uint8)
+        padded[: len(data)] = torch.from_numpy(data.copy())
+        rows = self._all(padded).numpy()
+        pairs = zip(self._ids, rows, sizes, strict=True)
+        return {device: pickle.loads(row[:size].tobytes()) for device, row, size in pairs}
 
-    def _read(self, store: "Store", key: str, device: int) -> Any:  # noqa: ANN401
-        timeout = store.timeout.total_seconds()  # type: ignore[attr-defined]  # torch's stubs lack it
-        end = time.monotonic() + timeout
-        while not store.check([key]):
-            if time.monotonic() > end:
-                raise CommunicatorError(
-                    f"rank {device} did not join an asynchronous save within {timeout:g} s; it "
-                    "has ended, or is slower than the timeout of init_process_group"
-                )
-            time.sleep(_PAUSE_S)
-        return pickle.loads(b64decode(store.get(key)))
+    def _all(self, value: "torch.Tensor") -> "torch.Tensor":
+        """Return the tensors of all ranks, one a row."""
+        import torch
+
+        out = [torch.empty_like(value) for _ in self._ids]
+        try:
+            self._group.allgather([out], [value]).wait()
+        except RuntimeError as error:
+            raise CommunicatorError(
+                f"a rank ended during an asynchronous save, or did not answer in time "
+                f"({str(error).splitlines()[0][:200]}); look at the errors of other ranks"
+            ) from None
+        return torch.stack(out)
 
     def run(self, *_: object, **__: object) -> Never:
         """Move no tensors: that is for the main thread."""

@@ -21,7 +21,12 @@ from shardspec.checkpoint.compare.digest import (
 from shardspec.checkpoint.formats import native
 from shardspec.checkpoint.formats.native import INFO_NAME, is_shard
 from shardspec.checkpoint.formats.safetensors import read_header
-from shardspec.checkpoint.job.background import PendingSave, StoreCommunicator, copied
+from shardspec.checkpoint.job.background import (
+    BackgroundCommunicator,
+    PendingSave,
+    copied,
+    wait_for_open,
+)
 from shardspec.checkpoint.state import rank_state
 from shardspec.checkpoint.state.memory import require_no_sums
 from shardspec.checkpoint.state.rank_state import Described, Replicas
@@ -100,8 +105,8 @@ def save_sharded(
         that are written anyway.
     asynchronous
         Copy everything into memory, return a `PendingSave`, and write in the background. Nothing
-        counts as saved until all ranks have written. The next save waits for this one, and raises
-        its error if there was one.
+        counts as saved until all ranks have written. The next save of the process waits for this
+        one, and raises its error if there was one.
 
     Returns
     -------
@@ -156,9 +161,7 @@ def save_sharded(
     with chosen.telling():
         if replicas not in ("equal", "first"):
             raise CheckpointError(f"replicas is {replicas!r}; choose 'equal' or 'first'")
-        before, chosen.pending = chosen.pending, None
-        if before is not None:
-            before.wait()
+        wait_for_open()
         what = agree(chosen, described)
         tokens = chosen.gather(dict.fromkeys(chosen.addressable, os.urandom(8).hex()))
         save = tokens[mesh.ids[0]]
@@ -167,9 +170,8 @@ def save_sharded(
             return None
         what = agree(chosen, lambda: copied(what))
         alone = set(chosen.addressable) == set(mesh.ids)
-        talking = chosen if alone else StoreCommunicator(chosen, save)
-        chosen.pending = pending = PendingSave(lambda: save_to(what, save, talking))
-        return pending
+        talking = chosen if alone else BackgroundCommunicator(chosen, save)
+        return PendingSave(lambda: save_to(what, save, talking), talking)
 
 
 def _save(

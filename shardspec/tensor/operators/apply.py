@@ -10,7 +10,6 @@ import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import replace
 from math import prod
 from typing import Any, Final
 
@@ -78,7 +77,7 @@ def apply(
             f"{names.shown} would write a DTensor to a plain tensor; make this a DTensor too, by "
             "distribute_tensor, or take to_global() of the other"
         )
-    call = Call(function, names, [_taken(names, x, first) for x in leaves], structure)
+    call = Call.of(function, names, [_taken(names, x, first) for x in leaves], structure)
     if names.plain in OF_MEMORY:
         raise LayoutError(
             f"{names.shown}: a sharded tensor has no memory of its own; use to_local()"
@@ -115,8 +114,8 @@ def _with_sums_finished(call: Call) -> Any:  # noqa: ANN401
     }
     if "out" in call.arguments[1]:
         return _in_whole(call)
-    finished = replace(call, leaves=[done.get(id(leaf), leaf) for leaf in call.leaves])
-    result = apply(finished.function, *finished.arguments)
+    leaves = [done.get(id(leaf), leaf) for leaf in call.leaves]
+    result = apply(call.function, *tree_unflatten(leaves, call.structure))
     for leaf in tree_leaves(result):
         for tensor in call.tensors:
             if isinstance(leaf, TensorLike) and id(tensor) in done:

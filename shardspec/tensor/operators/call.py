@@ -21,21 +21,24 @@ class Call:
     leaves: Sequence[Any]
     structure: TreeSpec
 
-    @property
-    def tensors(self) -> list[TensorLike]:
-        """The DTensors among the arguments, each once."""
-        return list({id(x): x for x in self.leaves if isinstance(x, TensorLike)}.values())
+    arguments: tuple[Sequence[Any], Mapping[str, Any]]
+    """The arguments by position and by keyword."""
+    tensors: Sequence[TensorLike]
+    """The DTensors among the arguments, each once."""
+
+    @classmethod
+    def of(
+        cls, function: Callable[..., Any], names: Named, leaves: Sequence[Any], structure: TreeSpec
+    ) -> "Call":
+        """Return the call of a function with arguments as leaves and their structure."""
+        tensors = {id(leaf): leaf for leaf in leaves if isinstance(leaf, TensorLike)}
+        arguments = tree_unflatten(leaves, structure)
+        return cls(function, names, leaves, structure, arguments, list(tensors.values()))
 
     @property
     def layouts(self) -> tuple[Layout, ...]:
         """The layouts of the DTensors."""
         return tuple(tensor.layout for tensor in self.tensors)
-
-    @property
-    def arguments(self) -> tuple[Sequence[Any], Mapping[str, Any]]:
-        """The arguments by position and by keyword."""
-        given: tuple[Sequence[Any], Mapping[str, Any]] = tree_unflatten(self.leaves, self.structure)
-        return given
 
     @property
     def is_tracked(self) -> bool:
