@@ -103,8 +103,7 @@ def test_every_command_has_its_place_on_the_page_of_commands():
     assert list(dict.fromkeys(name.split()[0] for name in sections)) == commands
     for name, usage in sections.items():
         assert usage.startswith(f"Usage: shardspec {name} ")
-        assert ("--quiet" in usage) != (f"{name} list" in sections or f"{name} make" in sections)
-        assert "Examples:" in usage
+        assert ("Examples:" in usage) != ("COMMAND [ARGS]" in usage)
         assert not re.findall(r"^ +--\S+ [A-Z]+_", usage, re.MULTILINE)  # a name of the code
 
 

@@ -5,7 +5,7 @@ Several axes of one step travel in one collective. `backward` follows the conven
 tensor, so devices that hold the same box receive the same gradient.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
 ReduceOp: TypeAlias = Literal["sum", "avg", "min", "max", "prod"]
@@ -83,7 +83,7 @@ class Exchange:
     """Mesh axes that shard otherwise afterwards, ascending; empty between different meshes."""
     apart: tuple[int, ...] = ()
     """Mesh axes so slow that replicas along them do not share the sending; the nearest send."""
-    per_node: int = 0
+    per_node: int = field(default=0, repr=False)
     """Devices that share a host, by ids: replicas of the receiver's host send; 0 if any does."""
 
 

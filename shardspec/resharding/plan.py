@@ -14,10 +14,11 @@ from shardspec.layout.spec import ShardingSpec
 from shardspec.mesh.device_ids import bound_of_bytes
 from shardspec.mesh.device_mesh import DeviceMesh
 from shardspec.resharding.copies import MAX_BYTES, StateCopies, TensorMove
-from shardspec.resharding.name_map import NameMap, Shape
+from shardspec.resharding.name_map import Equation, NameMap, Names, Naming, Shape
 from shardspec.resharding.state import flat_state, is_plain, required_layout
 from shardspec.resharding.total import apply_map, dropped_by, report_of
 from shardspec.resharding.transfers import Declared, End, FileRegion, Rows, transfer_rows
+from shardspec.resharding.views import composed
 from shardspec.text import counted, first_of, shown
 
 if TYPE_CHECKING:
@@ -205,7 +206,7 @@ class ReshardPlan(StateCopies):
 def plan_state(
     source: Mapping[str, object],
     target: ReshardTarget,
-    names: Mapping[str, str] | NameMap | None,
+    names: Names | Sequence[NameMap] | None,
     dtype: object,
     max_bytes: int | None,
     drop: str | Sequence[str] = (),
@@ -224,10 +225,13 @@ def plan_state(
     before = {name: layout for name, layout in before.items() if name not in behind}
     renamed: dict[str, str] = {}
     padded: set[str] = set()
+    if isinstance(names, Naming):
+        wanted = {name: layout.global_shape for name, layout in before.items()}
+        names = names.maps(wanted, behind=behind)
     if isinstance(names, NameMap):
-        moves = _mapped(before, target, names, dtype, behind)
-        shapes_after = {move.target_name: move.target.global_shape for move in moves}
-        padded = {name for name, _ in names.padding(shapes_after)}
+        names = (names,)
+    if isinstance(names, Sequence) and names and all(isinstance(m, NameMap) for m in names):
+        moves, padded = _mapped(before, target, names, dtype, behind)
     elif isinstance(names, Mapping | None):
         renamed = _renamed(list(given), names or {})
         outlines = {renamed[name]: (at.global_shape, at.dtype) for name, at in before.items()}
@@ -247,7 +251,8 @@ def plan_state(
         ]
     else:
         raise LayoutError(
-            f"names= is a {type(names).__name__}; give a NameMap or a dict of new names"
+            f"names= is a {type(names).__name__}; give model_names(), a "
+            "NameMap, several in order, or a dict of new names"
         )
     # All ranks have the same plan, in whatever order they list names.
     moves.sort(key=lambda move: (move.target_name, move.source_name))
@@ -271,6 +276,7 @@ def reshard_state(
     rules: Rules,
     *,
     device_mesh: DeviceMesh | None = None,
+    names: Names | Sequence[NameMap] | None = None,
     max_bytes: int | None = None,
 ) -> dict[str, Any]:
     """Convert a state dict of DTensors to the specs that rules name, in one go.
@@ -284,7 +290,7 @@ def reshard_state(
     device_mesh
         Where to; in a job all ranks then call this. By default the mesh of the tensors, whose ranks
         call it.
-    max_bytes
+    names, max_bytes
         As for `plan_reshard`.
 
     Raises
@@ -317,7 +323,7 @@ def reshard_state(
                     "in device_mesh=mesh"
                 )
             (device_mesh,) = meshes
-        return plan_state(given, (device_mesh, rules), None, None, max_bytes).run(state)
+        return plan_state(given, (device_mesh, rules), names, None, max_bytes).run(state)
 
 
 def layouts_of(state: Mapping[str, object]) -> dict[str, Layout]:
@@ -383,23 +389,52 @@ def _targets(
 def _mapped(
     before: Mapping[str, Layout],
     target: ReshardTarget,
-    names: NameMap,
+    names: Sequence[NameMap],
     dtype: object,
     dropped: Mapping[str, Shape],
-) -> list[TensorMove]:
+) -> tuple[list[TensorMove], set[str]]:
+    """Return the moves under some maps in turn, and the tensors of the target with padding."""
     shapes = {**dropped, **{name: layout.global_shape for name, layout in before.items()}}
-    if isinstance(target, tuple):
-        wanted, _, report = apply_map(names, shapes, dropped)
-    else:
-        wanted = {name: layout.global_shape for name, layout in layouts_of(target).items()}
-        report = report_of(names, shapes, wanted, dropped)
-    report.require_total()
-    outlines = {e.target: (wanted[e.target], before[e.source].dtype) for e in report.equations}
-    after = _targets(target, outlines, dtype)
-    return [
-        TensorMove(e.source, e.target, before[e.source], after[e.target], e.view)
-        for e in report.equations
+    equations: list[Equation] | None = None
+    padded: set[str] = set()
+    for number, map_ in enumerate(names, 1):
+        if number < len(names) or isinstance(target, tuple):
+            after, behind, report = apply_map(map_, shapes, dropped)
+        else:
+            after = {name: layout.global_shape for name, layout in layouts_of(target).items()}
+            behind, report = {}, report_of(map_, shapes, after, dropped)
+        report.require_total()
+        equations = _in_turn(equations, report.equations)
+        padded = {e.target for e in report.equations if e.source in padded}
+        padded |= {name for name, _ in map_.padding(after)}
+        shapes, dropped = {**after, **behind}, behind
+    every = equations or []
+    outlines = {e.target: (after[e.target], before[e.source].dtype) for e in every}
+    layouts = _targets(target, outlines, dtype)
+    moves = [
+        TensorMove(e.source, e.target, before[e.source], layouts[e.target], e.view) for e in every
     ]
+    return moves, padded
+
+
+def _in_turn(first: Sequence[Equation] | None, second: Sequence[Equation]) -> list[Equation]:
+    """Return the equations of two maps, one after the other."""
+    if first is None:
+        return list(second)
+    written: dict[str, list[Equation]] = {}
+    for equation in first:
+        written.setdefault(equation.target, []).append(equation)
+    both = []
+    for equation in second:
+        for before in written.get(equation.source, ()):
+            view = composed(before.view, equation.view)
+            if view is None:
+                raise LayoutError(
+                    f"{equation.source!r} is cut by one map and joined by another; plan through "
+                    "the names between them, one map at a time"
+                )
+            both.append(Equation(before.source, equation.target, view))
+    return both
 
 
 def check_move(move: TensorMove) -> None:

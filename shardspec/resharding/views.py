@@ -274,3 +274,53 @@ def views_of(
         placed = (tuple(factors[n]._replace(axis=axes[n]) for n in names) for names in dims)
         sides.append(TensorView(tuple(placed)))
     return View(tuple(shape), *sides)
+
+
+def composed(first: View, second: View) -> View | None:
+    """Return the equation of two in turn; None if neither has the tensor between them whole.
+
+    >>> halves = View((2,), TensorView(((Factor(0, 4, 2, 2),),)), identity_view((2,)).target)
+    >>> composed(halves, identity_view((2,))) == halves
+    True
+    """
+    if _is_whole(first.target):
+        source = _substituted(first.source, first.target, second.source, len(second.shape))
+        if source is not None:
+            extra = max([len(second.shape), *(f.axis + 1 for dim in source.dims for f in dim)])
+            shape = (*second.shape, *[1] * (extra - len(second.shape)))
+            return View(shape, source, second.target)
+    if _is_whole(second.source):
+        back = composed(
+            View(second.shape, second.target, second.source),
+            View(first.shape, first.target, first.source),
+        )
+        return None if back is None else View(back.shape, back.target, back.source)
+    return None
+
+
+def _is_whole(side: TensorView) -> bool:
+    return all(len(dim) == 1 and dim[0].length == dim[0].size for dim in side.dims)
+
+
+def _substituted(
+    outer: TensorView, between: TensorView, inner: TensorView, axes: int
+) -> TensorView | None:
+    """Replace each axis that a dim of the tensor between has by the factors that read this dim."""
+    parts = {dim[0].axis: factors for dim, factors in zip(between.dims, inner.dims, strict=True)}
+    dims = []
+    for dim in outer.dims:
+        factors: list[Factor] = []
+        for factor in dim:
+            read = parts.get(factor.axis)
+            if read is None:  # a single index, which gets an axis of its own
+                factors.append(factor._replace(axis=axes))
+                axes += 1
+            elif factor.length == factor.size:
+                factors += read
+            elif len(read) == 1:
+                start = factor.start + read[0].start
+                factors.append(Factor(read[0].axis, factor.size, start, read[0].length))
+            else:
+                return None
+        dims.append(tuple(factors))
+    return TensorView(tuple(dims))

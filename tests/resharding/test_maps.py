@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from shardspec import DeviceMesh, DTensor, Layout, NameMap, check_map, plan_reshard
+from shardspec import DeviceMesh, DTensor, Layout, NameMap, check_map, plan_reshard, reshard_state
 from shardspec.errors import LayoutError, SpecSyntaxError
 from shardspec.resharding.name_map import Equation
 from shardspec.resharding.views import views_of
@@ -326,3 +326,42 @@ def test_views_that_are_refused(source, target, shapes, says):
     with pytest.raises(SpecSyntaxError) as error:
         views_of(source, target, shapes[0], shapes[1], {"n": 3})
     assert says in str(error.value)
+
+
+def test_maps_in_turn_give_what_each_gives_after_the_other():
+    """Rename, fuse, rename, transpose and pad: as one plan, and map by map."""
+    texts = [
+        '[[map]]\nsource = "a.{i}"\ntarget = "q.{i}"\n[[map]]\nsource = "n"\ntarget = "norm"',
+        '[[map]]\nsource = ["q.{i}", "r c"]\ntarget = ["qkv", "(s r) c", "s[{i}]"]\n'
+        '[[map]]\nsource = "norm"\ntarget = "norm"\n[sizes]\ns = 3',
+        '[[map]]\nsource = ["qkv", "r c"]\ntarget = ["t", "c r"]\n'
+        '[[map]]\nsource = "norm"\ntarget = ["pad", "x", "x[:4]"]\n'
+        '[[zeros]]\ntarget = ["pad", "x", "x[4:]"]\n[sizes]\nx = 6',
+    ]
+    maps = [NameMap.parse(text) for text in texts]
+    mesh, other = DeviceMesh(range(4), (2, 2)), DeviceMesh([7, 3], (2,))
+    whole = {f"a.{i}": torch.randn(4, 6) for i in range(3)} | {"n": torch.randn(4)}
+    state = {n: DTensor(w, mesh, "[S0,S1]" if w.dim() > 1 else "[S0]") for n, w in whole.items()}
+    rules = {"*": "[S0,...]", "t": "[R,S0]"}
+    wanted: dict[str, Any] = dict(state)
+    for map_ in maps:
+        wanted = plan_reshard(wanted, (other, {}), names=map_).run(wanted)
+    plan = plan_reshard(state, (other, rules), names=maps)
+    got, receipt = plan.run(state, receipt=True)
+    assert got.keys() == wanted.keys() == {"t", "pad"}
+    for name, tensor in got.items():
+        assert torch.equal(tensor.to_global(), wanted[name].to_global()), name
+    assert receipt.digests["t"].shape == (6, 12)
+    assert torch.equal(
+        reshard_state(state, rules, device_mesh=other, names=maps)["t"].to_global(),
+        torch.cat([whole[f"a.{i}"] for i in range(3)]).t(),
+    )
+    apart = NameMap.parse(
+        '[[map]]\nsource = ["qkv", "(b r) c", "b[{k}]"]\ntarget = ["x.{k}", "r c"]\n'
+        '[[map]]\nsource = "norm"\ntarget = "norm"\n[sizes]\nb = 2'
+    )
+    with pytest.raises(LayoutError, match="one map at a time"):
+        plan_reshard(state, (other, {}), names=[*maps[:2], apart])
+    for wrong in ("text", [], [1]):
+        with pytest.raises(LayoutError, match="names= is a"):
+            plan_reshard(state, (other, {}), names=wrong)  # type: ignore[arg-type]

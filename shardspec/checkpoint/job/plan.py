@@ -5,7 +5,8 @@ from pathlib import PurePath
 
 from shardspec.checkpoint.storage.from_text import storage_path
 from shardspec.comm.cost import Links
-from shardspec.resharding.name_map import NameMap
+from shardspec.errors import LayoutError
+from shardspec.resharding.name_map import NameMap, Names
 from shardspec.resharding.plan import ReshardPlan, ReshardTarget, known_to_all, plan_state
 
 
@@ -13,7 +14,7 @@ def plan_reshard(
     source: Mapping[str, object] | PurePath | str,
     target: ReshardTarget,
     *,
-    names: Mapping[str, str] | NameMap | None = None,
+    names: Names | Sequence[NameMap] | None = None,
     dtype: object = None,
     max_bytes: int | None = None,
     drop: str | Sequence[str] = (),
@@ -36,7 +37,7 @@ def plan_reshard(
         permuted, disjoint or overlapping ones.
     names
         Name in the source to name in the target, for those that differ; or a `NameMap`, which
-        also fuses, splits, stacks, transposes and pads.
+        also fuses, splits, stacks, transposes and pads, several in order, or `model_names`.
     dtype
         What floating-point tensors become, where `target` is a mesh and rules; quantized weights of
         a checkpoint are dequantized to it. Or ``"fp8-128x128"``: weights of linear layers, by their
@@ -73,6 +74,13 @@ def plan_reshard(
     """
     if not isinstance(target, tuple):
         target = known_to_all(target)
+    if not (names is None or isinstance(names, Mapping | NameMap)):
+        if isinstance(source, str | PurePath) or dtype == "fp8-128x128":
+            raise LayoutError(
+                "a plan from a checkpoint, or that quantizes, takes one NameMap or a dict as "
+                "names=; load_sharded takes names of models too"
+            )
+        return _in_memory(source, target, names, dtype, max_bytes, drop, links)
     if dtype == "fp8-128x128":
         from shardspec.checkpoint.quantization.plan import plan_quantized, plan_quantized_load
 
@@ -84,6 +92,18 @@ def plan_reshard(
         from shardspec.checkpoint.job.load_plan import plan_load
 
         return plan_load(storage_path(source), target, names, dtype, max_bytes, drop)
+    return _in_memory(source, target, names, dtype, max_bytes, drop, links)
+
+
+def _in_memory(
+    source: Mapping[str, object],
+    target: ReshardTarget,
+    names: Names | Sequence[NameMap] | None,
+    dtype: object,
+    max_bytes: int | None,
+    drop: str | Sequence[str],
+    links: Links | None,
+) -> ReshardPlan:
     plan = plan_state(known_to_all(source), target, names, dtype, max_bytes, drop, links=links)
     dtypes = {layout.dtype for source, target, _ in plan.kinds for layout in (source, target)}
     if len(dtypes) > 1 or not dtypes <= {"float32", "bfloat16", "float16", "float64"}:
