@@ -19,7 +19,6 @@ import shardspec
 from shardspec import DTensor, Layout, distribute_tensor, init_device_mesh
 from shardspec.layout.plan import step_text
 from shardspec.parallel.distribute import distribute_module, inputs_as, outputs_as
-from shardspec.parallel.rules import column_parallel, row_parallel
 from shardspec.text import bytes_text
 
 # A GPU for each process of this machine, or none for any.
@@ -138,7 +137,7 @@ block = torch.nn.Sequential(
     OrderedDict(up=torch.nn.Linear(8, 16), act=torch.nn.ReLU(), down=torch.nn.Linear(16, 8))
 ).to(device_type)
 alone = copy.deepcopy(block)
-rules = column_parallel(["up"], bias=True) | row_parallel(["down"])
+rules = {"up.weight": "[S(tp),R]", "up.bias": "[S(tp)]", "down.weight": "[R,S(tp)]"}
 say(f"  rules: {', '.join(f'{name} {spec}' for name, spec in rules.items())}")
 distribute_module(block, grid, rules, inputs_as("[R,R]"), outputs_as("[R,R]"))
 batch = torch.linspace(-1, 1, 32, device=device_type).view(4, 8).requires_grad_()

@@ -10,7 +10,6 @@ from torch.distributed.tensor import DTensor as TorchDTensor
 
 from shardspec import init_device_mesh
 from shardspec.parallel.distribute import distribute_module, inputs_as, outputs_as
-from shardspec.parallel.rules import column_parallel, row_parallel
 
 
 class MLP(nn.Module):
@@ -29,7 +28,7 @@ class MLP(nn.Module):
 dist.init_process_group("gloo")
 rank, world = dist.get_rank(), dist.get_world_size()
 mesh = init_device_mesh("cpu", (world,), axis_names=("tp",))
-rules = column_parallel(["up"], bias=True) | row_parallel(["down"])
+rules = {"up.weight": "[S(tp),R]", "up.bias": "[S(tp)]", "down.weight": "[R,S(tp)]"}
 
 # The same weights and the same data in one process and cut over all of them.
 torch.manual_seed(0)

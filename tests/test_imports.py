@@ -56,7 +56,6 @@ WITH_TENSORS = {
     "shardspec.tensor.operators.propagate",
     "shardspec.tensor.operators.tensor",
     "shardspec.parallel.distribute",
-    "shardspec.parallel.rules",
     "shardspec.profiling.measure",
     "shardspec.resharding.execute",
     "shardspec.resharding.gathered",

@@ -1,6 +1,7 @@
-"""Blocks of the GPT family by ready rules in a job of two: values and gradients of one process."""
+"""Blocks of the GPT family by rules in a job of two: values and gradients of one process."""
 
 import math
+from functools import reduce
 from typing import Any
 
 import pytest
@@ -11,7 +12,6 @@ from torch.distributed.tensor import DTensor as TorchDTensor
 
 from shardspec import DTensor, distribute_module, init_device_mesh
 from shardspec.parallel.distribute import inputs_as, outputs_as
-from shardspec.parallel.rules import gpt2_rules, gpt_rules, only_matching
 from tests.dist.processes import run_ranks
 
 pytestmark = pytest.mark.dist
@@ -116,12 +116,34 @@ def neox() -> Gpt:
     return Gpt(Block("attention", HeadByHead(), mlp))
 
 
+NANO = {
+    "h.0.attn.c_attn.weight": "[S(tp),R]",
+    "h.0.attn.c_attn.bias": "[S(tp)]",
+    "h.0.attn.c_proj.weight": "[R,S(tp)]",
+    "h.0.mlp.c_fc.weight": "[S(tp),R]",
+    "h.0.mlp.c_fc.bias": "[S(tp)]",
+    "h.0.mlp.c_proj.weight": "[R,S(tp)]",
+    "wte.weight": "[S(tp),R]",
+    "lm_head.weight": "[S(tp),R]",
+}
+TURNED = {"[S(tp),R]": "[R,S(tp)]", "[R,S(tp)]": "[S(tp),R]"}
+GPT2 = {name: TURNED.get(spec, spec) if ".c_" in name else spec for name, spec in NANO.items()}
+NEOX_NAMES = {
+    "attn.c_attn": "attention.query_key_value",
+    "attn.c_proj": "attention.dense",
+    "mlp.c_fc": "mlp.dense_h_to_4h",
+    "mlp.c_proj": "mlp.dense_4h_to_h",
+}
+NEOX = {
+    reduce(lambda text, pair: text.replace(*pair), NEOX_NAMES.items(), name): spec
+    for name, spec in NANO.items()
+}
 FAMILY = {
-    "nanoGPT": (nano, gpt_rules, "h.0.attn.c_attn.weight", "c_proj", (18, WIDTH), "[R,R,R]"),
-    "GPT-2": (gpt2, gpt2_rules, "h.0.attn.c_attn.weight", "c_proj", (WIDTH, 18), "[R,R,R]"),
+    "nanoGPT": (nano, NANO, "h.0.attn.c_attn.weight", "c_proj", (18, WIDTH), "[R,R,R]"),
+    "GPT-2": (gpt2, GPT2, "h.0.attn.c_attn.weight", "c_proj", (WIDTH, 18), "[R,R,R]"),
     "GPT-NeoX": (
         neox,
-        gpt_rules,
+        NEOX,
         "h.0.attention.query_key_value.weight",
         "dense",
         (18, WIDTH),
@@ -148,9 +170,7 @@ def as_in_one_process(mesh, name):
     alone, module = made
     seen = []
     last = module.get_submodule(fused.rsplit(".", 2)[0]).get_submodule(after)
-    distribute_module(
-        module, mesh, only_matching(rules(), module), inputs_as("[R]"), outputs_as("[R,R,R]")
-    )
+    distribute_module(module, mesh, rules, inputs_as("[R]"), outputs_as("[R,R,R]"))
     last.register_forward_pre_hook(
         lambda _, inputs: seen.append(str(DTensor.from_torch(inputs[0]).sharding_spec))
     )

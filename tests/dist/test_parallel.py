@@ -13,22 +13,34 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor as TorchDTensor
 
 import shardspec
-from shardspec import DeviceMesh, DTensor, ShardSpecError, distribute_module, init_device_mesh
-from shardspec.parallel.distribute import inputs_as, outputs_as
-from shardspec.parallel.rules import (
-    column_parallel,
-    gpt_rules,
-    llama_rules,
-    only_matching,
-    row_parallel,
-    sequence_parallel,
-    with_fsdp,
+from shardspec import (
+    DeviceMesh,
+    DTensor,
+    ShardingSpec,
+    ShardSpecError,
+    distribute_module,
+    init_device_mesh,
+    match_rules,
 )
+from shardspec.parallel.distribute import inputs_as, outputs_as
 from tests.dist.processes import run_ranks
 
 pytestmark = pytest.mark.dist
 
 VOCABULARY, WIDTH, HEADS, INNER, LENGTH = 16, 8, 4, 12, 6
+COLUMNS = [
+    "*.q_proj",
+    "*.k_proj",
+    "*.v_proj",
+    "*.gate_proj",
+    "*.up_proj",
+    "lm_head",
+    "embed_tokens",
+]
+LLAMA = {
+    **{f"{name}.weight": "[S(tp),R]" for name in COLUMNS},
+    **{f"{name}.weight": "[R,S(tp)]" for name in ("*.o_proj", "*.down_proj")},
+}
 
 
 class Attention(nn.Module):
@@ -134,9 +146,18 @@ def local_shape(module, name):
     return DTensor.from_torch(module.get_parameter(name)).to_local().shape
 
 
+def fsdp_specs(module, axis, rules):
+    """Return specs of parameters whose dim 0 `fully_shard` has sharded over one more axis."""
+    dims = {name: parameter.dim() for name, parameter in module.named_parameters()}
+    before = {name: ShardingSpec(ndim) for name, ndim in dims.items()} | match_rules(rules, dims)
+    return {
+        name: spec.with_dims({0: [*spec.dim_specs[0].axes, axis]}) for name, spec in before.items()
+    }
+
+
 def tensor_parallel(mesh):
     tp = mesh["tp"]
-    module = distribute_module(model(), tp, llama_rules(), inputs_as("[R]"), outputs_as("[R,R,R]"))
+    module = distribute_module(model(), tp, LLAMA, inputs_as("[R]"), outputs_as("[R,R,R]"))
     assert isinstance(module.get_parameter("lm_head.weight").data, TorchDTensor)
     assert local_shape(module, "layers.0.mlp.up_proj.weight") == (6, WIDTH)
     assert isinstance(module.get_buffer("scale"), TorchDTensor)
@@ -154,10 +175,10 @@ def with_a_cut_sequence(mesh):
     distribute_module(
         module,
         tp,
-        llama_rules(),
+        LLAMA,
         inputs_as("[R]"),
         outputs_as("[R,R,R]"),
-        outputs=sequence_parallel(["embed_tokens", "*.o_proj", "*.down_proj"]),
+        outputs=dict.fromkeys(["embed_tokens", "*.o_proj", "*.down_proj"], "[R,S(tp),R]"),
     )
     train(module, slice(None))
     assert {str(spec) for spec in seen} == {"[R,S0,R]"}
@@ -179,12 +200,11 @@ def on_both_axes(mesh):
 
     dp = mesh.coordinates(dist.get_rank())[0]
     alone = trained(make(), slice(None))
-    tp_rules = only_matching(
-        column_parallel(["*gate_proj", "*up_proj"]) | row_parallel(["*down_proj"]), make()
-    )
-    both = with_fsdp(make(), "dp", tp_rules)
-    assert str(both["1.up_proj.weight"]) == "[S(tp,dp),R]"
-    assert str(both["1.down_proj.weight"]) == "[S(dp),S(tp)]"
+    tp_rules = {
+        "1.gate_proj.weight": "[S(tp),R]",
+        "1.up_proj.weight": "[S(tp),R]",
+        "1.down_proj.weight": "[R,S(tp)]",
+    }
     module = distribute_module(
         make(),
         mesh,
@@ -202,10 +222,8 @@ def on_both_axes(mesh):
 def fully_sharded(mesh, directory):
     """FSDP over dp, around tensor parallelism: FSDP takes the mean of the gradients over dp."""
     dp = mesh.coordinates(dist.get_rank())[0]
-    module = distribute_module(
-        model(), mesh["tp"], llama_rules(), inputs_as("[R]"), outputs_as("[R,R,R]")
-    )
-    specs = with_fsdp(module, "dp", llama_rules())
+    module = distribute_module(model(), mesh["tp"], LLAMA, inputs_as("[R]"), outputs_as("[R,R,R]"))
+    specs = fsdp_specs(module, "dp", LLAMA)
     for layer in module.get_submodule("layers").children():
         fully_shard(layer, mesh=mesh["dp"].to_torch())
     fully_shard(module, mesh=mesh["dp"].to_torch())
@@ -231,7 +249,7 @@ def hybrid(mesh):
     del module.scale
     module.scale = 2.0
     rank = dist.get_rank()
-    specs = with_fsdp(module, "tp")
+    specs = fsdp_specs(module, "tp", {})
     fully_shard(module, mesh=mesh.to_torch())
     train(module, [rank])
     alone = model()
@@ -258,7 +276,8 @@ def other_modules(mesh):
     pair = nn.Sequential(nn.Linear(5, 8), nn.ReLU(), nn.Linear(8, 3)).double()
     x = torch.randn(7, 5, dtype=torch.float64)
     expected = pair(x).detach()
-    distribute_module(pair, mesh, column_parallel("0", bias=True) | row_parallel("2"))
+    rules = {"0.weight": "[S(tp),R]", "0.bias": "[S(tp)]", "2.weight": "[R,S(tp)]"}
+    distribute_module(pair, mesh, rules)
     result = pair(DTensor(x, mesh, "[S(dp),R]"))
     assert type(result) is DTensor
     torch.testing.assert_close(result.to_global().detach(), expected)
@@ -374,15 +393,3 @@ def test_what_was_saved_merges_to_what_one_process_trains(played, tmp_path):
     assert merged.keys() == dict(alone.named_parameters()).keys()
     for name, parameter in alone.named_parameters():
         torch.testing.assert_close(merged[name], parameter.detach())
-
-
-def test_ready_rules_for_what_a_model_has():
-    rules = only_matching(gpt_rules("x") | {"norm.weight": "[S(x)]"}, model())
-    assert {name: str(spec) for name, spec in rules.items()} == {
-        "*attn.q_proj.weight": "[S(x),R]",
-        "*attn.k_proj.weight": "[S(x),R]",
-        "*attn.v_proj.weight": "[S(x),R]",
-        "*lm_head.weight": "[S(x),R]",
-        "norm.weight": "[S(x)]",
-    }
-    assert len(only_matching(llama_rules(), model())) == len(llama_rules()) == 9

@@ -91,6 +91,7 @@ def test_digests_and_deltas_are_of_the_tensors_under_the_names_of_a_model(tmp_pa
     save_file(arrays, tmp_path / "base.safetensors")
     made = run(
         "delta",
+        "make",
         tmp_path / "base.safetensors",
         megatron,
         "-o",
@@ -100,7 +101,7 @@ def test_digests_and_deltas_are_of_the_tensors_under_the_names_of_a_model(tmp_pa
         *renamed,
     )
     assert f"1 of {len(arrays)} tensors changed" in made
-    assert "give it by --model" in run("digest", megatron, "--names", "hf", code=2)
+    assert "--model" in run("digest", megatron, "--names", "hf", code=2)
 
 
 def test_layers_that_predict_further_tokens_and_copies_of_the_embedding(tmp_path):
