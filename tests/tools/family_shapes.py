@@ -18,6 +18,18 @@ from tests.tools.models_checkpoints import MODELS, type_of
 _SAMPLES: Final = Path(__file__).parent.parent / "families" / "shapes.json"
 
 
+def text_of(samples: dict[str, dict[str, object]]) -> str:
+    """Return the samples as JSON with one sample a line, so that a change shows its family."""
+    groups = []
+    for group, members in samples.items():
+        lines = (
+            f"{json.dumps(name)}:{json.dumps(sample, separators=(',', ':'))}"
+            for name, sample in members.items()
+        )
+        groups.append(f"{json.dumps(group)}:{{\n" + ",\n".join(lines) + "\n}")
+    return "{" + ",\n".join(groups) + "}\n"
+
+
 def main(label: str) -> None:
     """Add a sample; all others stay as they are."""
     config = AutoConfig.for_model(type_of(label), **MODELS[label])
@@ -32,7 +44,7 @@ def main(label: str) -> None:
         "files": files,
         "memory": {name: list(tensor.shape) for name, tensor in model.state_dict().items()},
     }
-    _SAMPLES.write_text(json.dumps(samples, separators=(",", ":")) + "\n")
+    _SAMPLES.write_text(text_of(samples))
 
 
 if __name__ == "__main__":
