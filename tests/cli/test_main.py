@@ -98,9 +98,7 @@ def test_help_lists_commands_by_task():
 def test_there_are_few_commands_and_options():
     every = [*COMMANDS.values(), *(cli.get_command(click.Context(cli), n) for n in GROUPS)]
     count = len(every) + sum(
-        isinstance(parameter, click.Option)
-        for command in every
-        for parameter in command.params
+        isinstance(parameter, click.Option) for command in every for parameter in command.params
     )
     assert len(TOP) <= 14
     assert count <= 215  # with -h of each, without the four of shardspec itself
