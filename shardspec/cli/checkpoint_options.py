@@ -180,8 +180,8 @@ class MapOptions:
     drop: tuple[str, ...]
     model: Path | None
     names: "NamesOf | None"
-    fill_from: PurePath | None
-    drop_rows: bool
+    fill_from: PurePath | None = None
+    drop_rows: bool = False
 
     def __post_init__(self) -> None:
         """Refuse options that contradict each other, before a checkpoint is opened."""
@@ -235,9 +235,15 @@ model_option: Final = Option(
     {"metavar": "DIR", "type": EXISTING_PATH},
 )
 
-map_options: Final = grouped(
-    "maps",
-    MapOptions,
+
+def _names_of_others(
+    map: Path | None, drop: tuple[str, ...], model: Path | None, names: "NamesOf | None"
+) -> MapOptions:
+    """Return the options of commands that compare, or write no model."""
+    return MapOptions(map, drop, model, names)
+
+
+_NAMES: Final = (
     Option(
         "map",
         "Names",
@@ -260,6 +266,12 @@ map_options: Final = grouped(
         "or of engines that serve fused matrices.",
         {"type": click.Choice(("hf", "megatron", "fused"))},
     ),
+)
+compared_map_options: Final = grouped("maps", _names_of_others, *_NAMES)
+map_options: Final = grouped(
+    "maps",
+    MapOptions,
+    *_NAMES,
     Option(
         "fill_from",
         "Names",

@@ -51,7 +51,7 @@ _TOLERANCE: Final = opts.Kind("NUMBER", opts.parse_number)
     "Compare digests with this file of 'shardspec digest', merge, reshard or save_sharded."
 )
 @flag("every", "Output", "List all flaws, not only the first.", "--all")
-@ckpt.map_options
+@ckpt.compared_map_options
 @ckpt.choice_options
 @ckpt.source_options
 @opts.as_json.but("Print all flaws as JSON.")
@@ -322,7 +322,7 @@ def _changes(sizes: Mapping[str, int], extents: Mapping[str, DiffExtent]) -> dic
     "Use other keys; only digests of the same seed can be compared.",
     {"type": click.IntRange(0, 2**64 - 1), "default": 0},
 )
-@ckpt.map_options
+@ckpt.compared_map_options
 @ckpt.source_options
 @ckpt.choice_options
 @opts.overwrite

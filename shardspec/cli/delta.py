@@ -52,7 +52,7 @@ def delta_command() -> None:
     "How changes are encoded: as XOR, or as positions and values, which only slime reads.",
     {"type": click.Choice(("xor", "overwrite")), "default": "xor", "show_default": True},
 )
-@ckpt.map_options
+@ckpt.compared_map_options
 @ckpt.source_options
 @opts.overwrite
 @opts.as_json.but("Print what was written as JSON.")

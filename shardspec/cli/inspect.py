@@ -174,7 +174,7 @@ def _overview(
     if only is None:
         parameters, moments = summary.parameters()
         facts = f"{counted(count, 'tensor')}, {parameters:,} parameter{'s' * (parameters != 1)}"
-        facts += f", {moments:,} elements of an optimizer" if moments else ""
+        facts += f", {moments:,} element{'s' * (moments != 1)} of an optimizer" if moments else ""
         facts += f", {bytes_text(summary.num_bytes)}, in the format of {format}"
         if mesh is not None:
             facts += f", saved on mesh {mesh} ({counted(mesh.size(), 'device')})"

@@ -147,7 +147,7 @@ def profile_command(
     Examples:
       torchrun --nproc_per_node 8 -m shardspec profile --mesh 2x4 -o cluster.json
       torchrun ... -m shardspec profile --mesh dp=4,tp=8 -o cluster.json --max-bytes 256MiB
-      shardspec plan "[S0,R]" "[R,S01]" --profile cluster.json --shape 4096x4096
+      shardspec plan "[S0,R]" "[R,S01]" --links cluster.json --shape 4096x4096
     """
     world, rank = _environment("WORLD_SIZE"), _environment("RANK")
     devices = opts.plain_mesh(mesh)

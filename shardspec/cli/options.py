@@ -71,15 +71,6 @@ def parse_number(text: str, remedy: str = "give one as in 1e-5") -> float:
     return number
 
 
-def parse_numbers(text: str) -> tuple[float, ...]:
-    """Parse seconds, separated by commas: finite numbers that are not negative."""
-    remedy = "give them as in 1e-5,3e-6"
-    numbers = tuple(parse_number(part.strip(), remedy) for part in text.split(","))
-    if None in map(seconds, numbers):
-        raise ValueError(f"{shown(text)}: give seconds that are {SECONDS_RULE}")
-    return numbers
-
-
 def parse_links(text: str) -> tuple[str, ...]:
     """Parse names of link presets, or a file of links; raises `MeshError` for unknown ones."""
     names = tuple(part.strip() for part in text.split(","))
@@ -89,6 +80,35 @@ def parse_links(text: str) -> tuple[str, ...]:
         else:
             link_preset(name)
     return names
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ClusterLinks:
+    """Links of a cluster: presets or a file of links, numbers per axis, or a profile."""
+
+    names: tuple[str, ...] = ()
+    numbers: tuple[tuple[float, float], ...] = ()
+    """Seconds of latency and seconds per byte."""
+    profile: Profiled | None = None
+
+
+def parse_cluster_links(text: str) -> ClusterLinks:
+    """Parse presets, a file of links or of a profile, or numbers as in ``1e-5:4e-11``."""
+    if text.endswith(".json"):
+        return ClusterLinks(profile=read_profile(text))
+    if ":" in text and not text.endswith(".toml"):
+        return ClusterLinks(numbers=tuple(map(_latency_and_rate, text.split(","))))
+    return ClusterLinks(names=parse_links(text))
+
+
+def _latency_and_rate(text: str) -> tuple[float, float]:
+    """Parse seconds of latency and seconds per byte."""
+    remedy = "give SECONDS:SECONDS_PER_BYTE as in 1e-5:4e-11"
+    latency, _, per_byte = text.partition(":")
+    pair = parse_number(latency.strip(), remedy), parse_number(per_byte.strip(), remedy)
+    if None in map(seconds, pair):
+        raise ValueError(f"{shown(text)}: give seconds that are {SECONDS_RULE}")
+    return pair
 
 
 def parse_bytes(text: str) -> int:
@@ -188,6 +208,7 @@ STORED_FILE: Final = Kind("FILE", _stored, "file")
 PLACE: Final = Kind("CKPT", str, "file")
 IDS: Final = numbers_kind("IDS", "ids", "give them as in 3,1,0,2")
 MESH: Final = Kind("SHAPE", parse_mesh)
+CLUSTER_LINKS: Final = Kind("LINKS", parse_cluster_links, "file")
 PRESET_NAMES: Final = Kind("PRESETS", parse_links)
 SHAPE: Final = Kind("SIZES", parse_shape)
 
@@ -223,10 +244,10 @@ dtype: Final = Option(
 links: Final = Option(
     "links",
     "Input",
-    "Known links in place of --alpha and --beta, per axis or one for all: "
-    "ib-ndr-per-gpu,h100-nvswitch. 'shardspec links list' lists them; or a file that "
-    "'shardspec links import' wrote.",
-    {"type": PRESET_NAMES},
+    "Links per axis or one for all: names of 'shardspec links list' "
+    "(ib-ndr-per-gpu,h100-nvswitch), or seconds of latency and per byte (1e-5:4e-11); or a file "
+    "of 'shardspec links import' (.toml) or 'shardspec profile' (.json).",
+    {"type": CLUSTER_LINKS},
 )
 between: Final = Option(
     "between",
@@ -265,61 +286,63 @@ class ClusterOptions:
 
     mesh: MeshShape | None = None
     ids: tuple[int, ...] | None = None
-    alpha: tuple[float, ...] | None = None
-    beta: tuple[float, ...] | None = None
-    links: tuple[str, ...] | None = None
+    links: ClusterLinks | None = None
     between: str | None = None
     per_node: int | None = None
     link_model: LinkModel | None = None
     memory: float | None = None
-    profile: Profiled | None = None
 
     def build(self) -> tuple[DeviceMesh, CostModel]:
         """Return the mesh and the cost model of its links.
 
         Raises `click.UsageError` if options contradict each other or are incomplete.
         """
-        profile, links, given = self.profile, self.links, self.alpha is not None
-        refuse_if(given != (self.beta is not None), "give both --alpha and --beta, or neither")
-        refuse_if(given and links is not None, "give --links, or --alpha and --beta, not both")
-        if profile is not None:
-            profiled, arguments = profile
-            measured = profiled.shape, profiled.axis_names
-            mesh = self.mesh or measured
-            refuse_if(links is not None, "give --links or --profile, not both")
-            text = "--profile has measured links; leave out --alpha, --beta and --link-model"
-            refuse_if(given or self.link_model is not None, text)
-            text = "--profile has timed steps with their copies; leave out --memory"
-            refuse_if(self.memory is not None, text)
-            refuse_if(
-                mesh[0] != measured[0],
-                f"--mesh has the shape {_sizes(mesh)}, but the profile was measured on "
-                f"{_sizes(measured)}; leave out --mesh, or measure again",
-            )
-            return plain_mesh(mesh, self.ids), CostModel(*arguments)
+        links = self.links or ClusterLinks(names=(DEFAULT_PRESET,))
+        if links.profile is not None:
+            return self._measured(*links.profile)
         if self.mesh is None:
-            raise click.UsageError("give --mesh, or --profile with the profile of a mesh")
-        presets = links or (() if given else (DEFAULT_PRESET,))
-        nothing = self.memory == 0 and not presets
-        refuse_if(nothing, "--memory preset is for --links; give the rate in GB/s")
+            raise click.UsageError("give --mesh, or --links with the profile of a mesh")
+        nothing = self.memory == 0 and not links.names
+        refuse_if(nothing, "--memory preset is for known --links; give the rate in GB/s")
         axes = len(self.mesh[0])
+        names = _per_axis(links.names if self.links else (), axes)
+        numbers = _per_axis(links.numbers, axes)
+        more = {"mesh_alpha": [a for a, _ in numbers], "mesh_beta": [b for _, b in numbers]}
         devices = plain_mesh(
             self.mesh,
             self.ids,
-            mesh_alpha=_per_axis("--alpha", self.alpha, axes),
-            mesh_beta=_per_axis("--beta", self.beta, axes),
             link_model=self.link_model or "ring",
+            **(more if numbers else {}),
         )
-        names = _per_axis("--links", links, axes)
         model = CostModel.from_presets(devices, names) if names else CostModel.of_mesh(devices)
         if self.between is not None or self.per_node is not None:
-            refuse_if(len(links or ()) != 1, "--between and --per-node need one name as --links")
-            cluster = preset_cluster(presets[0], self.between, self.per_node)
+            alone = self.links is not None and len(links.names) == 1
+            refuse_if(not alone, "--between and --per-node need one name as --links")
+            cluster = preset_cluster(links.names[0], self.between, self.per_node)
             model = CostModel.of_cluster(devices, cluster)
         if self.memory is not None:
-            copy_s = 2 / (self.memory * 1e9) if self.memory else preset_copy_s(presets)
+            copy_s = 2 / (self.memory * 1e9) if self.memory else preset_copy_s(links.names)
             model = replace(model, copy_s=copy_s)
         return devices, model
+
+    def _measured(self, profiled: DeviceMesh, arguments: Any) -> tuple[DeviceMesh, CostModel]:  # noqa: ANN401
+        """Return the mesh and the cost model of a profile."""
+        measured = profiled.shape, profiled.axis_names
+        mesh = self.mesh or measured
+        text = "a profile has measured links; leave out --link-model"
+        refuse_if(self.link_model is not None, text)
+        text = "a profile has timed steps with their copies; leave out --memory"
+        refuse_if(self.memory is not None, text)
+        refuse_if(
+            self.between is not None or self.per_node is not None,
+            "--between and --per-node need one name as --links",
+        )
+        refuse_if(
+            mesh[0] != measured[0],
+            f"--mesh has the shape {_sizes(mesh)}, but the profile was measured on "
+            f"{_sizes(measured)}; leave out --mesh, or measure again",
+        )
+        return plain_mesh(mesh, self.ids), CostModel(*arguments)
 
 
 cluster_options: Final = grouped(
@@ -327,18 +350,6 @@ cluster_options: Final = grouped(
     ClusterOptions,
     mesh,
     ids,
-    Option(
-        "alpha",
-        "Input",
-        "Start-up latency of a message, per axis (1e-5,3e-6) or one for all.",
-        {"type": Kind("SECONDS", parse_numbers)},
-    ),
-    Option(
-        "beta",
-        "Input",
-        "Transfer time of a byte, per axis or one for all; 4e-11 is 25 GB/s.",
-        {"type": Kind("SECONDS", parse_numbers)},
-    ),
     links,
     between,
     per_node,
@@ -355,13 +366,6 @@ cluster_options: Final = grouped(
         "'preset' for that of --links (the default if they have one), or 'none'.",
         {"type": Kind("RATE", _memory_rate)},
     ),
-    Option(
-        "profile",
-        "Input",
-        "Links, and the mesh, as 'shardspec profile' measured them, in place of --alpha, --beta, "
-        "--links and --link-model.",
-        {"type": Kind("FILE", read_profile, "file")},
-    ),
 )
 
 
@@ -369,13 +373,13 @@ def _sizes(mesh: MeshShape) -> str:
     return "x".join(map(str, mesh[0]))
 
 
-def _per_axis(name: str, values: tuple[T, ...] | None, axes: int) -> tuple[T, ...] | None:
-    """Return a value for each axis, given as many values or one for all."""
-    if values is None or len(values) == axes:
+def _per_axis(values: tuple[T, ...], axes: int) -> tuple[T, ...]:
+    """Return a value for each axis, given as many values, one for all, or none."""
+    if len(values) in (0, axes):
         return values
     if len(values) == 1:
         return values * axes
     raise click.UsageError(
-        f"{name} has {len(values)} values for {axes} {'axis' if axes == 1 else 'axes'}; give one "
+        f"--links has {len(values)} values for {axes} {'axis' if axes == 1 else 'axes'}; give one "
         "per axis, or one for all"
     )

@@ -73,8 +73,8 @@ def plan_command(
 ) -> None:
     """Plan the cheapest conversion of a tensor from the spec FROM to the spec TO.
 
-    Needs no process group, no GPU and no tensor. Without --links, or --alpha and --beta, nodes of
-    eight H100 are assumed, as the last lines of the plan say.
+    Needs no process group, no GPU and no tensor. Without --links, nodes of eight H100
+    are assumed, as the last lines of the plan say.
 
     Examples:
       shardspec plan "[S0,R]" "[R,S01]" --mesh 2x4 --shape 4096x4096 --dtype bf16
@@ -82,7 +82,7 @@ def plan_command(
       shardspec plan "[S0]" "[R]" --mesh 4x8 --shape 8192 --links ib-ndr-per-gpu,h100-nvswitch
       shardspec plan "[S01,R]" "[S10,R]" --mesh 2x4 --shape 4096x4096 --alternatives 5
       shardspec plan "[S0,S1]" "[S1,S0]" --mesh 2x4 --shape 4096x4096 --max-bytes 20MiB
-      shardspec plan "[R|P01]" "[S0]" --mesh 2x4 --shape 1000 --alpha 1e-5,3e-6 --beta 4e-11,3e-12
+      shardspec plan "[R|P01]" "[S0]" --mesh 2x4 --shape 1000 --links 1e-5:4e-11,3e-6:3e-12
       shardspec plan "[S0,R]" "[S0,S1]" --mesh 2x4 --target-mesh 3x4 --shape 4096x4096
       shardspec plan "[R|P0]" "[R]" --mesh 8 --shape 1000 --link-model shared-bus --json
 

@@ -84,7 +84,7 @@ def plan_state_command(
 def _with_links(cluster: opts.ClusterOptions) -> DeviceMesh:
     """Return the mesh of a cluster with its links, if any were given."""
     mesh, model = cluster.build()
-    if cluster.links is None and cluster.profile is None:
+    if cluster.links is None:
         return mesh
     return DeviceMesh(
         mesh.ids,

@@ -162,6 +162,7 @@ def _check_devices(mesh: MeshShape, limit: int) -> None:
     "Links to pick, one preset for all axes or one per axis; may be given several times. "
     f"'shardspec links list' lists them.  [default: {', then '.join(_LINKS)}]",
     multiple=True,
+    type=opts.PRESET_NAMES,
 )
 @opts.dtype.but(default="bfloat16")
 @opts.output.but("Write the page here.")

@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh as TorchMesh
 from torch.distributed.tensor import DTensor as TorchDTensor
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
+from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -88,9 +89,15 @@ def torch_dtensor(
     """Return a torch DTensor of this rank's shard, with its storage; gradients flow back.
 
     A rank outside the mesh gives an empty tensor. Raises what `DeviceMesh.to_torch` raises, and
-    `LossyConversionError` if torch cannot express the combination of pending reductions.
+    `LossyConversionError` if torch cannot express the combination of pending reductions, or takes
+    the uneven shards for others.
     """
     mesh = layout.mesh
+    if not _has_torchs_boxes(layout):
+        raise LossyConversionError(
+            f"torch puts the uneven shards of {layout.spec} of shape {layout.global_shape} "
+            "elsewhere; use save_sharded, or redistribute to the mesh's order of axes first"
+        )
     if torch_mesh is None:
         torch_mesh = mesh.to_torch(device_type_of(mesh) if shard.is_meta else shard.device.type)
     if len({partial.op for partial in layout.spec.partials}) > 1:
@@ -102,6 +109,27 @@ def torch_dtensor(
     return _from_shard(
         shard, torch_mesh, to_placements(layout.spec, mesh), layout.global_shape, 1 / prod(means)
     )
+
+
+@lru_cache(maxsize=4096)
+def _has_torchs_boxes(layout: Layout) -> bool:
+    """Return whether torch gives all shards the offsets that they have.
+
+    It does not for some uneven shards of a dim cut by axes in descending order.
+    """
+    mesh, shape = layout.mesh, layout.global_shape
+    placements = to_placements(layout.spec, mesh)
+    strided = {p.dim for p in placements if isinstance(p, _StridedShard)}
+    cut = ((dim, layout.spec.dim_specs[dim].axes) for dim in strided)
+    if all(shape[dim] % prod(mesh.shape[int(axis)] for axis in axes) == 0 for dim, axes in cut):
+        return True
+    for device, box in layout.boxes().items():
+        at = list(mesh.coordinates(device))
+        sizes, offsets = _compute_local_shape_and_global_offset(shape, mesh.shape, at, placements)
+        for (start, stop), size, offset in zip(box, sizes, offsets, strict=True):
+            if stop - start != size or (size and start != offset):
+                return False
+    return True
 
 
 def _from_shard(

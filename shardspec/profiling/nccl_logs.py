@@ -52,7 +52,7 @@ def read_log(path: Path, nodes: int | None = None) -> Log:
     if not hosts or len(hosts) % count:
         raise ProfileError(
             f"{path}: {len(hosts)} lines with ranks for {count} hosts; keep the log's header, or "
-            "give another --nodes"
+            "give another number of hosts"
         )
     versions = {match[1] or match[2] for match in _VERSION.finditer(text)}
     if len(versions) > 1:

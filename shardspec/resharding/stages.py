@@ -91,10 +91,18 @@ def _divided(
     given = senders.stretches(holders, start, copy.num_bytes)
     if len(given) == 1:
         return {(given[0][0], copy.box): copy.places}
+    # Tensors inside one stretch stay whole; only those at its end are cut.
     shares: dict[tuple[int, Box], list[int]] = {}
-    for number, place in enumerate(copy.places):
-        for share in senders.split(holders, copy.box, start + number * size, size):
-            shares.setdefault(share, []).append(place)
+    begin = cut = 0
+    for holder, count in given:
+        first, last, rest = -(-begin // size), *divmod(begin + count, size)
+        if last > first:
+            shares.setdefault((holder, copy.box), []).extend(copy.places[first:last])
+        if rest and last >= cut:
+            cut = last + 1
+            for share in senders.split(holders, copy.box, start + last * size, size):
+                shares.setdefault(share, []).append(copy.places[last])
+        begin += count
     return dict(shares)
 
 

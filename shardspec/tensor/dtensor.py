@@ -141,11 +141,6 @@ class DTensor(Differentiable):
                 "from_shards takes a dict of shards by device id, then a Layout; got "
                 f"{type(shards).__name__} and {type(layout).__name__}"
             )
-        if not isinstance(layout, Layout) or not isinstance(shards, Mapping):
-            raise LayoutError(
-                f"from_shards takes a dict of shards by device, then their layout; got "
-                f"{type(shards).__name__} and {type(layout).__name__}"
-            )
         chosen = communicator_for(communicator, layout.mesh)
         devices = chosen.addressable
         check_shards(layout, {d: facts_of(shards[d]) if d in shards else None for d in devices})

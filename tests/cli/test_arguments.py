@@ -8,9 +8,10 @@ from shardspec import DeviceMesh
 from shardspec.cli.options import (
     IDS,
     MAX_DEVICES,
+    ClusterLinks,
     ClusterOptions,
+    parse_cluster_links,
     parse_mesh,
-    parse_numbers,
     parse_shape,
 )
 from shardspec.errors import MeshError
@@ -93,25 +94,26 @@ def test_parse_ids():
         IDS.read("3,,1")
 
 
-def test_parse_numbers():
-    assert parse_numbers("1e-5, 0,3") == (1e-5, 0.0, 3.0)
+def test_links_by_numbers():
+    links = parse_cluster_links("1e-5:0, 3 : 4e-11")
+    assert links == ClusterLinks(numbers=((1e-5, 0.0), (3.0, 4e-11)))
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("1e-5,x", "'x' is not a number; give them as in 1e-5,3e-6"),
-        ("", "'' is not a number; give them as in 1e-5,3e-6"),
-        ("-1", "'-1' must be finite and not negative"),
-        ("1,inf", "'inf' must be finite and not negative"),
-        ("nan", "'nan' must be finite and not negative"),
-        ("1,1.7e308", "'1,1.7e308': give seconds that are 0, or from 1e-100 to 1e9"),
-        ("5e-324", "'5e-324': give seconds that are 0, or from 1e-100 to 1e9"),
+        ("1e-5:x", "'x' is not a number"),
+        (":", "'' is not a number"),
+        ("-1:0", "'-1' must be finite and not negative"),
+        ("1:1,1:inf", "'inf' must be finite and not negative"),
+        ("nan:1", "'nan' must be finite and not negative"),
+        ("1:1.7e308", "'1:1.7e308': give seconds that are 0, or from 1e-100 to 1e9"),
+        ("5e-324:1", "'5e-324:1': give seconds that are 0, or from 1e-100 to 1e9"),
     ],
 )
-def test_no_numbers(text, message):
-    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
-        parse_numbers(text)
+def test_no_links_by_numbers(text, message):
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
+        parse_cluster_links(text)
 
 
 def built(**given):
@@ -123,8 +125,7 @@ def test_the_mesh_of_options():
     assert built(
         mesh=((2, 2), ("a", "b")),
         ids=(3, 1, 0, 2),
-        alpha=(1e-5,),
-        beta=(2e-11, 3e-12),
+        links=ClusterLinks(numbers=((1e-5, 2e-11), (1e-5, 3e-12))),
         link_model="shared-bus",
     ) == DeviceMesh(
         [3, 1, 0, 2],

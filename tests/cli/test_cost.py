@@ -94,7 +94,7 @@ def test_every_option_arrives():
     )
     result = run(
         *("[S0,R]", "[S1,R]", *TENSOR, "--json", "--ids", "5,3,1,0,2,4"),
-        *("--alpha", "1e-5,2e-6", "--beta", "4e-11", "--link-model", "shared-bus"),
+        *("--links", "1e-5:4e-11,2e-6:4e-11", "--link-model", "shared-bus"),
     )
     read = json.loads(result.stdout)
     assert read["pairs"] == expected([("[S0,R]", "[S1,R]")], mesh=mesh)
@@ -185,8 +185,9 @@ def test_bytes_that_are_no_text_are_an_error_of_their_line(tmp_path):
             "give --csv or --json, not both; see 'shardspec cost -h'",
         ),
         (
-            ["[R,R]", "[R,R]", "--links", "unit", "--alpha", "1", "--beta", "1"],
-            "give --links, or --alpha and --beta, not both; see 'shardspec cost -h'",
+            ["[R,R]", "[R,R]", "--links", "unit,1:1"],
+            "Invalid value for '--links': 'unit' is not a number; give "
+            "SECONDS:SECONDS_PER_BYTE as in 1e-5:4e-11; see 'shardspec cost -h'",
         ),
         (
             ["[R,R]", "[S0,R]", "[R,R]", "[S7,R]"],

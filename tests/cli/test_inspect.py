@@ -36,7 +36,7 @@ def test_tensors_and_ranks(ckpt):
     assert (result.exit_code, result.stderr) == (0, "")
     lines = [line.split() for line in result.stdout.splitlines()]
     assert result.stdout.splitlines()[0] == (
-        f"{ckpt}: 5 tensors, 70 parameters, 1 elements of an optimizer, 279 B, in the format of "
+        f"{ckpt}: 5 tensors, 70 parameters, 1 element of an optimizer, 279 B, in the format of "
         "shardspec, saved on mesh dp=2,tp=3 (6 devices)"
     )
     assert ["w", "[S(dp),S(tp)]", "int32", "8×7", "224", "B", "uneven"] in lines

@@ -63,7 +63,7 @@ def test_every_option_arrives():
     layout = Layout(mesh, "[S(dp),R|P(tp)]", (7, 5), "float32")
     result = run(
         *("[S(dp),R|P(tp)]", "[R,S(tp)]", "--mesh", "dp=2,tp=3", "--ids", "5,3,1,0,2,4"),
-        *("--alpha", "1e-5,2e-6", "--beta", "4e-11", "--link-model", "shared-bus"),
+        *("--links", "1e-5:4e-11,2e-6:4e-11", "--link-model", "shared-bus"),
         *("--shape", "7x5"),
     )
     assert result.stdout == f"{LayoutConverter().plan(layout, '[R,S(tp)]')}\n"
@@ -77,7 +77,7 @@ def test_every_option_arrives():
         (("--links", "h100-nvswitch", "--memory", "preset"), 3.35e12),
         (("--links", "h100-nvswitch"), 3.35e12),
         ((), 3.35e12),
-        (("--alpha", "1e-5", "--beta", "1e-11", "--memory", "2000"), 2e12),
+        (("--links", "1e-5:1e-11", "--memory", "2000"), 2e12),
     ],
 )
 def test_memory_prices_local_copies(given, rate):
@@ -322,22 +322,27 @@ def test_no_sizes(text):
             "device id 1 appears more than once; every id must be distinct",
         ),
         (
-            "[S0] [R] --mesh 2 --shape 4 --alpha 1e-5",
-            "give both --alpha and --beta, or neither; see 'shardspec plan -h'",
-        ),
-        (
-            "[S0] [R] --mesh 2 --shape 4 --alpha 1 --beta 1,2",
-            "--beta has 2 values for 1 axis; give one per axis, or one for all; "
+            "[S0] [R] --mesh 2 --shape 4 --links 1e-5:1,1:2",
+            "--links has 2 values for 1 axis; give one per axis, or one for all; "
             "see 'shardspec plan -h'",
         ),
-        (
-            "[S0] [R] --mesh 2 --shape 4 --alpha fast --beta 1",
-            "Invalid value for '--alpha': 'fast' is not a number; give them as in 1e-5,3e-6; "
-            "see 'shardspec plan -h'",
+        *(
+            (
+                f"[S0] [R] --mesh 2 --shape 4 --links {text}",
+                f"Invalid value for '--links': '{wrong}' is not a number; give "
+                "SECONDS:SECONDS_PER_BYTE as in 1e-5:4e-11; see 'shardspec plan -h'",
+            )
+            for text, wrong in (
+                ("fast:1", "fast"),
+                ("1:", ""),
+                ("1:1,unit", "unit"),
+                ("1:2:3", "2:3"),
+            )
         ),
         (
-            "[S0] [R] --mesh 2 --shape 4 --links unit --alpha 1 --beta 1",
-            "give --links, or --alpha and --beta, not both; see 'shardspec plan -h'",
+            "[S0] [R] --mesh 2 --shape 4 --links -1:1",
+            "Invalid value for '--links': '-1' must be finite and not negative; "
+            "see 'shardspec plan -h'",
         ),
         (
             "[S0] [R] --mesh 2 --shape 4 --memory fast",
@@ -350,8 +355,8 @@ def test_no_sizes(text):
             "'none'; see 'shardspec plan -h'",
         ),
         (
-            "[S0] [R] --mesh 2 --shape 4 --alpha 1 --beta 1 --memory preset",
-            "--memory preset is for --links; give the rate in GB/s; see 'shardspec plan -h'",
+            "[S0] [R] --mesh 2 --shape 4 --links 1:1 --memory preset",
+            "--memory preset is for known --links; give the rate in GB/s; see 'shardspec plan -h'",
         ),
         (
             "[S0] [R] --mesh 2 --shape 4 --links unit --memory preset",
@@ -375,7 +380,7 @@ def test_no_sizes(text):
         ),
         (
             "[S0] [R] --shape 4",
-            "give --mesh, or --profile with the profile of a mesh; see 'shardspec plan -h'",
+            "give --mesh, or --links with the profile of a mesh; see 'shardspec plan -h'",
         ),
         ("[S0] [R] --mesh 2", "Missing option '--shape'; see 'shardspec plan -h'"),
         ("[S0] --mesh 2 --shape 4", "Missing argument 'TO'; see 'shardspec plan -h'"),
@@ -425,7 +430,7 @@ def test_plan_to_another_mesh():
 
 def test_other_mesh_with_other_axes_has_the_slowest_links():
     args = ("[S0]", "[S0]", "--mesh", "2x4", "--shape", "8", "--target-mesh", "8")
-    given = ("--alpha", "2e-5,1e-6", "--beta", "1e-9,3e-9")
+    given = ("--links", "2e-5:1e-9,1e-6:3e-9")
     result = run(*args, "--target-ids", "8,9,10,11,12,13,14,15", *given)
     assert "then ring model; axis 0 slowest of the other mesh: 20 µs, 0.3333 GB/s" in result.stdout
 

@@ -53,7 +53,7 @@ def test_the_table_names_files_and_links_count(checkpoint):
     assert (code, "from 4 files" in text, "safetensors" in text) == (0, True, True), text
     seconds = [
         json.loads(run(checkpoint, "--mesh", "2", "--json", *more)[1])["cost_seconds"]
-        for more in ((), ("--alpha", "1", "--beta", "0"))
+        for more in ((), ("--links", "1:0"))
     ]
     assert seconds[0] < 1 <= seconds[1]
 

@@ -139,9 +139,7 @@ def test_dtensor_tour(printed, world):
         f"  [R|P0]: rank 0 holds {[0.0] * world}, rank 1 {only}; whole it is {whole}",
         "  [S(dp),S(tp)] @ [S(tp),R]: nothing moves",
         "    = [S(dp),R|P(tp)]: sums wait over tp",
-        # Each collective by its name.
-        "  relu of [S(dp),R|P(tp)]: "
-        + ("reduce_scatter_tensor by torch" if tp > 1 else "nothing moves"),
+        f"  relu of [S(dp),R|P(tp)]: all-reduce sum ({2 * 64 * (tp - 1) // tp} B)",
         f"  [S0,R] → [R,R]: all-gather dim 0 ({bytes_text(size // world * (world - 1))})",
         "  [R,R] → [R,S0]: slice dim 1 (0 B)",
         f"  [S0,R] → [R,S0]: all-to-all dim 0 → 1 ({bytes_text(size // world**2 * (world - 1))})",

@@ -157,7 +157,16 @@ def _any_of(*values: str) -> Callable[[_Random], str]:
     return lambda random: random.choice(values)
 
 
-_LINKS = _any_of("unit", "h100-nvswitch", "tpu-v5e,unit", "ib-ndr-per-gpu,h100-nvswitch", "none")
+_LINKS = _any_of(
+    "unit",
+    "h100-nvswitch",
+    "tpu-v5e,unit",
+    "ib-ndr-per-gpu,h100-nvswitch",
+    "none",
+    "1:1,1e-5:0",
+    "1:",
+    "PLACE/none.json",
+)
 _DTYPE = _any_of("bf16", "F32", "int8", "bool", "complex64", "fp8", "object", "9" * 300)
 _PATTERN = _any_of("*", "w*", "nothing", "[", "(", "(a+)+$", "\\1", "?" * 200)
 
@@ -166,11 +175,8 @@ _TENSOR: Final[_Values] = {"--shape": _shape, "--dtype": _DTYPE}
 _CLUSTER: Final[_Values] = {
     "--mesh": _axes,
     "--ids": _ids,
-    "--alpha": _numbers,
-    "--beta": _numbers,
     "--links": _LINKS,
     "--link-model": _any_of("ring", "shared-bus", "star"),
-    "--profile": _any_of("PLACE/none.json", "PLACE/a.safetensors", "PLACE"),
 }
 _OUT: Final = _any_of(
     *(f"PLACE{name}" for name in ("", "/out", "/out.pt", "/o.svg", "/o.gguf", "/o/"))

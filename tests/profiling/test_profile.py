@@ -118,7 +118,7 @@ def test_what_is_no_profile_is_refused(tmp_path, profile, change, message):
     with pytest.raises(ProfileError) as caught:
         CostModel.from_profile(path)
     assert message in str(caught.value)
-    done = run("plan", "[S0]", "[R]", "--shape", "8", "--profile", str(path))
+    done = run("plan", "[S0]", "[R]", "--shape", "8", "--links", str(path))
     assert done.exit_code == 3
     assert done.stderr.count("\n") == 1
 
@@ -135,7 +135,7 @@ def test_damaged_and_missing_files(tmp_path):
 
 def test_plans_with_a_profile_use_its_mesh_and_links(tmp_path, profile):
     path = written(tmp_path, profile)
-    args = ("plan", "[S(dp),R]", "[R,S(tp)]", "--shape", "600x600", "--profile", str(path))
+    args = ("plan", "[S(dp),R]", "[R,S(tp)]", "--shape", "600x600", "--links", str(path))
     done = run(*args)
     assert (done.exit_code, done.stderr) == (0, "")
     mesh = DeviceMesh(range(6), SHAPE, axis_names=("dp", "tp"))
@@ -146,7 +146,7 @@ def test_plans_with_a_profile_use_its_mesh_and_links(tmp_path, profile):
     assert links.startswith("axis dp measured: ")
     assert links in done.stdout
     assert json.loads(run(*args, "--json").stdout)["known_error"] == plan.known_error
-    costs = run("cost", "[S0]", "[R]", "--shape", "60", "--profile", str(path), "--mesh", "2x3")
+    costs = run("cost", "[S0]", "[R]", "--shape", "60", "--links", str(path), "--mesh", "2x3")
     assert costs.exit_code == 0
     assert "axis 0 measured" in costs.stdout
 
@@ -155,15 +155,14 @@ def test_plans_with_a_profile_use_its_mesh_and_links(tmp_path, profile):
     ("args", "message"),
     [
         (("--mesh", "2x4"), "--mesh has the shape 2x4, but the profile was measured on 2x3"),
-        (("--links", "h100-nvswitch"), "give --links or --profile, not both"),
-        (("--alpha", "1e-5", "--beta", "1e-9"), "--profile has measured links"),
-        (("--link-model", "ring"), "--profile has measured links"),
-        (("--memory", "preset"), "--profile has timed steps with their copies; leave out --memory"),
+        (("--between", "ib-ndr-per-gpu"), "--between and --per-node need one name"),
+        (("--link-model", "ring"), "a profile has measured links"),
+        (("--memory", "preset"), "a profile has timed steps with their copies; leave out --memory"),
     ],
 )
 def test_links_are_given_in_one_way(tmp_path, profile, args, message):
     path = written(tmp_path, profile)
-    done = run("plan", "[S0]", "[R]", "--shape", "8", "--profile", str(path), *args)
+    done = run("plan", "[S0]", "[R]", "--shape", "8", "--links", str(path), *args)
     assert done.exit_code == 2
     assert message in done.stderr
     assert done.stderr.count("\n") == 1

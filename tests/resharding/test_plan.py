@@ -215,8 +215,8 @@ def bad_calls():
     yield "is a object", {"w": object()}, {"w": w}, {}
     yield "would both be named 'a.w'", {"a": {"w": w}, "a.w": w}, {"a.w": w}, {}
     yield "which the source lacks", {"w": w}, {"w": w}, {"names": {"x": "y"}}
-    yield "NameMap", {"w": w}, {"w": w}, {"names": "llama-hf-to-fused"}
-    yield "NameMap", {"w": w}, {"w": w}, {"names": []}
+    yield "names= is a", {"w": w}, {"w": w}, {"names": "llama-hf-to-fused"}
+    yield "names= is a", {"w": w}, {"w": w}, {"names": []}
     yield "each its own name", {"a": w, "b": w}, {"a": w}, {"names": {"b": "a"}}
     yield "give at least 128", {"w": w}, (one, {}), {"max_bytes": 5}
 

@@ -7,26 +7,23 @@ depends on layouts alone, so all ranks make the same one.
 """
 
 import logging
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from math import prod
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
-from torch.distributed.tensor import DTensor as TorchDTensor
-from torch.distributed.tensor.experimental import implicit_replication
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from shardspec.errors import LayoutError, LossyConversionError
-from shardspec.interop.torch_dtensor import in_our_words
 from shardspec.layout.layout import Layout
 from shardspec.layout.spec import ShardingSpec
 from shardspec.tensor.operators.call import Call
 from shardspec.tensor.operators.lookups import LOOKUPS
-from shardspec.tensor.operators.propagate import layouts_by_torch
 from shardspec.tensor.operators.rules import (
     ALONG,
     OF_DEVICE,
@@ -45,6 +42,11 @@ from shardspec.tensor.operators.tensor import TensorLike
 from shardspec.tensor.run import copies_of
 from shardspec.tensor.shards import check_copies
 from shardspec.tracing import LOGGER
+
+# Importing torch's DTensor takes as long as the rest of torch, so it is imported when needed.
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor as TorchDTensor
+    from typing_extensions import TypeIs
 
 _REFUSALS: Final = (
     *(RuntimeError, ValueError, AssertionError, TypeError, IndexError, KeyError),
@@ -71,7 +73,7 @@ def apply(
     names = named(function)
     first = next(leaf for leaf in leaves if isinstance(leaf, TensorLike))
     for leaf in tree_leaves([args[:1] if names.writes else (), kwargs.get("out")]):
-        if isinstance(leaf, TorchDTensor) or not isinstance(leaf, torch.Tensor):
+        if _is_torchs(leaf) or not isinstance(leaf, torch.Tensor):
             continue
         raise LayoutError(
             f"{names.shown} would write a DTensor to a plain tensor; make this a DTensor too, by "
@@ -142,8 +144,11 @@ def _taken(names: Named, leaf: object, first: TensorLike) -> object:
                 f"{names.shown}: one tensor on mesh {mesh} is of a job, and another is simulated "
                 "in this process; give both one communicator"
             )
-    elif isinstance(leaf, TorchDTensor):
-        if first.is_simulated or leaf.device_mesh != first.to_torch().device_mesh:
+    elif _is_torchs(leaf):
+        from shardspec.interop.torch_dtensor import in_our_words
+
+        torch_mesh = None if first.is_simulated else mesh.to_torch(leaf.device_mesh.device_type)
+        if leaf.device_mesh != torch_mesh:
             other = f"is a torch DTensor on {leaf.device_mesh}"
         else:
             return first._wrap(in_our_words(leaf))
@@ -163,6 +168,12 @@ def _taken(names: Named, leaf: object, first: TensorLike) -> object:
             "bring them to one mesh first, by redistribute(device_mesh=)"
         )
     return leaf
+
+
+def _is_torchs(leaf: object) -> "TypeIs[TorchDTensor]":
+    """Return whether this is a DTensor of torch; where that was never imported there is none."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(leaf, module.DTensor)
 
 
 def _check_writable(call: Call, tensor: TensorLike) -> None:
@@ -282,12 +293,15 @@ def _torch_is_right(call: Call) -> bool:
         for key in (args[1] if isinstance(args[1], tuple) else args[1:])
     ):
         return False
-    if (
-        plain == "cross_entropy"
-        and TorchDTensor._op_dispatcher._custom_op_handlers.keys() & _LOSSES
-    ):
+    if plain == "cross_entropy" and _is_under_loss_parallel():
         return len(args) > 1 and _is_loss_parallel(args[0].layout, args[1].layout)
     return torch_is_right(plain, call.layouts)
+
+
+def _is_under_loss_parallel() -> bool:
+    module = sys.modules.get("torch.distributed.tensor")
+    handlers = {} if module is None else module.DTensor._op_dispatcher._custom_op_handlers
+    return bool(handlers.keys() & _LOSSES)
 
 
 def _is_loss_parallel(logits: Layout, target: Layout) -> bool:
@@ -305,6 +319,8 @@ def _is_loss_parallel(logits: Layout, target: Layout) -> bool:
 
 def _by_torch(call: Call) -> Any:  # noqa: ANN401
     """Call the function on torch's DTensors of this rank's shards; the other ranks do the same."""
+    from torch.distributed.tensor.experimental import implicit_replication
+
     first, tensors = call.tensors[0], call.tensors
     theirs = {id(tensor): tensor.to_torch() for tensor in tensors}
     written = tree_leaves(call.arguments[0][:1])[0] if call.names.writes else None
@@ -325,15 +341,19 @@ def _by_torch(call: Call) -> Any:  # noqa: ANN401
             result = call.on(theirs)
         return tree_map(lambda leaf: _ours(call, leaf, theirs, copies), result)
     except (*_REFUSALS, LossyConversionError, LayoutError):
+        from shardspec.tensor.operators.propagate import layouts_by_torch
+
         if layouts_by_torch(call, first.to_torch().device_mesh) is not None:
             raise  # values are the reason, not layouts
     return _in_whole(call)
 
 
-def _ours(call: Call, leaf: object, theirs: Mapping[int, TorchDTensor], copies: bool) -> object:
+def _ours(call: Call, leaf: object, theirs: Mapping[int, "TorchDTensor"], copies: bool) -> object:
     """Return a result of torch as ours."""
-    if not isinstance(leaf, TorchDTensor):
+    if not _is_torchs(leaf):
         return leaf
+    from shardspec.interop.torch_dtensor import in_our_words
+
     first, tensors = call.tensors[0], call.tensors
     owner = next((tensor for tensor in tensors if theirs[id(tensor)] is leaf), None)
     if owner is None:
@@ -401,6 +421,8 @@ def _in_whole(call: Call) -> Any:  # noqa: ANN401
     first = tensors[0]
     layouts: Sequence[Layout | None] | None = None
     if first.is_simulated and _torch_is_right(call):
+        from shardspec.tensor.operators.propagate import layouts_by_torch
+
         layouts = layouts_by_torch(call)
     if layouts is None and LOGGER.isEnabledFor(logging.DEBUG):
         gathered = [layout.title for layout in call.layouts if not facts_of_layout(layout).is_whole]

@@ -235,8 +235,9 @@ class TensorLike:
         """Return the tensor as torch's: the same storage, and gradients flow back.
 
         Every rank of the mesh calls this. Raises `CommunicatorError` if this process simulates the
-        mesh, and `MeshError` or `LossyConversionError` if torch has no such mesh or no such mixture
-        of pending reductions.
+        mesh, `MeshError` if torch has no such mesh, and `LossyConversionError` if it has no such
+        mixture of pending reductions, or takes uneven shards for others, as those of 9 rows by
+        ``[S10]`` on a mesh of (4, 2).
         """
         self.check_current()
         if isinstance(self._shards, str):
