@@ -19,16 +19,30 @@ _HOME: Final = {
 }
 """Public name -> the module that defines it."""
 
+_MOVED: Final = {
+    "ConversionPlan": "layout.plan",
+    "DimSpec": "layout.spec",
+    "Link": "comm.curves",
+    "PendingSave": "checkpoint.job.background",
+    "ProcessGroupCommunicator": "comm.process_group",
+    "Receipt": "resharding.receipts",
+    "SimulatedCommunicator": "comm.communicator",
+    "TensorDigest": "resharding.digests",
+    "load_map": "checkpoint.select.model_names",
+}
+"""Names that are public in their modules; they can be imported from here too, for this version."""
+
 __all__ = sorted(_HOME)
 
 
 def __getattr__(name: str) -> object:
     if name == "__version__":
         return import_module("importlib.metadata").version(__name__)
-    if name not in _HOME:
+    home = f"shardspec.{_MOVED[name]}" if name in _MOVED else _HOME.get(name)
+    if home is None:
         raise AttributeError(f"module 'shardspec' has no attribute {name!r}")
     try:
-        return getattr(import_module(_HOME[name]), name)
+        return getattr(import_module(home), name)
     except ModuleNotFoundError as error:
         if error.name != "torch":
             raise

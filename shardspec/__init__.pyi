@@ -9,7 +9,6 @@ from shardspec.checkpoint.convert.merge import merge as merge
 from shardspec.checkpoint.convert.merge import reshard as reshard
 from shardspec.checkpoint.deltas.make import apply_delta as apply_delta
 from shardspec.checkpoint.deltas.make import delta as delta
-from shardspec.checkpoint.job.background import PendingSave as PendingSave
 from shardspec.checkpoint.job.load import load_sharded as load_sharded
 from shardspec.checkpoint.job.plan import plan_reshard as plan_reshard
 from shardspec.checkpoint.job.save import save_sharded as save_sharded

@@ -22,7 +22,8 @@ def options():
 
 
 def named(requirements):
-    return {re.split(r"[<>=]", line)[0] for line in requirements.split()}
+    lines = (line.partition(";")[0].strip() for line in requirements.splitlines())
+    return {re.split(r"[<>=]", line)[0] for line in lines if line}
 
 
 def test_what_is_imported_is_what_is_required():

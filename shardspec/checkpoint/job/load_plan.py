@@ -76,6 +76,10 @@ class CheckpointReader:
     """The dtype of numbers in place of codes; None where codes are read."""
     quantizes: bool = False
     """Whether codes and scales are made of weights; tensors of the plan then have new names."""
+    naming: CatalogNaming | None = field(default=None, compare=False)
+    """Names of a model, which are applied before the plan's tensors are looked up."""
+    drop: Patterns = ()
+    """Patterns of tensors that `naming` need not use."""
 
     def __str__(self) -> str:
         quantizes = " and quantizes weights" if self.quantizes else ""
@@ -124,6 +128,8 @@ class CheckpointReader:
         else:
             dropped = Choice(drop=[*map(escape, plan.dropped)])
             source = with_numbers(source, self.dequantized_to, dropped)
+            if self.naming is not None:
+                source = self.naming.applied(source, Choice(drop=self.drop), ())
         now, _ = stored_layouts(source, min(plan.files, default=0))
         for move in plan.moves:
             if now.get(move.source_name) != move.source:
@@ -231,7 +237,7 @@ def plan_stored(
 def plan_load(
     checkpoint: StoragePath,
     target: ReshardTarget,
-    names: Mapping[str, str] | NameMap | None,
+    names: Names | None,
     dtype: object,
     max_bytes: int | None,
     drop: Patterns = (),
@@ -241,4 +247,8 @@ def plan_load(
     _, plan, own, _ = plan_stored(source, target, names, dtype, max_bytes, drop)
     own = dict(own) if isinstance(own, Mapping) else own
     numbers = None if dtype is None else dtype_name(dtype)
-    return replace(plan, executor=CheckpointReader(checkpoint, own, numbers))
+    naming = names if isinstance(names, CatalogNaming) else None
+    if naming is not None and dtype is not None:
+        naming = naming.with_dtype(dtype)
+    reader = CheckpointReader(checkpoint, own, numbers, naming=naming, drop=drop)
+    return replace(plan, executor=reader)

@@ -6,7 +6,7 @@ from pathlib import PurePath
 from shardspec.checkpoint.storage.from_text import storage_path
 from shardspec.comm.cost import Links
 from shardspec.errors import LayoutError
-from shardspec.resharding.name_map import NameMap, Names
+from shardspec.resharding.name_map import NameMap, Names, Naming
 from shardspec.resharding.plan import ReshardPlan, ReshardTarget, known_to_all, plan_state
 
 
@@ -74,14 +74,19 @@ def plan_reshard(
     """
     if not isinstance(target, tuple):
         target = known_to_all(target)
+    quantizes = dtype == "fp8-128x128"
+    if isinstance(source, str | PurePath) and isinstance(names, Naming) and not quantizes:
+        from shardspec.checkpoint.job.load_plan import plan_load
+
+        return plan_load(storage_path(source), target, names, dtype, max_bytes, drop)
     if not (names is None or isinstance(names, Mapping | NameMap)):
-        if isinstance(source, str | PurePath) or dtype == "fp8-128x128":
+        if isinstance(source, str | PurePath) or quantizes:
             raise LayoutError(
-                "a plan from a checkpoint, or that quantizes, takes one NameMap or a dict as "
-                "names=; load_sharded takes names of models too"
+                "a plan that quantizes, and one of several maps from a checkpoint, needs one "
+                "NameMap or a dict as names="
             )
         return _in_memory(source, target, names, dtype, max_bytes, drop, links)
-    if dtype == "fp8-128x128":
+    if quantizes:
         from shardspec.checkpoint.quantization.plan import plan_quantized, plan_quantized_load
 
         if isinstance(source, str | PurePath):

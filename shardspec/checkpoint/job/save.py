@@ -134,7 +134,10 @@ def save_sharded(
     >>> save_sharded({"model": {"w": w}, "step": 7}, path)
     >>> state = load_sharded(path)
     >>> state["model"]["w"]
-    DTensor([S0,R] of [3, 2] int64 on 2x2; holds the shards of devices 0, 1, 2, 3)
+    DTensor([S0,R] of [3, 2] int64 on 2x2; values:
+    tensor([[0, 1],
+            [2, 3],
+            [4, 5]]))
     >>> state["step"]
     7
     """

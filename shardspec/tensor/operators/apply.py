@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from math import prod
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeGuard
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -46,7 +46,6 @@ from shardspec.tracing import LOGGER
 # Importing torch's DTensor takes as long as the rest of torch, so it is imported when needed.
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor as TorchDTensor
-    from typing_extensions import TypeIs
 
 _REFUSALS: Final = (
     *(RuntimeError, ValueError, AssertionError, TypeError, IndexError, KeyError),
@@ -170,7 +169,7 @@ def _taken(names: Named, leaf: object, first: TensorLike) -> object:
     return leaf
 
 
-def _is_torchs(leaf: object) -> "TypeIs[TorchDTensor]":
+def _is_torchs(leaf: object) -> "TypeGuard[TorchDTensor]":
     """Return whether this is a DTensor of torch; where that was never imported there is none."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(leaf, module.DTensor)
