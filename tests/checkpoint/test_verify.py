@@ -118,8 +118,8 @@ def test_names_shapes_dtypes_nan_and_zero(tmp_path):
     found = {d.name: d.problem for d in diff_checkpoints(tmp_path / "a", tmp_path / "b")}
     assert found == {
         "d": "is float32 in the first, float64 in the second",
-        "n": "differs first at index [0]: nan of bits 0x7fc00000 in the first (rank 0), nan of "
-        "bits 0x7fc00001 in the second (rank 0); 2 of 2 elements differ, by up to 0 (relative 0), "
+        "n": "differs first at index [0]: nan of bits 0x7fc00000 in the first, nan of "
+        "bits 0x7fc00001 in the second; 2 of 2 elements differ, by up to 0 (relative 0), "
         "NaN: 1 in the first, 1 in the second",
         "only": f"is only in {tmp_path / 'a'}",
         "s": "has shape [2] in the first, [3] in the second",
@@ -170,7 +170,7 @@ def test_numbers_of_two_dtypes_are_compared_as_near_as_asked(tmp_path):
         assert [d.name for d in close] == ["i"]
     (_, near) = diff_checkpoints(tmp_path / "a", tmp_path / "b", rtol=1e-4)
     assert near.index == (1, 0)
-    assert "0.10000000149011612 in the first (rank 0), 0.10009765625 in the second" in near.problem
+    assert "0.10000000149011612 in the first, 0.10009765625 in the second" in near.problem
 
 
 def test_progress_counts_every_byte_once(tmp_path):
