@@ -2,9 +2,10 @@
 
 import hashlib
 import os
+import sys
 from collections.abc import Mapping, Sequence
 from functools import cache, lru_cache
-from typing import Final, TypeAlias
+from typing import TYPE_CHECKING, Final, TypeAlias, TypeGuard
 
 import numpy as np
 import torch
@@ -22,6 +23,9 @@ from shardspec.layout.moving import transfers_of
 from shardspec.layout.spec import ShardingSpec
 from shardspec.mesh.device_mesh import DeviceMesh
 from shardspec.tensor.run import mesh_text, run_conversion
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor as TorchDTensor
 
 Facts: TypeAlias = tuple[tuple[int, ...], str]
 """Shape and dtype of a shard."""
@@ -137,6 +141,15 @@ def added_up(mesh: DeviceMesh, spec: ShardingSpec, facts: Mapping[int, Facts]) -
     )
 
 
+def is_torch_dtensor(value: object) -> "TypeGuard[TorchDTensor]":
+    """Return whether this is a DTensor of torch; where that was never imported there is none.
+
+    Importing it takes as long as the rest of torch.
+    """
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(value, module.DTensor)
+
+
 def check_dense(tensor: object) -> None:
     """Raise `LayoutError` unless this is a plain dense torch tensor."""
     if not isinstance(tensor, torch.Tensor):
@@ -150,14 +163,11 @@ def check_dense(tensor: object) -> None:
             f"a {'nested' if tensor.is_nested else kind} tensor cannot be sharded, only dense ones "
             "can; convert it first, by to_dense(), dequantize() or to_padded_tensor()"
         )
-    if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
-        from torch.distributed.tensor import DTensor as TorchDTensor
-
-        if isinstance(tensor, TorchDTensor):
-            raise LayoutError(
-                "this is a DTensor of torch; DTensor.from_torch makes one of ours of it, and "
-                "shardspec.redistribute shards it another way"
-            )
+    if is_torch_dtensor(tensor):
+        raise LayoutError(
+            "this is a DTensor of torch; DTensor.from_torch makes one of ours of it, and "
+            "shardspec.redistribute shards it another way"
+        )
 
 
 def shards_of(

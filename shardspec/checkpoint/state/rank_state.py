@@ -57,17 +57,16 @@ def communicator_of_state(state_dict: Mapping[str, Any]) -> Communicator:
 
     An error is raised on all ranks of the job.
     """
-    from torch.distributed.tensor import DTensor as TorchDTensor
-
     from shardspec.comm.process_group import communicator_of, telling_job
     from shardspec.tensor.dtensor import DTensor
+    from shardspec.tensor.shards import is_torch_dtensor
 
     communicators: dict[object, Communicator] = {}
     with telling_job():
         for _, value in leaves(state_dict):
             if isinstance(value, DTensor):
                 communicators[value.layout.mesh] = value.communicator
-            elif isinstance(value, TorchDTensor) and value.device_mesh not in communicators:
+            elif is_torch_dtensor(value) and value.device_mesh not in communicators:
                 communicators[value.device_mesh] = communicator_of(
                     DeviceMesh.from_torch(value.device_mesh)
                 )
@@ -99,12 +98,11 @@ def describe(state_dict: Mapping[str, Any], communicator: Communicator) -> Descr
 def _shards_of(
     name: str, value: Leaf, communicator: Communicator
 ) -> tuple[Mapping[int, "torch.Tensor"], Layout]:
-    from torch.distributed.tensor import DTensor as TorchDTensor
-
     from shardspec.tensor.dtensor import DTensor
+    from shardspec.tensor.shards import is_torch_dtensor
 
     mesh = communicator.mesh
-    if isinstance(value, TorchDTensor):
+    if is_torch_dtensor(value):
         value = DTensor.from_torch(value)
     for shard in value.shards.values() if isinstance(value, DTensor) else (value,):
         _check_plain(name, shard)

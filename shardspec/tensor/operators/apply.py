@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from math import prod
-from typing import TYPE_CHECKING, Any, Final, TypeGuard
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -40,7 +40,7 @@ from shardspec.tensor.operators.rules import (
 )
 from shardspec.tensor.operators.tensor import TensorLike
 from shardspec.tensor.run import copies_of
-from shardspec.tensor.shards import check_copies
+from shardspec.tensor.shards import check_copies, is_torch_dtensor
 from shardspec.tracing import LOGGER
 
 # Importing torch's DTensor takes as long as the rest of torch, so it is imported when needed.
@@ -72,7 +72,7 @@ def apply(
     names = named(function)
     first = next(leaf for leaf in leaves if isinstance(leaf, TensorLike))
     for leaf in tree_leaves([args[:1] if names.writes else (), kwargs.get("out")]):
-        if _is_torchs(leaf) or not isinstance(leaf, torch.Tensor):
+        if is_torch_dtensor(leaf) or not isinstance(leaf, torch.Tensor):
             continue
         raise LayoutError(
             f"{names.shown} would write a DTensor to a plain tensor; make this a DTensor too, by "
@@ -143,7 +143,7 @@ def _taken(names: Named, leaf: object, first: TensorLike) -> object:
                 f"{names.shown}: one tensor on mesh {mesh} is of a job, and another is simulated "
                 "in this process; give both one communicator"
             )
-    elif _is_torchs(leaf):
+    elif is_torch_dtensor(leaf):
         from shardspec.interop.torch_dtensor import in_our_words
 
         torch_mesh = None if first.is_simulated else mesh.to_torch(leaf.device_mesh.device_type)
@@ -167,12 +167,6 @@ def _taken(names: Named, leaf: object, first: TensorLike) -> object:
             "bring them to one mesh first, by redistribute(device_mesh=)"
         )
     return leaf
-
-
-def _is_torchs(leaf: object) -> "TypeGuard[TorchDTensor]":
-    """Return whether this is a DTensor of torch; where that was never imported there is none."""
-    module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and isinstance(leaf, module.DTensor)
 
 
 def _check_writable(call: Call, tensor: TensorLike) -> None:
@@ -349,7 +343,7 @@ def _by_torch(call: Call) -> Any:  # noqa: ANN401
 
 def _ours(call: Call, leaf: object, theirs: Mapping[int, "TorchDTensor"], copies: bool) -> object:
     """Return a result of torch as ours."""
-    if not _is_torchs(leaf):
+    if not is_torch_dtensor(leaf):
         return leaf
     from shardspec.interop.torch_dtensor import in_our_words
 
