@@ -20,7 +20,6 @@ ELSEWHERE = sorted(
 NAMES = {text for form in built_in() for text in (form.name, form.called)}
 NOT_FORMATS = {
     ("links.py", "torch"),
-    ("show.py", "torch"),  # the notation
     ("main.py", "shardspec"),  # the program
     # Whose names tensors have.
     ("model_names.py", "megatron"),

@@ -21,7 +21,7 @@ BUDGET = {
     "shardspec/profiling": (555, 5),
     "shardspec/resharding": (4616, 19),
     "shardspec/tensor": (3297, 16),
-    "tests": (54639, 338),
+    "tests": (54644, 338),
 }
 
 

@@ -50,6 +50,7 @@ def test_names_of_the_trainer_become_those_of_the_base(tmp_path):
     save_sharded({"qkv": DTensor(torch.cat([q, k]), MESH, "[S0,S1]")}, tmp_path / "new")
     done = run(
         "delta",
+        "make",
         tmp_path / "base",
         tmp_path / "new",
         "-o",

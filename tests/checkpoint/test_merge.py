@@ -322,8 +322,6 @@ LOSSY = {
     [
         ("fp16", {"overflows": 2, "underflows": 2, "nans": 0}),
         ("bf16", {"overflows": 0, "underflows": 0, "nans": 0}),
-        ("fp8", {"overflows": 3, "underflows": 2, "nans": 0}),
-        ("float8_e4m3fnuz", {"overflows": 0, "underflows": 2, "nans": 3}),
         (None, None),
     ],
 )
@@ -394,7 +392,7 @@ def test_files_that_contradict_each_other(tmp_path):
     with pytest.raises(
         CheckpointError,
         match=r"model-00001-of-00003.safetensors and model-00003-of-00003.safetensors have "
-        r"different metadata under 'kind'.*with metadata=False",
+        r"different metadata under 'kind'.*metadata=False",
     ):
         merge(source, tmp_path / "out.safetensors")
     assert not (tmp_path / "out.safetensors").exists()

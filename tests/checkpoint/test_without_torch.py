@@ -32,7 +32,6 @@ for form in forms:
     run("diff", ckpt, ckpt)
     run("diff", ckpt, ckpt, "--atol", "1e-3")
     run("merge", ckpt, "-o", f"{out}.safetensors", "--dtype", "bf16")
-    run("merge", ckpt, "-o", f"{out}-fp8.safetensors", "--dtype", "fp8")
     run("merge", ckpt, "-o", f"{out}.pt")
     run("merge", ckpt, "-o", f"{out}.dcp", "--to", "dcp")
     run("merge", ckpt, "-o", f"{out}.hub", "--max-shard-size", "2000", "--threads", "2")

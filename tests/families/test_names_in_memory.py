@@ -7,11 +7,13 @@ from shardspec import (
     DeviceMesh,
     DTensor,
     digest,
+    load_sharded,
     model_layouts,
     model_names,
     plan_reshard,
+    save_sharded,
 )
-from shardspec.errors import LayoutError, ShardSpecError
+from shardspec.errors import ShardSpecError
 
 CONFIG = {
     "model_type": "qwen3",
@@ -70,5 +72,14 @@ def test_what_the_config_says_and_the_state_dict_lacks_is_refused():
     del state["model.layers.1.mlp.up_proj.weight"]
     with pytest.raises(ShardSpecError, match=r"lacks 'model.layers.1.mlp.up_proj.weight'"):
         plan_reshard(state, (DeviceMesh([0]), {}), names=model_names(CONFIG, "fused"))
-    with pytest.raises(LayoutError, match="load_sharded takes names of models"):
-        plan_reshard("checkpoint", (DeviceMesh([0]), {}), names=model_names(CONFIG, "fused"))
+
+
+def test_plans_from_a_checkpoint_take_names_of_a_model(tmp_path):
+    save_sharded(hf_state(), tmp_path / "saved")
+    names, mesh = model_names(CONFIG, "fused"), DeviceMesh([0])
+    plan = plan_reshard(tmp_path / "saved", (mesh, {"*": "[...]"}), names=names)
+    read = plan.run({})
+    loaded = load_sharded(tmp_path / "saved", mesh, {"*": "[...]"}, names=names)
+    assert read.keys() == loaded.keys()
+    for name, tensor in loaded.items():
+        assert torch.equal(read[name].to_global(), tensor.to_global()), name
