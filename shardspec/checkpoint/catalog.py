@@ -1,4 +1,4 @@
-"""What a checkpoint has in any format: tensors, and where the bytes of their boxes are."""
+"""Catalogs: contents of a checkpoint of any format, as tensors with boxes and their bytes."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence

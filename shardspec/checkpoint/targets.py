@@ -1,4 +1,4 @@
-"""What an output consists of, as plain values: files, and the boxes of tensors in them.
+"""Contents of an output as plain values: files, and the boxes of tensors in them.
 
 A format says what goes where. How the bytes get there, are checked and committed is the same for
 all formats, as is what goes along of the files beside the weights.

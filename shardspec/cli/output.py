@@ -1,4 +1,4 @@
-"""What commands print and write: lines with control characters escaped, files, progress bars."""
+"""Prints and writes for commands: lines with control characters escaped, files, progress bars."""
 
 import json
 import sys

@@ -1,4 +1,4 @@
-"""How trainers and engines shard a model: the layout of each tensor, from its family's rows."""
+"""Layouts of each tensor of a model under trainers and engines, from the rows of its family."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence

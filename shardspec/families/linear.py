@@ -1,4 +1,4 @@
-"""Which tensors are matrices of linear layers, which is what low precision is for."""
+"""Selects the weights of linear layers, which low precision is for."""
 
 import re
 from collections.abc import Iterable, Mapping

@@ -1,4 +1,4 @@
-"""How the installed transformers shards a model: its plan is asked for, since plans change."""
+"""Reads the tensor-parallel plan of the installed transformers for a model."""
 
 import re
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""How ranks cut the tensors in files of their own, which do not say it: by the rows of families."""
+"""Rules by which ranks of Megatron and Meta cut the tensors in files of their own."""
 
 from functools import lru_cache
 from typing import Final

@@ -1,1 +1,1 @@
-"""Where data is: specs, layouts, and the search for the cheapest way between two of them."""
+"""Specs, layouts, and the search for the cheapest way between two of them."""

@@ -1,4 +1,4 @@
-"""Which devices hold which part of a tensor, drawn as text, SVG and HTML."""
+"""Draws which devices hold which part of a tensor, as text, SVG and HTML."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from colorsys import hls_to_rgb

@@ -1,4 +1,4 @@
-"""What moves when a whole state dict changes its layouts, as plain data."""
+"""Copies that change the layouts of a whole state dict, as plain data."""
 
 import hashlib
 import json

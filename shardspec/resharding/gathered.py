@@ -1,4 +1,4 @@
-"""What all ranks of a job have of a state dict: layouts travel, tensors stay where they are."""
+"""Gathers the layouts of a state dict from all ranks of a job; tensors stay where they are."""
 
 import pickle
 from collections.abc import Mapping

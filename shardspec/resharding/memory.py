@@ -1,4 +1,4 @@
-"""Which tensors are the same memory, and which overlap, by whatever way they came to it.
+"""Finds tensors that are the same memory, and tensors that overlap.
 
 Storages do not tell: arrays of numpy, buffers and shared memory make several of one memory. What
 tells is where each element lies.

@@ -1,4 +1,4 @@
-"""What `torch.compile` leaves alone: conversions and operators run between the graphs it makes."""
+"""Keeps conversions and operators out of the graphs that `torch.compile` makes."""
 
 import sys
 from collections.abc import Callable

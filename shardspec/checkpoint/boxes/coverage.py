@@ -1,4 +1,4 @@
-"""Whether the boxes of a tensor tile it, and those that claim the same part have the same bytes."""
+"""Checks that boxes cover each tensor exactly once, and that replicas have the same bytes."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

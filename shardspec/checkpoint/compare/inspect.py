@@ -1,4 +1,4 @@
-"""What is in a checkpoint, without its data."""
+"""Describes the contents of a checkpoint without reading its data."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace

@@ -1,4 +1,4 @@
-"""What `merge` and `reshard` take in the same words, and what they report."""
+"""Options that `merge` and `reshard` share, and their report."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field

@@ -1,4 +1,4 @@
-"""All that is settled before the first byte of an output: what it is made of, and what it replaces.
+"""Plans an output before its first byte: its tensors, its files, and the files it replaces.
 
 What is at its place is looked at before anything is written. Overwriting replaces a checkpoint: its
 own files, and those beside the weights that belong to it. A directory with any other file is

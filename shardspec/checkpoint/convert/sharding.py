@@ -1,4 +1,4 @@
-"""How the tensors of an output, or of what is loaded, are sharded over a mesh."""
+"""Chooses how the tensors of an output, or of a load, are sharded over a mesh."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, partial

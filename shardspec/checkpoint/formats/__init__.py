@@ -1,4 +1,4 @@
-"""What a format is, the same members for all of them, and which formats there are.
+"""Formats: the members that all of them have, and the list of those that exist.
 
 Each module of this folder but `model_files` is a format and has it under the name `FORMAT`. Another
 package has one by an entry point of the group ``shardspec.formats`` that leads to a `Format`. Those

@@ -1,4 +1,4 @@
-"""Which files of a folder make up one model: those that its index names, or all numbers, or one.
+"""Finds the files of one model in a folder: those that its index names, or all numbers, or one.
 
 Both safetensors and ``.bin`` files are found by these rules:
 

@@ -1,4 +1,4 @@
-"""How a config says that weights are quantized, for the schemes that can be dequantized.
+"""Schemes of quantized weights that can be dequantized, as configs state them.
 
 =====================  =======================================================================
 config                 codes, scales, block

@@ -1,4 +1,4 @@
-"""Which tensors and other entries of a checkpoint are wanted, and under which names."""
+"""Selects tensors and other entries of a checkpoint, and their new names."""
 
 import re
 from collections.abc import Collection, Mapping, Sequence

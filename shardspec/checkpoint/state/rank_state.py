@@ -1,4 +1,4 @@
-"""Which shards of a state dict each rank has; all ranks agree on it before anything is done."""
+"""Describes the shards of a state dict on each rank, on which all ranks must agree."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass

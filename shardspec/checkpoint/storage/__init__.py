@@ -1,1 +1,1 @@
-"""Where files are: on this machine, or in an object store."""
+"""Storages of files: disks of this machine and object stores."""

@@ -1,4 +1,4 @@
-"""What a storage can do with a path: list, read, write and replace files.
+"""Paths of any storage, which list, read, write and replace files.
 
 A `StoragePath` is the path of a file or directory with the operations of its storage. Text, parts,
 parents and ``/`` are those of `pathlib.PurePosixPath`. Each storage is a module with a subclass,

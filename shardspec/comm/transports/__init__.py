@@ -1,1 +1,1 @@
-"""How bytes travel between the processes of a job: a module a way, behind one protocol."""
+"""Transports of bytes between the processes of a job: one module each, behind one protocol."""
