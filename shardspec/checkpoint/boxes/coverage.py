@@ -30,7 +30,7 @@ from shardspec.dtypes import item_bytes
 from shardspec.errors import CheckpointError
 
 _MOST_KINDS: Final = 64
-"""How many kinds of tensors have their results kept; a model has few kinds."""
+"""Number of kinds of tensors whose results are kept; a model has few kinds."""
 _TORCH_SUFFIXES: Final = (".pt", ".pth", ".bin")
 
 _Result = TypeVar("_Result")

@@ -30,7 +30,7 @@ _EIGHT_BITS: Final = {
     "float8_e5m2fnuz": (2, 16, True),
 }
 _E4M3FN_LIMIT: Final = 464
-"""What is larger does not round to 448, the largest number of float8_e4m3fn."""
+"""Larger numbers do not round to 448, the largest number of float8_e4m3fn."""
 _UPPER_HALVES: Final = np.arange(1 << 16, dtype=np.uint32) << np.uint32(16)
 """The upper half of every float32, followed by zeros."""
 _AT_ONCE: Final = 1 << 16

@@ -41,7 +41,7 @@ _MAX_OPEN: Final = 128
 Written: TypeAlias = list[tuple[str, int, int]]
 """Name, bytes and CRC-32 of files."""
 Extents: TypeAlias = list[tuple[int, int]]
-"""What a thread copies in turn: for each the number of a file, and of an extent in it."""
+"""Pairs of a file index and the index of an extent in it, copied in turn by one thread."""
 
 
 def plan_tasks(target: Target, *, whole_files: bool = False) -> Iterator[Extents]:

@@ -29,7 +29,7 @@ _WINDOW_BYTES: Final = 1 << 27
 """Most memory that a frame may ask for."""
 
 _Change: TypeAlias = Callable[[NDArray[np.uint8], int], object]
-"""What one delta does to a tensor: called with its blocks in order, and where each starts."""
+"""Applies one delta to a tensor: called with each block in order, and its start."""
 
 
 @dataclass(frozen=True, slots=True)

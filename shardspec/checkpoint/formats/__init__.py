@@ -44,7 +44,7 @@ DEFAULTS: Final = {"file": "safetensors", "directory": "huggingface", "shards": 
 _MOST_TRACKER_BYTES: Final = 4096
 
 Way: TypeAlias = Literal["merged", "sharded"]
-"""How an output is written: whole tensors, by `merge`, or shards of a mesh, by `reshard`."""
+"""Kind of output: whole tensors, by `merge`, or shards of a mesh, by `reshard`."""
 
 
 Keeps: TypeAlias = Literal["tensors", "notes", "values", "objects"]
