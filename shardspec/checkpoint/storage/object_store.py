@@ -3,13 +3,12 @@
 fsspec connects to the stores, with keys and endpoints from the environment or its own settings. It
 is imported with the first URL.
 
-An output is complete once all of it has arrived. A file with a new name is uploaded under that
-name. If the name is taken, it is uploaded beside the old file, and in the end the store copies it
-over that in one step.
+Files of an output are sent as they are written, and exist once they are committed, all of them at
+the end: the file that lists the others last.
 """
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Final
@@ -172,37 +171,23 @@ class ObjectPath(StoragePath):
         mode_of: str | None = None,  # noqa: ARG002  # files have none
     ) -> None:
         """Upload a file from pieces."""
-        with upload(self, num_bytes, overwrite=overwrite) as append:
+        staging = Staging({"": num_bytes}, directory=False, overwrite=overwrite)
+        with self.stage(staging) as staged, staged.file("") as write:
+            end = 0
             for piece in pieces:
-                append(piece)
+                write(end, piece)
+                end += len(piece)
 
     @contextmanager
     def stage(self, output: Staging) -> Iterator[Staged]:
         """Begin an output, which is complete at the end of the block."""
-        names = frozenset[str]()
-        if output.overwrite and output.directory:
-            with suppress(FileNotFoundError):
-                names = frozenset(self.list())
-        elif output.overwrite and self.is_file():
-            names = frozenset({self.name})
-        taken = [name for name in output.files if name in names]
-        # Old and new ones side by side could be taken for one checkpoint.
-        mixed = output.directory and any(name != output.listing for name in taken)
-        if mixed and output.listing is not None and output.listing not in taken:
-            taken.append(output.listing)
-        staged = _Uploads(self, output, taken)
-        with staged.removed_on_failure():
-            yield staged
-            # Files to remove, besides those of the same names: also leftovers of killed runs.
-            old = output.replaced & names | {name for name in names if is_temporary(name)}
-            if mixed:
-                in_the_way = {name for name in old if _is_list(name)} | names & output.files.keys()
-                staged.remove(in_the_way)
-                staged.made.extend(map(staged.final, taken))
-            for name in taken:
-                staged.move(name)
-            if output.directory:
-                staged.remove(old - output.files.keys())
+        uploads = _Uploads(self, output)
+        try:
+            yield uploads
+            uploads.commit()
+        except BaseException:
+            uploads.discard()
+            raise
 
     def unlink(self) -> None:
         """Remove the object if it exists."""
@@ -233,6 +218,23 @@ def kept_store(root: str, pid: int) -> "AbstractFileSystem | None":  # noqa: ARG
     return store if store.async_impl else None
 
 
+def _open_uncommitted(path: ObjectPath, num_bytes: int, *, overwrite: bool) -> Any:  # noqa: ANN401
+    """Open a file of about this size, which exists once its `commit` is called."""
+    store = path.store
+    if not store.async_impl:
+        # These ignore `autocommit` outside of a transaction; this one is never completed.
+        from fsspec.core import url_to_fs
+
+        store = url_to_fs(str(path), skip_instance_cache=True)[0]
+        store.start_transaction()
+    part = max(_PART_BYTES, -(-num_bytes // _MAX_PARTS))
+    part += -part % (1 << 20)
+    file = store.open(str(path), "wb" if overwrite else "xb", block_size=part, autocommit=False)
+    # Transactions of a store belong to all its users.
+    store.transaction.files.remove(file)
+    return file
+
+
 @contextmanager
 def _written(path: ObjectPath) -> Iterator[None]:
     with path.errors("written"):
@@ -242,115 +244,83 @@ def _written(path: ObjectPath) -> Iterator[None]:
             raise output_exists(path) from None
 
 
-@contextmanager
-def upload(
-    path: ObjectPath, num_bytes: int, *, overwrite: bool
-) -> Iterator[Callable[[bytes | memoryview], None]]:
-    """Upload a file of about this size; yields a function that appends to it.
+class _Uploads:
+    """Files of an output that were sent, each by one thread, and are not committed yet."""
 
-    The file appears at the end of the block, unless an exception is raised: an `OutputExistsError`
-    if the file exists by then and `overwrite` is not set.
-    """
-    from fsspec.transaction import Transaction
+    def __init__(self, path: ObjectPath, output: Staging) -> None:
+        self._path, self._output = path, output
+        self._open: dict[str, Any] = {}
+        self._num_bytes: dict[str, int] = {}
+        self._made: list[ObjectPath] = []
 
-    store = path.store
-    part = max(_PART_BYTES, -(-num_bytes // _MAX_PARTS))
-    part += -part % (1 << 20)
-    # A transaction of its own: threads share the one of the store.
-    transaction = Transaction(store)
-    if not store.async_impl:
-        transaction.start()  # some of these ignore `autocommit`
-    try:
+    @contextmanager
+    def file(self, name: str) -> Iterator[WriteAt]:
+        """Send a file from start to end."""
+        path, end = self._at(name), 0
         with _written(path):
-            mode = "wb" if overwrite else "xb"
-            file = store.open(str(path), mode, block_size=part, autocommit=False)
-            transaction.files.append(file)
+            file = self._open[name] = _open_uncommitted(
+                path, self._output.files[name], overwrite=self._output.overwrite
+            )
 
-        def write(data: bytes | memoryview) -> None:
+        def write(offset: int, data: bytes | memoryview) -> None:
+            nonlocal end
             with _written(path):
+                file.write(bytes(offset - end))
                 file.write(data)
+            end = offset + len(data)
 
         try:
             yield write
         finally:
             with _written(path):
-                file.close()  # sends the rest; the file appears with the commit
-    except BaseException:
-        transaction.complete(commit=False)
-        raise
-    else:
+                file.close()  # sends the rest
+        self._num_bytes[name] = end
+
+    def commit(self) -> None:
+        """Let the files appear, the listing last, and remove those that they replace."""
+        output, old = self._output, frozenset[str]()
+        if output.directory and output.overwrite:
+            with suppress(FileNotFoundError):
+                old = frozenset(self._path.list())
+        # Also leftovers of killed runs.
+        gone = output.replaced & old | {name for name in old if is_temporary(name)}
+        # Old and new ones side by side could be taken for one checkpoint.
+        if len(self._open) > 1 and not old.isdisjoint(self._open.keys() - {output.listing}):
+            self._remove({name for name in gone if _is_list(name)} | old & self._open.keys())
+        for name in sorted(self._open, key=lambda name: (name == output.listing, name)):
+            self._commit(name)
+        self._remove(gone - output.files.keys())
+
+    def _commit(self, name: str) -> None:
+        path, num_bytes = self._at(name), self._num_bytes[name]
         with _written(path):
-            transaction.complete(commit=True)
-    finally:
-        store.invalidate_cache(str(path.parent))
+            self._open[name].commit()
+        del self._open[name]
+        self._made.append(path)
+        path.store.invalidate_cache(str(path.parent))
+        entry = path.look()
+        if entry is None or entry.num_bytes != num_bytes:
+            raise CheckpointError(
+                f"{path}: has {entry and entry.num_bytes} bytes in the store, but {num_bytes} were "
+                "sent; another run has written there, or the store has lost some; write again"
+            )
 
+    def discard(self) -> None:
+        """Drop what was sent, and remove what appeared already."""
+        for file in self._open.values():
+            # A store forgets it sooner or later.
+            with suppress(Exception):
+                file.discard()
+        with suppress(CheckpointError):
+            self._remove(path.name for path in self._made)
 
-class _Uploads:
-    """An output of uploaded files, each by one thread."""
-
-    def __init__(self, path: ObjectPath, output: Staging, taken: Sequence[str]) -> None:
-        self._path, self._output, self._taken = path, output, taken
-        self._mark = os.urandom(8).hex()
-        """In the names of files that are uploaded beside older ones."""
-        self.made: list[ObjectPath] = []
-        """The files uploaded so far; removed on failure."""
-
-    @contextmanager
-    def file(self, name: str) -> Iterator[WriteAt]:
-        """Upload a file from start to end; it exists at the end of the block."""
-        place, end = self._uploaded_as(name), 0
-        with upload(place, self._output.files[name], overwrite=self._output.overwrite) as append:
-
-            def write(offset: int, data: bytes | memoryview) -> None:
-                nonlocal end
-                append(bytes(offset - end))
-                append(data)
-                end = offset + len(data)
-
-            yield write
-        self.made.append(place)
-        with place.open() as file:
-            if file.num_bytes != end:
-                raise CheckpointError(
-                    f"{place}: has {file.num_bytes} bytes in the store, but {end} were sent; "
-                    "another run has written there, or the store has lost some; write again"
-                )
-
-    def final(self, name: str) -> ObjectPath:
-        """Return the final path of a file."""
+    def _at(self, name: str) -> ObjectPath:
         return self._path / name if self._output.directory else self._path
 
-    def _uploaded_as(self, name: str) -> ObjectPath:
-        final = self.final(name)
-        if name not in self._taken:
-            return final
-        return final.with_name(f".{final.name}.{self._mark}.shardspec-tmp")
-
-    def move(self, name: str) -> None:
-        """Move a file to its final path; the store copies it in one step."""
-        source, target = self._uploaded_as(name), self.final(name)
-        with target.errors("replaced"):
-            target.store.cp_file(str(source), str(target))
-        target.store.invalidate_cache(str(target.parent))
-        # A copy that cannot be removed only takes room.
-        with suppress(CheckpointError):
-            source.unlink()
-
-    def remove(self, names: Iterable[str]) -> None:
+    def _remove(self, names: Iterable[str]) -> None:
         """Remove files, first those that list others."""
         for name in sorted(names, key=lambda name: (not _is_list(name), name)):
-            self.final(name).unlink()
-
-    @contextmanager
-    def removed_on_failure(self) -> Iterator[None]:
-        """Remove what was uploaded if the block fails."""
-        try:
-            yield
-        except BaseException:
-            for file in self.made:
-                with suppress(CheckpointError):
-                    file.unlink()
-            raise
+            self._at(name).unlink()
 
 
 def _is_list(name: str) -> bool:
