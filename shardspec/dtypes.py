@@ -23,6 +23,7 @@ _DTYPES: Final[dict[str, tuple[int, str, tuple[str, ...]]]] = {
     "float8_e4m3fnuz": (1, "F8_E4M3FNUZ", ("f8_e4m3fnuz",)),
     "float8_e5m2fnuz": (1, "F8_E5M2FNUZ", ("f8_e5m2fnuz",)),
     "float4_e2m1fn_x2": (1, "F4", ("f4", "fp4")),
+    "complex128": (16, "C128", ("c128", "cdouble")),
     "complex64": (8, "C64", ("c64", "cfloat")),
     "int64": (8, "I64", ("i64", "long")),
     "int32": (4, "I32", ("i32", "int")),
