@@ -11,7 +11,7 @@ from shardspec.errors import DTypeError
 from shardspec.text import shown
 
 # name: (bytes an element, name in the safetensors format, short forms)
-# https://github.com/huggingface/safetensors: the format's dtypes
+# https://github.com/huggingface/safetensors: the format's dtypes, which lack C128
 _DTYPES: Final[dict[str, tuple[int, str, tuple[str, ...]]]] = {
     "float64": (8, "F64", ("f64", "fp64", "double")),
     "float32": (4, "F32", ("f32", "fp32", "float")),
@@ -53,6 +53,11 @@ def dtype_name(dtype: object) -> str:
 def item_bytes(name: str) -> int:
     """Return the bytes one element takes."""
     return _DTYPES[name][0]
+
+
+def bits_type(width: int) -> str:
+    """Return a numpy type that keeps any bits of elements of so many bytes."""
+    return "c16" if width == item_bytes("complex128") else f"u{width}"
 
 
 def is_floating(name: str) -> bool:

@@ -40,7 +40,7 @@ from shardspec.checkpoint.storage.reading import OpenFiles
 from shardspec.checkpoint.storage.strict_json import read_json
 from shardspec.comm.communicator import Communicator
 from shardspec.comm.together import agree
-from shardspec.dtypes import item_bytes
+from shardspec.dtypes import bits_type, item_bytes
 from shardspec.errors import CheckpointError, LayoutError
 from shardspec.resharding.digests import LANES, Digests, TensorDigest, digests_of_json
 from shardspec.resharding.name_map import NameMap, Names, Naming
@@ -211,7 +211,7 @@ def _bits(stored: StoredBox, width: int) -> NDArray[np.generic]:
     """Return the bits of a box in memory, in its own order."""
     shape = box_shape(stored.box)
     if stored.computed is None:
-        return np.broadcast_to(np.zeros((), f"u{width}"), shape)
+        return np.broadcast_to(np.zeros((), bits_type(width)), shape)
     assert isinstance(stored.computed, Memory), "all other boxes are in memory"
     strides = stored.strides or row_major_strides(shape, width)
     return stored.computed.bits(shape, strides, stored.offset)
