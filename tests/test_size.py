@@ -8,8 +8,8 @@ ROOT = Path(__file__).parent.parent
 
 # Folder: (lines, modules). The first table with budgets; a feature adds its lines and a comment.
 BUDGET = {
-    "shardspec": (43806, 213),
-    "shardspec/checkpoint": (18148, 83),
+    "shardspec": (43762, 211),
+    "shardspec/checkpoint": (18104, 81),
     "shardspec/cli": (3340, 15),
     "shardspec/comm": (4033, 23),
     "shardspec/explorer": (224, 2),
