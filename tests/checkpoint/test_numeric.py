@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from shardspec.checkpoint.boxes.numeric import CastLosses, cast, narrow, numbers, reduce
 from shardspec.checkpoint.catalog import StoredReduction
+from shardspec.checkpoint.convert.numeric import CastLosses, cast, narrow, numbers, reduce
 from shardspec.comm.steps import ReduceOp
 from shardspec.dtypes import is_floating
 from tests.comm.test_results import combine

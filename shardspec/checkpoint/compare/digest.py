@@ -10,28 +10,32 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardspec.boxes import box_shape
-from shardspec.checkpoint.boxes.copy import (
-    Buffers,
-    Progress,
-    read_whole,
-    stretches,
-)
-from shardspec.checkpoint.boxes.coverage import check_replicas, check_tiling
 from shardspec.checkpoint.catalog import (
     Catalog,
     StoredBox,
     row_major_strides,
     whole_box,
 )
-from shardspec.checkpoint.open import as_catalog
-from shardspec.checkpoint.select.choice import Choice, Patterns, Selection, check_drop, select
-from shardspec.checkpoint.select.mapped import (
+from shardspec.checkpoint.compare.coverage import check_replicas, check_tiling
+from shardspec.checkpoint.convert.copy import (
+    Buffers,
+    Progress,
+    read_whole,
+    stretches,
+)
+from shardspec.checkpoint.convert.select import (
+    Choice,
     MappedCatalog,
+    Patterns,
+    Selection,
+    check_drop,
     mapped,
     mapped_choice,
     require_finished,
+    select,
     through,
 )
+from shardspec.checkpoint.open import as_catalog
 from shardspec.checkpoint.state import rank_state
 from shardspec.checkpoint.state.memory import Memory, catalog_of, require_no_sums
 from shardspec.checkpoint.storage.from_text import storage_path

@@ -14,7 +14,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardspec.boxes import Box
-from shardspec.checkpoint.boxes.copy import Buffers, Checks, read_box_into
 from shardspec.checkpoint.catalog import (
     ZEROS,
     AnyOutline,
@@ -25,6 +24,7 @@ from shardspec.checkpoint.catalog import (
     distinct,
     whole_box,
 )
+from shardspec.checkpoint.convert.copy import Buffers, Checks, read_box_into
 from shardspec.checkpoint.storage.path import StoragePath
 from shardspec.checkpoint.storage.reading import OpenFiles
 from shardspec.dtypes import bits_type, item_bytes
