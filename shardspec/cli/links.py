@@ -5,7 +5,6 @@ import platform
 import sys
 from datetime import UTC, datetime
 from pathlib import Path
-from textwrap import fill
 from typing import TYPE_CHECKING
 
 import click
@@ -19,7 +18,7 @@ from shardspec.cli.output import path_text, say, say_json, write_file
 from shardspec.comm.cluster_file import cluster_text
 from shardspec.comm.presets import PRESETS, LinkPreset
 from shardspec.mesh.device_mesh import DeviceMesh
-from shardspec.text import bytes_text, shown, table_text
+from shardspec.text import bytes_text, shown, table_text, terminal_width, wrapped
 
 if TYPE_CHECKING:
     from shardspec.profiling.profile import Profile
@@ -57,16 +56,16 @@ def list_links(as_json: bool) -> None:
         ]
         for preset in presets
     ]
-    say(f"{table_text(header, rows, numbers_from=4)}\n")
+    say(f"{table_text(header, rows, numbers_from=4, optional=(2, 1, 3))}\n")
     for preset in presets:
         say(preset.name)
         say(_note("for", preset.valid_for + _sizes(preset)))
         say(_note("from", f"{preset.source}; read {preset.read_on}"))
-    say(
-        "\nLatency and rate are those of one message. Where collectives were measured, fitted "
-        "curves price\nthem, and plans state the errors of these. This project measured none of "
-        "them."
+    about = (
+        "Latency and rate are those of one message. Where collectives were measured, fitted curves "
+        "price them, and plans state the errors of these. This project measured none of them."
     )
+    say("\n".join(["", *wrapped(about, min(100, terminal_width()))]))
 
 
 @links_command.command("import", cls=Command)
@@ -97,12 +96,12 @@ def import_links(
     cluster = cluster_of_logs(read, between)
     write_file(output, cluster_text(cluster), overwrite=overwrite)
     header = ["collective", "ranks", "hosts", "sizes", "median off", "90th percentile"]
-    say(table_text(header, fit_rows(cluster, read), numbers_from=1))
+    say(table_text(header, fit_rows(cluster, read), optional=(3, 2)))
     say(f"{path_text(output)}: links of hosts of {cluster.per_node or 'any number of'} devices")
 
 
 def _note(title: str, text: str) -> str:
-    return fill(f"  {title:4}  {text}", 100, subsequent_indent=" " * 8, break_on_hyphens=False)
+    return "\n".join(wrapped(f"  {title:4}  {text}", min(100, terminal_width()), " " * 8))
 
 
 def _sizes(preset: LinkPreset) -> str:
@@ -170,7 +169,8 @@ def profile_command(
         return
     write_file(output, profile.to_json(), overwrite=overwrite)
     say(profile.table())
-    say(f"accuracy: {profile.cost_model.known_error}")
+    accuracy = f"accuracy: {profile.cost_model.known_error}"
+    say("\n".join(wrapped(accuracy, terminal_width(), "  ")))
     say(f"{path_text(output)}: the links of mesh {devices}, {profile.cost_model.link_model} model")
 
 

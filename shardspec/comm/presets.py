@@ -17,6 +17,7 @@ from shardspec.comm.cluster import Cluster, slowest_link
 from shardspec.comm.curves import Band, Curve, Link
 from shardspec.errors import MeshError
 from shardspec.mesh.device_mesh import DeviceMesh
+from shardspec.text import first_of
 
 Basis: TypeAlias = Literal["measured", "spec", "scaled", "arithmetic"]
 Confidence: TypeAlias = Literal["high", "medium", "low", "exact"]
@@ -67,7 +68,8 @@ class LinkPreset:
 def link_preset(name: str) -> Link:
     """Return the link of one of `PRESETS`; raises `MeshError` for an unknown name."""
     if name not in PRESETS:
-        raise MeshError(f"no link preset {name!r}; known: {', '.join(PRESETS)}")
+        known = first_of([*PRESETS], 5)
+        raise MeshError(f"no link preset {name!r}; 'shardspec links list' prints them: {known}")
     preset = PRESETS[name]
     latency, start = preset.latency_us / 1e6, preset.start_us / 1e6
     seconds_per_byte = 1 / (preset.gb_per_s * 1e9)

@@ -85,7 +85,9 @@ class Profile:
         of_curves = [*kind, "low latency", "high rate", "error", "from 1 MiB"]
         of_links = ["model", "axis", "devices", "latency", "rate", "typical error", "worst"]
         tables = (of_curves, curves), (of_links, links)
-        return "\n\nelsewhere:\n".join(table_text(*table, numbers_from=2) for table in tables)
+        return "\n\nelsewhere:\n".join(
+            table_text(*table, numbers_from=2, optional=(6, 5)) for table in tables
+        )
 
     def to_json(self) -> str:
         """Return the profile as JSON text; `CostModel.from_profile` reads the fits of such a file.

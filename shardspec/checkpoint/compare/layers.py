@@ -18,6 +18,8 @@ _OPTIMIZER: Final = re.compile(
     rf"(?:^|\.)(?:chained_\d+|optim|optimizers?|optimizer_state_dict)\.|{_MOMENT.pattern}"
 )
 """Names of an optimizer's state, as torch, Megatron and DeepSpeed give them."""
+_MAIN: Final = re.compile(r"optimizer\.state\.((?:fp32_)?param)\.")
+"""Main parameters of Megatron's distributed optimizer."""
 _NUMBERED: Final = "(numbered)"
 """The group of names that begin with a number."""
 _MAX_GROUPS: Final = 12
@@ -117,7 +119,7 @@ def optimizer_kind(name: str) -> str | None:
     """
     if _OPTIMIZER.search(name) is None:
         return None
-    kind = _MOMENT.search(name)
+    kind = _MOMENT.search(name) or _MAIN.search(name)
     return "other" if kind is None else kind[1]
 
 
