@@ -21,7 +21,7 @@ from shardspec.checkpoint.job.rows import file_regions
 from shardspec.checkpoint.open import open_checkpoint
 from shardspec.checkpoint.select.mapped import mapped
 from shardspec.errors import CheckpointError, DTypeError, LayoutError
-from shardspec.resharding.transfers import transfer_rows
+from shardspec.resharding.rows import transfer_rows
 from tests.checkpoint.test_low_precision import FP8, SHAPES, merged, written
 from tests.checkpoint.test_quantize import fp8_of, same_bytes, weights
 from tests.families.maps import load_map
@@ -341,7 +341,7 @@ def test_what_a_map_fills_with_zeros(tmp_path):
     )
     assert files == {2: "/dev/zero", 3: "model.safetensors"}
     made = {name: bytearray(2 * tensor.numel() * 2) for name, tensor in tensors.items()}
-    for row in transfer_rows(plan, 1, files=file_regions(catalog, 2)):
+    for row in transfer_rows(plan.copies, 1, files=file_regions(catalog, 2)):
         target = made[plan.moves[row["tensor"]].target_name]
         with (source / files[int(row["sender"])]).open("rb") as file:
             for step in range(row["count"]):
