@@ -236,7 +236,7 @@ def test_a_checkpoint_is_quantized_to_what_merge_writes_wherever_it_is_cut(tmp_p
     # What the plan says is what is made.
     assert plan.received == {
         device: sum(of.shards[device].nbytes for of in made.values() if device in of.shards)
-        for device in plan.received
+        for device in plan.copies.devices
     }
 
 
