@@ -24,8 +24,8 @@ from shardspec.resharding.stages import (
     StoredLayout,
     TensorMove,
     cluster_of_moves,
-    copies_of,
     kinds_of,
+    state_copies,
 )
 from shardspec.resharding.state import flat_state, is_plain, required_layout
 from shardspec.resharding.total import apply_map, dropped_by, report_of
@@ -123,7 +123,7 @@ class ReshardPlan:
     def copies(self) -> StateCopies:
         """Copies of boxes: the devices, and who sends what to whom in which stage."""
         named = self.moves, self.values, self.padded, self.dropped, self.digest
-        return copies_of(*named, self.max_bytes, self.links)
+        return state_copies(*named, self.max_bytes, self.links)
 
     @cached_property
     def sent(self) -> Mapping[int, int]:

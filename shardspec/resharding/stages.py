@@ -155,7 +155,7 @@ class StateCopies:
         return self._schedules[device]
 
 
-def copies_of(
+def state_copies(
     moves: tuple[TensorMove, ...],
     values: tuple[tuple[str, str], ...],
     padded: tuple[str, ...],
