@@ -9,7 +9,7 @@ ROOT = Path(__file__).parent.parent
 # Folder: (lines, modules). The first table with budgets; a feature adds its lines and a comment.
 BUDGET = {
     "shardspec": (43748, 206),
-    "shardspec/checkpoint": (18092, 76),
+    "shardspec/checkpoint": (18081, 76),
     "shardspec/cli": (3338, 15),
     "shardspec/comm": (4033, 23),
     "shardspec/explorer": (224, 2),
