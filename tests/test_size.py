@@ -8,12 +8,12 @@ ROOT = Path(__file__).parent.parent
 
 # Folder: (lines, modules). The first table with budgets; a feature adds its lines and a comment.
 BUDGET = {
-    "shardspec": (43722, 201),
-    "shardspec/checkpoint": (18103, 76),
-    "shardspec/cli": (3339, 15),
+    "shardspec": (43710, 201),
+    "shardspec/checkpoint": (18084, 76),
+    "shardspec/cli": (3341, 15),
     "shardspec/comm": (4051, 23),
     "shardspec/explorer": (223, 2),
-    "shardspec/families": (1951, 10),
+    "shardspec/families": (1956, 10),
     "shardspec/interop": (657, 4),
     "shardspec/layout": (4718, 21),
     "shardspec/mesh": (1112, 5),
@@ -21,7 +21,7 @@ BUDGET = {
     "shardspec/profiling": (555, 5),
     "shardspec/resharding": (4541, 14),
     "shardspec/tensor": (3309, 16),
-    "tests": (54674, 338),
+    "tests": (54678, 338),
 }
 
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 @ckpt.checkpoint_argument
 @opts.cluster_options
 @ckpt.rule_options
-@ckpt.map_options
+@ckpt.compared_map_options
 @ckpt.layout_option
 @opts.dtype.but(
     "Cast floating-point tensors to this dtype.", type=str, default=None, show_default=False

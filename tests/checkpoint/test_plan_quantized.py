@@ -62,7 +62,7 @@ def test_weights_are_quantized_where_cuts_fall_on_blocks(before, after, sender, 
     assert plan.quantized == (() if sender else (NAME,))
     travelling = {move.source.dtype for move in plan.moves if move.target_name == NAME}
     assert travelling == {"float8_e4m3fn" if sender else "bfloat16"}
-    codes, scales = fp8_of(weight, "transformers")
+    codes, scales = fp8_of(weight)
     out = None
     if given:
         out = {}
@@ -117,7 +117,7 @@ def test_what_a_map_makes_is_quantized_where_it_arrives():
     plan = plan_reshard(state, (TWO, rules), names=names, dtype="fp8-128x128")
     assert plan.quantized == ("fc1.weight",)
     found = plan.run(state)
-    codes, scales = fp8_of(torch.cat(list(halves.values())), "transformers")
+    codes, scales = fp8_of(torch.cat(list(halves.values())))
     same_bytes(found["fc1.weight"].full_tensor(), codes)
     same_bytes(found["fc1.weight_scale_inv"].full_tensor(), scales)
 
@@ -145,7 +145,7 @@ def test_stacks_and_empty_shards():
     plan = plan_reshard(state, (mesh, {name: "[R,S0*128,R]"}), dtype="fp8-128x128")
     found = plan.run(state)
     for place, expert in enumerate(experts):
-        codes, scales = fp8_of(expert, "transformers")
+        codes, scales = fp8_of(expert)
         same_bytes(found[name].full_tensor()[place], codes)
         same_bytes(found[f"{name}_scale_inv"].full_tensor()[place], scales)
 
@@ -155,7 +155,7 @@ def test_stacks_and_empty_shards():
 def test_codes_are_of_the_numbers_in_the_source_whatever_the_target_states(before, dtype):
     weight = weights((300, 200), torch.float32)
     state = {NAME: DTensor(weight, TWO, before)}
-    codes, scales = fp8_of(weight, "transformers")
+    codes, scales = fp8_of(weight)
     target = {NAME: Layout(THREE, "[S0*128,R]", (300, 200), dtype)}
     grid = Layout(THREE, "[S0*1,R]", (3, 2), "float32")
     for stated in (target, target | {f"{NAME}_scale_inv": grid}):

@@ -244,7 +244,7 @@ def _quantized(name: str, value: object, layout: Layout, grid: Layout) -> tuple[
 
 
 def _in_blocks(name: str, weight: "torch.Tensor") -> "tuple[torch.Tensor, torch.Tensor]":
-    """Return codes and scales of a shard, by the rule ``transformers``; see `merge`."""
+    """Return codes and scales of a shard, as `merge` makes them."""
     import torch
 
     high, wide = weight.shape[-2:]
