@@ -151,10 +151,7 @@ def test_hosts_get_what_they_lack_once_and_share_the_sending(seeds):
             for element, hosts in lackers.items()
         )
         classes = {key: count * 4 for key, count in keys.items()}
-        ways = [
-            staged(lacking, cluster, lambda _: 4, relays=relays, by_host=True)
-            for relays in (True, False)
-        ]
+        ways = staged(lacking, cluster, lambda _: 4)
         for stages in (*ways, *([plan.copies.stages] if len(plan.copies.stages) > 1 else [])):
             entered, left = Counter[int](), Counter[int]()
             for (sender, receiver), num_bytes in Counter(traffic_of(stages)).items():
