@@ -21,7 +21,7 @@ from shardspec.checkpoint.job.load_plan import plan_stored
 from shardspec.checkpoint.job.rows import file_regions
 from shardspec.checkpoint.open import open_checkpoint
 from shardspec.errors import CheckpointError, DTypeError, LayoutError
-from shardspec.resharding.transfers import transfer_rows
+from shardspec.resharding.rows import transfer_rows
 from tests.checkpoint.test_low_precision import FP8, SHAPES, merged, written
 from tests.checkpoint.test_quantize import fp8_of, same_bytes, weights
 from tests.families.maps import load_map
@@ -236,7 +236,7 @@ def test_a_checkpoint_is_quantized_to_what_merge_writes_wherever_it_is_cut(tmp_p
     # What the plan says is what is made.
     assert plan.received == {
         device: sum(of.shards[device].nbytes for of in made.values() if device in of.shards)
-        for device in plan.devices
+        for device in plan.copies.devices
     }
 
 
@@ -341,7 +341,7 @@ def test_what_a_map_fills_with_zeros(tmp_path):
     )
     assert files == {2: "/dev/zero", 3: "model.safetensors"}
     made = {name: bytearray(2 * tensor.numel() * 2) for name, tensor in tensors.items()}
-    for row in transfer_rows(plan, 1, files=file_regions(catalog, 2)):
+    for row in transfer_rows(plan.copies, 1, files=file_regions(catalog, 2)):
         target = made[plan.moves[row["tensor"]].target_name]
         with (source / files[int(row["sender"])]).open("rb") as file:
             for step in range(row["count"]):
