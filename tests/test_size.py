@@ -8,8 +8,8 @@ ROOT = Path(__file__).parent.parent
 
 # Folder: (lines, modules). The first table with budgets; a feature adds its lines and a comment.
 BUDGET = {
-    "shardspec": (43710, 201),
-    "shardspec/checkpoint": (18084, 76),
+    "shardspec": (43710, 200),
+    "shardspec/checkpoint": (18084, 75),
     "shardspec/cli": (3341, 15),
     "shardspec/comm": (4051, 23),
     "shardspec/explorer": (223, 2),
