@@ -275,7 +275,7 @@ class StateCopies:
         cluster = self.cluster
         one = cluster.far if len(set(map(cluster.host, self.devices))) > 1 else cluster.near
         link = (lambda _a, _b: one) if self.files else cluster.link
-        return sum(cluster.start_s + stage.seconds(link, self.files) for stage in stages)
+        return sum(cluster.start_s + stage.seconds(link, cluster, self.files) for stage in stages)
 
     @property
     def meshes(self) -> set[DeviceMesh]:

@@ -5,13 +5,14 @@ come in up to three stages, so that bytes enter a host once and are passed on, b
 inside them.
 """
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from functools import cached_property, lru_cache
 from typing import Final, NamedTuple, TypeAlias
 
 from shardspec.boxes import Box, box_shape, box_size, chunks
-from shardspec.comm.cluster import Cluster
+from shardspec.comm.cluster import Cluster, busiest_seconds
+from shardspec.comm.curves import Line
 from shardspec.comm.senders import Holders, Senders, find_copies, overlaps
 from shardspec.comm.transfers import Message, Piece, message_bytes
 from shardspec.layout.layout import Layout, LayoutCell, cells_of
@@ -146,17 +147,13 @@ class PlanStage:
         peers = Counter(end for pair in self.traffic for end in enumerate(pair))
         return max(peers.values(), default=0)
 
-    def seconds(self, link: Callable[[int, int], tuple[float, float]], files: Set[int]) -> float:
-        """Return modelled seconds: those of the device that sends or receives longest.
+    def seconds(self, link: Callable[[int, int], Line], cluster: Cluster, files: Set[int]) -> float:
+        """Return modelled seconds: those of the device or port that sends or receives longest.
 
         `link` says what a message between two devices costs, and a byte of it; files are none.
         """
-        busy: defaultdict[tuple[int, int], float] = defaultdict(float)
-        for pair, num_bytes in self.traffic.items():
-            latency, per_byte = link(*pair)
-            for end in enumerate(pair):
-                busy[end] += latency + per_byte * num_bytes
-        return max((s for (_, device), s in busy.items() if device not in files), default=0.0)
+        messages = ((*pair, num_bytes) for pair, num_bytes in self.traffic.items())
+        return busiest_seconds(messages, link, cluster, files)
 
     def streams(self, device: int) -> dict[tuple[int, int], list[StateCopy]]:
         """Return what a device sends or receives, by sender and receiver, in the order of both."""
