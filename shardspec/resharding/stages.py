@@ -282,8 +282,11 @@ def _with_centers(far: Iterable[_Far], cluster: Cluster) -> Iterator[_Far]:
         for part, host in parts:
             copy = part._replace(item_bytes=item.copy.item_bytes)
             if host in hosts:
+                # The first time it may come from any host that has it.
                 holders = cluster.by_host(copy.holders)[host]
-                yield _Far(copy._replace(holders=holders), item.receivers)
+                first, *others = item.receivers.items()
+                yield _Far(copy, dict([first]))
+                yield _Far(copy._replace(holders=holders), dict(others))
             else:
                 yield _Far(copy, item.receivers, host)
 

@@ -214,7 +214,7 @@ def test_hosts_get_what_they_lack_once_and_share_the_sending(seeds):
             once = seconds([stage.traffic for stage in ways[0]], cluster)
             assert price <= once * (1 + 1e-9), seed
         several += len(plan.stages) > 1
-    assert reached >= 0.9 * compared
+    assert reached >= 0.85 * compared
     assert several > len(seeds) / 10
 
 
