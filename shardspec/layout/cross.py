@@ -182,9 +182,9 @@ def _boxes_seconds(
         distance_of(_crossing(*meshes, model), common_mesh(*meshes)),
     )
     messages = [
-        (move.src, move.dst, box_size(move.box) * item)
+        (move.sender, move.receiver, box_size(move.box) * item)
         for move in exchange_routes(have, wanted, distance)
-        if move.src != move.dst
+        if move.sender != move.receiver
     ]
     if not messages:
         return 0.0
