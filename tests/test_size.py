@@ -8,9 +8,9 @@ ROOT = Path(__file__).parent.parent
 
 # Folder: (lines, modules). The first table with budgets; a feature adds its lines and a comment.
 BUDGET = {
-    "shardspec": (43806, 213),
-    "shardspec/checkpoint": (18148, 83),
-    "shardspec/cli": (3340, 15),
+    "shardspec": (43748, 206),
+    "shardspec/checkpoint": (18092, 76),
+    "shardspec/cli": (3338, 15),
     "shardspec/comm": (4033, 23),
     "shardspec/explorer": (224, 2),
     "shardspec/families": (1950, 10),
@@ -21,7 +21,7 @@ BUDGET = {
     "shardspec/profiling": (555, 5),
     "shardspec/resharding": (4616, 19),
     "shardspec/tensor": (3297, 16),
-    "tests": (54644, 338),
+    "tests": (54619, 338),
 }
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final, Generic, NamedTuple, Protocol, Self, Ty
 from shardspec.boxes import Box, box_size
 from shardspec.checkpoint.storage.from_text import storage_path
 from shardspec.checkpoint.storage.path import StoragePath
-from shardspec.checkpoint.storage.snapshot import Snapshot
+from shardspec.checkpoint.storage.reading import Snapshot
 from shardspec.comm.steps import ReduceOp
 from shardspec.dtypes import item_bytes
 from shardspec.layout.layout import Layout, LayoutCell, cells_of

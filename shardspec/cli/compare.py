@@ -22,7 +22,7 @@ from shardspec.checkpoint.compare.verify import (
     values_to_compare,
     verify_checkpoint,
 )
-from shardspec.checkpoint.select.choice import Choice
+from shardspec.checkpoint.convert.select import Choice
 from shardspec.cli import checkpoint_options as ckpt
 from shardspec.cli import options as opts
 from shardspec.cli.command import Command, Option, flag, refuse_if
@@ -173,8 +173,8 @@ def diff_command(
     """
     catalog_a, catalog_b = source.open(a, b)
     if model is not None:
-        from shardspec.checkpoint.select.mapped import mapped_choice
-        from shardspec.checkpoint.select.model_names import model_names
+        from shardspec.checkpoint.convert.model_names import model_names
+        from shardspec.checkpoint.convert.select import mapped_choice
 
         named = (mapped_choice(x, model_names(model), Choice())[0] for x in (catalog_a, catalog_b))
         catalog_a, catalog_b = named

@@ -27,7 +27,6 @@ def counted(tmp_path):
     yield f"counted://{tmp_path.name}"
     CountingStore.store.clear()
     CountingStore.lose.clear()
-    CountingStore.copies[:] = [True]
 
 
 @pytest.fixture

@@ -43,8 +43,6 @@ class CountingStore(MemoryFileSystem):  # type: ignore[misc]  # fsspec has no ty
     """Size of every range that was read."""
     lose: ClassVar[set[str]] = set()
     """What the names of files contain of which the last byte does not arrive."""
-    copies: ClassVar[list[bool]] = [True]
-    """Whether it copies files."""
 
     @classmethod
     def _strip_protocol(cls, path):
@@ -60,11 +58,6 @@ class CountingStore(MemoryFileSystem):  # type: ignore[misc]  # fsspec has no ty
         if found["type"] == "file" and any(name in path for name in self.lose):
             found = found | {"size": found["size"] - 1}
         return found
-
-    def cp_file(self, path1, path2, **kwargs):
-        if not self.copies[0]:
-            raise NotImplementedError("this store copies nothing")
-        super().cp_file(path1, path2, **kwargs)
 
 
 class SharedStore(CountingStore):

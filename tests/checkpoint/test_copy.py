@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardspec.boxes import slices_within
-from shardspec.checkpoint.boxes.copy import (
+from shardspec.checkpoint.catalog import Digest, StoredBox, StoredTensor
+from shardspec.checkpoint.convert.copy import (
     Buffers,
     Checks,
     block_part,
@@ -21,7 +22,6 @@ from shardspec.checkpoint.boxes.copy import (
     read_box,
     read_box_into,
 )
-from shardspec.checkpoint.catalog import Digest, StoredBox, StoredTensor
 from shardspec.checkpoint.storage.local import LocalPath
 from shardspec.checkpoint.storage.reading import OpenFiles
 from shardspec.errors import CheckpointError

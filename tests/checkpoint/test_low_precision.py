@@ -19,11 +19,10 @@ from shardspec import (
     plan_reshard,
     reshard,
 )
+from shardspec.checkpoint.convert.prepare import mapped_source
+from shardspec.checkpoint.convert.select import Choice, config_of
 from shardspec.checkpoint.open import open_checkpoint
 from shardspec.checkpoint.quantization.quantize import quantize_of, quantized_as
-from shardspec.checkpoint.select.choice import Choice
-from shardspec.checkpoint.select.dequantized import mapped_source
-from shardspec.checkpoint.select.mapped import config_of
 from shardspec.cli.main import cli
 from shardspec.errors import CheckpointError
 

@@ -16,10 +16,10 @@ from shardspec import (
     plan_reshard,
     save_sharded,
 )
+from shardspec.checkpoint.convert.select import mapped
 from shardspec.checkpoint.job.load_plan import plan_stored
 from shardspec.checkpoint.job.rows import file_regions
 from shardspec.checkpoint.open import open_checkpoint
-from shardspec.checkpoint.select.mapped import mapped
 from shardspec.errors import CheckpointError, DTypeError, LayoutError
 from shardspec.resharding.transfers import transfer_rows
 from tests.checkpoint.test_low_precision import FP8, SHAPES, merged, written

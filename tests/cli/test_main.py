@@ -309,7 +309,7 @@ def test_an_interrupt_is_exit_code_130(tmp_path, monkeypatch):
         raise KeyboardInterrupt
 
     ckpt = handmade(sample()).write(tmp_path / "ckpt")
-    monkeypatch.setattr("shardspec.checkpoint.convert.merge.merge", interrupt)
+    monkeypatch.setattr("shardspec.checkpoint.convert.output.merge", interrupt)
     result = run("merge", ckpt, "-o", tmp_path / "out")
     assert (result.exit_code, result.stdout) == (130, "")
     assert result.stderr == "Error: interrupted\n"
@@ -326,7 +326,7 @@ def test_a_full_disk_behind_the_output_is_one_line(tmp_path):
 
 KILLED = """
 import os, signal, sys
-import shardspec.checkpoint.convert.merge as command
+import shardspec.checkpoint.convert.output as command
 from shardspec.cli.main import main
 merge = command.merge
 def end(*_):

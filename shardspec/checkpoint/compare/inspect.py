@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 from shardspec.boxes import Box, box_shape, box_size
 from shardspec.checkpoint import catalog
-from shardspec.checkpoint.boxes.coverage import check_tiling, memoize_by_boxes
 from shardspec.checkpoint.catalog import AnyOutline, Catalog
+from shardspec.checkpoint.compare.coverage import check_tiling, memoize_by_boxes
 from shardspec.checkpoint.compare.layers import groups_of, optimizer_kind
 from shardspec.checkpoint.open import as_catalog
 from shardspec.checkpoint.storage.path import StoragePath

@@ -11,19 +11,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardspec.boxes import box_shape, box_size
-from shardspec.checkpoint.boxes.copy import (
-    Checks,
-    Progress,
-    pieces,
-)
-from shardspec.checkpoint.boxes.coverage import (
-    check_replicas,
-    check_tiling,
-    element_index,
-    memoize_by_boxes,
-    read_both,
-)
-from shardspec.checkpoint.boxes.numeric import numbers
 from shardspec.checkpoint.catalog import (
     Catalog,
     OpaqueValue,
@@ -34,10 +21,23 @@ from shardspec.checkpoint.catalog import (
     row_major_strides,
     whole_box,
 )
+from shardspec.checkpoint.compare.coverage import (
+    check_replicas,
+    check_tiling,
+    element_index,
+    memoize_by_boxes,
+    read_both,
+)
 from shardspec.checkpoint.compare.inspect import other_text
+from shardspec.checkpoint.convert.copy import (
+    Checks,
+    Progress,
+    pieces,
+)
+from shardspec.checkpoint.convert.numeric import numbers
+from shardspec.checkpoint.convert.select import Choice, Patterns, Renames, renamed_names, select
 from shardspec.checkpoint.formats import format_called
 from shardspec.checkpoint.open import as_catalog
-from shardspec.checkpoint.select.choice import Choice, Patterns, Renames, renamed_names, select
 from shardspec.checkpoint.state.state_dict import saved_leaves
 from shardspec.checkpoint.storage.path import FileStretch
 from shardspec.checkpoint.storage.reading import OpenFiles

@@ -25,7 +25,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 from typing import Final, NamedTuple
 
 from shardspec.checkpoint.storage.path import StoragePath, file_inside
-from shardspec.checkpoint.storage.snapshot import Snapshot
+from shardspec.checkpoint.storage.reading import Snapshot
 from shardspec.checkpoint.storage.strict_json import checked, field, read_json
 from shardspec.errors import CheckpointError
 from shardspec.text import shown

@@ -158,6 +158,13 @@ def encode_header(slots: Iterable[TensorSlot], metadata: Mapping[str, str]) -> t
 
     Raises CheckpointError for a name or shape that the format cannot express.
     """
+    slots = list(slots)
+    for name, dtype, _ in slots:
+        if to_safetensors(dtype) not in _ORDER:
+            raise CheckpointError(
+                f"tensor {name!r} is {dtype}, which safetensors files cannot hold; "
+                "write a .pt file or a DCP checkpoint, or cast it to complex64"
+            )
     ordered = sorted(slots, key=lambda slot: (_ORDER.index(to_safetensors(slot[1])), slot[0]))
     described: dict[str, object] = {_METADATA: dict(metadata)} if metadata else {}
     placed, end = [], 0

@@ -9,10 +9,10 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Final, NamedTuple
 
+from shardspec.checkpoint.convert.sidecars import QUANTIZED_BY, SECTIONS
 from shardspec.checkpoint.quantization.schemes import USUAL, Coded, Shape, coded, schemes_in
 from shardspec.checkpoint.storage.path import StoragePath
 from shardspec.checkpoint.storage.strict_json import json_beside
-from shardspec.checkpoint.targets import QUANTIZED_BY, SECTIONS
 
 _CONFIGS: Final = ("config.json", *sorted(QUANTIZED_BY), "params.json")
 

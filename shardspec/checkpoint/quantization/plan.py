@@ -4,6 +4,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final, Never
 
+from shardspec.checkpoint.convert.select import Choice
 from shardspec.checkpoint.job.load_plan import (
     NO_COPY,
     CheckpointReader,
@@ -13,7 +14,6 @@ from shardspec.checkpoint.job.load_plan import (
 from shardspec.checkpoint.open import as_catalog
 from shardspec.checkpoint.quantization.cuts import grid_layout, origins, refuse_quantized
 from shardspec.checkpoint.quantization.detect import find_quantized
-from shardspec.checkpoint.select.choice import Choice
 from shardspec.checkpoint.storage.path import StoragePath
 from shardspec.errors import LayoutError
 from shardspec.families.linear import LinearLayers

@@ -10,16 +10,13 @@ from typing import Any, Final, NamedTuple, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from shardspec.checkpoint.boxes.copy import Buffers
-from shardspec.checkpoint.boxes.coverage import check_tiling
-from shardspec.checkpoint.boxes.derived import (
-    ComputedCatalog,
-    ComputedMatrices,
-    Recent,
-    Source,
-    bytes_in_files,
+from shardspec.checkpoint.catalog import (
+    Catalog,
+    StoredTensor,
 )
-from shardspec.checkpoint.boxes.numeric import (
+from shardspec.checkpoint.compare.coverage import check_tiling
+from shardspec.checkpoint.convert.copy import Buffers
+from shardspec.checkpoint.convert.numeric import (
     FOUR_BITS,
     Bytes,
     RawNumbers,
@@ -29,15 +26,17 @@ from shardspec.checkpoint.boxes.numeric import (
     round_by,
     strips,
 )
-from shardspec.checkpoint.catalog import (
-    Catalog,
-    StoredTensor,
-)
+from shardspec.checkpoint.convert.select import Choice, Patterns, config_of, mapped, wanted_names
 from shardspec.checkpoint.quantization.cuts import origins, quantized_in, refuse_quantized
+from shardspec.checkpoint.quantization.derived import (
+    ComputedCatalog,
+    ComputedMatrices,
+    Recent,
+    Source,
+    bytes_in_files,
+)
 from shardspec.checkpoint.quantization.detect import sections, sections_of
 from shardspec.checkpoint.quantization.schemes import MX, QUANTIZATIONS, ScaleRule, Shape
-from shardspec.checkpoint.select.choice import Choice, Patterns, wanted_names
-from shardspec.checkpoint.select.mapped import config_of, mapped
 from shardspec.dtypes import dtype_name, is_cast, is_floating, item_bytes, packed
 from shardspec.errors import CheckpointError, DTypeError
 from shardspec.families.linear import LinearLayers, SkippedModules, is_other, module_of

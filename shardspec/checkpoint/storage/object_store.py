@@ -3,18 +3,20 @@
 fsspec connects to the stores, with keys and endpoints from the environment or its own settings. It
 is imported with the first URL.
 
-An output is complete once all of it has arrived. A file with a new name is uploaded under that
-name. If the name is taken, it is uploaded beside the old file, and in the end the store copies it
-over that in one step.
+A request to a store takes as long as transferring some megabytes. So near ranges are joined, and
+the next ones are requested in batches while the last batch is in use.
+
+Files of an output are sent as they are written, and exist once they are committed, all of them at
+the end: the file that lists the others last.
 """
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
-from shardspec.checkpoint.storage.object_ranges import ObjectFile, RangePrefetcher
 from shardspec.checkpoint.storage.path import (
     Entry,
     FileStretch,
@@ -27,11 +29,22 @@ from shardspec.checkpoint.storage.path import (
     is_temporary,
     output_exists,
 )
+from shardspec.checkpoint.storage.reading import AHEAD_BYTES
 from shardspec.errors import CheckpointError
 
 if TYPE_CHECKING:
+    from concurrent.futures import Future
+
     from fsspec import AbstractFileSystem
 
+MAX_REQUEST_BYTES: Final = 4 << 20
+_MIN_REQUEST_BYTES: Final = 64 << 10
+"""The smallest request, for a header and what is around it. Shorter gaps are read along."""
+_SEQUENTIAL_BYTES: Final = 512 << 10
+"""The smallest request of a sequential reader."""
+_BATCHES: Final = 3
+"""Batches of requests in flight."""
+_BATCH_STRETCHES: Final = 1024
 _PART_BYTES: Final = 8 << 20
 _MAX_PARTS: Final = 9_000
 """S3 accepts 10,000 parts; a file of more than 72 GB is uploaded in larger parts."""
@@ -172,37 +185,23 @@ class ObjectPath(StoragePath):
         mode_of: str | None = None,  # noqa: ARG002  # files have none
     ) -> None:
         """Upload a file from pieces."""
-        with upload(self, num_bytes, overwrite=overwrite) as append:
+        staging = Staging({"": num_bytes}, directory=False, overwrite=overwrite)
+        with self.stage(staging) as staged, staged.file("") as write:
+            end = 0
             for piece in pieces:
-                append(piece)
+                write(end, piece)
+                end += len(piece)
 
     @contextmanager
     def stage(self, output: Staging) -> Iterator[Staged]:
         """Begin an output, which is complete at the end of the block."""
-        names = frozenset[str]()
-        if output.overwrite and output.directory:
-            with suppress(FileNotFoundError):
-                names = frozenset(self.list())
-        elif output.overwrite and self.is_file():
-            names = frozenset({self.name})
-        taken = [name for name in output.files if name in names]
-        # Old and new ones side by side could be taken for one checkpoint.
-        mixed = output.directory and any(name != output.listing for name in taken)
-        if mixed and output.listing is not None and output.listing not in taken:
-            taken.append(output.listing)
-        staged = _Uploads(self, output, taken)
-        with staged.removed_on_failure():
-            yield staged
-            # Files to remove, besides those of the same names: also leftovers of killed runs.
-            old = output.replaced & names | {name for name in names if is_temporary(name)}
-            if mixed:
-                in_the_way = {name for name in old if _is_list(name)} | names & output.files.keys()
-                staged.remove(in_the_way)
-                staged.made.extend(map(staged.final, taken))
-            for name in taken:
-                staged.move(name)
-            if output.directory:
-                staged.remove(old - output.files.keys())
+        uploads = _Uploads(self, output)
+        try:
+            yield uploads
+            uploads.commit()
+        except BaseException:
+            uploads.discard()
+            raise
 
     def unlink(self) -> None:
         """Remove the object if it exists."""
@@ -233,6 +232,155 @@ def kept_store(root: str, pid: int) -> "AbstractFileSystem | None":  # noqa: ARG
     return store if store.async_impl else None
 
 
+class ObjectFile(SourceFile):
+    """An object, read in ranges."""
+
+    __slots__ = ("_kept", "_store")
+
+    def __init__(self, path: StoragePath, num_bytes: int, store: "AbstractFileSystem") -> None:
+        super().__init__(path, num_bytes)
+        self._kept = (-_MIN_REQUEST_BYTES, b"")
+        """Position and bytes of the last range; one value, as threads may share the file."""
+        # fsspec may return another store to other threads.
+        self._store = store
+
+    def read_into(self, buffer: memoryview, offset: int) -> None:
+        """Fill a buffer with bytes from a position in the file."""
+        at, end = offset, offset + len(buffer)
+        while at < end:
+            start, block = self._range_at(at, end)
+            part = memoryview(block)[at - start : end - start]
+            buffer[at - offset : at - offset + len(part)] = part
+            at += len(part)
+
+    def close(self) -> None:
+        """Do nothing: each range is a request of its own."""
+
+    def _range_at(self, at: int, needed: int) -> tuple[int, bytes]:
+        """Return the start and bytes of a range with a position."""
+        start, data = self._kept
+        if start <= at < start + len(data):
+            return start, data
+        if self.requested is not None and (arrived := self.requested.find(self.path, at)):
+            return arrived
+        # Rows of columns are read along with the gaps between them.
+        goes_on = 0 <= at - start - len(data) < _MIN_REQUEST_BYTES
+        least = _SEQUENTIAL_BYTES if goes_on else _MIN_REQUEST_BYTES
+        end = min(max(needed, at + least), at + MAX_REQUEST_BYTES, self.num_bytes)
+        data = b""
+        if end > at:
+            with self.path.errors("read"):
+                data = self._store.cat_file(str(self.path), start=at, end=end)
+        if len(data) > max(end - at, 0):
+            raise CheckpointError(
+                f"{self.path}: the store answered a request for {end - at} bytes with "
+                f"{len(data)}: it ignores ranges; download the checkpoint and name the copy"
+            )
+        if len(data) < max(end - at, 1):
+            raise self.cut_short(at + len(data), needed)
+        # A long range is used up at once; only its end is remembered.
+        self._kept = (at, data) if len(data) <= _SEQUENTIAL_BYTES else (end, b"")
+        return at, data
+
+
+_Ranges: TypeAlias = dict[str, list[tuple[int, int, int]]]
+"""Per file, the first byte, end and index of the answer of each range."""
+
+
+class RangePrefetcher:
+    """Requests stretches of files in a store before they are read, for one thread.
+
+    They are requested in batches, and read in the same order. If the iterator raises an error,
+    prefetching stops: the reader will meet the same error.
+    """
+
+    def __init__(
+        self,
+        store: "AbstractFileSystem",
+        stretches: Iterable[FileStretch],
+        max_bytes: int = AHEAD_BYTES,
+    ) -> None:
+        from concurrent.futures import ThreadPoolExecutor
+
+        self._store = store
+        self._stretches: Iterator[FileStretch] = (
+            FileStretch(path, at, min(MAX_REQUEST_BYTES, start + num_bytes - at))
+            for path, start, num_bytes in stretches
+            for at in range(start, start + num_bytes, MAX_REQUEST_BYTES)
+        )
+        self._batch_bytes = max(1, max_bytes // _BATCHES)
+        self._pool = ThreadPoolExecutor(_BATCHES, "shardspec-ranges")
+        self._pending: deque[tuple[_Ranges, Future[list[bytes | BaseException]]]] = deque()
+        self._request()
+
+    def find(self, path: StoragePath, start: int) -> tuple[int, bytes] | None:
+        """Return the start and bytes of the range with a byte; None if it was not requested."""
+        for count, (ranges, answers) in enumerate(self._pending):
+            for first, end, index in ranges.get(str(path), ()):
+                if first <= start < end:
+                    # Earlier batches are no longer needed.
+                    for _ in range(count):
+                        self._pending.popleft()
+                    self._request()
+                    # If a request failed, the reader makes it again and reports the error.
+                    with suppress(Exception):
+                        data = answers.result()[index]
+                        if isinstance(data, bytes) and len(data) == end - first:
+                            return first, data
+                    return None
+        return None
+
+    def close(self) -> None:
+        """Make no more requests."""
+        self._stretches = iter(())
+        self._pending.clear()
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _request(self) -> None:
+        from fsspec.utils import merge_offset_ranges
+
+        while len(self._pending) < _BATCHES:
+            batch: list[FileStretch] = []
+            room = self._batch_bytes
+            with suppress(CheckpointError, StopIteration):
+                while room > 0 and len(batch) < _BATCH_STRETCHES:
+                    batch.append(next(self._stretches))
+                    room -= batch[-1].num_bytes
+            if not batch:
+                return
+            paths, starts, ends = merge_offset_ranges(
+                [str(path) for path, _, _ in batch],
+                [start for _, start, _ in batch],
+                [start + num_bytes for _, start, num_bytes in batch],
+                max_gap=_MIN_REQUEST_BYTES,
+                max_block=MAX_REQUEST_BYTES,
+            )
+            ranges: _Ranges = {}
+            for index, (path, start, end) in enumerate(zip(paths, starts, ends, strict=True)):
+                ranges.setdefault(path, []).append((start, end, index))
+            # If the system allows no more threads, nothing is requested ahead.
+            with suppress(RuntimeError):
+                answers = self._pool.submit(self._store.cat_ranges, paths, starts, ends)
+                self._pending.append((ranges, answers))
+
+
+def _open_uncommitted(path: ObjectPath, num_bytes: int, *, overwrite: bool) -> Any:  # noqa: ANN401
+    """Open a file of about this size, which exists once its `commit` is called."""
+    store = path.store
+    if not store.async_impl:
+        # These ignore `autocommit` outside of a transaction; this one is never completed.
+        from fsspec.core import url_to_fs
+
+        store = url_to_fs(str(path), skip_instance_cache=True)[0]
+        store.start_transaction()
+    part = max(_PART_BYTES, -(-num_bytes // _MAX_PARTS))
+    part += -part % (1 << 20)
+    file = store.open(str(path), "wb" if overwrite else "xb", block_size=part, autocommit=False)
+    # Transactions of a store belong to all its users.
+    store.transaction.files.remove(file)
+    return file
+
+
 @contextmanager
 def _written(path: ObjectPath) -> Iterator[None]:
     with path.errors("written"):
@@ -242,115 +390,83 @@ def _written(path: ObjectPath) -> Iterator[None]:
             raise output_exists(path) from None
 
 
-@contextmanager
-def upload(
-    path: ObjectPath, num_bytes: int, *, overwrite: bool
-) -> Iterator[Callable[[bytes | memoryview], None]]:
-    """Upload a file of about this size; yields a function that appends to it.
+class _Uploads:
+    """Files of an output that were sent, each by one thread, and are not committed yet."""
 
-    The file appears at the end of the block, unless an exception is raised: an `OutputExistsError`
-    if the file exists by then and `overwrite` is not set.
-    """
-    from fsspec.transaction import Transaction
+    def __init__(self, path: ObjectPath, output: Staging) -> None:
+        self._path, self._output = path, output
+        self._open: dict[str, Any] = {}
+        self._num_bytes: dict[str, int] = {}
+        self._made: list[ObjectPath] = []
 
-    store = path.store
-    part = max(_PART_BYTES, -(-num_bytes // _MAX_PARTS))
-    part += -part % (1 << 20)
-    # A transaction of its own: threads share the one of the store.
-    transaction = Transaction(store)
-    if not store.async_impl:
-        transaction.start()  # some of these ignore `autocommit`
-    try:
+    @contextmanager
+    def file(self, name: str) -> Iterator[WriteAt]:
+        """Send a file from start to end."""
+        path, end = self._at(name), 0
         with _written(path):
-            mode = "wb" if overwrite else "xb"
-            file = store.open(str(path), mode, block_size=part, autocommit=False)
-            transaction.files.append(file)
+            file = self._open[name] = _open_uncommitted(
+                path, self._output.files[name], overwrite=self._output.overwrite
+            )
 
-        def write(data: bytes | memoryview) -> None:
+        def write(offset: int, data: bytes | memoryview) -> None:
+            nonlocal end
             with _written(path):
+                file.write(bytes(offset - end))
                 file.write(data)
+            end = offset + len(data)
 
         try:
             yield write
         finally:
             with _written(path):
-                file.close()  # sends the rest; the file appears with the commit
-    except BaseException:
-        transaction.complete(commit=False)
-        raise
-    else:
+                file.close()  # sends the rest
+        self._num_bytes[name] = end
+
+    def commit(self) -> None:
+        """Let the files appear, the listing last, and remove those that they replace."""
+        output, old = self._output, frozenset[str]()
+        if output.directory and output.overwrite:
+            with suppress(FileNotFoundError):
+                old = frozenset(self._path.list())
+        # Also leftovers of killed runs.
+        gone = output.replaced & old | {name for name in old if is_temporary(name)}
+        # Old and new ones side by side could be taken for one checkpoint.
+        if len(self._open) > 1 and not old.isdisjoint(self._open.keys() - {output.listing}):
+            self._remove({name for name in gone if _is_list(name)} | old & self._open.keys())
+        for name in sorted(self._open, key=lambda name: (name == output.listing, name)):
+            self._commit(name)
+        self._remove(gone - output.files.keys())
+
+    def _commit(self, name: str) -> None:
+        path, num_bytes = self._at(name), self._num_bytes[name]
         with _written(path):
-            transaction.complete(commit=True)
-    finally:
-        store.invalidate_cache(str(path.parent))
+            self._open[name].commit()
+        del self._open[name]
+        self._made.append(path)
+        path.store.invalidate_cache(str(path.parent))
+        entry = path.look()
+        if entry is None or entry.num_bytes != num_bytes:
+            raise CheckpointError(
+                f"{path}: has {entry and entry.num_bytes} bytes in the store, but {num_bytes} were "
+                "sent; another run has written there, or the store has lost some; write again"
+            )
 
+    def discard(self) -> None:
+        """Drop what was sent, and remove what appeared already."""
+        for file in self._open.values():
+            # A store forgets it sooner or later.
+            with suppress(Exception):
+                file.discard()
+        with suppress(CheckpointError):
+            self._remove(path.name for path in self._made)
 
-class _Uploads:
-    """An output of uploaded files, each by one thread."""
-
-    def __init__(self, path: ObjectPath, output: Staging, taken: Sequence[str]) -> None:
-        self._path, self._output, self._taken = path, output, taken
-        self._mark = os.urandom(8).hex()
-        """In the names of files that are uploaded beside older ones."""
-        self.made: list[ObjectPath] = []
-        """The files uploaded so far; removed on failure."""
-
-    @contextmanager
-    def file(self, name: str) -> Iterator[WriteAt]:
-        """Upload a file from start to end; it exists at the end of the block."""
-        place, end = self._uploaded_as(name), 0
-        with upload(place, self._output.files[name], overwrite=self._output.overwrite) as append:
-
-            def write(offset: int, data: bytes | memoryview) -> None:
-                nonlocal end
-                append(bytes(offset - end))
-                append(data)
-                end = offset + len(data)
-
-            yield write
-        self.made.append(place)
-        with place.open() as file:
-            if file.num_bytes != end:
-                raise CheckpointError(
-                    f"{place}: has {file.num_bytes} bytes in the store, but {end} were sent; "
-                    "another run has written there, or the store has lost some; write again"
-                )
-
-    def final(self, name: str) -> ObjectPath:
-        """Return the final path of a file."""
+    def _at(self, name: str) -> ObjectPath:
         return self._path / name if self._output.directory else self._path
 
-    def _uploaded_as(self, name: str) -> ObjectPath:
-        final = self.final(name)
-        if name not in self._taken:
-            return final
-        return final.with_name(f".{final.name}.{self._mark}.shardspec-tmp")
-
-    def move(self, name: str) -> None:
-        """Move a file to its final path; the store copies it in one step."""
-        source, target = self._uploaded_as(name), self.final(name)
-        with target.errors("replaced"):
-            target.store.cp_file(str(source), str(target))
-        target.store.invalidate_cache(str(target.parent))
-        # A copy that cannot be removed only takes room.
-        with suppress(CheckpointError):
-            source.unlink()
-
-    def remove(self, names: Iterable[str]) -> None:
+    def _remove(self, names: Iterable[str]) -> None:
         """Remove files, first those that list others."""
         for name in sorted(names, key=lambda name: (not _is_list(name), name)):
-            self.final(name).unlink()
-
-    @contextmanager
-    def removed_on_failure(self) -> Iterator[None]:
-        """Remove what was uploaded if the block fails."""
-        try:
-            yield
-        except BaseException:
-            for file in self.made:
-                with suppress(CheckpointError):
-                    file.unlink()
-            raise
+            self._at(name).unlink()
 
 
 def _is_list(name: str) -> bool:

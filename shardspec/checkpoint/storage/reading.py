@@ -1,12 +1,19 @@
-"""Reading many files: some are opened ahead, and few are open at once."""
+"""Reading many files: some are opened ahead, few are open at once; changed files are detected."""
 
 from collections import OrderedDict, deque
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import lru_cache, partial
-from typing import Final, Self, TypeVar
+from typing import Final, NamedTuple, Self, TypeVar
 
-from shardspec.checkpoint.storage.path import FileStretch, Requested, SourceFile, StoragePath
+from shardspec.checkpoint.storage.path import (
+    FileStretch,
+    Identity,
+    Requested,
+    SourceFile,
+    StoragePath,
+)
+from shardspec.errors import CheckpointError
 
 _Item = TypeVar("_Item")
 _Found = TypeVar("_Found")
@@ -119,3 +126,51 @@ class HeaderFiles:
         else:
             with path.open() as file:
                 yield file
+
+
+class Snapshot(NamedTuple):
+    """The identities of files, taken before a checkpoint is opened.
+
+    `check_unchanged` is called after all reads: of files that were written meanwhile, old and new
+    parts may have been read.
+    """
+
+    place: StoragePath
+    """A file, or a directory."""
+    nested: bool
+    """Whether files in subdirectories are included."""
+    files: Mapping[StoragePath, Identity]
+
+    @classmethod
+    def of(cls, place: StoragePath, *, nested: bool = False) -> "Snapshot":
+        """Take a snapshot."""
+        return cls(place, nested, _identities(place, nested))
+
+    def check_unchanged(self, files: Iterable[StoragePath]) -> None:
+        """Raise CheckpointError if a file has changed since the snapshot."""
+        now = _identities(self.place, self.nested)
+        for path in files:
+            if path not in now or now[path] != self.files.get(path):
+                done = "changed" if path in now else "was removed"
+                raise CheckpointError(
+                    f"{path}: {done} while it was read, so what was read may be a mixture of "
+                    "two saves; run again when nobody writes it"
+                )
+
+
+def _identities(place: StoragePath, nested: bool) -> dict[StoragePath, Identity]:
+    """Return the identities of the files in a directory, or of one file."""
+    try:
+        entries = {place / name: entry for name, entry in place.list().items()}
+    except NotADirectoryError:
+        entry = place.look()
+        return {} if entry is None else {place: entry.identity}
+    except OSError:  # opening the checkpoint reports it
+        return {}
+    files: dict[StoragePath, Identity] = {}
+    for path, entry in entries.items():
+        if entry.kind != "directory":
+            files[path] = entry.identity
+        elif nested:
+            files |= _identities(path, nested=True)
+    return files
