@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final, Literal, TypeAlias, TypeGuard, get_args
 
-from shardspec.comm.curves import EXCHANGE, KINDS, PERMUTE, Curve, Link
+from shardspec.comm.curves import EXCHANGE_KIND, KINDS, PERMUTE_KIND, Curve, Link
 from shardspec.errors import ProfileError, ShardSpecError
 from shardspec.input_files import read_input_file
 from shardspec.mesh.device_ids import SECONDS_RULE, seconds, whole_number
@@ -158,7 +158,7 @@ def _curve(record: Mapping[str, Any], sizes: object) -> Curve:
         whole_number(value)
         for value in (record["devices"], record.get("nodes", 1), *record.get("sizes", sizes))
     )
-    if kind not in (*KINDS, PERMUTE, EXCHANGE) or not lines:
+    if kind not in (*KINDS, PERMUTE_KIND, EXCHANGE_KIND) or not lines:
         raise ProfileError(f"collective {shown(kind)} with {len(lines)} lines: give {KINDS}")
     if devices is None or nodes is None or devices < 2 or nodes < 1 or devices % nodes:
         raise ProfileError(f"{kind} of {shown(record['devices'])} devices on {shown(nodes)} nodes")

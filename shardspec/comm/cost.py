@@ -15,7 +15,16 @@ from typing import TypeAlias
 
 from shardspec.comm import curves, presets
 from shardspec.comm.cluster import Cluster, cluster_of_axes, joined_clusters, slowest_link
-from shardspec.comm.curves import EXCHANGE, KINDS, PERMUTE, Curve, Line, Link, share, whole
+from shardspec.comm.curves import (
+    EXCHANGE_KIND,
+    KINDS,
+    PERMUTE_KIND,
+    Curve,
+    Line,
+    Link,
+    share,
+    whole,
+)
 from shardspec.comm.steps import Exchange, Permute, Step
 from shardspec.errors import MeshError
 from shardspec.mesh.device_ids import SECONDS_RULE, seconds, whole_numbers
@@ -160,7 +169,7 @@ class CostModel:
         inside, across = self._tiers(axes)
         links = [link for link, _ in across or inside]
         if kind is None:
-            wanted = PERMUTE if isinstance(step, Permute) else EXCHANGE
+            wanted = PERMUTE_KIND if isinstance(step, Permute) else EXCHANGE_KIND
             nodes, count = prod(n for _, n in across), self._count(axes)
             known = links and all(
                 any(
@@ -225,11 +234,11 @@ class CostModel:
         """Return the line of sending to one device while receiving from another, along an axis."""
         link = self.links[axis]
         known = link.curves if self.link_model == "ring" else ()
-        for curve in sorted(known, key=lambda curve: curve.kind != PERMUTE):
-            if curve.kind == PERMUTE or (curve.kind, curve.devices) == ("all-to-all", 2):
+        for curve in sorted(known, key=lambda curve: curve.kind != PERMUTE_KIND):
+            if curve.kind == PERMUTE_KIND or (curve.kind, curve.devices) == ("all-to-all", 2):
                 # In a measured all-to-all of two devices, each sends half of its buffer.
                 fixed, slope = min(curve.lines, key=lambda line: line[1])
-                return fixed, slope * (1 if curve.kind == PERMUTE else 2)
+                return fixed, slope * (1 if curve.kind == PERMUTE_KIND else 2)
         return link.start_s + link.latency_s, self._per_byte(link)
 
     @property

@@ -23,9 +23,9 @@ KINDS: Final = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all")
 """The collectives that have curves."""
 _KIND_OF: Final = dict(zip((AllGather, ReduceScatter, AllReduce, AllToAll), KINDS, strict=True))
 
-PERMUTE: Final = "permute"
+PERMUTE_KIND: Final = "permute"
 """A curve of sending a whole shard to one device while receiving another's."""
-EXCHANGE: Final = "exchange"
+EXCHANGE_KIND: Final = "exchange"
 """A curve of an exchange that moves the boxes of an all-to-all."""
 
 Line: TypeAlias = tuple[float, float]
@@ -143,7 +143,7 @@ class Link:
 
 def share(kind: str, devices: int) -> Fraction:
     """Return the bytes that a device receives per byte of the whole buffer."""
-    if kind == PERMUTE:
+    if kind == PERMUTE_KIND:
         return Fraction(1)
     return Fraction((2 if kind == "all-reduce" else 1) * (devices - 1), devices)
 

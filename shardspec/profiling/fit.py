@@ -116,11 +116,11 @@ def step_of(kind: str, axes: tuple[int, ...]) -> Step:
     return steps[kind]
 
 
-class Run(NamedTuple):
+class Timing(NamedTuple):
     """Measured times of one collective on some devices."""
 
     kind: str
-    """One of `KINDS`, or `PERMUTE` or `EXCHANGE`."""
+    """One of `KINDS`, or `PERMUTE_KIND` or `EXCHANGE_KIND`."""
     devices: int
     nodes: int
     times: Mapping[int, float]
@@ -128,7 +128,7 @@ class Run(NamedTuple):
 
 
 def fitted_links(
-    name: str, runs: Sequence[Run], between: str | None = None, source: str = ""
+    name: str, runs: Sequence[Timing], between: str | None = None, source: str = ""
 ) -> LinkPreset:
     """Return the links of a cluster that fit measured times.
 

@@ -11,13 +11,13 @@ import numpy as np
 import torch
 
 from shardspec.comm.communicator import Communicator
-from shardspec.comm.curves import EXCHANGE, KINDS, PERMUTE, whole
+from shardspec.comm.curves import EXCHANGE_KIND, KINDS, PERMUTE_KIND, whole
 from shardspec.comm.steps import AllReduce, Exchange
 from shardspec.layout.layout import Layout
 from shardspec.layout.moving import transfers_of
 from shardspec.layout.spec import ShardingSpec
 from shardspec.mesh.device_mesh import DeviceMesh
-from shardspec.profiling.fit import Run, step_of
+from shardspec.profiling.fit import Timing, step_of
 
 _WARM_UPS: Final = 2
 MOST_AT_ONCE: Final = 20
@@ -34,7 +34,7 @@ def measure(
     device: torch.device,
     per_node: int | None = None,
     progress: Callable[[int, int], None] | None = None,
-) -> list[Run]:
+) -> list[Timing]:
     """Return the times of every kind of step along every group of axes, at every size.
 
     All processes call this. `sizes` are approximate bytes of a shard before the step. Each step is
@@ -44,7 +44,7 @@ def measure(
     mesh = communicator.mesh
     several = [axis for axis in range(mesh.ndim) if mesh.shape[axis] > 1]
     groups = [g for count in range(len(several)) for g in combinations(several, count + 1)]
-    tasks = list(product(groups, (*KINDS, PERMUTE, EXCHANGE)))
+    tasks = list(product(groups, (*KINDS, PERMUTE_KIND, EXCHANGE_KIND)))
     runs = []
     for number, (axes, kind) in enumerate(tasks, 1):
         ids = mesh.group(mesh.ids[0], axes)
@@ -54,7 +54,7 @@ def measure(
             num_bytes, seconds = _time(communicator, kind, axes, size, repeats, device)
             times[num_bytes * whole(kind, len(ids))] = seconds
         if len(ids) % nodes == 0:
-            runs.append(Run(kind, len(ids), nodes, times))
+            runs.append(Timing(kind, len(ids), nodes, times))
         if progress is not None:
             progress(number, len(tasks))
     return runs
@@ -83,13 +83,13 @@ def _time(
     """Return the bytes of a shard before a step, and the step's seconds."""
     addressable = communicator.addressable
     before = _matrix(communicator.mesh, kind, axes, num_bytes)
-    cut_dim = {"reduce-scatter": 0, "all-to-all": 1, EXCHANGE: 1}.get(kind)
+    cut_dim = {"reduce-scatter": 0, "all-to-all": 1, EXCHANGE_KIND: 1}.get(kind)
     after = before.with_spec(ShardingSpec(2, {} if cut_dim is None else {cut_dim: list(axes)}))
-    if kind == PERMUTE:  # every device sends its shard to the next one along each axis
+    if kind == PERMUTE_KIND:  # every device sends its shard to the next one along each axis
         grid = np.roll(np.reshape(before.mesh.ids, before.mesh.shape), (1,) * len(axes), axes)
         rolled = DeviceMesh(grid.ravel().tolist(), before.mesh.shape)
         after = Layout(rolled, before.spec, before.global_shape, before.dtype)
-    step = Exchange(axes) if kind in (PERMUTE, EXCHANGE) else step_of(kind, axes)
+    step = Exchange(axes) if kind in (PERMUTE_KIND, EXCHANGE_KIND) else step_of(kind, axes)
     shards = {id_: torch.ones(before.local_shape(id_), device=device) for id_ in addressable}
     # A sum over all devices synchronises them; it costs less than gathering values.
     every = range(before.mesh.ndim)

@@ -6,17 +6,17 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from shardspec.comm.cluster_file import LinkPreset
-from shardspec.comm.curves import PERMUTE
+from shardspec.comm.curves import PERMUTE_KIND
 from shardspec.errors import ProfileError
 from shardspec.input_files import read_input_file
-from shardspec.profiling.fit import Run, fitted_links
+from shardspec.profiling.fit import Timing, fitted_links
 
 _KINDS: Final = {
     "all_gather": "all-gather",
     "reduce_scatter": "reduce-scatter",
     "all_reduce": "all-reduce",
     "alltoall": "all-to-all",
-    "sendrecv": PERMUTE,
+    "sendrecv": PERMUTE_KIND,
 }
 _MOST_BYTES: Final = 64 << 20
 _RANK: Final = re.compile(r"^#\s+Rank\s+\d+ .*\bon\s+(\S+)\s+device\b", re.MULTILINE)
@@ -27,7 +27,7 @@ _TEST: Final = re.compile(r"(all_gather|reduce_scatter|all_reduce|alltoall|sendr
 class Log(NamedTuple):
     """The times of one run of nccl-tests, out of place."""
 
-    run: Run
+    run: Timing
     version: str | None
 
 
@@ -66,7 +66,7 @@ def read_log(path: Path, nodes: int | None = None) -> Log:
         raise ProfileError(
             f"{path}: has {len(times)} times out of place; give a log with two sizes or more"
         )
-    return Log(Run(_KINDS[named[1]], len(hosts), count, times), next(iter(versions), None))
+    return Log(Timing(_KINDS[named[1]], len(hosts), count, times), next(iter(versions), None))
 
 
 def links_of_logs(logs: Sequence[Log], name: str, between: str | None = None) -> LinkPreset:

@@ -61,7 +61,7 @@ def test_such_a_number_in_a_rule_or_a_checkpoint(tmp_path):
         (["plan", "[R]", "[R]", "--mesh", RAW, "--shape", "4"], 2),
         (["plan", "[R]", "[R]", "--mesh", "2", "--shape", "4", f"--{RAW}"], 2),
         (["plan", "[R]", "[R]", "--mesh", "2", "--shape", "4", "--links", RAW], 2),
-        (["plan", "[R]", "[R]", "--mesh", "2", "--shape", "4", "--links", f"{RAW}.json"], 3),
+        (["plan", "[R]", "[R]", "--mesh", "2", "--shape", "4", "--links", f"{RAW}.toml"], 3),
         (["plan", "[R]", "[R]", "--mesh", f"{RAW}=2", "--shape", "4"], 2),
         (["cost", "--pairs", RAW, "--mesh", "2", "--shape", "4"], 3),
         (["cost", "[R]", RAW, "--mesh", "2", "--shape", "4"], 2),

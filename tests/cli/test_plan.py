@@ -427,11 +427,17 @@ def test_plan_to_another_mesh():
     assert (read["mesh"], read["target_mesh"]) == ([2, 4], [3, 4])
 
 
-def test_other_mesh_with_other_axes_has_the_slowest_links():
+def test_a_target_mesh_with_other_axes_is_on_the_same_cluster():
     args = ("[S0]", "[S0]", "--mesh", "2x4", "--shape", "8", "--target-mesh", "8")
     given = ("--links", "2e-5:1e-9,1e-6:3e-9")
     result = run(*args, "--target-ids", "8,9,10,11,12,13,14,15", *given)
-    assert "then ring model; axis 0 slowest of the other mesh: 20 µs, 0.3333 GB/s" in result.stdout
+    assert "; then ring model; axis 0 slowest of all meshes: 20 µs, 0.3333 GB/s" in result.stdout
+    by_name = ("--links", "ib-ndr-per-gpu,h100-nvswitch")
+    result = run(*args, "--target-ids", "4,5,6,7,8,9,10,11", *by_name)
+    # By the axes of --mesh, ids 4 to 7 and 8 to 11 are two hosts.
+    assert "; then ring model; axis 0 ib-ndr-per-gpu: 22.4 µs, 48 GB/s; in nodes of 4" in (
+        result.stdout
+    )
 
 
 def test_help_has_examples_that_run():

@@ -4,9 +4,9 @@ import random
 
 import pytest
 
-from shardspec.comm.curves import EXCHANGE, KINDS, PERMUTE
+from shardspec.comm.curves import EXCHANGE_KIND, KINDS, PERMUTE_KIND
 from shardspec.errors import ProfileError
-from shardspec.profiling.fit import Run, fit_curve, fitted_links, middle_and_most, unseen_errors
+from shardspec.profiling.fit import Timing, fit_curve, fitted_links, middle_and_most, unseen_errors
 
 SIZES = [4096 * 4**i for i in range(9)]
 
@@ -58,8 +58,8 @@ def runs(noise=0.0, seed=0):
     """Return times of everything on 2 and 4 devices of one host, and of 4 on two hosts."""
     random_ = random.Random(seed)
     return [
-        Run(kind, n, nodes, {s: nodes * seconds(s) * random_.uniform(1 - noise, 1 + noise)})
-        for kind in (*KINDS, PERMUTE, EXCHANGE)
+        Timing(kind, n, nodes, {s: nodes * seconds(s) * random_.uniform(1 - noise, 1 + noise)})
+        for kind in (*KINDS, PERMUTE_KIND, EXCHANGE_KIND)
         for n, nodes in ((2, 1), (4, 1), (4, 2))
         for s in SIZES
     ]
@@ -82,7 +82,7 @@ def test_links_of_all_runs():
 
 def test_times_of_the_same_devices_count_together():
     first, second = (
-        Run("all-gather", 2, 1, {size: factor * seconds(size) for size in SIZES})
+        Timing("all-gather", 2, 1, {size: factor * seconds(size) for size in SIZES})
         for factor in (0.99, 1.01)
     )
     preset = fitted_links("own", [first, second])
@@ -97,9 +97,9 @@ def test_times_of_the_same_devices_count_together():
     "measured",
     [
         [],
-        [Run("all-gather", 4, 2, {4096: 1e-5, 8192: 1e-5})],
-        [Run(PERMUTE, 4, 1, {4096: 1e-5, 8192: 1e-5})],
-        [Run("all-gather", 4, 1, {4096: 1e-5})],
+        [Timing("all-gather", 4, 2, {4096: 1e-5, 8192: 1e-5})],
+        [Timing(PERMUTE_KIND, 4, 1, {4096: 1e-5, 8192: 1e-5})],
+        [Timing("all-gather", 4, 1, {4096: 1e-5})],
     ],
 )
 def test_too_few_times(measured):
