@@ -113,7 +113,8 @@ Errors = list[tuple[float, float]]
 def fit_curves(measured: Mapping[tuple[str, int], Times]) -> tuple[tuple[Curve, ...], Errors]:
     """Return the curves of times, and the errors at each size when it is left out."""
     accepts = growing_with_devices(measured)
-    curves, errors = [], []
+    curves: list[Curve] = []
+    errors: Errors = []
     for (kind, n), times in measured.items():
         fit = partial(fit_curve, kind, n, accepts=accepts.get((kind, n), bool))
         curves.append(fit(times))

@@ -223,7 +223,11 @@ def test_errors_are_known_where_something_was_measured():
             for held in (least, 2**17, 2**20, most):
                 link = model.measured_link(step, held)
                 assert (link is not None) == (devices <= 8)
-                assert link is None or 0 < link.error[0] <= 0.065 < link.error[1] <= 0.2
+                assert (
+                    link is None
+                    or link.error is None
+                    or 0 < link.error[0] <= 0.065 < link.error[1] <= 0.2
+                )
             assert model.measured_link(step, least - 1) is None
             assert model.measured_link(step, 2**29 + 1) is None
 
