@@ -21,11 +21,7 @@ BUDGET = {
     "shardspec/profiling": (377, 4),
     "shardspec/resharding": (4541, 14),
     "shardspec/tensor": (3309, 16),
-<<<<<<< HEAD
-    "tests": (54830, 341),
-=======
-    "tests": (54830, 341),
->>>>>>> main
+    "tests": (54826, 341),
 }
 
 
