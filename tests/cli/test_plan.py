@@ -9,6 +9,7 @@ from rich.cells import cell_len
 from shardspec import CostModel, DeviceMesh, Layout, LayoutConverter
 from shardspec.cli.main import cli
 from shardspec.cli.options import parse_bytes
+from shardspec.comm.presets import preset_names
 from shardspec.layout.naive import naive_plan
 from shardspec.layout.plan_text import difference_text
 
@@ -404,7 +405,8 @@ def test_no_sizes(text):
         (
             "[S0] [R] --mesh 2 --shape 4 --links unit,warp",
             "Invalid value for '--links': no link preset 'warp'; "
-            "'shardspec links list' prints them: ",
+            f"'shardspec links list' prints them: {', '.join(preset_names()[:5])} and 10 more; "
+            "see 'shardspec plan -h'",
         ),
         (
             "[S0] [R] --mesh 2 --shape 4 --link-model tree",
