@@ -19,6 +19,8 @@ REMOVED: Final[Mapping[str, str]] = {
     "delta make --drop-rows": "use 'shardspec merge --drop-rows' first",
     "digest --fill-from": "use 'shardspec merge --fill-from --digests'",
     "digest --drop-rows": "use 'shardspec merge --drop-rows --digests'",
+    "plan-state --fill-from": "use 'shardspec merge --fill-from' first",
+    "plan-state --drop-rows": "use 'shardspec merge --drop-rows' first",
     "verify --fill-from": "use 'shardspec merge --fill-from', then verify its output",
     "verify --drop-rows": "use 'shardspec merge --drop-rows', then verify its output",
     "* --alpha": "use --links SECONDS:SECONDS_PER_BYTE, as in 1e-5:4e-11",

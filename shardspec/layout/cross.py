@@ -185,12 +185,12 @@ def _boxes_seconds(
         distance_of(_crossing(*meshes, model), common_mesh(*meshes)),
     )
     for move in exchange_routes(have, wanted, distance):
-        if move.src == move.dst:
+        if move.sender == move.receiver:
             continue
-        alpha, beta = link(move.src, move.dst)
+        alpha, beta = link(move.sender, move.receiver)
         num_bytes = box_size(move.box) * item
         latency, per_byte, moved = max(latency, alpha), max(per_byte, beta), moved + num_bytes
-        for end in (("sends", move.src), ("receives", move.dst)):
+        for end in (("sends", move.sender), ("receives", move.receiver)):
             busy[end] += alpha + num_bytes * beta
             peers[end] += 1
     if not moved:

@@ -51,16 +51,16 @@ def test_nothing_comes_twice_in_random_state_dicts(seeds):
         whole, source, target = random_case(seed, ids=8)
         plan = plan_reshard(source, target)
         shapes = {name: tensor.shape for name, tensor in whole.items()}
-        alone = {device: device for device in plan.devices}
+        alone = {device: device for device in plan.copies.devices}
         assert plan.received == lacking(shapes, source, target, alone), seed
         if plan.bytes_between_hosts is None:
             continue
-        number = {device: plan.cluster.host(device) for device in plan.devices}
+        number = {device: plan.copies.cluster.host(device) for device in plan.copies.devices}
         least = sum(lacking(shapes, source, target, number).values())
         assert plan.bytes_between_hosts >= least
-        if len(plan.stages) > 1:
+        if len(plan.copies.stages) > 1:
             assert plan.bytes_between_hosts == least, seed
-        stages[len(plan.stages)] += 1
+        stages[len(plan.copies.stages)] += 1
     assert min(stages[1:]) > len(seeds) / 60
 
 
@@ -131,7 +131,7 @@ def test_hosts_get_what_they_lack_once_and_share_the_sending(seeds):
     for seed in seeds:
         cluster, source, target = random_pair(seed)
         plan = plan_reshard({"w": source}, {"w": target}, links=cluster)
-        price = seconds([stage.traffic for stage in plan.stages], cluster)
+        price = seconds([stage.traffic for stage in plan.copies.stages], cluster)
         lacking = plan_copies({"w": source}, {"w": target})
         assert price <= seconds([PlanStage(lacking).traffic], cluster) * (1 + 1e-9), seed
         index = torch.arange(prod(source.global_shape)).reshape(source.global_shape)
@@ -155,7 +155,7 @@ def test_hosts_get_what_they_lack_once_and_share_the_sending(seeds):
             staged(lacking, cluster, lambda _: 4, relays=relays, by_host=True)
             for relays in (True, False)
         ]
-        for stages in (*ways, *([plan.stages] if len(plan.stages) > 1 else [])):
+        for stages in (*ways, *([plan.copies.stages] if len(plan.copies.stages) > 1 else [])):
             entered, left = Counter[int](), Counter[int]()
             for (sender, receiver), num_bytes in Counter(traffic_of(stages)).items():
                 if cluster.crosses(sender, receiver):
@@ -163,9 +163,9 @@ def test_hosts_get_what_they_lack_once_and_share_the_sending(seeds):
                     left[cluster.host(sender)] += num_bytes
             assert entered == lacked, seed
             if stages is ways[0]:
-                rows = 4 * prod(source.global_shape[1:]) * len(plan.devices)
+                rows = 4 * prod(source.global_shape[1:]) * len(plan.copies.devices)
                 assert max(left.values()) <= 1.02 * least_out(classes) + rows, seed
-        several += len(plan.stages) > 1
+        several += len(plan.copies.stages) > 1
     assert several > len(seeds) / 10
 
 
@@ -175,7 +175,8 @@ def traffic_of(stages) -> dict[tuple[int, int], int]:
 
 def plan_copies(source, target):
     """Return the copies between devices of a plan on one host, where each comes from any holder."""
-    return plan_reshard(source, target, links=Cluster(Link(0.0, 1e-9, "one"))).stages[0].groups[0]
+    plan = plan_reshard(source, target, links=Cluster(Link(0.0, 1e-9, "one")))
+    return plan.copies.stages[0].groups[0]
 
 
 def test_what_several_hosts_need_leaves_the_source_once():
@@ -201,10 +202,10 @@ def test_from_a_trainer_to_replicas_on_other_hosts(dtype):
     source = {f"w{i}": Layout(trainer, "[S01,R]", (64, 48), "bfloat16") for i in range(2)}
     target = {f"w{i}": Layout(serving, "[R,S1]", (64, 48), dtype) for i in range(2)}
     plan = plan_reshard(source, target)
-    assert len(plan.stages) == 2
+    assert len(plan.copies.stages) == 2
     wire = min(2, torch.empty(0, dtype=getattr(torch, dtype)).itemsize)
     assert plan.bytes_between_hosts == 2 * 64 * 48 * wire * 2
-    across, inside = plan.stages
+    across, inside = plan.copies.stages
     # All send as much, and all receive as much from the network.
     for end in (0, 1):
         moved: Counter[int] = Counter()
@@ -225,7 +226,7 @@ def test_a_replica_of_the_same_host_sends():
     source = {"w": Layout(mesh, "[S1,R]", (64, 48), "float32")}
     plan = plan_reshard(source, (mesh, {"w": "[R,S1]"}))
     assert plan.bytes_between_hosts == 0
-    assert len(plan.stages) == 1
+    assert len(plan.copies.stages) == 1
     assert set(plan.sent.values()) == {64 * 48 // 4 * 3 // 4 * 4}
 
 
@@ -235,7 +236,7 @@ def test_few_bytes_go_at_once():
     for rows, stages in ((8, 1), (1 << 22, 2)):
         source = {"w": Layout(one, "[R]", (rows,), "float32")}
         plan = plan_reshard(source, (serving, {}))
-        assert min(len(plan.stages), 2) == stages
+        assert min(len(plan.copies.stages), 2) == stages
         assert plan.cost_seconds > 0
         assert ("each byte once to a host" in str(plan)) == (stages == 2)
         assert plan.as_dict()["bytes_between_hosts"] == rows * 4 * 2 * (1 if stages == 2 else 4)

@@ -23,8 +23,8 @@ from shardspec.families.maps import chain_of, refuse
 from shardspec.families.model import Model, model_of
 from shardspec.families.recognize import Recognized, Spelling, recognize, require_known
 from shardspec.input_files import read_json_object
+from shardspec.resharding.map_file import filled
 from shardspec.resharding.name_map import NameMap, Shape
-from shardspec.resharding.patterns import filled
 from shardspec.resharding.sizes import text_config
 from shardspec.text import Argument, counted, shown
 

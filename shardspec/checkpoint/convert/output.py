@@ -98,10 +98,6 @@ def merge(
     quantize
         Quantize the weights of linear layers: ``"fp8-128x128"``, ``"mxfp8"`` or ``"mxfp4"``. Which
         these are, says the family of the model by its config, or else their names.
-    scale_rule
-        How a scale of ``"fp8-128x128"`` comes from the largest size in its block, amax:
-        ``"transformers"``, which multiplies numbers with 448 · (1 / amax), is the default;
-        ``"amax/448"`` divides them by that.
     quantize_include
         Shell patterns of names of the output: what matches any is quantized, and nothing else.
     drop_values

@@ -81,7 +81,6 @@ class WriteKeywords(Selection, total=False):
     names: Names | None
     overwrite: bool
     quantize: str | None
-    scale_rule: str | None
     quantize_include: Patterns | None
     drop_values: bool
     threads: int
@@ -109,7 +108,6 @@ class WriteOptions(Choice):
     rules: Rules | None = None
     like: PurePath | str | Catalog | Mapping[str, Layout] | None = None
     quantize: str | None = None
-    scale_rule: str | None = None
     quantize_include: Patterns | None = None
     drop_values: bool = False
     threads: int = 1
@@ -302,11 +300,11 @@ def _opened(
     """Open a checkpoint, mapped and quantized as wanted; return what remains to be chosen too."""
     source, names = as_catalog(checkpoint), options.names
     choice: Choice = options
-    quantize = options.quantize, options.scale_rule, options.quantize_include
+    quantize = options.quantize, options.quantize_include
     if any(value is not None for value in (names, options.dtype, *quantize)):
         config = config_of(source, names)
         source, choice = mapped_source(source, names, options)
-        if quantize != (None, None, None):
+        if quantize != (None, None):
             from shardspec.checkpoint.quantization.quantize import quantize_of, quantized_as
 
             how = quantize_of(*quantize)
