@@ -59,7 +59,7 @@ class Curve:
     """The least and the most bytes that were measured."""
     errors: Errors = _UNKNOWN
     left_out: Errors = _UNKNOWN
-    """The errors if this number of devices is priced from its neighbours instead."""
+    """The errors if this number of devices is priced from its neighbors instead."""
     nodes: int = 1
     """Hosts that the devices are on, as many on each."""
 

@@ -83,7 +83,7 @@ class ConversionPlan:
 
     @property
     def step_seconds(self) -> tuple[float, ...]:
-        """Modelled seconds of every step."""
+        """Modeled seconds of every step."""
         return tuple(step_seconds(*move, self.model_between(*move[1:])) for move in self.moves)
 
     @property
@@ -98,7 +98,7 @@ class ConversionPlan:
 
     @property
     def cost_seconds(self) -> float:
-        """Modelled seconds of the whole plan."""
+        """Modeled seconds of the whole plan."""
         return sum(self.step_seconds)
 
     @property
@@ -122,7 +122,7 @@ class ConversionPlan:
 
     @property
     def known_error(self) -> str:
-        """A sentence about the accuracy of the modelled seconds, by kind of step."""
+        """A sentence about the accuracy of the modeled seconds, by kind of step."""
         return errors_text(self.errors)
 
     @property
@@ -260,7 +260,7 @@ class ConversionPlan:
 
 
 def step_seconds(step: Step, before: Layout, after: Layout, model: CostModel) -> float:
-    """Return the modelled seconds of a step; the model is of the `common_mesh` of both ends."""
+    """Return the modeled seconds of a step; the model is of the `common_mesh` of both ends."""
     plain = before.spec.is_plain and after.spec.is_plain
     if before.mesh != after.mesh or (isinstance(step, Exchange) and not plain):
         return exchange_seconds(before, after, model)

@@ -1,7 +1,7 @@
 """Fits curves of collectives, and links of mesh axes, to measured times of steps.
 
 A curve is the minimum of two lines, for a protocol of low latency and one of high bandwidth, which
-meet at the size that fits best. The fit minimises relative errors, with Huber's weights for
+meet at the size that fits best. The fit minimizes relative errors, with Huber's weights for
 outliers (iteratively reweighted least squares). Each size is left out once and priced by the fit of
 the others, which yields the errors.
 
@@ -158,7 +158,7 @@ def step_of(kind: str, axes: tuple[int, ...]) -> Step:
 
 
 def fitted(model: CostModel, measured: Measurement) -> float:
-    """Return the modelled seconds of a measured step."""
+    """Return the modeled seconds of a measured step."""
     return model.step_seconds(step_of(measured.kind, measured.axes), measured.num_bytes)
 
 

@@ -76,7 +76,7 @@ def _time(
     cut_dim = {"reduce-scatter": 0, "all-to-all": 1}.get(kind)
     after = before.with_spec(ShardingSpec(2, {} if cut_dim is None else {cut_dim: list(axes)}))
     shards = {id_: torch.ones(before.local_shape(id_), device=device) for id_ in addressable}
-    # A sum over all devices synchronises them; it costs less than gathering values.
+    # A sum over all devices synchronizes them; it costs less than gathering values.
     every = range(before.mesh.ndim)
     alone = Layout(before.mesh, ShardingSpec(0, partial=dict.fromkeys(every, "sum")), (), "float32")
     ones = {id_: torch.ones((), device=device) for id_ in addressable}

@@ -90,7 +90,7 @@ class Profile:
     def to_json(self) -> str:
         """Return the profile as JSON text; `CostModel.from_profile` reads the fits of such a file.
 
-        The measurements, each with its modelled time, are for human readers.
+        The measurements, each with its modeled time, are for human readers.
         """
         model = self.cost_model
         record = {
