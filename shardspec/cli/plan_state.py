@@ -87,13 +87,7 @@ def _with_links(cluster: opts.ClusterOptions) -> DeviceMesh:
     mesh, model = cluster.build()
     if cluster.links is None:
         return mesh
-    return DeviceMesh(
-        mesh.ids,
-        mesh.shape,
-        axis_names=mesh.axis_names,
-        mesh_alpha=[link.latency_s + link.start_s for link in model.links],
-        mesh_beta=[link.seconds_per_byte for link in model.links],
-    )
+    return DeviceMesh(mesh.ids, mesh.shape, axis_names=mesh.axis_names, links=model.cluster)
 
 
 def _under_layout(

@@ -5,15 +5,16 @@ come in up to three stages, so that bytes enter a host once and are passed on, b
 inside them.
 """
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from typing import Final, NamedTuple, TypeAlias
 
 from shardspec.boxes import Box, box_shape, box_size, chunks
-from shardspec.comm.cluster import Cluster
+from shardspec.comm.cluster import Cluster, busiest_seconds
 from shardspec.comm.cost import Links, cluster_of
+from shardspec.comm.curves import Line
 from shardspec.comm.senders import Copy, Holders, Senders, find_copies, overlaps
 from shardspec.comm.transfers import Message, aligned_bytes, message_bytes
 from shardspec.dtypes import item_bytes
@@ -209,7 +210,7 @@ def _seconds(
     one = cluster.far if len(set(map(cluster.host, devices))) > 1 else cluster.near
     link = (lambda _a, _b: one) if files else cluster.link
     moving = (stage for stage in stages if stage.traffic)
-    return sum((cluster.start_s + stage.seconds(link, files) for stage in moving), 0.0)
+    return sum((cluster.start_s + stage.seconds(link, cluster, files) for stage in moving), 0.0)
 
 
 def _needed(moves: Sequence[TensorMove]) -> Iterator[Copy]:
@@ -312,17 +313,13 @@ class PlanStage:
         peers = Counter(end for pair in self.traffic for end in enumerate(pair))
         return max(peers.values(), default=0)
 
-    def seconds(self, link: Callable[[int, int], tuple[float, float]], files: Set[int]) -> float:
-        """Return modeled seconds: those of the device that sends or receives longest.
+    def seconds(self, link: Callable[[int, int], Line], cluster: Cluster, files: Set[int]) -> float:
+        """Return modeled seconds: those of the device or port that sends or receives longest.
 
         `link` says what a message between two devices costs, and a byte of it; files are none.
         """
-        busy: defaultdict[tuple[int, int], float] = defaultdict(float)
-        for pair, num_bytes in self.traffic.items():
-            latency, per_byte = link(*pair)
-            for end in enumerate(pair):
-                busy[end] += latency + per_byte * num_bytes
-        return max((s for (_, device), s in busy.items() if device not in files), default=0.0)
+        messages = ((*pair, num_bytes) for pair, num_bytes in self.traffic.items())
+        return busiest_seconds(messages, link, cluster, files)
 
     def streams(self, device: int) -> dict[tuple[int, int], list[Copy]]:
         """Return what a device sends or receives, by sender and receiver, in the order of both."""
@@ -451,8 +448,11 @@ def _with_centers(far: Iterable[_Far], cluster: Cluster) -> Iterator[_Far]:
         for part, host in parts:
             copy = part._replace(item_bytes=item.copy.item_bytes)
             if host in hosts:
+                # The first time it may come from any host that has it.
                 holders = cluster.by_host(copy.holders)[host]
-                yield _Far(copy._replace(holders=holders), item.receivers)
+                first, *others = item.receivers.items()
+                yield _Far(copy, dict([first]))
+                yield _Far(copy._replace(holders=holders), dict(others))
             else:
                 yield _Far(copy, item.receivers, host)
 
