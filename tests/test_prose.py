@@ -22,7 +22,8 @@ BRITISH = re.compile(
 
 def paragraphs(text):
     """Yield the line and the text of each paragraph and list item, but of no table and no code."""
-    fenced, found, first = False, [], 0
+    found: list[str] = []
+    fenced, first = False, 0
     for number, line in enumerate([*text.splitlines(), ""], 1):
         fence = line.lstrip().startswith("```")
         apart = fence or not line.strip() or line.startswith(("|", "#", "!["))

@@ -21,7 +21,7 @@ BUDGET = {
     "shardspec/profiling": (377, 4),
     "shardspec/resharding": (4541, 14),
     "shardspec/tensor": (3309, 16),
-    "tests": (54731, 340),  # 68 lines hold the rules of plain English
+    "tests": (54732, 340),  # 69 lines hold the rules of plain English
 }
 
 
