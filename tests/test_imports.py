@@ -136,7 +136,7 @@ def test_imports_go_downwards(module):
 
 # The rooms of checkpoint/, lowest first; single modules where they are apart from their room.
 ROOMS = [
-    *("storage", "catalog", "targets", "convert.numeric", "convert.copy", "compare.coverage"),
+    *("storage", "catalog", "convert.numeric", "convert.copy", "compare.coverage"),
     *("convert.sidecars", "state.state_dict", "torch_files", "formats", "open"),
     *("convert.select", "convert.layout", "quantization", "convert.prepare", "state", "compare"),
     *("convert.model_names", "convert", "deltas", "job", "quantization.plan", "job.plan"),

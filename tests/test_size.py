@@ -8,9 +8,9 @@ ROOT = Path(__file__).parent.parent
 
 # Folder: (lines, modules). The first table with budgets; a feature adds its lines and a comment.
 BUDGET = {
-    "shardspec": (43438, 199),
-    "shardspec/checkpoint": (18084, 76),
-    "shardspec/cli": (3300, 15),
+    "shardspec": (43455, 198),
+    "shardspec/checkpoint": (18096, 75),
+    "shardspec/cli": (3305, 15),
     "shardspec/comm": (4008, 22),
     "shardspec/explorer": (223, 2),
     "shardspec/families": (1956, 10),
@@ -21,7 +21,7 @@ BUDGET = {
     "shardspec/profiling": (377, 4),
     "shardspec/resharding": (4541, 14),
     "shardspec/tensor": (3309, 16),
-    "tests": (54681, 338),
+    "tests": (54663, 339),
 }
 
 

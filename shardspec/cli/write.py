@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 
-from shardspec.checkpoint.compare.layers import repeated_layers
+from shardspec.checkpoint.compare.inspect import repeated_layers
 from shardspec.checkpoint.convert import output as conversion
 from shardspec.checkpoint.convert.prepare import WriteReport, with_numbers
 from shardspec.checkpoint.convert.select import Choice

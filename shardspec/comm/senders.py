@@ -8,7 +8,7 @@ Every plan that moves data consists of such copies. Holders and receivers are de
 - ``load_sharded``, and a plan whose source is a checkpoint, copy from files to devices
   (`shardspec.checkpoint.job.load`);
 - ``merge`` and ``reshard`` copy from files to files (`shardspec.checkpoint.convert.output`);
-- ``save_sharded`` copies from devices to files (`shardspec.checkpoint.targets`).
+- ``save_sharded`` copies from devices to files (`shardspec.checkpoint.catalog`).
 
 All ask two questions. Which holders have a wanted box? `overlaps` answers this lazily, one wanted
 box at a time, so that the plan of a large checkpoint need not fit in memory. Which of several

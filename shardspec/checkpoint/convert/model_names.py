@@ -8,7 +8,7 @@ from pathlib import Path, PurePath
 from typing import Final, NamedTuple
 
 from shardspec.checkpoint import catalog
-from shardspec.checkpoint.compare.verify import diff_checkpoints
+from shardspec.checkpoint.compare.diff import diff_checkpoints
 from shardspec.checkpoint.convert.copy import Buffers, read_box
 from shardspec.checkpoint.convert.select import CatalogNaming, Choice, through, wanted_names
 from shardspec.checkpoint.open import as_catalog

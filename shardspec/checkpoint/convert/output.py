@@ -22,7 +22,7 @@ from pathlib import PurePath
 from threading import Event, Lock
 from typing import TYPE_CHECKING, Final, TypeAlias, Unpack
 
-from shardspec.checkpoint.catalog import Catalog, distinct
+from shardspec.checkpoint.catalog import Catalog, Extent, RawBytes, Target, distinct
 from shardspec.checkpoint.compare.digest import check_digests_file, write_digests
 from shardspec.checkpoint.convert.copy import Buffers, Checks, read_box, stretches
 from shardspec.checkpoint.convert.prepare import (
@@ -36,7 +36,6 @@ from shardspec.checkpoint.storage.checksums import BLOCK_BYTES, crc32, crc32_com
 from shardspec.checkpoint.storage.from_text import storage_path
 from shardspec.checkpoint.storage.path import Staged, Staging, WriteAt
 from shardspec.checkpoint.storage.reading import AHEAD_BYTES, OpenFiles, prefetch_map
-from shardspec.checkpoint.targets import Extent, RawBytes, Target
 from shardspec.dtypes import is_cast
 from shardspec.errors import CheckpointError
 from shardspec.layout.layout import Layout

@@ -12,7 +12,7 @@ from itertools import islice
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from shardspec.checkpoint.catalog import Catalog
+from shardspec.checkpoint.catalog import Carried, Catalog, OutputTensor, Target
 from shardspec.checkpoint.compare.coverage import check_tensors
 from shardspec.checkpoint.convert.copy import Progress
 from shardspec.checkpoint.convert.layout import (
@@ -59,7 +59,6 @@ from shardspec.checkpoint.storage.path import (
     is_temporary,
     output_exists,
 )
-from shardspec.checkpoint.targets import Carried, OutputTensor, Target
 from shardspec.dtypes import dtype_name
 from shardspec.errors import CheckpointError, ShardSpecError
 from shardspec.layout.layout import Layout

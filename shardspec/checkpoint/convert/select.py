@@ -16,11 +16,13 @@ from typing import TypeAlias, TypedDict
 from shardspec.boxes import box_shape, box_size
 from shardspec.checkpoint.catalog import (
     ZEROS,
+    Carried,
     Catalog,
     DerivedCatalog,
     FileBox,
     OpaqueValue,
     Outline,
+    OutputTensor,
     StoredBox,
     StoredTensor,
     is_plain_entry,
@@ -29,7 +31,6 @@ from shardspec.checkpoint.catalog import (
 )
 from shardspec.checkpoint.state.state_dict import fitting_paths
 from shardspec.checkpoint.storage.strict_json import json_beside
-from shardspec.checkpoint.targets import Carried, OutputTensor
 from shardspec.dtypes import dtype_name, is_cast, is_floating, item_bytes, keeps_dtype, packed
 from shardspec.errors import CheckpointError, DTypeError, LayoutError
 from shardspec.resharding.name_map import Equation, NameMap, Names, Naming, Shape, padding

@@ -17,7 +17,7 @@ from typing import Any, Final, Literal, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from shardspec.checkpoint.catalog import Catalog, whole_box
+from shardspec.checkpoint.catalog import Catalog, Target, whole_box
 from shardspec.checkpoint.compare.coverage import check_tiling
 from shardspec.checkpoint.convert.copy import Buffers, Progress, read_whole
 from shardspec.checkpoint.convert.output import merge
@@ -31,7 +31,6 @@ from shardspec.checkpoint.state.memory import state_catalog
 from shardspec.checkpoint.storage.from_text import storage_path
 from shardspec.checkpoint.storage.path import Staging, StoragePath, WriteAt
 from shardspec.checkpoint.storage.reading import OpenFiles
-from shardspec.checkpoint.targets import Target
 from shardspec.errors import CheckpointError
 from shardspec.resharding.digests import Digests, TensorDigest
 from shardspec.text import first_of, shown
