@@ -12,6 +12,7 @@ import pytest
 
 from shardspec import CostModel, DeviceMesh, Layout, LayoutConverter, ShardSpecError
 from shardspec.comm.cluster_file import Basis, Confidence
+from shardspec.comm.cost import pair_line
 from shardspec.comm.curves import KINDS, Link
 from shardspec.comm.presets import link_between, link_preset, preset_names
 from shardspec.comm.steps import Exchange, Permute
@@ -295,7 +296,7 @@ def test_a_permute_is_the_all_to_all_of_a_pair(name, microseconds):
     """Each of two devices sends half of its 512 MiB to the other, by nccl-tests."""
     mesh = DeviceMesh(range(2), (2,))
     model = CostModel.from_presets(mesh, [name])
-    fixed, per_byte = model.pair(0)
+    fixed, per_byte = pair_line(model, 0)
     assert fixed + (256 << 20) * per_byte == pytest.approx(microseconds / 1e6, rel=0.08)
     # Another order of the ids is the same boxes on other devices.
     here = Layout(DeviceMesh(range(8), (2, 4)), "[S01]", (1 << 30,), "int8")

@@ -29,7 +29,7 @@ from shardspec.checkpoint.state import rank_state
 from shardspec.checkpoint.state.state_dict import LEFT_OUT, spread, unflatten
 from shardspec.checkpoint.storage.reading import OpenFiles
 from shardspec.comm.communicator import Communicator
-from shardspec.comm.together import agree
+from shardspec.comm.consensus import agree
 from shardspec.dtypes import dtype_name
 from shardspec.errors import AxisError, CheckpointError, LayoutError
 from shardspec.layout.layout import Layout, SpecLike, resolve_axes
