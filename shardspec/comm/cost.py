@@ -221,6 +221,9 @@ class CostModel:
                 name = f"no links given: assuming {preset} for {named}"
                 text = str(replace(link, name=name))
             texts.append(text)
+        nodes, per_node = self.group(range(len(self.links)))
+        if nodes > 1 and len({*self.links}) > 1:
+            texts.append(f"{nodes} hosts of {per_node} devices")
         if self.copy_s:
             texts.append(f"local copies at {1e-9 / self.copy_s:.4g} GB/s")
         return "; ".join(texts)

@@ -95,7 +95,7 @@ def test_links_over_nodes_that_nobody_gave_are_said_to_be_assumed():
     assert CostModel.of_mesh(DeviceMesh(range(16), (2, 8))).links_text(["dp", "tp"]) == (
         "no links given: assuming ib-ndr-per-gpu for dp: 22.4 µs, 48 GB/s; "
         "no links given: assuming h100-nvswitch for tp (measured for 2, 4, 8 devices; otherwise "
-        "23 µs + 249 GB/s); local copies at 1675 GB/s"
+        "23 µs + 249 GB/s); 2 hosts of 8 devices; local copies at 1675 GB/s"
     )
 
 

@@ -226,7 +226,7 @@ def _spec_as_saved(
         )
     spec = by_axes = spec.without_partial()
     if saved.axis_names is not None and mesh.axis_names is not None:
-        by_axes = spec.with_axes(lambda axis: saved.axis_label(saved.axis(axis)))
+        by_axes = spec.with_axes(lambda axis: saved.axis_labels()[saved.axis(axis)])
     try:
         return resolve_axes(by_axes, mesh)
     except AxisError as error:
