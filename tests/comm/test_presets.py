@@ -16,7 +16,7 @@ from shardspec.comm.cost import pair_line
 from shardspec.comm.curves import KINDS, Link
 from shardspec.comm.presets import link_between, link_preset, preset_names
 from shardspec.comm.steps import Exchange, Permute
-from shardspec.errors import MeshError
+from shardspec.errors import MeshError, ProfileError
 from shardspec.layout.plan import step_seconds
 from shardspec.profiling.fit import step_of
 
@@ -105,6 +105,15 @@ def test_a_preset_names_what_joins_its_hosts():
     assert link_between(PRESETS["pcie5-x16"]) is None
     for preset in PRESETS.values():
         assert not isinstance(preset.between, str) or PRESETS[preset.between].link.port
+
+
+@pytest.mark.parametrize("between", ["nowhere", "h100-nvswitch"])
+def test_a_file_that_names_no_link_between_hosts(tmp_path, between):
+    path = tmp_path / "own.toml"
+    text = PRESETS["h100-nvswitch"].text().replace('"ib-ndr-per-gpu"', f'"{between}"')
+    path.write_text(text, "utf-8")
+    with pytest.raises(ProfileError, match=f"own: .*{between}"):
+        CostModel.of_mesh(DeviceMesh(range(16)), str(path))
 
 
 def test_groups_over_nodes_say_that_nobody_measured_them():
