@@ -19,10 +19,6 @@ NamesByForm: TypeAlias = Mapping[str, Sequence[str]]
 
 _PLACEHOLDER: Final = re.compile(r"\{([A-Za-z_]\w*)\}", re.ASCII)
 _DIGITS: Final = re.compile("[0-9]+")
-_MOST_ENTRIES: Final = 10_000
-"""Of each table."""
-_MOST_CHARACTERS: Final = 1_000
-"""Of a name, a view or a slice."""
 
 _Table: TypeAlias = Mapping[str, object]
 
@@ -44,8 +40,6 @@ def read_map(text: str) -> dict[str, Any]:
         isinstance(size, int | str) and not isinstance(size, bool) for size in sizes.values()
     ):
         raise LayoutError("[sizes] holds numbers, or expressions as text")
-    if len(sizes) > _MOST_ENTRIES:
-        raise LayoutError(f"[sizes] has more than {_MOST_ENTRIES:,} entries")
     types = given.get("model_types", [])
     if not isinstance(types, list) or not all(isinstance(name, str) for name in types):
         raise LayoutError(f'model_types is a list, as in ["llama"]; not {shown(types)}')
@@ -65,8 +59,6 @@ def _tables(given: _Table, key: str, keys: Collection[str]) -> list[dict[str, ob
     tables = given.get(key, [])
     if not isinstance(tables, list) or not all(isinstance(table, dict) for table in tables):
         raise LayoutError(f"{key} is a list of tables, as in [[{key}]]")
-    if len(tables) > _MOST_ENTRIES:
-        raise LayoutError(f"there are more than {_MOST_ENTRIES:,} tables [[{key}]]")
     for table in tables:
         if unknown := sorted(table.keys() - set(keys)):
             raise LayoutError(f"[[{key}]] has {', '.join(sorted(keys))}, not {shown(unknown[0])}")
@@ -80,11 +72,6 @@ def _side(table: _Table, end: str) -> Side:
     if not isinstance(texts, list) or not texts or not all(isinstance(t, str) for t in texts):
         raise LayoutError(
             f"{end} is a name, or a list of a name, a view and slices of it; not {shown(value)}"
-        )
-    if max(map(len, texts)) > _MOST_CHARACTERS or len(texts) > _MOST_CHARACTERS:
-        raise LayoutError(
-            f"{end} {shown(texts[0])}: a name, a view and a slice have {_MOST_CHARACTERS:,} "
-            "characters at most, and a view has as many slices at most"
         )
     check_pattern(texts[0])
     return tuple(texts)

@@ -87,7 +87,7 @@ class Equation(NamedTuple):
     target: str
     """Name in the target."""
     view: View
-    """Which elements."""
+    """Their places in both."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,11 +114,11 @@ class NameMap:
     optional: Collection[int] = frozenset()
     """Indices of rules whose tensors the source may lack."""
     unless: Mapping[int, str] = field(default_factory=dict)
-    """By which size an entry of `unused` does not count, by its place."""
+    """Index in `unused` -> size that, if nonzero, disables the entry."""
     model_types: tuple[str, ...] = ()
-    """Of the configs that the map is for; empty if it is for all."""
+    """Accepted values of `model_type`; empty accepts all."""
     numbers: Mapping[str, Collection[int]] = field(default_factory=dict)
-    """What placeholders stand for, where that is not all numbers from 0 on."""
+    """Numbers that placeholders stand for, if not all from 0 on."""
 
     @classmethod
     def load(cls, path: Path | str) -> "NameMap":
