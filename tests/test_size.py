@@ -8,7 +8,7 @@ ROOT = Path(__file__).parent.parent
 
 # Folder: (lines, modules). The first table with budgets; a feature adds its lines and a comment.
 BUDGET = {
-    "shardspec": (43466, 197),
+    "shardspec": (43443, 197),
     "shardspec/checkpoint": (18091, 74),
     "shardspec/cli": (3306, 15),
     "shardspec/comm": (4008, 22),
@@ -19,9 +19,9 @@ BUDGET = {
     "shardspec/mesh": (1112, 5),
     "shardspec/parallel": (333, 2),
     "shardspec/profiling": (377, 4),
-    "shardspec/resharding": (4520, 14),
+    "shardspec/resharding": (4497, 14),
     "shardspec/tensor": (3344, 16),
-    "tests": (54772, 341),
+    "tests": (54766, 341),
 }
 
 
