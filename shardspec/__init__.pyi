@@ -5,14 +5,14 @@ from torch.distributed.tensor.placement_types import Replicate as Replicate
 from torch.distributed.tensor.placement_types import Shard as Shard
 
 from shardspec.checkpoint.compare.digest import digest as digest
-from shardspec.checkpoint.convert.merge import merge as merge
-from shardspec.checkpoint.convert.merge import reshard as reshard
+from shardspec.checkpoint.convert.model_names import model_names as model_names
+from shardspec.checkpoint.convert.output import merge as merge
+from shardspec.checkpoint.convert.output import reshard as reshard
 from shardspec.checkpoint.deltas.make import apply_delta as apply_delta
 from shardspec.checkpoint.deltas.make import delta as delta
 from shardspec.checkpoint.job.load import load_sharded as load_sharded
 from shardspec.checkpoint.job.plan import plan_reshard as plan_reshard
 from shardspec.checkpoint.job.save import save_sharded as save_sharded
-from shardspec.checkpoint.select.model_names import model_names as model_names
 from shardspec.comm.cost import CostModel as CostModel
 from shardspec.errors import ShardSpecError as ShardSpecError
 from shardspec.families.layouts import model_layouts as model_layouts

@@ -11,7 +11,7 @@ from shardspec.errors import DTypeError
 from shardspec.text import shown
 
 # name: (bytes an element, name in the safetensors format, short forms)
-# https://github.com/huggingface/safetensors: the format's dtypes
+# https://github.com/huggingface/safetensors: the format's dtypes, which lack C128
 _DTYPES: Final[dict[str, tuple[int, str, tuple[str, ...]]]] = {
     "float64": (8, "F64", ("f64", "fp64", "double")),
     "float32": (4, "F32", ("f32", "fp32", "float")),
@@ -23,6 +23,7 @@ _DTYPES: Final[dict[str, tuple[int, str, tuple[str, ...]]]] = {
     "float8_e4m3fnuz": (1, "F8_E4M3FNUZ", ("f8_e4m3fnuz",)),
     "float8_e5m2fnuz": (1, "F8_E5M2FNUZ", ("f8_e5m2fnuz",)),
     "float4_e2m1fn_x2": (1, "F4", ("f4", "fp4")),
+    "complex128": (16, "C128", ("c128", "cdouble")),
     "complex64": (8, "C64", ("c64", "cfloat")),
     "int64": (8, "I64", ("i64", "long")),
     "int32": (4, "I32", ("i32", "int")),
@@ -52,6 +53,11 @@ def dtype_name(dtype: object) -> str:
 def item_bytes(name: str) -> int:
     """Return the bytes one element takes."""
     return _DTYPES[name][0]
+
+
+def bits_type(width: int) -> str:
+    """Return a numpy type that keeps any bits of elements of so many bytes."""
+    return "c16" if width == item_bytes("complex128") else f"u{width}"
 
 
 def is_floating(name: str) -> bool:

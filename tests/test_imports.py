@@ -58,9 +58,7 @@ WITH_TENSORS = {
     "shardspec.parallel.distribute",
     "shardspec.profiling.measure",
     "shardspec.resharding.execute",
-    "shardspec.resharding.gathered",
-    "shardspec.resharding.given",
-    "shardspec.resharding.memory",
+    "shardspec.resharding.inputs",
     "shardspec.resharding.receipts",
     "shardspec.tensor.shards",
     "shardspec.tensor.redistribute",
@@ -138,9 +136,10 @@ def test_imports_go_downwards(module):
 
 # The rooms of checkpoint/, lowest first; single modules where they are apart from their room.
 ROOMS = [
-    *("storage", "catalog", "boxes", "targets", "state.state_dict", "torch_files", "formats"),
-    *("open", "select", "quantization", "select.dequantized", "state", "compare"),
-    *("select.model_names", "convert", "deltas", "job", "quantization.plan", "job.plan"),
+    *("storage", "catalog", "convert.numeric", "convert.copy", "compare.coverage"),
+    *("convert.sidecars", "state.state_dict", "torch_files", "formats", "open"),
+    *("convert.select", "convert.layout", "quantization", "convert.prepare", "state", "compare"),
+    *("convert.model_names", "convert", "deltas", "job", "quantization.plan", "job.plan"),
 ]
 
 

@@ -17,7 +17,7 @@ from shardspec.text import shown
 
 if TYPE_CHECKING:
     from shardspec.checkpoint.catalog import Catalog
-    from shardspec.checkpoint.select.model_names import ModelNames
+    from shardspec.checkpoint.convert.model_names import ModelNames
     from shardspec.families.family import NamesOf
     from shardspec.layout.layout import Layout
     from shardspec.mesh.device_mesh import DeviceMesh
@@ -214,7 +214,7 @@ class MapOptions:
             return NameMap.load(self.map).with_sizes(config)
         if self.model is None:
             return None
-        from shardspec.checkpoint.select.model_names import model_names
+        from shardspec.checkpoint.convert.model_names import model_names
 
         names: NamesOf = self.names or "hf"
         names = "torch_dist" if stacked and names == "megatron" else names
@@ -309,7 +309,7 @@ def under_layout(
     layout: str, maps: MapOptions, source: "Catalog", mesh: "DeviceMesh | None"
 ) -> "tuple[ModelNames, dict[str, Layout]]":
     """Return the names of the model's tensors under a layout, and how each is sharded."""
-    from shardspec.checkpoint.select.model_names import model_names
+    from shardspec.checkpoint.convert.model_names import model_names
     from shardspec.families.layouts import model_layouts, padded_config, parse_layout
 
     embedding = (name for name in source.names if name.endswith(_EMBEDDING))

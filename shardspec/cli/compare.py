@@ -11,8 +11,7 @@ from typing import Any, Final, NamedTuple
 import click
 
 from shardspec.checkpoint.catalog import AnyOutline
-from shardspec.checkpoint.compare.layers import groups_of, prefix_change, repeated_layers
-from shardspec.checkpoint.compare.verify import (
+from shardspec.checkpoint.compare.diff import (
     Difference,
     DiffExtent,
     amount_text,
@@ -20,9 +19,10 @@ from shardspec.checkpoint.compare.verify import (
     names_to_compare,
     total_extent,
     values_to_compare,
-    verify_checkpoint,
 )
-from shardspec.checkpoint.select.choice import Choice
+from shardspec.checkpoint.compare.inspect import groups_of, prefix_change, repeated_layers
+from shardspec.checkpoint.compare.verify import verify_checkpoint
+from shardspec.checkpoint.convert.select import Choice
 from shardspec.cli import checkpoint_options as ckpt
 from shardspec.cli import options as opts
 from shardspec.cli.command import Command, Option, flag, refuse_if
@@ -173,8 +173,8 @@ def diff_command(
     """
     catalog_a, catalog_b = source.open(a, b)
     if model is not None:
-        from shardspec.checkpoint.select.mapped import mapped_choice
-        from shardspec.checkpoint.select.model_names import model_names
+        from shardspec.checkpoint.convert.model_names import model_names
+        from shardspec.checkpoint.convert.select import mapped_choice
 
         named = (mapped_choice(x, model_names(model), Choice())[0] for x in (catalog_a, catalog_b))
         catalog_a, catalog_b = named
@@ -346,7 +346,7 @@ def digest_command(
     Examples:
       shardspec digest ckpt
       shardspec digest ckpt -o digests.json
-      shardspec digest megatron_ckpt --map llama-hf-to-megatron --reverse-map --sizes config.json
+      shardspec digest iter_0000100 --model hf               under the names of transformers
     """
     from shardspec.checkpoint.compare.digest import check_digests_file, digest, write_digests
     from shardspec.checkpoint.storage.from_text import storage_path

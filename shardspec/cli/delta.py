@@ -76,9 +76,8 @@ def make_command(
       shardspec delta make model step_1 -o weight_v000001 --version 1 --for modelexpress
       shardspec delta make hf iter_0000100 -o weight_v000001 --version 1 --model hf
     """
+    from shardspec.checkpoint.convert.select import Choice, mapped_choice
     from shardspec.checkpoint.deltas.make import delta
-    from shardspec.checkpoint.select.choice import Choice
-    from shardspec.checkpoint.select.mapped import mapped_choice
 
     wrong = reader == "modelexpress" and how["encoding"] != "xor"
     refuse_if(wrong, "ModelExpress reads the encoding xor alone")

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 
-from shardspec.checkpoint.compare.layers import repeated_layers
-from shardspec.checkpoint.convert import merge as conversion
-from shardspec.checkpoint.convert.options import WriteReport
+from shardspec.checkpoint.compare.inspect import repeated_layers
+from shardspec.checkpoint.convert import output as conversion
+from shardspec.checkpoint.convert.prepare import WriteReport, with_numbers
+from shardspec.checkpoint.convert.select import Choice
 from shardspec.checkpoint.formats import (
     Way,
     default_format,
@@ -20,8 +21,6 @@ from shardspec.checkpoint.formats import (
     written_names,
 )
 from shardspec.checkpoint.quantization.schemes import QUANTIZATIONS
-from shardspec.checkpoint.select.choice import Choice
-from shardspec.checkpoint.select.dequantized import with_numbers
 from shardspec.cli import checkpoint_options as ckpt
 from shardspec.cli import options as opts
 from shardspec.cli.command import Command, Option, flag, refuse_if, stacked, unless
@@ -175,7 +174,7 @@ def _write(
     sources = source.open(*places)
     names = maps.read(sources[0].home, stacked=stacked)
     if maps.model is not None and maps.map is None:
-        from shardspec.checkpoint.select.model_names import ModelNames
+        from shardspec.checkpoint.convert.model_names import ModelNames
 
         assert isinstance(names, ModelNames)
         chosen = Choice(**choice, drop=maps.drop)

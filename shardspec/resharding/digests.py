@@ -28,7 +28,7 @@ from shardspec.boxes import (
     row_major_boxes,
     slices_within,
 )
-from shardspec.dtypes import dtype_name, from_safetensors, item_bytes, to_safetensors
+from shardspec.dtypes import bits_type, dtype_name, from_safetensors, item_bytes, to_safetensors
 from shardspec.errors import CheckpointError, DTypeError, LayoutError
 from shardspec.text import counted, shown
 
@@ -117,7 +117,7 @@ class TensorDigest:
         self, data: "NDArray[np.uint8] | memoryview", box: Box, start: int = 0
     ) -> "TensorDigest":
         """Add elements of a box, from the byte `start` of the row-major box on, by their bytes."""
-        flat = np.frombuffer(data, f"u{item_bytes(self.dtype)}")
+        flat = np.frombuffer(data, bits_type(item_bytes(self.dtype)))
         digest, at, first = self, 0, start // flat.itemsize
         for part in row_major_boxes(box_shape(box), first, first + len(flat)):
             inside = tuple((lo + a, lo + b) for (lo, _), (a, b) in zip(box, part, strict=True))
@@ -130,7 +130,7 @@ class TensorDigest:
         """Add the elements of a box."""
         if not box_size(box):  # a dim without elements, beside others of any length
             return self
-        lanes = _lanes(array.view(f"u{array.itemsize}"), box, self.shape, self.seed)
+        lanes = _lanes(array.view(bits_type(array.itemsize)), box, self.shape, self.seed)
         return self._plus((*lanes.tolist(), _cover(box, self.seed)))
 
     def _plus(self, sums: Iterable[int]) -> "TensorDigest":

@@ -11,13 +11,12 @@ import torch.distributed as dist
 from shardspec.comm.agreement import description, failure_text
 from shardspec.comm.communicator import Communicator
 from shardspec.comm.process_group import ProcessGroupCommunicator
+from shardspec.comm.senders import Copy
 from shardspec.comm.together import Failure, raise_first
-from shardspec.comm.transfers import Piece
 from shardspec.comm.transports.stage import Stage, Transport, Wave
 from shardspec.errors import CommunicatorError, LayoutError
 from shardspec.mesh.device_mesh import DeviceMesh
-from shardspec.resharding.copies import StateCopies
-from shardspec.resharding.given import (
+from shardspec.resharding.inputs import (
     DeviceGiven,
     Given,
     State,
@@ -28,7 +27,7 @@ from shardspec.resharding.given import (
     unequal_pair,
 )
 from shardspec.resharding.receipts import Receipt, receipt_of
-from shardspec.resharding.stages import region_of
+from shardspec.resharding.stages import StateCopies, region_of
 from shardspec.tensor.dtensor import DTensor
 from shardspec.tensor.shards import shape_and_dtype, torch_dtype
 from shardspec.text import counted
@@ -254,26 +253,26 @@ class DeviceShards:
         )
 
     def _region(
-        self, piece: Piece, strides: tuple[int, ...], device: int, *, of_source: bool
+        self, copy: Copy, strides: tuple[int, ...], device: int, *, of_source: bool
     ) -> tuple[tuple[int, ...], tuple[int, ...], int]:
-        move = self.plan.moves[piece.places[0]]
+        move = self.plan.moves[copy.places[0]]
         layout = move.source if of_source else move.target
         steps = strides[: len(layout.global_shape)]
-        return region_of(layout, move.view, piece.box, steps, device, of_source=of_source)
+        return region_of(layout, move.view, copy.box, steps, device, of_source=of_source)
 
-    def _dtype(self, number: int, piece: Piece) -> torch.dtype:
-        move = self.plan.moves[piece.places[0]]
+    def _dtype(self, number: int, copy: Copy) -> torch.dtype:
+        move = self.plan.moves[copy.places[0]]
         # Casts happen in the first stage; after it data is as in the result.
         return torch_dtype(move.target.dtype if number else move.wire_dtype)
 
     def _waves(self, number: int, most_bytes: int | None) -> Iterator[Wave]:
         """Yield what the device has already, and then the messages of the plan, or whole boxes."""
-        kept = [] if number else self.plan.kept(self.device)
-        own = {self.device: [Piece(copy.places, copy.box, 0, 0) for copy in kept]} if kept else {}
+        kept = [copy for copy in self.plan.kept if copy.receiver == self.device]
+        own = {self.device: kept} if kept and not number else {}
         if most_bytes is None:
             streams = self.plan.stages[number].streams(self.device)
             wanted = {
-                sender: [Piece(copy.places, copy.box, 0, 0) for copy in copies]
+                sender: copies
                 for (sender, receiver), copies in streams.items()
                 if receiver == self.device
             }

@@ -17,11 +17,9 @@ from shardspec.boxes import Box, box_shape, box_size, chunks, slices_within
 from shardspec.comm.agreement import on_all_ranks
 from shardspec.errors import CommunicatorError
 from shardspec.layout.layout import Layout, LayoutCell, cells_of
-from shardspec.resharding.copies import StateCopies, TensorMove
 from shardspec.resharding.digests import LANES, Digests, TensorDigest
-from shardspec.resharding.stages import region_of
-from shardspec.resharding.view_parts import parts_of_view
-from shardspec.resharding.views import identity_view
+from shardspec.resharding.stages import StateCopies, TensorMove, region_of
+from shardspec.resharding.views import identity_view, parts_of_view
 from shardspec.tensor.shards import bits_of, torch_dtype
 
 Gather: TypeAlias = Callable[[dict[int, Any]], dict[int, Any]]

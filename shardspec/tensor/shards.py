@@ -31,7 +31,8 @@ Facts: TypeAlias = tuple[tuple[int, ...], str]
 """Shape and dtype of a shard."""
 
 _UNSIGNED: Final = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32, 8: torch.uint64}
-"""Unsigned dtypes by their size in bytes."""
+_BITS: Final = {**_UNSIGNED, 16: torch.complex128}
+"""Dtypes that keep any bits, by their size in bytes."""
 _SENT_ONCE_BYTES: Final = 1 << 20
 """The least bytes for which the source sends each element once and an all-gather makes copies."""
 
@@ -95,7 +96,7 @@ def facts_of(shard: torch.Tensor) -> Facts:
 def bits_of(tensor: torch.Tensor) -> NDArray[np.generic]:
     """Return the bits of elements as unsigned numbers, without a copy if in host memory."""
     plain = tensor.detach().resolve_conj().resolve_neg().cpu()
-    return plain.view(_UNSIGNED[plain.element_size()]).numpy()
+    return plain.view(_BITS[plain.element_size()]).numpy()
 
 
 def check_shards(layout: Layout, facts: Mapping[int, Facts | None]) -> None:

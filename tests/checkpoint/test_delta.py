@@ -21,7 +21,7 @@ from shardspec import (
     merge,
     save_sharded,
 )
-from shardspec.checkpoint.boxes.copy import Buffers, read_box_into
+from shardspec.checkpoint.convert.copy import Buffers, read_box_into
 from shardspec.checkpoint.deltas.apply import with_deltas
 from shardspec.checkpoint.open import open_checkpoint
 from shardspec.checkpoint.storage.reading import OpenFiles

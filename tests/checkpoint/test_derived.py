@@ -7,14 +7,13 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from shardspec.checkpoint.convert.model_names import Assembled
+from shardspec.checkpoint.convert.select import Choice, mapped
 from shardspec.checkpoint.deltas.apply import with_deltas
 from shardspec.checkpoint.deltas.make import delta
 from shardspec.checkpoint.open import open_checkpoint
 from shardspec.checkpoint.quantization.dequantize import dequantized
 from shardspec.checkpoint.quantization.quantize import quantize_of, quantized_as
-from shardspec.checkpoint.select.choice import Choice
-from shardspec.checkpoint.select.mapped import mapped
-from shardspec.checkpoint.select.model_names import Assembled
 from shardspec.errors import CheckpointError
 
 
@@ -30,7 +29,7 @@ def base(tmp_path):
 
 
 def find_quantized(source):
-    how = quantize_of("fp8-128x128", None, "w")
+    how = quantize_of("fp8-128x128", "w")
     assert how is not None
     return quantized_as(source, how._replace(in_files=False), Choice())
 

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from shardspec import DeviceMesh, DTensor, load_sharded, merge, reshard, save_sharded
-from shardspec.checkpoint.boxes.copy import Checks
 from shardspec.checkpoint.catalog import Digest, StoredBox, StoredTensor
 from shardspec.checkpoint.compare.verify import verify_checkpoint
+from shardspec.checkpoint.convert.copy import Checks
 from shardspec.checkpoint.open import open_checkpoint
 from shardspec.checkpoint.storage.local import LocalPath
 from shardspec.checkpoint.storage.reading import OpenFiles

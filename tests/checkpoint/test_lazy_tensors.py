@@ -1,7 +1,7 @@
 """What follows from the boxes that tensors have in common is found once."""
 
-from shardspec.checkpoint.boxes.coverage import memoize_by_boxes
 from shardspec.checkpoint.catalog import FileBox, Outline, StoredReduction
+from shardspec.checkpoint.compare.coverage import memoize_by_boxes
 from shardspec.checkpoint.storage.local import LocalPath
 
 

@@ -9,7 +9,7 @@ import safetensors.torch
 import torch
 
 from shardspec import DeviceMesh, DTensor, Layout, load_sharded, merge, reshard, save_sharded
-from shardspec.checkpoint.boxes.copy import Buffers, read_box_into
+from shardspec.checkpoint.convert.copy import Buffers, read_box_into
 from shardspec.checkpoint.open import open_checkpoint
 from shardspec.checkpoint.storage.reading import OpenFiles
 from shardspec.comm.communicator import SimulatedCommunicator

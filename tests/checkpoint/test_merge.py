@@ -289,8 +289,8 @@ def test_a_file_that_cannot_grow(tmp_path, when, spec):
 
 MEMORY = """
 import resource, sys
-from shardspec.checkpoint.convert.merge import merge
-from shardspec.checkpoint.convert.merge import reshard
+from shardspec.checkpoint.convert.output import merge
+from shardspec.checkpoint.convert.output import reshard
 merge(sys.argv[1], sys.argv[2])
 assert "torch" not in sys.modules and "networkx" not in sys.modules
 print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024)

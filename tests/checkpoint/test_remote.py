@@ -11,9 +11,10 @@ import pytest
 import safetensors.torch
 import torch
 
-from shardspec.checkpoint.boxes.copy import Buffers, read_box_into
 from shardspec.checkpoint.catalog import StoredBox, StoredTensor
-from shardspec.checkpoint.compare.verify import diff_checkpoints, verify_checkpoint
+from shardspec.checkpoint.compare.diff import diff_checkpoints
+from shardspec.checkpoint.compare.verify import verify_checkpoint
+from shardspec.checkpoint.convert.copy import Buffers, read_box_into
 from shardspec.checkpoint.open import open_checkpoint
 from shardspec.checkpoint.storage.from_text import storage_path
 from shardspec.checkpoint.storage.object_store import MAX_REQUEST_BYTES, ObjectPath

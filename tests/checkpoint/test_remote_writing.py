@@ -139,7 +139,7 @@ def test_source_bytes_that_were_changed_are_found(forms):
 IMPORTS = """
 import os, signal, sys
 import s3fs
-from shardspec.checkpoint.convert.merge import merge
+from shardspec.checkpoint.convert.output import merge
 from shardspec.checkpoint.storage import object_store
 """
 KILLED = """

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from shardspec import DeviceMesh, Layout
 from shardspec.boxes import split_interval
-from shardspec.checkpoint.boxes.coverage import check_tiling, find_flaw
 from shardspec.checkpoint.catalog import (
     StoredBox,
     StoredReduction,
@@ -19,6 +18,7 @@ from shardspec.checkpoint.catalog import (
     replica_keys,
     stored_reductions,
 )
+from shardspec.checkpoint.compare.coverage import check_tiling, find_flaw
 from shardspec.checkpoint.storage.local import LocalPath
 from shardspec.errors import CheckpointError
 

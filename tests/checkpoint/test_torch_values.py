@@ -164,7 +164,6 @@ def test_objects_that_are_not_listed_are_not_made(path, make, kind):
     ("make", "why"),
     [
         (lambda: torch.ones(2, dtype=torch.complex64).conj(), "a view that conjugates or negates"),
-        (lambda: torch.ones(2, dtype=torch.complex128), "a tensor in a torch.ComplexDoubleStorage"),
         (lambda: torch.ones(2, dtype=torch.complex32), "a tensor of torch.complex32, which is not"),
         (lambda: torch.ones(2, device="meta"), "a tensor on the meta device, which has no data"),
     ],

@@ -11,10 +11,11 @@ import torch
 from click.testing import CliRunner
 
 from shardspec import DeviceMesh, DTensor, save_sharded
-from shardspec.checkpoint.boxes.coverage import check_replicas
-from shardspec.checkpoint.boxes.numeric import numbers
 from shardspec.checkpoint.catalog import Catalog, StoredBox, StoredTensor
-from shardspec.checkpoint.compare.verify import DiffExtent, diff_checkpoints, verify_checkpoint
+from shardspec.checkpoint.compare.coverage import check_replicas
+from shardspec.checkpoint.compare.diff import DiffExtent, diff_checkpoints
+from shardspec.checkpoint.compare.verify import verify_checkpoint
+from shardspec.checkpoint.convert.numeric import numbers
 from shardspec.checkpoint.open import open_checkpoint
 from shardspec.checkpoint.storage.local import LocalPath
 from shardspec.checkpoint.storage.reading import OpenFiles

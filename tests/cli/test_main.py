@@ -153,7 +153,7 @@ def test_options_are_grouped_under_headings(words):
             ["plan", "[S0]", "[R]", "--alpha", "1", "--beta", "1"],
             "--links SECONDS:SECONDS_PER_BYTE",
         ),
-        (["plan", "[S0]", "[R]", "--profile", "cluster.json"], "--links FILE.json"),
+        (["plan", "[S0]", "[R]", "--profile", "cluster.json"], "--links cluster.toml"),
         (["digest", "a", "--fill-from", "b"], "merge --fill-from"),
         (["delta", "make", "a", "b", "-o", "c", "--drop-rows"], "merge --drop-rows"),
         (["merge", "a", "-o", "b", "--no-metadata"], "metadata=False"),
@@ -309,7 +309,7 @@ def test_an_interrupt_is_exit_code_130(tmp_path, monkeypatch):
         raise KeyboardInterrupt
 
     ckpt = handmade(sample()).write(tmp_path / "ckpt")
-    monkeypatch.setattr("shardspec.checkpoint.convert.merge.merge", interrupt)
+    monkeypatch.setattr("shardspec.checkpoint.convert.output.merge", interrupt)
     result = run("merge", ckpt, "-o", tmp_path / "out")
     assert (result.exit_code, result.stdout) == (130, "")
     assert result.stderr == "Error: interrupted\n"
@@ -326,7 +326,7 @@ def test_a_full_disk_behind_the_output_is_one_line(tmp_path):
 
 KILLED = """
 import os, signal, sys
-import shardspec.checkpoint.convert.merge as command
+import shardspec.checkpoint.convert.output as command
 from shardspec.cli.main import main
 merge = command.merge
 def end(*_):

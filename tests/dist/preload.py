@@ -13,7 +13,7 @@ for name in (
     "torch.distributed.tensor.parallel",
     # The first operation on torch's DTensors imports it, which takes longest of all.
     "torch._dynamo",
-    "shardspec.checkpoint.convert.merge",
+    "shardspec.checkpoint.convert.output",
     "shardspec.checkpoint.job.save",
     "shardspec.comm.process_group",
     "shardspec.layout.converter",

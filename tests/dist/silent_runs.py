@@ -1,5 +1,6 @@
 """What torch's DTensor gets wrong without a word, done right or refused, as a rank does it."""
 
+from functools import partial
 from itertools import permutations, product
 from math import inf
 from typing import Any
@@ -209,6 +210,17 @@ def beside_pending_sums(rank: int, mesh: DeviceMesh, every: int) -> None:
     same(total + 10, LINE + 20)
     same(pending(LINE, rank, mesh).fill_(3.0), torch.full((5,), 3.0).double())
     same(pending(LINE, rank, mesh).fill_(4.0), torch.full((5,), 4.0).double())
+    for inplace in (
+        F.hardsigmoid,
+        F.mish,
+        F.relu,
+        F.silu,
+        partial(F.threshold, threshold=0.1, value=2.0),
+    ):
+        ours, whole = pending(LINE, rank, mesh), LINE.clone()
+        result = inplace(ours, inplace=True)
+        assert result is ours
+        same(ours, inplace(whole, inplace=True))
     eye, target = torch.eye(2), torch.tensor([1.0, -1.0])
     given = [Cut(eye, mesh, "[R,S0]"), Cut(eye, mesh, "[R,S0]"), Cut(target, mesh, "[R]")]
     cosine: Any = F.cosine_embedding_loss

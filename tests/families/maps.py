@@ -7,8 +7,8 @@ from pathlib import Path
 
 from shardspec import NameMap
 from shardspec.checkpoint.catalog import Catalog
+from shardspec.checkpoint.convert.select import through
 from shardspec.checkpoint.open import open_checkpoint
-from shardspec.checkpoint.select.mapped import through
 from shardspec.families.family import shipped_family
 from shardspec.families.maps import chain_of, forth
 from shardspec.families.model import Model, model_of

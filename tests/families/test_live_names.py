@@ -7,8 +7,8 @@ import pytest
 from safetensors.numpy import load_file
 
 from shardspec import merge
+from shardspec.checkpoint.convert.model_names import model_names
 from shardspec.checkpoint.open import open_checkpoint
-from shardspec.checkpoint.select.model_names import model_names
 from shardspec.errors import CheckpointError
 from shardspec.families.family import family_of
 from shardspec.families.maps import chain_of

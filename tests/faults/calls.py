@@ -27,7 +27,7 @@ _SOME: Final = 30
 _IMPORTED: Final = (
     *("networkx", "numpy", "rich.console", "rich.progress", "rich.table"),
     *(
-        "shardspec.checkpoint.convert.merge",
+        "shardspec.checkpoint.convert.output",
         "shardspec.checkpoint.compare.inspect",
         "shardspec.checkpoint.compare.verify",
     ),

@@ -10,28 +10,32 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardspec.boxes import box_shape
-from shardspec.checkpoint.boxes.copy import (
-    Buffers,
-    Progress,
-    read_whole,
-    stretches,
-)
-from shardspec.checkpoint.boxes.coverage import check_replicas, check_tiling
 from shardspec.checkpoint.catalog import (
     Catalog,
     StoredBox,
     row_major_strides,
     whole_box,
 )
-from shardspec.checkpoint.open import as_catalog
-from shardspec.checkpoint.select.choice import Choice, Patterns, Selection, check_drop, select
-from shardspec.checkpoint.select.mapped import (
+from shardspec.checkpoint.compare.coverage import check_replicas, check_tiling
+from shardspec.checkpoint.convert.copy import (
+    Buffers,
+    Progress,
+    read_whole,
+    stretches,
+)
+from shardspec.checkpoint.convert.select import (
+    Choice,
     MappedCatalog,
+    Patterns,
+    Selection,
+    check_drop,
     mapped,
     mapped_choice,
     require_finished,
+    select,
     through,
 )
+from shardspec.checkpoint.open import as_catalog
 from shardspec.checkpoint.state import rank_state
 from shardspec.checkpoint.state.memory import Memory, catalog_of, require_no_sums
 from shardspec.checkpoint.storage.from_text import storage_path
@@ -40,7 +44,7 @@ from shardspec.checkpoint.storage.reading import OpenFiles
 from shardspec.checkpoint.storage.strict_json import read_json
 from shardspec.comm.communicator import Communicator
 from shardspec.comm.together import agree
-from shardspec.dtypes import item_bytes
+from shardspec.dtypes import bits_type, item_bytes
 from shardspec.errors import CheckpointError, LayoutError
 from shardspec.resharding.digests import LANES, Digests, TensorDigest, digests_of_json
 from shardspec.resharding.name_map import NameMap, Names, Naming
@@ -208,7 +212,7 @@ def _bits(stored: StoredBox, width: int) -> NDArray[np.generic]:
     """Return the bits of a box in memory, in its own order."""
     shape = box_shape(stored.box)
     if stored.computed is None:
-        return np.broadcast_to(np.zeros((), f"u{width}"), shape)
+        return np.broadcast_to(np.zeros((), bits_type(width)), shape)
     assert isinstance(stored.computed, Memory), "all other boxes are in memory"
     strides = stored.strides or row_major_strides(shape, width)
     return stored.computed.bits(shape, strides, stored.offset)

@@ -6,18 +6,38 @@ refused, as is an output that would change its own source.
 """
 
 import os
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import PurePath
-from typing import Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
-from shardspec.checkpoint.boxes.coverage import check_tensors
-from shardspec.checkpoint.catalog import Catalog
-from shardspec.checkpoint.convert.options import WriteOptions, WriteReport
-from shardspec.checkpoint.convert.sharding import ON_ONE_DEVICE, check_sharding, sharding_of
+from shardspec.checkpoint.catalog import Carried, Catalog, OutputTensor, Target
+from shardspec.checkpoint.compare.coverage import check_tensors
+from shardspec.checkpoint.convert.copy import Progress
+from shardspec.checkpoint.convert.layout import (
+    ON_ONE_DEVICE,
+    layouts_by_rules,
+    layouts_given,
+    layouts_like,
+)
+from shardspec.checkpoint.convert.select import (
+    CatalogNaming,
+    Choice,
+    Patterns,
+    Selection,
+    carried_values,
+    check_drop,
+    check_dropped,
+    config_of,
+    mapped_choice,
+    select,
+)
+from shardspec.checkpoint.convert.sidecars import add_sidecars
 from shardspec.checkpoint.formats import (
     Format,
     Wanted,
+    Way,
     default_format,
     format_of,
     formats,
@@ -25,16 +45,13 @@ from shardspec.checkpoint.formats import (
     written_format,
 )
 from shardspec.checkpoint.open import as_catalog, open_checkpoint
-from shardspec.checkpoint.quantization.cuts import refuse_casts
-from shardspec.checkpoint.select.choice import (
-    Choice,
-    carried_values,
-    check_drop,
-    check_dropped,
-    select,
+from shardspec.checkpoint.quantization.cuts import (
+    check_blocks,
+    grid_layout,
+    quantized_in,
+    refuse_casts,
 )
-from shardspec.checkpoint.select.dequantized import mapped_source
-from shardspec.checkpoint.select.mapped import config_of
+from shardspec.checkpoint.storage.checksums import crc_text
 from shardspec.checkpoint.storage.path import (
     Entry,
     Identity,
@@ -42,12 +59,155 @@ from shardspec.checkpoint.storage.path import (
     is_temporary,
     output_exists,
 )
-from shardspec.checkpoint.targets import Carried, Target, add_sidecars
 from shardspec.dtypes import dtype_name
 from shardspec.errors import CheckpointError, ShardSpecError
 from shardspec.layout.layout import Layout
-from shardspec.layout.rules import winning_patterns
-from shardspec.text import shown
+from shardspec.layout.rules import Rules, winning_patterns
+from shardspec.mesh.device_mesh import DeviceMesh
+from shardspec.resharding.digests import Digests
+from shardspec.resharding.name_map import Names
+from shardspec.text import Argument, TextPart, shown
+
+if TYPE_CHECKING:
+    from shardspec.checkpoint.convert.numeric import CastLosses
+
+
+class WriteKeywords(Selection, total=False):
+    """Options of both `merge` and `reshard`; see `merge`."""
+
+    format: str | None
+    dtype: str | None
+    names: Names | None
+    overwrite: bool
+    quantize: str | None
+    quantize_include: Patterns | None
+    drop_values: bool
+    threads: int
+    metadata: bool
+    strict_cast: bool
+    verify: bool
+    dry_run: bool
+    sidecars: bool
+    progress: Progress | None
+    digests: PurePath | str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WriteOptions(Choice):
+    """Which tensors are written, how, and as what; see `merge` and `reshard`."""
+
+    way: Way
+    format: str | None = None
+    """By its name."""
+    max_shard_bytes: int | None = None
+    in_directory: bool = False
+    """Whether the output is named as a directory."""
+    names: Names | None = None
+    device_mesh: DeviceMesh | None = None
+    rules: Rules | None = None
+    like: PurePath | str | Catalog | Mapping[str, Layout] | None = None
+    quantize: str | None = None
+    quantize_include: Patterns | None = None
+    drop_values: bool = False
+    threads: int = 1
+    metadata: bool = True
+    strict_cast: bool = False
+    overwrite: bool = False
+    verify: bool = True
+    dry_run: bool = False
+    sidecars: bool = True
+    progress: Progress | None = None
+    digests: PurePath | str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class WriteReport:
+    """What was written, or what would be."""
+
+    path: PurePath
+    """The output, as the user named it."""
+    format: str
+    """Its format, as `merge` and `reshard` name it."""
+    read: str
+    """What the source is."""
+    reads: Mapping[str, int]
+    """The files that tensors are read from, and the bytes of their boxes, each read once."""
+    tensors: int
+    writes: Mapping[str, int]
+    """The files of the output, or the output itself if it is one, and their sizes."""
+    left_out: tuple[str, ...]
+    """Entries of the source that are not tensors and that the output lacks; the metadata of
+    safetensors files is ``"__metadata__"``."""
+    sidecars: tuple[str, ...]
+    """Names of the files beside the weights of the source that were copied along."""
+    weight_files: int
+    """How many files of the output hold tensors: without an index and what was copied along."""
+    not_copied: tuple[str, ...] = ()
+    """Names of what lies there too and was not copied; a directory ends in a slash."""
+    filled: tuple[str, ...] = ()
+    """Names of the tensors that were taken from the checkpoint to fill from."""
+    seconds: float = 0.0
+    crc32: int | None = None
+    """CRC-32 of all files in their order; None if it was not computed."""
+    cast_losses: "CastLosses | None" = None
+    """What a cast to another dtype did not keep; None if nothing was cast."""
+    written: bool = False
+    """False after a dry run."""
+    digests: Digests | None = None
+    """Those of the output's tensors, if they were wanted."""
+    sharding: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    """After a dry run of `reshard`: tensor to the rule for it, empty where no rule matches, and its
+    spec."""
+
+    @property
+    def read_files(self) -> int:
+        """How many files tensors are read from."""
+        return len(self.reads)
+
+    @property
+    def read_bytes(self) -> int:
+        """Bytes of all boxes that are read, each once."""
+        return sum(self.reads.values())
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        """Names of the files; that of the output itself if it is one."""
+        return tuple(self.writes)
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of all files."""
+        return sum(self.writes.values())
+
+    def to_json(self) -> dict[str, object]:
+        """Return the report as plain values."""
+        return {
+            "path": str(self.path),
+            "format": self.format,
+            "read": self.read,
+            "read_files": self.read_files,
+            "read_bytes": self.read_bytes,
+            "reads": dict(self.reads),
+            "writes": dict(self.writes),
+            "tensors": self.tensors,
+            "files": list(self.files),
+            "weight_files": self.weight_files,
+            "bytes": self.num_bytes,
+            "seconds": self.seconds,
+            "crc32": None if self.crc32 is None else crc_text(self.crc32),
+            "cast": None if self.cast_losses is None else self.cast_losses.to_json(),
+            "left_out": list(self.left_out),
+            "sidecars": list(self.sidecars),
+            "not_copied": list(self.not_copied),
+            "filled": list(self.filled),
+            "written": self.written,
+            "digest": None if self.digests is None else self.digests.value,
+            "sharding": {
+                name: {"rule": rule or None, "spec": spec}
+                for name, (rule, spec) in self.sharding.items()
+            },
+        }
+
 
 _SHOWN: Final = 3
 _MOST_LOOKED_AT: Final = 1000
@@ -139,11 +299,11 @@ def _opened(
     """Open a checkpoint, mapped and quantized as wanted; return what remains to be chosen too."""
     source, names = as_catalog(checkpoint), options.names
     choice: Choice = options
-    quantize = options.quantize, options.scale_rule, options.quantize_include
+    quantize = options.quantize, options.quantize_include
     if any(value is not None for value in (names, options.dtype, *quantize)):
         config = config_of(source, names)
         source, choice = mapped_source(source, names, options)
-        if quantize != (None, None, None):
+        if quantize != (None, None):
             from shardspec.checkpoint.quantization.quantize import quantize_of, quantized_as
 
             how = quantize_of(*quantize)
@@ -318,3 +478,90 @@ def _owned(path: StoragePath) -> Iterable[str]:
         files = (file for file in source.files if path in file.parents)
         owned.update("/".join(file.parts[len(path.parts) :]) for file in files)
     return owned
+
+
+# --- how it is sharded
+
+
+def check_sharding(options: WriteOptions) -> None:
+    """Check that either a mesh or a checkpoint to shard like is given."""
+    mesh: object = options.device_mesh
+    rules, like = options.rules, options.like
+    problem: tuple[TextPart, ...] = ()
+    if like is not None and (mesh is not None or rules is not None):
+        problem = ("give either a checkpoint to shard like, or a mesh and rules",)
+    elif not isinstance(mesh, DeviceMesh | None):
+        problem = (
+            f"a {type(mesh).__name__} is not a mesh to shard for; give a DeviceMesh, as of "
+            "DeviceMesh(range(8), (2, 4))",
+        )
+    elif mesh is None and like is None:
+        problem = (
+            "give the mesh to shard for, ",
+            Argument("device_mesh"),
+            ", or a checkpoint to shard like",
+        )
+    if problem:
+        raise CheckpointError(*problem)
+
+
+def _of_scales(
+    source: Catalog,
+    rules: Rules,
+    tensors: Sequence[OutputTensor],
+    layouts: Mapping[str, Layout],
+) -> dict[str, Layout]:
+    """Return the layouts of scales that no rule names: they are cut as their codes are."""
+    winners = winning_patterns(list(rules), layouts)
+    new = {tensor.source: tensor.name for tensor in tensors}
+    grids: dict[str, Layout] = {}
+    for codes, blocks in quantized_in(source).blocks.items():
+        scales = blocks.scales
+        if {codes, scales} <= new.keys() and new[scales] not in winners:
+            grid = grid_layout(layouts[new[codes]], blocks.sides, layouts[new[scales]].dtype)
+            grids |= {} if grid is None else {new[scales]: grid}
+    return grids
+
+
+def sharding_of(
+    source: Catalog, options: WriteOptions, tensors: Sequence[OutputTensor]
+) -> tuple[DeviceMesh, dict[str, Layout]]:
+    """Return the mesh of an output whose format has shards, and the layouts of its tensors."""
+    if isinstance(options.like, Mapping):
+        mesh, layouts = layouts_given(options.like, tensors)
+    elif options.like is not None:
+        mesh, layouts = layouts_like(as_catalog(options.like), tensors)
+    else:
+        mesh = options.device_mesh or ON_ONE_DEVICE
+        layouts = layouts_by_rules(mesh, options.rules or {}, tensors)
+        if source.facts.quantization:
+            layouts |= _of_scales(source, options.rules or {}, tensors, layouts)
+    if options.way == "sharded":
+        check_blocks(source, {tensor.source: layouts[tensor.name] for tensor in tensors})
+    return mesh, layouts
+
+
+# --- which numbers it has
+
+
+def mapped_source(source: Catalog, names: Names | None, choice: Choice) -> tuple[Catalog, Choice]:
+    """Return a checkpoint, dequantized and mapped as requested, and the options left to apply."""
+    if choice.dtype is not None:
+        source = with_numbers(source, choice.dtype, choice, config_of(source, names))
+        names = names.with_dtype(choice.dtype) if isinstance(names, CatalogNaming) else names
+    return mapped_choice(source, names, choice)
+
+
+def with_numbers(
+    source: Catalog,
+    dtype: object,
+    choice: Choice | None = None,
+    config: Mapping[str, object] | None = None,
+) -> Catalog:
+    """Return a checkpoint with numbers in place of codes, if a dtype is requested."""
+    if dtype is None:
+        return source
+    # Importing numpy takes as long as copying 200 MiB, and a plain copy needs none.
+    from shardspec.checkpoint.quantization.dequantize import dequantized
+
+    return dequantized(source, dtype, choice, config)

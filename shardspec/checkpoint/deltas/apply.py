@@ -8,9 +8,8 @@ from pathlib import PurePath
 from threading import Lock
 from typing import Final, NamedTuple
 
-from shardspec.checkpoint.boxes.copy import Buffers, read_whole
-from shardspec.checkpoint.boxes.derived import ComputedCatalog, bytes_in_files
 from shardspec.checkpoint.catalog import Catalog, StoredBox, StoredTensor, whole_box
+from shardspec.checkpoint.convert.copy import Buffers, read_whole
 from shardspec.checkpoint.deltas.frames import (
     Patch,
     Patching,
@@ -19,6 +18,7 @@ from shardspec.checkpoint.deltas.frames import (
     new_hash,
 )
 from shardspec.checkpoint.formats.safetensors import read_header
+from shardspec.checkpoint.quantization.derived import ComputedCatalog, bytes_in_files
 from shardspec.checkpoint.storage.from_text import storage_path
 from shardspec.checkpoint.storage.path import StoragePath, file_inside
 from shardspec.checkpoint.storage.reading import OpenFiles

@@ -19,7 +19,6 @@ from itertools import product
 from typing import Final, TypeAlias
 
 from shardspec.boxes import Box, box_size
-from shardspec.checkpoint.boxes.coverage import check_tiling
 from shardspec.checkpoint.catalog import (
     Catalog,
     CheckpointFacts,
@@ -27,6 +26,7 @@ from shardspec.checkpoint.catalog import (
     StoredTensor,
     box_text,
 )
+from shardspec.checkpoint.compare.coverage import check_tiling
 from shardspec.checkpoint.formats import Format, OpenOptions, huggingface, safetensors
 from shardspec.checkpoint.formats.model_files import is_data_file, is_index
 from shardspec.checkpoint.storage.path import StoragePath, file_inside

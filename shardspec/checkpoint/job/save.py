@@ -13,6 +13,7 @@ from pathlib import PurePath
 from typing import Any, Literal, overload
 
 from shardspec.boxes import Box
+from shardspec.checkpoint.catalog import BoxEntry, FileEntry, OutputFile, OutputTensor, assign_boxes
 from shardspec.checkpoint.compare.digest import (
     add_up,
     check_digests_file,
@@ -20,7 +21,7 @@ from shardspec.checkpoint.compare.digest import (
 )
 from shardspec.checkpoint.formats import native
 from shardspec.checkpoint.formats.native import INFO_NAME, is_shard
-from shardspec.checkpoint.formats.safetensors import read_header
+from shardspec.checkpoint.formats.safetensors import encode_header, read_header
 from shardspec.checkpoint.job.background import (
     BackgroundCommunicator,
     PendingSave,
@@ -34,7 +35,6 @@ from shardspec.checkpoint.state.state_dict import encode_value
 from shardspec.checkpoint.storage.checksums import crc32
 from shardspec.checkpoint.storage.from_text import storage_path
 from shardspec.checkpoint.storage.path import StoragePath, is_temporary, reason
-from shardspec.checkpoint.targets import BoxEntry, FileEntry, OutputFile, OutputTensor, assign_boxes
 from shardspec.comm.communicator import Communicator
 from shardspec.comm.together import agree
 from shardspec.errors import CheckpointError, OutputExistsError
@@ -151,6 +151,9 @@ def save_sharded(
 
     def described() -> Described:
         state = rank_state.describe(state_dict, chosen)
+        # What no file can hold is refused here, even tensors that have no boxes.
+        tensors = [(name, at.dtype, at.global_shape) for name, at in state.layouts.items()]
+        encode_header([*tensors, *((name, "int8", ()) for name in state.flat.values)], {})
         for name, value in state.flat.values.items():
             encode_value(value, name)  # refuses what has no place in the info
         if leader and not overwrite:

@@ -5,9 +5,9 @@ from functools import lru_cache
 from math import lcm
 
 from shardspec.checkpoint.catalog import Catalog
+from shardspec.checkpoint.convert.select import MappedCatalog, mapped
 from shardspec.checkpoint.quantization.detect import Blocks, Quantized, find_quantized, sections
 from shardspec.checkpoint.quantization.schemes import Shape
-from shardspec.checkpoint.select.mapped import MappedCatalog, mapped
 from shardspec.dtypes import dtype_name
 from shardspec.errors import DTypeError, LayoutError, QuantizedError, ShardSpecError
 from shardspec.layout.layout import Layout

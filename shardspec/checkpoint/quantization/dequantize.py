@@ -10,22 +10,28 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from shardspec.checkpoint.boxes.copy import Buffers
-from shardspec.checkpoint.boxes.coverage import check_tiling
-from shardspec.checkpoint.boxes.derived import (
+from shardspec.checkpoint.catalog import Catalog, StoredTensor, row_major_strides, whole_box
+from shardspec.checkpoint.compare.coverage import check_tiling
+from shardspec.checkpoint.convert.copy import Buffers
+from shardspec.checkpoint.convert.numeric import (
+    FOUR_BITS,
+    Bytes,
+    RawNumbers,
+    narrow,
+    numbers,
+    strips,
+)
+from shardspec.checkpoint.convert.select import Choice, require_finished
+from shardspec.checkpoint.quantization.cuts import quantized_in
+from shardspec.checkpoint.quantization.derived import (
     ComputedCatalog,
     ComputedMatrices,
     Recent,
     Source,
     bytes_in_files,
 )
-from shardspec.checkpoint.boxes.numeric import FOUR_BITS, Bytes, RawNumbers, narrow, numbers, strips
-from shardspec.checkpoint.catalog import Catalog, StoredTensor, row_major_strides, whole_box
-from shardspec.checkpoint.quantization.cuts import quantized_in
 from shardspec.checkpoint.quantization.detect import of_computed, sections, sections_of
 from shardspec.checkpoint.quantization.schemes import MX, Coded, coded, schemes_in
-from shardspec.checkpoint.select.choice import Choice
-from shardspec.checkpoint.select.mapped import require_finished
 from shardspec.dtypes import dtype_name, item_bytes
 from shardspec.errors import QuantizedError
 from shardspec.text import Argument

@@ -9,10 +9,10 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Final, NamedTuple
 
+from shardspec.checkpoint.convert.sidecars import QUANTIZED_BY, SECTIONS
 from shardspec.checkpoint.quantization.schemes import USUAL, Coded, Shape, coded, schemes_in
 from shardspec.checkpoint.storage.path import StoragePath
 from shardspec.checkpoint.storage.strict_json import json_beside
-from shardspec.checkpoint.targets import QUANTIZED_BY, SECTIONS
 
 _CONFIGS: Final = ("config.json", *sorted(QUANTIZED_BY), "params.json")
 
@@ -42,7 +42,7 @@ _ENOUGH: Final = re.compile(
 )
 """Kinds whose names say enough; others count beside narrow codes."""
 _OF_COMPUTED: Final = re.compile(
-    r"(.+[._])?([qkv]|prob|input|output|activation)(_cache|_proj)?_scale"
+    r"(.+[._])?([qkv]|kv|prob|input|output|activation)(_cache|_proj)?_(scale|zero_point)"
 )
 """Scales of what a quantized model computes."""
 

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 
 from shardspec.boxes import Box
 from shardspec.checkpoint.catalog import box_text, replica_holders
-from shardspec.checkpoint.formats.safetensors import encode_header
 from shardspec.checkpoint.state.state_dict import FlatState, Leaf, flatten
 from shardspec.checkpoint.storage.checksums import crc32
 from shardspec.comm.agreement import on_all_ranks
@@ -88,10 +87,6 @@ def describe(state_dict: Mapping[str, Any], communicator: Communicator) -> Descr
     shards, layouts = {}, {}
     for name, value in sorted(flat.tensors.items(), key=itemgetter(0)):
         shards[name], layouts[name] = _shards_of(name, value, communicator)
-    # Names that no file can carry are refused here, even those of tensors that have no boxes.
-    slots = ((name, at.dtype, at.global_shape) for name, at in layouts.items())
-    encode_header(slots, {})
-    encode_header(((name, "int8", ()) for name in flat.values), {})
     return Described(flat, shards, layouts)
 
 

@@ -260,7 +260,10 @@ def _sharded(*_: object) -> Never:
 
 _DTYPES: Final = "uint8 float64 float32 float16 int64 int32 int16 int8 bool bfloat16 complex64"
 _KINDS: Final = "Byte Double Float Half Long Int Short Char Bool BFloat16 ComplexFloat"
-STORAGES: Final = dict(zip(_DTYPES.split(), _KINDS.split(), strict=True))
+STORAGES: Final = {
+    **dict(zip(_DTYPES.split(), _KINDS.split(), strict=True)),
+    "complex128": "ComplexDouble",
+}
 """Dtypes that have a storage of their own, ``torch.<KIND>Storage``."""
 _STORAGE_DTYPES: Final[Mapping[str, str]] = {
     **{f"torch.{kind}Storage": dtype for dtype, kind in STORAGES.items()},
@@ -302,7 +305,7 @@ def _named(homes: Iterable[str], names: str, suffix: str = "") -> Iterable[str]:
 
 _MERE_NAMES: Final = (
     *(*_STORAGE_DTYPES, "torch.strided", "torch.Tensor"),
-    *_named(("torch",), "ComplexDouble QUInt8 QInt8 QInt32 QUInt4x2 QUInt2x4", "Storage"),
+    *_named(("torch",), "QUInt8 QInt8 QInt32 QUInt4x2 QUInt2x4", "Storage"),
     *_named(("torch",), "float64 float32 float16 bfloat16 float8_e4m3fn float8_e5m2"),
     *_named(("torch",), "float8_e4m3fnuz float8_e5m2fnuz float8_e8m0fnu float4_e2m1fn_x2 bool"),
     *_named(("torch",), "complex32 complex64 complex128 int8 int16 int32 int64 uint8 uint16"),

@@ -115,15 +115,26 @@ def _with_sums_finished(call: Call) -> Any:  # noqa: ANN401
     }
     if "out" in call.arguments[1]:
         return _in_whole(call)
+    before = {key: finished._version() for key, finished in done.items()}
     leaves = [done.get(id(leaf), leaf) for leaf in call.leaves]
     result = apply(call.function, *tree_unflatten(leaves, call.structure))
-    for leaf in tree_leaves(result):
-        for tensor in call.tensors:
-            if isinstance(leaf, TensorLike) and id(tensor) in done:
-                base = leaf if leaf.part_of is None else leaf.part_of.base
-                if base is done[id(tensor)]:
-                    leaf.become_part_of(tensor)
-    return result
+    owners = {id(done[id(t)]): t for t in call.tensors if id(t) in done}
+    for tensor in owners.values():
+        finished = done[id(tensor)]
+        if finished._version() != before[id(tensor)]:  # a flag as inplace=True asked for it
+            _check_writable(call, tensor)
+            tensor.write(_sharded(_whole(finished), tensor, tensor.layout).shards)
+
+    def ours(leaf: object) -> object:
+        if id(leaf) in owners:
+            return owners[id(leaf)]
+        if isinstance(leaf, TensorLike) and leaf.part_of is not None:
+            tensor = owners.get(id(leaf.part_of.base))
+            if tensor is not None:
+                leaf.become_part_of(tensor)
+        return leaf
+
+    return tree_map(ours, result)
 
 
 # --- which arguments are taken ---

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from shardspec.checkpoint.boxes.copy import Buffers, Checks, read_box_into
-from shardspec.checkpoint.boxes.coverage import check_replicas, check_tiling
+from shardspec.checkpoint.compare.coverage import check_replicas, check_tiling
+from shardspec.checkpoint.convert.copy import Buffers, Checks, read_box_into
 from shardspec.checkpoint.open import open_checkpoint
 from shardspec.checkpoint.storage.reading import OpenFiles
 from shardspec.dtypes import item_bytes
@@ -63,7 +63,7 @@ def assert_merged_without_torch(path, out, opening=""):
     """Merge in a process of its own, in which nothing may import torch."""
     script = (
         "import sys\n"
-        "from shardspec.checkpoint.convert.merge import merge\n"
+        "from shardspec.checkpoint.convert.output import merge\n"
         f"report = merge({str(path)!r}, {str(out)!r}{opening})\n"
         "assert 'torch' not in sys.modules\n"
         "print(report.tensors)\n"

@@ -8,7 +8,6 @@ from itertools import pairwise, product
 from typing import Final, TypeAlias, TypeVar
 
 from shardspec.boxes import Box, box_size, chunks, contains
-from shardspec.checkpoint.boxes.copy import Buffers, read_box_into
 from shardspec.checkpoint.catalog import (
     ZEROS,
     AnyBox,
@@ -23,6 +22,7 @@ from shardspec.checkpoint.catalog import (
     distinct,
     whole_box,
 )
+from shardspec.checkpoint.convert.copy import Buffers, read_box_into
 from shardspec.checkpoint.storage.checksums import BLOCK_BYTES
 from shardspec.checkpoint.storage.path import StoragePath
 from shardspec.checkpoint.storage.reading import OpenFiles

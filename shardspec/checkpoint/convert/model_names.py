@@ -8,12 +8,11 @@ from pathlib import Path, PurePath
 from typing import Final, NamedTuple
 
 from shardspec.checkpoint import catalog
-from shardspec.checkpoint.boxes.copy import Buffers, read_box
-from shardspec.checkpoint.compare.verify import diff_checkpoints
+from shardspec.checkpoint.compare.diff import diff_checkpoints
+from shardspec.checkpoint.convert.copy import Buffers, read_box
+from shardspec.checkpoint.convert.select import CatalogNaming, Choice, through, wanted_names
 from shardspec.checkpoint.open import as_catalog
 from shardspec.checkpoint.quantization.cuts import quantized_in
-from shardspec.checkpoint.select.choice import Choice, wanted_names
-from shardspec.checkpoint.select.mapped import CatalogNaming, through
 from shardspec.checkpoint.storage.from_text import storage_path
 from shardspec.checkpoint.storage.path import StoragePath
 from shardspec.checkpoint.storage.reading import OpenFiles
@@ -24,8 +23,8 @@ from shardspec.families.maps import chain_of, refuse
 from shardspec.families.model import Model, model_of
 from shardspec.families.recognize import Recognized, Spelling, recognize, require_known
 from shardspec.input_files import read_json_object
+from shardspec.resharding.map_file import filled
 from shardspec.resharding.name_map import NameMap, Shape
-from shardspec.resharding.patterns import filled
 from shardspec.resharding.sizes import text_config
 from shardspec.text import Argument, counted, shown
 

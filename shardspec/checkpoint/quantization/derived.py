@@ -14,7 +14,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardspec.boxes import Box
-from shardspec.checkpoint.boxes.copy import Buffers, Checks, read_box_into
 from shardspec.checkpoint.catalog import (
     ZEROS,
     AnyOutline,
@@ -25,9 +24,10 @@ from shardspec.checkpoint.catalog import (
     distinct,
     whole_box,
 )
+from shardspec.checkpoint.convert.copy import Buffers, Checks, read_box_into
 from shardspec.checkpoint.storage.path import StoragePath
 from shardspec.checkpoint.storage.reading import OpenFiles
-from shardspec.dtypes import item_bytes
+from shardspec.dtypes import bits_type, item_bytes
 from shardspec.layout.spec import ShardingSpec
 
 _MOST_BYTES: Final = 256 << 10
@@ -79,7 +79,7 @@ class Source:
     def read(self, box: Box) -> NDArray[Any]:
         """Return the numbers of a box as unsigned integers."""
         sides = [hi - lo for lo, hi in box]
-        values = np.empty(sides, f"u{item_bytes(self.tensor.dtype)}")
+        values = np.empty(sides, bits_type(item_bytes(self.tensor.dtype)))
         room = values.reshape(-1).view(np.uint8).data
         try:
             buffers = self._spare.pop()
@@ -111,7 +111,7 @@ class ComputedMatrices(ABC):
         self, rows: int, columns: int, dtype: str, reads: Mapping[StoragePath, int]
     ) -> None:
         self.rows, self.columns, self.dtype, self._reads = rows, columns, dtype, reads
-        self._type = np.dtype(f"u{item_bytes(dtype)}")
+        self._type = np.dtype(bits_type(item_bytes(dtype)))
 
     @property
     def reads(self) -> Mapping[StoragePath, int]:

@@ -37,7 +37,7 @@ from shardspec.dtypes import item_bytes
 from shardspec.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from shardspec.checkpoint.boxes.numeric import Bytes
+    from shardspec.checkpoint.convert.numeric import Bytes
 
 _LONG_ROW: Final = 2048
 """Bytes from which rows are copied one by one, and not by numpy."""
@@ -287,7 +287,7 @@ def _reduce(
     """Combine all addends of a block of a pending tensor."""
     import numpy as np
 
-    from shardspec.checkpoint.boxes.numeric import reduce
+    from shardspec.checkpoint.convert.numeric import reduce
 
     numbers = np.frombuffer(room, np.uint8)
 

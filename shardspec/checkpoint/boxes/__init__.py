@@ -1,1 +1,0 @@
-"""Boxes of stored tensors: coverage, copies, arithmetic."""

@@ -1,0 +1,166 @@
+"""Copies the files beside the weights, which tools need to load them."""
+
+import json
+import re
+from collections.abc import Callable, Collection, Mapping
+from typing import Final
+
+from shardspec.checkpoint.catalog import Catalog, OutputFile, RawBytes, Target, copied_file
+from shardspec.checkpoint.storage.path import StoragePath, file_inside
+from shardspec.checkpoint.storage.strict_json import parse_json
+from shardspec.errors import CheckpointError
+from shardspec.text import Argument
+
+_CONFIG: Final = "config.json"
+_STATE_DTYPES: Final = frozenset({_CONFIG, "generation_config.json"})
+"""Files whose configs state the dtype of weights, also nested: ``dtype`` or ``torch_dtype``."""
+_WEIGHTS: Final = frozenset({"float64", "float32", "bfloat16", "float16"})
+"""Dtypes of weights, by the names that configs have for them."""
+_OF_MODELS: Final = frozenset({_CONFIG, "adapter_config.json"})
+_HUGGING_FACE: Final = re.compile(
+    r"(\w{1,60}_)?config\.json|params\.json|chat_template\.\w{1,10}"
+    r"|(tokenizer|tekken|special_tokens_map|added_tokens|normalizer|emoji|encoder)\.json"
+    r"|((entity|target)_)?vocab(-src|-tgt)?\.(json|txt|bpe)|(word_\w{1,20}|byte_maps)\.json"
+    r"|merges\.txt|dict\.txt|bpe\.codes|prophetnet\.tokenizer|[\w.-]{1,60}\.(tiktoken|spm)"
+    r"|(tokenizer|spiece|sentencepiece(\.bpe)?|spm(_char)?|tiktoken)\.model(\.v\w{1,10})?"
+    r"|(configuration|modeling|tokenization|(image_|video_)?processing|feature_extraction)_\w{1,60}"
+    r"\.py"
+)
+"""Of `transformers` and PEFT: configs, the files of every tokenizer, and code."""
+_OWN_CODE: Final = b'"auto_map"'
+"""Says in a config that a model brings code, which may import what lies beside it."""
+SECTIONS: Final = frozenset({"quantization_config", "quantization", "compression_config"})
+QUANTIZED_BY: Final = frozenset(
+    {
+        "hf_quant_config.json",
+        "quantize_config.json",
+        "quant_config.json",
+        "quantization_config.json",
+    }
+)
+"""Files about nothing but how weights are quantized."""
+_MOST_BYTES: Final = 2**28
+"""Of one file; tokenizers have some ten million."""
+WITHOUT_SIDECARS: Final = Argument("sidecars", value=False)
+
+
+def add_sidecars(
+    source: Catalog,
+    target: Target,
+    sidecars: Callable[[StoragePath, Collection[str]], set[str]],
+    dtype: str | None = None,
+) -> Target:
+    """Return an output with the files that lie beside the weights of a checkpoint.
+
+    Into a directory go those that `sidecars` names; of what lies beside a single file, or describes
+    the model elsewhere, those of a model. How weights are quantized is in a config in any case,
+    and configs state the `dtype` of the weights, if they state any.
+    """
+    described_in = source.facts.described_in
+    elsewhere = described_in is not None
+    directory = source.home if described_in is None else described_in
+    whole = not elsewhere and directory == source.directory
+    weights = (file for file in source.files if directory in file.parents)
+    beside = {*directory.names()} - {file.relative_to(directory).parts[0] for file in weights}
+    wanted: set[str] = set()
+    if target.directory and (whole or elsewhere or beside & _OF_MODELS):
+        wanted = (sidecars if whole else model_sidecars)(directory, beside)
+    section = source.facts.quantization
+    if section is not None:
+        wanted -= QUANTIZED_BY
+    elif elsewhere and not _has_codes(target):
+        section = {}
+    if dtype is None and elsewhere:
+        dtype = _one_dtype(target)
+    taken = {file.name for file in target.files}
+    files = []
+    for name in sorted(wanted):
+        path = file_inside(directory, name, directory)
+        if not path.is_file():
+            continue
+        file = copied_file(path, name)
+        problem = ""
+        if name in taken:
+            problem = "lies beside the weights, but the output has a file of that name already"
+        elif file.num_bytes > _MOST_BYTES:
+            problem = f"has {file.num_bytes} bytes, more than the {_MOST_BYTES} of a sidecar"
+        if problem:
+            raise CheckpointError(
+                f"{path}: {problem}; leave such files behind with ", WITHOUT_SIDECARS
+            )
+        of_model = name in _STATE_DTYPES and dtype is not None
+        if of_model or (name == _CONFIG and section is not None):
+            file = _restated(file, path, section if name == _CONFIG else None, dtype)
+        files.append(file)
+    names = tuple(file.name for file in files)
+    others = sorted(beside.difference(names)) if whole else ()
+    not_copied = tuple(f"{name}/" if (directory / name).is_dir() else name for name in others)
+    # Of a single file, the state was taken without what lies beside it.
+    seen = tuple(directory / name for name in names) if whole else ()
+    if section and target.directory and _CONFIG not in {*taken, *names}:
+        data = json.dumps({"quantization_config": section}, indent=2).encode()
+        files.append(OutputFile(_CONFIG, len(data), [RawBytes(0, data)], ()))
+    return target._replace(
+        files=(*target.files, *files), sidecars=names, beside=seen, not_copied=not_copied
+    )
+
+
+def _has_codes(target: Target) -> bool:
+    dtypes = (extent.tensor.dtype for file in target.files for extent in file.extents)
+    return any(dtype.startswith(("float8", "uint8", "int8")) for dtype in dtypes)
+
+
+def _one_dtype(target: Target) -> str | None:
+    """Return the dtype of the floating point weights of an output, if all have the same."""
+    dtypes = {tensor.dtype for tensor in target.tensors if tensor.dtype in _WEIGHTS}
+    return dtypes.pop() if len(dtypes) == 1 else None
+
+
+def _restated(
+    file: OutputFile, path: StoragePath, section: Mapping[str, object] | None, dtype: str | None
+) -> OutputFile:
+    """Return a config that states a section about quantization, and a dtype, of an output.
+
+    An empty section removes the one that is there; None keeps it, as it does the dtype.
+    """
+    data = b"".join(raw.made() for raw in file.raw)
+    config = parse_json(data, path, "config")
+    if isinstance(config, dict):
+        changed = False
+        parts = [part for part in (config, config.get("text_config")) if isinstance(part, dict)]
+        for each in parts if section is not None else ():
+            for key in SECTIONS & each.keys():
+                changed = True
+                del each[key]
+        if section:
+            config["quantization_config"], changed = section, True
+        below: list[object] = [config] if dtype is not None else []
+        while below:
+            part = below.pop()
+            if not isinstance(part, dict):
+                continue
+            for key, value in part.items():
+                known = isinstance(value, str) and value.removeprefix("torch.") in _WEIGHTS
+                if key in ("dtype", "torch_dtype") and known and value != dtype:
+                    part[key], changed = dtype, True
+                elif key not in SECTIONS:
+                    below.append(value)
+        if changed:
+            data = json.dumps(config, indent=2).encode()
+    return OutputFile(file.name, len(data), [RawBytes(0, data)], ())
+
+
+def model_sidecars(directory: StoragePath, names: Collection[str]) -> set[str]:
+    """Return which of the files in a directory are of a model of Hugging Face's."""
+    sidecars = {name for name in names if _HUGGING_FACE.fullmatch(name)}
+    if any(_has_code(directory, name) for name in sidecars if name.endswith("config.json")):
+        sidecars |= {name for name in names if name.endswith(".py")}
+    return sidecars
+
+
+def _has_code(directory: StoragePath, name: str) -> bool:
+    path = file_inside(directory, name, directory)
+    if not path.is_file():
+        return False
+    with path.open() as file:
+        return _OWN_CODE in file.read(0, min(file.num_bytes, _MOST_BYTES))

@@ -1,1 +1,0 @@
-"""Tensors and names that a conversion takes."""
