@@ -8,8 +8,8 @@ ROOT = Path(__file__).parent.parent
 
 # Folder: (lines, modules). The first table with budgets; a feature adds its lines and a comment.
 BUDGET = {
-    "shardspec": (43460, 197),
-    "shardspec/checkpoint": (18101, 74),
+    "shardspec": (43494, 197),
+    "shardspec/checkpoint": (18098, 74),
     "shardspec/cli": (3305, 15),
     "shardspec/comm": (4008, 22),
     "shardspec/explorer": (223, 2),

@@ -27,11 +27,8 @@ from shardspec.resharding.state import KeyPath
 if TYPE_CHECKING:
     from shardspec.resharding.digests import TensorDigest
 
-<<<<<<< HEAD
 _MAX_NAME_CHARS: Final = 1 << 16
-=======
 
->>>>>>> main
 ZEROS: Final = storage_path("/dev/zero")
 """The path of boxes that no file stores, since they are zeros; it is never opened."""
 
