@@ -21,7 +21,7 @@ BUDGET = {
     "shardspec/profiling": (377, 4),
     "shardspec/resharding": (4541, 14),
     "shardspec/tensor": (3309, 16),
-    "tests": (54680, 339),
+    "tests": (54845, 341),
 }
 
 

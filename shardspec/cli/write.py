@@ -142,11 +142,9 @@ _write_options: Final = stacked(
 
 
 def _refuse_jobs(title: str) -> None:
-    """Refuse to run in several processes of torchrun; the first one says why."""
+    """Refuse to run in several processes of torchrun, which shows the words of one of them."""
     if "TORCHELASTIC_RUN_ID" not in os.environ or os.environ.get("WORLD_SIZE", "1") == "1":
         return
-    if os.environ.get("RANK", "0") != "0":
-        raise SystemExit(2)
     raise click.UsageError(
         f"{title} runs in one process, with --threads: start it without torchrun, or call "
         "load_sharded and save_sharded in the job"
