@@ -138,7 +138,7 @@ def test_imports_go_downwards(module):
 ROOMS = [
     *("storage", "catalog", "convert.numeric", "convert.copy", "compare.coverage"),
     *("convert.sidecars", "state.state_dict", "torch_files", "formats", "open"),
-    *("convert.select", "convert.layout", "quantization", "convert.prepare", "state", "compare"),
+    *("convert.select", "convert.layout", "quantization", "state", "compare"),
     *("convert.model_names", "convert", "deltas", "job", "quantization.plan", "job.plan"),
 ]
 

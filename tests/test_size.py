@@ -8,9 +8,9 @@ ROOT = Path(__file__).parent.parent
 
 # Folder: (lines, modules). The first table with budgets; a feature adds its lines and a comment.
 BUDGET = {
-    "shardspec": (43494, 197),
-    "shardspec/checkpoint": (18098, 74),
-    "shardspec/cli": (3305, 15),
+    "shardspec": (43489, 196),
+    "shardspec/checkpoint": (18093, 73),
+    "shardspec/cli": (3306, 15),
     "shardspec/comm": (4008, 22),
     "shardspec/explorer": (223, 2),
     "shardspec/families": (1956, 10),

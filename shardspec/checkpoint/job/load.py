@@ -15,7 +15,6 @@ from shardspec.checkpoint.catalog import Catalog, OutputTensor, StoredTensor
 from shardspec.checkpoint.compare.coverage import check_tiling
 from shardspec.checkpoint.convert.copy import Buffers, Checks, read_box_into, stretches
 from shardspec.checkpoint.convert.layout import layouts_by_rules
-from shardspec.checkpoint.convert.prepare import mapped_source
 from shardspec.checkpoint.convert.select import (
     Choice,
     Selection,
@@ -24,6 +23,7 @@ from shardspec.checkpoint.convert.select import (
     select,
 )
 from shardspec.checkpoint.open import as_catalog
+from shardspec.checkpoint.quantization import mapped_source
 from shardspec.checkpoint.quantization.cuts import check_blocks, refuse_casts
 from shardspec.checkpoint.state import rank_state
 from shardspec.checkpoint.state.state_dict import LEFT_OUT, spread, unflatten
