@@ -8,20 +8,20 @@ ROOT = Path(__file__).parent.parent
 
 # Folder: (lines, modules). The first table with budgets; a feature adds its lines and a comment.
 BUDGET = {
-    "shardspec": (43489, 196),
-    "shardspec/checkpoint": (18093, 73),
+    "shardspec": (43443, 197),
+    "shardspec/checkpoint": (18091, 74),
     "shardspec/cli": (3306, 15),
     "shardspec/comm": (4008, 22),
     "shardspec/explorer": (223, 2),
     "shardspec/families": (1956, 10),
     "shardspec/interop": (657, 4),
-    "shardspec/layout": (4708, 21),
+    "shardspec/layout": (4710, 21),
     "shardspec/mesh": (1112, 5),
     "shardspec/parallel": (333, 2),
     "shardspec/profiling": (377, 4),
-    "shardspec/resharding": (4541, 14),
-    "shardspec/tensor": (3309, 16),
-    "tests": (54845, 341),
+    "shardspec/resharding": (4497, 14),
+    "shardspec/tensor": (3344, 16),
+    "tests": (54766, 341),
 }
 
 
