@@ -91,10 +91,11 @@ def losses_in_parallel(mesh):
             ("[S0]", "sum"),
             ("[R]", "none"),
         ):
-            ours, whole = Cut(logits.clone().requires_grad_(), mesh, spec), logits.clone()
+            ours: Any = Cut(logits.clone().requires_grad_(), mesh, spec)
+            whole: Any = logits.clone()
             whole.requires_grad_()
             with loss_parallel():
-                mine = F.cross_entropy(ours, Cut(target, mesh, labels), reduction=reduction)
+                mine: Any = F.cross_entropy(ours, Cut(target, mesh, labels), reduction=reduction)
                 mine.to_global().sum().backward()
             theirs = F.cross_entropy(whole, target, reduction=reduction)
             theirs.sum().backward()

@@ -23,6 +23,11 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor as TorchDTensor
     from torch.distributed.tensor import Placement
 
+    # The stubs of torch take only its own tensors, and what this is they need not know.
+    Base = Any
+else:
+    Base = object
+
 
 def _operator(name: str) -> Callable[..., Any]:
     method = getattr(torch.Tensor, name)
@@ -62,7 +67,7 @@ class PartOf:
     """Whether the view was gathered, so that its shards are not in the base's memory."""
 
 
-class TensorLike:
+class TensorLike(Base):  # type: ignore[misc]
     """Shards with torch's functions, methods and operators, by `tensor.operators.apply`.
 
     Methods that are not defined here are looked up in `torch.Tensor`. Autograd tracks the shards.
