@@ -212,8 +212,9 @@ def outputs_as(spec: SpecLike) -> OutputFn:
             value = _redistributed(target, mesh, value)
             if isinstance(value, TorchDTensor):
                 value = DTensor.from_torch(value, device_mesh=mesh)
-            has_shard = isinstance(value, DTensor) and not value.is_simulated
-            return value.to_local() if has_shard else value
+            if isinstance(value, DTensor) and not value.is_simulated:
+                return value.to_local()
+            return value
 
         return _mapped(shard_of, output)
 

@@ -10,8 +10,13 @@ from typing import Final, TypeAlias
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import _register_process_group, _resolve_process_group
+from torch._C._distributed_c10d import (
+    HashStore,
+    _register_process_group,
+    _resolve_process_group,
+)
 from torch.distributed.device_mesh import DeviceMesh as TorchMesh
+from torch.distributed.distributed_c10d import GroupName
 from torch.distributed.tensor import DTensor as TorchDTensor
 from torch.distributed.tensor.experimental import implicit_replication
 from torch.utils._pytree import tree_leaves
@@ -39,19 +44,20 @@ _NAMES: Final = count(1)
 
 
 @lru_cache(maxsize=64)
-def _mesh_without_job(mesh: DeviceMesh) -> tuple[TorchMesh, dict[str, dist.ProcessGroup]]:
+def _mesh_without_job(mesh: DeviceMesh) -> tuple[TorchMesh, dict[GroupName, dist.ProcessGroup]]:
     """Return torch's mesh of these ranks, and by name groups without a backend for its axes."""
     check_ascending(mesh)
     number = next(_NAMES)
     grid = torch.arange(len(mesh.ids), dtype=torch.int).reshape(mesh.shape)
     # Different names keep it from equalling a mesh of a job, in torch's caches.
-    names = [f"axis {axis} of simulated mesh {number}" for axis in range(mesh.ndim)]
+    names = [GroupName(f"axis {axis} of simulated mesh {number}") for axis in range(mesh.ndim)]
     made = TorchMesh("cpu", grid, mesh_dim_names=tuple(names), _init_backend=False, _rank=0)
     made._dim_group_names = names
-    return made, {name: dist.ProcessGroup(0, n) for name, n in zip(names, mesh.shape, strict=True)}
+    groups = [dist.ProcessGroup(HashStore(), 0, size) for size in mesh.shape]
+    return made, dict(zip(names, groups, strict=True))
 
 
-def _register(groups: Mapping[str, dist.ProcessGroup]) -> None:
+def _register(groups: Mapping[GroupName, dist.ProcessGroup]) -> None:
     """Register groups, also those that torch's `destroy_process_group` has forgotten."""
     for name, group in groups.items():
         try:

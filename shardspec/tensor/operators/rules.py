@@ -71,7 +71,7 @@ VIEWS: Final = (LINEAR_VIEWS | CUTTING) - _words("cat clone flip gather index_se
 """Results may share the memory of an argument."""
 OF_SHAPE: Final = _words(
     """dim_order element_size is_complex is_contiguous is_floating_point is_signed itemsize nbytes
-    ndimension nelement storage_offset stride"""
+    ndimension nelement numel size storage_offset stride"""
 )
 """Answered from shape and dtype."""
 OF_DEVICE: Final = _words(
