@@ -18,10 +18,10 @@ from isal.isal_zlib import crc32_combine
 from benchmarks.checkpoint_shapes import Model, tensor_parallel_dim
 from shardspec import DeviceMesh, Layout
 from shardspec.boxes import Box, box_shape, box_size
+from shardspec.checkpoint.catalog import OutputTensor, assign_boxes
 from shardspec.checkpoint.formats.native import sharded_target
 from shardspec.checkpoint.formats.safetensors import encode_header
 from shardspec.checkpoint.storage.checksums import crc32
-from shardspec.checkpoint.targets import OutputTensor, assign_boxes
 from shardspec.checkpoint.torch_files.writer import Archive
 from shardspec.interop.notations import to_placements
 

@@ -1,11 +1,12 @@
-"""Curves of collectives fitted to published times: the numbers of the presets, table and plot.
+"""Curves of collectives fitted to published times: the tables of presets, errors and a plot.
 
-    python -m benchmarks.links benchmarks/nccl-single-node.csv --plot docs/links.svg > fitted.txt
+    python -m benchmarks.links benchmarks/nccl-single-node.csv --plot docs/links.svg
 
-The file has the columns machine, nccl, collective, devices, buffer_bytes and microseconds: medians
-of the nccl-tests tables of aiconfigurator (github.com/ai-dynamo/aiconfigurator, Apache-2.0, commit
-095f58a). Printed are the rates, starts and curves of shardspec/comm/presets.json, and the table of
-errors of docs/plans.md. `make docs` draws the plot.
+The file has the columns preset, collective, devices, buffer_bytes and microseconds: medians of the
+nccl-tests tables of aiconfigurator (github.com/ai-dynamo/aiconfigurator, Apache-2.0, commit
+095f58a; a100_sxm, b200_sxm, gb200, h100_sxm and h200_sxm there). Printed are the numbers of
+``[inside]`` for each file of shardspec/comm/links, and the table of errors of docs/plans.md. `make
+docs` draws the plot.
 """
 
 import argparse
@@ -20,58 +21,43 @@ from pathlib import Path
 
 import numpy as np
 
+from shardspec.comm.cluster_file import LinkPreset
 from shardspec.comm.cost import CostModel
-from shardspec.comm.curves import (
-    LARGE,
-    Band,
-    Curve,
-    Line,
-    Link,
-    curve_between,
-    exchange_floor,
-    share,
-)
-from shardspec.comm.presets import PRESETS, link_preset
+from shardspec.comm.curves import Curve, Line, Link, curve_between, exchange_floor, share
+from shardspec.comm.presets import link_preset, preset_names
 from shardspec.comm.steps import AllGather
-from shardspec.profiling.fit import Times, bands, candidate_lines, fit_curve
+from shardspec.profiling.fit import (
+    Times,
+    candidate_lines,
+    fit_curve,
+    middle_and_most,
+    unseen_errors,
+)
 
-MACHINES = {
-    "a100_sxm": "a100-nvswitch",
-    "h100_sxm": "h100-nvswitch",
-    "h200_sxm": "h200-nvswitch",
-    "b200_sxm": "b200-nvswitch",
-    "gb200": "gb200-nvl72",
-}
-WITHOUT_PRESET = {"l40s"}
-"""Machines whose times are in the file too, but devices are on PCIe in many ways."""
-OTHER = {"h100_sxm": "h200_sxm", "h200_sxm": "h100_sxm"}
-"""Machines with the same links. Their NCCL versions are not known: rows contradict the labels."""
+LARGE = 1 << 20
+"""The size in bytes from which on errors are also listed on their own."""
+SAME_LINKS = {"h100-nvswitch": "h200-nvswitch", "h200-nvswitch": "h100-nvswitch"}
 KIND = {
     "all_gather": "all-gather",
     "reduce_scatter": "reduce-scatter",
     "all_reduce": "all-reduce",
     "alltoall": "all-to-all",
 }
-JOINING = [name for name, preset in PRESETS.items() if preset.port]
+JOINING = [name for name in preset_names() if link_preset(name).link.port]
 """Links between nodes."""
 COLOURS = dict(zip(KIND.values(), ("#1f6feb", "#d29922", "#cf222e", "#1a7f37"), strict=True))
 
 
 def read(path: Path) -> dict[str, dict[tuple[str, int], Times]]:
-    by_machine: dict[str, dict[tuple[str, int], list[tuple[float, float]]]] = defaultdict(
+    """Return times by preset, then by collective and number of devices."""
+    found: dict[str, dict[tuple[str, int], list[tuple[float, float]]]] = defaultdict(
         lambda: defaultdict(list)
     )
     with path.open() as file:
-        rows = list(csv.DictReader(file))
-    machines = {row["machine"] for row in rows}
-    if unknown := sorted(machines - MACHINES.keys() - WITHOUT_PRESET):
-        raise SystemExit(f"{path}: no preset for {unknown[0]!r}; known: {', '.join(MACHINES)}")
-    for row in rows:
-        if row["machine"] in MACHINES:
-            key = KIND[row["collective"]], int(row["devices"])
+        for row in csv.DictReader(file):
             time = float(row["buffer_bytes"]), float(row["microseconds"]) / 1e6
-            by_machine[row["machine"]][key].append(time)
-    return {m: {k: sorted(times) for k, times in rows.items()} for m, rows in by_machine.items()}
+            found[row["preset"]][KIND[row["collective"]], int(row["devices"])].append(time)
+    return {name: {k: sorted(each) for k, each in of.items()} for name, of in found.items()}
 
 
 def growing_with_devices(
@@ -111,103 +97,82 @@ def grows(few: Curve, many: Curve) -> bool:
     sizes = 2 ** np.arange(10, 33, 0.25)
     within = Link(0.0, 0.0, curves=(few, many))
     for nodes, name in ((1, "unit"), *product((2, 8, 32), JOINING)):
-        times = []
+        times, joining = [], link_preset(name).link
         for n in range(few.devices, 2 * many.devices if nodes == 1 else many.devices + 1):
-            lines = CostModel((nodes, n), (link_preset(name), within)).lines(AllGather(0, (0, 1)))
+            lines = CostModel((nodes, n), (joining, within)).lines(AllGather(0, (0, 1)))
             times.append(np.min([fixed + slope * sizes for fixed, slope in lines], axis=0))
         if (np.diff(times, axis=0) < 0).any():
             return False
     return True
 
 
-def fit_curves(
-    measured: Mapping[tuple[str, int], Times], other: Mapping[tuple[str, int], Times] | None = None
-) -> tuple[Curve, ...]:
-    """Return the curves of times by collective and number of devices.
+Errors = list[tuple[float, float]]
+"""Pairs of bytes and relative error."""
 
-    Each number of devices between two others is also left out once, and priced from these.
-    """
+
+def fit_curves(measured: Mapping[tuple[str, int], Times]) -> tuple[tuple[Curve, ...], Errors]:
+    """Return the curves of times, and the errors at each size when it is left out."""
     accepts = growing_with_devices(measured)
-    fitted = [
-        fit_curve(kind, n, times, (other or {}).get((kind, n), ()), accepts.get((kind, n), bool))
-        for (kind, n), times in measured.items()
+    curves: list[Curve] = []
+    errors: Errors = []
+    for (kind, n), times in measured.items():
+        fit = partial(fit_curve, kind, n, accepts=accepts.get((kind, n), bool))
+        curves.append(fit(times))
+        sizes = (size for size, _ in times)
+        errors += zip(sizes, unseen_errors(times, fit), strict=True)
+    return tuple(curves), errors
+
+
+def errors_of(curves: Sequence[Curve], measured: Mapping[tuple[str, int], Times]) -> Errors:
+    """Return the errors of curves at measured times."""
+    return [
+        (size, abs(curve.seconds(size) / seconds - 1))
+        for curve in curves
+        for size, seconds in measured.get((curve.kind, curve.devices), ())
     ]
-    curves = []
-    for curve in fitted:
-        rest = [each for each in fitted if each is not curve]
-        numbers = [each.devices for each in rest if each.kind == curve.kind]
-        if numbers and min(numbers) < curve.devices < max(numbers):
-            guess = curve_between(rest, curve.kind, curve.devices)
-            assert guess is not None, "there is one on either side"
-            times = measured[curve.kind, curve.devices]
-            off = ((size, abs(guess.seconds(size) / seconds - 1)) for size, seconds in times)
-            curve = replace(curve, left_out=bands(off))
-        curves.append(curve)
-    return tuple(curves)
 
 
-def row_of(machine: str, curve: Curve) -> str:
-    lines = [f"{fixed * 1e6:.2f} {slope * 1e12:.4g}" for fixed, slope in curve.lines]
-    if len(lines) == 1:
-        lines *= 2
-    errors = [shown(band) for band in (*curve.errors, *curve.left_out)]
-    return " ".join([MACHINES[machine], curve.kind, str(curve.devices), *lines, *errors])
+def errors_between(curves: Sequence[Curve], measured: Mapping[tuple[str, int], Times]) -> Errors:
+    """Return the errors where four devices are priced from two and eight."""
+    rest = [curve for curve in curves if curve.devices != 4]
+    guesses = [curve_between(rest, kind, 4) for kind in KIND.values()]
+    return errors_of([g for g in guesses if g and g.sizes != (0, 0)], measured)
 
 
-def exchange_row(machine: str, fitted: Sequence[Curve]) -> str:
-    """Return the rate and the start of an exchange, which are not measured.
+def preset_text(name: str, curves: Sequence[Curve], errors: Sequence[float]) -> str:
+    """Return the text of a preset's file, as far as measured times tell it.
 
-    They are the least for which no exchange is cheaper than the all-gather or all-to-all that
-    sends as much, among as many devices as were measured.
+    Rate and start are those of an exchange, which was not measured: the least for which no exchange
+    is cheaper than the all-gather or all-to-all that sends as much.
     """
-    fitted = [replace(curve, lines=rounded(curve)) for curve in fitted]
-    most = max(curve.devices for curve in fitted)
+    curves = [replace(curve, lines=rounded(curve)) for curve in curves]
+    most = max(curve.devices for curve in curves)
     each = product(("all-gather", "all-to-all"), range(2, 1 + most))
-    curves = [curve_between(fitted, kind, n) for kind, n in each]
-    rate = floor(1e-9 / exchange_floor(filter(None, curves))[1])
+    every = list(filter(None, (curve_between(curves, kind, n) for kind, n in each)))
+    rate = floor(1e-9 / exchange_floor(every)[1])
     # The start goes with the rounded rate.
-    slower = [
-        replace(curve, lines=((0.0, float(share(curve.kind, curve.devices)) * 1e-9 / rate),))
-        for curve in curves[:1]
-        if curve is not None
-    ]
-    start, _ = exchange_floor([*filter(None, curves), *slower])
-    return f"{MACHINES[machine]} gb_per_s {rate} start_us {ceil(start * 2e6) / 2:g}"
+    first = every[0]
+    line = 0.0, float(share(first.kind, first.devices)) * 1e-9 / rate
+    start, _ = exchange_floor([*every, replace(first, lines=(line,))])
+    error = middle_and_most(errors)
+    median, most_off = (round(part, 3) for part in error or (0.0, 0.0))
+    link = Link(
+        0.0,
+        1e-9 / rate,
+        name,
+        ceil(start * 2e6) / 2e6,
+        tuple(curves),
+        error=(median, most_off),
+    )
+    return LinkPreset(name, link).text()
 
 
 def rounded(curve: Curve) -> tuple[Line, ...]:
-    """Return the lines of a curve as rows have them."""
+    """Return the lines of a curve with as many digits as files have."""
     return tuple(
         (float(f"{fixed * 1e6:.2f}") / 1e6, float(f"{slope * 1e12:.4g}") / 1e12)
         for fixed, slope in curve.lines
     )
-
-
-def shown(band: Band | None) -> str:
-    return "-" if band is None else f"{band.median * 100:.1f},{band.most * 100:.1f}"
-
-
-def percent(band: Band | None) -> str:
-    return "" if band is None else f"{band.median * 100:.0f} / {band.most * 100:.0f}"
-
-
-def table(curves: dict[str, tuple[Curve, ...]]) -> list[str]:
-    lines = [
-        "| links | collective | "
-        + " | ".join(f"{n}, small | {n}, large" for n in (2, 4, 8))
-        + " | 4 from 2 and 8 |",
-        "| --- | --- |" + " --- |" * 7,
-    ]
-    for machine, some in curves.items():
-        for kind in KIND.values():
-            own = {curve.devices: curve for curve in some if curve.kind == kind}
-            bands = [
-                band for n in (2, 4, 8) for band in (own[n].errors if n in own else (None,) * 2)
-            ]
-            cells = list(map(percent, bands))
-            between = " · ".join(filter(None, map(percent, own[4].left_out)))
-            lines.append(f"| {MACHINES[machine]} | {kind} | {' | '.join(cells)} | {between} |")
-    return lines
 
 
 def plot(points: list[tuple[str, str, float, float]]) -> str:
@@ -215,7 +180,7 @@ def plot(points: list[tuple[str, str, float, float]]) -> str:
     machines, columns, step = list(dict.fromkeys(m for _, m, _, _ in points)), 3, 340
     panels = [
         f'<g transform="translate({place % columns * step},{place // columns * step})">\n'
-        + panel(MACHINES[machine], [(k, p, m) for k, of, p, m in points if of == machine])
+        + panel(machine, [(k, p, m) for k, of, p, m in points if of == machine])
         + "\n</g>"
         for place, machine in enumerate(machines)
     ]
@@ -267,11 +232,11 @@ def panel(title: str, points: list[tuple[str, float, float]]) -> str:
     return "\n".join(parts)
 
 
-def summary(name: str, errors: list[tuple[float, float]]) -> str:
-    every = [error for _, error in errors]
+def cells(errors: Errors) -> str:
+    """Return the median and the 90th percentile in percent, of all sizes and of large ones."""
     large = [error for size, error in errors if size >= LARGE]
-    cells = (f"{q * 100:.1f}" for some in (every, large) for q in np.quantile(some, (0.5, 0.9)))
-    return f"| {name} | {len(every)} | {' | '.join(cells)} |"
+    pairs = map(middle_and_most, ([error for _, error in errors], large))
+    return " | ".join(f"{p[0]:.1%} / {p[1]:.1%}" if p else "" for p in pairs)
 
 
 def main() -> None:
@@ -280,28 +245,25 @@ def main() -> None:
     parser.add_argument("--plot", type=Path)
     given = parser.parse_args()
     times = read(given.times)
-    curves = {
-        machine: fit_curves(rows, times.get(OTHER.get(machine, "")))
-        for machine, rows in times.items()
-    }
-    print("\n".join([*starmap(exchange_row, curves.items()), ""]))
-    points, errors = [], defaultdict(list)
-    for machine, fitted in curves.items():
-        for curve in fitted:
-            print(row_of(machine, curve))
-            for size, seconds in times[machine][curve.kind, curve.devices]:
-                predicted = curve.seconds(size)
-                points.append((curve.kind, machine, predicted, seconds))
-                errors[MACHINES[machine]].append((size, abs(predicted / seconds - 1)))
-            for size, seconds in times.get(OTHER.get(machine, ""), {}).get(
-                (curve.kind, curve.devices), ()
-            ):
-                off = abs(curve.seconds(size) / seconds - 1)
-                errors[f"{MACHINES[machine]}, asked of {OTHER[machine]}"].append((size, off))
-    print("\n".join(["", *table(curves), ""]))
-    print("| fit | times | median | 90th | from 1 MiB: median | 90th |\n" + "| --- " * 6 + "|")
-    for name, pairs in errors.items():
-        print(summary(name, pairs))
+    rows, points = [], []
+    for name, measured in times.items():
+        curves, errors = fit_curves(measured)
+        print(f"--- {name}.toml\n{preset_text(name, curves, [error for _, error in errors])}")
+        points += [
+            (curve.kind, name, curve.seconds(size), seconds)
+            for curve in curves
+            for size, seconds in measured[curve.kind, curve.devices]
+        ]
+        rows.append(f"| {name} | each size left out | {len(errors)} | {cells(errors)} |")
+        between = errors_between(curves, measured)
+        if between:
+            rows.append(f"| | 4 devices from 2 and 8 | {len(between)} | {cells(between)} |")
+        if name in SAME_LINKS:
+            other = SAME_LINKS[name]
+            across = errors_of(curves, times[other])
+            rows.append(f"| | times of {other} | {len(across)} | {cells(across)} |")
+    print("| preset | priced | times | median / 90th | from 1 MiB |\n" + "| --- " * 5 + "|")
+    print("\n".join(rows))
     if given.plot:
         given.plot.write_text(plot(points))
 

@@ -94,7 +94,7 @@ class Compared:
 def links(shape: tuple[int, ...]) -> CostModel:
     """Return InfiniBand along the first axis and NVLink along the others."""
     names = ["ib-ndr-per-gpu", *["h100-nvswitch"] * (len(shape) - 1)]
-    return CostModel(shape, tuple(map(link_preset, names)))
+    return CostModel(shape, tuple(link_preset(name).link for name in names))
 
 
 def torch_spec(mesh: TorchMesh, spec: ShardingSpec, shape: tuple[int, ...]) -> DTensorSpec:

@@ -163,7 +163,7 @@ def _run(plan: ReshardPlan, state: State, out: State) -> None:
 
 def _by_messages(plan: ReshardPlan, state: State, out: State) -> None:
     """Run a plan as it runs where no process may read another one's memory."""
-    mesh = DeviceMesh(plan.devices, (len(plan.devices),))
+    mesh = DeviceMesh(plan.copies.devices, (len(plan.copies.devices),))
     communicators = current_job().communicators
     usual = ProcessGroupCommunicator.of(mesh)
     communicators[mesh] = _without_reading(mesh)
@@ -328,7 +328,7 @@ def _others(plan: ReshardPlan) -> tuple[Counter[int], Counter[int]]:
     """Return what devices send if the first holder does, and if holders take turns."""
     first: Counter[int] = Counter()
     turns: Counter[int] = Counter()
-    (stage,) = plan.stages
+    (stage,) = plan.copies.stages
     for number, copy in enumerate(stage.groups[0]):
         first[copy.holders[0]] += copy.num_bytes
         turns[copy.holders[number % len(copy.holders)]] += copy.num_bytes

@@ -23,10 +23,11 @@ from torch import fx, nn
 
 from shardspec import CostModel, DeviceMesh, DTensor, Layout, LayoutConverter
 from shardspec.comm.curves import Link
+from shardspec.comm.presets import preset_cluster
 from shardspec.comm.process_group import ProcessGroupCommunicator
 from shardspec.layout.table import CostTable
+from shardspec.profiling.fit import fitted_links
 from shardspec.profiling.measure import measure
-from shardspec.profiling.profile import Profile
 from shardspec.text import bytes_text, seconds_text
 
 WIDTH, TOKENS = 256, (8, 96)
@@ -308,9 +309,9 @@ def main() -> None:
         mesh = DeviceMesh(range(4), (2, 2), init_process_group=True)
         communicator = ProcessGroupCommunicator.of(mesh)
         sizes = [1 << k for k in range(14, 23, 4)]
-        times = measure(communicator, sizes, 3, device=torch.device("cpu"))
-        shared = communicator.gather(dict.fromkeys(communicator.addressable, times))
-        model = Profile(mesh.shape, None, shared[0], {}).cost_model
+        runs = measure(communicator, sizes, 3, device=torch.device("cpu"))
+        shared = communicator.gather(dict.fromkeys(communicator.addressable, runs))
+        model = CostModel.of_mesh(mesh, preset_cluster(fitted_links("measured", shared[0])))
     else:
         mesh = DeviceMesh(range(4), (2, 2))
         model = CostModel(mesh.shape, (Link(1e-4, 1 / 4e9),) * 2, "shared-bus")

@@ -31,17 +31,21 @@ from isal.isal_zlib import crc32_combine
 
 from shardspec import DeviceMesh, ShardingSpec, load_sharded, merge, reshard
 from shardspec.boxes import Box, box_shape
-from shardspec.checkpoint.catalog import Catalog, Digest, StoredBox, StoredTensor, whole_box
-from shardspec.checkpoint.formats import Format, OpenOptions, Wanted
-from shardspec.checkpoint.storage.path import StoragePath
-from shardspec.checkpoint.targets import (
+from shardspec.checkpoint.catalog import (
+    Catalog,
+    Digest,
     Extent,
     OutputFile,
     OutputTensor,
     RawBytes,
+    StoredBox,
+    StoredTensor,
     Target,
     assign_boxes,
+    whole_box,
 )
+from shardspec.checkpoint.formats import Format, OpenOptions, Wanted
+from shardspec.checkpoint.storage.path import StoragePath
 from shardspec.errors import CheckpointError
 
 INFO = "boxes.json"

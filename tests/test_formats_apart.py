@@ -68,7 +68,6 @@ def test_other_modules_import_formats_by_the_registry():
             importers |= {path.name for module in modules if module in MODULES}
     assert importers == {
         "apply.py",
-        "rank_state.py",
         "save.py",
     }
 

@@ -11,8 +11,7 @@ from typing import Any, Final, NamedTuple
 import click
 
 from shardspec.checkpoint.catalog import AnyOutline
-from shardspec.checkpoint.compare.layers import groups_of, prefix_change, repeated_layers
-from shardspec.checkpoint.compare.verify import (
+from shardspec.checkpoint.compare.diff import (
     Difference,
     DiffExtent,
     amount_text,
@@ -20,8 +19,9 @@ from shardspec.checkpoint.compare.verify import (
     names_to_compare,
     total_extent,
     values_to_compare,
-    verify_checkpoint,
 )
+from shardspec.checkpoint.compare.inspect import groups_of, prefix_change, repeated_layers
+from shardspec.checkpoint.compare.verify import verify_checkpoint
 from shardspec.checkpoint.convert.select import Choice
 from shardspec.cli import checkpoint_options as ckpt
 from shardspec.cli import options as opts
@@ -346,7 +346,7 @@ def digest_command(
     Examples:
       shardspec digest ckpt
       shardspec digest ckpt -o digests.json
-      shardspec digest megatron_ckpt --map llama-hf-to-megatron --reverse-map --sizes config.json
+      shardspec digest iter_0000100 --model hf               under the names of transformers
     """
     from shardspec.checkpoint.compare.digest import check_digests_file, digest, write_digests
     from shardspec.checkpoint.storage.from_text import storage_path

@@ -11,8 +11,13 @@ from typing import Final
 import click
 
 from shardspec.checkpoint.catalog import AnyOutline, box_text
-from shardspec.checkpoint.compare.inspect import CheckpointSummary, inspect_checkpoint, other_text
-from shardspec.checkpoint.compare.layers import optimizer_kind, repeated_layers
+from shardspec.checkpoint.compare.inspect import (
+    CheckpointSummary,
+    inspect_checkpoint,
+    optimizer_kind,
+    other_text,
+    repeated_layers,
+)
 from shardspec.cli import checkpoint_options as ckpt
 from shardspec.cli import options as opts
 from shardspec.cli.command import Command, Option, flag, refuse_if

@@ -3,10 +3,8 @@
 import os
 import platform
 import sys
-from datetime import UTC, datetime
 from pathlib import Path
 from textwrap import fill
-from typing import TYPE_CHECKING
 
 import click
 
@@ -16,13 +14,12 @@ from shardspec.cli import options as opts
 from shardspec.cli.command import Command, CommandGroup, Option
 from shardspec.cli.options import BYTES, FILE_PATH, MeshShape
 from shardspec.cli.output import path_text, say, say_json, write_file
-from shardspec.comm.cluster_file import cluster_text
-from shardspec.comm.presets import PRESETS, LinkPreset
+from shardspec.comm.cluster_file import LinkPreset
+from shardspec.comm.cost import accuracy_text
+from shardspec.comm.curves import Link
+from shardspec.comm.presets import link_preset, preset_names
 from shardspec.mesh.device_mesh import DeviceMesh
-from shardspec.text import bytes_text, shown, table_text
-
-if TYPE_CHECKING:
-    from shardspec.profiling.profile import Profile
+from shardspec.text import shown, table_text
 
 
 @click.group(cls=CommandGroup)
@@ -41,7 +38,7 @@ def list_links(as_json: bool) -> None:
       shardspec links list
       shardspec links list --json
     """
-    presets = PRESETS.values()
+    presets = list(map(link_preset, preset_names()))
     if as_json:
         say_json({"presets": [preset.as_dict() for preset in presets]})
         return
@@ -51,20 +48,22 @@ def list_links(as_json: bool) -> None:
         [
             preset.name,
             *(getattr(preset, name) for name in texts),
-            "{} to {}".format(*preset.devices).replace("to None", "or more"),
-            f"{preset.start_us + preset.latency_us:.4g} µs",
-            f"{preset.gb_per_s:.4g} GB/s",
+            f"up to {preset.per_node}" if preset.per_node else "any",
+            f"{(preset.link.start_s + preset.link.latency_s) * 1e6:.4g} µs",
+            f"{1e-9 / preset.link.seconds_per_byte:.4g} GB/s",
         ]
         for preset in presets
     ]
     say(f"{table_text(header, rows, numbers_from=4)}\n")
     for preset in presets:
         say(preset.name)
-        say(_note("for", preset.valid_for + _sizes(preset)))
+        say(_note("for", preset.valid_for))
+        if preset.link.error:
+            say(_note("off", accuracy_text([preset.link])))
         say(_note("from", f"{preset.source}; read {preset.read_on}"))
     say(
         "\nLatency and rate are those of one message. Where collectives were measured, fitted "
-        "curves price\nthem, and plans state the errors of these. This project measured none of "
+        "curves price\nthem, and plans print the errors of these. This project measured none of "
         "them."
     )
 
@@ -88,33 +87,40 @@ def import_links(
       shardspec links import *.log -o cluster.toml --between ib-ndr-per-gpu
       shardspec plan "[S0,R]" "[R,S0]" --mesh 8 --shape 4096x4096 --links cluster.toml
     """
-    from shardspec.profiling.nccl_logs import cluster_of_logs, fit_rows, read_log
+    from shardspec.profiling.nccl_logs import links_of_logs, read_log
 
+    _check_output(output, overwrite=overwrite)
+    if between is not None:
+        link_preset(between)
+    read = [read_log(path, nodes) for path in logs]
+    _write_links(output, links_of_logs(read, output.stem, between), overwrite=overwrite)
+
+
+def _check_output(output: Path, *, overwrite: bool) -> None:
     if output.suffix != ".toml":
         raise click.UsageError(f"{path_text(output)}: give a file that ends in .toml")
     check_new_file(storage_path(output), overwrite=overwrite)
-    read = [read_log(path, nodes) for path in logs]
-    cluster = cluster_of_logs(read, between)
-    write_file(output, cluster_text(cluster), overwrite=overwrite)
-    header = ["collective", "ranks", "hosts", "sizes", "median off", "90th percentile"]
-    say(table_text(header, fit_rows(cluster, read), numbers_from=1))
-    say(f"{path_text(output)}: links of hosts of {cluster.per_node or 'any number of'} devices")
+
+
+def _write_links(output: Path, preset: LinkPreset, *, overwrite: bool) -> None:
+    """Write a file of links, and print its curves and how far they are off."""
+    from shardspec.profiling.fit import fit_rows
+
+    write_file(output, preset.text(), overwrite=overwrite)
+    header = ["collective", "devices", "hosts", "sizes", "low latency", "high rate"]
+    say(table_text(header, fit_rows(preset), numbers_from=1))
+    links = [link for link in (preset.inside, preset.between) if isinstance(link, Link)]
+    say(f"accuracy: {accuracy_text(links) or 'not known; measure more sizes'}")
+    say(f"{path_text(output)}: links of hosts of {preset.per_node or 'any number of'} devices")
 
 
 def _note(title: str, text: str) -> str:
     return fill(f"  {title:4}  {text}", 100, subsequent_indent=" " * 8, break_on_hyphens=False)
 
 
-def _sizes(preset: LinkPreset) -> str:
-    if preset.sizes is None:
-        return ""
-    least, most = map(bytes_text, preset.sizes)
-    return f"; published at {least}" if least == most else f"; published at {least} to {most}"
-
-
 @click.command(cls=Command)
 @opts.mesh.but(required=True)
-@opts.output.but("Where to write the profile.")
+@opts.output.but("Where to write the file of links.")
 @Option(
     "min_bytes",
     "Running",
@@ -141,13 +147,13 @@ def profile_command(
 
     Run it under torchrun, one process a device. It times every kind of collective along each axis
     of the mesh and along every group of axes, for sizes that grow fourfold, and fits two lines to
-    each, one of low latency and one of high rate. Other steps are priced by a latency and a rate
-    per axis, either with links for each group or with one bus that all devices share.
+    each, one of low latency and one of high rate. The file is one of links, as of 'shardspec links
+    import', and prices every mesh shape on the cluster; ranks of a host follow from torchrun.
 
     Examples:
-      torchrun --nproc_per_node 8 -m shardspec profile --mesh 2x4 -o cluster.json
-      torchrun ... -m shardspec profile --mesh dp=4,tp=8 -o cluster.json --max-bytes 256MiB
-      shardspec plan "[S0,R]" "[R,S01]" --links cluster.json --shape 4096x4096
+      torchrun --nproc_per_node 8 -m shardspec profile --mesh 2x4 -o cluster.toml
+      torchrun ... -m shardspec profile --mesh dp=4,tp=8 -o cluster.toml --max-bytes 256MiB
+      shardspec plan "[S0,R]" "[R,S01]" --mesh 2x4 --shape 4096x4096 --links cluster.toml
     """
     world, rank = _environment("WORLD_SIZE"), _environment("RANK")
     devices = opts.plain_mesh(mesh)
@@ -161,17 +167,13 @@ def profile_command(
     if not 4 <= min_bytes < max_bytes:
         raise click.UsageError("--min-bytes must be at least 4, and --max-bytes more than it")
     if rank == 0:
-        check_new_file(storage_path(output), overwrite=overwrite)
+        _check_output(output, overwrite=overwrite)
     sizes = [min_bytes]
     while sizes[-1] * 4 < max_bytes:
         sizes.append(sizes[-1] * 4)
-    profile = _measure(devices, [*sizes, max_bytes], repeats, show=rank == 0)
-    if rank:
-        return
-    write_file(output, profile.to_json(), overwrite=overwrite)
-    say(profile.table())
-    say(f"accuracy: {profile.cost_model.known_error}")
-    say(f"{path_text(output)}: the links of mesh {devices}, {profile.cost_model.link_model} model")
+    preset = _measure(devices, [*sizes, max_bytes], repeats, output.stem, show=rank == 0)
+    if rank == 0:
+        _write_links(output, preset, overwrite=overwrite)
 
 
 def _environment(name: str) -> int:
@@ -182,33 +184,32 @@ def _environment(name: str) -> int:
     return int(text)
 
 
-def _measure(mesh: DeviceMesh, sizes: list[int], repeats: int, *, show: bool) -> "Profile":
+def _measure(
+    mesh: DeviceMesh, sizes: list[int], repeats: int, name: str, *, show: bool
+) -> LinkPreset:
     import torch
     import torch.distributed as dist
 
     from shardspec.comm.process_group import ProcessGroupCommunicator
     from shardspec.mesh.job import start
+    from shardspec.profiling.fit import fitted_links
     from shardspec.profiling.measure import measure
-    from shardspec.profiling.profile import Profile
 
     start(mesh)
     communicator = ProcessGroupCommunicator.of(mesh)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    local = _environment("LOCAL_WORLD_SIZE")
+    per_node = local if 0 < local < mesh.size() else None
     with click.progressbar(length=1000, label="measuring", file=sys.stderr, hidden=not show) as bar:
 
         def advance(done: int, total: int) -> None:
             bar.update(1000 * done // total - bar.pos)
 
-        times = measure(communicator, sizes, repeats, device=device, progress=advance)
-    facts = {
-        "backend": str(dist.get_backend()),
-        "device": torch.cuda.get_device_name() if device.type == "cuda" else platform.machine(),
-        "host": platform.node(),
-        "ranks": str(mesh.size()),
-        "repeats": str(repeats),
-        "torch": str(torch.__version__),
-        "measured_at": datetime.now(UTC).isoformat(timespec="seconds"),
-    }
+        runs = measure(
+            communicator, sizes, repeats, device=device, per_node=per_node, progress=advance
+        )
+    chip = torch.cuda.get_device_name() if device.type == "cuda" else platform.machine()
+    source = f"shardspec profile on mesh {mesh}, {dist.get_backend()}, {chip}, {torch.__version__}"
     dist.barrier()
     dist.destroy_process_group()
-    return Profile(mesh.shape, mesh.axis_names, times, facts)
+    return fitted_links(name, runs, source=source)

@@ -153,7 +153,9 @@ def _fail(message: str, code: int) -> int:
     click.echo(f"{'Error:' if plain else click.style('Error:', fg='red')} {text}", err=True)
     report = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if report:
-        content = json.dumps({"message": f"Error: {text}", "timestamp": int(time.time())})
+        # torchrun shows the first of all processes, and interrupts the others in the same second.
+        seconds = int(time.time()) + (code >= _BY_SIGNAL)
+        content = json.dumps({"message": f"Error: {text}", "timestamp": seconds})
         with suppress(OSError):
             Path(report).write_text(content, encoding="utf-8")
     return code

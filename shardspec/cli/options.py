@@ -12,10 +12,8 @@ import click
 from click.shell_completion import CompletionItem
 
 from shardspec.cli.command import Option, flag, grouped, refuse_if
-from shardspec.comm.cluster_file import read_cluster
-from shardspec.comm.cost import CostModel
-from shardspec.comm.presets import DEFAULT_PRESET, link_preset, preset_cluster, preset_copy_s
-from shardspec.comm.profile_file import Profiled, read_profile
+from shardspec.comm.cost import CostModel, Links, models_on
+from shardspec.comm.presets import DEFAULT_PRESET, link_preset, memory_copy_s, preset_cluster
 from shardspec.dtypes import dtype_name
 from shardspec.errors import CheckpointError, DTypeError, ProfileError
 from shardspec.mesh.device_ids import SECONDS_RULE, seconds
@@ -72,30 +70,24 @@ def parse_number(text: str, remedy: str = "give one as in 1e-5") -> float:
 
 
 def parse_links(text: str) -> tuple[str, ...]:
-    """Parse names of link presets, or a file of links; raises `MeshError` for unknown ones."""
+    """Parse names of link presets, or files of links; raises `MeshError` for unknown ones."""
     names = tuple(part.strip() for part in text.split(","))
     for name in names:
-        if name.endswith(".toml") and len(names) == 1:
-            read_cluster(name)
-        else:
-            link_preset(name)
+        link_preset(name)
     return names
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ClusterLinks:
-    """Links of a cluster: presets or a file of links, numbers per axis, or a profile."""
+    """Links of a cluster: presets or files of links, or numbers per axis."""
 
     names: tuple[str, ...] = ()
     numbers: tuple[tuple[float, float], ...] = ()
     """Seconds of latency and seconds per byte."""
-    profile: Profiled | None = None
 
 
 def parse_cluster_links(text: str) -> ClusterLinks:
-    """Parse presets, a file of links or of a profile, or numbers as in ``1e-5:4e-11``."""
-    if text.endswith(".json"):
-        return ClusterLinks(profile=read_profile(text))
+    """Parse presets, files of links, or numbers as in ``1e-5:4e-11``."""
     if ":" in text and not text.endswith(".toml"):
         return ClusterLinks(numbers=tuple(map(_latency_and_rate, text.split(","))))
     return ClusterLinks(names=parse_links(text))
@@ -246,7 +238,7 @@ links: Final = Option(
     "Input",
     "Links per axis or one for all: names of 'shardspec links list' "
     "(ib-ndr-per-gpu,h100-nvswitch), or seconds of latency and per byte (1e-5:4e-11); or a file "
-    "of 'shardspec links import' (.toml) or 'shardspec profile' (.json).",
+    "of 'shardspec links import' or 'shardspec profile' (cluster.toml).",
     {"type": CLUSTER_LINKS},
 )
 between: Final = Option(
@@ -293,56 +285,50 @@ class ClusterOptions:
     memory: float | None = None
 
     def build(self) -> tuple[DeviceMesh, CostModel]:
-        """Return the mesh and the cost model of its links.
+        """Return the mesh and the cost model of its links; see `build_all`."""
+        return self.build_all()[0]
 
-        Raises `click.UsageError` if options contradict each other or are incomplete.
+    def build_all(
+        self, *others: tuple[MeshShape, tuple[int, ...] | None]
+    ) -> list[tuple[DeviceMesh, CostModel]]:
+        """Return the mesh, and other meshes on the same cluster, with the cost model of each.
+
+        A mesh with another number of axes than links are given for has those of the hosts that
+        follow from these. Raises `click.UsageError` if options contradict each other.
         """
-        links = self.links or ClusterLinks(names=(DEFAULT_PRESET,))
-        if links.profile is not None:
-            return self._measured(*links.profile)
         if self.mesh is None:
-            raise click.UsageError("give --mesh, or --links with the profile of a mesh")
+            raise click.UsageError("Missing option '--mesh'")
+        links, axes = self.links or ClusterLinks(names=(DEFAULT_PRESET,)), len(self.mesh[0])
         nothing = self.memory == 0 and not links.names
         refuse_if(nothing, "--memory preset is for known --links; give the rate in GB/s")
-        axes = len(self.mesh[0])
-        names = _per_axis(links.names if self.links else (), axes)
-        numbers = _per_axis(links.numbers, axes)
-        more = {"mesh_alpha": [a for a, _ in numbers], "mesh_beta": [b for _, b in numbers]}
-        devices = plain_mesh(
-            self.mesh,
-            self.ids,
-            link_model=self.link_model or "ring",
-            **(more if numbers else {}),
-        )
-        model = CostModel.from_presets(devices, names) if names else CostModel.of_mesh(devices)
+        meshes: list[DeviceMesh] = []
+        fitting: list[DeviceMesh] = []
+        for shape, ids in ((self.mesh, self.ids), *others):
+            each = links.numbers or links.names
+            fits = not meshes or len(each) == 1 or len(shape[0]) == axes
+            numbers = _per_axis(links.numbers, len(shape[0])) if fits else ()
+            more = {"mesh_alpha": [a for a, _ in numbers], "mesh_beta": [b for _, b in numbers]}
+            bus = self.link_model or "ring"
+            meshes.append(plain_mesh(shape, ids, link_model=bus, **(more if numbers else {})))
+            fitting += meshes[-1:] if fits else []
+        models = dict(models_on(fitting, self._said(links, axes)))
+        cluster = models[meshes[0]].cluster
+        for mesh in meshes:
+            if mesh not in models:
+                models[mesh] = replace(CostModel.of_mesh(mesh, cluster), cluster=cluster)
+        if self.memory is not None:
+            copy_s = 2 / (self.memory * 1e9) if self.memory else memory_copy_s(links.names)
+            models = {mesh: replace(model, copy_s=copy_s) for mesh, model in models.items()}
+        return [(mesh, models[mesh]) for mesh in meshes]
+
+    def _said(self, links: ClusterLinks, axes: int) -> Links | None:
+        """Return the links of all meshes; None if each has its own, or they are assumed."""
         if self.between is not None or self.per_node is not None:
             alone = self.links is not None and len(links.names) == 1
             refuse_if(not alone, "--between and --per-node need one name as --links")
-            cluster = preset_cluster(links.names[0], self.between, self.per_node)
-            model = CostModel.of_cluster(devices, cluster)
-        if self.memory is not None:
-            copy_s = 2 / (self.memory * 1e9) if self.memory else preset_copy_s(links.names)
-            model = replace(model, copy_s=copy_s)
-        return devices, model
-
-    def _measured(self, profiled: DeviceMesh, arguments: Any) -> tuple[DeviceMesh, CostModel]:  # noqa: ANN401
-        """Return the mesh and the cost model of a profile."""
-        measured = profiled.shape, profiled.axis_names
-        mesh = self.mesh or measured
-        text = "a profile has measured links; leave out --link-model"
-        refuse_if(self.link_model is not None, text)
-        text = "a profile has timed steps with their copies; leave out --memory"
-        refuse_if(self.memory is not None, text)
-        refuse_if(
-            self.between is not None or self.per_node is not None,
-            "--between and --per-node need one name as --links",
-        )
-        refuse_if(
-            mesh[0] != measured[0],
-            f"--mesh has the shape {_sizes(mesh)}, but the profile was measured on "
-            f"{_sizes(measured)}; leave out --mesh, or measure again",
-        )
-        return plain_mesh(mesh, self.ids), CostModel(*arguments)
+            return preset_cluster(links.names[0], self.between, self.per_node)
+        names = _per_axis(links.names, axes) if self.links else ()
+        return (names[0] if len(links.names) == 1 else names) if names else None
 
 
 cluster_options: Final = grouped(
@@ -367,10 +353,6 @@ cluster_options: Final = grouped(
         {"type": Kind("RATE", _memory_rate)},
     ),
 )
-
-
-def _sizes(mesh: MeshShape) -> str:
-    return "x".join(map(str, mesh[0]))
 
 
 def _per_axis(values: tuple[T, ...], axes: int) -> tuple[T, ...]:

@@ -5,7 +5,6 @@ import io
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
-from itertools import chain
 from typing import Final, TypeAlias
 
 import click
@@ -13,13 +12,11 @@ import click
 from shardspec.cli import options as opts
 from shardspec.cli.command import Command, Option, flag, refuse_if
 from shardspec.cli.output import path_text, say, say_json, say_styled
-from shardspec.comm.cost import CostModel
-from shardspec.comm.curves import Link
 from shardspec.errors import InputFileError, LayoutError, ShardSpecError, SpecSyntaxError
 from shardspec.layout.converter import LayoutConverter
 from shardspec.layout.layout import Layout
 from shardspec.layout.naive import naive_plan
-from shardspec.layout.plan import ConversionPlan, StepError, errors_text
+from shardspec.layout.plan import ConversionPlan, known_error
 from shardspec.layout.plan_text import difference_text, plans_table
 from shardspec.mesh.device_mesh import DeviceMesh
 from shardspec.text import bytes_text, counted, printable, seconds_text, shown, table_text
@@ -36,8 +33,7 @@ _MAX_ALTERNATIVES: Final = 100
 @Option(
     "target_mesh",
     "Input",
-    "Another mesh for TO; its links are those of --mesh where both have as many axes, else the "
-    "slowest of them.",
+    "Another mesh for TO, on the same cluster.",
     {"type": opts.MESH},
 )
 @Option(
@@ -89,17 +85,15 @@ def plan_command(
     A spec says how each dim of the tensor is sharded: R is replicated, S0 is sharded over axis 0 of
     the mesh, S01 over axis 0 and inside each block over axis 1. |P0 is a pending sum over axis 0.
     """
-    devices, model = cluster.build()
-    before = Layout(devices, source, shape, dtype)
     refuse_if(not target_mesh and target_ids is not None, "--target-ids needs --target-mesh")
     refuse_if(
         target_mesh is not None and max_bytes is not None,
         "--max-bytes bounds conversions on one mesh; leave it out, or --target-mesh",
     )
-    target_model = None
-    if target_mesh is not None:
-        devices = opts.plain_mesh(target_mesh, target_ids)
-        target_model = _model_of_target(devices, model)
+    other = [] if target_mesh is None else [(target_mesh, target_ids)]
+    (devices, model), *targets = cluster.build_all(*other)
+    before = Layout(devices, source, shape, dtype)
+    devices, target_model = targets[0] if targets else (devices, None)
     after = Layout(devices, target, shape, dtype)
     converter = LayoutConverter(model, target_model=target_model)
     count = 1 + (alternatives or 0)
@@ -126,19 +120,6 @@ def plan_command(
     if naive is not None:
         say(f"\n{difference_text(best, naive)}")
         say(plans_table([best, naive], ["chosen", "naive"]))
-
-
-def _model_of_target(mesh: DeviceMesh, model: CostModel) -> CostModel:
-    """Return a cost model for the target's mesh, with the links of the source's or the slowest."""
-    shape, links = mesh.shape, model.links
-    fits = len(shape) == len(links) and not any(
-        n % x.per_node for n, x in zip(shape, links, strict=True)
-    )
-    if not fits:
-        name, start = "slowest of the other mesh", max(link.start_s for link in links)
-        slowest = Link(*model.slowest(range(len(links))), name, start)
-        links = (links[0] if len(set(links)) == 1 else slowest,) * len(shape)
-    return CostModel(shape, links, model.link_model, copy_s=model.copy_s)
 
 
 def _beside(plan: ConversionPlan, best: ConversionPlan) -> dict[str, object]:
@@ -168,8 +149,8 @@ _COLUMNS: Final = ("source", "target", "cost_seconds", "bytes_received", "peak_b
 """Columns of the CSV, and members of a pair in JSON."""
 
 _Pair: TypeAlias = tuple[str, str, str]  # two specs, and where they are from, for errors
-_Cost: TypeAlias = tuple[dict[str, object], list[str], tuple[StepError, ...]]
-"""The cost of a pair as JSON and as a row, and the known errors of its steps."""
+_Cost: TypeAlias = tuple[dict[str, object], list[str], ConversionPlan]
+"""The cost of a pair as JSON and as a row, and its plan."""
 
 
 @click.command(cls=Command)
@@ -214,7 +195,7 @@ def cost_command(
     mesh, model = cluster.build()
     costs = _price(LayoutConverter(model), _pairs(specs, pairs), mesh, shape, dtype)
     distinct = {id(cost): cost for cost in costs}
-    known_error = errors_text(chain.from_iterable(errors for *_, errors in distinct.values()))
+    accuracy = known_error(plan for *_, plan in distinct.values())
     records = (record for record, *_ in costs)
     if as_csv:
         output = io.StringIO()
@@ -229,7 +210,7 @@ def cost_command(
             "dtype": dtype,
             "link_model": model.link_model,
             "links": [link.as_dict() for link in model.links],
-            "known_error": known_error,
+            "known_error": accuracy,
             "pairs": list(records),
         }
         say_json(answer)
@@ -240,7 +221,7 @@ def cost_command(
         line_of = dict(zip(distinct, lines, strict=True))
         links = model.links_text([mesh.axis_label(axis) for axis in range(mesh.ndim)])
         say("\n".join([header, rule, *(line_of[id(cost)] for cost in costs)]))
-        aside = f"per device; {model.link_model} model; {links}\naccuracy: {known_error}"
+        aside = f"per device; {model.link_model} model; {links}\naccuracy: {accuracy}"
         say(_with_option(aside))
 
 
@@ -312,4 +293,4 @@ def _cost(plan: ConversionPlan) -> _Cost:
     labels = [str(layout.labelled_spec) for layout in (plan.source, plan.target)]
     row = [str(len(plan.steps)), bytes_text(received), seconds_text(seconds), bytes_text(peak)]
     record = dict(zip(_COLUMNS, (*specs, seconds, received, peak), strict=True))
-    return record, [*labels, *row], plan.errors
+    return record, [*labels, *row], plan

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 @ckpt.checkpoint_argument
 @opts.cluster_options
 @ckpt.rule_options
-@ckpt.map_options
+@ckpt.compared_map_options
 @ckpt.layout_option
 @opts.dtype.but(
     "Cast floating-point tensors to this dtype.", type=str, default=None, show_default=False
@@ -59,6 +59,7 @@ def plan_state_command(
     """
     from shardspec.checkpoint.job.load_plan import plan_stored
     from shardspec.checkpoint.job.rows import file_regions, write_transfers
+    from shardspec.resharding.plan import text_of
 
     if layout is not None:
         ckpt.check_layout(maps, rules)
@@ -73,12 +74,12 @@ def plan_state_command(
         planned = plan_stored(catalog, (mesh, rules or {}), names, dtype, max_bytes, maps.drop)
     catalog, plan, _, files = planned
     if transfers is not None:
-        write_transfers(plan, transfers, file_regions(catalog, planned.first), files)
+        write_transfers(plan.copies, transfers, file_regions(catalog, planned.first), files)
     if as_json:
         named = {str(number): name for number, name in files.items()}
         say_json({**plan.as_dict(), "files": named})
     else:
-        say(plan.text(files))
+        say(text_of(plan, files))
 
 
 def _with_links(cluster: opts.ClusterOptions) -> DeviceMesh:
@@ -86,13 +87,7 @@ def _with_links(cluster: opts.ClusterOptions) -> DeviceMesh:
     mesh, model = cluster.build()
     if cluster.links is None:
         return mesh
-    return DeviceMesh(
-        mesh.ids,
-        mesh.shape,
-        axis_names=mesh.axis_names,
-        mesh_alpha=[link.latency_s + link.start_s for link in model.links],
-        mesh_beta=[link.seconds_per_byte for link in model.links],
-    )
+    return DeviceMesh(mesh.ids, mesh.shape, axis_names=mesh.axis_names, links=model.cluster)
 
 
 def _under_layout(
@@ -103,8 +98,8 @@ def _under_layout(
     dtype: str | None,
 ) -> "tuple[Catalog, dict[str, Layout]]":
     """Return a checkpoint under the names of a layout, and the layout of each of its tensors."""
-    from shardspec.checkpoint.convert.prepare import mapped_source
     from shardspec.checkpoint.convert.select import Choice
+    from shardspec.checkpoint.quantization import mapped_source
     from shardspec.dtypes import dtype_name, is_cast, keeps_dtype
     from shardspec.layout.layout import Layout
 

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 
-from shardspec.checkpoint.compare.layers import repeated_layers
+from shardspec.checkpoint.compare.inspect import repeated_layers
 from shardspec.checkpoint.convert import output as conversion
-from shardspec.checkpoint.convert.prepare import WriteReport, with_numbers
+from shardspec.checkpoint.convert.output import WriteReport
 from shardspec.checkpoint.convert.select import Choice
 from shardspec.checkpoint.formats import (
     Way,
@@ -20,6 +20,7 @@ from shardspec.checkpoint.formats import (
     written_format,
     written_names,
 )
+from shardspec.checkpoint.quantization import with_numbers
 from shardspec.checkpoint.quantization.schemes import QUANTIZATIONS
 from shardspec.cli import checkpoint_options as ckpt
 from shardspec.cli import options as opts
@@ -142,11 +143,9 @@ _write_options: Final = stacked(
 
 
 def _refuse_jobs(title: str) -> None:
-    """Refuse to run in several processes of torchrun; the first one says why."""
+    """Refuse to run in several processes of torchrun, which shows the words of one of them."""
     if "TORCHELASTIC_RUN_ID" not in os.environ or os.environ.get("WORLD_SIZE", "1") == "1":
         return
-    if os.environ.get("RANK", "0") != "0":
-        raise SystemExit(2)
     raise click.UsageError(
         f"{title} runs in one process, with --threads: start it without torchrun, or call "
         "load_sharded and save_sharded in the job"

@@ -1,7 +1,7 @@
 """A cluster: its links inside and between hosts, and which device ids share a host."""
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from itertools import combinations
 from math import gcd
@@ -97,9 +97,13 @@ class Cluster:
         """Seconds a message, and seconds a byte, between hosts, through both links."""
         if self.between is None:
             return self.near
-        sharing = self.per_node or max(map(len, self.hosts), default=1)
-        per_byte = self.between.seconds_per_byte * (sharing if self.between.port == "node" else 1)
-        return self.between.latency_s, max(per_byte, self.inside.seconds_per_byte)
+        per_byte = max(self.between.seconds_per_byte, self.inside.seconds_per_byte)
+        return self.between.latency_s, per_byte
+
+    @property
+    def shares_ports(self) -> bool:
+        """True if the devices of a host share its port to other hosts."""
+        return self.between is not None and self.between.port == "node"
 
     @property
     def start_s(self) -> float:
@@ -132,6 +136,36 @@ class Cluster:
                 within = self.inside if count > 1 else None
                 links[axis] = replace(far, per_node=count, within=within)
         return tuple(links)
+
+
+def busiest_seconds(
+    messages: Iterable[tuple[int, int, float]],
+    link: Callable[[int, int], Line],
+    cluster: Cluster | None = None,
+    files: Set[int] = frozenset(),
+) -> float:
+    """Return the seconds of the device, or shared port of a host, that sends or receives longest.
+
+    `messages` have a sender, a receiver and bytes, `link` the seconds of a message and of a byte
+    between the two. `files` are ids that take no time themselves, and are on no host.
+
+    >>> cluster = Cluster(Link(0.0, 1.0), Link(0.0, 5.0, port="node"), per_node=2)
+    >>> busiest_seconds([(0, 1, 4), (0, 2, 1), (1, 3, 1)], cluster.link, cluster)
+    10.0
+    """
+    busy: defaultdict[tuple[int, int], float] = defaultdict(float)
+    ports: dict[tuple[int, int], float] = {}
+    shared = cluster if cluster is not None and cluster.shares_ports else None
+    for sender, receiver, num_bytes in messages:
+        latency, per_byte = link(sender, receiver)
+        far = shared and (sender in files or shared.crosses(sender, receiver))
+        for end, device in enumerate((sender, receiver)):
+            if device not in files:
+                busy[end, device] += latency + per_byte * num_bytes
+                if shared and far:
+                    port = end, shared.host(device)
+                    ports[port] = ports.get(port, latency) + per_byte * num_bytes
+    return max((*busy.values(), *ports.values()), default=0.0)
 
 
 def _devices_per_host(hosts: npt.NDArray[np.int64]) -> tuple[int, ...] | None:

@@ -1,13 +1,12 @@
-"""Files of links: a cluster as TOML, written by ``shardspec links import``."""
+"""Files of links: the links of a cluster as TOML, for presets and for users' own clusters."""
 
 import tomllib
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Literal, TypeAlias, TypeGuard, get_args
 
-from shardspec.comm.cluster import Cluster
-from shardspec.comm.curves import KINDS, Band, Curve, Link
+from shardspec.comm.curves import EXCHANGE_KIND, KINDS, PERMUTE_KIND, Curve, Link
 from shardspec.errors import ProfileError, ShardSpecError
 from shardspec.input_files import read_input_file
 from shardspec.mesh.device_ids import SECONDS_RULE, seconds, whole_number
@@ -15,51 +14,97 @@ from shardspec.text import shown
 
 LINKS_FORMAT: Final = "shardspec links"
 _MOST_BYTES: Final = 16 << 20
+Basis: TypeAlias = Literal["measured", "spec", "scaled", "arithmetic"]
+Confidence: TypeAlias = Literal["high", "medium", "low", "exact"]
 
 
-def cluster_text(cluster: Cluster) -> str:
-    """Return the text of a file of links.
+@dataclass(frozen=True, slots=True)
+class LinkPreset:
+    """The links of a cluster and the origin of their numbers, as one file has them.
 
-    >>> print(cluster_text(Cluster(Link(1e-6, 1e-11, "NVLink"))))
+    >>> gather = Curve("all-gather", 2, ((1e-5, 3e-12),), sizes=(1, 9))
+    >>> link = Link(1e-6, 1e-11, "own", curves=(gather,))
+    >>> print(LinkPreset("own", link, "ib-ndr-per-gpu", per_node=8).text())
     format = "shardspec links"
     version = 1
+    per_node = 8
+    between = "ib-ndr-per-gpu"
     <BLANKLINE>
     [inside]
-    latency_s = 1e-06
-    seconds_per_byte = 1e-11
-    start_s = 0.0
+    latency_us = 1
+    gb_per_s = 100
+    start_us = 0
+    sizes = [1, 9]
+    curves = [
+        {collective = "all-gather", devices = 2, lines = [[10, 3]]},
+    ]
     <BLANKLINE>
     """
-    lines = [f'format = "{LINKS_FORMAT}"', "version = 1"]
-    if cluster.per_node is not None:
-        lines.append(f"per_node = {cluster.per_node}")
-    if cluster.copy_s:
-        lines.append(f"copy_s = {cluster.copy_s!r}")
-    for title, link in (("inside", cluster.inside), ("between", cluster.between)):
-        if link is None:
-            continue
-        lines += ["", f"[{title}]"]
-        for key in ("latency_s", "seconds_per_byte", "start_s"):
-            lines.append(f"{key} = {getattr(link, key)!r}")
-        for curve in link.curves:
-            lines += [
-                "",
-                f"[[{title}.curves]]",
-                f'collective = "{curve.kind}"',
-                f"devices = {curve.devices}",
-                f"nodes = {curve.nodes}",
-                f"lines = {[list(line) for line in curve.lines]}",
-                f"sizes = {list(curve.sizes)}",
-                f"errors = {[[band.median, band.most] if band else [] for band in curve.errors]}",
-            ]
-    return "\n".join([*lines, ""])
+
+    name: str
+    inside: Link | None
+    """The link between devices of a host; None in a file of a link that joins hosts."""
+    between: Link | str | None = None
+    """The link between hosts, or the name of the preset that has it; None if unknown."""
+    per_node: int | None = None
+    """The most devices of a host; None for any number."""
+    memory_gb_per_s: float | None = None
+    """The rate at which devices read or write their memory; None if unknown."""
+    scope: str = "cluster"
+    """What the link spans: node, rack, cross-node, torus axis, any."""
+    basis: Basis = "measured"
+    """The way in which the numbers were obtained."""
+    confidence: Confidence = "medium"
+    source: str = ""
+    valid_for: str = ""
+    """The conditions under which the numbers hold, and known deviations."""
+    read_on: str = ""
+    """The date on which the source was read."""
+
+    @property
+    def link(self) -> Link:
+        """The link inside hosts, or else the one between them."""
+        link = self.inside or self.between
+        assert isinstance(link, Link), "a file has one of them"
+        return link
+
+    def as_dict(self) -> dict[str, object]:
+        """Return plain values, ready for JSON."""
+        joining = self.between
+        tables = {
+            key: _record(link)
+            for key, link in (("inside", self.inside), ("between", joining))
+            if isinstance(link, Link)
+        }
+        named = {"between": joining} if isinstance(joining, str) else {}
+        keys = ("name", "per_node", "memory_gb_per_s", *_ABOUT)
+        return {key: getattr(self, key) for key in keys} | named | tables
+
+    def text(self) -> str:
+        """Return the text of the file."""
+        lines = [f'format = "{LINKS_FORMAT}"', "version = 1"]
+        lines += [f"{key} = {_toml(getattr(self, key))}" for key in _KEYS if self._is_plain(key)]
+        for title, link in (("inside", self.inside), ("between", self.between)):
+            if isinstance(link, Link):
+                *numbers, curves = _record(link).items()
+                lines += ["", f"[{title}]", *(f"{key} = {_toml(value)}" for key, value in numbers)]
+                rows = [f"    {_toml(record)}," for record in curves[1]]
+                lines += ["curves = [", *rows, "]"] if rows else []
+        about = [f"{key} = {_toml(getattr(self, key))}" for key in _ABOUT if getattr(self, key)]
+        return "\n".join([*lines, *(["", "[about]", *about] if self.source else []), ""])
+
+    def _is_plain(self, key: str) -> bool:
+        return getattr(self, key) is not None and not isinstance(getattr(self, key), Link)
 
 
-def read_cluster(path: Path | str) -> Cluster:
-    """Return the cluster of a file of links; raises `ProfileError` if it is not a valid one."""
+_KEYS: Final = ("per_node", "memory_gb_per_s", "between")
+_ABOUT: Final = ("scope", "basis", "confidence", "source", "valid_for", "read_on")
+
+
+def read_links(path: Path) -> LinkPreset:
+    """Return the contents of a file of links; raises `ProfileError` if it is not a valid one."""
     try:
-        root = tomllib.loads(read_input_file(Path(path), _MOST_BYTES).decode("utf-8"))
-        return _parse(root, Path(path).stem)
+        return _parse(tomllib.loads(read_input_file(path, _MOST_BYTES).decode()), path.stem)
     except ShardSpecError as error:
         why = str(error).removeprefix(f"{path}: ")
     except KeyError as error:
@@ -69,47 +114,119 @@ def read_cluster(path: Path | str) -> Cluster:
     raise ProfileError(f"{path}: is not a file of links: {why}; 'shardspec links import' makes one")
 
 
-def _parse(root: Mapping[str, Any], name: str) -> Cluster:
+def _parse(root: Mapping[str, Any], name: str) -> LinkPreset:
     if (root["format"], root["version"]) != (LINKS_FORMAT, 1):
         raise ProfileError(f"format is {shown(root['format'])}, version {shown(root['version'])}")
-    inside = _link(root["inside"], name)
-    between = _link(root["between"], f"{name} between hosts") if "between" in root else None
-    if between is not None:
-        between = replace(between, port="device")
-    copy_s = _seconds("copy_s", root.get("copy_s", 0.0))
-    return (
-        Cluster(
-            replace(inside, room=root.get("per_node")), between, root.get("per_node"), copy_s=copy_s
-        )
-        if between
-        else Cluster(inside, copy_s=copy_s)
-    )
+    if unknown := set(root) - {*_KEYS, "format", "version", "inside", "about"}:
+        raise ProfileError(f"it has {shown(min(unknown))}, which is no word of such a file")
+    room, memory = root.get("per_node"), root.get("memory_gb_per_s")
+    if room is not None and (whole_number(room) or 0) < 1:
+        raise ProfileError(f"per_node is {shown(room)}; give a whole number from 1")
+    if memory is not None:
+        _rate("memory_gb_per_s", memory)
+    joining, inside = root.get("between"), None
+    if joining is not None and not isinstance(joining, str):
+        joining_name = f"{name} between hosts" if "inside" in root else name
+        joining = _link(joining, joining_name, joining.get("port", "device"))
+    if "inside" in root or joining is None:
+        inside = replace(_link(root["inside"], name), room=room)
+    about = {key: root["about"][key] for key in _ABOUT if key in root.get("about", {})}
+    if about.get("basis", "spec") not in get_args(Basis) or not all(
+        isinstance(value, str) for value in about.values()
+    ):
+        raise ProfileError(f"[about] has {shown(about)}; give texts, and basis as in the presets")
+    return LinkPreset(name, inside, joining, room, memory, **about)
 
 
-def _link(record: Mapping[str, Any], name: str) -> Link:
-    keys = ("latency_s", "seconds_per_byte", "start_s")
-    latency, per_byte, start = (_seconds(key, record[key]) for key in keys)
-    return Link(latency, per_byte, name, start, tuple(map(_curve, record.get("curves", ()))))
+def _link(record: Mapping[str, Any], name: str, port: Any = None) -> Link:  # noqa: ANN401
+    if port not in (None, "device", "node"):
+        raise ProfileError(f"port is {shown(port)}; give 'device' or 'node'")
+    latency, start = (_scaled(key, record[key], 1e6) for key in ("latency_us", "start_us"))
+    error = record.get("error_percent")
+    if error is not None:
+        median, most = (_scaled("error_percent", each, 100) for each in error)
+        error = median, most
+    sizes = record.get("sizes")
+    curves = tuple(_curve(each, sizes) for each in record.get("curves", ()))
+    per_byte = _rate("gb_per_s", record["gb_per_s"])
+    return Link(latency, per_byte, name, start, curves, port, error=error)
 
 
-def _curve(record: Mapping[str, Any]) -> Curve:
+def _curve(record: Mapping[str, Any], sizes: object) -> Curve:
     kind, lines = record["collective"], record["lines"]
-    devices, nodes, *sizes = (
-        whole_number(value) for value in (record["devices"], record["nodes"], *record["sizes"])
+    devices, nodes, *ends = (
+        whole_number(value)
+        for value in (record["devices"], record.get("nodes", 1), *record.get("sizes", sizes))
     )
-    if kind not in KINDS or not lines:
+    if kind not in (*KINDS, PERMUTE_KIND, EXCHANGE_KIND) or not lines:
         raise ProfileError(f"collective {shown(kind)} with {len(lines)} lines: give {KINDS}")
     if devices is None or nodes is None or devices < 2 or nodes < 1 or devices % nodes:
         raise ProfileError(f"{kind} of {shown(record['devices'])} devices on {shown(nodes)} nodes")
-    if len(sizes) != 2 or None in sizes:
-        raise ProfileError(f"sizes of {kind} are {shown(record['sizes'])}; give two numbers")
-    plain = tuple((_seconds("lines", a), _seconds("lines", b)) for a, b in lines)
-    small, large = (Band(*map(float, band)) if band else None for band in record["errors"])
-    return Curve(kind, devices, plain, (sizes[0] or 0, sizes[1] or 0), (small, large), nodes=nodes)
+    if len(ends) != 2 or None in ends:
+        raise ProfileError(f"sizes of {kind} are {shown(ends)}; give two numbers of bytes")
+    plain = tuple((_scaled("lines", a, 1e6), _scaled("lines", b, 1e12)) for a, b in lines)
+    return Curve(kind, devices, plain, (ends[0] or 0, ends[1] or 0), nodes)
 
 
-def _seconds(key: str, value: object) -> float:
-    number = seconds(value)
+def _scaled(key: str, value: object, unit: float) -> float:
+    """Return a number of a file in seconds, or as a part of 1."""
+    number = seconds(value / unit) if _is_number(value) else None
     if number is None:
         raise ProfileError(f"{key} is {shown(value)}, but should be {SECONDS_RULE} s")
     return number
+
+
+def _rate(key: str, value: object) -> float:
+    """Return the seconds a byte of a rate in 10^9 bytes a second."""
+    per_byte = seconds(1 / (value * 1e9)) if _is_number(value) and value > 0 else None
+    if per_byte is None:
+        raise ProfileError(f"{key} is {shown(value)}; give 10^9 bytes a second, above 0")
+    return per_byte
+
+
+def _is_number(value: object) -> TypeGuard[float]:
+    return type(value) in (int, float)
+
+
+def _record(link: Link) -> dict[str, Any]:
+    """Return a link as the table of a file; its curves come last."""
+    rate = 1e-9 / link.seconds_per_byte if link.seconds_per_byte else float("inf")
+    numbers = {"latency_us": link.latency_s * 1e6, "gb_per_s": rate, "start_us": link.start_s * 1e6}
+    record: dict[str, Any] = {key: _short(number) for key, number in numbers.items()}
+    if link.port == "node":
+        record["port"] = link.port
+    if link.error is not None:
+        record["error_percent"] = [_short(part * 100) for part in link.error]
+    sizes = {curve.sizes for curve in link.curves}
+    if len(sizes) == 1:
+        record["sizes"] = list(*sizes)
+    curves = [_curve_record(curve, alike=len(sizes) == 1) for curve in link.curves]
+    return record | {"curves": curves}
+
+
+def _curve_record(curve: Curve, *, alike: bool) -> dict[str, object]:
+    lines = [[_short(fixed * 1e6), _short(slope * 1e12)] for fixed, slope in curve.lines]
+    record: dict[str, object] = {"collective": curve.kind, "devices": curve.devices}
+    record |= {"nodes": curve.nodes} if curve.nodes > 1 else {}
+    return record | {"lines": lines} | ({} if alike else {"sizes": list(curve.sizes)})
+
+
+def _short(number: float) -> float:
+    """Return a number with six digits, which is more than any measurement has."""
+    return float(f"{number:.6g}")
+
+
+def _toml(value: object) -> str:
+    """Return a value as TOML."""
+    match value:
+        case str():
+            quoted = value.replace("\\", "\\\\").replace('"', '\\"')
+            return f'"{quoted}"'
+        case Mapping():
+            return "{" + ", ".join(f"{key} = {_toml(each)}" for key, each in value.items()) + "}"
+        case Sequence():
+            return f"[{', '.join(map(_toml, value))}]"
+        case float():
+            return f"{value:g}" if value == int(value) and value < 1e15 else repr(value)
+        case _:
+            return str(value)

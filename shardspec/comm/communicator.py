@@ -111,9 +111,10 @@ class SimulatedCommunicator(Communicator):
         results = {}
         for device in self.addressable:
             schedule = transfers.of(device)
+            before = schedule.boxes_before
             parts = [
-                (box, shards[peer][slices_within(box, schedule.boxes_before[peer])])
-                for peer, box in schedule.incoming
+                (copy.box, shards[copy.sender][slices_within(copy.box, before[copy.sender])])
+                for copy in schedule.incoming
             ]
             result = shards[device].new_empty(box_shape(schedule.after))
             with checked_result(transfers.step, result):

@@ -11,14 +11,20 @@ from functools import lru_cache
 from itertools import chain, combinations, product
 from math import prod
 from operator import gt
-from pathlib import Path
 from typing import TypeAlias
 
 from shardspec.comm import curves, presets
 from shardspec.comm.cluster import Cluster, cluster_of_axes, joined_clusters, slowest_link
-from shardspec.comm.cluster_file import read_cluster
-from shardspec.comm.curves import Band, Curve, Line, Link, Measured, share, whole
-from shardspec.comm.profile_file import read_profile
+from shardspec.comm.curves import (
+    EXCHANGE_KIND,
+    KINDS,
+    PERMUTE_KIND,
+    Curve,
+    Line,
+    Link,
+    share,
+    whole,
+)
 from shardspec.comm.steps import Exchange, Permute, Step
 from shardspec.errors import MeshError
 from shardspec.mesh.device_ids import SECONDS_RULE, seconds, whole_numbers
@@ -42,8 +48,6 @@ class CostModel:
     link_model
         ``"ring"``: every group has dedicated links. ``"shared-bus"``: all devices share one bus,
         and a step costs the bytes that all of them receive together.
-    measured
-        Curves of collectives along axes of this mesh, which take precedence over links.
     copy_s
         Seconds in which a device copies one byte locally; 0 ignores local copies.
     cluster
@@ -65,7 +69,6 @@ class CostModel:
     mesh_shape: tuple[int, ...]
     links: tuple[Link, ...]
     link_model: LinkModel = "ring"
-    measured: Measured = field(default=(), hash=False)
     copy_s: float = 0.0
     cluster: Cluster | None = field(default=None, hash=False)
 
@@ -97,40 +100,29 @@ class CostModel:
 
     @classmethod
     def of_mesh(cls, mesh: DeviceMesh, links: Links | None = None) -> "CostModel":
-        """Return the model of `links`, of a mesh's own, or by default of hosts of eight H100."""
-        return models_on([mesh], links)[mesh]
+        """Return the model of `links`, of a mesh's own, or by default of hosts of eight H100.
 
-    @classmethod
-    def of_cluster(cls, mesh: DeviceMesh, cluster: Cluster) -> "CostModel":
-        """Return the model of a mesh on a cluster, whose devices share hosts by their ids.
-
-        Raises `MeshError` if hosts cut an axis of the mesh unevenly.
+        Raises `MeshError` if links do not fit the mesh, as where hosts cut an axis unevenly.
 
         >>> cluster = Cluster(Link(3e-6, 3e-12, "NVLink"), Link(1e-5, 2e-11, "network"), 8)
-        >>> CostModel.of_cluster(DeviceMesh(range(16), (4, 4)), cluster).group([0])
+        >>> CostModel.of_mesh(DeviceMesh(range(16), (4, 4)), cluster).group([0])
         (2, 2)
         """
-        bus = mesh.link_model == "shared-bus"
-        links = (cluster.inside,) * mesh.ndim if bus else cluster.axis_links(mesh)
-        if links is None:
-            raise MeshError(
-                f"hosts of {cluster.per_node} devices, by ids, cut an axis of mesh {mesh} unevenly "
-                f"(ids {min(mesh.ids)} to {max(mesh.ids)}); choose another per_node, or other ids"
-            )
-        return cls(mesh.shape, links, mesh.link_model, copy_s=cluster.copy_s, cluster=cluster)
+        return models_on([mesh], links)[mesh]
 
     @classmethod
     def from_presets(
         cls, mesh: DeviceMesh, names: Sequence[str], *, copies: bool | None = None
     ) -> "CostModel":
-        """Return the model of links that ``shardspec links list`` shows: one an axis, or one.
+        """Return the model of presets, or of files of links: one per axis, or one for all.
 
         If more devices share a link inside nodes than fit in a node, they fill several nodes in
-        the order of their ids, joined_clusters by `LinkPreset.between`.
+        the order of their ids, joined by `LinkPreset.between`.
 
         `copies` says whether local copies are priced too; by default they are if a preset has the
         rate of the devices' memory. Raises `MeshError` for an unknown preset, if no preset has a
-        rate that `copies` requires, and if the nodes, or the link between them, are unknown.
+        rate that `copies` requires, and if the nodes, or the link between them, are unknown;
+        `ProfileError` for a bad file.
 
         >>> mesh = DeviceMesh(range(16), (2, 8))
         >>> model = CostModel.from_presets(mesh, ["ib-ndr-per-gpu", "h100-nvswitch"])
@@ -141,11 +133,6 @@ class CostModel:
         ((2, 2), (1, 4), (2, 8))
         """
         names = (names,) if isinstance(names, str) else tuple(names)
-        if len(set(names)) == 1 and names[0].endswith(".toml"):
-            cluster = read_cluster(names[0])
-            return cls.of_cluster(
-                mesh, replace(cluster, copy_s=0.0 if copies is False else cluster.copy_s)
-            )
         if len(names) not in (1, mesh.ndim):
             raise MeshError(
                 f"{len(names)} presets for the {mesh.ndim} axes of mesh {mesh}; give one per axis, "
@@ -153,17 +140,9 @@ class CostModel:
             )
         names *= mesh.ndim // len(names)
         links, cluster = presets.links_of(mesh, names)
-        copy_s = 0.0 if copies is False else presets.preset_copy_s(names, required=bool(copies))
+        copy_s = 0.0 if copies is False else presets.memory_copy_s(names, required=bool(copies))
         cluster = replace(cluster, copy_s=copy_s)
         return cls(mesh.shape, links, mesh.link_model, copy_s=copy_s, cluster=cluster)
-
-    @classmethod
-    def from_profile(cls, path: str | Path) -> "CostModel":
-        """Return the model of a file that ``shardspec profile`` wrote.
-
-        Raises `ProfileError` if there is no such file, or it is damaged.
-        """
-        return cls(*read_profile(path)[1])
 
     def step_seconds(self, step: Step, num_bytes: int) -> float:
         """Return the seconds of a collective, given the bytes of the largest shard before it."""
@@ -178,42 +157,49 @@ class CostModel:
         copying = self.copy_s * curves.copies(step, self._count(axes))
         return tuple((fixed, slope + copying) for fixed, slope in self._lines(kind, axes))
 
-    def error(self, step: Step, num_bytes: int) -> Band | None:
-        """Return the error of the price of a step; None if nothing like it was measured."""
-        kind = curves.kind_of(step)
-        curve = self._curve(kind, self._long(step.axes)) if kind else None
-        return curve.error(num_bytes * whole(curve.kind, curve.devices)) if curve else None
+    def measured_link(self, step: Step, num_bytes: int) -> Link | None:
+        """Return the link whose curves price a step; None if nothing like it was measured.
+
+        >>> from shardspec.comm.steps import AllGather
+        >>> model = CostModel.from_presets(DeviceMesh(range(72)), ["gb200-nvl72"])
+        >>> model.measured_link(AllGather(0, (0,)), 1 << 20) is None  # 2 and 4 devices were
+        True
+        """
+        kind, axes = curves.kind_of(step), self._long(step.axes or range(len(self.links)))
+        inside, across = self._tiers(axes)
+        links = [link for link, _ in across or inside]
+        if kind is None:
+            wanted = PERMUTE_KIND if isinstance(step, Permute) else EXCHANGE_KIND
+            nodes, count = prod(n for _, n in across), self._count(axes)
+            known = links and all(
+                any(
+                    curve.kind == wanted
+                    and curve.nodes == nodes
+                    and (curve.devices == count or (nodes == 1 and curve.devices > count))
+                    for curve in link.curves
+                )
+                for link in links
+            )
+            return links[0] if known else None
+        curve = self._curve(kind, axes)
+        if curve is None:
+            return None
+        least, most = curve.sizes
+        return links[0] if least <= num_bytes * whole(kind, curve.devices) <= most else None
 
     def group(self, axes: Iterable[int]) -> tuple[int, int]:
         """Return how many nodes a group along some axes spans, and its devices in each node."""
         inside, across = self._tiers(self._long(axes))
         return prod(n for _, n in across), prod(n for _, n in inside)
 
-    def group_text(self, axes: Iterable[int]) -> str:
-        """Return the number of devices along axes as text; for several nodes with how it is priced.
-
-        >>> model = CostModel.from_presets(DeviceMesh(range(16), (4, 4)), ["h100-nvswitch"])
-        >>> model.group_text([1]), model.group_text([0])
-        ('4', '2 nodes × 2 (priced from tiers)')
-        """
-        nodes, per_node = self.group(axes)
-        if nodes == 1:
-            return str(per_node)
-        return f"{nodes} nodes × {per_node} (priced from tiers)"
-
     @property
     def known_error(self) -> str:
-        """The range of median errors over all measured collectives, as text."""
-        groups = [*(link.curves for link in self.links), *(group for _, group in self.measured)]
-        measured = {curve for group in groups for curve in group}
-        medians = [band.median for curve in measured for band in curve.errors if band is not None]
-        if not medians:
-            return "these links have not been measured; 'shardspec profile' does it"
-        devices = sorted({curve.devices for curve in measured})
-        return (
-            f"{min(medians) * 100:.0f} to {max(medians) * 100:.0f} % at the median for collectives "
-            f"of {', '.join(map(str, devices))} devices; others have not been measured"
-        )
+        """A sentence about how far prices of measured collectives are off."""
+        links = {link for link in self.links if link.error}
+        links |= {link.within for link in self.links if link.within and link.within.error}
+        if not links:
+            return "not measured; 'shardspec profile' measures links"
+        return f"{accuracy_text(links)}; other groups not measured"
 
     def links_text(self, labels: Sequence[str]) -> str:
         """Return a description of the links of axes with these labels, grouped by link.
@@ -247,11 +233,12 @@ class CostModel:
     def pair(self, axis: int) -> Line:
         """Return the line of sending to one device while receiving from another, along an axis."""
         link = self.links[axis]
-        for curve in link.curves if self.link_model == "ring" else ():
-            if (curve.kind, curve.devices) == ("all-to-all", 2):
+        known = link.curves if self.link_model == "ring" else ()
+        for curve in sorted(known, key=lambda curve: curve.kind != PERMUTE_KIND):
+            if curve.kind == PERMUTE_KIND or (curve.kind, curve.devices) == ("all-to-all", 2):
                 # In a measured all-to-all of two devices, each sends half of its buffer.
                 fixed, slope = min(curve.lines, key=lambda line: line[1])
-                return fixed, slope * 2
+                return fixed, slope * (1 if curve.kind == PERMUTE_KIND else 2)
         return link.start_s + link.latency_s, self._per_byte(link)
 
     @property
@@ -276,12 +263,10 @@ class CostModel:
 
     def on(self, axes: Sequence[int]) -> "CostModel":
         """Return the model of a mesh reduced to some axes; the others must have one device."""
-        kept = [(along, group) for along, group in self.measured if set(along) <= set(axes)]
         return replace(
             self,
             mesh_shape=tuple(self.mesh_shape[axis] for axis in axes),
             links=tuple(self.links[axis] for axis in axes),
-            measured=tuple((tuple(map(axes.index, along)), group) for along, group in kept),
         )
 
     def _long(self, axes: Iterable[int]) -> tuple[int, ...]:
@@ -309,10 +294,7 @@ class CostModel:
         return tuple(inside), tuple(across)
 
     def _curve(self, kind: str, axes: Sequence[int]) -> Curve | None:
-        """Return the curve measured along axes, or for as many devices with the same links."""
-        for along, measured in self.measured:
-            if along == tuple(axes):
-                return curves.curve_between(measured, kind, self._count(axes))
+        """Return the curve measured for as many devices with the same links."""
         inside, across = self._tiers(axes)
         if not across:
             return self._curve_inside(kind, inside, self._count(axes))
@@ -335,7 +317,8 @@ class CostModel:
         if not (inside and across) or self.link_model == "shared-bus":
             return (self._ring(kind, inside + across),)
         nodes, per_node = self.group(axes)
-        numbers = {curve.devices for link, _ in inside for curve in link.curves}
+        known = (curve for link, _ in inside for curve in link.curves)
+        numbers = {curve.devices for curve in known if curve.kind in KINDS}
         below = max((n for n in numbers if n <= per_node), default=per_node)
         above = min((n for n in numbers if n > per_node), default=below)
         if below == per_node or above == below:
@@ -393,6 +376,18 @@ class CostModel:
         alpha = max(link.latency_s for link, _ in tier)
         beta = max(self._per_byte(link) for link, _ in tier)
         return start + messages * alpha, float(received) * beta
+
+
+def accuracy_text(links: Iterable[Link]) -> str:
+    """Return how far prices by the curves of some links are off, as text."""
+    return "; ".join(
+        sorted(
+            f"{link.name.removeprefix(presets.ASSUMED)} is {link.error[0] * 100:.0f} % off at the "
+            f"median, {link.error[1] * 100:.0f} % at the 90th percentile"
+            for link in set(links)
+            if link.error
+        )
+    )
 
 
 def models_on(
@@ -461,7 +456,7 @@ def _on_cluster(mesh: DeviceMesh, links: object) -> CostModel:
     Where nothing is said and hosts do not divide the mesh evenly, every axis joins hosts.
     """
     if isinstance(links, Cluster):
-        return CostModel.of_cluster(mesh, links)
+        return _of_cluster(mesh, links)
     if isinstance(links, str):
         return CostModel.from_presets(mesh, [links])
     if links is not None:
@@ -473,4 +468,16 @@ def _on_cluster(mesh: DeviceMesh, links: object) -> CostModel:
         assert cluster.between is not None
         between = (cluster.between,) * mesh.ndim
         return CostModel(mesh.shape, between, copy_s=cluster.copy_s, cluster=cluster)
-    return CostModel.of_cluster(mesh, cluster)
+    return _of_cluster(mesh, cluster)
+
+
+def _of_cluster(mesh: DeviceMesh, cluster: Cluster) -> CostModel:
+    """Return the model of a mesh on a cluster, whose devices share hosts by their ids."""
+    bus = mesh.link_model == "shared-bus"
+    links = (cluster.inside,) * mesh.ndim if bus else cluster.axis_links(mesh)
+    if links is None:
+        raise MeshError(
+            f"hosts of {cluster.per_node} devices, by ids, cut an axis of mesh {mesh} unevenly "
+            f"(ids {min(mesh.ids)} to {max(mesh.ids)}); choose another per_node, or other ids"
+        )
+    return CostModel(mesh.shape, links, mesh.link_model, copy_s=cluster.copy_s, cluster=cluster)

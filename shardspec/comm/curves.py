@@ -23,29 +23,13 @@ KINDS: Final = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all")
 """The collectives that have curves."""
 _KIND_OF: Final = dict(zip((AllGather, ReduceScatter, AllReduce, AllToAll), KINDS, strict=True))
 
-LARGE: Final = 1 << 20
-"""The buffer size in bytes from which on errors are recorded separately."""
+PERMUTE_KIND: Final = "permute"
+"""A curve of sending a whole shard to one device while receiving another's."""
+EXCHANGE_KIND: Final = "exchange"
+"""A curve of an exchange that moves the boxes of an all-to-all."""
 
 Line: TypeAlias = tuple[float, float]
 """Fixed seconds, and seconds per byte."""
-
-
-@dataclass(frozen=True, slots=True)
-class Band:
-    """Relative errors of prices against measurements that were left out of the fit."""
-
-    median: float
-    most: float
-    """The 90th percentile."""
-
-    def __str__(self) -> str:
-        median, most = self.median * 100, self.most * 100
-        return f"{median:.0f} % off at the median, {most:.0f} % at the 90th percentile"
-
-
-Errors: TypeAlias = tuple[Band | None, Band | None]
-"""The errors below `LARGE`, and from `LARGE` on."""
-_UNKNOWN: Final[Errors] = (None, None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,10 +40,7 @@ class Curve:
     devices: int
     lines: tuple[Line, ...]
     sizes: tuple[int, int]
-    """The least and the most bytes that were measured."""
-    errors: Errors = _UNKNOWN
-    left_out: Errors = _UNKNOWN
-    """The errors if this number of devices is priced from its neighbours instead."""
+    """The least and the most bytes that were measured; (0, 0) where nothing was."""
     nodes: int = 1
     """Hosts that the devices are on, as many on each."""
 
@@ -71,25 +52,6 @@ class Curve:
         """Return the lines over the bytes of a shard before the step."""
         factor = whole(self.kind, self.devices)
         return tuple((fixed, slope * factor) for fixed, slope in self.lines)
-
-    def as_dict(self) -> dict[str, object]:
-        """Return plain values, ready for JSON."""
-        return {
-            "collective": self.kind,
-            "devices": self.devices,
-            "lines": [list(line) for line in self.lines],
-            "sizes": list(self.sizes),
-            "errors": [band and [band.median, band.most] for band in self.errors],
-        }
-
-    def error(self, num_bytes: float) -> Band | None:
-        """Return the error of a price; None outside the measured sizes."""
-        least, most = self.sizes
-        return self.errors[num_bytes >= LARGE] if least <= num_bytes <= most else None
-
-
-Measured: TypeAlias = tuple[tuple[tuple[int, ...], tuple[Curve, ...]], ...]
-"""Curves of the collectives along some axes of a mesh."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +74,9 @@ class Link:
         For an axis that joins nodes: how many of its devices are in one node, and their link.
     room
         For a link inside nodes: how many devices a node has at most, if that is known.
+    error
+        Relative error of the curves at the median and at the 90th percentile, over times that
+        their fit had not seen; None if unknown.
 
     Raises
     ------
@@ -134,6 +99,7 @@ class Link:
     per_node: int = 1
     within: "Link | None" = None
     room: int | None = None
+    error: tuple[float, float] | None = None
 
     def __post_init__(self) -> None:
         if self.per_node != 1 and not (self.per_node > 1 and self.port and self.within):
@@ -172,11 +138,13 @@ class Link:
 
     @property
     def _measured_devices(self) -> list[int]:
-        return sorted({curve.devices for curve in self.curves})
+        return sorted({curve.devices for curve in self.curves if curve.kind in KINDS})
 
 
 def share(kind: str, devices: int) -> Fraction:
     """Return the bytes that a device receives per byte of the whole buffer."""
+    if kind == PERMUTE_KIND:
+        return Fraction(1)
     return Fraction((2 if kind == "all-reduce" else 1) * (devices - 1), devices)
 
 
@@ -188,7 +156,7 @@ def whole(kind: str, devices: int) -> int:
 def curve_between(curves: Sequence[Curve], kind: str, devices: int) -> Curve | None:
     """Return the curve of a collective on a number of devices, interpolated where not measured.
 
-    None below the smallest measured number. Beyond the largest number the errors are unknown.
+    None below the smallest measured number. Beyond the largest number no size counts as measured.
     docs/plans.md has the rules.
 
     >>> few = Curve("all-gather", 2, ((1e-5, 1e-12),), (512, 1 << 29))
@@ -206,14 +174,11 @@ def curve_between(curves: Sequence[Curve], kind: str, devices: int) -> Curve | N
         hops = (devices - 1) / (below - 1)
         grown = float(share(kind, devices) / share(kind, below))
         lines = tuple((fixed * hops, slope * grown) for fixed, slope in near.lines)
-        return Curve(kind, devices, lines, near.sizes)
+        return Curve(kind, devices, lines, (0, 0))
     far, part = own[above], (devices - below) / (above - below)
     lines = lines_between(near.lines, far.lines, part)
     sizes = max(near.sizes[0], far.sizes[0]), min(near.sizes[1], far.sizes[1])
-    # The errors are those of the nearest number that was once left out.
-    tried = [curve for curve in own.values() if curve.left_out != _UNKNOWN]
-    closest = min(tried, key=lambda curve: abs(curve.devices - devices), default=near)
-    return Curve(kind, devices, lines, sizes, closest.left_out)
+    return Curve(kind, devices, lines, sizes)
 
 
 def lines_between(near: Sequence[Line], far: Sequence[Line], part: float) -> tuple[Line, ...]:
@@ -231,12 +196,12 @@ def lines_between(near: Sequence[Line], far: Sequence[Line], part: float) -> tup
 def exchange_floor(curves: Iterable[Curve]) -> Line:
     """Return the least start and seconds a byte received of an exchange that undercuts no curve.
 
-    Only all-gathers and all-to-alls count, which send as much as an exchange would.
+    Only curves of what sends as much as an exchange would count; reductions do not.
     """
     costs = [
         [(fixed, slope / float(share(curve.kind, curve.devices))) for fixed, slope in curve.lines]
         for curve in curves
-        if curve.kind in ("all-gather", "all-to-all")
+        if "reduce" not in curve.kind
     ]
     per_byte = max((min(slope for _, slope in lines) for lines in costs), default=0.0)
     crossings = (

@@ -1,20 +1,23 @@
 """Executes a step on one device over any transport; checks and reduces results."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from itertools import zip_longest
+from operator import attrgetter
 from typing import Final
 
 import torch
 
-from shardspec.boxes import Box, box_shape, box_size, chunks, slices_within
+from shardspec.boxes import Box, box_shape, chunks, slices_within
 from shardspec.comm.results import checked_result, combine_into, empty_hugepages
+from shardspec.comm.senders import Copy
 from shardspec.comm.steps import AllReduce, ReduceOp
-from shardspec.comm.transfers import DeviceTransfers, Message, Parts, Piece, all_reduce_halves
+from shardspec.comm.transfers import DeviceTransfers, Message, all_reduce_halves
 from shardspec.comm.transports.stage import Stage, Transport, Wave
 
 LEAST_BYTES: Final = 256 << 10
 """The shortest chunk; shorter messages would cost more time than they save memory."""
+_SENDER, _RECEIVER = attrgetter("sender"), attrgetter("receiver")
 
 
 def execute(transport: Transport, transfers: DeviceTransfers, shard: torch.Tensor) -> torch.Tensor:
@@ -59,24 +62,24 @@ def _stage(
         Stage,
         str(transfers.step),
         me,
-        frozenset(peer for peer, _ in transfers.outgoing),
-        frozenset(peer for peer, _ in transfers.incoming) - {me},
+        frozenset(copy.receiver for copy in transfers.outgoing),
+        frozenset(copy.sender for copy in transfers.incoming) - {me},
         dtype_of=lambda _: shard.dtype,
         source=dict.fromkeys(range(count), shard),
-        source_region=lambda piece, strides, device: _within(
-            piece.box, transfers.boxes_before[device], strides
+        source_region=lambda copy, strides, device: _within(
+            copy.box, transfers.boxes_before[device], strides
         ),
         one_by_one=True,
     )
     if op is None:
         return stage(
             target={0: result},
-            target_region=lambda piece, strides, _: _within(piece.box, transfers.after, strides),
+            target_region=lambda copy, strides, _: _within(copy.box, transfers.after, strides),
             waves=partial(_moves, transfers, shard, result),
         )
     return stage(
         target=addends,
-        target_region=lambda piece, strides, _: (box_shape(piece.box), strides, 0),
+        target_region=lambda copy, strides, _: (box_shape(copy.box), strides, 0),
         waves=partial(_reductions, transfers, shard, result, op, addends),
         is_combined=True,
     )
@@ -95,8 +98,8 @@ def _moves(
 ) -> Iterator[Wave]:
     for sends, receives in _rounds(transfers, shard.itemsize, most_bytes):
         if _share(shard, result):  # the device's own part is already in place
-            receives = [part for part in receives if part[0] != transfers.device]
-        yield Wave(_messages(sends, shard.itemsize), _messages(receives, shard.itemsize))
+            receives = [copy for copy in receives if copy.sender != transfers.device]
+        yield Wave(_grouped(sends, _RECEIVER), _grouped(receives, _SENDER))
 
 
 def _reductions(
@@ -110,23 +113,23 @@ def _reductions(
     """Yield waves that fill buffers with addends, and combine these after each wave."""
     shares = _share(shard, result)
     memory: dict[int, torch.Tensor] = {}
-    for sends, parts in _rounds(transfers, shard.itemsize, most_bytes):
+    for sends, copies in _rounds(transfers, shard.itemsize, most_bytes):
         receives: dict[int, Message] = {}
         combined = []
         addends.clear()
-        for number, (peer, box) in enumerate(parts):
-            if peer == transfers.device:
-                own = shard[slices_within(box, transfers.before)]
+        for number, copy in enumerate(copies):
+            if copy.sender == transfers.device:
+                own = shard[slices_within(copy.box, transfers.before)]
                 # The result may overwrite this device's own addend.
                 combined.append(_like(memory, number, own).copy_(own) if shares else own)
                 continue
-            place = result[slices_within(box, transfers.after)]
+            place = result[slices_within(copy.box, transfers.after)]
             addends[number] = _like(memory, number, place)
             combined.append(addends[number])
-            receives[peer] = [Piece((number,), box, 0, box_size(box) * shard.itemsize)]
-        yield Wave(_messages(sends, shard.itemsize), receives)
+            receives[copy.sender] = [copy._replace(places=(number,))]
+        yield Wave(_grouped(sends, _RECEIVER), receives)
         if combined:
-            combine_into(result[slices_within(parts[0][1], transfers.after)], combined, op)
+            combine_into(result[slices_within(copies[0].box, transfers.after)], combined, op)
 
 
 def _share(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -140,28 +143,30 @@ def _like(memory: dict[int, torch.Tensor], key: int, tensor: torch.Tensor) -> to
     return memory[key][: tensor.numel()].view(tensor.shape)
 
 
-def _messages(parts: Parts, item_bytes: int) -> dict[int, Message]:
+def _grouped(copies: Iterable[Copy], peer_of: Callable[[Copy], int]) -> dict[int, Message]:
     """Return one message per peer with all of its boxes."""
-    messages: dict[int, list[Piece]] = {}
-    for peer, box in parts:
-        message = messages.setdefault(peer, [])
-        start = message[-1].start + message[-1].step if message else 0
-        message.append(Piece((0,), box, start, box_size(box) * item_bytes))
+    messages: dict[int, list[Copy]] = {}
+    for copy in copies:
+        messages.setdefault(peer_of(copy), []).append(copy)
     return dict(messages)
 
 
 def _rounds(
     transfers: DeviceTransfers, item_bytes: int, most_bytes: int | None
-) -> Iterator[tuple[Parts, Parts]]:
+) -> Iterator[tuple[list[Copy], list[Copy]]]:
     """Yield what is sent and received in each round: one chunk of every box."""
+    sends, receives = (
+        [copy._replace(item_bytes=item_bytes) for copy in side]
+        for side in (transfers.outgoing, transfers.incoming)
+    )
     if most_bytes is None:
-        yield transfers.outgoing, transfers.incoming
+        yield sends, receives
         return
     each = max(most_bytes // max(1, len(transfers.members) - 1), LEAST_BYTES) // item_bytes
 
-    def cut(parts: Parts) -> Iterable[tuple[tuple[int, Box] | None, ...]]:
-        return zip_longest(*([(peer, part) for part in chunks(box, each)] for peer, box in parts))
+    def cut(copies: list[Copy]) -> Iterable[tuple[Copy | None, ...]]:
+        parts = ([copy._replace(box=box) for box in chunks(copy.box, each)] for copy in copies)
+        return zip_longest(*parts)
 
-    sides = cut(transfers.outgoing), cut(transfers.incoming)
-    for sent, received in zip_longest(*sides, fillvalue=()):
-        yield [part for part in sent if part], [part for part in received if part]
+    for sent, received in zip_longest(cut(sends), cut(receives), fillvalue=()):
+        yield [copy for copy in sent if copy], [copy for copy in received if copy]

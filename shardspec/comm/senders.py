@@ -8,7 +8,7 @@ Every plan that moves data consists of such copies. Holders and receivers are de
 - ``load_sharded``, and a plan whose source is a checkpoint, copy from files to devices
   (`shardspec.checkpoint.job.load`);
 - ``merge`` and ``reshard`` copy from files to files (`shardspec.checkpoint.convert.output`);
-- ``save_sharded`` copies from devices to files (`shardspec.checkpoint.targets`).
+- ``save_sharded`` copies from devices to files (`shardspec.checkpoint.catalog`).
 
 All ask two questions. Which holders have a wanted box? `overlaps` answers this lazily, one wanted
 box at a time, so that the plan of a large checkpoint need not fit in memory. Which of several
@@ -23,20 +23,34 @@ from itertools import accumulate, pairwise, product
 from math import prod
 from typing import Final, NamedTuple, TypeAlias
 
-from shardspec.boxes import Box, box_shape, intersect
+from shardspec.boxes import Box, box_shape, box_size, intersect
 
 Holders: TypeAlias = tuple[int, ...]
 """Numbers of the devices or files that hold the same box."""
 
 
 class Copy(NamedTuple):
-    """A box that a receiver gets from one of the box's holders."""
+    """The same box of some tensors, for one receiver; by default of one tensor."""
 
     box: Box
-    """In coordinates of the global tensor."""
+    """In coordinates of the global tensor, or of a view of it."""
     holders: Holders
     """All holders of the box; the sender alone once it is chosen."""
     receiver: int
+    places: Sequence[int] = (0,)
+    """Numbers of the tensors."""
+    item_bytes: int = 1
+    """Bytes of an element on its way."""
+
+    @property
+    def sender(self) -> int:
+        """The holder that sends, once it is chosen."""
+        return self.holders[0]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the boxes of all the tensors."""
+        return box_size(self.box) * self.item_bytes * len(self.places)
 
 
 _MOST_ROUNDS: Final = 1000
@@ -100,21 +114,25 @@ def find_copies(
     have: Mapping[Box, Holders],
     want: Mapping[Box, Sequence[int]],
     overlapping: Overlapping = overlaps,
+    places: Sequence[int] = (0,),
+    item_bytes: int = 1,
 ) -> Iterator[Copy]:
     """Yield the copies that every receiver needs, in ascending order of wanted boxes.
 
     Boxes must not be empty. A receiver copies from itself what it holds already. `overlapping` may
-    be a cached form of `overlaps`.
+    be a cached form of `overlaps`; `places` and `item_bytes` are those of the copies.
 
-    >>> list(find_copies({((0, 2),): (0, 1), ((2, 4),): (2,)}, {((1, 3),): [1]}))
-    [Copy(box=((1, 2),), holders=(1,), receiver=1), Copy(box=((2, 3),), holders=(2,), receiver=1)]
+    >>> copies = find_copies({((0, 2),): (0, 1), ((2, 4),): (2,)}, {((1, 3),): [1]})
+    >>> [copy[:3] for copy in copies]
+    [(((1, 2),), (1,), 1), (((2, 3),), (2,), 1)]
     """
     holders_of = list(have.values())
     for box, shared in overlapping(tuple(have), tuple(sorted(want))):
         for number, part in shared:
             for receiver in want[box]:
                 own = receiver in holders_of[number]
-                yield Copy(part, (receiver,) if own else holders_of[number], receiver)
+                holders = (receiver,) if own else holders_of[number]
+                yield Copy(part, holders, receiver, places, item_bytes)
 
 
 def whole_senders(

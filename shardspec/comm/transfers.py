@@ -10,51 +10,36 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from itertools import chain
 from operator import itemgetter, ne
-from typing import Final, NamedTuple, TypeAlias
+from typing import Final, TypeAlias
 
 from shardspec.boxes import Box, box_size, intersect, split_interval
-from shardspec.comm.senders import Holders, Senders, find_copies, whole_senders
+from shardspec.comm.senders import Copy, Holders, Senders, find_copies, whole_senders
 from shardspec.comm.steps import Exchange, Permute, ReduceOp, Slice, Step
 from shardspec.mesh.device_mesh import DeviceMesh
 
 Distance: TypeAlias = Callable[[int, int], int]
 """The distance of two devices; 0 only from a device to itself."""
-Parts: TypeAlias = list[tuple[int, Box]]
-"""Pairs of peer and box."""
+Message: TypeAlias = Sequence[Copy]
+"""The copies that one device sends to another at once."""
 
+_ALIGNMENT: Final = 16
+"""Boxes start at multiples of this in a message, which suits every dtype."""
 _MESSAGE: Final = 1 << 17
 """The cost of starting a message, in elements, on today's links."""
 
 
-class Piece(NamedTuple):
-    """The same box of some tensors, and where these boxes lie in a message."""
-
-    places: Sequence[int]
-    box: Box
-    start: int
-    """The offset in bytes of the first box."""
-    step: int
-    """Bytes from the start of one box to the next."""
-
-
-Message: TypeAlias = Sequence[Piece]
-"""The pieces that one device sends to another at once."""
+def aligned_bytes(copy: Copy) -> int:
+    """Return the bytes from the start of one box of a copy to that of the next in a message."""
+    return -(-box_size(copy.box) * copy.item_bytes // _ALIGNMENT) * _ALIGNMENT
 
 
 def message_bytes(message: Message) -> int:
-    """Return the bytes of a message, a whole number of elements of each of its dtypes."""
-    last = message[-1]
-    return last.start + last.step * len(last.places)
-
-
-class Transfer(NamedTuple):
-    """A box that one device sends to another, or keeps if both are the same."""
-
-    src: int
-    dst: int
-    box: Box
-    """In coordinates of the global tensor."""
+    """Return the bytes of a message; of several boxes a whole number of elements of any dtype."""
+    if len(message) == 1 and len(message[0].places) == 1:
+        return message[0].num_bytes
+    return sum(aligned_bytes(copy) * len(copy.places) for copy in message)
 
 
 def distance_on(mesh: DeviceMesh, axes: Sequence[int] | None = None) -> Distance:
@@ -73,13 +58,13 @@ def distance_of(step: Exchange, mesh: DeviceMesh) -> Distance:
 
 def exchange_routes(
     before: Mapping[int, Box], after: Mapping[int, Box], distance: Distance
-) -> list[Transfer]:
-    """Return the transfers that give every device its box of `after`.
+) -> list[Copy]:
+    """Return the copies that give every device its box of `after`.
 
     The ids of `before` and `after` may differ. The sender of a piece is the nearest holder, of
     several the one that has sent least. Because every message takes time to start, a piece is
     divided only if a holder would otherwise send much more than its share, and more than any
-    device receives. Transfers are in the order of `after` and cover every element once.
+    device receives. Copies are in the order of `after` and cover every element once.
     """
     have: dict[Box, Holders] = {}
     for device, box in sorted(before.items(), key=itemgetter(1)):
@@ -90,41 +75,41 @@ def exchange_routes(
         if box_size(box):
             want[box].append(device)
     order = {device: place for place, device in enumerate(after)}
-    moves: list[Transfer] = []
+    moves: list[Copy] = []
     sent: Counter[int] = Counter()
     received: Counter[int] = Counter()
     of_replicas: dict[Holders, list[int]] = defaultdict(list)
     for copy in sorted(find_copies(have, want), key=lambda copy: order[copy.receiver]):
-        holder = copy.receiver
-        if holder not in copy.holders:
+        if copy.receiver not in copy.holders:
             away = [distance(candidate, copy.receiver) for candidate in copy.holders]
             least = min(away)
             near = tuple(
                 candidate for candidate, far in zip(copy.holders, away, strict=True) if far == least
             )
             cost = _MESSAGE + box_size(copy.box)
-            (holder,) = whole_senders([(near, cost)], sent)
+            copy = copy._replace(holders=tuple(whole_senders([(near, cost)], sent)))
             received[copy.receiver] += cost
             of_replicas[near].append(len(moves))
-        moves.append(Transfer(holder, copy.receiver, copy.box))
+        moves.append(copy)
     most = max(received.values(), default=0)
-    divided: dict[int, list[Transfer]] = {}
+    divided: dict[int, list[Copy]] = {}
     for near, places in of_replicas.items():
         loads = [sent[holder] for holder in near]
         if max(loads) >= max(most, sum(loads) // len(near)) + 2 * _MESSAGE:
-            places.sort(key=lambda place: near.index(moves[place].src))
+            places.sort(key=lambda place: near.index(moves[place].sender))
             sizes = [box_size(moves[place].box) for place in places]
             senders = Senders([(near, size) for size in sizes])
             for place, start, size in zip(places, senders.starts, sizes, strict=True):
                 parts = senders.split(near, moves[place].box, start, size)
-                divided[place] = [Transfer(sender, moves[place].dst, box) for sender, box in parts]
+                to = moves[place].receiver
+                divided[place] = [Copy(box, (sender,), to) for sender, box in parts]
     return [part for place, move in enumerate(moves) for part in divided.get(place, (move,))]
 
 
 def permute_routes(
     before: Mapping[int, Box], after: Mapping[int, Box], distance: Distance
-) -> list[Transfer]:
-    """Return transfers in which every device sends one whole shard and receives one.
+) -> list[Copy]:
+    """Return copies in which every device sends one whole shard and receives one.
 
     If axes that are slower for short messages are slower for long ones too, every assignment in
     which devices keep what they can is equally good: the slowest link used is the same.
@@ -140,7 +125,7 @@ def permute_routes(
             holder = min(unused[box], key=lambda src: distance(src, device))
             unused[box].remove(holder)
         if box_size(box):
-            moves.append(Transfer(holder, device, box))
+            moves.append(Copy(box, (holder,), device))
     return moves
 
 
@@ -156,10 +141,10 @@ class DeviceTransfers:
     """The box of each device before the step."""
     after: Box
     """The box of this device after the step."""
-    outgoing: Parts
-    """The boxes that this device sends, with the receiver of each; without its own part."""
-    incoming: Parts
-    """The boxes that this device gets, with the sender of each, in the order of members.
+    outgoing: Sequence[Copy]
+    """The boxes that this device sends; without its own part."""
+    incoming: Sequence[Copy]
+    """The boxes that this device gets, in the order of the members that send them.
 
     Includes the part that it keeps."""
 
@@ -177,7 +162,8 @@ class DeviceTransfers:
     @property
     def peers(self) -> set[int]:
         """The other devices that this device sends to or receives from."""
-        return {peer for peer, _ in [*self.incoming, *self.outgoing]} - {self.device}
+        ends = [(copy.sender, copy.receiver) for copy in (*self.incoming, *self.outgoing)]
+        return {*chain(*ends)} - {self.device}
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,7 +176,8 @@ class Transfers:
     --------
     >>> from shardspec.comm.steps import AllGather
     >>> rows, whole = (((0, 2),), ((2, 3),)), (((0, 3),), ((0, 3),))
-    >>> Transfers(AllGather(0, (0,)), DeviceMesh([5, 9], (2,)), rows, whole).of(9).incoming
+    >>> transfers = Transfers(AllGather(0, (0,)), DeviceMesh([5, 9], (2,)), rows, whole)
+    >>> [(copy.sender, copy.box) for copy in transfers.of(9).incoming]
     [(5, ((0, 2),)), (9, ((2, 3),))]
     """
 
@@ -230,7 +217,7 @@ def _of_device(transfers: Transfers, device: int) -> DeviceTransfers:
         members = (device,) if isinstance(step, Slice) else mesh.group(device, sorted(step.axes))
         return _among(step, device, members, before, after)
     incoming, outgoing = (side.get(device, []) for side in _routes(transfers))
-    going = [(peer, box) for peer, box in outgoing if peer != device]
+    going = [copy for copy in outgoing if copy.receiver != device]
     return DeviceTransfers(step, device, mesh.ids, before, after[device], going, incoming)
 
 
@@ -242,13 +229,16 @@ def _among(
     after: Mapping[int, Box],
 ) -> DeviceTransfers:
     """Return the part of a device if every member gets its share from each of the others."""
-    incoming, outgoing = (
-        [(p, box) for p in peers if (box := intersect(mine[device], theirs[p])) is not None]
-        for peers, mine, theirs in (
-            (members, after, before),
-            ([peer for peer in members if peer != device], before, after),
-        )
-    )
+    incoming = [
+        Copy(box, (peer,), device)
+        for peer in members
+        if (box := intersect(after[device], before[peer])) is not None
+    ]
+    outgoing = [
+        Copy(box, (device,), peer)
+        for peer in members
+        if peer != device and (box := intersect(before[device], after[peer])) is not None
+    ]
     return DeviceTransfers(step, device, members, before, after[device], outgoing, incoming)
 
 
@@ -262,18 +252,18 @@ def _boxes(transfers: Transfers) -> tuple[dict[int, Box], dict[int, Box]]:
 
 
 @lru_cache(maxsize=64)
-def _routes(transfers: Transfers) -> tuple[dict[int, Parts], dict[int, Parts]]:
+def _routes(transfers: Transfers) -> tuple[dict[int, list[Copy]], dict[int, list[Copy]]]:
     """Return what each device receives, and what it sends, including the part that it keeps."""
     step, ends = transfers.step, _boxes(transfers)
     if isinstance(step, Exchange):
         moves = exchange_routes(*ends, distance_of(step, transfers.mesh))
     else:
         moves = permute_routes(*ends, distance_on(transfers.mesh))
-    incoming: dict[int, Parts] = defaultdict(list)
-    outgoing: dict[int, Parts] = defaultdict(list)
-    for src, dst, box in moves:
-        incoming[dst].append((src, box))
-        outgoing[src].append((dst, box))
+    incoming: dict[int, list[Copy]] = defaultdict(list)
+    outgoing: dict[int, list[Copy]] = defaultdict(list)
+    for copy in moves:
+        incoming[copy.receiver].append(copy)
+        outgoing[copy.sender].append(copy)
     return incoming, outgoing
 
 

@@ -13,7 +13,6 @@ from importlib.resources import files
 from math import comb
 from typing import Final, TypeAlias
 
-from shardspec.boxes import box_size
 from shardspec.comm.cost import CostModel
 from shardspec.comm.steps import Step
 from shardspec.dtypes import dtype_name
@@ -198,7 +197,7 @@ def _facts(step: Step, before: Layout, after: Layout) -> tuple[object, ...]:
     plan = ConversionPlan((step,), (before, after), CostModel.of_mesh(mesh))
     transfers = transfers_of(step, before, after)
     bits = [
-        sum({1 << mesh.ids.index(p) for p, box in transfers.of(device).incoming if box_size(box)})
+        sum({1 << mesh.ids.index(c.sender) for c in transfers.of(device).incoming if c.num_bytes})
         for device in mesh.ids
     ]
     text = f"{step_text(step)} over {','.join(mesh.axis_labels(step.axes))}"

@@ -17,7 +17,7 @@ from shardspec.input_files import read_json_object
 from shardspec.layout.layout import Layout
 from shardspec.layout.spec import DimSpec, Part, ShardingSpec
 from shardspec.mesh.device_mesh import Axis, DeviceMesh
-from shardspec.resharding.patterns import Side, filled, placeholders
+from shardspec.resharding.map_file import Side, filled, placeholders
 from shardspec.resharding.sizes import known_sizes, text_config
 from shardspec.resharding.views import factors_of, parse_view
 from shardspec.text import shown

@@ -7,7 +7,7 @@ from typing import Final
 
 from shardspec.errors import LayoutError
 from shardspec.families.family import family_of, forms_in
-from shardspec.resharding.patterns import form_of
+from shardspec.resharding.map_file import form_of
 from shardspec.resharding.sizes import text_config
 from shardspec.resharding.views import parse_view
 from shardspec.text import shown
@@ -54,7 +54,8 @@ class SkippedModules:
     """The modules that configs list as not quantized, in any form that a reader of them takes.
 
     An entry is the start of a module's name, up to a dot, or its end (transformers), a shell
-    pattern (modelopt), or a regular expression after ``re:`` (compressed-tensors).
+    pattern (modelopt), or a regular expression after ``re:`` (compressed-tensors). A ``.weight`` at
+    its end does not count.
 
     >>> skipped = SkippedModules(["down_proj", "model.layers.1", "model.layers.*.self_attn"])
     >>> [f"model.layers.{name}.weight" in skipped
@@ -63,7 +64,7 @@ class SkippedModules:
     """
 
     def __init__(self, modules: Iterable[str]) -> None:
-        entries = {module for module in modules if module}
+        entries = {module_of(module) for module in modules if module}
         self._regular = [entry.removeprefix("re:") for entry in entries if entry[:3] == "re:"]
         plain = [entry for entry in entries if entry[:3] != "re:"]
         self._patterns = [entry for entry in plain if set(entry) & set("*?[")]

@@ -11,8 +11,8 @@ from typing import Final
 
 from shardspec.errors import LayoutError
 from shardspec.families.model import Model
-from shardspec.resharding.name_map import NameMap
-from shardspec.resharding.patterns import Side, filled
+from shardspec.resharding.map_file import Side, filled
+from shardspec.resharding.name_map import NameMap, bindings_of
 from shardspec.resharding.views import parse_view
 
 _MEGATRON: Final = ("megatron", "torch_dist", "sharded")
@@ -221,7 +221,8 @@ def _is_spelled(map_: NameMap, names: Iterable[str]) -> bool:
     shapes: dict[str, tuple[int, ...]] = dict.fromkeys(names, ())
     kept = tuple((left[:1], left[:1]) for left, right in map_.rules if left == right)
     matched: set[str] = set()
-    for bound, (left, _) in zip(replace(map_, rules=kept).bindings(shapes), kept, strict=True):
+    found = bindings_of(replace(map_, rules=kept), shapes)
+    for bound, (left, _) in zip(found, kept, strict=True):
         matched.update(filled(left[:1], numbers)[0] for numbers in bound)
     return shapes.keys() <= matched
 

@@ -8,12 +8,13 @@ from typing import Final, NamedTuple
 
 from shardspec.errors import LayoutError
 from shardspec.families.family import Family, Row, moe_layers
+from shardspec.resharding.map_file import Side, filled, placeholders
 from shardspec.resharding.name_map import Shape
-from shardspec.resharding.patterns import Side, filled, placeholders
 from shardspec.resharding.sizes import config_sizes, known_sizes, text_config, unknown_root
 from shardspec.resharding.views import parse_view
 from shardspec.text import shown
 
+_TIED: Final = "tie_word_embeddings"
 MTP: Final = "mtp.layers."
 """What the names of layers that predict further tokens start with in Megatron-core."""
 
@@ -102,6 +103,9 @@ def model_of(family: Family, config: Mapping[str, object]) -> Model:
     absent = family.defaults.keys() - text_config(config).keys()
     defaults = {name: family.defaults[name] for name in absent}
     every: dict[str, int | str] = {**family.sizes, **defaults, **config_sizes(config)}
+    # The head is the wrapper's, so its config says whether it repeats the embedding.
+    if "text_config" in config and isinstance(tied := config.get(_TIED), bool):
+        every[_TIED] = int(tied)
     known = known_sizes(every)
     count = known.get("{i}")
     if count is None:

@@ -8,7 +8,7 @@ cheaper.
 """
 
 from bisect import bisect_left, bisect_right
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache, lru_cache
@@ -18,7 +18,7 @@ from typing import Final, TypeAlias
 import numpy as np
 
 from shardspec.boxes import Box, box_size, intersect
-from shardspec.comm.cluster import Cluster, slowest_link
+from shardspec.comm.cluster import Cluster, busiest_seconds, slowest_link
 from shardspec.comm.cost import CostModel
 from shardspec.comm.steps import Exchange
 from shardspec.comm.transfers import distance_of, exchange_routes
@@ -177,27 +177,26 @@ def _boxes_seconds(
             f"between these meshes {pieces:,} pieces of the tensor would travel; conversions of up "
             f"to {_MAX_PIECES:,} are planned: cut the tensor alike on both, or by fewer devices"
         )
-    busy: dict[tuple[str, int], float] = defaultdict(float)
-    peers: Counter[tuple[str, int]] = Counter()
-    latency = per_byte = moved = 0.0
     link, distance = (
         _pair_link(meshes, model),
         distance_of(_crossing(*meshes, model), common_mesh(*meshes)),
     )
-    for move in exchange_routes(have, wanted, distance):
-        if move.src == move.dst:
-            continue
-        alpha, beta = link(move.src, move.dst)
-        num_bytes = box_size(move.box) * item
-        latency, per_byte, moved = max(latency, alpha), max(per_byte, beta), moved + num_bytes
-        for end in (("sends", move.src), ("receives", move.dst)):
-            busy[end] += alpha + num_bytes * beta
-            peers[end] += 1
-    if not moved:
+    messages = [
+        (move.sender, move.receiver, box_size(move.box) * item)
+        for move in exchange_routes(have, wanted, distance)
+        if move.sender != move.receiver
+    ]
+    if not messages:
         return 0.0
-    seconds = max(busy.values())
     if model.link_model == "shared-bus":
-        seconds = max(peers.values()) * latency + moved * per_byte
+        peers = Counter(
+            end for sender, receiver, _ in messages for end in ((0, sender), (1, receiver))
+        )
+        lines = [link(sender, receiver) for sender, receiver, _ in messages]
+        latency, per_byte = max(a for a, _ in lines), max(b for _, b in lines)
+        seconds = max(peers.values()) * latency + sum(n for *_, n in messages) * per_byte
+    else:
+        seconds = busiest_seconds(messages, link, _cluster_of(*meshes, model))
     return model.start_s + seconds + model.copy_s * _max_live_elements(have, wanted) * item
 
 

@@ -22,8 +22,9 @@ def transfers_of(step: Step, before: Layout, after: Layout, cell: Box | None = N
     --------
     >>> from shardspec.comm.steps import Slice
     >>> before = Layout(DeviceMesh([5, 9], (2,)), "[R]", (3,), "float32")
-    >>> transfers_of(Slice(0, (0,)), before, before.with_spec("[S0]")).of(9).incoming
-    [(9, ((2, 3),))]
+    >>> (copy,) = transfers_of(Slice(0, (0,)), before, before.with_spec("[S0]")).of(9).incoming
+    >>> copy.sender, copy.box
+    (9, ((2, 3),))
     """
     mesh = common_mesh(before.mesh, after.mesh)
     before_boxes, after_boxes = (_boxes_on(layout, mesh, cell) for layout in (before, after))

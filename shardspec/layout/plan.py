@@ -7,8 +7,8 @@ from html import escape
 from itertools import pairwise
 from typing import Final, TypeAlias
 
-from shardspec.comm.cost import CostModel
-from shardspec.comm.curves import Band, bytes_received, copies, kind_of
+from shardspec.comm.cost import CostModel, accuracy_text
+from shardspec.comm.curves import Link, bytes_received, copies, kind_of
 from shardspec.comm.steps import (
     AllGather,
     AllReduce,
@@ -32,8 +32,6 @@ from shardspec.text import bytes_text, seconds_text, table_text
 
 Move: TypeAlias = tuple[Step, Layout]
 """A step, and the layout it leads to."""
-StepError: TypeAlias = tuple[str, Band | None]
-"""A kind of step, and how far its price is off; None if not known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,25 +120,8 @@ class ConversionPlan:
 
     @property
     def known_error(self) -> str:
-        """A sentence about the accuracy of the modelled seconds, by kind of step."""
-        return errors_text(self.errors)
-
-    @property
-    def errors(self) -> tuple[StepError, ...]:
-        """The error of the price of every step that moves bytes; None if it was never measured."""
-        errors: list[StepError] = []
-        for step, before, after in self.communicating:
-            if not step_bytes(step, before, after):  # as over an axis of one device
-                continue
-            model = self.model_between(before, after)
-            what, kind = step_text(step), kind_of(step)
-            if kind is not None:
-                what = f"{kind} of {model.group_text(step.axes)}"
-            errors.append((what, model.error(step, before.max_local_bytes)))
-            if model.copy_s and copies(step, 2):
-                # The rate of copies is the vendor's figure, not a measurement.
-                errors.append(("local copies", None))
-        return tuple(errors)
+        """A sentence about the accuracy of the modelled seconds."""
+        return known_error([self])
 
     def as_dict(self) -> dict[str, object]:
         """Return the plan as plain lists, numbers and text, ready for JSON."""
@@ -280,20 +261,32 @@ def step_bytes(step: Step, before: Layout, after: Layout) -> int:
     return bytes_received(step, before.mesh.shape, before.max_local_bytes)
 
 
-def errors_text(errors: Iterable[StepError]) -> str:
-    """Return a sentence with the worst error of each kind of step."""
-    worst: dict[str, Band] = {}
+def known_error(plans: Iterable[ConversionPlan]) -> str:
+    """Return a sentence about the accuracy of plans: errors of links, and what is not measured."""
+    links: dict[Link, None] = {}
     unknown: dict[str, None] = {}
-    for what, band in errors:
-        if band is None:
-            unknown[what] = None
-        elif what not in worst or band.most > worst[what].most:
-            worst[what] = band
-    parts = [f"{what}: {band}" for what, band in worst.items()]
-    if unknown:
-        verb = "has" if len(unknown) == 1 and "local copies" not in unknown else "have"
-        parts.append(f"{', '.join(unknown)} {verb} not been measured")
-    return "; ".join(parts) or "none, nothing is sent"
+    for plan in plans:
+        for step, before, after in plan.communicating:
+            if not step_bytes(step, before, after):  # as over an axis of one device
+                continue
+            model = plan.model_between(before, after)
+            link = model.measured_link(step, before.max_local_bytes)
+            if link is not None:
+                links[link] = None
+            else:
+                kind = kind_of(step)
+                unknown[f"{kind} of {_group_text(model, step)}" if kind else step_text(step)] = None
+            if model.copy_s and copies(step, 2):
+                # The rate of copies is the vendor's figure, not a measurement.
+                unknown["local copies"] = None
+    missing = f"not measured: {', '.join(unknown)}" if unknown else ""
+    return "; ".join(filter(None, (accuracy_text(links), missing))) or "exact, nothing is sent"
+
+
+def _group_text(model: CostModel, step: Step) -> str:
+    """Return the number of devices of a step's groups, for several nodes with how it is priced."""
+    nodes, per_node = model.group(step.axes)
+    return str(per_node) if nodes == 1 else f"{nodes} nodes × {per_node} (priced from tiers)"
 
 
 def step_text(step: Step) -> str:

@@ -143,8 +143,6 @@ def changed_axes(*both: Cuts) -> tuple[int, ...]:
 
 def alike_axes(model: CostModel) -> tuple[int, ...]:
     """Return a number for each mesh axis, equal for axes of the same length and link."""
-    if model.measured:  # curves of this mesh's own axes
-        return tuple(range(len(model.links)))
     each = zip(model.mesh_shape, model.links, strict=True)
     kinds = [(n, replace(link, name="")) for n, link in each]
     return tuple(map(kinds.index, kinds))

@@ -312,6 +312,8 @@ class ShardingSpec:
 
     def without_partial(self, axes: Iterable[Axis] | None = None) -> "ShardingSpec":
         """Return the spec with the reductions over some axes, or over all, no longer pending."""
+        if not self.partials:
+            return self
         done = set(self.partial if axes is None else axes)
         pending = {axis: op for axis, op in self.partial.items() if axis not in done}
         return ShardingSpec(self.dims, dict(enumerate(self.dim_specs)), partial=pending)

@@ -1,28 +1,25 @@
-"""Fits curves of collectives, and links of mesh axes, to measured times of steps.
+"""Fits curves of collectives, and the links of a cluster, to measured times.
 
 A curve is the minimum of two lines, for a protocol of low latency and one of high bandwidth, which
 meet at the size that fits best. The fit minimises relative errors, with Huber's weights for
 outliers (iteratively reweighted least squares). Each size is left out once and priced by the fit of
 the others, which yields the errors.
-
-Links price steps that were not measured. They are fitted to the lines of `shardspec.comm.cost`, so
-that fits and prices agree.
 """
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
-from math import prod
-from statistics import fmean, median
-from typing import Final, TypeAlias
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from datetime import UTC, datetime
+from functools import partial
+from typing import Final, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from shardspec.comm.cost import CostModel
-from shardspec.comm.curves import LARGE, Band, Curve, Errors, Line, Link, Measured, whole
+from shardspec.comm.cluster_file import LinkPreset
+from shardspec.comm.curves import KINDS, Curve, Line, Link, exchange_floor
 from shardspec.comm.steps import AllGather, AllReduce, AllToAll, ReduceScatter, Step
 from shardspec.errors import ProfileError
-from shardspec.mesh.device_mesh import LinkModel
+from shardspec.text import bytes_text, seconds_text
 
 Floats: TypeAlias = npt.NDArray[np.float64]
 Times: TypeAlias = Sequence[tuple[float, float]]
@@ -77,73 +74,35 @@ def candidate_lines(times: Times) -> list[tuple[float, tuple[Line, ...]]]:
     return sorted((distance(lines), tuple(sorted(lines))) for lines in candidates)
 
 
-def bands(pairs: Iterable[tuple[float, float]]) -> Errors:
-    """Return the errors below `LARGE` and from `LARGE` on, given pairs of bytes and error."""
-    errors: tuple[list[float], list[float]] = ([], [])
-    for size, error in pairs:
-        errors[size >= LARGE].append(error)
-    by_size = [
-        Band(*map(float, np.quantile(each, (0.5, 0.9)))) if each else None for each in errors
-    ]
-    return by_size[0], by_size[1]
-
-
 def fit_curve(
     kind: str,
     devices: int,
     times: Times,
-    other: Times = (),
     accepts: Callable[[Curve], bool] = lambda _: True,
     nodes: int = 1,
 ) -> Curve:
-    """Return the best curve for times at two or more sizes that `accepts`, or else the best one.
+    """Return the best curve for times at two or more sizes that `accepts`, or else the best one."""
+    sizes = int(times[0][0]), int(times[-1][0])
+    found = (lines for _, lines in candidate_lines(times))
+    near = [Curve(kind, devices, lines, sizes, nodes) for lines in found]
+    return next(filter(accepts, near), near[0])
 
-    `other` times count only in the errors.
-    """
 
-    def fit(subset: Times) -> Curve:
-        sizes = int(times[0][0]), int(times[-1][0])
-        found = (lines for _, lines in candidate_lines(subset))
-        near = [Curve(kind, devices, lines, sizes, nodes=nodes) for lines in found]
-        return next(filter(accepts, near), near[0])
-
-    curve = fit(times)
-    errors = [(size, abs(curve.seconds(size) / seconds - 1)) for size, seconds in other]
+def unseen_errors(times: Times, fit: Callable[[Times], Curve]) -> list[float]:
+    """Return the relative error at each size when the curve is fitted to the other sizes."""
+    errors = []
     for place, (size, seconds) in enumerate(times) if len(times) > 2 else ():
         without = fit([*times[:place], *times[place + 1 :]])
-        errors.append((size, abs(without.seconds(size) / seconds - 1)))
-    return replace(curve, errors=bands(errors))
+        errors.append(abs(without.seconds(size) / seconds - 1))
+    return errors
 
 
-@dataclass(frozen=True, slots=True)
-class Measurement:
-    """The measured duration of one step."""
-
-    kind: str
-    axes: tuple[int, ...]
-    num_bytes: int
-    """Bytes of the largest shard before the step."""
-    seconds: float
-    """Median over repetitions of the slowest rank's time; above 0."""
-
-
-@dataclass(frozen=True, slots=True)
-class Fit:
-    """Links fitted to measurements under one link model, with the errors of the fit."""
-
-    model: CostModel
-    typical_error: float
-    """Median of the relative errors of all measurements."""
-    worst_error: float
-    mean_error: float
-    """Mean of the errors, each at most 1, by which link models are compared."""
-
-    def as_dict(self) -> dict[str, object]:
-        """Return plain values, ready for JSON."""
-        keys = ("latency_s", "seconds_per_byte")
-        links = [{key: getattr(link, key) for key in keys} for link in self.model.links]
-        errors = {key: getattr(self, key) for key in self.__slots__ if key != "model"}
-        return {"links": links, **errors}
+def middle_and_most(errors: Sequence[float]) -> tuple[float, float] | None:
+    """Return the median and the 90th percentile of errors; None if there are none."""
+    if not errors:
+        return None
+    median, most = np.quantile(errors, (0.5, 0.9))
+    return float(median), float(most)
 
 
 def step_of(kind: str, axes: tuple[int, ...]) -> Step:
@@ -157,46 +116,65 @@ def step_of(kind: str, axes: tuple[int, ...]) -> Step:
     return steps[kind]
 
 
-def fitted(model: CostModel, measured: Measurement) -> float:
-    """Return the modelled seconds of a measured step."""
-    return model.step_seconds(step_of(measured.kind, measured.axes), measured.num_bytes)
+class Timing(NamedTuple):
+    """Measured times of one collective on some devices."""
+
+    kind: str
+    """One of `KINDS`, or `PERMUTE_KIND` or `EXCHANGE_KIND`."""
+    devices: int
+    nodes: int
+    times: Mapping[int, float]
+    """Seconds by bytes of the whole buffer."""
 
 
-def fit_links(
-    mesh_shape: tuple[int, ...], measurements: Sequence[Measurement], link_model: LinkModel
-) -> Fit:
-    """Return the links that fit best; each axis is fitted to the steps along that axis alone."""
-    unit = CostModel(mesh_shape, (Link(1.0, 1.0),) * len(mesh_shape), link_model)
-    links = []
-    for axis, devices in enumerate(mesh_shape):
-        own = [m for m in measurements if m.axes == (axis,)]
-        if devices == 1:
-            links.append(Link(0.0, 0.0, "measured"))
-            continue
-        if len({m.num_bytes for m in own}) < 2:
-            raise ProfileError(
-                f"axis {axis} has {len(own)} measurements; two sizes of a step at least are needed"
-            )
-        # The factors of alpha and beta in each step's price.
-        lines = [(unit.lines(step_of(m.kind, m.axes))[0], m.num_bytes) for m in own]
-        messages, shares = np.array([(often, share * size) for (often, share), size in lines]).T
-        seconds = np.array([m.seconds for m in own])
-        links.append(Link(*_line_of(messages, shares, seconds), "measured"))
-    model = CostModel(mesh_shape, tuple(links), link_model)
-    errors = [abs(fitted(model, m) / m.seconds - 1) for m in measurements]
-    return Fit(model, median(errors), max(errors), fmean(min(error, 1.0) for error in errors))
+def fitted_links(
+    name: str, runs: Sequence[Timing], between: str | None = None, source: str = ""
+) -> LinkPreset:
+    """Return the links of a cluster that fit measured times.
+
+    `between` names the link between hosts, where no run is of several. Runs of one collective on
+    as many devices count together. Raises `ProfileError` if no run is of a collective in one host.
+    """
+    times: dict[tuple[str, int, int], list[tuple[float, float]]] = defaultdict(list)
+    for run in runs:
+        times[run.kind, run.devices, run.nodes] += run.times.items()
+    links: list[Link | None] = []
+    for several in (False, True):
+        fitted = [
+            (points, partial(fit_curve, kind, devices, nodes=nodes))
+            for (kind, devices, nodes), points in sorted(times.items())
+            if (nodes > 1) == several and len(dict(points)) > 1
+        ]
+        curves = tuple(fit(sorted(points)) for points, fit in fitted)
+        errors = [each for points, fit in fitted for each in unseen_errors(sorted(points), fit)]
+        start, per_byte = exchange_floor(curves)
+        link = Link(0.0, per_byte, name, start, curves, error=middle_and_most(errors))
+        links.append(link if curves else None)
+    inside, joining = links
+    if inside is None or not any(curve.kind in KINDS for curve in inside.curves):
+        raise ProfileError("no times are of a collective inside one host; measure one")
+    room = max(run.devices // run.nodes for run in runs) if joining or between else None
+    today = datetime.now(UTC).date().isoformat()
+    return LinkPreset(name, inside, joining or between, room, source=source, read_on=today)
 
 
-def curves_of_groups(mesh_shape: tuple[int, ...], measurements: Sequence[Measurement]) -> Measured:
-    """Return the curves of every collective along every group of axes, measured at two sizes."""
-    times: dict[tuple[int, ...], dict[str, list[tuple[float, float]]]] = {}
-    for m in measurements:
-        factor = whole(m.kind, prod(mesh_shape[axis] for axis in m.axes))
-        of_kind = times.setdefault(tuple(sorted(m.axes)), {}).setdefault(m.kind, [])
-        of_kind.append((float(m.num_bytes * factor), m.seconds))
-    curves = []
-    for axes, kinds in times.items():
-        devices = prod(mesh_shape[axis] for axis in axes)
-        several = ((k, sorted(points)) for k, points in kinds.items() if len(dict(points)) > 1)
-        curves.append((axes, tuple(fit_curve(kind, devices, points) for kind, points in several)))
-    return tuple(curves)
+def fit_rows(preset: LinkPreset) -> list[list[str]]:
+    """Return for each curve its collective, devices, hosts, sizes, latency and rate as text."""
+    return [
+        [
+            curve.kind,
+            str(curve.devices),
+            str(curve.nodes),
+            " to ".join(map(bytes_text, curve.sizes)),
+            *map(line_text, (curve.lines[0], curve.lines[-1])),
+        ]
+        for link in (preset.inside, preset.between)
+        if isinstance(link, Link)
+        for curve in link.curves
+    ]
+
+
+def line_text(line: Line) -> str:
+    """Return a line as text: its seconds, and its rate."""
+    rate = f"{1e-9 / line[1]:.4g} GB/s" if line[1] else "free"
+    return f"{seconds_text(line[0])} + {rate}"

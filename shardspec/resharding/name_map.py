@@ -42,8 +42,7 @@ from typing import Final, NamedTuple, TypeAlias
 
 from shardspec.errors import InputFileError, LayoutError, SpecSyntaxError
 from shardspec.input_files import read_input_file
-from shardspec.resharding.map_text import read_map
-from shardspec.resharding.patterns import (
+from shardspec.resharding.map_file import (
     Binding,
     NamesByForm,
     Side,
@@ -52,6 +51,7 @@ from shardspec.resharding.patterns import (
     filled,
     names_by_form,
     placeholders,
+    read_map,
 )
 from shardspec.resharding.sizes import (
     check_model_type,
@@ -87,7 +87,7 @@ class Equation(NamedTuple):
     target: str
     """Name in the target."""
     view: View
-    """Which elements."""
+    """Their places in both."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +98,7 @@ class NameMap:
     --------
     >>> text = '[[map]]\nsource = "a.{i}.w"\ntarget = ["b.w", "l x", "l[{i}]"]'
     >>> map_ = NameMap.parse(text)
-    >>> equations = map_.equations({"a.0.w": (3,), "a.1.w": (3,)}, {"b.w": (2, 3)})
+    >>> equations = equations_of(map_, {"a.0.w": (3,), "a.1.w": (3,)}, {"b.w": (2, 3)})
     >>> [(e.source, e.target, e.view.shape) for e in equations]
     [('a.0.w', 'b.w', (3, 1)), ('a.1.w', 'b.w', (3, 1))]
     """
@@ -114,11 +114,11 @@ class NameMap:
     optional: Collection[int] = frozenset()
     """Indices of rules whose tensors the source may lack."""
     unless: Mapping[int, str] = field(default_factory=dict)
-    """By which size an entry of `unused` does not count, by its place."""
+    """Index in `unused` -> size that, if nonzero, disables the entry."""
     model_types: tuple[str, ...] = ()
-    """Of the configs that the map is for; empty if it is for all."""
+    """Accepted values of `model_type`; empty accepts all."""
     numbers: Mapping[str, Collection[int]] = field(default_factory=dict)
-    """What placeholders stand for, where that is not all numbers from 0 on."""
+    """Numbers that placeholders stand for, if not all from 0 on."""
 
     @classmethod
     def load(cls, path: Path | str) -> "NameMap":
@@ -163,215 +163,6 @@ class NameMap:
         check_model_type(sizes, self.model_types)
         return replace(self, sizes={**self.sizes, **config_sizes(sizes)})
 
-    def with_defaults(self, config: Mapping[str, object]) -> "NameMap":
-        """Return the map with what a model's config says and no number was given for.
-
-        Raises
-        ------
-        LayoutError
-            If the config is of a model that the map is not for.
-        """
-        numbers = {name: size for name, size in self.sizes.items() if isinstance(size, int)}
-        return replace(
-            self.with_sizes(config), sizes={**self.sizes, **config_sizes(config), **numbers}
-        )
-
-    def known_sizes(self) -> dict[str, int]:
-        """Return all sizes that can be worked out.
-
-        Examples
-        --------
-        >>> NameMap((), {"r": "q + 2", "q": 4, "x": "y"}).known_sizes()
-        {'q': 4, 'r': 6}
-        """
-        return known_sizes(self.sizes)
-
-    def equations(self, source: Mapping[str, Shape], target: Mapping[str, Shape]) -> list[Equation]:
-        """Return the equations between the tensors of a source and a target.
-
-        Parameters
-        ----------
-        source, target
-            Name to global shape.
-
-        Raises
-        ------
-        LayoutError
-            If a view does not fit a tensor.
-        """
-        sizes = self.known_sizes()
-        source_names, target_names = names_by_form(source), names_by_form(target)
-        equations: list[Equation] = []
-        for source_side, target_side in self.rules:
-            shared = sorted(placeholders(source_side[0]) & placeholders(target_side[0]))
-            in_views = placeholders(" ".join((*source_side[1:], *target_side[1:])))
-            views: dict[object, View] = {}  # layers are alike
-            others = defaultdict(list)
-            for name, bound in self._bindings(target_side[0], target, target_names).items():
-                others[tuple([bound[key] for key in shared])].append((name, bound))
-            for name, bound in self._bindings(source_side[0], source, source_names).items():
-                for other, numbers in others[tuple([bound[key] for key in shared])]:
-                    both = bound | numbers
-                    key = source[name], target[other], *[both.get(number) for number in in_views]
-                    if key not in views:
-                        sides = filled(source_side, both), filled(target_side, both)
-                        views[key] = self._view(*sides, source, target, sizes)
-                    equations.append(Equation(name, other, views[key]))
-                    _bounded(len(equations))
-        return equations
-
-    def bindings(self, source: Mapping[str, Shape]) -> list[list[Binding]]:
-        """Return, per rule, which numbers the tensors of a source and their rows have.
-
-        Raises
-        ------
-        LayoutError
-            If a view does not fit a tensor.
-        """
-        sizes, names = self.known_sizes(), names_by_form(source)
-        bindings_of_rules, count = [], 0
-        for source_side, target_side in self.rules:
-            bound: list[Binding] = []
-            stacked = lru_cache(1024)(partial(_stacked, source_side, target_side[0], sizes=sizes))
-            for tensor, binding in self._bindings(source_side[0], source, names).items():
-                try:
-                    rows = stacked(source[tensor])
-                except SpecSyntaxError as error:
-                    raise LayoutError(
-                        f"{source_side[0]!r} {source[tensor]}: {self._problem(error, source_side)}"
-                    ) from None
-                _bounded(count + prod(map(len, rows.values())))
-                every = [binding]
-                for name, numbers in rows.items():
-                    every = [{**before, name: number} for before in every for number in numbers]
-                bound += every
-                count += len(every)
-            bindings_of_rules.append(bound)
-        return bindings_of_rules
-
-    def target_shapes(
-        self, source: Mapping[str, Shape], *, without: Collection[str] = ()
-    ) -> dict[str, Shape]:
-        """Return the names and shapes of the target that the views and sizes imply.
-
-        Parameters
-        ----------
-        source
-            Name to global shape.
-        without
-            Names of the source that count for nothing.
-
-        Raises
-        ------
-        LayoutError
-            If sizes are not known, or equations of one tensor imply several shapes.
-
-        Examples
-        --------
-        >>> map_ = NameMap((((("a"), "x y"), ("b", "y (x z)")),), {"z": 1})
-        >>> map_.target_shapes({"a": (2, 3)})
-        {'b': (3, 2)}
-        """
-        sizes = self.known_sizes()
-        implied: dict[str, Shape] = {}
-        for (source_side, target_side), bound in zip(
-            self.rules, self.bindings(source), strict=True
-        ):
-            shapes: dict[object, Shape] = {}
-            for binding in bound:
-                ours, theirs = filled(source_side, binding), filled(target_side, binding)
-                if ours[0] in without:
-                    continue
-                shape = source[ours[0]]
-                key = ours[1:], theirs[1:], shape
-                try:
-                    if key not in shapes:
-                        shapes[key] = _implied(ours, theirs, shape, sizes)
-                except SpecSyntaxError as error:
-                    raise LayoutError(
-                        f"the shape of {theirs[0]!r}, made of {ours[0]!r} {shape}: "
-                        f"{self._problem(error, ours, theirs)}"
-                    ) from None
-                if implied.setdefault(theirs[0], shapes[key]) != shapes[key]:
-                    raise LayoutError(
-                        f"{theirs[0]!r} is {implied[theirs[0]]} by one equation and "
-                        f"{shapes[key]} by another"
-                    )
-        return implied
-
-    def padding(self, target: Mapping[str, Shape]) -> list[tuple[str, TensorView]]:
-        """Return which parts of the target are zero."""
-        return self._sides(self.zeros, target)
-
-    def dropped(self, source: Mapping[str, Shape]) -> list[tuple[str, TensorView]]:
-        """Return which parts of the source go nowhere, on purpose."""
-        sizes = self.known_sizes()
-        rules = [
-            side
-            for place, side in enumerate(self.unused)
-            if not sizes.get(self.unless.get(place, ""), 0)
-        ]
-        return self._sides(rules, source)
-
-    def _sides(
-        self, rules: Sequence[Side], shapes: Mapping[str, Shape]
-    ) -> list[tuple[str, TensorView]]:
-        sizes, names = self.known_sizes(), names_by_form(shapes if rules else ())
-        sides = (
-            filled(rule, bound)
-            for rule in rules
-            for bound in self._bindings(rule[0], shapes, names).values()
-        )
-        return [(side[0], self._view(side, side, shapes, shapes, sizes).source) for side in sides]
-
-    def _bindings(
-        self, pattern: str, names: Mapping[str, Shape], by_form: NamesByForm
-    ) -> dict[str, Binding]:
-        """Return, per name that a pattern matches, the numbers that its placeholders stand for."""
-        if "{" not in pattern:
-            return {pattern: {}} if pattern in names else {}
-        check_pattern(pattern)
-        some = self.numbers.keys() & placeholders(pattern)
-        return {
-            name: bound
-            for name, bound in bindings(pattern, by_form).items()
-            if all(bound[placeholder] in self.numbers[placeholder] for placeholder in some)
-        }
-
-    def _view(
-        self,
-        left: Side,
-        right: Side,
-        sources: Mapping[str, Shape],
-        targets: Mapping[str, Shape],
-        sizes: Mapping[str, int],
-    ) -> View:
-        source, target = sources[left[0]], targets[right[0]]
-        try:
-            if left[1:] or right[1:]:
-                views = _view_or_plain(left, source), _view_or_plain(right, target)
-                return views_of(*views, source, target, sizes)
-            if source == target:
-                return identity_view(source)
-            problem = f"shapes differ, {source} and {target}, and no view says how"
-        except SpecSyntaxError as error:
-            problem = self._problem(error, left, right)
-        both = "" if left == right else f" to {right[0]!r} {target}"
-        raise LayoutError(f"{left[0]!r} {source}{both}: {problem}")
-
-    def _problem(self, error: SpecSyntaxError, *sides: Side) -> str:
-        """Say what is wrong with views in the words of a config, and what it does not say."""
-        sizes = self.known_sizes()
-        words = {word for side in sides for text in side[1:] for word in _WORD.findall(text)}
-        unknown = sorted(word for word in words & self.sizes.keys() if word not in sizes)
-        if unknown:
-            root = unknown_root(unknown[0], self.sizes)
-            return (
-                f"the size {root!r} is not known; give the model's sizes, as its config.json has "
-                "them"
-            )
-        return in_words_of_config(error.problem, self.sizes)
-
 
 class Naming(ABC):
     """Chooses the name maps for a source by the names and shapes in it; see `model_names`."""
@@ -405,6 +196,202 @@ class Naming(ABC):
 
 Names: TypeAlias = NameMap | Mapping[str, str] | Naming
 """A name map, new names by old ones, or `model_names`; other names are kept."""
+
+
+def equations_of(
+    map_: NameMap, source: Mapping[str, Shape], target: Mapping[str, Shape]
+) -> list[Equation]:
+    """Return the equations between the tensors of a source and a target.
+
+    Parameters
+    ----------
+    source, target
+        Name to global shape.
+
+    Raises
+    ------
+    LayoutError
+        If a view does not fit a tensor.
+    """
+    sizes = known_sizes(map_.sizes)
+    source_names, target_names = names_by_form(source), names_by_form(target)
+    equations: list[Equation] = []
+    for source_side, target_side in map_.rules:
+        shared = sorted(placeholders(source_side[0]) & placeholders(target_side[0]))
+        in_views = placeholders(" ".join((*source_side[1:], *target_side[1:])))
+        views: dict[object, View] = {}  # layers are alike
+        others = defaultdict(list)
+        for name, bound in _bindings(map_, target_side[0], target, target_names).items():
+            others[tuple([bound[key] for key in shared])].append((name, bound))
+        for name, bound in _bindings(map_, source_side[0], source, source_names).items():
+            for other, numbers in others[tuple([bound[key] for key in shared])]:
+                both = bound | numbers
+                key = source[name], target[other], *[both.get(number) for number in in_views]
+                if key not in views:
+                    sides = filled(source_side, both), filled(target_side, both)
+                    views[key] = _view(map_, *sides, source, target, sizes)
+                equations.append(Equation(name, other, views[key]))
+                _bounded(len(equations))
+    return equations
+
+
+def bindings_of(map_: NameMap, source: Mapping[str, Shape]) -> list[list[Binding]]:
+    """Return, per rule, which numbers the tensors of a source and their rows have.
+
+    Raises
+    ------
+    LayoutError
+        If a view does not fit a tensor.
+    """
+    sizes, names = known_sizes(map_.sizes), names_by_form(source)
+    bindings_of_rules, count = [], 0
+    for source_side, target_side in map_.rules:
+        bound: list[Binding] = []
+        stacked = lru_cache(1024)(partial(_stacked, source_side, target_side[0], sizes=sizes))
+        for tensor, binding in _bindings(map_, source_side[0], source, names).items():
+            try:
+                rows = stacked(source[tensor])
+            except SpecSyntaxError as error:
+                raise LayoutError(
+                    f"{source_side[0]!r} {source[tensor]}: {_problem(map_, error, source_side)}"
+                ) from None
+            _bounded(count + prod(map(len, rows.values())))
+            every = [binding]
+            for name, numbers in rows.items():
+                every = [{**before, name: number} for before in every for number in numbers]
+            bound += every
+            count += len(every)
+        bindings_of_rules.append(bound)
+    return bindings_of_rules
+
+
+def target_shapes(
+    map_: NameMap, source: Mapping[str, Shape], *, without: Collection[str] = ()
+) -> dict[str, Shape]:
+    """Return the names and shapes of the target that the views and sizes imply.
+
+    Parameters
+    ----------
+    source
+        Name to global shape.
+    without
+        Names of the source that count for nothing.
+
+    Raises
+    ------
+    LayoutError
+        If sizes are not known, or equations of one tensor imply several shapes.
+
+    Examples
+    --------
+    >>> map_ = NameMap((((("a"), "x y"), ("b", "y (x z)")),), {"z": 1})
+    >>> target_shapes(map_, {"a": (2, 3)})
+    {'b': (3, 2)}
+    """
+    sizes = known_sizes(map_.sizes)
+    implied: dict[str, Shape] = {}
+    for (source_side, target_side), bound in zip(
+        map_.rules, bindings_of(map_, source), strict=True
+    ):
+        shapes: dict[object, Shape] = {}
+        for binding in bound:
+            ours, theirs = filled(source_side, binding), filled(target_side, binding)
+            if ours[0] in without:
+                continue
+            shape = source[ours[0]]
+            key = ours[1:], theirs[1:], shape
+            try:
+                if key not in shapes:
+                    shapes[key] = _implied(ours, theirs, shape, sizes)
+            except SpecSyntaxError as error:
+                raise LayoutError(
+                    f"the shape of {theirs[0]!r}, made of {ours[0]!r} {shape}: "
+                    f"{_problem(map_, error, ours, theirs)}"
+                ) from None
+            if implied.setdefault(theirs[0], shapes[key]) != shapes[key]:
+                raise LayoutError(
+                    f"{theirs[0]!r} is {implied[theirs[0]]} by one equation and "
+                    f"{shapes[key]} by another"
+                )
+    return implied
+
+
+def padding(map_: NameMap, target: Mapping[str, Shape]) -> list[tuple[str, TensorView]]:
+    """Return which parts of the target are zero."""
+    return _sides(map_, map_.zeros, target)
+
+
+def unused_parts(map_: NameMap, source: Mapping[str, Shape]) -> list[tuple[str, TensorView]]:
+    """Return which parts of the source go nowhere, on purpose."""
+    sizes = known_sizes(map_.sizes)
+    rules = [
+        side
+        for place, side in enumerate(map_.unused)
+        if not sizes.get(map_.unless.get(place, ""), 0)
+    ]
+    return _sides(map_, rules, source)
+
+
+def _sides(
+    map_: NameMap, rules: Sequence[Side], shapes: Mapping[str, Shape]
+) -> list[tuple[str, TensorView]]:
+    sizes, names = known_sizes(map_.sizes), names_by_form(shapes if rules else ())
+    sides = (
+        filled(rule, bound)
+        for rule in rules
+        for bound in _bindings(map_, rule[0], shapes, names).values()
+    )
+    return [(side[0], _view(map_, side, side, shapes, shapes, sizes).source) for side in sides]
+
+
+def _bindings(
+    map_: NameMap, pattern: str, names: Mapping[str, Shape], by_form: NamesByForm
+) -> dict[str, Binding]:
+    """Return, per name that a pattern matches, the numbers that its placeholders stand for."""
+    if "{" not in pattern:
+        return {pattern: {}} if pattern in names else {}
+    check_pattern(pattern)
+    some = map_.numbers.keys() & placeholders(pattern)
+    return {
+        name: bound
+        for name, bound in bindings(pattern, by_form).items()
+        if all(bound[placeholder] in map_.numbers[placeholder] for placeholder in some)
+    }
+
+
+def _view(
+    map_: NameMap,
+    left: Side,
+    right: Side,
+    sources: Mapping[str, Shape],
+    targets: Mapping[str, Shape],
+    sizes: Mapping[str, int],
+) -> View:
+    source, target = sources[left[0]], targets[right[0]]
+    try:
+        if left[1:] or right[1:]:
+            views = _view_or_plain(left, source), _view_or_plain(right, target)
+            return views_of(*views, source, target, sizes)
+        if source == target:
+            return identity_view(source)
+        problem = f"shapes differ, {source} and {target}, and no view says how"
+    except SpecSyntaxError as error:
+        problem = _problem(map_, error, left, right)
+    both = "" if left == right else f" to {right[0]!r} {target}"
+    raise LayoutError(f"{left[0]!r} {source}{both}: {problem}")
+
+
+def _problem(map_: NameMap, error: SpecSyntaxError, *sides: Side) -> str:
+    """Say what is wrong with views in the words of a config, and what it does not say."""
+    sizes = known_sizes(map_.sizes)
+    words = {word for side in sides for text in side[1:] for word in _WORD.findall(text)}
+    unknown = sorted(word for word in words & map_.sizes.keys() if word not in sizes)
+    if unknown:
+        root = unknown_root(unknown[0], map_.sizes)
+        return (
+            f"the size {root!r} is not known; give the model's sizes, as its config.json has them"
+        )
+    return in_words_of_config(error.problem, map_.sizes)
 
 
 def _bounded(count: int) -> None:

@@ -1,28 +1,44 @@
 """Reshard plans of state dicts in memory: from layouts, tensors, or rules on a mesh."""
 
+import hashlib
 import sys
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, overload
+from functools import cached_property
+from math import prod
+from typing import TYPE_CHECKING, Any, Final, Literal, Protocol, TypeAlias, overload
 
 from shardspec.comm.cost import Links
-from shardspec.dtypes import dtype_name, is_cast, is_floating, keeps_dtype
+from shardspec.dtypes import dtype_name, is_cast, is_floating, item_bytes, keeps_dtype
 from shardspec.errors import LayoutError
 from shardspec.layout.layout import Layout
 from shardspec.layout.rules import Rules, match_rules
 from shardspec.layout.spec import ShardingSpec
 from shardspec.mesh.device_ids import bound_of_bytes
 from shardspec.mesh.device_mesh import DeviceMesh
-from shardspec.resharding.copies import MAX_BYTES, StateCopies, TensorMove
-from shardspec.resharding.name_map import Equation, NameMap, Names, Naming, Shape
+from shardspec.resharding.name_map import Equation, NameMap, Names, Naming, Shape, padding
+from shardspec.resharding.rows import Declared, End, FileRegion, Rows, transfer_rows
+from shardspec.resharding.stages import (
+    StateCopies,
+    StoredLayout,
+    TensorMove,
+    cluster_of_moves,
+    kinds_of,
+    state_copies,
+)
 from shardspec.resharding.state import flat_state, is_plain, required_layout
 from shardspec.resharding.total import apply_map, dropped_by, report_of
-from shardspec.resharding.transfers import Declared, End, FileRegion, Rows, transfer_rows
 from shardspec.resharding.views import composed
-from shardspec.text import counted, first_of, shown
+from shardspec.text import bytes_text, counted, first_of, seconds_text, shown, table_text
 
 if TYPE_CHECKING:
     from shardspec.resharding.receipts import Receipt
+
+_MAX_BYTES: Final = 256 << 20
+"""Default size of the send buffer and of the receive buffer of a device."""
+_MOST_ROWS: Final = 32
+"""Devices in a table."""
 
 ReshardTarget: TypeAlias = Mapping[str, object] | tuple[DeviceMesh, Rules]
 """Layouts by name, or DTensors; or a mesh and rules."""
@@ -47,7 +63,7 @@ class Executor(Protocol):
 
 
 @dataclass(frozen=True, repr=False)
-class ReshardPlan(StateCopies):
+class ReshardPlan:
     """How a state dict gets from its layouts to others; made by `plan_reshard`.
 
     A plain value, the same on every rank that makes it: it holds no tensor, buffer or group, and
@@ -74,12 +90,115 @@ class ReshardPlan(StateCopies):
     8 pairs of devices, peak 192 B, 23 µs
     """
 
+    moves: tuple[TensorMove, ...]
+    """The tensors, by name; those of one pair of layouts travel together."""
+    max_bytes: int = _MAX_BYTES
+    """Maximum bytes of send buffers, and of receive buffers, per device."""
+    values: tuple[tuple[str, str], ...] = ()
+    """Plain values that go along: the name in the source, and in the target."""
+    padded: tuple[str, ...] = ()
+    """Tensors of the target that are zero where no tensor of the source fills them."""
+    dropped: tuple[str, ...] = ()
+    """Tensors of the source that are left behind."""
+    quantized: tuple[str, ...] = ()
+    """Tensors of the target that become codes and scales where they arrive."""
+    links: Links | None = None
+    """Links of the cluster; None for those of the meshes, or an assumed preset."""
     executor: Executor | None = None
     """What carries the plan out; None for copies between devices alone."""
 
+    @cached_property
+    def digest(self) -> str:
+        """Hash of the plan, in hexadecimal: equal plans have equal digests."""
+        names = self.values, self.padded, self.dropped, *self.quantized
+        digest = hashlib.sha256(repr((self.max_bytes, *names, self.links)).encode())
+        layouts = {layout for move in self.moves for layout in (move.source, move.target)}
+        texts = {layout: repr(_facts(layout)) for layout in layouts}
+        for move in self.moves:
+            ends = texts[move.source], texts[move.target]
+            digest.update(repr((move.source_name, move.target_name, move.view, ends)).encode())
+        return digest.hexdigest()
+
+    @cached_property
+    def copies(self) -> StateCopies:
+        """Copies of boxes: the devices, and who sends what to whom in which stage."""
+        named = self.moves, self.values, self.padded, self.dropped, self.digest
+        return state_copies(*named, self.max_bytes, self.links)
+
+    @cached_property
+    def sent(self) -> Mapping[int, int]:
+        """Bytes that every device sends."""
+        return self._summed(0)
+
+    @cached_property
+    def received(self) -> Mapping[int, int]:
+        """Bytes that every device receives: what it wants and lacks."""
+        return self._summed(1)
+
+    def _summed(self, end: int) -> dict[int, int]:
+        summed = dict.fromkeys(self.copies.devices, 0)
+        for pair, num_bytes in self.copies.traffic.items():
+            summed[pair[end]] += num_bytes
+        return summed
+
+    @property
+    def bytes_between_hosts(self) -> int | None:
+        """Bytes that go from one host to another; None where one host has all devices."""
+        if self.copies.num_hosts == 1:
+            return None
+        crosses = self.copies.cluster.crosses
+        return sum(size for pair, size in self.copies.traffic.items() if crosses(*pair))
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most bytes that a device holds at once: its source, its target and its buckets."""
+        before = {move.source_name: move.source for move in self.moves}
+        after = {move.target_name: move.target for move in self.moves}
+        num_bytes = dict.fromkeys(self.copies.devices, 0)
+        for layout, count in Counter([*before.values(), *after.values()]).items():
+            if not isinstance(layout, StoredLayout):
+                width = item_bytes(layout.dtype) * count
+                for device in layout.mesh.ids:
+                    num_bytes[device] += prod(layout.local_shape(device)) * width
+        for device in num_bytes:
+            for moved in (self.sent, self.received):
+                num_bytes[device] += min(self.max_bytes, moved[device])
+        files = self.copies.files
+        return max((num_bytes[device] for device in num_bytes if device not in files), default=0)
+
+    @property
+    def cost_seconds(self) -> float:
+        """Modelled seconds: those of the device that sends or receives longest.
+
+        After the time to start each stage, every message costs the latency, and every byte the
+        transfer cost, of the link inside a host or of the one between hosts.
+        """
+        return self.copies.cost_seconds
+
+    def as_dict(self) -> dict[str, object]:
+        """Return what the plan says as plain values, ready for JSON."""
+        return {
+            "tensors": len(self.moves),
+            "devices": list(self.copies.devices),
+            "sent": {str(device): num_bytes for device, num_bytes in self.sent.items()},
+            "received": {str(device): num_bytes for device, num_bytes in self.received.items()},
+            "busiest_sender": max(self.sent.values(), default=0),
+            "busiest_receiver": max(self.received.values(), default=0),
+            "pairs": len(self.copies.traffic),
+            "bytes_between_hosts": self.bytes_between_hosts,
+            "peak_bytes": self.peak_bytes,
+            "cost_seconds": self.cost_seconds,
+            "digest": self.digest,
+        }
+
+    def __repr__(self) -> str:
+        tensors = counted(len(self.moves), "tensor")
+        return f"ReshardPlan({tensors} on {counted(len(self.copies.devices), 'device')})"
+
     def __str__(self) -> str:
         """Return the plan as a table, and what is done beside copies."""
-        return self.text({}) if self.executor is None else f"{self.text({})}\n{self.executor}"
+        text = text_of(self, {})
+        return text if self.executor is None else f"{text}\n{self.executor}"
 
     @overload
     def run(
@@ -155,7 +274,7 @@ class ReshardPlan(StateCopies):
                     f"a plan that {self.executor} gives no receipt; compare digest(out)"
                 )
             return self.executor.run(self, state, out)
-        filled, arrived = run_reshard(self, state, out, receipt=receipt, version=version)
+        filled, arrived = run_reshard(self.copies, state, out, receipt=receipt, version=version)
         return filled if arrived is None else (filled, arrived)
 
     def transfers(
@@ -200,7 +319,49 @@ class ReshardPlan(StateCopies):
         [(0, 12, 0, 12, 2), (1, 12, 24, 12, 2)]
         """
         files = None if self.executor is None else self.executor.regions(self)
-        return transfer_rows(self, device, end, strides=strides, files=files)
+        return transfer_rows(self.copies, device, end, strides=strides, files=files)
+
+
+def text_of(plan: ReshardPlan, names: Mapping[int, str]) -> str:
+    """Return a plan as a table, in which some devices or files have names."""
+    copies, sent, received = plan.copies, plan.sent, plan.received
+    rows = [
+        [names.get(device, str(device)), bytes_text(sent[device]), bytes_text(received[device])]
+        for device in copies.devices[:_MOST_ROWS]
+    ]
+    if len(copies.devices) > _MOST_ROWS:
+        rows.append(["…", "", ""])
+    devices = counted(len(copies.devices) - len(copies.files), "device")
+    files = f", from {counted(len(copies.files), 'file')}" if copies.files else ""
+    lines = [
+        f"{counted(len(plan.moves), 'tensor')} on {devices}{files}",
+        table_text(["device", "sends", "receives"], rows),
+    ]
+    for role, moved in (("sender", sent), ("receiver", received)):
+        busy = [num_bytes for num_bytes in moved.values() if num_bytes]
+        share = bytes_text(sum(busy) / max(1, len(busy)))
+        lines.append(
+            f"busiest {role} {bytes_text(max(busy, default=0))} "
+            f"(even share of {counted(len(busy), role)}: {share})"
+        )
+    lines.append(
+        f"{counted(len(copies.traffic), 'pair')} of devices, "
+        f"peak {bytes_text(plan.peak_bytes)}, {seconds_text(plan.cost_seconds)}"
+    )
+    if between := plan.bytes_between_hosts:
+        once = " (each byte once to a host)" if len(copies.stages) > 1 else ""
+        over = f" over {copies.cluster.between.name}" if copies.cluster.between else ""
+        hosts = counted(copies.num_hosts, "host")
+        lines.append(f"between {hosts} {bytes_text(between)}{once}{over}")
+    return "\n".join(lines)
+
+
+def _facts(layout: Layout) -> tuple[object, ...]:
+    """Return what of a layout plans depend on."""
+    stored = layout.stored if isinstance(layout, StoredLayout) else ()
+    mesh = layout.mesh
+    links = mesh.mesh_alpha, mesh.mesh_beta, mesh.link_model
+    return mesh.ids, mesh.shape, links, str(layout.spec), stored, layout.global_shape, layout.dtype
 
 
 def plan_state(
@@ -259,15 +420,15 @@ def plan_state(
     values = sorted((name, renamed.get(name, name)) for name in given if name not in before)
     left_behind = sorted(shapes.keys() - {move.source_name for move in moves})
     bound = bound_of_bytes(max_bytes)
-    limit = MAX_BYTES if bound is None else bound
+    limit = _MAX_BYTES if bound is None else bound
     plan = ReshardPlan(
         tuple(moves), limit, tuple(values), tuple(sorted(padded)), tuple(left_behind), links=links
     )
-    _ = plan.cluster  # raises where links do not fit the meshes
-    for places in plan.kinds.values():
-        check_move(plan.moves[places[0]])
+    cluster_of_moves(moves, links)  # raises where links do not fit the meshes
+    for places in kinds_of(moves).values():
+        check_move(moves[places[0]])
     if bound is not None:
-        _ = plan.bucket_bytes  # raises where it is too small
+        _ = plan.copies  # raises where it is too small
     return plan
 
 
@@ -350,7 +511,7 @@ def known_to_all(state: Mapping[str, object]) -> Mapping[str, object]:
         return state
     if any(isinstance(value, Layout) for value in flat_state(state).values()):
         return state
-    from shardspec.resharding.gathered import layouts_of_job
+    from shardspec.resharding.inputs import layouts_of_job
 
     return layouts_of_job(state)
 
@@ -406,7 +567,7 @@ def _mapped(
         report.require_total()
         equations = _in_turn(equations, report.equations)
         padded = {e.target for e in report.equations if e.source in padded}
-        padded |= {name for name, _ in map_.padding(after)}
+        padded |= {name for name, _ in padding(map_, after)}
         shapes, dropped = {**after, **behind}, behind
     every = equations or []
     outlines = {e.target: (after[e.target], before[e.source].dtype) for e in every}

@@ -1,90 +1,254 @@
-"""Routes of a reshard plan: senders, receivers, stages and messages.
+"""The copies of a reshard plan: senders, receivers, stages and messages.
 
 The sender of a box that has replicas is chosen for all tensors together. Between hosts, copies may
 come in up to three stages, so that bytes enter a host once and are passed on, between hosts and
 inside them.
 """
 
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from typing import Final, NamedTuple, TypeAlias
 
 from shardspec.boxes import Box, box_shape, box_size, chunks
-from shardspec.comm.cluster import Cluster
-from shardspec.comm.senders import Holders, Senders, find_copies, overlaps
-from shardspec.comm.transfers import Message, Piece, message_bytes
+from shardspec.comm.cluster import Cluster, busiest_seconds
+from shardspec.comm.cost import Links, cluster_of
+from shardspec.comm.curves import Line
+from shardspec.comm.senders import Copy, Holders, Senders, find_copies, overlaps
+from shardspec.comm.transfers import Message, aligned_bytes, message_bytes
+from shardspec.dtypes import item_bytes
+from shardspec.errors import LayoutError
 from shardspec.layout.layout import Layout, LayoutCell, cells_of
+from shardspec.layout.spec import ShardingSpec
+from shardspec.mesh.device_mesh import DeviceMesh
 from shardspec.resharding.views import TensorView, View, identity_view
+from shardspec.text import counted
 
-MAX_PEERS: Final = 32
-"""How many devices a device sends to at once at most, and receives from."""
-_ALIGNMENT: Final = 16
-"""Boxes start at multiples of this in a message, which suits every dtype."""
+_MAX_PEERS: Final = 32
+"""The most devices that a device sends to at once, and receives from."""
 _MESSAGE_BYTES: Final = 4 << 20
 """The longest message: longer ones are no faster, and smaller buckets stay in caches."""
+_LEAST_BUCKET: Final = 16
+"""Bytes of the largest element."""
 
 
-class StateCopy(NamedTuple):
-    """The same box of some tensors that are laid out alike, for one device."""
+@dataclass(frozen=True, slots=True, init=False)
+class StoredLayout(Layout):
+    """The boxes of a tensor in the files of a checkpoint, which are numbered as devices are."""
 
-    places: Sequence[int]
-    """Of the tensors in the plan's moves."""
-    box: Box
-    """In coordinates of the global tensor, or of the view where the move has one."""
-    holders: Holders
-    """Devices that have it; only the sender once that is chosen."""
-    receiver: int
-    item_bytes: int
-    """Bytes of an element on its way."""
+    stored: tuple[tuple[int, tuple[Box, ...]], ...]
+    """The boxes of each file."""
+
+    def __init__(
+        self,
+        files: DeviceMesh,
+        stored: Mapping[int, Sequence[Box]],
+        global_shape: Sequence[int],
+        dtype: object,
+    ) -> None:
+        Layout.__init__(self, files, ShardingSpec(len(global_shape)), global_shape, dtype)
+        boxes_of = tuple((file, tuple(boxes)) for file, boxes in sorted(stored.items()))
+        object.__setattr__(self, "stored", boxes_of)
+        object.__setattr__(self, "_hash", hash((boxes_of, self.global_shape, self.dtype)))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __reduce__(self) -> tuple[type[Layout], tuple[object, ...]]:
+        return StoredLayout, (self.mesh, dict(self.stored), self.global_shape, self.dtype)
+
+    def local_boxes(self, physical_id: int) -> list[Box]:
+        """Return the boxes of a file."""
+        return list(dict(self.stored).get(physical_id, ()))
+
+
+@dataclass(frozen=True, slots=True)
+class TensorMove:
+    """One tensor of a state dict: what it is called and how it is laid out, before and after."""
+
+    source_name: str
+    target_name: str
+    source: Layout
+    target: Layout
+    view: View | None = None
+    """Which elements of the source are which of the target; by default all, at the same indices."""
 
     @property
-    def num_bytes(self) -> int:
-        """Bytes of the boxes of all the tensors."""
-        return box_size(self.box) * self.item_bytes * len(self.places)
+    def wire_dtype(self) -> str:
+        """The dtype in which elements travel: the smaller one, else that of the target.
+
+        So casts save bytes, and what arrives can be cast back to what left.
+        """
+        return min(self.target.dtype, self.source.dtype, key=item_bytes)
 
 
 MoveKind: TypeAlias = tuple[Layout, Layout, View | None]
-"""From which layout to which tensors go, and which elements are which."""
+"""Source layout, target layout, and view."""
 
 
-def copies_of_kinds(kinds: Iterable[tuple[MoveKind, Sequence[int], int]]) -> Iterator[StateCopy]:
-    """Yield what devices need of tensors of each kind, which have places, and bytes an element.
+def kinds_of(moves: Iterable[TensorMove]) -> dict[MoveKind, list[int]]:
+    """Return the indices of moves, grouped by layouts and view."""
+    kinds: dict[MoveKind, list[int]] = {}
+    for place, move in enumerate(moves):
+        kinds.setdefault((move.source, move.target, move.view), []).append(place)
+    return kinds
 
-    What a device has already it copies from itself.
+
+def meshes_of(moves: Iterable[TensorMove], *, stored: bool = False) -> set[DeviceMesh]:
+    """Return the meshes of devices; with `stored` those whose ids number the files instead."""
+    layouts = {layout for move in moves for layout in (move.source, move.target)}
+    return {layout.mesh for layout in layouts if isinstance(layout, StoredLayout) == stored}
+
+
+def files_of(moves: Iterable[TensorMove]) -> frozenset[int]:
+    """Return the ids that number the files of a checkpoint."""
+    return frozenset(number for mesh in meshes_of(moves, stored=True) for number in mesh.ids)
+
+
+def cluster_of_moves(moves: Iterable[TensorMove], links: Links | None) -> Cluster:
+    """Return the links between the devices; LayoutError if `links` do not fit the meshes."""
+    return cluster_of(sorted(meshes_of(moves), key=lambda mesh: (mesh.ids, mesh.shape)), links)
+
+
+@dataclass(frozen=True, eq=False)
+class StateCopies:
+    """The copies that carry out a plan, as data: inside of devices, and between them in stages."""
+
+    moves: tuple[TensorMove, ...]
+    values: tuple[tuple[str, str], ...]
+    padded: tuple[str, ...]
+    dropped: tuple[str, ...]
+    digest: str
+    """These five are those of the `ReshardPlan`."""
+    devices: tuple[int, ...]
+    """Ids of all devices and files, ascending."""
+    files: frozenset[int]
+    """Those that number files of a checkpoint."""
+    cluster: Cluster
+    """Links between the devices, and the devices that share a host."""
+    kept: Sequence[Copy]
+    """Copies of each device from itself."""
+    stages: "tuple[PlanStage, ...]"
+    """Copies between devices. Each byte enters a host once if that takes less time."""
+    traffic: Mapping[tuple[int, int], int]
+    """Bytes by sender and receiver, of all stages."""
+    bucket_bytes: int
+    """The most bytes of one message."""
+    _schedules: "dict[int, Schedule]" = field(default_factory=dict, init=False)
+
+    @property
+    def num_hosts(self) -> int:
+        """Number of hosts of the devices; 1 where a checkpoint is read."""
+        return _count_hosts(self.devices, self.files, self.cluster)
+
+    @property
+    def cost_seconds(self) -> float:
+        """Modelled seconds; see `ReshardPlan.cost_seconds`."""
+        return _seconds(self.stages, self.devices, self.files, self.cluster)
+
+    def schedule(self, device: int) -> "Schedule":
+        """Return the messages of a device."""
+        if device not in self._schedules:
+            self._schedules[device] = _schedule(
+                self.stages, self.devices, device, self.bucket_bytes
+            )
+        return self._schedules[device]
+
+
+def state_copies(
+    moves: tuple[TensorMove, ...],
+    values: tuple[tuple[str, str], ...],
+    padded: tuple[str, ...],
+    dropped: tuple[str, ...],
+    digest: str,
+    max_bytes: int,
+    links: Links | None,
+) -> StateCopies:
+    """Return the copies that carry out a plan.
+
+    Raises LayoutError if `max_bytes` is too small for messages with all peers at once.
     """
+    cluster, files = cluster_of_moves(moves, links), files_of(moves)
+    devices = tuple(sorted(files.union(*(mesh.ids for mesh in meshes_of(moves)))))
+    kept: list[Copy] = []
+    lacking: list[Copy] = []
+    for copy in _needed(moves):
+        (kept if copy.holders == (copy.receiver,) else lacking).append(copy)
+    ways: list[tuple[PlanStage, ...]] = [(PlanStage(lacking),)]
+    if lacking and _count_hosts(devices, files, cluster) > 1:
+        # What is passed on is in the target by then.
+        widths = [item_bytes(move.target.dtype) for move in moves]
+        ways[:0] = staged(lacking, cluster, widths.__getitem__)
+    stages = ways[0]
+    if len(ways) > 1:
+        stages = min(ways, key=lambda way: _seconds(way, devices, files, cluster))
+    traffic = sum((Counter(stage.traffic) for stage in stages), Counter[tuple[int, int]]())
+    most = min(max(1, *(stage.most_peers for stage in stages)), _MAX_PEERS)
+    # Twice: a bucket is filled while the one before it is on its way.
+    bucket = max_bytes // (2 * most)
+    if bucket < _LEAST_BUCKET:
+        raise LayoutError(
+            f"max_bytes={max_bytes} is too small for messages with "
+            f"{counted(most, 'peer')} at once; give at least {2 * most * _LEAST_BUCKET}"
+        )
+    named = moves, values, padded, dropped, digest
+    return StateCopies(*named, devices, files, cluster, kept, stages, traffic, bucket)
+
+
+def _count_hosts(devices: Sequence[int], files: Set[int], cluster: Cluster) -> int:
+    return 1 if files else len(set(map(cluster.host, devices)))
+
+
+def _seconds(
+    stages: Iterable["PlanStage"], devices: Sequence[int], files: Set[int], cluster: Cluster
+) -> float:
+    """Return the modelled seconds of stages one after the other."""
+    one = cluster.far if len(set(map(cluster.host, devices))) > 1 else cluster.near
+    link = (lambda _a, _b: one) if files else cluster.link
+    moving = (stage for stage in stages if stage.traffic)
+    return sum((cluster.start_s + stage.seconds(link, cluster, files) for stage in moving), 0.0)
+
+
+def _needed(moves: Sequence[TensorMove]) -> Iterator[Copy]:
+    """Yield what devices need; what a device has already it copies from itself."""
     # Experts of a layer differ in who has their boxes alone.
     holders = lru_cache(64)(_holders)
     overlapping = lru_cache(16)(lambda have, want: list(overlaps(have, want)))
-    for (source, target, view), places, item_bytes in kinds:
+    for (source, target, view), places in kinds_of(moves).items():
         view = view or identity_view(source.global_shape)
-        axes = len(view.shape)
+        axes, width = len(view.shape), item_bytes(moves[places[0]].wire_dtype)
         have, want = holders(source, view.source, axes), holders(target, view.target, axes)
-        for box, holding, receiver in find_copies(have, want, overlapping):
-            yield StateCopy(places, box, holding, receiver, item_bytes)
+        yield from find_copies(have, want, overlapping, places, width)
 
 
 def _holders(layout: Layout, side: TensorView, axes: int) -> dict[Box, Holders]:
     """Return the boxes of the view that are not empty, each with its holders; they are disjoint."""
-    boxes = _held(layout).items()
+    boxes = holders_of(layout).items()
     return {part: devices for box, devices in boxes for part in side.boxes(box, axes)}
 
 
 @lru_cache(maxsize=1024)
-def _held(layout: Layout) -> dict[Box, Holders]:
+def holders_of(layout: Layout) -> dict[Box, Holders]:
     """Return the boxes of a layout that are not empty, each with its holders."""
-    # Parts are intersected one by one: a replicated part may join the one before it.
-    cells = [] if layout.spec.is_plain else [LayoutCell(layout, cell) for cell in cells_of(layout)]
     holders: dict[Box, list[int]] = {}
     for device in layout.mesh.ids:
-        boxes = [cell.box(device) for cell in cells] or layout.local_boxes(device)
-        for box in filter(box_size, boxes):
+        for box in boxes_of(layout, device):
             holders.setdefault(box, []).append(device)
     return {box: tuple(devices) for box, devices in holders.items()}
 
 
+def boxes_of(layout: Layout, device: int) -> list[Box]:
+    """Return the boxes of a device that are not empty; those of two devices equal or disjoint."""
+    if layout.spec.is_plain:
+        boxes = layout.local_boxes(device)
+    else:  # parts are intersected one by one: a replicated part may join the one before it
+        boxes = [LayoutCell(layout, cell).box(device) for cell in cells_of(layout)]
+    return [box for box in boxes if box_size(box)]
+
+
 def _divided(
-    senders: Senders, copy: StateCopy, holders: Holders, start: int
+    senders: Senders, copy: Copy, holders: Holders, start: int
 ) -> dict[tuple[int, Box], Sequence[int]]:
     """Return which boxes each of the holders sends, and of which tensors."""
     size = copy.num_bytes // len(copy.places)
@@ -112,16 +276,16 @@ class PlanStage:
     Of each group by itself the busiest sender sends as little as possible.
     """
 
-    def __init__(self, *groups: Sequence[StateCopy]) -> None:
+    def __init__(self, *groups: Sequence[Copy]) -> None:
         self.groups = groups
-        self._streams: dict[int, dict[tuple[int, int], list[StateCopy]]] = {}
+        self._streams: dict[int, dict[tuple[int, int], list[Copy]]] = {}
 
     @cached_property
     def senders(self) -> list[Senders]:
         """For each group which of the replicas sends what."""
         return [Senders((copy.holders, copy.num_bytes) for copy in group) for group in self.groups]
 
-    def _copies(self) -> Iterator[tuple[StateCopy, Senders, int]]:
+    def _copies(self) -> Iterator[tuple[Copy, Senders, int]]:
         """Yield every copy, and where its bytes are in the sequence of its holders."""
         for copies, senders in zip(self.groups, self.senders, strict=True):
             yield from ((c, senders, at) for c, at in zip(copies, senders.starts, strict=True))
@@ -146,22 +310,18 @@ class PlanStage:
         peers = Counter(end for pair in self.traffic for end in enumerate(pair))
         return max(peers.values(), default=0)
 
-    def seconds(self, link: Callable[[int, int], tuple[float, float]], files: Set[int]) -> float:
-        """Return modelled seconds: those of the device that sends or receives longest.
+    def seconds(self, link: Callable[[int, int], Line], cluster: Cluster, files: Set[int]) -> float:
+        """Return modelled seconds: those of the device or port that sends or receives longest.
 
         `link` says what a message between two devices costs, and a byte of it; files are none.
         """
-        busy: defaultdict[tuple[int, int], float] = defaultdict(float)
-        for pair, num_bytes in self.traffic.items():
-            latency, per_byte = link(*pair)
-            for end in enumerate(pair):
-                busy[end] += latency + per_byte * num_bytes
-        return max((s for (_, device), s in busy.items() if device not in files), default=0.0)
+        messages = ((*pair, num_bytes) for pair, num_bytes in self.traffic.items())
+        return busiest_seconds(messages, link, cluster, files)
 
-    def streams(self, device: int) -> dict[tuple[int, int], list[StateCopy]]:
+    def streams(self, device: int) -> dict[tuple[int, int], list[Copy]]:
         """Return what a device sends or receives, by sender and receiver, in the order of both."""
         if device not in self._streams:
-            streams: dict[tuple[int, int], list[StateCopy]] = {}
+            streams: dict[tuple[int, int], list[Copy]] = {}
             for copy, senders, start in self._copies():
                 if copy.receiver != device and device not in copy.holders:
                     continue
@@ -176,7 +336,7 @@ class PlanStage:
 class _Far(NamedTuple):
     """One box that some hosts lack."""
 
-    copy: StateCopy
+    copy: Copy
     """The copy to one of its receivers."""
     receivers: dict[int, Holders]
     """The devices that need the box, by host."""
@@ -185,25 +345,20 @@ class _Far(NamedTuple):
 
 
 def staged(
-    copies: Iterable[StateCopy],
-    cluster: Cluster,
-    width_of: Callable[[int], int],
-    *,
-    relays: bool,
-    by_host: bool,
-) -> tuple[PlanStage, ...]:
-    """Return the same copies in stages, so that each byte enters a host once.
+    copies: Iterable[Copy], cluster: Cluster, width_of: Callable[[int], int]
+) -> list[tuple[PlanStage, ...]]:
+    """Return ways to make the same copies in stages, so that each byte enters a host once.
 
     A host whose own devices have a box copies it inside. What several devices of a host need from
-    elsewhere is divided among them, and each passes its part on inside. With `relays`, what several
+    elsewhere is divided among them, and each passes its part on inside. In some ways, what several
     hosts need leaves the source once: every host gets a part of it first, and passes this on to the
-    others, so that hosts share the sending evenly. With `by_host` the busiest host sends least,
-    else the busiest device. `width_of` returns the bytes of an element of a tensor in the target.
+    others, so that hosts share the sending evenly. In some the busiest host sends least, in others
+    the busiest device. `width_of` returns the bytes of an element of a tensor in the target.
     """
-    needed: dict[tuple[int, Box], list[StateCopy]] = {}
+    needed: dict[tuple[int, Box], list[Copy]] = {}
     for copy in copies:
         needed.setdefault((copy.places[0], copy.box), []).append(copy)
-    near: list[StateCopy] = []
+    near: list[Copy] = []
     far: list[_Far] = []
     for same in needed.values():
         holders = cluster.by_host(same[0].holders)
@@ -216,41 +371,50 @@ def staged(
                 receivers[host] = (*receivers.get(host, ()), copy.receiver)
         if receivers:
             far.append(_Far(same[0], receivers))
-    if relays:
-        far = list(_with_centers(far, cluster))
-    across: list[StateCopy] = []
-    passed: list[StateCopy] = []
-    inside: tuple[list[StateCopy], list[StateCopy]] = [], []
-    if by_host:
-        far = list(_from_one_host(far, cluster))
+    ways = [list(_with_centers(far, cluster)), far]
+    ways = [*(list(_from_one_host(way, cluster)) for way in ways), *ways]
+    return [_stages_of(near, way, width_of) for way in ways]
+
+
+def _stages_of(
+    near: Sequence[Copy], far: Iterable[_Far], width_of: Callable[[int], int]
+) -> tuple[PlanStage, ...]:
+    """Return copies inside hosts, and of boxes that hosts lack, in stages."""
+    across: list[Copy] = []
+    passed: list[Copy] = []
+    inside: tuple[list[Copy], list[Copy]] = [], []
     # Parts go to one device of each host; `late` ones come from the host that got them first.
-    first = [(f.copy, f.receivers[f.center]) for f in far if f.center is not None]
-    first += [(f.copy, ids) for f in far if f.center is None for ids in f.receivers.values()]
     centers = [f for f in far if f.center is not None]
-    late: list[tuple[StateCopy, Holders]] = []
+    first = [(f.copy, f.receivers[f.center]) for f in centers if f.center is not None]
+    first += [(f.copy, ids) for f in far if f.center is None for ids in f.receivers.values()]
+    late: list[tuple[Copy, Holders]] = []
     for number, parts in enumerate(_shared(first)):
         for part, relay in parts:
-            across.append(part._replace(receiver=relay))
-            after = part._replace(holders=(relay,), item_bytes=width_of(part.places[0]))
+            box, holders, _, places, item_bytes = part
+            across.append(Copy(box, holders, relay, places, item_bytes))
+            after = Copy(box, (relay,), relay, places, width_of(places[0]))
             inside[0].extend(_to_others(after, first[number][1]))
             if number < len(centers):
                 receivers, center = centers[number].receivers, centers[number].center
                 late += [(after, ids) for host, ids in receivers.items() if host != center]
     for (_, ids), parts in zip(late, _shared(late), strict=True):
-        for part, relay in parts:
-            passed.append(part._replace(receiver=relay))
-            inside[1].extend(_to_others(part._replace(holders=(relay,)), ids))
+        for (box, holders, _, places, item_bytes), relay in parts:
+            passed.append(Copy(box, holders, relay, places, item_bytes))
+            inside[1].extend(_to_others(Copy(box, (relay,), relay, places, item_bytes), ids))
     stages = PlanStage(across, near), PlanStage(passed, inside[0]), PlanStage(inside[1])
     return tuple(stage for stage in stages if any(stage.groups))
 
 
-def _to_others(copy: StateCopy, receivers: Holders) -> list[StateCopy]:
-    return [copy._replace(receiver=other) for other in receivers if other != copy.holders[0]]
+def _to_others(copy: Copy, receivers: Holders) -> list[Copy]:
+    box, holders, _, places, item_bytes = copy
+    return [
+        Copy(box, holders, other, places, item_bytes) for other in receivers if other != holders[0]
+    ]
 
 
 def _shared(
-    items: Sequence[tuple[StateCopy, Holders]], given: Iterable[tuple[Holders, int]] = ()
-) -> Iterator[list[tuple[StateCopy, int]]]:
+    items: Sequence[tuple[Copy, Holders]], given: Iterable[tuple[Holders, int]] = ()
+) -> Iterator[list[tuple[Copy, int]]]:
     """Yield the parts of each copy, each with one of some numbers, evenly spread over all copies.
 
     `given` are demands of the same numbers that count too.
@@ -258,6 +422,9 @@ def _shared(
     fixed = list(given)
     senders = Senders([*fixed, *((numbers, copy.num_bytes) for copy, numbers in items)])
     for (copy, numbers), start in zip(items, senders.starts[len(fixed) :], strict=True):
+        if len(numbers) == 1:
+            yield [(copy, numbers[0])]
+            continue
         shares = _divided(senders, copy, numbers, start)
         yield [(copy._replace(places=places, box=box), at) for (at, box), places in shares.items()]
 
@@ -282,13 +449,15 @@ def _with_centers(far: Iterable[_Far], cluster: Cluster) -> Iterator[_Far]:
         for hosts, item in zip(sources, several, strict=False)
     ]
     for item, hosts, parts in zip(several, sources, _shared(again, demands), strict=False):
-        for part, host in parts:
-            copy = part._replace(item_bytes=item.copy.item_bytes)
-            if host in hosts:
-                holders = cluster.by_host(copy.holders)[host]
-                yield _Far(copy._replace(holders=holders), item.receivers)
-            else:
+        for (box, holders, receiver, places, _), host in parts:
+            copy = Copy(box, holders, receiver, places, item.copy.item_bytes)
+            if host not in hosts:
                 yield _Far(copy, item.receivers, host)
+                continue
+            # The first time it may come from any host that has it.
+            first, *others = item.receivers.items()
+            yield _Far(copy, dict([first]))
+            yield _Far(copy._replace(holders=cluster.by_host(holders)[host]), dict(others))
 
 
 def _from_one_host(far: Sequence[_Far], cluster: Cluster) -> Iterator[_Far]:
@@ -304,33 +473,35 @@ def _from_one_host(far: Sequence[_Far], cluster: Cluster) -> Iterator[_Far]:
         (copy._replace(item_bytes=copy.item_bytes * count), hosts)
         for (copy, hosts), count in zip(items, times, strict=True)
     ]
-    for item, parts in zip(far, _shared(weighted, relayed), strict=True):
-        for part, host in parts:
-            holders = cluster.by_host(item.copy.holders)[host]
-            copy = part._replace(item_bytes=item.copy.item_bytes, holders=holders)
+    for item, (_, hosts), parts in zip(far, items, _shared(weighted, relayed), strict=True):
+        if len(hosts) == 1:
+            yield item
+            continue
+        by_host = cluster.by_host(item.copy.holders)
+        for (box, _, receiver, places, _), host in parts:
+            copy = Copy(box, by_host[host], receiver, places, item.copy.item_bytes)
             yield item._replace(copy=copy)
 
 
 Turn: TypeAlias = tuple[int, int, int]
-"""Which stage of the plan, which peers, by how far they stand behind the sender in the row of
-devices, and which of their messages."""
+"""Stage of the plan, distance of the peers in device order // 32, and message number."""
 
 
 class Schedule(NamedTuple):
     """The messages of one device. A wave is at most one to and one from each of some peers.
 
-    Every device takes part in waves in ascending order, so none waits in a circle.
+    All devices process waves in ascending order, which prevents deadlock.
     """
 
     sends: dict[Turn, dict[int, Message]]
-    """Per wave, by peer, what is packed into its message."""
+    """Messages to send, by wave and receiver."""
     receives: dict[Turn, dict[int, Message]]
-    """Per wave, by peer, what is unpacked from its message."""
+    """Messages to receive, by wave and sender."""
     largest_message: int
-    """In bytes."""
+    """Size of the largest message in bytes."""
 
 
-def schedule_of(
+def _schedule(
     stages: Sequence[PlanStage], devices: Sequence[int], device: int, bucket_bytes: int
 ) -> Schedule:
     """Return the messages of a device; both ends of one find the same."""
@@ -340,7 +511,7 @@ def schedule_of(
     largest = 0
     for number, stage in enumerate(stages):
         for (sender, receiver), copies in stage.streams(device).items():
-            turn = (at[receiver] - at[sender]) % len(at) // MAX_PEERS
+            turn = (at[receiver] - at[sender]) % len(at) // _MAX_PEERS
             waves, peer = (sends, receiver) if sender == device else (receives, sender)
             for place, message in enumerate(_messages(copies, min(bucket_bytes, _MESSAGE_BYTES))):
                 waves.setdefault((number, turn, place), {})[peer] = message
@@ -348,22 +519,22 @@ def schedule_of(
     return Schedule(sends, receives, largest)
 
 
-def _messages(copies: Iterable[StateCopy], most_bytes: int) -> Iterator[Message]:
+def _messages(copies: Iterable[Copy], most_bytes: int) -> Iterator[Message]:
     """Divide what goes from one device to another into messages of bounded size."""
-    message: list[Piece] = []
+    message: list[Copy] = []
     end = 0
     for copy in copies:
         for box in chunks(copy.box, max(1, most_bytes // copy.item_bytes)):
-            step = -(-box_size(box) * copy.item_bytes // _ALIGNMENT) * _ALIGNMENT
-            places = copy.places
+            part, places = copy._replace(box=box), copy.places
+            step = aligned_bytes(part)
             while places:
                 if message and end + step > most_bytes:
                     yield message
                     message, end = [], 0
                 # Alone in a message a box may need a few bytes more.
                 fitting = max(1, (most_bytes - end) // step)
-                message.append(Piece(places[:fitting], box, end, step))
-                end, places = message_bytes(message), places[fitting:]
+                message.append(part._replace(places=places[:fitting]))
+                end, places = end + step * len(message[-1].places), places[fitting:]
     if message:
         yield message
 

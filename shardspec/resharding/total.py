@@ -17,8 +17,18 @@ import numpy.typing as npt
 
 from shardspec.errors import LayoutError
 from shardspec.mesh.device_ids import whole_numbers
-from shardspec.resharding.name_map import Equation, NameMap, Shape
-from shardspec.resharding.patterns import Binding, Side, filled, placeholders
+from shardspec.resharding.map_file import Binding, Side, filled, placeholders
+from shardspec.resharding.name_map import (
+    Equation,
+    NameMap,
+    Shape,
+    bindings_of,
+    equations_of,
+    padding,
+    target_shapes,
+    unused_parts,
+)
+from shardspec.resharding.sizes import known_sizes
 from shardspec.resharding.views import Factor, TensorView
 from shardspec.text import Argument, first_of, shown
 
@@ -34,14 +44,14 @@ _Ints: TypeAlias = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class MapReport:
-    """What a map does with every element."""
+    """Result of checking a map."""
 
     equations: tuple[Equation, ...]
     problems: tuple[str, ...]
-    """Why it is not total; empty if all that it names exists, and every element of the target is
-    written exactly once."""
+    """Reasons why the map is not total: names that do not exist, and elements of the target that
+    are not written exactly once."""
     unused: tuple[str, ...]
-    """Tensors of the source some of whose elements go nowhere by mistake."""
+    """Source tensors with elements that no rule uses."""
 
     def __bool__(self) -> bool:
         return not (self.problems or self.unused)
@@ -121,10 +131,10 @@ def dropped_by(patterns: str | Sequence[str], source: Mapping[str, Shape]) -> di
 
 
 class Mapped(NamedTuple):
-    """What a map makes of a source."""
+    """Result of applying a map."""
 
     shapes: dict[str, Shape]
-    """Of the target, by name."""
+    """Target shapes by name."""
     dropped: dict[str, Shape]
     """Tensors of the target that are left behind, since all that would make them was."""
     report: MapReport
@@ -132,8 +142,8 @@ class Mapped(NamedTuple):
 
 def apply_map(map_: NameMap, source: Mapping[str, Shape], dropped: Mapping[str, Shape]) -> Mapped:
     """Return what a map makes of a source, some of whose tensors are left behind."""
-    every = map_.target_shapes(source)
-    shapes = map_.target_shapes(source, without=dropped.keys()) if dropped else every
+    every = target_shapes(map_, source)
+    shapes = target_shapes(map_, source, without=dropped.keys()) if dropped else every
     behind = {name: shape for name, shape in every.items() if name not in shapes}
     return Mapped(shapes, behind, report_of(map_, source, shapes, dropped))
 
@@ -145,22 +155,22 @@ def report_of(
     dropped: Mapping[str, Shape],
 ) -> MapReport:
     """Check a map; what is dropped is in the source too."""
-    bindings = map_.bindings(source)
+    bindings = bindings_of(map_, source)
     sought = [
         _Sought(side, place in map_.optional, bound)
         for place, ((side, _), bound) in enumerate(zip(map_.rules, bindings, strict=True))
     ]
-    equations = tuple(e for e in map_.equations(source, target) if e.source not in dropped)
+    equations = tuple(e for e in equations_of(map_, source, target) if e.source not in dropped)
     written: dict[str, list[tuple[str, TensorView]]] = {name: [] for name in target}
     read: dict[str, list[TensorView]] = {name: [] for name in source if name not in dropped}
     for equation in equations:
         written[equation.target].append((equation.source, equation.view.target))
         read[equation.source].append(equation.view.source)
-    for name, side in map_.padding(target):
+    for name, side in padding(map_, target):
         written[name].append(("padding", side))
-    for name, side in map_.dropped({name: source[name] for name in read}):
+    for name, side in unused_parts(map_, {name: source[name] for name in read}):
         read[name].append(side)
-    problems = list(_missing(sought, map_.known_sizes(), map_.sizes, map_.numbers))
+    problems = list(_missing(sought, known_sizes(map_.sizes), map_.sizes, map_.numbers))
     for name, parts in written.items():
         twice, empty = find_faults(target[name], tuple(side for _, side in parts))
         if twice is not None:

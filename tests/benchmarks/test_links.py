@@ -1,22 +1,18 @@
 """The numbers of presets follow from measured times."""
 
+from pathlib import Path
+
 import pytest
 
-from benchmarks.links import MACHINES, exchange_row, read
-from shardspec.comm.presets import PRESETS
+from benchmarks.links import fit_curves, preset_text, read
+from shardspec.comm.presets import link_preset
+
+TIMES = read(Path(__file__).parents[2] / "benchmarks" / "nccl-single-node.csv")
 
 
-@pytest.mark.parametrize(("machine", "name"), MACHINES.items())
-def test_rate_and_start_follow_from_the_curves(machine, name):
-    preset = PRESETS[name]
-    numbers = f"gb_per_s {preset.gb_per_s} start_us {preset.start_us:g}"
-    assert exchange_row(machine, preset.curves) == f"{name} {numbers}"
-
-
-def test_times_of_an_unknown_machine_are_refused(tmp_path):
-    path = tmp_path / "times.csv"
-    path.write_text(
-        "machine,nccl,collective,devices,buffer_bytes,microseconds\nabacus,2,all_reduce,2,512,9\n"
-    )
-    with pytest.raises(SystemExit, match="no preset for 'abacus'; known: a100_sxm, h100_sxm"):
-        read(path)
+@pytest.mark.parametrize("name", TIMES)
+def test_a_preset_with_times_is_what_the_fit_makes_of_them(name):
+    curves, errors = fit_curves(TIMES[name])
+    text = preset_text(name, curves, [error for _, error in errors])
+    title, table = "[inside]", link_preset(name).text().split("[about]")[0]
+    assert table[table.index(title) :].strip() == text[text.index(title) :].strip()

@@ -13,7 +13,8 @@ import torch
 import shardspec.checkpoint.open as opening
 from shardspec import DeviceMesh, load_sharded, merge, reshard
 from shardspec.checkpoint.catalog import Catalog
-from shardspec.checkpoint.compare.verify import diff_checkpoints, verify_checkpoint
+from shardspec.checkpoint.compare.diff import diff_checkpoints
+from shardspec.checkpoint.compare.verify import verify_checkpoint
 from shardspec.checkpoint.open import open_checkpoint
 from shardspec.errors import CheckpointError
 from tests.checkpoint.stores import FORMS, ROOTS, upload

@@ -17,8 +17,6 @@ from shardspec.checkpoint.catalog import Digest, StoredBox, StoredTensor
 from shardspec.checkpoint.convert.copy import (
     Buffers,
     Checks,
-    block_part,
-    cut,
     read_box,
     read_box_into,
 )
@@ -100,76 +98,6 @@ def test_any_box_out_of_any_grid(tmp_path_factory, drawn):
     assert not any(stored in checks for stored in tensor.boxes)
     assert out.tobytes() == expected
     assert (at, parts) == (len(expected), expected)
-
-
-def blocks_of(shape, boxes, target, most):
-    """Return the bytes of the blocks of a target, and where what holds them starts in its file."""
-    stored = tuple(StoredBox(box, (), 0, LocalPath("x"), offset) for box, offset in boxes)
-    tensor = StoredTensor("w", shape, "uint8", None, (), stored)
-    return [
-        (num_bytes, [(part.start, part.contiguous) for part in parts])
-        for num_bytes, parts in cut(tensor, target, most)
-    ]
-
-
-def test_blocks_and_what_holds_them():
-    rows = [(((0, 3), (0, 8)), 100), (((3, 5), (0, 8)), 200)]
-    assert blocks_of((5, 8), rows, ((0, 5), (0, 8)), 16) == [
-        (16, [(100, True)]),
-        (16, [(116, True), (200, True)]),
-        (8, [(208, True)]),
-    ]
-    # Of a part of the rows, and of their columns.
-    whole = [(((0, 6), (0, 8)), 100)]
-    assert blocks_of((6, 8), whole, ((2, 5), (0, 8)), 64) == [(24, [(116, True)])]
-    assert blocks_of((6, 8), whole, ((2, 5), (0, 4)), 64) == [(12, [(116, False)])]
-    # Rows longer than a block are copied part by part.
-    columns = [(((0, 2), (0, 3)), 0), (((0, 2), (3, 8)), 50)]
-    assert blocks_of((2, 8), columns, ((0, 2), (0, 8)), 4)[:2] == [
-        (4, [(0, True), (50, True)]),
-        (4, [(51, True)]),
-    ]
-
-
-def test_where_a_part_lies():
-    box = StoredBox(((10, 20), (0, 8)), (), 0, LocalPath("x"), 5)
-    part = block_part(box, ((12, 14), (3, 4)), ((12, 15), (2, 6)), 4)
-    assert (part.start, part.at) == (5 + 4 * 19, 4)
-    assert part.steps == ((2, 4 * 8, 4 * 4), (4, 1, 1))
-    scalar = StoredBox((), (), 0, LocalPath("x"), 5)
-    assert block_part(scalar, (), (), 2) == (scalar, 5, 0, ((2, 1, 1),))
-    # By its strides in the file the second dim is the outer one, and all of it lies together.
-    turned = StoredBox(((0, 2), (0, 3)), (), 0, LocalPath("x"), 0, None, (1, 2))
-    part = block_part(turned, ((0, 2), (0, 3)), ((0, 2), (0, 3)), 1)
-    assert (part.steps, part.contiguous) == (((3, 2, 1), (2, 1, 3), (1, 1, 1)), True)
-
-
-def test_reading_skips_gaps_of_a_page_and_reads_shorter_ones_along(tmp_path, monkeypatch):
-    path = tmp_path / "data"
-    path.write_bytes(bytes(range(256)) * 4096)
-    reads = []
-    real = os.preadv
-
-    def counting(fd, buffers, offset):
-        count = real(fd, buffers, offset)
-        reads.append((offset, count))
-        return count
-
-    # Counts what is asked of the system; the reading itself is real.
-    monkeypatch.setattr(os, "preadv", counting)
-    out = bytearray(4 * 16)
-    for columns in (8192, 512):
-        whole = ((0, 64), (0, columns))
-        box = StoredBox(whole, (), 0, LocalPath(path), 0)
-        tensor = StoredTensor("w", (64, columns), "uint8", None, (), (box,))
-        reads.clear()
-        with OpenFiles() as files:
-            read_box_into(tensor, ((2, 6), (256, 272)), memoryview(out), files, Buffers())
-        if columns == 8192:
-            assert reads == [(8192 * row + 256, 16) for row in range(2, 6)]
-        else:
-            assert reads == [(512 * 2 + 256, 512 * 3 + 16)]
-        assert out == bytes(range(16)) * 4
 
 
 def test_a_file_that_is_cut_short_meanwhile(tmp_path):

@@ -29,7 +29,7 @@ def base(tmp_path):
 
 
 def find_quantized(source):
-    how = quantize_of("fp8-128x128", None, "w")
+    how = quantize_of("fp8-128x128", "w")
     assert how is not None
     return quantized_as(source, how._replace(in_files=False), Choice())
 

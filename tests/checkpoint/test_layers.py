@@ -5,7 +5,7 @@ from itertools import product
 
 import pytest
 
-from shardspec.checkpoint.compare.layers import groups_of, repeated_layers
+from shardspec.checkpoint.compare.inspect import groups_of, repeated_layers
 from shardspec.text import natural_order
 
 

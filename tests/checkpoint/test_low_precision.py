@@ -19,9 +19,9 @@ from shardspec import (
     plan_reshard,
     reshard,
 )
-from shardspec.checkpoint.convert.prepare import mapped_source
 from shardspec.checkpoint.convert.select import Choice, config_of
 from shardspec.checkpoint.open import open_checkpoint
+from shardspec.checkpoint.quantization import mapped_source
 from shardspec.checkpoint.quantization.quantize import quantize_of, quantized_as
 from shardspec.cli.main import cli
 from shardspec.errors import CheckpointError
@@ -47,11 +47,11 @@ def written(place, tensors, config=None):
     return place
 
 
-def as_codes(source, kind, rule=None, include=None, names=None, **which):
+def as_codes(source, kind, include=None, names=None, **which):
     """Return a checkpoint with codes and scales of weights of any shape."""
     opened, choice = open_checkpoint(source), Choice(**which)
     found, _ = mapped_source(opened, names, choice)
-    how = quantize_of(kind, rule, include)
+    how = quantize_of(kind, include)
     assert how is not None
     left = choice if names is None else Choice()
     return quantized_as(found, how._replace(in_files=False), left, config_of(opened, names))
@@ -59,10 +59,10 @@ def as_codes(source, kind, rule=None, include=None, names=None, **which):
 
 def merged(source, out, *, quantize=None, **how) -> dict[str, Any]:
     if quantize is not None:
-        rules = how.pop("scale_rule", None), how.pop("quantize_include", None)
+        include = how.pop("quantize_include", None)
         names = how.pop("names", None)
         which = {key: how.pop(key) for key in ("dtype", "exclude") if key in how}
-        source = as_codes(source, quantize, *rules, names, **which)
+        source = as_codes(source, quantize, include, names, **which)
     merge(source, out, **how)
     return load_file(out)
 

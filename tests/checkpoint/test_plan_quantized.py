@@ -21,7 +21,7 @@ from shardspec.checkpoint.job.load_plan import plan_stored
 from shardspec.checkpoint.job.rows import file_regions
 from shardspec.checkpoint.open import open_checkpoint
 from shardspec.errors import CheckpointError, DTypeError, LayoutError
-from shardspec.resharding.transfers import transfer_rows
+from shardspec.resharding.rows import transfer_rows
 from tests.checkpoint.test_low_precision import FP8, SHAPES, merged, written
 from tests.checkpoint.test_quantize import fp8_of, same_bytes, weights
 from tests.families.maps import load_map
@@ -62,7 +62,7 @@ def test_weights_are_quantized_where_cuts_fall_on_blocks(before, after, sender, 
     assert plan.quantized == (() if sender else (NAME,))
     travelling = {move.source.dtype for move in plan.moves if move.target_name == NAME}
     assert travelling == {"float8_e4m3fn" if sender else "bfloat16"}
-    codes, scales = fp8_of(weight, "transformers")
+    codes, scales = fp8_of(weight)
     out = None
     if given:
         out = {}
@@ -117,7 +117,7 @@ def test_what_a_map_makes_is_quantized_where_it_arrives():
     plan = plan_reshard(state, (TWO, rules), names=names, dtype="fp8-128x128")
     assert plan.quantized == ("fc1.weight",)
     found = plan.run(state)
-    codes, scales = fp8_of(torch.cat(list(halves.values())), "transformers")
+    codes, scales = fp8_of(torch.cat(list(halves.values())))
     same_bytes(found["fc1.weight"].full_tensor(), codes)
     same_bytes(found["fc1.weight_scale_inv"].full_tensor(), scales)
 
@@ -145,7 +145,7 @@ def test_stacks_and_empty_shards():
     plan = plan_reshard(state, (mesh, {name: "[R,S0*128,R]"}), dtype="fp8-128x128")
     found = plan.run(state)
     for place, expert in enumerate(experts):
-        codes, scales = fp8_of(expert, "transformers")
+        codes, scales = fp8_of(expert)
         same_bytes(found[name].full_tensor()[place], codes)
         same_bytes(found[f"{name}_scale_inv"].full_tensor()[place], scales)
 
@@ -155,7 +155,7 @@ def test_stacks_and_empty_shards():
 def test_codes_are_of_the_numbers_in_the_source_whatever_the_target_states(before, dtype):
     weight = weights((300, 200), torch.float32)
     state = {NAME: DTensor(weight, TWO, before)}
-    codes, scales = fp8_of(weight, "transformers")
+    codes, scales = fp8_of(weight)
     target = {NAME: Layout(THREE, "[S0*128,R]", (300, 200), dtype)}
     grid = Layout(THREE, "[S0*1,R]", (3, 2), "float32")
     for stated in (target, target | {f"{NAME}_scale_inv": grid}):
@@ -236,7 +236,7 @@ def test_a_checkpoint_is_quantized_to_what_merge_writes_wherever_it_is_cut(tmp_p
     # What the plan says is what is made.
     assert plan.received == {
         device: sum(of.shards[device].nbytes for of in made.values() if device in of.shards)
-        for device in plan.devices
+        for device in plan.copies.devices
     }
 
 
@@ -341,7 +341,7 @@ def test_what_a_map_fills_with_zeros(tmp_path):
     )
     assert files == {2: "/dev/zero", 3: "model.safetensors"}
     made = {name: bytearray(2 * tensor.numel() * 2) for name, tensor in tensors.items()}
-    for row in transfer_rows(plan, 1, files=file_regions(catalog, 2)):
+    for row in transfer_rows(plan.copies, 1, files=file_regions(catalog, 2)):
         target = made[plan.moves[row["tensor"]].target_name]
         with (source / files[int(row["sender"])]).open("rb") as file:
             for step in range(row["count"]):

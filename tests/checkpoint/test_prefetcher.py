@@ -12,7 +12,8 @@ import torch
 from safetensors.torch import load_file
 
 from shardspec import DeviceMesh, DTensor, load_sharded, merge, reshard, save_sharded
-from shardspec.checkpoint.compare.verify import diff_checkpoints, verify_checkpoint
+from shardspec.checkpoint.compare.diff import diff_checkpoints
+from shardspec.checkpoint.compare.verify import verify_checkpoint
 from shardspec.checkpoint.open import open_checkpoint
 from shardspec.checkpoint.storage.from_text import storage_path
 from shardspec.checkpoint.storage.object_store import RangePrefetcher

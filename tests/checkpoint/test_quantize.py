@@ -38,19 +38,15 @@ def weights(shape, dtype=torch.bfloat16):
     return torch.from_numpy(found).to(dtype)
 
 
-def fp8_of(weight, rule):
+def fp8_of(weight):
     """Return codes and scales by torch's operations."""
     rows, columns = weight.shape
     padded = torch.nn.functional.pad(weight.float(), (0, -columns % 128, 0, -rows % 128))
     tiles = padded.view(-(-rows // 128), 128, -(-columns // 128), 128)
     amax = tiles.abs().amax((1, 3))
     safe = torch.where(amax > 0, amax, torch.ones_like(amax))
-    if rule == "transformers":
-        factors = torch.where(amax > 0, 448.0 / safe, torch.ones_like(amax))
-        scales, scaled = 1.0 / factors, weight.float() * spread(factors, weight.shape)
-    else:
-        scales = torch.where(amax > 0, safe / 448.0, torch.ones_like(amax))
-        scaled = weight.float() / spread(scales, weight.shape)
+    factors = torch.where(amax > 0, 448.0 / safe, torch.ones_like(amax))
+    scales, scaled = 1.0 / factors, weight.float() * spread(factors, weight.shape)
     return scaled.clamp(-448, 448).to(torch.float8_e4m3fn), scales
 
 
@@ -59,8 +55,7 @@ def same_bytes(one, other):
     assert torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))
 
 
-@pytest.mark.parametrize("rule", ["transformers", "amax/448"])
-def test_fp8_in_blocks_by_either_rule(tmp_path, rule):
+def test_fp8_in_blocks(tmp_path):
     dtypes = [torch.bfloat16, torch.float32, torch.float16]
     tensors = {
         f"{n}.weight": weights(shape, dtypes[n % 3]).clamp(-6e4, 6e4)
@@ -68,28 +63,26 @@ def test_fp8_in_blocks_by_either_rule(tmp_path, rule):
     }
     source = written(tmp_path / "model", tensors)
     place = tmp_path / "out.safetensors"
-    found = merged(source, place, quantize="fp8-128x128", scale_rule=rule, threads=2)
+    found = merged(source, place, quantize="fp8-128x128", threads=2)
     for name, weight in tensors.items():
-        codes, scales = fp8_of(weight, rule)
+        codes, scales = fp8_of(weight)
         same_bytes(found.pop(name), codes)
         same_bytes(found.pop(f"{name}_scale_inv"), scales)
     assert not found
     narrow = {name: tensor.bfloat16() for name, tensor in tensors.items()}
-    how = {"quantize": "fp8-128x128", "scale_rule": rule, "dtype": "bf16"}
+    how = {"quantize": "fp8-128x128", "dtype": "bf16"}
     found = merged(source, tmp_path / "narrow.safetensors", **how)
     for name, weight in narrow.items():
-        same_bytes(found[name], fp8_of(weight, rule)[0])
+        same_bytes(found[name], fp8_of(weight)[0])
 
 
 def test_a_block_of_zeros_or_nearly_so_has_no_nan(tmp_path):
     tiny = torch.full((128, 256), 1e-40)
     tiny[:, 128:] = 0
     source = written(tmp_path / "model", {"a.weight": tiny})
-    for rule in ("transformers", "amax/448"):
-        place = tmp_path / f"{rule[0]}.safetensors"
-        found = merged(source, place, quantize="fp8-128x128", scale_rule=rule)
-        assert not found["a.weight"].float().isnan().any()
-        assert (found["a.weight_scale_inv"] > 0).all()
+    found = merged(source, tmp_path / "out.safetensors", quantize="fp8-128x128")
+    assert not found["a.weight"].float().isnan().any()
+    assert (found["a.weight_scale_inv"] > 0).all()
 
 
 @pytest.mark.parametrize("four", [False, True])
@@ -196,7 +189,7 @@ def test_weights_that_are_not_finite_are_not_quantized(tmp_path, kind, value):
 def test_quantized_cuts_fall_on_blocks_or_are_refused(tmp_path):
     weight = weights((512, 384))
     source = written(tmp_path / "model", {"a.weight": weight})
-    codes, scales = fp8_of(weight, "transformers")
+    codes, scales = fp8_of(weight)
     for spec in ("[S0,R]", "[R,S0{256,128}]", "[S0{256,128,128},R]"):
         how: dict[str, Any] = {"device_mesh": TWO, "rules": {"a.weight": spec}}
         if "256,128}" in spec and "R,S0" in spec:
@@ -220,10 +213,7 @@ def test_quantized_cuts_fall_on_blocks_or_are_refused(tmp_path):
     ("how", "says"),
     [
         ({"quantize": "int8"}, "'int8' is no way to quantize"),
-        ({"scale_rule": "transformers"}, "is for quantize"),
         ({"quantize_include": "*"}, "is for quantize"),
-        ({"quantize": "mxfp8", "scale_rule": "amax/448"}, "by the rule 'amax/448' are not known"),
-        ({"quantize": "fp8-128x128", "scale_rule": "mine"}, "by the rule 'mine' are not known"),
     ],
 )
 def test_ways_to_quantize_that_are_not_known(tmp_path, how, says):

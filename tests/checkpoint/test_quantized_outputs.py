@@ -149,6 +149,7 @@ def test_embeddings_are_not_quantized(tmp_path):
 
 
 SKIPPED = {
+    "weight": ["model.layers.0.mlp.down_proj.weight"],
     "a part of the end": ["down_proj"],
     "the end": ["mlp.down_proj"],
     "the start": ["model.layers.0.mlp"],
@@ -159,7 +160,9 @@ SKIPPED = {
 
 
 @pytest.mark.parametrize("form", SKIPPED)
-@pytest.mark.parametrize("key", ["modules_to_not_convert", "ignored_layers", "ignore"])
+@pytest.mark.parametrize(
+    "key", ["modules_to_not_convert", "ignored_layers", "ignore", "llm_int8_skip_modules"]
+)
 def test_modules_that_a_config_skips_in_any_form(tmp_path, form, key):
     names = ("model.layers.0.mlp.down_proj", "model.layers.0.self_attn.o_proj")
     tensors = {f"{name}.weight": torch.randn(128, 128) for name in names}
@@ -183,7 +186,8 @@ def test_a_pattern_that_takes_too_long_is_refused(tmp_path):
 
 
 def test_scales_of_caches_go_with_the_codes(tmp_path):
-    cache = {f"{LAYER}self_attn.{name}": torch.ones(()) for name in ("k_scale", "v_scale")}
+    names = ("k_scale", "v_scale", "kv_scale", "kv_cache_scale", "k_proj.k_zero_point")
+    cache = {f"{LAYER}self_attn.{name}": torch.ones(()) for name in names}
     cache[f"{LAYER}self_attn.q_scale"] = torch.ones(1)
     weight = {"a.weight": torch.ones(128, 128).to(E4M3), "a.weight_scale_inv": torch.ones(1, 1)}
     learned = {"b.q_scale": torch.ones(8)}  # one of several numbers may be a parameter

@@ -12,7 +12,8 @@ import safetensors.torch
 import torch
 
 from shardspec.checkpoint.catalog import StoredBox, StoredTensor
-from shardspec.checkpoint.compare.verify import diff_checkpoints, verify_checkpoint
+from shardspec.checkpoint.compare.diff import diff_checkpoints
+from shardspec.checkpoint.compare.verify import verify_checkpoint
 from shardspec.checkpoint.convert.copy import Buffers, read_box_into
 from shardspec.checkpoint.open import open_checkpoint
 from shardspec.checkpoint.storage.from_text import storage_path

@@ -10,7 +10,8 @@ import torch
 from gcp_storage_emulator.server import create_server
 
 from shardspec import merge, reshard
-from shardspec.checkpoint.compare.verify import diff_checkpoints, verify_checkpoint
+from shardspec.checkpoint.compare.diff import diff_checkpoints
+from shardspec.checkpoint.compare.verify import verify_checkpoint
 from shardspec.checkpoint.storage.object_store import kept_store
 from shardspec.errors import OutputExistsError
 from tests.checkpoint.formats.reading import assert_same, read_whole

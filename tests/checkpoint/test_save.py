@@ -12,11 +12,10 @@ import torch
 
 from shardspec import DeviceMesh, DTensor, Layout, load_sharded, merge, save_sharded
 from shardspec.boxes import box_size
-from shardspec.checkpoint.catalog import replica_keys
+from shardspec.checkpoint.catalog import assign_boxes, replica_keys
 from shardspec.checkpoint.compare.inspect import inspect_checkpoint
 from shardspec.checkpoint.formats.native import info_lines, read_info
 from shardspec.checkpoint.storage.local import LocalPath
-from shardspec.checkpoint.targets import assign_boxes
 from shardspec.comm.communicator import SimulatedCommunicator
 from shardspec.dtypes import item_bytes
 from shardspec.errors import CheckpointError, OutputExistsError

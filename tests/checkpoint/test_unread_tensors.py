@@ -8,7 +8,8 @@ import torch
 from safetensors.torch import load_file
 
 from shardspec import load_sharded, merge, plan_reshard
-from shardspec.checkpoint.compare.verify import diff_checkpoints, verify_checkpoint
+from shardspec.checkpoint.compare.diff import diff_checkpoints
+from shardspec.checkpoint.compare.verify import verify_checkpoint
 from shardspec.errors import CheckpointError
 from tests.checkpoint.test_values import MESH, loaded, save_as, save_dcp
 from tests.faults.checks import command

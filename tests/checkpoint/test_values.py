@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from shardspec import DeviceMesh, load_sharded, merge, reshard, save_sharded
-from shardspec.checkpoint.compare.verify import diff_checkpoints
+from shardspec.checkpoint.compare.diff import diff_checkpoints
 from shardspec.checkpoint.open import open_checkpoint
 from shardspec.errors import CheckpointError
 

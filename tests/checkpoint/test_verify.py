@@ -13,7 +13,8 @@ from click.testing import CliRunner
 from shardspec import DeviceMesh, DTensor, save_sharded
 from shardspec.checkpoint.catalog import Catalog, StoredBox, StoredTensor
 from shardspec.checkpoint.compare.coverage import check_replicas
-from shardspec.checkpoint.compare.verify import DiffExtent, diff_checkpoints, verify_checkpoint
+from shardspec.checkpoint.compare.diff import DiffExtent, diff_checkpoints
+from shardspec.checkpoint.compare.verify import verify_checkpoint
 from shardspec.checkpoint.convert.numeric import numbers
 from shardspec.checkpoint.open import open_checkpoint
 from shardspec.checkpoint.storage.local import LocalPath

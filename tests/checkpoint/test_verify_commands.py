@@ -10,7 +10,7 @@ import torch
 from click.testing import CliRunner
 
 from shardspec import merge
-from shardspec.checkpoint.compare.verify import Difference, diff_checkpoints
+from shardspec.checkpoint.compare.diff import Difference, diff_checkpoints
 from shardspec.checkpoint.open import open_checkpoint
 from shardspec.cli.main import cli
 from shardspec.errors import CheckpointError

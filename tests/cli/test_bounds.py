@@ -61,7 +61,7 @@ def test_such_a_number_in_a_rule_or_a_checkpoint(tmp_path):
         (["plan", "[R]", "[R]", "--mesh", RAW, "--shape", "4"], 2),
         (["plan", "[R]", "[R]", "--mesh", "2", "--shape", "4", f"--{RAW}"], 2),
         (["plan", "[R]", "[R]", "--mesh", "2", "--shape", "4", "--links", RAW], 2),
-        (["plan", "[R]", "[R]", "--mesh", "2", "--shape", "4", "--links", f"{RAW}.json"], 3),
+        (["plan", "[R]", "[R]", "--mesh", "2", "--shape", "4", "--links", f"{RAW}.toml"], 3),
         (["plan", "[R]", "[R]", "--mesh", f"{RAW}=2", "--shape", "4"], 2),
         (["cost", "--pairs", RAW, "--mesh", "2", "--shape", "4"], 3),
         (["cost", "[R]", RAW, "--mesh", "2", "--shape", "4"], 2),
@@ -115,7 +115,7 @@ def test_names_in_what_is_printed_are_escaped(tmp_path):
 @pytest.mark.parametrize("value", ["x", "9" * 5000, "-1", "", "٣"])
 def test_a_job_whose_size_is_no_number(monkeypatch, value, tmp_path):
     monkeypatch.setenv("WORLD_SIZE", value)
-    result = run("profile", "--mesh", "2", "-o", tmp_path / "p.json")
+    result = run("profile", "--mesh", "2", "-o", tmp_path / "p.toml")
     assert (result.exit_code, result.stdout) == (2, "")
     assert result.stderr.startswith("Error: WORLD_SIZE=")
     assert "is not a number; start it with torchrun" in result.stderr

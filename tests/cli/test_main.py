@@ -153,7 +153,7 @@ def test_options_are_grouped_under_headings(words):
             ["plan", "[S0]", "[R]", "--alpha", "1", "--beta", "1"],
             "--links SECONDS:SECONDS_PER_BYTE",
         ),
-        (["plan", "[S0]", "[R]", "--profile", "cluster.json"], "--links FILE.json"),
+        (["plan", "[S0]", "[R]", "--profile", "cluster.json"], "--links cluster.toml"),
         (["digest", "a", "--fill-from", "b"], "merge --fill-from"),
         (["delta", "make", "a", "b", "-o", "c", "--drop-rows"], "merge --drop-rows"),
         (["merge", "a", "-o", "b", "--no-metadata"], "metadata=False"),

@@ -8,7 +8,7 @@ from click.testing import CliRunner
 from shardspec import CostModel, DeviceMesh, Layout, LayoutConverter
 from shardspec.cli.main import cli
 from shardspec.cli.options import parse_bytes
-from shardspec.comm.presets import PRESETS
+from shardspec.comm.presets import preset_names
 from shardspec.layout.naive import naive_plan
 from shardspec.layout.plan_text import difference_text
 
@@ -45,8 +45,8 @@ def test_json():
     plan = LayoutConverter().plan(layout, "[R,S01]")
     assert json.loads(result.stdout) == json.loads(plan.to_json())
     assert json.loads(result.stdout)["known_error"] == (
-        "all-to-all of 8: 6 % off at the median, 11 % at the 90th percentile; "
-        "local copies have not been measured"
+        "h100-nvswitch is 4 % off at the median, 13 % at the 90th percentile; "
+        "not measured: local copies"
     )
     assert [step["layout"] for step in json.loads(result.stdout)["steps"]] == ["[S01,R]", "[R,S01]"]
 
@@ -107,8 +107,7 @@ def test_named_links():
         "local copies at 1675 GB/s"
     )
     assert result.stdout.splitlines()[-1] == (
-        "accuracy: all-to-all of 2 nodes × 4 (priced from tiers), local copies have not been "
-        "measured"
+        "accuracy: not measured: all-to-all of 2 nodes × 4 (priced from tiers), local copies"
     )
     links = json.loads(run(*README_EXAMPLE, "--links", "efa-v4-per-gpu", "--json").stdout)["links"]
     assert [link["name"] for link in links] == ["efa-v4-per-gpu"] * 2
@@ -123,7 +122,7 @@ def test_a_preset_on_an_axis_that_is_too_long_for_a_node():
         f"22.4 µs, 24 GB/s; in nodes of 8 each, {inside}; local copies at 1020 GB/s"
     )
     assert result.stdout.splitlines()[-1] == (
-        "accuracy: all-gather of 2 nodes × 8 (priced from tiers) has not been measured"
+        "accuracy: not measured: all-gather of 2 nodes × 8 (priced from tiers)"
     )
     bus = run("[S1]", "[R]", *args, "--link-model", "shared-bus")
     assert f"shared-bus model; axes 0,1 {inside}; " in bus.stdout
@@ -361,7 +360,7 @@ def test_no_sizes(text):
         (
             "[S0] [R] --mesh 2 --shape 4 --links unit --memory preset",
             "no memory rate is known of unit, so local copies have no price; known of: "
-            "a100-nvswitch, h100-nvswitch, h200-nvswitch, b200-nvswitch, gb200-nvl72",
+            "a100-nvswitch, b200-nvswitch, gb200-nvl72, h100-nvswitch, h200-nvswitch",
         ),
         (
             "[S0] [R] --mesh 2 --shape 4 --links unit,unit",
@@ -371,7 +370,7 @@ def test_no_sizes(text):
         (
             "[S0] [R] --mesh 2 --shape 4 --links unit,warp",
             "Invalid value for '--links': no link preset 'warp'; known: "
-            f"{', '.join(PRESETS)}; see 'shardspec plan -h'",
+            f"{', '.join(preset_names())}; see 'shardspec plan -h'",
         ),
         (
             "[S0] [R] --mesh 2 --shape 4 --link-model tree",
@@ -380,7 +379,7 @@ def test_no_sizes(text):
         ),
         (
             "[S0] [R] --shape 4",
-            "give --mesh, or --links with the profile of a mesh; see 'shardspec plan -h'",
+            "Missing option '--mesh'; see 'shardspec plan -h'",
         ),
         ("[S0] [R] --mesh 2", "Missing option '--shape'; see 'shardspec plan -h'"),
         ("[S0] --mesh 2 --shape 4", "Missing argument 'TO'; see 'shardspec plan -h'"),
@@ -428,11 +427,17 @@ def test_plan_to_another_mesh():
     assert (read["mesh"], read["target_mesh"]) == ([2, 4], [3, 4])
 
 
-def test_other_mesh_with_other_axes_has_the_slowest_links():
+def test_a_target_mesh_with_other_axes_is_on_the_same_cluster():
     args = ("[S0]", "[S0]", "--mesh", "2x4", "--shape", "8", "--target-mesh", "8")
     given = ("--links", "2e-5:1e-9,1e-6:3e-9")
     result = run(*args, "--target-ids", "8,9,10,11,12,13,14,15", *given)
-    assert "then ring model; axis 0 slowest of the other mesh: 20 µs, 0.3333 GB/s" in result.stdout
+    assert "; then ring model; axis 0 slowest of all meshes: 20 µs, 0.3333 GB/s" in result.stdout
+    by_name = ("--links", "ib-ndr-per-gpu,h100-nvswitch")
+    result = run(*args, "--target-ids", "4,5,6,7,8,9,10,11", *by_name)
+    # By the axes of --mesh, ids 4 to 7 and 8 to 11 are two hosts.
+    assert "; then ring model; axis 0 ib-ndr-per-gpu: 22.4 µs, 48 GB/s; in nodes of 4" in (
+        result.stdout
+    )
 
 
 def test_help_has_examples_that_run():

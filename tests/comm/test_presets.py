@@ -5,46 +5,28 @@ import re
 from dataclasses import FrozenInstanceError, replace
 from itertools import product
 from math import prod
+from pathlib import Path
 from typing import get_args
 
 import numpy as np
 import pytest
 
 from shardspec import CostModel, DeviceMesh, Layout, LayoutConverter, ShardSpecError
+from shardspec.comm import presets
+from shardspec.comm.cluster_file import Basis, Confidence
 from shardspec.comm.curves import KINDS, Link
-from shardspec.comm.presets import PRESETS, Basis, Confidence, link_preset
+from shardspec.comm.presets import link_between, link_preset, preset_names
 from shardspec.comm.steps import Exchange, Permute
 from shardspec.errors import MeshError
 from shardspec.layout.plan import step_seconds
 from shardspec.profiling.fit import step_of
 
-# Rate in GB/s, and time to start and latency of a message in µs.
-EXPECTED = {
-    "a100-nvswitch": (144, 39.5),
-    "h100-nvswitch": (249, 23),
-    "h200-nvswitch": (251, 22),
-    "b200-nvswitch": (322, 27),
-    "gb200-nvl72": (341, 20),
-    "ib-hdr-per-gpu": (24, 22.4),
-    "ib-ndr-per-gpu": (48, 22.4),
-    "ib-ndr-per-node": (48, 22.4),
-    "efa-v4-per-gpu": (47, 65.4),
-    "tpu-v4": (90, 1),
-    "tpu-v5e": (90, 1),
-    "tpu-v5p": (180, 1),
-    "tpu-v6e": (180, 1),
-    "pcie5-x16": (40, 14.1),
-    "unit": (1, 0),
-}
+NAMES = preset_names()
+PRESETS = dict(zip(NAMES, map(link_preset, NAMES), strict=True))
 
 
-def test_presets_have_the_numbers_that_are_listed_here():
-    found = {n: (p.gb_per_s, round(p.start_us + p.latency_us, 1)) for n, p in PRESETS.items()}
-    assert found == EXPECTED
-
-
-@pytest.mark.parametrize("name", EXPECTED)
-def test_every_record_says_where_it_comes_from_and_how_far_it_holds(name):
+@pytest.mark.parametrize("name", NAMES)
+def test_every_file_says_where_it_comes_from_and_how_far_it_holds(name):
     preset = PRESETS[name]
     assert preset.name == name
     assert preset.basis in get_args(Basis)
@@ -52,29 +34,28 @@ def test_every_record_says_where_it_comes_from_and_how_far_it_holds(name):
     assert re.fullmatch(r"\d{4}-\d\d-\d\d", preset.read_on)
     assert preset.source
     assert preset.valid_for
-    fewest, most = preset.devices
-    assert most is None or fewest < most
-    if preset.sizes is not None:
-        assert preset.basis == "measured"
-        assert preset.sizes[0] <= preset.sizes[1]
-    assert json.loads(json.dumps(preset.as_dict()))["devices"] == [fewest, most]
+    assert (preset.inside is None) == (preset.link.port is not None)
+    assert not preset.link.curves or (preset.basis, bool(preset.link.error)) == ("measured", True)
+    assert json.loads(json.dumps(preset.as_dict()))["name"] == name
+    file = Path(presets.__file__).with_name("links") / f"{name}.toml"
+    assert file.read_text("utf-8") == preset.text()
 
 
 def test_records_are_values():
     with pytest.raises(FrozenInstanceError):
-        PRESETS["unit"].gb_per_s = 2  # type: ignore[misc]  # frozen, as is tested
+        PRESETS["unit"].per_node = 2  # type: ignore[misc]  # frozen, as is tested
     assert hash(PRESETS["unit"]) == hash(replace(PRESETS["unit"]))
 
 
 def test_a_link_is_in_seconds():
     ndr = Link(1.4e-5, 1 / 48e9, "ib-ndr-per-gpu", 8.4 / 1e6, port="device")
-    assert link_preset("ib-ndr-per-gpu") == ndr
-    assert link_preset("unit") == Link(0.0, 1e-9, "unit")
+    assert link_preset("ib-ndr-per-gpu").link == ndr
+    assert link_preset("unit").link == Link(0.0, 1e-9, "unit")
 
 
 def test_the_default_is_a_preset_that_was_assumed():
     (link,) = CostModel.of_mesh(DeviceMesh(range(2))).links
-    assert link == replace(link_preset("h100-nvswitch"), name="assumed h100-nvswitch")
+    assert link == replace(link_preset("h100-nvswitch").link, name="assumed h100-nvswitch")
 
 
 @pytest.mark.parametrize(
@@ -118,12 +99,12 @@ def test_links_over_nodes_that_nobody_gave_are_said_to_be_assumed():
     )
 
 
-def test_a_preset_says_which_tiers_it_has():
-    assert PRESETS["h100-nvswitch"].tiers == ("h100-nvswitch", "ib-ndr-per-gpu")
-    assert PRESETS["pcie5-x16"].tiers == ("pcie5-x16",)
+def test_a_preset_names_what_joins_its_hosts():
+    assert PRESETS["h100-nvswitch"].between == "ib-ndr-per-gpu"
+    assert link_between(PRESETS["h100-nvswitch"]) == PRESETS["ib-ndr-per-gpu"].link
+    assert link_between(PRESETS["pcie5-x16"]) is None
     for preset in PRESETS.values():
-        assert all(PRESETS[name].port for name in preset.tiers[1:])
-        assert preset.as_dict()["tiers"] == list(preset.tiers)
+        assert not isinstance(preset.between, str) or PRESETS[preset.between].link.port
 
 
 def test_groups_over_nodes_say_that_nobody_measured_them():
@@ -131,15 +112,13 @@ def test_groups_over_nodes_say_that_nobody_measured_them():
     plan = LayoutConverter(CostModel.from_presets(mesh, ["h100-nvswitch"])).plan(
         Layout(mesh, "[S0]", (1 << 20,), "float32"), "[R]"
     )
-    assert plan.known_error == (
-        "all-gather of 2 nodes × 8 (priced from tiers) has not been measured"
-    )
+    assert plan.known_error == "not measured: all-gather of 2 nodes × 8 (priced from tiers)"
 
 
 SIZES = 2 ** np.arange(10, 33.1, 0.5)
 NODES, RANKS = (1, 2, 3, 4, 8, 32), (*range(1, 9), 16, 36, 72)
 INNER = [name for name, preset in PRESETS.items() if preset.scope in ("node", "rack")]
-JOINING = [name for name, preset in PRESETS.items() if preset.port]
+JOINING = [name for name, preset in PRESETS.items() if preset.link.port]
 CHAINS = [*product(JOINING, INNER), *(("unit", n) for n in PRESETS if n not in (*JOINING, *INNER))]
 
 
@@ -171,7 +150,7 @@ def test_prices_of_all_groups_are_ordered(names):
             assert (prices["all-gather", shape] >= gather * (1 - 1e-9)).all(), shape
         joined = nodes > 1 and nodes * ranks <= room and names[0] in JOINING
         for kind in KINDS if joined else ():
-            inside = times_of(CostModel((nodes * ranks,), (link_preset(names[1]),)), kind)
+            inside = times_of(CostModel((nodes * ranks,), (link_preset(names[1]).link,)), kind)
             assert (prices[kind, (nodes, ranks)] >= inside * (1 - 1e-9)).all()
 
 
@@ -190,7 +169,7 @@ def test_an_unknown_name_lists_the_known_ones():
     with pytest.raises(MeshError) as caught:
         link_preset("h100")
     assert isinstance(caught.value, ShardSpecError)
-    assert str(caught.value) == f"no link preset 'h100'; known: {', '.join(EXPECTED)}"
+    assert str(caught.value) == f"no link preset 'h100'; known: {', '.join(NAMES)}"
 
 
 # Times in µs that no curve was fitted to, by collective and bytes of the whole buffer: nccl-tests
@@ -242,10 +221,15 @@ def test_errors_are_known_where_something_was_measured():
             step = step_of(kind, (0,))
             least, most = -(-512 // devices) if kind == "all-gather" else 512, 2**29 // devices
             for held in (least, 2**17, 2**20, most):
-                band = model.error(step, held)
-                assert (band is not None) == (devices <= 8)
-                assert band is None or 0 < band.median <= band.most < 0.3
-            assert model.error(step, least - 1) is model.error(step, 2**29 + 1) is None
+                link = model.measured_link(step, held)
+                assert (link is not None) == (devices <= 8)
+                assert (
+                    link is None
+                    or link.error is None
+                    or 0 < link.error[0] <= 0.065 < link.error[1] <= 0.2
+                )
+            assert model.measured_link(step, least - 1) is None
+            assert model.measured_link(step, 2**29 + 1) is None
 
 
 def test_an_axis_of_two_is_not_priced_as_one_of_eight():
@@ -263,10 +247,10 @@ def test_more_devices_never_take_less(kind):
         assert min(times) > 0
 
 
-@pytest.mark.parametrize("name", [name for name, preset in PRESETS.items() if preset.curves])
+@pytest.mark.parametrize("name", [name for name, preset in PRESETS.items() if preset.link.curves])
 def test_an_exchange_never_undercuts_a_collective_that_sends_as_much(name):
     """What was measured is preferred to what was not; and devices that hold all send nothing."""
-    for devices in range(2, 1 + max(curve.devices for curve in PRESETS[name].curves)):
+    for devices in range(2, 1 + max(curve.devices for curve in PRESETS[name].link.curves)):
         mesh = DeviceMesh(range(devices), (devices,))
         model = CostModel.from_presets(mesh, [name])
         for rows in (24 << k for k in range(0, 24, 2)):
@@ -295,7 +279,7 @@ def test_a_port_of_a_node_is_shared_by_its_devices():
 
 def test_presets_by_axis():
     mesh = DeviceMesh(range(8), (2, 4))
-    assert CostModel.from_presets(mesh, ["unit"]).links == (link_preset("unit"),) * 2
+    assert CostModel.from_presets(mesh, ["unit"]).links == (link_preset("unit").link,) * 2
     wrong_number = "presets for the 2 axes of mesh 2x4; give one per axis"
     for names in (["unit"] * 3, []):
         with pytest.raises(MeshError, match=wrong_number):

@@ -45,12 +45,12 @@ def test_an_exchange_sends_every_box_once_from_the_nearest_holder(mesh, shape, e
     for before, after in islice(pairs(mesh, shape), 0, None, every):
         wanted: dict[int, torch.Tensor] = {d: torch.zeros(shape, dtype=torch.int) for d in mesh.ids}
         for move in routes(exchange_routes, before, after):
-            assert contains(before.box(move.src), move.box)
+            assert contains(before.box(move.sender), move.box)
             assert box_size(move.box) > 0
-            wanted[move.dst][tuple(slice(lo, hi) for lo, hi in move.box)] += 1
+            wanted[move.receiver][tuple(slice(lo, hi) for lo, hi in move.box)] += 1
             holders = [d for d in mesh.ids if contains(before.box(d), move.box)]
-            nearest = min(distance_on(mesh)(d, move.dst) for d in holders)
-            assert distance_on(mesh)(move.src, move.dst) == nearest
+            nearest = min(distance_on(mesh)(d, move.receiver) for d in holders)
+            assert distance_on(mesh)(move.sender, move.receiver) == nearest
         for device, times in wanted.items():
             box = tuple(slice(lo, hi) for lo, hi in after.box(device))
             assert (times[box] == 1).all()
@@ -62,8 +62,8 @@ def test_replicas_share_the_work():
     whole = dict.fromkeys([0, 1, 2], ((0, 6), (0, 4)))
     wanted = {10 + i: ((i, i + 1), (0, 4)) for i in range(6)}
     moves = exchange_routes(whole, wanted, lambda a, b: int(a != b))
-    assert Counter(move.src for move in moves) == {0: 2, 1: 2, 2: 2}
-    assert [move.dst for move in moves] == list(wanted)
+    assert Counter(move.sender for move in moves) == {0: 2, 1: 2, 2: 2}
+    assert [move.receiver for move in moves] == list(wanted)
     assert [move.box for move in moves] == list(wanted.values())
 
 
@@ -71,7 +71,7 @@ def test_an_exchange_with_another_mesh_sends_what_is_lacking():
     before = Layout(DeviceMesh([0, 1, 2], (3,)), "[S0]", (7,), "int8")
     after = Layout(DeviceMesh([2, 3, 4, 5], (2, 2)), "[S01]", (7,), "int8")
     moves = exchange_routes(before.boxes(), after.boxes(), lambda a, b: int(a != b))
-    assert [(m.src, m.dst, m.box) for m in moves] == [
+    assert [(m.sender, m.receiver, m.box) for m in moves] == [
         (0, 2, ((0, 2),)),
         (0, 3, ((2, 3),)),
         (1, 3, ((3, 4),)),
@@ -108,17 +108,18 @@ def test_a_permute_sends_whole_shards_by_the_shortest_longest_way(mesh, shape, c
     assert len(alike) == count
     for before, after in alike[::every]:
         moves = routes(permute_routes, before, after)
-        receivers = [move.dst for move in moves]
+        receivers = [move.receiver for move in moves]
         assert len(set(receivers)) == len(receivers)
-        assert len({move.src for move in moves}) == len(moves)
+        assert len({move.sender for move in moves}) == len(moves)
         assert set(receivers) == {d for d in mesh.ids if box_size(after.box(d))}
         for move in moves:
-            assert move.box == before.box(move.src) == after.box(move.dst)
-            assert (before.box(move.dst) == move.box) == (move.src == move.dst)
+            assert move.box == before.box(move.sender) == after.box(move.receiver)
+            assert (before.box(move.receiver) == move.box) == (move.sender == move.receiver)
         for model in models:
             best = formulas.permuted(before, after, model)
             assert best is not None
-            used = [formulas.link(mesh, model, m.src, m.dst) for m in moves if m.src != m.dst]
+            ends = [(move.sender, move.receiver) for move in moves]
+            used = [formulas.link(mesh, model, a, b) for a, b in ends if a != b]
             assert max(used, default=(0.0, 0.0)) <= max(best)
 
 
@@ -129,12 +130,12 @@ def test_both_ends_agree(kind):
     step = kind((0, 1, 2))
     schedules = {id_: transfers_of(step, before, after).of(id_) for id_ in CUBE.ids}
     sent: dict[int, list[object]] = defaultdict(list)
-    for device, schedule in schedules.items():
-        for peer, box in schedule.outgoing:
-            sent[peer].append((device, box))
+    for schedule in schedules.values():
+        for copy in schedule.outgoing:
+            sent[copy.receiver].append(copy)
     for device, schedule in schedules.items():
         assert len(schedule.incoming) == 1
-        coming = [pair for pair in schedule.incoming if pair[0] != device]
+        coming = [copy for copy in schedule.incoming if copy.sender != device]
         assert sorted(coming, key=str) == sorted(sent[device], key=str)
 
 
@@ -142,10 +143,15 @@ def test_groups_send_in_the_order_of_the_mesh():
     before = Layout(SHUFFLED, "[R,S10]", (4, 12), "int8")
     after = before.with_spec("[R,R]")
     gather = transfers_of(AllGather(1, (1, 0)), before, after).of(3)
-    assert [peer for peer, _ in gather.incoming] == [6, 1, 7, 0, 3, 2]
-    assert sum(box_size(box) for _, box in gather.incoming) == 48
-    assert gather.outgoing == [(peer, before.box(3)) for peer in (6, 1, 7, 0, 2)]
+    assert [copy.sender for copy in gather.incoming] == [6, 1, 7, 0, 3, 2]
+    assert sum(copy.num_bytes for copy in gather.incoming) == 48
+    assert [(c.receiver, c.box) for c in gather.outgoing] == [
+        (peer, before.box(3)) for peer in (6, 1, 7, 0, 2)
+    ]
     alone = transfers_of(Slice(0, (1,)), after, after.with_spec("[S1,R]")).of(3)
-    assert [peer for peer, _ in alone.incoming] == [3]
+    assert [copy.sender for copy in alone.incoming] == [3]
     reduced = transfers_of(AllReduce((0,), "sum"), after, after).of(3)
-    assert reduced.incoming == [(1, ((0, 4), (0, 12))), (3, ((0, 4), (0, 12)))]
+    assert [(c.sender, c.box) for c in reduced.incoming] == [
+        (1, ((0, 4), (0, 12))),
+        (3, ((0, 4), (0, 12))),
+    ]

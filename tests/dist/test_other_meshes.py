@@ -165,7 +165,7 @@ def test_every_rank_gets_its_box_on_the_other_mesh(outcomes, most):
 def test_a_piece_that_was_moved_was_divided():
     before, after = BIG
     moves = exchange_routes(before.boxes(), after.boxes(), lambda a, b: int(a != b))
-    assert [(move.src, move.dst, move.box) for move in moves] == [
+    assert [(move.sender, move.receiver, move.box) for move in moves] == [
         (6, 0, ((0, 1024), (0, 1200))),
         (1, 5, ((0, 1024), (0, 1200))),
         (6, 3, ((0, 512), (0, 1200))),

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -70,6 +71,33 @@ def test_an_error_of_a_command_goes_where_torchrun_reads_it(tmp_path):
     failure = ProcessFailure(local_rank=0, pid=1, exitcode=2, error_file=str(report))
     assert failure.message == done.stderr.strip()
     assert failure.message.startswith("Error: ")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("merge", "nowhere", "-o", "out"), "without torchrun"),
+        (("plan", "[S0]", "[S9]", "--mesh", "2", "--shape", "4"), "[S9]"),
+    ],
+    ids=["merge", "plan"],
+)
+@pytest.mark.exhaustive
+def test_torchrun_prints_an_error_of_a_command_last(tmp_path, arguments, words):
+    """Below the launcher's own traceback, also if it interrupts a rank before that fails."""
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
+    done = subprocess.run(
+        [sys.executable, *torchrun, "-m", "shardspec", *arguments],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])},
+        check=False,
+    )
+    assert done.returncode != 0
+    *_, last, ruler = done.stderr.strip().splitlines()
+    assert set(ruler) == {"="}
+    assert "Error: " in last
+    assert words in last
 
 
 def test_a_job_that_did_not_start_torch_distributed_is_told_so(monkeypatch):

@@ -27,6 +27,6 @@ def test_what_a_move_brings_is_what_the_sender_shares():
                         checked.add((step, a, b))
                         for device in mesh.ids:
                             schedule = transfers_of(step, a, b).of(device)
-                            for peer, box in schedule.incoming:
-                                assert intersect(a.box(peer), b.box(device)) == box
+                            for copy in schedule.incoming:
+                                assert intersect(a.box(copy.sender), b.box(device)) == copy.box
     assert len({type(step) for step, _, _ in checked}) == 7

@@ -226,10 +226,10 @@ def test_boxes_are_drawn_where_they_are_and_move_to_where_they_go(page):
         zip(plan.steps, pairwise(plan.layouts), strict=True)
     ):
         wanted = sorted(
-            [peer, device]
+            [copy.sender, device]
             for device in before.mesh.ids
-            for peer, box in transfers_of(step, before, after).of(device).incoming
-            if box_size(box)
+            for copy in transfers_of(step, before, after).of(device).incoming
+            if box_size(copy.box)
         )
         page.ask(f"jump({number} + 0.5)")
         moving = page.ask(

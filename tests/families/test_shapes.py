@@ -302,3 +302,13 @@ def test_layers_without_experts_are_those_that_the_defaults_say():
     names = model({**config, "num_hidden_layers": 4}).shapes()
     dense = {layer for layer in range(4) if f"model.layers.{layer}.mlp.up_proj.weight" in names}
     assert dense == {0, 1, 2}
+
+
+@pytest.mark.parametrize("head", [True, False])
+@pytest.mark.parametrize("inner", [{}, *({"tie_word_embeddings": on} for on in (True, False))])
+def test_the_config_around_a_language_model_says_whether_its_head_is_tied(head, inner):
+    sizes = {**HF["qwen3"]["config"]}
+    del sizes["tie_word_embeddings"]
+    wrapper = {"model_type": "llava", "tie_word_embeddings": not head}
+    shapes_of = model({**wrapper, "text_config": {**sizes, **inner}}).shapes()
+    assert ("lm_head.weight" in shapes_of) == head

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from shardspec import DeviceMesh, merge, reshard
-from shardspec.checkpoint.compare.verify import diff_checkpoints, verify_checkpoint
+from shardspec.checkpoint.compare.diff import diff_checkpoints
+from shardspec.checkpoint.compare.verify import verify_checkpoint
 from tests.faults.checks import raised
 from tests.faults.samples import SPECS, plain
 

@@ -92,10 +92,10 @@ def routed(before, after, model):
     step = exchange(before, after, model)
     busy: dict[tuple[str, int], float] = defaultdict(float)
     for sender in mesh.ids:
-        for receiver, box in transfers_of(step, before, after).of(sender).outgoing:
-            alpha, beta = formulas.link(mesh, model, sender, receiver)
-            busy["sends", sender] += alpha + box_size(box) * beta
-            busy["receives", receiver] += alpha + box_size(box) * beta
+        for copy in transfers_of(step, before, after).of(sender).outgoing:
+            alpha, beta = formulas.link(mesh, model, sender, copy.receiver)
+            busy["sends", sender] += alpha + box_size(copy.box) * beta
+            busy["receives", copy.receiver] += alpha + box_size(copy.box) * beta
     return max(busy.values(), default=0.0)
 
 
@@ -209,11 +209,12 @@ def test_replicas_along_slow_links_do_not_share(links, apart, most):
     step = exchange(before, after, model)
     assert step.apart == apart
     schedules = {id_: transfers_of(step, before, after).of(id_) for id_ in mesh.ids}
-    sent = [sum(box_size(box) for _, box in schedules[id_].outgoing) for id_ in mesh.ids]
+    sent = [sum(copy.num_bytes for copy in schedules[id_].outgoing) for id_ in mesh.ids]
     assert max(sent) == most
     if apart:
         for device in mesh.ids:
-            assert {peer // 3 for peer, _ in schedules[device].incoming} == {device // 3}
+            senders = {copy.sender // 3 for copy in schedules[device].incoming}
+            assert senders == {device // 3}
 
 
 def test_the_way_back_has_slow_axes_of_its_own():

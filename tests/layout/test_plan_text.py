@@ -33,7 +33,7 @@ all-gather dim 0           dp     [R,S(tp)]          4 MiB   93.89 µs        12
 ───────────────────────────────────────────────────────────────────────────────────
 total                                               16 MiB   134.3 µs   peak 20 MiB
 per device; ring model; axis dp slow: 10 µs, 50 GB/s; axis tp fast: 3 µs, 400 GB/s
-accuracy: reduce-scatter of 4, all-gather of 2 have not been measured
+accuracy: not measured: reduce-scatter of 4, all-gather of 2
 """
 
 

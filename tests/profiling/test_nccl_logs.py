@@ -10,7 +10,7 @@ from click.testing import CliRunner
 
 from shardspec import CostModel, DeviceMesh, Layout, LayoutConverter
 from shardspec.cli.main import cli
-from shardspec.comm.cluster_file import read_cluster
+from shardspec.comm.presets import link_preset, preset_cluster
 from shardspec.errors import ProfileError
 from shardspec.profiling.fit import step_of
 
@@ -56,18 +56,18 @@ def run(*args):
 
 
 def measured():
-    """Return times in µs by machine, test and number of devices."""
+    """Return times in µs by preset, test and number of devices."""
     found: dict[tuple[str, str, int], dict[int, float]] = defaultdict(dict)
     with TIMES.open() as file:
         for row in csv.DictReader(file):
-            key = row["machine"], row["collective"], int(row["devices"])
+            key = row["preset"], row["collective"], int(row["devices"])
             found[key][int(row["buffer_bytes"])] = float(row["microseconds"])
     return found
 
 
 def test_half_of_the_times_predict_the_other_half(tmp_path):
     errors = []
-    for machine in ("a100_sxm", "h100_sxm", "h200_sxm", "b200_sxm"):
+    for machine in ("a100-nvswitch", "h100-nvswitch", "h200-nvswitch", "b200-nvswitch"):
         logs = []
         of_machine = {key[1:]: t for key, t in measured().items() if key[0] == machine}
         for (test, ranks), times in of_machine.items():
@@ -117,7 +117,7 @@ def two_hosts(tmp_path):
 
 def test_a_file_prices_any_mesh_shape(tmp_path):
     file = two_hosts(tmp_path)
-    cluster = read_cluster(file)
+    cluster = preset_cluster(str(file))
     assert cluster.per_node == 4
     assert cluster.crosses(3, 4)
     for shape in ((8,), (2, 4), (4, 2)):
@@ -170,14 +170,19 @@ def test_logs_of_two_versions(tmp_path):
 @pytest.mark.parametrize(
     ("old", "new"),
     [
-        ("latency_s = 0.0", "latency_s = -1.0"),
-        ("latency_s = 0.0", ""),
+        ("latency_us = 0", "latency_us = -1"),
+        ("latency_us = 0", ""),
         ("devices = 4", "devices = 0"),
         ('"all-gather"', '"gather"'),
         ("lines = [[", "lines = [[-1.0, "),
         ("version = 1", "version = 2"),
         ("[inside]", "[outside]"),
         ("per_node = 4", "per_node = 0"),
+        ("per_node = 4", "per_node = 4.5"),
+        ("gb_per_s = ", "gb_per_s = -"),
+        ("start_us = ", 'start_us = "1" #'),
+        ("sizes = [", "sizes = [0, "),
+        ("error_percent = [", "error_percent = [1, "),
         ("[inside]", "[inside"),
     ],
 )
@@ -187,6 +192,6 @@ def test_files_with_holes_or_negative_times(tmp_path, old, new):
     assert old in text
     file.write_text(text.replace(old, new))
     with pytest.raises(ProfileError, match=r"cluster\.toml"):
-        read_cluster(file)
+        link_preset(str(file))
     done = run("plan", "[S0]", "[R]", "--mesh", "4", "--shape", "8", "--links", file)
     assert (done.exit_code, done.stdout, done.stderr.count("\n")) == (3, "", 1)

@@ -3,13 +3,14 @@
 import random
 from collections import Counter, defaultdict
 from collections.abc import Mapping
+from dataclasses import replace
 from math import prod
 
 import numpy as np
 import pytest
 import torch
 
-from shardspec import DeviceMesh, DTensor, Layout, plan_reshard
+from shardspec import DeviceMesh, DTensor, Layout, ShardingSpec, plan_reshard
 from shardspec.comm.cluster import Cluster
 from shardspec.comm.curves import Link
 from shardspec.resharding.stages import PlanStage, staged
@@ -51,28 +52,31 @@ def test_nothing_comes_twice_in_random_state_dicts(seeds):
         whole, source, target = random_case(seed, ids=8)
         plan = plan_reshard(source, target)
         shapes = {name: tensor.shape for name, tensor in whole.items()}
-        alone = {device: device for device in plan.devices}
+        alone = {device: device for device in plan.copies.devices}
         assert plan.received == lacking(shapes, source, target, alone), seed
         if plan.bytes_between_hosts is None:
             continue
-        number = {device: plan.cluster.host(device) for device in plan.devices}
+        number = {device: plan.copies.cluster.host(device) for device in plan.copies.devices}
         least = sum(lacking(shapes, source, target, number).values())
         assert plan.bytes_between_hosts >= least
-        if len(plan.stages) > 1:
+        if len(plan.copies.stages) > 1:
             assert plan.bytes_between_hosts == least, seed
-        stages[len(plan.stages)] += 1
-    assert min(stages[1:]) > len(seeds) / 60
+        stages[len(plan.copies.stages)] += 1
+    assert min(stages[1:]) > len(seeds) / 100
 
 
 def seconds(stages, cluster) -> float:
-    """Return the time of stages: that of the device that sends or receives longest in each."""
+    """Return the time of stages: of the device or host's port that is busiest in each."""
     total = 0.0
     for traffic in stages:
-        busy: Counter[tuple[str, int]] = Counter()
+        busy: Counter[tuple[str, str, int]] = Counter()
         for (sender, receiver), num_bytes in traffic.items():
-            latency, per_byte = FAR if cluster.crosses(sender, receiver) else NEAR
-            busy["out", sender] += latency + per_byte * num_bytes
-            busy["in", receiver] += latency + per_byte * num_bytes
+            far = cluster.crosses(sender, receiver)
+            latency, per_byte = FAR if far else NEAR
+            for side, device in (("out", sender), ("in", receiver)):
+                busy[side, "device", device] += latency + per_byte * num_bytes
+                if far and cluster.between.port == "node":
+                    busy[side, "host", device // cluster.per_node] += per_byte * num_bytes
         total += max(busy.values(), default=0.0)
     return total
 
@@ -103,15 +107,21 @@ def least_out(classes: Mapping[tuple[frozenset[int], frozenset[int]], int]) -> f
 
 
 SIZES = ((1,), (2,), (4,), (8,), (2, 2), (2, 4), (3, 2), (2, 2, 2))
-NEAR, FAR = (1e-9, 1e-11), (1e-8, 8e-10)
+NEAR, FAR = (4e-6, 1e-11), (4e-5, 8e-10)
+SHAPES = {(192, 96): (4096,), (64, 261): (4096,), (4096,): (1 << 14,)}
+"""Shapes that are cut, and dims that are not, which make tensors of 256 to 288 MiB of float32."""
 
 
 def random_pair(seed: int) -> tuple[Cluster, Layout, Layout]:
-    """Return layouts of one tensor on two meshes over 2 to 6 hosts of 1 to 4 devices."""
+    """Return layouts of one small tensor on two meshes over 2 to 6 hosts of 1 to 4 devices.
+
+    Devices have a port each, or all of a host share one.
+    """
     random_ = random.Random(seed)
     hosts, per_node = random_.randrange(2, 7), random_.randrange(1, 5)
-    cluster = Cluster(Link(*NEAR, "near"), Link(*FAR, "far"), per_node)
-    shape = random_.choice([(192, 96), (64, 261), (4096,)])
+    between = Link(*FAR, "far", port=random_.choice(["device", "node"]))
+    cluster = Cluster(Link(*NEAR, "near"), between, per_node)
+    shape = random_.choice(list(SHAPES))
     layouts = []
     for _ in range(2):
         chosen = random_.choice([s for s in SIZES if prod(s) <= hosts * per_node])
@@ -122,50 +132,107 @@ def random_pair(seed: int) -> tuple[Cluster, Layout, Layout]:
     return cluster, layouts[0], layouts[1]
 
 
+def enlarged(layout: Layout) -> Layout:
+    """Return the layout of a tensor of at least 256 MiB that is cut at the same rows."""
+    tail = SHAPES[layout.global_shape]
+    dims = dict(enumerate(layout.spec.dim_specs))
+    spec = ShardingSpec(layout.spec.dims + len(tail), dims)
+    return Layout(layout.mesh, spec, (*layout.global_shape, *tail), layout.dtype)
+
+
+def lacked_by_host(
+    cluster: Cluster, source: Layout, target: Layout
+) -> Counter[tuple[frozenset[int], frozenset[int]]]:
+    """Return how many elements some hosts have and others lack, by these hosts."""
+    index = torch.arange(prod(source.global_shape)).reshape(source.global_shape)
+    have, want = (defaultdict[int, set[int]](set) for _ in range(2))
+    for at, held in ((source, have), (target, want)):
+        for device in at.mesh.ids:
+            held[cluster.host(device)] |= set(shard_at(index, at, device).flatten().tolist())
+    lackers = defaultdict[int, set[int]](set)
+    for host, elements in want.items():
+        for element in elements - have[host]:
+            lackers[element].add(host)
+    return Counter(
+        (frozenset(host for host in have if element in have[host]), frozenset(hosts))
+        for element, hosts in lackers.items()
+    )
+
+
+def at_hosts(stages, cluster) -> tuple[Counter[int], Counter[int]]:
+    """Return the bytes that enter every host, and that leave it."""
+    entered, left = Counter[int](), Counter[int]()
+    for (sender, receiver), num_bytes in traffic_of(stages).items():
+        if cluster.crosses(sender, receiver):
+            entered[cluster.host(receiver)] += num_bytes
+            left[cluster.host(sender)] += num_bytes
+    return entered, left
+
+
 @pytest.mark.parametrize(
-    "seeds", [range(120), pytest.param(range(120, 1000), marks=pytest.mark.exhaustive)], ids=len
+    "seeds", [range(80), pytest.param(range(80, 1000), marks=pytest.mark.exhaustive)], ids=len
 )
 def test_hosts_get_what_they_lack_once_and_share_the_sending(seeds):
-    """Against sets of elements, a linear program, and the prices of the direct plan."""
+    """Against sets of elements, a linear program, and the prices of the plan without routing.
+
+    The bytes into and out of the busiest host are least, but where prices are against it: passing
+    on takes one stage more, and a host whose devices have a port each may receive twice what it
+    would have to copy inside.
+    """
+    compared = reached = several = 0
+    for seed in seeds:
+        cluster, small, small_target = random_pair(seed)
+        source, target = enlarged(small), enlarged(small_target)
+        assert prod(source.global_shape) * 4 >= 256 << 20
+        plan = plan_reshard({"w": source}, {"w": target}, links=cluster)
+        price = seconds([stage.traffic for stage in plan.copies.stages], cluster)
+        lacking = plan_copies({"w": source}, {"w": target})
+        assert price <= seconds([PlanStage(lacking).traffic], cluster) * (1 + 1e-9), seed
+        tail = 4 * prod(SHAPES[small.global_shape])
+        classes = {key: n * tail for key, n in lacked_by_host(cluster, small, small_target).items()}
+        if not classes:
+            assert plan.bytes_between_hosts in (None, 0), seed
+            continue
+        lacked = Counter[int]()
+        for (_, hosts), num_bytes in classes.items():
+            lacked.update(dict.fromkeys(hosts, num_bytes))
+        rows = tail * prod(small.global_shape[1:]) * len(plan.copies.devices)
+        least = 1.02 * least_out(classes) + rows
+        ways = staged(lacking, cluster, lambda _: 4)[:2]
+        for stages in ways:
+            assert at_hosts(stages, cluster)[0] == lacked, seed
+        assert max(at_hosts(ways[0], cluster)[1].values()) <= least, seed
+        entered, left = at_hosts(plan.copies.stages, cluster)
+        busiest = max(*entered.values(), *left.values())
+        compared += 1
+        if entered == lacked and busiest <= max(least, *lacked.values()):
+            reached += 1
+        else:
+            once = seconds([stage.traffic for stage in ways[0]], cluster)
+            assert price <= once * (1 + 1e-9), seed
+        several += len(plan.copies.stages) > 1
+    assert reached >= 0.85 * compared
+    assert several > len(seeds) / 10
+
+
+@pytest.mark.parametrize(
+    "seeds", [range(40), pytest.param(range(40, 1000), marks=pytest.mark.exhaustive)], ids=len
+)
+def test_routed_plans_fill_every_device(seeds):
+    """In one process, with links whose messages take no time, so that small tensors are routed."""
     several = 0
     for seed in seeds:
         cluster, source, target = random_pair(seed)
-        plan = plan_reshard({"w": source}, {"w": target}, links=cluster)
-        price = seconds([stage.traffic for stage in plan.stages], cluster)
-        lacking = plan_copies({"w": source}, {"w": target})
-        assert price <= seconds([PlanStage(lacking).traffic], cluster) * (1 + 1e-9), seed
-        index = torch.arange(prod(source.global_shape)).reshape(source.global_shape)
-        have, want = (defaultdict[int, set[int]](set) for _ in range(2))
-        for at, held in ((source, have), (target, want)):
-            for device in at.mesh.ids:
-                held[cluster.host(device)] |= set(shard_at(index, at, device).flatten().tolist())
-        lackers = defaultdict[int, set[int]](set)
-        for host, elements in want.items():
-            for element in elements - have[host]:
-                lackers[element].add(host)
-        lacked = +Counter({host: 4 * len(want[host] - have[host]) for host in want})
-        if not lacked:
-            continue
-        keys = Counter(
-            (frozenset(host for host in have if element in have[host]), frozenset(hosts))
-            for element, hosts in lackers.items()
+        assert cluster.between is not None
+        inside, between = (
+            replace(link, latency_s=0.0) for link in (cluster.inside, cluster.between)
         )
-        classes = {key: count * 4 for key, count in keys.items()}
-        ways = [
-            staged(lacking, cluster, lambda _: 4, relays=relays, by_host=True)
-            for relays in (True, False)
-        ]
-        for stages in (*ways, *([plan.stages] if len(plan.stages) > 1 else [])):
-            entered, left = Counter[int](), Counter[int]()
-            for (sender, receiver), num_bytes in Counter(traffic_of(stages)).items():
-                if cluster.crosses(sender, receiver):
-                    entered[cluster.host(receiver)] += num_bytes
-                    left[cluster.host(sender)] += num_bytes
-            assert entered == lacked, seed
-            if stages is ways[0]:
-                rows = 4 * prod(source.global_shape[1:]) * len(plan.devices)
-                assert max(left.values()) <= 1.02 * least_out(classes) + rows, seed
-        several += len(plan.stages) > 1
+        free = replace(cluster, inside=inside, between=between)
+        plan = plan_reshard({"w": source}, {"w": target}, links=free)
+        whole = {"w": torch.arange(prod(source.global_shape)).reshape(source.global_shape).float()}
+        got = plan.run({"w": DTensor(whole["w"], source.mesh, source.spec)})
+        assert wrong_shards(whole, {"w": target}, got, target.mesh.ids) == [], seed
+        several += len(plan.copies.stages) > 1
     assert several > len(seeds) / 10
 
 
@@ -175,7 +242,8 @@ def traffic_of(stages) -> dict[tuple[int, int], int]:
 
 def plan_copies(source, target):
     """Return the copies between devices of a plan on one host, where each comes from any holder."""
-    return plan_reshard(source, target, links=Cluster(Link(0.0, 1e-9, "one"))).stages[0].groups[0]
+    plan = plan_reshard(source, target, links=Cluster(Link(0.0, 1e-9, "one")))
+    return plan.copies.stages[0].groups[0]
 
 
 def test_what_several_hosts_need_leaves_the_source_once():
@@ -201,10 +269,10 @@ def test_from_a_trainer_to_replicas_on_other_hosts(dtype):
     source = {f"w{i}": Layout(trainer, "[S01,R]", (64, 48), "bfloat16") for i in range(2)}
     target = {f"w{i}": Layout(serving, "[R,S1]", (64, 48), dtype) for i in range(2)}
     plan = plan_reshard(source, target)
-    assert len(plan.stages) == 2
+    assert len(plan.copies.stages) == 2
     wire = min(2, torch.empty(0, dtype=getattr(torch, dtype)).itemsize)
     assert plan.bytes_between_hosts == 2 * 64 * 48 * wire * 2
-    across, inside = plan.stages
+    across, inside = plan.copies.stages
     # All send as much, and all receive as much from the network.
     for end in (0, 1):
         moved: Counter[int] = Counter()
@@ -225,7 +293,7 @@ def test_a_replica_of_the_same_host_sends():
     source = {"w": Layout(mesh, "[S1,R]", (64, 48), "float32")}
     plan = plan_reshard(source, (mesh, {"w": "[R,S1]"}))
     assert plan.bytes_between_hosts == 0
-    assert len(plan.stages) == 1
+    assert len(plan.copies.stages) == 1
     assert set(plan.sent.values()) == {64 * 48 // 4 * 3 // 4 * 4}
 
 
@@ -235,7 +303,7 @@ def test_few_bytes_go_at_once():
     for rows, stages in ((8, 1), (1 << 22, 2)):
         source = {"w": Layout(one, "[R]", (rows,), "float32")}
         plan = plan_reshard(source, (serving, {}))
-        assert min(len(plan.stages), 2) == stages
+        assert min(len(plan.copies.stages), 2) == stages
         assert plan.cost_seconds > 0
         assert ("each byte once to a host" in str(plan)) == (stages == 2)
         assert plan.as_dict()["bytes_between_hosts"] == rows * 4 * 2 * (1 if stages == 2 else 4)

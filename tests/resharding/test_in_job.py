@@ -40,7 +40,7 @@ def _random_cases(rank: int, seeds: Sequence[int], world: int = WORLD) -> tuple[
         whole, source, target = random_case(seed, ids=world)
         plan = plan_reshard(source, target, max_bytes=(None, 4096)[seed % 2])
         if seed % 3 == 0:  # by messages, also where memory of peers may be read
-            devices = DeviceMesh(plan.devices, (len(plan.devices),))
+            devices = DeviceMesh(plan.copies.devices, (len(plan.copies.devices),))
             substitute(communicator_by(devices, reads_peers=False))
         mesh = next(iter(source.values())).mesh
         inside = rank in mesh

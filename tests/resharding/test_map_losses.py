@@ -23,6 +23,8 @@ from shardspec import (
 )
 from shardspec.cli.main import cli
 from shardspec.errors import CheckpointError, LayoutError
+from shardspec.resharding.name_map import target_shapes
+from shardspec.resharding.sizes import known_sizes
 from tests.families.maps import by_maps, load_map, map_chain
 
 MESH = DeviceMesh(range(2), (2,))
@@ -92,7 +94,7 @@ WHOLE = {
 
 def problems(map_: NameMap, source: Mapping[str, tuple[int, ...]]) -> str:
     map_ = map_.with_sizes({"l": 3, "e": 2})
-    report = check_map(map_, source, map_.target_shapes(source))
+    report = check_map(map_, source, target_shapes(map_, source))
     assert bool(report) == (not report.problems and not report.unused)
     return "; ".join((*report.problems, *report.unused))
 
@@ -256,20 +258,20 @@ def test_a_config_beside_the_weights_says_type_and_counts(folder, tmp_path):
         with pytest.raises(LayoutError, match=says):
             merge(folder, tmp_path / "x", names=mine.with_sizes(other), drop=Q_NORM)
     untyped = NameMap.parse('[[map]]\nsource = "a"\ntarget = "b"')
-    assert untyped.with_sizes({"model_type": "anything", "n": 1}).known_sizes() == {"n": 1}
+    assert known_sizes(untyped.with_sizes({"model_type": "anything", "n": 1}).sizes) == {"n": 1}
 
 
 def test_sizes_in_the_words_of_a_config():
     """One without grouped heads, one that keeps sizes in text_config."""
     plain = {"hidden_size": 8, "num_attention_heads": 4, "num_key_value_heads": None}
     for config in (plain, {"hidden_size": 3, "text_config": plain}):
-        known = load_map("llama-hf-to-megatron", config).known_sizes()
+        known = known_sizes(load_map("llama-hf-to-megatron", config).sizes)
         assert (known["g"], known["q"], known["d"]) == (4, 1, 2)
     with pytest.raises(LayoutError) as error:
-        load_map("llama-hf-to-megatron", {**SIZES, "num_key_value_heads": 4}).target_shapes(SHAPES)
+        target_shapes(load_map("llama-hf-to-megatron", {**SIZES, "num_key_value_heads": 4}), SHAPES)
     assert "the factors num_key_value_heads head_dim come to" in str(error.value)
     with pytest.raises(LayoutError, match="num_key_value_heads is 0, by which nothing is divided"):
-        load_map("llama-hf-to-megatron", {**SIZES, "num_key_value_heads": 0}).known_sizes()
+        known_sizes(load_map("llama-hf-to-megatron", {**SIZES, "num_key_value_heads": 0}).sizes)
 
 
 @pytest.mark.parametrize("shape", [(-3,), (2.5,), ("x",), (1,) * 1200, 3, None])

@@ -1,10 +1,9 @@
 """Reshard plans: what they say, what they refuse, and what they do on simulated devices."""
 
-import json
 import pickle
 from math import prod
+from typing import Any
 
-import networkx as nx
 import pytest
 import torch
 
@@ -59,33 +58,6 @@ def test_only_what_is_lacking_travels_and_replicas_share_the_work():
     # Device 9 wants as much from either half; device 0 only what devices 1, 3, 5, 7 hold.
     assert max(plan.sent.values()) == total // 4 // 4 + total // 4 // 4
     assert plan.sent[9] == 0
-
-
-def test_the_busiest_sender_is_least():
-    """Against maximum flow: with 2 % less at every sender, not everything could be sent."""
-    tried = 0
-    for seed in range(250):
-        _, source, target = random_case(seed, ids=8)
-        plan = plan_reshard(source, target)
-        if plan.bytes_between_hosts is not None:  # which then share the work among near ones
-            continue
-        totals = {
-            holders: int(ends[-1]) for holders, ends in plan.stages[0].senders[0].ends.items()
-        }
-        if not totals:
-            continue
-        # Bytes are whole: each set of holders rounds once.
-        less = int(max(plan.sent.values()) * 0.98) - len(totals)
-        graph = nx.DiGraph()
-        graph.add_nodes_from(["from", "to"])
-        for holders, total in totals.items():
-            graph.add_edge("from", holders, capacity=total)
-            for device in holders:
-                graph.add_edge(holders, device)
-                graph.add_edge(device, "to", capacity=less)
-        assert nx.maximum_flow_value(graph, "from", "to") < sum(totals.values()), seed
-        tried += 1
-    assert tried > 100
 
 
 def test_names_and_dtypes():
@@ -187,7 +159,7 @@ def test_a_plan_is_a_value():
     assert plans[0] == plans[1]
     assert hash(plans[0]) == hash(plans[1])
     assert plans[0].digest == plans[1].digest == pickle.loads(pickle.dumps(plans[0])).digest
-    said = json.loads(plans[0].to_json())
+    said: Any = plans[0].as_dict()
     assert said["tensors"] == 1
     assert said["received"]["7"] == 2 * 6 * 4
     assert "busiest sender" in str(plans[0])
@@ -310,7 +282,7 @@ def test_a_device_talks_to_few_peers_at_once():
     plan = plan_reshard(
         {"w": Layout(mesh, "[S0,R]", whole.shape, "float32")}, (mesh, {"w": "[R,S0]"})
     )
-    schedules = {device: plan.schedule(device) for device in mesh.ids}
+    schedules = {device: plan.copies.schedule(device) for device in mesh.ids}
     waves = sorted({wave for schedule in schedules.values() for wave in schedule.sends})
     assert waves == [(0, 0, 0), (0, 1, 0), (0, 2, 0)]
     for device, schedule in schedules.items():

@@ -183,10 +183,10 @@ def _in_job(rank: int) -> list[str]:
         state = {n: shard_at(w, source[n], rank) for n, w in whole.items()} if inside else {}
         try:
             _, receipt = plan.run(state, receipt=True, version=seed)
-            if rank not in plan.devices or receipt.digests != digest_alone(whole):
+            if rank not in plan.copies.devices or receipt.digests != digest_alone(whole):
                 wrong.append(f"{seed}: {receipt.digests}")
         except LayoutError as error:
-            if rank in plan.devices or "none of the plan's meshes" not in str(error):
+            if rank in plan.copies.devices or "none of the plan's meshes" not in str(error):
                 wrong.append(str(error))
     mesh = DeviceMesh(range(4), (4,))
     w = torch.arange(24.0).view(6, 4)

@@ -10,7 +10,7 @@ import torch
 
 from shardspec import DeviceMesh, DTensor, Layout, NameMap, load_sharded, plan_reshard, save_sharded
 from shardspec.errors import LayoutError
-from shardspec.resharding.transfers import Declared
+from shardspec.resharding.rows import Declared
 from tests.resharding.states import random_case
 
 DOC = Path(__file__).parents[2] / "docs" / "transfers.md"
@@ -91,13 +91,13 @@ def assert_played(plan, state, player):
             shard = flat(wanted[move.target_name].shards[device])
             assert (made[device, place] == shard).all(), (str(plan), move)
     ends = [
-        np.sort(np.concatenate([plan.transfers(device, end) for device in plan.devices]))
+        np.sort(np.concatenate([plan.transfers(device, end) for device in plan.copies.devices]))
         for end in ("receiver", "sender")
     ]
     assert (ends[0] == ends[1]).all()
     moved = ends[0][ends[0]["sender"] != ends[0]["receiver"]]
     sizes = moved["run_bytes"] * moved["count"]
-    for device in plan.devices:
+    for device in plan.copies.devices:
         assert sizes[moved["receiver"] == device].sum() == plan.received[device]
         both = plan.transfers(device, "both")
         one = [plan.transfers(device, "receiver"), plan.transfers(device, "sender")]
@@ -119,7 +119,7 @@ def test_random_states_are_played_as_the_plan_runs(seeds, player):
         plan = plan_reshard(source, target)
         state = {n: DTensor(w, source[n].mesh, source[n].spec) for n, w in whole.items()}
         assert_played(plan, state, player)
-        stages.add(len(plan.stages))
+        stages.add(len(plan.copies.stages))
     assert stages == {1, 2, 3}
 
 
@@ -196,7 +196,7 @@ def test_files_of_a_checkpoint_give_file_and_offset(tmp_path, player):
     plan = plan_reshard(tmp_path / "c", (mesh, {"w": "[R,S0]", "b": "[S0]"}))
     wanted = load_sharded(tmp_path / "c", device_mesh=mesh, rules={"w": "[R,S0]", "b": "[S0]"})
     files = dict(
-        zip(sorted(plan.files), sorted((tmp_path / "c").glob("*.safetensors")), strict=True)
+        zip(sorted(plan.copies.files), sorted((tmp_path / "c").glob("*.safetensors")), strict=True)
     )
     for device in mesh.ids:
         made = [np.zeros(wanted[m.target_name].shards[device].nbytes, np.uint8) for m in plan.moves]

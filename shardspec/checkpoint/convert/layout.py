@@ -4,8 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, partial
 from typing import Final
 
-from shardspec.checkpoint.catalog import Catalog
-from shardspec.checkpoint.targets import OutputTensor
+from shardspec.checkpoint.catalog import Catalog, OutputTensor
 from shardspec.errors import CheckpointError, LayoutError, ShardSpecError
 from shardspec.layout.common_mesh import on_common_mesh
 from shardspec.layout.layout import Layout, SpecLike

@@ -16,11 +16,13 @@ from typing import TypeAlias, TypedDict
 from shardspec.boxes import box_shape, box_size
 from shardspec.checkpoint.catalog import (
     ZEROS,
+    Carried,
     Catalog,
     DerivedCatalog,
     FileBox,
     OpaqueValue,
     Outline,
+    OutputTensor,
     StoredBox,
     StoredTensor,
     is_plain_entry,
@@ -29,13 +31,11 @@ from shardspec.checkpoint.catalog import (
 )
 from shardspec.checkpoint.state.state_dict import fitting_paths
 from shardspec.checkpoint.storage.strict_json import json_beside
-from shardspec.checkpoint.targets import Carried, OutputTensor
 from shardspec.dtypes import dtype_name, is_cast, is_floating, item_bytes, keeps_dtype, packed
 from shardspec.errors import CheckpointError, DTypeError, LayoutError
-from shardspec.resharding.name_map import Equation, NameMap, Names, Naming, Shape
+from shardspec.resharding.name_map import Equation, NameMap, Names, Naming, Shape, padding
 from shardspec.resharding.total import apply_map
-from shardspec.resharding.view_parts import MOST_PIECES, bounded, parts_of_view
-from shardspec.resharding.views import TensorView, View
+from shardspec.resharding.views import MOST_PIECES, TensorView, View, bounded, parts_of_view
 from shardspec.text import Argument, counted, shown
 
 Patterns: TypeAlias = str | Sequence[str]
@@ -357,7 +357,10 @@ def configured(source: Catalog, names: NameMap) -> NameMap:
     Raises LayoutError if that is of a model that the map is not for.
     """
     config = config_beside(source)
-    return names if config is None else names.with_defaults(config)
+    if config is None:
+        return names
+    numbers = {name: size for name, size in names.sizes.items() if isinstance(size, int)}
+    return names.with_sizes(config).with_sizes(numbers)
 
 
 def config_beside(source: Catalog) -> dict[str, object] | None:
@@ -412,7 +415,7 @@ class MappedCatalog(DerivedCatalog):
             require_finished(outline)
             self._equations.setdefault(equation.target, []).append(equation)
         self._padding: dict[str, list[TensorView]] = {}
-        for target, side in names.padding(targets):
+        for target, side in padding(names, targets):
             if target not in self._equations:
                 raise LayoutError(f"the map fills {target!r} with zeros alone; leave it out")
             self._padding.setdefault(target, []).append(side)

@@ -5,10 +5,9 @@ import re
 from collections.abc import Callable, Collection, Mapping
 from typing import Final
 
-from shardspec.checkpoint.catalog import Catalog
+from shardspec.checkpoint.catalog import Catalog, OutputFile, RawBytes, Target, copied_file
 from shardspec.checkpoint.storage.path import StoragePath, file_inside
 from shardspec.checkpoint.storage.strict_json import parse_json
-from shardspec.checkpoint.targets import OutputFile, RawBytes, Target, copied_file
 from shardspec.errors import CheckpointError
 from shardspec.text import Argument
 

@@ -17,11 +17,10 @@ from typing import Any, Final, Literal, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from shardspec.checkpoint.catalog import Catalog, whole_box
+from shardspec.checkpoint.catalog import Catalog, Target, whole_box
 from shardspec.checkpoint.compare.coverage import check_tiling
 from shardspec.checkpoint.convert.copy import Buffers, Progress, read_whole
-from shardspec.checkpoint.convert.output import merge
-from shardspec.checkpoint.convert.prepare import WriteReport, check_destination
+from shardspec.checkpoint.convert.output import WriteReport, check_destination, merge
 from shardspec.checkpoint.convert.select import require_finished
 from shardspec.checkpoint.deltas.apply import DELTA_INDEX, with_deltas
 from shardspec.checkpoint.deltas.frames import Hash, extra, new_hash
@@ -31,7 +30,6 @@ from shardspec.checkpoint.state.memory import state_catalog
 from shardspec.checkpoint.storage.from_text import storage_path
 from shardspec.checkpoint.storage.path import Staging, StoragePath, WriteAt
 from shardspec.checkpoint.storage.reading import OpenFiles
-from shardspec.checkpoint.targets import Target
 from shardspec.errors import CheckpointError
 from shardspec.resharding.digests import Digests, TensorDigest
 from shardspec.text import first_of, shown

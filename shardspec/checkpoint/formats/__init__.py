@@ -13,10 +13,9 @@ from importlib import import_module
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Final, Literal, NamedTuple, TypeAlias, get_args
 
-from shardspec.checkpoint.catalog import Catalog
+from shardspec.checkpoint.catalog import Carried, Catalog, OutputTensor, Target
 from shardspec.checkpoint.convert.sidecars import model_sidecars
 from shardspec.checkpoint.storage.path import StoragePath, file_inside
-from shardspec.checkpoint.targets import Carried, OutputTensor, Target
 from shardspec.errors import CheckpointError
 from shardspec.layout.layout import Layout
 from shardspec.mesh.device_mesh import DeviceMesh

@@ -23,14 +23,13 @@ from typing import Final, NamedTuple
 
 from shardspec.boxes import box_shape
 from shardspec.checkpoint import catalog
-from shardspec.checkpoint.catalog import FileBox, Outline, StoredBox, StoredObject, box_text
+from shardspec.checkpoint.catalog import FileBox, Outline, StoredBox, StoredObject, Target, box_text
 from shardspec.checkpoint.convert.sidecars import WITHOUT_SIDECARS, model_sidecars
 from shardspec.checkpoint.formats import Format, OpenOptions, Wanted
 from shardspec.checkpoint.storage.checksums import crc32_of, crc_text
 from shardspec.checkpoint.storage.path import SourceFile, StoragePath, file_inside
 from shardspec.checkpoint.storage.reading import prefetch_map
 from shardspec.checkpoint.storage.strict_json import parse_json
-from shardspec.checkpoint.targets import Target
 from shardspec.checkpoint.torch_files import unpickler, values
 from shardspec.checkpoint.torch_files.dcp_metadata import (
     METADATA_NAME,

@@ -13,7 +13,7 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Final
 
-from shardspec.checkpoint.catalog import Catalog
+from shardspec.checkpoint.catalog import Catalog, Listing, OutputTensor, Target
 from shardspec.checkpoint.formats import (
     Format,
     OpenOptions,
@@ -28,7 +28,6 @@ from shardspec.checkpoint.formats.model_files import (
 )
 from shardspec.checkpoint.formats.safetensors import METADATA, output_file
 from shardspec.checkpoint.storage.path import StoragePath
-from shardspec.checkpoint.targets import Listing, OutputTensor, Target
 
 INDEX_NAME: Final = "model.safetensors.index.json"
 _SHARD_BYTES: Final = 5 * 10**9

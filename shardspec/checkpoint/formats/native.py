@@ -16,14 +16,23 @@ from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
 from shardspec.boxes import box_size
-from shardspec.checkpoint import catalog, targets
-from shardspec.checkpoint.catalog import Catalog, ReplicaKey, StoredBox, StoredTensor
+from shardspec.checkpoint import catalog
+from shardspec.checkpoint.catalog import (
+    BoxEntry,
+    Catalog,
+    FileEntry,
+    OutputFile,
+    OutputTensor,
+    ReplicaKey,
+    StoredBox,
+    StoredTensor,
+    Target,
+)
 from shardspec.checkpoint.formats import Format, OpenOptions, Wanted, safetensors
 from shardspec.checkpoint.state import state_dict
 from shardspec.checkpoint.storage.path import StoragePath, file_inside
 from shardspec.checkpoint.storage.reading import prefetch_map
 from shardspec.checkpoint.storage.strict_json import checked, fields, is_size, read_json
-from shardspec.checkpoint.targets import BoxEntry, FileEntry, OutputFile, OutputTensor, Target
 from shardspec.dtypes import from_safetensors, item_bytes, to_safetensors
 from shardspec.errors import CheckpointError, ShardSpecError, SpecSyntaxError
 from shardspec.layout.layout import Layout
@@ -316,7 +325,7 @@ def _stored_boxes(
             )
     entries_of = {name: list(group) for name, group in groupby(file.boxes, attrgetter("tensor"))}
     listed = {
-        name: (info.tensors[name].dtype, targets.stored_shape([entry.box for entry in entries]))
+        name: (info.tensors[name].dtype, catalog.stored_shape([entry.box for entry in entries]))
         for name, entries in entries_of.items()
     }
     stored = {name: (dtype, shape) for name, dtype, shape, *_ in header.entries}
@@ -356,15 +365,15 @@ def shard_file(
     boxes_of, slots, extents = {}, [], []
     for name, entries in groupby(boxes, attrgetter("tensor")):
         boxes_of[name] = [entry.box for entry in entries]
-        shape = targets.stored_shape(boxes_of[name])
+        shape = catalog.stored_shape(boxes_of[name])
         slots.append((name, tensors[name].dtype, shape))
     head, header = safetensors.encode_header(slots, shard_metadata(save, rank))
     for entry in header.entries:
         offset = entry.offset
         for box in boxes_of[entry.name]:
-            extents.append(targets.Extent(tensors[entry.name], box, offset))
+            extents.append(catalog.Extent(tensors[entry.name], box, offset))
             offset += extents[-1].num_bytes
-    raw = (targets.RawBytes(0, head),)
+    raw = (catalog.RawBytes(0, head),)
     return OutputFile(shard_name(rank, save), header.file_bytes, raw, extents)
 
 
@@ -391,14 +400,14 @@ def sharded_target(
             )
     token = save or os.urandom(8).hex()
     by_name = {tensor.name: tensor for tensor in tensors}
-    assigned = targets.assign_boxes(mesh, layouts)
+    assigned = catalog.assign_boxes(mesh, layouts)
     files = {
         rank: shard_file(by_name, assigned.pop(rank), rank, token)
         for rank in mesh.ids
         if assigned[rank]
     }
 
-    def fill(crcs: Mapping[str, Sequence[int]], write: targets.Write) -> None:
+    def fill(crcs: Mapping[str, Sequence[int]], write: catalog.Write) -> None:
         entries = tuple(_entry(rank, file, crcs[file.name]) for rank, file in files.items())
         by_names = dict(sorted(layouts.items()))
         info = ShardingInfo(token, mesh, by_names, entries, values, paths, file_metadata)
@@ -409,7 +418,7 @@ def sharded_target(
         tuple(files.values()),
         directory=True,
         tensors=tensors,
-        listing=targets.Listing(INFO_NAME, fill),
+        listing=catalog.Listing(INFO_NAME, fill),
         digested=True,
         carried=frozenset(file_metadata),
     )

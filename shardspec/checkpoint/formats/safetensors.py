@@ -15,8 +15,13 @@ from typing import Final, NamedTuple, TypeAlias
 from shardspec.checkpoint.catalog import (
     Catalog,
     CheckpointFacts,
+    Extent,
     FileMetadata,
+    OutputFile,
+    OutputTensor,
+    RawBytes,
     StoredTensor,
+    Target,
     unsharded_tensor,
     whole_box,
 )
@@ -25,13 +30,6 @@ from shardspec.checkpoint.formats.model_files import ModelFiles, check_alone, is
 from shardspec.checkpoint.storage.path import SourceFile, StoragePath
 from shardspec.checkpoint.storage.reading import prefetch_map
 from shardspec.checkpoint.storage.strict_json import checked, fields, parse_json
-from shardspec.checkpoint.targets import (
-    Extent,
-    OutputFile,
-    OutputTensor,
-    RawBytes,
-    Target,
-)
 from shardspec.dtypes import from_safetensors, item_bytes, packed, to_safetensors
 from shardspec.errors import CheckpointError, DTypeError
 from shardspec.text import shown

@@ -9,7 +9,13 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Final
 
-from shardspec.checkpoint.catalog import Catalog, CheckpointFacts, StoredTensor
+from shardspec.checkpoint.catalog import (
+    Catalog,
+    CheckpointFacts,
+    OutputTensor,
+    StoredTensor,
+    Target,
+)
 from shardspec.checkpoint.formats import FileStart, Format, OpenOptions, Wanted
 from shardspec.checkpoint.formats.model_files import (
     BIN_NAME,
@@ -21,7 +27,6 @@ from shardspec.checkpoint.formats.model_files import (
     is_numbered_bin,
 )
 from shardspec.checkpoint.storage.path import StoragePath
-from shardspec.checkpoint.targets import OutputTensor, Target
 from shardspec.checkpoint.torch_files.parts import (
     DEEPSPEED,
     EXPERTS,

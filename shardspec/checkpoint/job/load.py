@@ -11,11 +11,10 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple, Unpack
 
 from shardspec.boxes import Box, box_size
-from shardspec.checkpoint.catalog import Catalog, StoredTensor
+from shardspec.checkpoint.catalog import Catalog, OutputTensor, StoredTensor
 from shardspec.checkpoint.compare.coverage import check_tiling
 from shardspec.checkpoint.convert.copy import Buffers, Checks, read_box_into, stretches
 from shardspec.checkpoint.convert.layout import layouts_by_rules
-from shardspec.checkpoint.convert.prepare import mapped_source
 from shardspec.checkpoint.convert.select import (
     Choice,
     Selection,
@@ -24,11 +23,11 @@ from shardspec.checkpoint.convert.select import (
     select,
 )
 from shardspec.checkpoint.open import as_catalog
+from shardspec.checkpoint.quantization import mapped_source
 from shardspec.checkpoint.quantization.cuts import check_blocks, refuse_casts
 from shardspec.checkpoint.state import rank_state
 from shardspec.checkpoint.state.state_dict import LEFT_OUT, spread, unflatten
 from shardspec.checkpoint.storage.reading import OpenFiles
-from shardspec.checkpoint.targets import OutputTensor
 from shardspec.comm.communicator import Communicator
 from shardspec.comm.together import agree
 from shardspec.dtypes import dtype_name

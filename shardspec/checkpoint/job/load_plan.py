@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from shardspec.boxes import Box
 from shardspec.checkpoint.catalog import ZEROS, Catalog, distinct
-from shardspec.checkpoint.convert.prepare import with_numbers
 from shardspec.checkpoint.convert.select import (
     CatalogNaming,
     Choice,
@@ -22,6 +21,7 @@ from shardspec.checkpoint.convert.select import (
 from shardspec.checkpoint.job.load import Reading, read_shards
 from shardspec.checkpoint.job.rows import file_numbers, file_regions
 from shardspec.checkpoint.open import as_catalog, open_checkpoint
+from shardspec.checkpoint.quantization import with_numbers
 from shardspec.checkpoint.quantization.cuts import check_stored_plan
 from shardspec.checkpoint.state import rank_state
 from shardspec.checkpoint.storage.path import StoragePath
@@ -31,11 +31,11 @@ from shardspec.dtypes import dtype_name
 from shardspec.errors import CheckpointError, LayoutError
 from shardspec.layout.layout import Layout
 from shardspec.mesh.device_mesh import DeviceMesh
-from shardspec.resharding.copies import StoredLayout
 from shardspec.resharding.name_map import NameMap, Names
 from shardspec.resharding.plan import ReshardPlan, ReshardTarget, layouts_of, plan_state
+from shardspec.resharding.rows import FileRegion
+from shardspec.resharding.stages import StoredLayout, files_of
 from shardspec.resharding.state import flat_state
-from shardspec.resharding.transfers import FileRegion
 from shardspec.text import shown
 
 if TYPE_CHECKING:
@@ -118,7 +118,7 @@ class CheckpointReader:
         """Return where tensors lie in the files of the checkpoint."""
         if self.quantizes:
             raise LayoutError(NO_COPY)
-        return file_regions(self._opened(plan), min(plan.files, default=0))
+        return file_regions(self._opened(plan), min(files_of(plan.moves), default=0))
 
     def _opened(self, plan: ReshardPlan) -> Catalog:
         """Open the checkpoint, which is as the plan says."""
@@ -132,7 +132,7 @@ class CheckpointReader:
             source = with_numbers(source, self.dequantized_to, dropped)
             if self.naming is not None:
                 source = self.naming.applied(source, Choice(drop=self.drop), ())
-        now, _ = stored_layouts(source, min(plan.files, default=0))
+        now, _ = stored_layouts(source, min(files_of(plan.moves), default=0))
         for move in plan.moves:
             if now.get(move.source_name) != move.source:
                 raise CheckpointError(
@@ -171,7 +171,7 @@ class CheckpointReader:
 
 def _check_apart(shards: "Mapping[str, Mapping[int, torch.Tensor]]") -> None:
     """Refuse tensors to be filled that overlap in part; tied ones are the same memory."""
-    from shardspec.resharding.memory import memory_overlaps, overlaps_itself
+    from shardspec.resharding.inputs import memory_overlaps, overlaps_itself
 
     filled = {(name, device): shard for name, of in shards.items() for device, shard in of.items()}
     for (name, _), shard in filled.items():

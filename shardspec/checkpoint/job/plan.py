@@ -110,7 +110,7 @@ def _in_memory(
     links: Links | None,
 ) -> ReshardPlan:
     plan = plan_state(known_to_all(source), target, names, dtype, max_bytes, drop, links=links)
-    dtypes = {layout.dtype for source, target, _ in plan.kinds for layout in (source, target)}
+    dtypes = {layout.dtype for move in plan.moves for layout in (move.source, move.target)}
     if len(dtypes) > 1 or not dtypes <= {"float32", "bfloat16", "float16", "float64"}:
         from shardspec.checkpoint.quantization.cuts import check_plan
 

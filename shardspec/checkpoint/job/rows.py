@@ -16,8 +16,8 @@ from shardspec.checkpoint.storage.path import StoragePath
 from shardspec.dtypes import item_bytes
 from shardspec.errors import CheckpointError
 from shardspec.layout.layout import Layout
-from shardspec.resharding.copies import StateCopies, StoredLayout
-from shardspec.resharding.transfers import FileRegion, row_major_steps, transfer_rows
+from shardspec.resharding.rows import FileRegion, row_major_steps, transfer_rows
+from shardspec.resharding.stages import StateCopies, StoredLayout
 
 TRANSFERS_FORMAT: Final = "shardspec-transfers-1"
 INDEX: Final = "transfers.json"

@@ -13,6 +13,7 @@ from pathlib import PurePath
 from typing import Any, Literal, overload
 
 from shardspec.boxes import Box
+from shardspec.checkpoint.catalog import BoxEntry, FileEntry, OutputFile, OutputTensor, assign_boxes
 from shardspec.checkpoint.compare.digest import (
     add_up,
     check_digests_file,
@@ -34,7 +35,6 @@ from shardspec.checkpoint.state.state_dict import encode_value
 from shardspec.checkpoint.storage.checksums import crc32
 from shardspec.checkpoint.storage.from_text import storage_path
 from shardspec.checkpoint.storage.path import StoragePath, is_temporary, reason
-from shardspec.checkpoint.targets import BoxEntry, FileEntry, OutputFile, OutputTensor, assign_boxes
 from shardspec.comm.communicator import Communicator
 from shardspec.comm.together import agree
 from shardspec.errors import CheckpointError, OutputExistsError

@@ -42,7 +42,7 @@ _ENOUGH: Final = re.compile(
 )
 """Kinds whose names say enough; others count beside narrow codes."""
 _OF_COMPUTED: Final = re.compile(
-    r"(.+[._])?([qkv]|prob|input|output|activation)(_cache|_proj)?_scale"
+    r"(.+[._])?([qkv]|kv|prob|input|output|activation)(_cache|_proj)?_(scale|zero_point)"
 )
 """Scales of what a quantized model computes."""
 

@@ -19,7 +19,6 @@ from shardspec.errors import LayoutError
 from shardspec.families.linear import LinearLayers
 from shardspec.layout.layout import Layout
 from shardspec.layout.spec import ShardingSpec
-from shardspec.resharding.copies import TensorMove
 from shardspec.resharding.name_map import NameMap
 from shardspec.resharding.plan import (
     ReshardPlan,
@@ -28,6 +27,7 @@ from shardspec.resharding.plan import (
     layouts_of,
     plan_state,
 )
+from shardspec.resharding.stages import TensorMove
 from shardspec.resharding.state import flat_state
 from shardspec.text import Argument, first_of, shown
 
@@ -60,13 +60,13 @@ class Quantizer:
         from shardspec.resharding.execute import run_reshard
         from shardspec.tensor.dtensor import DTensor
 
-        dist = torch.distributed
-        if dist.is_available() and dist.is_initialized() and dist.get_rank() not in plan.devices:
+        dist, every = torch.distributed, plan.copies.devices
+        if dist.is_available() and dist.is_initialized() and dist.get_rank() not in every:
             return {}
         tensors, filled = flat_state(state), None if out is None else flat_state(out)
         targets = {move.target_name: move.target for move in plan.moves}
         arriving = {}
-        with telling_job(plan.devices), torch.no_grad():
+        with telling_job(every), torch.no_grad():
             for name, layout, grid in self.by_senders:
                 if name in tensors:
                     codes, scales = _quantized(name, tensors.pop(name), layout, grid)
@@ -79,8 +79,9 @@ class Quantizer:
                 arriving[name] = DTensor.from_shards(shards, layout)
         lacking = {name + end for name in arriving for end in ("", _SCALES)}
         rest = filled and {name: value for name, value in filled.items() if name not in lacking}
-        result, _ = run_reshard(plan, tensors, None if rest is None else {**rest, **arriving})
-        with telling_job(plan.devices), torch.no_grad():
+        into = None if rest is None else {**rest, **arriving}
+        result, _ = run_reshard(plan.copies, tensors, into)
+        with telling_job(every), torch.no_grad():
             for name in plan.quantized:
                 if name not in result:
                     continue
@@ -222,7 +223,7 @@ def _with_dtype(layout: Layout, dtype: str) -> Layout:
 def _shards(name: str, value: object, layout: Layout) -> "dict[int, torch.Tensor]":
     """Return the shards of a tensor that are in this process; LayoutError if they do not fit."""
     from shardspec.comm.process_group import communicator_of
-    from shardspec.resharding.given import shard_of
+    from shardspec.resharding.inputs import shard_of
 
     devices = [d for d in communicator_of(layout.mesh).addressable if d in layout.mesh]
     alone, values = len(devices) == 1, {name: value}
@@ -243,7 +244,7 @@ def _quantized(name: str, value: object, layout: Layout, grid: Layout) -> tuple[
 
 
 def _in_blocks(name: str, weight: "torch.Tensor") -> "tuple[torch.Tensor, torch.Tensor]":
-    """Return codes and scales of a shard, by the rule ``transformers``; see `merge`."""
+    """Return codes and scales of a shard, as `merge` makes them."""
     import torch
 
     high, wide = weight.shape[-2:]

@@ -5,7 +5,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from functools import cache
-from typing import Any, Final, NamedTuple, get_args
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,7 +36,7 @@ from shardspec.checkpoint.quantization.derived import (
     bytes_in_files,
 )
 from shardspec.checkpoint.quantization.detect import sections, sections_of
-from shardspec.checkpoint.quantization.schemes import MX, QUANTIZATIONS, ScaleRule, Shape
+from shardspec.checkpoint.quantization.schemes import MX, QUANTIZATIONS, Shape
 from shardspec.dtypes import dtype_name, is_cast, is_floating, item_bytes, packed
 from shardspec.errors import CheckpointError, DTypeError
 from shardspec.families.linear import LinearLayers, SkippedModules, is_other, module_of
@@ -47,7 +47,10 @@ _GPT_OSS: Final = {"quant_method": "mxfp4"}
 """The same of gpt-oss, whose experts alone are: their rows are the columns of the weights."""
 _FUSED: Final = re.compile(r"\b([qkv]|gate|up)_proj\b|\bw[13]\b")
 """Names of layers that engines fuse with others."""
-_SKIPPED: Final = ("modules_to_not_convert", "ignored_layers", "ignore", "exclude_modules")
+_SKIPPED: Final = (
+    *("modules_to_not_convert", "ignored_layers", "ignore", "exclude_modules"),
+    "llm_int8_skip_modules",
+)
 """Where configs list what is not quantized."""
 _TILE: Final = 1 << 20
 """Numbers quantized at once; more only where a single block is larger."""
@@ -90,25 +93,20 @@ def _floats(raw: RawNumbers, dtype: str) -> NDArray[np.float32]:
 
 
 def to_scaled(
-    raw: RawNumbers, dtype: str, block: tuple[int, int], rule: ScaleRule, where: str
+    raw: RawNumbers, dtype: str, block: tuple[int, int], where: str
 ) -> tuple[Bytes, NDArray[np.float32]]:
     """Return numbers of bfloat16 or float32, whole blocks of a matrix, as float8_e4m3fn and scales.
 
-    A scale is what codes are multiplied with to get the numbers back. By the rule ``transformers``
-    numbers are multiplied with 448 · (1 / amax), both rounded, and the scale is 1 over that; by
-    ``amax/448`` they are divided by this scale. Where all of a block is 0, or too small for its
-    scale to be a float32, the scale is 1.
+    Numbers are multiplied with 448 · (1 / amax), both rounded, as transformers does, and the scale
+    is 1 over that. Where all of a block is 0, or too small for its scale to be a float32, the scale
+    is 1.
     """
     high, wide = block
     most = _amax(raw, dtype, block, where)
     with np.errstate(all="ignore"):
-        if rule == "transformers":
-            factors = np.float32(1) / most * _LARGEST
-            factors = np.where((most > 0) & np.isfinite(factors), factors, np.float32(1))
-            scales = np.float32(1) / factors
-        else:
-            scales = most / _LARGEST
-            scales = factors = np.where(scales > 0, scales, np.float32(1))
+        factors = np.float32(1) / most * _LARGEST
+        factors = np.where((most > 0) & np.isfinite(factors), factors, np.float32(1))
+        scales = np.float32(1) / factors
     codes = np.empty(raw.shape, np.uint8)
     across = np.arange(raw.shape[1]) // wide
     for row in range(len(scales)):
@@ -117,7 +115,7 @@ def to_scaled(
         for rows in strips(*band.shape):
             values = _floats(band[rows], dtype)
             # In place, since new memory costs as much as the arithmetic.
-            (np.multiply if rule == "transformers" else np.divide)(values, by, out=values)
+            np.multiply(values, by, out=values)
             codes[row * high :][rows] = narrow(values, "float8_e4m3fn")
     return codes, scales
 
@@ -155,31 +153,22 @@ class Quantize(NamedTuple):
     """How weights are to be quantized; see `merge`."""
 
     kind: str
-    rule: ScaleRule = "transformers"
     include: Patterns | None = None
     in_files: bool = True
     """False for weights in memory, whose reader takes stacked experts and blocks of any shape."""
 
 
-def quantize_of(kind: str | None, rule: str | None, include: Patterns | None) -> Quantize | None:
+def quantize_of(kind: str | None, include: Patterns | None) -> Quantize | None:
     """Return how to quantize, if at all; DTypeError if it is not known, or nothing is."""
     if kind is None:
-        for argument, value in (("scale_rule", rule), ("quantize_include", include)):
-            if value is not None:
-                raise DTypeError(Argument(argument), " is for ", Argument("quantize"))
+        if include is not None:
+            raise DTypeError(Argument("quantize_include"), " is for ", Argument("quantize"))
         return None
     if kind not in QUANTIZATIONS:
         raise DTypeError(
             f"{shown(kind)} is no way to quantize; choose among {', '.join(QUANTIZATIONS)}"
         )
-    rules: tuple[ScaleRule, ...] = get_args(ScaleRule)
-    if rule is not None and (rule not in rules or kind != "fp8-128x128"):
-        raise DTypeError(
-            f"scales of {kind} by the rule {shown(rule)} are not known; for fp8-128x128 there are "
-            f"{' and '.join(rules)}, and the scales of others are powers of two"
-        )
-    scale_rule: ScaleRule = next((other for other in rules if other == rule), "transformers")
-    return Quantize(kind, scale_rule, include)
+    return Quantize(kind, include)
 
 
 class _Weight(NamedTuple):
@@ -242,7 +231,7 @@ class _Quantizer:
         where = f"tensor {weight.source!r}"
         if self.block == (1, MX):
             return to_mx(raw, dtype, where, four=self.four)
-        return to_scaled(raw, dtype, self.block, self.how.rule, where)
+        return to_scaled(raw, dtype, self.block, where)
 
 
 class _CodesOrScales(ComputedMatrices):

@@ -16,13 +16,11 @@ Sizes of blocks are always read from the config, and never derived from shapes.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Final, Literal, NamedTuple, TypeAlias
+from typing import Final, NamedTuple, TypeAlias
 
 from shardspec.text import shown
 
 Shape: TypeAlias = tuple[int, ...]
-ScaleRule: TypeAlias = Literal["transformers", "amax/448"]
-"""How a scale comes from the largest size in a block; see `merge`."""
 MX: Final = 32
 """Numbers in a block of a microscaling format, along the last dim."""
 _FP8: Final = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic"}

@@ -6,10 +6,9 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from shardspec.checkpoint.catalog import ZEROS, Catalog, StoredBox, StoredTensor
+from shardspec.checkpoint.catalog import ZEROS, Catalog, StoredBox, StoredTensor, assign_boxes
 from shardspec.checkpoint.state import rank_state
 from shardspec.checkpoint.storage.path import StoragePath
-from shardspec.checkpoint.targets import assign_boxes
 from shardspec.comm.communicator import Communicator
 from shardspec.dtypes import item_bytes
 from shardspec.errors import LayoutError

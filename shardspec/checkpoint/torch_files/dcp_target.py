@@ -10,7 +10,7 @@ from types import MappingProxyType
 from typing import Final, TypeAlias
 
 from shardspec.boxes import Box, box_shape
-from shardspec.checkpoint import targets
+from shardspec.checkpoint import catalog
 from shardspec.checkpoint.catalog import StoredObject
 from shardspec.checkpoint.torch_files import writer
 from shardspec.checkpoint.torch_files.dcp_metadata import METADATA_NAME
@@ -31,11 +31,11 @@ _Place: TypeAlias = tuple[str, int, int]
 
 def dcp_target(
     mesh: DeviceMesh,
-    tensors: Sequence[targets.OutputTensor],
+    tensors: Sequence[catalog.OutputTensor],
     layouts: Mapping[str, Layout],
     others: Mapping[str, object],
     paths: Mapping[str, KeyPath] = MappingProxyType({}),
-) -> targets.Target:
+) -> catalog.Target:
     """Return an output directory that `torch.distributed.checkpoint.load` reads.
 
     `layouts`, by name in the output, have no pending reductions. `others` are entries that are not
@@ -45,20 +45,20 @@ def dcp_target(
     by_name = {tensor.name: tensor for tensor in tensors}
     for name in chain(by_name, others):
         writer.check_text(name)
-    assigned = targets.assign_boxes(mesh, layouts)
+    assigned = catalog.assign_boxes(mesh, layouts)
     chunks: dict[str, list[tuple[Box, _Place]]] = {name: [] for name in by_name}
     values: dict[str, _Place] = {}
     files = []
     for rank in mesh.ids:
         file, end = f"__{rank}_0.distcp", 0
-        extents: list[targets.Extent] = []
-        raw: list[targets.RawBytes] = []
+        extents: list[catalog.Extent] = []
+        raw: list[catalog.RawBytes] = []
         # Entries are released rank by rank: they take as much memory as the extents.
         for entry in assigned.pop(rank):
             tensor = by_name[entry.tensor]
             archive = _archive(box_shape(entry.box), tensor.dtype)
-            extents.append(targets.Extent(tensor, entry.box, end + archive.extents[0].offset))
-            raw.append(targets.RawBytes(end, archive.raw[0].data))
+            extents.append(catalog.Extent(tensor, entry.box, end + archive.extents[0].offset))
+            raw.append(catalog.RawBytes(end, archive.raw[0].data))
             chunks[tensor.name].append((entry.box, (file, end, archive.num_bytes)))
             end += archive.num_bytes
         for name, value in others.items() if rank == mesh.ids[0] else ():
@@ -70,26 +70,26 @@ def dcp_target(
                 end = raw[-1].offset + len(raw[-1].made())
             values[name] = (file, start, end - start)
         if end:
-            files.append(targets.OutputFile(file, end, raw, extents, partial(_trailer, extents)))
+            files.append(catalog.OutputFile(file, end, raw, extents, partial(_trailer, extents)))
 
-    def fill(_: Mapping[str, Sequence[int]], write: targets.Write) -> None:
+    def fill(_: Mapping[str, Sequence[int]], write: catalog.Write) -> None:
         writer.pickle_into(_metadata(tensors, chunks, values, paths), write)
 
-    listing = targets.Listing(METADATA_NAME, fill)
-    return targets.Target(tuple(files), True, tensors, listing, digested=True)
+    listing = catalog.Listing(METADATA_NAME, fill)
+    return catalog.Target(tuple(files), True, tensors, listing, digested=True)
 
 
 @lru_cache(64)  # a model has few shapes
-def _archive(shape: tuple[int, ...], dtype: str) -> targets.OutputFile:
+def _archive(shape: tuple[int, ...], dtype: str) -> catalog.OutputFile:
     """Return the file that torch.save writes for a tensor; it depends on shape and dtype only."""
-    tensor = targets.OutputTensor("", "", shape, dtype)
+    tensor = catalog.OutputTensor("", "", shape, dtype)
     return state_file("", writer.tensor_value(shape, dtype, "0"), [tensor])
 
 
-def _trailer(extents: Sequence[targets.Extent], crcs: Sequence[int]) -> Iterator[targets.RawBytes]:
+def _trailer(extents: Sequence[catalog.Extent], crcs: Sequence[int]) -> Iterator[catalog.RawBytes]:
     """Yield the bytes after tensors, a kilobyte each; they are made when they are written."""
 
-    def after(number: int, extent: targets.Extent) -> bytes:
+    def after(number: int, extent: catalog.Extent) -> bytes:
         archive = _archive(box_shape(extent.box), extent.tensor.dtype)
         assert archive.trailer is not None, "it has a tensor"
         (late,) = archive.trailer([crcs[number]])
@@ -97,14 +97,14 @@ def _trailer(extents: Sequence[targets.Extent], crcs: Sequence[int]) -> Iterator
 
     for number, extent in enumerate(extents):
         end = extent.offset + extent.num_bytes
-        yield targets.RawBytes(end, partial(after, number, extent))
+        yield catalog.RawBytes(end, partial(after, number, extent))
 
 
-def _raw_value(value: object, start: int) -> list[targets.RawBytes]:
+def _raw_value(value: object, start: int) -> list[catalog.RawBytes]:
     """Return the bytes, from a position on, of a value that is not a tensor."""
     if not isinstance(value, StoredObject):
         return [raw._replace(offset=start + raw.offset) for raw in state_file("", value).raw]
-    first, *rest = targets.copied_bytes(*value, start)
+    first, *rest = catalog.copied_bytes(*value, start)
 
     def checked() -> bytes:
         with value.path.open() as file:
@@ -120,7 +120,7 @@ def _raw_value(value: object, start: int) -> list[targets.RawBytes]:
 
 
 def _metadata(
-    tensors: Sequence[targets.OutputTensor],
+    tensors: Sequence[catalog.OutputTensor],
     chunks: Mapping[str, Sequence[tuple[Box, _Place]]],
     values: Mapping[str, _Place],
     paths: Mapping[str, KeyPath],
@@ -133,7 +133,7 @@ def _metadata(
     def size(sizes: Iterable[int]) -> PickledCall:
         return PickledCall(Name("torch", "Size"), (tuple(sizes),))
 
-    def described(tensor: targets.OutputTensor) -> Made:
+    def described(tensor: catalog.OutputTensor) -> Made:
         encoding = PickledCall(Name(_MODULE, "_MEM_FORMAT_ENCODING"), (0,))
         layout = PickledCall(Name("torch.serialization", "_get_layout"), ("torch.strided",))
         how = (Name("torch", tensor.dtype), layout, False, encoding, False)

@@ -13,7 +13,11 @@ from typing import Any, Final, NamedTuple
 
 from shardspec.boxes import box_shape
 from shardspec.checkpoint.catalog import (
+    Extent,
     OpaqueValue,
+    OutputFile,
+    OutputTensor,
+    RawBytes,
     ReplicaKey,
     StoredBox,
     StoredTensor,
@@ -25,7 +29,6 @@ from shardspec.checkpoint.catalog import (
 from shardspec.checkpoint.state.state_dict import is_path
 from shardspec.checkpoint.storage.path import StoragePath
 from shardspec.checkpoint.storage.reading import prefetch_map
-from shardspec.checkpoint.targets import Extent, OutputFile, OutputTensor, RawBytes
 from shardspec.checkpoint.torch_files.dtensors import read_torch
 from shardspec.checkpoint.torch_files.unpickler import (
     Foreign,

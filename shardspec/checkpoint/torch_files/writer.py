@@ -18,8 +18,8 @@ from io import BytesIO
 from math import prod
 from typing import Final, NamedTuple
 
+from shardspec.checkpoint.catalog import RawBytes
 from shardspec.checkpoint.storage.checksums import crc32
-from shardspec.checkpoint.targets import RawBytes
 from shardspec.checkpoint.torch_files.values import STORAGES, Complex
 from shardspec.dtypes import item_bytes
 from shardspec.errors import CheckpointError

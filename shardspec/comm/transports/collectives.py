@@ -42,9 +42,11 @@ def has_collective(schedule: DeviceTransfers, dtype: torch.dtype) -> bool:
     """Say whether a collective of the backend does a step; all members say the same."""
     match schedule.step:
         case AllGather():
-            return _are_in_order(schedule, dict(schedule.incoming), schedule.after)
+            coming = {copy.sender: copy.box for copy in schedule.incoming}
+            return _are_in_order(schedule, coming, schedule.after)
         case ReduceScatter(op="sum" | "avg"):
-            going = {**dict(schedule.outgoing), schedule.device: schedule.after}
+            going = {copy.receiver: copy.box for copy in schedule.outgoing}
+            going[schedule.device] = schedule.after
             return dtype in _SUMMED and _are_in_order(schedule, going, schedule.before)
         case AllReduce(op="sum" | "avg"):
             return dtype in _SUMMED

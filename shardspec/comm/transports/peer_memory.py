@@ -348,22 +348,22 @@ class PeerMemory:
         for peer in stage.readers:
             self._connections[peer].receive(_DONE, step, deadline)
 
-    def _fill(self, stage: Stage, pieces: Message, peer: int, theirs: Table) -> None:
+    def _fill(self, stage: Stage, message: Message, peer: int, theirs: Table) -> None:
         """Read a message of a peer: arrays of few runs in one call, and others one at a time."""
         nothing: Ints = np.zeros((0, 2), dtype=np.int64)
         ours, their_rows = [nothing], [nothing]
-        for piece in pieces:
-            item = stage.dtype_of(piece).itemsize
+        for copy in message:
+            item = stage.dtype_of(copy).itemsize
             bases: defaultdict[tuple[tuple[int, ...], ...], list[tuple[int, ...]]]
             bases = defaultdict(list)
-            for place in piece.places:
+            for place in copy.places:
                 (address, span, strides), shard = theirs[place], stage.target[place]
                 bases[strides, shard.stride()].append((address, shard.data_ptr(), span))
             for (strides, own_strides), arrays in bases.items():
                 own_steps = tuple(stride * item for stride in own_strides)
-                shape, steps, at = stage.source_region(piece, strides, peer)
+                shape, steps, at = stage.source_region(copy, strides, peer)
                 source = Region(at, shape, steps, item)
-                shape, steps, at = stage.target_region(piece, own_steps, stage.device)
+                shape, steps, at = stage.target_region(copy, own_steps, stage.device)
                 target = Region(at, shape, steps, item)
                 source_bases, target_bases, spans = zip(*arrays, strict=True)
                 if min(spans) < source.address + source.span:

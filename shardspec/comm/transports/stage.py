@@ -10,16 +10,17 @@ from typing import NamedTuple, Protocol, TypeAlias
 import torch
 
 from shardspec.boxes import box_shape
-from shardspec.comm.transfers import Message, Piece
+from shardspec.comm.senders import Copy
+from shardspec.comm.transfers import Message, aligned_bytes
 from shardspec.errors import CommunicatorError
 from shardspec.text import ranks_text
 
 ShardsByPlace: TypeAlias = Mapping[int, torch.Tensor]
 """The tensors of one device, by place: the number that a tensor has on all devices."""
 RegionOf: TypeAlias = Callable[
-    [Piece, tuple[int, ...], int], tuple[tuple[int, ...], tuple[int, ...], int]
+    [Copy, tuple[int, ...], int], tuple[tuple[int, ...], tuple[int, ...], int]
 ]
-"""Maps a piece, the strides of a shard and its device to the box's shape, strides and offset."""
+"""Maps a copy, the strides of a shard and its device to the box's shape, strides and offset."""
 
 
 class Wave(NamedTuple):
@@ -46,8 +47,8 @@ class Stage:
     target: ShardsByPlace
     source_region: RegionOf
     target_region: RegionOf
-    dtype_of: Callable[[Piece], torch.dtype]
-    """The dtype in which the elements of a piece travel."""
+    dtype_of: Callable[[Copy], torch.dtype]
+    """The dtype in which the elements of a copy travel."""
     waves: Callable[[int | None], Iterable[Wave]]
     """Returns the waves, given the most bytes in buffers; for None a single wave of whole boxes."""
     one_by_one: bool = False
@@ -60,16 +61,16 @@ class Stage:
         peers = ranks_text(self.readers | self.senders)
         return CommunicatorError(f"{self.name} with {peers} failed: {why}")
 
-    def parts(self, piece: Piece, *, of_source: bool) -> Iterator[torch.Tensor]:
-        """Yield views of the shards, one per tensor of a piece, of the piece's box."""
+    def parts(self, copy: Copy, *, of_source: bool) -> Iterator[torch.Tensor]:
+        """Yield views of the shards, one per tensor of a copy, of the copy's box."""
         shards = self.source if of_source else self.target
         region_of = self.source_region if of_source else self.target_region
         own_strides: tuple[int, ...] | None = None
-        for place in piece.places:
+        for place in copy.places:
             shard = shards[place]
             if shard.stride() != own_strides:
                 own_strides = shard.stride()
-                shape, strides, offset = region_of(piece, own_strides, self.device)
+                shape, strides, offset = region_of(copy, own_strides, self.device)
             yield shard.as_strided(shape, strides, shard.storage_offset() + offset)
 
     def pack(self, message: Message, bucket: torch.Tensor) -> None:
@@ -84,8 +85,8 @@ class Stage:
 
     def copy(self, message: Message, sender: "Stage") -> None:
         """Copy boxes of a device of this process, perhaps this one, into the target."""
-        for piece in message:
-            ends = sender.parts(piece, of_source=True), self.parts(piece, of_source=False)
+        for copy in message:
+            ends = sender.parts(copy, of_source=True), self.parts(copy, of_source=False)
             for source_part, target_part in zip(*ends, strict=True):
                 target_part.copy_(source_part)
 
@@ -93,12 +94,13 @@ class Stage:
         self, message: Message, bucket: torch.Tensor, *, of_source: bool
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Yield each box of a message: views of its buffer, and of the shard."""
-        for piece in message:
-            dtype, shape = self.dtype_of(piece), box_shape(piece.box)
+        start = 0
+        for copy in message:
+            dtype, shape, step = self.dtype_of(copy), box_shape(copy.box), aligned_bytes(copy)
             typed, strides = bucket.view(dtype), torch.empty(shape, device="meta").stride()
-            for number, part in enumerate(self.parts(piece, of_source=of_source)):
-                at = (piece.start + number * piece.step) // dtype.itemsize
-                yield typed.as_strided(shape, strides, at), part
+            for part in self.parts(copy, of_source=of_source):
+                yield typed.as_strided(shape, strides, start // dtype.itemsize), part
+                start += step
 
 
 class Transport(Protocol):

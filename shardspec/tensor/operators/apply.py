@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 from shardspec.errors import LayoutError, LossyConversionError
 from shardspec.layout.layout import Layout
 from shardspec.layout.spec import ShardingSpec
-from shardspec.tensor.operators.call import Call
+from shardspec.tensor.operators.call import Call, leaves_of
 from shardspec.tensor.operators.lookups import LOOKUPS
 from shardspec.tensor.operators.rules import (
     ALONG,
@@ -68,10 +68,15 @@ def apply(
     function: Callable[..., Any], args: Sequence[object], kwargs: Mapping[str, object]
 ) -> Any:  # noqa: ANN401
     """Call a torch function with DTensors among its arguments, which may be nested."""
-    leaves, structure = tree_flatten((tuple(args), dict(kwargs)))
+    leaves, structure = leaves_of(args, kwargs)
     names = named(function)
     first = next(leaf for leaf in leaves if isinstance(leaf, TensorLike))
-    for leaf in tree_leaves([args[:1] if names.writes else (), kwargs.get("out")]):
+    written = (
+        tree_leaves([args[:1] if names.writes else (), kwargs.get("out")])
+        if (names.writes or kwargs)
+        else ()
+    )
+    for leaf in written:
         if is_torch_dtensor(leaf) or not isinstance(leaf, torch.Tensor):
             continue
         raise LayoutError(
@@ -87,7 +92,7 @@ def apply(
         return call.on({id(first): torch.empty(first.shape, dtype=first.dtype, device="meta")})
     if names.plain in OF_DEVICE:
         return call.on({id(first): next(iter(first.shards.values()), torch.empty(0))})
-    for leaf in tree_leaves([args[:1] if names.writes else (), kwargs.get("out")]):
+    for leaf in written:
         if isinstance(leaf, TensorLike):
             _check_writable(call, leaf)
     lookup = LOOKUPS.get(function)
@@ -116,8 +121,13 @@ def _with_sums_finished(call: Call) -> Any:  # noqa: ANN401
     if "out" in call.arguments[1]:
         return _in_whole(call)
     before = {key: finished._version() for key, finished in done.items()}
-    leaves = [done.get(id(leaf), leaf) for leaf in call.leaves]
-    result = apply(call.function, *tree_unflatten(leaves, call.structure))
+    again = Call.of(
+        call.function,
+        call.names,
+        [done.get(id(leaf), leaf) for leaf in call.leaves],
+        call.structure,
+    )
+    result = apply(call.function, *again.arguments)
     owners = {id(done[id(t)]): t for t in call.tensors if id(t) in done}
     for tensor in owners.values():
         finished = done[id(tensor)]
@@ -343,6 +353,8 @@ def _by_torch(call: Call) -> Any:  # noqa: ANN401
                 stack.enter_context(sdpa_kernel(SDPBackend.MATH))
             stack.enter_context(_drawing(call, drawn))
             result = call.on(theirs)
+        if isinstance(result, torch.Tensor):
+            return _ours(call, result, theirs, copies)
         return tree_map(lambda leaf: _ours(call, leaf, theirs, copies), result)
     except (*_REFUSALS, LossyConversionError, LayoutError):
         from shardspec.tensor.operators.propagate import layouts_by_torch
@@ -367,8 +379,9 @@ def _ours(call: Call, leaf: object, theirs: Mapping[int, "TorchDTensor"], copies
                 if _is_alias(leaf, theirs[id(tensor)]):
                     made._become_part_of(tensor)
         kinds = facts_of_layout(made.layout).pending
-        finished = made.layout.spec.without_partial()
-        return made if kinds <= {"sum", "avg"} else made.redistribute(finished)
+        if kinds <= {"sum", "avg"}:
+            return made
+        return made.redistribute(made.layout.spec.without_partial())
     if call.names.writes:
         owner._write(first._wrap(leaf).shards if copies else {})
     return owner

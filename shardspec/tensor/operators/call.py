@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils._pytree import TreeSpec, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from shardspec.layout.layout import Layout
 from shardspec.tensor.operators.rules import Named
@@ -19,8 +19,8 @@ class Call:
     function: Callable[..., Any]
     names: Named
     leaves: Sequence[Any]
-    structure: TreeSpec
-
+    structure: TreeSpec | None
+    """The structure of the leaves; None if they are the arguments by position."""
     arguments: tuple[Sequence[Any], Mapping[str, Any]]
     """The arguments by position and by keyword."""
     tensors: Sequence[TensorLike]
@@ -28,11 +28,15 @@ class Call:
 
     @classmethod
     def of(
-        cls, function: Callable[..., Any], names: Named, leaves: Sequence[Any], structure: TreeSpec
+        cls,
+        function: Callable[..., Any],
+        names: Named,
+        leaves: Sequence[Any],
+        structure: TreeSpec | None,
     ) -> "Call":
         """Return the call of a function with arguments as leaves and their structure."""
         tensors = {id(leaf): leaf for leaf in leaves if isinstance(leaf, TensorLike)}
-        arguments = tree_unflatten(leaves, structure)
+        arguments = _arguments(leaves, structure)
         return cls(function, names, leaves, structure, arguments, list(tensors.values()))
 
     @property
@@ -61,5 +65,23 @@ class Call:
     def on(self, replaced: Mapping[int, Any]) -> Any:  # noqa: ANN401
         """Call the function with other tensors in place of the DTensors, by ``id``."""
         leaves = [replaced.get(id(leaf), leaf) for leaf in self.leaves]
-        args, kwargs = tree_unflatten(leaves, self.structure)
+        args, kwargs = _arguments(leaves, self.structure)
         return self.function(*args, **kwargs)
+
+
+def leaves_of(
+    args: Sequence[object], kwargs: Mapping[str, object]
+) -> tuple[list[object], TreeSpec | None]:
+    """Return the leaves of arguments and their structure; None if they are not nested."""
+    if not kwargs and not any(isinstance(arg, tuple | list | dict) for arg in args):
+        return list(args), None  # in a tenth of the time
+    return tree_flatten((tuple(args), dict(kwargs)))
+
+
+def _arguments(
+    leaves: Sequence[Any], structure: TreeSpec | None
+) -> tuple[Sequence[Any], Mapping[str, Any]]:
+    if structure is None:
+        return leaves, {}
+    args, kwargs = tree_unflatten(leaves, structure)
+    return args, kwargs

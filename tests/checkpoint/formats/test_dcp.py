@@ -18,7 +18,8 @@ from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 
 from shardspec import DeviceMesh, merge, reshard
 from shardspec.checkpoint.catalog import OpaqueValue
-from shardspec.checkpoint.compare.verify import diff_checkpoints, verify_checkpoint
+from shardspec.checkpoint.compare.diff import diff_checkpoints
+from shardspec.checkpoint.compare.verify import verify_checkpoint
 from shardspec.checkpoint.formats import format_of
 from shardspec.checkpoint.open import open_checkpoint
 from shardspec.errors import CheckpointError

@@ -12,7 +12,8 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from shardspec import load_sharded, merge, reshard
 from shardspec.checkpoint.catalog import OpaqueValue, replica_keys
-from shardspec.checkpoint.compare.verify import diff_checkpoints, verify_checkpoint
+from shardspec.checkpoint.compare.diff import diff_checkpoints
+from shardspec.checkpoint.compare.verify import verify_checkpoint
 from shardspec.checkpoint.open import open_checkpoint
 from shardspec.errors import CheckpointError
 from tests.checkpoint.formats.reading import (

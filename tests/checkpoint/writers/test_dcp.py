@@ -9,7 +9,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from shardspec import DeviceMesh, Layout, ShardingSpec, merge, reshard
-from shardspec.checkpoint.targets import OutputTensor
+from shardspec.checkpoint.catalog import OutputTensor
 from shardspec.checkpoint.torch_files.dcp_target import dcp_target
 from tests.checkpoint.writers.states import check_same, save, state
 

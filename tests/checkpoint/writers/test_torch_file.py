@@ -8,9 +8,9 @@ import torch
 from torch.utils.serialization import config
 
 from shardspec import DeviceMesh, Layout, ShardingSpec, merge
+from shardspec.checkpoint.catalog import OutputTensor
 from shardspec.checkpoint.formats.torch_file import torch_target
 from shardspec.checkpoint.open import open_checkpoint
-from shardspec.checkpoint.targets import OutputTensor
 from shardspec.checkpoint.torch_files.dcp_target import dcp_target
 from shardspec.errors import CheckpointError
 from tests.checkpoint.writers.states import check_same, save, state

@@ -1,33 +1,50 @@
-"""Checks that a state dict still matches the plan that is about to run.
+"""Checks the state dicts that a plan reads and fills, and gathers the layouts that ranks have.
 
 Layouts, dtypes and memory may have changed since planning, so all are checked again.
 """
 
 import pickle
-from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple, TypeAlias
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from hashlib import sha256
+from operator import itemgetter
+from typing import Final, Generic, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 import torch
+import torch.distributed as dist
 from torch.distributed.tensor import DTensor as TorchDTensor
 
+from shardspec.comm.process_group import ProcessGroupCommunicator
 from shardspec.comm.together import Failure
 from shardspec.errors import LayoutError
 from shardspec.interop.torch_dtensor import local_of
 from shardspec.layout.layout import Layout
+from shardspec.layout.spec import ShardingSpec
 from shardspec.mesh.device_ids import some
-from shardspec.resharding.copies import StateCopies, TensorMove
-from shardspec.resharding.memory import has_memory, memory_overlaps, overlaps_itself
-from shardspec.resharding.state import flat_state, is_plain, plain_key, same_shards, stated_layout
+from shardspec.mesh.device_mesh import DeviceMesh
+from shardspec.resharding.stages import StateCopies, TensorMove
+from shardspec.resharding.state import (
+    flat_state,
+    is_plain,
+    plain_key,
+    required_layout,
+    same_shards,
+    stated_layout,
+)
 from shardspec.tensor.dtensor import DTensor
 from shardspec.tensor.shards import bits_of, check_dense, shape_and_dtype
 from shardspec.text import first_of, shown
 
+K = TypeVar("K")
 State: TypeAlias = Mapping[str, object]
 
+_MAX_WORK: Final = 100_000
+"""Steps of the search for a byte that two strided arrays share; a longer search counts as a hit."""
 
-class DeviceGiven(NamedTuple):
-    """What one device has of a state dict that is as the plan says."""
+
+class DeviceInputs(NamedTuple):
+    """The checked shards of one device."""
 
     source: Mapping[str, torch.Tensor]
     """Shards by the names of the source."""
@@ -36,35 +53,35 @@ class DeviceGiven(NamedTuple):
 
 
 class Statement(NamedTuple):
-    """What a process tells the others of a state dict before anything moves."""
+    """Facts of a state dict that a process tells the others before anything moves."""
 
     failure: Failure | None
-    """What is not as the plan says; then all else is empty."""
+    """The error, if a check failed; the other fields are then empty."""
     values: bytes
     """Plain values by the names of the target, pickled."""
     shared: tuple[tuple[str, str], ...]
     """Names of the target whose shards in `out` are the same memory."""
     num_stages: int
-    """Stages of the plan, which follow from prices: other processors might round otherwise."""
+    """Number of stages; compared between ranks because prices may round differently."""
     fills: bool
-    """Whether all results are given, so that no memory is made for them."""
+    """True if `out` has all results, so that no memory is allocated for them."""
 
 
-class Given(NamedTuple):
-    """What one process has of a state dict that is as the plan says."""
+class Inputs(NamedTuple):
+    """The checked shards of one process."""
 
-    devices: Mapping[int, DeviceGiven]
+    devices: Mapping[int, DeviceInputs]
     names: Sequence[str]
-    """Those of the state dict, in its order."""
+    """Tensor names in the order of the state dict."""
     out: dict[str, object] | None
-    """What is filled, without nesting."""
+    """Tensors to fill, without nesting."""
     statement: Statement
 
 
-def given_to(
+def checked_inputs(
     plan: StateCopies, state: State, out: State | None, devices: Sequence[int], *, alone: bool
-) -> Given:
-    """Return what this process gives to a plan for some devices.
+) -> Inputs:
+    """Return the shards that this process has for some devices of a plan.
 
     Where its device is `alone` in its process, plain tensors are taken for shards. Raises
     LayoutError if anything is not as the plan says.
@@ -102,14 +119,14 @@ def given_to(
         }
     shared = _shared(plan, read, filled) if flat_out is not None else ()
     kept = {new: state[name] for name, new in plan.values if name in state}
-    given = {
+    inputs = {
         # The values themselves are to lie in memory.
-        device: DeviceGiven({n: s.resolve_conj().resolve_neg() for n, s in shards.items()}, out)
+        device: DeviceInputs({n: s.resolve_conj().resolve_neg() for n, s in shards.items()}, out)
         for (device, shards), out in zip(read.items(), filled.values(), strict=True)
     }
     values_bytes = pickle.dumps(kept)
     statement = Statement(None, values_bytes, shared, len(plan.stages), flat_out is not None)
-    return Given(given, list(state), flat_out, statement)
+    return Inputs(inputs, list(state), flat_out, statement)
 
 
 def _check_names(where: str, values: State, planned: Iterable[str]) -> None:
@@ -231,7 +248,7 @@ def _shared(
 
 
 def unequal_pair(
-    plan: StateCopies, pairs: Iterable[tuple[str, str]], devices: Iterable[DeviceGiven]
+    plan: StateCopies, pairs: Iterable[tuple[str, str]], devices: Iterable[DeviceInputs]
 ) -> tuple[str, str] | None:
     """Return the first pair of names of the target whose sources differ on some devices.
 
@@ -294,3 +311,194 @@ def agreed_values(plan: StateCopies, pickled: Mapping[int, bytes]) -> dict[str, 
                     f"rank {peer}; make them equal, or leave it out"
                 )
     return values
+
+
+# --- memory that tensors share
+
+
+def memory_of(tensor: torch.Tensor) -> Hashable:
+    """Return a key that tensors share exactly if they are the same elements of the same memory."""
+    return (
+        tensor.device,
+        tensor.data_ptr(),
+        tensor.dtype,
+        tensor.shape,
+        tensor.stride(),
+        tensor.is_conj(),
+        tensor.is_neg(),
+    )
+
+
+def has_memory(tensor: torch.Tensor) -> bool:
+    """Whether all elements lie in memory: not those of the meta device or of a freed storage."""
+    if not tensor.numel():
+        return True
+    if tensor.is_meta:
+        return False
+    start = tensor.storage_offset() * tensor.element_size()
+    return start + _span_bytes(tensor) <= tensor.untyped_storage().nbytes()
+
+
+def _span_bytes(tensor: torch.Tensor) -> int:
+    """Return the bytes from the first element to the end of the last one, gaps included."""
+    reach = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return (reach + 1) * tensor.element_size()
+
+
+def overlaps_itself(tensor: torch.Tensor) -> bool:
+    """Whether elements of a tensor share memory, as those of an expanded one do.
+
+    Strides of another kind than slices, steps and permutations make count as overlapping.
+    """
+    if not tensor.numel() or tensor.is_contiguous():
+        return False
+    reach = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1:
+            if stride < reach:
+                return True
+            reach += stride * (size - 1)
+    return False
+
+
+class Overlap(NamedTuple, Generic[K]):
+    """Two arrays that have a byte in common; at least one is written."""
+
+    written: K
+    other: K
+    both_written: bool
+    same: bool
+    """Whether they are the same elements of the same memory."""
+
+
+class _Span(NamedTuple, Generic[K]):
+    start: int
+    end: int
+    key: K
+    tensor: torch.Tensor
+    written: bool
+
+
+def _spans(tensors: Mapping[K, torch.Tensor], *, written: bool) -> Iterator[_Span[K]]:
+    for key, tensor in tensors.items():
+        if tensor.numel():
+            start = tensor.data_ptr()
+            yield _Span(start, start + _span_bytes(tensor), key, tensor, written)
+
+
+def memory_overlaps(
+    read: Mapping[K, torch.Tensor], written: Mapping[K, torch.Tensor]
+) -> Iterator[Overlap[K]]:
+    """Yield the pairs of tensors that overlap, except those that are both only read."""
+    reached, open_spans = 0, list[_Span[K]]()
+    spans = [*_spans(read, written=False), *_spans(written, written=True)]
+    for span in sorted(spans, key=itemgetter(0)):
+        if span.start >= reached:
+            open_spans = []
+        for earlier in open_spans:
+            if earlier.end <= span.start or not (span.written or earlier.written):
+                continue
+            if _share(earlier.tensor, span.tensor):
+                first, second = (span, earlier) if span.written else (earlier, span)
+                same = memory_of(span.tensor) == memory_of(earlier.tensor)
+                yield Overlap(first.key, second.key, second.written, same)
+        open_spans.append(span)
+        reached = max(reached, span.end)
+
+
+def _share(first: torch.Tensor, second: torch.Tensor) -> bool:
+    """Whether two arrays whose spans overlap have a byte in common."""
+    if first.device != second.device:
+        return False
+    if first.is_contiguous() and second.is_contiguous():
+        return True
+    try:
+        # numpy's types allow but two of the numbers that it takes.
+        return np.shares_memory(_array(first), _array(second), max_work=_MAX_WORK)  # type: ignore[arg-type]
+    except np.exceptions.TooHardError:
+        return True
+
+
+class _Interface:
+    """An array at an address, as numpy takes it."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        item = tensor.element_size()
+        self.__array_interface__ = {
+            "version": 3,
+            "data": (tensor.data_ptr(), True),
+            "typestr": f"|V{item}",
+            "shape": tuple(tensor.shape),
+            "strides": tuple(stride * item for stride in tensor.stride()),
+        }
+
+
+def _array(tensor: torch.Tensor) -> npt.NDArray[np.void]:
+    """Return an array over the memory of a tensor, which is only compared, never read."""
+    return np.asarray(_Interface(tensor))
+
+
+# --- layouts that ranks have
+
+
+def layouts_of_job(state: Mapping[str, object]) -> dict[str, Layout | None]:
+    """Return the layouts of the tensors that any rank of the job has; None for plain values.
+
+    All ranks call this, those that hold nothing with ``{}``. Of copies on meshes apart from each
+    other, the one with the lowest rank counts. Raises LayoutError on all ranks if two of them lay
+    out a tensor in different ways.
+    """
+    ranks = range(dist.get_world_size())
+    communicator = ProcessGroupCommunicator.of(DeviceMesh(ranks))
+    rank = dist.get_rank()
+    with communicator.telling():
+        own = _own_layouts(flat_state(state))
+        content = pickle.dumps(own)
+        # Most ranks have the same, which is sent by the first of them.
+        digests = communicator.gather({rank: sha256(content).digest()})
+        first = {digests[peer]: peer for peer in reversed(ranks)}
+        sends = first[digests[rank]] == rank
+        contents = communicator.gather({rank: content if sends else b""})
+    layouts: dict[str, Layout | None] = {}
+    holders: dict[str, int] = {}
+    for peer in sorted(first.values()):
+        stated: dict[str, Layout | None] = pickle.loads(contents[peer])
+        for name, layout in stated.items():
+            before = layouts.setdefault(name, layout)
+            holder = holders.setdefault(name, peer)
+            if not _agree(before, layout):
+                texts = [str(value) if value else "a plain value" for value in (before, layout)]
+                raise LayoutError(
+                    f"{name!r} is {texts[0]} on rank {holder} and {texts[1]} on rank {peer}; make "
+                    "them alike"
+                )
+    return layouts
+
+
+def _own_layouts(state: Mapping[str, object]) -> dict[str, Layout | None]:
+    """Return the layouts of the tensors of this rank; None for plain values.
+
+    A plain tensor, as buffers and what `parallelize_module` leaves alone, is replicated over
+    the mesh of the DTensors beside it. Raises LayoutError where that is not one mesh.
+    """
+    layouts = {name: stated_layout(name, value) for name, value in state.items()}
+    meshes = {layout.mesh for layout in layouts.values() if layout}
+    # A module may have parameters on slices of its mesh.
+    whole = max(meshes, key=DeviceMesh.size, default=None)
+    if whole and any(not {*mesh.ids} <= {*whole.ids} for mesh in meshes):
+        whole = None
+    for name, value in state.items():
+        if layouts[name] is None and not is_plain(value):
+            if whole is None or not isinstance(value, torch.Tensor):
+                layouts[name] = required_layout(name, value)
+            else:
+                layouts[name] = Layout(whole, ShardingSpec(value.dim()), value.shape, value.dtype)
+    return layouts
+
+
+def _agree(ours: Layout | None, theirs: Layout | None) -> bool:
+    """Whether two ranks mean the same tensor, or copies of it."""
+    if ours is None or theirs is None or ours == theirs:
+        return ours == theirs
+    alike = (ours.global_shape, ours.dtype) == (theirs.global_shape, theirs.dtype)
+    return same_shards(ours, theirs) or (alike and not {*ours.mesh.ids} & {*theirs.mesh.ids})

@@ -14,12 +14,12 @@ import numpy as np
 import numpy.typing as npt
 
 from shardspec.boxes import Box, box_shape
+from shardspec.comm.senders import Copy
 from shardspec.dtypes import item_bytes
 from shardspec.errors import LayoutError
 from shardspec.layout.layout import Layout
 from shardspec.mesh.device_ids import some, whole_numbers
-from shardspec.resharding.copies import StateCopies, StoredLayout, TensorMove
-from shardspec.resharding.stages import StateCopy, region_of
+from shardspec.resharding.stages import StateCopies, StoredLayout, TensorMove, region_of
 from shardspec.resharding.views import identity_view
 from shardspec.text import shown
 
@@ -89,11 +89,7 @@ def transfer_rows(
         for (ours, theirs), alike in places.of(copy, stage):
             parts = _strided(ours, theirs, item_bytes(move.target.dtype))
             table = np.repeat(parts[None], len(alike), 0)
-            table["stage"], table["sender"], table["receiver"] = (
-                stage,
-                copy.holders[0],
-                copy.receiver,
-            )
+            table["stage"], table["sender"], table["receiver"] = stage, copy.sender, copy.receiver
             table["tensor"] = np.asarray(alike)[:, None]
             tables.append(table.ravel())
     return np.concatenate(tables)
@@ -116,9 +112,9 @@ def _check(plan: StateCopies, device: int, end: str) -> None:
             )
 
 
-def _copies(plan: StateCopies, device: int, end: str) -> Iterator[tuple[int, StateCopy]]:
+def _copies(plan: StateCopies, device: int, end: str) -> Iterator[tuple[int, Copy]]:
     """Yield stage and copy: what the device has already, then by stage, sender and receiver."""
-    yield from ((0, copy) for copy in plan.kept(device))
+    yield from ((0, copy) for copy in plan.kept if copy.receiver == device)
     for number, stage in enumerate(plan.stages):
         for (sender, receiver), copies in sorted(stage.streams(device).items()):
             if end == "both" or device == {"sender": sender, "receiver": receiver}[end]:
@@ -147,11 +143,9 @@ class _Places:
                     f"strides= declares {shown(sorted(others)[0])}, which no {side} of the plan is"
                 )
 
-    def of(
-        self, copy: StateCopy, stage: int
-    ) -> Iterator[tuple[tuple[_Part, _Part], Sequence[int]]]:
+    def of(self, copy: Copy, stage: int) -> Iterator[tuple[tuple[_Part, _Part], Sequence[int]]]:
         """Yield where a box lies at both ends, and the places of the tensors that lie so."""
-        sides = ("target" if stage else "source", copy.holders[0]), ("target", copy.receiver)
+        sides = ("target" if stage else "source", copy.sender), ("target", copy.receiver)
         if not any(self._declared.values()) and not self._files:
             move = self._moves[copy.places[0]]
             yield self._ends(move, copy.box, sides), copy.places
