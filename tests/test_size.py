@@ -8,7 +8,7 @@ ROOT = Path(__file__).parent.parent
 
 # Folder: (lines, modules). The first table with budgets; a feature adds its lines and a comment.
 BUDGET = {
-    "shardspec": (43423, 197),
+    "shardspec": (43400, 197),
     "shardspec/checkpoint": (18091, 74),
     "shardspec/cli": (3306, 15),
     "shardspec/comm": (4008, 22),
@@ -19,9 +19,9 @@ BUDGET = {
     "shardspec/mesh": (1106, 5),
     "shardspec/parallel": (347, 2),  # modules sharded in one process
     "shardspec/profiling": (377, 4),
-    "shardspec/resharding": (4520, 14),
+    "shardspec/resharding": (4497, 14),
     "shardspec/tensor": (3293, 16),
-    "tests": (54994, 343),
+    "tests": (54998, 343),
 }
 
 

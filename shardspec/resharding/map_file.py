@@ -44,13 +44,11 @@ def read_map(text: str) -> dict[str, Any]:
     if not isinstance(types, list) or not all(isinstance(name, str) for name in types):
         raise LayoutError(f'model_types is a list, as in ["llama"]; not {shown(types)}')
     maps = _tables(given, "map", {"source", "target"})
-    unused = _tables(given, "unused", {"source", "unless"})
     return {
         "rules": tuple((_side(table, "source"), _side(table, "target")) for table in maps),
         "sizes": sizes,
         "zeros": tuple(_side(table, "target") for table in _tables(given, "zeros", {"target"})),
-        "unused": tuple(_side(table, "source") for table in unused),
-        "unless": _texts(unused, "unless"),
+        "unused": tuple(_side(table, "source") for table in _tables(given, "unused", {"source"})),
         "model_types": tuple(types),
     }
 
@@ -75,18 +73,6 @@ def _side(table: _Table, end: str) -> Side:
         )
     check_pattern(texts[0])
     return tuple(texts)
-
-
-def _texts(tables: Iterable[_Table], key: str) -> dict[int, str]:
-    """Return a text of some tables, by their place."""
-    texts = {}
-    for place, table in enumerate(tables):
-        text = table.get(key)
-        if isinstance(text, str) and text:
-            texts[place] = text
-        elif key in table:
-            raise LayoutError(f"{key} is a name, not {shown(text)}")
-    return texts
 
 
 def placeholders(text: str) -> set[str]:

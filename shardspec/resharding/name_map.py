@@ -23,9 +23,8 @@ A map is read from TOML. Names may have placeholders for numbers, views are thos
     [[zeros]]                   # what of a target no source fills: padding
     target = ["output.weight", "v c", "v[vocab_size:]"]
 
-    [[unused]]                  # what of a source goes nowhere; but not if `untied` is not 0
+    [[unused]]                  # what of a source goes nowhere
     source = "lm_head.weight"
-    unless = "untied"
 
 What a map names must be in the source.
 """
@@ -113,8 +112,6 @@ class NameMap:
     """Sides of the source that go nowhere, on purpose."""
     optional: Collection[int] = frozenset()
     """Indices of rules whose tensors the source may lack."""
-    unless: Mapping[int, str] = field(default_factory=dict)
-    """Index in `unused` -> size that, if nonzero, disables the entry."""
     model_types: tuple[str, ...] = ()
     """Accepted values of `model_type`; empty accepts all."""
     numbers: Mapping[str, Collection[int]] = field(default_factory=dict)
@@ -150,7 +147,7 @@ class NameMap:
     def reversed(self) -> "NameMap":
         """Return the map from target to source; padding is what then goes nowhere."""
         rules = tuple((target, source) for source, target in self.rules)
-        return replace(self, rules=rules, zeros=(), unused=self.zeros, unless={})
+        return replace(self, rules=rules, zeros=(), unused=self.zeros)
 
     def with_sizes(self, sizes: Mapping[str, object]) -> "NameMap":
         """Return the map with more sizes: numbers by name, or a model's whole config.
@@ -323,13 +320,7 @@ def padding(map_: NameMap, target: Mapping[str, Shape]) -> list[tuple[str, Tenso
 
 def unused_parts(map_: NameMap, source: Mapping[str, Shape]) -> list[tuple[str, TensorView]]:
     """Return which parts of the source go nowhere, on purpose."""
-    sizes = known_sizes(map_.sizes)
-    rules = [
-        side
-        for place, side in enumerate(map_.unused)
-        if not sizes.get(map_.unless.get(place, ""), 0)
-    ]
-    return _sides(map_, rules, source)
+    return _sides(map_, map_.unused, source)
 
 
 def _sides(
