@@ -10,9 +10,9 @@ import torch.distributed as dist
 
 from shardspec.comm.agreement import description, failure_text
 from shardspec.comm.communicator import Communicator
+from shardspec.comm.consensus import Failure, raise_first
 from shardspec.comm.process_group import ProcessGroupCommunicator
 from shardspec.comm.senders import Copy
-from shardspec.comm.together import Failure, raise_first
 from shardspec.comm.transports.stage import Stage, Transport, Wave
 from shardspec.errors import CommunicatorError, LayoutError
 from shardspec.mesh.device_mesh import DeviceMesh
