@@ -9,20 +9,20 @@ ROOT = Path(__file__).parent.parent
 # Folder: (lines, modules). The first table with budgets; a feature adds its lines and a comment.
 # `cli` and `text.py`: tables and notes that fit the terminal, and the run of a Megatron checkpoint.
 BUDGET = {
-    "shardspec": (43619, 197),
-    "shardspec/checkpoint": (18129, 74),
+    "shardspec": (43612, 197),
+    "shardspec/checkpoint": (18131, 74),
     "shardspec/cli": (3394, 15),
-    "shardspec/comm": (4010, 22),
-    "shardspec/explorer": (223, 2),
+    "shardspec/comm": (4039, 22),
+    "shardspec/explorer": (229, 2),
     "shardspec/families": (1956, 10),
     "shardspec/interop": (657, 4),
-    "shardspec/layout": (4717, 21),
-    "shardspec/mesh": (1112, 5),
-    "shardspec/parallel": (333, 2),
+    "shardspec/layout": (4719, 21),
+    "shardspec/mesh": (1103, 5),
+    "shardspec/parallel": (347, 2),  # modules sharded in one process
     "shardspec/profiling": (377, 4),
     "shardspec/resharding": (4497, 14),
-    "shardspec/tensor": (3344, 16),
-    "tests": (54930, 342),
+    "shardspec/tensor": (3293, 16),
+    "tests": (55290, 345),  # 69 lines hold the rules of plain English
 }
 
 

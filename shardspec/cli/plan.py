@@ -234,7 +234,7 @@ def cost_command(
         table = table_text(titles, rows, numbers_from=2, optional=(2, 5, 3))
         header, rule, *lines = table.split("\n")
         line_of = dict(zip(distinct, lines, strict=True))
-        links = model.links_text([mesh.axis_label(axis) for axis in range(mesh.ndim)])
+        links = model.links_text(mesh.axis_labels())
         say("\n".join([header, rule, *(line_of[id(cost)] for cost in costs)]))
         for note in f"per device; {model.link_model} model; {links}", f"accuracy: {accuracy}":
             say("\n".join(wrapped(note, terminal_width(), "  ")))

@@ -12,7 +12,7 @@ from shardspec.errors import LayoutError
 from shardspec.layout import graph
 from shardspec.layout.dot import dot_text
 from shardspec.layout.layout import Layout, OwnSpec, SpecLike
-from shardspec.layout.plan import ConversionPlan, Move
+from shardspec.layout.plan import ConversionPlan, Move, communicating_moves, plan_of_moves
 from shardspec.layout.pricing import Prices, prices_to_search, states_of
 from shardspec.layout.search import cheapest_plan, too_many
 from shardspec.layout.spec import ShardingSpec
@@ -165,7 +165,7 @@ class LayoutConverter:
         plans = {_moved(best): best}
         slices = [edge for edge, step in prices.steps.items() if isinstance(step, Slice)]
         for path in islice(graph.cheapest_paths(prices.space, slices, move, *ends, count), count):
-            plan = ConversionPlan.of_moves(source, _moves_along(prices, path, source), best.model)
+            plan = plan_of_moves(source, _moves_along(prices, path, source), best.model)
             plans.setdefault(_moved(plan), plan)
         return tuple(plans.values())[:count]
 
@@ -223,7 +223,7 @@ class LayoutConverter:
         return dot_text(layout, self._model_of(layout.mesh), plan)
 
     def cost(self, source: Layout, target: Layout | SpecLike) -> float:
-        """Return the modelled seconds of the cheapest plan; raises what `plan` raises.
+        """Return the modeled seconds of the cheapest plan; raises what `plan` raises.
 
         Examples
         --------
@@ -242,7 +242,7 @@ class LayoutConverter:
         return seconds
 
     def costs(self, sources: Sequence[Layout], targets: Sequence[Layout]) -> npt.NDArray[Any]:
-        """Return the modelled seconds from each source to the corresponding target.
+        """Return the modeled seconds from each source to the corresponding target.
 
         Parameters
         ----------
@@ -341,7 +341,7 @@ def _check_same_tensor(source: Layout, target: Layout) -> None:
 
 def _moved(plan: ConversionPlan) -> tuple[tuple[Layout, Layout], ...]:
     """Return both ends of every communicating move, by which plans are distinguished."""
-    return tuple((before, after) for _, before, after in plan.communicating)
+    return tuple((before, after) for _, before, after in communicating_moves(plan))
 
 
 def _moves_along(prices: Prices, path: Sequence[graph.Node], source: Layout) -> Iterator[Move]:
@@ -354,7 +354,7 @@ def _moves_along(prices: Prices, path: Sequence[graph.Node], source: Layout) -> 
             continue
         before, after = prices.space.states[a][0], prices.space.states[b][0]
         cut = {dim: axes for dim, axes in enumerate(after) if axes != before[dim]}
-        # The slice that leaves least comes first, which minimises peak memory.
+        # The slice that leaves least comes first, which minimizes peak memory.
         left = {
             dim: source.with_spec(layout.spec.with_dims({dim: cut[dim]})).max_local_bytes
             for dim in cut

@@ -10,9 +10,9 @@ import torch.distributed as dist
 
 from shardspec.comm.agreement import description, failure_text
 from shardspec.comm.communicator import Communicator
+from shardspec.comm.consensus import Failure, raise_first
 from shardspec.comm.process_group import ProcessGroupCommunicator
 from shardspec.comm.senders import Copy
-from shardspec.comm.together import Failure, raise_first
 from shardspec.comm.transports.stage import Stage, Transport, Wave
 from shardspec.errors import CommunicatorError, LayoutError
 from shardspec.mesh.device_mesh import DeviceMesh
@@ -143,7 +143,7 @@ def _marking(inputs: Inputs, why: str) -> Iterator[None]:
     except BaseException as error:
         for value in (inputs.out or {}).values():
             if isinstance(value, DTensor):
-                value.mark_unusable(f"{why}: {error}")
+                value._mark_unusable(f"{why}: {error}")
         raise
 
 

@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor as TorchDTensor
 
+from shardspec.comm.consensus import Failure
 from shardspec.comm.process_group import ProcessGroupCommunicator
-from shardspec.comm.together import Failure
 from shardspec.errors import LayoutError
 from shardspec.interop.torch_dtensor import local_of
 from shardspec.layout.layout import Layout

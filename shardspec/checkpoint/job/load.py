@@ -29,7 +29,7 @@ from shardspec.checkpoint.state import rank_state
 from shardspec.checkpoint.state.state_dict import LEFT_OUT, spread, unflatten
 from shardspec.checkpoint.storage.reading import OpenFiles
 from shardspec.comm.communicator import Communicator
-from shardspec.comm.together import agree
+from shardspec.comm.consensus import agree
 from shardspec.dtypes import dtype_name
 from shardspec.errors import AxisError, CheckpointError, LayoutError
 from shardspec.layout.layout import Layout, SpecLike, resolve_axes
@@ -226,7 +226,7 @@ def _spec_as_saved(
         )
     spec = by_axes = spec.without_partial()
     if saved.axis_names is not None and mesh.axis_names is not None:
-        by_axes = spec.with_axes(lambda axis: saved.axis_label(saved.axis(axis)))
+        by_axes = spec.with_axes(lambda axis: saved.axis_labels()[saved.axis(axis)])
     try:
         return resolve_axes(by_axes, mesh)
     except AxisError as error:

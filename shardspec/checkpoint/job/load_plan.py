@@ -26,7 +26,7 @@ from shardspec.checkpoint.quantization.cuts import check_stored_plan
 from shardspec.checkpoint.state import rank_state
 from shardspec.checkpoint.storage.path import StoragePath
 from shardspec.comm.communicator import Communicator
-from shardspec.comm.together import agree, check_same
+from shardspec.comm.consensus import agree, check_same
 from shardspec.dtypes import dtype_name
 from shardspec.errors import CheckpointError, LayoutError
 from shardspec.layout.layout import Layout
