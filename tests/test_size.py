@@ -8,8 +8,8 @@ ROOT = Path(__file__).parent.parent
 
 # Folder: (lines, modules). The first table with budgets; a feature adds its lines and a comment.
 BUDGET = {
-    "shardspec": (43434, 197),
-    "shardspec/checkpoint": (18091, 74),
+    "shardspec": (43436, 196),
+    "shardspec/checkpoint": (18093, 73),
     "shardspec/cli": (3306, 15),
     "shardspec/comm": (4037, 22),
     "shardspec/explorer": (229, 2),
@@ -21,7 +21,7 @@ BUDGET = {
     "shardspec/profiling": (377, 4),
     "shardspec/resharding": (4497, 14),
     "shardspec/tensor": (3293, 16),
-    "tests": (55017, 343),
+    "tests": (55020, 343),
 }
 
 
