@@ -21,7 +21,7 @@ BUDGET = {
     "shardspec/profiling": (377, 4),
     "shardspec/resharding": (4497, 14),
     "shardspec/tensor": (3293, 16),
-    "tests": (55020, 343),
+    "tests": (55093, 344),
 }
 
 
