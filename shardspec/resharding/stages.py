@@ -8,7 +8,9 @@ inside them.
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
+from functools import cache, cached_property, lru_cache
+from itertools import groupby
+from operator import attrgetter
 from typing import Final, NamedTuple, TypeAlias
 
 from shardspec.boxes import Box, box_shape, box_size, chunks
@@ -19,11 +21,13 @@ from shardspec.comm.senders import Copy, Holders, Senders, find_copies, overlaps
 from shardspec.comm.transfers import Message, aligned_bytes, message_bytes
 from shardspec.dtypes import item_bytes
 from shardspec.errors import LayoutError
+from shardspec.layout.cross import count_pieces
 from shardspec.layout.layout import Layout, LayoutCell, cells_of
 from shardspec.layout.spec import ShardingSpec
 from shardspec.mesh.device_mesh import DeviceMesh
 from shardspec.resharding.views import TensorView, View, identity_view
-from shardspec.text import counted
+from shardspec.text import bytes_text, counted, seconds_text
+from shardspec.tracing import LOGGER
 
 _MAX_PEERS: Final = 32
 """The most devices that a device sends to at once, and receives from."""
@@ -31,6 +35,11 @@ _MESSAGE_BYTES: Final = 4 << 20
 """The longest message: longer ones are no faster, and smaller buckets stay in caches."""
 _LEAST_BUCKET: Final = 16
 """Bytes of the largest element."""
+_MANY_COPIES: Final = 2_000_000
+"""Copies of a tensor above which planning says what it takes."""
+_COPY_SECONDS: Final = 5e-6
+_COPY_BYTES: Final = 380
+"""As measured from 4,096 devices to as many others, all to all."""
 
 
 @dataclass(frozen=True, slots=True, init=False)
@@ -181,7 +190,7 @@ def state_copies(
         widths = [item_bytes(move.target.dtype) for move in moves]
         ways[:0] = (
             staged(lacking, cluster, widths.__getitem__, relays=relays, by_host=by_host)
-            for relays, by_host in ((True, True), (False, True), (True, False), (False, False))
+            for relays, by_host in _routings(lacking, cluster)
         )
     stages = ways[0]
     if len(ways) > 1:
@@ -197,6 +206,29 @@ def state_copies(
         )
     named = moves, values, padded, dropped, digest
     return StateCopies(*named, devices, files, cluster, kept, stages, traffic, bucket)
+
+
+def _routings(copies: Iterable[Copy], cluster: Cluster) -> list[tuple[bool, bool]]:
+    """Return the options of `staged` (`relays`, `by_host`) that make a difference.
+
+    There are none if every box goes to one device, from holders on one host.
+    """
+    hosts_of = cache(lambda devices: set(map(cluster.host, devices)))
+    twice = relayed = several_hold = False
+    # Copies of the same box follow each other.
+    for _, same in groupby(copies, key=attrgetter("places", "box")):
+        first, *others = same
+        several_hold = several_hold or len(hosts_of(first.holders)) > 1
+        if others:
+            twice = True
+            hosts = {cluster.host(copy.receiver) for copy in (first, *others)}
+            relayed = relayed or len(hosts - hosts_of(first.holders)) > 1
+    return [
+        (relays, by_host)
+        for by_host in ((True, False) if several_hold else (False,))
+        for relays in ((True, False) if relayed else (False,))
+        if twice or several_hold
+    ]
 
 
 def _count_hosts(devices: Sequence[int], files: Set[int], cluster: Cluster) -> int:
@@ -222,7 +254,24 @@ def _needed(moves: Sequence[TensorMove]) -> Iterator[Copy]:
         view = view or identity_view(source.global_shape)
         axes, width = len(view.shape), item_bytes(moves[places[0]].wire_dtype)
         have, want = holders(source, view.source, axes), holders(target, view.target, axes)
+        _warn_of_many(have, want)
         yield from find_copies(have, want, overlapping, places, width)
+
+
+def _warn_of_many(have: Mapping[Box, Holders], want: Mapping[Box, Holders]) -> None:
+    """Log what planning takes, if it takes long."""
+    wanted = [box for box, receivers in want.items() for _ in receivers]
+    if len(have) * len(wanted) <= _MANY_COPIES:
+        return
+    count = count_pieces(dict(enumerate(have)), dict(enumerate(wanted)))
+    if count > _MANY_COPIES:
+        took = seconds_text(count * _COPY_SECONDS), bytes_text(count * _COPY_BYTES)
+        LOGGER.warning(
+            "planning %s copies of boxes takes about %s and %s of memory; shard the same dims "
+            "before and after to need fewer",
+            f"{count:,}",
+            *took,
+        )
 
 
 def _holders(layout: Layout, side: TensorView, axes: int) -> dict[Box, Holders]:
